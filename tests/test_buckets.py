@@ -1,5 +1,7 @@
 """Length buckets in a run: what it trains on, compiles, tells and resumes."""
 
+import contextlib
+import io
 import json
 
 import jax
@@ -84,3 +86,50 @@ def test_given_batches_have_no_buckets(tmp_path):
     assert "buckets.form='cut' does not cut given batches; leave it at 'none'" in str(
         error.value
     )
+
+
+LTD = (
+    *BUCKETS,
+    "model.num_layers=3",
+    "random_ltd.form=layerwise",
+    "random_ltd.pacing.start=8",
+    "random_ltd.pacing.multiple=8",
+    "random_ltd.pacing.num_steps=5",
+)
+
+
+@pytest.fixture(scope="module")
+def ltd_run(tmp_path_factory):
+    directory, text = tmp_path_factory.mktemp("ltd"), io.StringIO()
+    with contextlib.redirect_stdout(text):
+        trainer = small_run.fit(directory, *LTD, num_devices=1)
+    return trainer, directory, text.getvalue()
+
+
+def test_rows_longer_than_the_kept_tokens_are_cut(ltd_run):
+    """Each bucket by its length, in programs that are compiled ahead; fails if short
+    rows are cut, or layers count the tokens of the longest ones."""
+    found = records(ltd_run[1])
+    lengths = [int(line["sequence_length"]) for line in found]
+    kept = [*(min(8, length) for length in lengths[:5]), *lengths[5:]]
+    assert [line["kept_tokens"] for line in found] == kept
+    shares = [n / length for n, length in zip(kept, lengths, strict=True)]
+    assert {(4, 1.0), (16, 0.5), (16, 1.0)} <= {*zip(lengths, shares, strict=True)}
+    sums = np.cumsum([256 * (2 + share) for share in shares])
+    assert [line["consumed_layer_tokens"] for line in found] == sums.tolist()
+    assert "compiles again" not in ltd_run[2]
+
+
+def test_rows_cut_by_length_continue_as_they_were(ltd_run, tmp_path):
+    """Bit for bit, with the tokens that layers consumed before the stop."""
+    saved = small_run.make_trainer(tmp_path, *LTD, num_devices=1)
+    with saved.loader as batches:
+        for _ in range(3):
+            saved.state, _ = saved.run.step(saved.state, next(batches))
+        saved.save()
+    saved.close()
+    continued = small_run.fit(tmp_path, *LTD, num_devices=1)
+    arrays = small_run.arrays(ltd_run[0]), small_run.arrays(continued)
+    jax.tree.map(np.testing.assert_array_equal, *arrays)
+    ends = [records(directory)[-1] for directory in (ltd_run[1], tmp_path)]
+    assert ends[0]["consumed_layer_tokens"] == ends[1]["consumed_layer_tokens"]

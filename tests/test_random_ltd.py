@@ -10,6 +10,7 @@ import pytest
 
 import zjax
 from tests.support import small_run
+from tests.support.cases import some_by_hand
 from zjax.ahead import CompileAhead
 from zjax.config.step_values import ATTENTION_WINDOW
 from zjax.errors import ConfigError, DataError
@@ -18,6 +19,7 @@ from zjax.execute.scheduled import SCHEDULE
 from zjax.forward import run_stack
 from zjax.models.build import make_model
 from zjax.ops.token_subset import take_tokens
+from zjax.sharding import plan
 from zjax.typing import Dropping
 
 RANDOM_LTD = (
@@ -61,23 +63,46 @@ def test_each_number_of_tokens_is_one_program(tmp_path, capsys, monkeypatch):
     assert capsys.readouterr().out.count("compiles again") == 2
 
 
-@pytest.mark.parametrize("form", ["layerwise", by_hand("span")])
-def test_a_run_that_continues_is_the_run_without_a_stop(tmp_path, form):
+CONTINUED = {
+    "one device": (1, "random_ltd.form=layerwise"),
+    "stages that skip layers": (
+        2,
+        "num_steps=2",
+        "model.num_layers=5",
+        "mesh.pipeline=2",
+        "num_microbatches=2",
+        "zero.stage=1",
+        "random_ltd.form=span",
+        "layer_drop.theta=0.5",
+    ),
+    "layers of the host": (
+        1,
+        "zero.optimizer_memory=pinned_host",
+        "random_ltd.form=span",
+        "layer_drop.theta=0.5",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", some_by_hand(CONTINUED, {"stages that skip layers"}))
+def test_a_run_that_continues_is_the_run_without_a_stop(tmp_path, name, monkeypatch):
     """Bit for bit; fails if subsets depend on anything but the step."""
+    monkeypatch.setattr(plan, "MIN_MOVED_BYTES", 1)
+    num_devices, *more = CONTINUED[name]
     settings = (
         "model.num_layers=3",
-        f"random_ltd.form={form}",
         "random_ltd.pacing.start=8",
         "random_ltd.pacing.multiple=8",
         "num_steps=3",
+        *more,
     )
-    whole = small_run.fit(tmp_path / "a", *settings, num_devices=1)
-    saved = small_run.make_trainer(tmp_path / "b", *settings, num_devices=1)
+    whole = small_run.fit(tmp_path / "a", *settings, num_devices=num_devices)
+    saved = small_run.make_trainer(tmp_path / "b", *settings, num_devices=num_devices)
     with saved.loader as batches:
         saved.state, _ = saved.run.step(saved.state, next(batches))
         saved.save()
     saved.close()
-    continued = small_run.fit(tmp_path / "b", *settings, num_devices=1)
+    continued = small_run.fit(tmp_path / "b", *settings, num_devices=num_devices)
     jax.tree.map(
         np.testing.assert_array_equal,
         small_run.arrays(whole),

@@ -60,23 +60,39 @@ class CompileAhead:
         first = next((first for first in self._firsts if first > number), None)
         if first is None or first in self._started:
             return
-        shapes = self._batch_at(first, batch)
         # What cannot be compiled fails when its step comes.
-        self._started[first] = self._pool.submit(self._compile_all, first, shapes)
+        batches = self._batches_at(first, batch)
+        self._started[first] = self._pool.submit(self._compile_all, first, batches)
 
-    def _compile_all(self, first: int, batch: Batch) -> None:
+    def _compile_all(self, first: int, batches: list[Batch]) -> None:
         end = self._config.num_steps + 1
         if self._config.buckets.form == "none":  # whose lengths come back
             end = next((other for other in self._firsts if other > first), end)
         for program in batch_programs(self._config, range(first, end)):
-            self._compile(batch, program, first)
+            for batch in batches:
+                self._compile(batch, program, first)
 
-    def _batch_at(self, step: int, batch: Batch) -> Batch:
-        """Shapes of the batch of a step, whose changes are the next after `batch`."""
-        if step in self._shapes:
-            num_rows, length = self._shapes[step]
+    def _batches_at(self, step: int, batch: Batch) -> list[Batch]:
+        """Shapes of new batches of a step, whose changes are the next after `batch`.
+
+        Batches of all buckets, where something else than the first batch of one is new;
+        if that is the number of kept tokens, of those with more tokens than it was.
+        """
+        sizes = {self._shapes[step]} if step in self._shapes else set[tuple[int, int]]()
+        if self._config.buckets.form != "none":
+            before, now = map(self._dropping.num_kept, (step - 1, step))
+            if now > before:
+                sizes |= {x for x in self._shapes.values() if x[1] > before}
+            sizes = sizes or {*self._shapes.values()}
+        elif not sizes:
+            sizes = {(0, self._dropping.lengths.at(step))}
+        return [self._batch_at(step, batch, *size) for size in sorted(sizes)]
+
+    def _batch_at(self, step: int, batch: Batch, num_rows: int, length: int) -> Batch:
+        """Shapes of a batch; those of `batch` for no number of rows."""
+        if num_rows:
             batch = jax.tree.map(lambda x: _with_shape(x, num_rows, length), batch)
-        dropping = dropping_at(self._config, self._dropping, step)
+        dropping = dropping_at(self._config, self._dropping, step, length)
         return with_dropping(batch, dropping)
 
     def started(self, number: int) -> bool:

@@ -83,12 +83,6 @@ CASES = [
         id="activations",
     ),
     case(
-        f"{LTD};buckets.form=cut;data.packing=documents",
-        "random_ltd.form='layerwise' is not built for buckets.form='cut', whose rows "
-        "have other lengths; use one of the two",
-        id="buckets",
-    ),
-    case(
         f"{LTD};deterministic=True",
         "random_ltd.form='layerwise' repeats a cuDNN kernel for other numbers of "
         "tokens, which cannot run with deterministic=True; use 'none', or "

@@ -43,7 +43,7 @@ CASES = {
         "zero.stage=3",
     ),
     "layerwise, stages that are not full, a sequence": (
-        {"num_layers": 7, "whole": (0, 2, 4, 6), "num_parts": 2},
+        {"num_layers": 5, "whole": (0, 1, 3, 4), "num_parts": 2},
         "random_ltd.form=layerwise",
         "mesh.pipeline=2",
         "mesh.sequence=2",
@@ -69,7 +69,7 @@ CASES = {
         "pipeline.schedule=interleaved",
     ),
     "layers and tokens, stages that are not full": (
-        {"num_layers": 7, "whole": (0, 2, 4, 6)},
+        {"num_layers": 5, "whole": (0, 1, 3, 4)},
         "random_ltd.form=layerwise",
         *LAYERS,
         "mesh.pipeline=2",
@@ -77,7 +77,8 @@ CASES = {
         "zero.stage=2",
     ),
 }
-BY_HAND = {"span, chunks"}
+BY_HAND = {"layerwise, stage 3, tensors", "span, chunks", "layers, chunks"}
+"""What other cases hold among more."""
 
 
 def make(model, num_devices, *overrides):

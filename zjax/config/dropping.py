@@ -108,7 +108,10 @@ def make_dropping(config: schema.Config) -> DroppingSchedule:
 
 
 def dropping_values(
-    config: schema.Config, dropping: DroppingSchedule, step: int
+    config: schema.Config,
+    dropping: DroppingSchedule,
+    step: int,
+    length: int | None = None,
 ) -> dict[str, float]:
     """What a step runs on, by the names of its metrics; empty if it drops nothing.
 
@@ -116,6 +119,7 @@ def dropping_values(
         config: Read for `random_ltd.form` and `layer_drop.theta`.
         dropping: The schedule of `config`.
         step: Number of the step, 1 or more.
+        length: Tokens per row of its batch, if they are fewer than the schedule's.
 
     Example:
         >>> config = schema.Config(random_ltd=schema.RandomLTD(form="span"))
@@ -123,7 +127,8 @@ def dropping_values(
         {'kept_tokens': 128.0}
     """
     drops_tokens, drops_layers = _used(config)
-    values = {"kept_tokens": float(dropping.num_kept(step))} if drops_tokens else {}
+    num_kept = min(dropping.num_kept(step), length or config.data.length)
+    values = {"kept_tokens": float(num_kept)} if drops_tokens else {}
     if drops_layers:
         values["layer_drop_theta"] = dropping.theta_at(step)
     return values
@@ -151,27 +156,48 @@ def num_middle_layers(config: schema.Config, num_devices: int) -> int:
     return sum(size for i, size in enumerate(blocks) if i % num_slots not in whole)
 
 
-def make_layer_tokens(config: schema.Config, num_devices: int) -> Callable[[int], int]:
+def make_layer_tokens(
+    config: schema.Config, num_devices: int, length_at: Callable[[int], int]
+) -> Callable[[int], int]:
     """Tokens that layers run on, added up over layers and the first steps.
 
     Args:
         config: Checked settings; the batch sizes are known.
         num_devices: Devices of the run.
+        length_at: Function from a step to the tokens per row of its batch; called under
+            length buckets, once for each step.
 
     Returns:
         Function of the number of steps.
 
     Example:
-        >>> make_layer_tokens(schema.Config(num_steps=1), 1)(1)  # 12 of 32 * 1,024
+        >>> make_layer_tokens(schema.Config(num_steps=1), 1, int)(1)  # 12 of 32 * 1,024
         393216
     """
     tokens, dropping = make_tokens(config), make_dropping(config)
     middle = num_middle_layers(config, num_devices)
     num_whole = config.model.num_layers - middle
 
-    def until(step: int) -> int:
-        kept = dropping.sum_until(step) * middle
-        return tokens.sum_until(step) * num_whole + kept
+    def kept_at(step: int) -> int:
+        length = length_at(step)
+        return tokens.at(step) // length * min(dropping.num_kept(step), length)
+
+    has_buckets = config.buckets.form != "none"
+    kept_until = _make_sum(kept_at) if has_buckets else dropping.sum_until
+    return lambda step: tokens.sum_until(step) * num_whole + kept_until(step) * middle
+
+
+def _make_sum(at: Callable[[int], int]) -> Callable[[int], int]:
+    """The sum of the values of the first steps, for steps that mostly grow."""
+    step, total = 0, 0
+
+    def until(last: int) -> int:
+        nonlocal step, total
+        if last < step:
+            step, total = 0, 0
+        total += sum(map(at, range(step + 1, last + 1)))
+        step = last
+        return total
 
     return until
 
@@ -290,15 +316,11 @@ def _middle_problems(config: schema.Config, num_devices: int) -> Iterator[Proble
 
 
 def _token_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
-    form, model, pacing = config.random_ltd.form, config.model, config.random_ltd.pacing
+    form, pacing = config.random_ltd.form, config.random_ltd.pacing
     if not list(_pacing_problems(config)):
         yield from shape_problems("random_ltd.pacing", pacing, config, num_devices)
     if axes.mesh_fills(config, num_devices):
         yield from _middle_problems(config, num_devices)
-    if config.buckets.form != "none":
-        problem = f"is not built for buckets.form={config.buckets.form!r}, whose rows "
-        problem += "have other lengths"
-        yield Problem(_TOKENS, form, problem, "use one of the two")
     if cannot_unroll(config) and config.zero.optimizer_memory == "device":
         problem = (
             "repeats a cuDNN kernel for other numbers of tokens, which cannot run "

@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 
+from zjax.config.buckets import bucket_lengths
 from zjax.config.dropping import DroppingSchedule, make_dropping
 from zjax.config.schema import Config
 from zjax.errors import ConfigError, DataError, Problem
@@ -36,9 +37,10 @@ class DroppingExecutor(ExtendedExecutor):
             # Every process knows the number, and places it without the others.
             return jax.make_array_from_callback((), self._place, lambda _: x)
 
-        dropping = dropping_at(self._config, self._schedule, number)
-        if dropping.num_kept:
-            _check_length(batch, self._schedule.lengths.at(number))
+        length = self._schedule.lengths.at(number)
+        if self._schedule.num_kept(number) < length:
+            length = _length_of(batch, self._config, length)
+        dropping = dropping_at(self._config, self._schedule, number, length)
         return with_dropping(batch, jax.tree.map(place, dropping))
 
     def abstract(self, batch: Batch, number: int = 1) -> Batch:
@@ -49,34 +51,41 @@ class DroppingExecutor(ExtendedExecutor):
         return with_dropping(batch, Dropping(theta=scalar))
 
 
-def _check_length(batch: Batch, length: int) -> None:
-    """Refuses rows of other lengths than the schedule counts on.
+def _length_of(batch: Batch, config: Config, length: int) -> int:
+    """Tokens per row: those that the schedule counts on, or those of a bucket.
 
     Raises:
-        DataError: No array of the batch has `length` tokens per row.
+        DataError: No array of the batch has as many tokens per row.
     """
     lengths = {x.shape[1] for x in jax.tree.leaves(batch) if x.ndim > 1}
-    if length not in lengths:
+    has_buckets = config.buckets.form != "none"
+    expected = bucket_lengths(config) if has_buckets else (length,)
+    found = lengths.intersection(expected)
+    if not found:
         problem = f"is not that of the batch, whose rows have {sorted(lengths)} tokens"
         remedy = "set it, as random_ltd counts on it"
         raise DataError(Problem("data.length", length, problem, remedy))
+    return max(found)
 
 
-def dropping_at(config: Config, schedule: DroppingSchedule, step: int) -> Dropping:
+def dropping_at(
+    config: Config, schedule: DroppingSchedule, step: int, length: int
+) -> Dropping:
     """What a step leaves out.
 
     Args:
         config: Read for `random_ltd.form` and `layer_drop.theta`.
         schedule: The schedule of `config`.
         step: Number of the step, from 1.
+        length: Tokens per row of its batch.
 
     Example:
         >>> from zjax.config import schema
         >>> config = schema.Config(random_ltd=schema.RandomLTD(form="layerwise"))
-        >>> dropping_at(config, make_dropping(config), 1).num_kept
+        >>> dropping_at(config, make_dropping(config), 1, 1024).num_kept
         128
     """
-    num_kept, length = schedule.num_kept(step), schedule.lengths.at(step)
+    num_kept = min(schedule.num_kept(step), length)
     drops_layers = config.layer_drop.theta < 1
     theta = np.float32(schedule.theta_at(step)) if drops_layers else None
     if num_kept == length:

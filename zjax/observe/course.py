@@ -53,8 +53,9 @@ def make_course(config: Config, num_devices: int = 1) -> Course:
     for values in (make_step_values(config), dropping):
         for name in values(1):
             course[name] = lambda step, name=name, values=values: values(step)[name]
-    if config.random_ltd.form != "none":
-        until = make_layer_tokens(config, num_devices)
+    # Which bucket a batch is from, the data tell alone.
+    if config.random_ltd.form != "none" and config.buckets.form == "none":
+        until = make_layer_tokens(config, num_devices, make_lengths(config).at)
         course["consumed_layer_tokens"] = lambda step: float(until(step))
     course.update(_difficulties(config))
     return course

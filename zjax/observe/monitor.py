@@ -58,8 +58,8 @@ class Monitor:
         self._config = config
         self._callbacks = callbacks
         self._rows_per_step, self._dropping = rows_per_step, make_dropping(config)
-        self._layer_tokens = make_layer_tokens(config, num_devices)
         self._tokens_at, self._values_at = make_tokens(config), values_at
+        self._layer_tokens = make_layer_tokens(config, num_devices, self._length_at)
         self._step_values = make_step_values(config)
         self._skipped = SkippedSteps(
             config.precision, num_steps=config.num_steps, num_skipped=num_skipped
@@ -173,7 +173,8 @@ class Monitor:
         due = step % self._config.observe.log_every_steps == 0
         if due or is_skipped or step == self._config.num_steps:
             values |= self._speed() | self._tokens(step)
-            values |= dropping_values(self._config, self._dropping, step)
+            length = self._length_at(step)
+            values |= dropping_values(self._config, self._dropping, step, length)
             self.log(step, values)
         if shares_metrics(self._config, step):
             self._skipped.check(step, scalars(values))
@@ -201,6 +202,12 @@ class Monitor:
         if self._config.random_ltd.form != "none":
             values["consumed_layer_tokens"] = float(self._layer_tokens(step))
         return values | self._values_at(step)
+
+    def _length_at(self, step: int) -> int:
+        """Tokens per row; those of a batch of length buckets are told by the data."""
+        if self._config.buckets.form == "none":
+            return self._dropping.lengths.at(step)
+        return int(self._values_at(step)["sequence_length"])
 
 
 def _make_throughput(

@@ -314,8 +314,8 @@ class BlockPrograms:
         self, num_kept: int, carry: Any, context: Any, key: jax.Array
     ) -> tuple[jax.Array, Any]:
         """Tokens of all blocks between the first and the last, and their context."""
-        assert self.stack.take_tokens is not None
         second = block_key(key, 2)
+        assert self.stack.take_tokens is not None and second is not None
         (indices,) = draw_tokens(second[None], carry, num_kept)
         return indices, self.stack.take_tokens(context, indices)
 
@@ -343,6 +343,7 @@ class BlockPrograms:
             if not drops_tokens(inputs.dropping, carry, unit_key):
                 (carry, entering), auxiliary = trunk(params, carry, context, unit_key)
             else:
+                assert unit_key is not None
                 num_kept, entering = inputs.dropping.num_kept, ()
                 (indices,) = draw_tokens(unit_key[None], carry, num_kept)
                 given = BlockInput(unit_key, indices)

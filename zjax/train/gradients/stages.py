@@ -179,8 +179,10 @@ class StagedModel:
         """Runs slots on one subset of the tokens, which all chunks have in common."""
         carry, *others = stream
         # The key of the second block of the model, as without a pipeline.
-        (indices,) = draw_tokens(block_key(key, 2)[None], carry, num_kept)
-        narrow = self.partition.stack.take_tokens(context, indices)
+        second, stack = block_key(key, 2), self.partition.stack
+        assert second is not None and stack.take_tokens is not None
+        (indices,) = draw_tokens(second[None], carry, num_kept)
+        narrow = stack.take_tokens(context, indices)
 
         def on_tokens(carry: Any) -> tuple[Any, Any]:
             carry, *others_after = run((carry, *others), narrow, 0)
@@ -215,6 +217,7 @@ class StagedModel:
             place = index + slots.first_block + 1
             given = self.input_of(place, block_key(key, place), theta)
             if num_kept:
+                assert given.key is not None
                 (indices,) = draw_tokens(given.key[None], stream[0], num_kept)
                 given = given._replace(indices=indices)
             run = functools.partial(
