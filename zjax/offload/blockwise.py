@@ -306,6 +306,7 @@ class BlockwiseBackward:
 
     def moments(self, state: TrainState, batch: Batch, pending: Any) -> list[Peak]:
         """See `Backward`."""
+        batch, _ = split_dropping(batch)
         shapes = PassShapes(self.programs, self.units, self.saved_rows, batch)
         programs = shapes.bytes
         saved = bytes_by_memory(shapes.saved).device
