@@ -1,5 +1,6 @@
 """Random token dropping in a run: what it trains on, counts, compiles and resumes."""
 
+import dataclasses
 import json
 
 import jax
@@ -12,15 +13,16 @@ import zjax
 from tests.support import small_run
 from tests.support.cases import some_by_hand
 from zjax.ahead import CompileAhead
+from zjax.config import load_config
 from zjax.config.step_values import ATTENTION_WINDOW
-from zjax.errors import ConfigError, DataError
-from zjax.execute.dropping import with_dropping
+from zjax.errors import ConfigError, DataError, PlanError
+from zjax.execute.dropping import check_model, with_dropping
 from zjax.execute.scheduled import SCHEDULE
 from zjax.forward import run_stack
 from zjax.models.build import make_model
 from zjax.ops.token_subset import take_tokens
 from zjax.sharding import plan
-from zjax.typing import Dropping
+from zjax.typing import Dropping, Tiles
 
 RANDOM_LTD = (
     "model.num_layers=3",
@@ -338,3 +340,34 @@ def test_models_that_cannot_drop_tokens_are_refused(model, message):
     with pytest.raises(ConfigError) as error:
         zjax.initialize(model, optax.sgd(0.1), None, BATCH, SETTINGS)
     assert str(error.value) == message
+
+
+def test_tiles_of_yours_are_refused_where_blocks_run_one_by_one():
+    """Fails if a trunk runs on some tokens, and its tiles on all."""
+    own = make_own(take_tokens)
+    assert own.stack is not None
+    segment = own.stack.segments[0]
+    tiles = Tiles(segment.block, segment.block, segment.block)
+    segments = (dataclasses.replace(segment, tiles=tiles),)
+    stack = dataclasses.replace(own.stack, segments=segments)
+    model = dataclasses.replace(own, stack=stack, loss=zjax.loss_of(stack))
+    config = load_config(SETTINGS, "zero.optimizer_memory=pinned_host")
+    with pytest.raises(ConfigError) as error:
+        check_model(model, config)
+    assert str(error.value) == (
+        "random_ltd.form='layerwise' is not built for tiles with "
+        "zero.optimizer_memory='pinned_host'; leave Segment.tiles out, or store the "
+        "state on the devices"
+    )
+
+
+def test_stages_of_yours_without_tokens_to_drop_are_refused():
+    settings = SETTINGS | {"mesh": {"pipeline": 2}, "num_microbatches": 2}
+    own = make_own(take_tokens)
+    with pytest.raises(PlanError) as error:
+        zjax.initialize(own, optax.sgd(0.1), None, BATCH, settings)
+    assert str(error.value) == (
+        "mesh.pipeline=2 leaves random_ltd no block to drop tokens of: stages run one "
+        "program, and all blocks run whole beside the first or the last one; use fewer "
+        "stages or chunks, or random_ltd.form='none'"
+    )
