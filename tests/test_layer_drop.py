@@ -1,5 +1,6 @@
 """Progressive layer drop: what a step trains, and in how many programs."""
 
+import functools
 import json
 
 import jax
@@ -8,13 +9,15 @@ import numpy as np
 import pytest
 
 from tests.support import small_run
-from zjax.dropping import BlockInput, make_inputs, run_block
+from zjax.dropping import BlockInput, Tally, make_inputs, run_block
+from zjax.forward import Execution, combine, run_stack
 from zjax.initialize import make_run
 from zjax.models.build import make_model
 from zjax.offload import blockwise
 from zjax.optim.build import make_optimizer
 from zjax.sharding import plan
-from zjax.typing import Auxiliary, Dropping
+from zjax.train.gradients.stages import mean_of_sums
+from zjax.typing import DROPPING, Auxiliary, Dropping, Segment, Stack
 
 SETTINGS = "model.num_layers=4", "layer_drop.theta=0.5", "layer_drop.gamma=0.3"
 X = jnp.arange(6.0).reshape(2, 3)
@@ -93,8 +96,44 @@ def test_what_a_block_adds_to_the_loss_is_scaled_and_counts_are_exact(is_kept):
     gradient, auxiliary = jax.grad(loss, has_aux=True)(1.0)
     assert gradient == pytest.approx(is_kept * 2 * 15 / 0.625)
     assert auxiliary.loss == pytest.approx(is_kept * 15 / 0.625)
-    assert auxiliary.metrics["size"] == pytest.approx(is_kept * 8)
+    assert auxiliary.metrics["size"] == (is_kept * 5, is_kept)
     assert auxiliary.totals["load"] == is_kept * 3
+
+
+def test_metrics_are_means_over_the_blocks_that_ran():
+    """In one program, in a scan, and 0 if none did; fails if others count as 0."""
+    key = next(key for key in map(jax.random.key, range(99)) if 0 < ran(key).sum() < 4)
+
+    def step(params, x, context, key):
+        return x, Auxiliary(metrics={"number": params})
+
+    numbers, theta = jnp.arange(1.0, 5.0), jnp.float32(0.5)
+    stack = Stack(
+        embed=lambda params, batch, key: (batch["x"], ()),
+        segments=(Segment(step, 4),),
+        head=lambda params, x, batch: (jnp.sum(x), jnp.float32(1), {}),
+        split=lambda params: ((), (params,), ()),
+        join=lambda embed, segments, head: segments[0],
+    )
+    batch = {"x": X, DROPPING: Dropping(theta=theta)}
+    for execution in (Execution(0), Execution(2)):
+        _, auxiliaries = run_stack(stack, numbers, batch, key, execution)
+        found = combine(auxiliaries).metrics["number"]
+        assert found == pytest.approx(float(numbers[ran(key)].mean()))
+    tally = Tally(jnp.float32(0), jnp.float32(0))
+    none = Auxiliary()._replace(metrics={"number": tally})
+    assert combine([none, none]).metrics["number"] == 0
+    halves = mean_of_sums([combine_sums(auxiliaries)], [4])
+    assert halves.metrics["number"] == pytest.approx(float(found))
+
+
+def ran(key):
+    keys = jax.vmap(lambda n: jax.random.fold_in(key, n))(jnp.arange(1, 5))
+    return np.asarray(make_inputs(keys, Dropping(theta=jnp.float32(0.5))).is_kept)
+
+
+def combine_sums(auxiliaries):
+    return functools.reduce(functools.partial(jax.tree.map, jnp.add), auxiliaries)
 
 
 def test_a_dropped_block_runs_a_branch_without_products():

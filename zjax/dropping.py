@@ -1,7 +1,7 @@
 """Blocks that run on some of the tokens, or not at all, in a training step."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +10,15 @@ import jax.numpy as jnp
 from zjax.ops.keys import fold_name
 from zjax.ops.residuals import residuals_of, vjp_with
 from zjax.ops.token_subset import draw_subset, on_subset
-from zjax.typing import DROPPING, Auxiliary, Batch, Dropping, Params, Segment, Stack
+from zjax.typing import (
+    DROPPING,
+    Auxiliary,
+    Batch,
+    Dropping,
+    Params,
+    Segment,
+    Stack,
+)
 
 
 class BlockInput(NamedTuple):
@@ -158,10 +166,41 @@ def _run(block: Callable[..., Any], params: Params, carry: Any, inputs: Any) -> 
     return on_subset(on_tokens, carry, given.indices)
 
 
+class Tally(NamedTuple):
+    """A metric of blocks that may be dropped: zeros where one is."""
+
+    total: jax.Array
+    """float32[], its sum over the blocks that ran."""
+    number: jax.Array
+    """float32[], how many these are."""
+
+
+def mean_metric(values: Sequence[Any], num_blocks: int) -> jax.Array:
+    """The mean of a metric over the blocks that ran; 0 if none of them did.
+
+    Args:
+        values: Sums of the metric over some blocks, or their tallies.
+        num_blocks: Blocks that they stand for; tallies count themselves.
+
+    Example:
+        >>> three, one, none = jnp.float32(3), jnp.float32(1), jnp.float32(0)
+        >>> float(mean_metric([three, one], 4))
+        1.0
+        >>> float(mean_metric([Tally(three, one), Tally(none, none)], 2))
+        3.0
+    """
+    total = functools.reduce(functools.partial(jax.tree.map, jnp.add), values)
+    if isinstance(total, Tally):
+        return total.total / jnp.maximum(total.number, 1)
+    return total / num_blocks
+
+
 def over_probability(
     carry: Any, results: tuple[Any, Auxiliary], probability: jax.Array
 ) -> tuple[Any, Auxiliary]:
     """What a block adds, divided by the probability that it runs; counts are exact.
+
+    Its metrics are tallies.
 
     Args:
         carry: Input of the block.
@@ -175,11 +214,14 @@ def over_probability(
         return (wide + added).astype(before.dtype)
 
     after, auxiliary = results
-    loss, metrics = jax.tree.map(
-        lambda x: x / probability, (auxiliary.loss, auxiliary.metrics)
-    )
+    loss = jax.tree.map(lambda x: x / probability, auxiliary.loss)
     scaled = jax.tree.map(scale, carry, after)
-    return scaled, auxiliary._replace(loss=loss, metrics=metrics)
+    return scaled, auxiliary._replace(loss=loss, metrics=tallies(auxiliary.metrics))
+
+
+def tallies(metrics: Mapping[str, jax.Array]) -> dict[str, Tally]:
+    """Those of a block that runs."""
+    return {name: Tally(x, jnp.float32(1)) for name, x in metrics.items()}
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -188,9 +230,9 @@ def _run_or_skip(
 ) -> Any:
     """Runs a block in one of two branches; one that is dropped computes nothing.
 
-    What it adds to the carry, its auxiliary loss and its metrics are divided by its
-    probability: their mean over draws is that of a block that always runs. Residuals of
-    a dropped block are zeros. Differentiated by itself, a branch would return copies of
+    What it adds to the carry and its auxiliary loss are divided by its probability:
+    their mean over draws is that of a block that always runs. Residuals of a dropped
+    block are zeros. Differentiated by itself, a branch would return copies of
     the parameters for the backward pass.
     """
     results, _ = _forward(block, params, carry, inputs)

@@ -21,6 +21,7 @@ from zjax.dropping import (
     draw_tokens,
     drops_tokens,
     make_inputs,
+    mean_metric,
     run_block,
     split_dropping,
 )
@@ -312,7 +313,8 @@ def combine(auxiliaries: Sequence[Auxiliary]) -> Auxiliary:
         auxiliaries: One per block.
 
     Returns:
-        The sum of the losses; each metric's mean over the blocks that return it.
+        The sum of the losses; each metric's mean over the blocks that return it, and
+        that ran.
 
     Example:
         >>> one, two = jnp.float32(1), jnp.float32(2)
@@ -327,7 +329,7 @@ def combine(auxiliaries: Sequence[Auxiliary]) -> Auxiliary:
             by_name[name].append(x)
     return Auxiliary(
         functools.reduce(jnp.add, losses) if losses else None,
-        {name: functools.reduce(jnp.add, x) / len(x) for name, x in by_name.items()},
+        {name: mean_metric(x, len(x)) for name, x in by_name.items()},
     )
 
 

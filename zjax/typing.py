@@ -91,8 +91,8 @@ class Auxiliary(NamedTuple):
     """float32[]: added to the mean loss of the microbatch, summed over blocks, and
     logged as `auxiliary_loss`. None adds nothing."""
     metrics: Mapping[str, jax.Array] = {}
-    """float32[] by name, averaged over the blocks that return them and over
-    microbatches."""
+    """float32[] by name, averaged over the blocks that return them and that ran, and
+    over microbatches."""
     totals: Mapping[str, jax.Array] = {}
     """int32 arrays by name, of the shapes in `Segment.totals`: each block's are added
     up over the global batch of a step and returned with its metrics. In a pipeline,

@@ -19,7 +19,9 @@ from zjax.dropping import (
     draw_tokens,
     drops_tokens,
     make_input,
+    mean_metric,
     run_block,
+    tallies,
 )
 from zjax.forward import check_totals, loss_of_sums
 from zjax.ops.keys import block_key
@@ -122,10 +124,12 @@ class StagedModel:
         params, batch = self.gather_after(params, batch, self.rows.embed)
         device_key = block_key(self.local.device_key(key), 0)
         carry, context = self.partition.stack.embed(params, batch, device_key)
-        sums = self.zero_sums(carry, context, device_key)
+        sums = self.zero_sums(carry, context, device_key, theta is not None)
         return (carry, sums, no_totals(self.partition.stack.segments)), (context, theta)
 
-    def zero_sums(self, carry: Any, context: Any, key: Any) -> tuple[Auxiliary, ...]:
+    def zero_sums(
+        self, carry: Any, context: Any, key: Any, drops_layers: bool
+    ) -> tuple[Auxiliary, ...]:
         """Auxiliary losses and metrics of each segment before its first block."""
         rows = self.partition.split(self.local.plan.compute).stages
         layers = jax.tree.map(
@@ -135,6 +139,8 @@ class StagedModel:
         for segment, layer in zip(self.partition.stack.segments, layers, strict=True):
             _, auxiliary = jax.eval_shape(segment.block, layer, carry, context, key)
             scalars = auxiliary._replace(totals={})
+            if drops_layers:
+                scalars = scalars._replace(metrics=tallies(scalars.metrics))
             sums.append(jax.tree.map(lambda _: jnp.zeros((), jnp.float32), scalars))
         return tuple(sums)
 
@@ -381,7 +387,7 @@ def mean_of_sums(sums: Sequence[Auxiliary], num_blocks: Sequence[int]) -> Auxili
     means = {}
     for name, pairs in by_name.items():
         totals, numbers = zip(*pairs, strict=True)
-        means[name] = functools.reduce(jnp.add, totals) / sum(numbers)
+        means[name] = mean_metric(totals, sum(numbers))
     return Auxiliary(functools.reduce(jnp.add, losses) if losses else None, means)
 
 
