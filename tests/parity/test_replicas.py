@@ -1,5 +1,7 @@
 """Replicas that send each other packed gradients take the steps of one device."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import optax
@@ -67,3 +69,79 @@ def test_a_gradient_that_is_not_finite_changes_no_error():
     state, metrics = run.step(state, batch)
     assert metrics["skipped_steps"] == 1
     jax.tree.map(np.testing.assert_array_equal, (state.extra, state.master), before)
+
+
+def by_value(rate):
+    """Steps as long as the loss is large, and one that its gradient tells."""
+
+    def update(updates, state, params=None, **extra):
+        value, own = jax.value_and_grad(extra["value_fn"])(params)
+        return jax.tree.map(lambda g, o: -rate * (g * value + o), updates, own), state
+
+    return optax.GradientTransformationExtraArgs(optax.sgd(rate).init, update)
+
+
+@pytest.mark.parametrize("separable", [True, False])
+def test_the_loss_that_an_optimizer_asks_for_is_that_of_all_replicas(separable):
+    """Fails if each replica steps by the loss or the gradient of its own rows."""
+    model = dataclasses.replace(models.make_mlp(), separable=separable)
+    settings = {"num_devices": 2, "model": model, "mesh": schema.Mesh(replica=2)}
+    found, expected = (
+        runs.train(
+            runs.make_small_run(
+                by_value(0.1),
+                0,
+                communication=schema.Communication(codec=codec),
+                **settings,
+            ),
+            3,
+        )
+        for codec in ("bfloat16", "none")
+    )
+    np.testing.assert_allclose(found[0], expected[0], rtol=5e-3)
+    for x in jax.tree.leaves(found[1].master):
+        first, second = (np.asarray(shard.data) for shard in x.addressable_shards)
+        np.testing.assert_array_equal(first, second)
+
+
+@pytest.mark.parametrize(
+    "communication",
+    [schema.Communication(codec="bfloat16"), schema.Communication(num_local_steps=2)],
+    ids=["codec", "local-steps"],
+)
+def test_an_optimizer_asks_for_the_loss_that_it_was_given(communication):
+    """Fails if replicas draw other numbers when they compute the loss again."""
+
+    def update(updates, state, params=None, **extra):
+        change = extra["value_fn"](params) - extra["value"]
+        return jax.tree.map(lambda u: u * 0 + change, updates), state
+
+    def loss(params, model_state, batch, key):
+        found = mlp.loss(params, model_state, batch, key)
+        return found._replace(value=found.value + jax.random.uniform(key))
+
+    mlp = models.make_mlp()
+    run = runs.make_small_run(
+        optax.GradientTransformationExtraArgs(optax.sgd(0.1).init, update),
+        0,
+        num_devices=2,
+        model=dataclasses.replace(mlp, loss=loss, separable=False),
+        mesh=schema.Mesh(replica=2),
+        communication=communication,
+        num_steps=2,
+    )
+    before = np.asarray(run.state.master["up"])
+    _, state = runs.train(run, 2)
+    np.testing.assert_allclose(state.master["up"], before, atol=1e-5)
+
+
+def test_an_optimizer_with_a_line_search_trains_with_a_codec():
+    """Fails if it is told of phases, of which it knows nothing."""
+    settings = {"num_devices": 2, "mesh": schema.Mesh(replica=2)}
+    communication = schema.Communication(codec="int8")
+    run = runs.make_small_run(
+        optax.lbfgs(0.1), 0, communication=communication, **settings
+    )
+    state, first = run.step(run.state, models.make_batch())
+    _, second = run.step(state, models.make_batch())
+    assert float(second["loss"]) < float(first["loss"])

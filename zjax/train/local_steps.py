@@ -72,7 +72,7 @@ class LocalStep:
             state = _of_one(state)
             key = key_of_replica(self.programs.step_key(state), self.model)
             grads, loss = self.programs.gradients(state, batch, key)
-            new, metrics = self.programs.update(state, grads, loss, batch)
+            new, metrics = self.programs.update(state, grads, loss, batch, key)
             return _stacked(new), metrics
 
         run = map_replicas(step, self.model, self.plan, _REPLICAS, (_REPLICAS, P()))

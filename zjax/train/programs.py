@@ -72,8 +72,30 @@ class Programs:
         scale = loss_scale_of(state)
         return self.gradient_programs.gradients(state, batch, key, scale)
 
+    def loss_of(
+        self, state: TrainState, batch: Batch, key: jax.Array | None = None
+    ) -> Callable[[Params], Loss]:
+        """The loss of a step as a function of the master weights.
+
+        Args:
+            state: Before the step.
+            batch: The global batch.
+            key: Random key; that of the step by default.
+
+        Returns:
+            A function of master weights in logical shapes.
+        """
+        key = self.step_key(state) if key is None else key
+        loss, model_state = self.gradient_programs.loss, state.model_state
+        return lambda master: loss(master, model_state, batch, key)
+
     def update(
-        self, state: TrainState, grads: Params, loss: Loss, batch: Batch
+        self,
+        state: TrainState,
+        grads: Params,
+        loss: Loss,
+        batch: Batch,
+        key: jax.Array | None = None,
     ) -> tuple[TrainState, Metrics]:
         """Applies gradients.
 
@@ -82,17 +104,13 @@ class Programs:
             grads: Gradients from `gradients`.
             loss: Loss from `gradients`.
             batch: The global batch, for optimizers that compute the loss again.
+            key: Random key of the gradients; that of the step by default.
 
         Returns:
             The state after the step, and its metrics.
         """
-        loss_of = self.gradient_programs.loss
-
-        def value_fn(master: Params) -> jax.Array:
-            key = self.step_key(state)
-            return loss_of(master, state.model_state, batch, key).value
-
-        return self.apply_gradients(state, grads, loss, value_fn)
+        loss_of = self.loss_of(state, batch, key)
+        return self.apply_gradients(state, grads, loss, lambda x: loss_of(x).value)
 
     def train(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """One step: `gradients` and `update` in one program.

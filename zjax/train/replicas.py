@@ -6,7 +6,7 @@ rest is the step of any run, except that its update averages what the phase send
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -25,7 +25,7 @@ from zjax.train.gradients import microbatches, weighting
 from zjax.train.programs import Programs, make_programs
 from zjax.train.state import TrainState
 from zjax.train.update import Schedule
-from zjax.typing import Batch, Loss, Metrics, Model
+from zjax.typing import Batch, Loss, Metrics, Model, Params
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -109,7 +109,32 @@ def train_together(
     grads, loss = programs.gradients(state, batch, key)
     loss, share = _mean_loss(loss)
     grads = jax.tree.map(lambda g: weighting.scaled(g, share), grads)
-    return programs.update(state, grads, loss, batch)
+    value_fn = _mean_value(programs.loss_of(state, batch, key))
+    return programs.apply_gradients(state, grads, loss, value_fn)
+
+
+def _mean_value(loss_of: Callable[[Params], Loss]) -> Callable[[Params], jax.Array]:
+    """The mean loss of all replicas and its gradient, for optimizers that ask again."""
+
+    def value_fn(master: Params) -> jax.Array:
+        loss = loss_of(_shared(master))
+        total = jax.lax.pmean(loss.weight, REPLICA)
+        weighted = loss.value * loss.weight / jnp.where(total == 0, 1, total)
+        return jax.lax.pmean(weighted, REPLICA)
+
+    return value_fn
+
+
+@jax.custom_vjp
+def _shared(params: Params) -> Params:
+    """The same parameters, which get the mean gradient of all replicas."""
+    return params
+
+
+_shared.defvjp(
+    lambda params: (params, None),
+    lambda _, grads: (jax.tree.map(lambda g: shards.mean_over(g, (REPLICA,)), grads),),
+)
 
 
 def map_replicas(

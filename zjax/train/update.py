@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from zjax.config.communication import COMPRESSED_OPTIMIZERS
 from zjax.config.schema import Config
 from zjax.forward import named_totals
 from zjax.optim import clip, loss_scale
@@ -117,7 +118,6 @@ class Update:
         grads, norm, extra, finite = self.clipped(grads, opt_state, state.extra, loss)
         stored = join_master(state.master, state.params, plan)
         master = unpad_tree(stored, plan.master)
-        phase = {} if self.sent is None else {"phase": self.sent.phase.name}
         updates, opt_state = self.tx.update(
             grads,
             opt_state,
@@ -125,7 +125,7 @@ class Update:
             value=loss.value,
             grad=grads,
             value_fn=value_fn,
-            **phase,
+            **self.phase,
         )
         new = optax.apply_updates(master, updates)
         new = move_params(master, new, self.moved, loss.totals)
@@ -165,6 +165,14 @@ class Update:
             message = sent.phase.message(grads, opt_state)
             grads, errors = sent.exchange(message, errors, finite)
         return grads, norm, errors, finite
+
+    @property
+    def phase(self) -> dict[str, str]:
+        """The name of the phase, for optimizers that send messages of their own."""
+        takes_phase = self.config.optimizer.name in COMPRESSED_OPTIMIZERS
+        if self.sent is None or not takes_phase:
+            return {}
+        return {"phase": self.sent.phase.name}
 
     @property
     def updates_always(self) -> bool:
