@@ -45,9 +45,22 @@ def test_a_warm_up_of_skipped_steps_ends_the_run(name):
     with pytest.raises(NonFiniteError) as error:
         run.step(state, models.make_batch())
     assert str(error.value) == (
-        "optimizer.freeze_step=2 ends a warm-up whose steps were all skipped, and "
-        "nothing would move; use more, or a smaller precision.loss_scale.initial"
+        "optimizer.freeze_step=2 ends a warm-up whose updates of second moments were "
+        "all skipped, and nothing would move; use more, or a smaller "
+        "precision.loss_scale.initial"
     )
+
+
+def test_steps_without_second_moments_are_no_warm_up():
+    """Fails if a step in one bit counts as one that updates second moments."""
+    changes = {"var_update_scaler": 1}
+    run = make_run("zero_one_adam", FREEZE + 1, **changes)
+    state = after_warm_up(run, FREEZE)
+    state, metrics = run.step(state, models.make_batch(FREEZE))
+    assert metrics["skipped_steps"] == FREEZE
+    for later in (run, make_run("zero_one_adam", FREEZE, **changes)):
+        with pytest.raises(NonFiniteError, match="updates of second moments were all"):
+            later.step(state, models.make_batch())
 
 
 def test_one_step_of_the_warm_up_is_enough():

@@ -91,7 +91,7 @@ class LocalStepsExecutor(FusedExecutor):
     def train(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Takes a step, then sends or merges a fragment; donates the state."""
         is_known, number = self._number.knows(state), self._number.before(state) + 1
-        check_warm_up(state, number, self._freeze_step)
+        check_warm_up(state, number, self._freeze_step, is_known=is_known)
         together = self.programs.get(self._rounds.at(number))
         if together is not None and not is_known and number > 1:
             check_together(state, self._rounds)

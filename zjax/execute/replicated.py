@@ -60,8 +60,8 @@ class ReplicatedExecutor(FusedExecutor):
 
     def train(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Takes one optimizer step; the state is donated."""
-        number = self._number.before(state) + 1
-        check_warm_up(state, number, self._phases.freeze_step)
+        is_known, number = self._number.knows(state), self._number.before(state) + 1
+        check_warm_up(state, number, self._phases.freeze_step, is_known=is_known)
         state, metrics = self.programs[self._phases.at(number)](state, batch)
         self._number.after(state, number)
         return state, metrics

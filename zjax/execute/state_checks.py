@@ -4,32 +4,54 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from zjax.errors import NonFiniteError, Problem, StateError
 from zjax.optim.intervals import Intervals
+from zjax.optim.onebit_adam import is_of_adam
 from zjax.optim.rounds import Rounds
 from zjax.train.state import TrainState
 
 
-def check_warm_up(state: TrainState, number: int, freeze_step: int) -> None:
+def check_warm_up(
+    state: TrainState, number: int, freeze_step: int, *, is_known: bool
+) -> None:
     """Refuses to keep second moments that no gradient has updated.
 
     Args:
-        state: Before a step; waits for it before the first step after the freeze alone.
+        state: Before a step; waits for it at the first step after the freeze, and at
+            later ones where it is from elsewhere.
         number: Number of the step, 1 or more.
         freeze_step: Last step of the warm-up; 0 for no freeze.
+        is_known: Whether the step before returned the state.
 
     Raises:
-        NonFiniteError: All steps of the warm-up were skipped.
+        NonFiniteError: All steps that update second moments were skipped.
     """
-    if not freeze_step or number != freeze_step + 1:
+    is_checked = number == freeze_step + 1 or not is_known
+    if not freeze_step or number <= freeze_step or not is_checked:
         return
-    if int(state.num_skipped) == freeze_step:
-        problem = "ends a warm-up whose steps were all skipped, and nothing would move"
+    if not bool(_were_updated(_updates_of_moments(state))):
+        problem = "ends a warm-up whose updates of second moments were all skipped, "
+        problem += "and nothing would move"
         remedy = "use more, or a smaller precision.loss_scale.initial"
         raise NonFiniteError(
             Problem("optimizer.freeze_step", freeze_step, problem, remedy)
         )
+
+
+def _updates_of_moments(state: TrainState) -> jax.Array:
+    """How many steps have updated second moments, int32[]; [N] of replicas."""
+    opt_state = getattr(state.extra, "replicas", state).opt_state
+    number = optax.tree_utils.tree_get(opt_state, "variances")
+    if number is None:
+        return optax.tree_utils.tree_get(opt_state, "count", filtering=is_of_adam)
+    return number
+
+
+@jax.jit
+def _were_updated(numbers: jax.Array) -> jax.Array:
+    return jnp.all(numbers > 0)
 
 
 def check_together(state: TrainState, rounds: Rounds | Intervals) -> None:

@@ -60,14 +60,14 @@ def next_steps(grads: Any, opt_state: Any, steps: AdamSteps) -> Any:
         steps: Those of the optimizer.
     """
     second, count = (
-        optax.tree_utils.tree_get(opt_state, name, filtering=_is_of_adam)
+        optax.tree_utils.tree_get(opt_state, name, filtering=is_of_adam)
         for name in ("nu", "count")
     )
     momentum = next_momentum(grads, opt_state, steps.b1)
     return steps.of_momentum(momentum, second, count, count)
 
 
-def _is_of_adam(path: Any, _: Any) -> bool:
+def is_of_adam(path: Any, _: Any) -> bool:
     """Whether a leaf of the state is one of Adam's, not a count of the schedule."""
     return getattr(path[-1], "tuple_name", "") == "ScaleByAdamState"
 
