@@ -11,7 +11,7 @@ import optax
 import pytest
 
 from tests.support import small_run, squares
-from zjax.config import pacing
+from zjax.config import pacing, schema
 from zjax.config.convert import to_mapping
 from zjax.data import prepare
 from zjax.errors import DataError
@@ -170,6 +170,18 @@ def test_other_schedules_of_the_same_samples_are_told(caplog, saved, other, line
 
 def grow_by_hand(step):
     return 12 + step // 2
+
+
+def test_a_freeze_that_follows_from_the_number_of_steps_is_told():
+    optimizer = schema.Optimizer(name="onebit_adam")
+    before, after = (
+        schema.Config(num_steps=number, optimizer=optimizer) for number in (20, 200)
+    )
+    saved = {"config": to_mapping(before), "jax": jax.__version__}
+    assert changes(saved, after) == [
+        ("num_steps", 20, 200),
+        ("optimizer.freeze_step", 3, 30),
+    ]
 
 
 def test_the_function_of_a_schedule_that_was_changed_is_told(caplog, monkeypatch):

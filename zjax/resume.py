@@ -1,5 +1,6 @@
 """Where a run starts, and how it differs from the saved run."""
 
+import dataclasses
 import functools
 import hashlib
 from collections.abc import Mapping
@@ -16,11 +17,15 @@ from zjax.config.schema import Config, Pacing
 from zjax.config.step_pacings import used_pacings
 from zjax.errors import CheckpointError, Problem
 from zjax.fingerprint import fingerprint
+from zjax.optim.onebit_adam import freeze_step
+from zjax.optim.phases import make_phases
 from zjax.optim.precision import cast_floating
+from zjax.optim.rounds import Rounds, make_rounds
 from zjax.sharding.placement import abstract_key
 from zjax.train.gradients.microbatches import cast_batch
 from zjax.typing import Model, Params
 
+_ROUND = ("delay", "num_local_steps", "num_fragments", "num_synchronous_steps")
 _NOT_COMPARED = ("checkpoint.resume", "zero.memory")
 """Settings that do not change what a run computes, or that others are derived from."""
 
@@ -76,9 +81,22 @@ def changes(saved: Mapping[str, Any], config: Config) -> list[Difference]:
         for difference in differences(saved.get("config", {}), config)
         if difference.setting not in _NOT_COMPARED
     ]
+    changed += _changed_freeze(saved, config)
     if saved.get("jax") != jax.__version__:
         changed.append(Difference("jax", saved.get("jax"), jax.__version__))
     return changed
+
+
+def _changed_freeze(saved: Mapping[str, Any], config: Config) -> list[Difference]:
+    """A freeze that moves because it follows from the number of steps."""
+    phases, before = make_phases(config), saved.get("config", {})
+    given = config.optimizer.freeze_step, before.get("optimizer", {}).get("freeze_step")
+    if phases is None or not phases.freeze_step or any(given):
+        return []
+    num_steps = before.get("num_steps", config.num_steps)
+    old = freeze_step(dataclasses.replace(config, num_steps=num_steps))
+    new, field = phases.freeze_step, "optimizer.freeze_step"
+    return [] if old == new else [Difference(field, old, new)]
 
 
 def fingerprint_functions(
@@ -139,6 +157,40 @@ def report_functions(saved: Mapping[str, Any], fingerprints: Mapping[str, str]) 
     if others and saved.get("jax") == jax.__version__ and jax.process_index() == 0:
         names = " and ".join(others)
         logging.warning("%s: the computation differs from the saved run", names)
+
+
+def check_messages(saved: Mapping[str, Any], config: Config, step: int) -> None:
+    """Refuses other rounds while a fragment is on its way between replicas.
+
+    Args:
+        saved: `extra` of a checkpoint.
+        config: Settings of the run that continues.
+        step: Step of the checkpoint.
+
+    Raises:
+        CheckpointError: A fragment that this run would merge was not sent, or is of
+            another round.
+    """
+    rounds = make_rounds(config)
+    if not isinstance(rounds, Rounds) or not rounds.delay:
+        return
+    before = saved.get("config", {}).get("communication", {})
+    merges = range(step + 1, step + rounds.delay + 1)
+    on_its_way = any(rounds.merged_after(merge) is not None for merge in merges)
+    if not on_its_way or not before.get("num_local_steps"):
+        return
+    changed = [
+        (f"communication.{name}", value, before.get(name))
+        for name in _ROUND
+        if (value := getattr(config.communication, name)) != before.get(name)
+    ]
+    problem = "is not {}, with which step {} was saved, and a fragment is on its way"
+    problems = [
+        Problem(field, value, problem.format(old, step), f"continue with {old}")
+        for field, value, old in changed
+    ]
+    if problems:
+        raise CheckpointError(*problems)
 
 
 def report_changes(saved: Mapping[str, Any], config: Config, step: int) -> None:

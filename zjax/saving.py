@@ -1,5 +1,6 @@
 """Checkpoints of a run made by `zjax.initialize`, whose loop is the user's."""
 
+import functools
 import json
 import os
 import sys
@@ -14,8 +15,9 @@ from zjax.config.paths import local_path
 from zjax.errors import CheckpointError, Problem
 from zjax.initialize import Run
 from zjax.processes import lock
-from zjax.resume import report_changes, report_functions
+from zjax.resume import check_messages, report_changes, report_functions
 from zjax.sharding.describe import describe_plan
+from zjax.train import codec_errors
 from zjax.train.state import TrainState, saved_rows, saved_state, with_params
 
 
@@ -70,6 +72,8 @@ def save(
         "functions": run.functions,
     }
     rows, saved = saved_rows(run.plan, run.config), saved_state(state, run.plan)
+    errors = codec_errors.describe_errors(rows, run.config, int(state.step))
+    metadata[codec_errors.KEY] = errors
     with lock.hold(path):
         store = Store(path, keep_last=keep_last or sys.maxsize, keep_best=0)
         store.save(int(state.step), saved, rows, extra=metadata)
@@ -104,7 +108,14 @@ def restore(
             leaf.delete()
 
     store = Store(local_path("directory", directory, CheckpointError))
-    saved, metadata = store.restore(rows, step, free_memory=free_memory)
+    step = store.resolve(step)
+    check_messages(store.extra(step), run.config, step)
+    saved, metadata = store.restore(
+        rows,
+        step,
+        keeps_errors=functools.partial(codec_errors.fit, rows, run.config),
+        free_memory=free_memory,
+    )
     state = with_params(saved, run.plan)
     report_changes(metadata, run.config, int(state.step))
     report_functions(metadata, run.functions)

@@ -1,5 +1,6 @@
 """A whole run: data, steps, evaluation, checkpoints and logging."""
 
+import functools
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -39,6 +40,7 @@ from zjax.optim.schedules import make_schedule
 from zjax.processes.agreement import check_same_data
 from zjax.processes.lock import hold
 from zjax.resume import (
+    check_messages,
     check_newest,
     fingerprint_functions,
     first_step,
@@ -48,6 +50,7 @@ from zjax.resume import (
 from zjax.sharding.describe import describe_plan, describe_plan_totals
 from zjax.sharding.mesh import with_batch_sizes
 from zjax.stopping import finish_save_on_error, stop_signals
+from zjax.train import codec_errors
 from zjax.train.average import check_average, parts_of, with_part
 from zjax.train.compute_params import compute_dtype
 from zjax.train.state import TrainState, saved_rows, saved_state
@@ -104,7 +107,9 @@ class Trainer:
         )
         start = first_step(self.store, settings.resume, step)
         if start:
-            report_changes(self.store.extra(start), self.config, start)
+            saved = self.store.extra(start)
+            report_changes(saved, self.config, start)
+            check_messages(saved, self.config, start)
         model = make_model(self.config) if model is None else model
         with dtype_promotion():
             self.run = make_run(
@@ -300,6 +305,8 @@ class Trainer:
         self._settle()
         rows = saved_rows(self.run.plan, self.config)
         saved = saved_state(self.state, self.run.plan)
+        errors = codec_errors.describe_errors(rows, self.config, self.step)
+        extra[codec_errors.KEY] = errors
         self.store.save(self.step, saved, rows, extra=extra, loss=loss)
 
     def generate(
@@ -388,7 +395,11 @@ class Trainer:
             self.state = self.run.step.settle(self.state)
 
     def _restore(self, step: int) -> Callable[[TrainState], TrainState]:
-        return lambda rows: self.store.restore(rows, step)[0]
+        def read(rows: TrainState) -> TrainState:
+            fit = functools.partial(codec_errors.fit, rows, self.config)
+            return self.store.restore(rows, step, keeps_errors=fit)[0]
+
+        return read
 
     def _make_loader(self) -> Loader:
         shardings = self.run.batch_placement

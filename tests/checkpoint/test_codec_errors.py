@@ -12,13 +12,14 @@ from tests.support import runs
 from zjax.config import schema
 
 
-def make_run(number):
+def make_run(number, *, stage=0, mesh=None, codec="onebit", **settings):
     return runs.make_small_run(
         optax.sgd(0.5),
-        0,
+        stage,
         num_devices=number,
-        mesh=schema.Mesh(replica=number),
-        communication=schema.Communication(codec="onebit"),
+        mesh=mesh or schema.Mesh(replica=number),
+        communication=schema.Communication(codec=codec),
+        **settings,
     )
 
 
@@ -36,6 +37,30 @@ def test_errors_are_kept_for_the_same_replicas_alone(number, tmp_path, caplog):
     ):
         expected = saved if number == 4 else np.zeros(leaf.shape, np.float32)
         np.testing.assert_array_equal(leaf, expected)
-    text = "errors of the codec start at 0: none were saved for this mesh"
+    text = "errors of the codec start at 0: none were saved for these messages"
     assert told == ([] if number == 4 else [text])
     assert np.abs(np.asarray(state.extra.worker)).max() > 0
+
+
+TWO_LEVELS = schema.Mesh(replica=2, data=2)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"stage": 0},
+        {"mesh": schema.Mesh(replica=2, data=1, tensor=2), "stage": 2},
+        {"codec": "int8", "stage": 2},
+    ],
+    ids=["stage", "mesh", "codec"],
+)
+def test_errors_of_other_numbers_start_at_0(changes, tmp_path, caplog):
+    """Fails if a buffer of the same size gives errors to other parameters."""
+    first = make_run(4, stage=2, mesh=TWO_LEVELS)
+    _, state = runs.train(first, 2)
+    zjax.save(tmp_path, state, first)
+    other = make_run(4, **({"mesh": TWO_LEVELS} | changes))
+    with caplog.at_level(logging.WARNING):
+        restored, _ = zjax.restore(tmp_path, other)
+    assert not any(np.asarray(x).any() for x in jax.tree.leaves(restored.extra))
+    assert "errors of the codec start at 0: none were saved for these" in caplog.text

@@ -1,5 +1,6 @@
 """Checkpoints of replicas that step apart."""
 
+import dataclasses
 import logging
 
 import jax
@@ -10,6 +11,7 @@ import pytest
 import zjax
 from tests.support import models, runs
 from zjax.config import schema
+from zjax.errors import CheckpointError
 
 STREAMED = schema.Communication(
     codec="int4", num_local_steps=4, num_fragments=2, delay=1
@@ -52,7 +54,8 @@ def test_another_number_of_replicas_continues_from_the_anchor(saved, replica, ca
     number = f"8 replicas were saved: {replica} replicas continue from where they last"
     assert f"{number} met" in caplog.text
     assert (
-        "errors of the codec start at 0: none were saved for this mesh" in caplog.text
+        "errors of the codec start at 0: none were saved for these messages"
+        in caplog.text
     )
     for name, anchor in state.master.items():
         replicas = np.asarray(state.extra.replicas.master[name])
@@ -72,6 +75,21 @@ def test_another_codec_starts_without_errors(saved):
     assert int(after(run, 3, state).step) == 8
 
 
+@pytest.mark.parametrize(("name", "value"), [("delay", 0), ("num_local_steps", 6)])
+def test_other_rounds_are_refused_while_a_fragment_is_on_its_way(name, value, tmp_path):
+    """Fails if a mean is merged that was never sent, or that was merged before."""
+    old = dataclasses.replace(STREAMED, **{name: value})
+    saved, run = make_run(communication=old), make_run()
+    zjax.save(tmp_path, after(saved, 5), saved)
+    with pytest.raises(CheckpointError) as error:
+        zjax.restore(tmp_path, run)
+    assert str(error.value) == (
+        f"communication.{name}={getattr(STREAMED, name)} is not {value}, with which "
+        f"step 5 was saved, and a fragment is on its way; continue with {value}"
+    )
+    assert not any(x.is_deleted() for x in jax.tree.leaves(run.state))
+
+
 def test_errors_of_packed_gradients_start_at_zero_on_another_mesh(tmp_path):
     int8 = schema.Communication(codec="int8")
     run = make_run(communication=int8)
@@ -80,6 +98,19 @@ def test_errors_of_packed_gradients_start_at_zero_on_another_mesh(tmp_path):
     state, _ = zjax.restore(tmp_path, other)
     assert not np.asarray(state.extra.worker).any()
     assert int(after(other, 1, state).step) == 3
+
+
+def test_plain_steps_do_not_continue_local_ones(saved, tmp_path):
+    plain, local = make_run(communication=schema.Communication()), make_run()
+    zjax.save(tmp_path, after(plain, 1), plain)
+    for directory, run, has in ((saved[0], plain, "has"), (tmp_path, local, "has no")):
+        with pytest.raises(CheckpointError) as error:
+            zjax.restore(directory, run)
+        assert str(error.value).partition(" ")[2] == (
+            f"{has} replicas that take local steps, unlike this run; continue with the "
+            "saved communication.num_local_steps and optimizer.name, or start a run "
+            "from its weights with checkpoint.init_from"
+        )
 
 
 def test_weights_of_a_checkpoint_are_the_anchor(saved):

@@ -1,5 +1,6 @@
 """Checkpoints of 0/1 Adam, in each of its phases."""
 
+import dataclasses
 import logging
 
 import jax
@@ -23,9 +24,9 @@ ZERO_ONE = schema.Optimizer(
 )
 
 
-def make_run(replica=4):
+def make_run(replica=4, optimizer=ZERO_ONE):
     config = runs.make_config(
-        0, mesh=schema.Mesh(replica=replica), optimizer=ZERO_ONE, num_steps=24
+        0, mesh=schema.Mesh(replica=replica), optimizer=optimizer, num_steps=24
     )
     model = models.make_mlp()
     tx = make_optimizer(config, model)
@@ -52,6 +53,19 @@ def test_a_run_goes_on_bit_for_bit(number, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, state, expected)
 
 
+def test_errors_of_gradients_are_not_those_of_movements(tmp_path, caplog):
+    """Fails if a freeze that moved before the saved step keeps them."""
+    run = make_run()
+    state = after(run, 5)
+    assert any(np.asarray(x).any() for x in jax.tree.leaves(state.extra.errors))
+    zjax.save(tmp_path, state, run)
+    other = make_run(optimizer=dataclasses.replace(ZERO_ONE, freeze_step=4))
+    with caplog.at_level(logging.WARNING):
+        state, _ = zjax.restore(tmp_path, other)
+    assert not any(np.asarray(x).any() for x in jax.tree.leaves(state.extra.errors))
+    assert "errors of the codec start at 0: none were saved for these" in caplog.text
+
+
 def test_another_number_of_replicas_meets_at_the_anchor(tmp_path, caplog):
     """Fails if rates are counted whose steps are lost with the replicas."""
     run = make_run()
@@ -59,7 +73,7 @@ def test_another_number_of_replicas_meets_at_the_anchor(tmp_path, caplog):
     other = make_run(2)
     with caplog.at_level(logging.WARNING):
         state, _ = zjax.restore(tmp_path, other)
-    text = "errors of the codec start at 0: none were saved for this mesh"
+    text = "errors of the codec start at 0: none were saved for these messages"
     assert text in caplog.text
     assert "4 replicas were saved: 2 replicas continue from where they" in caplog.text
     replicas = state.extra.replicas

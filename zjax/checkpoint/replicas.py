@@ -14,20 +14,25 @@ from absl import logging
 
 from zjax.checkpoint.layout import Entry
 from zjax.checkpoint.views import Source
+from zjax.errors import CheckpointError, Problem
 
 _REPLICAS, _MASTER, _ANCHOR = "extra/replicas/", "extra/replicas/master/", "master/"
 _RATE_SUM = "/rate_sum"
-_CODECS = tuple(f"extra/{part}" for part in ("worker", "server", "errors", "arriving"))
+_ERRORS = tuple(f"extra/{part}" for part in ("worker", "server", "errors"))
+_CODECS = (*_ERRORS, "extra/arriving")
 
 Read = Callable[[tuple[slice, ...]], np.ndarray]
 
 
-def adapted_extra(source: Source, expected: Mapping[str, Entry]) -> dict[str, Read]:
+def adapted_extra(
+    source: Source, expected: Mapping[str, Entry], *, keeps_errors: bool
+) -> dict[str, Read]:
     """Readers of the arrays that a checkpoint holds for other replicas or codecs.
 
     Args:
         source: Arrays of the checkpoint.
         expected: Arrays of the run, by name.
+        keeps_errors: Whether saved errors of codecs fit the messages of the run.
 
     Returns:
         Functions that read a slice, by name.
@@ -35,7 +40,7 @@ def adapted_extra(source: Source, expected: Mapping[str, Entry]) -> dict[str, Re
     readers: dict[str, Read] = {}
     for name, entry in expected.items():
         saved = source.entries.get(name)
-        if saved == entry:
+        if saved == entry and (keeps_errors or not name.startswith(_ERRORS)):
             continue
         if name.startswith(_CODECS):
             readers[name] = _zeros(entry)
@@ -45,6 +50,32 @@ def adapted_extra(source: Source, expected: Mapping[str, Entry]) -> dict[str, Re
             readers[name] = _zeros(entry) if meets else first
     _report(source, expected, readers)
     return readers
+
+
+def check_apart(
+    found: Mapping[str, Entry], expected: Mapping[str, Entry], place: str
+) -> None:
+    """Refuses a state of replicas that step apart in a run whose do not, or none.
+
+    Args:
+        found: Arrays of the checkpoint, by name.
+        expected: Arrays of the run, by name.
+        place: Directory of the checkpoint.
+
+    Raises:
+        CheckpointError: One of them has replicas with a state of their own.
+    """
+    saved, wanted = (
+        any(name.startswith(_REPLICAS) for name in names) for names in (found, expected)
+    )
+    if saved != wanted:
+        has = "has" if saved else "has no"
+        problem = f"{has} replicas that take local steps, unlike this run"
+        remedy = (
+            "continue with the saved communication.num_local_steps and optimizer.name, "
+            "or start a run from its weights with checkpoint.init_from"
+        )
+        raise CheckpointError(Problem("checkpoint", place, problem, remedy))
 
 
 def is_of_codec(name: str) -> bool:
@@ -89,5 +120,6 @@ def _report(source: Source, expected: Mapping[str, Entry], readers: Any) -> None
         saved, number = source.entries[name].shape[0], expected[name].shape[0]
         text = "%s replicas were saved: %s replicas continue from where they last met"
         logging.warning(text, saved, number)
-    if any(is_of_codec(name) for name in readers):
-        logging.warning("errors of the codec start at 0: none were saved for this mesh")
+    if any(name.startswith(_ERRORS) for name in readers):
+        text = "errors of the codec start at 0: none were saved for these messages"
+        logging.warning(text)

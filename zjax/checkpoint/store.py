@@ -87,6 +87,14 @@ class Store:
         """
         return self._reader.latest()
 
+    def resolve(self, step: int | None) -> int:
+        """A step that is there; None stands for the newest.
+
+        Raises:
+            CheckpointError: There is no such checkpoint.
+        """
+        return self._reader.resolve(step)
+
     def best(self) -> int | None:
         """Step of the checkpoint of lowest validation loss, or None.
 
@@ -208,6 +216,7 @@ class Store:
         plans: Any,
         step: int | None = None,
         *,
+        keeps_errors: Callable[[Mapping[str, Any], int], bool] = lambda *saved: True,
         free_memory: Callable[[], None] = lambda: None,
     ) -> tuple[Any, dict[str, Any]]:
         """Reads a whole state, each array straight onto its shards.
@@ -215,6 +224,8 @@ class Store:
         Args:
             plans: A tree of `ArrayPlan`, with any mesh, ZeRO stage, padding or storage.
             step: Step of the checkpoint; None for the newest.
+            keeps_errors: `keeps_errors(extra, step)`, whether what codecs lost fits the
+                messages of the run; it starts at 0 otherwise.
             free_memory: Function called after all checks and before arrays are read.
 
         Returns:
@@ -229,7 +240,11 @@ class Store:
         named = layout.name_leaves(plans)
         expected = split_master.joined_entries(layout.describe_plans(named))
         source = self._reader.open(step).source
-        adapted = replicas.adapted_extra(source, expected)
+        place = str(self._reader.path(step))
+        replicas.check_apart(source.entries, expected, place)
+        adapted = replicas.adapted_extra(
+            source, expected, keeps_errors=keeps_errors(index["extra"], step)
+        )
         wanted = {n: e for n, e in expected.items() if n not in adapted}
         found = views.match_layout(source, expected).entries
         found = {
@@ -237,7 +252,7 @@ class Store:
             for n, e in found.items()
             if n in wanted or not (n in adapted or replicas.is_of_codec(n))
         }
-        layout.check_same(wanted, found, str(self._reader.path(step)))
+        layout.check_same(wanted, found, place)
         free_memory()
         leaves = self._read(step, named, adapted)
         return jax.tree.unflatten(jax.tree.structure(plans), leaves), index["extra"]
