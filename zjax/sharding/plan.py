@@ -159,8 +159,8 @@ def make_plan(config: Config, mesh: Mesh | AbstractMesh, model: Model, tx: Any) 
         The plan; print it with `zjax.describe_plan`.
 
     Raises:
-        PlanError: Parameters that no rule can place, or an optimizer that cannot work
-            from one mean gradient per step; all problems at once.
+        PlanError: Parameters that no rule can place, an optimizer that cannot work from
+            one mean gradient per step, or settings that move nothing.
     """
     params, model_state = jax.eval_shape(model.init, abstract_key())
     splits, dtypes = zero.splits_of(config.zero.stage), config.precision
@@ -173,8 +173,9 @@ def make_plan(config: Config, mesh: Mesh | AbstractMesh, model: Model, tx: Any) 
     grad_sum = planned(dtypes.grad_sum_dtype, is_sharded=splits.grad_sum)
     compute = planned(dtypes.compute_dtype, is_sharded=splits.compute)
     if splits.compute:
-        compute = two_level.plan_compute(compute, config)
+        rows, compute = compute, two_level.plan_compute(compute, config)
         grads = two_level.plan_grads(grads, config)
+        two_level.check_effect(rows, compute, grads, config)
         grad_sum = two_level.plan_grads(grad_sum, config)
     compute = _offload_blocks(
         compute,

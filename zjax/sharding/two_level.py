@@ -16,6 +16,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from zjax.config.schema import Config
+from zjax.errors import PlanError, Problem
 from zjax.sharding.mesh import REPLICA, num_shares
 from zjax.sharding.placement import ArrayPlan
 from zjax.sharding.rules import axes_of, entry
@@ -42,6 +43,36 @@ def plan_compute(rows: Any, config: Config) -> Any:
 def plan_grads(rows: Any, config: Config) -> Any:
     """Plans of the reduced gradients of ZeRO-3, by the settings of ZeRO++."""
     return plan_codec(rows, "int4") if config.zero.quantized_gradients else rows
+
+
+def check_effect(rows: Any, compute: Any, grads: Any, config: Config) -> None:
+    """Refuses settings of ZeRO++ that change the plan of no array.
+
+    Args:
+        rows: Tree of `ArrayPlan`, what `plan_compute` was given.
+        compute: What it returned.
+        grads: What `plan_grads` returned.
+        config: Settings; read for `zero`.
+
+    Raises:
+        PlanError: Names each such setting.
+    """
+    pairs = zip(*map(jax.tree.leaves, (rows, compute)), strict=True)
+    coded = f"codes nothing: no matrix has shards of {MIN_CODED_ELEMENTS:,} elements"
+    whole = "moves nothing: no array is sharded in a dim that the devices divide"
+    effects = (
+        ("secondary_partition", whole, any(x.stored != y.stored for x, y in pairs)),
+        ("quantized_weights", coded, any(x.codec for x in jax.tree.leaves(compute))),
+        ("quantized_gradients", coded, any(x.codec for x in jax.tree.leaves(grads))),
+    )
+    remedy = "use False, a smaller zero.min_shard_elements or a larger model"
+    problems = [
+        Problem(f"zero.{name}", True, problem, remedy)
+        for name, problem, has_effect in effects
+        if getattr(config.zero, name) and not has_effect
+    ]
+    if problems:
+        raise PlanError(*problems)
 
 
 def plan_codec(rows: Any, codec: str) -> Any:

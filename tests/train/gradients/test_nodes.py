@@ -203,3 +203,39 @@ def test_models_whose_collectives_are_not_exact_are_refused(changes, expected):
     with pytest.raises(PlanError) as error:
         make_run(QWZ, model=model)
     assert str(error.value) == expected
+
+
+CODES = (
+    "zero.{}=True codes nothing: no matrix has shards of 2,048 elements; use False, a "
+    "smaller zero.min_shard_elements or a larger model"
+)
+MOVES = (
+    "zero.secondary_partition=True moves nothing: no array is sharded in a dim that "
+    "the devices divide; use False, a smaller zero.min_shard_elements or a larger "
+    "model"
+)
+
+
+@pytest.mark.parametrize(
+    ("features", "hidden", "min_elements", "problems"),
+    [
+        (ALL, HIDDEN, 2**20, [MOVES, CODES.format(QWZ), CODES.format(QGZ)]),
+        (ALL, HIDDEN // 8, 0, [CODES.format(QWZ), CODES.format(QGZ)]),
+        ((QGZ,), HIDDEN // 8, 0, [CODES.format(QGZ)]),
+    ],
+    ids=["nothing-sharded", "small-shards", "one-setting"],
+)
+def test_settings_that_change_no_array_are_refused(
+    monkeypatch, features, hidden, min_elements, problems
+):
+    """Fails if a model of small arrays trains as if nothing had been asked for."""
+    monkeypatch.setattr(models, "HIDDEN", hidden)
+    settings: dict[str, Any] = dict.fromkeys(features, True)
+    zero = schema.Zero(
+        stage=3, min_shard_elements=min_elements, shard_over_replica=True, **settings
+    )
+    with pytest.raises(PlanError) as error:
+        runs.make_small_plan(
+            optax.sgd(0.1), 3, mesh=schema.Mesh(replica=2, data=4), zero=zero
+        )
+    assert str(error.value) == "\n".join(problems)
