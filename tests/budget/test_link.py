@@ -6,14 +6,16 @@ import dataclasses
 import pytest
 
 from tests.support import small_run
+from zjax.budget import link
 from zjax.budget.fit import abstract_batch
 from zjax.budget.link import Prediction, describe_predictions, parse_speed, report_link
 from zjax.budget.methods import methods_of, sent_per_step
 from zjax.budget.report import report_plan
 from zjax.config import load_config
-from zjax.errors import ConfigError
+from zjax.errors import ConfigError, Problem
 from zjax.models.build import make_model
 from zjax.observe.collectives import bytes_leaving_node, list_collectives
+from zjax.optim import programs
 from zjax.optim.build import make_optimizer
 from zjax.optim.programs import programs_at
 from zjax.sharding import memory
@@ -29,7 +31,7 @@ NODES = (
     "num_steps=16",
 )
 ZERO = ("ZeRO-3", "ZeRO++")
-BRIEF = ("Adam, int8", "Streaming DiLoCo")
+BRIEF = ("adamw, int8", "Streaming DiLoCo")
 """Methods whose programs are compiled in every run of the tests: one of each kind."""
 
 
@@ -119,9 +121,9 @@ computing: 32,768 tokens x 798.5 MFLOP, by 2 devices at
 40% of 400.0 TFLOP/s (observe.peak_tflops): 81.8 ms
 method                  sent       link       step   speed-up
 ────────────────────────────────────────────────────────────────────────────
-Adam, float32      497.76 MB     3.98 s     4.06 s       0.51   not worth it
-Adam, bfloat16     248.88 MB     1.99 s     2.07 s       1.00   baseline
-Adam, int8         124.68 MB   997.5 ms     1.08 s       1.92   pays
+adamw, float32     497.76 MB     3.98 s     4.06 s       0.51   not worth it
+adamw, bfloat16    248.88 MB     1.99 s     2.07 s       1.00   baseline
+adamw, int8        124.68 MB   997.5 ms     1.08 s       1.92   pays
 1-bit Adam          50.66 MB   405.3 ms   487.0 ms       4.26   pays
 0/1 Adam            14.82 MB   118.6 ms   200.3 ms      10.35   pays
 1-bit LAMB          50.66 MB   405.3 ms   487.0 ms       4.26   pays
@@ -155,7 +157,41 @@ def test_a_plain_step_may_be_the_fastest():
         Prediction("Adam, bfloat16", 10.0, 1.0, 0.5),
         Prediction("other", 20.0, 1.5, 1.0),
     ]
-    assert describe_predictions(found).splitlines()[2:] == [
+    assert describe_predictions(found, "Adam, bfloat16").splitlines()[2:] == [
         "Adam, bfloat16   10 B   500.0 ms   1.00 s       1.00   fastest",
         "other            20 B     1.00 s   1.50 s       0.67   not worth it",
     ]
+
+
+HOST = ("mesh.replica=2", "zero.stage=1", "zero.memory=pinned_host")
+
+
+def test_the_first_method_that_may_be_used_is_the_baseline():
+    """Fails if speed-ups are those over a method that is refused, of 0 seconds."""
+    config = load_config({}, *HOST, "optimizer.name=muon")
+    rows = report_link(config, 2, "1gbps").splitlines()[5:15]
+    assert rows[0].split()[:2] == ["muon,", "float32"]
+    assert rows[0].split()[-2:] == ["1.00", "fastest"]
+    assert [row.split()[-1] for row in rows[1:]] == ["refused"] * 9
+
+
+def test_a_link_without_a_method_is_refused(monkeypatch):
+    monkeypatch.setattr(link, "check_config", refuse)
+    with pytest.raises(ConfigError) as error:
+        report_link(load_config({}, *HOST[:1]), 2, "1gbps")
+    assert str(error.value) == (
+        "link='1gbps' compares no methods: all are refused; leave it out, or change "
+        "what the first is refused for: seed=1 is odd; use 2"
+    )
+
+
+def refuse(config, num_devices):
+    raise ConfigError(Problem("seed", 1, "is odd", "use 2"))
+
+
+def test_long_runs_are_counted_at_once(monkeypatch):
+    """Fails if the schedule is made anew for every step of every method."""
+    made = []
+    monkeypatch.setattr(programs, "make_rounds", made.append)
+    programs.count_programs(load_config({}, "num_steps=100"))
+    assert len(made) == 1

@@ -31,6 +31,16 @@ REPLICAS = "mesh.replica=2"
             id="no-local-step",
         ),
         pytest.param(
+            [
+                REPLICAS,
+                "communication.num_local_steps=2000",
+                "communication.num_synchronous_steps=1000",
+            ],
+            "communication.num_local_steps=2000 is more than num_steps=1000: nothing "
+            "is exchanged; use at most 1000",
+            id="no-local-step-and-longer-than-the-run",
+        ),
+        pytest.param(
             [REPLICAS, ROUND, "communication.num_synchronous_steps=995"],
             "communication.num_local_steps=10 is more than num_steps=1000 after "
             "num_synchronous_steps=995: nothing is exchanged; use at most 5",

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from zjax.budget.methods import BASELINE, methods_of, sent_per_step
+from zjax.budget.methods import baseline_of, methods_of, sent_per_step
 from zjax.config import axes, schema
 from zjax.config.batch import resolve_batch
 from zjax.config.check import check_config
@@ -118,7 +118,8 @@ def report_link(config: schema.Config, num_devices: int, link: str) -> str:
         A table of at most 80 columns.
 
     Raises:
-        ConfigError: The link is not a speed, or there is one node.
+        ConfigError: The link is not a speed, there is one node, or all methods are
+            refused.
     """
     speed, nodes = check_link(config, num_devices, link)
     compute, formula = _compute_seconds(config, num_devices)
@@ -128,26 +129,34 @@ def report_link(config: schema.Config, num_devices: int, link: str) -> str:
         _predict(name, each, model, num_devices, compute, speed)
         for name, each in methods.items()
     ]
+    if all(each.obstacle for each in predictions):
+        problem = "compares no methods: all are refused"
+        remedy = "leave it out, or change what the first is refused for: "
+        remedy += predictions[0].obstacle
+        raise ConfigError(Problem("link", link, problem, remedy))
+    table = describe_predictions(predictions, baseline_of(config))
     length = methods["DiLoCo"].communication.num_local_steps
     title = (
         f"a step on {nodes} nodes joined by links of {link}, {format_bytes(speed)}/s\n"
         f"computing: {formula}\n"
     )
-    return f"{title}{describe_predictions(predictions)}\n{NOTE.format(length)}"
+    return f"{title}{table}\n{NOTE.format(length)}"
 
 
-def describe_predictions(predictions: list[Prediction]) -> str:
+def describe_predictions(predictions: list[Prediction], baseline: str) -> str:
     """A table of predictions, with the fastest and those that are not worth it.
 
     Args:
-        predictions: One for each method; that of `BASELINE` has no obstacle.
+        predictions: One for each method; some have no obstacle.
+        baseline: Method with which others are compared; the first without an obstacle
+            where it has one.
 
     Returns:
         The table, and below it why methods were refused.
     """
-    found = {each.method: each for each in predictions}
-    baseline = found[BASELINE].seconds
-    least = min(each.seconds for each in predictions if not each.obstacle)
+    found = [each for each in predictions if not each.obstacle]
+    least = min(each.seconds for each in found)
+    base = next((each for each in found if each.method == baseline), found[0])
     rows, refused = [], []
     for each in predictions:
         if each.obstacle:
@@ -158,9 +167,9 @@ def describe_predictions(predictions: list[Prediction]) -> str:
             format_bytes(each.sent),
             _seconds(each.link_seconds),
             _seconds(each.seconds),
-            f"{baseline / each.seconds:.2f}",
+            f"{base.seconds / each.seconds:.2f}",
         )
-        rows.append((each.method, *numbers, _verdict(each, least, baseline)))
+        rows.append((each.method, *numbers, _verdict(each, least, base)))
     columns = ("method", "sent", "link", "step", "speed-up", "")
     return "\n".join([render_table(columns, rows, right=range(1, 5)), *refused])
 
@@ -169,12 +178,12 @@ def _seconds(number: float) -> str:
     return f"{number:.2f} s" if number >= 1 else f"{1e3 * number:.1f} ms"
 
 
-def _verdict(each: Prediction, least: float, baseline: float) -> str:
+def _verdict(each: Prediction, least: float, base: Prediction) -> str:
     if each.seconds == least:
         return "fastest"
-    if each.method == BASELINE:
+    if each is base:
         return "baseline"
-    return "pays" if each.seconds <= WORTH_IT * baseline else "not worth it"
+    return "pays" if each.seconds <= WORTH_IT * base.seconds else "not worth it"
 
 
 def _predict(

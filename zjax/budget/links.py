@@ -5,7 +5,7 @@ import collections
 from zjax.config.schema import Config
 from zjax.observe.collectives import list_collectives
 from zjax.observe.links import LinkBytes, describe_links, link_bytes
-from zjax.optim.programs import programs_at
+from zjax.optim.programs import count_programs
 from zjax.optim.rounds import make_rounds
 from zjax.step import Step
 from zjax.typing import Batch
@@ -28,13 +28,11 @@ def report_links(step: Step, config: Config, batch: Batch) -> str:
     Returns:
         A table; fragments of local steps share a line, which shows their mean.
     """
-    steps = range(1, config.num_steps + 1)
-    times = collections.Counter(
-        name
-        for number in steps
-        for name in programs_at(config, number)
+    times = {
+        name: number
+        for name, number in count_programs(config).items()
         if not name.startswith(_SILENT)
-    )
+    }
     sent: dict[str, list[tuple[int, LinkBytes]]] = collections.defaultdict(list)
     for program, number in times.items():
         text = step.compile(batch, program).as_text()

@@ -1,6 +1,5 @@
 """Methods of training over a slow link, and what a node sends in a step of each."""
 
-import collections
 import dataclasses
 import math
 from typing import Any
@@ -13,7 +12,7 @@ from zjax.config import schema
 from zjax.config.batch import resolve_batch
 from zjax.config.communication import COMPRESSED_OPTIMIZERS
 from zjax.optim.phases import make_phases
-from zjax.optim.programs import programs_at
+from zjax.optim.programs import count_programs
 from zjax.optim.rounds import make_rounds
 from zjax.sharding.mesh import REPLICA
 from zjax.sharding.placement import ArrayPlan, dtype_bytes
@@ -34,7 +33,6 @@ _OF_COMPRESSED = (
     "local_step_scaler",
     "local_step_clipper",
 )
-BASELINE = "Adam, bfloat16"
 
 
 def methods_of(config: schema.Config) -> dict[str, schema.Config]:
@@ -79,9 +77,9 @@ def methods_of(config: schema.Config) -> dict[str, schema.Config]:
         return change(plain, communication=schema.Communication(codec=codec))
 
     return {
-        "Adam, float32": plain,
-        BASELINE: coded("bfloat16"),
-        "Adam, int8": coded("int8"),
+        f"{plain.optimizer.name}, float32": plain,
+        baseline_of(config): coded("bfloat16"),
+        f"{plain.optimizer.name}, int8": coded("int8"),
         "1-bit Adam": compressed("onebit_adam"),
         "0/1 Adam": compressed("zero_one_adam"),
         "1-bit LAMB": compressed("onebit_lamb"),
@@ -90,6 +88,19 @@ def methods_of(config: schema.Config) -> dict[str, schema.Config]:
         "ZeRO-3": change(plain, zero=zero3),
         "ZeRO++": change(plain, zero=zeropp),
     }
+
+
+def baseline_of(config: schema.Config) -> str:
+    """The name of the method with which others are compared.
+
+    Args:
+        config: Checked settings.
+
+    Example:
+        >>> baseline_of(schema.Config())
+        'adamw, bfloat16'
+    """
+    return f"{_plain(config).optimizer.name}, bfloat16"
 
 
 def _plain(config: schema.Config) -> schema.Config:
@@ -131,11 +142,7 @@ def sent_per_step(plan: Plan, config: schema.Config) -> float:
     """
     if config.zero.shard_over_replica:
         return _sent_by_shards(plan, config)
-    steps = range(1, config.num_steps + 1)
-    times = collections.Counter(
-        program for step in steps for program in programs_at(config, step)
-    )
-    exchanges = _exchanges(plan, config)
+    times, exchanges = count_programs(config), _exchanges(plan, config)
     sent = (
         number * _sent_by(exchanges[program])
         for program, number in times.items()

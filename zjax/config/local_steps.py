@@ -68,7 +68,10 @@ def _rounds(config: schema.Config) -> Iterator[Problem]:
     apart = config.num_steps - together
     run = f"num_steps={config.num_steps}"
     span = f"{run} after {first}={together}" if together else run
-    if apart < 1:
+    if length > config.num_steps:
+        problem = f"is more than {run}: nothing is exchanged"
+        yield Problem(field, length, problem, f"use at most {config.num_steps}")
+    elif apart < 1:
         problem = f"leaves no local step in {run}"
         remedy = f"use at most {config.num_steps - length}, or {field}=0"
         yield Problem(f"communication.{first}", together, problem, remedy)

@@ -1,11 +1,12 @@
 """The programs of each step of a run, by its phases and rounds."""
 
+import collections
 from collections.abc import Iterable, Iterator
 
 from zjax.config.schema import Config
-from zjax.optim.intervals import APART
-from zjax.optim.phases import make_phases
-from zjax.optim.rounds import make_rounds
+from zjax.optim.intervals import APART, Intervals
+from zjax.optim.phases import Phases, make_phases
+from zjax.optim.rounds import Rounds, make_rounds
 
 
 def programs_at(config: Config, step: int) -> Iterator[str]:
@@ -25,8 +26,33 @@ def programs_at(config: Config, step: int) -> Iterator[str]:
         9 train outer_gradients_0 mean_0
         10 train merge_0 end_of_round
     """
-    rounds = make_rounds(config)
-    yield from batch_programs(config, [step])
+    yield from _programs_at(step, make_phases(config), make_rounds(config))
+
+
+def count_programs(config: Config) -> collections.Counter[str]:
+    """How often each program starts in a run.
+
+    Args:
+        config: Checked settings.
+
+    Example:
+        >>> from zjax.config import schema
+        >>> config = schema.Config(optimizer=schema.Optimizer(name="onebit_adam"))
+        >>> dict(count_programs(config))
+        {'warm_up': 150, 'compressed': 850}
+    """
+    phases, rounds = make_phases(config), make_rounds(config)
+    return collections.Counter(
+        program
+        for step in range(1, config.num_steps + 1)
+        for program in _programs_at(step, phases, rounds)
+    )
+
+
+def _programs_at(
+    step: int, phases: Phases | None, rounds: Rounds | Intervals | None
+) -> Iterator[str]:
+    yield from _batch_programs([step], phases)
     if rounds is None:
         return
     if (fragment := rounds.sent_after(step)) is not None:
@@ -53,7 +79,10 @@ def batch_programs(config: Config, steps: Iterable[int]) -> list[str]:
         >>> batch_programs(config, range(100, 200))
         ['warm_up', 'compressed']
     """
-    phases = make_phases(config)
+    return _batch_programs(steps, make_phases(config))
+
+
+def _batch_programs(steps: Iterable[int], phases: Phases | None) -> list[str]:
     if phases is None:
         return ["train"]
     names = dict.fromkeys(phases.at(step) for step in steps)
