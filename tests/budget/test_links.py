@@ -1,5 +1,6 @@
 """Bytes by link of each program of a run, against what its codecs make of a buffer."""
 
+import dataclasses
 import re
 
 import jax
@@ -9,8 +10,11 @@ from jax.sharding import AbstractMesh
 from tests.support import small_run
 from zjax.budget.fit import abstract_batch
 from zjax.budget.links import report_links
+from zjax.budget.report import describe_collectives
 from zjax.comm.codecs import make_codec, packed_bytes
+from zjax.config import schema
 from zjax.observe.collectives import Collective
+from zjax.observe.communication import MESSAGES_NOTE
 from zjax.observe.links import LinkBytes, describe_links, link_bytes
 from zjax.optim.programs import programs_at
 from zjax.train.exchange import Exchange
@@ -87,6 +91,17 @@ def test_local_steps_send_nothing_between_nodes_and_fragments_share_a_line(table
     assert between == pytest.approx(expected / 2, rel=0.01)
     assert found["a step on average"][-1] == pytest.approx(between / 2, rel=0.01)
     assert found["end of a round"][0] == 2
+
+
+def test_a_local_step_is_not_held_against_a_stage_of_zero(tmp_path):
+    """Fails if a step that sends nothing reads as a fault."""
+    run = small_run.make_trainer(tmp_path, *MESH, *DILOCO).run
+    compiled = jax.jit(lambda x: x + 1).lower(1.0).compile()
+    text = describe_collectives(run.step, run.config, compiled)
+    assert MESSAGES_NOTE in text
+    assert "should move" not in text
+    plain = dataclasses.replace(run.config, communication=schema.Communication())
+    assert "should move" in describe_collectives(run.step, plain, compiled)
 
 
 @pytest.mark.parametrize("settings", [DILOCO, ZERO_ONE], ids=["diloco", "zero-one"])

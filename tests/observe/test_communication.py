@@ -152,3 +152,18 @@ def test_pipelines_are_judged_as_far_as_they_can_be(stage, text):
     found = [collective("all-reduce", 3, "data")]
     said = describe_communication(found, plan, 4)
     assert said.partition("\n\n")[2] == text
+
+
+MESSAGES = """\
+volume                                  elements     Psi
+────────────────────────────────────────────────────────
+this step moves over replica and data          6   0.003
+Replicas send messages of their own, in some steps none; no volume is predicted."""
+
+
+def test_messages_of_replicas_are_not_held_against_a_stage():
+    """Fails if a local step seems to miss the gradients that ZeRO reduces."""
+    plan = runs.make_small_plan(optax.sgd(0.1), 1, mesh=HYBRID)
+    found = [collective("all-reduce", 3, "data")]
+    said = describe_communication(found, plan, 1, sends_messages=True)
+    assert said.partition("\n\n")[2] == MESSAGES

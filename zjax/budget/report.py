@@ -34,6 +34,8 @@ from zjax.observe.communication import CPU_NOTE, describe_communication
 from zjax.offload.inputs import offloaded_inputs
 from zjax.offload.peak import Peak
 from zjax.optim.build import make_optimizer
+from zjax.optim.phases import make_phases
+from zjax.optim.rounds import make_rounds
 from zjax.remedies import find_remedy
 from zjax.sharding import describe, memory
 from zjax.sharding import mesh as meshes
@@ -220,7 +222,7 @@ def _describe_step(step: Step, config: Config, *, collectives: bool) -> list[str
     batch = abstract_batch(config, step.plan)
     parts = [describe_peak(step.predict_peak(batch), platform)]
     if collectives:
-        parts.append(describe_collectives(step, step.compile(batch)))
+        parts.append(describe_collectives(step, config, step.compile(batch)))
         if step.mesh.shape[meshes.REPLICA] > 1:
             parts.append(report_links(step, config, batch))
     return parts
@@ -342,11 +344,14 @@ def _devices(platform: str) -> str:
     return f"{platform.upper()}s"
 
 
-def describe_collectives(step: Step, compiled: jax.stages.Compiled) -> str:
+def describe_collectives(
+    step: Step, config: Config, compiled: jax.stages.Compiled
+) -> str:
     """Compares the collectives of a step with those of its ZeRO stage.
 
     Args:
         step: The step; read for its plan and microbatches.
+        config: Checked settings; read for what replicas send.
         compiled: Its train program.
 
     Returns:
@@ -356,5 +361,10 @@ def describe_collectives(step: Step, compiled: jax.stages.Compiled) -> str:
     if program is None:
         return "this platform gives no text of compiled programs"
     found = list_collectives(program)
-    text = describe_communication(found, step.plan, step.num_microbatches)
+    text = describe_communication(
+        found,
+        step.plan,
+        step.num_microbatches,
+        sends_messages=bool(make_phases(config) or make_rounds(config)),
+    )
     return f"{text}\n{CPU_NOTE}" if meshes.is_simulated(step.mesh) else text

@@ -27,6 +27,9 @@ CPU_NOTE = (
     "collectives, all-reduce and slice stand for reduce-scatter."
 )
 CODES_NOTE = "Packed codes of ZeRO++ are not compared: one element may hold two values."
+MESSAGES_NOTE = (
+    "Replicas send messages of their own, in some steps none; no volume is predicted."
+)
 STAGES_NOTE = "Transfers between pipeline stages are not compared."
 TICKS_NOTE = "ZeRO {stage} communicates in every pipeline tick; no volume is predicted."
 UNBOUNDED_NOTE = "A loop whose trip count the compiler does not know is counted once."
@@ -78,7 +81,11 @@ def _all_reduced_axes(grad: ArrayPlan) -> list[str]:
 
 
 def describe_communication(
-    collectives: Sequence[Collective], plan: Plan, num_microbatches: int
+    collectives: Sequence[Collective],
+    plan: Plan,
+    num_microbatches: int,
+    *,
+    sends_messages: bool = False,
 ) -> str:
     """Sums up what a train step sends, by kind and in total.
 
@@ -89,6 +96,8 @@ def describe_communication(
         collectives: Collectives of the step, from `list_collectives`.
         plan: The plan of the step.
         num_microbatches: Microbatches per step.
+        sends_messages: Whether replicas exchange by phases or rounds, which the stage
+            does not tell.
 
     Returns:
         Two tables per device and step, at most 80 columns wide for two axes.
@@ -110,8 +119,9 @@ def describe_communication(
             f"what one device sends in a train step, Psi = {psi:,} parameters",
             render_table(columns, rows, right=range(3, 7)),
             "",
-            _describe_volume(collectives, plan, num_microbatches),
+            _describe_volume(collectives, plan, num_microbatches, sends_messages),
             *([CODES_NOTE] if plan.is_coded else []),
+            *([MESSAGES_NOTE] if sends_messages else []),
             *_pipeline_notes(plan),
             *([] if bounded else [UNBOUNDED_NOTE]),
         ]
@@ -128,7 +138,10 @@ def _sums(parts: Sequence[Collective], psi: int) -> tuple[str, ...]:
 
 
 def _describe_volume(
-    collectives: Iterable[Collective], plan: Plan, num_microbatches: int
+    collectives: Iterable[Collective],
+    plan: Plan,
+    num_microbatches: int,
+    sends_messages: bool,
 ) -> str:
     axes = [a for a in (*BATCH_AXES, *ZERO_AXES) if plan.mesh.shape[a] > 1]
     volume = exchanged = 0
@@ -142,7 +155,7 @@ def _describe_volume(
         stage += f" for {num_microbatches} microbatches"
     step = f"this step moves over {' and '.join(dict.fromkeys(axes)) or 'no axis'}"
     volumes = {step: volume}
-    if not _communicates_in_ticks(plan) and not plan.is_coded:
+    if not (_communicates_in_ticks(plan) or plan.is_coded or sends_messages):
         volumes[stage] = zero_volume(plan, num_microbatches)
     if exchanged:
         volumes["tokens move to experts and back"] = exchanged
