@@ -57,6 +57,21 @@ def test_metrics_count_tokens_and_more_tokens_are_compiled_ahead(tmp_path, capsy
     assert "compiles again" not in capsys.readouterr().out
 
 
+def test_steps_after_the_run_are_not_compiled(tmp_path):
+    """The pacing ends with the run, so that whole sequences would come after it."""
+    ended = (*RANDOM_LTD[:-1], "random_ltd.pacing.num_steps=6")
+    config = small_run.make_config(tmp_path, *ended)
+    compiled, batch = [], {"tokens": np.zeros((16, 16), np.int32)}
+    with CompileAhead(
+        config, lambda *program: compiled.append(program[2]), {1: (16, 16)}
+    ) as ahead:
+        for number in range(1, config.num_steps + 1):
+            ahead.after(number, batch)
+            if ahead.started(number):
+                ahead.wait(number)
+    assert compiled == [4]
+
+
 @pytest.mark.slow
 def test_each_number_of_tokens_is_one_program(tmp_path, capsys, monkeypatch):
     """Fails if the test above looks for the wrong words."""

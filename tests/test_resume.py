@@ -202,6 +202,18 @@ def test_the_function_of_a_schedule_that_was_changed_is_told(caplog, monkeypatch
     pacing._call_each.cache_clear()
 
 
+def test_a_layer_drop_that_follows_from_the_number_of_steps_is_told():
+    drop = schema.LayerDrop(theta=0.5)
+    before, after = (
+        schema.Config(num_steps=number, layer_drop=drop) for number in (100, 200)
+    )
+    saved = {"config": to_mapping(before), "jax": jax.__version__}
+    assert changes(saved, after) == [
+        ("num_steps", 100, 200),
+        ("layer_drop.gamma", 1.0, 0.5),
+    ]
+
+
 def test_another_jax_is_told():
     config = small_run.make_config("x")
     found = changes({"config": {}, "jax": "0.1"}, config)

@@ -114,6 +114,19 @@ def test_given_batches_end_no_pacing_by_tokens(tmp_path):
     )
 
 
+def test_tokens_are_counted_once_the_batch_is_known(tmp_path):
+    """2,048 tokens in the run; fails if they are counted without a batch, or not."""
+    sizes = "global_batch_size=0", "microbatch_size=2", "sequence_warmup.form=window"
+    sizes += "sequence_warmup.pacing.start=4", "sequence_warmup.pacing.multiple=4"
+    field = "sequence_warmup.pacing.num_tokens"
+    small_run.make_trainer(tmp_path / "a", *sizes, f"{field}=2048").close()
+    with pytest.raises(ConfigError) as error:
+        small_run.make_trainer(tmp_path / "b", *sizes, f"{field}=2049")
+    assert str(error.value) == (
+        f"{field}=2049 is not reached in num_steps=8; use less, or raise num_steps"
+    )
+
+
 def test_longer_sequences_are_compiled_ahead(tmp_path, capsys, monkeypatch):
     """Each once; fails if a step compiles, or does not find what was compiled."""
     small_run.fit(tmp_path / "a", *WARMUP)

@@ -40,7 +40,7 @@ class CompileAhead:
         firsts = {*shapes, *self._dropping.firsts()}
         if config.distill.teacher:
             firsts.add(config.distill.num_steps(config.num_steps) + 1)
-        self._firsts = sorted(firsts)
+        self._firsts = sorted(step for step in firsts if step <= config.num_steps)
         self._started: dict[int, concurrent.futures.Future[None]] = {}
         self._pool = concurrent.futures.ThreadPoolExecutor(max_workers=1)
 

@@ -12,6 +12,7 @@ from absl import logging
 
 from zjax.checkpoint.store import Store
 from zjax.config.differences import Difference, differences
+from zjax.config.dropping import make_dropping
 from zjax.config.pacing import make_pacing
 from zjax.config.schema import Config, Pacing
 from zjax.config.step_pacings import used_pacings
@@ -25,6 +26,7 @@ from zjax.sharding.placement import abstract_key
 from zjax.train.gradients.microbatches import cast_batch
 from zjax.typing import Model, Params
 
+_FUNCTION = ".function"
 _ROUND = ("delay", "num_local_steps", "num_fragments", "num_synchronous_steps")
 _NOT_COMPARED = ("checkpoint.resume", "zero.memory")
 """Settings that do not change what a run computes, or that others are derived from."""
@@ -81,7 +83,7 @@ def changes(saved: Mapping[str, Any], config: Config) -> list[Difference]:
         for difference in differences(saved.get("config", {}), config)
         if difference.setting not in _NOT_COMPARED
     ]
-    changed += _changed_freeze(saved, config)
+    changed += [*_changed_freeze(saved, config), *_changed_gamma(saved, config)]
     if saved.get("jax") != jax.__version__:
         changed.append(Difference("jax", saved.get("jax"), jax.__version__))
     return changed
@@ -97,6 +99,20 @@ def _changed_freeze(saved: Mapping[str, Any], config: Config) -> list[Difference
     old = freeze_step(dataclasses.replace(config, num_steps=num_steps))
     new, field = phases.freeze_step, "optimizer.freeze_step"
     return [] if old == new else [Difference(field, old, new)]
+
+
+def _changed_gamma(saved: Mapping[str, Any], config: Config) -> list[Difference]:
+    """A layer drop that moves because it follows from the number of steps."""
+    before = saved.get("config", {})
+    given = config.layer_drop.gamma, before.get("layer_drop", {}).get("gamma")
+    num_steps = before.get("num_steps", config.num_steps)
+    if config.layer_drop.theta == 1 or any(given) or num_steps == config.num_steps:
+        return []
+    old, new = (
+        make_dropping(dataclasses.replace(config, num_steps=number)).gamma
+        for number in (num_steps, config.num_steps)
+    )
+    return [Difference("layer_drop.gamma", old, new)]
 
 
 def fingerprint_functions(
@@ -115,7 +131,7 @@ def fingerprint_functions(
         settings that name functions.
     """
     pacings = {
-        f"{field}.function": _fingerprint_pacing(pacing)
+        f"{field}{_FUNCTION}": _fingerprint_pacing(pacing)
         for field, pacing in used_pacings(config)
         if pacing.kind == "custom"
     }
@@ -153,8 +169,14 @@ def _init_and_update(tx: Any, params: Params) -> Any:
 def report_functions(saved: Mapping[str, Any], fingerprints: Mapping[str, str]) -> None:
     """Warns if the user's code computes something else than in the saved run."""
     before = saved.get("functions", {})
-    others = [name for name in before if fingerprints.get(name) != before[name]]
-    if others and saved.get("jax") == jax.__version__ and jax.process_index() == 0:
+    others = [
+        name
+        for name in before
+        if fingerprints.get(name) != before[name]
+        # What is traced looks different in another version; a pacing is its numbers.
+        and (saved.get("jax") == jax.__version__ or name.endswith(_FUNCTION))
+    ]
+    if others and jax.process_index() == 0:
         names = " and ".join(others)
         logging.warning("%s: the computation differs from the saved run", names)
 

@@ -425,9 +425,15 @@ def _checked(
         user_model=model is not None,
         user_optimizer=tx is not None,
     )
-    if config.num_tokens:
+    ends_by_tokens = any(pacing.num_tokens for _, pacing in used_pacings(config))
+    if config.num_tokens or ends_by_tokens:
         config = end_by_tokens(with_batch_sizes(config, len(devices)))
-        check_config(config, len(devices), user_optimizer=tx is not None)
+        check_config(
+            config,
+            len(devices),
+            user_model=model is not None,
+            user_optimizer=tx is not None,
+        )
     problems = _mismatches(model, batches, config)
     if problems:
         raise ConfigError(*problems)

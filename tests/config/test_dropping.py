@@ -38,6 +38,12 @@ CASES = [
         id="sequence",
     ),
     case(
+        f"{LTD};mesh.pipeline=2;num_microbatches=2;pipeline.schedule=interleaved;"
+        "pipeline.num_chunks=0",
+        "pipeline.num_chunks=0 is out of range; use 2 or more",
+        id="no-chunks",
+    ),
+    case(
         f"{LTD};mesh.pipeline=8;num_microbatches=2",
         "random_ltd.form='layerwise' has no layer to drop tokens of: as the stages of "
         "mesh.pipeline=8 run one program, all layers run whole beside the first or the "

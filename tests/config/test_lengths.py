@@ -101,6 +101,13 @@ CASES = [
         id="tokens-of-a-function",
     ),
     case(
+        f"{FIELD}.num_tokens=9000;sequence_warmup.form=reshape;global_batch_size=32;"
+        "microbatch_size=64",
+        "global_batch_size=32 does not divide by 8 batch shards x microbatch_size=64; "
+        "use a multiple of 512",
+        id="tokens-of-no-microbatch",
+    ),
+    case(
         f"{WINDOW};{FIELD}.multiple=48",
         f"{FIELD}.multiple=48 does not divide {FIELD}.start=64; use a divisor\n"
         f"{FIELD}.multiple=48 does not divide data.length=1024; use a divisor",

@@ -158,10 +158,18 @@ SORTS_OF_A_PLAN = 4
 
 
 @pytest.mark.parametrize("scan", [0, 1], ids=["unrolled", "scanned"])
-@pytest.mark.parametrize("mesh", [{}, {"tensor": 2}], ids=["one", "heads"])
-def test_the_plan_of_a_window_is_made_once_for_all_layers(scan, mesh):
-    """Fails if layers limit it, forward or where the backward pass recomputes them."""
-    config = dataclasses.replace(small.GPT, remat="full", layers_per_scan=scan)
+@pytest.mark.parametrize(
+    ("mesh", "num_heads"),
+    [({}, 2), ({"tensor": 2}, 2), ({"tensor": 4}, 8)],
+    ids=["one", "heads", "shared"],
+)
+def test_the_plan_of_a_window_is_made_once_for_all_layers(scan, mesh, num_heads):
+    """Fails if layers limit it, forward or where the backward pass recomputes them.
+
+    Devices that share a head of keys have a copy each, which the plan counts.
+    """
+    heads = {"num_heads": num_heads, "num_kv_heads": 2}
+    config = dataclasses.replace(small.GPT, remat="full", layers_per_scan=scan, **heads)
     graph, state = nnx.split(language.make_language_model(config))
     batch = language.make_text(config, length=small.LENGTH)
     batch["schedule"] = {"attention_window": jnp.float32(20)}

@@ -180,7 +180,7 @@ def token_end_problems(config: schema.Config, num_devices: int) -> Iterator[Prob
         config: Settings in their ranges.
         num_devices: Devices of the run.
     """
-    is_known = not any(_pacing_problems(config))
+    is_known = config.global_batch_size and not any(_pacing_problems(config))
     for field, pacing in used_pacings(config):
         if not pacing.num_tokens or pacing.kind not in ("linear", "root"):
             continue
@@ -199,7 +199,7 @@ def batch_unit(config: schema.Config) -> int:
 
     Without a microbatch size, which is derived when a run starts, it is the batch size.
     """
-    return config.global_batch_size // (config.microbatch_size or 1)
+    return max(1, config.global_batch_size // (config.microbatch_size or 1))
 
 
 def length_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:

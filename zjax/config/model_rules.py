@@ -208,7 +208,10 @@ MODEL_RULES: tuple[Entry, ...] = (
         buckets.bucket_problems,
     ),
     (
-        ("data", "model", "mesh", "num_steps", "random_ltd", "layer_drop"),
+        (
+            *("data", "model", "mesh", "pipeline", "num_steps"),
+            *("random_ltd", "layer_drop"),
+        ),
         dropping.model_dropping_problems,
     ),
     (

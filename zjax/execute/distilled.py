@@ -2,6 +2,7 @@
 
 import jax
 
+from zjax.dropping import split_dropping
 from zjax.execute.executor import Executor
 from zjax.execute.extended import ExtendedExecutor
 from zjax.execute.teacher import Teacher
@@ -39,5 +40,5 @@ class DistilledExecutor(ExtendedExecutor):
     ) -> jax.stages.Compiled:
         """Compiles one of `programs`, and the teacher's for the step."""
         if program != "evaluate" and number <= self.num_steps:
-            self.teacher.compile(batch)
+            self.teacher.compile(split_dropping(batch)[0])
         return super().compile(program, batch, number)

@@ -10,7 +10,7 @@ from zjax.config import schema
 from zjax.config.step_values import ATTENTION_WINDOW
 from zjax.ops import attention, sparse
 from zjax.ops.window import Window
-from zjax.parallel import sequence
+from zjax.parallel import sequence, tensor
 
 
 def make_window(
@@ -53,7 +53,7 @@ def _pattern(config, x):
     return attention.window_pattern(
         config.attention,
         x.dtype,
-        num_heads=config.num_heads,
+        num_heads=tensor.laid_heads(config.num_heads, config.num_kv_heads)[0],
         head_size=config.head_size,
         length=x.shape[1],
     )

@@ -22,7 +22,7 @@ from zjax.config.sequence import (
 )
 from zjax.errors import ConfigError
 from zjax.ops.window import Window
-from zjax.parallel import remat
+from zjax.parallel import remat, tensor
 from zjax.parallel.ring import ring_attention, zigzag
 from zjax.parallel.ulysses import num_repeats, ulysses_attention
 from zjax.sharding import mesh as meshes
@@ -97,7 +97,7 @@ def num_kv_heads(config: schema.Model) -> int:
         >>> num_kv_heads(schema.Model(num_kv_heads=2))
         2
     """
-    given = config.num_kv_heads
+    _, given = tensor.laid_heads(config.num_heads, config.num_kv_heads)
     uses_heads = is_split() and sequence_method(config, **_sizes()) == "ulysses"
     return given * num_repeats(given) if uses_heads else given
 

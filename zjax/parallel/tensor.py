@@ -110,6 +110,19 @@ class Heads(NamedTuple):
         return fill_up(jnp.repeat(x, self.copies, dim) if self.copies > 1 else x, dim)
 
 
+def laid_heads(num_heads: int, num_kv_heads: int) -> tuple[int, int]:
+    """Heads of queries and of keys as the mesh in use lays them, padding included.
+
+    Example:
+        >>> laid_heads(8, 2)
+        (8, 2)
+    """
+    shares = num_shares()
+    layout = Heads.of(num_heads, num_kv_heads, shares)
+    keys = -(-num_kv_heads * layout.copies // shares) * shares
+    return keys * layout.group, keys
+
+
 def axes_of_length(x: Float[Array, "B L ..."]) -> tuple[str, ...]:
     """The axes of the mesh in use that split the length of a stream.
 
