@@ -146,6 +146,7 @@ ZERO_ONE = (
 """Steps 2 and 3, and 4 and 5, have one length and run two programs."""
 
 
+@pytest.mark.slow
 def test_all_programs_of_a_length_are_compiled_ahead(tmp_path, capsys):
     """Fails if that of the first step is the only one."""
     small_run.fit(tmp_path, *WARMUP, *ZERO_ONE)

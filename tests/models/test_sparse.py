@@ -157,13 +157,12 @@ SORTS_OF_A_PLAN = 4
 """Two in each direction, when a window limits it."""
 
 
-@pytest.mark.parametrize("scan", [0, 1], ids=["unrolled", "scanned"])
 @pytest.mark.parametrize(
-    ("mesh", "num_heads"),
-    [({}, 2), ({"tensor": 2}, 2), ({"tensor": 4}, 8)],
-    ids=["one", "heads", "shared"],
+    ("mesh", "num_heads", "scan"),
+    [({}, 2, 0), ({}, 2, 1), ({"tensor": 2}, 2, 1), ({"tensor": 4}, 8, 1)],
+    ids=["unrolled", "scanned", "heads", "shared"],
 )
-def test_the_plan_of_a_window_is_made_once_for_all_layers(scan, mesh, num_heads):
+def test_the_plan_of_a_window_is_made_once_for_all_layers(mesh, num_heads, scan):
     """Fails if layers limit it, forward or where the backward pass recomputes them.
 
     Devices that share a head of keys have a copy each, which the plan counts.

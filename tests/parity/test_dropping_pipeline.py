@@ -77,8 +77,13 @@ CASES = {
         "zero.stage=2",
     ),
 }
-BY_HAND = {"layerwise, stage 3, tensors", "span, chunks", "layers, chunks"}
-"""What other cases hold among more."""
+BY_HAND = {
+    "layerwise, stages that are not full, a sequence",
+    "layerwise, stage 3, tensors",
+    "span, chunks",
+    "layers, chunks",
+}
+"""What other cases hold in part."""
 
 
 def make(model, num_devices, *overrides):
