@@ -1,6 +1,6 @@
 """Samples per second of the offline analyzer, with two processes and with one.
 
-python examples/benchmarks/analyze_speed.py [--rounds=5] [--text=DIR]
+python examples/benchmarks/analyze_speed.py [--rounds=3] [--text=DIR]
 """
 
 import argparse
@@ -17,9 +17,9 @@ import zjax
 from zjax.data import source
 from zjax.data.analyze import analyze
 
-TEXT = pathlib.Path("runs/package_text")
+TEXT = pathlib.Path("runs/package_bytes")
 METRICS = ("voc", "compression")
-LENGTH = 128
+LENGTH = 32
 WARM_UP_ROUNDS = 1
 
 
@@ -39,7 +39,7 @@ def samples_per_second(config, rows, num_processes):
 
 
 def measure(text, num_rounds):
-    package_text.prepare_text(text)
+    package_text.prepare_text(text, tokenizer="bytes")
     settings = {"data": {"source": "tokens", "path": str(text)}}
     config = zjax.load_config(settings, {"model.max_length": LENGTH})
     rows = source.open_rows(config, "train")
@@ -58,7 +58,7 @@ def measure(text, num_rounds):
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--text", type=pathlib.Path, default=TEXT)
     given = parser.parse_args()
     found = measure(given.text, given.rounds)

@@ -1,7 +1,7 @@
 """The offline analyzer with two processes over one: samples per second.
 
 Vocabulary rarity and compression ratio of Python source of this machine, cut into
-samples of 128 tokens; the start of the processes and the sort count.
+samples of 32 bytes; the start of the processes and the sort count.
 
 zjax bench --contest=examples/benchmarks/analyzer.py
 """

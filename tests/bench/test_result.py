@@ -200,7 +200,6 @@ def test_the_published_table_is_that_of_the_published_files(tmp_path):
 
 
 UNPUBLISHED = {
-    "analyzer",
     "buckets",
     "curriculum_tokens",
     "data_efficiency",
