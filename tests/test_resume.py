@@ -172,16 +172,26 @@ def grow_by_hand(step):
     return 12 + step // 2
 
 
-def test_a_freeze_that_follows_from_the_number_of_steps_is_told():
-    optimizer = schema.Optimizer(name="onebit_adam")
-    before, after = (
-        schema.Config(num_steps=number, optimizer=optimizer) for number in (20, 200)
-    )
+@pytest.mark.parametrize(
+    ("settings", "numbers", "told"),
+    [
+        (
+            {"optimizer": schema.Optimizer(name="onebit_adam")},
+            (20, 200),
+            ("optimizer.freeze_step", 3, 30),
+        ),
+        (
+            {"layer_drop": schema.LayerDrop(theta=0.5)},
+            (100, 200),
+            ("layer_drop.gamma", 1.0, 0.5),
+        ),
+    ],
+    ids=["freeze", "layer drop"],
+)
+def test_what_follows_from_the_number_of_steps_is_told(settings, numbers, told):
+    before, after = (schema.Config(num_steps=x, **settings) for x in numbers)
     saved = {"config": to_mapping(before), "jax": jax.__version__}
-    assert changes(saved, after) == [
-        ("num_steps", 20, 200),
-        ("optimizer.freeze_step", 3, 30),
-    ]
+    assert changes(saved, after) == [("num_steps", *numbers), told]
 
 
 def test_the_function_of_a_schedule_that_was_changed_is_told(caplog, monkeypatch):
@@ -200,18 +210,6 @@ def test_the_function_of_a_schedule_that_was_changed_is_told(caplog, monkeypatch
     told = "sequence_warmup.pacing.function: the computation differs from the saved run"
     assert caplog.messages[-1] == told
     pacing._call_each.cache_clear()
-
-
-def test_a_layer_drop_that_follows_from_the_number_of_steps_is_told():
-    drop = schema.LayerDrop(theta=0.5)
-    before, after = (
-        schema.Config(num_steps=number, layer_drop=drop) for number in (100, 200)
-    )
-    saved = {"config": to_mapping(before), "jax": jax.__version__}
-    assert changes(saved, after) == [
-        ("num_steps", 100, 200),
-        ("layer_drop.gamma", 1.0, 0.5),
-    ]
 
 
 def test_another_jax_is_told():

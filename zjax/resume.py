@@ -11,6 +11,7 @@ import optax
 from absl import logging
 
 from zjax.checkpoint.store import Store
+from zjax.config.convert import to_mapping
 from zjax.config.differences import Difference, differences
 from zjax.config.dropping import make_dropping
 from zjax.config.pacing import make_pacing
@@ -18,12 +19,15 @@ from zjax.config.schema import Config, Pacing
 from zjax.config.step_pacings import used_pacings
 from zjax.errors import CheckpointError, Problem
 from zjax.fingerprint import fingerprint
-from zjax.optim.onebit_adam import freeze_step
 from zjax.optim.phases import make_phases
 from zjax.optim.precision import cast_floating
 from zjax.optim.rounds import Rounds, make_rounds
+from zjax.sharding.describe import describe_plan
 from zjax.sharding.placement import abstract_key
+from zjax.sharding.plan import Plan
+from zjax.train import codec_errors
 from zjax.train.gradients.microbatches import cast_batch
+from zjax.train.state import TrainState
 from zjax.typing import Model, Params
 
 _FUNCTION = ".function"
@@ -76,6 +80,31 @@ def check_newest(store: Store, step: int) -> None:
         raise CheckpointError(Problem("step", step, problem, remedy))
 
 
+def describe_run(
+    config: Config,
+    plan: Plan,
+    rows: TrainState,
+    functions: Mapping[str, str],
+    step: int,
+) -> dict[str, Any]:
+    """What a checkpoint keeps of its run, for the run that continues.
+
+    Args:
+        config: Settings of the run.
+        plan: Places every array.
+        rows: TrainState of the plans of what is saved.
+        functions: Result of `fingerprint_functions`.
+        step: Steps taken.
+    """
+    return {
+        "config": to_mapping(config),
+        "plan": describe_plan(plan),
+        "jax": jax.__version__,
+        "functions": dict(functions),
+        codec_errors.KEY: codec_errors.describe_errors(rows, config, step),
+    }
+
+
 def changes(saved: Mapping[str, Any], config: Config) -> list[Difference]:
     """Settings, and the JAX version, that differ from a checkpoint's `extra`."""
     changed = [
@@ -83,36 +112,40 @@ def changes(saved: Mapping[str, Any], config: Config) -> list[Difference]:
         for difference in differences(saved.get("config", {}), config)
         if difference.setting not in _NOT_COMPARED
     ]
-    changed += [*_changed_freeze(saved, config), *_changed_gamma(saved, config)]
+    changed += _moved_with_steps(saved.get("config", {}), config)
     if saved.get("jax") != jax.__version__:
         changed.append(Difference("jax", saved.get("jax"), jax.__version__))
     return changed
 
 
-def _changed_freeze(saved: Mapping[str, Any], config: Config) -> list[Difference]:
-    """A freeze that moves because it follows from the number of steps."""
-    phases, before = make_phases(config), saved.get("config", {})
-    given = config.optimizer.freeze_step, before.get("optimizer", {}).get("freeze_step")
-    if phases is None or not phases.freeze_step or any(given):
-        return []
-    num_steps = before.get("num_steps", config.num_steps)
-    old = freeze_step(dataclasses.replace(config, num_steps=num_steps))
-    new, field = phases.freeze_step, "optimizer.freeze_step"
-    return [] if old == new else [Difference(field, old, new)]
+def _freeze_step(config: Config) -> int:
+    phases = make_phases(config)
+    return phases.freeze_step if phases else 0
 
 
-def _changed_gamma(saved: Mapping[str, Any], config: Config) -> list[Difference]:
-    """A layer drop that moves because it follows from the number of steps."""
-    before = saved.get("config", {})
-    given = config.layer_drop.gamma, before.get("layer_drop", {}).get("gamma")
+def _layer_drop_rate(config: Config) -> float:
+    return make_dropping(config).gamma if config.layer_drop.theta < 1 else 0.0
+
+
+_FROM_NUM_STEPS = (
+    ("optimizer", "freeze_step", _freeze_step),
+    ("layer_drop", "gamma", _layer_drop_rate),
+)
+"""Section, setting and value of what follows from `num_steps` where it is 0."""
+
+
+def _moved_with_steps(before: Mapping[str, Any], config: Config) -> list[Difference]:
+    """What was not set, and moves since the number of steps is another."""
     num_steps = before.get("num_steps", config.num_steps)
-    if config.layer_drop.theta == 1 or any(given) or num_steps == config.num_steps:
-        return []
-    old, new = (
-        make_dropping(dataclasses.replace(config, num_steps=number)).gamma
-        for number in (num_steps, config.num_steps)
-    )
-    return [Difference("layer_drop.gamma", old, new)]
+    earlier = dataclasses.replace(config, num_steps=num_steps)
+    found = []
+    for section, name, value_in in _FROM_NUM_STEPS:
+        now = getattr(getattr(config, section), name)
+        given = before.get(section, {}).get(name), now
+        old, new = value_in(earlier), value_in(config)
+        if not any(given) and old != new:
+            found.append(Difference(f"{section}.{name}", old, new))
+    return found
 
 
 def fingerprint_functions(

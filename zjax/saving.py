@@ -10,13 +10,16 @@ from typing import Any
 import jax
 
 from zjax.checkpoint.store import Store
-from zjax.config.convert import to_mapping
 from zjax.config.paths import local_path
 from zjax.errors import CheckpointError, Problem
 from zjax.initialize import Run
 from zjax.processes import lock
-from zjax.resume import check_messages, report_changes, report_functions
-from zjax.sharding.describe import describe_plan
+from zjax.resume import (
+    check_messages,
+    describe_run,
+    report_changes,
+    report_functions,
+)
 from zjax.train import codec_errors
 from zjax.train.state import TrainState, saved_rows, saved_state, with_params
 
@@ -64,19 +67,13 @@ def save(
     """
     _check(extra, keep_last)
     path = local_path("directory", directory, CheckpointError)
-    metadata = {
-        "given": dict(extra or {}),
-        "config": to_mapping(run.config),
-        "plan": describe_plan(run.plan),
-        "jax": jax.__version__,
-        "functions": run.functions,
-    }
     rows, saved = saved_rows(run.plan, run.config), saved_state(state, run.plan)
-    errors = codec_errors.describe_errors(rows, run.config, int(state.step))
-    metadata[codec_errors.KEY] = errors
+    step = int(state.step)
+    metadata = {"given": dict(extra or {})}
+    metadata |= describe_run(run.config, run.plan, rows, run.functions, step)
     with lock.hold(path):
         store = Store(path, keep_last=keep_last or sys.maxsize, keep_best=0)
-        store.save(int(state.step), saved, rows, extra=metadata)
+        store.save(step, saved, rows, extra=metadata)
         store.close()
 
 

@@ -16,7 +16,6 @@ from zjax.budget.out_of_memory import explain_out_of_memory
 from zjax.checkpoint.store import Store
 from zjax.config.batch import resolve_batch
 from zjax.config.check import check_config
-from zjax.config.convert import to_mapping
 from zjax.config.lengths import CUTS, end_by_tokens
 from zjax.config.load import load_config
 from zjax.config.schema import Config
@@ -42,12 +41,13 @@ from zjax.processes.lock import hold
 from zjax.resume import (
     check_messages,
     check_newest,
+    describe_run,
     fingerprint_functions,
     first_step,
     report_changes,
     report_functions,
 )
-from zjax.sharding.describe import describe_plan, describe_plan_totals
+from zjax.sharding.describe import describe_plan_totals
 from zjax.sharding.mesh import with_batch_sizes
 from zjax.stopping import finish_save_on_error, stop_signals
 from zjax.train import codec_errors
@@ -293,20 +293,14 @@ class Trainer:
         Raises:
             CheckpointError: This one or the one before could not be written.
         """
-        extra = {
-            "data": self.loader.state(),
-            "config": to_mapping(self.config),
-            "plan": describe_plan(self.run.plan),
-            "jax": jax.__version__,
-            "functions": self._functions,
-        }
+        extra = {"data": self.loader.state()}
         step, loss = self._last_evaluation
         loss = loss if step == self.step else None
         self._settle()
         rows = saved_rows(self.run.plan, self.config)
         saved = saved_state(self.state, self.run.plan)
-        errors = codec_errors.describe_errors(rows, self.config, self.step)
-        extra[codec_errors.KEY] = errors
+        config, plan = self.config, self.run.plan
+        extra |= describe_run(config, plan, rows, self._functions, self.step)
         self.store.save(self.step, saved, rows, extra=extra, loss=loss)
 
     def generate(
@@ -460,17 +454,12 @@ def _mismatches(model: Any, batches: Any, config: Config) -> list[Problem]:
         problem, remedy = "does not cut given batches", "use 'window' or 'none'"
         field, form = "sequence_warmup.form", config.sequence_warmup.form
         problems.append(Problem(field, form, problem, remedy))
-    if batches is not None and config.num_tokens:
-        problem, remedy = "does not count the tokens of given batches", "leave it at 0"
-        problems.append(Problem("num_tokens", config.num_tokens, problem, remedy))
-    for field, pacing in used_pacings(config) if batches is not None else ():
-        if pacing.num_tokens:
-            problem, remedy = (
-                "does not count the tokens of given batches",
-                "leave it at 0",
-            )
-            field = f"{field}.num_tokens"
-            problems.append(Problem(field, pacing.num_tokens, problem, remedy))
+    ends = {"num_tokens": config.num_tokens}
+    ends |= {f"{name}.num_tokens": x.num_tokens for name, x in used_pacings(config)}
+    for field, number in ends.items() if batches is not None else ():
+        if number:
+            problem = "does not count the tokens of given batches"
+            problems.append(Problem(field, number, problem, "leave it at 0"))
     if batches is not None and config.buckets.form != "none":
         problem, remedy = "does not cut given batches", "leave it at 'none'"
         form = config.buckets.form

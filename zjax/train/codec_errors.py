@@ -13,7 +13,6 @@ import jax
 
 from zjax.config.schema import Config
 from zjax.optim.phases import make_phases
-from zjax.sharding.placement import ArrayPlan
 
 KEY = "codec_errors"
 """Where a checkpoint keeps the description."""
@@ -32,9 +31,7 @@ def describe_errors(rows: Any, config: Config, step: int) -> str:
     if phases is not None and phases.freeze_step:
         units = config.optimizer.name, step >= phases.freeze_step
     settings = config.communication
-    masters = jax.tree.leaves(
-        rows.master, is_leaf=lambda row: isinstance(row, ArrayPlan)
-    )
+    masters = jax.tree.leaves(rows.master)
     places = [(row.path, row.stored_shape, str(row.stored)) for row in masters]
     message = [units, settings.codec, settings.num_fragments, config.zero.stage, places]
     return hashlib.sha256(json.dumps(message).encode()).hexdigest()[:16]
