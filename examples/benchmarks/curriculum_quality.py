@@ -30,13 +30,13 @@ from zjax.data.analyze import analyze
 from zjax.data.metric_index import index_path
 from zjax.data.store import digest_tokenizer
 
-NUM_POINTS = 40
+NUM_POINTS = 30
 TEXT = pathlib.Path("runs/package_text")
 DIRECTORY = pathlib.Path("runs/curriculum_quality")
 BASELINE = "shuffled"
 SETTINGS = {
-    "num_steps": 3000,
-    "global_batch_size": 64,
+    "num_steps": 1000,
+    "global_batch_size": 128,
     "zero": {"stage": 0},
     "data": {"source": "tokens"},
     "model": {
@@ -56,8 +56,10 @@ SETTINGS = {
     },
     "evaluation": {"num_batches": 16},
 }
-SHARE = 0.4
-"""Of the steps until all samples are drawn, as in the paper."""
+SHARE = 0.5
+"""Of the shuffled run's steps until all samples are drawn whole."""
+MORE = 1.2
+"""Steps of runs whose first samples are short, over those of the shuffled run."""
 METRICS = ("voc", "compression")
 SHORT_FIRST = {"sequence_warmup.form": "truncate"}
 METHODS = {
@@ -75,6 +77,8 @@ def make_config(method, output, *more):
     names, changes = METHODS[method]
     config = zjax.load_config(SETTINGS, changes, *more)
     num_steps = round(SHARE * config.num_steps)
+    if changes:
+        config = zjax.load_config(config, f"num_steps={round(MORE * config.num_steps)}")
     metrics = tuple(
         {
             "index": str(index_path(output, name)),
@@ -148,7 +152,7 @@ def main():
             make_config(BASELINE, given.directory, *settings), given.directory
         )
     device = jax.devices()[0].device_kind
-    common = [device, digest_tokenizer(str(given.text)), SETTINGS, SHARE]
+    common = [device, digest_tokenizer(str(given.text)), SETTINGS, SHARE, MORE]
     setups = {
         name: [list(metrics), changes, *common, *given.settings]
         for name, (metrics, changes) in METHODS.items()

@@ -1,9 +1,11 @@
 """What growing contexts, easy samples first and dropped tokens save in training.
 
-All train the same model on Python source of this machine, on batches of the same
-tokens. Two groups have one learning rate each: the stable one, and one of HOT times it,
-at which the plain run is not stable. Each finished run is a line of
-`<directory>/runs.jsonl`, and is not run again; the picture is `<directory>/curves.png`.
+All train the same model on Python source of this machine, on the same rows. Two groups
+have one learning rate each: the stable one, and one of HOT times it, at which the plain
+run is not stable. It stays at its peak after the warm-up, and the averaged weights are
+evaluated, so that a run may take more steps and its first ones stay the same. Each
+finished run is a line of `<directory>/runs.jsonl`, and is not run again; the picture is
+`<directory>/curves.png`.
 
 python examples/benchmarks/efficiency_quality.py [--methods=plain,window]
     [--seeds=0,1,2] [--text=DIR] [--directory=DIR] [setting=value ...]
@@ -16,6 +18,7 @@ import pathlib
 import call_timing
 import curriculum_quality
 import jax
+import kept_schedule
 import matplotlib.pyplot as plt
 import numpy as np
 import package_text
@@ -31,13 +34,13 @@ from zjax.data.store import digest_tokenizer
 
 DIRECTORY = pathlib.Path("runs/efficiency_quality")
 TEXT = pathlib.Path("runs/package_text")
-NUM_POINTS = 40
-HOT = 6
+NUM_POINTS = 30
+HOT = 8
 RATIO = 1.2
 """Loss over the least loss before, above which a step counts as unstable."""
 SETTINGS = {
-    "num_steps": 2000,
-    "global_batch_size": 32,
+    "num_steps": 600,
+    "global_batch_size": 64,
     "zero": {"stage": 0},
     "data": {"source": "tokens"},
     "model": {
@@ -48,41 +51,60 @@ SETTINGS = {
         "layers_per_scan": 1,
         "remat": "none",
     },
-    "optimizer": {"peak_learning_rate": 1e-3, "num_warmup_steps": 100},
+    "optimizer": {
+        "peak_learning_rate": 1e-3,
+        "num_warmup_steps": 100,
+        "schedule": "constant",
+        "ema_decay": 0.99,
+    },
     "evaluation": {"num_batches": 8},
 }
-SHARE = 0.4
-"""Of the steps until the context is whole and all samples are drawn."""
+SHARE = 0.45
+"""Of the plain run's steps until the context is whole and all samples are drawn."""
+NUM_LENGTHS = 5
+"""Lengths of truncated sequences, each half of the next."""
+MORE = 1.2
+"""Steps of runs whose first steps cost less, over those of the plain run."""
 FORMS = {"plain": None, "truncate": "truncate", "window": "window"}
 METHODS = (*FORMS, "composed", *(f"hot_{form}" for form in FORMS))
 
 
 def make_config(method, directory, *more):
-    """The config of a method; its schedules end at a share of the steps."""
+    """The config of a method; its schedules end at a share of the plain run's steps."""
     config = zjax.load_config(SETTINGS, *more)
-    end, changes = round(SHARE * config.num_steps), {}
+    num_steps, length, changes = config.num_steps, config.data.length, {}
+    end = round(SHARE * num_steps)
     if method.startswith("hot_"):
         rate = HOT * config.optimizer.peak_learning_rate
         changes["optimizer.peak_learning_rate"] = rate
-    form = FORMS.get(method.removeprefix("hot_"), "window")
+    elif method != "plain":
+        changes["num_steps"] = round(MORE * num_steps)
+    form = FORMS.get(method.removeprefix("hot_"), "truncate")
     if form:
-        changes["sequence_warmup.form"] = form
-        changes["sequence_warmup.pacing.num_steps"] = end
+        changes["sequence_warmup"] = {"form": form, "pacing": {"num_steps": end}}
+    if form == "truncate":
+        changes["sequence_warmup"]["pacing"] = doubling(length, end)
     if method == "composed":
         pacing = {"kind": "root", "start": 5, "num_steps": end}
         metric = {"index": str(index_path(directory, "voc")), "pacing": pacing}
         changes["curriculum.metrics"] = (metric,)
-        kept = config.data.length // 4
-        changes["random_ltd"] = {
-            "form": "layerwise",
-            "pacing": {"start": kept, "multiple": kept, "num_steps": end},
-        }
+        kept = {"start": length // 4, "multiple": length // 4}
+        kept["num_steps"] = round(kept_schedule.END * num_steps)
+        changes["random_ltd"] = {"form": "layerwise", "pacing": kept}
     return zjax.load_config(config, changes)
+
+
+def doubling(length, end):
+    """A pacing of lengths, the short ones for equally many steps each."""
+    shorter = NUM_LENGTHS - 1
+    values = [length >> (shorter - i) for i in range(NUM_LENGTHS)]
+    last_steps = [end * (i + 1) // shorter for i in range(shorter)]
+    return {"kind": "discrete", "values": values, "last_steps": last_steps}
 
 
 def make_method(config):
     """A method whose lengths are all compiled; a window needs no more than one."""
-    method = Method(make_run(config), NUM_POINTS)
+    method = Method(make_run(config), NUM_POINTS, part="ema")
     run = method.run
     # A schedule of kept tokens knows the lengths, too.
     for first in make_dropping(config).firsts():
@@ -171,7 +193,7 @@ def main():
         config = make_config("plain", given.directory, *settings)
         curriculum_quality.measure_metrics(config, given.directory)
     device = jax.devices()[0].device_kind
-    common = [device, digest_tokenizer(str(given.text)), SETTINGS, HOT, SHARE]
+    common = [device, digest_tokenizer(str(given.text)), SETTINGS, HOT, SHARE, MORE]
     setups = {method: [method, *common, *given.settings] for method in METHODS}
     records = quality_records.Records(given.directory / "runs.jsonl", setups)
     train_missing(

@@ -19,7 +19,10 @@ TOKENIZER = "bpe:4096"
 
 
 def prepare_text(
-    directory: pathlib.Path, limit: int = LIMIT_BYTES, tokenizer: str = TOKENIZER
+    directory: pathlib.Path,
+    limit: int = LIMIT_BYTES,
+    tokenizer: str = TOKENIZER,
+    max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
     """Writes token files for `data.source='tokens'`, unless they are there.
 
@@ -27,15 +30,16 @@ def prepare_text(
         directory: Directory to create.
         limit: Most bytes of text.
         tokenizer: As for `zjax data prepare`.
+        max_file_bytes: Most bytes of a file; longer ones are left out.
     """
     if directory.exists():
         return
-    files = choose_files(limit)
+    files = choose_files(limit, max_file_bytes)
     print(f"text: {len(files)} files", file=sys.stderr, flush=True)
     prepare.prepare(files, directory, tokenizer=tokenizer, validation_fraction=0.02)
 
 
-def choose_files(limit: int) -> list[pathlib.Path]:
+def choose_files(limit: int, max_file_bytes: int) -> list[pathlib.Path]:
     """Python files of the standard library and of installed packages."""
     roots = {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
     found = {
@@ -46,7 +50,7 @@ def choose_files(limit: int) -> list[pathlib.Path]:
     chosen, num_bytes = [], 0
     for name in sorted(found, key=hashed):
         size = found[name].stat().st_size
-        if 0 < size <= MAX_FILE_BYTES and is_text(found[name]):
+        if 0 < size <= max_file_bytes and is_text(found[name]):
             num_bytes += size
             if num_bytes > limit:
                 break

@@ -23,7 +23,7 @@ from zjax.data.store import digest_tokenizer
 
 DIRECTORY = pathlib.Path("runs/random_ltd_quality")
 SETTINGS = {
-    "num_steps": 2000,
+    "num_steps": 1200,
     "global_batch_size": 32,
     "zero": {"stage": 0},
     "data": {"source": "tokens"},
