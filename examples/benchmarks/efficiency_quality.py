@@ -193,8 +193,12 @@ def main():
         config = make_config("plain", given.directory, *settings)
         curriculum_quality.measure_metrics(config, given.directory)
     device = jax.devices()[0].device_kind
-    common = [device, digest_tokenizer(str(given.text)), SETTINGS, HOT, SHARE, MORE]
-    setups = {method: [method, *common, *given.settings] for method in METHODS}
+    common = [device, digest_tokenizer(str(given.text)), SETTINGS, SHARE, MORE]
+    setups = {
+        method: [method, HOT if method.startswith("hot_") else 1, *common]
+        + given.settings
+        for method in METHODS
+    }
     records = quality_records.Records(given.directory / "runs.jsonl", setups)
     train_missing(
         given.methods,
