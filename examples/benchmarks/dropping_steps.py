@@ -87,13 +87,16 @@ def measure(shape: Shape):
         {name: steps.seconds(kind, number) for name, kind in kinds.items()}
         for number in (1, *[STEPS_PER_ROUND] * ROUNDS)  # the first one compiles
     ][1:]
-    found = {
-        form: timing.spread(
-            [
-                mean_of_run([each[form, n] for n in sizes], each["whole", 0])
-                for each in rounds
-            ]
-        )
+    ratios = {
+        form: [
+            mean_of_run([each[form, n] for n in sizes], each["whole", 0])
+            for each in rounds
+        ]
+        for form in FORMS
+    }
+    found = {form: timing.spread(ratios[form]) for form in FORMS}
+    found |= {
+        f"{form}_speed": timing.spread([1 / ratio for ratio in ratios[form]])
         for form in FORMS
     }
     medians = {

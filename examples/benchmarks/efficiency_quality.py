@@ -18,7 +18,6 @@ import pathlib
 import call_timing
 import curriculum_quality
 import jax
-import kept_schedule
 import matplotlib.pyplot as plt
 import numpy as np
 import package_text
@@ -61,6 +60,8 @@ SETTINGS = {
 }
 SHARE = 0.45
 """Of the plain run's steps until the context is whole and all samples are drawn."""
+KEPT_SHARE = 0.8
+"""Of them until middle layers run on all tokens."""
 NUM_LENGTHS = 5
 """Lengths of truncated sequences, each half of the next."""
 MORE = 1.2
@@ -70,12 +71,19 @@ METHODS = (*FORMS, "composed", *(f"hot_{form}" for form in FORMS))
 
 
 def make_config(method, directory, *more):
-    """The config of a method; its schedules end at a share of the plain run's steps."""
     config = zjax.load_config(SETTINGS, *more)
-    num_steps, length, changes = config.num_steps, config.data.length, {}
+    return zjax.load_config(config, make_changes(method, directory, config))
+
+
+def make_changes(method, directory, plain):
+    """Settings by which a method differs from the plain run.
+
+    Its schedules end at a share of the steps of that run.
+    """
+    num_steps, length, changes = plain.num_steps, plain.data.length, {}
     end = round(SHARE * num_steps)
     if method.startswith("hot_"):
-        rate = HOT * config.optimizer.peak_learning_rate
+        rate = HOT * plain.optimizer.peak_learning_rate
         changes["optimizer.peak_learning_rate"] = rate
     elif method != "plain":
         changes["num_steps"] = round(MORE * num_steps)
@@ -87,11 +95,11 @@ def make_config(method, directory, *more):
     if method == "composed":
         pacing = {"kind": "root", "start": 5, "num_steps": end}
         metric = {"index": str(index_path(directory, "voc")), "pacing": pacing}
-        changes["curriculum.metrics"] = (metric,)
-        kept = {"start": length // 4, "multiple": length // 4}
-        kept["num_steps"] = round(kept_schedule.END * num_steps)
+        changes["curriculum.metrics"] = [metric]
+        kept = {"start": length // 2, "multiple": length // 4}
+        kept["num_steps"] = round(KEPT_SHARE * num_steps)
         changes["random_ltd"] = {"form": "layerwise", "pacing": kept}
-    return zjax.load_config(config, changes)
+    return changes
 
 
 def doubling(length, end):
@@ -193,10 +201,10 @@ def main():
         config = make_config("plain", given.directory, *settings)
         curriculum_quality.measure_metrics(config, given.directory)
     device = jax.devices()[0].device_kind
-    common = [device, digest_tokenizer(str(given.text)), SETTINGS, SHARE, MORE]
+    config = zjax.load_config(SETTINGS, *settings)
+    common = [device, digest_tokenizer(str(given.text)), SETTINGS, *given.settings]
     setups = {
-        method: [method, HOT if method.startswith("hot_") else 1, *common]
-        + given.settings
+        method: [make_changes(method, pathlib.Path(), config), *common]
         for method in METHODS
     }
     records = quality_records.Records(given.directory / "runs.jsonl", setups)

@@ -102,7 +102,6 @@ def get_contest():
             "GPT 13B trains in 32 GB of device memory.",
             (speed,),
             theme="offload",
-            headline="GPT 13B in 32 GB: rate over that of a matrix product",
             by_devices=False,
         ),
         Row(

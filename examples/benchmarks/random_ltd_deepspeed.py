@@ -107,7 +107,11 @@ def main() -> None:
     ]
     medians = {n: statistics.median(each[n] for each in rounds) for n in rounds[0]}
     call_timing.print_result(
-        {"layerwise": timing.spread(ratios), "step_seconds": medians},
+        {
+            "layerwise": timing.spread(ratios),
+            "layerwise_speed": timing.spread([1 / ratio for ratio in ratios]),
+            "step_seconds": medians,
+        },
         device=torch.cuda.get_device_name() if torch_gpt.IS_CUDA else "cpu",
         packages=("torch", "deepspeed"),
     )

@@ -23,18 +23,20 @@ from zjax.data.store import digest_tokenizer
 
 DIRECTORY = pathlib.Path("runs/random_ltd_quality")
 SETTINGS = {
-    "num_steps": 1200,
-    "global_batch_size": 32,
+    "num_steps": 4000,
+    "global_batch_size": 64,
     "zero": {"stage": 0},
     "data": {"source": "tokens"},
     "model": {
-        "num_layers": 12,
-        "embed_size": 768,
-        "num_heads": 12,
-        "max_length": 1024,
+        "num_layers": 8,
+        "embed_size": 512,
+        "num_heads": 8,
+        "max_length": 512,
+        "layers_per_scan": 1,
+        "remat": "none",
         "loss_chunk_tokens": 0,
     },
-    "optimizer": {"peak_learning_rate": 6e-4, "num_warmup_steps": 200, "b2": 0.99},
+    "optimizer": {"peak_learning_rate": 1e-3, "schedule": "wsd"},
     "evaluation": {"num_batches": 16},
 }
 NUM_POINTS = 20

@@ -74,7 +74,6 @@ def _times():
         "4 processes; the 1-bit Adam of DeepSpeed 0.19.6, its last, does not run on "
         "CPUs: two of its back ends need CuPy, and the third an operator that only "
         "Intel GPUs have",
-        headline="Slow link: 1-bit Adam over torch's bfloat16 and PowerSGD",
     )
 
 

@@ -23,7 +23,6 @@ RATE = "calls/s"
 HEADLINES = {
     "sparse_fwd_vs_flex": "Sparse attention, forward: over FlexAttention",
     "sparse_fwdbwd_vs_flex": "The same with gradients",
-    "sparse_dense_bwd": "All blocks live, backward: over cuDNN",
     "sparse_vs_dense_64k": "BigBird, 64k tokens: over dense attention of cuDNN",
 }
 

@@ -65,4 +65,4 @@ def test_losses_are_compared_seed_by_seed(monkeypatch):
     assert metrics_of("random_ltd_quality") == found.keys()
     assert found["layerwise"]["max"] == pytest.approx(1.1)
     assert found["span"]["median"] == 0.75
-    assert module.make_config("span", "data.path=x").random_ltd.pacing.num_steps == 1700
+    assert module.make_config("span", "data.path=x").random_ltd.pacing.num_steps == 3400

@@ -200,14 +200,11 @@ def test_the_published_table_is_that_of_the_published_files(tmp_path):
 
 
 UNPUBLISHED = {
-    "buckets",
-    "curriculum_tokens",
     "data_efficiency",
     "moe_layer_vs_sonic",
     "random_ltd_quality",
     "random_ltd_vs_deepspeed",
     "slw_stability",
-    "slw_time",
     "tensor_6p7b",
     "three_d",
     "ulysses_ring",
