@@ -9,7 +9,7 @@ PYTHON ?= $(shell for name in python3.12 python3.11 python3; do \
 SITE := README.md BENCHMARKS.md CHANGELOG.md docs examples configs tests zjax
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
-.PHONY: quickstart test lint docs clean
+.PHONY: quickstart test lint docs wheel clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/zjax train --config=configs/quickstart.py --simulated_devices=8
@@ -29,6 +29,9 @@ docs: $(VENV)/.installed-docs
 	mkdir -p build/docs
 	for name in $(SITE); do ln -sfn ../../$$name build/docs/$$name; done
 	$(BIN)/mkdocs build --strict
+
+wheel: | $(BIN)/python
+	$(PIP) wheel --no-deps --wheel-dir dist .
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache

@@ -36,7 +36,7 @@ from zjax.trainer import Trainer
 
 USAGE = """zjax trains Flax models that do not fit on one device.
 
-  zjax train --config=configs/quickstart.py [--config.zero.stage=3 ...]
+  zjax train --config=quickstart [--config.zero.stage=3 ...]
   zjax plan --config=... [--num_devices=1024]     what a run would take
   zjax plan --config=... --config.mesh=auto        and on which mesh it fits
   zjax plan --config=... --collectives             and what it would communicate

@@ -78,7 +78,7 @@ def test_binding_without_a_file():
     [
         pytest.param(
             [],
-            "config='' is not given; use --config=configs/quickstart.py, or --gin_file",
+            "config='' is not given; use --config=quickstart, or --gin_file",
             id="nothing",
         ),
         pytest.param(

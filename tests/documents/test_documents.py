@@ -10,6 +10,7 @@ import pytest
 
 from zjax.bench.contest import load_contest
 from zjax.config import load_config
+from zjax.config.named import find_config
 from zjax.main import COMMAND_FLAGS, COMMANDS, command_name
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -93,11 +94,13 @@ def test_commands_can_be_typed(line):
             or flag.partition(".")[0] in COMMON_FLAGS
         ), flag
         if value and flag in ("config", "contest", "gin_file"):
-            assert (ROOT / value).is_file(), value
+            path = find_config(value) if flag == "config" else value
+            assert (ROOT / path).is_file(), value
     if "rows" in values:
         assert values["rows"] in rows_of(values["contest"])
     settings = [f"{x}={y}".partition(".")[2] for x, y in given if "config." in x]
-    load_config(ROOT / values["config"] if "config" in values else {}, *settings)
+    source = ROOT / find_config(values["config"]) if "config" in values else {}
+    load_config(source, *settings)
 
 
 @functools.cache

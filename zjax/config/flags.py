@@ -41,7 +41,8 @@ def define_flags(
         flags.DEFINE_string(
             "config",
             None,
-            "Config file (.py or .gin). --config.x.y=value changes single settings.",
+            "Config file (.py or .gin), or the name of one that comes with zjax. "
+            "--config.x.y=value changes single settings.",
             flag_values=flag_values,
         )
         flags.DEFINE_multi_string(
@@ -167,7 +168,7 @@ def config_from_flags(flag_values: flags.FlagValues = flags.FLAGS) -> schema.Con
         if name.startswith("config.") and flag_values[name].value is not None
     ]
     if not (path or changes or files or bindings):
-        remedy = "use --config=configs/quickstart.py, or --gin_file"
+        remedy = "use --config=quickstart, or --gin_file"
         raise ConfigError(Problem("config", "", "is not given", remedy))
     if not (files or bindings):
         return load.load_config(path or {}, *changes)

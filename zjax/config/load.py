@@ -12,6 +12,7 @@ from typing import Any
 import ml_collections
 
 from zjax.config import convert, gin, override, paths, schema
+from zjax.config.named import find_config
 from zjax.config.vocabulary import with_vocabulary
 from zjax.errors import ConfigError, Problem
 from zjax.remedies import find_fault
@@ -29,8 +30,9 @@ def load_config(
     """Reads the settings of a run.
 
     Args:
-        source: `.py` file with `get_config()`, `.gin` file, dict, ConfigDict, or Config
-            to change (settings that were derived are derived anew).
+        source: `.py` file with `get_config()`, `.gin` file, name of a config that comes
+            with zjax (`quickstart`), dict, ConfigDict, or Config to change (settings
+            that were derived are derived anew).
         *overrides: Texts such as `"zero.stage=3"`, or mappings, nested or with dotted
             paths; later ones win.
         **settings: Sections or top-level settings; they win over all else.
@@ -67,7 +69,7 @@ def _read(source: Any) -> Mapping[str, Any]:
         problem = f"is a {type(source).__name__}, which holds no settings"
         remedy = "give a .py or .gin file, a dict, a ConfigDict or a Config"
         raise ConfigError(Problem("config", source, problem, remedy))
-    path = pathlib.Path(paths.local_path("config", source))
+    path = find_config(paths.local_path("config", source))
     if path.suffix not in _READERS:
         kinds = " or ".join(suffix for suffix in _READERS if suffix != ".json")
         problem = Problem("config", str(path), "is not a config file", f"use {kinds}")
