@@ -1,15 +1,42 @@
 """A run that is told to stop does so between two steps, and says so by its status."""
 
 import os
+import pathlib
 import signal
+import subprocess
+import sys
 
 import pytest
 
+from tests.support import small_run
+from zjax.config import describe_config
 from zjax.stopping import stop_signals
+
+ROOT = pathlib.Path(__file__).parents[1]
+STATUS = {signal.SIGTERM: 143, signal.SIGINT: 130}
+PROGRAM = """
+import os, signal, sys
+from zjax import main, trainer
+
+def stop_at_step_two(step, values):
+    if step == 2:
+        os.kill(os.getpid(), {number})
+
+Trainer = trainer.Trainer
+main.Trainer = lambda config: Trainer(config, callbacks=[stop_at_step_two])
+sys.argv[1:] = ["train", "--gin_file={config}", "--simulated_devices=2"]
+main.run()
+"""
+EARLY = """
+import os, signal
+
+def get_config():
+    os.kill(os.getpid(), signal.{name})
+"""
 
 
 @pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)]
+    ("number", "status"), STATUS.items(), ids=[number.name for number in STATUS]
 )
 def test_a_signal_stops_with_the_conventional_status(number, status, capfd):
     before = signal.getsignal(number)
@@ -32,3 +59,42 @@ def test_a_run_may_be_asked_to_stop_without_a_signal():
     with stop_signals() as stopped:
         stopped.request()
         assert stopped(1)
+
+
+@pytest.mark.parametrize("number", STATUS)
+def test_a_stopped_program_saves_and_ends_with_the_conventional_status(
+    tmp_path, number
+):
+    """Fails if schedulers take a stopped run for a finished or failed one."""
+    config = small_run.make_config(tmp_path / "run", "num_steps=1000")
+    settings = tmp_path / "small.gin"
+    settings.write_text(describe_config(config))
+    done = execute("-c", PROGRAM.format(number=int(number), config=settings))
+    assert done.returncode == STATUS[number], done.stderr
+    (saved,) = (tmp_path / "run" / "checkpoints").iterdir()
+    assert f"stopped at step {saved.name}" in done.stdout
+    assert 2 <= int(saved.name) < 1000
+    assert max(small_run.losses(tmp_path / "run")) == int(saved.name)
+
+
+def test_a_finished_program_ends_with_0_though_it_was_told_to_stop(tmp_path):
+    """Fails if a scheduler would start a run again that has taken its last step."""
+    config = small_run.make_config(tmp_path / "run", "num_steps=2")
+    settings = tmp_path / "small.gin"
+    settings.write_text(describe_config(config))
+    done = execute("-c", PROGRAM.format(number=15, config=settings))
+    assert done.returncode == 0, done.stderr
+    assert "stopping after this step" in done.stdout
+
+
+def test_sigterm_before_a_run_has_begun_ends_with_143(tmp_path):
+    """Fails if only the default action ends it, which a container's first has not."""
+    path = tmp_path / "early.py"
+    path.write_text(EARLY.format(name="SIGTERM"))
+    done = execute("-m", "zjax.main", "train", f"--config={path}")
+    assert (done.returncode, done.stderr) == (143, "")
+
+
+def execute(*words):
+    command = [sys.executable, *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

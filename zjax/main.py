@@ -31,6 +31,7 @@ from zjax.config.schema import Config
 from zjax.data.metrics import METRICS
 from zjax.errors import ConfigError, Problem, ZjaxError
 from zjax.observe.report import describe_machine
+from zjax.stopping import exit_on_sigterm
 from zjax.train.average import PARTS
 from zjax.trainer import Trainer
 
@@ -344,8 +345,10 @@ def command_name(words: Sequence[str]) -> str:
 def run() -> None:
     """Runs the command named first on the command line.
 
-    A zjax error ends it with status 2 and its message, without a traceback.
+    A zjax error ends it with status 2 and its message, without a traceback; SIGTERM
+    ends it with status 143.
     """
+    exit_on_sigterm()
     try:
         _run(command_name(sys.argv[1:]))
     except ZjaxError as error:

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +15,15 @@ from zjax.checkpoint.store import Store
 from zjax.errors import CheckpointError
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def exit_on_sigterm() -> None:
+    """Lets SIGTERM end the program with status 143 where no run polls for it.
+
+    Without a handler the first process of a container ignores the signal, and is killed
+    once its grace period is over.
+    """
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
 class Stop:
