@@ -11,7 +11,7 @@ FLOORS = (
     ("errors", "typing", "reading", "remedies", "jaxprs"),
     ("packages",),
     ("config",),
-    ("processes",),
+    ("processes", "usage"),
     ("sharding",),
     ("ops", "comm", "compiler", "fingerprint", "storage"),
     ("parallel", "optim", "data", "moe", "dropping"),

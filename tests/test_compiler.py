@@ -117,6 +117,7 @@ def test_programs_are_kept_unless_the_caller_chose(monkeypatch, tmp_path):
 
 
 COMMAND = """
+import dataclasses
 import sys
 import jax
 from zjax import compiler, main
@@ -126,7 +127,7 @@ def report():
     jax.jit(lambda x: x + 1)(1)
 
 compiler.LOADS_SIMULATED = sys.argv.pop() == "True"
-main.COMMANDS["report"] = report
+main.COMMANDS["report"] = dataclasses.replace(main.COMMANDS["report"], run=report)
 main.run()
 """
 

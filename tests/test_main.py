@@ -1,8 +1,10 @@
 """The command line, as a user types it."""
 
+import importlib.metadata
 import json
 import os
 import pathlib
+import re
 import shlex
 import signal
 import subprocess
@@ -62,7 +64,7 @@ for name, words in json.loads(sys.argv.pop(1)).items():
         os.dup2(os.open(name, os.O_CREAT | os.O_WRONLY), 1)
         os.dup2(1, 2)
         sys.argv[1:] = words
-        main.run()
+        sys.exit(main.run())
     _, status = os.wait()
     print(name, os.waitstatus_to_exitcode(status))
 """
@@ -306,6 +308,18 @@ REFUSED = {
         "zjax: command='data' is not complete; use zjax data prepare or zjax data "
         "analyze\n",
     ),
+    "nearly-a-command": (
+        ("trian", "--config=configs/quickstart.py"),
+        "zjax: command='trian' is not a command; did you mean train?\n",
+    ),
+    "nearly-two-words": (
+        ("data", "prepar", "--input=x"),
+        "zjax: command='data prepar' is not a command; did you mean data prepare?\n",
+    ),
+    "help-of-no-command": (
+        ("help", "exprt"),
+        "zjax: command='exprt' is not a command; did you mean export?\n",
+    ),
     "generate-from-nothing": (
         ("generate", "--config=configs/quickstart.py", "--config.directory=/nope"),
         "zjax: directory='/nope/checkpoints' holds no checkpoint to resume from; "
@@ -342,7 +356,7 @@ def test_words_that_cannot_be_read_end_in_one_form(words, message, monkeypatch, 
     """Fails if argparse tells a mistake in its own form."""
     monkeypatch.setattr(sys, "argv", ["zjax", *words])
     with pytest.raises(SystemExit) as end:
-        main.run()
+        sys.exit(main.run())
     assert capsys.readouterr().err == f"zjax: {message}\n"
     assert end.value.code == 2
 
@@ -364,7 +378,54 @@ def test_commands_are_listed_and_machines_described(tmp_path):
     found = run_each(tmp_path, {f"zjax {name}": name.split() for name in names})
     codes, said = zip(*found.values(), strict=True)
     assert codes == (0, 2, 0, 0, 0)
-    assert "zjax plan --num_params=7.5e9" in said[0]
-    assert said[1] == said[2]
+    for name, command in main.COMMANDS.items():
+        assert f"\n  {name:14}{command.summary}\n" in said[0]
+    assert said[1] == (
+        "zjax: command='nonsense' is not a command; zjax help lists them\n"
+    )
+    assert said[2] == said[0]
     assert "memory kinds" in said[3]
     assert "zero.stage" in said[4]
+
+
+def test_each_command_has_help_of_its_own_flags(tmp_path):
+    """Fails if a flag is missing, or one of another command is shown."""
+    typed = {f"{name} --help": f"{name} --help".split() for name in main.COMMANDS}
+    found = run_each(tmp_path, typed | {"again": ("help", "data", "prepare")})
+    every = {flag for command in main.COMMANDS.values() for flag in command.flags}
+    for name, command in main.COMMANDS.items():
+        code, said = found[f"{name} --help"]
+        assert code == 0
+        assert said.startswith(f"zjax {name} ")
+        assert f"\n{command.summary}\n" in said
+        assert f"\n  {command.examples.splitlines()[0]}\n" in said
+        own, _, _ = said.partition("\nSettings of the run:")
+        own, _, _ = own.partition("\nFlags of all commands:")
+        shown = set(re.findall(r"^  --(\w+)", own, re.MULTILINE))
+        assert shown & every == set(command.flags)
+        assert ("--config=FILE " in said) == (
+            command.has_settings and not command.arguments
+        )
+        assert max(map(len, said.splitlines())) <= 88
+    assert found["again"] == found["data prepare --help"]
+
+
+def test_help_of_a_flag_has_its_kind_choices_and_default(tmp_path):
+    typed = {"generate": ("generate", "-h"), "bench": ("bench", "--help")}
+    found = run_each(tmp_path, typed)
+    words = " ".join(found["generate"][1].split())
+    assert "--temperature=NUMBER 0 takes the most likely token. Default 0.8." in words
+    assert "--prompt=TEXT Text to continue. Default 'def '." in words
+    assert (
+        "--part=KIND Which weights; auto takes averaged ones. One of auto, ema, "
+        "schedule_free, raw. Default auto."
+    ) in words
+    assert "--records=TEXT Files of records to judge; nothing runs. --output" in (
+        " ".join(found["bench"][1].split())
+    )
+
+
+def test_versions_are_printed(tmp_path):
+    code, said = run_each(tmp_path, {"version": ("--version",)})["version"]
+    name = importlib.metadata.version
+    assert (code, said) == (0, f"zjax {name('zjax')}, jax {name('jax')}\n")

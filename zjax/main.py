@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 from absl import app, flags, logging
@@ -31,34 +31,17 @@ from zjax.config.schema import Config
 from zjax.data.metrics import METRICS
 from zjax.errors import ConfigError, Problem, ZjaxError
 from zjax.observe.report import describe_machine
+from zjax.processes.software import versions
 from zjax.stopping import exit_on_sigterm
 from zjax.train.average import PARTS
 from zjax.trainer import Trainer
-
-USAGE = """zjax trains Flax models that do not fit on one device.
-
-  zjax train --config=quickstart [--config.zero.stage=3 ...]
-  zjax plan --config=... [--num_devices=1024]     what a run would take
-  zjax plan --config=... --config.mesh=auto        and on which mesh it fits
-  zjax plan --config=... --collectives             and what it would communicate
-  zjax plan --config=... --link=1gbps              and which method pays between nodes
-  zjax plan --config=... --schedule                and what changes by step
-  zjax plan --num_params=7.5e9                     the memory table of ZeRO
-  zjax bench --config=...                          how fast it is on these devices
-  zjax bench --contest=FILE [--only=A,B]           it and its peers, in turn
-  zjax bench --nvme=DIRECTORY[,DIRECTORY]          how fast disks are for offload
-  zjax generate --config=... --prompt="def "       text from the last checkpoint
-  zjax evaluate --config=... [--step=500]          its loss on held-out data
-  zjax data prepare --input=FILE --output=DIR      text to token files
-  zjax data analyze --config=... --output=DIR      how difficult its samples are
-    [--metrics=voc,module:function]                for a curriculum
-  zjax export --config=... --output=FILE           weights as safetensors
-    [--part=auto|ema|schedule_free|raw]            averaged ones where there are some
-  zjax check DIRECTORY                             whether checkpoints are as saved
-  zjax launch --num_processes=2 train --config=... several processes on this machine
-  zjax report                                      this machine, to paste
-  zjax config                                      every setting and its default
-"""
+from zjax.usage import (
+    HELP_WORDS,
+    Command,
+    check_command,
+    describe_command,
+    describe_commands,
+)
 
 DTYPES = ("float32", "bfloat16", "float16")
 MAX_PROCESSES = 1_024
@@ -66,9 +49,9 @@ SAMPLE_TOKENS = 100
 """Length of the text shown at the end of a run of a long enough model."""
 
 
-def define_flags() -> None:
+def define_flags(argv: Sequence[str] | None = None) -> None:
     """Defines the flags of all commands; settings of a run are `--config...`."""
-    config_flags.define_flags()
+    config_flags.define_flags(argv)
     define_contest_flags()
     flags.DEFINE_integer(
         "simulated_devices", 0, "CPU devices to simulate.", lower_bound=0
@@ -76,71 +59,67 @@ def define_flags() -> None:
     flags.DEFINE_integer(
         "num_devices",
         0,
-        "plan: number of devices to plan for; none is used.",
+        "Devices to plan for; none is used.",
         lower_bound=0,
     )
     flags.DEFINE_float(
         "num_params",
         0.0,
-        "plan: ZeRO's memory table for a model of this size.",
+        "ZeRO's memory table for a model of so many parameters; no settings.",
         lower_bound=0,
     )
     flags.DEFINE_boolean(
-        "collectives", False, "plan: what the compiled step sends between devices."
+        "collectives", False, "What the compiled step sends between devices."
     )
     flags.DEFINE_string(
         "link",
         "",
-        "plan: speed of the link of a node, such as 1gbps, 100mbps (bits) or 25GBps "
+        "Speed of the link of a node, such as 1gbps, 100mbps (bits) or 25GBps "
         "(bytes); predicts a step by each method that sends less.",
     )
     flags.DEFINE_boolean(
         "schedule",
         False,
-        "plan: what changes from step to step, and when the stages of a pipeline are "
+        "What changes from step to step, and when the stages of a pipeline are "
         "busy, with pictures.",
     )
     flags.DEFINE_float(
-        "device_gb", 0.0, "plan: memory of a device, for mesh=auto.", lower_bound=0
+        "device_gb", 0.0, "Memory of a device, for mesh=auto.", lower_bound=0
     )
     flags.DEFINE_integer(
         "devices_per_host",
         0,
-        "plan: devices that fast links join, for mesh=auto.",
+        "Devices that fast links join, for mesh=auto.",
         lower_bound=0,
     )
-    flags.DEFINE_list("nvme", [], "bench: directories on the disks to measure.")
+    flags.DEFINE_list("nvme", [], "Directories on disks; measures these for offload.")
     flags.DEFINE_multi_string(
-        "input", [], "data prepare: text, JSONL, Parquet; or a folder."
+        "input", [], "Text, JSONL, Parquet, or a folder; may be repeated."
     )
-    flags.DEFINE_string("output", "", "data, export, plan, bench: what to write.")
+    flags.DEFINE_string("output", "", "What to write.")
     flags.DEFINE_list(
         "metrics",
         ["seqreo", "voc"],
-        f"data analyze: some of {', '.join(METRICS)}, module:function.",
+        f"Some of {', '.join(METRICS)}, module:function.",
     )
     flags.DEFINE_integer(
         "num_processes",
         0,
-        "data analyze: processes; 0 takes one per core.",
+        "Processes; 0 takes one per core.",
         lower_bound=0,
         upper_bound=MAX_PROCESSES,
     )
-    flags.DEFINE_string(
-        "tokenizer", "bytes", "data prepare: bytes, bpe:SIZE or a .json file."
-    )
-    flags.DEFINE_string(
-        "text_field", "text", "data prepare: field or column with the text."
-    )
-    flags.DEFINE_float(
-        "validation_fraction", 0.01, "data prepare: part of the text held out."
-    )
+    flags.DEFINE_string("tokenizer", "bytes", "Kind: bytes, bpe:SIZE or a .json file.")
+    flags.DEFINE_string("text_field", "text", "Field or column with the text.")
+    flags.DEFINE_float("validation_fraction", 0.01, "Part of the text held out.")
     flags.DEFINE_enum("part", "auto", PARTS, "Which weights; auto takes averaged ones.")
     flags.DEFINE_integer("step", None, "Checkpoint to read; the newest by default.")
-    flags.DEFINE_enum("dtype", "", ["", *DTYPES], "export: dtype of the weights.")
-    flags.DEFINE_string("prompt", "def ", "generate: text to continue.")
-    flags.DEFINE_integer("max_new_tokens", 0, "generate: tokens to add; 0 fills up.")
-    flags.DEFINE_float("temperature", 0.8, "generate: 0 takes the most likely token.")
+    flags.DEFINE_enum(
+        "dtype", "", ["", *DTYPES], "Dtype of the weights; theirs by default."
+    )
+    flags.DEFINE_string("prompt", "def ", "Text to continue.")
+    flags.DEFINE_integer("max_new_tokens", 0, "Tokens to add; 0 fills the context.")
+    flags.DEFINE_float("temperature", 0.8, "0 takes the most likely token.")
 
 
 @contextlib.contextmanager
@@ -196,7 +175,7 @@ def plan_command(words: Sequence[str]) -> str:
     command, remaining = ["zjax", "plan"], iter(words)
     for word in remaining:
         flag, has_value, _ = word.lstrip("-").partition("=")
-        if flag not in COMMAND_FLAGS["train"]:
+        if flag not in COMMANDS["train"].flags:
             command.append(word)
         elif not has_value:
             next(remaining, None)
@@ -222,7 +201,7 @@ def sample(trainer: Trainer) -> str:
 def plan() -> None:
     """Prints what a run would need."""
     if flags.FLAGS.num_params:
-        others = [name for name in COMMAND_FLAGS["plan"] if name != "num_params"]
+        others = [name for name in COMMANDS["plan"].flags if name != "num_params"]
         given = [*others, *config_flags.settings_given()]
         config_flags.refuse_flags(given, "has no effect with --num_params")
         print(describe_zero_table(flags.FLAGS.num_params, PAPER_DEVICES))
@@ -282,7 +261,7 @@ def launch() -> None:
     if number > MAX_PROCESSES:
         problem, remedy = f"is above {MAX_PROCESSES}", "use fewer"
         problems += [Problem("--num_processes", number, problem, remedy)]
-    if command_name(rest) not in COMMANDS:
+    if (name := command_name(rest)) not in COMMANDS or COMMANDS[name].arguments:
         problem, remedy = "has no command to launch", "add one, as train --config=..."
         problems += [Problem("command", "launch", problem, remedy)]
     if problems:
@@ -291,44 +270,113 @@ def launch() -> None:
     sys.exit(processes.supervise(command, given.num_processes))
 
 
-COMMANDS: dict[str, Callable[[], None]] = {
-    "train": train,
-    "plan": plan,
-    "bench": bench,
-    "generate": commands.generate,
-    "evaluate": evaluate,
-    "data prepare": data_commands.prepare_data,
-    "data analyze": data_commands.analyze_data,
-    "export": commands.export,
-    "report": lambda: print(describe_machine()),
-    "config": lambda: print(describe_settings(), end=""),
-}
-COMMAND_FLAGS = {
-    "plan": (
-        "num_devices",
-        "num_params",
-        "collectives",
-        "link",
-        "schedule",
-        "device_gb",
-        "devices_per_host",
-        "output",
+COMMANDS = {
+    "train": Command(
+        train,
+        "Trains a model as configured, and goes on from its last checkpoint.",
+        "zjax train --config=quickstart --config.zero.stage=3",
+        {"prompt": "Text that the trained language model continues at the end."},
     ),
-    "bench": ("contest", "nvme", *CONTEST_FLAGS),
-    "generate": ("part", "step", "prompt", "max_new_tokens", "temperature"),
-    "evaluate": ("part", "step"),
-    "train": ("prompt",),
-    "data prepare": (
-        "input",
-        "output",
-        "tokenizer",
-        "text_field",
-        "validation_fraction",
+    "plan": Command(
+        plan,
+        "Shows what a run would take: memory, communication, schedule.",
+        "zjax plan --config=quickstart --num_devices=1024\n"
+        "zjax plan --config=quickstart --config.mesh=auto\n"
+        "zjax plan --num_params=7.5e9",
+        {
+            "num_devices": "",
+            "num_params": "",
+            "collectives": "",
+            "link": "",
+            "schedule": "",
+            "device_gb": "",
+            "devices_per_host": "",
+            "output": "Picture of the plan to write (.png).",
+        },
     ),
-    "data analyze": ("metrics", "output", "num_processes"),
-    "export": ("part", "step", "output", "dtype"),
+    "bench": Command(
+        bench,
+        "Measures how fast a config is here, or disks, or contestants in turn.",
+        "zjax bench --config=quickstart\nzjax bench --nvme=/mnt/a,/mnt/b",
+        {
+            "contest": "",
+            "nvme": "",
+            **dict.fromkeys(CONTEST_FLAGS, ""),
+            "output": "Folder for what a contest writes.",
+        },
+    ),
+    "generate": Command(
+        commands.generate,
+        "Continues a prompt with the weights of a checkpoint.",
+        'zjax generate --config=quickstart --prompt="def "',
+        dict.fromkeys(("part", "step", "prompt", "max_new_tokens", "temperature"), ""),
+    ),
+    "evaluate": Command(
+        evaluate,
+        "Prints loss and metrics of a checkpoint on held-out data.",
+        "zjax evaluate --config=quickstart --step=500",
+        {"part": "", "step": ""},
+    ),
+    "data prepare": Command(
+        data_commands.prepare_data,
+        "Turns text into token files.",
+        "zjax data prepare --input=text.jsonl --output=tokens --tokenizer=bpe:8192",
+        {
+            "input": "",
+            "output": "Folder to write.",
+            "tokenizer": "",
+            "text_field": "",
+            "validation_fraction": "",
+        },
+        has_settings=False,
+    ),
+    "data analyze": Command(
+        data_commands.analyze_data,
+        "Measures how difficult samples are, for a curriculum.",
+        "zjax data analyze --config=quickstart --output=index",
+        {
+            "metrics": "",
+            "output": "Folder to write.",
+            "num_processes": "",
+        },
+    ),
+    "export": Command(
+        commands.export,
+        "Writes the weights of a checkpoint as safetensors.",
+        "zjax export --config=quickstart --output=model.safetensors",
+        {
+            "part": "",
+            "step": "",
+            "output": "File to write; model.safetensors of the run unless given.",
+            "dtype": "",
+        },
+    ),
+    "check": Command(
+        commands.check,
+        "Says whether the checkpoints of a run are as they were saved.",
+        "zjax check runs/quickstart",
+        arguments="DIRECTORY",
+    ),
+    "launch": Command(
+        launch,
+        "Runs another command as several processes of this machine.",
+        "zjax launch --num_processes=2 train --config=quickstart",
+        arguments="[--num_processes=2] COMMAND ...",
+    ),
+    "report": Command(
+        lambda: print(describe_machine()),
+        "Describes this machine, to paste.",
+        "zjax report",
+        has_settings=False,
+    ),
+    "config": Command(
+        lambda: print(describe_settings(), end=""),
+        "Lists every setting and its default.",
+        "zjax config",
+        has_settings=False,
+    ),
 }
-"""Flags that only some commands read; other commands refuse them."""
+"""Commands by name. Their flags are refused by commands that do not read them."""
 
 
 def command_name(words: Sequence[str]) -> str:
@@ -350,26 +398,31 @@ def run() -> None:
     """
     exit_on_sigterm()
     try:
-        _run(command_name(sys.argv[1:]))
+        _run(sys.argv[1:])
     except ZjaxError as error:
         processes.record_failure(error)
         print(f"zjax: {error}", file=sys.stderr)
         sys.exit(2)
 
 
-def _run(name: str) -> None:
-    if name == "launch":
-        launch()
-    if name == "check":
-        commands.check()
-    if longer := [command for command in COMMANDS if command.startswith(f"{name} ")]:
-        remedy = f"use zjax {' or zjax '.join(longer)}"
-        raise ConfigError(Problem("command", name, "is not complete", remedy))
-    if name not in COMMANDS:
-        print(USAGE, end="")
-        sys.exit(0 if name in ("", "help", "--help") else 2)
-    define_flags()
-    app.run(lambda argv: _call(name, argv[1:]), flags_parser=config_flags.parse)
+def _run(words: Sequence[str]) -> None:
+    named = words[1:] if words[:1] == ["help"] else words
+    name = command_name(named)
+    if words[:1] == ["--version"]:
+        print(", ".join(f"{name} {versions().get(name)}" for name in ("zjax", "jax")))
+    elif name in ("", *HELP_WORDS):
+        print(describe_commands(COMMANDS), end="")
+    elif words[:1] == ["help"] or any(word in HELP_WORDS[1:] for word in words):
+        check_command(name, named, COMMANDS)
+        define_flags(words[:1])
+        print(describe_command(name, COMMANDS[name]), end="")
+    else:
+        check_command(name, words, COMMANDS)
+        if COMMANDS[name].arguments:
+            COMMANDS[name].run()
+        else:
+            define_flags()
+            app.run(lambda argv: _call(name, argv[1:]), flags_parser=config_flags.parse)
 
 
 def check_words(name: str, words: Sequence[str]) -> None:
@@ -386,9 +439,9 @@ def check_words(name: str, words: Sequence[str]) -> None:
         Problem("command", word, f"is unknown to zjax {name}", _remedy(word))
         for word in words[len(name.split()) :]
     ]
-    for flag in sorted({flag for read in COMMAND_FLAGS.values() for flag in read}):
-        if flags.FLAGS[flag].present and flag not in COMMAND_FLAGS.get(name, ()):
-            readers = [cmd for cmd, read in COMMAND_FLAGS.items() if flag in read]
+    for flag in sorted({flag for each in COMMANDS.values() for flag in each.flags}):
+        if flags.FLAGS[flag].present and flag not in COMMANDS[name].flags:
+            readers = [other for other in COMMANDS if flag in COMMANDS[other].flags]
             remedy = f"leave it out; {' and '.join(readers)} read it"
             value = flags.FLAGS[flag].value
             problem = f"has no effect on zjax {name}"
@@ -408,10 +461,10 @@ def _call(name: str, words: Sequence[str]) -> None:
     for option, value in simulation(flags.FLAGS.simulated_devices).items():
         jax.config.update(option, value)
     check_words(name, words)
-    if name in ("data prepare", "report", "config"):
+    if not COMMANDS[name].has_settings:
         given = config_flags.settings_given()
         config_flags.refuse_flags(given, f"has no effect on zjax {name}")
-    COMMANDS[name]()
+    COMMANDS[name].run()
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import pytest
 from zjax.bench.contest import load_contest
 from zjax.config import load_config
 from zjax.config.named import find_config
-from zjax.main import COMMAND_FLAGS, COMMANDS, command_name
+from zjax.main import COMMANDS, command_name
 
 ROOT = pathlib.Path(__file__).parents[2]
 FOLDERS = ("docs", "examples")
@@ -25,7 +25,7 @@ PYTHON = re.compile(r"^```python\n(.*?)^```", re.M | re.S)
 FENCE = re.compile(r"^```.*?^```", re.M | re.S)
 HEADING = re.compile(r"^#+ (.+)$", re.M)
 TYPED = re.compile(r"(?:^    |`)(zjax [^`\n]*--[^`\n]*)", re.M)
-COMMON_FLAGS = ("config", "gin_file", "gin", "simulated_devices")
+COMMON_FLAGS = ("config", "gin_file", "gin", "simulated_devices", "help")
 
 
 def name_of(path):
@@ -89,10 +89,9 @@ def test_commands_can_be_typed(line):
     given = [word.removeprefix("--").partition("=")[::2] for word in words]
     values = dict(given)
     for flag, value in given:
-        assert (
-            flag in COMMAND_FLAGS.get(name, ())
-            or flag.partition(".")[0] in COMMON_FLAGS
-        ), flag
+        assert flag in COMMANDS[name].flags or flag.partition(".")[0] in COMMON_FLAGS, (
+            flag
+        )
         if value and flag in ("config", "contest", "gin_file"):
             path = find_config(value) if flag == "config" else value
             assert (ROOT / path).is_file(), value

@@ -16,12 +16,10 @@ OUTPUT = "runs/bench"
 
 def define_contest_flags() -> None:
     """Defines `--contest` and its other flags, except `--output`."""
-    flags.DEFINE_string("contest", "", "bench: contest file.")
-    flags.DEFINE_list("only", [], "bench: contestants to run.")
-    flags.DEFINE_list("rows", [], "bench: rows to judge.")
-    flags.DEFINE_multi_string(
-        "records", [], "bench: record files to judge; nothing runs."
-    )
+    flags.DEFINE_string("contest", "", "File of a contest; runs it.")
+    flags.DEFINE_list("only", [], "Contestants to run; all unless given.")
+    flags.DEFINE_list("rows", [], "Rows to judge; all unless given.")
+    flags.DEFINE_multi_string("records", [], "Files of records to judge; nothing runs.")
 
 
 def hold_contest(given: flags.FlagValues) -> None:
