@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PYTHON ?= $(shell for name in python3.12 python3.11 python3; do \
 	if $$name -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' \
 		>/dev/null 2>&1; then echo $$name; break; fi; done)
-SITE := README.md BENCHMARKS.md CHANGELOG.md docs examples configs tests zjax
+SITE := README.md BENCHMARKS.md CHANGELOG.md CONTRIBUTING.md SECURITY.md docs examples configs tests zjax
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
 .PHONY: quickstart test lint docs wheel clean
