@@ -18,7 +18,7 @@ FLOORS = (
     ("forward",),
     ("models", "train"),
     ("linen", "nnx", "checkpoint", "observe", "offload"),
-    ("execute",),
+    ("execute", "huggingface"),
     ("step", "stopping"),
     ("ahead", "budget", "nonfinite", "resume"),
     ("initialize",),

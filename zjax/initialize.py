@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,12 +11,14 @@ from jax.sharding import Mesh
 
 from zjax.budget.fit import abstract_batch, check_fits, fit_plan
 from zjax.checkpoint import layout, upcycling, weights
+from zjax.checkpoint.views import Source
 from zjax.config.check import check_config
 from zjax.config.load import load_config
 from zjax.config.schema import Config
 from zjax.data.entries import check_batch, entries_of
 from zjax.data.placement import BatchPlacement
 from zjax.errors import ConfigError, ModelError, Problem
+from zjax.huggingface import source as huggingface
 from zjax.models import adapter
 from zjax.models.inputs import with_cast
 from zjax.offload.init import init_layer_by_layer
@@ -340,7 +342,7 @@ def make_run(
 
     def fresh() -> TrainState:
         start, key = config.checkpoint.init_from, jax.random.key(config.seed)
-        adapt = upcycling.make_adapt(model, config, key)
+        adapt = _make_adapt(model, config, key)
         if plan.is_offloaded and (model.init_layer or start):
             here = unsplit_plans(staged_plan(plan).master)
             initial = weights.iter_weights(start, here, adapt) if start else None
@@ -367,3 +369,13 @@ def make_run(
         state=state,
         step=step,
     )
+
+
+def _make_adapt(model: Model, config: Config, key: jax.Array) -> weights.Adapt:
+    """What `checkpoint.init_from` holds as the arrays of the model."""
+    upcycle = upcycling.make_adapt(model, config, key)
+
+    def adapt(source: Source, wanted: Mapping[str, layout.Entry]) -> Source:
+        return upcycle(huggingface.adapted(source, wanted, config), wanted)
+
+    return adapt

@@ -2,7 +2,7 @@
 
 import functools
 import pathlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,6 +23,10 @@ from zjax.remedies import find_fault
 from zjax.typing import Params
 
 _NAMES = {code: name for name, code in DTYPES.items()}
+_REMEDY = (
+    "give a .safetensors file, a directory with one or with an index, or the directory "
+    "of a run"
+)
 Adapt = Callable[[Source, Mapping[str, Entry]], Source]
 
 
@@ -135,13 +139,38 @@ def _read_index(index: pathlib.Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         problem = f"is not an index of safetensors ({type(error).__name__}: {error})"
         raise _unusable(str(index), problem) from error
-    files = {path: _open(path) for path in sorted(set(paths.values()))}
-    names = {path: set(file.keys()) for path, file in files.items()}
-    missing = [name for name, path in paths.items() if name not in names[path]]
-    if missing:
-        name = missing[0]
-        raise _unusable(str(index), f"names {name}, which {paths[name]} lacks")
+    files = _open_all(sorted(set(paths.values())))
+    if problems := [*_disagreements(index, paths, files)]:
+        raise CheckpointError(*problems)
     return {name: files[path] for name, path in paths.items()}
+
+
+def _open_all(paths: Sequence[pathlib.Path]) -> dict[pathlib.Path, Any]:
+    files, problems = {}, list[Problem]()
+    for path in paths:
+        try:
+            files[path] = _open(path)
+        except CheckpointError as error:
+            problems += error.problems
+    if problems:
+        raise CheckpointError(*problems)
+    return files
+
+
+def _disagreements(
+    index: pathlib.Path,
+    paths: Mapping[str, pathlib.Path],
+    files: Mapping[pathlib.Path, Any],
+) -> Iterator[Problem]:
+    held = {path: set(file.keys()) for path, file in files.items()}
+    for name, path in paths.items():
+        if name not in held[path]:
+            problem = f"names {name}, which {path} lacks"
+            yield Problem("checkpoint.init_from", str(index), problem, _REMEDY)
+    for path, names in held.items():
+        for name in sorted(names - paths.keys()):
+            problem = f"does not name {name}, which {path} holds"
+            yield Problem("checkpoint.init_from", str(index), problem, _REMEDY)
 
 
 def _open(path: pathlib.Path) -> Any:
@@ -157,6 +186,4 @@ def _open(path: pathlib.Path) -> Any:
 
 
 def _unusable(path: str, problem: str) -> CheckpointError:
-    remedy = "give a .safetensors file, a directory with one or with an index, or the "
-    remedy += "directory of a run"
-    return CheckpointError(Problem("checkpoint.init_from", path, problem, remedy))
+    return CheckpointError(Problem("checkpoint.init_from", path, problem, _REMEDY))

@@ -617,9 +617,9 @@ class Checkpoint:
     resume: Literal["auto", "never", "required"] = "auto"
     """Whether to continue a run found in the directory."""
     init_from: str = ""
-    """Safetensors file, or directory of a run, whose weights start a new run; those of
-    a dense model also start one with `model.moe`, whose experts are copies
-    (arXiv:2212.05055)."""
+    """Safetensors file, or directory of a run or of a Hugging Face checkpoint, whose
+    weights start a new run; those of a dense model also start one with `model.moe`,
+    whose experts are copies (arXiv:2212.05055)."""
     expert_noise: float = 0.0
     """Noise on these copies, as a fraction of the standard deviation of each matrix."""
 

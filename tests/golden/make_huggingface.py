@@ -1,0 +1,80 @@
+"""Writes the checkpoints of tests/golden/huggingface, with the library they come from.
+
+Run:    python tests/golden/make_huggingface.py
+Needs:  pip install torch transformers safetensors
+        (torch 2.13.0 and transformers 5.24.0 wrote those that are there)
+"""
+
+import pathlib
+
+import numpy as np
+import torch
+import transformers
+
+FOLDER = pathlib.Path(__file__).parent / "huggingface"
+VOCAB_SIZE, LENGTH, NUM_NEW = 61, 12, 6
+SIZES = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+FAMILIES = {
+    "llama": transformers.LlamaConfig(
+        **SIZES,
+        head_dim=6,
+        rms_norm_eps=1e-3,
+        rope_parameters={"rope_type": "default", "rope_theta": 50.0},
+    ),
+    "llama_biases": transformers.LlamaConfig(
+        **SIZES, attention_bias=True, mlp_bias=True, tie_word_embeddings=True
+    ),
+    "mistral": transformers.MistralConfig(**SIZES, head_dim=4, sliding_window=None),
+    "qwen3": transformers.Qwen3Config(**SIZES, head_dim=6, tie_word_embeddings=True),
+    "gpt2": transformers.GPT2Config(
+        vocab_size=VOCAB_SIZE,
+        n_embd=16,
+        n_layer=2,
+        n_head=4,
+        n_positions=32,
+        bos_token_id=None,
+        eos_token_id=None,
+    ),
+}
+SHARD_SIZES = {"llama": "12KB"}
+"""Largest file of a checkpoint in several."""
+
+
+def make(name: str, config: transformers.PretrainedConfig) -> None:
+    """Writes a checkpoint, and what its model makes of some tokens."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for path, x in model.named_parameters():
+            is_scale = x.ndim == 1 and path.endswith("weight")
+            x.copy_(is_scale + 0.3 * torch.randn(x.shape))
+        tokens = torch.randint(0, VOCAB_SIZE, (2, LENGTH))
+        logits = model(tokens).logits
+        text = model.generate(
+            tokens,
+            attention_mask=torch.ones_like(tokens),
+            max_new_tokens=NUM_NEW,
+            do_sample=False,
+            pad_token_id=0,
+        )
+    model.save_pretrained(FOLDER / name, max_shard_size=SHARD_SIZES.get(name, "1GB"))
+    (FOLDER / name / "generation_config.json").unlink(missing_ok=True)
+    expected = {"tokens": tokens, "logits": logits, "text": text}
+    np.savez(
+        FOLDER / name / "expected.npz", **{n: x.numpy() for n, x in expected.items()}
+    )
+
+
+if __name__ == "__main__":
+    for name, config in FAMILIES.items():
+        make(name, config)

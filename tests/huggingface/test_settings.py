@@ -1,0 +1,192 @@
+"""A config.json becomes settings, and what zjax does not compute is refused by name."""
+
+import json
+
+import pytest
+
+from tests.support import huggingface as golden
+from zjax.errors import ConfigError
+from zjax.huggingface import model_settings
+
+REMEDY = "use a checkpoint without it"
+
+
+def test_settings_of_llama():
+    assert golden.settings_of("llama") == {
+        "kind": "decoder",
+        "num_layers": 2,
+        "embed_size": 16,
+        "mlp_size": 24,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_size": 6,
+        "query_key_norm": False,
+        "vocab_size": 61,
+        "max_length": 32,
+        "norm": "rms_norm",
+        "norm_eps": 1e-3,
+        "positions": "rotary",
+        "rope_theta": 50.0,
+        "activation": "swiglu",
+        "use_bias": False,
+        "tied_head": False,
+        "dropout_rate": 0.0,
+    }
+
+
+def test_settings_of_gpt2():
+    found = golden.settings_of("gpt2")
+    assert found["use_bias"] and found["tied_head"] and found["dropout_rate"] == 0.1
+    assert (found["norm"], found["activation"]) == ("layer_norm", "gelu")
+    assert (found["mlp_size"], found["norm_eps"], found["max_length"]) == (0, 1e-5, 32)
+
+
+def refusal(tmp_path, family, **changes):
+    """Lines of the refusal of a checkpoint with these values."""
+    golden.copy(family, tmp_path, **changes)
+    with pytest.raises(ConfigError) as error:
+        model_settings(tmp_path)
+    return str(error.value).replace(f"{tmp_path}/", "").splitlines()
+
+
+def unsupported(name, value, why):
+    return f"{name}={value!r} of config.json is not supported: {why}; {REMEDY}"
+
+
+SCALING = {"rope_type": "llama3", "factor": 8.0}
+NOT_SCALED = "zjax does not scale rotary positions"
+
+
+def test_everything_that_llama_may_ask_for_is_refused_at_once(tmp_path):
+    changes = {
+        "hidden_act": "gelu",
+        "attention_bias": True,
+        "attention_dropout": 0.1,
+        "partial_rotary_factor": 0.5,
+        "rope_parameters": golden.REMOVED,
+        "rope_scaling": SCALING,
+        "quantization_config": {"bits": 4},
+        "layer_types": ["full_attention", "sliding_attention"],
+    }
+    assert refusal(tmp_path, "llama", **changes) == [
+        unsupported("quantization_config", {"bits": 4}, "zjax computes None alone"),
+        unsupported("hidden_act", "gelu", "zjax computes 'silu' or 'swish' alone"),
+        unsupported("partial_rotary_factor", 0.5, "zjax computes 1.0 alone"),
+        unsupported("rope_scaling", SCALING, NOT_SCALED),
+        "mlp_bias=False of config.json differs from attention_bias=True, and "
+        "model.use_bias is one setting; use a checkpoint in which they agree",
+        unsupported(
+            "layer_types",
+            changes["layer_types"],
+            "zjax computes full attention in all layers",
+        ),
+        "attention_dropout=0.1 of config.json drops attention weights in training, "
+        "which zjax does not; train without it: "
+        "model_settings(directory, attention_dropout=0.0)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "lines"),
+    [
+        (
+            "mistral",
+            {"sliding_window": 16, "attention_bias": True},
+            [
+                unsupported("attention_bias", True, "zjax computes False alone"),
+                unsupported("sliding_window", 16, "zjax computes None alone"),
+            ],
+        ),
+        (
+            "mistral",
+            {"sliding_window": golden.REMOVED},
+            [unsupported("sliding_window", 4096, "zjax computes None alone")],
+        ),
+        (
+            "qwen3",
+            {"use_sliding_window": True},
+            [unsupported("use_sliding_window", True, "zjax computes False alone")],
+        ),
+        (
+            "qwen3",
+            {"rope_parameters": {"rope_type": "yarn"}},
+            [unsupported("rope_parameters", {"rope_type": "yarn"}, NOT_SCALED)],
+        ),
+        (
+            "gpt2",
+            {"attn_pdrop": 0.0, "resid_pdrop": 0.2, "activation_function": "gelu"},
+            [
+                unsupported(
+                    "activation_function",
+                    "gelu",
+                    "zjax computes 'gelu_new' or 'gelu_pytorch_tanh' alone",
+                ),
+                "embd_pdrop=0.1 of config.json differs from resid_pdrop=0.2, and "
+                "model.dropout_rate is one setting; use a checkpoint in which they "
+                "agree",
+            ],
+        ),
+        (
+            "llama",
+            {"hidden_size": "16", "num_hidden_layers": golden.REMOVED},
+            [
+                "num_hidden_layers=None is missing from config.json; add the int",
+                "hidden_size='16' of config.json is not of type int; correct it there",
+            ],
+        ),
+        (
+            "llama",
+            {"model_type": "mamba"},
+            [
+                "model_type='mamba' of config.json is not supported; use a checkpoint "
+                "of llama, mistral, qwen3, gpt2, or import its weights as your own "
+                "model"
+            ],
+        ),
+    ],
+)
+def test_what_is_not_computed_is_refused(family, changes, lines, tmp_path):
+    assert refusal(tmp_path, family, **changes) == lines
+
+
+def test_old_and_new_keys_of_rotations_agree(tmp_path):
+    removed = {"rope_parameters": golden.REMOVED}
+    golden.copy("llama", tmp_path, rope_theta=50, rope_scaling=None, **removed)
+    assert model_settings(tmp_path) == golden.settings_of("llama")
+
+
+def test_unknown_keys_are_reported_together(tmp_path, caplog):
+    golden.copy("llama", tmp_path, new_scale=2.0, another=[1])
+    model_settings(tmp_path)
+    assert caplog.messages == [
+        f"{tmp_path}/config.json: unknown and not read: new_scale=2.0, another=[1]"
+    ]
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
+def test_keys_of_transformers_itself_are_all_known(family, caplog):
+    golden.settings_of(family)
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (None, "does not exist"),
+        (
+            "{",
+            "is not readable JSON (Expecting property name enclosed in double quotes",
+        ),
+        ("[" * 10**5, "is not readable JSON (it is nested too deep)"),
+        (" " * (1 << 20) + "{}", "is not readable JSON (it has more than 1,048,576"),
+        ("[]", "is a list, not an object"),
+        (json.dumps({"model_type": []}), "model_type=[]"),
+    ],
+    ids=["missing", "broken", "deep", "large", "list", "no-type"],
+)
+def test_a_hostile_config_is_refused(text, problem, tmp_path):
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError) as error:
+        model_settings(tmp_path)
+    assert problem in str(error.value)

@@ -1,0 +1,220 @@
+"""Weights of Hugging Face checkpoints compute what they do in their own library."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+from flax import nnx
+
+from tests.support import huggingface as golden
+from zjax.checkpoint import weights
+from zjax.checkpoint.views import Source
+from zjax.errors import CheckpointError, ConfigError
+from zjax.models.generate import generate
+from zjax.sharding import plan as plans
+
+LLAMA = golden.FOLDER / "llama"
+SHARDED = ("zero.stage=3", "zero.min_shard_elements=8")
+
+
+def logits_of(run, tokens):
+    return np.asarray(nnx.jit(lambda model, x: model(x))(run.bind(run.state), tokens))
+
+
+@pytest.mark.parametrize("family", golden.FAMILIES)
+def test_logits_and_greedy_tokens_are_those_of_transformers(family):
+    """Fails if a matrix is transposed, a part swapped, or a constant another."""
+    expected = golden.expected_of(family)
+    run = golden.start(golden.make_config(family))
+    tokens = jnp.asarray(expected["tokens"], jnp.int32)
+    np.testing.assert_allclose(
+        logits_of(run, tokens), expected["logits"], rtol=1e-5, atol=1e-5
+    )
+    num_new = expected["text"].shape[1] - tokens.shape[1]
+    text = generate(run.bind(run.state), tokens, max_new_tokens=num_new)
+    np.testing.assert_array_equal(text, expected["text"])
+
+
+@pytest.mark.parametrize(
+    ("family", "num_devices", "overrides"),
+    [
+        pytest.param("llama", 8, SHARDED, id="sharded"),
+        pytest.param(
+            "gpt2", 4, (*SHARDED, "mesh.tensor=2"), id="fused-and-tensor-sharded"
+        ),
+        pytest.param(
+            "qwen3",
+            1,
+            ("zero.memory=pinned_host", "zero.parameter_memory=pinned_host"),
+            id="layers-apart-on-the-host",
+        ),
+        pytest.param("llama", 1, ("model.mlp_tiles=3",), id="tiles"),
+    ],
+)
+def test_each_device_reads_its_slices(family, num_devices, overrides, monkeypatch):
+    """Fails if a slice of an array is another slice of its tensor."""
+    monkeypatch.setattr(plans, "MIN_MOVED_BYTES", 64)
+    expected = golden.expected_of(family)
+    config = golden.make_config(family, *overrides)
+    run = golden.start(config, num_devices)
+    np.testing.assert_allclose(
+        logits_of(run, expected["tokens"].astype(np.int32)),
+        expected["logits"],
+        rtol=2e-5,
+        atol=2e-5,
+    )
+
+
+def test_no_read_is_larger_than_a_shard(monkeypatch):
+    """Fails if a device reads whole tensors, or a process all layers at once."""
+    open_source, sizes = weights.open_source, {}
+
+    def counted(path):
+        source = open_source(path)
+
+        def read(name, index):
+            found = source.read(name, index)
+            sizes[name] = max(sizes.get(name, 0), found.size)
+            return found
+
+        return Source(source.entries, read)
+
+    monkeypatch.setattr(weights, "open_source", counted)
+    golden.start(golden.make_config("llama", *SHARDED), 8)
+    entries = open_source(str(LLAMA)).entries
+    assert sizes.keys() == entries.keys()
+    for name, size in sizes.items():
+        if "proj" in name:
+            assert size == np.prod(entries[name].shape) // 8, name
+
+
+def test_a_mixture_starts_from_it():
+    """Its experts are copies, so that it computes what the dense model does."""
+    moe = ("model.moe.num_experts=2", "model.moe.top_k=2")
+    expected = golden.expected_of("llama")
+    run = golden.start(golden.make_config("llama", *moe))
+    tokens = expected["tokens"].astype(np.int32)
+    np.testing.assert_allclose(
+        logits_of(run, tokens), expected["logits"], rtol=2e-4, atol=2e-5
+    )
+
+
+def test_the_log_says_which_names_it_found(tmp_path, caplog):
+    golden.copy("llama_biases", tmp_path)
+    tensors = read_all(tmp_path)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    buffer = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    write(tmp_path, tensors | {buffer: np.zeros(2, np.float32)})
+    golden.start(golden.make_config("llama_biases", directory=tmp_path))
+    assert caplog.messages[-1] == (
+        f"checkpoint.init_from='{tmp_path}' has the tensor names of Hugging Face, "
+        "beginning with 'model.'; not read, as they hold no weights: lm_head.weight, "
+        f"{buffer}"
+    )
+
+
+def test_a_checkpoint_without_a_head_has_no_prefix(tmp_path, caplog):
+    """As the published GPT-2, whose weights may be of 16 bits."""
+    golden.copy("gpt2", tmp_path)
+    named = {n.removeprefix("transformer."): x for n, x in read_all(tmp_path).items()}
+    write(tmp_path, {n: x.astype(ml_dtypes.bfloat16) for n, x in named.items()})
+    run = golden.start(golden.make_config("gpt2", directory=tmp_path))
+    assert caplog.messages[-1].endswith("Hugging Face, without a prefix")
+    table = run.state.master["embedding"]["tokens"]
+    np.testing.assert_array_equal(
+        table, named["wte.weight"].astype(ml_dtypes.bfloat16).astype(np.float32)
+    )
+
+
+def test_names_of_zjax_stay_as_they_are_beside_a_config(tmp_path):
+    """Fails if a config.json alone decides on the names."""
+    run = golden.start(golden.make_config("mistral"))
+    golden.copy("mistral", tmp_path)
+    table = run.state.master["embedding"]["tokens"]
+    named = {
+        ".".join(str(k.key) for k in keys): np.asarray(x)
+        for keys, x in jax.tree_util.tree_leaves_with_path(run.state.master)
+    }
+    write(tmp_path, named)
+    again = golden.start(golden.make_config("mistral", directory=tmp_path))
+    np.testing.assert_array_equal(again.state.master["embedding"]["tokens"], table)
+
+
+def read_all(directory):
+    return safetensors.numpy.load_file(directory / "model.safetensors")
+
+
+def write(directory, tensors):
+    safetensors.numpy.save_file(tensors, directory / "model.safetensors")
+
+
+def test_tensors_that_differ_are_named_in_its_own_terms(tmp_path):
+    golden.copy("gpt2", tmp_path)
+    tensors = read_all(tmp_path)
+    fused = "transformer.h.1.attn.c_attn.weight"
+    tensors[fused] = tensors[fused].T.copy()
+    del tensors["transformer.ln_f.bias"]
+    tensors["adapter"] = np.zeros(3, np.float32)
+    write(tmp_path, tensors)
+    with pytest.raises(CheckpointError) as error:
+        golden.start(golden.make_config("gpt2", directory=tmp_path))
+    assert str(error.value) == (
+        f"{fused}='float32[16,48]' is float32[48,16] in {tmp_path}; make the two "
+        f"agree\ntransformer.ln_f.bias='float32[16]' is missing from {tmp_path}; add "
+        "it to the checkpoint, or remove it from the model\n"
+        f"adapter='float32[3]' is in {tmp_path} but not in this model; remove it from "
+        "the checkpoint, or add it to the model\n"
+        f"checkpoint='{tmp_path}' differs from this model in 3 arrays, 3 of them "
+        "shown; use the configuration that wrote it, or another checkpoint"
+    )
+
+
+def test_files_that_disagree_with_the_index_are_all_named(tmp_path):
+    golden.copy("llama", tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    values = json.loads(index.read_text())
+    places = values["weight_map"]
+    places["lm_head.weight"] = places["model.embed_tokens.weight"]
+    del places["model.norm.weight"]
+    index.write_text(json.dumps(values))
+    with pytest.raises(CheckpointError) as error:
+        golden.start(golden.make_config("llama", directory=tmp_path))
+    first, second = (tmp_path / f"model-0000{n}-of-00003.safetensors" for n in (1, 2))
+    assert [f"{p.value} {p.problem}" for p in error.value.problems] == [
+        f"{index} names lm_head.weight, which {first} lacks",
+        f"{index} does not name model.norm.weight, which {second} holds",
+    ]
+
+
+def test_files_that_are_cut_or_missing_are_all_named(tmp_path):
+    golden.copy("llama", tmp_path)
+    first, second = (tmp_path / f"model-0000{n}-of-00003.safetensors" for n in (1, 2))
+    first.write_bytes(first.read_bytes()[:-1])
+    second.unlink()
+    with pytest.raises(CheckpointError) as error:
+        golden.start(golden.make_config("llama", directory=tmp_path))
+    assert [problem.value for problem in error.value.problems] == [
+        str(first),
+        str(second),
+    ]
+
+
+def test_another_shape_is_refused_setting_by_setting():
+    overrides = "model.num_layers=3", "model.rope_theta=10000.0", "model.max_length=8"
+    config = golden.make_config("llama", *overrides)
+    path = LLAMA / "config.json"
+    with pytest.raises(ConfigError) as error:
+        golden.start(config)
+    assert str(error.value) == (
+        f"model.num_layers=3 is not the 2 of {path}; use 2\n"
+        f"model.rope_theta=10000.0 is not the 50.0 of {path}; use 50.0"
+    )
+    config = golden.make_config("gpt2", "model.max_length=8")
+    path = golden.FOLDER / "gpt2" / "config.json"
+    with pytest.raises(ConfigError) as error:
+        golden.start(config)
+    assert str(error.value) == f"model.max_length=8 is not the 32 of {path}; use 32"

@@ -1,0 +1,61 @@
+"""The checkpoints of tests/golden/huggingface, which another library wrote."""
+
+import json
+import pathlib
+import shutil
+
+import jax
+import numpy as np
+
+from zjax.config.load import load_config
+from zjax.huggingface import model_settings
+from zjax.initialize import make_run
+from zjax.models.build import make_model
+from zjax.optim.build import make_optimizer
+
+FOLDER = pathlib.Path(__file__).parents[1] / "golden" / "huggingface"
+FAMILIES = ("llama", "llama_biases", "mistral", "qwen3", "gpt2")
+
+
+def expected_of(family):
+    """Tokens, their logits, and the text that follows them."""
+    with np.load(FOLDER / family / "expected.npz") as file:
+        return dict(file)
+
+
+def copy(family, directory, **changes):
+    """A copy whose config.json has other values; None removes a key."""
+    shutil.copytree(FOLDER / family, directory, dirs_exist_ok=True)
+    values = json.loads((directory / "config.json").read_text()) | changes
+    values = {name: value for name, value in values.items() if value is not REMOVED}
+    (directory / "config.json").write_text(json.dumps(values))
+    return directory
+
+
+REMOVED = object()
+"""Value of a key to remove."""
+
+
+def settings_of(family):
+    changes = {"attn_pdrop": 0.0} if family == "gpt2" else {}
+    return model_settings(FOLDER / family, **changes)
+
+
+def make_config(family, *overrides, directory=None):
+    """Settings of a run that starts from a checkpoint, of one family's shape."""
+    return load_config(
+        {
+            "global_batch_size": 8,
+            "model": settings_of(family),
+            "data": {"source": "synthetic"},
+            "precision": {"compute_dtype": "float32"},
+            "checkpoint": {"init_from": str(directory or FOLDER / family)},
+        },
+        *overrides,
+    )
+
+
+def start(config, num_devices=1):
+    model = make_model(config)
+    tx = make_optimizer(config, model)
+    return make_run(config, model, tx, devices=jax.devices()[:num_devices])

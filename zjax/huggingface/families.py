@@ -1,0 +1,185 @@
+"""What the keys of a Hugging Face config.json mean, by family.
+
+Every key that changes what a model computes is either a setting of zjax or has the one
+value that zjax computes. Keys of neither kind are known, or unknown and reported.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from zjax.huggingface import tensors
+
+REQUIRED = "required"
+"""Default of a key that must be there."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """A key that is a setting.
+
+    Args:
+        setting: Setting of `model`.
+        kind: Type of its value.
+        default: Value if it is absent; None for a setting that zjax derives equally.
+    """
+
+    setting: str
+    kind: type
+    default: Any = REQUIRED
+
+
+class Fixed:
+    """A key whose value is no setting, as zjax computes one thing.
+
+    Args:
+        *accepted: Values that compute it.
+        default: Value if the key is absent; the first accepted one if not given.
+    """
+
+    def __init__(self, *accepted: Any, default: Any = REQUIRED):
+        self.accepted = accepted
+        self.default = accepted[0] if default == REQUIRED else default
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """How a kind of checkpoint becomes a decoder.
+
+    Args:
+        rows: Tensors.
+        prefix: Beginning of tensor names, which checkpoints without a head lack.
+        buffers: Pattern of tensors that hold no weights.
+        constant: Settings of every model of the family.
+        keys: Keys that are settings.
+        fixed: Keys of which zjax has one value.
+        biases: Keys that must agree, since `model.use_bias` is one setting; their
+            default is False.
+        dropouts: Keys that must agree, since `model.dropout_rate` is one setting; their
+            default is `default_dropout`.
+        attention_dropout: Key of the dropout of attention weights, which zjax has not.
+        default_dropout: Default of the dropouts.
+        unread: Keys that mean nothing beside the others.
+    """
+
+    rows: tuple[tensors.Row, ...]
+    prefix: str
+    buffers: str
+    constant: Mapping[str, Any]
+    keys: Mapping[str, Key]
+    fixed: Mapping[str, Fixed]
+    biases: tuple[str, ...] = ()
+    dropouts: tuple[str, ...] = ()
+    attention_dropout: str = "attention_dropout"
+    default_dropout: float = 0.0
+    unread: frozenset[str] = frozenset()
+
+    @property
+    def is_rotary(self) -> bool:
+        """Whether positions are rotations, whose base and scaling keys say."""
+        return self.constant["positions"] == "rotary"
+
+
+BOOKKEEPING = frozenset(
+    """
+    _name_or_path architectures bos_token_id eos_token_id pad_token_id unk_token_id
+    torch_dtype dtype transformers_version use_cache initializer_range model_type
+    pretraining_tp task_specific_params output_attentions output_hidden_states
+    return_dict torchscript summary_activation summary_first_dropout
+    summary_proj_to_labels summary_type summary_use_proj n_ctx id2label label2id
+    problem_type is_decoder is_encoder_decoder reorder_and_upcast_attn max_window_layers
+    """.split()
+)
+"""Keys that do not change the logits of a causal language model."""
+_SHARED = {"quantization_config": Fixed(None)}
+_LLAMA_CONSTANT = {
+    "kind": "decoder",
+    "norm": "rms_norm",
+    "positions": "rotary",
+    "activation": "swiglu",
+    "query_key_norm": False,
+}
+_LLAMA_KEYS = {
+    "num_hidden_layers": Key("num_layers", int),
+    "hidden_size": Key("embed_size", int),
+    "intermediate_size": Key("mlp_size", int),
+    "num_attention_heads": Key("num_heads", int),
+    "num_key_value_heads": Key("num_kv_heads", int, None),
+    "head_dim": Key("head_size", int, None),
+    "vocab_size": Key("vocab_size", int),
+    "max_position_embeddings": Key("max_length", int),
+    "rms_norm_eps": Key("norm_eps", float, 1e-6),
+    "tie_word_embeddings": Key("tied_head", bool, False),
+}
+_LLAMA_FIXED = _SHARED | {
+    "hidden_act": Fixed("silu", "swish"),
+    "partial_rotary_factor": Fixed(1.0),
+}
+_NO_BIAS = {"attention_bias": Fixed(False), "mlp_bias": Fixed(False)}
+_LLAMA = Family(
+    rows=tensors.LLAMA,
+    prefix="model.",
+    buffers=r".*\.rotary_emb\.inv_freq",
+    constant=_LLAMA_CONSTANT,
+    keys=_LLAMA_KEYS,
+    fixed=_LLAMA_FIXED,
+    biases=("attention_bias", "mlp_bias"),
+)
+FAMILIES = {
+    "llama": _LLAMA,
+    "mistral": dataclasses.replace(
+        _LLAMA,
+        constant=_LLAMA_CONSTANT | {"use_bias": False},
+        keys=_LLAMA_KEYS | {"num_key_value_heads": Key("num_kv_heads", int, 8)},
+        fixed=_LLAMA_FIXED | _NO_BIAS | {"sliding_window": Fixed(None, default=4096)},
+        biases=(),
+    ),
+    "qwen3": dataclasses.replace(
+        _LLAMA,
+        constant=_LLAMA_CONSTANT | {"use_bias": False, "query_key_norm": True},
+        keys=_LLAMA_KEYS
+        | {
+            "num_key_value_heads": Key("num_kv_heads", int, 32),
+            "head_dim": Key("head_size", int, 128),
+        },
+        fixed=_LLAMA_FIXED | _NO_BIAS | {"use_sliding_window": Fixed(False)},
+        biases=(),
+        unread=frozenset({"sliding_window"}),
+    ),
+    "gpt2": Family(
+        rows=tensors.GPT2,
+        prefix="transformer.",
+        buffers=r".*\.attn\.(masked_)?bias",
+        constant={
+            "kind": "decoder",
+            "norm": "layer_norm",
+            "positions": "learned",
+            "activation": "gelu",
+            "query_key_norm": False,
+            "num_kv_heads": 0,
+            "head_size": 0,
+            "use_bias": True,
+        },
+        keys={
+            "n_layer": Key("num_layers", int),
+            "n_embd": Key("embed_size", int),
+            "n_inner": Key("mlp_size", int, None),
+            "n_head": Key("num_heads", int),
+            "vocab_size": Key("vocab_size", int),
+            "n_positions": Key("max_length", int),
+            "layer_norm_epsilon": Key("norm_eps", float, 1e-5),
+            "tie_word_embeddings": Key("tied_head", bool, True),
+        },
+        fixed=_SHARED
+        | {
+            "activation_function": Fixed("gelu_new", "gelu_pytorch_tanh"),
+            "scale_attn_weights": Fixed(True),
+            "scale_attn_by_inverse_layer_idx": Fixed(False),
+            "add_cross_attention": Fixed(False),
+        },
+        dropouts=("resid_pdrop", "embd_pdrop"),
+        attention_dropout="attn_pdrop",
+        default_dropout=0.1,
+    ),
+}
+"""Families by `model_type`."""

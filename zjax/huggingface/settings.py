@@ -1,0 +1,236 @@
+"""From a Hugging Face config.json to settings of the built-in decoder."""
+
+import os
+import pathlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from absl import logging
+
+from zjax.config.paths import local_path
+from zjax.errors import ConfigError, Problem
+from zjax.huggingface.families import BOOKKEEPING, FAMILIES, REQUIRED, Family, Key
+from zjax.reading import parse_json, read_text
+from zjax.remedies import find_fault
+
+CONFIG_NAME = "config.json"
+_ROPE = ("rope_parameters", "rope_scaling")
+"""Keys of a mapping that may scale rotary positions, of new and old checkpoints."""
+_DEFAULT_THETA = 10_000.0
+
+
+def model_settings(directory: str | os.PathLike[str], **changes: Any) -> dict[str, Any]:
+    """Reads the `model` settings that compute what a Hugging Face checkpoint does.
+
+    Args:
+        directory: Directory of a checkpoint of Llama, Mistral, Qwen3 or GPT-2.
+        **changes: Keys of its config.json with other values, such as `attn_pdrop=0.0`.
+
+    Returns:
+        Settings by name, for `config.model.update` or the `model` of a mapping.
+
+    Raises:
+        ConfigError: The file cannot be read, its kind of model is unknown, or it asks
+            for what zjax does not compute; lists every key.
+
+    Example:
+        >>> import json, tempfile
+        >>> shape = {"n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 50}
+        >>> shape |= {"model_type": "gpt2", "n_positions": 16}
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     with open(f"{directory}/config.json", "w") as file:
+        ...         json.dump(shape, file)
+        ...     settings = model_settings(directory, attn_pdrop=0.0)
+        >>> settings["num_layers"], settings["positions"], settings["dropout_rate"]
+        (2, 'learned', 0.1)
+    """
+    folder = pathlib.Path(local_path("directory", directory))
+    path = folder / CONFIG_NAME
+    values = read_config(path) | changes
+    family = find_family(values, path)
+    problems = [*_wrong(values, family, path), *_wrong_dropouts(values, family, path)]
+    if problems:
+        raise ConfigError(*problems)
+    _report_unknown(values, family, path)
+    return _settings(values, family) | _dropout(values, family)
+
+
+def shape_of(path: pathlib.Path) -> tuple[dict[str, Any], Family]:
+    """Settings of the shape alone, which weights depend on, and the family.
+
+    Args:
+        path: A config.json.
+
+    Raises:
+        ConfigError: As `model_settings`, but for dropouts.
+    """
+    values = read_config(path)
+    family = find_family(values, path)
+    if problems := [*_wrong(values, family, path)]:
+        raise ConfigError(*problems)
+    return _settings(values, family), family
+
+
+def read_config(path: pathlib.Path) -> dict[str, Any]:
+    """Reads a config.json.
+
+    Raises:
+        ConfigError: It is missing, too large, or no JSON object.
+    """
+    remedy = "give the directory of a Hugging Face checkpoint"
+    if fault := find_fault(path):
+        raise ConfigError(Problem("config.json", str(path), fault, remedy))
+    try:
+        values = parse_json(read_text(path))
+    except (OSError, ValueError) as error:
+        problem = f"is not readable JSON ({error})"
+        raise ConfigError(Problem("config.json", str(path), problem, remedy)) from error
+    if not isinstance(values, dict):
+        problem = f"is a {type(values).__name__}, not an object"
+        raise ConfigError(Problem("config.json", str(path), problem, remedy))
+    return values
+
+
+def find_family(values: Mapping[str, Any], path: pathlib.Path) -> Family:
+    """The family of a `model_type`.
+
+    Raises:
+        ConfigError: It is unknown; lists the known ones.
+    """
+    kind = values.get("model_type")
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        problem, known = f"of {path} is not supported", ", ".join(FAMILIES)
+        remedy = f"use a checkpoint of {known}, or import its weights as your own model"
+        raise ConfigError(Problem("model_type", kind, problem, remedy))
+    return FAMILIES[kind]
+
+
+def _settings(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    settings = dict(family.constant)
+    for name, key in family.keys.items():
+        value = values.get(name, key.default)
+        settings[key.setting] = 0 if value is None else key.kind(value)
+    if family.is_rotary:
+        settings["rope_theta"] = _theta(values)
+    if family.biases:
+        settings["use_bias"] = values.get(family.biases[0], False)
+    return settings
+
+
+def _dropout(values: Mapping[str, Any], family: Family) -> dict[str, float]:
+    default = family.default_dropout
+    rates = [float(values.get(name, default)) for name in family.dropouts]
+    return {"dropout_rate": rates[0] if rates else 0.0}
+
+
+def _theta(values: Mapping[str, Any]) -> Any:
+    rope = _rope(values, "rope_parameters")
+    theta = rope.get("rope_theta", values.get("rope_theta", _DEFAULT_THETA))
+    return float(theta) if _is(theta, float) else theta
+
+
+def _rope(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = values.get(name)
+    return found if isinstance(found, dict) else {}
+
+
+def _wrong(
+    values: Mapping[str, Any], family: Family, path: pathlib.Path
+) -> Iterator[Problem]:
+    """Problems of all keys but dropouts."""
+    for name, key in family.keys.items():
+        yield from _wrong_value(name, key, values, path)
+    for name, fixed in family.fixed.items():
+        value = values.get(name, fixed.default)
+        if not any(value == x and type(value) is type(x) for x in fixed.accepted):
+            what = " or ".join(map(repr, fixed.accepted))
+            yield _not_computed(name, value, path, f"zjax computes {what} alone")
+    if family.is_rotary:
+        yield from _wrong_rotation(values, path)
+    yield from _disagreeing(values, family.biases, False, "model.use_bias", path)
+    types = values.get("layer_types")
+    if types is not None and types != ["full_attention"] * len(types):
+        reason = "zjax computes full attention in all layers"
+        yield _not_computed("layer_types", types, path, reason)
+
+
+def _wrong_value(
+    name: str, key: Key, values: Mapping[str, Any], path: pathlib.Path
+) -> Iterator[Problem]:
+    value = values.get(name, key.default)
+    if value is REQUIRED:
+        problem, remedy = f"is missing from {path}", f"add the {key.kind.__name__}"
+        yield Problem(name, None, problem, remedy)
+    elif not (_is(value, key.kind) or (value is None and key.default is None)):
+        problem = f"of {path} is not of type {key.kind.__name__}"
+        yield Problem(name, value, problem, "correct it there")
+
+
+def _wrong_rotation(values: Mapping[str, Any], path: pathlib.Path) -> Iterator[Problem]:
+    for name in _ROPE:
+        given, rope = values.get(name), _rope(values, name)
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        partial = rope.get("partial_rotary_factor", 1.0)
+        if (given is not None and given is not rope) or kind != "default":
+            reason = "zjax does not scale rotary positions"
+            yield _not_computed(name, given, path, reason)
+        elif partial != 1.0:
+            reason = "zjax rotates all channels of a head"
+            yield _not_computed(name, given, path, reason)
+    if not _is(_theta(values), float):
+        problem = f"of {path} is not of type float"
+        yield Problem("rope_theta", _theta(values), problem, "correct it there")
+
+
+def _wrong_dropouts(
+    values: Mapping[str, Any], family: Family, path: pathlib.Path
+) -> Iterator[Problem]:
+    name, default = family.attention_dropout, family.default_dropout
+    if values.get(name, default) != 0:
+        problem = f"of {path} drops attention weights in training, which zjax does not"
+        remedy = f"train without it: model_settings(directory, {name}=0.0)"
+        yield Problem(name, values.get(name, default), problem, remedy)
+    for dropout in family.dropouts:
+        if not _is(values.get(dropout, default), float):
+            problem = f"of {path} is not of type float"
+            yield Problem(dropout, values[dropout], problem, "correct it there")
+    yield from _disagreeing(
+        values, family.dropouts, default, "model.dropout_rate", path
+    )
+
+
+def _disagreeing(
+    values: Mapping[str, Any],
+    names: tuple[str, ...],
+    default: Any,
+    setting: str,
+    path: pathlib.Path,
+) -> Iterator[Problem]:
+    """Keys that are one setting of zjax."""
+    found = {name: values.get(name, default) for name in names}
+    for name in names[1:]:
+        if found[name] != found[names[0]]:
+            other = f"{names[0]}={found[names[0]]!r}"
+            problem = f"of {path} differs from {other}, and {setting} is one setting"
+            remedy = "use a checkpoint in which they agree"
+            yield Problem(name, found[name], problem, remedy)
+
+
+def _not_computed(name: str, value: Any, path: pathlib.Path, why: str) -> Problem:
+    remedy = "use a checkpoint without it"
+    return Problem(name, value, f"of {path} is not supported: {why}", remedy)
+
+
+def _is(value: Any, kind: type) -> bool:
+    return type(value) is kind or (kind is float and type(value) is int)
+
+
+def _report_unknown(
+    values: Mapping[str, Any], family: Family, path: pathlib.Path
+) -> None:
+    known = {*BOOKKEEPING, *family.keys, *family.fixed, *family.biases}
+    known |= {*family.dropouts, *family.unread, family.attention_dropout, "layer_types"}
+    known |= {*_ROPE, "rope_theta"} if family.is_rotary else set()
+    unknown = [f"{name}={x!r}" for name, x in values.items() if name not in known]
+    if unknown:
+        logging.warning("%s: unknown and not read: %s", path, ", ".join(unknown))

@@ -1,0 +1,131 @@
+"""Weights of Hugging Face checkpoints under the names of the built-in decoder."""
+
+import pathlib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+import jax
+import numpy as np
+from absl import logging
+
+from zjax.checkpoint.layout import Entry, check_same
+from zjax.checkpoint.steps import find_steps
+from zjax.checkpoint.views import Index, Source
+from zjax.config import schema
+from zjax.config.derived import as_set
+from zjax.config.paths import local_path
+from zjax.errors import ConfigError, Problem
+from zjax.huggingface.families import Family
+from zjax.huggingface.settings import CONFIG_NAME, shape_of
+from zjax.huggingface.tensors import Layout, layouts_of
+
+_TOKENS = "embedding.tokens"
+"""An array that every built-in model has, and no Hugging Face checkpoint."""
+_FREE = ("max_length",)
+"""Settings that a run may change under rotary positions."""
+
+
+def adapted(
+    source: Source, wanted: Mapping[str, Entry], config: schema.Config
+) -> Source:
+    """The arrays of the built-in decoder, if `source` is a Hugging Face checkpoint.
+
+    Args:
+        source: Arrays of `checkpoint.init_from`.
+        wanted: Arrays of the model to start.
+        config: Read for `model` and `checkpoint.init_from`.
+
+    Returns:
+        The arrays, layers apart; `source` itself if it has no config.json, or the names
+        of zjax. Process 0 logs which names it found.
+
+    Raises:
+        ConfigError: The config.json is not understood, or `model` differs from it.
+        CheckpointError: Tensors are missing, unexpected or of the wrong shape.
+    """
+    path = _find_config(config.checkpoint.init_from)
+    if path is None or _TOKENS not in wanted or _TOKENS in source.entries:
+        return source
+    settings, family = shape_of(path)
+    model = schema.Model(**settings)
+    _check_model(config.model, model, settings, path)
+    prefix = _find_prefix(source, family)
+    layouts = {
+        ours: (re.sub(f"^{family.prefix}", prefix, theirs), layout)
+        for ours, theirs, layout in layouts_of(family.rows, model)
+    }
+    ignored = _find_ignored(source, family, model)
+    check_same(
+        {name: Entry(x.tensor_shape, "float32") for name, x in layouts.values()},
+        {name: x for name, x in source.entries.items() if name not in ignored},
+        config.checkpoint.init_from,
+        cast=True,
+    )
+    _report(config.checkpoint.init_from, prefix, ignored)
+    return _translated(source, layouts)
+
+
+def _find_config(init_from: str) -> pathlib.Path | None:
+    place = pathlib.Path(local_path("checkpoint.init_from", init_from))
+    path = place / CONFIG_NAME
+    return path if find_steps(place) is None and path.exists() else None
+
+
+def _check_model(
+    given: schema.Model,
+    found: schema.Model,
+    names: Iterable[str],
+    path: pathlib.Path,
+) -> None:
+    problems = []
+    for name in names:
+        mine, theirs = getattr(given, name), getattr(found, name)
+        is_free = name in _FREE and found.positions == "rotary"
+        if mine != theirs and not is_free:
+            problem = f"is not the {theirs!r} of {path}"
+            problems.append(
+                Problem(f"model.{name}", as_set(mine), problem, f"use {theirs!r}")
+            )
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _find_prefix(source: Source, family: Family) -> str:
+    """The beginning of tensor names, which a model without a head lacks."""
+    has_prefix = any(name.startswith(family.prefix) for name in source.entries)
+    return family.prefix if has_prefix else ""
+
+
+def _find_ignored(
+    source: Source, family: Family, model: schema.Model
+) -> tuple[str, ...]:
+    """Tensors that hold no weights: buffers, and the copy of a tied table."""
+    return tuple(
+        name
+        for name in source.entries
+        if re.fullmatch(family.buffers, name)
+        or (name == "lm_head.weight" and model.tied_head)
+    )
+
+
+def _report(path: str, prefix: str, ignored: Sequence[str]) -> None:
+    if jax.process_index() == 0:
+        unread = f"; not read, as they hold no weights: {', '.join(ignored)}"
+        logging.warning(
+            "checkpoint.init_from=%r has the tensor names of Hugging Face, %s%s",
+            path,
+            f"beginning with {prefix!r}" if prefix else "without a prefix",
+            unread if ignored else "",
+        )
+
+
+def _translated(source: Source, layouts: Mapping[str, tuple[str, Layout]]) -> Source:
+    def read(ours: str, index: Index) -> np.ndarray:
+        name, layout = layouts[ours]
+        return layout.read(index, lambda spans: source.read(name, spans))
+
+    entries = {
+        ours: Entry(layout.shape, source.entries[name].dtype)
+        for ours, (name, layout) in layouts.items()
+    }
+    return Source(entries, read)
