@@ -81,6 +81,23 @@ def test_python_value(source):
         pytest.param("observe.plot=False", "observe.plot", False, id="bool"),
         pytest.param("observe.sinks=('csv',)", "observe.sinks", ("csv",), id="tuple"),
         pytest.param(
+            "observe.sinks=console, csv", "observe.sinks", ("console", "csv"), id="list"
+        ),
+        pytest.param("observe.sinks=csv", "observe.sinks", ("csv",), id="list-of-one"),
+        pytest.param("observe.sinks=", "observe.sinks", (), id="list-of-none"),
+        pytest.param(
+            "zero.nvme_paths=/a,/b", "zero.nvme_paths", ("/a", "/b"), id="list-of-paths"
+        ),
+        pytest.param(
+            "zero.nvme_paths='/a,b','/c'",
+            "zero.nvme_paths",
+            ("/a,b", "/c"),
+            id="list-of-quoted-paths",
+        ),
+        pytest.param(
+            "zero.nvme_paths=1,2", "zero.nvme_paths", ("1", "2"), id="list-of-digits"
+        ),
+        pytest.param(
             "optimizer.groups=[{'pattern': 'x'}]",
             "optimizer.groups",
             (schema.ParamGroup(pattern="x"),),
@@ -119,6 +136,19 @@ def test_source_is_left_as_it_was():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
+        pytest.param(
+            ["zero.nvme_paths=[/a,/b]"],
+            "zero.nvme_paths='[/a,/b]' is a str; expected list or tuple",
+            id="brackets-without-quotes",
+        ),
+        pytest.param(
+            ["observe.sinks=csv,,cvs"],
+            "observe.sinks[1]='' is not a choice; use one of console, jsonl, csv, "
+            "tensorboard, wandb\n"
+            "observe.sinks[2]='cvs' is not a choice; use one of console, jsonl, csv, "
+            "tensorboard, wandb",
+            id="entries-of-a-list",
+        ),
         pytest.param(
             ["zero.stage", "=3"],
             "override='zero.stage' is not a setting; "

@@ -65,6 +65,57 @@ def test_a_home_is_expanded_in_every_setting(setting, home):
     assert found == ((f"{home}/a",) if many else f"{home}/a")
 
 
+@pytest.mark.parametrize(
+    "setting", [name for name in SETTINGS if name not in CHECKED_LATER]
+)
+def test_variables_are_expanded_in_every_setting(setting, monkeypatch):
+    monkeypatch.setenv("PLACE", "/p")
+    section, _, name = setting.rpartition(".")
+    config = load_config({}, f"{setting}=$PLACE/${{PLACE}}_$1")
+    found = getattr(getattr(config, section), name) if section else config.directory
+    wanted = "/p//p_$1"
+    assert found == ((wanted,) if setting == "zero.nvme_paths" else wanted)
+    assert load_config(config) == config
+
+
+def test_a_variable_may_begin_with_a_home_and_holds_no_url(home, monkeypatch):
+    monkeypatch.setenv("PLACE", "~/a")
+    assert local_path("output", "$PLACE/b") == f"{home}/a/b"
+    monkeypatch.setenv("PLACE", "gs://bucket")
+    with pytest.raises(ConfigError, match="is not a path of a file system"):
+        local_path("output", "${PLACE}/b")
+
+
+def test_variables_that_say_nothing_are_refused_by_name(monkeypatch):
+    monkeypatch.delenv("NOWHERE", raising=False)
+    monkeypatch.setenv("EMPTY", "")
+    monkeypatch.setenv("OTHER", "$HOME/x")
+    with pytest.raises(ConfigError) as error:
+        load_config(
+            {},
+            "directory=$NOWHERE/a",
+            "data.path=${EMPTY}/$OTHER",
+            "zero.nvme_paths=${}",
+        )
+    assert set(str(error.value).splitlines()) == {
+        "directory='$NOWHERE/a' needs $NOWHERE, which is not set; set it, or write the "
+        "path",
+        "data.path='${EMPTY}/$OTHER' needs $EMPTY, which is empty; set it, or write "
+        "the path",
+        "data.path='${EMPTY}/$OTHER' needs $OTHER, whose value '$HOME/x' names another "
+        "variable; write the path in it",
+        "zero.nvme_paths[0]='${}' needs $, which is not set; set it, or write the path",
+    }
+
+
+@pytest.mark.parametrize("name", ["config", "gin_file", "input", "output", "weights"])
+def test_arguments_with_an_unset_variable_are_refused(name, home, monkeypatch):
+    monkeypatch.delenv("NOWHERE", raising=False)
+    with pytest.raises(ZjaxError, match=r"needs \$NOWHERE, which is not set"):
+        arguments("$NOWHERE/a")[name]()
+    assert [path.name for path in home.iterdir()] == ["text.txt"]
+
+
 def test_a_path_with_a_scheme_is_refused_by_name_with_all_others():
     with pytest.raises(ConfigError) as error:
         load_config({"directory": "gs://b/run", "data": {"path": "s3://b/d"}, "x": 1})

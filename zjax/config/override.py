@@ -16,8 +16,8 @@ PREFIX = "config."
 def parse_override(text: str) -> tuple[str, Any]:
     """Splits `path=value`, drops `config.`, and parses the value.
 
-    The value is a Python literal. A string may lack its quotes, and a float may be
-    `inf`.
+    The value is a Python literal. A string may lack its quotes, a list its brackets:
+    `a,b` is a list of two where a list is expected. A float may be `inf`.
 
     Raises:
         ConfigError: There is no `=`.
@@ -25,6 +25,8 @@ def parse_override(text: str) -> tuple[str, Any]:
     Example:
         >>> parse_override("config.directory=runs/a"), parse_override("zero.stage=3")
         (('directory', 'runs/a'), ('zero.stage', 3))
+        >>> parse_override("observe.sinks=console,csv")
+        ('observe.sinks', ('console', 'csv'))
     """
     path, equals, value = text.partition("=")
     path = path.strip().removeprefix(PREFIX)
@@ -93,14 +95,30 @@ def _parse_value(hint: Any, text: str) -> Any:
         value = ast.literal_eval(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         value = text
-    expects_text = hint is str or (
-        typing.get_origin(hint) is typing.Literal
-        and isinstance(typing.get_args(hint)[0], str)
-    )
-    if expects_text and not isinstance(value, str):
+    if _is_text(hint) and not isinstance(value, str):
         return text
+    if typing.get_origin(hint) is tuple:
+        return _parse_list(typing.get_args(hint)[0], value, text)
     if hint is bool and value in ("true", "false"):
         return value == "true"
     if hint is float and value in ("inf", "-inf", "nan"):
         return float(value)
     return value
+
+
+def _is_text(hint: Any) -> bool:
+    """Whether values of a type are strings, of any or of a choice."""
+    is_choice = typing.get_origin(hint) is typing.Literal
+    return hint is str or (is_choice and isinstance(typing.get_args(hint)[0], str))
+
+
+def _parse_list(hint: Any, value: Any, text: str) -> Any:
+    """A list without brackets: texts between commas, or one value."""
+    if text.startswith(("[", "(")) or dataclasses.is_dataclass(hint):
+        return value
+    if not _is_text(hint):
+        return value if isinstance(value, tuple | str) else (value,)
+    entries = value if isinstance(value, tuple) else (value,)
+    if text[:1] in ("'", '"') and all(isinstance(entry, str) for entry in entries):
+        return entries
+    return tuple(map(str.strip, text.split(","))) if text else ()

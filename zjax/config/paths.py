@@ -1,4 +1,4 @@
-"""Checks paths as users write them: `~` is expanded, URLs are refused."""
+"""Checks paths as users write them: `~` and `$VAR` are expanded, URLs refused."""
 
 import os
 import re
@@ -23,6 +23,7 @@ CHECKED_LATER = ("curriculum.metrics.index",)
 _MAX_NAME, _MAX_PATH = 255, 4_000
 _SCHEME = re.compile(r"\s*[A-Za-z](:/|[A-Za-z0-9+.-]+:)/")
 """Also with one slash, as `pathlib` drops the second; `c:/` does not match."""
+_VARIABLE = re.compile(r"\$(?:([A-Za-z_][A-Za-z0-9_]*)|\{([^}]*)\})")
 
 
 def local_path(
@@ -32,7 +33,7 @@ def local_path(
     *,
     creates: bool = False,
 ) -> str:
-    """Expands `~` and `~user`, and refuses values that are not file-system paths.
+    """Expands `~`, `~user`, `$VAR` and `${VAR}`, and refuses what is no path of a disk.
 
     Args:
         field: Setting or flag, for the message.
@@ -44,8 +45,8 @@ def local_path(
         The path, ready to be opened.
 
     Raises:
-        ZjaxError: The path is empty, a URL, of an unknown home, or has invalid
-            characters.
+        ZjaxError: The path is empty, a URL, of an unknown home or variable, or has
+            invalid characters.
 
     Example:
         >>> local_path("directory", "runs/a")
@@ -58,20 +59,40 @@ system; give one on a disk, or where the bucket is mounted
     given = os.fspath(path)
     if not given:
         raise error(Problem(field, "", "is empty", "give a path; . is this directory"))
-    if _SCHEME.match(given):
+    if problems := _variable_problems(field, given):
+        raise error(*problems)
+    path = _VARIABLE.sub(lambda found: os.environ[found[1] or found[2]], given)
+    if _SCHEME.match(path):
         problem = "is not a path of a file system"
         remedy = "give one on a disk, or where the bucket is mounted"
         raise error(Problem(field, given, problem, remedy))
-    fault = _fault(given, creates)
+    fault = _fault(path, creates)
     if fault:
         raise error(Problem(field, given, fault, "give a path that can be opened"))
-    expanded = os.path.expanduser(given)
+    expanded = os.path.expanduser(path)
     if expanded.startswith("~"):
-        home, _, _ = given.partition("/")
+        home, _, _ = path.partition("/")
         problem = f"begins with {home}, which names no home"
         remedy = "give the whole path, or begin it with ./"
         raise error(Problem(field, given, problem, remedy))
     return expanded
+
+
+def _variable_problems(field: str, path: str) -> list[Problem]:
+    """Refuses variables that are unset or empty, or whose values name others."""
+    problems = []
+    for found in _VARIABLE.finditer(path):
+        name = found[1] or found[2]
+        value = os.environ.get(name)
+        if not value:
+            problem = (
+                f"needs ${name}, which is {'not set' if value is None else 'empty'}"
+            )
+            problems.append(Problem(field, path, problem, "set it, or write the path"))
+        elif _VARIABLE.search(value):
+            problem = f"needs ${name}, whose value {value!r} names another variable"
+            problems.append(Problem(field, path, problem, "write the path in it"))
+    return problems
 
 
 def _fault(path: str, creates: bool) -> str:
