@@ -13,12 +13,28 @@
 # %% [markdown]
 # # Training over a slow link
 #
+# [Open in Colab][colab]
+#
 # Four copies of a small GPT learn Python's standard library, byte by byte. Each copy
 # has its own rows, and the copies must agree on the weights: that takes a link between
 # them. Four methods use it less and less. At the end you see what each sends, how well
-# it learns, and how long it would take on a link that is really slow. To run it in
-# Colab, upload this file and the repository there, and install it first:
-# `%pip install ./zjax`.
+# it learns, and how long it would take on a link that is really slow.
+#
+# [colab]: https://colab.research.google.com/github/zjax-project/zjax/blob/main/examples/notebooks/communication.ipynb
+
+# %%
+# Installs zjax where it is missing, as in Colab.
+import importlib.util
+import shutil
+import subprocess
+import sys
+
+# Or the URL of a wheel, or of a clone: file:///content/zjax
+ZJAX = "git+https://github.com/zjax-project/zjax"
+if importlib.util.find_spec("zjax") is None:
+    gpu = "[cuda12]" if shutil.which("nvidia-smi") else ""
+    command = [sys.executable, "-m", "pip", "install", "--quiet"]
+    subprocess.run([*command, f"zjax{gpu} @ {ZJAX}"], check=True)
 
 # %%
 import os

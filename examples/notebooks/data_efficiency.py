@@ -13,11 +13,28 @@
 # %% [markdown]
 # # A context that grows
 #
+# [Open in Colab][colab]
+#
 # A small GPT learns Python's standard library, byte by byte, in three ways: plainly,
 # from sequences that are short at first, and under an attention window that is narrow
 # at first. You see the schedules before the runs, and then the loss against tokens and
-# against wall time. To run it in Colab, upload this file and the repository there, and
-# install it first: `%pip install ./zjax`.
+# against wall time.
+#
+# [colab]: https://colab.research.google.com/github/zjax-project/zjax/blob/main/examples/notebooks/data_efficiency.ipynb
+
+# %%
+# Installs zjax where it is missing, as in Colab.
+import importlib.util
+import shutil
+import subprocess
+import sys
+
+# Or the URL of a wheel, or of a clone: file:///content/zjax
+ZJAX = "git+https://github.com/zjax-project/zjax"
+if importlib.util.find_spec("zjax") is None:
+    gpu = "[cuda12]" if shutil.which("nvidia-smi") else ""
+    command = [sys.executable, "-m", "pip", "install", "--quiet"]
+    subprocess.run([*command, f"zjax{gpu} @ {ZJAX}"], check=True)
 
 # %%
 import os

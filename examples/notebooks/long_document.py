@@ -13,11 +13,27 @@
 # %% [markdown]
 # # Long documents: attention over a few blocks
 #
+# [Open in Colab][colab]
+#
 # Dense attention scores every pair of tokens: twice the length, four times the work.
-# Here a token sees a few blocks of the others, and the work grows with the length. To
-# run it in Colab, upload this file and the repository there, and install it first:
-# `%pip install ./zjax` (`./zjax[cuda13]` with a GPU). The kernels need a Hopper GPU;
-# other devices run the same blocks in plain JAX.
+# Here a token sees a few blocks of the others, and the work grows with the length. The
+# kernels need a Hopper GPU; other devices run the same blocks in plain JAX.
+#
+# [colab]: https://colab.research.google.com/github/zjax-project/zjax/blob/main/examples/notebooks/long_document.ipynb
+
+# %%
+# Installs zjax where it is missing, as in Colab.
+import importlib.util
+import shutil
+import subprocess
+import sys
+
+# Or the URL of a wheel, or of a clone: file:///content/zjax
+ZJAX = "git+https://github.com/zjax-project/zjax"
+if importlib.util.find_spec("zjax") is None:
+    gpu = "[cuda12]" if shutil.which("nvidia-smi") else ""
+    command = [sys.executable, "-m", "pip", "install", "--quiet"]
+    subprocess.run([*command, f"zjax{gpu} @ {ZJAX}"], check=True)
 
 # %%
 import os

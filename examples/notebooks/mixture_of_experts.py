@@ -13,11 +13,28 @@
 # %% [markdown]
 # # A mixture of experts in your own Flax model
 #
+# [Open in Colab][colab]
+#
 # A plain Flax NNX decoder learns Python's standard library, byte by byte. Then its
 # feed-forward layers become mixtures of eight experts, of which each token uses two, on
 # eight devices that share the experts. At the end you see how even their load was, and
-# what each of them is for. To run it in Colab, upload this file and the repository
-# there, and install it first: `%pip install ./zjax`.
+# what each of them is for.
+#
+# [colab]: https://colab.research.google.com/github/zjax-project/zjax/blob/main/examples/notebooks/mixture_of_experts.ipynb
+
+# %%
+# Installs zjax where it is missing, as in Colab.
+import importlib.util
+import shutil
+import subprocess
+import sys
+
+# Or the URL of a wheel, or of a clone: file:///content/zjax
+ZJAX = "git+https://github.com/zjax-project/zjax"
+if importlib.util.find_spec("zjax") is None:
+    gpu = "[cuda12]" if shutil.which("nvidia-smi") else ""
+    command = [sys.executable, "-m", "pip", "install", "--quiet"]
+    subprocess.run([*command, f"zjax{gpu} @ {ZJAX}"], check=True)
 
 # %%
 import os

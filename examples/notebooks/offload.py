@@ -13,13 +13,30 @@
 # %% [markdown]
 # # Fine-tuning a model that is too large for the card
 #
+# [Open in Colab][colab]
+#
 # Adam keeps 12 bytes for each parameter besides the model itself: a GPT of 1.4 billion
 # parameters needs 23 GB, and a T4 has 16. Here what the card has no room for stays in
 # the memory of the host or on a disk, and comes up group by group for its update. The
 # steps compute the same numbers as if everything were on the card.
 #
-# In Colab, choose a runtime with a GPU, upload the repository and install it first:
-# `%pip install ./zjax[cuda13]`. Without a GPU the notebook takes a tiny model.
+# Choose a runtime with a GPU. Without one the notebook takes a tiny model.
+#
+# [colab]: https://colab.research.google.com/github/zjax-project/zjax/blob/main/examples/notebooks/offload.ipynb
+
+# %%
+# Installs zjax where it is missing, as in Colab.
+import importlib.util
+import shutil
+import subprocess
+import sys
+
+# Or the URL of a wheel, or of a clone: file:///content/zjax
+ZJAX = "git+https://github.com/zjax-project/zjax"
+if importlib.util.find_spec("zjax") is None:
+    gpu = "[cuda12]" if shutil.which("nvidia-smi") else ""
+    command = [sys.executable, "-m", "pip", "install", "--quiet"]
+    subprocess.run([*command, f"zjax{gpu} @ {ZJAX}"], check=True)
 
 # %%
 import os

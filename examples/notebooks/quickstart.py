@@ -13,10 +13,27 @@
 # %% [markdown]
 # # Quickstart: one Flax model, four ZeRO stages
 #
+# [Open in Colab][colab]
+#
 # A plain Flax NNX network learns to tell two spirals apart on eight devices. zjax
 # decides where each array lives; the network, the optimizer and the loss know nothing
-# of it. To run it in Colab, upload this file and the repository there, and install it
-# first: `%pip install ./zjax`.
+# of it.
+#
+# [colab]: https://colab.research.google.com/github/zjax-project/zjax/blob/main/examples/notebooks/quickstart.ipynb
+
+# %%
+# Installs zjax where it is missing, as in Colab.
+import importlib.util
+import shutil
+import subprocess
+import sys
+
+# Or the URL of a wheel, or of a clone: file:///content/zjax
+ZJAX = "git+https://github.com/zjax-project/zjax"
+if importlib.util.find_spec("zjax") is None:
+    gpu = "[cuda12]" if shutil.which("nvidia-smi") else ""
+    command = [sys.executable, "-m", "pip", "install", "--quiet"]
+    subprocess.run([*command, f"zjax{gpu} @ {ZJAX}"], check=True)
 
 # %%
 import os

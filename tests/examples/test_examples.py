@@ -1,11 +1,14 @@
 """Every example runs as its reader would run it, with fewer steps."""
 
+import importlib.util
 import itertools
 import os
 import pathlib
 import runpy
+import shutil
 import subprocess
 import sys
+import tomllib
 
 import jupytext
 import nbclient
@@ -14,6 +17,9 @@ import numpy as np
 import pytest
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
+INSTALL = EXAMPLES / "notebooks" / "install.py"
+NOTEBOOKS = [path.stem for path in sorted(INSTALL.parent.glob("*.ipynb"))]
+COLAB = "https://colab.research.google.com/github"
 
 
 @pytest.mark.parametrize(
@@ -90,17 +96,7 @@ def headings(outputs):
     return over_rules | {line for line in lines if line.startswith("WARNING")}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "quickstart",
-        "offload",
-        "long_document",
-        "mixture_of_experts",
-        "communication",
-        "data_efficiency",
-    ],
-)
+@pytest.mark.parametrize("name", NOTEBOOKS)
 def test_notebook_is_built_from_its_source(name):
     """Fails if one was edited without the other."""
     source = jupytext.read(EXAMPLES / "notebooks" / f"{name}.py")
@@ -108,6 +104,45 @@ def test_notebook_is_built_from_its_source(name):
     assert [c.source for c in built.cells] == [c.source for c in source.cells]
     code = [cell for cell in built.cells if cell.cell_type == "code"]
     assert any(cell.outputs for cell in code)
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_notebook_opens_in_colab_and_installs_zjax_first(name):
+    """Fails if a notebook installs zjax otherwise, or links to another one."""
+    built = nbformat.read(EXAMPLES / "notebooks" / f"{name}.ipynb", as_version=4)
+    title, install = built.cells[:2]
+    assert title.source.splitlines()[2] == "[Open in Colab][colab]"
+    path = f"/zjax-project/zjax/blob/main/examples/notebooks/{name}.ipynb"
+    assert title.source.endswith(f"\n[colab]: {COLAB}{path}")
+    assert install.cell_type == "code"
+    assert install.source == INSTALL.read_text().rstrip()
+    assert install.outputs == []
+
+
+@pytest.mark.parametrize(
+    ("found", "driver", "installed"),
+    [
+        ("zjax", "", []),
+        (None, "", ["zjax @ "]),
+        (None, "/usr/bin/nvidia-smi", ["zjax[cuda12] @ "]),
+    ],
+)
+def test_the_first_cell_installs_zjax_where_it_is_missing(
+    monkeypatch, found, driver, installed
+):
+    calls = []
+
+    def run(command, check):
+        calls.append((command[1:4], command[-1], check))
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)
+    monkeypatch.setattr(shutil, "which", lambda name: driver)
+    monkeypatch.setattr(subprocess, "run", run)
+    exec(INSTALL.read_text(), {})
+    pip = ["-m", "pip", "install"]
+    pyproject = tomllib.loads((EXAMPLES.parent / "pyproject.toml").read_text())
+    url = f"git+{pyproject['project']['urls']['Repository']}"
+    assert calls == [(pip, f"{name}{url}", True) for name in installed]
 
 
 def test_kinds_of_characters_and_their_experts():
