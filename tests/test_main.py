@@ -104,7 +104,13 @@ def test_train_then_generate_then_export(tmp_path, settings):
     out = run("export", settings, f"--output={weights}", "--dtype=bfloat16")
     assert f"wrote {weights}" in out
     assert "bytes: weights raw of step 8\n" in out
-    assert safetensors.load_file(weights)["embedding.tokens"].shape == (61, 16)
+    table = safetensors.load_file(weights)["embedding.tokens"]
+    assert table.shape == (61, 16)
+    run("export", settings, "--format=hf", "--dtype=bfloat16")
+    folder = tmp_path / "run" / "huggingface"
+    assert json.loads((folder / "config.json").read_text())["model_type"] == "gpt2"
+    theirs = safetensors.load_file(folder / "model.safetensors")
+    np.testing.assert_array_equal(theirs["transformer.wte.weight"], table)
 
 
 def test_evaluate_says_the_loss_that_the_run_said(tmp_path, settings):

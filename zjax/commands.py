@@ -22,6 +22,7 @@ from zjax.config.load import load_config
 from zjax.config.paths import local_path
 from zjax.config.schema import Config
 from zjax.errors import ConfigError, Problem
+from zjax.huggingface.export import export_huggingface
 from zjax.observe.progress import describe_values
 from zjax.train.average import choose_part, parts_of
 from zjax.trainer import Trainer
@@ -67,14 +68,17 @@ def evaluate(config: Config) -> None:
 
 
 def export() -> None:
-    """Writes the weights of a checkpoint as safetensors."""
+    """Writes the weights of a checkpoint as safetensors, or for transformers."""
     config = config_from_flags()
     folder = pathlib.Path(config.directory)
-    output = local_path("output", flags.FLAGS.output or folder / "model.safetensors")
+    name, write = "model.safetensors", export_safetensors
+    if flags.FLAGS.format == "hf":
+        name, write = "huggingface", export_huggingface
+    output = local_path("output", flags.FLAGS.output or folder / name)
     store = Store(str(folder / "checkpoints"))
     step, dtype = flags.FLAGS.step, flags.FLAGS.dtype
     part = choose_part(flags.FLAGS.part, saved_parts(store.entries(step)))
-    size = export_safetensors(store, output, part=part, step=step, dtype=dtype)
+    size = write(store, output, part=part, step=step, dtype=dtype)
     step = store.latest() if step is None else step
     print(f"wrote {output}, {size:,} bytes: weights {part} of step {step}")
 

@@ -115,6 +115,12 @@ def define_flags(argv: Sequence[str] | None = None) -> None:
     flags.DEFINE_enum("part", "auto", PARTS, "Which weights; auto takes averaged ones.")
     flags.DEFINE_integer("step", None, "Checkpoint to read; the newest by default.")
     flags.DEFINE_enum(
+        "format",
+        "safetensors",
+        ["safetensors", "hf"],
+        "One file with the names of zjax, or a folder that transformers loads.",
+    )
+    flags.DEFINE_enum(
         "dtype", "", ["", *DTYPES], "Dtype of the weights; theirs by default."
     )
     flags.DEFINE_string("prompt", "def ", "Text to continue.")
@@ -347,8 +353,9 @@ COMMANDS = {
         {
             "part": "",
             "step": "",
-            "output": "File to write; model.safetensors of the run unless given.",
+            "output": "File or folder to write; in the folder of the run if not given.",
             "dtype": "",
+            "format": "",
         },
     ),
     "check": Command(

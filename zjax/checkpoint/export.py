@@ -11,7 +11,7 @@ import math
 import os
 import pathlib
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import IO
 
 import jax.numpy as jnp
@@ -75,32 +75,53 @@ def export_safetensors(
     step = store.latest() if step is None else step
     source, part = open_weights(store, part, step)
     found = views.retiled(source, 1)
-    entries = _exported(layers.stack_all(found.entries), dtype)
+    entries = cast_entries(layers.stack_all(found.entries), dtype)
     metadata = {"format": "flax", "part": part, "step": str(step)}
+
+    def read(name: str) -> Iterator[np.ndarray]:
+        return map(found.read_all, layers.sources_of(name, found.entries))
+
     target = pathlib.Path(path)
     partial = target.with_name(f".{target.name}.partial")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with partial.open("wb") as file:
-            file.write(_header(entries, metadata))
-            for name, entry in entries.items():
-                for layer in layers.sources_of(name, found.entries):
-                    _write(file, found.read_all(layer), entry.dtype)
-            file.flush()
-            os.fsync(file.fileno())
+        write_file(partial, entries, metadata, read)
         os.replace(partial, target)
     except OSError as error:
         with contextlib.suppress(OSError):
             partial.unlink()
-        raise CheckpointError(
-            Problem(
-                "output",
-                path,
-                f"cannot be written ({error.strerror})",
-                "name a file in a writable directory with free space",
-            )
-        ) from error
+        raise unwritable(path, error) from error
     return target.stat().st_size
+
+
+def write_file(
+    path: pathlib.Path,
+    entries: Mapping[str, Entry],
+    metadata: Mapping[str, str],
+    read: Callable[[str], Iterable[np.ndarray]],
+) -> None:
+    """Writes one file, of which one array is in memory at a time.
+
+    Args:
+        path: Output file.
+        entries: Shape and dtype by name.
+        metadata: Texts of the header.
+        read: Function from a name to parts of the array, in order.
+    """
+    with path.open("wb") as file:
+        file.write(_header(entries, metadata))
+        for name, entry in entries.items():
+            for array in read(name):
+                _write(file, array, entry.dtype)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def unwritable(path: str, error: OSError) -> CheckpointError:
+    """The error of an output that the file system refuses."""
+    problem = f"cannot be written ({error.strerror})"
+    remedy = "name a file in a writable directory with free space"
+    return CheckpointError(Problem("output", path, problem, remedy))
 
 
 def tensor_name(name: str) -> str:
@@ -118,7 +139,12 @@ def _write(file: IO[bytes], array: np.ndarray, dtype: str) -> None:
     file.write(cast.reshape(-1).view(np.uint8).data)
 
 
-def _exported(found: Mapping[str, Entry], dtype: str) -> dict[str, Entry]:
+def cast_entries(found: Mapping[str, Entry], dtype: str) -> dict[str, Entry]:
+    """Entries of a file, their floating-point dtype changed unless `dtype` is empty.
+
+    Raises:
+        CheckpointError: A dtype or two names do not fit the format.
+    """
     entries = {
         name: Entry(e.shape, dtype if dtype and is_floating(e.dtype) else e.dtype)
         for name, e in found.items()

@@ -52,7 +52,7 @@ def model_settings(directory: str | os.PathLike[str], **changes: Any) -> dict[st
     if problems:
         raise ConfigError(*problems)
     _report_unknown(values, family, path)
-    return _settings(values, family) | _dropout(values, family)
+    return settings_of(values, family) | _dropout(values, family)
 
 
 def shape_of(path: pathlib.Path) -> tuple[dict[str, Any], Family]:
@@ -68,7 +68,7 @@ def shape_of(path: pathlib.Path) -> tuple[dict[str, Any], Family]:
     family = find_family(values, path)
     if problems := [*_wrong(values, family, path)]:
         raise ConfigError(*problems)
-    return _settings(values, family), family
+    return settings_of(values, family), family
 
 
 def read_config(path: pathlib.Path) -> dict[str, Any]:
@@ -105,7 +105,8 @@ def find_family(values: Mapping[str, Any], path: pathlib.Path) -> Family:
     return FAMILIES[kind]
 
 
-def _settings(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
+def settings_of(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """Settings of the values of a config.json that has no problem."""
     settings = dict(family.constant)
     for name, key in family.keys.items():
         value = values.get(name, key.default)

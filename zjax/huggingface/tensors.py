@@ -8,7 +8,7 @@ Reference: the model classes of github.com/huggingface/transformers.
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
@@ -198,3 +198,17 @@ GPT2: tuple[Row, ...] = (
     *_layer_norm("head.norm", "transformer.ln_f"),
     Row("head.kernel", "lm_head.weight", "vocab | embed", unless="tied_head"),
 )
+
+
+def joined(
+    parts: Mapping[int, tuple[Layout, np.ndarray]],
+) -> np.ndarray:
+    """The tensor of whole arrays, by their index in it."""
+    tensors = list[np.ndarray]()
+    for _, (layout, array) in sorted(parts.items()):
+        matrix = array.reshape([math.prod(sizes) for sizes in layout.groups])
+        tensors.append(matrix.T if layout.row.is_transposed else matrix)
+    if not tensors[1:]:
+        return tensors[0]
+    transposed = parts[0][0].row.is_transposed
+    return np.concatenate(tensors, axis=0 if transposed else -1)

@@ -1,0 +1,132 @@
+"""A trained decoder goes out as transformers wrote it, bit for bit."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from tests.support import huggingface as golden
+from tests.support import language
+from zjax.checkpoint.store import Store
+from zjax.config import schema
+from zjax.errors import CheckpointError, ConfigError
+from zjax.huggingface import export, model_settings
+from zjax.saving import save
+
+
+def saved(directory, family, *overrides):
+    """A checkpoint of a run that has just started from a golden one."""
+    run = golden.start(golden.make_config(family, *overrides))
+    save(directory, run.state, run)
+    return Store(str(directory))
+
+
+def read_all(folder):
+    tensors = {}
+    for file in folder.glob("*.safetensors"):
+        tensors |= safetensors.numpy.load_file(file)
+    return tensors
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [
+        pytest.param("llama", (), id="llama"),
+        pytest.param("llama_biases", (), id="biases"),
+        pytest.param("qwen3", ("model.mlp_tiles=2",), id="qwen3-in-tiles"),
+        pytest.param("gpt2", (), id="gpt2"),
+    ],
+)
+def test_what_came_in_goes_out_bit_for_bit(family, overrides, tmp_path):
+    store = saved(tmp_path / "run", family, *overrides)
+    folder = tmp_path / "out"
+    size = export.export_huggingface(store, str(folder), max_shard_bytes=12_000)
+    expected, found = read_all(golden.FOLDER / family), read_all(folder)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype
+        np.testing.assert_array_equal(found[name], value)
+    assert size == sum(file.stat().st_size for file in folder.iterdir())
+    assert schema.Model(**model_settings(folder)) == schema.Model(
+        **golden.settings_of(family)
+    )
+    written = json.loads((folder / "config.json").read_text())
+    original = json.loads((golden.FOLDER / family / "config.json").read_text())
+    for name in ("architectures", "bos_token_id", "eos_token_id"):
+        assert written[name] == original[name]
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == expected.keys()
+    assert index["metadata"]["total_size"] == sum(x.nbytes for x in expected.values())
+    assert sorted({*index["weight_map"].values()}) == sorted(
+        file.name for file in folder.glob("*.safetensors")
+    )
+    run = golden.start(golden.make_config(family, directory=folder))
+    np.testing.assert_array_equal(
+        run.state.master["embedding"]["tokens"],
+        expected[next(n for n in expected if "embed_tokens" in n or "wte" in n)],
+    )
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    return saved(tmp_path_factory.mktemp("run"), "mistral")
+
+
+def test_a_small_model_is_one_file_in_the_dtype_that_was_asked_for(store, tmp_path):
+    """Of a Mistral, which without a window is a Llama."""
+    export.export_huggingface(store, str(tmp_path / "out"), dtype="bfloat16")
+    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+    ]
+    assert {str(x.dtype) for x in read_all(tmp_path / "out").values()} == {"bfloat16"}
+    values = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (values["model_type"], values["dtype"]) == ("llama", "bfloat16")
+
+
+def test_a_directory_with_files_is_left_alone(store, tmp_path):
+    (tmp_path / "mine").write_text("")
+    with pytest.raises(CheckpointError) as error:
+        export.export_huggingface(store, str(tmp_path))
+    assert str(error.value) == (
+        f"output='{tmp_path}' exists and is not empty; name a new directory"
+    )
+
+
+def test_a_failed_export_leaves_nothing(store, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(export, "write_file", full)
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        export.export_huggingface(store, str(tmp_path / "out"))
+    assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.parametrize(
+    ("shape", "lines"),
+    [
+        (
+            dataclasses.replace(language.GPT, query_key_norm=True),
+            ["model.query_key_norm=True is False in gpt2"],
+        ),
+        (
+            dataclasses.replace(
+                language.LLAMA, attention="sparse", moe=schema.MoE(num_experts=2)
+            ),
+            [
+                "model.moe.num_experts=2 is 0 in llama",
+                "model.attention='sparse' is 'dense' in llama",
+            ],
+        ),
+    ],
+    ids=["gpt2", "llama"],
+)
+def test_a_model_of_no_family_is_refused_by_setting(shape, lines):
+    with pytest.raises(ConfigError) as error:
+        export.find_kind(shape)
+    assert str(error.value).splitlines() == [
+        f"{line}; leave out --format=hf" for line in lines
+    ]

@@ -1,0 +1,218 @@
+"""Exports the weights of a checkpoint as a Hugging Face checkpoint."""
+
+import contextlib
+import json
+import math
+import os
+import pathlib
+import shutil
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from zjax.checkpoint import views
+from zjax.checkpoint.average import open_weights
+from zjax.checkpoint.export import cast_entries, unwritable, write_file
+from zjax.checkpoint.layout import Entry, check_same
+from zjax.checkpoint.store import Store
+from zjax.checkpoint.views import Source
+from zjax.config import schema
+from zjax.config.derived import as_set
+from zjax.config.load import load_config
+from zjax.errors import CheckpointError, ConfigError, Problem
+from zjax.huggingface.families import FAMILIES, Family
+from zjax.huggingface.settings import CONFIG_NAME, settings_of
+from zjax.huggingface.tensors import Layout, joined, layouts_of
+
+MAX_SHARD_BYTES = 5 * 10**9
+"""Most bytes of the tensors of one file, as transformers writes by default."""
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+}
+"""Families that models go out as. A Mistral without window is a Llama."""
+_Parts = Mapping[str, Mapping[int, tuple[str, Layout]]]
+"""Arrays of each tensor by their index in it: name and layout."""
+
+
+def export_huggingface(
+    store: Store,
+    path: str,
+    *,
+    part: str = "auto",
+    step: int | None = None,
+    dtype: str = "",
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> int:
+    """Writes a directory that transformers loads: config.json, safetensors, an index.
+
+    The directory gets its name once complete. One array with its layers is in memory
+    at a time. Only one process may call this.
+
+    Args:
+        store: The checkpoints.
+        path: Output directory, which must be empty or missing.
+        part: Kind of weights, as in `export_safetensors`.
+        step: Step of the checkpoint; None for the newest.
+        dtype: `float32`, `bfloat16` or `float16`; empty for the saved dtype.
+        max_shard_bytes: Most bytes of the tensors of one file.
+
+    Returns:
+        Bytes written.
+
+    Raises:
+        CheckpointError: There is no such checkpoint, it is not of the built-in decoder,
+            or the directory is not empty or cannot be written.
+        ConfigError: No family computes what the model does; names the settings.
+    """
+    step = store.latest() if step is None else step
+    model = load_config(store.extra(step).get("config", {})).model
+    kind = find_kind(model)
+    source, _ = open_weights(store, part, step)
+    parts, source = _collect(source, FAMILIES[kind], model, str(store.directory))
+    entries = cast_entries(_describe(parts, source), dtype)
+    target = pathlib.Path(path)
+    partial = target.with_name(f".{target.name}.partial")
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        problem, remedy = "exists and is not empty", "name a new directory"
+        raise CheckpointError(Problem("output", path, problem, remedy))
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        values = config_of(model, kind) | {"dtype": next(iter(entries.values())).dtype}
+        (partial / CONFIG_NAME).write_text(json.dumps(values, indent=2) + "\n")
+        _write_shards(partial, entries, parts, source, max_shard_bytes)
+        os.replace(partial, target)
+    except OSError as error:
+        raise unwritable(path, error) from error
+    finally:
+        with contextlib.suppress(OSError):
+            shutil.rmtree(partial)
+    return sum(file.stat().st_size for file in target.iterdir())
+
+
+def find_kind(model: schema.Model) -> str:
+    """The `model_type` that computes what a model does.
+
+    Raises:
+        ConfigError: There is none; names the settings at fault of the closest one.
+
+    Example:
+        >>> find_kind(schema.Model())
+        'gpt2'
+    """
+    differences = {kind: _differences(model, kind) for kind in _ARCHITECTURES}
+    kind = min(differences, key=lambda kind: len(differences[kind]))
+    if problems := differences[kind]:
+        raise ConfigError(*problems)
+    return kind
+
+
+def _differences(model: schema.Model, kind: str) -> list[Problem]:
+    family = FAMILIES[kind]
+    settings = settings_of(config_of(model, kind), family)
+    found = schema.Model(**settings)
+    pairs = [(name, getattr(model, name), getattr(found, name)) for name in settings]
+    pairs.append(("moe.num_experts", model.moe.num_experts, 0))
+    if model.attention == "sparse":
+        pairs.append(("attention", "sparse", "dense"))
+    remedy = "leave out --format=hf"
+    return [
+        Problem(f"model.{name}", as_set(mine), f"is {theirs!r} in {kind}", remedy)
+        for name, mine, theirs in pairs
+        if mine != theirs
+    ]
+
+
+def config_of(model: schema.Model, kind: str) -> dict[str, Any]:
+    """The config.json of a model, as far as the family can express it."""
+    family = FAMILIES[kind]
+    values: dict[str, Any] = {
+        "model_type": kind,
+        "architectures": [_ARCHITECTURES[kind]],
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    for name, key in family.keys.items():
+        values[name] = key.kind(getattr(model, key.setting))
+    for name, fixed in family.fixed.items():
+        if fixed.accepted[0] is not None:
+            values[name] = fixed.accepted[0]
+    if family.is_rotary:
+        values["rope_theta"] = model.rope_theta
+    values |= dict.fromkeys(family.biases, model.use_bias)
+    values |= dict.fromkeys(family.dropouts, model.dropout_rate)
+    return values | {family.attention_dropout: 0.0}
+
+
+def _collect(
+    source: Source, family: Family, model: schema.Model, place: str
+) -> tuple[_Parts, Source]:
+    """The arrays of each tensor, and the source with layers apart."""
+    layouts = {
+        ours.replace(".", "/"): (theirs, layout)
+        for ours, theirs, layout in layouts_of(family.rows, model)
+    }
+    found = views.retiled(views.cached(source), 1)
+    found = views.restacked(found, list(layouts))
+    expected = {n: Entry(layout.shape, "float32") for n, (_, layout) in layouts.items()}
+    check_same(expected, found.entries, place, cast=True)
+    parts = dict[str, dict[int, tuple[str, Layout]]]()
+    for ours, (theirs, layout) in layouts.items():
+        parts.setdefault(theirs, {})[layout.row.part] = ours, layout
+    return parts, found
+
+
+def _describe(parts: _Parts, source: Source) -> dict[str, Entry]:
+    firsts = {name: arrays[0] for name, arrays in parts.items()}
+    return {
+        name: Entry(layout.tensor_shape, source.entries[ours].dtype)
+        for name, (ours, layout) in firsts.items()
+    }
+
+
+def _write_shards(
+    folder: pathlib.Path,
+    entries: Mapping[str, Entry],
+    parts: _Parts,
+    source: Source,
+    max_bytes: int,
+) -> None:
+    def read(name: str) -> Iterator[np.ndarray]:
+        yield joined(
+            {i: (layout, source.read_all(x)) for i, (x, layout) in parts[name].items()}
+        )
+
+    shards = [*_split(entries, max_bytes)]
+    files = ["model.safetensors"]
+    if shards[1:]:
+        count = len(shards)
+        numbers = range(1, count + 1)
+        files = [f"model-{n:05}-of-{count:05}.safetensors" for n in numbers]
+    for file, shard in zip(files, shards, strict=True):
+        write_file(folder / file, shard, {"format": "pt"}, read)
+    if shards[1:]:
+        pairs = zip(files, shards, strict=True)
+        places = {name: file for file, shard in pairs for name in shard}
+        total = sum(map(_num_bytes, entries.values()))
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        text = json.dumps(index, indent=2) + "\n"
+        (folder / "model.safetensors.index.json").write_text(text)
+
+
+def _split(entries: Mapping[str, Entry], max_bytes: int) -> Iterator[dict[str, Entry]]:
+    shard, size = dict[str, Entry](), 0
+    for name, entry in entries.items():
+        if shard and size + _num_bytes(entry) > max_bytes:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = entry
+        size += _num_bytes(entry)
+    yield shard
+
+
+def _num_bytes(entry: Entry) -> int:
+    return math.prod(entry.shape) * jnp.dtype(entry.dtype).itemsize
