@@ -115,11 +115,16 @@ def test_bad_command_line(arguments, message):
     assert "\n".join(sorted(str(error.value).splitlines())) == message
 
 
-def test_json_reaches_its_door(tmp_path):
-    path = tmp_path / "ds_config.json"
-    path.write_text("{}")
-    with pytest.raises(ConfigError, match="importer of DeepSpeed's ds_config"):
-        parse(f"--config={path}")
+def test_a_ds_config_wins_over_the_config_and_changes_win_over_both(tmp_path):
+    theirs = tmp_path / "ds_config.json"
+    theirs.write_text('{"train_batch_size": 64, "zero_optimization": {"stage": 3}}')
+    ours = tmp_path / "ours.gin"
+    ours.write_text("config.zero.stage = 1\nconfig.seed = 7\n")
+    words = [f"--config={ours}", f"--ds_config={theirs}", "--config.num_steps=9"]
+    found = parse(*words, "--config.global_batch_size=8")
+    assert (found.zero.stage, found.seed, found.num_steps) == (3, 7, 9)
+    assert found.global_batch_size == 8
+    assert parse(f"--config={theirs}").global_batch_size == 64
 
 
 def test_importing_defines_nothing_and_defining_twice_is_safe():

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from zjax.config import gin, load, schema
+from zjax.config import deepspeed, gin, load, schema
 from zjax.config.ranges import MAX_DEVICES
 from zjax.errors import ConfigError, Problem
 
@@ -43,6 +43,13 @@ def define_flags(
             None,
             "Config file (.py or .gin), or the name of one that comes with zjax. "
             "--config.x.y=value changes single settings.",
+            flag_values=flag_values,
+        )
+        flags.DEFINE_string(
+            "ds_config",
+            None,
+            "DeepSpeed's configuration (.json), whose settings win over those of the "
+            "config file; see zjax convert.",
             flag_values=flag_values,
         )
         flags.DEFINE_multi_string(
@@ -112,7 +119,7 @@ def _value_problem(parser: flags.ArgumentParser) -> tuple[str, str]:
 
 def settings_given(flag_values: flags.FlagValues = flags.FLAGS) -> list[str]:
     """Names of the flags given that set a run, such as `config` and `config.seed`."""
-    files = ("config", "gin", "gin_file")
+    files = ("config", "ds_config", "gin", "gin_file")
     return [
         name
         for name in flag_values
@@ -167,13 +174,15 @@ def config_from_flags(flag_values: flags.FlagValues = flags.FLAGS) -> schema.Con
         for name in flag_values
         if name.startswith("config.") and flag_values[name].value is not None
     ]
-    if not (path or changes or files or bindings):
+    ds_config = flag_values["ds_config"].value
+    if not (path or ds_config or changes or files or bindings):
         remedy = "use --config=quickstart, or --gin_file"
         raise ConfigError(Problem("config", "", "is not given", remedy))
     if not (files or bindings):
-        return load.load_config(path or {}, *changes)
-    if path or changes:
-        other = path or changes[0]
+        theirs = [deepspeed.read_settings(ds_config)] if ds_config else []
+        return load.load_config(path or {}, *theirs, *changes)
+    if path or ds_config or changes:
+        other = path or ds_config or changes[0]
         given = f"--gin_file={files[0]}" if files else f"--gin={bindings[0]}"
         remedy = "use either --config or Gin, not both"
         raise ConfigError(Problem("config", other, f"conflicts with {given}", remedy))

@@ -11,7 +11,7 @@ from typing import Any
 
 import ml_collections
 
-from zjax.config import convert, gin, override, paths, schema
+from zjax.config import convert, deepspeed, gin, override, paths, schema
 from zjax.config.named import find_config
 from zjax.config.vocabulary import with_vocabulary
 from zjax.errors import ConfigError, Problem
@@ -31,8 +31,8 @@ def load_config(
 
     Args:
         source: `.py` file with `get_config()`, `.gin` file, name of a config that comes
-            with zjax (`quickstart`), dict, ConfigDict, or Config to change (settings
-            that were derived are derived anew).
+            with zjax (`quickstart`), `ds_config.json` of DeepSpeed, dict, ConfigDict,
+            or Config to change (settings that were derived are derived anew).
         *overrides: Texts such as `"zero.stage=3"`, or mappings, nested or with dotted
             paths; later ones win.
         **settings: Sections or top-level settings; they win over all else.
@@ -71,8 +71,8 @@ def _read(source: Any) -> Mapping[str, Any]:
         raise ConfigError(Problem("config", source, problem, remedy))
     path = find_config(paths.local_path("config", source))
     if path.suffix not in _READERS:
-        kinds = " or ".join(suffix for suffix in _READERS if suffix != ".json")
-        problem = Problem("config", str(path), "is not a config file", f"use {kinds}")
+        remedy = "use .py, .gin, or a ds_config.json"
+        problem = Problem("config", str(path), "is not a config file", remedy)
         raise ConfigError(problem)
     if fault := find_fault(path):
         raise ConfigError(Problem("config", str(path), fault, _suggest(path)))
@@ -137,14 +137,8 @@ def _read_gin(path: pathlib.Path) -> Mapping[str, Any]:
     return gin.read_gin([str(path)])
 
 
-def _refuse_ds_config(path: pathlib.Path) -> Mapping[str, Any]:
-    problem = "needs the importer of DeepSpeed's ds_config, which is not available yet"
-    remedy = "write the settings as .py or .gin"
-    raise ConfigError(Problem("config", str(path), problem, remedy))
-
-
 _READERS: dict[str, Callable[[pathlib.Path], Mapping[str, Any]]] = {
     ".py": _read_python,
     ".gin": _read_gin,
-    ".json": _refuse_ds_config,
+    ".json": deepspeed.read_settings,
 }

@@ -199,7 +199,9 @@ class Optimizer:
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
     """Shape after warm-up; `wsd` is warm-up, stable, then linear decay."""
     num_warmup_steps: int = 100
-    """Linear rise from 0 to the peak."""
+    """Steps until the learning rate has risen from 0 to the peak."""
+    warmup: Literal["linear", "log"] = "linear"
+    """Shape of the rise; `log` is that of DeepSpeed, in the logarithm of the step."""
     final_learning_rate_fraction: float = 0.1
     """Learning rate of the last step, as a fraction of the peak."""
     decay_fraction: float = 0.2

@@ -3,6 +3,7 @@
 The optimizer counts: a skipped step does not advance the schedule.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -21,10 +22,11 @@ def make_schedule(
 ) -> Callable[[Int[Array, ""] | int], Float[Array, ""]]:
     """Builds `schedule(num_applied_steps)`, a float32 learning rate; it can be traced.
 
-    Step 0 has rate 0 and step `num_warmup_steps` the peak (step 0 without warm-up).
-    Except under `constant`, the last step, `num_steps - 1`, and any after it have the
-    final fraction of the peak. Between, the rate decays with the tokens that the steps
-    consume, which is with the steps where all of them have one length.
+    Step 0 has rate 0, as has step 1 of a `log` warm-up, and step `num_warmup_steps` the
+    peak (step 0 without warm-up). Except under `constant`, the last step,
+    `num_steps - 1`, and any after it have the final fraction of the peak. Between, the
+    rate decays with the tokens that the steps consume, which is with the steps where
+    all of them have one length.
 
     Example:
         >>> import dataclasses
@@ -41,8 +43,8 @@ def make_schedule(
         al., arXiv:2404.06395.
     """
     settings = config.optimizer
-    peak, num_warmup = settings.peak_learning_rate, settings.num_warmup_steps
-    pieces = [(optax.linear_schedule(0.0, peak, num_warmup), num_warmup)]
+    num_warmup = settings.num_warmup_steps
+    pieces = [(_warmup(config), num_warmup)]
     pieces += _after_warmup(config, num_decay=config.num_steps - 1 - num_warmup)
     pieces = [piece for piece in pieces if piece[1] > 0]
     pieces.append((optax.constant_schedule(_end(config)), 0))
@@ -55,6 +57,14 @@ def make_schedule(
 
     position, factor = _by_tokens(config), _by_rows(config)
     return schedule
+
+
+def _warmup(config: Config) -> optax.Schedule:
+    settings = config.optimizer
+    peak, number = settings.peak_learning_rate, settings.num_warmup_steps
+    if settings.warmup == "linear":
+        return optax.linear_schedule(0.0, peak, number)
+    return lambda step: peak * jnp.log(jnp.maximum(step, 1)) / math.log(max(2, number))
 
 
 def _by_rows(config: Config) -> Callable[[Any], Any]:

@@ -1,0 +1,267 @@
+"""Files of DeepSpeed as settings: each key has one verdict, and none is lost."""
+
+import math
+
+import pytest
+
+from zjax.config import load_config
+from zjax.config.deepspeed import convert, read_settings, report
+from zjax.config.deepspeed.reading import MAX_BYTES, leaves, read_text
+from zjax.errors import ConfigError
+
+AUTO = {
+    "bf16": {"enabled": "auto"},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": "auto", "betas": "auto", "eps": "auto"},
+    },
+    "scheduler": {
+        "type": "WarmupLR",
+        "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto"},
+    },
+    "zero_optimization": {
+        "stage": 3,
+        "overlap_comm": True,
+        "reduce_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+        "stage3_gather_16bit_weights_on_model_save": True,
+    },
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+}
+"""Filled by the run, as of a trainer."""
+HALF = {
+    "train_batch_size": 4_096,
+    "train_micro_batch_size_per_gpu": 8,
+    "gradient_clipping": 0.0,
+    "optimizer": {"type": "Adam", "params": {"lr": 4e-4, "adam_w_mode": False}},
+    "fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 12},
+}
+HOST = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 4,
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "nvme", "nvme_path": "/disk", "ratio": 1.0},
+        "offload_param": {"device": "cpu", "pin_memory": True},
+    },
+    "aio": {"block_size": 262_144},
+    "bf16": {"enabled": True},
+}
+SAVING = {
+    "train_batch_size": 256,
+    "curriculum_learning": {
+        "enabled": True,
+        "curriculum_type": "seqlen",
+        "min_difficulty": 64,
+        "max_difficulty": 1_024,
+        "schedule_type": "fixed_linear",
+        "schedule_config": {"total_curriculum_step": 500, "difficulty_step": 64},
+    },
+    "progressive_layer_drop": {"enabled": True, "theta": 0.5, "gamma": 0.001},
+    "data_efficiency": {
+        "enabled": True,
+        "data_routing": {
+            "enabled": True,
+            "random_ltd": {
+                "enabled": True,
+                "total_layer_num": 12,
+                "random_ltd_layer_num": 10,
+                "random_ltd_layer_id": [*range(1, 11)],
+                "model_type": "decoder",
+                "random_ltd_schedule": {
+                    "min_value": 128,
+                    "max_value": 1_024,
+                    "schedule_type": "fixed_linear",
+                    "schedule_config": {"require_steps": 700, "seq_per_step": 128},
+                },
+            },
+        },
+    },
+}
+BITS = {
+    "train_batch_size": 64,
+    "optimizer": {"type": "OneBitAdam", "params": {"lr": 2e-4, "freeze_step": 400}},
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {"warmup_num_steps": 100, "total_num_steps": 2_000},
+    },
+}
+BIG_BIRD = {
+    "train_batch_size": 8,
+    "sparse_attention": {
+        "mode": "bigbird",
+        "block": 16,
+        "num_random_blocks": 1,
+        "num_sliding_window_blocks": 3,
+        "num_global_blocks": 1,
+    },
+}
+CASES = [AUTO, HALF, HOST, SAVING, BITS, BIG_BIRD]
+EXPECTED = [
+    {"zero.stage": 3, "optimizer.name": "adamw", "optimizer.schedule": "constant"},
+    {
+        "global_batch_size": 4_096,
+        "microbatch_size": 8,
+        "optimizer.name": "adam",
+        "optimizer.clip_norm": math.inf,
+        "optimizer.b2": 0.999,
+        "optimizer.weight_decay": 0.0,
+        "optimizer.num_warmup_steps": 0,
+        "precision.compute_dtype": "float16",
+        "precision.loss_scale.initial": 4_096.0,
+        "zero.stage": 0,
+    },
+    {
+        "global_batch_size": 0,
+        "num_microbatches": 4,
+        "zero.optimizer_memory": "nvme",
+        "zero.parameter_memory": "pinned_host",
+        "zero.nvme_paths": ("/disk",),
+        "optimizer.clip_norm": 1.0,
+    },
+    {
+        "num_microbatches": 1,
+        "sequence_warmup.form": "truncate",
+        "sequence_warmup.pacing.num_steps": 500,
+        "random_ltd.form": "layerwise",
+        "random_ltd.pacing.num_steps": 700,
+        "layer_drop.theta": 0.5,
+        "precision.compute_dtype": "float32",
+    },
+    {
+        "optimizer.name": "onebit_adam",
+        "optimizer.freeze_step": 400,
+        "mesh.replica": -1,
+        "num_steps": 2_000,
+        "optimizer.warmup": "log",
+        "optimizer.peak_learning_rate": 1e-3,
+        "optimizer.final_learning_rate_fraction": 0.0,
+    },
+    {"model.attention": "sparse", "model.kind": "encoder", "model.sparsity.block": 16},
+]
+
+
+@pytest.mark.parametrize(("values", "expected"), [*zip(CASES, EXPECTED, strict=True)])
+def test_settings_and_a_verdict_on_each_key(values, expected):
+    found = convert(values)
+    assert not found.problems()
+    assert expected.items() <= found.settings.items()
+    given = [row.key for row in found.rows if not row.is_default]
+    assert given == [*leaves(values)]
+    load_config({}, found.settings)  # settings exist, and have these types
+    names = {name for row in found.rows for name in row.note.split("=")[0].split()}
+    assert names & found.settings.keys()
+
+
+def test_auto_leaves_the_run_as_it_is():
+    found = convert(AUTO)
+    assert {"global_batch_size", "optimizer.clip_norm"}.isdisjoint(found.settings)
+    assert "precision.compute_dtype" not in found.settings
+    told = {row.key: row.note for row in found.rows}
+    assert told["train_batch_size"] == "as the run has it"
+
+
+def test_the_config_file_has_the_same_settings(tmp_path):
+    found = convert(HOST)
+    path = tmp_path / "ours.py"
+    path.write_text(report.config_file(found))
+    assert load_config(path) == load_config({}, found.settings)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        pytest.param(
+            {"train_batch_size": 8, "gradient_cliping": 1.0},
+            "gradient_cliping=1.0 is not a key of DeepSpeed; "
+            "did you mean gradient_clipping?",
+            id="misspelt",
+        ),
+        pytest.param(
+            {"train_batch_size": "BATCH", "zero_optimization": {"stages": 2}},
+            "train_batch_size='BATCH' is not a whole number; write a whole number\n"
+            "zero_optimization.stages=2 is not a key of DeepSpeed; "
+            "did you mean stage?\n"
+            "train_batch_size='BATCH' is not given; "
+            "give it, or train_micro_batch_size_per_gpu",
+            id="template-and-unknown-inside",
+        ),
+        pytest.param(
+            {"fp16": {"enabled": True}, "bf16": {"enabled": True}},
+            "train_batch_size=None is not given; "
+            "give it, or train_micro_batch_size_per_gpu\n"
+            "bf16.enabled=True is on with fp16.enabled; keep one of them",
+            id="two-dtypes-no-batch",
+        ),
+        pytest.param(
+            {"train_batch_size": 8, "compression_training": {"a": {"enabled": True}}},
+            "compression_training='1 keys' is not supported; leave it out",
+            id="section",
+        ),
+        pytest.param(
+            {"train_batch_size": 8, "optimizer": {"type": "Adagrad"}},
+            "optimizer.type='Adagrad' is not supported; "
+            "give an optax optimizer to zjax.initialize in its place",
+            id="optimizer",
+        ),
+        pytest.param(
+            {"train_batch_size": 8, "scheduler": {"type": "WarmupCosineLR"}},
+            "scheduler.params.total_num_steps=None is not given; "
+            "give it: WarmupCosineLR ends there",
+            id="schedule-without-end",
+        ),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(values, message):
+    assert "\n".join(map(str, convert(values).problems())) == message
+
+
+def test_sections_that_are_off_and_unknown_ones_need_nothing():
+    values = {"train_batch_size": 8, "amp": {"enabled": False}, "my_notes": "x"}
+    found = convert(values)
+    assert not found.problems()
+    assert [row.verdict for row in found.rows if row.key == "my_notes"] == [
+        "not needed"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "ds_config='ds' does not begin with '{'; keep the object alone"),
+        (
+            "cat <<EOT > ds.json\n{}\nEOT",
+            "ds_config='ds' does not begin with '{'; keep the object alone",
+        ),
+        (
+            '{"a": 1, "b": {"c": 1, "c": 2}}',
+            "ds_config='ds' has more than one c; keep one of them",
+        ),
+        (
+            '{"a": 1',
+            "ds_config='ds' is not JSON on line 1 (Bad key name (eof)); "
+            "correct it there",
+        ),
+    ],
+)
+def test_texts_that_are_not_a_ds_config(text, message):
+    with pytest.raises(ConfigError) as error:
+        read_text(text, "ds")
+    assert str(error.value) == message
+
+
+def test_comments_and_trailing_commas_are_read():
+    text = '// whole\n{"zero_optimization": {"stage": 2,}, # part\n "a": 5e8,}'
+    assert read_text(text) == {"zero_optimization": {"stage": 2}, "a": 500_000_000}
+
+
+def test_a_file_has_a_bound_and_must_be_there(tmp_path):
+    path = tmp_path / "large.json"
+    path.write_text("{}" + " " * MAX_BYTES)
+    with pytest.raises(ConfigError, match="is above 1,048,576 bytes"):
+        read_settings(path)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_settings(tmp_path / "none.json")

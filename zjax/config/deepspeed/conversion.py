@@ -1,0 +1,212 @@
+"""What each key of a ds_config becomes, collected while it is read."""
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from zjax.config.deepspeed.reading import leaves
+from zjax.errors import Problem
+
+Verdict = Literal["mapped", "derived", "not needed", "not supported"]
+AUTO = "auto"
+_MISSING = object()
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One key.
+
+    Args:
+        key: Dotted path.
+        value: As in the file, or DeepSpeed's default.
+        verdict: What becomes of it.
+        note: The settings, the reason or the remedy.
+        is_default: Whether the file does not have it.
+    """
+
+    key: str
+    value: Any
+    verdict: Verdict
+    note: str
+    is_default: bool = False
+
+
+class Conversion:
+    """Settings that a ds_config amounts to, and a row for each of its keys.
+
+    Args:
+        values: Keys and values of the file, nested.
+    """
+
+    def __init__(self, values: Mapping[str, Any]):
+        self._given = leaves(values)
+        self.settings = dict[str, Any]()
+        """Values by path of a setting of zjax."""
+        self._rows = dict[str, Row]()
+        self._faults = dict[str, Problem]()
+        self._needs = list[Problem]()
+
+    @property
+    def rows(self) -> list[Row]:
+        """All rows: those of the file in its order, then defaults that matter."""
+        given = [self._judged(self._rows[key]) for key in self._given]
+        return given + [row for row in self._rows.values() if row.is_default]
+
+    def _judged(self, row: Row) -> Row:
+        if not (fault := self._faults.get(row.key)):
+            return row
+        return dataclasses.replace(row, verdict="not supported", note=fault.remedy)
+
+    def given(self, key: str) -> bool:
+        """Whether the file has this key, or one inside of it."""
+        return any(k == key or k.startswith(f"{key}.") for k in self._given)
+
+    def inside(self, section: str) -> list[str]:
+        """Keys of the file in a section of which nothing is told yet."""
+        return [
+            key
+            for key in self._given
+            if key.startswith(f"{section}.") and key not in self._rows
+        ]
+
+    def get(self, key: str, default: Any, *kinds: type) -> Any:
+        """The value of a key, of the type that DeepSpeed makes of it.
+
+        Args:
+            key: Dotted path.
+            default: DeepSpeed's value where there is none, or null.
+            kinds: Types; that of the default if there are none.
+
+        Returns:
+            The value, `AUTO`, or the default beside a problem of the type.
+        """
+        value = self._given.get(key)
+        if value is None or value == {}:
+            return default
+        if value == AUTO:
+            return AUTO
+        for kind in kinds or (type(default),):
+            coerced = coerce(value, kind)
+            if coerced is not _MISSING:
+                return coerced
+        names = " or ".join(
+            _NAMES.get(k, k.__name__) for k in kinds or (type(default),)
+        )
+        self._faults[key] = Problem(key, value, f"is not {names}", f"write {names}")
+        return default
+
+    def take(self, key: str, default: Any, *kinds: type) -> Any:
+        """As `get`, but None for "auto", which is told to come from the run."""
+        value = self.get(key, default, *kinds)
+        if value == AUTO:
+            self.derive(key, "as the run has it")
+            return None
+        return value
+
+    def set(
+        self, key: str, note: str = "", /, default: Any = _MISSING, **settings: Any
+    ):
+        """A key that is honoured by settings of zjax.
+
+        Args:
+            key: Dotted path in the file.
+            note: More to tell; a key with it is derived, and mapped without.
+            default: Value of DeepSpeed that matters where the file has none.
+            settings: Values by path, with `__` for dots.
+        """
+        named = {name.replace("__", "."): value for name, value in settings.items()}
+        self.settings |= named
+        shown = ", ".join(f"{name}={value!r}" for name, value in named.items())
+        text = "; ".join(filter(None, (shown, note)))
+        self._tell(key, "derived" if note else "mapped", text, default)
+
+    def derive(self, key: str, note: str) -> None:
+        """A key that zjax finds out by itself."""
+        self._tell(key, "derived", note)
+
+    def skip(self, key: str, why: str) -> None:
+        """A key that needs nothing here."""
+        self._tell(key, "not needed", why)
+
+    def refuse(self, key: str, remedy: str, problem: str = "is not supported") -> None:
+        """A key that cannot be honoured."""
+        if key in self._given:
+            value = self._given[key]
+            if key not in self._rows:
+                self._faults.setdefault(key, Problem(key, value, problem, remedy))
+            self._tell(key, "not supported", remedy)
+
+    def refuse_section(self, section: str, remedy: str) -> None:
+        """Keys that cannot be honoured, of which one error tells."""
+        for key in self.inside(section) or [section]:
+            self._tell(key, "not supported", remedy)
+        self.require(section, "is not supported", remedy)
+
+    def require(self, key: str, problem: str, remedy: str) -> None:
+        """A key that is missing, or conflicts with another."""
+        inside = [k for k in self._given if k.startswith(f"{key}.")]
+        value = f"{len(inside)} keys" if inside else self._given.get(key)
+        self._needs.append(Problem(key, value, problem, remedy))
+
+    def problems(self) -> list[Problem]:
+        """Keys that are not supported, unknown or of the wrong type."""
+        found = [self._faults[key] for key in self._given if key in self._faults]
+        return found + self._needs
+
+    def finish(self, known: list[str]) -> None:
+        """Refuses each key that no one asked for.
+
+        DeepSpeed ignores unknown sections, and so are those whose name is like none.
+
+        Args:
+            known: Keys among which to look for the nearest.
+        """
+        for key in self._given:
+            name = key.rpartition(".")[2]
+            outer = key.partition(".")[0]
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+            if outer not in known and not difflib.get_close_matches(
+                outer, known, n=1, cutoff=0.8
+            ):
+                self.skip(key, "not a key of DeepSpeed, which ignores it, too")
+                continue
+            remedy = f"did you mean {near[0]}?" if near else "leave it out"
+            self.refuse(key, remedy, "is not a key of DeepSpeed")
+
+    def _tell(self, key, verdict: Verdict, note, default=_MISSING) -> None:
+        if key in self._rows:
+            return
+        if key in self._given:
+            self._rows[key] = Row(key, self._given[key], verdict, note)
+        elif default is not _MISSING:
+            self._rows[key] = Row(key, default, verdict, note, is_default=True)
+
+
+def coerce(value: Any, kind: type) -> Any:
+    """A value as one of a type, if DeepSpeed takes it so.
+
+    Example:
+        >>> coerce(5e8, int), coerce("true", bool), coerce("3e-4", float)
+        (500000000, True, 0.0003)
+    """
+    if kind is bool:
+        words = {"true": True, "false": False, "1": True, "0": False}
+        if isinstance(value, bool):
+            return value
+        return words.get(str(value).lower(), _MISSING)
+    if isinstance(value, bool):
+        return _MISSING
+    if kind in (int, float) and isinstance(value, int | float | str):
+        try:
+            number = float(value)
+        except ValueError:
+            return _MISSING
+        if kind is float:
+            return number
+        return int(number) if number.is_integer() else _MISSING
+    return value if isinstance(value, kind) else _MISSING
+
+
+_NAMES = {bool: "true or false", int: "a whole number", float: "a number"}
+_NAMES |= {str: "a text", list: "a list", dict: "an object"}

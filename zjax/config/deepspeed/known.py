@@ -1,0 +1,23 @@
+"""Names of keys, among which to look for the nearest of an unknown one."""
+
+from zjax.config.deepspeed import optimizer, others, steps, zero
+
+KNOWN = [
+    *(steps.GLOBAL, steps.MICRO, steps.SUMS, "gradient_clipping", "steps_per_print"),
+    *("optimizer", "scheduler", "type", "params", "lr", "betas", "eps", "weight_decay"),
+    *("warmup_num_steps", "warmup_min_lr", "warmup_max_lr", "total_num_steps"),
+    *("fp16", "bf16", "enabled", "loss_scale", "initial_scale_power", "hysteresis"),
+    *("zero_optimization", "stage", "offload_optimizer", "offload_param", "device"),
+    *("nvme_path", "activation_checkpointing", "tensor_parallel", "pipeline", "aio"),
+    *("data_efficiency", "curriculum_learning", "sparse_attention", "bfloat16"),
+    *("progressive_layer_drop", "expert_parallel", "torch_autocast", "data_types"),
+    *("communication_data_type", "sequence_parallel_size", "data_parallel_size"),
+    *("tensorboard", "wandb", "csv_monitor", "sparse_gradients", "elasticity"),
+    *("gradient_allreduce_op", "prescale_gradients", "gradient_predivide_factor"),
+    *optimizer.NO_EFFECT,
+    *zero.NO_EFFECT,
+    *zero.OFFLOAD_NO_EFFECT,
+    *others.NO_EFFECT,
+    *others.SECTIONS,
+    *others.UNSUPPORTED,
+]

@@ -1,0 +1,198 @@
+"""The update rule and its learning rate."""
+
+from typing import Any
+
+from zjax.config.deepspeed.conversion import Conversion
+
+PARAMS = "optimizer.params"
+RULES = {
+    "adam": "adamw",
+    "adamw": "adamw",
+    "lamb": "lamb",
+    "lion": "lion",
+    "sgd": "sgd",
+    "muon": "muon",
+    "onebitadam": "onebit_adam",
+    "zerooneadam": "zero_one_adam",
+    "onebitlamb": "onebit_lamb",
+}
+"""Rules by the names of DeepSpeed in small letters."""
+ONE_BIT = ("onebit_adam", "zero_one_adam", "onebit_lamb")
+NO_EFFECT = {
+    "torch_adam": "XLA compiles the update",
+    "fused": "XLA compiles the update",
+    "foreach": "XLA compiles the update",
+    "set_grad_none": "gradients are values",
+    "cuda_aware": "XLA sends the bits",
+    "comm_backend_name": "XLA sends the bits",
+    "amsgrad": "it is off",
+}
+EARLIER = "each step has the rate of DeepSpeed's next one"
+LAMB_LIMITS = ("max_coeff", "min_coeff", "coeff_beta", "factor_max", "factor_min")
+LAMB_LIMITS += ("factor_threshold",)
+UNTIL = {
+    "onebit_adam": ("freeze_step", 100_000),
+    "onebit_lamb": ("freeze_step", 100_000),
+    "zero_one_adam": ("var_freeze_step", 100_000),
+}
+
+
+def convert_optimizer(found: Conversion) -> None:
+    """Reads `optimizer` and `scheduler`."""
+    name = _convert_rule(found)
+    _convert_schedule(found, has_rule=bool(name))
+
+
+def _convert_rule(found: Conversion) -> str:
+    kind = found.take("optimizer.type", "")
+    if not kind:
+        found.skip("optimizer.legacy_fusion", "XLA compiles the update")
+        return ""
+    name = RULES.get(kind.lower(), "")
+    if not name:
+        found.refuse(
+            "optimizer.type", "give an optax optimizer to zjax.initialize in its place"
+        )
+        for key in found.inside(PARAMS):
+            found.skip(key, "its optimizer is not supported")
+        return ""
+    decoupled = found.take(f"{PARAMS}.adam_w_mode", True)
+    if kind.lower() == "adam" and not decoupled:
+        name = "adam"
+    found.skip(f"{PARAMS}.adam_w_mode", f"the rule is {name}")
+    note = (
+        "weight decay of matrices alone" if found.given(_param("weight_decay")) else ""
+    )
+    found.set("optimizer.type", note, optimizer__name=name)
+    _convert_numbers(found, name)
+    for key, why in NO_EFFECT.items():
+        found.skip(_param(key), why)
+    if found.take(_param("amsgrad"), False):
+        found.refuse(_param("amsgrad"), "leave it out")
+    if name in ONE_BIT:
+        found.derive(_param("bias_correction"), "moments are corrected in any case")
+    elif found.take(_param("bias_correction"), True):
+        found.skip(_param("bias_correction"), "moments are corrected")
+    else:
+        found.refuse(_param("bias_correction"), "use true")
+    if found.given(_param("max_grad_norm")):
+        found.refuse(_param("max_grad_norm"), "write it as gradient_clipping")
+    if name in ONE_BIT:
+        _convert_one_bit(found, name)
+    for key in LAMB_LIMITS:
+        if name == "onebit_lamb":
+            found.derive(_param(key), "mean norms of the warm-up are kept in its place")
+        else:
+            found.refuse(_param(key), "leave it out: ratios of norms have no limits")
+    for key in found.inside(PARAMS):
+        found.refuse(key, "leave it out", f"is not a parameter of {kind}")
+    return name
+
+
+def _convert_numbers(found: Conversion, name: str) -> None:
+    b1_of_sgd = found.take(_param("momentum"), 0.95 if name == "muon" else 0.0)
+    if (rate := found.take(_param("lr"), 1e-3)) is not None:
+        found.set(_param("lr"), default=rate, optimizer__peak_learning_rate=rate)
+    if (decay := found.take(_param("weight_decay"), 0.0)) is not None:
+        found.set(_param("weight_decay"), default=decay, optimizer__weight_decay=decay)
+    if name in ("sgd", "muon"):
+        if b1_of_sgd is not None:
+            found.set(_param("momentum"), default=b1_of_sgd, optimizer__b1=b1_of_sgd)
+        return
+    betas = found.take(_param("betas"), [0.9, 0.999], list)
+    if betas is not None:
+        _convert_betas(found, betas)
+    if name == "lion":
+        return
+    if (eps := found.take(_param("eps"), 1e-8)) is not None:
+        found.set(_param("eps"), default=eps, optimizer__eps=eps)
+
+
+def _convert_betas(found: Conversion, betas: list[Any]) -> None:
+    key = _param("betas")
+    if len(betas) != 2 or not all(isinstance(b, int | float) for b in betas):
+        found.refuse(key, "write two numbers, as [0.9, 0.999]", "are not two numbers")
+        return
+    b1, b2 = map(float, betas)
+    found.set(key, default=betas, optimizer__b1=b1, optimizer__b2=b2)
+
+
+def _convert_one_bit(found: Conversion, name: str) -> None:
+    """Its copies of the model take the place of data shards."""
+    found.settings |= {"mesh.replica": -1, "mesh.data": 1}
+    key, default = UNTIL[name]
+    if (step := found.take(_param(key), default)) is not None:
+        found.set(_param(key), default=step, optimizer__freeze_step=step)
+    if name != "zero_one_adam":
+        return
+    scalers = {"var_update_scaler": 16, "local_step_scaler": 32_678}
+    for key, default in (scalers | {"local_step_clipper": 16}).items():
+        if (value := found.take(_param(key), default)) is not None:
+            settings = {f"optimizer__{key}": value}
+            found.set(_param(key), default=value, **settings)
+
+
+def _convert_schedule(found: Conversion, *, has_rule: bool) -> None:
+    kind = found.take("scheduler.type", "")
+    if not kind:
+        if has_rule and not found.given("scheduler"):
+            found.set(
+                "scheduler",
+                default=None,
+                optimizer__schedule="constant",
+                optimizer__num_warmup_steps=0,
+            )
+        return
+    shapes = {"WarmupLR": "constant", "WarmupDecayLR": "linear"}
+    shapes["WarmupCosineLR"] = "cosine"
+    if kind not in shapes:
+        found.refuse("scheduler.type", f"use one of {', '.join(shapes)}")
+        for key in found.inside("scheduler.params"):
+            found.skip(key, "its scheduler is not supported")
+        return
+    shape = _convert_warmup(found)
+    late = "" if (kind, shape) == ("WarmupLR", "log") else EARLIER
+    found.set("scheduler.type", late, optimizer__schedule=shapes[kind])
+    _convert_ends(found, kind)
+
+
+def _convert_warmup(found: Conversion) -> str | None:
+    steps = found.take("scheduler.params.warmup_num_steps", 1_000)
+    if steps is not None:
+        key = "scheduler.params.warmup_num_steps"
+        found.set(key, default=steps, optimizer__num_warmup_steps=steps)
+    shape = found.take("scheduler.params.warmup_type", "log")
+    if shape is not None:
+        key = "scheduler.params.warmup_type"
+        found.set(key, default=shape, optimizer__warmup=shape)
+    for name in ("warmup_min_lr", "warmup_min_ratio"):
+        key = f"scheduler.params.{name}"
+        if found.take(key, 0.0):
+            found.refuse(key, "use 0: a warm-up starts there")
+        else:
+            found.skip(key, "a warm-up starts at 0")
+    return shape
+
+
+def _convert_ends(found: Conversion, kind: str) -> None:
+    key = "scheduler.params.warmup_max_lr"
+    if peak := found.take(key, 1e-3 if kind == "WarmupDecayLR" else 0.0):
+        found.set(key, default=peak, optimizer__peak_learning_rate=peak)
+    key = "scheduler.params.total_num_steps"
+    total = found.take(key, 0)
+    if total:
+        found.set(key, num_steps=total)
+    elif total == 0 and kind != "WarmupLR":
+        found.require(key, "is not given", f"give it: {kind} ends there")
+    if kind == "WarmupDecayLR":
+        found.settings["optimizer.final_learning_rate_fraction"] = 0.0
+    if kind == "WarmupCosineLR":
+        least = found.take("scheduler.params.cos_min_ratio", 1e-4)
+        if least is not None:
+            key = "scheduler.params.cos_min_ratio"
+            settings = {"optimizer__final_learning_rate_fraction": least}
+            found.set(key, default=least, **settings)
+
+
+def _param(name: str) -> str:
+    return f"{PARAMS}.{name}"

@@ -1,0 +1,69 @@
+"""Axes of the mesh, and what the backward pass recomputes."""
+
+from zjax.config.deepspeed.conversion import Conversion
+
+CHECKPOINTS = "activation_checkpointing"
+
+
+def convert_parallel(found: Conversion) -> None:
+    """Reads the sizes of the mesh and `activation_checkpointing`."""
+    _convert_tensor(found)
+    _convert_pipeline(found)
+    axes = {
+        "sequence_parallel_size": "mesh__sequence",
+        "data_parallel_size": "mesh__data",
+    }
+    for key, setting in axes.items():
+        if size := found.take(key, 0):
+            found.set(key, **{setting: size})
+    _convert_experts(found)
+    _convert_recomputation(found)
+
+
+def _convert_tensor(found: Conversion) -> None:
+    section = "tensor_parallel"
+    sizes = [f"{section}.autotp_size", f"{section}.tp.tp_size", f"{section}.tp_size"]
+    for key in sizes:
+        size = found.take(key, 0)
+        if size and size > 1:
+            found.set(key, mesh__tensor=size)
+        else:
+            found.skip(key, "one device holds each matrix")
+    for key in found.inside(section):
+        found.skip(key, "names of dims place the matrices; see mesh.rules")
+
+
+def _convert_pipeline(found: Conversion) -> None:
+    stages = found.take("pipeline.stages", "auto", int, str)
+    if isinstance(stages, int) and stages > 1:
+        found.set("pipeline.stages", mesh__pipeline=stages)
+    if found.take("pipeline.activation_checkpoint_interval", 0):
+        found.set("pipeline.activation_checkpoint_interval", model__remat="full")
+    for key in found.inside("pipeline"):
+        found.skip(key, "stages have equally many layers")
+
+
+def _convert_experts(found: Conversion) -> None:
+    section = "expert_parallel"
+    if found.take(f"{section}.enabled", False):
+        size = found.take(f"{section}.autoep_size", 1)
+        found.set(f"{section}.enabled", "model.moe describes the experts")
+        if size is not None:
+            found.set(f"{section}.autoep_size", mesh__expert=size)
+    for key in found.inside(section):
+        found.skip(key, "model.moe describes the experts")
+    key = "use_data_before_expert_parallelism"
+    found.skip(key, "the mesh has one order of its axes")
+
+
+def _convert_recomputation(found: Conversion) -> None:
+    key = f"{CHECKPOINTS}.cpu_checkpointing"
+    if found.take(key, False):
+        found.set(key, model__activation_memory="pinned_host", model__remat="full")
+    else:
+        found.skip(key, "inputs of layers stay on the devices")
+    key = f"{CHECKPOINTS}.partition_activations"
+    if found.take(key, False):
+        found.derive(key, "activations are sharded as the mesh shards them")
+    for key in found.inside(CHECKPOINTS):
+        found.skip(key, "model.remat says what is recomputed")

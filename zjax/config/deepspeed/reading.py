@@ -1,0 +1,93 @@
+"""Reads a ds_config.json as DeepSpeed does: HJSON, and no key twice."""
+
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import hjson
+
+from zjax.errors import ConfigError, Problem
+
+MAX_BYTES = 1 << 20
+"""Larger files are not configurations."""
+
+
+def read_file(path: pathlib.Path) -> dict[str, Any]:
+    """The keys and values of a file.
+
+    Args:
+        path: JSON, also with comments and trailing commas.
+
+    Raises:
+        ConfigError: No such file, too large, not HJSON, or a key is there twice.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+        text = data.decode("utf-8-sig")
+    except OSError as error:
+        raise _error(path, f"cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise _error(path, "is not UTF-8 text", "save it as UTF-8") from error
+    if len(data) > MAX_BYTES:
+        raise _error(path, f"is above {MAX_BYTES:,} bytes", "give a ds_config.json")
+    return read_text(text, str(path))
+
+
+def read_text(text: str, name: str = "ds_config") -> dict[str, Any]:
+    r"""The keys and values of a text.
+
+    Args:
+        text: HJSON, whose outermost value is an object.
+        name: Name of the text in errors.
+
+    Raises:
+        ConfigError: The text is not HJSON, or a key is there twice.
+
+    Example:
+        >>> read_text('{"zero_optimization": {"stage": 2,}, # sharded \n}')
+        {'zero_optimization': {'stage': 2}}
+    """
+    twice = list[str]()
+
+    def to_dict(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        twice.extend(key for key in found if sum(k == key for k, _ in pairs) > 1)
+        return found
+
+    if not text.lstrip().startswith(("{", "#", "//", "/*")):
+        raise _error(name, "does not begin with '{'", "keep the object alone")
+    try:
+        values = hjson.loads(text, object_pairs_hook=to_dict)
+    except (hjson.HjsonDecodeError, RecursionError) as error:
+        where = getattr(error, "lineno", None)
+        place = f" on line {where}" if where else ""
+        problem = f"is not JSON{place} ({str(error).partition(':')[0]})"
+        raise _error(name, problem, "correct it there") from error
+    if twice:
+        keys = ", ".join(twice)
+        raise _error(name, f"has more than one {keys}", "keep one of them")
+    if not isinstance(values, dict):
+        raise _error(name, f"holds a {type(values).__name__}", "give an object")
+    return values
+
+
+def leaves(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Values by dotted path; an empty section is a value.
+
+    Example:
+        >>> leaves({"zero_optimization": {"stage": 2}, "fp16": {}})
+        {'zero_optimization.stage': 2, 'fp16': {}}
+    """
+    found = dict[str, Any]()
+    for key, value in values.items():
+        path = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value:
+            found |= leaves(value, f"{path}.")
+        else:
+            found[path] = value
+    return found
+
+
+def _error(name: object, problem: str, remedy: str = "give a readable file"):
+    return ConfigError(Problem("ds_config", str(name), problem, remedy))

@@ -1,0 +1,66 @@
+"""A ds_config as the config file that it amounts to, and what becomes of its keys."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from zjax.config.deepspeed.conversion import Conversion
+
+
+def config_file(found: Conversion) -> str:
+    """A Python config file with the settings, for `zjax train --config`.
+
+    Example:
+        >>> from zjax.config.deepspeed import convert
+        >>> print(config_file(convert({"train_batch_size": 8})).splitlines()[6])
+            config.global_batch_size = 8
+    """
+    lines = [
+        "from zjax.config import base",
+        "",
+        "",
+        "def get_config():",
+        "    config = base()",
+        "    # Batch sizes, optimizer, precision and memory are those of DeepSpeed.",
+        *(
+            f"    config.{path} = {_literal(value)}"
+            for path, value in found.settings.items()
+        ),
+        "    return config",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _literal(value: Any) -> str:
+    return 'float("inf")' if value == math.inf else repr(value)
+
+
+def table_rows(found: Conversion) -> list[tuple[str, ...]]:
+    """Key, value, verdict and note of each key, for a table."""
+    return [
+        (
+            row.key,
+            f"{_short(row.value)}{' (default)' * row.is_default}",
+            row.verdict,
+            row.note,
+        )
+        for row in found.rows
+    ]
+
+
+def summary(found: Conversion) -> str:
+    """How many keys there are of each verdict.
+
+    Example:
+        >>> from zjax.config.deepspeed import convert
+        >>> summary(convert({"train_batch_size": 8, "gradient_clipping": 1.0}))
+        '2 mapped'
+    """
+    verdicts: Sequence[str] = [row.verdict for row in found.rows if not row.is_default]
+    counts = {name: verdicts.count(name) for name in dict.fromkeys(verdicts)}
+    return ", ".join(f"{number} {name}" for name, number in counts.items())
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 24 else f"{text[:21]}..."

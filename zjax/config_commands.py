@@ -1,0 +1,28 @@
+"""`zjax convert`: the settings that a ds_config.json of DeepSpeed amounts to."""
+
+import pathlib
+import sys
+
+from zjax.commands import Parser
+from zjax.config.deepspeed import convert, report
+from zjax.config.deepspeed.reading import read_file
+from zjax.config.paths import local_path
+from zjax.sharding.describe import render_table
+
+
+def convert_file() -> None:
+    """Prints a config file, and what becomes of each key of the ds_config.json.
+
+    It exits with status 1 where keys are not supported.
+    """
+    parser = Parser("zjax convert", allow_abbrev=False)
+    parser.add_argument("file", help="ds_config.json of DeepSpeed")
+    given = parser.parse_args(sys.argv[2:])
+    found = convert(read_file(pathlib.Path(local_path("file", given.file))))
+    print(report.config_file(found))
+    columns = ("key of DeepSpeed", "value", "here", "settings, reason or remedy")
+    print(render_table(columns, report.table_rows(found)))
+    print(report.summary(found))
+    for problem in found.problems():
+        print(f"zjax: {problem}", file=sys.stderr)
+    sys.exit(1 if found.problems() else 0)
