@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import jax
 from absl import app, flags, logging
 
-from zjax import commands, data_commands, processes
+from zjax import commands, config_commands, data_commands, processes
 from zjax.bench.command import (
     CONTEST_FLAGS,
     check_contest_flags,
@@ -357,6 +357,12 @@ COMMANDS = {
             "dtype": "",
             "format": "",
         },
+    ),
+    "convert": Command(
+        config_commands.convert_file,
+        "Prints the config of a ds_config.json, and what becomes of each of its keys.",
+        "zjax convert ds_config.json",
+        arguments="FILE",
     ),
     "check": Command(
         commands.check,

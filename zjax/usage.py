@@ -25,6 +25,7 @@ _ADDED = re.compile(r"^<[^>]*>: |;\s+repeat this option.*", re.DOTALL)
 """What absl adds to the help of a flag."""
 _SETTINGS = (
     ("--config=FILE", "Python (.py), Gin (.gin), or a name such as quickstart."),
+    ("--ds_config=FILE", "DeepSpeed's configuration, which wins over FILE."),
     ("--config.zero.stage=3", "Changes one setting; `zjax config` lists all."),
     ("--gin_file=FILE, --gin=...", "Gin files, and bindings like config.seed=1."),
 )

@@ -1,6 +1,7 @@
 """Learning rates against their closed forms."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +35,22 @@ def test_schedule_equals_its_closed_form(kind, num_warmup):
     got = make(kind, 1000, **shape)(jnp.arange(1200))
     want = [reference.fraction(s, kind=kind, num_steps=1000, **shape) for s in steps]
     np.testing.assert_allclose(got, PEAK * np.array(want), rtol=1e-5, atol=PEAK * 1e-6)
+
+
+def test_a_log_warmup_is_that_of_deepspeed():
+    """Its scheduler steps after the optimizer: update n has the rate of step n - 1."""
+    optimizer = schema.Optimizer(
+        schedule="constant",
+        peak_learning_rate=PEAK,
+        num_warmup_steps=100,
+        warmup="log",
+    )
+    rate = schedules.make_schedule(schema.Config(num_steps=300, optimizer=optimizer))
+    theirs = [0.0, *(min(1.0, math.log(n) / math.log(100)) for n in range(1, 300))]
+    got = jax.vmap(rate)(jnp.arange(300))
+    np.testing.assert_allclose(
+        got, PEAK * np.array(theirs), rtol=1e-5, atol=PEAK * 1e-6
+    )
 
 
 def test_linear_decay_meets_the_golden_values():

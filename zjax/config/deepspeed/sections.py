@@ -1,0 +1,63 @@
+"""All sections of a ds_config, in the order in which they are read."""
+
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from zjax.config import override, paths
+from zjax.config.deepspeed.conversion import Conversion
+from zjax.config.deepspeed.efficiency import convert_efficiency
+from zjax.config.deepspeed.known import KNOWN
+from zjax.config.deepspeed.optimizer import convert_optimizer
+from zjax.config.deepspeed.others import convert_others
+from zjax.config.deepspeed.parallel import convert_parallel
+from zjax.config.deepspeed.precision import convert_precision
+from zjax.config.deepspeed.reading import read_file
+from zjax.config.deepspeed.steps import convert_steps
+from zjax.config.deepspeed.zero import convert_zero
+from zjax.errors import ConfigError
+
+
+def convert(values: Mapping[str, Any]) -> Conversion:
+    """Reads a ds_config as DeepSpeed 0.19 does.
+
+    Args:
+        values: Its keys and values, as of `zjax.config.deepspeed.reading`.
+
+    Returns:
+        The settings, a row for each key, and problems.
+
+    Example:
+        >>> found = convert({"train_batch_size": 64, "zero_optimization": {"stage": 2}})
+        >>> found.settings["zero.stage"], found.settings["global_batch_size"]
+        (2, 64)
+        >>> [row.verdict for row in found.rows][:2]
+        ['mapped', 'mapped']
+    """
+    found = Conversion(values)
+    convert_steps(found)
+    convert_optimizer(found)
+    convert_precision(found)
+    convert_zero(found)
+    convert_parallel(found)
+    convert_efficiency(found)
+    convert_others(found)
+    found.finish(KNOWN)
+    return found
+
+
+def read_settings(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Settings of zjax from a file.
+
+    Args:
+        path: A ds_config.json on this machine.
+
+    Raises:
+        ConfigError: The file cannot be read, or has keys that are not supported,
+            unknown or of the wrong type (all at once).
+    """
+    found = convert(read_file(pathlib.Path(paths.local_path("ds_config", path))))
+    if problems := found.problems():
+        raise ConfigError(*problems)
+    return override.merge({}, found.settings)
