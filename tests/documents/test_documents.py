@@ -25,7 +25,7 @@ PYTHON = re.compile(r"^```python\n(.*?)^```", re.M | re.S)
 FENCE = re.compile(r"^```.*?^```", re.M | re.S)
 HEADING = re.compile(r"^#+ (.+)$", re.M)
 TYPED = re.compile(r"(?:^    |`)(zjax [^`\n]*--[^`\n]*)", re.M)
-COMMON_FLAGS = ("config", "gin_file", "gin", "simulated_devices", "help")
+COMMON_FLAGS = ("config", "ds_config", "gin_file", "gin", "simulated_devices", "help")
 
 
 def name_of(path):

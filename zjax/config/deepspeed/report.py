@@ -36,16 +36,17 @@ def _literal(value: Any) -> str:
 
 
 def table_rows(found: Conversion) -> list[tuple[str, ...]]:
-    """Key, value, verdict and note of each key, for a table."""
-    return [
-        (
-            row.key,
-            f"{_short(row.value)}{' (default)' * row.is_default}",
-            row.verdict,
-            row.note,
-        )
-        for row in found.rows
-    ]
+    """Key, value, verdict and note of each key, for a table; a line names a section."""
+    rows, last = list[tuple[str, ...]](), ""
+    for row in found.rows:
+        section, _, inside = row.key.partition(".")
+        heading = f"{section}{', by default' * row.is_default}"
+        if inside and heading != last:
+            rows.append((heading, "", "", ""))
+        last = heading
+        name = f"  {inside}" if inside else heading
+        rows.append((name, _short(row.value), row.verdict, row.note))
+    return rows
 
 
 def summary(found: Conversion) -> str:
@@ -63,4 +64,4 @@ def summary(found: Conversion) -> str:
 
 def _short(value: Any) -> str:
     text = repr(value)
-    return text if len(text) <= 24 else f"{text[:21]}..."
+    return text if len(text) <= 12 else f"{text[:9]}..."
