@@ -1,6 +1,7 @@
 """Who installs a wheel has what a clone has: named configs, types, links that lead."""
 
 import email
+import json
 import pathlib
 import re
 import subprocess
@@ -48,6 +49,37 @@ def assert_absolute(text):
     links = LINK.findall(text)
     assert links
     assert [x for x in links if not x.startswith(("https://", "#"))] == []
+
+
+def test_the_image_is_in_step_with_the_package():
+    """Fails if the image has a Python, a CUDA or a program that zjax does not have."""
+    text = (ROOT / "Dockerfile").read_text()
+    project = PYPROJECT["project"]
+    (python,) = re.findall(r"^FROM python:([\d.]+)-slim$", text, re.M)
+    assert f"Programming Language :: Python :: {python}" in project["classifiers"]
+    (extra,) = re.findall(r"^RUN pip install --no-cache-dir '\.\[(\w+)\]'$", text, re.M)
+    assert project["optional-dependencies"][extra] == [f"jax[{extra}]"]
+    notebook = (ROOT / "examples" / "notebooks" / "install.py").read_text()
+    assert f'"[{extra}]"' in notebook
+    (entry,) = re.findall(r"^ENTRYPOINT (.+)$", text, re.M)
+    assert json.loads(entry)[0] in project["scripts"]  # a shell would keep signals
+    (config,) = re.findall(r"--config=(\w+)$", text, re.M)
+    assert named.find_config(config).is_file()
+
+
+def test_the_image_is_built_from_all_that_the_package_needs():
+    """Fails if a file is missing where the image is built, or `.git` goes there."""
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    rules = [line for line in lines if not line.startswith("#")]
+    sent = {rule.removeprefix("!") for rule in rules if rule.startswith("!")}
+    hatch = PYPROJECT["tool"]["hatch"]
+    readme = hatch["metadata"]["hooks"]["fancy-pypi-readme"]["fragments"]
+    needed = {"pyproject.toml", *PYPROJECT["project"]["license-files"]}
+    needed |= {*hatch["build"]["targets"]["wheel"]["only-include"]}
+    needed |= {fragment["path"] for fragment in readme}
+    assert rules[0] == "*"
+    assert sent == needed
+    assert all((ROOT / name).exists() for name in sent)
 
 
 @pytest.mark.parametrize("folder", ["configs", "zjax/configs"])
