@@ -138,11 +138,13 @@ def test_the_first_cell_installs_zjax_where_it_is_missing(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)
     monkeypatch.setattr(shutil, "which", lambda name: driver)
     monkeypatch.setattr(subprocess, "run", run)
-    exec(INSTALL.read_text(), {})
+    source, url = INSTALL.read_text(), "file:///content/zjax"
+    exec(source.replace('ZJAX = ""', f'ZJAX = "{url}"'), {})
     pip = ["-m", "pip", "install"]
-    pyproject = tomllib.loads((EXAMPLES.parent / "pyproject.toml").read_text())
-    url = f"git+{pyproject['project']['urls']['Repository']}"
     assert calls == [(pip, f"{name}{url}", True) for name in installed]
+    if found is None:
+        with pytest.raises(AssertionError, match="set ZJAX to the URL of its wheel"):
+            exec(source, {})
 
 
 def test_kinds_of_characters_and_their_experts():
