@@ -8,7 +8,6 @@ import runpy
 import shutil
 import subprocess
 import sys
-import tomllib
 
 import jupytext
 import nbclient
