@@ -160,6 +160,8 @@ def train() -> None:
         trainer = Trainer(config)
         if info.process_id == 0:
             print(f"compiled programs: {cache or 'not cached'}")
+            if flags.FLAGS.ds_config:
+                print(config_commands.summarise_file(flags.FLAGS.ds_config))
             print(trainer.describe())
             print(f"every array of the plan: {plan_command(sys.argv[2:])}")
         trainer.fit()

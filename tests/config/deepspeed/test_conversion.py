@@ -1,12 +1,14 @@
 """Files of DeepSpeed as settings: each key has one verdict, and none is lost."""
 
 import math
+import sys
 
 import pytest
 
 from zjax.config import load_config
 from zjax.config.deepspeed import convert, read_settings, report
 from zjax.config.deepspeed.reading import MAX_BYTES, leaves, read_text
+from zjax.config_commands import convert_file, summarise_file
 from zjax.errors import ConfigError
 
 AUTO = {
@@ -265,3 +267,24 @@ def test_a_file_has_a_bound_and_must_be_there(tmp_path):
         read_settings(path)
     with pytest.raises(ConfigError, match="cannot be read"):
         read_settings(tmp_path / "none.json")
+
+
+def test_a_run_tells_how_many_keys_became_what(tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text('{"train_batch_size": 8, "gradient_clipping": "auto"}')
+    told = summarise_file(str(path))
+    assert told == f"{path}: 1 mapped, 1 derived; each key: zjax convert {path}"
+
+
+def test_convert_prints_a_config_file_and_a_table(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "ds.json"
+    path.write_text('{"train_batch_size": 8, "amp": {"enabled": true}}')
+    monkeypatch.setattr(sys, "argv", ["zjax", "convert", str(path)])
+    with pytest.raises(SystemExit) as end:
+        convert_file()
+    printed = capsys.readouterr()
+    assert end.value.code == 1
+    assert "    config.global_batch_size = 8\n" in printed.out
+    assert "amp.enabled" not in printed.out  # its section is named once
+    assert "not supported   use bf16.enabled" in printed.out
+    assert printed.err == "zjax: amp='1 keys' is not supported; use bf16.enabled\n"
