@@ -130,6 +130,32 @@ def test_evaluate_says_the_loss_that_the_run_said(tmp_path, settings):
     assert told[4]["eval_loss"] != told[8]["eval_loss"]
 
 
+def test_a_run_describes_itself_and_knows_its_best_step(tmp_path):
+    """Fails if --run takes other settings, or best is the newest step."""
+    every = ("checkpoint.every_steps=4", "evaluation.every_steps=4")
+    late = ("optimizer.peak_learning_rate=3.0", "optimizer.num_warmup_steps=8")
+    small_run.fit(tmp_path / "run", *every, *late)
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    told = {row["step"]: row for row in map(json.loads, lines) if "eval_loss" in row}
+    assert told[4]["eval_loss"] < told[8]["eval_loss"]
+    (tmp_path / "run").rename(tmp_path / "moved")
+    run_of = (f"--run={tmp_path / 'moved'}", "--step=best")
+    out = run("evaluate", *run_of, "--config.evaluation.num_batches=2")
+    found = json.loads(out.splitlines()[-1])
+    assert (found["step"], found["evaluated_rows"]) == (4, 32)
+    assert found["eval_perplexity"] == pytest.approx(np.exp(found["eval_loss"]))
+    out = run("export", *run_of)
+    assert f"wrote {tmp_path / 'moved' / 'model.safetensors'}" in out
+    assert "weights raw of step 4\n" in out
+    words = ("generate", *run_of, "--prompt=5", "--simulated_devices=1")
+    flags = "temperature=0", "top_p=1e-9", "top_k=1", "seed=1", "seed=2"
+    typed = {flag: (*words, "--temperature=9", f"--{flag}") for flag in flags}
+    found = run_each(tmp_path, typed)
+    texts = {flag: said.splitlines()[-1] for flag, (_, said) in found.items()}
+    assert texts["top_p=1e-9"] == texts["top_k=1"] == texts["temperature=0"]
+    assert len({texts["temperature=0"], texts["seed=1"], texts["seed=2"]}) == 3
+
+
 def test_two_processes_train_as_one(tmp_path, settings, alone):
     """Fails if processes read the wrong rows, or do not average over each other."""
     out = run("launch", "--num_processes=2", "train", settings, "--simulated_devices=4")
@@ -303,6 +329,25 @@ REFUSED = {
         ("data", "prepare", "--input=x", "--output=y", "--config.data.length=8"),
         "zjax: --config.data.length='8' has no effect on zjax data prepare; leave "
         "it out\n",
+    ),
+    "settings-beside-those-of-a-run": (
+        ("evaluate", "--run=a", "--config=quickstart"),
+        "zjax: --config='quickstart' has no effect with --run, which has settings; "
+        "leave it out\n",
+    ),
+    "no-step": (
+        ("export", "--run=a", "--step=bset"),
+        "zjax: --step='bset' is not a step; use latest, best or a number\n",
+    ),
+    "no-best-step": (
+        ("export", "--run=/nope", "--step=best"),
+        "zjax: --step='best' has no checkpoint in /nope/checkpoints with a held-out "
+        "loss; use latest, or a number\n",
+    ),
+    "draws-out-of-range": (
+        ("generate", "--run=a", "--temperature=nan", "--top_p=0"),
+        "zjax: --temperature=nan is out of range; use 0 or more\n"
+        "--top_p=0.0 is out of range; use more than 0, and at most 1\n",
     ),
     "no-such-weights": (
         ("evaluate", "--part=foo"),

@@ -1,12 +1,14 @@
 """Commands that read checkpoints: `zjax generate`, `evaluate`, `export` and `check`.
 
 The first three use the weights of `--part` at `--step`, by default the evaluation
-weights of the newest checkpoint, and print which.
+weights of the newest checkpoint, and print which. `--run` names a run that describes
+itself.
 """
 
 import argparse
 import json
-import pathlib
+import math
+import os
 import sys
 from typing import NoReturn
 
@@ -17,7 +19,12 @@ from zjax.checkpoint.average import saved_parts
 from zjax.checkpoint.export import export_safetensors
 from zjax.checkpoint.inspect import describe_verdicts, inspect_steps, is_intact
 from zjax.checkpoint.store import Store
-from zjax.config.flags import config_from_flags
+from zjax.config.flags import (
+    FILE_FLAGS,
+    changes_given,
+    config_from_flags,
+    refuse_flags,
+)
 from zjax.config.load import load_config
 from zjax.config.paths import local_path
 from zjax.config.schema import Config
@@ -27,11 +34,63 @@ from zjax.observe.progress import describe_values
 from zjax.train.average import choose_part, parts_of
 from zjax.trainer import Trainer
 
+_MAX_DIGITS = 18
+_MAX_EXPONENT = 700
+"""Losses of which e to their power is a number."""
+
+
+def settings() -> Config:
+    """The settings of the run that the command line names, by `--run` or `--config`.
+
+    Raises:
+        ConfigError: Both are given, or the run does not describe itself.
+        CheckpointError: The run holds no such checkpoint.
+    """
+    if not flags.FLAGS.run:
+        return config_from_flags()
+    refuse_flags(FILE_FLAGS, "has no effect with --run, which has settings")
+    directory = local_path("run", flags.FLAGS.run)
+    store = open_store(directory)
+    saved = store.extra(chosen_step(store)).get("config")
+    if not saved:
+        remedy = "give its settings by --config"
+        raise ConfigError(Problem("run", directory, "holds no settings", remedy))
+    here = {"directory": directory, "microbatch_size": 0}  # it follows the devices
+    return load_config(saved, here, *changes_given())
+
+
+def chosen_step(store: Store) -> int | None:
+    """The checkpoint that `--step` names; None for the newest.
+
+    Raises:
+        ConfigError: It is no step, or no checkpoint knows its loss.
+    """
+    given = flags.FLAGS.step
+    if given == "latest":
+        return None
+    if given == "best":
+        best = store.best()
+        if best is None:
+            directory = str(store.directory)
+            problem = f"has no checkpoint in {directory} with a held-out loss"
+            remedy = "use latest, or a number"
+            raise ConfigError(Problem("--step", given, problem, remedy))
+        return best
+    if not (given.isascii() and given.isdigit() and len(given) <= _MAX_DIGITS):
+        remedy = "use latest, best or a number"
+        raise ConfigError(Problem("--step", given, "is not a step", remedy))
+    return int(given)
+
+
+def open_store(directory: str) -> Store:
+    """The checkpoints of the run in a directory."""
+    return Store(os.path.join(directory, "checkpoints"))
+
 
 def restored(config: Config) -> tuple[Trainer, str]:
     """A trainer restored from a checkpoint, and the kind of weights to use."""
     config = load_config(config, "checkpoint.resume=required")
-    trainer = Trainer(config, step=flags.FLAGS.step)
+    trainer = Trainer(config, step=chosen_step(open_store(config.directory)))
     part = choose_part(flags.FLAGS.part, parts_of(trainer.state))
     if jax.process_index() == 0:
         print(f"weights: {part} of step {trainer.step}", file=sys.stderr)
@@ -39,19 +98,47 @@ def restored(config: Config) -> tuple[Trainer, str]:
 
 
 def generate() -> None:
-    """Continues the prompt with a checkpoint."""
-    trainer, part = restored(config_from_flags())
+    """Continues the prompt with a checkpoint.
+
+    Raises:
+        ConfigError: A flag is out of range.
+    """
+    given = flags.FLAGS
+    check_sampling(given.temperature, given.top_p)
+    trainer, part = restored(settings())
     text = trainer.generate(
-        flags.FLAGS.prompt,
-        max_new_tokens=flags.FLAGS.max_new_tokens,
-        temperature=flags.FLAGS.temperature,
+        given.prompt,
+        max_new_tokens=given.max_new_tokens,
+        temperature=given.temperature,
+        top_k=given.top_k,
+        top_p=given.top_p,
+        seed=given.seed,
         part=part,
     )
     print(text)
 
 
+def check_sampling(temperature: float, top_p: float) -> None:
+    """Refuses flags of sampling that are out of range, before weights are read.
+
+    Raises:
+        ConfigError: Names each.
+    """
+    problems = []
+    if not 0 <= temperature < math.inf:
+        remedy = "use 0 or more"
+        problems += [Problem("--temperature", temperature, "is out of range", remedy)]
+    if not 0 < top_p <= 1:
+        remedy = "use more than 0, and at most 1"
+        problems += [Problem("--top_p", top_p, "is out of range", remedy)]
+    if problems:
+        raise ConfigError(*problems)
+
+
 def evaluate(config: Config) -> None:
     """Prints loss and metrics of a checkpoint on the evaluation data.
+
+    The perplexity of a decoder is e to its loss.
 
     Raises:
         ConfigError: The config evaluates nothing, or the checkpoint lacks the weights.
@@ -61,6 +148,9 @@ def evaluate(config: Config) -> None:
         raise ConfigError(Problem("evaluation.num_batches", 0, problem, remedy))
     trainer, part = restored(config)
     values = trainer.evaluate(part)
+    loss = values.get("eval_loss", math.inf)
+    if config.model.kind == "decoder" and loss < _MAX_EXPONENT:
+        values["eval_perplexity"] = math.exp(loss)
     if jax.process_index() == 0:
         of = f"weights {part} of step {trainer.step}"
         print("  ".join([of, *describe_values(values)]))
@@ -69,14 +159,14 @@ def evaluate(config: Config) -> None:
 
 def export() -> None:
     """Writes the weights of a checkpoint as safetensors, or for transformers."""
-    config = config_from_flags()
-    folder = pathlib.Path(config.directory)
+    config = settings()
     name, write = "model.safetensors", export_safetensors
     if flags.FLAGS.format == "hf":
         name, write = "huggingface", export_huggingface
-    output = local_path("output", flags.FLAGS.output or folder / name)
-    store = Store(str(folder / "checkpoints"))
-    step, dtype = flags.FLAGS.step, flags.FLAGS.dtype
+    default = os.path.join(config.directory, name)
+    output = local_path("output", flags.FLAGS.output or default)
+    store = open_store(config.directory)
+    step, dtype = chosen_step(store), flags.FLAGS.dtype
     part = choose_part(flags.FLAGS.part, saved_parts(store.entries(step)))
     size = write(store, output, part=part, step=step, dtype=dtype)
     step = store.latest() if step is None else step

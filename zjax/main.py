@@ -113,7 +113,8 @@ def define_flags(argv: Sequence[str] | None = None) -> None:
     flags.DEFINE_string("text_field", "text", "Field or column with the text.")
     flags.DEFINE_float("validation_fraction", 0.01, "Part of the text held out.")
     flags.DEFINE_enum("part", "auto", PARTS, "Which weights; auto takes averaged ones.")
-    flags.DEFINE_integer("step", None, "Checkpoint to read; the newest by default.")
+    flags.DEFINE_string("run", "", "Directory of a run, which has its settings.")
+    flags.DEFINE_string("step", "latest", "Checkpoint: latest, best or a number.")
     flags.DEFINE_enum(
         "format",
         "safetensors",
@@ -126,6 +127,11 @@ def define_flags(argv: Sequence[str] | None = None) -> None:
     flags.DEFINE_string("prompt", "def ", "Text to continue.")
     flags.DEFINE_integer("max_new_tokens", 0, "Tokens to add; 0 fills the context.")
     flags.DEFINE_float("temperature", 0.8, "0 takes the most likely token.")
+    flags.DEFINE_integer(
+        "top_k", 40, "Most likely tokens to draw from; 0 is all.", lower_bound=0
+    )
+    flags.DEFINE_float("top_p", 1.0, "Probability of the tokens to draw from.")
+    flags.DEFINE_integer("seed", 0, "Seed of the draws.", lower_bound=0)
 
 
 @contextlib.contextmanager
@@ -253,7 +259,7 @@ def bench() -> None:
 
 def evaluate() -> None:
     """Prints loss and metrics of a checkpoint on the evaluation data."""
-    config = config_flags.config_from_flags()
+    config = commands.settings()
     with connected(config):
         commands.evaluate(config)
 
@@ -317,13 +323,23 @@ COMMANDS = {
         commands.generate,
         "Continues a prompt with the weights of a checkpoint.",
         'zjax generate --config=quickstart --prompt="def "',
-        dict.fromkeys(("part", "step", "prompt", "max_new_tokens", "temperature"), ""),
+        {
+            "run": "",
+            "part": "",
+            "step": "",
+            "prompt": "",
+            "max_new_tokens": "",
+            "temperature": "",
+            "top_k": "",
+            "top_p": "",
+            "seed": "",
+        },
     ),
     "evaluate": Command(
         evaluate,
         "Prints loss and metrics of a checkpoint on held-out data.",
-        "zjax evaluate --config=quickstart --step=500",
-        {"part": "", "step": ""},
+        "zjax evaluate --run=runs/quickstart --step=best",
+        {"run": "", "part": "", "step": ""},
     ),
     "data prepare": Command(
         data_commands.prepare_data,
@@ -353,6 +369,7 @@ COMMANDS = {
         "Writes the weights of a checkpoint as safetensors.",
         "zjax export --config=quickstart --output=model.safetensors",
         {
+            "run": "",
             "part": "",
             "step": "",
             "output": "File or folder to write; in the folder of the run if not given.",

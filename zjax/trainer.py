@@ -310,6 +310,7 @@ class Trainer:
         max_new_tokens: int = 0,
         temperature: float = 0.8,
         top_k: int = 40,
+        top_p: float = 1.0,
         seed: int = 0,
         part: str = "auto",
     ) -> str:
@@ -320,6 +321,7 @@ class Trainer:
             max_new_tokens: Number of tokens to add; 0 fills the model's length.
             temperature: Softmax temperature; 0 takes the most likely token.
             top_k: Number of most likely tokens to sample from; 0 for all.
+            top_p: Probability mass of the most likely tokens to sample from.
             seed: Seed of the sampling.
             part: Weights, as for `evaluate`.
 
@@ -344,6 +346,7 @@ class Trainer:
             key=jax.random.key(seed),
             temperature=temperature,
             top_k=top_k,
+            top_p=top_p,
             end_id=tokenizer.end_id,
         )
         ids = jax.device_get(out)[0].tolist()

@@ -22,8 +22,12 @@ MAX_VALUES = {
     "devices_per_host": MAX_DEVICES,
     "num_params": 10**18,
     "device_gb": 10**6,
+    "top_k": 10**9,
+    "seed": 2**32 - 1,
 }
 """Largest value of numeric flags; the smallest is 0."""
+FILE_FLAGS = ("config", "ds_config", "gin", "gin_file")
+"""Flags that give settings, besides changes of single ones."""
 
 
 def define_flags(
@@ -119,11 +123,20 @@ def _value_problem(parser: flags.ArgumentParser) -> tuple[str, str]:
 
 def settings_given(flag_values: flags.FlagValues = flags.FLAGS) -> list[str]:
     """Names of the flags given that set a run, such as `config` and `config.seed`."""
-    files = ("config", "ds_config", "gin", "gin_file")
     return [
         name
         for name in flag_values
-        if (name in files or name.startswith("config.")) and flag_values[name].present
+        if (name in FILE_FLAGS or name.startswith("config."))
+        and flag_values[name].present
+    ]
+
+
+def changes_given(flag_values: flags.FlagValues = flags.FLAGS) -> list[str]:
+    """Changes of single settings that were given, such as `config.seed=1`."""
+    return [
+        f"{name}={flag_values[name].value}"
+        for name in flag_values
+        if name.startswith("config.") and flag_values[name].value is not None
     ]
 
 
@@ -169,11 +182,7 @@ def config_from_flags(flag_values: flags.FlagValues = flags.FLAGS) -> schema.Con
     path = flag_values["config"].value
     files = flag_values["gin_file"].value or []
     bindings = flag_values["gin"].value or []
-    changes = [
-        f"{name}={flag_values[name].value}"
-        for name in flag_values
-        if name.startswith("config.") and flag_values[name].value is not None
-    ]
+    changes = changes_given(flag_values)
     ds_config = flag_values["ds_config"].value
     if not (path or ds_config or changes or files or bindings):
         remedy = "use --config=quickstart, or --gin_file"
