@@ -29,6 +29,7 @@ from zjax.config.load import load_config
 from zjax.config.paths import local_path
 from zjax.config.schema import Config
 from zjax.errors import ConfigError, Problem
+from zjax.forward import AUXILIARY_LOSS
 from zjax.huggingface.export import export_huggingface
 from zjax.observe.progress import describe_values
 from zjax.train.average import choose_part, parts_of
@@ -138,7 +139,8 @@ def check_sampling(temperature: float, top_p: float) -> None:
 def evaluate(config: Config) -> None:
     """Prints loss and metrics of a checkpoint on the evaluation data.
 
-    The perplexity of a decoder is e to its loss.
+    The perplexity of a decoder is e to its cross-entropy: its loss, unless
+    `model.z_loss` adds to it, without that of the router of its experts.
 
     Raises:
         ConfigError: The config evaluates nothing, or the checkpoint lacks the weights.
@@ -148,9 +150,10 @@ def evaluate(config: Config) -> None:
         raise ConfigError(Problem("evaluation.num_batches", 0, problem, remedy))
     trainer, part = restored(config)
     values = trainer.evaluate(part)
-    loss = values.get("eval_loss", math.inf)
-    if config.model.kind == "decoder" and loss < _MAX_EXPONENT:
-        values["eval_perplexity"] = math.exp(loss)
+    entropy = values["eval_loss"] - values.get(f"eval_{AUXILIARY_LOSS}", 0.0)
+    is_of_text = config.model.kind == "decoder" and not config.model.z_loss
+    if is_of_text and entropy < _MAX_EXPONENT:
+        values["eval_perplexity"] = math.exp(entropy)
     if jax.process_index() == 0:
         of = f"weights {part} of step {trainer.step}"
         print("  ".join([of, *describe_values(values)]))
