@@ -24,7 +24,7 @@ FLOORS = (
     ("initialize",),
     ("trainer", "saving"),
     ("bench", "commands", "data_commands"),
-    ("config_commands",),
+    ("completion", "config_commands"),
     ("main",),
 )
 FLOOR = {part: height for height, parts in enumerate(FLOORS) for part in parts}

@@ -23,6 +23,7 @@ from zjax.budget.host import limit_pinned_pool
 from zjax.budget.report import PAPER_DEVICES, report_plan
 from zjax.budget.tables import describe_zero_table
 from zjax.compiler import simulation, use_program_cache
+from zjax.completion import SHELLS, completion_script
 from zjax.config import flags as config_flags
 from zjax.config.check import check_processes
 from zjax.config.describe import describe_settings
@@ -284,6 +285,13 @@ def launch() -> None:
     sys.exit(processes.supervise(command, given.num_processes))
 
 
+def complete() -> None:
+    """Prints the script of a shell."""
+    parser = commands.Parser("zjax completion", allow_abbrev=False)
+    parser.add_argument("shell", choices=SHELLS)
+    print(completion_script(parser.parse_args(sys.argv[2:]).shell, COMMANDS), end="")
+
+
 COMMANDS = {
     "train": Command(
         train,
@@ -394,6 +402,12 @@ COMMANDS = {
         "Runs another command as several processes of this machine.",
         "zjax launch --num_processes=2 train --config=quickstart",
         arguments="[--num_processes=2] COMMAND ...",
+    ),
+    "completion": Command(
+        complete,
+        "Prints a script by which a shell completes commands, flags and settings.",
+        'eval "$(zjax completion bash)"',
+        arguments="|".join(SHELLS),
     ),
     "report": Command(
         lambda: print(describe_machine()),

@@ -21,6 +21,7 @@ _KINDS = {
     "comma separated list of strings": "A,B",
 }
 """What stands for a value of a type of absl."""
+_NAMED = re.compile(r"--(\w+)=")
 _ADDED = re.compile(r"^<[^>]*>: |;\s+repeat this option.*", re.DOTALL)
 """What absl adds to the help of a flag."""
 _SETTINGS = (
@@ -55,6 +56,19 @@ class Command:
     flags: Mapping[str, str] = dataclasses.field(default_factory=dict)
     has_settings: bool = True
     arguments: str = ""
+
+
+def flags_of(command: Command) -> list[str]:
+    """Names of the flags that a command takes, besides changes of single settings.
+
+    Example:
+        >>> flags_of(Command(print, "", "", {"output": ""}, has_settings=False))
+        ['output', 'simulated_devices', 'flagfile']
+    """
+    if command.arguments:
+        return []
+    rows = (*(_SETTINGS if command.has_settings else ()), *_COMMON)
+    return [*command.flags, *(n for typed, _ in rows for n in _NAMED.findall(typed))]
 
 
 def describe_commands(commands: Mapping[str, Command]) -> str:

@@ -44,6 +44,16 @@ def describe_settings() -> str:
     return "\n".join(lines).strip() + "\n"
 
 
+def setting_paths() -> list[str]:
+    """Paths of all settings.
+
+    Example:
+        >>> setting_paths()[:2]
+        ['seed', 'num_steps']
+    """
+    return [path for path, _, _ in _settings(schema.Config(), "")]
+
+
 def _settings(section: Any, path: str) -> Iterator[tuple[str, type, Any]]:
     for field in dataclasses.fields(section):
         name = f"{path}.{field.name}" if path else field.name
