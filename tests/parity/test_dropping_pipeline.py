@@ -82,6 +82,7 @@ BY_HAND = {
     "layerwise, stage 3, tensors",
     "span, chunks",
     "layers, chunks",
+    "span, weights apart",
 }
 """What other cases hold in part."""
 

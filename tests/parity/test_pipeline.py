@@ -96,6 +96,7 @@ BY_HAND = {
     "interleaved, stage 2, llama",
     "weights apart, tensor",
     "heads traded along the sequence",
+    "weights apart, heads traded along the sequence",
     "the same, vocabulary that does not divide",
 }
 """What other cases hold among more."""

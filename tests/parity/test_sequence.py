@@ -68,9 +68,9 @@ CASES = {
             "sequence_attention": "ring",
         },
     ),
-    "bert-ring": ("bert", {"stage": 1, "mesh": schema.Mesh(sequence=8)}),
 }
 MORE = {
+    "bert-ring": ("bert", {"stage": 1, "mesh": schema.Mesh(sequence=8)}),
     "llama-ring-pipeline": (
         "llama",
         {
