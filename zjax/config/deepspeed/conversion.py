@@ -121,6 +121,21 @@ class Conversion:
         text = "; ".join(filter(None, (shown, note)))
         self._tell(key, "derived" if note else "mapped", text, default)
 
+    def copy(
+        self, key: str, setting: str, default: Any, *, tells_default: bool = True
+    ) -> None:
+        """A key that is one setting, as it stands.
+
+        Args:
+            key: Dotted path in the file.
+            setting: Its path, with `__` for dots.
+            default: DeepSpeed's value, which is set where the file has none.
+            tells_default: Whether that is worth a row.
+        """
+        if (value := self.take(key, default)) is not None:
+            told = value if tells_default else _MISSING
+            self.set(key, default=told, **{setting: value})
+
     def derive(self, key: str, note: str) -> None:
         """A key that zjax finds out by itself."""
         self._tell(key, "derived", note)
@@ -128,6 +143,20 @@ class Conversion:
     def skip(self, key: str, why: str) -> None:
         """A key that needs nothing here."""
         self._tell(key, "not needed", why)
+
+    def skip_rest(self, section: str, why: str) -> None:
+        """Keys of a section of which nothing is told yet, and that need nothing."""
+        for key in self.inside(section):
+            self.skip(key, why)
+
+    def refuse_if_on(
+        self, key: str, remedy: str, why: str = "it is off", default: Any = False
+    ) -> None:
+        """A switch, or a number, that cannot be honoured but off, or 0."""
+        if self.take(key, default):
+            self.refuse(key, remedy)
+        else:
+            self.skip(key, why)
 
     def refuse(self, key: str, remedy: str, problem: str = "is not supported") -> None:
         """A key that cannot be honoured."""

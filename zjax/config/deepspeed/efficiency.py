@@ -15,12 +15,10 @@ def convert_efficiency(found: Conversion) -> None:
     _convert_legacy(found)
     if found.take("data_efficiency.enabled", False):
         found.skip("data_efficiency.enabled", "see its sections")
-        if (seed := found.take("data_efficiency.seed", 1234)) is not None:
-            found.set("data_efficiency.seed", seed=seed)
+        found.copy("data_efficiency.seed", "seed", 1234, tells_default=False)
         _convert_curriculum(found)
         _convert_random_ltd(found)
-    for key in found.inside("data_efficiency"):
-        found.skip(key, "its section is off")
+    found.skip_rest("data_efficiency", "its section is off")
     _convert_layer_drop(found)
     _convert_sparsity(found)
 
@@ -35,8 +33,7 @@ def _convert_legacy(found: Conversion) -> None:
             _convert_lengths(found, section)
         else:
             found.refuse(f"{section}.curriculum_type", "use 'seqlen'")
-    for key in found.inside(section):
-        found.skip(key, "its section is off")
+    found.skip_rest(section, "its section is off")
 
 
 def _convert_curriculum(found: Conversion) -> None:
@@ -51,8 +48,7 @@ def _convert_curriculum(found: Conversion) -> None:
             if name in LENGTHS:
                 found.settings["sequence_warmup.form"] = "truncate"
                 _convert_lengths(found, prefix)
-                for key in found.inside(prefix):
-                    found.skip(key, "sequences are truncated; no index is needed")
+                found.skip_rest(prefix, "sequences are truncated; no index is needed")
             else:
                 remedy = "measure it with zjax data analyze, and name its index in "
                 for key in found.inside(prefix):
@@ -60,8 +56,7 @@ def _convert_curriculum(found: Conversion) -> None:
     batching = f"{SAMPLING}.dynamic_batching"
     if found.take(f"{batching}.enabled", False):
         found.refuse(f"{batching}.enabled", "use buckets.form=pad, which does the same")
-    for key in found.inside(SAMPLING):
-        found.skip(key, "the loader's settings are data.*")
+    found.skip_rest(SAMPLING, "the loader's settings are data.*")
 
 
 def _convert_lengths(found: Conversion, section: str) -> None:
@@ -132,8 +127,7 @@ def _convert_random_ltd(found: Conversion) -> None:
     for key, setting in names.items():
         if value := found.take(key, 0):
             found.set(key, **{f"random_ltd__pacing__{setting}": value})
-    for key in found.inside(LTD):
-        found.skip(key, "the model says where its tokens are")
+    found.skip_rest(LTD, "the model says where its tokens are")
 
 
 def _convert_layer_drop(found: Conversion) -> None:
@@ -141,11 +135,8 @@ def _convert_layer_drop(found: Conversion) -> None:
     if found.take(f"{section}.enabled", False):
         found.skip(f"{section}.enabled", "see theta and gamma")
         for name, default in (("theta", 0.5), ("gamma", 0.001)):
-            if (value := found.take(f"{section}.{name}", default)) is not None:
-                key = f"{section}.{name}"
-                found.set(key, default=default, **{f"layer_drop__{name}": value})
-    for key in found.inside(section):
-        found.skip(key, "its section is off")
+            found.copy(f"{section}.{name}", f"layer_drop__{name}", default)
+    found.skip_rest(section, "its section is off")
 
 
 def _convert_sparsity(found: Conversion) -> None:
@@ -159,9 +150,7 @@ def _convert_sparsity(found: Conversion) -> None:
         model__attention="sparse",
         model__sparsity__mode=mode,
     )
-    block = found.take(f"{section}.block", 16)
-    if block is not None:
-        found.set(f"{section}.block", default=block, model__sparsity__block=block)
+    found.copy(f"{section}.block", "model__sparsity__block", 16)
     attention = found.take(f"{section}.attention", "bidirectional")
     kind = "encoder" if attention == "bidirectional" else "decoder"
     found.set(f"{section}.attention", default=attention, model__kind=kind)

@@ -53,8 +53,7 @@ def _convert_rule(found: Conversion) -> str:
         found.refuse(
             "optimizer.type", "give an optax optimizer to zjax.initialize in its place"
         )
-        for key in found.inside(PARAMS):
-            found.skip(key, "its optimizer is not supported")
+        found.skip_rest(PARAMS, "its optimizer is not supported")
         return ""
     decoupled = found.take(f"{PARAMS}.adam_w_mode", True)
     if kind.lower() == "adam" and not decoupled:
@@ -90,22 +89,17 @@ def _convert_rule(found: Conversion) -> str:
 
 
 def _convert_numbers(found: Conversion, name: str) -> None:
-    b1_of_sgd = found.take(_param("momentum"), 0.95 if name == "muon" else 0.0)
-    if (rate := found.take(_param("lr"), 1e-3)) is not None:
-        found.set(_param("lr"), default=rate, optimizer__peak_learning_rate=rate)
-    if (decay := found.take(_param("weight_decay"), 0.0)) is not None:
-        found.set(_param("weight_decay"), default=decay, optimizer__weight_decay=decay)
+    found.copy(_param("lr"), "optimizer__peak_learning_rate", 1e-3)
+    found.copy(_param("weight_decay"), "optimizer__weight_decay", 0.0)
     if name in ("sgd", "muon"):
-        if b1_of_sgd is not None:
-            found.set(_param("momentum"), default=b1_of_sgd, optimizer__b1=b1_of_sgd)
+        default = 0.95 if name == "muon" else 0.0
+        found.copy(_param("momentum"), "optimizer__b1", default)
         return
     betas = found.take(_param("betas"), [0.9, 0.999], list)
     if betas is not None:
         _convert_betas(found, betas)
-    if name == "lion":
-        return
-    if (eps := found.take(_param("eps"), 1e-8)) is not None:
-        found.set(_param("eps"), default=eps, optimizer__eps=eps)
+    if name != "lion":
+        found.copy(_param("eps"), "optimizer__eps", 1e-8)
 
 
 def _convert_betas(found: Conversion, betas: list[Any]) -> None:
@@ -121,15 +115,12 @@ def _convert_one_bit(found: Conversion, name: str) -> None:
     """Its copies of the model take the place of data shards."""
     found.settings |= {"mesh.replica": -1, "mesh.data": 1}
     key, default = UNTIL[name]
-    if (step := found.take(_param(key), default)) is not None:
-        found.set(_param(key), default=step, optimizer__freeze_step=step)
+    found.copy(_param(key), "optimizer__freeze_step", default)
     if name != "zero_one_adam":
         return
     scalers = {"var_update_scaler": 16, "local_step_scaler": 32_678}
     for key, default in (scalers | {"local_step_clipper": 16}).items():
-        if (value := found.take(_param(key), default)) is not None:
-            settings = {f"optimizer__{key}": value}
-            found.set(_param(key), default=value, **settings)
+        found.copy(_param(key), f"optimizer__{key}", default)
 
 
 def _convert_schedule(found: Conversion, *, has_rule: bool) -> None:
@@ -147,8 +138,7 @@ def _convert_schedule(found: Conversion, *, has_rule: bool) -> None:
     shapes["WarmupCosineLR"] = "cosine"
     if kind not in shapes:
         found.refuse("scheduler.type", f"use one of {', '.join(shapes)}")
-        for key in found.inside("scheduler.params"):
-            found.skip(key, "its scheduler is not supported")
+        found.skip_rest("scheduler.params", "its scheduler is not supported")
         return
     shape = _convert_warmup(found)
     late = "" if (kind, shape) == ("WarmupLR", "log") else EARLIER
@@ -157,20 +147,14 @@ def _convert_schedule(found: Conversion, *, has_rule: bool) -> None:
 
 
 def _convert_warmup(found: Conversion) -> str | None:
-    steps = found.take("scheduler.params.warmup_num_steps", 1_000)
-    if steps is not None:
-        key = "scheduler.params.warmup_num_steps"
-        found.set(key, default=steps, optimizer__num_warmup_steps=steps)
-    shape = found.take("scheduler.params.warmup_type", "log")
-    if shape is not None:
-        key = "scheduler.params.warmup_type"
-        found.set(key, default=shape, optimizer__warmup=shape)
+    key = "scheduler.params.warmup_num_steps"
+    found.copy(key, "optimizer__num_warmup_steps", 1_000)
+    key = "scheduler.params.warmup_type"
+    shape = found.take(key, "log")
+    found.copy(key, "optimizer__warmup", "log")
     for name in ("warmup_min_lr", "warmup_min_ratio"):
-        key = f"scheduler.params.{name}"
-        if found.take(key, 0.0):
-            found.refuse(key, "use 0: a warm-up starts there")
-        else:
-            found.skip(key, "a warm-up starts at 0")
+        remedy, why = "use 0: a warm-up starts there", "a warm-up starts at 0"
+        found.refuse_if_on(f"scheduler.params.{name}", remedy, why, default=0.0)
     return shape
 
 
@@ -187,11 +171,8 @@ def _convert_ends(found: Conversion, kind: str) -> None:
     if kind == "WarmupDecayLR":
         found.settings["optimizer.final_learning_rate_fraction"] = 0.0
     if kind == "WarmupCosineLR":
-        least = found.take("scheduler.params.cos_min_ratio", 1e-4)
-        if least is not None:
-            key = "scheduler.params.cos_min_ratio"
-            settings = {"optimizer__final_learning_rate_fraction": least}
-            found.set(key, default=least, **settings)
+        key = "scheduler.params.cos_min_ratio"
+        found.copy(key, "optimizer__final_learning_rate_fraction", 1e-4)
 
 
 def _param(name: str) -> str:

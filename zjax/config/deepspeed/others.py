@@ -16,7 +16,6 @@ NO_EFFECT = {
     "vocabulary_size": "the model has it",
     "graph_harvesting": "XLA compiles the step",
     "dataloader_drop_last": "each batch has global_batch_size rows",
-    "elasticity.enabled": "it is off",
 }
 """Keys that need nothing."""
 SECTIONS = {
@@ -26,7 +25,7 @@ SECTIONS = {
     "checkpoint": "a checkpoint opens on any mesh",
     "compile": "XLA compiles the step",
     "datastates_ckpt": "checkpoints are written in the background",
-    "data_types": "masters are float32",
+    "data_types": "masters are float32, or as precision.master_dtype says",
 }
 """Sections that need nothing."""
 UNSUPPORTED = {
@@ -57,8 +56,7 @@ def convert_others(found: Conversion) -> None:
         for key in inside:
             found.skip(key, "its section is off")
     for section, why in SECTIONS.items():
-        for key in found.inside(section):
-            found.skip(key, why)
+        found.skip_rest(section, why)
         found.skip(section, why)
     for key, why in NO_EFFECT.items():
         found.skip(key, why)
@@ -75,5 +73,4 @@ def _convert_sinks(found: Conversion) -> None:
                 found.derive(key, "metrics are written to the directory of the run")
             for key in found.inside(section):
                 found.refuse(key, "leave it out")
-        for key in found.inside(section):
-            found.skip(key, "its section is off")
+        found.skip_rest(section, "its section is off")

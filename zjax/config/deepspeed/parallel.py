@@ -29,8 +29,7 @@ def _convert_tensor(found: Conversion) -> None:
             found.set(key, mesh__tensor=size)
         else:
             found.skip(key, "one device holds each matrix")
-    for key in found.inside(section):
-        found.skip(key, "names of dims place the matrices; see mesh.rules")
+    found.skip_rest(section, "names of dims place the matrices; see mesh.rules")
 
 
 def _convert_pipeline(found: Conversion) -> None:
@@ -39,8 +38,7 @@ def _convert_pipeline(found: Conversion) -> None:
         found.set("pipeline.stages", mesh__pipeline=stages)
     if found.take("pipeline.activation_checkpoint_interval", 0):
         found.set("pipeline.activation_checkpoint_interval", model__remat="full")
-    for key in found.inside("pipeline"):
-        found.skip(key, "stages have equally many layers")
+    found.skip_rest("pipeline", "stages have equally many layers")
 
 
 def _convert_experts(found: Conversion) -> None:
@@ -50,8 +48,7 @@ def _convert_experts(found: Conversion) -> None:
         found.set(f"{section}.enabled", "model.moe describes the experts")
         if size is not None:
             found.set(f"{section}.autoep_size", mesh__expert=size)
-    for key in found.inside(section):
-        found.skip(key, "model.moe describes the experts")
+    found.skip_rest(section, "model.moe describes the experts")
     key = "use_data_before_expert_parallelism"
     found.skip(key, "the mesh has one order of its axes")
 
@@ -65,5 +62,4 @@ def _convert_recomputation(found: Conversion) -> None:
     key = f"{CHECKPOINTS}.partition_activations"
     if found.take(key, False):
         found.derive(key, "activations are sharded as the mesh shards them")
-    for key in found.inside(CHECKPOINTS):
-        found.skip(key, "model.remat says what is recomputed")
+    found.skip_rest(CHECKPOINTS, "model.remat says what is recomputed")

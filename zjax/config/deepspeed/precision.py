@@ -37,8 +37,7 @@ def _convert_half(found: Conversion) -> bool:
     if not enabled:
         if enabled is False:
             found.skip("fp16.enabled", "it is off")
-        for key in found.inside("fp16"):
-            found.skip(key, "fp16 is off")
+        found.skip_rest("fp16", "fp16 is off")
         return False
     found.set("fp16.enabled", precision__compute_dtype="float16")
     scale = found.take("fp16.loss_scale", 0.0)
@@ -47,8 +46,7 @@ def _convert_half(found: Conversion) -> bool:
     if scale:
         first = {f"{prefix}initial": scale, f"{prefix}window": 0}
         found.set("fp16.loss_scale", **first)
-        for key in found.inside("fp16"):
-            found.skip(key, "the loss scale is fixed")
+        found.skip_rest("fp16", "the loss scale is fixed")
         return True
     if scale is not None:
         found.skip("fp16.loss_scale", "the scale is dynamic")
@@ -62,11 +60,10 @@ def _convert_half(found: Conversion) -> bool:
         "min_loss_scale": ("minimum", 1.0),
     }
     for name, (setting, default) in names.items():
-        if (value := found.take(f"fp16.{name}", default)) is not None:
-            settings = {f"{prefix}{setting}": value}
-            found.set(f"fp16.{name}", **settings)
+        key = f"fp16.{name}"
+        found.copy(key, f"{prefix}{setting}", default, tells_default=False)
     found.skip("fp16.auto_cast", "inputs have the dtype of the computation")
-    _refuse_if(found, "fp16.fp16_master_weights_and_grads", "use float32 masters")
+    found.refuse_if_on("fp16.fp16_master_weights_and_grads", "use float32 masters")
     return True
 
 
@@ -76,8 +73,7 @@ def _convert_brain(found: Conversion) -> bool:
     if not enabled:
         if enabled is False:
             found.skip(f"{section}.enabled", "it is off")
-        for key in found.inside(section):
-            found.skip(key, f"{section} is off")
+        found.skip_rest(section, f"{section} is off")
         return False
     found.set(f"{section}.enabled", precision__compute_dtype="bfloat16")
     found.skip(f"{section}.immediate_grad_update", "gradients are added in any case")
@@ -91,15 +87,13 @@ def _convert_brain(found: Conversion) -> bool:
     if found.take(f"{section}.bf16_optimizer_states", False):
         key = f"{section}.bf16_optimizer_states"
         found.set(key, optimizer__moment_dtype="bfloat16")
-    for key in found.inside(section):
-        found.skip(key, "float32 is kept")
+    found.skip_rest(section, "float32 is kept")
     return True
 
 
 def _convert_autocast(found: Conversion) -> bool:
     if not found.take("torch_autocast.enabled", False):
-        for key in found.inside("torch_autocast"):
-            found.skip(key, "torch_autocast is off")
+        found.skip_rest("torch_autocast", "torch_autocast is off")
         return False
     name = str(found.take("torch_autocast.dtype", "bfloat16"))
     dtype = DTYPES.get(name, "")
@@ -114,19 +108,13 @@ def _convert_autocast(found: Conversion) -> bool:
 
 
 def _convert_sums(found: Conversion) -> None:
-    kinds = {"data_types.grad_accum_dtype": "grad_sum_dtype"}
-    for key, setting in kinds.items():
-        if not (name := found.take(key, "")):
-            continue
+    key = "data_types.grad_accum_dtype"
+    if name := found.take(key, ""):
         dtype = DTYPES.get(name, "")
         if dtype in ("float32", "bfloat16"):
-            settings = {f"precision__{setting}": dtype}
-            found.set(key, **settings)
+            found.set(key, precision__grad_sum_dtype=dtype)
         else:
             found.refuse(key, "use fp32 or bf16")
-    for name in ("param_dtype", "buffer_dtype"):
-        key = f"data_types.{name}"
-        found.skip(key, "masters are float32, or as precision.master_dtype says")
     key = "communication_data_type"
     name = found.take(key, "")
     if name:
@@ -135,10 +123,3 @@ def _convert_sums(found: Conversion) -> None:
     found.skip("seq_parallel_communication_data_type", "sums are as reduce_dtype says")
     found.skip("prescale_gradients", "losses are means before they are added")
     found.skip("gradient_predivide_factor", "losses are means before they are added")
-
-
-def _refuse_if(found: Conversion, key: str, remedy: str) -> None:
-    if found.take(key, False):
-        found.refuse(key, remedy)
-    else:
-        found.skip(key, "it is off")

@@ -27,10 +27,8 @@ def convert_steps(found: Conversion) -> None:
         found.skip("gradient_allreduce_op", "gradients are means")
     else:
         found.refuse("gradient_allreduce_op", "use 'mean', and scale the learning rate")
-    if found.take("sparse_gradients", False):
-        found.refuse("sparse_gradients", "leave it out: gradients are dense")
-    else:
-        found.skip("sparse_gradients", "gradients are dense")
+    remedy = "leave it out: gradients are dense"
+    found.refuse_if_on("sparse_gradients", remedy, "gradients are dense")
 
 
 def _convert_batch(found: Conversion) -> None:

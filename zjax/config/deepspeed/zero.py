@@ -64,14 +64,10 @@ def convert_zero(found: Conversion) -> None:
     for name, why in NO_EFFECT.items():
         found.skip(f"{ZERO}.{name}", why)
         found.skip(f"{ZERO}.{name.removeprefix(STAGE_3)}", why)
-    if found.take(f"{ZERO}.legacy_stage1", False):
-        found.refuse(f"{ZERO}.legacy_stage1", "leave it out")
-    else:
-        found.skip(f"{ZERO}.legacy_stage1", "it is off")
+    found.refuse_if_on(f"{ZERO}.legacy_stage1", "leave it out")
     for key in found.inside(f"{ZERO}.zenflow"):
         found.refuse(key, "leave it out; zero.delay_updates_from overlaps updates, too")
-    for key in found.inside(f"{ZERO}.leaf_module"):
-        found.skip(key, "experts are one array")
+    found.skip_rest(f"{ZERO}.leaf_module", "experts are one array")
     for name in AIO:
         found.skip(
             f"aio.{name}", "requests follow from the disks; see zjax bench --nvme"
@@ -124,10 +120,7 @@ def _convert_offload(found: Conversion, section: str, setting: str) -> None:
         found.set(f"{prefix}.nvme_path", zero__nvme_paths=(path,))
     else:
         found.skip(f"{prefix}.nvme_path", "nothing is stored on a disk")
-    if found.take(f"{prefix}.super_offload", False):
-        found.refuse(f"{prefix}.super_offload", "leave it out")
-    else:
-        found.skip(f"{prefix}.super_offload", "it is off")
+    found.refuse_if_on(f"{prefix}.super_offload", "leave it out")
     found.skip(prefix, "nothing is offloaded")
 
 
@@ -173,10 +166,7 @@ def _convert_across_nodes(found: Conversion) -> None:
             needs = "needs to know the nodes"
             found.require(key, needs, "set zero_hpz_partition_size to the GPUs of one")
     key = f"{ZERO}.zero_quantized_nontrainable_weights"
-    if found.take(key, False):
-        found.refuse(key, "leave it out")
-    else:
-        found.skip(key, "it is off")
+    found.refuse_if_on(key, "leave it out")
     for key in found.inside(f"{ZERO}.zeropp_loco_param"):
         found.refuse(key, "leave it out: int4 gradients have no error feedback here")
     found.skip(f"{ZERO}.zeropp_loco_param", "it is off")
