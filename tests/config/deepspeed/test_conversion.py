@@ -210,6 +210,27 @@ def test_the_config_file_has_the_same_settings(tmp_path):
             id="optimizer",
         ),
         pytest.param(
+            {
+                "train_batch_size": 8,
+                "optimizer": {"type": "Adam", "params": {"amsgrad": True}},
+            },
+            "optimizer.params.amsgrad=True is not supported; leave it out",
+            id="switch-of-an-optimizer",
+        ),
+        pytest.param(
+            {
+                "train_batch_size": 8,
+                "fp16": {
+                    "enabled": True,
+                    "loss_scale": 128,
+                    "fp16_master_weights_and_grads": True,
+                },
+            },
+            "fp16.fp16_master_weights_and_grads=True is not supported; "
+            "use float32 masters",
+            id="masters-in-half-with-a-fixed-scale",
+        ),
+        pytest.param(
             {"train_batch_size": 8, "scheduler": {"type": "WarmupCosineLR"}},
             "scheduler.params.total_num_steps=None is not given; "
             "give it: WarmupCosineLR ends there",

@@ -25,7 +25,6 @@ NO_EFFECT = {
     "set_grad_none": "gradients are values",
     "cuda_aware": "XLA sends the bits",
     "comm_backend_name": "XLA sends the bits",
-    "amsgrad": "it is off",
 }
 EARLIER = "each step has the rate of DeepSpeed's next one"
 LAMB_LIMITS = ("max_coeff", "min_coeff", "coeff_beta", "factor_max", "factor_min")
@@ -66,8 +65,7 @@ def _convert_rule(found: Conversion) -> str:
     _convert_numbers(found, name)
     for key, why in NO_EFFECT.items():
         found.skip(_param(key), why)
-    if found.take(_param("amsgrad"), False):
-        found.refuse(_param("amsgrad"), "leave it out")
+    found.refuse_if_on(_param("amsgrad"), "leave it out")
     if name in ONE_BIT:
         found.derive(_param("bias_correction"), "moments are corrected in any case")
     elif found.take(_param("bias_correction"), True):

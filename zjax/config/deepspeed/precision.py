@@ -40,6 +40,7 @@ def _convert_half(found: Conversion) -> bool:
         found.skip_rest("fp16", "fp16 is off")
         return False
     found.set("fp16.enabled", precision__compute_dtype="float16")
+    found.refuse_if_on("fp16.fp16_master_weights_and_grads", "use float32 masters")
     scale = found.take("fp16.loss_scale", 0.0)
     power = found.take("fp16.initial_scale_power", 16)
     prefix = "precision__loss_scale__"
@@ -63,7 +64,6 @@ def _convert_half(found: Conversion) -> bool:
         key = f"fp16.{name}"
         found.copy(key, f"{prefix}{setting}", default, tells_default=False)
     found.skip("fp16.auto_cast", "inputs have the dtype of the computation")
-    found.refuse_if_on("fp16.fp16_master_weights_and_grads", "use float32 masters")
     return True
 
 
