@@ -21,7 +21,7 @@ import numpy as np
 import package_text
 import quality_records
 import timing
-from quality_training import Method, make_run, train_missing
+from quality_training import SMALL_GPT, Method, make_run, train_missing
 
 import zjax
 from zjax.compiler import use_program_cache
@@ -39,15 +39,7 @@ SETTINGS = {
     "global_batch_size": 128,
     "zero": {"stage": 0},
     "data": {"source": "tokens"},
-    "model": {
-        "num_layers": 8,
-        "embed_size": 512,
-        "num_heads": 8,
-        "max_length": 512,
-        "layers_per_scan": 1,
-        "remat": "none",
-        "loss_chunk_tokens": 0,
-    },
+    "model": SMALL_GPT | {"max_length": 512, "loss_chunk_tokens": 0},
     "optimizer": {
         "peak_learning_rate": 6e-4,
         "num_warmup_steps": 200,

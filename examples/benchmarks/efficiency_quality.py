@@ -23,7 +23,7 @@ import numpy as np
 import package_text
 import quality_records
 import timing
-from quality_training import Method, make_run, train_missing
+from quality_training import SMALL_GPT, Method, make_run, train_missing
 
 import zjax
 from zjax.compiler import use_program_cache
@@ -42,14 +42,7 @@ SETTINGS = {
     "global_batch_size": 64,
     "zero": {"stage": 0},
     "data": {"source": "tokens"},
-    "model": {
-        "num_layers": 8,
-        "embed_size": 512,
-        "num_heads": 8,
-        "max_length": 2048,
-        "layers_per_scan": 1,
-        "remat": "none",
-    },
+    "model": SMALL_GPT | {"max_length": 2048},
     "optimizer": {
         "peak_learning_rate": 1e-3,
         "num_warmup_steps": 100,

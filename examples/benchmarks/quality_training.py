@@ -12,6 +12,15 @@ from zjax.config.lengths import make_tokens
 from zjax.data import find_evaluation
 from zjax.train.average import with_part
 
+SMALL_GPT = {
+    "num_layers": 8,
+    "embed_size": 512,
+    "num_heads": 8,
+    "layers_per_scan": 1,
+    "remat": "none",
+}
+"""A model of 30M parameters, of which several programs take minutes per run."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Method:
