@@ -1,8 +1,7 @@
 """Steps that drop tokens or layers, over steps of all tokens in all layers.
 
-Kept tokens grow as `kept_schedule` says; the mean step of a run is that at the middles
-of the four quarters of the growing part, and whole ones after it. All kinds of steps
-take turns, in several rounds.
+Sizes and their weights in the mean step of a run are those of `kept_schedule`. All
+kinds of steps take turns, in several rounds.
 
 python examples/benchmarks/dropping_steps.py --num_layers=24 --embed_size=1024
     --num_heads=16 --vocab_size=50304 --length=2048 --microbatch_size=8

@@ -1,24 +1,36 @@
 """The schedule of kept tokens that contests of random-LTD share, for time and quality.
 
-They grow linearly from few to all (arXiv:2211.11586); the last steps are whole.
+Few tokens for nearly half of the steps, a half of them briefly, then all
+(arXiv:2211.11586 grows them linearly).
 """
 
-END = 0.85
-"""Share of the steps that drop tokens."""
-QUARTERS = 4
-"""Sizes that stand for those of the growing part."""
+PHASES = ((1 / 8, 0.47), (1 / 2, 0.50))
+"""Shares of the tokens that are kept, and of the steps until which they are."""
 
 
 def kept_tokens(length: int) -> list[int]:
-    """Sizes of subsets at the middle of each quarter of the steps that drop tokens."""
-    return [length * (2 * i + 1) // (2 * QUARTERS) for i in range(QUARTERS)]
+    """Tokens that are kept in each phase."""
+    return [round(share * length) for share, _ in PHASES]
 
 
-def mean_of_run(quarters: list[float], whole: float) -> float:
+def make_pacing(length: int, num_steps: int) -> dict:
+    """The schedule as settings of `random_ltd.pacing`."""
+    return {
+        "kind": "discrete",
+        "values": [*kept_tokens(length), length],
+        "last_steps": [round(end * num_steps) for _, end in PHASES],
+    }
+
+
+def mean_of_run(seconds: list[float], whole: float) -> float:
     """Mean seconds of the steps of a run, over those of a whole step.
 
     Args:
-        quarters: Seconds of a step of each of `kept_tokens`.
+        seconds: Seconds of a step of each of `kept_tokens`.
         whole: Seconds of a whole step.
     """
-    return END * sum(quarters) / len(quarters) / whole + (1 - END)
+    mean, start = 0.0, 0.0
+    for each, (_, end) in zip(seconds, PHASES, strict=True):
+        mean += (end - start) * each / whole
+        start = end
+    return mean + 1 - start

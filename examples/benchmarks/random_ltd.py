@@ -8,7 +8,7 @@ zjax bench --contest=examples/benchmarks/random_ltd.py
 """
 
 from contestants import on_one_device, size_flags
-from kept_schedule import END
+from kept_schedule import PHASES
 from shape import Shape
 
 from zjax.bench import Case, Contest, Row
@@ -27,9 +27,10 @@ COMPILED = {
     "DeepSpeed random-LTD compiled": "blocks_and_loss",
 }
 SCHEDULE = (
-    f"the mean step of a run: kept tokens grow linearly over {END:.0%} of the steps "
-    "(four sizes, of 256 to 1792 of 2048 tokens), and the others are whole; "
-    "the runs whose validation losses are compared have this schedule, too"
+    "the mean step of a run whose middle layers keep "
+    + ", ".join(f"{share:.1%} of the tokens until {end:.0%}" for share, end in PHASES)
+    + " of the steps, then all; the runs whose validation losses are compared have "
+    "this schedule, too"
 )
 STEP = {"layerwise": (0.75, 0.6), "span": (0.70, 0.56)}
 """Ratios that must and should be reached."""
@@ -110,8 +111,8 @@ def _quality():
         "Layers that drop tokens learn as well as layers that see all.",
         cases,
         higher_is_better=False,
-        notes="validation losses at equal steps, seed by seed; kept tokens grow "
-        "linearly as for the time of a step",
+        notes="validation losses at equal steps, seed by seed; kept tokens as for the "
+        "time of a step",
         by_devices=False,
     )
 

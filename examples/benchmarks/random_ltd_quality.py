@@ -1,8 +1,8 @@
 """What dropped tokens cost: validation losses over those of runs that drop none.
 
-Runs of a seed have equal batches, learning rates and initial weights. Kept tokens grow
-as `kept_schedule` says. Each finished run is a line of `<directory>/runs.jsonl`, and is
-not run again.
+Runs of a seed have equal batches, learning rates and initial weights. Kept tokens are
+those of `kept_schedule`. Each finished run is a line of `<directory>/runs.jsonl`, and
+is not run again.
 
 python examples/benchmarks/random_ltd_quality.py [--methods=plain,layerwise,span]
     [--seeds=0,1,2] [--directory=runs/random_ltd_quality] [setting=value ...]
@@ -14,7 +14,7 @@ import call_timing
 import jax
 import package_text
 import quality_records
-from kept_schedule import END
+from kept_schedule import PHASES, make_pacing
 from quality_training import SMALL_GPT, Method, make_run, train_missing
 
 import zjax
@@ -23,7 +23,7 @@ from zjax.data.store import digest_tokenizer
 
 DIRECTORY = pathlib.Path("runs/random_ltd_quality")
 SETTINGS = {
-    "num_steps": 4000,
+    "num_steps": 5000,
     "global_batch_size": 64,
     "zero": {"stage": 0},
     "data": {"source": "tokens"},
@@ -43,8 +43,8 @@ def make_config(method, *more):
     config = zjax.load_config(SETTINGS, METHODS[method], *more)
     if method == PLAIN:
         return config
-    end = max(1, round(END * config.num_steps))
-    return zjax.load_config(config, {"random_ltd.pacing.num_steps": end})
+    pacing = make_pacing(config.data.length, config.num_steps)
+    return zjax.load_config(config, {"random_ltd.pacing": pacing})
 
 
 def compare(records, seeds):
@@ -62,7 +62,7 @@ def main():
         "text": digest_tokenizer(str(given.text)),
     }
     setups = {
-        method: common | {"settings": [SETTINGS, END, changes, *given.settings]}
+        method: common | {"settings": [SETTINGS, PHASES, changes, *given.settings]}
         for method, changes in METHODS.items()
     }
     records = quality_records.Records(given.directory / "runs.jsonl", setups)

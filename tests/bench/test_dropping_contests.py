@@ -22,7 +22,6 @@ def test_steps_are_measured(monkeypatch, capsys):
     monkeypatch.syspath_prepend(FOLDER)
     module = load("dropping_steps")
     small = {"ROUNDS": 2, "STEPS_PER_ROUND": 2, "LAYER_DROP_STEPS": 2}
-    monkeypatch.setattr(module, "kept_tokens", lambda length: [length // 2])
     for name, value in small.items():
         monkeypatch.setattr(module, name, value)
     words = [f"--{word}" for word in (*SIZES, "microbatch_size=2")]
@@ -31,7 +30,9 @@ def test_steps_are_measured(monkeypatch, capsys):
     found = json.loads(capsys.readouterr().out.removeprefix("RESULT "))
     assert metrics_of("random_ltd_step") | metrics_of("pld_step") <= found.keys()
     assert metrics_of("random_ltd_vs_deepspeed") <= found.keys()
-    assert set(found["step_seconds"]) == {"whole", "layerwise 8", "span 8"}
+    assert set(found["step_seconds"]) == {"whole"} | {
+        f"{form} {kept}" for form in ("layerwise", "span") for kept in (2, 8)
+    }
     assert found["layerwise"]["n"] == 2
 
 
@@ -44,7 +45,7 @@ def test_the_mean_step_is_that_of_the_runs_of_quality(monkeypatch):
     steps = range(1, config.num_steps + 1)
     share = sum(kept.num_kept(step) for step in steps) / len(steps) / length
     sizes = schedule.kept_tokens(2048)
-    assert sizes == [256, 768, 1280, 1792]
+    assert sizes == [256, 1024]
     assert schedule.mean_of_run(sizes, 2048) == pytest.approx(share, abs=1e-3)
 
 
@@ -65,4 +66,3 @@ def test_losses_are_compared_seed_by_seed(monkeypatch):
     assert metrics_of("random_ltd_quality") == found.keys()
     assert found["layerwise"]["max"] == pytest.approx(1.1)
     assert found["span"]["median"] == 0.75
-    assert module.make_config("span", "data.path=x").random_ltd.pacing.num_steps == 3400

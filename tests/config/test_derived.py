@@ -107,6 +107,14 @@ def test_a_config_file_that_sets_a_width_sets_what_follows():
     assert load_config(made).model.mlp_size == 128
 
 
+def test_a_derived_number_in_a_tuple_of_the_user_counts_as_set():
+    """Fails if it is reset to 0, which layers would be cut to."""
+    length = schema.Config().data.length
+    pacing = {"kind": "discrete", "values": [128, length], "last_steps": [10]}
+    config = load_config({"random_ltd": {"form": "span", "pacing": pacing}})
+    assert config.random_ltd.pacing.values == (128, length)
+
+
 def test_defaults_are_not_changed_by_what_is_derived():
     """Fails if a section that configs share is filled in."""
     load_config({"model.max_length": 64, "zero.memory": "nvme"})

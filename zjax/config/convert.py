@@ -198,7 +198,7 @@ def _tuple(hint: Any, value: Any, field: str, problems: list[Problem]) -> Any:
         )
         problems.append(Problem(field, "...", problem, remedy))
         return ()
-    entries = enumerate(value)
+    entries = enumerate(map(derived.as_set, value))
     return tuple(_value(hint, v, f"{field}[{i}]", problems) for i, v in entries)
 
 
