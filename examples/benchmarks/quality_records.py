@@ -25,10 +25,11 @@ class Records:
     def read(self):
         """Records by method and seed; `losses` holds pairs of a step and a loss."""
         lines = self.path.read_text().splitlines() if self.path.exists() else ()
+        setups = json.loads(json.dumps(self.setups))  # as written: tuples are lists
         return {
             (record["method"], record["seed"]): record
             for record in map(json.loads, lines)
-            if record["setup"] == self.setups.get(record["method"])
+            if record["setup"] == setups.get(record["method"])
         }
 
     def read_all(self, method, seeds):

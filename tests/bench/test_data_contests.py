@@ -146,3 +146,12 @@ def test_curricula_whose_losses_are_no_number_end_with_a_message(measure):
     assert str(error.value) == (
         "no curriculum reaches the loss of the others: {'seqtru': [None]}"
     )
+
+
+def test_a_run_is_found_again_though_its_setup_holds_tuples(tmp_path):
+    make = load("quality_records").Records
+    records = make(tmp_path / "runs.jsonl", {"plain": [(0.5, 1)], "other": [(0.5, 2)]})
+    records.write("plain", 0, losses={8: 2.0})
+    assert records.read()["plain", 0]["losses"] == [[8, 2.0]]
+    changed = make(tmp_path / "runs.jsonl", {"plain": [(0.5, 3)]})
+    assert changed.read() == {}
