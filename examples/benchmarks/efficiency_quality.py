@@ -51,10 +51,10 @@ SETTINGS = {
     },
     "evaluation": {"num_batches": 8},
 }
-SHARE = 0.45
+SHARE = 0.6
 """Of the plain run's steps until the context is whole and all samples are drawn."""
-KEPT_SHARE = 0.8
-"""Of them until middle layers run on all tokens."""
+KEPT_SHARE = 0.7
+"""Of them until middle layers run on all tokens; first on half of the longest rows."""
 NUM_LENGTHS = 5
 """Lengths of truncated sequences, each half of the next."""
 MORE = 1.2
@@ -89,8 +89,9 @@ def make_changes(method, directory, plain):
         pacing = {"kind": "root", "start": 5, "num_steps": end}
         metric = {"index": str(index_path(directory, "voc")), "pacing": pacing}
         changes["curriculum.metrics"] = [metric]
-        kept = {"start": length // 2, "multiple": length // 4}
-        kept["num_steps"] = round(KEPT_SHARE * num_steps)
+        values = [length // 4, length // 2, length]
+        kept = {"kind": "discrete", "values": values}
+        kept["last_steps"] = [end, round(KEPT_SHARE * num_steps)]
         changes["random_ltd"] = {"form": "layerwise", "pacing": kept}
     return changes
 
