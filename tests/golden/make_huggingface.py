@@ -36,6 +36,23 @@ FAMILIES = {
     ),
     "mistral": transformers.MistralConfig(**SIZES, head_dim=4, sliding_window=None),
     "qwen3": transformers.Qwen3Config(**SIZES, head_dim=6, tie_word_embeddings=True),
+    "llama3": transformers.LlamaConfig(
+        **SIZES,
+        tie_word_embeddings=True,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 50.0,
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 2.0,
+            "original_max_position_embeddings": 16,
+        },
+    ),
+    "qwen2": transformers.Qwen2Config(**SIZES),
+    "phi3": transformers.Phi3Config(
+        **SIZES, head_dim=8, pad_token_id=0, partial_rotary_factor=0.75
+    ),
+    "olmo2": transformers.Olmo2Config(**SIZES, pad_token_id=None),
     "gpt2": transformers.GPT2Config(
         vocab_size=VOCAB_SIZE,
         n_embd=16,
@@ -46,6 +63,14 @@ FAMILIES = {
         eos_token_id=None,
     ),
 }
+SCALINGS = {
+    "linear": {"factor": 4.0},
+    "dynamic": {"factor": 4.0},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 4.0},
+}
+"""Other rotations of the first checkpoint, and what its model makes of them."""
+SHORT = {"dynamic": 8}
+"""Longest sequence before the scaling, if it is not that of the checkpoint."""
 SHARD_SIZES = {"llama": "12KB"}
 """Largest file of a checkpoint in several."""
 
@@ -58,6 +83,26 @@ def make(name: str, config: transformers.PretrainedConfig) -> None:
         for path, x in model.named_parameters():
             is_scale = x.ndim == 1 and path.endswith("weight")
             x.copy_(is_scale + 0.3 * torch.randn(x.shape))
+    model.save_pretrained(FOLDER / name, max_shard_size=SHARD_SIZES.get(name, "1GB"))
+    (FOLDER / name / "generation_config.json").unlink(missing_ok=True)
+    write_expected(model, FOLDER / name / "expected.npz")
+
+
+def make_scaled(kind: str) -> None:
+    """Writes what the first checkpoint computes with other rotations."""
+    config = transformers.AutoConfig.from_pretrained(FOLDER / "llama")
+    config.rope_parameters = {"rope_type": kind, "rope_theta": 50.0, **SCALINGS[kind]}
+    config.max_position_embeddings = SHORT.get(kind, config.max_position_embeddings)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        FOLDER / "llama", config=config
+    )
+    torch.manual_seed(0)
+    write_expected(model.eval(), FOLDER / "llama" / f"expected_{kind}.npz")
+
+
+def write_expected(model: torch.nn.Module, path: pathlib.Path) -> None:
+    """Writes some tokens, their logits, and the text that follows them."""
+    with torch.no_grad():
         tokens = torch.randint(0, VOCAB_SIZE, (2, LENGTH))
         logits = model(tokens).logits
         text = model.generate(
@@ -67,14 +112,12 @@ def make(name: str, config: transformers.PretrainedConfig) -> None:
             do_sample=False,
             pad_token_id=0,
         )
-    model.save_pretrained(FOLDER / name, max_shard_size=SHARD_SIZES.get(name, "1GB"))
-    (FOLDER / name / "generation_config.json").unlink(missing_ok=True)
     expected = {"tokens": tokens, "logits": logits, "text": text}
-    np.savez(
-        FOLDER / name / "expected.npz", **{n: x.numpy() for n, x in expected.items()}
-    )
+    np.savez(path, **{n: x.numpy() for n, x in expected.items()})
 
 
 if __name__ == "__main__":
     for name, config in FAMILIES.items():
         make(name, config)
+    for kind in SCALINGS:
+        make_scaled(kind)

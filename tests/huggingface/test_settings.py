@@ -5,10 +5,14 @@ import json
 import pytest
 
 from tests.support import huggingface as golden
+from zjax.config import convert, schema
 from zjax.errors import ConfigError
 from zjax.huggingface import model_settings
 
 REMEDY = "use a checkpoint without it"
+
+
+UNSCALED = convert.to_mapping(schema.RopeScaling())
 
 
 def test_settings_of_llama():
@@ -21,14 +25,19 @@ def test_settings_of_llama():
         "num_kv_heads": 2,
         "head_size": 6,
         "query_key_norm": False,
+        "query_key_norm_scope": "head",
         "vocab_size": 61,
         "max_length": 32,
         "norm": "rms_norm",
         "norm_eps": 1e-3,
+        "norm_position": "input",
         "positions": "rotary",
         "rope_theta": 50.0,
+        "rope_scaling": UNSCALED,
+        "rotary_size": 0,
         "activation": "swiglu",
         "use_bias": False,
+        "attention_bias": "use_bias",
         "tied_head": False,
         "dropout_rate": 0.0,
     }
@@ -53,14 +62,13 @@ def unsupported(name, value, why):
     return f"{name}={value!r} of config.json is not supported: {why}; {REMEDY}"
 
 
-SCALING = {"rope_type": "llama3", "factor": 8.0}
-NOT_SCALED = "zjax does not scale rotary positions"
+SCALING = {"rope_type": "longrope", "factor": 8.0}
+NOT_SCALED = "zjax computes the scaling of linear, dynamic, llama3, yarn"
 
 
 def test_everything_that_llama_may_ask_for_is_refused_at_once(tmp_path):
     changes = {
         "hidden_act": "gelu",
-        "attention_bias": True,
         "attention_dropout": 0.1,
         "partial_rotary_factor": 0.5,
         "rope_parameters": golden.REMOVED,
@@ -71,10 +79,8 @@ def test_everything_that_llama_may_ask_for_is_refused_at_once(tmp_path):
     assert refusal(tmp_path, "llama", **changes) == [
         unsupported("quantization_config", {"bits": 4}, "zjax computes None alone"),
         unsupported("hidden_act", "gelu", "zjax computes 'silu' or 'swish' alone"),
-        unsupported("partial_rotary_factor", 0.5, "zjax computes 1.0 alone"),
         unsupported("rope_scaling", SCALING, NOT_SCALED),
-        "mlp_bias=False of config.json differs from attention_bias=True, and "
-        "model.use_bias is one setting; use a checkpoint in which they agree",
+        unsupported("partial_rotary_factor", 0.5, "zjax computes 1.0 alone"),
         unsupported(
             "layer_types",
             changes["layer_types"],
@@ -109,8 +115,14 @@ def test_everything_that_llama_may_ask_for_is_refused_at_once(tmp_path):
         ),
         (
             "qwen3",
-            {"rope_parameters": {"rope_type": "yarn"}},
-            [unsupported("rope_parameters", {"rope_type": "yarn"}, NOT_SCALED)],
+            {"rope_parameters": {"rope_type": "yarn", "truncate": False}},
+            [
+                "rope_parameters.factor=None of config.json is not of type float; "
+                "correct it there",
+                unsupported(
+                    "rope_parameters.truncate", False, "zjax computes yarn without it"
+                ),
+            ],
         ),
         (
             "gpt2",
@@ -139,8 +151,8 @@ def test_everything_that_llama_may_ask_for_is_refused_at_once(tmp_path):
             {"model_type": "mamba"},
             [
                 "model_type='mamba' of config.json is not supported; use a checkpoint "
-                "of llama, mistral, qwen3, gpt2, or import its weights as your own "
-                "model"
+                "of llama, mistral, qwen2, qwen3, phi3, olmo2, gpt2, or import its "
+                "weights as your own model"
             ],
         ),
     ],
@@ -155,15 +167,49 @@ def test_old_and_new_keys_of_rotations_agree(tmp_path):
     assert model_settings(tmp_path) == golden.settings_of("llama")
 
 
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"attention_bias": True}, (False, "all")),
+        ({"mlp_bias": True}, (True, "none")),
+        ({"attention_bias": True, "mlp_bias": True}, (True, "use_bias")),
+    ],
+)
+def test_biases_of_attention_and_feed_forward_are_apart(keys, expected, tmp_path):
+    golden.copy("llama", tmp_path, **keys)
+    found = model_settings(tmp_path)
+    assert (found["use_bias"], found["attention_bias"]) == expected
+
+
+def test_numbers_of_scaled_rotations(tmp_path):
+    scaling = golden.settings_of("llama3")["rope_scaling"]
+    assert scaling == UNSCALED | {
+        "kind": "llama3",
+        "factor": 4.0,
+        "original_length": 16,
+        "high_frequency_factor": 2.0,
+    }
+    rope = {"type": "yarn", "factor": 2, "beta_slow": 3, "new": 1}
+    golden.copy("llama", tmp_path, rope_scaling=rope, rope_parameters=golden.REMOVED)
+    assert model_settings(tmp_path)["rope_scaling"] == UNSCALED | {
+        "kind": "yarn",
+        "factor": 2.0,
+        "original_length": 32,
+        "beta_slow": 3.0,
+    }
+
+
 def test_unknown_keys_are_reported_together(tmp_path, caplog):
-    golden.copy("llama", tmp_path, new_scale=2.0, another=[1])
+    rope = {"rope_type": "default", "sections": 2}
+    golden.copy("llama", tmp_path, new_scale=2.0, another=[1], rope_parameters=rope)
     model_settings(tmp_path)
     assert caplog.messages == [
-        f"{tmp_path}/config.json: unknown and not read: new_scale=2.0, another=[1]"
+        f"{tmp_path}/config.json: unknown and not read: new_scale=2.0, another=[1], "
+        "rope_parameters.sections=2"
     ]
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
+@pytest.mark.parametrize("family", golden.FAMILIES)
 def test_keys_of_transformers_itself_are_all_known(family, caplog):
     golden.settings_of(family)
     assert caplog.messages == []

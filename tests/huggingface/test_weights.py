@@ -28,8 +28,32 @@ def logits_of(run, tokens):
 @pytest.mark.parametrize("family", golden.FAMILIES)
 def test_logits_and_greedy_tokens_are_those_of_transformers(family):
     """Fails if a matrix is transposed, a part swapped, or a constant another."""
-    expected = golden.expected_of(family)
-    run = golden.start(golden.make_config(family))
+    check(golden.start(golden.make_config(family)), golden.expected_of(family))
+
+
+@pytest.mark.parametrize(
+    ("kind", "length", "numbers"),
+    [
+        ("linear", 32, {}),
+        ("dynamic", 8, {}),
+        ("yarn", 32, {"original_max_position_embeddings": 16, "beta_fast": 4.0}),
+    ],
+)
+def test_scaled_rotations_are_those_of_transformers(kind, length, numbers, tmp_path):
+    """Those of `dynamic` change with each token that is written."""
+    rope = {"type": kind, "factor": 4.0} | numbers
+    golden.copy(
+        *("llama", tmp_path),
+        max_position_embeddings=length,
+        rope_parameters=golden.REMOVED,
+        rope_theta=50.0,
+        rope_scaling=rope,
+    )
+    run = golden.start(golden.make_config("llama", directory=tmp_path))
+    check(run, golden.expected_of("llama", f"expected_{kind}"))
+
+
+def check(run, expected):
     tokens = jnp.asarray(expected["tokens"], jnp.int32)
     np.testing.assert_allclose(
         logits_of(run, tokens), expected["logits"], rtol=1e-5, atol=1e-5
@@ -46,6 +70,13 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(family):
         pytest.param(
             "gpt2", 4, (*SHARDED, "mesh.tensor=2"), id="fused-and-tensor-sharded"
         ),
+        pytest.param(
+            "phi3", 4, (*SHARDED, "mesh.tensor=4"), id="heads-that-devices-share"
+        ),
+        pytest.param(
+            "olmo2", 4, (*SHARDED, "mesh.tensor=2"), id="norms-over-sharded-heads"
+        ),
+        pytest.param("qwen2", 4, ("mesh.sequence=4",), id="split-sequences"),
         pytest.param(
             "qwen3",
             1,

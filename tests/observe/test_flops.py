@@ -80,6 +80,13 @@ MOE = schema.MoE(
         pytest.param({}, id="decoder"),
         pytest.param({"use_bias": False}, id="decoder-without-bias"),
         pytest.param({"head_size": 10, "query_key_norm": True}, id="head-size-norms"),
+        pytest.param(
+            {"query_key_norm": True, "query_key_norm_scope": "heads"}, id="heads-norms"
+        ),
+        pytest.param({"attention_bias": "none"}, id="no-attention-bias"),
+        pytest.param(
+            {"use_bias": False, "attention_bias": "inputs"}, id="input-bias-alone"
+        ),
         pytest.param({"norm": "rms_norm", "tied_head": False}, id="decoder-rms-untied"),
         pytest.param(
             {"positions": "rotary", "activation": "swiglu"}, id="decoder-swiglu"

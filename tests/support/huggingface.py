@@ -14,12 +14,15 @@ from zjax.models.build import make_model
 from zjax.optim.build import make_optimizer
 
 FOLDER = pathlib.Path(__file__).parents[1] / "golden" / "huggingface"
-FAMILIES = ("llama", "llama_biases", "mistral", "qwen3", "gpt2")
+FAMILIES = (
+    *("llama", "llama_biases", "llama3", "mistral", "qwen2", "qwen3"),
+    *("phi3", "olmo2", "gpt2"),
+)
 
 
-def expected_of(family):
+def expected_of(family, name="expected"):
     """Tokens, their logits, and the text that follows them."""
-    with np.load(FOLDER / family / "expected.npz") as file:
+    with np.load(FOLDER / family / f"{name}.npz") as file:
         return dict(file)
 
 
@@ -36,9 +39,9 @@ REMOVED = object()
 """Value of a key to remove."""
 
 
-def settings_of(family):
+def settings_of(family, directory=None):
     changes = {"attn_pdrop": 0.0} if family == "gpt2" else {}
-    return model_settings(FOLDER / family, **changes)
+    return model_settings(directory or FOLDER / family, **changes)
 
 
 def make_config(family, *overrides, directory=None):
@@ -46,7 +49,7 @@ def make_config(family, *overrides, directory=None):
     return load_config(
         {
             "global_batch_size": 8,
-            "model": settings_of(family),
+            "model": settings_of(family, directory),
             "data": {"source": "synthetic"},
             "precision": {"compute_dtype": "float32"},
             "checkpoint": {"init_from": str(directory or FOLDER / family)},

@@ -21,6 +21,15 @@ _OFFLOADED = ("pinned_host", "nvme", "auto")
 _MOMENTS = ("adamw", "adam", "lamb", "muon")
 _ONEBIT = ("onebit_adam", "onebit_lamb", "zero_one_adam")
 _ADAMS = (*_MOMENTS, *_ONEBIT)
+_SCALED = {
+    "factor": ("linear", "dynamic", "yarn", "llama3"),
+    "original_length": ("dynamic", "yarn", "llama3"),
+    "low_frequency_factor": ("llama3",),
+    "high_frequency_factor": ("llama3",),
+    "beta_fast": ("yarn",),
+    "beta_slow": ("yarn",),
+    "attention_factor": ("yarn",),
+}
 
 NEEDS = (
     Needs("pipeline.num_chunks", "pipeline.schedule", ("interleaved",)),
@@ -69,6 +78,14 @@ NEEDS = (
         for name, modes in sparsity.MODES.items()
     ),
     Needs("model.rope_theta", "model.positions", ("rotary",)),
+    Needs("model.rotary_size", "model.positions", ("rotary",)),
+    Needs("model.rope_scaling.kind", "model.positions", ("rotary",)),
+    *(
+        Needs(f"model.rope_scaling.{name}", "model.rope_scaling.kind", kinds)
+        for name, kinds in _SCALED.items()
+    ),
+    Needs("model.query_key_norm_scope", "model.query_key_norm", (True,)),
+    Needs("model.norm_position", "model.kind", ("decoder",)),
     Needs("data.path", "data.source", ("tokens",)),
     *(
         Needs(

@@ -11,6 +11,7 @@ from zjax.config import (
     dropping,
     lengths,
     mixture,
+    rotation,
     schema,
     sequence,
     sparsity,
@@ -30,7 +31,8 @@ _MATRIX_OPTIMIZERS = ("lamb", "adafactor", "muon")
 def _heads(config: schema.Config, num_devices: int) -> Iterator[Problem]:
     model = config.model
     width, heads, kv_heads = model.embed_size, model.num_heads, model.num_kv_heads
-    is_rotary_and_odd = model.positions == "rotary" and model.head_size % 2
+    rotates_all = model.positions == "rotary" and not model.rotary_size
+    is_rotary_and_odd = rotates_all and model.head_size % 2
     if not derived.is_derived(model.head_size):
         if is_rotary_and_odd:
             problem = "is odd, which rotary positions cannot use"
@@ -65,11 +67,18 @@ def _tensor(config: schema.Config, num_devices: int) -> Iterator[Problem]:
 
 
 def _split_problem(config: schema.Config, size: int) -> str:
-    """Why heads cannot be sharded; dense attention pads heads or copies shared ones."""
-    heads = uneven_heads(config.model, size)
-    if not heads or config.model.attention != "sparse":
-        return ""
-    return f"does not divide {heads}, as model.attention='sparse' needs"
+    """Why heads cannot be sharded; dense attention pads heads or copies shared ones.
+
+    A norm over all heads would count padding and copies.
+    """
+    heads, model = uneven_heads(config.model, size), config.model
+    if heads and model.attention == "sparse":
+        return f"does not divide {heads}, as model.attention='sparse' needs"
+    over_heads = model.query_key_norm and model.query_key_norm_scope == "heads"
+    if over_heads and (model.num_heads % size or model.num_kv_heads % size):
+        heads = heads or f"model.num_kv_heads={model.num_kv_heads}"
+        return f"does not divide {heads}, as query_key_norm_scope='heads' needs"
+    return ""
 
 
 def uneven_heads(model: schema.Model, size: int) -> str:
@@ -101,6 +110,10 @@ def _tiles(config: schema.Config, num_devices: int) -> Iterator[Problem]:
         problem = "adds to the residual stream tile by tile, and model.kind='encoder' "
         problem += "normalises the sum"
         yield Problem(field, model.mlp_tiles, problem, "use 1, or a decoder")
+    elif model.norm_position == "output":
+        problem = "adds to the residual stream tile by tile, and "
+        problem += "model.norm_position='output' normalises the sum"
+        yield Problem(field, model.mlp_tiles, problem, "use 1, or 'input' there")
     if name in _MATRIX_OPTIMIZERS:
         problem = f"makes each tile a separate matrix to optimizer.name={name!r}"
         remedy = "use 1, or adamw, adam, lion or sgd"
@@ -183,6 +196,7 @@ def _data(config: schema.Config, num_devices: int) -> Iterator[Problem]:
 
 MODEL_RULES: tuple[Entry, ...] = (
     (("model",), _heads),
+    (("model",), rotation.rotation_problems),
     (("model", "mesh"), _tensor),
     (("model",), _tiles),
     (("model", "mesh"), mixture.mixture_problems),

@@ -145,6 +145,15 @@ RANGES: dict[type, dict[str, Range]] = {
         "delay": _from(0),
         "mixing": DECAY,
     },
+    schema.RopeScaling: {
+        "factor": _from(1),
+        "original_length": _from(0, MAX_TOKENS),
+        "low_frequency_factor": POSITIVE,
+        "high_frequency_factor": POSITIVE,
+        "beta_fast": POSITIVE,
+        "beta_slow": POSITIVE,
+        "attention_factor": _from(0),
+    },
     schema.Sparsity: {
         "num_local_blocks": _from(1, MAX_TOKENS),
         "num_global_blocks": _from(0, MAX_TOKENS),
@@ -184,6 +193,7 @@ RANGES: dict[type, dict[str, Range]] = {
         "max_length": _from(1, MAX_TOKENS),
         "norm_eps": POSITIVE,
         "rope_theta": POSITIVE,
+        "rotary_size": _from(0, _MAX_WIDTH),
         "dropout_rate": DECAY,
         "layers_per_scan": _from(0, MAX_LAYERS),
         "loss_chunk_tokens": _from(0),

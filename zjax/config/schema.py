@@ -261,6 +261,33 @@ class Communication:
 
 
 @section
+class RopeScaling:
+    """Slower rotations, for sequences longer than those a model was trained on."""
+
+    kind: Literal["none", "linear", "dynamic", "yarn", "llama3"] = "none"
+    """`linear` divides positions by `factor` (arXiv:2306.15595); `dynamic` raises the
+    base with the longest position of a row, beyond `original_length`; `yarn` divides
+    the positions of slow channels (arXiv:2309.00071), and so does `llama3`, by other
+    bounds (arXiv:2407.21783)."""
+    factor: float = 1.0
+    """How many times longer sequences may be."""
+    original_length: int = 0
+    """Longest sequence before, for `dynamic`, `yarn` and `llama3`."""
+    low_frequency_factor: float = 1.0
+    """Channels with fewer turns than this in `original_length` are divided by `factor`
+    under `llama3`."""
+    high_frequency_factor: float = 4.0
+    """Those with more turns than this stay as they are."""
+    beta_fast: float = 32.0
+    """The same bounds of `yarn`: more turns than this stay as they are."""
+    beta_slow: float = 1.0
+    """Fewer turns than this are divided."""
+    attention_factor: float = 0.0
+    """Factor of rotated queries and of keys under `yarn`; 0 takes 0.1 ln(`factor`) + 1.
+    """
+
+
+@section
 class Sparsity:
     """Live blocks under `model.attention="sparse"`, in DeepSpeed's names.
 
@@ -391,7 +418,10 @@ class Model:
     head_size: int = 0
     """Channels per head; 0 takes `embed_size` over `num_heads`."""
     query_key_norm: bool = False
-    """Whether `norm` is applied to the queries and keys of each head."""
+    """Whether `norm` is applied to queries and keys."""
+    query_key_norm_scope: Literal["head", "heads"] = "head"
+    """Channels that it normalises together: those of each head, or of all heads, as in
+    OLMo 2."""
     vocab_size: int = 0
     """0 takes that of `data.path`, the 257 of the standard library, or the 50,257 of
     GPT-2."""
@@ -399,10 +429,20 @@ class Model:
     """Longest sequence; the size of learned position tables."""
     norm: Literal["layer_norm", "rms_norm"] = "layer_norm"
     norm_eps: float = 1e-5
+    norm_position: Literal["input", "output"] = "input"
+    """What a decoder normalises of attention and feed-forward: the input, or, as OLMo
+    2, the output before it is added to the residual stream."""
     positions: Literal["learned", "rotary"] = "learned"
     rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling = RopeScaling()
+    rotary_size: int = 0
+    """Channels of each head that rotate, the first; 0 takes all."""
     activation: Literal["gelu", "swiglu"] = "gelu"
     use_bias: bool = True
+    """Whether layers have biases."""
+    attention_bias: Literal["use_bias", "none", "inputs", "all"] = "use_bias"
+    """Biases of attention, if not as `use_bias` says: `inputs` are those of queries,
+    keys and values, as in Qwen 2; `all` has that of the output, too."""
     tied_head: bool = True
     """The output matrix is the embedding table."""
     dropout_rate: float = 0.0
@@ -433,6 +473,18 @@ class Model:
     moe: MoE = MoE()
 
     __post_init__ = derived.fill_sizes
+
+    @property
+    def has_input_bias(self) -> bool:
+        """Whether queries, keys and values have biases."""
+        given = self.attention_bias
+        return self.use_bias if given == "use_bias" else given in ("inputs", "all")
+
+    @property
+    def has_output_bias(self) -> bool:
+        """Whether the output of attention has a bias."""
+        given = self.attention_bias
+        return self.use_bias if given == "use_bias" else given == "all"
 
     @property
     def offloads_inputs(self) -> bool:

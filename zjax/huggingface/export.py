@@ -18,19 +18,23 @@ from zjax.checkpoint.export import cast_entries, unwritable, write_file
 from zjax.checkpoint.layout import Entry, check_same
 from zjax.checkpoint.store import Store
 from zjax.checkpoint.views import Source
-from zjax.config import schema
+from zjax.config import convert, schema
 from zjax.config.derived import as_set
 from zjax.config.load import load_config
 from zjax.errors import CheckpointError, ConfigError, Problem
 from zjax.huggingface.families import FAMILIES, Family
-from zjax.huggingface.settings import CONFIG_NAME, settings_of
+from zjax.huggingface.rotation import PARTIAL, rotation_values
+from zjax.huggingface.settings import CONFIG_NAME, entries_of, settings_of
 from zjax.huggingface.tensors import Layout, joined, layouts_of
 
 MAX_SHARD_BYTES = 5 * 10**9
 """Most bytes of the tensors of one file, as transformers writes by default."""
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
     "gpt2": "GPT2LMHeadModel",
 }
 """Families that models go out as. A Mistral without window is a Llama."""
@@ -114,8 +118,9 @@ def find_kind(model: schema.Model) -> str:
 def _differences(model: schema.Model, kind: str) -> list[Problem]:
     family = FAMILIES[kind]
     settings = settings_of(config_of(model, kind), family)
-    found = schema.Model(**settings)
-    pairs = [(name, getattr(model, name), getattr(found, name)) for name in settings]
+    found = entries_of(convert.from_mapping(schema.Model, settings), settings)
+    mine = entries_of(model, settings)
+    pairs = [(name, mine[name], theirs) for name, theirs in found.items()]
     pairs.append(("moe.num_experts", model.moe.num_experts, 0))
     if model.attention == "sparse":
         pairs.append(("attention", "sparse", "dense"))
@@ -142,8 +147,11 @@ def config_of(model: schema.Model, kind: str) -> dict[str, Any]:
         if fixed.accepted[0] is not None:
             values[name] = fixed.accepted[0]
     if family.is_rotary:
-        values["rope_theta"] = model.rope_theta
-    values |= dict.fromkeys(family.biases, model.use_bias)
+        values |= rotation_values(model)
+    if not family.is_partial:
+        values.pop(PARTIAL, None)
+    biases = model.has_input_bias, model.use_bias
+    values |= dict(zip(family.biases, biases, strict=False))
     values |= dict.fromkeys(family.dropouts, model.dropout_rate)
     return values | {family.attention_dropout: 0.0}
 

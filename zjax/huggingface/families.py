@@ -53,8 +53,9 @@ class Family:
         constant: Settings of every model of the family.
         keys: Keys that are settings.
         fixed: Keys of which zjax has one value.
-        biases: Keys that must agree, since `model.use_bias` is one setting; their
-            default is False.
+        biases: Keys of the biases of attention and of the feed-forward, False by
+            default; none for those of `constant`.
+        is_partial: Whether some channels of a head may rotate alone.
         dropouts: Keys that must agree, since `model.dropout_rate` is one setting; their
             default is `default_dropout`.
         attention_dropout: Key of the dropout of attention weights, which zjax has not.
@@ -69,6 +70,7 @@ class Family:
     keys: Mapping[str, Key]
     fixed: Mapping[str, Fixed]
     biases: tuple[str, ...] = ()
+    is_partial: bool = False
     dropouts: tuple[str, ...] = ()
     attention_dropout: str = "attention_dropout"
     default_dropout: float = 0.0
@@ -95,10 +97,13 @@ _SHARED = {"quantization_config": Fixed(None)}
 _LLAMA_CONSTANT = {
     "kind": "decoder",
     "norm": "rms_norm",
+    "norm_position": "input",
     "positions": "rotary",
     "activation": "swiglu",
     "query_key_norm": False,
+    "query_key_norm_scope": "head",
 }
+_NO_BIAS = {"use_bias": False, "attention_bias": "use_bias"}
 _LLAMA_KEYS = {
     "num_hidden_layers": Key("num_layers", int),
     "hidden_size": Key("embed_size", int),
@@ -111,11 +116,9 @@ _LLAMA_KEYS = {
     "rms_norm_eps": Key("norm_eps", float, 1e-6),
     "tie_word_embeddings": Key("tied_head", bool, False),
 }
-_LLAMA_FIXED = _SHARED | {
-    "hidden_act": Fixed("silu", "swish"),
-    "partial_rotary_factor": Fixed(1.0),
-}
-_NO_BIAS = {"attention_bias": Fixed(False), "mlp_bias": Fixed(False)}
+_LLAMA_FIXED = _SHARED | {"hidden_act": Fixed("silu", "swish")}
+_BIAS_FALSE = {"attention_bias": Fixed(False), "mlp_bias": Fixed(False)}
+_FULL = {"use_sliding_window": Fixed(False)}
 _LLAMA = Family(
     rows=tensors.LLAMA,
     prefix="model.",
@@ -129,22 +132,54 @@ FAMILIES = {
     "llama": _LLAMA,
     "mistral": dataclasses.replace(
         _LLAMA,
-        constant=_LLAMA_CONSTANT | {"use_bias": False},
+        constant=_LLAMA_CONSTANT | _NO_BIAS,
         keys=_LLAMA_KEYS | {"num_key_value_heads": Key("num_kv_heads", int, 8)},
-        fixed=_LLAMA_FIXED | _NO_BIAS | {"sliding_window": Fixed(None, default=4096)},
+        fixed=_LLAMA_FIXED
+        | _BIAS_FALSE
+        | {"sliding_window": Fixed(None, default=4096)},
         biases=(),
+    ),
+    "qwen2": dataclasses.replace(
+        _LLAMA,
+        constant=_LLAMA_CONSTANT | {"use_bias": False, "attention_bias": "inputs"},
+        keys=_LLAMA_KEYS | {"num_key_value_heads": Key("num_kv_heads", int, 32)},
+        fixed=_LLAMA_FIXED | _FULL,
+        biases=(),
+        unread=frozenset({"sliding_window"}),
     ),
     "qwen3": dataclasses.replace(
         _LLAMA,
-        constant=_LLAMA_CONSTANT | {"use_bias": False, "query_key_norm": True},
+        constant=_LLAMA_CONSTANT | {"query_key_norm": True},
         keys=_LLAMA_KEYS
         | {
             "num_key_value_heads": Key("num_kv_heads", int, 32),
             "head_dim": Key("head_size", int, 128),
         },
-        fixed=_LLAMA_FIXED | _NO_BIAS | {"use_sliding_window": Fixed(False)},
-        biases=(),
+        fixed=_LLAMA_FIXED | _FULL,
+        biases=("attention_bias",),
         unread=frozenset({"sliding_window"}),
+    ),
+    "phi3": dataclasses.replace(
+        _LLAMA,
+        rows=tensors.PHI3,
+        constant=_LLAMA_CONSTANT | _NO_BIAS,
+        keys=_LLAMA_KEYS | {"rms_norm_eps": Key("norm_eps", float, 1e-5)},
+        fixed=_LLAMA_FIXED | _BIAS_FALSE | {"sliding_window": Fixed(None)},
+        biases=(),
+        is_partial=True,
+        dropouts=("resid_pdrop", "embd_pdrop"),
+    ),
+    "olmo2": dataclasses.replace(
+        _LLAMA,
+        rows=tensors.OLMO2,
+        constant=_LLAMA_CONSTANT
+        | {
+            "norm_position": "output",
+            "query_key_norm": True,
+            "query_key_norm_scope": "heads",
+        },
+        keys=_LLAMA_KEYS | {"rms_norm_eps": Key("norm_eps", float, 1e-5)},
+        biases=("attention_bias",),
     ),
     "gpt2": Family(
         rows=tensors.GPT2,
@@ -153,12 +188,14 @@ FAMILIES = {
         constant={
             "kind": "decoder",
             "norm": "layer_norm",
+            "norm_position": "input",
             "positions": "learned",
             "activation": "gelu",
             "query_key_norm": False,
             "num_kv_heads": 0,
             "head_size": 0,
             "use_bias": True,
+            "attention_bias": "use_bias",
         },
         keys={
             "n_layer": Key("num_layers", int),

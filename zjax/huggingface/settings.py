@@ -1,29 +1,29 @@
 """From a Hugging Face config.json to settings of the built-in decoder."""
 
+import dataclasses
 import os
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from absl import logging
 
+from zjax.config import convert, schema
 from zjax.config.paths import local_path
 from zjax.errors import ConfigError, Problem
+from zjax.huggingface import rotation
 from zjax.huggingface.families import BOOKKEEPING, FAMILIES, REQUIRED, Family, Key
 from zjax.reading import parse_json, read_text
 from zjax.remedies import find_fault
 
 CONFIG_NAME = "config.json"
-_ROPE = ("rope_parameters", "rope_scaling")
-"""Keys of a mapping that may scale rotary positions, of new and old checkpoints."""
-_DEFAULT_THETA = 10_000.0
 
 
 def model_settings(directory: str | os.PathLike[str], **changes: Any) -> dict[str, Any]:
     """Reads the `model` settings that compute what a Hugging Face checkpoint does.
 
     Args:
-        directory: Directory of a checkpoint of Llama, Mistral, Qwen3 or GPT-2.
+        directory: Directory of a checkpoint of one of the families of the guide.
         **changes: Keys of its config.json with other values, such as `attn_pdrop=0.0`.
 
     Returns:
@@ -112,27 +112,43 @@ def settings_of(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
         value = values.get(name, key.default)
         settings[key.setting] = 0 if value is None else key.kind(value)
     if family.is_rotary:
-        settings["rope_theta"] = _theta(values)
+        model = convert.from_mapping(schema.Model, settings)
+        sizes = model.max_length, model.head_size
+        settings |= rotation.rotation_settings(values, *sizes)
     if family.biases:
-        settings["use_bias"] = values.get(family.biases[0], False)
+        settings |= _biases(*(values.get(name, False) for name in family.biases))
     return settings
+
+
+def entries_of(model: schema.Model, names: Iterable[str]) -> dict[str, Any]:
+    """Settings of a model by name, those of its sections one by one.
+
+    Example:
+        >>> entries_of(schema.Model(), ["num_heads", "rope_scaling"])["num_heads"]
+        12
+    """
+    entries = dict[str, Any]()
+    for name in names:
+        value = getattr(model, name)
+        if dataclasses.is_dataclass(value):
+            fields = dataclasses.fields(value)
+            entries |= {f"{name}.{x.name}": getattr(value, x.name) for x in fields}
+        else:
+            entries[name] = value
+    return entries
+
+
+def _biases(attention: bool, mlp: bool = False) -> dict[str, Any]:
+    """The settings of two keys; `attention_bias` is left alone where they agree."""
+    if attention == mlp:
+        return {"use_bias": mlp, "attention_bias": "use_bias"}
+    return {"use_bias": mlp, "attention_bias": "all" if attention else "none"}
 
 
 def _dropout(values: Mapping[str, Any], family: Family) -> dict[str, float]:
     default = family.default_dropout
     rates = [float(values.get(name, default)) for name in family.dropouts]
     return {"dropout_rate": rates[0] if rates else 0.0}
-
-
-def _theta(values: Mapping[str, Any]) -> Any:
-    rope = _rope(values, "rope_parameters")
-    theta = rope.get("rope_theta", values.get("rope_theta", _DEFAULT_THETA))
-    return float(theta) if _is(theta, float) else theta
-
-
-def _rope(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found = values.get(name)
-    return found if isinstance(found, dict) else {}
 
 
 def _wrong(
@@ -147,8 +163,10 @@ def _wrong(
             what = " or ".join(map(repr, fixed.accepted))
             yield _not_computed(name, value, path, f"zjax computes {what} alone")
     if family.is_rotary:
-        yield from _wrong_rotation(values, path)
-    yield from _disagreeing(values, family.biases, False, "model.use_bias", path)
+        partial = family.is_partial
+        yield from rotation.rotation_problems(values, path, is_partial=partial)
+    for name in family.biases:
+        yield from _wrong_value(name, Key("", bool, False), values, path)
     types = values.get("layer_types")
     if types is not None and types != ["full_attention"] * len(types):
         reason = "zjax computes full attention in all layers"
@@ -167,22 +185,6 @@ def _wrong_value(
         yield Problem(name, value, problem, "correct it there")
 
 
-def _wrong_rotation(values: Mapping[str, Any], path: pathlib.Path) -> Iterator[Problem]:
-    for name in _ROPE:
-        given, rope = values.get(name), _rope(values, name)
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        partial = rope.get("partial_rotary_factor", 1.0)
-        if (given is not None and given is not rope) or kind != "default":
-            reason = "zjax does not scale rotary positions"
-            yield _not_computed(name, given, path, reason)
-        elif partial != 1.0:
-            reason = "zjax rotates all channels of a head"
-            yield _not_computed(name, given, path, reason)
-    if not _is(_theta(values), float):
-        problem = f"of {path} is not of type float"
-        yield Problem("rope_theta", _theta(values), problem, "correct it there")
-
-
 def _wrong_dropouts(
     values: Mapping[str, Any], family: Family, path: pathlib.Path
 ) -> Iterator[Problem]:
@@ -195,26 +197,14 @@ def _wrong_dropouts(
         if not _is(values.get(dropout, default), float):
             problem = f"of {path} is not of type float"
             yield Problem(dropout, values[dropout], problem, "correct it there")
-    yield from _disagreeing(
-        values, family.dropouts, default, "model.dropout_rate", path
-    )
-
-
-def _disagreeing(
-    values: Mapping[str, Any],
-    names: tuple[str, ...],
-    default: Any,
-    setting: str,
-    path: pathlib.Path,
-) -> Iterator[Problem]:
-    """Keys that are one setting of zjax."""
-    found = {name: values.get(name, default) for name in names}
-    for name in names[1:]:
-        if found[name] != found[names[0]]:
-            other = f"{names[0]}={found[names[0]]!r}"
-            problem = f"of {path} differs from {other}, and {setting} is one setting"
+    rates = {name: values.get(name, default) for name in family.dropouts}
+    first = next(iter(rates), "")
+    for name, rate in rates.items():
+        if rate != rates[first]:
+            problem = f"of {path} differs from {first}={rates[first]!r}, and "
+            problem += "model.dropout_rate is one setting"
             remedy = "use a checkpoint in which they agree"
-            yield Problem(name, found[name], problem, remedy)
+            yield Problem(name, rate, problem, remedy)
 
 
 def _not_computed(name: str, value: Any, path: pathlib.Path, why: str) -> Problem:
@@ -231,7 +221,9 @@ def _report_unknown(
 ) -> None:
     known = {*BOOKKEEPING, *family.keys, *family.fixed, *family.biases}
     known |= {*family.dropouts, *family.unread, family.attention_dropout, "layer_types"}
-    known |= {*_ROPE, "rope_theta"} if family.is_rotary else set()
-    unknown = [f"{name}={x!r}" for name, x in values.items() if name not in known]
+    known |= rotation.KNOWN if family.is_rotary else set()
+    unknown = {name: x for name, x in values.items() if name not in known}
+    unknown |= rotation.unknown_keys(values) if family.is_rotary else {}
     if unknown:
-        logging.warning("%s: unknown and not read: %s", path, ", ".join(unknown))
+        text = ", ".join(f"{name}={x!r}" for name, x in unknown.items())
+        logging.warning("%s: unknown and not read: %s", path, text)

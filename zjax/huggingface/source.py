@@ -11,12 +11,12 @@ from absl import logging
 from zjax.checkpoint.layout import Entry, check_same
 from zjax.checkpoint.steps import find_steps
 from zjax.checkpoint.views import Index, Source
-from zjax.config import schema
+from zjax.config import convert, schema
 from zjax.config.derived import as_set
 from zjax.config.paths import local_path
 from zjax.errors import ConfigError, Problem
 from zjax.huggingface.families import Family
-from zjax.huggingface.settings import CONFIG_NAME, shape_of
+from zjax.huggingface.settings import CONFIG_NAME, entries_of, shape_of
 from zjax.huggingface.tensors import Layout, layouts_of
 
 _TOKENS = "embedding.tokens"
@@ -47,7 +47,7 @@ def adapted(
     if path is None or _TOKENS not in wanted or _TOKENS in source.entries:
         return source
     settings, family = shape_of(path)
-    model = schema.Model(**settings)
+    model = convert.from_mapping(schema.Model, settings)
     _check_model(config.model, model, settings, path)
     prefix = _find_prefix(source, family)
     layouts = {
@@ -77,9 +77,9 @@ def _check_model(
     names: Iterable[str],
     path: pathlib.Path,
 ) -> None:
-    problems = []
-    for name in names:
-        mine, theirs = getattr(given, name), getattr(found, name)
+    problems, expected = [], entries_of(found, names)
+    for name, mine in entries_of(given, names).items():
+        theirs = expected[name]
         is_free = name in _FREE and found.positions == "rotary"
         if mine != theirs and not is_free:
             problem = f"is not the {theirs!r} of {path}"

@@ -40,9 +40,9 @@ class Row:
             tensor.
         is_transposed: Whether the tensor has its dims in reverse, as a torch `Linear`.
         part: Index of the array in a tensor that joins several along its outputs.
-        num_parts: Number of arrays in the tensor.
-        needs: Boolean setting of the model without which there is no such array.
-        unless: Boolean setting with which there is none.
+        parts: Names of the output dims of all arrays in the tensor; () for one.
+        needs: Boolean attribute of the settings without which there is no such array.
+        unless: Boolean attribute with which there is none.
     """
 
     ours: str
@@ -50,7 +50,7 @@ class Row:
     dims: str
     is_transposed: bool = False
     part: int = 0
-    num_parts: int = 1
+    parts: tuple[str, ...] = ()
     needs: str = ""
     unless: str = ""
 
@@ -61,10 +61,11 @@ class Row:
 
     def groups(self, model: schema.Model) -> tuple[tuple[int, ...], ...]:
         """Sizes of the array's dims, grouped by dim of the tensor."""
-        return tuple(
-            tuple(getattr(model, _SIZES[name]) for name in group.split())
-            for group in self.dims.split("|")
-        )
+        return tuple(_sizes(model, group) for group in self.dims.split("|"))
+
+
+def _sizes(model: schema.Model, names: str) -> tuple[int, ...]:
+    return tuple(getattr(model, _SIZES[name]) for name in names.split())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,10 +75,12 @@ class Layout:
     Args:
         row: Row of the table.
         groups: Sizes of the array's dims, grouped by dim of the tensor.
+        outputs: Outputs of all arrays in the tensor.
     """
 
     row: Row
     groups: tuple[tuple[int, ...], ...]
+    outputs: tuple[int, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -87,8 +90,8 @@ class Layout:
     @property
     def tensor_shape(self) -> tuple[int, ...]:
         """Shape of the tensor."""
-        *others, outputs = map(math.prod, self.groups)
-        return self._turned((*others, outputs * self.row.num_parts))
+        *others, _ = map(math.prod, self.groups)
+        return self._turned((*others, sum(self.outputs)))
 
     def read(self, index: Index, read: Read) -> np.ndarray:
         """Reads a slice of the array; `read` reads one of the tensor."""
@@ -101,7 +104,7 @@ class Layout:
             spans.append(slice(first.start * size, first.stop * size))
             inner += [slice(None), *others]
             shape += [first.stop - first.start, *sizes[1:]]
-        start = self.row.part * math.prod(self.groups[-1])
+        start = sum(self.outputs[: self.row.part])
         spans[-1] = slice(spans[-1].start + start, spans[-1].stop + start)
         found = read(self._turned(tuple(spans)))
         found = found.T if self.row.is_transposed else found
@@ -121,7 +124,9 @@ def layouts_of(
     for row in rows:
         if not row.exists(model):
             continue
-        layout = Layout(row, row.groups(model))
+        names = row.parts or (row.dims.rpartition("|")[2],)
+        outputs = tuple(math.prod(_sizes(model, name)) for name in names)
+        layout = Layout(row, row.groups(model), outputs)
         if "{}" not in row.theirs:
             yield row.ours, row.theirs, layout
             continue
@@ -129,23 +134,38 @@ def layouts_of(
             yield f"{row.ours}[{layer}]", row.theirs.format(layer), layout
 
 
-def _linear(ours: str, theirs: str, dims: str) -> tuple[Row, ...]:
-    """Kernel and bias of a torch `Linear`."""
-    ours, theirs = f"blocks.{ours}", f"model.layers.{{}}.{theirs}"
+_INPUTS = ("heads head", "kv_heads head", "kv_heads head")
+"""Outputs of queries, keys and values."""
+_LAYER = "model.layers.{}"
+
+
+def _linear(
+    ours: str,
+    theirs: str,
+    dims: str,
+    *,
+    bias: str = "use_bias",
+    part: int = 0,
+    parts: tuple[str, ...] = (),
+) -> tuple[Row, ...]:
+    """Kernel and bias of a torch `Linear`, or of one that joins several."""
+    ours, theirs = f"blocks.{ours}", f"{_LAYER}.{theirs}"
     outputs = dims.rpartition("|")[2]
     return (
-        Row(f"{ours}.kernel", f"{theirs}.weight", dims, is_transposed=True),
-        Row(f"{ours}.bias", f"{theirs}.bias", outputs, needs="use_bias"),
+        Row(f"{ours}.kernel", f"{theirs}.weight", dims, True, part, parts),
+        Row(f"{ours}.bias", f"{theirs}.bias", outputs, False, part, parts, needs=bias),
     )
 
 
-def _conv(ours: str, theirs: str, dims: str, part: int = 0, of: int = 1):
+def _conv(
+    ours: str, theirs: str, dims: str, part: int = 0, parts: tuple[str, ...] = ()
+) -> tuple[Row, ...]:
     """Kernel and bias of GPT-2's `Conv1D`, whose kernel is not transposed."""
     ours, theirs = f"blocks.{ours}", f"transformer.h.{{}}.{theirs}"
     outputs = dims.rpartition("|")[2]
     return (
-        Row(f"{ours}.kernel", f"{theirs}.weight", dims, part=part, num_parts=of),
-        Row(f"{ours}.bias", f"{theirs}.bias", outputs, part=part, num_parts=of),
+        Row(f"{ours}.kernel", f"{theirs}.weight", dims, False, part, parts),
+        Row(f"{ours}.bias", f"{theirs}.bias", outputs, False, part, parts),
     )
 
 
@@ -156,41 +176,91 @@ def _layer_norm(ours: str, theirs: str) -> tuple[Row, ...]:
     )
 
 
-_LAYER = "model.layers.{}"
-LLAMA: tuple[Row, ...] = (
-    Row("embedding.tokens", "model.embed_tokens.weight", "vocab | embed"),
-    Row("blocks.attention_norm.scale", f"{_LAYER}.input_layernorm.weight", "embed"),
-    *_linear("attention.query", "self_attn.q_proj", "embed | heads head"),
-    *_linear("attention.key", "self_attn.k_proj", "embed | kv_heads head"),
-    *_linear("attention.value", "self_attn.v_proj", "embed | kv_heads head"),
-    *_linear("attention.out", "self_attn.o_proj", "heads head | embed"),
-    Row(
-        "blocks.attention.query_norm.scale",
-        f"{_LAYER}.self_attn.q_norm.weight",
-        "head",
-        needs="query_key_norm",
+def _rms_norm(
+    ours: str, theirs: str, dims: str = "embed", needs: str = ""
+) -> tuple[Row, ...]:
+    ours, theirs = f"blocks.{ours}.scale", f"{_LAYER}.{theirs}.weight"
+    return (Row(ours, theirs, dims, needs=needs),)
+
+
+def _query_key_norms(query_dims: str, key_dims: str) -> tuple[Row, ...]:
+    query, key = "attention.query_norm", "attention.key_norm"
+    return (
+        *_rms_norm(query, "self_attn.q_norm", query_dims, "query_key_norm"),
+        *_rms_norm(key, "self_attn.k_norm", key_dims, "query_key_norm"),
+    )
+
+
+_EMBEDDING = (Row("embedding.tokens", "model.embed_tokens.weight", "vocab | embed"),)
+_FROM_STREAM = (
+    ("attention.query", "self_attn.q_proj", "embed | heads head"),
+    ("attention.key", "self_attn.k_proj", "embed | kv_heads head"),
+    ("attention.value", "self_attn.v_proj", "embed | kv_heads head"),
+)
+_OUT = _linear(
+    "attention.out", "self_attn.o_proj", "heads head | embed", bias="has_output_bias"
+)
+_ATTENTION = (
+    *(row for x in _FROM_STREAM for row in _linear(*x, bias="has_input_bias")),
+    *_OUT,
+)
+_JOINED_ATTENTION = (
+    *(
+        row
+        for part, (ours, _, dims) in enumerate(_FROM_STREAM)
+        for row in _linear(
+            *(ours, "self_attn.qkv_proj", dims),
+            bias="has_input_bias",
+            part=part,
+            parts=_INPUTS,
+        )
     ),
-    Row(
-        "blocks.attention.key_norm.scale",
-        f"{_LAYER}.self_attn.k_norm.weight",
-        "head",
-        needs="query_key_norm",
-    ),
-    Row("blocks.mlp_norm.scale", f"{_LAYER}.post_attention_layernorm.weight", "embed"),
+    *_OUT,
+)
+_DOWN = _linear("mlp.down", "mlp.down_proj", "mlp | embed")
+_MLP = (
     *_linear("mlp.gate", "mlp.gate_proj", "embed | mlp"),
     *_linear("mlp.up", "mlp.up_proj", "embed | mlp"),
-    *_linear("mlp.down", "mlp.down_proj", "mlp | embed"),
+    *_DOWN,
+)
+_JOINED_MLP = (
+    *_linear("mlp.gate", "mlp.gate_up_proj", "embed | mlp", parts=("mlp", "mlp")),
+    *_linear("mlp.up", "mlp.gate_up_proj", "embed | mlp", part=1, parts=("mlp", "mlp")),
+    *_DOWN,
+)
+_INPUT_NORMS = (
+    *_rms_norm("attention_norm", "input_layernorm"),
+    *_rms_norm("mlp_norm", "post_attention_layernorm"),
+)
+_HEAD = (
     Row("head.norm.scale", "model.norm.weight", "embed"),
     Row("head.kernel", "lm_head.weight", "vocab | embed", unless="tied_head"),
 )
-"""Llama, Mistral and Qwen3."""
+LLAMA: tuple[Row, ...] = (
+    *(*_EMBEDDING, *_INPUT_NORMS, *_ATTENTION),
+    *(*_query_key_norms("head", "head"), *_MLP, *_HEAD),
+)
+"""Llama, Mistral, Qwen2 and Qwen3."""
+PHI3: tuple[Row, ...] = (
+    *(*_EMBEDDING, *_INPUT_NORMS, *_JOINED_ATTENTION, *_JOINED_MLP, *_HEAD),
+)
+"""Phi-3 and Phi-4, with joined inputs."""
+OLMO2: tuple[Row, ...] = (
+    *(*_EMBEDDING, *_ATTENTION, *_query_key_norms("heads head", "kv_heads head")),
+    *_rms_norm("attention_norm", "post_attention_layernorm"),
+    *_rms_norm("mlp_norm", "post_feedforward_layernorm"),
+    *(*_MLP, *_HEAD),
+)
+"""OLMo 2, which normalises outputs."""
 GPT2: tuple[Row, ...] = (
     Row("embedding.tokens", "transformer.wte.weight", "vocab | embed"),
     Row("embedding.positions", "transformer.wpe.weight", "length | embed"),
     *_layer_norm("blocks.attention_norm", "transformer.h.{}.ln_1"),
-    *_conv("attention.query", "attn.c_attn", "embed | heads head", 0, 3),
-    *_conv("attention.key", "attn.c_attn", "embed | heads head", 1, 3),
-    *_conv("attention.value", "attn.c_attn", "embed | heads head", 2, 3),
+    *(
+        row
+        for part, (ours, _, dims) in enumerate(_FROM_STREAM)
+        for row in _conv(ours, "attn.c_attn", dims, part, _INPUTS)
+    ),
     *_conv("attention.out", "attn.c_proj", "heads head | embed"),
     *_layer_norm("blocks.mlp_norm", "transformer.h.{}.ln_2"),
     *_conv("mlp.up", "mlp.c_fc", "embed | mlp"),

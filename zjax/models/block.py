@@ -25,10 +25,10 @@ class Block(nnx.Module):
     Args:
         config: Shape of the model.
         causal: Whether a token sees no later one.
-        norm_position: `pre` normalises the input of each layer (GPT-2, Llama), `post`
-            the stream after it (BERT). Under `pre` the matrices that write to the
-            stream are initialised smaller, by the square root of their number, as in
-            GPT-2.
+        norm_position: `input` normalises the input of attention and feed-forward
+            (GPT-2, Llama), `output` what they add to the stream (OLMo 2), `stream` the
+            sum (BERT). Except under `stream`, the matrices that write to the stream are
+            initialised smaller, by the square root of their number, as in GPT-2.
         num_experts: Experts in place of the feed-forward; 0 for none.
         matmul_dtype: Dtype of the operands of projections and feed-forward.
         rngs: Source of the initial values.
@@ -39,7 +39,7 @@ class Block(nnx.Module):
         config: schema.Model,
         *,
         causal: bool,
-        norm_position: Literal["pre", "post"],
+        norm_position: Literal["input", "output", "stream"],
         num_experts: int = 0,
         matmul_dtype: layers.MatmulDtype = "compute",
         rngs: nnx.Rngs,
@@ -52,7 +52,7 @@ class Block(nnx.Module):
         self.implementation: attention.Implementation = (
             "auto" if config.attention == "sparse" else config.attention
         )
-        num_writers = 2 * config.num_layers if norm_position == "pre" else 1
+        num_writers = 1 if norm_position == "stream" else 2 * config.num_layers
         out_std = layers.INIT_STD / num_writers**0.5
         self.attention_norm = layers.Norm(config)
         self.attention = layers.Attention(
@@ -72,7 +72,7 @@ class Block(nnx.Module):
     ) -> tuple[Float[Array, "B L M"], Auxiliary]:
         """Transforms the stream; the key is None in evaluation."""
         x, _ = self._attend(self._make_attend(context), x, context, _keys(key)[0])
-        y, auxiliary = self._pre_norm(self.mlp_norm, x), Auxiliary()
+        y, auxiliary = self._norm_input(self.mlp_norm, x), Auxiliary()
         if isinstance(self.mlp, MixtureOfExperts):
             router_key = None if key is None else fold_name(key, "router")
             y, auxiliary = self.mlp(y, _counts(context, y), router_key)
@@ -89,7 +89,7 @@ class Block(nnx.Module):
         text of a row does not depend on other rows.
         """
         x, cache = self._attend(attend, x, context, None)
-        y = self._pre_norm(self.mlp_norm, x)
+        y = self._norm_input(self.mlp_norm, x)
         if isinstance(self.mlp, MixtureOfExperts):
             y, _ = self.mlp(y, drops=False)
         else:
@@ -102,7 +102,7 @@ class Block(nnx.Module):
         """The experts of each token in evaluation, for a block with a mixture."""
         assert isinstance(self.mlp, MixtureOfExperts)
         x, _ = self._attend(self._make_attend(context), x, context, None)
-        return self.mlp.chosen_experts(self._pre_norm(self.mlp_norm, x))
+        return self.mlp.chosen_experts(self._norm_input(self.mlp_norm, x))
 
     def trunk(
         self, x: Float[Array, "B L M"], context: Context, key: jax.Array | None
@@ -165,16 +165,17 @@ class Block(nnx.Module):
 
     def _attend(self, attend, x, context, key):
         x = remat.mark(tensor.pin_stream(x), remat.INPUT)
-        y = self._pre_norm(self.attention_norm, x)
+        y = self._norm_input(self.attention_norm, x)
         y, cache = self.attention(y, context.rotation, attend)
         return self._add_residual(self.attention_norm, x, y, key), cache
 
-    def _pre_norm(self, norm, x):
-        return norm(x) if self.norm_position == "pre" else x
+    def _norm_input(self, norm, x):
+        return norm(x) if self.norm_position == "input" else x
 
     def _add_residual(self, norm, x, y, key):
+        y = norm(y) if self.norm_position == "output" else y
         x = remat.mark(x + layers.dropout(y, self.config, key), remat.MIDDLE)
-        return x if self.norm_position == "pre" else norm(x)
+        return norm(x) if self.norm_position == "stream" else x
 
 
 def run_tile(

@@ -53,7 +53,7 @@ class Decoder(nnx.Module):
                 config,
                 num_experts=num_experts,
                 causal=True,
-                norm_position="pre",
+                norm_position=config.norm_position,
                 matmul_dtype=matmul_dtype,
                 rngs=rngs,
             )

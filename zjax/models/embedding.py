@@ -165,7 +165,10 @@ class Embedding(nnx.Module):
         if positions is None:
             positions = jnp.arange(length, dtype=jnp.int32)[None]
         cos, sin = rotary.make_rotary_tables(
-            positions, head_size=config.head_size, theta=config.rope_theta
+            positions,
+            head_size=config.rotary_size or config.head_size,
+            theta=config.rope_theta,
+            scaling=config.rope_scaling,
         )
         return pin_tokens(cos), pin_tokens(sin)
 

@@ -58,7 +58,7 @@ class Encoder(nnx.Module):
                 config,
                 num_experts=num_experts,
                 causal=False,
-                norm_position="post",
+                norm_position="stream",
                 matmul_dtype=matmul_dtype,
                 rngs=rngs,
             )

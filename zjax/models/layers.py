@@ -233,10 +233,15 @@ def project(
 
 
 class Norm(nnx.Module):
-    """The normalisation of `config.norm`, over the width of the model or a head."""
+    """The normalisation of `config.norm`, over the last dims of a token.
 
-    def __init__(self, config: schema.Model, dim: tuple[str, int] | None = None):
-        dims: Dims = (dim or ("embed", config.embed_size),)
+    Args:
+        config: Shape of the model.
+        dims: Dims that are normalised together; None for the width of the model.
+    """
+
+    def __init__(self, config: schema.Model, dims: Dims | None = None):
+        dims = dims or (("embed", config.embed_size),)
         has_bias = config.norm == "layer_norm" and config.use_bias
         self.kind = config.norm
         self.eps = config.norm_eps
@@ -244,14 +249,16 @@ class Norm(nnx.Module):
         self.bias = make_param(dims, jnp.zeros) if has_bias else None
 
     def __call__(self, x: Float[Array, "B L *N"]) -> Float[Array, "B L *N"]:
-        """Normalises the last dim of each token."""
+        """Normalises the last dims of each token."""
         scale = self.scale[...]
+        shape, num_dims = x.shape, scale.ndim
+        x = x.reshape(*shape[: x.ndim - num_dims], -1)
         # The compiler shards the tokens, which a kernel for one device does not.
         how = {"eps": self.eps, "implementation": "reference"}
         if self.kind == "rms_norm":
-            return norm.rms_norm(x, scale, **how)
-        bias = None if self.bias is None else self.bias[...]
-        return norm.layer_norm(x, scale, bias, **how)
+            return norm.rms_norm(x, scale.reshape(-1), **how).reshape(shape)
+        bias = None if self.bias is None else self.bias[...].reshape(-1)
+        return norm.layer_norm(x, scale.reshape(-1), bias, **how).reshape(shape)
 
 
 class Attention(nnx.Module):
@@ -276,17 +283,22 @@ class Attention(nnx.Module):
         head_dim = ("head_dim", config.head_size)
         heads: Dims = (("heads", config.num_heads), head_dim)
         kv_heads: Dims = (("kv_heads", config.num_kv_heads), head_dim)
-        linear = functools.partial(
-            Linear, use_bias=config.use_bias, matmul_dtype=matmul_dtype, rngs=rngs
+        linear = functools.partial(Linear, matmul_dtype=matmul_dtype, rngs=rngs)
+        from_stream = functools.partial(
+            linear, embed, use_bias=config.has_input_bias, fuse_bias=True
         )
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
-        self.query = linear(embed, heads, fuse_bias=True)
-        self.key = linear(embed, kv_heads, fuse_bias=True)
-        self.value = linear(embed, kv_heads, fuse_bias=True)
-        self.out = linear(heads, embed, std=out_std)
-        has_norms = config.query_key_norm
-        self.query_norm = Norm(config, head_dim) if has_norms else None
-        self.key_norm = Norm(config, head_dim) if has_norms else None
+        self.query = from_stream(heads)
+        self.key = from_stream(kv_heads)
+        self.value = from_stream(kv_heads)
+        self.out = linear(heads, embed, std=out_std, use_bias=config.has_output_bias)
+        has_norms, by_head = (
+            config.query_key_norm,
+            config.query_key_norm_scope == "head",
+        )
+        query_dims, key_dims = [(head_dim,)] * 2 if by_head else (heads, kv_heads)
+        self.query_norm = Norm(config, query_dims) if has_norms else None
+        self.key_norm = Norm(config, key_dims) if has_norms else None
 
     def __call__(
         self,

@@ -27,11 +27,14 @@ def num_params(model: schema.Model, *, active: bool = False) -> int:
     """
     width, bias = model.embed_size, int(model.use_bias)
     size, kv_size = (n * model.head_size for n in (model.num_heads, model.num_kv_heads))
-    attention = 2 * width * (size + kv_size) + bias * (width + size + 2 * kv_size)
+    attention = 2 * width * (size + kv_size) + model.has_output_bias * width
+    attention += model.has_input_bias * (size + 2 * kv_size)
     norm_vectors = 1 + (bias if model.norm == "layer_norm" else 0)
     norm = norm_vectors * width
     if model.query_key_norm:
-        attention += 2 * norm_vectors * model.head_size
+        over_heads = model.query_key_norm_scope == "heads"
+        normed = size + kv_size if over_heads else 2 * model.head_size
+        attention += norm_vectors * normed
     blocks = model.num_layers * (attention + 2 * norm)
     for num_experts in experts_by_layer(model):
         if num_experts:

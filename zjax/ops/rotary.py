@@ -7,16 +7,26 @@ layout of the published Llama weights in the Hugging Face format.
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from zjax.config import schema
+from zjax.ops.rope_scaling import attention_factor, scaled_frequencies
+
+UNSCALED = schema.RopeScaling()
+
 
 def make_rotary_tables(
-    positions: Int[Array, "B L"], *, head_size: int, theta: float = 10_000.0
+    positions: Int[Array, "B L"],
+    *,
+    head_size: int,
+    theta: float = 10_000.0,
+    scaling: schema.RopeScaling = UNSCALED,
 ) -> tuple[Float[Array, "B L half"], Float[Array, "B L half"]]:
     """Computes cosines and sines of every position, float32, once for all layers.
 
     Args:
         positions: Position of each token in its document, 0 or more.
-        head_size: Channels per head, even.
+        head_size: Channels per head that rotate, even.
         theta: Base of the wavelengths, above 1.
+        scaling: How rotations are slowed; not by default.
 
     Example:
         >>> cos, sin = make_rotary_tables(jnp.array([[0, 1]]), head_size=4)
@@ -26,10 +36,10 @@ def make_rotary_tables(
     Reference:
         Su et al., RoFormer (arXiv:2104.09864).
     """
-    exponents = jnp.arange(0, head_size, 2, dtype=jnp.float32) / head_size
-    frequencies = (theta**-exponents)[None, None, :]
-    angles = positions[..., None].astype(jnp.float32) * frequencies
-    return jnp.cos(angles), jnp.sin(angles)
+    frequencies = scaled_frequencies(positions, head_size, theta, scaling)
+    angles = positions[..., None].astype(jnp.float32) * frequencies[:, None, :]
+    factor = attention_factor(scaling)
+    return factor * jnp.cos(angles), factor * jnp.sin(angles)
 
 
 def rotate(
@@ -40,13 +50,16 @@ def rotate(
     """Rotates the channel pairs of queries or keys by their positions, in float32.
 
     The tables are those of `make_rotary_tables`; the result has the dtype of `x`.
+    Channels beyond those of the tables stay as they are.
 
     Example:
         >>> tables = make_rotary_tables(jnp.array([[0]]), head_size=2)
-        >>> rotate(jnp.ones((1, 1, 1, 2)), *tables).tolist()
-        [[[[1.0, 1.0]]]]
+        >>> rotate(jnp.ones((1, 1, 1, 3)), *tables).tolist()
+        [[[[1.0, 1.0, 1.0]]]]
     """
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    half = cos.shape[-1]
+    first, second, others = jnp.split(x, (half, 2 * half), axis=-1)
+    first, second = first.astype(jnp.float32), second.astype(jnp.float32)
     cos, sin = cos[:, :, None, :], sin[:, :, None, :]
     rotated = (first * cos - second * sin, second * cos + first * sin)
-    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
+    return jnp.concatenate([y.astype(x.dtype) for y in (*rotated, others)], axis=-1)

@@ -1,0 +1,76 @@
+"""Settings of rotary positions and of norms, with the exact words of each refusal."""
+
+import pytest
+
+from tests.support.refusals import case, refusal
+
+ROTARY = "model.positions=rotary;"
+SCALING = "model.rope_scaling."
+
+RULES = [
+    case(
+        ROTARY + "model.rotary_size=66",
+        "model.rotary_size=66 exceeds the 64 channels of a head; use at most 64, or 0",
+        id="more-than-there-are",
+    ),
+    case(
+        ROTARY + "model.rotary_size=5",
+        "model.rotary_size=5 is odd, and channels rotate in pairs; make it even",
+        id="odd",
+    ),
+    case(
+        ROTARY + f"{SCALING}kind=llama3;{SCALING}high_frequency_factor=0.5",
+        "model.rope_scaling.original_length=0 is missing for kind='llama3'; give the "
+        "longest sequence of the training before\n"
+        "model.rope_scaling.high_frequency_factor=0.5 is not above "
+        "low_frequency_factor=1.0; raise it",
+        id="llama3",
+    ),
+    case(
+        ROTARY
+        + f"{SCALING}kind=yarn;{SCALING}original_length=8;{SCALING}beta_slow=32.0;"
+        + "model.rope_theta=1.0",
+        "model.rope_theta=1.0 gives channels no wavelengths, which yarn compares; use "
+        "more than 1\n"
+        "model.rope_scaling.beta_fast=32.0 is not above beta_slow=32.0; raise it",
+        id="yarn",
+    ),
+    case(
+        ROTARY
+        + f"{SCALING}kind=dynamic;{SCALING}original_length=8;model.rotary_size=2",
+        "model.rope_scaling.kind='dynamic' needs more than the 2 channels of a head "
+        "that rotate; use 'linear'",
+        id="dynamic",
+    ),
+    case(
+        ROTARY + f"{SCALING}factor=2.0",
+        "model.rope_scaling.factor=2.0 has no effect with "
+        "model.rope_scaling.kind='none'; leave it at 1.0, or set "
+        "model.rope_scaling.kind to 'linear' or 'dynamic' or 'yarn' or 'llama3'",
+        id="no-kind",
+    ),
+    case(
+        f"{SCALING}kind=linear",
+        "model.rope_scaling.kind='linear' has no effect with "
+        "model.positions='learned'; leave it at 'none', or set model.positions to "
+        "'rotary'",
+        id="learned",
+    ),
+    case(
+        "model.query_key_norm=True;model.query_key_norm_scope=heads;mesh.tensor=8",
+        "mesh.tensor=8 does not divide model.num_heads=12, as "
+        "query_key_norm_scope='heads' needs; use 1, 2 or 4",
+        id="norm-over-padded-heads",
+    ),
+    case(
+        "model.norm_position=output;model.mlp_tiles=2",
+        "model.mlp_tiles=2 adds to the residual stream tile by tile, and "
+        "model.norm_position='output' normalises the sum; use 1, or 'input' there",
+        id="tiles-of-normalised-outputs",
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "num_devices", "message"), RULES)
+def test_rule(overrides, num_devices, message):
+    assert refusal(overrides, num_devices) == message

@@ -1,0 +1,164 @@
+"""Rotary positions of a Hugging Face config.json, which names them in two ways."""
+
+import pathlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from zjax.config import convert, schema
+from zjax.errors import Problem
+
+MAPPINGS = ("rope_parameters", "rope_scaling")
+"""Keys of a mapping that may scale rotary positions, of new and old checkpoints."""
+PARTIAL = "partial_rotary_factor"
+_DEFAULT_THETA = 10_000.0
+_SCALED = {
+    "linear": {},
+    "dynamic": {},
+    "llama3": {
+        "low_freq_factor": "low_frequency_factor",
+        "high_freq_factor": "high_frequency_factor",
+    },
+    "yarn": {
+        "beta_fast": "beta_fast",
+        "beta_slow": "beta_slow",
+        "attention_factor": "attention_factor",
+    },
+}
+"""Numbers of each kind of scaling besides the factor, and their settings."""
+_ORIGINAL = "original_max_position_embeddings"
+_USUAL = {"mscale": (None,), "mscale_all_dim": (None,), "truncate": (None, True)}
+"""Keys of yarn with the values that zjax computes."""
+_ANY = {"rope_type", "type", "rope_theta", PARTIAL, "factor", _ORIGINAL}
+KNOWN = {*MAPPINGS, "rope_theta", PARTIAL, _ORIGINAL}
+"""Keys of a config.json that this module reads."""
+
+
+def rotation_settings(
+    values: Mapping[str, Any], length: int, head_size: int
+) -> dict[str, Any]:
+    """Settings of the rotary positions of a config.json that has no problem.
+
+    Args:
+        values: The config.json.
+        length: Its longest sequence.
+        head_size: Channels of a head.
+    """
+    rope = _rope(values)
+    kind, share = _kind(rope), _partial(values, rope)
+    scaling = convert.to_mapping(schema.RopeScaling())
+    if kind != "default":
+        scaling |= {"kind": kind, "factor": float(rope["factor"])}
+        for theirs, ours in _SCALED[kind].items():
+            if rope.get(theirs) is not None:
+                scaling[ours] = float(rope[theirs])
+    if kind in ("yarn", "llama3"):
+        given = values.get(_ORIGINAL) or rope.get(_ORIGINAL)
+        scaling["original_length"] = given or length
+    if kind == "dynamic":
+        scaling["original_length"] = length
+    return {
+        "rope_theta": float(_theta(values, rope)),
+        "rope_scaling": scaling,
+        "rotary_size": 0 if share == 1.0 else int(head_size * share),
+    }
+
+
+def rotation_values(model: schema.Model) -> dict[str, Any]:
+    """Keys of a config.json, those that all versions of transformers read."""
+    values: dict[str, Any] = {"rope_theta": model.rope_theta}
+    if model.rotary_size:
+        values[PARTIAL] = model.rotary_size / model.head_size
+    scaling = model.rope_scaling
+    if scaling.kind == "none":
+        return values
+    rope = {"rope_type": scaling.kind, "factor": scaling.factor}
+    for theirs, ours in _SCALED[scaling.kind].items():
+        if value := getattr(scaling, ours):
+            rope[theirs] = value
+    if scaling.kind in ("yarn", "llama3"):
+        rope[_ORIGINAL] = scaling.original_length
+    return values | {"rope_scaling": rope}
+
+
+def rotation_problems(
+    values: Mapping[str, Any], path: pathlib.Path, *, is_partial: bool
+) -> Iterator[Problem]:
+    """Yields what zjax does not compute of rotary positions, and wrong types.
+
+    Args:
+        values: A config.json.
+        path: Its path.
+        is_partial: Whether models of its family may rotate some channels alone.
+    """
+    where = f"of {path}"
+    rope, name = _rope(values), _name(values)
+    kind = _kind(rope)
+    refused = f"{where} is not supported: zjax computes"
+    remedy = "use a checkpoint without it"
+    for key in MAPPINGS:
+        if not isinstance(values.get(key, None), dict | None):
+            yield Problem(key, values[key], f"{where} is not an object", "correct it")
+    if kind not in ("default", *_SCALED):
+        problem = f"{refused} the scaling of {', '.join(_SCALED)}"
+        yield Problem(name, values[name], problem, remedy)
+    elif kind != "default":
+        yield from _wrong_numbers(rope, kind, name, where)
+    for key, usual in _USUAL.items() if kind == "yarn" else ():
+        if rope.get(key) not in usual:
+            problem = f"{refused} yarn without it"
+            yield Problem(f"{name}.{key}", rope[key], problem, remedy)
+    share = _partial(values, rope)
+    if not _is_number(share) or not 0 < share <= 1:
+        yield Problem(PARTIAL, share, f"{where} is no share of channels", "correct it")
+    elif share != 1 and not is_partial:
+        yield Problem(PARTIAL, share, f"{refused} 1.0 alone", remedy)
+    theta = _theta(values, rope)
+    if not _is_number(theta):
+        problem = f"{where} is not of type float"
+        yield Problem("rope_theta", theta, problem, "correct it there")
+
+
+def unknown_keys(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of the mapping of rotary positions that nothing reads."""
+    rope, name = _rope(values), _name(values)
+    known = {*_ANY, *_SCALED.get(_kind(rope), ()), *_USUAL}
+    return {f"{name}.{key}": x for key, x in rope.items() if key not in known}
+
+
+def _wrong_numbers(rope, kind, name, where) -> Iterator[Problem]:
+    for key in ("factor", *_SCALED[kind]):
+        value = rope.get(key)
+        is_needed = key == "factor" or kind == "llama3"
+        if not _is_number(value) and (is_needed or value is not None):
+            problem = f"{where} is not of type float"
+            yield Problem(f"{name}.{key}", value, problem, "correct it there")
+    original = rope.get(_ORIGINAL)
+    if original is not None and type(original) is not int:
+        problem = f"{where} is not of type int"
+        yield Problem(f"{name}.{_ORIGINAL}", original, problem, "correct it there")
+
+
+def _name(values: Mapping[str, Any]) -> str:
+    """The mapping that is there; the first one if none is."""
+    return next((x for x in MAPPINGS if isinstance(values.get(x), dict)), MAPPINGS[0])
+
+
+def _rope(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    found = values.get(_name(values))
+    return found if isinstance(found, dict) else {}
+
+
+def _kind(rope: Mapping[str, Any]) -> Any:
+    return rope.get("rope_type", rope.get("type", "default"))
+
+
+def _theta(values: Mapping[str, Any], rope: Mapping[str, Any]) -> Any:
+    return rope.get("rope_theta", values.get("rope_theta", _DEFAULT_THETA))
+
+
+def _partial(values: Mapping[str, Any], rope: Mapping[str, Any]) -> Any:
+    return rope.get(PARTIAL, values.get(PARTIAL, 1.0))
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)

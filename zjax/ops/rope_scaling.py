@@ -1,0 +1,88 @@
+"""Frequencies of rotary positions, slowed for sequences longer than in training."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from zjax.config import schema
+
+
+def scaled_frequencies(
+    positions: Int[Array, "B L"], size: int, theta: float, scaling: schema.RopeScaling
+) -> Float[Array, "#B half"]:
+    """Radians per position of each pair of channels, float32.
+
+    Args:
+        positions: Position of each token; read by `dynamic`, which depends on the
+            longest of a row.
+        size: Channels that rotate, even.
+        theta: Base of the wavelengths, above 1.
+        scaling: How they are slowed.
+
+    Returns:
+        One row for all rows, or one for each under `dynamic`.
+
+    Example:
+        >>> scaling = schema.RopeScaling(kind="linear", factor=4.0)
+        >>> scaled_frequencies(jnp.array([[0]]), 2, 10.0, scaling).tolist()
+        [[0.25]]
+
+    Reference:
+        Linear: Chen et al. (arXiv:2306.15595); YaRN: Peng et al. (arXiv:2309.00071);
+        Llama 3: Grattafiori et al. (arXiv:2407.21783). The formulas are those of
+        github.com/huggingface/transformers.
+    """
+    exponents = jnp.arange(0, size, 2, dtype=jnp.float32)[None] / size
+    if scaling.kind == "dynamic":
+        return _dynamic_base(positions, size, theta, scaling) ** -exponents
+    frequencies = theta**-exponents
+    if scaling.kind == "none":
+        return frequencies
+    if scaling.kind == "linear":
+        return frequencies / scaling.factor
+    if scaling.kind == "yarn":
+        share = _yarn_share(size, theta, scaling)
+    else:
+        share = _llama3_share(frequencies, scaling)
+    return frequencies * (share + (1.0 - share) / scaling.factor)
+
+
+def attention_factor(scaling: schema.RopeScaling) -> float:
+    """Factor of rotated queries and of keys.
+
+    Example:
+        >>> attention_factor(schema.RopeScaling(kind="yarn", factor=1.0))
+        1.0
+    """
+    if scaling.kind != "yarn":
+        return 1.0
+    return scaling.attention_factor or 0.1 * math.log(scaling.factor) + 1.0
+
+
+def _dynamic_base(positions, size, theta, scaling) -> jax.Array:
+    """The base of each row, [B, 1]: that of NTK-aware scaling, by its length."""
+    longest = positions.max(1, keepdims=True).astype(jnp.float32) + 1.0
+    ratio = jnp.maximum(longest / scaling.original_length, 1.0)
+    growth = scaling.factor * ratio - (scaling.factor - 1.0)
+    return theta * growth ** (size / (size - 2))
+
+
+def _llama3_share(frequencies, scaling) -> jax.Array:
+    """Share of each frequency that stays as it is."""
+    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+    turns = scaling.original_length * frequencies / (2.0 * math.pi)
+    return jnp.clip((turns - low) / (high - low), 0.0, 1.0)
+
+
+def _yarn_share(size, theta, scaling) -> jax.Array:
+    def channel(turns: float) -> float:
+        wavelength = scaling.original_length / (turns * 2.0 * math.pi)
+        return size * math.log(wavelength) / (2.0 * math.log(theta))
+
+    first = max(math.floor(channel(scaling.beta_fast)), 0)
+    last = min(math.ceil(channel(scaling.beta_slow)), size - 1)
+    last += 0.001 * (first == last)
+    channels = jnp.arange(size // 2, dtype=jnp.float32)[None]
+    return 1.0 - jnp.clip((channels - first) / (last - first), 0.0, 1.0)
