@@ -203,6 +203,9 @@ def _offload(config: schema.Config, num_devices: int) -> Iterator[Problem]:
 def _schedule(config: schema.Config, num_devices: int) -> Iterator[Problem]:
     warmup, num_steps = config.optimizer.num_warmup_steps, config.num_steps
     field = "optimizer.num_warmup_steps"
+    if config.optimizer.schedule in ("one_cycle", "range_test"):
+        yield from _cycle(config)
+        return
     if warmup > num_steps:
         problem = f"exceeds num_steps={num_steps}"
         yield Problem(field, warmup, problem, f"use at most {num_steps}")
@@ -212,6 +215,29 @@ def _schedule(config: schema.Config, num_devices: int) -> Iterator[Problem]:
     if config.optimizer.schedule == "wsd" and warmup > stable_end:
         problem = f"overlaps optimizer.decay_fraction={fraction} of {num_steps} steps"
         yield Problem(field, warmup, problem, f"use at most {stable_end}")
+
+
+def _cycle(config: schema.Config) -> Iterator[Problem]:
+    """Bounds of a cycle that are the wrong way round, or are left after it."""
+    peak, cycle = config.optimizer.peak_learning_rate, config.optimizer.cycle
+    if config.optimizer.schedule != "one_cycle":
+        return
+    if (least := cycle.min_learning_rate) > peak:
+        problem = f"exceeds optimizer.peak_learning_rate={peak}"
+        remedy = f"use at most {peak}"
+        yield Problem("optimizer.cycle.min_learning_rate", least, problem, remedy)
+    if (least := cycle.min_momentum) > cycle.max_momentum:
+        problem = f"exceeds optimizer.cycle.max_momentum={cycle.max_momentum}"
+        remedy = f"use at most {cycle.max_momentum}"
+        yield Problem("optimizer.cycle.min_momentum", least, problem, remedy)
+    fall = cycle.num_fall_steps
+    length = cycle.num_rise_steps + (cycle.num_rise_steps if fall == -1 else fall)
+    after = max(0, config.num_steps - 1 - length) / cycle.num_decay_steps
+    rate = cycle.momentum_decay_rate
+    if (last := cycle.max_momentum * (1 + rate * after)) >= 1:
+        problem = f"ends at a momentum of {last:.3g} after {config.num_steps} steps"
+        remedy = "use less, or fewer num_steps"
+        yield Problem("optimizer.cycle.momentum_decay_rate", rate, problem, remedy)
 
 
 def _patterns(

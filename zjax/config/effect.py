@@ -17,6 +17,7 @@ class Needs(NamedTuple):
     choices: tuple[Any, ...]
 
 
+_WARM = ("constant", "linear", "cosine", "wsd")
 _OFFLOADED = ("pinned_host", "nvme", "auto")
 _MOMENTS = ("adamw", "adam", "lamb", "muon")
 _ONEBIT = ("onebit_adam", "onebit_lamb", "zero_one_adam")
@@ -56,6 +57,27 @@ NEEDS = (
         ("linear", "cosine", "wsd"),
     ),
     Needs("optimizer.decay_fraction", "optimizer.schedule", ("wsd",)),
+    Needs("optimizer.peak_learning_rate", "optimizer.schedule", (*_WARM, "one_cycle")),
+    Needs("optimizer.num_warmup_steps", "optimizer.schedule", _WARM),
+    Needs("optimizer.warmup", "optimizer.schedule", _WARM),
+    *(
+        Needs(f"optimizer.cycle.{field.name}", "optimizer.schedule", ("one_cycle",))
+        for field in dataclasses.fields(schema.Cycle)
+    ),
+    *(
+        Needs(f"optimizer.cycle.{name}", "optimizer.cycle.cycles_momentum", (True,))
+        for name in ("min_momentum", "max_momentum", "momentum_decay_rate")
+    ),
+    *(
+        Needs(f"optimizer.range_test.{x.name}", "optimizer.schedule", ("range_test",))
+        for x in dataclasses.fields(schema.RangeTest)
+    ),
+    Needs("optimizer.b1", "optimizer.cycle.cycles_momentum", (False,)),
+    Needs(
+        "optimizer.cycle.cycles_momentum",
+        "optimizer.name",
+        ("adamw", "adam", "lamb", "lion"),
+    ),
     Needs("optimizer.b1", "optimizer.name", (*_ADAMS, "lion", "sgd")),
     Needs("optimizer.b2", "optimizer.name", (*_ADAMS, "lion")),
     Needs("optimizer.eps", "optimizer.name", _ADAMS),

@@ -18,6 +18,9 @@ MAX_TOKENS = 2**24
 """Tokens of a sequence, or of a vocabulary."""
 MAX_VALUE = 2**32
 """Largest value of a pacing."""
+MAX_CYCLE_STEPS = 2**21 - 1
+MAX_STAIRS = 2**10
+"""Their product is an int32."""
 _MAX_WIDTH = 2**22
 _MAX_FLOAT, _MIN_FLOAT = 3e38, 1.2e-38
 """Range of float32 without overflow and without subnormal numbers."""
@@ -103,6 +106,27 @@ RANGES: dict[type, dict[str, Range]] = {
             lambda x: 0 <= x < math.inf or x == -1,
             "use 0 or more, or -1 for optimizer.weight_decay",
         ),
+    },
+    schema.Cycle: {
+        "min_learning_rate": _from(0),
+        "num_rise_steps": _from(1, MAX_CYCLE_STEPS),
+        "num_fall_steps": Range(
+            lambda x: x >= -1, "use 0 or more, or -1 for the rise", MAX_CYCLE_STEPS
+        ),
+        "num_rise_stairs": _from(0, MAX_STAIRS),
+        "num_fall_stairs": Range(
+            lambda x: x >= -1, "use 0 or more, or -1 for the rise", MAX_STAIRS
+        ),
+        "decay_rate": _from(0),
+        "num_decay_steps": _from(1),
+        "min_momentum": DECAY,
+        "max_momentum": DECAY,
+        "momentum_decay_rate": _from(0),
+    },
+    schema.RangeTest: {
+        "start_learning_rate": POSITIVE,
+        "growth": _from(0),
+        "num_steps": _from(1),
     },
     schema.Optimizer: {
         "peak_learning_rate": POSITIVE,

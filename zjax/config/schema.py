@@ -177,6 +177,51 @@ class ParamGroup:
 
 
 @section
+class Cycle:
+    """Shape of `optimizer.schedule="one_cycle"` (arXiv:1803.09820), as in DeepSpeed.
+
+    The rate rises from `min_learning_rate` to `peak_learning_rate`, falls back, and
+    then decays as 1 / (1 + `decay_rate` x).
+    """
+
+    min_learning_rate: float = 0.0
+    """Learning rate of step 0, and at the end of the cycle."""
+    num_rise_steps: int = 2_000
+    num_fall_steps: int = -1
+    """Steps back to the minimum; -1 takes `num_rise_steps`."""
+    num_rise_stairs: int = 0
+    """Stairs of equal length on which the rate rises; 0 for a line."""
+    num_fall_stairs: int = -1
+    """The same for the fall; -1 takes `num_rise_stairs`."""
+    decay_rate: float = 0.0
+    num_decay_steps: int = 1
+    """Steps after the cycle in which x grows by 1."""
+    cycles_momentum: bool = False
+    """Whether the momentum replaces `b1`: it falls while the rate rises."""
+    min_momentum: float = 0.8
+    """Momentum of step 0, and at the peak of the rate."""
+    max_momentum: float = 0.9
+    """Momentum of step 1, and at the end of the cycle."""
+    momentum_decay_rate: float = 0.0
+    """After the cycle the momentum grows as 1 + `momentum_decay_rate` x."""
+
+
+@section
+class RangeTest:
+    """Growth of the learning rate under `optimizer.schedule="range_test"`.
+
+    It is start_learning_rate (1 + growth x); x grows by 1 in `num_steps` steps
+    (arXiv:1803.09820), as in DeepSpeed.
+    """
+
+    start_learning_rate: float = 1e-3
+    growth: float = 1.0
+    num_steps: int = 2_000
+    staircase: bool = False
+    """Whether x is a whole number."""
+
+
+@section
 class Optimizer:
     """The update rule and its schedule."""
 
@@ -196,8 +241,11 @@ class Optimizer:
     steps; `zero_one_adam` sends few gradients in full before, and its
     replicas take local steps after."""
     peak_learning_rate: float = 3e-4
-    schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
-    """Shape after warm-up; `wsd` is warm-up, stable, then linear decay."""
+    schedule: Literal[
+        "constant", "linear", "cosine", "wsd", "one_cycle", "range_test"
+    ] = "cosine"
+    """Shape after warm-up; `wsd` is warm-up, stable, then linear decay. `one_cycle` and
+    `range_test` are whole schedules, of `cycle` and of `range_test`."""
     num_warmup_steps: int = 100
     """Steps until the learning rate has risen from 0 to the peak."""
     warmup: Literal["linear", "log"] = "linear"
@@ -231,6 +279,8 @@ class Optimizer:
     `freeze_step`."""
     local_step_clipper: int = 16
     """Longest interval between exchanges of 0/1 Adam."""
+    cycle: Cycle = Cycle()
+    range_test: RangeTest = RangeTest()
 
 
 @section

@@ -5,6 +5,7 @@ Clipping is separate: the training step clips, and reports the norm before clipp
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -14,6 +15,7 @@ import optax
 
 from zjax.config import schema
 from zjax.optim import (
+    cycles,
     groups,
     matrices,
     moments,
@@ -146,13 +148,18 @@ def _direction(
 ) -> optax.GradientTransformation:
     """The direction of ascent, before decay and learning rate."""
     b1, b2, eps = settings.b1, settings.b2, settings.eps
+    adam = functools.partial(optax.scale_by_adam, b2=b2, eps=eps)
+    lion = functools.partial(optax.scale_by_lion, b2=b2)
+    if settings.cycle.cycles_momentum:
+        rule = lion if settings.name == "lion" else adam
+        return cycles.with_momentum(rule, cycles.cycled_momentum(settings.cycle))
     match settings.name:
         case "adamw" | "adam" | "lamb":
-            return optax.scale_by_adam(b1=b1, b2=b2, eps=eps)
+            return adam(b1=b1)
         case "onebit_adam" | "onebit_lamb":
             return onebit_adam.scale_by_onebit_adam(AdamSteps(b1, b2, eps))
         case "lion":
-            return optax.scale_by_lion(b1=b1, b2=b2)
+            return lion(b1=b1)
         case "sgd":
             return optax.trace(decay=b1) if b1 else optax.identity()
         case "adafactor":

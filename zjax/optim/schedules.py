@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 from zjax.config.buckets import bucket_picks, rate_factors
 from zjax.config.lengths import CUTS, make_tokens
 from zjax.config.schema import Config
+from zjax.optim.cycles import CYCLES
 
 
 def make_schedule(
@@ -26,7 +27,7 @@ def make_schedule(
     peak (step 0 without warm-up). Except under `constant`, the last step,
     `num_steps - 1`, and any after it have the final fraction of the peak. Between, the
     rate decays with the tokens that the steps consume, which is with the steps where
-    all of them have one length.
+    all of them have one length. `one_cycle` and `range_test` count steps.
 
     Example:
         >>> import dataclasses
@@ -42,7 +43,10 @@ def make_schedule(
         Cosine: Loshchilov and Hutter, arXiv:1608.03983. Warm-up, stable, decay: Hu et
         al., arXiv:2404.06395.
     """
-    settings = config.optimizer
+    settings, factor = config.optimizer, _by_rows(config)
+    if settings.schedule in CYCLES:
+        whole = CYCLES[settings.schedule](settings)
+        return lambda step: jnp.asarray(whole(step) * factor(step), jnp.float32)
     num_warmup = settings.num_warmup_steps
     pieces = [(_warmup(config), num_warmup)]
     pieces += _after_warmup(config, num_decay=config.num_steps - 1 - num_warmup)
@@ -55,7 +59,7 @@ def make_schedule(
     def schedule(step: Int[Array, ""] | int) -> Float[Array, ""]:
         return jnp.asarray(joined(position(step)) * factor(step), jnp.float32)
 
-    position, factor = _by_tokens(config), _by_rows(config)
+    position = _by_tokens(config)
     return schedule
 
 

@@ -193,6 +193,9 @@ class Conversion:
         """
         for key in self._given:
             name = key.rpartition(".")[2]
+            if self._given[key] == {} and name in known:
+                self.skip(key, "it is empty")
+                continue
             outer = key.partition(".")[0]
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
             if outer not in known and not difflib.get_close_matches(

@@ -1,6 +1,6 @@
 """Names of keys, among which to look for the nearest of an unknown one."""
 
-from zjax.config.deepspeed import optimizer, others, steps, zero
+from zjax.config.deepspeed import optimizer, others, schedulers, steps, zero
 
 KNOWN = [
     *(steps.GLOBAL, steps.MICRO, steps.SUMS, "gradient_clipping", "steps_per_print"),
@@ -14,6 +14,7 @@ KNOWN = [
     *("communication_data_type", "sequence_parallel_size", "data_parallel_size"),
     *("tensorboard", "wandb", "csv_monitor", "sparse_gradients", "elasticity"),
     *("gradient_allreduce_op", "prescale_gradients", "gradient_predivide_factor"),
+    *schedulers.CYCLE_KEYS,
     *optimizer.NO_EFFECT,
     *zero.NO_EFFECT,
     *zero.OFFLOAD_NO_EFFECT,

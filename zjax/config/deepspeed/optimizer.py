@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from zjax.config.deepspeed import schedulers
 from zjax.config.deepspeed.conversion import Conversion
 
 PARAMS = "optimizer.params"
@@ -26,7 +27,6 @@ NO_EFFECT = {
     "cuda_aware": "XLA sends the bits",
     "comm_backend_name": "XLA sends the bits",
 }
-EARLIER = "each step has the rate of DeepSpeed's next one"
 LAMB_LIMITS = ("max_coeff", "min_coeff", "coeff_beta", "factor_max", "factor_min")
 LAMB_LIMITS += ("factor_threshold",)
 UNTIL = {
@@ -39,7 +39,7 @@ UNTIL = {
 def convert_optimizer(found: Conversion) -> None:
     """Reads `optimizer` and `scheduler`."""
     name = _convert_rule(found)
-    _convert_schedule(found, has_rule=bool(name))
+    schedulers.convert_scheduler(found, name)
 
 
 def _convert_rule(found: Conversion) -> str:
@@ -87,14 +87,19 @@ def _convert_rule(found: Conversion) -> str:
 
 
 def _convert_numbers(found: Conversion, name: str) -> None:
-    found.copy(_param("lr"), "optimizer__peak_learning_rate", 1e-3)
+    if schedulers.sets_rate(found):
+        found.derive(_param("lr"), "the scheduler sets it")
+    else:
+        found.copy(_param("lr"), "optimizer__peak_learning_rate", 1e-3)
     found.copy(_param("weight_decay"), "optimizer__weight_decay", 0.0)
     if name in ("sgd", "muon"):
         default = 0.95 if name == "muon" else 0.0
         found.copy(_param("momentum"), "optimizer__b1", default)
         return
     betas = found.take(_param("betas"), [0.9, 0.999], list)
-    if betas is not None:
+    if schedulers.sets_momentum(found, name):
+        found.derive(_param("betas"), "the scheduler sets them")
+    elif betas is not None:
         _convert_betas(found, betas)
     if name != "lion":
         found.copy(_param("eps"), "optimizer__eps", 1e-8)
@@ -119,58 +124,6 @@ def _convert_one_bit(found: Conversion, name: str) -> None:
     scalers = {"var_update_scaler": 16, "local_step_scaler": 32_678}
     for key, default in (scalers | {"local_step_clipper": 16}).items():
         found.copy(_param(key), f"optimizer__{key}", default)
-
-
-def _convert_schedule(found: Conversion, *, has_rule: bool) -> None:
-    kind = found.take("scheduler.type", "")
-    if not kind:
-        if has_rule and not found.given("scheduler"):
-            found.set(
-                "scheduler",
-                default=None,
-                optimizer__schedule="constant",
-                optimizer__num_warmup_steps=0,
-            )
-        return
-    shapes = {"WarmupLR": "constant", "WarmupDecayLR": "linear"}
-    shapes["WarmupCosineLR"] = "cosine"
-    if kind not in shapes:
-        found.refuse("scheduler.type", f"use one of {', '.join(shapes)}")
-        found.skip_rest("scheduler.params", "its scheduler is not supported")
-        return
-    shape = _convert_warmup(found)
-    late = "" if (kind, shape) == ("WarmupLR", "log") else EARLIER
-    found.set("scheduler.type", late, optimizer__schedule=shapes[kind])
-    _convert_ends(found, kind)
-
-
-def _convert_warmup(found: Conversion) -> str | None:
-    key = "scheduler.params.warmup_num_steps"
-    found.copy(key, "optimizer__num_warmup_steps", 1_000)
-    key = "scheduler.params.warmup_type"
-    shape = found.take(key, "log")
-    found.copy(key, "optimizer__warmup", "log")
-    for name in ("warmup_min_lr", "warmup_min_ratio"):
-        remedy, why = "use 0: a warm-up starts there", "a warm-up starts at 0"
-        found.refuse_if_on(f"scheduler.params.{name}", remedy, why, default=0.0)
-    return shape
-
-
-def _convert_ends(found: Conversion, kind: str) -> None:
-    key = "scheduler.params.warmup_max_lr"
-    if peak := found.take(key, 1e-3 if kind == "WarmupDecayLR" else 0.0):
-        found.set(key, default=peak, optimizer__peak_learning_rate=peak)
-    key = "scheduler.params.total_num_steps"
-    total = found.take(key, 0)
-    if total:
-        found.set(key, num_steps=total)
-    elif total == 0 and kind != "WarmupLR":
-        found.require(key, "is not given", f"give it: {kind} ends there")
-    if kind == "WarmupDecayLR":
-        found.settings["optimizer.final_learning_rate_fraction"] = 0.0
-    if kind == "WarmupCosineLR":
-        key = "scheduler.params.cos_min_ratio"
-        found.copy(key, "optimizer__final_learning_rate_fraction", 1e-4)
 
 
 def _param(name: str) -> str:
