@@ -1,11 +1,13 @@
 """The batch triad: global batch = microbatch size x microbatches x batch shards.
 
 Any two of the settings give the third; the global batch alone means one microbatch.
+`elasticity` gives all three.
 """
 
 import dataclasses
 
 from zjax.config import schema
+from zjax.config.elasticity import elastic_batch
 from zjax.errors import ConfigError, Problem
 
 
@@ -34,6 +36,8 @@ def resolve_batch(config: schema.Config, num_shards: int) -> BatchSizes:
         >>> resolve_batch(schema.Config(global_batch_size=32), num_shards=8)
         BatchSizes(global_batch_size=32, num_microbatches=1, microbatch_size=4)
     """
+    if config.elasticity.microbatch_sizes:
+        return _resolve_elastic(config, num_shards)
     global_size = config.global_batch_size
     count, size = config.num_microbatches, config.microbatch_size
     shards = f"{num_shards} batch shards"
@@ -63,3 +67,22 @@ def resolve_batch(config: schema.Config, num_shards: int) -> BatchSizes:
         remedy = f"use a multiple of {known * num_shards}"
         raise ConfigError(Problem("global_batch_size", global_size, problem, remedy))
     return BatchSizes(global_size, *((derived, size) if size else (known, derived)))
+
+
+def _resolve_elastic(config: schema.Config, num_shards: int) -> BatchSizes:
+    total, size = elastic_batch(config.elasticity, num_shards)
+    sizes = BatchSizes(total, total // (size * num_shards), size)
+    given = {name: getattr(config, name) for name in dataclasses.asdict(sizes)}
+    problems = [
+        Problem(
+            name,
+            value,
+            f"is not the {getattr(sizes, name)} of elasticity on {num_shards} shards",
+            "use 0",
+        )
+        for name, value in given.items()
+        if value not in (0, getattr(sizes, name))
+    ]
+    if problems:
+        raise ConfigError(*problems)
+    return sizes

@@ -81,6 +81,12 @@ RANGES: dict[type, dict[str, Range]] = {
         "num_microbatches": _from(0, MAX_ROWS),
         "microbatch_size": _from(0, MAX_ROWS),
     },
+    schema.Elasticity: {
+        "max_batch_size": _from(1, MAX_ROWS),
+        "min_shards": _from(1, MAX_DEVICES),
+        "max_shards": _from(1, MAX_DEVICES),
+        "shards_per_node": _from(0, MAX_DEVICES),
+    },
     schema.Mesh: {
         "pipeline": OPEN_AXIS,
         "replica": AXIS,

@@ -786,6 +786,29 @@ class Processes:
 
 
 @section
+class Elasticity:
+    """Batch sizes that many numbers of devices divide, as DeepSpeed computes them.
+
+    The number of batch shards, which are the devices of one model, may then change from
+    start to start while the global batch stays.
+    """
+
+    microbatch_sizes: tuple[int, ...] = ()
+    """Sizes to choose `microbatch_size` from; () leaves the batch to the three settings
+    above, which are otherwise 0."""
+    max_batch_size: int = 2_000
+    """Largest global batch."""
+    min_shards: int = 1
+    max_shards: int = 10_000
+    """Range of the numbers of batch shards of which as many as possible shall fit."""
+    prefer_larger: bool = True
+    """Whether the larger of two batches that fit equally many is taken."""
+    shards_per_node: int = 0
+    """0 counts shards (version 0.1). A number of devices counts nodes (version 0.2),
+    and gives shards that do not fit a batch of their own."""
+
+
+@section
 class Config:
     """One run of zjax."""
 
@@ -801,6 +824,7 @@ class Config:
     """Gradient accumulation steps; 0 derives it (1 by default)."""
     microbatch_size: int = 0
     """Sequences per device and microbatch; 0 derives it."""
+    elasticity: Elasticity = Elasticity()
     directory: str = "runs/default"
     """Output directory of the run."""
     deterministic: bool = False

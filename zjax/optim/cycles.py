@@ -98,8 +98,8 @@ def with_momentum(
         The rule; its state is that of `make`.
     """
 
-    def update(grads: Any, state: Any, params: Any = None) -> Any:
-        return make(b1=momentum(state.count)).update(grads, state, params)
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        return make(b1=momentum(state.count)).update(updates, state, params)
 
     return optax.GradientTransformation(make(b1=0.0).init, update)
 

@@ -14,6 +14,7 @@ KNOWN = [
     *("communication_data_type", "sequence_parallel_size", "data_parallel_size"),
     *("tensorboard", "wandb", "csv_monitor", "sparse_gradients", "elasticity"),
     *("gradient_allreduce_op", "prescale_gradients", "gradient_predivide_factor"),
+    *steps.ELASTIC_KEYS,
     *schedulers.CYCLE_KEYS,
     *optimizer.NO_EFFECT,
     *zero.NO_EFFECT,

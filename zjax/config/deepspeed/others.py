@@ -38,7 +38,6 @@ UNSUPPORTED = {
     "hybrid_engine": "leave it out",
     "comet": "use tensorboard, wandb or csv_monitor",
     "autotuning": "use zjax plan --config.mesh=auto",
-    "elasticity": "give train_batch_size in its place",
 }
 """Sections that are refused if they are on, with a remedy."""
 
