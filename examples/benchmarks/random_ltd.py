@@ -28,7 +28,7 @@ COMPILED = {
 }
 SCHEDULE = (
     "the mean step of a run whose middle layers keep "
-    + ", ".join(f"{share:.1%} of the tokens until {end:.0%}" for share, end in PHASES)
+    + ", ".join(f"{share:.0%} of the tokens until {end:.0%}" for share, end in PHASES)
     + " of the steps, then all; the runs whose validation losses are compared have "
     "this schedule, too"
 )

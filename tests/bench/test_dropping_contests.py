@@ -30,9 +30,7 @@ def test_steps_are_measured(monkeypatch, capsys):
     found = json.loads(capsys.readouterr().out.removeprefix("RESULT "))
     assert metrics_of("random_ltd_step") | metrics_of("pld_step") <= found.keys()
     assert metrics_of("random_ltd_vs_deepspeed") <= found.keys()
-    assert set(found["step_seconds"]) == {"whole"} | {
-        f"{form} {kept}" for form in ("layerwise", "span") for kept in (2, 8)
-    }
+    assert set(found["step_seconds"]) == {"whole", "layerwise 8", "span 8"}
     assert found["layerwise"]["n"] == 2
 
 
@@ -45,7 +43,7 @@ def test_the_mean_step_is_that_of_the_runs_of_quality(monkeypatch):
     steps = range(1, config.num_steps + 1)
     share = sum(kept.num_kept(step) for step in steps) / len(steps) / length
     sizes = schedule.kept_tokens(2048)
-    assert sizes == [256, 1024]
+    assert sizes == [1024]
     assert schedule.mean_of_run(sizes, 2048) == pytest.approx(share, abs=1e-3)
 
 
