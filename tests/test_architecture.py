@@ -20,7 +20,7 @@ FLOORS = (
     ("linen", "nnx", "checkpoint", "observe", "offload"),
     ("execute", "huggingface"),
     ("step", "stopping"),
-    ("ahead", "budget", "nonfinite", "resume"),
+    ("ahead", "after_step", "budget", "nonfinite", "patience", "resume"),
     ("initialize",),
     ("trainer", "saving"),
     ("bench", "commands", "data_commands"),

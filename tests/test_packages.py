@@ -43,7 +43,7 @@ def execute(program):
 
 
 def test_importing_zjax_reads_none_of_them():
-    names = {*packages.NEEDED_FOR, "array_record", "wandb"}
+    names = {*packages.NEEDED_FOR, "array_record", "wandb", "mlflow"}
     program = f"import sys, zjax, zjax_kernels\nprint(*{names} & {{*sys.modules}})"
     assert execute(program) == []
 

@@ -5,6 +5,7 @@ at `zjax.Trainer`, which trains from a config file.
 """
 
 from zjax import linen, nnx
+from zjax.after_step import AfterStep
 from zjax.budget.fit import fit_plan
 from zjax.config import Config, check_config, load_config
 from zjax.data import make_loader, make_tokenizer, wrap_batches
@@ -44,6 +45,7 @@ from zjax.trainer import Trainer
 from zjax.typing import Auxiliary, Entry, Loss, Model, Segment, Stack
 
 __all__ = [
+    "AfterStep",
     "Auxiliary",
     "BenchError",
     "CheckpointError",

@@ -14,7 +14,7 @@ from zjax.checkpoint import layout, upcycling, weights
 from zjax.checkpoint.views import Source
 from zjax.config.check import check_config
 from zjax.config.load import load_config
-from zjax.config.schema import Config
+from zjax.config.schema import Config, Precision
 from zjax.data.entries import check_batch, entries_of
 from zjax.data.placement import BatchPlacement
 from zjax.errors import ConfigError, ModelError, Problem
@@ -244,10 +244,8 @@ def initialize(
 
 def _check_has_effect(config: Config, model: Any) -> None:
     """Refuses settings that only other runs read."""
-    if config.precision.on_nonfinite == "stop":
-        problem = "is read by zjax.Trainer alone"
-        remedy = "look at metrics['skipped_steps'], or leave it at 'skip'"
-        raise ConfigError(Problem("precision.on_nonfinite", "stop", problem, remedy))
+    if problems := _read_by_trainer(config):
+        raise ConfigError(*problems)
     by_block = isinstance(model, Model) and model.runs_by_block
     if config.model.offloads_inputs and not (config.zero.offloads_state and by_block):
         where = config.model.activation_memory
@@ -256,6 +254,28 @@ def _check_has_effect(config: Config, model: Any) -> None:
             "leave it at 'device', and wrap blocks in zjax.parallel.remat.recompute"
         )
         raise ConfigError(Problem("model.activation_memory", where, problem, remedy))
+
+
+def _read_by_trainer(config: Config) -> list[Problem]:
+    policy, limit = config.precision.on_nonfinite, config.precision.max_skipped_in_a_row
+    default, patience = Precision().max_skipped_in_a_row, config.evaluation.patience
+    look = "look at metrics['skipped_steps'], or leave it at"
+    evaluate = "call run.evaluate, or leave it at 0"
+    unread = (
+        (policy == "stop", "precision.on_nonfinite", policy, f"{look} 'skip'"),
+        (
+            limit != default,
+            "precision.max_skipped_in_a_row",
+            limit,
+            f"{look} {default}",
+        ),
+        (patience > 0, "evaluation.patience", patience, evaluate),
+    )
+    return [
+        Problem(field, value, "is read by zjax.Trainer alone", remedy)
+        for is_unread, field, value, remedy in unread
+        if is_unread
+    ]
 
 
 def _check_loss(model: Any, loss_fn: Callable[..., Any] | None) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from zjax import data
+from zjax.after_step import AfterStep, ask_all
 from zjax.ahead import CompileAhead
 from zjax.budget.exchanges import kept_rows
 from zjax.budget.host import limit_pinned_pool
@@ -28,7 +29,7 @@ from zjax.nonfinite import find_nonfinite, report_nonfinite
 from zjax.observe.directory import check_directory
 from zjax.observe.load import describe_load
 from zjax.observe.monitor import Callback, Monitor
-from zjax.observe.progress import describe_end
+from zjax.observe.progress import RESUME, describe_end
 from zjax.observe.sinks import check_sinks
 from zjax.ops import float8
 from zjax.ops.promotion import dtype_promotion
@@ -36,6 +37,9 @@ from zjax.optim.build import make_optimizer, without_clipping
 from zjax.optim.precision import describe_precision
 from zjax.optim.programs import programs_at
 from zjax.optim.schedules import make_schedule
+from zjax.patience import KEY as PATIENCE
+from zjax.patience import REMEDY as PATIENCE_REMEDY
+from zjax.patience import Patience
 from zjax.processes.agreement import check_same_data
 from zjax.processes.lock import hold
 from zjax.resume import (
@@ -70,6 +74,9 @@ class Trainer:
         step: Checkpoint to start from, for evaluation or generation; the newest by
             default, which alone can be trained on.
         callbacks: Functions called as `callback(step, values)` for logged steps.
+        after_step: Functions called as `f(step, state, batch, metrics)` after every
+            step, in every process; they may return "save" or "stop" (see
+            `zjax.AfterStep`).
         devices: Devices to use; all by default.
 
     Raises:
@@ -90,16 +97,17 @@ class Trainer:
         evaluation_batches: Any = None,
         step: int | None = None,
         callbacks: Sequence[Callback] = (),
+        after_step: Sequence[AfterStep] = (),
         devices: Sequence[Device] | None = None,
     ):
         config = load_config(config)
         if model is None:
             limit_pinned_pool(config)  # before JAX starts its devices
         devices = jax.devices() if devices is None else devices
-        self.config = _checked(config, model, tx, batches, devices)
+        self.config = _checked(config, model, tx, batches, evaluation_batches, devices)
         self._batches = batches
         self._is_language_model = model is None
-        self._callbacks = callbacks
+        self._callbacks, self._after_step = callbacks, after_step
         folder = pathlib.Path(self.config.directory) / "checkpoints"
         settings = self.config.checkpoint
         self.store = Store(
@@ -127,10 +135,12 @@ class Trainer:
             )
         self.state: TrainState = self.run.state
         self.loader = self._make_loader()
+        self._patience = Patience(self.config.evaluation)
         if start:
             extra = self.store.extra(start)
             report_functions(extra, self._functions)
             self.loader.set_state(extra.get("data", {}))
+            self._patience = Patience(self.config.evaluation, extra.get(PATIENCE))
         self._evaluation = data.find_evaluation(
             self.config, self.run.batch_placement, batches, evaluation_batches
         )
@@ -148,8 +158,9 @@ class Trainer:
     def fit(self) -> TrainState:
         """Trains to `num_steps` or until a stop signal; saves in either case.
 
-        Afterwards `exit_status` is 0 if all steps were taken, else 128 plus the number
-        of the signal: 143 for SIGTERM, 130 for Ctrl-C.
+        Afterwards `exit_status` is 0 if all steps were taken, or if early stopping or
+        a function of `after_step` ended the run; else 128 plus the number of the
+        signal: 143 for SIGTERM, 130 for Ctrl-C.
 
         Returns:
             The last state.
@@ -195,7 +206,8 @@ class Trainer:
             ) as ahead,
         ):
             last_saved, data_ended, save_due = step, False, False
-            while step < config.num_steps and not stopped(step):
+            reason = self._patience.reason
+            while step < config.num_steps and not reason and not stopped(step):
                 batch = next(self.loader, None)
                 data_ended = batch is None
                 if data_ended:
@@ -213,13 +225,19 @@ class Trainer:
                     self.state, values = self.run.step(self.state, batch)
                     metrics.append(values)
                 ahead.after(step, batch)
+                asked = ask_all(self._after_step, step, self.state, batch, values)
+                if "stop" in asked:
+                    reason = f"{asked['stop']} asked for it"
                 is_last = step == config.num_steps
-                save_due |= is_last or _is_due(step, config.checkpoint.every_steps)
+                save_due |= is_last or "save" in asked
+                save_due |= _is_due(step, config.checkpoint.every_steps)
                 if save_due:
                     self._settle()  # evaluate what is saved
                 if is_last or _is_due(step, config.evaluation.every_steps):
                     with monitor.pause():
                         monitor.log(step, self.evaluate())
+                    self._count_evaluation(step)
+                    reason = reason or self._patience.reason
                 if save_due:
                     with monitor.pause():
                         # a checkpoint of weights that skip would push out good ones
@@ -234,8 +252,9 @@ class Trainer:
             remedy = f"give more, or set num_steps={step}; the run is saved"
             problem = f"end after step {step} of num_steps={config.num_steps}"
             raise DataError(Problem("batches", "given", problem, remedy))
-        self.exit_status = 0 if step >= config.num_steps else stopped.exit_status
-        self._print_end(monitor)
+        is_over = step >= config.num_steps or reason
+        self.exit_status = 0 if is_over else stopped.exit_status
+        self._print_end(monitor, reason)
         return self.state
 
     def _compile(self, batch: Any, program: str, number: int) -> None:
@@ -252,13 +271,15 @@ class Trainer:
             values_at=self.loader.values_at,
         )
 
-    def _print_end(self, monitor: Monitor) -> None:
+    def _print_end(self, monitor: Monitor, reason: str) -> None:
         pictures = monitor.save_plots()
         if jax.process_index() == 0:
             skipped, latest = int(self.state.num_skipped), self.store.latest()
             saved_at = self.store.directory / str(latest)
             end = self.step, self.config.num_steps, skipped, saved_at, pictures
-            print(describe_end(*end, load=describe_load(monitor.newest)))
+            load = describe_load(monitor.newest)
+            resume = PATIENCE_REMEDY if self._patience.reason else RESUME
+            print(describe_end(*end, load=load, reason=reason, resume=resume))
 
     def evaluate(self, part: str = "auto") -> dict[str, float]:
         """Averages loss and metrics over the evaluation set, counting each row once.
@@ -287,13 +308,18 @@ class Trainer:
             self._last_evaluation = self.step, values["eval_loss"]
         return values
 
+    def _count_evaluation(self, step: int) -> None:
+        evaluated, loss = self._last_evaluation
+        if evaluated == step:
+            self._patience.count(step, loss)
+
     def save(self) -> None:
         """Starts writing a checkpoint of everything at the current step.
 
         Raises:
             CheckpointError: This one or the one before could not be written.
         """
-        extra = {"data": self.loader.state()}
+        extra = {"data": self.loader.state(), PATIENCE: self._patience.state()}
         step, loss = self._last_evaluation
         loss = loss if step == self.step else None
         self._settle()
@@ -411,7 +437,12 @@ class Trainer:
 
 
 def _checked(
-    config: Config, model: Any, tx: Any, batches: Any, devices: Sequence[Device]
+    config: Config,
+    model: Any,
+    tx: Any,
+    batches: Any,
+    evaluation_batches: Any,
+    devices: Sequence[Device],
 ) -> Config:
     """The settings for these devices, once nothing speaks against them."""
     if model is None:
@@ -432,6 +463,11 @@ def _checked(
             user_optimizer=tx is not None,
         )
     problems = _mismatches(model, batches, config)
+    if config.evaluation.patience and batches is not None:
+        if evaluation_batches is None:
+            problem, remedy = "has no evaluation data", "give evaluation_batches"
+            value = config.evaluation.patience
+            problems += [Problem("evaluation.patience", value, problem, remedy)]
     if problems:
         raise ConfigError(*problems)
     if tx is not None:

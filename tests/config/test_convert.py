@@ -9,7 +9,7 @@ import pytest
 from zjax.config import convert, describe, gin, load, schema
 from zjax.errors import ConfigError
 
-SINKS = "use one of console, jsonl, csv, tensorboard, wandb"
+SINKS = "use one of console, jsonl, csv, tensorboard, wandb, mlflow"
 
 
 @pytest.mark.parametrize(

@@ -144,9 +144,9 @@ def test_source_is_left_as_it_was():
         pytest.param(
             ["observe.sinks=csv,,cvs"],
             "observe.sinks[1]='' is not a choice; use one of console, jsonl, csv, "
-            "tensorboard, wandb\n"
+            "tensorboard, wandb, mlflow\n"
             "observe.sinks[2]='cvs' is not a choice; use one of console, jsonl, csv, "
-            "tensorboard, wandb",
+            "tensorboard, wandb, mlflow",
             id="entries-of-a-list",
         ),
         pytest.param(

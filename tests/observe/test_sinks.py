@@ -4,8 +4,6 @@ import csv
 import json
 import math
 import struct
-import sys
-import types
 
 import numpy as np
 import pytest
@@ -15,7 +13,7 @@ from tests.observe.disk import full_disk
 from zjax.config import load_config
 from zjax.errors import ConfigError, OutputError
 from zjax.observe import Progress, make_sinks, read_history
-from zjax.observe.sinks import HISTORY, check_directory, check_sinks
+from zjax.observe.sinks import HISTORY, check_directory
 
 
 def open_sink(name, directory, last_step=0):
@@ -150,39 +148,6 @@ def test_sinks_come_in_the_order_they_are_named(tmp_path):
     assert names == ["Csv", "Progress", "JsonLines"]
 
 
-def test_wandb_that_is_not_installed_is_an_error(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ConfigError) as error:
-        open_sink("wandb", tmp_path)
-    assert str(error.value) == (
-        "observe.sinks='wandb' needs a package that is not installed; "
-        "pip install wandb, or leave it out"
-    )
-
-
-def test_wandb_continues_the_run_of_the_directory(tmp_path, monkeypatch):
-    """The package itself needs an account; a record of the calls stands in for it."""
-    calls = []
-    run = types.SimpleNamespace(
-        log=lambda values, step: calls.append((step, values)),
-        finish=lambda: calls.append("finish"),
-    )
-
-    def init(**settings):
-        calls.append((settings["id"], settings["config"]["zero"]["stage"]))
-        return run
-
-    wandb = types.SimpleNamespace(init=init, __spec__="found")
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    write("wandb", tmp_path, [(1, {"loss": 2.5})])
-    write("wandb", tmp_path, [], last_step=1)
-    write("wandb", tmp_path, [])
-    first, logged, finish, second, _, third, _ = calls
-    assert (logged, finish) == ((1, {"loss": 2.5}), "finish")
-    assert first == second and first[1] == 1
-    assert third[0] != first[0]
-
-
 @pytest.mark.parametrize(
     ("name", "file"),
     [("jsonl", HISTORY), ("csv", "metrics.csv"), ("tensorboard", "tensorboard")],
@@ -243,15 +208,6 @@ def test_a_directory_that_cannot_be_used(path, cause, tmp_path):
 def test_checking_a_directory_makes_it_and_leaves_it_empty(tmp_path):
     check_directory(f"{tmp_path}/a/b")
     assert [*(tmp_path / "a" / "b").iterdir()] == []
-
-
-def test_a_missing_wandb_is_found_in_every_process(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    monkeypatch.setattr("jax.process_index", lambda: 1)
-    config = load_config({"observe": {"sinks": ("wandb",)}})
-    for use in (lambda: check_sinks(config), lambda: make_sinks(config, tmp_path)):
-        with pytest.raises(ConfigError, match="pip install wandb, or leave it out"):
-            use()
 
 
 DAMAGE = {

@@ -6,7 +6,7 @@ import pytest
 
 from zjax.config import load_config
 from zjax.errors import NonFiniteError
-from zjax.observe.skipped import MAX_SKIPPED_IN_A_ROW, SkippedSteps
+from zjax.observe.skipped import SkippedSteps
 
 NAN = {"loss": math.nan, "grad_norm": math.nan}
 OVERFLOW = {"loss": 2.0, "grad_norm": math.inf}
@@ -37,13 +37,18 @@ def told(*steps, **settings):
 
 
 def test_twenty_steps_in_a_row_without_an_update_end_the_run():
-    assert MAX_SKIPPED_IN_A_ROW == 20
     assert run_through([FINE, *[NAN] * 19]).in_a_row == 19
     assert told(FINE, FINE, OVERFLOW, *[NAN] * 19) == (
         "precision.on_nonfinite='skip' skipped 20 steps in a row, starting with "
         "grad_norm=inf at step 3; lower optimizer.peak_learning_rate or look at the "
         "data; earlier checkpoints are unaffected"
     )
+
+
+def test_the_number_of_steps_in_a_row_is_a_setting():
+    assert run_through([NAN] * 2, max_skipped_in_a_row=3).in_a_row == 2
+    assert "skipped 3 steps in a row" in told(*[NAN] * 3, max_skipped_in_a_row=3)
+    assert run_through([NAN] * 29, max_skipped_in_a_row=30).in_a_row == 29
 
 
 def test_a_step_that_is_applied_begins_the_count_anew():

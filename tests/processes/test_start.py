@@ -94,7 +94,8 @@ def test_two_processes_equal_one(tmp_path):
     )
     assert results.pop("drawn") == worker.draw_batches(rows["step"].stored.mesh)
     assert results.pop("evaluated") == squares.MEAN
-    assert results == {"saved": True, "given": True}
+    assert results == {"saved": True, "given": True, "stopped": 1}
+    assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["1"]
     state, extra = Store(str(tmp_path / "checkpoints")).restore(rows)
     states.assert_same(state, values, rows)
     assert extra == {"by": 2}

@@ -43,6 +43,7 @@ NEEDS = (
     Needs("zero.quantized_weights", "zero.shard_over_replica", (True,)),
     Needs("zero.quantized_gradients", "zero.shard_over_replica", (True,)),
     Needs("precision.reduce_dtype", "precision.compute_dtype", ("bfloat16", "float16")),
+    Needs("precision.max_skipped_in_a_row", "precision.on_nonfinite", ("skip",)),
     *(
         Needs(
             f"precision.loss_scale.{field.name}",
@@ -159,6 +160,8 @@ def effect_problems(config: schema.Config, num_devices: int) -> Iterator[Problem
     yield from _elasticity(config)
     yield from _moments(config)
     yield from _reduction(config)
+    yield from _patience(config)
+    yield from _project(config)
     yield from _profile(config)
     yield from _processes(config)
 
@@ -225,6 +228,29 @@ def _reduction(config: schema.Config) -> Iterator[Problem]:
         problem = f"is wider than precision.grad_sum_dtype={precision.grad_sum_dtype!r}"
         remedy = "make both 'float32'"
         yield Problem("precision.reduce_dtype", "float32", problem, remedy)
+
+
+def _patience(config: schema.Config) -> Iterator[Problem]:
+    given = config.evaluation
+    for name in ("every_steps", "num_batches"):
+        if given.patience and not getattr(given, name):
+            problem = f"has no effect with evaluation.{name}=0"
+            remedy = f"leave it at 0, or set evaluation.{name}"
+            yield Problem("evaluation.patience", given.patience, problem, remedy)
+    if given.min_improvement and not given.patience:
+        problem = "has no effect with evaluation.patience=0"
+        remedy = "leave it at 0.0, or set evaluation.patience"
+        yield Problem(
+            "evaluation.min_improvement", given.min_improvement, problem, remedy
+        )
+
+
+def _project(config: schema.Config) -> Iterator[Problem]:
+    value, default = _value_and_default(config, "observe.project")
+    if not {"wandb", "mlflow"} & set(config.observe.sinks) and value != default:
+        problem = "has no effect without a sink that has projects"
+        remedy = f"leave it at {default!r}, or add 'wandb' or 'mlflow' to observe.sinks"
+        yield Problem("observe.project", value, problem, remedy)
 
 
 def _profile(config: schema.Config) -> Iterator[Problem]:

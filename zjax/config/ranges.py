@@ -106,6 +106,7 @@ RANGES: dict[type, dict[str, Range]] = {
         "hysteresis": _from(1),
         "minimum": POWER_OF_TWO,
     },
+    schema.Precision: {"max_skipped_in_a_row": _from(1)},
     schema.ParamGroup: {
         "learning_rate_scale": _from(0),
         "weight_decay": Range(
@@ -234,7 +235,12 @@ RANGES: dict[type, dict[str, Range]] = {
         "num_workers": _from(0, 1_024),
         "prefetch_batches": _from(0, 1_024),
     },
-    schema.Evaluation: {"every_steps": _from(0), "num_batches": _from(-1)},
+    schema.Evaluation: {
+        "every_steps": _from(0),
+        "num_batches": _from(-1),
+        "patience": _from(0),
+        "min_improvement": _from(0),
+    },
     schema.Checkpoint: {
         "every_steps": _from(0),
         "keep_last": _from(1),

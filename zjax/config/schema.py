@@ -158,9 +158,12 @@ class Precision:
     """Gradients as they are added over devices."""
     on_nonfinite: Literal["skip", "stop", "update"] = "skip"
     """After a NaN or infinite gradient, `skip` skips the step, and ends the run after
-    20 in a row; `stop` ends the run and names the step; `update` does not look for
-    them, so that updates need not wait for all gradients, and ends the run at the first
-    such loss. Overflows that a lower loss scale may cure are skipped, not counted."""
+    `max_skipped_in_a_row`; `stop` ends the run and names the step; `update` does not
+    look for them, so that updates need not wait for all gradients, and ends the run at
+    the first such loss. Overflows that a lower loss scale may cure are skipped, not
+    counted."""
+    max_skipped_in_a_row: int = 20
+    """Skipped steps in a row that end a run."""
     loss_scale: LossScale = LossScale()
 
 
@@ -707,6 +710,10 @@ class Evaluation:
     num_batches: int = 8
     """Most batches of `global_batch_size` rows, the same for every seed and each row
     once; -1 takes all rows, and 0 never evaluates."""
+    patience: int = 0
+    """Evaluations in a row without a lower loss that end the run early; 0 is never."""
+    min_improvement: float = 0.0
+    """Least decrease of the best loss that counts as lower."""
 
 
 @section
@@ -756,11 +763,11 @@ class Distill:
 class Observe:
     """Metrics, plots and profiles of a run."""
 
-    sinks: tuple[Literal["console", "jsonl", "csv", "tensorboard", "wandb"], ...] = (
-        "console",
-        "jsonl",
-        "tensorboard",
-    )
+    sinks: tuple[
+        Literal["console", "jsonl", "csv", "tensorboard", "wandb", "mlflow"], ...
+    ] = ("console", "jsonl", "tensorboard")
+    project: str = "zjax"
+    """Project of Weights & Biases, and experiment of MLflow."""
     log_every_steps: int = 10
     plot: bool = True
     """Saves a picture of loss and speed at the end."""

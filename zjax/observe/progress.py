@@ -29,6 +29,8 @@ _SHOWN = {
 _ON_BAR = ("loss", "tokens_per_second", "mfu", "mfu_full_attention", "step_seconds")
 _HIDDEN = ("consumed_tokens", "weight", "loss_scale_spent")
 
+RESUME = "run the same command again to resume"
+
 
 def describe_end(
     step: int,
@@ -37,8 +39,20 @@ def describe_end(
     checkpoint: pathlib.Path,
     pictures: Sequence[pathlib.Path] = (),
     load: str = "",
+    reason: str = "",
+    resume: str = RESUME,
 ) -> str:
     """Describes in a few lines how a run ended and where its results are.
+
+    Args:
+        step: Steps taken.
+        num_steps: Steps of the whole run.
+        num_skipped: Steps that changed nothing.
+        checkpoint: Directory of the last checkpoint.
+        pictures: Files that were drawn.
+        load: Load of the experts, as a line.
+        reason: Why the run ended before its last step, unless by a signal.
+        resume: How to go on from there.
 
     Example:
         >>> print(describe_end(8, 8, 0, pathlib.Path("runs/a/checkpoints/8")))
@@ -47,13 +61,14 @@ def describe_end(
     """
     is_done = step >= num_steps
     note = f", {num_skipped} of them skipped" if num_skipped else ""
+    note += f": {reason}" if reason and not is_done else ""
     lines = [f"{'done' if is_done else 'stopped'} at step {step}{note}"]
     if load:
         lines.append(load)
     lines.append(f"checkpoint: {checkpoint}")
     lines += [f"picture: {picture}" for picture in pictures]
     if not is_done:
-        lines.append("run the same command again to resume")
+        lines.append(resume)
     return "\n".join(lines)
 
 

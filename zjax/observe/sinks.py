@@ -2,7 +2,6 @@
 
 import contextlib
 import csv
-import dataclasses
 import importlib.util
 import io
 import json
@@ -12,7 +11,6 @@ import pathlib
 import shutil
 import socket
 import time
-import uuid
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -25,11 +23,11 @@ from zjax.observe.directory import check_directory, writing
 from zjax.observe.history import HISTORY, Table, read_csv, read_json_lines
 from zjax.observe.metrics import Value, scalars
 from zjax.observe.progress import Progress
+from zjax.observe.trackers import MLflow, WeightsAndBiases
 from zjax.packages import check_installed
-from zjax.reading import read_text
 
 _FLUSH_SECONDS = 10
-_PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
+_PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow"}
 """Packages by sink."""
 
 
@@ -60,7 +58,7 @@ def make_sinks(
 
     Raises:
         ConfigError: A package is not installed, or the directory cannot be used.
-        OutputError: A file cannot be written.
+        OutputError: A file or a service cannot be written to.
     """
     check_sinks(config)
     if jax.process_index() != 0:
@@ -73,6 +71,7 @@ def make_sinks(
         "csv": lambda: Csv(root / "metrics.csv", last_step=last_step),
         "tensorboard": lambda: TensorBoard(root / "tensorboard", last_step=last_step),
         "wandb": lambda: WeightsAndBiases(config, root, last_step=last_step),
+        "mlflow": lambda: MLflow(config, root, last_step=last_step),
     }
     sinks: list[Sink] = []
     with contextlib.ExitStack() as opened:
@@ -230,43 +229,6 @@ class TensorBoard:
         self._file.write(event.SerializeToString())
 
 
-class WeightsAndBiases:
-    """A run of Weights & Biases; the package is imported only here.
-
-    Args:
-        config: Settings shown with the run.
-        directory: Directory of the run, which names it.
-        last_step: 0 starts a new run; otherwise the run of this directory continues.
-    """
-
-    def __init__(
-        self, config: Config, directory: pathlib.Path, *, last_step: int = 0
-    ) -> None:
-        import wandb  # pyright: ignore[reportMissingImports]
-
-        identity = directory / "wandb_id.txt"
-        with writing(identity):
-            if not last_step or not identity.exists():
-                identity.write_text(uuid.uuid4().hex)
-            known = _identity(identity)
-        self._run = wandb.init(
-            project="zjax",
-            name=directory.name,
-            id=known,
-            resume="allow",
-            dir=str(directory),
-            config=dataclasses.asdict(config),
-        )
-
-    def write(self, step: int, values: Mapping[str, Value]) -> None:
-        """Logs the values at a step."""
-        self._run.log(scalars(values), step=step)
-
-    def close(self) -> None:
-        """Ends the run."""
-        self._run.finish()
-
-
 def _json_line(row: Mapping[str, Value]) -> str:
     spell = {math.inf: "Infinity", -math.inf: "-Infinity"}
     finite = {
@@ -274,14 +236,6 @@ def _json_line(row: Mapping[str, Value]) -> str:
         for name, x in row.items()
     }
     return json.dumps(finite, allow_nan=False) + "\n"
-
-
-def _identity(path: pathlib.Path) -> str:
-    try:
-        return read_text(path)
-    except ValueError as error:
-        problem, remedy = f"cannot resume ({path.name}: {error})", "remove that file"
-        raise ConfigError(Problem("observe.sinks", "wandb", problem, remedy)) from error
 
 
 def _back_up(path: pathlib.Path, num_damaged: int) -> None:

@@ -11,9 +11,6 @@ from collections.abc import Mapping
 from zjax.config.schema import Precision
 from zjax.errors import NonFiniteError, Problem
 
-MAX_SKIPPED_IN_A_ROW = 20
-"""Skipped steps in a row that end a run, under `on_nonfinite="skip"`."""
-
 _LOWER = "lower optimizer.peak_learning_rate or look at the data"
 
 
@@ -89,7 +86,7 @@ class SkippedSteps:
             field = "precision.loss_scale.minimum"
             raise NonFiniteError(Problem(field, minimum, problem, remedy))
         is_all = step == self._num_steps == self._num_skipped
-        if is_all or self.in_a_row >= MAX_SKIPPED_IN_A_ROW:
+        if is_all or self.in_a_row >= self._precision.max_skipped_in_a_row:
             raise NonFiniteError(self._too_many(step, is_all))
 
     def _too_many(self, step: int, is_all: bool) -> Problem:

@@ -51,6 +51,7 @@ HOST = {
     },
     "aio": {"block_size": 262_144},
     "bf16": {"enabled": True},
+    "wandb": {"enabled": True, "project": "mine"},
 }
 SAVING = {
     "train_batch_size": 256,
@@ -122,6 +123,8 @@ EXPECTED = [
         "zero.optimizer_memory": "nvme",
         "zero.parameter_memory": "pinned_host",
         "zero.nvme_paths": ("/disk",),
+        "observe.sinks": ("console", "jsonl", "wandb"),
+        "observe.project": "mine",
         "optimizer.clip_norm": 1.0,
     },
     {

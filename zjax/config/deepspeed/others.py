@@ -70,6 +70,9 @@ def _convert_sinks(found: Conversion) -> None:
             for name in ("output_path", "job_name"):
                 key = f"{section}.{name}"
                 found.derive(key, "metrics are written to the directory of the run")
+            given = sink == "wandb" and found.given("wandb.project")
+            if given and (project := found.take("wandb.project", "deepspeed")):
+                found.set("wandb.project", observe__project=project)
             for key in found.inside(section):
                 found.refuse(key, "leave it out")
         found.skip_rest(section, "its section is off")

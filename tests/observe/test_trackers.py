@@ -1,0 +1,207 @@
+"""Services get the metrics of a run; what refuses them is named."""
+
+import importlib.util
+import math
+import os
+import sys
+import types
+
+import pytest
+
+from zjax.config import load_config
+from zjax.errors import ConfigError, OutputError
+from zjax.observe import check_sinks, make_sinks
+
+SERVICES = ("wandb", "mlflow")
+INSTALLED = {name: importlib.util.find_spec(name) is not None for name in SERVICES}
+
+
+def needs(name):
+    return pytest.mark.skipif(not INSTALLED[name], reason=f"needs pip install {name}")
+
+
+def make_config(name, **observe):
+    return load_config({"observe": {"sinks": (name,), **observe}})
+
+
+def write(name, directory, rows, last_step=0, **observe):
+    (sink,) = make_sinks(make_config(name, **observe), directory, last_step=last_step)
+    for step, values in rows:
+        sink.write(step, values)
+    sink.close()
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_a_missing_package_is_found_in_every_process(name, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, name, None)
+    for process in (0, 1):
+        monkeypatch.setattr("jax.process_index", lambda process=process: process)
+        for use in (check_sinks, lambda config: make_sinks(config, tmp_path)):
+            with pytest.raises(ConfigError) as error:
+                use(make_config(name))
+            assert str(error.value) == (
+                f"observe.sinks='{name}' needs a package that is not installed; "
+                f"pip install {name}, or leave it out"
+            )
+
+
+class Refused(Exception):
+    """The error of both packages."""
+
+
+@pytest.fixture
+def fake_wandb(monkeypatch):
+    """Arguments of the calls, in order; a project named `locked` is refused."""
+    calls = []
+    run = types.SimpleNamespace(
+        log=lambda values, step: calls.append((step, values)),
+        finish=lambda: calls.append("finish"),
+    )
+
+    def init(**settings):
+        if settings["project"] == "locked":
+            raise Refused("no key\nand more")
+        calls.append(settings)
+        return run
+
+    module = types.SimpleNamespace(
+        init=init, __spec__="found", errors=types.SimpleNamespace(Error=Refused)
+    )
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    return calls
+
+
+def test_wandb_continues_the_run_of_the_directory(tmp_path, fake_wandb):
+    write("wandb", tmp_path, [(1, {"loss": 2.5, "load": [1]})], project="mine")
+    write("wandb", tmp_path, [], last_step=1)
+    write("wandb", tmp_path, [])
+    first, logged, finish, second, _, third, _ = fake_wandb
+    assert (logged, finish) == ((1, {"loss": 2.5}), "finish")
+    assert (first["project"], second["project"]) == ("mine", "zjax")
+    assert (first["name"], first["dir"]) == (tmp_path.name, str(tmp_path))
+    assert first["config"]["zero"]["stage"] == 1
+    assert first["id"] == second["id"] != third["id"]
+
+
+def test_what_wandb_refuses_is_told(tmp_path, fake_wandb):
+    with pytest.raises(OutputError) as error:
+        write("wandb", tmp_path, [], project="locked")
+    assert str(error.value) == (
+        "observe.sinks='wandb' cannot be written to (no key); look at WANDB_MODE and "
+        "the API key, or leave it out"
+    )
+
+
+def test_a_damaged_identity_is_named(tmp_path, fake_wandb):
+    (tmp_path / "wandb_id.txt").write_bytes(b"\xff")
+    with pytest.raises(ConfigError) as error:
+        write("wandb", tmp_path, [], last_step=1)
+    assert str(error.value) == (
+        "observe.sinks='wandb' cannot resume (wandb_id.txt: it is not UTF-8 text); "
+        "remove that file"
+    )
+
+
+class FakeMLflow:
+    """Stands in for a server: experiments by name, and what each run was given."""
+
+    def __init__(self):
+        self.experiments, self.runs = {}, {}
+
+    def get_experiment_by_name(self, name):
+        known = self.experiments.get(name)
+        return known and types.SimpleNamespace(experiment_id=known)
+
+    def create_experiment(self, name):
+        return self.experiments.setdefault(name, f"experiment of {name}")
+
+    def create_run(self, experiment, run_name):
+        known = str(len(self.runs))
+        self.runs[known] = {"of": (experiment, run_name), "params": {}, "metrics": []}
+        return types.SimpleNamespace(info=types.SimpleNamespace(run_id=known))
+
+    def log_batch(self, run, params=(), metrics=()):
+        assert len(params) <= 100
+        if any(math.isnan(value) for _, value, _, _ in metrics):
+            raise Refused("no such number\nand more")
+        self.runs[run]["params"] |= dict(params)
+        self.runs[run]["metrics"] += [(n, x, step) for n, x, _, step in metrics]
+
+    def update_run(self, run, status):
+        self.runs[run]["status"] = status
+
+    def set_terminated(self, run):
+        self.runs[run]["status"] = "FINISHED"
+
+
+@pytest.fixture
+def fake_mlflow(monkeypatch):
+    server = FakeMLflow()
+    module = types.SimpleNamespace(
+        MlflowClient=lambda: server,
+        __spec__="found",
+        entities=types.SimpleNamespace(
+            Param=lambda name, value: (name, value),
+            Metric=lambda name, value, time, step: (name, value, time, step),
+        ),
+        exceptions=types.SimpleNamespace(MlflowException=Refused),
+    )
+    monkeypatch.setitem(sys.modules, "mlflow", module)
+    return server
+
+
+def test_mlflow_continues_the_run_of_the_directory(tmp_path, fake_mlflow):
+    """Fails if a continued run is another, or a new one goes on with the old."""
+    write("mlflow", tmp_path, [(1, {"loss": 2.5, "load": [1]})], project="mine")
+    write("mlflow", tmp_path, [(2, {"loss": 2.0})], last_step=1, project="mine")
+    write("mlflow", tmp_path, [], project="mine")
+    first, second = fake_mlflow.runs.values()
+    assert first["of"] == ("experiment of mine", tmp_path.name)
+    assert first["metrics"] == [("loss", 2.5, 1), ("loss", 2.0, 2)]
+    assert first["params"]["zero.stage"] == "1"
+    assert first["params"]["observe.sinks"] == "('mlflow',)"
+    assert len(first["params"]) > 100
+    assert first["status"] == "FINISHED"
+    assert second["metrics"] == []
+
+
+def test_what_mlflow_refuses_is_told(tmp_path, fake_mlflow):
+    with pytest.raises(OutputError) as error:
+        write("mlflow", tmp_path, [(1, {"loss": math.nan})])
+    assert str(error.value) == (
+        "observe.sinks='mlflow' cannot be written to (no such number); look at "
+        "MLFLOW_TRACKING_URI, or leave it out"
+    )
+
+
+@needs("wandb")
+def test_wandb_itself_writes_a_run_offline(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    write("wandb", tmp_path, [(1, {"loss": math.nan})], project="mine")
+    known = (tmp_path / "wandb_id.txt").read_text()
+    assert [*(tmp_path / "wandb").glob(f"offline-run-*-{known}")]
+
+
+@needs("mlflow")
+@pytest.mark.filterwarnings("ignore")  # of the package itself
+def test_mlflow_itself_has_the_metrics_of_both_starts(tmp_path, monkeypatch):
+    import mlflow  # pyright: ignore[reportMissingImports]
+
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "runs").as_uri())
+    write("mlflow", tmp_path, [(1, {"loss": 2.5})], project="mine")
+    write("mlflow", tmp_path, [(2, {"loss": math.nan})], last_step=1, project="mine")
+    client = mlflow.MlflowClient()
+    found = client.get_experiment_by_name("mine")
+    (run,) = client.search_runs([found.experiment_id])
+    history = client.get_metric_history(run.info.run_id, "loss")
+    assert [(point.step, str(point.value)) for point in history] == [
+        (1, "2.5"),
+        (2, "nan"),
+    ]
+    assert run.data.params["zero.stage"] == "1"
+    assert run.info.status == "FINISHED"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"{os.fspath(tmp_path)}/none")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "false")
+    with pytest.raises(OutputError, match="'mlflow' cannot be written"):
+        write("mlflow", tmp_path, [])
