@@ -14,6 +14,7 @@ from zjax.config.communication import COMPRESSED_OPTIMIZERS
 from zjax.optim.phases import make_phases
 from zjax.optim.programs import count_programs
 from zjax.optim.rounds import make_rounds
+from zjax.sharding.frozen import trained
 from zjax.sharding.mesh import REPLICA
 from zjax.sharding.placement import ArrayPlan, dtype_bytes
 from zjax.sharding.plan import Plan
@@ -185,7 +186,8 @@ def _sent_by_shards(plan: Plan, config: schema.Config) -> float:
     passes = resolve_batch(config, plan.num_batch_shares).num_microbatches
     devices, nodes = plan.mesh.size, plan.mesh.shape[REPLICA]
     ring, across = 1 - 1 / devices, 1 - 1 / nodes
-    rows = zip(jax.tree.leaves(plan.compute), jax.tree.leaves(plan.grads), strict=True)
+    computed = trained(plan.compute, plan.master)
+    rows = zip(jax.tree.leaves(computed), jax.tree.leaves(plan.grads), strict=True)
     is_wide = config.precision.reduce_dtype == "float32"
     total = 0.0
     for compute, grad in rows:

@@ -174,7 +174,9 @@ class ParamGroup:
     pattern: str = ".*"
     """Regular expression searched in paths like `blocks/attention/query/kernel`."""
     learning_rate_scale: float = 1.0
-    """Factor on the learning rate; 0 freezes the parameters, at no optimizer memory."""
+    """Factor on the learning rate; 0 freezes the parameters: they are stored once, in
+    the compute dtype, without gradients or moments; under offload, in pipelines and
+    with steps by replica they keep master weights and gradients."""
     weight_decay: float = -1.0
     """Weight decay of the matrices of this group; -1 takes `optimizer.weight_decay`."""
 

@@ -10,6 +10,7 @@ from zjax.comm.tokens import EXCHANGED
 from zjax.observe.collectives import Collective, mesh_axes
 from zjax.sharding import memory
 from zjax.sharding.describe import format_bytes, render_table
+from zjax.sharding.frozen import trained
 from zjax.sharding.mesh import (
     BATCH_AXES,
     PIPELINE,
@@ -60,7 +61,8 @@ def zero_volume(plan: Plan, num_microbatches: int) -> int:
     reductions = num_microbatches if plan.splits.grad_sum else 1
     gathers = 2 * num_microbatches if plan.splits.compute else 1
     total = 0
-    rows = zip(jax.tree.leaves(plan.grads), jax.tree.leaves(plan.compute), strict=True)
+    computed = trained(plan.compute, plan.master)
+    rows = zip(jax.tree.leaves(plan.grads), jax.tree.leaves(computed), strict=True)
     for grad, compute in rows:
         shares = num_shares(plan.mesh, sum(grad.gathered_axes, ()))
         shard = math.prod(grad.stored.shard_shape(grad.stored_shape))

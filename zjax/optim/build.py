@@ -14,6 +14,7 @@ import jax
 import optax
 
 from zjax.config import schema
+from zjax.config.groups import DEFAULT, FROZEN
 from zjax.optim import (
     cycles,
     groups,
@@ -95,8 +96,8 @@ def _make_rules(
     if not settings.groups:
         return default
     rules: dict[Hashable, optax.GradientTransformation] = {
-        groups.DEFAULT: default,
-        groups.FROZEN: optax.set_to_zero(),
+        DEFAULT: default,
+        FROZEN: optax.set_to_zero(),
     }
     for index, group in enumerate(settings.groups):
         if group.learning_rate_scale:

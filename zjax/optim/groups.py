@@ -7,27 +7,10 @@ from typing import Any
 import jax
 
 from zjax.config import schema
+from zjax.config.groups import FROZEN, Groups, label_of
 from zjax.errors import ConfigError, Problem
 from zjax.optim.matrices import Names, is_matrix
 from zjax.sharding.paths import path_of
-
-DEFAULT, FROZEN = "default", "frozen"
-Groups = tuple[schema.ParamGroup, ...]
-
-
-def label_of(path: str, groups: Groups) -> str:
-    """Group of a parameter: `default`, `frozen`, or `group_i` for the i-th group.
-
-    The first group whose pattern is found in the path wins.
-
-    Example:
-        >>> label_of("head/kernel", (schema.ParamGroup(pattern="^head"),))
-        'group_0'
-    """
-    for index, group in enumerate(groups):
-        if re.search(group.pattern, path):
-            return f"group_{index}" if group.learning_rate_scale else FROZEN
-    return DEFAULT
 
 
 def label_params(params: Any, groups: Groups) -> Any:

@@ -85,8 +85,10 @@ def _roles(
     plan: Plan, kept: Mapping[str, Any] | None
 ) -> list[tuple[str, list[ArrayPlan]]]:
     master = "master weights" + (", lower half" if plan.splits_master else "")
+    rows = jax.tree.leaves(plan.master)
     trees = {
-        master: plan.master,
+        master: [row for row in rows if not row.is_frozen],
+        "frozen parameters": [row for row in rows if row.is_frozen],
         "optimizer state": plan.opt_state,
         "averaged weights": plan.ema,
         "gradient sum": plan.grad_sum,

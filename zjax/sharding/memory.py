@@ -9,6 +9,7 @@ import jax
 
 from zjax.config.batch import resolve_batch
 from zjax.config.schema import Config
+from zjax.sharding.frozen import trained
 from zjax.sharding.mesh import num_shares
 from zjax.sharding.placement import ArrayPlan, dtype_bytes
 from zjax.sharding.plan import DEVICE, HOST, NVME, Plan, offload_pending
@@ -133,6 +134,8 @@ def stored_bytes(plan: Plan) -> MemoryBytes:
 def plan_bytes(plan: Plan, kept: Any = ()) -> StageBytes:
     """Bytes per device of parameters, gradient sum and optimizer state of a plan.
 
+    Frozen parameters are counted once, as parameters.
+
     Args:
         plan: The plan of a run.
         kept: Plans of what the state holds for exchanges of replicas; counted with the
@@ -141,7 +144,9 @@ def plan_bytes(plan: Plan, kept: Any = ()) -> StageBytes:
     return StageBytes(
         parameters=tree_bytes(plan.compute),
         gradients=tree_bytes(plan.grad_sum),
-        optimizer=tree_bytes((plan.master, plan.opt_state, plan.ema, kept)),
+        optimizer=tree_bytes(
+            (trained(plan.master, plan.master), plan.opt_state, plan.ema, kept)
+        ),
     )
 
 
@@ -170,7 +175,9 @@ def pending_gradients(plan: Plan, num_microbatches: int) -> Any:
     Returns:
         A tree of `ArrayPlan`, sharded as the optimizer reads them.
     """
-    typed = plan.grads if num_microbatches > 1 else plan.compute
+    typed = plan.grads
+    if num_microbatches == 1:
+        typed = trained(plan.compute, plan.master)
     return jax.tree.map(
         lambda row, other: dataclasses.replace(row, dtype=other.dtype),
         plan.grads,

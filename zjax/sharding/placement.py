@@ -66,6 +66,8 @@ class ArrayPlan:
         disks: Directories over which the array is striped; empty for arrays in memory.
         codec: Name in `zjax.comm.coded`, such as `int8`, of the codec by which the
             array moves across nodes; empty where its own elements move.
+        is_frozen: Whether it is a parameter that is stored as it is used, and has
+            neither a gradient nor optimizer state.
     """
 
     path: str
@@ -77,6 +79,7 @@ class ArrayPlan:
     num_layers: int = 0
     disks: tuple[str, ...] = ()
     codec: str = ""
+    is_frozen: bool = False
 
     @property
     def spec(self) -> PartitionSpec:

@@ -9,8 +9,10 @@ model-parallel sharding alone; "sharded" extends it over the ZeRO axes:
       2           sharded               sharded          unsharded
       3           sharded               sharded          sharded
 
-The optimizer gets gradients that are sharded like its state. Compute parameters of
-offloaded blocks are stored sharded from stage 1 on, and gathered on the devices.
+The optimizer gets gradients that are sharded like its state. Frozen parameters are
+stored as compute parameters, and have none of the rest (`zjax.sharding.frozen`).
+Compute parameters of offloaded blocks are stored sharded from stage 1 on, and gathered
+on the devices.
 
 Master weights and optimizer state may be offloaded to host memory or disks. Each layer
 is then stored as a separate array, so that layers move one by one, and the state also
@@ -31,6 +33,7 @@ from zjax.config.schema import Config
 from zjax.errors import PlanError, Problem
 from zjax.sharding import mesh as meshes
 from zjax.sharding import two_level, zero
+from zjax.sharding.frozen import hold_frozen, trained
 from zjax.sharding.param_plans import ParamPlans, plan_opt_state, replicated_plans
 from zjax.sharding.paths import layer_of, owners
 from zjax.sharding.placement import ArrayPlan, Form, abstract_key
@@ -52,11 +55,11 @@ class Plan:
     Args:
         mesh: Devices, or an abstract mesh for planning alone.
         stage: ZeRO stage, 0 to 3.
-        master: Master weights, or their low bits.
+        master: Master weights, or their low bits; of frozen parameters themselves.
         compute: Parameters in the compute dtype.
-        grad_sum: Sum of gradients over microbatches.
-        grads: Gradients that enter the optimizer.
-        opt_state: Optimizer state.
+        grad_sum: Sum of gradients over microbatches; None for frozen parameters.
+        grads: Gradients that enter the optimizer; None for frozen parameters.
+        opt_state: Optimizer state of the parameters that are trained.
         model_state: State of the model besides parameters.
         ema: Averaged weights in float32; an empty tuple without averaging.
         is_offloaded: Whether state may be offloaded; the state then also holds the
@@ -167,11 +170,13 @@ def make_plan(config: Config, mesh: Mesh | AbstractMesh, model: Model, tx: Any) 
     planned = ParamPlans.of(
         config, mesh, model, params, is_by_layer=stores_layers_apart(config, model)
     ).planned
+    compute = planned(dtypes.compute_dtype, is_sharded=splits.compute)
     master = planned(dtypes.master_dtype, is_sharded=splits.state)
-    opt_state = plan_opt_state(config, mesh, tx, master)
+    master = hold_frozen(master, compute, config)
+    opt_state = plan_opt_state(config, mesh, tx, trained(master, master))
     grads = planned(dtypes.grad_sum_dtype, is_sharded=splits.state)
     grad_sum = planned(dtypes.grad_sum_dtype, is_sharded=splits.grad_sum)
-    compute = planned(dtypes.compute_dtype, is_sharded=splits.compute)
+    grads, grad_sum = trained(grads, master), trained(grad_sum, master)
     if splits.compute:
         rows, compute = compute, two_level.plan_compute(compute, config)
         grads = two_level.plan_grads(grads, config)
@@ -191,7 +196,7 @@ def make_plan(config: Config, mesh: Mesh | AbstractMesh, model: Model, tx: Any) 
         grads=grads,
         opt_state=_offload_moments(opt_state, master, config),
         model_state=replicated_plans(model_state, mesh),
-        ema=planned("float32", is_sharded=splits.state)
+        ema=hold_frozen(planned("float32", is_sharded=splits.state), master, config)
         if config.optimizer.ema_decay
         else (),
         is_offloaded=config.zero.offloads_state,

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from zjax.sharding.frozen import trained
 from zjax.sharding.layers import layer_by_layer
 from zjax.sharding.plan import Plan
 from zjax.typing import Model
@@ -30,17 +31,19 @@ def layerwise_plan(model: Model, plan: Plan) -> Plan:
         plan.master,
     )
 
-    def by_layer(rows: Any) -> Any:
+    def by_layer(rows: Any, is_apart: Any = is_apart) -> Any:
         return jax.tree.map(
             lambda row, apart: layer_by_layer(row) if apart else row, rows, is_apart
         )
+
+    is_trained_apart = trained(is_apart, plan.master)
 
     return dataclasses.replace(
         plan,
         master=by_layer(plan.master),
         compute=by_layer(plan.compute),
-        grad_sum=by_layer(plan.grad_sum),
-        grads=by_layer(plan.grads),
+        grad_sum=by_layer(plan.grad_sum, is_trained_apart),
+        grads=by_layer(plan.grads, is_trained_apart),
     )
 
 

@@ -14,6 +14,7 @@ from zjax.config.schema import Config
 from zjax.errors import CheckpointError, Problem, StateError
 from zjax.optim import loss_scale
 from zjax.optim.rounds import make_rounds
+from zjax.sharding.frozen import trained
 from zjax.sharding.layers import take_apart
 from zjax.sharding.placement import (
     ArrayPlan,
@@ -44,7 +45,8 @@ class TrainState:
     Args:
         step: int32[]; steps taken, skipped ones included.
         num_skipped: int32[]; steps whose gradients were not finite.
-        master: Parameters in `precision.master_dtype`, or their low bits.
+        master: Parameters in `precision.master_dtype`, or their low bits; frozen ones
+            in `precision.compute_dtype`.
         opt_state: State of the optimizer.
         model_state: BatchNorm statistics and the like.
         scaler: The loss scale of float16; an empty tuple otherwise.
@@ -216,7 +218,7 @@ def _first_state(
     params = place_tree(params, on_device.master)
     stored = pad_tree(params, plan.master)
     ema, compute = (), ()
-    opt_state = pad_tree(tx.init(params), plan.opt_state)
+    opt_state = pad_tree(tx.init(trained(params, plan.master)), plan.opt_state)
     if plan.ema:
         ema = jax.tree.map(lambda x, row: x.astype(row.dtype), stored, plan.ema)
     if plan.is_offloaded:

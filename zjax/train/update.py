@@ -14,6 +14,7 @@ from zjax.forward import named_totals
 from zjax.optim import clip, loss_scale
 from zjax.optim.ema import update_ema
 from zjax.optim.groups import trained_params
+from zjax.sharding.frozen import joined, trained
 from zjax.sharding.moves import MovedParam, move_params, moved_params
 from zjax.sharding.paths import path_of
 from zjax.sharding.placement import constrain, pad_tree, place_tree, unpad_tree
@@ -58,12 +59,12 @@ def make_update(
     """
     moved = moved_params(stack, plan.master)
     check_moved(moved.keys(), plan.opt_state)
-    trained = jax.tree_util.tree_map_with_path(
+    counted = jax.tree_util.tree_map_with_path(
         lambda keys, is_trained: is_trained and path_of(keys) not in moved,
-        trained_params(plan.master, config.optimizer.groups),
+        trained_params(trained(plan.master, plan.master), config.optimizer.groups),
     )
     tx = optax.with_extra_args_support(tx)
-    return Update(tx, plan, config, schedule, trained, moved, sent)
+    return Update(tx, plan, config, schedule, counted, moved, sent)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -78,7 +79,7 @@ class Update:
         plan: Places gradients and state.
         config: Read for `optimizer` and `precision`.
         schedule: Learning rate by applied step; None where unknown.
-        trained: bool for each parameter; gradients of others count as 0.
+        counted: bool for each parameter with a gradient; False counts it as 0.
         moved: How parameters move with the totals of a step, by path.
         sent: What it averages over replicas; None for gradients that are averaged.
     """
@@ -87,7 +88,7 @@ class Update:
     plan: Plan
     config: Config
     schedule: Schedule | None
-    trained: Any
+    counted: Any
     moved: Mapping[str, MovedParam]
     sent: Sent | None = None
 
@@ -117,21 +118,20 @@ class Update:
         opt_state = unpad_tree(state.opt_state, plan.opt_state)
         grads, norm, extra, finite = self.clipped(grads, opt_state, state.extra, loss)
         stored = join_master(state.master, state.params, plan)
-        master = unpad_tree(stored, plan.master)
+        whole = unpad_tree(stored, plan.master)
+        master = trained(whole, plan.master)
         updates, opt_state = self.tx.update(
             grads,
             opt_state,
             master,
             value=loss.value,
             grad=grads,
-            value_fn=value_fn,
+            value_fn=lambda x: value_fn(joined(x, whole, plan.master)),
             **self.phase,
         )
         new = optax.apply_updates(master, updates)
         new = move_params(master, new, self.moved, loss.totals)
-        new = place_tree(new, plan.master)
-        new = self.kept_if_finite(pad_tree(new, plan.master), stored, finite)
-        new = jax.tree.map(computed_once, new, plan.master)
+        new = self.stored_if_finite(new, stored, finite)
         changed = self.state_after(state, new, opt_state, extra, loss, finite)
         return changed, self.metrics(state, loss, norm, finite)
 
@@ -186,10 +186,10 @@ class Update:
         grads = jax.tree.map(
             lambda g, row: (g.astype(jnp.float32) * inverse).astype(row.dtype),
             grads,
-            self.plan.master,
+            trained(self.plan.master, self.plan.master),
         )
         return jax.tree.map(
-            lambda g, t: g if t else jnp.zeros_like(g), grads, self.trained
+            lambda g, t: g if t else jnp.zeros_like(g), grads, self.counted
         )
 
     def replicated(self, x: jax.Array) -> jax.Array:
@@ -201,6 +201,14 @@ class Update:
         if self.updates_always:
             return new
         return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
+
+    def stored_if_finite(self, new: Params, stored: Params, finite: Any) -> Params:
+        """New weights, or old ones in a step that is skipped, and frozen parameters."""
+        rows = trained(self.plan.master, self.plan.master)
+        new = pad_tree(place_tree(new, rows), rows)
+        new = self.kept_if_finite(new, trained(stored, self.plan.master), finite)
+        new = jax.tree.map(computed_once, new, rows)
+        return joined(new, stored, self.plan.master)
 
     def state_after(
         self,

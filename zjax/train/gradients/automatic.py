@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from zjax.ops.keys import fold_in
+from zjax.sharding.frozen import joined, trained
 from zjax.sharding.layers import put_together
 from zjax.sharding.placement import place_tree
 from zjax.sharding.plan import Plan
@@ -51,8 +52,8 @@ class AutomaticGradients:
             scale: float32[], the loss scale.
 
         Returns:
-            Gradients in logical shapes and the dtype of the gradient sum, and the loss,
-            which is not scaled.
+            Gradients in logical shapes and the dtype of the gradient sum, None for
+            frozen parameters; and the loss, which is not scaled.
         """
         rows = layerwise_plan(self.model, self.plan).grad_sum
 
@@ -81,13 +82,15 @@ class AutomaticGradients:
         scale: Any,
     ) -> tuple[Params, Loss]:
         """The same for one microbatch, with gradients that are not placed yet."""
+        rows = layerwise_plan(self.model, self.plan).master
 
-        def scaled(params: Params) -> tuple[jax.Array, Loss]:
-            result = self.model.loss(params, state, microbatch, key)
+        def scaled(learned: Params) -> tuple[jax.Array, Loss]:
+            used = joined(learned, params, rows)
+            result = self.model.loss(used, state, microbatch, key)
             counted = weighting.counted(result.weight)
             return result.value * scale * counted, result
 
-        return jax.grad(scaled, has_aux=True)(params)
+        return jax.grad(scaled, has_aux=True)(trained(params, rows))
 
     def loss(
         self, params: Params, state: ModelState, batch: Batch, key: jax.Array | None

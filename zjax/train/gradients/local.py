@@ -27,6 +27,7 @@ from jax.sharding import PartitionSpec as P
 from zjax.comm import shards
 from zjax.ops.keys import fold_in
 from zjax.parallel import remat
+from zjax.sharding.frozen import joined, trained
 from zjax.sharding.layers import put_together, take_apart
 from zjax.sharding.mesh import REPLICA
 from zjax.sharding.placement import ArrayPlan, unpad_tree
@@ -168,8 +169,9 @@ class LocalGradients:
         """The same for one microbatch."""
         key = self.device_key(key)
 
-        def share_of_mean(params: Params) -> tuple[jax.Array, Any]:
-            used = self.gather(params, stored) if self.regathers else params
+        def share_of_mean(learned: Params) -> tuple[jax.Array, Any]:
+            used = joined(learned, params, self.plan.master)
+            used = self.gather(used, stored) if self.regathers else used
             result = self.model.loss(used, state, batch, key)
             part, total = self.part_of(result)
             return result.value * part * scale, (result, part, total)
@@ -177,7 +179,8 @@ class LocalGradients:
         if self.regathers:
             keeps = self.model.keeps or remat.keeps("none")
             share_of_mean = jax.checkpoint(share_of_mean, policy=keeps)
-        grads, (result, part, total) = jax.grad(share_of_mean, has_aux=True)(params)
+        differentiate = jax.grad(share_of_mean, has_aux=True)
+        grads, (result, part, total) = differentiate(trained(params, self.plan.master))
         if not self.model.separable:
             clear = functools.partial(self.without_rows_of_no_weight, part)
             grads = jax.tree.map(clear, grads, self.plan.grads)
@@ -248,7 +251,10 @@ class LocalGradients:
         ) -> jax.Array:
             return shards.gather_params(x, stored, row, grads, self.axes)
 
-        return jax.tree.map(one, params, stored, self.stored_plans, self.plan.grads)
+        rows, plan = self.stored_plans, self.plan
+        return jax.tree.map(
+            one, params, stored, rows, joined(plan.grads, rows, plan.master)
+        )
 
     def reduce(self, grads: Params) -> Params:
         """Sums gradients over devices into shards."""

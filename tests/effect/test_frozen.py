@@ -1,0 +1,82 @@
+"""Frozen parameters cost one copy in the compute dtype, and nothing else."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.effect.test_stages import layered_model
+from tests.support import models, runs
+from zjax.config import schema
+from zjax.initialize import make_run
+from zjax.optim.build import make_optimizer
+from zjax.sharding import memory
+
+N = 8
+MATRIX = models.WIDTH * models.HIDDEN
+BFLOAT16 = schema.Precision(compute_dtype="bfloat16")
+
+
+def frozen_run(stage, patterns=("up",), model=None, **settings):
+    groups = tuple(
+        schema.ParamGroup(pattern=pattern, learning_rate_scale=0.0)
+        for pattern in patterns
+    )
+    optimizer = schema.Optimizer(groups=groups, num_warmup_steps=0)
+    config = runs.make_config(
+        stage,
+        optimizer=optimizer,
+        **{"precision": BFLOAT16} | settings,
+    )
+    model = model or models.make_mlp()
+    return make_run(config, model, make_optimizer(config, model))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_frozen_matrix_has_one_copy_in_bfloat16(stage):
+    """Fails if it keeps a master weight, a moment, or a gradient or its sum."""
+    run = frozen_run(stage, num_microbatches=2)
+    before = np.asarray(run.state.master["up"], np.float32)
+    shares = {"state": N if stage else 1, "compute": N if stage == 3 else 1}
+    _, state = runs.train(run, 2)
+    assert state.master["up"].dtype == jnp.bfloat16
+    assert runs.held_bytes(state.master["up"]) == 2 * MATRIX // shares["compute"]
+    assert runs.held_bytes(state.master["down"]) == 4 * MATRIX // shares["state"]
+    vectors = 3 * 4 * 8  # a bias of 7, and two moments
+    moments = [x for x in jax.tree.leaves(state.opt_state) if x.ndim]
+    assert runs.held_bytes(moments) <= 8 * MATRIX // shares["state"] + vectors
+    batch = run.step.place_batch(models.make_batch())
+    grads, _ = run.step.programs["gradients"](state, batch)
+    assert grads["up"] is None and grads["down"] is not None
+    planned = memory.plan_bytes(run.plan)
+    assert planned.gradients <= 4 * MATRIX // (N if stage >= 2 else 1) + vectors
+    assert planned.optimizer <= 12 * MATRIX // shares["state"] + vectors
+    np.testing.assert_array_equal(np.asarray(state.master["up"], np.float32), before)
+
+
+def temporary_bytes(patterns):
+    """Of a step of a model with two equal stacks, in microbatches."""
+    half, batch = layered_model(), {"x": jax.ShapeDtypeStruct((64, 256), jnp.float32)}
+
+    def loss(params, *inputs):
+        losses = [half.loss({"w": params[name]}, *inputs) for name in ("v", "w")]
+        return losses[0]._replace(value=losses[0].value + losses[1].value)
+
+    model = dataclasses.replace(
+        half,
+        init=lambda key: ({name: half.init(key)[0]["w"] for name in ("v", "w")}, {}),
+        loss=loss,
+        logical=lambda params: dict.fromkeys("vw", ("layers", "embed", "mlp")),
+    )
+    float32 = schema.Precision(compute_dtype="float32")
+    settings = {"precision": float32, "num_microbatches": 4}
+    run = frozen_run(0, patterns, model, **settings)
+    return run.step.compile(batch).memory_analysis().temp_size_in_bytes
+
+
+def test_step_holds_no_gradient_of_frozen_parameters():
+    """Fails if a gradient is computed and dropped, or summed over microbatches."""
+    saved = temporary_bytes(()) - temporary_bytes(("^v$",))
+    assert saved >= 4 * 8 * 256 * 256

@@ -1,0 +1,71 @@
+"""Which parameters are frozen, and how they are stored, by the settings of a run."""
+
+import re
+
+from zjax.config import schema
+from zjax.config.communication import COMPRESSED_OPTIMIZERS
+
+DEFAULT, FROZEN = "default", "frozen"
+Groups = tuple[schema.ParamGroup, ...]
+
+
+def label_of(path: str, groups: Groups) -> str:
+    """Group of a parameter: `default`, `frozen`, or `group_i` for the i-th group.
+
+    The first group whose pattern is found in the path wins.
+
+    Example:
+        >>> label_of("head/kernel", (schema.ParamGroup(pattern="^head"),))
+        'group_0'
+    """
+    for index, group in enumerate(groups):
+        if re.search(group.pattern, path):
+            return f"group_{index}" if group.learning_rate_scale else FROZEN
+    return DEFAULT
+
+
+def frozen_as_masters(config: schema.Config) -> str:
+    """The setting under which frozen weights stay float32 masters with gradients.
+
+    Programs of offload, of a pipeline and of replicas that take steps of their own
+    handle all parameters alike.
+
+    Returns:
+        The setting and its value as text; empty for no such setting.
+
+    Example:
+        >>> frozen_as_masters(schema.Config(mesh=schema.Mesh(pipeline=2)))
+        'mesh.pipeline=2'
+    """
+    settings = {
+        "mesh.pipeline": (config.mesh.pipeline, config.mesh.pipeline > 1),
+        "zero.memory": (config.zero.memory, config.zero.offloads_state),
+        "communication.num_local_steps": (
+            config.communication.num_local_steps,
+            config.communication.num_local_steps > 0,
+        ),
+        "optimizer.name": (
+            config.optimizer.name,
+            config.optimizer.name in COMPRESSED_OPTIMIZERS,
+        ),
+    }
+    return next(
+        (f"{k}={value!r}" for k, (value, is_on) in settings.items() if is_on), ""
+    )
+
+
+def is_held_frozen(path: str, config: schema.Config) -> bool:
+    """Whether a parameter is stored in the compute dtype, without a gradient.
+
+    Args:
+        path: Path of the parameter.
+        config: Settings of the run.
+
+    Example:
+        >>> group = schema.ParamGroup(pattern="^head", learning_rate_scale=0.0)
+        >>> config = schema.Config(optimizer=schema.Optimizer(groups=(group,)))
+        >>> is_held_frozen("head/kernel", config), is_held_frozen("norm/scale", config)
+        (True, False)
+    """
+    groups = config.optimizer.groups
+    return label_of(path, groups) == FROZEN and not frozen_as_masters(config)

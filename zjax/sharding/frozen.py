@@ -1,0 +1,58 @@
+"""Frozen parameters: stored as they are used, without all that training adds.
+
+A frozen parameter has no master weight, no optimizer state and no gradient: it is
+stored once, in the compute dtype and the sharding of compute parameters. In trees of
+gradients and of optimizer state None stands for it, which JAX counts as no leaf.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from zjax.config.groups import is_held_frozen
+from zjax.config.schema import Config
+from zjax.sharding.placement import ArrayPlan
+
+
+def hold_frozen(master: Any, compute: Any, config: Config) -> Any:
+    """Stores the frozen ones among the master weights as compute parameters.
+
+    Args:
+        master: Tree of `ArrayPlan` of the master weights.
+        compute: That of the compute parameters.
+        config: Settings; they say which parameters are frozen.
+    """
+
+    def one(row: ArrayPlan, used: ArrayPlan) -> ArrayPlan:
+        if not is_held_frozen(row.path, config):
+            return row
+        return dataclasses.replace(used, is_frozen=True)
+
+    return jax.tree.map(one, master, compute)
+
+
+def trained(tree: Any, rows: Any) -> Any:
+    """A tree with None in place of each frozen parameter.
+
+    Args:
+        tree: One value per parameter.
+        rows: Tree of `ArrayPlan` of the master weights, of the same structure.
+
+    Returns:
+        The tree; what holds no frozen parameter is unchanged.
+    """
+    return jax.tree.map(lambda row, x: None if row.is_frozen else x, rows, tree)
+
+
+def joined(of_trained: Any, whole: Any, rows: Any) -> Any:
+    """The inverse of `trained`, with the frozen parameters of another tree.
+
+    Args:
+        of_trained: Tree with None for frozen parameters.
+        whole: Tree with one value per parameter; only frozen ones are read.
+        rows: Tree of `ArrayPlan` of the master weights.
+    """
+    return jax.tree.map(
+        lambda row, x, old: old if row.is_frozen else x, rows, of_trained, whole
+    )
