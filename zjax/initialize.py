@@ -10,9 +10,10 @@ import numpy as np
 from jax.sharding import Mesh
 
 from zjax.budget.fit import abstract_batch, check_fits, fit_plan
-from zjax.checkpoint import layout, upcycling, weights
+from zjax.checkpoint import adapters, layout, upcycling, weights
 from zjax.checkpoint.views import Source
 from zjax.config.check import check_config
+from zjax.config.groups import is_adapter
 from zjax.config.load import load_config
 from zjax.config.schema import Config, Precision
 from zjax.data.entries import check_batch, entries_of
@@ -36,6 +37,8 @@ from zjax.sharding import memory
 from zjax.sharding import mesh as meshes
 from zjax.sharding import plan as plans
 from zjax.sharding.batch import rows_of
+from zjax.sharding.paths import path_of
+from zjax.sharding.placement import abstract_key
 from zjax.sharding.program_plan import staged_plan
 from zjax.step import Step, make_step
 from zjax.storage.progress import progress_bar
@@ -222,7 +225,15 @@ def initialize(
     _check_loss(model, loss_fn)
     user_model, user_tx = model, None
     if loss_fn is not None:
-        model = adapter.adapt(model, loss_fn, batch, replicated=replicated, cast=cast)
+        with_adapters = config.lora if config.lora.rank else None
+        model = adapter.adapt(
+            model,
+            loss_fn,
+            batch,
+            replicated=replicated,
+            cast=cast,
+            adapters=with_adapters,
+        )
     else:
         model = dataclasses.replace(model, entries=entries)
         model = with_cast(model, batch, cast)
@@ -247,6 +258,10 @@ def _check_has_effect(config: Config, model: Any) -> None:
     if problems := _read_by_trainer(config):
         raise ConfigError(*problems)
     by_block = isinstance(model, Model) and model.runs_by_block
+    if config.lora.rank and isinstance(model, Model) and not _has_adapters(model):
+        problem = "adds no adapters to a zjax.Model, whose functions are given"
+        remedy = "give the Flax module and a loss_fn, or leave it at 0"
+        raise ConfigError(Problem("lora.rank", config.lora.rank, problem, remedy))
     if config.model.offloads_inputs and not (config.zero.offloads_state and by_block):
         where = config.model.activation_memory
         problem = "has no effect on the model that was given"
@@ -276,6 +291,12 @@ def _read_by_trainer(config: Config) -> list[Problem]:
         for is_unread, field, value, remedy in unread
         if is_unread
     ]
+
+
+def _has_adapters(model: Model) -> bool:
+    params, _ = jax.eval_shape(model.init, abstract_key())
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    return any(is_adapter(path_of(keys)) for keys, _ in leaves)
 
 
 def _check_loss(model: Any, loss_fn: Callable[..., Any] | None) -> None:
@@ -393,9 +414,11 @@ def make_run(
 
 def _make_adapt(model: Model, config: Config, key: jax.Array) -> weights.Adapt:
     """What `checkpoint.init_from` holds as the arrays of the model."""
-    upcycle = upcycling.make_adapt(model, config, key)
+    initial = upcycling.initial_values(model, key)
 
     def adapt(source: Source, wanted: Mapping[str, layout.Entry]) -> Source:
-        return upcycle(huggingface.adapted(source, wanted, config), wanted)
+        source = huggingface.adapted(source, wanted, config)
+        source = upcycling.upcycled(source, wanted, config, initial)
+        return adapters.with_adapters(source, wanted, config, initial)
 
     return adapt

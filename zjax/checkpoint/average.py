@@ -6,8 +6,10 @@ from collections.abc import Callable, Collection
 
 import numpy as np
 
+from zjax.checkpoint import adapters
 from zjax.checkpoint.store import Store
 from zjax.checkpoint.views import Index, Source
+from zjax.config.load import load_config
 from zjax.train.average import Part, choose_part
 
 _SCHEDULE_FREE = re.compile(r"(?P<state>opt_state(/.+)?)/max_lr")
@@ -32,7 +34,7 @@ def saved_parts(names: Collection[str]) -> tuple[Part, ...]:
 def open_weights(
     store: Store, part: str = "auto", step: int | None = None
 ) -> tuple[Source, Part]:
-    """The weights of a checkpoint, by their paths in the model.
+    """The weights of a checkpoint, by their paths in the model, adapters merged.
 
     Args:
         store: The checkpoints.
@@ -59,7 +61,8 @@ def open_weights(
     def read(name: str, index: Index) -> np.ndarray:
         return read_array(tree + name)[(..., *index)]
 
-    return Source(entries, read), chosen
+    lora = load_config(store.extra(step).get("config", {})).lora
+    return adapters.merged(Source(entries, read), lora), chosen
 
 
 def read_average(

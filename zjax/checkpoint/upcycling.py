@@ -10,7 +10,7 @@ Reference: arXiv:2212.05055.
 import functools
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,10 +18,10 @@ import numpy as np
 from absl import logging
 
 from zjax.checkpoint import layers, layout, views
+from zjax.checkpoint.adapters import Initial
 from zjax.checkpoint.export import tensor_name
 from zjax.checkpoint.layout import Entry
 from zjax.checkpoint.views import Index, Source
-from zjax.checkpoint.weights import Adapt
 from zjax.config import schema
 from zjax.config.mixture import experts_by_layer, segment_shapes
 from zjax.config.schema import Config
@@ -36,16 +36,12 @@ _RESIDUAL = "mlp.residual."
 _SILENT = "mlp.shared.down."
 _NEW = ("mlp.router.", "mlp.coefficient.", "mlp.shared.", "mlp.shared_gate.")
 
-Initial = Callable[[Sequence[str]], Mapping[str, np.ndarray]]
-"""Values of a new model of the arrays of these names."""
 
-
-def make_adapt(model: Model, config: Config, key: jax.Array) -> Adapt:
-    """Makes `adapt(source, expected)` of `load_weights`, which upcycles dense models.
+def initial_values(model: Model, key: jax.Array) -> Initial:
+    """Makes a function of names to the arrays of a new model.
 
     Args:
-        model: Makes the arrays that no dense model has.
-        config: Read for `seed`, `model` and `checkpoint`.
+        model: Makes the arrays.
         key: Random key of a new model.
     """
 
@@ -57,7 +53,7 @@ def make_adapt(model: Model, config: Config, key: jax.Array) -> Adapt:
 
         return jax.device_get(jax.jit(chosen)(key))
 
-    return lambda source, wanted: upcycled(source, wanted, config, initial)
+    return initial
 
 
 def upcycled(

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from zjax.config import (
+    adapters,
     axes,
     batch,
     communication,
@@ -348,6 +349,7 @@ _RULES: tuple[model_rules.Entry, ...] = (
     ),
     ((), _rules),
     ((), _groups),
+    (("lora", "mesh"), adapters.adapter_problems),
     (("num_steps", "observe"), _profile),
     ((), _checkpoint),
     (("num_steps", "distill"), _distill),

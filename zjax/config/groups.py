@@ -57,6 +57,8 @@ def frozen_as_masters(config: schema.Config) -> str:
 def is_held_frozen(path: str, config: schema.Config) -> bool:
     """Whether a parameter is stored in the compute dtype, without a gradient.
 
+    With adapters these are all others, but those of `lora.also_train`.
+
     Args:
         path: Path of the parameter.
         config: Settings of the run.
@@ -67,5 +69,18 @@ def is_held_frozen(path: str, config: schema.Config) -> bool:
         >>> is_held_frozen("head/kernel", config), is_held_frozen("norm/scale", config)
         (True, False)
     """
+    if config.lora.rank and not is_adapter(path):
+        patterns = config.lora.also_train
+        return not any(re.search(pattern, path) for pattern in patterns)
     groups = config.optimizer.groups
     return label_of(path, groups) == FROZEN and not frozen_as_masters(config)
+
+
+def is_adapter(path: str) -> bool:
+    """Whether a parameter belongs to an adapter of `lora`.
+
+    Example:
+        >>> is_adapter("blocks/mlp/up/lora/a"), is_adapter("blocks/mlp/up/kernel")
+        (True, False)
+    """
+    return re.search(r"(^|/)lora/(a|b|magnitude)$", path) is not None

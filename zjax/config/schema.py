@@ -738,6 +738,28 @@ class Checkpoint:
 
 
 @section
+class Lora:
+    """Low-rank adapters, the only parameters to train (LoRA, arXiv:2106.09685).
+
+    All other parameters are frozen: stored once, in the compute dtype. Adapters are the
+    parameters `lora/a` and `lora/b` of a layer, and `optimizer.groups` finds them so.
+    """
+
+    rank: int = 0
+    """Inner dim of the adapters; 0 has none and trains all parameters."""
+    alpha: float = 16.0
+    """Adapters are multiplied by `alpha / rank`."""
+    targets: tuple[str, ...] = (".*",)
+    """Regular expressions searched in paths of linear layers, such as
+    `blocks/attention/query`."""
+    form: Literal["lora", "dora"] = "lora"
+    """`dora` also trains the length of each column of the sum of matrix and adapter
+    (arXiv:2402.09353)."""
+    also_train: tuple[str, ...] = ()
+    """Regular expressions searched in paths of other parameters to train in full."""
+
+
+@section
 class Distill:
     """Staged distillation from a trained decoder (MoS, arXiv:2201.05596).
 
@@ -855,6 +877,7 @@ class Config:
     layer_drop: LayerDrop = LayerDrop()
     evaluation: Evaluation = Evaluation()
     checkpoint: Checkpoint = Checkpoint()
+    lora: Lora = Lora()
     distill: Distill = Distill()
     observe: Observe = Observe()
     processes: Processes = Processes()

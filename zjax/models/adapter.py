@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx as flax_nnx
 
+from zjax.config import schema
 from zjax.data.entries import entries_of
 from zjax.errors import ModelError, Problem
-from zjax.models import linen, nnx, nnx_optimizer, plain
+from zjax.models import linen, lora, nnx, nnx_optimizer, plain
 from zjax.models.contract import (
     call_loss,
     check_model_state,
@@ -25,6 +26,7 @@ from zjax.models.metadata import names_only
 from zjax.models.submodel import Started, Submodel, combine
 from zjax.ops.keys import fold_name, loss_key
 from zjax.ops.promotion import dtype_promotion
+from zjax.sharding.paths import path_of
 from zjax.sharding.placement import abstract_key
 from zjax.typing import Batch, Loss, Model, ModelState, Params
 
@@ -41,6 +43,7 @@ def adapt(
     *,
     replicated: Sequence[str] = (),
     cast: Sequence[str] | None = None,
+    adapters: schema.Lora | None = None,
 ) -> Model:
     """Converts a model and its loss to the functions that training uses.
 
@@ -71,6 +74,8 @@ def adapt(
         cast: Paths of the floating-point arrays that are cast to the compute dtype.
             None finds those of two dims or more to which the model applies parameters,
             see `zjax.models.inputs`.
+        adapters: Settings of adapters in the linear layers of Flax modules; None has
+            none.
 
     Returns:
         The model. Its trees are nested dicts for Flax modules, and what `init` returns
@@ -79,6 +84,7 @@ def adapt(
     Raises:
         DataError: The batch is not a tree of numeric arrays with equal numbers of rows,
             or lacks a named array.
+        ConfigError: A pattern of the adapters matches no layer.
         ModelError: The model is of unknown kind, has no parameters or some that are not
             floating-point, or the loss returns something else.
 
@@ -99,7 +105,7 @@ def adapt(
             yield
 
     with user_code():
-        submodel = _make_submodel(model, "model")
+        submodel = _make_submodel(model, "model", adapters)
     example = jax.eval_shape(lambda batch: batch, batch)
 
     @user_code()
@@ -133,6 +139,9 @@ def adapt(
         return submodel.resume(params, model_state, None)
 
     shapes, logical = _trace(start)
+    if adapters is not None:
+        leaves = jax.tree_util.tree_leaves_with_path(shapes[0])
+        lora.check_targets((path_of(keys) for keys, _ in leaves), adapters)
     given = submodel.given
     if given and submodel.needs_calls:
         is_complete = jax.tree.structure(given()) == jax.tree.structure(shapes)
@@ -158,21 +167,35 @@ def adapt_optimizer(tx: Any, user_model: Any, model: Model) -> Any:
     return tx
 
 
-def _make_submodel(model: Any, field: str) -> Submodel:
+def _make_submodel(
+    model: Any, field: str, adapters: schema.Lora | None = None, prefix: str = ""
+) -> Submodel:
     if isinstance(model, dict) and model and all(isinstance(n, str) for n in model):
-        return combine({n: _make_submodel(m, f"{field}.{n}") for n, m in model.items()})
+        return combine(
+            {
+                n: _make_submodel(
+                    m, f"{field}.{n}", adapters, f"{prefix}/{n}".strip("/")
+                )
+                for n, m in model.items()
+            }
+        )
+    context, change = contextlib.nullcontext, None
+    if adapters is not None:
+        how = {"settings": adapters, "prefix": prefix}
+        context = functools.partial(lora.linen_adapters, **how)
+        change = functools.partial(lora.attach, **how)
     if isinstance(model, flax.linen.Module):
-        return linen.make_submodel(model)
+        return linen.make_submodel(model, context)
     if isinstance(model, type) and issubclass(model, flax.linen.Module):
         text, remedy = "is a Linen class, not a module", f"pass {model.__name__}(...)"
         raise ModelError(Problem(field, model.__name__, text, remedy))
     if isinstance(model, flax_nnx.Module):
-        return nnx.make_submodel(model, field)
+        return nnx.make_submodel(model, field, change)
     init, apply = _init_and_apply(model)
     if init is not None and callable(apply):
         return plain.make_submodel(init, apply)
     if callable(model):
-        return nnx.make_submodel(model, field)
+        return nnx.make_submodel(model, field, change)
     text, remedy = "is not a model", f"use {KINDS}"
     raise ModelError(Problem(field, type(model).__name__, text, remedy))
 

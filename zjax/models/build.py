@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from zjax.config.mixture import describe_future
 from zjax.config.schema import Config
 from zjax.config.step_values import ATTENTION_WINDOW
 from zjax.forward import loss_of
+from zjax.models import lora
 from zjax.models.continuation import make_continuation
 from zjax.models.decoder import Decoder
 from zjax.models.encoder import Encoder
@@ -23,6 +25,7 @@ from zjax.models.nnx import logical_of, nest, values_of
 from zjax.models.stack import execution_of, make_stack
 from zjax.ops.keys import fold_name
 from zjax.parallel import remat
+from zjax.sharding.paths import path_of
 from zjax.typing import Entries, Entry, Model, Params
 
 
@@ -52,7 +55,8 @@ def make_model(config: Config) -> Model:
     """
     model = dataclasses.replace(config.model, layers_per_scan=layers_per_scan(config))
     precision, length = config.precision.matmul_dtype, config.data.length
-    return _build(model, precision, length, deterministic=config.deterministic)
+    deterministic = config.deterministic
+    return _build(model, precision, length, config.lora, deterministic=deterministic)
 
 
 # One command builds the same model to plan host memory, to choose a mesh, and to run.
@@ -61,6 +65,7 @@ def _build(
     model: schema.Model,
     matmul_dtype: MatmulDtype,
     length: int,
+    adapters: schema.Lora,
     *,
     deterministic: bool,
 ) -> Model:
@@ -69,19 +74,28 @@ def _build(
     if matmul_dtype == "float8" and model.moe.num_experts:
         logging.warning("float8: experts multiply in precision.compute_dtype")
     module_class = {"decoder": Decoder, "encoder": Encoder}[model.kind]
-    make = functools.partial(
+    make_module = functools.partial(
         module_class, model, matmul_dtype=matmul_dtype, deterministic=deterministic
     )
+
+    def make(key: jax.Array, only_layer: jax.Array | None = None) -> Any:
+        module = make_module(only_layer=only_layer, rngs=nnx.Rngs(key))
+        if adapters.rank:
+            lora.attach(module, fold_name(key, "lora"), settings=adapters)
+        return module
+
     tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
-    abstract = nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))
+    abstract = nnx.eval_shape(lambda: make(jax.random.key(0)))
     graph, logical = nnx.graphdef(abstract), nest(logical_of(abstract))
+    if adapters.rank:
+        leaves = jax.tree_util.tree_leaves_with_path(logical, is_leaf=_is_names)
+        lora.check_targets((path_of(keys) for keys, _ in leaves), adapters)
     stack = make_stack(abstract)
     if isinstance(abstract, Decoder):
         stack = dataclasses.replace(stack, continuation=make_continuation(abstract))
 
     def init(key: jax.Array, only_layer: jax.Array | None = None) -> Params:
-        rngs = nnx.Rngs(fold_name(key, "model"))
-        module = make(only_layer=only_layer, rngs=rngs)
+        module = make(fold_name(key, "model"), only_layer)
         return nest(values_of(nnx.state(module, nnx.Param)))
 
     return Model(
@@ -99,6 +113,10 @@ def _build(
         loops_over_layers=model.layers_per_scan > 0,
         keeps=remat.keeps(model.remat, remat.within_reach(model.activation_memory)),
     )
+
+
+def _is_names(x: Any) -> bool:
+    return isinstance(x, tuple)
 
 
 def _entries(config: schema.Model) -> Entries:

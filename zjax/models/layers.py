@@ -128,13 +128,14 @@ class Linear(nnx.Module):
         matmul_dtype: MatmulDtype = "compute",
         rngs: nnx.Rngs,
     ):
-        self.num_inputs = len(inputs)
+        self.num_inputs, self.num_outputs = len(inputs), len(outputs)
         self.is_row_sharded = is_tensor_sharded(inputs[0][0])
         self.is_column_sharded = is_tensor_sharded(outputs[0][0])
         self.fuse_bias = fuse_bias
         self.matmul_dtype: MatmulDtype = matmul_dtype
         self.kernel = make_param(inputs + outputs, make_normal(rngs.params(), std))
         self.bias = make_param(outputs, jnp.zeros) if use_bias else None
+        self.lora: Any = nnx.data(None)  # an adapter of `zjax.models.lora`, if any
 
     def __call__(
         self, x: Float[Array, "..."], name: str = "", arrange: Arrange = tensor.fill_up
@@ -154,6 +155,7 @@ class Linear(nnx.Module):
             y = tensor.multiply_rows(self.multiply, x, kernel)
         else:
             y = self.multiply(x, kernel)
+        y = self.adapted(y, x, kernel)
         return self.finish(y, kernel.shape[self.num_inputs :], name)
 
     def multiply(self, x: Float[Array, "..."], kernel: Array) -> Float[Array, "..."]:
@@ -163,6 +165,12 @@ class Linear(nnx.Module):
             return jnp.tensordot(x, kernel, axes=self.num_inputs)
         num_shards = num_batch_shards(x.shape[0])
         return float8.dot(x, kernel, self.num_inputs, num_batch_shards=num_shards)
+
+    def adapted(
+        self, y: Float[Array, "..."], x: Float[Array, "..."], kernel: Array
+    ) -> Float[Array, "..."]:
+        """The result of `multiply`, with what an adapter makes of it."""
+        return y if self.lora is None else self.lora(y, x, kernel)
 
     def finish(
         self,
@@ -227,7 +235,7 @@ def project(
         [kernel.reshape(kernel.shape[0], -1) for kernel in kernels],
     )
     return [
-        linear.finish(y, kernel.shape[1:], name, arrange)
+        linear.finish(linear.adapted(y, x, kernel), kernel.shape[1:], name, arrange)
         for (linear, arrange), y, kernel in zip(pairs, products, kernels, strict=True)
     ]
 

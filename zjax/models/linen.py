@@ -1,6 +1,7 @@
 """Linen modules as submodels, with variables created by the calls of the loss."""
 
 import collections
+import contextlib
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -25,6 +26,7 @@ from zjax.typing import ModelState, Params
 SOWN = ("intermediates", "losses", "perturbations")
 """Collections that calls write for the loss to read, discarded after a step; so are
 collections of tuples, as `Module.sow` makes them."""
+Context = Callable[[], contextlib.AbstractContextManager[Any]]
 NOUNS = {"params": "parameters", "variables": "collections"}
 """Contents of attributes of a view, for messages."""
 
@@ -37,6 +39,7 @@ class View:
         params: Parameters.
         model_state: Other collections, updated by calls in training.
         key: Source of random streams; None in evaluation.
+        context: Context of the calls of the module.
     """
 
     def __init__(
@@ -45,8 +48,10 @@ class View:
         params: Params,
         model_state: ModelState,
         key: jax.Array | None,
+        context: Context = contextlib.nullcontext,
     ):
         self.module = module
+        self.context = context
         self.params = params
         self.model_state = model_state
         self.train = key is not None
@@ -92,14 +97,15 @@ class View:
         key: jax.Array | None,
         frozen: tuple[str, ...],
     ) -> Any:
-        return self.module.apply(
-            self.variables,
-            *args,
-            method=method,
-            rngs={} if key is None else _streams(key, self._num_calls),
-            mutable=flax.core.DenyList(frozen),
-            **kwargs,
-        )
+        with self.context():
+            return self.module.apply(
+                self.variables,
+                *args,
+                method=method,
+                rngs={} if key is None else _streams(key, self._num_calls),
+                mutable=flax.core.DenyList(frozen),
+                **kwargs,
+            )
 
 
 class FirstView:
@@ -109,12 +115,20 @@ class FirstView:
         module: Linen module.
         initial: Existing variables.
         key: Source of parameters and random streams.
+        context: Context of the calls of the module.
     """
 
     train = True
 
-    def __init__(self, module: nn.Module, initial: dict[str, Any], key: jax.Array):
+    def __init__(
+        self,
+        module: nn.Module,
+        initial: dict[str, Any],
+        key: jax.Array,
+        context: Context = contextlib.nullcontext,
+    ):
         self.module = module
+        self.context = context
         self.sown: dict[str, Any] = {}
         self._variables: dict[str, Any] = dict(initial)
         self._key = key
@@ -167,9 +181,10 @@ class FirstView:
 
     def _init(self, method: Any, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
         # The same key for every call, so that calls agree on shared variables.
-        out, created = self.module.init_with_output(
-            _streams(self._key, 0), *args, method=method, mutable=True, **kwargs
-        )
+        with self.context():
+            out, created = self.module.init_with_output(
+                _streams(self._key, 0), *args, method=method, mutable=True, **kwargs
+            )
         return out, _unfreeze(created)
 
     def _add(self, created: dict[str, Any]) -> None:
@@ -191,10 +206,16 @@ class FirstView:
         return collections.defaultdict(refuse)
 
 
-def make_submodel(module: nn.Module) -> Submodel:
+def make_submodel(
+    module: nn.Module, context: Context = contextlib.nullcontext
+) -> Submodel:
     """Makes a submodel of a Linen module; a bound one brings its variables.
 
     Every collection but `params` and those sown is model state.
+
+    Args:
+        module: Linen module.
+        context: Makes the context in which the module is called.
     """
     variables: dict[str, Any] = {}
     is_bound = module.scope is not None
@@ -204,7 +225,7 @@ def make_submodel(module: nn.Module) -> Submodel:
         variables = {k: x for k, x in variables.items() if not _is_sown(k, x)}
 
     def start(key: jax.Array) -> tuple[FirstView, Callable[[], Started]]:
-        view = FirstView(module, variables, key)
+        view = FirstView(module, variables, key, context)
 
         def started() -> Started:
             names = names_of_boxes(view.boxed_variables.get("params", {}))
@@ -213,7 +234,7 @@ def make_submodel(module: nn.Module) -> Submodel:
         return view, started
 
     def resume(params: Params, model_state: ModelState, key: jax.Array | None) -> View:
-        return View(module, params, dict(model_state), key)
+        return View(module, params, dict(model_state), key, context)
 
     def model_state(view: Any) -> ModelState:
         return view.model_state

@@ -17,6 +17,7 @@ from zjax.ops.keys import fold_name
 from zjax.sharding.placement import abstract_key
 from zjax.typing import ModelState, Params
 
+Change = Callable[[nnx.Module, jax.Array], None]
 Flat = dict[tuple[Any, ...], Any]
 
 
@@ -37,18 +38,25 @@ class Skeleton:
     streams: dict[tuple[Any, ...], tuple[type, tuple[int, ...]]]
 
 
-def make_submodel(model: Any, field: str) -> Submodel:
+def make_submodel(model: Any, field: str, change: Change | None = None) -> Submodel:
     """Makes a submodel of an NNX module, which may be abstract, or of `rngs -> module`.
 
     Random streams restart from the key of each step; in evaluation they always draw the
     same numbers.
 
+    Args:
+        model: Module or factory.
+        field: Its name in messages.
+        change: `change(module, key)` changes a new module, or a copy of the given one.
+
     Raises:
         ModelError: The factory needs other arguments, or makes something else.
     """
     if isinstance(model, nnx.Module):
-        return _submodel_of_module(model, field)
+        return _submodel_of_module(model, field, change)
     make = _check_factory(model, field)
+    if change is not None:
+        make = _changed(make, change)
     skeleton = _trace_skeleton(make)
 
     def start(key: jax.Array) -> tuple[Any, Callable[[], Started]]:
@@ -65,8 +73,21 @@ def make_submodel(model: Any, field: str) -> Submodel:
     )
 
 
-def _submodel_of_module(model: nnx.Module, field: str) -> Submodel:
+def _changed(make: Callable[[jax.Array], Any], change: Change) -> Any:
+    def make_changed(key: jax.Array) -> Any:
+        module = make(key)
+        change(module, key)
+        return module
+
+    return make_changed
+
+
+def _submodel_of_module(
+    model: nnx.Module, field: str, change: Change | None
+) -> Submodel:
     model = nnx.clone(model)
+    if change is not None:
+        change(model, jax.random.key(0))
     skeleton = _skeleton(model)
     params, other_state = _split(model)
     weights = nest(params), nest(other_state)

@@ -12,6 +12,7 @@ import jax
 
 from zjax.config.groups import is_held_frozen
 from zjax.config.schema import Config
+from zjax.sharding.layers import is_layers
 from zjax.sharding.placement import ArrayPlan
 
 
@@ -42,7 +43,11 @@ def trained(tree: Any, rows: Any) -> Any:
     Returns:
         The tree; what holds no frozen parameter is unchanged.
     """
-    return jax.tree.map(lambda row, x: None if row.is_frozen else x, rows, tree)
+
+    def one(row: Any, x: Any) -> Any:
+        return None if _is_frozen(row) else x
+
+    return jax.tree.map(one, rows, tree, is_leaf=is_layers)
 
 
 def joined(of_trained: Any, whole: Any, rows: Any) -> Any:
@@ -53,6 +58,12 @@ def joined(of_trained: Any, whole: Any, rows: Any) -> Any:
         whole: Tree with one value per parameter; only frozen ones are read.
         rows: Tree of `ArrayPlan` of the master weights.
     """
-    return jax.tree.map(
-        lambda row, x, old: old if row.is_frozen else x, rows, of_trained, whole
-    )
+
+    def one(row: Any, x: Any, old: Any) -> Any:
+        return old if _is_frozen(row) else x
+
+    return jax.tree.map(one, rows, of_trained, whole, is_leaf=is_layers)
+
+
+def _is_frozen(row: Any) -> bool:
+    return (row[0] if is_layers(row) else row).is_frozen

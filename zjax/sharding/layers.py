@@ -69,11 +69,11 @@ def take_apart(params: Params, rows: Any) -> Params:
     """
 
     def slice_stack(row: Any, x: Any) -> Any:
-        if not _is_layers(row) or _is_layers(x):
+        if not is_layers(row) or is_layers(x):
             return x
         return Layers((_layer(x, i) for i in range(len(row))), row.name)
 
-    return jax.tree.map(slice_stack, rows, params, is_leaf=_is_layers)
+    return jax.tree.map(slice_stack, rows, params, is_leaf=is_layers)
 
 
 def put_together(params: Params) -> Params:
@@ -95,9 +95,9 @@ def put_together(params: Params) -> Params:
         return jax.lax.optimization_barrier(jnp.stack(rows))
 
     def stack_layers(x: Any) -> Any:
-        return jax.tree.map(stack, *x) if _is_layers(x) else x
+        return jax.tree.map(stack, *x) if is_layers(x) else x
 
-    return jax.tree.map(stack_layers, params, is_leaf=_is_layers)
+    return jax.tree.map(stack_layers, params, is_leaf=is_layers)
 
 
 def layer_by_layer(row: ArrayPlan) -> Any:
@@ -125,16 +125,16 @@ def layers_of(params: Params, num_layers: int) -> list[Params]:
         [0, 1]
     """
     unstacked = jax.tree.map(
-        lambda x: x if _is_layers(x) else _slices(x), params, is_leaf=_is_layers
+        lambda x: x if is_layers(x) else _slices(x), params, is_leaf=is_layers
     )
-    depths = {len(x) for x in jax.tree.leaves(unstacked, is_leaf=_is_layers)}
+    depths = {len(x) for x in jax.tree.leaves(unstacked, is_leaf=is_layers)}
     if depths - {num_layers}:
         problem = f"are not the {num_layers} of the model"
         remedy = "use the model that these parameters were made for"
         raise ModelError(Problem("layers", max(depths), problem, remedy))
 
     def layer(number: int) -> Params:
-        return jax.tree.map(lambda x: x[number], unstacked, is_leaf=_is_layers)
+        return jax.tree.map(lambda x: x[number], unstacked, is_leaf=is_layers)
 
     return [layer(number) for number in range(num_layers)]
 
@@ -158,12 +158,12 @@ def cut_layers(params: Params, sizes: Sequence[int]) -> list[Params]:
     firsts = [*itertools.accumulate(sizes, initial=0)]
 
     def cut(x: Any) -> Sequence[Any]:
-        if not _is_layers(x):
+        if not is_layers(x):
             return _ranges(x, tuple(firsts))
         return [Layers(x[i:j], x.name) for i, j in itertools.pairwise(firsts)]
 
-    ranges = jax.tree.map(cut, params, is_leaf=_is_layers)
-    outer = jax.tree.structure(params, is_leaf=_is_layers)
+    ranges = jax.tree.map(cut, params, is_leaf=is_layers)
+    outer = jax.tree.structure(params, is_leaf=is_layers)
     leaves = outer.flatten_up_to(ranges)
     return [outer.unflatten([x[i] for x in leaves]) for i in range(len(sizes))]
 
@@ -206,5 +206,6 @@ def _layer(stacked: Any, number: int) -> Any:
     return jax.tree.map(lambda x: x[number], stacked)
 
 
-def _is_layers(x: Any) -> bool:
+def is_layers(x: Any) -> bool:
+    """Whether a node of a tree is `Layers`."""
     return isinstance(x, Layers)

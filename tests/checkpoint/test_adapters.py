@@ -1,0 +1,76 @@
+"""Adapters start from a checkpoint's weights, and leave merged into them."""
+
+import jax
+import numpy as np
+import pytest
+
+from tests.support import huggingface as golden
+from zjax.checkpoint.average import open_weights
+from zjax.checkpoint.store import Store
+from zjax.huggingface import export
+from zjax.saving import restore, save
+
+TOKENS = np.random.default_rng(0).integers(0, 60, (8, 9)).astype(np.int32)
+BATCH = {"tokens": TOKENS[:, :-1], "targets": TOKENS[:, 1:]}
+QUICK = (
+    "optimizer.num_warmup_steps=0",
+    "optimizer.peak_learning_rate=0.05",
+    "precision.compute_dtype=float32",
+)
+
+
+def start(*overrides, **settings):
+    return golden.start(golden.make_config("llama", *QUICK, *overrides, **settings))
+
+
+def loss(run, state=None):
+    return float(run.evaluate(run.state if state is None else state, BATCH)["loss"])
+
+
+@pytest.fixture(scope="module", params=["lora", "dora"])
+def trained(request, tmp_path_factory):
+    """A run from a Hugging Face checkpoint, its loss after three steps, saved."""
+    folder = tmp_path_factory.mktemp(request.param)
+    run = start("lora.rank=2", f"lora.form={request.param}")
+    np.testing.assert_allclose(loss(run), loss(start()), rtol=1e-6)
+    state = run.state
+    for _ in range(3):
+        state, _ = run.step(state, BATCH)
+    after = loss(run, state)
+    assert abs(after - loss(start())) > 0.05
+    save(folder / "run", state, run)
+    return folder / "run", after, request.param
+
+
+def test_merged_weights_have_the_loss_of_the_run(trained):
+    """Fails if a merge forgets the factor or the lengths of columns."""
+    folder, expected, _ = trained
+    np.testing.assert_allclose(loss(start(directory=folder)), expected, rtol=1e-5)
+
+
+def test_transformers_gets_merged_weights(trained, tmp_path):
+    """Fails if the frozen weights alone go out."""
+    folder, expected, _ = trained
+    export.export_huggingface(Store(str(folder)), str(tmp_path / "out"))
+    run = start(directory=tmp_path / "out")
+    np.testing.assert_allclose(loss(run), expected, rtol=1e-5)
+
+
+def test_slices_are_those_of_the_whole_array(trained):
+    """Fails if a merge takes a slice of a matrix for the matrix."""
+    source, _ = open_weights(Store(str(trained[0])))
+    name = "blocks/attention/query/kernel"
+    whole = source.read_all(name)
+    index = (slice(1, 2), slice(3, 9), *(slice(0, n) for n in whole.shape[2:]))
+    np.testing.assert_array_equal(source.read(name, index), whole[index])
+    assert not any("lora" in name for name in source.entries)
+
+
+def test_state_with_adapters_is_restored(trained):
+    """Fails if adapters are no part of a checkpoint."""
+    folder, expected, form = trained
+    run = start("lora.rank=2", f"lora.form={form}")
+    state, _ = restore(folder, run)
+    np.testing.assert_allclose(loss(run, state), expected, rtol=1e-6)
+    names = jax.tree_util.tree_leaves_with_path(state.master)
+    assert any("lora" in str(keys) for keys, _ in names)

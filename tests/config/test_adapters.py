@@ -1,0 +1,48 @@
+"""Settings of adapters that cannot work are refused by name."""
+
+import pytest
+
+from zjax.config.check import check_config
+from zjax.config.load import load_config
+from zjax.errors import ConfigError
+
+RANK = {"lora": {"rank": 4}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (
+            {"lora": {"alpha": 32.0}},
+            "lora.alpha=32.0 has no effect with lora.rank=0; set lora.rank, too",
+        ),
+        (
+            {"lora": {"rank": 4, "targets": ()}},
+            "lora.targets=() adapts no layer; name some, or all by .*",
+        ),
+        (
+            {"lora": {"rank": 4, "targets": ("(",)}},
+            "lora.targets='(' is not a regular expression: missing ), unterminated "
+            "subpattern at position 0; correct it, or escape characters with \\",
+        ),
+        (
+            RANK | {"mesh": {"tensor": 2}},
+            "lora.rank=4 does not combine with mesh.tensor=2; use ZeRO stage 3 instead",
+        ),
+        (
+            RANK | {"mesh": {"pipeline": 2}, "num_microbatches": 2},
+            "lora.rank=4 does not combine with mesh.pipeline=2, which has no frozen "
+            "parameters; leave one of them out",
+        ),
+        (
+            RANK | {"zero": {"memory": "pinned_host"}},
+            "lora.rank=4 does not combine with zero.memory='pinned_host', which has no "
+            "frozen parameters; leave one of them out",
+        ),
+    ],
+)
+def test_problem_is_told(settings, expected):
+    """Fails if a run begins without the adapters that it is asked for."""
+    with pytest.raises(ConfigError) as caught:
+        check_config(load_config(settings), num_devices=8)
+    assert str(caught.value) == expected

@@ -1,0 +1,154 @@
+"""Adapters in the layers of users' Flax modules."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import zjax
+from zjax.checkpoint.adapters import merged_kernel
+from zjax.config import schema
+from zjax.errors import ConfigError, ModelError
+from zjax.models.build import make_model
+
+X = np.random.default_rng(0).normal(size=(8, 4, 6)).astype(np.float32)
+BATCH = {"x": X, "y": np.float32(X[:, 0, :3] ** 2)}
+
+
+class Linen(nn.Module):
+    """Layers with several input and output dims, with and without bias."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.tanh(nn.DenseGeneral((2, 6), name="heads")(x))
+        x = nn.tanh(nn.DenseGeneral(5, axis=(-2, -1), use_bias=False, name="mix")(x))
+        return nn.Dense(3, name="out")(x.mean(axis=1))
+
+
+class NNX(nnx.Module):
+    """The same layers."""
+
+    def __init__(self, rngs):
+        self.heads = nnx.LinearGeneral(6, (2, 6), rngs=rngs)
+        self.mix = nnx.LinearGeneral(
+            (2, 6), 5, axis=(-2, -1), use_bias=False, rngs=rngs
+        )
+        self.out = nnx.Linear(5, 3, rngs=rngs)
+
+    def __call__(self, x):
+        x = nnx.tanh(self.mix(nnx.tanh(self.heads(x))))
+        return self.out(x.mean(axis=1))
+
+
+def loss_fn(model, batch, key):
+    return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+
+
+def loss_of_two(models, batch, key):
+    return loss_fn(models.first, batch, key) + loss_fn(models.second, batch, key)
+
+
+def start(model, adapters, loss=loss_fn):
+    settings = {"lora": adapters, "precision": {"compute_dtype": "float32"}}
+    return zjax.initialize(model, optax.sgd(0.5), loss, BATCH, settings)
+
+
+def merged(tree, settings):
+    """The tree of the module without adapters."""
+    if not isinstance(tree, dict):
+        return tree
+    if "lora" not in tree:
+        return {name: merged(x, settings) for name, x in tree.items()}
+    kernel = merged_kernel(tree["kernel"], tree["lora"], settings)
+    return {n: x for n, x in tree.items() if n != "lora"} | {"kernel": kernel}
+
+
+def plain_output(model, params):
+    if isinstance(model, nn.Module):
+        return model.apply({"params": params}, X)
+    module = model(nnx.Rngs(0)) if isinstance(model, type) else nnx.clone(model)
+    nnx.update(module, nnx.State(params))
+    return module(X)
+
+
+@pytest.mark.parametrize("form", ["lora", "dora"])
+@pytest.mark.parametrize("make", [Linen, lambda: NNX, lambda: NNX(nnx.Rngs(1))])
+def test_merged_weights_compute_what_adapters_do(form, make):
+    """Fails if a call passes an adapter by, or one has other dims or another factor."""
+    model, settings = make(), schema.Lora(rank=2, alpha=6.0, form=form)
+    run = start(model, {"rank": 2, "alpha": 6.0, "form": form})
+    plain = start(model, {})
+    state, before = run.state, jax.tree.map(np.asarray, run.state.master)
+    first = run.evaluate(state, BATCH)["loss"]
+    np.testing.assert_allclose(first, plain.evaluate(plain.state, BATCH)["loss"], 1e-5)
+    for _ in range(3):
+        state, _ = run.step(state, BATCH)
+    after = jax.tree.map(np.asarray, state.master)
+    for name in ("heads", "mix", "out"):
+        np.testing.assert_array_equal(after[name]["kernel"], before[name]["kernel"])
+        for matrix, x in after[name]["lora"].items():
+            assert not np.array_equal(x, before[name]["lora"][matrix]), (name, matrix)
+    weights = merged(after, settings)
+    expected = plain_output(model, weights)
+    assert np.abs(expected - plain_output(model, merged(before, settings))).max() > 0.1
+    np.testing.assert_allclose(run.bind(state)(X), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_patterns_choose_layers_and_what_else_is_trained():
+    """Fails if patterns are not read, or see no name of a dict of models."""
+    adapters = {
+        "rank": 1,
+        "targets": ("second/out",),
+        "also_train": ("first/out/bias",),
+    }
+    run = start({"first": Linen(), "second": NNX}, adapters, loss_of_two)
+    rows = jax.tree_util.tree_leaves_with_path(run.plan.master)
+    trained = ["/".join(key.key for key in k) for k, row in rows if not row.is_frozen]
+    assert trained == ["first/out/bias", "second/out/lora/a", "second/out/lora/b"]
+
+
+@pytest.mark.parametrize("model", [Linen(), NNX])
+def test_pattern_without_a_layer_is_refused(model):
+    """Fails if a mistyped target trains less than was meant."""
+    with pytest.raises(ConfigError) as caught:
+        start(model, {"rank": 2, "targets": ("out", "ouput")})
+    assert str(caught.value) == (
+        "lora.targets='ouput' matches no linear layer; layers look like heads, mix, out"
+    )
+
+
+def test_built_in_model_refuses_a_pattern_without_a_layer():
+    """Fails if a router or a table counts as a layer."""
+    config = schema.Config(lora=schema.Lora(rank=2, targets=("embedding",)))
+    with pytest.raises(ConfigError) as caught:
+        make_model(config)
+    assert str(caught.value) == (
+        "lora.targets='embedding' matches no linear layer; layers look like "
+        "blocks/attention/key, blocks/attention/out, blocks/attention/query"
+    )
+
+
+def test_model_of_functions_is_refused():
+    """Fails if adapters are asked for and silently missing."""
+    config = schema.Config()
+    batch = {
+        "tokens": np.zeros((8, 4), np.int32),
+        "targets": np.zeros((8, 4), np.int32),
+    }
+    settings = {"lora": {"rank": 2}}
+    with pytest.raises(ConfigError) as caught:
+        zjax.initialize(make_model(config), optax.sgd(0.1), None, batch, settings)
+    assert str(caught.value) == (
+        "lora.rank=2 adds no adapters to a zjax.Model, whose functions are given; give "
+        "the Flax module and a loss_fn, or leave it at 0"
+    )
+    functions = (lambda key: jnp.ones((6, 3)), lambda w, x: x.mean(axis=1) @ w)
+    with pytest.raises((ConfigError, ModelError)) as caught:
+        start(functions, settings["lora"])
+    assert str(caught.value) == (
+        "lora.targets='.*' matches no linear layer; give a Flax module with linear "
+        "layers"
+    )

@@ -1,0 +1,151 @@
+"""Low-rank adapters of a checkpoint: merged into their matrices, or new ones.
+
+`zjax.models.lora` says what an adapter computes.
+"""
+
+import functools
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+import jax.numpy as jnp
+import numpy as np
+
+from zjax.checkpoint import layers, views
+from zjax.checkpoint.layout import Entry
+from zjax.checkpoint.views import Index, Source
+from zjax.config import schema
+
+_MATRIX = re.compile(r"(?P<layer>.+[./])lora[./](?P<matrix>a|b|magnitude)")
+
+Initial = Callable[[Sequence[str]], Mapping[str, np.ndarray]]
+"""Values of a new model of the arrays of these names."""
+
+
+def merged_kernel(
+    kernel: np.ndarray, matrices: Mapping[str, np.ndarray], settings: schema.Lora
+) -> np.ndarray:
+    """The matrix, in float32, whose product is that of kernel and adapter.
+
+    Args:
+        kernel: The frozen matrix of one layer, input dims first.
+        matrices: Its adapter.
+        settings: Rank, alpha and form.
+
+    Example:
+        >>> ones = {"a": np.ones((4, 2)), "b": np.ones((2, 3))}
+        >>> settings = schema.Lora(rank=2, alpha=2.0)
+        >>> merged_kernel(np.zeros((4, 3)), ones, settings).tolist()[0]
+        [2.0, 2.0, 2.0]
+    """
+    a, b = (np.asarray(matrices[name], np.float32) for name in ("a", "b"))
+    scale = np.float32(settings.alpha / settings.rank)
+    total = np.asarray(kernel, np.float32) + scale * np.tensordot(a, b, 1)
+    if settings.form == "lora":
+        return total
+    inputs = tuple(range(a.ndim - 1))
+    lengths = np.sqrt(np.sum(np.square(total), axis=inputs))
+    return total * (np.asarray(matrices["magnitude"], np.float32) / lengths)
+
+
+def adapter_names(entries: Mapping[str, Entry]) -> dict[str, dict[str, str]]:
+    """The arrays of each adapter, by the name of its kernel and of the matrix.
+
+    Example:
+        >>> adapter_names(dict.fromkeys(["up/kernel", "up/lora/a"]))
+        {'up/kernel': {'a': 'up/lora/a'}}
+    """
+    found: dict[str, dict[str, str]] = {}
+    for name in entries:
+        if match := _MATRIX.fullmatch(name):
+            own = found.setdefault(f"{match['layer']}kernel", {})
+            own[match["matrix"]] = name
+    return found
+
+
+def merged(source: Source, settings: schema.Lora) -> Source:
+    """The arrays of the model without adapters, which computes the same.
+
+    Args:
+        source: Arrays of a checkpoint by path, layers stacked or not.
+        settings: Rank, alpha and form of its adapters; a rank of 0 has none.
+
+    Returns:
+        The arrays. A matrix is merged in float32 when it is read, layer by layer.
+    """
+    if not settings.rank:
+        return source
+    found = adapter_names(source.entries)
+    adapters = {name for own in found.values() for name in own.values()}
+    entries = {n: e for n, e in source.entries.items() if n not in adapters}
+
+    def read(name: str, index: Index) -> np.ndarray:
+        if name not in found:
+            return source.read(name, index)
+        depth = _num_stacked(name, found[name], source.entries)
+        stack, inside = index[:depth], index[depth:]
+        arrays = {m: _of_stack(source, n, stack) for m, n in found[name].items()}
+        kernels = _of_stack(source, name, stack)
+        flat = (x.reshape(-1, *x.shape[depth:]) for x in arrays.values())
+        each = zip(kernels.reshape(-1, *kernels.shape[depth:]), *flat, strict=True)
+        total = [
+            merged_kernel(kernel, dict(zip(arrays, own, strict=True)), settings)[inside]
+            for kernel, *own in each
+        ]
+        shape = (*kernels.shape[:depth], *total[0].shape)
+        return np.stack(total).reshape(shape).astype(jnp.dtype(entries[name].dtype))
+
+    return Source(entries, read)
+
+
+def with_adapters(
+    source: Source, wanted: Mapping[str, Entry], config: schema.Config, initial: Initial
+) -> Source:
+    """The arrays of a checkpoint, and new adapters if the model to start has some.
+
+    Args:
+        source: Arrays of any checkpoint, with dots in their names.
+        wanted: Arrays of the model to start.
+        config: Read for `lora` and `precision.compute_dtype`.
+        initial: Makes the matrices `a` and `b`; lengths of columns are those of the
+            matrices in `source`, as they are computed with.
+    """
+    found = adapter_names(wanted) if config.lora.rank else {}
+    names = {n: (k, m) for k, own in found.items() for m, n in own.items()}
+    missing = {n: place for n, place in names.items() if n not in source.entries}
+    if not missing:
+        return source
+    drawn = [n for n, (_, matrix) in missing.items() if matrix != "magnitude"]
+    values = functools.cache(lambda: initial(drawn))
+    stacked = views.restacked(source, list(layers.stack_all(source.entries)))
+
+    def lengths(name: str, index: Index) -> np.ndarray:
+        kernel, _ = missing[name]
+        depth = _num_stacked(kernel, found[kernel], wanted)
+        count = len(wanted[kernel].shape) - len(wanted[name].shape)
+        kernels = _of_stack(stacked, kernel, index[:depth])
+        kernels = kernels.astype(jnp.dtype(config.precision.compute_dtype))
+        dims = tuple(range(depth, depth + count))
+        squares = np.square(kernels, dtype=np.float32)
+        return np.sqrt(squares.sum(axis=dims))[(..., *index[depth:])]
+
+    def read(name: str, index: Index) -> np.ndarray:
+        if name not in missing:
+            return source.read(name, index)
+        is_length = missing[name][1] == "magnitude"
+        return lengths(name, index) if is_length else values()[name][index]
+
+    return Source({**source.entries, **{n: wanted[n] for n in missing}}, read)
+
+
+def _num_stacked(
+    kernel: str, own: Mapping[str, str], entries: Mapping[str, Entry]
+) -> int:
+    """The number of leading dims of a kernel that stack layers."""
+    a, b, whole = (len(entries[n].shape) for n in (own["a"], own["b"], kernel))
+    return a + b - whole - 2
+
+
+def _of_stack(source: Source, name: str, stack: Index) -> np.ndarray:
+    """An array of some layers, whole in all other dims."""
+    shape = source.entries[name].shape
+    return source.read(name, (*stack, *(slice(0, n) for n in shape[len(stack) :])))

@@ -1,0 +1,53 @@
+"""Checks the settings of low-rank adapters."""
+
+import dataclasses
+import re
+from collections.abc import Iterator
+
+from zjax.config import axes, schema
+from zjax.config.groups import frozen_as_masters
+from zjax.errors import Problem
+
+
+def adapter_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    """Refuses settings of `lora` that have no effect, and runs that have no adapters.
+
+    Args:
+        config: Settings of the run.
+        num_devices: Devices of the run.
+
+    Yields:
+        A problem for each setting.
+    """
+    lora = config.lora
+    if not lora.rank:
+        yield from _without_effect(lora)
+        return
+    for name in ("targets", "also_train"):
+        for pattern in getattr(lora, name):
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                problem = f"is not a regular expression: {error}"
+                remedy = "correct it, or escape characters with \\"
+                yield Problem(f"lora.{name}", pattern, problem, remedy)
+    if not lora.targets:
+        yield Problem("lora.targets", (), "adapts no layer", "name some, or all by .*")
+    remedy = "leave one of them out"
+    if setting := frozen_as_masters(config):
+        problem = f"does not combine with {setting}, which has no frozen parameters"
+        yield Problem("lora.rank", lora.rank, problem, remedy)
+    if axes.mesh_fills(config, num_devices):
+        size = axes.axis_sizes(config, num_devices)["tensor"]
+        if size > 1:
+            problem = f"does not combine with mesh.tensor={size}"
+            yield Problem("lora.rank", lora.rank, problem, "use ZeRO stage 3 instead")
+
+
+def _without_effect(lora: schema.Lora) -> Iterator[Problem]:
+    default = schema.Lora()
+    for field in dataclasses.fields(lora):
+        value = getattr(lora, field.name)
+        if value != getattr(default, field.name):
+            problem, remedy = "has no effect with lora.rank=0", "set lora.rank, too"
+            yield Problem(f"lora.{field.name}", value, problem, remedy)

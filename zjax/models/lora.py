@@ -1,0 +1,303 @@
+"""Low-rank adapters: what fine-tuning adds to matrices that stay as they are.
+
+An adapter adds `alpha / rank * x a b` to the product `x W` of a frozen matrix W. It
+starts without effect, as b is 0 (LoRA, Hu et al., arXiv:2106.09685). DoRA also learns
+the length of each column of `W + alpha / rank * a b`, by which the sum is divided (Liu
+et al., arXiv:2402.09353); as there, that division has no gradient.
+
+Adapters are parameters `lora/a`, `lora/b` and `lora/magnitude` beside `kernel`.
+"""
+
+import functools
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax import nnx
+from flax.core import meta
+from jaxtyping import Array, Float
+
+from zjax.config import schema
+from zjax.errors import ConfigError, Problem
+from zjax.models import layers
+from zjax.ops.keys import fold_name
+
+NAME = "lora"
+"""Name of an adapter in its layer."""
+
+
+def make_matrices(
+    key: jax.Array,
+    kernel: Array,
+    num_inputs: int,
+    num_outputs: int,
+    settings: schema.Lora,
+) -> dict[str, Array]:
+    """The first values of an adapter.
+
+    Args:
+        key: Random key of `a`, which is uniform with the variance 1 / (3 inputs).
+        kernel: The matrix: dims that stack layers, input dims, output dims.
+        num_inputs: Number of its input dims.
+        num_outputs: Number of its output dims.
+        settings: Rank and form.
+
+    Returns:
+        `a` [..., inputs, rank], `b` [..., rank, outputs], and for DoRA `magnitude`
+        [..., outputs], the length of each column of the kernel.
+
+    Example:
+        >>> settings = schema.Lora(rank=2)
+        >>> made = make_matrices(jax.random.key(0), jnp.ones((4, 3)), 1, 1, settings)
+        >>> made["a"].shape, made["b"].shape
+        ((4, 2), (2, 3))
+    """
+    last = kernel.ndim - num_outputs
+    first = last - num_inputs
+    stack, inputs, outputs = (
+        kernel.shape[:first],
+        kernel.shape[first:last],
+        kernel.shape[last:],
+    )
+    bound = 1 / math.sqrt(math.prod(inputs))
+    shape = (*stack, *inputs, settings.rank)
+    made = {
+        "a": jax.random.uniform(key, shape, jnp.float32, -bound, bound),
+        "b": jnp.zeros((*stack, settings.rank, *outputs), jnp.float32),
+    }
+    if settings.form == "dora":
+        squares = jnp.square(kernel.astype(jnp.float32))
+        made["magnitude"] = jnp.sqrt(jnp.sum(squares, axis=range(first, last)))
+    return made
+
+
+def adapt_product(
+    y: Float[Array, "..."],
+    x: Float[Array, "..."],
+    kernel: Array,
+    matrices: dict[str, Any],
+    settings: schema.Lora,
+) -> Float[Array, "..."]:
+    """What an adapter makes of a product.
+
+    Args:
+        y: The product of `x` and the kernel, output dims merged, without bias.
+        x: Activations, whose last dims are the input dims.
+        kernel: The frozen matrix, input dims first.
+        matrices: The adapter of one layer.
+        settings: Rank, alpha and form.
+    """
+    a, b = (matrices[name].astype(y.dtype) for name in ("a", "b"))
+    num_inputs, scale = a.ndim - 1, settings.alpha / settings.rank
+    y = y + scale * (jnp.tensordot(x.astype(y.dtype), a, num_inputs) @ _flat(b))
+    if settings.form == "lora":
+        return y
+    magnitude = matrices["magnitude"].astype(jnp.float32).reshape(-1)
+    lengths = jax.lax.stop_gradient(_lengths(kernel, a, b, scale))
+    gain = (magnitude / lengths).astype(y.dtype)
+    return y * jnp.broadcast_to(gain, y.shape)
+
+
+def _flat(b: Array) -> Array:
+    return b.reshape(b.shape[0], -1)
+
+
+def _lengths(kernel: Array, a: Array, b: Array, scale: float) -> Float[Array, " N"]:
+    """Lengths of the columns of `kernel + scale * a b`, which is never formed."""
+    product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+    b = _flat(b)
+    columns = kernel.reshape(-1, b.shape[1]).astype(a.dtype)
+    a = a.reshape(columns.shape[0], -1)
+    cross = product("ir,io->ro", a, columns)
+    inner = product("ir,is->rs", a, a) @ b.astype(jnp.float32)
+    squares = product("io,io->o", columns, columns)
+    wide = b.astype(jnp.float32)
+    squares += jnp.sum(wide * (2 * scale * cross + scale**2 * inner), axis=0)
+    return jnp.sqrt(squares)
+
+
+class Adapter(nnx.Module):
+    """The matrices of an adapter.
+
+    Args:
+        matrices: Result of `make_matrices`.
+        settings: Rank, alpha and form.
+        logical: Names of the dims of each matrix, where known.
+    """
+
+    def __init__(
+        self,
+        matrices: dict[str, Array],
+        settings: schema.Lora,
+        logical: dict[str, Any],
+    ):
+        self.settings = settings
+        for name, value in matrices.items():
+            known = {"logical": logical[name]} if name in logical else {}
+            setattr(self, name, nnx.Param(value, **known))
+
+    def __call__(
+        self, y: Float[Array, "..."], x: Float[Array, "..."], kernel: Array
+    ) -> Float[Array, "..."]:
+        """As `adapt_product`."""
+        names = ("a", "b", "magnitude")
+        matrices = {n: getattr(self, n)[...] for n in names if hasattr(self, n)}
+        return adapt_product(y, x, kernel, matrices, self.settings)
+
+
+def is_target(path: str, settings: schema.Lora) -> bool:
+    """Whether a layer with a matrix gets an adapter.
+
+    Example:
+        >>> is_target("blocks/mlp/up", schema.Lora(rank=1, targets=("attention",)))
+        False
+    """
+    return any(re.search(pattern, path) for pattern in settings.targets)
+
+
+def attach(
+    module: nnx.Module, key: jax.Array, *, settings: schema.Lora, prefix: str = ""
+) -> None:
+    """Gives the targets among the layers of an NNX module their adapters.
+
+    Args:
+        module: The module, whose `zjax` layers, `nnx.Linear` and `nnx.LinearGeneral`
+            are changed in place.
+        key: Random key; the values of an adapter follow from its path.
+        settings: Targets, rank and form.
+        prefix: Path of the module.
+    """
+    for parts, layer in [*nnx.iter_modules(module)]:
+        path = "/".join(map(str, (*([prefix] if prefix else []), *parts)))
+        sides = _sides(layer)
+        if sides is None or not is_target(path, settings):
+            continue
+        own = make_matrices(
+            fold_name(key, path), layer.kernel[...], *sides, settings=settings
+        )
+        names = layer.kernel.get_metadata().get("logical")
+        layer.lora = nnx.data(Adapter(own, settings, _logical(names, *sides)))
+        if not isinstance(layer, layers.Linear):
+            layer.__class__ = _adapted_class(type(layer))
+
+
+def _sides(layer: Any) -> tuple[int, int] | None:
+    """Numbers of input and output dims of a layer that can have an adapter."""
+    if isinstance(layer, layers.Linear):
+        return layer.num_inputs, layer.num_outputs
+    if isinstance(layer, nnx.Linear):
+        return 1, 1
+    if isinstance(layer, nnx.LinearGeneral) and not layer.batch_axis:
+        number = len(layer.axis)
+        is_last = sorted(layer.axis) == list(range(-number, 0))
+        return (number, len(layer.out_features)) if is_last else None
+    return None
+
+
+def _logical(names: Any, num_inputs: int, num_outputs: int) -> dict[str, Any]:
+    if names is None:
+        return {}
+    before, outputs = names[:-num_outputs], names[-num_outputs:]
+    stack = before[:-num_inputs]
+    return {
+        "a": (*before, None),
+        "b": (*stack, None, *outputs),
+        "magnitude": (*stack, *outputs),
+    }
+
+
+@functools.cache
+def _adapted_class(kind: type) -> type:
+    """A subclass of a layer of Flax whose calls pass through its adapter."""
+
+    def call(self: Any, inputs: Array, *args: Any, **kwargs: Any) -> Array:
+        y = kind.__call__(self, inputs, *args, **kwargs)
+        bias = None if self.bias is None else self.bias[...]
+        x = jnp.asarray(inputs)
+        return _with_bias(self.lora, y, x, self.kernel[...], bias)
+
+    return type(kind)(f"LoRA{kind.__name__}", (kind,), {"__call__": call})
+
+
+def _with_bias(
+    adapter: Callable[..., Array], y: Array, x: Array, kernel: Array, bias: Any
+) -> Array:
+    """Adapts the output of a layer of Flax, which its bias is part of."""
+    num_rows = (x.ndim + y.ndim - kernel.ndim) // 2
+    flat = y.reshape(*x.shape[:num_rows], -1)
+    if bias is None:
+        return adapter(flat, x, kernel).reshape(y.shape)
+    bias = jnp.broadcast_to(bias.reshape(-1).astype(y.dtype), flat.shape)
+    return (adapter(flat - bias, x, kernel) + bias).reshape(y.shape)
+
+
+def linen_adapters(settings: schema.Lora, prefix: str = "") -> Any:
+    """A context in which the targets among Linen layers have adapters.
+
+    Args:
+        settings: Targets, rank and form. `nn.Dense` and `nn.DenseGeneral` may be
+            targets.
+        prefix: Path of the module that is called.
+    """
+
+    def intercept(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        layer, y = context.module, call(*args, **kwargs)
+        path = "/".join((*([prefix] if prefix else []), *layer.path))
+        sides = _linen_sides(layer) if context.method_name == "__call__" else None
+        if sides is None or not is_target(path, settings):
+            return y
+        x = jnp.asarray(args[0] if args else kwargs["inputs"])
+        kernel, bias = (
+            meta.unbox(layer.get_variable("params", name, None))
+            for name in ("kernel", "bias")
+        )
+        matrices = layer.param(
+            NAME, lambda key: make_matrices(key, kernel, *sides, settings=settings)
+        )
+        adapter = functools.partial(adapt_product, matrices=matrices, settings=settings)
+        return _with_bias(adapter, y, x, kernel, bias)
+
+    return nn.intercept_methods(intercept)
+
+
+def _linen_sides(layer: nn.Module) -> tuple[int, int] | None:
+    """As `_sides`, of a Linen layer."""
+    if isinstance(layer, nn.Dense):
+        return 1, 1
+    if not isinstance(layer, nn.DenseGeneral) or layer.batch_dims:
+        return None
+    axes, features = (
+        x if isinstance(x, Sequence) else (x,) for x in (layer.axis, layer.features)
+    )
+    is_last = sorted(axes) == list(range(-len(axes), 0))
+    return (len(axes), len(features)) if is_last else None
+
+
+def check_targets(paths: Iterable[str], settings: schema.Lora) -> None:
+    """Refuses patterns that match no layer with an adapter.
+
+    Args:
+        paths: Paths of all parameters.
+        settings: The targets.
+
+    Raises:
+        ConfigError: Names each such pattern, and layers that there are.
+    """
+    paths = list(paths)
+    ending = f"/{NAME}/a"
+    adapted = [p.removesuffix(ending) for p in paths if p.endswith(ending)]
+    kernels = [p.removesuffix("/kernel") for p in paths if p.endswith("/kernel")]
+    remedy = "give a Flax module with linear layers"
+    if kernels:
+        remedy = f"layers look like {', '.join(kernels[:3])}"
+    problems = [
+        Problem("lora.targets", pattern, "matches no linear layer", remedy)
+        for pattern in settings.targets
+        if not any(re.search(pattern, path) for path in adapted)
+    ]
+    if problems:
+        raise ConfigError(*problems)
