@@ -45,7 +45,8 @@ def trained(request, tmp_path_factory):
 def test_merged_weights_have_the_loss_of_the_run(trained):
     """Fails if a merge forgets the factor or the lengths of columns."""
     folder, expected, _ = trained
-    np.testing.assert_allclose(loss(start(directory=folder)), expected, rtol=1e-5)
+    run = start(f"checkpoint.init_from={folder}")
+    np.testing.assert_allclose(loss(run), expected, rtol=1e-5)
 
 
 def test_transformers_gets_merged_weights(trained, tmp_path):

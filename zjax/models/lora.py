@@ -171,7 +171,8 @@ def attach(
         settings: Targets, rank and form.
         prefix: Path of the module.
     """
-    for parts, layer in [*nnx.iter_modules(module)]:
+    found: list[tuple[Any, Any]] = [*nnx.iter_modules(module)]
+    for parts, layer in found:
         path = "/".join(map(str, (*([prefix] if prefix else []), *parts)))
         sides = _sides(layer)
         if sides is None or not is_target(path, settings):
