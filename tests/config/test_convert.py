@@ -126,7 +126,7 @@ SINKS = "use one of console, jsonl, csv, tensorboard, wandb, mlflow"
             "directory, deterministic, xla_options, mesh, pipeline, zero, precision, "
             "optimizer, communication, model, data, sequence_warmup, "
             "curriculum, buckets, random_ltd, layer_drop, evaluation, checkpoint, "
-            "distill, observe, processes",
+            "lora, distill, observe, processes",
             id="all-at-once",
         ),
     ],
