@@ -29,7 +29,6 @@ def get_contest():
         "curriculum_tokens",
         "A curriculum takes fewer tokens to the loss that shuffled samples end with.",
         (case,),
-        headline="Curriculum: tokens to the loss of shuffled samples",
         higher_is_better=False,
         notes="seed by seed, both where they first reach the final loss of shuffled "
         "samples, interpolated between 30 evaluations; rare words with truncated "

@@ -34,7 +34,7 @@ from zjax.data.store import digest_tokenizer
 DIRECTORY = pathlib.Path("runs/efficiency_quality")
 TEXT = pathlib.Path("runs/package_text")
 NUM_POINTS = 30
-HOT = 8
+HOT = 7
 RATIO = 1.2
 """Loss over the least loss before, above which a step counts as unstable."""
 SETTINGS = {

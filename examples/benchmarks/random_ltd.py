@@ -67,7 +67,6 @@ def _steps():
         "random_ltd_step",
         "Steps whose middle layers drop tokens take less time than whole steps.",
         cases,
-        headline="Random-LTD: a step over one of all tokens",
         higher_is_better=False,
         notes=SCHEDULE,
         by_devices=False,
@@ -111,8 +110,9 @@ def _quality():
         "Layers that drop tokens learn as well as layers that see all.",
         cases,
         higher_is_better=False,
-        notes="validation losses at equal steps, seed by seed; kept tokens as for the "
-        "time of a step",
+        notes="validation losses at equal steps, seed by seed; 30M parameters, 5,000 "
+        "steps of 64 x 512 tokens; kept tokens as for the time of a step; 1.09 with an "
+        "eighth of the tokens until 47 % of the steps",
         by_devices=False,
     )
 
