@@ -24,7 +24,7 @@ FLOORS = (
     ("initialize",),
     ("trainer", "saving"),
     ("bench", "commands", "data_commands"),
-    ("completion", "config_commands"),
+    ("completion", "config_commands", "tune"),
     ("main",),
 )
 FLOOR = {part: height for height, parts in enumerate(FLOORS) for part in parts}
@@ -42,6 +42,7 @@ MEMORY_MODULES = {
     "zjax.sharding.placement",
     "zjax.sharding.plan",
     "zjax.storage.copy_streams",
+    "zjax.tune.space",
 }
 """Modules besides `zjax.config` that name memories; others ask an `ArrayPlan`. Flags of
 `zjax.main` are named so, too."""

@@ -36,6 +36,7 @@ from zjax.processes.software import versions
 from zjax.stopping import exit_on_sigterm
 from zjax.train.average import PARTS
 from zjax.trainer import Trainer
+from zjax.tune.command import MAX_TRIALS, tune
 from zjax.usage import (
     HELP_WORDS,
     Command,
@@ -92,6 +93,13 @@ def define_flags(argv: Sequence[str] | None = None) -> None:
         0,
         "Devices that fast links join, for mesh=auto.",
         lower_bound=0,
+    )
+    flags.DEFINE_integer(
+        "trials",
+        4,
+        "Most trials of a few steps, those of earlier calls included.",
+        lower_bound=1,
+        upper_bound=MAX_TRIALS,
     )
     flags.DEFINE_list("nvme", [], "Directories on disks; measures these for offload.")
     flags.DEFINE_multi_string(
@@ -258,6 +266,19 @@ def bench() -> None:
             print(result_line(dataclasses.asdict(measurement)))
 
 
+def tune_run() -> None:
+    """Finds fast settings of a run."""
+    print(
+        tune(
+            config_flags.config_from_flags(),
+            num_trials=flags.FLAGS.trials,
+            output=flags.FLAGS.output,
+            simulated_devices=flags.FLAGS.simulated_devices,
+            device_gb=flags.FLAGS.device_gb,
+        )
+    )
+
+
 def evaluate() -> None:
     """Prints loss and metrics of a checkpoint on the evaluation data."""
     config = commands.settings()
@@ -325,6 +346,16 @@ COMMANDS = {
             "nvme": "",
             **dict.fromkeys(CONTEST_FLAGS, ""),
             "output": "Folder for what a contest writes.",
+        },
+    ),
+    "tune": Command(
+        tune_run,
+        "Finds the fastest settings: by prediction, then by a few short trials.",
+        "zjax tune --config=quickstart --trials=4",
+        {
+            "trials": "",
+            "device_gb": "Memory of a device, where it is not known.",
+            "output": "Gin file to write; tuned.gin in the run's folder by default.",
         },
     ),
     "generate": Command(

@@ -104,10 +104,10 @@ def take_turns(
             output.write(f"\n=== {contestant.name}: {' '.join(words)}\n")
             output.flush()
             first = output.tell()
-            failure = _run(words, environ, output, contestant.timeout_seconds)
+            failure = run_program(words, environ, output, contestant.timeout_seconds)
             output.seek(first)
             text = output.read()
-        result, failure = _judge(text, failure)
+        result, failure = judge(text, failure)
         date = datetime.date.today().isoformat()
         record = Record(contestant.name, machine, date, result, failure)
         with records.open("a") as lines:
@@ -147,7 +147,7 @@ def read_records(paths: Iterable[str | os.PathLike[str]]) -> list[Record]:
     return list(records.values())
 
 
-def _run(
+def run_program(
     words: Sequence[str],
     environ: Mapping[str, str],
     output: IO[str],
@@ -194,7 +194,7 @@ def _stop(program: subprocess.Popen) -> None:
             program.wait(_STOP_SECONDS)
 
 
-def _judge(text: str, failure: str) -> tuple[dict[str, Any], str]:
+def judge(text: str, failure: str) -> tuple[dict[str, Any], str]:
     """The result in a program's output, and why there is none."""
     if failure:
         return {}, "out of memory" if _OUT_OF_MEMORY.search(text) else failure

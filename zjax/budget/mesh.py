@@ -126,10 +126,10 @@ def propose_mesh(config: schema.Config, machine: Machine, tx: Any = None) -> Pro
         return model, make_optimizer(config, model) if tx is None else tx
 
     trials: list[Trial] = []
-    for mesh in _meshes(config, machine):
+    for mesh in possible_meshes(config, machine):
         if not _may_split_sequences(config, mesh, trials, machine):
             continue
-        obstacle = _obstacle(config, mesh, machine, tx)
+        obstacle = find_obstacle(config, mesh, machine, tx)
         trials.append(
             Trial(mesh, obstacle=obstacle)
             if obstacle
@@ -143,7 +143,7 @@ def propose_mesh(config: schema.Config, machine: Machine, tx: Any = None) -> Pro
     raise PlanError(no_room(config, trials, machine))
 
 
-def _meshes(config: schema.Config, machine: Machine) -> Iterator[schema.Mesh]:
+def possible_meshes(config: schema.Config, machine: Machine) -> Iterator[schema.Mesh]:
     """Meshes that fill the devices, the simplest first."""
     number = machine.num_devices
     divisors = [n for n in range(1, number + 1) if number % n == 0]
@@ -196,7 +196,7 @@ def _may_split_sequences(
     return alike[-1].of_one > max(free, alike[-1].state)
 
 
-def _obstacle(
+def find_obstacle(
     config: schema.Config, mesh: schema.Mesh, machine: Machine, tx: Any
 ) -> str:
     """Why a mesh cannot work, or is not proposed; empty where there is no reason."""

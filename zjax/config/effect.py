@@ -1,6 +1,7 @@
 """Finds settings that were changed but have no effect in this run."""
 
 import dataclasses
+import functools
 import operator
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -278,6 +279,11 @@ def _processes(config: schema.Config) -> Iterator[Problem]:
 
 def _value_and_default(config: schema.Config, path: str) -> tuple[Any, Any]:
     """The value, and that of a section of defaults among the other settings."""
-    value, name = operator.attrgetter(path), path.partition(".")[0]
+    value = operator.attrgetter(path)
+    return value(config), value(_with_default(config, path.partition(".")[0]))
+
+
+@functools.lru_cache(maxsize=64)
+def _with_default(config: schema.Config, name: str) -> schema.Config:
     section = getattr(schema.Config(), name)
-    return value(config), value(dataclasses.replace(config, **{name: section}))
+    return dataclasses.replace(config, **{name: section})

@@ -284,6 +284,15 @@ def test_comments_and_trailing_commas_are_read():
     assert read_text(text) == {"zero_optimization": {"stage": 2}, "a": 500_000_000}
 
 
+def test_autotuning_is_a_command_of_its_own():
+    values = {"train_batch_size": 8, "autotuning": {"enabled": True, "fast": False}}
+    found = convert(values)
+    assert not found.problems()
+    assert [(row.verdict, row.note) for row in found.rows[1:3]] == [
+        ("derived", "zjax tune --ds_config=FILE tries what it would try")
+    ] * 2
+
+
 def test_a_file_has_a_bound_and_must_be_there(tmp_path):
     path = tmp_path / "large.json"
     path.write_text("{}" + " " * MAX_BYTES)

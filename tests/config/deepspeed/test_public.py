@@ -13,7 +13,6 @@ GOLDEN = pathlib.Path(__file__).parents[2] / "golden" / "deepspeed.json"
 CASES = json.loads(GOLDEN.read_text())
 """Made by tests/golden/make_deepspeed.py with DeepSpeed 0.19.8."""
 REFUSED = {
-    "autotuning",
     "compression_training",
     "optimizer.params.bias_correction",
     "optimizer.params.max_coeff",

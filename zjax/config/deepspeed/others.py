@@ -37,7 +37,6 @@ UNSUPPORTED = {
     "eigenvalue": "leave it out",
     "hybrid_engine": "leave it out",
     "comet": "use tensorboard, wandb or csv_monitor",
-    "autotuning": "use zjax plan --config.mesh=auto",
 }
 """Sections that are refused if they are on, with a remedy."""
 
@@ -45,6 +44,9 @@ UNSUPPORTED = {
 def convert_others(found: Conversion) -> None:
     """Reads the rest of the file."""
     _convert_sinks(found)
+    for key in found.inside("autotuning"):
+        found.derive(key, "zjax tune --ds_config=FILE tries what it would try")
+    found.skip("autotuning", "it is empty")
     for section, remedy in UNSUPPORTED.items():
         if not found.given(section):
             continue

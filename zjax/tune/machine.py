@@ -1,0 +1,92 @@
+"""The devices of this machine and trials on them, each in a process of its own.
+
+The process of `zjax tune` itself holds no device.
+"""
+
+import dataclasses
+import math
+import os
+import pathlib
+import re
+import sys
+import tempfile
+from typing import Any
+
+from zjax.bench.turns import judge, run_program
+from zjax.budget.trial import Machine
+from zjax.config import schema
+from zjax.config.describe import describe_config
+from zjax.errors import BenchError, Problem
+
+TRIAL_SECONDS = 1_800
+"""A trial that takes longer has failed."""
+_MAX_REASON = 60
+"""Characters of an error that a failure quotes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """The devices that trials run on.
+
+    Args:
+        kind: Their name.
+        num_devices: Devices of this machine.
+        devices_per_host: The same, as one process sees them.
+        device_bytes: Memory of one; None where it is not known.
+    """
+
+    kind: str
+    num_devices: int
+    devices_per_host: int
+    device_bytes: int | float | None
+
+    def machine(self, device_gb: int | float = 0) -> Machine:
+        """The machine to predict for; `device_gb` above 0 replaces its memory."""
+        known = device_gb * 1e9 or self.device_bytes or math.inf
+        return Machine(self.num_devices, self.devices_per_host, known)
+
+
+class Runner:
+    """Runs trials.
+
+    Args:
+        log: File to which the output of all trials is appended.
+        simulated_devices: CPU devices to simulate; 0 for the real ones.
+    """
+
+    def __init__(self, log: pathlib.Path, simulated_devices: int = 0):
+        self._log, self._simulated = log, simulated_devices
+
+    def facts(self) -> Facts:
+        """Finds the devices.
+
+        Raises:
+            BenchError: JAX finds none.
+        """
+        found, failure = self._run()
+        if failure:
+            problem, remedy = f"fails: {failure}", "see `zjax report`"
+            raise BenchError(Problem("devices", "jax.devices()", problem, remedy))
+        return Facts(**found)
+
+    def measure(self, config: schema.Config) -> tuple[dict[str, Any], str]:
+        """Takes a few steps; returns the measurement, or why there is none."""
+        with tempfile.TemporaryDirectory() as folder:
+            path = pathlib.Path(folder) / "trial.gin"
+            path.write_text(describe_config(config))
+            return self._run(str(path))
+
+    def _run(self, *words: str) -> tuple[dict[str, Any], str]:
+        command = [sys.executable, "-m", "zjax.tune.child", str(self._simulated)]
+        with self._log.open("a+", errors="replace") as output:
+            output.write(f"\n=== {' '.join(words) or 'devices'}\n")
+            output.flush()
+            first = output.tell()
+            failure = run_program([*command, *words], os.environ, output, TRIAL_SECONDS)
+            output.seek(first)
+            text = output.read()
+        found, failure = judge(text, failure)
+        said = re.findall(r"^zjax: (.*)$", text, re.MULTILINE)
+        if failure.startswith("exit code") and said:
+            failure = said[-1][:_MAX_REASON]
+        return found, failure
