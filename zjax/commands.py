@@ -31,6 +31,7 @@ from zjax.config.schema import Config
 from zjax.errors import ConfigError, Problem
 from zjax.forward import AUXILIARY_LOSS
 from zjax.huggingface.export import export_huggingface
+from zjax.huggingface.peft import export_peft
 from zjax.observe.progress import describe_values
 from zjax.train.average import choose_part, parts_of
 from zjax.trainer import Trainer
@@ -161,11 +162,13 @@ def evaluate(config: Config) -> None:
 
 
 def export() -> None:
-    """Writes the weights of a checkpoint as safetensors, or for transformers."""
+    """Writes the weights of a checkpoint: safetensors, for transformers, for PEFT."""
     config = settings()
     name, write = "model.safetensors", export_safetensors
     if flags.FLAGS.format == "hf":
         name, write = "huggingface", export_huggingface
+    elif flags.FLAGS.format == "peft":
+        name, write = "adapter", export_peft
     default = os.path.join(config.directory, name)
     output = local_path("output", flags.FLAGS.output or default)
     store = open_store(config.directory)

@@ -127,8 +127,9 @@ def define_flags(argv: Sequence[str] | None = None) -> None:
     flags.DEFINE_enum(
         "format",
         "safetensors",
-        ["safetensors", "hf"],
-        "One file with the names of zjax, or a folder that transformers loads.",
+        ["safetensors", "hf", "peft"],
+        "One file with the names of zjax, or a folder for transformers; "
+        "peft has adapters alone.",
     )
     flags.DEFINE_enum(
         "dtype", "", ["", *DTYPES], "Dtype of the weights; theirs by default."

@@ -32,15 +32,20 @@ def saved_parts(names: Collection[str]) -> tuple[Part, ...]:
 
 
 def open_weights(
-    store: Store, part: str = "auto", step: int | None = None
+    store: Store,
+    part: str = "auto",
+    step: int | None = None,
+    *,
+    merges_adapters: bool = True,
 ) -> tuple[Source, Part]:
-    """The weights of a checkpoint, by their paths in the model, adapters merged.
+    """The weights of a checkpoint, by their paths in the model.
 
     Args:
         store: The checkpoints.
         part: Kind of weights: `raw`, `ema` or `schedule_free`; `auto` prefers those of
             evaluation.
         step: Step of the checkpoint; None for the newest.
+        merges_adapters: Whether adapters are merged into their matrices.
 
     Returns:
         The arrays, and which kind they are.
@@ -61,8 +66,11 @@ def open_weights(
     def read(name: str, index: Index) -> np.ndarray:
         return read_array(tree + name)[(..., *index)]
 
+    source = Source(entries, read)
+    if not merges_adapters:
+        return source, chosen
     lora = load_config(store.extra(step).get("config", {})).lora
-    return adapters.merged(Source(entries, read), lora), chosen
+    return adapters.merged(source, lora), chosen
 
 
 def read_average(

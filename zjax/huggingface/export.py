@@ -78,6 +78,20 @@ def export_huggingface(
     source, _ = open_weights(store, part, step)
     parts, source = _collect(source, FAMILIES[kind], model, str(store.directory))
     entries = cast_entries(_describe(parts, source), dtype)
+    with new_folder(path) as folder:
+        values = config_of(model, kind) | {"dtype": next(iter(entries.values())).dtype}
+        (folder / CONFIG_NAME).write_text(json.dumps(values, indent=2) + "\n")
+        _write_shards(folder, entries, parts, source, max_shard_bytes)
+    return sum(file.stat().st_size for file in pathlib.Path(path).iterdir())
+
+
+@contextlib.contextmanager
+def new_folder(path: str) -> Iterator[pathlib.Path]:
+    """Yields a folder that gets its name once complete, and none on errors.
+
+    Raises:
+        CheckpointError: There is one that is not empty, or it cannot be written.
+    """
     target = pathlib.Path(path)
     partial = target.with_name(f".{target.name}.partial")
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
@@ -86,16 +100,13 @@ def export_huggingface(
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        values = config_of(model, kind) | {"dtype": next(iter(entries.values())).dtype}
-        (partial / CONFIG_NAME).write_text(json.dumps(values, indent=2) + "\n")
-        _write_shards(partial, entries, parts, source, max_shard_bytes)
+        yield partial
         os.replace(partial, target)
     except OSError as error:
         raise unwritable(path, error) from error
     finally:
         with contextlib.suppress(OSError):
             shutil.rmtree(partial)
-    return sum(file.stat().st_size for file in target.iterdir())
 
 
 def find_kind(model: schema.Model) -> str:

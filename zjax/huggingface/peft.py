@@ -1,0 +1,157 @@
+"""Exports the adapters of a checkpoint in the layout of PEFT.
+
+Reference: github.com/huggingface/peft, whose `lora_A` is `lora/a`, transposed.
+"""
+
+import json
+import pathlib
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from zjax.checkpoint import views
+from zjax.checkpoint.average import open_weights
+from zjax.checkpoint.export import cast_entries, write_file
+from zjax.checkpoint.layout import Entry
+from zjax.checkpoint.store import Store
+from zjax.checkpoint.views import Source
+from zjax.config import schema
+from zjax.config.load import load_config
+from zjax.errors import ConfigError, Problem
+from zjax.huggingface.export import find_kind, new_folder
+from zjax.huggingface.families import FAMILIES
+from zjax.huggingface.tensors import Layout, layouts_of
+
+_ENDINGS = {
+    "a": "lora_A.weight",
+    "b": "lora_B.weight",
+    "magnitude": "lora_magnitude_vector",
+}
+"""Endings of the names of tensors, by matrix."""
+_MERGES = "use --format=hf, which merges adapters"
+
+
+class _Matrix(NamedTuple):
+    """One tensor of PEFT: the module it adapts, and the array that it is made of."""
+
+    module: str
+    layout: Layout
+    kind: str
+    ours: str
+
+
+def export_peft(
+    store: Store,
+    path: str,
+    *,
+    part: str = "auto",
+    step: int | None = None,
+    dtype: str = "",
+) -> int:
+    """Writes a directory that PEFT loads: adapter_config.json and safetensors.
+
+    Only one process may call this.
+
+    Args:
+        store: The checkpoints.
+        path: Output directory, which must be empty or missing.
+        part: Kind of weights, as in `export_safetensors`.
+        step: Step of the checkpoint; None for the newest.
+        dtype: `float32`, `bfloat16` or `float16`; empty for the saved dtype.
+
+    Returns:
+        Bytes written.
+
+    Raises:
+        CheckpointError: There is no such checkpoint, or the directory is not empty or
+            cannot be written.
+        ConfigError: The run has no adapters, or trains other parameters, too; no family
+            computes what its model does, or it joins an adapted matrix with others.
+    """
+    step = store.latest() if step is None else step
+    config = load_config(store.extra(step).get("config", {}))
+    _check_settings(config.lora)
+    kind = find_kind(config.model)
+    source, _ = open_weights(store, part, step, merges_adapters=False)
+    matrices = _find_matrices(source, config, kind)
+    source = views.restacked(source, [matrix.ours for matrix in matrices.values()])
+    found = {
+        name: Entry(_tensor(matrix, source).shape, source.entries[matrix.ours].dtype)
+        for name, matrix in matrices.items()
+    }
+    entries = cast_entries(found, dtype)
+
+    def read(name: str) -> Iterator[np.ndarray]:
+        yield _tensor(matrices[name], source)
+
+    with new_folder(path) as folder:
+        text = json.dumps(_values(config, matrices.values()), indent=2) + "\n"
+        (folder / "adapter_config.json").write_text(text)
+        file = folder / "adapter_model.safetensors"
+        write_file(file, entries, {"format": "pt"}, read)
+    return sum(file.stat().st_size for file in pathlib.Path(path).iterdir())
+
+
+def _check_settings(lora: schema.Lora) -> None:
+    if not lora.rank:
+        problem = "has no adapters to export"
+        remedy = "leave out --format=peft"
+        raise ConfigError(Problem("lora.rank", 0, problem, remedy))
+    if lora.also_train:
+        problem = "trains parameters that are no adapters"
+        raise ConfigError(Problem("lora.also_train", lora.also_train, problem, _MERGES))
+
+
+def _find_matrices(
+    source: Source, config: schema.Config, kind: str
+) -> dict[str, _Matrix]:
+    """The tensors to write, by name."""
+    matrices, problems = dict[str, _Matrix](), list[Problem]()
+    for ours, theirs, layout in layouts_of(FAMILIES[kind].rows, config.model):
+        layer, _, index = ours.replace(".", "/").partition("/kernel")
+        if not index or f"{layer}/lora/a" not in source.entries:
+            continue
+        module = theirs.removesuffix(".weight")
+        if layout.row.parts:
+            problem = f"adapts {layer}, a part of {module} in {kind}"
+            problems.append(
+                Problem("lora.targets", config.lora.targets, problem, _MERGES)
+            )
+        for name, ending in _ENDINGS.items():
+            if f"{layer}/lora/{name}" in source.entries:
+                matrices[f"base_model.model.{module}.{ending}"] = _Matrix(
+                    module, layout, name, f"{layer}/lora/{name}{index}"
+                )
+    if problems:
+        raise ConfigError(problems[0])
+    return matrices
+
+
+def _tensor(matrix: _Matrix, source: Source) -> np.ndarray:
+    """A matrix in two dims, outputs first, or a vector."""
+    x = source.read_all(matrix.ours)
+    if matrix.kind == "a":
+        return x.reshape(-1, x.shape[-1]).T
+    return x.reshape(x.shape[0], -1).T if matrix.kind == "b" else x.reshape(-1)
+
+
+def _values(config: schema.Config, matrices: Any) -> Mapping[str, Any]:
+    """Content of adapter_config.json."""
+    lora = config.lora
+    modules = {re.sub(r"^.*\.\d+\.", "", matrix.module) for matrix in matrices}
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": config.checkpoint.init_from or None,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": sorted(modules),
+        "fan_in_fan_out": not all(m.layout.row.is_transposed for m in matrices),
+        "use_dora": lora.form == "dora",
+        "use_rslora": False,
+        "bias": "none",
+        "inference_mode": True,
+    }
