@@ -5,7 +5,7 @@
 
 import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -47,15 +47,15 @@ def merged_kernel(
     return total * (np.asarray(matrices["magnitude"], np.float32) / lengths)
 
 
-def adapter_names(entries: Mapping[str, Entry]) -> dict[str, dict[str, str]]:
+def adapter_names(names: Iterable[str]) -> dict[str, dict[str, str]]:
     """The arrays of each adapter, by the name of its kernel and of the matrix.
 
     Example:
-        >>> adapter_names(dict.fromkeys(["up/kernel", "up/lora/a"]))
+        >>> adapter_names(["up/kernel", "up/lora/a"])
         {'up/kernel': {'a': 'up/lora/a'}}
     """
     found: dict[str, dict[str, str]] = {}
-    for name in entries:
+    for name in names:
         if match := _MATRIX.fullmatch(name):
             own = found.setdefault(f"{match['layer']}kernel", {})
             own[match["matrix"]] = name
