@@ -140,7 +140,8 @@ def test_a_saved_config_states_all_values_and_goes_on_unchanged():
     assert [d.setting for d in changes({"config": saved}, config)] == ["jax"]
     fewer = load_config(config, "model.num_heads=2")
     found = [d.setting for d in changes({"config": saved}, fewer)]
-    assert found == ["model.num_heads", "model.num_kv_heads", "model.head_size", "jax"]
+    sizes = ("num_heads", "num_kv_heads", "head_size", "query_scale_size")
+    assert found == [*(f"model.{name}" for name in sizes), "jax"]
 
 
 def test_a_derived_value_that_is_given_is_set():

@@ -227,22 +227,26 @@ def make_model(num_layers, **moe):
     return schema.Model(num_layers=num_layers, moe=schema.MoE(**moe))
 
 
+def shapes_of(model):
+    return tuple((x.num_experts, x.num_blocks) for x in segment_shapes(model))
+
+
 def test_deepspeed_puts_experts_in_every_second_layer():
     model = make_model(6, num_experts=8, every=2)
     assert experts_by_layer(model) == (0, 8, 0, 8, 0, 8)
-    assert segment_shapes(model) == (((0, 8), 3),)
+    assert shapes_of(model) == (((0, 8), 3),)
     assert num_blocks(model) == 3
 
 
 def test_dense_layers_first():
     model = make_model(8, num_experts=8, every=3, first_dense=1)
     assert experts_by_layer(model) == (0, 0, 0, 8, 0, 0, 8, 0)
-    assert segment_shapes(model) == (((0,), 1), ((0, 0, 8), 2), ((0,), 1))
+    assert shapes_of(model) == (((0,), 1), ((0, 0, 8), 2), ((0,), 1))
 
 
 def test_pyramid():
     model = make_model(6, num_experts=(4, 4, 8), every=2)
-    assert segment_shapes(model) == (((0, 4), 2), ((0, 8), 1))
+    assert shapes_of(model) == (((0, 4), 2), ((0, 8), 1))
 
 
 def test_width_of_an_expert_follows_the_model():

@@ -35,6 +35,32 @@ FAMILIES = {
         **SIZES, attention_bias=True, mlp_bias=True, tie_word_embeddings=True
     ),
     "mistral": transformers.MistralConfig(**SIZES, head_dim=4, sliding_window=None),
+    "mistral_window": transformers.MistralConfig(**SIZES, head_dim=4, sliding_window=5),
+    "gemma2": transformers.Gemma2Config(
+        **SIZES | {"num_hidden_layers": 3},
+        head_dim=6,
+        pad_token_id=None,
+        query_pre_attn_scalar=9,
+        sliding_window=5,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=3.0,
+    ),
+    "gemma3_text": transformers.Gemma3TextConfig(
+        **SIZES | {"num_hidden_layers": 4},
+        head_dim=6,
+        pad_token_id=None,
+        query_pre_attn_scalar=6,
+        sliding_window=5,
+        sliding_window_pattern=3,
+        rope_parameters={
+            "full_attention": {
+                "rope_type": "linear",
+                "rope_theta": 1000.0,
+                "factor": 4.0,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+        },
+    ),
     "qwen3": transformers.Qwen3Config(**SIZES, head_dim=6, tie_word_embeddings=True),
     "llama3": transformers.LlamaConfig(
         **SIZES,
@@ -82,6 +108,7 @@ def make(name: str, config: transformers.PretrainedConfig) -> None:
     with torch.no_grad():
         for path, x in model.named_parameters():
             is_scale = x.ndim == 1 and path.endswith("weight")
+            is_scale &= "gemma" not in name
             x.copy_(is_scale + 0.3 * torch.randn(x.shape))
     model.save_pretrained(FOLDER / name, max_shard_size=SHARD_SIZES.get(name, "1GB"))
     (FOLDER / name / "generation_config.json").unlink(missing_ok=True)

@@ -41,6 +41,9 @@ def read_all(folder):
         pytest.param("qwen3", ("model.mlp_tiles=2",), id="qwen3-in-tiles"),
         pytest.param("phi3", (), id="joined-inputs"),
         pytest.param("olmo2", (), id="olmo2"),
+        pytest.param("mistral_window", (), id="mistral"),
+        pytest.param("gemma2", (), id="gemma2"),
+        pytest.param("gemma3_text", (), id="gemma3"),
         pytest.param("gpt2", (), id="gpt2"),
     ],
 )

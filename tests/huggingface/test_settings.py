@@ -31,6 +31,14 @@ def test_settings_of_llama():
         "norm": "rms_norm",
         "norm_eps": 1e-3,
         "norm_position": "input",
+        "zero_centered_norm": False,
+        "query_scale_size": 0,
+        "attention_soft_cap": 0.0,
+        "logit_soft_cap": 0.0,
+        "scaled_embedding": False,
+        "sliding_window": 0,
+        "full_attention_every": 0,
+        "local_rope_theta": 0.0,
         "positions": "rotary",
         "rope_theta": 50.0,
         "rope_scaling": UNSCALED,
@@ -84,7 +92,7 @@ def test_everything_that_llama_may_ask_for_is_refused_at_once(tmp_path):
         unsupported(
             "layer_types",
             changes["layer_types"],
-            "zjax computes full attention in all layers",
+            "its family has full attention in all layers",
         ),
         "attention_dropout=0.1 of config.json drops attention weights in training, "
         "which zjax does not; train without it: "
@@ -97,21 +105,41 @@ def test_everything_that_llama_may_ask_for_is_refused_at_once(tmp_path):
     [
         (
             "mistral",
-            {"sliding_window": 16, "attention_bias": True},
+            {"sliding_window": "16", "attention_bias": True},
             [
                 unsupported("attention_bias", True, "zjax computes False alone"),
-                unsupported("sliding_window", 16, "zjax computes None alone"),
+                "sliding_window='16' of config.json is not of type int; correct it "
+                "there",
             ],
         ),
         (
-            "mistral",
-            {"sliding_window": golden.REMOVED},
-            [unsupported("sliding_window", 4096, "zjax computes None alone")],
+            "qwen3",
+            {
+                "use_sliding_window": True,
+                "sliding_window": 8,
+                "max_window_layers": 1,
+                "layer_types": golden.REMOVED,
+            },
+            [
+                unsupported(
+                    "max_window_layers",
+                    1,
+                    "zjax computes windows in all layers, or all but every n-th",
+                )
+            ],
         ),
         (
-            "qwen3",
-            {"use_sliding_window": True},
-            [unsupported("use_sliding_window", True, "zjax computes False alone")],
+            "gemma2",
+            {"layer_types": ["sliding_attention"], "hidden_activation": "gelu"},
+            [
+                unsupported(
+                    "hidden_activation",
+                    "gelu",
+                    "zjax computes 'gelu_pytorch_tanh' alone",
+                ),
+                "layer_types=['sliding_attention'] of config.json is not one of "
+                "full_attention, sliding_attention for each layer; correct it there",
+            ],
         ),
         (
             "qwen3",
@@ -151,8 +179,8 @@ def test_everything_that_llama_may_ask_for_is_refused_at_once(tmp_path):
             {"model_type": "mamba"},
             [
                 "model_type='mamba' of config.json is not supported; use a checkpoint "
-                "of llama, mistral, qwen2, qwen3, phi3, olmo2, gpt2, or import its "
-                "weights as your own model"
+                "of llama, mistral, qwen2, qwen3, phi3, olmo2, gemma2, gemma3_text, "
+                "gpt2, or import its weights as your own model"
             ],
         ),
     ],
@@ -197,6 +225,41 @@ def test_numbers_of_scaled_rotations(tmp_path):
         "original_length": 32,
         "beta_slow": 3.0,
     }
+
+
+@pytest.mark.parametrize(
+    ("family", "keys", "expected"),
+    [
+        ("mistral", {"sliding_window": golden.REMOVED}, (4096, 0)),
+        ("mistral", {"sliding_window": None}, (0, 0)),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 9}, (0, 0)),
+        (
+            "qwen2",
+            {
+                "use_sliding_window": True,
+                "sliding_window": 9,
+                "max_window_layers": 0,
+                "layer_types": golden.REMOVED,
+            },
+            (9, 0),
+        ),
+        ("gemma2", {"layer_types": golden.REMOVED}, (5, 2)),
+        ("gemma3_text", {"layer_types": ["full_attention"] * 4}, (0, 0)),
+    ],
+)
+def test_windows_of_layers(family, keys, expected, tmp_path):
+    golden.copy(family, tmp_path, **keys)
+    found = model_settings(tmp_path)
+    assert (found["sliding_window"], found["full_attention_every"]) == expected
+
+
+def test_old_keys_of_two_bases(tmp_path):
+    """As Gemma 3 was published."""
+    removed = dict.fromkeys(("rope_parameters", "layer_types"), golden.REMOVED)
+    scaling = {"rope_type": "linear", "factor": 4.0}
+    bases = {"rope_theta": 1000, "rope_local_base_freq": 50}
+    golden.copy("gemma3_text", tmp_path, rope_scaling=scaling, **removed, **bases)
+    assert model_settings(tmp_path) == golden.settings_of("gemma3_text")
 
 
 def test_unknown_keys_are_reported_together(tmp_path, caplog):

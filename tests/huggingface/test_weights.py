@@ -78,6 +78,14 @@ def check(run, expected):
         ),
         pytest.param("qwen2", 4, ("mesh.sequence=4",), id="split-sequences"),
         pytest.param(
+            *("gemma2", 4, ("mesh.tensor=2", "mesh.sequence=2")),
+            id="windows-and-caps-of-split-sequences",
+        ),
+        pytest.param(
+            *("gemma3_text", 1, ("zero.memory=pinned_host", "model.remat=full")),
+            id="windows-by-layer-on-the-host",
+        ),
+        pytest.param(
             "qwen3",
             1,
             ("zero.memory=pinned_host", "zero.parameter_memory=pinned_host"),
@@ -98,6 +106,19 @@ def test_each_device_reads_its_slices(family, num_devices, overrides, monkeypatc
         rtol=2e-5,
         atol=2e-5,
     )
+
+
+def test_windows_count_from_the_first_token_behind_padding():
+    """Fails if a window, or a rotation, counts columns of padded prompts."""
+    expected = golden.expected_of("gemma3_text")
+    run = golden.start(golden.make_config("gemma3_text"))
+    tokens = np.pad(expected["tokens"].astype(np.int32), ((0, 0), (3, 0)))
+    text = generate(
+        *(run.bind(run.state), jnp.asarray(tokens)),
+        lengths=jnp.array([12, 12]),
+        max_new_tokens=6,
+    )
+    np.testing.assert_array_equal(text[:, 3:], expected["text"])
 
 
 def test_no_read_is_larger_than_a_shard(monkeypatch):

@@ -85,6 +85,9 @@ MOE = schema.MoE(
         ),
         pytest.param({"attention_bias": "none"}, id="no-attention-bias"),
         pytest.param(
+            {"norm_position": "both", "activation": "geglu"}, id="norms-of-both"
+        ),
+        pytest.param(
             {"use_bias": False, "attention_bias": "inputs"}, id="input-bias-alone"
         ),
         pytest.param({"norm": "rms_norm", "tied_head": False}, id="decoder-rms-untied"),
@@ -105,6 +108,18 @@ def test_num_params_counts_the_arrays_of_the_model(changes):
     made = nnx.eval_shape(lambda: module(model, rngs=nnx.Rngs(0)))
     arrays = jax.tree.leaves(nnx.state(made, nnx.Param))
     assert num_params(model) == sum(math.prod(array.shape) for array in arrays)
+
+
+def test_windows_see_fewer_pairs():
+    """Two of three layers see 7 of the 10 pairs of four tokens."""
+    model = dataclasses.replace(
+        SMALL, num_layers=3, sliding_window=2, full_attention_every=3
+    )
+    full = flops_per_token(
+        dataclasses.replace(model, sliding_window=0), 4, causal_attention="half"
+    )
+    found = flops_per_token(model, 4, causal_attention="half")
+    assert full - found == pytest.approx(6 * 24 * 4 * 2 * 0.3)
 
 
 def by_hand(model, length, *, pairs):

@@ -26,7 +26,7 @@ EVERY = np.ones_like(CAUSAL)
 NEAR = ~np.tri(LENGTH, LENGTH, -3, dtype=bool)[None]
 EYE = np.eye(LENGTH, dtype=bool)[None]
 
-attend = jax.jit(attention.dot_product_attention, static_argnames="causal")
+attend = jax.jit(attention.dot_product_attention, static_argnames=("causal", "bounds"))
 
 H100 = {
     "platform": "cuda",
@@ -75,6 +75,53 @@ def test_attention_equals_the_reference(num_kv_heads, given, visible):
     given["causal"] = bool(given["causal"])
     found = attend(*map(jnp.array, heads), **given)
     np.testing.assert_allclose(found, reference.attend(*heads, visible), atol=1e-5)
+
+
+@pytest.mark.parametrize("cap", [0.0, 1.5])
+@pytest.mark.parametrize("segments", [None, SEGMENTS], ids=["one", "documents"])
+def test_bounds_of_a_layer_limit_keys_and_scores(cap, segments):
+    """Fails if a window has one key more or less, or a cap comes after a mask."""
+    q, k, v = make_heads(2)
+    bounds = attention.Bounds(window=3, soft_cap=cap)
+    found = attend(q, k, v, causal=True, segment_ids=segments, bounds=bounds)
+    visible = CAUSAL & NEAR & (True if segments is None else SAME)
+    scores = np.einsum("blkgd,bskd->bkgls", q.reshape(*q.shape[:2], 2, 2, SIZE), k)
+    scores = scores.reshape(ROWS, HEADS, LENGTH, LENGTH) / math.sqrt(SIZE)
+    scores = cap * np.tanh(scores / cap) if cap else scores
+    weights = np.where(visible[:, None], np.exp(scores), 0)
+    weights /= weights.sum(-1, keepdims=True)
+    expected = np.einsum("bhls,bshd->blhd", weights, v.repeat(2, 2))
+    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-6)
+
+
+def test_a_cap_of_scores_does_not_see_padding_after_the_lengths():
+    q, k, v = make_heads(2)
+    bounds, given = attention.Bounds(soft_cap=1.5), {"causal": True}
+    found = attend(q, k, v, bounds=bounds, lengths=LENGTHS, **given)
+    short = attend(*(x[:1, :4] for x in (q, k, v)), bounds=bounds, **given)
+    np.testing.assert_allclose(found[:1, :4], short, rtol=1e-5)
+    both_ways = attend(q, k, v, bounds=bounds, lengths=LENGTHS, causal=False)
+    alone = attend(*(x[:1, :4] for x in (q, k, v)), bounds=bounds, causal=False)
+    np.testing.assert_allclose(both_ways[:1, :4], alone, rtol=1e-5)
+
+
+def test_cudnn_slides_windows_alone():
+    assert attention.choose_implementation("auto", **H100, sliding=True)[0] == "cudnn"
+    masked = H100 | {"masked": True}
+    assert attention.choose_implementation("auto", **masked, sliding=True) == (
+        "xla",
+        "cudnn slides windows under no other mask",
+    )
+
+
+def test_cudnn_is_refused_under_a_cap_of_scores():
+    chosen, reason = attention.choose_implementation("auto", **H100, capped=True)
+    assert (chosen, reason) == ("xla", "cudnn has no soft cap of scores")
+    with pytest.raises(ConfigError) as error:
+        attention.choose_implementation("cudnn", **H100, capped=True)
+    assert str(error.value) == (
+        "model.attention='cudnn' cannot run: it has no soft cap of scores; use 'xla'"
+    )
 
 
 def test_padding_after_the_lengths_is_not_seen():

@@ -81,6 +81,29 @@ def test_gradients_equal_finite_differences(argument, chunk_tokens, num_batch_sh
     np.testing.assert_allclose(found, expected, rtol=1e-3)
 
 
+def test_a_cap_bounds_the_logits_and_their_gradients():
+    """Against a loss of logits that are all there, and its automatic gradient."""
+
+    def plain(hidden, head):
+        logits = 2.0 * jnp.tanh(jnp.einsum("blm,vm->blv", hidden, head) / 2.0)
+        found = jax.nn.log_softmax(logits)
+        losses = -jnp.take_along_axis(found, TARGETS[..., None], -1)[..., 0]
+        squares = jax.nn.logsumexp(logits, -1) ** 2
+        return jnp.sum((losses + 0.1 * squares) * WEIGHTS)
+
+    def capped(hidden, head):
+        given = jnp.array(TARGETS), jnp.array(WEIGHTS)
+        return token_loss(
+            hidden, head, *given, cap=2.0, z_loss=0.1, chunk_tokens=7
+        ).loss_sum
+
+    arrays = jnp.array(HIDDEN), jnp.array(HEAD)
+    found = jax.jit(jax.value_and_grad(capped, (0, 1)))(*arrays)
+    expected = jax.jit(jax.value_and_grad(plain, (0, 1)))(*arrays)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("chunk_tokens", [0, 3])
 def test_parts_of_each_sequence_add_up(chunk_tokens):
     """Fails if targets or weights part from the states they belong to."""

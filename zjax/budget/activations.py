@@ -80,7 +80,7 @@ def saved_values(
     queries = model.num_heads * model.head_size
     projections = queries + 2 * model.num_kv_heads * model.head_size
     arrived, width = _values_of_experts(model, rows)
-    mlp_inputs = width * (2 if model.activation == "swiglu" else 1)
+    mlp_inputs = width * (2 if model.is_gated else 1)
     attended = residual + queries
     elementwise = attended + residual + projections + mlp_inputs
     return {

@@ -260,8 +260,8 @@ def _layer_numbers(model: schema.Model) -> dict[tuple[int, int], range]:
         range(2, 6, 2)
     """
     numbers, first = {}, 0
-    for segment, (kinds, num_blocks) in enumerate(segment_shapes(model)):
-        size = len(kinds)
+    for segment, shape in enumerate(segment_shapes(model)):
+        size, num_blocks = len(shape.num_experts), shape.num_blocks
         for layer in range(size):
             start = first + layer
             numbers[segment, layer] = range(start, start + size * num_blocks, size)

@@ -74,6 +74,7 @@ def fill_sizes(model: Any) -> None:
         "head_size": model.embed_size // max(1, model.num_heads),
     }
     _set(model, **_derive(model, **sizes))
+    _set(model, **_derive(model, query_scale_size=model.head_size))
     if not model.vocab_size:  # else it is set, or taken from the data
         _set(model, vocab_size=Size(VOCABULARIES["synthetic"]))
     if model.moe.num_experts:
@@ -84,14 +85,14 @@ def fill_sizes(model: Any) -> None:
 def mlp_size(embed_size: int, activation: str) -> int:
     """Width of a feed-forward with about 8 `embed_size`**2 parameters.
 
-    4 times `embed_size`; for the three matrices of `swiglu` 8/3 of it, rounded up to a
-    multiple of 256.
+    4 times `embed_size`; for the three matrices of a gated one 8/3 of it, rounded up to
+    a multiple of 256.
 
     Example:
         >>> mlp_size(768, "gelu"), mlp_size(4_096, "swiglu")
         (3072, 11008)
     """
-    if activation != "swiglu":
+    if activation == "gelu":
         return 4 * embed_size
     return -(-8 * embed_size // (3 * _MULTIPLE)) * _MULTIPLE
 

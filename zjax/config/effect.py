@@ -108,6 +108,7 @@ NEEDS = (
         Needs(f"model.rope_scaling.{name}", "model.rope_scaling.kind", kinds)
         for name, kinds in _SCALED.items()
     ),
+    Needs("model.local_rope_theta", "model.positions", ("rotary",)),
     Needs("model.query_key_norm_scope", "model.query_key_norm", (True,)),
     Needs("model.norm_position", "model.kind", ("decoder",)),
     Needs("data.path", "data.source", ("tokens",)),

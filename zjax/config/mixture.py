@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from zjax.config import axes, derived, schema
+from zjax.config.windows import period_of_layers, sliding_layers
 from zjax.errors import Problem
 
 MAX_EXPERTS = 2**16
@@ -18,10 +19,12 @@ class SegmentShape(NamedTuple):
     Args:
         num_experts: Experts of each layer of a block; 0 for a dense layer.
         num_blocks: Number of blocks.
+        slides: Whether each layer of a block sees a window alone.
     """
 
     num_experts: tuple[int, ...]
     num_blocks: int
+    slides: tuple[bool, ...]
 
 
 def experts_by_layer(model: schema.Model) -> tuple[int, ...]:
@@ -49,21 +52,28 @@ def _places(model: schema.Model) -> range:
 def segment_shapes(model: schema.Model) -> tuple[SegmentShape, ...]:
     """The blocks of a model as few runs of equal ones.
 
-    A block has `moe.every` layers, the last of which has experts; layers before the
-    first and behind the last such block are blocks of one layer.
+    A block has `moe.every` layers, the last of which has experts, or
+    `full_attention_every`, the last of which sees all; layers before the first and
+    behind the last such block are blocks of one layer.
 
     Example:
         >>> moe = schema.MoE(num_experts=8, every=2, first_dense=1)
-        >>> segment_shapes(schema.Model(num_layers=5, moe=moe))[1]
-        SegmentShape(num_experts=(0, 8), num_blocks=2)
+        >>> shape = segment_shapes(schema.Model(num_layers=5, moe=moe))[1]
+        >>> shape.num_experts, shape.num_blocks
+        ((0, 8), 2)
     """
-    experts, size = experts_by_layer(model), model.moe.every
-    first = model.moe.first_dense
+    layers = [*zip(experts_by_layer(model), sliding_layers(model), strict=True)]
+    size, first = period_of_layers(model), model.moe.first_dense
     end = first + (model.num_layers - first) // size * size
-    blocks = [experts[i : i + size] for i in range(first, end, size)]
-    before, behind = [(x,) for x in experts[:first]], [(x,) for x in experts[end:]]
+    blocks = [layers[i : i + size] for i in range(first, end, size)]
+    before, behind = [[x] for x in layers[:first]], [[x] for x in layers[end:]]
     runs = itertools.groupby([*before, *blocks, *behind])
-    return tuple(SegmentShape(shape, len(list(run))) for shape, run in runs)
+    return tuple(_shape_of(block, len([*run])) for block, run in runs)
+
+
+def _shape_of(block: list[tuple[int, bool]], num_blocks: int) -> SegmentShape:
+    experts, slides = zip(*block, strict=True)
+    return SegmentShape(experts, num_blocks, slides)
 
 
 def num_blocks(model: schema.Model) -> int:
@@ -109,9 +119,11 @@ def describe_blocks(model: schema.Model) -> str:
         >>> describe_blocks(schema.Model())
         'model.num_layers=12'
     """
-    if model.moe.every == 1:
+    every = period_of_layers(model)
+    if every == 1:
         return f"model.num_layers={model.num_layers}"
-    return f"the {num_blocks(model)} blocks of model.moe.every={model.moe.every}"
+    name = "moe.every" if model.moe.every == every else "full_attention_every"
+    return f"the {num_blocks(model)} blocks of model.{name}={every}"
 
 
 def mixture_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:

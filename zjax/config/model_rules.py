@@ -16,6 +16,7 @@ from zjax.config import (
     sequence,
     sparsity,
     stages,
+    windows,
 )
 from zjax.config.layers import cannot_unroll
 from zjax.errors import Problem
@@ -110,9 +111,9 @@ def _tiles(config: schema.Config, num_devices: int) -> Iterator[Problem]:
         problem = "adds to the residual stream tile by tile, and model.kind='encoder' "
         problem += "normalises the sum"
         yield Problem(field, model.mlp_tiles, problem, "use 1, or a decoder")
-    elif model.norm_position == "output":
+    elif model.norm_position != "input":
         problem = "adds to the residual stream tile by tile, and "
-        problem += "model.norm_position='output' normalises the sum"
+        problem += f"model.norm_position={model.norm_position!r} normalises the sum"
         yield Problem(field, model.mlp_tiles, problem, "use 1, or 'input' there")
     if name in _MATRIX_OPTIMIZERS:
         problem = f"makes each tile a separate matrix to optimizer.name={name!r}"
@@ -135,7 +136,7 @@ def _layers(config: schema.Config, num_devices: int) -> Iterator[Problem]:
         yield Problem(
             "model.layers_per_scan", block, problem, axes.suggest_divisors(common)
         )
-    if len(shapes) > 1 or config.model.moe.every > 1:
+    if len(shapes) > 1 or windows.period_of_layers(config.model) > 1:
         yield from _unrolled(config)
     if block > 1 and cannot_unroll(config):
         problem = "repeats a cuDNN kernel that cannot run with deterministic=True"
@@ -197,6 +198,7 @@ def _data(config: schema.Config, num_devices: int) -> Iterator[Problem]:
 MODEL_RULES: tuple[Entry, ...] = (
     (("model",), _heads),
     (("model",), rotation.rotation_problems),
+    (("model", "sequence_warmup", "random_ltd", "distill"), windows.window_problems),
     (("model", "mesh"), _tensor),
     (("model",), _tiles),
     (("model", "mesh"), mixture.mixture_problems),

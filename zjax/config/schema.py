@@ -463,7 +463,8 @@ class Model:
     num_layers: int = 12
     embed_size: int = 768
     mlp_size: int = 0
-    """0 takes 4 times `embed_size`, or 8/3, up to a multiple of 256, for `swiglu`."""
+    """0 takes 4 times `embed_size`, or 8/3, up to a multiple of 256, for a gated
+    `activation`."""
     mlp_tiles: int = 1
     """Tiles of the feed-forward that are loaded, run and updated one after another, for
     layers that do not fit on a device (arXiv:2104.07857, section 5.1.3)."""
@@ -484,15 +485,32 @@ class Model:
     """Longest sequence; the size of learned position tables."""
     norm: Literal["layer_norm", "rms_norm"] = "layer_norm"
     norm_eps: float = 1e-5
-    norm_position: Literal["input", "output"] = "input"
+    norm_position: Literal["input", "output", "both"] = "input"
     """What a decoder normalises of attention and feed-forward: the input, or, as OLMo
-    2, the output before it is added to the residual stream."""
+    2, the output before it is added to the residual stream, or, as Gemma 2, both."""
+    zero_centered_norm: bool = False
+    """Whether norms multiply by 1 + scale, with scales that start at 0, as in Gemma."""
     positions: Literal["learned", "rotary"] = "learned"
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling = RopeScaling()
     rotary_size: int = 0
     """Channels of each head that rotate, the first; 0 takes all."""
-    activation: Literal["gelu", "swiglu"] = "gelu"
+    local_rope_theta: float = 0.0
+    """The base in sliding layers, whose rotations are then not scaled; 0 rotates as in
+    the others."""
+    sliding_window: int = 0
+    """Keys that a token sees in sliding layers, from its own back; 0 for all."""
+    full_attention_every: int = 0
+    """Layers that do not slide: every second for 2, as in Gemma 2; none for 0."""
+    attention_soft_cap: float = 0.0
+    """Bound of attention scores, by tanh before the softmax; 0 for none."""
+    logit_soft_cap: float = 0.0
+    """Bound of the logits of the next token; 0 for none."""
+    query_scale_size: int = 0
+    """Number whose root divides attention scores; 0 takes `head_size`."""
+    scaled_embedding: bool = False
+    """Whether embeddings are multiplied by the root of `embed_size`."""
+    activation: Literal["gelu", "swiglu", "geglu"] = "gelu"
     use_bias: bool = True
     """Whether layers have biases."""
     attention_bias: Literal["use_bias", "none", "inputs", "all"] = "use_bias"
@@ -528,6 +546,11 @@ class Model:
     moe: MoE = MoE()
 
     __post_init__ = derived.fill_sizes
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether a product of two matrices enters the last one of a feed-forward."""
+        return self.activation != "gelu"
 
     @property
     def has_input_bias(self) -> bool:

@@ -49,7 +49,18 @@ mesh.tensor * mesh.sequence=8; use 'ring', or a multiple of 8 heads
     )
     field, multiple = "model.sequence_attention", f"a multiple of {num_shards} heads"
     alternative = "halo" if kernel == "sparse" else "ring"
-    if method == "ring" and kernel in ("cudnn", "sparse"):
+    chosen = sequence_method(model, sequence=sequence, tensor=tensor)
+    unbounded = _ring_lacks(model)
+    if chosen == "ring" and unbounded:
+        problem = f"takes the ring, which does not bound attention by {unbounded}"
+        problem = (
+            problem
+            if method == "auto"
+            else (f"does not bound attention by {unbounded}")
+        )
+        remedy = f"use 'ulysses' with {multiple}, or 0 there"
+        yield Problem(field, method, problem, remedy)
+    elif method == "ring" and kernel in ("cudnn", "sparse"):
         problem = (
             f"never gathers the whole sequences that model.attention={kernel!r} needs"
         )
@@ -67,6 +78,14 @@ mesh.tensor * mesh.sequence=8; use 'ring', or a multiple of 8 heads
     elif heads % num_shards and kernel == "cudnn":
         problem = f"needs whole sequences and cannot {split}"
         yield Problem("model.attention", kernel, problem, f"use 'auto', or {multiple}")
+
+
+def _ring_lacks(model: schema.Model) -> str:
+    if model.sliding_window:
+        return f"model.sliding_window={model.sliding_window}"
+    if model.attention_soft_cap:
+        return f"model.attention_soft_cap={model.attention_soft_cap}"
+    return ""
 
 
 def window_problem(method: Method) -> Problem:

@@ -203,6 +203,9 @@ def _misfits(
     problems = []
     if teacher.kind != "decoder":
         problems.append(problem(f"is an {teacher.kind}", "use a decoder"))
+    if teacher.logit_soft_cap:
+        text = f"bounds its logits by {teacher.logit_soft_cap}"
+        problems.append(problem(text, "use a decoder of logit_soft_cap=0"))
     if sees_future(teacher):
         text = "has model.moe.choice='experts', and sees later tokens"
         problems.append(problem(text, "use a teacher whose tokens choose"))

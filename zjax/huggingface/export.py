@@ -23,18 +23,22 @@ from zjax.config.derived import as_set
 from zjax.config.load import load_config
 from zjax.errors import CheckpointError, ConfigError, Problem
 from zjax.huggingface.families import FAMILIES, Family
-from zjax.huggingface.rotation import PARTIAL, rotation_values
+from zjax.huggingface.rotation import rotation_values
 from zjax.huggingface.settings import CONFIG_NAME, entries_of, settings_of
 from zjax.huggingface.tensors import Layout, joined, layouts_of
+from zjax.huggingface.windows import window_values
 
 MAX_SHARD_BYTES = 5 * 10**9
 """Most bytes of the tensors of one file, as transformers writes by default."""
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
     "gpt2": "GPT2LMHeadModel",
 }
 """Families that models go out as. A Mistral without window is a Llama."""
@@ -153,14 +157,14 @@ def config_of(model: schema.Model, kind: str) -> dict[str, Any]:
         "eos_token_id": None,
     }
     for name, key in family.keys.items():
-        values[name] = key.kind(getattr(model, key.setting))
+        value = key.kind(getattr(model, key.setting))
+        values[name] = None if key.is_nullable and not value else value
     for name, fixed in family.fixed.items():
         if fixed.accepted[0] is not None:
             values[name] = fixed.accepted[0]
     if family.is_rotary:
-        values |= rotation_values(model)
-    if not family.is_partial:
-        values.pop(PARTIAL, None)
+        values |= rotation_values(model, family)
+    values |= window_values(model, family.windows)
     biases = model.has_input_bias, model.use_bias
     values |= dict(zip(family.biases, biases, strict=False))
     values |= dict.fromkeys(family.dropouts, model.dropout_rate)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from zjax.huggingface import tensors
+from zjax.huggingface.windows import NO_WINDOWS, Windows
 
 REQUIRED = "required"
 """Default of a key that must be there."""
@@ -22,11 +23,18 @@ class Key:
         setting: Setting of `model`.
         kind: Type of its value.
         default: Value if it is absent; None for a setting that zjax derives equally.
+        is_nullable: Whether null is a value, that of a setting of 0.
     """
 
     setting: str
     kind: type
     default: Any = REQUIRED
+    is_nullable: bool = False
+
+    @property
+    def takes_null(self) -> bool:
+        """Whether null may stand for the value."""
+        return self.is_nullable or self.default is None
 
 
 class Fixed:
@@ -56,6 +64,9 @@ class Family:
         biases: Keys of the biases of attention and of the feed-forward, False by
             default; none for those of `constant`.
         is_partial: Whether some channels of a head may rotate alone.
+        windows: Layers with sliding windows.
+        theta: Base of rotary positions, if a config.json has none.
+        local_theta: That of sliding layers; 0 for families that have one base.
         dropouts: Keys that must agree, since `model.dropout_rate` is one setting; their
             default is `default_dropout`.
         attention_dropout: Key of the dropout of attention weights, which zjax has not.
@@ -71,6 +82,9 @@ class Family:
     fixed: Mapping[str, Fixed]
     biases: tuple[str, ...] = ()
     is_partial: bool = False
+    windows: Windows = NO_WINDOWS
+    theta: float = 10_000.0
+    local_theta: float = 0.0
     dropouts: tuple[str, ...] = ()
     attention_dropout: str = "attention_dropout"
     default_dropout: float = 0.0
@@ -94,14 +108,22 @@ BOOKKEEPING = frozenset(
 )
 """Keys that do not change the logits of a causal language model."""
 _SHARED = {"quantization_config": Fixed(None)}
-_LLAMA_CONSTANT = {
+_PLAIN = {
     "kind": "decoder",
-    "norm": "rms_norm",
     "norm_position": "input",
-    "positions": "rotary",
-    "activation": "swiglu",
+    "zero_centered_norm": False,
     "query_key_norm": False,
     "query_key_norm_scope": "head",
+    "query_scale_size": 0,
+    "attention_soft_cap": 0.0,
+    "logit_soft_cap": 0.0,
+    "scaled_embedding": False,
+}
+"""Settings of a family that has nothing special."""
+_LLAMA_CONSTANT = _PLAIN | {
+    "norm": "rms_norm",
+    "positions": "rotary",
+    "activation": "swiglu",
 }
 _NO_BIAS = {"use_bias": False, "attention_bias": "use_bias"}
 _LLAMA_KEYS = {
@@ -118,7 +140,6 @@ _LLAMA_KEYS = {
 }
 _LLAMA_FIXED = _SHARED | {"hidden_act": Fixed("silu", "swish")}
 _BIAS_FALSE = {"attention_bias": Fixed(False), "mlp_bias": Fixed(False)}
-_FULL = {"use_sliding_window": Fixed(False)}
 _LLAMA = Family(
     rows=tensors.LLAMA,
     prefix="model.",
@@ -128,24 +149,60 @@ _LLAMA = Family(
     fixed=_LLAMA_FIXED,
     biases=("attention_bias", "mlp_bias"),
 )
+
+
+def _soft_caps(attention: float | None, logits: float | None) -> dict[str, Key]:
+    names = ("attention_soft_cap", attention), ("logit_soft_cap", logits)
+    keys = [Key(name, float, default, is_nullable=True) for name, default in names]
+    return dict(
+        zip(("attn_logit_softcapping", "final_logit_softcapping"), keys, strict=True)
+    )
+
+
+_GEMMA = Family(
+    rows=tensors.GEMMA,
+    prefix="model.",
+    buffers=r".*\.rotary_emb\.inv_freq",
+    constant=_LLAMA_CONSTANT
+    | {
+        "norm_position": "both",
+        "zero_centered_norm": True,
+        "activation": "geglu",
+        "scaled_embedding": True,
+    },
+    keys=_LLAMA_KEYS
+    | {
+        "num_key_value_heads": Key("num_kv_heads", int, 4),
+        "head_dim": Key("head_size", int, 256),
+        "tie_word_embeddings": Key("tied_head", bool, True),
+        "query_pre_attn_scalar": Key("query_scale_size", int, 256),
+    }
+    | _soft_caps(attention=50.0, logits=30.0),
+    fixed=_SHARED
+    | {
+        "hidden_activation": Fixed("gelu_pytorch_tanh"),
+        "use_bidirectional_attention": Fixed(None, False),
+    },
+    biases=("attention_bias",),
+    windows=Windows("period", default=4096, period=2),
+    unread=frozenset({"hidden_act", "cache_implementation", "_sliding_window_pattern"}),
+)
 FAMILIES = {
     "llama": _LLAMA,
     "mistral": dataclasses.replace(
         _LLAMA,
         constant=_LLAMA_CONSTANT | _NO_BIAS,
         keys=_LLAMA_KEYS | {"num_key_value_heads": Key("num_kv_heads", int, 8)},
-        fixed=_LLAMA_FIXED
-        | _BIAS_FALSE
-        | {"sliding_window": Fixed(None, default=4096)},
+        fixed=_LLAMA_FIXED | _BIAS_FALSE,
         biases=(),
+        windows=Windows("all", default=4096),
     ),
     "qwen2": dataclasses.replace(
         _LLAMA,
         constant=_LLAMA_CONSTANT | {"use_bias": False, "attention_bias": "inputs"},
         keys=_LLAMA_KEYS | {"num_key_value_heads": Key("num_kv_heads", int, 32)},
-        fixed=_LLAMA_FIXED | _FULL,
         biases=(),
-        unread=frozenset({"sliding_window"}),
+        windows=Windows("switch", default=4096),
     ),
     "qwen3": dataclasses.replace(
         _LLAMA,
@@ -155,17 +212,17 @@ FAMILIES = {
             "num_key_value_heads": Key("num_kv_heads", int, 32),
             "head_dim": Key("head_size", int, 128),
         },
-        fixed=_LLAMA_FIXED | _FULL,
         biases=("attention_bias",),
-        unread=frozenset({"sliding_window"}),
+        windows=Windows("switch", default=4096),
     ),
     "phi3": dataclasses.replace(
         _LLAMA,
         rows=tensors.PHI3,
         constant=_LLAMA_CONSTANT | _NO_BIAS,
         keys=_LLAMA_KEYS | {"rms_norm_eps": Key("norm_eps", float, 1e-5)},
-        fixed=_LLAMA_FIXED | _BIAS_FALSE | {"sliding_window": Fixed(None)},
+        fixed=_LLAMA_FIXED | _BIAS_FALSE,
         biases=(),
+        windows=Windows("all"),
         is_partial=True,
         dropouts=("resid_pdrop", "embd_pdrop"),
     ),
@@ -181,17 +238,24 @@ FAMILIES = {
         keys=_LLAMA_KEYS | {"rms_norm_eps": Key("norm_eps", float, 1e-5)},
         biases=("attention_bias",),
     ),
+    "gemma2": _GEMMA,
+    "gemma3_text": dataclasses.replace(
+        _GEMMA,
+        constant={**_GEMMA.constant, "query_key_norm": True},
+        keys={**_GEMMA.keys, **_soft_caps(attention=None, logits=None)},
+        windows=Windows("period", default=4096, period=6),
+        theta=1_000_000.0,
+        local_theta=10_000.0,
+    ),
     "gpt2": Family(
         rows=tensors.GPT2,
         prefix="transformer.",
         buffers=r".*\.attn\.(masked_)?bias",
         constant={
-            "kind": "decoder",
+            **_PLAIN,
             "norm": "layer_norm",
-            "norm_position": "input",
             "positions": "learned",
             "activation": "gelu",
-            "query_key_norm": False,
             "num_kv_heads": 0,
             "head_size": 0,
             "use_bias": True,

@@ -6,11 +6,13 @@ from typing import Any
 
 from zjax.config import convert, schema
 from zjax.errors import Problem
+from zjax.huggingface.families import Family
 
 MAPPINGS = ("rope_parameters", "rope_scaling")
 """Keys of a mapping that may scale rotary positions, of new and old checkpoints."""
 PARTIAL = "partial_rotary_factor"
-_DEFAULT_THETA = 10_000.0
+_LOCAL = "rope_local_base_freq"
+_FULL, _SLIDING = "full_attention", "sliding_attention"
 _SCALED = {
     "linear": {},
     "dynamic": {},
@@ -29,21 +31,21 @@ _ORIGINAL = "original_max_position_embeddings"
 _USUAL = {"mscale": (None,), "mscale_all_dim": (None,), "truncate": (None, True)}
 """Keys of yarn with the values that zjax computes."""
 _ANY = {"rope_type", "type", "rope_theta", PARTIAL, "factor", _ORIGINAL}
-KNOWN = {*MAPPINGS, "rope_theta", PARTIAL, _ORIGINAL}
+KNOWN = {*MAPPINGS, "rope_theta", PARTIAL, _ORIGINAL, _LOCAL}
 """Keys of a config.json that this module reads."""
 
 
 def rotation_settings(
-    values: Mapping[str, Any], length: int, head_size: int
+    values: Mapping[str, Any], family: Family, model: schema.Model
 ) -> dict[str, Any]:
     """Settings of the rotary positions of a config.json that has no problem.
 
     Args:
         values: The config.json.
-        length: Its longest sequence.
-        head_size: Channels of a head.
+        family: Its family.
+        model: Read for `max_length` and `head_size`.
     """
-    rope = _rope(values)
+    rope, length = _rope(values), model.max_length
     kind, share = _kind(rope), _partial(values, rope)
     scaling = convert.to_mapping(schema.RopeScaling())
     if kind != "default":
@@ -57,16 +59,19 @@ def rotation_settings(
     if kind == "dynamic":
         scaling["original_length"] = length
     return {
-        "rope_theta": float(_theta(values, rope)),
+        "rope_theta": float(_theta(values, rope, family)),
         "rope_scaling": scaling,
-        "rotary_size": 0 if share == 1.0 else int(head_size * share),
+        "rotary_size": 0 if share == 1.0 else int(model.head_size * share),
+        "local_rope_theta": float(_local_theta(values, family)),
     }
 
 
-def rotation_values(model: schema.Model) -> dict[str, Any]:
+def rotation_values(model: schema.Model, family: Family) -> dict[str, Any]:
     """Keys of a config.json, those that all versions of transformers read."""
     values: dict[str, Any] = {"rope_theta": model.rope_theta}
-    if model.rotary_size:
+    if family.local_theta:
+        values[_LOCAL] = model.local_rope_theta
+    if model.rotary_size and family.is_partial:
         values[PARTIAL] = model.rotary_size / model.head_size
     scaling = model.rope_scaling
     if scaling.kind == "none":
@@ -81,15 +86,9 @@ def rotation_values(model: schema.Model) -> dict[str, Any]:
 
 
 def rotation_problems(
-    values: Mapping[str, Any], path: pathlib.Path, *, is_partial: bool
+    values: Mapping[str, Any], family: Family, path: pathlib.Path
 ) -> Iterator[Problem]:
-    """Yields what zjax does not compute of rotary positions, and wrong types.
-
-    Args:
-        values: A config.json.
-        path: Its path.
-        is_partial: Whether models of its family may rotate some channels alone.
-    """
+    """Yields what zjax does not compute of rotary positions, and wrong types."""
     where = f"of {path}"
     rope, name = _rope(values), _name(values)
     kind = _kind(rope)
@@ -110,17 +109,25 @@ def rotation_problems(
     share = _partial(values, rope)
     if not _is_number(share) or not 0 < share <= 1:
         yield Problem(PARTIAL, share, f"{where} is no share of channels", "correct it")
-    elif share != 1 and not is_partial:
+    elif share != 1 and not family.is_partial:
         yield Problem(PARTIAL, share, f"{refused} 1.0 alone", remedy)
-    theta = _theta(values, rope)
-    if not _is_number(theta):
-        problem = f"{where} is not of type float"
-        yield Problem("rope_theta", theta, problem, "correct it there")
+    thetas = {"rope_theta": _theta(values, rope, family)}
+    thetas |= {_LOCAL: _local_theta(values, family)}
+    for key, theta in thetas.items():
+        if not _is_number(theta):
+            problem = f"{where} is not of type float"
+            yield Problem(key, theta, problem, "correct it there")
+    local = _local(values)
+    if _kind(local) != "default":
+        problem = f"{refused} no scaling in sliding layers"
+        yield Problem(f"{name}.{_SLIDING}", local, problem, remedy)
 
 
-def unknown_keys(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys of the mapping of rotary positions that nothing reads."""
+def unknown_keys(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """Keys of rotary positions that nothing reads."""
     rope, name = _rope(values), _name(values)
+    if _LOCAL in values and not family.local_theta:
+        rope = {**rope, _LOCAL: values[_LOCAL]}
     known = {*_ANY, *_SCALED.get(_kind(rope), ()), *_USUAL}
     return {f"{name}.{key}": x for key, x in rope.items() if key not in known}
 
@@ -144,16 +151,32 @@ def _name(values: Mapping[str, Any]) -> str:
 
 
 def _rope(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The mapping of all layers, or of those that see all."""
     found = values.get(_name(values))
+    found = found if isinstance(found, dict) else {}
+    return found[_FULL] if isinstance(found.get(_FULL), dict) else found
+
+
+def _local(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The mapping of sliding layers, of new checkpoints."""
+    found = values.get(_name(values))
+    found = found.get(_SLIDING) if isinstance(found, dict) else {}
     return found if isinstance(found, dict) else {}
+
+
+def _local_theta(values: Mapping[str, Any], family: Family) -> Any:
+    if not family.local_theta:
+        return 0.0
+    given = values.get(_LOCAL, family.local_theta)
+    return _local(values).get("rope_theta", given)
 
 
 def _kind(rope: Mapping[str, Any]) -> Any:
     return rope.get("rope_type", rope.get("type", "default"))
 
 
-def _theta(values: Mapping[str, Any], rope: Mapping[str, Any]) -> Any:
-    return rope.get("rope_theta", values.get("rope_theta", _DEFAULT_THETA))
+def _theta(values: Mapping[str, Any], rope: Mapping[str, Any], family: Family) -> Any:
+    return rope.get("rope_theta", values.get("rope_theta", family.theta))
 
 
 def _partial(values: Mapping[str, Any], rope: Mapping[str, Any]) -> Any:

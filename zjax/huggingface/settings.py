@@ -13,6 +13,7 @@ from zjax.config.paths import local_path
 from zjax.errors import ConfigError, Problem
 from zjax.huggingface import rotation
 from zjax.huggingface.families import BOOKKEEPING, FAMILIES, REQUIRED, Family, Key
+from zjax.huggingface.windows import KNOWN, window_problems, window_settings
 from zjax.reading import parse_json, read_text
 from zjax.remedies import find_fault
 
@@ -113,8 +114,9 @@ def settings_of(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
         settings[key.setting] = 0 if value is None else key.kind(value)
     if family.is_rotary:
         model = convert.from_mapping(schema.Model, settings)
-        sizes = model.max_length, model.head_size
-        settings |= rotation.rotation_settings(values, *sizes)
+        settings |= rotation.rotation_settings(values, family, model)
+    num_layers = settings["num_layers"]
+    settings |= window_settings(values, family.windows, num_layers)
     if family.biases:
         settings |= _biases(*(values.get(name, False) for name in family.biases))
     return settings
@@ -163,14 +165,12 @@ def _wrong(
             what = " or ".join(map(repr, fixed.accepted))
             yield _not_computed(name, value, path, f"zjax computes {what} alone")
     if family.is_rotary:
-        partial = family.is_partial
-        yield from rotation.rotation_problems(values, path, is_partial=partial)
+        yield from rotation.rotation_problems(values, family, path)
     for name in family.biases:
         yield from _wrong_value(name, Key("", bool, False), values, path)
-    types = values.get("layer_types")
-    if types is not None and types != ["full_attention"] * len(types):
-        reason = "zjax computes full attention in all layers"
-        yield _not_computed("layer_types", types, path, reason)
+    num_layers = next(n for n, x in family.keys.items() if x.setting == "num_layers")
+    number = values.get(num_layers)
+    yield from window_problems(values, family.windows, number, path)
 
 
 def _wrong_value(
@@ -180,7 +180,7 @@ def _wrong_value(
     if value is REQUIRED:
         problem, remedy = f"is missing from {path}", f"add the {key.kind.__name__}"
         yield Problem(name, None, problem, remedy)
-    elif not (_is(value, key.kind) or (value is None and key.default is None)):
+    elif not (_is(value, key.kind) or (value is None and key.takes_null)):
         problem = f"of {path} is not of type {key.kind.__name__}"
         yield Problem(name, value, problem, "correct it there")
 
@@ -220,10 +220,11 @@ def _report_unknown(
     values: Mapping[str, Any], family: Family, path: pathlib.Path
 ) -> None:
     known = {*BOOKKEEPING, *family.keys, *family.fixed, *family.biases}
-    known |= {*family.dropouts, *family.unread, family.attention_dropout, "layer_types"}
+    known |= {*family.dropouts, *family.unread, family.attention_dropout, *KNOWN}
+    known |= family.windows.keys
     known |= rotation.KNOWN if family.is_rotary else set()
     unknown = {name: x for name, x in values.items() if name not in known}
-    unknown |= rotation.unknown_keys(values) if family.is_rotary else {}
+    unknown |= rotation.unknown_keys(values, family) if family.is_rotary else {}
     if unknown:
         text = ", ".join(f"{name}={x!r}" for name, x in unknown.items())
         logging.warning("%s: unknown and not read: %s", path, text)

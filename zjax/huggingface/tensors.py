@@ -14,6 +14,7 @@ import numpy as np
 
 from zjax.checkpoint.views import Index
 from zjax.config import schema
+from zjax.config.mixture import segment_shapes
 
 Read = Callable[[Index], np.ndarray]
 """Function that reads a slice of a tensor."""
@@ -119,8 +120,10 @@ def layouts_of(
 ) -> Iterator[tuple[str, str, Layout]]:
     """The arrays of a model: name, name of the tensor, and layout.
 
-    Layers are apart, under names such as `blocks.mlp.up.kernel[0]`.
+    Layers are apart, under names such as `blocks.mlp.up.kernel[0]`, in the order of the
+    model's blocks.
     """
+    places = [*_places(model)]
     for row in rows:
         if not row.exists(model):
             continue
@@ -130,8 +133,19 @@ def layouts_of(
         if "{}" not in row.theirs:
             yield row.ours, row.theirs, layout
             continue
-        for layer in range(model.num_layers):
-            yield f"{row.ours}[{layer}]", row.theirs.format(layer), layout
+        for layer, (block, number) in enumerate(places):
+            ours = row.ours.replace("blocks.", block, 1)
+            yield f"{ours}[{number}]", row.theirs.format(layer), layout
+
+
+def _places(model: schema.Model) -> Iterator[tuple[str, int]]:
+    """Name of the stack and index in it of each layer."""
+    shapes = segment_shapes(model)
+    for segment, shape in enumerate(shapes):
+        name = f"blocks.segment{segment}." if shapes[1:] else "blocks."
+        for block in range(shape.num_blocks):
+            for layer in range(len(shape.slides)):
+                yield f"{name}layer{layer}." if shape.slides[1:] else name, block
 
 
 _INPUTS = ("heads head", "kv_heads head", "kv_heads head")
@@ -252,6 +266,15 @@ OLMO2: tuple[Row, ...] = (
     *(*_MLP, *_HEAD),
 )
 """OLMo 2, which normalises outputs."""
+GEMMA: tuple[Row, ...] = (
+    *(*_EMBEDDING, *_ATTENTION, *_query_key_norms("head", "head")),
+    *_rms_norm("attention_norm", "input_layernorm"),
+    *_rms_norm("attention_output_norm", "post_attention_layernorm"),
+    *_rms_norm("mlp_norm", "pre_feedforward_layernorm"),
+    *_rms_norm("mlp_output_norm", "post_feedforward_layernorm"),
+    *(*_MLP, *_HEAD),
+)
+"""Gemma 2 and 3, which normalise inputs and outputs."""
 GPT2: tuple[Row, ...] = (
     Row("embedding.tokens", "transformer.wte.weight", "vocab | embed"),
     Row("embedding.positions", "transformer.wpe.weight", "length | embed"),

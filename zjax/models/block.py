@@ -26,10 +26,12 @@ class Block(nnx.Module):
         config: Shape of the model.
         causal: Whether a token sees no later one.
         norm_position: `input` normalises the input of attention and feed-forward
-            (GPT-2, Llama), `output` what they add to the stream (OLMo 2), `stream` the
-            sum (BERT). Except under `stream`, the matrices that write to the stream are
-            initialised smaller, by the square root of their number, as in GPT-2.
+            (GPT-2, Llama), `output` what they add to the stream (OLMo 2), `both` the
+            two (Gemma 2), `stream` the sum (BERT). Except under `stream`, the matrices
+            that write to the stream are initialised smaller, by the square root of
+            their number, as in GPT-2.
         num_experts: Experts in place of the feed-forward; 0 for none.
+        slides: Whether a token sees `config.sliding_window` keys alone.
         matmul_dtype: Dtype of the operands of projections and feed-forward.
         rngs: Source of the initial values.
     """
@@ -39,14 +41,18 @@ class Block(nnx.Module):
         config: schema.Model,
         *,
         causal: bool,
-        norm_position: Literal["input", "output", "stream"],
+        norm_position: Literal["input", "output", "both", "stream"],
         num_experts: int = 0,
+        slides: bool = False,
         matmul_dtype: layers.MatmulDtype = "compute",
         rngs: nnx.Rngs,
     ):
         self.config = config
         self.causal = causal
         self.norm_position = norm_position
+        self.bounds = attention.Bounds(
+            config.sliding_window if slides else 0, config.attention_soft_cap
+        )
         is_sparse = config.attention == "sparse"
         self.sparse = sparse.sparse_of(config) if is_sparse else None
         self.implementation: attention.Implementation = (
@@ -59,6 +65,9 @@ class Block(nnx.Module):
             config, out_std=out_std, matmul_dtype=matmul_dtype, rngs=rngs
         )
         self.mlp_norm = layers.Norm(config)
+        has_both = norm_position == "both"
+        self.attention_output_norm = layers.Norm(config) if has_both else None
+        self.mlp_output_norm = layers.Norm(config) if has_both else None
         options = {"out_std": out_std, "matmul_dtype": matmul_dtype, "rngs": rngs}
         if num_experts:
             self.mlp = MixtureOfExperts(config, num_experts, **options)
@@ -78,7 +87,7 @@ class Block(nnx.Module):
             y, auxiliary = self.mlp(y, _counts(context, y), router_key)
         else:
             y = self.mlp(y)
-        return self._add_residual(self.mlp_norm, x, y, _keys(key)[1]), auxiliary
+        return self._add_mlp(x, y, _keys(key)[1]), auxiliary
 
     def continue_with(
         self, attend: layers.Attend, x: Float[Array, "B L M"], context: Context
@@ -94,7 +103,7 @@ class Block(nnx.Module):
             y, _ = self.mlp(y, drops=False)
         else:
             y = self.mlp(y)
-        return self._add_residual(self.mlp_norm, x, y, None), cache
+        return self._add_mlp(x, y, None), cache
 
     def chosen_experts(
         self, x: Float[Array, "B L M"], context: Context
@@ -160,20 +169,29 @@ class Block(nnx.Module):
             segment_ids=segment_ids,
             lengths=lengths,
             window=window,
+            bounds=self.bounds,
             implementation=self.implementation,
         )
 
     def _attend(self, attend, x, context, key):
         x = remat.mark(tensor.pin_stream(x), remat.INPUT)
         y = self._norm_input(self.attention_norm, x)
-        y, cache = self.attention(y, context.rotation, attend)
-        return self._add_residual(self.attention_norm, x, y, key), cache
+        rotation = context.rotation
+        if self.bounds.window and context.local_rotation is not None:
+            rotation = context.local_rotation
+        y, cache = self.attention(y, rotation, attend)
+        norms = self.attention_norm, self.attention_output_norm
+        return self._add_residual(*norms, x, y, key), cache
 
     def _norm_input(self, norm, x):
-        return norm(x) if self.norm_position == "input" else x
+        return norm(x) if self.norm_position in ("input", "both") else x
 
-    def _add_residual(self, norm, x, y, key):
+    def _add_mlp(self, x, y, key):
+        return self._add_residual(self.mlp_norm, self.mlp_output_norm, x, y, key)
+
+    def _add_residual(self, norm, output_norm, x, y, key):
         y = norm(y) if self.norm_position == "output" else y
+        y = y if output_norm is None else output_norm(y)
         x = remat.mark(x + layers.dropout(y, self.config, key), remat.MIDDLE)
         return norm(x) if self.norm_position == "stream" else x
 

@@ -125,6 +125,7 @@ def read_prompt(
                 v,
                 causal=True,
                 mask=visible,
+                bounds=layer.bounds,
                 implementation="xla" if layer.implementation == "xla" else "auto",
             )
         padding = ((0, 0), (0, num_new), (0, 0), (0, 0))
@@ -159,10 +160,14 @@ def read_token(
             for old, new in zip(stored, (k, v), strict=True)
         )
         # A fused kernel gains nothing for one query.
-        mask = _visible_columns(starts, column, keys.shape[1])[:, None]
+        window = layer.bounds.window or keys.shape[1]
+        mask = _visible_columns(starts, column, keys.shape[1], window)[:, None]
         if layer.sparse is not None:
             mask &= _visible_in_blocks(layer.sparse, starts, column, keys.shape[1])
-        outputs = attention.call_jax(q, keys, values, mask=mask, implementation="xla")
+        bounds = layer.bounds._replace(window=0)  # the mask has it
+        outputs = attention.call_jax(
+            q, keys, values, bounds, mask=mask, implementation="xla"
+        )
         return outputs, (keys, values)
 
     updated = []
@@ -179,9 +184,10 @@ def score(
     return head.logits(x, table)[:, 0]
 
 
-def _visible_columns(starts, column, num_columns) -> Bool[Array, "B 1 S"]:
+def _visible_columns(starts, column, num_columns, window) -> Bool[Array, "B 1 S"]:
     columns = jnp.arange(num_columns, dtype=jnp.int32)[None, None, :]
-    return (columns >= starts[:, None, None]) & (columns <= column)
+    first = jnp.maximum(starts, column + 1 - window)
+    return (columns >= first[:, None, None]) & (columns <= column)
 
 
 def _attend_to_blocks(q, k, v, pattern, starts, padded):

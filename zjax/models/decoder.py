@@ -48,10 +48,11 @@ class Decoder(nnx.Module):
         only_layer: jax.Array | None = None,
         rngs: nnx.Rngs,
     ):
-        def make_block(rngs: nnx.Rngs, num_experts: int) -> Block:
+        def make_block(rngs: nnx.Rngs, num_experts: int, slides: bool) -> Block:
             return Block(
                 config,
                 num_experts=num_experts,
+                slides=slides,
                 causal=True,
                 norm_position=config.norm_position,
                 matmul_dtype=matmul_dtype,

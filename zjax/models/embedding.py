@@ -29,6 +29,8 @@ class Context(NamedTuple):
     """int32[B]: tokens per row, followed by padding."""
     rotation: tuple[Array, Array] | None = None
     """Cosines and sines of `ops.rotary`."""
+    local_rotation: tuple[Array, Array] | None = None
+    """Those of sliding layers, if they differ."""
     positions: Array | None = None
     """int32[B, L], or [1, L] if equal for all rows: position of each token in its
     document."""
@@ -43,9 +45,8 @@ class Context(NamedTuple):
         def take(x: Array) -> Array:
             return x[0][indices] if x.shape[0] == 1 else take_tokens(x, indices)
 
-        ids, rotation, positions = jax.tree.map(
-            take, (self.segment_ids, self.rotation, self.positions)
-        )
+        arrays = self.segment_ids, self.rotation, self.local_rotation, self.positions
+        ids, rotation, local, positions = jax.tree.map(take, arrays)
         lengths = self.lengths
         if lengths is not None:
             places = indices if self.order is None else self.order[indices]
@@ -55,7 +56,7 @@ class Context(NamedTuple):
         window = self.window
         if window is not None:
             window = window.on_tokens(indices.shape[1])
-        return Context(ids, lengths, rotation, positions, window)
+        return Context(ids, lengths, rotation, local, positions, window)
 
 
 class Embedding(nnx.Module):
@@ -120,20 +121,23 @@ class Embedding(nnx.Module):
             arrange, (tokens, segment_ids, positions)
         )
         x = tensor.look_up(self.tokens[...], tokens, self.deterministic)
+        if self.config.scaled_embedding:
+            x *= jnp.asarray(self.config.embed_size**0.5, x.dtype)
         if self.positions is not None:
             x += self._learned_positions(positions, tokens.shape[1])
         if self.token_types is not None:
             x += self._look_up(self.token_types, arrange(batch["token_types"]))
         x = x if self.norm is None else self.norm(x)
-        rotation = None
+        rotation = local_rotation = None
         if self.config.positions == "rotary":
-            rotation = self._rotation(positions, tokens.shape[1])
+            rotation, local_rotation = self._rotations(positions, tokens.shape[1])
         if positions is None:
             positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         context = Context(
             segment_ids,
             batch.get("lengths"),
             rotation,
+            local_rotation,
             positions,
             make_window(self.config, batch, x),
             None if order is None else jnp.asarray(order),
@@ -160,17 +164,24 @@ class Embedding(nnx.Module):
             return table[None, :length]
         return self._look_up(self.positions, positions)
 
-    def _rotation(self, positions, length):
+    def _rotations(self, positions, length):
+        """Tables of all layers, and of sliding ones if they differ."""
         config = self.config
         if positions is None:
             positions = jnp.arange(length, dtype=jnp.int32)[None]
-        cos, sin = rotary.make_rotary_tables(
-            positions,
-            head_size=config.rotary_size or config.head_size,
-            theta=config.rope_theta,
-            scaling=config.rope_scaling,
+
+        def tables(theta, **scaling):
+            size = config.rotary_size or config.head_size
+            cos, sin = rotary.make_rotary_tables(
+                positions, head_size=size, theta=theta, **scaling
+            )
+            return pin_tokens(cos), pin_tokens(sin)
+
+        local = config.local_rope_theta
+        return (
+            tables(config.rope_theta, scaling=config.rope_scaling),
+            tables(local) if local else None,
         )
-        return pin_tokens(cos), pin_tokens(sin)
 
 
 def positions_in_segments(segment_ids: Int[Array, "B L"]) -> Int[Array, "B L"]:

@@ -53,7 +53,7 @@ class Encoder(nnx.Module):
         only_layer: jax.Array | None = None,
         rngs: nnx.Rngs,
     ):
-        def make_block(rngs: nnx.Rngs, num_experts: int) -> Block:
+        def make_block(rngs: nnx.Rngs, num_experts: int, slides: bool) -> Block:
             return Block(
                 config,
                 num_experts=num_experts,

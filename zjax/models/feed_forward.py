@@ -27,7 +27,7 @@ class Bias(nnx.Module):
 
 
 class FeedForward(nnx.Module):
-    """Two matrices with a GELU between them, or three with a gated SiLU.
+    """Two matrices with a GELU between them, or three with a gated SiLU or GELU.
 
     Args:
         config: Shape of the model.
@@ -49,7 +49,8 @@ class FeedForward(nnx.Module):
         embed: layers.Dims = (("embed", config.embed_size),)
         mlp: layers.Dims = (("mlp", config.mlp_size),)
         linear = functools.partial(layers.Linear, matmul_dtype=matmul_dtype, rngs=rngs)
-        gated, use_bias = config.activation == "swiglu", config.use_bias
+        gated, use_bias = config.is_gated, config.use_bias
+        self.is_gelu = config.activation == "geglu"
         self.gate = linear(embed, mlp, use_bias=use_bias) if gated else None
         self.up = linear(embed, mlp, use_bias=use_bias)
         ends_with_bias = use_bias and not is_tile
@@ -61,7 +62,8 @@ class FeedForward(nnx.Module):
             up = self.up(x, remat.MLP)
             return self.down(activation.gelu(up))
         up, gate = layers.project(x, (self.up, self.gate), remat.MLP)
-        return self.down(activation.swiglu(gate, up))
+        activate = activation.geglu if self.is_gelu else activation.swiglu
+        return self.down(activate(gate, up))
 
 
 class TiledFeedForward(nnx.Module):

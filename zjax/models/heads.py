@@ -11,6 +11,7 @@ from zjax.config import schema
 from zjax.models import layers
 from zjax.ops import activation
 from zjax.ops.cross_entropy import Teacher, TokenLoss, token_loss
+from zjax.ops.soft_cap import soft_cap
 from zjax.parallel import sequence, tensor
 from zjax.sharding import mesh as meshes
 from zjax.sharding.activations import open_size
@@ -55,7 +56,7 @@ class Head(nnx.Module):
             preferred_element_type=jnp.float32,
         )
         if self.bias is None:
-            return logits
+            return soft_cap(logits, self.config.logit_soft_cap)
         return logits + self.bias[...].astype(jnp.float32)[None, None, :]
 
     def loss(
@@ -79,6 +80,7 @@ class Head(nnx.Module):
             sequence.arrange(token_weights(batch), self.config),
             bias=None if self.bias is None else self.bias[...],
             teacher=teacher,
+            cap=self.config.logit_soft_cap,
             z_loss=self.config.z_loss,
             chunk_tokens=self.config.loss_chunk_tokens,
             num_batch_shards=layers.num_batch_shards(x.shape[0]),
@@ -88,7 +90,7 @@ class Head(nnx.Module):
     def factors(
         self, x: Float[Array, "B L M"], table: Float[Array, "V M"] | None
     ) -> tuple[Float[Array, "B L M"], Float[Array, "V M"]]:
-        """The two arrays whose product are the logits, but for a bias."""
+        """The two arrays whose product are the logits, but for a bias and a cap."""
         return self._features(x), self._matrix(table)
 
     def _features(self, x):

@@ -253,12 +253,15 @@ class Norm(nnx.Module):
         has_bias = config.norm == "layer_norm" and config.use_bias
         self.kind = config.norm
         self.eps = config.norm_eps
-        self.scale = make_param(dims, jnp.ones)
+        self.zero_centered = config.zero_centered_norm
+        self.scale = make_param(dims, jnp.zeros if self.zero_centered else jnp.ones)
         self.bias = make_param(dims, jnp.zeros) if has_bias else None
 
     def __call__(self, x: Float[Array, "B L *N"]) -> Float[Array, "B L *N"]:
         """Normalises the last dims of each token."""
         scale = self.scale[...]
+        if self.zero_centered:
+            scale = 1.0 + scale.astype(jnp.float32)
         shape, num_dims = x.shape, scale.ndim
         x = x.reshape(*shape[: x.ndim - num_dims], -1)
         # The compiler shards the tokens, which a kernel for one device does not.
@@ -296,6 +299,7 @@ class Attention(nnx.Module):
             linear, embed, use_bias=config.has_input_bias, fuse_bias=True
         )
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
+        self.query_scale = (config.head_size / config.query_scale_size) ** 0.5
         self.query = from_stream(heads)
         self.key = from_stream(kv_heads)
         self.value = from_stream(kv_heads)
@@ -325,5 +329,7 @@ class Attention(nnx.Module):
             q, k = self.query_norm(q), self.key_norm(k)
         if rotation is not None:
             q, k = rotary.rotate(q, *rotation), rotary.rotate(k, *rotation)
+        if self.query_scale != 1.0:
+            q = (q * self.query_scale).astype(q.dtype)
         outputs, cache = attend(q, k, v)
         return self.out(outputs, arrange=heads.lay_queries), cache

@@ -156,7 +156,8 @@ class MixtureOfExperts(nnx.Module):
         if not drops:
             settings = dataclasses.replace(settings, drop="none")
 
-        bias = self.router.bias
+        bias, activation = self.router.bias, self.config.activation
+        assert activation != "geglu"  # refused among the settings
         router = self.router.kernel[...], None if bias is None else bias[...]
         y, auxiliary = mix_tokens(
             x,
@@ -164,7 +165,7 @@ class MixtureOfExperts(nnx.Module):
             self.experts.values(),
             settings,
             self.config.moe,
-            activation=self.config.activation,
+            activation=activation,
             counts=counts,
             key=key,
         )

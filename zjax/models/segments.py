@@ -72,7 +72,7 @@ def segments_of(blocks: "Block | BlockGroup | Segments") -> dict[str, Any]:
 
 
 def make_segments(
-    make_block: Callable[[nnx.Rngs, int], Block],
+    make_block: Callable[[nnx.Rngs, int, bool], Block],
     config: schema.Model,
     *,
     rngs: nnx.Rngs,
@@ -81,7 +81,8 @@ def make_segments(
     """Makes the blocks of a model, stacked by segment.
 
     Args:
-        make_block: Function that makes a block from its number of experts.
+        make_block: Function that makes a block from its number of experts, and whether
+            it sees a window alone.
         config: Shape of the model.
         rngs: Source of the initial values.
         only_layer: Index in each segment of the only block to initialise; None means
@@ -90,7 +91,8 @@ def make_segments(
 
     def make_stacked(shape: mixture.SegmentShape) -> Block | BlockGroup:
         def make(rngs: nnx.Rngs) -> Block | BlockGroup:
-            blocks = [make_block(rngs, number) for number in shape.num_experts]
+            kinds = zip(shape.num_experts, shape.slides, strict=True)
+            blocks = [make_block(rngs, *kind) for kind in kinds]
             return blocks[0] if len(blocks) == 1 else BlockGroup(blocks)
 
         return make_blocks(make, shape.num_blocks, rngs=rngs, only_layer=only_layer)

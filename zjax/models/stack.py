@@ -83,7 +83,9 @@ def make_stack(model: StackedModel) -> Stack:
         split=lambda params: _split(params, names, config),
         join=lambda embed, segments, head: _join(embed, segments, head, names, config),
         shared=(SHARED,) if config.tied_head else (),
-        factors=factors if config.kind == "decoder" else None,
+        factors=factors
+        if config.kind == "decoder" and not config.logit_soft_cap
+        else None,
         take_tokens=Context.take_tokens,
     )
 

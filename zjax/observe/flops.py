@@ -9,6 +9,7 @@ from typing import Literal
 
 from zjax.config import schema
 from zjax.config.mixture import experts_by_layer, experts_per_token
+from zjax.config.windows import sliding_layers
 from zjax.ops import sparse
 
 CausalAttention = Literal["half", "full"]
@@ -35,7 +36,8 @@ def num_params(model: schema.Model, *, active: bool = False) -> int:
         over_heads = model.query_key_norm_scope == "heads"
         normed = size + kv_size if over_heads else 2 * model.head_size
         attention += norm_vectors * normed
-    blocks = model.num_layers * (attention + 2 * norm)
+    num_norms = 4 if model.norm_position == "both" else 2
+    blocks = model.num_layers * (attention + num_norms * norm)
     for num_experts in experts_by_layer(model):
         if num_experts:
             blocks += _mixture_params(model, num_experts, active)
@@ -156,7 +158,7 @@ def peak_flops(device_kind: str, dtype: str) -> float | None:
 def _mlp_params(model: schema.Model, size: int) -> int:
     """Parameters of a feed-forward of width `size`."""
     width, bias = model.embed_size, int(model.use_bias)
-    num_inputs = 2 if model.activation == "swiglu" else 1
+    num_inputs = 2 if model.is_gated else 1
     return num_inputs * (width + bias) * size + (size + bias) * width
 
 
@@ -183,4 +185,14 @@ def _attention_factor(
 ) -> float:
     if model.attention == "sparse":
         return 12 * sparse.live_fraction(sparse.sparse_of(model), length)
-    return 6.0 if model.kind == "decoder" and causal_attention == "half" else 12.0
+    half = model.kind == "decoder" and causal_attention == "half"
+    return (6.0 if half else 12.0) * _share_in_windows(model, length)
+
+
+def _share_in_windows(model: schema.Model, length: int) -> float:
+    """Share of the unmasked pairs that layers with sliding windows see, on average."""
+    window = min(model.sliding_window, length)
+    pairs = window * length - window * (window - 1) / 2
+    share = pairs / (length * (length + 1) / 2)
+    sliding = sum(sliding_layers(model)) / model.num_layers
+    return 1.0 - sliding * (1.0 - share)

@@ -41,3 +41,19 @@ def swiglu(
         Shazeer, GLU Variants Improve Transformer (arXiv:2002.05202).
     """
     return jax.nn.silu(gate) * up
+
+
+@functools.partial(jax.checkpoint, prevent_cse=False)
+def geglu(
+    gate: Float[Array, "*dims"], up: Float[Array, "*dims"]
+) -> Float[Array, "*dims"]:
+    """`gelu(gate) * up`, the gated activation of Gemma, with the tanh form of GELU.
+
+    Example:
+        >>> geglu(jax.numpy.array([0.0, 20.0]), jax.numpy.array([5.0, 2.0])).tolist()
+        [0.0, 40.0]
+
+    Reference:
+        Shazeer, GLU Variants Improve Transformer (arXiv:2002.05202).
+    """
+    return jax.nn.gelu(gate, approximate=True) * up

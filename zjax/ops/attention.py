@@ -5,7 +5,7 @@ once. An implementation requested by name never falls back to another.
 """
 
 import functools
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from zjax.errors import ConfigError, Problem
 from zjax.ops import sparse
+from zjax.ops.soft_cap import capped_attention
 from zjax.ops.window import Window
 from zjax.sharding.activations import head_axes, row_axes
 from zjax_kernels import Dense
@@ -33,6 +34,18 @@ ATTENTION_OUTPUT = "attention"
 """`checkpoint_name` of the attention output, before the output projection."""
 
 
+class Bounds(NamedTuple):
+    """What limits attention in a layer, known to the compiler."""
+
+    window: int = 0
+    """Keys that a query sees, from its own back; 0 for all."""
+    soft_cap: float = 0.0
+    """Bound of the scores, which cuDNN has not; 0 for none."""
+
+
+UNBOUNDED = Bounds()
+
+
 def dot_product_attention(
     q: Float[Array, "B L H D"],
     k: Float[Array, "B S K D"],
@@ -43,6 +56,7 @@ def dot_product_attention(
     lengths: Int[Array, " B"] | None = None,
     mask: Bool[Array, "B L S"] | None = None,
     window: Window | None = None,
+    bounds: Bounds = UNBOUNDED,
     implementation: Implementation = "auto",
 ) -> Float[Array, "B L H D"]:
     """Computes softmax(q k / sqrt(D)) v, with the softmax in float32.
@@ -60,6 +74,7 @@ def dot_product_attention(
         lengths: Tokens per row; later ones are padding (L = S).
         mask: True where a query sees a key.
         window: Keys that a query may see; needs `causal`.
+        bounds: Window and soft cap of the layer; a window needs `causal`.
         implementation: `auto` takes cuDNN where it can run, under a window the kernels
             of `zjax_kernels`, which skip what is outside, and logs the choice.
 
@@ -79,7 +94,7 @@ def dot_product_attention(
         Vaswani et al. (arXiv:1706.03762); grouped queries: Ainslie et al.
         (arXiv:2305.13245).
     """
-    if window is not None and not causal:
+    if (window is not None or bounds.window) and not causal:
         problem, remedy = "does not fit a window, which looks back", "use causal=True"
         raise ConfigError(Problem("causal", causal, problem, remedy))
     free_mask, mask = mask, _combine(mask, segment_ids)
@@ -92,7 +107,9 @@ def dot_product_attention(
         head_size=q.shape[-1],
         lengths=(q.shape[1], k.shape[1]),
         masked=mask is not None or window is not None,
-        windowed=window is not None and free_mask is None,
+        windowed=window is not None and free_mask is None and not bounds.window,
+        sliding=bounds.window > 0,
+        capped=bounds.soft_cap > 0,
     )
     _log_choice(chosen, reason)
     if chosen == "mosaic_gpu":
@@ -110,6 +127,7 @@ def dot_product_attention(
             query_seq_lengths=lengths,
             key_value_seq_lengths=lengths,
             implementation=chosen,
+            bounds=bounds,
         )
 
     if chosen == "xla":
@@ -122,9 +140,12 @@ def call_jax(
     q: Float[Array, "B L H D"],
     k: Float[Array, "B S K D"],
     v: Float[Array, "B S K D"],
+    bounds: Bounds = UNBOUNDED,
     **options: Any,
 ) -> Float[Array, "B L H D"]:
     """`jax.nn.dot_product_attention`, in float32 for float16 inputs on CPUs and TPUs.
+
+    It is within `bounds`, of which a soft cap has an implementation of its own.
 
     Example:
         >>> x = jax.numpy.ones((1, 3, 2, 4), "float16")
@@ -134,7 +155,12 @@ def call_jax(
     arrays = q, k, v
     if q.dtype == jnp.float16 and first_device()[0] not in _WITH_FLOAT16:
         arrays = (x.astype(jnp.float32) for x in arrays)
-    return jax.nn.dot_product_attention(*arrays, **options).astype(q.dtype)
+    if bounds.window:
+        options["local_window_size"] = (bounds.window - 1, 0)
+    attend = jax.nn.dot_product_attention
+    if bounds.soft_cap:
+        attend = functools.partial(capped_attention, cap=bounds.soft_cap)
+    return attend(*arrays, **options).astype(q.dtype)
 
 
 def choose_implementation(
@@ -147,6 +173,8 @@ def choose_implementation(
     lengths: tuple[int, int],
     masked: bool,
     windowed: bool = False,
+    sliding: bool = False,
+    capped: bool = False,
 ) -> tuple[Chosen, str]:
     """Decides which kernel runs, and why.
 
@@ -159,6 +187,8 @@ def choose_implementation(
         lengths: Numbers of queries and keys.
         masked: Whether there is a mask besides the causal one and row lengths.
         windowed: Whether a window is part of it, and no mask of the caller's.
+        sliding: Whether a layer has a window.
+        capped: Whether scores have a soft cap.
 
     Returns:
         The kernel, and the reason to log.
@@ -174,6 +204,11 @@ def choose_implementation(
     """
     if requested == "xla":
         return "xla", "asked for"
+    if capped:
+        if requested == "auto":
+            return "xla", "cudnn has no soft cap of scores"
+        problem, remedy = "cannot run: it has no soft cap of scores", "use 'xla'"
+        raise ConfigError(Problem("model.attention", "cudnn", problem, remedy))
     if windowed and requested == "auto":
         device = platform, compute_capability
         obstacle = why_unsupported(dtype, head_size, device)
@@ -182,6 +217,8 @@ def choose_implementation(
     obstacle, remedy = _cudnn_obstacle(
         platform, compute_capability, dtype, head_size, lengths, masked
     )
+    if not obstacle and sliding and masked:
+        obstacle, remedy = "slides windows under no other mask", "use 'auto' or 'xla'"
     if not obstacle:
         return "cudnn", f"{dtype}, head size {head_size}"
     if requested == "cudnn":

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from zjax.ops.soft_cap import soft_cap
 from zjax.typing import IGNORED
 
 GRADIENTS = "token_loss_gradients"
@@ -57,6 +58,7 @@ def token_loss(
     *,
     bias: Float[Array, " V"] | None = None,
     teacher: Teacher | None = None,
+    cap: float = 0.0,
     z_loss: float = 0.0,
     chunk_tokens: int = 0,
     num_batch_shards: int = 1,
@@ -77,6 +79,7 @@ def token_loss(
             target with a weight other than 0 makes loss and weight NaN.
         bias: Vector added to the logits.
         teacher: Logits to learn from besides the targets; None for none.
+        cap: Bound of the logits, by tanh, without a teacher; 0 for none.
         z_loss: Weight of the squared log-partition, 0 or more.
         chunk_tokens: Tokens per shard whose logits exist at one time; 0 means all.
         num_batch_shards: Shards of the batch over devices; divides B. The gradient of
@@ -103,11 +106,19 @@ def token_loss(
     chunks = split(hidden), split(targets), split(weights)
     if teacher is not None:
         teacher = teacher._replace(hidden=split(teacher.hidden))
+    terms = _Terms(z_loss, cap)
     loss_sum, correct_sum, divergence_sum = _summed_loss(
-        z_loss, chunks[0], head, bias, *chunks[1:], teacher
+        terms, chunks[0], head, bias, *chunks[1:], teacher
     )
     weight_sum = jnp.sum(weights, dtype=jnp.float32)
     return TokenLoss(loss_sum, weight_sum, correct_sum, divergence_sum)
+
+
+class _Terms(NamedTuple):
+    """What the loss is made of, known to the compiler."""
+
+    z_loss: float
+    soft_cap: float
 
 
 def _checked_weights(targets, weights, num_ids):
@@ -134,10 +145,10 @@ def _split_chunks(tokens, *, num_shards, chunk_tokens):
     return jnp.moveaxis(jnp.pad(tokens, padding).reshape(shape), 2, 0)
 
 
-def _sum_loss(z_loss, hidden, head, bias, targets, weights, teacher):
+def _sum_loss(terms, hidden, head, bias, targets, weights, teacher):
     def add_chunk(sums, chunk):
-        terms, _ = _chunk_loss(z_loss, head, bias, teacher, *chunk)
-        return jax.tree.map(jnp.add, sums, terms), None
+        sums_of_chunk, _ = _chunk_loss(terms, head, bias, teacher, *chunk)
+        return jax.tree.map(jnp.add, sums, sums_of_chunk), None
 
     zero = jnp.zeros(hidden.shape[1], jnp.float32)
     sums = zero, zero, None if teacher is None else zero
@@ -145,15 +156,15 @@ def _sum_loss(z_loss, hidden, head, bias, targets, weights, teacher):
     return jax.tree.map(jnp.sum, _over_chunks(add_chunk, sums, chunks)[0])
 
 
-def _summed_loss_forward(z_loss, hidden, head, bias, targets, weights, teacher):
+def _summed_loss_forward(terms, hidden, head, bias, targets, weights, teacher):
     num_shards = hidden.shape[1]
 
     def add_chunk(sums, chunk):
-        terms, dlogits = _chunk_loss(z_loss, head, bias, teacher, *chunk)
+        found, dlogits = _chunk_loss(terms, head, bias, teacher, *chunk)
         dhidden = jnp.einsum("prcv,vm->prcm", dlogits, head)
         dhead = _float32_einsum("prcv,prcm->pvm", dlogits, chunk[0])
         dbias = None if bias is None else dlogits.sum((1, 2), dtype=jnp.float32)
-        return jax.tree.map(jnp.add, sums, (*terms, dhead, dbias)), dhidden
+        return jax.tree.map(jnp.add, sums, (*found, dhead, dbias)), dhidden
 
     def zeros(*shape):
         return jnp.zeros(shape, jnp.float32)
@@ -171,7 +182,7 @@ def _summed_loss_forward(z_loss, hidden, head, bias, targets, weights, teacher):
     return tuple(jax.tree.map(jnp.sum, sums)), (*gradients, head, bias)
 
 
-def _summed_loss_backward(z_loss, residuals, cotangents):
+def _summed_loss_backward(terms, residuals, cotangents):
     dhidden, dhead, dbias, head, bias = residuals
     scale = cotangents[0]
 
@@ -210,11 +221,12 @@ def _over_chunks(add_chunk, sums, chunks):
     return sums, jax.tree.map(lambda *rows: jnp.stack(rows), *outputs)
 
 
-def _chunk_loss(z_loss, head, bias, teacher, hidden, targets, weights, teacher_hidden):
+def _chunk_loss(terms, head, bias, teacher, hidden, targets, weights, teacher_hidden):
     """Sums of one chunk per shard, and the gradient of its logits."""
     logits = _float32_einsum("prcm,vm->prcv", hidden, head)
     if bias is not None:
         logits += bias.astype(jnp.float32)[None, None, None, :]
+    logits = soft_cap(logits, terms.soft_cap)
     # A comparison fuses, and works on a sharded vocabulary; a gather does neither.
     vocabulary = jax.lax.broadcasted_iota(targets.dtype, logits.shape, 3)
     is_target = vocabulary == targets[..., None]
@@ -223,8 +235,8 @@ def _chunk_loss(z_loss, head, bias, teacher, hidden, targets, weights, teacher_h
     partition = jnp.exp(logits - largest[..., None]).sum(-1)
     log_partition = jnp.log(partition) + largest
     target_logit = jnp.where(is_target, logits, 0.0).sum(-1)
-    losses = log_partition - target_logit + z_loss * jnp.square(log_partition)
-    slope = 1.0 + 2.0 * z_loss * log_partition
+    losses = log_partition - target_logit + terms.z_loss * jnp.square(log_partition)
+    slope = 1.0 + 2.0 * terms.z_loss * log_partition
     probabilities = jnp.exp(logits - log_partition[..., None])
     dlogits = (slope[..., None] * probabilities - is_target) * weights[..., None]
     first = jnp.where(logits == largest[..., None], vocabulary, head.shape[0]).min(-1)
@@ -232,6 +244,8 @@ def _chunk_loss(z_loss, head, bias, teacher, hidden, targets, weights, teacher_h
     loss_sum = jnp.sum(losses * weights, (1, 2))
     correct_sum = jnp.sum(hits * weights, (1, 2))
     if teacher is None:
+        if terms.soft_cap:
+            dlogits *= 1.0 - jnp.square(logits / terms.soft_cap)
         return (loss_sum, correct_sum, None), dlogits.astype(hidden.dtype)
     divergences, slopes = _divergence(logits, teacher_hidden, teacher)
     divergence_sum = jnp.sum(divergences * weights, (1, 2))

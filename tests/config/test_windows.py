@@ -1,0 +1,88 @@
+"""Settings of windows and soft caps, with the exact words of each refusal."""
+
+import pytest
+
+from tests.support.refusals import case, refusal
+
+WINDOW = "model.sliding_window=8;"
+
+RULES = [
+    case(
+        WINDOW + "model.kind=encoder",
+        "model.sliding_window=8 does not go with model.kind='encoder', which looks "
+        "ahead; use 0",
+        id="encoder",
+    ),
+    case(
+        WINDOW + "sequence_warmup.form=window",
+        "model.sliding_window=8 does not go with sequence_warmup.form='window', "
+        "another window; use 0",
+        id="another-window",
+    ),
+    case(
+        WINDOW + "random_ltd.form=span",
+        "model.sliding_window=8 does not go with random_ltd.form='span', which drops "
+        "tokens of it; use 0",
+        id="dropped-tokens",
+    ),
+    case(
+        WINDOW + "model.attention=sparse",
+        "model.sliding_window=8 is not a pattern of model.attention='sparse'; use 0, "
+        "or sparsity.mode='local'",
+        id="sparse",
+    ),
+    case(
+        WINDOW + "model.full_attention_every=2;model.mlp_tiles=2",
+        "model.full_attention_every=2 makes blocks of 2 layers, and model.mlp_tiles=2 "
+        "needs others; use 0, or model.mlp_tiles=1",
+        id="tiles",
+    ),
+    case(
+        WINDOW + "model.full_attention_every=1",
+        "model.full_attention_every=1 lets no layer slide; use 0 for both, or 2 or "
+        "more",
+        id="no-layer",
+    ),
+    case(
+        "model.full_attention_every=2",
+        "model.full_attention_every=2 has no effect with model.sliding_window=0; leave "
+        "it at 0, or set model.sliding_window",
+        id="no-window",
+    ),
+    case(
+        WINDOW + "mesh.sequence=8",
+        "model.sequence_attention='auto' takes the ring, which does not bound "
+        "attention by model.sliding_window=8; use 'ulysses' with a multiple of 8 "
+        "heads, or 0 there",
+        id="ring-by-itself",
+    ),
+    case(
+        "model.attention_soft_cap=50.0;mesh.sequence=4;model.sequence_attention=ring",
+        "model.sequence_attention='ring' does not bound attention by "
+        "model.attention_soft_cap=50.0; use 'ulysses' with a multiple of 4 heads, or "
+        "0 there",
+        id="ring",
+    ),
+    case(
+        "model.attention_soft_cap=50.0;model.attention=cudnn",
+        "model.attention_soft_cap=50.0 bounds scores, which model.attention='cudnn' "
+        "cannot; use 0, or model.attention='xla'",
+        id="cudnn",
+    ),
+    case(
+        "model.logit_soft_cap=30.0;distill.teacher=teacher",
+        "model.logit_soft_cap=30.0 bounds logits, which distill.teacher does not; use "
+        "0",
+        id="teacher",
+    ),
+    case(
+        "model.activation=geglu;model.moe.num_experts=2",
+        "model.activation='geglu' is no activation of experts; use 'swiglu' or 'gelu'",
+        id="experts",
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "num_devices", "message"), RULES)
+def test_rule(overrides, num_devices, message):
+    assert refusal(overrides, num_devices) == message

@@ -1,0 +1,132 @@
+"""Sliding windows of a Hugging Face config.json: their size, and the layers.
+
+A family has them in no layer, in all, in all if a switch is on (Qwen), or in all but
+every n-th (Gemma).
+"""
+
+import pathlib
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, NamedTuple
+
+from zjax.config import schema
+from zjax.config.windows import sliding_layers
+from zjax.errors import Problem
+
+KNOWN = {"layer_types"}
+"""Keys that all families may have."""
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+class Windows(NamedTuple):
+    """Which layers of a family have a window."""
+
+    layers: Literal["none", "all", "switch", "period"] = "none"
+    default: int | None = None
+    """Size if the config.json has none."""
+    period: int = 0
+    """Layers after which one sees all, if the config.json does not say."""
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """Keys of a config.json that are read besides the types of layers."""
+        keys = {
+            "none": (),
+            "all": ("sliding_window",),
+            "switch": ("sliding_window", "use_sliding_window", "max_window_layers"),
+            "period": ("sliding_window", "sliding_window_pattern"),
+        }
+        return frozenset(keys[self.layers])
+
+
+NO_WINDOWS = Windows()
+
+
+def window_settings(
+    values: Mapping[str, Any], windows: Windows, num_layers: int
+) -> dict[str, Any]:
+    """Settings of the windows of a config.json that has no problem."""
+    slides = _slides(values, windows, num_layers)
+    every = _period(slides)
+    if not any(slides):
+        return {"sliding_window": 0, "full_attention_every": 0}
+    return {"sliding_window": _size(values, windows), "full_attention_every": every}
+
+
+def window_values(model: schema.Model, windows: Windows) -> dict[str, Any]:
+    """Keys of a config.json, as far as the family can say it."""
+    if windows.layers == "none":
+        return {}
+    values: dict[str, Any] = {"sliding_window": model.sliding_window or None}
+    if windows.layers == "all":
+        return values
+    slides = sliding_layers(model)
+    if windows.layers == "switch":
+        values["use_sliding_window"] = any(slides)
+        values["max_window_layers"] = 0 if any(slides) else model.num_layers
+    return values | {"layer_types": [_SLIDING if x else _FULL for x in slides]}
+
+
+def window_problems(
+    values: Mapping[str, Any], windows: Windows, num_layers: Any, path: pathlib.Path
+) -> Iterator[Problem]:
+    """Yields windows that zjax does not compute, and wrong types."""
+    remedy, types = "use a checkpoint without it", values.get("layer_types")
+    where, known = f"of {path}", (_FULL, _SLIDING)
+    if windows.layers == "none" and types is not None:
+        if types != [_FULL] * len(types):
+            problem = f"{where} is not supported: its family has full attention in all"
+            yield Problem("layer_types", types, f"{problem} layers", remedy)
+        return
+    numbers = {"sliding_window": (int, type(None)), "sliding_window_pattern": (int,)}
+    numbers |= {"use_sliding_window": (bool,), "max_window_layers": (int,)}
+    wrong = [
+        name
+        for name, kinds in numbers.items()
+        if name in windows.keys and type(values.get(name, kinds[0]())) not in kinds
+    ]
+    for name in wrong:
+        problem = f"{where} is not of type {numbers[name][0].__name__}"
+        yield Problem(name, values[name], problem, "correct it there")
+    if type(num_layers) is not int or wrong:
+        return  # reported elsewhere
+    if windows.layers != "all" and types is not None:
+        if len(types) != num_layers or any(kind not in known for kind in types):
+            problem = f"{where} is not one of {_FULL}, {_SLIDING} for each layer"
+            yield Problem("layer_types", types, problem, "correct it there")
+            return
+    slides = _slides(values, windows, num_layers)
+    if any(slides) and _period(slides) is None:
+        name = "max_window_layers" if types is None else "layer_types"
+        problem = f"{where} is not supported: zjax computes windows in all layers, or "
+        yield Problem(name, values.get(name), f"{problem}all but every n-th", remedy)
+
+
+def _size(values: Mapping[str, Any], windows: Windows) -> int | None:
+    return values.get("sliding_window", windows.default)
+
+
+def _slides(values, windows, num_layers) -> list[bool]:
+    types = values.get("layer_types")
+    none, numbers = [False] * num_layers, range(num_layers)
+    if windows.layers == "none" or not _size(values, windows):
+        return none
+    if windows.layers == "all":
+        return [True] * num_layers
+    if windows.layers == "switch" and not values.get("use_sliding_window", False):
+        return none
+    if types is not None:
+        return [kind == _SLIDING for kind in types]
+    if windows.layers == "switch":
+        first = values.get("max_window_layers", num_layers)
+        return [number >= first for number in numbers]
+    period = values.get("sliding_window_pattern", windows.period)
+    return [bool((number + 1) % period) for number in numbers]
+
+
+def _period(slides: list[bool]) -> int | None:
+    """Layers after which one sees all; 0 if none does, None if there is no such."""
+    if all(slides):
+        return 0
+    every = slides.index(False) + 1
+    expected = [bool((number + 1) % every) for number in range(len(slides))]
+    return every if slides == expected else None
