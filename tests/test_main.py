@@ -154,6 +154,17 @@ def test_a_run_describes_itself_and_knows_its_best_step(tmp_path):
     texts = {flag: said.splitlines()[-1] for flag, (_, said) in found.items()}
     assert texts["top_p=1e-9"] == texts["top_k=1"] == texts["temperature=0"]
     assert len({texts["temperature=0"], texts["seed=1"], texts["seed=2"]}) == 3
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("5\n5 6\n5\n")
+    hot = (*words[:-2], "--simulated_devices=1", "--temperature=9", "--seed=1")
+    out = run(*hot, f"--file={prompts}")
+    rows = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    assert [row["prompt"] for row in rows] == ["5", "5 6", "5"]
+    assert rows[0]["text"] == rows[2]["text"] == texts["seed=1"]
+    assert rows[1]["text"].startswith("5 6")
+    prompts.write_text(f"5\n{'5 ' * 99}\n{'6 ' * 99}\n")
+    out = run(*hot, f"--file={prompts}", code=2)
+    assert out.count("is 99 tokens; use 1 to ") == 2
 
 
 def test_two_processes_train_as_one(tmp_path, settings, alone):
@@ -371,6 +382,20 @@ REFUSED = {
         ("help", "exprt"),
         "zjax: command='exprt' is not a command; did you mean export?\n",
     ),
+    "prompt-and-file": (
+        ("generate", "--run=a", "--file=b", "--prompt=c"),
+        "zjax: --prompt='c' has no effect with --file; leave it out\n",
+    ),
+    "no-file": (
+        ("generate", "--run=a", "--file=/nope"),
+        "zjax: --file='/nope' cannot be read (No such file or directory); "
+        "give a text with a prompt a line\n",
+    ),
+    "a-file-of-no-end": (
+        ("generate", "--run=a", "--file=/dev/zero"),
+        "zjax: --file='/dev/zero' cannot be read (it is not a regular file); "
+        "give a text with a prompt a line\n",
+    ),
     "generate-from-nothing": (
         ("generate", "--config=configs/quickstart.py", "--config.directory=/nope"),
         "zjax: directory='/nope/checkpoints' holds no checkpoint to resume from; "
@@ -398,7 +423,7 @@ def test_what_a_command_does_not_read_is_refused(tmp_path):
         (
             ("launch", "--num_processes=x"),
             "command='zjax launch' cannot be read (argument --num_processes: invalid "
-            "int value: 'x'); use zjax launch [-h] [--num_processes NUM_PROCESSES]",
+            "int value: 'x'); use zjax launch [--num_processes NUM_PROCESSES]",
         ),
     ],
     ids=["check", "launch"],
@@ -459,6 +484,25 @@ def test_each_command_has_help_of_its_own_flags(tmp_path):
         )
         assert max(map(len, said.splitlines())) <= 88
     assert found["again"] == found["data prepare --help"]
+
+
+def test_help_of_what_is_launched(tmp_path):
+    """Fails if the help of launch itself is shown, or processes start."""
+    words = ("launch", "--num_processes=2")
+    typed = {
+        "own": ("train", "--help"),
+        "after": (*words, "train", "--help"),
+        "before": ("help", *words, "train"),
+        "two": (*words, "data", "analyze", "-h"),
+        "launch": (*words, "--help"),
+        "of-launch": ("help", "launch"),
+    }
+    said = {name: text for name, (_, text) in run_each(tmp_path, typed).items()}
+    assert said["own"] == said["after"] == said["before"]
+    assert said["own"].startswith("zjax train ")
+    assert said["two"].startswith("zjax data analyze ")
+    assert said["launch"] == said["of-launch"]
+    assert said["launch"].startswith("zjax launch ")
 
 
 def test_help_of_a_flag_has_its_kind_choices_and_default(tmp_path):

@@ -33,6 +33,7 @@ from zjax.forward import AUXILIARY_LOSS
 from zjax.huggingface.export import export_huggingface
 from zjax.huggingface.peft import export_peft
 from zjax.observe.progress import describe_values
+from zjax.reading import read_text
 from zjax.train.average import choose_part, parts_of
 from zjax.trainer import Trainer
 
@@ -100,24 +101,53 @@ def restored(config: Config) -> tuple[Trainer, str]:
 
 
 def generate() -> None:
-    """Continues the prompt with a checkpoint.
+    """Continues the prompt with a checkpoint, or each line of a file.
+
+    Those of a file are printed as JSON, `{"prompt": ..., "text": ...}` on a line each,
+    and are what the prompts alone would give.
 
     Raises:
-        ConfigError: A flag is out of range.
+        ConfigError: A flag is out of range, or the file cannot be read.
     """
     given = flags.FLAGS
     check_sampling(given.temperature, given.top_p)
+    prompts = read_prompts(given.file) if given.file else [given.prompt]
     trainer, part = restored(settings())
-    text = trainer.generate(
-        given.prompt,
-        max_new_tokens=given.max_new_tokens,
-        temperature=given.temperature,
-        top_k=given.top_k,
-        top_p=given.top_p,
-        seed=given.seed,
-        part=part,
-    )
-    print(text)
+    trainer.check_prompts(prompts)
+    for prompt in prompts:
+        text = trainer.generate(
+            prompt,
+            max_new_tokens=given.max_new_tokens,
+            temperature=given.temperature,
+            top_k=given.top_k,
+            top_p=given.top_p,
+            seed=given.seed,
+            part=part,
+        )
+        as_line = json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False)
+        print(as_line if given.file else text, flush=True)
+
+
+def read_prompts(path: str) -> list[str]:
+    """The prompts of `--file`, one on each line.
+
+    Raises:
+        ConfigError: It cannot be read, is too large, or has lines without a prompt;
+            or `--prompt` is given, too.
+    """
+    refuse_flags(["prompt"], "has no effect with --file")
+    path = local_path("file", path)
+    try:
+        lines = read_text(path).splitlines()
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        problem, remedy = f"cannot be read ({why})", "give a text with a prompt a line"
+        raise ConfigError(Problem("--file", path, problem, remedy)) from error
+    empty = [number for number, line in enumerate(lines, 1) if not line.strip()]
+    if empty or not lines:
+        problem = f"has no prompt on line {empty[0] if empty else 1}"
+        raise ConfigError(Problem("--file", path, problem, "write one, or remove it"))
+    return lines
 
 
 def check_sampling(temperature: float, top_p: float) -> None:

@@ -135,6 +135,9 @@ def define_flags(argv: Sequence[str] | None = None) -> None:
         "dtype", "", ["", *DTYPES], "Dtype of the weights; theirs by default."
     )
     flags.DEFINE_string("prompt", "def ", "Text to continue.")
+    flags.DEFINE_string(
+        "file", "", "Text with a prompt a line; prints a line of JSON for each."
+    )
     flags.DEFINE_integer("max_new_tokens", 0, "Tokens to add; 0 fills the context.")
     flags.DEFINE_float("temperature", 0.8, "0 takes the most likely token.")
     flags.DEFINE_integer(
@@ -289,10 +292,8 @@ def evaluate() -> None:
 
 def launch() -> None:
     """Runs the rest of the command line as several processes."""
-    parser = commands.Parser("zjax launch", allow_abbrev=False)
-    parser.add_argument("--num_processes", type=int, default=2)
-    given, rest = parser.parse_known_args(sys.argv[2:])
-    number, problems = given.num_processes, list[Problem]()
+    number, rest = launched(sys.argv[2:])
+    problems = list[Problem]()
     if number < 1:
         problems += [Problem("--num_processes", number, "is below 1", "use 1 or more")]
     if number > MAX_PROCESSES:
@@ -304,7 +305,20 @@ def launch() -> None:
     if problems:
         raise ConfigError(*problems)
     command = [sys.executable, "-m", "zjax.main", *rest]
-    sys.exit(processes.supervise(command, given.num_processes))
+    sys.exit(processes.supervise(command, number))
+
+
+def launched(words: Sequence[str]) -> tuple[int, list[str]]:
+    """Number of processes, and the command that `zjax launch` starts in each.
+
+    Example:
+        >>> launched(["--num_processes=4", "train", "--config=a.py"])
+        (4, ['train', '--config=a.py'])
+    """
+    parser = commands.Parser("zjax launch", allow_abbrev=False, add_help=False)
+    parser.add_argument("--num_processes", type=int, default=2)
+    given, rest = parser.parse_known_args(words)
+    return given.num_processes, rest
 
 
 def complete() -> None:
@@ -362,12 +376,14 @@ COMMANDS = {
     "generate": Command(
         commands.generate,
         "Continues a prompt with the weights of a checkpoint.",
-        'zjax generate --config=quickstart --prompt="def "',
+        'zjax generate --config=quickstart --prompt="def "\n'
+        "zjax generate --run=runs/quickstart --file=prompts.txt",
         {
             "run": "",
             "part": "",
             "step": "",
             "prompt": "",
+            "file": "",
             "max_new_tokens": "",
             "temperature": "",
             "top_k": "",
@@ -484,13 +500,17 @@ def run() -> None:
 
 
 def _run(words: Sequence[str]) -> None:
+    is_help = words[:1] == ["help"] or any(word in HELP_WORDS[1:] for word in words)
     named = words[1:] if words[:1] == ["help"] else words
+    if is_help and named[:1] == ["launch"]:
+        inner = launched(named[1:])[1]
+        named = inner if command_name(inner) in COMMANDS else named
     name = command_name(named)
     if words[:1] == ["--version"]:
         print(", ".join(f"{name} {versions().get(name)}" for name in ("zjax", "jax")))
     elif name in ("", *HELP_WORDS):
         print(describe_commands(COMMANDS), end="")
-    elif words[:1] == ["help"] or any(word in HELP_WORDS[1:] for word in words):
+    elif is_help:
         check_command(name, named, COMMANDS)
         define_flags(words[:1])
         print(describe_command(name, COMMANDS[name]), end="")

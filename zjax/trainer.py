@@ -358,13 +358,10 @@ class Trainer:
             ConfigError: The prompt is empty or too long, or the run has no such
                 weights.
         """
+        self.check_prompts([prompt])
         tokenizer = data.make_tokenizer(self.config)
         tokens = jax.numpy.asarray([tokenizer.encode(prompt)], jax.numpy.int32)
         max_length = self.config.model.max_length
-        if not self._is_language_model or not 0 < tokens.shape[1] < max_length:
-            problem = f"is {tokens.shape[1]} tokens"
-            remedy = f"use 1 to {max_length - 1}, with the built-in decoder"
-            raise ConfigError(Problem("prompt", prompt[:20], problem, remedy))
         out = self.run.generate(
             with_part(self.state, part),
             tokens,
@@ -378,6 +375,27 @@ class Trainer:
         ids = jax.device_get(out)[0].tolist()
         end = ids.index(tokenizer.end_id) if tokenizer.end_id in ids else len(ids)
         return tokenizer.decode(ids[:end])
+
+    def check_prompts(self, prompts: Sequence[str]) -> None:
+        """Refuses texts that `generate` cannot continue, all at once.
+
+        Args:
+            prompts: Texts.
+
+        Raises:
+            ConfigError: Names each that is empty or too long.
+        """
+        tokenizer = data.make_tokenizer(self.config)
+        most = self.config.model.max_length - 1
+        lengths = [len(tokenizer.encode(prompt)) for prompt in prompts]
+        remedy = f"use 1 to {most}, with the built-in decoder"
+        problems = [
+            Problem("prompt", prompt[:20], f"is {length} tokens", remedy)
+            for prompt, length in zip(prompts, lengths, strict=True)
+            if not self._is_language_model or not 0 < length <= most
+        ]
+        if problems:
+            raise ConfigError(*problems)
 
     def close(self) -> None:
         """Waits for the last checkpoint and ends all threads.
