@@ -96,6 +96,34 @@ def test_a_small_model_is_one_file_in_the_dtype_that_was_asked_for(store, tmp_pa
     assert (values["model_type"], values["dtype"]) == ("llama", "bfloat16")
 
 
+def test_the_tokenizer_goes_along_with_its_ids(tmp_path, caplog):
+    """Fails if files stay behind, or others than those of a tokenizer come."""
+    golden.copy("mistral", tmp_path / "start", eos_token_id=[2, 7], pad_token_id=0)
+    texts = {"tokenizer.json": "{}", "chat_template.jinja": "x", "notes.txt": "mine"}
+    for name, text in texts.items():
+        (tmp_path / "start" / name).write_text(text)
+    run = golden.start(golden.make_config("mistral", directory=tmp_path / "start"))
+    save(tmp_path / "run", run.state, run)
+    given, folder = Store(str(tmp_path / "run")), tmp_path / "out"
+    export.export_huggingface(given, str(folder))
+    assert sorted(file.name for file in folder.iterdir()) == [
+        *("chat_template.jinja", "config.json", "model.safetensors", "tokenizer.json")
+    ]
+    assert (folder / "chat_template.jinja").read_text() == "x"
+    values = json.loads((folder / "config.json").read_text())
+    assert (values["eos_token_id"], values["pad_token_id"]) == ([2, 7], 0)
+    assert caplog.messages[-1] == (
+        f"tokenizer: tokenizer.json, chat_template.jinja of {tmp_path / 'start'}"
+    )
+    (tmp_path / "start" / "vocab.json").mkdir()
+    with pytest.raises(CheckpointError) as error:
+        export.export_huggingface(given, str(tmp_path / "again"))
+    assert str(error.value) == (
+        f"tokenizer='{tmp_path / 'start' / 'vocab.json'}' is not a file; move it away"
+    )
+    assert not (tmp_path / "again").exists()
+
+
 def test_a_directory_with_files_is_left_alone(store, tmp_path):
     (tmp_path / "mine").write_text("")
     with pytest.raises(CheckpointError) as error:

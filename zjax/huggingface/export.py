@@ -11,6 +11,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from absl import logging
 
 from zjax.checkpoint import views
 from zjax.checkpoint.average import open_weights
@@ -25,7 +26,9 @@ from zjax.errors import CheckpointError, ConfigError, Problem
 from zjax.huggingface.families import FAMILIES, Family
 from zjax.huggingface.rotation import rotation_values
 from zjax.huggingface.settings import CONFIG_NAME, entries_of, settings_of
+from zjax.huggingface.source import find_config
 from zjax.huggingface.tensors import Layout, joined, layouts_of
+from zjax.huggingface.tokenizer import copy_tokenizer, token_ids
 from zjax.huggingface.windows import window_values
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -57,6 +60,9 @@ def export_huggingface(
 ) -> int:
     """Writes a directory that transformers loads: config.json, safetensors, an index.
 
+    A run that started from a Hugging Face checkpoint has its tokenizer: the files go
+    along, if they are still there. The log says which.
+
     The directory gets its name once complete. One array with its layers is in memory
     at a time. Only one process may call this.
 
@@ -73,20 +79,30 @@ def export_huggingface(
 
     Raises:
         CheckpointError: There is no such checkpoint, it is not of the built-in decoder,
-            or the directory is not empty or cannot be written.
+            a file of its tokenizer is too large, or the directory is not empty or
+            cannot be written.
         ConfigError: No family computes what the model does; names the settings.
     """
     step = store.latest() if step is None else step
-    model = load_config(store.extra(step).get("config", {})).model
+    config = load_config(store.extra(step).get("config", {}))
+    model, start = config.model, find_config(config.checkpoint.init_from)
     kind = find_kind(model)
     source, _ = open_weights(store, part, step)
     parts, source = _collect(source, FAMILIES[kind], model, str(store.directory))
     entries = cast_entries(_describe(parts, source), dtype)
     with new_folder(path) as folder:
         values = config_of(model, kind) | {"dtype": next(iter(entries.values())).dtype}
+        if start is not None:
+            values |= token_ids(start.parent)
+            _report_tokenizer(start.parent, copy_tokenizer(start.parent, folder))
         (folder / CONFIG_NAME).write_text(json.dumps(values, indent=2) + "\n")
         _write_shards(folder, entries, parts, source, max_shard_bytes)
     return sum(file.stat().st_size for file in pathlib.Path(path).iterdir())
+
+
+def _report_tokenizer(source: pathlib.Path, names: list[str]) -> None:
+    files = ", ".join(names) or "no file"
+    logging.warning("tokenizer: %s of %s", files, source)
 
 
 @contextlib.contextmanager

@@ -43,7 +43,7 @@ def adapted(
         ConfigError: The config.json is not understood, or `model` differs from it.
         CheckpointError: Tensors are missing, unexpected or of the wrong shape.
     """
-    path = _find_config(config.checkpoint.init_from)
+    path = find_config(config.checkpoint.init_from)
     if path is None or _TOKENS not in wanted or _TOKENS in source.entries:
         return source
     settings, family = shape_of(path)
@@ -65,7 +65,10 @@ def adapted(
     return _translated(source, layouts)
 
 
-def _find_config(init_from: str) -> pathlib.Path | None:
+def find_config(init_from: str) -> pathlib.Path | None:
+    """The config.json beside the weights of `checkpoint.init_from`, if there is one."""
+    if not init_from:
+        return None
     place = pathlib.Path(local_path("checkpoint.init_from", init_from))
     path = place / CONFIG_NAME
     return path if find_steps(place) is None and path.exists() else None
