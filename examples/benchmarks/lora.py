@@ -1,0 +1,82 @@
+"""LoRA on the shape of Llama 3 8B at 4,096 tokens, on one device of 80 GB.
+
+Adapters of rank 16 on all linear layers of blocks: the peak of device memory with one
+sequence, and the speed with as many as are fastest, each against peft with
+transformers, compiled or not.
+"""
+
+from contestants import ONE_DEVICE, compare_speed, on_one_device, zjax
+
+from zjax.bench import Case, Contest, Row
+
+SETTINGS = (
+    "zero.stage=0",
+    "data.source=synthetic",
+    "data.path=",
+    "lora.rank=16",
+    "lora.alpha=32",
+    "global_batch_size=0",
+)
+SMALL = ("microbatch_size=1", "model.remat=full", "model.loss_chunk_tokens=1024")
+OURS = {
+    "zjax, one sequence": SMALL,
+    "zjax, 2 sequences": ("microbatch_size=2", "model.remat=elementwise"),
+    "zjax, 4 sequences": ("microbatch_size=4", "model.remat=attention_and_mlp"),
+}
+PEERS = {
+    f"peft, {number} at once{', compiled' if is_compiled else ''}": (
+        f"--microbatch_size={number}",
+        f"--is_compiled={is_compiled}",
+    )
+    for number in (1, 4)
+    for is_compiled in (1, 0)
+}
+NOTES = "peft with checkpoints at each layer; random weights in bfloat16"
+
+
+def get_contest():
+    contestants = (
+        *(
+            zjax(
+                name,
+                "configs/llama_8b.py",
+                *SETTINGS,
+                *changes,
+                environment=ONE_DEVICE,
+            )
+            for name, changes in OURS.items()
+        ),
+        *(
+            on_one_device(name, "peer", "lora_peft", *words, timeout_seconds=240)
+            for name, words in PEERS.items()
+        ),
+    )
+    one = tuple(name for name, words in PEERS.items() if "--microbatch_size=1" in words)
+    memory = Case(
+        ours=("zjax, one sequence",),
+        peer=one,
+        metric="peak_bytes",
+        unit="bytes",
+        must=0.9,
+        aim=0.7,
+    )
+    rows = (
+        Row(
+            "lora_memory",
+            "LoRA on 8B needs less device memory than with peft.",
+            (memory,),
+            headline="LoRA 8B: device memory over peft's",
+            higher_is_better=False,
+            notes=NOTES,
+            by_devices=False,
+        ),
+        Row(
+            "lora_speed",
+            "LoRA on 8B is faster than with peft.",
+            compare_speed(tuple(OURS), tuple(PEERS), 1.3, 1.8),
+            headline="LoRA 8B: speed over peft's",
+            notes=NOTES,
+            by_devices=False,
+        ),
+    )
+    return Contest("Fine-tuning", contestants, rows)
