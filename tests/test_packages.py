@@ -9,7 +9,7 @@ from zjax import packages
 from zjax.checkpoint import load_weights
 from zjax.checkpoint.store import Store
 from zjax.config import load_config, schema
-from zjax.data import documents, tokenizer, wrap_batches
+from zjax.data import chat, documents, tokenizer, wrap_batches
 from zjax.errors import ConfigError, PackageError
 from zjax.observe import check_sinks, plot
 from zjax.observe.sinks import TensorBoard
@@ -63,6 +63,7 @@ def hidden(monkeypatch):
 
 USES = {
     "grain": lambda path: wrap_batches([], schema.Config(), print),
+    "jinja2": lambda path: chat.load_chat(str(path)),
     "matplotlib": lambda path: plot.make_figure(1, 1),
     "orbax": lambda path: Store(str(path)),
     "pyarrow": lambda path: [*documents.read_documents(path / "a.parquet", "text")],

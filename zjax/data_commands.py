@@ -32,6 +32,7 @@ def prepare_data() -> None:
         tokenizer=flags.FLAGS.tokenizer,
         validation_fraction=flags.FLAGS.validation_fraction,
         text_field=flags.FLAGS.text_field,
+        chat=flags.FLAGS.chat,
     )
     print(f"wrote {flags.FLAGS.output} with a vocabulary of {meta.vocab_size}")
     for name, split in meta.splits.items():
@@ -39,6 +40,7 @@ def prepare_data() -> None:
         print(f"{name}: {sizes}")
     print(
         "train on it: zjax train --config.data.source=tokens "
+        f"{'--config.data.packing=documents ' if meta.has_answers else ''}"
         f"{shlex.quote(f'--config.data.path={flags.FLAGS.output}')} "
         f"--config.model.vocab_size={meta.vocab_size} --config=FILE"
     )

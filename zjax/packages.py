@@ -9,6 +9,7 @@ from zjax.errors import PackageError, Problem
 
 NEEDED_FOR = {
     "grain": "batches of a loader",
+    "jinja2": "chat templates",
     "matplotlib": "pictures",
     "orbax": "checkpoints",
     "pyarrow": "Parquet files",

@@ -2,6 +2,7 @@
 
 import codecs
 import itertools
+import json
 import os
 import pathlib
 from collections.abc import Collection, Iterator, Sequence
@@ -55,6 +56,71 @@ def list_files(inputs: Sequence[str | pathlib.Path]) -> list[pathlib.Path]:
     return files
 
 
+def read_conversations(path: pathlib.Path) -> Iterator[Document]:
+    """Reads conversations of JSON Lines or Parquet files.
+
+    A record has `messages`, a list of objects with `role` and `content`, or `prompt`
+    and `answer`.
+
+    Yields:
+        The messages of each as JSON.
+
+    Raises:
+        DataError: Another kind of file, a broken line, or other fields; with its
+            position.
+    """
+    suffix, number = path.suffix.lower(), 0
+    if suffix == ".parquet":
+        records = _read_rows(path)
+    elif suffix in JSON_SUFFIXES:
+        records = _read_records(path)
+    else:
+        problem, remedy = "is no file of conversations", "use JSON Lines or Parquet"
+        raise DataError(_problem(path, problem, remedy))
+    for number, record, num_bytes in records:
+        yield Document(_messages(record, path, number), num_bytes)
+
+
+def _read_rows(path: pathlib.Path) -> Iterator[tuple[int, dict[str, Any], int]]:
+    names = {"messages", "prompt", "answer"}
+    with _open_parquet(path) as file:
+        num_bytes = path.stat().st_size // max(1, file.metadata.num_rows)
+        columns = [name for name in file.schema_arrow.names if name in names]
+        if not columns:
+            problem = (
+                f"has no column 'messages', only {_named(file.schema_arrow.names)}"
+            )
+            raise DataError(_problem(path, problem, "name it so, or prompt and answer"))
+        rows = (row for batch in _batches(file, path, columns) for row in batch)
+        for number, row in enumerate(rows, start=1):
+            yield number, row, num_bytes
+
+
+def _messages(record: dict[str, Any], path: pathlib.Path, number: int) -> str:
+    messages = record.get("messages")
+    if messages is None and {"prompt", "answer"} <= record.keys():
+        pairs = (("user", "prompt"), ("assistant", "answer"))
+        messages = [{"role": role, "content": record[name]} for role, name in pairs]
+    if messages is None:
+        problem = (
+            f"has neither messages nor prompt and answer in record {number}, only "
+        )
+        problem += _named(record)
+        raise DataError(_problem(path, problem, "name its fields so"))
+    is_list = isinstance(messages, list) and bool(messages)
+    if not is_list or not all(map(_is_message, messages)):
+        problem = f"has messages without a role or a content in record {number}"
+        remedy = 'write {"role": "user", "content": "..."}'
+        raise DataError(_problem(path, problem, remedy))
+    return json.dumps(messages)
+
+
+def _is_message(message: object) -> bool:
+    if not isinstance(message, dict):
+        return False
+    return all(isinstance(message.get(name), str) for name in ("role", "content"))
+
+
 def read_documents(path: pathlib.Path, text_field: str) -> Iterator[Document]:
     """Reads JSON Lines, Parquet or else plain text, by the file's suffix.
 
@@ -105,6 +171,12 @@ def _decode(block: bytes, path: pathlib.Path, offset: int) -> str:
 
 
 def _read_json_lines(path: pathlib.Path, text_field: str) -> Iterator[Document]:
+    for number, record, num_bytes in _read_records(path):
+        yield Document(_text_of(record, path, number, text_field), num_bytes)
+
+
+def _read_records(path: pathlib.Path) -> Iterator[tuple[int, dict[str, Any], int]]:
+    """Number, content and bytes of each line that is not blank."""
     offset = 0
     with open(path, "rb") as file:
         lines = iter(lambda: file.readline(MAX_LINE_BYTES + 1), b"")
@@ -116,11 +188,11 @@ def _read_json_lines(path: pathlib.Path, text_field: str) -> Iterator[Document]:
                 )
             text = _decode(line, path, offset)
             if text.strip():
-                yield Document(_parse(text, path, number, text_field), len(line))
+                yield number, _parse(text, path, number), len(line)
             offset += len(line)
 
 
-def _parse(line: str, path: pathlib.Path, number: int, text_field: str) -> str:
+def _parse(line: str, path: pathlib.Path, number: int) -> dict[str, Any]:
     try:
         record = parse_json(line)
     except ValueError as error:
@@ -130,44 +202,55 @@ def _parse(line: str, path: pathlib.Path, number: int, text_field: str) -> str:
     if not isinstance(record, dict):
         problem = f"has no object on line {number}, but a {type(record).__name__}"
         raise DataError(_problem(path, problem, "write one JSON object per line"))
+    return record
+
+
+def _text_of(
+    record: dict[str, Any], path: pathlib.Path, number: int, text_field: str
+) -> str:
     if text_field not in record:
         problem = f"has no field {text_field!r} on line {number}, only {_named(record)}"
         raise DataError(_problem(path, problem, "choose another text_field"))
     return _check_text(record[text_field], path, f"line {number}", text_field)
 
 
-def _read_parquet(path: pathlib.Path, text_field: str) -> Iterator[Document]:
+def _open_parquet(path: pathlib.Path) -> Any:
     check_installed("pyarrow")
     import pyarrow
     from pyarrow import parquet
 
     try:
-        file = parquet.ParquetFile(path)
+        return parquet.ParquetFile(path)
     except pyarrow.ArrowException as error:
         problem = "is not a Parquet file"
         raise DataError(
             _problem(path, problem, "leave it out or make it again")
         ) from error
-    with file:
+
+
+def _read_parquet(path: pathlib.Path, text_field: str) -> Iterator[Document]:
+    with _open_parquet(path) as file:
         names = file.schema_arrow.names
         if text_field not in names:
             problem = f"has no column {text_field!r}, only {_named(names)}"
             raise DataError(_problem(path, problem, "choose another text_field"))
         num_bytes = path.stat().st_size // max(1, file.metadata.num_rows)
         number = 0
-        for values in _columns(file, path, text_field):
-            for value in values:
+        for rows in _batches(file, path, [text_field]):
+            for row in rows:
                 number += 1
-                text = _check_text(value, path, f"row {number}", text_field)
+                text = _check_text(row[text_field], path, f"row {number}", text_field)
                 yield Document(text, num_bytes)
 
 
-def _columns(file: Any, path: pathlib.Path, text_field: str) -> Iterator[list[object]]:
+def _batches(
+    file: Any, path: pathlib.Path, columns: Sequence[str]
+) -> Iterator[list[dict[str, Any]]]:
     import pyarrow
 
     try:
-        for batch in file.iter_batches(PARQUET_ROWS, columns=[text_field]):
-            yield batch.column(0).to_pylist()
+        for batch in file.iter_batches(PARQUET_ROWS, columns=[*columns]):
+            yield batch.to_pylist()
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         problem = f"is a damaged Parquet file ({' '.join(str(error).split())})"
         raise DataError(

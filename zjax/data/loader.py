@@ -216,6 +216,7 @@ def make_loader(
 
 def _open_buckets(config: schema.Config) -> Buckets:
     opened = source.open_documents(config, "train")
+    source.check_no_answers(opened, "buckets.form", config.buckets.form, "none")
     buckets = Buckets(opened.tokens, opened.offsets, config)
     buckets.position |= {
         "seed": config.seed,

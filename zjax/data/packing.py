@@ -11,7 +11,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Bool, Int, Int64
 
-from zjax.data.digest import digest_tokens
+from zjax.data.digest import digest_tokens, token_parts
 
 WINDOW_ROWS = 128
 """Rows per first-fit window."""
@@ -89,6 +89,7 @@ class DocumentRows:
         tokens: Token stream, each document ending in its end token.
         offsets: Start of each document, and the end of the last.
         length: Tokens per row, 1 or more.
+        answers: 1 for each token that has a loss; None for all.
 
     Example:
         >>> rows = DocumentRows(np.array([7, 8, 9, 5, 6, 9]), np.array([0, 3, 6]), 7)
@@ -100,9 +101,14 @@ class DocumentRows:
     """
 
     def __init__(
-        self, tokens: TokenArray, offsets: Int64[np.ndarray, " offsets"], length: int
+        self,
+        tokens: TokenArray,
+        offsets: Int64[np.ndarray, " offsets"],
+        length: int,
+        answers: TokenArray | None = None,
     ):
         self._tokens = tokens
+        self._answers = answers
         self._offsets = offsets
         self._length = length
         starts, sizes, ends_document = split_documents(offsets, length)
@@ -119,17 +125,27 @@ class DocumentRows:
 
     def read(self, indices: Int64[np.ndarray, " n"], /) -> dict[str, np.ndarray]:
         """Reads `tokens, targets, segment_ids, positions` (int32) and `weights`."""
-        rows = [self._pieces(row) for row in indices.tolist()]
-        return stack_pieces(rows, self._length)
+        batch = self._stack(self._tokens, indices)
+        if self._answers is not None:
+            # A target has a loss if it is a token of an answer.
+            batch["weights"] *= self._stack(self._answers, indices)["targets"]
+        return batch
 
     def digest(self) -> str:
         """Checksum of the stream and of the document boundaries."""
-        return digest_tokens(self._tokens, self._offsets)
+        answers = () if self._answers is None else token_parts(self._answers)
+        return digest_tokens(self._tokens, self._offsets, *answers)
 
-    def _pieces(self, row: int) -> list[tuple[np.ndarray, bool]]:
+    def _stack(
+        self, stream: TokenArray, indices: Int64[np.ndarray, " n"]
+    ) -> dict[str, np.ndarray]:
+        rows = [self._pieces(stream, row) for row in indices.tolist()]
+        return stack_pieces(rows, self._length)
+
+    def _pieces(self, stream: TokenArray, row: int) -> list[tuple[np.ndarray, bool]]:
         pieces = slice(self._first_piece[row], self._first_piece[row + 1])
         return [
-            (self._tokens[start : start + size + (not ends_document)], ends_document)
+            (stream[start : start + size + (not ends_document)], ends_document)
             for start, size, ends_document in zip(
                 self._starts[pieces].tolist(),
                 self._sizes[pieces].tolist(),

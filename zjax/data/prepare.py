@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import json
 import os
 import pathlib
 import re
@@ -9,12 +10,14 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
 from absl import logging
 from rich import console, progress
 
 from zjax.config.paths import local_path
 from zjax.data import documents, store
 from zjax.data import tokenizer as text
+from zjax.data.chat import TOKENIZER_NAME, Chat, load_chat
 from zjax.errors import DataError, Problem
 
 BPE_TRAINING_BYTES = 1 << 30
@@ -36,6 +39,7 @@ def prepare(
     tokenizer: str = "bytes",
     validation_fraction: float = 0.01,
     text_field: str = "text",
+    chat: str = "",
 ) -> store.Meta:
     """Writes a directory of token files for `data.source='tokens'`.
 
@@ -50,6 +54,10 @@ def prepare(
             the path of a `tokenizer.json`.
         validation_fraction: Fraction of the text to hold out, 0 to less than 1.
         text_field: Field of JSON objects, or column of Parquet files, with the text.
+        chat: Directory of a Hugging Face checkpoint, whose tokenizer and chat template
+            encode conversations, instead of `tokenizer` and `text_field`: objects or
+            rows with `messages`, or with `prompt` and `answer`. Only answers then have
+            a loss, and no document an end token that the template does not write.
 
     Returns:
         Vocabulary and sizes of what was written.
@@ -62,6 +70,11 @@ def prepare(
     inputs = [local_path("input", path, DataError) for path in inputs]
     if tokenizer.endswith(".json"):
         tokenizer = local_path("tokenizer", tokenizer, DataError)
+    template = None
+    if chat:
+        chat = local_path("chat", chat, DataError)
+        template = load_chat(chat)
+        tokenizer = os.path.join(chat, TOKENIZER_NAME)
     problems = _check_settings(output, tokenizer, validation_fraction)
     if problems:
         raise DataError(*problems)
@@ -69,7 +82,8 @@ def prepare(
     output = pathlib.Path(output)
 
     def read(bar: progress.Progress, label: str) -> Iterator[_Assigned]:
-        texts = _read_all(files, text_field, bar, label)
+        field = None if template else text_field
+        texts = _read_all(files, field, bar, label)
         return _assign_splits(texts, validation_fraction)
 
     with (
@@ -77,7 +91,8 @@ def prepare(
         progress.Progress(console=console.Console(stderr=True)) as bar,
     ):
         vocabulary = _make_tokenizer(tokenizer, partial, read(bar, "Learning"))
-        splits = _write_splits(partial, vocabulary, read(bar, "Encoding"))
+        assigned = read(bar, "Encoding")
+        splits = _write_splits(partial, vocabulary, template, assigned)
         _check_splits(splits, inputs, validation_fraction)
         meta = store.Meta(
             tokenizer="bytes" if tokenizer == "bytes" else store.TOKENIZER_NAME,
@@ -85,6 +100,7 @@ def prepare(
             end_id=vocabulary.end_id,
             dtype=_token_dtype(vocabulary),
             splits=splits,
+            has_answers=template is not None,
         )
         store.write_meta(partial, meta)
     return meta
@@ -148,14 +164,17 @@ def _check_settings(
 
 def _read_all(
     files: Sequence[pathlib.Path],
-    text_field: str,
+    text_field: str | None,
     bar: progress.Progress,
     label: str,
 ) -> Iterator[documents.Document]:
     total = sum(file.stat().st_size for file in files)
     task = bar.add_task(label, total=total)
     for file in files:
-        read_documents = documents.read_documents(file, text_field)
+        if text_field is None:
+            read_documents = documents.read_conversations(file)
+        else:
+            read_documents = documents.read_documents(file, text_field)
         while document := _read_next(file, read_documents):
             bar.advance(task, document.num_bytes)
             if document.text:
@@ -218,22 +237,38 @@ def _token_dtype(vocabulary: text.Tokenizer) -> str:
 
 
 def _write_splits(
-    directory: pathlib.Path, vocabulary: text.Tokenizer, assigned: Iterator[_Assigned]
+    directory: pathlib.Path,
+    vocabulary: text.Tokenizer,
+    chat: Chat | None,
+    assigned: Iterator[_Assigned],
 ) -> dict[str, store.Split]:
     dtype = _token_dtype(vocabulary)
     writers: dict[str, store.SplitWriter] = {}
     with contextlib.ExitStack() as stack:
         while chunk := list(itertools.islice(assigned, ENCODE_DOCUMENTS)):
-            encoded = vocabulary.encode_batch([document.text for _, document in chunk])
-            for (split, _), ids in zip(chunk, encoded, strict=True):
+            texts = [document.text for _, document in chunk]
+            encoded = _encode(texts, vocabulary, chat)
+            for (split, _), arrays in zip(chunk, encoded, strict=True):
                 if split not in writers:
                     writers[split] = store.SplitWriter(directory, split, dtype)
                     stack.callback(writers[split].close)
-                writers[split].append(ids, vocabulary.end_id)
+                if chat is None:
+                    writers[split].append(*arrays, vocabulary.end_id)
+                else:
+                    writers[split].append_answers(*arrays)
     return {
         split: store.Split(writer.num_tokens, writer.num_documents)
         for split, writer in writers.items()
     }
+
+
+def _encode(
+    texts: Sequence[str], vocabulary: text.Tokenizer, chat: Chat | None
+) -> Iterator[tuple[np.ndarray, ...]]:
+    """The ids of each text; of conversations also which of them are answers."""
+    if chat is None:
+        return zip(vocabulary.encode_batch(texts))
+    return (chat.tokens_of(json.loads(each)) for each in texts)
 
 
 def _check_splits(

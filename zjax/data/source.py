@@ -139,9 +139,21 @@ def check_vocabulary(opened: store.Store, source: str, vocab_size: int) -> None:
     )
 
 
+def check_no_answers(
+    opened: store.Store, setting: str, value: str, remedy: str
+) -> None:
+    """Refuses conversations for rows that do not know which tokens are answers."""
+    if opened.answers is not None:
+        problem = f"takes all tokens of {opened.name} for answers"
+        raise DataError(Problem(setting, value, problem, f"use {remedy!r}"))
+
+
 def _make_rows(opened: store.Store, data: schema.Data, split: str) -> packing.Rows:
     if data.packing == "documents":
-        return packing.DocumentRows(opened.tokens, opened.offsets, data.length)
+        return packing.DocumentRows(
+            opened.tokens, opened.offsets, data.length, opened.answers
+        )
+    check_no_answers(opened, "data.packing", "blocks", "documents")
     rows = packing.BlockRows(opened.tokens, data.length)
     if len(rows) == 0:
         raise DataError(

@@ -3,7 +3,8 @@
 meta.json                sizes, dtype and vocabulary tokenizer.json           the
 tokenizer, unless it is bytes train.bin                token ids, little-endian uint16
 or uint32 train.idx                int64: start of each document, and the end of the
-last validation.bin, .idx     the same for held-out documents, if there are any
+last train.answers            uint8: 1 for tokens of answers, if only these have a loss
+validation.*             the same for held-out documents, if there are any
 """
 
 import dataclasses
@@ -50,6 +51,8 @@ class Meta:
     dtype: str
     """`uint16` or `uint32`."""
     splits: dict[str, Split]
+    has_answers: bool = False
+    """Whether only the tokens of answers have a loss."""
 
 
 class MappedTokens:
@@ -57,7 +60,7 @@ class MappedTokens:
 
     Args:
         path: Path of the file, not empty.
-        dtype: `uint16` or `uint32`.
+        dtype: `uint8`, `uint16` or `uint32`.
     """
 
     def __init__(self, path: pathlib.Path, dtype: str):
@@ -84,6 +87,8 @@ class Store:
     offsets: Int64[np.ndarray, " offsets"]
     """Start of each document, and the end of the last."""
     vocab_size: int
+    answers: MappedTokens | None = None
+    """1 for each token of an answer; None where all tokens have a loss."""
 
 
 class SplitWriter:
@@ -94,6 +99,7 @@ class SplitWriter:
         self._tokens = open(directory / f"{split}.bin", "wb")
         self._offsets = open(directory / f"{split}.idx", "wb")
         self._offsets.write(np.zeros(1, "<i8").tobytes())
+        self._answers = directory / f"{split}.answers"
         self.num_tokens = 0
         self.num_documents = 0
 
@@ -101,6 +107,15 @@ class SplitWriter:
         """Writes the ids of one document, and its end token."""
         self._tokens.write(np.append(ids, end_id).astype(self._dtype).tobytes())
         self.num_tokens += len(ids) + 1
+        self.num_documents += 1
+        self._offsets.write(np.array(self.num_tokens, "<i8").tobytes())
+
+    def append_answers(self, ids: np.ndarray, answers: np.ndarray) -> None:
+        """Writes the ids of one conversation, and which belong to answers."""
+        self._tokens.write(ids.astype(self._dtype).tobytes())
+        with self._answers.open("ab") as file:
+            file.write(answers.astype(np.uint8).tobytes())
+        self.num_tokens += len(ids)
         self.num_documents += 1
         self._offsets.write(np.array(self.num_tokens, "<i8").tobytes())
 
@@ -147,7 +162,8 @@ def read_meta(path: str) -> Meta:
 
 
 def _is_valid(content: dict[str, Any]) -> bool:
-    if content.keys() != {field.name for field in dataclasses.fields(Meta)}:
+    names = {field.name for field in dataclasses.fields(Meta)}
+    if content.keys() | {"has_answers"} != names:
         return False
     splits = content["splits"]
     sizes = {field.name for field in dataclasses.fields(Split)}
@@ -162,6 +178,7 @@ def _is_valid(content: dict[str, Any]) -> bool:
         and all(type(n) is int and 0 < n < MAX_BYTES for n in counts)
         and type(content["vocab_size"]) is int
         and 0 < content["vocab_size"] <= text.MAX_VOCAB
+        and type(content.get("has_answers", False)) is bool
         and type(content["end_id"]) is int
         and 0 <= content["end_id"] < content["vocab_size"]
     )
@@ -190,6 +207,8 @@ def open_store(path: str, split: str) -> Store:
     index = file.with_suffix(".idx")
     _check_size(file, sizes.num_tokens * item_bytes)
     _check_size(index, (sizes.num_documents + 1) * 8)
+    if meta.has_answers:
+        _check_size(file.with_suffix(".answers"), sizes.num_tokens)
     try:
         tokens = MappedTokens(file, meta.dtype)
         largest = largest_id(tokens)
@@ -207,7 +226,10 @@ def open_store(path: str, split: str) -> Store:
     if ends != (0, sizes.num_tokens) or np.any(offsets[1:] <= offsets[:-1]):
         problem = f"does not cut {sizes.num_tokens} tokens into documents"
         raise DataError(Problem("data.path", str(index), problem, "prepare it again"))
-    return Store(str(file), tokens, offsets, meta.vocab_size)
+    answers = None
+    if meta.has_answers:
+        answers = MappedTokens(file.with_suffix(".answers"), "uint8")
+    return Store(str(file), tokens, offsets, meta.vocab_size, answers)
 
 
 def open_tokenizer(path: str) -> text.Tokenizer:
