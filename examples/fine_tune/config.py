@@ -3,11 +3,13 @@
 Run: zjax train --config=examples/fine_tune/config.py --simulated_devices=8
 """
 
+from typing import Any
+
 from zjax import config as zconfig
 
 
 def get_config():
-    config = zconfig.base()
+    config: Any = zconfig.base()
     config.directory = "runs/fine_tune"
     config.num_steps = 100
     config.checkpoint.init_from = "runs/quickstart"

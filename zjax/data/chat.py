@@ -11,7 +11,7 @@ import datetime
 import json
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -172,7 +172,9 @@ def _environment() -> Any:
     class Generation(ext.Extension):
         """The tag around an answer, whose body is all that it writes."""
 
-        tags: ClassVar[set[str]] = {"generation"}
+        def __init__(self, environment: Any):
+            super().__init__(environment)
+            self.tags = {"generation"}
 
         def parse(self, parser: Any) -> Any:
             next(parser.stream)

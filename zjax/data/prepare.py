@@ -248,14 +248,14 @@ def _write_splits(
         while chunk := list(itertools.islice(assigned, ENCODE_DOCUMENTS)):
             texts = [document.text for _, document in chunk]
             encoded = _encode(texts, vocabulary, chat)
-            for (split, _), arrays in zip(chunk, encoded, strict=True):
+            for (split, _), (ids, *answers) in zip(chunk, encoded, strict=True):
                 if split not in writers:
                     writers[split] = store.SplitWriter(directory, split, dtype)
                     stack.callback(writers[split].close)
-                if chat is None:
-                    writers[split].append(*arrays, vocabulary.end_id)
+                if answers:
+                    writers[split].append_answers(ids, *answers)
                 else:
-                    writers[split].append_answers(*arrays)
+                    writers[split].append(ids, vocabulary.end_id)
     return {
         split: store.Split(writer.num_tokens, writer.num_documents)
         for split, writer in writers.items()
