@@ -1,5 +1,6 @@
 """The command line, as a user types it."""
 
+import functools
 import importlib.metadata
 import json
 import os
@@ -9,6 +10,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 
 import numpy as np
@@ -21,8 +23,73 @@ from zjax.config import describe_config
 
 ROOT = pathlib.Path(__file__).parents[1]
 ZJAX = (sys.executable, "-m", "zjax.main")
-ZJAX_ALONE = (sys.executable, "-P", "-m", "zjax.main")
-"""Like the script, without the current folder among those of modules."""
+EACH_IN_A_FORK = """
+import gc, json, os, sys
+from zjax import main
+gc.freeze()
+for line in sys.stdin:
+    folder, output, words = json.loads(line)
+    if not os.fork():
+        os.chdir(folder)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(os.open(output, os.O_CREAT | os.O_TRUNC | os.O_WRONLY), 1)
+        os.dup2(1, 2)
+        sys.argv[1:] = words
+        try:
+            code = main.run()
+        except SystemExit as end:
+            code = end.code
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code or 0)  # without the second that Python takes to end
+    _, status = os.wait()
+    print(os.waitstatus_to_exitcode(status), flush=True)
+"""
+"""Runs commands one after another, and imports zjax once.
+
+Like the script, it has not the current folder among those of modules.
+"""
+
+
+@functools.cache
+def runner():
+    return subprocess.Popen(
+        [sys.executable, "-P", "-W", "ignore", "-c", EACH_IN_A_FORK],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def end_of_runner():
+    yield
+    if runner.cache_info().currsize:
+        runner().communicate()
+
+
+def run_code(folder, *words):
+    """The status of a command, and what it prints."""
+    with tempfile.NamedTemporaryFile("r") as output:
+        asked = json.dumps((str(folder), output.name, words))
+        print(asked, file=runner().stdin, flush=True)
+        return int(runner().stdout.readline()), output.read()
+
+
+def run_in(folder, *words, code=0):
+    found, out = run_code(folder, *words)
+    assert found == code, out
+    return out
+
+
+def run(*words, code=0):
+    return run_in(ROOT, *words, code=code)
+
+
+def run_each(folder, commands):
+    """Status and output of commands by name."""
+    return {name: run_code(folder, *words) for name, words in commands.items()}
 
 
 def start(*words):
@@ -33,50 +100,6 @@ def start(*words):
         stderr=subprocess.STDOUT,
         text=True,
     )
-
-
-def run(*words, code=0):
-    program = start(*words)
-    out, _ = program.communicate(timeout=300)
-    assert program.returncode == code, out
-    return out
-
-
-def run_in(folder, *command, code=0):
-    """Runs a program in a folder; returns what it prints."""
-    result = subprocess.run(
-        command,
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    assert result.returncode == code, result.stdout
-    return result.stdout
-
-
-EACH_IN_A_FORK = """
-import json, os, sys
-from zjax import main
-for name, words in json.loads(sys.argv.pop(1)).items():
-    if not os.fork():
-        os.dup2(os.open(name, os.O_CREAT | os.O_WRONLY), 1)
-        os.dup2(1, 2)
-        sys.argv[1:] = words
-        sys.exit(main.run())
-    _, status = os.wait()
-    print(name, os.waitstatus_to_exitcode(status))
-"""
-"""Runs commands one after another, and imports zjax once."""
-
-
-def run_each(folder, commands):
-    """Exit codes and output of commands by name; files by name are in the folder."""
-    program = (sys.executable, "-W", "ignore", "-c", EACH_IN_A_FORK)
-    codes = run_in(folder, *program, json.dumps(commands)).splitlines()
-    pairs = (line.rsplit(" ", 1) for line in codes)
-    return {name: (int(code), (folder / name).read_text()) for name, code in pairs}
 
 
 @pytest.fixture
@@ -169,7 +192,10 @@ def test_a_run_describes_itself_and_knows_its_best_step(tmp_path):
 
 def test_two_processes_train_as_one(tmp_path, settings, alone):
     """Fails if processes read the wrong rows, or do not average over each other."""
-    out = run("launch", "--num_processes=2", "train", settings, "--simulated_devices=4")
+    words = ("--num_processes=2", "train", settings, "--simulated_devices=4")
+    program = start("launch", *words)
+    out, _ = program.communicate(timeout=300)
+    assert program.returncode == 0, out
     assert "process" in out
     np.testing.assert_allclose(
         list(small_run.losses(tmp_path / "run").values()),
@@ -263,11 +289,11 @@ def test_samples_are_analyzed_and_the_printed_command_reads_them(tmp_path):
     lines = [json.dumps({"text": chr(65 + n) * 2 * n}) for n in range(6, 12)]
     (tmp_path / "text.jsonl").write_text("\n".join(lines))
     inputs = ("--input=text.jsonl", "--output=tokens", "--validation_fraction=0")
-    run_in(tmp_path, *ZJAX_ALONE, "data", "prepare", *inputs)
+    run_in(tmp_path, "data", "prepare", *inputs)
     rows = {"source": "tokens", "path": "tokens", "length": 24, "packing": "documents"}
     words = [f"--config.data.{name}={value}" for name, value in rows.items()]
     words += ["--metrics=mine:score,seqreo", "--output=an index", "--num_processes=1"]
-    out = run_in(tmp_path, *ZJAX_ALONE, "data", "analyze", *words)
+    out = run_in(tmp_path, "data", "analyze", *words)
     lines = [line for line in out.splitlines() if "\u2501" not in line]
     assert [line.split() for line in lines if line.startswith(("mine", "seqreo"))] == [
         ["mine:score", "71", "71", "73", "75", "76", "6"],
@@ -277,8 +303,11 @@ def test_samples_are_analyzed_and_the_printed_command_reads_them(tmp_path):
     assert (tmp_path / "an index" / "metrics.png").stat().st_size > 5_000
     command = shlex.split(lines[-1].partition(": ")[2])
     assert command[0] == "python"
-    assert run_in(tmp_path, sys.executable, *command[1:]) == "[5 4 3 2 1 0]\n"
-    again = run_in(tmp_path, *ZJAX_ALONE, "data", "analyze", *words, code=2)
+    printed = [sys.executable, *command[1:]]
+    environ = os.environ | {"PYTHONPATH": str(ROOT)}
+    found = subprocess.check_output(printed, cwd=tmp_path, env=environ, text=True)
+    assert found == "[5 4 3 2 1 0]\n"
+    again = run_in(tmp_path, "data", "analyze", *words, code=2)
     remedy = "remove it, or name another folder"
     assert again == (
         f"zjax: output='an index' holds mine.score.index already; {remedy}\n"
@@ -300,8 +329,8 @@ REFUSED = {
         ("train", "zero.stage=3", "--output=x"),
         "zjax: command='zero.stage=3' is unknown to zjax train; did you mean "
         "--config.zero.stage=3?\n--output='x' has no effect on zjax train; leave "
-        "it out; plan and bench and data prepare and data analyze and export read "
-        "it\n",
+        "it out; plan and bench and tune and data prepare and data analyze and "
+        "export read it\n",
     ),
     "collectives-of-no-devices": (
         (
@@ -387,8 +416,8 @@ REFUSED = {
         "zjax: --prompt='c' has no effect with --file; leave it out\n",
     ),
     "no-file": (
-        ("generate", "--run=a", "--file=/nope"),
-        "zjax: --file='/nope' cannot be read (No such file or directory); "
+        ("generate", "--run=a", "--file=/nope.txt"),
+        "zjax: --file='/nope.txt' cannot be read (No such file or directory); "
         "give a text with a prompt a line\n",
     ),
     "a-file-of-no-end": (

@@ -1,5 +1,7 @@
 """Sequence length warm-up in a run: what it trains on, counts and resumes."""
 
+import contextlib
+import io
 import json
 import re
 import shutil
@@ -19,6 +21,8 @@ WARMUP = (
     "sequence_warmup.pacing.start=4",
     "sequence_warmup.pacing.multiple=4",
     "sequence_warmup.pacing.num_steps=6",
+    "optimizer.schedule=linear",
+    "optimizer.num_warmup_steps=1",
 )
 LENGTHS = [4, 8, 8, 12, 12, 16, 16, 16]
 """4 + 12 t / 6 in step t, rounded down to multiples of 4."""
@@ -31,9 +35,11 @@ def records(directory):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The directory of a run without a stop, and its last arrays."""
+    """The directory of a run without a stop, its last arrays, and what it printed."""
     directory = tmp_path_factory.mktemp("whole")
-    return directory, small_run.arrays(small_run.fit(directory, *WARMUP))
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        arrays = small_run.arrays(small_run.fit(directory, *WARMUP))
+    return directory, arrays, out.getvalue()
 
 
 def test_each_step_is_that_of_a_batch_cut_by_hand(tmp_path, whole):
@@ -57,14 +63,12 @@ def test_metrics_tell_the_length_and_count_the_tokens(whole):
     assert [line["weight"] for line in found] == [16 * n for n in LENGTHS]
 
 
-def test_the_learning_rate_decays_with_the_tokens(tmp_path):
+def test_the_learning_rate_decays_with_the_tokens(whole):
     """Fails if it decays with the steps: half of the tokens are not half of them."""
-    rate = "optimizer.schedule=linear"
-    small_run.fit(tmp_path, *WARMUP, rate, "optimizer.num_warmup_steps=1")
     tokens = np.cumsum([0, *LENGTHS])
     share = (tokens[1:8] - tokens[1]) / (tokens[7] - tokens[1])
     expected = [0.0, *(1e-2 * (1 - 0.9 * share))]
-    found = [line["learning_rate"] for line in records(tmp_path)]
+    found = [line["learning_rate"] for line in records(whole[0])]
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
@@ -127,12 +131,12 @@ def test_tokens_are_counted_once_the_batch_is_known(tmp_path):
     )
 
 
-def test_longer_sequences_are_compiled_ahead(tmp_path, capsys, monkeypatch):
+def test_longer_sequences_are_compiled_ahead(tmp_path, capsys, monkeypatch, whole):
     """Each once; fails if a step compiles, or does not find what was compiled."""
-    small_run.fit(tmp_path / "a", *WARMUP)
-    assert "compiles again" not in capsys.readouterr().out
+    assert "compiled the first step" in whole[2]
+    assert "compiles again" not in whole[2]
     monkeypatch.setattr(CompileAhead, "after", lambda *_: None)
-    small_run.fit(tmp_path / "b", *WARMUP)
+    small_run.fit(tmp_path, *WARMUP)
     assert capsys.readouterr().out.count("compiles again") == 3
 
 

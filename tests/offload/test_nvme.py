@@ -259,6 +259,9 @@ SETTINGS = (
 )
 
 
+SMALL = ("model.embed_size=16", "model.mlp_size=64", "model.num_layers=1")
+
+
 KILLS = [(4, 2), (4, *[1, 2] * 9, 3)]
 """Steps that a run takes until it is killed."""
 
@@ -305,10 +308,9 @@ def test_a_disk_that_fills_up_in_a_step(tmp_path, monkeypatch):
     """Fails if the run goes on, or its checkpoint is lost."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    small = ("model.embed_size=16", "model.mlp_size=64")
-    settings = (*SETTINGS, *small, f"zero.nvme_paths=('{disk}',)")
-    small_run.fit(tmp_path / "whole", *settings, num_devices=2)
-    trainer = small_run.make_trainer(tmp_path / "full", *settings, num_devices=2)
+    settings = (*SETTINGS, *SMALL, "num_steps=5", f"zero.nvme_paths=('{disk}',)")
+    small_run.fit(tmp_path / "whole", *settings, num_devices=1)
+    trainer = small_run.make_trainer(tmp_path / "full", *settings, num_devices=1)
     write = os.pwritev
 
     def until_full(*args):
@@ -321,7 +323,7 @@ def test_a_disk_that_fills_up_in_a_step(tmp_path, monkeypatch):
         with pytest.raises(StorageError, match=r"holds .*No space left on device"):
             trainer.fit()
     trainer.close()
-    resumed = small_run.make_trainer(tmp_path / "full", *settings, num_devices=2)
+    resumed = small_run.make_trainer(tmp_path / "full", *settings, num_devices=1)
     assert resumed.step == 3
     resumed.fit()
     resumed.close()
@@ -330,6 +332,7 @@ def test_a_disk_that_fills_up_in_a_step(tmp_path, monkeypatch):
     )
 
 
+FEW = ("model.num_layers=1", "model.mlp_size=1024")
 FILLS_UP = """
 import errno, os, sys
 from tests.support import small_run
@@ -349,14 +352,13 @@ def test_a_run_for_which_there_is_no_room_leaves_nothing(tmp_path):
     """Fails if files of a step that failed stay on the disk."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    settings = (*SETTINGS, "num_steps=2", f"zero.nvme_paths=('{disk}',)")
+    settings = (*SETTINGS, *FEW, "num_steps=2", f"zero.nvme_paths=('{disk}',)")
     command = [sys.executable, "-c", FILLS_UP, str(tmp_path / "full"), *settings]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode
     assert "No space left on device" in ended.stderr
     assert '"loss"' not in (tmp_path / "full" / "metrics.jsonl").read_text()
     assert list(disk.iterdir()) == []
-    small_run.fit(tmp_path / "next", *settings, num_devices=1)
 
 
 def test_disks_that_cannot_hold_the_state(tmp_path, monkeypatch):

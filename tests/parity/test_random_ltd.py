@@ -32,7 +32,7 @@ SETTINGS = (
     "model.remat=none",
     "num_microbatches=2",
     "random_ltd.pacing.start=8",
-    "random_ltd.pacing.multiple=4",
+    "random_ltd.pacing.multiple=8",
     "num_steps=2",
     "optimizer.name=sgd",
     "optimizer.num_warmup_steps=1",
@@ -92,7 +92,7 @@ def make(form, num_devices, *overrides):
 
 
 def train(form, num_devices, *overrides):
-    """Losses and weights of two steps, with 8 and 12 of 16 tokens."""
+    """Losses and weights of two steps with 8 of 16 tokens, which is one program."""
     run, batch = make(form, num_devices, *overrides)
     state, losses = run.state, []
     for _ in range(2):

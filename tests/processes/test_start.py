@@ -188,8 +188,12 @@ OBITUARY = (
 @pytest.mark.parametrize(
     ("task", "reason", "code"),
     [
-        pytest.param(
-            "kill", "signal 9, SIGKILL, possibly out of memory", 137, id="kill"
+        pytest.param(  # also where each process has a parent of its own
+            "kill",
+            "signal 9, SIGKILL, possibly out of memory",
+            137,
+            id="kill",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             "fail",
@@ -241,7 +245,8 @@ def test_each_host_names_the_process_that_died_on_another(tmp_path):
             for i in range(2)
         ]
         with ended(*parents) as results:
-            assert [parent.returncode > 128 for parent in parents] == [True, True]
+            first, second = (parent.returncode for parent in parents)
+            assert first > 128 and second == 137
     obituary = OBITUARY.format(
         host=HOST,
         pid=pid_of(tmp_path, 1),
