@@ -23,7 +23,7 @@ FLOORS = (
     ("ahead", "after_step", "budget", "nonfinite", "patience", "resume"),
     ("initialize",),
     ("trainer", "saving"),
-    ("bench", "commands", "data_commands"),
+    ("bench", "commands", "data_commands", "harness"),
     ("completion", "config_commands", "tune"),
     ("main",),
 )

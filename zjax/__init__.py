@@ -24,6 +24,7 @@ from zjax.errors import (
     ZjaxError,
 )
 from zjax.forward import loss_of
+from zjax.harness import evaluate_with_harness
 from zjax.initialize import Run, adopt_optimizer, initialize, make_run
 from zjax.models.adapter import adapt
 from zjax.models.build import make_model
@@ -77,6 +78,7 @@ __all__ = [
     "chosen_experts",
     "describe_plan",
     "describe_plan_totals",
+    "evaluate_with_harness",
     "extend_position_embedding",
     "fit_plan",
     "generate",

@@ -10,6 +10,7 @@ from zjax.errors import PackageError, Problem
 NEEDED_FOR = {
     "grain": "batches of a loader",
     "jinja2": "chat templates",
+    "lm_eval": "tasks of the evaluation harness",
     "matplotlib": "pictures",
     "orbax": "checkpoints",
     "pyarrow": "Parquet files",
