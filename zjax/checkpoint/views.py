@@ -111,7 +111,8 @@ def restacked(source: Source, names: Collection[str]) -> Source:
         if sources[0] == layers.stack_of(name):
             number = layers.number_of(name)
             return source.read(sources[0], (slice(number, number + 1), *index))[0]
-        return np.stack([source.read(x, index[1:]) for x in sources[index[0]]])
+        parts = [source.read(x, index[1:]) for x in sources[index[0]]]
+        return np.stack(parts) if parts[1:] else parts[0][np.newaxis]
 
     return Source(layers.restack(names, source.entries), read)
 

@@ -9,11 +9,12 @@ import jax
 
 from zjax.checkpoint import layout, views
 from zjax.checkpoint.average import open_weights
-from zjax.checkpoint.export import DTYPES, tensor_name
+from zjax.checkpoint.export import tensor_name
 from zjax.checkpoint.layout import Entry
-from zjax.checkpoint.saved import place_slices
+from zjax.checkpoint.pieces import place_pieces
 from zjax.checkpoint.steps import find_steps
 from zjax.checkpoint.store import Store
+from zjax.checkpoint.tensor_file import TensorFile
 from zjax.checkpoint.views import Source
 from zjax.config.paths import local_path
 from zjax.errors import CheckpointError, Problem
@@ -22,7 +23,6 @@ from zjax.reading import MAX_INDEX_BYTES, parse_json, read_text
 from zjax.remedies import find_fault
 from zjax.typing import Params
 
-_NAMES = {code: name for name, code in DTYPES.items()}
 _REMEDY = (
     "give a .safetensors file, a directory with one or with an index, or the directory "
     "of a run"
@@ -74,7 +74,7 @@ def place_weights(
     found = views.match_layout(adapt(source, expected), expected)
     layout.check_same(expected, found.entries, path, cast=True)
     return (
-        place_slices(functools.partial(found.read, name), plan)
+        place_pieces(functools.partial(found.read, name), plan)
         for name, plan in named.items()
     )
 
@@ -104,16 +104,12 @@ def open_run(store: Store) -> Source:
     )
 
 
-def _make_source(files: Mapping[str, Any]) -> Source:
-    entries = {}
-    for name, file in files.items():
-        tensor = file.get_slice(name)
-        code = tensor.get_dtype()
-        entries[name] = Entry(tuple(tensor.get_shape()), _NAMES.get(code, f"{code}"))
-    return Source(entries, lambda name, index: files[name].get_slice(name)[index])
+def _make_source(files: Mapping[str, TensorFile]) -> Source:
+    entries = {name: file.entries[name] for name, file in files.items()}
+    return Source(entries, lambda name, index: files[name].read(name, index))
 
 
-def _find_tensors(path: str, place: pathlib.Path) -> dict[str, Any]:
+def _find_tensors(path: str, place: pathlib.Path) -> dict[str, TensorFile]:
     """The open file of each tensor, by name."""
     check_installed("safetensors")
     if place.is_dir():
@@ -129,10 +125,10 @@ def _find_tensors(path: str, place: pathlib.Path) -> dict[str, Any]:
     if fault := find_fault(place):
         raise _unusable(path, fault)
     file = _open(place)
-    return dict.fromkeys(file.keys(), file)
+    return dict.fromkeys(file.entries, file)
 
 
-def _read_index(index: pathlib.Path) -> dict[str, Any]:
+def _read_index(index: pathlib.Path) -> dict[str, TensorFile]:
     try:
         weight_map = parse_json(read_text(index, MAX_INDEX_BYTES))["weight_map"]
         paths = {name: index.parent / file for name, file in weight_map.items()}
@@ -145,7 +141,7 @@ def _read_index(index: pathlib.Path) -> dict[str, Any]:
     return {name: files[path] for name, path in paths.items()}
 
 
-def _open_all(paths: Sequence[pathlib.Path]) -> dict[pathlib.Path, Any]:
+def _open_all(paths: Sequence[pathlib.Path]) -> dict[pathlib.Path, TensorFile]:
     files, problems = {}, list[Problem]()
     for path in paths:
         try:
@@ -160,9 +156,9 @@ def _open_all(paths: Sequence[pathlib.Path]) -> dict[pathlib.Path, Any]:
 def _disagreements(
     index: pathlib.Path,
     paths: Mapping[str, pathlib.Path],
-    files: Mapping[pathlib.Path, Any],
+    files: Mapping[pathlib.Path, TensorFile],
 ) -> Iterator[Problem]:
-    held = {path: set(file.keys()) for path, file in files.items()}
+    held = {path: set(file.entries) for path, file in files.items()}
     for name, path in paths.items():
         if name not in held[path]:
             problem = f"names {name}, which {path} lacks"
@@ -173,13 +169,15 @@ def _disagreements(
             yield Problem("checkpoint.init_from", str(index), problem, _REMEDY)
 
 
-def _open(path: pathlib.Path) -> Any:
+def _open(path: pathlib.Path) -> TensorFile:
+    """Opens a file whose header the library has checked."""
     from safetensors import SafetensorError, safe_open
 
     try:
         if fault := find_fault(path):
             raise OSError(f"{path} {fault}")
-        return safe_open(path, framework="numpy")
+        with safe_open(path, framework="numpy"):
+            return TensorFile(path)
     except (OSError, ValueError, SafetensorError) as error:
         problem = f"is not a readable safetensors file ({error})"
         raise _unusable(str(path), problem) from error

@@ -1,0 +1,68 @@
+"""Large arrays of checkpoints arrive piece by piece, as if placed at once."""
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from tests.checkpoint import states
+from zjax.checkpoint import load_weights, pieces, tensor_file
+from zjax.checkpoint.saved import place_slices
+
+SHAPE = (6, 8, 10)
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch):
+    monkeypatch.setattr(pieces, "_SMALL_BYTES", 0)
+    monkeypatch.setattr(pieces, "_PIECE_BYTES", 2 * 8 * 10 * 4)
+    monkeypatch.setattr(tensor_file, "_PART_BYTES", 100)
+
+
+def make_plan(shape, stage):
+    params = {"x": np.zeros(shape, np.float32)}
+    return states.make_rows(params, stage=stage)["x"]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
+def test_pieces_of_any_memory_order_are_the_array(stage, order):
+    """Fails if a piece is written to another place or not turned back."""
+    rng = np.random.default_rng(0)
+    turned = rng.standard_normal([SHAPE[i] for i in order]).astype(np.float16)
+    array, plan = turned.transpose(np.argsort(order)), make_plan(SHAPE, stage)
+    assert array.shape == SHAPE
+    read = []
+
+    def of(index):
+        read.append(index)
+        return array[index]
+
+    found, expected = pieces.place_pieces(of, plan), place_slices(of, plan)
+    assert found.sharding == expected.sharding
+    assert found.dtype == expected.dtype == np.float32
+    for one, other in zip(
+        found.addressable_shards, expected.addressable_shards, strict=True
+    ):
+        np.testing.assert_array_equal(one.data, other.data)
+    if stage == 0:
+        assert [x[0].stop - x[0].start for x in read[:-1]] == [2, 2, 2]
+
+
+def test_a_tensor_is_read_by_several_threads_in_parts(tmp_path):
+    params = states.make_params(width=6)
+    rows = states.make_rows(params, stage=3)
+    path = str(tmp_path / "x.safetensors")
+    named = {k: np.asarray(v) for k, v in params.items() if isinstance(v, np.ndarray)}
+    safetensors.numpy.save_file(named, path)
+    assert named
+    found = load_weights(path, {name: rows[name] for name in named})
+    states.assert_same(found, named, {name: rows[name] for name in named})
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_an_error(tmp_path):
+    path = tmp_path / "x.safetensors"
+    safetensors.numpy.save_file({"x": np.ones(500, np.float32)}, path)
+    file = tensor_file.TensorFile(path)
+    path.write_bytes(path.read_bytes()[:-900])
+    with pytest.raises(OSError, match="ended while it was read"):
+        file.read("x", (slice(0, 500),))

@@ -1,0 +1,115 @@
+"""Large arrays of checkpoints, placed piece by piece.
+
+A piece is read while the one before is on its way. The device transposes and casts it,
+so that the host copies no more than it reads.
+"""
+
+import collections
+import concurrent.futures
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zjax.checkpoint.saved import place_slices, to_storage
+from zjax.checkpoint.views import Index
+from zjax.sharding.placement import ArrayPlan
+
+_SMALL_BYTES = 8 << 20
+"""Largest shard that is read as a whole, without programs of its own."""
+_PIECE_BYTES = 128 << 20
+Read = Callable[[Index], np.ndarray]
+Spans = tuple[tuple[int, int], ...]
+"""First element, and that after the last, in each dim."""
+
+
+def place_pieces(read: Read, plan: ArrayPlan) -> Any:
+    """Builds a stored array from slices; the host holds few pieces of it at a time.
+
+    Args:
+        read: Function that reads a slice of the unpadded array, in any memory order.
+        plan: Plan of the array.
+    """
+    sharding = plan.on_device.stored
+    shape = sharding.shard_shape(plan.stored_shape)
+    num_bytes = math.prod(shape) * jnp.dtype(plan.stored_dtype).itemsize
+    if num_bytes <= _SMALL_BYTES:
+        return place_slices(read, plan)
+    devices: dict[Spans, list[jax.Device]] = {}
+    indices = sharding.addressable_devices_indices_map(plan.stored_shape)
+    for device, index in indices.items():
+        bounds = [s.indices(n) for s, n in zip(index, plan.stored_shape, strict=True)]
+        spans = tuple((start, stop) for start, stop, _ in bounds)
+        devices.setdefault(spans, []).append(device)
+    shards = [
+        shard
+        for spans, places in devices.items()
+        for shard in _place_shard(read, plan, spans, places)
+    ]
+    array = jax.make_array_from_single_device_arrays(
+        plan.stored_shape, sharding, shards
+    )
+    return to_storage(array, plan)
+
+
+def _place_shard(
+    read: Read, plan: ArrayPlan, spans: Spans, devices: Sequence[jax.Device]
+) -> list[jax.Array]:
+    """The shard of some spans, on each device that holds it."""
+    shape = [stop - start for start, stop in spans]
+    shards = [jnp.zeros(shape, plan.stored_dtype, device=x) for x in devices]
+    sent: list[jax.Array] = []
+    for start, piece in _read_ahead(read, _cut(plan, spans)):
+        # In the order of its bytes; a transposed view is one of an array in C order.
+        order = np.argsort([-x for x in piece.strides], kind="stable")
+        jax.block_until_ready(sent)
+        sent = [jax.device_put(piece.transpose(order), x) for x in devices]
+        back = tuple(map(int, np.argsort(order)))
+        shards = [
+            _write(shard, x, start, order=back)
+            for shard, x in zip(shards, sent, strict=True)
+        ]
+    return shards
+
+
+def _cut(plan: ArrayPlan, spans: Spans) -> Iterator[tuple[int, Index]]:
+    """Slices of the unpadded array, and where they begin in the shard."""
+    clipped = [
+        slice(start, min(stop, n))
+        for (start, stop), n in zip(spans, plan.shape, strict=True)
+    ]
+    if any(x.start >= x.stop for x in clipped):
+        return
+    rows, *others = clipped
+    row_bytes = math.prod(x.stop - x.start for x in others) * 4
+    step = max(1, _PIECE_BYTES // row_bytes)
+    for first in range(rows.start, rows.stop, step):
+        last = min(first + step, rows.stop)
+        yield first - rows.start, (slice(first, last), *others)
+
+
+def _read_ahead(
+    read: Read, slices: Iterator[tuple[int, Index]]
+) -> Iterator[tuple[int, np.ndarray]]:
+    waiting = collections.deque[tuple[int, concurrent.futures.Future[np.ndarray]]]()
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        for start, index in slices:
+            waiting.append((start, thread.submit(read, index)))
+            if len(waiting) > 1:
+                first, piece = waiting.popleft()
+                yield first, piece.result()
+        for first, piece in waiting:
+            yield first, piece.result()
+
+
+@functools.partial(jax.jit, donate_argnums=0, static_argnames="order")
+def _write(
+    shard: jax.Array, piece: jax.Array, start: jax.Array, *, order: tuple[int, ...]
+) -> jax.Array:
+    piece = piece.transpose(order).astype(shard.dtype)
+    starts = (start, *[0] * (piece.ndim - 1))
+    return jax.lax.dynamic_update_slice(shard, piece, starts)
