@@ -37,17 +37,18 @@ def make_checkpoint(directory, shape):
     if index.exists():
         return
     directory.mkdir(parents=True, exist_ok=True)
-    rng, shards = np.random.default_rng(0), [{}]
-    for name, size in tensor_shapes(shape).items():
+    rng, part, files = np.random.default_rng(0), {}, {}
+    shapes = tensor_shapes(shape)
+    for name, size in shapes.items():
         bits = rng.integers(1 << 16, size=size, dtype=np.uint16)
-        if sum(x.nbytes for x in shards[-1].values()) + bits.nbytes > SHARD_BYTES:
-            save_file(shards[-1], directory / shard_name(len(shards)))
-            shards[-1] = dict.fromkeys(shards[-1])
-            shards.append({})
         # Values of either sign below 1/64: their sign and last bits are random.
-        shards[-1][name] = ((bits & 0x807F) | 0x3C00).view(ml_dtypes.bfloat16)
-    save_file(shards[-1], directory / shard_name(len(shards)))
-    files = {k: shard_name(i) for i, part in enumerate(shards, 1) for k in part}
+        part[name] = ((bits & 0x807F) | 0x3C00).view(ml_dtypes.bfloat16)
+        is_full = sum(x.nbytes for x in part.values()) >= SHARD_BYTES
+        if is_full or len(files) + len(part) == len(shapes):
+            file = f"model-{len(set(files.values())):05d}.safetensors"
+            save_file(part, directory / file)
+            files |= dict.fromkeys(part, file)
+            part = {}
     config = shape.settings() | {"model_type": "llama", "torch_dtype": "bfloat16"}
     (directory / "config.json").write_text(json.dumps(config))
     index.write_text(json.dumps({"weight_map": files}))
@@ -74,10 +75,6 @@ def tensor_shapes(shape):
         named |= {f"model.layers.{layer}.{name}": x for name, x in block.items()}
     named |= {"model.norm": (width,), "lm_head": (shape.vocab_size, width)}
     return {f"{name}.weight": x for name, x in named.items()}
-
-
-def shard_name(number):
-    return f"model-{number:05d}.safetensors"
 
 
 def read_plainly(directory):

@@ -19,12 +19,12 @@ SETTINGS = (
 )
 SMALL = ("microbatch_size=1", "model.remat=full", "model.loss_chunk_tokens=1024")
 OURS = {
-    "zjax, one sequence": SMALL,
-    "zjax, 2 sequences": ("microbatch_size=2", "model.remat=elementwise"),
-    "zjax, 4 sequences": ("microbatch_size=4", "model.remat=attention_and_mlp"),
+    "zjax with one sequence": SMALL,
+    "zjax with 2": ("microbatch_size=2", "model.remat=elementwise"),
+    "zjax with 4": ("microbatch_size=4", "model.remat=attention_and_mlp"),
 }
 PEERS = {
-    f"peft, {number} at once{', compiled' if is_compiled else ''}": (
+    f"peft with {number}{' compiled' if is_compiled else ''}": (
         f"--microbatch_size={number}",
         f"--is_compiled={is_compiled}",
     )
@@ -53,7 +53,7 @@ def get_contest():
     )
     one = tuple(name for name, words in PEERS.items() if "--microbatch_size=1" in words)
     memory = Case(
-        ours=("zjax, one sequence",),
+        ours=("zjax with one sequence",),
         peer=one,
         metric="peak_bytes",
         unit="bytes",

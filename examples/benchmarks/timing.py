@@ -14,6 +14,7 @@ from collections.abc import Callable
 from importlib import metadata
 from typing import Any
 
+from llama import Llama
 from mixtures import Mixture
 from shape import Shape
 
@@ -46,7 +47,7 @@ def time_steps(
 
 
 def print_result(
-    shape: Shape | Mixture,
+    shape: Shape | Mixture | Llama,
     seconds: list[float],
     losses: list[float],
     *,

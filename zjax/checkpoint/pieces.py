@@ -39,9 +39,10 @@ def place_pieces(read: Read, plan: ArrayPlan) -> Any:
     num_bytes = math.prod(shape) * jnp.dtype(plan.stored_dtype).itemsize
     if num_bytes <= _SMALL_BYTES:
         return place_slices(read, plan)
-    devices: dict[Spans, list[jax.Device]] = {}
+    devices: dict[Spans, list[Any]] = {}
     indices = sharding.addressable_devices_indices_map(plan.stored_shape)
     for device, index in indices.items():
+        index = index or (slice(None),) * len(plan.stored_shape)
         bounds = [s.indices(n) for s, n in zip(index, plan.stored_shape, strict=True)]
         spans = tuple((start, stop) for start, stop, _ in bounds)
         devices.setdefault(spans, []).append(device)
@@ -57,7 +58,7 @@ def place_pieces(read: Read, plan: ArrayPlan) -> Any:
 
 
 def _place_shard(
-    read: Read, plan: ArrayPlan, spans: Spans, devices: Sequence[jax.Device]
+    read: Read, plan: ArrayPlan, spans: Spans, devices: Sequence[Any]
 ) -> list[jax.Array]:
     """The shard of some spans, on each device that holds it."""
     shape = [stop - start for start, stop in spans]

@@ -10,6 +10,7 @@ import math
 import os
 import weakref
 from collections.abc import Mapping
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -53,7 +54,7 @@ class TensorFile:
     def entries(self) -> Mapping[str, Entry]:
         """Shapes and dtypes by name; a dtype that arrays lack is its code."""
         return {
-            name: Entry(tuple(x["shape"]), _NAMES.get(x["dtype"], x["dtype"]))
+            name: Entry(tuple(x["shape"]), _NAMES.get(x["dtype"], f"{x['dtype']}"))
             for name, x in self._header.items()
         }
 
@@ -67,8 +68,8 @@ class TensorFile:
             start, shape = rows.start * row_bytes, (rows.stop - rows.start, *shape[1:])
             index = (slice(None), *others)
         found = np.empty(shape, dtype)
-        content = memoryview(found.reshape(-1).view(np.uint8))
-        self._fill(content, self._data_start + first + start)
+        content: Any = found.reshape(-1).view(np.uint8)
+        self._fill(memoryview(content), self._data_start + first + start)
         return found[index]
 
     def _fill(self, content: memoryview, offset: int) -> None:
