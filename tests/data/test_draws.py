@@ -28,14 +28,13 @@ def make_draws(config):
 
 
 def pieces_by_hand(numbers, length, unit):
-    """Tokens with the last target, piece by piece."""
+    """Tokens with the last target: the first piece of each row, then the second."""
     pieces = []
-    for number in numbers:
-        row = STREAM[number * FULL : (number + 1) * FULL + 1].tolist()
-        whole = len(row) // (length + 1)
-        pieces += [row[i * (length + 1) : (i + 1) * (length + 1)] for i in range(whole)]
-        if len(row) % (length + 1):
-            pieces.append(row[-length - 1 :])
+    for place in range(-(-(FULL + 1) // (length + 1))):
+        start = min(place * (length + 1), FULL - length)
+        for number in numbers:
+            row = STREAM[number * FULL : (number + 1) * FULL + 1].tolist()
+            pieces.append(row[start : start + length + 1])
     kept = -(-len(numbers) * (FULL + 1) // (length + 1))
     return pieces[: kept - kept % unit]
 
@@ -56,6 +55,14 @@ def test_reshaped_rows_are_the_pieces_of_rows_in_order(microbatch_size):
         assert len(indices) in made.sizes
         tokens += batch["tokens"].size
         assert make_tokens(config).sum_until(step + 1) == tokens
+
+
+def test_every_row_of_a_reshaped_batch_is_seen():
+    made = make_draws(make_config())
+    for step in range(7):
+        rows, indices = made.draw(step)
+        first_tokens = STREAM[made.order.indices(step) * FULL]
+        assert np.isin(first_tokens, rows.read(indices)["tokens"]).all()
 
 
 def test_at_full_length_rows_are_whole():

@@ -92,12 +92,15 @@ class ReshapedRows:
         return tuple(rows for rows, _ in self.shapes.values())
 
     def draw(self, step: int) -> Draw:
-        """The pieces of the rows of the order, as many as their tokens fill."""
+        """The pieces of the rows of the order, as many as their tokens fill.
+
+        First pieces come first, so that those left out are the last of their rows.
+        """
         first = max(first for first in self.shapes if first <= step + 1)
         num_rows, length = self.shapes[first]
         pieces = Pieces(self.rows, length, self.full)
-        of_row = np.arange(pieces.per_row)
-        numbers = self.order.indices(step)[:, None] * pieces.per_row + of_row
+        places = np.arange(pieces.per_row)[:, None]
+        numbers = self.order.indices(step) * pieces.per_row + places
         return Draw(pieces, numbers.reshape(-1)[:num_rows])
 
 
