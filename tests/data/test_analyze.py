@@ -347,12 +347,13 @@ def test_an_index_is_not_replaced(tmp_path, monkeypatch):
 def test_all_mistakes_are_named_at_once(tmp_path):
     names = ["seqreo", "rarity", "seqreo"]
     with pytest.raises(DataError) as error:
-        run(tmp_path / "out", names, NumberedRows(0), num_processes=0)
+        run(tmp_path / "out", names, NumberedRows(0), num_processes=0, shard_rows=-1)
     assert str(error.value) == (
         "metrics='rarity' is not a metric; use seqreo, voc, seqreo_voc, compression or "
         "module:function\n"
         "metrics='seqreo' is given twice; leave one out\n"
         "num_processes=0 is not a number of processes; use 1 or more\n"
+        "shard_rows=-1 is not a number of samples; use 1 or more, or 0\n"
         "rows=0 is no data; use data.source='tokens' or 'standard_library'"
     )
     assert not (tmp_path / "out").exists()

@@ -219,6 +219,21 @@ def with_nan(path):
     metric_index.write_index(path, "voc", np.append(VALUES["voc"], np.nan), "abcd")
 
 
+def test_a_largest_value_that_is_not_exact_is_refused(index):
+    """Fails if the pacing searches for such a number, which would not end."""
+    metric_index.write_index(index, "voc", np.append(VALUES["voc"], 1e300), "abcd")
+    with pytest.raises(DataError) as error:
+        open_with(difficulty="value")
+    field = "curriculum.metrics[0]"
+    assert str(error.value) == (
+        f"{field}.index='voc.index' holds 1e+300 as a value of voc, above the "
+        "9,007,199,254,740,992 up to which a difficulty grows exactly; use "
+        f"{field}.difficulty='percentile', or set {field}.pacing.end"
+    )
+    bounded = open_with(difficulty="value", pacing={"start": 5, "end": 39})
+    assert bounded.values(1_000) == {"difficulty_voc": 39.0}
+
+
 DAMAGE = {
     "cut": (cut, "is truncated: {short} bytes, but its header says {size}"),
     "damaged": (damage, "is damaged: it does not match its checksum"),

@@ -57,6 +57,13 @@ def test_difficulties_have_the_names_of_the_metrics(tmp_path):
     assert {"difficulty_easy": course["difficulty_easy"](200)} == opened.values(200)
 
 
+def test_listed_values_are_drawn_without_the_index():
+    values = {"kind": "discrete", "values": (5, 9), "last_steps": (400,)}
+    metric = {"index": "voc.index", "difficulty": "value", "pacing": values}
+    course = make_course(make_config({"curriculum": {"metrics": (metric,)}}))
+    assert [course["difficulty_voc"](step) for step in (400, 401)] == [5, 9]
+
+
 def test_layers_of_stages_that_run_whole_count_so():
     """Of 6 layers in a stage, 2 are whole; of 12 without stages, 2."""
     for stages, wanted in ((1, 2 * 512 + 10 * 128), (2, 4 * 512 + 8 * 128)):

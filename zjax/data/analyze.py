@@ -153,7 +153,7 @@ def analyze(
             on the same.
     """
     output = pathlib.Path(local_path("output", output, DataError, creates=True))
-    _check(rows, metric_names, digest, num_processes)
+    _check(rows, metric_names, digest, num_processes, shard_rows)
     shard_rows = shard_rows or max(MIN_SHARD_ROWS, -(-len(rows) // MAX_SHARDS))
     job = Job(rows, tuple(metric_names), vocab_size, digest, shard_rows, output)
     paths = {name: index_path(output, name) for name in job.metrics}
@@ -176,7 +176,11 @@ def analyze(
 
 
 def _check(
-    rows: packing.Rows, metric_names: Sequence[str], digest: str, num_processes: int
+    rows: packing.Rows,
+    metric_names: Sequence[str],
+    digest: str,
+    num_processes: int,
+    shard_rows: int,
 ) -> None:
     problems = list[Problem]()
     if not metric_names:
@@ -199,6 +203,9 @@ def _check(
     if num_processes < 1:
         problem, remedy = "is not a number of processes", "use 1 or more"
         problems.append(Problem("num_processes", num_processes, problem, remedy))
+    if shard_rows < 0:
+        problem, remedy = "is not a number of samples", "use 1 or more, or 0"
+        problems.append(Problem("shard_rows", shard_rows, problem, remedy))
     if not 0 < len(rows) < column_file.MAX_ROWS:
         problem = f"is not below {column_file.MAX_ROWS}" if len(rows) else "is no data"
         remedy = "use data.source='tokens' or 'standard_library'"

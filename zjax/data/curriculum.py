@@ -25,6 +25,7 @@ from zjax.config.lengths import in_steps
 from zjax.config.pacing import Pacing, make_pacing, pacing_problems, settings_read
 from zjax.config.picks import Picks
 from zjax.data.metric_index import Index, open_index
+from zjax.data.metrics import MAX_EXACT
 from zjax.data.sampler import permute_parts
 from zjax.errors import ConfigError, DataError, Problem
 
@@ -147,7 +148,7 @@ class Curriculum:
 
     Raises:
         DataError: An index is missing, damaged, that of other samples, or holds values
-            that are not finite; or no sample is admitted in step 1.
+            that are not finite or too large; or no sample is admitted in step 1.
         ConfigError: A difficulty does not fit the values of the index.
     """
 
@@ -206,6 +207,11 @@ def _open_difficulty(
     is_percentile = metric.difficulty == "percentile"
     grows = pacing.kind in ("linear", "root")
     if grows and not is_percentile and pacing.end == 0:
+        if ends[1] > MAX_EXACT:
+            problem = f"holds {ends[1]} as a value of {index.metric}, above the "
+            problem += f"{MAX_EXACT:,} up to which a difficulty grows exactly"
+            remedy = f"use {field}.difficulty='percentile', or set {field}.pacing.end"
+            raise DataError(Problem(f"{field}.index", metric.index, problem, remedy))
         largest = math.ceil(ends[1] / pacing.multiple) * pacing.multiple
         pacing = dataclasses.replace(pacing, end=largest)
         problems = pacing_problems(

@@ -65,7 +65,8 @@ def _difficulties(config: Config) -> Course:
     """Difficulties by the file of their index, as far as settings alone tell them."""
     course: dict[str, Callable[[int], float]] = {}
     for metric in config.curriculum.metrics:
-        if metric.pacing.end:  # else that of the index, which needs the data
+        # The last value of a growth without an end is that of the index.
+        if metric.pacing.end or metric.pacing.kind in ("discrete", "custom"):
             at = make_pacing(in_steps(config, metric.pacing)).at
             course[metric_name(metric)] = lambda step, at=at: float(at(step))
     return course
