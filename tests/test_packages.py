@@ -11,6 +11,7 @@ from zjax.checkpoint.store import Store
 from zjax.config import load_config, schema
 from zjax.data import chat, documents, tokenizer, wrap_batches
 from zjax.errors import ConfigError, PackageError
+from zjax.harness import evaluate_with_harness
 from zjax.observe import check_sinks, plot
 from zjax.observe.sinks import TensorBoard
 from zjax.trainer import Trainer
@@ -64,6 +65,7 @@ def hidden(monkeypatch):
 USES = {
     "grain": lambda path: wrap_batches([], schema.Config(), print),
     "jinja2": lambda path: chat.load_chat(str(path)),
+    "lm_eval": lambda path: evaluate_with_harness(object.__new__(Trainer), []),
     "matplotlib": lambda path: plot.make_figure(1, 1),
     "orbax": lambda path: Store(str(path)),
     "pyarrow": lambda path: [*documents.read_documents(path / "a.parquet", "text")],

@@ -111,6 +111,7 @@ def test_kernels_of_experts_never_cross_to_other_experts(stage):
     # The compiler sees that the second gather of stage 3 gives what the first gave.
     alone = dataclasses.replace(
         run.plan,
+        master=run.plan.master["kernel"],
         grads=run.plan.grads["kernel"],
         compute=run.plan.compute["kernel"],
         stage=min(stage, 2),
