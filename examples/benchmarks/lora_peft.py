@@ -10,15 +10,11 @@ import argparse
 import dataclasses
 
 import llama
-import timing
 import torch
+import transformers_steps
 from peft import LoraConfig, get_peft_model
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-DEVICE = "cuda"
-ATTENTION = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
-"""Kernels in the order of preference."""
 SHAPE = llama.Llama()
 RANK, ALPHA = 16, 32
 
@@ -28,7 +24,7 @@ def make_model(shape):
         **shape.settings(), use_cache=False, attn_implementation="sdpa"
     )
     torch.manual_seed(0)
-    with torch.device(DEVICE):
+    with torch.device(transformers_steps.DEVICE):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
@@ -42,7 +38,7 @@ def make_step(shape, *, is_compiled):
     trained = [each for each in model.parameters() if each.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
     size = shape.microbatch_size, shape.length
-    tokens = torch.randint(shape.vocab_size, size, device=DEVICE)
+    tokens = torch.randint(shape.vocab_size, size, device=transformers_steps.DEVICE)
     called = torch.compile(model, dynamic=False) if is_compiled else model
 
     def step():
@@ -56,31 +52,16 @@ def make_step(shape, *, is_compiled):
     return step
 
 
-def settle(loss):
-    """Waits for the device; the loss as a number."""
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
-    return loss.item()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--microbatch_size", type=int, default=SHAPE.microbatch_size)
     parser.add_argument("--is_compiled", type=int, default=1)
     given = parser.parse_args()
     shape = dataclasses.replace(SHAPE, microbatch_size=given.microbatch_size)
-    with sdpa_kernel(ATTENTION, set_priority=True):
-        step = make_step(shape, is_compiled=given.is_compiled)
-        seconds, losses = timing.time_steps(step, settle)
-    is_cuda = DEVICE == "cuda"
-    timing.print_result(
+    transformers_steps.time_and_print(
         shape,
-        seconds,
-        losses,
-        device=torch.cuda.get_device_name() if is_cuda else DEVICE,
-        num_devices=1,
-        peak_bytes=torch.cuda.max_memory_allocated() if is_cuda else None,
-        packages=("torch", "transformers", "peft"),
+        lambda: make_step(shape, is_compiled=given.is_compiled),
+        ("torch", "transformers", "peft"),
     )
 
 

@@ -8,15 +8,10 @@ are bfloat16.
 
 import argparse
 
-import timing
 import torch
+import transformers_steps
 from mixtures import QWEN3
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
-
-DEVICE = "cuda"
-ATTENTION = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
-"""Kernels in the order of preference."""
 
 
 def make_model(mixture):
@@ -37,7 +32,7 @@ def make_model(mixture):
         attn_implementation="sdpa",
     )
     torch.manual_seed(0)
-    with torch.device(DEVICE):
+    with torch.device(transformers_steps.DEVICE):
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 
 
@@ -46,7 +41,7 @@ def make_step(mixture, num_microbatches):
     model = make_model(mixture)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     size = mixture.microbatch_size, mixture.length
-    tokens = torch.randint(mixture.vocab_size, size, device=DEVICE)
+    tokens = torch.randint(mixture.vocab_size, size, device=transformers_steps.DEVICE)
     compiled = torch.compile(model, dynamic=False)
 
     def step():
@@ -63,29 +58,14 @@ def make_step(mixture, num_microbatches):
     return step
 
 
-def settle(loss):
-    """Waits for the device; the loss as a number."""
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
-    return loss.item()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--num_microbatches", type=int, required=True)
     given = parser.parse_args()
-    with sdpa_kernel(ATTENTION, set_priority=True):
-        step = make_step(QWEN3, given.num_microbatches)
-        seconds, losses = timing.time_steps(step, settle)
-    is_cuda = DEVICE == "cuda"
-    timing.print_result(
+    transformers_steps.time_and_print(
         QWEN3,
-        seconds,
-        losses,
-        device=torch.cuda.get_device_name() if is_cuda else DEVICE,
-        num_devices=1,
-        peak_bytes=torch.cuda.max_memory_allocated() if is_cuda else None,
-        packages=("torch", "transformers"),
+        lambda: make_step(QWEN3, given.num_microbatches),
+        ("torch", "transformers"),
     )
 
 

@@ -23,6 +23,8 @@ SCRIPTS = (
     "grouped_cases",
     "grouped_torch",
     "host_link",
+    "llama",
+    "lora_peft",
     "matrix_product",
     "mixtures",
     "moe_cases",
@@ -37,6 +39,7 @@ SCRIPTS = (
     "tensor_peer",
     "timing",
     "torch_gpt",
+    "transformers_steps",
 )
 TINY = {
     "num_layers": 2,

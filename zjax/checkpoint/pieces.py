@@ -15,16 +15,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zjax.checkpoint.saved import place_slices, to_storage
+from zjax.checkpoint.saved import Spans, place_slices, to_storage, without_padding
 from zjax.checkpoint.views import Index
 from zjax.sharding.placement import ArrayPlan
+from zjax.storage.array import spans_of
 
 _SMALL_BYTES = 8 << 20
 """Largest shard that is read as a whole, without programs of its own."""
 _PIECE_BYTES = 128 << 20
 Read = Callable[[Index], np.ndarray]
-Spans = tuple[tuple[int, int], ...]
-"""First element, and that after the last, in each dim."""
 
 
 def place_pieces(read: Read, plan: ArrayPlan) -> Any:
@@ -42,9 +41,7 @@ def place_pieces(read: Read, plan: ArrayPlan) -> Any:
     devices: dict[Spans, list[Any]] = {}
     indices = sharding.addressable_devices_indices_map(plan.stored_shape)
     for device, index in indices.items():
-        index = index or (slice(None),) * len(plan.stored_shape)
-        bounds = [s.indices(n) for s, n in zip(index, plan.stored_shape, strict=True)]
-        spans = tuple((start, stop) for start, stop, _ in bounds)
+        spans = spans_of(index, plan.stored_shape)
         devices.setdefault(spans, []).append(device)
     shards = [
         shard
@@ -79,13 +76,10 @@ def _place_shard(
 
 def _cut(plan: ArrayPlan, spans: Spans) -> Iterator[tuple[int, Index]]:
     """Slices of the unpadded array, and where they begin in the shard."""
-    clipped = [
-        slice(start, min(stop, n))
-        for (start, stop), n in zip(spans, plan.shape, strict=True)
-    ]
-    if any(x.start >= x.stop for x in clipped):
+    unpadded = without_padding(spans, plan)
+    if unpadded is None:
         return
-    rows, *others = clipped
+    rows, *others = unpadded
     row_bytes = math.prod(x.stop - x.start for x in others) * 4
     step = max(1, _PIECE_BYTES // row_bytes)
     for first in range(rows.start, rows.stop, step):

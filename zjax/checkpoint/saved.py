@@ -17,11 +17,13 @@ import jax
 import numpy as np
 
 from zjax.checkpoint.layout import Entry
-from zjax.checkpoint.views import Source, join_masters
+from zjax.checkpoint.views import Index, Source, join_masters
 from zjax.sharding.placement import ArrayPlan
-from zjax.storage.array import DiskArray, open_files
+from zjax.storage.array import DiskArray, open_files, spans_of
 from zjax.storage.move import store
 
+Spans = tuple[tuple[int, int], ...]
+"""First element, and that after the last, in each dim."""
 READ_AHEAD_BYTES = 8 * 10**9
 """Bytes of Orbax arrays in host memory at a time while reading."""
 
@@ -105,23 +107,25 @@ def place_slices(read: Callable[[Any], np.ndarray], plan: ArrayPlan) -> Any:
     @functools.cache
     def shard(*spans: tuple[int, int]) -> np.ndarray:
         padded = np.zeros([stop - start for start, stop in spans], plan.stored_dtype)
-        unpadded = [
-            slice(start, min(stop, n))
-            for (start, stop), n in zip(spans, plan.shape, strict=True)
-        ]
-        if all(s.start < s.stop for s in unpadded):
+        unpadded = without_padding(spans, plan)
+        if unpadded is not None:
             filled = tuple(slice(s.stop - s.start) for s in unpadded)
-            padded[filled] = read(tuple(unpadded))
+            padded[filled] = read(unpadded)
         return padded
 
     def shard_at(index: Any) -> np.ndarray:
-        index = index or (slice(None),) * len(plan.shape)
-        bounds = (s.indices(n) for s, n in zip(index, plan.stored_shape, strict=True))
-        return shard(*((start, stop) for start, stop, _ in bounds))
+        return shard(*spans_of(index, plan.stored_shape))
 
     on_device = plan.on_device.stored
     array = jax.make_array_from_callback(plan.stored_shape, on_device, shard_at)
     return to_storage(array, plan)
+
+
+def without_padding(spans: Spans, plan: ArrayPlan) -> Index | None:
+    """The slice of the unpadded array in a shard's spans; None if all is padding."""
+    pairs = zip(spans, plan.shape, strict=True)
+    index = tuple(slice(start, min(stop, n)) for (start, stop), n in pairs)
+    return index if all(s.start < s.stop for s in index) else None
 
 
 def to_storage(x: jax.Array, plan: ArrayPlan) -> Any:

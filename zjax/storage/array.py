@@ -66,7 +66,7 @@ class DiskArray:
         """
         # JAX has a pool of pinned memory; another copy on the host would map its own.
         pinned = send(x, row.on_host.stored)
-        shards = {_key(s.index, x.shape): s.data for s in pinned.addressable_shards}
+        shards = {spans_of(s.index, x.shape): s.data for s in pinned.addressable_shards}
         return cls(row, list(shards.items()))
 
     @property
@@ -101,7 +101,9 @@ class DiskArray:
         parts = dict(zip(self._bounds(), self._result(coming), strict=True))
         indices = self.row.stored.addressable_devices_indices_map(self.shape)
         arrays = [
-            jax.device_put(parts[_key(index, self.shape)], SingleDeviceSharding(device))
+            jax.device_put(
+                parts[spans_of(index, self.shape)], SingleDeviceSharding(device)
+            )
             for device, index in indices.items()
         ]
         return jax.make_array_from_single_device_arrays(
@@ -160,7 +162,7 @@ class DiskArray:
 
     def _bounds(self) -> list[Any]:
         indices = self.row.stored.addressable_devices_indices_map(self.shape)
-        return list(dict.fromkeys(_key(i, self.shape) for i in indices.values()))
+        return list(dict.fromkeys(spans_of(i, self.shape) for i in indices.values()))
 
     def _write(self, parts: Sequence[tuple[Any, Any]], scratch: Scratch) -> Job:
         kind = self.shape, self.dtype, self._chunk, tuple(bounds for bounds, _ in parts)
@@ -293,6 +295,17 @@ def _bytes_of(chunk: np.ndarray) -> np.ndarray:
     return chunk.reshape(-1).view(np.uint8)
 
 
-def _key(index: Any, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+def spans_of(index: Any, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """First element, and that after the last, in each dim of an array's slice.
+
+    Args:
+        index: Slices by dim; None is the whole array.
+        shape: Shape of the array.
+
+    Example:
+        >>> spans_of((slice(2, 4), slice(None)), (8, 3))
+        ((2, 4), (0, 3))
+    """
+    index = index or (slice(None),) * len(shape)
     bounds = (s.indices(n) for s, n in zip(index, shape, strict=True))
     return tuple((start, stop) for start, stop, _ in bounds)
