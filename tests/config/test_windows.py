@@ -1,4 +1,4 @@
-"""Settings of windows and soft caps, with the exact words of each refusal."""
+"""Settings of windows, soft caps and attention dropout, with the exact words of each refusal."""
 
 import pytest
 
@@ -68,6 +68,22 @@ RULES = [
         "model.attention_soft_cap=50.0 bounds scores, which model.attention='cudnn' "
         "cannot; use 0, or model.attention='xla'",
         id="cudnn",
+    ),
+    *(
+        case(
+            f"model.attention_dropout_rate=0.1;model.attention={kernel}",
+            "model.attention_dropout_rate=0.1 drops attention weights, which "
+            f"model.attention='{kernel}' cannot; use 0, or model.attention='xla'",
+            id=f"dropout-{kernel}",
+        )
+        for kernel in ("cudnn", "sparse")
+    ),
+    case(
+        "model.attention_dropout_rate=0.1;mesh.sequence=8",
+        "model.sequence_attention='auto' takes the ring, which drops no weights by "
+        "model.attention_dropout_rate=0.1; use 'ulysses' with a multiple of 8 heads, "
+        "or 0 there",
+        id="dropout-ring",
     ),
     case(
         "model.logit_soft_cap=30.0;distill.teacher=teacher",

@@ -1,5 +1,6 @@
 """A config.json becomes settings, and what zjax does not compute is refused by name."""
 
+import dataclasses
 import json
 
 import pytest
@@ -8,6 +9,8 @@ from tests.support import huggingface as golden
 from zjax.config import convert, schema
 from zjax.errors import ConfigError
 from zjax.huggingface import model_settings
+from zjax.huggingface.export import config_of
+from zjax.huggingface.families import DROPOUTS
 
 REMEDY = "use a checkpoint without it"
 
@@ -48,6 +51,8 @@ def test_settings_of_llama():
         "attention_bias": "use_bias",
         "tied_head": False,
         "dropout_rate": 0.0,
+        "embedding_dropout_rate": 0.0,
+        "attention_dropout_rate": 0.0,
     }
 
 
@@ -77,7 +82,6 @@ NOT_SCALED = "zjax computes the scaling of linear, dynamic, llama3, yarn"
 def test_everything_that_llama_may_ask_for_is_refused_at_once(tmp_path):
     changes = {
         "hidden_act": "gelu",
-        "attention_dropout": 0.1,
         "partial_rotary_factor": 0.5,
         "rope_parameters": golden.REMOVED,
         "rope_scaling": SCALING,
@@ -94,9 +98,6 @@ def test_everything_that_llama_may_ask_for_is_refused_at_once(tmp_path):
             changes["layer_types"],
             "its family has full attention in all layers",
         ),
-        "attention_dropout=0.1 of config.json drops attention weights in training, "
-        "which zjax does not; train without it: "
-        "model_settings(directory, attention_dropout=0.0)",
     ]
 
 
@@ -154,16 +155,15 @@ def test_everything_that_llama_may_ask_for_is_refused_at_once(tmp_path):
         ),
         (
             "gpt2",
-            {"attn_pdrop": 0.0, "resid_pdrop": 0.2, "activation_function": "gelu"},
+            {"attn_pdrop": "0.1", "activation_function": "gelu"},
             [
                 unsupported(
                     "activation_function",
                     "gelu",
                     "zjax computes 'gelu_new' or 'gelu_pytorch_tanh' alone",
                 ),
-                "embd_pdrop=0.1 of config.json differs from resid_pdrop=0.2, and "
-                "model.dropout_rate is one setting; use a checkpoint in which they "
-                "agree",
+                "attn_pdrop='0.1' of config.json is not of type float; correct it "
+                "there",
             ],
         ),
         (
@@ -187,6 +187,23 @@ def test_everything_that_llama_may_ask_for_is_refused_at_once(tmp_path):
 )
 def test_what_is_not_computed_is_refused(family, changes, lines, tmp_path):
     assert refusal(tmp_path, family, **changes) == lines
+
+
+def test_dropouts_of_gpt2_and_llama_come_in_and_go_out_apart(tmp_path):
+    """Fails if two of them change places, or one is lost on the way out."""
+    rates = {"resid_pdrop": 0.3, "embd_pdrop": 0.2, "attn_pdrop": 0}
+    golden.copy("gpt2", tmp_path, **rates)
+    found = model_settings(tmp_path)
+    assert [found[name] for name in DROPOUTS] == [0.3, 0.2, 0.0]
+    model = convert.from_mapping(schema.Model, found)
+    assert config_of(model, "gpt2").items() >= rates.items()
+    as_outputs = dataclasses.replace(model, embedding_dropout_rate=-1.0)
+    assert config_of(as_outputs, "gpt2")["embd_pdrop"] == 0.3
+    golden.copy("llama", tmp_path, attention_dropout=0.1)
+    found = model_settings(tmp_path)
+    assert [found[name] for name in DROPOUTS] == [0.0, 0.0, 0.1]
+    model = convert.from_mapping(schema.Model, found)
+    assert config_of(model, "llama")["attention_dropout"] == 0.1
 
 
 def test_old_and_new_keys_of_rotations_agree(tmp_path):

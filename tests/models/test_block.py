@@ -70,7 +70,8 @@ def test_recomputation_keeps_less_for_the_backward_pass(layers_per_scan):
 
 def test_loop_drops_the_same_entries_as_separate_layers():
     """Fails if the layers of a loop share a key."""
-    apart = dataclasses.replace(language.GPT, dropout_rate=0.5, num_layers=4)
+    rates = {"dropout_rate": 0.5, "attention_dropout_rate": 0.5}
+    apart = dataclasses.replace(language.GPT, num_layers=4, **rates)
     loop = dataclasses.replace(apart, layers_per_scan=2)
     key, batch = jax.random.key(3), language.make_text(apart)
 
@@ -82,6 +83,25 @@ def test_loop_drops_the_same_entries_as_separate_layers():
         return float(jax.jit(model.loss)(params, {}, batch, key).value)
 
     np.testing.assert_allclose(loss(loop), loss(apart), rtol=1e-5)
+
+
+def test_recomputed_attention_drops_the_same_weights():
+    """Fails if the backward pass draws again."""
+    rates = {"dropout_rate": 0.2, "attention_dropout_rate": 0.5}
+    key, batch = jax.random.key(3), language.make_text(language.GPT)
+
+    def gradients(policy):
+        config = dataclasses.replace(language.GPT, remat=policy, **rates)
+        model = make_model(schema.Config(model=config))
+        params, _ = jax.jit(model.init)(jax.random.key(0))
+        params = jax.tree.map(lambda leaf: 10 * leaf, params)
+
+        def loss(params):
+            return model.loss(params, {}, batch, key).value
+
+        return jax.jit(jax.grad(loss))(params)
+
+    check_equal(gradients("full"), gradients("none"))
 
 
 def check_equal(found, expected):

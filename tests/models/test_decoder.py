@@ -115,8 +115,18 @@ def test_bfloat16_weights_compute_in_bfloat16_and_lose_in_float32():
     np.testing.assert_allclose(found, expected, rtol=0.05)
 
 
-def test_dropout_acts_in_training_alone():
-    config = dataclasses.replace(language.GPT, dropout_rate=0.5)
+@pytest.mark.parametrize(
+    "rates",
+    [
+        {"dropout_rate": 0.5},
+        {"dropout_rate": 0.5, "embedding_dropout_rate": 0.0},
+        {"embedding_dropout_rate": 0.5},
+        {"attention_dropout_rate": 0.5},
+    ],
+    ids=["both", "outputs", "embedding", "attention"],
+)
+def test_dropout_acts_in_training_alone(rates):
+    config = dataclasses.replace(language.GPT, **rates)
     model, batch = language.make_language_model(config), language.make_text(config)
     plain = language.loss_of(language.make_language_model(language.GPT), batch)
     keys = [None, *map(jax.random.key, (0, 1, 1))]
@@ -124,6 +134,22 @@ def test_dropout_acts_in_training_alone():
     assert losses[0] == float(plain.loss_sum)
     assert losses[2] == losses[3]
     assert len(set(losses)) == 3
+
+
+def test_dropouts_of_embedding_outputs_and_attention_are_apart():
+    """Fails if a rate acts elsewhere, too."""
+    batch, key = language.make_text(language.GPT), jax.random.key(1)
+
+    def loss(**rates):
+        config = dataclasses.replace(language.GPT, **rates)
+        model = language.make_language_model(config)
+        return float(language.loss_of(model, batch, key).loss_sum)
+
+    names = "dropout_rate", "embedding_dropout_rate", "attention_dropout_rate"
+    off = dict.fromkeys(names, 0.0)
+    found = [loss(**off | {name: 0.5}) for name in names]
+    assert len({loss(**off), *found}) == 4
+    assert loss(dropout_rate=0.5) == loss(dropout_rate=0.5, embedding_dropout_rate=0.5)
 
 
 @SHAPES

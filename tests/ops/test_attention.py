@@ -11,6 +11,7 @@ from tests.reference import attention as reference
 from zjax.config import schema
 from zjax.errors import ConfigError
 from zjax.ops import attention
+from zjax.ops.explicit_attention import Dropout
 from zjax.ops.window import Window
 from zjax.sharding import mesh as meshes
 from zjax_kernels import device as kernels
@@ -122,6 +123,45 @@ def test_cudnn_is_refused_under_a_cap_of_scores():
     assert str(error.value) == (
         "model.attention='cudnn' cannot run: it has no soft cap of scores; use 'xla'"
     )
+
+
+def test_cudnn_is_refused_under_dropout_of_weights():
+    chosen, reason = attention.choose_implementation("auto", **H100, dropped=True)
+    assert (chosen, reason) == ("xla", "cudnn has no dropout of attention weights")
+    with pytest.raises(ConfigError) as error:
+        attention.choose_implementation("cudnn", **H100, dropped=True)
+    assert str(error.value) == (
+        "model.attention='cudnn' cannot run: it has no dropout of attention weights; "
+        "use 'xla'"
+    )
+
+
+def test_dropout_zeroes_weights_after_the_softmax():
+    """Fails if weights are renormalised, or a head, query or row draws as another."""
+    q, k, _ = make_heads(2)
+    # Value s is the unit vector of key s: the output is the weights themselves.
+    unit = np.broadcast_to(np.eye(LENGTH, SIZE)[None, :, None], k.shape)
+    unit = unit.astype(np.float32)
+    heads = jnp.arange(HEADS)
+
+    def weights(rate, key):
+        given = Dropout(rate, jax.random.key(key), heads)
+        return attend(q, k, unit, causal=False, dropout=given)
+
+    plain = attend(q, k, unit, causal=False)
+    seen = np.asarray(plain)[..., :LENGTH] > 0
+    found = np.asarray(weights(0.25, 0))
+    kept = found[..., :LENGTH] != 0
+    np.testing.assert_allclose(
+        found, np.where(found != 0, plain / 0.75, 0), rtol=1e-5, atol=1e-7
+    )
+    assert 0.1 < 1 - kept[seen].mean() < 0.4
+    patterns = kept.reshape(-1, kept.shape[-1])
+    assert len({x.tobytes() for x in patterns}) > len(patterns) // 4
+    assert not np.array_equal(kept, np.asarray(weights(0.25, 1))[..., :LENGTH] != 0)
+    np.testing.assert_allclose(weights(0.0, 0), plain, rtol=1e-5, atol=1e-7)
+    many = jax.vmap(lambda key: weights(0.25, key))(jnp.arange(400))
+    np.testing.assert_allclose(many.mean(0), plain, atol=0.07)
 
 
 def test_padding_after_the_lengths_is_not_seen():

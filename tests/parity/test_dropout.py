@@ -14,14 +14,21 @@ from zjax.models.build import make_model
 from zjax.optim.build import make_optimizer
 
 RATE = 0.1
+ATTENTION = {"attention_dropout_rate": 0.3}
 CASES = {
-    "rows on eight devices": {"mesh": {"data": 8}, "stage": 3, "num_microbatches": 2},
+    "rows on eight devices": {
+        "mesh": {"data": 8},
+        "stage": 3,
+        "num_microbatches": 2,
+        **ATTENTION,
+    },
     "rows twice, tensors and Ulysses": {
         "mesh": {"replica": 2, "tensor": 2, "sequence": 2},
         "num_microbatches": 2,
         "sequence_attention": "ulysses",
+        **ATTENTION,
     },
-    "1f1b": {"mesh": {"pipeline": 2, "data": 2}, "remat": "full"},
+    "1f1b": {"mesh": {"pipeline": 2, "data": 2}, "remat": "full", **ATTENTION},
     "interleaved": {
         "mesh": {"pipeline": 2, "data": 4},
         "stage": 3,
@@ -48,7 +55,8 @@ def test_training_equals_one_device(name):
     run = pipelines.start(config, jax.devices()[:num_devices])
     losses, weights = pipelines.train(run)
     number = case.get("num_microbatches", 4)
-    wanted_losses, wanted = pipelines.on_one_device(number, dropout_rate=RATE)
+    rates = {name: x for name, x in case.items() if name.endswith("dropout_rate")}
+    wanted_losses, wanted = pipelines.on_one_device(number, **rates)
     np.testing.assert_allclose(losses, wanted_losses, rtol=1e-5)
     jax.tree.map(
         lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=2e-5),

@@ -55,7 +55,11 @@ CASES = [
         num_microbatches=2,
         id="copied-kv-heads-accumulated",
     ),
-    case(replace(TURING, dropout_rate=0.1), mesh(8), id="28-heads-dropout"),
+    case(
+        replace(TURING, dropout_rate=0.1, attention_dropout_rate=0.3),
+        mesh(8),
+        id="28-heads-dropout",
+    ),
     case(replace(GPT, layers_per_scan=1), mesh(2, 2), 3, id="stage-3-loop"),
     case(GPT, mesh(2), id="two", marks=SLOW),
     case(replace(LLAMA, num_kv_heads=1), mesh(2, 4), 2, id="one-kv-head", marks=SLOW),

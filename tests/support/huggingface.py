@@ -40,8 +40,7 @@ REMOVED = object()
 
 
 def settings_of(family, directory=None):
-    changes = {"attn_pdrop": 0.0} if family == "gpt2" else {}
-    return model_settings(directory or FOLDER / family, **changes)
+    return model_settings(directory or FOLDER / family)
 
 
 def make_config(family, *overrides, directory=None):

@@ -233,6 +233,10 @@ RANGES: dict[type, dict[str, Range]] = {
         "logit_soft_cap": _from(0),
         "query_scale_size": _from(0, _MAX_WIDTH),
         "dropout_rate": DECAY,
+        "embedding_dropout_rate": Range(
+            lambda x: x == -1 or 0 <= x < 1, "use 0 or more and less than 1, or -1"
+        ),
+        "attention_dropout_rate": DECAY,
         "layers_per_scan": _from(0, MAX_LAYERS),
         "loss_chunk_tokens": _from(0),
         "z_loss": _from(0),

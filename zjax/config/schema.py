@@ -519,6 +519,11 @@ class Model:
     tied_head: bool = True
     """The output matrix is the embedding table."""
     dropout_rate: float = 0.0
+    """Dropout of the outputs of attention and feed-forward."""
+    embedding_dropout_rate: float = -1.0
+    """Dropout of the sum of embeddings; -1 takes `dropout_rate`."""
+    attention_dropout_rate: float = 0.0
+    """Dropout of attention weights; needs them in memory, and so XLA."""
     attention: Literal["auto", "cudnn", "xla", "sparse"] = "auto"
     """Attention kernel; `auto` logs its choice, a named one runs or fails; `sparse`
     visits only the blocks of `sparsity`."""
@@ -563,6 +568,12 @@ class Model:
         """Whether the output of attention has a bias."""
         given = self.attention_bias
         return self.use_bias if given == "use_bias" else given == "all"
+
+    @property
+    def embedding_dropout(self) -> float:
+        """Dropout of the sum of embeddings."""
+        given = self.embedding_dropout_rate
+        return self.dropout_rate if given == -1 else given
 
     @property
     def offloads_inputs(self) -> bool:

@@ -50,14 +50,9 @@ mesh.tensor * mesh.sequence=8; use 'ring', or a multiple of 8 heads
     field, multiple = "model.sequence_attention", f"a multiple of {num_shards} heads"
     alternative = "halo" if kernel == "sparse" else "ring"
     chosen = sequence_method(model, sequence=sequence, tensor=tensor)
-    unbounded = _ring_lacks(model)
-    if chosen == "ring" and unbounded:
-        problem = f"takes the ring, which does not bound attention by {unbounded}"
-        problem = (
-            problem
-            if method == "auto"
-            else (f"does not bound attention by {unbounded}")
-        )
+    lacking = _ring_lacks(model)
+    if chosen == "ring" and lacking:
+        problem = f"takes the ring, which {lacking}" if method == "auto" else lacking
         remedy = f"use 'ulysses' with {multiple}, or 0 there"
         yield Problem(field, method, problem, remedy)
     elif method == "ring" and kernel in ("cudnn", "sparse"):
@@ -81,10 +76,11 @@ mesh.tensor * mesh.sequence=8; use 'ring', or a multiple of 8 heads
 
 
 def _ring_lacks(model: schema.Model) -> str:
-    if model.sliding_window:
-        return f"model.sliding_window={model.sliding_window}"
-    if model.attention_soft_cap:
-        return f"model.attention_soft_cap={model.attention_soft_cap}"
+    bounds = "sliding_window", "attention_soft_cap"
+    for name in (name for name in bounds if getattr(model, name)):
+        return f"does not bound attention by model.{name}={getattr(model, name)}"
+    if rate := model.attention_dropout_rate:
+        return f"drops no weights by model.attention_dropout_rate={rate}"
     return ""
 
 

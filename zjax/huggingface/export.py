@@ -183,8 +183,13 @@ def config_of(model: schema.Model, kind: str) -> dict[str, Any]:
     values |= window_values(model, family.windows)
     biases = model.has_input_bias, model.use_bias
     values |= dict(zip(family.biases, biases, strict=False))
-    values |= dict.fromkeys(family.dropouts, model.dropout_rate)
-    return values | {family.attention_dropout: 0.0}
+    rates = {
+        "embedding_dropout_rate": model.embedding_dropout,
+        "attention_dropout_rate": model.attention_dropout_rate,
+        "dropout_rate": model.dropout_rate,
+    }
+    named = [(family.dropouts.get(name), rate) for name, rate in rates.items()]
+    return values | {key: rate for key, rate in named if key is not None}
 
 
 def _collect(

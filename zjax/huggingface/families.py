@@ -67,9 +67,7 @@ class Family:
         windows: Layers with sliding windows.
         theta: Base of rotary positions, if a config.json has none.
         local_theta: That of sliding layers; 0 for families that have one base.
-        dropouts: Keys that must agree, since `model.dropout_rate` is one setting; their
-            default is `default_dropout`.
-        attention_dropout: Key of the dropout of attention weights, which zjax has not.
+        dropouts: Keys of the dropouts by setting; one without a key is 0.
         default_dropout: Default of the dropouts.
         unread: Keys that mean nothing beside the others.
     """
@@ -85,8 +83,9 @@ class Family:
     windows: Windows = NO_WINDOWS
     theta: float = 10_000.0
     local_theta: float = 0.0
-    dropouts: tuple[str, ...] = ()
-    attention_dropout: str = "attention_dropout"
+    dropouts: Mapping[str, str] = dataclasses.field(
+        default_factory=lambda: {"attention_dropout_rate": "attention_dropout"}
+    )
     default_dropout: float = 0.0
     unread: frozenset[str] = frozenset()
 
@@ -96,6 +95,8 @@ class Family:
         return self.constant["positions"] == "rotary"
 
 
+DROPOUTS = "dropout_rate", "embedding_dropout_rate", "attention_dropout_rate"
+"""Settings of dropouts."""
 BOOKKEEPING = frozenset(
     """
     _name_or_path architectures bos_token_id eos_token_id pad_token_id unk_token_id
@@ -149,6 +150,10 @@ _LLAMA = Family(
     fixed=_LLAMA_FIXED,
     biases=("attention_bias", "mlp_bias"),
 )
+
+
+def _dropouts(outputs: str, embedding: str, attention: str) -> dict[str, str]:
+    return dict(zip(DROPOUTS, (outputs, embedding, attention), strict=True))
 
 
 def _soft_caps(attention: float | None, logits: float | None) -> dict[str, Key]:
@@ -224,7 +229,7 @@ FAMILIES = {
         biases=(),
         windows=Windows("all"),
         is_partial=True,
-        dropouts=("resid_pdrop", "embd_pdrop"),
+        dropouts=_dropouts("resid_pdrop", "embd_pdrop", "attention_dropout"),
     ),
     "olmo2": dataclasses.replace(
         _LLAMA,
@@ -278,8 +283,7 @@ FAMILIES = {
             "scale_attn_by_inverse_layer_idx": Fixed(False),
             "add_cross_attention": Fixed(False),
         },
-        dropouts=("resid_pdrop", "embd_pdrop"),
-        attention_dropout="attn_pdrop",
+        dropouts=_dropouts("resid_pdrop", "embd_pdrop", "attn_pdrop"),
         default_dropout=0.1,
     ),
 }

@@ -12,7 +12,14 @@ from zjax.config import convert, schema
 from zjax.config.paths import local_path
 from zjax.errors import ConfigError, Problem
 from zjax.huggingface import rotation
-from zjax.huggingface.families import BOOKKEEPING, FAMILIES, REQUIRED, Family, Key
+from zjax.huggingface.families import (
+    BOOKKEEPING,
+    DROPOUTS,
+    FAMILIES,
+    REQUIRED,
+    Family,
+    Key,
+)
 from zjax.huggingface.windows import KNOWN, window_problems, window_settings
 from zjax.reading import parse_json, read_text
 from zjax.remedies import find_fault
@@ -25,7 +32,7 @@ def model_settings(directory: str | os.PathLike[str], **changes: Any) -> dict[st
 
     Args:
         directory: Directory of a checkpoint of one of the families of the guide.
-        **changes: Keys of its config.json with other values, such as `attn_pdrop=0.0`.
+        **changes: Keys of its config.json with other values, such as `attn_pdrop=0.1`.
 
     Returns:
         Settings by name, for `config.model.update` or the `model` of a mapping.
@@ -42,8 +49,8 @@ def model_settings(directory: str | os.PathLike[str], **changes: Any) -> dict[st
         ...     with open(f"{directory}/config.json", "w") as file:
         ...         json.dump(shape, file)
         ...     settings = model_settings(directory, attn_pdrop=0.0)
-        >>> settings["num_layers"], settings["positions"], settings["dropout_rate"]
-        (2, 'learned', 0.1)
+        >>> settings["dropout_rate"], settings["attention_dropout_rate"]
+        (0.1, 0.0)
     """
     folder = pathlib.Path(local_path("directory", directory))
     path = folder / CONFIG_NAME
@@ -148,9 +155,9 @@ def _biases(attention: bool, mlp: bool = False) -> dict[str, Any]:
 
 
 def _dropout(values: Mapping[str, Any], family: Family) -> dict[str, float]:
-    default = family.default_dropout
-    rates = [float(values.get(name, default)) for name in family.dropouts]
-    return {"dropout_rate": rates[0] if rates else 0.0}
+    default, keys = family.default_dropout, family.dropouts
+    given = {name: values.get(key, default) for name, key in keys.items()}
+    return {name: float(given.get(name, 0.0)) for name in DROPOUTS}
 
 
 def _wrong(
@@ -188,23 +195,9 @@ def _wrong_value(
 def _wrong_dropouts(
     values: Mapping[str, Any], family: Family, path: pathlib.Path
 ) -> Iterator[Problem]:
-    name, default = family.attention_dropout, family.default_dropout
-    if values.get(name, default) != 0:
-        problem = f"of {path} drops attention weights in training, which zjax does not"
-        remedy = f"train without it: model_settings(directory, {name}=0.0)"
-        yield Problem(name, values.get(name, default), problem, remedy)
-    for dropout in family.dropouts:
-        if not _is(values.get(dropout, default), float):
-            problem = f"of {path} is not of type float"
-            yield Problem(dropout, values[dropout], problem, "correct it there")
-    rates = {name: values.get(name, default) for name in family.dropouts}
-    first = next(iter(rates), "")
-    for name, rate in rates.items():
-        if rate != rates[first]:
-            problem = f"of {path} differs from {first}={rates[first]!r}, and "
-            problem += "model.dropout_rate is one setting"
-            remedy = "use a checkpoint in which they agree"
-            yield Problem(name, rate, problem, remedy)
+    for name in dict.fromkeys(family.dropouts.values()):
+        key = Key("", float, family.default_dropout)
+        yield from _wrong_value(name, key, values, path)
 
 
 def _not_computed(name: str, value: Any, path: pathlib.Path, why: str) -> Problem:
@@ -220,7 +213,7 @@ def _report_unknown(
     values: Mapping[str, Any], family: Family, path: pathlib.Path
 ) -> None:
     known = {*BOOKKEEPING, *family.keys, *family.fixed, *family.biases}
-    known |= {*family.dropouts, *family.unread, family.attention_dropout, *KNOWN}
+    known |= {*family.dropouts.values(), *family.unread, *KNOWN}
     known |= family.windows.keys
     known |= rotation.KNOWN if family.is_rotary else set()
     unknown = {name: x for name, x in values.items() if name not in known}

@@ -1,5 +1,6 @@
 """A transformer block."""
 
+import functools
 from typing import Any, Literal
 
 import jax
@@ -13,6 +14,7 @@ from zjax.models.embedding import Context
 from zjax.models.feed_forward import FeedForward, TiledFeedForward
 from zjax.models.mixture import MixtureOfExperts
 from zjax.ops import attention, sparse
+from zjax.ops.explicit_attention import Dropout
 from zjax.ops.keys import fold_name
 from zjax.parallel import remat, tensor
 from zjax.parallel.sequence import sequence_attention
@@ -80,7 +82,8 @@ class Block(nnx.Module):
         self, x: Float[Array, "B L M"], context: Context, key: jax.Array | None = None
     ) -> tuple[Float[Array, "B L M"], Auxiliary]:
         """Transforms the stream; the key is None in evaluation."""
-        x, _ = self._attend(self._make_attend(context), x, context, _keys(key)[0])
+        attend = self._make_attend(context, key)
+        x, _ = self._attend(attend, x, context, _keys(key)[0])
         y, auxiliary = self._norm_input(self.mlp_norm, x), Auxiliary()
         if isinstance(self.mlp, MixtureOfExperts):
             router_key = None if key is None else fold_name(key, "router")
@@ -121,7 +124,7 @@ class Block(nnx.Module):
         Returns the stream, to which `run_tile` is added for each tile, and the input of
         all tiles.
         """
-        return self.trunk_with(self._make_attend(context), x, context, key)[0]
+        return self.trunk_with(self._make_attend(context, key), x, context, key)[0]
 
     def trunk_with(
         self,
@@ -139,12 +142,13 @@ class Block(nnx.Module):
             x = x + layers.dropout(bias, self.config, _keys(key)[1])
         return (x, mlp_input), cache
 
-    def _make_attend(self, context):
+    def _make_attend(self, context, key=None):
         ids, lengths = context.segment_ids, context.lengths
+        dropout = self._make_dropout(key)
 
         def attend(q, k, v):
             outputs = sequence_attention(
-                self._attend_full,
+                functools.partial(self._attend_full, dropout=dropout),
                 *(q, k, v),
                 self.config,
                 segment_ids=ids,
@@ -155,7 +159,16 @@ class Block(nnx.Module):
 
         return attend
 
-    def _attend_full(self, q, k, v, segment_ids, lengths, window, *, spread=False):
+    def _make_dropout(self, key):
+        rate = self.config.attention_dropout_rate
+        if key is None or not rate:
+            return None
+        heads = tensor.number_heads(self.config.num_heads, self.config.num_kv_heads)
+        return Dropout(rate, fold_name(key, "attention"), heads)
+
+    def _attend_full(
+        self, q, k, v, segment_ids, lengths, window, *, dropout, spread=False
+    ):
         q, k, v = (remat.mark(x, remat.PROJECTIONS) for x in (q, k, v))
         if self.sparse is not None:
             mask = None if lengths is None else _length_mask(lengths, k.shape[1])
@@ -170,6 +183,7 @@ class Block(nnx.Module):
             lengths=lengths,
             window=window,
             bounds=self.bounds,
+            dropout=dropout,
             implementation=self.implementation,
         )
 

@@ -142,7 +142,7 @@ class Embedding(nnx.Module):
             make_window(self.config, batch, x),
             None if order is None else jnp.asarray(order),
         )
-        x = layers.dropout(x, self.config, key)
+        x = layers.dropout(x, self.config, key, self.config.embedding_dropout)
         return tensor.pin_stream(x), context
 
     def _look_up(self, table, indices) -> Any:

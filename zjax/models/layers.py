@@ -60,12 +60,15 @@ def make_normal(key: jax.Array, std: float) -> Callable[[tuple[int, ...]], Array
 
 
 def dropout(
-    x: Float[Array, "B L M"], config: schema.Model, key: jax.Array | None
+    x: Float[Array, "B L M"],
+    config: schema.Model,
+    key: jax.Array | None,
+    rate: float | None = None,
 ) -> Float[Array, "B L M"]:
     """Zeroes random entries, and scales up the others; a key of None changes nothing.
 
     Each token draws by its position in the microbatch, on any mesh; `x` is in the token
-    order of `sequence.arrange`.
+    order of `sequence.arrange`. A rate of None is `config.dropout_rate`.
 
     Example:
         >>> dropout(jnp.ones((1, 2, 2)), schema.Model(dropout_rate=0.5), None).tolist()
@@ -74,7 +77,7 @@ def dropout(
     Reference:
         Srivastava et al. (JMLR 15, 2014).
     """
-    keep_probability = 1.0 - config.dropout_rate
+    keep_probability = 1.0 - (config.dropout_rate if rate is None else rate)
     if key is None or keep_probability == 1.0:
         return x
     num_rows, length, size = x.shape

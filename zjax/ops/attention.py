@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from zjax.errors import ConfigError, Problem
 from zjax.ops import sparse
-from zjax.ops.soft_cap import capped_attention
+from zjax.ops.explicit_attention import Dropout, explicit_attention
 from zjax.ops.window import Window
 from zjax.sharding.activations import head_axes, row_axes
 from zjax_kernels import Dense
@@ -57,6 +57,7 @@ def dot_product_attention(
     mask: Bool[Array, "B L S"] | None = None,
     window: Window | None = None,
     bounds: Bounds = UNBOUNDED,
+    dropout: Dropout | None = None,
     implementation: Implementation = "auto",
 ) -> Float[Array, "B L H D"]:
     """Computes softmax(q k / sqrt(D)) v, with the softmax in float32.
@@ -75,6 +76,7 @@ def dot_product_attention(
         mask: True where a query sees a key.
         window: Keys that a query may see; needs `causal`.
         bounds: Window and soft cap of the layer; a window needs `causal`.
+        dropout: Dropout of the attention weights, which runs on XLA.
         implementation: `auto` takes cuDNN where it can run, under a window the kernels
             of `zjax_kernels`, which skip what is outside, and logs the choice.
 
@@ -110,6 +112,7 @@ def dot_product_attention(
         windowed=window is not None and free_mask is None and not bounds.window,
         sliding=bounds.window > 0,
         capped=bounds.soft_cap > 0,
+        dropped=dropout is not None,
     )
     _log_choice(chosen, reason)
     if chosen == "mosaic_gpu":
@@ -128,6 +131,7 @@ def dot_product_attention(
             key_value_seq_lengths=lengths,
             implementation=chosen,
             bounds=bounds,
+            dropout=dropout,
         )
 
     if chosen == "xla":
@@ -141,11 +145,12 @@ def call_jax(
     k: Float[Array, "B S K D"],
     v: Float[Array, "B S K D"],
     bounds: Bounds = UNBOUNDED,
+    dropout: Dropout | None = None,
     **options: Any,
 ) -> Float[Array, "B L H D"]:
     """`jax.nn.dot_product_attention`, in float32 for float16 inputs on CPUs and TPUs.
 
-    It is within `bounds`, of which a soft cap has an implementation of its own.
+    It is within `bounds`; a soft cap and dropout are those of `explicit_attention`.
 
     Example:
         >>> x = jax.numpy.ones((1, 3, 2, 4), "float16")
@@ -158,8 +163,9 @@ def call_jax(
     if bounds.window:
         options["local_window_size"] = (bounds.window - 1, 0)
     attend = jax.nn.dot_product_attention
-    if bounds.soft_cap:
-        attend = functools.partial(capped_attention, cap=bounds.soft_cap)
+    if bounds.soft_cap or dropout is not None:
+        given = {"cap": bounds.soft_cap, "dropout": dropout}
+        attend = functools.partial(explicit_attention, **given)
     return attend(*arrays, **options).astype(q.dtype)
 
 
@@ -175,6 +181,7 @@ def choose_implementation(
     windowed: bool = False,
     sliding: bool = False,
     capped: bool = False,
+    dropped: bool = False,
 ) -> tuple[Chosen, str]:
     """Decides which kernel runs, and why.
 
@@ -189,6 +196,7 @@ def choose_implementation(
         windowed: Whether a window is part of it, and no mask of the caller's.
         sliding: Whether a layer has a window.
         capped: Whether scores have a soft cap.
+        dropped: Whether attention weights have dropout.
 
     Returns:
         The kernel, and the reason to log.
@@ -204,10 +212,11 @@ def choose_implementation(
     """
     if requested == "xla":
         return "xla", "asked for"
-    if capped:
+    if capped or dropped:
+        lacking = "soft cap of scores" if capped else "dropout of attention weights"
         if requested == "auto":
-            return "xla", "cudnn has no soft cap of scores"
-        problem, remedy = "cannot run: it has no soft cap of scores", "use 'xla'"
+            return "xla", f"cudnn has no {lacking}"
+        problem, remedy = f"cannot run: it has no {lacking}", "use 'xla'"
         raise ConfigError(Problem("model.attention", "cudnn", problem, remedy))
     if windowed and requested == "auto":
         device = platform, compute_capability

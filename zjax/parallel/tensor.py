@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from zjax.ops import lookup
 from zjax.sharding import mesh as meshes
@@ -44,8 +44,8 @@ def num_shares() -> int:
 
 
 def fill_up(
-    x: Float[Array, "..."], dim: int, shares: int | None = None
-) -> Float[Array, "..."]:
+    x: Shaped[Array, "..."], dim: int, shares: int | None = None
+) -> Shaped[Array, "..."]:
     """Pads a dim with zeros to a multiple of `shares`.
 
     Args:
@@ -96,7 +96,7 @@ class Heads(NamedTuple):
         copies = shares // num_kv_heads if is_shared else 1
         return cls(num_kv_heads, copies, -(-num_heads // (num_kv_heads * copies)))
 
-    def lay_queries(self, x: Float[Array, "..."], dim: int) -> Float[Array, "..."]:
+    def lay_queries(self, x: Shaped[Array, "..."], dim: int) -> Shaped[Array, "..."]:
         """Pads the heads of query weights, in dim `dim`, to this layout."""
         before, after = x.shape[:dim], x.shape[dim + 1 :]
         queries = self.copies * self.group
@@ -121,6 +121,17 @@ def laid_heads(num_heads: int, num_kv_heads: int) -> tuple[int, int]:
     layout = Heads.of(num_heads, num_kv_heads, shares)
     keys = -(-num_kv_heads * layout.copies // shares) * shares
     return keys * layout.group, keys
+
+
+def number_heads(num_heads: int, num_kv_heads: int) -> Int[Array, " H"]:
+    """Number of each head of queries as the mesh in use lays them; 0 for padding.
+
+    Example:
+        >>> number_heads(4, 2).tolist()
+        [0, 1, 2, 3]
+    """
+    layout = Heads.of(num_heads, num_kv_heads, num_shares())
+    return layout.lay_queries(jnp.arange(num_heads, dtype=jnp.int32), 0)
 
 
 def axes_of_length(x: Float[Array, "B L ..."]) -> tuple[str, ...]:
