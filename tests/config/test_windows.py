@@ -1,4 +1,4 @@
-"""Settings of windows, soft caps and attention dropout, with the exact words of each refusal."""
+"""Settings of windows, soft caps and dropout of attention, with their refusals."""
 
 import pytest
 
