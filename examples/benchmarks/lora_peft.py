@@ -1,9 +1,10 @@
 """LoRA on Llama 3 8B by peft and transformers, whole steps on one device.
 
-python examples/benchmarks/lora_peft.py [--microbatch_size=1] [--is_compiled=1]
+python examples/benchmarks/lora_peft.py [--microbatch_size=1] [--compiled=blocks]
 
 Random weights in bfloat16, adapters of rank 16 on all linear layers of blocks,
-checkpoints at each layer.
+checkpoints at each layer. Compiled is the model whole, each block and the loss, or
+nothing.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 SHAPE = llama.Llama()
 RANK, ALPHA = 16, 32
+COMPILED = ("model", "blocks", "nothing")
 
 
 def make_model(shape):
@@ -32,14 +34,26 @@ def make_model(shape):
     return get_peft_model(model, adapters)
 
 
-def make_step(shape, *, is_compiled):
+def compile_parts(model, compiled):
+    """The model to call; all blocks share one compiled program."""
+    if compiled == "model":
+        return torch.compile(model, dynamic=False)
+    if compiled == "blocks":
+        inner = model.get_base_model()
+        for block in inner.model.layers:
+            block.forward = torch.compile(block.forward, dynamic=False)
+        inner.loss_function = torch.compile(inner.loss_function, dynamic=False)
+    return model
+
+
+def make_step(shape, *, compiled):
     """A step on one batch of random tokens; returns its loss."""
     model = make_model(shape)
     trained = [each for each in model.parameters() if each.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
     size = shape.microbatch_size, shape.length
     tokens = torch.randint(shape.vocab_size, size, device=transformers_steps.DEVICE)
-    called = torch.compile(model, dynamic=False) if is_compiled else model
+    called = compile_parts(model, compiled)
 
     def step():
         loss = called(input_ids=tokens, labels=tokens).loss
@@ -55,12 +69,12 @@ def make_step(shape, *, is_compiled):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--microbatch_size", type=int, default=SHAPE.microbatch_size)
-    parser.add_argument("--is_compiled", type=int, default=1)
+    parser.add_argument("--compiled", choices=COMPILED, default="blocks")
     given = parser.parse_args()
     shape = dataclasses.replace(SHAPE, microbatch_size=given.microbatch_size)
     transformers_steps.time_and_print(
         shape,
-        lambda: make_step(shape, is_compiled=given.is_compiled),
+        lambda: make_step(shape, compiled=given.compiled),
         ("torch", "transformers", "peft"),
     )
 

@@ -206,6 +206,8 @@ UNPUBLISHED = {
     "moe_layer_vs_sonic",
     "tensor_6p7b",
     "three_d",
+    "tune",
+    "tune_trials",
     "ulysses_ring",
 }
 """Claims that nothing was measured of yet."""
