@@ -26,10 +26,6 @@ RANK = {"lora": {"rank": 4}}
             "subpattern at position 0; correct it, or escape characters with \\",
         ),
         (
-            RANK | {"mesh": {"tensor": 2}},
-            "lora.rank=4 does not combine with mesh.tensor=2; use ZeRO stage 3 instead",
-        ),
-        (
             RANK | {"mesh": {"pipeline": 2}, "num_microbatches": 2},
             "lora.rank=4 does not combine with mesh.pipeline=2, which has no frozen "
             "parameters; leave one of them out",

@@ -1,12 +1,18 @@
 """The tensor axis must split what it says, and send no more than it has to."""
 
 import dataclasses
+import math
 
+import jax
 import pytest
 
 from tests.support import tensor
 from zjax.config import schema
+from zjax.models.build import make_model
+from zjax.optim.build import make_optimizer
 from zjax.sharding import memory
+from zjax.sharding.mesh import abstract_mesh
+from zjax.sharding.plan import make_plan
 
 MESH = schema.Mesh(data=2, tensor=4)
 STREAM = tensor.ROWS // 2 * tensor.LENGTH * tensor.GPT.embed_size
@@ -58,6 +64,42 @@ def test_device_holds_its_share_of_the_weights():
     whole = layers * (2 * width + 4 * width) + 2 * width + model.max_length * width
     assert memory.num_params(step.plan) == split + whole
     assert memory.tree_bytes(step.plan.compute) == 4 * (split // 4 + whole)
+
+
+@pytest.mark.parametrize(("form", "small"), [("lora", 0), ("dora", 512)])
+def test_adapters_send_nothing_along_the_tensor_axis(form, small):
+    """Fails if a product with a factor is summed by itself, or a kernel is gathered.
+
+    Lengths of columns of matrices that are split by rows have one small sum.
+    """
+    adapters = schema.Lora(rank=4, form=form)
+    sent, others = tensor.sent_per_layer(tensor.LLAMA, MESH, 8, lora=adapters)
+    assert sent == {"all-gather": 4, "reduce-scatter": 4}
+    assert others <= small < tensor.LLAMA.embed_size**2
+
+
+def test_device_holds_its_share_of_adapters_and_of_frozen_weights():
+    """Fails if factors are split otherwise than their kernel, or whole everywhere."""
+    config = tensor.make_config(tensor.LLAMA, MESH, lora=schema.Lora(rank=4))
+    model = make_model(config)
+    mesh = abstract_mesh(MESH, 8)
+    plan = make_plan(config, mesh, model, make_optimizer(config, model))
+    rows = {row.path: row for row in jax.tree.leaves(plan.master)}
+    width, hidden, layers = 32, 64, tensor.LLAMA.num_layers
+    for layer, sizes in {
+        "attention/query": (width * 4, 4 * width // 4),
+        "attention/out": (width // 4 * 4, 4 * width),
+        "mlp/up": (width * 4, 4 * hidden // 4),
+        "mlp/down": (hidden // 4 * 4, 4 * width),
+    }.items():
+        factors = [rows[f"blocks/{layer}/lora/{name}"] for name in "ab"]
+        assert [row.device_bytes for row in factors] == [4 * layers * n for n in sizes]
+        kernel = rows[f"blocks/{layer}/kernel"]
+        assert kernel.is_frozen and kernel.device_bytes == math.prod(kernel.shape)
+    moments = [row for row in jax.tree.leaves(plan.opt_state) if row.shape]
+    assert moments and all("lora" in row.path for row in moments)
+    sums = [row.path for row in jax.tree.leaves(plan.grad_sum)]
+    assert sums and all("lora" in path for path in sums)
 
 
 def kept_bytes(num_layers, mesh, num_devices):

@@ -36,8 +36,8 @@ def product(x, kernel):
 
 def transform(x, up, gate, down):
     up, gate = (tensor.fill_up(kernel, 1) for kernel in (up, gate))
-    ups = tensor.multiply_columns([product] * 2, x, [up, gate])
-    y = tensor.multiply_rows(product, ups[0] * ups[1], tensor.fill_up(down, 0))
+    ups = tensor.multiply_columns([product] * 2, x, [(up,), (gate,)])
+    y = tensor.multiply_rows(product, ups[0] * ups[1], (tensor.fill_up(down, 0),))
     return tensor.join_stream(y)
 
 

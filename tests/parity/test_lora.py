@@ -127,8 +127,9 @@ def losses_of(run, batch):
         {"zero": {"stage": 2, "min_shard_elements": 0}, "num_microbatches": 2},
         {"zero": {"stage": 3, "min_shard_elements": 0}, "num_microbatches": 2},
         {"mesh": {"sequence": 2}, "zero": {"stage": 1, "min_shard_elements": 0}},
+        {"mesh": {"tensor": 4}, "zero": {"stage": 3, "min_shard_elements": 0}},
     ],
-    ids=["stage 0", "stage 2, microbatches", "stage 3, microbatches", "sequence"],
+    ids=["stage 0", "stage 2, several", "stage 3, several", "sequence", "tensor"],
 )
 def test_built_in_decoder_takes_the_steps_of_merged_matrices(expected, settings):
     """Fails if an adapter has no effect, another factor, or a gradient of lengths."""

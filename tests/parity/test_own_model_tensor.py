@@ -58,9 +58,10 @@ def loss_fn(model, batch, key):
     return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
 
 
-def start(model, mesh, num_devices):
+def start(model, mesh, num_devices, **settings):
     config = schema.Config(
         mesh=mesh,
+        **settings,
         precision=schema.Precision(compute_dtype="float32"),
         zero=schema.Zero(min_shard_elements=0),
     )
@@ -97,6 +98,34 @@ def test_own_model_is_split_and_trains_as_on_one_device(model, rules):
         jax.tree.leaves(weights), jax.tree.leaves(expected_weights), strict=True
     ):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("model", "rules"),
+    [(NnxNet, ()), (LinenNet(), RULES)],
+    ids=["nnx-metadata", "linen-rules"],
+)
+def test_adapters_are_split_as_their_kernels(model, rules):
+    """Fails if a rule for kernels leaves adapters whole, or they learn otherwise."""
+    adapters = schema.Lora(rank=2, form="dora")
+    mesh = schema.Mesh(data=2, tensor=4, rules=rules)
+    run = start(model, mesh, 8, lora=adapters)
+    plans = {row.path: row.used.spec for row in jax.tree.leaves(run.plan.compute)}
+    split = {path for path, spec in plans.items() if "tensor" in spec}
+    assert split - {"up/kernel", "down/kernel"} == {
+        "up/lora/b",
+        "up/lora/magnitude",
+        "down/lora/a",
+    }
+    losses, weights = train(run)
+    expected, expected_weights = train(start(model, schema.Mesh(), 1, lora=adapters))
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    assert np.abs(expected_weights["up"]["lora"]["b"]).max() > 1e-3
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6),
+        weights,
+        expected_weights,
+    )
 
 
 def test_split_matrices_send_one_sum():

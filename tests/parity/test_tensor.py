@@ -61,6 +61,13 @@ CASES = [
         id="28-heads-dropout",
     ),
     case(replace(GPT, layers_per_scan=1), mesh(2, 2), 3, id="stage-3-loop"),
+    case(
+        replace(QWEN, use_bias=True),
+        mesh(4, 2),
+        2,
+        id="adapters-of-padded-heads",
+        lora=schema.Lora(rank=4, form="dora", also_train=("norm",)),
+    ),
     case(GPT, mesh(2), id="two", marks=SLOW),
     case(replace(LLAMA, num_kv_heads=1), mesh(2, 4), 2, id="one-kv-head", marks=SLOW),
     case(

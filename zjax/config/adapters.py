@@ -4,7 +4,7 @@ import dataclasses
 import re
 from collections.abc import Iterator
 
-from zjax.config import axes, schema
+from zjax.config import schema
 from zjax.config.groups import frozen_as_masters
 from zjax.errors import Problem
 
@@ -37,11 +37,6 @@ def adapter_problems(config: schema.Config, num_devices: int) -> Iterator[Proble
     if setting := frozen_as_masters(config):
         problem = f"does not combine with {setting}, which has no frozen parameters"
         yield Problem("lora.rank", lora.rank, problem, remedy)
-    if axes.mesh_fills(config, num_devices):
-        size = axes.axis_sizes(config, num_devices)["tensor"]
-        if size > 1:
-            problem = f"does not combine with mesh.tensor={size}"
-            yield Problem("lora.rank", lora.rank, problem, "use ZeRO stage 3 instead")
 
 
 def _without_effect(lora: schema.Lora) -> Iterator[Problem]:

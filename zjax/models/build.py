@@ -116,7 +116,7 @@ def _build(
 
 
 def _is_names(x: Any) -> bool:
-    return isinstance(x, tuple)
+    return x is None or isinstance(x, tuple)
 
 
 def _entries(config: schema.Model) -> Entries:

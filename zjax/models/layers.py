@@ -152,28 +152,30 @@ class Linear(nnx.Module):
         """
         if self.is_column_sharded:
             return project(x, (self,), name)[0]
-        kernel = self.kernel[...]
+        matrix = self.matrix(arrange)
         if self.is_row_sharded:
-            kernel = arrange(kernel, 0)
-            y = tensor.multiply_rows(self.multiply, x, kernel)
+            y = tensor.multiply_rows(self.multiply, x, matrix)
         else:
-            y = self.multiply(x, kernel)
-        y = self.adapted(y, x, kernel)
-        return self.finish(y, kernel.shape[self.num_inputs :], name)
+            y = self.multiply(x, *matrix)
+        return self.finish(y, self.kernel.shape[self.num_inputs :], name)
 
-    def multiply(self, x: Float[Array, "..."], kernel: Array) -> Float[Array, "..."]:
-        """Multiplies by `kernel` in place of the layer's, merging output dims."""
+    def multiply(
+        self, x: Float[Array, "..."], kernel: Array, *factors: Array
+    ) -> Float[Array, "..."]:
+        """Multiplies by a matrix in place of the layer's, merging output dims.
+
+        Args:
+            x: Activations.
+            kernel: The matrix, or a part of its rows or columns.
+            factors: The factors of the adapter, or their parts; none without one.
+        """
         kernel = kernel.reshape(*kernel.shape[: self.num_inputs], -1)
         if self.matmul_dtype == "compute":
-            return jnp.tensordot(x, kernel, axes=self.num_inputs)
-        num_shards = num_batch_shards(x.shape[0])
-        return float8.dot(x, kernel, self.num_inputs, num_batch_shards=num_shards)
-
-    def adapted(
-        self, y: Float[Array, "..."], x: Float[Array, "..."], kernel: Array
-    ) -> Float[Array, "..."]:
-        """The result of `multiply`, with what an adapter makes of it."""
-        return y if self.lora is None else self.lora(y, x, kernel)
+            y = jnp.tensordot(x, kernel, axes=self.num_inputs)
+        else:
+            num_shards = num_batch_shards(x.shape[0])
+            y = float8.dot(x, kernel, self.num_inputs, num_batch_shards=num_shards)
+        return self.lora.add_product(y, x, *factors) if factors else y
 
     def finish(
         self,
@@ -182,7 +184,10 @@ class Linear(nnx.Module):
         name: str,
         arrange: Arrange = tensor.fill_up,
     ) -> Float[Array, "..."]:
-        """Adds the bias to a result of `multiply`, and restores the output dims."""
+        """Scales and adds the bias to a result of `multiply`; restores output dims."""
+        if self.lora is not None and self.lora.settings.form == "dora":
+            gain = self._columns(self.lora.gain(self.kernel[...]), 0, arrange)
+            y *= gain.reshape(*[1] * (y.ndim - 1), -1).astype(y.dtype)
         # XLA fuses a bias into a product only while the output dims are merged.
         if not self.fuse_bias:
             y = remat.mark(materialize(y), name) if name else materialize(y)
@@ -193,9 +198,18 @@ class Linear(nnx.Module):
         y = materialize(y) if self.fuse_bias else y
         return y.reshape(*y.shape[:-1], *dims)
 
-    def columns(self, arrange: Arrange) -> Array:
-        """The kernel with arranged columns."""
-        return self._columns(self.kernel[...], 1, arrange)
+    def matrix(self, arrange: Arrange) -> tuple[Array, ...]:
+        """The kernel and the factors of an adapter, with arranged rows or columns."""
+        matrix = (self.kernel[...], *(() if self.lora is None else self.lora.factors))
+        dims = (None, None, None)
+        if self.is_column_sharded:
+            dims = (1, None, 1)
+        elif self.is_row_sharded:
+            dims = (0, 0, None)
+        return tuple(
+            x if dim is None else arrange(x, dim)
+            for x, dim in zip(matrix, dims, strict=False)
+        )
 
     def _columns(self, x, dim, arrange):
         return arrange(x, dim) if self.is_column_sharded else x
@@ -231,15 +245,17 @@ def project(
     """
     arrangements = arrangements or [tensor.fill_up] * len(linears)
     pairs = list(zip(linears, arrangements, strict=True))
-    kernels = [linear.columns(arrange) for linear, arrange in pairs]
+    matrices = [linear.matrix(arrange) for linear, arrange in pairs]
     products = tensor.multiply_columns(
         [linear.multiply for linear in linears],
         x,
-        [kernel.reshape(kernel.shape[0], -1) for kernel in kernels],
+        [tuple(x.reshape(x.shape[0], -1) for x in matrix) for matrix in matrices],
     )
     return [
-        linear.finish(linear.adapted(y, x, kernel), kernel.shape[1:], name, arrange)
-        for (linear, arrange), y, kernel in zip(pairs, products, kernels, strict=True)
+        linear.finish(y, kernel.shape[1:], name, arrange)
+        for (linear, arrange), y, (kernel, *_) in zip(
+            pairs, products, matrices, strict=True
+        )
     ]
 
 

@@ -91,15 +91,25 @@ def adapt_product(
         matrices: The adapter of one layer.
         settings: Rank, alpha and form.
     """
-    a, b = (matrices[name].astype(y.dtype) for name in ("a", "b"))
-    num_inputs, scale = a.ndim - 1, settings.alpha / settings.rank
-    y = y + scale * (jnp.tensordot(x.astype(y.dtype), a, num_inputs) @ _flat(b))
+    y = _add_product(y, x, matrices["a"], matrices["b"], settings)
     if settings.form == "lora":
         return y
-    magnitude = matrices["magnitude"].astype(jnp.float32).reshape(-1)
-    lengths = jax.lax.stop_gradient(_lengths(kernel, a, b, scale))
-    gain = (magnitude / lengths).astype(y.dtype)
+    gain = _gain(kernel, matrices, settings).reshape(-1).astype(y.dtype)
     return y * jnp.broadcast_to(gain, y.shape)
+
+
+def _add_product(y: Array, x: Array, a: Array, b: Array, settings: schema.Lora):
+    a, b = a.astype(y.dtype), _flat(b).astype(y.dtype)
+    scale = settings.alpha / settings.rank
+    return y + scale * (jnp.tensordot(x.astype(y.dtype), a, a.ndim - 1) @ b)
+
+
+def _gain(kernel: Array, matrices: dict[str, Any], settings: schema.Lora) -> Array:
+    """What DoRA multiplies a product by, float32[*outputs]."""
+    magnitude = matrices["magnitude"].astype(jnp.float32)
+    scale = settings.alpha / settings.rank
+    lengths = _lengths(kernel, matrices["a"], matrices["b"], scale)
+    return magnitude / jax.lax.stop_gradient(lengths).reshape(magnitude.shape)
 
 
 def _flat(b: Array) -> Array:
@@ -109,8 +119,8 @@ def _flat(b: Array) -> Array:
 def _lengths(kernel: Array, a: Array, b: Array, scale: float) -> Float[Array, " N"]:
     """Lengths of the columns of `kernel + scale * a b`, which is never formed."""
     product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
-    b = _flat(b)
-    columns = kernel.reshape(-1, b.shape[1]).astype(a.dtype)
+    a, b = a.astype(kernel.dtype), _flat(b).astype(kernel.dtype)
+    columns = kernel.reshape(-1, b.shape[1])
     a = a.reshape(columns.shape[0], -1)
     cross = product("ir,io->ro", a, columns)
     inner = product("ir,is->rs", a, a) @ b.astype(jnp.float32)
@@ -126,27 +136,42 @@ class Adapter(nnx.Module):
     Args:
         matrices: Result of `make_matrices`.
         settings: Rank, alpha and form.
-        logical: Names of the dims of each matrix, where known.
     """
 
-    def __init__(
-        self,
-        matrices: dict[str, Array],
-        settings: schema.Lora,
-        logical: dict[str, Any],
-    ):
+    def __init__(self, matrices: dict[str, Array], settings: schema.Lora):
         self.settings = settings
         for name, value in matrices.items():
-            known = {"logical": logical[name]} if name in logical else {}
-            setattr(self, name, nnx.Param(value, **known))
+            setattr(self, name, nnx.Param(value))
 
     def __call__(
         self, y: Float[Array, "..."], x: Float[Array, "..."], kernel: Array
     ) -> Float[Array, "..."]:
         """As `adapt_product`."""
+        return adapt_product(y, x, kernel, self._matrices, self.settings)
+
+    @property
+    def factors(self) -> tuple[Array, Array]:
+        """The matrices `a` and `b`."""
+        own = self._matrices
+        return own["a"], own["b"]
+
+    def add_product(
+        self, y: Float[Array, "..."], x: Float[Array, "..."], a: Array, b: Array
+    ) -> Float[Array, "..."]:
+        """Adds the scaled product of `x` with `a` and `b`, or with parts of them.
+
+        Parts are the same rows of `a` as of the kernel, or columns of `b`.
+        """
+        return _add_product(y, x, a, b, self.settings)
+
+    def gain(self, kernel: Array) -> Float[Array, "..."]:
+        """What DoRA multiplies the sum of both products by, with the output dims."""
+        return _gain(kernel, self._matrices, self.settings)
+
+    @property
+    def _matrices(self) -> dict[str, Array]:
         names = ("a", "b", "magnitude")
-        matrices = {n: getattr(self, n)[...] for n in names if hasattr(self, n)}
-        return adapt_product(y, x, kernel, matrices, self.settings)
+        return {n: getattr(self, n)[...] for n in names if hasattr(self, n)}
 
 
 def is_target(path: str, settings: schema.Lora) -> bool:
@@ -180,8 +205,7 @@ def attach(
         own = make_matrices(
             fold_name(key, path), layer.kernel[...], *sides, settings=settings
         )
-        names = layer.kernel.get_metadata().get("logical")
-        layer.lora = nnx.data(Adapter(own, settings, _logical(names, *sides)))
+        layer.lora = nnx.data(Adapter(own, settings))
         if not isinstance(layer, layers.Linear):
             layer.__class__ = _adapted_class(type(layer))
 
@@ -197,18 +221,6 @@ def _sides(layer: Any) -> tuple[int, int] | None:
         is_last = sorted(layer.axis) == list(range(-number, 0))
         return (number, len(layer.out_features)) if is_last else None
     return None
-
-
-def _logical(names: Any, num_inputs: int, num_outputs: int) -> dict[str, Any]:
-    if names is None:
-        return {}
-    before, outputs = names[:-num_outputs], names[-num_outputs:]
-    stack = before[:-num_inputs]
-    return {
-        "a": (*before, None),
-        "b": (*stack, None, *outputs),
-        "magnitude": (*stack, *outputs),
-    }
 
 
 @functools.cache

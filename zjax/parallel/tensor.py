@@ -27,8 +27,14 @@ from zjax.sharding import mesh as meshes
 from zjax.sharding.activations import open_size, pin, pin_whole
 from zjax.sharding.rules import entry
 
-Product = Callable[[jax.Array, jax.Array], jax.Array]
-"""`product(x, kernel) -> [B, L, channels]`, on one device."""
+Product = Callable[..., jax.Array]
+"""`product(x, kernel, *adapter) -> [B, L, channels]`, on one device."""
+Matrix = tuple[jax.Array, ...]
+"""A kernel, alone or with the factors [inputs, rank] and [rank, outputs] of its adapter
+(LoRA, arXiv:2106.09685)."""
+
+_COLUMNS = P(None, meshes.TENSOR), P(), P(None, meshes.TENSOR)
+_ROWS = P(meshes.TENSOR), P(meshes.TENSOR), P()
 
 
 def num_shares() -> int:
@@ -208,7 +214,7 @@ def join_stream(x: Float[Array, "B L M"]) -> Float[Array, "B L M"]:
 
 
 def multiply_columns(
-    products: Sequence[Product], x: Float[Array, "B L M"], kernels: Sequence[jax.Array]
+    products: Sequence[Product], x: Float[Array, "B L M"], matrices: Sequence[Matrix]
 ) -> tuple[Float[Array, "B L N"], ...]:
     """Multiplies a stream by matrices that are split by columns.
 
@@ -218,42 +224,44 @@ def multiply_columns(
     Args:
         products: The product with each matrix on one device.
         x: The stream.
-        kernels: Matrices whose second dim divides over the tensor axis.
+        matrices: Kernels whose second dim divides over the tensor axis, as that of the
+            second factor of their adapters does.
 
     Returns:
         One product per matrix, split along its last dim.
     """
     split = _Split.of(x)
 
-    def region(x: jax.Array, *kernels: jax.Array) -> tuple[jax.Array, ...]:
+    def region(x: jax.Array, *matrices: Matrix) -> tuple[jax.Array, ...]:
         if split.is_scattered:
             x = jax.lax.all_gather(x, meshes.TENSOR, axis=1, tiled=True)
-        return tuple(f(x, kernel) for f, kernel in zip(products, kernels, strict=True))
+        return tuple(f(x, *m) for f, m in zip(products, matrices, strict=True))
 
     if num_shares() == 1:
-        return region(x, *kernels)
+        return region(x, *matrices)
     return _map_open_axes(
         region,
-        (split.stream, *[P(None, meshes.TENSOR)] * len(kernels)),
-        (split.columns,) * len(kernels),
-    )(x, *kernels)
+        (split.stream, *(_COLUMNS[: len(matrix)] for matrix in matrices)),
+        (split.columns,) * len(matrices),
+    )(x, *matrices)
 
 
 def multiply_rows(
-    product: Product, x: Float[Array, "B L *N"], kernel: jax.Array
+    product: Product, x: Float[Array, "B L *N"], matrix: Matrix
 ) -> Float[Array, "B L M"]:
     """Multiplies activations by a matrix that is split by rows.
 
     Args:
         product: The product with the matrix on one device.
         x: Activations, split along their third dim.
-        kernel: A matrix whose first dim divides over the tensor axis.
+        matrix: A kernel whose first dim divides over the tensor axis, as that of the
+            first factor of its adapter does.
 
     Returns:
         The product, split along its length where that divides.
     """
     split = _Split.of(x)
-    return split.sum(product, (split.columns, P(meshes.TENSOR)))(x, kernel)
+    return split.sum(product, (split.columns, *_ROWS[: len(matrix)]))(x, *matrix)
 
 
 def look_up(

@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh, Mesh
 from zjax.config import schema
 from zjax.errors import PlanError, Problem
 from zjax.sharding import mesh as meshes
+from zjax.sharding.adapters import kernels_of_adapters, name_adapters
 from zjax.sharding.paths import path_of
 from zjax.sharding.rules import RULES, STACKED_DIMS
 from zjax.typing import Logical, Model, Params
@@ -42,7 +43,8 @@ def names_of_dims(
             read.
 
     Returns:
-        One key of `rules.RULES` or None per dim, in the order of the leaves.
+        One key of `rules.RULES` or None per dim, in the order of the leaves. Dims of an
+        adapter of `lora` have the names of those of its kernel.
 
     Raises:
         PlanError: Settings that match nothing, name too many dims or have no rule; or
@@ -53,7 +55,12 @@ def names_of_dims(
     logical_dims = [tuple(x or ()) for x in tree.flatten_up_to(model.logical(params))]
     paths = [path_of(keys) for keys, _ in leaves]
     table = dict(settings.names)
-    owners = {path: _first_match(path, settings.rules) for path in paths}
+    kernels = kernels_of_adapters(paths)
+    owners = {
+        path: _first_match(path, settings.rules)
+        for path in paths
+        if path not in kernels
+    }
     problems = list(_table_problems(table, logical_dims))
     for index, rule in enumerate(settings.rules):
         problems += _useless(f"mesh.rules[{index}]", index, rule, owners)
@@ -63,7 +70,7 @@ def names_of_dims(
         said = [_translate(dim, table) for dim in dims]
         names = tuple(x[0] if len(x) == 1 and x[0] in RULES else None for x in said)
         names = (*names, *[None] * leaf.ndim)[: leaf.ndim]
-        owner = owners[path]
+        owner = owners.get(path)
         if owner is None:
             for word, problem in _misfits(path, dims, said, leaf.ndim, table):
                 misfits.setdefault(word, problem)
@@ -71,6 +78,7 @@ def names_of_dims(
             names, misfit = _by_rule(owner, settings.rules[owner], names, path)
             problems += misfit
         names_by_leaf.append(names)
+    names_by_leaf = name_adapters(kernels, dict(zip(paths, names_by_leaf, strict=True)))
     if mesh is not None and any(mesh.shape[axis] > 1 for axis in SPLITTING_AXES):
         problems += misfits.values()
     if problems:
