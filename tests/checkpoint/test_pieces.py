@@ -48,6 +48,24 @@ def test_pieces_of_any_memory_order_are_the_array(stage, order):
         assert [x[0].stop - x[0].start for x in read[:-1]] == [2, 2, 2]
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_rows_that_are_too_large_are_read_in_parts(stage, monkeypatch):
+    """As those of all experts of a layer; fails if a part is written elsewhere."""
+    monkeypatch.setattr(pieces, "_MAX_ROW_BYTES", 8 * 10 * 4 - 1)
+    monkeypatch.setattr(pieces, "_PIECE_BYTES", 3 * 10 * 4)
+    array = np.random.default_rng(0).standard_normal(SHAPE).astype(np.float32)
+    plan, sizes = make_plan(SHAPE, stage), []
+
+    def of(index):
+        sizes.append(array[index].size)
+        return array[index]
+
+    found = pieces.place_pieces(of, plan)
+    np.testing.assert_array_equal(found, array)
+    if stage == 0:
+        assert sizes == [30, 30, 20] * 6
+
+
 def test_a_tensor_is_read_by_several_threads_in_parts(tmp_path):
     params = states.make_params(width=6)
     rows = states.make_rows(params, stage=3)

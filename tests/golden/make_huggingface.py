@@ -79,6 +79,17 @@ FAMILIES = {
         **SIZES, head_dim=8, pad_token_id=0, partial_rotary_factor=0.75
     ),
     "olmo2": transformers.Olmo2Config(**SIZES, pad_token_id=None),
+    "mixtral": transformers.MixtralConfig(
+        **SIZES | {"intermediate_size": 12}, num_local_experts=4
+    ),
+    "qwen3_moe": transformers.Qwen3MoeConfig(
+        **SIZES | {"num_hidden_layers": 3},
+        head_dim=6,
+        num_experts=4,
+        num_experts_per_tok=3,
+        moe_intermediate_size=12,
+        mlp_only_layers=[0],
+    ),
     "gpt2": transformers.GPT2Config(
         vocab_size=VOCAB_SIZE,
         n_embd=16,

@@ -45,6 +45,8 @@ def read_all(folder):
         pytest.param("gemma2", (), id="gemma2"),
         pytest.param("gemma3_text", (), id="gemma3"),
         pytest.param("gpt2", (), id="gpt2"),
+        pytest.param("mixtral", ("model.layers_per_scan=1",), id="mixtral"),
+        pytest.param("qwen3_moe", (), id="experts-behind-dense-layers"),
     ],
 )
 def test_what_came_in_goes_out_bit_for_bit(family, overrides, tmp_path):
@@ -155,8 +157,8 @@ def test_a_failed_export_leaves_nothing(store, tmp_path, monkeypatch):
                 language.LLAMA, attention="sparse", moe=schema.MoE(num_experts=2)
             ),
             [
-                "model.moe.num_experts=2 is 0 in llama",
-                "model.attention='sparse' is 'dense' in llama",
+                "model.moe.top_k=1 is 2 in mixtral",
+                "model.attention='sparse' is 'dense' in mixtral",
             ],
         ),
         (

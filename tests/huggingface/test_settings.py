@@ -9,7 +9,7 @@ from tests.support import huggingface as golden
 from zjax.config import convert, schema
 from zjax.errors import ConfigError
 from zjax.huggingface import model_settings
-from zjax.huggingface.export import config_of
+from zjax.huggingface.export import config_of, find_kind
 from zjax.huggingface.families import DROPOUTS
 
 REMEDY = "use a checkpoint without it"
@@ -175,12 +175,60 @@ def test_everything_that_llama_may_ask_for_is_refused_at_once(tmp_path):
             ],
         ),
         (
+            "mixtral",
+            {
+                "num_experts_per_tok": 1,
+                "num_local_experts": 0,
+                "router_jitter_noise": 0.1,
+            },
+            [
+                unsupported("router_jitter_noise", 0.1, "zjax computes 0.0 alone"),
+                "num_local_experts=0 of config.json is not positive; correct it there",
+                unsupported(
+                    "num_experts_per_tok",
+                    1,
+                    "zjax weighs a single expert by its score, not by 1",
+                ),
+            ],
+        ),
+        (
+            "qwen3_moe",
+            {"mlp_only_layers": [1], "num_experts": 8, "use_sliding_window": True},
+            [
+                unsupported("use_sliding_window", True, "zjax computes False alone"),
+                "num_local_experts=4 of config.json differs from num_experts=8; "
+                "correct it there",
+                unsupported(
+                    "mlp_only_layers",
+                    [1],
+                    "zjax computes experts in every n-th layer from one on",
+                ),
+            ],
+        ),
+        (
+            "qwen3_moe",
+            {"mlp_only_layers": "0", "norm_topk_prob": 1},
+            [
+                "norm_topk_prob=1 of config.json is not of type bool; correct it there",
+                "mlp_only_layers='0' of config.json is no list of layers; correct it "
+                "there",
+            ],
+        ),
+        (
+            "qwen3_moe",
+            {"decoder_sparse_step": 0},
+            [
+                "decoder_sparse_step=0 of config.json is no period of layers; correct "
+                "it there",
+            ],
+        ),
+        (
             "llama",
             {"model_type": "mamba"},
             [
                 "model_type='mamba' of config.json is not supported; use a checkpoint "
                 "of llama, mistral, qwen2, qwen3, phi3, olmo2, gemma2, gemma3_text, "
-                "gpt2, or import its weights as your own model"
+                "gpt2, mixtral, qwen3_moe, or import its weights as your own model"
             ],
         ),
     ],
@@ -268,6 +316,59 @@ def test_windows_of_layers(family, keys, expected, tmp_path):
     golden.copy(family, tmp_path, **keys)
     found = model_settings(tmp_path)
     assert (found["sliding_window"], found["full_attention_every"]) == expected
+
+
+def test_settings_of_experts(tmp_path):
+    """Fails if a token is dropped, or weights add up where they do not."""
+    assert golden.settings_of("qwen3_moe")["moe"] == {
+        "num_experts": 4,
+        "choice": "tokens",
+        "top_k": 3,
+        "every": 1,
+        "first_dense": 1,
+        "expert_size": 12,
+        "num_shared": 0,
+        "shared_gate": False,
+        "residual": False,
+        "scores": "softmax",
+        "normalise": False,
+        "scale": 1.0,
+        "num_groups": 1,
+        "top_groups": 1,
+        "drop": "none",
+        "bias_rate": 0.0,
+    }
+    found = golden.settings_of("mixtral")["moe"]
+    assert (found["normalise"], found["top_k"], found["expert_size"]) == (True, 2, 12)
+    keys = {"num_local_experts": golden.REMOVED, "num_experts": 6}
+    golden.copy("qwen3_moe", tmp_path, num_experts_per_tok=1, **keys)
+    found = model_settings(tmp_path)["moe"]
+    assert (found["num_experts"], found["top_k"], found["normalise"]) == (6, 1, True)
+
+
+@pytest.mark.parametrize(
+    ("step", "dense", "num_layers", "expected"),
+    [
+        (1, [], 3, (1, 0)),
+        (1, None, 3, (1, 0)),
+        (2, [], 5, (2, 0)),
+        (2, [1], 6, (2, 2)),
+        (1, [0, 1, 3], 5, (2, 1)),
+        (3, [], 3, (3, 0)),
+    ],
+)
+def test_layers_with_experts_go_in_and_out(step, dense, num_layers, expected, tmp_path):
+    keys = {"decoder_sparse_step": step, "mlp_only_layers": dense}
+    golden.copy("qwen3_moe", tmp_path, num_hidden_layers=num_layers, **keys)
+    settings = model_settings(tmp_path)
+    found = settings["moe"]
+    assert (found["every"], found["first_dense"]) == expected
+    model = convert.from_mapping(schema.Model, settings)
+    assert find_kind(model) == "qwen3_moe"
+    written = config_of(model, "qwen3_moe")
+    assert {name: written[name] or [] for name in keys} == {
+        name: value or [] for name, value in keys.items()
+    }
 
 
 def test_old_keys_of_two_bases(tmp_path):

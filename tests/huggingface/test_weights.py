@@ -1,5 +1,6 @@
 """Weights of Hugging Face checkpoints compute what they do in their own library."""
 
+import collections
 import json
 
 import jax
@@ -92,6 +93,10 @@ def check(run, expected):
             id="layers-apart-on-the-host",
         ),
         pytest.param("llama", 1, ("model.mlp_tiles=3",), id="tiles"),
+        pytest.param(
+            *("qwen3_moe", 8, (*SHARDED, "mesh.expert=2", "mesh.tensor=2")),
+            id="experts-in-parts-and-dense-layers",
+        ),
     ],
 )
 def test_each_device_reads_its_slices(family, num_devices, overrides, monkeypatch):
@@ -142,6 +147,38 @@ def test_no_read_is_larger_than_a_shard(monkeypatch):
     for name, size in sizes.items():
         if "proj" in name:
             assert size == np.prod(entries[name].shape) // 8, name
+
+
+def test_each_device_has_its_experts_alone(monkeypatch):
+    """Fails if a device reads, or holds, experts of other devices."""
+    open_source, read_names = weights.open_source, collections.Counter()
+
+    def counted(path):
+        source = open_source(path)
+
+        def read(name, index):
+            read_names[name] += 1
+            return source.read(name, index)
+
+        return Source(source.entries, read)
+
+    monkeypatch.setattr(weights, "open_source", counted)
+    expected = golden.expected_of("mixtral")
+    config = golden.make_config("mixtral", "mesh.expert=4", "zero.stage=0")
+    run = golden.start(config, 8)
+    experts = run.state.master["blocks"]["mlp"]["experts"]["up"]["kernel"]
+    held = collections.Counter(
+        (shard.index[1].start, shard.data.nbytes)
+        for shard in experts.addressable_shards
+    )
+    expert_bytes = 2 * 16 * 2 * 12 * 4  # of both layers
+    assert held == {(number, expert_bytes): 2 for number in range(4)}
+    reads = {n: count for n, count in read_names.items() if ".w1." in n}
+    assert sorted(reads.values()) == [1] * 8
+    tokens = expected["tokens"].astype(np.int32)
+    np.testing.assert_allclose(
+        logits_of(run, tokens), expected["logits"], rtol=2e-5, atol=2e-5
+    )
 
 
 def test_a_mixture_starts_from_it():

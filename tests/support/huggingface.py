@@ -17,6 +17,7 @@ FOLDER = pathlib.Path(__file__).parents[1] / "golden" / "huggingface"
 FAMILIES = (
     *("llama", "llama_biases", "llama3", "mistral", "qwen2", "qwen3"),
     *("phi3", "olmo2", "gpt2", "mistral_window", "gemma2", "gemma3_text"),
+    *("mixtral", "qwen3_moe"),
 )
 
 

@@ -7,6 +7,7 @@ so that the host copies no more than it reads.
 import collections
 import concurrent.futures
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -23,7 +24,10 @@ from zjax.storage.array import spans_of
 _SMALL_BYTES = 8 << 20
 """Largest shard that is read as a whole, without programs of its own."""
 _PIECE_BYTES = 128 << 20
+_MAX_ROW_BYTES = 512 << 20
+"""Largest row, of one layer or more, that is read at once."""
 Read = Callable[[Index], np.ndarray]
+_Piece = concurrent.futures.Future[np.ndarray]
 
 
 def place_pieces(read: Read, plan: ArrayPlan) -> Any:
@@ -61,39 +65,54 @@ def _place_shard(
     shape = [stop - start for start, stop in spans]
     shards = [jnp.zeros(shape, plan.stored_dtype, device=x) for x in devices]
     sent: list[jax.Array] = []
-    for start, piece in _read_ahead(read, _cut(plan, spans)):
+    for starts, piece in _read_ahead(read, _cut(plan, spans)):
         # In the order of its bytes; a transposed view is one of an array in C order.
         order = np.argsort([-x for x in piece.strides], kind="stable")
         jax.block_until_ready(sent)
         sent = [jax.device_put(piece.transpose(order), x) for x in devices]
         back = tuple(map(int, np.argsort(order)))
         shards = [
-            _write(shard, x, start, order=back)
+            _write(shard, x, starts, order=back)
             for shard, x in zip(shards, sent, strict=True)
         ]
     return shards
 
 
-def _cut(plan: ArrayPlan, spans: Spans) -> Iterator[tuple[int, Index]]:
-    """Slices of the unpadded array, and where they begin in the shard."""
+def _cut(plan: ArrayPlan, spans: Spans) -> Iterator[tuple[tuple[int, ...], Index]]:
+    """Slices of the unpadded array, and where they begin in the shard.
+
+    They are rows, as many as fit; of rows that are too large, such as all experts of a
+    layer, they are rows of these.
+    """
     unpadded = without_padding(spans, plan)
     if unpadded is None:
         return
-    rows, *others = unpadded
-    row_bytes = math.prod(x.stop - x.start for x in others) * 4
-    step = max(1, _PIECE_BYTES // row_bytes)
-    for first in range(rows.start, rows.stop, step):
-        last = min(first + step, rows.stop)
-        yield first - rows.start, (slice(first, last), *others)
+    sizes = [x.stop - x.start for x in unpadded]
+    row_bytes = [4 * math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
+    dim = int(len(sizes) > 1 and row_bytes[0] > _MAX_ROW_BYTES)
+    step = max(1, _PIECE_BYTES // row_bytes[dim])
+    steps = [1] * dim + [step]
+    ranges = [
+        range(x.start, x.stop, n)
+        for x, n in zip(unpadded[: dim + 1], steps, strict=True)
+    ]
+    for firsts in itertools.product(*ranges):
+        index = [
+            slice(first, min(first + n, x.stop))
+            for first, n, x in zip(firsts, steps, unpadded, strict=False)
+        ]
+        starts = [first - x.start for first, x in zip(firsts, unpadded, strict=False)]
+        starts += [0] * (len(sizes) - len(starts))
+        yield tuple(starts), (*index, *unpadded[dim + 1 :])
 
 
 def _read_ahead(
-    read: Read, slices: Iterator[tuple[int, Index]]
-) -> Iterator[tuple[int, np.ndarray]]:
-    waiting = collections.deque[tuple[int, concurrent.futures.Future[np.ndarray]]]()
+    read: Read, slices: Iterator[tuple[tuple[int, ...], Index]]
+) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
+    waiting = collections.deque[tuple[tuple[int, ...], _Piece]]()
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
-        for start, index in slices:
-            waiting.append((start, thread.submit(read, index)))
+        for starts, index in slices:
+            waiting.append((starts, thread.submit(read, index)))
             if len(waiting) > 1:
                 first, piece = waiting.popleft()
                 yield first, piece.result()
@@ -103,8 +122,11 @@ def _read_ahead(
 
 @functools.partial(jax.jit, donate_argnums=0, static_argnames="order")
 def _write(
-    shard: jax.Array, piece: jax.Array, start: jax.Array, *, order: tuple[int, ...]
+    shard: jax.Array,
+    piece: jax.Array,
+    starts: tuple[jax.Array, ...],
+    *,
+    order: tuple[int, ...],
 ) -> jax.Array:
     piece = piece.transpose(order).astype(shard.dtype)
-    starts = (start, *[0] * (piece.ndim - 1))
     return jax.lax.dynamic_update_slice(shard, piece, starts)

@@ -3,11 +3,12 @@
 import contextlib
 import json
 import math
+import operator
 import os
 import pathlib
 import shutil
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,12 +23,14 @@ from zjax.checkpoint.views import Source
 from zjax.config import convert, schema
 from zjax.config.derived import as_set
 from zjax.config.load import load_config
+from zjax.config.mixture import experts_by_layer
 from zjax.errors import CheckpointError, ConfigError, Problem
+from zjax.huggingface import mixture
 from zjax.huggingface.families import FAMILIES, Family
+from zjax.huggingface.layout import Layout, layouts_of
 from zjax.huggingface.rotation import rotation_values
 from zjax.huggingface.settings import CONFIG_NAME, entries_of, settings_of
 from zjax.huggingface.source import find_config
-from zjax.huggingface.tensors import Layout, joined, layouts_of
 from zjax.huggingface.tokenizer import copy_tokenizer, token_ids
 from zjax.huggingface.windows import window_values
 
@@ -38,6 +41,8 @@ _ARCHITECTURES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
@@ -45,8 +50,18 @@ _ARCHITECTURES = {
     "gpt2": "GPT2LMHeadModel",
 }
 """Families that models go out as. A Mistral without window is a Llama."""
-_Parts = Mapping[str, Mapping[int, tuple[str, Layout]]]
-"""Arrays of each tensor by their index in it: name and layout."""
+
+
+class _Piece(NamedTuple):
+    """What a tensor holds of an array: the array's name and layout, and the place."""
+
+    ours: str
+    layout: Layout
+    place: tuple[int, ...]
+
+
+_Parts = Mapping[str, Mapping[int, _Piece]]
+"""Pieces of each tensor by their index in it."""
 
 
 def export_huggingface(
@@ -139,7 +154,9 @@ def find_kind(model: schema.Model) -> str:
         >>> find_kind(schema.Model())
         'gpt2'
     """
-    differences = {kind: _differences(model, kind) for kind in _ARCHITECTURES}
+    is_mixture = bool(model.moe.num_experts)
+    kinds = [x for x in _ARCHITECTURES if FAMILIES[x].is_mixture == is_mixture]
+    differences = {kind: _differences(model, kind) for kind in kinds}
     kind = min(differences, key=lambda kind: len(differences[kind]))
     if problems := differences[kind]:
         raise ConfigError(*problems)
@@ -152,7 +169,10 @@ def _differences(model: schema.Model, kind: str) -> list[Problem]:
     found = entries_of(convert.from_mapping(schema.Model, settings), settings)
     mine = entries_of(model, settings)
     pairs = [(name, mine[name], theirs) for name, theirs in found.items()]
-    pairs.append(("moe.num_experts", model.moe.num_experts, 0))
+    settable = {key.setting for key in family.keys.values()}
+    if family.is_mixture and "moe.normalise" not in settable:
+        top_k = model.moe.top_k  # the weight of one expert is not 1
+        pairs.append(("moe.top_k", top_k, max(top_k, 2)))
     if model.attention == "sparse":
         pairs.append(("attention", "sparse", "dense"))
     remedy = "leave out --format=hf"
@@ -173,14 +193,16 @@ def config_of(model: schema.Model, kind: str) -> dict[str, Any]:
         "eos_token_id": None,
     }
     for name, key in family.keys.items():
-        value = key.kind(getattr(model, key.setting))
+        value = key.kind(_value_of(model, key.setting))
         values[name] = None if key.is_nullable and not value else value
+    values |= {x: values[usual] for x, usual in family.aliases.items()}
     for name, fixed in family.fixed.items():
         if fixed.accepted[0] is not None:
             values[name] = fixed.accepted[0]
     if family.is_rotary:
         values |= rotation_values(model, family)
     values |= window_values(model, family.windows)
+    values |= mixture.layer_values(model) if family.has_steps else {}
     biases = model.has_input_bias, model.use_bias
     values |= dict(zip(family.biases, biases, strict=False))
     rates = {
@@ -192,29 +214,35 @@ def config_of(model: schema.Model, kind: str) -> dict[str, Any]:
     return values | {key: rate for key, rate in named if key is not None}
 
 
+def _value_of(model: schema.Model, setting: str) -> Any:
+    if setting == "moe.num_experts":
+        return max(experts_by_layer(model))  # of a pyramid one number
+    if setting == "moe.normalise":
+        return model.moe.normalise and model.moe.top_k > 1
+    return operator.attrgetter(setting)(model)
+
+
 def _collect(
     source: Source, family: Family, model: schema.Model, place: str
 ) -> tuple[_Parts, Source]:
     """The arrays of each tensor, and the source with layers apart."""
-    layouts = {
-        ours.replace(".", "/"): (theirs, layout)
-        for ours, theirs, layout in layouts_of(family.rows, model)
-    }
+    layouts = {n.replace(".", "/"): x for n, x in layouts_of(family.rows, model)}
     found = views.retiled(views.cached(source), 1)
     found = views.restacked(found, list(layouts))
-    expected = {n: Entry(layout.shape, "float32") for n, (_, layout) in layouts.items()}
+    expected = {n: Entry(layout.shape, "float32") for n, layout in layouts.items()}
     check_same(expected, found.entries, place, cast=True)
-    parts = dict[str, dict[int, tuple[str, Layout]]]()
-    for ours, (theirs, layout) in layouts.items():
-        parts.setdefault(theirs, {})[layout.row.part] = ours, layout
+    parts = dict[str, dict[int, _Piece]]()
+    for ours, layout in layouts.items():
+        for at, theirs in layout.tensors.items():
+            piece = _Piece(ours, layout, at)
+            parts.setdefault(theirs, {})[layout.row.part] = piece
     return parts, found
 
 
 def _describe(parts: _Parts, source: Source) -> dict[str, Entry]:
-    firsts = {name: arrays[0] for name, arrays in parts.items()}
     return {
-        name: Entry(layout.tensor_shape, source.entries[ours].dtype)
-        for name, (ours, layout) in firsts.items()
+        name: Entry(pieces[0].layout.tensor_shape, source.entries[pieces[0].ours].dtype)
+        for name, pieces in parts.items()
     }
 
 
@@ -226,9 +254,10 @@ def _write_shards(
     max_bytes: int,
 ) -> None:
     def read(name: str) -> Iterator[np.ndarray]:
-        yield joined(
-            {i: (layout, source.read_all(x)) for i, (x, layout) in parts[name].items()}
-        )
+        pieces = [piece for _, piece in sorted(parts[name].items())]
+        arrays = [x.layout.piece_of(source.read_all(x.ours), x.place) for x in pieces]
+        axis = pieces[0].layout.axis
+        yield np.concatenate(arrays, axis) if arrays[1:] else arrays[0]
 
     shards = [*_split(entries, max_bytes)]
     files = ["model.safetensors"]

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from zjax.huggingface import tensors
+from zjax.huggingface.layout import Row
 from zjax.huggingface.windows import NO_WINDOWS, Windows
 
 REQUIRED = "required"
@@ -20,7 +21,7 @@ class Key:
     """A key that is a setting.
 
     Args:
-        setting: Setting of `model`.
+        setting: Setting of `model`, or of one of its sections, with a dot.
         kind: Type of its value.
         default: Value if it is absent; None for a setting that zjax derives equally.
         is_nullable: Whether null is a value, that of a setting of 0.
@@ -70,9 +71,11 @@ class Family:
         dropouts: Keys of the dropouts by setting; one without a key is 0.
         default_dropout: Default of the dropouts.
         unread: Keys that mean nothing beside the others.
+        aliases: Other names of keys, which some versions of transformers write.
+        has_steps: Whether keys say which layers have experts.
     """
 
-    rows: tuple[tensors.Row, ...]
+    rows: tuple[Row, ...]
     prefix: str
     buffers: str
     constant: Mapping[str, Any]
@@ -88,6 +91,13 @@ class Family:
     )
     default_dropout: float = 0.0
     unread: frozenset[str] = frozenset()
+    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    has_steps: bool = False
+
+    @property
+    def is_mixture(self) -> bool:
+        """Whether layers have experts."""
+        return "moe" in self.constant
 
     @property
     def is_rotary(self) -> bool:
@@ -192,6 +202,24 @@ _GEMMA = Family(
     windows=Windows("period", default=4096, period=2),
     unread=frozenset({"hidden_act", "cache_implementation", "_sliding_window_pattern"}),
 )
+_MIXTURE = {
+    "choice": "tokens",
+    "every": 1,
+    "first_dense": 0,
+    "num_shared": 0,
+    "shared_gate": False,
+    "residual": False,
+    "scores": "softmax",
+    "normalise": True,
+    "scale": 1.0,
+    "num_groups": 1,
+    "top_groups": 1,
+    "drop": "none",
+    "bias_rate": 0.0,
+}
+"""Settings of experts that have nothing special, and drop no token."""
+_LOSS = frozenset({"router_aux_loss_coef", "output_router_logits"})
+"""Keys of the balance loss, which a run sets itself."""
 FAMILIES = {
     "llama": _LLAMA,
     "mistral": dataclasses.replace(
@@ -285,6 +313,42 @@ FAMILIES = {
         },
         dropouts=_dropouts("resid_pdrop", "embd_pdrop", "attn_pdrop"),
         default_dropout=0.1,
+    ),
+    "mixtral": dataclasses.replace(
+        _LLAMA,
+        rows=tensors.MIXTRAL,
+        constant={**_LLAMA_CONSTANT, **_NO_BIAS, "moe": _MIXTURE},
+        keys=_LLAMA_KEYS
+        | {
+            "num_key_value_heads": Key("num_kv_heads", int, 8),
+            "rms_norm_eps": Key("norm_eps", float, 1e-5),
+            "intermediate_size": Key("moe.expert_size", int),
+            "num_local_experts": Key("moe.num_experts", int, 8),
+            "num_experts_per_tok": Key("moe.top_k", int, 2),
+        },
+        fixed=_LLAMA_FIXED | {"router_jitter_noise": Fixed(0.0)},
+        biases=(),
+        windows=Windows("all"),
+        theta=1_000_000.0,
+        unread=_LOSS,
+    ),
+    "qwen3_moe": dataclasses.replace(
+        _LLAMA,
+        rows=tensors.QWEN3_MOE,
+        constant={**_LLAMA_CONSTANT, "query_key_norm": True, "moe": _MIXTURE},
+        keys=_LLAMA_KEYS
+        | {
+            "num_key_value_heads": Key("num_kv_heads", int, 4),
+            "moe_intermediate_size": Key("moe.expert_size", int, 768),
+            "num_experts": Key("moe.num_experts", int, 128),
+            "num_experts_per_tok": Key("moe.top_k", int, 8),
+            "norm_topk_prob": Key("moe.normalise", bool, False),
+        },
+        fixed=_LLAMA_FIXED | {"use_sliding_window": Fixed(False)},
+        biases=("attention_bias",),
+        unread=_LOSS | {"sliding_window"},
+        aliases={"num_local_experts": "num_experts"},
+        has_steps=True,
     ),
 }
 """Families by `model_type`."""

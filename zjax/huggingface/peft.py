@@ -22,7 +22,7 @@ from zjax.config.load import load_config
 from zjax.errors import ConfigError, Problem
 from zjax.huggingface.export import find_kind, new_folder
 from zjax.huggingface.families import FAMILIES
-from zjax.huggingface.tensors import Layout, layouts_of
+from zjax.huggingface.layout import Layout, layouts_of
 
 _ENDINGS = {
     "a": "lora_A.weight",
@@ -109,11 +109,11 @@ def _find_matrices(
 ) -> dict[str, _Matrix]:
     """The tensors to write, by name."""
     matrices, problems = dict[str, _Matrix](), list[Problem]()
-    for ours, theirs, layout in layouts_of(FAMILIES[kind].rows, config.model):
+    for ours, layout in layouts_of(FAMILIES[kind].rows, config.model):
         layer, _, index = ours.replace(".", "/").partition("/kernel")
         if not index or f"{layer}/lora/a" not in source.entries:
             continue
-        module = theirs.removesuffix(".weight")
+        module = layout.first.removesuffix(".weight")
         if layout.row.parts:
             problem = f"adapts {layer}, a part of {module} in {kind}"
             problems.append(

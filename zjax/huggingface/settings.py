@@ -1,9 +1,10 @@
 """From a Hugging Face config.json to settings of the built-in decoder."""
 
-import dataclasses
+import copy
+import operator
 import os
 import pathlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from absl import logging
@@ -11,7 +12,7 @@ from absl import logging
 from zjax.config import convert, schema
 from zjax.config.paths import local_path
 from zjax.errors import ConfigError, Problem
-from zjax.huggingface import rotation
+from zjax.huggingface import mixture, rotation
 from zjax.huggingface.families import (
     BOOKKEEPING,
     DROPOUTS,
@@ -56,6 +57,7 @@ def model_settings(directory: str | os.PathLike[str], **changes: Any) -> dict[st
     path = folder / CONFIG_NAME
     values = read_config(path) | changes
     family = find_family(values, path)
+    values = _with_usual_names(values, family)
     problems = [*_wrong(values, family, path), *_wrong_dropouts(values, family, path)]
     if problems:
         raise ConfigError(*problems)
@@ -74,6 +76,7 @@ def shape_of(path: pathlib.Path) -> tuple[dict[str, Any], Family]:
     """
     values = read_config(path)
     family = find_family(values, path)
+    values = _with_usual_names(values, family)
     if problems := [*_wrong(values, family, path)]:
         raise ConfigError(*problems)
     return settings_of(values, family), family
@@ -113,37 +116,45 @@ def find_family(values: Mapping[str, Any], path: pathlib.Path) -> Family:
     return FAMILIES[kind]
 
 
+def _with_usual_names(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """The values, those of other names under the usual ones, if these are missing."""
+    found = {usual: values[x] for x, usual in family.aliases.items() if x in values}
+    return found | dict(values)
+
+
 def settings_of(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """Settings of the values of a config.json that has no problem."""
-    settings = dict(family.constant)
+    settings = copy.deepcopy(dict(family.constant))
     for name, key in family.keys.items():
         value = values.get(name, key.default)
-        settings[key.setting] = 0 if value is None else key.kind(value)
+        section, _, field = key.setting.rpartition(".")
+        target = settings[section] if section else settings
+        target[field] = 0 if value is None else key.kind(value)
     if family.is_rotary:
         model = convert.from_mapping(schema.Model, settings)
         settings |= rotation.rotation_settings(values, family, model)
     num_layers = settings["num_layers"]
     settings |= window_settings(values, family.windows, num_layers)
+    if family.has_steps:
+        settings["moe"] |= mixture.layer_settings(values, num_layers)
+    if family.is_mixture and settings["moe"]["top_k"] == 1:
+        settings["moe"]["normalise"] = True  # of one expert nothing is normalised
     if family.biases:
         settings |= _biases(*(values.get(name, False) for name in family.biases))
     return settings
 
 
-def entries_of(model: schema.Model, names: Iterable[str]) -> dict[str, Any]:
-    """Settings of a model by name, those of its sections one by one.
+def entries_of(model: schema.Model, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a model that others name, those of sections one by one.
 
     Example:
-        >>> entries_of(schema.Model(), ["num_heads", "rope_scaling"])["num_heads"]
-        12
+        >>> entries_of(schema.Model(), {"num_heads": 1, "moe": {"top_k": 2}})
+        {'num_heads': 12, 'moe.top_k': 1}
     """
     entries = dict[str, Any]()
-    for name in names:
-        value = getattr(model, name)
-        if dataclasses.is_dataclass(value):
-            fields = dataclasses.fields(value)
-            entries |= {f"{name}.{x.name}": getattr(value, x.name) for x in fields}
-        else:
-            entries[name] = value
+    for name, value in settings.items():
+        names = [f"{name}.{x}" for x in value] if isinstance(value, dict) else [name]
+        entries |= {x: operator.attrgetter(x)(model) for x in names}
     return entries
 
 
@@ -171,6 +182,10 @@ def _wrong(
         if not any(value == x and type(value) is type(x) for x in fixed.accepted):
             what = " or ".join(map(repr, fixed.accepted))
             yield _not_computed(name, value, path, f"zjax computes {what} alone")
+    for alias, usual in family.aliases.items():
+        if (given := values.get(alias, values.get(usual))) != values.get(usual):
+            problem = f"of {path} differs from {usual}={values[usual]!r}"
+            yield Problem(alias, given, problem, "correct it there")
     if family.is_rotary:
         yield from rotation.rotation_problems(values, family, path)
     for name in family.biases:
@@ -178,6 +193,10 @@ def _wrong(
     num_layers = next(n for n, x in family.keys.items() if x.setting == "num_layers")
     number = values.get(num_layers)
     yield from window_problems(values, family.windows, number, path)
+    if family.has_steps:
+        yield from mixture.layer_problems(values, number, path)
+    if family.is_mixture:
+        yield from mixture.weight_problems(values, family, path)
 
 
 def _wrong_value(
@@ -214,7 +233,8 @@ def _report_unknown(
 ) -> None:
     known = {*BOOKKEEPING, *family.keys, *family.fixed, *family.biases}
     known |= {*family.dropouts.values(), *family.unread, *KNOWN}
-    known |= family.windows.keys
+    known |= {*family.windows.keys, *family.aliases}
+    known |= {mixture.STEP, mixture.DENSE} if family.has_steps else set()
     known |= rotation.KNOWN if family.is_rotary else set()
     unknown = {name: x for name, x in values.items() if name not in known}
     unknown |= rotation.unknown_keys(values, family) if family.is_rotary else {}

@@ -1,8 +1,10 @@
 """Weights of Hugging Face checkpoints under the names of the built-in decoder."""
 
+import dataclasses
 import pathlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,8 +18,8 @@ from zjax.config.derived import as_set
 from zjax.config.paths import local_path
 from zjax.errors import ConfigError, Problem
 from zjax.huggingface.families import Family
+from zjax.huggingface.layout import Layout, Row, layouts_of
 from zjax.huggingface.settings import CONFIG_NAME, entries_of, shape_of
-from zjax.huggingface.tensors import Layout, layouts_of
 
 _TOKENS = "embedding.tokens"
 """An array that every built-in model has, and no Hugging Face checkpoint."""
@@ -50,13 +52,14 @@ def adapted(
     model = convert.from_mapping(schema.Model, settings)
     _check_model(config.model, model, settings, path)
     prefix = _find_prefix(source, family)
-    layouts = {
-        ours: (re.sub(f"^{family.prefix}", prefix, theirs), layout)
-        for ours, theirs, layout in layouts_of(family.rows, model)
-    }
+    layouts = dict(layouts_of(_renamed(family.rows, family.prefix, prefix), model))
     ignored = _find_ignored(source, family, model)
     check_same(
-        {name: Entry(x.tensor_shape, "float32") for name, x in layouts.values()},
+        {
+            name: Entry(layout.tensor_shape, "float32")
+            for layout in layouts.values()
+            for name in layout.tensors.values()
+        },
         {name: x for name, x in source.entries.items() if name not in ignored},
         config.checkpoint.init_from,
         cast=True,
@@ -77,11 +80,11 @@ def find_config(init_from: str) -> pathlib.Path | None:
 def _check_model(
     given: schema.Model,
     found: schema.Model,
-    names: Iterable[str],
+    settings: Mapping[str, Any],
     path: pathlib.Path,
 ) -> None:
-    problems, expected = [], entries_of(found, names)
-    for name, mine in entries_of(given, names).items():
+    problems, expected = [], entries_of(found, settings)
+    for name, mine in entries_of(given, settings).items():
         theirs = expected[name]
         is_free = name in _FREE and found.positions == "rotary"
         if mine != theirs and not is_free:
@@ -97,6 +100,14 @@ def _find_prefix(source: Source, family: Family) -> str:
     """The beginning of tensor names, which a model without a head lacks."""
     has_prefix = any(name.startswith(family.prefix) for name in source.entries)
     return family.prefix if has_prefix else ""
+
+
+def _renamed(rows: Sequence[Row], prefix: str, found: str) -> tuple[Row, ...]:
+    """The rows with the beginning of tensor names that a checkpoint has."""
+    return tuple(
+        dataclasses.replace(row, theirs=re.sub(f"^{prefix}", found, row.theirs))
+        for row in rows
+    )
 
 
 def _find_ignored(
@@ -122,13 +133,12 @@ def _report(path: str, prefix: str, ignored: Sequence[str]) -> None:
         )
 
 
-def _translated(source: Source, layouts: Mapping[str, tuple[str, Layout]]) -> Source:
+def _translated(source: Source, layouts: Mapping[str, Layout]) -> Source:
     def read(ours: str, index: Index) -> np.ndarray:
-        name, layout = layouts[ours]
-        return layout.read(index, lambda spans: source.read(name, spans))
+        return layouts[ours].read(index, source.read)
 
     entries = {
-        ours: Entry(layout.shape, source.entries[name].dtype)
-        for ours, (name, layout) in layouts.items()
+        ours: Entry(layout.shape, source.entries[layout.first].dtype)
+        for ours, layout in layouts.items()
     }
     return Source(entries, read)

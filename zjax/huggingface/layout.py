@@ -1,0 +1,227 @@
+"""How the elements of an array of the decoder lie in the tensors of a checkpoint.
+
+An array lies in one tensor, in a part of one that joins several arrays, or in many
+tensors, such as one for each expert. Rows are read in both directions: weights come in
+slice by slice, and go out whole.
+"""
+
+import dataclasses
+import itertools
+import math
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Literal
+
+import numpy as np
+
+from zjax.checkpoint.views import Index
+from zjax.config import schema
+from zjax.config.mixture import experts_by_layer, segment_shapes
+
+Read = Callable[[str, Index], np.ndarray]
+"""Function that reads a slice of a tensor by its name."""
+_SIZES: Mapping[str, Callable[[schema.Model], int]] = {
+    "embed": operator.attrgetter("embed_size"),
+    "mlp": operator.attrgetter("mlp_size"),
+    "heads": operator.attrgetter("num_heads"),
+    "kv_heads": operator.attrgetter("num_kv_heads"),
+    "head": operator.attrgetter("head_size"),
+    "vocab": operator.attrgetter("vocab_size"),
+    "length": operator.attrgetter("max_length"),
+    "experts": lambda model: max(experts_by_layer(model)),
+    "expert_mlp": operator.attrgetter("moe.expert_size"),
+    "gates": lambda _: 2,
+}
+"""Sizes of dims by name; `gates` are the gate and the value of a gated expert."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """Where one array of the decoder lies in a checkpoint.
+
+    Args:
+        ours: Path of the array in the decoder, with dots.
+        theirs: Name of the tensor; `{layer}` is the number of the layer, and the name
+            of a dim in braces the index of a tensor in it.
+        dims: Names of the array's dims; `|` separates those that are one dim of the
+            tensor.
+        tensor: The same in the order of the tensor, if that is another. A dim that it
+            lacks has a tensor for each index.
+        part: Index of the array in a tensor that joins several.
+        parts: Dims along which the tensor joins each of its arrays; () for one array.
+        gates: Names of the tensors of gates and values, if they are apart.
+        needs: Boolean attribute of the settings without which there is no such array.
+        unless: Boolean attribute with which there is none.
+        layers: Layers that have it: `all`, or those with or without experts.
+    """
+
+    ours: str
+    theirs: str
+    dims: str
+    tensor: str = ""
+    part: int = 0
+    parts: tuple[str, ...] = ()
+    gates: tuple[str, ...] = ()
+    needs: str = ""
+    unless: str = ""
+    layers: Literal["all", "dense", "mixture"] = "all"
+
+    @property
+    def groups(self) -> tuple[tuple[str, ...], ...]:
+        """Names of dims, grouped by dim of the tensor."""
+        groups = (self.tensor or self.dims).split("|")
+        return tuple(tuple(group.split()) for group in groups)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of dims in the order of the array."""
+        return tuple(self.dims.replace("|", " ").split())
+
+    @property
+    def apart(self) -> tuple[str, ...]:
+        """Dims that the tensor lacks."""
+        held = {*itertools.chain(*self.groups)}
+        return tuple(name for name in self.names if name not in held)
+
+    @property
+    def order(self) -> tuple[str, ...]:
+        """Dims in the order of the file: those that tensors lack, those they have."""
+        return (*self.apart, *itertools.chain(*self.groups))
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether the tensor has dims in another order, as a torch `Linear`."""
+        return self.order != self.names
+
+    def exists(self, model: schema.Model) -> bool:
+        """Whether a model has this array."""
+        has = getattr(model, self.needs) if self.needs else True
+        return has and not (self.unless and getattr(model, self.unless))
+
+    def is_in(self, num_experts: int) -> bool:
+        """Whether a layer with so many experts has it."""
+        return self.layers == "all" or (self.layers == "mixture") == (num_experts > 0)
+
+
+def _sizes(model: schema.Model, names: Iterable[str]) -> dict[str, int]:
+    return {name: _SIZES[name](model) for name in names}
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How the elements of one array lie in its tensors.
+
+    Args:
+        row: Row of the table.
+        sizes: Sizes of the array's dims by name, in its order.
+        joined: Elements of all arrays of a tensor along the dim that joins them; () for
+            one array.
+        tensors: Names of the tensors by their indices in the dims that they lack.
+    """
+
+    row: Row
+    sizes: Mapping[str, int]
+    joined: tuple[int, ...]
+    tensors: Mapping[tuple[int, ...], str]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the array."""
+        return tuple(self.sizes.values())
+
+    @property
+    def tensor_shape(self) -> tuple[int, ...]:
+        """Shape of each tensor."""
+        shape = [math.prod(self.sizes[n] for n in group) for group in self.row.groups]
+        if self.joined:
+            shape[self.axis] = sum(self.joined)
+        return tuple(shape)
+
+    @property
+    def first(self) -> str:
+        """Name of its first tensor."""
+        return next(iter(self.tensors.values()))
+
+    @property
+    def axis(self) -> int:
+        """Dim along which a tensor joins arrays."""
+        row = self.row
+        own = row.parts[row.part] if row.parts else " ".join(row.groups[0])
+        return row.groups.index(tuple(own.split()))
+
+    def read(self, index: Index, read: Read) -> np.ndarray:
+        """Reads a slice of the array, as a view of one in the order of the file."""
+        spans = dict(zip(self.sizes, index, strict=True))
+        ranges = [range(spans[n].start, spans[n].stop) for n in self.row.apart]
+        places = itertools.product(*ranges)
+        found = [self._read_tensor(spans, self.tensors[x], read) for x in places]
+        array = np.stack(found) if found[1:] else found[0]
+        array = array.reshape(*map(len, ranges), *found[0].shape)
+        return array.transpose([self.row.order.index(name) for name in self.sizes])
+
+    def _read_tensor(
+        self, spans: Mapping[str, slice], tensor: str, read: Read
+    ) -> np.ndarray:
+        """The slice of one tensor, in its order; merged dims are apart."""
+        merged, inner, shape = list[slice](), list[slice](), list[int]()
+        for first, *others in self.row.groups:
+            size = math.prod(self.sizes[name] for name in others)
+            span = spans[first]
+            merged.append(slice(span.start * size, span.stop * size))
+            inner += [slice(None), *(spans[name] for name in others)]
+            shape += [span.stop - span.start, *(self.sizes[name] for name in others)]
+        span, start = merged[self.axis], sum(self.joined[: self.row.part])
+        merged[self.axis] = slice(span.start + start, span.stop + start)
+        return read(tensor, tuple(merged)).reshape(shape)[tuple(inner)]
+
+    def piece_of(self, array: np.ndarray, place: tuple[int, ...]) -> np.ndarray:
+        """What one tensor holds of the whole array."""
+        names, order = self.row.names, self.row.order
+        ordered = array.transpose([names.index(name) for name in order])
+        shape = [math.prod(self.sizes[n] for n in group) for group in self.row.groups]
+        return ordered[place].reshape(shape)
+
+
+def layouts_of(
+    rows: tuple[Row, ...], model: schema.Model
+) -> Iterator[tuple[str, Layout]]:
+    """The arrays of a model: name and layout.
+
+    Layers are apart, under names such as `blocks.mlp.up.kernel[0]`, in the order of the
+    model's blocks.
+    """
+    places = [*zip(_places(model), experts_by_layer(model), strict=True)]
+    for row in rows:
+        if not row.exists(model):
+            continue
+        if not row.ours.startswith("blocks."):
+            yield row.ours, _layout(row, model)
+            continue
+        for layer, ((block, number), num_experts) in enumerate(places):
+            if row.is_in(num_experts):
+                ours = row.ours.replace("blocks.", block, 1)
+                yield f"{ours}[{number}]", _layout(row, model, layer)
+
+
+def _layout(row: Row, model: schema.Model, layer: int = 0) -> Layout:
+    sizes = _sizes(model, row.names)
+    ranges = [range(sizes[name]) for name in row.apart]
+    tensors = dict[tuple[int, ...], str]()
+    for place in itertools.product(*ranges):
+        labels: dict[str, Any] = dict(zip(row.apart, place, strict=True))
+        if row.gates:
+            labels["gates"] = row.gates[labels["gates"]]
+        tensors[place] = row.theirs.format(layer=layer, **labels)
+    parts = [_sizes(model, part.split()) for part in row.parts]
+    joined = tuple(math.prod(part.values()) for part in parts)
+    return Layout(row, sizes, joined, tensors)
+
+
+def _places(model: schema.Model) -> Iterator[tuple[str, int]]:
+    """Name of the stack and index in it of each layer."""
+    shapes = segment_shapes(model)
+    for segment, shape in enumerate(shapes):
+        name = f"blocks.segment{segment}." if shapes[1:] else "blocks."
+        for block in range(shape.num_blocks):
+            for layer in range(len(shape.slides)):
+                yield f"{name}layer{layer}." if shape.slides[1:] else name, block
