@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import jax.numpy as jnp
 import pytest
 
 from zjax import packages
@@ -14,6 +15,7 @@ from zjax.errors import ConfigError, PackageError
 from zjax.harness import evaluate_with_harness
 from zjax.observe import check_sinks, plot
 from zjax.observe.sinks import TensorBoard
+from zjax.ops.quantized import dequantize
 from zjax.trainer import Trainer
 
 STEP = """
@@ -69,6 +71,7 @@ USES = {
     "matplotlib": lambda path: plot.make_figure(1, 1),
     "orbax": lambda path: Store(str(path)),
     "pyarrow": lambda path: [*documents.read_documents(path / "a.parquet", "text")],
+    "qwix": lambda path: dequantize(jnp.int8([[1]]), jnp.ones((1, 1))),
     "safetensors": lambda path: load_weights(str(path), {}),
     "tensorboardX": TensorBoard,
     "tokenizers": lambda path: tokenizer.train_bpe([], 258),

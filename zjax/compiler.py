@@ -5,7 +5,6 @@ out; in XLA_FLAGS it would end the process.
 """
 
 import functools
-import math
 import os
 import pathlib
 from typing import Any
@@ -18,7 +17,7 @@ from zjax.config.schema import Config
 from zjax.errors import ConfigError, Problem
 from zjax.sharding.memory import num_zero_shares
 from zjax.sharding.mesh import platform_of
-from zjax.sharding.placement import ArrayPlan, dtype_bytes
+from zjax.sharding.placement import ArrayPlan, array_bytes
 from zjax.sharding.plan import Plan
 from zjax.sharding.zero import stored_shape
 
@@ -165,7 +164,7 @@ def layer_bytes(plan: Plan) -> int:
     def one(row: ArrayPlan) -> int:
         used = stored_shape(row.shape, row.used.spec, plan.mesh)
         shape = row.used.shard_shape(used)
-        return math.prod(shape[1:]) * dtype_bytes(row.dtype)
+        return array_bytes(shape[1:], row.dtype)
 
     return sum(one(row) for row in jax.tree.leaves(plan.compute) if row.num_layers)
 

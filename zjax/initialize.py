@@ -6,11 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
 from zjax.budget.fit import abstract_batch, check_fits, fit_plan
 from zjax.checkpoint import adapters, layout, upcycling, weights
+from zjax.checkpoint.quantized import with_codes
 from zjax.checkpoint.views import Source
 from zjax.config.check import check_config
 from zjax.config.groups import is_adapter
@@ -262,6 +264,12 @@ def _check_has_effect(config: Config, model: Any) -> None:
         problem = "adds no adapters to a zjax.Model, whose functions are given"
         remedy = "give the Flax module and a loss_fn, or leave it at 0"
         raise ConfigError(Problem("lora.rank", config.lora.rank, problem, remedy))
+    if config.lora.quantize and not (isinstance(model, Model) and _has_codes(model)):
+        problem = "quantises no matrix but those of the built-in models"
+        remedy = "leave it empty, or give zjax.make_model(config)"
+        raise ConfigError(
+            Problem("lora.quantize", config.lora.quantize, problem, remedy)
+        )
     if config.model.offloads_inputs and not (config.zero.offloads_state and by_block):
         where = config.model.activation_memory
         problem = "has no effect on the model that was given"
@@ -297,6 +305,11 @@ def _has_adapters(model: Model) -> bool:
     params, _ = jax.eval_shape(model.init, abstract_key())
     leaves = jax.tree_util.tree_leaves_with_path(params)
     return any(is_adapter(path_of(keys)) for keys, _ in leaves)
+
+
+def _has_codes(model: Model) -> bool:
+    params, _ = jax.eval_shape(model.init, abstract_key())
+    return any(jnp.issubdtype(x.dtype, jnp.integer) for x in jax.tree.leaves(params))
 
 
 def _check_loss(model: Any, loss_fn: Callable[..., Any] | None) -> None:
@@ -419,6 +432,7 @@ def _make_adapt(model: Model, config: Config, key: jax.Array) -> weights.Adapt:
     def adapt(source: Source, wanted: Mapping[str, layout.Entry]) -> Source:
         source = huggingface.adapted(source, wanted, config)
         source = upcycling.upcycled(source, wanted, config, initial)
+        source = with_codes(source, wanted)
         return adapters.with_adapters(source, wanted, config, initial)
 
     return adapt

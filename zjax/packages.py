@@ -14,6 +14,7 @@ NEEDED_FOR = {
     "matplotlib": "pictures",
     "orbax": "checkpoints",
     "pyarrow": "Parquet files",
+    "qwix": "matrices of int8 and int4",
     "safetensors": "safetensors files",
     "tensorboardX": "event files of TensorBoard",
     "tokenizers": "vocabularies of byte pairs",

@@ -35,6 +35,34 @@ RANK = {"lora": {"rank": 4}}
             "lora.rank=4 does not combine with zero.memory='pinned_host', which has no "
             "frozen parameters; leave one of them out",
         ),
+        (
+            {"lora": {"quantize": "int8"}},
+            "lora.quantize='int8' has no effect with lora.rank=0; set lora.rank, too",
+        ),
+        (
+            {"lora": {"rank": 4, "block_size": 32}},
+            "lora.block_size=32 has no effect with lora.quantize=''; leave it at 64, "
+            "or set lora.quantize to 'int8' or 'int4'",
+        ),
+        (
+            {"lora": {"rank": 4, "quantize": "int4", "form": "dora"}}
+            | {"precision": {"matmul_dtype": "float8"}, "mesh": {"replica": 2}}
+            | {"zero": {"stage": 3, "shard_over_replica": True}},
+            "lora.quantize='int4' does not combine with lora.form='dora'; leave one of "
+            "them out\n"
+            "lora.quantize='int4' does not combine with precision.matmul_dtype="
+            "'float8'; leave one of them out\n"
+            "lora.quantize='int4' does not combine with zero.shard_over_replica=True; "
+            "leave one of them out",
+        ),
+        (
+            {"lora": {"rank": 4, "quantize": "int4"}}
+            | {"model": {"moe": {"num_experts": 4}}, "mesh": {"tensor": 2}},
+            "lora.quantize='int4' does not combine with model.moe.num_experts=4; "
+            "leave one of them out\n"
+            "lora.quantize='int4' does not combine with mesh.tensor=2; leave one of "
+            "them out",
+        ),
     ],
 )
 def test_problem_is_told(settings, expected):

@@ -131,6 +131,41 @@ def test_built_in_model_refuses_a_pattern_without_a_layer():
     )
 
 
+def test_users_matrices_are_not_quantised():
+    """Fails if codes are asked for and silently missing."""
+    with pytest.raises(ConfigError) as caught:
+        start(NNX, {"rank": 2, "quantize": "int8"})
+    assert str(caught.value) == (
+        "lora.quantize='int8' quantises no matrix but those of the built-in models; "
+        "leave it empty, or give zjax.make_model(config)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (
+            {"block_size": 48},
+            "lora.block_size=48 does not divide the 64 inputs of blocks/attention/out; "
+            "use 32\n"
+            "lora.block_size=48 does not divide the 100 inputs of blocks/mlp/down; use "
+            "25",
+        ),
+        (
+            {"also_train": ("blocks",)},
+            "lora.quantize='int4' quantises no matrix, as lora.also_train names all of "
+            "them; leave it empty",
+        ),
+    ],
+)
+def test_blocks_that_fit_no_matrix_are_refused(settings, expected):
+    """Fails if a matrix stays as it is, although codes were asked for."""
+    adapters = schema.Lora(rank=2, quantize="int4", **settings)
+    with pytest.raises(ConfigError) as caught:
+        make_model(schema.Config(model=schema.Model(mlp_size=100), lora=adapters))
+    assert str(caught.value) == expected
+
+
 def test_model_of_functions_is_refused():
     """Fails if adapters are asked for and silently missing."""
     config = schema.Config()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection
 import numpy as np
 
 from zjax.checkpoint import adapters
+from zjax.checkpoint.quantized import without_codes
 from zjax.checkpoint.store import Store
 from zjax.checkpoint.views import Index, Source
 from zjax.config.load import load_config
@@ -70,7 +71,7 @@ def open_weights(
     if not merges_adapters:
         return source, chosen
     lora = load_config(store.extra(step).get("config", {})).lora
-    return adapters.merged(source, lora), chosen
+    return adapters.merged(without_codes(source), lora), chosen
 
 
 def read_average(

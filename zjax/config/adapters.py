@@ -3,8 +3,9 @@
 import dataclasses
 import re
 from collections.abc import Iterator
+from typing import Any
 
-from zjax.config import schema
+from zjax.config import axes, schema
 from zjax.config.groups import frozen_as_masters
 from zjax.errors import Problem
 
@@ -37,6 +38,34 @@ def adapter_problems(config: schema.Config, num_devices: int) -> Iterator[Proble
     if setting := frozen_as_masters(config):
         problem = f"does not combine with {setting}, which has no frozen parameters"
         yield Problem("lora.rank", lora.rank, problem, remedy)
+    if lora.quantize:
+        yield from _quantize_problems(config, num_devices)
+
+
+def _quantize_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    """What does not work with frozen matrices of codes."""
+    value, found = config.lora.quantize, [*_unquantized(config)]
+    if axes.mesh_fills(config, num_devices):
+        size = axes.axis_sizes(config, num_devices)["tensor"]
+        found += [("mesh.tensor", size)] if size > 1 else []
+    for field, other in found:
+        problem = f"does not combine with {field}={other!r}"
+        yield Problem("lora.quantize", value, problem, "leave one of them out")
+
+
+def _unquantized(config: schema.Config) -> Iterator[tuple[str, Any]]:
+    settings = {
+        "lora.form": (config.lora.form, ("lora",)),
+        "precision.matmul_dtype": (config.precision.matmul_dtype, ("compute",)),
+        "model.moe.num_experts": (config.model.moe.num_experts, (0,)),
+        "mesh.pipeline": (config.mesh.pipeline, (1,)),
+        "zero.memory": (config.zero.memory, ("device",)),
+        "zero.shard_over_replica": (config.zero.shard_over_replica, (False,)),
+        "communication.num_local_steps": (config.communication.num_local_steps, (0,)),
+    }
+    for field, (value, allowed) in settings.items():
+        if value not in allowed:
+            yield field, value
 
 
 def _without_effect(lora: schema.Lora) -> Iterator[Problem]:

@@ -791,6 +791,11 @@ class Lora:
     (arXiv:2402.09353)."""
     also_train: tuple[str, ...] = ()
     """Regular expressions searched in paths of other parameters to train in full."""
+    quantize: Literal["", "int8", "int4"] = ""
+    """Type in which the frozen matrices of blocks are stored (QLoRA, arXiv:2305.14314),
+    with scales in the compute dtype; empty for the compute dtype."""
+    block_size: int = 64
+    """Inputs that share a scale, for each output of a matrix."""
 
 
 @section

@@ -16,7 +16,7 @@ from zjax.config.mixture import describe_future
 from zjax.config.schema import Config
 from zjax.config.step_values import ATTENTION_WINDOW
 from zjax.forward import loss_of
-from zjax.models import lora
+from zjax.models import lora, qlora
 from zjax.models.continuation import make_continuation
 from zjax.models.decoder import Decoder
 from zjax.models.encoder import Encoder
@@ -82,6 +82,8 @@ def _build(
         module = make_module(only_layer=only_layer, rngs=nnx.Rngs(key))
         if adapters.rank:
             lora.attach(module, fold_name(key, "lora"), settings=adapters)
+        if adapters.quantize:
+            qlora.quantize_kernels(module, adapters)
         return module
 
     tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)

@@ -15,7 +15,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from zjax.config import schema
-from zjax.ops import float8, rotary
+from zjax.ops import float8, quantized, rotary
 from zjax.ops.materialize import materialize, materialize_gradient
 from zjax.parallel import remat, sequence, tensor
 from zjax.sharding import mesh as meshes
@@ -139,6 +139,7 @@ class Linear(nnx.Module):
         self.kernel = make_param(inputs + outputs, make_normal(rngs.params(), std))
         self.bias = make_param(outputs, jnp.zeros) if use_bias else None
         self.lora: Any = nnx.data(None)  # an adapter of `zjax.models.lora`, if any
+        self.scales: Any = nnx.data(None)  # of codes, as of `zjax.models.qlora`
 
     def __call__(
         self, x: Float[Array, "..."], name: str = "", arrange: Arrange = tensor.fill_up
@@ -170,7 +171,11 @@ class Linear(nnx.Module):
             factors: The factors of the adapter, or their parts; none without one.
         """
         kernel = kernel.reshape(*kernel.shape[: self.num_inputs], -1)
-        if self.matmul_dtype == "compute":
+        if self.scales is not None:
+            scales = self.scales[...]
+            scales = scales.reshape(*scales.shape[: self.num_inputs], -1)
+            y = quantized.multiply(x, kernel, scales, self.num_inputs)
+        elif self.matmul_dtype == "compute":
             y = jnp.tensordot(x, kernel, axes=self.num_inputs)
         else:
             num_shards = num_batch_shards(x.shape[0])

@@ -111,7 +111,7 @@ class Heads(NamedTuple):
             x = fill_up(groups, dim + 1, queries).reshape(*before, -1, *after)
         return fill_up(x, dim, num_shares() * self.group)
 
-    def lay_keys(self, x: Float[Array, "..."], dim: int) -> Float[Array, "..."]:
+    def lay_keys(self, x: Shaped[Array, "..."], dim: int) -> Shaped[Array, "..."]:
         """Copies and pads the heads of key or value weights, in dim `dim`."""
         return fill_up(jnp.repeat(x, self.copies, dim) if self.copies > 1 else x, dim)
 

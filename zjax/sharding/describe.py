@@ -2,7 +2,6 @@
 
 import collections
 import io
-import math
 import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,7 +14,7 @@ from rich.table import Table
 
 from zjax.sharding import memory
 from zjax.sharding.mesh import TENSOR
-from zjax.sharding.placement import ArrayPlan, dtype_bytes
+from zjax.sharding.placement import ArrayPlan, array_bytes
 from zjax.sharding.plan import Plan
 from zjax.sharding.rules import axes_of
 
@@ -55,9 +54,7 @@ def describe_plan_totals(plan: Plan, kept: Mapping[str, Any] | None = None) -> s
     """
     rows = []
     for role, leaves in _roles(plan, kept):
-        total = sum(
-            math.prod(row.shape) * dtype_bytes(row.stored_dtype) for row in leaves
-        )
+        total = sum(array_bytes(row.shape, row.stored_dtype) for row in leaves)
         per_device = sum(row.device_bytes for row in leaves)
         share = f"1/{total / per_device:.2f}" if per_device < total else "whole"
         memories = ", ".join(sorted({row.memory for row in leaves}))

@@ -11,7 +11,7 @@ from zjax.config.batch import resolve_batch
 from zjax.config.schema import Config
 from zjax.sharding.frozen import trained
 from zjax.sharding.mesh import num_shares
-from zjax.sharding.placement import ArrayPlan, dtype_bytes
+from zjax.sharding.placement import ArrayPlan, array_bytes
 from zjax.sharding.plan import DEVICE, HOST, NVME, Plan, offload_pending
 from zjax.sharding.zero import splits_of
 
@@ -159,8 +159,9 @@ def padding_bytes(rows: Any) -> int:
     """Bytes of padding of a tree of `ArrayPlan`, over all devices."""
 
     def padding(row: ArrayPlan) -> int:
-        extra = math.prod(row.stored_shape) - math.prod(row.shape)
-        return extra * dtype_bytes(row.stored_dtype)
+        stored, used = row.stored_shape, row.shape
+        dtype = row.stored_dtype
+        return array_bytes(stored, dtype) - array_bytes(used, dtype)
 
     return sum(map(padding, jax.tree.leaves(rows)))
 

@@ -9,6 +9,7 @@ import dataclasses
 import enum
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -131,7 +132,7 @@ class ArrayPlan:
     def device_bytes(self) -> int:
         """Bytes on one device, padding included."""
         shard = self.stored.shard_shape(self.stored_shape)
-        return math.prod(shard) * dtype_bytes(self.stored_dtype)
+        return array_bytes(shard, self.stored_dtype)
 
     @property
     def layer(self) -> "ArrayPlan":
@@ -213,6 +214,17 @@ def dtype_bytes(dtype: Any) -> int:
             * 4
         )
     return np.dtype(dtype).itemsize
+
+
+def array_bytes(shape: Sequence[int], dtype: Any) -> int:
+    """Bytes of an array on a device, which packs two int4.
+
+    Example:
+        >>> array_bytes((3, 5), jnp.int4), array_bytes((3, 5), jnp.int8)
+        (8, 15)
+    """
+    size = math.prod(shape)
+    return -(-size // 2) if dtype == jnp.int4 else size * dtype_bytes(dtype)
 
 
 def pad(x: jax.Array, row: ArrayPlan) -> jax.Array:

@@ -1,0 +1,126 @@
+"""Codes and scales from the matrices of a checkpoint, and matrices from those.
+
+`zjax.models.qlora` says which matrices of a model are codes.
+"""
+
+import contextlib
+import re
+from collections.abc import Iterable, Iterator, Mapping
+
+import jax
+import numpy as np
+
+from zjax.checkpoint import views
+from zjax.checkpoint.layout import Entry
+from zjax.checkpoint.views import Index, Source
+from zjax.ops.quantized import dequantize, quantize
+
+_SCALES = re.compile(r"(?P<layer>.+[./])scales")
+
+
+def with_codes(source: Source, wanted: Mapping[str, Entry]) -> Source:
+    """The arrays of a checkpoint, with matrices quantised where a model wants codes.
+
+    Args:
+        source: Arrays of any checkpoint that holds none, with dots in their names.
+        wanted: Arrays of the model to start.
+
+    Returns:
+        The arrays. A matrix is quantised on the host when it is read, slice by slice.
+    """
+    found = _scales_of(wanted)
+    if not found:
+        return source
+    kernels = {scales: kernel for kernel, scales in found.items()}
+    plain = {name: entry for name, entry in wanted.items() if name not in kernels}
+    matched = views.match_layout(source, plain)
+
+    def read(name: str, index: Index) -> np.ndarray:
+        kernel = kernels.get(name, name)
+        if kernel not in found:
+            return matched.read(name, index)
+        dim, size = _blocks(wanted[kernel], wanted[found[kernel]])
+        is_scales = name in kernels
+        inside = index[dim]
+        first, last = inside.start, inside.stop
+        if not is_scales:  # whole blocks
+            first, last = first // size, -(-last // size)
+        spans = (*index[:dim], slice(first * size, last * size), *index[dim + 1 :])
+        with _on_host():
+            both = quantize(
+                jax.numpy.asarray(matched.read(kernel, spans)),
+                dim,
+                size,
+                wanted[kernel].dtype,
+            )
+            codes, scales = map(np.asarray, both)
+        if is_scales:
+            return scales
+        start = inside.start - first * size
+        local = slice(start, start + inside.stop - inside.start)
+        return codes[(*[slice(None)] * dim, local)]
+
+    there = {k: s for k, s in found.items() if k in matched.entries}
+    changed = {n: wanted[n] for pair in there.items() for n in pair}
+    return Source({**matched.entries, **changed}, read)
+
+
+def without_codes(source: Source) -> Source:
+    """The arrays with matrices in the dtype of their scales in place of codes.
+
+    Args:
+        source: Arrays of a checkpoint by path, layers stacked or not.
+    """
+    found = _scales_of(source.entries)
+    scales = {*found.values()}
+    entries = {
+        name: Entry(entry.shape, source.entries[found[name]].dtype)
+        if name in found
+        else entry
+        for name, entry in source.entries.items()
+        if name not in scales
+    }
+
+    def read(name: str, index: Index) -> np.ndarray:
+        if name not in found:
+            return source.read(name, index)
+        dim, _ = _blocks(source.entries[name], source.entries[found[name]])
+        # Blocks may begin or end in other slices.
+        around = _whole(source.entries[name].shape, index, dim)
+        blocks = _whole(source.entries[found[name]].shape, index, dim)
+        with _on_host():
+            codes = jax.numpy.asarray(source.read(name, around))
+            factors = jax.numpy.asarray(source.read(found[name], blocks))
+            kernel = np.asarray(dequantize(codes, factors))
+        return kernel[(*[slice(None)] * dim, index[dim])]
+
+    return Source(entries, read)
+
+
+def _scales_of(names: Iterable[str]) -> dict[str, str]:
+    """Names of scales by that of their kernel."""
+    known = {*names}
+    found = {f"{m['layer']}kernel": n for n in known if (m := _SCALES.fullmatch(n))}
+    return {kernel: scales for kernel, scales in found.items() if kernel in known}
+
+
+def _blocks(kernel: Entry, scales: Entry) -> tuple[int, int]:
+    """The dim of a kernel whose blocks share scales, and their size."""
+    pairs = zip(kernel.shape, scales.shape, strict=True)
+    dim = next((i for i, (n, number) in enumerate(pairs) if n != number), 0)
+    return dim, kernel.shape[dim] // scales.shape[dim]
+
+
+def _whole(shape: tuple[int, ...], index: Index, dim: int) -> Index:
+    return (*index[:dim], slice(0, shape[dim]), *index[dim + 1 :])
+
+
+@contextlib.contextmanager
+def _on_host() -> Iterator[None]:
+    """Computes on the host, or on the first device where JAX has no host backend."""
+    try:
+        device = jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        device = jax.local_devices()[0]
+    with jax.default_device(device):
+        yield

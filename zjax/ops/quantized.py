@@ -1,0 +1,86 @@
+"""Matrices of int8 or int4 codes, with a scale for each block of inputs of an output.
+
+A matrix is dequantised where it is multiplied, and again in the backward pass, which
+holds none between the two. Qwix rounds and dequantises.
+
+References: QLoRA (Dettmers et al., arXiv:2305.14314), whose 4-bit codes are others;
+github.com/google/qwix.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from zjax.packages import check_installed
+
+
+def quantize(kernel: Array, dim: int, block_size: int, dtype: str) -> Any:
+    """Rounds to multiples of scales, which map the largest value to the last code.
+
+    Args:
+        kernel: Any floating-point array.
+        dim: The dim whose blocks share a scale.
+        block_size: Size of a block, which divides that dim.
+        dtype: `int8` or `int4`.
+
+    Returns:
+        Codes of this dtype in the shape of `kernel`, and float32 scales, whose dim
+        `dim` counts blocks.
+
+    Raises:
+        PackageError: Qwix is not installed.
+    """
+    check_installed("qwix")
+    import qwix  # pyright: ignore[reportMissingImports]
+
+    last = int(jnp.iinfo(dtype).max)
+    # By itself Qwix maps the largest value to last + 1/2, where rounding may overflow.
+    found = qwix.quantize(
+        kernel.astype(jnp.float32),
+        jnp.dtype(dtype),
+        channelwise_axes=[other for other in range(kernel.ndim) if other != dim],
+        tiled_axes={dim: block_size},
+        calibration_method=f"absmax,{(last + 0.5) / last}",
+    )
+    return found.qvalue, found.scale
+
+
+def dequantize(codes: Array, scales: Array) -> Array:
+    """The matrix in the dtype of its scales; as `quantize` returns both."""
+    check_installed("qwix")
+    import qwix  # pyright: ignore[reportMissingImports]
+
+    return qwix.dequantize(qwix.QArray(codes, scales))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def multiply(
+    x: Float[Array, "..."], codes: Array, scales: Array, num_inputs: int
+) -> Float[Array, "..."]:
+    """The product with a matrix, which has no gradient.
+
+    Args:
+        x: Activations, whose last dims are the input dims.
+        codes: Input dims, then one output dim.
+        scales: Scales, blocks along the last input dim.
+        num_inputs: Number of input dims.
+    """
+    return jnp.tensordot(x, dequantize(codes, scales), num_inputs)
+
+
+def _forward(x: Array, codes: Array, scales: Array, num_inputs: int) -> Any:
+    return multiply(x, codes, scales, num_inputs), (codes, scales)
+
+
+def _backward(num_inputs: int, saved: Any, cotangent: Array) -> Any:
+    # Otherwise the compiler dequantises once, and holds the matrix until here.
+    (codes, scales), cotangent = jax.lax.optimization_barrier((saved, cotangent))
+    kernel = dequantize(codes, scales)
+    dims = (cotangent.ndim - 1,), (num_inputs,)
+    return jax.lax.dot_general(cotangent, kernel, (dims, ((), ()))), None, None
+
+
+multiply.defvjp(_forward, _backward)
