@@ -13,7 +13,7 @@ NEEDED_FOR = {
     "lm_eval": "tasks of the evaluation harness",
     "matplotlib": "pictures",
     "orbax": "checkpoints",
-    "pyarrow": "Parquet files",
+    "pyarrow": "Parquet and Arrow files",
     "qwix": "matrices of int8 and int4",
     "safetensors": "safetensors files",
     "tensorboardX": "event files of TensorBoard",

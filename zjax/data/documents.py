@@ -1,4 +1,4 @@
-"""Reads documents from text, JSON Lines and Parquet files, in bounded memory."""
+"""Reads documents from text, JSON Lines, Parquet and Arrow files, in bounded memory."""
 
 import codecs
 import itertools
@@ -8,15 +8,14 @@ import pathlib
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from zjax.data import tables
 from zjax.errors import DataError, Problem
-from zjax.packages import check_installed
 from zjax.reading import parse_json
 from zjax.remedies import find_fault
 
 BLOCK_BYTES = 64 << 10
 """Longer text files are split into documents of about this size, at line ends."""
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
-PARQUET_ROWS = 1_024
 MAX_LINE_BYTES = 1 << 28
 """Longest line of a JSON Lines file."""
 NUM_NAMED = 10
@@ -33,14 +32,19 @@ class Document(NamedTuple):
 def list_files(inputs: Sequence[str | pathlib.Path]) -> list[pathlib.Path]:
     """Lists files, and the files of directories, sorted by name and not empty.
 
+    Of a directory that the `datasets` library saved it lists the files of rows.
+
     Raises:
-        DataError: A path is missing, a given file is empty, a directory holds no text.
+        DataError: A path is missing, a given file is empty, a directory holds no text
+            or several splits.
     """
     files: list[pathlib.Path] = []
     problems = []
     for given in map(pathlib.Path, inputs):
         if os.path.isdir(given):
-            entries = sorted(path for path in given.rglob("*") if path.is_file())
+            entries = tables.saved_files(given)
+            if entries is None:
+                entries = sorted(path for path in given.rglob("*") if path.is_file())
             non_empty = [path for path in entries if path.stat().st_size]
             files += non_empty
             if not non_empty:
@@ -57,7 +61,7 @@ def list_files(inputs: Sequence[str | pathlib.Path]) -> list[pathlib.Path]:
 
 
 def read_conversations(path: pathlib.Path) -> Iterator[Document]:
-    """Reads conversations of JSON Lines or Parquet files.
+    """Reads conversations of JSON Lines, Parquet or Arrow files.
 
     A record has `messages`, a list of objects with `role` and `content`, or `prompt`
     and `answer`.
@@ -70,7 +74,7 @@ def read_conversations(path: pathlib.Path) -> Iterator[Document]:
             position.
     """
     suffix, number = path.suffix.lower(), 0
-    if suffix == ".parquet":
+    if suffix in tables.SUFFIXES:
         records = _read_rows(path)
     elif suffix in JSON_SUFFIXES:
         records = _read_records(path)
@@ -83,17 +87,14 @@ def read_conversations(path: pathlib.Path) -> Iterator[Document]:
 
 def _read_rows(path: pathlib.Path) -> Iterator[tuple[int, dict[str, Any], int]]:
     names = {"messages", "prompt", "answer"}
-    with _open_parquet(path) as file:
-        num_bytes = path.stat().st_size // max(1, file.metadata.num_rows)
-        columns = [name for name in file.schema_arrow.names if name in names]
+    with tables.open_table(path) as table:
+        columns = [name for name in table.names if name in names]
         if not columns:
-            problem = (
-                f"has no column 'messages', only {_named(file.schema_arrow.names)}"
-            )
+            problem = f"has no column 'messages', only {_named(table.names)}"
             raise DataError(_problem(path, problem, "name it so, or prompt and answer"))
-        rows = (row for batch in _batches(file, path, columns) for row in batch)
+        rows = (row for batch in table.batches(columns) for row in batch)
         for number, row in enumerate(rows, start=1):
-            yield number, row, num_bytes
+            yield number, row, table.row_bytes
 
 
 def _messages(record: dict[str, Any], path: pathlib.Path, number: int) -> str:
@@ -122,7 +123,7 @@ def _is_message(message: object) -> bool:
 
 
 def read_documents(path: pathlib.Path, text_field: str) -> Iterator[Document]:
-    """Reads JSON Lines, Parquet or else plain text, by the file's suffix.
+    """Reads JSON Lines, Parquet, Arrow or else plain text, by the file's suffix.
 
     Raises:
         DataError: Not UTF-8, a broken line, no such field or column; with its position.
@@ -130,8 +131,8 @@ def read_documents(path: pathlib.Path, text_field: str) -> Iterator[Document]:
     suffix = path.suffix.lower()
     if suffix in JSON_SUFFIXES:
         return _read_json_lines(path, text_field)
-    if suffix == ".parquet":
-        return _read_parquet(path, text_field)
+    if suffix in tables.SUFFIXES:
+        return _read_table(path, text_field)
     return _read_text(path)
 
 
@@ -214,48 +215,15 @@ def _text_of(
     return _check_text(record[text_field], path, f"line {number}", text_field)
 
 
-def _open_parquet(path: pathlib.Path) -> Any:
-    check_installed("pyarrow")
-    import pyarrow
-    from pyarrow import parquet
-
-    try:
-        return parquet.ParquetFile(path)
-    except pyarrow.ArrowException as error:
-        problem = "is not a Parquet file"
-        raise DataError(
-            _problem(path, problem, "leave it out or make it again")
-        ) from error
-
-
-def _read_parquet(path: pathlib.Path, text_field: str) -> Iterator[Document]:
-    with _open_parquet(path) as file:
-        names = file.schema_arrow.names
-        if text_field not in names:
-            problem = f"has no column {text_field!r}, only {_named(names)}"
+def _read_table(path: pathlib.Path, text_field: str) -> Iterator[Document]:
+    with tables.open_table(path) as table:
+        if text_field not in table.names:
+            problem = f"has no column {text_field!r}, only {_named(table.names)}"
             raise DataError(_problem(path, problem, "choose another text_field"))
-        num_bytes = path.stat().st_size // max(1, file.metadata.num_rows)
-        number = 0
-        for rows in _batches(file, path, [text_field]):
-            for row in rows:
-                number += 1
-                text = _check_text(row[text_field], path, f"row {number}", text_field)
-                yield Document(text, num_bytes)
-
-
-def _batches(
-    file: Any, path: pathlib.Path, columns: Sequence[str]
-) -> Iterator[list[dict[str, Any]]]:
-    import pyarrow
-
-    try:
-        for batch in file.iter_batches(PARQUET_ROWS, columns=[*columns]):
-            yield batch.to_pylist()
-    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
-        problem = f"is a damaged Parquet file ({' '.join(str(error).split())})"
-        raise DataError(
-            _problem(path, problem, "leave it out or make it again")
-        ) from error
+        rows = (row for batch in table.batches([text_field]) for row in batch)
+        for number, row in enumerate(rows, start=1):
+            text = _check_text(row[text_field], path, f"row {number}", text_field)
+            yield Document(text, table.row_bytes)
 
 
 def _named(names: Collection[str]) -> str:

@@ -43,9 +43,10 @@ def prepare(
 ) -> store.Meta:
     """Writes a directory of token files for `data.source='tokens'`.
 
-    Documents are the lines of JSON Lines files, the rows of Parquet files, and text
-    files, split at line ends into about 64 KiB. Validation takes the second document,
-    then one whenever it has less than `validation_fraction` of the text.
+    Documents are the lines of JSON Lines files, the rows of Parquet files and of a
+    directory that `datasets.Dataset.save_to_disk` wrote, and text files, split at line
+    ends into about 64 KiB. Validation takes the second document, then one whenever it
+    has less than `validation_fraction` of the text.
 
     Args:
         inputs: Files, or directories, all of whose files are read.
@@ -53,7 +54,7 @@ def prepare(
         tokenizer: `bytes`, `bpe:<vocab_size>` to learn one from the training text, or
             the path of a `tokenizer.json`.
         validation_fraction: Fraction of the text to hold out, 0 to less than 1.
-        text_field: Field of JSON objects, or column of Parquet files, with the text.
+        text_field: Field of JSON objects, or column of tables, with the text.
         chat: Directory of a Hugging Face checkpoint, whose tokenizer and chat template
             encode conversations, instead of `tokenizer` and `text_field`: objects or
             rows with `messages`, or with `prompt` and `answer`. Only answers then have
