@@ -26,11 +26,6 @@ RANK = {"lora": {"rank": 4}}
             "subpattern at position 0; correct it, or escape characters with \\",
         ),
         (
-            RANK | {"mesh": {"pipeline": 2}, "num_microbatches": 2},
-            "lora.rank=4 does not combine with mesh.pipeline=2, which has no frozen "
-            "parameters; leave one of them out",
-        ),
-        (
             RANK | {"zero": {"memory": "pinned_host"}},
             "lora.rank=4 does not combine with zero.memory='pinned_host', which has no "
             "frozen parameters; leave one of them out",

@@ -10,7 +10,7 @@ from zjax.config.groups import frozen_as_masters
     ("settings", "expected"),
     [
         ({}, ""),
-        ({"mesh": schema.Mesh(pipeline=2)}, "mesh.pipeline=2"),
+        ({"mesh": schema.Mesh(pipeline=2, tensor=2)}, ""),
         ({"zero": schema.Zero(memory="pinned_host")}, "zero.memory='pinned_host'"),
         (
             {"communication": schema.Communication(num_local_steps=2)},

@@ -12,6 +12,7 @@ import pytest
 
 from tests.support import pipelines
 from tests.support.steps import make_step
+from zjax.config import schema
 from zjax.jaxprs.interpret import walk
 from zjax.observe import hlo
 from zjax.observe.collectives import OPS, list_collectives
@@ -125,6 +126,34 @@ def test_gradients_are_reduced_once_in_a_step():
     assert data["reduce-scatter"] == pytest.approx(own, rel=0.05)
     assert data["all-gather"] == pytest.approx(own, rel=0.05)
     assert data["all-reduce"] < 0.05 * own
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_frozen_layers_have_neither_gradients_nor_masters(stage):
+    """Fails if a stage differentiates, sums or reduces more than its adapters."""
+    config = dataclasses.replace(
+        on_four_stages(stage),
+        lora=schema.Lora(rank=8),
+        precision=schema.Precision(compute_dtype="bfloat16"),
+    )
+    step, train = program(config)
+    rows = jax.tree.leaves(step.plan.master)
+    for row in rows:
+        assert row.is_frozen == ("lora" not in row.path)
+        size = int(np.prod(row.stored_shape)) * (2 if row.is_frozen else 4)
+        on_stages = STAGES if "pipeline" in str(row.spec) else 1
+        assert row.device_bytes == size // on_stages // (1 if row.is_frozen else 2)
+    learned = [row for row in rows if not row.is_frozen]
+    own = sum(int(np.prod(row.stored_shape)) for row in learned) // STAGES
+    data = sent_by(step, train.as_text(), "data")
+    rounds = TICKS if stage == 2 else 1
+    assert data["reduce-scatter"] == pytest.approx(rounds * own, rel=0.05)
+    assert data["all-gather"] == pytest.approx(own, rel=0.05)
+    assert data["all-reduce"] < 0.05 * own
+    pipeline = sent_by(step, train.as_text(), "pipeline")
+    assert pipeline["collective-permute"] == 2 * TICKS * STREAM
+    all_trained = sent(stage, "pipeline")["all-reduce"]
+    assert all_trained - pipeline["all-reduce"] >= STREAM
 
 
 @pytest.mark.parametrize("stage", [1, 3])

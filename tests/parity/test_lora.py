@@ -128,8 +128,27 @@ def losses_of(run, batch):
         {"zero": {"stage": 3, "min_shard_elements": 0}, "num_microbatches": 2},
         {"mesh": {"sequence": 2}, "zero": {"stage": 1, "min_shard_elements": 0}},
         {"mesh": {"tensor": 4}, "zero": {"stage": 3, "min_shard_elements": 0}},
+        {
+            "mesh": {"pipeline": 2, "tensor": 2},
+            "zero": {"stage": 2, "min_shard_elements": 0},
+            "num_microbatches": 2,
+        },
+        {
+            "mesh": {"pipeline": 2},
+            "model": SHAPE | {"remat": "none"},
+            "pipeline": {"schedule": "zb_h1", "recompute": False},
+            "num_microbatches": 2,
+        },
     ],
-    ids=["stage 0", "stage 2, several", "stage 3, several", "sequence", "tensor"],
+    ids=[
+        "stage 0",
+        "stage 2, microbatches",
+        "stage 3, microbatches",
+        "sequence",
+        "tensor",
+        "pipeline, tensor, stage 2",
+        "pipeline, weights apart",
+    ],
 )
 def test_built_in_decoder_takes_the_steps_of_merged_matrices(expected, settings):
     """Fails if an adapter has no effect, another factor, or a gradient of lengths."""

@@ -27,18 +27,17 @@ def label_of(path: str, groups: Groups) -> str:
 def frozen_as_masters(config: schema.Config) -> str:
     """The setting under which frozen weights stay float32 masters with gradients.
 
-    Programs of offload, of a pipeline and of replicas that take steps of their own
-    handle all parameters alike.
+    Programs of offload and of replicas that take steps of their own handle all
+    parameters alike.
 
     Returns:
         The setting and its value as text; empty for no such setting.
 
     Example:
-        >>> frozen_as_masters(schema.Config(mesh=schema.Mesh(pipeline=2)))
-        'mesh.pipeline=2'
+        >>> frozen_as_masters(schema.Config(zero=schema.Zero(memory="pinned_host")))
+        "zero.memory='pinned_host'"
     """
     settings = {
-        "mesh.pipeline": (config.mesh.pipeline, config.mesh.pipeline > 1),
         "zero.memory": (config.zero.memory, config.zero.offloads_state),
         "communication.num_local_steps": (
             config.communication.num_local_steps,

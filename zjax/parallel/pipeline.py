@@ -35,6 +35,7 @@ from zjax.parallel.block_passes import (
 from zjax.parallel.schedule import IDLE, Kind, Schedule, StageSchedule, TickTable
 from zjax.parallel.staged import EVERYWHERE, STAGED
 from zjax.parallel.tensor import by_parts
+from zjax.sharding.frozen import joined, trained
 from zjax.sharding.mesh import PIPELINE
 from zjax.typing import Batch, Loss, Params
 
@@ -138,6 +139,8 @@ class Pipeline:
 
     Args:
         chain: The model.
+        rows: Plans of the parameters, those of stages by segment and slot of a chunk.
+            Frozen ones have no gradient: None stands for it.
         schedule: The passes of each tick.
         recomputes: Whether a stage saves only its input for the backward pass.
         reduce: For each part, `reduce(grads) -> grads` before they are added to their
@@ -147,6 +150,7 @@ class Pipeline:
     """
 
     chain: StageChain
+    rows: StackTree
     schedule: Schedule
     recomputes: bool
     reduce: StackTree
@@ -208,6 +212,7 @@ class StageTick:
             and its gradients must be 0.
         is_first: bool[], whether the chunk is the first of the model.
         is_last: bool[], whether it is the last.
+        rows: Plans of the layers.
         gathers: Whether layers all-gather their parameters.
         communicates: Whether layers exchange anything between devices.
         chunk: Index of the chunk, in a program for that chunk alone.
@@ -220,6 +225,7 @@ class StageTick:
     is_due: jax.Array
     is_first: jax.Array
     is_last: jax.Array
+    rows: ChunkLayers
     gathers: bool
     communicates: bool
     chunk: int | None = None
@@ -249,12 +255,16 @@ class StageTick:
         return run(dataclasses.replace(self, layers=by_chunk(layers_of)), *args)
 
     def args(self, values: Any) -> tuple[ChunkLayers, Any, Any]:
-        """Arguments of a pass: layers, `values`, and what is not differentiated."""
-        assert self.layers is not None
-        if not self.gathers:
-            return self.layers, values, self.nondiff
-        # Barrier: else the compiler gathers once, and keeps all layers for all ticks.
-        return *jax.lax.optimization_barrier((self.layers, values)), self.nondiff
+        """Arguments of a pass: layers, `values`, and what is not differentiated.
+
+        Layers have None for frozen parameters, which are not differentiated.
+        """
+        layers = self.layers
+        assert layers is not None
+        if self.gathers:
+            # Else the compiler gathers once, and keeps all layers for all ticks.
+            layers, values = jax.lax.optimization_barrier((layers, values))
+        return trained(layers, self.rows), values, (layers, *self.nondiff)
 
 
 def due(number: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -323,15 +333,21 @@ class _Step:
         key: jax.Array | None,
     ):
         self.chain, self.schedule = pipeline.chain, pipeline.schedule
+        self.rows = pipeline.rows
         self.reduce, self.recomputes = pipeline.reduce, pipeline.recomputes
         self.adds_in_products = pipeline.adds_in_products
         self.splits_backward = "weights" in self.schedule.passes
         self.params, self.feed, self.key = params, feed, key
-        self.chunks = arrays.unstack(params.stages)
+        self.chunks = arrays.unstack(params.stages, self.num_layers)
         self.tables = self.schedule.tables
         numbers = jnp.arange(self.schedule.num_microbatches)
         self.stream, _ = jax.eval_shape(self.embed, params.embed, numbers[0])
         self.contexts = jax.lax.map(lambda i: self.embed(params.embed, i)[1], numbers)
+
+    @property
+    def num_layers(self) -> list[int]:
+        """Layers per chunk of each segment."""
+        return [len(slots) for slots in self.rows.stages]
 
     def start(self, zeros: StackTree) -> _State:
         stages = jax.tree.map(lambda x: x[0], self.tables["forward"].stages)
@@ -348,7 +364,8 @@ class _Step:
         saved, operands = jax.eval_shape(mapped, staged=(empty,))
         saved = arrays.make_buffers(saved, self.schedule.num_slots)
         operands = arrays.make_buffers(operands, self.schedule.num_operands)
-        grads = dataclasses.replace(zeros, stages=arrays.unstack(zeros.stages))
+        stages = arrays.unstack(zeros.stages, self.num_layers)
+        grads = dataclasses.replace(zeros, stages=stages)
         return _State(empty, empty, saved, operands, grads, self.no_losses())
 
     def tick(
@@ -443,11 +460,17 @@ class _Step:
         self, phase: TickTable, state: _State, last: Any, table: TickTable
     ) -> tuple[_State, Any]:
         """Adds the gradients of the head; returns the cotangent of its stream, too."""
-        differentiate = jax.grad(self.head, argnums=(0, 1), has_aux=True)
+        params, rows = self.params.head, self.rows.head
+
+        def objective(learned, last, number):
+            return self.head(joined(learned, params, rows), last, number)
+
+        differentiate = jax.grad(objective, argnums=(0, 1), has_aux=True)
 
         def run(number, start):
             head, losses, _ = start
-            (grads, cotangent), loss = differentiate(self.params.head, last, number)
+            learned = trained(params, rows)
+            (grads, cotangent), loss = differentiate(learned, last, number)
             losses = arrays.write_slot(losses, loss, number)
             return sums.add(head, self.reduce.head(grads)), losses, cotangent
 
@@ -508,7 +531,9 @@ class _Step:
         backward = self.passes(tick, cotangent).backward
         return split_backward(backward, *tick.args(residuals), cotangent)
 
-    def chunk(self, layers: ChunkLayers, stream: Any, nondiff: Any) -> Any:
+    def chunk(self, learned: ChunkLayers, stream: Any, nondiff: Any) -> Any:
+        layers, *nondiff = nondiff
+        layers = joined(learned, layers, self.rows.stages)
         return self.chain.chunk(layers, stream, *nondiff)
 
     def added(
@@ -560,6 +585,7 @@ class _Step:
                 is_due=schedule.microbatch != IDLE,
                 is_first=(stage == 0) & (schedule.chunk == 0),
                 is_last=(stage == last_stage) & (schedule.chunk == last_chunk),
+                rows=self.rows.stages,
                 gathers=self.chain.gathers,
                 communicates=self.chain.communicates,
             )
@@ -580,8 +606,12 @@ class _Step:
         return self.chain.embed(params, batch, fold_in(self.key, number))
 
     def embed_backward(self, number: jax.Array, cotangent: Any) -> Params:
-        _, pull = jax.vjp(lambda p: self.embed(p, number)[0], self.params.embed)
-        return pull(cotangent)[0]
+        params, rows = self.params.embed, self.rows.embed
+
+        def stream(learned):
+            return self.embed(joined(learned, params, rows), number)[0]
+
+        return jax.vjp(stream, trained(params, rows))[1](cotangent)[0]
 
     def head(self, params: Params, stream: Any, number: jax.Array) -> Any:
         batch, weight = self.feed.batch(number), self.feed.weights[number]

@@ -65,24 +65,25 @@ def full(shape: tuple[int, ...], dtype: Any, value: int | float = 0) -> jax.Arra
     return jax.lax.with_sharding_constraint(jnp.full(shape, value, dtype), spec)
 
 
-def unstack(stages: Sequence[Any]) -> list[list[list[Any]]]:
+def unstack(stages: Sequence[Any], num_layers: Sequence[int]) -> list[list[list[Any]]]:
     """Slices layers out of their stacks, which a loop would copy in each iteration.
 
     Args:
         stages: For each segment, a tree of arrays [stages, chunks, layers, ...].
+        num_layers: The number of layers of each segment.
 
     Returns:
         By chunk, segment and layer, arrays [stages, ...].
     """
 
-    def layers(segment: Any, chunk: int) -> list[Any]:
-        number = jax.tree.leaves(segment)[0].shape[2]
+    def layers(segment: Any, number: int, chunk: int) -> list[Any]:
         return [
             jax.tree.map(lambda x, i=i: x[:, chunk, i], segment) for i in range(number)
         ]
 
     num_chunks = jax.tree.leaves(stages)[0].shape[1]
-    return [[layers(segment, c) for segment in stages] for c in range(num_chunks)]
+    segments = list(zip(stages, num_layers, strict=True))
+    return [[layers(*segment, c) for segment in segments] for c in range(num_chunks)]
 
 
 def stack(chunks: list[list[list[Any]]]) -> tuple[Any, ...]:

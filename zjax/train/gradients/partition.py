@@ -52,8 +52,11 @@ class StagePartition:
             raise PlanError(_no_selection(plan, "join", problem))
 
     def split(self, tree: Any) -> StackTree:
-        """Selects the leaves of the embedding, of each segment, and of the head."""
-        leaves = jax.tree.leaves(tree)
+        """Selects the leaves of the embedding, of each segment, and of the head.
+
+        None may stand for the gradient of a frozen parameter.
+        """
+        leaves = jax.tree.leaves(tree, is_leaf=_is_none)
         embed, _, head = self._selected(tree)
         stages = jax.tree.map(
             lambda marks: leaves[self.index[marks[0].path]],
@@ -63,8 +66,12 @@ class StagePartition:
         return StackTree(embed, stages, head)
 
     def join(self, parts: StackTree) -> Any:
-        """Joins them again, with the sum of leaves that embedding and head share."""
+        """Joins them again, with the sum of leaves that embedding and head share.
+
+        A leaf that is None is 0 in the result.
+        """
         stacks = jax.tree.leaves(self.blocks, is_leaf=_is_layers)
+        parts = jax.tree.map(lambda x: 0 if x is None else x, parts, is_leaf=_is_none)
         pairs = zip(stacks, jax.tree.leaves(parts.stages), strict=True)
         stacked = {marks[0].path: x for marks, x in pairs}
         try:
@@ -149,6 +156,10 @@ class _Mark:
 
     path: str
     layer: int
+
+
+def _is_none(x: Any) -> bool:
+    return x is None
 
 
 def _is_layers(x: Any) -> bool:

@@ -20,6 +20,7 @@ from zjax.errors import PlanError, Problem
 from zjax.parallel.pipeline import MicrobatchFeed, Pipeline, StackTree, make_feed
 from zjax.parallel.schedule import Schedule
 from zjax.parallel.slots import whole_slots
+from zjax.sharding.frozen import trained
 from zjax.sharding.mesh import SEQUENCE
 from zjax.sharding.placement import ArrayPlan, unpad_tree
 from zjax.sharding.plan import Plan
@@ -187,6 +188,7 @@ class PipelinedGradients:
         inverse = jnp.where(loss.weight > 0, unit / loss.weight, 0)
         grads = jax.tree.map(lambda g: weighting.scaled(g, inverse), grads)
         grads = self.staged.partition.join(self.staged.unstaged(grads))
+        grads = trained(grads, self.local.plan.master)
         return grads if self.local.reduces_each else self.local.reduce(grads), loss
 
     def device_loss(
@@ -219,15 +221,10 @@ class PipelinedGradients:
         self, scale: jax.Array, unit: jax.Array, dropping: Dropping
     ) -> Pipeline:
         """The passes of a step."""
-        rows = self.staged.partition.split(self.local.plan.grads)
-        block_rows = jax.tree.map(lambda row: row.layer, rows.stages)
-        slots = [
-            [own] * each.size
-            for own, each in zip(block_rows, self.staged.slots, strict=True)
-        ]
-        rows = dataclasses.replace(rows, stages=slots)
+        rows = self.staged.by_slot(self.staged.partition.split(self.local.plan.grads))
         return Pipeline(
             self.staged.chain(scale, unit, dropping),
+            self.staged.by_slot(self.staged.rows),
             self.staged.schedule,
             self.recomputes,
             StackTree(*map(self.reducer, (rows.embed, rows.stages, rows.head))),

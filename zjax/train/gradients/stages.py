@@ -67,6 +67,14 @@ class StagedModel:
         """Where the parameters of one block of each segment are stored."""
         return jax.tree.map(lambda row: row.layer, self.rows.stages)
 
+    def by_slot(self, rows: StackTree) -> StackTree:
+        """Plans with one tree for each slot of a chunk, by segment."""
+        blocks = jax.tree.map(lambda row: row.layer, rows.stages)
+        pairs = zip(blocks, self.slots, strict=True)
+        return dataclasses.replace(
+            rows, stages=[[block] * slots.size for block, slots in pairs]
+        )
+
     @functools.cached_property
     def slots(self) -> tuple[SegmentSlots, ...]:
         """The slots in which the blocks of each segment run."""
@@ -337,10 +345,10 @@ class StagedModel:
         return dataclasses.replace(parts, stages=stages)
 
     def map_segments(self, run: Callable[..., Any], stages: Any) -> tuple[Any, ...]:
-        """Calls `run(slots, array, row)` for all arrays of blocks."""
+        """Calls `run(slots, array, row)` for all arrays of blocks that are not None."""
         segments = zip(self.slots, stages, self.rows.stages, strict=True)
         return tuple(
-            jax.tree.map(functools.partial(run, slots), tree, rows)
+            _map_present(functools.partial(run, slots), tree, rows)
             for slots, tree, rows in segments
         )
 
@@ -393,7 +401,12 @@ def mean_of_sums(sums: Sequence[Auxiliary], num_blocks: Sequence[int]) -> Auxili
 
 def in_place(params: Params, rows: Any) -> Params:
     """Constrains arrays to their sharding over all axes except the batch axes."""
-    return jax.tree.map(lambda x, row: _held(x, _besides_batch(row)), params, rows)
+    return _map_present(lambda x, row: _held(x, _besides_batch(row)), params, rows)
+
+
+def _map_present(run: Callable[..., Any], tree: Any, rows: Any) -> Any:
+    """Calls `run(array, row)` where an array of the tree is not None."""
+    return jax.tree.map(lambda row, x: None if x is None else run(x, row), rows, tree)
 
 
 def _held(x: jax.Array, spec: P) -> jax.Array:
