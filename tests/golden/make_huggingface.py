@@ -100,6 +100,19 @@ FAMILIES = {
         eos_token_id=None,
     ),
 }
+ENCODER_SIZES = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+ENCODERS = {
+    "bert": transformers.BertConfig(**ENCODER_SIZES, max_position_embeddings=32),
+    "roberta": transformers.RobertaConfig(
+        **ENCODER_SIZES, max_position_embeddings=35, pad_token_id=2, type_vocab_size=1
+    ),
+}
 SCALINGS = {
     "linear": {"factor": 4.0},
     "dynamic": {"factor": 4.0},
@@ -114,8 +127,32 @@ SHARD_SIZES = {"llama": "12KB"}
 
 def make(name: str, config: transformers.PretrainedConfig) -> None:
     """Writes a checkpoint, and what its model makes of some tokens."""
+    model = make_model(transformers.AutoModelForCausalLM, name, config)
+    write_expected(model, FOLDER / name / "expected.npz")
+
+
+def make_encoder(name: str, config: transformers.PretrainedConfig) -> None:
+    """Writes a checkpoint, and its logits of tokens with types and padding."""
+    model = make_model(transformers.AutoModelForMaskedLM, name, config)
+    lengths = torch.tensor([LENGTH, LENGTH - 5])
+    is_token = torch.arange(LENGTH)[None] < lengths[:, None]
+    with torch.no_grad():
+        tokens = torch.randint(3, VOCAB_SIZE, (2, LENGTH))
+        tokens = torch.where(is_token, tokens, config.pad_token_id)
+        types = torch.randint(0, config.type_vocab_size, (2, LENGTH))
+        given = {"attention_mask": is_token.long(), "token_type_ids": types}
+        logits = model(tokens, **given).logits
+    expected = {"tokens": tokens, "token_types": types, "lengths": lengths}
+    expected = {n: x.numpy() for n, x in expected.items()}
+    np.savez(FOLDER / name / "expected.npz", logits=logits.numpy(), **expected)
+
+
+def make_model(
+    kind: type, name: str, config: transformers.PretrainedConfig
+) -> torch.nn.Module:
+    """Writes a checkpoint of random weights."""
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model = kind.from_config(config).eval()
     with torch.no_grad():
         for path, x in model.named_parameters():
             is_scale = x.ndim == 1 and path.endswith("weight")
@@ -123,7 +160,7 @@ def make(name: str, config: transformers.PretrainedConfig) -> None:
             x.copy_(is_scale + 0.3 * torch.randn(x.shape))
     model.save_pretrained(FOLDER / name, max_shard_size=SHARD_SIZES.get(name, "1GB"))
     (FOLDER / name / "generation_config.json").unlink(missing_ok=True)
-    write_expected(model, FOLDER / name / "expected.npz")
+    return model
 
 
 def make_scaled(kind: str) -> None:
@@ -157,5 +194,7 @@ def write_expected(model: torch.nn.Module, path: pathlib.Path) -> None:
 if __name__ == "__main__":
     for name, config in FAMILIES.items():
         make(name, config)
+    for name, config in ENCODERS.items():
+        make_encoder(name, config)
     for kind in SCALINGS:
         make_scaled(kind)

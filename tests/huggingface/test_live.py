@@ -46,3 +46,32 @@ def test_an_export_loads_and_computes_the_same(family, tmp_path):
     np.testing.assert_allclose(ours, logits, rtol=2e-5, atol=2e-5)
     written = generate(model, tokens, max_new_tokens=8)
     np.testing.assert_array_equal(written, text)
+
+
+@pytest.mark.parametrize("family", golden.ENCODERS)
+def test_an_exported_encoder_computes_the_same(family, tmp_path):
+    """Fails if positions, types or padding mean something else there."""
+    torch, transformers = map(pytest.importorskip, ("torch", "transformers"))
+    run = golden.start(golden.make_config(family))
+    save(tmp_path / "run", run.state, run)
+    folder = tmp_path / "out"
+    export.export_huggingface(Store(str(tmp_path / "run")), str(folder))
+    theirs = transformers.AutoModelForMaskedLM.from_pretrained(folder).eval()
+    expected = golden.expected_of(family)
+    tokens, types, lengths = (
+        expected[name] for name in ("tokens", "token_types", "lengths")
+    )
+    is_token = np.arange(tokens.shape[1]) < lengths[:, None]
+    given = {
+        "input_ids": tokens,
+        "token_type_ids": types,
+        "attention_mask": is_token.astype(int),
+    }
+    with torch.no_grad():
+        logits = theirs(**{n: torch.tensor(x) for n, x in given.items()}).logits
+    batch = {"tokens": tokens, "token_types": types, "lengths": lengths}
+    batch = {name: jnp.asarray(x, jnp.int32) for name, x in batch.items()}
+    ours = nnx.jit(lambda model, x: model.logits(x))(run.bind(run.state), batch)
+    np.testing.assert_allclose(
+        ours[is_token], logits.numpy()[is_token], rtol=2e-5, atol=2e-5
+    )

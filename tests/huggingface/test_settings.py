@@ -39,6 +39,8 @@ def test_settings_of_llama():
         "attention_soft_cap": 0.0,
         "logit_soft_cap": 0.0,
         "scaled_embedding": False,
+        "first_position": 0,
+        "num_token_types": 0,
         "sliding_window": 0,
         "full_attention_every": 0,
         "local_rope_theta": 0.0,
@@ -228,7 +230,8 @@ def test_everything_that_llama_may_ask_for_is_refused_at_once(tmp_path):
             [
                 "model_type='mamba' of config.json is not supported; use a checkpoint "
                 "of llama, mistral, qwen2, qwen3, phi3, olmo2, gemma2, gemma3_text, "
-                "gpt2, mixtral, qwen3_moe, or import its weights as your own model"
+                "gpt2, mixtral, qwen3_moe, bert, roberta, or import its weights as your "
+                "own model"
             ],
         ),
     ],
@@ -390,7 +393,7 @@ def test_unknown_keys_are_reported_together(tmp_path, caplog):
     ]
 
 
-@pytest.mark.parametrize("family", golden.FAMILIES)
+@pytest.mark.parametrize("family", golden.FAMILIES + golden.ENCODERS)
 def test_keys_of_transformers_itself_are_all_known(family, caplog):
     golden.settings_of(family)
     assert caplog.messages == []

@@ -20,6 +20,7 @@ BERT_BASE = dataclasses.replace(
     num_kv_heads=12,
     vocab_size=30_522,
     max_length=512,
+    num_token_types=2,
 )
 
 
@@ -30,9 +31,7 @@ def test_number_of_parameters_is_that_of_bert_base(use_pooling, expected):
     """With pooling it is the pre-training BERT less its classifier of pairs."""
 
     def make():
-        return Encoder(
-            BERT_BASE, num_token_types=2, use_pooling=use_pooling, rngs=nnx.Rngs(0)
-        )
+        return Encoder(BERT_BASE, use_pooling=use_pooling, rngs=nnx.Rngs(0))
 
     leaves = jax.tree.leaves(nnx.state(nnx.eval_shape(make), nnx.Param))
     assert sum(math.prod(leaf.shape) for leaf in leaves) == expected
@@ -77,13 +76,13 @@ def test_masked_tokens_alone_are_learned():
 
 
 def test_token_types_and_pooling_reach_the_output():
-    model = language.make_language_model(
-        language.BERT, num_token_types=2, use_pooling=True
-    )
-    batch = language.make_text(language.BERT)
-    batch["token_types"] = jnp.zeros_like(batch["tokens"])
+    config = dataclasses.replace(language.BERT, num_token_types=2)
+    model = language.make_language_model(config, use_pooling=True)
+    batch = language.make_text(config)
     pool = jax.jit(model.pool)
     pooled = pool(batch)
-    other = pool(batch | {"token_types": batch["token_types"] + 1})
+    types = jnp.zeros_like(batch["tokens"])
+    np.testing.assert_array_equal(pool(batch | {"token_types": types}), pooled)
+    other = pool(batch | {"token_types": types + 1})
     assert pooled.shape == (language.ROWS, language.BERT.embed_size)
     assert not np.allclose(pooled, other)

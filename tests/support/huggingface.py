@@ -19,6 +19,7 @@ FAMILIES = (
     *("phi3", "olmo2", "gpt2", "mistral_window", "gemma2", "gemma3_text"),
     *("mixtral", "qwen3_moe"),
 )
+ENCODERS = ("bert", "roberta")
 
 
 def expected_of(family, name="expected"):

@@ -92,7 +92,7 @@ def mlp_size(embed_size: int, activation: str) -> int:
         >>> mlp_size(768, "gelu"), mlp_size(4_096, "swiglu")
         (3072, 11008)
     """
-    if activation == "gelu":
+    if activation in ("gelu", "gelu_exact"):
         return 4 * embed_size
     return -(-8 * embed_size // (3 * _MULTIPLE)) * _MULTIPLE
 

@@ -102,6 +102,7 @@ NEEDS = (
         Needs(f"model.sparsity.{name}", "model.sparsity.mode", modes)
         for name, modes in sparsity.MODES.items()
     ),
+    Needs("model.first_position", "model.positions", ("learned",)),
     Needs("model.rope_theta", "model.positions", ("rotary",)),
     Needs("model.rotary_size", "model.positions", ("rotary",)),
     Needs("model.rope_scaling.kind", "model.positions", ("rotary",)),

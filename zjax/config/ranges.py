@@ -224,6 +224,8 @@ RANGES: dict[type, dict[str, Range]] = {
         ),
         "max_length": _from(1, MAX_TOKENS),
         "norm_eps": POSITIVE,
+        "first_position": _from(0, MAX_TOKENS),
+        "num_token_types": _from(0, MAX_TOKENS),
         "rope_theta": POSITIVE,
         "rotary_size": _from(0, _MAX_WIDTH),
         "local_rope_theta": _from(0),

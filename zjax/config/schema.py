@@ -482,7 +482,7 @@ class Model:
     """0 takes that of `data.path`, the 257 of the standard library, or the 50,257 of
     GPT-2."""
     max_length: int = 1_024
-    """Longest sequence; the size of learned position tables."""
+    """Longest sequence."""
     norm: Literal["layer_norm", "rms_norm"] = "layer_norm"
     norm_eps: float = 1e-5
     norm_position: Literal["input", "output", "both"] = "input"
@@ -491,6 +491,11 @@ class Model:
     zero_centered_norm: bool = False
     """Whether norms multiply by 1 + scale, with scales that start at 0, as in Gemma."""
     positions: Literal["learned", "rotary"] = "learned"
+    first_position: int = 0
+    """Row of the table of learned positions for the first token: 2 in RoBERTa."""
+    num_token_types: int = 0
+    """Rows of a table for `token_types` of a batch, such as first and second sentence;
+    a batch without them has type 0. 0 has no table."""
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling = RopeScaling()
     rotary_size: int = 0
@@ -510,7 +515,9 @@ class Model:
     """Number whose root divides attention scores; 0 takes `head_size`."""
     scaled_embedding: bool = False
     """Whether embeddings are multiplied by the root of `embed_size`."""
-    activation: Literal["gelu", "swiglu", "geglu"] = "gelu"
+    activation: Literal["gelu", "gelu_exact", "swiglu", "geglu"] = "gelu"
+    """`gelu` is the form with tanh of GPT-2, `gelu_exact` that of BERT in PyTorch; the
+    others are gated by SiLU and GELU."""
     use_bias: bool = True
     """Whether layers have biases."""
     attention_bias: Literal["use_bias", "none", "inputs", "all"] = "use_bias"
@@ -555,7 +562,12 @@ class Model:
     @property
     def is_gated(self) -> bool:
         """Whether a product of two matrices enters the last one of a feed-forward."""
-        return self.activation != "gelu"
+        return self.activation in ("swiglu", "geglu")
+
+    @property
+    def num_positions(self) -> int:
+        """Rows of the table of learned positions."""
+        return self.first_position + self.max_length
 
     @property
     def has_input_bias(self) -> bool:

@@ -55,9 +55,9 @@ sparsity.mode='local'
         other = "distill.teacher" if config.distill.teacher else other
         problem = f"bounds logits, which {other} does not"
         yield Problem("model.logit_soft_cap", value, problem, "use 0")
-    if model.activation == "geglu" and model.moe.num_experts:
-        problem = "is no activation of experts"
-        yield Problem("model.activation", "geglu", problem, "use 'swiglu' or 'gelu'")
+    if model.moe.num_experts and model.activation in ("geglu", "gelu_exact"):
+        problem, remedy = "is no activation of experts", "use 'swiglu' or 'gelu'"
+        yield Problem("model.activation", model.activation, problem, remedy)
 
 
 def _refused(config: schema.Config) -> Iterator[Problem]:

@@ -48,6 +48,8 @@ _ARCHITECTURES = {
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
     "gpt2": "GPT2LMHeadModel",
+    "bert": "BertForMaskedLM",
+    "roberta": "RobertaForMaskedLM",
 }
 """Families that models go out as. A Mistral without window is a Llama."""
 
@@ -199,6 +201,12 @@ def config_of(model: schema.Model, kind: str) -> dict[str, Any]:
     for name, fixed in family.fixed.items():
         if fixed.accepted[0] is not None:
             values[name] = fixed.accepted[0]
+    if family.padding:
+        values[family.padding] = model.first_position - 1
+        length = next(
+            x for x, key in family.keys.items() if key.setting == "max_length"
+        )
+        values[length] = model.num_positions
     if family.is_rotary:
         values |= rotation_values(model, family)
     values |= window_values(model, family.windows)

@@ -53,12 +53,13 @@ class Fixed:
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """How a kind of checkpoint becomes a decoder.
+    """How a kind of checkpoint becomes a decoder or an encoder.
 
     Args:
         rows: Tensors.
         prefix: Beginning of tensor names, which checkpoints without a head lack.
-        buffers: Pattern of tensors that hold no weights.
+        buffers: Pattern of tensors that the model does not depend on.
+        spellings: Other endings of tensor names, in old checkpoints.
         constant: Settings of every model of the family.
         keys: Keys that are settings.
         fixed: Keys of which zjax has one value.
@@ -70,6 +71,8 @@ class Family:
         local_theta: That of sliding layers; 0 for families that have one base.
         dropouts: Keys of the dropouts by setting; one without a key is 0.
         default_dropout: Default of the dropouts.
+        padding: Key of the padding token, after whose number positions begin; the
+            key of `max_length` then counts the rows before, too. Empty for none.
         unread: Keys that mean nothing beside the others.
         aliases: Other names of keys, which some versions of transformers write.
         has_steps: Whether keys say which layers have experts.
@@ -90,6 +93,8 @@ class Family:
         default_factory=lambda: {"attention_dropout_rate": "attention_dropout"}
     )
     default_dropout: float = 0.0
+    padding: str = ""
+    spellings: Mapping[str, str] = dataclasses.field(default_factory=dict)
     unread: frozenset[str] = frozenset()
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     has_steps: bool = False
@@ -105,6 +110,8 @@ class Family:
         return self.constant["positions"] == "rotary"
 
 
+PADDING = 1
+"""Default of the number of the padding token, where positions depend on it."""
 DROPOUTS = "dropout_rate", "embedding_dropout_rate", "attention_dropout_rate"
 """Settings of dropouts."""
 BOOKKEEPING = frozenset(
@@ -117,7 +124,7 @@ BOOKKEEPING = frozenset(
     problem_type is_decoder is_encoder_decoder reorder_and_upcast_attn max_window_layers
     """.split()
 )
-"""Keys that do not change the logits of a causal language model."""
+"""Keys that do not change the logits of a language model, if no family fixes them."""
 _SHARED = {"quantization_config": Fixed(None)}
 _PLAIN = {
     "kind": "decoder",
@@ -129,6 +136,8 @@ _PLAIN = {
     "attention_soft_cap": 0.0,
     "logit_soft_cap": 0.0,
     "scaled_embedding": False,
+    "first_position": 0,
+    "num_token_types": 0,
 }
 """Settings of a family that has nothing special."""
 _LLAMA_CONSTANT = _PLAIN | {
@@ -220,6 +229,57 @@ _MIXTURE = {
 """Settings of experts that have nothing special, and drop no token."""
 _LOSS = frozenset({"router_aux_loss_coef", "output_router_logits"})
 """Keys of the balance loss, which a run sets itself."""
+_BERT = Family(
+    rows=tensors.BERT,
+    prefix="bert.",
+    buffers=r".*\.position_ids|(.*\.)?pooler\..*|cls\.seq_relationship\..*"
+    r"|cls\.predictions\.decoder\..*|lm_head\.decoder\..*",
+    spellings={
+        "LayerNorm.weight": "LayerNorm.gamma",
+        "LayerNorm.bias": "LayerNorm.beta",
+    },
+    constant={name: x for name, x in _PLAIN.items() if name != "num_token_types"}
+    | {
+        "kind": "encoder",
+        "norm": "layer_norm",
+        "positions": "learned",
+        "activation": "gelu_exact",
+        "num_kv_heads": 0,
+        "head_size": 0,
+        "use_bias": True,
+        "attention_bias": "use_bias",
+        "tied_head": True,
+    },
+    keys={
+        "num_hidden_layers": Key("num_layers", int),
+        "hidden_size": Key("embed_size", int),
+        "intermediate_size": Key("mlp_size", int),
+        "num_attention_heads": Key("num_heads", int),
+        "vocab_size": Key("vocab_size", int),
+        "max_position_embeddings": Key("max_length", int),
+        "type_vocab_size": Key("num_token_types", int, 2),
+        "layer_norm_eps": Key("norm_eps", float, 1e-12),
+    },
+    fixed=_SHARED
+    | {
+        "hidden_act": Fixed("gelu"),
+        "position_embedding_type": Fixed("absolute", None),
+        "is_decoder": Fixed(False),
+        "add_cross_attention": Fixed(False),
+        "tie_word_embeddings": Fixed(True),
+    },
+    dropouts=_dropouts(
+        "hidden_dropout_prob", "hidden_dropout_prob", "attention_probs_dropout_prob"
+    ),
+    default_dropout=0.1,
+    unread=frozenset(
+        """
+        classifier_dropout gradient_checkpointing chunk_size_feed_forward directionality
+        pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers
+        pooler_size_per_head pooler_type
+        """.split()
+    ),
+)
 FAMILIES = {
     "llama": _LLAMA,
     "mistral": dataclasses.replace(
@@ -349,6 +409,10 @@ FAMILIES = {
         unread=_LOSS | {"sliding_window"},
         aliases={"num_local_experts": "num_experts"},
         has_steps=True,
+    ),
+    "bert": _BERT,
+    "roberta": dataclasses.replace(
+        _BERT, rows=tensors.ROBERTA, prefix="roberta.", padding="pad_token_id"
     ),
 }
 """Families by `model_type`."""

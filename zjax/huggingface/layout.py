@@ -1,4 +1,4 @@
-"""How the elements of an array of the decoder lie in the tensors of a checkpoint.
+"""How the elements of an array of the model lie in the tensors of a checkpoint.
 
 An array lies in one tensor, in a part of one that joins several arrays, or in many
 tensors, such as one for each expert. Rows are read in both directions: weights come in
@@ -27,20 +27,23 @@ _SIZES: Mapping[str, Callable[[schema.Model], int]] = {
     "kv_heads": operator.attrgetter("num_kv_heads"),
     "head": operator.attrgetter("head_size"),
     "vocab": operator.attrgetter("vocab_size"),
-    "length": operator.attrgetter("max_length"),
+    "hidden": operator.attrgetter("embed_size"),
+    "positions": operator.attrgetter("num_positions"),
+    "types": operator.attrgetter("num_token_types"),
     "experts": lambda model: max(experts_by_layer(model)),
     "expert_mlp": operator.attrgetter("moe.expert_size"),
     "gates": lambda _: 2,
 }
-"""Sizes of dims by name; `gates` are the gate and the value of a gated expert."""
+"""Sizes of dims by name; `gates` are the gate and the value of a gated expert,
+and `hidden` the outputs of a matrix whose inputs are `embed`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Where one array of the decoder lies in a checkpoint.
+    """Where one array of the model lies in a checkpoint.
 
     Args:
-        ours: Path of the array in the decoder, with dots.
+        ours: Path of the array in the model, with dots.
         theirs: Name of the tensor; `{layer}` is the number of the layer, and the name
             of a dim in braces the index of a tensor in it.
         dims: Names of the array's dims; `|` separates those that are one dim of the
@@ -50,7 +53,7 @@ class Row:
         part: Index of the array in a tensor that joins several.
         parts: Dims along which the tensor joins each of its arrays; () for one array.
         gates: Names of the tensors of gates and values, if they are apart.
-        needs: Boolean attribute of the settings without which there is no such array.
+        needs: Attribute of the settings without which there is no such array.
         unless: Boolean attribute with which there is none.
         layers: Layers that have it: `all`, or those with or without experts.
     """
@@ -95,7 +98,7 @@ class Row:
 
     def exists(self, model: schema.Model) -> bool:
         """Whether a model has this array."""
-        has = getattr(model, self.needs) if self.needs else True
+        has = bool(getattr(model, self.needs)) if self.needs else True
         return has and not (self.unless and getattr(model, self.unless))
 
     def is_in(self, num_experts: int) -> bool:

@@ -1,4 +1,4 @@
-"""From a Hugging Face config.json to settings of the built-in decoder."""
+"""From a Hugging Face config.json to settings of the built-in decoder or encoder."""
 
 import copy
 import operator
@@ -17,6 +17,7 @@ from zjax.huggingface.families import (
     BOOKKEEPING,
     DROPOUTS,
     FAMILIES,
+    PADDING,
     REQUIRED,
     Family,
     Key,
@@ -130,6 +131,10 @@ def settings_of(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
         section, _, field = key.setting.rpartition(".")
         target = settings[section] if section else settings
         target[field] = 0 if value is None else key.kind(value)
+    if family.padding:
+        first = values.get(family.padding, PADDING) + 1
+        settings["first_position"] = first
+        settings["max_length"] -= first
     if family.is_rotary:
         model = convert.from_mapping(schema.Model, settings)
         settings |= rotation.rotation_settings(values, family, model)
@@ -190,6 +195,9 @@ def _wrong(
         yield from rotation.rotation_problems(values, family, path)
     for name in family.biases:
         yield from _wrong_value(name, Key("", bool, False), values, path)
+    if family.padding:
+        key = Key("", int, PADDING)
+        yield from _wrong_value(family.padding, key, values, path)
     num_layers = next(n for n, x in family.keys.items() if x.setting == "num_layers")
     number = values.get(num_layers)
     yield from window_problems(values, family.windows, number, path)
@@ -232,7 +240,7 @@ def _report_unknown(
     values: Mapping[str, Any], family: Family, path: pathlib.Path
 ) -> None:
     known = {*BOOKKEEPING, *family.keys, *family.fixed, *family.biases}
-    known |= {*family.dropouts.values(), *family.unread, *KNOWN}
+    known |= {*family.dropouts.values(), *family.unread, family.padding, *KNOWN}
     known |= {*family.windows.keys, *family.aliases}
     known |= {mixture.STEP, mixture.DENSE} if family.has_steps else set()
     known |= rotation.KNOWN if family.is_rotary else set()

@@ -1,4 +1,4 @@
-"""Weights of Hugging Face checkpoints under the names of the built-in decoder."""
+"""Weights of Hugging Face checkpoints under the names of the built-in models."""
 
 import dataclasses
 import pathlib
@@ -30,7 +30,7 @@ _FREE = ("max_length",)
 def adapted(
     source: Source, wanted: Mapping[str, Entry], config: schema.Config
 ) -> Source:
-    """The arrays of the built-in decoder, if `source` is a Hugging Face checkpoint.
+    """The arrays of a built-in model, if `source` is a Hugging Face checkpoint.
 
     Args:
         source: Arrays of `checkpoint.init_from`.
@@ -52,7 +52,7 @@ def adapted(
     model = convert.from_mapping(schema.Model, settings)
     _check_model(config.model, model, settings, path)
     prefix = _find_prefix(source, family)
-    layouts = dict(layouts_of(_renamed(family.rows, family.prefix, prefix), model))
+    layouts = dict(layouts_of(_renamed(source, family, prefix), model))
     ignored = _find_ignored(source, family, model)
     check_same(
         {
@@ -102,18 +102,27 @@ def _find_prefix(source: Source, family: Family) -> str:
     return family.prefix if has_prefix else ""
 
 
-def _renamed(rows: Sequence[Row], prefix: str, found: str) -> tuple[Row, ...]:
-    """The rows with the beginning of tensor names that a checkpoint has."""
-    return tuple(
-        dataclasses.replace(row, theirs=re.sub(f"^{prefix}", found, row.theirs))
-        for row in rows
-    )
+def _renamed(source: Source, family: Family, prefix: str) -> tuple[Row, ...]:
+    """The rows with the beginnings and endings of tensor names of a checkpoint."""
+    endings = {
+        new: old
+        for new, old in family.spellings.items()
+        if any(name.endswith(old) for name in source.entries)
+    }
+
+    def rename(name: str) -> str:
+        name = re.sub(f"^{family.prefix}", prefix, name)
+        new = next(filter(name.endswith, endings), None)
+        return name if new is None else name.removesuffix(new) + endings[new]
+
+    rows = family.rows
+    return tuple(dataclasses.replace(x, theirs=rename(x.theirs)) for x in rows)
 
 
 def _find_ignored(
     source: Source, family: Family, model: schema.Model
 ) -> tuple[str, ...]:
-    """Tensors that hold no weights: buffers, and the copy of a tied table."""
+    """Tensors that logits do not need: buffers, poolers, the copy of a tied table."""
     return tuple(
         name
         for name in source.entries
@@ -124,7 +133,7 @@ def _find_ignored(
 
 def _report(path: str, prefix: str, ignored: Sequence[str]) -> None:
     if jax.process_index() == 0:
-        unread = f"; not read, as they hold no weights: {', '.join(ignored)}"
+        unread = f"; not read, as logits do not need them: {', '.join(ignored)}"
         logging.warning(
             "checkpoint.init_from=%r has the tensor names of Hugging Face, %s%s",
             path,

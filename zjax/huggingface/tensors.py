@@ -177,7 +177,7 @@ GEMMA: tuple[Row, ...] = (
 """Gemma 2 and 3, which normalise inputs and outputs."""
 GPT2: tuple[Row, ...] = (
     Row("embedding.tokens", "transformer.wte.weight", "vocab | embed"),
-    Row("embedding.positions", "transformer.wpe.weight", "length | embed"),
+    Row("embedding.positions", "transformer.wpe.weight", "positions | embed"),
     *_layer_norm("blocks.attention_norm", "transformer.h.{layer}.ln_1"),
     *(
         row
@@ -191,3 +191,61 @@ GPT2: tuple[Row, ...] = (
     *_layer_norm("head.norm", "transformer.ln_f"),
     Row("head.kernel", "lm_head.weight", "vocab | embed", unless="tied_head"),
 )
+
+
+def _encoder(prefix: str, transform: str, norm: str, bias: str) -> tuple[Row, ...]:
+    """An encoder under a prefix, with the names of its head."""
+    tables, layer = f"{prefix}.embeddings", f"{prefix}.encoder.layer.{{layer}}"
+    tokens, positions, types = (
+        f"{tables}.{name}_embeddings.weight"
+        for name in ("word", "position", "token_type")
+    )
+    inputs = ("query", "key", "value")
+    return (
+        Row("embedding.tokens", tokens, "vocab | embed"),
+        Row("embedding.positions", positions, "positions | embed"),
+        Row("embedding.token_types", types, "types | embed", needs="num_token_types"),
+        *_layer_norm("embedding.norm", f"{tables}.LayerNorm"),
+        *(
+            row
+            for name in inputs
+            for row in _dense(
+                f"blocks.attention.{name}",
+                f"{layer}.attention.self.{name}",
+                "embed | heads head",
+            )
+        ),
+        *_dense(
+            "blocks.attention.out",
+            f"{layer}.attention.output.dense",
+            "heads head | embed",
+        ),
+        *_layer_norm("blocks.attention_norm", f"{layer}.attention.output.LayerNorm"),
+        *_dense("blocks.mlp.up", f"{layer}.intermediate.dense", "embed | mlp"),
+        *_dense("blocks.mlp.down", f"{layer}.output.dense", "mlp | embed"),
+        *_layer_norm("blocks.mlp_norm", f"{layer}.output.LayerNorm"),
+        *_dense("head.transform", transform, "embed | hidden"),
+        *_layer_norm("head.norm", norm),
+        Row("head.bias", bias, "vocab"),
+    )
+
+
+def _dense(ours: str, theirs: str, dims: str) -> tuple[Row, ...]:
+    """Kernel and bias of a torch `Linear`, by whole names."""
+    return (
+        Row(f"{ours}.kernel", f"{theirs}.weight", dims, _turned(dims)),
+        Row(f"{ours}.bias", f"{theirs}.bias", dims.rpartition("|")[2]),
+    )
+
+
+BERT: tuple[Row, ...] = _encoder(
+    "bert",
+    "cls.predictions.transform.dense",
+    "cls.predictions.transform.LayerNorm",
+    "cls.predictions.bias",
+)
+"""BERT with the head of masked tokens."""
+ROBERTA: tuple[Row, ...] = _encoder(
+    "roberta", "lm_head.dense", "lm_head.layer_norm", "lm_head.bias"
+)
+"""RoBERTa, whose head has other names."""

@@ -9,7 +9,8 @@ from zjax.huggingface.settings import CONFIG_NAME, read_config
 
 FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
-    *("added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model"),
+    *("added_tokens.json", "vocab.json", "merges.txt", "vocab.txt"),
+    *("tokenizer.model",),
     *("chat_template.jinja", "generation_config.json"),
 )
 """Files that go along, if they are there."""

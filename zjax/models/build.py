@@ -34,10 +34,11 @@ def make_model(config: Config) -> Model:
 
     Batches are dicts of `tokens` and `targets` int32[B, L] and, optionally, `weights`
     float32[B, L], `segment_ids` and `positions` int32[B, L]; an encoder also takes
-    `lengths` int32[B]. A target of -100 is ignored. The loss is the mean over tokens by
-    weight, the metric the fraction of targets that were the most likely token. A batch
-    with `teacher` (`zjax.ops.cross_entropy.Teacher`, as a dict) adds to the loss the
-    divergence from the teacher's logits, which is a metric, too.
+    `lengths` int32[B], a model with `num_token_types` also `token_types` int32[B, L]. A
+    target of -100 is ignored. The loss is the mean over tokens by weight, the metric
+    the fraction of targets that were the most likely token. A batch with `teacher`
+    (`zjax.ops.cross_entropy.Teacher`, as a dict) adds to the loss the divergence from
+    the teacher's logits, which is a metric, too.
 
     Args:
         config: Settings; read for `model`, `precision`, `deterministic`, `data.length`,
@@ -124,12 +125,14 @@ def _is_names(x: Any) -> bool:
 def _entries(config: schema.Model) -> Entries:
     ids, size = functools.partial(Entry, ("B", "L"), np.integer), config.vocab_size
     positions = config.max_length if config.positions == "learned" else 0
+    types = config.num_token_types
     return {
         "tokens": ids(num_ids=size),
         "targets": ids(num_ids=size, may_be_ignored=True),
         "weights": Entry(("B", "L"), is_optional=True),
         "segment_ids": ids(is_optional=True),
         "positions": ids(is_optional=True, num_ids=positions),
+        **({"token_types": ids(is_optional=True, num_ids=types)} if types else {}),
         "lengths": Entry(("B",), np.integer, is_optional=True),
         f"schedule/{ATTENTION_WINDOW}": Entry((), is_optional=True),
         "teacher/hidden": Entry(("B", "L", "N"), is_optional=True),

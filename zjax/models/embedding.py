@@ -64,7 +64,6 @@ class Embedding(nnx.Module):
 
     Args:
         config: Shape of the model.
-        num_token_types: Rows of the table for batch["token_types"]; 0 is none.
         use_norm: Whether the sum is normalised, as in BERT.
         deterministic: Whether gradients of the tables are summed in a fixed order.
         rngs: Source of the initial values.
@@ -74,7 +73,6 @@ class Embedding(nnx.Module):
         self,
         config: schema.Model,
         *,
-        num_token_types: int = 0,
         use_norm: bool = False,
         deterministic: bool = False,
         rngs: nnx.Rngs,
@@ -88,8 +86,9 @@ class Embedding(nnx.Module):
         self.config = config
         self.deterministic = deterministic
         self.tokens = table("vocab", config.vocab_size)
-        self.positions = table(None, config.max_length) if learned else None
-        self.token_types = table(None, num_token_types) if num_token_types else None
+        self.positions = table(None, config.num_positions) if learned else None
+        num_types = config.num_token_types
+        self.token_types = table(None, num_types) if num_types else None
         self.norm = layers.Norm(config) if use_norm else None
 
     def __call__(
@@ -126,7 +125,9 @@ class Embedding(nnx.Module):
         if self.positions is not None:
             x += self._learned_positions(positions, tokens.shape[1])
         if self.token_types is not None:
-            x += self._look_up(self.token_types, arrange(batch["token_types"]))
+            types = batch.get("token_types")
+            types = jnp.zeros_like(tokens) if types is None else arrange(types)
+            x += self._look_up(self.token_types, types)
         x = x if self.norm is None else self.norm(x)
         rotation = local_rotation = None
         if self.config.positions == "rotary":
@@ -150,19 +151,19 @@ class Embedding(nnx.Module):
 
     def _learned_positions(self, positions, length):
         assert self.positions is not None
-        table = self.positions[...]
-        if length > table.shape[0]:
+        first, longest = self.config.first_position, self.config.max_length
+        if length > longest:
             raise ConfigError(
                 Problem(
                     "data.length",
                     length,
-                    f"is longer than model.max_length={table.shape[0]}",
+                    f"is longer than model.max_length={longest}",
                     "shorten the sequences or raise model.max_length",
                 )
             )
         if positions is None:
-            return table[None, :length]
-        return self._look_up(self.positions, positions)
+            return self.positions[...][None, first : first + length]
+        return self._look_up(self.positions, first + positions)
 
     def _rotations(self, positions, length):
         """Tables of all layers, and of sliding ones if they differ."""

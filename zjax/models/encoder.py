@@ -26,7 +26,6 @@ class Encoder(nnx.Module):
 
     Args:
         config: Shape of the model.
-        num_token_types: Token types, such as first and second sentence; 0 is none.
         use_pooling: Whether to create the layer of `pool`.
         matmul_dtype: Dtype of the operands of the blocks' matrix products.
         deterministic: Whether embedding gradients are summed in a fixed order.
@@ -46,7 +45,6 @@ class Encoder(nnx.Module):
         self,
         config: schema.Model,
         *,
-        num_token_types: int = 0,
         use_pooling: bool = False,
         matmul_dtype: layers.MatmulDtype = "compute",
         deterministic: bool = False,
@@ -67,7 +65,6 @@ class Encoder(nnx.Module):
         self.config = config
         self.embedding = Embedding(
             config,
-            num_token_types=num_token_types,
             use_norm=True,
             deterministic=deterministic,
             rngs=rngs,

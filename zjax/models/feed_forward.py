@@ -50,7 +50,7 @@ class FeedForward(nnx.Module):
         mlp: layers.Dims = (("mlp", config.mlp_size),)
         linear = functools.partial(layers.Linear, matmul_dtype=matmul_dtype, rngs=rngs)
         gated, use_bias = config.is_gated, config.use_bias
-        self.is_gelu = config.activation == "geglu"
+        self.activation = config.activation
         self.gate = linear(embed, mlp, use_bias=use_bias) if gated else None
         self.up = linear(embed, mlp, use_bias=use_bias)
         ends_with_bias = use_bias and not is_tile
@@ -60,9 +60,10 @@ class FeedForward(nnx.Module):
         """Transforms each token."""
         if self.gate is None:
             up = self.up(x, remat.MLP)
-            return self.down(activation.gelu(up))
+            return self.down(activation.UNGATED[self.activation](up))
         up, gate = layers.project(x, (self.up, self.gate), remat.MLP)
-        activate = activation.geglu if self.is_gelu else activation.swiglu
+        is_gelu = self.activation == "geglu"
+        activate = activation.geglu if is_gelu else activation.swiglu
         return self.down(activate(gate, up))
 
 

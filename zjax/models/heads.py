@@ -95,7 +95,9 @@ class Head(nnx.Module):
 
     def _features(self, x):
         if self.transform is not None:
-            x = activation.gelu(self.transform(x))
+            given = self.config.activation
+            activate = activation.UNGATED.get(given, activation.gelu)
+            x = activate(self.transform(x))
         return tensor.join_stream(self.norm(x))
 
     def _matrix(self, table):

@@ -176,8 +176,9 @@ def _mixture_params(model: schema.Model, num_experts: int, active: bool) -> int:
 
 
 def _table_params(model: schema.Model) -> int:
-    num_positions = model.max_length if model.positions == "learned" else 0
-    return (model.vocab_size + num_positions) * model.embed_size
+    num_positions = model.num_positions if model.positions == "learned" else 0
+    num_rows = model.vocab_size + num_positions + model.num_token_types
+    return num_rows * model.embed_size
 
 
 def _attention_factor(

@@ -15,7 +15,7 @@ INPUT = "mlp"
 
 @functools.partial(jax.checkpoint, prevent_cse=False)
 def gelu(x: Float[Array, "*dims"]) -> Float[Array, "*dims"]:
-    """GELU in its tanh form, as in GPT-2 and the original BERT.
+    """GELU in its form with tanh, as in GPT-2 and the original BERT.
 
     Example:
         >>> gelu(jax.numpy.array([-10.0, 0.0, 10.0])).tolist()
@@ -25,6 +25,17 @@ def gelu(x: Float[Array, "*dims"]) -> Float[Array, "*dims"]:
         Hendrycks and Gimpel (arXiv:1606.08415).
     """
     return jax.nn.gelu(x, approximate=True)
+
+
+@functools.partial(jax.checkpoint, prevent_cse=False)
+def gelu_exact(x: Float[Array, "*dims"]) -> Float[Array, "*dims"]:
+    """GELU as it is defined, by the error function, as in BERT in PyTorch.
+
+    Example:
+        >>> gelu_exact(jax.numpy.array([-10.0, 0.0, 10.0])).tolist()
+        [-0.0, 0.0, 10.0]
+    """
+    return jax.nn.gelu(x, approximate=False)
 
 
 @functools.partial(jax.checkpoint, prevent_cse=False)
@@ -57,3 +68,7 @@ def geglu(
         Shazeer, GLU Variants Improve Transformer (arXiv:2002.05202).
     """
     return jax.nn.gelu(gate, approximate=True) * up
+
+
+UNGATED = {"gelu": gelu, "gelu_exact": gelu_exact}
+"""Activations of one input, by `model.activation`."""
