@@ -32,7 +32,7 @@ def check(run, family, **changes):
 
 @each_family
 def test_logits_are_those_of_transformers(family):
-    """Fails if a form of GELU, a type, an order of norms or a first position differs."""
+    """Fails if the GELU, a type, the order of norms or the first position differs."""
     run, expected = golden.start(golden.make_config(family)), golden.expected_of(family)
     check(run, family)
     tokens, lengths = (expected[n].astype(np.int32) for n in ("tokens", "lengths"))

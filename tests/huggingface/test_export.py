@@ -17,7 +17,6 @@ from zjax.errors import CheckpointError, ConfigError
 from zjax.huggingface import export, model_settings
 from zjax.saving import save
 
-
 TABLES = "embed_tokens|wte|word_embeddings"
 """Names of token tables."""
 

@@ -25,7 +25,17 @@ LLAMA = [
     "self_attn.q_proj",
     "self_attn.v_proj",
 ]
+BERT = [
+    "attention.output.dense",
+    "attention.self.key",
+    "attention.self.query",
+    "attention.self.value",
+    "cls.predictions.transform.dense",
+    "intermediate.dense",
+    "output.dense",
+]
 CASES = {
+    "bert-lora": ("bert", "lora", ".*", BERT, False),
     "llama-lora": ("llama", "lora", ".*", LLAMA, False),
     "llama-dora": ("llama", "dora", ".*", LLAMA, False),
     "gpt2-lora": ("gpt2", "lora", "/out|mlp/down", ["attn.c_proj", "mlp.c_proj"], True),
@@ -59,6 +69,8 @@ def test_base_with_adapters_is_the_merged_checkpoint(case, tmp_path):
     shown = ("peft_type", "r", "lora_alpha", "use_dora", "fan_in_fan_out")
     assert [values[n] for n in shown] == ["LORA", 2, 6.0, form == "dora", is_turned]
     assert values["target_modules"] == modules
+    is_decoder = family not in golden.ENCODERS
+    assert values["task_type"] == ("CAUSAL_LM" if is_decoder else None)
     base, merged = read_all(golden.FOLDER / family), read_all(tmp_path / "merged")
     adapter = read_all(tmp_path / "adapter")
     used = set()

@@ -201,8 +201,8 @@ def test_the_log_says_which_names_it_found(tmp_path, caplog):
     golden.start(golden.make_config("llama_biases", directory=tmp_path))
     assert caplog.messages[-1] == (
         f"checkpoint.init_from='{tmp_path}' has the tensor names of Hugging Face, "
-        "beginning with 'model.'; not read, as logits do not need them: lm_head.weight, "
-        f"{buffer}"
+        "beginning with 'model.'; not read, as logits do not need them: "
+        f"lm_head.weight, {buffer}"
     )
 
 

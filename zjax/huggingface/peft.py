@@ -110,8 +110,8 @@ def _find_matrices(
     """The tensors to write, by name."""
     matrices, problems = dict[str, _Matrix](), list[Problem]()
     for ours, layout in layouts_of(FAMILIES[kind].rows, config.model):
-        layer, _, index = ours.replace(".", "/").partition("/kernel")
-        if not index or f"{layer}/lora/a" not in source.entries:
+        layer, kernel, index = ours.replace(".", "/").partition("/kernel")
+        if not kernel or f"{layer}/lora/a" not in source.entries:
             continue
         module = layout.first.removesuffix(".weight")
         if layout.row.parts:
@@ -143,7 +143,7 @@ def _values(config: schema.Config, matrices: Any) -> Mapping[str, Any]:
     modules = {re.sub(r"^.*\.\d+\.", "", matrix.module) for matrix in matrices}
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "CAUSAL_LM" if config.model.kind == "decoder" else None,
         "base_model_name_or_path": config.checkpoint.init_from or None,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
