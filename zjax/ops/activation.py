@@ -32,8 +32,8 @@ def gelu_exact(x: Float[Array, "*dims"]) -> Float[Array, "*dims"]:
     """GELU as it is defined, by the error function, as in BERT in PyTorch.
 
     Example:
-        >>> gelu_exact(jax.numpy.array([-10.0, 0.0, 10.0])).tolist()
-        [-0.0, 0.0, 10.0]
+        >>> gelu_exact(jax.numpy.array([-20.0, 0.0, 20.0])).tolist()
+        [-0.0, 0.0, 20.0]
     """
     return jax.nn.gelu(x, approximate=False)
 
