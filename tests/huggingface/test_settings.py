@@ -230,8 +230,8 @@ def test_everything_that_llama_may_ask_for_is_refused_at_once(tmp_path):
             [
                 "model_type='mamba' of config.json is not supported; use a checkpoint "
                 "of llama, mistral, qwen2, qwen3, phi3, olmo2, gemma2, gemma3_text, "
-                "gpt2, mixtral, qwen3_moe, bert, roberta, or import its weights as your "
-                "own model"
+                "gpt2, mixtral, qwen3_moe, bert, roberta, or import its weights as "
+                "your own model"
             ],
         ),
     ],
