@@ -14,6 +14,7 @@ from zjax.budget.fit import abstract_batch, check_fits, fit_plan
 from zjax.checkpoint import adapters, layout, upcycling, weights
 from zjax.checkpoint.quantized import with_codes
 from zjax.checkpoint.views import Source
+from zjax.checkpoint.vocabulary import resized
 from zjax.config.check import check_config
 from zjax.config.groups import is_adapter
 from zjax.config.load import load_config
@@ -431,6 +432,7 @@ def _make_adapt(model: Model, config: Config, key: jax.Array) -> weights.Adapt:
 
     def adapt(source: Source, wanted: Mapping[str, layout.Entry]) -> Source:
         source = huggingface.adapted(source, wanted, config)
+        source = resized(source, wanted, config)
         source = upcycling.upcycled(source, wanted, config, initial)
         source = with_codes(source, wanted)
         return adapters.with_adapters(source, wanted, config, initial)

@@ -284,6 +284,12 @@ def _checkpoint(config: schema.Config, num_devices: int) -> Iterator[Problem]:
         other = "model.moe.num_experts=0" if path else "checkpoint.init_from=''"
         problem, remedy = f"has no effect with {other}", "leave it at 0.0"
         yield Problem("checkpoint.expert_noise", noise, problem, remedy)
+    if config.checkpoint.resize_vocabulary and not path:
+        problem, remedy = (
+            "has no effect with checkpoint.init_from=''",
+            "set it to False",
+        )
+        yield Problem("checkpoint.resize_vocabulary", True, problem, remedy)
 
 
 def _distill(config: schema.Config, num_devices: int) -> Iterator[Problem]:

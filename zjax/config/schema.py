@@ -781,6 +781,9 @@ class Checkpoint:
     whose experts are copies (arXiv:2212.05055)."""
     expert_noise: float = 0.0
     """Noise on these copies, as a fraction of the standard deviation of each matrix."""
+    resize_vocabulary: bool = False
+    """Whether `init_from` has fewer tokens than `model.vocab_size`; the new rows of its
+    tables are the mean of the others."""
 
 
 @section

@@ -50,7 +50,7 @@ def adapted(
         return source
     settings, family = shape_of(path)
     model = convert.from_mapping(schema.Model, settings)
-    _check_model(config.model, model, settings, path)
+    _check_model(config, model, settings, path)
     prefix = _find_prefix(source, family)
     layouts = dict(layouts_of(_renamed(source, family, prefix), model))
     ignored = _find_ignored(source, family, model)
@@ -78,20 +78,21 @@ def find_config(init_from: str) -> pathlib.Path | None:
 
 
 def _check_model(
-    given: schema.Model,
+    config: schema.Config,
     found: schema.Model,
     settings: Mapping[str, Any],
     path: pathlib.Path,
 ) -> None:
     problems, expected = [], entries_of(found, settings)
-    for name, mine in entries_of(given, settings).items():
+    free = _FREE if found.positions == "rotary" else ()
+    free += ("vocab_size",) if config.checkpoint.resize_vocabulary else ()
+    for name, mine in entries_of(config.model, settings).items():
         theirs = expected[name]
-        is_free = name in _FREE and found.positions == "rotary"
-        if mine != theirs and not is_free:
-            problem = f"is not the {theirs!r} of {path}"
-            problems.append(
-                Problem(f"model.{name}", as_set(mine), problem, f"use {theirs!r}")
-            )
+        if mine != theirs and name not in free:
+            problem, remedy = f"is not the {theirs!r} of {path}", f"use {theirs!r}"
+            if name == "vocab_size" and mine > theirs:
+                remedy += ", or set checkpoint.resize_vocabulary"
+            problems.append(Problem(f"model.{name}", as_set(mine), problem, remedy))
     if problems:
         raise ConfigError(*problems)
 
