@@ -56,7 +56,6 @@ def dequantize(codes: Array, scales: Array) -> Array:
     return qwix.dequantize(qwix.QArray(codes, scales))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def multiply(
     x: Float[Array, "..."], codes: Array, scales: Array, num_inputs: int
 ) -> Float[Array, "..."]:
@@ -68,11 +67,16 @@ def multiply(
         scales: Scales, blocks along the last input dim.
         num_inputs: Number of input dims.
     """
+    return _multiply(x, codes, scales, num_inputs)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _multiply(x: Array, codes: Array, scales: Array, num_inputs: int) -> Any:
     return jnp.tensordot(x, dequantize(codes, scales), num_inputs)
 
 
 def _forward(x: Array, codes: Array, scales: Array, num_inputs: int) -> Any:
-    return multiply(x, codes, scales, num_inputs), (codes, scales)
+    return _multiply(x, codes, scales, num_inputs), (codes, scales)
 
 
 def _backward(num_inputs: int, saved: Any, cotangent: Array) -> Any:
@@ -83,4 +87,4 @@ def _backward(num_inputs: int, saved: Any, cotangent: Array) -> Any:
     return jax.lax.dot_general(cotangent, kernel, (dims, ((), ()))), None, None
 
 
-multiply.defvjp(_forward, _backward)
+_multiply.defvjp(_forward, _backward)
