@@ -23,6 +23,7 @@ def without_vocabulary(model):
 def units(num_microbatches=8, ways=None, remat="elementwise", **settings):
     """Per token of a microbatch on one device, without logits."""
     memory, moe = settings.pop("memory", "device"), settings.pop("moe", {})
+    chunk_tokens = settings.pop("chunk_tokens", 0)
     config = schema.Config(
         mesh=schema.Mesh(**settings),
         pipeline=schema.Pipeline(**(ways or {})),
@@ -34,6 +35,7 @@ def units(num_microbatches=8, ways=None, remat="elementwise", **settings):
             num_kv_heads=4,
             remat=remat,
             activation_memory=memory,
+            mlp_chunk_tokens=chunk_tokens,
             moe=schema.MoE(**moe),
         ),
         data=schema.Data(length=LENGTH),
@@ -50,6 +52,10 @@ def units(num_microbatches=8, ways=None, remat="elementwise", **settings):
         ({}, LAYERS * KEPT + WORKING),
         ({"remat": "full"}, LAYERS * INPUT + WORKING),
         ({"remat": "full", "memory": "pinned_host"}, WORKING),
+        (
+            {"remat": "full", "chunk_tokens": LENGTH // 2},  # of two sequences
+            LAYERS * INPUT + 2 * (BLOCK - 8 * 3 / 4),
+        ),
         ({"tensor": 4}, (LAYERS * KEPT + WORKING) / 4),
         ({"sequence": 2, "tensor": 2}, (LAYERS * KEPT + WORKING) / 4),
     ],

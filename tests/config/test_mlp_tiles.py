@@ -1,4 +1,4 @@
-"""Every rule about the tiles of a feed-forward, with the exact words."""
+"""Every rule about tiles and chunks of a feed-forward, with the exact words."""
 
 import pytest
 
@@ -26,6 +26,29 @@ RULES = [
         "model.mlp_tiles=2 makes each tile a separate matrix to "
         "optimizer.name='muon'; use 1, or adamw, adam, lion or sgd",
         id="optimizer-of-matrices",
+    ),
+    case(
+        "model.remat=full;model.mlp_chunk_tokens=-1",
+        "model.mlp_chunk_tokens=-1 is out of range; use 0 or more",
+        id="negative-chunk",
+    ),
+    case(
+        "model.mlp_chunk_tokens=64",
+        "model.mlp_chunk_tokens=64 has no effect with model.remat='elementwise'; leave "
+        "it at 0, or set model.remat to 'attention' or 'full'",
+        id="chunks-kept",
+    ),
+    case(
+        "model.mlp_chunk_tokens=64;model.remat=full;model.mlp_tiles=2",
+        "model.mlp_chunk_tokens=64 is not built for model.mlp_tiles=2; use 0, or 1 "
+        "there",
+        id="chunks-of-tiles",
+    ),
+    case(
+        "model.mlp_chunk_tokens=64;model.remat=full;precision.matmul_dtype=float8",
+        "model.mlp_chunk_tokens=64 is not built for precision.matmul_dtype='float8'; "
+        "use 0, or 'compute' there",
+        id="chunks-in-float8",
     ),
 ]
 

@@ -90,6 +90,13 @@ CASES = [
         marks=SLOW,
     ),
     case(
+        replace(GPT, mlp_chunk_tokens=4, remat="full"),
+        mesh(4, 2),
+        3,
+        id="chunks-of-tokens",
+        marks=SLOW,
+    ),
+    case(
         replace(GPT, attention="sparse", sparsity=schema.Sparsity(block=16)),
         mesh(4, 2),
         1,

@@ -49,6 +49,9 @@ def activation_bytes(
     if rows:  # the rows of experts, and their outputs
         most = max(each.computed for each in rows.values())
         block += math.ceil(2 * shares * most * model.embed_size)
+    if 0 < model.mlp_chunk_tokens < tokens:
+        elsewhere = 1 - model.mlp_chunk_tokens / tokens
+        block -= math.floor(elsewhere * _hidden_values(model.mlp_size, model))
     values = _saved_by_all(config, sizes[PIPELINE], batch, saved) + 2 * block
     loss_tokens = min(tokens, model.loss_chunk_tokens or tokens)
     vocabulary = model.vocab_size / shares / sizes[PIPELINE]
@@ -80,7 +83,7 @@ def saved_values(
     queries = model.num_heads * model.head_size
     projections = queries + 2 * model.num_kv_heads * model.head_size
     arrived, width = _values_of_experts(model, rows)
-    mlp_inputs = width * (2 if model.is_gated else 1)
+    mlp_inputs = _hidden_values(width, model) - width
     attended = residual + queries
     elementwise = attended + residual + projections + mlp_inputs
     return {
@@ -91,6 +94,11 @@ def saved_values(
         "attention": attended + arrived,
         "full": residual,
     }[policy]
+
+
+def _hidden_values(width: int, model: schema.Model) -> int:
+    """Values of a token inside a feed-forward with so many hidden channels."""
+    return width * (3 if model.is_gated else 2)
 
 
 def _values_of_experts(

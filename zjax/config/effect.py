@@ -94,6 +94,7 @@ NEEDS = (
         "model.remat",
         ("elementwise", "attention_and_mlp", "attention", "full"),
     ),
+    Needs("model.mlp_chunk_tokens", "model.remat", ("attention", "full")),
     *(
         Needs(f"model.sparsity.{field.name}", "model.attention", ("sparse",))
         for field in dataclasses.fields(schema.Sparsity)

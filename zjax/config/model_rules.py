@@ -121,6 +121,20 @@ def _tiles(config: schema.Config, num_devices: int) -> Iterator[Problem]:
         yield Problem(field, model.mlp_tiles, problem, remedy)
 
 
+def _chunks(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    tokens, model = config.model.mlp_chunk_tokens, config.model
+    settings = {
+        "model.mlp_tiles": (model.mlp_tiles, 1),
+        "model.moe.num_experts": (model.moe.num_experts, 0),
+        "precision.matmul_dtype": (config.precision.matmul_dtype, "compute"),
+    }
+    for field, (value, allowed) in settings.items():
+        if tokens and value != allowed:
+            problem = f"is not built for {field}={value!r}"
+            remedy = f"use 0, or {allowed!r} there"
+            yield Problem("model.mlp_chunk_tokens", tokens, problem, remedy)
+
+
 def _layers(config: schema.Config, num_devices: int) -> Iterator[Problem]:
     block, layers = config.model.layers_per_scan, config.model.num_layers
     by_stage = axes.axis_sizes(config, num_devices)["pipeline"] > 1
@@ -206,6 +220,7 @@ MODEL_RULES: tuple[Entry, ...] = (
     (("model", "sequence_warmup", "random_ltd", "distill"), windows.window_problems),
     (("model", "mesh"), _tensor),
     (("model",), _tiles),
+    (("model", "precision"), _chunks),
     (("model", "mesh"), mixture.mixture_problems),
     (("model",), _layers),
     (("model", "mesh", "pipeline"), stages.model_problems),

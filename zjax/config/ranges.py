@@ -241,6 +241,7 @@ RANGES: dict[type, dict[str, Range]] = {
         "attention_dropout_rate": DECAY,
         "layers_per_scan": _from(0, MAX_LAYERS),
         "loss_chunk_tokens": _from(0),
+        "mlp_chunk_tokens": _from(0),
         "z_loss": _from(0),
     },
     schema.Data: {

@@ -552,6 +552,10 @@ class Model:
     needs such blocks."""
     loss_chunk_tokens: int = 4_096
     """Tokens whose logits exist at one time; 0 computes them all at once."""
+    mlp_chunk_tokens: int = 0
+    """Tokens on a device whose hidden values in a feed-forward exist at one time; 0
+    takes all. For long sequences, under a `remat` that recomputes these values: `full`
+    or `attention` (arXiv:2506.13996, section 3.1)."""
     z_loss: float = 0.0
     """Weight of the squared log-partition penalty."""
     sparsity: Sparsity = Sparsity()

@@ -17,6 +17,7 @@ from zjax.ops import attention, sparse
 from zjax.ops.explicit_attention import Dropout
 from zjax.ops.keys import fold_name
 from zjax.parallel import remat, tensor
+from zjax.parallel.chunks import by_chunks
 from zjax.parallel.sequence import sequence_attention
 from zjax.typing import Auxiliary
 
@@ -89,7 +90,7 @@ class Block(nnx.Module):
             router_key = None if key is None else fold_name(key, "router")
             y, auxiliary = self.mlp(y, _counts(context, y), router_key)
         else:
-            y = self.mlp(y)
+            y = by_chunks(self.mlp, y, self.config.mlp_chunk_tokens)
         return self._add_mlp(x, y, _keys(key)[1]), auxiliary
 
     def continue_with(
