@@ -4,13 +4,12 @@ import email
 import json
 import pathlib
 import re
-import subprocess
-import sys
 import tomllib
 import zipfile
 
 import pytest
 
+from tests.support import wheel as wheels
 from zjax.config import load_config, named
 from zjax.errors import ConfigError
 
@@ -116,11 +115,7 @@ def test_an_unknown_name_is_refused(name, remedy):
 @pytest.mark.slow
 def test_the_wheel_holds_all_that_runs_need(tmp_path):
     """Fails if a wheel lacks a module, a config or its types, or has more than that."""
-    pytest.importorskip("hatchling", reason="needs pip install -e '.[test]'")
-    pytest.importorskip("hatch_fancy_pypi_readme", reason="needs the test extra")
-    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel"]
-    subprocess.run([*command, "-d", tmp_path], cwd=ROOT, check=True)
-    (path,) = tmp_path.glob("*.whl")
+    path = wheels.build(tmp_path)
     assert path.stat().st_size < MAX_BYTES
     with zipfile.ZipFile(path) as wheel:
         names = {name for name in wheel.namelist() if ".dist-info/" not in name}

@@ -2,6 +2,7 @@
 
 import importlib.util
 import itertools
+import json
 import os
 import pathlib
 import runpy
@@ -14,6 +15,8 @@ import nbclient
 import nbformat
 import numpy as np
 import pytest
+
+from tests.support import wheel as wheels
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 INSTALL = EXAMPLES / "notebooks" / "install.py"
@@ -59,6 +62,33 @@ def test_example(given, last_line, tmp_path):
     assert (script.parent / "README.md").read_text().count(f"{name}/train.py") == 1
 
 
+@pytest.fixture(scope="module")
+def fresh(tmp_path_factory):
+    """The wheel of zjax, beside an environment without zjax."""
+    folder = tmp_path_factory.mktemp("fresh")
+    wheel = wheels.build(folder)
+    python = wheels.make_environment(folder / "venv")
+    probe = "import importlib.util as u; assert not u.find_spec('zjax')"
+    subprocess.run([python, "-I", "-c", probe], check=True)
+    command = [str(python), "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    spec = {"argv": command, "display_name": "fresh", "language": "python"}
+    kernel = folder / "jupyter" / "kernels" / "fresh" / "kernel.json"
+    kernel.parent.mkdir(parents=True)
+    kernel.write_text(json.dumps(spec))
+    return wheel
+
+
+@pytest.fixture
+def kernel(fresh, monkeypatch):
+    """A wheel that the kernel named `fresh` can install, and reaches no index."""
+    monkeypatch.setenv("JUPYTER_PATH", str(fresh.parent / "jupyter"))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_NO_DEPS", "1")
+    monkeypatch.setenv("PIP_NO_COMPILE", "1")
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    return fresh
+
+
 @pytest.mark.parametrize(
     ("name", "num_pictures", "text"),
     [
@@ -70,11 +100,20 @@ def test_example(given, last_line, tmp_path):
         pytest.param("data_efficiency", 1, "window: ", marks=pytest.mark.slow),
     ],
 )
-def test_notebook_runs(monkeypatch, name, num_pictures, text):
+def test_notebook_runs(name, num_pictures, text, kernel, monkeypatch, tmp_path):
+    """Fails if a notebook needs more of zjax than its first cell installs."""
     monkeypatch.setenv("ZJAX_EXAMPLE_STEPS", "2")
     notebook = jupytext.read(EXAMPLES / "notebooks" / f"{name}.py")
-    # A kernel spec would have to be installed; the name of one that always is.
-    nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
+    install = notebook.cells[1]
+    assert install.source.count('ZJAX = ""') == 1
+    install.source = install.source.replace('""', f'"{kernel.as_uri()}"', 1)
+    place = nbformat.v4.new_code_cell("print(zjax.__file__)")
+    notebook.cells.append(place)
+    where = {"metadata": {"path": str(tmp_path)}}
+    nbclient.NotebookClient(
+        notebook, timeout=120, kernel_name="fresh", resources=where
+    ).execute()
+    assert place.outputs[0]["text"].startswith(str(kernel.parent / "venv"))
     outputs = outputs_of(notebook)
     pictures = sum("image/png" in out.get("data", {}) for out in outputs)
     assert pictures == num_pictures
