@@ -22,6 +22,7 @@ from zjax.config.schema import Config, Precision
 from zjax.data.entries import check_batch, entries_of
 from zjax.data.placement import BatchPlacement
 from zjax.errors import ConfigError, ModelError, Problem
+from zjax.huggingface import peft_source
 from zjax.huggingface import source as huggingface
 from zjax.models import adapter
 from zjax.models.inputs import with_cast
@@ -435,6 +436,8 @@ def _make_adapt(model: Model, config: Config, key: jax.Array) -> weights.Adapt:
         source = resized(source, wanted, config)
         source = upcycling.upcycled(source, wanted, config, initial)
         source = with_codes(source, wanted)
+        if config.lora.init_from:
+            return peft_source.with_peft(source, wanted, config)
         return adapters.with_adapters(source, wanted, config, initial)
 
     return adapt

@@ -11,7 +11,9 @@ from flax import nnx
 
 from tests.support import huggingface as golden
 from zjax.checkpoint.store import Store
-from zjax.huggingface import export
+from zjax.config.load import load_config
+from zjax.huggingface import adapter_settings, export
+from zjax.huggingface.peft import export_peft
 from zjax.models.generate import generate
 from zjax.saving import save
 
@@ -75,3 +77,20 @@ def test_an_exported_encoder_computes_the_same(family, tmp_path):
     np.testing.assert_allclose(
         ours[is_token], logits.numpy()[is_token], rtol=2e-5, atol=2e-5
     )
+
+
+def test_adapters_that_came_and_went_compute_the_same_in_peft(tmp_path):
+    """Fails if PEFT reads our adapter_config.json or tensors otherwise."""
+    names = ("torch", "transformers", "peft")
+    torch, transformers, peft = map(pytest.importorskip, names)
+    folder = golden.FOLDER.parent / "peft" / "rslora"
+    settings = adapter_settings(folder)
+    lora = {f"lora.{name}": value for name, value in settings.items()}
+    run = golden.start(load_config(golden.make_config("llama"), lora))
+    save(tmp_path / "run", run.state, run)
+    export_peft(Store(str(tmp_path / "run")), str(tmp_path / "out"))
+    base = transformers.AutoModelForCausalLM.from_pretrained(golden.FOLDER / "llama")
+    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "out").eval()
+    with np.load(folder / "expected.npz") as file, torch.no_grad():
+        logits = theirs(torch.tensor(file["tokens"])).logits
+        np.testing.assert_allclose(logits, file["logits"], rtol=1e-5, atol=1e-5)

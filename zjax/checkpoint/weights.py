@@ -169,8 +169,18 @@ def _disagreements(
             yield Problem("checkpoint.init_from", str(index), problem, _REMEDY)
 
 
-def _open(path: pathlib.Path) -> TensorFile:
-    """Opens a file whose header the library has checked."""
+def open_file(path: pathlib.Path, field: str, remedy: str) -> TensorFile:
+    """Opens a safetensors file whose header the library has checked.
+
+    Args:
+        path: The file.
+        field: Setting that names it, for the message.
+        remedy: What to do if it cannot be opened.
+
+    Raises:
+        CheckpointError: It is missing, too large to open, or no such file.
+    """
+    check_installed("safetensors")
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -180,7 +190,11 @@ def _open(path: pathlib.Path) -> TensorFile:
             return TensorFile(path)
     except (OSError, ValueError, SafetensorError) as error:
         problem = f"is not a readable safetensors file ({error})"
-        raise _unusable(str(path), problem) from error
+        raise CheckpointError(Problem(field, str(path), problem, remedy)) from error
+
+
+def _open(path: pathlib.Path) -> TensorFile:
+    return open_file(path, "checkpoint.init_from", _REMEDY)
 
 
 def _unusable(path: str, problem: str) -> CheckpointError:

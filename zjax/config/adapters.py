@@ -34,6 +34,9 @@ def adapter_problems(config: schema.Config, num_devices: int) -> Iterator[Proble
                 yield Problem(f"lora.{name}", pattern, problem, remedy)
     if not lora.targets:
         yield Problem("lora.targets", (), "adapts no layer", "name some, or all by .*")
+    if lora.init_from and not config.checkpoint.init_from:
+        problem = "adapts the weights of checkpoint.init_from, which is empty"
+        yield Problem("lora.init_from", lora.init_from, problem, "set that, too")
     remedy = "leave one of them out"
     if setting := frozen_as_masters(config):
         problem = f"does not combine with {setting}, which has no frozen parameters"

@@ -10,12 +10,16 @@ SETTINGS = (
     "zero.nvme_paths",
     "data.path",
     "checkpoint.init_from",
+    "lora.init_from",
     "distill.teacher",
     "curriculum.metrics.index",
 )
 """Settings that are paths; those of each entry of a tuple are named without its number.
 """
-OPTIONAL = ("data.path", "checkpoint.init_from", "distill.teacher")
+OPTIONAL = (
+    *("data.path", "checkpoint.init_from", "lora.init_from"),
+    "distill.teacher",
+)
 """Settings among them that may be empty."""
 CHECKED_LATER = ("curriculum.metrics.index",)
 """Settings among them whose checks name the file that is missing."""

@@ -810,6 +810,9 @@ class Lora:
     (arXiv:2402.09353)."""
     also_train: tuple[str, ...] = ()
     """Regular expressions searched in paths of other parameters to train in full."""
+    init_from: str = ""
+    """Directory in PEFT's layout whose adapters start the run, beside the weights of
+    `checkpoint.init_from`; empty for new ones."""
     quantize: Literal["", "int8", "int4"] = ""
     """Type in which the frozen matrices of blocks are stored (QLoRA, arXiv:2305.14314),
     with scales in the compute dtype; empty for the compute dtype."""

@@ -1,13 +1,10 @@
-"""Exports the adapters of a checkpoint in the layout of PEFT.
-
-Reference: github.com/huggingface/peft, whose `lora_A` is `lora/a`, transposed.
-"""
+"""Exports the adapters of a checkpoint in the layout of PEFT."""
 
 import json
 import pathlib
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -16,30 +13,19 @@ from zjax.checkpoint.average import open_weights
 from zjax.checkpoint.export import cast_entries, write_file
 from zjax.checkpoint.layout import Entry
 from zjax.checkpoint.store import Store
-from zjax.checkpoint.views import Source
 from zjax.config import schema
 from zjax.config.load import load_config
 from zjax.errors import ConfigError, Problem
+from zjax.huggingface.adapter_tensors import (
+    CONFIG_NAME,
+    TENSORS_NAME,
+    find_matrices,
+    tensor_shape,
+    to_tensor,
+)
 from zjax.huggingface.export import find_kind, new_folder
-from zjax.huggingface.families import FAMILIES
-from zjax.huggingface.layout import Layout, layouts_of
 
-_ENDINGS = {
-    "a": "lora_A.weight",
-    "b": "lora_B.weight",
-    "magnitude": "lora_magnitude_vector",
-}
-"""Endings of the names of tensors, by matrix."""
 _MERGES = "use --format=hf, which merges adapters"
-
-
-class _Matrix(NamedTuple):
-    """One tensor of PEFT: the module it adapts, and the array that it is made of."""
-
-    module: str
-    layout: Layout
-    kind: str
-    ours: str
 
 
 def export_peft(
@@ -75,21 +61,25 @@ def export_peft(
     _check_settings(config.lora)
     kind = find_kind(config.model)
     source, _ = open_weights(store, part, step, merges_adapters=False)
-    matrices = _find_matrices(source, config, kind)
+    matrices = find_matrices(source.entries, config, kind, _MERGES)
     source = views.restacked(source, [matrix.ours for matrix in matrices.values()])
     found = {
-        name: Entry(_tensor(matrix, source).shape, source.entries[matrix.ours].dtype)
+        name: Entry(
+            tensor_shape(matrix, source.entries[matrix.ours].shape),
+            source.entries[matrix.ours].dtype,
+        )
         for name, matrix in matrices.items()
     }
     entries = cast_entries(found, dtype)
 
     def read(name: str) -> Iterator[np.ndarray]:
-        yield _tensor(matrices[name], source)
+        matrix = matrices[name]
+        yield to_tensor(matrix, source.read_all(matrix.ours))
 
     with new_folder(path) as folder:
         text = json.dumps(_values(config, matrices.values()), indent=2) + "\n"
-        (folder / "adapter_config.json").write_text(text)
-        file = folder / "adapter_model.safetensors"
+        (folder / CONFIG_NAME).write_text(text)
+        file = folder / TENSORS_NAME
         write_file(file, entries, {"format": "pt"}, read)
     return sum(file.stat().st_size for file in pathlib.Path(path).iterdir())
 
@@ -102,39 +92,6 @@ def _check_settings(lora: schema.Lora) -> None:
     if lora.also_train:
         problem = "trains parameters that are no adapters"
         raise ConfigError(Problem("lora.also_train", lora.also_train, problem, _MERGES))
-
-
-def _find_matrices(
-    source: Source, config: schema.Config, kind: str
-) -> dict[str, _Matrix]:
-    """The tensors to write, by name."""
-    matrices, problems = dict[str, _Matrix](), list[Problem]()
-    for ours, layout in layouts_of(FAMILIES[kind].rows, config.model):
-        layer, kernel, index = ours.replace(".", "/").partition("/kernel")
-        if not kernel or f"{layer}/lora/a" not in source.entries:
-            continue
-        module = layout.first.removesuffix(".weight")
-        if layout.row.parts:
-            problem = f"adapts {layer}, a part of {module} in {kind}"
-            problems.append(
-                Problem("lora.targets", config.lora.targets, problem, _MERGES)
-            )
-        for name, ending in _ENDINGS.items():
-            if f"{layer}/lora/{name}" in source.entries:
-                matrices[f"base_model.model.{module}.{ending}"] = _Matrix(
-                    module, layout, name, f"{layer}/lora/{name}{index}"
-                )
-    if problems:
-        raise ConfigError(problems[0])
-    return matrices
-
-
-def _tensor(matrix: _Matrix, source: Source) -> np.ndarray:
-    """A matrix in two dims, outputs first, or a vector."""
-    x = source.read_all(matrix.ours)
-    if matrix.kind == "a":
-        return x.reshape(-1, x.shape[-1]).T
-    return x.reshape(x.shape[0], -1).T if matrix.kind == "b" else x.reshape(-1)
 
 
 def _values(config: schema.Config, matrices: Any) -> Mapping[str, Any]:

@@ -83,23 +83,29 @@ def shape_of(path: pathlib.Path) -> tuple[dict[str, Any], Family]:
     return settings_of(values, family), family
 
 
-def read_config(path: pathlib.Path) -> dict[str, Any]:
+def read_config(
+    path: pathlib.Path, what: str = "a Hugging Face checkpoint"
+) -> dict[str, Any]:
     """Reads a config.json.
+
+    Args:
+        path: The file.
+        what: What its directory holds, for the message.
 
     Raises:
         ConfigError: It is missing, too large, or no JSON object.
     """
-    remedy = "give the directory of a Hugging Face checkpoint"
+    name, remedy = path.name, f"give the directory of {what}"
     if fault := find_fault(path):
-        raise ConfigError(Problem("config.json", str(path), fault, remedy))
+        raise ConfigError(Problem(name, str(path), fault, remedy))
     try:
         values = parse_json(read_text(path))
     except (OSError, ValueError) as error:
         problem = f"is not readable JSON ({error})"
-        raise ConfigError(Problem("config.json", str(path), problem, remedy)) from error
+        raise ConfigError(Problem(name, str(path), problem, remedy)) from error
     if not isinstance(values, dict):
         problem = f"is a {type(values).__name__}, not an object"
-        raise ConfigError(Problem("config.json", str(path), problem, remedy))
+        raise ConfigError(Problem(name, str(path), problem, remedy))
     return values
 
 

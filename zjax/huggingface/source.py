@@ -21,7 +21,7 @@ from zjax.huggingface.families import Family
 from zjax.huggingface.layout import Layout, Row, layouts_of
 from zjax.huggingface.settings import CONFIG_NAME, entries_of, shape_of
 
-_TOKENS = "embedding.tokens"
+TOKENS = "embedding.tokens"
 """An array that every built-in model has, and no Hugging Face checkpoint."""
 _FREE = ("max_length",)
 """Settings that a run may change under rotary positions."""
@@ -46,7 +46,7 @@ def adapted(
         CheckpointError: Tensors are missing, unexpected or of the wrong shape.
     """
     path = find_config(config.checkpoint.init_from)
-    if path is None or _TOKENS not in wanted or _TOKENS in source.entries:
+    if path is None or TOKENS not in wanted or TOKENS in source.entries:
         return source
     settings, family = shape_of(path)
     model = convert.from_mapping(schema.Model, settings)

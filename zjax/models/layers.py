@@ -170,6 +170,7 @@ class Linear(nnx.Module):
             kernel: The matrix, or a part of its rows or columns.
             factors: The factors of the adapter, or their parts; none without one.
         """
+        y: Any
         kernel = kernel.reshape(*kernel.shape[: self.num_inputs], -1)
         if self.scales is not None:
             scales = self.scales[...]

@@ -25,6 +25,7 @@ LOCAL = (
     "directory",
     "data.path",
     "checkpoint.init_from",
+    "lora.init_from",
     "distill.teacher",
     "zero.nvme_paths",
     "processes.coordinator",

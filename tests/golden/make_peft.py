@@ -1,0 +1,50 @@
+"""Writes the adapters of tests/golden/peft, with the library they come from.
+
+Run:    python tests/golden/make_peft.py
+Needs:  pip install torch transformers peft safetensors
+        (torch 2.13.0, transformers 5.24.0 and peft 0.21.2 wrote those that are there)
+"""
+
+import pathlib
+
+import numpy as np
+import peft
+import torch
+import transformers
+
+FOLDER = pathlib.Path(__file__).parent
+ADAPTERS = {
+    "rslora": {
+        "r": 4,
+        "lora_alpha": 3,
+        "use_rslora": True,
+        "target_modules": ["q_proj", "v_proj", "down_proj"],
+    },
+    "dora": {"r": 2, "lora_alpha": 6, "use_dora": True, "target_modules": "all-linear"},
+}
+
+
+def write(name, settings):
+    base = transformers.AutoModelForCausalLM.from_pretrained(
+        FOLDER / "huggingface" / "llama"
+    )
+    settings = peft.LoraConfig(task_type="CAUSAL_LM", **settings)
+    torch.manual_seed(0)
+    model = peft.get_peft_model(base, settings).eval()
+    for path, x in model.named_parameters():
+        if "lora_" in path:
+            torch.nn.init.normal_(x, std=0.2)
+            x.data += 1.0 if "magnitude" in path else 0.0
+    model.peft_config["default"].base_model_name_or_path = "llama"
+    folder = FOLDER / "peft" / name
+    model.save_pretrained(folder)
+    (folder / "README.md").unlink()
+    tokens = np.random.default_rng(0).integers(0, 61, (2, 12))
+    with torch.no_grad():
+        logits = model(torch.tensor(tokens)).logits.numpy()
+    np.savez_compressed(folder / "expected.npz", tokens=tokens, logits=logits)
+
+
+if __name__ == "__main__":
+    for each, values in ADAPTERS.items():
+        write(each, values)

@@ -1,0 +1,146 @@
+"""Adapters that PEFT wrote start a run, which computes what PEFT computed."""
+
+import json
+import shutil
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+from flax import nnx
+
+from tests.support import huggingface as golden
+from zjax.checkpoint.store import Store
+from zjax.config.check import check_config
+from zjax.config.load import load_config
+from zjax.errors import CheckpointError, ConfigError
+from zjax.huggingface import adapter_settings
+from zjax.huggingface.peft import export_peft
+from zjax.saving import save
+
+FOLDER = golden.FOLDER.parent / "peft"
+TENSORS = "adapter_model.safetensors"
+DOWN = "base_model.model.model.layers.1.mlp.down_proj.lora_B.weight"
+
+
+def start(directory, **changes):
+    config = golden.make_config("llama")
+    settings = adapter_settings(directory) | changes
+    lora = {f"lora.{name}": value for name, value in settings.items()}
+    return golden.start(load_config(config, lora))
+
+
+def copy(name, directory, **changes):
+    shutil.copytree(FOLDER / name, directory)
+    path = directory / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return directory
+
+
+def test_settings_are_those_of_the_files():
+    """Fails if a target, the form or the factor of rank-stabilised adapters is lost."""
+    found = adapter_settings(FOLDER / "rslora")
+    targets = ("attention/query$", "attention/value$", "mlp/down$")
+    assert found == {
+        "rank": 4,
+        "alpha": 6.0,
+        "form": "lora",
+        "targets": targets,
+        "init_from": str(FOLDER / "rslora"),
+    }
+    assert len(adapter_settings(FOLDER / "dora")["targets"]) == 7
+
+
+@pytest.mark.parametrize("name", ["rslora", "dora"])
+def test_logits_are_those_of_peft_and_tensors_go_out_as_they_came(name, tmp_path):
+    """Fails if a matrix, its order of dims or the factor differs from PEFT's."""
+    run = start(FOLDER / name)
+    with np.load(FOLDER / name / "expected.npz") as file:
+        tokens, expected = file["tokens"], file["logits"]
+    model = run.bind(run.state)
+    logits = nnx.jit(lambda model, x: model(x))(model, jnp.asarray(tokens, jnp.int32))
+    np.testing.assert_allclose(logits, expected, rtol=2e-5, atol=2e-5)
+    base = golden.start(golden.make_config("llama"))
+    plain = nnx.jit(lambda model, x: model(x))(
+        base.bind(base.state), jnp.asarray(tokens, jnp.int32)
+    )
+    assert np.abs(plain - expected).max() > 0.1
+    save(tmp_path / "run", run.state, run)
+    export_peft(Store(str(tmp_path / "run")), str(tmp_path / "out"))
+    came, went = (
+        safetensors.numpy.load_file(folder / TENSORS)
+        for folder in (FOLDER / name, tmp_path / "out")
+    )
+    assert came.keys() == went.keys()
+    for tensor, x in came.items():
+        np.testing.assert_array_equal(went[tensor], x, err_msg=tensor)
+    again = adapter_settings(tmp_path / "out")
+    assert again | {"init_from": ""} == adapter_settings(FOLDER / name) | {
+        "init_from": ""
+    }
+
+
+def test_keys_that_zjax_does_not_compute_are_refused(tmp_path):
+    """Fails if one of several problems hides the others."""
+    changes = {"rank_pattern": {"q_proj": 8}, "bias": "all", "r": 0}
+    folder = copy("rslora", tmp_path / "a", **changes)
+    path = folder / "adapter_config.json"
+    with pytest.raises(ConfigError) as caught:
+        adapter_settings(folder)
+    remedy = "use an adapter without it"
+    assert str(caught.value).splitlines() == [
+        f"bias='all' of {path} is not supported; {remedy}",
+        f"rank_pattern={{'q_proj': 8}} of {path} is not supported; {remedy}",
+        f"r=0 of {path} is no positive number; correct it there",
+    ]
+
+
+def test_settings_that_differ_from_the_files_are_refused():
+    with pytest.raises(ConfigError) as caught:
+        start(FOLDER / "rslora", rank=2, alpha=3.0)
+    path = FOLDER / "rslora" / "adapter_config.json"
+    assert str(caught.value).splitlines() == [
+        f"lora.rank=2 is not the 4 of {path}; use 4",
+        f"lora.alpha=3.0 is not the 6.0 of {path}; use 6.0",
+    ]
+
+
+def test_tensors_that_differ_from_the_model_are_named(tmp_path):
+    """Fails if a layer starts from new values, or a tensor is left out, in silence."""
+    folder = copy("rslora", tmp_path / "a")
+    tensors = safetensors.numpy.load_file(folder / TENSORS)
+    removed = {name: x for name, x in tensors.items() if name != DOWN}
+    safetensors.numpy.save_file(removed, folder / TENSORS)
+    with pytest.raises(CheckpointError) as caught:
+        start(folder)
+    assert f"'{DOWN}'" in str(caught.value) or DOWN in str(caught.value)
+    with pytest.raises(CheckpointError) as caught:
+        start(FOLDER / "rslora", targets=("attention/query$",))
+    assert "v_proj.lora_A.weight" in str(caught.value)
+    cut = (folder / TENSORS).read_bytes()[:200]
+    (folder / TENSORS).write_bytes(cut)
+    with pytest.raises(CheckpointError, match="is not a readable safetensors file"):
+        adapter_settings(folder)
+
+
+def test_modules_without_a_layer_are_refused(tmp_path):
+    folder = copy("rslora", tmp_path / "a")
+    name = "base_model.model.lm_head.lora_A.weight"
+    safetensors.numpy.save_file({name: np.zeros((4, 16))}, folder / TENSORS)
+    with pytest.raises(ConfigError) as caught:
+        adapter_settings(folder)
+    assert str(caught.value) == (
+        f"{TENSORS}={name!r} in {folder} adapts no linear layer that zjax has; "
+        "give a directory that PEFT saved, or that --format=peft wrote"
+    )
+
+
+def test_adapters_without_a_base_are_refused():
+    """Fails if a directory is named and not read."""
+    config = load_config({"lora": {"rank": 4, "init_from": "adapter"}})
+    with pytest.raises(ConfigError) as caught:
+        check_config(config, num_devices=1)
+    assert str(caught.value) == (
+        "lora.init_from='adapter' adapts the weights of checkpoint.init_from, which is "
+        "empty; set that, too"
+    )

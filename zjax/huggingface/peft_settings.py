@@ -1,0 +1,153 @@
+"""From an adapter_config.json of PEFT to settings of adapters.
+
+Every key that changes what an adapter computes is a setting of zjax or has the values
+that zjax computes. Keys of neither kind are known, or unknown and reported.
+"""
+
+import math
+import os
+import pathlib
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from absl import logging
+
+from zjax.checkpoint.weights import open_file
+from zjax.config.paths import local_path
+from zjax.errors import ConfigError, Problem
+from zjax.huggingface.adapter_tensors import (
+    CONFIG_NAME,
+    ENDINGS,
+    PREFIX,
+    TENSORS_NAME,
+)
+from zjax.huggingface.families import FAMILIES
+from zjax.huggingface.settings import read_config
+
+REMEDY = "give a directory that PEFT saved, or that --format=peft wrote"
+_NONE = (None, False, (), [], {})
+_FIXED: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none", None),
+    "init_lora_weights": (True, False, None, "gaussian", "orthogonal", "eva"),
+} | dict.fromkeys(
+    """
+    rank_pattern alpha_pattern modules_to_save layers_to_transform layer_replication
+    lora_bias use_qalora use_bdlora target_parameters trainable_token_indices
+    alora_invocation_tokens arrow_config loftq_config kasa_config velora_config
+    monteclora_config corda_config lora_ga_config
+    """.split(),
+    _NONE,
+)
+"""Values that zjax computes of keys that are no settings."""
+_READ = "r", "lora_alpha", "use_rslora", "use_dora", "lora_dropout"
+_UNREAD = frozenset(
+    """
+    auto_mapping base_model_name_or_path ensure_weight_tying eva_config exclude_modules
+    fan_in_fan_out inference_mode layers_pattern megatron_config megatron_core
+    peft_version qalora_group_size revision target_modules task_type
+    """.split()
+)
+"""Keys that mean nothing beside the tensors."""
+
+
+def adapter_settings(directory: str | os.PathLike[str]) -> dict[str, Any]:
+    """Reads the `lora` settings that compute what a directory of PEFT does.
+
+    Args:
+        directory: Directory with adapter_config.json and adapter_model.safetensors.
+
+    Returns:
+        Settings by name, `init_from` among them, for `config.lora.update`. With
+        `use_rslora`, alpha is multiplied by the root of the rank. The dropout is not
+        read, and is logged.
+
+    Raises:
+        ConfigError: The config cannot be read, or asks for what zjax does not compute;
+            lists every key.
+        CheckpointError: The tensors cannot be read.
+
+    Example:
+        >>> adapter_settings("nowhere")
+        Traceback (most recent call last):
+        zjax.errors.ConfigError: adapter_config.json='nowhere/adapter_config.json' \
+does not exist; give the directory of an adapter of PEFT
+    """
+    folder = pathlib.Path(local_path("directory", directory))
+    settings = shape_of(folder)
+    file = open_file(folder / TENSORS_NAME, "lora.init_from", REMEDY)
+    targets = _targets(file.entries, folder / TENSORS_NAME)
+    return settings | {"targets": targets, "init_from": os.fspath(directory)}
+
+
+def shape_of(folder: pathlib.Path) -> dict[str, Any]:
+    """Rank, alpha and form alone.
+
+    Raises:
+        ConfigError: As `adapter_settings`.
+    """
+    path = folder / CONFIG_NAME
+    values = read_config(path, "an adapter of PEFT")
+    if problems := [*_wrong(values, path)]:
+        raise ConfigError(*problems)
+    _report(values, path)
+    rank, alpha = values["r"], float(values["lora_alpha"])
+    if values.get("use_rslora"):
+        alpha *= math.sqrt(rank)
+    form = "dora" if values.get("use_dora") else "lora"
+    return {"rank": rank, "alpha": alpha, "form": form}
+
+
+def _wrong(values: Mapping[str, Any], path: pathlib.Path) -> Iterator[Problem]:
+    where, remedy = f"of {path}", "use an adapter without it"
+    for name, accepted in _FIXED.items():
+        value = values.get(name, accepted[0])
+        if not any(value == x and type(value) is type(x) for x in accepted):
+            problem = f"{where} is not supported"
+            yield Problem(name, value, problem, remedy)
+    kinds = {"r": (int,), "lora_alpha": (int, float)}
+    for name, kind in kinds.items():
+        value: Any = values.get(name)
+        if type(value) not in kind or not 0 < value < math.inf:
+            problem = f"{where} is no positive number"
+            yield Problem(name, value, problem, "correct it there")
+    for name in ("use_rslora", "use_dora"):
+        if type(values.get(name, False)) is not bool:
+            problem = f"{where} is neither true nor false"
+            yield Problem(name, values[name], problem, "correct it there")
+
+
+def _report(values: Mapping[str, Any], path: pathlib.Path) -> None:
+    known = {*_FIXED, *_READ, *_UNREAD}
+    unread = {name: x for name, x in values.items() if name not in known}
+    if values.get("lora_dropout"):
+        unread["lora_dropout"] = values["lora_dropout"]
+    if unread:
+        text = ", ".join(f"{name}={x!r}" for name, x in unread.items())
+        logging.warning("%s: not read: %s", path, text)
+
+
+def _targets(names: Iterable[str], path: pathlib.Path) -> tuple[str, ...]:
+    """Patterns of the layers of a built-in model that tensors adapt."""
+    layers = {
+        row.theirs.removesuffix(".weight"): row.ours
+        for family in FAMILIES.values()
+        for row in family.rows
+        if row.ours.endswith(".kernel") and "vocab" not in row.dims
+    }
+    found, problems = set[str](), list[Problem]()
+    for name in names:
+        if not name.endswith(ENDINGS["a"]):
+            continue
+        module = name.removeprefix(PREFIX).removesuffix(f".{ENDINGS['a']}")
+        ours = layers.get(re.sub(r"\.\d+\.", ".{layer}.", module, count=1))
+        if ours is None:
+            problem = f"in {path.parent} adapts no linear layer that zjax has"
+            problems.append(Problem(TENSORS_NAME, name, problem, REMEDY))
+        else:
+            layer = ours.removeprefix("blocks.").removesuffix(".kernel")
+            found.add(f"{layer.replace('.', '/')}$")
+    if problems:
+        raise ConfigError(*problems[:3])
+    return tuple(sorted(found))
