@@ -9,9 +9,11 @@ them, and to carry them through the compiler, took a twentieth of the time.
 Annotations are checked at every call of a function that bears them by its own name.
 """
 
+import collections
 import functools
 import gc
 import importlib
+import itertools
 import os
 import pathlib
 
@@ -33,6 +35,8 @@ if not IS_NEW:  # elsewhere an unknown flag is fatal
 
 import jax  # noqa: E402  (reads the environment)
 import pytest  # noqa: E402
+from jax._src import compiler  # noqa: E402
+from jax._src.interpreters import mlir  # noqa: E402
 
 check_types = jaxtyping.jaxtyped
 
@@ -54,6 +58,48 @@ def check_what_is_told(*function, typechecker):
 
 
 jaxtyping.jaxtyped = check_what_is_told
+
+
+def keep_programs(limit=1000):
+    """Keeps the last programs as loaded: runs with equal settings share theirs.
+
+    To read one again from the cache on disk takes as long as to compile a small one.
+    """
+    kept = collections.OrderedDict()
+    read, write = compiler._cache_read, compiler._cache_write
+
+    def read_kept(module_name, cache_key, *args):
+        if cache_key not in kept:
+            return read(module_name, cache_key, *args)
+        kept.move_to_end(cache_key)
+        return kept[cache_key], 0
+
+    def write_kept(cache_key, seconds, module_name, backend, executable, callbacks):
+        if not callbacks:
+            kept[cache_key] = executable
+            if len(kept) > limit:
+                kept.popitem(last=False)
+        write(cache_key, seconds, module_name, backend, executable, callbacks)
+
+    compiler._cache_read, compiler._cache_write = read_kept, write_kept
+
+
+def share_contexts(uses=100):
+    """Programs are written in one context of MLIR: to make one takes 5 ms."""
+    make, numbers = mlir.make_ir_context, itertools.count(1)
+    shared = [make()]
+
+    def make_at_times():
+        if next(numbers) % uses == 0:  # it keeps whatever was written in it
+            shared[0] = make()
+        return shared[0]
+
+    mlir.make_ir_context = make_at_times
+
+
+if not IS_NEW:
+    keep_programs()
+    share_contexts()
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")

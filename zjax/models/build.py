@@ -60,8 +60,9 @@ def make_model(config: Config) -> Model:
     return _build(model, precision, length, config.lora, deterministic=deterministic)
 
 
-# One command builds the same model to plan host memory, to choose a mesh, and to run.
-@functools.lru_cache(maxsize=1)
+# One command builds the same model to plan host memory, to choose a mesh, and to run;
+# runs that are compared change in turn.
+@functools.lru_cache(maxsize=4)
 def _build(
     model: schema.Model,
     matmul_dtype: MatmulDtype,

@@ -7,17 +7,22 @@ from typing import Any
 import jax
 
 from zjax.config.schema import Config
-from zjax.jaxprs.program import Name
+from zjax.jaxprs.program import Name, Program
 from zjax.offload.compiled import CompiledGroup, compile_groups
 from zjax.offload.groups import trace
 from zjax.offload.units import positions_in, units_of
 from zjax.sharding.paths import layer_of
-from zjax.sharding.placement import ArrayPlan, Form, pad, place_tree, shardings, unpad
+from zjax.sharding.placement import ArrayPlan, Form, pad, place_tree, unpad
 from zjax.sharding.plan import Plan
 from zjax.storage.move import store_in_turn, to_devices
 from zjax.storage.transfers import transfer_budget
 from zjax.train.master import join_param, stored_master
-from zjax.train.state import TrainState, cast_param, first_scalars
+from zjax.train.state import (
+    TrainState,
+    cast_param,
+    first_model_state,
+    first_scalars,
+)
 from zjax.typing import Model, Params
 
 
@@ -46,14 +51,11 @@ def init_layer_by_layer(
     """
     created = _created(key, model, plan) if weights is None else enumerate(weights)
     master, params, ema = _first_weights(created, plan)
-    create = jax.jit(
-        lambda key: model.init(key)[1], out_shardings=shardings(plan.model_state)
-    )
     return TrainState(
         **jax.device_put(first_scalars(config), plan.replicated),
         master=master,
         opt_state=_init_opt_state(tx, master, params, plan),
-        model_state=create(key),
+        model_state=first_model_state(key, model, plan),
         ema=ema,
         params=params,
     )
@@ -99,29 +101,34 @@ def _created(
         (None, None) if layer is None else (layer, kinds.get(i))
         for i, layer in enumerate(layers)
     ]
+    assert model.init_layer is not None
+    traced = Program(jax.make_jaxpr(model.init_layer)(key, 0))
     programs: dict[Any, Any] = {}
     for place in dict.fromkeys(places):
         number, kind = place
         indices = [i for i, other in enumerate(places) if other == place]
         if kind not in programs:
-            programs[kind] = jax.jit(_creator(model, layers, rows, indices))
+            programs[kind] = jax.jit(_creator(traced, layers, rows, indices))
         yield from zip(indices, programs[kind](key, number or 0), strict=True)
 
 
 def _creator(
-    model: Model,
+    traced: Program,
     layers: Sequence[int | None],
     rows: Sequence[ArrayPlan],
     indices: Sequence[int],
 ) -> Any:
     """A function that creates leaves of one layer, or all leaves outside layers."""
-    init_layer = model.init_layer
-    assert init_layer is not None
+    outputs = _stacks_of(traced.outputs, layers)
+    part = traced.part(traced.inputs, [outputs[i] for i in indices])
 
     def create(key: jax.Array, number: jax.Array) -> list[jax.Array]:
-        params = jax.tree.leaves(init_layer(key, number))
-        stacks = _stacks_of(params, layers)
-        return [one(stacks[i], layers[i], rows[i].on_device) for i in indices]
+        values = dict(zip(traced.inputs, (key, number), strict=True))
+        params = part(*(values[name] for name in part.inputs))
+        return [
+            one(x, layers[i], rows[i].on_device)
+            for i, x in zip(indices, params, strict=True)
+        ]
 
     def one(x: jax.Array, layer: int | None, row: ArrayPlan) -> jax.Array:
         x = x if layer is None else x[0]

@@ -193,7 +193,7 @@ def init_state(
         return store_all(state, state_rows(plan, config), transfer_budget(plan.mesh))
 
     if master is not None:
-        model_state = jax.jit(lambda key: model.init(key)[1])(key)
+        model_state = first_model_state(key, model, plan)
     elif model.given is not None:
         params, model_state = model.given()
         rows = unsplit_plans(on_device.master)
@@ -205,6 +205,14 @@ def init_state(
         return offload(create(key))
     complete = jax.jit(from_stored, out_shardings=places, donate_argnums=0)
     return offload(complete(master, model_state))
+
+
+def first_model_state(key: jax.Array, model: Model, plan: Plan) -> ModelState:
+    """The model state of step 0; a model that has none is not traced for it."""
+    if not jax.tree.leaves(plan.model_state):
+        return plan.model_state
+    places = shardings(plan.model_state)
+    return jax.jit(lambda key: model.init(key)[1], out_shardings=places)(key)
 
 
 def _first_state(
