@@ -28,13 +28,18 @@ def losses_on_one_device(name):
     return runs.train(run, 2)[0]
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@functools.cache
+def bytes_of_whole_state(name):
+    plan = runs.make_small_plan(optimizers.OPTIMIZERS[name](), 0)
+    return memory.tree_bytes(plan.opt_state)
+
+
+@pytest.mark.parametrize("stage", some_by_hand([1, 2, 3], [2]))
 @pytest.mark.parametrize("name", optimizers.OPTIMIZERS)
 def test_every_stage_keeps_a_share_of_the_state(name, stage):
     """Fails if the state of an optimizer is not found, or not split."""
-    make = optimizers.OPTIMIZERS[name]
-    full = memory.tree_bytes(runs.make_small_plan(make(), 0).opt_state)
-    rows = runs.make_small_plan(make(), stage).opt_state
+    full = bytes_of_whole_state(name)
+    rows = runs.make_small_plan(optimizers.OPTIMIZERS[name](), stage).opt_state
     split = [row for row in jax.tree.leaves(rows) if row.shape not in ((), (1,))]
     integers = [row for row in split if not np.issubdtype(row.dtype, np.floating)]
     whole = whole_leaves_bytes(rows) + sum(row.device_bytes for row in integers)

@@ -91,7 +91,7 @@ def test_room_for_all_weights_is_kept_where_they_come_up_at_once():
 
 
 @pytest.mark.parametrize(
-    "changes", [pytest.param({}, marks=pytest.mark.slow), UNDER_BACKWARD]
+    "changes", [{}, pytest.param(UNDER_BACKWARD, marks=pytest.mark.slow)]
 )
 def test_devices_keep_what_they_have_room_for(machine, changes):
     """Fails if all of the state moves, or more of it stays than fits."""

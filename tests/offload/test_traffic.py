@@ -77,7 +77,10 @@ def test_what_a_step_moves_is_shown():
     assert tables.describe_memories(other.plan, other.config) == ""
 
 
-@pytest.mark.parametrize(("stage", "shares"), [(0, 1), (1, 8), (2, 8), (3, 8)])
+@pytest.mark.parametrize(
+    ("stage", "shares"),
+    [(0, 1), *(pytest.param(n, 8, marks=pytest.mark.slow) for n in (1, 2)), (3, 8)],
+)
 def test_blocks_rest_split_over_the_devices(stage, shares):
     """Fails if every device keeps, and brings up, all of a block of its own."""
     config = make_config("pinned_host", stage, zero={"parameter_memory": "pinned_host"})

@@ -171,8 +171,15 @@ def test_twelve_steps_are_those_of_explicit_workers(settings):
             )
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("mesh", [REPLICA8, schema.Mesh(replica=2)])
+@pytest.mark.parametrize(
+    ("mesh", "stage"),
+    [
+        (REPLICA8, 0),
+        (schema.Mesh(replica=2), 3),
+        pytest.param(REPLICA8, 3, marks=pytest.mark.slow),
+        pytest.param(schema.Mesh(replica=2), 0, marks=pytest.mark.slow),
+    ],
+)
 def test_rounds_of_one_step_are_data_parallelism(mesh, stage):
     """The outer optimizer is SGD with learning rate 1 and no momentum."""
     one = {"num_local_steps": 1, "outer_learning_rate": 1.0, "outer_momentum": 0.0}
@@ -200,9 +207,14 @@ def test_replicas_are_equal_after_an_exchange_alone():
         assert set(same.values()) == {number % 3 == 0}
 
 
-@pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize(
-    "mesh", [schema.Mesh(replica=2), schema.Mesh(replica=4, tensor=2)]
+    ("mesh", "stage"),
+    [
+        (schema.Mesh(replica=2), 3),
+        (schema.Mesh(replica=4, tensor=2), 0),
+        pytest.param(schema.Mesh(replica=2), 0, marks=pytest.mark.slow),
+        pytest.param(schema.Mesh(replica=4, tensor=2), 3, marks=pytest.mark.slow),
+    ],
 )
 def test_a_local_step_sends_nothing_to_other_replicas(mesh, stage):
     """Neither gradients nor losses, norms, or whether they are finite."""

@@ -229,9 +229,14 @@ def test_a_compressed_step_sends_two_bits_per_number():
     }
 
 
-@pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize(
-    "mesh", [schema.Mesh(replica=2), schema.Mesh(replica=4, tensor=2)]
+    ("mesh", "stage"),
+    [
+        (schema.Mesh(replica=2), 3),
+        (schema.Mesh(replica=4, tensor=2), 0),
+        pytest.param(schema.Mesh(replica=2), 0, marks=pytest.mark.slow),
+        pytest.param(schema.Mesh(replica=4, tensor=2), 3, marks=pytest.mark.slow),
+    ],
 )
 def test_a_local_step_sends_nothing_to_other_replicas(mesh, stage):
     """Neither gradients nor losses, norms, or whether they are finite."""
