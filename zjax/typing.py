@@ -151,8 +151,8 @@ class Continuation:
     check: Callable[..., None]
     """`check(length, settings, key)` raises for settings that cannot work."""
     embed: Callable[..., Any]
-    """`embed(params, tokens, starts, column) -> (carry, context)`, for tokens whose
-    first column is `column`."""
+    """`embed(params, tokens, starts, column, num_columns) -> (carry, context)`, for
+    tokens whose first column is `column`, of a text of `num_columns`."""
     blocks: tuple[CachedBlock, ...]
     """One per segment."""
     score: Callable[..., Any]

@@ -43,10 +43,23 @@ RULES = [
         id="dynamic",
     ),
     case(
+        ROTARY
+        + f"model.rotary_size=4;{SCALING}kind=longrope;{SCALING}original_length=8;"
+        + f"{SCALING}short_factors=1.0,0.0;{SCALING}long_factors=1.0,2.0,3.0",
+        *(
+            "model.rope_scaling.short_factors=(1.0, 0.0) is not 2 numbers above 0, one "
+            "for each pair of channels that rotate; correct it\n"
+            "model.rope_scaling.long_factors=(1.0, 2.0, 3.0) is not 2 numbers above 0, "
+            "one for each pair of channels that rotate; correct it",
+        ),
+        id="longrope",
+    ),
+    case(
         ROTARY + f"{SCALING}factor=2.0",
         "model.rope_scaling.factor=2.0 has no effect with "
         "model.rope_scaling.kind='none'; leave it at 1.0, or set "
-        "model.rope_scaling.kind to 'linear' or 'dynamic' or 'yarn' or 'llama3'",
+        "model.rope_scaling.kind to 'linear' or 'dynamic' or 'yarn' or 'llama3' or "
+        "'longrope'",
         id="no-kind",
     ),
     case(

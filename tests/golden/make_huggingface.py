@@ -78,6 +78,18 @@ FAMILIES = {
     "phi3": transformers.Phi3Config(
         **SIZES, head_dim=8, pad_token_id=0, partial_rotary_factor=0.75
     ),
+    "phi3_long": transformers.Phi3Config(
+        **SIZES | {"num_attention_heads": 2, "num_key_value_heads": 1},
+        pad_token_id=0,
+        partial_rotary_factor=0.75,
+        original_max_position_embeddings=18,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 50.0,
+            "short_factor": [1.0, 1.3, 1.7],
+            "long_factor": [1.5, 3.0, 6.0],
+        },
+    ),
     "olmo2": transformers.Olmo2Config(**SIZES, pad_token_id=None),
     "mixtral": transformers.MixtralConfig(
         **SIZES | {"intermediate_size": 12}, num_local_experts=4
@@ -121,6 +133,8 @@ SCALINGS = {
 """Other rotations of the first checkpoint, and what its model makes of them."""
 SHORT = {"dynamic": 8}
 """Longest sequence before the scaling, if it is not that of the checkpoint."""
+LONGER = {"phi3_long": 20}
+"""Tokens of a second text, which rotations of a first one do not fit."""
 SHARD_SIZES = {"llama": "12KB"}
 """Largest file of a checkpoint in several."""
 
@@ -129,6 +143,9 @@ def make(name: str, config: transformers.PretrainedConfig) -> None:
     """Writes a checkpoint, and what its model makes of some tokens."""
     model = make_model(transformers.AutoModelForCausalLM, name, config)
     write_expected(model, FOLDER / name / "expected.npz")
+    if name in LONGER:
+        path = FOLDER / name / "expected_longer.npz"
+        write_expected(model, path, LONGER[name])
 
 
 def make_encoder(name: str, config: transformers.PretrainedConfig) -> None:
@@ -175,10 +192,12 @@ def make_scaled(kind: str) -> None:
     write_expected(model.eval(), FOLDER / "llama" / f"expected_{kind}.npz")
 
 
-def write_expected(model: torch.nn.Module, path: pathlib.Path) -> None:
+def write_expected(
+    model: torch.nn.Module, path: pathlib.Path, length: int = LENGTH
+) -> None:
     """Writes some tokens, their logits, and the text that follows them."""
     with torch.no_grad():
-        tokens = torch.randint(0, VOCAB_SIZE, (2, LENGTH))
+        tokens = torch.randint(0, VOCAB_SIZE, (2, length))
         logits = model(tokens).logits
         text = model.generate(
             tokens,

@@ -44,6 +44,7 @@ def read_all(folder):
         pytest.param("qwen2", (), id="qwen2"),
         pytest.param("qwen3", ("model.mlp_tiles=2",), id="qwen3-in-tiles"),
         pytest.param("phi3", (), id="joined-inputs"),
+        pytest.param("phi3_long", (), id="longrope"),
         pytest.param("olmo2", (), id="olmo2"),
         pytest.param("mistral_window", (), id="mistral"),
         pytest.param("gemma2", (), id="gemma2"),

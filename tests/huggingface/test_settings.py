@@ -77,8 +77,8 @@ def unsupported(name, value, why):
     return f"{name}={value!r} of config.json is not supported: {why}; {REMEDY}"
 
 
-SCALING = {"rope_type": "longrope", "factor": 8.0}
-NOT_SCALED = "zjax computes the scaling of linear, dynamic, llama3, yarn"
+SCALING = {"rope_type": "ntk", "factor": 8.0}
+NOT_SCALED = "zjax computes the scaling of linear, dynamic, llama3, yarn, longrope"
 
 
 def test_everything_that_llama_may_ask_for_is_refused_at_once(tmp_path):
@@ -293,6 +293,43 @@ def test_numbers_of_scaled_rotations(tmp_path):
         "original_length": 32,
         "beta_slow": 3.0,
     }
+
+
+def test_numbers_of_longrope(tmp_path):
+    """As Phi-3 was published: another name, and a factor that follows from lengths."""
+    lists = {"short_factor": [1, 1.5, 2], "long_factor": [2, 3, 4]}
+    golden.copy(
+        *("phi3_long", tmp_path),
+        rope_scaling={"type": "su", **lists},
+        rope_parameters=golden.REMOVED,
+        original_max_position_embeddings=8,
+    )
+    found = model_settings(tmp_path)
+    assert found["rope_scaling"] == UNSCALED | {
+        "kind": "longrope",
+        "factor": 4.0,
+        "original_length": 8,
+        "short_factors": (1.0, 1.5, 2.0),
+        "long_factors": (2.0, 3.0, 4.0),
+    }
+    model = convert.from_mapping(schema.Model, found)
+    values = config_of(dataclasses.replace(model, max_length=8), "phi3")
+    assert values["original_max_position_embeddings"] == 8
+    assert values["rope_scaling"] == {
+        "rope_type": "longrope",
+        "factor": 4.0,
+        "original_max_position_embeddings": 8,
+        **lists,
+    }
+    rope = {"type": "longrope", "short_factor": [1, "2"], "factor": "4"}
+    changes = {"rope_scaling": rope, "rope_parameters": golden.REMOVED}
+    assert refusal(tmp_path, "phi3_long", **changes) == [
+        "rope_scaling.factor='4' of config.json is not of type float; correct it there",
+        "rope_scaling.short_factor=[1, '2'] of config.json is no list of numbers; "
+        "correct it there",
+        "rope_scaling.long_factor=None of config.json is no list of numbers; correct "
+        "it there",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,46 @@ def test_scaled_rotations_are_those_of_transformers(kind, length, numbers, tmp_p
     check(run, golden.expected_of("llama", f"expected_{kind}"))
 
 
+def test_longrope_decides_by_the_length_of_a_row():
+    """Fails if long rows take short factors: those of up to 18 tokens."""
+    run = golden.start(golden.make_config("phi3_long"))
+    check(run, golden.expected_of("phi3_long", "expected_longer"))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [(), ("zero.memory=pinned_host", "model.remat=full")],
+    ids=["one-program", "block-by-block"],
+)
+def test_longrope_decides_once_for_a_text(overrides, tmp_path, monkeypatch):
+    """Fails if keys of a cache rotate by other factors than later queries.
+
+    The first text has 22 tokens in all, the second, behind padding, 16 of the 18 of
+    the training before.
+    """
+    monkeypatch.setattr(plans, "MIN_MOVED_BYTES", 64)
+    tokens = golden.expected_of("phi3_long")["tokens"].astype(np.int32)
+    values = json.loads((golden.FOLDER / "phi3_long" / "config.json").read_text())
+    rope = values["rope_parameters"]
+    names = "short_factor", "long_factor"
+
+    def text_of(*factors):
+        changed = rope | {n: rope[x] for n, x in zip(names, factors, strict=True)}
+        golden.copy("phi3_long", tmp_path, rope_parameters=changed)
+        config = golden.make_config("phi3_long", *overrides, directory=tmp_path)
+        run = golden.start(config)
+        lengths = jnp.array([12, 6])
+        found = run.generate(run.state, tokens, lengths=lengths, max_new_tokens=10)
+        return np.asarray(found).tolist()
+
+    short, long = names
+    found, as_short, as_long = (
+        text_of(*x) for x in ((short, long), (short, short), (long, long))
+    )
+    assert as_short[0] != as_long[0] and as_short[1] != as_long[1]
+    assert found == [as_long[0], as_short[1]]
+
+
 def check(run, expected):
     tokens = jnp.asarray(expected["tokens"], jnp.int32)
     np.testing.assert_allclose(

@@ -16,7 +16,7 @@ from zjax.optim.build import make_optimizer
 FOLDER = pathlib.Path(__file__).parents[1] / "golden" / "huggingface"
 FAMILIES = (
     *("llama", "llama_biases", "llama3", "mistral", "qwen2", "qwen3"),
-    *("phi3", "olmo2", "gpt2", "mistral_window", "gemma2", "gemma3_text"),
+    *("phi3", "phi3_long", "olmo2", "gpt2", "mistral_window", "gemma2", "gemma3_text"),
     *("mixtral", "qwen3_moe"),
 )
 ENCODERS = ("bert", "roberta")

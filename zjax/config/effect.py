@@ -24,13 +24,15 @@ _MOMENTS = ("adamw", "adam", "lamb", "muon")
 _ONEBIT = ("onebit_adam", "onebit_lamb", "zero_one_adam")
 _ADAMS = (*_MOMENTS, *_ONEBIT)
 _SCALED = {
-    "factor": ("linear", "dynamic", "yarn", "llama3"),
-    "original_length": ("dynamic", "yarn", "llama3"),
+    "factor": ("linear", "dynamic", "yarn", "llama3", "longrope"),
+    "original_length": ("dynamic", "yarn", "llama3", "longrope"),
+    "short_factors": ("longrope",),
+    "long_factors": ("longrope",),
     "low_frequency_factor": ("llama3",),
     "high_frequency_factor": ("llama3",),
     "beta_fast": ("yarn",),
     "beta_slow": ("yarn",),
-    "attention_factor": ("yarn",),
+    "attention_factor": ("yarn", "longrope"),
 }
 
 NEEDS = (

@@ -1,5 +1,6 @@
 """Checks whether rotary positions can be computed as they are set."""
 
+import math
 from collections.abc import Iterator
 
 from zjax.config import schema
@@ -26,7 +27,7 @@ longest sequence of the training before
     elif given % 2:
         problem = "is odd, and channels rotate in pairs"
         yield Problem("model.rotary_size", given, problem, "make it even")
-    if scaling.kind in ("dynamic", "yarn", "llama3") and not scaling.original_length:
+    if scaling.kind not in ("none", "linear") and not scaling.original_length:
         problem = f"is missing for kind={scaling.kind!r}"
         remedy = "give the longest sequence of the training before"
         yield Problem("model.rope_scaling.original_length", 0, problem, remedy)
@@ -37,6 +38,8 @@ longest sequence of the training before
         problem = "gives channels no wavelengths, which yarn compares"
         yield Problem("model.rope_theta", model.rope_theta, problem, "use more than 1")
     yield from _bounds(scaling)
+    if scaling.kind == "longrope":
+        yield from _divisors(scaling, (given or size) // 2)
 
 
 def _bounds(scaling: schema.RopeScaling) -> Iterator[Problem]:
@@ -47,3 +50,12 @@ def _bounds(scaling: schema.RopeScaling) -> Iterator[Problem]:
     if scaling.kind in ("yarn", "llama3") and least >= most:
         problem = f"is not above {low}={least}"
         yield Problem(f"model.rope_scaling.{high}", most, problem, "raise it")
+
+
+def _divisors(scaling: schema.RopeScaling, num_pairs: int) -> Iterator[Problem]:
+    for name in ("short_factors", "long_factors"):
+        given = getattr(scaling, name)
+        if len(given) != num_pairs or not all(0 < x < math.inf for x in given):
+            problem = f"is not {num_pairs} numbers above 0, one for each pair of "
+            problem += "channels that rotate"
+            yield Problem(f"model.rope_scaling.{name}", given, problem, "correct it")

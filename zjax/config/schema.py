@@ -319,15 +319,21 @@ class Communication:
 class RopeScaling:
     """Slower rotations, for sequences longer than those a model was trained on."""
 
-    kind: Literal["none", "linear", "dynamic", "yarn", "llama3"] = "none"
+    kind: Literal["none", "linear", "dynamic", "yarn", "llama3", "longrope"] = "none"
     """`linear` divides positions by `factor` (arXiv:2306.15595); `dynamic` raises the
     base with the longest position of a row, beyond `original_length`; `yarn` divides
     the positions of slow channels (arXiv:2309.00071), and so does `llama3`, by other
-    bounds (arXiv:2407.21783)."""
+    bounds (arXiv:2407.21783); `longrope` divides those of each pair of channels by a
+    number of its own (arXiv:2402.13753)."""
     factor: float = 1.0
     """How many times longer sequences may be."""
     original_length: int = 0
-    """Longest sequence before, for `dynamic`, `yarn` and `llama3`."""
+    """Longest sequence before, for all but `linear`."""
+    short_factors: tuple[float, ...] = ()
+    """Divisors under `longrope`, one for each pair of channels that rotate, in rows of
+    at most `original_length` positions."""
+    long_factors: tuple[float, ...] = ()
+    """Those in longer rows; text that is generated counts with all its tokens."""
     low_frequency_factor: float = 1.0
     """Channels with fewer turns than this in `original_length` are divided by `factor`
     under `llama3`."""
@@ -338,8 +344,8 @@ class RopeScaling:
     beta_slow: float = 1.0
     """Fewer turns than this are divided."""
     attention_factor: float = 0.0
-    """Factor of rotated queries and of keys under `yarn`; 0 takes 0.1 ln(`factor`) + 1.
-    """
+    """Factor of rotated queries and of keys; 0 takes 0.1 ln(`factor`) + 1 under `yarn`,
+    and the root of 1 + ln(`factor`) / ln(`original_length`) under `longrope`."""
 
 
 @section

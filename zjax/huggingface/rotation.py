@@ -25,8 +25,13 @@ _SCALED = {
         "beta_slow": "beta_slow",
         "attention_factor": "attention_factor",
     },
+    "longrope": {"attention_factor": "attention_factor"},
 }
 """Numbers of each kind of scaling besides the factor, and their settings."""
+_LISTS = {"short_factor": "short_factors", "long_factor": "long_factors"}
+"""Lists of longrope, and their settings."""
+_OLD = {"su": "longrope"}
+"""Other names of kinds."""
 _ORIGINAL = "original_max_position_embeddings"
 _USUAL = {"mscale": (None,), "mscale_all_dim": (None,), "truncate": (None, True)}
 """Keys of yarn with the values that zjax computes."""
@@ -49,15 +54,22 @@ def rotation_settings(
     kind, share = _kind(rope), _partial(values, rope)
     scaling = convert.to_mapping(schema.RopeScaling())
     if kind != "default":
-        scaling |= {"kind": kind, "factor": float(rope["factor"])}
+        scaling["kind"] = kind
         for theirs, ours in _SCALED[kind].items():
             if rope.get(theirs) is not None:
                 scaling[ours] = float(rope[theirs])
-    if kind in ("yarn", "llama3"):
+    if kind in ("yarn", "llama3", "longrope"):
         given = values.get(_ORIGINAL) or rope.get(_ORIGINAL)
         scaling["original_length"] = given or length
     if kind == "dynamic":
         scaling["original_length"] = length
+    if kind == "longrope":
+        lists = {ours: rope[theirs] for theirs, ours in _LISTS.items()}
+        scaling |= {name: tuple(map(float, x)) for name, x in lists.items()}
+    if kind != "default":
+        factor = rope.get("factor")
+        usual = length / scaling["original_length"] if factor is None else factor
+        scaling["factor"] = float(usual)
     return {
         "rope_theta": float(_theta(values, rope, family)),
         "rope_scaling": scaling,
@@ -80,8 +92,11 @@ def rotation_values(model: schema.Model, family: Family) -> dict[str, Any]:
     for theirs, ours in _SCALED[scaling.kind].items():
         if value := getattr(scaling, ours):
             rope[theirs] = value
-    if scaling.kind in ("yarn", "llama3"):
+    if scaling.kind in ("yarn", "llama3", "longrope"):
         rope[_ORIGINAL] = scaling.original_length
+    if scaling.kind == "longrope":
+        rope |= {theirs: [*getattr(scaling, x)] for theirs, x in _LISTS.items()}
+        values[_ORIGINAL] = scaling.original_length
     return values | {"rope_scaling": rope}
 
 
@@ -129,16 +144,22 @@ def unknown_keys(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
     if _LOCAL in values and not family.local_theta:
         rope = {**rope, _LOCAL: values[_LOCAL]}
     known = {*_ANY, *_SCALED.get(_kind(rope), ()), *_USUAL}
+    known |= {*_LISTS} if _kind(rope) == "longrope" else set()
     return {f"{name}.{key}": x for key, x in rope.items() if key not in known}
 
 
 def _wrong_numbers(rope, kind, name, where) -> Iterator[Problem]:
     for key in ("factor", *_SCALED[kind]):
         value = rope.get(key)
-        is_needed = key == "factor" or kind == "llama3"
+        is_needed = (key == "factor" and kind != "longrope") or kind == "llama3"
         if not _is_number(value) and (is_needed or value is not None):
             problem = f"{where} is not of type float"
             yield Problem(f"{name}.{key}", value, problem, "correct it there")
+    for key in _LISTS if kind == "longrope" else ():
+        given = rope.get(key)
+        if not isinstance(given, list) or not all(map(_is_number, given)):
+            problem = f"{where} is no list of numbers"
+            yield Problem(f"{name}.{key}", given, problem, "correct it there")
     original = rope.get(_ORIGINAL)
     if original is not None and type(original) is not int:
         problem = f"{where} is not of type int"
@@ -172,7 +193,8 @@ def _local_theta(values: Mapping[str, Any], family: Family) -> Any:
 
 
 def _kind(rope: Mapping[str, Any]) -> Any:
-    return rope.get("rope_type", rope.get("type", "default"))
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    return _OLD.get(kind, kind) if isinstance(kind, str) else kind
 
 
 def _theta(values: Mapping[str, Any], rope: Mapping[str, Any], family: Family) -> Any:

@@ -46,7 +46,8 @@ def prefill(
     def step(block, x, _):
         return read_prompt(block, x, context, starts, num_new, padded)
 
-    x, context = embed(model.embedding, tokens, starts, 0)
+    num_columns = tokens.shape[1] + num_new
+    x, context = embed(model.embedding, tokens, starts, 0, num_columns)
     x, caches = _run_blocks(step, model, x)
     return score(model.head, x[:, -1:], _table(model)), caches
 
@@ -57,6 +58,8 @@ def decode(
     starts: Int[Array, " B"],
     column: Int[Array, ""],
     caches: Any,
+    *,
+    num_columns: int,
 ) -> tuple[Float[Array, "B V"], Any]:
     """Reads one more token per row; returns the next logits, and the updated caches.
 
@@ -66,12 +69,13 @@ def decode(
         starts: First column of each prompt.
         column: Column of the tokens.
         caches: Keys and values of all earlier columns.
+        num_columns: Columns of prompts and all tokens to come.
     """
 
     def step(block, x, cache):
         return read_token(block, x, context, starts, column, cache)
 
-    x, context = embed(model.embedding, new[:, None], starts, column)
+    x, context = embed(model.embedding, new[:, None], starts, column, num_columns)
     x, caches = _run_blocks(step, model, x, caches)
     return score(model.head, x, _table(model)), caches
 
@@ -81,11 +85,17 @@ def embed(
     tokens: Int[Array, "B L"],
     starts: Int[Array, " B"],
     column: Any,
+    num_columns: Any,
 ) -> tuple[Float[Array, "B L M"], Context]:
-    """Embeds tokens from `column` on: the stream, and the context of the blocks."""
+    """Embeds tokens from `column` on: the stream, and the context of the blocks.
+
+    Rotations that depend on the length of a row take that of its whole text, of
+    `num_columns`, so that all keys of a cache rotate alike.
+    """
     columns = column + jnp.arange(tokens.shape[1], dtype=jnp.int32)
     positions = jnp.maximum(columns[None, :] - starts[:, None], 0)
-    return embedding({"tokens": tokens, "positions": positions})
+    batch = {"tokens": tokens, "positions": positions}
+    return embedding({**batch, "num_tokens": num_columns - starts})
 
 
 def read_prompt(

@@ -99,7 +99,8 @@ class Embedding(nnx.Module):
         Args:
             batch: `tokens` int32[B, L]; optional `segment_ids` int32[B, L] (0 is
                 padding), `positions` int32[B, L], `lengths` int32[B], `token_types`
-                int32[B, L] and `schedule`, float32[] by name.
+                int32[B, L], `num_tokens` int32[B] of a text that is being written, and
+                `schedule`, float32[] by name.
             key: Dropout key; None in evaluation.
 
         Returns:
@@ -131,7 +132,9 @@ class Embedding(nnx.Module):
         x = x if self.norm is None else self.norm(x)
         rotation = local_rotation = None
         if self.config.positions == "rotary":
-            rotation, local_rotation = self._rotations(positions, tokens.shape[1])
+            length, num_tokens = tokens.shape[1], batch.get("num_tokens")
+            rotations = self._rotations(positions, length, num_tokens)
+            rotation, local_rotation = rotations
         if positions is None:
             positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         context = Context(
@@ -165,7 +168,7 @@ class Embedding(nnx.Module):
             return self.positions[...][None, first : first + length]
         return self._look_up(self.positions, first + positions)
 
-    def _rotations(self, positions, length):
+    def _rotations(self, positions, length, num_tokens):
         """Tables of all layers, and of sliding ones if they differ."""
         config = self.config
         if positions is None:
@@ -174,7 +177,11 @@ class Embedding(nnx.Module):
         def tables(theta, **scaling):
             size = config.rotary_size or config.head_size
             cos, sin = rotary.make_rotary_tables(
-                positions, head_size=size, theta=theta, **scaling
+                positions,
+                head_size=size,
+                theta=theta,
+                num_tokens=num_tokens,
+                **scaling,
             )
             return pin_tokens(cos), pin_tokens(sin)
 

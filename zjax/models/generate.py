@@ -105,7 +105,8 @@ def _generate(state, tokens, lengths, key, *, graph, settings: Settings):
 
     def write(carry):
         column, text, caches = carry
-        logits, caches = decode(model, text.new, starts, column - 1, caches)
+        given = model, text.new, starts, column - 1, caches
+        logits, caches = decode(*given, num_columns=length + num_new)
         return column + 1, add_token(text, logits, key, column, settings), caches
 
     carry = jnp.int32(length + 1), text, caches

@@ -165,7 +165,9 @@ class _Writing:
         tokens = self.tokens if is_prompt else self.text.new[:, None]
         first = column - tokens.shape[1]
         num_new = self.settings.max_new_tokens
-        carry, context = programs.embed(self.embed, tokens, self.starts, first)
+        num_columns = self.tokens.shape[1] + num_new
+        operands = tokens, self.starts, first, num_columns
+        carry, context = programs.embed(self.embed, *operands)
         last, entering = carry, None
         for unit in self.units.units:
             with self.units.on_device(self.stored, column, unit) as (params, used):

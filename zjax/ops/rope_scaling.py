@@ -10,7 +10,11 @@ from zjax.config import schema
 
 
 def scaled_frequencies(
-    positions: Int[Array, "B L"], size: int, theta: float, scaling: schema.RopeScaling
+    positions: Int[Array, "B L"],
+    size: int,
+    theta: float,
+    scaling: schema.RopeScaling,
+    num_tokens: Int[Array, " B"] | None = None,
 ) -> Float[Array, "#B half"]:
     """Radians per position of each pair of channels, float32.
 
@@ -20,9 +24,11 @@ def scaled_frequencies(
         size: Channels that rotate, even.
         theta: Base of the wavelengths, above 1.
         scaling: How they are slowed.
+        num_tokens: Tokens of each row with those to come, by which `longrope` decides;
+            by default those up to its longest position.
 
     Returns:
-        One row for all rows, or one for each under `dynamic`.
+        One row for all rows, or one for each under `dynamic` and `longrope`.
 
     Example:
         >>> scaling = schema.RopeScaling(kind="linear", factor=4.0)
@@ -31,8 +37,9 @@ def scaled_frequencies(
 
     Reference:
         Linear: Chen et al. (arXiv:2306.15595); YaRN: Peng et al. (arXiv:2309.00071);
-        Llama 3: Grattafiori et al. (arXiv:2407.21783). The formulas are those of
-        github.com/huggingface/transformers.
+        Llama 3: Grattafiori et al. (arXiv:2407.21783); LongRoPE: Ding et al.
+        (arXiv:2402.13753). The formulas are those of
+        github.com/huggingface/transformers, whose LongRoPE decides by the longest row.
     """
     exponents = jnp.arange(0, size, 2, dtype=jnp.float32)[None] / size
     if scaling.kind == "dynamic":
@@ -42,6 +49,11 @@ def scaled_frequencies(
         return frequencies
     if scaling.kind == "linear":
         return frequencies / scaling.factor
+    if scaling.kind == "longrope":
+        num_tokens = positions.max(1) + 1 if num_tokens is None else num_tokens
+        is_long = num_tokens[:, None] > scaling.original_length
+        short, long = jnp.array(scaling.short_factors), jnp.array(scaling.long_factors)
+        return frequencies / jnp.where(is_long, long, short)
     if scaling.kind == "yarn":
         share = _yarn_share(size, theta, scaling)
     else:
@@ -56,9 +68,13 @@ def attention_factor(scaling: schema.RopeScaling) -> float:
         >>> attention_factor(schema.RopeScaling(kind="yarn", factor=1.0))
         1.0
     """
-    if scaling.kind != "yarn":
+    if scaling.kind not in ("yarn", "longrope"):
         return 1.0
-    return scaling.attention_factor or 0.1 * math.log(scaling.factor) + 1.0
+    growth = math.log(max(scaling.factor, 1.0))
+    if scaling.kind == "yarn":
+        return scaling.attention_factor or 0.1 * growth + 1.0
+    length = math.log(scaling.original_length)
+    return scaling.attention_factor or math.sqrt(1.0 + growth / length)
 
 
 def _dynamic_base(positions, size, theta, scaling) -> jax.Array:

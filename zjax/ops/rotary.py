@@ -19,6 +19,7 @@ def make_rotary_tables(
     head_size: int,
     theta: float = 10_000.0,
     scaling: schema.RopeScaling = UNSCALED,
+    num_tokens: Int[Array, " B"] | None = None,
 ) -> tuple[Float[Array, "B L half"], Float[Array, "B L half"]]:
     """Computes cosines and sines of every position, float32, once for all layers.
 
@@ -27,6 +28,8 @@ def make_rotary_tables(
         head_size: Channels per head that rotate, even.
         theta: Base of the wavelengths, above 1.
         scaling: How rotations are slowed; not by default.
+        num_tokens: Tokens of each row with those to come; up to its longest position by
+            default.
 
     Example:
         >>> cos, sin = make_rotary_tables(jnp.array([[0, 1]]), head_size=4)
@@ -36,7 +39,8 @@ def make_rotary_tables(
     Reference:
         Su et al., RoFormer (arXiv:2104.09864).
     """
-    frequencies = scaled_frequencies(positions, head_size, theta, scaling)
+    given = positions, head_size, theta, scaling, num_tokens
+    frequencies = scaled_frequencies(*given)
     angles = positions[..., None].astype(jnp.float32) * frequencies[:, None, :]
     factor = attention_factor(scaling)
     return factor * jnp.cos(angles), factor * jnp.sin(angles)
