@@ -33,7 +33,8 @@ def test_cached_scores_equal_those_of_the_whole_sequence(config):
 
     @jax.jit
     def step(tokens, column, caches):
-        return cached.decode(model, tokens, starts, column, caches)
+        given = model, tokens, starts, column, caches
+        return cached.decode(*given, num_columns=3 + NUM_NEW)
 
     found, caches = start(tokens[:, :3])
     scores = [found]
