@@ -4,7 +4,7 @@ import pytest
 
 from zjax.config import load_config
 from zjax.observe import Throughput, make_throughput
-from zjax.observe.flops import flops_per_token
+from zjax.observe.flops import flops_per_token, matmul_params
 
 
 class Clock:
@@ -126,3 +126,14 @@ def test_the_peak_is_the_setting_or_the_table(given, device_kind, peak):
 
 def test_a_cpu_shows_no_mfu():
     assert mfu(load_config({}), "cpu")[1] is None
+
+
+def test_gradients_of_frozen_weights_do_not_count():
+    """Under adapters a weight costs 4 FLOPs, not 6; attention as ever."""
+    config = load_config({"lora": {"rank": 8}, "observe": {"peak_tflops": 1.0}})
+    tokens_per_second, value = mfu(config, "cpu")
+    per_token = flops_per_token(
+        config.model, config.data.length, causal_attention="half"
+    )
+    per_token -= 2 * matmul_params(config.model)
+    assert value == pytest.approx(tokens_per_second * per_token / 4e12)

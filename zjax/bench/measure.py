@@ -59,8 +59,8 @@ class Measurement:
         step_seconds: Spread of the time per step, from the first call of a round until
             its last state is ready; steps in between are not waited for, as in
             training.
-        model_tflops_per_device: 6 N x tokens per second, with N the parameters except
-            embedding tables; without attention and recomputation.
+        model_tflops_per_device: 6 N x tokens per second, 4 N under adapters, with N the
+            parameters except embedding tables; without attention and recomputation.
         mfu: Fraction of peak FLOP/s, with causal attention counted half; None if the
             peak is unknown.
         mfu_full_attention: Fraction of peak FLOP/s, with attention counted in full.
@@ -169,7 +169,7 @@ def describe_measurement(measurement: Measurement) -> str:
         ("tokens/s per device", speed.describe("{:,.0f}".format)),
         ("seconds per step", seconds.describe("{:.4f}".format)),
         (
-            "model TFLOP/s per device (6 N)",
+            "model TFLOP/s per device",
             f"{measurement.model_tflops_per_device:.4g}",
         ),
     ]
@@ -280,11 +280,14 @@ def _speed(
 
     def share(causal_attention: flops.CausalAttention) -> float | None:
         work = flops.flops_per_token(
-            config.model, config.data.length, causal_attention=causal_attention
+            config.model,
+            config.data.length,
+            causal_attention=causal_attention,
+            per_weight=flops.flops_per_weight(config),
         )
         return speed.median * work / peak if peak else None
 
-    work = 6 * flops.matmul_params(config.model)
+    work = flops.flops_per_weight(config) * flops.matmul_params(config.model)
     return {
         "tokens_per_second_per_device": speed,
         "step_seconds": Spread.of(seconds),

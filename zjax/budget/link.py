@@ -215,7 +215,10 @@ def _compute_seconds(config: schema.Config, num_devices: int) -> tuple[float, st
     shares = math.prod(sizes[axis] for axis in axes.BATCH_AXES)
     tokens = resolve_batch(config, shares).global_batch_size * config.data.length
     work = flops.flops_per_token(
-        config.model, config.data.length, causal_attention="half"
+        config.model,
+        config.data.length,
+        causal_attention="half",
+        per_weight=flops.flops_per_weight(config),
     )
     peak, source = _peak_flops(config)
     seconds = tokens * work / (num_devices * peak * ASSUMED_MFU)

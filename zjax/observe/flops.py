@@ -63,8 +63,25 @@ def matmul_params(model: schema.Model) -> int:
     return num_params(model, active=True) - _table_params(model) + tied
 
 
+def flops_per_weight(config: schema.Config) -> int:
+    """FLOPs of forward and backward pass per token and weight of a matrix.
+
+    They are 4 under adapters, as the gradients of frozen weights are not computed; the
+    adapters themselves are left out.
+
+    Example:
+        >>> [flops_per_weight(schema.Config(lora=schema.Lora(rank=n))) for n in (0, 16)]
+        [6, 4]
+    """
+    return 4 if config.lora.rank else 6
+
+
 def flops_per_token(
-    model: schema.Model, length: int, *, causal_attention: CausalAttention
+    model: schema.Model,
+    length: int,
+    *,
+    causal_attention: CausalAttention,
+    per_weight: int = 6,
 ) -> float:
     """FLOPs of forward and backward pass per token: 6 N plus attention.
 
@@ -82,7 +99,7 @@ def flops_per_token(
     """
     factor = _attention_factor(model, length, causal_attention)
     attention = factor * model.num_layers * model.num_heads * model.head_size * length
-    return float(6 * matmul_params(model) + attention)
+    return float(per_weight * matmul_params(model) + attention)
 
 
 def describe_flops(

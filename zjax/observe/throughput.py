@@ -107,9 +107,15 @@ def make_throughput(
     table = flops.peak_flops(device_kind, config.precision.compute_dtype)
     configured = config.observe.peak_tflops * 1e12
     half = flops.flops_per_token(
-        config.model, config.data.length, causal_attention="half"
+        config.model,
+        config.data.length,
+        causal_attention="half",
+        per_weight=flops.flops_per_weight(config),
     )
     full = flops.flops_per_token(
-        config.model, config.data.length, causal_attention="full"
+        config.model,
+        config.data.length,
+        causal_attention="full",
+        per_weight=flops.flops_per_weight(config),
     )
     return Throughput(num_devices, configured or table, (half, full))

@@ -93,7 +93,10 @@ class Predictor:
         length = config.data.length / mesh.sequence
         tokens = batch.microbatch_size * length
         work = flops.flops_per_token(
-            config.model, config.data.length, causal_attention="half"
+            config.model,
+            config.data.length,
+            causal_attention="half",
+            per_weight=flops.flops_per_weight(config),
         )
         seconds = tokens * work / shares / self._flops
         seconds *= (1 + RECOMPUTED[candidate.remat]) * (
