@@ -1,13 +1,18 @@
 """Bytes of a step on a mesh: parts by hand, wholes as they were measured."""
 
+import re
+
 import jax
 import pytest
 
 from tests.support.proposals import config_of
+from zjax.budget.tables import describe_stages
 from zjax.budget.trial import weigh
 from zjax.config import schema
 from zjax.models.build import make_model
 from zjax.optim.build import make_optimizer
+from zjax.sharding.mesh import abstract_mesh
+from zjax.sharding.plan import make_plan
 
 
 def weighed(shape, changes, **mesh):
@@ -46,3 +51,33 @@ def test_state_per_parameter(stage, num_microbatches, mesh, per_param):
     changes = {"zero.stage": stage, "num_microbatches": num_microbatches}
     trial, number = weighed("gpt 6.7b", changes, **mesh)
     assert trial.state / number == pytest.approx(per_param, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("stage", "mesh", "per_frozen", "per_learned"),
+    [
+        (1, {"data": 4}, 2, 12 / 4 + 4 + 2 + 2),
+        (2, {"data": 4}, 2, (12 + 4) / 4 + 2),
+        (1, {"pipeline": 2, "data": 2}, 4 / 2, (12 / 2 + 2 * 4 + 3 * 2) / 2),
+    ],
+)
+def test_frozen_parameters_count_once_in_the_compute_dtype(
+    stage, mesh, per_frozen, per_learned
+):
+    """Fails if a frozen weight counts as one with a master, moments or a gradient."""
+    changes = {"zero.stage": stage, "num_microbatches": 8, "lora.rank": 8}
+    trial, number = weighed("gpt 6.7b", changes, **mesh)
+    layers, width = 32, 4096
+    learned = layers * 8 * (4 * 2 * width + 2 * 5 * width)
+    expected = per_frozen * (number - learned) + per_learned * learned
+    assert trial.state == pytest.approx(expected, rel=0.01)
+
+
+def test_closed_form_counts_frozen_parameters_once():
+    """Fails if the form beside the table adds masters that frozen weights lack."""
+    config = config_of("gpt 6.7b", {"zero.stage": 0, "lora.rank": 8}, {})
+    model, mesh = make_model(config), abstract_mesh(schema.Mesh(data=4), 4)
+    plan = make_plan(config, mesh, model, make_optimizer(config, model))
+    (row,) = (x for x in describe_stages([plan], [()]).splitlines() if " GB" in x)
+    *_, total, form = re.findall(r"[\d.]+ GB", row)
+    assert total == form

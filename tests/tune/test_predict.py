@@ -165,3 +165,19 @@ def test_obstacles_are_named():
         "tensor=4 does not divide model.num_heads=2"
     )
     assert not found.obstacle(Candidate(1, 1, "none", tensor=2))
+
+
+def test_frozen_weights_have_no_traffic_of_gradients_and_less_work():
+    """Fails if adapters are ranked as if all weights had gradients and moments."""
+    plain, adapted = ((), ("lora.rank=8",))
+    whole, part = (
+        [
+            seconds(Candidate(8, stage, "none"), Machine(8, 8, 80e9), *changes)
+            for stage in (1, 3)
+        ]
+        for changes in (plain, adapted)
+    )
+    assert part[0] < 0.8 * whole[0]
+    assert part[0] < part[1] < whole[1]
+    config = load_config({}, *LARGE, *adapted)
+    assert predictor(config).num_bytes(Candidate(1, 0, "full")) < 2.6 * 1.56e9 * 2

@@ -10,6 +10,7 @@ from zjax.budget.traffic import traffic_of_step
 from zjax.config.schema import Config
 from zjax.sharding import memory
 from zjax.sharding.describe import format_bytes, render_table
+from zjax.sharding.frozen import trained
 from zjax.sharding.mesh import num_shares
 from zjax.sharding.placement import ArrayPlan
 from zjax.sharding.plan import Plan
@@ -95,7 +96,8 @@ def _closed_form(unsharded: Plan, kept: Any, stage: int) -> int | float:
     What is kept for exchanges is split as the state is.
     """
     splits = splits_of(stage)
-    state = unsharded.master, unsharded.opt_state, unsharded.ema
+    master = trained(unsharded.master, unsharded.master)
+    state = master, unsharded.opt_state, unsharded.ema
     parts = (
         (unsharded.compute, splits.compute),
         (unsharded.grad_sum, splits.grad_sum),

@@ -17,6 +17,7 @@ from zjax.config import axes, schema
 from zjax.config.batch import BatchSizes, resolve_batch
 from zjax.sharding import memory
 from zjax.sharding import mesh as meshes
+from zjax.sharding.frozen import trained
 from zjax.sharding.plan import Plan, make_plan
 from zjax.sharding.zero import splits_of
 from zjax.typing import Model
@@ -124,10 +125,11 @@ def _state_bytes(
 def _gradient_buffer_bytes(plan: Plan, num_microbatches: int) -> int:
     """Bytes of gradients beside their sum; a pipeline also copies both by stage."""
     params, sums = map(memory.tree_bytes, (plan.compute, plan.grad_sum))
+    grads = memory.tree_bytes(trained(plan.compute, plan.master))
     if plan.mesh.shape[meshes.PIPELINE] > 1:
-        return 2 * params + sums
+        return params + grads + sums
     reduces_at_end = not plan.splits.grad_sum and num_microbatches > 1
-    return params if reduces_at_end and not plan.is_offloaded else 0
+    return grads if reduces_at_end and not plan.is_offloaded else 0
 
 
 def _gathered_bytes(config: schema.Config, model: Model, tx: Any) -> int | float:
@@ -136,9 +138,19 @@ def _gathered_bytes(config: schema.Config, model: Model, tx: Any) -> int | float
     if not (zero.offloads_blocks or splits_of(zero.stage).compute):
         return 0
     gathered = dataclasses.replace(config, zero=schema.Zero(stage=2))
-    compute = _plan(gathered, model, tx).compute
+    plan = _plan(gathered, model, tx)
+    grads = trained(plan.compute, plan.master)
     assert model.stack is not None
-    segments = [jax.tree.leaves(rows) for rows in model.stack.split(compute)[1]]
-    blocks = [sum(x.device_bytes / x.num_layers for x in rows) for rows in segments]
-    rows = [row for row in jax.tree.leaves(compute) if not row.num_layers]
-    return 2 * (max(blocks) + max(row.device_bytes for row in rows))
+    split = model.stack.split
+    segments = zip(split(plan.compute)[1], split(grads)[1], strict=True)
+    blocks = [
+        sum(x.device_bytes / x.num_layers for x in jax.tree.leaves(both))
+        for both in segments
+    ]
+    have_grads = {row.path for row in jax.tree.leaves(grads)}
+    tables = [
+        row.device_bytes * (1 + (row.path in have_grads))
+        for row in jax.tree.leaves(plan.compute)
+        if not row.num_layers
+    ]
+    return max(blocks) + max(tables)

@@ -8,15 +8,20 @@ import dataclasses
 import math
 from typing import Any
 
+import jax
+
 from zjax.budget.activations import activation_bytes
 from zjax.budget.mesh import find_obstacle
 from zjax.budget.trial import Machine, batch_on, weigh
 from zjax.config import axes, schema
+from zjax.config.groups import is_held_frozen
 from zjax.errors import ZjaxError
 from zjax.models.build import make_model
 from zjax.observe import flops
 from zjax.optim.build import make_optimizer
 from zjax.sharding import mesh as meshes
+from zjax.sharding.paths import path_of
+from zjax.sharding.placement import abstract_key
 from zjax.tune.space import Candidate, open_mesh
 
 RECOMPUTED = {"none": 0.0, "elementwise": 0.02, "attention_and_mlp": 0.12}
@@ -48,6 +53,7 @@ class Predictor:
         self._config, self._machine = config, machine
         dtype = config.precision.compute_dtype
         self._flops = (flops.peak_flops(kind, dtype) or _UNKNOWN_FLOPS) / 2
+        self._share = _share_of_trained(config)
         self._states = dict[Any, int | float | ZjaxError]()
         self._obstacles = dict[Candidate, str]()
 
@@ -89,6 +95,7 @@ class Predictor:
         batch = batch_on(config, mesh)
         shares = mesh.tensor * mesh.pipeline
         params = flops.num_params(config.model) / shares
+        learned = self._share * params
         number = batch.num_microbatches
         length = config.data.length / mesh.sequence
         tokens = batch.microbatch_size * length
@@ -102,15 +109,17 @@ class Predictor:
         seconds *= (1 + RECOMPUTED[candidate.remat]) * (
             1 + _FEW_TOKENS * mesh.tensor / tokens
         )
-        seconds += self._in_memory(14 * params)  # weights thrice, and the sum
+        seconds *= (2 + self._share) / 3  # no gradients of what is frozen
+        # Weights twice, and those with a gradient and its sum a third time.
+        seconds += self._in_memory(4 * params + 10 * learned)
         seconds += _layers_seconds(config, mesh, tokens)
         bubble = 1 + (mesh.pipeline - 1) / number
         copies = shards * mesh.sequence
-        owned = params / (copies if candidate.stage else 1)
+        owned = learned / (copies if candidate.stage else 1)
         return (
             number * seconds * bubble
             + self._in_memory(28 * owned)
-            + _HIDDEN * _zero_traffic(candidate.stage, number, params, copies)
+            + _HIDDEN * _zero_traffic(candidate.stage, number, params, learned, copies)
             + _HIDDEN * _host_traffic(candidate, number, params, owned)
         )
 
@@ -139,6 +148,15 @@ class Predictor:
         return dataclasses.replace(config.mesh, **sizes)
 
 
+def _share_of_trained(config: schema.Config) -> float:
+    """The share of the parameters that have gradients."""
+    params, _ = jax.eval_shape(make_model(config).init, abstract_key())
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    sizes = {path_of(keys): x.size for keys, x in leaves}
+    learned = (n for path, n in sizes.items() if not is_held_frozen(path, config))
+    return sum(learned) / sum(sizes.values())
+
+
 def _state_bytes(config: schema.Config, mesh: schema.Mesh) -> int | float | ZjaxError:
     """Bytes of the state, or the error of arrays that cannot be placed."""
     model = make_model(config)
@@ -159,10 +177,13 @@ def _layers_seconds(
     return layers * (8 * size * splits / _LINK_BYTES + number * _LATENCY)
 
 
-def _zero_traffic(stage: int, number: int, params: int | float, copies: int) -> float:
+def _zero_traffic(
+    stage: int, number: int, params: int | float, learned: int | float, copies: int
+) -> float:
     """Seconds that gradients and parameters are on their way between the copies."""
-    passes = {0: 2, 1: 2, 2: number + 1, 3: 3 * number}[stage]
-    return passes * 2 * params * (copies - 1) / copies / _LINK_BYTES
+    passes = {0: 2, 1: 2, 2: number + 1, 3: number}[stage]
+    sent = passes * learned + (2 * number * params if stage == 3 else 0)
+    return 2 * sent * (copies - 1) / copies / _LINK_BYTES
 
 
 def _host_traffic(
