@@ -51,6 +51,12 @@ RANK = {"lora": {"rank": 4}}
             "leave one of them out",
         ),
         (
+            {"lora": {"rank": 4, "quantize": "int8"}}
+            | {"mesh": {"pipeline": 2}, "num_microbatches": 2},
+            "lora.quantize='int8' does not combine with mesh.pipeline=2; leave one of "
+            "them out",
+        ),
+        (
             {"lora": {"rank": 4, "quantize": "int4"}}
             | {"model": {"moe": {"num_experts": 4}}, "mesh": {"tensor": 2}},
             "lora.quantize='int4' does not combine with model.moe.num_experts=4; "
