@@ -78,6 +78,29 @@ RULES = [
         )
         for kernel in ("cudnn", "sparse")
     ),
+    *(
+        case(
+            f"model.attention_sinks=True;model.attention={kernel}",
+            "model.attention_sinks=True adds scores without keys, which "
+            f"model.attention='{kernel}' cannot; use False, or model.attention='xla'",
+            id=f"sinks-{kernel}",
+        )
+        for kernel in ("cudnn", "sparse")
+    ),
+    case(
+        "model.attention_sinks=True;mesh.sequence=8",
+        "model.sequence_attention='auto' takes the ring, which has no scores without "
+        "keys, as model.attention_sinks=True needs; use 'ulysses' with a multiple of 8 "
+        "heads, or 0 there",
+        id="sinks-ring",
+    ),
+    case(
+        f"{WINDOW};model.full_attention_every=2;model.moe.num_experts=4;"
+        "model.moe.top_k=2;model.moe.bias_rate=0.1",
+        "model.moe.bias_rate=0.1 moves by the load of a block of one layer, and "
+        "model.full_attention_every=2 makes blocks of 2; use 0 for either",
+        id="loads-of-two-layers",
+    ),
     case(
         "model.attention_dropout_rate=0.1;mesh.sequence=8",
         "model.sequence_attention='auto' takes the ring, which drops no weights by "

@@ -102,6 +102,23 @@ FAMILIES = {
         moe_intermediate_size=12,
         mlp_only_layers=[0],
     ),
+    "gpt_oss": transformers.GptOssConfig(
+        **SIZES | {"intermediate_size": 12},
+        head_dim=6,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=5,
+        swiglu_limit=7.0,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 50.0,
+            "factor": 4.0,
+            "beta_fast": 4.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 16,
+        },
+    ),
     "gpt2": transformers.GPT2Config(
         vocab_size=VOCAB_SIZE,
         n_embd=16,

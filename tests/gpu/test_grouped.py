@@ -70,7 +70,7 @@ def assert_close(found, again, expected):
         assert error <= 1e-2 * jnp.abs(right.astype(jnp.float32)).max()
 
 
-@pytest.mark.parametrize("activation", ["swiglu", "gelu", "relu"])
+@pytest.mark.parametrize("activation", ["swiglu", "clamped_swiglu", "gelu", "relu"])
 @pytest.mark.parametrize(("sizes", "rows"), CASES.values(), ids=CASES)
 def test_epilogues_compute_what_plain_jax_does(sizes, rows, activation):
     groups, parts = len(sizes), num_parts(activation)

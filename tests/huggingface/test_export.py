@@ -51,6 +51,7 @@ def read_all(folder):
         pytest.param("gemma3_text", (), id="gemma3"),
         pytest.param("gpt2", (), id="gpt2"),
         pytest.param("mixtral", ("model.layers_per_scan=1",), id="mixtral"),
+        pytest.param("gpt_oss", (), id="joined-experts"),
         pytest.param("qwen3_moe", (), id="experts-behind-dense-layers"),
         pytest.param("bert", (), id="bert"),
         pytest.param("roberta", (), id="roberta"),

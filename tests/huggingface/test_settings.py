@@ -37,6 +37,7 @@ def test_settings_of_llama():
         "zero_centered_norm": False,
         "query_scale_size": 0,
         "attention_soft_cap": 0.0,
+        "attention_sinks": False,
         "logit_soft_cap": 0.0,
         "scaled_embedding": False,
         "first_position": 0,
@@ -146,13 +147,12 @@ def test_everything_that_llama_may_ask_for_is_refused_at_once(tmp_path):
         ),
         (
             "qwen3",
-            {"rope_parameters": {"rope_type": "yarn", "truncate": False}},
+            {"rope_parameters": {"rope_type": "yarn", "truncate": 1}},
             [
                 "rope_parameters.factor=None of config.json is not of type float; "
                 "correct it there",
-                unsupported(
-                    "rope_parameters.truncate", False, "zjax computes yarn without it"
-                ),
+                "rope_parameters.truncate=1 of config.json is not of type bool; "
+                "correct it there",
             ],
         ),
         (
@@ -217,6 +217,23 @@ def test_everything_that_llama_may_ask_for_is_refused_at_once(tmp_path):
             ],
         ),
         (
+            "gpt_oss",
+            {
+                "swiglu_limit": 5.0,
+                "attention_bias": False,
+                "quantization_config": {"quant_method": "mxfp4"},
+            },
+            [
+                unsupported(
+                    "quantization_config",
+                    {"quant_method": "mxfp4"},
+                    "zjax computes None alone",
+                ),
+                unsupported("attention_bias", False, "zjax computes True alone"),
+                unsupported("swiglu_limit", 5.0, "zjax computes 7.0 alone"),
+            ],
+        ),
+        (
             "qwen3_moe",
             {"decoder_sparse_step": 0},
             [
@@ -230,8 +247,8 @@ def test_everything_that_llama_may_ask_for_is_refused_at_once(tmp_path):
             [
                 "model_type='mamba' of config.json is not supported; use a checkpoint "
                 "of llama, mistral, qwen2, qwen3, phi3, olmo2, gemma2, gemma3_text, "
-                "gpt2, mixtral, qwen3_moe, bert, roberta, or import its weights as "
-                "your own model"
+                "gpt2, mixtral, qwen3_moe, gpt_oss, bert, roberta, or import its "
+                "weights as your own model"
             ],
         ),
     ],
@@ -377,6 +394,7 @@ def test_settings_of_experts(tmp_path):
         "top_groups": 1,
         "drop": "none",
         "bias_rate": 0.0,
+        "router_bias": False,
     }
     found = golden.settings_of("mixtral")["moe"]
     assert (found["normalise"], found["top_k"], found["expert_size"]) == (True, 2, 12)

@@ -134,6 +134,10 @@ def check(run, expected):
         ),
         pytest.param("llama", 1, ("model.mlp_tiles=3",), id="tiles"),
         pytest.param(
+            *("gpt_oss", 8, (*SHARDED, "mesh.expert=2", "mesh.tensor=2")),
+            id="joined-experts-and-sinks",
+        ),
+        pytest.param(
             *("qwen3_moe", 8, (*SHARDED, "mesh.expert=2", "mesh.tensor=2")),
             id="experts-in-parts-and-dense-layers",
         ),

@@ -280,5 +280,6 @@ def test_settings_that_are_no_router_are_named():
 
 
 def test_an_unknown_activation_is_named():
-    message = "activation='tanh' is not an activation; use one of swiglu, gelu, relu"
+    message = "activation='tanh' is not an activation; use one of swiglu, "
+    message += "clamped_swiglu, gelu, relu"
     assert list(map(str, activation_problems("tanh"))) == [message]

@@ -12,15 +12,23 @@ from zjax.moe.router import Router, route
 from zjax_kernels import device
 
 E, M, F, T = 5, 6, 4, 24
+
+
+def clamped(gate, value):
+    gate, value = jnp.minimum(gate, 7.0), jnp.clip(value, -7.0, 7.0)
+    return (value + 1) * gate * jax.nn.sigmoid(1.702 * gate)
+
+
 ACTIVATIONS = {
     "swiglu": lambda h: jax.nn.silu(h[:F]) * h[F:],
+    "clamped_swiglu": lambda h: clamped(h[:F], h[F:]),
     "gelu": jax.nn.gelu,
     "relu": jax.nn.relu,
 }
 
 
 def make_experts(activation, with_bias, dtype=jnp.float32):
-    width = F * (1 + (activation == "swiglu"))
+    width = F * (1 + activation.endswith("swiglu"))
     shapes = [(E, M, width), (E, F, M)] + [(E, width), (E, M)] * with_bias
     keys = jax.random.split(jax.random.key(0), len(shapes))
     pairs = zip(keys, shapes, strict=True)
@@ -50,6 +58,7 @@ def by_token(x, experts, routing, activation):
     [
         ("swiglu", 1, "position", True),
         ("swiglu", 3, "none", False),
+        ("clamped_swiglu", 2, "none", True),
         ("gelu", 1, "position", True),
         ("relu", 3, "none", False),
     ],

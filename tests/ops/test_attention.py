@@ -106,6 +106,26 @@ def test_a_cap_of_scores_does_not_see_padding_after_the_lengths():
     np.testing.assert_allclose(both_ways[:1, :4], alone, rtol=1e-5)
 
 
+@pytest.mark.parametrize("cap", [0.0, 1.5])
+def test_sinks_take_part_of_the_softmax_and_have_no_value(cap):
+    """Fails if a sink is that of another head, capped, masked or scaled."""
+    q, k, v = make_heads(2)
+    sinks = np.linspace(-2.0, 3.0, HEADS, dtype=np.float32)
+    bounds = attention.Bounds(window=3, soft_cap=cap)
+    found = attend(q, k, v, causal=True, bounds=bounds, sinks=jnp.array(sinks))
+    scores = np.einsum("blhd,bshd->bhls", q, k.repeat(2, 2)) / math.sqrt(SIZE)
+    scores = cap * np.tanh(scores / cap) if cap else scores
+    weights = np.where((CAUSAL & NEAR)[:, None], np.exp(scores), 0)
+    weights /= weights.sum(-1, keepdims=True) + np.exp(sinks)[:, None, None]
+    expected = np.einsum("bhls,bshd->blhd", weights, v.repeat(2, 2))
+    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-6)
+    with pytest.raises(ConfigError) as error:
+        attention.choose_implementation("cudnn", **H100, has_sinks=True)
+    assert str(error.value) == (
+        "model.attention='cudnn' cannot run: it has no score without a key; use 'xla'"
+    )
+
+
 def test_cudnn_slides_windows_alone():
     assert attention.choose_implementation("auto", **H100, sliding=True)[0] == "cudnn"
     masked = H100 | {"masked": True}

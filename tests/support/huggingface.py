@@ -17,7 +17,7 @@ FOLDER = pathlib.Path(__file__).parents[1] / "golden" / "huggingface"
 FAMILIES = (
     *("llama", "llama_biases", "llama3", "mistral", "qwen2", "qwen3"),
     *("phi3", "phi3_long", "olmo2", "gpt2", "mistral_window", "gemma2", "gemma3_text"),
-    *("mixtral", "qwen3_moe"),
+    *("mixtral", "qwen3_moe", "gpt_oss"),
 )
 ENCODERS = ("bert", "roberta")
 

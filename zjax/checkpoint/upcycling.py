@@ -155,7 +155,7 @@ class _Upcycled:
             array = array.replace(_RESIDUAL, "mlp.")
         elif array.startswith(_EXPERTS):
             array = array.replace(_EXPERTS, "mlp.")
-            if self.config.model.activation == "swiglu" and ".up." in array:
+            if self.config.model.is_gated and ".up." in array:
                 return [f"blocks.{x}" for x in (array.replace(".up.", ".gate."), array)]
         return [f"blocks.{array}"]
 

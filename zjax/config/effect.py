@@ -33,6 +33,7 @@ _SCALED = {
     "beta_fast": ("yarn",),
     "beta_slow": ("yarn",),
     "attention_factor": ("yarn", "longrope"),
+    "truncate": ("yarn",),
 }
 
 NEEDS = (

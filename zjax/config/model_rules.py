@@ -186,6 +186,11 @@ def _attention(config: schema.Config, num_devices: int) -> Iterator[Problem]:
         problem = "cannot run with precision.compute_dtype='float32'"
         remedy = "use xla, or compute in bfloat16 or float16"
         yield Problem("model.attention", "cudnn", problem, remedy)
+    if config.model.attention_sinks and config.model.attention in ("cudnn", "sparse"):
+        kernel = config.model.attention
+        problem = f"adds scores without keys, which model.attention={kernel!r} cannot"
+        remedy = "use False, or model.attention='xla'"
+        yield Problem("model.attention_sinks", True, problem, remedy)
     rate, kernel = config.model.attention_dropout_rate, config.model.attention
     if rate and kernel in ("cudnn", "sparse"):
         problem = f"drops attention weights, which model.attention={kernel!r} cannot"

@@ -346,6 +346,8 @@ class RopeScaling:
     attention_factor: float = 0.0
     """Factor of rotated queries and of keys; 0 takes 0.1 ln(`factor`) + 1 under `yarn`,
     and the root of 1 + ln(`factor`) / ln(`original_length`) under `longrope`."""
+    truncate: bool = True
+    """Whether the bounds of `yarn` are rounded to channels, outwards."""
 
 
 @section
@@ -424,6 +426,8 @@ class MoE:
     softmax of each token weighs the two (PR-MoE, arXiv:2201.05596)."""
     scores: Literal["softmax", "sigmoid"] = "softmax"
     """Scores of the router: `softmax` over all experts, or `sigmoid` of each."""
+    router_bias: bool = False
+    """Whether the logits of the router have a bias, as in gpt-oss."""
     normalise: bool = True
     """Whether the weights of a token's experts add up to `scale`, if `top_k` > 1."""
     scale: float = 1.0
@@ -515,15 +519,20 @@ class Model:
     """Layers that do not slide: every second for 2, as in Gemma 2; none for 0."""
     attention_soft_cap: float = 0.0
     """Bound of attention scores, by tanh before the softmax; 0 for none."""
+    attention_sinks: bool = False
+    """Whether each head has a score besides those of its keys, without a value, that
+    takes part of the softmax, as in gpt-oss."""
     logit_soft_cap: float = 0.0
     """Bound of the logits of the next token; 0 for none."""
     query_scale_size: int = 0
     """Number whose root divides attention scores; 0 takes `head_size`."""
     scaled_embedding: bool = False
     """Whether embeddings are multiplied by the root of `embed_size`."""
-    activation: Literal["gelu", "gelu_exact", "swiglu", "geglu"] = "gelu"
+    activation: Literal["gelu", "gelu_exact", "swiglu", "geglu", "clamped_swiglu"] = (
+        "gelu"
+    )
     """`gelu` is the form with tanh of GPT-2, `gelu_exact` that of BERT in PyTorch; the
-    others are gated by SiLU and GELU."""
+    others are gated, by SiLU, by GELU and by a SiLU of bounded inputs (gpt-oss)."""
     use_bias: bool = True
     """Whether layers have biases."""
     attention_bias: Literal["use_bias", "none", "inputs", "all"] = "use_bias"
@@ -572,7 +581,7 @@ class Model:
     @property
     def is_gated(self) -> bool:
         """Whether a product of two matrices enters the last one of a feed-forward."""
-        return self.activation in ("swiglu", "geglu")
+        return self.activation in ("swiglu", "geglu", "clamped_swiglu")
 
     @property
     def num_positions(self) -> int:

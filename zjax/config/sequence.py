@@ -79,6 +79,8 @@ def _ring_lacks(model: schema.Model) -> str:
     bounds = "sliding_window", "attention_soft_cap"
     for name in (name for name in bounds if getattr(model, name)):
         return f"does not bound attention by model.{name}={getattr(model, name)}"
+    if model.attention_sinks:
+        return "has no scores without keys, as model.attention_sinks=True needs"
     if rate := model.attention_dropout_rate:
         return f"drops no weights by model.attention_dropout_rate={rate}"
     return ""

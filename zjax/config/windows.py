@@ -79,6 +79,7 @@ def _refused(config: schema.Config) -> Iterator[Problem]:
         yield Problem("model.sliding_window", window, problem, remedy)
     if model.full_attention_every > 1:
         yield from _blocks(model)
+        yield from _loads(model)
 
 
 def _blocks(model: schema.Model) -> Iterator[Problem]:
@@ -92,6 +93,14 @@ def _blocks(model: schema.Model) -> Iterator[Problem]:
             problem += "needs others"
             remedy = f"use 0, or model.{name}={wanted}"
             yield Problem("model.full_attention_every", every, problem, remedy)
+
+
+def _loads(model: schema.Model) -> Iterator[Problem]:
+    every, rate = model.full_attention_every, model.moe.bias_rate
+    if rate:
+        problem = "moves by the load of a block of one layer, and "
+        problem += f"model.full_attention_every={every} makes blocks of {every}"
+        yield Problem("model.moe.bias_rate", rate, problem, "use 0 for either")
 
 
 def _without_effect(model: schema.Model) -> Iterator[Problem]:

@@ -134,6 +134,7 @@ _PLAIN = {
     "query_key_norm_scope": "head",
     "query_scale_size": 0,
     "attention_soft_cap": 0.0,
+    "attention_sinks": False,
     "logit_soft_cap": 0.0,
     "scaled_embedding": False,
     "first_position": 0,
@@ -225,6 +226,7 @@ _MIXTURE = {
     "top_groups": 1,
     "drop": "none",
     "bias_rate": 0.0,
+    "router_bias": False,
 }
 """Settings of experts that have nothing special, and drop no token."""
 _LOSS = frozenset({"router_aux_loss_coef", "output_router_logits"})
@@ -409,6 +411,37 @@ FAMILIES = {
         unread=_LOSS | {"sliding_window"},
         aliases={"num_local_experts": "num_experts"},
         has_steps=True,
+    ),
+    "gpt_oss": dataclasses.replace(
+        _LLAMA,
+        rows=tensors.GPT_OSS,
+        constant={
+            **_LLAMA_CONSTANT,
+            "activation": "clamped_swiglu",
+            "use_bias": True,
+            "attention_bias": "use_bias",
+            "attention_sinks": True,
+            "moe": _MIXTURE | {"router_bias": True},
+        },
+        keys=_LLAMA_KEYS
+        | {
+            "num_key_value_heads": Key("num_kv_heads", int, 8),
+            "head_dim": Key("head_size", int, 64),
+            "rms_norm_eps": Key("norm_eps", float, 1e-5),
+            "intermediate_size": Key("moe.expert_size", int),
+            "num_local_experts": Key("moe.num_experts", int, 128),
+            "num_experts_per_tok": Key("moe.top_k", int, 4),
+        },
+        fixed=_LLAMA_FIXED
+        | {
+            "attention_bias": Fixed(True),
+            "swiglu_alpha": Fixed(1.702),
+            "swiglu_limit": Fixed(7.0),
+        },
+        biases=(),
+        windows=Windows("period", default=128, period=2),
+        theta=150_000.0,
+        unread=_LOSS | {"experts_per_token", "initial_context_length"},
     ),
     "bert": _BERT,
     "roberta": dataclasses.replace(

@@ -33,7 +33,7 @@ _LISTS = {"short_factor": "short_factors", "long_factor": "long_factors"}
 _OLD = {"su": "longrope"}
 """Other names of kinds."""
 _ORIGINAL = "original_max_position_embeddings"
-_USUAL = {"mscale": (None,), "mscale_all_dim": (None,), "truncate": (None, True)}
+_USUAL = {"mscale": (None,), "mscale_all_dim": (None,)}
 """Keys of yarn with the values that zjax computes."""
 _ANY = {"rope_type", "type", "rope_theta", PARTIAL, "factor", _ORIGINAL}
 KNOWN = {*MAPPINGS, "rope_theta", PARTIAL, _ORIGINAL, _LOCAL}
@@ -58,6 +58,8 @@ def rotation_settings(
         for theirs, ours in _SCALED[kind].items():
             if rope.get(theirs) is not None:
                 scaling[ours] = float(rope[theirs])
+    if kind == "yarn":
+        scaling["truncate"] = rope.get("truncate") is not False
     if kind in ("yarn", "llama3", "longrope"):
         given = values.get(_ORIGINAL) or rope.get(_ORIGINAL)
         scaling["original_length"] = given or length
@@ -92,6 +94,8 @@ def rotation_values(model: schema.Model, family: Family) -> dict[str, Any]:
     for theirs, ours in _SCALED[scaling.kind].items():
         if value := getattr(scaling, ours):
             rope[theirs] = value
+    if scaling.kind == "yarn" and not scaling.truncate:
+        rope["truncate"] = False
     if scaling.kind in ("yarn", "llama3", "longrope"):
         rope[_ORIGINAL] = scaling.original_length
     if scaling.kind == "longrope":
@@ -143,7 +147,7 @@ def unknown_keys(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
     rope, name = _rope(values), _name(values)
     if _LOCAL in values and not family.local_theta:
         rope = {**rope, _LOCAL: values[_LOCAL]}
-    known = {*_ANY, *_SCALED.get(_kind(rope), ()), *_USUAL}
+    known = {*_ANY, "truncate", *_SCALED.get(_kind(rope), ()), *_USUAL}
     known |= {*_LISTS} if _kind(rope) == "longrope" else set()
     return {f"{name}.{key}": x for key, x in rope.items() if key not in known}
 
@@ -160,6 +164,9 @@ def _wrong_numbers(rope, kind, name, where) -> Iterator[Problem]:
         if not isinstance(given, list) or not all(map(_is_number, given)):
             problem = f"{where} is no list of numbers"
             yield Problem(f"{name}.{key}", given, problem, "correct it there")
+    if type(rope.get("truncate")) not in (type(None), bool):
+        problem = f"{where} is not of type bool"
+        yield Problem(f"{name}.truncate", rope["truncate"], problem, "correct it there")
     original = rope.get(_ORIGINAL)
     if original is not None and type(original) is not int:
         problem = f"{where} is not of type int"

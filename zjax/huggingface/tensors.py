@@ -87,6 +87,26 @@ def _experts(theirs: str, gate: str, down: str, value: str) -> tuple[Row, ...]:
     )
 
 
+def _joined_experts(theirs: str) -> tuple[Row, ...]:
+    """Matrices and biases of all experts in one tensor; gates and values alternate."""
+    ours, name = "blocks.mlp.experts", f"{_LAYER}.{theirs}"
+    up, pairs = f"{name}.gate_up_proj", "expert_mlp gates"
+    down, outputs = f"{name}.down_proj", "experts | embed"
+    rows = (
+        Row(
+            *(f"{ours}.up.kernel", up, "experts embed gates expert_mlp"),
+            f"experts | embed | {pairs}",
+        ),
+        Row(
+            *(f"{ours}.up.bias", f"{up}_bias", "experts gates expert_mlp"),
+            f"experts | {pairs}",
+        ),
+        Row(f"{ours}.down.kernel", down, "experts | expert_mlp | embed"),
+        Row(f"{ours}.down.bias", f"{down}_bias", outputs),
+    )
+    return tuple(dataclasses.replace(row, layers="mixture") for row in rows)
+
+
 def _router(theirs: str) -> tuple[Row, ...]:
     ours, theirs = "blocks.mlp.router.kernel", f"{_LAYER}.{theirs}.weight"
     return (Row(ours, theirs, "embed experts", "experts | embed", layers="mixture"),)
@@ -149,6 +169,14 @@ MIXTRAL: tuple[Row, ...] = (
     *(*_experts("block_sparse_moe.experts", "w1", "w2", "w3"), *_HEAD),
 )
 """Mixtral, with experts in all layers."""
+GPT_OSS: tuple[Row, ...] = (
+    *(*_EMBEDDING, *_INPUT_NORMS, *_ATTENTION),
+    Row("blocks.attention.sinks", f"{_LAYER}.self_attn.sinks", "heads"),
+    *_router("mlp.router"),
+    Row("blocks.mlp.router.logit_bias", f"{_LAYER}.mlp.router.bias", "experts"),
+    *(*_joined_experts("mlp.experts"), *_HEAD),
+)
+"""gpt-oss, with all experts of a layer in one tensor."""
 QWEN3_MOE: tuple[Row, ...] = (
     *(*_EMBEDDING, *_INPUT_NORMS, *_ATTENTION, *_query_key_norms("head", "head")),
     *(*_DENSE_MLP, *_router("mlp.gate")),

@@ -185,6 +185,7 @@ class Block(nnx.Module):
             window=window,
             bounds=self.bounds,
             dropout=dropout,
+            sinks=self.attention.laid_sinks(),
             implementation=self.implementation,
         )
 

@@ -136,6 +136,7 @@ def read_prompt(
                 causal=True,
                 mask=visible,
                 bounds=layer.bounds,
+                sinks=layer.attention.laid_sinks(),
                 implementation="xla" if layer.implementation == "xla" else "auto",
             )
         padding = ((0, 0), (0, num_new), (0, 0), (0, 0))
@@ -175,9 +176,8 @@ def read_token(
         if layer.sparse is not None:
             mask &= _visible_in_blocks(layer.sparse, starts, column, keys.shape[1])
         bounds = layer.bounds._replace(window=0)  # the mask has it
-        outputs = attention.call_jax(
-            q, keys, values, bounds, mask=mask, implementation="xla"
-        )
+        options = {"sinks": layer.attention.laid_sinks(), "implementation": "xla"}
+        outputs = attention.call_jax(q, keys, values, bounds, mask=mask, **options)
         return outputs, (keys, values)
 
     updated = []

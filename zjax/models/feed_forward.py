@@ -62,9 +62,7 @@ class FeedForward(nnx.Module):
             up = self.up(x, remat.MLP)
             return self.down(activation.UNGATED[self.activation](up))
         up, gate = layers.project(x, (self.up, self.gate), remat.MLP)
-        is_gelu = self.activation == "geglu"
-        activate = activation.geglu if is_gelu else activation.swiglu
-        return self.down(activate(gate, up))
+        return self.down(activation.GATED[self.activation](gate, up))
 
 
 class TiledFeedForward(nnx.Module):

@@ -329,6 +329,11 @@ class Attention(nnx.Module):
         self.key = from_stream(kv_heads)
         self.value = from_stream(kv_heads)
         self.out = linear(heads, embed, std=out_std, use_bias=config.has_output_bias)
+        self.sinks = (
+            make_param((("heads", config.num_heads),), jnp.zeros)
+            if config.attention_sinks
+            else None
+        )
         has_norms, by_head = (
             config.query_key_norm,
             config.query_key_norm_scope == "head",
@@ -344,8 +349,7 @@ class Attention(nnx.Module):
         attend: Attend,
     ) -> tuple[Float[Array, "B L M"], Any]:
         """Projects, attends and projects back; passes on the cache."""
-        num_shards = tensor.num_shares()
-        heads = tensor.Heads.of(self.num_heads, self.num_kv_heads, num_shards)
+        heads = self._heads()
         arrangements = heads.lay_queries, heads.lay_keys, heads.lay_keys
         q, k, v = project(
             x, (self.query, self.key, self.value), arrangements=arrangements
@@ -358,3 +362,12 @@ class Attention(nnx.Module):
             q = (q * self.query_scale).astype(q.dtype)
         outputs, cache = attend(q, k, v)
         return self.out(outputs, arrange=heads.lay_queries), cache
+
+    def laid_sinks(self) -> Float[Array, " H"] | None:
+        """The score without a key of each head as the mesh in use lays heads."""
+        if self.sinks is None:
+            return None
+        return self._heads().lay_queries(self.sinks[...], 0)
+
+    def _heads(self) -> tensor.Heads:
+        return tensor.Heads.of(self.num_heads, self.num_kv_heads, tensor.num_shares())

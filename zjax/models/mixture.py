@@ -19,7 +19,7 @@ from zjax.models.feed_forward import FeedForward
 from zjax.moe import losses
 from zjax.moe.experts import Activation, Experts, apply_experts
 from zjax.moe.placement import Placement
-from zjax.moe.router import Router, Routing, route, router_logits
+from zjax.moe.router import Router, RouterArrays, Routing, route, router_logits
 from zjax.ops.keys import fold_in
 from zjax.parallel import tensor
 from zjax.sharding.activations import first_row
@@ -43,6 +43,37 @@ class Matrix(nnx.Module):
         self.bias = layers.make_param(bias, jnp.zeros) if bias else None
 
 
+class RouterMatrix(nnx.Module):
+    """The parameters of a router.
+
+    Args:
+        config: Shape of the model.
+        num_experts: Number of experts.
+        rngs: Source of the initial values.
+    """
+
+    def __init__(self, config: schema.Model, num_experts: int, *, rngs: nnx.Rngs):
+        moe, key = config.moe, rngs.params()
+        experts: layers.Dims = ((None, num_experts),)
+        self.kernel = layers.make_param(
+            (("embed", config.embed_size), *experts),
+            lambda shape: ROUTER_INIT(key, shape),
+        )
+        self.bias = layers.make_param(experts, jnp.zeros) if moe.bias_rate else None
+        self.logit_bias = (
+            layers.make_param(experts, jnp.zeros) if moe.router_bias else None
+        )
+
+    def values(self) -> RouterArrays:
+        """The parameters as `mix_tokens` reads them."""
+        bias, logit_bias = self.bias, self.logit_bias
+        return RouterArrays(
+            self.kernel[...],
+            None if bias is None else bias[...],
+            None if logit_bias is None else logit_bias[...],
+        )
+
+
 class ExpertMatrices(nnx.Module):
     """The parameters of all experts.
 
@@ -64,7 +95,7 @@ class ExpertMatrices(nnx.Module):
         experts: layers.Dims = (("experts", num_experts),)
         embed: layers.Dims = (("embed", config.embed_size),)
         mlp: layers.Dims = (("mlp", config.moe.expert_size),)
-        hidden = (("gates", 2), *mlp) if config.activation == "swiglu" else mlp
+        hidden = (("gates", 2), *mlp) if config.is_gated else mlp
 
         def matrix(inputs: layers.Dims, outputs: layers.Dims, std: float) -> Matrix:
             bias = (*experts, *outputs) if config.use_bias else ()
@@ -119,13 +150,7 @@ class MixtureOfExperts(nnx.Module):
         moe, embed = config.moe, (("embed", config.embed_size),)
         self.config = config
         self.settings = router_of(moe, num_experts)
-        key = rngs.params()
-        experts: layers.Dims = ((None, num_experts),)
-        self.router = Matrix(
-            (*embed, *experts),
-            lambda shape: ROUTER_INIT(key, shape),
-            bias=experts if moe.bias_rate else (),
-        )
+        self.router = RouterMatrix(config, num_experts, rngs=rngs)
         self.experts = ExpertMatrices(config, num_experts, out_std=out_std, rngs=rngs)
         shared, residual = moe.num_shared, moe.residual
         self.shared = feed_forward(shared * moe.expert_size) if shared else None
@@ -156,12 +181,11 @@ class MixtureOfExperts(nnx.Module):
         if not drops:
             settings = dataclasses.replace(settings, drop="none")
 
-        bias, activation = self.router.bias, self.config.activation
-        assert activation in ("swiglu", "gelu")  # see config.windows
-        router = self.router.kernel[...], None if bias is None else bias[...]
+        activation = self.config.activation
+        assert activation in ("swiglu", "clamped_swiglu", "gelu")  # see config.windows
         y, auxiliary = mix_tokens(
             x,
-            router,
+            self.router.values(),
             self.experts.values(),
             settings,
             self.config.moe,
@@ -173,12 +197,7 @@ class MixtureOfExperts(nnx.Module):
 
     def chosen_experts(self, x: Float[Array, "... M"]) -> Int[Array, "... K"]:
         """The experts of each token in evaluation, best first, before any drop."""
-        bias = self.router.bias
-        return chosen_experts(
-            x,
-            (self.router.kernel[...], None if bias is None else bias[...]),
-            self.settings,
-        )
+        return chosen_experts(x, self.router.values(), self.settings)
 
     def _add_branches(self, x: jax.Array, y: jax.Array) -> jax.Array:
         if self.residual is not None and self.coefficient is not None:
@@ -197,7 +216,7 @@ class MixtureOfExperts(nnx.Module):
 
 def mix_tokens(
     x: Float[Array, "B L M"],
-    router: tuple[jax.Array, jax.Array | None],
+    router: RouterArrays,
     experts: Experts,
     settings: Router,
     moe: schema.MoE,
@@ -210,7 +229,7 @@ def mix_tokens(
 
     Args:
         x: Tokens.
-        router: Matrix [M, E], and bias [E] or None.
+        router: Parameters of the router.
         experts: Parameters of all experts.
         settings: Settings of the router.
         moe: Jitter, and coefficients of the losses.
@@ -242,7 +261,7 @@ def mix_tokens(
 
 def chosen_experts(
     x: Float[Array, "... M"],
-    router: tuple[jax.Array, jax.Array | None],
+    router: RouterArrays,
     settings: Router,
 ) -> Int[Array, "... K"]:
     """The experts of each token in evaluation, best first, before any drop.
@@ -252,12 +271,13 @@ def chosen_experts(
 
     Args:
         x: Tokens.
-        router: Matrix [M, E], and bias [E] or None.
+        router: Parameters of the router.
         settings: Settings of the router.
     """
-    kernel, bias = router
-    logits = router_logits(x.reshape(-1, x.shape[-1]), kernel)
-    routing = route(logits, settings, bias=bias)
+    logits = router_logits(
+        x.reshape(-1, x.shape[-1]), router.kernel, bias=router.logit_bias
+    )
+    routing = route(logits, settings, bias=router.bias)
     experts = routing.experts
     if settings.choice == "experts":
         experts = jnp.where(routing.kept, experts, -1)
@@ -272,15 +292,16 @@ def router_of(moe: schema.MoE, num_experts: int) -> Router:
 
 def _route(
     tokens: jax.Array,
-    router: tuple[jax.Array, jax.Array | None],
+    router: RouterArrays,
     settings: Router,
     moe: schema.MoE,
     counts: jax.Array | None,
     key: jax.Array | None,
 ) -> Routing:
-    kernel, bias = router
     jitter_key, route_key = (None, None) if key is None else jax.random.split(key)
-    logits = router_logits(tokens, kernel, jitter=moe.jitter, key=jitter_key)
+    kernel, bias, logit_bias = router
+    given = {"bias": logit_bias, "jitter": moe.jitter, "key": jitter_key}
+    logits = router_logits(tokens, kernel, **given)
     flat = None if counts is None else counts.ravel()
     return route(logits, settings, key=route_key, bias=bias, counts=flat)
 

@@ -16,8 +16,9 @@ from zjax.errors import ConfigError, Problem
 from zjax.models.layers import Dims
 from zjax.models.mixture import ROUTER_INIT, chosen_experts, mix_tokens
 from zjax.moe.experts import Activation, Experts
-from zjax.moe.router import Router
+from zjax.moe.router import Router, RouterArrays
 from zjax.parallel import tensor
+from zjax_kernels.grouped.activations import num_parts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,7 +80,7 @@ class Mixture:
         experts: Dims = (("experts", number),)
         embed: Dims = (("embed", embed_size),)
         mlp: Dims = (("mlp", self.expert_size),)
-        hidden = (("gates", 2), *mlp) if self.activation == "swiglu" else mlp
+        hidden = (("gates", 2), *mlp) if num_parts(self.activation) == 2 else mlp
         dims: dict[str, Dims] = {
             "router_kernel": (*embed, (None, number)),
             "up": (*experts, *embed, *hidden),
@@ -111,7 +112,7 @@ class Mixture:
         cast: dict[str, Any] = {name: p.astype(dtype) for name, p in params.items()}
         y, auxiliary = mix_tokens(
             tokens,
-            (router, None),
+            RouterArrays(router),
             Experts(**cast).with_merged_gates(),
             self.router,
             self.moe,
@@ -126,7 +127,7 @@ class Mixture:
         self, x: Float[Array, "... M"], params: dict[str, Array]
     ) -> Int[Array, "... K"]:
         """The experts of each token in evaluation, best first, before any drop."""
-        return chosen_experts(x, (params["router_kernel"], None), self.router)
+        return chosen_experts(x, RouterArrays(params["router_kernel"]), self.router)
 
 
 def initializer(name: str, num_dims: int) -> jax.nn.initializers.Initializer:

@@ -10,7 +10,7 @@ arXiv:2202.09368 (expert choice).
 
 import dataclasses
 import math
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -102,6 +102,20 @@ class Router:
         return capacity
 
 
+class RouterArrays(NamedTuple):
+    """Parameters of a router.
+
+    Args:
+        kernel: [M, E].
+        bias: [E], added to the scores for the choice alone; None for none.
+        logit_bias: [E], added to the logits; None for none.
+    """
+
+    kernel: Any
+    bias: Any = None
+    logit_bias: Any = None
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Routing:
@@ -146,6 +160,7 @@ def router_logits(
     x: Float[Array, "T M"],
     kernel: Float[Array, "M E"],
     *,
+    bias: Float[Array, " E"] | None = None,
     jitter: float = 0.0,
     key: jax.Array | None = None,
 ) -> Float[Array, "T E"]:
@@ -154,6 +169,7 @@ def router_logits(
     Args:
         x: Tokens.
         kernel: Matrix of the router.
+        bias: Term of the logits; None for none.
         jitter: Entries of `x` are multiplied by uniform noise of 1 - jitter to 1 +
             jitter.
         key: Random key; None means evaluation, without noise.
@@ -168,6 +184,11 @@ def router_logits(
     if jitter and key is not None:
         noise = jax.random.uniform(key, x.shape, minval=1 - jitter, maxval=1 + jitter)
         x = x.astype(jnp.float32) * noise
+    logits = _product(x, kernel)
+    return logits if bias is None else logits + bias.astype(jnp.float32)[None]
+
+
+def _product(x: jax.Array, kernel: jax.Array) -> jax.Array:
     if x.dtype == jnp.bfloat16 and kernel.dtype in (jnp.bfloat16, jnp.float32):
         return split_dot(x, kernel)
     if x.dtype != kernel.dtype:

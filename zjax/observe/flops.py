@@ -30,6 +30,7 @@ def num_params(model: schema.Model, *, active: bool = False) -> int:
     size, kv_size = (n * model.head_size for n in (model.num_heads, model.num_kv_heads))
     attention = 2 * width * (size + kv_size) + model.has_output_bias * width
     attention += model.has_input_bias * (size + 2 * kv_size)
+    attention += model.attention_sinks * model.num_heads
     norm_vectors = 1 + (bias if model.norm == "layer_norm" else 0)
     norm = norm_vectors * width
     if model.query_key_norm:
@@ -183,7 +184,7 @@ def _mixture_params(model: schema.Model, num_experts: int, active: bool) -> int:
     moe, width = model.moe, model.embed_size
     used = min(experts_per_token(moe), num_experts) if active else num_experts
     params = round(used * _mlp_params(model, moe.expert_size))
-    params += (width + (moe.bias_rate > 0)) * num_experts
+    params += (width + (moe.bias_rate > 0) + moe.router_bias) * num_experts
     if moe.num_shared:
         params += _mlp_params(model, moe.num_shared * moe.expert_size)
     params += width * moe.shared_gate

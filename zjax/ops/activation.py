@@ -9,6 +9,8 @@ import functools
 import jax
 from jaxtyping import Array, Float
 
+from zjax_kernels.grouped import activations
+
 INPUT = "mlp"
 """Name, for policies of `jax.checkpoint`, of what the activation functions read."""
 
@@ -70,5 +72,24 @@ def geglu(
     return jax.nn.gelu(gate, approximate=True) * up
 
 
+@functools.partial(jax.checkpoint, prevent_cse=False)
+def clamped_swiglu(
+    gate: Float[Array, "*dims"], up: Float[Array, "*dims"]
+) -> Float[Array, "*dims"]:
+    """The gated activation of gpt-oss, whose inputs are clamped.
+
+    Example:
+        >>> x = jax.numpy.array([0.0, 9.0])
+        >>> clamped_swiglu(x, jax.numpy.ones(2)).round(2).tolist()
+        [0.0, 14.0]
+
+    Reference:
+        gpt-oss (arXiv:2508.10925), section 2.
+    """
+    return activations.clamped_swiglu(gate, up)
+
+
 UNGATED = {"gelu": gelu, "gelu_exact": gelu_exact}
 """Activations of one input, by `model.activation`."""
+GATED = {"swiglu": swiglu, "geglu": geglu, "clamped_swiglu": clamped_swiglu}
+"""The same of two inputs."""

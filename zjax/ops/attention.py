@@ -58,6 +58,7 @@ def dot_product_attention(
     window: Window | None = None,
     bounds: Bounds = UNBOUNDED,
     dropout: Dropout | None = None,
+    sinks: Float[Array, " H"] | None = None,
     implementation: Implementation = "auto",
 ) -> Float[Array, "B L H D"]:
     """Computes softmax(q k / sqrt(D)) v, with the softmax in float32.
@@ -77,6 +78,8 @@ def dot_product_attention(
         window: Keys that a query may see; needs `causal`.
         bounds: Window and soft cap of the layer; a window needs `causal`.
         dropout: Dropout of the attention weights, which runs on XLA.
+        sinks: Score of each head of queries besides those of its keys, which takes part
+            of the softmax and has no value; on XLA.
         implementation: `auto` takes cuDNN where it can run, under a window the kernels
             of `zjax_kernels`, which skip what is outside, and logs the choice.
 
@@ -113,6 +116,7 @@ def dot_product_attention(
         sliding=bounds.window > 0,
         capped=bounds.soft_cap > 0,
         dropped=dropout is not None,
+        has_sinks=sinks is not None,
     )
     _log_choice(chosen, reason)
     if chosen == "mosaic_gpu":
@@ -132,6 +136,7 @@ def dot_product_attention(
             implementation=chosen,
             bounds=bounds,
             dropout=dropout,
+            sinks=sinks,
         )
 
     if chosen == "xla":
@@ -146,11 +151,13 @@ def call_jax(
     v: Float[Array, "B S K D"],
     bounds: Bounds = UNBOUNDED,
     dropout: Dropout | None = None,
+    sinks: Float[Array, " H"] | None = None,
     **options: Any,
 ) -> Float[Array, "B L H D"]:
     """`jax.nn.dot_product_attention`, in float32 for float16 inputs on CPUs and TPUs.
 
-    It is within `bounds`; a soft cap and dropout are those of `explicit_attention`.
+    It is within `bounds`; soft caps, dropout and sinks are those of
+    `explicit_attention`.
 
     Example:
         >>> x = jax.numpy.ones((1, 3, 2, 4), "float16")
@@ -163,8 +170,8 @@ def call_jax(
     if bounds.window:
         options["local_window_size"] = (bounds.window - 1, 0)
     attend = jax.nn.dot_product_attention
-    if bounds.soft_cap or dropout is not None:
-        given = {"cap": bounds.soft_cap, "dropout": dropout}
+    if bounds.soft_cap or dropout is not None or sinks is not None:
+        given = {"cap": bounds.soft_cap, "dropout": dropout, "sinks": sinks}
         attend = functools.partial(explicit_attention, **given)
     return attend(*arrays, **options).astype(q.dtype)
 
@@ -182,6 +189,7 @@ def choose_implementation(
     sliding: bool = False,
     capped: bool = False,
     dropped: bool = False,
+    has_sinks: bool = False,
 ) -> tuple[Chosen, str]:
     """Decides which kernel runs, and why.
 
@@ -197,6 +205,7 @@ def choose_implementation(
         sliding: Whether a layer has a window.
         capped: Whether scores have a soft cap.
         dropped: Whether attention weights have dropout.
+        has_sinks: Whether heads have scores without keys.
 
     Returns:
         The kernel, and the reason to log.
@@ -212,8 +221,12 @@ def choose_implementation(
     """
     if requested == "xla":
         return "xla", "asked for"
-    if capped or dropped:
-        lacking = "soft cap of scores" if capped else "dropout of attention weights"
+    lacks = {
+        "soft cap of scores": capped,
+        "dropout of attention weights": dropped,
+        "score without a key": has_sinks,
+    }
+    if lacking := next((name for name, is_used in lacks.items() if is_used), ""):
         if requested == "auto":
             return "xla", f"cudnn has no {lacking}"
         problem, remedy = f"cannot run: it has no {lacking}", "use 'xla'"

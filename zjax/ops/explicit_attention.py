@@ -1,4 +1,7 @@
-"""Attention whose scores are arrays, for soft caps and dropout, which kernels lack."""
+"""Attention whose scores are arrays, for soft caps, sinks and dropout.
+
+Kernels lack them.
+"""
 
 import functools
 import math
@@ -54,6 +57,7 @@ def explicit_attention(
     *,
     cap: float = 0.0,
     dropout: Dropout | None = None,
+    sinks: Float[Array, " H"] | None = None,
     mask: Bool[Array, "#B #H L S"] | None = None,
     is_causal: bool = False,
     key_value_seq_lengths: Int[Array, " B"] | None = None,
@@ -71,6 +75,8 @@ def explicit_attention(
         v: Values.
         cap: Bound of the scores; 0 for none.
         dropout: Dropout of the weights; None for none.
+        sinks: Score of each head of queries besides those of its keys, whose weight is
+            lost; None for none.
         mask: True where a query sees a key.
         is_causal: Whether queries see no later keys.
         key_value_seq_lengths: Keys per row; later ones are padding.
@@ -97,7 +103,12 @@ def explicit_attention(
         seen &= is_key[:, None, None, :]
     shape = (seen.shape[0], heads, length, num_keys)
     seen = jnp.broadcast_to(seen, shape).reshape(-1, *scores.shape[1:])
-    weights = jax.nn.softmax(jnp.where(seen, scores, _HIDDEN), axis=-1)
+    scores = jnp.where(seen, scores, _HIDDEN)
+    if sinks is not None:
+        besides = sinks.astype(_WIDE).reshape(1, *scores.shape[1:3], 1, 1)
+        besides = jnp.broadcast_to(besides, (*scores.shape[:-1], 1))
+        scores = jnp.concatenate([scores, besides], -1)
+    weights = jax.nn.softmax(scores, axis=-1)[..., :num_keys]
     if dropout is not None:
         by_head = weights.reshape(rows, heads, length, num_keys)
         weights = dropout(by_head).reshape(weights.shape)

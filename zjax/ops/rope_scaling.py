@@ -97,8 +97,10 @@ def _yarn_share(size, theta, scaling) -> jax.Array:
         wavelength = scaling.original_length / (turns * 2.0 * math.pi)
         return size * math.log(wavelength) / (2.0 * math.log(theta))
 
-    first = max(math.floor(channel(scaling.beta_fast)), 0)
-    last = min(math.ceil(channel(scaling.beta_slow)), size - 1)
+    first, last = channel(scaling.beta_fast), channel(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, size - 1)
     last += 0.001 * (first == last)
     channels = jnp.arange(size // 2, dtype=jnp.float32)[None]
     return 1.0 - jnp.clip((channels - first) / (last - first), 0.0, 1.0)

@@ -44,7 +44,8 @@ def grouped_matmul(
         sizes: int32[G], rows of each group, 0 or more; their sum is at most M.
         bias: [G, N] of the same dtype; None for none.
         activation: `gelu` (by tanh), `relu`, or `swiglu`, which multiplies the SiLU of
-            the first half of the columns by the second half; None for none.
+            the first half of the columns by the second half, or `clamped_swiglu`, that
+            of gpt-oss; None for none.
         transpose: Whether to multiply by transposed matrices.
         implementation: `mosaic_gpu` (one Hopper GPU, 16-bit arrays, K and N multiples
             of 128), `reference` (anywhere), or `auto`, which takes the former where it

@@ -59,8 +59,15 @@ def test_products_and_gradients_are_those_of_a_loop(monkeypatch, sizes, tile_row
     np.testing.assert_allclose(of_weights, expected, atol=4e-6)
 
 
+def clamped(gate, value):
+    """As written down for gpt-oss."""
+    gate, value = jnp.minimum(gate, 7.0), jnp.clip(value, -7.0, 7.0)
+    return (value + 1) * gate * jax.nn.sigmoid(1.702 * gate)
+
+
 ACTIVATIONS = {
     "swiglu": lambda x: jax.nn.silu(x[:, :3]) * x[:, 3:],
+    "clamped_swiglu": lambda x: clamped(x[:, :3], x[:, 3:]),
     "gelu": jax.nn.gelu,
     "relu": jax.nn.relu,
     None: lambda x: x,
@@ -102,7 +109,7 @@ def test_biases_and_activations_are_applied_and_differentiated(activation, trans
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("activation", ["swiglu", "gelu", "relu"])
+@pytest.mark.parametrize("activation", ["swiglu", "clamped_swiglu", "gelu", "relu"])
 def test_a_backward_pass_is_that_of_the_scaled_product(activation):
     sizes = jnp.array(SIZES["rows without a group"])
     x, weights, inputs = operands(k=6, n=6)
@@ -202,7 +209,8 @@ def test_operands_that_do_not_match_are_refused(shapes, dtypes, message):
             {"bias": jnp.zeros((2, 4)), "activation": "tanh"},
             "bias=float32[2, 4] does not fit the products; give float32[2, 5], a row "
             "for each group\n"
-            "activation=tanh is not an activation; use one of swiglu, gelu, relu",
+            "activation=tanh is not an activation; use one of swiglu, clamped_swiglu, "
+            "gelu, relu",
         ),
         (
             {"activation": "swiglu"},

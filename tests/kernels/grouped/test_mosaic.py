@@ -105,7 +105,7 @@ def test_rows_need_not_fill_the_last_tile():
     assert_close(found, reference.grouped_outer(x[:rows], y[:rows], sizes))
 
 
-@pytest.mark.parametrize("activation", ["swiglu", "gelu", "relu"])
+@pytest.mark.parametrize("activation", ["swiglu", "clamped_swiglu", "gelu", "relu"])
 def test_derivatives_in_registers_are_those_of_jax(activation):
     rng, parts = np.random.default_rng(0), num_parts(activation)
     size = np.append(np.full(200, 5.0), np.full(200, 90.0))
@@ -139,6 +139,7 @@ def interpret_forward(activation, sizes, **settings):
 def test_activations_and_biases_are_those_of_the_reference(capfd):
     sizes = SIZES["one row and less than half a tile"]
     interpret_forward("swiglu", sizes)
+    interpret_forward("clamped_swiglu", sizes, saves=False)
     interpret_forward("gelu", sizes, saves=False)
     assert "RACE" not in "".join(capfd.readouterr())
 
