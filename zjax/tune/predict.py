@@ -109,7 +109,6 @@ class Predictor:
         seconds *= (1 + RECOMPUTED[candidate.remat]) * (
             1 + _FEW_TOKENS * mesh.tensor / tokens
         )
-        seconds *= (2 + self._share) / 3  # no gradients of what is frozen
         # Weights twice, and those with a gradient and its sum a third time.
         seconds += self._in_memory(4 * params + 10 * learned)
         seconds += _layers_seconds(config, mesh, tokens)
