@@ -25,7 +25,6 @@ ROWS = {
         ("diloco", "streaming_diloco", "muloco"),
     ),
 }
-HEADLINES = {"communication_quality": "Fewer bits: validation loss over Adam's"}
 
 
 def get_contest():
@@ -36,7 +35,6 @@ def get_contest():
             id,
             claim,
             tuple(map(_case, methods)),
-            headline=HEADLINES.get(id, ""),
             higher_is_better=False,
             notes="ratios of losses seed by seed, at equal tokens and learning rates",
             by_devices=False,

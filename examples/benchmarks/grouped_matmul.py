@@ -33,7 +33,6 @@ def against_torch():
         "grouped_matmul",
         "Grouped matrix products with uneven groups are as fast as torch's.",
         compared,
-        headline="Grouped matrix products, uneven groups: over torch",
         by_devices=False,
     )
 

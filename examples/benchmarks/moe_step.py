@@ -96,7 +96,6 @@ def _share_of_peak():
         "moe_mfu",
         "Mixtures of experts: a device reaches the stated share of its peak.",
         cases,
-        headline="Mixtures of experts, whole steps: share of the peak over the bar",
         notes="with so few layers the head has half of the FLOPs of Qwen3's shape, and "
         "a tenth of those of Mixtral's",
         by_devices=False,

@@ -22,7 +22,6 @@ FOLDER = "examples/benchmarks"
 RATE = "calls/s"
 HEADLINES = {
     "sparse_fwd_vs_flex": "Sparse attention, forward: over FlexAttention",
-    "sparse_fwdbwd_vs_flex": "The same with gradients",
     "sparse_vs_dense_64k": "BigBird, 64k tokens: over dense attention of cuDNN",
 }
 

@@ -7,23 +7,19 @@ from contestants import ONE_DEVICE, compare_speed, on_one_device, zjax
 
 from zjax.bench import Case, Contest, Row
 
-BATCH = (
-    "model.vocab_size=50304",
-    "global_batch_size=16",
-    "data.source=synthetic",
-    "data.path=",
-)
-BY_HAND = ("microbatch_size=16", "model.remat=elementwise")
+RUN = ("model.vocab_size=50304", "data.source=synthetic", "data.path=")
+BATCH = "global_batch_size=16"
+BY_HAND = ("microbatch_size=16", "global_batch_size=0", "model.remat=elementwise")
 TUNED, HAND = "zjax tuned", "zjax by hand"
 
 
 def get_contest():
     contestants = (
-        on_one_device(TUNED, "zjax", "tune_speed", *BATCH, timeout_seconds=1_200),
+        on_one_device(TUNED, "zjax", "tune_speed", *RUN, BATCH, timeout_seconds=1_200),
         zjax(
             HAND,
             "configs/gpt2_1p5b.py",
-            *BATCH,
+            *RUN,
             *BY_HAND,
             environment=ONE_DEVICE,
         ),

@@ -24,21 +24,18 @@ def kernels_of_adapters(paths: Collection[str]) -> dict[str, str]:
 
 def name_adapters(
     kernels: Mapping[str, str], names: Mapping[str, Logical]
-) -> list[Logical]:
-    """Names the dims of adapters, and leaves those of other parameters.
+) -> dict[str, Logical]:
+    """Names the dims of adapters by path.
 
     Args:
         kernels: Result of `kernels_of_adapters`.
         names: One name or None per dim of each parameter, by path.
 
-    Returns:
-        The names, in the order of `names`.
-
     Example:
         >>> names = {"up/kernel": ("embed", "mlp"), "up/lora/a": (None,) * 2}
         >>> names["up/lora/b"] = (None, None)
         >>> name_adapters(kernels_of_adapters(names), names)
-        [('embed', 'mlp'), ('embed', None), (None, 'mlp')]
+        {'up/lora/a': ('embed', None), 'up/lora/b': (None, 'mlp')}
     """
     ranks = {path: len(dims) for path, dims in names.items()}
 
@@ -54,7 +51,7 @@ def name_adapters(
         }
         return by_matrix[path.rsplit("/", 1)[-1]]
 
-    return [one(path) if path in kernels else names[path] for path in names]
+    return {path: one(path) for path in kernels}
 
 
 def _layer(path: str) -> str:

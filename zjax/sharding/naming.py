@@ -78,7 +78,10 @@ def names_of_dims(
             names, misfit = _by_rule(owner, settings.rules[owner], names, path)
             problems += misfit
         names_by_leaf.append(names)
-    names_by_leaf = name_adapters(kernels, dict(zip(paths, names_by_leaf, strict=True)))
+    # Two arrays may have one path, which is refused where a checkpoint needs it.
+    named = list(zip(paths, names_by_leaf, strict=True))
+    adapters = name_adapters(kernels, dict(named))
+    names_by_leaf = [adapters.get(path, names) for path, names in named]
     if mesh is not None and any(mesh.shape[axis] > 1 for axis in SPLITTING_AXES):
         problems += misfits.values()
     if problems:
