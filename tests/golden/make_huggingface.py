@@ -114,7 +114,7 @@ FAMILIES = {
             "rope_theta": 50.0,
             "factor": 4.0,
             "beta_fast": 4.0,
-            "beta_slow": 1.0,
+            "beta_slow": 0.5,
             "truncate": False,
             "original_max_position_embeddings": 16,
         },
