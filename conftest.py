@@ -23,6 +23,7 @@ import jaxtyping
 IS_NEW = jaxlib.version.__version_info__ >= (0, 11)
 # Collectives of programs that newer versions load from a disk may wait for ever.
 CACHE = "" if IS_NEW else pathlib.Path(__file__).parent / ".pytest_cache" / "programs"
+MOST_MAPPINGS = 30_000
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.05")
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
@@ -82,6 +83,7 @@ def keep_programs(limit=1000):
         write(cache_key, seconds, module_name, backend, executable, callbacks)
 
     compiler._cache_read, compiler._cache_write = read_kept, write_kept
+    return kept
 
 
 def share_contexts(uses=100):
@@ -97,12 +99,25 @@ def share_contexts(uses=100):
     mlir.make_ir_context = make_at_times
 
 
+KEPT = {} if IS_NEW else keep_programs()
 if not IS_NEW:
-    keep_programs()
     share_contexts()
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_programs():
+    """A process has at most 65,530 mappings, and a loaded program takes a few.
+
+    Without a mapping XLA crashes.
+    """
+    maps = pathlib.Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > MOST_MAPPINGS:
+        KEPT.clear()
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture
