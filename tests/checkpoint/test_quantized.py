@@ -98,3 +98,14 @@ def test_merged_weights_have_the_loss_of_the_run(trained, tmp_path):
     np.testing.assert_allclose(adapters.loss(run), expected, rtol=1e-5)
     source, _ = open_weights(Store(str(folder)))
     assert not any("scales" in name for name in source.entries)
+
+
+def test_scales_beside_numbers_are_no_codes():
+    """A layer of a user may have such names, too."""
+    entries = {
+        "up.kernel": Entry((4, 3), "float32"),
+        "up.scales": Entry((3,), "float32"),
+    }
+    source = Source(entries, lambda name, index: np.ones(entries[name].shape)[index])
+    assert quantized.without_codes(source).entries == entries
+    assert quantized.with_codes(source, entries).entries == entries

@@ -106,6 +106,12 @@ def test_base_with_adapters_is_the_merged_checkpoint(case, tmp_path):
             "--format=hf, which merges adapters",
         ),
         (
+            "llama",
+            ("lora.rank=2", "model.vocab_size=64", "checkpoint.resize_vocabulary=True"),
+            "checkpoint.resize_vocabulary=True gives tables rows that the base of an "
+            "adapter lacks; use --format=hf, which merges adapters",
+        ),
+        (
             "gpt2",
             ("lora.rank=2",),
             "lora.targets=('.*',) adapts blocks/attention/query, a part of "

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 
 import pytest
 
@@ -336,6 +337,7 @@ def test_numbers_of_longrope(tmp_path):
         "rope_type": "longrope",
         "factor": 4.0,
         "original_max_position_embeddings": 8,
+        "attention_factor": math.sqrt(1 + math.log(4) / math.log(8)),
         **lists,
     }
     rope = {"type": "longrope", "short_factor": [1, "2"], "factor": "4"}
@@ -475,3 +477,17 @@ def test_a_hostile_config_is_refused(text, problem, tmp_path):
     with pytest.raises(ConfigError) as error:
         model_settings(tmp_path)
     assert problem in str(error.value)
+
+
+def test_gpt_oss_says_whether_positions_are_scaled(tmp_path):
+    """Transformers scales them where nothing is said."""
+    changes = {"rope_parameters": None, "rope_scaling": golden.REMOVED}
+    assert refusal(tmp_path, "gpt_oss", **changes) == [
+        "rope_parameters=None of config.json leaves the scaling of positions to the "
+        "library; write it there"
+    ]
+    golden.copy("gpt_oss", tmp_path / "plain", rope_parameters={"rope_type": "default"})
+    found = model_settings(tmp_path / "plain")
+    assert found["rope_scaling"] == UNSCALED
+    values = config_of(convert.from_mapping(schema.Model, found), "gpt_oss")
+    assert values["rope_scaling"] == {"rope_type": "default"}

@@ -157,3 +157,29 @@ def test_built_in_decoder_takes_the_steps_of_merged_matrices(expected, settings)
     np.testing.assert_allclose(losses_of(run, make_batch()), losses, rtol=1e-5)
     print(losses)
     assert losses[0] - losses[-1] > 0.01
+
+
+def test_stages_may_have_nothing_to_train():
+    """All blocks are frozen; the table and the head are trained."""
+    frozen = {"pattern": "^blocks", "learning_rate_scale": 0.0}
+    alone, staged = (
+        losses_of(
+            run_of(
+                make_config(
+                    lora={},
+                    optimizer={
+                        "name": "sgd",
+                        "peak_learning_rate": 0.1,
+                        "num_warmup_steps": 0,
+                        "groups": (frozen,),
+                    },
+                    num_microbatches=2,
+                    mesh=mesh,
+                )
+            ),
+            make_batch(),
+        )
+        for mesh in ({}, {"pipeline": 2})
+    )
+    np.testing.assert_allclose(staged, alone, rtol=2e-6)
+    assert alone[0] - alone[-1] > 0.01

@@ -5,7 +5,7 @@
 
 import contextlib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import jax
 import numpy as np
@@ -97,11 +97,14 @@ def without_codes(source: Source) -> Source:
     return Source(entries, read)
 
 
-def _scales_of(names: Iterable[str]) -> dict[str, str]:
-    """Names of scales by that of their kernel."""
-    known = {*names}
-    found = {f"{m['layer']}kernel": n for n in known if (m := _SCALES.fullmatch(n))}
-    return {kernel: scales for kernel, scales in found.items() if kernel in known}
+def _scales_of(entries: Mapping[str, Entry]) -> dict[str, str]:
+    """Names of scales by that of their kernel, which holds codes."""
+    found = {f"{m['layer']}kernel": n for n in entries if (m := _SCALES.fullmatch(n))}
+    return {
+        kernel: scales
+        for kernel, scales in found.items()
+        if kernel in entries and "int" in f"{entries[kernel].dtype}"
+    }
 
 
 def _blocks(kernel: Entry, scales: Entry) -> tuple[int, int]:

@@ -42,8 +42,13 @@ def resized(
     path = config.checkpoint.init_from
     names = {tensor_name(x): x for x in TABLES if tensor_name(x) in source.entries}
     names = {name: x for name, x in names.items() if name in wanted}
-    if not config.checkpoint.resize_vocabulary or not names:
+    if not config.checkpoint.resize_vocabulary:
         return source
+    if not names:
+        problem = f"finds no table of tokens in checkpoint.init_from={path!r} that the "
+        problem += "model has"
+        field = "checkpoint.resize_vocabulary"
+        raise ConfigError(Problem(field, True, problem, "set it to False"))
     size, (old, *_) = config.model.vocab_size, map(source.entries.get, names)
     assert old is not None
     if old.shape[0] >= size:

@@ -76,6 +76,7 @@ class Family:
         unread: Keys that mean nothing beside the others.
         aliases: Other names of keys, which some versions of transformers write.
         has_steps: Whether keys say which layers have experts.
+        is_scaled: Whether positions are scaled where a config.json does not say so.
     """
 
     rows: tuple[Row, ...]
@@ -98,6 +99,7 @@ class Family:
     unread: frozenset[str] = frozenset()
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     has_steps: bool = False
+    is_scaled: bool = False
 
     @property
     def is_mixture(self) -> bool:
@@ -415,6 +417,7 @@ FAMILIES = {
     "gpt_oss": dataclasses.replace(
         _LLAMA,
         rows=tensors.GPT_OSS,
+        is_scaled=True,
         constant={
             **_LLAMA_CONSTANT,
             "activation": "clamped_swiglu",

@@ -58,7 +58,7 @@ def export_peft(
     """
     step = store.latest() if step is None else step
     config = load_config(store.extra(step).get("config", {}))
-    _check_settings(config.lora)
+    _check_settings(config)
     kind = find_kind(config.model)
     source, _ = open_weights(store, part, step, merges_adapters=False)
     matrices = find_matrices(source.entries, config, kind, _MERGES)
@@ -84,7 +84,8 @@ def export_peft(
     return sum(file.stat().st_size for file in pathlib.Path(path).iterdir())
 
 
-def _check_settings(lora: schema.Lora) -> None:
+def _check_settings(config: schema.Config) -> None:
+    lora = config.lora
     if not lora.rank:
         problem = "has no adapters to export"
         remedy = "leave out --format=peft"
@@ -92,6 +93,10 @@ def _check_settings(lora: schema.Lora) -> None:
     if lora.also_train:
         problem = "trains parameters that are no adapters"
         raise ConfigError(Problem("lora.also_train", lora.also_train, problem, _MERGES))
+    if config.checkpoint.resize_vocabulary:
+        problem = "gives tables rows that the base of an adapter lacks"
+        field = "checkpoint.resize_vocabulary"
+        raise ConfigError(Problem(field, True, problem, _MERGES))
 
 
 def _values(config: schema.Config, matrices: Any) -> Mapping[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 from zjax.config import convert, schema
 from zjax.errors import Problem
 from zjax.huggingface.families import Family
+from zjax.ops.rope_scaling import attention_factor
 
 MAPPINGS = ("rope_parameters", "rope_scaling")
 """Keys of a mapping that may scale rotary positions, of new and old checkpoints."""
@@ -89,7 +90,8 @@ def rotation_values(model: schema.Model, family: Family) -> dict[str, Any]:
         values[PARTIAL] = model.rotary_size / model.head_size
     scaling = model.rope_scaling
     if scaling.kind == "none":
-        return values
+        unscaled = {"rope_scaling": {"rope_type": "default"}}
+        return values | (unscaled if family.is_scaled else {})
     rope = {"rope_type": scaling.kind, "factor": scaling.factor}
     for theirs, ours in _SCALED[scaling.kind].items():
         if value := getattr(scaling, ours):
@@ -101,6 +103,9 @@ def rotation_values(model: schema.Model, family: Family) -> dict[str, Any]:
     if scaling.kind == "longrope":
         rope |= {theirs: [*getattr(scaling, x)] for theirs, x in _LISTS.items()}
         values[_ORIGINAL] = scaling.original_length
+        if model.max_length != scaling.factor * scaling.original_length:
+            # Some versions take another factor from these lengths.
+            rope["attention_factor"] = attention_factor(scaling)
     return values | {"rope_scaling": rope}
 
 
@@ -116,6 +121,9 @@ def rotation_problems(
     for key in MAPPINGS:
         if not isinstance(values.get(key, None), dict | None):
             yield Problem(key, values[key], f"{where} is not an object", "correct it")
+    if family.is_scaled and not rope:
+        problem = f"{where} leaves the scaling of positions to the library"
+        yield Problem(name, values.get(name), problem, "write it there")
     if kind not in ("default", *_SCALED):
         problem = f"{refused} the scaling of {', '.join(_SCALED)}"
         yield Problem(name, values[name], problem, remedy)

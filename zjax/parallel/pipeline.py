@@ -338,7 +338,7 @@ class _Step:
         self.adds_in_products = pipeline.adds_in_products
         self.splits_backward = "weights" in self.schedule.passes
         self.params, self.feed, self.key = params, feed, key
-        self.chunks = arrays.unstack(params.stages, self.num_layers)
+        self.chunks = self.unstack(params.stages)
         self.tables = self.schedule.tables
         numbers = jnp.arange(self.schedule.num_microbatches)
         self.stream, _ = jax.eval_shape(self.embed, params.embed, numbers[0])
@@ -348,6 +348,9 @@ class _Step:
     def num_layers(self) -> list[int]:
         """Layers per chunk of each segment."""
         return [len(slots) for slots in self.rows.stages]
+
+    def unstack(self, stages: Any) -> list[list[list[Any]]]:
+        return arrays.unstack(stages, self.num_layers, self.schedule.num_chunks)
 
     def start(self, zeros: StackTree) -> _State:
         stages = jax.tree.map(lambda x: x[0], self.tables["forward"].stages)
@@ -364,7 +367,7 @@ class _Step:
         saved, operands = jax.eval_shape(mapped, staged=(empty,))
         saved = arrays.make_buffers(saved, self.schedule.num_slots)
         operands = arrays.make_buffers(operands, self.schedule.num_operands)
-        stages = arrays.unstack(zeros.stages, self.num_layers)
+        stages = self.unstack(zeros.stages)
         grads = dataclasses.replace(zeros, stages=stages)
         return _State(empty, empty, saved, operands, grads, self.no_losses())
 

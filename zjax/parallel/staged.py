@@ -65,12 +65,15 @@ def full(shape: tuple[int, ...], dtype: Any, value: int | float = 0) -> jax.Arra
     return jax.lax.with_sharding_constraint(jnp.full(shape, value, dtype), spec)
 
 
-def unstack(stages: Sequence[Any], num_layers: Sequence[int]) -> list[list[list[Any]]]:
+def unstack(
+    stages: Sequence[Any], num_layers: Sequence[int], num_chunks: int
+) -> list[list[list[Any]]]:
     """Slices layers out of their stacks, which a loop would copy in each iteration.
 
     Args:
         stages: For each segment, a tree of arrays [stages, chunks, layers, ...].
         num_layers: The number of layers of each segment.
+        num_chunks: The number of chunks of each stage.
 
     Returns:
         By chunk, segment and layer, arrays [stages, ...].
@@ -81,7 +84,6 @@ def unstack(stages: Sequence[Any], num_layers: Sequence[int]) -> list[list[list[
             jax.tree.map(lambda x, i=i: x[:, chunk, i], segment) for i in range(number)
         ]
 
-    num_chunks = jax.tree.leaves(stages)[0].shape[1]
     segments = list(zip(stages, num_layers, strict=True))
     return [[layers(*segment, c) for segment in segments] for c in range(num_chunks)]
 
