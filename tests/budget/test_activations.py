@@ -2,7 +2,7 @@
 
 import pytest
 
-from zjax.budget.activations import activation_bytes
+from zjax.budget.activations import activation_bytes, saved_values
 from zjax.config import schema
 from zjax.config.axes import axis_sizes
 from zjax.config.batch import BatchSizes
@@ -62,6 +62,16 @@ def units(num_microbatches=8, ways=None, remat="elementwise", **settings):
 )
 def test_what_a_device_keeps(settings, expected):
     assert units(**settings) == expected
+
+
+def test_latents_are_kept_with_what_attention_reads():
+    """Queries, keys and filled-up values of 4 heads of 12; 5 + 4 and 7 of latents."""
+    latent = schema.Latent(key_rank=5, query_rank=7, plain_size=8, value_size=6)
+    sizes = {"num_heads": 4, "rotary_size": 4, "embed_size": 16, "mlp_size": 32}
+    model = schema.Model(positions="rotary", latent=latent, **sizes)
+    kept = 16 + 48 + 16 + 3 * 48 + 5 + 4 + 7 + 32
+    assert saved_values(model, "elementwise") == kept
+    assert saved_values(model, "attention") == 16 + 48
 
 
 def test_experts_of_a_token():

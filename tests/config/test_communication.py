@@ -106,6 +106,15 @@ REPLICAS = "mesh.replica=2"
             id="biases-of-experts",
         ),
         pytest.param(
+            [
+                *(ZERO_ONE, REPLICAS, "model.moe.num_experts=4"),
+                *("model.moe.top_k=2", "model.moe.choice_bias=True"),
+            ],
+            "model.moe.choice_bias=True is not built with "
+            "optimizer.name='zero_one_adam'; leave it at False",
+            id="biases-of-experts-that-stay",
+        ),
+        pytest.param(
             [ZERO_ONE, REPLICAS, "zero.memory=pinned_host"],
             "optimizer.name='zero_one_adam' is not built for "
             "zero.optimizer_memory='pinned_host'; keep the state on the devices, or "

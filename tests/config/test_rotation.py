@@ -54,6 +54,21 @@ RULES = [
         ),
         id="longrope",
     ),
+    *(
+        case(
+            ROTARY + f"{SCALING}kind=yarn;{SCALING}original_length=8;"
+            f"{SCALING}mscale=0.7;{other}",
+            f"model.rope_scaling.mscale=0.7 has no effect with {why}; leave it at 0.0",
+            id=f"mscale-{why}",
+        )
+        for other, why in (
+            (f"{SCALING}factor=2.0", "mscale_all_dim=0.0"),
+            (
+                f"{SCALING}mscale_all_dim=1.0;{SCALING}attention_factor=2.0",
+                "attention_factor=2.0",
+            ),
+        )
+    ),
     case(
         ROTARY + f"{SCALING}factor=2.0",
         "model.rope_scaling.factor=2.0 has no effect with "

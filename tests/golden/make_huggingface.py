@@ -24,6 +24,20 @@ SIZES = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
+DEEPSEEK = SIZES | {
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-3,
+    "kv_lora_rank": 5,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 3,
+    "moe_intermediate_size": 12,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+}
 FAMILIES = {
     "llama": transformers.LlamaConfig(
         **SIZES,
@@ -119,6 +133,31 @@ FAMILIES = {
             "original_max_position_embeddings": 16,
         },
     ),
+    "deepseek_v3": transformers.DeepseekV3Config(
+        **DEEPSEEK,
+        q_lora_rank=6,
+        n_group=4,
+        topk_group=2,
+        n_shared_experts=2,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 50.0,
+            "factor": 4.0,
+            "beta_fast": 4.0,
+            "beta_slow": 1.0,
+            "mscale": 0.7,
+            "mscale_all_dim": 1.3,
+            "original_max_position_embeddings": 16,
+        },
+    ),
+    "deepseek_v3_whole_queries": transformers.DeepseekV3Config(
+        **DEEPSEEK | {"num_hidden_layers": 2},
+        q_lora_rank=None,
+        n_group=1,
+        topk_group=1,
+        rope_interleave=False,
+        norm_topk_prob=False,
+    ),
     "gpt2": transformers.GPT2Config(
         vocab_size=VOCAB_SIZE,
         n_embd=16,
@@ -192,6 +231,9 @@ def make_model(
             is_scale = x.ndim == 1 and path.endswith("weight")
             is_scale &= "gemma" not in name
             x.copy_(is_scale + 0.3 * torch.randn(x.shape))
+        for path, x in model.named_buffers():
+            if path.endswith("e_score_correction_bias"):
+                x.copy_(0.3 * torch.randn(x.shape))
     model.save_pretrained(FOLDER / name, max_shard_size=SHARD_SIZES.get(name, "1GB"))
     (FOLDER / name / "generation_config.json").unlink(missing_ok=True)
     return model

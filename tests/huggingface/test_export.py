@@ -53,6 +53,8 @@ def read_all(folder):
         pytest.param("mixtral", ("model.layers_per_scan=1",), id="mixtral"),
         pytest.param("gpt_oss", (), id="joined-experts"),
         pytest.param("qwen3_moe", (), id="experts-behind-dense-layers"),
+        pytest.param("deepseek_v3", (), id="latents"),
+        pytest.param("deepseek_v3_whole_queries", (), id="whole-queries"),
         pytest.param("bert", (), id="bert"),
         pytest.param("roberta", (), id="roberta"),
     ],

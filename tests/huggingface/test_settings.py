@@ -37,6 +37,8 @@ def test_settings_of_llama():
         "norm_position": "input",
         "zero_centered_norm": False,
         "query_scale_size": 0,
+        "rotary_pairs": "halves",
+        "latent": {"key_rank": 0},
         "attention_soft_cap": 0.0,
         "attention_sinks": False,
         "logit_soft_cap": 0.0,
@@ -235,6 +237,40 @@ def test_everything_that_llama_may_ask_for_is_refused_at_once(tmp_path):
             ],
         ),
         (
+            "deepseek_v3",
+            {
+                "attention_bias": True,
+                "scoring_func": "softmax",
+                "topk_method": "greedy",
+                "moe_layer_freq": 2,
+                "quantization_config": {"quant_method": "fp8"},
+                "rope_interleave": None,
+                "rope_parameters": {
+                    "rope_type": "linear",
+                    "factor": 2.0,
+                    "mscale_all_dim": 1.0,
+                },
+            },
+            [
+                "rope_interleave=None of config.json is not of type bool; correct it "
+                "there",
+                unsupported(
+                    "quantization_config",
+                    {"quant_method": "fp8"},
+                    "zjax computes None alone",
+                ),
+                unsupported("attention_bias", True, "zjax computes False alone"),
+                unsupported("scoring_func", "softmax", "zjax computes 'sigmoid' alone"),
+                unsupported("topk_method", "greedy", "zjax computes 'noaux_tc' alone"),
+                unsupported("moe_layer_freq", 2, "zjax computes 1 alone"),
+                unsupported(
+                    "rope_parameters.mscale_all_dim",
+                    1.0,
+                    "zjax computes linear without it",
+                ),
+            ],
+        ),
+        (
             "qwen3_moe",
             {"decoder_sparse_step": 0},
             [
@@ -248,8 +284,8 @@ def test_everything_that_llama_may_ask_for_is_refused_at_once(tmp_path):
             [
                 "model_type='mamba' of config.json is not supported; use a checkpoint "
                 "of llama, mistral, qwen2, qwen3, phi3, olmo2, gemma2, gemma3_text, "
-                "gpt2, mixtral, qwen3_moe, gpt_oss, bert, roberta, or import its "
-                "weights as your own model"
+                "gpt2, mixtral, qwen3_moe, deepseek_v3, gpt_oss, bert, roberta, or "
+                "import its weights as your own model"
             ],
         ),
     ],
@@ -396,6 +432,7 @@ def test_settings_of_experts(tmp_path):
         "top_groups": 1,
         "drop": "none",
         "bias_rate": 0.0,
+        "choice_bias": False,
         "router_bias": False,
     }
     found = golden.settings_of("mixtral")["moe"]
@@ -404,6 +441,38 @@ def test_settings_of_experts(tmp_path):
     golden.copy("qwen3_moe", tmp_path, num_experts_per_tok=1, **keys)
     found = model_settings(tmp_path)["moe"]
     assert (found["num_experts"], found["top_k"], found["normalise"]) == (6, 1, True)
+
+
+def test_settings_of_latents(tmp_path):
+    """Fails if a size is another's, or the bias of choices would be moved."""
+    found = golden.settings_of("deepseek_v3")
+    sizes = {"key_rank": 5, "query_rank": 6, "plain_size": 4, "value_size": 3}
+    assert found["latent"] == sizes
+    assert (found["head_size"], found["rotary_size"]) == (0, 6)
+    assert found["rotary_pairs"] == "adjacent"
+    scaling = found["rope_scaling"]
+    assert (scaling["mscale"], scaling["mscale_all_dim"]) == (0.7, 1.3)
+    moe = found["moe"]
+    assert moe["choice_bias"] and "bias_rate" not in moe
+    assert (moe["scores"], moe["scale"], moe["first_dense"]) == ("sigmoid", 1.5, 1)
+    other = golden.settings_of("deepseek_v3_whole_queries")
+    assert other["latent"] == sizes | {"query_rank": 0}
+    assert (other["rotary_pairs"], other["moe"]["normalise"]) == ("halves", False)
+    model = convert.from_mapping(schema.Model, found)
+    moved = dataclasses.replace(model.moe, choice_bias=False, bias_rate=0.1)
+    assert find_kind(dataclasses.replace(model, moe=moved)) == "deepseek_v3"
+    values = config_of(model, "deepseek_v3")
+    assert (values["num_nextn_predict_layers"], values["rope_interleave"]) == (0, True)
+
+
+def test_scales_of_yarn_that_nothing_reads_are_left_out(tmp_path):
+    rope = {"type": "yarn", "factor": 2, "mscale": 0.7}
+    given = {"rope_scaling": rope, "rope_parameters": golden.REMOVED}
+    golden.copy("deepseek_v3", tmp_path, **given)
+    assert model_settings(tmp_path)["rope_scaling"]["mscale"] == 0.0
+    assert refusal(tmp_path, "llama", **given) == [
+        unsupported("rope_scaling.mscale", 0.7, "zjax computes yarn without it")
+    ]
 
 
 @pytest.mark.parametrize(

@@ -138,6 +138,14 @@ def check(run, expected):
             id="joined-experts-and-sinks",
         ),
         pytest.param(
+            *("deepseek_v3", 8, (*SHARDED, "mesh.expert=2", "mesh.tensor=2")),
+            id="whole-latents-and-split-heads",
+        ),
+        pytest.param(
+            *("deepseek_v3", 4, ("mesh.tensor=2", "mesh.sequence=2")),
+            id="latents-of-split-sequences",
+        ),
+        pytest.param(
             *("qwen3_moe", 8, (*SHARDED, "mesh.expert=2", "mesh.tensor=2")),
             id="experts-in-parts-and-dense-layers",
         ),
@@ -247,6 +255,22 @@ def test_the_log_says_which_names_it_found(tmp_path, caplog):
         f"checkpoint.init_from='{tmp_path}' has the tensor names of Hugging Face, "
         "beginning with 'model.'; not read, as logits do not need them: "
         f"lm_head.weight, {buffer}"
+    )
+
+
+def test_layers_behind_the_last_one_are_not_read(tmp_path, caplog):
+    """Those of DeepSeek-V3 predict further tokens; the log names the layer once."""
+    family = "deepseek_v3_whole_queries"
+    golden.copy(family, tmp_path, num_nextn_predict_layers=1)
+    further = "model.layers.2.eh_proj.weight", "model.layers.2.enorm.weight"
+    more = dict.fromkeys(further, np.zeros(2, np.float32))
+    write(tmp_path, read_all(tmp_path) | more)
+    run = golden.start(golden.make_config(family, directory=tmp_path))
+    assert caplog.messages[-1].endswith("need them: model.layers.2.*")
+    expected = golden.expected_of(family)
+    tokens = jnp.asarray(expected["tokens"], jnp.int32)
+    np.testing.assert_allclose(
+        logits_of(run, tokens), expected["logits"], rtol=1e-5, atol=1e-5
     )
 
 

@@ -16,6 +16,7 @@ NUM_NEW = 5
 FORMS = {
     "gpt": language.GPT,
     "qwen3": language.QWEN3,
+    "latents": language.LATENT,
     "llama-in-a-loop": dataclasses.replace(language.LLAMA, layers_per_scan=1),
 }
 MODELS = pytest.mark.parametrize("config", FORMS.values(), ids=FORMS)
@@ -43,6 +44,20 @@ def test_cached_scores_equal_those_of_the_whole_sequence(config):
         scores.append(found)
     whole = language.logits_of(model, batch)[:, 2:]
     np.testing.assert_allclose(np.stack(scores, 1), whole, rtol=1e-4, atol=1e-4)
+
+
+def test_a_cache_holds_latents_alone():
+    """6 channels of a latent and 2 that rotate, not those of 4 heads."""
+    model = language.make_language_model(language.LATENT)
+
+    def start():
+        starts = jnp.zeros(language.ROWS, jnp.int32)
+        tokens = jnp.zeros((language.ROWS, 3), jnp.int32)
+        return cached.prefill(model, tokens, starts, num_new=NUM_NEW, padded=False)
+
+    _, caches = jax.eval_shape(start)
+    shapes = {x.shape[-3:] for x in jax.tree.leaves(caches)}
+    assert shapes == {(3 + NUM_NEW, 1, 8)} and len(jax.tree.leaves(caches)) == 2
 
 
 @MODELS

@@ -141,8 +141,9 @@ def test_forced_coefficients_leave_one_branch(coefficient, branch):
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_a_bias_chooses_experts_and_does_not_weigh_them():
-    layer, _ = make_layer(language.GPT, dataclasses.replace(PLAIN, bias_rate=0.1))
+@pytest.mark.parametrize("setting", [{"bias_rate": 0.1}, {"choice_bias": True}])
+def test_a_bias_chooses_experts_and_does_not_weigh_them(setting):
+    layer, _ = make_layer(language.GPT, dataclasses.replace(PLAIN, **setting))
     x, found = make_stream(), []
     for bias in (9.0, 18.0):
         layer.router.bias[...] = jnp.array([bias, 0, bias, 0])
@@ -150,6 +151,18 @@ def test_a_bias_chooses_experts_and_does_not_weigh_them():
         assert auxiliary.totals["load"].tolist() == [16, 0, 16, 0]
         found.append(y)
     np.testing.assert_array_equal(*found)
+
+
+def test_a_bias_stays_where_nothing_moves_it():
+    """It is among what loads move, as it is float32 and gets no gradient; by 0."""
+    moe = dataclasses.replace(PLAIN, choice_bias=True)
+    model = dataclasses.replace(language.GPT, moe=moe)
+    (segment,) = make_model(schema.Config(model=model)).stack.segments
+    ((path, move),) = segment.moves.items()
+    bias = jnp.array([0.1, -0.3, 0.7, 1e-9])
+    assert path == "mlp/router/bias"
+    moved = move(bias, {"load": jnp.array([9, 1, 0, 2])})
+    np.testing.assert_array_equal(moved, bias)
 
 
 def test_padding_uses_no_capacity():

@@ -10,6 +10,7 @@ from flax import nnx
 from zjax.config import schema
 from zjax.models import Decoder, Encoder
 from zjax.observe import describe_flops, flops_per_token, num_params, peak_flops
+from zjax.observe.flops import matmul_params
 
 GPT2 = schema.Model()
 GPT2_XL = dataclasses.replace(
@@ -41,6 +42,25 @@ QWEN3_30B = dataclasses.replace(
     vocab_size=151_936,
     moe=schema.MoE(num_experts=128, top_k=8, expert_size=768),
 )
+DEEPSEEK_V3 = dataclasses.replace(
+    LLAMA_8B,
+    num_layers=61,
+    embed_size=7168,
+    mlp_size=18_432,
+    num_heads=128,
+    num_kv_heads=0,
+    rotary_size=64,
+    vocab_size=129_280,
+    latent=schema.Latent(key_rank=512, query_rank=1536, plain_size=128, value_size=128),
+    moe=schema.MoE(
+        num_experts=256,
+        top_k=8,
+        first_dense=3,
+        expert_size=2048,
+        num_shared=1,
+        choice_bias=True,
+    ),
+)
 GPT_6P7B = dataclasses.replace(
     GPT2, num_layers=32, embed_size=4096, mlp_size=16_384, max_length=4096
 )
@@ -54,6 +74,7 @@ GPT_6P7B = dataclasses.replace(
         pytest.param(LLAMA_8B, 8_030_261_248, id="llama-3-8b"),
         pytest.param(LLAMA_1B, 1_235_814_400, id="llama-3.2-1b-tied"),
         pytest.param(QWEN3_30B, 30_532_122_624, id="qwen3-30b-a3b"),
+        pytest.param(DEEPSEEK_V3, 671_026_419_200, id="deepseek-v3-671b"),
     ],
 )
 def test_num_params_is_the_published_one(model, expected):
@@ -95,6 +116,21 @@ MOE = schema.MoE(
             {"positions": "rotary", "activation": "swiglu"}, id="decoder-swiglu"
         ),
         pytest.param({"moe": MOE}, id="experts"),
+        *(
+            pytest.param(
+                {
+                    "num_kv_heads": 4,
+                    "positions": "rotary",
+                    "rotary_size": 2,
+                    "attention_bias": "none",
+                    "latent": schema.Latent(
+                        key_rank=5, query_rank=rank, plain_size=6, value_size=7
+                    ),
+                },
+                id=f"latents-{rank}",
+            )
+            for rank in (0, 9)
+        ),
         pytest.param({"kind": "encoder"}, id="encoder"),
         pytest.param(
             {"kind": "encoder", "use_bias": False, "tied_head": False},
@@ -108,6 +144,15 @@ def test_num_params_counts_the_arrays_of_the_model(changes):
     made = nnx.eval_shape(lambda: module(model, rngs=nnx.Rngs(0)))
     arrays = jax.tree.leaves(nnx.state(made, nnx.Param))
     assert num_params(model) == sum(math.prod(array.shape) for array in arrays)
+
+
+def test_values_of_latents_count_with_their_size():
+    """Scores of 8 channels and averages of 4 cost as much as 6 of both."""
+    size = schema.Latent(key_rank=5, plain_size=6, value_size=4)
+    model = dataclasses.replace(SMALL, num_kv_heads=4, rotary_size=2, latent=size)
+    found = flops_per_token(model, 10, causal_attention="full")
+    attention = found - 6 * matmul_params(model)
+    assert attention == 12 * 2 * 4 * 6 * 10
 
 
 def test_windows_see_fewer_pairs():

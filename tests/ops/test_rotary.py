@@ -17,6 +17,16 @@ def test_rotation_equals_the_reference():
     )
 
 
+def test_adjacent_channels_rotate_as_halves_that_were_interleaved():
+    """Fails if pairs are others, or channels that do not rotate move."""
+    tables = rotary.make_rotary_tables(jnp.array(POSITIONS), head_size=6)
+    interleaved = X[..., [0, 3, 1, 4, 2, 5, 6, 7]]
+    np.testing.assert_array_equal(
+        rotary.rotate(jnp.array(interleaved), *tables, "adjacent"),
+        rotary.rotate(jnp.array(X), *tables),
+    )
+
+
 def test_scores_depend_on_distance_alone():
     def score(query_position, key_position):
         positions = jnp.array([[query_position, key_position]])

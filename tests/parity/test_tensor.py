@@ -68,6 +68,18 @@ CASES = [
         id="adapters-of-padded-heads",
         lora=schema.Lora(rank=4, form="dora", also_train=("norm",)),
     ),
+    case(
+        replace(
+            LLAMA,
+            num_heads=6,
+            num_kv_heads=6,
+            rotary_size=4,
+            latent=schema.Latent(key_rank=5, query_rank=7, plain_size=3, value_size=6),
+        ),
+        mesh(4, 2),
+        2,
+        id="latents-and-padded-heads",
+    ),
     case(GPT, mesh(2), id="two", marks=SLOW),
     case(replace(LLAMA, num_kv_heads=1), mesh(2, 4), 2, id="one-kv-head", marks=SLOW),
     case(

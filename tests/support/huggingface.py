@@ -17,7 +17,7 @@ FOLDER = pathlib.Path(__file__).parents[1] / "golden" / "huggingface"
 FAMILIES = (
     *("llama", "llama_biases", "llama3", "mistral", "qwen2", "qwen3"),
     *("phi3", "phi3_long", "olmo2", "gpt2", "mistral_window", "gemma2", "gemma3_text"),
-    *("mixtral", "qwen3_moe", "gpt_oss"),
+    *("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "deepseek_v3_whole_queries"),
 )
 ENCODERS = ("bert", "roberta")
 

@@ -33,6 +33,16 @@ LLAMA = dataclasses.replace(
     use_bias=False,
     tied_head=False,
 )
+LATENT = dataclasses.replace(
+    LLAMA,
+    num_kv_heads=4,
+    rotary_size=2,
+    rotary_pairs="adjacent",
+    rope_scaling=schema.RopeScaling(
+        kind="yarn", factor=4.0, original_length=8, mscale=0.7, mscale_all_dim=1.3
+    ),
+    latent=schema.Latent(key_rank=6, query_rank=5, plain_size=3, value_size=4),
+)
 QWEN3 = dataclasses.replace(LLAMA, head_size=14, query_key_norm=True)
 BERT = dataclasses.replace(GPT, kind="encoder", norm_eps=1e-12)
 

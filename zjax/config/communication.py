@@ -60,9 +60,11 @@ def _optimizer_problems(config: schema.Config) -> Iterator[Problem]:
         ("optimizer.ema_decay", settings.ema_decay),
         # Biases have no gradients, so exchanges would undo what local steps add.
         ("model.moe.bias_rate", config.model.moe.bias_rate),
+        ("model.moe.choice_bias", config.model.moe.choice_bias),
     ):
         if settings.name == "zero_one_adam" and value:
-            yield Problem(field, value, f"is not built {name}", "leave it at 0.0")
+            remedy = f"leave it at {type(value)()}"
+            yield Problem(field, value, f"is not built {name}", remedy)
     if settings.groups:
         problem, remedy = f"is not built {name}", "leave it at ()"
         yield Problem("optimizer.groups", settings.groups, problem, remedy)

@@ -71,7 +71,7 @@ def fill_sizes(model: Any) -> None:
     sizes = {
         "mlp_size": mlp_size(model.embed_size, model.activation),
         "num_kv_heads": model.num_heads,
-        "head_size": model.embed_size // max(1, model.num_heads),
+        "head_size": _head_size(model),
     }
     _set(model, **_derive(model, **sizes))
     _set(model, **_derive(model, query_scale_size=model.head_size))
@@ -80,6 +80,12 @@ def fill_sizes(model: Any) -> None:
     if model.moe.num_experts:
         size = _derive(model.moe, expert_size=model.mlp_size)
         _set(model, moe=dataclasses.replace(model.moe, **size))
+
+
+def _head_size(model: Any) -> int:
+    if model.latent.key_rank:
+        return model.latent.plain_size + model.rotary_size
+    return model.embed_size // max(1, model.num_heads)
 
 
 def mlp_size(embed_size: int, activation: str) -> int:

@@ -34,6 +34,8 @@ _SCALED = {
     "beta_slow": ("yarn",),
     "attention_factor": ("yarn", "longrope"),
     "truncate": ("yarn",),
+    "mscale": ("yarn",),
+    "mscale_all_dim": ("yarn",),
 }
 
 NEEDS = (
@@ -109,6 +111,7 @@ NEEDS = (
     Needs("model.first_position", "model.positions", ("learned",)),
     Needs("model.rope_theta", "model.positions", ("rotary",)),
     Needs("model.rotary_size", "model.positions", ("rotary",)),
+    Needs("model.rotary_pairs", "model.positions", ("rotary",)),
     Needs("model.rope_scaling.kind", "model.positions", ("rotary",)),
     *(
         Needs(f"model.rope_scaling.{name}", "model.rope_scaling.kind", kinds)

@@ -249,7 +249,7 @@ def _groups(moe: schema.MoE) -> Iterator[Problem]:
 
 _TOKEN_CHOICE = (
     *("top_k", "normalise", "num_groups", "top_groups", "sampling", "drop"),
-    *("balance_loss", "balance_scope", "bias_rate"),
+    *("balance_loss", "balance_scope", "bias_rate", "choice_bias"),
 )
 """Settings without effect where experts choose, whose load is always even."""
 

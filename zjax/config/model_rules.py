@@ -9,6 +9,7 @@ from zjax.config import (
     curriculum,
     derived,
     dropping,
+    latent,
     lengths,
     mixture,
     rotation,
@@ -38,7 +39,7 @@ def _heads(config: schema.Config, num_devices: int) -> Iterator[Problem]:
         if is_rotary_and_odd:
             problem = "is odd, which rotary positions cannot use"
             yield Problem("model.head_size", model.head_size, problem, "make it even")
-    elif width % heads:
+    elif width % heads and not model.latent.key_rank:
         problem = f"does not divide model.embed_size={width}"
         remedy = f"{axes.suggest_divisors(width)}, or set model.head_size"
         yield Problem("model.num_heads", heads, problem, remedy)
@@ -222,6 +223,7 @@ def _data(config: schema.Config, num_devices: int) -> Iterator[Problem]:
 MODEL_RULES: tuple[Entry, ...] = (
     (("model",), _heads),
     (("model",), rotation.rotation_problems),
+    (("model",), latent.latent_problems),
     (("model", "sequence_warmup", "random_ltd", "distill"), windows.window_problems),
     (("model", "mesh"), _tensor),
     (("model",), _tiles),

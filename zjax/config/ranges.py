@@ -185,6 +185,12 @@ RANGES: dict[type, dict[str, Range]] = {
         "beta_fast": POSITIVE,
         "beta_slow": POSITIVE,
         "attention_factor": _from(0),
+        "mscale": _from(0),
+        "mscale_all_dim": _from(0),
+    },
+    schema.Latent: {
+        name: _from(0, _MAX_WIDTH)
+        for name in ("key_rank", "query_rank", "plain_size", "value_size")
     },
     schema.Sparsity: {
         "num_local_blocks": _from(1, MAX_TOKENS),

@@ -38,6 +38,7 @@ longest sequence of the training before
         problem = "gives channels no wavelengths, which yarn compares"
         yield Problem("model.rope_theta", model.rope_theta, problem, "use more than 1")
     yield from _bounds(scaling)
+    yield from _scales(scaling)
     if scaling.kind == "longrope":
         yield from _divisors(scaling, (given or size) // 2)
 
@@ -50,6 +51,14 @@ def _bounds(scaling: schema.RopeScaling) -> Iterator[Problem]:
     if scaling.kind in ("yarn", "llama3") and least >= most:
         problem = f"is not above {low}={least}"
         yield Problem(f"model.rope_scaling.{high}", most, problem, "raise it")
+
+
+def _scales(scaling: schema.RopeScaling) -> Iterator[Problem]:
+    whole, given = scaling.mscale_all_dim, scaling.attention_factor
+    if scaling.kind == "yarn" and scaling.mscale and (given or not whole):
+        other = f"attention_factor={given}" if given else f"mscale_all_dim={whole}"
+        problem, remedy = f"has no effect with {other}", "leave it at 0.0"
+        yield Problem("model.rope_scaling.mscale", scaling.mscale, problem, remedy)
 
 
 def _divisors(scaling: schema.RopeScaling, num_pairs: int) -> Iterator[Problem]:

@@ -348,6 +348,12 @@ class RopeScaling:
     and the root of 1 + ln(`factor`) / ln(`original_length`) under `longrope`."""
     truncate: bool = True
     """Whether the bounds of `yarn` are rounded to channels, outwards."""
+    mscale: float = 0.0
+    """The `attention_factor` of `yarn` is s(`mscale`) / s(`mscale_all_dim`) where both
+    are set, with s(x) = 0.1 x ln(`factor`) + 1, as in DeepSeek."""
+    mscale_all_dim: float = 0.0
+    """Attention scores under `yarn` are multiplied by s(`mscale_all_dim`) squared; 0
+    leaves them."""
 
 
 @section
@@ -391,6 +397,25 @@ class Sparsity:
     """Seed of the random blocks."""
 
 
+@section
+class Latent:
+    """Latents of attention: narrow vectors that keys, values and queries come from.
+
+    It is the attention of DeepSeek-V2 and -V3 (arXiv:2405.04434, section 2.1). The
+    channels of a head that rotate, `model.rotary_size`, are its last ones, and those of
+    keys are the same in all heads. Off without `key_rank`.
+    """
+
+    key_rank: int = 0
+    """Channels of the latent of keys and values; 0 has no latents."""
+    query_rank: int = 0
+    """Channels of the latent of queries; 0 takes queries from the stream."""
+    plain_size: int = 0
+    """Channels of a head of queries and keys that do not rotate."""
+    value_size: int = 0
+    """Channels of a head of values, at most `model.head_size`."""
+
+
 BalanceScope = Literal["microbatch", "sequence"]
 
 
@@ -426,6 +451,9 @@ class MoE:
     softmax of each token weighs the two (PR-MoE, arXiv:2201.05596)."""
     scores: Literal["softmax", "sigmoid"] = "softmax"
     """Scores of the router: `softmax` over all experts, or `sigmoid` of each."""
+    choice_bias: bool = False
+    """Whether the scores have a bias for the choice alone even if `bias_rate` is 0, as
+    checkpoints of DeepSeek-V3 have: training then leaves it as it is."""
     router_bias: bool = False
     """Whether the logits of the router have a bias, as in gpt-oss."""
     normalise: bool = True
@@ -460,9 +488,14 @@ class MoE:
     bias_rate: float = 0.0
     """Step of a bias on the scores, which evens the load without a loss: after each
     optimizer step it lowers that of experts above the mean load of the global batch,
-    and raises the others' (arXiv:2408.15664). 0 has no bias; DeepSeek-V3 took 0.001."""
+    and raises the others' (arXiv:2408.15664). 0 moves none; DeepSeek-V3 took 0.001."""
     z_loss: float = 0.0
     """Coefficient of the squared log-sum-exp of the logits (arXiv:2202.08906)."""
+
+    @property
+    def has_choice_bias(self) -> bool:
+        """Whether the scores have a bias for the choice alone."""
+        return self.choice_bias or self.bias_rate > 0
 
 
 @section
@@ -482,7 +515,8 @@ class Model:
     num_kv_heads: int = 0
     """Fewer than `num_heads` is grouped-query attention, 1 multi-query; 0 takes all."""
     head_size: int = 0
-    """Channels per head; 0 takes `embed_size` over `num_heads`."""
+    """Channels per head; 0 takes `embed_size` over `num_heads`, or what `latent` and
+    `rotary_size` add up to."""
     query_key_norm: bool = False
     """Whether `norm` is applied to queries and keys."""
     query_key_norm_scope: Literal["head", "heads"] = "head"
@@ -510,6 +544,9 @@ class Model:
     rope_scaling: RopeScaling = RopeScaling()
     rotary_size: int = 0
     """Channels of each head that rotate, the first; 0 takes all."""
+    rotary_pairs: Literal["halves", "adjacent"] = "halves"
+    """Channels that rotate together: i of the first half and i of the second, as in
+    Llama, or 2 i and 2 i + 1, as in DeepSeek."""
     local_rope_theta: float = 0.0
     """The base in sliding layers, whose rotations are then not scaled; 0 rotates as in
     the others."""
@@ -574,6 +611,7 @@ class Model:
     z_loss: float = 0.0
     """Weight of the squared log-partition penalty."""
     sparsity: Sparsity = Sparsity()
+    latent: Latent = Latent()
     moe: MoE = MoE()
 
     __post_init__ = derived.fill_sizes
@@ -582,6 +620,11 @@ class Model:
     def is_gated(self) -> bool:
         """Whether a product of two matrices enters the last one of a feed-forward."""
         return self.activation in ("swiglu", "geglu", "clamped_swiglu")
+
+    @property
+    def value_size(self) -> int:
+        """Channels of a head of values."""
+        return self.latent.value_size if self.latent.key_rank else self.head_size
 
     @property
     def num_positions(self) -> int:

@@ -44,6 +44,7 @@ _ARCHITECTURES = {
     "mixtral": "MixtralForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
@@ -171,6 +172,8 @@ def _differences(model: schema.Model, kind: str) -> list[Problem]:
     settings = settings_of(config_of(model, kind), family)
     found = entries_of(convert.from_mapping(schema.Model, settings), settings)
     mine = entries_of(model, settings)
+    if "moe.bias_rate" not in found and "moe.choice_bias" in found:
+        mine["moe.choice_bias"] = model.moe.has_choice_bias
     pairs = [(name, mine[name], theirs) for name, theirs in found.items()]
     settable = {key.setting for key in family.keys.values()}
     if family.is_mixture and "moe.normalise" not in settable:
@@ -196,8 +199,8 @@ def config_of(model: schema.Model, kind: str) -> dict[str, Any]:
         "eos_token_id": None,
     }
     for name, key in family.keys.items():
-        value = key.kind(_value_of(model, key.setting))
-        values[name] = None if key.is_nullable and not value else value
+        values[name] = key.to_value(_value_of(model, key.setting))
+    values |= family.written
     values |= {x: values[usual] for x, usual in family.aliases.items()}
     for name, fixed in family.fixed.items():
         if fixed.accepted[0] is not None:

@@ -25,17 +25,30 @@ class Key:
         kind: Type of its value.
         default: Value if it is absent; None for a setting that zjax derives equally.
         is_nullable: Whether null is a value, that of a setting of 0.
+        names: Names of false and true, for a setting that is a name.
     """
 
     setting: str
     kind: type
     default: Any = REQUIRED
     is_nullable: bool = False
+    names: tuple[str, ...] = ()
 
     @property
     def takes_null(self) -> bool:
         """Whether null may stand for the value."""
         return self.is_nullable or self.default is None
+
+    def to_setting(self, value: Any) -> Any:
+        """The setting of a value."""
+        if value is None:
+            return 0
+        return self.names[value] if self.names else self.kind(value)
+
+    def to_value(self, setting: Any) -> Any:
+        """The value of a setting."""
+        value = self.kind(self.names.index(setting) if self.names else setting)
+        return None if self.is_nullable and not value else value
 
 
 class Fixed:
@@ -74,6 +87,8 @@ class Family:
         padding: Key of the padding token, after whose number positions begin; the
             key of `max_length` then counts the rows before, too. Empty for none.
         unread: Keys that mean nothing beside the others.
+        written: Such keys with the values that they go out with.
+        predicts_more: Whether layers behind the last one may predict further tokens.
         aliases: Other names of keys, which some versions of transformers write.
         has_steps: Whether keys say which layers have experts.
         is_scaled: Whether positions are scaled where a config.json does not say so.
@@ -97,6 +112,8 @@ class Family:
     padding: str = ""
     spellings: Mapping[str, str] = dataclasses.field(default_factory=dict)
     unread: frozenset[str] = frozenset()
+    written: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    predicts_more: bool = False
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     has_steps: bool = False
     is_scaled: bool = False
@@ -105,6 +122,11 @@ class Family:
     def is_mixture(self) -> bool:
         """Whether layers have experts."""
         return "moe" in self.constant
+
+    @property
+    def has_latents(self) -> bool:
+        """Whether keys and values come from latents."""
+        return any(key.setting == "latent.key_rank" for key in self.keys.values())
 
     @property
     def is_rotary(self) -> bool:
@@ -135,6 +157,8 @@ _PLAIN = {
     "query_key_norm": False,
     "query_key_norm_scope": "head",
     "query_scale_size": 0,
+    "rotary_pairs": "halves",
+    "latent": {"key_rank": 0},
     "attention_soft_cap": 0.0,
     "attention_sinks": False,
     "logit_soft_cap": 0.0,
@@ -228,9 +252,16 @@ _MIXTURE = {
     "top_groups": 1,
     "drop": "none",
     "bias_rate": 0.0,
+    "choice_bias": False,
     "router_bias": False,
 }
 """Settings of experts that have nothing special, and drop no token."""
+_DEEPSEEK_MOE = {
+    **{name: x for name, x in _MIXTURE.items() if name != "bias_rate"},
+    "scores": "sigmoid",
+    "choice_bias": True,
+}
+"""Those of DeepSeek-V3; a run says whether its bias moves."""
 _LOSS = frozenset({"router_aux_loss_coef", "output_router_logits"})
 """Keys of the balance loss, which a run sets itself."""
 _BERT = Family(
@@ -413,6 +444,47 @@ FAMILIES = {
         unread=_LOSS | {"sliding_window"},
         aliases={"num_local_experts": "num_experts"},
         has_steps=True,
+    ),
+    "deepseek_v3": dataclasses.replace(
+        _LLAMA,
+        rows=tensors.DEEPSEEK_V3,
+        constant={**_LLAMA_CONSTANT, **_NO_BIAS, "head_size": 0, "moe": _DEEPSEEK_MOE},
+        keys={name: x for name, x in _LLAMA_KEYS.items() if name != "head_dim"}
+        | {
+            "q_lora_rank": Key("latent.query_rank", int, 1536, is_nullable=True),
+            "kv_lora_rank": Key("latent.key_rank", int, 512),
+            "qk_nope_head_dim": Key("latent.plain_size", int, 128),
+            "qk_rope_head_dim": Key("rotary_size", int, 64),
+            "v_head_dim": Key("latent.value_size", int, 128),
+            "rope_interleave": Key(
+                *("rotary_pairs", bool, True), names=("halves", "adjacent")
+            ),
+            "moe_intermediate_size": Key("moe.expert_size", int, 2048),
+            "n_routed_experts": Key("moe.num_experts", int, 256),
+            "n_shared_experts": Key("moe.num_shared", int, 1),
+            "num_experts_per_tok": Key("moe.top_k", int, 8),
+            "n_group": Key("moe.num_groups", int, 8),
+            "topk_group": Key("moe.top_groups", int, 4),
+            "first_k_dense_replace": Key("moe.first_dense", int, 3),
+            "norm_topk_prob": Key("moe.normalise", bool, True),
+            "routed_scaling_factor": Key("moe.scale", float, 2.5),
+        },
+        fixed=_LLAMA_FIXED
+        | {
+            "attention_bias": Fixed(False),
+            "scoring_func": Fixed("sigmoid"),
+            "topk_method": Fixed("noaux_tc"),
+            "moe_layer_freq": Fixed(1),
+        },
+        biases=(),
+        unread=_LOSS
+        | frozenset(
+            """
+            head_dim qk_head_dim num_mtp_layers ep_size aux_loss_alpha seq_aux auto_map
+            """.split()
+        ),
+        written={"num_nextn_predict_layers": 0},
+        predicts_more=True,
     ),
     "gpt_oss": dataclasses.replace(
         _LLAMA,

@@ -33,9 +33,17 @@ _SIZES: Mapping[str, Callable[[schema.Model], int]] = {
     "experts": lambda model: max(experts_by_layer(model)),
     "expert_mlp": operator.attrgetter("moe.expert_size"),
     "gates": lambda _: 2,
+    "shared": lambda model: model.moe.num_shared * model.moe.expert_size,
+    "query_latent": operator.attrgetter("latent.query_rank"),
+    "key_latent": operator.attrgetter("latent.key_rank"),
+    "turned_key_latent": lambda model: model.latent.key_rank + model.rotary_size,
+    "key_value": lambda model: model.latent.plain_size + model.latent.value_size,
+    "value": operator.attrgetter("value_size"),
 }
 """Sizes of dims by name; `gates` are the gate and the value of a gated expert,
-and `hidden` the outputs of a matrix whose inputs are `embed`."""
+`hidden` the outputs of a matrix whose inputs are `embed`, and `shared` the hidden
+channels of all shared experts. `turned_key_latent` has the channels of keys that
+rotate, and `key_value` those that do not with the channels of values."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +62,7 @@ class Row:
         parts: Dims along which the tensor joins each of its arrays; () for one array.
         gates: Names of the tensors of gates and values, if they are apart.
         needs: Attribute of the settings without which there is no such array.
-        unless: Boolean attribute with which there is none.
+        unless: Attribute with which there is none.
         layers: Layers that have it: `all`, or those with or without experts.
     """
 
@@ -98,8 +106,12 @@ class Row:
 
     def exists(self, model: schema.Model) -> bool:
         """Whether a model has this array."""
-        has = bool(getattr(model, self.needs)) if self.needs else True
-        return has and not (self.unless and getattr(model, self.unless))
+
+        def has(name: str) -> bool:
+            return bool(operator.attrgetter(name)(model))
+
+        is_there = not self.needs or has(self.needs)
+        return is_there and not (self.unless and has(self.unless))
 
     def is_in(self, num_experts: int) -> bool:
         """Whether a layer with so many experts has it."""

@@ -34,8 +34,8 @@ _LISTS = {"short_factor": "short_factors", "long_factor": "long_factors"}
 _OLD = {"su": "longrope"}
 """Other names of kinds."""
 _ORIGINAL = "original_max_position_embeddings"
-_USUAL = {"mscale": (None,), "mscale_all_dim": (None,)}
-"""Keys of yarn with the values that zjax computes."""
+_SCALES = {"mscale": "mscale", "mscale_all_dim": "mscale_all_dim"}
+"""Numbers of yarn in families with latents, which alone scale their scores."""
 _ANY = {"rope_type", "type", "rope_theta", PARTIAL, "factor", _ORIGINAL}
 KNOWN = {*MAPPINGS, "rope_theta", PARTIAL, _ORIGINAL, _LOCAL}
 """Keys of a config.json that this module reads."""
@@ -49,16 +49,18 @@ def rotation_settings(
     Args:
         values: The config.json.
         family: Its family.
-        model: Read for `max_length` and `head_size`.
+        model: Read for `max_length`, `head_size` and `rotary_size`.
     """
     rope, length = _rope(values), model.max_length
     kind, share = _kind(rope), _partial(values, rope)
     scaling = convert.to_mapping(schema.RopeScaling())
     if kind != "default":
         scaling["kind"] = kind
-        for theirs, ours in _SCALED[kind].items():
+        for theirs, ours in _numbers(kind, family).items():
             if rope.get(theirs) is not None:
                 scaling[ours] = float(rope[theirs])
+        if scaling["attention_factor"] or not scaling["mscale_all_dim"]:
+            scaling["mscale"] = 0.0  # it is not read there either
     if kind == "yarn":
         scaling["truncate"] = rope.get("truncate") is not False
     if kind in ("yarn", "llama3", "longrope"):
@@ -76,7 +78,9 @@ def rotation_settings(
     return {
         "rope_theta": float(_theta(values, rope, family)),
         "rope_scaling": scaling,
-        "rotary_size": 0 if share == 1.0 else int(model.head_size * share),
+        "rotary_size": model.rotary_size
+        if share == 1.0
+        else int(model.head_size * share),
         "local_rope_theta": float(_local_theta(values, family)),
     }
 
@@ -93,7 +97,7 @@ def rotation_values(model: schema.Model, family: Family) -> dict[str, Any]:
         unscaled = {"rope_scaling": {"rope_type": "default"}}
         return values | (unscaled if family.is_scaled else {})
     rope = {"rope_type": scaling.kind, "factor": scaling.factor}
-    for theirs, ours in _SCALED[scaling.kind].items():
+    for theirs, ours in _numbers(scaling.kind, family).items():
         if value := getattr(scaling, ours):
             rope[theirs] = value
     if scaling.kind == "yarn" and not scaling.truncate:
@@ -128,11 +132,13 @@ def rotation_problems(
         problem = f"{refused} the scaling of {', '.join(_SCALED)}"
         yield Problem(name, values[name], problem, remedy)
     elif kind != "default":
-        yield from _wrong_numbers(rope, kind, name, where)
-    for key, usual in _USUAL.items() if kind == "yarn" else ():
-        if rope.get(key) not in usual:
-            problem = f"{refused} yarn without it"
-            yield Problem(f"{name}.{key}", rope[key], problem, remedy)
+        yield from _wrong_numbers(rope, kind, family, name, where)
+        known = _numbers(kind, family)
+        is_read = kind == "yarn" or family.has_latents
+        for key in _SCALES if is_read else ():
+            if key not in known and rope.get(key) is not None:
+                problem = f"{refused} {kind} without it"
+                yield Problem(f"{name}.{key}", rope[key], problem, remedy)
     share = _partial(values, rope)
     if not _is_number(share) or not 0 < share <= 1:
         yield Problem(PARTIAL, share, f"{where} is no share of channels", "correct it")
@@ -155,13 +161,19 @@ def unknown_keys(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
     rope, name = _rope(values), _name(values)
     if _LOCAL in values and not family.local_theta:
         rope = {**rope, _LOCAL: values[_LOCAL]}
-    known = {*_ANY, "truncate", *_SCALED.get(_kind(rope), ()), *_USUAL}
+    known = {*_ANY, "truncate", *_SCALED.get(_kind(rope), ()), *_SCALES}
     known |= {*_LISTS} if _kind(rope) == "longrope" else set()
     return {f"{name}.{key}": x for key, x in rope.items() if key not in known}
 
 
-def _wrong_numbers(rope, kind, name, where) -> Iterator[Problem]:
-    for key in ("factor", *_SCALED[kind]):
+def _numbers(kind: str, family: Family) -> dict[str, str]:
+    """Numbers of a kind of scaling besides the factor, and their settings."""
+    has_scales = kind == "yarn" and family.has_latents
+    return _SCALED[kind] | (_SCALES if has_scales else {})
+
+
+def _wrong_numbers(rope, kind, family, name, where) -> Iterator[Problem]:
+    for key in ("factor", *_numbers(kind, family)):
         value = rope.get(key)
         is_needed = (key == "factor" and kind != "longrope") or kind == "llama3"
         if not _is_number(value) and (is_needed or value is not None):

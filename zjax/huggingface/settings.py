@@ -136,7 +136,7 @@ def settings_of(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
         value = values.get(name, key.default)
         section, _, field = key.setting.rpartition(".")
         target = settings[section] if section else settings
-        target[field] = 0 if value is None else key.kind(value)
+        target[field] = key.to_setting(value)
     if family.padding:
         first = values.get(family.padding, PADDING) + 1
         settings["first_position"] = first
@@ -247,6 +247,7 @@ def _report_unknown(
 ) -> None:
     known = {*BOOKKEEPING, *family.keys, *family.fixed, *family.biases}
     known |= {*family.dropouts.values(), *family.unread, family.padding, *KNOWN}
+    known |= {*family.written}
     known |= {*family.windows.keys, *family.aliases}
     known |= {mixture.STEP, mixture.DENSE} if family.has_steps else set()
     known |= rotation.KNOWN if family.is_rotary else set()

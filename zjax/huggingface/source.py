@@ -23,6 +23,7 @@ from zjax.huggingface.settings import CONFIG_NAME, entries_of, shape_of
 
 TOKENS = "embedding.tokens"
 """An array that every built-in model has, and no Hugging Face checkpoint."""
+_LAYER = re.compile(r"(model\.)?layers\.(?P<number>\d+)\.")
 _FREE = ("max_length",)
 """Settings that a run may change under rotary positions."""
 
@@ -64,7 +65,8 @@ def adapted(
         config.checkpoint.init_from,
         cast=True,
     )
-    _report(config.checkpoint.init_from, prefix, ignored)
+    short = (_shortened(name, model.num_layers) for name in ignored)
+    _report(config.checkpoint.init_from, prefix, tuple(dict.fromkeys(short)))
     return _translated(source, layouts)
 
 
@@ -123,13 +125,29 @@ def _renamed(source: Source, family: Family, prefix: str) -> tuple[Row, ...]:
 def _find_ignored(
     source: Source, family: Family, model: schema.Model
 ) -> tuple[str, ...]:
-    """Tensors that logits do not need: buffers, poolers, the copy of a tied table."""
+    """Tensors that logits do not need.
+
+    They are buffers, poolers, the copy of a tied table, and layers behind the last one.
+    """
     return tuple(
         name
         for name in source.entries
         if re.fullmatch(family.buffers, name)
         or (name == "lm_head.weight" and model.tied_head)
+        or (family.predicts_more and _layer_of(name) >= model.num_layers)
     )
+
+
+def _layer_of(name: str) -> int:
+    """Number of the layer that a tensor belongs to; -1 for none."""
+    found = _LAYER.match(name)
+    return int(found["number"]) if found else -1
+
+
+def _shortened(name: str, num_layers: int) -> str:
+    """The name, or that of the layer behind the last one to which it belongs."""
+    found = _LAYER.match(name)
+    return f"{found[0]}*" if found and _layer_of(name) >= num_layers else name
 
 
 def _report(path: str, prefix: str, ignored: Sequence[str]) -> None:

@@ -112,6 +112,12 @@ def _router(theirs: str) -> tuple[Row, ...]:
     return (Row(ours, theirs, "embed experts", "experts | embed", layers="mixture"),)
 
 
+def _plain(ours: str, theirs: str, dims: str, *, unless: str = "") -> tuple[Row, ...]:
+    """The kernel of a torch `Linear` without a bias."""
+    ours, theirs = f"blocks.{ours}.kernel", f"{_LAYER}.{theirs}.weight"
+    return (Row(ours, theirs, dims, _turned(dims), unless=unless),)
+
+
 _EMBEDDING = (Row("embedding.tokens", "model.embed_tokens.weight", "vocab | embed"),)
 _FROM_STREAM = (
     ("attention.query", "self_attn.q_proj", "embed | heads head"),
@@ -183,6 +189,51 @@ QWEN3_MOE: tuple[Row, ...] = (
     *(*_experts("mlp.experts", "gate_proj", "down_proj", "up_proj"), *_HEAD),
 )
 """Qwen3 with experts."""
+_QUERY_LATENT = tuple(
+    dataclasses.replace(row, needs="latent.query_rank")
+    for row in (
+        *_plain("attention.query_latent", "self_attn.q_a_proj", "embed | query_latent"),
+        *_rms_norm("attention.query_norm", "self_attn.q_a_layernorm", "query_latent"),
+        *_plain("attention.query", "self_attn.q_b_proj", "query_latent | heads head"),
+    )
+)
+_LATENT_ATTENTION = (
+    *_plain(
+        *("attention.query", "self_attn.q_proj", "embed | heads head"),
+        unless="latent.query_rank",
+    ),
+    *_QUERY_LATENT,
+    *_plain(
+        *("attention.key_latent", "self_attn.kv_a_proj_with_mqa"),
+        "embed | turned_key_latent",
+    ),
+    *_rms_norm("attention.key_norm", "self_attn.kv_a_layernorm", "key_latent"),
+    *_plain(
+        "attention.key_value", "self_attn.kv_b_proj", "key_latent | heads key_value"
+    ),
+    *_plain("attention.out", "self_attn.o_proj", "heads value | embed"),
+)
+_SHARED_EXPERTS = tuple(
+    dataclasses.replace(row, layers="mixture", needs="moe.num_shared")
+    for ours, theirs, dims in (
+        ("gate", "gate_proj", "embed | shared"),
+        ("up", "up_proj", "embed | shared"),
+        ("down", "down_proj", "shared | embed"),
+    )
+    for row in _plain(f"mlp.shared.{ours}", f"mlp.shared_experts.{theirs}", dims)
+)
+DEEPSEEK_V3: tuple[Row, ...] = (
+    *(*_EMBEDDING, *_INPUT_NORMS, *_LATENT_ATTENTION, *_DENSE_MLP),
+    *_router("mlp.gate"),
+    Row(
+        *("blocks.mlp.router.bias", f"{_LAYER}.mlp.gate.e_score_correction_bias"),
+        "experts",
+        layers="mixture",
+    ),
+    *_experts("mlp.experts", "gate_proj", "down_proj", "up_proj"),
+    *(*_SHARED_EXPERTS, *_HEAD),
+)
+"""DeepSeek-V3, with latents of attention and shared experts."""
 PHI3: tuple[Row, ...] = (
     *(*_EMBEDDING, *_INPUT_NORMS, *_JOINED_ATTENTION, *_JOINED_MLP, *_HEAD),
 )

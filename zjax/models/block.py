@@ -12,6 +12,7 @@ from zjax.config import schema
 from zjax.models import layers
 from zjax.models.embedding import Context
 from zjax.models.feed_forward import FeedForward, TiledFeedForward
+from zjax.models.latent import LatentAttention
 from zjax.models.mixture import MixtureOfExperts
 from zjax.ops import attention, sparse
 from zjax.ops.explicit_attention import Dropout
@@ -64,7 +65,8 @@ class Block(nnx.Module):
         num_writers = 1 if norm_position == "stream" else 2 * config.num_layers
         out_std = layers.INIT_STD / num_writers**0.5
         self.attention_norm = layers.Norm(config)
-        self.attention = layers.Attention(
+        make_attention = LatentAttention if config.latent.key_rank else layers.Attention
+        self.attention = make_attention(
             config, out_std=out_std, matmul_dtype=matmul_dtype, rngs=rngs
         )
         self.mlp_norm = layers.Norm(config)
@@ -147,7 +149,7 @@ class Block(nnx.Module):
         ids, lengths = context.segment_ids, context.lengths
         dropout = self._make_dropout(key)
 
-        def attend(q, k, v):
+        def attend(q, k, v, _):
             outputs = sequence_attention(
                 functools.partial(self._attend_full, dropout=dropout),
                 *(q, k, v),

@@ -15,11 +15,12 @@ from zjax.models.block import Block
 from zjax.models.decoder import Decoder
 from zjax.models.embedding import Context, Embedding
 from zjax.models.heads import Head
+from zjax.models.layers import Stored
 from zjax.models.segments import BlockGroup, layers_of, segments_of
 from zjax.models.stack import execution_of
 from zjax.ops import attention, sparse
 
-Cache = tuple[tuple[Float[Array, "B S K D"], Float[Array, "B S K D"]], ...]
+Cache = tuple[Stored, ...]
 """Keys and values of each layer of a block, for all columns to come."""
 RunLayer = Callable[..., Any]
 """`run(layer, attend, x, context) -> (stream, keys and values)`."""
@@ -125,7 +126,7 @@ def read_prompt(
         visible = columns >= starts[:, None, None]
         visible = jnp.broadcast_to(visible, (*x.shape[:2], x.shape[1]))
 
-    def attend(layer, q, k, v):
+    def attend(layer, q, k, v, stored):
         if layer.sparse is not None:
             outputs = _attend_to_blocks(q, k, v, layer.sparse, starts, padded)
         else:
@@ -140,7 +141,7 @@ def read_prompt(
                 implementation="xla" if layer.implementation == "xla" else "auto",
             )
         padding = ((0, 0), (0, num_new), (0, 0), (0, 0))
-        return outputs, (jnp.pad(k, padding), jnp.pad(v, padding))
+        return outputs, tuple(jnp.pad(x, padding) for x in stored)
 
     cache = []
     for layer in layers_of(block):
@@ -165,11 +166,12 @@ def read_token(
     `cache` of all earlier ones.
     """
 
-    def attend(layer, stored, q, k, v):
-        keys, values = (
+    def attend(layer, earlier, q, k, v, stored):
+        stored = tuple(
             jax.lax.dynamic_update_slice_in_dim(old, new, column, axis=1)
-            for old, new in zip(stored, (k, v), strict=True)
+            for old, new in zip(earlier, stored, strict=True)
         )
+        keys, values = stored[0], stored[-1]
         # A fused kernel gains nothing for one query.
         window = layer.bounds.window or keys.shape[1]
         mask = _visible_columns(starts, column, keys.shape[1], window)[:, None]
@@ -178,7 +180,7 @@ def read_token(
         bounds = layer.bounds._replace(window=0)  # the mask has it
         options = {"sinks": layer.attention.laid_sinks(), "implementation": "xla"}
         outputs = attention.call_jax(q, keys, values, bounds, mask=mask, **options)
-        return outputs, (keys, values)
+        return outputs, stored
 
     updated = []
     for layer, stored in zip(layers_of(block), cache, strict=True):

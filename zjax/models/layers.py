@@ -17,6 +17,7 @@ from jaxtyping import Array, Float
 from zjax.config import schema
 from zjax.ops import float8, quantized, rotary
 from zjax.ops.materialize import materialize, materialize_gradient
+from zjax.ops.rope_scaling import score_factor
 from zjax.parallel import remat, sequence, tensor
 from zjax.sharding import mesh as meshes
 from zjax.sharding import rules
@@ -28,8 +29,11 @@ Dims = tuple[tuple[str | None, int], ...]
 Arrange = Callable[[jax.Array, int], jax.Array]
 """Function from weights and their sharded dim to weights padded or reordered so that
 devices get equal shards."""
-Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
-"""`attend(q, k, v) -> (outputs, cache)`."""
+Stored = tuple[jax.Array, ...]
+"""What a cache keeps of tokens, [B, L, heads, channels] each: the keys first, the
+values last, or one array for both."""
+Attend = Callable[[jax.Array, jax.Array, jax.Array, Stored], tuple[jax.Array, Any]]
+"""`attend(q, k, v, stored) -> (outputs, cache)`."""
 
 MatmulDtype = Literal["compute", "float8"]
 """Dtype of the operands of a matrix product; `compute` is that of the parameters."""
@@ -271,13 +275,20 @@ class Norm(nnx.Module):
     Args:
         config: Shape of the model.
         dims: Dims that are normalised together; None for the width of the model.
+        eps: What is added to the variance; None for `config.norm_eps`.
     """
 
-    def __init__(self, config: schema.Model, dims: Dims | None = None):
+    def __init__(
+        self,
+        config: schema.Model,
+        dims: Dims | None = None,
+        *,
+        eps: float | None = None,
+    ):
         dims = dims or (("embed", config.embed_size),)
         has_bias = config.norm == "layer_norm" and config.use_bias
         self.kind = config.norm
-        self.eps = config.norm_eps
+        self.eps = config.norm_eps if eps is None else eps
         self.zero_centered = config.zero_centered_norm
         self.scale = make_param(dims, jnp.zeros if self.zero_centered else jnp.ones)
         self.bias = make_param(dims, jnp.zeros) if has_bias else None
@@ -295,6 +306,17 @@ class Norm(nnx.Module):
             return norm.rms_norm(x, scale.reshape(-1), **how).reshape(shape)
         bias = None if self.bias is None else self.bias[...].reshape(-1)
         return norm.layer_norm(x, scale.reshape(-1), bias, **how).reshape(shape)
+
+
+def query_scale(config: schema.Model) -> float:
+    """Factor of queries beside the division of scores by the root of `head_size`.
+
+    Example:
+        >>> query_scale(schema.Model(head_size=16, query_scale_size=4))
+        2.0
+    """
+    root = (config.head_size / config.query_scale_size) ** 0.5
+    return root * score_factor(config.rope_scaling)
 
 
 class Attention(nnx.Module):
@@ -324,7 +346,8 @@ class Attention(nnx.Module):
             linear, embed, use_bias=config.has_input_bias, fuse_bias=True
         )
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
-        self.query_scale = (config.head_size / config.query_scale_size) ** 0.5
+        self.query_scale = query_scale(config)
+        self.rotary_pairs: rotary.Pairs = config.rotary_pairs
         self.query = from_stream(heads)
         self.key = from_stream(kv_heads)
         self.value = from_stream(kv_heads)
@@ -357,10 +380,10 @@ class Attention(nnx.Module):
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
         if rotation is not None:
-            q, k = rotary.rotate(q, *rotation), rotary.rotate(k, *rotation)
+            q, k = (rotary.rotate(y, *rotation, self.rotary_pairs) for y in (q, k))
         if self.query_scale != 1.0:
             q = (q * self.query_scale).astype(q.dtype)
-        outputs, cache = attend(q, k, v)
+        outputs, cache = attend(q, k, v, (k, v))
         return self.out(outputs, arrange=heads.lay_queries), cache
 
     def laid_sinks(self) -> Float[Array, " H"] | None:

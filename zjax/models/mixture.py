@@ -59,7 +59,8 @@ class RouterMatrix(nnx.Module):
             (("embed", config.embed_size), *experts),
             lambda shape: ROUTER_INIT(key, shape),
         )
-        self.bias = layers.make_param(experts, jnp.zeros) if moe.bias_rate else None
+        has_bias = moe.has_choice_bias
+        self.bias = layers.make_param(experts, jnp.zeros) if has_bias else None
         self.logit_bias = (
             layers.make_param(experts, jnp.zeros) if moe.router_bias else None
         )

@@ -157,7 +157,7 @@ def _segment(blocks: Block | BlockGroup, num_blocks: int) -> Segment:
             totals["load"] = (layer.mlp.settings.num_experts,)
             path = "mlp/router/bias"
             path = path if blocks is layer else f"layer{number}/{path}"
-            if config.moe.bias_rate:
+            if config.moe.has_choice_bias:
                 moves[path] = functools.partial(_even_load, config.moe.bias_rate)
     return Segment(block, num_blocks, tiles, totals, moves)
 

@@ -27,18 +27,9 @@ def num_params(model: schema.Model, *, active: bool = False) -> int:
         124439808
     """
     width, bias = model.embed_size, int(model.use_bias)
-    size, kv_size = (n * model.head_size for n in (model.num_heads, model.num_kv_heads))
-    attention = 2 * width * (size + kv_size) + model.has_output_bias * width
-    attention += model.has_input_bias * (size + 2 * kv_size)
-    attention += model.attention_sinks * model.num_heads
-    norm_vectors = 1 + (bias if model.norm == "layer_norm" else 0)
-    norm = norm_vectors * width
-    if model.query_key_norm:
-        over_heads = model.query_key_norm_scope == "heads"
-        normed = size + kv_size if over_heads else 2 * model.head_size
-        attention += norm_vectors * normed
+    norm = _norm_vectors(model) * width
     num_norms = 4 if model.norm_position == "both" else 2
-    blocks = model.num_layers * (attention + num_norms * norm)
+    blocks = model.num_layers * (_attention_params(model) + num_norms * norm)
     for num_experts in experts_by_layer(model):
         if num_experts:
             blocks += _mixture_params(model, num_experts, active)
@@ -88,7 +79,8 @@ def flops_per_token(
 
     Full attention costs 12 x layers x heads x head size x length, and half of that
     where `causal_attention` is "half". An encoder always counts in full; sparse
-    attention counts the blocks of its layout.
+    attention counts the blocks of its layout. Heads of values of another size count
+    with the mean of both.
 
     Example:
         >>> flops_per_token(schema.Model(), 1024, causal_attention="half") / 1e6
@@ -99,7 +91,7 @@ def flops_per_token(
         B.
     """
     factor = _attention_factor(model, length, causal_attention)
-    attention = factor * model.num_layers * model.num_heads * model.head_size * length
+    attention = factor * model.num_layers * _attended_channels(model) * length
     return float(per_weight * matmul_params(model) + attention)
 
 
@@ -114,8 +106,8 @@ def describe_flops(
     """
     factor = _attention_factor(model, length, causal_attention)
     total = flops_per_token(model, length, causal_attention=causal_attention)
-    queries = model.num_heads * model.head_size
-    attention = f"{model.num_layers} layers x {queries:,} x {length:,}"
+    channels = _attended_channels(model)
+    attention = f"{model.num_layers} layers x {channels:,} x {length:,}"
     text = f"6 x {matmul_params(model):,} + {factor:.4g} x {attention}"
     return f"{text} = {total / 1e6:,.1f} MFLOP per token"
 
@@ -173,6 +165,41 @@ def peak_flops(device_kind: str, dtype: str) -> float | None:
     return None
 
 
+def _norm_vectors(model: schema.Model) -> int:
+    return 2 if model.norm == "layer_norm" and model.use_bias else 1
+
+
+def _attended_channels(model: schema.Model) -> int:
+    """Channels of all heads, the mean of queries and values."""
+    return model.num_heads * (model.head_size + model.value_size) // 2
+
+
+def _attention_params(model: schema.Model) -> int:
+    width, heads, size = model.embed_size, model.num_heads, model.head_size
+    out = (heads * model.value_size + model.has_output_bias) * width
+    if model.latent.key_rank:
+        return out + _latent_params(model)
+    queries, keys = heads * size, model.num_kv_heads * size
+    inputs = (width + model.has_input_bias) * (queries + 2 * keys)
+    inputs += model.attention_sinks * heads
+    if model.query_key_norm:
+        over_heads = model.query_key_norm_scope == "heads"
+        normed = queries + keys if over_heads else 2 * size
+        inputs += _norm_vectors(model) * normed
+    return out + inputs
+
+
+def _latent_params(model: schema.Model) -> int:
+    """Parameters of attention with latents, without its last matrix."""
+    width, heads, latent = model.embed_size, model.num_heads, model.latent
+    queries, norm = heads * model.head_size, _norm_vectors(model)
+    params = (latent.key_rank + model.rotary_size) * width
+    params += (heads * (latent.plain_size + latent.value_size) + norm) * latent.key_rank
+    if latent.query_rank:
+        return params + (width + norm + queries) * latent.query_rank
+    return params + width * queries
+
+
 def _mlp_params(model: schema.Model, size: int) -> int:
     """Parameters of a feed-forward of width `size`."""
     width, bias = model.embed_size, int(model.use_bias)
@@ -184,7 +211,7 @@ def _mixture_params(model: schema.Model, num_experts: int, active: bool) -> int:
     moe, width = model.moe, model.embed_size
     used = min(experts_per_token(moe), num_experts) if active else num_experts
     params = round(used * _mlp_params(model, moe.expert_size))
-    params += (width + (moe.bias_rate > 0) + moe.router_bias) * num_experts
+    params += (width + moe.has_choice_bias + moe.router_bias) * num_experts
     if moe.num_shared:
         params += _mlp_params(model, moe.num_shared * moe.expert_size)
     params += width * moe.shared_gate

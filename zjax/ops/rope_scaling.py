@@ -70,11 +70,32 @@ def attention_factor(scaling: schema.RopeScaling) -> float:
     """
     if scaling.kind not in ("yarn", "longrope"):
         return 1.0
-    growth = math.log(max(scaling.factor, 1.0))
+    if scaling.attention_factor:
+        return scaling.attention_factor
     if scaling.kind == "yarn":
-        return scaling.attention_factor or 0.1 * growth + 1.0
-    length = math.log(scaling.original_length)
-    return scaling.attention_factor or math.sqrt(1.0 + growth / length)
+        if scaling.mscale and scaling.mscale_all_dim:
+            whole = _yarn_scale(scaling, scaling.mscale_all_dim)
+            return _yarn_scale(scaling, scaling.mscale) / whole
+        return _yarn_scale(scaling, 1.0)
+    growth = math.log(max(scaling.factor, 1.0))
+    return math.sqrt(1.0 + growth / math.log(scaling.original_length))
+
+
+def score_factor(scaling: schema.RopeScaling) -> float:
+    """Factor of attention scores besides that of rotated queries and keys.
+
+    Example:
+        >>> scaling = schema.RopeScaling(kind="yarn", factor=1.0, mscale_all_dim=1.0)
+        >>> score_factor(scaling)
+        1.0
+    """
+    if scaling.kind != "yarn":
+        return 1.0
+    return _yarn_scale(scaling, scaling.mscale_all_dim) ** 2
+
+
+def _yarn_scale(scaling: schema.RopeScaling, share: float) -> float:
+    return 0.1 * share * math.log(max(scaling.factor, 1.0)) + 1.0
 
 
 def _dynamic_base(positions, size, theta, scaling) -> jax.Array:

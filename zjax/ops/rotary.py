@@ -1,8 +1,11 @@
 """Rotary position embedding: positions as rotations of pairs of channels.
 
 Channel i of the first half of a head is paired with channel i of the second half, the
-layout of the published Llama weights in the Hugging Face format.
+layout of the published Llama weights in the Hugging Face format, or channel 2 i with
+its neighbour, as in the paper and in DeepSeek.
 """
+
+from typing import Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -10,6 +13,8 @@ from jaxtyping import Array, Float, Int
 from zjax.config import schema
 from zjax.ops.rope_scaling import attention_factor, scaled_frequencies
 
+Pairs = Literal["halves", "adjacent"]
+"""Channels that rotate together, as `model.rotary_pairs` says."""
 UNSCALED = schema.RopeScaling()
 
 
@@ -50,19 +55,26 @@ def rotate(
     x: Float[Array, "B L H D"],
     cos: Float[Array, "#B L half"],
     sin: Float[Array, "#B L half"],
+    pairs: Pairs = "halves",
 ) -> Float[Array, "B L H D"]:
     """Rotates the channel pairs of queries or keys by their positions, in float32.
 
     The tables are those of `make_rotary_tables`; the result has the dtype of `x`.
-    Channels beyond those of the tables stay as they are.
+    Channels beyond those of the tables stay as they are. Adjacent pairs come out as
+    halves, which scores do not tell apart.
 
     Example:
         >>> tables = make_rotary_tables(jnp.array([[0]]), head_size=2)
         >>> rotate(jnp.ones((1, 1, 1, 3)), *tables).tolist()
         [[[[1.0, 1.0, 1.0]]]]
+        >>> rotate(jnp.arange(4.0).reshape(1, 1, 1, 4), *make_rotary_tables(
+        ...     jnp.array([[0]]), head_size=4), "adjacent").tolist()
+        [[[[0.0, 2.0, 1.0, 3.0]]]]
     """
     half = cos.shape[-1]
     first, second, others = jnp.split(x, (half, 2 * half), axis=-1)
+    if pairs == "adjacent":
+        first, second = x[..., 0 : 2 * half : 2], x[..., 1 : 2 * half : 2]
     first, second = first.astype(jnp.float32), second.astype(jnp.float32)
     cos, sin = cos[:, :, None, :], sin[:, :, None, :]
     rotated = (first * cos - second * sin, second * cos + first * sin)

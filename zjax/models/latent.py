@@ -1,0 +1,147 @@
+"""Attention whose keys and values come from a latent, as in DeepSeek-V2 and -V3.
+
+Reference: DeepSeek-V2, arXiv:2405.04434, section 2.1.
+"""
+
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from zjax.config import schema
+from zjax.models import layers
+from zjax.ops import rotary
+from zjax.parallel import remat, tensor
+
+NORM_EPS = 1e-6
+"""What norms of latents add to the variance, whatever `model.norm_eps` is."""
+
+
+class LatentAttention(nnx.Module):
+    """Projections to latents, from them to queries, keys and values, and back.
+
+    Devices of the tensor axis split heads, and each holds the matrices to latents,
+    which it multiplies with its part of the tokens.
+
+    Values are filled up with zeros to the channels of keys, so that all kernels and
+    all ways of splitting sequences run.
+
+    Args:
+        config: Shape of the model.
+        out_std: Standard deviation of the matrix that writes to the residual stream.
+        matmul_dtype: Dtype of the operands of the projections.
+        rngs: Source of the initial values.
+    """
+
+    def __init__(
+        self,
+        config: schema.Model,
+        *,
+        out_std: float,
+        matmul_dtype: layers.MatmulDtype = "compute",
+        rngs: nnx.Rngs,
+    ):
+        def heads(size: int) -> layers.Dims:
+            return (("heads", config.num_heads), ("head_dim", size))
+
+        def narrow(size: int) -> layers.Dims:
+            return ((None, size),)
+
+        def norm(size: int) -> layers.Norm:
+            return layers.Norm(config, narrow(size), eps=NORM_EPS)
+
+        latent, embed = config.latent, (("embed", config.embed_size),)
+        key_rank, query_rank = latent.key_rank, latent.query_rank
+        linear = functools.partial(
+            layers.Linear, use_bias=False, matmul_dtype=matmul_dtype, rngs=rngs
+        )
+        self.config = config
+        self.query_scale = layers.query_scale(config)
+        self.query_latent = linear(embed, narrow(query_rank)) if query_rank else None
+        self.query_norm = norm(query_rank) if query_rank else None
+        inputs = narrow(query_rank) if query_rank else embed
+        self.query = linear(inputs, heads(config.head_size))
+        self.key_latent = linear(embed, narrow(key_rank + config.rotary_size))
+        self.key_norm = norm(key_rank)
+        outputs = heads(latent.plain_size + latent.value_size)
+        self.key_value = linear(narrow(key_rank), outputs)
+        self.out = layers.Linear(
+            heads(latent.value_size),
+            embed,
+            std=out_std,
+            use_bias=config.has_output_bias,
+            matmul_dtype=matmul_dtype,
+            rngs=rngs,
+        )
+
+    def __call__(
+        self,
+        x: Float[Array, "B L M"],
+        rotation: tuple[Array, Array] | None,
+        attend: layers.Attend,
+    ) -> tuple[Float[Array, "B L M"], Any]:
+        """Projects, attends and projects back; passes on the cache.
+
+        A single token attends to latents themselves, as one head of keys and values.
+        """
+        assert rotation is not None  # see config.latent
+        config, q = self.config, self._queries(x, rotation)
+        narrow, turning = self._latents(x, rotation)
+        stored = tensor.join_stream(narrow)[:, :, None]
+        stored = jnp.concatenate([stored, turning], axis=-1)
+        if x.shape[1] == 1:
+            return self._attend_to_latents(attend, q, stored)
+        k, v = self._keys_and_values(narrow, turning)
+        v = jnp.pad(v, [*[(0, 0)] * 3, (0, config.head_size - config.value_size)])
+        outputs, cache = attend(q, k, v, (stored,))
+        return self.out(outputs[..., : config.value_size]), cache
+
+    def laid_sinks(self) -> None:
+        """Scores without keys, which are refused beside latents."""
+
+    def _queries(self, x, rotation):
+        if self.query_latent is not None and self.query_norm is not None:
+            x = self.query_norm(self.query_latent(x, remat.PROJECTIONS))
+        plain, turning = _split(self.query(x), self.config.latent.plain_size)
+        q = jnp.concatenate([plain, self._rotate(turning, rotation)], axis=-1)
+        return (q * self.query_scale).astype(q.dtype) if self.query_scale != 1.0 else q
+
+    def _latents(self, x, rotation):
+        """Latents, and the channels of keys that rotate, of one head."""
+        joined = self.key_latent(x, remat.PROJECTIONS)
+        narrow, turning = _split(joined, self.config.latent.key_rank)
+        turning = self._rotate(tensor.join_stream(turning)[:, :, None], rotation)
+        return self.key_norm(narrow), turning
+
+    def _keys_and_values(self, narrow, turning):
+        plain, values = _split(self.key_value(narrow), self.config.latent.plain_size)
+        turning = jnp.broadcast_to(turning, (*plain.shape[:3], turning.shape[-1]))
+        return jnp.concatenate([plain, turning], axis=-1), values
+
+    def _attend_to_latents(self, attend, q, stored):
+        """Moves the matrix behind latents to queries and outputs.
+
+        Reference: DeepSeek-V2, arXiv:2405.04434, section 2.1.2.
+        """
+        latent, head_size = self.config.latent, self.config.head_size
+        units = jnp.eye(latent.key_rank, dtype=q.dtype)[None]
+        to_keys, to_values = _split(self.key_value(units)[0], latent.plain_size)
+        plain, turning = _split(q, latent.plain_size)
+        q = jnp.einsum("blhp,rhp->blhr", plain, to_keys)
+        q = jnp.concatenate([q, turning], axis=-1)
+        q = (q * (stored.shape[-1] / head_size) ** 0.5).astype(q.dtype)
+        outputs, cache = attend(q, stored, stored, (stored,))
+        outputs = jnp.einsum(
+            "blhr,rhv->blhv", outputs[..., : latent.key_rank], to_values
+        )
+        return self.out(outputs), cache
+
+    def _rotate(self, x, rotation):
+        cos, sin = rotation
+        return rotary.rotate(x, cos, sin, self.config.rotary_pairs)
+
+
+def _split(x, size):
+    return x[..., :size], x[..., size:]
