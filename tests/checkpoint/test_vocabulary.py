@@ -9,7 +9,10 @@ import safetensors.numpy
 from tests.checkpoint.test_adapters import BATCH, start
 from tests.support import huggingface as golden
 from zjax.checkpoint import vocabulary
+from zjax.checkpoint.layout import Entry
 from zjax.checkpoint.store import Store
+from zjax.checkpoint.views import Source
+from zjax.config import schema
 from zjax.config.check import check_config
 from zjax.config.load import load_config
 from zjax.errors import ConfigError
@@ -108,4 +111,17 @@ def test_nothing_to_resize_is_refused():
     assert str(caught.value) == (
         "checkpoint.resize_vocabulary=True has no effect with checkpoint.init_from=''; "
         "set it to False"
+    )
+
+
+def test_no_table_to_grow_is_refused():
+    """Fails if a model of a user is started as if nothing had been asked."""
+    entries = {"up.kernel": Entry((4, 3), "float32")}
+    source = Source(entries, lambda name, index: np.ones((4, 3))[index])
+    checkpoint = schema.Checkpoint(init_from="old", resize_vocabulary=True)
+    with pytest.raises(ConfigError) as error:
+        vocabulary.resized(source, entries, schema.Config(checkpoint=checkpoint))
+    assert str(error.value) == (
+        "checkpoint.resize_vocabulary=True finds no table of tokens in "
+        "checkpoint.init_from='old' that the model has; set it to False"
     )

@@ -37,7 +37,8 @@ def resized(
         The arrays. Process 0 logs which of them have new rows.
 
     Raises:
-        ConfigError: The checkpoint has as many tokens already, or more.
+        ConfigError: The checkpoint has as many tokens already, or more, or no table
+            that the model has.
     """
     path = config.checkpoint.init_from
     names = {tensor_name(x): x for x in TABLES if tensor_name(x) in source.entries}
@@ -45,17 +46,17 @@ def resized(
     if not config.checkpoint.resize_vocabulary:
         return source
     if not names:
-        problem = f"finds no table of tokens in checkpoint.init_from={path!r} that the "
-        problem += "model has"
-        field = "checkpoint.resize_vocabulary"
-        raise ConfigError(Problem(field, True, problem, "set it to False"))
+        raise _useless(
+            f"finds no table of tokens in checkpoint.init_from={path!r} "
+            "that the model has"
+        )
     size, (old, *_) = config.model.vocab_size, map(source.entries.get, names)
     assert old is not None
     if old.shape[0] >= size:
-        problem = f"has no new rows: checkpoint.init_from={path!r} has {old.shape[0]}"
-        problem += f" tokens, model.vocab_size is {size}"
-        field = "checkpoint.resize_vocabulary"
-        raise ConfigError(Problem(field, True, problem, "set it to False"))
+        raise _useless(
+            f"has no new rows: checkpoint.init_from={path!r} has "
+            f"{old.shape[0]} tokens, model.vocab_size is {size}"
+        )
     _report(path, old.shape[0], [*names.values()], config)
 
     @functools.cache
@@ -82,6 +83,11 @@ def resized(
     grown = {n: source.entries[n] for n in names}
     entries = {n: Entry((size, *x.shape[1:]), x.dtype) for n, x in grown.items()}
     return Source({**source.entries, **entries}, read)
+
+
+def _useless(problem: str) -> ConfigError:
+    remedy = "set it to False"
+    return ConfigError(Problem("checkpoint.resize_vocabulary", True, problem, remedy))
 
 
 def _report(path: str, num_old: int, tables: list[str], config: schema.Config) -> None:
