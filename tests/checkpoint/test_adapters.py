@@ -27,11 +27,17 @@ def loss(run, state=None):
     return float(run.evaluate(run.state if state is None else state, BATCH)["loss"])
 
 
-@pytest.fixture(scope="module", params=["lora", "dora"])
+FORMS = {
+    "lora": ("lora.rank=2",),
+    "dora, averaged": ("lora.rank=2", "lora.form=dora", "optimizer.ema_decay=0.9"),
+}
+
+
+@pytest.fixture(scope="module", params=FORMS)
 def trained(request, tmp_path_factory):
     """A run from a Hugging Face checkpoint, its loss after three steps, saved."""
-    folder = tmp_path_factory.mktemp(request.param)
-    run = start("lora.rank=2", f"lora.form={request.param}")
+    folder = tmp_path_factory.mktemp("run")
+    run = start(*FORMS[request.param])
     np.testing.assert_allclose(loss(run), loss(start()), rtol=1e-6)
     state = run.state
     for _ in range(3):
@@ -39,7 +45,7 @@ def trained(request, tmp_path_factory):
     after = loss(run, state)
     assert abs(after - loss(start())) > 0.05
     save(folder / "run", state, run)
-    return folder / "run", after, request.param
+    return folder / "run", after, FORMS[request.param]
 
 
 def test_merged_weights_have_the_loss_of_the_run(trained):
@@ -69,8 +75,8 @@ def test_slices_are_those_of_the_whole_array(trained):
 
 def test_state_with_adapters_is_restored(trained):
     """Fails if adapters are no part of a checkpoint."""
-    folder, expected, form = trained
-    run = start("lora.rank=2", f"lora.form={form}")
+    folder, expected, settings = trained
+    run = start(*settings)
     state, _ = restore(folder, run)
     np.testing.assert_allclose(loss(run, state), expected, rtol=1e-6)
     names = jax.tree_util.tree_leaves_with_path(state.master)

@@ -6,25 +6,31 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors import numpy as safetensors
 
 from tests.effect.test_stages import layered_model
 from tests.support import models, runs
+from zjax.checkpoint.export import export_safetensors
+from zjax.checkpoint.store import Store
 from zjax.config import schema
 from zjax.initialize import make_run
 from zjax.optim.build import make_optimizer
 from zjax.sharding import memory
+from zjax.train.state import saved_rows, saved_state
 
 N = 8
 MATRIX = models.WIDTH * models.HIDDEN
 BFLOAT16 = schema.Precision(compute_dtype="bfloat16")
 
 
-def frozen_run(stage, patterns=("up",), model=None, **settings):
+def frozen_run(stage, patterns=("up",), model=None, ema_decay=0.0, **settings):
     groups = tuple(
         schema.ParamGroup(pattern=pattern, learning_rate_scale=0.0)
         for pattern in patterns
     )
-    optimizer = schema.Optimizer(groups=groups, num_warmup_steps=0)
+    optimizer = schema.Optimizer(
+        groups=groups, num_warmup_steps=0, ema_decay=ema_decay
+    )
     config = runs.make_config(
         stage,
         optimizer=optimizer,
@@ -54,6 +60,36 @@ def test_frozen_matrix_has_one_copy_in_bfloat16(stage):
     assert planned.gradients <= 4 * MATRIX // (N if stage >= 2 else 1) + vectors
     assert planned.optimizer <= 12 * MATRIX // shares["state"] + vectors
     np.testing.assert_array_equal(np.asarray(state.master["up"], np.float32), before)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_averages_are_those_of_trained_weights(stage, tmp_path):
+    """Fails if a frozen weight is averaged, or missing where averages are used."""
+    float32 = schema.Precision(compute_dtype="float32")
+    run = frozen_run(stage, ema_decay=0.9, precision=float32)
+    _, state = runs.train(run, 3)
+    assert state.ema["up"] is None
+    share = N if stage else 1
+    assert runs.held_bytes(jax.tree.leaves(state.ema)) <= 4 * MATRIX // share + 4 * 8
+    planned = memory.tree_bytes(run.plan.ema)
+    assert planned == runs.held_bytes(jax.tree.leaves(state.ema))
+    params = jax.device_get(run.step.parameters(state))
+    np.testing.assert_array_equal(params["up"], state.master["up"])
+    np.testing.assert_array_equal(params["down"], state.ema["down"])
+    assert np.abs(params["down"] - np.asarray(state.master["down"])).max() > 1e-4
+    batch = models.make_batch(9)
+    wanted = models.loss(params, {}, batch, None).value
+    np.testing.assert_allclose(run.evaluate(state, batch)["loss"], wanted, rtol=1e-5)
+    store = Store(str(tmp_path / "checkpoints"))
+    rows = saved_rows(run.plan, run.config)
+    store.save(3, saved_state(state, run.plan), rows, extra={})
+    store.close()
+    export_safetensors(store, str(tmp_path / "out.safetensors"), part="ema")
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        safetensors.load_file(tmp_path / "out.safetensors"),
+        params,
+    )
 
 
 def temporary_bytes(patterns):

@@ -58,16 +58,17 @@ def open_weights(
     step = store.latest() if step is None else step  # later ones may be saved
     saved = store.entries(step)
     chosen = choose_part(part, saved_parts(saved))
-    tree = "ema/" if chosen == "ema" else "master/"
+    # Averages are those of trained parameters; frozen ones stand beside them.
+    trees = ("master/", "ema/") if chosen == "ema" else ("master/",)
+    names = {n.removeprefix(t): n for t in trees for n in saved if n.startswith(t)}
     read_array = functools.partial(store.read_array, step=step)
     if chosen == "schedule_free":
         read_array = functools.partial(read_average, saved, read_array)
-    entries = {n.removeprefix(tree): e for n, e in saved.items() if n.startswith(tree)}
 
     def read(name: str, index: Index) -> np.ndarray:
-        return read_array(tree + name)[(..., *index)]
+        return read_array(names[name])[(..., *index)]
 
-    source = Source(entries, read)
+    source = Source({path: saved[name] for path, name in names.items()}, read)
     if not merges_adapters:
         return source, chosen
     lora = load_config(store.extra(step).get("config", {})).lora

@@ -57,7 +57,7 @@ class Weights:
         check_average(state, self._plan)
         with dtype_promotion():
             if parts_of(state)[0] != "raw" or state.params == ():
-                return self._compute(only_weights(state))
+                return self._compute(only_weights(state, self._plan))
             return self._unpad(
                 jax.tree.map(
                     lambda x, row: to_devices(x, row, is_consumed=False),

@@ -50,6 +50,15 @@ def trained(tree: Any, rows: Any) -> Any:
     return jax.tree.map(one, rows, tree, is_leaf=is_layers)
 
 
+def frozen(tree: Any, rows: Any) -> Any:
+    """A tree with None in place of each parameter that is trained, as `trained`."""
+
+    def one(row: Any, x: Any) -> Any:
+        return x if _is_frozen(row) else None
+
+    return jax.tree.map(one, rows, tree, is_leaf=is_layers)
+
+
 def joined(of_trained: Any, whole: Any, rows: Any) -> Any:
     """The inverse of `trained`, with the frozen parameters of another tree.
 

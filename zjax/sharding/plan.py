@@ -61,7 +61,8 @@ class Plan:
         grads: Gradients that enter the optimizer; None for frozen parameters.
         opt_state: Optimizer state of the parameters that are trained.
         model_state: State of the model besides parameters.
-        ema: Averaged weights in float32; an empty tuple without averaging.
+        ema: Averaged weights in float32, None for frozen parameters; an empty tuple
+            without averaging.
         is_offloaded: Whether state may be offloaded; the state then also holds the
             compute parameters.
         batch_casts: Dtypes to which arrays of a batch are cast, by path.
@@ -196,7 +197,7 @@ def make_plan(config: Config, mesh: Mesh | AbstractMesh, model: Model, tx: Any) 
         grads=grads,
         opt_state=_offload_moments(opt_state, master, config),
         model_state=replicated_plans(model_state, mesh),
-        ema=hold_frozen(planned("float32", is_sharded=splits.state), master, config)
+        ema=trained(planned("float32", is_sharded=splits.state), master)
         if config.optimizer.ema_decay
         else (),
         is_offloaded=config.zero.offloads_state,

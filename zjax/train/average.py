@@ -15,6 +15,7 @@ import optax
 from optax import contrib
 
 from zjax.errors import ConfigError, PlanError, Problem
+from zjax.sharding.frozen import frozen, joined, trained
 from zjax.sharding.placement import unpad_tree
 from zjax.sharding.plan import Plan
 from zjax.train.state import TrainState
@@ -72,25 +73,37 @@ def with_part(state: TrainState, part: str) -> TrainState:
     return state if part == parts[0] else dataclasses.replace(state, ema=())
 
 
-def only_weights(state: TrainState) -> TrainState:
-    """The state without all that the weights for evaluation do not depend on."""
-    read_by = {"ema": ("ema",), "schedule_free": ("master", "opt_state")}
-    read = read_by.get(parts_of(state)[0], ("master",))
+def only_weights(state: TrainState, plan: Plan) -> TrainState:
+    """The state without all that the weights for evaluation do not depend on.
+
+    Beside averages that is None for all master weights but frozen parameters.
+    """
+    part, master = parts_of(state)[0], state.master
+    if part == "ema":
+        master = frozen(master, plan.master)
+    read_by = {"ema": ("master", "ema"), "schedule_free": ("master", "opt_state")}
+    read = read_by.get(part, ("master",))
     names = (field.name for field in dataclasses.fields(state))
-    return dataclasses.replace(state, **{n: () for n in names if n not in read})
+    others = {name: () for name in names if name not in read}
+    return dataclasses.replace(state, master=master, **others)
 
 
 def averaged(state: TrainState, plan: Plan) -> Params | None:
-    """The averaged weights of a state in logical shapes; None if it has none."""
+    """The averaged weights of a state in logical shapes, with the frozen parameters.
+
+    None if it has none.
+    """
+    rows = plan.master
+    held = unpad_tree(frozen(state.master, rows), frozen(rows, rows))
     if state.ema != ():
-        return unpad_tree(state.ema, plan.ema)
+        return joined(unpad_tree(state.ema, plan.ema), held, rows)
     if not _schedule_free(state):
         return None
-    params = unpad_tree(state.master, plan.master)
+    params = unpad_tree(trained(state.master, rows), trained(rows, rows))
     opt_state = unpad_tree(state.opt_state, plan.opt_state)
     for average in _schedule_free(dataclasses.replace(state, opt_state=opt_state)):
         params = _of_group(average, params)
-    return params
+    return joined(params, held, rows)
 
 
 def check_average(state: TrainState, plan: Plan) -> None:

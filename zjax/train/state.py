@@ -50,7 +50,7 @@ class TrainState:
         opt_state: State of the optimizer.
         model_state: BatchNorm statistics and the like.
         scaler: The loss scale of float16; an empty tuple otherwise.
-        ema: Averaged parameters, or an empty tuple.
+        ema: Averaged parameters, None for frozen ones; or an empty tuple.
         extra: State of an algorithm, or an empty tuple.
         params: Compute parameters where master weights are offloaded; an empty tuple
             otherwise.
@@ -228,7 +228,8 @@ def _first_state(
     ema, compute = (), ()
     opt_state = pad_tree(tx.init(trained(params, plan.master)), plan.opt_state)
     if plan.ema:
-        ema = jax.tree.map(lambda x, row: x.astype(row.dtype), stored, plan.ema)
+        ema = trained(stored, plan.master)
+        ema = jax.tree.map(lambda x, row: x.astype(row.dtype), ema, plan.ema)
     if plan.is_offloaded:
         compute = pad_tree(compute_params(params, on_device), plan.compute)
     state = TrainState(

@@ -227,9 +227,8 @@ class Update:
         if ema != ():
             applied = state.step - state.num_skipped
             decay = self.config.optimizer.ema_decay
-            ema = self.kept_if_finite(
-                update_ema(ema, master, decay, applied), ema, finite
-            )
+            new = update_ema(ema, trained(master, plan.master), decay, applied)
+            ema = self.kept_if_finite(new, ema, finite)
         if params != ():
             logical = unpad_tree(master, plan.master)
             params = pad_tree(compute_params(logical, plan), plan.compute)
