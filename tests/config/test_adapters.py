@@ -51,6 +51,27 @@ RANK = {"lora": {"rank": 4}}
             "leave one of them out",
         ),
         (
+            {"lora": {"rank": 4, "dropout": 0.1, "form": "dora"}}
+            | {"model": {"mlp_chunk_tokens": 64}, "mesh": {"tensor": 2}},
+            "lora.dropout=0.1 does not combine with lora.form='dora'; leave one of "
+            "them out\n"
+            "lora.dropout=0.1 does not combine with model.mlp_chunk_tokens=64; leave "
+            "one of them out\n"
+            "lora.dropout=0.1 does not combine with mesh.tensor=2; leave one of them "
+            "out",
+        ),
+        (
+            {"lora": {"rank": 4, "dropout": 0.1}, "model": {"mlp_tiles": 2}},
+            "lora.dropout=0.1 does not combine with model.mlp_tiles=2; leave one of "
+            "them out",
+        ),
+        (
+            {"lora": {"rank": 4, "dropout": 0.1}, "model": {"kind": "encoder"}},
+            "lora.dropout=0.1 does not reach head/transform, which lora.targets="
+            "('.*',) adapts; name layers of blocks there, such as blocks/, or leave "
+            "it at 0.0",
+        ),
+        (
             {"lora": {"rank": 4, "quantize": "int8"}}
             | {"mesh": {"pipeline": 2}, "num_microbatches": 2},
             "lora.quantize='int8' does not combine with mesh.pipeline=2; leave one of "
@@ -71,3 +92,14 @@ def test_problem_is_told(settings, expected):
     with pytest.raises(ConfigError) as caught:
         check_config(load_config(settings), num_devices=8)
     assert str(caught.value) == expected
+
+
+def test_dropout_does_not_reach_modules_of_users():
+    """Fails if a run of one's own module trains without the dropout it asks for."""
+    config = load_config({"lora": {"rank": 4, "dropout": 0.1}})
+    with pytest.raises(ConfigError) as caught:
+        check_config(config, num_devices=1, user_model=True)
+    assert str(caught.value) == (
+        "lora.dropout=0.1 has no effect on the model that was given; leave it at 0.0, "
+        "or give no model"
+    )

@@ -45,6 +45,7 @@ def test_settings_are_those_of_the_files():
         "rank": 4,
         "alpha": 6.0,
         "form": "lora",
+        "dropout": 0.0,
         "targets": targets,
         "init_from": str(FOLDER / "rslora"),
     }
@@ -80,9 +81,24 @@ def test_logits_are_those_of_peft_and_tensors_go_out_as_they_came(name, tmp_path
     }
 
 
+def test_dropout_comes_in_and_goes_out(tmp_path):
+    """Fails if fine-tuning goes on without the dropout that it began with."""
+    folder = copy("rslora", tmp_path / "a", lora_dropout=0.25)
+    assert adapter_settings(folder)["dropout"] == 0.25
+    run = start(folder)
+    assert run.config.lora.dropout == 0.25
+    save(tmp_path / "run", run.state, run)
+    export_peft(Store(str(tmp_path / "run")), str(tmp_path / "out"))
+    assert adapter_settings(tmp_path / "out")["dropout"] == 0.25
+    dora = copy("dora", tmp_path / "b", lora_dropout=0.25)
+    assert adapter_settings(dora)["dropout"] == 0.0
+    start(folder, dropout=0.0)
+
+
 def test_keys_that_zjax_does_not_compute_are_refused(tmp_path):
     """Fails if one of several problems hides the others."""
     changes = {"rank_pattern": {"q_proj": 8}, "bias": "all", "r": 0}
+    changes["lora_dropout"] = 1.0
     folder = copy("rslora", tmp_path / "a", **changes)
     path = folder / "adapter_config.json"
     with pytest.raises(ConfigError) as caught:
@@ -92,6 +108,7 @@ def test_keys_that_zjax_does_not_compute_are_refused(tmp_path):
         f"bias='all' of {path} is not supported; {remedy}",
         f"rank_pattern={{'q_proj': 8}} of {path} is not supported; {remedy}",
         f"r=0 of {path} is no positive number; correct it there",
+        f"lora_dropout=1.0 of {path} is no probability below 1; correct it there",
     ]
 
 

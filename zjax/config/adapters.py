@@ -1,13 +1,18 @@
 """Checks the settings of low-rank adapters."""
 
+import contextlib
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from zjax.config import axes, schema
 from zjax.config.groups import frozen_as_masters
 from zjax.errors import Problem
+
+HEAD_LAYER = "head/transform"
+"""Path of the linear layer in the head of an encoder."""
+_EITHER = "leave one of them out"
 
 
 def adapter_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
@@ -37,12 +42,41 @@ def adapter_problems(config: schema.Config, num_devices: int) -> Iterator[Proble
     if lora.init_from and not config.checkpoint.init_from:
         problem = "adapts the weights of checkpoint.init_from, which is empty"
         yield Problem("lora.init_from", lora.init_from, problem, "set that, too")
-    remedy = "leave one of them out"
     if setting := frozen_as_masters(config):
         problem = f"does not combine with {setting}, which has no frozen parameters"
-        yield Problem("lora.rank", lora.rank, problem, remedy)
+        yield Problem("lora.rank", lora.rank, problem, _EITHER)
     if lora.quantize:
         yield from _quantize_problems(config, num_devices)
+    if lora.dropout:
+        yield from _dropout_problems(config, num_devices)
+
+
+def _dropout_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    """Where an adapter would draw otherwise, or not at all."""
+    lora, model = config.lora, config.model
+    settings = {
+        "lora.form": (lora.form, "lora"),
+        "model.mlp_chunk_tokens": (model.mlp_chunk_tokens, 0),
+        "model.mlp_tiles": (model.mlp_tiles, 1),
+    }
+    if axes.mesh_fills(config, num_devices):
+        size = axes.axis_sizes(config, num_devices)["tensor"]
+        settings["mesh.tensor"] = size, 1
+    for field, (value, allowed) in settings.items():
+        if value != allowed:
+            problem = f"does not combine with {field}={value!r}"
+            yield Problem("lora.dropout", lora.dropout, problem, _EITHER)
+    if model.kind == "encoder" and _adapts(lora.targets, HEAD_LAYER):
+        problem = f"does not reach {HEAD_LAYER}, which lora.targets={lora.targets!r} "
+        problem += "adapts"
+        remedy = "name layers of blocks there, such as blocks/, or leave it at 0.0"
+        yield Problem("lora.dropout", lora.dropout, problem, remedy)
+
+
+def _adapts(patterns: Sequence[str], path: str) -> bool:
+    with contextlib.suppress(re.error):  # a problem of its own
+        return any(re.search(pattern, path) for pattern in patterns)
+    return False
 
 
 def _quantize_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
@@ -53,7 +87,7 @@ def _quantize_problems(config: schema.Config, num_devices: int) -> Iterator[Prob
         found += [("mesh.tensor", size)] if size > 1 else []
     for field, other in found:
         problem = f"does not combine with {field}={other!r}"
-        yield Problem("lora.quantize", value, problem, "leave one of them out")
+        yield Problem("lora.quantize", value, problem, _EITHER)
 
 
 def _unquantized(config: schema.Config) -> Iterator[tuple[str, Any]]:

@@ -196,6 +196,7 @@ def user_model_problems(config: schema.Config) -> Iterator[Problem]:
     for setting in (
         "num_tokens",
         "precision.matmul_dtype",
+        "lora.dropout",
         "sequence_warmup.form",
         "curriculum.metrics",
         "buckets.form",

@@ -151,7 +151,12 @@ RANGES: dict[type, dict[str, Range]] = {
         "local_step_scaler": _from(0),
         "local_step_clipper": _from(1),
     },
-    schema.Lora: {"rank": _from(0), "alpha": POSITIVE, "block_size": _from(2)},
+    schema.Lora: {
+        "rank": _from(0),
+        "alpha": POSITIVE,
+        "dropout": DECAY,
+        "block_size": _from(2),
+    },
     schema.Pacing: {
         "start": _from(0, MAX_VALUE),
         "end": _from(0, MAX_VALUE),

@@ -866,6 +866,8 @@ class Lora:
     form: Literal["lora", "dora"] = "lora"
     """`dora` also trains the length of each column of the sum of matrix and adapter
     (arXiv:2402.09353)."""
+    dropout: float = 0.0
+    """Probability to zero an entry of what enters an adapter alone, in training."""
     also_train: tuple[str, ...] = ()
     """Regular expressions searched in paths of other parameters to train in full."""
     init_from: str = ""

@@ -109,7 +109,7 @@ def _values(config: schema.Config, matrices: Any) -> Mapping[str, Any]:
         "base_model_name_or_path": config.checkpoint.init_from or None,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
-        "lora_dropout": 0.0,
+        "lora_dropout": lora.dropout,
         "target_modules": sorted(modules),
         "fan_in_fan_out": not all(m.layout.row.is_transposed for m in matrices),
         "use_dora": lora.form == "dora",

@@ -60,8 +60,9 @@ def adapter_settings(directory: str | os.PathLike[str]) -> dict[str, Any]:
 
     Returns:
         Settings by name, `init_from` among them, for `config.lora.update`. With
-        `use_rslora`, alpha is multiplied by the root of the rank. The dropout is not
-        read, and is logged.
+        `use_rslora`, alpha is multiplied by the root of the rank. The dropout beside
+        `use_dora`, which drops more than inputs of the adapter, is not read, and is
+        logged.
 
     Raises:
         ConfigError: The config cannot be read, or asks for what zjax does not compute;
@@ -82,7 +83,7 @@ does not exist; give the directory of an adapter of PEFT
 
 
 def shape_of(folder: pathlib.Path) -> dict[str, Any]:
-    """Rank, alpha and form alone.
+    """Rank, alpha, form and dropout alone.
 
     Raises:
         ConfigError: As `adapter_settings`.
@@ -95,8 +96,10 @@ def shape_of(folder: pathlib.Path) -> dict[str, Any]:
     rank, alpha = values["r"], float(values["lora_alpha"])
     if values.get("use_rslora"):
         alpha *= math.sqrt(rank)
-    form = "dora" if values.get("use_dora") else "lora"
-    return {"rank": rank, "alpha": alpha, "form": form}
+    form, dropout = "lora", float(values.get("lora_dropout", 0.0))
+    if values.get("use_dora"):
+        form, dropout = "dora", 0.0
+    return {"rank": rank, "alpha": alpha, "form": form, "dropout": dropout}
 
 
 def _wrong(values: Mapping[str, Any], path: pathlib.Path) -> Iterator[Problem]:
@@ -112,6 +115,10 @@ def _wrong(values: Mapping[str, Any], path: pathlib.Path) -> Iterator[Problem]:
         if type(value) not in kind or not 0 < value < math.inf:
             problem = f"{where} is no positive number"
             yield Problem(name, value, problem, "correct it there")
+    rate: Any = values.get("lora_dropout", 0.0)
+    if type(rate) not in (int, float) or not 0 <= rate < 1:
+        problem = f"{where} is no probability below 1"
+        yield Problem("lora_dropout", rate, problem, "correct it there")
     for name in ("use_rslora", "use_dora"):
         if type(values.get(name, False)) is not bool:
             problem = f"{where} is neither true nor false"
@@ -121,7 +128,7 @@ def _wrong(values: Mapping[str, Any], path: pathlib.Path) -> Iterator[Problem]:
 def _report(values: Mapping[str, Any], path: pathlib.Path) -> None:
     known = {*_FIXED, *_READ, *_UNREAD}
     unread = {name: x for name, x in values.items() if name not in known}
-    if values.get("lora_dropout"):
+    if values.get("use_dora") and values.get("lora_dropout"):
         unread["lora_dropout"] = values["lora_dropout"]
     if unread:
         text = ", ".join(f"{name}={x!r}" for name, x in unread.items())

@@ -85,14 +85,17 @@ class Block(nnx.Module):
         self, x: Float[Array, "B L M"], context: Context, key: jax.Array | None = None
     ) -> tuple[Float[Array, "B L M"], Auxiliary]:
         """Transforms the stream; the key is None in evaluation."""
-        attend = self._make_attend(context, key)
-        x, _ = self._attend(attend, x, context, _keys(key)[0])
+        attend, dropout = self._make_attend(context, key), None
+        if key is not None:
+            dropout = layers.AdapterDropout(key, self.config)
+        x, _ = self._attend(attend, x, context, _keys(key)[0], dropout)
         y, auxiliary = self._norm_input(self.mlp_norm, x), Auxiliary()
+        run_mlp = functools.partial(self.mlp, adapter_dropout=dropout)
         if isinstance(self.mlp, MixtureOfExperts):
             router_key = None if key is None else fold_name(key, "router")
-            y, auxiliary = self.mlp(y, _counts(context, y), router_key)
+            y, auxiliary = run_mlp(y, _counts(context, y), router_key)
         else:
-            y = by_chunks(self.mlp, y, self.config.mlp_chunk_tokens)
+            y = by_chunks(run_mlp, y, self.config.mlp_chunk_tokens)
         return self._add_mlp(x, y, _keys(key)[1]), auxiliary
 
     def continue_with(
@@ -191,13 +194,13 @@ class Block(nnx.Module):
             implementation=self.implementation,
         )
 
-    def _attend(self, attend, x, context, key):
+    def _attend(self, attend, x, context, key, adapter_dropout=None):
         x = remat.mark(tensor.pin_stream(x), remat.INPUT)
         y = self._norm_input(self.attention_norm, x)
         rotation = context.rotation
         if self.bounds.window and context.local_rotation is not None:
             rotation = context.local_rotation
-        y, cache = self.attention(y, rotation, attend)
+        y, cache = self.attention(y, rotation, attend, adapter_dropout)
         norms = self.attention_norm, self.attention_output_norm
         return self._add_residual(*norms, x, y, key), cache
 

@@ -56,13 +56,18 @@ class FeedForward(nnx.Module):
         ends_with_bias = use_bias and not is_tile
         self.down = linear(mlp, embed, std=out_std, use_bias=ends_with_bias)
 
-    def __call__(self, x: Float[Array, "B L M"]) -> Float[Array, "B L M"]:
-        """Transforms each token."""
+    def __call__(
+        self,
+        x: Float[Array, "B L M"],
+        adapter_dropout: layers.AdapterDropout | None = None,
+    ) -> Float[Array, "B L M"]:
+        """Transforms each token; nothing is dropped without `adapter_dropout`."""
+        how = {"adapter_dropout": adapter_dropout}
         if self.gate is None:
-            up = self.up(x, remat.MLP)
-            return self.down(activation.UNGATED[self.activation](up))
-        up, gate = layers.project(x, (self.up, self.gate), remat.MLP)
-        return self.down(activation.GATED[self.activation](gate, up))
+            up = self.up(x, remat.MLP, **how)
+            return self.down(activation.UNGATED[self.activation](up), **how)
+        up, gate = layers.project(x, (self.up, self.gate), remat.MLP, **how)
+        return self.down(activation.GATED[self.activation](gate, up), **how)
 
 
 class TiledFeedForward(nnx.Module):
@@ -105,7 +110,12 @@ class TiledFeedForward(nnx.Module):
         self.tiles = nnx.Dict({name: make_tile() for name in names})
         self.down = Bias(embed) if config.use_bias else None
 
-    def __call__(self, x: Float[Array, "B L M"]) -> Float[Array, "B L M"]:
-        """Transforms each token."""
-        y = functools.reduce(operator.add, (tile(x) for tile in self.tiles.values()))
+    def __call__(
+        self,
+        x: Float[Array, "B L M"],
+        adapter_dropout: layers.AdapterDropout | None = None,
+    ) -> Float[Array, "B L M"]:
+        """Transforms each token; nothing is dropped without `adapter_dropout`."""
+        parts = (tile(x, adapter_dropout) for tile in self.tiles.values())
+        y = functools.reduce(operator.add, parts)
         return y if self.down is None else self.down(y)

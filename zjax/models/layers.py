@@ -7,7 +7,7 @@ either. Norms, softmax and rotations are computed in float32.
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 
 from zjax.config import schema
 from zjax.ops import float8, quantized, rotary
+from zjax.ops.keys import fold_name
 from zjax.ops.materialize import materialize, materialize_gradient
 from zjax.ops.rope_scaling import score_factor
 from zjax.parallel import remat, sequence, tensor
@@ -98,6 +99,28 @@ def dropout(
     return jnp.where(draw(rows, positions), x / keep_probability, jnp.zeros_like(x))
 
 
+class AdapterDropout(NamedTuple):
+    """Drops entries of what enters adapters alone, as `lora.dropout` asks.
+
+    Args:
+        key: Random key of a block, of which each adapter draws by its path.
+        config: Shape of the model.
+    """
+
+    key: jax.Array
+    config: schema.Model
+
+    def __call__(
+        self, x: Float[Array, "B L ..."], path: str, rate: float
+    ) -> Float[Array, "B L ..."]:
+        """The input of the adapter at a path, with a token's dims drawn as one."""
+        if not rate:
+            return x
+        key = fold_name(self.key, path)
+        flat = x.reshape(*x.shape[:2], -1)
+        return dropout(flat, self.config, key, rate).reshape(x.shape)
+
+
 def num_batch_shards(batch_size: int) -> int:
     """Shards of a batch over the automatic axes of the mesh in use.
 
@@ -146,7 +169,11 @@ class Linear(nnx.Module):
         self.scales: Any = nnx.data(None)  # of codes, as of `zjax.models.qlora`
 
     def __call__(
-        self, x: Float[Array, "..."], name: str = "", arrange: Arrange = tensor.fill_up
+        self,
+        x: Float[Array, "..."],
+        name: str = "",
+        arrange: Arrange = tensor.fill_up,
+        adapter_dropout: AdapterDropout | None = None,
     ) -> Float[Array, "..."]:
         """Multiplies the last dims of `x`, whose first is the batch, by the kernel.
 
@@ -154,18 +181,24 @@ class Linear(nnx.Module):
             x: Activations.
             name: Name of the product, before the bias, for `remat` policies.
             arrange: Arrangement of sharded rows, that of `x`.
+            adapter_dropout: Drops inputs of the adapter; None in evaluation.
         """
         if self.is_column_sharded:
-            return project(x, (self,), name)[0]
+            return project(x, (self,), name, adapter_dropout=adapter_dropout)[0]
         matrix = self.matrix(arrange)
+        multiply = functools.partial(self.multiply, adapter_dropout=adapter_dropout)
         if self.is_row_sharded:
-            y = tensor.multiply_rows(self.multiply, x, matrix)
+            y = tensor.multiply_rows(multiply, x, matrix)
         else:
-            y = self.multiply(x, *matrix)
+            y = multiply(x, *matrix)
         return self.finish(y, self.kernel.shape[self.num_inputs :], name)
 
     def multiply(
-        self, x: Float[Array, "..."], kernel: Array, *factors: Array
+        self,
+        x: Float[Array, "..."],
+        kernel: Array,
+        *factors: Array,
+        adapter_dropout: AdapterDropout | None = None,
     ) -> Float[Array, "..."]:
         """Multiplies by a matrix in place of the layer's, merging output dims.
 
@@ -173,6 +206,7 @@ class Linear(nnx.Module):
             x: Activations.
             kernel: The matrix, or a part of its rows or columns.
             factors: The factors of the adapter, or their parts; none without one.
+            adapter_dropout: Drops inputs of the adapter; None in evaluation.
         """
         y: Any
         kernel = kernel.reshape(*kernel.shape[: self.num_inputs], -1)
@@ -185,7 +219,9 @@ class Linear(nnx.Module):
         else:
             num_shards = num_batch_shards(x.shape[0])
             y = float8.dot(x, kernel, self.num_inputs, num_batch_shards=num_shards)
-        return self.lora.add_product(y, x, *factors) if factors else y
+        if not factors:
+            return y
+        return self.lora.add_product(y, x, *factors, adapter_dropout=adapter_dropout)
 
     def finish(
         self,
@@ -241,6 +277,7 @@ def project(
     name: str = "",
     *,
     arrangements: Sequence[Arrange] | None = None,
+    adapter_dropout: AdapterDropout | None = None,
 ) -> list[Float[Array, "..."]]:
     """Multiplies one stream by several column-sharded matrices.
 
@@ -249,6 +286,7 @@ def project(
         linears: Layers with one input dim each.
         name: Name of the products, before their biases, for `remat` policies.
         arrangements: Arrangement of the columns of each matrix.
+        adapter_dropout: Drops inputs of adapters; None in evaluation.
 
     Returns:
         One output per matrix, its first dim padded with zeros.
@@ -257,7 +295,10 @@ def project(
     pairs = list(zip(linears, arrangements, strict=True))
     matrices = [linear.matrix(arrange) for linear, arrange in pairs]
     products = tensor.multiply_columns(
-        [linear.multiply for linear in linears],
+        [
+            functools.partial(linear.multiply, adapter_dropout=adapter_dropout)
+            for linear in linears
+        ],
         x,
         [tuple(x.reshape(x.shape[0], -1) for x in matrix) for matrix in matrices],
     )
@@ -370,12 +411,16 @@ class Attention(nnx.Module):
         x: Float[Array, "B L M"],
         rotation: tuple[Array, Array] | None,
         attend: Attend,
+        adapter_dropout: AdapterDropout | None = None,
     ) -> tuple[Float[Array, "B L M"], Any]:
         """Projects, attends and projects back; passes on the cache."""
         heads = self._heads()
         arrangements = heads.lay_queries, heads.lay_keys, heads.lay_keys
         q, k, v = project(
-            x, (self.query, self.key, self.value), arrangements=arrangements
+            x,
+            (self.query, self.key, self.value),
+            arrangements=arrangements,
+            adapter_dropout=adapter_dropout,
         )
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
@@ -384,7 +429,10 @@ class Attention(nnx.Module):
         if self.query_scale != 1.0:
             q = (q * self.query_scale).astype(q.dtype)
         outputs, cache = attend(q, k, v, (k, v))
-        return self.out(outputs, arrange=heads.lay_queries), cache
+        y = self.out(
+            outputs, arrange=heads.lay_queries, adapter_dropout=adapter_dropout
+        )
+        return y, cache
 
     def laid_sinks(self) -> Float[Array, " H"] | None:
         """The score without a key of each head as the mesh in use lays heads."""

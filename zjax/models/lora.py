@@ -135,11 +135,12 @@ class Adapter(nnx.Module):
 
     Args:
         matrices: Result of `make_matrices`.
-        settings: Rank, alpha and form.
+        settings: Rank, alpha, form and dropout.
+        path: Path of its layer.
     """
 
-    def __init__(self, matrices: dict[str, Array], settings: schema.Lora):
-        self.settings = settings
+    def __init__(self, matrices: dict[str, Array], settings: schema.Lora, path: str):
+        self.settings, self.path = settings, path
         for name, value in matrices.items():
             setattr(self, name, nnx.Param(value))
 
@@ -156,12 +157,19 @@ class Adapter(nnx.Module):
         return own["a"], own["b"]
 
     def add_product(
-        self, y: Float[Array, "..."], x: Float[Array, "..."], a: Array, b: Array
+        self,
+        y: Float[Array, "..."],
+        x: Float[Array, "..."],
+        a: Array,
+        b: Array,
+        adapter_dropout: layers.AdapterDropout | None = None,
     ) -> Float[Array, "..."]:
         """Adds the scaled product of `x` with `a` and `b`, or with parts of them.
 
         Parts are the same rows of `a` as of the kernel, or columns of `b`.
         """
+        if adapter_dropout is not None:
+            x = adapter_dropout(x, f"{self.path}/{NAME}", self.settings.dropout)
         return _add_product(y, x, a, b, self.settings)
 
     def gain(self, kernel: Array) -> Float[Array, "..."]:
@@ -193,7 +201,7 @@ def attach(
         module: The module, whose `zjax` layers, `nnx.Linear` and `nnx.LinearGeneral`
             are changed in place.
         key: Random key; the values of an adapter follow from its path.
-        settings: Targets, rank and form.
+        settings: Targets, rank, form and dropout.
         prefix: Path of the module.
     """
     found: list[tuple[Any, Any]] = [*nnx.iter_modules(module)]
@@ -205,7 +213,7 @@ def attach(
         own = make_matrices(
             fold_name(key, path), layer.kernel[...], *sides, settings=settings
         )
-        layer.lora = nnx.data(Adapter(own, settings))
+        layer.lora = nnx.data(Adapter(own, settings, path))
         if not isinstance(layer, layers.Linear):
             layer.__class__ = _adapted_class(type(layer))
 

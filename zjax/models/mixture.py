@@ -166,6 +166,7 @@ class MixtureOfExperts(nnx.Module):
         key: jax.Array | None = None,
         *,
         drops: bool = True,
+        adapter_dropout: layers.AdapterDropout | None = None,
     ) -> tuple[Float[Array, "B L M"], Auxiliary]:
         """Transforms each token.
 
@@ -174,6 +175,7 @@ class MixtureOfExperts(nnx.Module):
             counts: False for padding, which no expert computes; None for no padding.
             key: Random key of the router; None in evaluation.
             drops: Whether experts drop tokens above their capacity.
+            adapter_dropout: Drops inputs of adapters; None in evaluation.
 
         Returns:
             The outputs; the weighted losses of the router, metrics, and the load.
@@ -194,22 +196,26 @@ class MixtureOfExperts(nnx.Module):
             counts=counts,
             key=key,
         )
-        return self._add_branches(x, y), auxiliary
+        return self._add_branches(x, y, adapter_dropout), auxiliary
 
     def chosen_experts(self, x: Float[Array, "... M"]) -> Int[Array, "... K"]:
         """The experts of each token in evaluation, best first, before any drop."""
         return chosen_experts(x, self.router.values(), self.settings)
 
-    def _add_branches(self, x: jax.Array, y: jax.Array) -> jax.Array:
+    def _add_branches(
+        self, x: jax.Array, y: jax.Array, adapter_dropout: Any
+    ) -> jax.Array:
+        how = {"adapter_dropout": adapter_dropout}
         if self.residual is not None and self.coefficient is not None:
-            logits = self.coefficient(x).astype(jnp.float32)
+            logits = self.coefficient(x, **how).astype(jnp.float32)
             of_experts, of_mlp = jnp.split(jax.nn.softmax(logits), 2, axis=-1)
-            mlp = self.residual(x)
+            mlp = self.residual(x, **how)
             y = (of_experts * y + of_mlp * mlp).astype(x.dtype)
         if self.shared is not None:
-            shared = self.shared(x)
+            shared = self.shared(x, **how)
             if self.shared_gate is not None:
-                gate = jax.nn.sigmoid(self.shared_gate(x).astype(jnp.float32))
+                gate = self.shared_gate(x, **how)
+                gate = jax.nn.sigmoid(gate.astype(jnp.float32))
                 shared = (gate * shared).astype(x.dtype)
             y += shared
         return y

@@ -1,0 +1,107 @@
+"""Inputs of adapters are dropped alike on every mesh, and by nothing else."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.parity import test_lora as plain
+from zjax.config import schema
+from zjax.models import layers, lora
+from zjax.models.build import make_model
+from zjax.ops.keys import fold_name
+
+SHAPE = plain.SHAPE | {"remat": "none"}
+ADAPTERS = {"rank": plain.RANK, "alpha": plain.ALPHA}
+STATE = {"stage": 3, "min_shard_elements": 0}
+
+
+def make_config(rate, model=SHAPE, **settings):
+    adapters = ADAPTERS | {"dropout": rate}
+    return plain.make_config(lora=adapters, model=model, num_microbatches=2, **settings)
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """Losses of SGD on one device, which differentiates the loss of the model."""
+    model, batch = make_model(make_config(0.5)), plain.make_batch()
+    parts = [jax.tree.map(lambda x: x[i::2], batch) for i in range(2)]
+
+    @jax.jit
+    @jax.value_and_grad
+    def differentiate(params, key):
+        keys = [jax.random.fold_in(key, i) for i in range(2)]
+        losses = [
+            model.loss(params, {}, part, key).value
+            for part, key in zip(parts, keys, strict=True)
+        ]
+        return sum(losses) / 2
+
+    params, losses = model.init(jax.random.key(0))[0], []
+    for step in range(plain.STEPS):
+        key = jax.random.fold_in(jax.random.key(0), step)
+        loss, grads = differentiate(params, key)
+        params = jax.tree_util.tree_map_with_path(
+            lambda k, x, g: x - plain.RATE * g if plain.is_adapter(k) else x,
+            params,
+            grads,
+        )
+        losses.append(float(loss))
+    return losses
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"zero": STATE},
+        {"model": SHAPE | {"remat": "full", "layers_per_scan": 1}, "zero": STATE},
+        {"mesh": {"sequence": 2}, "zero": {"stage": 1, "min_shard_elements": 0}},
+        {"mesh": {"pipeline": 2}},
+    ],
+    ids=["stage 3", "recomputed, in a loop", "sequence", "pipeline"],
+)
+def test_masks_are_those_of_one_device(expected, settings):
+    """Fails if a device, a stage or a recomputed block draws another mask."""
+    run = plain.run_of(make_config(0.5, **settings))
+    losses = plain.losses_of(run, plain.make_batch())
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+
+
+def test_dropout_changes_training_alone(expected):
+    """Fails if adapters are dropped in evaluation, or trained without a mask."""
+    batch, run = plain.make_batch(), plain.run_of(make_config(0.5))
+    state = run.state
+    for _ in range(2):
+        state, _ = run.step(state, batch)
+    without = plain.run_of(make_config(0.0))
+    of_same_weights = without.evaluate(state, batch)["loss"]
+    np.testing.assert_allclose(
+        run.evaluate(state, batch)["loss"], of_same_weights, rtol=1e-6
+    )
+    assert abs(expected[2] - float(of_same_weights)) > 1e-3
+
+
+def test_mask_zeroes_what_enters_the_adapter_alone():
+    """Fails if the frozen product is dropped, or two adapters draw the same mask."""
+    model = make_model(make_config(0.25))
+    params, _ = model.init(jax.random.key(0))
+    mlp = model.bind(params, {}).blocks.mlp
+    settings = schema.Lora(rank=2, alpha=4.0, dropout=0.25)
+    x = jax.random.normal(jax.random.key(1), (2, 64, 16))
+    config, key = schema.Model(**SHAPE), jax.random.key(2)
+    masks = []
+    for name in ("up", "gate"):
+        layer = getattr(mlp, name)
+        layer.kernel[...] = layer.kernel[...][0]
+        a = jax.random.normal(jax.random.key(3), (16, 2))
+        b = jax.random.normal(jax.random.key(4), (2, 32))
+        layer.lora = lora.Adapter({"a": a, "b": b}, settings, f"mlp/{name}")
+        dropped = layers.AdapterDropout(key, config)
+        found = layer(x, adapter_dropout=dropped)
+        mask_key = fold_name(key, f"mlp/{name}/lora")
+        kept = layers.dropout(jnp.ones_like(x), config, mask_key, 0.25)
+        wanted = x @ layer.kernel[...] + 2.0 * (x * kept) @ a @ b
+        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+        masks.append(kept > 0)
+    assert 0.7 < float(masks[0].mean()) < 0.8
+    assert 0.55 < float((masks[0] == masks[1]).mean()) < 0.7
