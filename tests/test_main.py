@@ -7,19 +7,24 @@ import os
 import pathlib
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 
+import jax
 import numpy as np
 import pytest
 from safetensors import numpy as safetensors
 
+from tests.support import huggingface as golden
 from tests.support import small_run
 from zjax import main
-from zjax.config import describe_config
+from zjax.config import describe_config, load_config
+from zjax.huggingface import adapter_settings
+from zjax.trainer import Trainer
 
 ROOT = pathlib.Path(__file__).parents[1]
 ZJAX = (sys.executable, "-m", "zjax.main")
@@ -188,6 +193,34 @@ def test_a_run_describes_itself_and_knows_its_best_step(tmp_path):
     prompts.write_text(f"5\n{'5 ' * 99}\n{'6 ' * 99}\n")
     out = run(*hot, f"--file={prompts}", code=2)
     assert out.count("is 99 tokens; use 1 to ") == 2
+
+
+def test_a_run_from_an_adapter_of_peft_is_evaluated_and_continued(tmp_path):
+    """Fails if a command computes without the adapter, or reads its files again."""
+    base = golden.copy("llama", tmp_path / "base")
+    adapter = tmp_path / "adapter"
+    shutil.copytree(golden.FOLDER.parent / "peft" / "rslora", adapter)
+    lora = {f"lora.{name}": x for name, x in adapter_settings(adapter).items()}
+    settings = (
+        *("num_steps=2", "evaluation.num_batches=1", "observe.plot=False"),
+        *("optimizer.num_warmup_steps=0", f"directory={tmp_path / 'run'}"),
+    )
+    config = golden.make_config("llama", *settings, directory=base)
+    trainer = Trainer(load_config(config, lora), devices=jax.devices()[:1])
+    trainer.fit()
+    trainer.close()
+    wanted = trainer.evaluate()["eval_loss"]
+    text = trainer.generate("5", max_new_tokens=4, temperature=0.0)
+    for folder in (base, adapter):
+        shutil.rmtree(folder)
+    of = (f"--run={tmp_path / 'run'}", "--simulated_devices=1")
+    greedy = ("--prompt=5", "--max_new_tokens=4", "--temperature=0")
+    typed = {"loss": ("evaluate", *of), "text": ("generate", *of, *greedy)}
+    said = {name: out for name, (_, out) in run_each(tmp_path, typed).items()}
+    found = json.loads(said["loss"].splitlines()[-1])
+    assert (found["part"], found["step"]) == ("raw", 2)
+    assert found["eval_loss"] == pytest.approx(wanted, rel=1e-6)
+    assert said["text"].splitlines()[-1] == text
 
 
 def test_two_processes_train_as_one(tmp_path, settings, alone):

@@ -37,6 +37,14 @@ from zjax.reading import read_text
 from zjax.train.average import choose_part, parts_of
 from zjax.trainer import Trainer
 
+_RESTORED = {
+    "checkpoint.resume": "required",
+    "checkpoint.init_from": "",
+    "checkpoint.expert_noise": 0.0,
+    "checkpoint.resize_vocabulary": False,
+    "lora.init_from": "",
+}
+"""Settings of a run that is read again, whatever it started from."""
 _MAX_DIGITS = 18
 _MAX_EXPONENT = 700
 """Losses of which e to their power is a number."""
@@ -92,7 +100,7 @@ def open_store(directory: str) -> Store:
 
 def restored(config: Config) -> tuple[Trainer, str]:
     """A trainer restored from a checkpoint, and the kind of weights to use."""
-    config = load_config(config, "checkpoint.resume=required")
+    config = load_config(config, _RESTORED)
     trainer = Trainer(config, step=chosen_step(open_store(config.directory)))
     part = choose_part(flags.FLAGS.part, parts_of(trainer.state))
     if jax.process_index() == 0:

@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -93,6 +94,29 @@ def test_dropout_comes_in_and_goes_out(tmp_path):
     dora = copy("dora", tmp_path / "b", lora_dropout=0.25)
     assert adapter_settings(dora)["dropout"] == 0.0
     start(folder, dropout=0.0)
+
+
+def test_adapter_of_an_encoder_comes_back(tmp_path):
+    """Fails if a layer of the head or of a block is lost between the two."""
+    tokens = np.random.default_rng(0).integers(0, 60, (8, 9)).astype(np.int32)
+    batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+    quick = ("optimizer.num_warmup_steps=0", "optimizer.peak_learning_rate=0.05")
+    run = golden.start(golden.make_config("bert", "lora.rank=2", *quick))
+    state = run.state
+    for _ in range(2):
+        state, _ = run.step(state, batch)
+    save(tmp_path / "run", state, run)
+    export_peft(Store(str(tmp_path / "run")), str(tmp_path / "out"))
+    settings = adapter_settings(tmp_path / "out")
+    assert settings["targets"] == (
+        *("attention/key$", "attention/out$", "attention/query$", "attention/value$"),
+        *("head/transform$", "mlp/down$", "mlp/up$"),
+    )
+    lora = {f"lora.{name}": value for name, value in settings.items()}
+    again = golden.start(load_config(golden.make_config("bert"), lora))
+    jax.tree.map(np.testing.assert_array_equal, again.state.master, state.master)
+    found, wanted = again.evaluate(again.state, batch), run.evaluate(state, batch)
+    np.testing.assert_allclose(found["loss"], wanted["loss"], rtol=1e-6)
 
 
 def test_keys_that_zjax_does_not_compute_are_refused(tmp_path):
