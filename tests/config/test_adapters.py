@@ -26,9 +26,9 @@ RANK = {"lora": {"rank": 4}}
             "subpattern at position 0; correct it, or escape characters with \\",
         ),
         (
-            RANK | {"zero": {"memory": "pinned_host"}},
-            "lora.rank=4 does not combine with zero.memory='pinned_host', which has no "
-            "frozen parameters; leave one of them out",
+            RANK | {"zero": {"memory": "nvme", "nvme_paths": ("/tmp",)}},
+            "lora.rank=4 does not combine with zero.optimizer_memory='nvme', which has "
+            "no frozen parameters; leave one of them out",
         ),
         (
             {"lora": {"quantize": "int8"}},
@@ -52,7 +52,8 @@ RANK = {"lora": {"rank": 4}}
         ),
         (
             {"lora": {"rank": 4, "dropout": 0.1, "form": "dora"}}
-            | {"model": {"mlp_chunk_tokens": 64}, "mesh": {"tensor": 2}},
+            | {"model": {"mlp_chunk_tokens": 64, "remat": "full"}}
+            | {"mesh": {"tensor": 2}},
             "lora.dropout=0.1 does not combine with lora.form='dora'; leave one of "
             "them out\n"
             "lora.dropout=0.1 does not combine with model.mlp_chunk_tokens=64; leave "

@@ -90,11 +90,12 @@ class Block(nnx.Module):
             dropout = layers.AdapterDropout(key, self.config)
         x, _ = self._attend(attend, x, context, _keys(key)[0], dropout)
         y, auxiliary = self._norm_input(self.mlp_norm, x), Auxiliary()
-        run_mlp = functools.partial(self.mlp, adapter_dropout=dropout)
         if isinstance(self.mlp, MixtureOfExperts):
             router_key = None if key is None else fold_name(key, "router")
-            y, auxiliary = run_mlp(y, _counts(context, y), router_key)
+            counts = _counts(context, y)
+            y, auxiliary = self.mlp(y, counts, router_key, adapter_dropout=dropout)
         else:
+            run_mlp = functools.partial(self.mlp, adapter_dropout=dropout)
             y = by_chunks(run_mlp, y, self.config.mlp_chunk_tokens)
         return self._add_mlp(x, y, _keys(key)[1]), auxiliary
 

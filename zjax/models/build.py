@@ -83,7 +83,8 @@ def _build(
     def make(key: jax.Array, only_layer: jax.Array | None = None) -> Any:
         module = make_module(only_layer=only_layer, rngs=nnx.Rngs(key))
         if adapters.rank:
-            lora.attach(module, fold_name(key, "lora"), settings=adapters)
+            lora_key = fold_name(key, "lora")
+            lora.attach(module, lora_key, settings=adapters, only_layer=only_layer)
         if adapters.quantize:
             qlora.quantize_kernels(module, adapters)
         return module

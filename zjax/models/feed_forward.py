@@ -62,12 +62,16 @@ class FeedForward(nnx.Module):
         adapter_dropout: layers.AdapterDropout | None = None,
     ) -> Float[Array, "B L M"]:
         """Transforms each token; nothing is dropped without `adapter_dropout`."""
-        how = {"adapter_dropout": adapter_dropout}
         if self.gate is None:
-            up = self.up(x, remat.MLP, **how)
-            return self.down(activation.UNGATED[self.activation](up), **how)
-        up, gate = layers.project(x, (self.up, self.gate), remat.MLP, **how)
-        return self.down(activation.GATED[self.activation](gate, up), **how)
+            up = self.up(x, remat.MLP, adapter_dropout=adapter_dropout)
+            hidden = activation.UNGATED[self.activation](up)
+        else:
+            linears = self.up, self.gate
+            up, gate = layers.project(
+                x, linears, remat.MLP, adapter_dropout=adapter_dropout
+            )
+            hidden = activation.GATED[self.activation](gate, up)
+        return self.down(hidden, adapter_dropout=adapter_dropout)
 
 
 class TiledFeedForward(nnx.Module):

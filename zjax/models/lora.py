@@ -36,8 +36,9 @@ def make_matrices(
     num_inputs: int,
     num_outputs: int,
     settings: schema.Lora,
+    only_layer: jax.Array | None = None,
 ) -> dict[str, Array]:
-    """The first values of an adapter.
+    """The first values of an adapter; those of a layer depend on its number alone.
 
     Args:
         key: Random key of `a`, which is uniform with the variance 1 / (3 inputs).
@@ -45,6 +46,7 @@ def make_matrices(
         num_inputs: Number of its input dims.
         num_outputs: Number of its output dims.
         settings: Rank and form.
+        only_layer: int32[], the number of the one layer in the stack; None for all.
 
     Returns:
         `a` [..., inputs, rank], `b` [..., rank, outputs], and for DoRA `magnitude`
@@ -64,9 +66,19 @@ def make_matrices(
         kernel.shape[last:],
     )
     bound = 1 / math.sqrt(math.prod(inputs))
-    shape = (*stack, *inputs, settings.rank)
+
+    def draw(key: jax.Array) -> jax.Array:
+        shape = (*inputs, settings.rank)
+        return jax.random.uniform(key, shape, jnp.float32, -bound, bound)
+
+    if stack:
+        numbers = jnp.arange(math.prod(stack)) if only_layer is None else only_layer
+        keys = jax.vmap(functools.partial(jax.random.fold_in, key))(numbers.reshape(-1))
+        a = jax.vmap(draw)(keys).reshape(*stack, *inputs, settings.rank)
+    else:
+        a = draw(key)
     made = {
-        "a": jax.random.uniform(key, shape, jnp.float32, -bound, bound),
+        "a": a,
         "b": jnp.zeros((*stack, settings.rank, *outputs), jnp.float32),
     }
     if settings.form == "dora":
@@ -193,7 +205,12 @@ def is_target(path: str, settings: schema.Lora) -> bool:
 
 
 def attach(
-    module: nnx.Module, key: jax.Array, *, settings: schema.Lora, prefix: str = ""
+    module: nnx.Module,
+    key: jax.Array,
+    *,
+    settings: schema.Lora,
+    prefix: str = "",
+    only_layer: jax.Array | None = None,
 ) -> None:
     """Gives the targets among the layers of an NNX module their adapters.
 
@@ -203,6 +220,8 @@ def attach(
         key: Random key; the values of an adapter follow from its path.
         settings: Targets, rank, form and dropout.
         prefix: Path of the module.
+        only_layer: Number of the only layer of each stack that the module has; None
+            for all.
     """
     found: list[tuple[Any, Any]] = [*nnx.iter_modules(module)]
     for parts, layer in found:
@@ -211,7 +230,7 @@ def attach(
         if sides is None or not is_target(path, settings):
             continue
         own = make_matrices(
-            fold_name(key, path), layer.kernel[...], *sides, settings=settings
+            fold_name(key, path), layer.kernel[...], *sides, settings, only_layer
         )
         layer.lora = nnx.data(Adapter(own, settings, path))
         if not isinstance(layer, layers.Linear):
