@@ -11,7 +11,12 @@ from zjax.config.groups import frozen_as_masters
     [
         ({}, ""),
         ({"mesh": schema.Mesh(pipeline=2, tensor=2)}, ""),
-        ({"zero": schema.Zero(memory="pinned_host")}, "zero.memory='pinned_host'"),
+        ({"zero": schema.Zero(memory="pinned_host")}, ""),
+        ({"zero": schema.Zero(memory="auto")}, "zero.optimizer_memory='auto'"),
+        (
+            {"zero": schema.Zero(memory="pinned_host", gradient_memory="nvme")},
+            "zero.gradient_memory='nvme'",
+        ),
         (
             {"communication": schema.Communication(num_local_steps=2)},
             "communication.num_local_steps=2",

@@ -28,9 +28,7 @@ def frozen_run(stage, patterns=("up",), model=None, ema_decay=0.0, **settings):
         schema.ParamGroup(pattern=pattern, learning_rate_scale=0.0)
         for pattern in patterns
     )
-    optimizer = schema.Optimizer(
-        groups=groups, num_warmup_steps=0, ema_decay=ema_decay
-    )
+    optimizer = schema.Optimizer(groups=groups, num_warmup_steps=0, ema_decay=ema_decay)
     config = runs.make_config(
         stage,
         optimizer=optimizer,
@@ -76,7 +74,7 @@ def test_averages_are_those_of_trained_weights(stage, tmp_path):
     params = jax.device_get(run.step.parameters(state))
     np.testing.assert_array_equal(params["up"], state.master["up"])
     np.testing.assert_array_equal(params["down"], state.ema["down"])
-    assert np.abs(params["down"] - np.asarray(state.master["down"])).max() > 1e-4
+    assert np.abs(params["down"] - np.asarray(state.master["down"])).max() > 5e-5
     batch = models.make_batch(9)
     wanted = models.loss(params, {}, batch, None).value
     np.testing.assert_allclose(run.evaluate(state, batch)["loss"], wanted, rtol=1e-5)

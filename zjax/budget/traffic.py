@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from zjax.config.batch import resolve_batch
 from zjax.config.schema import Config
 from zjax.sharding import memory
+from zjax.sharding.frozen import trained
 from zjax.sharding.placement import ArrayPlan
 from zjax.sharding.plan import Plan
 
@@ -63,13 +64,17 @@ def _of_state(plan: Plan, config: Config) -> Iterator[Traffic]:
     waits_for_norm = updates_wait(config) and config.zero.delay_updates_from < 0
     # Joining split master weights reads the compute parameters, their high bits. An
     # update that waits for the norm runs after the backward pass and moves them again.
-    passes += waits_for_norm and plan.splits_master
-    state = memory.bytes_by_memory((plan.master, plan.opt_state)).offloaded_by_memory
-    params = memory.bytes_by_memory(plan.compute).offloaded_by_memory
+    joins = waits_for_norm and plan.splits_master
+    master = trained(plan.master, plan.master)
+    state = memory.bytes_by_memory((master, plan.opt_state)).offloaded_by_memory
+    params, changed = (
+        memory.bytes_by_memory(rows).offloaded_by_memory
+        for rows in (plan.compute, trained(plan.compute, plan.master))
+    )
     for where, size in state.items():
         yield Traffic("state", where, size, size, size)
-        moved = passes * params[where]
-        yield Traffic("parameters in use", where, params[where], moved, params[where])
+        moved = passes * params[where] + joins * changed[where]
+        yield Traffic("parameters in use", where, params[where], moved, changed[where])
 
 
 def _of_gradients(plan: Plan, config: Config) -> Traffic:

@@ -104,11 +104,12 @@ def with_adapters(
 
     Args:
         source: Arrays of any checkpoint, with dots in their names.
-        wanted: Arrays of the model to start.
+        wanted: Arrays of the model to start, layers stacked or not.
         config: Read for `lora` and `precision.compute_dtype`.
         initial: Makes the matrices `a` and `b`; lengths of columns are those of the
             matrices in `source`, as they are computed with.
     """
+    wanted = layers.stack_all(wanted)
     found = adapter_names(wanted) if config.lora.rank else {}
     names = {n: (k, m) for k, own in found.items() for m, n in own.items()}
     missing = {n: place for n, place in names.items() if n not in source.entries}

@@ -27,18 +27,22 @@ def label_of(path: str, groups: Groups) -> str:
 def frozen_as_masters(config: schema.Config) -> str:
     """The setting under which frozen weights stay float32 masters with gradients.
 
-    Programs of offload and of replicas that take steps of their own handle all
-    parameters alike.
+    Disks, and replicas that take steps of their own, handle all parameters alike.
 
     Returns:
         The setting and its value as text; empty for no such setting.
 
     Example:
-        >>> frozen_as_masters(schema.Config(zero=schema.Zero(memory="pinned_host")))
-        "zero.memory='pinned_host'"
+        >>> frozen_as_masters(schema.Config(zero=schema.Zero(memory="auto")))
+        "zero.optimizer_memory='auto'"
     """
-    settings = {
-        "zero.memory": (config.zero.memory, config.zero.offloads_state),
+    zero = config.zero
+    memories = {
+        f"zero.{name}_memory": (x, x in ("nvme", "auto"))
+        for name in ("optimizer", "parameter", "gradient")
+        if (x := getattr(zero, f"{name}_memory"))
+    }
+    settings = memories | {
         "communication.num_local_steps": (
             config.communication.num_local_steps,
             config.communication.num_local_steps > 0,

@@ -55,7 +55,7 @@ class StreamedExecutor:
         self.state_plan = self.step.state_rows
         self.parameters = Weights(model, plan)
         self.generation = None
-        self._mesh = plan.mesh
+        self._plan, self._mesh = plan, plan.mesh
         self._passes: Any = self.step.backward
         self._streams_blocks = config.zero.offloads_blocks and model.runs_by_block
         self.programs: Mapping[str, Any] = {}
@@ -74,7 +74,7 @@ class StreamedExecutor:
         """Computes loss and metrics without gradients, dropout or state change."""
         if self._streams_blocks:
             return self._passes.evaluate(state, batch)
-        return self.programs["evaluate"](without_update(state), batch)
+        return self.programs["evaluate"](without_update(state, self._plan), batch)
 
     def generate(self, state: TrainState, tokens: Any, **settings: Any) -> jax.Array:
         """Continues prompts; `settings` are those of `zjax.generate`."""

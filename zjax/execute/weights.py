@@ -11,7 +11,7 @@ from zjax.sharding.program_plan import staged_plan
 from zjax.storage.move import to_devices
 from zjax.train.average import averaged, check_average, only_weights, parts_of
 from zjax.train.compute_params import compute_params
-from zjax.train.state import TrainState, check_not_consumed
+from zjax.train.state import TrainState, check_not_consumed, stored_compute
 from zjax.typing import Model, Params
 
 
@@ -61,7 +61,7 @@ class Weights:
             return self._unpad(
                 jax.tree.map(
                     lambda x, row: to_devices(x, row, is_consumed=False),
-                    state.params,
+                    stored_compute(state, self._plan),
                     self._plan.compute,
                 )
             )

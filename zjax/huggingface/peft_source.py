@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
+from zjax.checkpoint import layers
 from zjax.checkpoint.layout import Entry, check_same
 from zjax.checkpoint.views import Index, Source
 from zjax.checkpoint.weights import open_file
@@ -37,7 +38,7 @@ def with_peft(
 
     Args:
         source: Arrays of the base model, with dots in their names.
-        wanted: Arrays of the model to start.
+        wanted: Arrays of the model to start, layers stacked or not.
         config: Read for `lora`, `model` and `checkpoint.init_from`.
 
     Raises:
@@ -45,7 +46,7 @@ def with_peft(
             zjax does not compute.
         CheckpointError: Tensors are missing, unexpected or of the wrong shape.
     """
-    given = config.lora.init_from
+    given, wanted = config.lora.init_from, layers.stack_all(wanted)
     folder = pathlib.Path(local_path("lora.init_from", given))
     if TOKENS not in wanted:
         problem = "has adapters of a built-in model, and this is another one"

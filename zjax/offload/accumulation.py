@@ -21,7 +21,8 @@ from zjax.typing import Loss, Params
 class GradientSums:
     """Adds gradients up group by group, weighted by the weights of microbatches.
 
-    `groups` has the group of each gradient, `grad_rows` its plan on the devices.
+    `groups` has the group of each gradient, 0 to num_groups - 1, and `grad_rows` its
+    plan on the devices.
     """
 
     def __init__(
@@ -31,6 +32,7 @@ class GradientSums:
         config: Config,
         num_microbatches: int,
         *,
+        num_groups: int,
         limit_bytes: int,
         jit: Jit,
     ):
@@ -39,7 +41,7 @@ class GradientSums:
         memory = config.zero.gradient_memory
         rows = [offload_pending(x, memory, config) for x in jax.tree.leaves(grad_rows)]
         pairs = zip(rows, groups, strict=True)
-        self.rows: list[list[ArrayPlan]] = by_group(pairs, max(groups) + 1)
+        self.rows: list[list[ArrayPlan]] = by_group(pairs, num_groups)
         self._scale = jit(_scaled)
         self._add = jit(_add, donate_argnums=0)
         self._mean = jit(_mean, donate_argnums=0)

@@ -18,7 +18,7 @@ from zjax.sharding.placement import (
 )
 from zjax.sharding.plan import Plan
 from zjax.train.gradients.automatic import AutomaticGradients
-from zjax.train.state import TrainState, without_update
+from zjax.train.state import TrainState, stored_compute, without_update
 from zjax.train.update import loss_scale_of
 from zjax.typing import Batch, Loss, Model
 
@@ -43,8 +43,8 @@ class Backward(Protocol):
 
     Args:
         grad_rows: Plans of the gradients that `run` yields.
-        groups: Group of each leaf of the parameters.
-        order: Groups in the order in which their gradients arrive.
+        groups: Group of each leaf of the parameters that are trained.
+        order: Groups in the order in which their gradients arrive; some may be empty.
         residual_bytes: Bytes per device of residuals that the last pass saved there.
     """
 
@@ -74,13 +74,13 @@ class WholeBackward:
     def __init__(self, model: Model, plan: Plan, num_microbatches: int, jit: Jit):
         self.plan, self.entries = plan, model.entries
         self.grad_rows = plan.grads
-        self.groups = [0] * len(jax.tree.leaves(plan.master))
+        self.groups = [0] * len(jax.tree.leaves(plan.grads))
         self.order = [0]
         self.residual_bytes = 0
         automatic = AutomaticGradients(model, plan, num_microbatches)
 
         def stored_gradients(state: TrainState, batch: Batch, key: jax.Array) -> Any:
-            params = unpad_tree(state.params, plan.compute)
+            params = unpad_tree(stored_compute(state, plan), plan.compute)
             scale = loss_scale_of(state)
             grads, loss = automatic.gradients(
                 params, state.model_state, batch, key, scale
@@ -95,13 +95,15 @@ class WholeBackward:
         self, state: TrainState, batch: Batch, key: jax.Array
     ) -> Iterator[GroupGradients | Loss]:
         """See `Backward`."""
-        grads, model_state, loss = self.gradients(without_update(state), batch, key)
+        grads, model_state, loss = self.gradients(
+            without_update(state, self.plan), batch, key
+        )
         yield GroupGradients(0, jax.tree.leaves(grads))
         yield loss._replace(model_state=model_state)
 
     def moments(self, state: TrainState, batch: Batch, pending: Any) -> list[Peak]:
         """See `Backward`."""
-        state = without_update(abstract_tree(state))
+        state = without_update(abstract_tree(state), self.plan)
         batch = like_batch(self.plan, batch, self.entries)
         program = added_bytes(self.gradients, state, batch, abstract_key())
         grads = {"gradients": tree_bytes(self.grad_rows)}

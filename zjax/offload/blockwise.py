@@ -23,12 +23,19 @@ from zjax.offload.programs import BlockInputs, BlockPrograms
 from zjax.offload.route import Route
 from zjax.offload.shapes import PassShapes
 from zjax.offload.stream import Load, Stream, moved_bytes
-from zjax.offload.units import Unit, UnitStream, groups_of
+from zjax.offload.units import (
+    Unit,
+    UnitStream,
+    check_frozen_alike,
+    groups_of,
+    units_of,
+)
+from zjax.sharding.frozen import trained
 from zjax.sharding.memory import bytes_by_memory, tree_bytes
 from zjax.sharding.placement import ArrayPlan
 from zjax.sharding.plan import DEVICE, HOST, Plan
 from zjax.train.gradients.partition import check_no_model_state
-from zjax.train.state import TrainState
+from zjax.train.state import TrainState, stored_compute
 from zjax.train.update import loss_scale_of
 from zjax.typing import Auxiliary, Batch, Dropping, Loss, Metrics, Model, Params
 
@@ -61,7 +68,11 @@ class BlockwiseBackward:
         self.programs = BlockPrograms(model, plan, num_microbatches, policy, jit)
         self.grad_rows = self.programs.grad_rows
         self.units = UnitStream(self.stack, plan)
-        self.groups = groups_of(self.stack, plan.master)
+        check_frozen_alike(self.stack, plan.master)
+        rows = jax.tree.leaves(plan.master)
+        groups = zip(groups_of(self.stack, plan.master), rows, strict=True)
+        self.groups = [group for group, row in groups if not row.is_frozen]
+        self.masters = [tree for _, tree in units_of(self.stack, plan.master)]
         embed = len(self.units.units)
         self.order = [embed + 1, *reversed(range(embed)), embed]
         self.saved = Stream(transfer_units.AHEAD_BYTES)
@@ -72,6 +83,7 @@ class BlockwiseBackward:
             self.grad_rows,
             config,
             num_microbatches,
+            num_groups=len(self.order),
             limit_bytes=max(3 * unit_bytes, transfer_units.AHEAD_BYTES),
             jit=jit,
         )
@@ -80,7 +92,7 @@ class BlockwiseBackward:
         self, state: TrainState, batch: Batch, key: jax.Array
     ) -> Iterator[GroupGradients | Loss]:
         """See `Backward`."""
-        params, scale = state.params, loss_scale_of(state)
+        params, scale = stored_compute(state, self.plan), loss_scale_of(state)
         batch, dropping = split_dropping(batch)
         losses: list[Loss] = []
         sums: dict[int, list[Any]] = {}
@@ -169,7 +181,7 @@ class BlockwiseBackward:
                     entering_cotangent,
                 )
                 used.append(done)
-                yield GroupGradients(tile.number, grads, jax.tree.leaves(params))
+                yield self.gradients_of(tile, grads, params)
         del entering
         with self.units.on_device(stored, "backward", trunk) as (params, used):
             grads, cotangent, done = self.programs.block_backward(
@@ -184,7 +196,7 @@ class BlockwiseBackward:
             del saved
             used.append(done)
             self.saved.release(num_bytes, [done])
-            yield GroupGradients(trunk.number, grads, jax.tree.leaves(params))
+            yield self.gradients_of(trunk, grads, params)
         return cotangent
 
     def skipped_backward(
@@ -195,7 +207,14 @@ class BlockwiseBackward:
             with self.units.on_device(stored, "backward", unit) as (params, used):
                 grads = self.programs.no_gradients(unit.segment, params)
                 used.extend(grads[:1])
-                yield GroupGradients(unit.number, grads, jax.tree.leaves(params))
+                yield self.gradients_of(unit, grads, params)
+
+    def gradients_of(
+        self, unit: Unit, grads: list[jax.Array], params: Params
+    ) -> GroupGradients:
+        """Gradients of a unit, with the parameters that its update reads."""
+        learned = jax.tree.leaves(trained(params, self.masters[unit.number]))
+        return GroupGradients(unit.number, grads, learned)
 
     def forward(
         self,
@@ -267,8 +286,9 @@ class BlockwiseBackward:
 
     def evaluate(self, state: TrainState, batch: Batch) -> Metrics:
         """Loss and metrics without gradients or dropout, as float32 scalars."""
-        embed, _, head = self.stack.split(state.params)
-        stored, losses = self.units.stored(state.params), []
+        params = stored_compute(state, self.plan)
+        embed, _, head = self.stack.split(params)
+        stored, losses = self.units.stored(params), []
         for number in range(self.num_microbatches):
             part = self.programs.split_batch(batch, number)
             names = [("forward", i) for i in range(len(stored))]

@@ -18,7 +18,7 @@ from zjax.offload.compiled import Jit
 from zjax.offload.stream import Load
 from zjax.offload.units import UnitStream, gathered, rows_by_part
 from zjax.sharding.program_plan import staged_plan
-from zjax.train.state import TrainState
+from zjax.train.state import TrainState, stored_compute
 from zjax.typing import Continuation, Params
 
 
@@ -53,7 +53,7 @@ class Generation:
         """Continues prompts.
 
         Args:
-            state: Its `params` are read.
+            state: Its compute parameters are read.
             tokens: Prompts, padded on the left where they differ in length.
             lengths: Tokens of each prompt without its padding; L by default.
             key: Random key, needed above temperature 0.
@@ -132,8 +132,9 @@ class _Writing:
     ):
         self.programs, self.units = programs, programs.units
         self.stream = self.units.stream
-        self.embed, _, self.head = self.units.stack.split(state.params)
-        self.stored = self.units.stored(state.params)
+        params = stored_compute(state, self.units.plan)
+        self.embed, _, self.head = self.units.stack.split(params)
+        self.stored = self.units.stored(params)
         self.tokens, self.is_padded = tokens, lengths is not None
         self.key, self.settings = key, settings
         self.starts, self.text = programs.begin(tokens, lengths, settings)

@@ -11,9 +11,11 @@ from zjax.jaxprs.program import Name, Program
 from zjax.offload.compiled import CompiledGroup, compile_groups
 from zjax.offload.groups import trace
 from zjax.offload.units import positions_in, units_of
+from zjax.sharding.frozen import trained
 from zjax.sharding.paths import layer_of
 from zjax.sharding.placement import ArrayPlan, Form, pad, place_tree, unpad
 from zjax.sharding.plan import Plan
+from zjax.sharding.program_plan import trained_plan
 from zjax.storage.move import store_in_turn, to_devices
 from zjax.storage.transfers import transfer_budget
 from zjax.train.master import join_param, stored_master
@@ -63,16 +65,18 @@ def init_layer_by_layer(
 
 def _first_weights(created: Iterable[tuple[int, jax.Array]], plan: Plan) -> list[Any]:
     """The stored trees `master`, `params` and `ema`."""
-    trees = (plan.master, plan.compute, plan.ema)
-    rows_by_tree = [jax.tree.leaves(rows) for rows in trees]
+    trees = (plan.master, trained(plan.compute, plan.master), plan.ema)
+    masters = jax.tree.leaves(plan.master)
+    rows_by_tree = [masters, *(_by_parameter(rows, masters) for rows in trees[1:])]
     order: list[tuple[int, int]] = []
 
     def first_weights() -> Iterator[tuple[jax.Array, ArrayPlan]]:
         for i, x in created:
-            row, *others = (rows[i] for rows in rows_by_tree if rows)
+            row, *others = (rows[i] for rows in rows_by_tree)
             for tree, other in enumerate(others, 1):
-                order.append((tree, i))
-                yield cast_param(x, row, other), other
+                if other is not None:
+                    order.append((tree, i))
+                    yield cast_param(x, row, other), other
             order.append((0, i))
             yield _stored_master(x, row.staged), row
 
@@ -80,10 +84,17 @@ def _first_weights(created: Iterable[tuple[int, jax.Array]], plan: Plan) -> list
     arrays = dict(zip(order, stored, strict=True))
     return [
         jax.tree.unflatten(
-            jax.tree.structure(tree), [arrays[number, i] for i in range(len(rows))]
+            jax.tree.structure(tree),
+            [arrays[number, i] for i, row in enumerate(rows) if row is not None],
         )
         for number, (tree, rows) in enumerate(zip(trees, rows_by_tree, strict=True))
     ]
+
+
+def _by_parameter(rows: Any, masters: Sequence[ArrayPlan]) -> list[ArrayPlan | None]:
+    """The plan of each parameter in a tree without frozen ones; None for none."""
+    leaves = iter(jax.tree.leaves(rows))
+    return [None if row.is_frozen else next(leaves, None) for row in masters]
 
 
 def _created(
@@ -148,10 +159,16 @@ def _stacks_of(arrays: Sequence[Any], layers: Sequence[int | None]) -> list[Any]
 
 def _init_opt_state(tx: Any, master: Params, params: Params, plan: Plan) -> Any:
     """The stored state of the optimizer, created array by array."""
-    trees = (master, plan.master, params, plan.compute)
+    learned = trained_plan(plan)
+    trees = (
+        trained(master, plan.master),
+        learned.master,
+        params,
+        learned.compute,
+    )
     weights = list(zip(*map(jax.tree.leaves, trees), strict=True))
     abstract = [jax.ShapeDtypeStruct(row.shape, row.dtype) for _, row, _, _ in weights]
-    tree = jax.tree.structure(plan.master)
+    tree = jax.tree.structure(learned.master)
     program, shapes = trace(tx.init, tree.unflatten(abstract))
     by_name = dict(zip(program.inputs, weights, strict=True))
     rows = jax.tree.leaves(plan.opt_state)

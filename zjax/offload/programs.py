@@ -26,6 +26,7 @@ from zjax.offload.units import gathered, rows_by_part, trunk_of
 from zjax.ops.keys import block_key
 from zjax.ops.residuals import residuals_of, vjp_with
 from zjax.ops.token_subset import on_subset, take_tokens
+from zjax.sharding.frozen import joined, trained
 from zjax.sharding.memory import pending_gradients
 from zjax.sharding.paths import path_of
 from zjax.sharding.placement import abstract_tree, pad_tree, place_tree
@@ -83,7 +84,15 @@ class BlockPrograms:
         self.num_microbatches, self.policy = num_microbatches, policy
         self.grad_rows = pending_gradients(self.plan, num_microbatches)
         self._rows = rows_by_part(self.stack, self.plan.compute)
-        self._grad_rows = rows_by_part(self.stack, self.grad_rows)
+        self._masters = rows_by_part(self.stack, self.plan.master)
+        grad_rows = joined(self.grad_rows, self.plan.compute, self.plan.master)
+        self._grad_rows = {
+            part: trained(rows, self._masters[part])
+            for part, rows in rows_by_part(self.stack, grad_rows).items()
+        }
+        head_grads = jax.tree_util.tree_leaves_with_path(self._grad_rows["head"])
+        paths = {path_of(keys) for keys, _ in head_grads}
+        self._shared = [path for path in self.stack.shared if path in paths]
         jit_unit = functools.partial(jit, static_argnums=0)
         self.split_batch = jit(self._split_batch, static_argnums=1)
         self.embed = jit(self._embed)
@@ -155,7 +164,8 @@ class BlockPrograms:
 
         if self.policy:
             run = jax.checkpoint(run, policy=self.policy, prevent_cse=False)
-        results = jax.vjp(run, params, carry, has_aux=True)
+        run, learned = self._of_learned((segment, False), run, params)
+        results = jax.vjp(run, learned, carry, has_aux=True)
         return *results, (params, inputs.context, unit_key, inputs.probability)
 
     def _tile(
@@ -190,10 +200,11 @@ class BlockPrograms:
             factor = scale * weighting.counted(loss.weight)
             return loss.value * factor, (loss, factor)
 
-        differentiate = jax.grad(scaled, argnums=(0, 1), has_aux=True)
-        (grads, cotangent), (loss, auxiliary_cotangent) = differentiate(
-            self._gathered("head", params), carry
+        scaled, learned = self._of_learned(
+            "head", scaled, self._gathered("head", params)
         )
+        differentiate = jax.grad(scaled, argnums=(0, 1), has_aux=True)
+        (grads, cotangent), (loss, auxiliary_cotangent) = differentiate(learned, carry)
         unshared, shared = [], []
         stored = self._stored("head", grads)
         for keys, grad in jax.tree_util.tree_leaves_with_path(stored):
@@ -260,7 +271,9 @@ class BlockPrograms:
         def run(params: Params, entering: Any) -> Any:
             return run_tile(params, entering, unit_key)
 
-        _, pull = jax.vjp(run, self._gathered((segment, True), params), entering)
+        params = self._gathered((segment, True), params)
+        run, learned = self._of_learned((segment, True), run, params)
+        _, pull = jax.vjp(run, learned, entering)
         grads, summand = pull(cotangent)
         total = jax.tree.map(jnp.add, entering_cotangent, summand)
         stored = jax.tree.leaves(self._stored((segment, True), grads))
@@ -279,10 +292,11 @@ class BlockPrograms:
         def run(params: Params) -> Any:
             return self.stack.embed(params, batch, block_key(key, 0))[0]
 
-        _, pull = jax.vjp(run, self._gathered("embed", params))
+        run, learned = self._of_learned("embed", run, self._gathered("embed", params))
+        _, pull = jax.vjp(run, learned)
         (grads,) = pull(cotangent)
         stored = self._stored("embed", grads)
-        head_grads = dict(zip(self.stack.shared, shared, strict=True))
+        head_grads = dict(zip(self._shared, shared, strict=True))
         return [
             grad + head_grads[path_of(keys)] if path_of(keys) in head_grads else grad
             for keys, grad in jax.tree_util.tree_leaves_with_path(stored)
@@ -300,6 +314,7 @@ class BlockPrograms:
     def _no_gradients(self, segment: int, params: Params) -> list[jax.Array]:
         """Gradients of a block that does not run."""
         params = self._gathered((segment, False), params)
+        params = trained(params, self._masters[segment, False])
         zeros = jax.tree.map(jnp.zeros_like, params)
         return jax.tree.leaves(self._stored((segment, False), zeros))
 
@@ -325,8 +340,8 @@ class BlockPrograms:
         )
 
     def _replace(self, others: Any, subset: Any, indices: jax.Array) -> Any:
-        joined, _ = on_subset(lambda _: (subset, ()), others, indices)
-        return self._constrained(joined)
+        everything, _ = on_subset(lambda _: (subset, ()), others, indices)
+        return self._constrained(everything)
 
     def _zeros_like(self, entering: Any) -> Any:
         return self._constrained(jax.tree.map(jnp.zeros_like, entering))
@@ -361,6 +376,17 @@ class BlockPrograms:
         tiles = self.stack.segments[segment].tiles
         assert tiles is not None
         return tiles.tile
+
+    def _of_learned(
+        self, part: Any, run: Callable[..., Any], params: Params
+    ) -> tuple[Callable[..., Any], Params]:
+        """A function of the parameters that are trained, and these."""
+        rows = self._masters[part]
+
+        def run_learned(learned: Params, *args: Any) -> Any:
+            return run(joined(learned, params, rows), *args)
+
+        return run_learned, trained(params, rows)
 
     def _gathered(self, part: Any, params: Params) -> Params:
         return gathered(params, self._rows[part])

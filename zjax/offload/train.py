@@ -30,9 +30,11 @@ from zjax.offload.groups import by_group
 from zjax.offload.peak import Peak, UnreportedMemoryError, added_bytes
 from zjax.offload.stream import WRITE_BACK_SHARE, Load, Stream, moved_bytes
 from zjax.offload.update import GroupedUpdate, GroupUpdate
+from zjax.sharding.frozen import joined, trained
 from zjax.sharding.memory import bytes_by_memory, stored_bytes, tree_bytes
 from zjax.sharding.placement import ArrayPlan
 from zjax.sharding.plan import Plan, offload_pending
+from zjax.sharding.program_plan import trained_plan
 from zjax.storage.array import DiskArray
 from zjax.storage.move import store
 from zjax.storage.transfers import transfer_budget
@@ -111,11 +113,12 @@ class OffloadedTrain:
             if model.runs_by_block
             else WholeBackward(model, plan, num_microbatches, jit)
         )
-        groups = self.backward.groups
-        smaller = bounded_groups(groups, jax.tree.leaves(unsplit_plans(plan.master)))
+        groups, learned = self.backward.groups, trained_plan(plan)
+        masters = jax.tree.leaves(unsplit_plans(learned.master))
+        smaller = bounded_groups(groups, masters)
         self.update = GroupedUpdate(
             tx,
-            plan,
+            learned,
             config,
             schedule,
             model.stack,
@@ -129,12 +132,12 @@ class OffloadedTrain:
             field, remedy = "zero.delay_updates_from", "leave it at -1"
             raise PlanError(Problem(field, self.delay_from, problem, remedy))
         pairs = sorted(set(zip(smaller, groups, strict=True)))
-        self.updates_of = by_group(pairs, max(groups) + 1)
+        self.updates_of = by_group(pairs, len(self.backward.order))
         self.arriving = [
             n for group in self.backward.order for n in self.updates_of[group]
         ]
         self.state_rows = state_rows(plan, config)
-        rows = jax.tree.leaves(self.state_rows)
+        rows = jax.tree.leaves(state_rows(learned, config))
         self.rows = dict(zip(self.update.state_names, rows, strict=True))
         memory = config.zero.gradient_memory
         self.stored_grads = [
@@ -228,7 +231,7 @@ class _Running:
         self.is_delayed, self.pending = is_delayed, state.pending
         self.waits = self.update.waits and not is_delayed
         self.has_params = not self.waits  # the pass hands them over with gradients
-        leaves = jax.tree.leaves(dataclasses.replace(state, pending=()))
+        leaves = jax.tree.leaves(self.changed(state))
         self.known = dict(zip(self.update.state_names, leaves, strict=True))
         self.read = self.known
         if self.pending:
@@ -261,6 +264,7 @@ class _Running:
             grads = [self.delayed_grads[number] for number in range(len(train.groups))]
             numbers = [self.known[name] for name in update.numbers]
             new = dataclasses.replace(new, pending=Pending(grads, numbers))
+        new = self.with_frozen(new, state)
         shown = {name: x.astype("float32") for name, x in loss.metrics.items()}
         return new, shown | metrics
 
@@ -269,8 +273,19 @@ class _Running:
         self.prefetch()
         for number in self.order:
             self.run_update(number)
-        leaves, tree = jax.tree.flatten(dataclasses.replace(state, pending=()))
-        return tree.unflatten(self.outputs.get(i, x) for i, x in enumerate(leaves))
+        leaves, tree = jax.tree.flatten(self.changed(state))
+        new = tree.unflatten(self.outputs.get(i, x) for i, x in enumerate(leaves))
+        return self.with_frozen(new, state)
+
+    def changed(self, state: TrainState) -> TrainState:
+        """The arrays of a state that an update may change."""
+        master = trained(state.master, self.train.plan.master)
+        return dataclasses.replace(state, master=master, pending=())
+
+    def with_frozen(self, new: TrainState, state: TrainState) -> TrainState:
+        """The new state with the frozen parameters of the old one."""
+        master = joined(new.master, state.master, self.train.plan.master)
+        return dataclasses.replace(new, master=master)
 
     def prefetch(self) -> None:
         waits_for_next = self.is_delayed and not self.pending

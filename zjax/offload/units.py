@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from zjax.errors import PlanError, Problem
 from zjax.offload.stream import Load, Stream, moved_bytes
 from zjax.sharding.layers import layers_of
 from zjax.sharding.placement import ArrayPlan, unpad_tree, use_tree
@@ -59,6 +60,29 @@ def units_of(stack: Stack, params: Params) -> list[tuple[Unit, Params]]:
             for tile, part in enumerate(_units_of_block(segment, block_params)):
                 units.append((Unit(len(units), block, i, tile), part))
     return units
+
+
+def check_frozen_alike(stack: Stack, master: Any) -> None:
+    """Refuses units that run as one program, and of which some are frozen alone.
+
+    Args:
+        stack: The model as a line of blocks.
+        master: Plans of the master weights.
+
+    Raises:
+        PlanError: Tiles of a block differ in what is frozen.
+    """
+    kinds: dict[Any, list[bool]] = {}
+    for unit, tree in units_of(stack, master):
+        rows = jax.tree.leaves(tree)
+        pattern = [row.is_frozen for row in rows]
+        first = kinds.setdefault(unit.kind, pattern)
+        if first != pattern:
+            pairs = zip(rows, first, strict=True)
+            path = next(row.path for row, other in pairs if row.is_frozen != other)
+            problem = "is frozen, or not, unlike the same array of another tile"
+            remedy = "freeze it in all tiles or in none, or keep state on the devices"
+            raise PlanError(Problem("model.mlp_tiles", path, problem, remedy))
 
 
 def rows_by_part(stack: Stack, rows: Any) -> dict[Any, Any]:

@@ -124,10 +124,10 @@ def stored_bytes(plan: Plan) -> MemoryBytes:
         plan: The plan of a run.
 
     Returns:
-        Bytes of master weights, optimizer state, averaged weights and, under offload,
-        compute parameters.
+        Bytes of master weights, frozen parameters, optimizer state, averaged weights
+        and, under offload, compute parameters.
     """
-    params = plan.compute if plan.is_offloaded else ()
+    params = trained(plan.compute, plan.master) if plan.is_offloaded else ()
     return bytes_by_memory((plan.master, plan.opt_state, plan.ema, params))
 
 

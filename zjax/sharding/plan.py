@@ -17,7 +17,8 @@ on the devices.
 Master weights and optimizer state may be offloaded to host memory or disks. Each layer
 is then stored as a separate array, so that layers move one by one, and the state also
 holds the compute parameters. If these are bfloat16, they are the high 16 bits of the
-float32 master weights, and `master` stores only the low 16 bits.
+float32 master weights, and `master` stores only the low 16 bits. Frozen parameters are
+in `master` alone, where compute parameters would be stored.
 """
 
 import dataclasses
@@ -64,7 +65,7 @@ class Plan:
         ema: Averaged weights in float32, None for frozen parameters; an empty tuple
             without averaging.
         is_offloaded: Whether state may be offloaded; the state then also holds the
-            compute parameters.
+            compute parameters of those that are trained.
         batch_casts: Dtypes to which arrays of a batch are cast, by path.
         is_of_replica: Whether programs see one replica, inside `shard_map` over
             `replica`.
@@ -242,9 +243,14 @@ def _state_memory(config: Config) -> str:
 
 
 def _offload_master(master: Any, compute: Any, config: Config) -> Any:
-    """Offloads master weights; those of bfloat16 parameters are stored as low bits."""
+    """Offloads master weights; those of bfloat16 parameters are stored as low bits.
+
+    Frozen parameters are stored where compute parameters are.
+    """
     memory = _state_memory(config)
     offloaded = jax.tree.map(lambda row: _offload(row, row, memory, config), master)
+    if config.zero.offloads_state:
+        offloaded = hold_frozen(offloaded, compute, config)
     _check_moved("optimizer", config.zero.optimizer_memory, offloaded)
     _check_moved("parameter", config.zero.parameter_memory, compute)
     if not config.zero.offloads_state:

@@ -47,6 +47,12 @@ def layerwise_plan(model: Model, plan: Plan) -> Plan:
     )
 
 
+def trained_plan(plan: Plan) -> Plan:
+    """The plan of what an update changes: frozen parameters are None in all trees."""
+    master, compute = (trained(x, plan.master) for x in (plan.master, plan.compute))
+    return dataclasses.replace(plan, master=master, compute=compute)
+
+
 def staged_plan(plan: Plan) -> Plan:
     """The plan of the device copies of offloaded state."""
 

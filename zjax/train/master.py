@@ -6,6 +6,7 @@ from typing import Any
 import jax
 
 from zjax.optim.split_master import join_bits, low_bits
+from zjax.sharding.frozen import trained
 from zjax.sharding.placement import ArrayPlan, Form, pad, place_tree, unpad
 from zjax.sharding.plan import Plan
 from zjax.typing import Params
@@ -68,12 +69,13 @@ def high_bits(params: Any, plan: Plan) -> Any:
         plan: Places the master weights.
 
     Returns:
-        The tree with None for all other leaves; an empty tuple where none is split.
+        The tree with None for all other arrays; an empty tuple where none is split.
     """
     if not plan.splits_master:
         return ()
+    rows, params = (trained(x, plan.master) for x in (plan.master, params))
     return jax.tree.map(
-        lambda row, x: None if row.form is Form.PLAIN else x, plan.master, params
+        lambda row, x: None if row.form is Form.PLAIN else x, rows, params
     )
 
 

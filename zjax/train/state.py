@@ -14,7 +14,7 @@ from zjax.config.schema import Config
 from zjax.errors import CheckpointError, Problem, StateError
 from zjax.optim import loss_scale
 from zjax.optim.rounds import make_rounds
-from zjax.sharding.frozen import trained
+from zjax.sharding.frozen import frozen, joined, trained
 from zjax.sharding.layers import take_apart
 from zjax.sharding.placement import (
     ArrayPlan,
@@ -26,7 +26,7 @@ from zjax.sharding.placement import (
     unpad_tree,
 )
 from zjax.sharding.plan import Plan
-from zjax.sharding.program_plan import staged_plan
+from zjax.sharding.program_plan import staged_plan, trained_plan
 from zjax.storage.array import DiskArray
 from zjax.storage.move import store, store_all, store_in_turn, to_devices
 from zjax.storage.transfers import transfer_budget
@@ -52,8 +52,8 @@ class TrainState:
         scaler: The loss scale of float16; an empty tuple otherwise.
         ema: Averaged parameters, None for frozen ones; or an empty tuple.
         extra: State of an algorithm, or an empty tuple.
-        params: Compute parameters where master weights are offloaded; an empty tuple
-            otherwise.
+        params: Compute parameters where master weights are offloaded, None for frozen
+            ones; an empty tuple otherwise.
         pending: Gradients that the next step applies, or an empty tuple.
     """
 
@@ -126,7 +126,7 @@ def state_rows(plan: Plan, config: Config) -> TrainState:
         model_state=plan.model_state,
         scaler=scaler,
         ema=plan.ema,
-        params=plan.compute if plan.is_offloaded else (),
+        params=trained(plan.compute, plan.master) if plan.is_offloaded else (),
     )
     if make_rounds(config) is not None:
         return outer_rows(rows, plan, config)
@@ -232,6 +232,7 @@ def _first_state(
         ema = jax.tree.map(lambda x, row: x.astype(row.dtype), ema, plan.ema)
     if plan.is_offloaded:
         compute = pad_tree(compute_params(params, on_device), plan.compute)
+        compute = trained(compute, plan.master)
     state = TrainState(
         **first_scalars(config),
         master=jax.tree.map(stored_master, stored, plan.master),
@@ -257,10 +258,11 @@ def with_params(state: TrainState, plan: Plan) -> TrainState:
     """
     if not plan.is_offloaded:
         return state
-    arrays, tree = jax.tree.flatten(state.master)
+    learned = trained_plan(plan)
+    arrays, tree = jax.tree.flatten(trained(state.master, plan.master))
     none = [None] * len(arrays)
     saved = none if state.params == () else tree.flatten_up_to(state.params)
-    rows = jax.tree.leaves(plan.master), jax.tree.leaves(plan.compute)
+    rows = jax.tree.leaves(learned.master), jax.tree.leaves(learned.compute)
     missing = [
         (x, *places)
         for x, param, *places in zip(arrays, saved, *rows, strict=True)
@@ -286,9 +288,18 @@ def _compute_params(
         yield cast_param(on_device, row, compute), compute
 
 
-def without_update(state: TrainState) -> TrainState:
-    """The state without the arrays that only an update reads."""
-    return dataclasses.replace(state, master=(), opt_state=(), pending=())
+def without_update(state: TrainState, plan: Plan) -> TrainState:
+    """The state without the arrays that only an update reads.
+
+    Of the master weights it has frozen parameters alone.
+    """
+    held = frozen(state.master, plan.master)
+    return dataclasses.replace(state, master=held, opt_state=(), pending=())
+
+
+def stored_compute(state: TrainState, plan: Plan) -> Params:
+    """Stored compute parameters, of which frozen ones are among the master weights."""
+    return joined(state.params, state.master, plan.master)
 
 
 def cast_param(x: jax.Array, row: ArrayPlan, compute: ArrayPlan) -> jax.Array:

@@ -17,7 +17,7 @@ from zjax.train.compute_params import compute_dtype, compute_params_by_layer
 from zjax.train.gradients.automatic import AutomaticGradients
 from zjax.train.gradients.local import local_gradients
 from zjax.train.gradients.pipelined import PipelinedModel, pipelined_gradients
-from zjax.train.state import TrainState
+from zjax.train.state import TrainState, stored_compute
 from zjax.typing import Batch, Loss, Model, Params
 
 
@@ -209,5 +209,5 @@ def make_pipeline_schedule(
 def stored_params(model: Model, plan: Plan, state: TrainState) -> Params:
     """Compute parameters in logical shapes, stored or made from master weights."""
     if state.params != ():
-        return unpad_tree(state.params, plan.compute)
+        return unpad_tree(stored_compute(state, plan), plan.compute)
     return compute_params_by_layer(model, plan, unpad_tree(state.master, plan.master))

@@ -1,0 +1,216 @@
+"""Adapters whose state is on the host: frozen weights have none, and stream as such."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from tests.support import huggingface as golden
+from tests.support.cases import some_by_hand
+from tests.support.offload import (
+    GPT,
+    LLAMA,
+    UNDER_BACKWARD,
+    make_batch,
+    make_config,
+    memories,
+    start,
+    train,
+)
+from zjax.config import schema
+from zjax.config.load import load_config
+from zjax.errors import PlanError
+from zjax.huggingface import adapter_settings
+from zjax.saving import restore, save
+from zjax.sharding import memory
+from zjax.sharding.layers import put_together
+
+ADAPTERS = schema.Lora(rank=4, alpha=8.0)
+ON_HOST = {"parameter_memory": "pinned_host"}
+QUICK = {"peak_learning_rate": 0.01}
+
+
+def config_of(where="pinned_host", lora=ADAPTERS, **settings):
+    settings = {"optimizer": QUICK} | settings
+    return make_config(where, lora=lora, **settings)
+
+
+def on_device(config):
+    zero = dataclasses.replace(
+        config.zero,
+        optimizer_memory="device",
+        gradient_memory="device",
+        parameter_memory="device",
+    )
+    return dataclasses.replace(config, zero=zero)
+
+
+@functools.cache
+def expected(config):
+    run = start(config)
+    state, metrics = train(run)
+    return metrics, weights_of(run, state)
+
+
+def weights_of(run, state):
+    """Weights for evaluation in logical shapes, stacked."""
+    params = jax.tree.map(np.asarray, run.step.parameters(state))
+    return put_together(params)
+
+
+CASES = {
+    "averaged, what blocks save on the device": {
+        "model": dataclasses.replace(GPT, remat="attention"),
+        "optimizer": QUICK | {"ema_decay": 0.9},
+    },
+    "parameters, two microbatches, stage 3": {
+        "model": LLAMA,
+        "stage": 3,
+        "num_microbatches": 2,
+        "zero": ON_HOST | {"gradient_memory": "pinned_host"},
+    },
+    "parameters, under the backward pass": {
+        "zero": ON_HOST,
+        "optimizer": UNDER_BACKWARD["optimizer"] | QUICK,
+        "precision": UNDER_BACKWARD["precision"] | {"compute_dtype": "bfloat16"},
+        "lora": dataclasses.replace(
+            ADAPTERS, dropout=0.25, targets=("/query", "/up"), also_train=("^head",)
+        ),
+    },
+    "dora": {"lora": dataclasses.replace(ADAPTERS, form="dora"), "model": LLAMA},
+}
+
+
+@pytest.mark.parametrize("case", some_by_hand(CASES, {"dora"}))
+def test_trajectory_is_that_of_a_run_on_the_device(case):
+    """Fails if an adapter gets another gradient, or a frozen weight any."""
+    config = config_of(**CASES[case])
+    run = start(config)
+    close = (1e-5, 1e-6)
+    if config.precision.compute_dtype == "bfloat16":
+        close = (0.02, 0.002)
+    before = weights_of(run, run.state)
+    state, found = train(run)
+    metrics, weights = expected(on_device(config))
+    for x, y in zip(found, metrics, strict=True):
+        assert x.keys() == y.keys()
+        np.testing.assert_allclose([*x.values()], [y[n] for n in x], *close)
+    after = weights_of(run, state)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, 10 * close[0], 2 * close[1]),
+        after,
+        weights,
+    )
+    table = "embedding", "tokens"
+    np.testing.assert_array_equal(after[table[0]][table[1]], before[table[0]][table[1]])
+    moved = np.abs(found[-1]["loss"] - found[0]["loss"])
+    assert moved > 1e-4
+
+
+def by_kind(run, tree):
+    """Arrays of adapters and others."""
+    rows = jax.tree.leaves(run.plan.master)
+    pairs = list(zip(rows, jax.tree.leaves(tree), strict=True))
+    return [[x for row, x in pairs if row.is_frozen is kind] for kind in (False, True)]
+
+
+@pytest.mark.parametrize("parameter_memory", ["device", "pinned_host"])
+def test_frozen_weights_have_one_copy_and_adapters_their_state_on_the_host(
+    parameter_memory,
+):
+    """Fails if a frozen weight has a master, a moment, a gradient or a second copy."""
+    run = start(
+        config_of(
+            zero={"parameter_memory": parameter_memory},
+            precision={"compute_dtype": "bfloat16"},
+            stage=0,
+            model=LLAMA,
+        )
+    )
+    state, _ = train(run, 2)
+    adapters, frozen = by_kind(run, state.master)
+    assert {x.sharding.memory_kind for x in adapters} == {"pinned_host"}
+    assert {x.dtype.name for x in adapters} == {"int16"}
+    assert {x.dtype.name for x in frozen} == {"bfloat16"}
+    assert memories(frozen) == {"device", parameter_memory}
+    moments = [x for x in jax.tree.leaves(state.opt_state) if x.ndim]
+    assert {x.sharding.memory_kind for x in moments} == {"pinned_host"}
+    assert len(jax.tree.leaves(state.params)) == len(adapters)
+    assert len(jax.tree.leaves(run.plan.grads)) == len(adapters)
+    size = sum(x.size for x in adapters)
+    assert sum(x.nbytes for x in moments) == 8 * size
+    stored = memory.stored_bytes(run.plan)
+    total = sum(2 * x.size for x in frozen)
+    on_host = 10 * size
+    if parameter_memory == "pinned_host":
+        blocks = [x for x in frozen if x.sharding.memory_kind == "pinned_host"]
+        on_host += sum(x.nbytes for x in blocks) + 2 * size
+    assert abs(stored.host - on_host) < 1024
+    assert abs(stored.host + stored.device - total - 12 * size) < 1024
+
+
+def test_blocks_save_no_frozen_weights():
+    """Fails if what a policy saves of a block holds weights beside activations."""
+    model = dataclasses.replace(GPT, remat="attention")
+    adapters = dataclasses.replace(ADAPTERS, rank=1, targets=("/query",))
+    saved = []
+    for lora in (adapters, schema.Lora()):
+        run = start(config_of(lora=lora, model=model, stage=0))
+        train(run, 1)
+        saved.append(run.step.executor.step.backward.residual_bytes)
+    assert 0 < saved[0] <= saved[1] * 1.1
+
+
+@pytest.mark.parametrize("name", ["new", "rslora"])
+def test_adapters_beside_a_checkpoint_are_those_of_the_device(name):
+    """Fails if a layer gets the adapter of another one, or lengths of no column."""
+    lora = {"rank": 2, "form": "dora"}
+    if name != "new":
+        lora = adapter_settings(golden.FOLDER.parent / "peft" / name)
+    settings, states = {f"lora.{n}": x for n, x in lora.items()}, []
+    for where in ("device", "pinned_host"):
+        config = golden.make_config("llama", f"zero.memory={where}")
+        run = golden.start(load_config(config, settings))
+        states.append(weights_of(run, run.state))
+    jax.tree.map(np.testing.assert_array_equal, *states)
+    first, second = states[0]["blocks"]["attention"]["query"]["lora"]["a"]
+    assert np.abs(first - second).max() > 0
+
+
+def test_checkpoints_and_texts_are_those_of_the_device(tmp_path):
+    """Fails if frozen weights are lost on the way to a checkpoint or a pass."""
+    config = config_of(zero=ON_HOST)
+    run, other = start(config), start(on_device(config))
+    state, _ = train(run, 2)
+    batch = make_batch(9)
+    wanted = float(run.evaluate(state, batch)["loss"])
+    save(tmp_path / "host", state, run)
+    back, _ = restore(tmp_path / "host", start(config))
+    np.testing.assert_allclose(run.evaluate(back, batch)["loss"], wanted, rtol=1e-6)
+    there, _ = restore(tmp_path / "host", other)
+    np.testing.assert_allclose(other.evaluate(there, batch)["loss"], wanted, rtol=1e-5)
+    tokens = batch["tokens"][:8, :4]
+    texts = [
+        np.asarray(each.generate(x, tokens, max_new_tokens=4, temperature=0.0))
+        for each, x in ((run, back), (other, there))
+    ]
+    np.testing.assert_array_equal(*texts)
+    save(tmp_path / "device", there, other)
+    again, _ = restore(tmp_path / "device", run)
+    np.testing.assert_allclose(run.evaluate(again, batch)["loss"], wanted, rtol=1e-5)
+
+
+def test_tiles_that_are_frozen_unlike_others_are_refused():
+    """Fails if the program of one tile differentiates another as its own."""
+    groups = (schema.ParamGroup(pattern="tiles/0/up", learning_rate_scale=0.0),)
+    model = dataclasses.replace(GPT, mlp_tiles=2)
+    config = make_config("pinned_host", model=model, optimizer={"groups": groups})
+    with pytest.raises(PlanError) as caught:
+        start(config)
+    assert str(caught.value) == (
+        "model.mlp_tiles='blocks/mlp/tiles/1/up/bias' is frozen, or not, unlike the "
+        "same array of another tile; freeze it in all tiles or in none, or keep state "
+        "on the devices"
+    )
