@@ -7,9 +7,11 @@ import pytest
 from flax import nnx
 
 from tests.parity import test_lora as plain
+from tests.support import language
 from zjax.config import schema
 from zjax.models import layers, lora
 from zjax.models.build import make_model
+from zjax.models.latent import LatentAttention
 from zjax.ops.keys import fold_name
 
 SHAPE = plain.SHAPE | {"remat": "none"}
@@ -104,3 +106,30 @@ def test_mask_zeroes_what_enters_the_adapter_alone():
         masks.append(kept > 0)
     assert 0.7 < float(masks[0].mean()) < 0.8
     assert 0.55 < float((masks[0] == masks[1]).mean()) < 0.7
+
+
+@pytest.mark.parametrize(
+    ("attention", "config"),
+    [
+        (layers.Attention, language.LLAMA),
+        (LatentAttention, language.LATENT),
+    ],
+)
+def test_every_adapter_of_attention_gets_a_mask(attention, config):
+    """Fails if a projection runs its adapter on all of its input in training."""
+    model, seen = attention(config, out_std=1.0, rngs=nnx.Rngs(0)), set()
+
+    class Recorded(layers.AdapterDropout):
+        def __call__(self, x, path, rate):
+            assert rate == 0.5
+            seen.add(path.removesuffix("/lora"))
+            return x
+
+    settings = schema.Lora(rank=2, dropout=0.5, targets=(".*",))
+    lora.attach(model, jax.random.key(0), settings=settings)
+    adapters = {path[0] for path, _ in nnx.iter_modules(model) if "lora" in path}
+    x = jnp.ones((1, 4, config.embed_size))
+    turns = (jnp.ones((1, 4, config.rotary_size // 2)),) * 2
+    drop = Recorded(jax.random.key(0), config)
+    model(x, turns, lambda q, k, v, _: (q[..., : v.shape[-1]], None), drop)
+    assert len(seen) >= 4 and seen == adapters

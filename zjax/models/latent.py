@@ -81,42 +81,48 @@ class LatentAttention(nnx.Module):
         x: Float[Array, "B L M"],
         rotation: tuple[Array, Array] | None,
         attend: layers.Attend,
+        adapter_dropout: layers.AdapterDropout | None = None,
     ) -> tuple[Float[Array, "B L M"], Any]:
         """Projects, attends and projects back; passes on the cache.
 
         A single token attends to latents themselves, as one head of keys and values.
         """
         assert rotation is not None  # see config.latent
-        config, q = self.config, self._queries(x, rotation)
-        narrow, turning = self._latents(x, rotation)
+        config, dropout = self.config, adapter_dropout
+        q = self._queries(x, rotation, dropout)
+        narrow, turning = self._latents(x, rotation, dropout)
         stored = tensor.join_stream(narrow)[:, :, None]
         stored = jnp.concatenate([stored, turning], axis=-1)
         if x.shape[1] == 1:
             return self._attend_to_latents(attend, q, stored)
-        k, v = self._keys_and_values(narrow, turning)
+        k, v = self._keys_and_values(narrow, turning, dropout)
         v = jnp.pad(v, [*[(0, 0)] * 3, (0, config.head_size - config.value_size)])
         outputs, cache = attend(q, k, v, (stored,))
-        return self.out(outputs[..., : config.value_size]), cache
+        outputs = outputs[..., : config.value_size]
+        return self.out(outputs, adapter_dropout=dropout), cache
 
     def laid_sinks(self) -> None:
         """Scores without keys, which are refused beside latents."""
 
-    def _queries(self, x, rotation):
+    def _queries(self, x, rotation, dropout):
         if self.query_latent is not None and self.query_norm is not None:
-            x = self.query_norm(self.query_latent(x, remat.PROJECTIONS))
-        plain, turning = _split(self.query(x), self.config.latent.plain_size)
+            narrow = self.query_latent(x, remat.PROJECTIONS, adapter_dropout=dropout)
+            x = self.query_norm(narrow)
+        q = self.query(x, adapter_dropout=dropout)
+        plain, turning = _split(q, self.config.latent.plain_size)
         q = jnp.concatenate([plain, self._rotate(turning, rotation)], axis=-1)
         return (q * self.query_scale).astype(q.dtype) if self.query_scale != 1.0 else q
 
-    def _latents(self, x, rotation):
+    def _latents(self, x, rotation, dropout):
         """Latents, and the channels of keys that rotate, of one head."""
-        joined = self.key_latent(x, remat.PROJECTIONS)
+        joined = self.key_latent(x, remat.PROJECTIONS, adapter_dropout=dropout)
         narrow, turning = _split(joined, self.config.latent.key_rank)
         turning = self._rotate(tensor.join_stream(turning)[:, :, None], rotation)
         return self.key_norm(narrow), turning
 
-    def _keys_and_values(self, narrow, turning):
-        plain, values = _split(self.key_value(narrow), self.config.latent.plain_size)
+    def _keys_and_values(self, narrow, turning, dropout):
+        joined = self.key_value(narrow, adapter_dropout=dropout)
+        plain, values = _split(joined, self.config.latent.plain_size)
         turning = jnp.broadcast_to(turning, (*plain.shape[:3], turning.shape[-1]))
         return jnp.concatenate([plain, turning], axis=-1), values
 
