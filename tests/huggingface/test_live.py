@@ -10,9 +10,11 @@ import pytest
 from flax import nnx
 
 from tests.support import huggingface as golden
+from tests.support import quantized
 from zjax.checkpoint.store import Store
 from zjax.config.load import load_config
 from zjax.huggingface import adapter_settings, export
+from zjax.huggingface.codes import Fp8, Mxfp4
 from zjax.huggingface.peft import export_peft
 from zjax.models.generate import generate
 from zjax.saving import save
@@ -94,3 +96,54 @@ def test_adapters_that_came_and_went_compute_the_same_in_peft(tmp_path):
     with np.load(folder / "expected.npz") as file, torch.no_grad():
         logits = theirs(torch.tensor(file["tokens"])).logits
         np.testing.assert_allclose(logits, file["logits"], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", ["fp8", "mxfp4"])
+def test_quantised_checkpoints_compute_the_same(method, tmp_path):
+    """As in transformers, which dequantises them on a CPU, too.
+
+    It takes blocks that divide the dims alone; `modules_to_not_convert` has the others.
+    """
+    torch, transformers = map(pytest.importorskip, ("torch", "transformers"))
+    folder = tmp_path / "stored"
+    if method == "fp8":
+        skipped = "lm_head", "kv_a_proj_with_mqa", "kv_b_proj"
+        quantized.write_fp8(folder, tmp_path / "plain", block=(2, 2), skipped=skipped)
+    else:
+        quantized.write_mxfp4(folder, tmp_path / "plain")
+    family = {"fp8": "deepseek_v3", "mxfp4": "gpt_oss"}[method]
+    run = golden.start(golden.make_config(family, directory=folder))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32
+    ).eval()
+    tokens = np.random.default_rng(1).integers(0, 61, (2, 20))
+    with torch.no_grad():
+        logits = theirs(torch.tensor(tokens)).logits
+    model = run.bind(run.state)
+    ours = nnx.jit(lambda model, x: model(x))(model, jnp.asarray(tokens, jnp.int32))
+    np.testing.assert_allclose(ours, logits, rtol=2e-5, atol=2e-5)
+
+
+def test_values_of_codes_are_those_of_transformers():
+    """Of all codes and scales but that of NaN, which transformers has as infinite."""
+    torch, _ = map(pytest.importorskip, ("torch", "transformers"))
+    from transformers.integrations import finegrained_fp8, mxfp4
+
+    blocks = np.arange(256, dtype=np.uint8).reshape(1, 1, 16, 16).repeat(255, 1)
+    scales = np.arange(255, dtype=np.uint8)[None, :, None].repeat(16, 2)
+    theirs = mxfp4.convert_moe_packed_tensors(*map(torch.tensor, (blocks, scales)))
+    stored = blocks, scales
+    ours = Mxfp4().read(
+        tuple(slice(0, n) for n in theirs.shape), *(x.__getitem__ for x in stored)
+    )
+    np.testing.assert_array_equal(ours.astype(np.float32), theirs.float())
+    shape = 130, 300
+    codes, factors = quantized.random_fp8(shape, (128, 128), np.random.default_rng(0))
+    theirs = finegrained_fp8._dequantize_fp8_weight(
+        torch.tensor(codes.view(np.uint8)).view(torch.float8_e4m3fn),
+        *(torch.tensor(factors), [128, 128], torch.float32),
+    )
+    ours = Fp8().read(
+        tuple(slice(0, n) for n in shape), codes.__getitem__, factors.__getitem__
+    )
+    np.testing.assert_array_equal(ours, theirs)

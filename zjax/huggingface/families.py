@@ -149,7 +149,6 @@ BOOKKEEPING = frozenset(
     """.split()
 )
 """Keys that do not change the logits of a language model, if no family fixes them."""
-_SHARED = {"quantization_config": Fixed(None)}
 _PLAIN = {
     "kind": "decoder",
     "norm_position": "input",
@@ -185,7 +184,7 @@ _LLAMA_KEYS = {
     "rms_norm_eps": Key("norm_eps", float, 1e-6),
     "tie_word_embeddings": Key("tied_head", bool, False),
 }
-_LLAMA_FIXED = _SHARED | {"hidden_act": Fixed("silu", "swish")}
+_LLAMA_FIXED = {"hidden_act": Fixed("silu", "swish")}
 _BIAS_FALSE = {"attention_bias": Fixed(False), "mlp_bias": Fixed(False)}
 _LLAMA = Family(
     rows=tensors.LLAMA,
@@ -229,8 +228,7 @@ _GEMMA = Family(
         "query_pre_attn_scalar": Key("query_scale_size", int, 256),
     }
     | _soft_caps(attention=50.0, logits=30.0),
-    fixed=_SHARED
-    | {
+    fixed={
         "hidden_activation": Fixed("gelu_pytorch_tanh"),
         "use_bidirectional_attention": Fixed(None, False),
     },
@@ -295,8 +293,7 @@ _BERT = Family(
         "type_vocab_size": Key("num_token_types", int, 2),
         "layer_norm_eps": Key("norm_eps", float, 1e-12),
     },
-    fixed=_SHARED
-    | {
+    fixed={
         "hidden_act": Fixed("gelu"),
         "position_embedding_type": Fixed("absolute", None),
         "is_decoder": Fixed(False),
@@ -399,8 +396,7 @@ FAMILIES = {
             "layer_norm_epsilon": Key("norm_eps", float, 1e-5),
             "tie_word_embeddings": Key("tied_head", bool, True),
         },
-        fixed=_SHARED
-        | {
+        fixed={
             "activation_function": Fixed("gelu_new", "gelu_pytorch_tanh"),
             "scale_attn_weights": Fixed(True),
             "scale_attn_by_inverse_layer_idx": Fixed(False),

@@ -12,7 +12,7 @@ from absl import logging
 from zjax.config import convert, schema
 from zjax.config.paths import local_path
 from zjax.errors import ConfigError, Problem
-from zjax.huggingface import mixture, rotation
+from zjax.huggingface import mixture, quantization, rotation
 from zjax.huggingface.families import (
     BOOKKEEPING,
     DROPOUTS,
@@ -188,6 +188,7 @@ def _wrong(
     """Problems of all keys but dropouts."""
     for name, key in family.keys.items():
         yield from _wrong_value(name, key, values, path)
+    yield from quantization.quantization_problems(values, path)
     for name, fixed in family.fixed.items():
         value = values.get(name, fixed.default)
         if not any(value == x and type(value) is type(x) for x in fixed.accepted):
@@ -247,12 +248,13 @@ def _report_unknown(
 ) -> None:
     known = {*BOOKKEEPING, *family.keys, *family.fixed, *family.biases}
     known |= {*family.dropouts.values(), *family.unread, family.padding, *KNOWN}
-    known |= {*family.written}
+    known |= {*family.written, quantization.KEY}
     known |= {*family.windows.keys, *family.aliases}
     known |= {mixture.STEP, mixture.DENSE} if family.has_steps else set()
     known |= rotation.KNOWN if family.is_rotary else set()
     unknown = {name: x for name, x in values.items() if name not in known}
     unknown |= rotation.unknown_keys(values, family) if family.is_rotary else {}
+    unknown |= quantization.unknown_keys(values)
     if unknown:
         text = ", ".join(f"{name}={x!r}" for name, x in unknown.items())
         logging.warning("%s: unknown and not read: %s", path, text)

@@ -19,7 +19,8 @@ from zjax.config.paths import local_path
 from zjax.errors import ConfigError, Problem
 from zjax.huggingface.families import Family
 from zjax.huggingface.layout import Layout, Row, layouts_of
-from zjax.huggingface.settings import CONFIG_NAME, entries_of, shape_of
+from zjax.huggingface.quantization import find_quantized
+from zjax.huggingface.settings import CONFIG_NAME, entries_of, read_config, shape_of
 
 TOKENS = "embedding.tokens"
 """An array that every built-in model has, and no Hugging Face checkpoint."""
@@ -55,19 +56,22 @@ def adapted(
     prefix = _find_prefix(source, family)
     layouts = dict(layouts_of(_renamed(source, family, prefix), model))
     ignored = _find_ignored(source, family, model)
+    plain = {
+        name: Entry(layout.tensor_shape, "float32")
+        for layout in layouts.values()
+        for name in layout.tensors.values()
+    }
+    quantized = find_quantized(read_config(path), plain, source)
     check_same(
-        {
-            name: Entry(layout.tensor_shape, "float32")
-            for layout in layouts.values()
-            for name in layout.tensors.values()
-        },
+        quantized.stored(plain),
         {name: x for name, x in source.entries.items() if name not in ignored},
         config.checkpoint.init_from,
         cast=True,
     )
     short = (_shortened(name, model.num_layers) for name in ignored)
     _report(config.checkpoint.init_from, prefix, tuple(dict.fromkeys(short)))
-    return _translated(source, layouts)
+    quantized.report(config.checkpoint.init_from)
+    return _translated(quantized.dequantized(source), layouts)
 
 
 def find_config(init_from: str) -> pathlib.Path | None:
