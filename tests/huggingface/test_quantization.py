@@ -76,6 +76,13 @@ def test_every_code_of_fp8():
     np.testing.assert_array_equal(found, expected)
 
 
+def test_scales_of_fp8_may_have_16_bits():
+    codes, scales = quantized.random_fp8((5, 7), (2, 4), np.random.default_rng(1))
+    stored = codes, scales.astype(ml_dtypes.bfloat16)
+    found = read_plain(Fp8((2, 4)), stored, whole(codes.shape))
+    np.testing.assert_array_equal(found, quantized.plain_fp8(*stored, (2, 4)))
+
+
 @pytest.mark.parametrize("shape", [(130, 300), (256, 128), (5, 129), (300, 7)])
 def test_blocks_at_the_edges_of_fp8_have_less(shape):
     """Slices read the blocks that they touch alone, and are those of the whole."""
@@ -252,6 +259,7 @@ def test_scales_of_mxfp4_that_are_wrong_are_named(folders, tmp_path):
         tensors[f"{down}_scales"] = tensors[f"{down}_scales"].astype(np.float32)
         tensors[f"{down}_blocks"] = tensors[f"{down}_blocks"][..., :15]
         del tensors[f"{down.replace('1', '0')}_blocks"]
+        tensors["model.norm.weight_blocks"] = np.zeros(2, np.uint8)
 
     other = down.replace("1", "0")
     add = "add it to the checkpoint, or remove it from the model"
@@ -261,6 +269,8 @@ def test_scales_of_mxfp4_that_are_wrong_are_named(folders, tmp_path):
         f"{down}_blocks='uint8[4,64,3,16]' is uint8[4,64,3,15] in DIR; make the two "
         "agree",
         f"{down}_scales='uint8[4,64,3]' is float32[4,64,3] in DIR; make the two agree",
+        "model.norm.weight_blocks='uint8[2]' is in DIR but not in this model; remove "
+        "it from the checkpoint, or add it to the model",
     ]
 
 
