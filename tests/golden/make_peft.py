@@ -15,27 +15,47 @@ import transformers
 FOLDER = pathlib.Path(__file__).parent
 ADAPTERS = {
     "rslora": {
+        "base": "llama",
         "r": 4,
         "lora_alpha": 3,
         "use_rslora": True,
         "target_modules": ["q_proj", "v_proj", "down_proj"],
     },
-    "dora": {"r": 2, "lora_alpha": 6, "use_dora": True, "target_modules": "all-linear"},
+    "dora": {
+        "base": "llama",
+        "r": 2,
+        "lora_alpha": 6,
+        "use_dora": True,
+        "target_modules": "all-linear",
+    },
+    "joined": {
+        "base": "phi3",
+        "r": 2,
+        "lora_alpha": 6,
+        "target_modules": ["qkv_proj", "gate_up_proj"],
+    },
+    "joined_dora": {
+        "base": "gpt2",
+        "r": 2,
+        "lora_alpha": 6,
+        "use_dora": True,
+        "target_modules": ["c_attn"],
+    },
 }
 
 
-def write(name, settings):
-    base = transformers.AutoModelForCausalLM.from_pretrained(
-        FOLDER / "huggingface" / "llama"
+def write(name, base, **settings):
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        FOLDER / "huggingface" / base
     )
     settings = peft.LoraConfig(task_type="CAUSAL_LM", **settings)
     torch.manual_seed(0)
-    model = peft.get_peft_model(base, settings).eval()
+    model = peft.get_peft_model(model, settings).eval()
     for path, x in model.named_parameters():
         if "lora_" in path:
             torch.nn.init.normal_(x, std=0.2)
             x.data += 1.0 if "magnitude" in path else 0.0
-    model.peft_config["default"].base_model_name_or_path = "llama"
+    model.peft_config["default"].base_model_name_or_path = base
     folder = FOLDER / "peft" / name
     model.save_pretrained(folder)
     (folder / "README.md").unlink()
@@ -47,4 +67,4 @@ def write(name, settings):
 
 if __name__ == "__main__":
     for each, values in ADAPTERS.items():
-        write(each, values)
+        write(each, **values)

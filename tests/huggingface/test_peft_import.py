@@ -24,8 +24,8 @@ TENSORS = "adapter_model.safetensors"
 DOWN = "base_model.model.model.layers.1.mlp.down_proj.lora_B.weight"
 
 
-def start(directory, **changes):
-    config = golden.make_config("llama")
+def start(directory, family="llama", **changes):
+    config = golden.make_config(family)
     settings = adapter_settings(directory) | changes
     lora = {f"lora.{name}": value for name, value in settings.items()}
     return golden.start(load_config(config, lora))
@@ -53,20 +53,20 @@ def test_settings_are_those_of_the_files():
     assert len(adapter_settings(FOLDER / "dora")["targets"]) == 7
 
 
+def logits_of(run, tokens):
+    model, tokens = run.bind(run.state), jnp.asarray(tokens, jnp.int32)
+    return np.asarray(nnx.jit(lambda model, x: model(x))(model, tokens))
+
+
 @pytest.mark.parametrize("name", ["rslora", "dora"])
 def test_logits_are_those_of_peft_and_tensors_go_out_as_they_came(name, tmp_path):
     """Fails if a matrix, its order of dims or the factor differs from PEFT's."""
     run = start(FOLDER / name)
     with np.load(FOLDER / name / "expected.npz") as file:
         tokens, expected = file["tokens"], file["logits"]
-    model = run.bind(run.state)
-    logits = nnx.jit(lambda model, x: model(x))(model, jnp.asarray(tokens, jnp.int32))
-    np.testing.assert_allclose(logits, expected, rtol=2e-5, atol=2e-5)
+    np.testing.assert_allclose(logits_of(run, tokens), expected, rtol=2e-5, atol=2e-5)
     base = golden.start(golden.make_config("llama"))
-    plain = nnx.jit(lambda model, x: model(x))(
-        base.bind(base.state), jnp.asarray(tokens, jnp.int32)
-    )
-    assert np.abs(plain - expected).max() > 0.1
+    assert np.abs(logits_of(base, tokens) - expected).max() > 0.1
     save(tmp_path / "run", run.state, run)
     export_peft(Store(str(tmp_path / "run")), str(tmp_path / "out"))
     came, went = (
@@ -119,6 +119,37 @@ def test_adapter_of_an_encoder_comes_back(tmp_path):
     np.testing.assert_allclose(found["loss"], wanted["loss"], rtol=1e-6)
 
 
+JOINED = {
+    "joined": ("phi3", "mlp/gate$ mlp/up$"),
+    "joined_dora": ("gpt2", ""),
+}
+
+
+@pytest.mark.parametrize("name", JOINED)
+def test_an_adapter_of_joined_matrices_is_one_for_each(name, tmp_path, caplog):
+    """Fails if a part has another's rows, or is left out."""
+    family, others = JOINED[name]
+    targets = adapter_settings(FOLDER / name)["targets"]
+    inputs = (f"attention/{x}$" for x in ("key", "query", "value"))
+    assert targets == (*inputs, *others.split())
+    folder = copy(name, tmp_path / "a", new_key=1)
+    run = start(folder, family)
+    path = folder / "adapter_config.json"
+    assert caplog.messages.count(f"{path}: not read: new_key=1") == 1
+    with np.load(folder / "expected.npz") as file:
+        found = logits_of(run, file["tokens"])
+        np.testing.assert_allclose(found, file["logits"], rtol=2e-5, atol=2e-5)
+
+
+def test_a_module_that_is_adapted_in_part_is_refused():
+    with pytest.raises(ConfigError) as caught:
+        start(FOLDER / "joined_dora", "gpt2", targets=("attention/query$",))
+    assert str(caught.value) == (
+        "lora.targets=('attention/query$',) adapts blocks/attention/query, a part of "
+        "transformer.h.0.attn.c_attn in gpt2; adapt the other parts, too"
+    )
+
+
 def test_keys_that_zjax_does_not_compute_are_refused(tmp_path):
     """Fails if one of several problems hides the others."""
     changes = {"rank_pattern": {"q_proj": 8}, "bias": "all", "r": 0}
@@ -154,7 +185,8 @@ def test_tensors_that_differ_from_the_model_are_named(tmp_path):
     safetensors.numpy.save_file(removed, folder / TENSORS)
     with pytest.raises(CheckpointError) as caught:
         start(folder)
-    assert f"'{DOWN}'" in str(caught.value) or DOWN in str(caught.value)
+    missing = f"{DOWN}='float32[16,4]' is missing from {folder}; "
+    assert str(caught.value).startswith(missing)
     with pytest.raises(CheckpointError) as caught:
         start(FOLDER / "rslora", targets=("attention/query$",))
     assert "v_proj.lora_A.weight" in str(caught.value)
@@ -165,14 +197,25 @@ def test_tensors_that_differ_from_the_model_are_named(tmp_path):
 
 
 def test_modules_without_a_layer_are_refused(tmp_path):
+    """The head, and a router, which is no layer of the kind that is adapted."""
     folder = copy("rslora", tmp_path / "a")
-    name = "base_model.model.lm_head.lora_A.weight"
-    safetensors.numpy.save_file({name: np.zeros((4, 16))}, folder / TENSORS)
+    modules = ("lm_head", "model.layers.0.mlp.gate", "model.layers.0.mlp.router")
+    names = [f"base_model.model.{name}.lora_A.weight" for name in modules]
+    tensors = {name: np.zeros((4, 16)) for name in names}
+    safetensors.numpy.save_file(tensors, folder / TENSORS)
+    remedy = "give a directory that PEFT saved, or that --format=peft wrote"
+    with pytest.raises(ConfigError) as caught:
+        adapter_settings(folder)
+    assert str(caught.value).splitlines() == [
+        f"{TENSORS}={name!r} in {folder} adapts no layer that zjax adapts; {remedy}"
+        for name in names
+    ]
+    safetensors.numpy.save_file({"other": np.zeros(3)}, folder / TENSORS)
     with pytest.raises(ConfigError) as caught:
         adapter_settings(folder)
     assert str(caught.value) == (
-        f"{TENSORS}={name!r} in {folder} adapts no linear layer that zjax has; "
-        "give a directory that PEFT saved, or that --format=peft wrote"
+        f"{TENSORS}='{folder / TENSORS}' has no tensor that ends in lora_A.weight; "
+        f"{remedy}"
     )
 
 

@@ -4,7 +4,7 @@ Reference: github.com/huggingface/peft, whose `lora_A` is `lora/a`, transposed.
 """
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -26,7 +26,7 @@ ENDINGS = {
 
 
 class Matrix(NamedTuple):
-    """One tensor of PEFT: the module it adapts, and the array that it holds.
+    """One tensor of PEFT, or a part of it: the module it adapts, and the array.
 
     Args:
         module: Name of the module in the base model.
@@ -40,40 +40,44 @@ class Matrix(NamedTuple):
     kind: str
     ours: str
 
+    @property
+    def tensor(self) -> str:
+        """Name of the tensor."""
+        return f"{PREFIX}{self.module}.{ENDINGS[self.kind]}"
+
 
 def find_matrices(
-    names: Collection[str], config: schema.Config, kind: str, remedy: str
-) -> dict[str, Matrix]:
-    """The tensors of all adapters of a built-in model, by name.
+    names: Collection[str], model: schema.Model, kind: str
+) -> Iterator[Matrix]:
+    """Yields the matrices of all adapters of a built-in model.
 
     Args:
         names: Paths of its arrays, layers stacked.
-        config: Read for `model` and `lora`.
-        kind: Family of the model.
-        remedy: What to do where a module is adapted in part.
-
-    Raises:
-        ConfigError: A module of the family joins an adapted matrix with others.
+        model: Its settings.
+        kind: Its family.
     """
-    matrices, problems = dict[str, Matrix](), list[Problem]()
-    for ours, layout in layouts_of(FAMILIES[kind].rows, config.model):
+    for ours, layout in layouts_of(FAMILIES[kind].rows, model):
         layer, kernel, index = ours.replace(".", "/").partition("/kernel")
         if not kernel or f"{layer}/lora/a" not in names:
             continue
         module = layout.first.removesuffix(".weight")
-        if layout.row.parts:
-            problem = f"adapts {layer}, a part of {module} in {kind}"
-            problems.append(
-                Problem("lora.targets", config.lora.targets, problem, remedy)
-            )
-        for name, ending in ENDINGS.items():
+        for name in ENDINGS:
             if f"{layer}/lora/{name}" in names:
-                matrices[f"{PREFIX}{module}.{ending}"] = Matrix(
-                    module, layout, name, f"{layer}/lora/{name}{index}"
-                )
-    if problems:
-        raise ConfigError(problems[0])
-    return matrices
+                yield Matrix(module, layout, name, f"{layer}/lora/{name}{index}")
+
+
+def part_error(matrix: Matrix, lora: schema.Lora, kind: str, remedy: str) -> Exception:
+    """The error of a matrix that is a part of a module of a family.
+
+    Args:
+        matrix: The matrix.
+        lora: Read for `targets`.
+        kind: The family.
+        remedy: What to do.
+    """
+    layer = matrix.ours.partition("/lora/")[0]
+    problem = f"adapts {layer}, a part of {matrix.module} in {kind}"
+    return ConfigError(Problem("lora.targets", lora.targets, problem, remedy))
 
 
 def to_tensor(matrix: Matrix, x: np.ndarray) -> np.ndarray:
@@ -84,13 +88,21 @@ def to_tensor(matrix: Matrix, x: np.ndarray) -> np.ndarray:
 
 
 def tensor_shape(matrix: Matrix, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of `to_tensor` of an array."""
+    """The shape of the tensor of an array."""
     if matrix.kind == "a":
         return shape[-1], math.prod(shape[:-1])
     outputs = shape[1:] if matrix.kind == "b" else shape
-    return (math.prod(outputs), *shape[: len(shape) - len(outputs)])
+    size = sum(matrix.layout.joined) or math.prod(outputs)
+    return (size, *shape[: len(shape) - len(outputs)])
 
 
-def from_tensor(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """The inverse of `to_tensor`, for an array of a shape."""
+def from_tensor(matrix: Matrix, x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """The array of a shape from its tensor, of which it may be a part.
+
+    The parts of a module share `a`, and each has some rows of `b`.
+    """
+    if matrix.layout.joined and matrix.kind != "a":
+        joined, part = matrix.layout.joined, matrix.layout.row.part
+        first = sum(joined[:part])
+        x = x[first : first + joined[part]]
     return x.T.reshape(shape)

@@ -19,7 +19,9 @@ from zjax.errors import ConfigError, Problem
 from zjax.huggingface.adapter_tensors import (
     CONFIG_NAME,
     TENSORS_NAME,
+    Matrix,
     find_matrices,
+    part_error,
     tensor_shape,
     to_tensor,
 )
@@ -61,7 +63,11 @@ def export_peft(
     _check_settings(config)
     kind = find_kind(config.model)
     source, _ = open_weights(store, part, step, merges_adapters=False)
-    matrices = find_matrices(source.entries, config, kind, _MERGES)
+    matrices = dict[str, Matrix]()
+    for matrix in find_matrices(source.entries, config.model, kind):
+        if matrix.layout.row.parts:
+            raise part_error(matrix, config.lora, kind, _MERGES)
+        matrices[matrix.tensor] = matrix
     source = views.restacked(source, [matrix.ours for matrix in matrices.values()])
     found = {
         name: Entry(

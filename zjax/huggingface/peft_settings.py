@@ -4,6 +4,7 @@ Every key that changes what an adapter computes is a setting of zjax or has the 
 that zjax computes. Keys of neither kind are known, or unknown and reported.
 """
 
+import collections
 import math
 import os
 import pathlib
@@ -11,6 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import jax
 from absl import logging
 
 from zjax.checkpoint.weights import open_file
@@ -61,8 +63,8 @@ def adapter_settings(directory: str | os.PathLike[str]) -> dict[str, Any]:
     Returns:
         Settings by name, `init_from` among them, for `config.lora.update`. With
         `use_rslora`, alpha is multiplied by the root of the rank. The dropout beside
-        `use_dora`, which drops more than inputs of the adapter, is not read, and is
-        logged.
+        `use_dora`, which drops more than inputs of the adapter, is not read; a run that
+        starts from the adapters logs it.
 
     Raises:
         ConfigError: The config cannot be read, or asks for what zjax does not compute;
@@ -76,14 +78,14 @@ def adapter_settings(directory: str | os.PathLike[str]) -> dict[str, Any]:
 does not exist; give the directory of an adapter of PEFT
     """
     folder = pathlib.Path(local_path("directory", directory))
-    settings = shape_of(folder)
+    settings = shape_of(read_values(folder))
     file = open_file(folder / TENSORS_NAME, "lora.init_from", REMEDY)
     targets = _targets(file.entries, folder / TENSORS_NAME)
     return settings | {"targets": targets, "init_from": os.fspath(directory)}
 
 
-def shape_of(folder: pathlib.Path) -> dict[str, Any]:
-    """Rank, alpha, form and dropout alone.
+def read_values(folder: pathlib.Path) -> dict[str, Any]:
+    """The adapter_config.json of a directory.
 
     Raises:
         ConfigError: As `adapter_settings`.
@@ -92,7 +94,11 @@ def shape_of(folder: pathlib.Path) -> dict[str, Any]:
     values = read_config(path, "an adapter of PEFT")
     if problems := [*_wrong(values, path)]:
         raise ConfigError(*problems)
-    _report(values, path)
+    return values
+
+
+def shape_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Rank, alpha, form and dropout of an adapter_config.json."""
     rank, alpha = values["r"], float(values["lora_alpha"])
     if values.get("use_rslora"):
         alpha *= math.sqrt(rank)
@@ -125,36 +131,45 @@ def _wrong(values: Mapping[str, Any], path: pathlib.Path) -> Iterator[Problem]:
             yield Problem(name, values[name], problem, "correct it there")
 
 
-def _report(values: Mapping[str, Any], path: pathlib.Path) -> None:
+def report_unread(values: Mapping[str, Any], path: pathlib.Path) -> None:
+    """Logs keys of an adapter_config.json that nothing reads, on process 0."""
     known = {*_FIXED, *_READ, *_UNREAD}
     unread = {name: x for name, x in values.items() if name not in known}
     if values.get("use_dora") and values.get("lora_dropout"):
         unread["lora_dropout"] = values["lora_dropout"]
-    if unread:
+    if unread and jax.process_index() == 0:
         text = ", ".join(f"{name}={x!r}" for name, x in unread.items())
         logging.warning("%s: not read: %s", path, text)
 
 
 def _targets(names: Iterable[str], path: pathlib.Path) -> tuple[str, ...]:
     """Patterns of the layers of a built-in model that tensors adapt."""
-    layers = {
-        row.theirs.removesuffix(".weight"): row.ours
-        for family in FAMILIES.values()
-        for row in family.rows
-        if row.ours.endswith(".kernel") and "vocab" not in row.dims
-    }
+    layers = _layers_of_modules()
     found, problems = set[str](), list[Problem]()
     for name in names:
         if not name.endswith(ENDINGS["a"]):
             continue
         module = name.removeprefix(PREFIX).removesuffix(f".{ENDINGS['a']}")
-        ours = layers.get(re.sub(r"\.\d+\.", ".{layer}.", module, count=1))
-        if ours is None:
-            problem = f"in {path.parent} adapts no linear layer that zjax has"
+        ours = layers.get(re.sub(r"\.\d+\.", ".{layer}.", module, count=1), ())
+        found.update(f"{layer}$" for layer in ours)
+        if not ours:
+            problem = f"in {path.parent} adapts no layer that zjax adapts"
             problems.append(Problem(TENSORS_NAME, name, problem, REMEDY))
-        else:
-            layer = ours.removeprefix("blocks.").removesuffix(".kernel")
-            found.add(f"{layer.replace('.', '/')}$")
+    if not found and not problems:
+        problem = f"has no tensor that ends in {ENDINGS['a']}"
+        problems.append(Problem(TENSORS_NAME, str(path), problem, REMEDY))
     if problems:
         raise ConfigError(*problems[:3])
     return tuple(sorted(found))
+
+
+def _layers_of_modules() -> dict[str, set[str]]:
+    """Layers that can have an adapter, by the module of a family that holds them."""
+    layers = collections.defaultdict[str, set[str]](set)
+    for family in FAMILIES.values():
+        for row in family.rows:
+            if row.ours.endswith(".kernel") and not {"vocab", "experts"} & {*row.names}:
+                layer = row.ours.removeprefix("blocks.").removesuffix(".kernel")
+                module = row.theirs.removesuffix(".weight")
+                layers[module].add(layer.replace(".", "/"))
+    return layers

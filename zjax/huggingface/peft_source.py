@@ -3,9 +3,11 @@
 Each tensor is read when its layer is placed, so that one is in memory at a time.
 """
 
+import collections
 import math
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -19,12 +21,19 @@ from zjax.errors import ConfigError, Problem
 from zjax.huggingface.adapter_tensors import (
     CONFIG_NAME,
     TENSORS_NAME,
+    Matrix,
     find_matrices,
     from_tensor,
+    part_error,
     tensor_shape,
 )
 from zjax.huggingface.export import find_kind
-from zjax.huggingface.peft_settings import REMEDY, shape_of
+from zjax.huggingface.peft_settings import (
+    REMEDY,
+    read_values,
+    report_unread,
+    shape_of,
+)
 from zjax.huggingface.settings import read_config
 from zjax.huggingface.source import TOKENS, find_config
 
@@ -51,33 +60,43 @@ def with_peft(
     if TOKENS not in wanted:
         problem = "has adapters of a built-in model, and this is another one"
         raise ConfigError(Problem("lora.init_from", given, problem, _NEW))
-    if problems := [*_differences(config.lora, folder)]:
+    values = read_values(folder)
+    if problems := [*_differences(config.lora, values, folder)]:
         raise ConfigError(*problems)
+    report_unread(values, folder / CONFIG_NAME)
     names = {name.replace(".", "/"): name for name in wanted}
-    matrices = find_matrices([*names], config, _kind(config), _NEW)
-    shapes = {
-        name: _shape_of(matrix.ours, names, wanted) for name, matrix in matrices.items()
-    }
+    kind = _kind(config)
+    found = find_matrices([*names], config.model, kind)
+    matrices = {matrix.ours.replace("/", "."): matrix for matrix in found}
+    _check_parts(matrices.values(), config.lora, kind)
+    shapes = {ours: _shape_of(x.ours, names, wanted) for ours, x in matrices.items()}
     file = open_file(folder / TENSORS_NAME, "lora.init_from", REMEDY)
     expected = {
-        name: Entry(tensor_shape(matrix, shapes[name]), "float32")
-        for name, matrix in matrices.items()
+        matrix.tensor: Entry(tensor_shape(matrix, shapes[ours]), "float32")
+        for ours, matrix in matrices.items()
     }
     check_same(expected, file.entries, given, cast=True)
-    tensors = {matrix.ours.replace("/", "."): name for name, matrix in matrices.items()}
     entries = {
-        ours: Entry(shapes[name], file.entries[name].dtype)
-        for ours, name in tensors.items()
+        ours: Entry(shapes[ours], file.entries[matrix.tensor].dtype)
+        for ours, matrix in matrices.items()
     }
 
     def read(ours: str, index: Index) -> np.ndarray:
-        if ours not in tensors:
+        if ours not in matrices:
             return source.read(ours, index)
-        name = tensors[ours]
+        name = matrices[ours].tensor
         whole = tuple(slice(0, size) for size in file.entries[name].shape)
-        return from_tensor(file.read(name, whole), shapes[name])[index]
+        return from_tensor(matrices[ours], file.read(name, whole), shapes[ours])[index]
 
     return Source({**source.entries, **entries}, read)
+
+
+def _check_parts(matrices: Collection[Matrix], lora: schema.Lora, kind: str) -> None:
+    """Refuses modules of which `lora.targets` adapts some parts alone."""
+    numbers = collections.Counter(matrix.tensor for matrix in matrices)
+    for matrix in matrices:
+        if numbers[matrix.tensor] < len(matrix.layout.row.parts):
+            raise part_error(matrix, lora, kind, "adapt the other parts, too")
 
 
 def _shape_of(
@@ -88,8 +107,10 @@ def _shape_of(
     return wanted[names[stack]].shape[1 if layer else 0 :]
 
 
-def _differences(lora: schema.Lora, folder: pathlib.Path) -> Iterator[Problem]:
-    computed = {n: x for n, x in shape_of(folder).items() if n != "dropout"}
+def _differences(
+    lora: schema.Lora, values: Mapping[str, Any], folder: pathlib.Path
+) -> Iterator[Problem]:
+    computed = {n: x for n, x in shape_of(values).items() if n != "dropout"}
     for name, theirs in computed.items():
         mine = getattr(lora, name)
         is_same = (
