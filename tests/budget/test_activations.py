@@ -1,11 +1,14 @@
 """Activations by formula against sums by hand, in units of tokens times width."""
 
+import jax
+import jax.numpy as jnp
 import pytest
 
-from zjax.budget.activations import activation_bytes, saved_values
+from zjax.budget.activations import activation_bytes, saved_values, scores_per_token
 from zjax.config import schema
 from zjax.config.axes import axis_sizes
 from zjax.config.batch import BatchSizes
+from zjax.ops.explicit_attention import Dropout, explicit_attention
 
 LAYERS, WIDTH, LENGTH = 8, 64, 256
 BLOCK, KEPT, INPUT = 16, 10, 1
@@ -24,6 +27,7 @@ def units(num_microbatches=8, ways=None, remat="elementwise", **settings):
     """Per token of a microbatch on one device, without logits."""
     memory, moe = settings.pop("memory", "device"), settings.pop("moe", {})
     chunk_tokens = settings.pop("chunk_tokens", 0)
+    attention = settings.pop("attention", {})
     config = schema.Config(
         mesh=schema.Mesh(**settings),
         pipeline=schema.Pipeline(**(ways or {})),
@@ -37,6 +41,7 @@ def units(num_microbatches=8, ways=None, remat="elementwise", **settings):
             activation_memory=memory,
             mlp_chunk_tokens=chunk_tokens,
             moe=schema.MoE(**moe),
+            **attention,
         ),
         data=schema.Data(length=LENGTH),
     )
@@ -56,12 +61,70 @@ def units(num_microbatches=8, ways=None, remat="elementwise", **settings):
             {"remat": "full", "chunk_tokens": LENGTH // 2},  # of two sequences
             LAYERS * INPUT + 2 * (BLOCK - 8 * 3 / 4),
         ),
+        (
+            {"remat": "full", "chunk_tokens": LENGTH // 4, "tensor": 4},
+            (LAYERS * INPUT + 2 * (BLOCK - 8 * 1 / 2)) / 4,
+        ),
+        (  # two chunks, the smaller filled up
+            {"remat": "full", "chunk_tokens": LENGTH + 2},
+            LAYERS * INPUT + 2 * (BLOCK - 8 * 1 / 2),
+        ),
         ({"tensor": 4}, (LAYERS * KEPT + WORKING) / 4),
         ({"sequence": 2, "tensor": 2}, (LAYERS * KEPT + WORKING) / 4),
     ],
 )
 def test_what_a_device_keeps(settings, expected):
     assert units(**settings) == expected
+
+
+SCORES = 4 * LENGTH / WIDTH * 10 / 2
+"""float32 scores and weights and bfloat16 weights of 4 heads, in bfloat16 values."""
+
+
+@pytest.mark.parametrize(
+    ("attention", "scores"),
+    [
+        ({"attention_sinks": True}, SCORES),
+        ({"attention": "xla"}, SCORES),
+        ({"attention_dropout_rate": 0.1}, 1.4 * SCORES),
+        ({"attention_soft_cap": 30.0}, 1.4 * SCORES),
+    ],
+)
+def test_scores_of_explicit_attention(attention, scores):
+    """One block holds them twice; `none` keeps them for each layer."""
+    expected = LAYERS * KEPT + WORKING + 2 * scores
+    assert units(attention=attention) == pytest.approx(expected)
+    shared = units(attention=attention, sequence=2, tensor=2)
+    assert shared == pytest.approx(expected / 4)
+    kept = units(attention=attention, remat="none")
+    assert kept == pytest.approx(LAYERS * (BLOCK + scores) + 2 * (BLOCK + scores))
+
+
+def test_a_ring_holds_no_scores():
+    ring = {"attention": "xla", "sequence_attention": "ring"}
+    assert units(sequence=8, attention=ring) == (LAYERS * KEPT + WORKING) / 8
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.1])
+def test_scores_are_what_a_gradient_reads(rate):
+    """Against the residuals that JAX saves of explicit attention, without a compile."""
+    heads = 2
+
+    def attend(q, key):
+        dropout = Dropout(rate, key, jnp.arange(heads)) if rate else None
+        return explicit_attention(q, q, q, dropout=dropout)
+
+    def residuals(q, key):
+        return jax.vjp(lambda q: attend(q, key), q)[1]
+
+    q = jax.ShapeDtypeStruct((1, LENGTH, heads, 8), jnp.bfloat16)
+    leaves = jax.tree.leaves(jax.eval_shape(residuals, q, jax.random.key(0)))
+    pairs = heads * LENGTH**2
+    found = sum(x.size * x.dtype.itemsize for x in leaves if x.size >= pairs) / pairs
+    model = schema.Model(num_heads=heads, attention="xla", attention_dropout_rate=rate)
+    config = schema.Config(model=model, data=schema.Data(length=LENGTH))
+    counted = scores_per_token(config, axis_sizes(config, 1)) * 2 / (heads * LENGTH)
+    assert found == pytest.approx(counted, rel=0.35)
 
 
 def test_latents_are_kept_with_what_attention_reads():

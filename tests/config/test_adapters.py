@@ -1,10 +1,16 @@
 """Settings of adapters that cannot work are refused by name."""
 
+import dataclasses
+
 import pytest
 
+from zjax.budget.mesh import find_obstacle, propose_mesh
+from zjax.budget.trial import Machine
+from zjax.config import schema
+from zjax.config.adapters import adapter_problems
 from zjax.config.check import check_config
 from zjax.config.load import load_config
-from zjax.errors import ConfigError
+from zjax.errors import ConfigError, PlanError
 
 RANK = {"lora": {"rank": 4}}
 
@@ -104,3 +110,24 @@ def test_dropout_does_not_reach_modules_of_users():
         "lora.dropout=0.1 has no effect on the model that was given; leave it at 0.0, "
         "or give no model"
     )
+
+
+def test_codes_leave_axes_for_zjax_to_choose():
+    """Fails if mesh="auto" refuses codes; meshes that codes cannot have are dropped."""
+    model = {"num_layers": 2, "embed_size": 64, "num_heads": 2, "vocab_size": 300}
+    settings = {"lora": {"rank": 4, "quantize": "int8"}, "model": model, "mesh": "auto"}
+    config = load_config(settings)
+    assert list(adapter_problems(config, 2)) == []
+    proposal = propose_mesh(config, Machine(2, 2, 1e12))
+    assert (proposal.mesh.data, proposal.mesh.pipeline, proposal.mesh.tensor) == (
+        2,
+        1,
+        1,
+    )
+    with pytest.raises(PlanError):
+        propose_mesh(config, Machine(2, 2, 1.0))
+    for axis in ("tensor", "pipeline"):
+        sized = dataclasses.replace(schema.Mesh(), **{axis: 2})
+        assert "lora.quantize='int8'" in find_obstacle(
+            config, sized, Machine(2, 2, 1.0), None
+        )

@@ -69,6 +69,29 @@ def test_settings_of_gpt2():
     assert (found["mlp_size"], found["norm_eps"], found["max_length"]) == (0, 1e-5, 32)
 
 
+def test_whole_numbers_are_those_of_other_types(tmp_path):
+    golden.copy("gpt_oss", tmp_path / "oss", swiglu_limit=7)
+    golden.copy("mixtral", tmp_path / "mixtral", router_jitter_noise=0)
+    assert model_settings(tmp_path / "oss") == golden.settings_of("gpt_oss")
+    assert model_settings(tmp_path / "mixtral") == golden.settings_of("mixtral")
+
+
+def test_false_is_no_number(tmp_path):
+    assert refusal(tmp_path, "mixtral", router_jitter_noise=False) == [
+        unsupported("router_jitter_noise", False, "zjax computes 0.0 alone")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("family", "normalises"),
+    [("mixtral", True), ("qwen3_moe", False), ("deepseek_v3", True)],
+)
+def test_weights_of_experts_without_a_key(tmp_path, family, normalises):
+    """The defaults of transformers; Mixtral has no such key."""
+    golden.copy(family, tmp_path, norm_topk_prob=golden.REMOVED)
+    assert model_settings(tmp_path)["moe"]["normalise"] is normalises
+
+
 def refusal(tmp_path, family, **changes):
     """Lines of the refusal of a checkpoint with these values."""
     golden.copy(family, tmp_path, **changes)

@@ -141,15 +141,27 @@ def test_users_matrices_are_not_quantised():
     )
 
 
+def test_blocks_are_as_large_as_divides_the_inputs():
+    """The default does for heads of 80 channels, and for a few inputs."""
+    shape = schema.Model(num_layers=1, embed_size=160, num_heads=2, mlp_size=23)
+    config = schema.Config(model=shape, lora=schema.Lora(rank=2, quantize="int8"))
+    params, _ = jax.eval_shape(make_model(config).init, jax.random.key(0))
+    shapes = {
+        jax.tree_util.keystr(path, simple=True, separator="/"): x.shape
+        for path, x in jax.tree_util.tree_leaves_with_path(params)
+    }
+    assert shapes["blocks/attention/query/scales"][-3:] == (160 // 40, 2, 80)
+    assert shapes["blocks/attention/out/scales"][-3:] == (2, 80 // 40, 160)
+    assert shapes["blocks/mlp/down/scales"][-2:] == (1, 160)
+
+
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
         (
-            {"block_size": 48},
-            "lora.block_size=48 does not divide the 64 inputs of blocks/attention/out; "
-            "use 32\n"
-            "lora.block_size=48 does not divide the 100 inputs of blocks/mlp/down; use "
-            "25",
+            {"block_size": 3},
+            "lora.block_size=3 lets none of the 5 inputs of blocks/attention/out share "
+            "a scale; use 7 or more",
         ),
         (
             {"also_train": ("blocks",)},
@@ -161,8 +173,9 @@ def test_users_matrices_are_not_quantised():
 def test_blocks_that_fit_no_matrix_are_refused(settings, expected):
     """Fails if a matrix stays as it is, although codes were asked for."""
     adapters = schema.Lora(rank=2, quantize="int4", **settings)
+    shape = schema.Model(num_layers=1, embed_size=10, num_heads=2, mlp_size=77)
     with pytest.raises(ConfigError) as caught:
-        make_model(schema.Config(model=schema.Model(mlp_size=100), lora=adapters))
+        make_model(schema.Config(model=shape, lora=adapters))
     assert str(caught.value) == expected
 
 

@@ -232,3 +232,8 @@ def test_the_formula_says_what_is_counted():
     assert text == (
         "6 x 7,504,924,672 + 6 x 32 layers x 4,096 x 8,192 = 51,472.0 MFLOP per token"
     )
+    how = {"causal_attention": "half", "per_weight": 4}
+    text = describe_flops(LLAMA_8B, 8192, **how)
+    assert text.startswith("4 x 7,504,924,672 + 6 x ")
+    total = flops_per_token(LLAMA_8B, 8192, **how)
+    assert text.endswith(f"= {total / 1e6:,.1f} MFLOP per token")

@@ -1,8 +1,8 @@
 """Bytes of activations of a built-in model on a device, by formula.
 
 Counted are saved residuals, twice the values of one block (recomputed, and their
-gradients) and the logits of a chunk of tokens. Attention is assumed to be a kernel that
-saves no scores.
+gradients) and the logits of a chunk of tokens. Attention holds its scores where no
+kernel for NVIDIA GPUs has what the model asks for.
 """
 
 import math
@@ -12,6 +12,9 @@ from zjax.budget.experts import Rows, rows_per_token
 from zjax.config import schema
 from zjax.config.batch import BatchSizes
 from zjax.config.mixture import experts_by_layer, experts_per_token
+from zjax.config.sequence import sequence_method
+from zjax.ops.attention import choose_implementation
+from zjax.parallel.chunks import count_chunks
 from zjax.parallel.schedule import make_schedule
 from zjax.sharding.mesh import PIPELINE, SEQUENCE, TENSOR
 from zjax.sharding.placement import dtype_bytes
@@ -49,15 +52,70 @@ def activation_bytes(
     if rows:  # the rows of experts, and their outputs
         most = max(each.computed for each in rows.values())
         block += math.ceil(2 * shares * most * model.embed_size)
-    if 0 < model.mlp_chunk_tokens < tokens:
-        elsewhere = 1 - model.mlp_chunk_tokens / tokens
-        block -= math.floor(elsewhere * _hidden_values(model.mlp_size, model))
+    scores = scores_per_token(config, sizes)
+    block += scores
+    saved += scores if model.remat == "none" else 0
+    columns = math.ceil(config.data.length / sizes[SEQUENCE] / shares)
+    chunks = count_chunks(batch.microbatch_size, columns, model.mlp_chunk_tokens)
+    hidden = _hidden_values(model.mlp_size, model)
+    block -= math.floor((1 - 1 / chunks) * hidden)
     values = _saved_by_all(config, sizes[PIPELINE], batch, saved) + 2 * block
     loss_tokens = min(tokens, model.loss_chunk_tokens or tokens)
     vocabulary = model.vocab_size / shares / sizes[PIPELINE]
     # Logits in float32 and their gradients; the float32 gradient of the matrix.
     logits = loss_tokens * (4 + itemsize) + 4 * model.embed_size
     return per_value * values + vocabulary * logits
+
+
+def scores_per_token(config: schema.Config, sizes: Mapping[str, int]) -> int:
+    """Values of attention per token that a layer holds for each pair of tokens.
+
+    They are the scores and weights in float32, and the weights in the compute dtype;
+    dropout has random bits besides, a soft cap its tanh. Kernels hold none.
+
+    Args:
+        config: Settings; read for `model`, `data.length` and the dtype.
+        sizes: Size of every mesh axis.
+
+    Returns:
+        Number of values of the compute dtype, before heads are sharded.
+
+    Example:
+        >>> from zjax.config.axes import axis_sizes
+        >>> model = schema.Model(num_heads=2, attention_sinks=True)
+        >>> config = schema.Config(model=model, data=schema.Data(length=8))
+        >>> scores_per_token(config, axis_sizes(config, 1))  # 2 * 8 of 10 bytes each
+        80
+    """
+    model, dtype = config.model, config.precision.compute_dtype
+    axes = {axis: sizes[axis] for axis in (SEQUENCE, TENSOR)}
+    passes = sizes[SEQUENCE] > 1 and sequence_method(model, **axes) == "ring"
+    if passes or not _has_scores(config):
+        return 0
+    extras = 4 * (model.attention_dropout_rate > 0) + 4 * (model.attention_soft_cap > 0)
+    itemsize = dtype_bytes(dtype)
+    num_bytes = 8 + itemsize + extras
+    return math.ceil(model.num_heads * config.data.length * num_bytes / itemsize)
+
+
+def _has_scores(config: schema.Config) -> bool:
+    """Whether no kernel for attention fits, even on a recent NVIDIA GPU."""
+    model, length = config.model, config.data.length
+    if model.attention in ("sparse", "cudnn"):
+        return False
+    kernel, _ = choose_implementation(
+        model.attention,
+        platform="cuda",
+        compute_capability=(9, 0),
+        dtype=config.precision.compute_dtype,
+        head_size=model.head_size,
+        lengths=(length, length),
+        masked=False,
+        capped=model.attention_soft_cap > 0,
+        dropped=model.attention_dropout_rate > 0,
+        has_sinks=model.attention_sinks,
+    )
+    return kernel == "xla"
 
 
 def saved_values(

@@ -95,7 +95,7 @@ def _unquantized(config: schema.Config) -> Iterator[tuple[str, Any]]:
         "lora.form": (config.lora.form, ("lora",)),
         "precision.matmul_dtype": (config.precision.matmul_dtype, ("compute",)),
         "model.moe.num_experts": (config.model.moe.num_experts, (0,)),
-        "mesh.pipeline": (config.mesh.pipeline, (1,)),
+        "mesh.pipeline": (config.mesh.pipeline, (0, 1)),
         "zero.optimizer_memory": (config.zero.optimizer_memory, ("device",)),
         "zero.shard_over_replica": (config.zero.shard_over_replica, (False,)),
         "communication.num_local_steps": (config.communication.num_local_steps, (0,)),

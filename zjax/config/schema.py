@@ -606,8 +606,9 @@ class Model:
     """Tokens whose logits exist at one time; 0 computes them all at once."""
     mlp_chunk_tokens: int = 0
     """Tokens on a device whose hidden values in a feed-forward exist at one time; 0
-    takes all. For long sequences, under a `remat` that recomputes these values: `full`
-    or `attention` (arXiv:2506.13996, section 3.1)."""
+    takes all. The sequence axis and the tensor axis both split tokens. For long
+    sequences, under a `remat` that recomputes these values: `full` or `attention`
+    (arXiv:2506.13996, section 3.1)."""
     z_loss: float = 0.0
     """Weight of the squared log-partition penalty."""
     sparsity: Sparsity = Sparsity()
@@ -877,7 +878,8 @@ class Lora:
     """Type in which the frozen matrices of blocks are stored (QLoRA, arXiv:2305.14314),
     with scales in the compute dtype; empty for the compute dtype."""
     block_size: int = 64
-    """Inputs that share a scale, for each output of a matrix."""
+    """Most inputs that share a scale, for each output of a matrix: blocks are as large
+    as divide its inputs, such as 40 of heads of 80 channels."""
 
 
 @section

@@ -191,7 +191,7 @@ def _wrong(
     yield from quantization.quantization_problems(values, path)
     for name, fixed in family.fixed.items():
         value = values.get(name, fixed.default)
-        if not any(value == x and type(value) is type(x) for x in fixed.accepted):
+        if not any(_is_same(value, x) for x in fixed.accepted):
             what = " or ".join(map(repr, fixed.accepted))
             yield _not_computed(name, value, path, f"zjax computes {what} alone")
     for alias, usual in family.aliases.items():
@@ -237,6 +237,11 @@ def _wrong_dropouts(
 def _not_computed(name: str, value: Any, path: pathlib.Path, why: str) -> Problem:
     remedy = "use a checkpoint without it"
     return Problem(name, value, f"of {path} is not supported: {why}", remedy)
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    """Whether values are equal: 7 is 7.0, and 1 is not True."""
+    return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 
 def _is(value: Any, kind: type) -> bool:

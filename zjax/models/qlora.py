@@ -20,10 +20,11 @@ def quantize_kernels(module: nnx.Module, settings: schema.Lora) -> None:
 
     Args:
         module: The module, whose layers are changed in place.
-        settings: Type and block size; matrices of `also_train` stay as they are.
+        settings: Type and largest block size; matrices of `also_train` stay as
+            they are.
 
     Raises:
-        ConfigError: Blocks of this size do not divide a matrix, or all are trained.
+        ConfigError: No blocks of at most this size divide a matrix, or all are trained.
         PackageError: Qwix is not installed.
     """
     found = [*_frozen_layers(module, settings)]
@@ -32,7 +33,7 @@ def quantize_kernels(module: nnx.Module, settings: schema.Lora) -> None:
         raise ConfigError(*problems)
     for _, layer in found:
         dim, names = _blocked_dim(layer), layer.kernel.get_metadata()["logical"]
-        size = min(settings.block_size, layer.kernel.shape[dim])
+        size = _largest_block(layer.kernel.shape[dim], settings.block_size)
         codes, scales = quantize(layer.kernel[...], dim, size, settings.quantize)
         layer.kernel = nnx.Param(codes, logical=names)
         names = (*names[:dim], None, *names[dim + 1 :])
@@ -51,6 +52,20 @@ def _frozen_layers(
                 yield path, layer
 
 
+def _largest_block(length: int, most: int) -> int:
+    """The largest number up to `most` that divides a length.
+
+    Example:
+        >>> [_largest_block(length, 64) for length in (4_096, 80, 96, 23)]
+        [64, 40, 48, 23]
+    """
+    return max(n for n in range(1, min(length, most) + 1) if length % n == 0)
+
+
+def _smallest_block(length: int) -> int:
+    return next(n for n in range(2, length + 1) if length % n == 0)
+
+
 def _blocked_dim(layer: layers.Linear) -> int:
     """The last input dim of a kernel, which may stack layers."""
     return layer.kernel.ndim - layer.num_outputs - 1
@@ -60,12 +75,15 @@ def _problems(
     found: list[tuple[str, layers.Linear]], settings: schema.Lora
 ) -> Iterator[Problem]:
     size = settings.block_size
-    for path, layer in found:
-        length = layer.kernel.shape[_blocked_dim(layer)]
-        if length % min(size, length):
-            divisor = max(n for n in range(1, size) if length % n == 0)
-            problem = f"does not divide the {length} inputs of {path}"
-            yield Problem("lora.block_size", size, problem, f"use {divisor}")
+    lengths = {path: x.kernel.shape[_blocked_dim(x)] for path, x in found}
+    single = {
+        path: n for path, n in lengths.items() if _largest_block(n, size) == 1 < n
+    }
+    if single:
+        path, length = next(iter(single.items()))
+        enough = max(_smallest_block(n) for n in single.values())
+        problem = f"lets none of the {length} inputs of {path} share a scale"
+        yield Problem("lora.block_size", size, problem, f"use {enough} or more")
     if not found:
         problem = "quantises no matrix, as lora.also_train names all of them"
         yield Problem("lora.quantize", settings.quantize, problem, "leave it empty")

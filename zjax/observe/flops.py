@@ -96,7 +96,11 @@ def flops_per_token(
 
 
 def describe_flops(
-    model: schema.Model, length: int, *, causal_attention: CausalAttention
+    model: schema.Model,
+    length: int,
+    *,
+    causal_attention: CausalAttention,
+    per_weight: int = 6,
 ) -> str:
     """The formula of `flops_per_token` with its numbers, in one line.
 
@@ -105,10 +109,12 @@ def describe_flops(
         6 x 123,653,376 + 12 x 12 layers x 768 x 1,024 = 855.2 MFLOP per token
     """
     factor = _attention_factor(model, length, causal_attention)
-    total = flops_per_token(model, length, causal_attention=causal_attention)
+    total = flops_per_token(
+        model, length, causal_attention=causal_attention, per_weight=per_weight
+    )
     channels = _attended_channels(model)
     attention = f"{model.num_layers} layers x {channels:,} x {length:,}"
-    text = f"6 x {matmul_params(model):,} + {factor:.4g} x {attention}"
+    text = f"{per_weight} x {matmul_params(model):,} + {factor:.4g} x {attention}"
     return f"{text} = {total / 1e6:,.1f} MFLOP per token"
 
 

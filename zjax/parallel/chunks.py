@@ -44,7 +44,7 @@ def by_chunks(
     rows = num_rows // meshes.num_shares(mesh, row_axes(num_rows))
     shards = meshes.num_shares(mesh, tensor.axes_of_length(x))
     columns = length // shards
-    num_chunks = -(-columns // max(1, chunk_tokens // rows)) if chunk_tokens else 1
+    num_chunks = count_chunks(rows, columns, chunk_tokens)
     if num_chunks == 1:
         return run(x)
     width = math.ceil(columns / num_chunks)
@@ -57,3 +57,19 @@ def by_chunks(
     y = y.reshape(num_chunks, num_rows, shards, width, size)
     y = jnp.moveaxis(y, 0, 2).reshape(num_rows, shards, -1, size)
     return y[:, :, :columns].reshape(num_rows, length, size)
+
+
+def count_chunks(rows: int, columns: int, chunk_tokens: int) -> int:
+    """Chunks of the tokens of a device.
+
+    Args:
+        rows: Rows of a device.
+        columns: Tokens of a row on a device, over both the sequence axis and the tensor
+            axis.
+        chunk_tokens: Most tokens of a device in a chunk; 0 takes all.
+
+    Example:
+        >>> [count_chunks(2, 8, n) for n in (0, 16, 8, 1)]
+        [1, 1, 2, 8]
+    """
+    return -(-columns // max(1, chunk_tokens // rows)) if chunk_tokens else 1
