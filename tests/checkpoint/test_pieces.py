@@ -1,5 +1,8 @@
 """Large arrays of checkpoints arrive piece by piece, as if placed at once."""
 
+import queue
+import threading
+
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -37,7 +40,8 @@ def test_pieces_of_any_memory_order_are_the_array(stage, order):
         read.append(index)
         return array[index]
 
-    found, expected = pieces.place_pieces(of, plan), place_slices(of, plan)
+    (found,) = pieces.place_pieces([(of, plan)])
+    sizes, expected = [x[0].stop - x[0].start for x in read], place_slices(of, plan)
     assert found.sharding == expected.sharding
     assert found.dtype == expected.dtype == np.float32
     for one, other in zip(
@@ -45,7 +49,7 @@ def test_pieces_of_any_memory_order_are_the_array(stage, order):
     ):
         np.testing.assert_array_equal(one.data, other.data)
     if stage == 0:
-        assert [x[0].stop - x[0].start for x in read[:-1]] == [2, 2, 2]
+        assert sizes == [2, 2, 2]
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -60,10 +64,46 @@ def test_rows_that_are_too_large_are_read_in_parts(stage, monkeypatch):
         sizes.append(array[index].size)
         return array[index]
 
-    found = pieces.place_pieces(of, plan)
+    (found,) = pieces.place_pieces([(of, plan)])
     np.testing.assert_array_equal(found, array)
     if stage == 0:
         assert sizes == [30, 30, 20] * 6
+
+
+def test_arrays_are_read_ahead_as_far_as_there_is_memory(monkeypatch):
+    """Fails if the next array waits for the one before, or if all are read at once."""
+    monkeypatch.setattr(pieces, "_AHEAD_BYTES", 4 * 2 * 8 * 10 * 4)
+    array, reads = np.ones(SHAPE, np.float32), queue.Queue()
+
+    def reader(name):
+        def of(index):
+            reads.put((name, index[0].start))
+            return array[index]
+
+        return of
+
+    plan = make_plan(SHAPE, 0)
+    placed = pieces.place_pieces([(reader(name), plan) for name in "abc"])
+    assert reads.empty()  # until the first is asked for
+    next(placed)
+    every = [(name, start) for name in "abc" for start in (0, 2, 4)]
+    assert [reads.get(timeout=60) for _ in range(6)] == every[:6]
+    with pytest.raises(queue.Empty):
+        reads.get(timeout=0.2)
+    placed.close()
+    assert not [x for x in threading.enumerate() if x.name.startswith("read-ahead")]
+
+
+def test_an_error_of_a_read_comes_with_its_array():
+    plan, array = make_plan(SHAPE, 0), np.ones(SHAPE, np.float32)
+
+    def fail(_):
+        raise OSError("gone")
+
+    placed = pieces.place_pieces([(array.__getitem__, plan), (fail, plan)])
+    np.testing.assert_array_equal(next(placed), array)
+    with pytest.raises(OSError, match="gone"):
+        next(placed)
 
 
 def test_a_tensor_is_read_by_several_threads_in_parts(tmp_path):

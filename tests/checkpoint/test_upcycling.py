@@ -1,6 +1,7 @@
 """A mixture of experts that starts from a dense model computes what that model does."""
 
 import dataclasses
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import safetensors.numpy
 from flax import nnx
 
 from tests.support import language
+from zjax.checkpoint import upcycling
 from zjax.checkpoint.layout import name_leaves
 from zjax.config import schema
 from zjax.config.load import load_config
@@ -178,3 +180,21 @@ def test_a_source_with_an_array_that_the_mixture_lacks_is_refused(
     problem = rf"blocks\.{array}='.*' is in .* but not in this model"
     with pytest.raises(CheckpointError, match=problem):
         start(make_config(shape, path, {"num_experts": 4, "every": 3}))
+
+
+def test_new_arrays_are_drawn_while_others_are_read():
+    """Fails if a run waits for them before it reads, or draws them when asked."""
+    started, go_on = threading.Event(), threading.Event()
+
+    def init(key):
+        started.set()
+        assert go_on.wait(60)
+        return {"a": {"b": jax.random.normal(key, (2,))}, "c": jnp.zeros(3)}, ()
+
+    model = dataclasses.replace(make_model(make_config(GPT, "", {})), init=init)
+    key = jax.random.key(0)
+    values = upcycling.initial_values(model, key)(["a.b"])
+    assert started.wait(60)
+    go_on.set()
+    (found,) = values().values()
+    np.testing.assert_array_equal(found, jax.random.normal(key, (2,)))

@@ -3,7 +3,6 @@
 `zjax.models.lora` says what an adapter computes.
 """
 
-import functools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -17,8 +16,9 @@ from zjax.config import schema
 
 _MATRIX = re.compile(r"(?P<layer>.+[./])lora[./](?P<matrix>a|b|magnitude)")
 
-Initial = Callable[[Sequence[str]], Mapping[str, np.ndarray]]
-"""Values of a new model of the arrays of these names."""
+Initial = Callable[[Sequence[str]], Callable[[], Mapping[str, np.ndarray]]]
+"""Starts to draw the arrays of these names of a new model; the result waits for them.
+"""
 
 
 def merged_kernel(
@@ -116,7 +116,7 @@ def with_adapters(
     if not missing:
         return source
     drawn = [n for n, (_, matrix) in missing.items() if matrix != "magnitude"]
-    values = functools.cache(lambda: initial(drawn))
+    values = initial(drawn)
     stacked = views.restacked(source, list(layers.stack_all(source.entries)))
 
     def lengths(name: str, index: Index) -> np.ndarray:

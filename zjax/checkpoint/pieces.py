@@ -1,15 +1,16 @@
-"""Large arrays of checkpoints, placed piece by piece.
+"""Arrays of checkpoints, placed piece by piece.
 
-A piece is read while the one before is on its way. The device transposes and casts it,
-so that the host copies no more than it reads.
+Pieces are read while those before are on their way, and while programs compile. The
+device transposes and casts them, so that the host copies no more than it reads.
 """
 
 import collections
 import concurrent.futures
+import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -23,39 +24,70 @@ from zjax.storage.array import spans_of
 
 _SMALL_BYTES = 8 << 20
 """Largest shard that is read as a whole, without programs of its own."""
-_PIECE_BYTES = 128 << 20
+_PIECE_BYTES = 64 << 20
 _MAX_ROW_BYTES = 512 << 20
 """Largest row, of one layer or more, that is read at once."""
+_AHEAD_BYTES = 2 << 30
+"""Most bytes that are read before they are asked for, counted as if of float32."""
 Read = Callable[[Index], np.ndarray]
-_Piece = concurrent.futures.Future[np.ndarray]
+_Piece = tuple[Index, np.ndarray]
+"""What is read, and the slice of the unpadded array that it is."""
 
 
-def place_pieces(read: Read, plan: ArrayPlan) -> Any:
-    """Builds a stored array from slices; the host holds few pieces of it at a time.
+def place_pieces(wanted: Sequence[tuple[Read, ArrayPlan]]) -> Iterator[Any]:
+    """Builds stored arrays from slices, in turn; the host holds few of these at a time.
 
     Args:
-        read: Function that reads a slice of the unpadded array, in any memory order.
-        plan: Plan of the array.
+        wanted: For each array, a function that reads a slice of it, unpadded and in any
+            memory order, and its plan. One thread calls the functions, in turn.
     """
-    sharding = plan.on_device.stored
-    shape = sharding.shard_shape(plan.stored_shape)
-    num_bytes = math.prod(shape) * jnp.dtype(plan.stored_dtype).itemsize
-    if num_bytes <= _SMALL_BYTES:
+    slices = (
+        (read, index)
+        for read, plan in wanted
+        for spans in _find_devices(plan)
+        for _, index in _cut(plan, spans)
+    )
+    with contextlib.closing(_read_ahead(slices)) as pieces:
+        for _, plan in wanted:
+            yield _place(plan, pieces)
+
+
+def _place(plan: ArrayPlan, pieces: Iterator[_Piece]) -> Any:
+    """The array whose pieces come next."""
+
+    def read(index: Index) -> np.ndarray:
+        found, piece = next(pieces)
+        assert found == index
+        return piece
+
+    if _is_small(plan):
         return place_slices(read, plan)
+    shards = [
+        shard
+        for spans, devices in _find_devices(plan).items()
+        for shard in _place_shard(read, plan, spans, devices)
+    ]
+    array = jax.make_array_from_single_device_arrays(
+        plan.stored_shape, plan.on_device.stored, shards
+    )
+    return to_storage(array, plan)
+
+
+def _is_small(plan: ArrayPlan) -> bool:
+    shape = plan.on_device.stored.shard_shape(plan.stored_shape)
+    num_bytes = math.prod(shape) * jnp.dtype(plan.stored_dtype).itemsize
+    return num_bytes <= _SMALL_BYTES
+
+
+def _find_devices(plan: ArrayPlan) -> dict[Spans, list[Any]]:
+    """The devices of this process that hold each shard."""
     devices: dict[Spans, list[Any]] = {}
+    sharding = plan.on_device.stored
     indices = sharding.addressable_devices_indices_map(plan.stored_shape)
     for device, index in indices.items():
         spans = spans_of(index, plan.stored_shape)
         devices.setdefault(spans, []).append(device)
-    shards = [
-        shard
-        for spans, places in devices.items()
-        for shard in _place_shard(read, plan, spans, places)
-    ]
-    array = jax.make_array_from_single_device_arrays(
-        plan.stored_shape, sharding, shards
-    )
-    return to_storage(array, plan)
+    return devices
 
 
 def _place_shard(
@@ -65,7 +97,8 @@ def _place_shard(
     shape = [stop - start for start, stop in spans]
     shards = [jnp.zeros(shape, plan.stored_dtype, device=x) for x in devices]
     sent: list[jax.Array] = []
-    for starts, piece in _read_ahead(read, _cut(plan, spans)):
+    for starts, index in _cut(plan, spans):
+        piece = read(index)
         # In the order of its bytes; a transposed view is one of an array in C order.
         order = np.argsort([-x for x in piece.strides], kind="stable")
         jax.block_until_ready(sent)
@@ -81,11 +114,14 @@ def _place_shard(
 def _cut(plan: ArrayPlan, spans: Spans) -> Iterator[tuple[tuple[int, ...], Index]]:
     """Slices of the unpadded array, and where they begin in the shard.
 
-    They are rows, as many as fit; of rows that are too large, such as all experts of a
-    layer, they are rows of these.
+    A small shard is one. Others are rows, as many as fit; of rows that are too large,
+    such as all experts of a layer, they are rows of these.
     """
     unpadded = without_padding(spans, plan)
     if unpadded is None:
+        return
+    if _is_small(plan):
+        yield (0,) * len(spans), unpadded
         return
     sizes = [x.stop - x.start for x in unpadded]
     row_bytes = [4 * math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
@@ -107,17 +143,29 @@ def _cut(plan: ArrayPlan, spans: Spans) -> Iterator[tuple[tuple[int, ...], Index
 
 
 def _read_ahead(
-    read: Read, slices: Iterator[tuple[tuple[int, ...], Index]]
-) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
-    waiting = collections.deque[tuple[tuple[int, ...], _Piece]]()
-    with concurrent.futures.ThreadPoolExecutor(1) as thread:
-        for starts, index in slices:
-            waiting.append((starts, thread.submit(read, index)))
-            if len(waiting) > 1:
-                first, piece = waiting.popleft()
-                yield first, piece.result()
-        for first, piece in waiting:
-            yield first, piece.result()
+    slices: Iterable[tuple[Read, Index]],
+) -> Generator[_Piece, None, None]:
+    """Reads slices in turn, in a thread; as many are read ahead as there is memory."""
+    waiting = collections.deque[tuple[int, Index, concurrent.futures.Future[Any]]]()
+    num_bytes, thread = 0, concurrent.futures.ThreadPoolExecutor(1, "read-ahead")
+
+    def take() -> _Piece:
+        nonlocal num_bytes
+        size, index, piece = waiting.popleft()
+        num_bytes -= size
+        return index, piece.result()
+
+    try:
+        for read, index in slices:
+            size = 4 * math.prod(x.stop - x.start for x in index)
+            while waiting and num_bytes + size > _AHEAD_BYTES:
+                yield take()
+            waiting.append((size, index, thread.submit(read, index)))
+            num_bytes += size
+        while waiting:
+            yield take()
+    finally:
+        thread.shutdown(cancel_futures=True)
 
 
 @functools.partial(jax.jit, donate_argnums=0, static_argnames="order")

@@ -7,10 +7,10 @@ whose weights add up to 1 then compute what the dense model does.
 Reference: arXiv:2212.05055.
 """
 
-import functools
+import concurrent.futures
 import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -38,20 +38,21 @@ _NEW = ("mlp.router.", "mlp.coefficient.", "mlp.shared.", "mlp.shared_gate.")
 
 
 def initial_values(model: Model, key: jax.Array) -> Initial:
-    """Makes a function of names to the arrays of a new model.
+    """Makes a function that starts to draw arrays of a new model.
 
     Args:
         model: Makes the arrays.
         key: Random key of a new model.
     """
 
-    def initial(names: Sequence[str]) -> Mapping[str, np.ndarray]:
+    def initial(names: Sequence[str]) -> Callable[[], Mapping[str, np.ndarray]]:
         def chosen(key: jax.Array) -> dict[str, jax.Array]:
             params = layout.name_leaves(model.init(key)[0])
             named = {tensor_name(name): x for name, x in params.items()}
             return {name: named[name] for name in names}
 
-        return jax.device_get(jax.jit(chosen)(key))
+        thread = concurrent.futures.ThreadPoolExecutor(1, "initial")
+        return thread.submit(lambda: jax.device_get(jax.jit(chosen)(key))).result
 
     return initial
 
@@ -137,7 +138,7 @@ class _Upcycled:
         self.numbers = _layer_numbers(config.model)
         self.new = [n for n in wanted if _array_of(n).startswith(_NEW)]
         drawn = [n for n in self.new if not _array_of(n).startswith(_SILENT)]
-        self.initial = functools.cache(lambda: initial(drawn))
+        self.initial = initial(drawn)
         entries, used = {name: wanted[name] for name in self.new}, set()
         for name, entry in wanted.items():
             parts = self.parts(name) if _array_of(name) and name not in entries else []

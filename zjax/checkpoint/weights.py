@@ -11,7 +11,7 @@ from zjax.checkpoint import layout, views
 from zjax.checkpoint.average import open_weights
 from zjax.checkpoint.export import tensor_name
 from zjax.checkpoint.layout import Entry
-from zjax.checkpoint.pieces import place_pieces
+from zjax.checkpoint.pieces import Read, place_pieces
 from zjax.checkpoint.steps import find_steps
 from zjax.checkpoint.store import Store
 from zjax.checkpoint.tensor_file import TensorFile
@@ -21,6 +21,7 @@ from zjax.errors import CheckpointError, Problem
 from zjax.packages import check_installed
 from zjax.reading import MAX_INDEX_BYTES, parse_json, read_text
 from zjax.remedies import find_fault
+from zjax.sharding.placement import ArrayPlan
 from zjax.typing import Params
 
 _REMEDY = (
@@ -52,8 +53,13 @@ def load_weights(path: str, plans: Any, adapt: Adapt = _unchanged) -> Params:
         CheckpointError: The file is missing or not safetensors, or names, shapes or
             dtypes differ; lists the first differences.
     """
+    wanted = _match(open_source(path), plans, path, adapt)
+    # Large arrays first: new ones, which are small, are drawn while those are read.
+    order = sorted(range(len(wanted)), key=lambda i: -wanted[i][1].device_bytes)
+    placed = zip(order, place_pieces([wanted[i] for i in order]), strict=True)
     return jax.tree.unflatten(
-        jax.tree.structure(plans), iter_weights(path, plans, adapt)
+        jax.tree.structure(plans),
+        [x for _, x in sorted(placed, key=lambda pair: pair[0])],
     )
 
 
@@ -69,14 +75,18 @@ def place_weights(
     source: Source, plans: Any, path: str, adapt: Adapt = _unchanged
 ) -> Iterator[Any]:
     """The same from an open source, whose path is for messages."""
+    return place_pieces(_match(source, plans, path, adapt))
+
+
+def _match(
+    source: Source, plans: Any, path: str, adapt: Adapt
+) -> list[tuple[Read, ArrayPlan]]:
+    """A function that reads slices of each array of a run, and its plan."""
     named = {tensor_name(name): r for name, r in layout.name_leaves(plans).items()}
     expected = layout.describe_plans(named)
     found = views.match_layout(adapt(source, expected), expected)
     layout.check_same(expected, found.entries, path, cast=True)
-    return (
-        place_pieces(functools.partial(found.read, name), plan)
-        for name, plan in named.items()
-    )
+    return [(functools.partial(found.read, name), plan) for name, plan in named.items()]
 
 
 def open_source(path: str) -> Source:
