@@ -59,7 +59,8 @@ def flops_per_weight(config: schema.Config) -> int:
     """FLOPs of forward and backward pass per token and weight of a matrix.
 
     They are 4 under adapters, as the gradients of frozen weights are not computed; the
-    adapters themselves are left out.
+    adapters themselves are left out. Matrices of `lora.also_train` count as frozen, and
+    those frozen by `optimizer.groups` as trained.
 
     Example:
         >>> [flops_per_weight(schema.Config(lora=schema.Lora(rank=n))) for n in (0, 16)]
