@@ -39,6 +39,11 @@ SINKS = "use one of console, jsonl, csv, tensorboard, wandb, mlflow"
             id="no-choice",
         ),
         pytest.param(
+            {"lora": {"quantize": "int2"}},
+            "lora.quantize='int2' is not a choice; use one of '', int8, int4",
+            id="empty-choice",
+        ),
+        pytest.param(
             {"zero": {"stage": True}},
             "zero.stage=True is not a choice; use one of 0, 1, 2, 3",
             id="true-is-not-1",

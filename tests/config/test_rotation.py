@@ -54,6 +54,14 @@ RULES = [
         ),
         id="longrope",
     ),
+    case(
+        ROTARY
+        + f"model.rotary_size=4;{SCALING}kind=longrope;{SCALING}original_length=1;"
+        + f"{SCALING}short_factors=1.0,1.0;{SCALING}long_factors=1.0,2.0",
+        "model.rope_scaling.original_length=1 gives no factor of queries and keys, "
+        "which divides by its logarithm; use 2 or more",
+        id="longrope-of-one-token",
+    ),
     *(
         case(
             ROTARY + f"{SCALING}kind=yarn;{SCALING}original_length=8;"

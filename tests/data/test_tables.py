@@ -95,6 +95,19 @@ def break_file(folder):
     (save(folder, num_files=1) / "data-00000-of-00001.arrow").write_bytes(b"ARROW1")
 
 
+def cut_file(folder):
+    """Leaves three whole batches."""
+    path = save(folder, num_files=1) / "data-00000-of-00001.arrow"
+    with pyarrow.memory_map(str(path)) as file:
+        stream = pyarrow.ipc.open_stream(file)
+        for _ in range(3):
+            stream.read_next_batch()
+        whole = file.tell()
+    path.write_bytes(path.read_bytes()[:whole])
+    with pyarrow.memory_map(str(path)) as file:
+        assert pyarrow.ipc.open_stream(file).read_all().num_rows == 21
+
+
 SPLITS = "holds the splits test, train; give one of them, such as {}test"
 AGAIN = "leave it out or make it again"
 
@@ -129,7 +142,8 @@ def test_directory_is_refused(make, expected, tmp_path):
             lose_column,
             "has no column 'text', only id, body; choose another text_field",
         ),
-        (break_file, f"is not an Arrow file; {AGAIN}"),
+        (break_file, f"is not an Arrow stream, the form of datasets; {AGAIN}"),
+        (cut_file, f"is cut off: its stream of rows has no end; {AGAIN}"),
     ],
 )
 def test_file_is_refused(make, expected, tmp_path):
@@ -155,3 +169,7 @@ def test_a_damaged_file_is_named(tmp_path):
         except DataError:
             named += 1
     assert named
+    for size in range(8, len(good), 8):
+        path.write_bytes(good[:size])
+        with pytest.raises(DataError, match=r"is not an Arrow stream|is cut off"):
+            prepare.prepare([tmp_path / "saved"], tmp_path / f"cut{size}")

@@ -117,7 +117,8 @@ def test_what_an_encoder_may_ask_for_is_refused_at_once(tmp_path):
     golden.copy("roberta", tmp_path, **changes)
     with pytest.raises(ConfigError) as error:
         model_settings(tmp_path)
-    alone = {"hidden_act": "'gelu'", "position_embedding_type": "'absolute' or None"}
+    gelus = "'gelu_new' or 'gelu_pytorch_tanh' or 'gelu'"
+    alone = {"hidden_act": gelus, "position_embedding_type": "'absolute' or None"}
     alone |= {"is_decoder": False, "add_cross_attention": False}
     alone |= {"tie_word_embeddings": True}
     path = tmp_path / "config.json"

@@ -185,8 +185,14 @@ def test_a_failed_export_leaves_nothing(store, tmp_path, monkeypatch):
                 "model.rotary_size=2 is 0 in qwen2",
             ],
         ),
+        (
+            from_mapping(
+                schema.Model, golden.settings_of("bert") | {"num_token_types": 0}
+            ),
+            ["model.num_token_types=0 is 1 in bert"],
+        ),
     ],
-    ids=["gpt2", "llama", "qwen2"],
+    ids=["gpt2", "llama", "qwen2", "bert"],
 )
 def test_a_model_of_no_family_is_refused_by_setting(shape, lines):
     with pytest.raises(ConfigError) as error:

@@ -10,7 +10,7 @@ from tests.support import huggingface as golden
 from zjax.config import convert, schema
 from zjax.errors import ConfigError
 from zjax.huggingface import model_settings
-from zjax.huggingface.export import config_of, find_kind
+from zjax.huggingface.export import config_of, find_kind, report_dropouts
 from zjax.huggingface.families import DROPOUTS
 
 REMEDY = "use a checkpoint without it"
@@ -185,12 +185,12 @@ def test_everything_that_llama_may_ask_for_is_refused_at_once(tmp_path):
         ),
         (
             "gpt2",
-            {"attn_pdrop": "0.1", "activation_function": "gelu"},
+            {"attn_pdrop": "0.1", "activation_function": "relu"},
             [
                 unsupported(
                     "activation_function",
-                    "gelu",
-                    "zjax computes 'gelu_new' or 'gelu_pytorch_tanh' alone",
+                    "relu",
+                    "zjax computes 'gelu_new' or 'gelu_pytorch_tanh' or 'gelu' alone",
                 ),
                 "attn_pdrop='0.1' of config.json is not of type float; correct it "
                 "there",
@@ -400,6 +400,64 @@ def test_numbers_of_longrope(tmp_path):
     ]
 
 
+def test_padding_behind_the_last_position_is_refused(tmp_path):
+    changes = {"pad_token_id": 40, "max_position_embeddings": 35}
+    assert refusal(tmp_path, "roberta", **changes) == [
+        "pad_token_id=40 of config.json leaves no position of "
+        "max_position_embeddings=35; correct it there"
+    ]
+
+
+@pytest.mark.parametrize("given", ["8", 1, 8.0])
+@pytest.mark.parametrize("is_top", [True, False])
+def test_a_wrong_length_of_training_is_refused(given, is_top, tmp_path):
+    lists = {"short_factor": [1, 1, 1], "long_factor": [2, 2, 2]}
+    rope, name = {"type": "longrope", **lists}, "original_max_position_embeddings"
+    inner = {} if is_top else {name: given}
+    outer = {name: given} if is_top else {}
+    changes = {"rope_parameters": golden.REMOVED, "rope_scaling": rope | inner, **outer}
+    prefix = "" if is_top else "rope_scaling."
+    assert refusal(tmp_path, "phi3", **changes) == [
+        f"{prefix}{name}={given!r} of config.json is no int above 1; correct it there"
+    ]
+
+
+def test_yarn_of_phi3_is_longrope_as_in_transformers(tmp_path):
+    lists = {"short_factor": [1, 1, 1], "long_factor": [2, 2, 2]}
+    rope = {"type": "yarn", "factor": 4, **lists}
+    changes = {"rope_parameters": golden.REMOVED, "rope_scaling": rope}
+    golden.copy("phi3_long", tmp_path, **changes)
+    found = model_settings(tmp_path)["rope_scaling"]
+    assert (found["kind"], found["long_factors"]) == ("longrope", (2.0, 2.0, 2.0))
+    changes["rope_scaling"] = {"type": "yarn", "factor": 4}
+    assert "rope_scaling.short_factor=None" in refusal(tmp_path, "phi3", **changes)[0]
+
+
+@pytest.mark.parametrize(
+    ("family", "key"), [("bert", "hidden_act"), ("gpt2", "activation_function")]
+)
+def test_both_forms_of_gelu_come_in_and_go_out(family, key, tmp_path):
+    for name, expected in (("gelu", "gelu_exact"), ("gelu_new", "gelu")):
+        golden.copy(family, tmp_path, **{key: name})
+        model = convert.from_mapping(schema.Model, model_settings(tmp_path))
+        assert model.activation == expected
+        assert find_kind(model) == family
+        assert config_of(model, family)[key] == name
+
+
+def test_dropouts_that_a_family_lacks_are_logged(caplog):
+    settings = golden.settings_of("llama") | {"dropout_rate": 0.1}
+    settings |= {"attention_dropout_rate": 0.2}
+    report_dropouts(convert.from_mapping(schema.Model, settings), "llama")
+    settings = golden.settings_of("bert") | {"embedding_dropout_rate": 0.3}
+    report_dropouts(convert.from_mapping(schema.Model, settings), "bert")
+    end = "does not go out: llama has no key for it"
+    assert caplog.messages == [
+        f"model.dropout_rate=0.1 {end}",
+        "model.embedding_dropout_rate=0.3 does not go out: bert has no key for it",
+    ]
+
+
 @pytest.mark.parametrize(
     ("family", "keys", "expected"),
     [
@@ -497,6 +555,7 @@ def test_scales_of_yarn_that_nothing_reads_are_left_out(tmp_path):
         (2, [1], 6, (2, 2)),
         (1, [0, 1, 3], 5, (2, 1)),
         (3, [], 3, (3, 0)),
+        (1, [*range(9999)], 10_000, (1, 9999)),
     ],
 )
 def test_layers_with_experts_go_in_and_out(step, dense, num_layers, expected, tmp_path):

@@ -182,7 +182,7 @@ def _choice(
 ) -> Any:
     # Types are compared, too: True == 1, but zero.stage=True is refused.
     if (type(value), value) not in [(type(choice), choice) for choice in choices]:
-        remedy = f"use one of {', '.join(map(str, choices))}"
+        remedy = f"use one of {', '.join(str(x) or repr(x) for x in choices)}"
         problems.append(Problem(field, value, "is not a choice", remedy))
     return value
 

@@ -37,6 +37,9 @@ longest sequence of the training before
     if scaling.kind == "yarn" and model.rope_theta <= 1:
         problem = "gives channels no wavelengths, which yarn compares"
         yield Problem("model.rope_theta", model.rope_theta, problem, "use more than 1")
+    if scaling.kind == "longrope" and scaling.original_length == 1:
+        problem = "gives no factor of queries and keys, which divides by its logarithm"
+        yield Problem("model.rope_scaling.original_length", 1, problem, "use 2 or more")
     yield from _bounds(scaling)
     yield from _scales(scaling)
     if scaling.kind == "longrope":

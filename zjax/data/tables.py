@@ -15,6 +15,8 @@ BATCH_ROWS = 1_024
 STATE_NAME, SPLITS_NAME = "state.json", "dataset_dict.json"
 """What `Dataset.save_to_disk` and `DatasetDict.save_to_disk` write beside the rows."""
 MAX_STATE_BYTES = 1 << 26
+_END = b"\xff\xff\xff\xff\0\0\0\0"
+"""Last bytes of an Arrow stream, without which a reader takes it for a shorter one."""
 
 Rows = list[dict[str, Any]]
 
@@ -46,12 +48,12 @@ def open_table(path: pathlib.Path) -> Iterator[Table]:
 
     is_parquet = path.suffix.lower() == ".parquet"
     kind = "Parquet" if is_parquet else "Arrow"
+    form = "a Parquet file" if is_parquet else "an Arrow stream, the form of datasets"
     open_file = _open_parquet if is_parquet else _open_arrow
     try:
         file, names, num_rows, batches = open_file(path)
     except pyarrow.ArrowException as error:
-        problem = f"is not {'a' if is_parquet else 'an'} {kind} file"
-        raise DataError(_problem(path, problem)) from error
+        raise DataError(_problem(path, f"is not {form}")) from error
 
     def checked(columns: Sequence[str]) -> Iterator[Rows]:
         try:
@@ -83,6 +85,10 @@ def _open_arrow(path: pathlib.Path) -> tuple[Any, list[str], int, Any]:
 
     file = pyarrow.memory_map(str(path))
     names = pyarrow.ipc.open_stream(file).schema.names
+
+    file.seek(max(0, file.size() - len(_END)))
+    if file.read() != _END:
+        raise DataError(_problem(path, "is cut off: its stream of rows has no end"))
 
     def stream() -> Iterator[Any]:
         file.seek(0)

@@ -106,6 +106,7 @@ def export_huggingface(
     config = load_config(store.extra(step).get("config", {}))
     model, start = config.model, find_config(config.checkpoint.init_from)
     kind = find_kind(model)
+    report_dropouts(model, kind)
     source, _ = open_weights(store, part, step)
     parts, source = _collect(source, FAMILIES[kind], model, str(store.directory))
     entries = cast_entries(_describe(parts, source), dtype)
@@ -161,7 +162,10 @@ def find_kind(model: schema.Model) -> str:
     is_mixture = bool(model.moe.num_experts)
     kinds = [x for x in _ARCHITECTURES if FAMILIES[x].is_mixture == is_mixture]
     differences = {kind: _differences(model, kind) for kind in kinds}
-    kind = min(differences, key=lambda kind: len(differences[kind]))
+    kind = min(
+        differences,
+        key=lambda x: (FAMILIES[x].constant["kind"] != model.kind, len(differences[x])),
+    )
     if problems := differences[kind]:
         raise ConfigError(*problems)
     return kind
@@ -217,18 +221,33 @@ def config_of(model: schema.Model, kind: str) -> dict[str, Any]:
     values |= mixture.layer_values(model) if family.has_steps else {}
     biases = model.has_input_bias, model.use_bias
     values |= dict(zip(family.biases, biases, strict=False))
-    rates = {
+    rates = _dropout_rates(model).items()
+    named = [(family.dropouts.get(name), rate) for name, rate in rates]
+    return values | {key: rate for key, rate in named if key is not None}
+
+
+def _dropout_rates(model: schema.Model) -> dict[str, float]:
+    return {
         "embedding_dropout_rate": model.embedding_dropout,
         "attention_dropout_rate": model.attention_dropout_rate,
         "dropout_rate": model.dropout_rate,
     }
-    named = [(family.dropouts.get(name), rate) for name, rate in rates.items()]
-    return values | {key: rate for key, rate in named if key is not None}
+
+
+def report_dropouts(model: schema.Model, kind: str) -> None:
+    """Logs the dropouts of a model that a config.json of its family lacks."""
+    values, keys = config_of(model, kind), FAMILIES[kind].dropouts
+    for name, rate in _dropout_rates(model).items():
+        if rate != values.get(keys.get(name, ""), 0.0):
+            text = "model.%s=%r does not go out: %s has no key for it"
+            logging.warning(text, name, rate, kind)
 
 
 def _value_of(model: schema.Model, setting: str) -> Any:
     if setting == "moe.num_experts":
         return max(experts_by_layer(model))  # of a pyramid one number
+    if setting == "num_token_types":
+        return max(1, model.num_token_types)  # encoders without types are refused
     if setting == "moe.normalise":
         return model.moe.normalise and model.moe.top_k > 1
     return operator.attrgetter(setting)(model)

@@ -25,14 +25,15 @@ class Key:
         kind: Type of its value.
         default: Value if it is absent; None for a setting that zjax derives equally.
         is_nullable: Whether null is a value, that of a setting of 0.
-        names: Names of false and true, for a setting that is a name.
+        names: Settings by value, for one that has other names; the first value goes out
+            for what has none.
     """
 
     setting: str
     kind: type
     default: Any = REQUIRED
     is_nullable: bool = False
-    names: tuple[str, ...] = ()
+    names: Mapping[Any, str] = dataclasses.field(default_factory=dict)
 
     @property
     def takes_null(self) -> bool:
@@ -47,7 +48,10 @@ class Key:
 
     def to_value(self, setting: Any) -> Any:
         """The value of a setting."""
-        value = self.kind(self.names.index(setting) if self.names else setting)
+        if self.names:
+            values = (x for x, name in self.names.items() if name == setting)
+            return next(values, next(iter(self.names)))
+        value = self.kind(setting)
         return None if self.is_nullable and not value else value
 
 
@@ -92,6 +96,7 @@ class Family:
         aliases: Other names of keys, which some versions of transformers write.
         has_steps: Whether keys say which layers have experts.
         is_scaled: Whether positions are scaled where a config.json does not say so.
+        scalings: Other names of kinds of scaling.
     """
 
     rows: tuple[Row, ...]
@@ -117,6 +122,9 @@ class Family:
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     has_steps: bool = False
     is_scaled: bool = False
+    scalings: Mapping[str, str] = dataclasses.field(
+        default_factory=lambda: {"su": "longrope"}
+    )
 
     @property
     def is_mixture(self) -> bool:
@@ -262,6 +270,7 @@ _DEEPSEEK_MOE = {
 """Those of DeepSeek-V3; a run says whether its bias moves."""
 _LOSS = frozenset({"router_aux_loss_coef", "output_router_logits"})
 """Keys of the balance loss, which a run sets itself."""
+_GELUS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact"}
 _BERT = Family(
     rows=tensors.BERT,
     prefix="bert.",
@@ -276,7 +285,6 @@ _BERT = Family(
         "kind": "encoder",
         "norm": "layer_norm",
         "positions": "learned",
-        "activation": "gelu_exact",
         "num_kv_heads": 0,
         "head_size": 0,
         "use_bias": True,
@@ -292,9 +300,9 @@ _BERT = Family(
         "max_position_embeddings": Key("max_length", int),
         "type_vocab_size": Key("num_token_types", int, 2),
         "layer_norm_eps": Key("norm_eps", float, 1e-12),
+        "hidden_act": Key("activation", str, "gelu", names=_GELUS),
     },
     fixed={
-        "hidden_act": Fixed("gelu"),
         "position_embedding_type": Fixed("absolute", None),
         "is_decoder": Fixed(False),
         "add_cross_attention": Fixed(False),
@@ -349,6 +357,7 @@ FAMILIES = {
         biases=(),
         windows=Windows("all"),
         is_partial=True,
+        scalings={"su": "longrope", "yarn": "longrope"},
         dropouts=_dropouts("resid_pdrop", "embd_pdrop", "attention_dropout"),
     ),
     "olmo2": dataclasses.replace(
@@ -380,7 +389,6 @@ FAMILIES = {
             **_PLAIN,
             "norm": "layer_norm",
             "positions": "learned",
-            "activation": "gelu",
             "num_kv_heads": 0,
             "head_size": 0,
             "use_bias": True,
@@ -394,10 +402,10 @@ FAMILIES = {
             "vocab_size": Key("vocab_size", int),
             "n_positions": Key("max_length", int),
             "layer_norm_epsilon": Key("norm_eps", float, 1e-5),
+            "activation_function": Key("activation", str, "gelu_new", names=_GELUS),
             "tie_word_embeddings": Key("tied_head", bool, True),
         },
         fixed={
-            "activation_function": Fixed("gelu_new", "gelu_pytorch_tanh"),
             "scale_attn_weights": Fixed(True),
             "scale_attn_by_inverse_layer_idx": Fixed(False),
             "add_cross_attention": Fixed(False),
@@ -453,7 +461,8 @@ FAMILIES = {
             "qk_rope_head_dim": Key("rotary_size", int, 64),
             "v_head_dim": Key("latent.value_size", int, 128),
             "rope_interleave": Key(
-                *("rotary_pairs", bool, True), names=("halves", "adjacent")
+                *("rotary_pairs", bool, True),
+                names={False: "halves", True: "adjacent"},
             ),
             "moe_intermediate_size": Key("moe.expert_size", int, 2048),
             "n_routed_experts": Key("moe.num_experts", int, 256),

@@ -71,9 +71,12 @@ def weight_problems(
 
 def _find_settings(values: Mapping[str, Any], num_layers: int) -> dict[str, int] | None:
     """The settings that put experts into these layers; None if there are none."""
-    step, dense = values.get(STEP, 1), values.get(DENSE) or []
+    step, dense = values.get(STEP, 1), {*(values.get(DENSE) or [])}
     layers = [i for i in range(step - 1, num_layers, step) if i not in dense]
-    for every in (step, *range(1, num_layers + 1)) if layers else ():
+    if not layers:
+        return None
+    after = layers[1] if layers[1:] else num_layers
+    for every in (step, after - layers[0]):
         first = layers[0] - every + 1
         if first >= 0 and [*range(first, num_layers)[every - 1 :: every]] == layers:
             return {"every": every, "first_dense": first}

@@ -31,8 +31,6 @@ _SCALED = {
 """Numbers of each kind of scaling besides the factor, and their settings."""
 _LISTS = {"short_factor": "short_factors", "long_factor": "long_factors"}
 """Lists of longrope, and their settings."""
-_OLD = {"su": "longrope"}
-"""Other names of kinds."""
 _ORIGINAL = "original_max_position_embeddings"
 _SCALES = {"mscale": "mscale", "mscale_all_dim": "mscale_all_dim"}
 """Numbers of yarn in families with latents, which alone scale their scores."""
@@ -52,7 +50,7 @@ def rotation_settings(
         model: Read for `max_length`, `head_size` and `rotary_size`.
     """
     rope, length = _rope(values), model.max_length
-    kind, share = _kind(rope), _partial(values, rope)
+    kind, share = _kind(rope, family), _partial(values, rope)
     scaling = convert.to_mapping(schema.RopeScaling())
     if kind != "default":
         scaling["kind"] = kind
@@ -69,7 +67,7 @@ def rotation_settings(
     if kind == "dynamic":
         scaling["original_length"] = length
     if kind == "longrope":
-        lists = {ours: rope[theirs] for theirs, ours in _LISTS.items()}
+        lists = {ours: rope.get(theirs, ()) for theirs, ours in _LISTS.items()}
         scaling |= {name: tuple(map(float, x)) for name, x in lists.items()}
     if kind != "default":
         factor = rope.get("factor")
@@ -119,7 +117,7 @@ def rotation_problems(
     """Yields what zjax does not compute of rotary positions, and wrong types."""
     where = f"of {path}"
     rope, name = _rope(values), _name(values)
-    kind = _kind(rope)
+    kind = _kind(rope, family)
     refused = f"{where} is not supported: zjax computes"
     remedy = "use a checkpoint without it"
     for key in MAPPINGS:
@@ -132,7 +130,7 @@ def rotation_problems(
         problem = f"{refused} the scaling of {', '.join(_SCALED)}"
         yield Problem(name, values[name], problem, remedy)
     elif kind != "default":
-        yield from _wrong_numbers(rope, kind, family, name, where)
+        yield from _wrong_numbers(values, rope, kind, family, name, where)
         known = _numbers(kind, family)
         is_read = kind == "yarn" or family.has_latents
         for key in _SCALES if is_read else ():
@@ -151,7 +149,7 @@ def rotation_problems(
             problem = f"{where} is not of type float"
             yield Problem(key, theta, problem, "correct it there")
     local = _local(values)
-    if _kind(local) != "default":
+    if _kind(local, family) != "default":
         problem = f"{refused} no scaling in sliding layers"
         yield Problem(f"{name}.{_SLIDING}", local, problem, remedy)
 
@@ -161,8 +159,8 @@ def unknown_keys(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
     rope, name = _rope(values), _name(values)
     if _LOCAL in values and not family.local_theta:
         rope = {**rope, _LOCAL: values[_LOCAL]}
-    known = {*_ANY, "truncate", *_SCALED.get(_kind(rope), ()), *_SCALES}
-    known |= {*_LISTS} if _kind(rope) == "longrope" else set()
+    known = {*_ANY, "truncate", *_SCALED.get(_kind(rope, family), ()), *_SCALES}
+    known |= {*_LISTS} if _kind(rope, family) == "longrope" else set()
     return {f"{name}.{key}": x for key, x in rope.items() if key not in known}
 
 
@@ -172,7 +170,7 @@ def _numbers(kind: str, family: Family) -> dict[str, str]:
     return _SCALED[kind] | (_SCALES if has_scales else {})
 
 
-def _wrong_numbers(rope, kind, family, name, where) -> Iterator[Problem]:
+def _wrong_numbers(values, rope, kind, family, name, where) -> Iterator[Problem]:
     for key in ("factor", *_numbers(kind, family)):
         value = rope.get(key)
         is_needed = (key == "factor" and kind != "longrope") or kind == "llama3"
@@ -187,10 +185,11 @@ def _wrong_numbers(rope, kind, family, name, where) -> Iterator[Problem]:
     if type(rope.get("truncate")) not in (type(None), bool):
         problem = f"{where} is not of type bool"
         yield Problem(f"{name}.truncate", rope["truncate"], problem, "correct it there")
-    original = rope.get(_ORIGINAL)
-    if original is not None and type(original) is not int:
-        problem = f"{where} is not of type int"
-        yield Problem(f"{name}.{_ORIGINAL}", original, problem, "correct it there")
+    for key, holder in ((f"{name}.{_ORIGINAL}", rope), (_ORIGINAL, values)):
+        given = holder.get(_ORIGINAL)
+        if given is not None and (type(given) is not int or given < 2):
+            problem = f"{where} is no int above 1"
+            yield Problem(key, given, problem, "correct it there")
 
 
 def _name(values: Mapping[str, Any]) -> str:
@@ -219,9 +218,9 @@ def _local_theta(values: Mapping[str, Any], family: Family) -> Any:
     return _local(values).get("rope_theta", given)
 
 
-def _kind(rope: Mapping[str, Any]) -> Any:
+def _kind(rope: Mapping[str, Any], family: Family) -> Any:
     kind = rope.get("rope_type", rope.get("type", "default"))
-    return _OLD.get(kind, kind) if isinstance(kind, str) else kind
+    return family.scalings.get(kind, kind) if isinstance(kind, str) else kind
 
 
 def _theta(values: Mapping[str, Any], rope: Mapping[str, Any], family: Family) -> Any:

@@ -205,6 +205,11 @@ def _wrong(
     if family.padding:
         key = Key("", int, PADDING)
         yield from _wrong_value(family.padding, key, values, path)
+        name = next(n for n, x in family.keys.items() if x.setting == "max_length")
+        first, length = values.get(family.padding, PADDING), values.get(name)
+        if type(first) is type(length) is int and first + 1 >= length:
+            problem = f"of {path} leaves no position of {name}={length}"
+            yield Problem(family.padding, first, problem, "correct it there")
     num_layers = next(n for n, x in family.keys.items() if x.setting == "num_layers")
     number = values.get(num_layers)
     yield from window_problems(values, family.windows, number, path)
@@ -224,6 +229,9 @@ def _wrong_value(
     elif not (_is(value, key.kind) or (value is None and key.takes_null)):
         problem = f"of {path} is not of type {key.kind.__name__}"
         yield Problem(name, value, problem, "correct it there")
+    elif key.names and value not in key.names:
+        what = " or ".join(map(repr, key.names))
+        yield _not_computed(name, value, path, f"zjax computes {what} alone")
 
 
 def _wrong_dropouts(
