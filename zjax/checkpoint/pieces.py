@@ -24,7 +24,7 @@ from zjax.storage.array import spans_of
 
 _SMALL_BYTES = 8 << 20
 """Largest shard that is read as a whole, without programs of its own."""
-_PIECE_BYTES = 64 << 20
+_PIECE_BYTES = 128 << 20
 _MAX_ROW_BYTES = 512 << 20
 """Largest row, of one layer or more, that is read at once."""
 _AHEAD_BYTES = 2 << 30
