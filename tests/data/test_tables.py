@@ -54,6 +54,16 @@ def test_saved_rows_have_the_tokens_of_lines(rows, expected, tmp_path, monkeypat
     assert files_of(tmp_path / "tokens") == expected
 
 
+def test_a_folder_of_saved_datasets_is_read_as_these(expected, tmp_path):
+    """Fails if what describes a dataset is read as text beside it."""
+    half = len(TEXTS) // 2
+    save(tmp_path / "many" / "a", TEXTS[:half])
+    save(tmp_path / "many" / "b", TEXTS[half:])
+    (tmp_path / "many" / "loop").symlink_to(tmp_path)
+    prepare.prepare([tmp_path / "many"], tmp_path / "tokens", validation_fraction=0.1)
+    assert files_of(tmp_path / "tokens") == expected
+
+
 def test_the_library_itself_writes_so(expected, tmp_path):
     """Fails if the library saves otherwise than `save` does."""
     datasets = pytest.importorskip("datasets", reason="needs datasets")

@@ -118,6 +118,11 @@ def test_base_with_adapters_is_the_merged_checkpoint(case, tmp_path):
             "transformer.h.0.attn.c_attn in gpt2; use --format=hf, which merges "
             "adapters",
         ),
+        (
+            "llama",
+            ("lora.rank=2", "model.attention=sparse"),
+            "model.attention='sparse' is 'dense' in llama; leave out --format=peft",
+        ),
     ],
 )
 def test_what_peft_cannot_hold_is_refused(family, overrides, expected, tmp_path):

@@ -11,6 +11,7 @@ import safetensors.numpy
 from flax import nnx
 
 from tests.support import huggingface as golden
+from zjax.checkpoint.export import export_safetensors
 from zjax.checkpoint.store import Store
 from zjax.config.check import check_config
 from zjax.config.load import load_config
@@ -216,6 +217,23 @@ def test_modules_without_a_layer_are_refused(tmp_path):
     assert str(caught.value) == (
         f"{TENSORS}='{folder / TENSORS}' has no tensor that ends in lora_A.weight; "
         f"{remedy}"
+    )
+
+
+def test_a_model_of_no_family_takes_no_adapters_of_peft(tmp_path):
+    """A checkpoint of zjax has no config.json that says what PEFT calls its layers."""
+    run = golden.start(golden.make_config("llama"))
+    save(tmp_path / "run", run.state, run)
+    base = tmp_path / "base.safetensors"
+    export_safetensors(Store(str(tmp_path / "run")), str(base))
+    config = golden.make_config("llama")
+    settings = adapter_settings(FOLDER / "rslora")
+    lora = {f"lora.{name}": value for name, value in settings.items()}
+    changes = {"checkpoint.init_from": str(base), "model.attention": "sparse"}
+    with pytest.raises(ConfigError) as caught:
+        golden.start(load_config(config, lora | changes))
+    assert str(caught.value) == (
+        "model.attention='sparse' is 'dense' in llama; leave lora.init_from empty"
     )
 
 

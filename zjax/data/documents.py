@@ -42,10 +42,7 @@ def list_files(inputs: Sequence[str | pathlib.Path]) -> list[pathlib.Path]:
     problems = []
     for given in map(pathlib.Path, inputs):
         if os.path.isdir(given):
-            entries = tables.saved_files(given)
-            if entries is None:
-                entries = sorted(path for path in given.rglob("*") if path.is_file())
-            non_empty = [path for path in entries if path.stat().st_size]
+            non_empty = [path for path in _files_in(given) if path.stat().st_size]
             files += non_empty
             if not non_empty:
                 problems.append(_problem(given, "holds no text", "give some"))
@@ -58,6 +55,19 @@ def list_files(inputs: Sequence[str | pathlib.Path]) -> list[pathlib.Path]:
     if problems:
         raise DataError(*problems)
     return files
+
+
+def _files_in(folder: pathlib.Path) -> list[pathlib.Path]:
+    """All files, sorted; of a dataset that `datasets` saved, those of its rows."""
+    if (files := tables.saved_files(folder)) is not None:
+        return files
+    found = []
+    for path in sorted(folder.iterdir()):
+        if path.is_file():
+            found.append(path)
+        elif path.is_dir() and not path.is_symlink():
+            found += _files_in(path)
+    return found
 
 
 def read_conversations(path: pathlib.Path) -> Iterator[Document]:

@@ -149,8 +149,12 @@ def new_folder(path: str) -> Iterator[pathlib.Path]:
             shutil.rmtree(partial)
 
 
-def find_kind(model: schema.Model) -> str:
+def find_kind(model: schema.Model, remedy: str = "leave out --format=hf") -> str:
     """The `model_type` that computes what a model does.
+
+    Args:
+        model: Shape of the model.
+        remedy: What to do where there is none, for messages.
 
     Raises:
         ConfigError: There is none; names the settings at fault of the closest one.
@@ -161,7 +165,7 @@ def find_kind(model: schema.Model) -> str:
     """
     is_mixture = bool(model.moe.num_experts)
     kinds = [x for x in _ARCHITECTURES if FAMILIES[x].is_mixture == is_mixture]
-    differences = {kind: _differences(model, kind) for kind in kinds}
+    differences = {kind: _differences(model, kind, remedy) for kind in kinds}
     kind = min(
         differences,
         key=lambda x: (FAMILIES[x].constant["kind"] != model.kind, len(differences[x])),
@@ -171,7 +175,7 @@ def find_kind(model: schema.Model) -> str:
     return kind
 
 
-def _differences(model: schema.Model, kind: str) -> list[Problem]:
+def _differences(model: schema.Model, kind: str, remedy: str) -> list[Problem]:
     family = FAMILIES[kind]
     settings = settings_of(config_of(model, kind), family)
     found = entries_of(convert.from_mapping(schema.Model, settings), settings)
@@ -185,7 +189,6 @@ def _differences(model: schema.Model, kind: str) -> list[Problem]:
         pairs.append(("moe.top_k", top_k, max(top_k, 2)))
     if model.attention == "sparse":
         pairs.append(("attention", "sparse", "dense"))
-    remedy = "leave out --format=hf"
     return [
         Problem(f"model.{name}", as_set(mine), f"is {theirs!r} in {kind}", remedy)
         for name, mine, theirs in pairs

@@ -61,7 +61,7 @@ def export_peft(
     step = store.latest() if step is None else step
     config = load_config(store.extra(step).get("config", {}))
     _check_settings(config)
-    kind = find_kind(config.model)
+    kind = find_kind(config.model, "leave out --format=peft")
     source, _ = open_weights(store, part, step, merges_adapters=False)
     matrices = dict[str, Matrix]()
     for matrix in find_matrices(source.entries, config.model, kind):

@@ -126,4 +126,6 @@ def _differences(
 def _kind(config: schema.Config) -> str:
     """Family of the base model: that of its config.json, or of what it computes."""
     path = find_config(config.checkpoint.init_from)
-    return find_kind(config.model) if path is None else read_config(path)["model_type"]
+    if path is None:
+        return find_kind(config.model, "leave lora.init_from empty")
+    return read_config(path)["model_type"]
