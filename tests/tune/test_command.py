@@ -2,9 +2,9 @@
 
 import json
 import re
-import sys
 
 import pytest
+from absl import flags
 
 from zjax import main
 from zjax.config import load_config
@@ -199,10 +199,9 @@ def test_without_devices_the_reason_is_told(tmp_path, monkeypatch):
     )
 
 
-def test_the_command_line(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["zjax", "tune", "--trials=9"])
-    with pytest.raises(SystemExit) as end:
-        main.run()
-    assert end.value.code == 2
-    refused = "--trials='9' is not an integer in the range [1, 8]"
-    assert refused in capsys.readouterr().err
+def test_the_command_line():
+    if "trials" not in flags.FLAGS:
+        main.define_flags(["zjax"])
+    refused = re.escape("--trials=9: 9 is not an integer in the range [1, 8]")
+    with pytest.raises(flags.IllegalFlagValueError, match=refused):
+        flags.FLAGS["trials"].parse("9")
