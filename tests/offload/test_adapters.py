@@ -83,14 +83,21 @@ CASES = {
 }
 
 
+def assert_near(found, wanted, before, part):
+    """The whole way of an array is what counts: Adam moves by the signs of noise."""
+    found, wanted, before = (x.astype(np.float32) for x in (found, wanted, before))
+    way = np.linalg.norm(wanted - before)
+    assert np.linalg.norm(found - wanted) <= part * way, (found, wanted)
+
+
 @pytest.mark.parametrize("case", some_by_hand(CASES, {"dora"}))
 def test_trajectory_is_that_of_a_run_on_the_device(case):
     """Fails if an adapter gets another gradient, or a frozen weight any."""
     config = config_of(**CASES[case])
     run = start(config)
-    close = (1e-5, 1e-6)
+    close, part = (1e-5, 1e-6), 1e-3
     if config.precision.compute_dtype == "bfloat16":
-        close = (0.02, 0.002)
+        close, part = (0.02, 0.002), 0.2
     before = weights_of(run, run.state)
     state, found = train(run)
     metrics, weights = expected(on_device(config))
@@ -98,11 +105,7 @@ def test_trajectory_is_that_of_a_run_on_the_device(case):
         assert x.keys() == y.keys()
         np.testing.assert_allclose([*x.values()], [y[n] for n in x], *close)
     after = weights_of(run, state)
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, 10 * close[0], 2 * close[1]),
-        after,
-        weights,
-    )
+    jax.tree.map(functools.partial(assert_near, part=part), after, weights, before)
     table = "embedding", "tokens"
     np.testing.assert_array_equal(after[table[0]][table[1]], before[table[0]][table[1]])
     moved = np.abs(found[-1]["loss"] - found[0]["loss"])
