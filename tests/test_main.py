@@ -217,6 +217,7 @@ def test_a_run_from_an_adapter_of_peft_is_evaluated_and_continued(tmp_path):
     greedy = ("--prompt=5", "--max_new_tokens=4", "--temperature=0")
     typed = {"loss": ("evaluate", *of), "text": ("generate", *of, *greedy)}
     said = {name: out for name, (_, out) in run_each(tmp_path, typed).items()}
+    assert "settings that differ" not in said["loss"]
     found = json.loads(said["loss"].splitlines()[-1])
     assert (found["part"], found["step"]) == ("raw", 2)
     assert found["eval_loss"] == pytest.approx(wanted, rel=1e-6)

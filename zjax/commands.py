@@ -34,16 +34,11 @@ from zjax.huggingface.export import export_huggingface
 from zjax.huggingface.peft import export_peft
 from zjax.observe.progress import describe_values
 from zjax.reading import read_text
+from zjax.resume import STARTED_FROM
 from zjax.train.average import choose_part, parts_of
 from zjax.trainer import Trainer
 
-_RESTORED = {
-    "checkpoint.resume": "required",
-    "checkpoint.init_from": "",
-    "checkpoint.expert_noise": 0.0,
-    "checkpoint.resize_vocabulary": False,
-    "lora.init_from": "",
-}
+_RESTORED = {"checkpoint.resume": "required"} | STARTED_FROM
 """Settings of a run that is read again, whatever it started from."""
 _MAX_DIGITS = 18
 _MAX_EXPONENT = 700

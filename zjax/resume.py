@@ -32,6 +32,13 @@ from zjax.typing import Model, Params
 
 _FUNCTION = ".function"
 _ROUND = ("delay", "num_local_steps", "num_fragments", "num_synchronous_steps")
+STARTED_FROM = {
+    "checkpoint.init_from": "",
+    "checkpoint.expert_noise": 0.0,
+    "checkpoint.resize_vocabulary": False,
+    "lora.init_from": "",
+}
+"""What a run started from, and the values of one that reads its checkpoints alone."""
 _NOT_COMPARED = ("checkpoint.resume", "zero.memory")
 """Settings that do not change what a run computes, or that others are derived from."""
 
@@ -111,6 +118,7 @@ def changes(saved: Mapping[str, Any], config: Config) -> list[Difference]:
         difference
         for difference in differences(saved.get("config", {}), config)
         if difference.setting not in _NOT_COMPARED
+        and (difference.setting, difference.other) not in STARTED_FROM.items()
     ]
     changed += _moved_with_steps(saved.get("config", {}), config)
     if saved.get("jax") != jax.__version__:

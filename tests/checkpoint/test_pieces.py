@@ -3,6 +3,7 @@
 import queue
 import threading
 
+import jax
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -92,6 +93,35 @@ def test_arrays_are_read_ahead_as_far_as_there_is_memory(monkeypatch):
         reads.get(timeout=0.2)
     placed.close()
     assert not [x for x in threading.enumerate() if x.name.startswith("read-ahead")]
+
+
+def test_processes_read_no_array_before_it_is_asked_for(monkeypatch):
+    """Their reads and programs may wait for each other, in an order of their own."""
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    array, plan, read = np.ones(SHAPE, np.float32), make_plan(SHAPE, 0), []
+
+    def reader(name):
+        return lambda index: read.append(name) or array[index]
+
+    placed = pieces.place_pieces([(reader(name), plan) for name in "ab"])
+    next(placed)
+    assert read == ["a"] * 3
+    assert len([*placed]) == 1 and read == ["a"] * 3 + ["b"] * 3
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
+def test_what_is_read_ahead_holds_no_more_than_its_bytes(order):
+    """Fails if a slice of columns keeps the rows, or a cached array, that it is of."""
+    turned = np.arange(480, dtype=np.float32).reshape([SHAPE[i] for i in order])
+    array = turned.transpose(np.argsort(order))
+    index = (slice(0, 2), slice(2, 4), slice(0, 10))
+    ((found, piece),) = pieces._read_ahead([(array.__getitem__, index)])
+    assert found == index and not np.shares_memory(piece, turned)
+    np.testing.assert_array_equal(piece, array[index])
+    assert np.argsort(piece.strides).tolist() == np.argsort(array.strides).tolist()
+    whole = np.ones(SHAPE, np.float32)
+    ((_, piece),) = pieces._read_ahead([(whole.__getitem__, (slice(0, 6),))])
+    assert np.shares_memory(piece, whole)
 
 
 def test_an_error_of_a_read_comes_with_its_array():

@@ -12,6 +12,7 @@ import zjax
 from zjax.checkpoint.adapters import merged_kernel
 from zjax.config import schema
 from zjax.errors import ConfigError, ModelError
+from zjax.models import lora
 from zjax.models.build import make_model
 
 X = np.random.default_rng(0).normal(size=(8, 4, 6)).astype(np.float32)
@@ -200,3 +201,13 @@ def test_model_of_functions_is_refused():
         "lora.targets='.*' matches no linear layer; give a Flax module with linear "
         "layers"
     )
+
+
+def test_equal_blocks_with_adapters_have_one_structure():
+    """Fails if users cannot stack blocks: adapters that draw by paths are others."""
+    settings = schema.Lora(rank=2)
+    blocks = [nnx.Linear(4, 4, rngs=nnx.Rngs(i)) for i in range(2)]
+    module = nnx.List(blocks)
+    lora.attach(module, jax.random.key(0), settings=settings)
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *module)
+    assert stacked.lora.a.shape == (2, 4, 2)

@@ -217,3 +217,19 @@ def test_tiles_that_are_frozen_unlike_others_are_refused():
         "same array of another tile; freeze it in all tiles or in none, or keep state "
         "on the devices"
     )
+
+
+def test_a_frozen_bias_of_routers_stays_where_it_is():
+    """Fails if what totals move is looked for among what is trained alone."""
+    moe = schema.MoE(num_experts=4, top_k=2, expert_size=8, bias_rate=0.01)
+    groups = (schema.ParamGroup(pattern="router", learning_rate_scale=0.0),)
+    run = start(
+        make_config(
+            "pinned_host",
+            model=dataclasses.replace(LLAMA, moe=moe),
+            optimizer=QUICK | {"groups": groups},
+        )
+    )
+    state, _ = run.step(run.state, make_batch(0))
+    router = weights_of(run, state)["blocks"]["mlp"]["router"]
+    np.testing.assert_array_equal(router["bias"], 0.0)

@@ -39,17 +39,30 @@ def place_pieces(wanted: Sequence[tuple[Read, ArrayPlan]]) -> Iterator[Any]:
 
     Args:
         wanted: For each array, a function that reads a slice of it, unpadded and in any
-            memory order, and its plan. One thread calls the functions, in turn.
+            memory order, and its plan. One thread calls the functions, in turn; it
+            reads ahead across arrays where there is one process.
     """
-    slices = (
-        (read, index)
-        for read, plan in wanted
-        for spans in _find_devices(plan)
-        for _, index in _cut(plan, spans)
-    )
-    with contextlib.closing(_read_ahead(slices)) as pieces:
-        for _, plan in wanted:
-            yield _place(plan, pieces)
+    # Runs of several processes may wait for each other in a read and in a program.
+    alone = jax.process_count() > 1
+    for part in ([each] for each in wanted) if alone else [wanted]:
+        slices = (
+            (read, index)
+            for read, plan in part
+            for spans in _find_devices(plan)
+            for _, index in _cut(plan, spans)
+        )
+        with contextlib.closing(_read_ahead(slices)) as pieces:
+            for _, plan in part:
+                yield _place(plan, pieces)
+
+
+def _read_alone(read: Read, index: Index) -> np.ndarray:
+    """A slice that holds the memory of no other."""
+    piece = read(index)
+    whole = piece
+    while isinstance(whole.base, np.ndarray):
+        whole = whole.base
+    return piece.copy(order="K") if whole.nbytes > piece.nbytes else piece
 
 
 def _place(plan: ArrayPlan, pieces: Iterator[_Piece]) -> Any:
@@ -145,7 +158,7 @@ def _cut(plan: ArrayPlan, spans: Spans) -> Iterator[tuple[tuple[int, ...], Index
 def _read_ahead(
     slices: Iterable[tuple[Read, Index]],
 ) -> Generator[_Piece, None, None]:
-    """Reads slices in turn, in a thread; as many are read ahead as there is memory."""
+    """Reads slices in turn, in a thread, `_AHEAD_BYTES` ahead."""
     waiting = collections.deque[tuple[int, Index, concurrent.futures.Future[Any]]]()
     num_bytes, thread = 0, concurrent.futures.ThreadPoolExecutor(1, "read-ahead")
 
@@ -160,7 +173,7 @@ def _read_ahead(
             size = 4 * math.prod(x.stop - x.start for x in index)
             while waiting and num_bytes + size > _AHEAD_BYTES:
                 yield take()
-            waiting.append((size, index, thread.submit(read, index)))
+            waiting.append((size, index, thread.submit(_read_alone, read, index)))
             num_bytes += size
         while waiting:
             yield take()

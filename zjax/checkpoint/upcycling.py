@@ -51,8 +51,10 @@ def initial_values(model: Model, key: jax.Array) -> Initial:
             named = {tensor_name(name): x for name, x in params.items()}
             return {name: named[name] for name in names}
 
+        # Here, as settings of JAX hold in one thread; to compile takes longer.
+        lowered = jax.jit(chosen).lower(key)
         thread = concurrent.futures.ThreadPoolExecutor(1, "initial")
-        return thread.submit(lambda: jax.device_get(jax.jit(chosen)(key))).result
+        return thread.submit(lambda: jax.device_get(lowered.compile()(key))).result
 
     return initial
 

@@ -148,11 +148,12 @@ class Adapter(nnx.Module):
     Args:
         matrices: Result of `make_matrices`.
         settings: Rank, alpha, form and dropout.
-        path: Path of its layer.
+        path: Path of its layer, which is kept where adapters draw by it: otherwise
+            equal layers have equal structures.
     """
 
     def __init__(self, matrices: dict[str, Array], settings: schema.Lora, path: str):
-        self.settings, self.path = settings, path
+        self.settings, self.path = settings, path if settings.dropout else ""
         for name, value in matrices.items():
             setattr(self, name, nnx.Param(value))
 

@@ -27,14 +27,17 @@ def moved_params(stack: Stack | None, params: Params) -> dict[str, MovedParam]:
 
     Args:
         stack: The model as a line of blocks, if it is one.
-        params: A tree with the structure of the model's parameters.
+        params: A tree with the structure of the model's parameters, of which some may
+            be None.
 
     Raises:
         ModelError: A segment moves a parameter that it does not have.
     """
     if stack is None or not any(segment.moves for segment in stack.segments):
         return {}
-    paths = jax.tree_util.tree_map_with_path(lambda keys, _: path_of(keys), params)
+    paths = jax.tree_util.tree_map_with_path(
+        lambda keys, _: path_of(keys), params, is_leaf=lambda x: x is None
+    )
     _, trees, _ = stack.split(paths)
     moved: dict[str, MovedParam] = {}
     problems = []
