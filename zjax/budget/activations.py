@@ -89,8 +89,8 @@ def scores_per_token(config: schema.Config, sizes: Mapping[str, int]) -> int:
     """
     model, dtype = config.model, config.precision.compute_dtype
     axes = {axis: sizes[axis] for axis in (SEQUENCE, TENSOR)}
-    passes = sizes[SEQUENCE] > 1 and sequence_method(model, **axes) == "ring"
-    if passes or not _has_scores(config):
+    is_ring = sizes[SEQUENCE] > 1 and sequence_method(model, **axes) == "ring"
+    if is_ring or not _has_scores(config):
         return 0
     extras = 4 * (model.attention_dropout_rate > 0) + 4 * (model.attention_soft_cap > 0)
     itemsize = dtype_bytes(dtype)

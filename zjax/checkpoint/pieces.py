@@ -43,8 +43,8 @@ def place_pieces(wanted: Sequence[tuple[Read, ArrayPlan]]) -> Iterator[Any]:
             reads ahead across arrays where there is one process.
     """
     # Runs of several processes may wait for each other in a read and in a program.
-    alone = jax.process_count() > 1
-    for part in ([each] for each in wanted) if alone else [wanted]:
+    parts = [[each] for each in wanted] if jax.process_count() > 1 else [wanted]
+    for part in parts:
         slices = (
             (read, index)
             for read, plan in part

@@ -2,8 +2,9 @@
 
 import contextlib
 import dataclasses
+import operator
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from zjax.config import axes, schema
@@ -14,6 +15,20 @@ HEAD_LAYER = "head/transform"
 """Path of the linear layer in the head of an encoder."""
 _EITHER = "leave one of them out"
 _ROUTER_BIAS = "blocks/mlp/router/bias"
+_BESIDE_CODES = {
+    "lora.form": ("lora",),
+    "precision.matmul_dtype": ("compute",),
+    "model.moe.num_experts": (0,),
+    "mesh.pipeline": (0, 1),
+    "zero.optimizer_memory": ("device",),
+    "zero.shard_over_replica": (False,),
+    "communication.num_local_steps": (0,),
+}
+_BESIDE_DROPOUT = {
+    "lora.form": ("lora",),
+    "model.mlp_chunk_tokens": (0,),
+    "model.mlp_tiles": (1,),
+}
 
 
 def adapter_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
@@ -53,27 +68,41 @@ def adapter_problems(config: schema.Config, num_devices: int) -> Iterator[Proble
             "model.moe.bias_rate", config.model.moe.bias_rate, problem, remedy
         )
     if lora.quantize:
-        yield from _quantize_problems(config, num_devices)
+        yield from _clashes("lora.quantize", _BESIDE_CODES, config, num_devices)
     if lora.dropout:
-        yield from _dropout_problems(config, num_devices)
+        yield from _clashes("lora.dropout", _BESIDE_DROPOUT, config, num_devices)
+        yield from _head_problems(config)
 
 
-def _dropout_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
-    """Where an adapter would draw otherwise, or not at all."""
-    lora, model = config.lora, config.model
-    settings = {
-        "lora.form": (lora.form, "lora"),
-        "model.mlp_chunk_tokens": (model.mlp_chunk_tokens, 0),
-        "model.mlp_tiles": (model.mlp_tiles, 1),
-    }
+def _clashes(
+    field: str,
+    beside: Mapping[str, tuple[Any, ...]],
+    config: schema.Config,
+    num_devices: int,
+) -> Iterator[Problem]:
+    """What a setting does not combine with: other values than those, or a tensor axis.
+
+    Args:
+        field: The setting.
+        beside: Values of other settings that it combines with.
+        config: Settings of the run.
+        num_devices: Devices of the run.
+    """
+    others = {name: operator.attrgetter(name)(config) for name in beside}
+    found = [(name, x) for name, x in others.items() if x not in beside[name]]
     if axes.mesh_fills(config, num_devices):
         size = axes.axis_sizes(config, num_devices)["tensor"]
-        settings["mesh.tensor"] = size, 1
-    for field, (value, allowed) in settings.items():
-        if value != allowed:
-            problem = f"does not combine with {field}={value!r}"
-            yield Problem("lora.dropout", lora.dropout, problem, _EITHER)
-    if model.kind == "encoder" and _adapts(lora.targets, HEAD_LAYER):
+        found += [("mesh.tensor", size)] if size > 1 else []
+    value = operator.attrgetter(field)(config)
+    for name, other in found:
+        problem = f"does not combine with {name}={other!r}"
+        yield Problem(field, value, problem, _EITHER)
+
+
+def _head_problems(config: schema.Config) -> Iterator[Problem]:
+    """The head of an encoder, where an adapter would not draw."""
+    lora = config.lora
+    if config.model.kind == "encoder" and _adapts(lora.targets, HEAD_LAYER):
         problem = f"does not reach {HEAD_LAYER}, which lora.targets={lora.targets!r} "
         problem += "adapts"
         remedy = "name layers of blocks there, such as blocks/, or leave it at 0.0"
@@ -84,32 +113,6 @@ def _adapts(patterns: Sequence[str], path: str) -> bool:
     with contextlib.suppress(re.error):  # a problem of its own
         return any(re.search(pattern, path) for pattern in patterns)
     return False
-
-
-def _quantize_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
-    """What does not work with frozen matrices of codes."""
-    value, found = config.lora.quantize, [*_unquantized(config)]
-    if axes.mesh_fills(config, num_devices):
-        size = axes.axis_sizes(config, num_devices)["tensor"]
-        found += [("mesh.tensor", size)] if size > 1 else []
-    for field, other in found:
-        problem = f"does not combine with {field}={other!r}"
-        yield Problem("lora.quantize", value, problem, _EITHER)
-
-
-def _unquantized(config: schema.Config) -> Iterator[tuple[str, Any]]:
-    settings = {
-        "lora.form": (config.lora.form, ("lora",)),
-        "precision.matmul_dtype": (config.precision.matmul_dtype, ("compute",)),
-        "model.moe.num_experts": (config.model.moe.num_experts, (0,)),
-        "mesh.pipeline": (config.mesh.pipeline, (0, 1)),
-        "zero.optimizer_memory": (config.zero.optimizer_memory, ("device",)),
-        "zero.shard_over_replica": (config.zero.shard_over_replica, (False,)),
-        "communication.num_local_steps": (config.communication.num_local_steps, (0,)),
-    }
-    for field, (value, allowed) in settings.items():
-        if value not in allowed:
-            yield field, value
 
 
 def _without_effect(lora: schema.Lora) -> Iterator[Problem]:
