@@ -46,12 +46,6 @@ RANK = {"lora": {"rank": 4}}
             "or set lora.quantize to 'int8' or 'int4'",
         ),
         (
-            {"lora": {"rank": 4}, "model": {"moe": {"num_experts": 4, "top_k": 2}}}
-            | {"model.moe.bias_rate": 0.01},
-            "model.moe.bias_rate=0.01 moves blocks/mlp/router/bias, which lora.rank=4 "
-            "freezes; set it to 0.0, or name the bias in lora.also_train",
-        ),
-        (
             {"lora": {"rank": 4, "quantize": "int4", "form": "dora"}}
             | {"precision": {"matmul_dtype": "float8"}, "mesh": {"replica": 2}}
             | {"zero": {"stage": 3, "shard_over_replica": True}},

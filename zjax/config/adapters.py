@@ -14,7 +14,6 @@ from zjax.errors import Problem
 HEAD_LAYER = "head/transform"
 """Path of the linear layer in the head of an encoder."""
 _EITHER = "leave one of them out"
-_ROUTER_BIAS = "blocks/mlp/router/bias"
 _BESIDE_CODES = {
     "lora.form": ("lora",),
     "precision.matmul_dtype": ("compute",),
@@ -61,12 +60,6 @@ def adapter_problems(config: schema.Config, num_devices: int) -> Iterator[Proble
     if setting := frozen_as_masters(config):
         problem = f"does not combine with {setting}, which has no frozen parameters"
         yield Problem("lora.rank", lora.rank, problem, _EITHER)
-    if config.model.moe.bias_rate and not _adapts(lora.also_train, _ROUTER_BIAS):
-        problem = f"moves {_ROUTER_BIAS}, which lora.rank={lora.rank} freezes"
-        remedy = "set it to 0.0, or name the bias in lora.also_train"
-        yield Problem(
-            "model.moe.bias_rate", config.model.moe.bias_rate, problem, remedy
-        )
     if lora.quantize:
         yield from _clashes("lora.quantize", _BESIDE_CODES, config, num_devices)
     if lora.dropout:
