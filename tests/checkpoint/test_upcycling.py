@@ -1,5 +1,6 @@
 """A mixture of experts that starts from a dense model computes what that model does."""
 
+import concurrent.futures
 import dataclasses
 import threading
 
@@ -11,8 +12,9 @@ import safetensors.numpy
 from flax import nnx
 
 from tests.support import language
-from zjax.checkpoint import upcycling
-from zjax.checkpoint.layout import name_leaves
+from zjax.checkpoint import adapters, upcycling
+from zjax.checkpoint.layout import Entry, name_leaves
+from zjax.checkpoint.views import Source
 from zjax.config import schema
 from zjax.config.load import load_config
 from zjax.errors import CheckpointError, ConfigError
@@ -182,8 +184,48 @@ def test_a_source_with_an_array_that_the_mixture_lacks_is_refused(
         start(make_config(shape, path, {"num_experts": 4, "every": 3}))
 
 
+NEW = {
+    "adapters": (
+        adapters.with_adapters,
+        schema.Config(lora=schema.Lora(rank=4)),
+        {"kernel": (3, 2, 5), "lora.a": (3, 2, 4), "lora.b": (3, 4, 5)},
+        "kernel",
+    ),
+    "mixture": (
+        upcycling.upcycled,
+        schema.Config(
+            model=dataclasses.replace(
+                GPT, embed_size=2, mlp_size=5, moe=schema.MoE(num_experts=4)
+            )
+        ),
+        {"experts.up.kernel": (3, 4, 2, 5), "router.kernel": (3, 2, 4)},
+        "experts.up.kernel",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", NEW)
+def test_new_arrays_are_drawn_from_the_first_read_on(kind):
+    """Fails if a checkpoint that is refused draws them, or others do not start to."""
+    adapt, config, shapes, old = NEW[kind]
+    prefix = "blocks.mlp.up." if kind == "adapters" else "blocks.mlp."
+    wanted = {f"{prefix}{n}": Entry(shape, "float32") for n, shape in shapes.items()}
+    kernel = {"blocks.mlp.up.kernel": Entry((3, 2, 5), "float32")}
+    source = Source(kernel, lambda name, index: np.zeros((3, 2, 5))[index])
+    drawn = []
+
+    def draw():
+        drawn.append(kind)
+        return concurrent.futures.Future()
+
+    found = adapt(source, wanted, config, lambda names: draw)
+    assert found.entries.keys() == wanted.keys() and not drawn
+    found.read(f"{prefix}{old}", tuple(slice(0, n) for n in shapes[old]))
+    assert drawn
+
+
 def test_new_arrays_are_drawn_while_others_are_read():
-    """Fails if a run waits for them before it reads, or draws them when asked."""
+    """Fails if a run waits for them before it reads."""
     started, go_on = threading.Event(), threading.Event()
 
     def wait():
@@ -199,8 +241,10 @@ def test_new_arrays_are_drawn_while_others_are_read():
     key = jax.random.key(0)
     with jax.threefry_partitionable(False):
         expected = jax.random.normal(key, (2,))
-        values = upcycling.initial_values(model, key)(["a.b"])
+        draw = upcycling.initial_values(model, key)(["a.b"])
+    values = draw()
     assert started.wait(60)
     go_on.set()
-    (found,) = values().values()
+    (found,) = values.result().values()
+    assert draw() is values
     np.testing.assert_array_equal(found, expected)

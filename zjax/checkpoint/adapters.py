@@ -5,6 +5,7 @@
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,9 +17,9 @@ from zjax.config import schema
 
 _MATRIX = re.compile(r"(?P<layer>.+[./])lora[./](?P<matrix>a|b|magnitude)")
 
-Initial = Callable[[Sequence[str]], Callable[[], Mapping[str, np.ndarray]]]
-"""Starts to draw the arrays of these names of a new model; the result waits for them.
-"""
+Initial = Callable[[Sequence[str]], Callable[[], Future[Mapping[str, np.ndarray]]]]
+"""A function that draws the arrays of these names of a new model: its first call starts
+to. A source calls it in its first read, when no check can refuse it any more."""
 
 
 def merged_kernel(
@@ -116,7 +117,7 @@ def with_adapters(
     if not missing:
         return source
     drawn = [n for n, (_, matrix) in missing.items() if matrix != "magnitude"]
-    values = initial(drawn)
+    draw = initial(drawn)
     stacked = views.restacked(source, list(layers.stack_all(source.entries)))
 
     def lengths(name: str, index: Index) -> np.ndarray:
@@ -130,10 +131,11 @@ def with_adapters(
         return np.sqrt(squares.sum(axis=dims))[(..., *index[depth:])]
 
     def read(name: str, index: Index) -> np.ndarray:
+        values = draw()
         if name not in missing:
             return source.read(name, index)
         is_length = missing[name][1] == "magnitude"
-        return lengths(name, index) if is_length else values()[name][index]
+        return lengths(name, index) if is_length else values.result()[name][index]
 
     return Source({**source.entries, **{n: wanted[n] for n in missing}}, read)
 

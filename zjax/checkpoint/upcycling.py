@@ -8,6 +8,7 @@ Reference: arXiv:2212.05055.
 """
 
 import concurrent.futures
+import functools
 import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,18 +35,19 @@ _BLOCK = re.compile(
 _EXPERTS = "mlp.experts."
 _RESIDUAL = "mlp.residual."
 _SILENT = "mlp.shared.down."
+_Values = concurrent.futures.Future[Mapping[str, np.ndarray]]
 _NEW = ("mlp.router.", "mlp.coefficient.", "mlp.shared.", "mlp.shared_gate.")
 
 
 def initial_values(model: Model, key: jax.Array) -> Initial:
-    """Makes a function that starts to draw arrays of a new model.
+    """Makes functions that draw arrays of a new model in a thread.
 
     Args:
         model: Makes the arrays.
         key: Random key of a new model.
     """
 
-    def initial(names: Sequence[str]) -> Callable[[], Mapping[str, np.ndarray]]:
+    def initial(names: Sequence[str]) -> Callable[[], _Values]:
         def chosen(key: jax.Array) -> dict[str, jax.Array]:
             params = layout.name_leaves(model.init(key)[0])
             named = {tensor_name(name): x for name, x in params.items()}
@@ -53,8 +55,13 @@ def initial_values(model: Model, key: jax.Array) -> Initial:
 
         # Here, as settings of JAX hold in one thread; to compile takes longer.
         lowered = jax.jit(chosen).lower(key)
-        thread = concurrent.futures.ThreadPoolExecutor(1, "initial")
-        return thread.submit(lambda: jax.device_get(lowered.compile()(key))).result
+
+        @functools.cache
+        def draw() -> _Values:
+            thread = concurrent.futures.ThreadPoolExecutor(1, "initial")
+            return thread.submit(lambda: jax.device_get(lowered.compile()(key)))
+
+        return draw
 
     return initial
 
@@ -140,7 +147,7 @@ class _Upcycled:
         self.numbers = _layer_numbers(config.model)
         self.new = [n for n in wanted if _array_of(n).startswith(_NEW)]
         drawn = [n for n in self.new if not _array_of(n).startswith(_SILENT)]
-        self.initial = initial(drawn)
+        self.draw = initial(drawn)
         entries, used = {name: wanted[name] for name in self.new}, set()
         for name, entry in wanted.items():
             parts = self.parts(name) if _array_of(name) and name not in entries else []
@@ -164,14 +171,14 @@ class _Upcycled:
 
     def read(self, name: str, index: Index) -> np.ndarray:
         """Reads a slice."""
-        array = _array_of(name)
+        values, array = self.draw(), _array_of(name)
         if not array:
             return self.dense.read(name, index)
         if array.startswith(_SILENT):
             shape = [s.stop - s.start for s in index]
             return np.zeros(shape, self.entries[name].dtype)
         if name in self.new:
-            return self.initial()[name][index]
+            return values.result()[name][index]
         layer_numbers, rest = self.numbers[_place_of(name)][index[0]], index[1:]
         parts = self.parts(name)
         if array.startswith(_EXPERTS):
