@@ -3,6 +3,7 @@
 import collections
 import json
 import shutil
+import tracemalloc
 
 import jax
 import ml_dtypes
@@ -112,6 +113,19 @@ def test_slices_of_mxfp4_are_those_of_the_whole(num_inputs):
         if found.size:
             rows = len(found) * found.shape[2]
             assert counts[1] == [rows * num_blocks(index[1], 32)]
+
+
+@pytest.mark.parametrize("form", [Fp8(), Mxfp4()], ids=["fp8", "mxfp4"])
+def test_values_take_little_more_than_their_own_memory(form):
+    """Fails if whole arrays of indices or factors are beside the values."""
+    shape = (2, 512, 2048)
+    stored = [np.zeros(x.shape, x.dtype) for x in form.entries(shape)]
+    form.read(whole((1, 1, 1)), *(x.__getitem__ for x in stored))  # makes its table
+    tracemalloc.start()
+    found = form.read(whole(shape), *(x.__getitem__ for x in stored))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert found.shape == shape and peak < found.nbytes + 16 * 2**17 + 2**19
 
 
 def num_blocks(span, size):

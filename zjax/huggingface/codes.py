@@ -9,7 +9,8 @@ arXiv:2412.19437.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from typing import ClassVar
 
 import jax.numpy as jnp
@@ -52,11 +53,20 @@ class Fp8:
         """A slice of the plain values, from functions that read the two tensors."""
         sizes = self._sizes(len(index))
         factors = scales(tuple(map(_blocks_of, index, sizes))).astype(np.float32)
-        for dim in reversed(range(len(index))):  # the copies of rows come last
-            factors = np.repeat(factors, sizes[dim], dim)
-            local = _inside(index[dim], sizes[dim])
-            factors = factors[(*[slice(None)] * dim, local)]
-        return _float8_values()[codes(index).view(np.uint8)] * factors
+        *outer, length = factors.shape
+        factors = factors.reshape(math.prod(outer), length)
+        factors = _spread(factors, 1, index[-1], sizes[-1])
+        numbers = np.arange(len(factors)).reshape(outer)  # the factors of each row
+        for dim, size in enumerate(sizes[:-1]):
+            numbers = _spread(numbers, dim, index[dim], size)
+        numbers = numbers.reshape(-1)
+        stored = codes(index).view(np.uint8)
+        rows = stored.reshape(numbers.size, factors.shape[1])
+        values = np.empty(rows.shape, np.float32)
+        for some in _chunks(*rows.shape):
+            plain = _float8_values()[rows[some]]
+            np.multiply(plain, factors[numbers[some]], out=values[some])
+        return values.reshape(stored.shape)
 
     def _sizes(self, num_dims: int) -> tuple[int, ...]:
         """Elements of a block along each dim."""
@@ -90,15 +100,20 @@ class Mxfp4:
         """A slice of the plain values, as a view of one in the order of the file."""
         experts, inputs, outputs = index
         blocks = experts, outputs, _blocks_of(inputs, _MX_BLOCK)
-        pairs = scales(blocks).astype(np.uint16)[..., np.newaxis] << 8
-        pairs = pairs | codes((*blocks, slice(0, _MX_BLOCK // 2)))
-        values = _mx_values()[pairs].view(jnp.bfloat16)
-        num_experts, num_outputs, num_blocks, _ = values.shape
-        values = values.reshape(num_experts, num_outputs, num_blocks * _MX_BLOCK)
+        low = codes((*blocks, slice(0, _MX_BLOCK // 2)))
+        *shape, num_blocks, num_bytes = low.shape
+        low, high = low.reshape(-1, num_bytes), scales(blocks).reshape(-1, 1)
+        values = np.empty(low.shape, np.uint32)
+        for some in _chunks(*low.shape):
+            pairs = high[some].astype(np.uint16) << 8 | low[some]
+            values[some] = _mx_values()[pairs]
+        values = values.view(jnp.bfloat16).reshape(*shape, num_blocks * _MX_BLOCK)
         return values[..., _inside(inputs, _MX_BLOCK)].swapaxes(1, 2)
 
 
 Format = Fp8 | Mxfp4
+_CHUNK = 2**17
+"""Codes that are looked up at once."""
 _MX_BLOCK = 32
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -110,6 +125,18 @@ def _num_blocks(size: int, block: int) -> int:
 def _blocks_of(span: slice, block: int) -> slice:
     """Blocks that hold a slice."""
     return slice(span.start // block, _num_blocks(span.stop, block))
+
+
+def _spread(x: np.ndarray, dim: int, span: slice, block: int) -> np.ndarray:
+    """For each element of a slice what `x` has for its block."""
+    numbers = np.arange(span.start, span.stop) // block - span.start // block
+    return x.take(numbers, dim)
+
+
+def _chunks(num_rows: int, length: int) -> Iterator[slice]:
+    """Rows that fit a cache together: indices into a table have 8 bytes each."""
+    step = max(1, _CHUNK // max(1, length))
+    return (slice(first, first + step) for first in range(0, num_rows, step))
 
 
 def _inside(span: slice, block: int) -> slice:
