@@ -572,6 +572,16 @@ def test_layers_with_experts_go_in_and_out(step, dense, num_layers, expected, tm
     }
 
 
+@pytest.mark.parametrize("number", [0, 16_385, 10**12])
+def test_a_number_of_layers_is_checked_before_layers_are_listed(number, tmp_path):
+    """Fails if a number alone takes more memory than there is."""
+    for family in ("qwen3_moe", "qwen2"):
+        assert refusal(tmp_path, family, num_hidden_layers=number) == [
+            f"num_hidden_layers={number} of config.json is out of range; use 1 to "
+            "16384 there"
+        ]
+
+
 def test_old_keys_of_two_bases(tmp_path):
     """As Gemma 3 was published."""
     removed = dict.fromkeys(("rope_parameters", "layer_types"), golden.REMOVED)

@@ -13,8 +13,11 @@ from flax import nnx
 
 from tests.support import huggingface as golden
 from zjax.checkpoint import weights
+from zjax.checkpoint.layout import Entry
 from zjax.checkpoint.views import Source
 from zjax.errors import CheckpointError, ConfigError
+from zjax.huggingface import settings
+from zjax.huggingface.source import TOKENS, adapted
 from zjax.models.generate import generate
 from zjax.sharding import plan as plans
 
@@ -30,6 +33,16 @@ def logits_of(run, tokens):
 def test_logits_and_greedy_tokens_are_those_of_transformers(family):
     """Fails if a matrix is transposed, a part swapped, or a constant another."""
     check(golden.start(golden.make_config(family)), golden.expected_of(family))
+
+
+def test_the_config_is_read_once(monkeypatch):
+    """Fails if shape and quantisation may be those of two versions of the file."""
+    config, paths = golden.make_config("llama"), []
+    read = settings.read_text
+    monkeypatch.setattr(settings, "read_text", lambda x: paths.append(x) or read(x))
+    source = weights.open_source(str(LLAMA))
+    adapted(source, {TOKENS: Entry((61, 16), "float32")}, config)
+    assert paths == [LLAMA / "config.json"]
 
 
 @pytest.mark.parametrize(

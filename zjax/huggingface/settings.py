@@ -11,6 +11,7 @@ from absl import logging
 
 from zjax.config import convert, schema
 from zjax.config.paths import local_path
+from zjax.config.ranges import MAX_LAYERS
 from zjax.errors import ConfigError, Problem
 from zjax.huggingface import mixture, quantization, rotation
 from zjax.huggingface.families import (
@@ -66,16 +67,18 @@ def model_settings(directory: str | os.PathLike[str], **changes: Any) -> dict[st
     return settings_of(values, family) | _dropout(values, family)
 
 
-def shape_of(path: pathlib.Path) -> tuple[dict[str, Any], Family]:
+def shape_of(
+    values: Mapping[str, Any], path: pathlib.Path
+) -> tuple[dict[str, Any], Family]:
     """Settings of the shape alone, which weights depend on, and the family.
 
     Args:
-        path: A config.json.
+        values: Content of a config.json.
+        path: The file, for messages.
 
     Raises:
         ConfigError: As `model_settings`, but for dropouts.
     """
-    values = read_config(path)
     family = find_family(values, path)
     values = _with_usual_names(values, family)
     if problems := [*_wrong(values, family, path)]:
@@ -210,13 +213,24 @@ def _wrong(
         if type(first) is type(length) is int and first + 1 >= length:
             problem = f"of {path} leaves no position of {name}={length}"
             yield Problem(family.padding, first, problem, "correct it there")
-    num_layers = next(n for n, x in family.keys.items() if x.setting == "num_layers")
-    number = values.get(num_layers)
+    yield from _wrong_layers(values, family, path)
+    if family.is_mixture:
+        yield from mixture.weight_problems(values, family, path)
+
+
+def _wrong_layers(
+    values: Mapping[str, Any], family: Family, path: pathlib.Path
+) -> Iterator[Problem]:
+    """Problems of the number of layers, and of what is listed for each of them."""
+    name = next(n for n, x in family.keys.items() if x.setting == "num_layers")
+    number = values.get(name)
+    if type(number) is int and not 1 <= number <= MAX_LAYERS:
+        problem = f"of {path} is out of range"
+        yield Problem(name, number, problem, f"use 1 to {MAX_LAYERS} there")
+        return
     yield from window_problems(values, family.windows, number, path)
     if family.has_steps:
         yield from mixture.layer_problems(values, number, path)
-    if family.is_mixture:
-        yield from mixture.weight_problems(values, family, path)
 
 
 def _wrong_value(

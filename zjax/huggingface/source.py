@@ -50,7 +50,8 @@ def adapted(
     path = find_config(config.checkpoint.init_from)
     if path is None or TOKENS not in wanted or TOKENS in source.entries:
         return source
-    settings, family = shape_of(path)
+    values = read_config(path)
+    settings, family = shape_of(values, path)
     model = convert.from_mapping(schema.Model, settings)
     _check_model(config, model, settings, path)
     prefix = _find_prefix(source, family)
@@ -61,7 +62,7 @@ def adapted(
         for layout in layouts.values()
         for name in layout.tensors.values()
     }
-    quantized = find_quantized(read_config(path), plain, source)
+    quantized = find_quantized(values, plain, source)
     check_same(
         quantized.stored(plain),
         {name: x for name, x in source.entries.items() if name not in ignored},
