@@ -11,6 +11,7 @@ from zjax.config import schema
 from zjax.models import Decoder, Encoder
 from zjax.observe import describe_flops, flops_per_token, num_params, peak_flops
 from zjax.observe.flops import matmul_params
+from zjax.observe.weight_flops import multiplied_weights
 
 GPT2 = schema.Model()
 GPT2_XL = dataclasses.replace(
@@ -144,6 +145,7 @@ def test_num_params_counts_the_arrays_of_the_model(changes):
     made = nnx.eval_shape(lambda: module(model, rngs=nnx.Rngs(0)))
     arrays = jax.tree.leaves(nnx.state(made, nnx.Param))
     assert num_params(model) == sum(math.prod(array.shape) for array in arrays)
+    assert matmul_params(model) == sum(multiplied_weights(model).values())
 
 
 def test_values_of_latents_count_with_their_size():
@@ -232,7 +234,7 @@ def test_the_formula_says_what_is_counted():
     assert text == (
         "6 x 7,504,924,672 + 6 x 32 layers x 4,096 x 8,192 = 51,472.0 MFLOP per token"
     )
-    how = {"causal_attention": "half", "per_weight": 4}
+    how = {"causal_attention": "half", "per_weight": 4.0}
     text = describe_flops(LLAMA_8B, 8192, **how)
     assert text.startswith("4 x 7,504,924,672 + 6 x ")
     total = flops_per_token(LLAMA_8B, 8192, **how)

@@ -30,6 +30,7 @@ from zjax.errors import BenchError, Problem
 from zjax.initialize import Run, make_run
 from zjax.models.build import make_model
 from zjax.observe import flops
+from zjax.observe.weight_flops import flops_per_weight
 from zjax.optim.build import make_optimizer
 from zjax.optim.schedules import make_schedule
 from zjax.processes.software import versions
@@ -283,11 +284,11 @@ def _speed(
             config.model,
             config.data.length,
             causal_attention=causal_attention,
-            per_weight=flops.flops_per_weight(config),
+            per_weight=flops_per_weight(config),
         )
         return speed.median * work / peak if peak else None
 
-    work = flops.flops_per_weight(config) * flops.matmul_params(config.model)
+    work = flops_per_weight(config) * flops.matmul_params(config.model)
     return {
         "tokens_per_second_per_device": speed,
         "step_seconds": Spread.of(seconds),

@@ -20,6 +20,7 @@ from zjax.config.check import check_config
 from zjax.errors import ConfigError, PlanError, Problem
 from zjax.models.build import make_model
 from zjax.observe import flops
+from zjax.observe.weight_flops import flops_per_weight
 from zjax.optim.build import make_optimizer
 from zjax.sharding import mesh as meshes
 from zjax.sharding.describe import format_bytes, render_table
@@ -218,7 +219,7 @@ def _compute_seconds(config: schema.Config, num_devices: int) -> tuple[float, st
         config.model,
         config.data.length,
         causal_attention="half",
-        per_weight=flops.flops_per_weight(config),
+        per_weight=flops_per_weight(config),
     )
     peak, source = _peak_flops(config)
     seconds = tokens * work / (num_devices * peak * ASSUMED_MFU)

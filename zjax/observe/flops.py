@@ -55,26 +55,12 @@ def matmul_params(model: schema.Model) -> int:
     return num_params(model, active=True) - _table_params(model) + tied
 
 
-def flops_per_weight(config: schema.Config) -> int:
-    """FLOPs of forward and backward pass per token and weight of a matrix.
-
-    They are 4 under adapters, as the gradients of frozen weights are not computed; the
-    adapters themselves are left out. Matrices of `lora.also_train` count as frozen, and
-    those frozen by `optimizer.groups` as trained.
-
-    Example:
-        >>> [flops_per_weight(schema.Config(lora=schema.Lora(rank=n))) for n in (0, 16)]
-        [6, 4]
-    """
-    return 4 if config.lora.rank else 6
-
-
 def flops_per_token(
     model: schema.Model,
     length: int,
     *,
     causal_attention: CausalAttention,
-    per_weight: int = 6,
+    per_weight: float = 6.0,
 ) -> float:
     """FLOPs of forward and backward pass per token: 6 N plus attention.
 
@@ -101,7 +87,7 @@ def describe_flops(
     length: int,
     *,
     causal_attention: CausalAttention,
-    per_weight: int = 6,
+    per_weight: float = 6.0,
 ) -> str:
     """The formula of `flops_per_token` with its numbers, in one line.
 
@@ -115,7 +101,7 @@ def describe_flops(
     )
     channels = _attended_channels(model)
     attention = f"{model.num_layers} layers x {channels:,} x {length:,}"
-    text = f"{per_weight} x {matmul_params(model):,} + {factor:.4g} x {attention}"
+    text = f"{per_weight:.4g} x {matmul_params(model):,} + {factor:.4g} x {attention}"
     return f"{text} = {total / 1e6:,.1f} MFLOP per token"
 
 

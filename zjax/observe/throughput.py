@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 from zjax.config.schema import Config
 from zjax.observe import flops
+from zjax.observe.weight_flops import flops_per_weight
 
 NUM_SKIPPED_LAPS = 2
 """Uncounted first steps: they compile, and fill the queue of the device."""
@@ -110,12 +111,12 @@ def make_throughput(
         config.model,
         config.data.length,
         causal_attention="half",
-        per_weight=flops.flops_per_weight(config),
+        per_weight=flops_per_weight(config),
     )
     full = flops.flops_per_token(
         config.model,
         config.data.length,
         causal_attention="full",
-        per_weight=flops.flops_per_weight(config),
+        per_weight=flops_per_weight(config),
     )
     return Throughput(num_devices, configured or table, (half, full))

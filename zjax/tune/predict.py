@@ -18,6 +18,7 @@ from zjax.config.groups import is_held_frozen
 from zjax.errors import ZjaxError
 from zjax.models.build import make_model
 from zjax.observe import flops
+from zjax.observe.weight_flops import flops_per_weight
 from zjax.optim.build import make_optimizer
 from zjax.sharding import mesh as meshes
 from zjax.sharding.paths import path_of
@@ -103,7 +104,7 @@ class Predictor:
             config.model,
             config.data.length,
             causal_attention="half",
-            per_weight=flops.flops_per_weight(config),
+            per_weight=flops_per_weight(config),
         )
         seconds = tokens * work / shares / self._flops
         seconds *= (1 + RECOMPUTED[candidate.remat]) * (
