@@ -29,7 +29,7 @@ from zjax.errors import ModelError, Problem
 from zjax.ops.keys import fold_in, loss_key
 from zjax.ops.token_subset import on_subset
 from zjax.parallel import remat
-from zjax.sharding.layers import cut_layers, layers_of
+from zjax.sharding.layers import LayerOf, cut_layers, layers_of
 from zjax.typing import (
     Auxiliary,
     Batch,
@@ -273,7 +273,8 @@ def run_blocks(
     """Threads a carry through equal blocks.
 
     Args:
-        step: `step(params, carry, input) -> (carry, output)`.
+        step: `step(params, carry, input) -> (carry, output)`, with parameters for
+            `read_layer`.
         blocks: Arrays that stack the parameters of the blocks, or their `Layers`.
         carry: Input of the first block.
         inputs: One tree per block; with a scan, one per block of an iteration, stacked
@@ -291,19 +292,23 @@ def run_blocks(
         (12, [2, 2, 4])
     """
 
-    def run_few(carry: Any, blocks: Params, inputs: Sequence[Any]) -> Any:
+    def run_few(carry: Any, layers: Sequence[Params], inputs: Sequence[Any]) -> Any:
         outputs = []
-        layers = layers_of(blocks, len(inputs))
         for params, block_input in zip(layers, inputs, strict=True):
             carry, output = step(params, carry, block_input)
             outputs.append(output)
         return carry, tuple(outputs)
 
+    def run_group(carry: Any, xs: Any) -> Any:
+        group, inputs = xs
+        layers = [LayerOf(group, i) for i in range(scan_size)]
+        return run_few(carry, layers if scan_size > 1 else [group], inputs)
+
     if scan_size == 0:
-        return run_few(carry, blocks, inputs)
-    grouped = jax.tree.map(lambda x: x.reshape(-1, scan_size, *x.shape[1:]), blocks)
-    xs = (grouped, tuple(inputs))
-    return jax.lax.scan(lambda carry, xs: run_few(carry, *xs), carry, xs)
+        return run_few(carry, layers_of(blocks, len(inputs)), inputs)
+    if scan_size > 1:
+        blocks = jax.tree.map(lambda x: x.reshape(-1, scan_size, *x.shape[1:]), blocks)
+    return jax.lax.scan(run_group, carry, (blocks, tuple(inputs)))
 
 
 def combine(auxiliaries: Sequence[Auxiliary]) -> Auxiliary:

@@ -17,6 +17,7 @@ from zjax.models.embedding import Context, Embedding
 from zjax.models.heads import Head
 from zjax.models.layers import Stored
 from zjax.models.segments import BlockGroup, layers_of, segments_of
+from zjax.sharding.layers import read_layer
 from zjax.models.stack import execution_of
 from zjax.ops import attention, sparse
 
@@ -227,7 +228,7 @@ def _run_blocks(step, model, x, caches=None):
         empty = (None,) * (size or shapes[number].num_blocks)
 
         def one(params, x, given, graph=graph):
-            return step(nnx.merge(graph, params), x, given)
+            return step(nnx.merge(graph, read_layer(params)), x, given)
 
         inputs = empty if caches is None else caches[number]
         x, outputs = run_blocks(one, params, x, inputs, scan_size=size)

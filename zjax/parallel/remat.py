@@ -16,6 +16,8 @@ from jax.ad_checkpoint import checkpoint_name
 from zjax.comm import tokens
 from zjax.jaxprs.primitives import CHEAP
 from zjax.ops import activation, attention, cross_entropy, sparse
+from zjax.sharding.layers import read_layer
+from zjax.typing import Params
 from zjax_kernels import norm
 
 Policy = Literal[
@@ -89,6 +91,7 @@ def recompute(
 
     Args:
         block: Pure function of parameters, stream and other arrays, in this order.
+            The result also takes parameters for `read_layer`.
         policy: One of the names above.
         in_loop: Whether the block runs in a loop of two iterations or more. The
             compiler then cannot undo the recomputation by common subexpressions.
@@ -102,15 +105,17 @@ def recompute(
         >>> float(jax.grad(square)(3.0))
         6.0
     """
-    if policy == "none":
-        return block
-    saved = keeps(policy, memory)
+    in_order = policy in ("attention", "full") or memory != "device"
 
-    def run(*args: Any) -> Any:
-        if policy in ("attention", "full") or memory != "device":
+    def run(params: Params, *args: Any) -> Any:
+        args = (read_layer(params), *args)
+        if policy != "none" and in_order:
             args = (*_in_backward_order(args[:2]), *args[2:])
         return block(*args)
 
+    if policy == "none":
+        return run
+    saved = keeps(policy, memory)
     return jax.checkpoint(run, policy=saved, prevent_cse=not in_loop)
 
 

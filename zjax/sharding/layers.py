@@ -5,6 +5,7 @@ optimizer update small; separate layers let each be gathered just before its use
 its gradient be reduced as soon as it is computed.
 """
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Iterable, Sequence
@@ -137,6 +138,35 @@ def layers_of(params: Params, num_layers: int) -> list[Params]:
         return jax.tree.map(lambda x: x[number], unstacked, is_leaf=is_layers)
 
     return [layer(number) for number in range(num_layers)]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LayerOf:
+    """A layer that is sliced out of its group by what reads it.
+
+    Gradients of a loop save what a recomputed block is given. They save the group as
+    the array that the loop runs over, and a slice as a copy of all layers.
+
+    Args:
+        group: Stacked arrays of a few layers.
+        number: Index in the group.
+    """
+
+    group: Params
+    number: int = dataclasses.field(metadata={"static": True})
+
+
+def read_layer(params: Params) -> Params:
+    """The parameters of a layer, sliced if they are a `LayerOf`.
+
+    Example:
+        >>> read_layer(LayerOf({"w": jnp.arange(3)}, 2))["w"].item()
+        2
+    """
+    if not isinstance(params, LayerOf):
+        return params
+    return _layer(params.group, params.number)
 
 
 def cut_layers(params: Params, sizes: Sequence[int]) -> list[Params]:
