@@ -28,6 +28,13 @@ ADAPTERS = {
         "use_dora": True,
         "target_modules": "all-linear",
     },
+    "saved": {
+        "base": "llama",
+        "r": 2,
+        "lora_alpha": 6,
+        "target_modules": ["q_proj"],
+        "modules_to_save": ["embed_tokens", "lm_head", "input_layernorm"],
+    },
     "joined": {
         "base": "phi3",
         "r": 2,
@@ -55,6 +62,8 @@ def write(name, base, **settings):
         if "lora_" in path:
             torch.nn.init.normal_(x, std=0.2)
             x.data += 1.0 if "magnitude" in path else 0.0
+        elif "modules_to_save" in path:
+            x.data += torch.nn.init.normal_(torch.empty_like(x), std=0.3)
     model.peft_config["default"].base_model_name_or_path = base
     folder = FOLDER / "peft" / name
     model.save_pretrained(folder)

@@ -101,8 +101,18 @@ def test_base_with_adapters_is_the_merged_checkpoint(case, tmp_path):
         ),
         (
             "llama",
-            ("lora.rank=2", "lora.also_train=norm"),
-            "lora.also_train=('norm',) trains parameters that are no adapters; use "
+            ("lora.rank=2", "lora.also_train=query/kernel"),
+            "lora.also_train=('query/kernel',) trains "
+            "model.layers.0.self_attn.q_proj.weight, which has an adapter, too; use "
+            "--format=hf, which merges adapters",
+        ),
+        (
+            "gpt2",
+            ("lora.rank=2", "lora.targets=mlp", "lora.also_train=tokens|attention/key"),
+            "lora.also_train=('tokens|attention/key',) trains an embedding that is the "
+            "head, too, which PEFT has apart; use --format=hf, which merges adapters\n"
+            "lora.also_train=('tokens|attention/key',) trains "
+            "transformer.h.0.attn.c_attn.weight, which is no array of its own; use "
             "--format=hf, which merges adapters",
         ),
         (

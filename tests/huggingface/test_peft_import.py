@@ -18,6 +18,7 @@ from zjax.config.load import load_config
 from zjax.errors import CheckpointError, ConfigError
 from zjax.huggingface import adapter_settings
 from zjax.huggingface.peft import export_peft
+from zjax.huggingface.saved_modules import check_saved, find_saved
 from zjax.saving import save
 
 FOLDER = golden.FOLDER.parent / "peft"
@@ -52,6 +53,8 @@ def test_settings_are_those_of_the_files():
         "init_from": str(FOLDER / "rslora"),
     }
     assert len(adapter_settings(FOLDER / "dora")["targets"]) == 7
+    patterns = ("attention_norm/scale$", "embedding/tokens$", "head/kernel$")
+    assert adapter_settings(FOLDER / "saved")["also_train"] == patterns
 
 
 def logits_of(run, tokens):
@@ -59,7 +62,7 @@ def logits_of(run, tokens):
     return np.asarray(nnx.jit(lambda model, x: model(x))(model, tokens))
 
 
-@pytest.mark.parametrize("name", ["rslora", "dora"])
+@pytest.mark.parametrize("name", ["rslora", "dora", "saved"])
 def test_logits_are_those_of_peft_and_tensors_go_out_as_they_came(name, tmp_path):
     """Fails if a matrix, its order of dims or the factor differs from PEFT's."""
     run = start(FOLDER / name)
@@ -95,6 +98,87 @@ def test_dropout_comes_in_and_goes_out(tmp_path):
     dora = copy("dora", tmp_path / "b", lora_dropout=0.25)
     assert adapter_settings(dora)["dropout"] == 0.0
     start(folder, dropout=0.0)
+
+
+@pytest.mark.parametrize(
+    ("modules", "problem"),
+    [
+        (
+            ["lm_head", "classifier"],
+            "modules_to_save='classifier' of {} is a module without tensors; use an "
+            "adapter without it",
+        ),
+        (
+            ["norm"],
+            "modules_to_save='norm' of {} has "
+            "model.layers.1.post_attention_layernorm.weight, which is one of "
+            "mlp_norm/scale, attention_norm/scale, attention_output_norm/scale by "
+            "family of the arrays of zjax; write the settings of lora by hand",
+        ),
+        (
+            ["rotary"],
+            "modules_to_save='rotary' of {} has model.rotary.weight, which is none of "
+            "the arrays of zjax; use an adapter without it",
+        ),
+        (
+            ["lm_head", 3],
+            "modules_to_save=['lm_head', 3] of {} is no list of modules; correct it "
+            "there",
+        ),
+    ],
+    ids=["no-tensor", "several-arrays", "no-array", "no-names"],
+)
+def test_saved_modules_that_zjax_has_not_are_refused(modules, problem, tmp_path):
+    """Fails if what PEFT trained is left out, or another array is trained."""
+    folder = copy("saved", tmp_path / "a", modules_to_save=modules)
+    tensors = safetensors.numpy.load_file(folder / TENSORS)
+    for name in ("layers.1.post_attention_layernorm", "rotary"):
+        tensors[f"base_model.model.model.{name}.weight"] = np.ones(16)
+    safetensors.numpy.save_file(tensors, folder / TENSORS)
+    with pytest.raises(ConfigError) as caught:
+        adapter_settings(folder)
+    assert str(caught.value) == problem.format(folder / "adapter_config.json")
+
+
+def test_saved_modules_replace_layers_that_a_base_stacks(tmp_path):
+    """Fails if norms of a base that is a run stay beside those of the adapter."""
+    base = golden.start(golden.make_config("llama"))
+    save(tmp_path / "base", base.state, base)
+    lora = {f"lora.{n}": x for n, x in adapter_settings(FOLDER / "saved").items()}
+    lora["checkpoint.init_from"] = str(tmp_path / "base")
+    run = golden.start(load_config(golden.make_config("llama"), lora))
+    expected = start(FOLDER / "saved").state.master
+    jax.tree.map(np.testing.assert_array_equal, run.state.master, expected)
+
+
+def test_saved_modules_that_a_run_freezes_are_refused():
+    """Fails if an export would leave out what came in."""
+    with pytest.raises(ConfigError) as caught:
+        start(FOLDER / "saved", also_train=("head/kernel$",))
+    assert str(caught.value) == (
+        "lora.also_train=('head/kernel$',) freezes embedding/tokens, "
+        "blocks/attention_norm/scale, which modules_to_save of "
+        f"{FOLDER / 'saved' / 'adapter_config.json'} trains; name them, too"
+    )
+
+
+def test_saved_modules_that_are_not_apart_are_refused(tmp_path):
+    """Fails if the head of a tied model is trained, or `c_attn` in part."""
+    config = load_config({"lora": {"rank": 2, "also_train": [".*"]}})
+    names = ["wte", "attn"]
+    saved = find_saved(names, config.model, "gpt2")
+    with pytest.raises(ConfigError) as caught:
+        check_saved(names, saved, config, tmp_path)
+    start, remedy = (
+        f"modules_to_save={names} of {tmp_path}",
+        "use an adapter without it",
+    )
+    assert str(caught.value).splitlines() == [
+        f"{start} trains an embedding that is the head, too, which PEFT has apart; "
+        f"{remedy}",
+        f"{start} trains transformer.h.0.attn.c_attn.weight, which is no array of its "
+        f"own; {remedy}",
+    ]
 
 
 def test_adapter_of_an_encoder_comes_back(tmp_path):

@@ -1,10 +1,11 @@
 """Exports the adapters of a checkpoint in the layout of PEFT."""
 
+import functools
 import json
 import pathlib
 import re
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,11 +14,13 @@ from zjax.checkpoint.average import open_weights
 from zjax.checkpoint.export import cast_entries, write_file
 from zjax.checkpoint.layout import Entry
 from zjax.checkpoint.store import Store
+from zjax.checkpoint.views import Source
 from zjax.config import schema
 from zjax.config.load import load_config
 from zjax.errors import ConfigError, Problem
 from zjax.huggingface.adapter_tensors import (
     CONFIG_NAME,
+    PREFIX,
     TENSORS_NAME,
     Matrix,
     find_matrices,
@@ -26,6 +29,13 @@ from zjax.huggingface.adapter_tensors import (
     to_tensor,
 )
 from zjax.huggingface.export import find_kind, new_folder
+from zjax.huggingface.layout import Layout
+from zjax.huggingface.saved_modules import (
+    KEY,
+    find_saved,
+    names_of_trained,
+    not_apart,
+)
 
 _MERGES = "use --format=hf, which merges adapters"
 
@@ -55,39 +65,85 @@ def export_peft(
     Raises:
         CheckpointError: There is no such checkpoint, or the directory is not empty or
             cannot be written.
-        ConfigError: The run has no adapters, or trains other parameters, too; no family
-            computes what its model does, or it joins an adapted matrix with others.
+        ConfigError: The run has no adapters; no family computes what its model does, or
+            it joins an adapted or trained array with others.
     """
     step = store.latest() if step is None else step
     config = load_config(store.extra(step).get("config", {}))
     _check_settings(config)
     kind = find_kind(config.model, "leave out --format=peft")
     source, _ = open_weights(store, part, step, merges_adapters=False)
-    matrices = dict[str, Matrix]()
-    for matrix in find_matrices(source.entries, config.model, kind):
-        if matrix.layout.row.parts:
-            raise part_error(matrix, config.lora, kind, _MERGES)
-        matrices[matrix.tensor] = matrix
-    source = views.restacked(source, [matrix.ours for matrix in matrices.values()])
+    matrices = _find_matrices(source, config, kind)
+    names = names_of_trained(config.lora, config.model, kind)
+    tensors = _of_adapters(matrices) | _of_modules(names, matrices, config, kind)
+    source = views.restacked(source, [tensor.ours for tensor in tensors.values()])
     found = {
         name: Entry(
-            tensor_shape(matrix, source.entries[matrix.ours].shape),
-            source.entries[matrix.ours].dtype,
+            tensor.shape(source.entries[tensor.ours].shape),
+            source.entries[tensor.ours].dtype,
         )
-        for name, matrix in matrices.items()
+        for name, tensor in tensors.items()
     }
     entries = cast_entries(found, dtype)
 
     def read(name: str) -> Iterator[np.ndarray]:
-        matrix = matrices[name]
-        yield to_tensor(matrix, source.read_all(matrix.ours))
+        tensor = tensors[name]
+        yield tensor.convert(source.read_all(tensor.ours))
 
     with new_folder(path) as folder:
-        text = json.dumps(_values(config, matrices.values()), indent=2) + "\n"
+        text = json.dumps(_values(config, matrices, names), indent=2) + "\n"
         (folder / CONFIG_NAME).write_text(text)
         file = folder / TENSORS_NAME
         write_file(file, entries, {"format": "pt"}, read)
     return sum(file.stat().st_size for file in pathlib.Path(path).iterdir())
+
+
+class _Tensor(NamedTuple):
+    """A tensor of PEFT: the array it holds, and what it makes of shape and values."""
+
+    ours: str
+    shape: Callable[[tuple[int, ...]], tuple[int, ...]]
+    convert: Callable[[np.ndarray], np.ndarray]
+
+
+def _find_matrices(source: Source, config: schema.Config, kind: str) -> list[Matrix]:
+    matrices = [*find_matrices(source.entries, config.model, kind)]
+    for matrix in matrices:
+        if matrix.layout.row.parts:
+            raise part_error(matrix, config.lora, kind, _MERGES)
+    return matrices
+
+
+def _of_adapters(matrices: Iterable[Matrix]) -> dict[str, _Tensor]:
+    return {
+        matrix.tensor: _Tensor(
+            matrix.ours,
+            functools.partial(tensor_shape, matrix),
+            functools.partial(to_tensor, matrix),
+        )
+        for matrix in matrices
+    }
+
+
+def _of_modules(
+    names: Sequence[str], matrices: Iterable[Matrix], config: schema.Config, kind: str
+) -> dict[str, _Tensor]:
+    """Tensors of the modules that are trained in full."""
+    saved, lora = find_saved(names, config.model, kind), config.lora
+    adapted = {matrix.module for matrix in matrices}
+    if reasons := [*not_apart(saved, config.model, adapted)]:
+        problems = (
+            Problem("lora.also_train", lora.also_train, reason, _MERGES)
+            for reason in reasons
+        )
+        raise ConfigError(*problems)
+
+    def tensor(ours: str, layout: Layout) -> _Tensor:
+        place = ours.replace(".", "/")
+        convert = functools.partial(layout.piece_of, place=())
+        return _Tensor(place, lambda _: layout.tensor_shape, convert)
+
+    return {f"{PREFIX}{x.first}": tensor(ours, x) for ours, x in saved.items()}
 
 
 def _check_settings(config: schema.Config) -> None:
@@ -96,16 +152,15 @@ def _check_settings(config: schema.Config) -> None:
         problem = "has no adapters to export"
         remedy = "leave out --format=peft"
         raise ConfigError(Problem("lora.rank", 0, problem, remedy))
-    if lora.also_train:
-        problem = "trains parameters that are no adapters"
-        raise ConfigError(Problem("lora.also_train", lora.also_train, problem, _MERGES))
     if config.checkpoint.resize_vocabulary:
         problem = "gives tables rows that the base of an adapter lacks"
         field = "checkpoint.resize_vocabulary"
         raise ConfigError(Problem(field, True, problem, _MERGES))
 
 
-def _values(config: schema.Config, matrices: Any) -> Mapping[str, Any]:
+def _values(
+    config: schema.Config, matrices: Sequence[Matrix], saved: Sequence[str]
+) -> Mapping[str, Any]:
     """Content of adapter_config.json."""
     lora = config.lora
     modules = {re.sub(r"^.*\.\d+\.", "", matrix.module) for matrix in matrices}
@@ -117,6 +172,7 @@ def _values(config: schema.Config, matrices: Any) -> Mapping[str, Any]:
         "lora_alpha": lora.alpha,
         "lora_dropout": lora.dropout,
         "target_modules": sorted(modules),
+        KEY: list(saved) or None,
         "fan_in_fan_out": not all(m.layout.row.is_transposed for m in matrices),
         "use_dora": lora.form == "dora",
         "use_rslora": False,

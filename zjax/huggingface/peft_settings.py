@@ -25,6 +25,7 @@ from zjax.huggingface.adapter_tensors import (
     TENSORS_NAME,
 )
 from zjax.huggingface.families import FAMILIES
+from zjax.huggingface.saved_modules import KEY, WITHOUT, patterns_of_saved
 from zjax.huggingface.settings import read_config
 
 REMEDY = "give a directory that PEFT saved, or that --format=peft wrote"
@@ -35,7 +36,7 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "init_lora_weights": (True, False, None, "gaussian", "orthogonal", "eva"),
 } | dict.fromkeys(
     """
-    rank_pattern alpha_pattern modules_to_save layers_to_transform layer_replication
+    rank_pattern alpha_pattern layers_to_transform layer_replication
     lora_bias use_qalora use_bdlora target_parameters trainable_token_indices
     alora_invocation_tokens arrow_config loftq_config kasa_config velora_config
     monteclora_config corda_config lora_ga_config
@@ -43,7 +44,7 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     _NONE,
 )
 """Values that zjax computes of keys that are no settings."""
-_READ = "r", "lora_alpha", "use_rslora", "use_dora", "lora_dropout"
+_READ = "r", "lora_alpha", "use_rslora", "use_dora", "lora_dropout", KEY
 _UNREAD = frozenset(
     """
     auto_mapping base_model_name_or_path ensure_weight_tying eva_config exclude_modules
@@ -78,10 +79,14 @@ def adapter_settings(directory: str | os.PathLike[str]) -> dict[str, Any]:
 does not exist; give the directory of an adapter of PEFT
     """
     folder = pathlib.Path(local_path("directory", directory))
-    settings = shape_of(read_values(folder))
+    values = read_values(folder)
+    settings = shape_of(values)
     file = open_file(folder / TENSORS_NAME, "lora.init_from", REMEDY)
-    targets = _targets(file.entries, folder / TENSORS_NAME)
-    return settings | {"targets": targets, "init_from": os.fspath(directory)}
+    settings["targets"] = _targets(file.entries, folder / TENSORS_NAME)
+    if names := values.get(KEY):
+        found = patterns_of_saved(names, file.entries, folder / CONFIG_NAME)
+        settings["also_train"] = found
+    return settings | {"init_from": os.fspath(directory)}
 
 
 def read_values(folder: pathlib.Path) -> dict[str, Any]:
@@ -109,7 +114,7 @@ def shape_of(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _wrong(values: Mapping[str, Any], path: pathlib.Path) -> Iterator[Problem]:
-    where, remedy = f"of {path}", "use an adapter without it"
+    where, remedy = f"of {path}", WITHOUT
     for name, accepted in _FIXED.items():
         value = values.get(name, accepted[0])
         if not any(value == x and type(value) is type(x) for x in accepted):
@@ -125,6 +130,10 @@ def _wrong(values: Mapping[str, Any], path: pathlib.Path) -> Iterator[Problem]:
     if type(rate) not in (int, float) or not 0 <= rate < 1:
         problem = f"{where} is no probability below 1"
         yield Problem("lora_dropout", rate, problem, "correct it there")
+    names = values.get(KEY) or []
+    if not isinstance(names, list) or not all(isinstance(x, str) and x for x in names):
+        problem = f"{where} is no list of modules"
+        yield Problem(KEY, names, problem, "correct it there")
     for name in ("use_rslora", "use_dora"):
         if type(values.get(name, False)) is not bool:
             problem = f"{where} is neither true nor false"

@@ -20,6 +20,7 @@ from zjax.config.paths import local_path
 from zjax.errors import ConfigError, Problem
 from zjax.huggingface.adapter_tensors import (
     CONFIG_NAME,
+    PREFIX,
     TENSORS_NAME,
     Matrix,
     find_matrices,
@@ -34,6 +35,7 @@ from zjax.huggingface.peft_settings import (
     report_unread,
     shape_of,
 )
+from zjax.huggingface.saved_modules import KEY, check_saved, find_saved
 from zjax.huggingface.settings import read_config
 from zjax.huggingface.source import TOKENS, find_config
 
@@ -69,26 +71,41 @@ def with_peft(
     found = find_matrices([*names], config.model, kind)
     matrices = {matrix.ours.replace("/", "."): matrix for matrix in found}
     _check_parts(matrices.values(), config.lora, kind)
+    modules = values.get(KEY) or []
+    saved = find_saved(modules, config.model, kind)
+    check_saved(modules, saved, config, folder / CONFIG_NAME)
     shapes = {ours: _shape_of(x.ours, names, wanted) for ours, x in matrices.items()}
     file = open_file(folder / TENSORS_NAME, "lora.init_from", REMEDY)
     expected = {
         matrix.tensor: Entry(tensor_shape(matrix, shapes[ours]), "float32")
         for ours, matrix in matrices.items()
     }
+    expected |= {
+        f"{PREFIX}{layout.first}": Entry(layout.tensor_shape, "float32")
+        for layout in saved.values()
+    }
     check_same(expected, file.entries, given, cast=True)
     entries = {
         ours: Entry(shapes[ours], file.entries[matrix.tensor].dtype)
         for ours, matrix in matrices.items()
     }
+    entries |= {
+        ours: Entry(layout.shape, file.entries[f"{PREFIX}{layout.first}"].dtype)
+        for ours, layout in saved.items()
+    }
+    replaced = {*saved, *map(layers.stack_of, saved)}
+    base = {name: x for name, x in source.entries.items() if name not in replaced}
 
     def read(ours: str, index: Index) -> np.ndarray:
+        if ours in saved:
+            return saved[ours].read(index, lambda name, x: file.read(PREFIX + name, x))
         if ours not in matrices:
             return source.read(ours, index)
         name = matrices[ours].tensor
         whole = tuple(slice(0, size) for size in file.entries[name].shape)
         return from_tensor(matrices[ours], file.read(name, whole), shapes[ours])[index]
 
-    return Source({**source.entries, **entries}, read)
+    return Source({**base, **entries}, read)
 
 
 def _check_parts(matrices: Collection[Matrix], lora: schema.Lora, kind: str) -> None:
