@@ -17,9 +17,9 @@ from zjax.models.embedding import Context, Embedding
 from zjax.models.heads import Head
 from zjax.models.layers import Stored
 from zjax.models.segments import BlockGroup, layers_of, segments_of
-from zjax.sharding.layers import read_layer
 from zjax.models.stack import execution_of
 from zjax.ops import attention, sparse
+from zjax.sharding.layers import read_layer
 
 Cache = tuple[Stored, ...]
 """Keys and values of each layer of a block, for all columns to come."""
