@@ -1,6 +1,9 @@
 """Large arrays of checkpoints arrive piece by piece, as if placed at once."""
 
+import os
 import queue
+import subprocess
+import sys
 import threading
 
 import jax
@@ -93,6 +96,26 @@ def test_arrays_are_read_ahead_as_far_as_there_is_memory(monkeypatch):
         reads.get(timeout=0.2)
     placed.close()
     assert not [x for x in threading.enumerate() if x.name.startswith("read-ahead")]
+
+
+HALFWAY = """
+import numpy as np
+from tests.checkpoint import states
+from zjax.checkpoint import pieces
+
+array = np.ones((6, 8), np.float32)
+plan = states.make_rows({"x": array}, stage=0)["x"]
+placed = pieces.place_pieces([(array.__getitem__, plan)] * 2)
+next(placed)
+"""
+
+
+def test_a_loading_left_halfway_ends_with_the_interpreter():
+    """Fails if a generator looks for modules that are gone, and says so."""
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    run = [sys.executable, "-c", HALFWAY]
+    done = subprocess.run(run, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "Exception ignored" not in done.stderr, done.stderr
 
 
 def test_processes_read_no_array_before_it_is_asked_for(monkeypatch):

@@ -4,12 +4,14 @@ Pieces are read while those before are on their way, and while programs compile.
 device transposes and casts them, so that the host copies no more than it reads.
 """
 
+import atexit
 import collections
 import concurrent.futures
 import contextlib
 import functools
 import itertools
 import math
+import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -44,6 +46,25 @@ def place_pieces(wanted: Sequence[tuple[Read, ArrayPlan]]) -> Iterator[Any]:
             memory order, and its plan. One thread calls the functions, in turn; it
             reads ahead across arrays where there is one process.
     """
+    placed = _place_in_turn(wanted)
+    _unfinished.add(placed)
+    return placed
+
+
+_unfinished = weakref.WeakSet[Generator[Any, None, None]]()
+"""What `place_pieces` returned, as far as it is referred to."""
+
+
+@atexit.register
+def _close_unfinished() -> None:
+    """Ends their threads while there are modules: generators end after these."""
+    for placed in list(_unfinished):
+        placed.close()
+
+
+def _place_in_turn(
+    wanted: Sequence[tuple[Read, ArrayPlan]],
+) -> Generator[Any, None, None]:
     # Runs of several processes may wait for each other in a read and in a program.
     parts = [[each] for each in wanted] if jax.process_count() > 1 else [wanted]
     for part in parts:
