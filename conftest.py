@@ -121,6 +121,12 @@ def few_programs():
 
 
 @pytest.fixture
+def only_new_garbage():
+    """`gc.collect` skips what exists by now: the objects of a session take seconds."""
+    gc.freeze()
+
+
+@pytest.fixture
 def untyped(monkeypatch):
     """Shapes and dtypes are not checked by annotations, as in programs of users."""
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)

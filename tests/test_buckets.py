@@ -90,6 +90,7 @@ def test_given_batches_have_no_buckets(tmp_path):
 
 LTD = (
     *BUCKETS,
+    "buckets.shortest=8",
     "model.num_layers=3",
     "random_ltd.form=layerwise",
     "random_ltd.pacing.start=8",
@@ -114,7 +115,7 @@ def test_rows_longer_than_the_kept_tokens_are_cut(ltd_run):
     kept = [*(min(8, length) for length in lengths[:5]), *lengths[5:]]
     assert [line["kept_tokens"] for line in found] == kept
     shares = [n / length for n, length in zip(kept, lengths, strict=True)]
-    assert {(4, 1.0), (16, 0.5), (16, 1.0)} <= {*zip(lengths, shares, strict=True)}
+    assert {(8, 1.0), (16, 0.5), (16, 1.0)} <= {*zip(lengths, shares, strict=True)}
     sums = np.cumsum([256 * (2 + share) for share in shares])
     assert [line["consumed_layer_tokens"] for line in found] == sums.tolist()
     assert "compiles again" not in ltd_run[2]

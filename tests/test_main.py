@@ -116,14 +116,6 @@ def settings(tmp_path):
     return f"--gin_file={path}"
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    """Losses of eight steps in one process with eight devices."""
-    directory = tmp_path_factory.mktemp("alone")
-    small_run.fit(directory)
-    return small_run.losses(directory)
-
-
 def test_train_then_generate_then_export(tmp_path, settings):
     out = run("train", settings, "--simulated_devices=8")
     assert "plan: ZeRO 2 on mesh (data=8)" in out
@@ -224,35 +216,29 @@ def test_a_run_from_an_adapter_of_peft_is_evaluated_and_continued(tmp_path):
     assert said["text"].splitlines()[-1] == text
 
 
-def test_two_processes_train_as_one(tmp_path, settings, alone):
-    """Fails if processes read the wrong rows, or do not average over each other."""
+def test_two_processes_train_as_one_and_stop_together_on_a_signal(tmp_path, settings):
+    """Fails if processes read the wrong rows, do not average over each other, save
+    different steps, or none."""
+    constant = "optimizer.schedule=constant"
+    small_run.fit(tmp_path / "alone", constant)
     words = ("--num_processes=2", "train", settings, "--simulated_devices=4")
-    program = start("launch", *words)
-    out, _ = program.communicate(timeout=300)
-    assert program.returncode == 0, out
-    assert "process" in out
-    np.testing.assert_allclose(
-        list(small_run.losses(tmp_path / "run").values()),
-        list(alone.values()),
-        rtol=1e-5,
-    )
-
-
-def test_two_processes_stop_together_on_a_signal(tmp_path, settings, alone):
-    """Fails if the processes save different steps, or none."""
-    words = ("--num_processes=2", "train", settings, "--simulated_devices=4")
-    program = start("launch", *words, "--gin=config.num_steps=400")
+    longer = "--gin=config.num_steps=400", "--gin=config.optimizer.schedule='constant'"
+    program = start("launch", *words, *longer)
     path = tmp_path / "run" / "metrics.jsonl"
-    while not (path.exists() and '"step": 2,' in path.read_text()):
+    while not (path.exists() and '"step": 8,' in path.read_text()):
         assert program.poll() is None, program.communicate()[0]
         time.sleep(0.01)
     program.send_signal(signal.SIGTERM)
     out, _ = program.communicate(timeout=120)
     assert program.returncode == 143, out
+    assert "process" in out
     steps = [int(p.name) for p in (tmp_path / "run" / "checkpoints").iterdir()]
     assert f"stopped at step {max(steps)}" in out
     told = small_run.losses(tmp_path / "run")
     assert max(told) == max(steps) < 400
+    alone = small_run.losses(tmp_path / "alone")
+    together = [told[step] for step in alone]
+    np.testing.assert_allclose(together, list(alone.values()), rtol=1e-5)
 
 
 def test_plan_prints_arrays_stages_and_the_compiled_program(tmp_path, settings):

@@ -290,11 +290,11 @@ def test_checkpoint_has_only_the_loss_of_its_own_weights(tmp_path):
 def test_validation_data_is_looked_at_before_training(tmp_path):
     settings = (
         *("data.source=standard_library", "model.vocab_size=257"),
-        "model.positions=rotary",  # no table of four million
+        "model.positions=rotary",  # no table of a million
     )
-    with pytest.raises(DataError):
+    with pytest.raises(DataError, match="but the validation split of"):
         small_run.make_trainer(
-            tmp_path, *settings, "data.length=4000000", "model.max_length=4000000"
+            tmp_path, *settings, "data.length=1000000", "model.max_length=1000000"
         )
 
 

@@ -11,7 +11,7 @@ from zjax.bench.contest import load_contest
 from zjax.config import axes, check_config, load_config
 
 SMALL = (
-    "model.num_layers=8",
+    "model.num_layers=4",
     "model.embed_size=16",
     "model.mlp_size=32",
     "model.num_heads=2",
@@ -66,7 +66,9 @@ def test_three_dimensions_take_a_sequence_per_device(num_devices, num_shares):
     ],
 )
 def test_a_small_pipeline_is_measured(contest, name):
-    config = config_of(contestants_of(contest)[name], *SMALL)
+    chunks = 2 if name == "interleaved" else 1
+    layers = f"model.num_layers={NUM_DEVICES * chunks}"
+    config = config_of(contestants_of(contest)[name], *SMALL, layers)
     devices = jax.devices()[:NUM_DEVICES]
     found = measure(config, devices=devices, num_warm_up=2, num_rounds=1)
     assert found.num_devices == NUM_DEVICES
@@ -96,6 +98,6 @@ def test_a_small_stage_alone_is_measured(capsys):
     speed = found["tokens_per_second_per_device"]["median"]
     turns = 8 + NUM_DEVICES - 1
     assert speed * found["step_seconds"]["median"] == pytest.approx(turns * 16)
-    width, layers, vocabulary = 16, 8 // NUM_DEVICES, 64 // NUM_DEVICES
+    width, layers, vocabulary = 16, 4 // NUM_DEVICES, 64 // NUM_DEVICES
     block = 4 * width**2 + 2 * 32 * width + 9 * width + 32
     assert found["num_params"] == layers * block + (vocabulary + 16 + 2) * width

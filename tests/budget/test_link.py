@@ -27,7 +27,6 @@ NODES = (
     "mesh.data=2",
     "zero.stage=1",
     "model.embed_size=64",
-    "model.num_layers=2",
     "num_steps=16",
 )
 ZERO = ("ZeRO-3", "ZeRO++")

@@ -8,18 +8,18 @@ import pytest
 from tests.support import small_run
 
 SETTINGS = (
-    "model.num_layers=5",
+    "model.num_layers=3",
     "model.dropout_rate=0",
     "num_microbatches=4",
     "optimizer.schedule=constant",
     "optimizer.ema_decay=0.9",
 )
-STAGES = ("mesh.pipeline=4", "mesh.data=2")
+STAGES = ("mesh.pipeline=2", "mesh.data=4")
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Two steps on four stages, whose last ones are filled up with layers."""
+    """Two steps on two stages, of which the last one is filled up with a layer."""
     directory = tmp_path_factory.mktemp("saved")
     small_run.fit(
         directory, *SETTINGS, *STAGES, "num_steps=2", "evaluation.num_batches=0"
@@ -38,7 +38,7 @@ def uninterrupted(tmp_path_factory):
 @pytest.mark.parametrize(
     ("mesh", "num_devices"),
     [
-        (("mesh.pipeline=2", "mesh.data=2", "mesh.tensor=2"), 8),
+        (("mesh.pipeline=3", "mesh.data=1", "mesh.tensor=2"), 6),
         pytest.param(("mesh.data=1",), 1, marks=pytest.mark.slow),
     ],
     ids=["other-stages", "one-device"],

@@ -113,7 +113,7 @@ def alone(tmp_path_factory):
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("zero.stage=1",),
+        pytest.param(("zero.stage=1",), marks=pytest.mark.slow),  # the next one's parts
         ("zero.stage=3", "num_microbatches=2"),
         ("mesh.data=4", "mesh.tensor=2"),
     ],

@@ -16,8 +16,8 @@ from zjax.sharding.program_plan import staged_plan
 from zjax.storage.move import store
 
 MOE = schema.MoE(num_experts=4, every=2, first_dense=1, top_k=2, num_shared=1)
-MODEL = dataclasses.replace(language.GPT, remat="full", num_layers=5, moe=MOE)
-"""A dense block, then two blocks of two layers."""
+MODEL = dataclasses.replace(language.GPT, remat="full", num_layers=3, moe=MOE)
+"""A dense block, then one of two layers."""
 
 
 def make_run(memory, num_devices=2, mesh=None, *, dtype="float32", **zero):

@@ -69,7 +69,7 @@ CASES = {
         "pipeline.schedule=interleaved",
     ),
     "layers and tokens, stages that are not full": (
-        {"num_layers": 5, "whole": (0, 1, 3, 4)},
+        {"num_layers": 3, "whole": (0, 2)},
         "random_ltd.form=layerwise",
         *LAYERS,
         "mesh.pipeline=2",

@@ -71,7 +71,7 @@ SPLITS = [
 ]
 BY_HAND = {
     "dropless": {(2, 1), (8, 1), (8, 2)},
-    "capacity": {(2, 0), (2, 2), (8, 0), (8, 1), (8, 2)},
+    "capacity": {(1, 1), (2, 0), (2, 2), (8, 0), (8, 1), (8, 2)},
 }
 """Degrees of experts and stages that others hold, or the other router."""
 

@@ -50,9 +50,9 @@ CASES = {
         "pipeline": {"schedule": "zb_h1", **KEPT},
     },
     "layers that do not divide, vocabulary neither": {
-        "mesh": {"pipeline": 4, "data": 2},
+        "mesh": {"pipeline": 2, "data": 4},
         "stage": 1,
-        "num_layers": 5,
+        "num_layers": 3,
         "vocab_size": 41,
         "remat": "full",
     },

@@ -142,7 +142,8 @@ def test_kept_tokens_stay_on_their_devices():
     """Fails if a subset gathers the stream over the sequence axis."""
     sent = {}
     for form in ("none", "layerwise"):
-        run, batch = make(form, 2, "mesh.sequence=2", "num_microbatches=1")
+        settings = "model.num_layers=3", "mesh.sequence=2", "num_microbatches=1"
+        run, batch = make(form, 2, *settings)
         if form != "none":
             batch = with_dropping(batch, Dropping(num_kept=8))
         text = run.step.compile(batch, "train").as_text()

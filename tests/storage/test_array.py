@@ -57,6 +57,7 @@ def test_disks_take_turns(disks):
     assert held == [2, 2]
 
 
+@pytest.mark.usefixtures("only_new_garbage")
 def test_files_go_when_an_array_does(disks):
     row = make_row(disks)
     array = DiskArray.write(make_array(row), row)
@@ -80,6 +81,7 @@ def gone(path):
     return not pathlib.Path(path).exists()
 
 
+@pytest.mark.usefixtures("only_new_garbage")
 def test_files_go_with_the_last_who_holds_an_array(disks):
     """Fails if a state that is dropped, as after a failed step, stays on the disks."""
     row = make_row(disks)

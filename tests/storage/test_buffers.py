@@ -9,6 +9,8 @@ import pytest
 from zjax.storage import buffers as buffers_module
 from zjax.storage.buffers import Buffers
 
+pytestmark = pytest.mark.usefixtures("only_new_garbage")
+
 
 def address(x):
     return x.__array_interface__["data"][0]

@@ -98,7 +98,7 @@ def sent_per_layer(model, mesh, num_devices, *, length=LENGTH, **settings):
     """How often a layer sends a whole stream in a step, and all its other elements."""
     counts: dict[str, int] = collections.Counter()
     others = 0
-    for num_layers, sign in ((3, 1), (2, -1)):
+    for num_layers, sign in ((2, 1), (1, -1)):
         deep = dataclasses.replace(model, num_layers=num_layers)
         config = make_config(deep, mesh, length=length, **settings)
         step, _, found = compile_step(config, num_devices)

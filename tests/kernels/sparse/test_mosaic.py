@@ -48,7 +48,7 @@ CASES = [
     pytest.param(
         {
             "block": 16,
-            "tokens": 192,
+            "tokens": 128,
             "heads": 8,
             "causal": True,
             "segments": True,
@@ -57,7 +57,13 @@ CASES = [
         id="16-groups-of-eight-all-masks",
     ),
     pytest.param(
-        {"block": 64, "causal": True, "dense": True, "window": 100},
+        {
+            "block": 64,
+            "tokens": 192,
+            "causal": True,
+            "dense": True,
+            "window": 100,
+        },
         id="64-window",
     ),
     pytest.param(
