@@ -22,6 +22,7 @@ SHAPE = (6, 8, 10)
 def small_pieces(monkeypatch):
     monkeypatch.setattr(pieces, "_SMALL_BYTES", 0)
     monkeypatch.setattr(pieces, "_PIECE_BYTES", 2 * 8 * 10 * 4)
+    monkeypatch.setattr(pieces, "_SENT_BYTES", 200)
     monkeypatch.setattr(tensor_file, "_PART_BYTES", 100)
 
 
@@ -54,6 +55,28 @@ def test_pieces_of_any_memory_order_are_the_array(stage, order):
         np.testing.assert_array_equal(one.data, other.data)
     if stage == 0:
         assert sizes == [2, 2, 2]
+
+
+def test_pieces_are_sent_flat_in_parts(monkeypatch):
+    """Fails if the host would transpose a piece, or sends it as a whole."""
+    put, sent = jax.device_put, []
+
+    def put_parts(parts, device):
+        sent.extend(parts)
+        return put(parts, device)
+
+    monkeypatch.setattr(pieces, "_PIECE_BYTES", 1)
+    monkeypatch.setattr(jax, "device_put", put_parts)
+    array = np.arange(480, dtype=np.float32).reshape(6, 8, 10)
+    plan = make_plan(array.shape, 0)
+
+    def of_one_layer(index):
+        return np.ascontiguousarray(array[index[0].start].T).T[np.newaxis]
+
+    (found,) = pieces.place_pieces([(of_one_layer, plan)])
+    np.testing.assert_array_equal(found, array)
+    assert {(x.ndim, x.strides) for x in sent} == {(1, (4,))}
+    assert {x.nbytes for x in sent} == {200, 80 * 4 - 200}
 
 
 @pytest.mark.parametrize("stage", [0, 3])

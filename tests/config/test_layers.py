@@ -1,5 +1,7 @@
 """Where layers run in a loop although nobody asked for one."""
 
+import dataclasses
+
 import jax
 import pytest
 
@@ -28,6 +30,15 @@ def test_deterministic_models_hold_one_kernel_of_each_kind():
         each.params["length"] for each in program.eqns if each.primitive.name == "scan"
     ]
     assert config.model.num_layers in lengths
+
+
+def test_loops_within_layers_ask_for_a_loop_over_them():
+    """Else each layer keeps a copy of its matrices for its own loop."""
+    model = dataclasses.replace(language.GPT, remat="full", mlp_chunk_tokens=4)
+    config = dataclasses.replace(make_config(), model=model)
+    assert layers_per_scan(config) == 1
+    stride = dataclasses.replace(model, layers_per_scan=2)
+    assert layers_per_scan(dataclasses.replace(config, model=stride)) == 2
 
 
 @pytest.mark.parametrize(

@@ -136,6 +136,29 @@ def test_the_tokenizer_goes_along_with_its_ids(tmp_path, caplog):
     assert not (tmp_path / "again").exists()
 
 
+def test_the_tokenizer_is_that_of_the_run_that_this_one_began_with(tmp_path, caplog):
+    """Fails if only the checkpoint beside the run is looked at, or nothing is told."""
+    start = tmp_path / "start"
+    golden.copy("mistral", start, eos_token_id=7)
+    (start / "tokenizer.json").write_text("{}")
+    config = golden.make_config("mistral", directory=start)
+    for before, name in ((start, "first"), (tmp_path / "first", "second")):
+        beginning = dataclasses.replace(config.checkpoint, init_from=str(before))
+        run = golden.start(dataclasses.replace(config, checkpoint=beginning))
+        save(tmp_path / name, run.state, run)
+    given = Store(str(tmp_path / "second"))
+    export.export_huggingface(given, str(tmp_path / "out"))
+    assert (tmp_path / "out" / "tokenizer.json").exists()
+    values = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert values["eos_token_id"] == 7
+    start.rename(tmp_path / "moved")
+    export.export_huggingface(given, str(tmp_path / "again"))
+    assert caplog.messages[-1] == (
+        f"tokenizer: checkpoint.init_from='{start}' has no config.json; its files do "
+        "not go along"
+    )
+
+
 def test_a_directory_with_files_is_left_alone(store, tmp_path):
     (tmp_path / "mine").write_text("")
     with pytest.raises(CheckpointError) as error:

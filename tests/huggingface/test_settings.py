@@ -127,7 +127,7 @@ def test_everything_that_llama_may_ask_for_is_refused_at_once(tmp_path):
         unsupported(
             "layer_types",
             changes["layer_types"],
-            "its family has full attention in all layers",
+            "its family has full attention in all layers here",
         ),
     ]
 
@@ -135,6 +135,45 @@ def test_everything_that_llama_may_ask_for_is_refused_at_once(tmp_path):
 @pytest.mark.parametrize(
     ("family", "changes", "lines"),
     [
+        (
+            "mistral",
+            {"sliding_window": 16, "layer_types": ["full_attention"]},
+            [
+                unsupported(
+                    "layer_types",
+                    ["full_attention"],
+                    "its family has sliding attention in all layers here",
+                )
+            ],
+        ),
+        (
+            "mistral",
+            {"sliding_window": None, "layer_types": ["sliding_attention"]},
+            [
+                unsupported(
+                    "layer_types",
+                    ["sliding_attention"],
+                    "its family has full attention in all layers here",
+                )
+            ],
+        ),
+        (
+            "qwen2",
+            {
+                "use_sliding_window": True,
+                "sliding_window": 8,
+                "num_hidden_layers": 30,
+                "max_window_layers": golden.REMOVED,
+                "layer_types": golden.REMOVED,
+            },
+            [
+                unsupported(
+                    "max_window_layers",
+                    None,
+                    "zjax computes windows in all layers, or all but every n-th",
+                )
+            ],
+        ),
         (
             "mistral",
             {"sliding_window": "16", "attention_bias": True},

@@ -55,6 +55,33 @@ def test_block_by_block_equals_the_whole(config):
     )
 
 
+@pytest.mark.parametrize("layers_per_scan", [1, 2])
+def test_a_loop_saves_no_copy_of_frozen_weights(layers_per_scan):
+    """Fails if blocks are given slices, which the gradient of a loop stacks."""
+    config = dataclasses.replace(
+        language.LLAMA,
+        num_layers=8,
+        mlp_size=512,
+        remat="full",
+        layers_per_scan=layers_per_scan,
+    )
+    model = make_model(schema.Config(model=config))
+    params = jax.eval_shape(model.init, KEY)[0]
+    batch = language.make_text(config)
+
+    def loss(scales, blocks, others):
+        mlp_norm = blocks["mlp_norm"] | {"scale": scales}
+        blocks = blocks | {"mlp_norm": mlp_norm}
+        return model.loss(others | {"blocks": blocks}, {}, batch, KEY).value
+
+    others = {name: x for name, x in params.items() if name != "blocks"}
+    scales = params["blocks"]["mlp_norm"]["scale"]
+    lowered = jax.jit(jax.grad(loss)).lower(scales, params["blocks"], others)
+    saved = lowered.compile().memory_analysis().temp_size_in_bytes
+    matrices = sum(x.size for x in jax.tree.leaves(params["blocks"]["mlp"]))
+    assert saved < 3 * matrices
+
+
 def test_encoder_block_by_block_gives_the_loss_of_the_whole():
     model = language.make_language_model(language.BERT)
     stack = make_model(schema.Config(model=language.BERT)).stack

@@ -19,8 +19,9 @@ def cannot_unroll(config: schema.Config) -> bool:
 def layers_per_scan(config: schema.Config) -> int:
     """Layers per iteration of the loop over layers; 0 for no loop.
 
-    It is 1 in place of `model.layers_per_scan=0` if layers cannot be unrolled, unless
-    each block is a program.
+    It is 1 in place of `model.layers_per_scan=0` if layers cannot be unrolled, or have
+    loops of their own, for which layers side by side would each keep a copy of their
+    weights until the backward pass; unless each block is a program.
 
     Example:
         >>> layers_per_scan(schema.Config())
@@ -30,4 +31,5 @@ def layers_per_scan(config: schema.Config) -> int:
     """
     chosen = config.model.layers_per_scan
     per_block = config.zero.optimizer_memory != "device"
-    return 1 if not chosen and not per_block and cannot_unroll(config) else chosen
+    loops = cannot_unroll(config) or config.model.mlp_chunk_tokens > 0
+    return 1 if not chosen and not per_block and loops else chosen

@@ -593,7 +593,7 @@ class Model:
     logs its choice."""
     layers_per_scan: int = 0
     """0 unrolls the layers; k scans over blocks of k layers (compiles faster), as
-    `deterministic` does with 1."""
+    `deterministic` and `mlp_chunk_tokens` do with 1."""
     remat: Literal[
         "none", "elementwise", "attention_and_mlp", "dots", "attention", "full"
     ] = "elementwise"

@@ -18,12 +18,14 @@ from zjax.checkpoint import views
 from zjax.checkpoint.average import open_weights
 from zjax.checkpoint.export import cast_entries, unwritable, write_file
 from zjax.checkpoint.layout import Entry, check_same
+from zjax.checkpoint.steps import find_steps
 from zjax.checkpoint.store import Store
 from zjax.checkpoint.views import Source
 from zjax.config import convert, schema
 from zjax.config.derived import as_set
 from zjax.config.load import load_config
 from zjax.config.mixture import experts_by_layer
+from zjax.config.paths import local_path
 from zjax.errors import CheckpointError, ConfigError, Problem
 from zjax.huggingface import mixture
 from zjax.huggingface.families import FAMILIES, Family
@@ -79,8 +81,8 @@ def export_huggingface(
 ) -> int:
     """Writes a directory that transformers loads: config.json, safetensors, an index.
 
-    A run that started from a Hugging Face checkpoint has its tokenizer: the files go
-    along, if they are still there. The log says which.
+    A run that started from a Hugging Face checkpoint, or from a run that did, has its
+    tokenizer: the files go along, if they are still there. The log says which.
 
     The directory gets its name once complete. One array with its layers is in memory
     at a time. Only one process may call this.
@@ -104,7 +106,7 @@ def export_huggingface(
     """
     step = store.latest() if step is None else step
     config = load_config(store.extra(step).get("config", {}))
-    model, start = config.model, find_config(config.checkpoint.init_from)
+    model, start = config.model, _find_start(config)
     kind = find_kind(model)
     report_dropouts(model, kind)
     source, _ = open_weights(store, part, step)
@@ -113,11 +115,27 @@ def export_huggingface(
     with new_folder(path) as folder:
         values = config_of(model, kind) | {"dtype": next(iter(entries.values())).dtype}
         if start is not None:
-            values |= token_ids(start.parent)
-            _report_tokenizer(start.parent, copy_tokenizer(start.parent, folder))
+            values |= token_ids(start)
+            _report_tokenizer(start, copy_tokenizer(start, folder))
         (folder / CONFIG_NAME).write_text(json.dumps(values, indent=2) + "\n")
         _write_shards(folder, entries, parts, source, max_shard_bytes)
     return sum(file.stat().st_size for file in pathlib.Path(path).iterdir())
+
+
+def _find_start(config: schema.Config) -> pathlib.Path | None:
+    """The Hugging Face checkpoint with which the first of these runs began."""
+    seen = set[str]()
+    while (start := config.checkpoint.init_from) not in {"", *seen}:
+        if (path := find_config(start)) is not None:
+            return path.parent
+        steps = find_steps(pathlib.Path(local_path("checkpoint.init_from", start)))
+        if steps is None:
+            problem = "has no config.json; its files do not go along"
+            logging.warning("tokenizer: checkpoint.init_from=%r %s", start, problem)
+            return None
+        seen.add(start)
+        config = load_config(Store(str(steps)).extra().get("config", {}))
+    return None
 
 
 def _report_tokenizer(source: pathlib.Path, names: list[str]) -> None:

@@ -15,6 +15,8 @@ from zjax.errors import Problem
 KNOWN = {"layer_types"}
 """Keys that all families may have."""
 _FULL, _SLIDING = "full_attention", "sliding_attention"
+_FIRST_OF_SWITCH = 28
+"""First layer with a window, if one is switched on and the config.json has none."""
 
 
 class Windows(NamedTuple):
@@ -72,10 +74,8 @@ def window_problems(
     """Yields windows that zjax does not compute, and wrong types."""
     remedy, types = "use a checkpoint without it", values.get("layer_types")
     where, known = f"of {path}", (_FULL, _SLIDING)
-    if windows.layers == "none" and types is not None:
-        if types != [_FULL] * len(types):
-            problem = f"{where} is not supported: its family has full attention in all"
-            yield Problem("layer_types", types, f"{problem} layers", remedy)
+    if windows.layers == "none":
+        yield from _other_types(values, _FULL, where)
         return
     numbers = {"sliding_window": (int, type(None)), "sliding_window_pattern": (int,)}
     numbers |= {"use_sliding_window": (bool,), "max_window_layers": (int,)}
@@ -94,11 +94,23 @@ def window_problems(
             problem = f"{where} is not one of {_FULL}, {_SLIDING} for each layer"
             yield Problem("layer_types", types, problem, "correct it there")
             return
+    if windows.layers == "all":
+        kind = _SLIDING if _size(values, windows) else _FULL
+        yield from _other_types(values, kind, where)
+        return
     slides = _slides(values, windows, num_layers)
     if any(slides) and _period(slides) is None:
         name = "max_window_layers" if types is None else "layer_types"
         problem = f"{where} is not supported: zjax computes windows in all layers, or "
         yield Problem(name, values.get(name), f"{problem}all but every n-th", remedy)
+
+
+def _other_types(values: Mapping[str, Any], kind: str, where: str) -> Iterator[Problem]:
+    types = values.get("layer_types")
+    if types is not None and (not isinstance(types, list) or set(types) - {kind}):
+        name = kind.replace("_", " ")
+        problem = f"{where} is not supported: its family has {name} in all layers here"
+        yield Problem("layer_types", types, problem, "use a checkpoint without it")
 
 
 def _size(values: Mapping[str, Any], windows: Windows) -> int | None:
@@ -117,7 +129,7 @@ def _slides(values, windows, num_layers) -> list[bool]:
     if types is not None:
         return [kind == _SLIDING for kind in types]
     if windows.layers == "switch":
-        first = values.get("max_window_layers", num_layers)
+        first = values.get("max_window_layers", _FIRST_OF_SWITCH)
         return [number >= first for number in numbers]
     period = values.get("sliding_window_pattern", windows.period)
     return [bool((number + 1) % period) for number in numbers]
