@@ -301,6 +301,18 @@ def test_load_of_a_broken_index(tmp_path):
     )
 
 
+@pytest.mark.parametrize("file", ["../other/model.safetensors", "/model.safetensors"])
+def test_load_of_an_index_that_leads_elsewhere(file, tmp_path):
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"head": file}}))
+    with pytest.raises(CheckpointError) as error:
+        load_weights(str(tmp_path), {})
+    assert str(error.value) == (
+        f"checkpoint.init_from='{index}' names {file} for head, which is elsewhere; "
+        f"{REMEDY}"
+    )
+
+
 def test_load_of_an_index_that_promises_more(tmp_path):
     first = "model-00001-of-00002.safetensors"
     write_shards(tmp_path, WEIGHT_MAP | {"head": first})

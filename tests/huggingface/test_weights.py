@@ -1,6 +1,7 @@
 """Weights of Hugging Face checkpoints compute what they do in their own library."""
 
 import collections
+import dataclasses
 import json
 
 import jax
@@ -288,11 +289,14 @@ def test_layers_behind_the_last_one_are_not_read(tmp_path, caplog):
 
 
 def test_a_checkpoint_without_a_head_has_no_prefix(tmp_path, caplog):
-    """As the published GPT-2, whose weights may be of 16 bits."""
+    """As the published GPT-2, whose weights may be of 16 bits; its file is named."""
     golden.copy("gpt2", tmp_path)
     named = {n.removeprefix("transformer."): x for n, x in read_all(tmp_path).items()}
     write(tmp_path, {n: x.astype(ml_dtypes.bfloat16) for n, x in named.items()})
-    run = golden.start(golden.make_config("gpt2", directory=tmp_path))
+    config = golden.make_config("gpt2", directory=tmp_path)
+    named_file = str(tmp_path / "model.safetensors")
+    beginning = dataclasses.replace(config.checkpoint, init_from=named_file)
+    run = golden.start(dataclasses.replace(config, checkpoint=beginning))
     assert caplog.messages[-1].endswith("Hugging Face, without a prefix")
     table = run.state.master["embedding"]["tokens"]
     np.testing.assert_array_equal(

@@ -75,6 +75,21 @@ def plain_output(model, params):
     return module(X)
 
 
+def test_a_column_of_zeros_stays_one():
+    """As those of a padded vocabulary; fails if it is divided by its length of zero."""
+    settings = schema.Lora(rank=2, form="dora")
+    kernel = jnp.array([[1.0, 0.0], [2.0, 0.0]])
+    adapter = lora.make_matrices(jax.random.key(0), kernel, 1, 1, settings)
+
+    def outputs(adapter):
+        x = jnp.ones((1, 2))
+        return lora.adapt_product(x @ kernel, x, kernel, adapter, settings)
+
+    np.testing.assert_allclose(outputs(adapter), [[3.0, 0.0]], rtol=1e-6)
+    grads = jax.grad(lambda adapter: outputs(adapter).sum())(adapter)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(grads))
+
+
 @pytest.mark.parametrize("form", ["lora", "dora"])
 @pytest.mark.parametrize("make", [Linen, lambda: NNX, lambda: NNX(nnx.Rngs(1))])
 def test_merged_weights_compute_what_adapters_do(form, make):

@@ -80,7 +80,7 @@ def find_config(init_from: str) -> pathlib.Path | None:
     if not init_from:
         return None
     place = pathlib.Path(local_path("checkpoint.init_from", init_from))
-    path = place / CONFIG_NAME
+    path = (place if place.is_dir() else place.parent) / CONFIG_NAME
     return path if find_steps(place) is None and path.exists() else None
 
 

@@ -139,7 +139,8 @@ def _lengths(kernel: Array, a: Array, b: Array, scale: float) -> Float[Array, " 
     squares = product("io,io->o", columns, columns)
     wide = b.astype(jnp.float32)
     squares += jnp.sum(wide * (2 * scale * cross + scale**2 * inner), axis=0)
-    return jnp.sqrt(squares)
+    # Not zero: a column of zeros stays one, and keeps its magnitude of zero.
+    return jnp.sqrt(jnp.maximum(squares, jnp.finfo(jnp.float32).tiny))
 
 
 class Adapter(nnx.Module):
