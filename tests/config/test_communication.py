@@ -62,7 +62,7 @@ REPLICAS = "mesh.replica=2"
             "optimizer.moment_dtype='int8' has no effect with "
             "optimizer.name='onebit_adam'; leave it at 'float32', or set "
             "optimizer.name to 'adamw' or 'adam' or 'lamb' or 'muon' or 'lion' or "
-            "'sgd'",
+            "'sgd' or 'sgd_l2'",
             id="small-moments",
         ),
         pytest.param(

@@ -57,7 +57,7 @@ EFFECT = [
         "optimizer.b1=0.5 has no effect with optimizer.name='adafactor'; "
         "leave it at 0.9, or set optimizer.name to "
         "'adamw' or 'adam' or 'lamb' or 'muon' or 'onebit_adam' or "
-        "'onebit_lamb' or 'zero_one_adam' or 'lion' or 'sgd'",
+        "'onebit_lamb' or 'zero_one_adam' or 'lion' or 'sgd' or 'sgd_l2'",
         id="b1-of-adafactor",
     ),
     case(
@@ -76,7 +76,7 @@ EFFECT = [
         "optimizer.name=adafactor;optimizer.moment_dtype=int8",
         "optimizer.moment_dtype='int8' has no effect with optimizer.name='adafactor'; "
         "leave it at 'float32', or set optimizer.name to "
-        "'adamw' or 'adam' or 'lamb' or 'muon' or 'lion' or 'sgd'",
+        "'adamw' or 'adam' or 'lamb' or 'muon' or 'lion' or 'sgd' or 'sgd_l2'",
         id="moments-of-adafactor",
     ),
     case(

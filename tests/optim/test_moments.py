@@ -13,7 +13,7 @@ from zjax.optim import build, rounding
 from zjax.sharding.layers import Layers
 from zjax.typing import Model
 
-NAMES = ("adamw", "adam", "lamb", "lion", "sgd", "muon")
+NAMES = ("adamw", "adam", "lamb", "lion", "sgd", "sgd_l2", "muon")
 SHAPES = {"kernel": (8, 16), "embedding": (31, 8), "bias": (16,)}
 DIMS = {"kernel": ("embed", "mlp"), "embedding": ("vocab", "embed"), "bias": (None,)}
 each_optimizer = pytest.mark.parametrize("name", NAMES)
@@ -107,7 +107,7 @@ def test_int8_is_what_every_moment_of_a_matrix_rests_in(name):
     state = make_tx(name, "int8").init(make_params())
     found = moments_of(state)
     codes = {k: x.dtype for k, x in found.items() if k.endswith("codes")}
-    num_moments = 1 if name in ("lion", "sgd") else 2
+    num_moments = 1 if name in ("lion", "sgd", "sgd_l2") else 2
     # Muon gives one moment to its matrix and two to the embedding.
     expected = 3 if name == "muon" else 2 * num_moments
     assert len(codes) == expected

@@ -44,10 +44,11 @@ def lion(p, grads, lrs, *, b1, b2, decay):
     return p
 
 
-def sgd(p, grads, lrs, *, momentum, decay):
-    """Momentum with decoupled decay."""
+def sgd(p, grads, lrs, *, momentum, decay, decoupled=True):
+    """Momentum; a decay that is not decoupled passes through it, as in torch."""
     m = np.zeros_like(p)
     for g, lr in zip(grads, lrs, strict=True):
-        m = momentum * m + g
-        p = p - lr * (m + decay * p)
+        decayed = decay * p
+        m = momentum * m + g + (0 if decoupled else decayed)
+        p = p - lr * (m + (decayed if decoupled else 0))
     return p

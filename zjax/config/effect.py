@@ -23,6 +23,7 @@ _OFFLOADED = ("pinned_host", "nvme", "auto")
 _MOMENTS = ("adamw", "adam", "lamb", "muon")
 _ONEBIT = ("onebit_adam", "onebit_lamb", "zero_one_adam")
 _ADAMS = (*_MOMENTS, *_ONEBIT)
+_SGD = ("sgd", "sgd_l2")
 _SCALED = {
     "factor": ("linear", "dynamic", "yarn", "llama3", "longrope"),
     "original_length": ("dynamic", "yarn", "llama3", "longrope"),
@@ -86,14 +87,14 @@ NEEDS = (
         "optimizer.name",
         ("adamw", "adam", "lamb", "lion"),
     ),
-    Needs("optimizer.b1", "optimizer.name", (*_ADAMS, "lion", "sgd")),
+    Needs("optimizer.b1", "optimizer.name", (*_ADAMS, "lion", *_SGD)),
     Needs("optimizer.b2", "optimizer.name", (*_ADAMS, "lion")),
     Needs("optimizer.eps", "optimizer.name", _ADAMS),
     Needs("optimizer.freeze_step", "optimizer.name", _ONEBIT),
     Needs("optimizer.var_update_scaler", "optimizer.name", ("zero_one_adam",)),
     Needs("optimizer.local_step_scaler", "optimizer.name", ("zero_one_adam",)),
     Needs("optimizer.local_step_clipper", "optimizer.name", ("zero_one_adam",)),
-    Needs("optimizer.moment_dtype", "optimizer.name", (*_MOMENTS, "lion", "sgd")),
+    Needs("optimizer.moment_dtype", "optimizer.name", (*_MOMENTS, "lion", *_SGD)),
     Needs(
         "model.activation_memory",
         "model.remat",
@@ -222,7 +223,7 @@ def _elasticity(config: schema.Config) -> Iterator[Problem]:
 
 def _moments(config: schema.Config) -> Iterator[Problem]:
     given = config.optimizer
-    if given.name == "sgd" and given.b1 == 0 and given.moment_dtype != "float32":
+    if given.name in _SGD and given.b1 == 0 and given.moment_dtype != "float32":
         problem = "has no effect with optimizer.b1=0.0"
         remedy = "leave it at 'float32', or set optimizer.b1 above 0"
         yield Problem("optimizer.moment_dtype", given.moment_dtype, problem, remedy)

@@ -236,6 +236,7 @@ class Optimizer:
         "lamb",
         "lion",
         "sgd",
+        "sgd_l2",
         "adafactor",
         "muon",
         "onebit_adam",
@@ -260,14 +261,15 @@ class Optimizer:
     decay_fraction: float = 0.2
     """Fraction of the steps that decay under `wsd`."""
     b1: float = 0.9
-    """First moment decay; momentum of sgd and muon."""
+    """First moment decay; momentum of sgd, sgd_l2 and muon."""
     b2: float = 0.95
     """Second moment decay."""
     eps: float = 1e-8
     moment_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
     """Stored moments, rounded stochastically; `int8` leaves vectors in float32."""
     weight_decay: float = 0.1
-    """Decay of matrices, decoupled except under `adam`; vectors are not decayed."""
+    """Decay of matrices, decoupled except under `adam` and `sgd_l2`, which add it to
+    the gradient; vectors are not decayed."""
     clip_norm: float = 1.0
     """Global gradient norm limit; `inf` turns clipping off."""
     ema_decay: float = 0.0

@@ -40,10 +40,11 @@ def make_optimizer(
     """Builds the optimizer of `config.optimizer`.
 
     Weight decay is decoupled (arXiv:1711.05101) and concerns matrices only; that of
-    `adam` is added to the gradient. Muon leaves embeddings, the output matrix and
-    vectors to Adam with Nesterov momentum, whose updates have a similar size
-    (arXiv:2502.16982), so that one learning rate serves both. LAMB clips its trust
-    ratio to 0.01 to 10. Adafactor factors most of its second moments.
+    `adam` and `sgd_l2` is added to the gradient, as torch.optim.SGD does. Muon leaves
+    embeddings, the output matrix and vectors to Adam with Nesterov momentum, whose
+    updates have a similar size (arXiv:2502.16982), so that one learning rate serves
+    both. LAMB clips its trust ratio to 0.01 to 10. Adafactor factors most of its second
+    moments.
 
     Args:
         config: Config; reads `num_steps`, `optimizer`, `precision.master_dtype` and,
@@ -135,7 +136,7 @@ def _make_rule(
         return zero_one_adam.zero_one_adam(schedule, steps, decay_of)
     decay = optax.add_decayed_weights(weight_decay, mask=decayed)
     rule = (_direction(settings, names), decay)
-    if settings.name == "adam":
+    if settings.name in ("adam", "sgd_l2"):
         rule = (decay, _direction(settings, names))
     if settings.name == "lamb":
         rule = (*rule, trust_ratio.scale_by_layer(num_stacked))
@@ -161,7 +162,7 @@ def _direction(
             return onebit_adam.scale_by_onebit_adam(AdamSteps(b1, b2, eps))
         case "lion":
             return lion(b1=b1)
-        case "sgd":
+        case "sgd" | "sgd_l2":
             return optax.trace(decay=b1) if b1 else optax.identity()
         case "adafactor":
             downhill = per_layer(optax.adafactor(learning_rate=None), names)

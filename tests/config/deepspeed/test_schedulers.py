@@ -104,8 +104,8 @@ def test_sgd_has_no_betas_that_cycle():
         ),
         (
             BOUNDS | {"cycle_momentum": True},
-            "Muon",
-            "scheduler.params.cycle_momentum=True is not supported with muon; "
+            "OneBitAdam",
+            "scheduler.params.cycle_momentum=True is not supported with onebit_adam; "
             "use false",
         ),
         (

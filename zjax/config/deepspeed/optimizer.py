@@ -12,12 +12,21 @@ RULES = {
     "lamb": "lamb",
     "lion": "lion",
     "sgd": "sgd",
-    "muon": "muon",
     "onebitadam": "onebit_adam",
     "zerooneadam": "zero_one_adam",
     "onebitlamb": "onebit_lamb",
 }
 """Rules by the names of DeepSpeed in small letters."""
+GIVE = "give an optax optimizer to zjax.initialize in its place"
+OTHERS = {
+    "muon": (
+        "give optax.contrib.muon to zjax.initialize, or leave the section out and set "
+        "optimizer.name=muon with a rate of its own",
+        "has steps of another size: optimizer.name=muon takes steps that are "
+        "0.2 * sqrt(inputs of the matrix) times as large",
+    )
+}
+"""What to do in place of other rules, and why, by the names of DeepSpeed."""
 ONE_BIT = ("onebit_adam", "zero_one_adam", "onebit_lamb")
 NO_EFFECT = {
     "torch_adam": "XLA compiles the update",
@@ -49,14 +58,15 @@ def _convert_rule(found: Conversion) -> str:
         return ""
     name = RULES.get(kind.lower(), "")
     if not name:
-        found.refuse(
-            "optimizer.type", "give an optax optimizer to zjax.initialize in its place"
-        )
+        remedy, problem = OTHERS.get(kind.lower(), (GIVE, "is not supported"))
+        found.refuse("optimizer.type", remedy, problem)
         found.skip_rest(PARAMS, "its optimizer is not supported")
         return ""
     decoupled = found.take(f"{PARAMS}.adam_w_mode", True)
     if kind.lower() == "adam" and not decoupled:
         name = "adam"
+    if name == "sgd" and _decays_with_momentum(found):
+        name = "sgd_l2"
     found.skip(f"{PARAMS}.adam_w_mode", f"the rule is {name}")
     note = (
         "weight decay of matrices alone" if found.given(_param("weight_decay")) else ""
@@ -86,15 +96,19 @@ def _convert_rule(found: Conversion) -> str:
     return name
 
 
+def _decays_with_momentum(found: Conversion) -> bool:
+    """Whether the decay passes through a momentum, as in torch.optim.SGD."""
+    return all(found.get(_param(name), 0.0) for name in ("weight_decay", "momentum"))
+
+
 def _convert_numbers(found: Conversion, name: str) -> None:
     if schedulers.sets_rate(found):
         found.derive(_param("lr"), "the scheduler sets it")
     else:
         found.copy(_param("lr"), "optimizer__peak_learning_rate", 1e-3)
     found.copy(_param("weight_decay"), "optimizer__weight_decay", 0.0)
-    if name in ("sgd", "muon"):
-        default = 0.95 if name == "muon" else 0.0
-        found.copy(_param("momentum"), "optimizer__b1", default)
+    if name in ("sgd", "sgd_l2"):
+        found.copy(_param("momentum"), "optimizer__b1", 0.0)
         return
     betas = found.take(_param("betas"), [0.9, 0.999], list)
     if schedulers.sets_momentum(found, name):

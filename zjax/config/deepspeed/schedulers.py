@@ -109,7 +109,7 @@ def _convert_cycle(found: Conversion, rule: str) -> None:
         found.set(key, note, default=True, **settings, optimizer__b2=SECOND_DECAY)
         for name, (setting, default) in _MOMENTUM.items():
             found.copy(f"{PARAMS}.{name}", setting, default, tells_default=False)
-    elif cycles and rule == "sgd":
+    elif cycles and rule in ("sgd", "sgd_l2"):
         found.skip(key, "it has no betas, for which DeepSpeed leaves it, too")
     elif cycles:
         found.refuse(key, "use false", f"is not supported with {rule or 'no rule'}")

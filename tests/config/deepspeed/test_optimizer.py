@@ -1,0 +1,76 @@
+"""Optimizers of a ds_config take the steps that torch and DeepSpeed take."""
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from tests.reference import optimizers as reference
+from zjax.config import load_config
+from zjax.config.deepspeed import convert
+from zjax.optim.build import make_optimizer
+
+MUON = {
+    "optimizer.name": "muon",
+    "optimizer.schedule": "constant",
+    "optimizer.num_warmup_steps": 0,
+    "optimizer.peak_learning_rate": 0.01,
+    "optimizer.b1": 0.95,
+}
+
+
+def converted(kind, **params):
+    optimizer = {"type": kind, "params": params}
+    return convert({"train_batch_size": 8, "optimizer": optimizer})
+
+
+def test_sgd_decays_through_its_momentum_as_torch_does():
+    """Zero gradients: a decoupled decay would leave twice as much after 20 steps."""
+    found = converted("SGD", lr=0.1, momentum=0.9, weight_decay=0.05)
+    assert not found.problems()
+    tx = make_optimizer(load_config({}, found.settings))
+    start = np.random.default_rng(0).normal(size=(4, 4))
+    params = {"kernel": jnp.asarray(start, jnp.float32)}
+    state = tx.init(params)
+    for _ in range(20):
+        updates, state = tx.update({"kernel": jnp.zeros((4, 4))}, state, params)
+        params = optax.apply_updates(params, updates)
+    zeros, rates = np.zeros((20, 4, 4)), [0.1] * 20
+    rule = {"momentum": 0.9, "decay": 0.05}
+    want = reference.sgd(start, zeros, rates, **rule, decoupled=False)
+    np.testing.assert_allclose(params["kernel"], want, rtol=1e-5)
+    apart = reference.sgd(start, zeros, rates, **rule)
+    assert np.all(np.abs(want) < 0.6 * np.abs(apart))
+
+
+@pytest.mark.parametrize(
+    ("params", "name"),
+    [
+        ({"momentum": 0.9}, "sgd"),
+        ({"weight_decay": 0.1}, "sgd"),
+        ({"weight_decay": "auto", "momentum": 0.9}, "sgd_l2"),
+    ],
+)
+def test_sgd_without_one_of_them_is_the_same_rule(params, name):
+    assert converted("SGD", lr=0.1, **params).settings["optimizer.name"] == name
+
+
+def test_muon_is_refused_by_the_factor_that_its_steps_have_here():
+    """DeepSpeed scales an orthogonal matrix by sqrt(max(1, outputs / inputs))."""
+    (problem,) = converted("Muon", lr=0.02).problems()
+    assert str(problem) == (
+        "optimizer.type='Muon' has steps of another size: optimizer.name=muon takes "
+        "steps that are 0.2 * sqrt(inputs of the matrix) times as large; give "
+        "optax.contrib.muon to zjax.initialize, or leave the section out and set "
+        "optimizer.name=muon with a rate of its own"
+    )
+    ours = make_optimizer(load_config({}, MUON))
+    theirs = optax.contrib.muon(0.01)
+    for inputs, outputs in ((16, 64), (64, 16)):
+        params = {"kernel": jnp.zeros((inputs, outputs))}
+        grads = {"kernel": jnp.ones((inputs, outputs))}
+        got, want = (
+            tx.update(grads, tx.init(params), params)[0]["kernel"]
+            for tx in (ours, theirs)
+        )
+        np.testing.assert_allclose(got, 0.2 * inputs**0.5 * want, rtol=1e-4)
