@@ -157,7 +157,8 @@ def _value(hint: Any, value: Any, field: str, problems: list[Problem]) -> Any:
         return _tuple(typing.get_args(hint)[0], value, field, problems)
     if hint is float and type(value) is int:
         return float(value)
-    if type(value) is not hint:
+    is_offered = derived.is_offered(value) and isinstance(value, hint)
+    if type(value) is not hint and not is_offered:
         expected = "bool: True or False" if hint is bool else hint.__name__
         _refuse_type(field, value, expected, problems)
     elif hint is float and math.isnan(value):

@@ -37,6 +37,29 @@ class Name(str):
     __slots__ = ()
 
 
+class OfferedFloat(float):
+    """A number that is unused where its setting has no effect."""
+
+
+class OfferedInt(int):
+    """A whole number of that kind."""
+
+
+def offered(value: int | float) -> int | float:
+    """A value that need not have an effect, as of a section that a run may turn on.
+
+    Example:
+        >>> is_offered(offered(128.0)), is_offered(128.0)
+        (True, False)
+    """
+    return OfferedInt(value) if isinstance(value, int) else OfferedFloat(value)
+
+
+def is_offered(value: Any) -> bool:
+    """Whether a setting may be unused."""
+    return isinstance(value, OfferedFloat | OfferedInt)
+
+
 def is_derived(value: Any) -> bool:
     """Whether a setting's value was derived, not set."""
     return isinstance(value, Size | Name)

@@ -163,8 +163,8 @@ def effect_problems(config: schema.Config, num_devices: int) -> Iterator[Problem
     for setting, other, choices in NEEDS:
         value, default = _value_and_default(config, setting)
         given, _ = _value_and_default(config, other)
-        is_set = value != default and not derived.is_derived(value)
-        if is_set and given not in choices:
+        may_be_unused = derived.is_derived(value) or derived.is_offered(value)
+        if value != default and not may_be_unused and given not in choices:
             problem = f"has no effect with {other}={given!r}"
             one_of = " or ".join(map(repr, choices))
             remedy = f"leave it at {default!r}, or set {other} to {one_of}"

@@ -62,6 +62,10 @@ class Conversion:
         """Whether the file has this key, or one inside of it."""
         return any(k == key or k.startswith(f"{key}.") for k in self._given)
 
+    def is_faulty(self, key: str) -> bool:
+        """Whether a key is known not to be honoured."""
+        return key in self._faults
+
     def inside(self, section: str) -> list[str]:
         """Keys of the file in a section of which nothing is told yet."""
         return [

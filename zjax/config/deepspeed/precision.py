@@ -1,5 +1,9 @@
 """Dtypes and loss scaling."""
 
+from collections.abc import Callable
+from typing import Any
+
+from zjax.config import derived
 from zjax.config.deepspeed.conversion import Conversion
 
 DTYPES = {
@@ -12,6 +16,24 @@ DTYPES = {
     "torch.bfloat16": "bfloat16",
     "torch.float16": "float16",
 }
+
+SCALE = {
+    "loss_scale_window": ("window", 1_000),
+    "hysteresis": ("hysteresis", 2),
+    "consecutive_hysteresis": ("consecutive_hysteresis", False),
+    "min_loss_scale": ("minimum", 1.0),
+}
+"""Settings of `precision.loss_scale` by keys of `fp16`, and defaults."""
+MAX_POWER = 127
+"""Greatest power of two of a float32."""
+HALF = {"fp16_master_weights_and_grads": False, "consecutive_hysteresis": False}
+"""Keys of `fp16` that other dtypes would follow, and their defaults."""
+BRAIN = {
+    "check_grad_overflow": True,
+    "bf16_master_weights_and_grads": False,
+    "bf16_optimizer_states": False,
+}
+"""The same of `bf16`."""
 
 
 def convert_precision(found: Conversion) -> None:
@@ -34,49 +56,65 @@ def _from_run(found: Conversion) -> bool:
 
 def _convert_half(found: Conversion) -> bool:
     enabled = found.take("fp16.enabled", False)
+    if enabled is None:
+        _refuse_changes(found, "fp16", HALF)
+        _convert_scale(found, derived.offered, "for runs in float16")
+        return False
     if not enabled:
-        if enabled is False:
-            found.skip("fp16.enabled", "it is off")
+        found.skip("fp16.enabled", "it is off")
         found.skip_rest("fp16", "fp16 is off")
         return False
     found.set("fp16.enabled", precision__compute_dtype="float16")
     found.refuse_if_on("fp16.fp16_master_weights_and_grads", "use float32 masters")
+    _convert_scale(found, lambda value: value, "")
+    return True
+
+
+def _convert_scale(found: Conversion, mark: Callable[[Any], Any], note: str) -> None:
+    """Reads the loss scale.
+
+    Args:
+        found: What was read so far.
+        mark: Makes numbers of settings.
+        note: More to tell of each key.
+    """
     scale = found.take("fp16.loss_scale", 0.0)
     power = found.take("fp16.initial_scale_power", 16)
     prefix = "precision__loss_scale__"
     if scale:
-        first = {f"{prefix}initial": scale, f"{prefix}window": 0}
-        found.set("fp16.loss_scale", **first)
+        first = {f"{prefix}initial": mark(scale), f"{prefix}window": mark(0)}
+        found.set("fp16.loss_scale", note, **first)
         found.skip_rest("fp16", "the loss scale is fixed")
-        return True
+        return
     if scale is not None:
         found.skip("fp16.loss_scale", "the scale is dynamic")
-    if power is not None:
-        settings = {f"{prefix}initial": 2.0**power}
-        found.set("fp16.initial_scale_power", default=power, **settings)
-    names = {
-        "loss_scale_window": ("window", 1_000),
-        "hysteresis": ("hysteresis", 2),
-        "consecutive_hysteresis": ("consecutive_hysteresis", False),
-        "min_loss_scale": ("minimum", 1.0),
-    }
-    for name, (setting, default) in names.items():
-        key = f"fp16.{name}"
-        found.copy(key, f"{prefix}{setting}", default, tells_default=False)
+    if power is not None and power <= MAX_POWER:
+        settings = {f"{prefix}initial": mark(2.0**power)}
+        found.set("fp16.initial_scale_power", note, default=power, **settings)
+    elif power is not None:
+        remedy = f"use {MAX_POWER} or less"
+        found.refuse("fp16.initial_scale_power", remedy, "is no power of a float32")
+    for name, (setting, default) in SCALE.items():
+        if (value := found.take(f"fp16.{name}", default)) is not None:
+            value = value if isinstance(value, bool) else mark(value)
+            found.set(f"fp16.{name}", note, **{f"{prefix}{setting}": value})
     found.skip("fp16.auto_cast", "inputs have the dtype of the computation")
-    return True
 
 
 def _convert_brain(found: Conversion) -> bool:
     section = "bfloat16" if found.given("bfloat16") else "bf16"
     enabled = found.take(f"{section}.enabled", False)
+    why = "gradients are added in any case"
+    if enabled is None:
+        found.skip(f"{section}.immediate_grad_update", why)
+        _refuse_changes(found, section, BRAIN)
+        return False
     if not enabled:
-        if enabled is False:
-            found.skip(f"{section}.enabled", "it is off")
+        found.skip(f"{section}.enabled", "it is off")
         found.skip_rest(section, f"{section} is off")
         return False
     found.set(f"{section}.enabled", precision__compute_dtype="bfloat16")
-    found.skip(f"{section}.immediate_grad_update", "gradients are added in any case")
+    found.skip(f"{section}.immediate_grad_update", why)
     check = found.take(f"{section}.check_grad_overflow", True)
     if check is not None:
         action = "skip" if check else "update"
@@ -89,6 +127,17 @@ def _convert_brain(found: Conversion) -> bool:
         found.set(key, optimizer__moment_dtype="bfloat16")
     found.skip_rest(section, "float32 is kept")
     return True
+
+
+def _refuse_changes(found: Conversion, section: str, defaults: dict[str, Any]) -> None:
+    """Keys whose section the run turns on, which all dtypes would follow."""
+    for name, default in defaults.items():
+        key = f"{section}.{name}"
+        if found.take(key, default) in (default, None):
+            found.skip(key, "it is the default")
+        else:
+            remedy = f"write {section}.enabled as true or false"
+            found.refuse(key, remedy, f"needs to know {section}.enabled")
 
 
 def _convert_autocast(found: Conversion) -> bool:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from zjax.config.deepspeed.conversion import Conversion
+from zjax.config.derived import is_offered
 
 
 def config_file(found: Conversion) -> str:
@@ -23,12 +24,15 @@ def config_file(found: Conversion) -> str:
         "    config = base()",
         "    # Batch sizes, optimizer, precision and memory are those of DeepSpeed.",
         *(
-            f"    config.{path} = {_literal(value)}"
+            f"    {_USED_IN_HALF * is_offered(value)}config.{path} = {_literal(value)}"
             for path, value in found.settings.items()
         ),
         "    return config",
     ]
     return "\n".join(lines) + "\n"
+
+
+_USED_IN_HALF = "# Add where compute_dtype is float16: "
 
 
 def _literal(value: Any) -> str:

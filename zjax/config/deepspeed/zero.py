@@ -74,23 +74,24 @@ def convert_zero(found: Conversion) -> None:
         )
 
 
-def _convert_persistence(found: Conversion, stage: int) -> None:
+def _convert_persistence(found: Conversion, stage: int | None) -> None:
     name = f"{STAGE_3}param_persistence_threshold"
     for key in (f"{ZERO}.{name}", f"{ZERO}.{name.removeprefix(STAGE_3)}"):
-        if stage != 3:
+        if stage not in (3, None):
             found.skip(key, "the stage is below 3")
         elif found.given(key) and (least := found.take(key, 100_000)) is not None:
             found.set(key, zero__min_shard_elements=least)
 
 
-def _convert_stage(found: Conversion) -> int:
+def _convert_stage(found: Conversion) -> int | None:
+    """The stage, or None where the run has it."""
     if found.get(ZERO, {}, bool) is True:
         found.set(ZERO, "a true section is stage 1", zero__stage=1)
         return 1
     key = f"{ZERO}.stage"
     stage = found.take(key, 0)
     if stage is None:
-        return 0
+        return None
     found.set(key, default=0, zero__stage=stage)
     found.skip(ZERO, "the section is empty")
     return stage
