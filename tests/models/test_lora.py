@@ -136,6 +136,33 @@ def test_pattern_without_a_layer_is_refused(model):
     )
 
 
+@pytest.mark.parametrize("model", [Linen(), NNX])
+def test_what_else_is_trained_must_be_there(model):
+    """Fails if a mistyped pattern trains nothing, as one of a matrix of an adapter."""
+    patterns = ("out/bias", "out/biass", "lora/a")
+    with pytest.raises(ConfigError) as caught:
+        start(model, {"rank": 2, "targets": ("ouput",), "also_train": patterns})
+    assert str(caught.value) == (
+        "lora.targets='ouput' matches no linear layer; layers look like "
+        "heads, mix, out\n"
+        "lora.also_train='out/biass' matches no parameter; parameters look like "
+        "heads/bias, heads/kernel, mix/kernel\n"
+        "lora.also_train='lora/a' matches no parameter; parameters look like "
+        "heads/bias, heads/kernel, mix/kernel"
+    )
+
+
+def test_built_in_model_refuses_what_else_is_trained_but_is_not_there():
+    lora = schema.Lora(rank=2, also_train=("headd",))
+    with pytest.raises(ConfigError) as caught:
+        make_model(schema.Config(lora=lora))
+    assert str(caught.value) == (
+        "lora.also_train='headd' matches no parameter; parameters look like "
+        "blocks/attention/key/bias, blocks/attention/key/kernel, "
+        "blocks/attention/out/bias"
+    )
+
+
 def test_built_in_model_refuses_a_pattern_without_a_layer():
     """Fails if a router or a table counts as a layer."""
     config = schema.Config(lora=schema.Lora(rank=2, targets=("embedding",)))

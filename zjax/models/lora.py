@@ -22,6 +22,7 @@ from flax.core import meta
 from jaxtyping import Array, Float
 
 from zjax.config import schema
+from zjax.config.groups import is_adapter
 from zjax.errors import ConfigError, Problem
 from zjax.models import layers
 from zjax.ops.keys import fold_name
@@ -320,14 +321,14 @@ def _linen_sides(layer: nn.Module) -> tuple[int, int] | None:
 
 
 def check_targets(paths: Iterable[str], settings: schema.Lora) -> None:
-    """Refuses patterns that match no layer with an adapter.
+    """Refuses patterns that match no layer with an adapter, or nothing to train beside.
 
     Args:
         paths: Paths of all parameters.
-        settings: The targets.
+        settings: The targets, and what else is trained.
 
     Raises:
-        ConfigError: Names each such pattern, and layers that there are.
+        ConfigError: Names each such pattern, and layers or parameters that there are.
     """
     paths = list(paths)
     ending = f"/{NAME}/a"
@@ -340,6 +341,17 @@ def check_targets(paths: Iterable[str], settings: schema.Lora) -> None:
         Problem("lora.targets", pattern, "matches no linear layer", remedy)
         for pattern in settings.targets
         if not any(re.search(pattern, path) for path in adapted)
+    ]
+    others = [path for path in paths if not is_adapter(path)]
+    problems += [
+        Problem(
+            "lora.also_train",
+            pattern,
+            "matches no parameter",
+            f"parameters look like {', '.join(others[:3])}",
+        )
+        for pattern in settings.also_train
+        if not any(re.search(pattern, path) for path in others)
     ]
     if problems:
         raise ConfigError(*problems)
