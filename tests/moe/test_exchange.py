@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.support import experts as support
+from tests.support.cases import some_by_hand
 from zjax.config import schema
 from zjax.moe.dispatch import pad_experts, sort_by_expert
 from zjax.moe.experts import Experts, apply_experts
@@ -26,10 +27,12 @@ ROUTERS = {
     ),
     "tokens-of-experts": Router(num_experts=E, choice="experts"),
 }
+WIDE = schema.Mesh(data=1, expert=2, tensor=4)
+"""Both of its axes are split in the others."""
 MESHES = [
     schema.Mesh(data=2, expert=2, tensor=2),
     schema.Mesh(data=1, expert=4, tensor=2),
-    schema.Mesh(data=1, expert=2, tensor=4),
+    WIDE,
     schema.Mesh(data=1, expert=4, sequence=2),
     schema.Mesh(data=2, tensor=4),
 ]
@@ -66,7 +69,7 @@ def on_one_device(router):
     return differentiate(router)(*make_inputs())
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=name_of)
+@pytest.mark.parametrize("mesh", some_by_hand(MESHES, {WIDE}), ids=name_of)
 @pytest.mark.parametrize("router", ROUTERS.values(), ids=ROUTERS)
 def test_every_mesh_computes_what_one_device_does(router, mesh):
     """Fails if a bias is added by each device, or channels of another gate are used."""

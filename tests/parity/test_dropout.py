@@ -18,12 +18,14 @@ ATTENTION = {"attention_dropout_rate": 0.3}
 CASES = {
     "rows on eight devices": {
         "mesh": {"data": 8},
+        "num_layers": 2,
         "stage": 3,
         "num_microbatches": 2,
         **ATTENTION,
     },
     "rows twice, tensors and Ulysses": {
         "mesh": {"replica": 2, "tensor": 2, "sequence": 2},
+        "num_layers": 2,
         "num_microbatches": 2,
         "sequence_attention": "ulysses",
         **ATTENTION,
@@ -55,8 +57,9 @@ def test_training_equals_one_device(name):
     run = pipelines.start(config, jax.devices()[:num_devices])
     losses, weights = pipelines.train(run)
     number = case.get("num_microbatches", 4)
-    rates = {name: x for name, x in case.items() if name.endswith("dropout_rate")}
-    wanted_losses, wanted = pipelines.on_one_device(number, **rates)
+    of_model = "dropout_rate", "num_layers"
+    model = {name: x for name, x in case.items() if name.endswith(of_model)}
+    wanted_losses, wanted = pipelines.on_one_device(number, **model)
     np.testing.assert_allclose(losses, wanted_losses, rtol=1e-5)
     jax.tree.map(
         lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=2e-5),
