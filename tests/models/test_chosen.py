@@ -1,6 +1,7 @@
 """The experts that tokens choose, as the load of the same model counts them."""
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -60,14 +61,15 @@ def test_tokens_that_an_expert_did_not_choose_have_none():
     layer = zjax.nnx.MoE(8, router, 16, rngs=nnx.Rngs(0))
     layer.eval()
     x = jax.random.normal(jax.random.key(1), (2, 16, 8))
-    found = layer.chosen_experts(x)
+    found = nnx.jit(lambda layer: layer.chosen_experts(x))(layer)
     assert found.shape == (2, 16, 4)
     places = np.arange(4)[None, None]
     assert ((found == places) | (found == -1)).all()
     assert (found == places).sum((0, 1)).tolist() == [8] * 4
     params = {name: getattr(layer, name)[...] for name in layer.names}
     module = zjax.linen.MoE(router, 16, deterministic=True)
-    _, sown = module.apply({"params": params}, x, mutable="intermediates")
+    apply = jax.jit(functools.partial(module.apply, mutable="intermediates"))
+    _, sown = apply({"params": params}, x)
     (experts,) = sown["intermediates"]["chosen_experts"]
     np.testing.assert_array_equal(experts, found)
 
@@ -86,13 +88,14 @@ def test_layers_of_users_tell_the_same():
     router = Router(num_experts=4, top_k=2, sampling="first")
     layer = zjax.nnx.MoE(8, router, 16, rngs=nnx.Rngs(0))
     x = jax.random.normal(jax.random.key(1), (2, 3, 8))
-    found = layer.chosen_experts(x)
+    found = nnx.jit(lambda layer: layer.chosen_experts(x))(layer)
     params = {name: getattr(layer, name)[...] for name in layer.names}
     expected = np.argsort(-(x @ params["router_kernel"]), -1)[..., :2]
     np.testing.assert_array_equal(found, expected)
     rngs = {"dropout": jax.random.key(2)}
     module = zjax.linen.MoE(router, 16)
-    _, sown = module.apply({"params": params}, x, rngs=rngs, mutable="intermediates")
+    apply = jax.jit(functools.partial(module.apply, mutable="intermediates"))
+    _, sown = apply({"params": params}, x, rngs=rngs)
     (experts,) = sown["intermediates"]["chosen_experts"]
     np.testing.assert_array_equal(experts, found)
     initial = jax.eval_shape(module.init, jax.random.key(0), x)

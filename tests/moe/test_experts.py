@@ -20,8 +20,8 @@ def clamped(gate, value):
 
 
 ACTIVATIONS = {
-    "swiglu": lambda h: jax.nn.silu(h[:F]) * h[F:],
-    "clamped_swiglu": lambda h: clamped(h[:F], h[F:]),
+    "swiglu": lambda h: jax.nn.silu(h[..., :F]) * h[..., F:],
+    "clamped_swiglu": lambda h: clamped(h[..., :F], h[..., F:]),
     "gelu": jax.nn.gelu,
     "relu": jax.nn.relu,
 }
@@ -37,20 +37,14 @@ def make_experts(activation, with_bias, dtype=jnp.float32):
 
 def by_token(x, experts, routing, activation):
     """Each token through each of its experts, with nothing sorted."""
-    out = []
-    for token in range(len(x)):
-        total = jnp.zeros(x.shape[1])
-        for choice in range(routing.experts.shape[1]):
-            expert = int(routing.experts[token, choice])
-            hidden = x[token] @ experts.up[expert]
-            if experts.up_bias is not None:
-                hidden += experts.up_bias[expert]
-            output = ACTIVATIONS[activation](hidden) @ experts.down[expert]
-            if experts.down_bias is not None:
-                output += experts.down_bias[expert]
-            total += routing.weights[token, choice] * output
-        out.append(total)
-    return jnp.stack(out)
+    own = jax.tree.map(lambda leaf: leaf[routing.experts], experts)
+    hidden = jnp.einsum("tm,tkmf->tkf", x, own.up)
+    if own.up_bias is not None:
+        hidden += own.up_bias
+    outputs = jnp.einsum("tkf,tkfm->tkm", ACTIVATIONS[activation](hidden), own.down)
+    if own.down_bias is not None:
+        outputs += own.down_bias
+    return jnp.einsum("tk,tkm->tm", routing.weights, outputs)
 
 
 @pytest.mark.parametrize(

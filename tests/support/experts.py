@@ -1,6 +1,7 @@
 """A small mixture of experts as plain functions, and batches for it."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -83,9 +84,11 @@ def outcomes(by_token, x, cotangent, experts, logits, router, **settings):
         out = function(x, experts, route(logits, router), **settings)
         return (out * cotangent).sum(), out
 
+    def differentiate(function):
+        own = functools.partial(loss, function)
+        return jax.jit(jax.value_and_grad(own, argnums=(0, 1, 2), has_aux=True))
+
     return tuple(
-        jax.value_and_grad(loss, argnums=(1, 2, 3), has_aux=True)(
-            function, x, experts, logits
-        )
+        differentiate(function)(x, experts, logits)
         for function in (apply_experts, by_token)
     )

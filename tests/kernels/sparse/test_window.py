@@ -67,7 +67,7 @@ def test_a_window_of_all_tokens_changes_no_bit():
     layout = causal_layout(64, 384, 2, dense=True)
     plan, (q, k, v, *_) = make_plan(layout), make_inputs(layout)
     run = jax.jit(lambda plan: sparse_attention(q, k, v, plan))
-    np.testing.assert_array_equal(run(plan), run(limit_window(plan, 384)))
+    np.testing.assert_array_equal(run(plan), run(jax.jit(limit_window)(plan, 384)))
 
 
 @pytest.mark.parametrize("window", [1, 64, 130, 2048])
@@ -77,7 +77,7 @@ def test_chunks_outside_of_the_window_are_not_visited(window):
     plan = make_plan(causal_layout(64, tokens, 2, dense=True))
     position = np.arange(tokens)
     seen = (position[:, None] >= position) & in_window(tokens, window)
-    limited = limit_window(plan, window)
+    limited = jax.jit(limit_window)(plan, window)
     for schedule, pairs in ((limited.queries, seen), (limited.keys, seen.T)):
         cut = pairs.reshape(tokens // TILE, TILE, -1, schedule.chunk)
         visited = cut.any(axis=(1, 3)).sum(axis=1)
