@@ -76,6 +76,11 @@ def make_layer(config, moe):
     return nnx.merge(graph, jax.tree.map(fill, state)), config
 
 
+@nnx.jit
+def run(layer, *args, **given):
+    return layer(*args, **given)
+
+
 def make_stream(seed=2):
     return jax.random.normal(jax.random.key(seed), (2, 8, language.GPT.embed_size))
 
@@ -85,7 +90,7 @@ def test_a_layer_is_a_loop_over_tokens(config, moe):
     """Fails if the weight of a choice, a coefficient or a gate is not applied."""
     layer, config = make_layer(config, moe)
     x = make_stream()
-    found, auxiliary = nnx.jit(lambda layer, x: layer(x))(layer, x)
+    found, auxiliary = run(layer, x)
     params = jax.tree.map(np.asarray, language.params_of(layer))
     expected, loss = reference.mixture(params, config, np.float64(x))
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
@@ -135,9 +140,9 @@ def test_forced_coefficients_leave_one_branch(coefficient, branch):
     layer.coefficient.kernel[...] = jnp.zeros_like(layer.coefficient.kernel[...])
     layer.coefficient.bias[...] = jnp.array(coefficient, jnp.float32)
     x = make_stream()
-    found, mlp = layer(x)[0], layer.residual(x)
+    found, mlp = run(layer, x)[0], run(layer.residual, x)
     layer.residual = layer.coefficient = None
-    expected = (layer(x)[0], mlp)[branch]
+    expected = (run(layer, x)[0], mlp)[branch]
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -147,7 +152,7 @@ def test_a_bias_chooses_experts_and_does_not_weigh_them(setting):
     x, found = make_stream(), []
     for bias in (9.0, 18.0):
         layer.router.bias[...] = jnp.array([bias, 0, bias, 0])
-        y, auxiliary = layer(x)
+        y, auxiliary = run(layer, x)
         assert auxiliary.totals["load"].tolist() == [16, 0, 16, 0]
         found.append(y)
     np.testing.assert_array_equal(*found)
@@ -171,22 +176,23 @@ def test_padding_uses_no_capacity():
     layer, _ = make_layer(language.GPT, moe)
     x = make_stream().at[:, 1:].set(make_stream()[:1, :1])
     counts = jnp.zeros(x.shape[:2], bool).at[1].set(True)
-    found, auxiliary = layer(x, counts)
+    found, auxiliary = run(layer, x, counts)
     assert not np.any(found[0])
     # Eight equal tokens for the eight places of sixteen tokens.
     assert float(auxiliary.metrics["dropped_fraction"]) == 0
-    assert float(layer(x)[1].metrics["dropped_fraction"]) > 0
+    assert float(run(layer, x)[1].metrics["dropped_fraction"]) > 0
 
 
 def test_jitter_moves_the_router_alone_and_only_while_training():
     moe = schema.MoE(num_experts=4, jitter=0.5)
     layer, _ = make_layer(language.GPT, moe)
-    x, still = make_stream(), layer(make_stream())
-    shaken = layer(x, key=jax.random.key(0))
+    x, still = make_stream(), run(layer, make_stream())
+    shaken = run(layer, x, key=jax.random.key(0))
     name = "router_entropy"
     assert float(shaken[1].metrics[name]) != float(still[1].metrics[name])
     one, _ = make_layer(language.GPT, dataclasses.replace(moe, num_experts=1))
-    np.testing.assert_array_equal(one(x)[0], one(x, key=jax.random.key(0))[0])
+    found = run(one, x)[0], run(one, x, key=jax.random.key(0))[0]
+    np.testing.assert_array_equal(*found)
 
 
 def test_router_is_initialised_as_in_switch():

@@ -1,10 +1,13 @@
 """Dense attention under a mask of tokens, in float32: the specification."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 
+@functools.partial(jax.jit, static_argnames=("scale", "soft_cap"))
 def attend(q, k, v, mask, *, scale=None, soft_cap=0.0):
     """Averages and log-sum-exps; `mask` is bool[B or 1, H, S, T]."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
