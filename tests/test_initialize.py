@@ -165,6 +165,82 @@ def test_optimizer_and_schedule_of_the_config_serve_if_none_is_given():
     assert (metrics["learning_rate"], second["learning_rate"]) == (0, 0.25)
 
 
+@pytest.mark.parametrize(
+    ("content", "limit"),
+    [
+        ('{"train_batch_size": 32}', 1.0),  # the default of DeepSpeed
+        ('{"train_batch_size": 32, "gradient_clipping": 1.0}', 1.0),
+        ('{"train_batch_size": 32, "gradient_clipping": 0.25}', 0.25),
+        ('{"train_batch_size": 32, "gradient_clipping": 0.0}', float("inf")),
+        ('{"train_batch_size": 32, "gradient_clipping": "auto"}', float("inf")),
+        (None, float("inf")),
+    ],
+)
+def test_clipping_that_is_set_holds_for_an_optimizer_that_is_given(
+    content, limit, tmp_path
+):
+    """Fails if a run of a ds_config does not clip, or another one does unasked."""
+    path = tmp_path / "ds_config.json"
+    path.write_text(content or "{}")
+    batch = models.make_batch()
+    pair = {"w": np.zeros((models.WIDTH, models.WIDTH), np.float32)}, models.apply
+
+    def loss_fn(model, batch, key):
+        return 100 * jnp.sum(model.args[0]["w"]) * jnp.mean(batch["weight"] ** 0)
+
+    run = zjax.initialize(
+        pair, optax.sgd(1.0), loss_fn, batch, path if content else CONFIG
+    )
+    state, metrics = run.step(run.state, batch)
+    norm = 100 * models.WIDTH
+    assert metrics["grad_norm"] == norm
+    moved = np.linalg.norm(state.master["w"])
+    np.testing.assert_allclose(moved, min(norm, limit), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "total"),
+    [
+        ('"train_batch_size": 32', 32),  # also the default of zjax
+        ('"train_batch_size": 48, "gradient_accumulation_steps": 2', 48),
+        ('"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 3', 24),
+        ('"train_micro_batch_size_per_gpu": 1', 8),
+    ],
+)
+def test_batch_sizes_that_the_batch_does_not_have_are_refused(sizes, total, tmp_path):
+    """Fails if a ds_config trains other rows per step than it says."""
+    path = tmp_path / "ds_config.json"
+    path.write_text(f"{{{sizes}}}")
+    batch = models.make_batch(batch=16)
+    for config in (path, zjax.load_config(path)):
+        with pytest.raises(ConfigError) as error:
+            zjax.initialize(Tied, optax.sgd(0.1), squared_error, batch, config)
+        assert str(error.value) == (
+            f"global_batch_size={total} is not the 16 rows of the batch; give batches "
+            f"of {total}, or change the batch sizes"
+        )
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        '{"train_batch_size": 16, "train_micro_batch_size_per_gpu": "auto"}',
+        '{"train_batch_size": "auto", "gradient_accumulation_steps": 1}',
+        '{"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2}',
+        schema.Config(),
+        schema.Config(global_batch_size=0, microbatch_size=1),
+    ],
+)
+def test_batch_sizes_that_are_not_set_are_those_of_the_batch(config, tmp_path):
+    if isinstance(config, str):
+        path = tmp_path / "ds_config.json"
+        path.write_text(config)
+        config = path
+    batch = models.make_batch(batch=16)
+    run = zjax.initialize(Tied, optax.sgd(0.1), squared_error, batch, config)
+    assert run.config.global_batch_size == 16
+
+
 def test_bad_input_is_refused_before_anything_compiles():
     batch = models.make_batch()
     with pytest.raises(ModelError) as error:
@@ -184,11 +260,11 @@ def test_bad_input_is_refused_before_anything_compiles():
         )
     assert str(error.value) == "batch/x='list' is not an array; use numpy.asarray"
     with pytest.raises(ConfigError) as error:
-        settings = {"optimizer": {"clip_norm": 0.5}}
+        settings = {"optimizer": {"b1": 0.5}}
         zjax.initialize(Tied, optax.sgd(0.1), squared_error, batch, settings)
     assert str(error.value) == (
-        "optimizer.clip_norm=0.5 has no effect on the optimizer that was given; leave "
-        "it at 1.0, or give no optimizer"
+        "optimizer.b1=0.5 has no effect on the optimizer that was given; leave it at "
+        "0.9, or give no optimizer"
     )
     with pytest.raises(ConfigError) as error:
         settings = {"model": {"activation_memory": "pinned_host", "remat": "full"}}

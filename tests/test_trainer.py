@@ -1,5 +1,6 @@
 """A run from its first step to its last, and what interrupts it."""
 
+import math
 import os
 import pathlib
 import random
@@ -238,6 +239,18 @@ def test_strict_promotion_binds_the_loss_and_not_the_optimizer(tmp_path):
         trainer.fit()
     trainer.close()
     assert trainer.store.latest() == 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "limit"),
+    [((), math.inf), (("optimizer.clip_norm=1.0",), 1.0)],
+)
+def test_clipping_that_is_set_holds_for_an_optimizer_that_is_given(
+    overrides, limit, tmp_path
+):
+    trainer = own_trainer(tmp_path, list(broken_batches(99)), *overrides)
+    trainer.close()
+    assert trainer.run.config.optimizer.clip_norm == limit
 
 
 def test_run_that_skips_for_ever_ends_with_its_cause_and_its_checkpoint(tmp_path):

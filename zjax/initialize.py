@@ -16,9 +16,10 @@ from zjax.checkpoint.quantized import with_codes
 from zjax.checkpoint.views import Source
 from zjax.checkpoint.vocabulary import resized
 from zjax.config.check import check_config
+from zjax.config.derived import is_offered
 from zjax.config.groups import is_adapter
 from zjax.config.load import load_config
-from zjax.config.schema import Config, Precision
+from zjax.config.schema import Config, Lora, Precision
 from zjax.data.entries import check_batch, entries_of
 from zjax.data.placement import BatchPlacement
 from zjax.errors import ConfigError, ModelError, Problem
@@ -29,7 +30,7 @@ from zjax.models.inputs import with_cast
 from zjax.offload.init import init_layer_by_layer
 from zjax.offload.inputs import offloaded_inputs
 from zjax.ops.promotion import dtype_promotion
-from zjax.optim.build import make_optimizer, without_clipping
+from zjax.optim.build import make_optimizer, with_clipping_as_set
 from zjax.optim.matrices import named_params
 from zjax.optim.per_layer import per_layer_if_needed
 from zjax.optim.schedules import make_schedule
@@ -173,18 +174,18 @@ def initialize(
             or a function `rngs -> module`, which lets the parameters be born on their
             shards; a pair of plain functions `(init, apply)`, or `(params, apply)`; a
             dict of several; or a `zjax.Model`.
-        tx: Optax gradient transformation, used as it is: add
-            `optax.clip_by_global_norm` to clip. Its masks and labels are for nested
-            dicts, or made from `nnx.state(module, nnx.Param)`. Layers stored in one
-            array, named `layers`, are updated as if each had its own. None makes the
-            one of `config.optimizer`.
+        tx: Optax gradient transformation. Its gradients are clipped if
+            `optimizer.clip_norm` is set, as by a ds_config. Its masks and labels are
+            for nested dicts, or made from `nnx.state(module, nnx.Param)`. Layers stored
+            in one array, named `layers`, are updated as if each had its own. None makes
+            the one of `config.optimizer`.
         loss_fn: `loss_fn(model, batch, key)` returns the mean loss, or `(loss, weight,
             metrics)`. A key of None means evaluation. None for a `zjax.Model`.
         batch: Global batch or its ShapeDtypeStructs, an example of all batches; its
-            first dim replaces `config.global_batch_size`. Each device splits its rows
-            into microbatches of adjacent rows, so a loss may compare rows of one
-            microbatch. Arrays of `cast` are cast to `precision.compute_dtype`; others
-            keep their dtype.
+            first dim is `config.global_batch_size` where that is not set. Each device
+            splits its rows into microbatches of adjacent rows, so a loss may compare
+            rows of one microbatch. Arrays of `cast` are cast to
+            `precision.compute_dtype`; others keep their dtype.
         config: A Config, a mapping, or the path of a config file; None for defaults.
         replicated: Paths of arrays of the batch without rows, such as a table of class
             weights; each device and microbatch gets the whole array.
@@ -223,8 +224,11 @@ def initialize(
     batch = check_batch(batch, {}, rows_differ=True)
     entries = _entries_of(model, batch, replicated)
     sizes = {leaf.shape[0] for _, leaf in rows_of(batch, entries)}
-    config = dataclasses.replace(config, global_batch_size=max(sizes, default=1))
+    num_rows = max(sizes, default=1)
+    if _takes_rows(config):
+        config = dataclasses.replace(config, global_batch_size=num_rows)
     check_config(config, len(devices), user_model=True, user_optimizer=tx is not None)
+    config = _with_rows(config, num_rows, len(devices))
     _check_has_effect(config, model)
     _check_loss(model, loss_fn)
     user_model, user_tx = model, None
@@ -246,7 +250,7 @@ def initialize(
             tx = make_optimizer(config, model)
             schedule = make_schedule(config)
         else:
-            config = without_clipping(config)
+            config = with_clipping_as_set(config)
             if loss_fn is not None:
                 tx = adapter.adapt_optimizer(tx, user_model, model)
             user_tx = tx
@@ -257,21 +261,29 @@ def initialize(
     return dataclasses.replace(run, tx=user_tx)
 
 
+def _takes_rows(config: Config) -> bool:
+    """Whether the settings leave the rows of a step to the batch."""
+    gives_all = config.num_microbatches and config.microbatch_size
+    if config.elasticity.microbatch_sizes or gives_all:
+        return is_offered(config.global_batch_size)
+    return not config.global_batch_size or is_offered(config.global_batch_size)
+
+
+def _with_rows(config: Config, num_rows: int, num_devices: int) -> Config:
+    """Refuses settings of another number of rows than the batch has."""
+    total = meshes.with_batch_sizes(config, num_devices).global_batch_size
+    if total != num_rows:
+        problem = f"is not the {num_rows} rows of the batch"
+        remedy = f"give batches of {total}, or change the batch sizes"
+        raise ConfigError(Problem("global_batch_size", total, problem, remedy))
+    return dataclasses.replace(config, global_batch_size=num_rows)
+
+
 def _check_has_effect(config: Config, model: Any) -> None:
     """Refuses settings that only other runs read."""
     if problems := _read_by_trainer(config):
         raise ConfigError(*problems)
     by_block = isinstance(model, Model) and model.runs_by_block
-    if config.lora.rank and isinstance(model, Model) and not _has_adapters(model):
-        problem = "adds no adapters to a zjax.Model, whose functions are given"
-        remedy = "give the Flax module and a loss_fn, or leave it at 0"
-        raise ConfigError(Problem("lora.rank", config.lora.rank, problem, remedy))
-    if config.lora.quantize and not (isinstance(model, Model) and _has_codes(model)):
-        problem = "quantises no matrix but those of the built-in models"
-        remedy = "leave it empty, or give zjax.make_model(config)"
-        raise ConfigError(
-            Problem("lora.quantize", config.lora.quantize, problem, remedy)
-        )
     if config.model.offloads_inputs and not (config.zero.offloads_state and by_block):
         where = config.model.activation_memory
         problem = "has no effect on the model that was given"
@@ -303,15 +315,33 @@ def _read_by_trainer(config: Config) -> list[Problem]:
     ]
 
 
-def _has_adapters(model: Model) -> bool:
+def _check_adapters(lora: Lora, model: Model) -> None:
+    """Refuses settings of adapters that the model does not have."""
+    if not lora.rank:
+        return
     params, _ = jax.eval_shape(model.init, abstract_key())
     leaves = jax.tree_util.tree_leaves_with_path(params)
-    return any(is_adapter(path_of(keys)) for keys, _ in leaves)
-
-
-def _has_codes(model: Model) -> bool:
-    params, _ = jax.eval_shape(model.init, abstract_key())
-    return any(jnp.issubdtype(x.dtype, jnp.integer) for x in jax.tree.leaves(params))
+    adapters = {path_of(k): x for k, x in leaves if is_adapter(path_of(k))}
+    if not adapters:
+        problem = "adds no adapters to a zjax.Model, whose functions are given"
+        remedy = "use zjax.adapt(..., adapters=config.lora), or leave it at 0"
+        raise ConfigError(Problem("lora.rank", lora.rank, problem, remedy))
+    remedy = "give zjax.adapt and the run the same settings"
+    ranks = {x.shape[-1] for path, x in adapters.items() if path.endswith("/a")}
+    if ranks != {lora.rank}:
+        problem = (
+            f"is not the rank of the model's adapters ({', '.join(map(str, ranks))})"
+        )
+        raise ConfigError(Problem("lora.rank", lora.rank, problem, remedy))
+    is_dora = any(path.endswith("/magnitude") for path in adapters)
+    if is_dora != (lora.form == "dora"):
+        problem = "is not the form of the model's adapters"
+        raise ConfigError(Problem("lora.form", lora.form, problem, remedy))
+    has_codes = any(jnp.issubdtype(x.dtype, jnp.integer) for _, x in leaves)
+    if lora.quantize and not has_codes:
+        problem = "quantises no matrix but those of the built-in models"
+        remedy = "leave it empty, or give zjax.make_model(config)"
+        raise ConfigError(Problem("lora.quantize", lora.quantize, problem, remedy))
 
 
 def _check_loss(model: Any, loss_fn: Callable[..., Any] | None) -> None:
@@ -383,10 +413,12 @@ def make_run(
     Raises:
         ProcessError: Processes of the run differ in their settings or software.
         PlanError: Arrays or an optimizer that cannot be placed, or that do not fit.
-        ConfigError: `checkpoint.init_from` holds a dense model of another shape.
+        ConfigError: `checkpoint.init_from` holds a dense model of another shape, or the
+            model has no adapters of `lora`.
         CheckpointError: `checkpoint.init_from` does not hold this model, or two arrays
             would get the same name in a checkpoint.
     """
+    _check_adapters(config.lora, model)
     mesh = meshes.make_mesh(config.mesh, devices)
     if jax.process_count() == len({x.process_index for x in mesh.devices.flat}):
         check_agreement(config)

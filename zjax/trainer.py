@@ -33,7 +33,7 @@ from zjax.observe.progress import RESUME, describe_end
 from zjax.observe.sinks import check_sinks
 from zjax.ops import float8
 from zjax.ops.promotion import dtype_promotion
-from zjax.optim.build import make_optimizer, without_clipping
+from zjax.optim.build import make_optimizer, with_clipping_as_set
 from zjax.optim.precision import describe_precision
 from zjax.optim.programs import programs_at
 from zjax.optim.schedules import make_schedule
@@ -67,7 +67,8 @@ class Trainer:
     Args:
         config: A Config, a mapping, or the path of a config file.
         model: A `zjax.Model` (`zjax.adapt` makes one); the built-in model by default.
-        tx: Optax gradient transformation; the configured one by default.
+        tx: Optax gradient transformation, as for `zjax.initialize`; the configured one
+            by default.
         batches: Training data: a dataset with columns, or an iterable of batches; the
             configured data by default.
         evaluation_batches: Evaluation data; none if only `batches` is given.
@@ -489,7 +490,7 @@ def _checked(
     if problems:
         raise ConfigError(*problems)
     if tx is not None:
-        config = without_clipping(config)
+        config = with_clipping_as_set(config)
     if model is None and batches is None and config.model.kind == "encoder":
         problem = "has nothing to predict in data.source"
         remedy = "give batches with masked tokens and their targets"

@@ -149,3 +149,12 @@ def test_a_derived_value_that_is_given_is_set():
     config = load_config({"model.max_length": 64})
     length = load_config(config, {"model.max_length": config.data.length})
     assert (length.model.max_length, length.data.length) == (64, 64)
+
+
+def test_a_default_that_gives_way_is_known_from_the_same_value_that_is_set():
+    config = load_config({})
+    assert derived.is_offered(load_config(config, "seed=1").optimizer.clip_norm)
+    assert derived.is_offered(load_config(convert.base()).optimizer.clip_norm)
+    for given in ({"optimizer.clip_norm": 1.0}, ["optimizer.clip_norm=1.0"]):
+        found = load_config(config, *given if isinstance(given, list) else [given])
+        assert not derived.is_offered(found.optimizer.clip_norm)

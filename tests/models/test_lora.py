@@ -233,8 +233,8 @@ def test_model_of_functions_is_refused():
     with pytest.raises(ConfigError) as caught:
         zjax.initialize(make_model(config), optax.sgd(0.1), None, batch, settings)
     assert str(caught.value) == (
-        "lora.rank=2 adds no adapters to a zjax.Model, whose functions are given; give "
-        "the Flax module and a loss_fn, or leave it at 0"
+        "lora.rank=2 adds no adapters to a zjax.Model, whose functions are given; use "
+        "zjax.adapt(..., adapters=config.lora), or leave it at 0"
     )
     functions = (lambda key: jnp.ones((6, 3)), lambda w, x: x.mean(axis=1) @ w)
     with pytest.raises((ConfigError, ModelError)) as caught:
@@ -243,6 +243,58 @@ def test_model_of_functions_is_refused():
         "lora.targets='.*' matches no linear layer; give a Flax module with linear "
         "layers"
     )
+
+
+@pytest.mark.parametrize(
+    ("adapters", "message"),
+    [
+        (
+            None,
+            "lora.rank=2 adds no adapters to a zjax.Model, whose functions are given; "
+            "use zjax.adapt(..., adapters=config.lora), or leave it at 0",
+        ),
+        (
+            schema.Lora(rank=3),
+            "lora.rank=2 is not the rank of the model's adapters (3); give zjax.adapt "
+            "and the run the same settings",
+        ),
+        (
+            schema.Lora(rank=2, form="dora"),
+            "lora.form='lora' is not the form of the model's adapters; give zjax.adapt "
+            "and the run the same settings",
+        ),
+    ],
+)
+def test_trainer_refuses_a_model_without_the_adapters_of_its_settings(
+    adapters, message, tmp_path
+):
+    """Fails if a run freezes all parameters and trains nothing."""
+    with pytest.raises(ConfigError) as caught:
+        start_trainer(tmp_path, adapters)
+    assert str(caught.value) == message
+
+
+def test_trainer_trains_the_adapters_of_an_adapted_model(tmp_path):
+    trainer = start_trainer(tmp_path, schema.Lora(rank=2))
+    before = jax.tree.map(np.asarray, trainer.state.master)
+    after = trainer.fit().master
+    trainer.close()
+    moved = jax.tree.map(lambda a, b: not np.array_equal(a, b), before, after)
+    paths = jax.tree_util.tree_leaves_with_path(moved)
+    assert {k[-1].key for k, is_moved in paths if is_moved} == {"b"}
+
+
+def start_trainer(directory, adapters):
+    settings = {
+        "directory": str(directory),
+        "num_steps": 1,
+        "global_batch_size": 8,
+        "lora": {"rank": 2},
+        "observe": {"sinks": ()},
+    }
+    model = zjax.adapt(NNX, loss_fn, BATCH, adapters=adapters)
+    batches = [BATCH]
+    return zjax.Trainer(settings, model=model, tx=optax.sgd(0.5), batches=batches)
 
 
 def test_equal_blocks_with_adapters_have_one_structure():

@@ -42,7 +42,7 @@ def check_config(
         user_model: Whether the caller brings the model and its data; then
             `config.model` and `config.data` are not checked.
         user_optimizer: Whether the caller brings the optimizer; then `config.optimizer`
-            may set nothing but the averaging.
+            may set nothing but clipping and averaging.
 
     Raises:
         ConfigError: All problems, in the order of the settings.

@@ -2,7 +2,8 @@
 
 They are written as 0 or as `derived`, and filled in when a section is made. Filled-in
 values are marked: they follow changes of the settings that they depend on, and printed
-configs show them as derived.
+configs show them as derived. Values that are only offered are marked, too, so that the
+same ones that are set are known to be.
 """
 
 import dataclasses
@@ -38,7 +39,7 @@ class Name(str):
 
 
 class OfferedFloat(float):
-    """A number that is unused where its setting has no effect."""
+    """A number, or default, that is unused where its setting has no effect."""
 
 
 class OfferedInt(int):

@@ -18,6 +18,7 @@ class Needs(NamedTuple):
     choices: tuple[Any, ...]
 
 
+_BESIDE_USER_OPTIMIZER = ("clip_norm", "ema_decay")
 _WARM = ("constant", "linear", "cosine", "wsd")
 _OFFLOADED = ("pinned_host", "nvme", "auto")
 _MOMENTS = ("adamw", "adam", "lamb", "muon")
@@ -182,7 +183,7 @@ def user_optimizer_problems(config: schema.Config) -> Iterator[Problem]:
     """Yields changed settings of the optimizer, for runs whose caller brings one."""
     for field in dataclasses.fields(schema.Optimizer):
         value, default = _value_and_default(config, f"optimizer.{field.name}")
-        if value != default and field.name != "ema_decay":
+        if value != default and field.name not in _BESIDE_USER_OPTIMIZER:
             problem = "has no effect on the optimizer that was given"
             remedy = f"leave it at {default!r}, or give no optimizer"
             yield Problem(f"optimizer.{field.name}", value, problem, remedy)

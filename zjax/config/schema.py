@@ -270,8 +270,9 @@ class Optimizer:
     weight_decay: float = 0.1
     """Decay of matrices, decoupled except under `adam` and `sgd_l2`, which add it to
     the gradient; vectors are not decayed."""
-    clip_norm: float = 1.0
-    """Global gradient norm limit; `inf` turns clipping off."""
+    clip_norm: float = derived.OfferedFloat(1.0)
+    """Global gradient norm limit; `inf` turns clipping off. A gradient
+    transformation that you give is clipped only if this is set."""
     ema_decay: float = 0.0
     """Exponential moving average of the parameters; 0 keeps none."""
     groups: tuple[ParamGroup, ...] = ()
@@ -973,9 +974,9 @@ class Config:
     num_tokens: int = 0
     """Consumed tokens that end the run of a built-in model before `num_steps`, at the
     end of a step; 0 is none."""
-    global_batch_size: int = 32
+    global_batch_size: int = derived.OfferedInt(32)
     """Sequences per optimizer step, over all devices and microbatches; 0 derives it
-    from the two settings below."""
+    from the two settings below. The batch of `zjax.initialize` replaces the default."""
     num_microbatches: int = 0
     """Gradient accumulation steps; 0 derives it (1 by default)."""
     microbatch_size: int = 0

@@ -14,6 +14,7 @@ import jax
 import optax
 
 from zjax.config import schema
+from zjax.config.derived import is_offered
 from zjax.config.groups import DEFAULT, FROZEN
 from zjax.optim import (
     cycles,
@@ -84,8 +85,18 @@ def make_optimizer(
     return moments.store_moments(tx, settings.moment_dtype, names)
 
 
-def without_clipping(config: schema.Config) -> schema.Config:
-    """Sets `clip_norm=inf`, for runs whose optimizer the caller brings."""
+def with_clipping_as_set(config: schema.Config) -> schema.Config:
+    """Clips only where that is set, for runs whose optimizer the caller brings.
+
+    Example:
+        >>> default = with_clipping_as_set(schema.Config())
+        >>> config = schema.Config(optimizer=schema.Optimizer(clip_norm=1.0))
+        >>> given = with_clipping_as_set(config)
+        >>> default.optimizer.clip_norm, given.optimizer.clip_norm
+        (inf, 1.0)
+    """
+    if not is_offered(config.optimizer.clip_norm):
+        return config
     optimizer = dataclasses.replace(config.optimizer, clip_norm=math.inf)
     return dataclasses.replace(config, optimizer=optimizer)
 
