@@ -1,5 +1,6 @@
 """Conversations: the template's text, a loss on answers alone, packed without leaks."""
 
+import itertools
 import json
 
 import jax
@@ -10,7 +11,7 @@ from pyarrow import parquet
 
 from tests.support import small_run
 from zjax.config.load import load_config
-from zjax.data import chat, prepare, source
+from zjax.data import chat, conversations, prepare, source, store
 from zjax.data.tokenizer import train_bpe
 from zjax.errors import DataError
 
@@ -107,9 +108,7 @@ def test_only_answers_have_a_loss_and_no_segment_holds_two_talks(checkpoint, pre
     pair = [{"role": "user", "content": "Say yes"}]
     pair.append({"role": "assistant", "content": "yes"})
     expected = {
-        as_text(talk): [
-            f"{m['content']}</s>\n" for m in talk if m["role"] == "assistant"
-        ]
+        as_text(talk): [f"{m['content']}</s>" for m in talk if m["role"] == "assistant"]
         for talk in (*TALKS, pair)
     }
     assert dict(zip(talks, answers, strict=True)) == expected
@@ -148,37 +147,408 @@ def test_run_trains_on_answers(prepared, tmp_path):
     trainer.close()
 
 
+@pytest.fixture
+def encode(checkpoint, tmp_path):
+    """Encodes records with a template; gives what a loss is on in brackets."""
+    import tokenizers
+
+    library = tokenizers.Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+
+    def run(template, *records, suffix=".jsonl"):
+        folder = tmp_path / "template"
+        folder.mkdir(exist_ok=True)
+        for file in checkpoint.iterdir():
+            (folder / file.name).write_bytes(file.read_bytes())
+        (folder / "chat_template.jinja").write_text(template)
+        if suffix == ".jsonl":
+            (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, records)))
+        else:
+            table = pyarrow.Table.from_pylist(list(records))
+            parquet.write_table(table, tmp_path / "in.parquet")
+        inputs, output = [tmp_path / f"in{suffix}"], tmp_path / "tokens"
+        options = {"chat": str(folder), "validation_fraction": 0.0}
+        prepare.prepare(inputs, output, **options)
+        opened = store.open_store(str(output), "train")
+        answers = opened.answers
+        assert answers is not None
+        return [
+            bracketed(library, opened.tokens[i:j], answers[i:j])
+            for i, j in itertools.pairwise(opened.offsets.tolist())
+        ]
+
+    return run
+
+
+def bracketed(library, ids, answers):
+    edges = [0, *(np.flatnonzero(np.diff(answers)) + 1), len(ids)]
+    runs = (
+        (library.decode(ids[i:j], skip_special_tokens=False), answers[i])
+        for i, j in itertools.pairwise(edges)
+    )
+    return "".join(f"[{text}]" if is_answer else text for text, is_answer in runs)
+
+
+THINKING = """
+{%- if tools %}tools {{ tools | tojson }}
+{% endif %}
+{%- set ns = namespace(last=0) %}
+{%- for m in messages %}{% if m.role == "user" %}{% set ns.last = loop.index %}
+{%- endif %}{% endfor %}
+{%- for m in messages %}
+{%- if m.role == "assistant" %}
+    {%- set parts = (m.content or "").split("</think>") %}
+    {%- set thought = parts[0].replace("<think>", "").strip() if parts[1:] else "" %}
+    {{- "<s>assistant\n" }}
+    {%- if loop.index > ns.last and (loop.last or thought) %}
+        {{- "<think>" + thought + "</think>" }}
+    {%- endif %}
+    {{- parts[-1] }}
+    {%- for call in m.tool_calls or [] %}call {{ call | tojson }}{% endfor %}
+    {{- "</s>\n" }}
+{%- else %}{{ "<s>" + m.role + "\n" + m.content + "</s>\n" }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ "<s>assistant\n" }}
+{%- if quick %}{{ "<think></think>" }}{% endif %}{% endif %}"""
+"""Thoughts are of the last turn alone, as in Qwen3."""
+CUTTING = """
+{%- for m in messages %}
+{%- if m.role == "assistant" %}{{ "<A>" + m.content.split("</think>")[-1] + "</s>" }}
+{%- else %}{{ "<U>" + m.content }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ "<A><think>\n" }}{% endif %}"""
+"""Thoughts are cut from all turns, and the prompt begins one, as in DeepSeek-R1."""
+PLAIN = """
+{%- for m in messages %}{{ "<s>" + m.role + "\n" + m.content }}
+{%- if m.name is defined %}{{ " by " ~ m.name }}{% endif %}
+{%- if m.weight is defined %}{{ " weighs" }}{% endif %}{{ "</s>\n" }}{% endfor %}
+{%- if add_generation_prompt %}{{ "<s>assistant\n" }}{% endif %}"""
+
+
+def user(content, **more):
+    return {"role": "user", "content": content, **more}
+
+
+def answer(content, **more):
+    return {"role": "assistant", "content": content, **more}
+
+
+def test_earlier_turns_that_are_rewritten_give_a_sample_per_answer(encode):
+    """Fails if an answer is trained on as it is repeated, not as it is generated."""
+    talk = [user("a"), answer("<think>m</think>b"), user("c"), answer("d")]
+    assert encode(THINKING, {"messages": talk}) == [
+        "<s>user\na</s>\n<s>assistant\n[<think>m</think>b</s>\n]",
+        "<s>user\na</s>\n<s>assistant\nb</s>\n<s>user\nc</s>\n<s>assistant\n"
+        "[<think></think>d</s>\n]",
+    ]
+
+
+def test_turns_that_a_template_keeps_share_a_sample(encode):
+    """Fails if tools are dropped, or all answers of a template that rewrites split."""
+    call, tools = {"name": "f", "arguments": {"x": 1}}, [{"name": "f"}]
+    thought = "<think>m</think>"
+    talk = [user("a"), answer(thought, tool_calls=[call])]
+    talk += [{"role": "tool", "content": "5"}, answer("d")]
+    assert encode(THINKING, {"messages": talk, "tools": tools}) == [
+        'tools [{"name": "f"}]\n<s>user\na</s>\n<s>assistant\n'
+        f"[{thought}call {json.dumps(call)}</s>\n]<s>tool\n5</s>\n<s>assistant\n"
+        "[<think></think>d</s>\n]"
+    ]
+
+
+def test_variables_of_a_record_reach_the_template(encode):
+    """Fails if they are dropped: then the loss is on an empty thought."""
+    options = {"chat_template_kwargs": {"quick": True}}
+    record = {"messages": [user("a"), answer("b")]} | options
+    expected = ["<s>user\na</s>\n<s>assistant\n<think></think>[b</s>\n]"]
+    assert encode(THINKING, record) == expected
+
+
+def test_prompt_that_begins_the_answer_keeps_what_the_template_cuts(encode):
+    """Fails if thoughts are lost, or the loss is on what the prompt has."""
+    talk = [user("a"), answer("<think>\nm</think>b"), user("c")]
+    talk.append(answer("<think>\nn</think>d"))
+    assert encode(CUTTING, {"messages": talk}) == [
+        "<U>a<A><think>\n[m</think>b</s>]",
+        "<U>a<A>b</s><U>c<A><think>\n[n</think>d</s>]",
+    ]
+
+
+def test_marks_of_a_template_are_what_has_a_loss(encode):
+    """Fails if the tag around answers is not obeyed where a prompt begins them."""
+    body = 'm.content.split("</think>")[-1] + "</s>" }}'
+    marked = CUTTING.replace('{{ "<A>" + ' + body, "<A>{% generation %}{{ " + body)
+    marked = marked.replace("\n{%- else %}", "{% endgeneration %}\n{%- else %}")
+    talk = [user("a"), answer("b"), user("c"), answer("<think>n</think>d")]
+    found = encode(marked, {"messages": talk})
+    assert found == ["<U>a<A>[b</s>]<U>c<A>[d</s>]"]
+
+
+def test_template_for_tools_is_taken_where_there_are_tools(checkpoint, tmp_path):
+    """Fails if a checkpoint's second template is not used, or always."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((checkpoint / name).read_bytes())
+    sources = {"default": "plain", "tool_use": "{{ tools | length }} tools"}
+    pairs = [{"name": name, "template": text} for name, text in sources.items()]
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"chat_template": pairs})
+    )
+    render = chat.load_chat(str(tmp_path)).render
+    record = {"messages": [user("a"), answer("b")]}
+    talks = [
+        conversations.read_conversation(record | more, "in.jsonl", "line 1")
+        for more in ({}, {"tools": [{"name": "f"}]})
+    ]
+    assert [render(talk, 1, True) for talk in talks] == ["plain", "1 tools"]
+
+
+@pytest.mark.transformers
+@pytest.mark.parametrize("template", [THINKING, CUTTING, TEMPLATE, PLAIN])
+def test_prompts_are_those_of_transformers(template, encode, tmp_path):
+    """Fails if a text, or what an answer follows, is another than transformers has."""
+    transformers = pytest.importorskip("transformers")
+    talk = [user("a"), answer("<think>\nm</think>b"), user("c")]
+    talk.append(answer("<think>\nn</think>d"))
+    found = encode(template, {"messages": talk})
+    library = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(tmp_path / "template" / "tokenizer.json"),
+        **{"bos_token": "<s>", "eos_token": "</s>", "chat_template": template},
+    )
+    prompts = [
+        library.apply_chat_template(
+            talk[:number], tokenize=False, add_generation_prompt=True
+        )
+        for number in (1, 3)
+    ]
+    if len(found) == 1:
+        text = library.apply_chat_template(talk, tokenize=False)
+        assert found[0].replace("[", "").replace("]", "") == text
+    parts = [
+        text.rpartition("[")[0].replace("[", "").replace("]", "") for text in found
+    ]
+    assert parts == prompts[-len(found) :]
+
+
+def test_weight_0_takes_an_answer_out_of_the_loss(encode):
+    """Fails if the weight is dropped, or given to the template."""
+    talk = [user("a"), answer("b", weight=0), user("c"), answer("d", weight=1)]
+    assert encode(PLAIN, {"messages": talk}) == [
+        "<s>user\na</s>\n<s>assistant\nb</s>\n<s>user\nc</s>\n<s>assistant\n[d</s>\n]"
+    ]
+
+
 @pytest.mark.parametrize(
-    ("record", "expected"),
+    "record",
     [
-        ({"text": "x"}, "has neither messages nor prompt and answer in record 1, only"),
-        ({"messages": []}, "has messages without a role or a content in record 1"),
+        {"prompt": "a", "completion": "b"},
+        {"prompt": [user("a")], "completion": [answer("b")]},
+        {"instruction": "a", "input": "", "output": "b"},
+        {
+            "conversations": [
+                {"from": "human", "value": "a"},
+                {"from": "gpt", "value": "b"},
+            ]
+        },
+        {"conversations": [user("a"), answer("b")]},
+        {"messages": [user([{"type": "text", "text": "a"}]), answer("b")]},
+        {"messages": None, "prompt": "a", "answer": "b"},
+    ],
+)
+def test_layouts_of_records(record, encode):
+    """Fails if one is refused, or means something else."""
+    assert encode(PLAIN, record) == ["<s>user\na</s>\n<s>assistant\n[b</s>\n]"]
+
+
+def test_system_input_and_earlier_answers_of_a_prompt(encode):
+    """Fails if a field is dropped, or answers of a prompt have a loss."""
+    talk = [user("a"), answer("b"), user("c")]
+    records = [
+        {"instruction": "a", "input": "x", "output": "b", "system": "s"},
+        {"prompt": talk, "completion": [answer("d")]},
+    ]
+    head, turn = (
+        "<s>system\ns</s>\n<s>user\na\nx</s>\n",
+        "<s>user\na</s>\n<s>assistant\n",
+    )
+    assert encode(PLAIN, *records) == [
+        f"{head}<s>assistant\n[b</s>\n]",
+        f"{turn}b</s>\n<s>user\nc</s>\n<s>assistant\n[d</s>\n]",
+    ]
+
+
+def test_tables_have_no_keys_that_only_others_have(encode):
+    """Fails if the nulls of a table are keys of messages."""
+    named = {"messages": [user("a", name="bob"), answer("b")], "tools": [{"a": 1}]}
+    plain = {"messages": [user("a"), answer("b")], "tools": [{"b": 1}]}
+    tail = "</s>\n<s>assistant\n[b</s>\n]"
+    expected = ['{"a": 1}<s>user\na by bob' + tail, '{"b": 1}<s>user\na' + tail]
+    template = "{{ tools[0] | tojson }}" + PLAIN
+    assert encode(template, named, plain, suffix=".parquet") == expected
+
+
+def test_fields_that_are_not_read_are_told_once(encode, caplog):
+    """Fails if a field is dropped without a word, or told for every record."""
+    record = {"messages": [user("a"), answer("b")], "id": 1, "functions": []}
+    encode(PLAIN, record, record)
+    told = [x.getMessage() for x in caplog.records if "not read" in x.getMessage()]
+    assert [text.partition(" ")[2] for text in told] == [
+        "has fields that are not read: id, functions"
+    ]
+
+
+def test_rewriting_templates_are_told_with_numbers(encode, caplog):
+    """Fails if conversations become more documents without a word."""
+    talk = [user("a"), answer("b"), user("c"), answer("d")]
+    encode(THINKING, {"messages": talk}, {"messages": talk[:2]})
+    assert (
+        "the chat template rewrites earlier turns: 2 conversations are 3 documents, "
+        "which repeat them before each answer"
+    ) in [x.getMessage() for x in caplog.records]
+
+
+DIVIDING = PLAIN + "{% if messages | length == 3 %}{{ 1 / 0 }}{% endif %}"
+CHOICES = "messages; conversations; prompt and completion; prompt and answer; "
+CHOICES += "instruction and output"
+
+
+@pytest.mark.parametrize(
+    ("template", "record", "expected"),
+    [
         (
+            PLAIN,
+            {"text": "x"},
+            "has no conversation, only text, in line 2; name its fields as one of: "
+            f"{CHOICES}",
+        ),
+        (
+            PLAIN,
+            {"messages": []},
+            "has no list of messages in line 2; "
+            'write [{"role": "user", "content": "..."}]',
+        ),
+        (
+            PLAIN,
             {"messages": [{"role": "user"}]},
-            "has messages without a role or a content in record 1",
+            "has no content in message 1 in line 2; "
+            'write {"role": "user", "content": "..."}',
         ),
         (
-            {"messages": TALKS[1][:1]},
-            "finds no answer in a conversation; leave it out",
+            PLAIN,
+            {"messages": [{"content": "x"}]},
+            "has no role in message 1 in line 2; "
+            'write {"role": "user", "content": "..."}',
         ),
         (
-            {"messages": [{"role": "tool", "content": "x"}, *TALKS[1]]},
-            "has a chat template that refuses messages (no such role: tool)",
+            PLAIN,
+            {"messages": [user([{"type": "image_url", "image_url": "x"}])]},
+            "has a part of type 'image_url' in message 1 in line 2; "
+            'write {"type": "text", "text": "..."}, as only text is read',
+        ),
+        (
+            PLAIN,
+            {"messages": [user("a")]},
+            "has no message of the role 'assistant', only of user, in line 2; "
+            "give it an answer, or leave it out",
+        ),
+        (
+            PLAIN,
+            {"messages": [user("a"), answer("b", weight=0)]},
+            "has no token of an answer with a loss in line 2; leave it out",
+        ),
+        (
+            PLAIN,
+            {"messages": [user("a"), answer("b", weight=0.5)]},
+            "has weight 0.5 in message 2 in line 2; use 0 or 1",
+        ),
+        (
+            PLAIN,
+            {"messages": [user("a", weight=1), answer("b")]},
+            "has weight 1 in message 1, of the role 'user', in line 2; "
+            "give one to messages of 'assistant' alone",
+        ),
+        (
+            PLAIN,
+            {"conversations": [{"from": "observation", "value": "x"}]},
+            "has a turn from 'observation' in message 1 in line 2; "
+            "use system, human, user, gpt, assistant, tool",
+        ),
+        (
+            PLAIN,
+            {"instruction": "a", "output": "b", "history": [["x", "y"]]},
+            "has a history in line 2; write the earlier turns as messages",
+        ),
+        (
+            PLAIN,
+            {"prompt": "a", "completion": [answer("b")]},
+            "has a prompt and a completion of different kinds in line 2; "
+            "write two strings, or two lists of messages",
+        ),
+        (
+            PLAIN,
+            {"messages": [user("a"), answer("b")], "tools": [{"name": "f"}]},
+            "has tools, which the chat template of FOLDER does not write, in line 2; "
+            "leave them out, or give another template",
+        ),
+        (
+            PLAIN,
+            {"messages": [user("a"), answer("b")], "tools": "{"},
+            "has broken JSON in tools (Expecting property name enclosed in double "
+            "quotes: line 1 column 2 (char 1)) in line 2; correct it",
+        ),
+        (
+            PLAIN,
+            {
+                "messages": [user("a"), answer("b")],
+                "chat_template_kwargs": {"messages": []},
+            },
+            "has 'messages' in chat_template_kwargs in line 2; leave it out",
+        ),
+        (
+            PLAIN,
+            {"messages": [user("\ud800"), answer("b")]},
+            "has half a character (a lone surrogate) in line 2; write whole characters",
+        ),
+        (
+            TEMPLATE,
+            {"messages": [{"role": "tool", "content": "x"}, user("a"), answer("b")]},
+            "has a conversation that the chat template of FOLDER refuses "
+            "(no such role: tool) in line 2; correct it, or leave it out",
+        ),
+        (
+            DIVIDING,
+            {"messages": [user("a"), user("a"), answer("b")]},
+            "has a conversation on which the chat template of FOLDER fails "
+            "(ZeroDivisionError: division by zero) in line 2; correct it, or the "
+            "template, or leave it out",
+        ),
+        (
+            TEMPLATE,
+            {"messages": [user("a"), answer("\ufdd0")]},
+            "has U+FDD0 or U+FDD1, which are no characters, in line 2; leave them out",
+        ),
+        (
+            PLAIN + "{% if messages | length == 2 %}{% generation %}x"
+            "{% endgeneration %}{% endif %}",
+            {"messages": [user("a"), user("b"), answer("c")]},
+            "has an answer, message 3, that the chat template of FOLDER does not mark, "
+            "in line 2; correct the template, or give it weight 0",
+        ),
+        (
+            CUTTING,
+            {"messages": [user("a"), answer("b")]},
+            "has an answer, message 2, that does not begin with '<think>\\n' as the "
+            "prompt in the chat template of FOLDER does, in line 2; write this into "
+            "its content, or give it weight 0",
         ),
     ],
 )
-def test_unusable_conversation_is_told(record, expected, checkpoint, tmp_path):
-    """Fails if it is dropped, or half a directory stays."""
-    (tmp_path / "talks.jsonl").write_text(json.dumps(record))
+def test_unusable_conversation_is_told(template, record, expected, encode, tmp_path):
+    """Fails if it is dropped, or not named, or half a directory stays."""
+    good = {"messages": [user("a"), answer("<think>\nm</think>b")]}
     with pytest.raises(DataError) as caught:
-        prepare.prepare(
-            [tmp_path / "talks.jsonl"],
-            tmp_path / "tokens",
-            chat=str(checkpoint),
-            validation_fraction=0.0,
-        )
-    assert expected in str(caught.value)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["talks.jsonl"]
+        encode(template, good, record)
+    expected = expected.replace("FOLDER", str(tmp_path / "template"))
+    assert str(caught.value) == f"input={str(tmp_path / 'in.jsonl')!r} {expected}"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["in.jsonl", "template"]
 
 
 def test_rows_without_documents_are_refused(prepared):

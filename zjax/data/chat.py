@@ -2,20 +2,23 @@
 
 A template is a Jinja program in `chat_template.jinja` or `tokenizer_config.json`; it is
 run in a sandbox, with the functions that transformers gives it. The answer of a turn is
-what the conversation up to it has beyond the same conversation before it, with the
-prompt that asks for an answer: its end of turn is part of it.
+what the conversation up to it has beyond the prompt that asks for it, the same
+conversation before it: its end of turn is part of it. Answers share a text where a
+template only appends turns. One that rewrites earlier turns has a text for each answer.
 """
 
 import dataclasses
 import datetime
 import json
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import numpy as np
 
 from zjax.data import tokenizer as text
+from zjax.data.conversations import ANSWERS, Conversation
 from zjax.errors import DataError, Problem
 from zjax.packages import check_installed
 from zjax.reading import parse_json, read_text
@@ -24,10 +27,18 @@ CONFIG_NAME, TEMPLATE_NAME = "tokenizer_config.json", "chat_template.jinja"
 TOKENIZER_NAME = "tokenizer.json"
 MAX_CONFIG_BYTES = 1 << 26
 """Largest `tokenizer_config.json` or template."""
-ANSWERS = "assistant"
-"""Role whose messages are answers."""
+OPEN, CLOSE = "\ufdd0", "\ufdd1"
+"""What the tag `generation` writes around its body: no characters of any text."""
 
-Message = Mapping[str, Any]
+DEFAULT, TOOLS = "default", "tool_use"
+"""Names of templates where a checkpoint has several."""
+_GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
+
+Spans = list[tuple[int, int]]
+
+
+class Refusal(Exception):
+    """What a template says of messages that it does not take."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,45 +47,134 @@ class Chat:
 
     Args:
         folder: Where they come from, for messages.
-        render: `render(messages, add_generation_prompt) -> text`.
+        is_marked: Whether the template marks answers, with the tag `generation`.
+        render: `render(talk, number, asks)` is the text of the first `number` messages,
+            and of the prompt for an answer if `asks`.
         encode: `encode(text) -> (ids, first character of each token)`.
     """
 
     folder: str
-    render: Callable[[Sequence[Message], bool], str]
+    is_marked: bool
+    render: Callable[[Conversation, int, bool], str]
     encode: Callable[[str], tuple[np.ndarray, np.ndarray]]
 
-    def tokens_of(self, messages: Sequence[Message]) -> tuple[np.ndarray, np.ndarray]:
+    def samples_of(self, talk: Conversation) -> list[tuple[np.ndarray, np.ndarray]]:
         """Encodes a conversation.
 
-        Args:
-            messages: Dicts with `role` and `content`.
-
         Returns:
-            Token ids, int32, and whether each is part of an answer, uint8.
+            Token ids, int32, and whether each is part of an answer, uint8; several
+            pairs where the template writes earlier answers otherwise than they were
+            generated. All that follows the last answer is left out.
 
         Raises:
-            DataError: The template refuses the messages, has no answer among them, or
-                writes a turn that depends on later ones.
+            DataError: The template refuses the messages, or an answer does not follow
+                its prompt, or there is none.
         """
-        whole = self.render(messages, False)
+        if ANSWERS not in (message["role"] for message in talk.messages):
+            roles = ", ".join(dict.fromkeys(each["role"] for each in talk.messages))
+            problem = f"has no message of the role {ANSWERS!r}, only of {roles},"
+            talk.refuse(problem, "give it an answer, or leave it out")
+        contents = "".join(str(message.get("content")) for message in talk.messages)
+        if self.is_marked and {OPEN, CLOSE} & set(contents):
+            talk.refuse(
+                "has U+FDD0 or U+FDD1, which are no characters,", "leave them out"
+            )
+        samples: list[tuple[str, Spans]] = []
+        for number in reversed(np.flatnonzero(talk.trained).tolist()):
+            whole, spans = self._answer(talk, number)
+            for longer, others in samples:
+                if longer.startswith(whole):
+                    others += spans
+                    break
+            else:
+                samples.append((whole, spans))
+        encoded = [self._encode(talk, *sample) for sample in reversed(samples)]
+        if not any(answers.any() for _, answers in encoded):
+            talk.refuse("has no token of an answer with a loss", "leave it out")
+        return encoded
+
+    def _answer(self, talk: Conversation, number: int) -> tuple[str, Spans]:
+        """The text up to and with the answer, and its characters with a loss."""
+        prompt = self.render(talk, number, True)
+        whole = self.render(talk, number + 1, False)
+        if self.is_marked:
+            (prompt, _), (whole, marks) = _take_marks(prompt), _take_marks(whole)
+            shared = _shared_part(prompt, whole)
+            spans = [(first, end) for first, end in marks if end > shared]
+            if not spans:
+                problem = (
+                    f"has an answer, message {number + 1}, that the chat template "
+                )
+                problem += f"of {self.folder} does not mark,"
+                talk.refuse(problem, "correct the template, or give it weight 0")
+            return whole, spans
+        if not whole.startswith(prompt):
+            whole = self._continue(talk, number, prompt, whole)
+        return whole, [(len(prompt), len(whole))]
+
+    def _continue(
+        self, talk: Conversation, number: int, prompt: str, whole: str
+    ) -> str:
+        """The prompt that begins an answer, with the rest of it as it was given.
+
+        The template cuts what it has in the prompt, such as the start of a thought,
+        from answers. It is theirs, with all that follows; the end of turn is that of
+        the template.
+        """
+        content = talk.messages[number].get("content") or ""
+        shared = _shared_part(prompt, whole)
+        for size in range(len(prompt) - shared, min(len(prompt), len(content)) + 1):
+            is_begun = prompt.endswith(content[:size])
+            if is_begun and whole.startswith(prompt[: len(prompt) - size]):
+                turn = whole[len(prompt) - size :]
+                if seen := _seen_part(content, turn):
+                    return prompt + content[size:] + turn[seen:]
+        problem = f"has an answer, message {number + 1}, that does not begin with "
+        problem += f"{prompt[shared:]!r} as the prompt in the chat template of "
+        problem += f"{self.folder} does,"
+        talk.refuse(problem, "write this into its content, or give it weight 0")
+
+    def _encode(
+        self, talk: Conversation, whole: str, spans: Spans
+    ) -> tuple[np.ndarray, np.ndarray]:
+        try:
+            whole.encode()
+        except UnicodeEncodeError:
+            problem = "has half a character (a lone surrogate)"
+            talk.refuse(problem, "write whole characters")
         ids, starts = self.encode(whole)
         answers = np.zeros(len(ids), np.uint8)
-        for number, message in enumerate(messages):
-            if message["role"] == ANSWERS:
-                begin = self.render(messages[:number], True)
-                end = self.render(messages[: number + 1], False)
-                if not (end.startswith(begin) and whole.startswith(end)):
-                    problem = f"writes message {number + 1} not after the ones before"
-                    self.refuse(problem, "use a template that appends turns")
-                answers |= (len(begin) <= starts) & (starts < len(end))
-        if not answers.any():
-            self.refuse("finds no answer in a conversation", "leave it out")
+        for begin, end in spans:
+            answers |= (begin <= starts) & (starts < end)
         return ids, answers
 
-    def refuse(self, problem: str, remedy: str) -> NoReturn:
-        """Raises an error that names the template."""
-        raise DataError(Problem("chat", self.folder, problem, remedy))
+
+def _shared_part(one: str, other: str) -> int:
+    """Characters of the longest start that both have."""
+    pairs = enumerate(zip(one, other, strict=False))
+    ends = (n for n, (mine, its) in pairs if mine != its)
+    return next(ends, min(len(one), len(other)))
+
+
+def _seen_part(content: str, turn: str) -> int:
+    """Characters of the longest end of `content` with which `turn` begins."""
+    for kept in dict.fromkeys((content, content.rstrip())):
+        for first in range(max(0, len(kept) - len(turn)), len(kept)):
+            if kept[first] == turn[0] and turn.startswith(kept[first:]):
+                return len(kept) - first
+    return 0
+
+
+def _take_marks(rendered: str) -> tuple[str, Spans]:
+    """The text without marks, and the spans that were in them.
+
+    Example:
+        >>> _take_marks(f"ask {OPEN}answer{CLOSE} end")
+        ('ask answer end', [(4, 10)])
+    """
+    pieces = re.split(f"[{OPEN}{CLOSE}]", rendered)
+    ends = np.cumsum([len(piece) for piece in pieces]).tolist()
+    return "".join(pieces), list(zip(ends[0::2], ends[1::2], strict=False))
 
 
 def load_chat(folder: str) -> Chat:
@@ -92,7 +192,6 @@ def load_chat(folder: str) -> Chat:
     """
     check_installed("jinja2")
     check_installed("tokenizers")
-    import jinja2
     import tokenizers
 
     place = pathlib.Path(folder)
@@ -103,8 +202,28 @@ def load_chat(folder: str) -> Chat:
         library = tokenizers.Tokenizer.from_buffer(content)
     library.no_truncation()
     library.no_padding()
+    sources = _find_templates(place, config)
+
+    def encode(whole: str) -> tuple[np.ndarray, np.ndarray]:
+        encoding = library.encode(whole, add_special_tokens=False)
+        starts = [start for start, _ in encoding.offsets]
+        return np.array(encoding.ids, np.int32), np.array(starts, np.int64)
+
+    is_marked = any(map(_GENERATION.search, sources.values()))
+    return Chat(folder, is_marked, _make_render(folder, sources, config), encode)
+
+
+def _make_render(
+    folder: str, sources: Mapping[str, str], config: Mapping[str, Any]
+) -> Callable[[Conversation, int, bool], str]:
+    """Compiles the templates, with the special tokens of the tokenizer's config."""
+    import jinja2
+
+    environment = _environment()
     try:
-        template = _environment().from_string(_find_template(place, config))
+        templates = {
+            name: environment.from_string(source) for name, source in sources.items()
+        }
     except jinja2.TemplateError as error:
         problem = f"has a chat template that cannot be read ({error})"
         raise DataError(_problem(folder, problem)) from error
@@ -114,20 +233,24 @@ def load_chat(folder: str) -> Chat:
         if name.endswith("_token") and isinstance(value, str | dict)
     }
 
-    def render(messages: Sequence[Message], asks: bool) -> str:
-        values = special | {"messages": messages, "add_generation_prompt": asks}
+    def render(talk: Conversation, number: int, asks: bool) -> str:
+        name = TOOLS if talk.tools and TOOLS in templates else DEFAULT
+        if talk.tools and "tools" not in sources[name]:
+            problem = f"has tools, which the chat template of {folder} does not write,"
+            talk.refuse(problem, "leave them out, or give another template")
+        values = {"tools": talk.tools, "documents": None} | special | {**talk.options}
+        values |= {"messages": talk.messages[:number], "add_generation_prompt": asks}
         try:
-            return template.render(values)
-        except (jinja2.TemplateError, TypeError) as error:
-            problem = f"has a chat template that refuses messages ({error})"
-            raise DataError(_problem(folder, problem)) from error
+            return templates[name].render(values)
+        except Refusal as error:
+            problem = f"has a conversation that the chat template of {folder} refuses "
+            talk.refuse(f"{problem}({error})", "correct it, or leave it out")
+        except Exception as error:  # of any kind: a template computes what it likes
+            problem = f"has a conversation on which the chat template of {folder} fails"
+            problem += f" ({type(error).__name__}: {error})"
+            talk.refuse(problem, "correct it, or the template, or leave it out")
 
-    def encode(whole: str) -> tuple[np.ndarray, np.ndarray]:
-        encoding = library.encode(whole, add_special_tokens=False)
-        starts = [start for start, _ in encoding.offsets]
-        return np.array(encoding.ids, np.int32), np.array(starts, np.int64)
-
-    return Chat(folder, render, encode)
+    return render
 
 
 def _problem(folder: str, problem: str) -> Problem:
@@ -147,41 +270,46 @@ def _read_config(place: pathlib.Path) -> dict[str, Any]:
     return config
 
 
-def _find_template(place: pathlib.Path, config: Mapping[str, Any]) -> str:
-    found = config.get("chat_template")
-    if isinstance(found, list):
-        found = {each.get("name"): each.get("template") for each in found}.get(
-            "default"
-        )
+def _find_templates(place: pathlib.Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Sources by name: the default one, and another for tools if there is one."""
+    given = config.get("chat_template")
+    found: dict[Any, Any] = {DEFAULT: given}
+    if isinstance(given, list):
+        found = {each.get("name"): each.get("template") for each in given}
     try:
         if (place / TEMPLATE_NAME).is_file():
-            found = read_text(place / TEMPLATE_NAME, MAX_CONFIG_BYTES)
+            found = {DEFAULT: read_text(place / TEMPLATE_NAME, MAX_CONFIG_BYTES)}
     except (OSError, ValueError) as error:
         problem = f"has a {TEMPLATE_NAME} that cannot be read ({error})"
         raise DataError(_problem(str(place), problem)) from error
-    if not isinstance(found, str):
+    if not isinstance(found.get(DEFAULT), str):
         raise DataError(_problem(str(place), "has no chat template"))
-    return found
+    names = (DEFAULT, TOOLS)
+    return {name: found[name] for name in names if isinstance(found.get(name), str)}
 
 
 def _environment() -> Any:
     """A sandbox with the functions and tags that transformers gives a template."""
-    import jinja2
-    from jinja2 import ext, sandbox
+    from jinja2 import ext, nodes, sandbox
 
     class Generation(ext.Extension):
-        """The tag around an answer, whose body is all that it writes."""
+        """The tag around an answer, which writes marks around its body."""
 
         def __init__(self, environment: Any):
             super().__init__(environment)
             self.tags = {"generation"}
 
         def parse(self, parser: Any) -> Any:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            first, last = (
+                nodes.Output([nodes.TemplateData(mark)], lineno=line)
+                for mark in (OPEN, CLOSE)
+            )
+            return [first, *body, last]
 
     def raise_exception(message: str) -> NoReturn:
-        raise jinja2.TemplateError(message)
+        raise Refusal(message)
 
     def tojson(value: Any, **options: Any) -> str:
         return json.dumps(value, ensure_ascii=False, **options)

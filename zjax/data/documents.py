@@ -8,7 +8,15 @@ import pathlib
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from absl import logging
+
 from zjax.data import tables
+from zjax.data.conversations import (
+    FIELDS,
+    Conversation,
+    read_conversation,
+    without_nulls,
+)
 from zjax.errors import DataError, Problem
 from zjax.reading import parse_json
 from zjax.remedies import find_fault
@@ -23,10 +31,11 @@ NUM_NAMED = 10
 
 
 class Document(NamedTuple):
-    """One text, and its size in the file in bytes."""
+    """One text, its size in the file in bytes, and the conversation if it is one."""
 
     text: str
     num_bytes: int
+    talk: Conversation | None = None
 
 
 def list_files(inputs: Sequence[str | pathlib.Path]) -> list[pathlib.Path]:
@@ -70,66 +79,53 @@ def _files_in(folder: pathlib.Path) -> list[pathlib.Path]:
     return found
 
 
-def read_conversations(path: pathlib.Path) -> Iterator[Document]:
+def read_conversations(path: pathlib.Path, told: set[str]) -> Iterator[Document]:
     """Reads conversations of JSON Lines, Parquet or Arrow files.
 
-    A record has `messages`, a list of objects with `role` and `content`, or `prompt`
-    and `answer`.
+    Args:
+        path: The file, whose records have a layout of `zjax.data.conversations`.
+        told: Names of fields that the log has told as not read; gets more.
 
     Yields:
-        The messages of each as JSON.
+        Each, with its messages as text.
 
     Raises:
         DataError: Another kind of file, a broken line, or other fields; with its
             position.
     """
-    suffix, number = path.suffix.lower(), 0
+    suffix = path.suffix.lower()
     if suffix in tables.SUFFIXES:
-        records = _read_rows(path)
+        records, kind = _read_rows(path, told), "row"
     elif suffix in JSON_SUFFIXES:
-        records = _read_records(path)
+        records, kind = _read_records(path), "line"
     else:
         problem, remedy = "is no file of conversations", "use JSON Lines or Parquet"
         raise DataError(_problem(path, problem, remedy))
     for number, record, num_bytes in records:
-        yield Document(_messages(record, path, number), num_bytes)
+        talk = read_conversation(record, path, f"{kind} {number}")
+        _tell_unread(path, talk.unread, told)
+        text = json.dumps(talk.messages, default=str)
+        yield Document(text, num_bytes, talk)
 
 
-def _read_rows(path: pathlib.Path) -> Iterator[tuple[int, dict[str, Any], int]]:
-    names = {"messages", "prompt", "answer"}
+def _read_rows(
+    path: pathlib.Path, told: set[str]
+) -> Iterator[tuple[int, dict[str, Any], int]]:
     with tables.open_table(path) as table:
-        columns = [name for name in table.names if name in names]
+        columns = [name for name in table.names if name in FIELDS]
         if not columns:
-            problem = f"has no column 'messages', only {_named(table.names)}"
-            raise DataError(_problem(path, problem, "name it so, or prompt and answer"))
+            problem = f"has no column of a conversation, only {_named(table.names)}"
+            raise DataError(_problem(path, problem, "name one 'messages'"))
+        _tell_unread(path, [n for n in table.names if n not in FIELDS], told)
         rows = (row for batch in table.batches(columns) for row in batch)
         for number, row in enumerate(rows, start=1):
-            yield number, row, table.row_bytes
+            yield number, without_nulls(row), table.row_bytes
 
 
-def _messages(record: dict[str, Any], path: pathlib.Path, number: int) -> str:
-    messages = record.get("messages")
-    if messages is None and {"prompt", "answer"} <= record.keys():
-        pairs = (("user", "prompt"), ("assistant", "answer"))
-        messages = [{"role": role, "content": record[name]} for role, name in pairs]
-    if messages is None:
-        problem = (
-            f"has neither messages nor prompt and answer in record {number}, only "
-        )
-        problem += _named(record)
-        raise DataError(_problem(path, problem, "name its fields so"))
-    is_list = isinstance(messages, list) and bool(messages)
-    if not is_list or not all(map(_is_message, messages)):
-        problem = f"has messages without a role or a content in record {number}"
-        remedy = 'write {"role": "user", "content": "..."}'
-        raise DataError(_problem(path, problem, remedy))
-    return json.dumps(messages)
-
-
-def _is_message(message: object) -> bool:
-    if not isinstance(message, dict):
-        return False
-    return all(isinstance(message.get(name), str) for name in ("role", "content"))
+def _tell_unread(path: pathlib.Path, names: Sequence[str], told: set[str]) -> None:
+    if new := [name for name in names if name not in told]:
+        told.update(new)
+        logging.warning("%s has fields that are not read: %s", path, _named(new))
 
 
 def read_documents(path: pathlib.Path, text_field: str) -> Iterator[Document]:

@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import json
 import os
 import pathlib
 import re
@@ -56,9 +55,9 @@ def prepare(
         validation_fraction: Fraction of the text to hold out, 0 to less than 1.
         text_field: Field of JSON objects, or column of tables, with the text.
         chat: Directory of a Hugging Face checkpoint, whose tokenizer and chat template
-            encode conversations, instead of `tokenizer` and `text_field`: objects or
-            rows with `messages`, or with `prompt` and `answer`. Only answers then have
-            a loss, and no document an end token that the template does not write.
+            encode conversations, instead of `tokenizer` and `text_field`: records of
+            a layout of `zjax.data.conversations`. Only answers then have a loss, and
+            no document an end token that the template does not write.
 
     Returns:
         Vocabulary and sizes of what was written.
@@ -171,9 +170,10 @@ def _read_all(
 ) -> Iterator[documents.Document]:
     total = sum(file.stat().st_size for file in files)
     task = bar.add_task(label, total=total)
+    told: set[str] = set()
     for file in files:
         if text_field is None:
-            read_documents = documents.read_conversations(file)
+            read_documents = documents.read_conversations(file, told)
         else:
             read_documents = documents.read_documents(file, text_field)
         while document := _read_next(file, read_documents):
@@ -245,18 +245,30 @@ def _write_splits(
 ) -> dict[str, store.Split]:
     dtype = _token_dtype(vocabulary)
     writers: dict[str, store.SplitWriter] = {}
+    num_documents, num_samples = 0, 0
     with contextlib.ExitStack() as stack:
         while chunk := list(itertools.islice(assigned, ENCODE_DOCUMENTS)):
-            texts = [document.text for _, document in chunk]
-            encoded = _encode(texts, vocabulary, chat)
-            for (split, _), (ids, *answers) in zip(chunk, encoded, strict=True):
+            encoded = _encode([document for _, document in chunk], vocabulary, chat)
+            for (split, _), samples in zip(chunk, encoded, strict=True):
                 if split not in writers:
                     writers[split] = store.SplitWriter(directory, split, dtype)
                     stack.callback(writers[split].close)
-                if answers:
-                    writers[split].append_answers(ids, *answers)
-                else:
-                    writers[split].append(ids, vocabulary.end_id)
+                num_documents, num_samples = (
+                    num_documents + 1,
+                    num_samples + len(samples),
+                )
+                for ids, *answers in samples:
+                    if answers:
+                        writers[split].append_answers(ids, *answers)
+                    else:
+                        writers[split].append(ids, vocabulary.end_id)
+    if num_samples > num_documents:
+        logging.warning(
+            "the chat template rewrites earlier turns: %s conversations are %s "
+            "documents, which repeat them before each answer",
+            f"{num_documents:,}",
+            f"{num_samples:,}",
+        )
     return {
         split: store.Split(writer.num_tokens, writer.num_documents)
         for split, writer in writers.items()
@@ -264,12 +276,14 @@ def _write_splits(
 
 
 def _encode(
-    texts: Sequence[str], vocabulary: text.Tokenizer, chat: Chat | None
-) -> Iterator[tuple[np.ndarray, ...]]:
-    """The ids of each text; of conversations also which of them are answers."""
+    chunk: Sequence[documents.Document], vocabulary: text.Tokenizer, chat: Chat | None
+) -> Iterator[Sequence[tuple[np.ndarray, ...]]]:
+    """Samples of each: the ids; of conversations also which of them are answers."""
     if chat is None:
-        return zip(vocabulary.encode_batch(texts))
-    return (chat.tokens_of(json.loads(each)) for each in texts)
+        texts = vocabulary.encode_batch([document.text for document in chunk])
+        return ([(ids,)] for ids in texts)
+    talks = (document.talk for document in chunk)
+    return (chat.samples_of(talk) for talk in talks if talk is not None)
 
 
 def _check_splits(

@@ -1,0 +1,287 @@
+"""Conversations: records of the usual layouts, in the one form that templates take."""
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+from zjax.errors import DataError, Problem
+from zjax.reading import parse_json
+
+ANSWERS = "assistant"
+"""Role whose messages are answers."""
+SPEAKERS = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": ANSWERS,
+    ANSWERS: ANSWERS,
+    "tool": "tool",
+}
+"""Roles of the names in `from`."""
+OPTIONAL = ("tools", "chat_template_kwargs")
+"""Fields that every layout may have."""
+NO_OPTIONS = ("messages", "tools", "documents", "add_generation_prompt")
+"""Names that `chat_template_kwargs` cannot give."""
+
+Message = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversation:
+    """One conversation, and where it is.
+
+    Args:
+        messages: Dicts with `role`, `content` and what else the template reads.
+        trained: Whether each message is an answer with a loss.
+        tools: Definitions of functions for the template; None for none.
+        options: More variables of the template.
+        path: File of its record.
+        where: The record, such as `line 3`.
+        unread: Fields of the record that are not read.
+    """
+
+    messages: Sequence[Message]
+    trained: Sequence[bool]
+    tools: Sequence[Mapping[str, Any]] | None
+    options: Mapping[str, Any]
+    path: str
+    where: str
+    unread: Sequence[str] = ()
+
+    def refuse(self, problem: str, remedy: str) -> NoReturn:
+        """Raises an error that names the file and the record."""
+        refuse(self.path, self.where, problem, remedy)
+
+
+def refuse(path: str | os.PathLike, where: str, problem: str, remedy: str) -> NoReturn:
+    """Raises an error that names the file and the record."""
+    raise DataError(Problem("input", str(path), f"{problem} in {where}", remedy))
+
+
+def read_conversation(
+    record: Mapping[str, Any], path: str | os.PathLike, where: str
+) -> Conversation:
+    """Reads a record by its fields, those of the first of `LAYOUTS` that it has.
+
+    Raises:
+        DataError: It has no layout, or what it says cannot be taken as meant.
+
+    Example:
+        >>> record = {"prompt": "Two and two?", "answer": "Four"}
+        >>> talk = read_conversation(record, "talks.jsonl", "line 1")
+        >>> [message["role"] for message in talk.messages], talk.trained
+        (['user', 'assistant'], [False, True])
+    """
+
+    def fail(problem: str, remedy: str) -> NoReturn:
+        refuse(path, where, problem, remedy)
+
+    layout = _find_layout(record, fail)
+    given = layout.messages(record, fail)
+    if not isinstance(given, list) or not given:
+        fail("has no list of messages", 'write [{"role": "user", "content": "..."}]')
+    pairs = [_read_message(each, n, fail) for n, each in enumerate(given, start=1)]
+    return Conversation(
+        [message for message, _ in pairs],
+        [is_trained for _, is_trained in pairs],
+        _read_tools(record, fail),
+        _read_options(record, fail),
+        str(path),
+        where,
+        [name for name in record if name not in layout.fields],
+    )
+
+
+Fail = Callable[[str, str], NoReturn]
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Fields of a record, and the messages that they mean.
+
+    Args:
+        names: Fields that it must have, and that are not null.
+        messages: `messages(record, fail)`, dicts of OpenAI's format.
+        more: Fields that it may have.
+    """
+
+    names: Sequence[str]
+    messages: Callable[[Mapping[str, Any], Fail], Any]
+    more: Sequence[str] = ()
+
+    @property
+    def fields(self) -> set[str]:
+        """All fields that are read."""
+        return {*self.names, *self.more, *OPTIONAL}
+
+
+def _find_layout(record: Mapping[str, Any], fail: Fail) -> Layout:
+    """The first of `LAYOUTS` all of whose names the record has."""
+    given = {name for name, value in record.items() if value is not None}
+    for layout in LAYOUTS:
+        if given.issuperset(layout.names):
+            return layout
+    shown = ", ".join(name for name in record if name in given) or "nothing"
+    choices = "; ".join(" and ".join(layout.names) for layout in LAYOUTS)
+    fail(f"has no conversation, only {shown},", f"name its fields as one of: {choices}")
+
+
+def without_nulls(value: Any) -> Any:
+    """Drops the keys that tables fill with nulls; a message's `content` stays.
+
+    Example:
+        >>> without_nulls({"role": "user", "content": None, "name": None})
+        {'role': 'user', 'content': None}
+    """
+    if isinstance(value, list):
+        return [without_nulls(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        name: without_nulls(each)
+        for name, each in value.items()
+        if each is not None or (name == "content" and "role" in value)
+    }
+
+
+def _read_message(message: Any, number: int, fail: Fail) -> tuple[Message, bool]:
+    """A message as templates take it, and whether it is an answer with a loss."""
+    remedy = 'write {"role": "user", "content": "..."}'
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        fail(f"has no role in message {number}", remedy)
+    kept = {
+        name: value
+        for name, value in message.items()
+        if name != "weight" and (value is not None or name == "content")
+    }
+    content, is_answer = message.get("content"), message["role"] == ANSWERS
+    if isinstance(content, list):
+        kept["content"] = _join_parts(content, number, fail)
+    elif content is None and not (is_answer and message.get("tool_calls")):
+        fail(f"has no content in message {number}", remedy)
+    elif not isinstance(content, str | None):
+        kind = type(content).__name__
+        fail(f"has a {kind} as the content of message {number}", remedy)
+    weight = message.get("weight")
+    if weight is not None and (
+        type(weight) not in (int, float) or weight not in (0, 1)
+    ):
+        fail(f"has weight {weight!r} in message {number}", "use 0 or 1")
+    if weight and not is_answer:
+        role = message["role"]
+        fail(
+            f"has weight {weight!r} in message {number}, of the role {role!r},",
+            f"give one to messages of {ANSWERS!r} alone",
+        )
+    return kept, is_answer and weight != 0
+
+
+def _join_parts(parts: Sequence[Any], number: int, fail: Fail) -> str:
+    texts = []
+    for part in parts:
+        if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            problem = f"has a part of type {kind!r} in message {number}"
+            fail(problem, 'write {"type": "text", "text": "..."}, as only text is read')
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _read_tools(record: Mapping[str, Any], fail: Fail) -> list[Any] | None:
+    tools = _read_json(record.get("tools"), "tools", fail) or None
+    is_list = isinstance(tools, list) and all(isinstance(x, dict) for x in tools)
+    if tools is not None and not is_list:
+        fail("has tools that are no list of objects", "write those of OpenAI's format")
+    return tools
+
+
+def _read_options(record: Mapping[str, Any], fail: Fail) -> Mapping[str, Any]:
+    name = "chat_template_kwargs"
+    options = _read_json(record.get(name), name, fail) or {}
+    if not isinstance(options, dict):
+        fail(f"has a {type(options).__name__} as {name!r}", "make it an object")
+    if fixed := [each for each in NO_OPTIONS if each in options]:
+        fail(f"has {fixed[0]!r} in {name}", "leave it out")
+    return options
+
+
+def _read_json(value: Any, name: str, fail: Fail) -> Any:
+    """A value that tables may hold as JSON."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return parse_json(value) if value.strip() else None
+    except ValueError as error:
+        fail(f"has broken JSON in {name} ({error.args[0]})", "correct it")
+
+
+def _from_turns(record: Mapping[str, Any], fail: Fail) -> Any:
+    """Messages of ShareGPT: `from` and `value`, after a `system` of the record."""
+    turns = record["conversations"]
+    if not isinstance(turns, list):
+        return turns
+    messages = _system(record, fail)
+    for number, turn in enumerate(turns, start=1):
+        if isinstance(turn, dict) and "from" in turn:
+            if (speaker := turn["from"]) not in SPEAKERS:
+                problem = f"has a turn from {speaker!r} in message {number}"
+                fail(problem, f"use {', '.join(SPEAKERS)}")
+            content = turn.get("value")
+            others = {n: x for n, x in turn.items() if n not in ("from", "value")}
+            turn = others | {"role": SPEAKERS[speaker], "content": content}
+        messages.append(turn)
+    return messages
+
+
+def _from_completion(record: Mapping[str, Any], fail: Fail) -> Any:
+    """Texts, or lists of messages, those of the prompt without a loss."""
+    prompt, completion = record["prompt"], record["completion"]
+    if isinstance(prompt, str) and isinstance(completion, str):
+        return [*_system(record, fail), *_exchange(prompt, completion)]
+    if not (isinstance(prompt, list) and isinstance(completion, list)):
+        remedy = "write two strings, or two lists of messages"
+        fail("has a prompt and a completion of different kinds", remedy)
+    asked = [x | {"weight": 0} if isinstance(x, dict) else x for x in prompt]
+    return [*_system(record, fail), *asked, *completion]
+
+
+def _from_instruction(record: Mapping[str, Any], fail: Fail) -> Any:
+    """Messages of Alpaca: the input follows the instruction on a line of its own."""
+    if record.get("history"):
+        fail("has a history", "write the earlier turns as messages")
+    parts = {name: record.get(name) or "" for name in ("instruction", "input")}
+    for name, part in parts.items():
+        if not isinstance(part, str):
+            fail(f"has a {type(part).__name__} as {name!r}", "make it a string")
+    asked = "\n".join(part for part in parts.values() if part)
+    return [*_system(record, fail), *_exchange(asked, record["output"])]
+
+
+def _from_answer(record: Mapping[str, Any], fail: Fail) -> Any:
+    return [*_system(record, fail), *_exchange(record["prompt"], record["answer"])]
+
+
+def _exchange(asked: Any, answer: Any) -> list[Message]:
+    pairs = (("user", asked), (ANSWERS, answer))
+    return [{"role": role, "content": content} for role, content in pairs]
+
+
+def _system(record: Mapping[str, Any], fail: Fail) -> list[Message]:
+    system = record.get("system") or ""
+    if not isinstance(system, str):
+        fail(f"has a {type(system).__name__} as 'system'", "make it a string")
+    return [{"role": "system", "content": system}] if system else []
+
+
+LAYOUTS = (
+    Layout(("messages",), lambda record, _: record["messages"]),
+    Layout(("conversations",), _from_turns, ("system",)),
+    Layout(("prompt", "completion"), _from_completion, ("system",)),
+    Layout(("prompt", "answer"), _from_answer, ("system",)),
+    Layout(
+        ("instruction", "output"), _from_instruction, ("input", "system", "history")
+    ),
+)
+FIELDS = set().union(*(layout.fields for layout in LAYOUTS))
+"""Fields of all layouts."""
