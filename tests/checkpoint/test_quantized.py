@@ -38,7 +38,7 @@ def test_matrices_are_quantised_as_they_are_read(monkeypatch):
     put = jax.device_put
 
     def device_put(x, *args, **kwargs):
-        sent.append(x)
+        sent.extend(jax.tree.leaves(x))
         return put(x, *args, **kwargs)
 
     monkeypatch.setattr(pieces.jax, "device_put", device_put)
