@@ -70,7 +70,7 @@ def assert_same_text(run, state, tokens, **settings):
 @pytest.mark.parametrize(
     ("num_devices", "stage", "form"),
     [
-        (1, 1, "GPT"),
+        pytest.param(1, 1, "GPT", marks=pytest.mark.slow),
         (8, 3, "tiles"),
         pytest.param(8, 3, "LLAMA", marks=pytest.mark.slow),
         pytest.param(8, 1, "GPT", marks=pytest.mark.slow),

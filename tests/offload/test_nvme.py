@@ -71,7 +71,12 @@ CASES = {
 }
 
 
-BY_HAND = {"optimizer", "optimizer, whole on every device", "parameters too"}
+BY_HAND = {
+    "optimizer",
+    "optimizer, whole on every device",
+    "parameters on the host, gradients too",
+    "parameters too",
+}
 """What other cases hold among more."""
 
 

@@ -115,6 +115,8 @@ BY_HAND = {
     "averaged weights",
     "encoder",
     "gradients on the host",
+    "gradients on the host, two microbatches",
+    "inputs of blocks on the host",
     "lamb",
     "muon",
     "no clipping, under the backward pass",

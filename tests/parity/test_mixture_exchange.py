@@ -36,7 +36,10 @@ def alone(name):
         pytest.param(
             *("gpt", schema.Mesh(data=4, expert=2), 3), marks=pytest.mark.slow
         ),
-        ("llama", schema.Mesh(data=2, expert=2, tensor=2), 1),
+        pytest.param(
+            *("llama", schema.Mesh(data=2, expert=2, tensor=2), 1),
+            marks=pytest.mark.slow,
+        ),
         ("gpt", schema.Mesh(data=1, expert=4, tensor=2), 3),
         ("llama", schema.Mesh(data=2, expert=2, sequence=2), 2),
         ("gpt", schema.Mesh(pipeline=2, data=2, expert=2), 1),

@@ -91,6 +91,7 @@ CASES = {
 }
 BY_HAND = {
     "1f1b",
+    "gpipe, kept, stage 3",
     "interleaved",
     "interleaved, kept, stage 2",
     "interleaved, stage 2, llama",

@@ -62,7 +62,10 @@ def expected(dtype):
     ("dtype", "settings"),
     [
         ("int8", {"zero": {"stage": 0}}),
-        ("int4", {"zero": {"stage": 2, "min_shard_elements": 0}}),
+        pytest.param(
+            *("int4", {"zero": {"stage": 2, "min_shard_elements": 0}}),
+            marks=pytest.mark.slow,
+        ),
         (
             "int4",
             {

@@ -65,7 +65,13 @@ CASES = {
     "layerwise, heads by all-to-all": ("layerwise", 4, "mesh.sequence=2"),
     "span, a ring": ("span", 2, "mesh.sequence=2", "model.sequence_attention=ring"),
 }
-BY_HAND = {"layerwise, two layers in a loop", "span, stage 0", "span, a ring"}
+BY_HAND = {
+    "layerwise, stage 3",
+    "layerwise, two layers in a loop",
+    "span, blocks from the host",
+    "span, stage 0",
+    "span, a ring",
+}
 """What other cases hold among more."""
 
 

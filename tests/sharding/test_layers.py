@@ -134,7 +134,7 @@ def test_layers_that_are_not_split_stay_stacked(stage, is_apart):
     ("stage", "separable"),
     [
         pytest.param(1, True, marks=pytest.mark.slow),
-        (2, True),
+        pytest.param(2, True, marks=pytest.mark.slow),
         (3, True),
         pytest.param(1, False, marks=pytest.mark.slow),
         (2, False),
@@ -211,8 +211,8 @@ def test_another_number_of_layers_is_refused():
     ("stage", "num_microbatches"),
     [
         (0, 2),
-        (2, 1),
         (3, 2),
+        pytest.param(2, 1, marks=pytest.mark.slow),
         pytest.param(0, 1, marks=pytest.mark.slow),
         pytest.param(2, 2, marks=pytest.mark.slow),
         pytest.param(3, 1, marks=pytest.mark.slow),
