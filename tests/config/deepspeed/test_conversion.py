@@ -189,9 +189,7 @@ def test_the_config_file_has_the_same_settings(tmp_path):
             {"train_batch_size": "BATCH", "zero_optimization": {"stages": 2}},
             "train_batch_size='BATCH' is not a whole number; write a whole number\n"
             "zero_optimization.stages=2 is not a key of DeepSpeed; "
-            "did you mean stage?\n"
-            "train_batch_size='BATCH' is not given; "
-            "give it, or train_micro_batch_size_per_gpu",
+            "did you mean stage?",
             id="template-and-unknown-inside",
         ),
         pytest.param(
@@ -245,6 +243,80 @@ def test_what_cannot_be_honoured_is_refused_by_name(values, message):
     assert "\n".join(map(str, convert(values).problems())) == message
 
 
+OBJECT = "is not an object; write an object, or leave it out"
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"fp16": None}, f"fp16=None {OBJECT}"),
+        ({"fp16": True}, f"fp16=True {OBJECT}"),
+        ({"optimizer": "Adam"}, f"optimizer='Adam' {OBJECT}"),
+        ({"scheduler": [1]}, f"scheduler=[1] {OBJECT}"),
+        ({"zero_optimization": 2}, f"zero_optimization=2 {OBJECT}"),
+        (
+            {"zero_optimization": {"offload_param": "cpu"}},
+            f"zero_optimization.offload_param='cpu' {OBJECT}",
+        ),
+        (
+            {"optimizer": {"params": {"lr": 1e-4}}},
+            "optimizer.type=None is not given; name one, as AdamW",
+        ),
+        (
+            {"optimizer": {"type": "auto"}},
+            "optimizer.type='auto' is filled by no run; name one, as AdamW",
+        ),
+        (
+            {"scheduler": {"params": {"warmup_num_steps": 5}}},
+            "scheduler.type=None is not given; name one, as WarmupLR",
+        ),
+        (
+            {"train_batch_size": "8.5"},
+            "train_batch_size='8.5' is not a whole number; write a whole number",
+        ),
+        (
+            {"steps_per_print": "often"},
+            "steps_per_print='often' is not a number; write a number",
+        ),
+    ],
+)
+def test_values_of_another_kind_are_named_as_such(values, message):
+    problems = convert({"train_batch_size": 8} | values).problems()
+    assert list(map(str, problems)) == [message]
+
+
+@pytest.mark.parametrize(
+    ("values", "note"),
+    [
+        (
+            {"zero_optimization": {"offload_param": "auto"}},
+            "DeepSpeed drops 'auto' there: nothing is offloaded",
+        ),
+        ({"zero_optimization": {"offload_param": None}}, "nothing is offloaded"),
+        ({"optimizer": {"type": "Adam", "params": None}}, "it is empty"),
+        ({"bf16": None}, "it is off"),
+        (
+            {"steps_per_print": math.inf},
+            "it never prints; metrics are as the run says",
+        ),
+    ],
+)
+def test_nothing_where_deepspeed_takes_it_is_no_problem(values, note):
+    found = convert({"train_batch_size": 8} | values)
+    assert not found.problems()
+    assert note in [row.note for row in found.rows]
+
+
+@pytest.mark.parametrize("values", [[1], None, "ds.json"])
+def test_only_keys_and_values_are_read(values):
+    with pytest.raises(ConfigError) as error:
+        convert(values)
+    assert str(error.value) == (
+        f"ds_config={values!r} is a {type(values).__name__}; "
+        "give the keys and values of a ds_config.json"
+    )
+
+
 def test_sections_that_are_off_and_unknown_ones_need_nothing():
     values = {"train_batch_size": 8, "amp": {"enabled": False}, "my_notes": "x"}
     found = convert(values)
@@ -265,6 +337,15 @@ def test_sections_that_are_off_and_unknown_ones_need_nothing():
         (
             '{"a": 1, "b": {"c": 1, "c": 2}}',
             "ds_config='ds' has more than one c; keep one of them",
+        ),
+        (
+            '{"a": 1,\n # b: None,\n "c": {"d": "x: y,", "e": False},\n "f": 2}',
+            "ds_config='ds' is not JSON on line 3 (False is no value); write false",
+        ),
+        (
+            '{"a": $BATCH, "b": 2}',
+            "ds_config='ds' is not JSON on line 1 ($BATCH is no value); "
+            "write it in quotes",
         ),
         (
             '{"a": 1',

@@ -8,6 +8,7 @@ import pytest
 from tests.reference import optimizers as reference
 from zjax.config import load_config
 from zjax.config.deepspeed import convert
+from zjax.optim import trust_ratio
 from zjax.optim.build import make_optimizer
 
 MUON = {
@@ -74,3 +75,35 @@ def test_muon_is_refused_by_the_factor_that_its_steps_have_here():
             for tx in (ours, theirs)
         )
         np.testing.assert_allclose(got, 0.2 * inputs**0.5 * want, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "decay"),
+    [
+        ("AdamW", {"torch_adam": True}, 0.01),
+        ("Adam", {"torch_adam": True}, 0.01),
+        ("Adam", {"torch_adam": True, "adam_w_mode": False}, 0.0),
+        ("AdamW", {"torch_adam": True, "weight_decay": 0.2}, 0.2),
+        ("AdamW", {}, 0.0),
+    ],
+)
+def test_torch_adam_has_the_default_decay_of_torch(kind, params, decay):
+    found = converted(kind, lr=1e-3, **params)
+    assert not found.problems()
+    assert found.settings["optimizer.weight_decay"] == decay
+
+
+def test_limits_of_lamb_are_those_that_it_has():
+    limits = {"max_coeff": trust_ratio.MAX_RATIO, "min_coeff": trust_ratio.MIN_RATIO}
+    assert not converted("Lamb", lr=1e-3, **limits).problems()
+    others = converted("Lamb", lr=1e-3, max_coeff=0.3, min_coeff=0.1)
+    assert list(map(str, others.problems())) == [
+        "optimizer.params.max_coeff=0.3 is another limit of the ratios of norms than "
+        "here; use 10.0",
+        "optimizer.params.min_coeff=0.1 is another limit of the ratios of norms than "
+        "here; use 0.01",
+    ]
+    (problem,) = converted("Adam", lr=1e-3, max_coeff=10.0).problems()
+    assert str(problem) == (
+        "optimizer.params.max_coeff=10.0 is not a parameter of Adam; leave it out"
+    )

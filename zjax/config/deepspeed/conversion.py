@@ -2,7 +2,7 @@
 
 import dataclasses
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from zjax.config.deepspeed.reading import leaves
@@ -97,7 +97,8 @@ class Conversion:
         names = " or ".join(
             _NAMES.get(k, k.__name__) for k in kinds or (type(default),)
         )
-        self._faults[key] = Problem(key, value, f"is not {names}", f"write {names}")
+        fault = Problem(key, value, f"is not {names}", f"write {names}")
+        self._faults.setdefault(key, fault)
         return default
 
     def take(self, key: str, default: Any, *kinds: type) -> Any:
@@ -107,6 +108,36 @@ class Conversion:
             self.derive(key, "as the run has it")
             return None
         return value
+
+    def take_type(self, section: str, example: str) -> str:
+        """The type of a section that has parameters; empty where there is none.
+
+        Args:
+            section: Name of the section.
+            example: A type, for messages.
+        """
+        key, remedy = f"{section}.type", f"name one, as {example}"
+        if kind := self.take(key, ""):
+            return kind
+        if kind is None:
+            self._rows.pop(key)
+            self.refuse(key, remedy, "is filled by no run")
+        elif self.inside(section) and key not in self._given:
+            self.require(key, "is not given", remedy)
+        self.skip_rest(section, "its type is not given")
+        return ""
+
+    def check_sections(self, others: Mapping[str, Sequence[Any]]) -> None:
+        """Refuses values where sections belong.
+
+        Args:
+            others: Names of sections, and what DeepSpeed takes there beside objects.
+        """
+        for name, allowed in others.items():
+            value = self._given.get(name, {})
+            if value != {} and value not in allowed:
+                remedy = "write an object, or leave it out"
+                self._faults[name] = Problem(name, value, "is not an object", remedy)
 
     def set(
         self, key: str, note: str = "", /, default: Any = _MISSING, **settings: Any

@@ -1,7 +1,24 @@
 """Names of keys, among which to look for the nearest of an unknown one."""
 
-from zjax.config.deepspeed import optimizer, others, schedulers, steps, zero
+from typing import Any
 
+from zjax.config.deepspeed import optimizer, others, schedulers, steps, zero
+from zjax.config.deepspeed.conversion import AUTO
+
+_OBJECTS = [
+    *("optimizer", "scheduler", "scheduler.params", "fp16", "bfloat16", *others.SINKS),
+    *("activation_checkpointing", "tensor_parallel", "pipeline", "aio", "elasticity"),
+    *("data_efficiency", "curriculum_learning", "sparse_attention", "data_types"),
+    *("progressive_layer_drop", "expert_parallel", "torch_autocast", "autotuning"),
+]
+SECTIONS: dict[str, tuple[Any, ...]] = dict.fromkeys(_OBJECTS, ()) | {
+    "bf16": (None,),
+    "optimizer.params": (None,),
+    zero.ZERO: (True, False),
+    f"{zero.ZERO}.offload_optimizer": (None, AUTO),
+    f"{zero.ZERO}.offload_param": (None, AUTO),
+}
+"""Keys whose values are objects, and what DeepSpeed takes there beside them."""
 KNOWN = [
     *(steps.GLOBAL, steps.MICRO, steps.SUMS, "gradient_clipping", "steps_per_print"),
     *("optimizer", "scheduler", "type", "params", "lr", "betas", "eps", "weight_decay"),

@@ -36,8 +36,11 @@ NO_EFFECT = {
     "cuda_aware": "XLA sends the bits",
     "comm_backend_name": "XLA sends the bits",
 }
-LAMB_LIMITS = ("max_coeff", "min_coeff", "coeff_beta", "factor_max", "factor_min")
-LAMB_LIMITS += ("factor_threshold",)
+RATIOS = {"max_coeff": 10.0, "min_coeff": 0.01}
+"""Limits of the ratios of norms of `lamb`, which are those that DeepSpeed has, too."""
+KEPT_RATIOS = (*RATIOS, "coeff_beta", "factor_max", "factor_min", "factor_threshold")
+TORCH_DECAY = 0.01
+"""Default of torch.optim.AdamW, which torch_adam takes."""
 UNTIL = {
     "onebit_adam": ("freeze_step", 100_000),
     "onebit_lamb": ("freeze_step", 100_000),
@@ -52,9 +55,9 @@ def convert_optimizer(found: Conversion) -> None:
 
 
 def _convert_rule(found: Conversion) -> str:
-    kind = found.take("optimizer.type", "")
+    found.skip("optimizer.legacy_fusion", "XLA compiles the update")
+    kind = found.take_type("optimizer", "AdamW")
     if not kind:
-        found.skip("optimizer.legacy_fusion", "XLA compiles the update")
         return ""
     name = RULES.get(kind.lower(), "")
     if not name:
@@ -86,11 +89,8 @@ def _convert_rule(found: Conversion) -> str:
         found.refuse(_param("max_grad_norm"), "write it as gradient_clipping")
     if name in ONE_BIT:
         _convert_one_bit(found, name)
-    for key in LAMB_LIMITS:
-        if name == "onebit_lamb":
-            found.derive(_param(key), "mean norms of the warm-up are kept in its place")
-        else:
-            found.refuse(_param(key), "leave it out: ratios of norms have no limits")
+    _convert_ratios(found, name)
+    found.skip(PARAMS, "it is empty")
     for key in found.inside(PARAMS):
         found.refuse(key, "leave it out", f"is not a parameter of {kind}")
     return name
@@ -106,7 +106,9 @@ def _convert_numbers(found: Conversion, name: str) -> None:
         found.derive(_param("lr"), "the scheduler sets it")
     else:
         found.copy(_param("lr"), "optimizer__peak_learning_rate", 1e-3)
-    found.copy(_param("weight_decay"), "optimizer__weight_decay", 0.0)
+    is_torch = name == "adamw" and found.take(_param("torch_adam"), False)
+    decay = TORCH_DECAY if is_torch else 0.0
+    found.copy(_param("weight_decay"), "optimizer__weight_decay", decay)
     if name in ("sgd", "sgd_l2"):
         found.copy(_param("momentum"), "optimizer__b1", 0.0)
         return
@@ -126,6 +128,18 @@ def _convert_betas(found: Conversion, betas: list[Any]) -> None:
         return
     b1, b2 = map(float, betas)
     found.set(key, default=betas, optimizer__b1=b1, optimizer__b2=b2)
+
+
+def _convert_ratios(found: Conversion, name: str) -> None:
+    if name == "onebit_lamb":
+        for key in KEPT_RATIOS:
+            found.derive(_param(key), "mean norms of the warm-up are kept in its place")
+    if name == "lamb":
+        for key, limit in RATIOS.items():
+            if found.take(_param(key), limit) not in (limit, None):
+                problem = "is another limit of the ratios of norms than here"
+                found.refuse(_param(key), f"use {limit}", problem)
+            found.derive(_param(key), "ratios of norms are from 0.01 to 10")
 
 
 def _convert_one_bit(found: Conversion, name: str) -> None:

@@ -110,6 +110,7 @@ def _convert_brain(found: Conversion) -> bool:
         _refuse_changes(found, section, BRAIN)
         return False
     if not enabled:
+        found.skip("bf16", "it is off")
         found.skip(f"{section}.enabled", "it is off")
         found.skip_rest(section, f"{section} is off")
         return False

@@ -1,6 +1,7 @@
 """Reads a ds_config.json as DeepSpeed does: HJSON, and no key twice."""
 
 import pathlib
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -60,6 +61,11 @@ def read_text(text: str, name: str = "ds_config") -> dict[str, Any]:
     try:
         values = hjson.loads(text, object_pairs_hook=to_dict)
     except (hjson.HjsonDecodeError, RecursionError) as error:
+        if found := _find_bare_word(text):
+            number, word = found
+            problem = f"is not JSON on line {number} ({word} is no value)"
+            remedy = f"write {_WORDS.get(word, 'it in quotes')}"
+            raise _error(name, problem, remedy) from error
         where = getattr(error, "lineno", None)
         place = f" on line {where}" if where else ""
         problem = f"is not JSON{place} ({str(error).partition(':')[0]})"
@@ -70,6 +76,22 @@ def read_text(text: str, name: str = "ds_config") -> dict[str, Any]:
     if not isinstance(values, dict):
         raise _error(name, f"holds a {type(values).__name__}", "give an object")
     return values
+
+
+def _find_bare_word(text: str) -> tuple[int, str] | None:
+    """The first word without quotes before a comma or a bracket, and its line.
+
+    HJSON reads it as a text up to the end of the line, and finds the end of the file.
+    """
+    for number, line in enumerate(text.splitlines(), 1):
+        plain = re.sub(r'"[^"]*"', '""', line)
+        if word := _BARE.search(re.sub(r"(#|//).*", "", plain)):
+            return number, word[1]
+    return None
+
+
+_BARE = re.compile(r"[:\[]\s*(?!(?:true|false|null)\b)([A-Za-z_$][^\s,\]}]*)\s*[,\]}]")
+_WORDS = {"True": "true", "False": "false", "None": "null"}
 
 
 def leaves(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -23,7 +23,7 @@ def convert_scheduler(found: Conversion, rule: str) -> None:
         found: What was read so far.
         rule: The optimizer by its name here; empty if the file has none.
     """
-    kind = found.take("scheduler.type", "")
+    kind = found.take_type("scheduler", "WarmupLR")
     if not kind:
         if rule and not found.given("scheduler"):
             found.set(

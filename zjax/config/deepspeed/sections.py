@@ -8,7 +8,7 @@ from typing import Any
 from zjax.config import override, paths
 from zjax.config.deepspeed.conversion import Conversion
 from zjax.config.deepspeed.efficiency import convert_efficiency
-from zjax.config.deepspeed.known import KNOWN
+from zjax.config.deepspeed.known import KNOWN, SECTIONS
 from zjax.config.deepspeed.optimizer import convert_optimizer
 from zjax.config.deepspeed.others import convert_others
 from zjax.config.deepspeed.parallel import convert_parallel
@@ -16,10 +16,10 @@ from zjax.config.deepspeed.precision import convert_precision
 from zjax.config.deepspeed.reading import read_file
 from zjax.config.deepspeed.steps import convert_steps
 from zjax.config.deepspeed.zero import convert_zero
-from zjax.errors import ConfigError
+from zjax.errors import ConfigError, Problem
 
 
-def convert(values: Mapping[str, Any]) -> Conversion:
+def convert(values: Any) -> Conversion:
     """Reads a ds_config as DeepSpeed 0.19 does.
 
     Args:
@@ -28,6 +28,9 @@ def convert(values: Mapping[str, Any]) -> Conversion:
     Returns:
         The settings, a row for each key, and problems.
 
+    Raises:
+        ConfigError: The values are no mapping.
+
     Example:
         >>> found = convert({"train_batch_size": 64, "zero_optimization": {"stage": 2}})
         >>> found.settings["zero.stage"], found.settings["global_batch_size"]
@@ -35,7 +38,12 @@ def convert(values: Mapping[str, Any]) -> Conversion:
         >>> [row.verdict for row in found.rows][:2]
         ['mapped', 'mapped']
     """
+    if not isinstance(values, Mapping):
+        problem = f"is a {type(values).__name__}"
+        remedy = "give the keys and values of a ds_config.json"
+        raise ConfigError(Problem("ds_config", values, problem, remedy))
     found = Conversion(values)
+    found.check_sections(SECTIONS)
     convert_steps(found)
     convert_optimizer(found)
     convert_precision(found)

@@ -28,8 +28,10 @@ def convert_steps(found: Conversion) -> None:
         since = "" if found.given("gradient_clipping") else OLD_CLIPPING
         norm = clip or math.inf
         found.set("gradient_clipping", since, default=clip, optimizer__clip_norm=norm)
-    every = found.take("steps_per_print", 0)
-    if every:
+    every = found.get("steps_per_print", 0.0)
+    if every == math.inf:
+        found.skip("steps_per_print", "it never prints; metrics are as the run says")
+    elif every := found.take("steps_per_print", 0):
         found.set("steps_per_print", observe__log_every_steps=every)
     else:
         found.skip("steps_per_print", "metrics are written as the run says")
@@ -50,7 +52,7 @@ def _convert_batch(found: Conversion) -> None:
     for key, size in sizes.items():
         if size:
             found.set(key, **{FIELDS[key]: size})
-    if None in sizes.values():
+    if None in sizes.values() or any(map(found.is_faulty, sizes)):
         return
     if not sizes[GLOBAL] and not sizes[MICRO]:
         found.require(GLOBAL, "is not given", f"give it, or {MICRO}")

@@ -1,6 +1,6 @@
 """ZeRO, its offload and ZeRO++."""
 
-from zjax.config.deepspeed.conversion import Conversion
+from zjax.config.deepspeed.conversion import AUTO, Conversion
 
 ZERO = "zero_optimization"
 MEMORIES = {"none": "device", "cpu": "pinned_host", "nvme": "nvme"}
@@ -122,7 +122,8 @@ def _convert_offload(found: Conversion, section: str, setting: str) -> None:
     else:
         found.skip(f"{prefix}.nvme_path", "nothing is stored on a disk")
     found.refuse_if_on(f"{prefix}.super_offload", "leave it out")
-    found.skip(prefix, "nothing is offloaded")
+    dropped = "DeepSpeed drops 'auto' there: " * (found.get(prefix, "", str) == AUTO)
+    found.skip(prefix, f"{dropped}nothing is offloaded")
 
 
 def _convert_aliases(found: Conversion) -> None:
