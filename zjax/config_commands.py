@@ -12,7 +12,7 @@ from zjax.sharding.describe import render_table
 
 
 def convert_file() -> None:
-    """Prints a config file, and what becomes of each key of the ds_config.json.
+    """Prints a config file, and on stderr what becomes of each key of DeepSpeed.
 
     It exits with status 1 where keys are not supported.
     """
@@ -20,10 +20,10 @@ def convert_file() -> None:
     parser.add_argument("file", help="ds_config.json of DeepSpeed")
     given = parser.parse_args(sys.argv[2:])
     found = _read(given.file)
-    print(report.config_file(found))
+    print(report.config_file(found), end="")
     columns = ("key of DeepSpeed", "value", "here", "settings, reason or remedy")
-    print(render_table(columns, report.table_rows(found)))
-    print(report.summary(found))
+    print(render_table(columns, report.table_rows(found)), file=sys.stderr)
+    print(report.summary(found), file=sys.stderr)
     for problem in found.problems():
         print(f"zjax: {problem}", file=sys.stderr)
     sys.exit(1 if found.problems() else 0)

@@ -438,7 +438,7 @@ COMMANDS = {
     "convert": Command(
         config_commands.convert_file,
         "Prints the config of a ds_config.json, and what becomes of each of its keys.",
-        "zjax convert ds_config.json",
+        "zjax convert ds_config.json > config.py",
         arguments="FILE",
     ),
     "check": Command(

@@ -245,6 +245,15 @@ def test_refusal_inside_a_python_file_is_not_wrapped(write):
     assert str(error.value).startswith("a=1 is not a setting; ")
 
 
+def test_keys_of_deepspeed_are_given_as_a_file():
+    with pytest.raises(ConfigError) as error:
+        zconfig.load_config({"train_batch_size": 8, "fp16": {}, "optimizer": {}})
+    assert str(error.value) == (
+        "config='dict' has keys of DeepSpeed: train_batch_size, fp16; "
+        "write them to a ds_config.json, and give its path"
+    )
+
+
 @pytest.mark.parametrize("source", [None, 3], ids=["nothing", "number"])
 def test_source_that_holds_no_settings(source):
     """Behind the annotations, which users do not run."""

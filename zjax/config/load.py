@@ -64,6 +64,7 @@ def _read(source: Any) -> Mapping[str, Any]:
     if isinstance(source, ml_collections.ConfigDict):
         return source.to_dict()
     if isinstance(source, Mapping):
+        _check_is_ours(source)
         return override.merge({}, source)
     if not isinstance(source, str | os.PathLike):
         problem = f"is a {type(source).__name__}, which holds no settings"
@@ -77,6 +78,15 @@ def _read(source: Any) -> Mapping[str, Any]:
     if fault := find_fault(path):
         raise ConfigError(Problem("config", str(path), fault, _suggest(path)))
     return _READERS[path.suffix](path)
+
+
+def _check_is_ours(values: Mapping[str, Any]) -> None:
+    """Refuses keys of DeepSpeed in place of settings."""
+    if theirs := [name for name in values if name in deepspeed.THEIRS]:
+        problem = f"has keys of DeepSpeed: {', '.join(theirs)}"
+        remedy = "write them to a ds_config.json, and give its path"
+        kind = type(values).__name__
+        raise ConfigError(Problem("config", kind, problem, remedy))
 
 
 def _suggest(path: pathlib.Path) -> str:

@@ -390,7 +390,9 @@ def test_a_run_tells_how_many_keys_became_what(tmp_path):
     assert told == f"{path}: 1 mapped, 1 derived; each key: zjax convert {path}"
 
 
-def test_convert_prints_a_config_file_and_a_table(tmp_path, monkeypatch, capsys):
+def test_convert_prints_a_config_file_and_on_stderr_a_table(
+    tmp_path, monkeypatch, capsys
+):
     path = tmp_path / "ds.json"
     path.write_text('{"train_batch_size": 8, "amp": {"enabled": true}}')
     monkeypatch.setattr(sys, "argv", ["zjax", "convert", str(path)])
@@ -398,7 +400,12 @@ def test_convert_prints_a_config_file_and_a_table(tmp_path, monkeypatch, capsys)
         convert_file()
     printed = capsys.readouterr()
     assert end.value.code == 1
-    assert "    config.global_batch_size = 8\n" in printed.out
-    assert "amp.enabled" not in printed.out  # its section is named once
-    assert "not supported   use bf16.enabled" in printed.out
-    assert printed.err == "zjax: amp='1 keys' is not supported; use bf16.enabled\n"
+    assert "amp.enabled" not in printed.err  # its section is named once
+    assert "not supported   use bf16.enabled" in printed.err
+    assert printed.err.endswith(
+        "1 mapped, 1 not supported\n"
+        "zjax: amp='1 keys' is not supported; use bf16.enabled\n"
+    )
+    ours = tmp_path / "config.py"  # as of zjax convert ds.json > config.py
+    ours.write_text(printed.out)
+    assert load_config(ours).global_batch_size == 8

@@ -5,6 +5,11 @@ from typing import Any
 from zjax.config.deepspeed import optimizer, others, schedulers, steps, zero
 from zjax.config.deepspeed.conversion import AUTO
 
+THEIRS = (
+    *(steps.GLOBAL, steps.MICRO, steps.SUMS, "gradient_clipping", "steps_per_print"),
+    *("scheduler", "fp16", "bf16", zero.ZERO),
+)
+"""Keys of DeepSpeed that are no settings of zjax."""
 _OBJECTS = [
     *("optimizer", "scheduler", "scheduler.params", "fp16", "bfloat16", *others.SINKS),
     *("activation_checkpointing", "tensor_parallel", "pipeline", "aio", "elasticity"),
@@ -20,11 +25,11 @@ SECTIONS: dict[str, tuple[Any, ...]] = dict.fromkeys(_OBJECTS, ()) | {
 }
 """Keys whose values are objects, and what DeepSpeed takes there beside them."""
 KNOWN = [
-    *(steps.GLOBAL, steps.MICRO, steps.SUMS, "gradient_clipping", "steps_per_print"),
-    *("optimizer", "scheduler", "type", "params", "lr", "betas", "eps", "weight_decay"),
+    *THEIRS,
+    *("optimizer", "type", "params", "lr", "betas", "eps", "weight_decay"),
     *("warmup_num_steps", "warmup_min_lr", "warmup_max_lr", "total_num_steps"),
-    *("fp16", "bf16", "enabled", "loss_scale", "initial_scale_power", "hysteresis"),
-    *("zero_optimization", "stage", "offload_optimizer", "offload_param", "device"),
+    *("enabled", "loss_scale", "initial_scale_power", "hysteresis"),
+    *("stage", "offload_optimizer", "offload_param", "device"),
     *("nvme_path", "activation_checkpointing", "tensor_parallel", "pipeline", "aio"),
     *("data_efficiency", "curriculum_learning", "sparse_attention", "bfloat16"),
     *("progressive_layer_drop", "expert_parallel", "torch_autocast", "data_types"),
