@@ -16,6 +16,7 @@ from zjax.checkpoint.quantized import with_codes
 from zjax.checkpoint.views import Source
 from zjax.checkpoint.vocabulary import resized
 from zjax.config.check import check_config
+from zjax.config.deepspeed import check_optimizer_is_given
 from zjax.config.derived import is_offered
 from zjax.config.groups import is_adapter
 from zjax.config.load import load_config
@@ -220,6 +221,8 @@ def initialize(
         1.0
     """
     devices = jax.devices() if devices is None else devices
+    if tx is not None:
+        check_optimizer_is_given(config)
     config = load_config({} if config is None else config)
     batch = check_batch(batch, {}, rows_differ=True)
     entries = _entries_of(model, batch, replicated)

@@ -17,6 +17,7 @@ from zjax.budget.out_of_memory import explain_out_of_memory
 from zjax.checkpoint.store import Store
 from zjax.config.batch import resolve_batch
 from zjax.config.check import check_config
+from zjax.config.deepspeed import check_optimizer_is_given
 from zjax.config.lengths import CUTS, end_by_tokens
 from zjax.config.load import load_config
 from zjax.config.schema import Config
@@ -101,6 +102,8 @@ class Trainer:
         after_step: Sequence[AfterStep] = (),
         devices: Sequence[Device] | None = None,
     ):
+        if tx is not None:
+            check_optimizer_is_given(config)
         config = load_config(config)
         if model is None:
             limit_pinned_pool(config)  # before JAX starts its devices

@@ -1,13 +1,17 @@
 """Optimizers of a ds_config take the steps that torch and DeepSpeed take."""
 
+import json
+
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
+import zjax
 from tests.reference import optimizers as reference
 from zjax.config import load_config
-from zjax.config.deepspeed import convert
+from zjax.config.deepspeed import check_optimizer_is_given, convert
+from zjax.errors import ConfigError
 from zjax.optim import trust_ratio
 from zjax.optim.build import make_optimizer
 
@@ -18,6 +22,9 @@ MUON = {
     "optimizer.peak_learning_rate": 0.01,
     "optimizer.b1": 0.95,
 }
+
+MODEL = (lambda key: {"w": jnp.zeros((4, 1))}, lambda params, x: x @ params["w"])
+BATCH = {"x": np.ones((8, 4), np.float32)}
 
 
 def converted(kind, **params):
@@ -107,3 +114,36 @@ def test_limits_of_lamb_are_those_that_it_has():
     assert str(problem) == (
         "optimizer.params.max_coeff=10.0 is not a parameter of Adam; leave it out"
     )
+
+
+@pytest.fixture
+def write(tmp_path):
+    def make(values):
+        path = tmp_path / "ds_config.json"
+        path.write_text(json.dumps({"train_batch_size": 8} | values))
+        return path
+
+    return make
+
+
+@pytest.mark.parametrize("makes", ["run", "trainer"])
+def test_sections_that_a_given_optimizer_replaces_are_named(write, makes):
+    path = write(
+        {
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+            "scheduler": {"type": "WarmupLR"},
+        }
+    )
+    with pytest.raises(ConfigError) as error:
+        if makes == "run":
+            zjax.initialize(MODEL, optax.sgd(0.1), lambda m, b, k: 0.0, BATCH, path)
+        else:
+            zjax.Trainer(str(path), tx=optax.sgd(0.1))
+    rest = "has no effect on the optimizer that was given; "
+    rest += "leave the section out, or give None as the optimizer"
+    assert str(error.value) == f"optimizer='2 keys' {rest}\nscheduler='1 keys' {rest}"
+
+
+def test_other_sections_stay_beside_a_given_optimizer(write):
+    check_optimizer_is_given(write({"fp16": {"enabled": True}}))
+    check_optimizer_is_given({"optimizer": {"name": "adamw"}})

@@ -65,7 +65,34 @@ def read_settings(path: str | os.PathLike[str]) -> dict[str, Any]:
         ConfigError: The file cannot be read, or has keys that are not supported,
             unknown or of the wrong type (all at once).
     """
-    found = convert(read_file(pathlib.Path(paths.local_path("ds_config", path))))
+    found = _read(path)
     if problems := found.problems():
         raise ConfigError(*problems)
     return override.merge({}, found.settings)
+
+
+def check_optimizer_is_given(source: Any) -> None:
+    """Refuses a ds_config whose optimizer or scheduler a given optimizer replaces.
+
+    Args:
+        source: What settings are read from; others than a ds_config.json have no such
+            sections.
+
+    Raises:
+        ConfigError: Names the sections, and what else is not supported.
+    """
+    is_path = isinstance(source, str | os.PathLike)
+    if not is_path or pathlib.PurePath(os.fspath(source)).suffix != ".json":
+        return
+    found = _read(source)
+    sections = [name for name in ("optimizer", "scheduler") if found.given(name)]
+    for name in sections:
+        problem = "has no effect on the optimizer that was given"
+        remedy = "leave the section out, or give None as the optimizer"
+        found.require(name, problem, remedy)
+    if sections:
+        raise ConfigError(*found.problems())
+
+
+def _read(path: str | os.PathLike[str]) -> Conversion:
+    return convert(read_file(pathlib.Path(paths.local_path("ds_config", path))))
