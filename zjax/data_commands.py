@@ -12,7 +12,7 @@ from absl import flags
 
 from zjax.config import ranges
 from zjax.config.flags import config_from_flags
-from zjax.data import source
+from zjax.data import source, store
 from zjax.data.analyze import analyze
 from zjax.data.metric_index import Index, index_path
 from zjax.data.prepare import prepare
@@ -38,11 +38,31 @@ def prepare_data() -> None:
     for name, split in meta.splits.items():
         sizes = f"{split.num_tokens:,} tokens in {split.num_documents:,} documents"
         print(f"{name}: {sizes}")
+    if meta.has_answers:
+        offsets = store.open_store(flags.FLAGS.output, "train").offsets
+        print(describe_lengths(np.diff(offsets)))
     print(
         "train on it: zjax train --config.data.source=tokens "
         f"{'--config.data.packing=documents ' if meta.has_answers else ''}"
         f"{shlex.quote(f'--config.data.path={flags.FLAGS.output}')} "
         f"--config.model.vocab_size={meta.vocab_size} --config=FILE"
+    )
+
+
+def describe_lengths(sizes: np.ndarray) -> str:
+    """Says how long conversations are, for a choice of `data.length`.
+
+    Example:
+        >>> describe_lengths(np.array([30, 20, 1_000, 40]))
+        'data.length cuts longer ones: 50 % have up to 30 tokens, 90 % up to 1,000, \
+99 % up to 1,000, the longest 1,000'
+    """
+    shares = (50, 90, 99, 100)
+    found = np.percentile(sizes, shares, method="inverted_cdf").tolist()
+    half, most, nearly, longest = (f"{size:,}" for size in found)
+    return (
+        f"data.length cuts longer ones: 50 % have up to {half} tokens, "
+        f"90 % up to {most}, 99 % up to {nearly}, the longest {longest}"
     )
 
 

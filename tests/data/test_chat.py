@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import types
 
 import jax
 import numpy as np
@@ -10,8 +11,9 @@ import pytest
 from pyarrow import parquet
 
 from tests.support import small_run
+from zjax import data_commands
 from zjax.config.load import load_config
-from zjax.data import chat, conversations, prepare, source, store
+from zjax.data import chat, conversations, packing, prepare, source, store
 from zjax.data.tokenizer import train_bpe
 from zjax.errors import DataError
 
@@ -559,6 +561,65 @@ def test_rows_without_documents_are_refused(prepared):
         f"data.packing='blocks' takes all tokens of {prepared}/train.bin for answers; "
         "use 'documents'"
     )
+
+
+def test_long_conversations_are_cut_and_told(prepared, caplog):
+    """Fails if an answer has no prompt in its row, or a row no loss, unsaid."""
+    sizes = np.diff(np.fromfile(prepared / "train.idx", np.int64))
+    length = int(np.sort(sizes)[1])
+    rows = rows_of(prepared, length, packing="documents")
+    batch = rows.read(np.arange(len(rows)))
+    assert batch["weights"].any(axis=1).all()
+    answers = np.fromfile(prepared / "train.answers", np.uint8)
+    starts = np.cumsum(sizes) - sizes
+    ends = np.minimum(starts + length + 1, starts + sizes)
+    within = [answers[i:j].sum() for i, j in zip(starts, ends, strict=True)]
+    assert batch["weights"].sum() == sum(within) < answers.sum()
+    message = caplog.records[-1].getMessage()
+    assert message == (
+        f"data.length={length} cuts 1 of 3 conversations of {prepared}/train.bin, the "
+        f"longest of {sizes.max()} tokens; {within.count(0)} have no answer before the "
+        "cut and are left out"
+    )
+
+
+def test_conversation_without_an_answer_before_the_cut_is_left_out():
+    """Fails if its row is trained on without a loss, or another piece of it is kept."""
+    answers = np.array([0, 0, 0, 0, 0, 1, 1, 0, 1, 1], np.uint8)
+    tokens, offsets = np.arange(10, dtype=np.uint16), np.array([0, 7, 10])
+    rows = packing.DocumentRows(tokens, offsets, 4, answers)
+    assert rows.read(np.arange(len(rows)))["tokens"].tolist() == [[7, 8, 9, 0]]
+    assert (rows.num_cut, rows.num_left_out) == (1, 1)
+    whole = packing.DocumentRows(tokens, offsets, 5, answers)
+    batch = whole.read(np.arange(len(whole)))
+    assert batch["tokens"][0].tolist() == [0, 1, 2, 3, 4]
+    assert batch["weights"][0].tolist() == [0, 0, 0, 0, 1]
+    assert (whole.num_cut, whole.num_left_out) == (1, 0)
+
+
+def test_rows_without_any_loss_are_refused(prepared):
+    """Fails if a run takes steps without a loss."""
+    longest = np.diff(np.fromfile(prepared / "train.idx", np.int64)).max()
+    with pytest.raises(DataError) as caught:
+        rows_of(prepared, 2, packing="documents")
+    assert str(caught.value) == (
+        "data.length=2 is over before the first answer of each conversation of "
+        f"{prepared}/train.bin; use up to {longest}, the longest of them"
+    )
+
+
+def test_prepare_tells_lengths(prepared, monkeypatch, capsys):
+    """Fails if the lengths of conversations are not printed."""
+    meta = store.read_meta(str(prepared))
+    given = types.SimpleNamespace(
+        **dict.fromkeys(("input", "tokenizer", "validation_fraction", "text_field")),
+        **{"chat": "x", "output": str(prepared)},
+    )
+    monkeypatch.setattr(data_commands.flags, "FLAGS", given)
+    monkeypatch.setattr(data_commands, "prepare", lambda *_, **__: meta)
+    data_commands.prepare_data()
+    sizes = np.diff(np.fromfile(prepared / "train.idx", np.int64))
+    assert data_commands.describe_lengths(sizes) in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

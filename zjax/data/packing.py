@@ -16,6 +16,9 @@ from zjax.data.digest import digest_tokens, token_parts
 WINDOW_ROWS = 128
 """Rows per first-fit window."""
 MAX_WINDOW_DOCUMENTS = 4_096
+ANSWER_BLOCK = 1 << 22
+"""Tokens whose answers are searched at a time."""
+NO_ANSWER = np.iinfo(np.int64).max
 
 
 @runtime_checkable
@@ -83,13 +86,18 @@ class DocumentRows:
     """Documents packed into rows; longer ones are split into pieces of a row.
 
     Targets stay within a document: its last token, and padding, have weight 0. Padding
-    has segment 0 and token 0.
+    has segment 0 and token 0. Conversations are cut instead, as an answer behind the
+    cut would have no prompt, and left out if they have no answer before it.
 
     Args:
         tokens: Token stream, each document ending in its end token.
         offsets: Start of each document, and the end of the last.
         length: Tokens per row, 1 or more.
-        answers: 1 for each token that has a loss; None for all.
+        answers: 1 for each token of conversations that has a loss; None for all.
+
+    Attributes:
+        num_cut: Number of conversations that are longer than a row.
+        num_left_out: Number of conversations that have no loss within a row.
 
     Example:
         >>> rows = DocumentRows(np.array([7, 8, 9, 5, 6, 9]), np.array([0, 3, 6]), 7)
@@ -111,7 +119,17 @@ class DocumentRows:
         self._answers = answers
         self._offsets = offsets
         self._length = length
+        self.num_cut = self.num_left_out = 0
         starts, sizes, ends_document = split_documents(offsets, length)
+        if answers is not None:
+            has_loss = first_answers(answers, offsets) <= length
+            self.num_cut = int((np.diff(offsets) > length).sum())
+            self.num_left_out = int((~has_loss).sum())
+            kept = np.append(True, ends_document)[:-1]  # the first piece of each
+            kept[kept] = has_loss
+            starts, sizes, ends_document = (
+                column[kept] for column in (starts, sizes, ends_document)
+            )
         rows = pack_first_fit(sizes, length)
         order = np.argsort(rows, kind="stable")
         self._starts, self._sizes, self._closes = (
@@ -206,6 +224,27 @@ def split_documents(
     starts = np.repeat(offsets[:-1], counts) + within * length
     sizes = np.minimum(length, np.repeat(ends, counts) - starts)
     return starts, sizes, starts + sizes == np.repeat(ends, counts)
+
+
+def first_answers(
+    answers: TokenArray, offsets: Int64[np.ndarray, " offsets"]
+) -> Int64[np.ndarray, " documents"]:
+    """Position in each document of its first target with a loss; NO_ANSWER for none.
+
+    Example:
+        >>> answers = np.array([1, 0, 1, 1, 0, 1], np.uint8)
+        >>> first_answers(answers, np.array([0, 4, 6])).tolist()
+        [2, 1]
+    """
+    found = np.full(len(offsets) - 1, NO_ANSWER)
+    for start in range(0, len(answers), ANSWER_BLOCK):
+        part = answers[start : start + ANSWER_BLOCK]
+        positions = np.flatnonzero(part) + start
+        documents = np.searchsorted(offsets, positions, side="right") - 1
+        within = positions - offsets[documents]
+        is_target = within > 0
+        np.minimum.at(found, documents[is_target], within[is_target])
+    return found
 
 
 def pack_first_fit(

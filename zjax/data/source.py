@@ -4,6 +4,9 @@ import hashlib
 import json
 from typing import Any
 
+import numpy as np
+from absl import logging
+
 from zjax.config import schema
 from zjax.config.lengths import CUTS, make_shapes
 from zjax.config.pacing import settings_read
@@ -150,9 +153,11 @@ def check_no_answers(
 
 def _make_rows(opened: store.Store, data: schema.Data, split: str) -> packing.Rows:
     if data.packing == "documents":
-        return packing.DocumentRows(
+        documents = packing.DocumentRows(
             opened.tokens, opened.offsets, data.length, opened.answers
         )
+        _tell_cut(documents, opened, data.length)
+        return documents
     check_no_answers(opened, "data.packing", "blocks", "documents")
     rows = packing.BlockRows(opened.tokens, data.length)
     if len(rows) == 0:
@@ -166,3 +171,25 @@ def _make_rows(opened: store.Store, data: schema.Data, split: str) -> packing.Ro
             )
         )
     return rows
+
+
+def _tell_cut(rows: packing.DocumentRows, opened: store.Store, length: int) -> None:
+    """Warns of conversations longer than a row; refuses if none has a loss."""
+    longest = int(np.diff(opened.offsets).max())
+    if len(rows) == 0:
+        problem = (
+            f"is over before the first answer of each conversation of {opened.name}"
+        )
+        remedy = f"use up to {longest}, the longest of them"
+        raise DataError(Problem("data.length", length, problem, remedy))
+    if rows.num_cut:
+        logging.warning(
+            "data.length=%s cuts %s of %s conversations of %s, the longest of %s "
+            "tokens; %s have no answer before the cut and are left out",
+            f"{length:,}",
+            f"{rows.num_cut:,}",
+            f"{len(opened.offsets) - 1:,}",
+            opened.name,
+            f"{longest:,}",
+            f"{rows.num_left_out:,}",
+        )
