@@ -59,7 +59,7 @@ def test_three_dimensions_take_a_sequence_per_device(num_devices, num_shares):
 @pytest.mark.parametrize(
     ("contest", "name"),
     [
-        ("pipeline_bubble", "8 microbatches"),
+        pytest.param("pipeline_bubble", "8 microbatches", marks=pytest.mark.slow),
         pytest.param("pipeline_schedules", "1F1B", marks=pytest.mark.slow),
         pytest.param("pipeline_schedules", "interleaved", marks=pytest.mark.slow),
         ("pipeline_schedules", "ZB-H1"),

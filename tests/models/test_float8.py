@@ -84,7 +84,7 @@ def unrolled():
     "changes",
     [
         {"remat": "full"},
-        {"layers_per_scan": 1},
+        pytest.param({"layers_per_scan": 1}, marks=pytest.mark.slow),
         {"layers_per_scan": 1, "remat": "attention_and_mlp"},
     ],
     ids=str,
