@@ -241,6 +241,71 @@ def test_batch_sizes_that_are_not_set_are_those_of_the_batch(config, tmp_path):
     assert run.config.global_batch_size == 16
 
 
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            '"tensor_parallel": {"autotp_size": 2}',
+            "mesh.tensor=2 shards no array of the model; name its dims in mesh.rules, "
+            "or use 1",
+        ),
+        (
+            '"expert_parallel": {"enabled": true, "autoep_size": 4}',
+            "mesh.expert=4 shards no array of the model; name a dim 'experts' in "
+            "mesh.rules, or use 1",
+        ),
+        (
+            '"sequence_parallel_size": 2',
+            "mesh.sequence=2 shards no array of the batch; give arrays with a second "
+            "dim, or use 1",
+        ),
+        (
+            '"sparse_attention": {"mode": "fixed", "block": 16}',
+            "model.attention='sparse' has no effect on the model that was given; leave "
+            "it at 'auto', and call zjax_kernels.sparse_attention in the model",
+        ),
+        (
+            '"pipeline": {"activation_checkpoint_interval": 1}',
+            "model.remat='full' has no effect on the model that was given; leave it at "
+            "'elementwise', and wrap blocks in zjax.parallel.remat.recompute",
+        ),
+    ],
+)
+def test_keys_that_move_nothing_of_a_model_that_is_given_are_refused(
+    keys, message, tmp_path
+):
+    path = tmp_path / "ds_config.json"
+    path.write_text(f'{{"train_batch_size": 32, {keys}}}')
+    batch = {
+        name: x[:, 0] for name, x in models.make_batch().items() if name != "weight"
+    }
+
+    def loss_fn(model, batch, key):
+        return jnp.mean((model(batch["x"][:, None]) - batch["y"][:, None]) ** 2)
+
+    def make(rngs):
+        return nnx.Sequential(nnx.Linear(1, 4, rngs=rngs), nnx.Linear(4, 1, rngs=rngs))
+
+    with pytest.raises(ConfigError) as error:
+        zjax.initialize(make, optax.sgd(0.1), loss_fn, batch, path)
+    assert str(error.value) == message
+
+
+def test_keys_that_only_report_are_named(tmp_path, caplog):
+    path = tmp_path / "ds_config.json"
+    path.write_text(
+        '{"train_batch_size": 32, "steps_per_print": 7, '
+        '"csv_monitor": {"enabled": true}}'
+    )
+    batch = models.make_batch()
+    zjax.initialize(Tied, optax.sgd(0.1), squared_error, batch, path)
+    zjax.initialize(Tied, optax.sgd(0.1), squared_error, batch)
+    assert [x.getMessage() for x in caplog.records if "observe" in x.getMessage()] == [
+        "observe.sinks=('console', 'jsonl', 'csv'), observe.log_every_steps=7: read by "
+        "zjax.Trainer alone; write the metrics that steps return"
+    ]
+
+
 def test_bad_input_is_refused_before_anything_compiles():
     batch = models.make_batch()
     with pytest.raises(ModelError) as error:

@@ -20,7 +20,7 @@ from zjax.config.deepspeed import check_optimizer_is_given
 from zjax.config.derived import is_offered
 from zjax.config.groups import is_adapter
 from zjax.config.load import load_config
-from zjax.config.schema import Config, Lora, Precision
+from zjax.config.schema import Config, Lora
 from zjax.data.entries import check_batch, entries_of
 from zjax.data.placement import BatchPlacement
 from zjax.errors import ConfigError, ModelError, Problem
@@ -58,6 +58,7 @@ from zjax.train.state import (
 )
 from zjax.train.update import Schedule
 from zjax.typing import Batch, Device, Entries, Entry, Metrics, Model
+from zjax.without_effect import check_axes, check_has_effect
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,7 +233,7 @@ def initialize(
         config = dataclasses.replace(config, global_batch_size=num_rows)
     check_config(config, len(devices), user_model=True, user_optimizer=tx is not None)
     config = _with_rows(config, num_rows, len(devices))
-    _check_has_effect(config, model)
+    check_has_effect(config, model)
     _check_loss(model, loss_fn)
     user_model, user_tx = model, None
     if loss_fn is not None:
@@ -248,6 +249,7 @@ def initialize(
     else:
         model = dataclasses.replace(model, entries=entries)
         model = with_cast(model, batch, cast)
+    check_axes(config, len(devices), model, batch)
     with dtype_promotion():
         if tx is None:
             tx = make_optimizer(config, model)
@@ -280,42 +282,6 @@ def _with_rows(config: Config, num_rows: int, num_devices: int) -> Config:
         remedy = f"give batches of {total}, or change the batch sizes"
         raise ConfigError(Problem("global_batch_size", total, problem, remedy))
     return dataclasses.replace(config, global_batch_size=num_rows)
-
-
-def _check_has_effect(config: Config, model: Any) -> None:
-    """Refuses settings that only other runs read."""
-    if problems := _read_by_trainer(config):
-        raise ConfigError(*problems)
-    by_block = isinstance(model, Model) and model.runs_by_block
-    if config.model.offloads_inputs and not (config.zero.offloads_state and by_block):
-        where = config.model.activation_memory
-        problem = "has no effect on the model that was given"
-        remedy = (
-            "leave it at 'device', and wrap blocks in zjax.parallel.remat.recompute"
-        )
-        raise ConfigError(Problem("model.activation_memory", where, problem, remedy))
-
-
-def _read_by_trainer(config: Config) -> list[Problem]:
-    policy, limit = config.precision.on_nonfinite, config.precision.max_skipped_in_a_row
-    default, patience = Precision().max_skipped_in_a_row, config.evaluation.patience
-    look = "look at metrics['skipped_steps'], or leave it at"
-    evaluate = "call run.evaluate, or leave it at 0"
-    unread = (
-        (policy == "stop", "precision.on_nonfinite", policy, f"{look} 'skip'"),
-        (
-            limit != default,
-            "precision.max_skipped_in_a_row",
-            limit,
-            f"{look} {default}",
-        ),
-        (patience > 0, "evaluation.patience", patience, evaluate),
-    )
-    return [
-        Problem(field, value, "is read by zjax.Trainer alone", remedy)
-        for is_unread, field, value, remedy in unread
-        if is_unread
-    ]
 
 
 def _check_adapters(lora: Lora, model: Model) -> None:

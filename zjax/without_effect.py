@@ -1,0 +1,134 @@
+"""Settings that have no effect in a run of `zjax.initialize`."""
+
+import dataclasses
+from typing import Any
+
+import jax
+from absl import logging
+
+from zjax.config import schema
+from zjax.errors import ConfigError, Problem
+from zjax.optim.matrices import named_params
+from zjax.sharding import mesh as meshes
+from zjax.sharding.rules import RULES
+from zjax.typing import Batch, Model
+
+
+def check_has_effect(config: schema.Config, model: Any) -> None:
+    """Refuses settings that only other runs read; logs those that only report.
+
+    Args:
+        config: Checked settings.
+        model: As for `zjax.initialize`.
+
+    Raises:
+        ConfigError: Settings without effect.
+    """
+    _log_unread(config)
+    if problems := _read_by_trainer(config):
+        raise ConfigError(*problems)
+    by_block = isinstance(model, Model) and model.runs_by_block
+    if config.model.offloads_inputs and not (config.zero.offloads_state and by_block):
+        where = config.model.activation_memory
+        problem = "has no effect on the model that was given"
+        remedy = (
+            "leave it at 'device', and wrap blocks in zjax.parallel.remat.recompute"
+        )
+        raise ConfigError(Problem("model.activation_memory", where, problem, remedy))
+    if not isinstance(model, Model) and (problems := _read_by_built_in(config)):
+        raise ConfigError(*problems)
+
+
+def check_axes(
+    config: schema.Config, num_devices: int, model: Model, batch: Batch
+) -> None:
+    """Refuses axes of the mesh over which all devices would compute the same.
+
+    Args:
+        config: Checked settings.
+        num_devices: Devices of the run.
+        model: The model, which names dims of its parameters.
+        batch: Arrays of the global batch.
+
+    Raises:
+        ConfigError: Axes that shard no array.
+    """
+    _, names = named_params(model, config.mesh)
+    dims = {dim for logical in names.values() for dim in logical if dim}
+    used = {axis for dim in dims for axis in RULES.get(dim, ())}
+    if any(len(x.shape) > 1 for x in jax.tree.leaves(batch)):
+        used.add(meshes.SEQUENCE)
+    remedies = {
+        meshes.SEQUENCE: ("the batch", "give arrays with a second dim"),
+        meshes.EXPERT: ("the model", "name a dim 'experts' in mesh.rules"),
+        meshes.TENSOR: ("the model", "name its dims in mesh.rules"),
+    }
+    sizes = meshes.mesh_sizes(config.mesh, num_devices)
+    problems = [
+        Problem(
+            f"mesh.{axis}",
+            sizes[axis],
+            f"shards no array of {what}",
+            f"{remedy}, or use 1",
+        )
+        for axis, (what, remedy) in remedies.items()
+        if sizes[axis] > 1 and axis not in used
+    ]
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _read_by_built_in(config: schema.Config) -> list[Problem]:
+    default, given = schema.Model(), config.model
+    remedies = {
+        "attention": "call zjax_kernels.sparse_attention in the model",
+        "remat": "wrap blocks in zjax.parallel.remat.recompute",
+    }
+    return [
+        Problem(
+            f"model.{name}",
+            getattr(given, name),
+            "has no effect on the model that was given",
+            f"leave it at {getattr(default, name)!r}, and {remedy}",
+        )
+        for name, remedy in remedies.items()
+        if getattr(given, name) != getattr(default, name)
+    ]
+
+
+def _log_unread(config: schema.Config) -> None:
+    """Names settings of reports, which only `zjax.Trainer` writes."""
+    given, default = config.observe, schema.Observe()
+    names = [
+        f"observe.{x.name}={getattr(given, x.name)!r}"
+        for x in dataclasses.fields(given)
+        if getattr(given, x.name) != getattr(default, x.name)
+    ]
+    if names and jax.process_index() == 0:
+        text = "%s: read by zjax.Trainer alone; write the metrics that steps return"
+        logging.warning(text, ", ".join(names))
+
+
+def _read_by_trainer(config: schema.Config) -> list[Problem]:
+    policy, limit = config.precision.on_nonfinite, config.precision.max_skipped_in_a_row
+    default, patience = (
+        schema.Precision().max_skipped_in_a_row,
+        config.evaluation.patience,
+    )
+    look = "look at metrics['skipped_steps'], or leave it at"
+    evaluate = "call run.evaluate, or leave it at 0"
+    unread = (
+        (policy == "stop", "precision.on_nonfinite", policy, f"{look} 'skip'"),
+        (
+            limit != default,
+            "precision.max_skipped_in_a_row",
+            limit,
+            f"{look} {default}",
+        ),
+        (patience > 0, "evaluation.patience", patience, evaluate),
+    )
+    return [
+        Problem(field, value, "is read by zjax.Trainer alone", remedy)
+        for is_unread, field, value, remedy in unread
+        if is_unread
+    ]
