@@ -397,6 +397,17 @@ def test_fields_that_are_not_read_are_told_once(encode, caplog):
     ]
 
 
+def test_keys_that_a_template_does_not_read_are_told_once(encode, caplog, tmp_path):
+    """Fails if calls of tools, or thoughts, are dropped without a word."""
+    more = {"tool_calls": [{"name": "f"}], "reasoning_content": "m"}
+    encode(PLAIN, *[{"messages": [user("a", name="x"), answer("b", **more)]}] * 2)
+    told = [x.getMessage() for x in caplog.records if "reads no" in x.getMessage()]
+    assert told == [
+        f"{tmp_path / 'template'} has a chat template that reads no "
+        "reasoning_content, tool_calls"
+    ]
+
+
 def test_rewriting_templates_are_told_with_numbers(encode, caplog):
     """Fails if conversations become more documents without a word."""
     talk = [user("a"), answer("b"), user("c"), answer("d")]
@@ -472,6 +483,17 @@ CHOICES += "instruction and output"
             {"conversations": [{"from": "observation", "value": "x"}]},
             "has a turn from 'observation' in message 1 in line 2; "
             "use system, human, user, gpt, assistant, tool",
+        ),
+        (
+            PLAIN,
+            {"conversations": [{"from": ["x"], "value": "x"}]},
+            "has a turn from ['x'] in message 1 in line 2; "
+            "use system, human, user, gpt, assistant, tool",
+        ),
+        (
+            PLAIN,
+            {"prompt": [user("a")], "answer": "b"},
+            "has a list as 'prompt' in line 2; make it a string",
         ),
         (
             PLAIN,

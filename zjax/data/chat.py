@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import numpy as np
+from absl import logging
 
 from zjax.data import tokenizer as text
 from zjax.data.conversations import ANSWERS, Conversation
@@ -233,8 +234,15 @@ def _make_render(
         if name.endswith("_token") and isinstance(value, str | dict)
     }
 
+    told: set[str] = set()
+
     def render(talk: Conversation, number: int, asks: bool) -> str:
         name = TOOLS if talk.tools and TOOLS in templates else DEFAULT
+        keys = {key for message in talk.messages for key in message} - told
+        if new := sorted(key for key in keys if key not in sources[name]):
+            told.update(new)
+            shown = ", ".join(new)
+            logging.warning("%s has a chat template that reads no %s", folder, shown)
         if talk.tools and "tools" not in sources[name]:
             problem = f"has tools, which the chat template of {folder} does not write,"
             talk.refuse(problem, "leave them out, or give another template")

@@ -224,7 +224,7 @@ def _from_turns(record: Mapping[str, Any], fail: Fail) -> Any:
     messages = _system(record, fail)
     for number, turn in enumerate(turns, start=1):
         if isinstance(turn, dict) and "from" in turn:
-            if (speaker := turn["from"]) not in SPEAKERS:
+            if (speaker := turn["from"]) not in [*SPEAKERS]:
                 problem = f"has a turn from {speaker!r} in message {number}"
                 fail(problem, f"use {', '.join(SPEAKERS)}")
             content = turn.get("value")
@@ -250,28 +250,32 @@ def _from_instruction(record: Mapping[str, Any], fail: Fail) -> Any:
     """Messages of Alpaca: the input follows the instruction on a line of its own."""
     if record.get("history"):
         fail("has a history", "write the earlier turns as messages")
-    parts = {name: record.get(name) or "" for name in ("instruction", "input")}
-    for name, part in parts.items():
-        if not isinstance(part, str):
-            fail(f"has a {type(part).__name__} as {name!r}", "make it a string")
-    asked = "\n".join(part for part in parts.values() if part)
-    return [*_system(record, fail), *_exchange(asked, record["output"])]
+    names = ("instruction", "input", "output")
+    parts = [_read_text(record, name, fail) for name in names]
+    asked = "\n".join(part for part in parts[:2] if part)
+    return [*_system(record, fail), *_exchange(asked, parts[2])]
 
 
 def _from_answer(record: Mapping[str, Any], fail: Fail) -> Any:
-    return [*_system(record, fail), *_exchange(record["prompt"], record["answer"])]
+    parts = [_read_text(record, name, fail) for name in ("prompt", "answer")]
+    return [*_system(record, fail), *_exchange(*parts)]
 
 
-def _exchange(asked: Any, answer: Any) -> list[Message]:
+def _exchange(asked: str, answer: str) -> list[Message]:
     pairs = (("user", asked), (ANSWERS, answer))
     return [{"role": role, "content": content} for role, content in pairs]
 
 
 def _system(record: Mapping[str, Any], fail: Fail) -> list[Message]:
-    system = record.get("system") or ""
-    if not isinstance(system, str):
-        fail(f"has a {type(system).__name__} as 'system'", "make it a string")
+    system = _read_text(record, "system", fail)
     return [{"role": "system", "content": system}] if system else []
+
+
+def _read_text(record: Mapping[str, Any], name: str, fail: Fail) -> str:
+    value = record.get(name)
+    if not isinstance(value, str | None):
+        fail(f"has a {type(value).__name__} as {name!r}", "make it a string")
+    return value or ""
 
 
 LAYOUTS = (
