@@ -12,6 +12,7 @@ from absl import logging
 
 from zjax.checkpoint.store import Store
 from zjax.config.convert import to_mapping
+from zjax.config.derived import without_unused
 from zjax.config.differences import Difference, differences
 from zjax.config.dropping import make_dropping
 from zjax.config.pacing import make_pacing
@@ -104,7 +105,7 @@ def describe_run(
         step: Steps taken.
     """
     return {
-        "config": to_mapping(config),
+        "config": to_mapping(without_unused(config)),
         "plan": describe_plan(plan),
         "jax": jax.__version__,
         "functions": dict(functions),

@@ -61,6 +61,23 @@ def is_offered(value: Any) -> bool:
     return isinstance(value, OfferedFloat | OfferedInt)
 
 
+def without_unused(config: Any) -> Any:
+    """A `schema.Config` as records have it: without offers that it leaves unused.
+
+    A record is read back with values that are set, and those must have an effect.
+    """
+    precision = config.precision
+    scale = {x.name: x.default for x in dataclasses.fields(precision.loss_scale)}
+    unused = {
+        n: x for n, x in scale.items() if is_offered(getattr(precision.loss_scale, n))
+    }
+    if precision.compute_dtype == "float16" or not unused:
+        return config
+    scale = dataclasses.replace(precision.loss_scale, **unused)
+    precision = dataclasses.replace(precision, loss_scale=scale)
+    return dataclasses.replace(config, precision=precision)
+
+
 def is_derived(value: Any) -> bool:
     """Whether a setting's value was derived, not set."""
     return isinstance(value, Size | Name)

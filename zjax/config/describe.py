@@ -21,7 +21,7 @@ def describe_config(config: schema.Config) -> str:
     """
     return "".join(
         f"{path} = {_literal(value)}{'  # derived' * derived.is_derived(value)}\n"
-        for path, _, value in _settings(config, "config")
+        for path, _, value in _settings(derived.without_unused(config), "config")
     )
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from zjax.config import convert, schema
+from zjax.config import convert, derived, schema
 
 
 class Absent:
@@ -43,7 +43,9 @@ def differences(
 
 
 def _plain(config: schema.Config | Mapping[str, Any]) -> Mapping[str, Any]:
-    return config if isinstance(config, Mapping) else convert.to_mapping(config)
+    if isinstance(config, Mapping):
+        return config
+    return convert.to_mapping(derived.without_unused(config))
 
 
 def _differences(path: str, value: Any, other: Any) -> Iterator[Difference]:

@@ -1,9 +1,13 @@
 """Dtypes and loss scales of a ds_config, also where the run turns them on."""
 
+import json
+
 import pytest
 
-from zjax.config import check_config, load_config
+from zjax import resume
+from zjax.config import check_config, describe_config, load_config, to_mapping
 from zjax.config.deepspeed import convert, report
+from zjax.config.differences import differences
 
 SCALE = {"initial_scale_power": 4, "min_loss_scale": 8, "hysteresis": 3}
 
@@ -48,6 +52,24 @@ def test_a_run_in_another_dtype_may_leave_such_a_scale_unused(tmp_path):
         "config.precision.loss_scale.initial = 16.0\n" in path.read_text()
     )
     check_config(load_config(path), num_devices=8)
+
+
+def test_records_of_a_run_have_no_scale_that_it_leaves_unused(tmp_path, monkeypatch):
+    """Fails if what a run saves cannot be read back, or differs from it."""
+    monkeypatch.setattr(resume, "describe_plan", lambda plan: {})
+    monkeypatch.setattr(resume.codec_errors, "describe_errors", lambda *rest: {})
+    plan, rows = object.__new__(resume.Plan), object.__new__(resume.TrainState)
+    found = converted(fp16={"enabled": "auto"} | SCALE)
+    for dtype, initial in (("bfloat16", 65_536.0), ("float16", 16.0)):
+        config = load_config({}, found.settings, f"precision.compute_dtype={dtype}")
+        path = tmp_path / f"{dtype}.gin"
+        path.write_text(describe_config(config))
+        read = load_config(path)
+        check_config(read, num_devices=8)
+        assert read.precision.loss_scale.initial == initial
+        saved = resume.describe_run(config, plan, rows, {}, 0)["config"]
+        assert differences(json.loads(json.dumps(saved)), config) == ()
+        assert differences(saved, to_mapping(read)) == ()
 
 
 @pytest.mark.parametrize(
