@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from zjax.budget.fit import abstract_batch, check_fits, fit_plan
 from zjax.checkpoint import adapters, layout, upcycling, weights
+from zjax.checkpoint.model_state import load_model_state
 from zjax.checkpoint.quantized import with_codes
 from zjax.checkpoint.views import Source
 from zjax.checkpoint.vocabulary import resized
@@ -418,6 +419,9 @@ def make_run(
         "placing the state", offloaded_bytes if jax.process_index() == 0 else 0
     ):
         state = restored(restore) if restore else fresh()
+        if not restore and (start := config.checkpoint.init_from):
+            known = load_model_state(start, state.model_state, plan.model_state)
+            state = dataclasses.replace(state, model_state=known)
     return Run(
         config=config,
         model=model,

@@ -1,0 +1,71 @@
+"""What a model keeps besides parameters, such as BatchNorm statistics, from a run."""
+
+import pathlib
+from typing import Any
+
+import jax
+import numpy as np
+from absl import logging
+
+from zjax.checkpoint import layout
+from zjax.checkpoint.steps import find_steps
+from zjax.checkpoint.store import Store
+from zjax.config.paths import local_path
+from zjax.errors import CheckpointError
+from zjax.sharding.placement import ArrayPlan
+
+_TREE = "model_state"
+_NUM_SHOWN = 3
+
+
+def load_model_state(path: str, initial: Any, plans: Any) -> Any:
+    """The model state of a run, beside its weights.
+
+    Random keys stay as they are. What the source does not hold stays, too; one warning
+    names statistics among it.
+
+    Args:
+        path: `checkpoint.init_from`: files of weights, or the directory of a run.
+        initial: First model state, on the devices.
+        plans: Its plan, a tree of `ArrayPlan`.
+
+    Returns:
+        The tree of `initial`.
+
+    Raises:
+        CheckpointError: Arrays of the run have other shapes, or cannot be read.
+    """
+    named = layout.name_leaves(plans, _TREE)
+    wanted = {n: row for n, row in named.items() if not layout.is_key(row.dtype)}
+    if not wanted:
+        return initial
+    place = pathlib.Path(local_path("checkpoint.init_from", path, CheckpointError))
+    steps = find_steps(place)
+    store = Store(str(steps)) if steps else None
+    saved = store.entries() if store else {}
+    expected = layout.describe_plans(wanted)
+    held = {name: entry for name, entry in expected.items() if name in saved}
+    statistics = [n for n, e in expected.items() if layout.is_floating(e.dtype)]
+    missing = [name for name in statistics if name not in held]
+    if missing and jax.process_index() == 0:
+        _warn(path, missing)
+    layout.check_same(held, {name: saved[name] for name in held}, path, cast=True)
+    first = layout.name_leaves(initial, _TREE)
+    arrays = [
+        _place(store.read_array(name), named[name]) if store and name in held else x
+        for name, x in first.items()
+    ]
+    return jax.tree.unflatten(jax.tree.structure(initial), arrays)
+
+
+def _place(x: np.ndarray, plan: ArrayPlan) -> jax.Array:
+    x = x.astype(plan.dtype)
+    return jax.make_array_from_callback(x.shape, plan.stored, lambda index: x[index])
+
+
+def _warn(path: str, missing: list[str]) -> None:
+    names = ", ".join(name.removeprefix(f"{_TREE}/") for name in missing[:_NUM_SHOWN])
+    more = len(missing) - _NUM_SHOWN
+    names += f" and {more} more" if more > 0 else ""
+    text = "checkpoint.init_from=%r holds no model state %s, which begins anew"
+    logging.warning(text, path, names)
