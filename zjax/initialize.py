@@ -247,10 +247,10 @@ def initialize(
             cast=cast,
             adapters=with_adapters,
         )
+        check_axes(config, len(devices), model, batch)
     else:
         model = dataclasses.replace(model, entries=entries)
         model = with_cast(model, batch, cast)
-    check_axes(config, len(devices), model, batch)
     with dtype_promotion():
         if tx is None:
             tx = make_optimizer(config, model)

@@ -44,6 +44,8 @@ def check_axes(
 ) -> None:
     """Refuses axes of the mesh over which all devices would compute the same.
 
+    The functions of a `zjax.Model` that is given may compute over them by themselves.
+
     Args:
         config: Checked settings.
         num_devices: Devices of the run.
