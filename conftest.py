@@ -122,7 +122,7 @@ def few_programs():
 
 @pytest.fixture
 def only_new_garbage():
-    """`gc.collect` skips what exists by now: the objects of a session take seconds."""
+    """`gc.collect` skips what exists by now: those of earlier tests take seconds."""
     gc.freeze()
 
 

@@ -175,7 +175,7 @@ def _make_rows(opened: store.Store, data: schema.Data, split: str) -> packing.Ro
 
 def _tell_cut(rows: packing.DocumentRows, opened: store.Store, length: int) -> None:
     """Warns of conversations longer than a row; refuses if none has a loss."""
-    longest = int(np.diff(opened.offsets).max())
+    longest = int(np.diff(opened.offsets).max(initial=0))
     if len(rows) == 0:
         problem = (
             f"is over before the first answer of each conversation of {opened.name}"
