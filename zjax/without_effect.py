@@ -42,9 +42,9 @@ def check_has_effect(config: schema.Config, model: Any) -> None:
 def check_axes(
     config: schema.Config, num_devices: int, model: Model, batch: Batch
 ) -> None:
-    """Refuses axes of the mesh over which all devices would compute the same.
+    """Refuses a sequence axis that shards nothing; logs others that shard no parameter.
 
-    The functions of a `zjax.Model` that is given may compute over them by themselves.
+    Functions of the caller may compute over these by themselves.
 
     Args:
         config: Checked settings.
@@ -53,31 +53,21 @@ def check_axes(
         batch: Arrays of the global batch.
 
     Raises:
-        ConfigError: Axes that shard no array.
+        ConfigError: The batch has no sequences.
     """
+    sizes = meshes.mesh_sizes(config.mesh, num_devices)
+    has_sequences = any(len(x.shape) > 1 for x in jax.tree.leaves(batch))
+    if (size := sizes[meshes.SEQUENCE]) > 1 and not has_sequences:
+        problem = "shards no array of the batch"
+        remedy = "give arrays with a second dim, or use 1"
+        raise ConfigError(Problem("mesh.sequence", size, problem, remedy))
     _, names = named_params(model, config.mesh)
     dims = {dim for logical in names.values() for dim in logical if dim}
     used = {axis for dim in dims for axis in RULES.get(dim, ())}
-    if any(len(x.shape) > 1 for x in jax.tree.leaves(batch)):
-        used.add(meshes.SEQUENCE)
-    remedies = {
-        meshes.SEQUENCE: ("the batch", "give arrays with a second dim"),
-        meshes.EXPERT: ("the model", "name a dim 'experts' in mesh.rules"),
-        meshes.TENSOR: ("the model", "name its dims in mesh.rules"),
-    }
-    sizes = meshes.mesh_sizes(config.mesh, num_devices)
-    problems = [
-        Problem(
-            f"mesh.{axis}",
-            sizes[axis],
-            f"shards no array of {what}",
-            f"{remedy}, or use 1",
-        )
-        for axis, (what, remedy) in remedies.items()
-        if sizes[axis] > 1 and axis not in used
-    ]
-    if problems:
-        raise ConfigError(*problems)
+    for axis in (meshes.EXPERT, meshes.TENSOR):
+        if sizes[axis] > 1 and axis not in used and jax.process_index() == 0:
+            text = "mesh.%s=%s shards no dim of a parameter; name dims in mesh.rules"
+            logging.warning(text, axis, sizes[axis])
 
 
 def _read_by_built_in(config: schema.Config) -> list[Problem]:

@@ -122,6 +122,7 @@ class DocumentRows:
         self.num_cut = self.num_left_out = 0
         starts, sizes, ends_document = split_documents(offsets, length)
         if answers is not None:
+            offsets = np.unique(offsets)  # without documents of no token
             has_loss = first_answers(answers, offsets) <= length
             self.num_cut = int((np.diff(offsets) > length).sum())
             self.num_left_out = int((~has_loss).sum())
