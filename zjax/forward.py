@@ -301,8 +301,10 @@ def run_blocks(
 
     def run_group(carry: Any, xs: Any) -> Any:
         group, inputs = xs
+        if scan_size == 1:
+            return run_few(carry, [group], inputs)
         layers = [LayerOf(group, i) for i in range(scan_size)]
-        return run_few(carry, layers if scan_size > 1 else [group], inputs)
+        return run_few(carry, layers, inputs)
 
     if scan_size == 0:
         return run_few(carry, layers_of(blocks, len(inputs)), inputs)

@@ -17,7 +17,8 @@ from zjax.config import schema
 
 _MATRIX = re.compile(r"(?P<layer>.+[./])lora[./](?P<matrix>a|b|magnitude)")
 
-Initial = Callable[[Sequence[str]], Callable[[], Future[Mapping[str, np.ndarray]]]]
+Drawn = Future[Mapping[str, np.ndarray]]
+Initial = Callable[[Sequence[str]], Callable[[], Drawn]]
 """A function that draws the arrays of these names of a new model: its first call starts
 to. A source calls it in its first read, when no check can refuse it any more."""
 

@@ -4,15 +4,14 @@ import pathlib
 from typing import Any
 
 import jax
-import numpy as np
 from absl import logging
 
 from zjax.checkpoint import layout
+from zjax.checkpoint.saved import place_slices
 from zjax.checkpoint.steps import find_steps
 from zjax.checkpoint.store import Store
 from zjax.config.paths import local_path
 from zjax.errors import CheckpointError
-from zjax.sharding.placement import ArrayPlan
 
 _TREE = "model_state"
 _NUM_SHOWN = 3
@@ -52,15 +51,12 @@ def load_model_state(path: str, initial: Any, plans: Any) -> Any:
     layout.check_same(held, {name: saved[name] for name in held}, path, cast=True)
     first = layout.name_leaves(initial, _TREE)
     arrays = [
-        _place(store.read_array(name), named[name]) if store and name in held else x
+        place_slices(store.read_array(name).__getitem__, named[name])
+        if store and name in held
+        else x
         for name, x in first.items()
     ]
     return jax.tree.unflatten(jax.tree.structure(initial), arrays)
-
-
-def _place(x: np.ndarray, plan: ArrayPlan) -> jax.Array:
-    x = x.astype(plan.dtype)
-    return jax.make_array_from_callback(x.shape, plan.stored, lambda index: x[index])
 
 
 def _warn(path: str, missing: list[str]) -> None:

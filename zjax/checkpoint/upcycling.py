@@ -19,7 +19,7 @@ import numpy as np
 from absl import logging
 
 from zjax.checkpoint import layers, layout, views
-from zjax.checkpoint.adapters import Initial
+from zjax.checkpoint.adapters import Drawn, Initial
 from zjax.checkpoint.export import tensor_name
 from zjax.checkpoint.layout import Entry
 from zjax.checkpoint.views import Index, Source
@@ -35,7 +35,6 @@ _BLOCK = re.compile(
 _EXPERTS = "mlp.experts."
 _RESIDUAL = "mlp.residual."
 _SILENT = "mlp.shared.down."
-_Values = concurrent.futures.Future[Mapping[str, np.ndarray]]
 _NEW = ("mlp.router.", "mlp.coefficient.", "mlp.shared.", "mlp.shared_gate.")
 
 
@@ -47,7 +46,7 @@ def initial_values(model: Model, key: jax.Array) -> Initial:
         key: Random key of a new model.
     """
 
-    def initial(names: Sequence[str]) -> Callable[[], _Values]:
+    def initial(names: Sequence[str]) -> Callable[[], Drawn]:
         def chosen(key: jax.Array) -> dict[str, jax.Array]:
             params = layout.name_leaves(model.init(key)[0])
             named = {tensor_name(name): x for name, x in params.items()}
@@ -57,7 +56,7 @@ def initial_values(model: Model, key: jax.Array) -> Initial:
         lowered = jax.jit(chosen).lower(key)
 
         @functools.cache
-        def draw() -> _Values:
+        def draw() -> Drawn:
             thread = concurrent.futures.ThreadPoolExecutor(1, "initial")
             return thread.submit(lambda: jax.device_get(lowered.compile()(key)))
 

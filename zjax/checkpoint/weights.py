@@ -146,7 +146,8 @@ def _read_index(index: pathlib.Path) -> dict[str, TensorFile]:
         problem = f"is not an index of safetensors ({type(error).__name__}: {error})"
         raise _unusable(str(index), problem) from error
     for name, file in weight_map.items():
-        if pathlib.PurePath(file).is_absolute() or ".." in pathlib.PurePath(file).parts:
+        place = pathlib.PurePath(file)
+        if place.is_absolute() or ".." in place.parts:
             raise _unusable(str(index), f"names {file} for {name}, which is elsewhere")
     files = _open_all(sorted(set(paths.values())))
     if problems := [*_disagreements(index, paths, files)]:

@@ -20,7 +20,6 @@ from zjax.config.load import load_config
 from zjax.errors import ConfigError, Problem
 from zjax.huggingface.adapter_tensors import (
     CONFIG_NAME,
-    PREFIX,
     TENSORS_NAME,
     Matrix,
     find_matrices,
@@ -35,6 +34,7 @@ from zjax.huggingface.saved_modules import (
     find_saved,
     names_of_trained,
     not_apart,
+    tensor_of,
 )
 
 _MERGES = "use --format=hf, which merges adapters"
@@ -143,7 +143,7 @@ def _of_modules(
         convert = functools.partial(layout.piece_of, place=())
         return _Tensor(place, lambda _: layout.tensor_shape, convert)
 
-    return {f"{PREFIX}{x.first}": tensor(ours, x) for ours, x in saved.items()}
+    return {tensor_of(x): tensor(ours, x) for ours, x in saved.items()}
 
 
 def _check_settings(config: schema.Config) -> None:

@@ -35,7 +35,7 @@ from zjax.huggingface.peft_settings import (
     report_unread,
     shape_of,
 )
-from zjax.huggingface.saved_modules import KEY, check_saved, find_saved
+from zjax.huggingface.saved_modules import KEY, check_saved, find_saved, tensor_of
 from zjax.huggingface.settings import read_config
 from zjax.huggingface.source import TOKENS, find_config
 
@@ -81,7 +81,7 @@ def with_peft(
         for ours, matrix in matrices.items()
     }
     expected |= {
-        f"{PREFIX}{layout.first}": Entry(layout.tensor_shape, "float32")
+        tensor_of(layout): Entry(layout.tensor_shape, "float32")
         for layout in saved.values()
     }
     check_same(expected, file.entries, given, cast=True)
@@ -90,7 +90,7 @@ def with_peft(
         for ours, matrix in matrices.items()
     }
     entries |= {
-        ours: Entry(layout.shape, file.entries[f"{PREFIX}{layout.first}"].dtype)
+        ours: Entry(layout.shape, file.entries[tensor_of(layout)].dtype)
         for ours, layout in saved.items()
     }
     replaced = {*saved, *map(layers.stack_of, saved)}

@@ -43,6 +43,11 @@ def find_saved(
     }
 
 
+def tensor_of(layout: Layout) -> str:
+    """Name of an array of a saved module in a file of PEFT."""
+    return f"{PREFIX}{layout.first}"
+
+
 def names_of_trained(lora: schema.Lora, model: schema.Model, kind: str) -> list[str]:
     """Names of the modules with arrays of `lora.also_train`, for `modules_to_save`."""
     layouts = layouts_of(FAMILIES[kind].rows, model)

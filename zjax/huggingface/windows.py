@@ -15,6 +15,7 @@ from zjax.errors import Problem
 KNOWN = {"layer_types"}
 """Keys that all families may have."""
 _FULL, _SLIDING = "full_attention", "sliding_attention"
+_REMEDY = "use a checkpoint without it"
 _FIRST_OF_SWITCH = 28
 """First layer with a window, if one is switched on and the config.json has none."""
 
@@ -72,8 +73,7 @@ def window_problems(
     values: Mapping[str, Any], windows: Windows, num_layers: Any, path: pathlib.Path
 ) -> Iterator[Problem]:
     """Yields windows that zjax does not compute, and wrong types."""
-    remedy, types = "use a checkpoint without it", values.get("layer_types")
-    where, known = f"of {path}", (_FULL, _SLIDING)
+    types, where, known = values.get("layer_types"), f"of {path}", (_FULL, _SLIDING)
     if windows.layers == "none":
         yield from _other_types(values, _FULL, where)
         return
@@ -102,7 +102,7 @@ def window_problems(
     if any(slides) and _period(slides) is None:
         name = "max_window_layers" if types is None else "layer_types"
         problem = f"{where} is not supported: zjax computes windows in all layers, or "
-        yield Problem(name, values.get(name), f"{problem}all but every n-th", remedy)
+        yield Problem(name, values.get(name), f"{problem}all but every n-th", _REMEDY)
 
 
 def _other_types(values: Mapping[str, Any], kind: str, where: str) -> Iterator[Problem]:
@@ -110,7 +110,7 @@ def _other_types(values: Mapping[str, Any], kind: str, where: str) -> Iterator[P
     if types is not None and (not isinstance(types, list) or set(types) - {kind}):
         name = kind.replace("_", " ")
         problem = f"{where} is not supported: its family has {name} in all layers here"
-        yield Problem("layer_types", types, problem, "use a checkpoint without it")
+        yield Problem("layer_types", types, problem, _REMEDY)
 
 
 def _size(values: Mapping[str, Any], windows: Windows) -> int | None:

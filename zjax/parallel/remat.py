@@ -105,17 +105,16 @@ def recompute(
         >>> float(jax.grad(square)(3.0))
         6.0
     """
-    in_order = policy in ("attention", "full") or memory != "device"
+    if policy == "none":
+        return lambda params, *args: block(read_layer(params), *args)
+    saved = keeps(policy, memory)
 
     def run(params: Params, *args: Any) -> Any:
         args = (read_layer(params), *args)
-        if policy != "none" and in_order:
+        if policy in ("attention", "full") or memory != "device":
             args = (*_in_backward_order(args[:2]), *args[2:])
         return block(*args)
 
-    if policy == "none":
-        return run
-    saved = keeps(policy, memory)
     return jax.checkpoint(run, policy=saved, prevent_cse=not in_loop)
 
 
