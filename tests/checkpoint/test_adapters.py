@@ -81,3 +81,22 @@ def test_state_with_adapters_is_restored(trained):
     np.testing.assert_allclose(loss(run, state), expected, rtol=1e-6)
     names = jax.tree_util.tree_leaves_with_path(state.master)
     assert any("lora" in str(keys) for keys, _ in names)
+
+
+def test_frozen_weights_are_restored_in_another_compute_dtype(trained, tmp_path):
+    """Fails if a run with adapters cannot be read for float32 or bfloat16."""
+    folder, _, settings = trained
+    run = start(*settings)
+    narrow_run = start(*settings, "precision.compute_dtype=bfloat16")
+    before, _ = restore(folder, run)
+    narrow, _ = restore(folder, narrow_run)
+    save(tmp_path / "narrow", narrow, narrow_run)
+    after, _ = restore(tmp_path / "narrow", run)
+    jax.tree.map(np.testing.assert_array_equal, narrow.master, after.master)
+    assert {str(x.dtype) for x in jax.tree.leaves(after.master)} == {"float32"}
+
+    def rounded(x, plan):
+        return x.astype("bfloat16").astype("float32") if plan.is_frozen else x
+
+    expected = jax.tree.map(rounded, before.master, run.plan.master)
+    jax.tree.map(np.testing.assert_array_equal, after.master, expected)

@@ -8,7 +8,7 @@ exception.
 
 import dataclasses
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -113,7 +113,7 @@ def check_same(
     found: Mapping[str, Entry],
     place: str,
     *,
-    cast: bool = False,
+    cast: Collection[str] = (),
 ) -> None:
     """Raises if arrays are missing, unexpected, or differ in shape or dtype.
 
@@ -121,7 +121,7 @@ def check_same(
         expected: Arrays of the model, by name.
         found: Arrays of the file, by name.
         place: Name of the file or directory, for the message.
-        cast: Whether floating-point dtypes may differ.
+        cast: Names of the arrays whose floating-point dtypes may differ.
 
     Raises:
         CheckpointError: Lists the first differences.
@@ -143,7 +143,10 @@ def check_same(
 
 
 def _differences(
-    expected: Mapping[str, Entry], found: Mapping[str, Entry], place: str, cast: bool
+    expected: Mapping[str, Entry],
+    found: Mapping[str, Entry],
+    place: str,
+    cast: Collection[str],
 ) -> Iterable[Problem]:
     unused = [name for name in found if name not in expected]
     for name, entry in expected.items():
@@ -155,7 +158,7 @@ def _differences(
                 else "add it to the checkpoint, or remove it from the model"
             )
             yield Problem(name, str(entry), f"is missing from {place}", remedy)
-        elif not _agree(entry, found[name], cast):
+        elif not _agree(entry, found[name], name in cast):
             problem = f"is {found[name]} in {place}"
             yield Problem(name, str(entry), problem, "make the two agree")
     for name in unused:

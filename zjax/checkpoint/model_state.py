@@ -48,7 +48,7 @@ def load_model_state(path: str, initial: Any, plans: Any) -> Any:
     missing = [name for name in statistics if name not in held]
     if missing and jax.process_index() == 0:
         _warn(path, missing)
-    layout.check_same(held, {name: saved[name] for name in held}, path, cast=True)
+    layout.check_same(held, {name: saved[name] for name in held}, path, cast=held)
     first = layout.name_leaves(initial, _TREE)
     arrays = [
         place_slices(store.read_array(name).__getitem__, named[name])

@@ -252,7 +252,9 @@ class Store:
             for n, e in found.items()
             if n in wanted or not (n in adapted or replicas.is_of_codec(n))
         }
-        layout.check_same(wanted, found, place)
+        # Frozen parameters are stored in the compute dtype, which is free to change.
+        frozen = {name for name, plan in named.items() if plan.is_frozen}
+        layout.check_same(wanted, found, place, cast=frozen)
         free_memory()
         leaves = self._read(step, named, adapted)
         return jax.tree.unflatten(jax.tree.structure(plans), leaves), index["extra"]
@@ -279,7 +281,7 @@ class Store:
         source = self._reader.open(step).source.subtree(part)
         found = views.match_layout(source, expected)
         place = str(self._reader.path(step))
-        layout.check_same(expected, found.entries, place, cast=True)
+        layout.check_same(expected, found.entries, place, cast=expected)
         leaves = self._read(step, named, {})
         return jax.tree.unflatten(jax.tree.structure(plans), leaves)
 

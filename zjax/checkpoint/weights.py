@@ -85,7 +85,7 @@ def _match(
     named = {tensor_name(name): r for name, r in layout.name_leaves(plans).items()}
     expected = layout.describe_plans(named)
     found = views.match_layout(adapt(source, expected), expected)
-    layout.check_same(expected, found.entries, path, cast=True)
+    layout.check_same(expected, found.entries, path, cast=expected)
     return [(functools.partial(found.read, name), plan) for name, plan in named.items()]
 
 

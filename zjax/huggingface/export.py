@@ -282,7 +282,7 @@ def _collect(
     found = views.retiled(views.cached(source), 1)
     found = views.restacked(found, list(layouts))
     expected = {n: Entry(layout.shape, "float32") for n, layout in layouts.items()}
-    check_same(expected, found.entries, place, cast=True)
+    check_same(expected, found.entries, place, cast=expected)
     parts = dict[str, dict[int, _Piece]]()
     for ours, layout in layouts.items():
         for at, theirs in layout.tensors.items():

@@ -84,7 +84,7 @@ def with_peft(
         tensor_of(layout): Entry(layout.tensor_shape, "float32")
         for layout in saved.values()
     }
-    check_same(expected, file.entries, given, cast=True)
+    check_same(expected, file.entries, given, cast=expected)
     entries = {
         ours: Entry(shapes[ours], file.entries[matrix.tensor].dtype)
         for ours, matrix in matrices.items()

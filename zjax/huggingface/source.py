@@ -63,11 +63,12 @@ def adapted(
         for name in layout.tensors.values()
     }
     quantized = find_quantized(values, plain, source)
+    stored = quantized.stored(plain)
     check_same(
-        quantized.stored(plain),
+        stored,
         {name: x for name, x in source.entries.items() if name not in ignored},
         config.checkpoint.init_from,
-        cast=True,
+        cast=stored,
     )
     short = (_shortened(name, model.num_layers) for name in ignored)
     _report(config.checkpoint.init_from, prefix, tuple(dict.fromkeys(short)))
