@@ -1,11 +1,21 @@
 """Optimizers that keep second moments take no step that Adam could not take."""
 
+import dataclasses
+
 import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 
+from tests.reference import raw_moments
+from zjax.config import schema
+from zjax.config.check import check_config
+from zjax.errors import ConfigError
 from zjax.optim.adam_steps import AdamSteps
-from zjax.optim.intervals import LOCAL, ONE_BIT, VARIANCE
+from zjax.optim.build import make_optimizer
+from zjax.optim.intervals import LOCAL, MERGED, ONE_BIT, VARIANCE
 from zjax.optim.onebit_adam import WARM_UP, next_steps, scale_by_onebit_adam
+from zjax.optim.phases import make_phases
 from zjax.optim.zero_one_adam import zero_one_adam
 
 STEPS = AdamSteps(0.9, 0.99, 1e-8)
@@ -39,3 +49,70 @@ def test_steps_by_moments_of_all_gradients_are_those_of_adam():
         grads = LARGE * (steps.b2 / steps.b1) ** number
         updates, state = tx.update(grads, state, RARE, phase=VARIANCE)
     assert updates[0] < -1.15 < -steps.bound
+
+
+FREEZE, NUM_STEPS = 4, 9
+RAW = schema.Optimizer(
+    schedule="constant",
+    peak_learning_rate=0.01,
+    num_warmup_steps=0,
+    b2=0.999,
+    weight_decay=0.1,
+    bias_correction=False,
+)
+
+
+def raw_steps(name, grads, params):
+    """Returns the parameters after each step of one replica, whose messages arrive."""
+    steps = {} if name in ("adamw", "lamb") else {"freeze_step": FREEZE}
+    optimizer = dataclasses.replace(RAW, name=name, local_step_scaler=99, **steps)
+    config = schema.Config(num_steps=NUM_STEPS, optimizer=optimizer)
+    tx, phases = make_optimizer(config), make_phases(config)
+    state, found = tx.init(params), []
+    for number, grad in enumerate(grads, start=1):
+        phase = phases.at(number) if phases else ""
+        kind = {"phase": LOCAL if phase == MERGED else phase} if phases else {}
+        message = phases.by_name[phase].message if phases else None
+        sent = message({"w": grad}, state) if message else {"w": grad}
+        updates, state = tx.update(sent, state, params, **kind)
+        if phase == MERGED:
+            moved = {"w": -updates["w"]}
+            updates, state = tx.update(moved, state, params, phase=MERGED)
+        params = optax.apply_updates(params, updates)
+        found.append(params["w"])
+    return np.stack(found)
+
+
+@pytest.mark.parametrize(
+    "name", ["adamw", "lamb", "onebit_adam", "onebit_lamb", "zero_one_adam"]
+)
+def test_without_bias_correction_moments_stay_raw_through_the_freeze(name):
+    """Fails if a step after the freeze is 1 / sqrt(1 - b2**4) = 15.8 times smaller."""
+    rng = np.random.default_rng(1)
+    params = rng.normal(size=(2, 3)).astype(np.float32)
+    grads = rng.uniform(0.5, 1.0, (NUM_STEPS, 2, 3)).astype(np.float32)
+    freezes = name not in ("adamw", "lamb")
+    expected = raw_moments.updates(
+        np.float64(grads), np.float64(params), rate=0.01, decay=0.1,
+        freeze_step=FREEZE if freezes else NUM_STEPS, trust="lamb" in name,
+    )  # fmt: skip
+    found = raw_steps(name, jnp.asarray(grads), {"w": jnp.asarray(params)})
+    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-6)
+
+
+def test_the_bound_of_raw_steps_clips_what_that_of_corrected_ones_clips():
+    raw = dataclasses.replace(STEPS, corrects_bias=False)
+    momentum, second = jnp.array([0.9, 1.1, -9.0]), 0.01 * jnp.ones(3)
+    corrected = STEPS.of_momentum(momentum, second, 10**6, 1)
+    assert corrected == pytest.approx([0.9, 1.0, -1.0])
+    found = raw.of_momentum(momentum, second, 10**6, 1)
+    assert found == pytest.approx([9.0, 10.0, -10.0])
+
+
+def test_raw_moments_are_refused_beside_rules_without_the_correction():
+    config = schema.Config(
+        optimizer=schema.Optimizer(name="lion", bias_correction=False)
+    )
+    with pytest.raises(ConfigError) as error:
+        check_config(config, num_devices=1)
+    assert "optimizer.bias_correction=False has no effect" in str(error.value)

@@ -24,6 +24,7 @@ _OFFLOADED = ("pinned_host", "nvme", "auto")
 _MOMENTS = ("adamw", "adam", "lamb", "muon")
 _ONEBIT = ("onebit_adam", "onebit_lamb", "zero_one_adam")
 _ADAMS = (*_MOMENTS, *_ONEBIT)
+_CORRECTED = ("adamw", "adam", "lamb", *_ONEBIT)
 _SGD = ("sgd", "sgd_l2")
 _SCALED = {
     "factor": ("linear", "dynamic", "yarn", "llama3", "longrope"),
@@ -91,6 +92,7 @@ NEEDS = (
     Needs("optimizer.b1", "optimizer.name", (*_ADAMS, "lion", *_SGD)),
     Needs("optimizer.b2", "optimizer.name", (*_ADAMS, "lion")),
     Needs("optimizer.eps", "optimizer.name", _ADAMS),
+    Needs("optimizer.bias_correction", "optimizer.name", _CORRECTED),
     Needs("optimizer.freeze_step", "optimizer.name", _ONEBIT),
     Needs("optimizer.var_update_scaler", "optimizer.name", ("zero_one_adam",)),
     Needs("optimizer.local_step_scaler", "optimizer.name", ("zero_one_adam",)),

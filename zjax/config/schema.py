@@ -265,6 +265,9 @@ class Optimizer:
     b2: float = 0.95
     """Second moment decay."""
     eps: float = 1e-8
+    bias_correction: bool = True
+    """Whether Adam's moments are corrected for their start at 0. DeepSpeed's 1-bit
+    optimizers do not correct them."""
     moment_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
     """Stored moments, rounded stochastically; `int8` leaves vectors in float32."""
     weight_decay: float = 0.1

@@ -26,7 +26,7 @@ from zjax.optim import (
     trust_ratio,
     zero_one_adam,
 )
-from zjax.optim.adam_steps import AdamSteps
+from zjax.optim.adam_steps import make_adam_steps, scale_by_adam
 from zjax.optim.intervals import ZERO_ONE_ADAM
 from zjax.optim.per_layer import per_layer
 from zjax.optim.schedules import make_schedule
@@ -141,9 +141,8 @@ def _make_rule(
     def decay_of(params: Any) -> Any:
         return jax.tree.map(lambda d: weight_decay * d, decayed(params))
 
-    betas = settings.b1, settings.b2
     if settings.name == ZERO_ONE_ADAM:
-        steps = AdamSteps(*betas, settings.eps)
+        steps = make_adam_steps(settings)
         return zero_one_adam.zero_one_adam(schedule, steps, decay_of)
     decay = optax.add_decayed_weights(weight_decay, mask=decayed)
     rule = (_direction(settings, names), decay)
@@ -160,8 +159,11 @@ def _direction(
     settings: schema.Optimizer, names: matrices.Names
 ) -> optax.GradientTransformation:
     """The direction of ascent, before decay and learning rate."""
-    b1, b2, eps = settings.b1, settings.b2, settings.eps
-    adam = functools.partial(optax.scale_by_adam, b2=b2, eps=eps)
+    b1, b2, steps = settings.b1, settings.b2, make_adam_steps(settings)
+
+    def adam(b1: Any) -> optax.GradientTransformation:
+        return scale_by_adam(dataclasses.replace(steps, b1=b1))
+
     lion = functools.partial(optax.scale_by_lion, b2=b2)
     if settings.cycle.cycles_momentum:
         rule = lion if settings.name == "lion" else adam
@@ -170,7 +172,7 @@ def _direction(
         case "adamw" | "adam" | "lamb":
             return adam(b1=b1)
         case "onebit_adam" | "onebit_lamb":
-            return onebit_adam.scale_by_onebit_adam(AdamSteps(b1, b2, eps))
+            return onebit_adam.scale_by_onebit_adam(steps)
         case "lion":
             return lion(b1=b1)
         case "sgd" | "sgd_l2":
@@ -181,7 +183,7 @@ def _direction(
             downhill = optax.contrib.muon(
                 learning_rate=1.0,
                 beta=b1,
-                eps=eps,
+                eps=settings.eps,
                 adam_b1=b1,
                 adam_b2=b2,
                 consistent_rms=0.2,

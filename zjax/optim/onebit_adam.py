@@ -3,8 +3,9 @@
 Tang et al., arXiv:2102.02888. The warm-up is Adam. Then the second moments are kept as
 they are, each replica adds its own gradient to the momentum, and the momentum is
 averaged, in units of the step: a bit then loses as much of one parameter as of another.
-The bias corrections are kept, too. The reference implementation has none, sends the
-momentum itself and does not bound the steps, which takes a long warm-up.
+The bias corrections are kept, too; `optimizer.bias_correction=False` leaves them out,
+as DeepSpeed does. DeepSpeed also sends the momentum itself and does not bound the
+steps, which takes a long warm-up.
 """
 
 import math
@@ -13,7 +14,7 @@ from typing import Any
 import optax
 
 from zjax.config.schema import Config
-from zjax.optim.adam_steps import AdamSteps, where_known
+from zjax.optim.adam_steps import AdamSteps, scale_by_adam, where_known
 
 WARM_UP, COMPRESSED = "warm_up", "compressed"
 _SHARE = 0.15
@@ -98,7 +99,7 @@ def scale_by_onebit_adam(
     Reference:
         1-bit Adam, arXiv:2102.02888, algorithm 1.
     """
-    adam = optax.scale_by_adam(steps.b1, steps.b2, steps.eps)
+    adam = scale_by_adam(steps)
 
     def update(
         updates: Any,

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from zjax.config.schema import Config, Optimizer
 from zjax.optim import intervals, onebit_adam, zero_one_adam
-from zjax.optim.adam_steps import AdamSteps
+from zjax.optim.adam_steps import make_adam_steps
 from zjax.optim.rounds import SYNCHRONOUS, make_rounds
 
 
@@ -98,13 +98,13 @@ def _compressed_message(settings: Optimizer) -> Callable[[Any, Any], Any] | None
     """What replicas send after the warm-up; None for other optimizers."""
     if settings.name not in ("onebit_adam", "onebit_lamb"):
         return None
-    steps = AdamSteps(settings.b1, settings.b2, settings.eps)
+    steps = make_adam_steps(settings)
     return functools.partial(onebit_adam.next_steps, steps=steps)
 
 
 def _zero_one_phases(config: Config) -> Phases:
     settings = config.optimizer
-    steps = AdamSteps(settings.b1, settings.b2, settings.eps)
+    steps = make_adam_steps(settings)
     message = functools.partial(zero_one_adam.next_steps, steps=steps)
     phases = (
         Phase(intervals.VARIANCE, _full_precision(config)),

@@ -6,8 +6,9 @@ Adam. Then each replica takes local steps with its own momentum. What they send 
 far they moved. Its mean moves the shared weights, and gives the momentum of all by the
 second moments.
 
-Moments are corrected for their bias, and steps are bounded; the reference
-implementation does neither, and sends gradients and sums of momenta in one bit.
+Moments are corrected for their bias unless `optimizer.bias_correction` is off, and
+steps are bounded. The reference implementation does neither, and sends gradients and
+sums of momenta in one bit.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
-"""What the errors that codecs leave in a state are of.
+"""Describes the error-feedback arrays of a state, which later messages make up for.
 
-An error waits for the next message of the same numbers, in the same unit and the same
-place of the buffer; a run that sends other messages has no use for it.
+An error belongs to the next message of the same numbers, in the same unit and the same
+place of the buffer; a run that sends other messages starts with errors of 0.
 """
 
 import hashlib
@@ -29,7 +29,8 @@ def describe_errors(rows: Any, config: Config, step: int) -> str:
     phases = make_phases(config)
     units = None
     if phases is not None and phases.freeze_step:
-        units = config.optimizer.name, step >= phases.freeze_step
+        optimizer, is_frozen = config.optimizer, step >= phases.freeze_step
+        units = optimizer.name, optimizer.bias_correction, is_frozen
     settings = config.communication
     masters = jax.tree.leaves(rows.master)
     places = [(row.path, row.stored_shape, str(row.stored)) for row in masters]
