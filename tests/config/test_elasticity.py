@@ -14,7 +14,7 @@ from zjax.errors import ConfigError
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "elasticity.json"
 CASES = json.loads(GOLDEN.read_text())
-"""Made by tests/golden/make_elasticity.py with DeepSpeed 0.16.9."""
+"""Made by tests/golden/make_elasticity.py with DeepSpeed 0.19.6."""
 LIMITS = sorted({case["elasticity"]["max_train_batch_size"] for case in CASES})
 DEVICES = (1, 2, 3, 8, 12, 20, 64, 100)
 MIXED = {"enabled": True, "max_train_batch_size": 10_000, "version": 0.1}
@@ -53,9 +53,15 @@ def test_sizes_are_those_of_deepspeed(limit):
             if theirs == "TypeError":
                 continue
             wanted = None if isinstance(theirs, str) or not theirs[0] else theirs
+            assert not wanted or wanted[0] <= limit
             assert sizes_or_error(config, number) == wanted, (case, number)
             compared += 1
     assert compared > 400
+
+
+def test_a_common_multiple_above_the_limit_is_no_batch():
+    small = Elasticity(microbatch_sizes=(1, 2, 3, 4), max_batch_size=4)
+    assert elastic_batch(small, num_shards=4) == (4, 1)
 
 
 def test_a_batch_that_23_numbers_of_devices_divide():

@@ -82,7 +82,8 @@ def _best_batch(settings: schema.Elasticity, nodes: int) -> tuple[int, list[int]
     sizes, limit = settings.microbatch_sizes, settings.max_batch_size // nodes
     low = settings.min_shards // nodes or 1
     high = settings.max_shards // nodes or limit // min(sizes)
-    candidates = {_multiple(base, limit) for base in (*sizes, math.lcm(*sizes))}
+    bases = (*sizes, math.lcm(*sizes))
+    candidates = {_multiple(base, limit) for base in bases if base <= limit}
     best, found = min(sizes), list[int]()
     for size in sorted(candidates, reverse=settings.prefer_larger):
         numbers = _divisors(size, sizes, low, high)
@@ -92,8 +93,7 @@ def _best_batch(settings: schema.Elasticity, nodes: int) -> tuple[int, list[int]
 
 
 def _multiple(base: int, limit: int) -> int:
-    if base >= limit:
-        return base
+    """Multiplies a base, at most `limit`, by the largest number that stays within it."""
     index = bisect.bisect_right(HIGHLY_COMPOSITE, limit // base)
     return HIGHLY_COMPOSITE[index - 1] * base
 

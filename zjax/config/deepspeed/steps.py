@@ -63,7 +63,7 @@ def _convert_batch(found: Conversion) -> None:
 
 
 def _convert_elastic(found: Conversion) -> None:
-    """Sizes that follow from the number of devices, as in DeepSpeed up to 0.18."""
+    """Sizes that follow from the number of devices, as in DeepSpeed."""
     found.set(f"{ELASTIC}.enabled", "the devices give all batch sizes")
     found.settings |= dict.fromkeys(FIELDS.values(), 0)
     ignores = found.take(f"{ELASTIC}.ignore_non_elastic_batch_info", False)
