@@ -42,7 +42,7 @@ EFFECT = [
         "optimizer.schedule=constant;optimizer.final_learning_rate_fraction=0",
         "optimizer.final_learning_rate_fraction=0.0 has no effect with "
         "optimizer.schedule='constant'; leave it at 0.1, or set "
-        "optimizer.schedule to 'linear' or 'cosine' or 'wsd'",
+        "optimizer.schedule to 'linear' or 'cosine' or 'wsd' or 'warmup_cosine_lr'",
         id="final-rate-of-constant",
     ),
     case(

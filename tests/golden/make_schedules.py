@@ -19,6 +19,8 @@ from deepspeed.runtime import lr_schedules
 
 OUTPUT = pathlib.Path(__file__).parent / "schedules.json"
 BOUNDS = {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-3}
+ENDS = {"total_num_steps": 40, "warmup_num_steps": 10}
+LINEAR = {"warmup_type": "linear"}
 CASES = [
     ("OneCycle", {**BOUNDS, "cycle_first_step_size": 10}),
     (
@@ -73,6 +75,13 @@ CASES = [
             "lr_range_test_staircase": True,
         },
     ),
+    ("WarmupLR", {"warmup_max_lr": 2e-3, "warmup_num_steps": 10}),
+    ("WarmupLR", {"warmup_max_lr": 2e-3, "warmup_num_steps": 10, **LINEAR}),
+    ("WarmupLR", {"warmup_max_lr": 2e-3, "warmup_num_steps": 1}),
+    ("WarmupDecayLR", {"warmup_max_lr": 2e-3, **ENDS}),
+    ("WarmupDecayLR", {**ENDS, **LINEAR}),
+    ("WarmupCosineLR", ENDS),
+    ("WarmupCosineLR", {**ENDS, **LINEAR, "cos_min_ratio": 0.2}),
 ]
 NUM_STEPS = 48
 

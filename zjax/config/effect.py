@@ -19,7 +19,8 @@ class Needs(NamedTuple):
 
 
 _BESIDE_USER_OPTIMIZER = ("clip_norm", "ema_decay")
-_WARM = ("constant", "linear", "cosine", "wsd")
+_WARMUPS = ("warmup_lr", "warmup_decay_lr", "warmup_cosine_lr")
+_WARM = ("constant", "linear", "cosine", "wsd", *_WARMUPS)
 _OFFLOADED = ("pinned_host", "nvme", "auto")
 _MOMENTS = ("adamw", "adam", "lamb", "muon")
 _ONEBIT = ("onebit_adam", "onebit_lamb", "zero_one_adam")
@@ -65,7 +66,7 @@ NEEDS = (
     Needs(
         "optimizer.final_learning_rate_fraction",
         "optimizer.schedule",
-        ("linear", "cosine", "wsd"),
+        ("linear", "cosine", "wsd", "warmup_cosine_lr"),
     ),
     Needs("optimizer.decay_fraction", "optimizer.schedule", ("wsd",)),
     Needs("optimizer.peak_learning_rate", "optimizer.schedule", (*_WARM, "one_cycle")),

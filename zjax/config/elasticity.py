@@ -93,7 +93,7 @@ def _best_batch(settings: schema.Elasticity, nodes: int) -> tuple[int, list[int]
 
 
 def _multiple(base: int, limit: int) -> int:
-    """Multiplies a base, at most `limit`, by the largest number that stays within it."""
+    """Multiplies a base by the largest highly composite number within the limit."""
     index = bisect.bisect_right(HIGHLY_COMPOSITE, limit // base)
     return HIGHLY_COMPOSITE[index - 1] * base
 

@@ -248,10 +248,19 @@ class Optimizer:
     replicas take local steps after."""
     peak_learning_rate: float = 3e-4
     schedule: Literal[
-        "constant", "linear", "cosine", "wsd", "one_cycle", "range_test"
+        "constant",
+        "linear",
+        "cosine",
+        "wsd",
+        "warmup_lr",
+        "warmup_decay_lr",
+        "warmup_cosine_lr",
+        "one_cycle",
+        "range_test",
     ] = "cosine"
-    """Shape after warm-up; `wsd` is warm-up, stable, then linear decay. `one_cycle` and
-    `range_test` are whole schedules, of `cycle` and of `range_test`."""
+    """Shape after warm-up; `wsd` is warm-up, stable, then linear decay. The last five
+    are those of DeepSpeed, step by step; `one_cycle` and `range_test` read `cycle` and
+    `range_test`."""
     num_warmup_steps: int = 100
     """Steps until the learning rate has risen from 0 to the peak."""
     warmup: Literal["linear", "log"] = "linear"

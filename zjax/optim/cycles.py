@@ -1,35 +1,119 @@
-"""Schedules that cycle, as DeepSpeed has them: OneCycle and LRRangeTest.
+"""The learning rate schedules of DeepSpeed: warm-ups, OneCycle and LRRangeTest.
 
 Step n has the rate of DeepSpeed's update n, whose scheduler steps after its optimizer.
+All of them count steps, whatever the number of tokens in a step.
 
 Reference: Smith, A disciplined approach to neural network hyper-parameters,
 arXiv:1803.09820.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
 import optax
 
-from zjax.config.schema import Cycle, Optimizer
+from zjax.config.schema import Config, Cycle, Optimizer
 
 
-def one_cycle(settings: Optimizer) -> optax.Schedule:
+def warmup_lr(config: Config) -> optax.Schedule:
+    """Rises to the peak and stays there, as WarmupLR.
+
+    Args:
+        config: Reads `optimizer`: `peak_learning_rate`, `num_warmup_steps`, `warmup`.
+
+    Returns:
+        The learning rate of a step, counted from 0.
+
+    Example:
+        >>> rise = Optimizer(peak_learning_rate=4.0, num_warmup_steps=4)
+        >>> rate = warmup_lr(Config(optimizer=rise))
+        >>> [float(rate(step)) for step in range(7)]
+        [0.0, 0.0, 1.0, 2.0, 3.0, 4.0, 4.0]
+    """
+    return _after_rise(config.optimizer, lambda step: 1.0)
+
+
+def warmup_decay_lr(config: Config) -> optax.Schedule:
+    """Rises to the peak and decays on a line to 0, as WarmupDecayLR.
+
+    The decay ends at step `num_steps` + 1, after the last step of the run.
+
+    Args:
+        config: Reads `num_steps` and what `warmup_lr` reads.
+
+    Returns:
+        The learning rate of a step, counted from 0.
+
+    Example:
+        >>> rise = Optimizer(peak_learning_rate=4.0, num_warmup_steps=2)
+        >>> rate = warmup_decay_lr(Config(num_steps=6, optimizer=rise))
+        >>> [float(rate(step)) for step in range(6)]
+        [0.0, 0.0, 2.0, 4.0, 3.0, 2.0]
+    """
+    total, length = config.num_steps, _decay_steps(config)
+    return _after_rise(
+        config.optimizer, lambda step: jnp.maximum(total + 1 - step, 0) / length
+    )
+
+
+def warmup_cosine_lr(config: Config) -> optax.Schedule:
+    """Rises to the peak and decays by half a cosine, as WarmupCosineLR.
+
+    The decay ends at step `num_steps`, one step after the last.
+
+    Args:
+        config: Reads `num_steps`, `optimizer.final_learning_rate_fraction` and what
+            `warmup_lr` reads.
+
+    Returns:
+        The learning rate of a step, counted from 0.
+    """
+    start, length = _rise_steps(config.optimizer), _decay_steps(config)
+    final = config.optimizer.final_learning_rate_fraction
+
+    def after(step: Any) -> Any:
+        share = jnp.minimum((step - start) / length, 1.0)
+        return final + (1 - final) * (1 + jnp.cos(math.pi * share)) / 2
+
+    return _after_rise(config.optimizer, after)
+
+
+def log_rise(step: Any, number: int) -> Any:
+    """Computes the fraction of the peak at a step of a logarithmic warm-up.
+
+    Args:
+        step: Step, counted from 0; an int or int32[].
+        number: Step of the peak; at least 2 count.
+
+    Returns:
+        float32[], 0 at steps 0 and 1 and 1 at step `number`.
+
+    Example:
+        >>> [round(float(log_rise(step, 4)), 2) for step in range(5)]
+        [0.0, 0.0, 0.5, 0.79, 1.0]
+    """
+    return jnp.log(jnp.maximum(step, 1)) / math.log(max(2, number))
+
+
+def one_cycle(config: Config) -> optax.Schedule:
     """A rise to the peak, a fall back, and a decay.
 
     Args:
-        settings: Reads `peak_learning_rate` and `cycle`.
+        config: Reads `optimizer.peak_learning_rate` and `optimizer.cycle`.
 
     Returns:
         The learning rate of a step, counted from 0.
 
     Example:
         >>> cycle = Cycle(num_rise_steps=2, decay_rate=1.0, min_learning_rate=1.0)
-        >>> rate = one_cycle(Optimizer(peak_learning_rate=3.0, cycle=cycle))
+        >>> optimizer = Optimizer(peak_learning_rate=3.0, cycle=cycle)
+        >>> rate = one_cycle(Config(optimizer=optimizer))
         >>> [float(rate(step)) for step in range(6)]
         [1.0, 2.0, 3.0, 2.0, 1.0, 0.5]
     """
+    settings = config.optimizer
     cycle, least = settings.cycle, settings.cycle.min_learning_rate
     height = settings.peak_learning_rate - least
 
@@ -40,11 +124,11 @@ def one_cycle(settings: Optimizer) -> optax.Schedule:
     return rate
 
 
-def range_test(settings: Optimizer) -> optax.Schedule:
+def range_test(config: Config) -> optax.Schedule:
     """A rate that grows without end, on a line or on stairs.
 
     Args:
-        settings: Reads `range_test`.
+        config: Reads `optimizer.range_test`.
 
     Returns:
         The learning rate of a step, counted from 0.
@@ -52,11 +136,11 @@ def range_test(settings: Optimizer) -> optax.Schedule:
     Example:
         >>> from zjax.config.schema import RangeTest
         >>> test = RangeTest(start_learning_rate=1.0, num_steps=2, staircase=True)
-        >>> rate = range_test(Optimizer(range_test=test))
+        >>> rate = range_test(Config(optimizer=Optimizer(range_test=test)))
         >>> [float(rate(step)) for step in range(5)]
         [1.0, 1.0, 2.0, 2.0, 3.0]
     """
-    test = settings.range_test
+    test = config.optimizer.range_test
 
     def rate(step: Any) -> Any:
         number = test.num_steps
@@ -104,11 +188,37 @@ def with_momentum(
     return optax.GradientTransformation(make(b1=0.0).init, update)
 
 
-CYCLES: Mapping[str, Callable[[Optimizer], optax.Schedule]] = {
+DEEPSPEED: Mapping[str, Callable[[Config], optax.Schedule]] = {
+    "warmup_lr": warmup_lr,
+    "warmup_decay_lr": warmup_decay_lr,
+    "warmup_cosine_lr": warmup_cosine_lr,
     "one_cycle": one_cycle,
     "range_test": range_test,
 }
-"""Schedules without a warm-up, by `optimizer.schedule`."""
+"""Schedules of DeepSpeed by `optimizer.schedule`."""
+
+
+def _after_rise(settings: Optimizer, after: optax.Schedule) -> optax.Schedule:
+    """Builds a schedule whose fractions of the peak after the warm-up are given."""
+    number = _rise_steps(settings)
+
+    def rate(step: Any) -> Any:
+        line = jnp.maximum(step - 1, 0) / number
+        rise = log_rise(step, number) if settings.warmup == "log" else line
+        fraction = jnp.where(step <= number, rise, after(step))
+        return settings.peak_learning_rate * fraction
+
+    return rate
+
+
+def _rise_steps(settings: Optimizer) -> int:
+    """Returns the last step of the warm-up, which is step 2 or a later one."""
+    return max(2, settings.num_warmup_steps)
+
+
+def _decay_steps(config: Config) -> int:
+    """Returns the number of steps from the end of the warm-up to that of the run."""
+    return max(1, config.num_steps - _rise_steps(config.optimizer))
 
 
 def _phase(cycle: Cycle, step: Any) -> Any:

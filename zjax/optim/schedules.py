@@ -3,7 +3,6 @@
 The optimizer counts: a skipped step does not advance the schedule.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from zjax.config.buckets import bucket_picks, rate_factors
 from zjax.config.lengths import CUTS, make_tokens
 from zjax.config.schema import Config
-from zjax.optim.cycles import CYCLES
+from zjax.optim.cycles import DEEPSPEED, log_rise
 
 
 def make_schedule(
@@ -27,7 +26,8 @@ def make_schedule(
     peak (step 0 without warm-up). Except under `constant`, the last step,
     `num_steps - 1`, and any after it have the final fraction of the peak. Between, the
     rate decays with the tokens that the steps consume, which is with the steps where
-    all of them have one length. `one_cycle` and `range_test` count steps.
+    all of them have one length. Schedules of `zjax.optim.cycles` count steps and have
+    ends of their own.
 
     Example:
         >>> import dataclasses
@@ -44,8 +44,8 @@ def make_schedule(
         al., arXiv:2404.06395.
     """
     settings, factor = config.optimizer, _by_rows(config)
-    if settings.schedule in CYCLES:
-        whole = CYCLES[settings.schedule](settings)
+    if settings.schedule in DEEPSPEED:
+        whole = DEEPSPEED[settings.schedule](config)
         return lambda step: jnp.asarray(whole(step) * factor(step), jnp.float32)
     num_warmup = settings.num_warmup_steps
     pieces = [(_warmup(config), num_warmup)]
@@ -68,7 +68,7 @@ def _warmup(config: Config) -> optax.Schedule:
     peak, number = settings.peak_learning_rate, settings.num_warmup_steps
     if settings.warmup == "linear":
         return optax.linear_schedule(0.0, peak, number)
-    return lambda step: peak * jnp.log(jnp.maximum(step, 1)) / math.log(max(2, number))
+    return lambda step: peak * log_rise(step, number)
 
 
 def _by_rows(config: Config) -> Callable[[Any], Any]:

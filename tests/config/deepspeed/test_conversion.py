@@ -104,7 +104,7 @@ BIG_BIRD = {
 }
 CASES = [AUTO, HALF, HOST, SAVING, BITS, BIG_BIRD]
 EXPECTED = [
-    {"zero.stage": 3, "optimizer.name": "adamw", "optimizer.schedule": "constant"},
+    {"zero.stage": 3, "optimizer.name": "adamw", "optimizer.schedule": "warmup_lr"},
     {
         "global_batch_size": 4_096,
         "microbatch_size": 8,
@@ -143,7 +143,7 @@ EXPECTED = [
         "num_steps": 2_000,
         "optimizer.warmup": "log",
         "optimizer.peak_learning_rate": 1e-3,
-        "optimizer.final_learning_rate_fraction": 0.0,
+        "optimizer.schedule": "warmup_decay_lr",
     },
     {"model.attention": "sparse", "model.kind": "encoder", "model.sparsity.block": 16},
 ]

@@ -28,9 +28,9 @@ RULES = {
 }
 SCHEDULES = {
     None: "constant",
-    "WarmupLR": "constant",
-    "WarmupDecayLR": "linear",
-    "WarmupCosineLR": "cosine",
+    "WarmupLR": "warmup_lr",
+    "WarmupDecayLR": "warmup_decay_lr",
+    "WarmupCosineLR": "warmup_cosine_lr",
 }
 MEMORIES = {"none": "device", "cpu": "pinned_host", "nvme": "nvme"}
 

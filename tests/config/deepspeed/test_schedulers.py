@@ -1,4 +1,4 @@
-"""OneCycle and LRRangeTest: each step has the rate and the momentum of DeepSpeed."""
+"""Schedulers: each step has the rate and the momentum of DeepSpeed."""
 
 import json
 import math
@@ -31,9 +31,10 @@ def converted(kind, params, rule="AdamW", **of_rule):
 
 
 def settings(case):
-    found = converted(case["type"], case["params"], lr=5.0, betas=[0.5, 0.999])
+    rate = 1e-3 if case["type"] == "WarmupCosineLR" else 5.0
+    found = converted(case["type"], case["params"], lr=rate, betas=[0.5, 0.999])
     assert not found.problems()
-    config = load_config({}, found.settings, "num_steps=48")
+    config = load_config({"num_steps": 48}, found.settings)
     check_config(config, num_devices=8)
     return config
 
@@ -42,7 +43,7 @@ def settings(case):
 def test_rates_are_those_of_deepspeed(case):
     rate = jax.jit(jax.vmap(make_schedule(settings(case))))
     got = rate(jnp.arange(len(case["rates"])))
-    np.testing.assert_allclose(got, case["rates"], rtol=2e-6)
+    np.testing.assert_allclose(got, case["rates"], rtol=2e-6, atol=1e-9)
 
 
 @each_case
@@ -85,6 +86,25 @@ def test_what_the_scheduler_replaces_is_told():
     assert told["scheduler.params.cycle_momentum"].endswith(
         "b1 cycles, and b2 is 0.99, in place of betas"
     )
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        (
+            {"warmup_num_steps": 0},
+            "scheduler.params.warmup_num_steps=0 is no number of steps; use 1 or more",
+        ),
+        (
+            {"warmup_type": "cosine"},
+            "scheduler.params.warmup_type='cosine' is not supported; "
+            "use log, which DeepSpeed takes in its place, or linear",
+        ),
+    ],
+)
+def test_warmups_that_cannot_be_are_refused_by_name(params, message):
+    found = converted("WarmupLR", params)
+    assert "\n".join(map(str, found.problems())) == message
 
 
 def test_sgd_has_no_betas_that_cycle():

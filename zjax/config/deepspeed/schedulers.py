@@ -4,14 +4,13 @@ from zjax.config.deepspeed.conversion import Conversion
 
 PARAMS = "scheduler.params"
 SHAPES = {
-    "WarmupLR": "constant",
-    "WarmupDecayLR": "linear",
-    "WarmupCosineLR": "cosine",
+    "WarmupLR": "warmup_lr",
+    "WarmupDecayLR": "warmup_decay_lr",
+    "WarmupCosineLR": "warmup_cosine_lr",
     "OneCycle": "one_cycle",
     "LRRangeTest": "range_test",
 }
 """Schedules by the names of DeepSpeed."""
-EARLIER = "each step has the rate of DeepSpeed's next one"
 SECOND_DECAY = 0.99
 """What its OneCycle makes of the second of the betas."""
 
@@ -43,9 +42,8 @@ def convert_scheduler(found: Conversion, rule: str) -> None:
     if kind == "LRRangeTest":
         _convert_range_test(found)
         return
-    shape = _convert_warmup(found)
-    late = "" if (kind, shape) == ("WarmupLR", "log") else EARLIER
-    found.set("scheduler.type", late, optimizer__schedule=SHAPES[kind])
+    found.set("scheduler.type", optimizer__schedule=SHAPES[kind])
+    _convert_warmup(found)
     _convert_ends(found, kind)
 
 
@@ -61,16 +59,20 @@ def sets_momentum(found: Conversion, rule: str) -> bool:
     return is_cycle and cycles and rule in _WITH_BETAS
 
 
-def _convert_warmup(found: Conversion) -> str | None:
+def _convert_warmup(found: Conversion) -> None:
+    """Reads the parameters of a rise from 0."""
     key = f"{PARAMS}.warmup_num_steps"
+    number = found.take(key, 1_000)
+    if number is not None and number < 1:
+        found.refuse(key, "use 1 or more", "is no number of steps")
     found.copy(key, "optimizer__num_warmup_steps", 1_000)
     key = f"{PARAMS}.warmup_type"
-    shape = found.take(key, "log")
+    if found.take(key, "log") not in ("log", "linear", None):
+        found.refuse(key, "use log, which DeepSpeed takes in its place, or linear")
     found.copy(key, "optimizer__warmup", "log")
     for name in ("warmup_min_lr", "warmup_min_ratio"):
         remedy, why = "use 0: a warm-up starts there", "a warm-up starts at 0"
         found.refuse_if_on(f"{PARAMS}.{name}", remedy, why, default=0.0)
-    return shape
 
 
 def _convert_ends(found: Conversion, kind: str) -> None:
@@ -83,8 +85,6 @@ def _convert_ends(found: Conversion, kind: str) -> None:
         found.set(key, num_steps=total)
     elif total == 0 and kind != "WarmupLR":
         found.require(key, "is not given", f"give it: {kind} ends there")
-    if kind == "WarmupDecayLR":
-        found.settings["optimizer.final_learning_rate_fraction"] = 0.0
     if kind == "WarmupCosineLR":
         key = f"{PARAMS}.cos_min_ratio"
         found.copy(key, "optimizer__final_learning_rate_fraction", 1e-4)
