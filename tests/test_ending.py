@@ -1,5 +1,9 @@
 """What may end a run before its last step, or ask for a checkpoint."""
 
+import os
+import signal
+import threading
+
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -9,7 +13,9 @@ from tests.support import squares
 from tests.support.refusals import case, refusal
 from zjax.after_step import ask_all
 from zjax.config.schema import Evaluation
-from zjax.errors import ConfigError
+from zjax.errors import ConfigError, OutputError, Problem
+from zjax.observe.delivery import Delivery
+from zjax.observe.sinks import JsonLines
 from zjax.patience import Patience
 
 EACH = ("num_steps=6", "evaluation.every_steps=1", "checkpoint.every_steps=0")
@@ -124,6 +130,56 @@ def test_functions_see_each_step_and_may_save_and_stop(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "stopped at step 4: stop_at_four asked for it\n" in said
     assert "run the same command again to resume" in said
+
+
+class Unreachable:
+    """A service that never answers."""
+
+    name = settings = "service"
+
+    def open(self):
+        pass
+
+    def send(self, step, values):
+        threading.Event().wait()
+
+    def close(self):
+        pass
+
+    def sync_command(self):
+        return ""
+
+
+def test_a_service_that_hangs_keeps_no_signal_from_saving(tmp_path, monkeypatch):
+    """Fails if a step, the checkpoint or the end waits for the service."""
+    monkeypatch.setattr("zjax.observe.delivery.CLOSE_SECONDS", 0.01)
+    sink = Delivery([Unreachable()], tmp_path)
+    monkeypatch.setattr("zjax.observe.monitor.make_sinks", lambda *_, **__: (sink,))
+
+    def stop_at_two(step, state, batch, metrics):
+        if step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    trainer = fit(tmp_path, "observe.log_every_steps=1", after_step=[stop_at_two])
+    assert (trainer.store.steps(), trainer.exit_status) == ((2,), 143)
+    assert len((tmp_path / "service_unsent.jsonl").read_text().splitlines()) > 1
+
+
+def test_a_file_of_metrics_that_cannot_be_written_costs_no_step(tmp_path, monkeypatch):
+    """Fails if the run ends without a checkpoint, goes on, or hides why it ended."""
+
+    class FullDisk(JsonLines):
+        def write(self, step, values):
+            if step == 2:
+                raise OutputError(Problem("directory", "runs/a", "is full", "free it"))
+
+    sink = FullDisk(tmp_path / "metrics.jsonl")
+    monkeypatch.setattr("zjax.observe.monitor.make_sinks", lambda *_, **__: (sink,))
+    trainer = squares.make_trainer(tmp_path, *EACH, "observe.log_every_steps=1")
+    with pytest.raises(OutputError, match="directory='runs/a' is full"):
+        trainer.fit()
+    assert trainer.store.steps() == (trainer.step,)
+    assert 2 <= trainer.step < 6
 
 
 def test_an_unknown_answer_is_refused():

@@ -173,6 +173,7 @@ class Trainer:
             NonFiniteError: A step was not finite and the policy is to stop.
             CheckpointError: A checkpoint could not be written.
             DataError: The data ended or is malformed.
+            OutputError: A file of the run could not be written; the run is saved.
             PlanError: A step needs more memory than the devices have.
             ProcessError: Another run writes into the directory.
         """
@@ -216,7 +217,7 @@ class Trainer:
                 data_ended = batch is None
                 if data_ended:
                     break
-                if self.store.has_failed():
+                if self.store.has_failed() or monitor.has_failed:
                     stopped.request()  # stops all processes at one step
                 step += 1
                 recent = {step - 1: recent.get(step - 1), step: batch}

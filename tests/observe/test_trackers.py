@@ -4,6 +4,7 @@ import importlib.util
 import math
 import os
 import sys
+import threading
 import types
 
 import pytest
@@ -54,7 +55,8 @@ def fake_wandb(monkeypatch):
     """Arguments of the calls, in order; a project named `locked` is refused."""
     calls = []
     run = types.SimpleNamespace(
-        log=lambda values, step: calls.append((step, values)),
+        define_metric=lambda name, step_metric: calls.append((name, step_metric)),
+        log=lambda values: calls.append(values),
         finish=lambda: calls.append("finish"),
     )
 
@@ -75,8 +77,9 @@ def test_wandb_continues_the_run_of_the_directory(tmp_path, fake_wandb):
     write("wandb", tmp_path, [(1, {"loss": 2.5, "load": [1]})], project="mine")
     write("wandb", tmp_path, [], last_step=1)
     write("wandb", tmp_path, [])
-    first, logged, finish, second, _, third, _ = fake_wandb
-    assert (logged, finish) == ((1, {"loss": 2.5}), "finish")
+    first, axis, logged, finish, second, _, _, third, *_ = fake_wandb
+    assert (axis, finish) == (("*", "step"), "finish")
+    assert logged == {"step": 1, "loss": 2.5}  # with no count of wandb's own
     assert (first["project"], second["project"]) == ("mine", "zjax")
     assert (first["name"], first["dir"]) == (tmp_path.name, str(tmp_path))
     assert first["config"]["zero"]["stage"] == 1
@@ -165,13 +168,98 @@ def test_mlflow_continues_the_run_of_the_directory(tmp_path, fake_mlflow):
     assert second["metrics"] == []
 
 
-def test_what_mlflow_refuses_is_told(tmp_path, fake_mlflow):
-    with pytest.raises(OutputError) as error:
-        write("mlflow", tmp_path, [(1, {"loss": math.nan})])
-    assert str(error.value) == (
+def unsent(directory, name="mlflow"):
+    path = directory / f"{name}_unsent.jsonl"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def test_what_mlflow_refuses_is_kept_and_sent_later(tmp_path, fake_mlflow, caplog):
+    """Fails if a refusal ends the run, is lost or untold, or later rows wait for it."""
+    path = tmp_path / "mlflow_unsent.jsonl"
+    nan, fine = (1, {"loss": math.nan}), (2, {"loss": 2.0})
+    with caplog.at_level("WARNING", logger="absl"):
+        write("mlflow", tmp_path, [nan, nan, fine])
+    assert caplog.messages == [
         "observe.sinks='mlflow' cannot be written to (no such number); look at "
-        "MLFLOW_TRACKING_URI, or leave it out"
+        f"MLFLOW_TRACKING_URI; the run goes on, and {path} keeps what is not sent",
+        f"observe.sinks='mlflow' has not taken 2 rows of metrics ({path}); run the "
+        "same command again to send them",
+    ]
+    (run,) = fake_mlflow.runs.values()
+    assert (run["metrics"], run["status"]) == ([("loss", 2.0, 2)], "FINISHED")
+    kept = '{"step": 1, "loss": "NaN"}'
+    assert unsent(tmp_path) == [kept, kept]
+    path.write_text('{"step": 1, "loss": 3.0}\n{"step": 9, "loss": 1.0}\n')
+    write("mlflow", tmp_path, [], last_step=2)
+    assert run["metrics"][1:] == [("loss", 3.0, 1)]  # step 9 is taken again
+    assert unsent(tmp_path) == []
+
+
+@pytest.fixture
+def hanging(fake_mlflow, monkeypatch):
+    """Lets the server answer no more, until the event that it returns is set."""
+    answers, log = threading.Event(), fake_mlflow.log_batch
+
+    def log_batch(run, params=(), metrics=()):
+        if metrics:
+            answers.wait()
+        log(run, params, metrics)
+
+    monkeypatch.setattr(fake_mlflow, "log_batch", log_batch)
+    yield answers
+    answers.set()
+
+
+def test_no_step_waits_for_a_server_that_hangs(tmp_path, hanging, caplog, monkeypatch):
+    """Fails if a step or the end waits for ever, or a row of any step is lost."""
+    monkeypatch.setattr("zjax.observe.delivery.MAX_PENDING", 2)
+    monkeypatch.setattr("zjax.observe.delivery.CLOSE_SECONDS", 0.01)
+    with caplog.at_level("WARNING", logger="absl"):
+        write("mlflow", tmp_path, [(n, {"loss": 2.0}) for n in range(5)])
+    path = tmp_path / "mlflow_unsent.jsonl"
+    assert caplog.messages == [
+        "observe.sinks='mlflow' is slow to answer (2 rows wait); look at "
+        f"MLFLOW_TRACKING_URI; the run goes on, and {path} keeps what is not sent",
+        f"observe.sinks='mlflow' has not taken 5 rows of metrics ({path}); run the "
+        "same command again to send them",
+    ]
+    assert sorted(unsent(tmp_path)) == [
+        f'{{"step": {n}, "loss": 2.0}}' for n in range(5)
+    ]
+
+
+def test_a_run_starts_without_a_server_that_hangs(tmp_path, fake_mlflow, monkeypatch):
+    """Fails if the start waits for ever, or what was logged meanwhile is not sent."""
+    answers, create = threading.Event(), fake_mlflow.create_run
+
+    def create_run(*words, **named):
+        answers.wait()
+        return create(*words, **named)
+
+    monkeypatch.setattr(fake_mlflow, "create_run", create_run)
+    monkeypatch.setattr("zjax.observe.delivery.OPEN_SECONDS", 0.01)
+    (sink,) = make_sinks(make_config("mlflow"), tmp_path)
+    sink.write(1, {"loss": 2.5})
+    answers.set()
+    sink.close()
+    assert fake_mlflow.runs["0"]["metrics"] == [("loss", 2.5, 1)]
+
+
+def test_a_core_of_wandb_that_died_ends_no_run(tmp_path, fake_wandb, caplog):
+    """Fails if an error of a kind that no package documents ends the run."""
+    (sink,) = make_sinks(make_config("wandb"), tmp_path)
+    sys.modules["wandb"].init(project="").log = lambda values: 1 / 0
+    with caplog.at_level("WARNING", logger="absl"):
+        sink.write(1, {"loss": 2.5})
+        sink.close()
+    known = (tmp_path / "wandb_id.txt").read_text()
+    path = tmp_path / "wandb_unsent.jsonl"
+    assert caplog.messages[1] == (
+        f"observe.sinks='wandb' has not taken 1 rows of metrics ({path}); run the same "
+        f"command again to send them, and `wandb sync {tmp_path}/wandb/*run-*-{known}` "
+        "sends what the package itself holds"
     )
+    assert unsent(tmp_path, "wandb") == ['{"step": 1, "loss": 2.5}']
 
 
 @needs("wandb")

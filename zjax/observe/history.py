@@ -1,10 +1,12 @@
-"""Reads the metric files of a run; damaged lines are skipped and counted."""
+"""Reads and writes the metric files of a run; damaged lines are skipped and counted."""
 
 import csv
+import json
+import math
 import os
 import pathlib
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,6 +54,23 @@ def read_json_lines(path: pathlib.Path) -> tuple[list[Values], int]:
     parsed = [_row(line) for line in _complete_lines(path)]
     rows = [row for row in parsed if row is not None]
     return rows, len(parsed) - len(rows)
+
+
+def json_line(row: Mapping[str, Value]) -> str:
+    """Formats a row as a line of JSON; NaN and infinities are written as texts."""
+    spell = {math.inf: "Infinity", -math.inf: "-Infinity"}
+    finite = {
+        name: x if isinstance(x, list) or math.isfinite(x) else spell.get(x, "NaN")
+        for name, x in row.items()
+    }
+    return json.dumps(finite, allow_nan=False) + "\n"
+
+
+def replace_text(path: pathlib.Path, text: str) -> None:
+    """Replaces a text file in one rename."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, "utf-8")
+    partial.replace(path)
 
 
 def read_csv(path: pathlib.Path) -> Table:

@@ -11,6 +11,7 @@ from zjax.config.dropping import dropping_values, make_dropping, make_layer_toke
 from zjax.config.lengths import CUTS, make_tokens
 from zjax.config.schema import Config
 from zjax.config.step_values import ATTENTION_WINDOW, make_step_values
+from zjax.errors import OutputError
 from zjax.observe import load, plot
 from zjax.observe.directory import writing
 from zjax.observe.history import HISTORY, read_history
@@ -73,6 +74,7 @@ class Monitor:
         """The newest step whose metrics were read."""
         self.newest: Values = {}
         """Metrics of that step."""
+        self._failure: OutputError | None = None
 
     def __enter__(self) -> "Monitor":
         return self
@@ -83,10 +85,16 @@ class Monitor:
         # an error while closing must not hide the one that ended the run
         ignored = () if error is None else (Exception,)
         with contextlib.suppress(*ignored), contextlib.ExitStack() as stack:
+            stack.callback(self._raise_failure)
             for sink in self._sinks:
                 stack.callback(sink.close)
             stack.enter_context(self._trace)
             stack.enter_context(self._compiles)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a file could not be written: the run is to save, and end."""
+        return self._failure is not None
 
     @property
     def skipped_in_a_row(self) -> int:
@@ -139,13 +147,17 @@ class Monitor:
     def log(self, step: int, values: Mapping[str, Value]) -> None:
         """Sends values such as `eval_loss` to the sinks and callbacks, unless empty.
 
-        Raises:
-            OutputError: A file of the run cannot be written.
+        The error of a file that cannot be written is raised when the monitor closes.
         """
         if not values:
             return
-        for write in (*(sink.write for sink in self._sinks), *self._callbacks):
-            write(step, values)
+        for sink in self._sinks:
+            try:
+                sink.write(step, values)
+            except OutputError as error:
+                self._failure = self._failure or error
+        for callback in self._callbacks:
+            callback(step, values)
 
     def save_plots(self) -> tuple[pathlib.Path, ...]:
         """Plots loss and throughput of the run, and the load of its experts, if any.
@@ -166,6 +178,11 @@ class Monitor:
         with writing(paths[1]):
             load.plot_load(history, paths[1], title=directory.name)
         return paths
+
+    def _raise_failure(self) -> None:
+        """Raises the error of the first file that could not be written."""
+        if self._failure is not None:
+            raise self._failure
 
     def _log_step(self, step: int, values: Values) -> None:
         self.known_step, self.newest = step, values

@@ -4,7 +4,6 @@ import contextlib
 import csv
 import importlib.util
 import io
-import json
 import math
 import os
 import pathlib
@@ -19,8 +18,16 @@ from absl import logging
 
 from zjax.config.schema import Config
 from zjax.errors import ConfigError, Problem
+from zjax.observe.delivery import Delivery
 from zjax.observe.directory import check_directory, writing
-from zjax.observe.history import HISTORY, Table, read_csv, read_json_lines
+from zjax.observe.history import (
+    HISTORY,
+    Table,
+    json_line,
+    read_csv,
+    read_json_lines,
+    replace_text,
+)
 from zjax.observe.metrics import Value, scalars
 from zjax.observe.progress import Progress
 from zjax.observe.trackers import MLflow, WeightsAndBiases
@@ -54,11 +61,12 @@ def make_sinks(
             later steps. 0 starts a new run.
 
     Returns:
-        The sinks in the order named; none on processes other than the first.
+        The sinks in the order named, and last a `Delivery` to all services; none on
+        processes other than the first.
 
     Raises:
         ConfigError: A package is not installed, or the directory cannot be used.
-        OutputError: A file or a service cannot be written to.
+        OutputError: A file cannot be written, or a service refuses the run.
     """
     check_sinks(config)
     if jax.process_index() != 0:
@@ -70,14 +78,18 @@ def make_sinks(
         "jsonl": lambda: JsonLines(root / HISTORY, last_step=last_step),
         "csv": lambda: Csv(root / "metrics.csv", last_step=last_step),
         "tensorboard": lambda: TensorBoard(root / "tensorboard", last_step=last_step),
-        "wandb": lambda: WeightsAndBiases(config, root, last_step=last_step),
-        "mlflow": lambda: MLflow(config, root, last_step=last_step),
     }
+    services = {"wandb": WeightsAndBiases, "mlflow": MLflow}
+    named = [services[x] for x in config.observe.sinks if x in services]
     sinks: list[Sink] = []
     with contextlib.ExitStack() as opened:
         for name in config.observe.sinks:
-            sinks.append(make[name]())
-            opened.callback(sinks[-1].close)
+            if name in make:
+                sinks.append(make[name]())
+                opened.callback(sinks[-1].close)
+        if named:
+            trackers = [service(config, root, last_step=last_step) for service in named]
+            sinks.append(Delivery(trackers, root, last_step=last_step))
         opened.pop_all()
     return tuple(sinks)
 
@@ -122,13 +134,13 @@ class JsonLines:
             rows, num_damaged = read_json_lines(path) if last_step else ([], 0)
             _back_up(path, num_damaged)
             earlier = [row for row in rows if scalars(row)["step"] <= last_step]
-            _replace(path, "".join(map(_json_line, earlier)))
+            replace_text(path, "".join(map(json_line, earlier)))
             self._file = path.open("a", encoding="utf-8")
 
     def write(self, step: int, values: Mapping[str, Value]) -> None:
         """Appends a line."""
         with writing(self._path):
-            self._file.write(_json_line({"step": step, **values}))
+            self._file.write(json_line({"step": step, **values}))
             self._file.flush()
 
     def close(self) -> None:
@@ -176,7 +188,7 @@ class Csv:
         writer = csv.DictWriter(table, self._columns, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
-        _replace(self._path, table.getvalue())
+        replace_text(self._path, table.getvalue())
         self._file = self._path.open("a", encoding="utf-8", newline="")
         self._writer = csv.DictWriter(self._file, self._columns, lineterminator="\n")
 
@@ -229,15 +241,6 @@ class TensorBoard:
         self._file.write(event.SerializeToString())
 
 
-def _json_line(row: Mapping[str, Value]) -> str:
-    spell = {math.inf: "Infinity", -math.inf: "-Infinity"}
-    finite = {
-        name: x if isinstance(x, list) or math.isfinite(x) else spell.get(x, "NaN")
-        for name, x in row.items()
-    }
-    return json.dumps(finite, allow_nan=False) + "\n"
-
-
 def _back_up(path: pathlib.Path, num_damaged: int) -> None:
     """Copies a file with unreadable lines before it is rewritten."""
     if num_damaged:
@@ -245,9 +248,3 @@ def _back_up(path: pathlib.Path, num_damaged: int) -> None:
         shutil.copyfile(path, copy)
         message = "%s: %d lines cannot be read; a copy of the file is %s"
         logging.warning(message, path, num_damaged, copy.name)
-
-
-def _replace(path: pathlib.Path, text: str) -> None:
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, "utf-8")
-    partial.replace(path)

@@ -1,7 +1,7 @@
 """Sinks that are services: Weights & Biases, and MLflow."""
 
-import contextlib
 import dataclasses
+import os
 import pathlib
 import time
 import uuid
@@ -10,9 +10,9 @@ from typing import Any
 
 from zjax.config.convert import to_mapping
 from zjax.config.schema import Config
-from zjax.errors import ConfigError, OutputError, Problem
+from zjax.errors import ConfigError, Problem
+from zjax.observe.delivery import CLOSE_SECONDS
 from zjax.observe.directory import writing
-from zjax.observe.metrics import Value, scalars
 from zjax.reading import read_text
 
 _MAX_PARAMS = 100
@@ -24,7 +24,9 @@ _MAX_LETTERS = 500
 class WeightsAndBiases:
     """A run of Weights & Biases; the package is imported only here.
 
-    `WANDB_MODE=offline` writes into the directory, for `wandb sync`.
+    `WANDB_MODE=offline` writes into the directory, for `wandb sync`. Curves are drawn
+    over the metric `step`: the service drops rows whose own count of steps decreases,
+    as it would after a return to an earlier checkpoint.
 
     Args:
         config: Settings shown with the run; `observe.project` names its project.
@@ -32,36 +34,49 @@ class WeightsAndBiases:
         last_step: 0 starts a new run; otherwise the run of this directory continues.
 
     Raises:
-        OutputError: Weights & Biases refuses the run, or does not answer.
+        ConfigError: The file with the identity of the run is damaged.
     """
+
+    name, settings = "wandb", "WANDB_MODE and the API key"
 
     def __init__(
         self, config: Config, directory: pathlib.Path, *, last_step: int = 0
     ) -> None:
+        self._config, self._directory = config, directory
+        self._path = directory / "wandb_id.txt"
+        self._known = _read_id(self._path, "wandb") if last_step else ""
+        self._run: Any = None
+
+    def open(self) -> None:
+        """Starts or continues the run."""
         import wandb  # pyright: ignore[reportMissingImports]
 
-        path = directory / "wandb_id.txt"
-        known = _read_id(path, "wandb") if last_step else ""
-        if not known:
-            known = uuid.uuid4().hex
-            _write_id(path, known)
-        with _reaching("wandb", wandb.errors.Error, "WANDB_MODE and the API key"):
-            self._run = wandb.init(
-                project=config.observe.project,
-                name=directory.name,
-                id=known,
-                resume="allow",
-                dir=str(directory),
-                config=dataclasses.asdict(config),
-            )
+        # The package waits at the exit of the program, by default without end.
+        os.environ.setdefault("WANDB_FINISH_TIMEOUT", str(CLOSE_SECONDS))
+        if not self._known:
+            self._known = uuid.uuid4().hex
+            _write_id(self._path, self._known)
+        self._run = wandb.init(
+            project=self._config.observe.project,
+            name=self._directory.name,
+            id=self._known,
+            resume="allow",
+            dir=str(self._directory),
+            config=dataclasses.asdict(self._config),
+        )
+        self._run.define_metric("*", step_metric="step")
 
-    def write(self, step: int, values: Mapping[str, Value]) -> None:
-        """Logs the values at a step."""
-        self._run.log(scalars(values), step=step)
+    def send(self, step: int, values: Mapping[str, float]) -> None:
+        """Logs the values of a step."""
+        self._run.log({"step": step, **values})
 
     def close(self) -> None:
         """Ends the run."""
         self._run.finish()
+
+    def sync_command(self) -> str:
+        """The command that uploads what the package has written to disk."""
+        return f"wandb sync {self._directory / 'wandb'}/*run-*-{self._known}"
 
 
 class MLflow:
@@ -76,62 +91,57 @@ class MLflow:
         last_step: 0 starts a new run; otherwise the run of this directory continues.
 
     Raises:
-        OutputError: MLflow refuses the run, or its server does not answer.
+        ConfigError: The file with the identity of the run is damaged.
     """
+
+    name, settings = "mlflow", "MLFLOW_TRACKING_URI"
 
     def __init__(
         self, config: Config, directory: pathlib.Path, *, last_step: int = 0
     ) -> None:
+        self._config, self._directory = config, directory
+        self._path = directory / "mlflow_id.txt"
+        self._run_id = _read_id(self._path, "mlflow") if last_step else ""
+        self._client: Any = None
+        self._metric: Any = None
+
+    def open(self) -> None:
+        """Starts or continues the run."""
         import mlflow  # pyright: ignore[reportMissingImports]
 
-        self._mlflow: Any = mlflow
-        path = directory / "mlflow_id.txt"
-        known = _read_id(path, "mlflow") if last_step else ""
-        with self._reaching():
-            self._client = mlflow.MlflowClient()
-            self._run_id = known or self._start(config, directory.name)
+        self._client, self._metric = mlflow.MlflowClient(), mlflow.entities.Metric
+        if self._run_id:
             self._client.update_run(self._run_id, status="RUNNING")
-        if not known:
-            _write_id(path, self._run_id)
+        else:
+            self._run_id = self._start(mlflow.entities.Param)
+            _write_id(self._path, self._run_id)
 
-    def write(self, step: int, values: Mapping[str, Value]) -> None:
-        """Logs the values at a step."""
-        now, metric = int(time.time() * 1_000), self._mlflow.entities.Metric
-        metrics = [metric(n, x, now, step) for n, x in scalars(values).items()]
-        with self._reaching():
-            self._client.log_batch(self._run_id, metrics=metrics)
+    def send(self, step: int, values: Mapping[str, float]) -> None:
+        """Logs the values of a step."""
+        now = int(time.time() * 1_000)
+        metrics = [self._metric(name, x, now, step) for name, x in values.items()]
+        self._client.log_batch(self._run_id, metrics=metrics)
 
     def close(self) -> None:
         """Ends the run."""
-        with self._reaching():
-            self._client.set_terminated(self._run_id)
+        self._client.set_terminated(self._run_id)
 
-    def _start(self, config: Config, name: str) -> str:
+    def sync_command(self) -> str:
+        """Nothing: the package keeps no metrics."""
+        return ""
+
+    def _start(self, param: Any) -> str:
         """Makes a run with the settings as parameters; returns its identity."""
-        client, project = self._client, config.observe.project
+        client, project = self._client, self._config.observe.project
         found = client.get_experiment_by_name(project)
         experiment = found.experiment_id if found else client.create_experiment(project)
-        known = client.create_run(experiment, run_name=name).info.run_id
-        param = self._mlflow.entities.Param
-        params = [param(n, x[:_MAX_LETTERS]) for n, x in _flatten(to_mapping(config))]
+        run = client.create_run(experiment, run_name=self._directory.name)
+        settings = _flatten(to_mapping(self._config))
+        params = [param(name, text[:_MAX_LETTERS]) for name, text in settings]
         for first in range(0, len(params), _MAX_PARAMS):
-            client.log_batch(known, params=params[first : first + _MAX_PARAMS])
-        return known
-
-    def _reaching(self) -> contextlib.AbstractContextManager[None]:
-        kind = self._mlflow.exceptions.MlflowException
-        return _reaching("mlflow", kind, "MLFLOW_TRACKING_URI")
-
-
-@contextlib.contextmanager
-def _reaching(sink: str, kind: type[Exception], setting: str) -> Iterator[None]:
-    """Raises an error of a service as an `OutputError`."""
-    try:
-        yield
-    except kind as error:
-        problem = f"cannot be written to ({str(error).partition(chr(10))[0]})"
-        remedy = f"look at {setting}, or leave it out"
-        raise OutputError(Problem("observe.sinks", sink, problem, remedy)) from error
+            batch = params[first : first + _MAX_PARAMS]
+            client.log_batch(run.info.run_id, params=batch)
+        return run.info.run_id
 
 
 def _flatten(settings: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str]]:
