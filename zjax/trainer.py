@@ -23,6 +23,7 @@ from zjax.config.load import load_config
 from zjax.config.schema import Config
 from zjax.config.step_pacings import used_pacings
 from zjax.data.loader import Loader
+from zjax.data.tokenizer_record import KEY as TOKENIZER
 from zjax.errors import ConfigError, DataError, Problem
 from zjax.initialize import adopt_optimizer, make_run
 from zjax.models.build import make_model
@@ -139,6 +140,7 @@ class Trainer:
             )
         self.state: TrainState = self.run.state
         self.loader = self._make_loader()
+        self._tokenizer = None if batches is not None else data.read_record(self.config)
         self._patience = Patience(self.config.evaluation)
         if start:
             extra = self.store.extra(start)
@@ -332,6 +334,8 @@ class Trainer:
         saved = saved_state(self.state, self.run.plan)
         config, plan = self.config, self.run.plan
         extra |= describe_run(config, plan, rows, self._functions, self.step)
+        if self._tokenizer is not None:
+            extra[TOKENIZER] = self._tokenizer.to_mapping()
         self.store.save(self.step, saved, rows, extra=extra, loss=loss)
 
     def generate(

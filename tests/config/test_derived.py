@@ -49,7 +49,8 @@ def test_a_size_that_is_set_stays(settings, path, expected):
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        ('{"vocab_size": 300}', 300),
+        ('{"tokenizer": {"vocab_size": 300}}', 300),
+        ('{"tokenizer": "bytes", "vocab_size": 300}', 300),
         ('{"vocab_size": "many"}', 50_257),
         ("[]", 50_257),
         ("{", 50_257),

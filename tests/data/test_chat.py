@@ -648,13 +648,17 @@ def test_prepare_tells_lengths(prepared, monkeypatch, capsys):
     ("name", "content", "expected"),
     [
         ("tokenizer_config.json", "{}", "has no chat template"),
-        ("tokenizer_config.json", "[", "has no tokenizer_config.json that can be read"),
+        ("tokenizer_config.json", "[", "tokenizer_config.json' cannot be read (Exp"),
         (
             "tokenizer_config.json",
             json.dumps({"chat_template": "{% if %}"}),
             "has a chat template that cannot be read (Expected an expression",
         ),
-        ("tokenizer.json", "{}", "has a tokenizer.json that is not of the tokenizers"),
+        (
+            "tokenizer.json",
+            "{}",
+            "tokenizer.json' is not a file of the tokenizers library",
+        ),
     ],
 )
 def test_checkpoint_without_a_template_is_told(

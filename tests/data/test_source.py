@@ -14,6 +14,7 @@ from zjax.data import (
     store,
     synthetic,
 )
+from zjax.data.tokenizer import make_bytes, train_bpe
 from zjax.errors import DataError
 
 
@@ -198,9 +199,9 @@ FAULTS = {
         "file); give a directory made by `zjax data prepare`",
     ),
     "another-format": (
-        lambda directory: (directory / "meta.json").write_text('{"format": 2}'),
+        lambda directory: (directory / "meta.json").write_text('{"format": 3}'),
         {},
-        "data.path='tokens' has a meta.json that is not of format 1; give a directory "
+        "data.path='tokens' has a meta.json that is not of format 2; give a directory "
         "made by `zjax data prepare`",
     ),
     "cut-off": (
@@ -271,14 +272,14 @@ def test_fault_is_named(damage, settings, message, token_directory):
 
 META_FAULTS = {
     "no-splits": lambda meta: meta.pop("splits"),
-    "no-vocabulary": lambda meta: meta.pop("vocab_size"),
+    "no-vocabulary": lambda meta: meta["tokenizer"].pop("vocab_size"),
     "extra-key": lambda meta: meta.update(extra=1),
-    "vocabulary-of-2**62": lambda meta: meta.update(vocab_size=2**62),
+    "vocabulary-of-2**62": lambda meta: meta["tokenizer"].update(vocab_size=2**62),
     "tokens-of-2**62": lambda meta: meta["splits"]["train"].update(num_tokens=2**62),
     "unknown-dtype": lambda meta: meta.update(dtype="uint8"),
     "unknown-tokenizer": lambda meta: meta.update(tokenizer="words"),
-    "vocabulary-as-text": lambda meta: meta.update(vocab_size="257"),
-    "end-beyond-the-vocabulary": lambda meta: meta.update(end_id=257),
+    "vocabulary-as-text": lambda meta: meta["tokenizer"].update(vocab_size="257"),
+    "end-beyond-the-vocabulary": lambda meta: meta["tokenizer"].update(end_ids=[257]),
     "list-of-splits": lambda meta: meta.update(splits=["train"]),
     "split-without-sizes": lambda meta: meta["splits"].update(train=None),
     "size-left-out": lambda meta: meta["splits"]["train"].pop("num_documents"),
@@ -322,3 +323,27 @@ def test_meta_that_is_nested_or_large_is_broken(text, token_directory):
     (token_directory / "meta.json").write_text(text)
     with pytest.raises(DataError, match="has a broken meta"):
         store.read_meta("tokens")
+
+
+def test_a_directory_of_format_1_is_read(token_directory, caplog):
+    """Fails if folders that an earlier zjax prepared are refused, or read unwarned."""
+    path = token_directory / "meta.json"
+    meta = json.loads(path.read_text())
+    old = {name: meta[name] for name in ("dtype", "splits", "has_answers")}
+    old |= {"format": 1, "tokenizer": "bytes", "vocab_size": 257, "end_id": 256}
+    path.write_text(json.dumps(old))
+    assert store.read_meta("tokens").tokenizer == make_bytes().record
+    assert caplog.messages == []
+    train_bpe(["ab"] * 9, 258).save(str(token_directory / "tokenizer.json"))
+    old |= {"tokenizer": "tokenizer.json", "vocab_size": 300, "end_id": 0}
+    path.write_text(json.dumps(old))
+    with pytest.raises(DataError, match="has a broken meta"):
+        store.read_meta("tokens")
+    path.write_text(json.dumps(old | {"vocab_size": 258}))
+    record = store.read_meta("tokens").tokenizer
+    assert (record.bos_id, record.end_ids, record.vocab_size) == (None, (0,), 258)
+    assert caplog.messages[-1] == (
+        "data.path='tokens' was prepared by an earlier zjax: it has no record of the "
+        "tokens that begin and end texts and no chat template; prepare it again with "
+        "`zjax data prepare`"
+    )

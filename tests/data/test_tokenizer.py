@@ -1,9 +1,12 @@
+import json
+
 import numpy as np
 import pytest
 import tokenizers
-from tokenizers import models
+from tokenizers import decoders, models, pre_tokenizers, processors
 
 from zjax.data import tokenizer
+from zjax.data.tokenizer_record import TokenizerRecord
 from zjax.errors import DataError
 
 TEXT = "def café(x):\n    return x  # ☕ <|endoftext|>\n"
@@ -75,10 +78,11 @@ def test_vocabulary_without_an_end(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tokenizers.Tokenizer(models.BPE(vocab={"a": 0}, merges=[])).save("a.json")
     with pytest.raises(DataError) as error:
-        tokenizer.load_tokenizer("a.json")
+        _ = tokenizer.load_tokenizer("a.json").end_id
     assert str(error.value) == (
-        "tokenizer='a.json' has no token that ends a document; add one of "
-        "<|endoftext|>, <|end_of_text|>, <|eos|>, <eos>, </s>"
+        "tokenizer='a.json' has no token that ends a document; name one as eos_token "
+        "in the tokenizer_config.json beside it, or add one of <|endoftext|>, "
+        "<|end_of_text|>, <|eos|>, <eos>, </s>"
     )
 
 
@@ -106,3 +110,115 @@ def test_a_file_that_is_no_tokenizer_is_named(content, tmp_path):
     with pytest.raises(DataError) as error:
         tokenizer.load_tokenizer(tmp_path / "t.json")
     assert str(error.value).startswith(f"tokenizer='{tmp_path / 't.json'}' ")
+
+
+def write_checkpoint(folder, special=(), prefix=None, **files):
+    """Writes a tokenizer of bytes and special tokens in the files of a checkpoint."""
+    vocabulary = {x: n for x, n in tokenizer.byte_vocabulary().items() if n < 256}
+    library = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    library.add_special_tokens([*special])
+    if prefix:
+        library.post_processor = processors.TemplateProcessing(
+            single=f"{prefix} $A",
+            special_tokens=[(prefix, library.token_to_id(prefix))],
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    library.save(str(folder / "tokenizer.json"))
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return tokenizer.load_tokenizer(folder / "tokenizer.json")
+
+
+MARKS = ("<s>", "</s>", "<|end|>")
+
+
+@pytest.mark.parametrize(
+    ("prefix", "config", "bos_id"),
+    [
+        ("<s>", {}, 256),
+        (None, {}, None),
+        ("<s>", {"add_bos_token": False, "bos_token": "<s>"}, None),
+        (None, {"add_bos_token": True, "bos_token": {"content": "<s>"}}, 256),
+    ],
+)
+def test_texts_begin_as_the_files_of_a_tokenizer_say(tmp_path, prefix, config, bos_id):
+    """Fails if documents and prompts lack a BOS, or get two."""
+    made = write_checkpoint(tmp_path, MARKS, prefix, tokenizer_config=config)
+    start = [] if bos_id is None else [bos_id]
+    assert made.bos_id == bos_id
+    assert made.encode("a").tolist() == [*start, 97]
+    assert made.encode("<s>a", special_tokens=True).tolist() == [256, 97]
+
+
+@pytest.mark.parametrize(
+    ("files", "end_ids"),
+    [
+        ({}, (257,)),
+        ({"tokenizer_config": {"eos_token": "<|end|>"}}, (258,)),
+        ({"generation_config": {"eos_token_id": [258, 257]}}, (258, 257)),
+        (
+            {
+                "tokenizer_config": {"eos_token": {"content": "</s>"}},
+                "generation_config": {"eos_token_id": 258},
+            },
+            (257, 258),
+        ),
+        ({"config": {"eos_token_id": 258}}, (258,)),
+        ({"generation_config": {"eos_token_id": [258, 999]}}, (258,)),
+        ({"tokenizer_config": {"eos_token": "<missing>"}}, (257,)),
+    ],
+)
+def test_texts_end_as_the_files_of_a_tokenizer_say(tmp_path, files, end_ids):
+    """Fails if the first known name ends texts, whatever the checkpoint says."""
+    assert write_checkpoint(tmp_path, MARKS, **files).end_ids == end_ids
+
+
+def test_an_end_that_is_no_id_is_refused(tmp_path):
+    with pytest.raises(DataError) as error:
+        write_checkpoint(tmp_path, MARKS, generation_config={"eos_token_id": "</s>"})
+    assert str(error.value) == (
+        f"tokenizer='{tmp_path}/generation_config.json' has eos_token_id='</s>', which "
+        "is no id and no list of ids; correct it, or give the tokenizer files of a "
+        "checkpoint"
+    )
+
+
+def test_bos_that_the_vocabulary_lacks_is_refused(tmp_path):
+    config = {"add_bos_token": True, "bos_token": "<missing>"}
+    with pytest.raises(DataError) as error:
+        write_checkpoint(tmp_path, MARKS, tokenizer_config=config)
+    assert str(error.value) == (
+        f"tokenizer='{tmp_path}/tokenizer_config.json' has add_bos_token, but the "
+        "vocabulary lacks bos_token='<missing>'; correct it, or give the tokenizer "
+        "files of a checkpoint"
+    )
+
+
+def test_records_tell_vocabularies_and_templates_apart(tmp_path):
+    """Fails if two tokenizers of one size have one digest, or one tokenizer has two."""
+    one = write_checkpoint(tmp_path / "1", MARKS).record
+    path = tmp_path / "1" / "tokenizer.json"
+    (tmp_path / "same.json").write_text(json.dumps(json.loads(path.read_text())))
+    same = tokenizer.load_tokenizer(tmp_path / "same.json").record
+    other = write_checkpoint(tmp_path / "2", MARKS[::-1]).record
+    config = {"chat_template": "{{ messages }}"}
+    chat = write_checkpoint(tmp_path / "3", MARKS, tokenizer_config=config).record
+    assert one.digest == same.digest == chat.digest
+    assert one.vocab_size == other.vocab_size and one.digest != other.digest
+    assert chat.template_digest and not one.template_digest
+
+
+def test_bytes_are_the_same_vocabulary_as_a_file(tmp_path):
+    """Fails if an export of a run on bytes would look like another tokenizer."""
+    made = write_checkpoint(tmp_path, ["<|endoftext|>"])
+    assert made.record.digest == tokenizer.make_bytes().record.digest
+
+
+def test_a_record_with_a_damaged_field_is_refused():
+    good = tokenizer.make_bytes().record.to_mapping()
+    damages = ({"end_ids": [257]}, {"bos_id": -1}, {"vocab_size": True}, {"name": 1})
+    for damage in damages:
+        with pytest.raises(ValueError, match="a field of the tokenizer record is out"):
+            TokenizerRecord.from_mapping(good | damage)

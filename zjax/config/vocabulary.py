@@ -22,7 +22,8 @@ def with_vocabulary(config: schema.Config) -> schema.Config:
         return config
     try:
         meta = parse_json(read_text(pathlib.Path(config.data.path) / META_NAME))
-        size = derived.Size(meta["vocab_size"])
+        sizes = meta["tokenizer"] if "vocab_size" not in meta else meta  # format 1
+        size = derived.Size(sizes["vocab_size"])
     except (
         OSError,
         ValueError,

@@ -3,7 +3,7 @@
 from zjax.data.batches import wrap_batches
 from zjax.data.evaluation import EvaluationSet, find_evaluation
 from zjax.data.loader import Loader, make_loader
-from zjax.data.source import make_tokenizer
+from zjax.data.source import make_tokenizer, read_record
 from zjax.data.tokenizer import Tokenizer
 
 __all__ = [
@@ -13,5 +13,6 @@ __all__ = [
     "find_evaluation",
     "make_loader",
     "make_tokenizer",
+    "read_record",
     "wrap_batches",
 ]

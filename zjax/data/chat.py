@@ -20,19 +20,13 @@ from absl import logging
 
 from zjax.data import tokenizer as text
 from zjax.data.conversations import ANSWERS, Conversation
+from zjax.data.tokenizer_files import DEFAULT, TOKENIZER_NAME, TOOLS, TokenizerFiles
 from zjax.errors import DataError, Problem
 from zjax.packages import check_installed
-from zjax.reading import parse_json, read_text
 
-CONFIG_NAME, TEMPLATE_NAME = "tokenizer_config.json", "chat_template.jinja"
-TOKENIZER_NAME = "tokenizer.json"
-MAX_CONFIG_BYTES = 1 << 26
-"""Largest `tokenizer_config.json` or template."""
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
 """What the tag `generation` writes around its body: no characters of any text."""
 
-DEFAULT, TOOLS = "default", "tool_use"
-"""Names of templates where a checkpoint has several."""
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
 
 Spans = list[tuple[int, int]]
@@ -192,18 +186,11 @@ def load_chat(folder: str) -> Chat:
         DataError: A file is missing or broken, or there is no template.
     """
     check_installed("jinja2")
-    check_installed("tokenizers")
-    import tokenizers
-
-    place = pathlib.Path(folder)
-    config = _read_config(place)
-    content = text.read_file(place / TOKENIZER_NAME)
-    problem = "has a tokenizer.json that is not of the tokenizers library"
-    with text.data_errors(folder, problem, "give the files of a checkpoint"):
-        library = tokenizers.Tokenizer.from_buffer(content)
-    library.no_truncation()
-    library.no_padding()
-    sources = _find_templates(place, config)
+    path = pathlib.Path(folder) / TOKENIZER_NAME
+    library, files = text.load_library(path), TokenizerFiles(path)
+    sources = files.templates()
+    if not sources:
+        raise DataError(_problem(folder, "has no chat template"))
 
     def encode(whole: str) -> tuple[np.ndarray, np.ndarray]:
         encoding = library.encode(whole, add_special_tokens=False)
@@ -211,11 +198,13 @@ def load_chat(folder: str) -> Chat:
         return np.array(encoding.ids, np.int32), np.array(starts, np.int64)
 
     is_marked = any(map(_GENERATION.search, sources.values()))
-    return Chat(folder, is_marked, _make_render(folder, sources, config), encode)
+    return Chat(
+        folder, is_marked, _make_render(folder, sources, files.special_tokens()), encode
+    )
 
 
 def _make_render(
-    folder: str, sources: Mapping[str, str], config: Mapping[str, Any]
+    folder: str, sources: Mapping[str, str], special: Mapping[str, str]
 ) -> Callable[[Conversation, int, bool], str]:
     """Compiles the templates, with the special tokens of the tokenizer's config."""
     import jinja2
@@ -228,12 +217,6 @@ def _make_render(
     except jinja2.TemplateError as error:
         problem = f"has a chat template that cannot be read ({error})"
         raise DataError(_problem(folder, problem)) from error
-    special = {
-        name: value["content"] if isinstance(value, dict) else value
-        for name, value in config.items()
-        if name.endswith("_token") and isinstance(value, str | dict)
-    }
-
     told: set[str] = set()
 
     def render(talk: Conversation, number: int, asks: bool) -> str:
@@ -264,36 +247,6 @@ def _make_render(
 def _problem(folder: str, problem: str) -> Problem:
     remedy = "give the directory of a checkpoint with a chat template"
     return Problem("chat", folder, problem, remedy)
-
-
-def _read_config(place: pathlib.Path) -> dict[str, Any]:
-    try:
-        config = parse_json(read_text(place / CONFIG_NAME, MAX_CONFIG_BYTES))
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        problem = f"has no {CONFIG_NAME} that can be read ({reason})"
-        raise DataError(_problem(str(place), problem)) from error
-    if not isinstance(config, dict):
-        raise DataError(_problem(str(place), f"has a broken {CONFIG_NAME}"))
-    return config
-
-
-def _find_templates(place: pathlib.Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Sources by name: the default one, and another for tools if there is one."""
-    given = config.get("chat_template")
-    found: dict[Any, Any] = {DEFAULT: given}
-    if isinstance(given, list):
-        found = {each.get("name"): each.get("template") for each in given}
-    try:
-        if (place / TEMPLATE_NAME).is_file():
-            found = {DEFAULT: read_text(place / TEMPLATE_NAME, MAX_CONFIG_BYTES)}
-    except (OSError, ValueError) as error:
-        problem = f"has a {TEMPLATE_NAME} that cannot be read ({error})"
-        raise DataError(_problem(str(place), problem)) from error
-    if not isinstance(found.get(DEFAULT), str):
-        raise DataError(_problem(str(place), "has no chat template"))
-    names = (DEFAULT, TOOLS)
-    return {name: found[name] for name in names if isinstance(found.get(name), str)}
 
 
 def _environment() -> Any:

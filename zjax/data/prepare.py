@@ -1,6 +1,7 @@
 """Converts text files to token files before training: `zjax data prepare`."""
 
 import contextlib
+import dataclasses
 import itertools
 import os
 import pathlib
@@ -16,7 +17,13 @@ from rich import console, progress
 from zjax.config.paths import local_path
 from zjax.data import documents, store
 from zjax.data import tokenizer as text
-from zjax.data.chat import TOKENIZER_NAME, Chat, load_chat
+from zjax.data.chat import Chat, load_chat
+from zjax.data.tokenizer_files import (
+    END_TOKENS,
+    TOKENIZER_NAME,
+    copy_files,
+    write_files,
+)
 from zjax.errors import DataError, Problem
 
 BPE_TRAINING_BYTES = 1 << 30
@@ -95,9 +102,7 @@ def prepare(
         splits = _write_splits(partial, vocabulary, template, assigned)
         _check_splits(splits, inputs, validation_fraction)
         meta = store.Meta(
-            tokenizer="bytes" if tokenizer == "bytes" else store.TOKENIZER_NAME,
-            vocab_size=vocabulary.vocab_size,
-            end_id=vocabulary.end_id,
+            tokenizer=vocabulary.record,
             dtype=_token_dtype(vocabulary),
             splits=splits,
             has_answers=template is not None,
@@ -209,18 +214,21 @@ def _assign_splits(
 def _make_tokenizer(
     tokenizer: str, directory: pathlib.Path, assigned: Iterator[_Assigned]
 ) -> text.Tokenizer:
+    """Makes the tokenizer, and writes its files beside the tokens."""
     if tokenizer == "bytes":
         return text.make_bytes()
-    stored = directory / store.TOKENIZER_NAME
     if not tokenizer.startswith("bpe:"):
-        text.load_tokenizer(tokenizer)
-        shutil.copyfile(tokenizer, stored)
-        return text.load_tokenizer(stored)
+        vocabulary = text.load_tokenizer(tokenizer)
+        copy_files(pathlib.Path(tokenizer), directory)
+        return vocabulary
     size = int(tokenizer.removeprefix("bpe:"))
     with text.data_errors(tokenizer, "cannot be learnt", "use a smaller one"):
         library = text.train_bpe(_training_texts(assigned), size)
-    stored.write_text(library.to_str(pretty=True), encoding="utf-8")
-    return text.load_tokenizer(stored)
+    write_files(directory, library.to_str(pretty=True), {"eos_token": END_TOKENS[0]})
+    found = text.load_tokenizer(directory / TOKENIZER_NAME)
+    return dataclasses.replace(
+        found, record=dataclasses.replace(found.record, name=tokenizer)
+    )
 
 
 def _training_texts(assigned: Iterator[_Assigned]) -> Iterator[str]:
@@ -246,6 +254,7 @@ def _write_splits(
     dtype = _token_dtype(vocabulary)
     writers: dict[str, store.SplitWriter] = {}
     num_documents, num_samples = 0, 0
+    end_id = None if chat else vocabulary.end_id
     with contextlib.ExitStack() as stack:
         while chunk := list(itertools.islice(assigned, ENCODE_DOCUMENTS)):
             encoded = _encode([document for _, document in chunk], vocabulary, chat)
@@ -258,10 +267,10 @@ def _write_splits(
                     num_samples + len(samples),
                 )
                 for ids, *answers in samples:
-                    if answers:
+                    if end_id is None:
                         writers[split].append_answers(ids, *answers)
                     else:
-                        writers[split].append(ids, vocabulary.end_id)
+                        writers[split].append(ids, end_id)
     if num_samples > num_documents:
         logging.warning(
             "the chat template rewrites earlier turns: %s conversations are %s "

@@ -12,6 +12,7 @@ from zjax.config.lengths import CUTS, make_shapes
 from zjax.config.pacing import settings_read
 from zjax.data import packing, standard_library, store, synthetic
 from zjax.data import tokenizer as text
+from zjax.data.tokenizer_record import TokenizerRecord
 from zjax.errors import DataError, Problem
 
 
@@ -32,6 +33,21 @@ def make_tokenizer(config: schema.Config) -> text.Tokenizer:
             return store.open_tokenizer(config.data.path)
         case "synthetic":
             return text.make_numbers(config.model.vocab_size)
+
+
+def read_record(config: schema.Config) -> TokenizerRecord:
+    """Reads the record of the tokenizer of the data of a run.
+
+    Raises:
+        DataError: `data.path` is not a directory made by `zjax data prepare`.
+
+    Example:
+        >>> read_record(schema.Config()).end_ids
+        (256,)
+    """
+    if config.data.source == "tokens":
+        return store.read_meta(config.data.path).tokenizer
+    return make_tokenizer(config).record
 
 
 def open_rows(config: schema.Config, split: str) -> packing.Rows:

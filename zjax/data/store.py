@@ -1,13 +1,15 @@
 """Token files: a directory whose streams are memory-mapped.
 
-meta.json                sizes, dtype and vocabulary tokenizer.json           the
-tokenizer, unless it is bytes train.bin                token ids, little-endian uint16
-or uint32 train.idx                int64: start of each document, and the end of the
-last train.answers            uint8: 1 for tokens of answers, if only these have a loss
-validation.*             the same for held-out documents, if there are any
+- `meta.json`: sizes, dtype, and the record of the tokenizer
+- `tokenizer.json` and the files beside it in a checkpoint, unless it is `bytes`
+- `train.bin`: token ids, little-endian uint16 or uint32
+- `train.idx`: int64, start of each document, and the end of the last
+- `train.answers`: uint8, 1 for tokens of answers, if only these have a loss
+- `validation.*`: the same for held-out documents, if there are any
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -15,19 +17,21 @@ import pathlib
 from typing import Any
 
 import numpy as np
+from absl import logging
 from jaxtyping import Int64
 
 from zjax.config.vocabulary import META_NAME
 from zjax.data import digest
 from zjax.data import tokenizer as text
+from zjax.data.tokenizer_files import TOKENIZER_NAME
+from zjax.data.tokenizer_record import KEY, TokenizerRecord
 from zjax.errors import DataError, Problem
 from zjax.reading import parse_json, read_text
 from zjax.remedies import find_remedy
 
-FORMAT = 1
-TOKENIZER_NAME = "tokenizer.json"
-
-
+FORMAT = 2
+WITHOUT_RECORD = 1
+"""Format of directories without a tokenizer record, which are still read."""
 MAX_BYTES = 1 << 60
 """Largest plausible size of a stream."""
 
@@ -44,15 +48,17 @@ class Split:
 class Meta:
     """Content of `meta.json`."""
 
-    tokenizer: str
-    """`bytes`, or `tokenizer.json` beside it."""
-    vocab_size: int
-    end_id: int
+    tokenizer: TokenizerRecord
     dtype: str
     """`uint16` or `uint32`."""
     splits: dict[str, Split]
     has_answers: bool = False
     """Whether only the tokens of answers have a loss."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Largest id that the tokenizer has, plus 1."""
+        return self.tokenizer.vocab_size
 
 
 class MappedTokens:
@@ -130,6 +136,7 @@ class SplitWriter:
 def write_meta(directory: pathlib.Path, meta: Meta) -> None:
     """Writes `meta.json`."""
     content = {"format": FORMAT} | dataclasses.asdict(meta)
+    content[KEY] = meta.tokenizer.to_mapping()
     (directory / META_NAME).write_text(json.dumps(content, indent=2) + "\n")
 
 
@@ -152,36 +159,70 @@ def read_meta(path: str) -> Meta:
     except ValueError as error:
         problem = Problem("data.path", path, f"has a broken {META_NAME}", remedy)
         raise DataError(problem) from error
-    if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
+    found = content.pop("format", None) if isinstance(content, dict) else None
+    if found not in (FORMAT, WITHOUT_RECORD):
         problem = f"has a {META_NAME} that is not of format {FORMAT}"
         raise DataError(Problem("data.path", path, problem, remedy))
-    if not _is_valid(content):
-        raise DataError(Problem("data.path", path, f"has a broken {META_NAME}", remedy))
+    try:
+        if found == WITHOUT_RECORD:
+            content = _with_record(path, content)
+        record = TokenizerRecord.from_mapping(content.pop(KEY, None))
+        _check_meta(content)
+    except DataError:  # of the tokenizer, which is a ValueError, too
+        raise
+    except (KeyError, TypeError, ValueError) as error:
+        problem = Problem("data.path", path, f"has a broken {META_NAME}", remedy)
+        raise DataError(problem) from error
     splits = {name: Split(**sizes) for name, sizes in content.pop("splits").items()}
-    return Meta(splits=splits, **content)
+    return Meta(tokenizer=record, splits=splits, **content)
 
 
-def _is_valid(content: dict[str, Any]) -> bool:
-    names = {field.name for field in dataclasses.fields(Meta)}
-    if content.keys() | {"has_answers"} != names:
-        return False
+def _with_record(path: str, content: dict[str, Any]) -> dict[str, Any]:
+    """Makes the record of a directory that was prepared without one."""
+    content = dict(content)
+    size, end_id = content.pop("vocab_size"), content.pop("end_id")
+    if (kind := content["tokenizer"]) == "bytes":
+        record = text.make_bytes().record
+    elif kind == TOKENIZER_NAME:
+        _warn_of_missing_record(path)
+        record = text.load_tokenizer(pathlib.Path(path) / TOKENIZER_NAME).record
+        record = dataclasses.replace(record, bos_id=None, end_ids=(end_id,))
+    else:
+        raise ValueError(f"{kind} is no tokenizer")
+    if size != record.vocab_size:
+        raise ValueError(f"{size} is not the size of the vocabulary")
+    return content | {KEY: record.to_mapping()}
+
+
+@functools.cache
+def _warn_of_missing_record(path: str) -> None:
+    """Warns once of a directory whose tokenizer has no record."""
+    logging.warning(
+        "data.path=%r was prepared by an earlier zjax: it has no record of the "
+        "tokens that begin and end texts and no chat template; prepare it again with "
+        "`zjax data prepare`",
+        path,
+    )
+
+
+def _check_meta(content: dict[str, Any]) -> None:
+    """Raises ValueError where `meta.json` has other fields or values out of range."""
     splits = content["splits"]
     sizes = {field.name for field in dataclasses.fields(Split)}
-    if not isinstance(splits, dict) or not all(
-        isinstance(split, dict) and split.keys() == sizes for split in splits.values()
-    ):
-        return False
-    counts = [size for split in splits.values() for size in split.values()]
-    return (
-        content["tokenizer"] in ("bytes", TOKENIZER_NAME)
+    is_valid = (
+        content.keys() | {"has_answers"} == {"splits", "dtype", "has_answers"}
+        and isinstance(splits, dict)
+        and all(isinstance(x, dict) and x.keys() == sizes for x in splits.values())
+        and all(
+            type(n) is int and 0 < n < MAX_BYTES
+            for split in splits.values()
+            for n in split.values()
+        )
         and content["dtype"] in ("uint16", "uint32")
-        and all(type(n) is int and 0 < n < MAX_BYTES for n in counts)
-        and type(content["vocab_size"]) is int
-        and 0 < content["vocab_size"] <= text.MAX_VOCAB
         and type(content.get("has_answers", False)) is bool
-        and type(content["end_id"]) is int
-        and 0 <= content["end_id"] < content["vocab_size"]
     )
+    if not is_valid:
+        raise ValueError(f"{META_NAME} has other fields, or values out of range")
 
 
 def open_store(path: str, split: str) -> Store:
@@ -234,19 +275,23 @@ def open_store(path: str, split: str) -> Store:
 
 def open_tokenizer(path: str) -> text.Tokenizer:
     """Opens the tokenizer of a directory made by `zjax data prepare`."""
-    meta = read_meta(path)
-    if meta.tokenizer == "bytes":
+    record = read_meta(path).tokenizer
+    if record.name == "bytes":
         return text.make_bytes()
-    return text.load_tokenizer(pathlib.Path(path) / TOKENIZER_NAME)
+    return text.load_tokenizer(pathlib.Path(path) / TOKENIZER_NAME, record)
 
 
 def digest_tokenizer(path: str) -> str:
-    """Checksum of the tokenizer of a directory made by `zjax data prepare`."""
-    meta = read_meta(path)
-    is_file = meta.tokenizer != "bytes"
+    """Hashes the `tokenizer.json` of a directory made by `zjax data prepare`.
+
+    Checkpoints hold this checksum of the file to tell the rows of one directory from
+    those of another. The digest of the record tells the meaning of ids instead.
+    """
+    record = read_meta(path).tokenizer
+    is_file = record.name != "bytes"
     content = text.read_file(pathlib.Path(path) / TOKENIZER_NAME) if is_file else b""
-    checksum = hashlib.sha256(f"{meta.vocab_size} {meta.end_id} ".encode() + content)
-    return checksum.hexdigest()[:16]
+    sizes = f"{record.vocab_size} {next(iter(record.end_ids), None)} "
+    return hashlib.sha256(sizes.encode() + content).hexdigest()[:16]
 
 
 def largest_id(tokens: np.ndarray | MappedTokens) -> int:

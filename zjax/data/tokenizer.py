@@ -10,37 +10,105 @@ import numpy as np
 from jaxtyping import Int32
 
 from zjax.config.paths import local_path
+from zjax.data.tokenizer_files import END_TOKENS, MAX_FILE_BYTES, make_record
+from zjax.data.tokenizer_record import TokenizerRecord, digest_vocabulary
 from zjax.errors import DataError, Problem, ZjaxError
 from zjax.packages import check_installed
 from zjax.reading import read_text
 
-END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "<|eos|>", "<eos>", "</s>")
-"""Names of the end-of-document token in published vocabularies; first match wins."""
 NUM_BYTES = 256
-MAX_VOCAB = 1 << 24
-"""Largest vocabulary, also of a model."""
-MAX_FILE_BYTES = 1 << 29
-"""Largest `tokenizer.json`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Tokenizer:
     """A vocabulary, with encoding and decoding."""
 
-    name: str
-    """`bytes`, `numbers`, or the path of the file."""
-    vocab_size: int
-    """Largest id plus 1."""
-    end_id: int
-    """Token that ends every document."""
-    encode_batch: Callable[[Sequence[str]], list[np.ndarray]]
-    """Function from texts to int32 ids of each, without the end token."""
+    record: TokenizerRecord
+    """Digest, sizes, and the ids that begin and end texts."""
+    encode_texts: Callable[[Sequence[str], bool], list[np.ndarray]]
+    """Function from texts to int32 ids of each, without BOS and end token; names of
+    special tokens are these tokens if the second argument is true, else text."""
     decode: Callable[[Any], str]
-    """Function from ids, any 1-d integer array, to text; skips the end token."""
+    """Function from ids, any 1-d integer array, to text; skips special tokens."""
+    special_tokens: tuple[str, ...] = ()
+    """Names of special tokens that a text can spell."""
 
-    def encode(self, text: str) -> Int32[np.ndarray, " T"]:
-        """Encodes one text, without the end token."""
-        return self.encode_batch([text])[0]
+    @property
+    def name(self) -> str:
+        """`bytes`, `numbers`, `bpe:<vocab_size>`, or the path that a user gave."""
+        return self.record.name
+
+    @property
+    def vocab_size(self) -> int:
+        """Largest id plus 1."""
+        return self.record.vocab_size
+
+    @property
+    def bos_id(self) -> int | None:
+        """Id with which each text begins, or None."""
+        return self.record.bos_id
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """Ids that end a text, the end token of documents first; often one."""
+        return self.record.end_ids
+
+    @property
+    def end_id(self) -> int:
+        """Token that ends each document.
+
+        Raises:
+            DataError: The tokenizer has none.
+        """
+        if not self.end_ids:
+            problem = "has no token that ends a document"
+            remedy = "name one as eos_token in the tokenizer_config.json beside it, or "
+            remedy += f"add one of {', '.join(END_TOKENS)}"
+            raise DataError(Problem("tokenizer", self.name, problem, remedy))
+        return self.end_ids[0]
+
+    def encode(
+        self, text: str, *, special_tokens: bool = False
+    ) -> Int32[np.ndarray, " T"]:
+        """Encodes the beginning of a text: BOS, if texts begin with one, and its ids.
+
+        Args:
+            text: The text.
+            special_tokens: Whether names of special tokens are these tokens, and not
+                text. A text that begins with BOS then gets no second one.
+
+        Returns:
+            Ids, without an end token.
+        """
+        return self.encode_batch([text], special_tokens=special_tokens)[0]
+
+    def encode_batch(
+        self, texts: Sequence[str], *, special_tokens: bool = False
+    ) -> list[np.ndarray]:
+        """Encodes the beginnings of several texts, as `encode` does.
+
+        Args:
+            texts: The texts.
+            special_tokens: Whether names of special tokens are these tokens.
+
+        Returns:
+            Int32 ids of each.
+        """
+        found, bos = self.encode_texts(texts, special_tokens), self.bos_id
+        if bos is None:
+            return found
+        return [ids if bos in ids[:1] else np.insert(ids, 0, bos) for ids in found]
+
+    def find_special_tokens(self, text: str) -> list[str]:
+        """Finds the names of special tokens that a text spells.
+
+        Args:
+            text: The text.
+
+        Returns:
+            The names, in the order of the vocabulary.
+        """
+        return [name for name in self.special_tokens if name in text]
 
 
 def make_bytes() -> Tokenizer:
@@ -52,7 +120,7 @@ def make_bytes() -> Tokenizer:
         ([104, 195, 169], 'hé')
     """
 
-    def encode_batch(texts: Sequence[str]) -> list[np.ndarray]:
+    def encode_texts(texts: Sequence[str], special_tokens: bool) -> list[np.ndarray]:
         encoded = (text.encode() for text in texts)
         return [np.frombuffer(text, np.uint8).astype(np.int32) for text in encoded]
 
@@ -60,7 +128,25 @@ def make_bytes() -> Tokenizer:
         ids = np.asarray(ids)
         return bytes(ids[ids < NUM_BYTES].tolist()).decode(errors="replace")
 
-    return Tokenizer("bytes", NUM_BYTES + 1, NUM_BYTES, encode_batch, decode)
+    digest = digest_vocabulary(byte_vocabulary())
+    record = TokenizerRecord("bytes", digest, NUM_BYTES + 1, None, (NUM_BYTES,))
+    return Tokenizer(record, encode_texts, decode)
+
+
+def byte_vocabulary() -> dict[str, int]:
+    """Gives the ids of `bytes` by the characters that stand for bytes in a BPE.
+
+    Reference:
+        `bytes_to_unicode` of GPT-2: printable bytes are their characters, the others
+        follow from U+0100 on.
+    """
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    hidden = [byte for byte in range(NUM_BYTES) if byte not in printable]
+    characters = {byte: chr(NUM_BYTES + n) for n, byte in enumerate(hidden)}
+    characters |= {byte: chr(byte) for byte in printable}
+    return {text: byte for byte, text in characters.items()} | {
+        END_TOKENS[0]: NUM_BYTES
+    }
 
 
 def make_numbers(vocab_size: int) -> Tokenizer:
@@ -71,7 +157,7 @@ def make_numbers(vocab_size: int) -> Tokenizer:
         '3 14 15'
     """
 
-    def encode_batch(texts: Sequence[str]) -> list[np.ndarray]:
+    def encode_texts(texts: Sequence[str], special_tokens: bool) -> list[np.ndarray]:
         try:
             return [np.array(text.split(), np.int32) for text in texts]
         except ValueError as error:
@@ -82,26 +168,59 @@ def make_numbers(vocab_size: int) -> Tokenizer:
     def decode(ids: Any) -> str:
         return " ".join(map(str, np.asarray(ids).tolist()))
 
-    return Tokenizer("numbers", vocab_size, vocab_size - 1, encode_batch, decode)
+    record = TokenizerRecord("numbers", "", vocab_size, None, (vocab_size - 1,))
+    return Tokenizer(record, encode_texts, decode)
 
 
-def load_tokenizer(path: str | pathlib.Path) -> Tokenizer:
-    """Reads a `tokenizer.json` of the `tokenizers` library.
+def load_tokenizer(
+    path: str | pathlib.Path, record: TokenizerRecord | None = None
+) -> Tokenizer:
+    """Reads a `tokenizer.json` of the `tokenizers` library, and the files beside it.
 
-    Control tokens are never produced by text, even if it spells one.
+    Args:
+        path: The file.
+        record: Its record, where one was written; by default one is made of the files.
 
     Raises:
-        DataError: The file is missing or unreadable, or has no end-of-document token.
+        DataError: A file is unreadable, or the `tokenizer.json` is missing.
     """
     path = local_path("tokenizer", path, DataError)
+    library = load_library(path)
+    if record is None:
+        vocabulary = library.get_vocab()
+        place = pathlib.Path(path)
+        record = make_record(place, path, vocabulary, _prefix_of(library))
+    return _wrap_library(library, record)
+
+
+def load_library(path: str | pathlib.Path) -> Any:
+    """Reads a `tokenizer.json` as an object of the `tokenizers` library.
+
+    Raises:
+        DataError: The file is missing or unreadable.
+    """
     check_installed("tokenizers")
     import tokenizers
 
     content = read_file(pathlib.Path(path))
     problem, remedy = "is not a file of the tokenizers library", "give a tokenizer.json"
-    with data_errors(path, problem, remedy):
+    with data_errors(str(path), problem, remedy):
         library = tokenizers.Tokenizer.from_buffer(content)
-    return _wrap_library(library, path)
+    library.no_truncation()
+    library.no_padding()
+    return library
+
+
+def _prefix_of(library: Any) -> list[int]:
+    """Finds the ids that the post-processor writes before a text."""
+    try:
+        alone = library.encode("a", add_special_tokens=False).ids
+        whole = library.encode("a").ids
+    except Exception:  # a vocabulary without this letter and without unknown tokens
+        return []
+    starts = range(len(whole) - len(alone) + 1)
+    found = (n for n in starts if whole[n : n + len(alone)] == alone)
+    return whole[: next(found, 0)]
 
 
 def read_file(path: pathlib.Path) -> bytes:
@@ -161,23 +280,12 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Any:
     return library
 
 
-def _wrap_library(library: Any, name: str) -> Tokenizer:
-    vocabulary = library.get_vocab()
-    ends = [token for token in END_TOKENS if token in vocabulary]
-    if not ends:
-        raise DataError(
-            Problem(
-                "tokenizer",
-                name,
-                "has no token that ends a document",
-                f"add one of {', '.join(END_TOKENS)}",
-            )
-        )
-    library.encode_special_tokens = True
-    library.no_truncation()
-    library.no_padding()
+def _wrap_library(library: Any, record: TokenizerRecord) -> Tokenizer:
+    """Wraps an object of the `tokenizers` library."""
+    name = record.name
 
-    def encode_batch(texts: Sequence[str]) -> list[np.ndarray]:
+    def encode_texts(texts: Sequence[str], special_tokens: bool) -> list[np.ndarray]:
+        library.encode_special_tokens = not special_tokens
         with data_errors(name, "cannot encode a text", "give one that can"):
             encodings = library.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
@@ -186,12 +294,6 @@ def _wrap_library(library: Any, name: str) -> Tokenizer:
         with data_errors(name, "cannot decode tokens", "give one that can"):
             return library.decode(np.asarray(ids).tolist())
 
-    end_id = vocabulary[ends[0]]
-    vocab_size = max(vocabulary.values()) + 1
-    if vocab_size > MAX_VOCAB:
-        problem, remedy = (
-            f"has token id {vocab_size - 1}",
-            f"use ids below {MAX_VOCAB}",
-        )
-        raise DataError(Problem("tokenizer", name, problem, remedy))
-    return Tokenizer(name, vocab_size, end_id, encode_batch, decode)
+    added = library.get_added_tokens_decoder().values()
+    special = tuple(token.content for token in added if token.special)
+    return Tokenizer(record, encode_texts, decode, special)

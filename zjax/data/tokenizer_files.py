@@ -1,0 +1,240 @@
+"""The files of a tokenizer, as Hugging Face checkpoints have them.
+
+Folders of prepared tokens, runs and exports hold the same files.
+"""
+
+import json
+import pathlib
+import shutil
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from absl import logging
+
+from zjax.data.tokenizer_record import (
+    MAX_VOCAB,
+    TokenizerRecord,
+    digest_of,
+    digest_vocabulary,
+    is_id,
+)
+from zjax.errors import DataError, Problem
+from zjax.reading import parse_json, read_text
+
+TOKENIZER_NAME, CONFIG_NAME = "tokenizer.json", "tokenizer_config.json"
+TEMPLATE_NAME, GENERATION_NAME = "chat_template.jinja", "generation_config.json"
+SPECIAL_NAME, MODEL_NAME = "special_tokens_map.json", "config.json"
+DEFAULT, TOOLS = "default", "tool_use"
+"""Names of chat templates where a checkpoint has several."""
+END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "<|eos|>", "<eos>", "</s>")
+"""Names of the end-of-document token, first match wins, for a tokenizer without a
+config that names one."""
+FILES = (
+    *(TOKENIZER_NAME, CONFIG_NAME, SPECIAL_NAME, TEMPLATE_NAME, GENERATION_NAME),
+    *("added_tokens.json", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model"),
+)
+"""Files that belong to a tokenizer, where they exist."""
+MAX_FILE_BYTES = 1 << 29
+"""Largest of the files."""
+_MAX_CONFIG_BYTES = 1 << 26
+"""Largest JSON file beside a `tokenizer.json`, which may hold chat templates."""
+_REMEDY = "correct it, or give the tokenizer files of a checkpoint"
+
+
+def make_record(
+    path: pathlib.Path, name: str, vocabulary: Mapping[str, int], prefix: Sequence[int]
+) -> TokenizerRecord:
+    """Makes the record of a `tokenizer.json` from the files beside it.
+
+    The first end id is the `eos_token` of `tokenizer_config.json`. The ids of
+    `generation_config.json` follow, or of `config.json` where there is none.
+    `add_bos_token` decides whether texts begin with BOS, and the post-processor where a
+    config does not say.
+
+    Args:
+        path: The `tokenizer.json`.
+        name: Name for the record and for messages.
+        vocabulary: Ids by token, added tokens among them.
+        prefix: Ids that the post-processor writes before a text.
+
+    Raises:
+        DataError: A file cannot be read, or names a token that the vocabulary lacks.
+    """
+    files = TokenizerFiles(path)
+    ends = [*files.end_tokens(vocabulary), *files.generation_end_ids()]
+    if not ends:
+        ends = [vocabulary[token] for token in END_TOKENS if token in vocabulary][:1]
+    vocab_size = max(vocabulary.values(), default=0) + 1
+    if vocab_size > MAX_VOCAB:
+        problem = f"has token id {vocab_size - 1}"
+        raise DataError(
+            Problem("tokenizer", name, problem, f"use ids below {MAX_VOCAB}")
+        )
+    if beyond := [each for each in ends if each >= vocab_size]:
+        text = "tokenizer=%r: end ids %s of %s are beyond its vocabulary of %s"
+        logging.warning(text, name, beyond, GENERATION_NAME, f"{vocab_size:,}")
+    templates = files.templates()
+    return TokenizerRecord(
+        name,
+        digest_vocabulary(vocabulary),
+        vocab_size,
+        files.bos_id(vocabulary, prefix),
+        tuple(dict.fromkeys(each for each in ends if each < vocab_size)),
+        digest_of(templates) if templates else "",
+    )
+
+
+class TokenizerFiles:
+    """The JSON files and the chat template beside a `tokenizer.json`.
+
+    Args:
+        path: The `tokenizer.json`. Under another name it has no files beside it.
+
+    Raises:
+        DataError: A file cannot be read, or is not a JSON object.
+    """
+
+    def __init__(self, path: pathlib.Path):
+        self.folder = path.parent
+        self._is_alone = path.name != TOKENIZER_NAME
+        self.config = self._read(SPECIAL_NAME) | self._read(CONFIG_NAME)
+        self._generation = self._read(GENERATION_NAME) or self._read(MODEL_NAME)
+
+    def special_tokens(self) -> dict[str, str]:
+        """Gives the special tokens by key, such as `eos_token`."""
+        return {
+            name: text
+            for name, value in self.config.items()
+            if name.endswith("_token") and isinstance(text := _content_of(value), str)
+        }
+
+    def end_tokens(self, vocabulary: Mapping[str, int]) -> list[int]:
+        """Gives the id of `eos_token`, or none."""
+        token = self.special_tokens().get("eos_token")
+        if token is not None and token not in vocabulary:
+            text = "tokenizer=%r has eos_token=%r, which its vocabulary lacks"
+            logging.warning(text, str(self.folder), token)
+        return [vocabulary[token]] if token in vocabulary else []
+
+    def generation_end_ids(self) -> list[int]:
+        """Gives the ids at which the checkpoint stops to generate."""
+        given = self._generation.get("eos_token_id")
+        ids = given if isinstance(given, list) else [given]
+        if given is not None and not all(is_id(each, MAX_VOCAB) for each in ids):
+            problem = f"has eos_token_id={given!r}, which is no id and no list of ids"
+            raise DataError(self._problem(GENERATION_NAME, problem))
+        return [] if given is None else ids
+
+    def bos_id(
+        self, vocabulary: Mapping[str, int], prefix: Sequence[int]
+    ) -> int | None:
+        """Gives the id with which texts begin, or None."""
+        adds_bos = self.config.get("add_bos_token")
+        if adds_bos is None:
+            if len(prefix) > 1:
+                text = (
+                    "tokenizer=%r begins texts with %d tokens, of which zjax writes one"
+                )
+                logging.warning(text, str(self.folder), len(prefix))
+            return prefix[0] if prefix else None
+        token = self.special_tokens().get("bos_token")
+        if adds_bos and token not in vocabulary:
+            problem = f"has add_bos_token, but the vocabulary lacks bos_token={token!r}"
+            raise DataError(self._problem(CONFIG_NAME, problem))
+        return vocabulary[token] if adds_bos else None
+
+    def templates(self) -> dict[str, str]:
+        """Gives the chat templates by name, `default` first; none without a default.
+
+        A `chat_template.jinja` replaces the templates of `tokenizer_config.json`.
+        """
+        given = self.config.get("chat_template")
+        found: dict[Any, Any] = {DEFAULT: given}
+        if isinstance(given, list):
+            pairs = (each for each in given if isinstance(each, dict))
+            found = {each.get("name"): each.get("template") for each in pairs}
+        path = self.folder / TEMPLATE_NAME
+        if not self._is_alone and path.is_file():
+            try:
+                found = {DEFAULT: read_text(path, _MAX_CONFIG_BYTES)}
+            except (OSError, ValueError) as error:
+                problem = (
+                    f"cannot be read ({getattr(error, 'strerror', None) or error})"
+                )
+                raise DataError(self._problem(TEMPLATE_NAME, problem)) from error
+        named = {x: found[x] for x in (DEFAULT, TOOLS) if isinstance(found.get(x), str)}
+        return named if DEFAULT in named else {}
+
+    def _read(self, name: str) -> dict[str, Any]:
+        """Reads a JSON object; an absent file is an empty one."""
+        path = self.folder / name
+        if self._is_alone or not path.exists():
+            return {}
+        try:
+            content = parse_json(read_text(path, _MAX_CONFIG_BYTES))
+        except (OSError, ValueError) as error:
+            problem = f"cannot be read ({getattr(error, 'strerror', None) or error})"
+            raise DataError(self._problem(name, problem)) from error
+        if not isinstance(content, dict):
+            raise DataError(self._problem(name, "is not a JSON object"))
+        return content
+
+    def _problem(self, name: str, problem: str) -> Problem:
+        """Makes a problem of one of the files."""
+        return Problem("tokenizer", str(self.folder / name), problem, _REMEDY)
+
+
+def _content_of(value: Any) -> Any:
+    """Gives the text of a special token, which may be an object with `content`."""
+    return value.get("content") if isinstance(value, dict) else value
+
+
+def copy_files(path: pathlib.Path, folder: pathlib.Path) -> list[str]:
+    """Copies a `tokenizer.json` and the files of a tokenizer beside it.
+
+    Args:
+        path: The `tokenizer.json`; under another name it is copied alone, as
+            `tokenizer.json`.
+        folder: Directory that gets the files.
+
+    Returns:
+        Names of the files; none if there is no tokenizer.
+
+    Raises:
+        DataError: A file is no regular file, or too large.
+
+    Example:
+        >>> copy_files(pathlib.Path("missing/tokenizer.json"), pathlib.Path("."))
+        []
+    """
+    found = {name: path.parent / name for name in FILES}
+    if path.name != TOKENIZER_NAME:
+        found = {TOKENIZER_NAME: path}
+    found = {name: file for name, file in found.items() if file.exists()}
+    problems = []
+    for file in found.values():
+        problem = "" if file.is_file() else "is not a file"
+        if not problem and file.stat().st_size > MAX_FILE_BYTES:
+            problem = f"has more than {MAX_FILE_BYTES:,} bytes"
+        if problem:
+            problems.append(Problem("tokenizer", str(file), problem, "move it away"))
+    if problems:
+        raise DataError(*problems)
+    for name, file in found.items():
+        shutil.copyfile(file, folder / name)
+    return [*found]
+
+
+def write_files(
+    folder: pathlib.Path, library_text: str, special: Mapping[str, str]
+) -> None:
+    """Writes the files of a tokenizer that zjax made.
+
+    Args:
+        folder: Directory that gets the files.
+        library_text: Content of `tokenizer.json`.
+        special: Special tokens by key, such as `eos_token`.
+    """
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", **special}
+    (folder / TOKENIZER_NAME).write_text(library_text, encoding="utf-8")
+    (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n")
