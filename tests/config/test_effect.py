@@ -86,6 +86,12 @@ EFFECT = [
         id="moments-without-momentum",
     ),
     case(
+        "optimizer.weight_decay=0;optimizer.decay_vectors=True",
+        "optimizer.decay_vectors=True has no effect with optimizer.weight_decay=0.0; "
+        "leave it at False, or set optimizer.weight_decay above 0",
+        id="vectors-without-decay",
+    ),
+    case(
         "model.rope_theta=1",
         "model.rope_theta=1.0 has no effect with model.positions='learned'; "
         "leave it at 10000.0, or set model.positions to 'rotary'",

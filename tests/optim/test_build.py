@@ -121,6 +121,9 @@ def test_decay_is_decoupled_and_spares_vectors(name):
     want = -0.01 * DECAY * 2.0 * largest_ratio
     np.testing.assert_allclose(updates["kernel"], want, rtol=1e-5)
     np.testing.assert_array_equal(updates["scale"], 0.0)
+    tx = build.make_optimizer(constant(name, lr=0.01, decay_vectors=True))
+    updates, _ = tx.update(grads, tx.init(params), params)
+    np.testing.assert_allclose(updates["scale"], want, rtol=1e-5)
 
 
 @pytest.mark.parametrize("ratio", [1e-4, 0.5, 1e4])

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import pytest
 
-from zjax.config.schema import ParamGroup
+from zjax.config.schema import Optimizer, ParamGroup
 from zjax.errors import ConfigError
 from zjax.optim import groups
 
@@ -50,7 +50,7 @@ def test_first_matching_group_wins():
         (
             [ParamGroup(pattern="bias", weight_decay=0.1)],
             "optimizer.groups[0].weight_decay=0.1 decays nothing, as no matrix is in "
-            "the group; leave it at -1.0",
+            "the group; leave it at -1.0, or set optimizer.decay_vectors",
         ),
         (
             [ParamGroup(pattern=".*", learning_rate_scale=0.0)],
@@ -64,14 +64,14 @@ def test_first_matching_group_wins():
             "optimizer.groups[0].pattern='^bias$' matches none of 5 parameters; paths "
             "look like blocks/1/bias, blocks/0/bias, blocks/1/kernel\n"
             "optimizer.groups[1].weight_decay=0.1 decays nothing, as no matrix is in "
-            "the group; leave it at -1.0",
+            "the group; leave it at -1.0, or set optimizer.decay_vectors",
         ),
     ],
     ids=["no match", "shadowed", "nothing to decay", "all frozen", "two at once"],
 )
 def test_groups_without_effect_are_refused(own, message):
     with pytest.raises(ConfigError) as error:
-        groups.check_groups(tuple(own), PARAMS, {})
+        groups.check_groups(Optimizer(groups=tuple(own)), PARAMS, {})
     assert str(error.value) == message
 
 
@@ -80,5 +80,7 @@ def test_groups_with_effect_pass():
         ParamGroup(pattern="blocks/1", weight_decay=0.1, learning_rate_scale=0.5),
         ParamGroup(pattern="head", learning_rate_scale=0.0),
     )
-    groups.check_groups(own, PARAMS, {})
-    groups.check_groups((), PARAMS, {})
+    groups.check_groups(Optimizer(groups=own), PARAMS, {})
+    groups.check_groups(Optimizer(), PARAMS, {})
+    vectors = (ParamGroup(pattern="bias", weight_decay=0.1),)
+    groups.check_groups(Optimizer(groups=vectors, decay_vectors=True), PARAMS, {})

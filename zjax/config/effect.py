@@ -175,6 +175,7 @@ def effect_problems(config: schema.Config, num_devices: int) -> Iterator[Problem
             yield Problem(setting, value, problem, remedy)
     yield from _elasticity(config)
     yield from _moments(config)
+    yield from _vectors(config)
     yield from _reduction(config)
     yield from _patience(config)
     yield from _project(config)
@@ -231,6 +232,16 @@ def _moments(config: schema.Config) -> Iterator[Problem]:
         problem = "has no effect with optimizer.b1=0.0"
         remedy = "leave it at 'float32', or set optimizer.b1 above 0"
         yield Problem("optimizer.moment_dtype", given.moment_dtype, problem, remedy)
+
+
+def _vectors(config: schema.Config) -> Iterator[Problem]:
+    """Yields a problem for vectors that are to decay where nothing does."""
+    given = config.optimizer
+    decays = given.weight_decay, *(group.weight_decay for group in given.groups)
+    if given.decay_vectors and max(decays) <= 0:
+        problem = "has no effect with optimizer.weight_decay=0.0"
+        remedy = "leave it at False, or set optimizer.weight_decay above 0"
+        yield Problem("optimizer.decay_vectors", True, problem, remedy)
 
 
 def _reduction(config: schema.Config) -> Iterator[Problem]:

@@ -178,7 +178,8 @@ class ParamGroup:
     the compute dtype, without gradients or moments; under offload, in pipelines and
     with steps by replica they keep master weights and gradients."""
     weight_decay: float = -1.0
-    """Weight decay of the matrices of this group; -1 takes `optimizer.weight_decay`."""
+    """Weight decay of the matrices of this group, and of its vectors under
+    `optimizer.decay_vectors`; -1 takes `optimizer.weight_decay`."""
 
 
 @section
@@ -281,7 +282,9 @@ class Optimizer:
     """Stored moments, rounded stochastically; `int8` leaves vectors in float32."""
     weight_decay: float = 0.1
     """Decay of matrices, decoupled except under `adam` and `sgd_l2`, which add it to
-    the gradient; vectors are not decayed."""
+    the gradient."""
+    decay_vectors: bool = False
+    """Whether biases, norm scales and other vectors decay as well, as in DeepSpeed."""
     clip_norm: float = derived.OfferedFloat(1.0)
     """Global gradient norm limit; `inf` turns clipping off. A gradient
     transformation that you give is clipped only if this is set."""

@@ -21,7 +21,7 @@ class AdamSteps:
     """Steps in units of the learning rate, within the bounds of Adam's.
 
     Args:
-        b1: Decay of the momentum, 0 or more and less than 1.
+        b1: Decay of the momentum, 0 or more and less than 1; traced where it cycles.
         b2: Decay of the second moments, 0 or more and less than 1.
         eps: Added to the root of the second moments, above 0.
         corrects_bias: Whether moments are divided by their sums of weights, which are
@@ -44,7 +44,7 @@ class AdamSteps:
         Kingma and Ba, Adam (arXiv:1412.6980), section 2.1: the bounds.
     """
 
-    b1: float
+    b1: Any
     b2: float
     eps: float
     corrects_bias: bool = True
@@ -131,8 +131,8 @@ def scale_by_adam(steps: AdamSteps) -> optax.GradientTransformation:
     if steps.corrects_bias:
         return adam
 
-    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        _, state = adam.update(grads, state, params)
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        _, state = adam.update(updates, state, params)
         count = state.count
         return steps.unbounded(state.mu, state.nu, count, count), state
 

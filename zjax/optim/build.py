@@ -1,6 +1,6 @@
 """Builds the optax transformation of a config.
 
-Every rule is a direction, then weight decay of the matrices, then the learning rate.
+Every rule is a direction, then weight decay, then the learning rate.
 Clipping is separate: the training step clips, and reports the norm before clipping.
 """
 
@@ -40,12 +40,12 @@ def make_optimizer(
 ) -> optax.GradientTransformation:
     """Builds the optimizer of `config.optimizer`.
 
-    Weight decay is decoupled (arXiv:1711.05101) and concerns matrices only; that of
-    `adam` and `sgd_l2` is added to the gradient, as torch.optim.SGD does. Muon leaves
-    embeddings, the output matrix and vectors to Adam with Nesterov momentum, whose
-    updates have a similar size (arXiv:2502.16982), so that one learning rate serves
-    both. LAMB clips its trust ratio to 0.01 to 10. Adafactor factors most of its second
-    moments.
+    Weight decay is decoupled (arXiv:1711.05101) and concerns matrices only, unless
+    `decay_vectors` is on; that of `adam` and `sgd_l2` is added to the gradient, as
+    torch.optim.SGD does. Muon leaves embeddings, the output matrix and vectors to Adam
+    with Nesterov momentum, whose updates have a similar size (arXiv:2502.16982), so
+    that one learning rate serves both. LAMB clips its trust ratio to 0.01 to 10.
+    Adafactor factors most of its second moments.
 
     Args:
         config: Config; reads `num_steps`, `optimizer`, `precision.master_dtype` and,
@@ -74,7 +74,7 @@ def make_optimizer(
     names: matrices.Names = {}
     if model is not None:
         params, names = matrices.named_params(model, config.mesh)
-        groups.check_groups(settings.groups, params, names)
+        groups.check_groups(settings, params, names)
         if stores_layers_apart(config, model):
             names = matrices.without_layers(names)
     schedule = make_schedule(config)
@@ -133,6 +133,8 @@ def _make_rule(
     names: matrices.Names,
 ) -> optax.GradientTransformation:
     def decayed(params: Any) -> Any:
+        if settings.decay_vectors:
+            return jax.tree.map(lambda _: True, params)
         return _map_params(matrices.is_matrix, params, names)
 
     def num_stacked(keys: Any) -> int:

@@ -39,7 +39,7 @@ def trained_params(params: Any, groups: Groups) -> Any:
 
 
 def decay_of(group: schema.ParamGroup, default: float) -> float:
-    """Weight decay of a group's matrices: its own, else `optimizer.weight_decay`.
+    """Returns the weight decay of a group, else `optimizer.weight_decay`.
 
     Example:
         >>> decay_of(schema.ParamGroup(), 0.1)
@@ -50,15 +50,20 @@ def decay_of(group: schema.ParamGroup, default: float) -> float:
     return default if group.weight_decay < 0 else group.weight_decay
 
 
-def check_groups(groups: Groups, params: Any, names: Names) -> None:
+def check_groups(settings: schema.Optimizer, params: Any, names: Names) -> None:
     """Refuses groups that have no effect on this model.
+
+    Args:
+        settings: Reads `groups` and `decay_vectors`.
+        params: Parameters of the model, or their shapes.
+        names: Dim names of parameters by path, where known.
 
     Raises:
         ConfigError: A pattern matches no parameter, or only those of earlier groups; a
             decay has no matrix; every parameter is frozen. Reports all problems at
             once.
     """
-    leaves = jax.tree_util.tree_leaves_with_path(params)
+    groups, leaves = settings.groups, jax.tree_util.tree_leaves_with_path(params)
     num_dims = {path_of(keys): len(leaf.shape) for keys, leaf in leaves}
     unassigned = set(num_dims)
     problems = []
@@ -70,17 +75,13 @@ def check_groups(groups: Groups, params: Any, names: Names) -> None:
         if not members:
             problems.append(_no_match(field, group, list(num_dims), len(matching)))
         elif group.weight_decay > 0 and not any(
-            is_matrix(path, num_dims[path], names) for path in members
+            settings.decay_vectors or is_matrix(path, num_dims[path], names)
+            for path in members
         ):
             problem = "decays nothing, as no matrix is in the group"
-            problems.append(
-                Problem(
-                    f"{field}.weight_decay",
-                    group.weight_decay,
-                    problem,
-                    "leave it at -1.0",
-                )
-            )
+            remedy = "leave it at -1.0, or set optimizer.decay_vectors"
+            field, decay = f"{field}.weight_decay", group.weight_decay
+            problems.append(Problem(field, decay, problem, remedy))
     if groups and all(label_of(path, groups) == FROZEN for path in num_dims):
         patterns = tuple(group.pattern for group in groups)
         problem = f"freezes all {len(num_dims)} parameters"

@@ -139,6 +139,7 @@ EXPECTED = [
     {
         "optimizer.name": "onebit_adam",
         "optimizer.freeze_step": 400,
+        "optimizer.bias_correction": False,
         "mesh.replica": -1,
         "num_steps": 2_000,
         "optimizer.warmup": "log",

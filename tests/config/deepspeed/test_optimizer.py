@@ -68,9 +68,10 @@ def test_muon_is_refused_by_the_factor_that_its_steps_have_here():
     (problem,) = converted("Muon", lr=0.02).problems()
     assert str(problem) == (
         "optimizer.type='Muon' has steps of another size: optimizer.name=muon takes "
-        "steps that are 0.2 * sqrt(inputs of the matrix) times as large; give "
-        "optax.contrib.muon to zjax.initialize, or leave the section out and set "
-        "optimizer.name=muon with a rate of its own"
+        "steps that are 0.2 * sqrt(inputs of the matrix) times as large; leave the "
+        "section out and set optimizer.name=muon with a rate of its own, or give "
+        "optax.contrib.muon to zjax.initialize, whose steps have the size of "
+        "DeepSpeed's but are computed in float32, not in half precision"
     )
     ours = make_optimizer(load_config({}, MUON))
     theirs = optax.contrib.muon(0.01)
@@ -82,6 +83,52 @@ def test_muon_is_refused_by_the_factor_that_its_steps_have_here():
             for tx in (ours, theirs)
         )
         np.testing.assert_allclose(got, 0.2 * inputs**0.5 * want, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "corrects"),
+    [
+        ("Adam", {}, True),
+        ("AdamW", {"bias_correction": False}, False),
+        ("Lamb", {"bias_correction": False}, False),
+        ("OneBitAdam", {}, False),
+        ("OneBitLamb", {"bias_correction": True}, False),
+        ("ZeroOneAdam", {"bias_correction": True}, False),
+    ],
+)
+def test_moments_are_corrected_where_deepspeed_corrects_them(kind, params, corrects):
+    found = converted(kind, lr=1e-3, **params)
+    assert not found.problems()
+    assert found.settings["optimizer.bias_correction"] is corrects
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [("SGD", {}), ("Lion", {}), ("AdamW", {"torch_adam": True})],
+)
+def test_other_optimizers_have_no_bias_correction_to_turn_off(kind, more):
+    (problem,) = converted(kind, lr=1e-3, bias_correction=False, **more).problems()
+    assert str(problem) == (
+        f"optimizer.params.bias_correction=False is not a parameter of {kind}; "
+        "leave it out"
+    )
+
+
+@pytest.mark.parametrize(
+    ("decay", "settings"),
+    [
+        (0.1, {"optimizer.weight_decay": 0.1, "optimizer.decay_vectors": True}),
+        ("auto", {"optimizer.decay_vectors": True}),
+        (0.0, {"optimizer.weight_decay": 0.0}),
+    ],
+)
+def test_all_parameters_decay_as_in_deepspeed(decay, settings):
+    found = converted("AdamW", lr=1e-3, weight_decay=decay)
+    assert not found.problems()
+    assert settings == {
+        name: value for name, value in found.settings.items() if "decay" in name
+    }
+    load_config({}, found.settings)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ CASES = json.loads(GOLDEN.read_text())
 """Made by tests/golden/make_deepspeed.py with DeepSpeed 0.19.8."""
 REFUSED = {
     "compression_training",
-    "optimizer.params.bias_correction",
     "optimizer.params.max_coeff",
     "optimizer.params.min_coeff",
     "zero_optimization.zenflow",

@@ -3,7 +3,7 @@
 from typing import Any
 
 from zjax.config.deepspeed import schedulers
-from zjax.config.deepspeed.conversion import Conversion
+from zjax.config.deepspeed.conversion import AUTO, Conversion
 
 PARAMS = "optimizer.params"
 RULES = {
@@ -20,13 +20,16 @@ RULES = {
 GIVE = "give an optax optimizer to zjax.initialize in its place"
 OTHERS = {
     "muon": (
-        "give optax.contrib.muon to zjax.initialize, or leave the section out and set "
-        "optimizer.name=muon with a rate of its own",
+        "leave the section out and set optimizer.name=muon with a rate of its own, or "
+        "give optax.contrib.muon to zjax.initialize, whose steps have the size of "
+        "DeepSpeed's but are computed in float32, not in half precision",
         "has steps of another size: optimizer.name=muon takes steps that are "
         "0.2 * sqrt(inputs of the matrix) times as large",
     )
 }
 """What to do in place of other rules, and why, by the names of DeepSpeed."""
+CORRECTED = ("adamw", "adam", "lamb")
+"""Rules with a setting for the bias correction of moments."""
 ONE_BIT = ("onebit_adam", "zero_one_adam", "onebit_lamb")
 NO_EFFECT = {
     "torch_adam": "XLA compiles the update",
@@ -71,20 +74,12 @@ def _convert_rule(found: Conversion) -> str:
     if name == "sgd" and _decays_with_momentum(found):
         name = "sgd_l2"
     found.skip(f"{PARAMS}.adam_w_mode", f"the rule is {name}")
-    note = (
-        "weight decay of matrices alone" if found.given(_param("weight_decay")) else ""
-    )
-    found.set("optimizer.type", note, optimizer__name=name)
+    found.set("optimizer.type", optimizer__name=name)
     _convert_numbers(found, name)
     for key, why in NO_EFFECT.items():
         found.skip(_param(key), why)
     found.refuse_if_on(_param("amsgrad"), "leave it out")
-    if name in ONE_BIT:
-        found.derive(_param("bias_correction"), "moments are corrected in any case")
-    elif found.take(_param("bias_correction"), True):
-        found.skip(_param("bias_correction"), "moments are corrected")
-    else:
-        found.refuse(_param("bias_correction"), "use true")
+    _convert_bias_correction(found, name)
     if found.given(_param("max_grad_norm")):
         found.refuse(_param("max_grad_norm"), "write it as gradient_clipping")
     if name in ONE_BIT:
@@ -94,6 +89,17 @@ def _convert_rule(found: Conversion) -> str:
     for key in found.inside(PARAMS):
         found.refuse(key, "leave it out", f"is not a parameter of {kind}")
     return name
+
+
+def _convert_bias_correction(found: Conversion, name: str) -> None:
+    """Reads a key of Adam and LAMB, which 1-bit optimizers take and do not use."""
+    key = _param("bias_correction")
+    if name in ONE_BIT:
+        found.take(key, True)
+        why = "1-bit optimizers of DeepSpeed never correct moments"
+        found.set(key, why, default=False, optimizer__bias_correction=False)
+    elif name in CORRECTED and not found.get(_param("torch_adam"), False):
+        found.copy(key, "optimizer__bias_correction", True, tells_default=False)
 
 
 def _decays_with_momentum(found: Conversion) -> bool:
@@ -107,8 +113,7 @@ def _convert_numbers(found: Conversion, name: str) -> None:
     else:
         found.copy(_param("lr"), "optimizer__peak_learning_rate", 1e-3)
     is_torch = name == "adamw" and found.take(_param("torch_adam"), False)
-    decay = TORCH_DECAY if is_torch else 0.0
-    found.copy(_param("weight_decay"), "optimizer__weight_decay", decay)
+    _convert_decay(found, TORCH_DECAY if is_torch else 0.0)
     if name in ("sgd", "sgd_l2"):
         found.copy(_param("momentum"), "optimizer__b1", 0.0)
         return
@@ -119,6 +124,17 @@ def _convert_numbers(found: Conversion, name: str) -> None:
         _convert_betas(found, betas)
     if name != "lion":
         found.copy(_param("eps"), "optimizer__eps", 1e-8)
+
+
+def _convert_decay(found: Conversion, default: float) -> None:
+    """Reads the weight decay, which DeepSpeed applies to all parameters it is given."""
+    key, everywhere = _param("weight_decay"), {"optimizer__decay_vectors": True}
+    decay = found.get(key, default)
+    if decay == AUTO:
+        found.set(key, "as the run has it, also of vectors", **everywhere)
+        return
+    everywhere = everywhere if decay else {}
+    found.set(key, default=decay, optimizer__weight_decay=decay, **everywhere)
 
 
 def _convert_betas(found: Conversion, betas: list[Any]) -> None:
