@@ -1,5 +1,6 @@
 """What a user does not use need not be installed, nor read by `import zjax`."""
 
+import importlib.metadata
 import subprocess
 import sys
 
@@ -85,6 +86,16 @@ def test_a_missing_package_is_named(name, hidden, tmp_path):
     assert str(error.value) == (
         f"package={name!r} is not installed, and {packages.NEEDED_FOR[name]} need it; "
         f"pip install {'orbax-checkpoint' if name == 'orbax' else name}"
+    )
+
+
+def test_an_unsafe_version_is_refused(monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "3.1.5")
+    with pytest.raises(PackageError) as error:
+        packages.check_installed("jinja2")
+    assert str(error.value) == (
+        "package='jinja2' is 3.1.5, and chat templates need 3.1.6 or later; "
+        "pip install 'jinja2>=3.1.6'"
     )
 
 

@@ -3,7 +3,9 @@
 So `import zjax` is fast, and training a user's model needs none of them.
 """
 
+import importlib.metadata
 import importlib.util
+import re
 
 from zjax.errors import PackageError, Problem
 
@@ -22,6 +24,8 @@ NEEDED_FOR = {
 """Features by package."""
 _DISTRIBUTIONS = {"orbax": "orbax-checkpoint"}
 """Names to install, if not the import name."""
+OLDEST = {"jinja2": "3.1.6"}
+"""Oldest versions that are safe: templates break out of the sandboxes of older ones."""
 
 
 def check_installed(name: str) -> None:
@@ -31,12 +35,28 @@ def check_installed(name: str) -> None:
         name: A key of `NEEDED_FOR`.
 
     Raises:
-        PackageError: It is not installed.
+        PackageError: It is not installed, or older than `OLDEST`.
 
     Example:
         >>> check_installed("grain")
     """
+    install = _DISTRIBUTIONS.get(name, name)
     if importlib.util.find_spec(name) is None:
         problem = f"is not installed, and {NEEDED_FOR[name]} need it"
-        remedy = f"pip install {_DISTRIBUTIONS.get(name, name)}"
-        raise PackageError(Problem("package", name, problem, remedy))
+        raise PackageError(Problem("package", name, problem, f"pip install {install}"))
+    if name in OLDEST:
+        found = importlib.metadata.version(install)
+        if _release(found) < _release(OLDEST[name]):
+            problem = f"is {found}, and {NEEDED_FOR[name]} need {OLDEST[name]} or later"
+            remedy = f"pip install '{install}>={OLDEST[name]}'"
+            raise PackageError(Problem("package", name, problem, remedy))
+
+
+def _release(version: str) -> list[int]:
+    """Parses the numbers of a version, without what marks a pre-release.
+
+    Example:
+        >>> _release("3.1.6rc1")
+        [3, 1, 6]
+    """
+    return [int(number) for number in re.findall(r"(?:^|\.)([0-9]+)", version)]

@@ -13,7 +13,15 @@ from pyarrow import parquet
 from tests.support import small_run
 from zjax import data_commands
 from zjax.config.load import load_config
-from zjax.data import chat, conversations, packing, prepare, source, store
+from zjax.data import (
+    chat,
+    conversations,
+    packing,
+    prepare,
+    source,
+    store,
+    template_process,
+)
 from zjax.data.tokenizer import train_bpe
 from zjax.errors import DataError
 
@@ -303,6 +311,25 @@ def test_template_for_tools_is_taken_where_there_are_tools(checkpoint, tmp_path)
     assert [render(talk, 1, True) for talk in talks] == ["plain", "1 tools"]
 
 
+def test_template_that_never_ends_stops_at_its_conversation(monkeypatch, tmp_path):
+    """Fails if it is waited for, or the conversations after it have no text."""
+    monkeypatch.setattr(template_process, "MAX_SECONDS", 1)
+    endless = (
+        "{% if messages[0].content == 'a' %}{{ 9 ** (9 ** (8 + messages | length)) }}"
+    )
+    source = {"default": endless + "{% endif %}{{ messages[0].content }}"}
+    talks = [
+        conversations.read_conversation(
+            {"prompt": content, "answer": "x"}, "in.jsonl", "line 1"
+        )
+        for content in "zab"
+    ]
+    templates = chat.Templates("folder", source, {})
+    found = list(templates.render_each(talks, lambda _: [(1, True)]))
+    assert [each.texts for each in found] == [["z"], (), ["b"]]
+    assert found[1].error == "it takes more than 1 s"
+
+
 @pytest.mark.transformers
 @pytest.mark.parametrize("template", [THINKING, CUTTING, TEMPLATE, PLAIN])
 def test_prompts_are_those_of_transformers(template, encode, tmp_path):
@@ -545,6 +572,20 @@ CHOICES += "instruction and output"
             "template, or leave it out",
         ),
         (
+            PLAIN + "{% if messages[0].name %}{{ 'x' * 3000000000 }}{% endif %}",
+            {"messages": [user("a", name="b"), answer("c")]},
+            "has a conversation on which the chat template of FOLDER fails "
+            "(it needs too much memory) in line 2; correct it, or the template, or "
+            "leave it out",
+        ),
+        (
+            PLAIN + "{% if messages[0].name %}{{ 'x' * 4500000 }}{% endif %}",
+            {"messages": [user("a", name="b"), answer("c")]},
+            "has a conversation on which the chat template of FOLDER fails "
+            "(its text has more than 4,194,304 characters) in line 2; correct it, or "
+            "the template, or leave it out",
+        ),
+        (
             TEMPLATE,
             {"messages": [user("a"), answer("\ufdd0")]},
             "has U+FDD0 or U+FDD1, which are no characters, in line 2; leave them out",
@@ -652,7 +693,12 @@ def test_prepare_tells_lengths(prepared, monkeypatch, capsys):
         (
             "tokenizer_config.json",
             json.dumps({"chat_template": "{% if %}"}),
-            "has a chat template that cannot be read (Expected an expression",
+            "has a chat template that cannot be read (TemplateSyntaxError: Expected an",
+        ),
+        (
+            "chat_template.jinja",
+            "{% if x %}" * 3000 + "{% endif %}" * 3000,
+            "has a chat template that cannot be read (RecursionError: maximum",
         ),
         (
             "tokenizer.json",

@@ -1,39 +1,38 @@
 """Conversations as text: the chat template of a tokenizer, and which text is an answer.
 
-A template is a Jinja program in `chat_template.jinja` or `tokenizer_config.json`; it is
-run in a sandbox, with the functions that transformers gives it. The answer of a turn is
-what the conversation up to it has beyond the prompt that asks for it, the same
-conversation before it: its end of turn is part of it. Answers share a text where a
-template only appends turns. One that rewrites earlier turns has a text for each answer.
+A template is a Jinja program in `chat_template.jinja` or `tokenizer_config.json`; it
+runs in a process with limits. The answer of a turn is what the conversation up to it
+has beyond the prompt that asks for it, the same conversation before it: its end of turn
+is part of it. Answers share a text where a template only appends turns. One that
+rewrites earlier turns has a text for each answer.
 """
 
 import dataclasses
-import datetime
-import json
 import pathlib
 import re
-from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 from absl import logging
 
 from zjax.data import tokenizer as text
 from zjax.data.conversations import ANSWERS, Conversation
+from zjax.data.template_process import (
+    Rendered,
+    Request,
+    TemplateError,
+    TemplateProcess,
+)
+from zjax.data.template_worker import CLOSE, OPEN
 from zjax.data.tokenizer_files import DEFAULT, TOKENIZER_NAME, TOOLS, TokenizerFiles
 from zjax.errors import DataError, Problem
 from zjax.packages import check_installed
 
-OPEN, CLOSE = "\ufdd0", "\ufdd1"
-"""What the tag `generation` writes around its body: no characters of any text."""
-
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
 
 Spans = list[tuple[int, int]]
-
-
-class Refusal(Exception):
-    """What a template says of messages that it does not take."""
+Prefix = tuple[int, bool]
+"""Number of messages of a text, and whether the prompt for an answer follows them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,18 +42,37 @@ class Chat:
     Args:
         folder: Where they come from, for messages.
         is_marked: Whether the template marks answers, with the tag `generation`.
-        render: `render(talk, number, asks)` is the text of the first `number` messages,
-            and of the prompt for an answer if `asks`.
+        templates: The compiled templates.
         encode: `encode(text) -> (ids, first character of each token)`.
     """
 
     folder: str
     is_marked: bool
-    render: Callable[[Conversation, int, bool], str]
+    templates: "Templates"
     encode: Callable[[str], tuple[np.ndarray, np.ndarray]]
 
-    def samples_of(self, talk: Conversation) -> list[tuple[np.ndarray, np.ndarray]]:
+    def render(self, talk: Conversation, number: int, asks: bool) -> str:
+        """Renders the first `number` messages, then the prompt for an answer if `asks`.
+
+        Raises:
+            DataError: The template refuses the messages, or fails.
+        """
+        prefixes = [(number, asks)]
+        [rendered] = self.templates.render_each([talk], lambda _: prefixes)
+        return self.templates.texts_of(talk, prefixes, rendered)[number, asks]
+
+    def render_each(self, talks: Iterable[Conversation]) -> Iterator[Rendered]:
+        """Renders what `samples_of` needs of each conversation, in order."""
+        return self.templates.render_each(talks, _prefixes_of)
+
+    def samples_of(
+        self, talk: Conversation, rendered: Rendered
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
         """Encodes a conversation.
+
+        Args:
+            talk: The conversation.
+            rendered: What `render_each` yields for it.
 
         Returns:
             Token ids, int32, and whether each is part of an answer, uint8; several
@@ -74,9 +92,11 @@ class Chat:
             talk.refuse(
                 "has U+FDD0 or U+FDD1, which are no characters,", "leave them out"
             )
+        texts = self.templates.texts_of(talk, _prefixes_of(talk), rendered)
         samples: list[tuple[str, Spans]] = []
         for number in reversed(np.flatnonzero(talk.trained).tolist()):
-            whole, spans = self._answer(talk, number)
+            prompt, whole = texts[number, True], texts[number + 1, False]
+            whole, spans = self._answer(talk, number, prompt, whole)
             for longer, others in samples:
                 if longer.startswith(whole):
                     others += spans
@@ -88,10 +108,10 @@ class Chat:
             talk.refuse("has no token of an answer with a loss", "leave it out")
         return encoded
 
-    def _answer(self, talk: Conversation, number: int) -> tuple[str, Spans]:
-        """The text up to and with the answer, and its characters with a loss."""
-        prompt = self.render(talk, number, True)
-        whole = self.render(talk, number + 1, False)
+    def _answer(
+        self, talk: Conversation, number: int, prompt: str, whole: str
+    ) -> tuple[str, Spans]:
+        """Finds the text up to and with the answer, and its characters with a loss."""
         if self.is_marked:
             (prompt, _), (whole, marks) = _take_marks(prompt), _take_marks(whole)
             shared = _shared_part(prompt, whole)
@@ -198,89 +218,90 @@ def load_chat(folder: str) -> Chat:
         return np.array(encoding.ids, np.int32), np.array(starts, np.int64)
 
     is_marked = any(map(_GENERATION.search, sources.values()))
-    return Chat(
-        folder, is_marked, _make_render(folder, sources, files.special_tokens()), encode
-    )
+    templates = Templates(folder, sources, files.special_tokens())
+    return Chat(folder, is_marked, templates, encode)
 
 
-def _make_render(
-    folder: str, sources: Mapping[str, str], special: Mapping[str, str]
-) -> Callable[[Conversation, int, bool], str]:
-    """Compiles the templates, with the special tokens of the tokenizer's config."""
-    import jinja2
+class Templates:
+    """Compiled templates of a checkpoint, with the special tokens of its tokenizer.
 
-    environment = _environment()
-    try:
-        templates = {
-            name: environment.from_string(source) for name, source in sources.items()
-        }
-    except jinja2.TemplateError as error:
-        problem = f"has a chat template that cannot be read ({error})"
-        raise DataError(_problem(folder, problem)) from error
-    told: set[str] = set()
+    Args:
+        folder: Directory of the checkpoint, for messages.
+        sources: Text of each template by name.
+        special: Special tokens by the names of their variables.
 
-    def render(talk: Conversation, number: int, asks: bool) -> str:
-        name = TOOLS if talk.tools and TOOLS in templates else DEFAULT
-        keys = {key for message in talk.messages for key in message} - told
-        if new := sorted(key for key in keys if key not in sources[name]):
-            told.update(new)
-            shown = ", ".join(new)
-            logging.warning("%s has a chat template that reads no %s", folder, shown)
-        if talk.tools and "tools" not in sources[name]:
-            problem = f"has tools, which the chat template of {folder} does not write,"
-            talk.refuse(problem, "leave them out, or give another template")
-        values = {"tools": talk.tools, "documents": None} | special | {**talk.options}
-        values |= {"messages": talk.messages[:number], "add_generation_prompt": asks}
+    Raises:
+        DataError: A template cannot be compiled.
+    """
+
+    def __init__(
+        self, folder: str, sources: Mapping[str, str], special: Mapping[str, str]
+    ):
+        self._folder, self._sources, self._special = folder, sources, special
+        self._told: set[str] = set()
         try:
-            return templates[name].render(values)
-        except Refusal as error:
-            problem = f"has a conversation that the chat template of {folder} refuses "
-            talk.refuse(f"{problem}({error})", "correct it, or leave it out")
-        except Exception as error:  # of any kind: a template computes what it likes
-            problem = f"has a conversation on which the chat template of {folder} fails"
-            problem += f" ({type(error).__name__}: {error})"
-            talk.refuse(problem, "correct it, or the template, or leave it out")
+            self._process = TemplateProcess(sources)
+        except TemplateError as error:
+            problem = f"has a chat template that cannot be read ({error})"
+            raise DataError(_problem(folder, problem)) from error
 
-    return render
+    def render_each(
+        self,
+        talks: Iterable[Conversation],
+        prefixes_of: Callable[[Conversation], Sequence[Prefix]],
+    ) -> Iterator[Rendered]:
+        """Renders the prefixes of each conversation, in order."""
+        return self._process.render_each(
+            Request(
+                self._name_of(talk),
+                {"tools": talk.tools, "documents": None}
+                | {**self._special, **talk.options},
+                talk.messages,
+                prefixes_of(talk),
+            )
+            for talk in talks
+        )
+
+    def texts_of(
+        self, talk: Conversation, prefixes: Sequence[Prefix], rendered: Rendered
+    ) -> dict[Prefix, str]:
+        """Names the texts of a conversation by their prefixes.
+
+        Raises:
+            DataError: The template does not write its tools, refuses it, or fails.
+        """
+        source = self._sources[self._name_of(talk)]
+        keys = {key for message in talk.messages for key in message} - self._told
+        if new := sorted(key for key in keys if key not in source):
+            self._told.update(new)
+            shown = ", ".join(new)
+            logging.warning(
+                "%s has a chat template that reads no %s", self._folder, shown
+            )
+        if talk.tools and "tools" not in source:
+            problem = "has tools, which the chat template of "
+            problem += f"{self._folder} does not write,"
+            talk.refuse(problem, "leave them out, or give another template")
+        if rendered.refusal is not None:
+            problem = "has a conversation that the chat template of "
+            problem += f"{self._folder} refuses ({rendered.refusal})"
+            talk.refuse(problem, "correct it, or leave it out")
+        if rendered.error is not None:
+            problem = "has a conversation on which the chat template of "
+            problem += f"{self._folder} fails ({rendered.error})"
+            talk.refuse(problem, "correct it, or the template, or leave it out")
+        return dict(zip(prefixes, rendered.texts, strict=True))
+
+    def _name_of(self, talk: Conversation) -> str:
+        return TOOLS if talk.tools and TOOLS in self._sources else DEFAULT
+
+
+def _prefixes_of(talk: Conversation) -> list[Prefix]:
+    """Lists the prompt of each answer with a loss, and the text up to its end."""
+    numbers = np.flatnonzero(talk.trained).tolist()
+    return [pair for n in numbers for pair in ((n, True), (n + 1, False))]
 
 
 def _problem(folder: str, problem: str) -> Problem:
     remedy = "give the directory of a checkpoint with a chat template"
     return Problem("chat", folder, problem, remedy)
-
-
-def _environment() -> Any:
-    """A sandbox with the functions and tags that transformers gives a template."""
-    from jinja2 import ext, nodes, sandbox
-
-    class Generation(ext.Extension):
-        """The tag around an answer, which writes marks around its body."""
-
-        def __init__(self, environment: Any):
-            super().__init__(environment)
-            self.tags = {"generation"}
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            first, last = (
-                nodes.Output([nodes.TemplateData(mark)], lineno=line)
-                for mark in (OPEN, CLOSE)
-            )
-            return [first, *body, last]
-
-    def raise_exception(message: str) -> NoReturn:
-        raise Refusal(message)
-
-    def tojson(value: Any, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=False, **options)
-
-    made = sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[ext.loopcontrols, Generation],
-    )
-    made.filters["tojson"] = tojson
-    made.globals["raise_exception"] = raise_exception
-    made.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    return made

@@ -291,8 +291,8 @@ def _encode(
     if chat is None:
         texts = vocabulary.encode_batch([document.text for document in chunk])
         return ([(ids,)] for ids in texts)
-    talks = (document.talk for document in chunk)
-    return (chat.samples_of(talk) for talk in talks if talk is not None)
+    talks = [document.talk for document in chunk if document.talk is not None]
+    return map(chat.samples_of, talks, chat.render_each(talks))
 
 
 def _check_splits(

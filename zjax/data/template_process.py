@@ -1,0 +1,162 @@
+"""Renders chat templates in a process with limits of memory and processor time.
+
+A template is a program that comes with a checkpoint, from anywhere. Jinja's sandbox
+keeps it from files and attributes, but lets it make any string and loop for ever.
+"""
+
+import contextlib
+import json
+import pickle
+import signal
+import subprocess
+import sys
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from zjax.data import template_worker
+
+MAX_SECONDS = 10
+"""Most processor time for one conversation, all its prefixes together."""
+MAX_BYTES = 1 << 30
+"""Most memory (address space) of the process."""
+MAX_CHARACTERS = 1 << 22
+"""Longest text of one prefix: the tokenizer needs up to 350 bytes for a character."""
+
+BATCH_BYTES = 1 << 22
+"""Size of a message with several conversations."""
+
+
+class Request(NamedTuple):
+    """One conversation, and the prefixes of it to render.
+
+    Args:
+        template: Name of the template.
+        variables: All variables besides the messages.
+        messages: All messages of the conversation.
+        prefixes: Number of messages, and `add_generation_prompt`, of each text.
+    """
+
+    template: str
+    variables: Mapping[str, Any]
+    messages: Sequence[Mapping[str, Any]]
+    prefixes: Sequence[tuple[int, bool]]
+
+
+class Rendered(NamedTuple):
+    """Texts of the prefixes of one conversation, or why there are none.
+
+    Args:
+        texts: One for each prefix; empty after a fault.
+        refusal: What the template says of messages that it does not take.
+        error: Why the template failed.
+    """
+
+    texts: Sequence[str] = ()
+    refusal: str | None = None
+    error: str | None = None
+
+
+class TemplateError(Exception):
+    """A template that cannot be compiled."""
+
+
+class TemplateProcess:
+    """A process with the compiled templates of one checkpoint.
+
+    Args:
+        sources: Text of each template, by name.
+
+    Raises:
+        TemplateError: A template is not valid, or too large for the limits.
+    """
+
+    def __init__(self, sources: Mapping[str, str]):
+        self._sources = dict(sources)
+        self._start()
+
+    def render_each(self, requests: Iterable[Request]) -> Iterator[Rendered]:
+        """Renders conversations in order; reads each answer when it is asked for.
+
+        The process works on later conversations meanwhile. A conversation that it does
+        not survive has an error; a new process renders the others.
+        """
+        for batch in _batches(requests):
+            try:
+                yield from self._render_batch(batch)
+            finally:
+                if batch:  # nobody reads their answers
+                    self._close()
+
+    def _render_batch(self, batch: list[bytes]) -> Iterator[Rendered]:
+        """Sends a batch, and drops each request once its answer has come."""
+        is_sent = False
+        while batch:
+            if not self._close.alive:
+                self._start()
+                is_sent = False
+            if not is_sent:
+                self._send(batch)
+                is_sent = True
+            answer = self._receive()
+            if answer is None:
+                answer = {"error": self._end()}
+            del batch[0]
+            yield Rendered(**answer)
+
+    def _start(self) -> None:
+        # -P: modules beside the program must not hide those of the standard library.
+        program = [sys.executable, "-P", template_worker.__file__]
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(program, stdin=pipe, stdout=pipe)
+        self._close = weakref.finalize(self, _end_process, self._process)
+        self._send((self._sources, (MAX_SECONDS, MAX_BYTES, MAX_CHARACTERS)))
+        answer = self._receive()
+        if answer != {}:
+            reason = self._end() if answer is None else answer["error"]
+            self._close()
+            raise TemplateError(reason)
+
+    def _send(self, message: Any) -> None:
+        """Writes a message; `_receive` finds out whether the process ended."""
+        stdin = self._process.stdin
+        assert stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            pickle.dump(message, stdin)
+            stdin.flush()
+
+    def _receive(self) -> dict[str, Any] | None:
+        """Reads the next answer; None if the process ended."""
+        stdout = self._process.stdout
+        assert stdout is not None
+        start = stdout.read(template_worker.SIZE.size)
+        if len(start) < template_worker.SIZE.size:
+            return None
+        (size,) = template_worker.SIZE.unpack(start)
+        content = stdout.read(size)
+        return json.loads(content) if len(content) == size else None
+
+    def _end(self) -> str:
+        """Ends the process, and says why it ended if it did so before."""
+        status = self._process.wait()
+        self._close()
+        if status == -signal.SIGXCPU:
+            return f"it takes more than {MAX_SECONDS} s"
+        return f"its process ended with status {status}"
+
+
+def _batches(requests: Iterable[Request]) -> Iterator[list[bytes]]:
+    """Pickles requests, and splits them into messages of about `BATCH_BYTES`."""
+    batch: list[bytes] = []
+    for request in requests:
+        batch.append(pickle.dumps(tuple(request)))
+        if sum(map(len, batch)) >= BATCH_BYTES:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+def _end_process(process: subprocess.Popen) -> None:
+    process.kill()
+    process.communicate()  # closes the pipes and waits

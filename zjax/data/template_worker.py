@@ -1,0 +1,143 @@
+"""Program of the process that renders chat templates: `TemplateProcess` starts it.
+
+It imports nothing of zjax, so that it starts fast. It reads pickles from its standard
+input, which a trusted process writes, and answers in JSON, since a template that breaks
+out of the sandbox could write any pickle.
+"""
+
+import contextlib
+import datetime
+import json
+import math
+import pickle
+import resource
+import signal
+import struct
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any, BinaryIO, NoReturn
+
+OPEN, CLOSE = "\ufdd0", "\ufdd1"
+"""What the tag `generation` writes around its body: no characters of any text."""
+SIZE = struct.Struct("<Q")
+"""Bytes of the message that follows."""
+
+
+class Refusal(Exception):
+    """What a template says of messages that it does not take."""
+
+
+def main() -> None:
+    """Compiles the templates of the first message, then renders each request."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
+    requests, answers = sys.stdin.buffer, sys.stdout.buffer
+    sources, (seconds, num_bytes, num_characters) = pickle.load(requests)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with contextlib.suppress(ValueError):  # the process has a lower limit already
+        resource.setrlimit(resource.RLIMIT_AS, (num_bytes, num_bytes))
+    _limit_seconds(seconds)
+    try:
+        environment = _environment()
+        templates = {n: environment.from_string(text) for n, text in sources.items()}
+    except Exception as error:  # also of Python's compiler, for deep nesting
+        _send(answers, {"error": _reason(error)})
+        return
+    _send(answers, {})
+    while True:
+        try:
+            batch = pickle.load(requests)
+        except EOFError:
+            return
+        for request in batch:
+            _limit_seconds(seconds)
+            _send(answers, _render(templates, request, num_characters))
+
+
+def _render(
+    templates: Mapping[str, Any], request: bytes, num_characters: int
+) -> dict[str, Any]:
+    """Renders all prefixes of one conversation, or says why that failed."""
+    texts = []
+    try:
+        name, variables, messages, prefixes = pickle.loads(request)
+        for number, asks in prefixes:
+            given = {"messages": messages[:number], "add_generation_prompt": asks}
+            texts.append(templates[name].render(variables | given))
+            if len(texts[-1]) > num_characters:
+                reason = f"its text has more than {num_characters:,} characters"
+                return {"error": reason}
+    except Refusal as error:
+        return {"refusal": str(error)}
+    except Exception as error:  # of any kind: a template computes what it likes
+        return {"error": _reason(error)}
+    return {"texts": texts}
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, MemoryError):
+        return "it needs too much memory"
+    return f"{type(error).__name__}: {error}"
+
+
+def _send(answers: BinaryIO, answer: dict[str, Any]) -> None:
+    """Writes one answer, at once: the next request may end this process."""
+    try:
+        content = json.dumps(answer).encode()
+    except MemoryError as error:
+        content = json.dumps({"error": _reason(error)}).encode()
+    answers.write(SIZE.pack(len(content)) + content)
+    answers.flush()
+
+
+def _limit_seconds(seconds: float) -> None:
+    """Lets the kernel end this process after so many more seconds of processor time.
+
+    A timer in Python would wait for a long call of C, such as a power of integers.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_CPU)
+    end = math.ceil(time.process_time() + seconds)
+    if most != resource.RLIM_INFINITY:
+        end = min(end, most)
+    resource.setrlimit(resource.RLIMIT_CPU, (end, most))
+
+
+def _environment() -> Any:
+    """A sandbox with the functions and tags that transformers gives a template."""
+    from jinja2 import ext, nodes, sandbox
+
+    class Generation(ext.Extension):
+        """The tag around an answer, which writes marks around its body."""
+
+        def __init__(self, environment: Any):
+            super().__init__(environment)
+            self.tags = {"generation"}
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            first, last = (
+                nodes.Output([nodes.TemplateData(mark)], lineno=line)
+                for mark in (OPEN, CLOSE)
+            )
+            return [first, *body, last]
+
+    def raise_exception(message: str) -> NoReturn:
+        raise Refusal(message)
+
+    def tojson(value: Any, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=False, **options)
+
+    made = sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[ext.loopcontrols, Generation],
+    )
+    made.filters["tojson"] = tojson
+    made.globals["raise_exception"] = raise_exception
+    made.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    return made
+
+
+if __name__ == "__main__":
+    main()
