@@ -32,7 +32,7 @@ def get_contest():
     )
     row = Row(
         "bigger_model",
-        "In 32 GB per device ZeRO-3 trains a larger GPT than stage 0 does.",
+        "ZeRO-3 trains a larger GPT in 32 GB than stage 0 does.",
         (case,),
         theme="memory",
         headline="Largest GPT in 32 GB: ZeRO-3 over stage 0",

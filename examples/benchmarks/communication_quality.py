@@ -21,7 +21,7 @@ ROWS = {
     "lamb_quality": ("1-bit LAMB learns as well as LAMB.", ("onebit_lamb",)),
     "zeropp_quality": ("ZeRO++ learns as well as Adam.", ("zeropp",)),
     "local_steps_quality": (
-        "Replicas that take local steps learn as well as replicas that take none.",
+        "Replicas with local steps learn as well as without.",
         ("diloco", "streaming_diloco", "muloco"),
     ),
 }
@@ -49,7 +49,7 @@ def _case(method):
         ours=(NAME,),
         peer=1.0,
         metric=method,
-        unit="of its loss",
+        unit="times the loss",
         must=MUST,
         name=method,
         peer_name=TWINS[method],

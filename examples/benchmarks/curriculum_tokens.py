@@ -19,7 +19,7 @@ def get_contest():
         ours=(NAME,),
         peer=1.0,
         metric="tokens_over_shuffled",
-        unit="of it",
+        unit="times the tokens",
         must=0.9,
         aim=0.67,
         name="tokens to the loss, with the best metric",
@@ -27,7 +27,7 @@ def get_contest():
     )
     row = Row(
         "curriculum_tokens",
-        "A curriculum takes fewer tokens to the loss that shuffled samples end with.",
+        "A curriculum needs fewer tokens to the same loss.",
         (case,),
         higher_is_better=False,
         notes="seed by seed, both where they first reach the final loss of shuffled "

@@ -47,11 +47,11 @@ def get_contest():
     rows = (
         row(
             "slw_stability",
-            "At 7 times the learning rate a growing context avoids unstable steps.",
+            "At 7 x the learning rate, growing contexts are stabler.",
             "unstable_over_warm",
             5.0,
             None,
-            "times",
+            "times fewer unstable steps",
             "Growing context: unstable steps without it over with it",
             "steps with more than 1.2 times the least loss before; none counts as one; "
             "truncation, whose steps at whole length are as unstable; at 6 times the "
@@ -61,11 +61,11 @@ def get_contest():
         ),
         row(
             "slw_time",
-            "A growing context takes less time to the final loss of plain training.",
+            "A growing context reaches the loss of plain training sooner.",
             "time_over_plain",
             1.3,
             2.0,
-            "times",
+            "times the speed",
             "Growing context: speed to the loss of plain training",
             "truncation to 128 tokens first, doubled four times; a window takes 1.11 "
             f"times the seconds of plain training; {NOTES}",
@@ -86,11 +86,11 @@ def get_contest():
         ),
         row(
             "data_efficiency",
-            "Short contexts, easy samples and fewer tokens reach a loss sooner.",
+            "Short contexts, easy samples, dropped tokens train faster.",
             "composed_over_plain",
             1.5,
             2.0,
-            "times",
+            "times the speed",
             "Short contexts, easy samples, fewer tokens: speed to a loss",
             "rarity of the vocabulary; layers on half of the tokens from 45 % to 70 % "
             f"of the steps; truncation alone is faster; {NOTES}",

@@ -63,10 +63,10 @@ def get_contest():
     )
     row = Row(
         "largest_model_1gpu",
-        "One device with its host and a disk trains a larger GPT than it does alone.",
+        "Host and disk let one device train a larger GPT.",
         (case,),
         theme="offload",
-        headline="Largest GPT on one device: with host and disk, over without",
+        headline="Largest GPT on one device: host and disk, over without",
         notes="three steps each way; `used_bytes` of the record is what the offloaded "
         "one takes of the device, the host and the disk",
         by_devices=False,

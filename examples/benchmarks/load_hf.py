@@ -10,8 +10,8 @@ from zjax.bench import Case, Contest, Row
 
 NAME = "zjax"
 CASES = {
-    "seconds": ("seconds_over_plain_read", 2.0, 1.2, "of a plain read"),
-    "host memory": ("host_over_largest_shard", 3.0, 1.5, "of the largest file"),
+    "seconds": ("seconds_over_plain_read", 2.0, 1.2, "times a plain read"),
+    "host memory": ("host_over_largest_shard", 3.0, 1.5, "times the largest file"),
 }
 
 
@@ -26,15 +26,15 @@ def get_contest():
             must=must,
             aim=aim,
             name=name,
-            peer_name=unit.removeprefix("of "),
+            peer_name=unit.removeprefix("times "),
         )
         for name, (metric, must, aim, unit) in CASES.items()
     )
     row = Row(
         "load_hf",
-        "A checkpoint of 8B parameters loads about as fast as its files are read.",
+        "An 8B checkpoint loads about as fast as it is read.",
         cases,
-        headline="Llama 8B from Hugging Face: seconds and host memory",
+        headline="Llama 8B from Hugging Face: time and memory",
         higher_is_better=False,
         notes="16 GB of bfloat16 in files of 5 GB, read from disk; compilation "
         "included; memory without the pages of files",

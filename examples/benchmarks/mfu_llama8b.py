@@ -31,7 +31,7 @@ def get_contest():
             ours=tuple(TRIALS),
             peer=bar,
             metric=share,
-            unit=f"of {PEAK}",
+            unit=f"times {PEAK}",
             must=1.0,
             name=f"{count}, {PEAK}",
             peer_name="stated bar",
@@ -53,9 +53,9 @@ def get_contest():
 
     row = Row(
         "mfu_llama8b",
-        "Llama 8B shape: a device reaches the stated share of its peak.",
+        "Llama 8B shape: a device reaches the stated share of peak.",
         (*of_peak, *of_product),
-        headline="Llama 8B: share of the peak over the stated bar",
+        headline="Llama 8B: share of the peak over the bar",
         notes="N is without the input table, which is looked up",
         by_devices=False,
     )

@@ -42,9 +42,9 @@ def contest_without_bound():
         )
     row = Row(
         "moe_layer",
-        "A layer of experts with its gradients is faster than torch's best.",
+        "A mixture layer with gradients is faster than torch's.",
         tuple(compared),
-        headline="Mixture of experts, one layer with gradients: over torch's best",
+        headline="Mixture layer with gradients: over torch",
         notes="FLOPs of the experts' products alone are counted",
         by_devices=False,
     )
@@ -99,9 +99,9 @@ def contest_with_capacity():
     )
     row = Row(
         "moe_layer_vs_deepspeed",
-        "A layer of experts with its gradients is faster than DeepSpeed's.",
+        "A mixture layer with gradients is faster than DeepSpeed's.",
         compared,
-        headline="Mixture of experts, one layer with gradients: over DeepSpeed",
+        headline="Mixture layer with gradients: over DeepSpeed",
         notes="both drop the tokens beyond an even load",
         by_devices=False,
     )

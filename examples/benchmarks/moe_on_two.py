@@ -67,15 +67,14 @@ def get_contest():
     rows = (
         Row(
             "moe_ep2",
-            "Experts split over two devices: each is as fast as one alone with as much "
-            "work.",
+            "Experts over two devices: each as fast as one alone.",
             compare_speed((BOTH,), (ALONE,), 0.8, 0.92),
             notes="ours on two devices over ours on one; 8 x 4096 tokens per device",
             by_devices=False,
         ),
         Row(
             "moe_13b_on_two",
-            "A mixture of 13.15B parameters trains on two devices of 80 GB.",
+            "A mixture of 13.15B parameters trains on 2 x 80 GB.",
             (
                 Case(
                     ours=(LARGE,),
@@ -94,7 +93,7 @@ def get_contest():
         ),
         Row(
             "moe_vs_dense",
-            "A mixture trains faster than the dense GPT of 6.7B whose loss it reaches.",
+            "A mixture trains faster than a dense GPT of equal loss.",
             compare_speed((EXPERTS,), (DENSE,), 3.5, 5.0),
             headline="GPT 1.3B with 64 experts on two devices: over GPT 6.7B",
             notes="ours over ours; sequences of 2048 tokens; optimizer state that does "

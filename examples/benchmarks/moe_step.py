@@ -84,7 +84,7 @@ def _share_of_peak():
             ours=(name,),
             peer=must,
             metric="mfu",
-            unit="of 989.4 TFLOP/s",
+            unit="times 989.4 TFLOP/s",
             must=1.0,
             aim=aim / must,
             name=name,
@@ -94,7 +94,7 @@ def _share_of_peak():
     )
     return Row(
         "moe_mfu",
-        "Mixtures of experts: a device reaches the stated share of its peak.",
+        "Mixtures: a device reaches the stated share of its peak.",
         cases,
         notes="with so few layers the head has half of the FLOPs of Qwen3's shape, and "
         "a tenth of those of Mixtral's",
@@ -105,12 +105,12 @@ def _share_of_peak():
 def _against_peers():
     return Row(
         "moe_step_vs_peers",
-        "Whole steps of mixtures of experts are faster than those of peers.",
+        "Whole steps of mixtures are faster than those of peers.",
         (
             *compare_speed((QWEN3,), tuple(TRANSFORMERS), 1.5, 2.5, name=QWEN3),
             *compare_speed((OURS,), (DEEPSPEED,), 2.0, 4.0, name="DeepSpeed's GPT"),
         ),
-        headline="Mixtures of experts, whole steps: over transformers, over DeepSpeed",
+        headline="Mixtures, whole steps: over peers",
         notes="8 x 4096 and 8 x 2048 tokens per step; ours has int8 moments beside "
         "float32 weights, the peers have weights and moments in bfloat16",
         by_devices=False,

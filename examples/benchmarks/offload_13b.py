@@ -94,7 +94,7 @@ def get_contest():
         metric="bytes_beyond_inputs",
         unit="bytes",
         must=1.0,
-        name="40 layers against 10, without inputs of blocks",
+        name="40 layers over 10, without block inputs",
     )
     rows = (
         Row(
@@ -106,7 +106,7 @@ def get_contest():
         ),
         Row(
             "infinity_params",
-            "Blocks on the host: the device holds few of them, whatever the depth.",
+            "Blocks on the host: the device holds few, at any depth.",
             (least, depth),
             theme="offload",
             higher_is_better=False,

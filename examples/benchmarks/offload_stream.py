@@ -56,14 +56,14 @@ def get_contest():
     rows = (
         Row(
             "offload_overlap",
-            "A step streams state both ways as fast as the link carries large arrays.",
+            "State streams both ways as fast as the link can.",
             (overlap,),
             theme="offload",
             by_devices=False,
         ),
         Row(
             "offload_scaling",
-            "Several devices stream as fast, each, as one alone.",
+            "Each of several devices streams as fast as one.",
             (scaling,),
             theme="offload",
         ),

@@ -47,7 +47,7 @@ def get_contest():
     )
     row = Row(
         "onebit_volume",
-        "1-bit Adam sends a sixteenth of the bytes of Adam in bfloat16.",
+        "1-bit Adam sends 1/16 of the bytes of bfloat16 Adam.",
         compared,
         theme="parallelism",
         notes="bytes that cross replicas, counted in the compiled programs",

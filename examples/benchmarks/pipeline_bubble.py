@@ -41,7 +41,7 @@ def get_contest():
         "1F1B takes no longer than its schedule allows.",
         tuple(cases),
         theme="parallelism",
-        headline="Pipeline 1F1B: step time over what its schedule allows",
+        headline="Pipeline 1F1B: time over its schedule",
         higher_is_better=False,
         notes="the peer is one of the P stages on a device by itself, with its share "
         "of the layers and of the vocabulary; it takes P - 1 microbatches more, which "

@@ -15,12 +15,12 @@ def get_contest():
     command = ("{python}", "examples/benchmarks/moe_quality.py")
     ours = Contestant(NAME, command, "zjax", JAX_MEMORY | ONE_DEVICE, 900)
 
-    def case(metric, must, name, peer_name):
+    def case(metric, must, name, peer_name, unit="times the loss"):
         return Case(
             ours=(NAME,),
             peer=1.0,
             metric=metric,
-            unit="of it",
+            unit=unit,
             must=must,
             name=name,
             peer_name=peer_name,
@@ -28,20 +28,25 @@ def get_contest():
 
     row = Row(
         "pr_moe_quality",
-        "A PR-MoE of half the parameters learns as well as a MoE, and a smaller "
-        "student learns more from it than alone.",
+        "A PR-MoE learns as well as a MoE, and teaches a student.",
         (
             case(
                 "pr_moe_over_moe",
                 1.01,
-                "validation loss of PR-MoE (16, 16 and 32 experts, residual branches)",
+                "loss of PR-MoE (16, 16, 32 experts)",
                 "MoE of 3 x 64 experts",
             ),
-            case("parameter_share", 0.5, "parameters of PR-MoE", "MoE"),
+            case(
+                "parameter_share",
+                0.5,
+                "parameters of PR-MoE",
+                "MoE",
+                "times the parameters",
+            ),
             case(
                 "distilled_over_alone",
                 1.0,
-                "validation loss of a student of 4 layers with a teacher",
+                "loss of a 4-layer student with a teacher",
                 "without",
             ),
         ),

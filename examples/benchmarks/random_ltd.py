@@ -65,7 +65,7 @@ def _steps():
     )
     return Row(
         "random_ltd_step",
-        "Steps whose middle layers drop tokens take less time than whole steps.",
+        "Steps that drop tokens take less time than full steps.",
         cases,
         higher_is_better=False,
         notes=SCHEDULE,
@@ -76,7 +76,7 @@ def _steps():
 def _layer_drop():
     return Row(
         "pld_step",
-        "Steps that drop layers take less time than whole steps.",
+        "Steps that drop layers take less time than full steps.",
         (_over_all(OURS, "layer_drop", 0.85, 0.76),),
         higher_is_better=False,
         notes="theta of 0.5, with which 74 % of the layers run",
@@ -89,13 +89,13 @@ def _against_deepspeed():
         ours=(OURS,),
         peer=tuple(COMPILED),
         metric="layerwise_speed",
-        unit="steps in the time of a whole one",
+        unit="times the steps/s",
         must=1.1,
         aim=1.3,
     )
     return Row(
         "random_ltd_vs_deepspeed",
-        "Dropped tokens save a larger share of a step than with DeepSpeed.",
+        "Dropped tokens save more of a step than in DeepSpeed.",
         (case,),
         headline="Random-LTD: what it saves of a step, over DeepSpeed's",
         notes=f"each over its own step of all tokens; {SCHEDULE}",
@@ -107,7 +107,7 @@ def _quality():
     cases = tuple(_over_all(QUALITY, form, 1.01, 1.0) for form in STEP)
     return Row(
         "random_ltd_quality",
-        "Layers that drop tokens learn as well as layers that see all.",
+        "Layers that drop tokens learn as well as full layers.",
         cases,
         higher_is_better=False,
         notes="validation losses at equal steps, seed by seed; 30M parameters, 5,000 "
@@ -122,7 +122,7 @@ def _over_all(ours, form, must, aim):
         ours=(ours,),
         peer=1.0,
         metric=form,
-        unit="of all tokens" if form in STEP else "of all layers",
+        unit="times the loss" if ours == QUALITY else "times a full step",
         must=must,
         aim=aim,
         name=form,

@@ -47,7 +47,7 @@ def _rates():
     )
     yield _row(
         "zeropp_slow_link",
-        "ZeRO++ is faster than ZeRO-3 where the link between nodes is slow.",
+        "ZeRO++ is faster than ZeRO-3 where links are slow.",
         (_case(ZERO_PP, (ZERO3,), "steps_per_second", "steps/s", 2.0, 3.5),),
         "2 nodes of 2 processes",
     )
@@ -62,14 +62,14 @@ def _times():
     ]
     yield _row(
         "time_to_loss_slow_link",
-        "Methods that communicate less reach Adam's final loss sooner.",
+        "Methods that send less reach Adam's final loss sooner.",
         tuple(cases),
         "4 processes; held-out loss within 0.5 % of that of Adam in float32",
         headline="Slow link: time to Adam's final loss",
     )
     yield _row(
         "onebit_vs_deepspeed",
-        "1-bit Adam reaches Adam's loss sooner than torch with compressed gradients.",
+        "1-bit Adam: a loss sooner than torch's compressed gradients.",
         (_case(ONE_BIT, PEERS, "runs_per_hour", "runs/hour", 1.0, 1.3),),
         "4 processes; the 1-bit Adam of DeepSpeed 0.19.6, its last, does not run on "
         "CPUs: two of its back ends need CuPy, and the third an operator that only "

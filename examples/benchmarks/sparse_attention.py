@@ -62,18 +62,20 @@ def against_flex():
         ("sparse_fwd_vs_flex", "forward", 2.0, 3.0),
         ("sparse_fwdbwd_vs_flex", "both", 1.8, 2.5),
     ):
-        claim = f"Sparse attention is faster than FlexAttention ({which} pass)."
-        if which == "both":
-            claim = "Sparse attention is faster than FlexAttention, with gradients."
-        for peers, suffix in ((FLEX, ""), ((MASK,), "_mask")):
+        passes = {"forward": "Forward pass", "both": "Both passes"}[which]
+        for peers, suffix, given in (
+            (FLEX, "", ""),
+            ((MASK,), "_mask", " with a mask"),
+        ):
             found = [compare(each, which, peers, must, aim) for each in cases.TUNED]
+            claim = f"{passes}: faster than FlexAttention{given}."
             yield row(f"{name}{suffix}", claim, found)
 
 
 def against_dense():
     for which, must, aim in (("forward", 0.97, 1.05), ("backward", 0.85, 1.0)):
         found = compare(cases.BOTH_WAYS, which, CUDNN, must, aim, unit="TFLOP/s")
-        claim = f"Where all blocks live, the {which} pass is that of cuDNN."
+        claim = f"With all blocks live, {which} is as fast as cuDNN."
         short = {"forward": "fwd", "backward": "bwd"}[which]
         yield row(f"sparse_dense_{short}", claim, [found])
     for length, must, aim in ((2**14, 6, 8), (2**16, 25, 35), (2**17, 45, 65)):
@@ -99,7 +101,7 @@ def roofline():
             for layout in cases.CAUSAL
             for length in (2**14, 2**16)
         ]
-        claim = f"Live pairs cost what pairs of dense attention cost ({which} pass)."
+        claim = f"Pairs cost what they cost in dense attention: {which}."
         short = {"forward": "fwd", "backward": "bwd"}[which]
         yield row(f"sparse_roofline_{short}", claim, found)
 
@@ -110,7 +112,7 @@ def others():
         compare(sliding, which, CUDNN[:1], 1.0, 1.2, name=f"{sliding.name}, {which}")
         for which in cases.PASSES
     ]
-    claim = "A window of 1024 tokens is as fast as cuDNN's, 64 heads over 8."
+    claim = "Windows of 1024, 64 heads over 8: as fast as cuDNN's."
     yield row("sparse_swa", claim, found)
     name = cases.SMALL.name
     found = [
@@ -121,7 +123,7 @@ def others():
     ]
     yield row(
         "sparse_block16",
-        "Blocks of 16 cost at most twice their share of dense attention.",
+        "Blocks of 16 cost at most 2 x their share of dense.",
         found,
         higher_is_better=False,
         notes="the peer's time is that of dense attention times the density",

@@ -67,7 +67,7 @@ def get_contest():
     ]
     row = Row(
         "sparse_model",
-        "BERT-base trains faster, and on longer texts, with Longformer's blocks.",
+        "BERT-base: sparse blocks train faster and on longer texts.",
         (*steps, *sequences),
         theme="sparse_attention",
         headline="BERT-base on long texts: sparse over dense",

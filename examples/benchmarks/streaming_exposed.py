@@ -35,14 +35,14 @@ def get_contest():
         ours=(OURS.name,),
         peer=1.0,
         metric="exposed_share",
-        unit="of a step",
+        unit="times a step",
         must=0.05,
         aim=0.02,
         peer_name="the mean step",
     )
     row = Row(
         "streaming_exposed",
-        "Exchanges of fragments hardly lengthen the steps of Streaming DiLoCo.",
+        "Streaming DiLoCo: exchanges hardly lengthen its steps.",
         (case,),
         theme="parallelism",
         higher_is_better=False,

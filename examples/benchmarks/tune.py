@@ -36,7 +36,7 @@ def get_contest():
     rows = (
         Row(
             "tune",
-            "GPT 1.5B: `zjax tune` finds settings as fast as those found by hand.",
+            "GPT 1.5B: settings of `zjax tune` are as fast as by hand.",
             compare_speed((TUNED,), (HAND,), 0.98, 1.0),
             headline="GPT 1.5B: tuned over by hand",
             notes="by hand: a microbatch of 16 and elementwise recomputation, the "

@@ -18,7 +18,7 @@ from zjax.bench.result import (
     verdict,
     write_result,
 )
-from zjax.bench.table import PAGES, table_rows, update_table
+from zjax.bench.table import PAGES, describe_details, table_rows, update_table
 from zjax.bench.themes import THEMES
 from zjax.errors import BenchError
 
@@ -164,11 +164,40 @@ def test_a_ratio_is_judged_by_its_own_bar(must, aim, higher_is_better, meaning):
     assert verdict(case, higher_is_better) == meaning
 
 
-def test_rows_of_older_revisions_say_so():
-    old = dataclasses.replace(RESULT, outdated="before it was faster")
-    (line,) = table_rows(old, "r/a.json")
-    where = "8 x toy, 2026-01-31; **older revision**: before it was faster"
-    assert line.split(" | ")[-3] == where
+def test_a_result_is_one_line_and_its_details_are_folded():
+    """Fails if notes widen the table, or if an older revision is not marked in it."""
+    old = dataclasses.replace(
+        RESULT, id="a_x8", outdated="before it was faster", notes="as <before>"
+    )
+    line = "| [It is faster (8 devices)](#a_x8) | 30 tokens/s | 20 tokens/s | **1.5** "
+    assert table_rows(old) == [f"{line}| no bar, older |"]
+    assert describe_details(old, "r/a.json").splitlines() == [
+        "<details markdown>",
+        "<summary>It is faster (8 devices)</summary>",
+        "",
+        '<a id="a_x8"></a>',
+        "",
+        "- ours: 30 [29 to 31, n=5] tokens/s; peer: 20 [19 to 21, n=5] tokens/s",
+        "- Measured on 8 x toy, 2026-01-31.",
+        "- **Older revision**: before it was faster.",
+        "- Notes: as <before>.",
+        "- `zjax bench` ([its file](r/a.json))",
+        "",
+        "</details>",
+    ]
+
+
+def test_several_comparisons_stand_below_their_claim():
+    """Fails if a missed bar is not bold, or a bar is not told."""
+    several = result(("first", OURS, PEER, 2.0, 3.0), ("second", OURS, PEER))
+    assert table_rows(several) == [
+        "| **[It is faster](#speed_1p5b)** |  |  |  |  |",
+        "| &emsp;first | 30 tokens/s | 20 tokens/s | **1.5** | **missed by 25 %** |",
+        "| &emsp;second | 30 tokens/s | 20 tokens/s | **1.5** | no bar |",
+    ]
+    details = describe_details(several, "r/a.json")
+    assert "- first: ours: 30 [29 to 31, n=5] tokens/s; " in details
+    assert "; bar: at least 2, aim 3\n" in details
 
 
 def test_rows_are_sorted_by_id_and_devices(tmp_path):
@@ -180,10 +209,10 @@ def test_rows_are_sorted_by_id_and_devices(tmp_path):
     write_result(dataclasses.replace(RESULT, id="a"), tmp_path / "r")
     update_table(table, tmp_path / "r")
     page = (tmp_path / PAGES / "speed.md").read_text()
-    lines = [line for line in page.splitlines() if line.startswith("| [")]
-    files = [line.partition("](../../r/")[2].partition(".json)")[0] for line in lines]
-    ids = ["a", "speed_1p5b_x2", "speed_1p5b_x8", "speed_1p5b_x16"]
-    assert files == ids
+    ids = re.findall(r"^\| .*\(#(\w+)\)", page, re.M)
+    assert ids == ["a", "speed_1p5b_x2", "speed_1p5b_x8", "speed_1p5b_x16"]
+    links = re.findall(r"\(\.\./\.\./r/(\w+)\.json\)", page)
+    assert links == ids
 
 
 def test_the_published_table_is_that_of_the_published_files(tmp_path):

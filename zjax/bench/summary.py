@@ -1,10 +1,18 @@
 """The summary of all results: counts, headlines, and what missed its bar."""
 
+import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from zjax.bench.cells import format_number, table_head, table_line, with_unit
-from zjax.bench.result import Comparison, Result, Side, verdict
+from zjax.bench.cells import (
+    COLUMNS,
+    NUMBERS,
+    comparison_line,
+    heading_line,
+    table_head,
+    table_line,
+)
+from zjax.bench.result import Comparison, Result, verdict
 from zjax.bench.themes import THEMES
 
 _COUNTS = (
@@ -16,17 +24,6 @@ _COUNTS = (
     "no bar",
     "older revision",
 )
-_HEADLINES = (
-    "theme",
-    "claim",
-    "ours",
-    "peer",
-    "ours / peer",
-    "device",
-    "date",
-    "verdict",
-)
-_OLDER = "older revision"
 
 
 def describe_results(results: Sequence[Result], links: Mapping[str, str]) -> str:
@@ -43,10 +40,10 @@ def describe_results(results: Sequence[Result], links: Mapping[str, str]) -> str
     parts = [
         count_verdicts(results),
         "\n".join(_counts(results, links)),
-        "\n".join(_headlines(results)),
-        *_named("Missed their bar", results, _is_missed),
-        *_named("Behind the peer, within their bar", results, _is_behind),
-        *_named("From an older revision", results, lambda result, _: result.outdated),
+        "\n".join(_headlines(results, links)),
+        *_named("Missed their bar", results, links, _is_missed),
+        *_named("Behind the peer, within their bar", results, links, _is_behind),
+        *_named("From an older revision", results, links, _is_outdated),
     ]
     return "\n\n".join(part for part in parts if part)
 
@@ -73,7 +70,7 @@ def _verdicts(results: Iterable[Result]) -> list[str]:
 
 
 def _counts(results: Sequence[Result], links: Mapping[str, str]) -> list[str]:
-    lines = table_head(_COUNTS)
+    lines = table_head(_COUNTS, _COUNTS[1:])
     for theme, heading in THEMES.items():
         chosen = [result for result in results if result.theme == theme]
         if not chosen:
@@ -91,8 +88,8 @@ def _counts(results: Sequence[Result], links: Mapping[str, str]) -> list[str]:
     return lines
 
 
-def _headlines(results: Iterable[Result]) -> list[str]:
-    """One line per claim with a headline: its newest result and worst case."""
+def _headlines(results: Iterable[Result], links: Mapping[str, str]) -> list[str]:
+    """Lists claims with a headline by theme: each newest result, each worst case."""
     newest: dict[str, Result] = {}
     for result in results:
         claim = re.sub(r"_x\d+$", "", result.id)
@@ -103,11 +100,10 @@ def _headlines(results: Iterable[Result]) -> list[str]:
     )
     if not chosen:
         return []
-    lines, heading = table_head(_HEADLINES), ""
-    for result in chosen:
-        theme = THEMES[result.theme]
-        lines.append(_headline(result, "" if theme == heading else theme))
-        heading = theme
+    lines = table_head(COLUMNS, NUMBERS)
+    for theme, group in itertools.groupby(chosen, lambda result: result.theme):
+        lines.append(heading_line(f"[{THEMES[theme]}]({links[theme]})"))
+        lines += [_headline(result, links[theme]) for result in group]
     return lines
 
 
@@ -116,26 +112,13 @@ def _age(result: Result | None) -> tuple[bool, str]:
     return (not result.outdated, result.date) if result else (False, "")
 
 
-def _headline(result: Result, theme: str) -> str:
+def _headline(result: Result, page: str) -> str:
+    """Formats the line of one headline, which links to its details."""
     worst = min(result.cases, key=lambda case: _margin(case, result.higher_is_better))
     claim = result.headline
     if len(result.cases) > 1:
-        claim = f"{claim} (worst of {len(result.cases)}: {worst.name})"
-    cells = (
-        theme,
-        claim,
-        _number(worst.ours),
-        _number(worst.peer),
-        f"**{worst.ratio:.2f}**",
-        result.device.replace("NVIDIA ", ""),
-        result.date + (f", {_OLDER}" if result.outdated else ""),
-        verdict(worst, result.higher_is_better),
-    )
-    return table_line(cells)
-
-
-def _number(side: Side) -> str:
-    return with_unit(format_number(side.median, side.unit), side.unit)
+        claim = f"{claim} (worst of {len(result.cases)})"
+    return comparison_line(f"[{claim}]({page}#{result.id})", result, worst)
 
 
 def _margin(case: Comparison, higher_is_better: bool) -> float:
@@ -153,17 +136,23 @@ def _is_behind(result: Result, case: Comparison) -> bool:
     return behind and not _is_missed(result, case)
 
 
+def _is_outdated(result: Result, _: Comparison) -> bool:
+    return bool(result.outdated)
+
+
 def _named(
     heading: str,
     results: Iterable[Result],
+    links: Mapping[str, str],
     belongs: Callable[[Result, Comparison], object],
 ) -> list[str]:
-    """One paragraph with the names of results for which some comparison belongs."""
+    """One paragraph that links to the results for which some comparison belongs."""
     names, total = [], 0
     for result in results:
         chosen = [case for case in result.cases if belongs(result, case)]
         if chosen:
             of = f" ({len(chosen)} of {len(result.cases)})"
-            names.append(f"`{result.id}`{of if len(result.cases) > 1 else ''}")
+            name = f"[{result.id}]({links[result.theme]}#{result.id})"
+            names.append(name + (of if len(result.cases) > 1 else ""))
             total += len(chosen)
     return [f"**{heading}** ({total}): {', '.join(names)}."] if names else []
