@@ -117,29 +117,41 @@ def test_the_table_shows_each_row_against_its_own_bar(ground, capsys):
     ground.hold(pair, rows)
     text = ground.table.read_text()
     assert text.startswith(
-        f"above\n{BEGIN}\n\nOf 4 comparisons, 1 reach their aim, 1 meet their bar, "
+        f'above\n{BEGIN}\n\n<div class="results" markdown>\n\n'
+        "Of 4 comparisons, 1 reach their aim, 1 meet their bar, "
         "1 miss it and 1 have no bar; 0 are from an older revision.\n\n| theme |"
     )
-    assert text.endswith(f".\n\n{END}\nbelow\n")
+    assert text.endswith(f".\n\n</div>\n\n{END}\nbelow\n")
     assert "\nold\n" not in text
-    pages = [(ground.pages / f"{x}.md").read_text() for x in ("speed", "memory")]
-    lines = [line for page in pages for line in page.splitlines()[6:-2]]
-    where, command = f"2 x toy, {TODAY}", "`zjax bench --contest=bench/toy.py --rows="
-    fast = "ours: 30 [29 to 31, n=5] tokens/s/device"
-    slow = "theirs: 20 [19 to 21, n=5] tokens/s/device"
-    assert lines == [
-        f"| [a_loss_x2](../../bench/results/a_loss_x2.json) | claim a_loss | {slow} "
-        f"| {fast} | **0.667** | at least 0.5, aim 0.6 | aim reached | {where} |  | "
-        f"{command}a_loss` |",
-        f"| [b_win_x2](../../bench/results/b_win_x2.json) | claim b_win | {fast} | "
-        f"{slow} | **1.500** | at least 2, aim 3 | **missed by 25 %** | {where} |  | "
-        f"{command}b_win` |",
-        "| [c_memory_x2](../../bench/results/c_memory_x2.json): same | two \\| cases | "
-        f"ours: 8 B | theirs: 8 B | **1.000** |  | no bar | {where} | a note | "
-        f"{command}c_memory` |",
-        "| [c_memory_x2](../../bench/results/c_memory_x2.json): bar | two \\| cases | "
-        "ours: 8 B | x: 16 B | **0.500** | at most 0.75, aim 0.25 | met | "
-        f"{where} | a note | {command}c_memory` |",
+    speed, memory = (ground.pages / f"{x}.md" for x in ("speed", "memory"))
+    fast, slow = "30 tokens/s/device", "20 tokens/s/device"
+    lines = [line for line in speed.read_text().splitlines() if line.startswith("| ")]
+    assert lines[1:] == [
+        f"| [claim a_loss (2 devices)](#a_loss_x2) | {slow} | {fast} | **0.6667** | "
+        "aim reached |",
+        f"| [claim b_win (2 devices)](#b_win_x2) | {fast} | {slow} | **1.5** | "
+        "**missed by 25 %** |",
+    ]
+    lines = [line for line in memory.read_text().splitlines() if line.startswith("| ")]
+    assert lines[1:] == [
+        "| **[two \\| cases (2 devices)](#c_memory_x2)** |  |  |  |  |",
+        "| &emsp;same | 8 B | 8 B | **1** | no bar |",
+        "| &emsp;bar | 8 B | 16 B | **0.5** | met |",
+    ]
+    link = "[its file](../../bench/results/c_memory_x2.json)"
+    assert memory.read_text().splitlines()[-15:-3] == [
+        "<summary>two | cases (2 devices)</summary>",
+        "",
+        '<a id="c_memory_x2"></a>',
+        "",
+        "- same: ours: 8 B; theirs: 8 B",
+        "- bar: ours: 8 B; x: 16 B; bar: at most 0.75, aim 0.25",
+        f"- Measured on 2 x toy, {TODAY}.",
+        "- Notes: a note.",
+        f"- `zjax bench --contest=bench/toy.py --rows=c_memory` ({link})",
+        "",
+        "</details>",
+        "",
     ]
     cases = ground.read("c_memory_x2.json")["cases"]
     assert [(case["name"], case["ratio"]) for case in cases] == [
