@@ -1,6 +1,7 @@
 import dataclasses
 import json
 
+import crc32c
 import numpy as np
 import pytest
 
@@ -12,6 +13,7 @@ from zjax.data import (
     source,
     standard_library,
     store,
+    sums,
     synthetic,
 )
 from zjax.data.tokenizer import make_bytes, train_bpe
@@ -170,13 +172,20 @@ def put_folder(path):
 def write_large_id(directory):
     tokens = np.fromfile(directory / "train.bin", "<u2")
     tokens[7] = 999
-    tokens.tofile(directory / "train.bin")
+    write_summed(directory / "train.bin", tokens)
 
 
 def write_offsets(directory, values, at=0):
     offsets = np.fromfile(directory / "train.idx", "<i8")
     offsets[at : at + len(values)] = values
-    offsets.tofile(directory / "train.idx")
+    write_summed(directory / "train.idx", offsets)
+
+
+def write_summed(path, content):
+    """Writes a file whose checksums match, as an attacker would."""
+    file = sums.SummedFile(path)
+    file.write(content.tobytes())
+    file.close()
 
 
 FAULTS = {
@@ -270,6 +279,74 @@ def test_fault_is_named(damage, settings, message, token_directory):
     assert str(error.value) == message
 
 
+def flip(path, byte):
+    content = bytearray(path.read_bytes())
+    content[byte] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("name", "byte", "problem"),
+    [
+        ("train.bin", 40, "train.bin' is damaged between bytes 32 and 47"),
+        ("train.bin", 351, "train.bin' is damaged between bytes 336 and 351"),
+        ("train.idx", 16, "train.idx' is damaged between bytes 16 and 31"),
+        ("train.bin.sums", 350, "sums' is damaged: it does not match its checksum"),
+        ("train.idx.sums", 8, "train.idx.sums' is of format 0"),
+    ],
+)
+def test_a_flipped_bit_is_never_read(name, byte, problem, token_directory, monkeypatch):
+    """Fails if a run trains on it, or if a chunk is verified at its first half only."""
+    monkeypatch.setattr(sums, "CHUNK_BYTES", 16)
+    monkeypatch.setattr(digest, "SCAN_TOKENS", 1)  # a stream too long to read at once
+    monkeypatch.setattr(digest, "NUM_SAMPLED", 1)
+    prepare.prepare(["a.jsonl"], "small", validation_fraction=0.0)
+    flip(token_directory.with_name("small") / name, byte)
+    with pytest.raises(DataError) as error:
+        opened = store.open_store("small", "train")
+        for start in range(0, 176, 4):
+            opened.tokens[start : start + 5]
+    assert problem in str(error.value)
+    assert str(error.value).endswith("; copy it again, or prepare it again")
+
+
+def test_sums_are_of_the_whole_file(token_directory):
+    """Fails if a file of checksums of fewer chunks passes, or a missing one does."""
+    sums.sums_path(token_directory / "train.bin").unlink()
+    with pytest.raises(DataError) as error:
+        store.open_store("tokens", "train")
+    assert str(error.value) == (
+        "data.path='tokens/train.bin.sums' does not exist; copy it again, or prepare "
+        "it again"
+    )
+    sums.write_columns(
+        sums.sums_path(token_directory / "train.bin"),
+        [np.zeros(2, np.int64)],
+        digest="",
+        name="train.bin",
+    )
+    with pytest.raises(DataError) as error:
+        store.open_store("tokens", "train")
+    assert str(error.value) == (
+        "data.path='tokens/train.bin.sums' holds 2 checksums, but train.bin has 1 "
+        "chunks; copy it again, or prepare it again"
+    )
+
+
+def test_meta_with_a_flipped_digit_is_refused(token_directory):
+    """Fails if other ids end the texts of a run than those that were prepared."""
+    path = token_directory / "meta.json"
+    path.write_text(
+        path.read_text().replace('"end_ids": [\n      256', '"end_ids": [\n      254')
+    )
+    with pytest.raises(DataError) as error:
+        store.read_meta("tokens")
+    assert str(error.value) == (
+        "data.path='tokens' has a meta.json that does not match its checksum; copy it "
+        "again, or prepare it again"
+    )
+
+
 META_FAULTS = {
     "no-splits": lambda meta: meta.pop("splits"),
     "no-vocabulary": lambda meta: meta["tokenizer"].pop("vocab_size"),
@@ -290,7 +367,9 @@ META_FAULTS = {
 @pytest.mark.parametrize("damage", META_FAULTS.values(), ids=META_FAULTS)
 def test_meta_that_says_something_else_is_broken(damage, token_directory):
     meta = json.loads((token_directory / "meta.json").read_text())
+    del meta["checksum"]
     damage(meta)
+    meta["checksum"] = crc32c.crc32c(json.dumps(meta, sort_keys=True).encode())
     (token_directory / "meta.json").write_text(json.dumps(meta))
     with pytest.raises(DataError) as error:
         store.read_meta("tokens")
@@ -330,10 +409,17 @@ def test_a_directory_of_format_1_is_read(token_directory, caplog):
     path = token_directory / "meta.json"
     meta = json.loads(path.read_text())
     old = {name: meta[name] for name in ("dtype", "splits", "has_answers")}
+    for file in token_directory.glob("*.sums"):
+        file.unlink()
     old |= {"format": 1, "tokenizer": "bytes", "vocab_size": 257, "end_id": 256}
     path.write_text(json.dumps(old))
     assert store.read_meta("tokens").tokenizer == make_bytes().record
-    assert caplog.messages == []
+    assert len(store.open_store("tokens", "train").tokens[:]) == 176
+    assert caplog.messages == [
+        "data.path='tokens' was prepared by an earlier zjax: it has no record of the "
+        "tokens that begin and end texts, no chat template and no checksums; prepare "
+        "it again with `zjax data prepare`"
+    ]
     train_bpe(["ab"] * 9, 258).save(str(token_directory / "tokenizer.json"))
     old |= {"tokenizer": "tokenizer.json", "vocab_size": 300, "end_id": 0}
     path.write_text(json.dumps(old))
@@ -342,8 +428,3 @@ def test_a_directory_of_format_1_is_read(token_directory, caplog):
     path.write_text(json.dumps(old | {"vocab_size": 258}))
     record = store.read_meta("tokens").tokenizer
     assert (record.bos_id, record.end_ids, record.vocab_size) == (None, (0,), 258)
-    assert caplog.messages[-1] == (
-        "data.path='tokens' was prepared by an earlier zjax: it has no record of the "
-        "tokens that begin and end texts and no chat template; prepare it again with "
-        "`zjax data prepare`"
-    )

@@ -260,7 +260,9 @@ def _write_splits(
             encoded = _encode([document for _, document in chunk], vocabulary, chat)
             for (split, _), samples in zip(chunk, encoded, strict=True):
                 if split not in writers:
-                    writers[split] = store.SplitWriter(directory, split, dtype)
+                    writers[split] = store.SplitWriter(
+                        directory, split, dtype, answers=chat is not None
+                    )
                     stack.callback(writers[split].close)
                 num_documents, num_samples = (
                     num_documents + 1,

@@ -6,16 +6,19 @@
 - `train.idx`: int64, start of each document, and the end of the last
 - `train.answers`: uint8, 1 for tokens of answers, if only these have a loss
 - `validation.*`: the same for held-out documents, if there are any
+- `*.sums`: checksums of each of these files, by chunk
 """
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import json
-import os
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
+import crc32c
 import numpy as np
 from absl import logging
 from jaxtyping import Int64
@@ -23,6 +26,7 @@ from jaxtyping import Int64
 from zjax.config.vocabulary import META_NAME
 from zjax.data import digest
 from zjax.data import tokenizer as text
+from zjax.data.sums import REMEDY, ChunkSums, SummedFile
 from zjax.data.tokenizer_files import TOKENIZER_NAME
 from zjax.data.tokenizer_record import KEY, TokenizerRecord
 from zjax.errors import DataError, Problem
@@ -30,8 +34,10 @@ from zjax.reading import parse_json, read_text
 from zjax.remedies import find_remedy
 
 FORMAT = 2
-WITHOUT_RECORD = 1
-"""Format of directories without a tokenizer record, which are still read."""
+EARLIER_FORMAT = 1
+"""Format without a tokenizer record and checksums, which is still read."""
+SUM_KEY = "checksum"
+"""Where `meta.json` holds a CRC-32C of all other keys."""
 MAX_BYTES = 1 << 60
 """Largest plausible size of a stream."""
 
@@ -54,6 +60,7 @@ class Meta:
     splits: dict[str, Split]
     has_answers: bool = False
     """Whether only the tokens of answers have a loss."""
+    format: int = FORMAT
 
     @property
     def vocab_size(self) -> int:
@@ -62,21 +69,30 @@ class Meta:
 
 
 class MappedTokens:
-    """Memory-mapped token ids; pickled as the name of the file.
+    """A memory-mapped stream; pickled as the name of the file.
 
     Args:
         path: Path of the file, not empty.
-        dtype: `uint8`, `uint16` or `uint32`.
+        dtype: `uint8`, `uint16`, `uint32` or `int64`.
+        has_sums: Whether what is read is verified by the checksums beside the file.
+
+    Raises:
+        DataError: The checksums cannot be used; at an access, a chunk is damaged.
     """
 
-    def __init__(self, path: pathlib.Path, dtype: str):
-        self._source = path, dtype
+    def __init__(self, path: pathlib.Path, dtype: str, has_sums: bool):
+        self._source = path, dtype, has_sums
         self._array = np.memmap(path, np.dtype(dtype).newbyteorder("<"), "r")
+        self._sums = ChunkSums(path, self._array.view(np.uint8)) if has_sums else None
 
     def __len__(self) -> int:
         return len(self._array)
 
     def __getitem__(self, index: slice, /) -> np.ndarray:
+        if self._sums is not None:
+            start, stop, _ = index.indices(len(self._array))
+            item_bytes = self._array.itemsize
+            self._sums.verify(start * item_bytes, stop * item_bytes)
         return self._array[index]
 
     def __reduce__(self):
@@ -98,14 +114,23 @@ class Store:
 
 
 class SplitWriter:
-    """Appends documents to `<split>.bin` and `<split>.idx` of a directory."""
+    """Appends documents to `<split>.bin` and `<split>.idx` of a directory.
 
-    def __init__(self, directory: pathlib.Path, split: str, dtype: str):
+    Args:
+        directory: Directory of the files.
+        split: Name of the split.
+        dtype: `uint16` or `uint32`.
+        answers: Whether documents are conversations, added by `append_answers`.
+    """
+
+    def __init__(
+        self, directory: pathlib.Path, split: str, dtype: str, answers: bool = False
+    ):
         self._dtype = np.dtype(dtype).newbyteorder("<")
-        self._tokens = open(directory / f"{split}.bin", "wb")
-        self._offsets = open(directory / f"{split}.idx", "wb")
+        self._tokens = SummedFile(directory / f"{split}.bin")
+        self._offsets = SummedFile(directory / f"{split}.idx")
         self._offsets.write(np.zeros(1, "<i8").tobytes())
-        self._answers = directory / f"{split}.answers"
+        self._answers = SummedFile(directory / f"{split}.answers") if answers else None
         self.num_tokens = 0
         self.num_documents = 0
 
@@ -119,24 +144,29 @@ class SplitWriter:
     def append_answers(self, ids: np.ndarray, answers: np.ndarray) -> None:
         """Writes the ids of one conversation, and which belong to answers."""
         self._tokens.write(ids.astype(self._dtype).tobytes())
-        with self._answers.open("ab") as file:
-            file.write(answers.astype(np.uint8).tobytes())
+        assert self._answers is not None
+        self._answers.write(answers.astype(np.uint8).tobytes())
         self.num_tokens += len(ids)
         self.num_documents += 1
         self._offsets.write(np.array(self.num_tokens, "<i8").tobytes())
 
     def close(self) -> None:
-        """Flushes everything to disk."""
-        with self._tokens, self._offsets:  # closes both also where the disk is full
-            for file in (self._tokens, self._offsets):
-                file.flush()
-                os.fsync(file.fileno())
+        """Syncs all files to disk, and writes their checksums."""
+        with contextlib.ExitStack() as stack:  # closes all also where the disk is full
+            for file in (self._tokens, self._offsets, self._answers):
+                if file is not None:
+                    stack.callback(file.close)
+
+
+def _sum_of(content: Mapping[str, Any]) -> int:
+    """Computes the CRC-32C of JSON values, in any layout of their file."""
+    return crc32c.crc32c(json.dumps(content, sort_keys=True).encode())
 
 
 def write_meta(directory: pathlib.Path, meta: Meta) -> None:
     """Writes `meta.json`."""
-    content = {"format": FORMAT} | dataclasses.asdict(meta)
-    content[KEY] = meta.tokenizer.to_mapping()
+    content = dataclasses.asdict(meta) | {KEY: meta.tokenizer.to_mapping()}
+    content[SUM_KEY] = _sum_of(content)
     (directory / META_NAME).write_text(json.dumps(content, indent=2) + "\n")
 
 
@@ -159,12 +189,15 @@ def read_meta(path: str) -> Meta:
     except ValueError as error:
         problem = Problem("data.path", path, f"has a broken {META_NAME}", remedy)
         raise DataError(problem) from error
-    found = content.pop("format", None) if isinstance(content, dict) else None
-    if found not in (FORMAT, WITHOUT_RECORD):
+    found = content.get("format") if isinstance(content, dict) else None
+    if found not in (FORMAT, EARLIER_FORMAT):
         problem = f"has a {META_NAME} that is not of format {FORMAT}"
         raise DataError(Problem("data.path", path, problem, remedy))
+    if found == FORMAT and content.pop(SUM_KEY, None) != _sum_of(content):
+        problem = f"has a {META_NAME} that does not match its checksum"
+        raise DataError(Problem("data.path", path, problem, REMEDY))
     try:
-        if found == WITHOUT_RECORD:
+        if found == EARLIER_FORMAT:
             content = _with_record(path, content)
         record = TokenizerRecord.from_mapping(content.pop(KEY, None))
         _check_meta(content)
@@ -179,12 +212,12 @@ def read_meta(path: str) -> Meta:
 
 def _with_record(path: str, content: dict[str, Any]) -> dict[str, Any]:
     """Makes the record of a directory that was prepared without one."""
+    _warn_of_format(path)
     content = dict(content)
     size, end_id = content.pop("vocab_size"), content.pop("end_id")
     if (kind := content["tokenizer"]) == "bytes":
         record = text.make_bytes().record
     elif kind == TOKENIZER_NAME:
-        _warn_of_missing_record(path)
         record = text.load_tokenizer(pathlib.Path(path) / TOKENIZER_NAME).record
         record = dataclasses.replace(record, bos_id=None, end_ids=(end_id,))
     else:
@@ -195,12 +228,12 @@ def _with_record(path: str, content: dict[str, Any]) -> dict[str, Any]:
 
 
 @functools.cache
-def _warn_of_missing_record(path: str) -> None:
-    """Warns once of a directory whose tokenizer has no record."""
+def _warn_of_format(path: str) -> None:
+    """Warns once of a directory of the earlier format."""
     logging.warning(
         "data.path=%r was prepared by an earlier zjax: it has no record of the "
-        "tokens that begin and end texts and no chat template; prepare it again with "
-        "`zjax data prepare`",
+        "tokens that begin and end texts, no chat template and no checksums; prepare "
+        "it again with `zjax data prepare`",
         path,
     )
 
@@ -210,7 +243,7 @@ def _check_meta(content: dict[str, Any]) -> None:
     splits = content["splits"]
     sizes = {field.name for field in dataclasses.fields(Split)}
     is_valid = (
-        content.keys() | {"has_answers"} == {"splits", "dtype", "has_answers"}
+        content.keys() | {"has_answers"} == {"splits", "dtype", "has_answers", "format"}
         and isinstance(splits, dict)
         and all(isinstance(x, dict) and x.keys() == sizes for x in splits.values())
         and all(
@@ -244,16 +277,16 @@ def open_store(path: str, split: str) -> Store:
         )
     sizes = meta.splits[split]
     file = pathlib.Path(path) / f"{split}.bin"
-    item_bytes = np.dtype(meta.dtype).itemsize
-    index = file.with_suffix(".idx")
-    _check_size(file, sizes.num_tokens * item_bytes)
+    index, answers = file.with_suffix(".idx"), file.with_suffix(".answers")
+    _check_size(file, sizes.num_tokens * np.dtype(meta.dtype).itemsize)
     _check_size(index, (sizes.num_documents + 1) * 8)
     if meta.has_answers:
-        _check_size(file.with_suffix(".answers"), sizes.num_tokens)
+        _check_size(answers, sizes.num_tokens)
+    has_sums = meta.format != EARLIER_FORMAT
     try:
-        tokens = MappedTokens(file, meta.dtype)
+        tokens = MappedTokens(file, meta.dtype, has_sums)
         largest = largest_id(tokens)
-        offsets = np.fromfile(index, "<i8").astype(np.int64)
+        offsets = MappedTokens(index, "int64", has_sums)[:].astype(np.int64)
     except OSError as error:
         problem = f"cannot be read ({error.strerror or error})"
         remedy = "check the file and its disk"
@@ -267,10 +300,8 @@ def open_store(path: str, split: str) -> Store:
     if ends != (0, sizes.num_tokens) or np.any(offsets[1:] <= offsets[:-1]):
         problem = f"does not cut {sizes.num_tokens} tokens into documents"
         raise DataError(Problem("data.path", str(index), problem, "prepare it again"))
-    answers = None
-    if meta.has_answers:
-        answers = MappedTokens(file.with_suffix(".answers"), "uint8")
-    return Store(str(file), tokens, offsets, meta.vocab_size, answers)
+    trained = MappedTokens(answers, "uint8", has_sums) if meta.has_answers else None
+    return Store(str(file), tokens, offsets, meta.vocab_size, trained)
 
 
 def open_tokenizer(path: str) -> text.Tokenizer:
