@@ -7,7 +7,7 @@ import pytest
 
 from zjax.config import load_config
 from zjax.config.deepspeed import convert, read_settings, report
-from zjax.config.deepspeed.reading import MAX_BYTES, leaves, read_text
+from zjax.config.deepspeed.reading import DEEP, MAX_BYTES, leaves, read_text
 from zjax.config_commands import convert_file, summarise_file
 from zjax.errors import ConfigError
 
@@ -244,6 +244,67 @@ def test_what_cannot_be_honoured_is_refused_by_name(values, message):
     assert "\n".join(map(str, convert(values).problems())) == message
 
 
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"fp16": {"enabled": True, "min_loss_scale": 0.5}},
+            "fp16.min_loss_scale=0.5 is not a whole number; write a whole number",
+        ),
+        (
+            {"fp16": {"enabled": True, "loss_scale_window": 0, "min_loss_scale": 0}},
+            "fp16.loss_scale_window=0 is out of range; use 1 or more\n"
+            "fp16.min_loss_scale=0 is out of range; use 1 or more",
+        ),
+        (
+            {"fp16": {"loss_scale": -1}},
+            "fp16.loss_scale=-1 is out of range; use 0 for a dynamic scale, or more",
+        ),
+        (
+            {"fp16": {"enabled": False, "loss_scal": 0}},
+            "fp16.loss_scal=0 is not a key of DeepSpeed; did you mean loss_scale?",
+        ),
+        (
+            {"compile": {"backend": "inductor"}},
+            "compile.backend='inductor' is not a key of DeepSpeed; leave it out",
+        ),
+        (
+            {"checkpoint": {"tag_validation": "FOO"}},
+            "checkpoint.tag_validation='FOO' is not a choice; "
+            "use one of ignore, warn, fail",
+        ),
+        (
+            {"communication_data_type": "FOO"},
+            "communication_data_type='FOO' is not a choice; "
+            "use one of fp32, fp16, bf16",
+        ),
+        (
+            {"zero_optimization": {"reduce_bucket_size": "large"}},
+            "zero_optimization.reduce_bucket_size='large' is not a whole number; "
+            "write a whole number",
+        ),
+        (
+            {"pipeline": {"stages": "two"}},
+            "pipeline.stages='two' is no number; use 1 or more, or auto",
+        ),
+        (
+            {"elastic_checkpoint": True},
+            "elastic_checkpoint=True is not a key of the outermost object; "
+            "it belongs in zero_optimization",
+        ),
+        (
+            {"zero_optimization": {"offload_optimizer": {"max_in_cpu": 4}}},
+            "zero_optimization.offload_optimizer.max_in_cpu=4 is not a key of "
+            "zero_optimization.offload_optimizer; "
+            "it belongs in zero_optimization.offload_param",
+        ),
+    ],
+)
+def test_what_deepspeed_refuses_or_reads_elsewhere_is_refused(values, message):
+    problems = convert({"train_batch_size": 8} | values).problems()
+    assert "\n".join(map(str, problems)) == message
+
+
 OBJECT = "is not an object; write an object, or leave it out"
 
 
@@ -320,6 +381,7 @@ def test_only_keys_and_values_are_read(values):
 
 def test_sections_that_are_off_and_unknown_ones_need_nothing():
     values = {"train_batch_size": 8, "amp": {"enabled": False}, "my_notes": "x"}
+    values |= {"comet": {"samples_log_interval": 5}}  # off where nothing turns it on
     found = convert(values)
     assert not found.problems()
     assert [row.verdict for row in found.rows if row.key == "my_notes"] == [
@@ -359,6 +421,35 @@ def test_texts_that_are_not_a_ds_config(text, message):
     with pytest.raises(ConfigError) as error:
         read_text(text, "ds")
     assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ('{"a": ' * 2_000 + "1" + "}" * 2_000, DEEP),
+        (
+            "{" + ",".join(f'"k{i}": 1' for i in range(1_001)) + "}",
+            "has 1,001 keys; keep at most 1,000",
+        ),
+    ],
+)
+def test_texts_too_large_to_be_a_ds_config(text, problem):
+    with pytest.raises(ConfigError) as error:
+        read_text(text, "ds")
+    assert str(error.value).startswith(f"ds_config='ds' {problem}")
+
+
+def test_values_too_deep_or_too_large_are_named():
+    values = {}
+    for _ in range(2_000):
+        values = {"a": values}
+    with pytest.raises(ConfigError) as error:
+        convert(values)
+    assert str(error.value) == (
+        f"ds_config=['a'] {DEEP}; give the keys and values of a ds_config.json"
+    )
+    (problem,) = convert({"train_batch_size": 10**400}).problems()
+    assert str(problem).endswith("is not a whole number; write a whole number")
 
 
 def test_comments_and_trailing_commas_are_read():

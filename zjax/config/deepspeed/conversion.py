@@ -2,7 +2,7 @@
 
 import dataclasses
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from zjax.config.deepspeed.reading import leaves
@@ -218,27 +218,45 @@ class Conversion:
         found = [self._faults[key] for key in self._given if key in self._faults]
         return found + self._needs
 
-    def finish(self, known: list[str]) -> None:
+    def finish(self, known: Mapping[str, Collection[str]]) -> None:
         """Refuses each key that no one asked for.
 
         DeepSpeed ignores unknown sections, and so are those whose name is like none.
 
         Args:
-            known: Keys among which to look for the nearest.
+            known: Names of keys by section, among which to look for the nearest.
         """
+        names = {name for inside in known.values() for name in inside}
         for key in self._given:
+            if key in self._rows:
+                continue
             name = key.rpartition(".")[2]
-            if self._given[key] == {} and name in known:
+            if self._given[key] == {} and name in names:
                 self.skip(key, "it is empty")
-                continue
-            outer = key.partition(".")[0]
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
-            if outer not in known and not difflib.get_close_matches(
-                outer, known, n=1, cutoff=0.8
-            ):
+            elif not _nearest(key.partition(".")[0], names):
                 self.skip(key, "not a key of DeepSpeed, which ignores it, too")
-                continue
-            remedy = f"did you mean {near[0]}?" if near else "leave it out"
+            else:
+                self.refuse_unknown(key, known)
+
+    def refuse_unknown(self, key: str, known: Mapping[str, Collection[str]]) -> None:
+        """Refuses a key that its section does not have.
+
+        Args:
+            key: Dotted path in the file.
+            known: Names of keys by section.
+        """
+        section, _, name = key.rpartition(".")
+        names = {name for inside in known.values() for name in inside}
+        near = _nearest(name, known.get(section, ())) or _nearest(name, names)
+        homes = [home for home, inside in known.items() if home and name in inside]
+        if near == name and homes:
+            place = section or "the outermost object"
+            remedy = f"it belongs in {' or '.join(homes[:3])}"
+            self.refuse(key, remedy, f"is not a key of {place}")
+        else:
+            remedy = (
+                f"did you mean {near}?" if near not in ("", name) else "leave it out"
+            )
             self.refuse(key, remedy, "is not a key of DeepSpeed")
 
     def _tell(self, key, verdict: Verdict, note, default=_MISSING) -> None:
@@ -248,6 +266,11 @@ class Conversion:
             self._rows[key] = Row(key, self._given[key], verdict, note)
         elif default is not _MISSING:
             self._rows[key] = Row(key, default, verdict, note, is_default=True)
+
+
+def _nearest(name: str, names: Iterable[str]) -> str:
+    """Returns the name that is most like one, or nothing if none is like it."""
+    return next(iter(difflib.get_close_matches(name, names, n=1, cutoff=0.8)), "")
 
 
 def coerce(value: Any, kind: type) -> Any:
@@ -267,7 +290,7 @@ def coerce(value: Any, kind: type) -> Any:
     if kind in (int, float) and isinstance(value, int | float | str):
         try:
             number = float(value)
-        except ValueError:
+        except (ValueError, OverflowError):
             return _MISSING
         if kind is float:
             return number

@@ -109,7 +109,9 @@ def _convert_random_ltd(found: Conversion) -> None:
     found.set(f"{LTD}.enabled", random_ltd__form="layerwise")
     layers = found.take(f"{LTD}.random_ltd_layer_id", [], list)
     total = found.take(f"{LTD}.total_layer_num", 0)
-    if layers and total and sorted(layers) != list(range(1, total - 1)):
+    inner = range(1, total - 1) if total else ()
+    named = len(layers or ()) == len(inner) and all(x in layers for x in inner)
+    if layers and total and not named:
         remedy = f"use 1 to {total - 2}: all layers but the first and the last"
         found.refuse(f"{LTD}.random_ltd_layer_id", remedy)
     for name in ("random_ltd_layer_id", "random_ltd_layer_num", "total_layer_num"):

@@ -2,7 +2,15 @@
 
 from typing import Any
 
-from zjax.config.deepspeed import optimizer, others, schedulers, steps, zero
+from zjax.config.deepspeed import (
+    efficiency,
+    optimizer,
+    others,
+    schedulers,
+    steps,
+    strict,
+    zero,
+)
 from zjax.config.deepspeed.conversion import AUTO
 
 THEIRS = (
@@ -11,6 +19,10 @@ THEIRS = (
 )
 """Keys of DeepSpeed that are no settings of zjax."""
 _OBJECTS = [
+    *strict.STRICT,
+    *("curriculum_learning.schedule_config", "data_efficiency.data_routing"),
+    *(f"{efficiency.LTD}{x}" for x in ("", ".random_ltd_schedule")),
+    *("data_efficiency.data_sampling", "timers", "checkpoint", *others.UNSUPPORTED),
     *("optimizer", "scheduler", "scheduler.params", "fp16", "bfloat16", *others.SINKS),
     *("activation_checkpointing", "tensor_parallel", "pipeline", "aio", "elasticity"),
     *("data_efficiency", "curriculum_learning", "sparse_attention", "data_types"),
@@ -24,24 +36,32 @@ SECTIONS: dict[str, tuple[Any, ...]] = dict.fromkeys(_OBJECTS, ()) | {
     f"{zero.ZERO}.offload_param": (None, AUTO),
 }
 """Keys whose values are objects, and what DeepSpeed takes there beside them."""
-KNOWN = [
-    *THEIRS,
-    *("optimizer", "type", "params", "lr", "betas", "eps", "weight_decay"),
-    *("warmup_num_steps", "warmup_min_lr", "warmup_max_lr", "total_num_steps"),
-    *("enabled", "loss_scale", "initial_scale_power", "hysteresis"),
-    *("stage", "offload_optimizer", "offload_param", "device"),
-    *("nvme_path", "activation_checkpointing", "tensor_parallel", "pipeline", "aio"),
-    *("data_efficiency", "curriculum_learning", "sparse_attention", "bfloat16"),
-    *("progressive_layer_drop", "expert_parallel", "torch_autocast", "data_types"),
-    *("communication_data_type", "sequence_parallel_size", "data_parallel_size"),
-    *("tensorboard", "wandb", "csv_monitor", "sparse_gradients", "elasticity"),
-    *("gradient_allreduce_op", "prescale_gradients", "gradient_predivide_factor"),
-    *steps.ELASTIC_KEYS,
-    *schedulers.CYCLE_KEYS,
-    *optimizer.NO_EFFECT,
-    *zero.NO_EFFECT,
-    *zero.OFFLOAD_NO_EFFECT,
-    *others.NO_EFFECT,
-    *others.SECTIONS,
-    *others.UNSUPPORTED,
-]
+KNOWN: dict[str, tuple[str, ...]] = {
+    "": (
+        *THEIRS,
+        *("optimizer", "activation_checkpointing", "tensor_parallel", "pipeline"),
+        *("aio", "data_efficiency", "curriculum_learning", "sparse_attention"),
+        *("progressive_layer_drop", "expert_parallel", "torch_autocast", "bfloat16"),
+        *("data_types", "communication_data_type", "sequence_parallel_size"),
+        *("data_parallel_size", "tensorboard", "wandb", "csv_monitor", "elasticity"),
+        *("sparse_gradients", "gradient_allreduce_op", "prescale_gradients"),
+        *("gradient_predivide_factor", *others.NO_EFFECT, *others.SECTIONS),
+        *others.UNSUPPORTED,
+    ),
+    "optimizer": ("type", "params"),
+    "optimizer.params": (
+        *("lr", "betas", "eps", "weight_decay", *optimizer.NO_EFFECT),
+    ),
+    "scheduler": ("type", "params"),
+    "scheduler.params": (
+        *("warmup_num_steps", "warmup_min_lr", "warmup_max_lr", "total_num_steps"),
+        *schedulers.CYCLE_KEYS,
+    ),
+    zero.ZERO: ("stage", "offload_optimizer", "offload_param", *zero.NO_EFFECT),
+    f"{zero.ZERO}.offload_optimizer": (
+        *("device", "nvme_path", *zero.OFFLOAD_NO_EFFECT),
+    ),
+    "elasticity": steps.ELASTIC_KEYS,
+    **{section: tuple(keys) for section, keys in strict.STRICT.items()},
+}
+"""Names of keys by section, empty for the outermost."""

@@ -39,6 +39,8 @@ UNSUPPORTED = {
     "comet": "use tensorboard, wandb or csv_monitor",
 }
 """Sections that are refused if they are on, with a remedy."""
+ON_BY_DEFAULT = ("weight_quantization",)
+"""Those of them that are on where the file does not say so."""
 
 
 def convert_others(found: Conversion) -> None:
@@ -52,7 +54,7 @@ def convert_others(found: Conversion) -> None:
             continue
         inside = found.inside(section) or [section]
         switches = [found.get(k, False) for k in inside if k.endswith("enabled")]
-        if any(switches) or not switches:
+        if any(switches) or (section in ON_BY_DEFAULT and not switches):
             found.refuse_section(section, remedy)
         for key in inside:
             found.skip(key, "its section is off")

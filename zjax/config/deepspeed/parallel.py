@@ -1,6 +1,6 @@
 """Axes of the mesh, and what the backward pass recomputes."""
 
-from zjax.config.deepspeed.conversion import Conversion
+from zjax.config.deepspeed.conversion import AUTO, Conversion
 
 CHECKPOINTS = "activation_checkpointing"
 
@@ -22,8 +22,8 @@ def convert_parallel(found: Conversion) -> None:
 
 def _convert_tensor(found: Conversion) -> None:
     section = "tensor_parallel"
-    sizes = [f"{section}.autotp_size", f"{section}.tp.tp_size", f"{section}.tp_size"]
-    for key in sizes:
+    nested = [f"{section}.{name}.tp_size" for name in ("tp", "tensor_parallel")]
+    for key in (f"{section}.autotp_size", *nested):
         size = found.take(key, 0)
         if size and size > 1:
             found.set(key, mesh__tensor=size)
@@ -36,6 +36,8 @@ def _convert_pipeline(found: Conversion) -> None:
     stages = found.take("pipeline.stages", "auto", int, str)
     if isinstance(stages, int) and stages > 1:
         found.set("pipeline.stages", mesh__pipeline=stages)
+    elif stages not in (1, AUTO):
+        found.refuse("pipeline.stages", "use 1 or more, or auto", "is no number")
     if found.take("pipeline.activation_checkpoint_interval", 0):
         found.set("pipeline.activation_checkpoint_interval", model__remat="full")
     found.skip_rest("pipeline", "stages have equally many layers")

@@ -16,7 +16,8 @@ DTYPES = {
     "torch.bfloat16": "bfloat16",
     "torch.float16": "float16",
 }
-
+SENT = ("fp32", "fp16", "bf16")
+"""Dtypes of numbers on the wire."""
 SCALE = {
     "loss_scale_window": ("window", 1_000),
     "hysteresis": ("hysteresis", 2),
@@ -167,9 +168,14 @@ def _convert_sums(found: Conversion) -> None:
             found.refuse(key, "use fp32 or bf16")
     key = "communication_data_type"
     name = found.take(key, "")
-    if name:
-        exact = DTYPES.get(name) == "float32"
+    if name and name.lower() in SENT:
+        exact = name.lower() == "fp32"
         found.set(key, precision__reduce_dtype="float32" if exact else "compute")
-    found.skip("seq_parallel_communication_data_type", "sums are as reduce_dtype says")
+    elif name:
+        found.refuse(key, f"use one of {', '.join(SENT)}", "is not a choice")
+    key = "seq_parallel_communication_data_type"
+    if found.get(key, "fp32").lower() not in SENT:
+        found.refuse(key, f"use one of {', '.join(SENT)}", "is not a choice")
+    found.skip(key, "sums are as reduce_dtype says")
     found.skip("prescale_gradients", "losses are means before they are added")
     found.skip("gradient_predivide_factor", "losses are means before they are added")

@@ -1,5 +1,6 @@
 """Reads a ds_config.json as DeepSpeed does: HJSON, and no key twice."""
 
+import collections
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,9 @@ from zjax.errors import ConfigError, Problem
 
 MAX_BYTES = 1 << 20
 """Larger files are not configurations."""
+DEEP = "has sections in sections, too many to follow"
+MAX_KEYS = 1_000
+"""More keys are no configuration, and each unknown one is compared with all others."""
 
 
 def read_file(path: pathlib.Path) -> dict[str, Any]:
@@ -20,7 +24,7 @@ def read_file(path: pathlib.Path) -> dict[str, Any]:
         path: JSON, also with comments and trailing commas.
 
     Raises:
-        ConfigError: No such file, too large, not HJSON, or a key is there twice.
+        ConfigError: No such file, too large, not HJSON, too many keys, or one twice.
     """
     try:
         with path.open("rb") as file:
@@ -43,24 +47,28 @@ def read_text(text: str, name: str = "ds_config") -> dict[str, Any]:
         name: Name of the text in errors.
 
     Raises:
-        ConfigError: The text is not HJSON, or a key is there twice.
+        ConfigError: The text is not HJSON, has too many keys, or has a key twice.
 
     Example:
         >>> read_text('{"zero_optimization": {"stage": 2,}, # sharded \n}')
         {'zero_optimization': {'stage': 2}}
     """
-    twice = list[str]()
+    twice, num_keys = list[str](), 0
 
     def to_dict(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        twice.extend(key for key in found if sum(k == key for k, _ in pairs) > 1)
-        return found
+        nonlocal num_keys
+        num_keys += len(pairs)
+        counts = collections.Counter(key for key, _ in pairs)
+        twice.extend(key for key, count in counts.items() if count > 1)
+        return dict(pairs)
 
     if not text.lstrip().startswith(("{", "#", "//", "/*")):
         raise _error(name, "does not begin with '{'", "keep the object alone")
     try:
         values = hjson.loads(text, object_pairs_hook=to_dict)
-    except (hjson.HjsonDecodeError, RecursionError) as error:
+    except RecursionError as error:
+        raise _error(name, DEEP, "give a ds_config.json") from error
+    except hjson.HjsonDecodeError as error:
         if found := _find_bare_word(text):
             number, word = found
             problem = f"is not JSON on line {number} ({word} is no value)"
@@ -70,6 +78,8 @@ def read_text(text: str, name: str = "ds_config") -> dict[str, Any]:
         place = f" on line {where}" if where else ""
         problem = f"is not JSON{place} ({str(error).partition(':')[0]})"
         raise _error(name, problem, "correct it there") from error
+    if num_keys > MAX_KEYS:
+        raise _error(name, f"has {num_keys:,} keys", f"keep at most {MAX_KEYS:,}")
     if twice:
         keys = ", ".join(twice)
         raise _error(name, f"has more than one {keys}", "keep one of them")

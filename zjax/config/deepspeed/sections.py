@@ -13,8 +13,9 @@ from zjax.config.deepspeed.optimizer import convert_optimizer
 from zjax.config.deepspeed.others import convert_others
 from zjax.config.deepspeed.parallel import convert_parallel
 from zjax.config.deepspeed.precision import convert_precision
-from zjax.config.deepspeed.reading import read_file
+from zjax.config.deepspeed.reading import DEEP, read_file
 from zjax.config.deepspeed.steps import convert_steps
+from zjax.config.deepspeed.strict import check_strict
 from zjax.config.deepspeed.zero import convert_zero
 from zjax.errors import ConfigError, Problem
 
@@ -29,7 +30,7 @@ def convert(values: Any) -> Conversion:
         The settings, a row for each key, and problems.
 
     Raises:
-        ConfigError: The values are no mapping.
+        ConfigError: The values are no mapping, or nested too deeply.
 
     Example:
         >>> found = convert({"train_batch_size": 64, "zero_optimization": {"stage": 2}})
@@ -38,12 +39,17 @@ def convert(values: Any) -> Conversion:
         >>> [row.verdict for row in found.rows][:2]
         ['mapped', 'mapped']
     """
+    remedy = "give the keys and values of a ds_config.json"
     if not isinstance(values, Mapping):
         problem = f"is a {type(values).__name__}"
-        remedy = "give the keys and values of a ds_config.json"
         raise ConfigError(Problem("ds_config", values, problem, remedy))
-    found = Conversion(values)
+    try:
+        found = Conversion(values)
+    except RecursionError as error:
+        problem = Problem("ds_config", [*values], DEEP, remedy)
+        raise ConfigError(problem) from error
     found.check_sections(SECTIONS)
+    check_strict(found)
     convert_steps(found)
     convert_optimizer(found)
     convert_precision(found)

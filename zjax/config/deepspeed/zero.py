@@ -39,13 +39,18 @@ NO_EFFECT = {
     "grad_hooks": "gradients are values",
     "cpu_offload_use_pin_memory": "host memory is pinned",
 }
+COUNTS = (
+    *("allgather_bucket_size", "reduce_bucket_size", "stage3_prefetch_bucket_size"),
+    *("stage3_max_live_parameters", "stage3_max_reuse_distance", "sub_group_size"),
+    *("stage3_module_granularity_threshold", "stage3_model_persistence_threshold"),
+)
+"""Keys of `NO_EFFECT` that are whole numbers; the rest are switches."""
 OFFLOAD_NO_EFFECT = {
     "pin_memory": "host memory is pinned",
     "buffer_count": "buffers follow from the arrays",
     "buffer_size": "buffers follow from the arrays",
     "max_in_cpu": "arrays that fit stay in memory",
     "fast_init": "arrays are made where they stay",
-    "pipeline": "reads and writes overlap the update",
     "pipeline_read": "reads overlap the update",
     "pipeline_write": "writes overlap the update",
     "cpuadam_cores_perc": "updates run on the device",
