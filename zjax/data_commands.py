@@ -33,6 +33,7 @@ def prepare_data() -> None:
         validation_fraction=flags.FLAGS.validation_fraction,
         text_field=flags.FLAGS.text_field,
         chat=flags.FLAGS.chat,
+        special_tokens=flags.FLAGS.special_tokens,
     )
     print(f"wrote {flags.FLAGS.output} with a vocabulary of {meta.vocab_size}")
     for name, split in meta.splits.items():

@@ -121,6 +121,9 @@ def define_flags(argv: Sequence[str] | None = None) -> None:
     flags.DEFINE_string("tokenizer", "bytes", "Kind: bytes, bpe:SIZE or a .json file.")
     flags.DEFINE_string("text_field", "text", "Field or column with the text.")
     flags.DEFINE_string("chat", "", "Checkpoint whose template encodes conversations.")
+    flags.DEFINE_bool(
+        "special_tokens", False, "Names of special tokens in a text are these tokens."
+    )
     flags.DEFINE_float("validation_fraction", 0.01, "Part of the text held out.")
     flags.DEFINE_enum("part", "auto", PARTS, "Which weights; auto takes averaged ones.")
     flags.DEFINE_string("run", "", "Directory of a run, which has its settings.")
@@ -408,6 +411,7 @@ COMMANDS = {
             "tokenizer": "",
             "text_field": "",
             "chat": "",
+            "special_tokens": "",
             "validation_fraction": "",
         },
         has_settings=False,

@@ -293,6 +293,73 @@ def test_marks_of_a_template_are_what_has_a_loss(encode):
     assert found == ["<U>a<A>[b</s>]<U>c<A>[d</s>]"]
 
 
+MARKERS = """
+{%- for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}
+{%- if add_generation_prompt %}<assistant>{% endif %}"""
+
+
+@pytest.fixture
+def marked_checkpoint(checkpoint, tmp_path):
+    """A checkpoint whose turns end where the marker of the next role begins."""
+    import tokenizers
+
+    path = str(checkpoint / "tokenizer.json")
+    library = tokenizers.Tokenizer.from_file(path)
+    library.add_special_tokens(["<user>", "<assistant>"])
+    library.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat_template.jinja").write_text(MARKERS)
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    talk = {"messages": [user("a"), answer("b"), user("c"), answer("d")]}
+    (tmp_path / "in.jsonl").write_text(json.dumps(talk))
+    return library
+
+
+def prepare_marked(folder):
+    options = {"chat": str(folder), "validation_fraction": 0.0}
+    meta = prepare.prepare([folder / "in.jsonl"], folder / "tokens", **options)
+    return meta.tokenizer.end_ids, store.open_store(str(folder / "tokens"), "train")
+
+
+def test_the_marker_at_which_a_checkpoint_stops_is_trained(marked_checkpoint, tmp_path):
+    """Fails if a template without ends of turns teaches a model to write on."""
+    marker = marked_checkpoint.token_to_id("<user>")
+    config = json.dumps({"eos_token_id": [marker]})
+    (tmp_path / "generation_config.json").write_text(config)
+    _, opened = prepare_marked(tmp_path)
+    assert opened.answers is not None
+    found = bracketed(marked_checkpoint, opened.tokens[:], opened.answers[:])
+    assert found == "<user>a<assistant>[b<user>]c<assistant>[d<user>]"
+
+
+def test_answers_without_an_end_are_told(marked_checkpoint, tmp_path, caplog):
+    """Fails if a model is trained to write on, and nobody is told."""
+    ends, opened = prepare_marked(tmp_path)
+    assert opened.answers is not None
+    found = bracketed(marked_checkpoint, opened.tokens[:], opened.answers[:])
+    assert found == "<user>a<assistant>[b]<user>c<assistant>[d]"
+    assert ends == (marked_checkpoint.token_to_id("</s>"),)
+    assert caplog.messages == [
+        f"the chat template of {tmp_path} ends 2 of 2 answers without a special "
+        "token: no end of these answers is trained, and a text generated after them "
+        "may not end; write eos_token behind each answer in the template"
+    ]
+
+
+def test_ids_that_end_answers_are_recorded(checkpoint, tmp_path):
+    """Fails if generation would not stop where answers ended in training."""
+    for file in checkpoint.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = {"eos_token": "<|endoftext|>", "chat_template": PLAIN}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    talk = {"messages": [user("a"), answer("b")]}
+    (tmp_path / "in.jsonl").write_text(json.dumps(talk))
+    ends, _ = prepare_marked(tmp_path)
+    ids = store.open_tokenizer(str(tmp_path / "tokens")).special_tokens
+    assert ends == (ids["<|endoftext|>"], ids["</s>"])
+    written = (tmp_path / "tokens" / "generation_config.json").read_text()
+    assert json.loads(written) == {"eos_token_id": [*ends]}
+
+
 def test_template_for_tools_is_taken_where_there_are_tools(checkpoint, tmp_path):
     """Fails if a checkpoint's second template is not used, or always."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -676,6 +743,7 @@ def test_prepare_tells_lengths(prepared, monkeypatch, capsys):
     meta = store.read_meta(str(prepared))
     given = types.SimpleNamespace(
         **dict.fromkeys(("input", "tokenizer", "validation_fraction", "text_field")),
+        **{"special_tokens": False},
         **{"chat": "x", "output": str(prepared)},
     )
     monkeypatch.setattr(data_commands.flags, "FLAGS", given)

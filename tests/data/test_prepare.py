@@ -6,8 +6,10 @@ import numpy as np
 import pyarrow
 import pytest
 from pyarrow import parquet
+from tokenizers import processors
 
 from zjax.data import documents, prepare, store
+from zjax.data.tokenizer import train_bpe
 from zjax.errors import DataError
 
 TEXTS = ["one fish", "zwei Fische ☕", "trois\npoissons", "fyra fiskar", "vijf vissen"]
@@ -100,6 +102,70 @@ def test_long_text_is_cut_at_line_ends_and_nothing_is_lost(tmp_path, monkeypatch
     assert sum(document.num_bytes for document in found) == len(text.encode())
     assert max(document.num_bytes for document in found) <= 50
     assert [document.text[-1] for document in found][:5] == ["\n"] * 5
+    assert [n for n, block in enumerate(found) if block.begins] == [0]
+    assert [n for n, block in enumerate(found, 1) if block.ends] == [len(found)]
+
+
+def test_a_long_text_begins_and_ends_once(tmp_path, monkeypatch):
+    """Fails if a long file gets an end token, or a BOS, where it is only cut."""
+    monkeypatch.setattr(documents, "BLOCK_BYTES", 50)
+    text = "".join(f"line {number}\n" for number in range(40))
+    (tmp_path / "long.txt").write_text(text)
+    (tmp_path / "short.txt").write_text("short")
+    inputs = ["long.txt", "short.txt"]
+    prepare.prepare(inputs, "whole", validation_fraction=0.0)
+    assert read_split("whole", "train") == [[*text.encode(), 256], [*b"short", 256]]
+    prepare.prepare(inputs, "parts", validation_fraction=0.3)
+    splits = {x: read_split("parts", x) for x in ("train", "validation")}
+    parts = [part for split in splits.values() for part in split]
+    assert sum(part.count(256) for part in parts) == 2
+    assert len(parts) > 4  # a text with a hole is several documents
+    assert sum(map(len, parts)) == len(text) + len("short") + 2
+
+
+def write_tokenizer(folder):
+    """Writes a tokenizer that begins texts with BOS, in the files of a checkpoint."""
+    library = train_bpe([""], 258)
+    library.add_special_tokens(["<s>", "</s>", "<|user|>"])
+    library.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", library.token_to_id("<s>"))]
+    )
+    folder.mkdir()
+    library.save(str(folder / "tokenizer.json"))
+    files = {"tokenizer_config": {"eos_token": "</s>"}, "generation_config": {"a": 1}}
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return {x: library.token_to_id(x) for x in ("<s>", "</s>", "<|user|>")}
+
+
+def test_texts_begin_and_end_as_the_tokenizer_says(tmp_path, caplog):
+    """Fails if BOS is left out, or the files of the tokenizer are left behind."""
+    ids = write_tokenizer(tmp_path / "in")
+    lines = [{"text": "<|user|>a</s>"}, {"text": "b"}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    options = {"tokenizer": "in/tokenizer.json", "validation_fraction": 0.0}
+    meta = prepare.prepare(["a.jsonl"], "out", **options)
+    documents_found = read_split("out", "train")
+    assert [x[0] for x in documents_found] == [ids["<s>"]] * 2
+    assert [x[-1] for x in documents_found] == [ids["</s>"]] * 2
+    assert len(documents_found[0]) == len("<|user|>a</s>") + 2
+    assert meta.tokenizer.end_ids == (ids["</s>"],)
+    generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    ends = {"bos_token_id": ids["<s>"], "eos_token_id": ids["</s>"]}
+    assert generation == {"a": 1} | ends
+    assert (tmp_path / "out" / "tokenizer_config.json").is_file()
+    assert caplog.messages == [
+        "texts spell special tokens of the tokenizer, which are encoded as ordinary "
+        "text: </s>, <|user|> in 1 of 2 texts; give conversations with --chat, or set "
+        "--special_tokens to encode the names as these tokens"
+    ]
+    prepare.prepare(["a.jsonl"], "special", special_tokens=True, **options)
+    a, b = (store.open_tokenizer("special").encode(x).tolist()[1] for x in "ab")
+    assert read_split("special", "train") == [
+        [ids["<s>"], ids["<|user|>"], a, ids["</s>"]],
+        [ids["<s>"], b, ids["</s>"]],
+    ]
+    assert len(caplog.messages) == 1
 
 
 @pytest.mark.parametrize("fraction", [0.01, 0.25])

@@ -11,6 +11,7 @@ import dataclasses
 import pathlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from absl import logging
@@ -35,6 +36,21 @@ Prefix = tuple[int, bool]
 """Number of messages of a text, and whether the prompt for an answer follows them."""
 
 
+class Encoded(NamedTuple):
+    """A conversation as token ids.
+
+    Args:
+        samples: Ids, int32, and whether each is part of an answer, uint8; several pairs
+            where the template writes earlier answers otherwise than they were
+            generated. All that follows the last answer is left out.
+        ends: Special token that ends each answer with a loss, its id; None where an
+            answer ends without one.
+    """
+
+    samples: list[tuple[np.ndarray, np.ndarray]]
+    ends: list[int | None]
+
+
 @dataclasses.dataclass(frozen=True)
 class Chat:
     """A template, with the tokenizer that it is for.
@@ -44,12 +60,17 @@ class Chat:
         is_marked: Whether the template marks answers, with the tag `generation`.
         templates: The compiled templates.
         encode: `encode(text) -> (ids, first character of each token)`.
+        special_tokens: Ids of special tokens by name.
+        marker: Marker of the user's turn, where the template ends answers with it
+            alone; empty for other templates.
     """
 
     folder: str
     is_marked: bool
     templates: "Templates"
     encode: Callable[[str], tuple[np.ndarray, np.ndarray]]
+    special_tokens: Mapping[str, int]
+    marker: str = ""
 
     def render(self, talk: Conversation, number: int, asks: bool) -> str:
         """Renders the first `number` messages, then the prompt for an answer if `asks`.
@@ -65,19 +86,12 @@ class Chat:
         """Renders what `samples_of` needs of each conversation, in order."""
         return self.templates.render_each(talks, _prefixes_of)
 
-    def samples_of(
-        self, talk: Conversation, rendered: Rendered
-    ) -> list[tuple[np.ndarray, np.ndarray]]:
+    def samples_of(self, talk: Conversation, rendered: Rendered) -> Encoded:
         """Encodes a conversation.
 
         Args:
             talk: The conversation.
             rendered: What `render_each` yields for it.
-
-        Returns:
-            Token ids, int32, and whether each is part of an answer, uint8; several
-            pairs where the template writes earlier answers otherwise than they were
-            generated. All that follows the last answer is left out.
 
         Raises:
             DataError: The template refuses the messages, or an answer does not follow
@@ -94,9 +108,14 @@ class Chat:
             )
         texts = self.templates.texts_of(talk, _prefixes_of(talk), rendered)
         samples: list[tuple[str, Spans]] = []
+        ends: list[int | None] = []
         for number in reversed(np.flatnonzero(talk.trained).tolist()):
             prompt, whole = texts[number, True], texts[number + 1, False]
             whole, spans = self._answer(talk, number, prompt, whole)
+            if self.marker and not talk.messages[number].get("tool_calls"):
+                [(begin, end)], whole = spans, whole + self.marker
+                spans = [(begin, end + len(self.marker))]
+            ends.append(_find_end(whole[: spans[-1][1]], self.special_tokens))
             for longer, others in samples:
                 if longer.startswith(whole):
                     others += spans
@@ -106,7 +125,7 @@ class Chat:
         encoded = [self._encode(talk, *sample) for sample in reversed(samples)]
         if not any(answers.any() for _, answers in encoded):
             talk.refuse("has no token of an answer with a loss", "leave it out")
-        return encoded
+        return Encoded(encoded, ends)
 
     def _answer(
         self, talk: Conversation, number: int, prompt: str, whole: str
@@ -164,6 +183,34 @@ class Chat:
         return ids, answers
 
 
+def _find_end(text: str, special_tokens: Mapping[str, int]) -> int | None:
+    """Finds the special token with which a text ends, before spaces."""
+    text = text.rstrip()
+    return special_tokens.get(
+        max(filter(text.endswith, special_tokens), key=len, default="")
+    )
+
+
+def _find_marker(chat: Chat, end_ids: Sequence[int]) -> str:
+    """Finds the marker of the user's turn with which alone a template ends answers.
+
+    The checkpoint stops to generate at this marker, as GLM does at `<|user|>`: the
+    marker then is the end of an answer, and has a loss.
+    """
+    roles = ("user", ANSWERS, "user")
+    messages = [{"role": role, "content": "?"} for role in roles]
+    talk = Conversation(messages, [False, True, False], None, {}, chat.folder, "")
+    try:
+        whole, longer = (chat.render(talk, number, False) for number in (2, 3))
+    except DataError:  # the template takes no such conversation
+        return ""
+    if chat.is_marked or _find_end(whole, chat.special_tokens) is not None:
+        return ""
+    following = longer.removeprefix(whole) if longer.startswith(whole) else ""
+    markers = (x for x, number in chat.special_tokens.items() if number in end_ids)
+    return next(filter(following.startswith, markers), "")
+
+
 def _shared_part(one: str, other: str) -> int:
     """Characters of the longest start that both have."""
     pairs = enumerate(zip(one, other, strict=False))
@@ -218,8 +265,15 @@ def load_chat(folder: str) -> Chat:
         return np.array(encoding.ids, np.int32), np.array(starts, np.int64)
 
     is_marked = any(map(_GENERATION.search, sources.values()))
-    templates = Templates(folder, sources, files.special_tokens())
-    return Chat(folder, is_marked, templates, encode)
+    made = Chat(
+        folder,
+        is_marked,
+        Templates(folder, sources, files.special_tokens()),
+        encode,
+        text.special_tokens_of(library),
+    )
+    end_ids = text.make_library_record(library, path).end_ids
+    return dataclasses.replace(made, marker=_find_marker(made, end_ids))
 
 
 class Templates:

@@ -22,7 +22,7 @@ from zjax.reading import parse_json
 from zjax.remedies import find_fault
 
 BLOCK_BYTES = 64 << 10
-"""Longer text files are split into documents of about this size, at line ends."""
+"""Longer text files are read in blocks of about this size, cut at line ends."""
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 MAX_LINE_BYTES = 1 << 28
 """Longest line of a JSON Lines file."""
@@ -31,11 +31,21 @@ NUM_NAMED = 10
 
 
 class Document(NamedTuple):
-    """One text, its size in the file in bytes, and the conversation if it is one."""
+    """One text, or a block of a long one.
+
+    Args:
+        text: The text; of a conversation, its messages.
+        num_bytes: Size in the file.
+        talk: The conversation, if it is one.
+        begins: Whether the text begins here, and does not continue the block before.
+        ends: Whether the text ends here, and does not go on in the next block.
+    """
 
     text: str
     num_bytes: int
     talk: Conversation | None = None
+    begins: bool = True
+    ends: bool = True
 
 
 def list_files(inputs: Sequence[str | pathlib.Path]) -> list[pathlib.Path]:
@@ -147,19 +157,19 @@ def _problem(path: pathlib.Path, problem: str, remedy: str) -> Problem:
 
 
 def _read_text(path: pathlib.Path) -> Iterator[Document]:
+    """Reads a text file in blocks, of which the first begins the text."""
     offset, remainder = 0, b""
     with open(path, "rb") as file:
-        while chunk := file.read(BLOCK_BYTES - len(remainder)):
-            block = remainder + chunk
-            size = _document_end(block) if len(block) == BLOCK_BYTES else len(block)
-            yield Document(_decode(block[:size], path, offset), size)
+        while block := remainder + file.read(BLOCK_BYTES - len(remainder)):
+            is_last = not file.peek(1)
+            size = len(block) if is_last else _block_end(block)
+            text = _decode(block[:size], path, offset)
+            yield Document(text, size, begins=not offset, ends=is_last)
             offset, remainder = offset + size, block[size:]
-    if remainder:
-        yield Document(_decode(remainder, path, offset), len(remainder))
 
 
-def _document_end(block: bytes) -> int:
-    """End of a document: after the last line, else before a torn character."""
+def _block_end(block: bytes) -> int:
+    """Finds the end of a block: after the last line, else before a torn character."""
     after_line = block.rfind(b"\n") + 1
     if after_line > len(block) // 2:
         return after_line

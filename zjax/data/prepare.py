@@ -1,5 +1,6 @@
 """Converts text files to token files before training: `zjax data prepare`."""
 
+import collections
 import contextlib
 import dataclasses
 import itertools
@@ -10,7 +11,6 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-import numpy as np
 from absl import logging
 from rich import console, progress
 
@@ -22,6 +22,7 @@ from zjax.data.tokenizer_files import (
     END_TOKENS,
     TOKENIZER_NAME,
     copy_files,
+    write_ends,
     write_files,
 )
 from zjax.errors import DataError, Problem
@@ -31,6 +32,9 @@ BPE_TRAINING_BYTES = 1 << 30
 MIN_BPE, MAX_BPE = text.NUM_BYTES + 2, 1 << 20
 ENCODE_DOCUMENTS = 256
 """Documents encoded at a time, in threads of the tokenizer."""
+
+_MAX_NAMED = 5
+"""Most special tokens that a warning names."""
 
 
 class _Assigned(NamedTuple):
@@ -46,13 +50,15 @@ def prepare(
     validation_fraction: float = 0.01,
     text_field: str = "text",
     chat: str = "",
+    special_tokens: bool = False,
 ) -> store.Meta:
     """Writes a directory of token files for `data.source='tokens'`.
 
     Documents are the lines of JSON Lines files, the rows of Parquet files and of a
-    directory that `datasets.Dataset.save_to_disk` wrote, and text files, split at line
-    ends into about 64 KiB. Validation takes the second document, then one whenever it
-    has less than `validation_fraction` of the text.
+    directory that `datasets.Dataset.save_to_disk` wrote, and text files. Each begins
+    with BOS, if the tokenizer begins texts so, and ends with its end token. Validation
+    takes the second document, then one whenever it has less than
+    `validation_fraction` of the text; a text file counts as blocks of about 64 KiB.
 
     Args:
         inputs: Files, or directories, all of whose files are read.
@@ -65,6 +71,8 @@ def prepare(
             encode conversations, instead of `tokenizer` and `text_field`: records of
             a layout of `zjax.data.conversations`. Only answers then have a loss, and
             no document an end token that the template does not write.
+        special_tokens: Whether names of special tokens in a text are these tokens, as
+            in conversations that were rendered before; else they are ordinary text.
 
     Returns:
         Vocabulary and sizes of what was written.
@@ -98,14 +106,23 @@ def prepare(
         progress.Progress(console=console.Console(stderr=True)) as bar,
     ):
         vocabulary = _make_tokenizer(tokenizer, partial, read(bar, "Learning"))
-        assigned = read(bar, "Encoding")
-        splits = _write_splits(partial, vocabulary, template, assigned)
-        _check_splits(splits, inputs, validation_fraction)
+        assigned, record = read(bar, "Encoding"), vocabulary.record
+        has_answers = template is not None
+        writers = _Writers(partial, vocabulary, has_answers)
+        with contextlib.closing(writers):
+            if template is None:
+                _write_texts(writers, vocabulary, assigned, special_tokens)
+            else:
+                ends = _write_talks(writers, template, assigned)
+                record = record.with_ends(ends)
+        _check_splits(writers.sizes(), inputs, validation_fraction)
+        if tokenizer != "bytes":
+            write_ends(partial, record)
         meta = store.Meta(
-            tokenizer=vocabulary.record,
+            tokenizer=record,
             dtype=_token_dtype(vocabulary),
-            splits=splits,
-            has_answers=template is not None,
+            splits=writers.sizes(),
+            has_answers=has_answers,
         )
         store.write_meta(partial, meta)
     return meta
@@ -245,56 +262,105 @@ def _token_dtype(vocabulary: text.Tokenizer) -> str:
     return "uint16" if vocabulary.vocab_size <= 1 << 16 else "uint32"
 
 
-def _write_splits(
-    directory: pathlib.Path,
+class _Writers(dict[str, store.SplitWriter]):
+    """Writers by split, which are opened when they are first asked for."""
+
+    def __init__(
+        self, directory: pathlib.Path, vocabulary: text.Tokenizer, has_answers: bool
+    ):
+        super().__init__()
+        self._directory, self._has_answers = directory, has_answers
+        self._dtype = _token_dtype(vocabulary)
+
+    def __missing__(self, split: str) -> store.SplitWriter:
+        made = store.SplitWriter(self._directory, split, self._dtype, self._has_answers)
+        return self.setdefault(split, made)
+
+    def close(self) -> None:
+        """Flushes all splits to disk."""
+        with contextlib.ExitStack() as stack:
+            for writer in self.values():
+                stack.callback(writer.close)
+
+    def sizes(self) -> dict[str, store.Split]:
+        """Gives the sizes of the splits."""
+        pairs = self.items()
+        return {x: store.Split(y.num_tokens, y.num_documents) for x, y in pairs}
+
+
+def _chunks(assigned: Iterator[_Assigned]) -> Iterator[list[_Assigned]]:
+    """Groups the documents that are encoded together."""
+    while chunk := list(itertools.islice(assigned, ENCODE_DOCUMENTS)):
+        yield chunk
+
+
+def _write_texts(
+    writers: _Writers,
     vocabulary: text.Tokenizer,
-    chat: Chat | None,
     assigned: Iterator[_Assigned],
-) -> dict[str, store.Split]:
-    dtype = _token_dtype(vocabulary)
-    writers: dict[str, store.SplitWriter] = {}
-    num_documents, num_samples = 0, 0
-    end_id = None if chat else vocabulary.end_id
-    with contextlib.ExitStack() as stack:
-        while chunk := list(itertools.islice(assigned, ENCODE_DOCUMENTS)):
-            encoded = _encode([document for _, document in chunk], vocabulary, chat)
-            for (split, _), samples in zip(chunk, encoded, strict=True):
-                if split not in writers:
-                    writers[split] = store.SplitWriter(
-                        directory, split, dtype, answers=chat is not None
-                    )
-                    stack.callback(writers[split].close)
-                num_documents, num_samples = (
-                    num_documents + 1,
-                    num_samples + len(samples),
-                )
-                for ids, *answers in samples:
-                    if end_id is None:
-                        writers[split].append_answers(ids, *answers)
-                    else:
-                        writers[split].append(ids, end_id)
-    if num_samples > num_documents:
+    special_tokens: bool,
+) -> None:
+    """Encodes texts, with BOS and end token where a text begins and ends.
+
+    Blocks of one text that follow each other in a split are one document.
+    """
+    num_texts, spelled = 0, collections.Counter[str]()
+    before = ""
+    for chunk in _chunks(assigned):
+        texts = [document.text for _, document in chunk]
+        encoded = vocabulary.encode_texts(texts, special_tokens)
+        for (split, document), ids in zip(chunk, encoded, strict=True):
+            if split != before and before:  # the text goes on in another split
+                writers[before].end_document()
+            before = split
+            ids = vocabulary.begin(ids) if document.begins else ids
+            writers[split].append(vocabulary.end(ids) if document.ends else ids)
+            if document.ends:
+                writers[split].end_document()
+            num_texts += document.begins
+            if not special_tokens:
+                spelled.update(vocabulary.find_special_tokens(document.text))
+    if spelled:
+        logging.warning(
+            "texts spell special tokens of the tokenizer, which are encoded as "
+            "ordinary text: %s in %s of %s texts; give conversations with --chat, or "
+            "set --special_tokens to encode the names as these tokens",
+            ", ".join(name for name, _ in spelled.most_common(_MAX_NAMED)),
+            f"{max(spelled.values()):,}",
+            f"{num_texts:,}",
+        )
+
+
+def _write_talks(
+    writers: _Writers, chat: Chat, assigned: Iterator[_Assigned]
+) -> tuple[int, ...]:
+    """Encodes conversations; gives the ids that end their answers."""
+    num_talks, num_samples, ends = 0, 0, collections.Counter[int | None]()
+    for chunk in _chunks(assigned):
+        talks = [document.talk for _, document in chunk if document.talk is not None]
+        encoded = map(chat.samples_of, talks, chat.render_each(talks))
+        for (split, _), (samples, found) in zip(chunk, encoded, strict=True):
+            for ids, answers in samples:
+                writers[split].append_answers(ids, answers)
+            num_talks, num_samples = num_talks + 1, num_samples + len(samples)
+            ends.update(found)
+    if num_samples > num_talks:
         logging.warning(
             "the chat template rewrites earlier turns: %s conversations are %s "
             "documents, which repeat them before each answer",
-            f"{num_documents:,}",
+            f"{num_talks:,}",
             f"{num_samples:,}",
         )
-    return {
-        split: store.Split(writer.num_tokens, writer.num_documents)
-        for split, writer in writers.items()
-    }
-
-
-def _encode(
-    chunk: Sequence[documents.Document], vocabulary: text.Tokenizer, chat: Chat | None
-) -> Iterator[Sequence[tuple[np.ndarray, ...]]]:
-    """Samples of each: the ids; of conversations also which of them are answers."""
-    if chat is None:
-        texts = vocabulary.encode_batch([document.text for document in chunk])
-        return ([(ids,)] for ids in texts)
-    talks = [document.talk for document in chunk if document.talk is not None]
-    return map(chat.samples_of, talks, chat.render_each(talks))
+    if num_open := ends.pop(None, 0):
+        logging.warning(
+            "the chat template of %s ends %s of %s answers without a special token: "
+            "no end of these answers is trained, and a text generated after them may "
+            "not end; write eos_token behind each answer in the template",
+            chat.folder,
+            f"{num_open:,}",
+            f"{num_open + ends.total():,}",
+        )
+    return tuple(each for each in ends if each is not None)
 
 
 def _check_splits(

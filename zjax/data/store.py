@@ -133,22 +133,26 @@ class SplitWriter:
         self._answers = SummedFile(directory / f"{split}.answers") if answers else None
         self.num_tokens = 0
         self.num_documents = 0
+        self._document_start = 0
 
-    def append(self, ids: np.ndarray, end_id: int) -> None:
-        """Writes the ids of one document, and its end token."""
-        self._tokens.write(np.append(ids, end_id).astype(self._dtype).tobytes())
-        self.num_tokens += len(ids) + 1
-        self.num_documents += 1
-        self._offsets.write(np.array(self.num_tokens, "<i8").tobytes())
+    def append(self, ids: np.ndarray) -> None:
+        """Writes ids of a document."""
+        self._tokens.write(ids.astype(self._dtype).tobytes())
+        self.num_tokens += len(ids)
+
+    def end_document(self) -> None:
+        """Ends a document, or does nothing if it has no tokens."""
+        if self.num_tokens > self._document_start:
+            self.num_documents += 1
+            self._document_start = self.num_tokens
+            self._offsets.write(np.array(self.num_tokens, "<i8").tobytes())
 
     def append_answers(self, ids: np.ndarray, answers: np.ndarray) -> None:
         """Writes the ids of one conversation, and which belong to answers."""
-        self._tokens.write(ids.astype(self._dtype).tobytes())
         assert self._answers is not None
         self._answers.write(answers.astype(np.uint8).tobytes())
-        self.num_tokens += len(ids)
-        self.num_documents += 1
-        self._offsets.write(np.array(self.num_tokens, "<i8").tobytes())
+        self.append(ids)
+        self.end_document()
 
     def close(self) -> None:
         """Syncs all files to disk, and writes their checksums."""

@@ -2,8 +2,9 @@
 
 import contextlib
 import dataclasses
+import functools
 import pathlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,8 +31,8 @@ class Tokenizer:
     special tokens are these tokens if the second argument is true, else text."""
     decode: Callable[[Any], str]
     """Function from ids, any 1-d integer array, to text; skips special tokens."""
-    special_tokens: tuple[str, ...] = ()
-    """Names of special tokens that a text can spell."""
+    special_tokens: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Ids of special tokens by the names that a text can spell."""
 
     @property
     def name(self) -> str:
@@ -94,10 +95,26 @@ class Tokenizer:
         Returns:
             Int32 ids of each.
         """
-        found, bos = self.encode_texts(texts, special_tokens), self.bos_id
-        if bos is None:
-            return found
-        return [ids if bos in ids[:1] else np.insert(ids, 0, bos) for ids in found]
+        return [self.begin(ids) for ids in self.encode_texts(texts, special_tokens)]
+
+    def begin(self, ids: Int32[np.ndarray, " T"]) -> Int32[np.ndarray, " begun"]:
+        """Puts BOS before the ids of a text, if texts begin with one that they lack."""
+        if self.bos_id is None or self.bos_id in ids[:1]:
+            return ids
+        return np.insert(ids, 0, self.bos_id)
+
+    def end(self, ids: Int32[np.ndarray, " T"]) -> Int32[np.ndarray, " ended"]:
+        """Puts the end token behind the ids of a text that lack it.
+
+        Raises:
+            DataError: The tokenizer has none.
+        """
+        return ids if self.end_id in ids[-1:] else np.append(ids, np.int32(self.end_id))
+
+    @functools.cached_property
+    def _starts(self) -> set[str]:
+        """First characters of all special tokens, of which most texts have none."""
+        return {name[:2] for name in self.special_tokens}
 
     def find_special_tokens(self, text: str) -> list[str]:
         """Finds the names of special tokens that a text spells.
@@ -108,6 +125,8 @@ class Tokenizer:
         Returns:
             The names, in the order of the vocabulary.
         """
+        if not any(start in text for start in self._starts):
+            return []
         return [name for name in self.special_tokens if name in text]
 
 
@@ -186,11 +205,28 @@ def load_tokenizer(
     """
     path = local_path("tokenizer", path, DataError)
     library = load_library(path)
-    if record is None:
-        vocabulary = library.get_vocab()
-        place = pathlib.Path(path)
-        record = make_record(place, path, vocabulary, _prefix_of(library))
-    return _wrap_library(library, record)
+    return _wrap_library(library, record or make_library_record(library, path))
+
+
+def make_library_record(library: Any, path: str | pathlib.Path) -> TokenizerRecord:
+    """Makes the record of a `tokenizer.json` and the files beside it.
+
+    Args:
+        library: Result of `load_library`.
+        path: The file.
+    """
+    vocabulary, prefix = library.get_vocab(), _prefix_of(library)
+    return make_record(pathlib.Path(path), str(path), vocabulary, prefix)
+
+
+def special_tokens_of(library: Any) -> dict[str, int]:
+    """Gives the ids of special tokens by name.
+
+    Args:
+        library: Result of `load_library`.
+    """
+    added = library.get_added_tokens_decoder().items()
+    return {token.content: number for number, token in added if token.special}
 
 
 def load_library(path: str | pathlib.Path) -> Any:
@@ -294,6 +330,4 @@ def _wrap_library(library: Any, record: TokenizerRecord) -> Tokenizer:
         with data_errors(name, "cannot decode tokens", "give one that can"):
             return library.decode(np.asarray(ids).tolist())
 
-    added = library.get_added_tokens_decoder().values()
-    special = tuple(token.content for token in added if token.special)
-    return Tokenizer(record, encode_texts, decode, special)
+    return Tokenizer(record, encode_texts, decode, special_tokens_of(library))

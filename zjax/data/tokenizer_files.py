@@ -98,7 +98,7 @@ class TokenizerFiles:
         self.folder = path.parent
         self._is_alone = path.name != TOKENIZER_NAME
         self.config = self._read(SPECIAL_NAME) | self._read(CONFIG_NAME)
-        self._generation = self._read(GENERATION_NAME) or self._read(MODEL_NAME)
+        self.generation = self._read(GENERATION_NAME)
 
     def special_tokens(self) -> dict[str, str]:
         """Gives the special tokens by key, such as `eos_token`."""
@@ -118,11 +118,12 @@ class TokenizerFiles:
 
     def generation_end_ids(self) -> list[int]:
         """Gives the ids at which the checkpoint stops to generate."""
-        given = self._generation.get("eos_token_id")
+        name = GENERATION_NAME if self.generation else MODEL_NAME
+        given = self._read(name).get("eos_token_id")
         ids = given if isinstance(given, list) else [given]
         if given is not None and not all(is_id(each, MAX_VOCAB) for each in ids):
             problem = f"has eos_token_id={given!r}, which is no id and no list of ids"
-            raise DataError(self._problem(GENERATION_NAME, problem))
+            raise DataError(self._problem(name, problem))
         return [] if given is None else ids
 
     def bos_id(
@@ -238,3 +239,19 @@ def write_files(
     config = {"tokenizer_class": "PreTrainedTokenizerFast", **special}
     (folder / TOKENIZER_NAME).write_text(library_text, encoding="utf-8")
     (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n")
+
+
+def write_ends(folder: pathlib.Path, record: TokenizerRecord) -> None:
+    """Writes the end ids of a record into `generation_config.json`.
+
+    Args:
+        folder: Directory with the files of the tokenizer; other values of its
+            `generation_config.json` stay.
+        record: The record.
+    """
+    values = TokenizerFiles(folder / TOKENIZER_NAME).generation
+    if record.bos_id is not None:
+        values = {"bos_token_id": record.bos_id} | values
+    ends = [*record.end_ids]
+    values = values | {"eos_token_id": ends[0] if len(ends) == 1 else ends}
+    (folder / GENERATION_NAME).write_text(json.dumps(values, indent=2) + "\n")

@@ -7,7 +7,7 @@ Starts from checkpoints, generation, evaluation and exports compare and read it.
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 KEY = "tokenizer"
@@ -42,6 +42,19 @@ class TokenizerRecord:
     bos_id: int | None
     end_ids: tuple[int, ...]
     template_digest: str = ""
+
+    def with_ends(self, end_ids: Sequence[int]) -> "TokenizerRecord":
+        """Adds ids that end a text, such as those that ended answers in training.
+
+        Args:
+            end_ids: The ids.
+
+        Example:
+            >>> TokenizerRecord("numbers", "", 9, None, (8,)).with_ends([7, 8]).end_ids
+            (8, 7)
+        """
+        ends = tuple(dict.fromkeys((*self.end_ids, *end_ids)))
+        return dataclasses.replace(self, end_ids=ends)
 
     def to_mapping(self) -> dict[str, Any]:
         """Gives the fields as JSON values."""
