@@ -1,6 +1,7 @@
 """A run of `zjax.initialize` is saved and goes on, with public names alone."""
 
 import fcntl
+import functools
 import logging
 
 import jax
@@ -162,6 +163,35 @@ def test_arguments_that_cannot_be_used(tmp_path):
         "serializable); give a dict of numbers, texts, lists and dicts"
     )
     assert list(tmp_path.iterdir()) == []
+
+
+DEEP = functools.reduce(lambda x, _: [x], range(600), 0)
+
+
+@pytest.mark.parametrize(
+    ("extra", "problem"),
+    [
+        pytest.param({"a": {1: 2}}, "the key 1 is not a text", id="number-as-key"),
+        pytest.param({"a": [{"1": 2, 1: 3}]}, "the key 1 is not a text", id="two-ones"),
+        pytest.param({"a": DEEP}, "it is nested deeper than 500 levels", id="deep"),
+        pytest.param({"a": "x" * 50}, "it has more than 50 bytes", id="large"),
+    ],
+)
+def test_values_that_could_not_be_read_again_are_not_saved(
+    tmp_path, extra, problem, monkeypatch
+):
+    """Fails if `zjax.restore` refuses, or changes, what `zjax.save` took."""
+    monkeypatch.setattr("zjax.checkpoint.steps.MAX_INDEX_BYTES", 50)
+    run = make_run()
+    with pytest.raises(zjax.CheckpointError) as error:
+        zjax.save(tmp_path, run.state, run, extra=extra)
+    assert str(error.value) == (
+        f"extra='dict' cannot be written as JSON ({problem}); give a dict of numbers, "
+        "texts, lists and dicts"
+    )
+    with pytest.raises(zjax.CheckpointError, match="it has more than 50 bytes"):
+        zjax.save(tmp_path, run.state, run)  # with all that a checkpoint describes
+    assert [path.name for path in tmp_path.iterdir()] == ["lock.json"]
 
 
 def make_named(*names):

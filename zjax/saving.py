@@ -1,7 +1,6 @@
 """Checkpoints of a run made by `zjax.initialize`, whose loop is the user's."""
 
 import functools
-import json
 import os
 import sys
 from collections.abc import Mapping
@@ -9,6 +8,8 @@ from typing import Any
 
 import jax
 
+from zjax.checkpoint.failures import unsaved_extra
+from zjax.checkpoint.steps import format_index
 from zjax.checkpoint.store import Store
 from zjax.config.paths import local_path
 from zjax.errors import CheckpointError, Problem
@@ -42,7 +43,8 @@ def save(
         state: State of this run, after more steps than any checkpoint there; not
             consumed.
         run: Result of `zjax.initialize`.
-        extra: JSON values, such as the position in your data.
+        extra: JSON values by text, such as the position in your data; with the names
+            of all arrays at most 256 MiB.
         keep_last: Number of newest checkpoints to keep, 1 or more; None keeps all.
 
     Raises:
@@ -125,10 +127,8 @@ def _check(extra: Any, keep_last: int | None) -> None:
         remedy = "use 1 or more, or None to keep all"
         problems.append(Problem("keep_last", keep_last, "keeps no checkpoint", remedy))
     try:
-        json.dumps(dict(extra or {}))
-    except (TypeError, ValueError) as error:
-        problem = f"cannot be written as JSON ({error})"
-        remedy = "give a dict of numbers, texts, lists and dicts"
-        problems.append(Problem("extra", type(extra).__name__, problem, remedy))
+        format_index(dict(extra or {}))
+    except (TypeError, ValueError) as error:  # `dict` raises both
+        problems += unsaved_extra(extra, error).problems
     if problems:
         raise CheckpointError(*problems)

@@ -43,6 +43,13 @@ def only_incomplete(
     return CheckpointError(Problem("checkpoint.step", steps[-1], problem, remedy))
 
 
+def unsaved_extra(extra: object, error: Exception) -> CheckpointError:
+    """The error for values that a checkpoint cannot hold."""
+    problem = f"cannot be written as JSON ({error})"
+    remedy = "give a dict of numbers, texts, lists and dicts"
+    return CheckpointError(Problem("extra", type(extra).__name__, problem, remedy))
+
+
 def disappeared(directory: pathlib.Path, step: int) -> CheckpointError:
     """The error where the directory has disappeared since the last save."""
     problem = f"could not be written: {directory} is gone"

@@ -5,9 +5,11 @@ are synced. Removal renames it again before deleting its files.
 """
 
 import itertools
+import json
 import os
 import pathlib
 import shutil
+from collections.abc import Mapping
 from typing import Any
 
 from zjax.checkpoint import sums
@@ -18,6 +20,8 @@ STATE, INDEX = "state", "index/metadata"
 """Paths inside a step: Orbax's files and the JSON index."""
 FORMAT, WITHOUT_SUMS = 2, 1
 """Formats of the index; steps of the older one have no checksums."""
+_MAX_DEPTH = 500
+"""Nesting of the index that a parser takes wherever it is called."""
 _SAVING, _DELETED = ".saving-", ".deleted-"
 _saves = itertools.count(1)
 """Counts the saves of this process, over all stores."""
@@ -73,6 +77,34 @@ def read_index(path: pathlib.Path) -> Any:
         ValueError: It is not JSON, or too large.
     """
     return parse_json(read_text(path / INDEX, MAX_INDEX_BYTES))
+
+
+def format_index(index: Mapping[str, Any]) -> str:
+    """Formats the JSON index of a step within the bounds of `read_index`.
+
+    Raises:
+        ValueError: It is not JSON, a key is not a text, or it is nested too deep or
+            too large.
+    """
+    try:
+        text = json.dumps(index)
+    except (TypeError, RecursionError) as error:
+        raise ValueError(str(error)) from error
+    values: list[tuple[Any, int]] = [(index, 1)]
+    while values:
+        value, depth = values.pop()
+        if depth > _MAX_DEPTH:
+            raise ValueError(f"it is nested deeper than {_MAX_DEPTH} levels")
+        if isinstance(value, Mapping):
+            for key in value:  # JSON would turn 1 into "1"
+                if not isinstance(key, str):
+                    raise ValueError(f"the key {key!r} is not a text")
+            values += [(x, depth + 1) for x in value.values()]
+        elif isinstance(value, list | tuple):
+            values += [(x, depth + 1) for x in value]
+    if len(text) > MAX_INDEX_BYTES:  # ASCII
+        raise ValueError(f"it has more than {MAX_INDEX_BYTES:,} bytes")
+    return text
 
 
 def partial_path(directory: pathlib.Path, step: int) -> pathlib.Path:

@@ -4,7 +4,6 @@ Orbax writes arrays shard by shard into a temporary directory, which is renamed 
 complete. Checksums of all files are compared before restoring.
 """
 
-import json
 import math
 import pathlib
 from collections.abc import Callable, Mapping
@@ -126,8 +125,8 @@ class Store:
             loss: Validation loss, by which the best checkpoints are kept.
 
         Raises:
-            CheckpointError: This save or the one before failed, or the directory holds
-                a later step.
+            CheckpointError: This save or the one before failed, the directory holds a
+                later step, or `extra` is not JSON that a reader takes.
         """
         partial = directories.partial_path(self.directory, step)
         self.wait()
@@ -144,9 +143,13 @@ class Store:
             "format": directories.FORMAT,
             "loss": loss if finite else None,
             "arrays": {name: vars(entry) for name, entry in entries.items()},
-            "extra": json.loads(json.dumps(extra)),
+            "extra": dict(extra),
             "linked": folders,
         }
+        try:
+            index_text = directories.format_index(index)
+        except ValueError as error:
+            raise failures.unsaved_extra(extra, error) from error
         unpadded = {
             name: arrays.unpadded(leaves[name], plan)
             for name, plan in named.items()
@@ -171,7 +174,7 @@ class Store:
         self._writing = start_write(
             partial,
             unpadded if copies is None else copies,
-            index,
+            index_text,
             [f"{LINKED}/{name}" for name in linked],
             lambda: self._commit(partial, step),
             wait_for_copies=copies is None,

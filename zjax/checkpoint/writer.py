@@ -3,7 +3,6 @@
 import asyncio
 import atexit
 import contextlib
-import json
 import pathlib
 import threading
 import time
@@ -28,7 +27,7 @@ _unfinished: set[Task] = set()
 def start_write(
     partial: pathlib.Path,
     arrays: Mapping[str, jax.Array],
-    index: Mapping[str, Any],
+    index: str,
     linked: Sequence[str],
     commit: Callable[[], None],
     *,
@@ -39,7 +38,7 @@ def start_write(
     Args:
         partial: Directory made by `steps.begin`, which may already hold linked files.
         arrays: Unpadded arrays by name.
-        index: JSON values.
+        index: Text of the JSON index.
         linked: Linked files of this process.
         commit: Function called by the first process once all files are synced.
         wait_for_copies: Whether to return only once Orbax has copied the arrays.
@@ -84,7 +83,7 @@ def barrier_name(partial: pathlib.Path, name: str) -> str:
 def _write(
     partial: pathlib.Path,
     arrays: Mapping[str, jax.Array],
-    index: Mapping[str, Any],
+    index: str,
     linked: Sequence[str],
     commit: Callable[[], None],
     on_copied: Callable[[], None],
@@ -118,8 +117,8 @@ def _write(
         handler.close()
 
 
-def _finish(partial: pathlib.Path, index: Mapping[str, Any]) -> None:
-    (partial / steps.INDEX).write_text(json.dumps(index))
+def _finish(partial: pathlib.Path, index: str) -> None:
+    (partial / steps.INDEX).write_text(index)
     known: dict[str, Sum] = {}
     for path in partial.glob(f"{_PROCESS_SUMS}*"):
         known |= sums.read_sums(path)
