@@ -5,10 +5,8 @@ from all tensors at once; here the header comes from the checkpoint's index and 
 follow one by one, so host memory holds one at a time.
 """
 
-import contextlib
 import json
 import math
-import os
 import pathlib
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,6 +20,7 @@ from zjax.checkpoint.average import open_weights
 from zjax.checkpoint.layout import Entry, is_floating
 from zjax.checkpoint.store import Store
 from zjax.errors import CheckpointError, Problem
+from zjax.files import new_file
 
 DTYPES = {
     "float64": "F64",
@@ -82,14 +81,10 @@ def export_safetensors(
         return map(found.read_all, layers.sources_of(name, found.entries))
 
     target = pathlib.Path(path)
-    partial = target.with_name(f".{target.name}.partial")
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        write_file(partial, entries, metadata, read)
-        os.replace(partial, target)
+        with new_file(target) as partial:
+            write_file(partial, entries, metadata, read)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            partial.unlink()
         raise unwritable(path, error) from error
     return target.stat().st_size
 
@@ -100,7 +95,7 @@ def write_file(
     metadata: Mapping[str, str],
     read: Callable[[str], Iterable[np.ndarray]],
 ) -> None:
-    """Writes one file, of which one array is in memory at a time.
+    """Writes one file, of which one array is in memory at a time; does not sync it.
 
     Args:
         path: Output file.
@@ -113,8 +108,6 @@ def write_file(
         for name, entry in entries.items():
             for array in read(name):
                 _write(file, array, entry.dtype)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def unwritable(path: str, error: OSError) -> CheckpointError:

@@ -14,6 +14,7 @@ from typing import Any
 
 from zjax.checkpoint import sums
 from zjax.checkpoint.sums import SUMS_FILE
+from zjax.files import make_directory, sync_directory
 from zjax.reading import MAX_INDEX_BYTES, parse_json, read_text
 
 STATE, INDEX = "state", "index/metadata"
@@ -123,10 +124,7 @@ def begin(path: pathlib.Path) -> None:
         OSError: It cannot be created.
     """
     directory = path.parent
-    created = [each for each in (directory, *directory.parents) if not each.exists()]
-    directory.mkdir(parents=True, exist_ok=True)
-    for each in created:
-        sync_directory(each.parent)
+    make_directory(directory)
     clear(directory)
     (path / STATE).mkdir(parents=True)
     (path / INDEX).parent.mkdir()
@@ -195,12 +193,3 @@ def select_kept(losses: dict[int, float | None], last: int, best: int) -> set[in
     known = {step: loss for step, loss in losses.items() if loss is not None}
     ranked = sorted(known, key=lambda step: (known[step], step))
     return {*sorted(losses)[-last:], *ranked[:best]}
-
-
-def sync_directory(path: pathlib.Path) -> None:
-    """Syncs the names in a directory to disk."""
-    folder = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

@@ -29,6 +29,7 @@ from zjax.config.paths import local_path
 from zjax.data import column_file, metrics, packing
 from zjax.data.metric_index import Index, index_path, open_index, write_index
 from zjax.errors import DataError, Problem, ProcessError
+from zjax.files import make_directory
 from zjax.processes import lock
 
 BATCH_ROWS = 64
@@ -160,7 +161,7 @@ def analyze(
     with _output_errors(output):
         if not job.folder.exists():
             _refuse_existing(paths)
-        job.folder.mkdir(parents=True, exist_ok=True)
+        make_directory(job.folder)
         lock.acquire(str(job.folder))
         with (
             _start_processes(job, num_processes) as map_shards,

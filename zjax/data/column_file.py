@@ -15,6 +15,7 @@ import crc32c
 import numpy as np
 
 from zjax.errors import DataError, Problem
+from zjax.files import new_file
 from zjax.remedies import find_fault
 
 MAGIC = b"ZJAXCOLS"
@@ -52,8 +53,7 @@ def write_columns(
     Raises:
         OSError: The file cannot be written.
     """
-    partial = path.with_name(f".{path.name}.partial")
-    with open(partial, "wb") as file:
+    with new_file(path) as partial, open(partial, "wb") as file:
         file.seek(HEADER_BYTES)
         crc = 0
         for block in _blocks(columns):
@@ -65,14 +65,6 @@ def write_columns(
         header = _HEADER.pack(MAGIC, FORMAT, *sizes, *texts, crc)
         file.seek(0)
         file.write(header + _SUM.pack(crc32c.crc32c(header)))
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def open_columns(

@@ -26,6 +26,7 @@ from zjax.data.tokenizer_files import (
     write_files,
 )
 from zjax.errors import DataError, Problem
+from zjax.files import new_directory
 
 BPE_TRAINING_BYTES = 1 << 30
 """Most text from which a BPE is learnt, the first of the training split."""
@@ -102,7 +103,7 @@ def prepare(
         return _assign_splits(texts, validation_fraction)
 
     with (
-        _atomic_directory(output) as partial,
+        _output_directory(output) as partial,
         progress.Progress(console=console.Console(stderr=True)) as bar,
     ):
         vocabulary = _make_tokenizer(tokenizer, partial, read(bar, "Learning"))
@@ -129,21 +130,12 @@ def prepare(
 
 
 @contextlib.contextmanager
-def _atomic_directory(output: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Yields a directory that becomes `output` at the end; removes it on errors."""
-    partial = output.with_name(f".{output.name}.{os.getpid()}.partial")
-    new_folders = [folder for folder in partial.parents if not os.path.lexists(folder)]
+def _output_directory(output: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Yields a directory that becomes `output` at the end; names the file at fault."""
     try:
-        partial.mkdir(parents=True)
-        yield partial
-        partial.rename(output)
-    except BaseException as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        for folder in new_folders:
-            with contextlib.suppress(OSError):  # another process may use it by now
-                folder.rmdir()
-        if not isinstance(error, OSError):
-            raise
+        with new_directory(output) as partial:
+            yield partial
+    except OSError as error:
         problem = f"cannot be written: {error.strerror or error}"
         remedy = "name a folder that can be made, on a disk with room"
         raise DataError(Problem("output", str(output), problem, remedy)) from error

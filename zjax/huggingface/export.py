@@ -4,9 +4,7 @@ import contextlib
 import json
 import math
 import operator
-import os
 import pathlib
-import shutil
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -27,6 +25,7 @@ from zjax.config.load import load_config
 from zjax.config.mixture import experts_by_layer
 from zjax.config.paths import local_path
 from zjax.errors import CheckpointError, ConfigError, Problem
+from zjax.files import new_directory
 from zjax.huggingface import mixture
 from zjax.huggingface.families import FAMILIES, Family
 from zjax.huggingface.layout import Layout, layouts_of
@@ -151,20 +150,14 @@ def new_folder(path: str) -> Iterator[pathlib.Path]:
         CheckpointError: There is one that is not empty, or it cannot be written.
     """
     target = pathlib.Path(path)
-    partial = target.with_name(f".{target.name}.partial")
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         problem, remedy = "exists and is not empty", "name a new directory"
         raise CheckpointError(Problem("output", path, problem, remedy))
     try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        yield partial
-        os.replace(partial, target)
+        with new_directory(target) as partial:
+            yield partial
     except OSError as error:
         raise unwritable(path, error) from error
-    finally:
-        with contextlib.suppress(OSError):
-            shutil.rmtree(partial)
 
 
 def find_kind(model: schema.Model, remedy: str = "leave out --format=hf") -> str:

@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Iterator
 
 from zjax.errors import ConfigError, OutputError, Problem
+from zjax.files import make_directory
 from zjax.remedies import CHOOSE_DIRECTORY, find_remedy
 
 
@@ -19,7 +20,7 @@ def check_directory(directory: str) -> None:
         ConfigError: It is not a directory, or not writable.
     """
     try:
-        pathlib.Path(directory).mkdir(parents=True, exist_ok=True)
+        make_directory(pathlib.Path(directory))
         tempfile.TemporaryFile(dir=directory).close()
     except OSError as error:
         problem = f"cannot be used ({error.strerror})"

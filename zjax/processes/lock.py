@@ -19,6 +19,7 @@ import jax
 from absl import logging
 
 from zjax.errors import Problem, ProcessError
+from zjax.files import make_directory
 from zjax.processes.barrier import barrier
 from zjax.reading import parse_json, read_text
 from zjax.remedies import CHOOSE_DIRECTORY, find_remedy
@@ -65,7 +66,7 @@ def acquire(directory: str) -> pathlib.Path:
         _held[path] = descriptor, depth + 1
         return path
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_directory(path.parent)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:
         raise _unusable(directory, error) from error
