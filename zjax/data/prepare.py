@@ -7,7 +7,6 @@ import itertools
 import os
 import pathlib
 import re
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
