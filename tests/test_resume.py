@@ -119,6 +119,23 @@ def test_every_setting_that_differs_is_told_with_both_values(saved, caplog):
     assert settings_told(caplog) == []
 
 
+def test_settings_of_newer_versions_are_counted_at_their_defaults(caplog):
+    """Fails if an upgrade lists every setting that the saved version lacked."""
+    config = schema.Config(seed=3, num_steps=7)
+    old = to_mapping(config)
+    for section in ("lora", "buckets", "elasticity"):
+        del old[section]
+    for name in ("seed", "deterministic"):
+        del old[name]
+    with caplog.at_level(logging.WARNING, logger="absl"):
+        report_changes({"config": old, "jax": jax.__version__}, config, 5)
+    assert settings_told(caplog) == [
+        "settings that differ from step 5:\n"
+        "  seed: absent -> 3\n"
+        "  4 settings of newer versions, at their defaults"
+    ]
+
+
 BEFORE = "num_steps=1000", "data.length=1024"
 LTD = "random_ltd.form=span"
 

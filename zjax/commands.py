@@ -17,7 +17,7 @@ from absl import flags
 
 from zjax.checkpoint.average import saved_parts
 from zjax.checkpoint.export import export_safetensors
-from zjax.checkpoint.inspect import describe_verdicts, inspect_steps, is_intact
+from zjax.checkpoint.inspect import describe_verdicts, exit_status, inspect_steps
 from zjax.checkpoint.store import Store
 from zjax.config.flags import (
     FILE_FLAGS,
@@ -223,9 +223,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def check() -> None:
-    """Reads the checkpoints of a run; exits with status 1 unless all are intact."""
+    """Reads the checkpoints of a run; exits with a status that names what it found."""
     parser = Parser("zjax check", allow_abbrev=False)
     parser.add_argument("directory", help="of a run, or its checkpoints")
     verdicts = inspect_steps(parser.parse_args(sys.argv[2:]).directory)
     print(describe_verdicts(verdicts))
-    sys.exit(0 if is_intact(verdicts) else 1)
+    sys.exit(exit_status(verdicts))

@@ -13,7 +13,7 @@ from absl import logging
 from zjax.checkpoint.store import Store
 from zjax.config.convert import to_mapping
 from zjax.config.derived import without_unused
-from zjax.config.differences import Difference, differences
+from zjax.config.differences import ABSENT, Difference, differences
 from zjax.config.dropping import make_dropping
 from zjax.config.pacing import make_pacing
 from zjax.config.schema import Config, Pacing
@@ -258,9 +258,33 @@ def check_messages(saved: Mapping[str, Any], config: Config, step: int) -> None:
 
 
 def report_changes(saved: Mapping[str, Any], config: Config, step: int) -> None:
-    """Warns on process 0 of each setting that differs from the one saved at `step`."""
+    """Warns on process 0 of each setting that differs from the one saved at `step`.
+
+    Settings that the saved version of zjax did not have are counted where they have
+    their defaults, which compute what that version computed.
+    """
     changed = changes(saved, config)
+    told = [d for d in changed if not _is_new_default(d)]
     if changed and jax.process_index() == 0:
-        lines = (f"  {d.setting}: {d.value!r} -> {d.other!r}" for d in changed)
+        lines = [f"  {d.setting}: {d.value!r} -> {d.other!r}" for d in told]
+        if num_new := len(changed) - len(told):
+            lines.append(f"  {num_new} settings of newer versions, at their defaults")
         text = "\n".join(lines)
         logging.warning("settings that differ from step %d:\n%s", step, text)
+
+
+def _is_new_default(difference: Difference) -> bool:
+    """Whether a setting is absent from the saved config and has its default."""
+    default: Any = to_mapping(Config())
+    for name in difference.setting.split("."):
+        default = default.get(name) if isinstance(default, Mapping) else ABSENT
+    return difference.value is ABSENT and _is_within(difference.other, default)
+
+
+def _is_within(value: Any, default: Any) -> bool:
+    """Whether a value is a default, or a section all of whose settings have theirs."""
+    if isinstance(value, Mapping) and isinstance(default, Mapping):
+        return all(
+            _is_within(x, default.get(name, ABSENT)) for name, x in value.items()
+        )
+    return value == default

@@ -1,5 +1,6 @@
 """A whole run: data, steps, evaluation, checkpoints and logging."""
 
+import dataclasses
 import functools
 import pathlib
 from collections.abc import Callable, Sequence
@@ -113,10 +114,13 @@ class Trainer:
         self._batches = batches
         self._is_language_model = model is None
         self._callbacks, self._after_step = callbacks, after_step
-        folder = pathlib.Path(self.config.directory) / "checkpoints"
+        # absolute: the program may change its working directory before or during fit
+        self._directory = pathlib.Path(self.config.directory).absolute()
         settings = self.config.checkpoint
         self.store = Store(
-            str(folder), keep_last=settings.keep_last, keep_best=settings.keep_best
+            str(self._directory / "checkpoints"),
+            keep_last=settings.keep_last,
+            keep_best=settings.keep_best,
         )
         start = first_step(self.store, settings.resume, step)
         if start:
@@ -179,7 +183,7 @@ class Trainer:
             PlanError: A step needs more memory than the devices have.
             ProcessError: Another run writes into the directory.
         """
-        with hold(self.config.directory):
+        with hold(str(self._directory)):
             return self._fit()
 
     def _fit(self) -> TrainState:
@@ -269,7 +273,7 @@ class Trainer:
 
     def _monitor(self) -> Monitor:
         return Monitor(
-            self.config,
+            dataclasses.replace(self.config, directory=str(self._directory)),
             last_step=self.step,
             num_skipped=int(self.state.num_skipped),
             rows_per_step=self._rows_per_step(),

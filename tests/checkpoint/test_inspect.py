@@ -68,7 +68,7 @@ def test_a_step_without_checksums_is_not_called_sound(
     index.write_bytes(index.read_bytes().replace(b'"format": 2', b'"format": 1'))
     (run_directory / "checkpoints/10/sums").unlink()
     status, lines, _ = check(run_directory, monkeypatch, capsys)
-    assert status == 1
+    assert status == 3
     assert lines[5].endswith("unknown (no checksums)")
     assert lines[6:] == ["a run resumes from step 10"]
 

@@ -51,6 +51,8 @@ def test_segments_are_in_their_order_and_steps_may_be_uneven(tmp_path, drawn):
     np.testing.assert_array_equal(found[:5, 0], [0.5, 1, 1.5, 0.5, 1.5])
     assert np.ma.getmaskarray(np.ma.masked_invalid(found))[5:].all()
     assert found.shape == (7, 3)
+    assert [text.get_text().strip() for text in axes.texts] == ["1.50", "1.50", "nan"]
+    assert axes.get_title(loc="right") == "fullest at step 6"
     assert [label.get_text() for label in axes.get_yticklabels()] == ["0", "1", "2"]
 
 

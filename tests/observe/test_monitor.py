@@ -206,6 +206,17 @@ def test_a_picture_that_cannot_be_written(tmp_path):
     assert monitor.save_plots() == (tmp_path / "training.png",)
 
 
+def test_files_of_a_run_do_not_follow_the_working_directory(tmp_path, monkeypatch):
+    """Fails if the picture is drawn where a function of the user went."""
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with make_monitor("run") as monitor:
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        monitor.log(1, {"loss": 2.5})
+    assert monitor.save_plots() == (tmp_path / "run" / "training.png",)
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
 def test_a_run_without_history_says_that_it_saves_no_picture(tmp_path, capsys):
     with make_monitor(tmp_path, sinks=("csv",)) as monitor:
         assert monitor.save_plots() == ()

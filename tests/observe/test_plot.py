@@ -37,6 +37,12 @@ def test_a_run_shows_training_validation_and_speed(tmp_path, drawn):
     np.testing.assert_allclose(curves(upper)["validation (last 2.000)"], [(20, 2)])
     np.testing.assert_allclose(lower.lines[0].get_ydata(), np.arange(1001, 1021))
     assert lower.get_title(loc="right") == "median 1,010 tokens/s"
+    rows = [{"step": n, "loss": 1.0, "step_seconds": 0.25} for n in range(1, 5)]
+    plot_run(rows, tmp_path / "seconds.png", title="a model without tokens")
+    lower = drawn[1].axes[1]
+    np.testing.assert_array_equal(lower.lines[0].get_ydata(), 0.25)
+    assert lower.get_title(loc="right") == "median 0.25 seconds per step"
+    assert lower.get_ylabel() == "seconds per step"
     assert image.imread(tmp_path / "new" / "run.png").shape[:2] == (840, 1120)
 
 

@@ -1,6 +1,7 @@
 """What is printed, on a terminal and off it."""
 
 import io
+import re
 
 from rich.console import Console
 
@@ -55,6 +56,15 @@ def test_the_bar_keeps_values_that_a_write_does_not_repeat():
     text = show([(40, VALUES), (50, {"eval_loss": 3.5})], terminal=True)
     assert "step   50/1000  eval loss 3.5000\n" in text
     assert "50/1000 0:00:00 ETA 0:03:58" in text
+
+
+def test_a_terminal_keeps_a_line_for_each_twentieth_of_a_run():
+    """Fails if the scrollback of a run has no training loss."""
+    rows = [(step, {"loss": step / 10}) for step in range(10, 1001, 10)]
+    text = show(rows, terminal=True)
+    assert len(re.findall(r"step +\d+/1000", text)) == 21
+    assert "step  100/1000  loss 10.0000" in text
+    assert "step  110/1000" not in text
 
 
 def test_the_cursor_comes_back_when_a_run_is_interrupted():

@@ -7,7 +7,7 @@ from zjax.config import load_config, schema
 from zjax.models.build import make_model
 from zjax.optim.build import make_optimizer
 from zjax.sharding import mesh as meshes
-from zjax.sharding.describe import describe_unsharded
+from zjax.sharding.describe import describe_unsharded, render_table
 from zjax.sharding.plan import make_plan
 
 
@@ -17,6 +17,17 @@ def make_tensor_plan(size, *overrides):
     model = make_model(config)
     mesh = meshes.abstract_mesh(config.mesh, 8)
     return make_plan(config, mesh, model, make_optimizer(config, model))
+
+
+def test_a_table_is_as_wide_as_the_terminal_and_cuts_nothing(monkeypatch):
+    """Fails if names of arrays are cut, whether or not the terminal has room."""
+    name = "blocks/attention/" + "#" * 120
+    monkeypatch.setenv("COLUMNS", "220")
+    assert name in render_table(("array", "bytes"), [(name, "4 B")])
+    monkeypatch.setenv("COLUMNS", "80")
+    table = render_table(("array", "bytes"), [(name, "4 B")])
+    assert max(map(len, table.splitlines())) == 100
+    assert table.count("#") == 120
 
 
 def test_whole_parameters_are_listed_with_what_would_split_them():

@@ -64,9 +64,22 @@ def inspect_steps(directory: str) -> list[Verdict]:
     return verdicts
 
 
-def is_intact(verdicts: Sequence[Verdict]) -> bool:
-    """Whether every step is known to be intact; a step without checksums is not."""
-    return all(verdict.problem == INTACT for verdict in verdicts)
+def exit_status(verdicts: Sequence[Verdict]) -> int:
+    """Exit status of `zjax check`.
+
+    Returns:
+        0 if every step is intact, 1 if one is damaged or incomplete, else 3: a step
+        has no checksums.
+
+    Example:
+        >>> path = pathlib.Path("runs/a/checkpoints/8")
+        >>> exit_status([Verdict(path, 3, 10, UNVERIFIABLE)])
+        3
+    """
+    problems = {verdict.problem for verdict in verdicts}
+    if problems <= {INTACT}:
+        return 0
+    return 3 if problems <= {INTACT, UNVERIFIABLE} else 1
 
 
 def describe_verdicts(verdicts: Sequence[Verdict]) -> str:

@@ -67,6 +67,8 @@ def plot_load(
 ) -> None:
     """Plots the load of each expert against the step: white is the mean of its layer.
 
+    Beside each layer stands the load of its fullest expert at the last step.
+
     Args:
         history: One mapping per line, from `read_history`; lines without load, or with
             another number of experts than the last one, are left out.
@@ -90,11 +92,16 @@ def plot_load(
         axes.axhline(end, color="black", linewidth=0.5)
     every = -(-len(layers) // _TICKS)
     numbers = range(0, len(layers), every)
-    axes.set_yticks([(ends[i] + ends[i + 1]) / 2 for i in numbers], numbers)
+    middles = [(ends[i] + ends[i + 1]) / 2 for i in numbers]
+    axes.set_yticks(middles, numbers)
+    for i, middle in zip(numbers, middles, strict=True):
+        text = f" {layers[i][:, -1].max():.2f}"
+        axes.text(_edges(steps)[-1], middle, text, va="center", fontsize=9)
     axes.invert_yaxis()
     axes.set_ylabel("layer with experts, and its experts")
     axes.set_xlabel("step")
     axes.set_title(title, fontsize=12)
+    axes.set_title(f"fullest at step {steps[-1]:,.0f}", fontsize=9, loc="right")
     bar = figure.colorbar(image, ax=axes, extend="max")
     bar.set_label("tokens of an expert over the mean of its layer")
     save_figure(figure, path)

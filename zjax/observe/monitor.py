@@ -66,8 +66,10 @@ class Monitor:
             config.precision, num_steps=config.num_steps, num_skipped=num_skipped
         )
         self._late = LateMetrics()
-        self._sinks = make_sinks(config, config.directory, last_step=last_step)
-        self._trace = Trace(config.observe, config.directory)
+        # absolute: a function of the user may change the working directory
+        self._directory = pathlib.Path(config.directory).absolute()
+        self._sinks = make_sinks(config, self._directory, last_step=last_step)
+        self._trace = Trace(config.observe, self._directory)
         self._compiles = CompileReport()
         self._throughput = _make_throughput(config, rows_per_step, num_devices)
         self.known_step = last_step
@@ -165,8 +167,7 @@ class Monitor:
         Raises:
             OutputError: A picture cannot be written.
         """
-        directory = pathlib.Path(self._config.directory)
-        observe = self._config.observe
+        directory, observe = self._directory, self._config.observe
         if jax.process_index() or not observe.plot or "jsonl" not in observe.sinks:
             return ()
         paths = directory / "training.png", directory / "experts.png"

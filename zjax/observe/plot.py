@@ -56,11 +56,11 @@ def plot_run(
     *,
     title: str,
 ) -> None:
-    """Plots loss and throughput against the step.
+    """Plots loss and speed against the step.
 
     Args:
         history: One mapping per line, from `read_history`; "loss", "eval_loss" and
-            "tokens_per_second" are drawn.
+            "tokens_per_second" are drawn, or "step_seconds" of a model without tokens.
         path: Output file; its suffix sets the format.
         title: Heading.
     """
@@ -76,16 +76,10 @@ def plot_run(
     upper.set_ylabel("loss")
     if upper.get_legend_handles_labels()[0]:
         upper.legend(frameon=False)
-    steps, speeds = _curve(history, "tokens_per_second")
-    lower.plot(steps, speeds, color=GREEN, linewidth=1.2)
-    if np.isfinite(speeds).any():
-        median = float(np.nanmedian(speeds))
-        lower.axhline(median, color=GRAY, linestyle="--", linewidth=1, zorder=1)
-        lower.set_title(f"median {median:,.0f} tokens/s", fontsize=9, loc="right")
-        lower.set_ylim(0, 1.2 * float(np.nanmax(speeds)))
-    lower.set_ylabel("tokens/s")
-    lower.set_xlabel("step")
-    lower.yaxis.set_major_formatter("{x:,.10g}")
+    if any("tokens_per_second" in row for row in history):
+        _draw_speed(lower, *_curve(history, "tokens_per_second"), "tokens/s", ",.0f")
+    else:
+        _draw_speed(lower, *_curve(history, "step_seconds"), "seconds per step", ".3g")
     for axes in (upper, lower):
         style_axes(axes)
     save_figure(figure, path)
@@ -219,6 +213,21 @@ def _draw_loss(axes: Any, steps: np.ndarray, losses: np.ndarray) -> None:
     means = np.convolve(losses, window, mode="valid")
     label = f"training, mean of {len(window)} points"
     axes.plot(steps[half:-half], means, color=BLUE, linewidth=1.8, label=label)
+
+
+def _draw_speed(
+    axes: Any, steps: np.ndarray, speeds: np.ndarray, unit: str, digits: str
+) -> None:
+    """Draws a speed and its median, from 0 upwards."""
+    axes.plot(steps, speeds, color=GREEN, linewidth=1.2)
+    if np.isfinite(speeds).any():
+        median = float(np.nanmedian(speeds))
+        axes.axhline(median, color=GRAY, linestyle="--", linewidth=1, zorder=1)
+        axes.set_title(f"median {median:{digits}} {unit}", fontsize=9, loc="right")
+        axes.set_ylim(0, 1.2 * float(np.nanmax(speeds)))
+    axes.set_ylabel(unit)
+    axes.set_xlabel("step")
+    axes.yaxis.set_major_formatter("{x:,.10g}")
 
 
 def _curve(

@@ -27,6 +27,8 @@ _SHOWN = {
     "step_seconds": "{:.3g} s/step",
 }
 _ON_BAR = ("loss", "tokens_per_second", "mfu", "mfu_full_attention", "step_seconds")
+_LINES = 20
+"""Lines of training that a whole run leaves above the bar of a terminal."""
 _HIDDEN = ("consumed_tokens", "weight", "loss_scale_spent")
 
 RESUME = "run the same command again to resume"
@@ -75,8 +77,8 @@ def describe_end(
 class Progress:
     """The console sink.
 
-    On a terminal a bar stays at the bottom; evaluations and other output appear above
-    it. Elsewhere every write prints a line.
+    On a terminal a bar stays at the bottom; evaluations, a line for each twentieth of
+    the run and other output appear above it. Elsewhere every write prints a line.
 
     Args:
         num_steps: Steps of the whole run.
@@ -88,6 +90,7 @@ class Progress:
         self._console = Console() if console is None else console
         self._values: dict[str, int | float] = {}
         self._live: Live | None = None
+        self._num_lines = -1
         self._bar = Bar(
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
@@ -114,8 +117,11 @@ class Progress:
             self._bar.start_task(self._task)
             self._live = Live(self._bar, console=self._console)
             self._live.start()
-        if "eval_loss" in values:
+        num_lines = step * _LINES // self._num_steps
+        if "eval_loss" in values or num_lines > self._num_lines:
             self._print(step, values)
+        if "loss" in values:
+            self._num_lines = num_lines
         self._bar.update(
             self._task, completed=step, left=self._time_left(step, self._values)
         )

@@ -3,6 +3,7 @@
 import collections
 import io
 import re
+import shutil
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -153,7 +154,9 @@ def format_bytes(num_bytes: int | float) -> str:
 def render_table(
     columns: Sequence[str], rows: Iterable[Sequence[str]], right: Iterable[int] = ()
 ) -> str:
-    """A table of text, of at most 100 characters per line.
+    """A table of text, as wide as the terminal, and at least 100 characters.
+
+    Cells too long for their column go on below; nothing is cut.
 
     Args:
         columns: Headings.
@@ -164,12 +167,15 @@ def render_table(
         Text without trailing spaces.
     """
     table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    right = tuple(right)
     for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index in tuple(right) else "left")
+        side = "right" if index in right else "left"
+        table.add_column(column, justify=side, overflow="fold")
     for row in rows:
         table.add_row(*row)
     out = io.StringIO()
-    Console(file=out, width=WIDTH, color_system=None, force_jupyter=False).print(
+    width = max(WIDTH, shutil.get_terminal_size((WIDTH, 0)).columns)
+    Console(file=out, width=width, color_system=None, force_jupyter=False).print(
         table, markup=False
     )
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
