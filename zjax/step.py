@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from zjax.config.batch import resolve_batch
 from zjax.config.schema import Config
 from zjax.config.step_values import make_step_values
-from zjax.data.entries import check_batch, check_placed_ids
+from zjax.data.entries import check_batch, check_placed_values
 from zjax.errors import ConfigError, PlanError, Problem
 from zjax.execute import dropping
 from zjax.execute.distilled import DistilledExecutor
@@ -176,7 +176,7 @@ class Step:
 
         placed = jax.tree.map(place, batch, self.batch_shardings(batch))
         if self.checks_ids:
-            check_placed_ids(placed, self.model.entries)
+            check_placed_values(placed, self.model.entries)
         return placed
 
     def batch_shardings(self, batch: Batch) -> Any:

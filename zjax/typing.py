@@ -51,6 +51,8 @@ class Entry:
     """Number of valid ids, from 0; 0 does not check them."""
     may_be_ignored: bool = False
     """Whether `IGNORED` is valid, too."""
+    may_be_negative: bool = True
+    """Whether values below 0 are valid; ids never are."""
 
     @property
     def has_rows(self) -> bool:

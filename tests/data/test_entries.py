@@ -5,8 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zjax.data.entries import check_batch, check_placed_ids, entries_of
+from zjax.config import schema
+from zjax.data.entries import check_batch, check_placed_values, entries_of
 from zjax.errors import DataError
+from zjax.models.build import make_model
 from zjax.typing import Entry
 
 EXAMPLE = {
@@ -130,13 +132,29 @@ def test_floats_that_do_not_fit_are_refused():
     )
 
 
+def test_negative_weights_are_refused_on_the_host_and_on_devices():
+    """Fails if a loss may be negative: -89 with one token of weight -1."""
+    entries = {"weights": Entry(("B", "L"), may_be_negative=False)}
+    for weights, check in (
+        (np.array([[1.0, -0.5]]), check_batch),
+        (jnp.array([[1.0, -0.5]]), check_placed_values),
+    ):
+        with pytest.raises(DataError) as error:
+            check({"weights": weights}, entries)
+        assert str(error.value) == "batch/weights=-0.5 is negative; use 0 or more"
+    check_batch({"weights": np.array([[0.0, 2.0]])}, entries)
+    built_in = make_model(schema.Config()).entries
+    names = {name for name, entry in built_in.items() if not entry.may_be_negative}
+    assert names == {"weights", "segment_ids", "lengths"}
+
+
 def test_ids_on_devices_are_checked_where_asked():
     batch = {"tokens": jnp.array([[9, 10]]), "targets": jnp.array([[-100, 9]])}
     check_batch(batch, IDS)
     with pytest.raises(DataError) as error:
-        check_placed_ids(batch, IDS)
+        check_placed_values(batch, IDS)
     assert str(error.value) == "batch/tokens=10 is no id of 10; use 0 to 9"
-    check_placed_ids(batch | {"tokens": jnp.array([[9, 0]])}, IDS)
+    check_placed_values(batch | {"tokens": jnp.array([[9, 0]])}, IDS)
 
 
 def test_a_batch_without_rows_is_refused():

@@ -122,7 +122,7 @@ def check_batch(
     problems += [
         problem
         for path, x in known.items()
-        if (problem := _host_id_problem(field_of(path, name), x, entries.get(path)))
+        if (problem := _host_value_problem(field_of(path, name), x, entries.get(path)))
     ]
     if problems:
         raise DataError(*problems)
@@ -237,43 +237,50 @@ def _expected(entry: Entry) -> str:
     return f"{name}{dims}"
 
 
-def _host_id_problem(field: str, x: Any, entry: Entry | None) -> Problem | None:
-    if entry is None or not entry.num_ids or _is_placed(x) or not x.size:
+def _host_value_problem(field: str, x: Any, entry: Entry | None) -> Problem | None:
+    if entry is None or not _has_range(entry) or _is_placed(x) or not x.size:
         return None
     counted = x[x != IGNORED] if entry.may_be_ignored and x.min() < 0 else x
     if not counted.size:
         return None
-    return _id_problem(field, int(counted.min()), int(counted.max()), entry)
+    return _value_problem(field, counted.min().item(), counted.max().item(), entry)
 
 
-def _id_problem(field: str, minimum: int, maximum: int, entry: Entry) -> Problem | None:
-    """Checks the smallest and the largest id."""
+def _has_range(entry: Entry) -> bool:
+    return entry.num_ids > 0 or not entry.may_be_negative
+
+
+def _value_problem(
+    field: str, minimum: int | float, maximum: int | float, entry: Entry
+) -> Problem | None:
+    """Checks the smallest and the largest value."""
+    if not entry.num_ids:
+        if not minimum < 0:
+            return None
+        return Problem(field, minimum, "is negative", "use 0 or more")
     if 0 <= minimum and maximum < entry.num_ids:
         return None
     problem, remedy = f"is no id of {entry.num_ids}", f"use 0 to {entry.num_ids - 1}"
     if entry.may_be_ignored:
         remedy += f", or {IGNORED} for ignored tokens"
-    return Problem(field, minimum if minimum < 0 else maximum, problem, remedy)
+    return Problem(field, int(minimum if minimum < 0 else maximum), problem, remedy)
 
 
-def _ids_of(batch: Batch, entries: Entries) -> dict[str, Any]:
-    """Arrays of ids, by path."""
-    leaves = jax.tree_util.tree_leaves_with_path(batch)
-    arrays = {path_of(keys): x for keys, x in leaves}
-    return {p: x for p, x in arrays.items() if p in entries and entries[p].num_ids}
-
-
-def check_placed_ids(batch: Batch, entries: Entries) -> None:
-    """Refuses ids out of range in arrays on devices; waits for them.
+def check_placed_values(batch: Batch, entries: Entries) -> None:
+    """Refuses values out of range in arrays on devices; waits for them.
 
     Raises:
-        DataError: Names every array with an id out of range.
+        DataError: Names every array with an id or a negative value out of range.
     """
-    ids = _ids_of(batch, entries)
-    ignores = {path: entries[path].may_be_ignored for path in ids}
-    ranges = jax.device_get(_ranges(ids, tuple(ignores.items())))
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    arrays = {path_of(keys): x for keys, x in leaves}
+    arrays = {
+        p: x for p, x in arrays.items() if p in entries and _has_range(entries[p])
+    }
+    ignores = {path: entries[path].may_be_ignored for path in arrays}
+    ranges = jax.device_get(_ranges(arrays, tuple(ignores.items())))
     problems = [
-        _id_problem(field_of(path), int(least), int(most), entries[path])
+        _value_problem(field_of(path), least.item(), most.item(), entries[path])
         for path, (least, most) in ranges.items()
     ]
     problems = [problem for problem in problems if problem]
@@ -282,11 +289,11 @@ def check_placed_ids(batch: Batch, entries: Entries) -> None:
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _ranges(ids: dict[str, jax.Array], ignores: Any) -> Any:
+def _ranges(arrays: dict[str, jax.Array], ignores: Any) -> Any:
     ignores = dict(ignores)
 
     def one(path: str, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         x = jnp.where((x == IGNORED) & ignores[path], 0, x)
         return x.min(), x.max()
 
-    return {path: one(path, x) for path, x in ids.items()}
+    return {path: one(path, x) for path, x in arrays.items()}

@@ -126,16 +126,17 @@ def _is_names(x: Any) -> bool:
 
 def _entries(config: schema.Model) -> Entries:
     ids, size = functools.partial(Entry, ("B", "L"), np.integer), config.vocab_size
+    optional = functools.partial(Entry, is_optional=True, may_be_negative=False)
     positions = config.max_length if config.positions == "learned" else 0
     types = config.num_token_types
     return {
         "tokens": ids(num_ids=size),
         "targets": ids(num_ids=size, may_be_ignored=True),
-        "weights": Entry(("B", "L"), is_optional=True),
-        "segment_ids": ids(is_optional=True),
+        "weights": optional(("B", "L")),
+        "segment_ids": optional(("B", "L"), np.integer),
         "positions": ids(is_optional=True, num_ids=positions),
         **({"token_types": ids(is_optional=True, num_ids=types)} if types else {}),
-        "lengths": Entry(("B",), np.integer, is_optional=True),
+        "lengths": optional(("B",), np.integer),
         f"schedule/{ATTENTION_WINDOW}": Entry((), is_optional=True),
         "teacher/hidden": Entry(("B", "L", "N"), is_optional=True),
         "teacher/head": Entry((size, "N"), is_optional=True),
