@@ -1,7 +1,11 @@
 """`zjax tune`: what it tries, tells and writes, by trials that are made up."""
 
+import ctypes
 import json
+import os
 import re
+import signal
+import sys
 
 import pytest
 from absl import flags
@@ -9,7 +13,7 @@ from absl import flags
 from zjax import main
 from zjax.config import load_config
 from zjax.errors import BenchError, ConfigError, PlanError
-from zjax.tune import command, machine
+from zjax.tune import child, command, machine
 from zjax.tune.command import tune
 from zjax.tune.machine import Facts, Runner
 from zjax.tune.search import OUT_OF_MEMORY
@@ -18,6 +22,7 @@ from zjax.tune.space import given_candidate
 TINY = ("model.num_layers=1", "model.embed_size=32", "model.num_heads=1")
 TINY += ("model.max_length=32", "model.vocab_size=64", "data.source=synthetic")
 TINY += ("global_batch_size=8", "precision.compute_dtype=float32")
+_PR_SET_PDEATHSIG, _PR_GET_PDEATHSIG = 1, 2
 FACTS = Facts("made up", 1, 1, 80e9)
 
 
@@ -136,9 +141,44 @@ def test_settings_that_tune_cannot_have_are_refused_at_once(config):
     ]
 
 
+def test_a_record_that_was_cut_off_costs_no_other(config, tmp_path, caplog):
+    """Fails if a kill while a trial is recorded loses trials before or after it."""
+    tune(config, num_trials=2, runner=Fake())
+    path = tmp_path / "tune.jsonl"
+    first, second = path.read_text().splitlines()
+    path.write_text(f"{first}\n{second[:-9]}")
+    again = Fake()
+    with caplog.at_level("WARNING", logger="absl"):
+        tune(config, num_trials=2, runner=again)
+    assert len(again.tried) == 1
+    assert caplog.messages == [f"{path}: the last line was cut off and is left out"]
+    assert path.read_text() == f"{first}\n{second}\n"
+
+
+def test_a_trial_ends_with_the_command_that_started_it(monkeypatch, capsys):
+    """Fails if a trial holds the devices after its command was killed."""
+    monkeypatch.setattr(sys, "argv", ["child", str(os.getppid()), "0"])
+    libc, number = ctypes.CDLL(None), ctypes.c_int()
+    try:
+        child.main()
+        libc.prctl(_PR_GET_PDEATHSIG, ctypes.byref(number))
+    finally:
+        libc.prctl(_PR_SET_PDEATHSIG, 0)
+    assert number.value == signal.SIGKILL
+    assert "RESULT" in capsys.readouterr().out
+    killed = []
+    monkeypatch.setattr(os, "kill", lambda *given: killed.append(given))
+    monkeypatch.setattr(sys, "argv", ["child", "1", "0"])  # has ended before
+    try:
+        child.main()
+    finally:
+        libc.prctl(_PR_SET_PDEATHSIG, 0)
+    assert killed == [(os.getpid(), signal.SIGKILL)]
+
+
 def test_damaged_records_are_named(config, tmp_path):
     path = tmp_path / "tune.jsonl"
-    path.write_text('{"run": 3}\n{"ru')
+    path.write_text('{"run": 3}\n{"ru\n')
     with pytest.raises(BenchError) as error:
         tune(config, runner=Fake())
     assert str(error.value).startswith(f"records={str(path)!r} is not a list of trials")
@@ -179,8 +219,8 @@ def test_processes_find_the_devices_and_take_real_steps(config, tmp_path):
 )
 def test_what_a_trial_gives(printed, code, expected, config, tmp_path, monkeypatch):
     def run_program(words, environ, output, timeout):
-        assert words[1:4] == ["-m", "zjax.tune.child", "2"]
-        assert load_config(words[4]) == config
+        assert words[1:5] == ["-m", "zjax.tune.child", str(os.getpid()), "2"]
+        assert load_config(words[5]) == config
         output.write(f"a warning\n{printed}\n")
         output.flush()
         return code

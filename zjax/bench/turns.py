@@ -19,7 +19,7 @@ from typing import IO, Any
 
 from zjax.bench.contest import Contestant
 from zjax.errors import BenchError, Problem
-from zjax.reading import MAX_INDEX_BYTES, parse_json, read_text
+from zjax.reading import MAX_INDEX_BYTES, append_line, parse_json, read_lines
 
 _PROBE = """import jax, json
 devices = jax.devices()
@@ -110,8 +110,7 @@ def take_turns(
         result, failure = judge(text, failure)
         date = datetime.date.today().isoformat()
         record = Record(contestant.name, machine, date, result, failure)
-        with records.open("a") as lines:
-            lines.write(json.dumps(dataclasses.asdict(record)) + "\n")
+        append_line(records, json.dumps(dataclasses.asdict(record)))
         print(f"  {failure or 'done'}, {time.monotonic() - start:.0f} s", flush=True)
         if failure:
             tail = text.splitlines()[-_TAIL_LINES:]
@@ -130,7 +129,7 @@ def read_records(paths: Iterable[str | os.PathLike[str]]) -> list[Record]:
     records: dict[str, Record] = {}
     for path in paths:
         try:
-            for line in read_text(path, MAX_INDEX_BYTES).splitlines():
+            for line in read_lines(path, MAX_INDEX_BYTES):
                 given = parse_json(line)
                 machine = Machine(**given.pop("machine"))
                 record = Record(machine=machine, **given)

@@ -82,7 +82,7 @@ def start(
     shared = member_files.shared_directory(directory)
     if watched is not None:
         member_files.write_member(member, watched)
-        _die_with_parent()
+        die_with_parent()
         _report_failures()
         _use_line_buffering()
     _rendezvous(cluster, member)
@@ -280,7 +280,13 @@ def _use_line_buffering() -> None:
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
 
 
-def _die_with_parent() -> None:
-    """Asks Linux to kill this process if its parent is killed."""
+def die_with_parent(parent: int = 0) -> None:
+    """Lets Linux kill this process once its parent ends, however that ends.
+
+    Args:
+        parent: Process id of the parent, which may have ended already; 0 if unknown.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if parent and os.getppid() != parent:
+            os.kill(os.getpid(), signal.SIGKILL)

@@ -1,6 +1,6 @@
 """A process of `zjax tune` that has the devices: it names them, or takes a few steps.
 
-python -m zjax.tune.child NUM_SIMULATED_DEVICES [CONFIG]
+python -m zjax.tune.child PARENT_PID NUM_SIMULATED_DEVICES [CONFIG]
 """
 
 import dataclasses
@@ -14,6 +14,7 @@ from zjax.budget.mesh import this_machine
 from zjax.compiler import simulation
 from zjax.config.load import load_config
 from zjax.errors import ZjaxError
+from zjax.processes.start import die_with_parent
 
 WARM_UP_STEPS = 2
 TIMED_ROUNDS = 3
@@ -21,7 +22,8 @@ TIMED_ROUNDS = 3
 
 def main() -> None:
     """Prints a result for the process that started this one."""
-    simulated, *paths = sys.argv[1:]
+    parent, simulated, *paths = sys.argv[1:]
+    die_with_parent(int(parent))  # a trial must not hold the devices on its own
     for option, value in simulation(int(simulated)).items():
         jax.config.update(option, value)
     if not paths:

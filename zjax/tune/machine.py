@@ -77,7 +77,8 @@ class Runner:
             return self._run(str(path))
 
     def _run(self, *words: str) -> tuple[dict[str, Any], str]:
-        command = [sys.executable, "-m", "zjax.tune.child", str(self._simulated)]
+        command = [sys.executable, "-m", "zjax.tune.child", str(os.getpid())]
+        command.append(str(self._simulated))
         with self._log.open("a+", errors="replace") as output:
             output.write(f"\n=== {' '.join(words) or 'devices'}\n")
             output.flush()

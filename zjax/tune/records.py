@@ -8,7 +8,7 @@ import pathlib
 from zjax.config import schema
 from zjax.config.describe import describe_config
 from zjax.errors import BenchError, Problem
-from zjax.reading import parse_json, read_text
+from zjax.reading import append_line, parse_json, read_lines
 from zjax.tune.machine import Facts
 from zjax.tune.search import Outcome
 from zjax.tune.space import Candidate
@@ -28,7 +28,7 @@ class Records:
         self._path, self._key = path, hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def read(self) -> list[Outcome]:
-        """The trials so far, in order.
+        """The trials so far, in order; warns of one whose line was cut off.
 
         Raises:
             BenchError: The file holds something else.
@@ -36,7 +36,7 @@ class Records:
         if not self._path.exists():
             return []
         try:
-            rows = map(parse_json, read_text(self._path).splitlines())
+            rows = map(parse_json, read_lines(self._path))
             return [_outcome(row) for row in rows if row.pop("run") == self._key]
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             problem = f"is not a list of trials ({type(error).__name__}: {error})"
@@ -48,8 +48,7 @@ class Records:
     def append(self, outcome: Outcome) -> None:
         """Adds a trial."""
         row = {"run": self._key, **dataclasses.asdict(outcome)}
-        with self._path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        append_line(self._path, json.dumps(row))
 
 
 def _outcome(row: dict) -> Outcome:
