@@ -147,7 +147,7 @@ def test_simulated_devices_keep_no_programs_that_may_wait_for_ever(loads, tmp_pa
         capture_output=True,
         text=True,
         check=True,
-        timeout=100,
+        timeout=300,
     )
     assert out.stdout == f"{folder if loads else None}\n"
     assert folder.exists() == loads

@@ -229,7 +229,7 @@ def test_two_processes_train_as_one_and_stop_together_on_a_signal(tmp_path, sett
         assert program.poll() is None, program.communicate()[0]
         time.sleep(0.01)
     program.send_signal(signal.SIGTERM)
-    out, _ = program.communicate(timeout=120)
+    out, _ = program.communicate(timeout=300)
     assert program.returncode == 143, out
     assert "process" in out
     steps = [int(p.name) for p in (tmp_path / "run" / "checkpoints").iterdir()]

@@ -46,7 +46,7 @@ def test_stopping_a_contest_stops_its_program_and_what_that_started(tmp_path):
         assert program.poll() is None
         time.sleep(0.05)
     program.send_signal(signal.SIGTERM)
-    program.communicate(timeout=60)
+    program.communicate(timeout=300)
     assert program.returncode == 128 + signal.SIGTERM
     for pid in map(int, pids.read_text().split()):
         assert not is_running(pid)

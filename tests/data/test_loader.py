@@ -244,7 +244,7 @@ def test_closing_stops_what_was_started(num_workers):
     assert started
     batches.close()
     for thread in started:
-        thread.join(timeout=20)
+        thread.join(timeout=300)
     assert not any(thread.is_alive() for thread in started)
 
 
@@ -276,7 +276,7 @@ def test_a_program_outside_absl_ends_quietly_without_closing(num_workers, tmp_pa
         [sys.executable, "-W", "error", "program.py"],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         env={"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
         check=False,
     )

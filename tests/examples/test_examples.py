@@ -54,7 +54,7 @@ def test_example(given, last_line, tmp_path):
     script = EXAMPLES / name / "train.py"
     command = [sys.executable, str(script), "--steps=3", *flags]
     result = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, cwd=tmp_path
+        command, capture_output=True, text=True, timeout=300, cwd=tmp_path
     )
     assert result.returncode == 0, result.stderr
     assert "step 0: " in result.stdout
@@ -111,7 +111,7 @@ def test_notebook_runs(name, num_pictures, text, kernel, monkeypatch, tmp_path):
     notebook.cells.append(place)
     where = {"metadata": {"path": str(tmp_path)}}
     nbclient.NotebookClient(
-        notebook, timeout=120, kernel_name="fresh", resources=where
+        notebook, timeout=300, kernel_name="fresh", resources=where
     ).execute()
     assert place.outputs[0]["text"].startswith(str(kernel.parent / "venv"))
     outputs = outputs_of(notebook)

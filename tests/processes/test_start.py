@@ -45,7 +45,7 @@ def launcher(task, directory, num_processes=2, **environ):
 def ended(*launchers):
     """Their output and last words, once all have ended; none outlives the test."""
     try:
-        yield [launched.communicate(timeout=120) for launched in launchers]
+        yield [launched.communicate(timeout=300) for launched in launchers]
     finally:
         for launched in launchers:
             launched.kill()
