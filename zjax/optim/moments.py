@@ -75,13 +75,14 @@ def store_moments(
             updates = cast_floating(updates, jnp.float32)
             return inner.update(updates, moments, wide, **extra)
 
-        stored, scales = state.state, None
-        if dtype == "int8":
-            # Updates twice: the scales need the largest new moments, and all of them
-            # in float32 take too much memory. The barrier prevents their reuse.
-            scales = _measure(stored, advance(updates, stored)[1])
-            barrier = jax.lax.optimization_barrier
-            stored, scales = barrier((stored, scales))
+        stored, scales = state.state, []
+        for dim in range(_num_scales(stored)):
+            # Updates once more for each scale: a scale needs the largest new moment of
+            # a row or column, and all moments in float32 take too much memory. Without
+            # the barrier XLA would keep the moments of one pass for the next one.
+            found = _measure(stored, advance(updates, stored)[1], dim)
+            stored, found = jax.lax.optimization_barrier((stored, found))
+            scales.append(found)
         wide, after = advance(updates, stored)
         wide = jax.tree.map(lambda new, old: new.astype(old.dtype), wide, updates)
         count = jnp.asarray(optax.safe_increment(state.count))
@@ -91,6 +92,7 @@ def store_moments(
 
 
 def _is_quantized(node: Any) -> bool:
+    """Tells codes with scales from plain arrays."""
     return isinstance(node, Quantized)
 
 
@@ -123,28 +125,35 @@ def _load(leaf: Any) -> Any:
     return leaf.astype(jnp.float32) if leaf.dtype == jnp.bfloat16 else leaf
 
 
-def _measure(stored: Any, state: Any) -> Any:
-    """Scales of the quantized moments of a state, None for other leaves."""
+def _num_scales(stored: Any) -> int:
+    """Counts the scales of the quantized moment that has most of them."""
+    forms = jax.tree.leaves(stored, is_leaf=_is_quantized)
+    return max((len(form.scales) for form in forms if _is_quantized(form)), default=0)
 
-    def scales(form: Any, leaf: Any) -> Any:
-        if not _is_quantized(form):
+
+def _measure(stored: Any, state: Any, number: int) -> Any:
+    """Computes one scale of each quantized moment that has so many, else None."""
+
+    def scale(form: Any, leaf: Any) -> Any:
+        if not _is_quantized(form) or number >= len(form.scales):
             return None
-        return measure(leaf, [scale.shape for scale in form.scales])
+        return measure(leaf, form.scales[number].shape)
 
-    return jax.tree.map(scales, stored, state, is_leaf=_is_quantized)
+    return jax.tree.map(scale, stored, state, is_leaf=_is_quantized)
 
 
-def _store(stored: Any, state: Any, scales: Any, step: Int32[Array, ""]) -> Any:
+def _store(stored: Any, state: Any, scales: list[Any], step: Int32[Array, ""]) -> Any:
     """Converts a state to the dtypes in which `stored` holds it."""
 
-    def store(keys: Any, form: Any, leaf: Any, scales: Any = None) -> Any:
+    def store(keys: Any, form: Any, leaf: Any, *found: Any) -> Any:
         if not _is_quantized(form) and form.dtype == leaf.dtype:
             return leaf
         name = f"{path_of(keys)} {layer_of(keys)}"
         bits = random_bits(leaf.shape, step, zlib.crc32(name.encode()))
         if _is_quantized(form):
+            scales = found[: len(form.scales)]
             return quantize(leaf, scales, bits, form.codes.dtype)
         return round_to_bfloat16(leaf, bits)
 
-    trees = (stored, state) if scales is None else (stored, state, scales)
+    trees = stored, state, *scales
     return jax.tree_util.tree_map_with_path(store, *trees, is_leaf=_is_quantized)

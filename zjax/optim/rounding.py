@@ -69,12 +69,10 @@ def round_to_bfloat16(
     return upper.astype(jnp.bfloat16)
 
 
-def measure(
-    x: Float[Array, "..."], shapes: list[tuple[int, ...]]
-) -> tuple[Float[Array, "..."], ...]:
-    """Largest magnitudes of float32[...], one array per shape; 1 marks reduced dims."""
-    dims = [tuple(d for d, n in enumerate(shape) if n == 1) for shape in shapes]
-    return tuple(jnp.max(jnp.abs(x), axis=axes, keepdims=True) for axes in dims)
+def measure(x: Float[Array, "..."], shape: tuple[int, ...]) -> Float[Array, "..."]:
+    """Computes the largest magnitudes of float32[...] over the dims of size 1."""
+    axes = tuple(dim for dim, size in enumerate(shape) if size == 1)
+    return jnp.max(jnp.abs(x), axis=axes, keepdims=True)
 
 
 def quantize(
