@@ -175,6 +175,33 @@ def test_everything_that_llama_may_ask_for_is_refused_at_once(tmp_path):
             ],
         ),
         (
+            "gemma2",
+            {"layer_types": 5},
+            [
+                "layer_types=5 of config.json is not one of full_attention, "
+                "sliding_attention for each layer; correct it there"
+            ],
+        ),
+        (
+            "mistral",
+            {"layer_types": [{}]},
+            [
+                unsupported(
+                    "layer_types",
+                    [{}],
+                    "its family has full attention in all layers here",
+                )
+            ],
+        ),
+        (
+            "gemma3_text",
+            {"sliding_window_pattern": 0, "layer_types": golden.REMOVED},
+            [
+                "sliding_window_pattern=0 of config.json is no number of layers; "
+                "correct it there"
+            ],
+        ),
+        (
             "mistral",
             {"sliding_window": "16", "attention_bias": True},
             [

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import jax
 
+from zjax.sharding.placement import array_bytes
 from zjax.train.state import TrainState
 from zjax.typing import Device
 
@@ -12,7 +13,7 @@ def state_bytes(state: TrainState, device: Device) -> int:
     """Bytes of a state's shards in the memory of one local device."""
     kind = device.default_memory().kind
     return sum(
-        shard.data.nbytes
+        array_bytes(shard.data.shape, shard.data.dtype)
         for array in jax.tree.leaves(state)
         if array.sharding.memory_kind == kind
         if isinstance(array, jax.Array)  # the others rest on disks

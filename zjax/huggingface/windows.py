@@ -89,8 +89,14 @@ def window_problems(
         yield Problem(name, values[name], problem, "correct it there")
     if type(num_layers) is not int or wrong:
         return  # reported elsewhere
+    period = values.get("sliding_window_pattern", 1)
+    if windows.layers == "period" and period < 1:
+        problem = f"{where} is no number of layers"
+        yield Problem("sliding_window_pattern", period, problem, "correct it there")
+        return
     if windows.layers != "all" and types is not None:
-        if len(types) != num_layers or any(kind not in known for kind in types):
+        is_list = isinstance(types, list) and len(types) == num_layers
+        if not is_list or any(kind not in known for kind in types):
             problem = f"{where} is not one of {_FULL}, {_SLIDING} for each layer"
             yield Problem("layer_types", types, problem, "correct it there")
             return
@@ -107,7 +113,9 @@ def window_problems(
 
 def _other_types(values: Mapping[str, Any], kind: str, where: str) -> Iterator[Problem]:
     types = values.get("layer_types")
-    if types is not None and (not isinstance(types, list) or set(types) - {kind}):
+    if types is None:
+        return
+    if not isinstance(types, list) or any(each != kind for each in types):
         name = kind.replace("_", " ")
         problem = f"{where} is not supported: its family has {name} in all layers here"
         yield Problem("layer_types", types, problem, _REMEDY)
