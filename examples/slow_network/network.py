@@ -103,12 +103,10 @@ def isolate(command: Sequence[str]) -> int:
     """
     environ = os.environ | {_ISOLATED: "1"}
     words = [*_unshare(), *command]
-    with _exit_on_sigterm():
+    with _end_on_signals():
         program = subprocess.Popen(words, env=environ, preexec_fn=_die_with_parent)
         try:
             return program.wait()
-        except KeyboardInterrupt:
-            return 128 + signal.SIGINT
         finally:
             program.kill()
             program.wait()
@@ -252,13 +250,23 @@ def _die_with_parent() -> None:
 
 
 @contextlib.contextmanager
-def _exit_on_sigterm() -> Iterator[None]:
-    """Lets SIGTERM unwind the stack."""
-    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+def _end_on_signals() -> Iterator[None]:
+    """Lets SIGTERM and SIGINT unwind the stack.
+
+    A shell without job control starts programs in the background with SIGINT ignored,
+    and Python leaves it so.
+    """
+
+    def end(number: int, frame: object) -> None:
+        sys.exit(128 + number)
+
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = {number: signal.signal(number, end) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 if __name__ == "__main__":
