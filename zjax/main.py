@@ -103,7 +103,7 @@ def define_flags(argv: Sequence[str] | None = None) -> None:
     )
     flags.DEFINE_list("nvme", [], "Directories on disks; measures these for offload.")
     flags.DEFINE_multi_string(
-        "input", [], "Text, JSONL, Parquet, Arrow, or a folder; may be repeated."
+        "input", [], "Text, JSON, Parquet, Arrow, or a folder; may be repeated."
     )
     flags.DEFINE_string("output", "", "What to write.")
     flags.DEFINE_list(

@@ -1,5 +1,8 @@
+import bz2
 import dataclasses
+import gzip
 import json
+import lzma
 import resource
 
 import numpy as np
@@ -218,19 +221,19 @@ FAULTS = {
     "broken-json": (
         {"a.jsonl": b'{"text": "a"}\n{"text": '},
         {"inputs": ["a.jsonl"]},
-        "input='a.jsonl' has broken JSON on line 2 (Expecting value: line 1 column 10 "
-        "(char 9)); write one JSON object per line",
+        "input='a.jsonl' has broken JSON in line 2 (Expecting value: line 1 column 10 "
+        "(char 9)); write one JSON object per line, or an array of objects",
     ),
     "json-list": (
         {"a.jsonl": b"[1]"},
         {"inputs": ["a.jsonl"]},
-        "input='a.jsonl' has no object on line 1, but a list; write one JSON object "
-        "per line",
+        "input='a.jsonl' has no object in item 1, but a int; write one JSON object "
+        "per line, or an array of objects",
     ),
     "missing-field": (
         {"a.jsonl": b'{"text": "a"}\n{"body": "b", "id": 1}'},
         {"inputs": ["a.jsonl"]},
-        "input='a.jsonl' has no field 'text' on line 2, only body, id; choose another "
+        "input='a.jsonl' has no field 'text' in line 2, only body, id; choose another "
         "text_field",
     ),
     "field-of-another-type": (
@@ -274,8 +277,8 @@ FAULTS = {
     "json-nested-too-deep": (
         {"a.jsonl": b"[" * 100_000},
         {"inputs": ["a.jsonl"]},
-        "input='a.jsonl' has broken JSON on line 1 (it is nested too deep); write one "
-        "JSON object per line",
+        "input='a.jsonl' has broken JSON in its array (it is nested too deep); write "
+        "one JSON object per line, or an array of objects",
     ),
     "vocabulary-without-end": (
         {"a.txt": b"one"},
@@ -434,10 +437,83 @@ def test_suffixes_may_have_capitals(name, tmp_path):
     assert read_split("out", "train") == [[*text.encode(), 256] for text in TEXTS]
 
 
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [
+        ("a.jsonl.gz", lambda lines: gzip.compress(lines.encode())),
+        ("A.JSONL.BZ2", lambda lines: bz2.compress(lines.encode())),
+        ("a.ndjson.xz", lambda lines: lzma.compress(lines.encode())),
+        ("a.json", lambda lines: f"\n [{lines.replace(chr(10), ', ')}]".encode()),
+        ("a.json", lambda lines: b"[\n" + lines.replace("\n", ",\n").encode() + b"]"),
+    ],
+)
+def test_compressed_lines_and_arrays_are_read(name, write, tmp_path):
+    lines = "\n".join(json.dumps({"text": text}) for text in TEXTS)
+    (tmp_path / name).write_bytes(write(lines))
+    found = list(documents.read_documents(tmp_path / name, "text"))
+    assert [document.text for document in found] == TEXTS
+    size = (tmp_path / name).stat().st_size
+    assert sum(document.num_bytes for document in found) == size
+
+
+def test_compressed_text_is_read(tmp_path):
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"some text"))
+    [document] = documents.read_documents(tmp_path / "a.txt.gz", "text")
+    assert document.text == "some text"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        (
+            "a.jsonl.zst",
+            b"x",
+            "is compressed in a form not read; decompress it (zstd -d) or leave it out",
+        ),
+        (
+            "a.parquet.gz",
+            b"x",
+            "is compressed as a whole, and is read at several places; decompress it",
+        ),
+        (
+            "a.jsonl.gz",
+            gzip.compress(b"x" * 99)[:-9],
+            "is a damaged .gz file (Compressed file ended before the end-of-stream "
+            "marker was reached); copy it again",
+        ),
+        (
+            "a.jsonl.gz",
+            b"{}",
+            "is a damaged .gz file (Not a gzipped file (b'{}')); copy it again",
+        ),
+        (
+            "a.json",
+            b'[{"text": "a"},\n {"body": "b"}]',
+            "has no field 'text' in item 2, only body; choose another text_field",
+        ),
+        (
+            "a.json",
+            b"[" + b" " * 99 + b"]",
+            "is a JSON array of more than 99 bytes; write one JSON object per line "
+            "(jq -c '.[]')",
+        ),
+    ],
+)
+def test_compressed_files_and_arrays_are_refused(
+    name, content, problem, tmp_path, monkeypatch
+):
+    """Fails if the remedy is to convert what is compressed, or an array, to UTF-8."""
+    monkeypatch.setattr(documents, "MAX_LINE_BYTES", 99)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError) as error:
+        prepare.prepare([name], "out", validation_fraction=0.0)
+    assert str(error.value) == f"input='{name}' {problem}"
+
+
 def test_a_line_without_end_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(documents, "MAX_LINE_BYTES", 20)
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": "' + "x" * 50)
-    with pytest.raises(DataError, match="has more than 20 bytes on line 2"):
+    with pytest.raises(DataError, match="has more than 20 bytes in line 2"):
         prepare.prepare(["a.jsonl"], "out")
 
 

@@ -101,6 +101,14 @@ def lose_column(folder):
         stream.write_table(table)
 
 
+def repeat_column(folder):
+    save(folder, num_files=1)
+    table = pyarrow.table([["a"], ["b"]], names=["text", "text"])
+    path = folder / "data-00000-of-00001.arrow"
+    with pyarrow.ipc.new_stream(str(path), table.schema) as stream:
+        stream.write_table(table)
+
+
 def break_file(folder):
     (save(folder, num_files=1) / "data-00000-of-00001.arrow").write_bytes(b"ARROW1")
 
@@ -152,6 +160,7 @@ def test_directory_is_refused(make, expected, tmp_path):
             lose_column,
             "has no column 'text', only id, body; choose another text_field",
         ),
+        (repeat_column, "has 2 columns 'text'; rename all but one"),
         (break_file, f"is not an Arrow stream, the form of datasets; {AGAIN}"),
         (cut_file, f"is cut off: its stream of rows has no end; {AGAIN}"),
     ],

@@ -1,12 +1,17 @@
-"""Reads documents from text, JSON Lines, Parquet and Arrow files, in bounded memory."""
+"""Reads documents from text, JSON, Parquet and Arrow files, in bounded memory."""
 
+import bz2
 import codecs
+import contextlib
+import gzip
 import itertools
 import json
+import lzma
 import os
 import pathlib
+import zlib
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from absl import logging
 
@@ -25,7 +30,19 @@ BLOCK_BYTES = 64 << 10
 """Longer text files are read in blocks of about this size, cut at line ends."""
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 MAX_LINE_BYTES = 1 << 28
-"""Longest line of a JSON Lines file."""
+"""Longest line of a JSON Lines file, and largest JSON array."""
+_BLANK = b"\xef\xbb\xbf \t\r\n"
+"""Bytes of a byte order mark and white space, before the first record."""
+_DECOMPRESSORS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+_NOT_READ = {
+    ".zst": "zstd -d",
+    ".lz4": "lz4 -d",
+    ".zip": "unzip",
+    ".tar": "tar -xf",
+    ".tgz": "tar -xf",
+    ".7z": "7z x",
+}
+"""Commands that decompress what is not read, by suffix."""
 NUM_NAMED = 10
 """Most fields or columns that a message lists."""
 
@@ -103,16 +120,16 @@ def read_conversations(path: pathlib.Path, told: set[str]) -> Iterator[Document]
         DataError: Another kind of file, a broken line, or other fields; with its
             position.
     """
-    suffix = path.suffix.lower()
+    suffix = _form_of(path)
     if suffix in tables.SUFFIXES:
-        records, kind = _read_rows(path, told), "row"
+        records = _read_rows(path, told)
     elif suffix in JSON_SUFFIXES:
-        records, kind = _read_records(path), "line"
+        records = _read_records(path)
     else:
         problem, remedy = "is no file of conversations", "use JSON Lines or Parquet"
         raise DataError(_problem(path, problem, remedy))
-    for number, record, num_bytes in records:
-        talk = read_conversation(record, path, f"{kind} {number}")
+    for where, record, num_bytes in records:
+        talk = read_conversation(record, path, where)
         _tell_unread(path, talk.unread, told)
         text = json.dumps(talk.messages, default=str)
         yield Document(text, num_bytes, talk)
@@ -120,7 +137,7 @@ def read_conversations(path: pathlib.Path, told: set[str]) -> Iterator[Document]
 
 def _read_rows(
     path: pathlib.Path, told: set[str]
-) -> Iterator[tuple[int, dict[str, Any], int]]:
+) -> Iterator[tuple[str, dict[str, Any], int]]:
     with tables.open_table(path) as table:
         columns = [name for name in table.names if name in FIELDS]
         if not columns:
@@ -129,7 +146,7 @@ def _read_rows(
         _tell_unread(path, [n for n in table.names if n not in FIELDS], told)
         rows = (row for batch in table.batches(columns) for row in batch)
         for number, row in enumerate(rows, start=1):
-            yield number, without_nulls(row), table.row_bytes
+            yield f"row {number}", without_nulls(row), table.row_bytes
 
 
 def _tell_unread(path: pathlib.Path, names: Sequence[str], told: set[str]) -> None:
@@ -139,14 +156,14 @@ def _tell_unread(path: pathlib.Path, names: Sequence[str], told: set[str]) -> No
 
 
 def read_documents(path: pathlib.Path, text_field: str) -> Iterator[Document]:
-    """Reads JSON Lines, Parquet, Arrow or else plain text, by the file's suffix.
+    """Reads JSON, Parquet, Arrow or else plain text, by the file's suffix.
 
     Raises:
         DataError: Not UTF-8, a broken line, no such field or column; with its position.
     """
-    suffix = path.suffix.lower()
+    suffix = _form_of(path)
     if suffix in JSON_SUFFIXES:
-        return _read_json_lines(path, text_field)
+        return _read_json(path, text_field)
     if suffix in tables.SUFFIXES:
         return _read_table(path, text_field)
     return _read_text(path)
@@ -156,15 +173,63 @@ def _problem(path: pathlib.Path, problem: str, remedy: str) -> Problem:
     return Problem("input", str(path), problem, remedy)
 
 
+def _form_of(path: pathlib.Path) -> str:
+    """Gives the suffix that says how a file is read, without that of a compression."""
+    suffixes = [suffix.lower() for suffix in path.suffixes[-2:]] or [""]
+    if suffixes[-1] in _NOT_READ:
+        remedy = f"decompress it ({_NOT_READ[suffixes[-1]]}) or leave it out"
+        raise DataError(_problem(path, "is compressed in a form not read", remedy))
+    if suffixes[-1] not in _DECOMPRESSORS:
+        return suffixes[-1]
+    if suffixes[0] in tables.SUFFIXES:
+        problem = "is compressed as a whole, and is read at several places"
+        raise DataError(_problem(path, problem, "decompress it"))
+    return suffixes[0] if suffixes[1:] else ""
+
+
+class _Content:
+    """The decompressed bytes of an open file, and how far the file itself was read."""
+
+    def __init__(self, raw: BinaryIO, file: Any):
+        self._raw, self.file = raw, file
+        self._position = 0
+
+    def advance(self) -> int:
+        """Counts the bytes of the file that were read since the last call."""
+        before, self._position = self._position, self._raw.tell()
+        return self._position - before
+
+
+@contextlib.contextmanager
+def _open(path: pathlib.Path) -> Iterator[_Content]:
+    """Opens a file, and decompresses what it holds while it is read.
+
+    Raises:
+        DataError: It is damaged; also while it is read.
+    """
+    decompress = _DECOMPRESSORS.get(path.suffix.lower())
+    with open(path, "rb") as raw:
+        if decompress is None:
+            yield _Content(raw, raw)
+            return
+        try:
+            with decompress(raw) as file:
+                yield _Content(raw, file)
+        except (gzip.BadGzipFile, EOFError, zlib.error, lzma.LZMAError) as error:
+            problem = f"is a damaged {path.suffix} file ({error})"
+            raise DataError(_problem(path, problem, "copy it again")) from error
+
+
 def _read_text(path: pathlib.Path) -> Iterator[Document]:
     """Reads a text file in blocks, of which the first begins the text."""
     offset, remainder = 0, b""
-    with open(path, "rb") as file:
+    with _open(path) as content:
+        file = content.file
         while block := remainder + file.read(BLOCK_BYTES - len(remainder)):
             is_last = not file.peek(1)
             size = len(block) if is_last else _block_end(block)
             text = _decode(block[:size], path, offset)
-            yield Document(text, size, begins=not offset, ends=is_last)
+            yield Document(text, content.advance(), begins=not offset, ends=is_last)
             offset, remainder = offset + size, block[size:]
 
 
@@ -187,48 +252,76 @@ def _decode(block: bytes, path: pathlib.Path, offset: int) -> str:
         raise DataError(_problem(path, problem, remedy)) from error
 
 
-def _read_json_lines(path: pathlib.Path, text_field: str) -> Iterator[Document]:
-    for number, record, num_bytes in _read_records(path):
-        yield Document(_text_of(record, path, number, text_field), num_bytes)
+def _read_json(path: pathlib.Path, text_field: str) -> Iterator[Document]:
+    for where, record, num_bytes in _read_records(path):
+        yield Document(_text_of(record, path, where, text_field), num_bytes)
 
 
-def _read_records(path: pathlib.Path) -> Iterator[tuple[int, dict[str, Any], int]]:
-    """Number, content and bytes of each line that is not blank."""
-    offset = 0
-    with open(path, "rb") as file:
-        lines = iter(lambda: file.readline(MAX_LINE_BYTES + 1), b"")
+def _read_records(path: pathlib.Path) -> Iterator[tuple[str, dict[str, Any], int]]:
+    """Reads the objects of the lines, or of one array over the whole file.
+
+    Yields:
+        Where it is, such as `line 3`; the object; bytes read since the one before.
+    """
+    offset, is_array = 0, None
+    with _open(path) as content:
+        lines = iter(lambda: content.file.readline(MAX_LINE_BYTES + 1), b"")
         for number, line in enumerate(lines, start=1):
+            if is_array is None and (start := line.lstrip(_BLANK)):
+                is_array = start.startswith(b"[")
+            if is_array:
+                yield from _read_array(path, content, line)
+                return
             if len(line) > MAX_LINE_BYTES:
-                problem = f"has more than {MAX_LINE_BYTES:,} bytes on line {number}"
+                problem = f"has more than {MAX_LINE_BYTES:,} bytes in line {number}"
                 raise DataError(
                     _problem(path, problem, "write one JSON object per line")
                 )
-            text = _decode(line, path, offset)
+            text, where = _decode(line, path, offset), f"line {number}"
             if text.strip():
-                yield number, _parse(text, path, number), len(line)
+                record = _object_of(_parse(text, path, where), path, where)
+                yield where, record, content.advance()
             offset += len(line)
 
 
-def _parse(line: str, path: pathlib.Path, number: int) -> dict[str, Any]:
+def _read_array(
+    path: pathlib.Path, content: _Content, start: bytes
+) -> Iterator[tuple[str, dict[str, Any], int]]:
+    """Reads the objects of one array, whose first line is given."""
+    whole = start + content.file.read(MAX_LINE_BYTES + 1 - len(start))
+    if len(whole) > MAX_LINE_BYTES:
+        problem = f"is a JSON array of more than {MAX_LINE_BYTES:,} bytes"
+        remedy = "write one JSON object per line (jq -c '.[]')"
+        raise DataError(_problem(path, problem, remedy))
+    for number, item in enumerate(_parse(_decode(whole, path, 0), path), start=1):
+        where = f"item {number}"
+        yield where, _object_of(item, path, where), content.advance()
+
+
+def _parse(text: str, path: pathlib.Path, where: str = "its array") -> Any:
     try:
-        record = parse_json(line)
+        return parse_json(text)
     except ValueError as error:
-        problem = f"has broken JSON on line {number} ({error.args[0]})"
-        remedy = "write one JSON object per line"
+        problem = f"has broken JSON in {where} ({error.args[0]})"
+        remedy = "write one JSON object per line, or an array of objects"
         raise DataError(_problem(path, problem, remedy)) from error
-    if not isinstance(record, dict):
-        problem = f"has no object on line {number}, but a {type(record).__name__}"
-        raise DataError(_problem(path, problem, "write one JSON object per line"))
-    return record
+
+
+def _object_of(value: Any, path: pathlib.Path, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        problem = f"has no object in {where}, but a {type(value).__name__}"
+        remedy = "write one JSON object per line, or an array of objects"
+        raise DataError(_problem(path, problem, remedy))
+    return value
 
 
 def _text_of(
-    record: dict[str, Any], path: pathlib.Path, number: int, text_field: str
+    record: dict[str, Any], path: pathlib.Path, where: str, text_field: str
 ) -> str:
     if text_field not in record:
-        problem = f"has no field {text_field!r} on line {number}, only {_named(record)}"
+        problem = f"has no field {text_field!r} in {where}, only {_named(record)}"
         raise DataError(_problem(path, problem, "choose another text_field"))
-    return _check_text(record[text_field], path, f"line {number}", text_field)
+    return _check_text(record[text_field], path, where, text_field)
 
 
 def _read_table(path: pathlib.Path, text_field: str) -> Iterator[Document]:

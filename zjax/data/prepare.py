@@ -54,11 +54,12 @@ def prepare(
 ) -> store.Meta:
     """Writes a directory of token files for `data.source='tokens'`.
 
-    Documents are the lines of JSON Lines files, the rows of Parquet files and of a
-    directory that `datasets.Dataset.save_to_disk` wrote, and text files. Each begins
-    with BOS, if the tokenizer begins texts so, and ends with its end token. Validation
-    takes the second document, then one whenever it has less than
-    `validation_fraction` of the text; a text file counts as blocks of about 64 KiB.
+    Documents are the objects of JSON Lines and JSON arrays, the rows of Parquet files
+    and of a directory that `datasets.Dataset.save_to_disk` wrote, and text files. JSON
+    and text may be compressed (`.gz`, `.bz2`, `.xz`). Each document begins with BOS, if
+    the tokenizer begins texts so, and ends with its end token. Validation takes the
+    second document, then one whenever it has less than `validation_fraction` of the
+    text; a text file counts as blocks of about 64 KiB.
 
     Args:
         inputs: Files, or directories, all of whose files are read.

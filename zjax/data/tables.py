@@ -41,7 +41,8 @@ def open_table(path: pathlib.Path) -> Iterator[Table]:
     """Opens a file by its suffix, in bounded memory.
 
     Raises:
-        DataError: It is not such a file, or is damaged; also while rows are read.
+        DataError: It is not such a file, or is damaged; while rows are read, also that
+            several columns have one name.
     """
     check_installed("pyarrow")
     import pyarrow
@@ -56,6 +57,10 @@ def open_table(path: pathlib.Path) -> Iterator[Table]:
         raise DataError(_problem(path, f"is not {form}")) from error
 
     def checked(columns: Sequence[str]) -> Iterator[Rows]:
+        if repeated := [name for name in columns if names.count(name) > 1]:
+            number = names.count(repeated[0])
+            problem = f"has {number} columns {repeated[0]!r}"
+            raise DataError(Problem("input", str(path), problem, "rename all but one"))
         try:
             yield from batches(columns)
         except (pyarrow.ArrowException, UnicodeDecodeError) as error:
