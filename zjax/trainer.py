@@ -494,6 +494,8 @@ def _checked(
             user_optimizer=tx is not None,
         )
     problems = _mismatches(model, batches, config)
+    problems += data.batches_problems("batches", batches)
+    problems += data.batches_problems("evaluation_batches", evaluation_batches)
     if config.evaluation.patience and batches is not None:
         if evaluation_batches is None:
             problem, remedy = "has no evaluation data", "give evaluation_batches"

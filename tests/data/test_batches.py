@@ -60,6 +60,44 @@ def test_dataset_without_rows_is_refused():
     assert str(error.value) == "batches='Columns' has no rows; give one with rows"
 
 
+class Splits(dict):
+    """A mapping of datasets that looks like one of them, as a DatasetDict does."""
+
+    column_names = ("x",)
+
+
+@pytest.mark.parametrize(
+    ("batches", "message"),
+    [
+        (
+            Splits(train=1, test=2),
+            "batches='Splits' is a mapping; "
+            "give one of its values, such as batches['train']",
+        ),
+        (
+            {"x": np.zeros((8, 2))},
+            "batches='dict' is a single batch; give a list of batches",
+        ),
+        (
+            make_batches,
+            "batches='make_batches' is a function; call it, and give what it returns",
+        ),
+        ("train", "batches='train' is a text; give a dataset or a list of batches"),
+        (
+            5,
+            "batches='int' cannot be iterated over; "
+            "give a dataset or a list of batches",
+        ),
+        (None, ""),
+        ([], ""),
+        (Columns({"x": []}), ""),
+    ],
+)
+def test_what_is_no_dataset_and_no_batches_is_named(batches, message):
+    found = wrapping.batches_problems("batches", batches)
+    assert "\n".join(map(str, found)) == message
+
+
 @pytest.mark.parametrize("kind", [list, iter], ids=["list", "iterator"])
 def test_batches_come_in_order_and_end(kind):
     given = kind(make_batches(5))

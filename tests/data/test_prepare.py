@@ -543,3 +543,14 @@ def test_more_held_out_than_asked_for_is_said(tmp_path, caplog):
         "validation_fraction=0.01 holds out 10.0 % of the tokens: documents are held "
         "out whole; give more of them, or smaller ones"
     ]
+
+
+def test_arguments_of_another_type_are_named():
+    """Python passes them; flags have one type each."""
+    with pytest.raises(DataError) as error:
+        prepare.check_types("a.txt", "x", tokenizer=5, text_field="text", chat="")
+    assert str(error.value) == (
+        "inputs='a.txt' is a single path; give a list of paths\n"
+        "validation_fraction='x' is not a number; use 0 or more and less than 1\n"
+        "tokenizer=5 is not a text; give a text"
+    )

@@ -1,6 +1,6 @@
 """Token data: sources, sampling order, and placement on devices."""
 
-from zjax.data.batches import wrap_batches
+from zjax.data.batches import batches_problems, wrap_batches
 from zjax.data.evaluation import EvaluationSet, find_evaluation
 from zjax.data.loader import Loader, make_loader
 from zjax.data.source import make_tokenizer, read_record
@@ -10,6 +10,7 @@ __all__ = [
     "EvaluationSet",
     "Loader",
     "Tokenizer",
+    "batches_problems",
     "find_evaluation",
     "make_loader",
     "make_tokenizer",

@@ -1,7 +1,7 @@
 """Data of the caller: datasets with columns, and iterables of ready batches."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -23,6 +23,36 @@ class ColumnDataset(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, indices: Any, /) -> Any: ...
+
+
+def batches_problems(field: str, batches: Any) -> Iterator[Problem]:
+    """Yields a problem for an argument that is no dataset and no iterable of batches.
+
+    Args:
+        field: Name of the argument.
+        batches: As for `wrap_batches`; None for no argument.
+
+    Example:
+        >>> print(*batches_problems("batches", {"train": [], "test": []}))
+        batches='dict' is a mapping; give one of its values, such as batches['train']
+    """
+    kind, remedy = type(batches).__name__, "give a dataset or a list of batches"
+    if isinstance(batches, Mapping):
+        problem = "is a mapping"
+        remedy = f"give one of its values, such as {field}[{next(iter(batches), '')!r}]"
+        if any(hasattr(value, "dtype") for value in batches.values()):
+            problem, remedy = "is a single batch", "give a list of batches"
+        yield Problem(field, kind, problem, remedy)
+    elif isinstance(batches, str | bytes):
+        yield Problem(field, batches, "is a text", remedy)
+    elif batches is None or isinstance(batches, ColumnDataset):
+        return
+    elif callable(batches) and not hasattr(batches, "__iter__"):
+        name = getattr(batches, "__name__", kind)
+        problem, remedy = "is a function", "call it, and give what it returns"
+        yield Problem(field, name, problem, remedy)
+    elif not hasattr(batches, "__iter__") and not hasattr(batches, "__getitem__"):
+        yield Problem(field, kind, "cannot be iterated over", remedy)
 
 
 def wrap_batches(

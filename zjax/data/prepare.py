@@ -8,7 +8,7 @@ import os
 import pathlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from absl import logging
 from rich import console, progress
@@ -81,6 +81,13 @@ def prepare(
     Raises:
         DataError: An input, the tokenizer or the output is unusable; no files remain.
     """
+    check_types(
+        inputs,
+        validation_fraction,
+        tokenizer=tokenizer,
+        text_field=text_field,
+        chat=chat,
+    )
     if output:
         output = local_path("output", output, DataError, creates=True)
     inputs = [local_path("input", path, DataError) for path in inputs]
@@ -139,6 +146,23 @@ def _output_directory(output: pathlib.Path) -> Iterator[pathlib.Path]:
         problem = f"cannot be written: {error.strerror or error}"
         remedy = "name a folder that can be made, on a disk with room"
         raise DataError(Problem("output", str(output), problem, remedy)) from error
+
+
+def check_types(inputs: Any, validation_fraction: Any, **texts: Any) -> None:
+    """Refuses arguments of `prepare` of another type, which flags cannot have."""
+    problems = []
+    if isinstance(inputs, str | os.PathLike):
+        value, remedy = os.fspath(inputs), "give a list of paths"
+        problems.append(Problem("inputs", value, "is a single path", remedy))
+    if not isinstance(validation_fraction, int | float):
+        problem, remedy = "is not a number", "use 0 or more and less than 1"
+        value = validation_fraction
+        problems.append(Problem("validation_fraction", value, problem, remedy))
+    for name, value in texts.items():
+        if not isinstance(value, str):
+            problems.append(Problem(name, value, "is not a text", "give a text"))
+    if problems:
+        raise DataError(*problems)
 
 
 def _check_settings(
