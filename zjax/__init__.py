@@ -23,7 +23,7 @@ from zjax.errors import (
     StateError,
     ZjaxError,
 )
-from zjax.forward import loss_of
+from zjax.forward import loss_of, with_stack
 from zjax.harness import evaluate_with_harness
 from zjax.initialize import Run, adopt_optimizer, initialize, make_run
 from zjax.models.adapter import adapt
@@ -101,5 +101,6 @@ __all__ = [
     "restore",
     "save",
     "unpad_sequence_output",
+    "with_stack",
     "wrap_batches",
 ]

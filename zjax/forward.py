@@ -36,6 +36,7 @@ from zjax.typing import (
     Dropping,
     Loss,
     Metrics,
+    Model,
     ModelState,
     Params,
     Segment,
@@ -114,6 +115,52 @@ class StackLoss:
         total, weight, sums = stack.head(head, carry, split_dropping(batch)[0])
         result = loss_of_sums(total, weight, sums, combined, totals)
         return result._replace(model_state=model_state)
+
+
+def runs_stack(model: Model) -> bool:
+    """Says whether the loss of a model is the loss of the model's stack."""
+    return isinstance(model.loss, StackLoss) and model.loss.stack is model.stack
+
+
+def with_stack(model: Model, **functions: Any) -> Model:
+    """Changes functions of a model's stack, in `Model.stack` and `Model.loss` alike.
+
+    A new head adds a loss term or a metric that acts on every mesh.
+
+    Args:
+        model: A model whose loss is the loss of its stack, as of `zjax.make_model`.
+        **functions: Fields of `zjax.Stack`. A head, `head(params, carry, batch) ->
+            (loss_sum, weight, metric_sums)`, may call `model.stack.head`, and
+            `model.stack.factors` for `(hidden, matrix)`, with the same `params` and
+            `carry`: logits [B, L, V] are `hidden @ matrix.T`.
+
+    Returns:
+        The changed model.
+
+    Raises:
+        ModelError: The model has no stack, or another loss.
+
+    Example:
+        >>> from zjax import Config, make_model
+        >>> model = make_model(Config())
+        >>> def head(params, carry, batch):
+        ...     loss, weight, metrics = model.stack.head(params, carry, batch)
+        ...     return 2 * loss, weight, metrics | {"double_loss": 2 * loss}
+        >>> with_stack(model, head=head).stack.head is head
+        True
+    """
+    if model.stack is None or not runs_stack(model):
+        problem = "is not the loss of a stack, whose functions could change"
+        remedy = "give a model of zjax.make_model, or loss=zjax.loss_of(stack)"
+        raise ModelError(Problem("model.loss", name_of_loss(model), problem, remedy))
+    stack = dataclasses.replace(model.stack, **functions)
+    loss = dataclasses.replace(model.loss, stack=stack)
+    return dataclasses.replace(model, stack=stack, loss=loss)
+
+
+def name_of_loss(model: Model) -> str:
+    """Names the loss of a model for messages."""
+    return getattr(model.loss, "__name__", type(model.loss).__name__)
 
 
 def run_stack(

@@ -59,7 +59,7 @@ from zjax.train.state import (
 )
 from zjax.train.update import Schedule
 from zjax.typing import Batch, Device, Entries, Entry, Metrics, Model
-from zjax.without_effect import check_axes, check_has_effect
+from zjax.without_effect import check_axes, check_has_effect, check_loss_acts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -385,11 +385,14 @@ def make_run(
         PlanError: Arrays or an optimizer that cannot be placed, or that do not fit.
         ConfigError: `checkpoint.init_from` holds a dense model of another shape, or the
             model has no adapters of `lora`.
+        ModelError: Pipelines or offload would train the stack of the model in place of
+            its loss.
         CheckpointError: `checkpoint.init_from` does not hold this model, or two arrays
             would get the same name in a checkpoint.
     """
     _check_adapters(config.lora, model)
     mesh = meshes.make_mesh(config.mesh, devices)
+    check_loss_acts(config, model, mesh.shape[meshes.PIPELINE])
     if jax.process_count() == len({x.process_index for x in mesh.devices.flat}):
         check_agreement(config)
         connect(mesh)

@@ -225,7 +225,8 @@ class Model:
     init: Callable[[jax.Array], tuple[Params, ModelState]]
     """`init(key) -> (params, model_state)`; runs under jit with sharded outputs."""
     loss: Callable[[Params, ModelState, Batch, jax.Array | None], Loss]
-    """`loss(params, model_state, batch, key)`; a key of None means evaluation."""
+    """`loss(params, model_state, batch, key)`; a key of None means evaluation. With a
+    stack it is `zjax.loss_of(stack)`: another is refused where a run trains stacks."""
     bind: Callable[[Params, ModelState], Any]
     """`bind(params, model_state) -> module` of the user's library, in evaluation
     mode."""

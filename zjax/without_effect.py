@@ -1,4 +1,4 @@
-"""Settings that have no effect in a run of `zjax.initialize`."""
+"""Settings and losses that would have no effect in a run."""
 
 import dataclasses
 from typing import Any
@@ -7,7 +7,8 @@ import jax
 from absl import logging
 
 from zjax.config import schema
-from zjax.errors import ConfigError, Problem
+from zjax.errors import ConfigError, ModelError, Problem
+from zjax.forward import StackLoss, name_of_loss, runs_stack
 from zjax.optim.matrices import named_params
 from zjax.sharding import mesh as meshes
 from zjax.sharding.rules import RULES
@@ -68,6 +69,38 @@ def check_axes(
         if sizes[axis] > 1 and axis not in used and jax.process_index() == 0:
             text = "mesh.%s=%s shards no dim of a parameter; name dims in mesh.rules"
             logging.warning(text, axis, sizes[axis])
+
+
+def check_loss_acts(config: schema.Config, model: Model, num_stages: int) -> None:
+    """Refuses a loss that disagrees with the stack where a run trains the stack.
+
+    Args:
+        config: Checked settings.
+        model: The model as pure functions.
+        num_stages: Size of the pipeline axis.
+
+    Raises:
+        ModelError: `model.loss` is the loss of another stack, or a function in place of
+            which pipelines or offload would train `model.stack`.
+    """
+    if model.stack is None or runs_stack(model):
+        return
+    if isinstance(model.loss, StackLoss):
+        problem, remedy = (
+            "is the loss of another stack than model.stack",
+            "change both by zjax.with_stack",
+        )
+        raise ModelError(Problem("model.loss", name_of_loss(model), problem, remedy))
+    readers = []
+    if num_stages > 1:
+        readers.append(f"mesh.pipeline={num_stages}")
+    if config.zero.offloads_state and model.runs_by_block:
+        readers.append(f"zero.optimizer_memory={config.zero.optimizer_memory!r}")
+    if readers:
+        cause = " and ".join(readers)
+        problem = f"is not the loss of model.stack, which {cause} trains"
+        remedy = "change the stack by zjax.with_stack, or set stack=None"
+        raise ModelError(Problem("model.loss", name_of_loss(model), problem, remedy))
 
 
 def _read_by_built_in(config: schema.Config) -> list[Problem]:

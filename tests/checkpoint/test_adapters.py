@@ -1,12 +1,18 @@
 """Adapters start from a checkpoint's weights, and leave merged into them."""
 
+from concurrent.futures import Future
+
 import jax
 import numpy as np
 import pytest
 
 from tests.support import huggingface as golden
+from zjax.checkpoint.adapters import with_adapters
 from zjax.checkpoint.average import open_weights
+from zjax.checkpoint.layout import Entry
 from zjax.checkpoint.store import Store
+from zjax.checkpoint.views import Source
+from zjax.config import schema
 from zjax.huggingface import export
 from zjax.saving import restore, save
 
@@ -100,3 +106,24 @@ def test_frozen_weights_are_restored_in_another_compute_dtype(trained, tmp_path)
 
     expected = jax.tree.map(rounded, before.master, run.plan.master)
     jax.tree.map(np.testing.assert_array_equal, after.master, expected)
+
+
+def test_lengths_at_the_start_are_of_the_matrix_that_runs():
+    """Fails if DoRA starts from lengths of the float32 matrix: its start would differ
+    from the model without adapters by the rounding of bfloat16."""
+    kernel = np.full((3, 1), 1 + 2**-8, np.float32)  # bfloat16 rounds it to 1
+    wanted = {
+        f"up/{name}": Entry(shape, "float32")
+        for name, shape in {
+            "kernel": (3, 1),
+            "lora/a": (3, 1),
+            "lora/b": (1, 1),
+            "lora/magnitude": (1,),
+        }.items()
+    }
+    given = Source({"up/kernel": wanted["up/kernel"]}, lambda _, index: kernel[index])
+    settings = schema.Lora(rank=1, form="dora")
+    config = schema.Config(lora=settings)
+    source = with_adapters(given, wanted, config, lambda _: Future)
+    lengths = source.read_all("up/lora/magnitude")
+    np.testing.assert_array_equal(lengths, np.sqrt(np.float32([3])))

@@ -32,6 +32,7 @@ def test_settings_of_llama():
         "query_key_norm_scope": "head",
         "vocab_size": 61,
         "max_length": 32,
+        "max_positions": 32,
         "norm": "rms_norm",
         "norm_eps": 1e-3,
         "norm_position": "input",
@@ -446,7 +447,9 @@ def test_numbers_of_longrope(tmp_path):
         "long_factors": (2.0, 3.0, 4.0),
     }
     model = convert.from_mapping(schema.Model, found)
-    values = config_of(dataclasses.replace(model, max_length=8), "phi3")
+    longer = dataclasses.replace(model, max_positions=64)
+    assert find_kind(longer) == "phi3"
+    values = config_of(longer, "phi3")
     assert values["original_max_position_embeddings"] == 8
     assert values["rope_scaling"] == {
         "rope_type": "longrope",
@@ -464,6 +467,28 @@ def test_numbers_of_longrope(tmp_path):
         "rope_scaling.long_factor=None of config.json is no list of numbers; correct "
         "it there",
     ]
+
+
+@pytest.mark.parametrize(
+    ("family", "rope"),
+    [
+        ("phi3_long", None),
+        ("llama", {"rope_type": "dynamic", "factor": 2.0}),
+    ],
+)
+def test_a_model_of_long_texts_tuned_on_short_rows_goes_out_as_it_came(
+    tmp_path, family, rope
+):
+    """Fails if the rows of a run are taken for the positions of the model."""
+    changes = {"rope_scaling": rope, "rope_parameters": golden.REMOVED} if rope else {}
+    golden.copy(family, tmp_path, **changes)
+    found = model_settings(tmp_path)
+    model = convert.from_mapping(schema.Model, found | {"max_length": 8})
+    values = config_of(model, find_kind(model))
+    assert values["max_position_embeddings"] == 32
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    read = convert.from_mapping(schema.Model, model_settings(tmp_path))
+    assert read == convert.from_mapping(schema.Model, found)
 
 
 def test_padding_behind_the_last_position_is_refused(tmp_path):

@@ -86,6 +86,9 @@ def test_a_column_of_zeros_stays_one():
         return lora.adapt_product(x @ kernel, x, kernel, adapter, settings)
 
     np.testing.assert_allclose(outputs(adapter), [[3.0, 0.0]], rtol=1e-6)
+    matrices = jax.tree.map(np.asarray, adapter)
+    merged = merged_kernel(np.asarray(kernel), matrices, settings)
+    np.testing.assert_allclose(merged, kernel, rtol=1e-6)
     grads = jax.grad(lambda adapter: outputs(adapter).sum())(adapter)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(grads))
 
@@ -111,6 +114,85 @@ def test_merged_weights_compute_what_adapters_do(form, make):
     expected = plain_output(model, weights)
     assert np.abs(expected - plain_output(model, merged(before, settings))).max() > 0.1
     np.testing.assert_allclose(run.bind(state)(X), expected, rtol=1e-4, atol=1e-5)
+
+
+class DenseAndScale(nn.Dense):
+    """A layer whose output no merged matrix gives."""
+
+    def __call__(self, inputs):
+        return nn.tanh(super().__call__(inputs))
+
+
+class LinearAndScale(nnx.Linear):
+    """The same in NNX."""
+
+    def __call__(self, inputs):
+        return nnx.tanh(super().__call__(inputs))
+
+
+class NamedDense(nn.Dense):
+    """A subclass with the call of Flax."""
+
+
+class NamedLinear(nnx.Linear):
+    """The same in NNX."""
+
+
+class LinenBranches(nn.Module):
+    """Layers of Flax, of subclasses, and of other products."""
+
+    kind: type = NamedDense
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Einsum((6, 5), "...i,ij->...j", name="product")(x)
+        return self.kind(3, name="out")(nn.Dense(5, name="in")(x).mean(axis=1))
+
+
+class NNXBranches(nnx.Module):
+    """The same in NNX."""
+
+    def __init__(self, rngs, kind=NamedLinear):
+        self.product = nnx.Einsum("...i,ij->...j", (6, 5), (5,), rngs=rngs)
+        self.inner = nnx.Linear(5, 5, rngs=rngs)
+        self.out = kind(5, 3, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(self.inner(self.product(x)).mean(axis=1))
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "base"),
+    [
+        (LinenBranches(DenseAndScale), "DenseAndScale", "Dense"),
+        (lambda rngs: NNXBranches(rngs, LinearAndScale), "LinearAndScale", "Linear"),
+    ],
+)
+def test_a_layer_with_another_call_is_refused(model, name, base):
+    """Fails if its adapter is added to what no merged matrix gives."""
+    with pytest.raises(ConfigError) as caught:
+        start(model, {"rank": 2})
+    assert str(caught.value) == (
+        f"out='{name}' overrides the call of {base}, so that no adapter could be "
+        "merged into it; match other layers by lora.targets, or call a Flax layer "
+        "inside a module"
+    )
+
+
+@pytest.mark.parametrize("model", [LinenBranches(), NNXBranches])
+def test_a_subclass_with_the_call_of_flax_is_adapted_and_other_products_are_told(
+    model, caplog
+):
+    params, _ = jax.eval_shape(
+        zjax.adapt(model, loss_fn, BATCH, adapters=schema.Lora(rank=2)).init,
+        jax.random.key(0),
+    )
+    assert {name for name, x in params.items() if "lora" in x} >= {"out"}
+    assert "lora" not in params["product"]
+    assert caplog.messages == [
+        "lora: frozen and without adapter, as not of a linear layer of Flax: "
+        "product/kernel[6, 5]"
+    ]
 
 
 def test_patterns_choose_layers_and_what_else_is_trained():

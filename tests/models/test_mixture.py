@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from tests.reference import mixture as reference
 from tests.support import language
@@ -16,10 +18,13 @@ from zjax.budget.report import report_plan
 from zjax.config import schema
 from zjax.config.mixture import describe_future
 from zjax.errors import ConfigError
+from zjax.models import mixture
 from zjax.models.build import make_model
+from zjax.models.embedding import trained_tokens
 from zjax.models.generate import generate
 from zjax.models.mixture import MixtureOfExperts
 from zjax.models.segments import layers_of, segments_of
+from zjax.sharding.mesh import make_mesh
 
 PLAIN = schema.MoE(num_experts=4, top_k=2, balance_loss=0.1, z_loss=0.03)
 LAYERS = {
@@ -182,6 +187,61 @@ def test_padding_uses_no_capacity():
     # Eight equal tokens for the eight places of sixteen tokens.
     assert float(auxiliary.metrics["dropped_fraction"]) == 0
     assert float(run(layer, x)[1].metrics["dropped_fraction"]) > 0
+
+
+def test_devices_count_by_their_tokens():
+    """Fails if a device of padding weighs as much as one without."""
+    numbers = {
+        "num_tokens": jnp.array([1.0, 3.0]),
+        "router_z_loss": jnp.array([4.0, 8.0]),
+        "balance_loss": jnp.array([2.0, 1.0]),
+        "load": jnp.array([[1, 0], [2, 1]]),
+    }
+    moe = schema.MoE(num_experts=2, z_loss=0.5, balance_loss=0.25)
+    found = mixture._auxiliary(numbers, moe)
+    assert found.metrics == {"router_z_loss": 7.0, "balance_loss": 1.25}
+    assert float(found.loss) == 0.5 * 7.0 + 0.25 * 1.25
+    assert found.totals["load"].tolist() == [3, 1]
+
+
+def test_devices_draw_other_noise():
+    """Fails if devices, or parts of a sequence, draw alike: equal tokens would have
+    equal experts on all of them."""
+    moe = schema.MoE(num_experts=4, sampling="first")
+    layer, _ = make_layer(language.GPT, moe)
+    mesh = make_mesh(schema.Mesh(data=4, sequence=2))
+    tokens = NamedSharding(mesh, P("data", "sequence"))
+    x = jax.device_put(jnp.ones((8, 16, language.GPT.embed_size)), tokens)
+    with jax.set_mesh(mesh):
+        y, _ = run(layer, x, key=jax.random.key(0))
+    of_devices = np.asarray(y)[..., 0].reshape(4, 2, 2, 8).swapaxes(1, 2)
+    assert len(np.unique(of_devices.reshape(8, 16), axis=0)) == 8
+
+
+def test_tokens_behind_the_last_target_are_no_load():
+    """Fails if rows padded by targets of -100 alone count their padding."""
+    config = dataclasses.replace(language.GPT, moe=PLAIN)
+    model = make_model(schema.Config(model=config, data=schema.Data(length=8)))
+    params = language.params_of(language.make_language_model(config))
+    batch = language.make_text(config)
+    targets = jnp.asarray(batch["targets"]).at[:, 3:].set(-100).at[:, 0].set(-100)
+    evaluate = jax.jit(functools.partial(model.loss, model_state={}, key=None))
+    padded = evaluate(params, batch={"tokens": batch["tokens"], "targets": targets})
+    named = jnp.full(len(targets), 3, jnp.int32)
+    lengths = {"lengths": named, "tokens": batch["tokens"], "targets": targets}
+    expected = evaluate(params, batch=lengths)
+    (found,), (wanted,) = padded.totals, expected.totals
+    assert found["load"].sum(1).tolist() == [2 * 3 * len(targets)] * config.num_layers
+    np.testing.assert_array_equal(found["load"], wanted["load"])
+    np.testing.assert_allclose(padded.value, expected.value, rtol=1e-6)
+
+
+def test_tokens_of_an_encoder_count_where_their_row_has_a_target():
+    config = schema.Model(kind="encoder", moe=PLAIN)
+    targets = jnp.array([[-100, 5, -100], [-100, -100, -100], [1, 1, 1]])
+    weights = jnp.array([[1.0] * 3, [1.0] * 3, [0.0] * 3])
+    found = trained_tokens({"targets": targets, "weights": weights}, config)
+    assert found.tolist() == [[True] * 3, [False] * 3, [False] * 3]
 
 
 def test_jitter_moves_the_router_alone_and_only_while_training():

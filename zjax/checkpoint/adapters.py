@@ -14,6 +14,7 @@ from zjax.checkpoint import layers, views
 from zjax.checkpoint.layout import Entry
 from zjax.checkpoint.views import Index, Source
 from zjax.config import schema
+from zjax.models.lora import column_lengths
 
 _MATRIX = re.compile(r"(?P<layer>.+[./])lora[./](?P<matrix>a|b|magnitude)")
 
@@ -45,7 +46,7 @@ def merged_kernel(
     if settings.form == "lora":
         return total
     inputs = tuple(range(a.ndim - 1))
-    lengths = np.sqrt(np.sum(np.square(total), axis=inputs))
+    lengths = column_lengths(np.sum(np.square(total), axis=inputs))
     return total * (np.asarray(matrices["magnitude"], np.float32) / lengths)
 
 

@@ -113,6 +113,7 @@ def fill_sizes(model: Any) -> None:
         "mlp_size": mlp_size(model.embed_size, model.activation),
         "num_kv_heads": model.num_heads,
         "head_size": _head_size(model),
+        "max_positions": model.max_length,
     }
     _set(model, **_derive(model, **sizes))
     _set(model, **_derive(model, query_scale_size=model.head_size))

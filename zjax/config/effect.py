@@ -115,6 +115,7 @@ NEEDS = (
     ),
     Needs("model.first_position", "model.positions", ("learned",)),
     Needs("model.rope_theta", "model.positions", ("rotary",)),
+    Needs("model.max_positions", "model.positions", ("rotary",)),
     Needs("model.rotary_size", "model.positions", ("rotary",)),
     Needs("model.rotary_pairs", "model.positions", ("rotary",)),
     Needs("model.rope_scaling.kind", "model.positions", ("rotary",)),

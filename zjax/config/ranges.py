@@ -234,6 +234,7 @@ RANGES: dict[type, dict[str, Range]] = {
             lambda x: x >= 2, "use 2 or more, or 0 to derive it", MAX_TOKENS
         ),
         "max_length": _from(1, MAX_TOKENS),
+        "max_positions": _from(0, MAX_TOKENS),
         "norm_eps": POSITIVE,
         "first_position": _from(0, MAX_TOKENS),
         "num_token_types": _from(0, MAX_TOKENS),

@@ -544,7 +544,10 @@ class Model:
     """0 takes that of `data.path`, the 257 of the standard library, or the 50,257 of
     GPT-2."""
     max_length: int = 1_024
-    """Longest sequence."""
+    """Longest sequence of this run."""
+    max_positions: int = 0
+    """Longest sequence that a rotary model is for, which exports state and
+    `checkpoint.init_from` brings (`max_position_embeddings`); 0 takes `max_length`."""
     norm: Literal["layer_norm", "rms_norm"] = "layer_norm"
     norm_eps: float = 1e-5
     norm_position: Literal["input", "output", "both"] = "input"

@@ -9,7 +9,7 @@ from zjax.config.schema import Config
 from zjax.errors import ConfigError, DataError, Problem
 from zjax.execute.executor import Executor
 from zjax.execute.extended import ExtendedExecutor
-from zjax.forward import StackLoss
+from zjax.forward import runs_stack
 from zjax.sharding.plan import Plan
 from zjax.typing import DROPPING, Batch, Dropping, Model
 
@@ -119,8 +119,8 @@ def check_model(model: Model, config: Config) -> None:
     field, value = "random_ltd.form", form
     if form == "none":
         field, value = "layer_drop.theta", theta
-    loss, stack = model.loss, model.stack
-    if stack is None or not isinstance(loss, StackLoss) or loss.stack is not stack:
+    stack = model.stack
+    if stack is None or not runs_stack(model):
         problem = "needs a model that is a stack of blocks"
         remedy = "set stack, and loss=zjax.loss_of(stack), of a zjax.Model"
         raise ConfigError(Problem(field, value, problem, remedy))

@@ -34,6 +34,7 @@ from zjax.huggingface.settings import CONFIG_NAME, entries_of, settings_of
 from zjax.huggingface.source import find_config
 from zjax.huggingface.tokenizer import copy_tokenizer, token_ids
 from zjax.huggingface.windows import window_values
+from zjax.ops.rope_scaling import attention_factor
 
 MAX_SHARD_BYTES = 5 * 10**9
 """Most bytes of the tensors of one file, as transformers writes by default."""
@@ -193,7 +194,14 @@ def _differences(model: schema.Model, kind: str, remedy: str) -> list[Problem]:
     mine = entries_of(model, settings)
     if "moe.bias_rate" not in found and "moe.choice_bias" in found:
         mine["moe.choice_bias"] = model.moe.has_choice_bias
-    pairs = [(name, mine[name], theirs) for name, theirs in found.items()]
+    factor = "rope_scaling.attention_factor"
+    if found.get(factor):  # the one that follows goes out where lengths give another
+        mine[factor] = attention_factor(model.rope_scaling)
+    pairs = [
+        (name, mine[name], theirs)
+        for name, theirs in found.items()
+        if name not in family.free
+    ]
     settable = {key.setting for key in family.keys.values()}
     if family.is_mixture and "moe.normalise" not in settable:
         top_k = model.moe.top_k  # the weight of one expert is not 1

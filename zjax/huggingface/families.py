@@ -141,6 +141,11 @@ class Family:
         """Whether positions are rotations, whose base and scaling keys say."""
         return self.constant["positions"] == "rotary"
 
+    @property
+    def free(self) -> frozenset[str]:
+        """Settings of a run that no weights and no other key depend on."""
+        return frozenset({"max_length"} if self.is_rotary else ())
+
 
 PADDING = 1
 """Default of the number of the padding token, where positions depend on it."""
@@ -188,7 +193,7 @@ _LLAMA_KEYS = {
     "num_key_value_heads": Key("num_kv_heads", int, None),
     "head_dim": Key("head_size", int, None),
     "vocab_size": Key("vocab_size", int),
-    "max_position_embeddings": Key("max_length", int),
+    "max_position_embeddings": Key("max_positions", int),
     "rms_norm_eps": Key("norm_eps", float, 1e-6),
     "tie_word_embeddings": Key("tied_head", bool, False),
 }

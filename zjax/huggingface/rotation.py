@@ -47,9 +47,9 @@ def rotation_settings(
     Args:
         values: The config.json.
         family: Its family.
-        model: Read for `max_length`, `head_size` and `rotary_size`.
+        model: Read for `max_positions`, `head_size` and `rotary_size`.
     """
-    rope, length = _rope(values), model.max_length
+    rope, length = _rope(values), model.max_positions
     kind, share = _kind(rope, family), _partial(values, rope)
     scaling = convert.to_mapping(schema.RopeScaling())
     if kind != "default":
@@ -105,7 +105,7 @@ def rotation_values(model: schema.Model, family: Family) -> dict[str, Any]:
     if scaling.kind == "longrope":
         rope |= {theirs: [*getattr(scaling, x)] for theirs, x in _LISTS.items()}
         values[_ORIGINAL] = scaling.original_length
-        if model.max_length != scaling.factor * scaling.original_length:
+        if model.max_positions != scaling.factor * scaling.original_length:
             # Some versions take another factor from these lengths.
             rope["attention_factor"] = attention_factor(scaling)
     return values | {"rope_scaling": rope}

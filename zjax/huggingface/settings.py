@@ -145,6 +145,7 @@ def settings_of(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
         settings["first_position"] = first
         settings["max_length"] -= first
     if family.is_rotary:
+        settings["max_length"] = settings["max_positions"]
         model = convert.from_mapping(schema.Model, settings)
         settings |= rotation.rotation_settings(values, family, model)
     num_layers = settings["num_layers"]

@@ -25,8 +25,6 @@ from zjax.huggingface.settings import CONFIG_NAME, entries_of, read_config, shap
 TOKENS = "embedding.tokens"
 """An array that every built-in model has, and no Hugging Face checkpoint."""
 _LAYER = re.compile(r"(model\.)?layers\.(?P<number>\d+)\.")
-_FREE = ("max_length",)
-"""Settings that a run may change under rotary positions."""
 
 
 def adapted(
@@ -53,7 +51,7 @@ def adapted(
     values = read_config(path)
     settings, family = shape_of(values, path)
     model = convert.from_mapping(schema.Model, settings)
-    _check_model(config, model, settings, path)
+    _check_model(config, model, settings, family, path)
     prefix = _find_prefix(source, family)
     layouts = dict(layouts_of(_renamed(source, family, prefix), model))
     ignored = _find_ignored(source, family, model)
@@ -89,11 +87,15 @@ def _check_model(
     config: schema.Config,
     found: schema.Model,
     settings: Mapping[str, Any],
+    family: Family,
     path: pathlib.Path,
 ) -> None:
     problems, expected = [], entries_of(found, settings)
-    free = _FREE if found.positions == "rotary" else ()
-    free += ("vocab_size",) if config.checkpoint.resize_vocabulary else ()
+    free = set(family.free)
+    if config.model.max_positions > found.max_positions:
+        free.add("max_positions")  # the run makes texts longer
+    if config.checkpoint.resize_vocabulary:
+        free.add("vocab_size")
     for name, mine in entries_of(config.model, settings).items():
         theirs = expected[name]
         if mine != theirs and name not in free:

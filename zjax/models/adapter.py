@@ -84,7 +84,8 @@ def adapt(
     Raises:
         DataError: The batch is not a tree of numeric arrays with equal numbers of rows,
             or lacks a named array.
-        ConfigError: A pattern of the adapters matches no layer.
+        ConfigError: A pattern of the adapters matches no layer, or a layer that
+            overrides the call of a Flax layer.
         ModelError: The model is of unknown kind, has no parameters or some that are not
             floating-point, or the loss returns something else.
 
@@ -141,7 +142,9 @@ def adapt(
     shapes, logical = _trace(start)
     if adapters is not None:
         leaves = jax.tree_util.tree_leaves_with_path(shapes[0])
-        lora.check_targets((path_of(keys) for keys, _ in leaves), adapters)
+        arrays = [(path_of(keys), x) for keys, x in leaves]
+        lora.check_targets((path for path, _ in arrays), adapters)
+        lora.warn_of_matrices_without_adapter(arrays, adapters)
     given = submodel.given
     if given and submodel.needs_calls:
         is_complete = jax.tree.structure(given()) == jax.tree.structure(shapes)

@@ -93,7 +93,8 @@ class Block(nnx.Module):
         if isinstance(self.mlp, MixtureOfExperts):
             router_key = None if key is None else fold_name(key, "router")
             counts = _counts(context, y)
-            y, auxiliary = self.mlp(y, counts, router_key, adapter_dropout=dropout)
+            how = {"trained": context.trained, "adapter_dropout": dropout}
+            y, auxiliary = self.mlp(y, counts, router_key, **how)
         else:
             run_mlp = functools.partial(self.mlp, adapter_dropout=dropout)
             y = by_chunks(run_mlp, y, self.config.mlp_chunk_tokens)

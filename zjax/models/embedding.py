@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from zjax.config import schema
 from zjax.errors import ConfigError, Problem
@@ -18,6 +18,7 @@ from zjax.ops.token_subset import take_tokens
 from zjax.ops.window import Window
 from zjax.parallel import sequence, tensor
 from zjax.sharding.activations import pin_tokens, pin_whole
+from zjax.typing import IGNORED
 
 
 class Context(NamedTuple):
@@ -38,6 +39,8 @@ class Context(NamedTuple):
     """Keys that a token sees; None for all."""
     order: Int[Array, " L"] | None = None
     """Place in its row of each token; None for 0, 1, ..."""
+    trained: Bool[Array, "B L"] | None = None
+    """Whether a trained target depends on the token; None for all."""
 
     def take_tokens(self, indices: Int[Array, "B K"]) -> "Context":
         """The context of some tokens of each row, in ascending order."""
@@ -47,6 +50,7 @@ class Context(NamedTuple):
 
         arrays = self.segment_ids, self.rotation, self.local_rotation, self.positions
         ids, rotation, local, positions = jax.tree.map(take, arrays)
+        trained = jax.tree.map(take, self.trained)
         lengths = self.lengths
         if lengths is not None:
             places = indices if self.order is None else self.order[indices]
@@ -56,7 +60,9 @@ class Context(NamedTuple):
         window = self.window
         if window is not None:
             window = window.on_tokens(indices.shape[1])
-        return Context(ids, lengths, rotation, local, positions, window)
+        return Context(
+            ids, lengths, rotation, local, positions, window, trained=trained
+        )
 
 
 class Embedding(nnx.Module):
@@ -145,6 +151,7 @@ class Embedding(nnx.Module):
             positions,
             make_window(self.config, batch, x),
             None if order is None else jnp.asarray(order),
+            jax.tree.map(arrange, trained_tokens(batch, self.config)),
         )
         x = layers.dropout(x, self.config, key, self.config.embedding_dropout)
         return tensor.pin_stream(x), context
@@ -190,6 +197,38 @@ class Embedding(nnx.Module):
             tables(config.rope_theta, scaling=config.rope_scaling),
             tables(local) if local else None,
         )
+
+
+def trained_tokens(
+    batch: dict[str, Any], config: schema.Model
+) -> Bool[Array, "B L"] | None:
+    """Finds the tokens on which a trained target depends, for the load of experts.
+
+    Rows may be padded by targets of -100, or weights of 0, alone. In a decoder a target
+    depends on the tokens before it, in an encoder on all tokens of the row.
+
+    Args:
+        batch: As of a loss.
+        config: Shape of the model.
+
+    Returns:
+        None without experts or targets, and where the batch names its padding.
+
+    Example:
+        >>> moe = schema.MoE(num_experts=2)
+        >>> config = schema.Model(moe=moe)
+        >>> trained_tokens({"targets": jnp.array([[-100, 5, -100]])}, config).tolist()
+        [[True, True, False]]
+    """
+    names_padding = "segment_ids" in batch or "lengths" in batch
+    if not config.moe.num_experts or "targets" not in batch or names_padding:
+        return None
+    trained = batch["targets"] != IGNORED
+    if "weights" in batch:
+        trained &= batch["weights"] > 0
+    if config.kind == "decoder":
+        return jax.lax.cummax(trained.astype(jnp.int32), axis=1, reverse=True) > 0
+    return jnp.broadcast_to(trained.any(axis=1, keepdims=True), trained.shape)
 
 
 def positions_in_segments(segment_ids: Int[Array, "B L"]) -> Int[Array, "B L"]:

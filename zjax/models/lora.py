@@ -12,10 +12,13 @@ import functools
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
+from types import ModuleType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from absl import logging
 from flax import linen as nn
 from flax import nnx
 from flax.core import meta
@@ -121,16 +124,34 @@ def _gain(kernel: Array, matrices: dict[str, Any], settings: schema.Lora) -> Arr
     """What DoRA multiplies a product by, float32[*outputs]."""
     magnitude = matrices["magnitude"].astype(jnp.float32)
     scale = settings.alpha / settings.rank
-    lengths = _lengths(kernel, matrices["a"], matrices["b"], scale)
-    return magnitude / jax.lax.stop_gradient(lengths).reshape(magnitude.shape)
+    squares = _squares(kernel, matrices["a"], matrices["b"], scale)
+    squares = jax.lax.stop_gradient(squares).reshape(magnitude.shape)
+    return magnitude / column_lengths(squares, jnp)
+
+
+def column_lengths(squares: Any, numpy: ModuleType = np) -> Any:
+    """Turns sums of squares of columns into the lengths that DoRA divides by.
+
+    A column of zeros, as of a padded vocabulary, gets the smallest positive length.
+
+    Args:
+        squares: float32[*outputs].
+        numpy: `numpy` or `jax.numpy`, whose array `squares` is.
+
+    Example:
+        >>> column_lengths(np.float32([0, 9])).tolist()
+        [1.0842021724855044e-19, 3.0]
+    """
+    # Not 0, by which the column's magnitude of 0 would be divided.
+    return numpy.sqrt(numpy.maximum(squares, np.finfo(np.float32).tiny))
 
 
 def _flat(b: Array) -> Array:
     return b.reshape(b.shape[0], -1)
 
 
-def _lengths(kernel: Array, a: Array, b: Array, scale: float) -> Float[Array, " N"]:
-    """Lengths of the columns of `kernel + scale * a b`, which is never formed."""
+def _squares(kernel: Array, a: Array, b: Array, scale: float) -> Float[Array, " N"]:
+    """Sums squares of the columns of `kernel + scale * a b`, which is never formed."""
     product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
     a, b = a.astype(kernel.dtype), _flat(b).astype(kernel.dtype)
     columns = kernel.reshape(-1, b.shape[1])
@@ -139,9 +160,7 @@ def _lengths(kernel: Array, a: Array, b: Array, scale: float) -> Float[Array, " 
     inner = product("ir,is->rs", a, a) @ b.astype(jnp.float32)
     squares = product("io,io->o", columns, columns)
     wide = b.astype(jnp.float32)
-    squares += jnp.sum(wide * (2 * scale * cross + scale**2 * inner), axis=0)
-    # Not zero: a column of zeros stays one, and keeps its magnitude of zero.
-    return jnp.sqrt(jnp.maximum(squares, jnp.finfo(jnp.float32).tiny))
+    return squares + jnp.sum(wide * (2 * scale * cross + scale**2 * inner), axis=0)
 
 
 class Adapter(nnx.Module):
@@ -225,19 +244,39 @@ def attach(
         prefix: Path of the module.
         only_layer: Number of the only layer of each stack that the module has; None
             for all.
+
+    Raises:
+        ConfigError: Targets are subclasses of Flax layers with another call.
     """
-    found: list[tuple[Any, Any]] = [*nnx.iter_modules(module)]
-    for parts, layer in found:
-        path = "/".join(map(str, (*([prefix] if prefix else []), *parts)))
+    paths: list[tuple[str, Any]] = [
+        ("/".join(map(str, (*([prefix] if prefix else []), *parts))), layer)
+        for parts, layer in nnx.iter_modules(module)
+    ]
+    found = [(path, x) for path, x in paths if _sides(x) and is_target(path, settings)]
+    _check_calls(found, (nnx.Linear, nnx.LinearGeneral))
+    for path, layer in found:
         sides = _sides(layer)
-        if sides is None or not is_target(path, settings):
-            continue
+        assert sides is not None
         own = make_matrices(
             fold_name(key, path), layer.kernel[...], *sides, settings, only_layer
         )
         layer.lora = nnx.data(Adapter(own, settings, path))
         if not isinstance(layer, layers.Linear):
             layer.__class__ = _adapted_class(type(layer))
+
+
+def _check_calls(found: Iterable[tuple[str, Any]], kinds: Sequence[type]) -> None:
+    """Refuses layers that override the call of a Flax layer, which a merge assumes."""
+    problem = "overrides the call of {}, so that no adapter could be merged into it"
+    remedy = "match other layers by lora.targets, or call a Flax layer inside a module"
+    problems = [
+        Problem(path, type(layer).__name__, problem.format(kind.__name__), remedy)
+        for path, layer in found
+        for kind in kinds
+        if isinstance(layer, kind) and type(layer).__call__ is not kind.__call__
+    ]
+    if problems:
+        raise ConfigError(*problems)
 
 
 def _sides(layer: Any) -> tuple[int, int] | None:
@@ -285,6 +324,9 @@ def linen_adapters(settings: schema.Lora, prefix: str = "") -> Any:
         settings: Targets, rank and form. `nn.Dense` and `nn.DenseGeneral` may be
             targets.
         prefix: Path of the module that is called.
+
+    Raises:
+        ConfigError: A target is a subclass with another call; raised by the call.
     """
 
     def intercept(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
@@ -293,6 +335,7 @@ def linen_adapters(settings: schema.Lora, prefix: str = "") -> Any:
         sides = _linen_sides(layer) if context.method_name == "__call__" else None
         if sides is None or not is_target(path, settings):
             return y
+        _check_calls([(path, layer)], (nn.Dense, nn.DenseGeneral))
         x = jnp.asarray(args[0] if args else kwargs["inputs"])
         kernel, bias = (
             meta.unbox(layer.get_variable("params", name, None))
@@ -318,6 +361,35 @@ def _linen_sides(layer: nn.Module) -> tuple[int, int] | None:
     )
     is_last = sorted(axes) == list(range(-len(axes), 0))
     return (len(axes), len(features)) if is_last else None
+
+
+def warn_of_matrices_without_adapter(
+    arrays: Iterable[tuple[str, Any]], settings: schema.Lora
+) -> None:
+    """Names matrices that targets match and that are of layers without adapters.
+
+    Tables of embeddings, which multiply nothing, are left out.
+
+    Args:
+        arrays: Paths and arrays of all parameters of a user's model.
+        settings: The targets.
+    """
+    shapes = {path: x.shape for path, x in arrays}
+    layers_of = {path: path.rpartition("/")[0] for path in shapes}
+    others = [
+        f"{path}{list(shape)}"
+        for path, shape in shapes.items()
+        if len(shape) > 1
+        and not is_adapter(path)
+        and not path.endswith("embedding")
+        and f"{layers_of[path]}/{NAME}/a" not in shapes
+        and is_target(layers_of[path], settings)
+        and not any(re.search(pattern, path) for pattern in settings.also_train)
+    ]
+    if others:
+        text = "lora: frozen and without adapter, as not of a linear layer of Flax: %s"
+        more = f" and {len(others) - 5} more" if others[5:] else ""
+        logging.warning(text, ", ".join(others[:5]) + more)
 
 
 def check_targets(paths: Iterable[str], settings: schema.Lora) -> None:

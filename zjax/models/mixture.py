@@ -165,6 +165,7 @@ class MixtureOfExperts(nnx.Module):
         counts: Bool[Array, "B L"] | None = None,
         key: jax.Array | None = None,
         *,
+        trained: Bool[Array, "B L"] | None = None,
         drops: bool = True,
         adapter_dropout: layers.AdapterDropout | None = None,
     ) -> tuple[Float[Array, "B L M"], Auxiliary]:
@@ -174,6 +175,7 @@ class MixtureOfExperts(nnx.Module):
             x: Tokens.
             counts: False for padding, which no expert computes; None for no padding.
             key: Random key of the router; None in evaluation.
+            trained: False for tokens that losses, metrics and load leave out.
             drops: Whether experts drop tokens above their capacity.
             adapter_dropout: Drops inputs of adapters; None in evaluation.
 
@@ -194,6 +196,7 @@ class MixtureOfExperts(nnx.Module):
             self.config.moe,
             activation=activation,
             counts=counts,
+            trained=trained,
             key=key,
         )
         return self._add_branches(x, y, adapter_dropout), auxiliary
@@ -230,6 +233,7 @@ def mix_tokens(
     *,
     activation: Activation,
     counts: Bool[Array, "B L"] | None = None,
+    trained: Bool[Array, "B L"] | None = None,
     key: jax.Array | None = None,
 ) -> tuple[Float[Array, "B L M"], Auxiliary]:
     """Routes the tokens of each device, and applies their experts.
@@ -242,6 +246,7 @@ def mix_tokens(
         moe: Jitter, and coefficients of the losses.
         activation: Function between the two products of an expert.
         counts: False for padding, which no expert computes; None for no padding.
+        trained: False for tokens that losses, metrics and load leave out.
         key: Random key of the router; None in evaluation.
 
     Returns:
@@ -249,20 +254,21 @@ def mix_tokens(
     """
     placement = Placement.of(settings.num_experts, experts.down.shape[1])
 
-    def run(
-        x: jax.Array, counts: Any, weights: Any, part: Any
-    ) -> tuple[jax.Array, Any]:
+    def run(x: jax.Array, masks: Any, weights: Any, part: Any) -> tuple[jax.Array, Any]:
         router, experts, key = weights
+        counts, trained = masks
         experts = experts.joined(placement)
         tokens = x.reshape(-1, x.shape[-1])
         noise = fold_in(fold_in(key, first_row(len(x))), part)
         routing = _route(tokens, router, settings, moe, counts, noise)
         y = apply_experts(tokens, experts, routing, activation=activation)
+        if trained is not None:
+            routing = routing.only(trained.ravel())
         return y.reshape(x.shape), _measure(routing, moe, len(x))
 
     parts, specs = experts.parted(placement)
     weights, specs = (router, parts, key), (P(), specs, P())
-    y, numbers = tensor.map_tokens(run, x, counts, weights, specs)
+    y, numbers = tensor.map_tokens(run, x, (counts, trained), weights, specs)
     return y, _auxiliary(numbers, moe)
 
 

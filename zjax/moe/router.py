@@ -140,6 +140,11 @@ class Routing:
     logits: Any
     capacity: int | None = dataclasses.field(default=None, metadata={"static": True})
 
+    def only(self, tokens: Bool[Array, " T"]) -> "Routing":
+        """Leaves out tokens, so that losses and metrics do not count them."""
+        chosen, kept = (x & tokens[:, None] for x in (self.chosen, self.kept))
+        return dataclasses.replace(self, chosen=chosen, kept=kept)
+
     @property
     def shares(self) -> Float[Array, "T E"]:
         """Scores of each token over their sum; 0 where they underflow."""

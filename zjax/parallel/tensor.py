@@ -173,17 +173,17 @@ def by_parts(run: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
 def map_tokens(
     run: Callable[..., tuple[jax.Array, Any]],
     x: Float[Array, "B L M"],
-    counts: jax.Array | None,
+    masks: Any,
     weights: Any,
     specs: Any,
 ) -> tuple[Float[Array, "B L M"], Any]:
     """Runs a function that compares tokens, such as a router, on those of each device.
 
     Args:
-        run: `run(x, counts, weights, part) -> (y, numbers)`, of one device; part is the
+        run: `run(x, masks, weights, part) -> (y, numbers)`, of one device; part is the
             number of its part of the length.
         x: A stream.
-        counts: bool[B, L] or None.
+        masks: Tree of bool[B, L].
         weights: Tree of arrays.
         specs: A PartitionSpec for each.
 
@@ -198,10 +198,10 @@ def map_tokens(
 
     mesh, split = jax.sharding.get_abstract_mesh(), _Split.of(x)
     if all(mesh.shape[axis] == 1 for axis in mesh.auto_axes):
-        return region(x, counts, weights)
-    in_specs = split.stream, None if counts is None else split.stream, specs
+        return region(x, masks, weights)
+    in_specs = split.stream, jax.tree.map(lambda _: split.stream, masks), specs
     devices = P(entry((*split.batch, *split.length)))
-    return _map_open_axes(region, in_specs, (split.stream, devices))(x, counts, weights)
+    return _map_open_axes(region, in_specs, (split.stream, devices))(x, masks, weights)
 
 
 def join_stream(x: Float[Array, "B L M"]) -> Float[Array, "B L M"]:

@@ -123,8 +123,7 @@ def test_stack_that_does_more_than_select_is_refused(function, mine, what):
     config = pipelines.make_config(mesh={"pipeline": 2}, tied_head=False)
     model = make_model(config)
     given = functools.partial(mine, getattr(model.stack, function))
-    stack = dataclasses.replace(model.stack, **{function: given})
-    other = dataclasses.replace(model, stack=stack)
+    other = zjax.with_stack(model, **{function: given})
     with pytest.raises(PlanError) as error:
         make_run(config, other, make_optimizer(config, other))
     remedy = {
@@ -148,7 +147,7 @@ def test_context_that_follows_from_parameters_is_refused():
         lengths = params["embedding"]["positions"].sum().astype(int)
         return carry, context._replace(lengths=lengths)
 
-    other = dataclasses.replace(model, stack=dataclasses.replace(stack, embed=embed))
+    other = zjax.with_stack(model, embed=embed)
     run = make_run(config, other, make_optimizer(config, other))
     with pytest.raises(PlanError) as error:
         run.step(run.state, pipelines.make_batch(0))
