@@ -8,7 +8,7 @@ import sys
 
 ROOT = pathlib.Path(__file__).parents[1]
 FLOORS = (
-    ("errors", "files", "typing", "reading", "remedies", "jaxprs"),
+    ("errors", "files", "typing", "reading", "remedies", "jaxprs", "promotion"),
     ("packages",),
     ("config",),
     ("processes", "usage"),

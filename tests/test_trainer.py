@@ -1,5 +1,6 @@
 """A run from its first step to its last, and what interrupts it."""
 
+import json
 import math
 import os
 import pathlib
@@ -201,7 +202,7 @@ def broken_batches(first_bad):
         yield batch
 
 
-def own_trainer(directory, batches, *overrides, tx=None):
+def own_trainer(directory, batches, *overrides, tx=None, schedule=None):
     settings = {
         "global_batch_size": models.BATCH,
         "num_steps": 6,
@@ -214,6 +215,7 @@ def own_trainer(directory, batches, *overrides, tx=None):
         zjax.load_config(settings, *overrides),
         model=models.make_mlp(),
         tx=tx or optax.sgd(0.1),
+        schedule=schedule,
         batches=batches,
     )
 
@@ -324,11 +326,30 @@ def test_prompt_that_leaves_nothing_to_do_is_refused(tmp_path, prompt):
 
 
 def test_run_that_is_to_skip_nan_keeps_its_weights(tmp_path):
-    trainer = own_trainer(tmp_path, list(broken_batches(4)))
+    """The schedule of the caller's optimizer is logged, by applied steps."""
+    rate = optax.linear_schedule(0.5, 0.0, 4)
+    trainer = own_trainer(tmp_path, list(broken_batches(4)), schedule=rate)
     state = trainer.fit()
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    rates = {x["step"]: x.get("learning_rate") for x in map(json.loads, lines)}
+    assert rates == {2: 0.375, 4: 0.125, 6: 0.125}
     trainer.close()
     assert (int(state.step), int(state.num_skipped)) == (6, 3)
     assert np.isfinite(np.asarray(state.master["up"])).all()
+
+
+def test_functions_that_a_trainer_would_not_read_are_refused(tmp_path):
+    def loss_fn(model, batch, key):
+        return 0.0
+
+    with pytest.raises(ConfigError) as error:
+        zjax.Trainer({"directory": str(tmp_path)}, loss_fn=loss_fn, schedule=float)
+    assert str(error.value) == (
+        "loss_fn='loss_fn' is read as a part of the model; give "
+        "model=zjax.adapt(model, loss_fn, batch)\n"
+        "schedule='given' is the learning rate of tx, which is not given; give tx, or "
+        "leave it out and set optimizer.schedule"
+    )
 
 
 def test_float16_that_overflows_at_the_least_scale_ends_the_run(tmp_path):

@@ -29,6 +29,7 @@ from zjax.errors import ModelError, Problem
 from zjax.ops.keys import fold_in, loss_key
 from zjax.ops.token_subset import on_subset
 from zjax.parallel import remat
+from zjax.promotion import dtype_promotion
 from zjax.sharding.layers import LayerOf, cut_layers, layers_of
 from zjax.typing import (
     Auxiliary,
@@ -97,6 +98,7 @@ class StackLoss:
     stack: Stack
     execution: Execution
 
+    @dtype_promotion()
     def __call__(
         self,
         params: Params,

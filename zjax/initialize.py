@@ -31,7 +31,6 @@ from zjax.models import adapter
 from zjax.models.inputs import with_cast
 from zjax.offload.init import init_layer_by_layer
 from zjax.offload.inputs import offloaded_inputs
-from zjax.ops.promotion import dtype_promotion
 from zjax.optim.build import make_optimizer, with_clipping_as_set
 from zjax.optim.matrices import named_params
 from zjax.optim.per_layer import per_layer_if_needed
@@ -39,6 +38,7 @@ from zjax.optim.schedules import make_schedule
 from zjax.processes.agreement import check_agreement
 from zjax.processes.gloo import connect
 from zjax.processes.host import warn_of_small_pages
+from zjax.promotion import dtype_promotion
 from zjax.resume import fingerprint_functions
 from zjax.sharding import memory
 from zjax.sharding import mesh as meshes
@@ -195,14 +195,14 @@ def initialize(
         cast: Paths of the floating-point arrays to cast. None finds those that the
             model reads, except targets and weights; the plan and `run.model.cast` list
             them.
-        schedule: Learning rate by applied step, for the metrics.
+        schedule: Learning rate of `tx` by applied step, for the metrics.
         devices: Devices to use; all by default.
 
     Returns:
         The run.
 
     Raises:
-        ConfigError: Settings that cannot work.
+        ConfigError: Settings that cannot work, or a schedule without `tx`.
         DataError: The batch is not a tree of numeric arrays with equally many rows, or
             lacks what a `zjax.Model` requires.
         ModelError: A model or a loss of an unsupported kind.
@@ -225,6 +225,8 @@ def initialize(
     devices = jax.devices() if devices is None else devices
     if tx is not None:
         check_optimizer_is_given(config)
+    if problems := unread_schedule(tx, schedule):
+        raise ConfigError(*problems)
     config = load_config({} if config is None else config)
     batch = check_batch(batch, {}, rows_differ=True)
     entries = _entries_of(model, batch, replicated)
@@ -265,6 +267,15 @@ def initialize(
             config, model, tx, schedule=schedule, devices=devices, batch=batch
         )
     return dataclasses.replace(run, tx=user_tx)
+
+
+def unread_schedule(tx: Any, schedule: Schedule | None) -> list[Problem]:
+    """Lists a schedule of the caller beside the optimizer of the settings."""
+    if tx is not None or schedule is None:
+        return []
+    problem = "is the learning rate of tx, which is not given"
+    remedy = "give tx, or leave it out and set optimizer.schedule"
+    return [Problem("schedule", "given", problem, remedy)]
 
 
 def _takes_rows(config: Config) -> bool:
@@ -354,6 +365,7 @@ def adopt_optimizer(tx: Any, model: Model, config: Config) -> Any:
     return per_layer_if_needed(tx, *named_params(model, config.mesh))
 
 
+@dtype_promotion()
 def make_run(
     config: Config,
     model: Model,

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from zjax.errors import NonFiniteError, Problem
-from zjax.ops.promotion import dtype_promotion
+from zjax.promotion import dtype_promotion
 from zjax.sharding.paths import path_of
 from zjax.step import Step
 from zjax.train.state import TrainState

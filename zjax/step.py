@@ -22,9 +22,9 @@ from zjax.execute.scheduled import ScheduledExecutor
 from zjax.execute.streamed import StreamedExecutor
 from zjax.execute.teacher import Teacher
 from zjax.offload.peak import Peak
-from zjax.ops.promotion import dtype_promotion
 from zjax.optim.phases import make_phases
 from zjax.optim.rounds import make_rounds
+from zjax.promotion import dtype_promotion
 from zjax.sharding import plan as plans
 from zjax.sharding.batch import batch_shardings
 from zjax.sharding.mesh import is_simulated

@@ -26,7 +26,7 @@ from zjax.config.step_pacings import used_pacings
 from zjax.data.loader import Loader
 from zjax.data.tokenizer_record import KEY as TOKENIZER
 from zjax.errors import ConfigError, DataError, Problem
-from zjax.initialize import adopt_optimizer, make_run
+from zjax.initialize import adopt_optimizer, make_run, unread_schedule
 from zjax.models.build import make_model
 from zjax.nonfinite import find_nonfinite, report_nonfinite
 from zjax.observe.directory import check_directory
@@ -35,7 +35,6 @@ from zjax.observe.monitor import Callback, Monitor
 from zjax.observe.progress import RESUME, describe_end
 from zjax.observe.sinks import check_sinks
 from zjax.ops import float8
-from zjax.ops.promotion import dtype_promotion
 from zjax.optim.build import make_optimizer, with_clipping_as_set
 from zjax.optim.precision import describe_precision
 from zjax.optim.programs import programs_at
@@ -45,6 +44,7 @@ from zjax.patience import REMEDY as PATIENCE_REMEDY
 from zjax.patience import Patience
 from zjax.processes.agreement import check_same_data
 from zjax.processes.lock import hold
+from zjax.promotion import dtype_promotion
 from zjax.resume import (
     check_messages,
     check_newest,
@@ -61,6 +61,7 @@ from zjax.train import codec_errors
 from zjax.train.average import check_average, parts_of, with_part
 from zjax.train.compute_params import compute_dtype
 from zjax.train.state import TrainState, saved_rows, saved_state
+from zjax.train.update import Schedule
 from zjax.typing import Device, Model
 
 
@@ -72,6 +73,8 @@ class Trainer:
         model: A `zjax.Model` (`zjax.adapt` makes one); the built-in model by default.
         tx: Optax gradient transformation, as for `zjax.initialize`; the configured one
             by default.
+        loss_fn: Refused, as `zjax.adapt` joins a loss and a Flax module to a `model`.
+        schedule: Learning rate of `tx` by applied step, for the log.
         batches: Training data: a dataset with columns, or an iterable of batches; the
             configured data by default.
         evaluation_batches: Evaluation data; none if only `batches` is given.
@@ -97,6 +100,8 @@ class Trainer:
         *,
         model: Model | None = None,
         tx: Any = None,
+        loss_fn: Any = None,
+        schedule: Schedule | None = None,
         batches: Any = None,
         evaluation_batches: Any = None,
         step: int | None = None,
@@ -110,6 +115,8 @@ class Trainer:
         if model is None:
             limit_pinned_pool(config)  # before JAX starts its devices
         devices = jax.devices() if devices is None else devices
+        if problems := [*_unread_loss(loss_fn), *unread_schedule(tx, schedule)]:
+            raise ConfigError(*problems)
         self.config = _checked(config, model, tx, batches, evaluation_batches, devices)
         self._batches = batches
         self._is_language_model = model is None
@@ -135,7 +142,7 @@ class Trainer:
                 make_optimizer(self.config, model)
                 if tx is None
                 else adopt_optimizer(tx, model, self.config),
-                schedule=make_schedule(self.config) if tx is None else None,
+                schedule=make_schedule(self.config) if tx is None else schedule,
                 devices=devices,
                 restore=self._restore(start) if start else None,
             )
@@ -514,6 +521,16 @@ def _checked(
     check_sinks(config)
     check_directory(config.directory)
     return with_batch_sizes(config, len(devices))
+
+
+def _unread_loss(loss_fn: Any) -> list[Problem]:
+    """Lists a loss given apart from the model, with the way to join them."""
+    if loss_fn is None:
+        return []
+    name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
+    problem = "is read as a part of the model"
+    remedy = "give model=zjax.adapt(model, loss_fn, batch)"
+    return [Problem("loss_fn", name, problem, remedy)]
 
 
 def _mismatches(model: Any, batches: Any, config: Config) -> list[Problem]:

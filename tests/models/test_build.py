@@ -1,3 +1,5 @@
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,9 @@ from tests.support import language
 from zjax.config import schema
 from zjax.models.build import make_model
 from zjax.models.layers import num_batch_shards
+from zjax.optim.build import make_optimizer
 from zjax.sharding import mesh as meshes
+from zjax.sharding.plan import make_plan
 
 CONFIGS = {"gpt": language.GPT, "llama": language.LLAMA, "bert": language.BERT}
 
@@ -57,3 +61,23 @@ def test_loss_is_cut_by_the_batch_axes_of_the_mesh_in_use(batch_size, expected):
     with jax.set_mesh(mesh):
         assert num_batch_shards(batch_size) == expected
     assert num_batch_shards(batch_size) == 1
+
+
+@pytest.mark.parametrize("shape", [language.GPT, language.BERT], ids=["gpt", "bert"])
+def test_strict_promotion_holds_for_users_alone(shape):
+    """Fails if a built-in model, its loss or optimizer is traced by strict rules."""
+    moe = schema.MoE(num_experts=2)
+    model = dataclasses.replace(shape, moe=moe)
+    config = schema.Config(model=model, data=schema.Data(length=8))
+    with jax.numpy_dtype_promotion("strict"):
+        built = make_model(config)
+        params, _ = jax.eval_shape(built.init, jax.random.key(0))
+        batch = {name: jnp.zeros((2, 8), jnp.int32) for name in ("tokens", "targets")}
+        text = batch if shape.kind == "encoder" else batch["tokens"]
+
+        def compute(params):
+            return built.bind(params, {})(text), built.loss(params, {}, batch, None)
+
+        jax.eval_shape(compute, params)
+        mesh = meshes.abstract_mesh(config.mesh, 1)
+        make_plan(config, mesh, built, make_optimizer(config, built))

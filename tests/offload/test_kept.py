@@ -186,8 +186,10 @@ def _smaller_arrays_move(monkeypatch):
 def own_run(block=lines.block, activation_memory="device", **changes):
     """A line of a user's blocks, whose model says what they keep."""
     policies = jax.checkpoint_policies
-    changes = {"keeps": policies.dots_saveable, "takes_layers_apart": True} | changes
-    model = dataclasses.replace(lines.make_model(block, 3), **changes)
+    model = lines.make_model(block, 3)
+    own = {"keeps": policies.dots_saveable, "loss": zjax.loss_of(model.stack)}
+    own |= {"takes_layers_apart": True}
+    model = dataclasses.replace(model, **(own | changes))
     zero = {"stage": 2, "min_shard_elements": 0, "optimizer_memory": "pinned_host"}
     sections = {
         "model": {"activation_memory": activation_memory},

@@ -26,6 +26,7 @@ from zjax.processes.host import (
     local_processes,
     pinnable_bytes,
 )
+from zjax.promotion import dtype_promotion
 from zjax.sharding import memory
 from zjax.sharding.describe import format_bytes
 from zjax.sharding.mesh import device_capacity_bytes
@@ -42,6 +43,7 @@ DEVICE_SHARE = 0.94
 """Share of a device's memory that a predicted step may take."""
 
 
+@dtype_promotion()
 def fit_plan(
     config: Config, mesh: Mesh, model: Model, tx: Any, batch: Batch | None = None
 ) -> Plan:

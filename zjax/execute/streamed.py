@@ -15,7 +15,7 @@ from zjax.models.generate import generate
 from zjax.offload.generate import Generation
 from zjax.offload.peak import Peak
 from zjax.offload.train import OffloadedTrain
-from zjax.ops.promotion import dtype_promotion
+from zjax.promotion import dtype_promotion
 from zjax.sharding.plan import Plan
 from zjax.sharding.program_plan import staged_plan
 from zjax.train.programs import make_programs

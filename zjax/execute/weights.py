@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from zjax.ops.promotion import dtype_promotion
+from zjax.promotion import dtype_promotion
 from zjax.sharding.placement import ArrayPlan, unpad_tree
 from zjax.sharding.plan import Plan
 from zjax.sharding.program_plan import staged_plan

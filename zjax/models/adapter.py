@@ -25,7 +25,7 @@ from zjax.models.inputs import with_cast
 from zjax.models.metadata import names_only
 from zjax.models.submodel import Started, Submodel, combine
 from zjax.ops.keys import fold_name, loss_key
-from zjax.ops.promotion import dtype_promotion
+from zjax.promotion import dtype_promotion
 from zjax.sharding.paths import path_of
 from zjax.sharding.placement import abstract_key
 from zjax.typing import Batch, Loss, Model, ModelState, Params

@@ -25,6 +25,7 @@ from zjax.models.nnx import logical_of, nest, values_of
 from zjax.models.stack import execution_of, make_stack
 from zjax.ops.keys import fold_name
 from zjax.parallel import remat
+from zjax.promotion import dtype_promotion
 from zjax.sharding.paths import path_of
 from zjax.typing import Entries, Entry, Model, Params
 
@@ -99,6 +100,7 @@ def _build(
     if isinstance(abstract, Decoder):
         stack = dataclasses.replace(stack, continuation=make_continuation(abstract))
 
+    @dtype_promotion()
     def init(key: jax.Array, only_layer: jax.Array | None = None) -> Params:
         module = make(fold_name(key, "model"), only_layer)
         return nest(values_of(nnx.state(module, nnx.Param)))

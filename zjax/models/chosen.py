@@ -13,8 +13,10 @@ from zjax.models.mixture import MixtureOfExperts
 from zjax.models.segments import layers_of, segments_of
 from zjax.models.stack import StackedModel
 from zjax.parallel import sequence
+from zjax.promotion import dtype_promotion
 
 
+@dtype_promotion()
 def chosen_experts(
     model: Any, batch: dict[str, Any]
 ) -> tuple[Int[Array, "B L K"], ...]:

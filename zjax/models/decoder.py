@@ -15,6 +15,7 @@ from zjax.models.heads import Head
 from zjax.models.segments import make_segments
 from zjax.models.stack import hidden_states
 from zjax.parallel import sequence
+from zjax.promotion import dtype_promotion
 
 
 class Decoder(nnx.Module):
@@ -66,6 +67,7 @@ class Decoder(nnx.Module):
         )
         self.head = Head(config, rngs=rngs)
 
+    @dtype_promotion()
     def __call__(
         self,
         tokens: Int[Array, "B L"],

@@ -17,6 +17,7 @@ from zjax.models.embedding import Embedding
 from zjax.models.heads import Head
 from zjax.models.segments import make_segments
 from zjax.models.stack import hidden_states
+from zjax.promotion import dtype_promotion
 
 
 class Encoder(nnx.Module):
@@ -79,6 +80,7 @@ class Encoder(nnx.Module):
             else None
         )
 
+    @dtype_promotion()
     def __call__(
         self, batch: dict[str, Any], key: jax.Array | None = None
     ) -> Float[Array, "B L M"]:
@@ -95,10 +97,12 @@ class Encoder(nnx.Module):
         """
         return hidden_states(self, batch, key)
 
+    @dtype_promotion()
     def logits(self, batch: dict[str, Any]) -> Float[Array, "B L V"]:
         """Logits of the token at each position, in float32."""
         return self.head.logits(self(batch), self._table())
 
+    @dtype_promotion()
     def pool(self, batch: dict[str, Any]) -> Float[Array, "B M"]:
         """Vector of each row: the first token's, through a layer and tanh.
 

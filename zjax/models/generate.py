@@ -20,6 +20,7 @@ from zjax.errors import ConfigError, Problem
 from zjax.models.cached import decode, prefill
 from zjax.models.decoder import Decoder
 from zjax.models.sampling import sample_tokens
+from zjax.promotion import dtype_promotion
 
 
 class Settings(NamedTuple):
@@ -43,6 +44,7 @@ class Text(NamedTuple):
     """Whether a row has ended."""
 
 
+@dtype_promotion()
 def generate(
     model: Decoder,
     tokens: Int[Array, "B L"],

@@ -32,6 +32,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from zjax.config.derived import is_derived
 from zjax.config.schema import Config
 from zjax.errors import PlanError, Problem
+from zjax.promotion import dtype_promotion
 from zjax.sharding import mesh as meshes
 from zjax.sharding import two_level, zero
 from zjax.sharding.frozen import hold_frozen, trained
@@ -150,6 +151,7 @@ class Plan:
         return NamedSharding(self.mesh, PartitionSpec(*entries))
 
 
+@dtype_promotion()
 def make_plan(config: Config, mesh: Mesh | AbstractMesh, model: Model, tx: Any) -> Plan:
     """Decides where every array of a run is stored.
 

@@ -14,6 +14,7 @@ from zjax.config.schema import Config
 from zjax.errors import CheckpointError, Problem, StateError
 from zjax.optim import loss_scale
 from zjax.optim.rounds import make_rounds
+from zjax.promotion import dtype_promotion
 from zjax.sharding.frozen import frozen, joined, trained
 from zjax.sharding.layers import take_apart
 from zjax.sharding.placement import (
@@ -158,6 +159,7 @@ def saved_state(state: TrainState, plan: Plan) -> TrainState:
     return dataclasses.replace(state, params=high_bits(state.params, plan))
 
 
+@dtype_promotion()
 def init_state(
     key: jax.Array,
     model: Model,
