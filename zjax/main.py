@@ -118,7 +118,9 @@ def define_flags(argv: Sequence[str] | None = None) -> None:
         lower_bound=0,
         upper_bound=MAX_PROCESSES,
     )
-    flags.DEFINE_string("tokenizer", "bytes", "Kind: bytes, bpe:SIZE or a .json file.")
+    flags.DEFINE_string(
+        "tokenizer", "bytes", "bytes, bpe:SIZE, ids:SIZE or a .json file."
+    )
     flags.DEFINE_string("text_field", "text", "Field or column with the text.")
     flags.DEFINE_string("chat", "", "Checkpoint whose template encodes conversations.")
     flags.DEFINE_bool(

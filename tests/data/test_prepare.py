@@ -11,7 +11,7 @@ import pytest
 from pyarrow import parquet
 from tokenizers import processors
 
-from zjax.data import documents, prepare, store
+from zjax.data import documents, prepare, store, token_ids
 from zjax.data.tokenizer import train_bpe
 from zjax.errors import DataError
 
@@ -271,8 +271,8 @@ FAULTS = {
     "no-such-tokenizer": (
         {"a.txt": b"one"},
         {"tokenizer": "words"},
-        "tokenizer='words' is not a choice; use bytes, bpe:<vocab_size> or the path of "
-        "a tokenizer.json",
+        "tokenizer='words' is not a choice; use bytes, bpe:<vocab_size>, the path of a "
+        "tokenizer.json, or ids:<vocab_size> for token ids",
     ),
     "json-nested-too-deep": (
         {"a.jsonl": b"[" * 100_000},
@@ -508,6 +508,99 @@ def test_compressed_files_and_arrays_are_refused(
     with pytest.raises(DataError) as error:
         prepare.prepare([name], "out", validation_fraction=0.0)
     assert str(error.value) == f"input='{name}' {problem}"
+
+
+def test_token_ids_and_labels_are_written_as_they_are(tmp_path):
+    """Fails if ids get a BOS or an end, padding stays, or prompts have a loss."""
+    rows = [
+        {
+            "input_ids": [7, 8, 9],
+            "labels": [-100, 8, 9],
+            "attention_mask": [1, 1, 1],
+        },
+        {
+            "input_ids": [5, 6, 0, 0],
+            "labels": [-100, 6, -100, -100],
+            "attention_mask": [1, 1, 0, 0],
+        },
+        {"input_ids": [], "labels": []},
+    ]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    options = {"text_field": "input_ids", "validation_fraction": 0.0}
+    for name, size in (("a.jsonl", 10), ("a.parquet", 70_000)):
+        meta = prepare.prepare([name], f"out{size}", tokenizer=f"ids:{size}", **options)
+        assert (meta.vocab_size, meta.has_answers) == (size, True)
+        assert read_split(f"out{size}", "train") == [[7, 8, 9], [5, 6]]
+        opened = store.open_store(f"out{size}", "train")
+        assert opened.answers is not None
+        assert opened.answers[:].tolist() == [0, 1, 1, 0, 1]
+    assert store.open_tokenizer("out10").decode([7, 8]) == "7 8"
+    assert store.digest_tokenizer("out10") != store.digest_tokenizer("out70000")
+
+
+def test_streams_of_nanogpt_are_cut_at_end_tokens(tmp_path, monkeypatch):
+    """Fails if a document that two blocks share is cut, or loses its end token."""
+    monkeypatch.setattr(token_ids, "BLOCK_TOKENS", 3)
+    ids = [1, 2, 9, 3, 4, 5, 6, 9, 9, 7]
+    np.array(ids, "<u2").tofile(tmp_path / "train.bin")
+    options = {"tokenizer": "ids:10", "validation_fraction": 0.0}
+    prepare.prepare(["train.bin"], "out", **options)
+    assert read_split("out", "train") == [[1, 2, 9], [3, 4, 5, 6, 9], [9], [7]]
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        (
+            {"ids": [1, 2], "labels": [2, -100]},
+            "input='a.jsonl' has labels that are neither the ids of 'ids' nor -100 in "
+            "line 1; copy the ids without a shift, and write -100 for no loss",
+        ),
+        (
+            {"ids": [1, 2], "attention_mask": [1]},
+            "input='a.jsonl' has 1 values in 'attention_mask' for 2 ids in line 1; "
+            "give one for each id",
+        ),
+        (
+            {"ids": [1, 2.5]},
+            "input='a.jsonl' has no list of integers as 'ids' in line 1; write token "
+            "ids, or text",
+        ),
+        (
+            {"ids": [-1]},
+            "input='a.jsonl' has a negative id in 'ids' in line 1; leave it out",
+        ),
+        (
+            {"ids": [300]},
+            "tokenizer='bytes' has 257 ids, but the input holds 300; give the "
+            "tokenizer of these ids, or ids:<vocab_size>",
+        ),
+    ],
+)
+def test_ids_that_are_not_usable_are_told(record, message, tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps(record))
+    with pytest.raises(DataError) as error:
+        prepare.prepare(["a.jsonl"], "out", text_field="ids", validation_fraction=0.0)
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        '{"ids": [1]}\n{"ids": "text"}',
+        '{"ids": "text"}\n{"ids": [1]}',
+        '{"ids": [1], "labels": [1]}\n{"ids": [1]}',
+    ],
+)
+def test_ids_and_text_do_not_mix(records, tmp_path):
+    (tmp_path / "a.jsonl").write_text(records)
+    with pytest.raises(DataError) as error:
+        prepare.prepare(["a.jsonl"], "out", text_field="ids", validation_fraction=0.0)
+    assert str(error.value) == (
+        "input='given' holds text, token ids or labels in some records only; prepare "
+        "what differs into directories of their own"
+    )
 
 
 def test_a_line_without_end_is_refused(tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from absl import logging
 
-from zjax.data import tables
+from zjax.data import tables, token_ids
 from zjax.data.conversations import (
     FIELDS,
     Conversation,
@@ -56,6 +56,8 @@ class Document(NamedTuple):
         talk: The conversation, if it is one.
         begins: Whether the text begins here, and does not continue the block before.
         ends: Whether the text ends here, and does not go on in the next block.
+        tokens: Ids that the file holds instead of text. Of a stream, whose blocks do
+            not all begin and end, an end token ends a document.
     """
 
     text: str
@@ -63,6 +65,12 @@ class Document(NamedTuple):
     talk: Conversation | None = None
     begins: bool = True
     ends: bool = True
+    tokens: token_ids.TokenIds | None = None
+
+    @property
+    def size(self) -> int:
+        """Characters, or ids."""
+        return len(self.text) if self.tokens is None else len(self.tokens.ids)
 
 
 def list_files(inputs: Sequence[str | pathlib.Path]) -> list[pathlib.Path]:
@@ -166,6 +174,8 @@ def read_documents(path: pathlib.Path, text_field: str) -> Iterator[Document]:
         return _read_json(path, text_field)
     if suffix in tables.SUFFIXES:
         return _read_table(path, text_field)
+    if suffix == token_ids.STREAM_SUFFIX:
+        return _read_stream(path)
     return _read_text(path)
 
 
@@ -254,7 +264,32 @@ def _decode(block: bytes, path: pathlib.Path, offset: int) -> str:
 
 def _read_json(path: pathlib.Path, text_field: str) -> Iterator[Document]:
     for where, record, num_bytes in _read_records(path):
-        yield Document(_text_of(record, path, where, text_field), num_bytes)
+        if text_field not in record:
+            problem = f"has no field {text_field!r} in {where}, only {_named(record)}"
+            raise DataError(_problem(path, problem, "choose another text_field"))
+        yield _document_of(record, path, where, text_field, num_bytes)
+
+
+def _document_of(
+    record: dict[str, Any],
+    path: pathlib.Path,
+    where: str,
+    text_field: str,
+    num_bytes: int,
+) -> Document:
+    """Makes a document of a record, whose field is text or a list of token ids."""
+    value = record[text_field]
+    if isinstance(value, list):
+        tokens = token_ids.read_ids(record, text_field, path, where)
+        return Document("", num_bytes, tokens=tokens)
+    return Document(_check_text(value, path, where, text_field), num_bytes)
+
+
+def _read_stream(path: pathlib.Path) -> Iterator[Document]:
+    """Reads a file of token ids in blocks."""
+    for ids in token_ids.read_stream(path):
+        tokens = token_ids.TokenIds(ids)
+        yield Document("", 2 * len(ids), begins=False, ends=False, tokens=tokens)
 
 
 def _read_records(path: pathlib.Path) -> Iterator[tuple[str, dict[str, Any], int]]:
@@ -315,24 +350,17 @@ def _object_of(value: Any, path: pathlib.Path, where: str) -> dict[str, Any]:
     return value
 
 
-def _text_of(
-    record: dict[str, Any], path: pathlib.Path, where: str, text_field: str
-) -> str:
-    if text_field not in record:
-        problem = f"has no field {text_field!r} in {where}, only {_named(record)}"
-        raise DataError(_problem(path, problem, "choose another text_field"))
-    return _check_text(record[text_field], path, where, text_field)
-
-
 def _read_table(path: pathlib.Path, text_field: str) -> Iterator[Document]:
     with tables.open_table(path) as table:
         if text_field not in table.names:
             problem = f"has no column {text_field!r}, only {_named(table.names)}"
             raise DataError(_problem(path, problem, "choose another text_field"))
-        rows = (row for batch in table.batches([text_field]) for row in batch)
+        beside = [n for n in (token_ids.LABELS, token_ids.MASK) if n in table.names]
+        columns = [text_field, *(name for name in beside if name != text_field)]
+        rows = (row for batch in table.batches(columns) for row in batch)
         for number, row in enumerate(rows, start=1):
-            text = _check_text(row[text_field], path, f"row {number}", text_field)
-            yield Document(text, table.row_bytes)
+            where, num_bytes = f"row {number}", table.row_bytes
+            yield _document_of(row, path, where, text_field, num_bytes)
 
 
 def _named(names: Collection[str]) -> str:

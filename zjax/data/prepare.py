@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 from absl import logging
 from rich import console, progress
 
@@ -24,6 +25,7 @@ from zjax.data.tokenizer_files import (
     write_ends,
     write_files,
 )
+from zjax.data.tokenizer_record import MAX_VOCAB
 from zjax.errors import DataError, Problem
 from zjax.files import new_directory
 
@@ -64,10 +66,13 @@ def prepare(
     Args:
         inputs: Files, or directories, all of whose files are read.
         output: Directory to create; it appears only when it is complete.
-        tokenizer: `bytes`, `bpe:<vocab_size>` to learn one from the training text, or
-            the path of a `tokenizer.json`.
+        tokenizer: `bytes`, `bpe:<vocab_size>` to learn one from the training text, the
+            path of a `tokenizer.json`, or `ids:<vocab_size>` for token ids of no known
+            tokenizer, whose last id ends documents.
         validation_fraction: Fraction of the text to hold out, 0 to less than 1.
-        text_field: Field of JSON objects, or column of tables, with the text.
+        text_field: Field of JSON objects, or column of tables, with the text or a list
+            of token ids. `labels` beside ids say which have a loss, and
+            `attention_mask` which are padding. Files `.bin` are streams of uint16 ids.
         chat: Directory of a Hugging Face checkpoint, whose tokenizer and chat template
             encode conversations, instead of `tokenizer` and `text_field`: records of
             a layout of `zjax.data.conversations`. Only answers then have a loss, and
@@ -115,16 +120,22 @@ def prepare(
     ):
         vocabulary = _make_tokenizer(tokenizer, partial, read(bar, "Learning"))
         assigned, record = read(bar, "Encoding"), vocabulary.record
-        has_answers = template is not None
+        first = [*itertools.islice(assigned, 1)]
+        assigned = _of_one_kind(itertools.chain(first, assigned))
+        tokens = first[0].document.tokens if first else None
+        has_labels = tokens is not None and tokens.answers is not None
+        has_answers = template is not None or has_labels
         writers = _Writers(partial, vocabulary, has_answers)
         with contextlib.closing(writers):
-            if template is None:
+            if tokens is not None:
+                _write_ids(writers, vocabulary, assigned)
+            elif template is None:
                 _write_texts(writers, vocabulary, assigned, special_tokens)
             else:
                 ends = _write_talks(writers, template, assigned)
                 record = record.with_ends(ends)
         _check_splits(writers.sizes(), inputs, validation_fraction)
-        if tokenizer != "bytes":
+        if (partial / TOKENIZER_NAME).exists():
             write_ends(partial, record)
         meta = store.Meta(
             tokenizer=record,
@@ -187,9 +198,16 @@ def _check_settings(
         problem = "is smaller than the 256 bytes, an end token and one merge"
         remedy = f"use bpe:{MIN_BPE} or more"
         problems.append(Problem("tokenizer", tokenizer, problem, remedy))
-    elif not bpe and tokenizer != "bytes" and not tokenizer.endswith(".json"):
+    ids = re.fullmatch(r"ids:([0-9]{1,18})", tokenizer)
+    if ids and not 2 <= int(ids[1]) <= MAX_VOCAB:
+        problem = "is no number of ids"
+        remedy = f"use ids:2 to ids:{MAX_VOCAB}"
+        problems.append(Problem("tokenizer", tokenizer, problem, remedy))
+    is_known = bpe or ids or tokenizer == "bytes" or tokenizer.endswith(".json")
+    if not is_known:
         problem = "is not a choice"
-        remedy = "use bytes, bpe:<vocab_size> or the path of a tokenizer.json"
+        remedy = "use bytes, bpe:<vocab_size>, the path of a tokenizer.json, or "
+        remedy += "ids:<vocab_size> for token ids"
         problems.append(Problem("tokenizer", tokenizer, problem, remedy))
     if not 0 <= validation_fraction < 1:
         problem = "is not a part of the text"
@@ -216,7 +234,7 @@ def _read_all(
             read_documents = documents.read_documents(file, text_field)
         while document := _read_next(file, read_documents):
             bar.advance(task, document.num_bytes)
-            if document.text:
+            if document.size:
                 yield document
 
 
@@ -238,7 +256,7 @@ def _assign_splits(
     num_seen, num_held_out = 0, 0
     for document in documents_in:
         held_out = num_held_out < validation_fraction * num_seen
-        size = len(document.text)
+        size = document.size
         num_seen += size
         num_held_out += size * held_out
         yield _Assigned("validation" if held_out else "train", document)
@@ -250,6 +268,8 @@ def _make_tokenizer(
     """Makes the tokenizer, and writes its files beside the tokens."""
     if tokenizer == "bytes":
         return text.make_bytes()
+    if tokenizer.startswith("ids:"):
+        return text.make_numbers(int(tokenizer.removeprefix("ids:")))
     if not tokenizer.startswith("bpe:"):
         vocabulary = text.load_tokenizer(tokenizer)
         copy_files(pathlib.Path(tokenizer), directory)
@@ -304,6 +324,19 @@ class _Writers(dict[str, store.SplitWriter]):
         return {x: store.Split(y.num_tokens, y.num_documents) for x, y in pairs}
 
 
+def _of_one_kind(assigned: Iterator[_Assigned]) -> Iterator[_Assigned]:
+    """Refuses documents of text among token ids, and labels for some of them only."""
+    kinds = set()
+    for each in assigned:
+        tokens = each.document.tokens
+        kinds.add((tokens is None, tokens is not None and tokens.answers is None))
+        if len(kinds) > 1:
+            problem = "holds text, token ids or labels in some records only"
+            remedy = "prepare what differs into directories of their own"
+            raise DataError(Problem("input", "given", problem, remedy))
+        yield each
+
+
 def _chunks(assigned: Iterator[_Assigned]) -> Iterator[list[_Assigned]]:
     """Groups the documents that are encoded together."""
     while chunk := list(itertools.islice(assigned, ENCODE_DOCUMENTS)):
@@ -345,6 +378,40 @@ def _write_texts(
             f"{max(spelled.values()):,}",
             f"{num_texts:,}",
         )
+
+
+def _write_ids(
+    writers: _Writers,
+    vocabulary: text.Tokenizer,
+    assigned: Iterator[_Assigned],
+) -> None:
+    """Writes ids as they are; end tokens of a stream end its documents."""
+    before = ""
+    for split, document in assigned:
+        assert document.tokens is not None
+        ids, answers = document.tokens
+        if (largest := int(ids.max())) >= vocabulary.vocab_size:
+            problem = f"has {vocabulary.vocab_size} ids, but the input holds {largest}"
+            remedy = "give the tokenizer of these ids, or ids:<vocab_size>"
+            raise DataError(
+                Problem("tokenizer", vocabulary.record.name, problem, remedy)
+            )
+        if split != before and before:  # a stream goes on in another split
+            writers[before].end_document()
+        before = split
+        if answers is not None:
+            writers[split].append_answers(ids, answers)
+        elif document.ends:
+            writers[split].append(ids)
+            writers[split].end_document()
+        else:
+            is_end = np.isin(ids, vocabulary.record.end_ids)
+            for piece in np.split(ids, np.flatnonzero(is_end) + 1):
+                writers[split].append(piece)
+                if piece.size and piece[-1] in vocabulary.record.end_ids:
+                    writers[split].end_document()
+    if before:
+        writers[before].end_document()
 
 
 def _write_talks(

@@ -313,6 +313,8 @@ def open_tokenizer(path: str) -> text.Tokenizer:
     record = read_meta(path).tokenizer
     if record.name == "bytes":
         return text.make_bytes()
+    if record.name == text.NUMBERS:
+        return text.make_numbers(record.vocab_size)
     return text.load_tokenizer(pathlib.Path(path) / TOKENIZER_NAME, record)
 
 
@@ -323,7 +325,7 @@ def digest_tokenizer(path: str) -> str:
     those of another. The digest of the record tells the meaning of ids instead.
     """
     record = read_meta(path).tokenizer
-    is_file = record.name != "bytes"
+    is_file = record.name not in ("bytes", text.NUMBERS)
     content = text.read_file(pathlib.Path(path) / TOKENIZER_NAME) if is_file else b""
     sizes = f"{record.vocab_size} {next(iter(record.end_ids), None)} "
     return hashlib.sha256(sizes.encode() + content).hexdigest()[:16]

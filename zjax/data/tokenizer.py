@@ -18,6 +18,8 @@ from zjax.packages import check_installed
 from zjax.reading import read_text
 
 NUM_BYTES = 256
+NUMBERS = "numbers"
+"""Name of the tokenizer of ids without a known meaning."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,7 +189,7 @@ def make_numbers(vocab_size: int) -> Tokenizer:
     def decode(ids: Any) -> str:
         return " ".join(map(str, np.asarray(ids).tolist()))
 
-    record = TokenizerRecord("numbers", "", vocab_size, None, (vocab_size - 1,))
+    record = TokenizerRecord(NUMBERS, "", vocab_size, None, (vocab_size - 1,))
     return Tokenizer(record, encode_texts, decode)
 
 
