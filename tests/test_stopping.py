@@ -13,7 +13,7 @@ from zjax.config import describe_config
 from zjax.stopping import stop_signals
 
 ROOT = pathlib.Path(__file__).parents[1]
-STATUS = {signal.SIGTERM: 143, signal.SIGINT: 130}
+STATUS = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGHUP: 129}
 PROGRAM = """
 import os, signal, sys
 from zjax import main, trainer
@@ -49,6 +49,33 @@ def test_a_signal_stops_with_the_conventional_status(number, status, capfd):
     assert "stopping after this step; saving a checkpoint" in capfd.readouterr().out
 
 
+def test_a_terminal_that_is_gone_takes_no_line_and_ends_no_run():
+    """Fails if a line to a closed terminal raises where a checkpoint is to be saved."""
+    terminal, output = os.openpty()
+    kept = os.dup(1)
+    try:
+        os.dup2(output, 1)
+        os.close(output)
+        os.close(terminal)  # what is written from now on fails with EIO
+        with stop_signals() as stopped:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert stopped(1)
+            os.write(1, b"stopped at step 1")
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def test_nohup_holds():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stop_signals() as stopped:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stopped(1)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_the_second_interrupt_ends_at_once():
     with stop_signals(), pytest.raises(KeyboardInterrupt):
         for _ in range(2):
@@ -61,7 +88,7 @@ def test_a_run_may_be_asked_to_stop_without_a_signal():
         assert stopped(1)
 
 
-@pytest.mark.parametrize("number", STATUS)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_stopped_program_saves_and_ends_with_the_conventional_status(
     tmp_path, number
 ):

@@ -175,8 +175,8 @@ def connected(config: Config) -> Iterator[processes.ProcessInfo]:
 def train() -> None:
     """Trains as configured, alone or with the other processes of the run.
 
-    A run that is stopped early exits with status 143 (SIGTERM) or 130 (Ctrl-C), so that
-    no scheduler takes it for finished.
+    A run that is stopped early exits with status 143 (SIGTERM), 130 (Ctrl-C) or 129
+    (SIGHUP), so that no scheduler takes it for finished.
     """
     config = config_flags.config_from_flags()
     with connected(config) as info, processes.hold(config.directory):

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import stat
 import sys
 import threading
 from collections.abc import Iterator
@@ -14,7 +15,8 @@ from jax.experimental import multihost_utils
 from zjax.checkpoint.store import Store
 from zjax.errors import CheckpointError
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""What stops a run: Ctrl-C, a scheduler, and a terminal that is gone."""
 
 
 def exit_on_sigterm() -> None:
@@ -60,7 +62,10 @@ class Stop:
             raise KeyboardInterrupt
         self._caught.append(number)
         self._signal_others()
-        os.write(1, b"\nstopping after this step; saving a checkpoint\n")
+        try:
+            os.write(1, b"\nstopping after this step; saving a checkpoint\n")
+        except OSError:  # the terminal is gone, and no line may end the run unsaved
+            _discard_output()
 
     def _signal_others(self) -> None:
         if jax.process_count() > 1:  # the runtime passes SIGTERM on to all
@@ -69,7 +74,9 @@ class Stop:
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[Stop]:
-    """Turns SIGTERM and the first Ctrl-C into a request that the loop polls.
+    """Turns SIGTERM, SIGHUP and the first Ctrl-C into a request that the loop polls.
+
+    SIGHUP stays ignored where `nohup` asked for it.
 
     Processes get the signal at different moments; they agree through JAX on the step at
     which to stop. A second Ctrl-C ends the program at once.
@@ -78,15 +85,28 @@ def stop_signals() -> Iterator[Stop]:
         Function `stop(step) -> bool`, to call before each step.
     """
     stop = Stop()
-    numbers = (signal.SIGINT,) if jax.process_count() > 1 else SIGNALS
+    numbers = set(SIGNALS)
+    if jax.process_count() > 1:
+        numbers.remove(signal.SIGTERM)  # the runtime catches it
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        numbers.remove(signal.SIGHUP)
     if threading.current_thread() is not threading.main_thread():
-        numbers = ()
+        numbers = set()
     previous = {number: signal.signal(number, stop.handle_signal) for number in numbers}
     try:
         yield stop
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def _discard_output() -> None:
+    """Sends output of this process to a terminal that is gone to nowhere instead."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for descriptor in (1, 2):
+        if stat.S_ISCHR(os.fstat(descriptor).st_mode):
+            os.dup2(nowhere, descriptor)
+    os.close(nowhere)
 
 
 @contextlib.contextmanager

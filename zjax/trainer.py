@@ -177,7 +177,7 @@ class Trainer:
 
         Afterwards `exit_status` is 0 if all steps were taken, or if early stopping or
         a function of `after_step` ended the run; else 128 plus the number of the
-        signal: 143 for SIGTERM, 130 for Ctrl-C.
+        signal: 143 for SIGTERM, 130 for Ctrl-C, 129 for SIGHUP.
 
         Returns:
             The last state.

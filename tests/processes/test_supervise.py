@@ -15,6 +15,7 @@ PROGRAM = "import os, sys; sys.exit(({0}, {1})[int(os.environ['ZJAX_PROCESS_ID']
         pytest.param((0, 0), 0, False, id="done"),
         pytest.param((143, 143), 143, False, id="stopped"),
         pytest.param((143, 130), 143, False, id="stopped-by-two-signals"),
+        pytest.param((129, 129), 129, False, id="stopped-by-a-hangup"),
         pytest.param((143, 3), 3, True, id="failed-as-it-stopped"),
     ],
 )

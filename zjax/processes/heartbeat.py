@@ -6,11 +6,17 @@ _PATTERNS = (
     re.compile(r"Task (\d+) heartbeat timeout"),
     re.compile(r"stopped sending heartbeats\):\s*(\d+)"),
 )
-_LEADER = "Failed to send RPC to coordination service"
+_LEADER = re.compile(
+    r"Failed to send RPC to coordination service|RPC: /\S+CoordinationService/Heartbeat"
+)
+"""An RPC to process 0, which runs the service that collects heartbeats, failed."""
 
 
 def find_unresponsive(text: str) -> int | None:
-    """The process that stopped sending heartbeats, from a survivor's stderr, or None.
+    """Finds the process that stopped sending heartbeats in a survivor's stderr.
+
+    Returns:
+        The number of the process, or None if the text names none.
 
     Example:
         >>> find_unresponsive("UNAVAILABLE: Task 3 heartbeat timeout.")
@@ -19,4 +25,4 @@ def find_unresponsive(text: str) -> int | None:
     matches = [match for pattern in _PATTERNS if (match := pattern.search(text))]
     if matches:
         return int(matches[0][1])
-    return 0 if _LEADER in text else None
+    return 0 if _LEADER.search(text) else None

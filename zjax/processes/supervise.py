@@ -29,7 +29,8 @@ _CAUSE_SECONDS = 5
 _STOP_SECONDS = 10
 """How long children may take to stop."""
 _MAX_LINES = 200
-STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+STOPPED = tuple(128 + number for number in _FORWARDED)
 """Exit codes of processes that saved and stopped on a signal."""
 _LOOPBACK = "127.0.0.1"
 """Processes of one host connect where no other host can reach them."""
@@ -59,7 +60,8 @@ def needs_parent(settings: schema.Processes) -> bool:
 def supervise(command: Sequence[str], num_processes: int = 0) -> int:
     """Runs a command as child processes and reports the one that died.
 
-    Call it from the main thread. SIGTERM and SIGINT are forwarded to the children.
+    Call it from the main thread. SIGTERM, SIGINT and SIGHUP are forwarded to the
+    children.
 
     Args:
         command: Program and arguments; `[sys.executable, *sys.orig_argv[1:]]` is the
@@ -69,7 +71,8 @@ def supervise(command: Sequence[str], num_processes: int = 0) -> int:
             it.
 
     Returns:
-        0 if all succeeded; 143 or 130 if they were stopped by SIGTERM or SIGINT;
+        0 if all succeeded; 143, 130 or 129 if they were stopped by SIGTERM, SIGINT or
+        SIGHUP;
         otherwise the exit code of the failed process, 128 plus the signal if it was
         killed.
     """
@@ -153,14 +156,14 @@ def _copy(source: Any, sink: Any, label: str, lines: collections.deque) -> None:
     with source:
         for line in source:
             lines.append(line)
-            with _printing:
+            with _printing, contextlib.suppress(OSError):  # a terminal that is gone
                 sink.write(label + line)
                 sink.flush()
 
 
 @contextlib.contextmanager
 def _forward_signals(children: Sequence[_Child]) -> Iterator[list[int]]:
-    """Forwards SIGTERM and SIGINT to the children, and lists those sent."""
+    """Forwards signals that stop a run to the children, and lists those sent."""
     forwarded: list[int] = []
 
     def forward(number: int, frame: types.FrameType | None) -> None:
@@ -168,7 +171,11 @@ def _forward_signals(children: Sequence[_Child]) -> Iterator[list[int]]:
         for child in children:
             child.process.send_signal(number)
 
-    before = {s: signal.signal(s, forward) for s in (signal.SIGTERM, signal.SIGINT)}
+    before = {
+        number: signal.signal(number, forward)
+        for number in _FORWARDED
+        if signal.getsignal(number) is not signal.SIG_IGN or number != signal.SIGHUP
+    }
     try:
         yield forwarded
     finally:
