@@ -1,8 +1,9 @@
-"""Remedies for file system errors, by errno."""
+"""Remedies for file system errors, by errno, and words for the ends of processes."""
 
 import errno
 import os
 import re
+import signal
 import stat
 
 _RIGHTS, _LIMIT = "give this user access to it", "raise the limit of open files"
@@ -83,3 +84,20 @@ def find_fault(path: str | os.PathLike[str]) -> str:
     if stat.S_ISDIR(mode):
         return "is a directory"
     return "" if stat.S_ISREG(mode) else "is not a regular file"
+
+
+def describe_exit(code: int) -> str:
+    """Describes how a process ended, by its exit code.
+
+    Args:
+        code: As `subprocess` gives it: negative for a signal.
+
+    Example:
+        >>> describe_exit(-9)
+        'signal 9, SIGKILL, possibly out of memory'
+    """
+    if code >= 0:
+        return f"exit code {code}"
+    name = signal.Signals(-code).name
+    hint = ", possibly out of memory" if name == "SIGKILL" else ""
+    return f"signal {-code}, {name}{hint}"

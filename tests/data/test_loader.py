@@ -1,6 +1,8 @@
+import collections
 import dataclasses
 import json
 import logging
+import multiprocessing
 import pathlib
 import subprocess
 import sys
@@ -236,9 +238,24 @@ def test_an_error_of_the_reading_thread_arrives_with_its_traceback():
     assert batches.state()["step"] == 0
 
 
+def check_that_a_killed_worker_is_named(batches):
+    """Fails if a process that the system killed ends a run with an error of grain."""
+    next(batches)
+    for worker in multiprocessing.active_children():
+        worker.kill()
+    with pytest.raises(DataError) as error:
+        collections.deque(batches, maxlen=0)
+    assert str(error.value) == (
+        "data.num_workers=1 lost a worker process (signal 9, SIGKILL, possibly out of "
+        "memory); use fewer or give them more memory, and run again"
+    )
+
+
 @pytest.mark.parametrize("num_workers", [0, 1], ids=["threads", "process"])
 def test_closing_stops_what_was_started(num_workers):
     batches = loader.make_loader(make_config(num_workers=num_workers), make_shardings())
+    if num_workers:
+        check_that_a_killed_worker_is_named(batches)
     next(batches)
     started = [thread for thread in threading.enumerate() if "grain-" in thread.name]
     assert started

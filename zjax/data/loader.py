@@ -5,6 +5,7 @@ them. Its state is not used: the batch of step n is a pure function of n, so a l
 resumes by restarting at its step.
 """
 
+import re
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -25,7 +26,10 @@ from zjax.data.draws import Draws, Order, ReshapedRows, TruncatedRows, WholeRows
 from zjax.data.entries import check_batch
 from zjax.errors import ConfigError, DataError, Problem
 from zjax.packages import check_installed
+from zjax.remedies import describe_exit
 
+_LOST_WORKER = re.compile(r"Worker process was terminated .* exit code (-?\d+)")
+"""What grain says of a process that has ended."""
 READ_THREADS = 2
 """Batches that each worker process reads at a time."""
 
@@ -44,6 +48,7 @@ class Loader:
         description: What is told of the data before the run.
         drawn: Digests of the batches before each step, filled in by an iterator that
             draws them in order.
+        num_workers: Number of processes that read.
     """
 
     def __init__(
@@ -56,7 +61,9 @@ class Loader:
         shapes_after: Callable[[int], dict[int, tuple[int, int]]] = lambda step: {},
         description: str = "",
         drawn: dict[int, str] | None = None,
+        num_workers: int = 0,
     ):
+        self._num_workers = num_workers
         check_installed("grain")
         self._open_at = open_at
         self.values_at, self.shapes_after = values_at, shapes_after
@@ -77,8 +84,10 @@ class Loader:
             self._open.append(self._open_at(self._step))
         try:
             batch = next(self._open[0])
-        except BaseException:
+        except BaseException as error:
             self.close()
+            if lost := _LOST_WORKER.search(str(error)):
+                raise _lost_worker(self._num_workers, int(lost[1])) from error
             raise
         self._check_drawn()
         for step in [step for step in list(self._drawn) if step <= self._step]:
@@ -329,7 +338,15 @@ def load_draws(
         values_at=values_at,
         shapes_after=shapes_after,
         description=description,
+        num_workers=config.data.num_workers,
     )
+
+
+def _lost_worker(num_workers: int, code: int) -> DataError:
+    """Makes the error for a process of the loader that has ended."""
+    problem = f"lost a worker process ({describe_exit(code)})"
+    remedy = "use fewer or give them more memory, and run again"
+    return DataError(Problem("data.num_workers", num_workers, problem, remedy))
 
 
 def _close_all(opened: list[Any]) -> None:

@@ -22,6 +22,7 @@ from zjax.processes import member_files
 from zjax.processes.cluster import find_cluster, find_scheduler
 from zjax.processes.heartbeat import find_unresponsive
 from zjax.processes.member_files import End, Member
+from zjax.remedies import describe_exit
 
 _POLL_SECONDS = 0.05
 _CAUSE_SECONDS = 5
@@ -247,13 +248,8 @@ def _record_end(
     }:
         return
     code = child.process.returncode
-    if code < 0:
-        name = signal.Signals(-code).name
-        hint = ", possibly out of memory" if name == "SIGKILL" else ""
-        rank = 3 if name == "SIGABRT" else 0
-        end = End(child.process_id, rank, f"signal {-code}, {name}{hint}")
-    else:
-        end = End(child.process_id, 1, f"exit code {code}")
+    rank = 3 if code == -signal.SIGABRT else 0 if code < 0 else 1
+    end = End(child.process_id, rank, describe_exit(code))
     member_files.write_end(end, member, watched)
 
 
