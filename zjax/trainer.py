@@ -26,6 +26,7 @@ from zjax.config.step_pacings import used_pacings
 from zjax.data.loader import Loader
 from zjax.data.tokenizer_record import KEY as TOKENIZER
 from zjax.errors import ConfigError, DataError, Problem
+from zjax.huggingface.tokenizer import check_start, keep_tokenizer
 from zjax.initialize import adopt_optimizer, make_run, unread_schedule
 from zjax.models.build import make_model
 from zjax.nonfinite import find_nonfinite, report_nonfinite
@@ -130,6 +131,8 @@ class Trainer:
             keep_best=settings.keep_best,
         )
         start = first_step(self.store, settings.resume, step)
+        if not start and batches is None:
+            check_start(self.config)
         if start:
             saved = self.store.extra(start)
             report_changes(saved, self.config, start)
@@ -196,6 +199,8 @@ class Trainer:
     def _fit(self) -> TrainState:
         config, step = self.config, self.step
         check_newest(self.store, step)
+        if self._tokenizer is not None and jax.process_index() == 0:
+            keep_tokenizer(config, self.store.directory)
         monitor = self._monitor()
         if config.checkpoint.every_steps:
             self.store.prepare(saved_rows(self.run.plan, config))
@@ -485,21 +490,18 @@ def _checked(
     """The settings for these devices, once nothing speaks against them."""
     if model is None:
         config = choose_mesh(config, devices, tx)
-    check_config(
-        config,
-        len(devices),
+    check = functools.partial(
+        check_config,
+        num_devices=len(devices),
         user_model=model is not None,
         user_optimizer=tx is not None,
+        user_batches=batches is not None,
     )
+    check(config)
     ends_by_tokens = any(pacing.num_tokens for _, pacing in used_pacings(config))
     if config.num_tokens or ends_by_tokens:
         config = end_by_tokens(with_batch_sizes(config, len(devices)))
-        check_config(
-            config,
-            len(devices),
-            user_model=model is not None,
-            user_optimizer=tx is not None,
-        )
+        check(config)
     problems = _mismatches(model, batches, config)
     problems += data.batches_problems("batches", batches)
     problems += data.batches_problems("evaluation_batches", evaluation_batches)

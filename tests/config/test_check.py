@@ -1,10 +1,13 @@
 """Every rule about settings, with the exact words that a user reads."""
 
+import dataclasses
+
 import pytest
 
 from tests.support.refusals import case, refusal
 from zjax import config as zconfig
 from zjax.config import schema
+from zjax.config.check import check_config
 from zjax.errors import ConfigError
 
 MESH = [
@@ -325,6 +328,19 @@ RULES = [*MESH, *BATCH, *TRAINING, *PROCESSES, *MODEL]
 @pytest.mark.parametrize(("overrides", "num_devices", "message"), RULES)
 def test_rule(overrides, num_devices, message):
     assert refusal(overrides, num_devices) == message
+
+
+def test_data_that_is_not_read_is_not_checked():
+    """Fails if batches of a smaller vocabulary are held to the default data."""
+    config = zconfig.load_config({"model.vocab_size": 51, "data.source": "tokens"})
+    config = dataclasses.replace(
+        config, data=dataclasses.replace(config.data, source="standard_library")
+    )
+    with pytest.raises(ConfigError, match="below the 257 tokens"):
+        check_config(config, 1)
+    check_config(config, 1, user_batches=True)
+    tokens = dataclasses.replace(config.data, source="tokens")
+    check_config(dataclasses.replace(config, data=tokens), 1, user_batches=True)
 
 
 def test_problems_are_reported_together():

@@ -24,6 +24,8 @@ from zjax.data import (
 )
 from zjax.data.tokenizer import train_bpe
 from zjax.errors import DataError
+from zjax.huggingface.export import export_huggingface
+from zjax.huggingface.tokenizer import tokenizer_of_run
 
 TEMPLATE = "".join(
     (
@@ -155,6 +157,13 @@ def test_run_trains_on_answers(prepared, tmp_path):
     assert float(jax.numpy.sum(batch["weights"])) <= 2 * weight.max()
     trainer.fit()
     trainer.close()
+    kept = tokenizer_of_run(trainer.store)
+    assert kept.record == store.read_meta(str(prepared)).tokenizer
+    assert kept.path.read_bytes() == (prepared / "tokenizer.json").read_bytes()
+    export_huggingface(trainer.store, str(tmp_path / "out"))
+    exported = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert exported["eos_token_id"] == kept.record.end_ids[0]
+    assert chat.load_chat(str(tmp_path / "out")).templates  # of the data
 
 
 @pytest.fixture

@@ -3,8 +3,9 @@ import json
 import numpy as np
 import pytest
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, processors
+from tokenizers import models
 
+from tests.support.tokens import write_checkpoint
 from zjax.data import tokenizer
 from zjax.data.tokenizer_record import TokenizerRecord
 from zjax.errors import DataError
@@ -110,25 +111,6 @@ def test_a_file_that_is_no_tokenizer_is_named(content, tmp_path):
     with pytest.raises(DataError) as error:
         tokenizer.load_tokenizer(tmp_path / "t.json")
     assert str(error.value).startswith(f"tokenizer='{tmp_path / 't.json'}' ")
-
-
-def write_checkpoint(folder, special=(), prefix=None, **files):
-    """Writes a tokenizer of bytes and special tokens in the files of a checkpoint."""
-    vocabulary = {x: n for x, n in tokenizer.byte_vocabulary().items() if n < 256}
-    library = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    library.decoder = decoders.ByteLevel()
-    library.add_special_tokens([*special])
-    if prefix:
-        library.post_processor = processors.TemplateProcessing(
-            single=f"{prefix} $A",
-            special_tokens=[(prefix, library.token_to_id(prefix))],
-        )
-    folder.mkdir(parents=True, exist_ok=True)
-    library.save(str(folder / "tokenizer.json"))
-    for name, content in files.items():
-        (folder / f"{name}.json").write_text(json.dumps(content))
-    return tokenizer.load_tokenizer(folder / "tokenizer.json")
 
 
 MARKS = ("<s>", "</s>", "<|end|>")

@@ -13,7 +13,7 @@ from tests.support import language
 from zjax.checkpoint.store import Store
 from zjax.config import schema
 from zjax.config.convert import from_mapping
-from zjax.errors import CheckpointError, ConfigError
+from zjax.errors import CheckpointError, ConfigError, DataError
 from zjax.huggingface import export, model_settings
 from zjax.saving import save
 
@@ -128,7 +128,7 @@ def test_the_tokenizer_goes_along_with_its_ids(tmp_path, caplog):
         f"tokenizer: tokenizer.json, chat_template.jinja of {tmp_path / 'start'}"
     )
     (tmp_path / "start" / "vocab.json").mkdir()
-    with pytest.raises(CheckpointError) as error:
+    with pytest.raises(DataError) as error:
         export.export_huggingface(given, str(tmp_path / "again"))
     assert str(error.value) == (
         f"tokenizer='{tmp_path / 'start' / 'vocab.json'}' is not a file; move it away"

@@ -168,7 +168,12 @@ def _problems(
 ) -> tuple[Problem, ...]:
     try:
         candidate = dataclasses.replace(config, mesh=mesh)
-        check_config(candidate, machine.num_devices, user_optimizer=tx is not None)
+        check_config(
+            candidate,
+            machine.num_devices,
+            user_optimizer=tx is not None,
+            user_batches=True,  # no mesh depends on the data, which the run checks
+        )
     except ConfigError as error:
         return error.problems
     return ()

@@ -33,6 +33,7 @@ def check_config(
     *,
     user_model: bool = False,
     user_optimizer: bool = False,
+    user_batches: bool = False,
 ) -> None:
     """Refuses settings that are out of range, contradict each other or have no effect.
 
@@ -43,6 +44,8 @@ def check_config(
             `config.model` and `config.data` are not checked.
         user_optimizer: Whether the caller brings the optimizer; then `config.optimizer`
             may set nothing but clipping and averaging.
+        user_batches: Whether the caller brings batches; then `data.source` is not read,
+            and not checked.
 
     Raises:
         ConfigError: All problems, in the order of the settings.
@@ -60,7 +63,9 @@ def check_config(
         problems += effect.user_model_problems(config)
     problems += _open_axes(config)
     broken = tuple(problem.field for problem in problems)
-    for prefixes, rule in _RULES if user_model else _RULES + model_rules.MODEL_RULES:
+    rules = _RULES + (() if user_model else model_rules.MODEL_RULES)
+    rules += () if user_model or user_batches else model_rules.DATA_RULES
+    for prefixes, rule in rules:
         # A rule may divide by its settings, which must be in range.
         if not any(field.startswith(prefixes) for field in broken):
             problems += rule(config, num_devices)

@@ -241,7 +241,6 @@ MODEL_RULES: tuple[Entry, ...] = (
     ((), _attention),
     (("data", "model"), sparsity.sparsity_problems),
     (("data", "model", "mesh"), sequence.sequence_problems),
-    ((), _data),
     (("data", "model"), _length),
     (
         ("data", "model", "mesh", "num_steps", "sequence_warmup"),
@@ -270,6 +269,7 @@ MODEL_RULES: tuple[Entry, ...] = (
         ),
         lengths.token_end_problems,
     ),
-    (("model",), _vocabulary),
 )
 """Rules of the built-in models alone."""
+DATA_RULES: tuple[Entry, ...] = (((), _data), (("model",), _vocabulary))
+"""Rules of a data source that is read."""

@@ -11,7 +11,12 @@ import numpy as np
 from jaxtyping import Int32
 
 from zjax.config.paths import local_path
-from zjax.data.tokenizer_files import END_TOKENS, MAX_FILE_BYTES, make_record
+from zjax.data.tokenizer_files import (
+    END_TOKENS,
+    MAX_FILE_BYTES,
+    make_record,
+    write_files,
+)
 from zjax.data.tokenizer_record import TokenizerRecord, digest_vocabulary
 from zjax.errors import DataError, Problem, ZjaxError
 from zjax.packages import check_installed
@@ -152,6 +157,25 @@ def make_bytes() -> Tokenizer:
     digest = digest_vocabulary(byte_vocabulary())
     record = TokenizerRecord("bytes", digest, NUM_BYTES + 1, None, (NUM_BYTES,))
     return Tokenizer(record, encode_texts, decode)
+
+
+def write_bytes_tokenizer(folder: pathlib.Path) -> None:
+    """Writes `bytes` as the files of a tokenizer.
+
+    Args:
+        folder: Directory that gets the files.
+    """
+    check_installed("tokenizers")
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    vocabulary = byte_vocabulary()
+    del vocabulary[END_TOKENS[0]]
+    library = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    library.add_special_tokens([END_TOKENS[0]])
+    special = {"eos_token": END_TOKENS[0]}
+    write_files(folder, library.to_str(pretty=True), special)
 
 
 def byte_vocabulary() -> dict[str, int]:

@@ -29,6 +29,8 @@ DEFAULT, TOOLS = "default", "tool_use"
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "<|eos|>", "<eos>", "</s>")
 """Names of the end-of-document token, first match wins, for a tokenizer without a
 config that names one."""
+RUN_FOLDER = "tokenizer"
+"""Folder beside the checkpoints of a run with the files of its tokenizer."""
 FILES = (
     *(TOKENIZER_NAME, CONFIG_NAME, SPECIAL_NAME, TEMPLATE_NAME, GENERATION_NAME),
     *("added_tokens.json", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model"),
@@ -250,8 +252,5 @@ def write_ends(folder: pathlib.Path, record: TokenizerRecord) -> None:
         record: The record.
     """
     values = TokenizerFiles(folder / TOKENIZER_NAME).generation
-    if record.bos_id is not None:
-        values = {"bos_token_id": record.bos_id} | values
-    ends = [*record.end_ids]
-    values = values | {"eos_token_id": ends[0] if len(ends) == 1 else ends}
+    values = values | record.config_ids()
     (folder / GENERATION_NAME).write_text(json.dumps(values, indent=2) + "\n")

@@ -56,6 +56,17 @@ class TokenizerRecord:
         ends = tuple(dict.fromkeys((*self.end_ids, *end_ids)))
         return dataclasses.replace(self, end_ids=ends)
 
+    def config_ids(self) -> dict[str, Any]:
+        """Gives the ids that begin and end texts, as JSON files of checkpoints do.
+
+        Example:
+            >>> TokenizerRecord("numbers", "", 9, None, (8,)).config_ids()
+            {'eos_token_id': 8}
+        """
+        ends = [*self.end_ids]
+        ids = {} if self.bos_id is None else {"bos_token_id": self.bos_id}
+        return ids | {"eos_token_id": ends[0] if len(ends) == 1 else ends}
+
     def to_mapping(self) -> dict[str, Any]:
         """Gives the fields as JSON values."""
         return dataclasses.asdict(self) | {"end_ids": [*self.end_ids]}

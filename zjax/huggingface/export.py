@@ -32,7 +32,7 @@ from zjax.huggingface.layout import Layout, layouts_of
 from zjax.huggingface.rotation import rotation_values
 from zjax.huggingface.settings import CONFIG_NAME, entries_of, settings_of
 from zjax.huggingface.source import find_config
-from zjax.huggingface.tokenizer import copy_tokenizer, token_ids
+from zjax.huggingface.tokenizer import tokenizer_of_run, write_tokenizer
 from zjax.huggingface.windows import window_values
 from zjax.ops.rope_scaling import attention_factor
 
@@ -81,8 +81,9 @@ def export_huggingface(
 ) -> int:
     """Writes a directory that transformers loads: config.json, safetensors, an index.
 
-    A run that started from a Hugging Face checkpoint, or from a run that did, has its
-    tokenizer: the files go along, if they are still there. The log says which.
+    The tokenizer, chat template and end ids are those of the data of the run. A run
+    without a record of them, such as one on given batches, has those of the Hugging
+    Face checkpoint with which it started, if they are still there. The log says which.
 
     The directory gets its name once complete. One array with its layers is in memory
     at a time. Only one process may call this.
@@ -100,8 +101,8 @@ def export_huggingface(
 
     Raises:
         CheckpointError: There is no such checkpoint, it is not of the built-in decoder,
-            a file of its tokenizer is too large, or the directory is not empty or
-            cannot be written.
+            or the directory is not empty or cannot be written.
+        DataError: A file of the tokenizer is too large, or cannot be read.
         ConfigError: No family computes what the model does; names the settings.
     """
     step = store.latest() if step is None else step
@@ -114,9 +115,7 @@ def export_huggingface(
     entries = cast_entries(_describe(parts, source), dtype)
     with new_folder(path) as folder:
         values = config_of(model, kind) | {"dtype": next(iter(entries.values())).dtype}
-        if start is not None:
-            values |= token_ids(start)
-            _report_tokenizer(start, copy_tokenizer(start, folder))
+        values |= write_tokenizer(folder, tokenizer_of_run(store, step), start)
         (folder / CONFIG_NAME).write_text(json.dumps(values, indent=2) + "\n")
         _write_shards(folder, entries, parts, source, max_shard_bytes)
     return sum(file.stat().st_size for file in pathlib.Path(path).iterdir())
@@ -136,11 +135,6 @@ def _find_start(config: schema.Config) -> pathlib.Path | None:
         seen.add(start)
         config = load_config(Store(str(steps)).extra().get("config", {}))
     return None
-
-
-def _report_tokenizer(source: pathlib.Path, names: list[str]) -> None:
-    files = ", ".join(names) or "no file"
-    logging.warning("tokenizer: %s of %s", files, source)
 
 
 @contextlib.contextmanager

@@ -1,62 +1,231 @@
-"""Files of a tokenizer, which go from a Hugging Face checkpoint to an export of it."""
+"""Tokenizers of checkpoints: compared with data at a start, written by an export."""
 
+import dataclasses
 import pathlib
 import shutil
 from typing import Any
 
-from zjax.errors import CheckpointError, Problem
-from zjax.huggingface.settings import CONFIG_NAME, read_config
+import jax
+from absl import logging
 
-FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
-    *("added_tokens.json", "vocab.json", "merges.txt", "vocab.txt"),
-    *("tokenizer.model",),
-    *("chat_template.jinja", "generation_config.json"),
+from zjax import data
+from zjax.checkpoint.steps import find_steps
+from zjax.checkpoint.store import Store
+from zjax.config import schema
+from zjax.config.paths import local_path
+from zjax.data import tokenizer as text
+from zjax.data.tokenizer_files import (
+    RUN_FOLDER,
+    TOKENIZER_NAME,
+    copy_files,
+    write_ends,
 )
-"""Files that go along, if they are there."""
-MAX_BYTES = 1 << 28
-"""Most bytes of one of them."""
+from zjax.data.tokenizer_record import KEY, TokenizerRecord
+from zjax.errors import CheckpointError, ConfigError, Problem
+from zjax.huggingface.settings import CONFIG_NAME, read_config
+from zjax.huggingface.source import find_config
+from zjax.observe.directory import writing
+
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_WITHOUT_FILES = ("bytes", "numbers")
+"""Names of tokenizers that no checkpoint of Hugging Face has."""
 
 
-def copy_tokenizer(source: pathlib.Path, folder: pathlib.Path) -> list[str]:
-    """Copies the files of a tokenizer; returns their names.
+@dataclasses.dataclass(frozen=True)
+class CheckpointTokenizer:
+    """The tokenizer that belongs to the weights of a checkpoint.
 
     Args:
-        source: Directory of a Hugging Face checkpoint.
-        folder: Directory of the export.
+        record: The record; None if the checkpoint has none.
+        path: Where the `tokenizer.json` is, if there is one.
+    """
+
+    record: TokenizerRecord | None
+    path: pathlib.Path
+
+
+def tokenizer_of_run(store: Store, step: int | None = None) -> CheckpointTokenizer:
+    """Reads the tokenizer of the data of a run.
+
+    Args:
+        store: Checkpoints of the run.
+        step: Step of the checkpoint; None for the newest.
 
     Raises:
-        CheckpointError: A file is too large, or no file.
-
-    Example:
-        >>> copy_tokenizer(pathlib.Path("missing"), pathlib.Path("."))
-        []
+        CheckpointError: The record in the checkpoint is damaged.
     """
-    found = [name for name in FILES if (source / name).exists()]
-    problems = []
-    for name in found:
-        path = source / name
-        if not path.is_file():
-            problem, remedy = "is not a file", "move it away"
-            problems.append(Problem("tokenizer", str(path), problem, remedy))
-        elif path.stat().st_size > MAX_BYTES:
-            problem = f"has more than {MAX_BYTES:,} bytes"
-            problems.append(Problem("tokenizer", str(path), problem, "move it away"))
-    if problems:
-        raise CheckpointError(*problems)
-    for name in found:
-        shutil.copyfile(source / name, folder / name)
-    return found
+    saved = store.extra(step).get(KEY)
+    try:
+        record = None if saved is None else TokenizerRecord.from_mapping(saved)
+    except ValueError as error:
+        remedy = "take another checkpoint of the run"
+        problem = Problem("step", step, f"has a broken record ({error})", remedy)
+        raise CheckpointError(problem) from error
+    return CheckpointTokenizer(record, store.directory / RUN_FOLDER / TOKENIZER_NAME)
 
 
-def token_ids(source: pathlib.Path) -> dict[str, Any]:
-    """The ids that begin, end and pad a text, of the checkpoint's config.json.
+def tokenizer_of_start(init_from: str) -> CheckpointTokenizer:
+    """Reads the tokenizer of `checkpoint.init_from`.
 
-    Example:
-        >>> token_ids(pathlib.Path("missing"))
-        {}
+    Args:
+        init_from: Directory of a Hugging Face checkpoint or of a run, or a file.
+
+    Raises:
+        DataError: A file of the tokenizer cannot be read.
+        CheckpointError: The record of a run is damaged.
     """
+    place = pathlib.Path(local_path("checkpoint.init_from", init_from))
+    if (steps := find_steps(place)) is not None:
+        return tokenizer_of_run(Store(str(steps)))
+    path = (place if place.is_dir() else place.parent) / TOKENIZER_NAME
+    is_there = find_config(init_from) is not None and path.exists()
+    record = text.load_tokenizer(path).record if is_there else None
+    return CheckpointTokenizer(record, path)
+
+
+def check_start(config: schema.Config) -> None:
+    """Refuses to train a checkpoint on the tokens of another tokenizer.
+
+    Process 0 warns where the data or the checkpoint has no tokenizer, and where their
+    texts begin otherwise. The data may have tokens that the checkpoint lacks.
+
+    Args:
+        config: Read for `data` and `checkpoint.init_from`.
+
+    Raises:
+        ConfigError: An id means another token in the data than in the checkpoint.
+    """
+    start = config.checkpoint.init_from
+    if not start:
+        return
+    mine, theirs = data.read_record(config), tokenizer_of_start(start)
+    key = "path" if config.data.source == "tokens" else "source"
+    value = getattr(config.data, key)
+    names = f"data.{key}={value!r}", f"checkpoint.init_from={start!r}"
+    if theirs.record is None:
+        message = "%s has no tokenizer that zjax reads: nothing compares it with %s"
+        _warn(message, names[::-1])
+    elif mine.digest == theirs.record.digest:
+        if mine.bos_id != theirs.record.bos_id:
+            ids = f"{mine.bos_id} and {theirs.record.bos_id}"
+            _warn("texts of %s and of %s begin with other ids: %s", (*names, ids))
+    elif {mine.name, theirs.record.name} & {*_WITHOUT_FILES}:
+        _warn(
+            "%s has the tokenizer %r, %s has %r: ids mean other tokens than before; "
+            "prepare text with the tokenizer of the checkpoint",
+            (names[0], mine.name, names[1], theirs.record.name),
+        )
+    else:
+        path = pathlib.Path(config.data.path) / TOKENIZER_NAME
+        found = _find_difference(path, theirs.path)
+        if found:
+            problem = f"has another tokenizer than {names[1]}: {found}"
+            remedy = f"prepare text with --tokenizer={theirs.path}, or conversations "
+            remedy += f"with --chat={theirs.path.parent}"
+            raise ConfigError(Problem(f"data.{key}", value, problem, remedy))
+
+
+def _find_difference(path: pathlib.Path, other: pathlib.Path) -> str:
+    """Names the first id that means two tokens; empty if there is none."""
+    if not other.exists():
+        return "the files of the latter are not there to compare ids"
+    mine, theirs = (
+        {number: token for token, number in text.load_library(x).get_vocab().items()}
+        for x in (path, other)
+    )
+    for number in sorted(mine.keys() & theirs.keys()):
+        if mine[number] != theirs[number]:
+            return f"id {number} is {mine[number]!r}, and {theirs[number]!r} there"
+    if new := sorted(mine.keys() - theirs.keys()):
+        first = f"{len(new):,}", mine[new[0]], new[0]
+        _warn("the data has %s tokens more than the checkpoint, first %r, id %d", first)
+    return ""
+
+
+def _warn(message: str, values: tuple[Any, ...]) -> None:
+    """Warns on process 0."""
+    if jax.process_index() == 0:
+        logging.warning(message, *values)
+
+
+def keep_tokenizer(config: schema.Config, directory: pathlib.Path) -> None:
+    """Copies the files of the tokenizer of the data beside the checkpoints of a run.
+
+    Args:
+        config: Read for `data`.
+        directory: Directory of the checkpoints, which is created if missing.
+
+    Raises:
+        DataError: A file is too large, or no file.
+        OutputError: The directory cannot be written.
+    """
+    path = pathlib.Path(config.data.path) / TOKENIZER_NAME
+    if config.data.source != "tokens" or not path.exists():
+        return
+    folder = directory / RUN_FOLDER
+    partial = folder.with_name(f".{RUN_FOLDER}.partial")
+    with writing(folder):
+        for old in (partial, folder):
+            shutil.rmtree(old, ignore_errors=True)
+        partial.mkdir(parents=True)
+        copy_files(path, partial)
+        partial.rename(folder)
+
+
+def write_tokenizer(
+    folder: pathlib.Path, trained: CheckpointTokenizer, start: pathlib.Path | None
+) -> dict[str, Any]:
+    """Writes the tokenizer of an export, and logs which.
+
+    It is the tokenizer of the data of the run. Files that the data lacks, such as those
+    of slow tokenizers, come from the checkpoint with which the run began, if this has
+    the same tokenizer; all files do where the run has no record.
+
+    Args:
+        folder: Directory of the export.
+        trained: Result of `tokenizer_of_run`.
+        start: Directory of the Hugging Face checkpoint with which the run began.
+
+    Returns:
+        Values for `config.json`: the ids that begin, end and pad texts.
+
+    Raises:
+        DataError: A file is too large, or no file.
+    """
+    record = trained.record
+    names, values = list[str](), {}
+    if start is not None and _shares_tokenizer(record, start):
+        names, values = copy_files(start / TOKENIZER_NAME, folder), _token_ids(start)
+        _report(start, names)
+    if record is None or record.name == "numbers":
+        return values
+    if record.name == "bytes":
+        text.write_bytes_tokenizer(folder)
+    elif trained.path.exists():
+        _report(trained.path.parent, copy_files(trained.path, folder))
+    elif not names:
+        message = "tokenizer: %s is missing; the export has no tokenizer"
+        logging.warning(message, trained.path)
+        return {**values, **record.config_ids()}
+    write_ends(folder, record)
+    return {**values, **record.config_ids()}
+
+
+def _shares_tokenizer(record: TokenizerRecord | None, start: pathlib.Path) -> bool:
+    """Says whether files of a checkpoint belong to the tokenizer of a run."""
+    if record is None or record.name == "numbers":
+        return True
+    path = start / TOKENIZER_NAME
+    return path.exists() and text.load_tokenizer(path).record.digest == record.digest
+
+
+def _report(source: pathlib.Path, names: list[str]) -> None:
+    """Logs which files of a tokenizer go along."""
+    logging.warning("tokenizer: %s of %s", ", ".join(names) or "no file", source)
+
+
+def _token_ids(source: pathlib.Path) -> dict[str, Any]:
+    """Reads the ids that begin, end and pad a text from a `config.json`."""
     if not (source / CONFIG_NAME).is_file():
         return {}
     values = read_config(source / CONFIG_NAME)
