@@ -23,6 +23,7 @@ CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.M | re.S)
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 PYTHON = re.compile(r"^```python\n(.*?)^```", re.M | re.S)
 FENCE = re.compile(r"^```.*?^```", re.M | re.S)
+ANCHOR = re.compile(r'<a id="(\w+)">')
 HEADING = re.compile(r"^#+ (.+)$", re.M)
 TYPED = re.compile(r"(?:^    |`)(zjax [^`\n]*--[^`\n]*)", re.M)
 COMMON_FLAGS = ("config", "ds_config", "gin_file", "gin", "simulated_devices", "help")
@@ -38,10 +39,12 @@ def text_of(path):
 
 
 def anchors_of(path):
-    """Headings as GitHub and MkDocs make anchors of them."""
-    headings = HEADING.findall(FENCE.sub("", text_of(path)))
-    words = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
-    return {word.strip().replace(" ", "-") for word in words}
+    """Headings as GitHub and MkDocs make anchors of them, and anchors in HTML."""
+    text = FENCE.sub("", text_of(path))
+    words = (
+        re.sub(r"[^\w\- ]", "", heading.lower()) for heading in HEADING.findall(text)
+    )
+    return {word.strip().replace(" ", "-") for word in words} | {*ANCHOR.findall(text)}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
