@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.checkpoint import states
-from zjax.checkpoint import reader
+from zjax.checkpoint import reader, steps
 from zjax.checkpoint.store import Store
 from zjax.errors import CheckpointError
 
@@ -103,6 +103,35 @@ def test_a_step_that_lacks_a_file_is_not_offered(directory, fault, caplog):
     }
     assert any(lacks[fault] in text for text in told)
     assert Store(str(directory)).steps() == (1, 2)
+
+
+def test_a_step_that_a_run_deletes_while_it_is_read_is_named(
+    directory, caplog, monkeypatch
+):
+    """Fails if a reader takes it for damage, or offers it, or offers no other."""
+    store, find_missing = Store(str(directory)), steps.find_missing
+
+    def delete_first(path):
+        if path.name == "1" and path.exists():
+            steps.remove(path)
+        return find_missing(path)
+
+    def delete_second(path):
+        steps.remove(directory / "2")
+        return read_index(path)
+
+    monkeypatch.setattr(steps, "find_missing", delete_first)
+    assert store.steps() == (2,)
+    assert caplog.messages == []
+    shutil.copytree(directory / "2", directory / "3")
+    read_index = steps.read_index
+    monkeypatch.setattr(steps, "read_index", delete_second)
+    with pytest.raises(CheckpointError) as error:
+        store.extra(2)
+    assert str(error.value) == (
+        f"checkpoint.step=2 was deleted from {directory} while it was read; use one of "
+        "3, or raise checkpoint.keep_last"
+    )
 
 
 def test_a_run_does_not_start_anew_beside_steps_that_lost_files(directory):

@@ -85,6 +85,18 @@ def unknown_step(
     return CheckpointError(Problem("checkpoint.step", step, problem, remedy))
 
 
+def deleted(
+    directory: pathlib.Path, step: int, steps: Sequence[int]
+) -> CheckpointError:
+    """The error for a step that a run has deleted while it was read."""
+    problem = f"was deleted from {directory} while it was read"
+    others = ", ".join(map(str, steps))
+    remedy = f"use one of {others}, or raise checkpoint.keep_last"
+    if not steps:
+        remedy = "name another directory"
+    return CheckpointError(Problem("checkpoint.step", step, problem, remedy))
+
+
 def behind(directory: pathlib.Path, step: int, latest: int) -> CheckpointError:
     """The error for a save whose step is not after the newest."""
     problem = f"is not after step {latest} in {directory}"

@@ -43,15 +43,16 @@ class Reader:
         """
         if self.directory.exists() and not self.directory.is_dir():
             raise failures.not_a_directory(self.directory)
-        complete = []
-        for step in directories.named_steps(self.directory):
-            missing = directories.find_missing(self.path(step))
-            if not missing:
-                complete.append(step)
-            elif step not in self._reported:
+        before, named, missing = None, directories.named_steps(self.directory), {}
+        while named != before:  # a run may save and delete steps meanwhile
+            missing = {x: directories.find_missing(self.path(x)) for x in named}
+            before, named = named, directories.named_steps(self.directory)
+        for step in named:
+            if missing[step] and step not in self._reported:
                 self._reported.add(step)
-                logging.warning(failures.incomplete(self.directory, step, missing))
-        return tuple(complete)
+                problem = failures.incomplete(self.directory, step, missing[step])
+                logging.warning(problem)
+        return tuple(step for step in named if not missing[step])
 
     def latest(self) -> int | None:
         """The newest complete step; None if the directory holds no step.
@@ -154,6 +155,8 @@ class Reader:
 
     def damaged(self, step: int, error: Exception) -> CheckpointError:
         """The error for a step that cannot be read; it names the step before."""
+        if not self.path(step).is_dir():  # removal renames a step before its files
+            return failures.deleted(self.directory, step, self.steps())
         before = max((other for other in self.steps() if other < step), default=None)
         return failures.damaged(self.directory, step, before, error)
 
