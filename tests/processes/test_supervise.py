@@ -26,6 +26,27 @@ def test_a_run_that_was_stopped_did_not_die(capfd, ends, code, is_told):
     assert ("process=1 ended (exit code 3)" in capfd.readouterr().err) == is_told
 
 
+INTERRUPT = """
+import os, signal, time
+def interrupt(*_):
+    os.kill(os.getppid(), signal.SIGINT)
+signal.signal(signal.SIGINT, interrupt)
+interrupt()
+while True:
+    time.sleep(1)
+"""
+
+
+def test_the_second_ctrl_c_ends_all_at_once_in_one_line(capfd):
+    """Fails if children that do not stop, or wait for each other, are waited for."""
+    command = [sys.executable, "-c", INTERRUPT]
+    assert processes.supervise(command, 1) == 130
+    assert capfd.readouterr().err == (
+        "killed by the second Ctrl-C, without a checkpoint of this step; run the same "
+        "command again to resume from the last one\n"
+    )
+
+
 MEMBER = """
 import json, os, pathlib, signal, sys
 record = {"process_id": 1, "host": "b", "pid": os.getpid(), "directory": sys.argv[1]}

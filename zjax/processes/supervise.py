@@ -33,6 +33,10 @@ _MAX_LINES = 200
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 STOPPED = tuple(128 + number for number in _FORWARDED)
 """Exit codes of processes that saved and stopped on a signal."""
+_INTERRUPTED = (
+    "killed by the second Ctrl-C, without a checkpoint of this step; run the same "
+    "command again to resume from the last one"
+)
 _LOOPBACK = "127.0.0.1"
 """Processes of one host connect where no other host can reach them."""
 
@@ -62,7 +66,7 @@ def supervise(command: Sequence[str], num_processes: int = 0) -> int:
     """Runs a command as child processes and reports the one that died.
 
     Call it from the main thread. SIGTERM, SIGINT and SIGHUP are forwarded to the
-    children.
+    children; a second SIGINT kills them.
 
     Args:
         command: Program and arguments; `[sys.executable, *sys.orig_argv[1:]]` is the
@@ -87,14 +91,17 @@ def supervise(command: Sequence[str], num_processes: int = 0) -> int:
                 "ZJAX_COORDINATOR": f"{_LOOPBACK}:{port}",
                 "ZJAX_NUM_PROCESSES": str(num_processes),
             }
-            children = [
-                _start(command, i, environ | addresses | {"ZJAX_PROCESS_ID": str(i)})
+            numbered = [
+                (i, environ | addresses | {"ZJAX_PROCESS_ID": str(i)})
                 for i in range(num_processes)
             ]
         else:
-            children = [_start(command, None, environ)]
+            numbered = [(None, environ)]
+        children: list[_Child] = []
         try:
             with _forward_signals(children) as forwarded:
+                for number, variables in numbered:
+                    children.append(_start(command, number, variables))
                 return _watch(children, pathlib.Path(watched), since, forwarded)
         finally:
             _stop(children)
@@ -164,13 +171,17 @@ def _copy(source: Any, sink: Any, label: str, lines: collections.deque) -> None:
 
 @contextlib.contextmanager
 def _forward_signals(children: Sequence[_Child]) -> Iterator[list[int]]:
-    """Forwards signals that stop a run to the children, and lists those sent."""
+    """Forwards signals that stop a run to the children, and lists those received.
+
+    The second Ctrl-C kills: children that raise would wait for each other.
+    """
     forwarded: list[int] = []
 
     def forward(number: int, frame: types.FrameType | None) -> None:
         forwarded.append(number)
+        is_second = forwarded.count(signal.SIGINT) > 1
         for child in children:
-            child.process.send_signal(number)
+            child.process.send_signal(signal.SIGKILL if is_second else number)
 
     before = {
         number: signal.signal(number, forward)
@@ -198,6 +209,9 @@ def _watch(
         if failed and not forwarded:
             break
         if len(ended) == len(children):
+            if forwarded.count(signal.SIGINT) > 1:
+                print(_INTERRUPTED, file=sys.stderr, flush=True)
+                return 128 + signal.SIGINT
             return max(map(_exit_code, failed or ended))
         time.sleep(_POLL_SECONDS)
     end, members = _find_cause(children, watched, since)
