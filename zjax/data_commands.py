@@ -34,6 +34,7 @@ def prepare_data() -> None:
         text_field=flags.FLAGS.text_field,
         chat=flags.FLAGS.chat,
         special_tokens=flags.FLAGS.special_tokens,
+        skip_broken=flags.FLAGS.skip_broken,
     )
     print(f"wrote {flags.FLAGS.output} with a vocabulary of {meta.vocab_size}")
     for name, split in meta.splits.items():

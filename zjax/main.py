@@ -126,6 +126,9 @@ def define_flags(argv: Sequence[str] | None = None) -> None:
     flags.DEFINE_bool(
         "special_tokens", False, "Names of special tokens in a text are these tokens."
     )
+    flags.DEFINE_bool(
+        "skip_broken", False, "Leave out records that cannot be used; count them."
+    )
     flags.DEFINE_float("validation_fraction", 0.01, "Part of the text held out.")
     flags.DEFINE_enum("part", "auto", PARTS, "Which weights; auto takes averaged ones.")
     flags.DEFINE_string("run", "", "Directory of a run, which has its settings.")
@@ -414,6 +417,7 @@ COMMANDS = {
             "text_field": "",
             "chat": "",
             "special_tokens": "",
+            "skip_broken": "",
             "validation_fraction": "",
         },
         has_settings=False,

@@ -173,7 +173,7 @@ def encode(checkpoint, tmp_path):
 
     library = tokenizers.Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
 
-    def run(template, *records, suffix=".jsonl"):
+    def run(template, *records, suffix=".jsonl", **more):
         folder = tmp_path / "template"
         folder.mkdir(exist_ok=True)
         for file in checkpoint.iterdir():
@@ -185,7 +185,7 @@ def encode(checkpoint, tmp_path):
             table = pyarrow.Table.from_pylist(list(records))
             parquet.write_table(table, tmp_path / "in.parquet")
         inputs, output = [tmp_path / f"in{suffix}"], tmp_path / "tokens"
-        options = {"chat": str(folder), "validation_fraction": 0.0}
+        options = {"chat": str(folder), "validation_fraction": 0.0} | more
         prepare.prepare(inputs, output, **options)
         opened = store.open_store(str(output), "train")
         answers = opened.answers
@@ -385,6 +385,15 @@ def test_template_for_tools_is_taken_where_there_are_tools(checkpoint, tmp_path)
         for more in ({}, {"tools": [{"name": "f"}]})
     ]
     assert [render(talk, 1, True) for talk in talks] == ["plain", "1 tools"]
+
+
+def test_conversations_that_are_refused_can_be_left_out(encode, caplog):
+    """Fails if one ends the command, or takes the place of another."""
+    good = {"messages": [user("a"), answer("b")]}
+    bad = [{"messages": [user("a")]}, {"messages": [user("a"), user("a"), answer("b")]}]
+    found = encode(DIVIDING, good, *bad, good, skip_broken=True)
+    assert len(found) == 2 and found[0] == found[1]
+    assert caplog.messages[-1].startswith("broken records that were left out: 2; ")
 
 
 def test_template_that_never_ends_stops_at_its_conversation(monkeypatch, tmp_path):
@@ -752,7 +761,7 @@ def test_prepare_tells_lengths(prepared, monkeypatch, capsys):
     meta = store.read_meta(str(prepared))
     given = types.SimpleNamespace(
         **dict.fromkeys(("input", "tokenizer", "validation_fraction", "text_field")),
-        **{"special_tokens": False},
+        **{"special_tokens": False, "skip_broken": False},
         **{"chat": "x", "output": str(prepared)},
     )
     monkeypatch.setattr(data_commands.flags, "FLAGS", given)

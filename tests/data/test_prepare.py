@@ -585,6 +585,23 @@ def test_ids_that_are_not_usable_are_told(record, message, tmp_path):
     assert str(error.value) == message
 
 
+def test_broken_records_are_left_out_and_counted(tmp_path, caplog):
+    """Fails if one ends the command, is not counted, or good ones are lost."""
+    lines = [b'{"text": "a"}', b'{"text": ', b'{"text": "\xe9"}', b'{"body": "b"}']
+    lines += [b"[1]", b'{"text": 5}', b'{"text": "c"}']
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
+    (tmp_path / "b.json").write_text('[{"text": "d"}, 5]')
+    options = {"validation_fraction": 0.0, "skip_broken": True}
+    prepare.prepare(["a.jsonl", "b.json"], "out", **options)
+    texts = [bytes(ids[:-1]) for ids in read_split("out", "train")]
+    assert texts == [b"a", b"c", b"d"]
+    assert caplog.messages == [
+        "broken records that were left out: 6; the first: input='a.jsonl' has broken "
+        "JSON in line 2 (Expecting value: line 1 column 10 (char 9)); write one JSON "
+        "object per line, or an array of objects"
+    ]
+
+
 @pytest.mark.parametrize(
     "records",
     [

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, NamedTuple
 from absl import logging
 
 from zjax.data import tables, token_ids
+from zjax.data.broken import REFUSED, BrokenRecords
 from zjax.data.conversations import (
     FIELDS,
     Conversation,
@@ -114,12 +115,15 @@ def _files_in(folder: pathlib.Path) -> list[pathlib.Path]:
     return found
 
 
-def read_conversations(path: pathlib.Path, told: set[str]) -> Iterator[Document]:
+def read_conversations(
+    path: pathlib.Path, told: set[str], broken: BrokenRecords = REFUSED
+) -> Iterator[Document]:
     """Reads conversations of JSON Lines, Parquet or Arrow files.
 
     Args:
         path: The file, whose records have a layout of `zjax.data.conversations`.
         told: Names of fields that the log has told as not read; gets more.
+        broken: What becomes of broken records.
 
     Yields:
         Each, with its messages as text.
@@ -132,12 +136,14 @@ def read_conversations(path: pathlib.Path, told: set[str]) -> Iterator[Document]
     if suffix in tables.SUFFIXES:
         records = _read_rows(path, told)
     elif suffix in JSON_SUFFIXES:
-        records = _read_records(path)
+        records = _read_records(path, broken)
     else:
         problem, remedy = "is no file of conversations", "use JSON Lines or Parquet"
         raise DataError(_problem(path, problem, remedy))
     for where, record, num_bytes in records:
-        talk = read_conversation(record, path, where)
+        talk = broken.read(read_conversation, record, path, where)
+        if talk is None:
+            continue
         _tell_unread(path, talk.unread, told)
         text = json.dumps(talk.messages, default=str)
         yield Document(text, num_bytes, talk)
@@ -163,17 +169,24 @@ def _tell_unread(path: pathlib.Path, names: Sequence[str], told: set[str]) -> No
         logging.warning("%s has fields that are not read: %s", path, _named(new))
 
 
-def read_documents(path: pathlib.Path, text_field: str) -> Iterator[Document]:
+def read_documents(
+    path: pathlib.Path, text_field: str, broken: BrokenRecords = REFUSED
+) -> Iterator[Document]:
     """Reads JSON, Parquet, Arrow or else plain text, by the file's suffix.
+
+    Args:
+        path: The file.
+        text_field: Field or column with the text, or with token ids.
+        broken: What becomes of broken records.
 
     Raises:
         DataError: Not UTF-8, a broken line, no such field or column; with its position.
     """
     suffix = _form_of(path)
     if suffix in JSON_SUFFIXES:
-        return _read_json(path, text_field)
+        return _read_json(path, text_field, broken)
     if suffix in tables.SUFFIXES:
-        return _read_table(path, text_field)
+        return _read_table(path, text_field, broken)
     if suffix == token_ids.STREAM_SUFFIX:
         return _read_stream(path)
     return _read_text(path)
@@ -262,12 +275,13 @@ def _decode(block: bytes, path: pathlib.Path, offset: int) -> str:
         raise DataError(_problem(path, problem, remedy)) from error
 
 
-def _read_json(path: pathlib.Path, text_field: str) -> Iterator[Document]:
-    for where, record, num_bytes in _read_records(path):
-        if text_field not in record:
-            problem = f"has no field {text_field!r} in {where}, only {_named(record)}"
-            raise DataError(_problem(path, problem, "choose another text_field"))
-        yield _document_of(record, path, where, text_field, num_bytes)
+def _read_json(
+    path: pathlib.Path, text_field: str, broken: BrokenRecords
+) -> Iterator[Document]:
+    for where, record, num_bytes in _read_records(path, broken):
+        document = broken.read(_document_of, record, path, where, text_field, num_bytes)
+        if document is not None:
+            yield document
 
 
 def _document_of(
@@ -278,6 +292,9 @@ def _document_of(
     num_bytes: int,
 ) -> Document:
     """Makes a document of a record, whose field is text or a list of token ids."""
+    if text_field not in record:
+        problem = f"has no field {text_field!r} in {where}, only {_named(record)}"
+        raise DataError(_problem(path, problem, "choose another text_field"))
     value = record[text_field]
     if isinstance(value, list):
         tokens = token_ids.read_ids(record, text_field, path, where)
@@ -292,7 +309,9 @@ def _read_stream(path: pathlib.Path) -> Iterator[Document]:
         yield Document("", 2 * len(ids), begins=False, ends=False, tokens=tokens)
 
 
-def _read_records(path: pathlib.Path) -> Iterator[tuple[str, dict[str, Any], int]]:
+def _read_records(
+    path: pathlib.Path, broken: BrokenRecords
+) -> Iterator[tuple[str, dict[str, Any], int]]:
     """Reads the objects of the lines, or of one array over the whole file.
 
     Yields:
@@ -305,22 +324,30 @@ def _read_records(path: pathlib.Path) -> Iterator[tuple[str, dict[str, Any], int
             if is_array is None and (start := line.lstrip(_BLANK)):
                 is_array = start.startswith(b"[")
             if is_array:
-                yield from _read_array(path, content, line)
+                yield from _read_array(path, content, line, broken)
                 return
             if len(line) > MAX_LINE_BYTES:
                 problem = f"has more than {MAX_LINE_BYTES:,} bytes in line {number}"
                 raise DataError(
                     _problem(path, problem, "write one JSON object per line")
                 )
-            text, where = _decode(line, path, offset), f"line {number}"
-            if text.strip():
-                record = _object_of(_parse(text, path, where), path, where)
-                yield where, record, content.advance()
+            where = f"line {number}"
+            if line.strip():
+                record = broken.read(_parse_line, line, path, where, offset)
+                if record is not None:
+                    yield where, record, content.advance()
             offset += len(line)
 
 
+def _parse_line(
+    line: bytes, path: pathlib.Path, where: str, offset: int
+) -> dict[str, Any]:
+    text = _decode(line, path, offset).rstrip("\r\n")
+    return _object_of(_parse(text, path, where), path, where)
+
+
 def _read_array(
-    path: pathlib.Path, content: _Content, start: bytes
+    path: pathlib.Path, content: _Content, start: bytes, broken: BrokenRecords
 ) -> Iterator[tuple[str, dict[str, Any], int]]:
     """Reads the objects of one array, whose first line is given."""
     whole = start + content.file.read(MAX_LINE_BYTES + 1 - len(start))
@@ -330,7 +357,9 @@ def _read_array(
         raise DataError(_problem(path, problem, remedy))
     for number, item in enumerate(_parse(_decode(whole, path, 0), path), start=1):
         where = f"item {number}"
-        yield where, _object_of(item, path, where), content.advance()
+        record = broken.read(_object_of, item, path, where)
+        if record is not None:
+            yield where, record, content.advance()
 
 
 def _parse(text: str, path: pathlib.Path, where: str = "its array") -> Any:
@@ -350,7 +379,9 @@ def _object_of(value: Any, path: pathlib.Path, where: str) -> dict[str, Any]:
     return value
 
 
-def _read_table(path: pathlib.Path, text_field: str) -> Iterator[Document]:
+def _read_table(
+    path: pathlib.Path, text_field: str, broken: BrokenRecords
+) -> Iterator[Document]:
     with tables.open_table(path) as table:
         if text_field not in table.names:
             problem = f"has no column {text_field!r}, only {_named(table.names)}"
@@ -360,7 +391,11 @@ def _read_table(path: pathlib.Path, text_field: str) -> Iterator[Document]:
         rows = (row for batch in table.batches(columns) for row in batch)
         for number, row in enumerate(rows, start=1):
             where, num_bytes = f"row {number}", table.row_bytes
-            yield _document_of(row, path, where, text_field, num_bytes)
+            document = broken.read(
+                _document_of, row, path, where, text_field, num_bytes
+            )
+            if document is not None:
+                yield document
 
 
 def _named(names: Collection[str]) -> str:

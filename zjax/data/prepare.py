@@ -17,6 +17,7 @@ from rich import console, progress
 from zjax.config.paths import local_path
 from zjax.data import documents, store
 from zjax.data import tokenizer as text
+from zjax.data.broken import BrokenRecords
 from zjax.data.chat import Chat, load_chat
 from zjax.data.tokenizer_files import (
     END_TOKENS,
@@ -53,6 +54,7 @@ def prepare(
     text_field: str = "text",
     chat: str = "",
     special_tokens: bool = False,
+    skip_broken: bool = False,
 ) -> store.Meta:
     """Writes a directory of token files for `data.source='tokens'`.
 
@@ -79,6 +81,8 @@ def prepare(
             no document an end token that the template does not write.
         special_tokens: Whether names of special tokens in a text are these tokens, as
             in conversations that were rendered before; else they are ordinary text.
+        skip_broken: Whether records that cannot be used are left out, and counted in
+            the log, instead of refused. Files that cannot be read are always refused.
 
     Returns:
         Vocabulary and sizes of what was written.
@@ -109,17 +113,22 @@ def prepare(
     files = documents.list_files(inputs)
     output = pathlib.Path(output)
 
-    def read(bar: progress.Progress, label: str) -> Iterator[_Assigned]:
+    broken = BrokenRecords(skip_broken)
+
+    def read(
+        bar: progress.Progress, label: str, broken: BrokenRecords
+    ) -> Iterator[_Assigned]:
         field = None if template else text_field
-        texts = _read_all(files, field, bar, label)
+        texts = _read_all(files, field, bar, label, broken)
         return _assign_splits(texts, validation_fraction)
 
     with (
         _output_directory(output) as partial,
         progress.Progress(console=console.Console(stderr=True)) as bar,
     ):
-        vocabulary = _make_tokenizer(tokenizer, partial, read(bar, "Learning"))
-        assigned, record = read(bar, "Encoding"), vocabulary.record
+        learning = read(bar, "Learning", BrokenRecords(skip_broken))
+        vocabulary = _make_tokenizer(tokenizer, partial, learning)
+        assigned, record = read(bar, "Encoding", broken), vocabulary.record
         first = [*itertools.islice(assigned, 1)]
         assigned = _of_one_kind(itertools.chain(first, assigned))
         tokens = first[0].document.tokens if first else None
@@ -132,8 +141,9 @@ def prepare(
             elif template is None:
                 _write_texts(writers, vocabulary, assigned, special_tokens)
             else:
-                ends = _write_talks(writers, template, assigned)
+                ends = _write_talks(writers, template, assigned, broken)
                 record = record.with_ends(ends)
+        broken.log()
         _check_splits(writers.sizes(), inputs, validation_fraction)
         if (partial / TOKENIZER_NAME).exists():
             write_ends(partial, record)
@@ -223,15 +233,16 @@ def _read_all(
     text_field: str | None,
     bar: progress.Progress,
     label: str,
+    broken: BrokenRecords,
 ) -> Iterator[documents.Document]:
     total = sum(file.stat().st_size for file in files)
     task = bar.add_task(label, total=total)
     told: set[str] = set()
     for file in files:
         if text_field is None:
-            read_documents = documents.read_conversations(file, told)
+            read_documents = documents.read_conversations(file, told, broken)
         else:
-            read_documents = documents.read_documents(file, text_field)
+            read_documents = documents.read_documents(file, text_field, broken)
         while document := _read_next(file, read_documents):
             bar.advance(task, document.num_bytes)
             if document.size:
@@ -415,14 +426,21 @@ def _write_ids(
 
 
 def _write_talks(
-    writers: _Writers, chat: Chat, assigned: Iterator[_Assigned]
+    writers: _Writers,
+    chat: Chat,
+    assigned: Iterator[_Assigned],
+    broken: BrokenRecords,
 ) -> tuple[int, ...]:
     """Encodes conversations; gives the ids that end their answers."""
     num_talks, num_samples, ends = 0, 0, collections.Counter[int | None]()
     for chunk in _chunks(assigned):
         talks = [document.talk for _, document in chunk if document.talk is not None]
-        encoded = map(chat.samples_of, talks, chat.render_each(talks))
-        for (split, _), (samples, found) in zip(chunk, encoded, strict=True):
+        rendered = chat.render_each(talks)
+        for (split, _), talk, texts in zip(chunk, talks, rendered, strict=True):
+            encoded = broken.read(chat.samples_of, talk, texts)
+            if encoded is None:
+                continue
+            samples, found = encoded
             for ids, answers in samples:
                 writers[split].append_answers(ids, answers)
             num_talks, num_samples = num_talks + 1, num_samples + len(samples)
