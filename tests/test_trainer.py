@@ -1,5 +1,6 @@
 """A run from its first step to its last, and what interrupts it."""
 
+import dataclasses
 import json
 import math
 import os
@@ -336,6 +337,28 @@ def test_run_that_is_to_skip_nan_keeps_its_weights(tmp_path):
     trainer.close()
     assert (int(state.step), int(state.num_skipped)) == (6, 3)
     assert np.isfinite(np.asarray(state.master["up"])).all()
+
+
+def test_a_built_in_model_with_another_head_trains_on_the_configured_data(tmp_path):
+    config = small_run.make_config(tmp_path, "num_steps=2")
+    model = zjax.make_model(config)
+
+    def head(params, carry, batch):
+        loss, weight, metrics = model.stack.head(params, carry, batch)
+        return loss, weight, metrics | {"twice": 2 * loss}
+
+    trainer = zjax.Trainer(config, model=zjax.with_stack(model, head=head))
+    trainer.fit()
+    trainer.close()
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    metrics = next(x for x in map(json.loads, lines) if "loss" in x)
+    assert metrics["twice"] == pytest.approx(2 * metrics["loss"], rel=1e-6)
+    other = dataclasses.replace(config.model, num_layers=2)
+    with pytest.raises(ConfigError) as error:
+        zjax.Trainer(dataclasses.replace(config, model=other), model=model)
+    assert str(error.value) == (
+        "batches=None leave the model no data; give the batches that its loss reads"
+    )
 
 
 def test_functions_that_a_trainer_would_not_read_are_refused(tmp_path):

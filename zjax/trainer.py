@@ -57,6 +57,7 @@ from zjax.resume import (
 )
 from zjax.sharding.describe import describe_plan_totals
 from zjax.sharding.mesh import with_batch_sizes
+from zjax.sharding.placement import abstract_key
 from zjax.stopping import finish_save_on_error, stop_signals
 from zjax.train import codec_errors
 from zjax.train.average import check_average, parts_of, with_part
@@ -72,6 +73,8 @@ class Trainer:
     Args:
         config: A Config, a mapping, or the path of a config file.
         model: A `zjax.Model` (`zjax.adapt` makes one); the built-in model by default.
+            A decoder of `zjax.make_model(config)`, changed by `zjax.with_stack`, trains
+            on the configured data, too.
         tx: Optax gradient transformation, as for `zjax.initialize`; the configured one
             by default.
         loss_fn: Refused, as `zjax.adapt` joins a loss and a Flax module to a `model`.
@@ -120,7 +123,7 @@ class Trainer:
             raise ConfigError(*problems)
         self.config = _checked(config, model, tx, batches, evaluation_batches, devices)
         self._batches = batches
-        self._is_language_model = model is None
+        self._is_language_model = _is_of_settings(model, self.config)
         self._callbacks, self._after_step = callbacks, after_step
         # absolute: the program may change its working directory before or during fit
         self._directory = pathlib.Path(self.config.directory).absolute()
@@ -488,12 +491,13 @@ def _checked(
     devices: Sequence[Device],
 ) -> Config:
     """The settings for these devices, once nothing speaks against them."""
+    user_model = not _is_of_settings(model, config)
     if model is None:
         config = choose_mesh(config, devices, tx)
     check = functools.partial(
         check_config,
         num_devices=len(devices),
-        user_model=model is not None,
+        user_model=user_model,
         user_optimizer=tx is not None,
         user_batches=batches is not None,
     )
@@ -523,6 +527,18 @@ def _checked(
     check_sinks(config)
     check_directory(config.directory)
     return with_batch_sizes(config, len(devices))
+
+
+def _is_of_settings(model: Any, config: Config) -> bool:
+    """Says whether a model is the decoder of the settings, with any head or loss."""
+    if not isinstance(model, Model):
+        return model is None
+    if model.stack is None or model.stack.continuation is None:
+        return False
+    given, built = (
+        jax.eval_shape(x.init, abstract_key()) for x in (model, make_model(config))
+    )
+    return given == built
 
 
 def _unread_loss(loss_fn: Any) -> list[Problem]:
@@ -563,7 +579,7 @@ def _mismatches(model: Any, batches: Any, config: Config) -> list[Problem]:
         remedy = "use zjax.adapt(model, loss_fn, batch)"
         name = type(model).__name__
         problems.append(Problem("model", name, "is not a zjax.Model", remedy))
-    if model is not None and batches is None:
+    if batches is None and not _is_of_settings(model, config):
         remedy = "give the batches that its loss reads"
         problems.append(Problem("batches", None, "leave the model no data", remedy))
     return problems

@@ -190,7 +190,7 @@ def test_a_subclass_with_the_call_of_flax_is_adapted_and_other_products_are_told
     assert {name for name, x in params.items() if "lora" in x} >= {"out"}
     assert "lora" not in params["product"]
     assert caplog.messages == [
-        "lora: frozen and without adapter, as not of a linear layer of Flax: "
+        "lora: frozen and without adapter, as their layers take none: "
         "product/kernel[6, 5]"
     ]
 

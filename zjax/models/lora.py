@@ -387,7 +387,7 @@ def warn_of_matrices_without_adapter(
         and not any(re.search(pattern, path) for pattern in settings.also_train)
     ]
     if others:
-        text = "lora: frozen and without adapter, as not of a linear layer of Flax: %s"
+        text = "lora: frozen and without adapter, as their layers take none: %s"
         more = f" and {len(others) - 5} more" if others[5:] else ""
         logging.warning(text, ", ".join(others[:5]) + more)
 
