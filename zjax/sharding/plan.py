@@ -22,11 +22,13 @@ in `master` alone, where compute parameters would be stored.
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from absl import logging
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from zjax.config.derived import is_derived
@@ -292,17 +294,25 @@ def _split(row: ArrayPlan, compute: ArrayPlan) -> ArrayPlan:
 
 
 def _check_moved(what: str, memory: str, rows: Any) -> None:
-    """Raises an error if the user named a memory and no array is stored there."""
+    """Warns of a memory that no array is large enough for, and refuses it elsewhere.
+
+    A trial of a large run with a small model has such arrays.
+    """
+    rows = jax.tree.leaves(rows)
     is_automatic = memory == AUTO or (what == "parameter" and is_derived(memory))
-    if (
-        memory == DEVICE
-        or is_automatic
-        or any(row.memory == memory for row in jax.tree.leaves(rows))
-    ):
+    is_used = any(row.memory == memory for row in rows)
+    if memory == DEVICE or is_automatic or is_used:
         return
-    problem = f"moves nothing: no array has {MIN_MOVED_BYTES:,} bytes on a device"
-    remedy = "use device"
-    if what == "parameter":
-        problem = "moves nothing: no blocks of such a size run one by one"
-        remedy += ", or give a zjax.Model whose stack has them"
+    if all(row.device_bytes < MIN_MOVED_BYTES for row in rows):
+        _log_unmoved(f"zero.{what}_memory={memory!r}")
+        return
+    problem = "moves nothing: no blocks of such a size run one by one"
+    remedy = "use device, or give a zjax.Model whose stack has them"
     raise PlanError(Problem(f"zero.{what}_memory", memory, problem, remedy))
+
+
+@functools.cache
+def _log_unmoved(setting: str) -> None:
+    """Logs once that a setting moves nothing, however many plans a run makes."""
+    text = "%s moves nothing: no array has %s bytes on a device, where all of them stay"
+    logging.warning(text, setting, f"{MIN_MOVED_BYTES:,}")
