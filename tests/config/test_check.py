@@ -132,12 +132,7 @@ TRAINING = [
         id="float16-never-skipping",
     ),
     case(
-        "num_steps=20",
-        "optimizer.num_warmup_steps=100 exceeds num_steps=20; use at most 20",
-        id="warmup-longer-than-run",
-    ),
-    case(
-        "num_steps=110;optimizer.schedule=wsd",
+        "num_steps=110;optimizer.schedule=wsd;optimizer.num_warmup_steps=100",
         "optimizer.num_warmup_steps=100 overlaps optimizer.decay_fraction=0.2 "
         "of 110 steps; use at most 88",
         id="warmup-overlaps-decay",

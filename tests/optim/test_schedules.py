@@ -73,6 +73,23 @@ def test_warmup_ends_exactly_at_the_peak(kind):
     assert make(kind, 1000)(jnp.array([100]))[0] == np.float32(PEAK)
 
 
+def test_an_open_warmup_takes_a_tenth_of_a_short_run():
+    steps = [schema.Optimizer().warmup_steps(total) for total in (5, 20, 999, 4_000)]
+    assert steps == [0, 2, 99, 100]
+
+
+@pytest.mark.parametrize("kind", ["linear", "wsd", "warmup_decay_lr"])
+def test_a_trial_has_the_first_rates_of_the_whole_run(kind, caplog):
+    """A run that ends in its warm-up is told so."""
+    schedules._log_unreached.cache_clear()
+    steps = jnp.arange(20)
+    np.testing.assert_array_equal(make(kind, 20)(steps), make(kind, 1_000)(steps))
+    assert caplog.messages == [
+        "optimizer.num_warmup_steps=100 exceeds num_steps=20: the learning rate does "
+        "not reach its peak"
+    ]
+
+
 def test_wsd_that_decays_longer_than_there_is_starts_at_the_peak():
     got = make("wsd", 201, decay_fraction=1.0)(jnp.array([100, 150, 200])) / PEAK
     np.testing.assert_allclose(got, [1, 0.5, 0], atol=1e-6)

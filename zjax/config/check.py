@@ -212,13 +212,9 @@ def _schedule(config: schema.Config, num_devices: int) -> Iterator[Problem]:
     if config.optimizer.schedule in ("one_cycle", "range_test"):
         yield from _cycle(config)
         return
-    if warmup > num_steps:
-        problem = f"exceeds num_steps={num_steps}"
-        yield Problem(field, warmup, problem, f"use at most {num_steps}")
-        return
     fraction = config.optimizer.decay_fraction
     stable_end = round(num_steps * (1 - fraction))
-    if config.optimizer.schedule == "wsd" and warmup > stable_end:
+    if config.optimizer.schedule == "wsd" and stable_end < warmup <= num_steps:
         problem = f"overlaps optimizer.decay_fraction={fraction} of {num_steps} steps"
         yield Problem(field, warmup, problem, f"use at most {stable_end}")
 

@@ -137,7 +137,9 @@ RANGES: dict[type, dict[str, Range]] = {
     },
     schema.Optimizer: {
         "peak_learning_rate": POSITIVE,
-        "num_warmup_steps": _from(0),
+        "num_warmup_steps": Range(
+            lambda x: x >= -1, "use 0 or more, or -1 for a tenth of the run", MAX_STEPS
+        ),
         "final_learning_rate_fraction": FRACTION,
         "decay_fraction": FRACTION,
         "b1": DECAY,

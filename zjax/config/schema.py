@@ -262,8 +262,9 @@ class Optimizer:
     """Shape after warm-up; `wsd` is warm-up, stable, then linear decay. The last five
     are those of DeepSpeed, step by step; `one_cycle` and `range_test` read `cycle` and
     `range_test`."""
-    num_warmup_steps: int = 100
-    """Steps until the learning rate has risen from 0 to the peak."""
+    num_warmup_steps: int = -1
+    """Steps until the learning rate has risen from 0 to the peak; -1 takes 100, or a
+    tenth of the steps of a shorter run than 1,000."""
     warmup: Literal["linear", "log"] = "linear"
     """Shape of the rise; `log` is that of DeepSpeed, in the logarithm of the step."""
     final_learning_rate_fraction: float = 0.1
@@ -304,6 +305,11 @@ class Optimizer:
     """Longest interval between exchanges of 0/1 Adam."""
     cycle: Cycle = Cycle()
     range_test: RangeTest = RangeTest()
+
+    def warmup_steps(self, total: int) -> int:
+        """Steps of the warm-up, out of all steps of a run."""
+        open_steps = min(100, total // 10)
+        return open_steps if self.num_warmup_steps == -1 else self.num_warmup_steps
 
 
 @section

@@ -14,7 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 import optax
 
-from zjax.config.schema import Config, Cycle, Optimizer
+from zjax.config.schema import Config, Cycle
 
 
 def warmup_lr(config: Config) -> optax.Schedule:
@@ -27,12 +27,13 @@ def warmup_lr(config: Config) -> optax.Schedule:
         The learning rate of a step, counted from 0.
 
     Example:
+        >>> from zjax.config.schema import Optimizer
         >>> rise = Optimizer(peak_learning_rate=4.0, num_warmup_steps=4)
         >>> rate = warmup_lr(Config(optimizer=rise))
         >>> [float(rate(step)) for step in range(7)]
         [0.0, 0.0, 1.0, 2.0, 3.0, 4.0, 4.0]
     """
-    return _after_rise(config.optimizer, lambda step: 1.0)
+    return _after_rise(config, lambda step: 1.0)
 
 
 def warmup_decay_lr(config: Config) -> optax.Schedule:
@@ -47,15 +48,14 @@ def warmup_decay_lr(config: Config) -> optax.Schedule:
         The learning rate of a step, counted from 0.
 
     Example:
+        >>> from zjax.config.schema import Optimizer
         >>> rise = Optimizer(peak_learning_rate=4.0, num_warmup_steps=2)
         >>> rate = warmup_decay_lr(Config(num_steps=6, optimizer=rise))
         >>> [float(rate(step)) for step in range(6)]
         [0.0, 0.0, 2.0, 4.0, 3.0, 2.0]
     """
     total, length = config.num_steps, _decay_steps(config)
-    return _after_rise(
-        config.optimizer, lambda step: jnp.maximum(total + 1 - step, 0) / length
-    )
+    return _after_rise(config, lambda step: jnp.maximum(total + 1 - step, 0) / length)
 
 
 def warmup_cosine_lr(config: Config) -> optax.Schedule:
@@ -70,14 +70,14 @@ def warmup_cosine_lr(config: Config) -> optax.Schedule:
     Returns:
         The learning rate of a step, counted from 0.
     """
-    start, length = _rise_steps(config.optimizer), _decay_steps(config)
+    start, length = _rise_steps(config), _decay_steps(config)
     final = config.optimizer.final_learning_rate_fraction
 
     def after(step: Any) -> Any:
         share = jnp.minimum((step - start) / length, 1.0)
         return final + (1 - final) * (1 + jnp.cos(math.pi * share)) / 2
 
-    return _after_rise(config.optimizer, after)
+    return _after_rise(config, after)
 
 
 def log_rise(step: Any, number: int) -> Any:
@@ -107,6 +107,7 @@ def one_cycle(config: Config) -> optax.Schedule:
         The learning rate of a step, counted from 0.
 
     Example:
+        >>> from zjax.config.schema import Optimizer
         >>> cycle = Cycle(num_rise_steps=2, decay_rate=1.0, min_learning_rate=1.0)
         >>> optimizer = Optimizer(peak_learning_rate=3.0, cycle=cycle)
         >>> rate = one_cycle(Config(optimizer=optimizer))
@@ -134,7 +135,7 @@ def range_test(config: Config) -> optax.Schedule:
         The learning rate of a step, counted from 0.
 
     Example:
-        >>> from zjax.config.schema import RangeTest
+        >>> from zjax.config.schema import Optimizer, RangeTest
         >>> test = RangeTest(start_learning_rate=1.0, num_steps=2, staircase=True)
         >>> rate = range_test(Config(optimizer=Optimizer(range_test=test)))
         >>> [float(rate(step)) for step in range(5)]
@@ -198,9 +199,9 @@ DEEPSPEED: Mapping[str, Callable[[Config], optax.Schedule]] = {
 """Schedules of DeepSpeed by `optimizer.schedule`."""
 
 
-def _after_rise(settings: Optimizer, after: optax.Schedule) -> optax.Schedule:
+def _after_rise(config: Config, after: optax.Schedule) -> optax.Schedule:
     """Builds a schedule whose fractions of the peak after the warm-up are given."""
-    number = _rise_steps(settings)
+    settings, number = config.optimizer, _rise_steps(config)
 
     def rate(step: Any) -> Any:
         line = jnp.maximum(step - 1, 0) / number
@@ -211,14 +212,14 @@ def _after_rise(settings: Optimizer, after: optax.Schedule) -> optax.Schedule:
     return rate
 
 
-def _rise_steps(settings: Optimizer) -> int:
+def _rise_steps(config: Config) -> int:
     """Returns the last step of the warm-up, which is step 2 or a later one."""
-    return max(2, settings.num_warmup_steps)
+    return max(2, config.optimizer.warmup_steps(config.num_steps))
 
 
 def _decay_steps(config: Config) -> int:
     """Returns the number of steps from the end of the warm-up to that of the run."""
-    return max(1, config.num_steps - _rise_steps(config.optimizer))
+    return max(1, config.num_steps - _rise_steps(config))
 
 
 def _phase(cycle: Cycle, step: Any) -> Any:

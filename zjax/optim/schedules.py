@@ -3,12 +3,14 @@
 The optimizer counts: a skipped step does not advance the schedule.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import optax
+from absl import logging
 from jaxtyping import Array, Float, Int
 
 from zjax.config.buckets import bucket_picks, rate_factors
@@ -22,12 +24,12 @@ def make_schedule(
 ) -> Callable[[Int[Array, ""] | int], Float[Array, ""]]:
     """Builds `schedule(num_applied_steps)`, a float32 learning rate; it can be traced.
 
-    Step 0 has rate 0, as has step 1 of a `log` warm-up, and step `num_warmup_steps` the
-    peak (step 0 without warm-up). Except under `constant`, the last step,
-    `num_steps - 1`, and any after it have the final fraction of the peak. Between, the
-    rate decays with the tokens that the steps consume, which is with the steps where
-    all of them have one length. Schedules of `zjax.optim.cycles` count steps and have
-    ends of their own.
+    Step 0 has rate 0, as has step 1 of a `log` warm-up, and the step after the warm-up
+    the peak. A warning names a run that ends before. Except under `constant`, the last
+    step, `num_steps - 1`, and any after it have the final fraction of the peak.
+    Between, the rate decays with the tokens that the steps consume, which is with the
+    steps where all of them have one length. Schedules of `zjax.optim.cycles` count
+    steps and have ends of their own.
 
     Example:
         >>> import dataclasses
@@ -44,10 +46,12 @@ def make_schedule(
         al., arXiv:2404.06395.
     """
     settings, factor = config.optimizer, _by_rows(config)
+    num_warmup = settings.warmup_steps(config.num_steps)
+    if num_warmup > config.num_steps:
+        _log_unreached(num_warmup, config.num_steps)
     if settings.schedule in DEEPSPEED:
         whole = DEEPSPEED[settings.schedule](config)
         return lambda step: jnp.asarray(whole(step) * factor(step), jnp.float32)
-    num_warmup = settings.num_warmup_steps
     pieces = [(_warmup(config), num_warmup)]
     pieces += _after_warmup(config, num_decay=config.num_steps - 1 - num_warmup)
     pieces = [piece for piece in pieces if piece[1] > 0]
@@ -63,9 +67,17 @@ def make_schedule(
     return schedule
 
 
+@functools.cache
+def _log_unreached(num_warmup: int, num_steps: int) -> None:
+    """Logs once that a run, such as a trial, ends in its warm-up."""
+    text = "optimizer.num_warmup_steps=%d exceeds num_steps=%d: the learning rate does "
+    logging.warning(text + "not reach its peak", num_warmup, num_steps)
+
+
 def _warmup(config: Config) -> optax.Schedule:
+    """Builds the rise to the peak."""
     settings = config.optimizer
-    peak, number = settings.peak_learning_rate, settings.num_warmup_steps
+    peak, number = settings.peak_learning_rate, settings.warmup_steps(config.num_steps)
     if settings.warmup == "linear":
         return optax.linear_schedule(0.0, peak, number)
     return lambda step: peak * log_rise(step, number)
@@ -89,7 +101,8 @@ def _by_rows(config: Config) -> Callable[[Any], Any]:
 def _by_tokens(config: Config) -> Callable[[Any], Any]:
     """Maps a step to the one that would have its rate without length warm-up."""
     consumed = make_tokens(config)
-    first, last = config.optimizer.num_warmup_steps, config.num_steps - 1
+    last = config.num_steps - 1
+    first = config.optimizer.warmup_steps(config.num_steps)
     changes = [step for step in consumed.changes() if first < step <= last]
     if not changes or config.sequence_warmup.form not in CUTS:
         return lambda step: step
