@@ -51,6 +51,8 @@ def test_data_of_another_tokenizer_is_refused(checkpoint, tmp_path):
     with pytest.raises(ConfigError) as error:
         check(checkpoint, **data)
     assert str(error.value) == expected
+    with pytest.raises(ConfigError, match="has another tokenizer than distill"):
+        check("", **data, **{"distill.teacher": str(checkpoint)})
     config = golden.make_config("mistral", data, directory=checkpoint)
     with pytest.raises(ConfigError) as error:  # before anything is compiled
         Trainer(load_config(config, {"directory": str(tmp_path / "run")}))

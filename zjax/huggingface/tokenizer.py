@@ -64,44 +64,53 @@ def tokenizer_of_run(store: Store, step: int | None = None) -> CheckpointTokeniz
     return CheckpointTokenizer(record, store.directory / RUN_FOLDER / TOKENIZER_NAME)
 
 
-def tokenizer_of_start(init_from: str) -> CheckpointTokenizer:
-    """Reads the tokenizer of `checkpoint.init_from`.
+def tokenizer_of_start(field: str, start: str) -> CheckpointTokenizer:
+    """Reads the tokenizer of weights that a run reads.
 
     Args:
-        init_from: Directory of a Hugging Face checkpoint or of a run, or a file.
+        field: Setting that names them, for messages.
+        start: Directory of a Hugging Face checkpoint or of a run, or a file.
 
     Raises:
         DataError: A file of the tokenizer cannot be read.
         CheckpointError: The record of a run is damaged.
     """
-    place = pathlib.Path(local_path("checkpoint.init_from", init_from))
+    place = pathlib.Path(local_path(field, start))
     if (steps := find_steps(place)) is not None:
         return tokenizer_of_run(Store(str(steps)))
     path = (place if place.is_dir() else place.parent) / TOKENIZER_NAME
-    is_there = find_config(init_from) is not None and path.exists()
+    is_there = find_config(start) is not None and path.exists()
     record = text.load_tokenizer(path).record if is_there else None
     return CheckpointTokenizer(record, path)
 
 
 def check_start(config: schema.Config) -> None:
-    """Refuses to train a checkpoint on the tokens of another tokenizer.
+    """Refuses to train or to distil a checkpoint on the tokens of another tokenizer.
 
     Process 0 warns where the data or the checkpoint has no tokenizer, and where their
     texts begin otherwise. The data may have tokens that the checkpoint lacks.
 
     Args:
-        config: Read for `data` and `checkpoint.init_from`.
+        config: Read for `data`, `checkpoint.init_from` and `distill.teacher`.
 
     Raises:
         ConfigError: An id means another token in the data than in the checkpoint.
     """
-    start = config.checkpoint.init_from
-    if not start:
-        return
-    mine, theirs = data.read_record(config), tokenizer_of_start(start)
+    starts = {
+        "checkpoint.init_from": config.checkpoint.init_from,
+        "distill.teacher": config.distill.teacher,
+    }
+    for field, start in starts.items():
+        if start:
+            _check_checkpoint(config, field, start)
+
+
+def _check_checkpoint(config: schema.Config, field: str, start: str) -> None:
+    """Compares the data with one checkpoint."""
+    mine, theirs = data.read_record(config), tokenizer_of_start(field, start)
     key = "path" if config.data.source == "tokens" else "source"
     value = getattr(config.data, key)
-    names = f"data.{key}={value!r}", f"checkpoint.init_from={start!r}"
+    names = f"data.{key}={value!r}", f"{field}={start!r}"
     if theirs.record is None:
         message = "%s has no tokenizer that zjax reads: nothing compares it with %s"
         _warn(message, names[::-1])
