@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 
 import jax
 import numpy as np
@@ -20,7 +19,7 @@ import pytest
 from safetensors import numpy as safetensors
 
 from tests.support import huggingface as golden
-from tests.support import small_run
+from tests.support import programs, small_run
 from zjax import main
 from zjax.config import describe_config, load_config
 from zjax.huggingface import adapter_settings
@@ -98,13 +97,8 @@ def run_each(folder, commands):
 
 
 def start(*words):
-    return subprocess.Popen(
-        [*ZJAX, *words],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return programs.started([*ZJAX, *words], cwd=ROOT, **pipes)
 
 
 @pytest.fixture
@@ -223,13 +217,13 @@ def test_two_processes_train_as_one_and_stop_together_on_a_signal(tmp_path, sett
     small_run.fit(tmp_path / "alone", constant)
     words = ("--num_processes=2", "train", settings, "--simulated_devices=4")
     longer = "--gin=config.num_steps=400", "--gin=config.optimizer.schedule='constant'"
-    program = start("launch", *words, *longer)
     path = tmp_path / "run" / "metrics.jsonl"
-    while not (path.exists() and '"step": 8,' in path.read_text()):
-        assert program.poll() is None, program.communicate()[0]
-        time.sleep(0.01)
-    program.send_signal(signal.SIGTERM)
-    out, _ = program.communicate(timeout=300)
+    with start("launch", *words, *longer) as program:
+        programs.wait_until(
+            lambda: path.exists() and '"step": 8,' in path.read_text(), program
+        )
+        program.send_signal(signal.SIGTERM)
+        out, _ = programs.finish(program)
     assert program.returncode == 143, out
     assert "process" in out
     steps = [int(p.name) for p in (tmp_path / "run" / "checkpoints").iterdir()]

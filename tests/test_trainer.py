@@ -18,7 +18,7 @@ import optax
 import pytest
 
 import zjax
-from tests.support import models, small_run
+from tests.support import models, programs, small_run
 from tests.support.cases import some_by_hand
 from zjax.checkpoint.export import export_safetensors
 from zjax.errors import CheckpointError, ConfigError, DataError, NonFiniteError
@@ -28,29 +28,16 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 def start_program(directory, num_steps, *overrides):
     command = [sys.executable, "-m", "tests.support.small_run", str(directory)]
-    return subprocess.Popen(
-        [*command, str(num_steps), *overrides],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def finish(program):
-    out, err = program.communicate(timeout=300)
-    assert program.returncode == 0, err
-    return out
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return programs.started([*command, num_steps, *overrides], cwd=ROOT, **pipes)
 
 
 def wait_for_step(directory, step, program):
     """Waits until a run has told of a step."""
     path = pathlib.Path(directory) / "metrics.jsonl"
-    while program.poll() is None:
-        if path.exists() and f'"step": {step},' in path.read_text():
-            return
-        time.sleep(0.005)
-    raise AssertionError(program.communicate()[1])
+    programs.wait_until(
+        lambda: path.exists() and f'"step": {step},' in path.read_text(), program
+    )
 
 
 def assert_same_run(trainer, other):
@@ -112,14 +99,12 @@ def kill_and_resume(tmp_path, whole, num_kills, seed):
     """Kills a run that saves every second step at random moments, then lets it end."""
     moments = random.Random(seed)
     for _ in range(num_kills):
-        program = start_program(tmp_path, 8, "checkpoint.every_steps=2")
-        try:
-            wait_for_step(tmp_path, moments.randint(2, 6), program)
-        except AssertionError:
-            break  # it was resumed behind that step and came to its end
-        time.sleep(moments.random() * 0.2)
-        program.send_signal(signal.SIGKILL)
-        program.communicate()
+        with start_program(tmp_path, 8, "checkpoint.every_steps=2") as program:
+            try:
+                wait_for_step(tmp_path, moments.randint(2, 6), program)
+            except AssertionError:
+                break  # it was resumed behind that step and came to its end
+            time.sleep(moments.random() * 0.2)
     resumed = small_run.fit(tmp_path, "checkpoint.every_steps=2")
     assert_same_run(resumed, whole)
     assert small_run.losses(tmp_path) == small_run.losses(whole.config.directory)
@@ -182,10 +167,11 @@ class Stepping:
 def test_signal_stops_with_a_checkpoint_and_the_run_goes_on_later(
     tmp_path, whole, number
 ):
-    program = start_program(tmp_path, 8)
-    wait_for_step(tmp_path, 1, program)
-    program.send_signal(number)
-    out = finish(program)
+    with start_program(tmp_path, 8) as program:
+        wait_for_step(tmp_path, 1, program)
+        program.send_signal(number)
+        out, errors = programs.finish(program)
+    assert program.returncode == 0, errors
     assert "stopping after this step; saving a checkpoint" in out
     resumed = small_run.fit(tmp_path)
     assert_same_run(resumed, whole)

@@ -5,11 +5,10 @@ import pathlib
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
-from tests.support import contests
+from tests.support import contests, programs
 from tests.support.contests import contestant, speed_row
 from zjax.bench.turns import find_machine
 from zjax.errors import BenchError
@@ -38,25 +37,14 @@ def test_stopping_a_contest_stops_its_program_and_what_that_started(tmp_path):
     contests.write_contest(tmp_path / "toy.py", [contestant("ours", code=code)], rows)
     words = ("-m", "zjax.main", "bench", "--contest=toy.py", "--simulated_devices=2")
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    program = subprocess.Popen(
-        [sys.executable, *words], cwd=tmp_path, env=environment, stdout=subprocess.PIPE
-    )
+    how = {"cwd": tmp_path, "env": environment, "stdout": subprocess.PIPE}
     pids = tmp_path / "pids"
-    while not (pids.exists() and len(pids.read_text().split()) == 2):
-        assert program.poll() is None
-        time.sleep(0.05)
-    program.send_signal(signal.SIGTERM)
-    program.communicate(timeout=300)
+    with programs.started([sys.executable, *words], **how) as program:
+        programs.wait_until(
+            lambda: pids.exists() and len(pids.read_text().split()) == 2, program
+        )
+        program.send_signal(signal.SIGTERM)
+        programs.finish(program)
     assert program.returncode == 128 + signal.SIGTERM
     for pid in map(int, pids.read_text().split()):
-        assert not is_running(pid)
-
-
-def is_running(pid):
-    try:
-        state = (
-            pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        )
-    except FileNotFoundError:
-        return False
-    return state != "Z"
+        assert not programs.is_alive(pid)

@@ -3,14 +3,13 @@
 import fcntl
 import os
 import pathlib
-import subprocess
 import sys
 import textwrap
-import time
 
 import numpy as np
 import pytest
 
+from tests.support import programs
 from zjax.config import schema
 from zjax.data import analyze, metrics, packing, source
 from zjax.errors import DataError, ProcessError
@@ -143,14 +142,6 @@ def shards_in(output):
     return {int(path.name[-4:]) for path in output.glob("shards-*/values-*")}
 
 
-def is_alive(pid):
-    try:
-        state = pathlib.Path(f"/proc/{pid}/stat").read_text().split()[2]
-    except OSError:
-        return False
-    return state != "Z"
-
-
 def descendants(pid):
     listed = pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text()
     children = list(map(int, listed.split()))
@@ -163,20 +154,16 @@ def test_a_killed_run_loses_no_finished_shard(scores, num_processes):
     (scores / "block").write_text("31")  # of shard 4, which is never finished
     output, program = scores / "out", scores / "program.py"
     program.write_text(PROGRAM.format(output=str(output), n=num_processes))
-    run_of_program = subprocess.Popen(
-        [sys.executable, program],
-        env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{scores}"},
-    )
     finished = {0, 1, 2, 3} if num_processes == 1 else {0, 1, 2, 3, 5, 6}
-    while shards_in(output) != finished:
-        assert run_of_program.poll() is None
-        time.sleep(0.02)
-    processes = [run_of_program.pid, *descendants(run_of_program.pid)]
-    assert len(processes) == (1 if num_processes == 1 else 4)  # and a tracker
-    run_of_program.kill()
-    run_of_program.wait()
-    while any(map(is_alive, processes)):  # they end by themselves
-        time.sleep(0.02)
+    environ = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{scores}"}
+    with programs.started([sys.executable, program], env=environ) as started:
+        programs.wait_until(lambda: shards_in(output) == finished, started)
+        processes = [started.pid, *descendants(started.pid)]
+        assert len(processes) == (1 if num_processes == 1 else 4)  # and a tracker
+        started.kill()
+        started.wait()
+        # they end by themselves
+        programs.wait_until(lambda: not any(map(programs.is_alive, processes)))
     assert shards_in(output) == finished
     (scores / "block").unlink()
     (scores / "log").unlink()

@@ -17,7 +17,7 @@ import pytest
 
 import zjax
 from tests.offload.test_train import assert_same_run
-from tests.support import small_run
+from tests.support import programs, small_run
 from tests.support.cases import some_by_hand
 from tests.support.disks import block_bytes
 from tests.support.offload import (
@@ -287,15 +287,14 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(tmp_path, kills):
 
         start = count()
         command = [sys.executable, "-m", "tests.support.small_run", str(directory), "8"]
-        with subprocess.Popen(
-            [*command, *settings], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        ) as process:
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        with programs.started([*command, *settings], **pipes) as process:
             while num_steps and process.poll() is None:
                 if count() - start >= num_steps:
                     process.kill()
                 time.sleep(0.005)  # leaves the processor to the run
             output, _ = process.communicate()
-        assert num_steps or process.returncode == 0, output.decode()[-2000:]
+        assert num_steps or process.returncode == 0, output[-2000:]
         return small_run.losses(directory)
 
     expected = run(tmp_path / "whole")

@@ -16,7 +16,7 @@ import pytest
 
 from tests.checkpoint import states
 from tests.processes import worker
-from tests.support import squares
+from tests.support import programs, squares
 from tests.support.cases import some_by_hand
 from zjax import processes
 from zjax.checkpoint.store import Store
@@ -45,14 +45,15 @@ def launcher(task, directory, num_processes=2, **environ):
 def ended(*launchers):
     """Their output and last words, once all have ended; none outlives the test."""
     try:
-        yield [launched.communicate(timeout=300) for launched in launchers]
+        yield [programs.finish(launched) for launched in launchers]
     finally:
         for launched in launchers:
             launched.kill()
+            launched.communicate()
 
 
 def wait_until_ready(launched):
-    limit = threading.Timer(120, launched.kill)
+    limit = threading.Timer(programs.HANG_SECONDS, launched.kill)
     limit.start()
     try:
         for line in launched.stdout:
@@ -279,7 +280,7 @@ def test_a_killed_parent_takes_its_children_along(tmp_path):
     children = [os.pidfd_open(pid) for pid in pids]
     launched.kill()
     for child in children:
-        assert select.select([child], [], [], 60)[0]
+        assert select.select([child], [], [], programs.HANG_SECONDS)[0]
     launched.communicate()
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from tests.storage.conftest import CHUNK_BYTES, SPECS, make_row
+from tests.support import programs
 from zjax.errors import StorageError
 from zjax.storage import scratch
 from zjax.storage.array import DiskArray
@@ -287,10 +288,10 @@ time.sleep(float(sys.argv[2]))
 
 def test_a_process_leaves_nothing_and_removes_what_a_killed_one_left(tmp_path):
     command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
-    pipes = {"stdout": subprocess.PIPE, "text": True}
+    pipes = {"stdout": subprocess.PIPE}
     with (
-        subprocess.Popen([*command, "600"], **pipes) as alive,
-        subprocess.Popen([*command, "600"], **pipes) as killed,
+        programs.started([*command, "600"], **pipes) as alive,
+        programs.started([*command, "600"], **pipes) as killed,
     ):
         places = [pathlib.Path(p.stdout.readline().strip()) for p in (alive, killed)]
         assert all(place.is_dir() for place in places)
@@ -298,6 +299,5 @@ def test_a_process_leaves_nothing_and_removes_what_a_killed_one_left(tmp_path):
         killed.wait()
         subprocess.run([*command, "0"], check=True, capture_output=True)
         assert [place.is_dir() for place in places] == [True, False]
-        alive.kill()
     subprocess.run([*command, "0"], check=True, capture_output=True)
     assert list(tmp_path.iterdir()) == []
