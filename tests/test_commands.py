@@ -1,9 +1,12 @@
 """Commands that read checkpoints, and what they read besides."""
 
+import numpy as np
 import pytest
 from absl import flags
 
-from zjax.commands import read_prompts
+from tests.checkpoint import states
+from zjax.checkpoint.store import Store
+from zjax.commands import read_prompts, rewind
 from zjax.errors import ConfigError
 from zjax.main import define_flags
 from zjax.reading import MAX_TEXT_BYTES
@@ -15,6 +18,28 @@ def parsed():
         define_flags(["zjax"])
     if not flags.FLAGS.is_parsed():
         flags.FLAGS(["zjax"])
+
+
+def test_rewind_names_what_it_sets_aside(tmp_path, monkeypatch, capsys):
+    """Fails if a run goes on from a later step than the chosen one."""
+    rows = states.make_rows({"w": np.zeros(3, np.float32)})
+    store = Store(str(tmp_path / "checkpoints"))
+    for number in (1, 2):
+        store.save(number, states.place({"w": np.ones(3)}, rows), rows, extra={})
+    store.close()
+    monkeypatch.setattr(flags.FLAGS["run"], "value", str(tmp_path))
+    with pytest.raises(ConfigError) as error:
+        rewind()
+    assert str(error.value) == (
+        "--step='latest' is where a run goes on already; use best or a number"
+    )
+    monkeypatch.setattr(flags.FLAGS["step"], "value", "1")
+    rewind()
+    assert capsys.readouterr().out == (
+        f"set aside: {tmp_path}/checkpoints/set-aside-2\n"
+        "`zjax train` goes on from step 1; remove what you do not need\n"
+    )
+    assert Store(str(tmp_path / "checkpoints")).latest() == 1
 
 
 def test_prompts_are_the_lines_of_a_file(tmp_path):

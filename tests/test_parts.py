@@ -60,8 +60,8 @@ def test_an_earlier_step_is_evaluated_and_not_trained_on(trained):
     with pytest.raises(CheckpointError) as error:
         earlier.fit()
     assert str(error.value) == (
-        "step=2 is behind step 4, which is saved too; train from the newest, or copy "
-        "this one to another directory"
+        "step=2 is behind step 4, which is saved too; train from the newest, set "
+        "the later ones aside (zjax rewind), or copy this one to another directory"
     )
     with pytest.raises(CheckpointError, match="3"):
         small_run.make_trainer(directory, *SETTINGS, step=3)

@@ -15,6 +15,7 @@ from typing import NoReturn
 import jax
 from absl import flags
 
+from zjax.checkpoint import steps
 from zjax.checkpoint.average import saved_parts
 from zjax.checkpoint.export import export_safetensors
 from zjax.checkpoint.inspect import describe_verdicts, exit_status, inspect_steps
@@ -33,6 +34,7 @@ from zjax.forward import AUXILIARY_LOSS
 from zjax.huggingface.export import export_huggingface
 from zjax.huggingface.peft import export_peft
 from zjax.observe.progress import describe_values
+from zjax.processes import hold
 from zjax.reading import read_text
 from zjax.resume import STARTED_FROM
 from zjax.train.average import choose_part, parts_of
@@ -220,6 +222,28 @@ class Parser(argparse.ArgumentParser):
         usage = self.format_usage().partition(": ")[2].strip()
         problem = f"cannot be read ({message})"
         raise ConfigError(Problem("command", self.prog, problem, f"use {usage}"))
+
+
+def rewind() -> None:
+    """Sets the checkpoints of a run after a chosen one aside.
+
+    Raises:
+        ConfigError: No run is given, or no earlier step.
+        CheckpointError: There is no such checkpoint.
+        ProcessError: The run is training.
+    """
+    directory = local_path("run", flags.FLAGS.run)
+    store = open_store(directory)
+    step = chosen_step(store)
+    if step is None:
+        problem = "is where a run goes on already"
+        raise ConfigError(Problem("--step", "latest", problem, "use best or a number"))
+    store.extra(step)  # raises if there is no such step
+    with hold(directory):
+        moved = steps.set_aside(store.directory, step)
+    for path in moved:
+        print(f"set aside: {path}")
+    print(f"`zjax train` goes on from step {step}; remove what you do not need")
 
 
 def check() -> None:

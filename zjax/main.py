@@ -451,6 +451,13 @@ COMMANDS = {
         "zjax convert ds_config.json > config.py",
         arguments="FILE",
     ),
+    "rewind": Command(
+        commands.rewind,
+        "Sets later checkpoints aside, so that a run goes on from a chosen one.",
+        "zjax rewind --run=runs/quickstart --step=1000",
+        {"run": "", "step": "Checkpoint to go on from: best or a number."},
+        has_settings=False,
+    ),
     "check": Command(
         commands.check,
         "Says whether the checkpoints of a run are as they were saved.",

@@ -84,7 +84,8 @@ def check_newest(store: Store, step: int) -> None:
     latest = store.latest()
     if latest is not None and latest > step:
         problem = f"is behind step {latest}, which is saved too"
-        remedy = "train from the newest, or copy this one to another directory"
+        remedy = "train from the newest, set the later ones aside (zjax rewind), or "
+        remedy += "copy this one to another directory"
         raise CheckpointError(Problem("step", step, problem, remedy))
 
 

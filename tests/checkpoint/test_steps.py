@@ -47,6 +47,23 @@ def test_files_and_folders_are_synced_before_the_rename(tmp_path, monkeypatch):
     assert str(top) in done[renamed:]
 
 
+def test_later_steps_are_set_aside_and_nothing_is_lost(tmp_path):
+    """Fails if a run would go on from a later step, or a second rewind replaces one."""
+    for number in (1, 2, 10):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "file").write_text(f"first {number}")
+    moved = steps.set_aside(tmp_path, 1)
+    assert [path.name for path in moved] == ["set-aside-2", "set-aside-10"]
+    assert steps.named_steps(tmp_path) == [1]
+    (tmp_path / "2").mkdir()
+    (tmp_path / "2" / "file").write_text("second 2")
+    [again] = steps.set_aside(tmp_path, 1)
+    assert (again / "file").read_text() == "second 2"
+    assert (tmp_path / "set-aside-2" / "file").read_text() == "first 2"
+    steps.clear(tmp_path)
+    assert (tmp_path / "set-aside-10" / "file").read_text() == "first 10"
+
+
 def test_a_step_that_is_being_deleted_is_not_there(tmp_path, monkeypatch):
     """Fails if files go before the name does."""
     store = Store(str(tmp_path), keep_last=1, keep_best=0)

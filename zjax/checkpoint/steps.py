@@ -159,6 +159,25 @@ def commit(path: pathlib.Path, step: int) -> None:
     sync_directory(path.parent)
 
 
+def set_aside(directory: pathlib.Path, step: int) -> list[pathlib.Path]:
+    """Renames the steps after `step`, so that a run goes on from there.
+
+    Returns:
+        New paths, ascending by step; nothing removes them.
+
+    Raises:
+        OSError: One cannot be renamed.
+    """
+    moved = []
+    for later in reversed([n for n in named_steps(directory) if n > step]):
+        names = (f"set-aside-{later}" + f".{n}" * (n > 0) for n in itertools.count())
+        target = next(directory / x for x in names if not (directory / x).exists())
+        os.rename(directory / str(later), target)
+        moved.append(target)
+    sync_directory(directory)
+    return moved[::-1]
+
+
 def remove(path: pathlib.Path) -> None:
     """Deletes a step; its name goes before its files.
 
