@@ -1,11 +1,14 @@
 """A setting that nothing reads is refused, in the exact words that a user sees."""
 
+import math
+
 import pytest
 
 from tests.support.refusals import case, refusal
 from zjax import config as zconfig
 from zjax.config import effect, schema
 from zjax.errors import ConfigError
+from zjax.optim import build
 
 EFFECT = [
     case(
@@ -130,6 +133,23 @@ def test_settings_of_an_optimizer_that_is_not_used_are_refused():
         "0.9, or give no optimizer\n"
         "optimizer.moment_dtype='int8' has no effect on the optimizer that was given; "
         "leave it at 'float32', or give no optimizer"
+    )
+
+
+def test_numbers_of_a_named_config_give_way_to_a_given_optimizer():
+    """Fails if a user has to write defaults back, or a record has an unused rate."""
+    config = zconfig.load_config("gpt2_124m", "num_steps=400")
+    zconfig.check_config(config, 8, user_optimizer=True)
+    assert config.optimizer.peak_learning_rate == 6e-4
+    assert build.with_clipping_as_set(config).optimizer == schema.Optimizer(
+        clip_norm=math.inf
+    )
+    config = zconfig.load_config(config, "optimizer.peak_learning_rate=0.01")
+    with pytest.raises(ConfigError) as error:
+        zconfig.check_config(config, 8, user_optimizer=True)
+    assert str(error.value) == (
+        "optimizer.peak_learning_rate=0.01 has no effect on the optimizer that was "
+        "given; leave it at 0.0003, or give no optimizer"
     )
 
 

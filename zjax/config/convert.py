@@ -157,8 +157,8 @@ def _value(hint: Any, value: Any, field: str, problems: list[Problem]) -> Any:
         return _tuple(typing.get_args(hint)[0], value, field, problems)
     if hint is float and type(value) is int:
         return float(value)
-    is_offered = derived.is_offered(value) and isinstance(value, hint)
-    if type(value) is not hint and not is_offered:
+    is_marked = derived.is_offered(value) or derived.is_recipe(value)
+    if type(value) is not hint and not (is_marked and isinstance(value, hint)):
         expected = "bool: True or False" if hint is bool else hint.__name__
         _refuse_type(field, value, expected, problems)
     elif hint is float and math.isnan(value):

@@ -7,6 +7,7 @@ same ones that are set are known to be.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 DERIVED = "derived"
@@ -44,6 +45,34 @@ class OfferedFloat(float):
 
 class OfferedInt(int):
     """A whole number of that kind."""
+
+
+class RecipeFloat(float):
+    """A number of a config that comes with zjax, which a given optimizer replaces."""
+
+
+class RecipeInt(int):
+    """A whole number of that kind."""
+
+
+def as_recipe(section: Mapping[str, Any]) -> dict[str, Any]:
+    """Marks the numbers of a section of a config that comes with zjax.
+
+    Example:
+        >>> marked = as_recipe({"peak_learning_rate": 6e-4, "schedule": "linear"})
+        >>> [is_recipe(value) for value in marked.values()]
+        [True, False]
+    """
+    kinds = {int: RecipeInt, float: RecipeFloat}
+    return {
+        name: kinds[type(value)](value) if type(value) in kinds else value
+        for name, value in section.items()
+    }
+
+
+def is_recipe(value: Any) -> bool:
+    """Whether a number is one of a config that comes with zjax."""
+    return isinstance(value, RecipeFloat | RecipeInt)
 
 
 def offered(value: int | float) -> int | float:

@@ -188,7 +188,8 @@ def user_optimizer_problems(config: schema.Config) -> Iterator[Problem]:
     """Yields changed settings of the optimizer, for runs whose caller brings one."""
     for field in dataclasses.fields(schema.Optimizer):
         value, default = _value_and_default(config, f"optimizer.{field.name}")
-        if value != default and field.name not in _BESIDE_USER_OPTIMIZER:
+        is_unread = field.name not in _BESIDE_USER_OPTIMIZER
+        if value != default and is_unread and not derived.is_recipe(value):
             problem = "has no effect on the optimizer that was given"
             remedy = f"leave it at {default!r}, or give no optimizer"
             yield Problem(f"optimizer.{field.name}", value, problem, remedy)

@@ -11,7 +11,7 @@ from typing import Any
 
 import ml_collections
 
-from zjax.config import convert, deepspeed, gin, override, paths, schema
+from zjax.config import convert, deepspeed, derived, gin, override, paths, schema
 from zjax.config.named import find_config
 from zjax.config.vocabulary import with_vocabulary
 from zjax.errors import ConfigError, Problem
@@ -77,7 +77,10 @@ def _read(source: Any) -> Mapping[str, Any]:
         raise ConfigError(problem)
     if fault := find_fault(path):
         raise ConfigError(Problem("config", str(path), fault, _suggest(path)))
-    return _READERS[path.suffix](path)
+    values = _READERS[path.suffix](path)
+    if path != pathlib.Path(source) and "optimizer" in values:  # found by its name
+        values = {**values, "optimizer": derived.as_recipe(values["optimizer"])}
+    return values
 
 
 def _check_is_ours(values: Mapping[str, Any]) -> None:

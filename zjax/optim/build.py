@@ -14,7 +14,7 @@ import jax
 import optax
 
 from zjax.config import schema
-from zjax.config.derived import is_offered
+from zjax.config.derived import is_offered, is_recipe
 from zjax.config.groups import DEFAULT, FROZEN
 from zjax.optim import (
     cycles,
@@ -88,6 +88,9 @@ def make_optimizer(
 def with_clipping_as_set(config: schema.Config) -> schema.Config:
     """Clips only where that is set, for runs whose optimizer the caller brings.
 
+    Numbers of a config that comes with zjax become defaults, as no record of the run
+    may name a learning rate that the run does not have.
+
     Example:
         >>> default = with_clipping_as_set(schema.Config())
         >>> config = schema.Config(optimizer=schema.Optimizer(clip_norm=1.0))
@@ -95,9 +98,15 @@ def with_clipping_as_set(config: schema.Config) -> schema.Config:
         >>> default.optimizer.clip_norm, given.optimizer.clip_norm
         (inf, 1.0)
     """
-    if not is_offered(config.optimizer.clip_norm):
-        return config
-    optimizer = dataclasses.replace(config.optimizer, clip_norm=math.inf)
+    given, default = config.optimizer, schema.Optimizer()
+    changes = {
+        field.name: getattr(default, field.name)
+        for field in dataclasses.fields(given)
+        if is_recipe(getattr(given, field.name)) and field.name != "ema_decay"
+    }
+    if is_offered(given.clip_norm) or "clip_norm" in changes:
+        changes["clip_norm"] = math.inf
+    optimizer = dataclasses.replace(given, **changes)
     return dataclasses.replace(config, optimizer=optimizer)
 
 
