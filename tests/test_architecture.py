@@ -34,6 +34,7 @@ FLOORS = (
     ("bench", "commands", "data_commands", "harness"),
     ("completion", "config_commands", "tune"),
     ("main",),
+    ("__main__",),
 )
 FLOOR = {part: height for height, parts in enumerate(FLOORS) for part in parts}
 AXES = {"pipeline", "replica", "expert", "sequence", "tensor"}

@@ -1,23 +1,29 @@
 """Commands that read checkpoints, and what they read besides."""
 
+import json
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl import flags
 
 from tests.checkpoint import states
+from tests.support import huggingface as golden
+from tests.support.command_line import typed
+from zjax import commands
 from zjax.checkpoint.store import Store
 from zjax.commands import read_prompts, rewind
+from zjax.data import source
+from zjax.data.evaluation import EvaluationOrder
 from zjax.errors import ConfigError
-from zjax.main import define_flags
 from zjax.reading import MAX_TEXT_BYTES
 
 
 @pytest.fixture(autouse=True)
 def parsed():
-    if "prompt" not in flags.FLAGS:
-        define_flags(["zjax"])
-    if not flags.FLAGS.is_parsed():
-        flags.FLAGS(["zjax"])
+    with typed():
+        yield
 
 
 def test_rewind_names_what_it_sets_aside(tmp_path, monkeypatch, capsys):
@@ -71,3 +77,67 @@ def test_a_file_that_holds_no_prompts(content, problem, tmp_path):
     with pytest.raises(ConfigError) as error:
         read_prompts(str(path))
     assert str(error.value) == f"--file='{path}' {problem}"
+
+
+def test_chats_are_messages_of_a_user_or_records_of_a_file(tmp_path):
+    """Fails if a prompt of --chat is continued as text, or a record loses its turns."""
+    with typed("--chat", "--prompt=Why?"):
+        [talk] = commands.chats_given()
+    assert talk.messages == [{"role": "user", "content": "Why?"}]
+    assert commands.describe_text(talk, "So.", as_json=False) == "So."
+    turns = [{"role": role, "content": "x"} for role in ("system", "user")]
+    path = tmp_path / "talks.jsonl"
+    path.write_text(json.dumps({"messages": turns}) + "\n")
+    with typed("--chat=checkpoint", f"--file={path}"):
+        [talk] = commands.chats_given()
+    line = commands.describe_text(talk, "So.", as_json=True)
+    answer = {"role": "assistant", "content": "So."}
+    assert json.loads(line) == {"messages": [*turns, answer]}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ("--chat",),
+            "--chat='true' has no message; write it as --prompt, or several in a "
+            "--file",
+        ),
+        (
+            ("--chat", "--prompt=a", "--special_tokens"),
+            "--special_tokens=True has no effect with --chat, whose template has them; "
+            "leave it out",
+        ),
+    ],
+    ids=["no-message", "special-tokens"],
+)
+def test_flags_that_conversations_do_not_read_are_refused(words, message):
+    with typed(*words), pytest.raises(ConfigError) as error:
+        commands.chats_given()
+    assert str(error.value) == message
+
+
+def test_a_checkpoint_of_hugging_face_is_evaluated_without_a_run(
+    tmp_path, monkeypatch, capsys
+):
+    """Fails if a checkpoint that zjax did not write needs a run, or makes one."""
+    monkeypatch.chdir(tmp_path)
+    folder = golden.copy("llama", tmp_path / "base")
+    words = (
+        f"--run={folder}",
+        *("--config.data.source=synthetic", "--config.data.length=8"),
+        *("--config.global_batch_size=8", "--config.evaluation.num_batches=1"),
+        "--config.precision.compute_dtype=float32",
+    )
+    with typed(*words):
+        config = commands.settings_to_evaluate()
+        commands.evaluate(config)
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [path.name for path in tmp_path.iterdir()] == ["base"]
+    rows = source.open_rows(config, "validation")
+    rows = rows.read(EvaluationOrder(8, len(rows), 8).indices(0))
+    run = golden.start(golden.make_config("llama"))
+    scores = jax.nn.log_softmax(run.bind(run.state)(jnp.asarray(rows["tokens"])))
+    picked = np.take_along_axis(np.asarray(scores), rows["targets"][..., None], -1)
+    assert found["eval_loss"] == pytest.approx(-picked.mean(), rel=1e-5)
+    assert (found["part"], found["step"], found["evaluated_rows"]) == ("raw", 0, 8)

@@ -102,3 +102,30 @@ def test_the_loss_of_a_token_stream_is_that_of_each_row_alone(
     assert expected["evaluated_rows"] % 16
     for name, value in trainer.evaluate().items():
         assert value == pytest.approx(expected[name], rel=1e-6)
+
+
+def test_a_run_is_evaluated_on_other_data_of_its_tokenizer_alone(tmp_path, stream):
+    """Fails if other held-out text is refused, or trained on as if it were the same."""
+    overrides = (*stream, "model.vocab_size=300", "num_steps=1")
+    overrides += ("optimizer.num_warmup_steps=0",)
+    small_run.fit(tmp_path / "run", *overrides, num_devices=1)
+    prepare.prepare(["text.jsonl"], "other", validation_fraction=0.4)
+    prepare.prepare(
+        ["text.jsonl"], "merged", tokenizer="bpe:260", validation_fraction=0.4
+    )
+
+    def opened(path):
+        given = (*overrides, f"data.path={path}")
+        return small_run.make_trainer(tmp_path / "run", *given, step=1, num_devices=1)
+
+    own, other = opened("tokens"), opened("other")
+    more = other.evaluate()["evaluated_rows"]
+    assert more > own.evaluate()["evaluated_rows"] > 0
+    with pytest.raises(DataError, match="so its samples are not these"):
+        other.fit()
+    with pytest.raises(DataError) as error:
+        opened("merged")
+    assert str(error.value) == (
+        "data.path='merged' has tokens of 'bpe:260', and the run was trained on those "
+        "of 'bytes'; prepare the text with the tokenizer of the run"
+    )

@@ -9,6 +9,8 @@ import pytest
 
 from tests.support import small_run
 from zjax.config import load_config
+from zjax.data.prompts import Prompts
+from zjax.data.tokenizer import load_tokenizer, train_bpe
 from zjax.errors import ConfigError, PackageError
 from zjax.harness import Scorer, evaluate_with_harness
 
@@ -50,7 +52,7 @@ def test_scores_are_those_of_the_module(trainer, num_rows):
 def test_what_the_model_writes_is_what_it_finds_most_likely(trainer):
     scorer = Scorer(trainer)
     text = scorer.continue_text("5 6", max_new_tokens=4)
-    assert f"5 6 {text}" == trainer.generate("5 6", temperature=0.0, max_new_tokens=4)
+    assert f"5 6{text}" == trainer.generate("5 6", temperature=0.0, max_new_tokens=4)
     tokens = scorer.tokenizer.encode(text).tolist()
     (score, is_best), (other, is_other) = scorer.score(
         [([5, 6], tokens), ([5, 6], [*tokens[:-1], (tokens[-1] + 1) % 61])]
@@ -60,7 +62,7 @@ def test_what_the_model_writes_is_what_it_finds_most_likely(trainer):
     assert score > other
     first = text.split()[0]
     assert scorer.continue_text("5 6", until=[text.split()[1]], max_new_tokens=4) == (
-        f"{first} "
+        f" {first} "
     )
 
 
@@ -71,6 +73,33 @@ def test_a_continuation_longer_than_the_model_is_refused(trainer):
         "continuation='...' has 17 tokens, more than model.max_length=16; "
         "score it in windows"
     )
+
+
+def test_texts_begin_with_bos_once_and_follow_it_where_there_is_no_context(
+    trainer, tmp_path
+):
+    """Fails if the end token stands where BOS belongs, or BOS stands twice."""
+    library = train_bpe(["user asks"], 260)
+    library.add_special_tokens(["<bos>", "<end>"])
+    library.save(str(tmp_path / "tokenizer.json"))
+    template = "{{ bos_token }}{% for m in messages %}{{ m.content }}<end>{% endfor %}"
+    values = {"bos_token": "<bos>", "eos_token": "<end>", "chat_template": template}
+    values |= {"add_bos_token": True}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(values))
+    scorer = copy.copy(Scorer(trainer))
+    assert scorer.prefix_id == 60  # numbers have no BOS
+    scorer.tokenizer = load_tokenizer(tmp_path / "tokenizer.json")
+    scorer.prompts = Prompts(scorer.tokenizer, str(tmp_path))
+    bos, end = scorer.prefix_id, scorer.tokenizer.end_id
+    a, b = scorer.encode_inner("a"), scorer.encode_inner(" b")
+    assert (bos, end) == (260, 261) and bos not in [*a, *b]
+    assert scorer.encode_pair("", " b") == ([bos], b)
+    assert scorer.encode_pair(" ", "b") == ([bos], b)
+    assert scorer.encode_pair("a ", "b") == ([bos, *a], b)
+    assert end not in scorer.encode_pair("a<end>", "b")[0]
+    text = scorer.render([{"role": "user", "content": "a"}], asks=True)
+    assert text == "<bos>a<end>"
+    assert scorer.encode_pair(text, " b") == ([bos, *a, end], b)
 
 
 def test_an_encoder_is_refused(trainer):
@@ -156,7 +185,7 @@ def test_tasks_of_the_harness_have_the_scores_of_their_rows(trainer, tmp_path):
     texts = [sample["resps"][0][0] for sample in found["samples"]["text"]]
     assert texts == [
         trainer.generate(d["context"], temperature=0.0, max_new_tokens=3)[
-            len(d["context"]) + 1 :
+            len(d["context"]) :
         ]
         for d in docs
     ]

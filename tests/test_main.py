@@ -26,7 +26,7 @@ from zjax.huggingface import adapter_settings
 from zjax.trainer import Trainer
 
 ROOT = pathlib.Path(__file__).parents[1]
-ZJAX = (sys.executable, "-m", "zjax.main")
+ZJAX = (sys.executable, "-m", "zjax")
 EACH_IN_A_FORK = """
 import gc, json, os, sys
 from zjax import main
@@ -148,7 +148,7 @@ def test_a_run_describes_itself_and_knows_its_best_step(tmp_path):
     """Fails if --run takes other settings, or best is the newest step."""
     every = ("checkpoint.every_steps=4", "evaluation.every_steps=4")
     late = ("optimizer.peak_learning_rate=3.0", "optimizer.num_warmup_steps=8")
-    small_run.fit(tmp_path / "run", *every, *late)
+    small_run.fit(tmp_path / "run", *every, *late, "checkpoint.resume=never")
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     told = {row["step"]: row for row in map(json.loads, lines) if "eval_loss" in row}
     assert told[4]["eval_loss"] < told[8]["eval_loss"]
@@ -179,6 +179,11 @@ def test_a_run_describes_itself_and_knows_its_best_step(tmp_path):
     prompts.write_text(f"5\n{'5 ' * 99}\n{'6 ' * 99}\n")
     out = run(*hot, f"--file={prompts}", code=2)
     assert out.count("is 99 tokens; use 1 to ") == 2
+    of = f"--run={tmp_path / 'moved'}"
+    out = run("train", of, "--config.num_steps=9", "--simulated_devices=8")
+    assert "8 shares x 1 microbatches; continues at step 8, ends at 9\n" in out
+    assert f"\nevery array of the plan: zjax plan {of} --config.num_steps=9" in out
+    assert max(small_run.losses(tmp_path / "moved")) == 9
 
 
 def test_a_run_from_an_adapter_of_peft_is_evaluated_and_continued(tmp_path):
@@ -441,8 +446,8 @@ REFUSED = {
     ),
     "generate-from-nothing": (
         ("generate", "--config=configs/quickstart.py", "--config.directory=/nope"),
-        "zjax: directory='/nope/checkpoints' holds no checkpoint to resume from; "
-        "give the directory of a run, or set checkpoint.resume=auto\n",
+        "zjax: checkpoint.directory='/nope/checkpoints' holds no complete checkpoint; "
+        "give the directory that a run saved into, or start a new run\n",
     ),
 }
 """What is typed, and what is said to it."""
@@ -453,6 +458,7 @@ def test_what_a_command_does_not_read_is_refused(tmp_path):
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     found = run_each(tmp_path, typed)
     assert found == {name: (2, message) for name, (_, message) in REFUSED.items()}
+    assert not pathlib.Path("/nope").exists()
 
 
 @pytest.mark.parametrize(

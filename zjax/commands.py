@@ -9,6 +9,7 @@ import argparse
 import json
 import math
 import os
+import pathlib
 import sys
 from typing import NoReturn
 
@@ -29,26 +30,32 @@ from zjax.config.flags import (
 from zjax.config.load import load_config
 from zjax.config.paths import local_path
 from zjax.config.schema import Config
+from zjax.data import tables
+from zjax.data.conversations import ANSWERS, Conversation
+from zjax.data.documents import JSON_SUFFIXES, read_conversations
+from zjax.data.prompts import as_talk
 from zjax.errors import ConfigError, Problem
 from zjax.forward import AUXILIARY_LOSS
 from zjax.huggingface.export import export_huggingface
 from zjax.huggingface.peft import export_peft
+from zjax.huggingface.settings import CONFIG_NAME, model_settings
 from zjax.observe.progress import describe_values
 from zjax.processes import hold
 from zjax.reading import read_text
 from zjax.resume import STARTED_FROM
 from zjax.train.average import choose_part, parts_of
 from zjax.trainer import Trainer
+from zjax.usage import NO_VALUE
 
-_RESTORED = {"checkpoint.resume": "required"} | STARTED_FROM
-"""Settings of a run that is read again, whatever it started from."""
+CONVERSATION_SUFFIXES = (*JSON_SUFFIXES, *tables.SUFFIXES)
+"""Names of files that hold conversations, not texts, end so."""
 _MAX_DIGITS = 18
 _MAX_EXPONENT = 700
 """Losses of which e to their power is a number."""
 
 
 def settings() -> Config:
-    """The settings of the run that the command line names, by `--run` or `--config`.
+    """Reads the settings of the run that `--run`, or `--config` and others, name.
 
     Raises:
         ConfigError: Both are given, or the run does not describe itself.
@@ -63,19 +70,46 @@ def settings() -> Config:
     if not saved:
         remedy = "give its settings by --config"
         raise ConfigError(Problem("run", directory, "holds no settings", remedy))
-    here = {"directory": directory, "microbatch_size": 0}  # it follows the devices
+    here = {"directory": directory, "checkpoint.resume": "auto", "microbatch_size": 0}
     return load_config(saved, here, *changes_given())
 
 
-def chosen_step(store: Store) -> int | None:
-    """The checkpoint that `--step` names; None for the newest.
+def settings_to_evaluate() -> Config:
+    """Reads settings as `settings` does, or those of a Hugging Face checkpoint.
 
     Raises:
+        ConfigError: The checkpoint is of an unknown family, or a flag has no effect.
+        CheckpointError: The run holds no such checkpoint.
+    """
+    if not names_huggingface():
+        return settings()
+    refuse_flags(FILE_FLAGS, "has no effect on the checkpoint that --run names")
+    refuse_flags(["step", "part"], "has no effect on the checkpoint that --run names")
+    directory = local_path("run", flags.FLAGS.run)
+    start = {"checkpoint.init_from": directory, "model": model_settings(directory)}
+    # Evaluation updates nothing: a rule without moments needs the least memory.
+    start |= {"optimizer.name": "sgd", "optimizer.b1": 0.0}
+    return load_config({}, start, *changes_given())
+
+
+def names_huggingface() -> bool:
+    """Says whether `--run` names a Hugging Face checkpoint, and not a run."""
+    if not flags.FLAGS.run:
+        return False
+    folder = pathlib.Path(local_path("run", flags.FLAGS.run))
+    return (folder / CONFIG_NAME).is_file() and not (folder / "checkpoints").exists()
+
+
+def chosen_step(store: Store) -> int:
+    """The checkpoint that `--step` names.
+
+    Raises:
+        CheckpointError: There is no checkpoint, or only incomplete ones.
         ConfigError: It is no step, or no checkpoint knows its loss.
     """
     given = flags.FLAGS.step
     if given == "latest":
-        return None
+        return store.resolve(None)
     if given == "best":
         best = store.best()
         if best is None:
@@ -97,8 +131,12 @@ def open_store(directory: str) -> Store:
 
 def restored(config: Config) -> tuple[Trainer, str]:
     """A trainer restored from a checkpoint, and the kind of weights to use."""
-    config = load_config(config, _RESTORED)
-    trainer = Trainer(config, step=chosen_step(open_store(config.directory)))
+    # A given step makes no directory.
+    if names_huggingface():
+        trainer = Trainer(config, step=0)
+    else:  # what the run started from may be gone
+        step = chosen_step(open_store(config.directory))
+        trainer = Trainer(load_config(config, STARTED_FROM), step=step)
     part = choose_part(flags.FLAGS.part, parts_of(trainer.state))
     if jax.process_index() == 0:
         print(f"weights: {part} of step {trainer.step}", file=sys.stderr)
@@ -106,22 +144,26 @@ def restored(config: Config) -> tuple[Trainer, str]:
 
 
 def generate() -> None:
-    """Continues the prompt with a checkpoint, or each line of a file.
+    """Continues a prompt, or answers it as a message, with a checkpoint.
 
-    Those of a file are printed as JSON, `{"prompt": ..., "text": ...}` on a line each,
-    and are what the prompts alone would give.
+    Results of a file are printed as a line of JSON each, `{"prompt": ..., "text": ...}`
+    or `{"messages": ...}` with the answer, and are what the prompts alone would give.
 
     Raises:
         ConfigError: A flag is out of range, or the file cannot be read.
     """
     given = flags.FLAGS
     check_sampling(given.temperature, given.top_p)
-    prompts = read_prompts(given.file) if given.file else [given.prompt]
+    prompts = chats_given() if given.chat else texts_given()
+    is_named = given.chat not in ("", NO_VALUE)
+    chat = local_path("chat", given.chat) if is_named else ""
     trainer, part = restored(settings())
-    trainer.check_prompts(prompts)
-    for prompt in prompts:
+    encoded = trainer.encode_prompts(
+        prompts, chat=chat, special_tokens=given.special_tokens
+    )
+    for prompt, ids in zip(prompts, encoded, strict=True):
         text = trainer.generate(
-            prompt,
+            ids,
             max_new_tokens=given.max_new_tokens,
             temperature=given.temperature,
             top_k=given.top_k,
@@ -129,8 +171,60 @@ def generate() -> None:
             seed=given.seed,
             part=part,
         )
-        as_line = json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False)
-        print(as_line if given.file else text, flush=True)
+        print(describe_text(prompt, text, as_json=bool(given.file)), flush=True)
+
+
+def texts_given() -> list[str]:
+    """Reads the texts to continue: the lines of `--file`, or `--prompt`.
+
+    Raises:
+        ConfigError: The file cannot be read.
+    """
+    given = flags.FLAGS
+    return read_prompts(given.file) if given.file else [given.prompt]
+
+
+def chats_given() -> list[Conversation]:
+    """Reads the conversations to answer.
+
+    `--prompt`, or each line of a text that `--file` names, is the message of a user;
+    JSON Lines and tables hold whole conversations.
+
+    Raises:
+        ConfigError: There is none, or a flag has no effect on conversations.
+        DataError: A record is no conversation.
+    """
+    given = flags.FLAGS
+    refuse_flags(
+        ["special_tokens"], "has no effect with --chat, whose template has them"
+    )
+    if not given.file and not given["prompt"].present:
+        remedy = "write it as --prompt, or several in a --file"
+        raise ConfigError(Problem("--chat", given.chat, "has no message", remedy))
+    if pathlib.Path(given.file).suffix.lower() in CONVERSATION_SUFFIXES:
+        refuse_flags(["prompt"], "has no effect with --file")
+        documents = read_conversations(
+            pathlib.Path(local_path("file", given.file)), set()
+        )
+        return [document.talk for document in documents if document.talk is not None]
+    return [as_talk([{"role": "user", "content": text}]) for text in texts_given()]
+
+
+def describe_text(given: str | Conversation, text: str, *, as_json: bool) -> str:
+    """Writes a prompt with the text that follows it.
+
+    Example:
+        >>> describe_text("one", " two", as_json=True)
+        '{"prompt": "one", "text": "one two"}'
+        >>> describe_text("one", " two", as_json=False)
+        'one two'
+    """
+    if isinstance(given, Conversation):
+        answer = {"role": ANSWERS, "content": text}
+        shown, record = text, {"messages": [*given.messages, answer]}
+    else:
+        shown, record = given + text, {"prompt": given, "text": given + text}
+    return json.dumps(record, ensure_ascii=False) if as_json else shown
 
 
 def read_prompts(path: str) -> list[str]:
@@ -210,7 +304,6 @@ def export() -> None:
     step, dtype = chosen_step(store), flags.FLAGS.dtype
     part = choose_part(flags.FLAGS.part, saved_parts(store.entries(step)))
     size = write(store, output, part=part, step=step, dtype=dtype)
-    step = store.latest() if step is None else step
     print(f"wrote {output}, {size:,} bytes: weights {part} of step {step}")
 
 
@@ -234,10 +327,10 @@ def rewind() -> None:
     """
     directory = local_path("run", flags.FLAGS.run)
     store = open_store(directory)
-    step = chosen_step(store)
-    if step is None:
+    if flags.FLAGS.step == "latest":
         problem = "is where a run goes on already"
         raise ConfigError(Problem("--step", "latest", problem, "use best or a number"))
+    step = chosen_step(store)
     store.extra(step)  # raises if there is no such step
     with hold(directory):
         moved = steps.set_aside(store.directory, step)

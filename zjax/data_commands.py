@@ -16,16 +16,24 @@ from zjax.data import source, store
 from zjax.data.analyze import analyze
 from zjax.data.metric_index import Index, index_path
 from zjax.data.prepare import prepare
-from zjax.errors import ConfigError
+from zjax.errors import ConfigError, Problem
 from zjax.observe import plot_metrics
 from zjax.sharding.describe import render_table
+from zjax.usage import NO_VALUE
 
 PICTURE = "metrics.png"
 _PERCENTILES = (0, 5, 50, 95, 100)
 
 
 def prepare_data() -> None:
-    """Turns text into token files."""
+    """Turns text into token files.
+
+    Raises:
+        ConfigError: `--chat` names no checkpoint.
+    """
+    if flags.FLAGS.chat == NO_VALUE:
+        remedy = "write --chat=CHECKPOINT"
+        raise ConfigError(Problem("--chat", "", "has no value", remedy))
     meta = prepare(
         flags.FLAGS.input,
         flags.FLAGS.output,

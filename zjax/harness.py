@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zjax.data import make_tokenizer
+from zjax.data.prompts import as_talk, make_prompts
 from zjax.errors import ConfigError, Problem
 from zjax.models.likelihood import log_likelihood
 from zjax.packages import check_installed
@@ -74,7 +74,9 @@ class Scorer:
             problem, remedy = "writes no text", "give a run of the built-in decoder"
             raise ConfigError(Problem("model.kind", kind, problem, remedy))
         self.max_length = trainer.config.model.max_length
-        self.tokenizer = make_tokenizer(trainer.config)
+        self.prompts = make_prompts(trainer.config)
+        self.tokenizer = self.prompts.tokenizer
+        self._has_template = False
         self._run, self._num_rows = trainer.run, num_rows
         self._state = with_part(trainer.state, part)
         self._model = trainer.run.bind(self._state)
@@ -109,6 +111,53 @@ class Scorer:
                 found[index] = result
         return found
 
+    @property
+    def prefix_id(self) -> int:
+        """The token before a text without context: BOS, or the one that ends texts.
+
+        Raises:
+            DataError: The tokenizer has neither.
+        """
+        bos = self.tokenizer.bos_id
+        return self.tokenizer.end_id if bos is None else bos
+
+    def encode_pair(self, context: str, continuation: str) -> Row:
+        """Encodes a context, and what follows it in the tokens of both together.
+
+        Args:
+            context: Text; `prefix_id` stands for it where it is empty, or spaces.
+            continuation: Text that follows.
+        """
+        start = context.rstrip()
+        if not start:
+            return [self.prefix_id], self.encode_inner(context + continuation)
+        # Spaces at its end belong to the next token in most vocabularies.
+        whole, before = (self._encode(x) for x in (context + continuation, start))
+        return before, whole[len(before) :]
+
+    def encode_inner(self, text: str) -> list[int]:
+        """Encodes a text without BOS."""
+        return self.tokenizer.encode_texts([text], self._has_template)[0].tolist()
+
+    def render(self, messages: Sequence[Any], *, asks: bool) -> str:
+        """Renders messages by the chat template of the data, for later contexts.
+
+        Names of special tokens in all later texts are these tokens.
+
+        Args:
+            messages: Dicts with `role` and `content`.
+            asks: Whether the prompt for an answer follows them.
+
+        Raises:
+            ConfigError: The data has no chat template.
+        """
+        self._has_template = True
+        return self.prompts.chat.text_of(as_talk(messages), asks=asks)
+
+    def _encode(self, text: str) -> list[int]:
+        special_tokens = self._has_template
+        return self.tokenizer.encode(text, special_tokens=special_tokens).tolist()
+
     def continue_text(
         self, context: str, *, until: Sequence[str] = (), max_new_tokens: int
     ) -> str:
@@ -120,7 +169,7 @@ class Scorer:
             max_new_tokens: Most tokens to add.
         """
         number = min(max_new_tokens, self.max_length - 1)
-        ids = self.tokenizer.encode(context)[-(self.max_length - number) :]
+        ids = self._encode(context)[-(self.max_length - number) :]
         length = min(_padded(len(ids)), self.max_length - number)
         tokens = np.zeros((1, length), np.int32)
         tokens[0, length - len(ids) :] = ids
@@ -130,11 +179,9 @@ class Scorer:
             lengths=jnp.array([len(ids)], jnp.int32),
             max_new_tokens=number,
             temperature=0.0,
-            end_id=self.tokenizer.end_id,
+            end_ids=self.tokenizer.end_ids,
         )
-        new = jax.device_get(out)[0, length:].tolist()
-        end = new.index(self.tokenizer.end_id) if self.tokenizer.end_id in new else None
-        text = self.tokenizer.decode(new[:end])
+        text = self.prompts.decode(ids, jax.device_get(out)[0, length:].tolist())
         cuts = [text.find(mark) for mark in until if mark and mark in text]
         return text[: min(cuts)] if cuts else text
 
@@ -164,32 +211,27 @@ def _padded(length: int) -> int:
 def _make_model(scorer: Scorer) -> Any:
     """The model as lm_eval takes it."""
     from lm_eval import utils  # pyright: ignore[reportMissingImports]
-    from lm_eval.api.model import (  # pyright: ignore[reportMissingImports]
-        TemplateLM,
-    )
+    from lm_eval.api.model import LM  # pyright: ignore[reportMissingImports]
 
-    class Model(TemplateLM):
+    class Model(LM):
         """A `Scorer` under the names of lm_eval."""
 
         tokenizer_name = scorer.tokenizer.name
 
-        @property
-        def eot_token_id(self) -> int:
-            return scorer.tokenizer.end_id
+        def apply_chat_template(self, chat_history, add_generation_prompt=True):
+            return scorer.render(chat_history, asks=add_generation_prompt)
 
-        def tok_encode(self, string, add_special_tokens=None, **others):
-            return scorer.tokenizer.encode(string).tolist()
-
-        def _loglikelihood_tokens(self, requests, **others):
-            return scorer.score([tuple(row) for _, *row in requests])
+        def loglikelihood(self, requests, disable_tqdm=False):
+            rows = [scorer.encode_pair(*request.args) for request in requests]
+            return scorer.score(rows)
 
         def loglikelihood_rolling(self, requests, disable_tqdm=False):
             return [self._rolling(*request.args) for request in requests]
 
         def _rolling(self, text):
             windows = utils.get_rolling_token_windows(
-                token_list=self.tok_encode(text),
-                prefix_token=self.prefix_token_id,
+                token_list=scorer.encode_inner(text),
+                prefix_token=scorer.prefix_id,
                 max_seq_len=scorer.max_length,
                 context_len=1,
             )

@@ -58,7 +58,7 @@ from zjax.train.state import (
     with_params,
 )
 from zjax.train.update import Schedule
-from zjax.typing import Batch, Device, Entries, Entry, Metrics, Model
+from zjax.typing import Batch, Device, Entries, Metrics, Model
 from zjax.without_effect import check_axes, check_has_effect, check_loss_acts
 
 
@@ -128,17 +128,12 @@ class Run:
         Raises:
             ConfigError: A setting out of range, no room for the tokens, or a model that
                 is not the built-in decoder.
-            DataError: A prompt in host memory has an id outside of the vocabulary.
+            DataError: The prompts are no integers, or an id is not in the vocabulary.
         """
         if self.model.stack is None or self.model.stack.continuation is None:
             problem, remedy = "writes no text", "use the built-in decoder"
             raise ConfigError(Problem("model", "given", problem, remedy))
-        if not isinstance(tokens, jax.Array):
-            asked = {"tokens": self.model.entries.get("tokens", Entry())}
-            prompt = {"tokens": np.asarray(tokens)}
-            tokens = jax.numpy.asarray(
-                check_batch(prompt, asked, name="prompt")["tokens"]
-            )
+        tokens = tokens if isinstance(tokens, jax.Array) else np.asarray(tokens)
         return self.step.generate(state, tokens, **settings)
 
     def bind(self, state: TrainState) -> Any:

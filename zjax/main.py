@@ -8,9 +8,10 @@ import sys
 from collections.abc import Iterator, Sequence
 
 import jax
+import numpy as np
 from absl import app, flags, logging
 
-from zjax import commands, config_commands, data_commands, processes
+from zjax import commands, config_commands, data, data_commands, processes
 from zjax.bench.command import (
     CONTEST_FLAGS,
     check_contest_flags,
@@ -30,6 +31,7 @@ from zjax.config.describe import describe_settings
 from zjax.config.paths import local_path
 from zjax.config.schema import Config
 from zjax.data.metrics import METRICS
+from zjax.data.prompts import as_talk, find_question, has_answers
 from zjax.errors import ConfigError, Problem, ZjaxError
 from zjax.observe.report import describe_machine
 from zjax.processes.software import versions
@@ -122,7 +124,13 @@ def define_flags(argv: Sequence[str] | None = None) -> None:
         "tokenizer", "bytes", "bytes, bpe:SIZE, ids:SIZE or a .json file."
     )
     flags.DEFINE_string("text_field", "text", "Field or column with the text.")
-    flags.DEFINE_string("chat", "", "Checkpoint whose template encodes conversations.")
+    flags.DEFINE(
+        flags.ArgumentParser(),
+        "chat",
+        "",
+        "Checkpoint whose template encodes conversations.",
+        boolean=True,  # a value may be left out
+    )
     flags.DEFINE_bool(
         "special_tokens", False, "Names of special tokens in a text are these tokens."
     )
@@ -178,10 +186,11 @@ def connected(config: Config) -> Iterator[processes.ProcessInfo]:
 def train() -> None:
     """Trains as configured, alone or with the other processes of the run.
 
+    With `--run` a run continues, with its own settings and the changes that are given.
     A run that is stopped early exits with status 143 (SIGTERM), 130 (Ctrl-C) or 129
     (SIGHUP), so that no scheduler takes it for finished.
     """
-    config = config_flags.config_from_flags()
+    config = commands.settings()
     with connected(config) as info, processes.hold(config.directory):
         several = info.num_processes > 1
         cache = use_program_cache(config.directory if several else "")
@@ -192,8 +201,9 @@ def train() -> None:
                 print(config_commands.summarise_file(flags.FLAGS.ds_config))
             print(trainer.describe())
             print(f"every array of the plan: {plan_command(sys.argv[2:])}")
+        prompt = sample_prompt(trainer)
         trainer.fit()
-        text = sample(trainer)
+        text = sample(trainer, prompt)
         if text and info.process_id == 0:
             print(f"sample:\n{text}")
         trainer.close()
@@ -207,31 +217,56 @@ def plan_command(words: Sequence[str]) -> str:
     Example:
         >>> plan_command(["--config=a.py", "--config.seed=1", "--prompt", "some text"])
         'zjax plan --config=a.py --config.seed=1'
+        >>> plan_command(["--run=runs/a"])
+        'zjax plan --run=runs/a'
     """
     command, remaining = ["zjax", "plan"], iter(words)
     for word in remaining:
         flag, has_value, _ = word.lstrip("-").partition("=")
-        if flag not in COMMANDS["train"].flags:
+        if flag not in COMMANDS["train"].flags or flag in COMMANDS["plan"].flags:
             command.append(word)
         elif not has_value:
             next(remaining, None)
     return shlex.join(command)
 
 
-def sample(trainer: Trainer) -> str:
-    """A text from a language model once it is trained.
+def sample_prompt(trainer: Trainer) -> np.ndarray | None:
+    """Encodes what the trained model continues at the end, before it is trained.
+
+    Data of conversations gives one of its own, or `--prompt` is a message.
 
     Returns:
-        Text; empty if the run is not finished, or its tokens are not text.
+        Ids; None if tokens are not text, or nothing was asked for and nothing fits.
+
+    Raises:
+        ConfigError: `--prompt` is too long.
+    """
+    config, flag = trainer.config, flags.FLAGS["prompt"]
+    is_text = config.model.kind == "decoder" and config.data.source != "synthetic"
+    if not is_text:
+        return None
+    if flag.present:
+        message = {"role": "user", "content": flag.value}
+        given = as_talk([message]) if has_answers(config) else flag.value
+        return trainer.encode_prompts([given])[0]
+    if has_answers(config):
+        return find_question(config, config.model.max_length // 2)
+    encoded = data.make_tokenizer(config).encode(flag.value)
+    return encoded if len(encoded) < config.model.max_length else None
+
+
+def sample(trainer: Trainer, prompt: np.ndarray | None) -> str:
+    """Continues a prompt once a language model is trained.
+
+    Returns:
+        Text with the prompt; empty if the run is not finished, or there is no prompt.
     """
     config = trainer.config
-    done = trainer.step == config.num_steps
-    if not done or config.model.kind != "decoder" or config.data.source == "synthetic":
+    if prompt is None or trainer.step != config.num_steps:
         return ""
-    fits = config.model.max_length > 2 * SAMPLE_TOKENS
-    return trainer.generate(
-        flags.FLAGS.prompt, max_new_tokens=SAMPLE_TOKENS if fits else 0
-    )
+    fits = config.model.max_length > len(prompt) + SAMPLE_TOKENS
+    text = trainer.generate(prompt, max_new_tokens=SAMPLE_TOKENS if fits else 0)
+    return data.make_tokenizer(config).decode(prompt) + text
 
 
 def plan() -> None:
@@ -242,7 +277,7 @@ def plan() -> None:
         config_flags.refuse_flags(given, "has no effect with --num_params")
         print(describe_zero_table(flags.FLAGS.num_params, PAPER_DEVICES))
         return
-    config = config_flags.config_from_flags()
+    config = commands.settings()
     print(
         report_plan(
             config,
@@ -294,7 +329,7 @@ def tune_run() -> None:
 
 def evaluate() -> None:
     """Prints loss and metrics of a checkpoint on the evaluation data."""
-    config = commands.settings()
+    config = commands.settings_to_evaluate()
     with connected(config):
         commands.evaluate(config)
 
@@ -341,8 +376,12 @@ COMMANDS = {
     "train": Command(
         train,
         "Trains a model as configured, and goes on from its last checkpoint.",
-        "zjax train --config=quickstart --config.zero.stage=3",
-        {"prompt": "Text that the trained language model continues at the end."},
+        "zjax train --config=quickstart --config.zero.stage=3\n"
+        "zjax train --run=runs/quickstart --config.num_steps=1000",
+        {
+            "run": "",
+            "prompt": "Text that the trained language model continues at the end.",
+        },
     ),
     "plan": Command(
         plan,
@@ -351,6 +390,7 @@ COMMANDS = {
         "zjax plan --config=quickstart --config.mesh=auto\n"
         "zjax plan --num_params=7.5e9",
         {
+            "run": "",
             "num_devices": "",
             "num_params": "",
             "collectives": "",
@@ -386,13 +426,17 @@ COMMANDS = {
         commands.generate,
         "Continues a prompt with the weights of a checkpoint.",
         'zjax generate --config=quickstart --prompt="def "\n'
-        "zjax generate --run=runs/quickstart --file=prompts.txt",
+        "zjax generate --run=runs/quickstart --file=prompts.txt\n"
+        'zjax generate --run=runs/chat --chat --prompt="Who are you?"',
         {
             "run": "",
             "part": "",
             "step": "",
             "prompt": "",
             "file": "",
+            "chat": "Takes prompts for messages, and answers them through the chat "
+            "template of the data, or of this checkpoint.",
+            "special_tokens": "",
             "max_new_tokens": "",
             "temperature": "",
             "top_k": "",
@@ -403,8 +447,15 @@ COMMANDS = {
     "evaluate": Command(
         evaluate,
         "Prints loss and metrics of a checkpoint on held-out data.",
-        "zjax evaluate --run=runs/quickstart --step=best",
-        {"run": "", "part": "", "step": ""},
+        "zjax evaluate --run=runs/quickstart --step=best\n"
+        "zjax evaluate --run=runs/quickstart --config.data.path=other_tokens\n"
+        "zjax evaluate --run=checkpoints/Qwen3-8B --config.data.source=tokens \\\n"
+        "    --config.data.path=tokens",
+        {
+            "run": "Directory of a run, or of a Hugging Face checkpoint.",
+            "part": "",
+            "step": "",
+        },
     ),
     "data prepare": Command(
         data_commands.prepare_data,

@@ -18,7 +18,9 @@ from zjax.config.dropping import make_dropping
 from zjax.config.pacing import make_pacing
 from zjax.config.schema import Config, Pacing
 from zjax.config.step_pacings import used_pacings
-from zjax.errors import CheckpointError, Problem
+from zjax.data.tokenizer_record import KEY as TOKENIZER
+from zjax.data.tokenizer_record import TokenizerRecord
+from zjax.errors import CheckpointError, DataError, Problem
 from zjax.fingerprint import fingerprint
 from zjax.optim.phases import make_phases
 from zjax.optim.precision import cast_floating
@@ -50,7 +52,7 @@ def first_step(store: Store, resume: str, step: int | None = None) -> int:
     Args:
         store: Checkpoints of the run.
         resume: `checkpoint.resume` of its config.
-        step: Checkpoint to start from; None for the newest.
+        step: Checkpoint to start from; None for the newest, 0 for none.
 
     Returns:
         The step of the checkpoint; 0 if there is none.
@@ -60,7 +62,8 @@ def first_step(store: Store, resume: str, step: int | None = None) -> int:
             and there is none.
     """
     if step is not None:
-        store.extra(step)  # raises if there is no such step
+        if step:
+            store.extra(step)  # raises if there is no such step
         return step
     latest = store.latest()
     directory = str(store.directory)
@@ -87,6 +90,32 @@ def check_newest(store: Store, step: int) -> None:
         remedy = "train from the newest, set the later ones aside (zjax rewind), or "
         remedy += "copy this one to another directory"
         raise CheckpointError(Problem("step", step, problem, remedy))
+
+
+def check_tokenizer(
+    saved: Mapping[str, Any], record: TokenizerRecord, config: Config
+) -> None:
+    """Refuses data of another tokenizer than that of a checkpoint.
+
+    Args:
+        saved: `extra` of the checkpoint.
+        record: Record of the data.
+        config: Settings that name the data.
+
+    Raises:
+        DataError: The digests of the tokenizers differ.
+    """
+    if TOKENIZER not in saved:  # from before there were records, or of own batches
+        return
+    before = TokenizerRecord.from_mapping(saved[TOKENIZER])
+    if before.digest == record.digest:
+        return
+    is_prepared = config.data.source == "tokens"
+    field = "data.path" if is_prepared else "data.source"
+    value = config.data.path if is_prepared else config.data.source
+    problem = f"has tokens of {record.name!r}, and the run was trained on those of "
+    remedy = "prepare the text with the tokenizer of the run"
+    raise DataError(Problem(field, value, f"{problem}{before.name!r}", remedy))
 
 
 def describe_run(

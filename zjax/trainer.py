@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from zjax import data
 from zjax.after_step import AfterStep, ask_all
@@ -24,6 +25,7 @@ from zjax.config.load import load_config
 from zjax.config.schema import Config
 from zjax.config.step_pacings import used_pacings
 from zjax.data.loader import Loader
+from zjax.data.prompts import Given, as_talk, describe_prompt, make_prompts
 from zjax.data.tokenizer_record import KEY as TOKENIZER
 from zjax.errors import ConfigError, DataError, Problem
 from zjax.huggingface.tokenizer import check_start, keep_tokenizer
@@ -49,6 +51,7 @@ from zjax.promotion import dtype_promotion
 from zjax.resume import (
     check_messages,
     check_newest,
+    check_tokenizer,
     describe_run,
     fingerprint_functions,
     first_step,
@@ -82,7 +85,8 @@ class Trainer:
         batches: Training data: a dataset with columns, or an iterable of batches; the
             configured data by default.
         evaluation_batches: Evaluation data; none if only `batches` is given.
-        step: Checkpoint to start from, for evaluation or generation; the newest by
+        step: Checkpoint to start from, for evaluation or generation, which may read
+            other data; 0 for the weights of `checkpoint.init_from`. The newest by
             default, which alone can be trained on.
         callbacks: Functions called as `callback(step, values)` for logged steps.
         after_step: Functions called as `f(step, state, batch, metrics)` after every
@@ -136,6 +140,8 @@ class Trainer:
         start = first_step(self.store, settings.resume, step)
         if not start and batches is None:
             check_start(self.config)
+        if step is None:
+            check_directory(str(self._directory))
         if start:
             saved = self.store.extra(start)
             report_changes(saved, self.config, start)
@@ -159,16 +165,23 @@ class Trainer:
         self.loader = self._make_loader()
         self._tokenizer = None if batches is not None else data.read_record(self.config)
         self._patience = Patience(self.config.evaluation)
+        self._position: Any = None
+        """Where the loader has yet to move, from a checkpoint."""
         if start:
             extra = self.store.extra(start)
             report_functions(extra, self._functions)
-            self.loader.set_state(extra.get("data", {}))
+            if self._tokenizer is not None:
+                check_tokenizer(extra, self._tokenizer, self.config)
+            self._position = extra.get("data", {})
+            if step is None:
+                self._move_loader()
             self._patience = Patience(self.config.evaluation, extra.get(PATIENCE))
         self._evaluation = data.find_evaluation(
             self.config, self.run.batch_placement, batches, evaluation_batches
         )
         if self._evaluation:
             check_average(self.state, self.run.plan)
+        self._prompts = functools.cache(functools.partial(make_prompts, self.config))
         self.exit_status = 0
         self._last_evaluation = -1, 0.0
         """Step and loss of the newest evaluation."""
@@ -196,12 +209,14 @@ class Trainer:
             PlanError: A step needs more memory than the devices have.
             ProcessError: Another run writes into the directory.
         """
+        check_directory(str(self._directory))
         with hold(str(self._directory)):
             return self._fit()
 
     def _fit(self) -> TrainState:
         config, step = self.config, self.step
         check_newest(self.store, step)
+        self._move_loader()
         if self._tokenizer is not None and jax.process_index() == 0:
             keep_tokenizer(config, self.store.directory)
         monitor = self._monitor()
@@ -345,6 +360,7 @@ class Trainer:
         Raises:
             CheckpointError: This one or the one before could not be written.
         """
+        self._move_loader()
         extra = {"data": self.loader.state(), PATIENCE: self._patience.state()}
         step, loss = self._last_evaluation
         loss = loss if step == self.step else None
@@ -359,8 +375,11 @@ class Trainer:
 
     def generate(
         self,
-        prompt: str,
+        prompt: str | Sequence[int] | np.ndarray = "",
         *,
+        messages: Any = None,
+        chat: str = "",
+        special_tokens: bool = False,
         max_new_tokens: int = 0,
         temperature: float = 0.8,
         top_k: int = 40,
@@ -368,10 +387,19 @@ class Trainer:
         seed: int = 0,
         part: str = "auto",
     ) -> str:
-        """Continues a text with the built-in decoder.
+        """Continues a text, or answers messages, with the built-in decoder.
+
+        The text ends at the first of the tokens that end texts of the tokenizer.
 
         Args:
-            prompt: Text of one token or more.
+            prompt: Text of one token or more, or token ids.
+            messages: Conversation to answer instead, through the chat template: dicts
+                with `role` and `content`, or a record with `messages`, `tools` and the
+                like.
+            chat: Directory of a checkpoint with the chat template; by default the one
+                that was prepared with the data.
+            special_tokens: Whether names of special tokens in `prompt` are these
+                tokens, and not text.
             max_new_tokens: Number of tokens to add; 0 fills the model's length.
             temperature: Softmax temperature; 0 takes the most likely token.
             top_k: Number of most likely tokens to sample from; 0 for all.
@@ -380,50 +408,61 @@ class Trainer:
             part: Weights, as for `evaluate`.
 
         Returns:
-            The prompt and its continuation.
+            The text and its continuation; after messages or ids the continuation alone.
 
         Raises:
-            ConfigError: The prompt is empty or too long, or the run has no such
-                weights.
+            ConfigError: The prompt is empty or too long, the run has no such weights,
+                or its data no chat template.
+            DataError: The template refuses the messages.
         """
-        self.check_prompts([prompt])
-        tokenizer = data.make_tokenizer(self.config)
-        tokens = jax.numpy.asarray([tokenizer.encode(prompt)], jax.numpy.int32)
-        max_length = self.config.model.max_length
+        if messages is not None and len(prompt):
+            problem, remedy = "are given beside a prompt", "give one of them"
+            raise ConfigError(Problem("messages", "...", problem, remedy))
+        given = prompt if messages is None else as_talk(messages)
+        [ids] = self.encode_prompts([given], chat=chat, special_tokens=special_tokens)
+        prompts = self._prompts(chat)
         out = self.run.generate(
             with_part(self.state, part),
-            tokens,
-            max_new_tokens=max_new_tokens or max_length - tokens.shape[1],
+            ids[None],
+            max_new_tokens=max_new_tokens or self.config.model.max_length - len(ids),
             key=jax.random.key(seed),
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,
-            end_id=tokenizer.end_id,
+            end_ids=prompts.tokenizer.end_ids,
         )
-        ids = jax.device_get(out)[0].tolist()
-        end = ids.index(tokenizer.end_id) if tokenizer.end_id in ids else len(ids)
-        return tokenizer.decode(ids[:end])
+        text = prompts.decode(ids, jax.device_get(out)[0, len(ids) :])
+        return given + text if isinstance(given, str) else text
 
-    def check_prompts(self, prompts: Sequence[str]) -> None:
-        """Refuses texts that `generate` cannot continue, all at once.
+    def encode_prompts(
+        self, given: Sequence[Given], *, chat: str = "", special_tokens: bool = False
+    ) -> list[np.ndarray]:
+        """Encodes prompts that `generate` can continue; refuses others, all at once.
 
         Args:
-            prompts: Texts.
+            given: Texts, ids, or conversations of `zjax.data.conversations`.
+            chat: As for `generate`.
+            special_tokens: As for `generate`.
+
+        Returns:
+            Ids of each, int32[L].
 
         Raises:
             ConfigError: Names each that is empty or too long.
+            DataError: The template refuses a conversation.
         """
-        tokenizer = data.make_tokenizer(self.config)
         most = self.config.model.max_length - 1
-        lengths = [len(tokenizer.encode(prompt)) for prompt in prompts]
         remedy = f"use 1 to {most}, with the built-in decoder"
+        prompts = self._prompts(chat)
+        encoded = [prompts.encode(x, special_tokens=special_tokens) for x in given]
         problems = [
-            Problem("prompt", prompt[:20], f"is {length} tokens", remedy)
-            for prompt, length in zip(prompts, lengths, strict=True)
-            if not self._is_language_model or not 0 < length <= most
+            Problem("prompt", describe_prompt(prompt), f"is {len(ids)} tokens", remedy)
+            for prompt, ids in zip(given, encoded, strict=True)
+            if not self._is_language_model or not 0 < len(ids) <= most
         ]
         if problems:
             raise ConfigError(*problems)
+        return encoded
 
     def close(self) -> None:
         """Waits for the last checkpoint and ends all threads.
@@ -458,6 +497,16 @@ class Trainer:
                 else "evaluation: none",
             ]
         )
+
+    def _move_loader(self) -> None:
+        """Moves the loader to where the checkpoint was, if it has not moved yet.
+
+        A given step waits with it until `fit` or `save`: evaluation and generation may
+        have other data than the run.
+        """
+        if self._position is not None:
+            self.loader.set_state(self._position)
+            self._position = None
 
     def _settle(self) -> None:
         if self.state.pending:
@@ -525,7 +574,6 @@ def _checked(
     if config.precision.matmul_dtype == "float8":
         float8.check_device(devices[0])
     check_sinks(config)
-    check_directory(config.directory)
     return with_batch_sizes(config, len(devices))
 
 

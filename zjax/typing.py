@@ -151,7 +151,8 @@ class Continuation:
     """How a stack continues text; `settings` are those of `zjax.models.generate`."""
 
     check: Callable[..., None]
-    """`check(length, settings, key)` raises for settings that cannot work."""
+    """`check(tokens, lengths, settings, key)` raises for prompts and settings that
+    cannot work."""
     embed: Callable[..., Any]
     """`embed(params, tokens, starts, column, num_columns) -> (carry, context)`, for
     tokens whose first column is `column`, of a text of `num_columns`."""

@@ -21,6 +21,8 @@ _KINDS = {
     "comma separated list of strings": "A,B",
 }
 """What stands for a value of a type of absl."""
+NO_VALUE = "true"
+"""Value of a flag that may have none, `boolean` in absl, where none is written."""
 _NAMED = re.compile(r"--(\w+)=")
 _ADDED = re.compile(r"^<[^>]*>: |;\s+repeat this option.*", re.DOTALL)
 """What absl adds to the help of a flag."""
@@ -169,10 +171,11 @@ def _typed(flag: flags.Flag) -> str:
         >>> _typed(values["step"])
         '--step=INT'
     """
-    if flag.boolean:
-        return f"--{flag.name}"
     kind = flag.parser.flag_type()
-    return f"--{flag.name}={_KINDS.get(kind, 'TEXT')}"
+    if kind == "bool":
+        return f"--{flag.name}"
+    value = f"={_KINDS.get(kind, 'TEXT')}"
+    return f"--{flag.name}[{value}]" if flag.boolean else f"--{flag.name}{value}"
 
 
 def _meaning(flag: flags.Flag, text: str) -> str:

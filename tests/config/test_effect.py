@@ -7,6 +7,7 @@ import pytest
 from tests.support.refusals import case, refusal
 from zjax import config as zconfig
 from zjax.config import effect, schema
+from zjax.config.convert import to_mapping
 from zjax.errors import ConfigError
 from zjax.optim import build
 
@@ -162,3 +163,15 @@ def test_settings_of_the_built_in_models_are_refused_for_another():
         "precision.matmul_dtype='float8' has no effect on the model that was given; "
         "leave it at 'compute', or give no model"
     )
+
+
+def test_a_derived_size_that_is_written_out_is_as_good_as_left_out():
+    """Fails if the settings of a saved run cannot be read again."""
+    config = zconfig.load_config({"model": {"max_length": 16}})
+    saved = zconfig.load_config(to_mapping(config))
+    assert list(effect.effect_problems(saved, 1)) == []
+    other = zconfig.load_config(saved, "model.max_positions=32")
+    assert [str(problem) for problem in effect.effect_problems(other, 1)] == [
+        "model.max_positions=32 has no effect with model.positions='learned'; leave "
+        "it at 16, or set model.positions to 'rotary'"
+    ]

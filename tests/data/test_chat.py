@@ -1,5 +1,6 @@
 """Conversations: the template's text, a loss on answers alone, packed without leaks."""
 
+import dataclasses
 import itertools
 import json
 import types
@@ -11,21 +12,24 @@ import pytest
 from pyarrow import parquet
 
 from tests.support import small_run
-from zjax import data_commands
+from tests.support.command_line import typed
+from zjax import data_commands, main
 from zjax.config.load import load_config
 from zjax.data import (
     chat,
     conversations,
     packing,
     prepare,
+    prompts,
     source,
     store,
     template_process,
 )
 from zjax.data.tokenizer import train_bpe
-from zjax.errors import DataError
+from zjax.errors import ConfigError, DataError
 from zjax.huggingface.export import export_huggingface
 from zjax.huggingface.tokenizer import tokenizer_of_run
+from zjax.trainer import Trainer
 
 TEMPLATE = "".join(
     (
@@ -803,3 +807,104 @@ def test_checkpoint_without_a_template_is_told(
     with pytest.raises(DataError) as caught:
         chat.load_chat(str(tmp_path))
     assert expected in str(caught.value)
+
+
+QUESTION = TALKS[0][:2]
+
+
+def config_of(path, **model):
+    settings = {"data": {"source": "tokens", "path": str(path), "length": 256}}
+    return load_config(settings | {"model": {"max_length": 256} | model})
+
+
+def first_prompt(path):
+    """The ids of the first training document up to its first answer."""
+    opened = store.open_store(str(path), "train")
+    size = int(np.argmax(opened.answers[: opened.offsets[1]]))
+    return opened.tokens[:size].tolist()
+
+
+def test_a_prompt_of_messages_is_what_training_has_before_the_answer(prepared):
+    """Fails if special tokens of the template become text in a prompt."""
+    made = prompts.make_prompts(config_of(prepared))
+    ids = made.encode(prompts.as_talk(QUESTION)).tolist()
+    assert ids == first_prompt(prepared)
+    assert prompts.find_question(config_of(prepared), 256).tolist() == ids
+    assert made.encode(prompts.as_talk({"messages": QUESTION})).tolist() == ids
+    text = as_text(QUESTION) + "<s>assistant\n"
+    assert (len(made.encode(text)), len(ids)) == (40, 32)
+    assert made.encode(text, special_tokens=True).tolist() == ids
+    assert made.encode([3, 4]).tolist() == [3, 4]
+    short = prompts.find_question(config_of(prepared), len(ids) - 1)
+    assert short is not None and len(short) < len(ids)
+    assert prompts.find_question(config_of(prepared), 3) is None
+
+
+def test_the_sample_of_a_run_on_conversations_is_one_of_them(prepared):
+    """Fails if a chat model is shown as it continues `def `."""
+    config = config_of(prepared)
+    made = prompts.make_prompts(config)
+
+    trainer = object.__new__(Trainer)  # untrained: prompts depend on settings alone
+    trainer.config, trainer._is_language_model = config, True
+    trainer._prompts = lambda chat: made
+    with typed():
+        assert main.sample_prompt(trainer).tolist() == first_prompt(prepared)
+    with typed("--prompt=What is two and two?"):
+        asked = main.sample_prompt(trainer).tolist()
+    message = {"role": "user", "content": "What is two and two?"}
+    assert asked == made.encode(prompts.as_talk([message])).tolist()
+
+
+def test_an_answer_ends_at_any_end_id_and_has_no_prompt(prepared):
+    """Fails if the text ends at one name of a table, or at an end in the prompt."""
+    made = prompts.make_prompts(config_of(prepared))
+    end = made.tokenizer.end_ids[0]
+    ids = made.encode(prompts.as_talk(QUESTION)).tolist()
+    assert end in ids
+    answer = made.tokenizer.encode("Four").tolist()
+    record = dataclasses.replace(made.tokenizer.record, end_ids=(end, 7))
+    made = prompts.Prompts(dataclasses.replace(made.tokenizer, record=record))
+    for stop in (end, 7):
+        assert made.decode(ids, [*answer, stop, *answer]) == "Four"
+    assert made.decode(ids, [*answer, *answer]) == "FourFour"
+
+
+def test_texts_that_may_be_meant_as_conversations_are_told_once(prepared, caplog):
+    made = prompts.make_prompts(config_of(prepared))
+    for text in ("<s>user", "<s>user", "plain"):
+        made.encode(text)
+    made.encode("<s>user", special_tokens=True)
+    assert [record.getMessage() for record in caplog.records] == [
+        "a prompt spells <s> and is encoded as plain text; set special_tokens to "
+        "encode the names as tokens, or give messages (--chat) for the chat template",
+        "a prompt is plain text, but the run was trained on conversations; give "
+        "messages (--chat) for the chat template",
+    ]
+
+
+def test_prompts_without_a_template_or_with_another_one_are_refused(
+    prepared, checkpoint, tmp_path
+):
+    talk = prompts.as_talk(QUESTION)
+    with pytest.raises(ConfigError) as error:
+        prompts.make_prompts(load_config({})).encode(talk)
+    assert str(error.value) == (
+        "chat='' has no chat template: the tokenizer of the data is 'bytes'; name a "
+        "checkpoint of this tokenizer that has one"
+    )
+    other = prompts.make_prompts(load_config({}), str(checkpoint))
+    with pytest.raises(ConfigError) as error:
+        other.encode(talk)
+    assert str(error.value) == (
+        f"chat='{checkpoint}' has another tokenizer than the data, 'bytes'; name a "
+        "checkpoint of this tokenizer that has one"
+    )
+    same = prompts.make_prompts(config_of(prepared), str(checkpoint))
+    assert same.encode(talk).tolist() == first_prompt(prepared)
+    with pytest.raises(DataError) as error:
+        same.encode(prompts.as_talk(TALKS[0]))
+    assert str(error.value) == (
+        "input='messages' ends with an answer in the conversation; end with the "
+        "message that is to be answered"
+    )

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.support import language
-from zjax.errors import ConfigError
+from zjax.errors import ConfigError, DataError
 from zjax.models import cached, generate
 from zjax.models.sampling import sample_tokens
 
@@ -84,18 +84,21 @@ def test_prompts_of_different_lengths_continue_as_alone():
         np.testing.assert_array_equal(found[row, 4:], alone[0, length:])
 
 
-def test_rows_end_at_the_end_id():
+def test_rows_end_at_the_first_of_the_end_ids():
+    """Fails if one end id alone ends rows, or what follows an end is not filled."""
     model = language.make_language_model(language.GPT)
     prompt = language.make_text(language.GPT, length=3)["tokens"]
     free = np.asarray(generate.generate(model, prompt, max_new_tokens=NUM_NEW))
-    end_id = int(free[0, 4])
-    found = generate.generate(model, prompt, max_new_tokens=NUM_NEW, end_id=end_id)
+    end_ids = [int(free[0, 5]), int(free[1, 4])]
+    assert end_ids[0] != end_ids[1]
+    found = generate.generate(model, prompt, max_new_tokens=NUM_NEW, end_ids=end_ids)
     expected = free.copy()
     for row in expected:
-        stops = np.flatnonzero(row[3:] == end_id)
-        if stops.size:
-            row[3 + stops[0] :] = end_id
+        stop = 3 + np.flatnonzero(np.isin(row[3:], end_ids))[0]
+        row[stop + 1 :] = end_ids[0]
     np.testing.assert_array_equal(found, expected)
+    assert set(found[:, -1].tolist()) == {end_ids[0]}
+    assert len({*found[:, 3:].ravel().tolist()}) > 2
 
 
 def test_draws_depend_on_key_and_row_alone():
@@ -188,6 +191,15 @@ def test_draws_follow_the_trimmed_likelihoods(trim, expected):
             "pass jax.random.key(0)",
         ),
         (
+            {"lengths": jnp.array([4])},
+            "lengths=4 is not between 1 and the 3 columns of tokens; "
+            "count the tokens of each prompt, without its padding",
+        ),
+        (
+            {"end_ids": (3, 29)},
+            "end_ids=(3, 29) has 29, which is no id of 29; use 0 to 28, or () for none",
+        ),
+        (
             {"top_k": 30, "top_p": 0.0},
             "top_k=30 is not between 0 and model.vocab_size=29; use 0 for all\n"
             "top_p=0.0 is not above 0 and up to 1; use 1 for all",
@@ -201,6 +213,74 @@ def test_settings_out_of_range_are_refused(given, message):
     with pytest.raises(ConfigError) as error:
         generate.generate(model, prompt, **({"max_new_tokens": 1} | given))
     assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("tokens", "lengths", "message"),
+    [
+        (
+            np.zeros(3, np.int32),
+            None,
+            "tokens='[3]' are no prompts; give int[B, L], each row one token or more",
+        ),
+        (
+            np.zeros((2, 3), np.int32),
+            np.array([3]),
+            "lengths='[1]' are not the lengths of 2 prompts; give one to each",
+        ),
+        (
+            np.array([[0, 29]]),
+            None,
+            "prompt/tokens=29 is no id of 29; use 0 to 28",
+        ),
+        (
+            jnp.array([[0, 1], [-1, 2]]),
+            jnp.array([1, 2]),
+            "prompt/tokens=-1 is no id of 29; use 0 to 28",
+        ),
+        (
+            np.array([[0, 2**32]]),
+            None,
+            "prompt/tokens=4294967296 does not fit 32 bits; renumber it or remove it",
+        ),
+        (
+            np.array([[0.5, 1.0]]),
+            None,
+            "prompt/tokens='float32[1, 2]' is not integer[B, L]; give that shape and "
+            "dtype",
+        ),
+    ],
+    ids=["no-rows", "lengths", "beyond", "negative", "wide", "fractions"],
+)
+def test_prompts_that_are_no_ids_are_refused(tokens, lengths, message):
+    """Fails if the embedding answers zeros to an id that it does not have."""
+    settings = generate.make_settings(max_new_tokens=1)
+    with pytest.raises((ConfigError, DataError)) as error:
+        generate.check(language.GPT, tokens, lengths, settings, None)
+    assert str(error.value) == message
+
+
+def test_padding_may_be_any_integer_and_traced_prompts_are_not_read():
+    settings = generate.make_settings(max_new_tokens=1)
+    tokens, lengths = jnp.array([[-1, 99, 3]]), jnp.array([1])
+    generate.check(language.GPT, tokens, lengths, settings, None)
+
+    def check(tokens, lengths):
+        generate.check(language.GPT, tokens, lengths, settings, None)
+        return tokens
+
+    assert jax.eval_shape(check, tokens, lengths).shape == (1, 3)
+
+
+def test_rotary_models_write_no_more_than_their_length():
+    settings = generate.make_settings(max_new_tokens=14)
+    tokens = np.zeros((1, 3), np.int32)
+    with pytest.raises(ConfigError) as error:
+        generate.check(language.LLAMA, tokens, None, settings, None)
+    assert str(error.value) == (
+        "max_new_tokens=14 leaves model.max_length=16 after 3; "
+        "ask for 13 or fewer, or shorten the prompt"
+    )
 
 
 @MODELS

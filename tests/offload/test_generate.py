@@ -99,7 +99,7 @@ def test_prompts_of_different_lengths_and_rows_that_end(settings):
     settings |= {"lengths": jnp.array([4, 2, 3], jnp.int32)}
     free = assert_same_text(run, state, prompts(3), **settings)
     end_id = int(free[1, PROMPT + 1])
-    ended = assert_same_text(run, state, prompts(3), end_id=end_id, **settings)
+    ended = assert_same_text(run, state, prompts(3), end_ids=[end_id], **settings)
     assert (ended[1, PROMPT + 1 :] == end_id).all()
     assert not np.array_equal(free, ended)
 
@@ -117,7 +117,7 @@ def test_no_pass_follows_the_last_end(monkeypatch):
     end_id = int(free[0, PROMPT])
     program = run.step.executor.generation
     monkeypatch.delattr(program, "read_token")
-    settings = {"max_new_tokens": NUM_NEW, "end_id": end_id}
+    settings = {"max_new_tokens": NUM_NEW, "end_ids": [end_id]}
     found = np.asarray(run.generate(state, prompts(1), **settings))
     assert (found[0, PROMPT:] == end_id).all()
     assert (program.units.stream.arrived, len(program.units.stream.waiting)) == ({}, 0)

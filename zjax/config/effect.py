@@ -307,9 +307,19 @@ def _processes(config: schema.Config) -> Iterator[Problem]:
 
 
 def _value_and_default(config: schema.Config, path: str) -> tuple[Any, Any]:
-    """The value, and that of a section of defaults among the other settings."""
+    """Reads a setting, and the value that it has where nobody sets it."""
     value = operator.attrgetter(path)
-    return value(config), value(_with_default(config, path.partition(".")[0]))
+    default = value(_with_default(config, path.partition(".")[0]))
+    if derived.is_derived(default):  # from other settings, perhaps of its section
+        default = value(_replaced(config, path, derived.reset(default)))
+    return value(config), default
+
+
+def _replaced(section: Any, path: str, value: Any) -> Any:
+    """Returns a section with another value of a setting, and derives again."""
+    name, _, rest = path.partition(".")
+    inner = _replaced(getattr(section, name), rest, value) if rest else value
+    return dataclasses.replace(section, **{name: inner})
 
 
 @functools.lru_cache(maxsize=64)

@@ -86,6 +86,25 @@ class Chat:
         """Renders what `samples_of` needs of each conversation, in order."""
         return self.templates.render_each(talks, _prefixes_of)
 
+    def text_of(self, talk: Conversation, *, asks: bool) -> str:
+        """Renders a whole conversation, then the prompt for an answer if `asks`.
+
+        Raises:
+            DataError: The template refuses the messages, or fails.
+        """
+        return _take_marks(self.render(talk, len(talk.messages), asks))[0]
+
+    def prompt_of(self, talk: Conversation) -> np.ndarray:
+        """Encodes a conversation and the prompt for the next answer.
+
+        Returns:
+            Token ids, int32, as `samples_of` has them before that answer.
+
+        Raises:
+            DataError: The template refuses the messages, or fails.
+        """
+        return self._encode(talk, self.text_of(talk, asks=True), [])[0]
+
     def samples_of(self, talk: Conversation, rendered: Rendered) -> Encoded:
         """Encodes a conversation.
 

@@ -6,38 +6,57 @@ Everything is one compiled program per prompt shape and settings. For offloaded 
 
 import functools
 import math
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from zjax.config import schema
 from zjax.config.mixture import sees_future
 from zjax.config.ranges import MAX_TOKENS
+from zjax.data.entries import check_batch
 from zjax.errors import ConfigError, Problem
 from zjax.models.cached import decode, prefill
 from zjax.models.decoder import Decoder
 from zjax.models.sampling import sample_tokens
 from zjax.promotion import dtype_promotion
+from zjax.typing import Entry
 
 
 class Settings(NamedTuple):
-    """Arguments of `generate`."""
+    """Arguments of `generate` that a program depends on."""
 
     max_new_tokens: int
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
-    end_id: int = -1
+    end_ids: tuple[int, ...] = ()
+
+    @property
+    def filler(self) -> int:
+        """The token in the columns behind the end of a row."""
+        return self.end_ids[0] if self.end_ids else 0
+
+
+def make_settings(*, end_ids: Sequence[int] = (), **others: Any) -> Settings:
+    """Makes settings that can be hashed.
+
+    Example:
+        >>> make_settings(max_new_tokens=3, end_ids=[2, 7]).end_ids
+        (2, 7)
+    """
+    return Settings(end_ids=tuple(int(each) for each in end_ids), **others)
 
 
 class Text(NamedTuple):
     """Text being generated."""
 
     tokens: Int[Array, "B total"]
-    """Prompts and continuations so far; the end id, or 0, elsewhere."""
+    """Prompts and continuations so far; the filler elsewhere."""
     new: Int[Array, " B"]
     """The last token of each row."""
     ended: Bool[Array, " B"]
@@ -47,35 +66,39 @@ class Text(NamedTuple):
 @dtype_promotion()
 def generate(
     model: Decoder,
-    tokens: Int[Array, "B L"],
+    tokens: Int[Array | np.ndarray, "B L"],
     *,
     max_new_tokens: int,
-    lengths: Int[Array, " B"] | None = None,
+    lengths: Int[Array | np.ndarray, " B"] | None = None,
     key: jax.Array | None = None,
     temperature: float = 0.0,
     top_k: int = 0,
     top_p: float = 1.0,
-    end_id: int = -1,
+    end_ids: Sequence[int] = (),
 ) -> Int[Array, "B total"]:
     """Continues prompts.
 
+    Ids are not checked where `tokens` or `lengths` are traced, or spread over several
+    processes.
+
     Args:
         model: Decoder, with its weights in the dtype to compute in.
-        tokens: Prompts, padded on the left if they differ in length.
-        max_new_tokens: Tokens to add, 1 or more.
+        tokens: Prompts, padded on the left with any integers if they differ in length.
+        max_new_tokens: Tokens to add, 1 to `max_length` of the model minus L.
         lengths: Tokens of each prompt without its padding, 1 to L; None is L.
         key: Random key, needed above temperature 0. The draw of a row depends on the
             key, the row's number and the position, not on devices.
         temperature: Divisor of the logits; 0 takes the most likely token.
         top_k: Number of most likely tokens to draw from; 0 is all.
         top_p: Probability mass of the most likely tokens to draw from.
-        end_id: Token that ends a row, which is then filled with it; -1 is none.
+        end_ids: Tokens that end a row, which is then filled with the first of them.
 
     Returns:
         Prompts and continuations, int32[B, L + max_new_tokens].
 
     Raises:
         ConfigError: A setting is out of range, or the tokens exceed the model's length.
+        DataError: The prompts are no integers, or an id is not in the vocabulary.
 
     Example:
         >>> from zjax.config import schema
@@ -85,8 +108,15 @@ def generate(
         >>> generate(decoder, jnp.array([[3, 1]]), max_new_tokens=4).shape
         (1, 6)
     """
-    settings = Settings(max_new_tokens, temperature, top_k, top_p, end_id)
-    check(model.config, tokens.shape[1], settings, key)
+    settings = make_settings(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        end_ids=end_ids,
+    )
+    check(model.config, tokens, lengths, settings, key)
+    tokens = jnp.asarray(tokens, jnp.int32)
     key = jax.random.key(0) if key is None else key
     graph, state = nnx.split(model)
     return _generate(state, tokens, lengths, key, graph=graph, settings=settings)
@@ -125,7 +155,7 @@ def start_text(
     num_rows, length = tokens.shape
     starts = jnp.zeros(num_rows, jnp.int32) if lengths is None else length - lengths
     shape = (num_rows, settings.max_new_tokens)
-    filler = jnp.full(shape, max(settings.end_id, 0), jnp.int32)
+    filler = jnp.full(shape, settings.filler, jnp.int32)
     padded_tokens = jnp.concatenate([tokens.astype(jnp.int32), filler], axis=1)
     return starts, Text(
         padded_tokens, padded_tokens[:, length - 1], jnp.zeros(num_rows, bool)
@@ -150,56 +180,113 @@ def add_token(
         top_k=settings.top_k,
         top_p=settings.top_p,
     )
-    new = jnp.where(text.ended, settings.end_id, new).astype(jnp.int32)
+    new = jnp.where(text.ended, settings.filler, new).astype(jnp.int32)
     tokens = jax.lax.dynamic_update_slice_in_dim(
         text.tokens, new[:, None], column, axis=1
     )
-    return Text(tokens, new, text.ended | (new == settings.end_id))
+    is_end = jnp.isin(new, jnp.array(settings.end_ids, jnp.int32))
+    return Text(tokens, new, text.ended | is_end)
 
 
 def check(
-    config: schema.Model, length: int, settings: Settings, key: jax.Array | None
+    config: schema.Model,
+    tokens: Any,
+    lengths: Any,
+    settings: Settings,
+    key: jax.Array | None,
 ) -> None:
-    """Refuses settings that cannot work on prompts of `length` tokens.
+    """Refuses prompts and settings that cannot work, before anything compiles.
 
     Raises:
         ConfigError: A setting is out of range, or the tokens exceed the model's length.
+        DataError: The prompts are no integers, or an id is not in the vocabulary.
     """
-    problems = []
-    if length < 1:
-        remedy = "give each row one token or more"
-        problems.append(Problem("tokens", f"[B, {length}]", "are no prompts", remedy))
-    num_new = settings.max_new_tokens
+    problems = [
+        *_length_problems(config, tokens, lengths, settings.max_new_tokens),
+        *_choice_problems(config, settings, key),
+    ]
+    if problems:
+        raise ConfigError(*problems)
+    entry = Entry(("B", "L"), np.integer, num_ids=config.vocab_size)
+    prompts = _without_padding(tokens, lengths)
+    check_batch({"tokens": prompts}, {"tokens": entry}, name="prompt")
+
+
+def _length_problems(
+    config: schema.Model, tokens: Any, lengths: Any, num_new: int
+) -> Iterator[Problem]:
+    """Yields problems of the number of tokens of the prompts and of the new ones."""
+    shape = tuple(tokens.shape)
+    if len(shape) != 2 or 0 in shape:
+        remedy = "give int[B, L], each row one token or more"
+        yield Problem("tokens", str([*shape]), "are no prompts", remedy)
+        return
+    num_rows, length = shape
     if num_new < 1:
-        problem = "is below 1"
-        remedy = "ask for 1 or more"
-        problems.append(Problem("max_new_tokens", num_new, problem, remedy))
+        yield Problem("max_new_tokens", num_new, "is below 1", "ask for 1 or more")
     if num_new > MAX_TOKENS:
         problem, remedy = "is more than any run holds", f"use at most {MAX_TOKENS}"
-        problems.append(Problem("max_new_tokens", num_new, problem, remedy))
+        yield Problem("max_new_tokens", num_new, problem, remedy)
+    free = config.max_length - length
+    if num_new > free:
+        problem = f"leaves model.max_length={config.max_length} after {length}"
+        remedy = f"ask for {max(free, 0)} or fewer, or shorten the prompt"
+        yield Problem("max_new_tokens", num_new, problem, remedy)
+    if lengths is None:
+        return
+    if tuple(lengths.shape) != (num_rows,):
+        problem = f"are not the lengths of {num_rows} prompts"
+        yield Problem("lengths", str([*lengths.shape]), problem, "give one to each")
+    elif _is_on_host(lengths):
+        found = np.asarray(lengths).tolist()
+        wrong = [each for each in found if not 1 <= each <= length]
+        if wrong:
+            problem = f"is not between 1 and the {length} columns of tokens"
+            remedy = "count the tokens of each prompt, without its padding"
+            yield Problem("lengths", wrong[0], problem, remedy)
+
+
+def _choice_problems(
+    config: schema.Model, settings: Settings, key: jax.Array | None
+) -> Iterator[Problem]:
+    """Yields problems of how tokens are chosen, and of those that end a row."""
     if not 0 <= settings.temperature < math.inf:
         remedy = "use 0 for the most likely token, or above 0"
         problem = "is negative" if settings.temperature < 0 else "is not finite"
-        problems.append(Problem("temperature", settings.temperature, problem, remedy))
+        yield Problem("temperature", settings.temperature, problem, remedy)
     if settings.temperature > 0 and key is None:
         problem = f"is missing and temperature={settings.temperature} draws tokens"
-        problems.append(Problem("key", key, problem, "pass jax.random.key(0)"))
+        yield Problem("key", key, problem, "pass jax.random.key(0)")
     vocab_size = config.vocab_size
     if not 0 <= settings.top_k <= vocab_size:
         problem = f"is not between 0 and model.vocab_size={vocab_size}"
-        problems.append(Problem("top_k", settings.top_k, problem, "use 0 for all"))
+        yield Problem("top_k", settings.top_k, problem, "use 0 for all")
     if not 0 < settings.top_p <= 1:
         problem = "is not above 0 and up to 1"
-        problems.append(Problem("top_p", settings.top_p, problem, "use 1 for all"))
-    free = config.max_length - length
-    is_bounded = config.positions == "learned" or config.attention == "sparse"
-    if is_bounded and num_new > free:
-        problem = f"leaves model.max_length={config.max_length} after {length}"
-        remedy = f"ask for {max(free, 0)} or fewer, or shorten the prompt"
-        problems.append(Problem("max_new_tokens", num_new, problem, remedy))
+        yield Problem("top_p", settings.top_p, problem, "use 1 for all")
+    wrong = [each for each in settings.end_ids if not 0 <= each < vocab_size]
+    if wrong:
+        problem = f"has {wrong[0]}, which is no id of {vocab_size}"
+        remedy = f"use 0 to {vocab_size - 1}, or () for none"
+        yield Problem("end_ids", settings.end_ids, problem, remedy)
     if sees_future(config):
         problem = "chooses tokens by comparison with later ones, which are not written"
         remedy = "generate with a model of choice='tokens'"
-        problems.append(Problem("model.moe.choice", "experts", problem, remedy))
-    if problems:
-        raise ConfigError(*problems)
+        yield Problem("model.moe.choice", "experts", problem, remedy)
+
+
+def _without_padding(tokens: Any, lengths: Any) -> Any:
+    """Prompts with 0 as padding, on the host if their values can be read there."""
+    if not _is_on_host(tokens):
+        return tokens
+    tokens = np.asarray(tokens)
+    if lengths is None or not _is_on_host(lengths):
+        return tokens
+    num_padded = tokens.shape[1] - np.asarray(lengths)[:, None]
+    return np.where(np.arange(tokens.shape[1]) < num_padded, 0, tokens)
+
+
+def _is_on_host(x: Any) -> bool:
+    """Whether this process can read the values: not traced, nor partly elsewhere."""
+    is_traced = isinstance(x, jax.core.Tracer)
+    return not is_traced and getattr(x, "is_fully_addressable", True)

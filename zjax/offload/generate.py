@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from zjax.models.generate import Settings, Text, add_token, start_text
+from zjax.models.generate import Settings, Text, add_token, make_settings, start_text
 from zjax.offload.compiled import Jit
 from zjax.offload.stream import Load
 from zjax.offload.units import UnitStream, gathered, rows_by_part
@@ -64,9 +65,11 @@ class Generation:
 
         Raises:
             ConfigError: A setting out of range, or no room for the tokens.
+            DataError: The prompts are no integers, or an id is not in the vocabulary.
         """
-        chosen = Settings(**settings)
-        self.continuation.check(tokens.shape[1], chosen, key)
+        chosen = make_settings(**settings)
+        self.continuation.check(tokens, lengths, chosen, key)
+        tokens = jnp.asarray(tokens, jnp.int32)
         key = jax.random.key(0) if key is None else key
         return _Writing(self, state, tokens, lengths, key, chosen).write()
 
@@ -151,7 +154,7 @@ class _Writing:
             self.text, is_over = self.programs.choose(
                 self.head, last, self.text, self.key, column, settings
             )
-            if settings.end_id >= 0 and is_over:
+            if settings.end_ids and is_over:
                 break
         self.stream.prefetch(())  # drops the units of columns that are not written
         return self.text.tokens

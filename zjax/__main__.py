@@ -1,0 +1,6 @@
+"""The `zjax` command as `python -m zjax`."""
+
+from zjax.main import run
+
+if __name__ == "__main__":
+    run()

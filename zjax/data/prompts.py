@@ -1,0 +1,226 @@
+"""Prompts of a run: texts, or conversations through the chat template of the data."""
+
+import functools
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from absl import logging
+
+from zjax.config import schema
+from zjax.data import store
+from zjax.data.chat import Chat, load_chat
+from zjax.data.conversations import ANSWERS, Conversation, read_conversation
+from zjax.data.source import make_tokenizer, open_documents
+from zjax.data.tokenizer import Tokenizer, load_tokenizer
+from zjax.data.tokenizer_files import TOKENIZER_NAME
+from zjax.errors import ConfigError, Problem
+
+Given = str | Conversation | Sequence[int] | np.ndarray
+"""A text, a conversation, or ids."""
+NUM_SEARCHED = 100
+"""Conversations among which a sample is searched."""
+
+
+class Prompts:
+    """Encodes prompts with one tokenizer, and decodes continuations.
+
+    Args:
+        tokenizer: The tokenizer.
+        folder: Directory with its files and a chat template, or empty.
+        has_answers: Whether the tokenizer encoded conversations for training.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, folder: str = "", *, has_answers: bool = False
+    ):
+        self.tokenizer, self._folder = tokenizer, folder
+        self._has_answers = has_answers
+        self._warned: set[str] = set()
+
+    def encode(self, given: Given, *, special_tokens: bool = False) -> np.ndarray:
+        """Encodes a prompt of any kind.
+
+        Args:
+            given: A text, a conversation, or ids.
+            special_tokens: Whether names of special tokens in a text are these tokens.
+
+        Returns:
+            Ids, int32[L].
+        """
+        if isinstance(given, str):
+            return self.encode_text(given, special_tokens=special_tokens)
+        if isinstance(given, Conversation):
+            return self.encode_talk(given)
+        return np.asarray(given)
+
+    def encode_text(self, text: str, *, special_tokens: bool = False) -> np.ndarray:
+        """Encodes a text to continue; warns if a conversation may be meant.
+
+        Args:
+            text: The text.
+            special_tokens: Whether names of special tokens are these tokens.
+
+        Returns:
+            Ids, int32[L], with BOS if texts of the tokenizer begin with one.
+        """
+        found = self.tokenizer.find_special_tokens(text)
+        if found and not special_tokens:
+            self._warn(
+                f"a prompt spells {', '.join(found)} and is encoded as plain text; set "
+                "special_tokens to encode the names as tokens, or give messages "
+                "(--chat) for the chat template"
+            )
+        elif self._has_answers and not found:
+            self._warn(
+                "a prompt is plain text, but the run was trained on conversations; "
+                "give messages (--chat) for the chat template"
+            )
+        return self.tokenizer.encode(text, special_tokens=special_tokens)
+
+    def encode_talk(self, talk: Conversation) -> np.ndarray:
+        """Encodes a conversation up to where the next answer begins.
+
+        Args:
+            talk: Messages, the last of them not an answer.
+
+        Returns:
+            Ids, int32[L], as in training.
+
+        Raises:
+            ConfigError: The data has no chat template, or it is of another tokenizer.
+            DataError: The conversation ends with an answer, or the template refuses it.
+        """
+        if talk.messages[-1]["role"] == ANSWERS:
+            problem = "ends with an answer"
+            talk.refuse(problem, "end with the message that is to be answered")
+        return self.chat.prompt_of(talk)
+
+    def decode(self, prompt: Any, new: Any) -> str:
+        """Decodes what follows a prompt, up to the first token that ends a text.
+
+        Args:
+            prompt: Ids of the prompt, any 1-d integers.
+            new: Ids that follow, any 1-d integers.
+
+        Returns:
+            The text without the prompt.
+        """
+        ends = self.tokenizer.end_ids
+        size = next((n for n, id_ in enumerate(new) if id_ in ends), len(new))
+        before = self.tokenizer.decode([*prompt])
+        # Many decoders drop the space before the first token of what they decode.
+        whole = self.tokenizer.decode([*prompt, *new[:size]])
+        if whole.startswith(before):
+            return whole[len(before) :]
+        return self.tokenizer.decode([*new[:size]])
+
+    @functools.cached_property
+    def chat(self) -> Chat:
+        """The chat template.
+
+        Raises:
+            ConfigError: The data has no chat template, or it is of another tokenizer.
+            DataError: A file is missing or broken.
+        """
+        remedy = "name a checkpoint of this tokenizer that has one"
+        if not self._folder:
+            name = self.tokenizer.name
+            problem = f"has no chat template: the tokenizer of the data is {name!r}"
+            raise ConfigError(Problem("chat", "", problem, remedy))
+        chat = load_chat(self._folder)
+        record = load_tokenizer(pathlib.Path(self._folder) / TOKENIZER_NAME).record
+        if record.digest != self.tokenizer.record.digest:
+            problem = f"has another tokenizer than the data, {self.tokenizer.name!r}"
+            raise ConfigError(Problem("chat", self._folder, problem, remedy))
+        return chat
+
+    def _warn(self, text: str) -> None:
+        """Logs a warning once."""
+        if text not in self._warned:
+            self._warned.add(text)
+            logging.warning(text)
+
+
+def make_prompts(config: schema.Config, chat: str = "") -> Prompts:
+    """Makes what encodes prompts for a run.
+
+    Args:
+        config: Settings of the run.
+        chat: Directory of a checkpoint with a chat template; empty for the template
+            that `zjax data prepare` stored beside the tokens.
+
+    Returns:
+        The prompts, with the tokenizer of the data.
+
+    Raises:
+        DataError: `data.path` is not a directory made by `zjax data prepare`.
+    """
+    prepared = config.data.path if config.data.source == "tokens" else ""
+    return Prompts(
+        make_tokenizer(config), chat or prepared, has_answers=has_answers(config)
+    )
+
+
+def has_answers(config: schema.Config) -> bool:
+    """Says whether a run is trained on the answers of conversations."""
+    is_prepared = config.data.source == "tokens"
+    return is_prepared and store.read_meta(config.data.path).has_answers
+
+
+def as_talk(messages: Sequence[Any] | Mapping[str, Any]) -> Conversation:
+    """Reads messages, or a record with `messages`, `tools` and the like.
+
+    Args:
+        messages: Dicts with `role` and `content`, or a record of a layout of
+            `zjax.data.conversations`.
+
+    Returns:
+        The conversation.
+
+    Raises:
+        DataError: They are no conversation.
+
+    Example:
+        >>> as_talk([{"role": "user", "content": "Why?"}]).messages
+        [{'role': 'user', 'content': 'Why?'}]
+    """
+    is_record = isinstance(messages, Mapping)
+    record = messages if is_record else {"messages": [*messages]}
+    return read_conversation(record, "messages", "the conversation")
+
+
+def describe_prompt(given: Given) -> str:
+    """Names a prompt in messages by how it begins.
+
+    Example:
+        >>> describe_prompt("def f(): pass"), describe_prompt([3, 4])
+        ('def f(): pass', '[3, 4]')
+    """
+    if isinstance(given, Conversation):
+        given = str(given.messages[-1].get("content"))
+    return str(given)[:20]
+
+
+def find_question(config: schema.Config, most: int) -> np.ndarray | None:
+    """Finds the prompt of a conversation of the data, as a sample.
+
+    Args:
+        config: Settings of a run on conversations.
+        most: Most tokens of the prompt.
+
+    Returns:
+        Ids up to the first answer of a held-out conversation, or of one for training
+        if none is held out; None if the first ones are all longer.
+    """
+    splits = store.read_meta(config.data.path).splits
+    split = "validation" if "validation" in splits else "train"
+    talks = open_documents(config, split)
+    assert talks.answers is not None
+    starts = talks.offsets[:-1][:NUM_SEARCHED]
+    for start, stop in zip(starts, talks.offsets[1:], strict=False):
+        size = int(np.argmax(talks.answers[start:stop]))
+        if 0 < size <= most:
+            return np.asarray(talks.tokens[start : start + size], np.int32)
+    return None
