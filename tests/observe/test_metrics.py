@@ -2,10 +2,15 @@
 
 import threading
 
+import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.support.gates import start_gated
+from zjax.config import schema
 from zjax.observe import LateMetrics
+from zjax.sharding import mesh as meshes
 
 
 def test_pushing_a_step_does_not_wait_for_it():
@@ -43,3 +48,28 @@ def test_arrays_are_lists():
     late = LateMetrics()
     late.push(1, {"load": jnp.array([[3, 1], [2, 2]])})
     assert late.flush() == (1, {"load": [[3, 1], [2, 2]]})
+
+
+def test_metrics_of_local_steps_are_means_over_replicas():
+    """Fails if the first replica speaks for all, or if a replica's devices add up."""
+    mesh = meshes.make_mesh(schema.Mesh(replica=4, data=2))
+    place = NamedSharding(mesh, PartitionSpec())
+
+    def varying(by_replica):
+        numbers = np.repeat(by_replica, 2)
+        parts = [
+            jax.device_put(x, device)
+            for x, device in zip(numbers, mesh.devices.ravel(), strict=True)
+        ]
+        return jax.make_array_from_single_device_arrays((), place, parts)
+
+    metrics = {
+        "loss": varying(np.float32([1, 2, 3, np.nan])),
+        "weight": varying(np.float32([2, 1, 1, 0])),
+        "grad_norm": varying(np.float32([1, 2, 3, 6])),
+        "rows": varying(np.int32([5, 6, 7, 8])),
+    }
+    late = LateMetrics()
+    late.push(1, metrics, is_shared=False)
+    expected = {"loss": 1.75, "weight": 4.0, "grad_norm": 3.0, "rows": 26.0}
+    assert late.flush() == (1, expected)

@@ -92,3 +92,61 @@ def test_weights_that_an_update_lost_end_the_run_at_once():
         "loss=nan is not finite at step 2, whose update was applied; go back to the "
         "last checkpoint, and lower optimizer.peak_learning_rate or look at the data"
     )
+
+
+def count_rounds(rounds, **precision):
+    """Counts rounds of three local steps, of which the last step is shared."""
+    precision = load_config({}, precision=precision).precision
+    skipped, step, total = SkippedSteps(precision, num_steps=99, num_skipped=0), 0, 0
+    for values, num_skipped in rounds:
+        for each in values:
+            step += 1
+            is_shared = step % 3 == 0
+            total += num_skipped * is_shared
+            numbers = each | {"skipped_steps": float(total)}
+            skipped.count(step, numbers, is_shared=is_shared)
+            if is_shared:
+                skipped.check(step, numbers)
+    return skipped
+
+
+def test_local_steps_that_a_replica_skips_count_in_a_row():
+    """Fails if local steps, whose number is not shared yet, begin the count anew."""
+    broken = [NAN, NAN, NAN], 3
+    assert count_rounds([broken] * 6).in_a_row == 18
+    with pytest.raises(NonFiniteError) as error:
+        count_rounds([([FINE] * 3, 0), *[broken] * 7])
+    assert "skipped 21 steps in a row, starting with loss=nan at step 4" in str(
+        error.value
+    )
+    assert count_rounds([*[broken] * 6, ([FINE, NAN, FINE], 1)]).in_a_row == 0
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        (
+            [FINE, OVERFLOW, FINE],
+            "grad_norm=inf is not finite at step 5, whose update was not applied; ",
+        ),
+        (
+            [FINE] * 3,
+            "skipped_steps=1.0 at one of steps 4 to 6: gradients of a replica were not "
+            "finite; ",
+        ),
+    ],
+    ids=["this-process", "another-process"],
+)
+def test_stop_names_the_local_step(values, text):
+    """Fails if the step that ends the round is named."""
+    with pytest.raises(NonFiniteError) as error:
+        count_rounds([([FINE] * 3, 0), (values, 1)], on_nonfinite="stop")
+    assert str(error.value).startswith(text)
+
+
+def test_a_gradient_that_an_update_lost_ends_the_run():
+    """A sum of squares may overflow, and a NaN is no sum of finite gradients."""
+    run_through([FINE, OVERFLOW, FINE], on_nonfinite="update")
+    assert told(FINE | {"grad_norm": math.nan}, on_nonfinite="update").startswith(
+        "grad_norm=nan is not finite at step 1, whose update was applied; go back"
+    )

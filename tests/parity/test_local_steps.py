@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.reference import compression
-from tests.support import models, runs
+from tests.support import models, runs, totals
 from tests.support.crossing import crossing
 from zjax.config import schema
 from zjax.errors import PlanError
@@ -254,6 +254,53 @@ def test_a_fragment_is_sent_once_a_round_and_merged_after_the_delay():
     merged = [call for call in calls if call[1].startswith("merge")]
     assert sent == [(1, "mean_0"), (3, "mean_1"), (5, "mean_0"), (7, "mean_1")]
     assert merged == [(2, "merge_0"), (4, "merge_1"), (6, "merge_0"), (8, "merge_1")]
+
+
+def test_outer_steps_move_only_what_follows_gradients():
+    """Fails if a codec moves frozen weights, or an outer momentum what counts move."""
+    frozen = schema.ParamGroup(pattern="^head|few/w", learning_rate_scale=0.0)
+    config = runs.make_config(
+        0,
+        mesh=schema.Mesh(replica=2),
+        optimizer=schema.Optimizer(groups=(frozen,), num_warmup_steps=0),
+        communication=schema.Communication(codec="onebit", num_local_steps=2),
+    )
+    model = totals.make_model()
+    tx = make_optimizer(config, model)
+    run = make_planned_run(config, model, tx, devices=jax.devices()[:2])
+    before, state = anchor_of(run.state), run.state
+    biases = {name: before[name]["router"]["bias"] for name in totals.SEGMENTS}
+    for number in range(4):
+        batch = totals.make_batch(number)
+        state, _ = run.step(state, batch)
+        if number % 2 == 0:  # a round begins
+            apart = [dict(biases) for _ in range(2)]
+        for i, own in enumerate(apart):
+            rows = {name: np.split(x, 2)[i] for name, x in batch.items()}
+            for name, layers in own.items():
+                own[name] = np.stack(
+                    [
+                        totals.moved_by_hand(b, totals.load_by_hand(b, rows))
+                        for b in layers
+                    ]
+                )
+        biases = {name: np.mean([own[name] for own in apart], 0) for name in biases}
+    anchor, replicas = anchor_of(state), replicas_of(state)
+    for after, copies in ((anchor, ()), (replicas, (2,))):
+        for name, expected in biases.items():
+            shape = copies + expected.shape
+            bias = after[name]["router"]["bias"]
+            np.testing.assert_allclose(
+                bias, np.broadcast_to(expected, shape), rtol=0, atol=1e-6
+            )
+        for path in (("head",), ("few", "w")):
+            start, end = before, after
+            for key in path:
+                start, end = start[key], end[key]
+            np.testing.assert_array_equal(end, np.broadcast_to(start, end.shape))
+    assert (anchor["many"]["w"] != before["many"]["w"]).all()
+    assert anchor["embed"].shape == state.extra.momentum["embed"].shape
+    assert state.extra.momentum["head"] is None
 
 
 def test_more_fragments_than_arrays_are_refused():

@@ -344,7 +344,7 @@ def test_local_steps_that_replicas_skip_leave_all_equal(rows):
     state, _ = run.step(state, infinite_batch(rows))
     replicas = state.extra.replicas
     found = np.asarray(replicas.num_skipped) - skipped
-    assert found.tolist() == ([1, 0, 0, 0] if rows.stop else [1, 1, 1, 1])
+    assert found.tolist() == [1, 1, 1, 1]  # shared where replicas meet
     assert all(np.isfinite(x).all() for x in leaves((state.extra.errors, replicas)))
     for x, shared in zip(leaves(replicas.master), leaves(state.master), strict=True):
         assert (np.asarray(x) == np.asarray(shared)).all()

@@ -78,14 +78,17 @@ def check_apart(
         raise CheckpointError(Problem("checkpoint", place, problem, remedy))
 
 
-def is_of_codec(name: str) -> bool:
-    """Whether an array may be missing or unused, as it starts at 0.
+def may_be_unused(name: str) -> bool:
+    """Whether a run may do without an array of a checkpoint.
+
+    Errors of codecs start at 0. An outer momentum was saved for frozen parameters, too,
+    which no outer step moves.
 
     Example:
-        >>> is_of_codec("extra/worker"), is_of_codec("extra/momentum/w")
+        >>> may_be_unused("extra/worker"), may_be_unused("extra/replicas/master/w")
         (True, False)
     """
-    return name.startswith(_CODECS)
+    return name.startswith((*_CODECS, "extra/momentum/"))
 
 
 def _differs_in_number(saved: Entry, entry: Entry) -> bool:

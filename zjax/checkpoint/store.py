@@ -23,6 +23,7 @@ from zjax.checkpoint import (
     views,
 )
 from zjax.checkpoint import steps as directories
+from zjax.checkpoint.finite import check_finite
 from zjax.checkpoint.layout import Entry
 from zjax.checkpoint.reader import Reader
 from zjax.checkpoint.saved import link, place_slices
@@ -127,11 +128,13 @@ class Store:
         Raises:
             CheckpointError: This save or the one before failed, the directory holds a
                 later step, or `extra` is not JSON that a reader takes.
+            NonFiniteError: The state is not finite.
         """
         partial = directories.partial_path(self.directory, step)
         self.wait()
         named = layout.name_leaves(plans)
         leaves = dict(zip(named, jax.tree.leaves(state), strict=True))
+        check_finite(leaves, named, step)
         entries = {
             name: arrays.describe(leaves[name], plan) for name, plan in named.items()
         }
@@ -253,7 +256,7 @@ class Store:
         found = {
             n: e
             for n, e in found.items()
-            if n in wanted or not (n in adapted or replicas.is_of_codec(n))
+            if n in wanted or not (n in adapted or replicas.may_be_unused(n))
         }
         # Frozen parameters are stored in the compute dtype, which is free to change.
         frozen = {name for name, plan in named.items() if plan.is_frozen}

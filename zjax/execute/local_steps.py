@@ -19,6 +19,7 @@ from zjax.optim.phases import Phase, make_phases, merged_phase
 from zjax.optim.rounds import Rounds
 from zjax.sharding.placement import abstract_tree, shardings
 from zjax.sharding.plan import Plan
+from zjax.sharding.roles import only_followers, with_followers
 from zjax.train.exchange import Exchange, Sent
 from zjax.train.fragments import make_fragments
 from zjax.train.local_steps import (
@@ -84,8 +85,8 @@ class LocalStepsExecutor(FusedExecutor):
             return _outputs(grads), abstract_tree(outer.errors[int(number)])
         if program == "end_of_round":
             replicas = outer.replicas
-            state = abstract_tree((replicas.model_state, replicas.num_skipped))
-            return *state, _outputs(self.compile("train", batch))[1]
+            shared = _shared_at_ends(replicas, self.state_plan), replicas.num_skipped
+            return *abstract_tree(shared), _outputs(self.compile("train", batch))[1]
         return super().inputs_of(program, batch)
 
     def train(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -147,13 +148,30 @@ class LocalStepsExecutor(FusedExecutor):
     def _end_round(
         self, state: TrainState, metrics: Metrics
     ) -> tuple[TrainState, Metrics]:
-        replicas = state.extra.replicas
+        replicas, rows = state.extra.replicas, self.state_plan.master
         shared, own, skipped, metrics = self.programs["end_of_round"](
-            replicas.model_state, replicas.num_skipped, metrics
+            _shared_at_ends(replicas, self.state_plan), replicas.num_skipped, metrics
         )
-        state = dataclasses.replace(state, model_state=shared, num_skipped=skipped)
-        replicas = dataclasses.replace(replicas, model_state=own)
+        state = dataclasses.replace(
+            state,
+            model_state=shared[0],
+            master=with_followers(shared[1], state.master, rows, "totals"),
+            num_skipped=skipped,
+        )
+        averaged, num_skipped = own
+        replicas = dataclasses.replace(
+            replicas,
+            model_state=averaged[0],
+            master=with_followers(averaged[1], replicas.master, rows, "totals"),
+            num_skipped=num_skipped,
+        )
         return _with_extra(state, replicas=replicas), metrics
+
+
+def _shared_at_ends(state: TrainState, rows: TrainState) -> tuple[Any, Any]:
+    """Returns what replicas average at the end of a round besides fragments."""
+    moved = only_followers(state.master, rows.master, "totals")
+    return state.model_state, moved
 
 
 def _outputs(compiled: jax.stages.Compiled) -> Any:
@@ -200,8 +218,8 @@ def _programs(
             functools.partial(end_of_round, plan=plan),
             donate_argnums=0,
             out_shardings=(
-                places.model_state,
-                of_replicas.model_state,
+                _shared_at_ends(places, rows),
+                (_shared_at_ends(of_replicas, rows), of_replicas.num_skipped),
                 places.num_skipped,
                 None,
             ),

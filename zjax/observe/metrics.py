@@ -4,7 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from jax.sharding import NamedSharding
 
+from zjax.sharding.mesh import REPLICA
+from zjax.train.gradients.weighting import mean_metrics
 from zjax.typing import Metrics
 
 Value = int | float | list[Any]
@@ -26,7 +29,8 @@ class LateMetrics:
     """Holds the metrics of the newest step on the device, and returns the ones before.
 
     Pushing step n waits for step n - 1 only, so the device always has its next program
-    and the host runs at most one step ahead.
+    and the host runs at most one step ahead. Metrics that replicas do not share are
+    averaged over the replicas of this process.
 
     Example:
         >>> import jax
@@ -39,17 +43,27 @@ class LateMetrics:
     """
 
     def __init__(self) -> None:
-        self._pending: tuple[int, Metrics] | None = None
+        self._pending: tuple[int, list[Metrics]] | None = None
 
-    def push(self, step: int, metrics: Metrics) -> tuple[int, Values] | None:
+    def push(
+        self, step: int, metrics: Metrics, *, is_shared: bool = True
+    ) -> tuple[int, Values] | None:
         """Stores the metrics of the step just dispatched, still being computed.
+
+        Args:
+            step: Number of the step.
+            metrics: Metrics of the step.
+            is_shared: Whether all devices have the same values; False for local steps,
+                after which each device has those of one replica.
 
         Returns:
             Number and values of the step before, or None if there is none.
         """
-        for array in metrics.values():
-            array.copy_to_host_async()
-        earlier, self._pending = self._pending, (step, metrics)
+        parts = [metrics] if is_shared else _by_replica(metrics)
+        for part in parts:
+            for array in part.values():
+                array.copy_to_host_async()
+        earlier, self._pending = self._pending, (step, parts)
         return None if earlier is None else _read(*earlier)
 
     def flush(self) -> tuple[int, Values] | None:
@@ -62,8 +76,31 @@ class LateMetrics:
         return None if newest is None else _read(*newest)
 
 
-def _read(step: int, metrics: Metrics) -> tuple[int, Values]:
-    return step, {name: _value(np.asarray(array)) for name, array in metrics.items()}
+def _by_replica(metrics: Metrics) -> list[Metrics]:
+    """Returns the metrics of each replica of this process, from its first device."""
+    parts: dict[int, Metrics] = {}
+    for name, x in metrics.items():
+        for shard in x.addressable_shards:
+            part = parts.setdefault(_replica_of(shard.device, x.sharding), {})
+            part.setdefault(name, shard.data)
+    return list(parts.values())
+
+
+def _replica_of(device: Any, sharding: Any) -> int:
+    if not isinstance(sharding, NamedSharding):
+        return 0
+    mesh = sharding.mesh
+    (place,) = np.argwhere(mesh.devices == device)
+    return int(place[mesh.axis_names.index(REPLICA)])
+
+
+def _read(step: int, parts: list[Metrics]) -> tuple[int, Values]:
+    found = [{name: np.asarray(x) for name, x in part.items()} for part in parts]
+    if len(found) == 1:
+        return step, {name: _value(x) for name, x in found[0].items()}
+    stacked = {name: np.stack([part[name] for part in found]) for name in found[0]}
+    means = mean_metrics(stacked)
+    return step, {name: _value(np.asarray(x)) for name, x in means.items()}
 
 
 def _value(array: np.ndarray) -> Value:

@@ -63,7 +63,10 @@ class Monitor:
         self._layer_tokens = make_layer_tokens(config, num_devices, self._length_at)
         self._step_values = make_step_values(config)
         self._skipped = SkippedSteps(
-            config.precision, num_steps=config.num_steps, num_skipped=num_skipped
+            config.precision,
+            num_steps=config.num_steps,
+            num_skipped=num_skipped,
+            last_step=last_step,
         )
         self._late = LateMetrics()
         # absolute: a function of the user may change the working directory
@@ -125,7 +128,8 @@ class Monitor:
         watch = self._compiles.watch(step, batch, expected)
         with self._trace.step(step, state), watch as compiled:
             yield metrics
-        earlier = self._late.push(step, metrics[0])
+        is_shared = shares_metrics(self._config, step)
+        earlier = self._late.push(step, metrics[0], is_shared=is_shared)
         if compiled.line and jax.process_index() == 0:
             print(compiled.line, flush=True)
         tokens = self._tokens_at.at(step) if self._rows_per_step else 0
@@ -187,14 +191,15 @@ class Monitor:
 
     def _log_step(self, step: int, values: Values) -> None:
         self.known_step, self.newest = step, values
-        is_skipped = self._skipped.count(step, scalars(values))
+        is_shared = shares_metrics(self._config, step)
+        is_skipped = self._skipped.count(step, scalars(values), is_shared=is_shared)
         due = step % self._config.observe.log_every_steps == 0
         if due or is_skipped or step == self._config.num_steps:
             values |= self._speed() | self._tokens(step)
             length = self._length_at(step)
             values |= dropping_values(self._config, self._dropping, step, length)
             self.log(step, values)
-        if shares_metrics(self._config, step):
+        if is_shared:
             self._skipped.check(step, scalars(values))
 
     def _speed(self) -> dict[str, float]:

@@ -7,6 +7,7 @@ finite, and the minimum scale bounds them.
 
 import math
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from zjax.config.schema import Precision
 from zjax.errors import NonFiniteError, Problem
@@ -21,9 +22,12 @@ class SkippedSteps:
         precision: Policy for such steps.
         num_steps: Steps of the whole run.
         num_skipped: Steps skipped so far.
+        last_step: Steps taken so far.
 
     Example:
-        >>> skipped = SkippedSteps(Precision(), num_steps=100, num_skipped=0)
+        >>> skipped = SkippedSteps(
+        ...     Precision(), num_steps=100, num_skipped=0, last_step=6
+        ... )
         >>> bad = {"loss": math.nan, "grad_norm": math.nan, "skipped_steps": 1.0}
         >>> skipped.count(7, bad), skipped.in_a_row
         (True, 1)
@@ -33,26 +37,59 @@ class SkippedSteps:
         0
     """
 
-    def __init__(self, precision: Precision, *, num_steps: int, num_skipped: int):
+    def __init__(
+        self,
+        precision: Precision,
+        *,
+        num_steps: int,
+        num_skipped: int,
+        last_step: int = 0,
+    ):
         self._precision = precision
         self._num_steps = num_steps
         self._num_skipped = num_skipped
-        self._first = 0, "", 0.0
+        self._shared_step = last_step
+        self._seen: _Cause | None = None
+        """The first step that was not finite since replicas shared their metrics."""
+        self._found: _Cause | None = None
+        """The cause of the newest skipped or lost step, while no step was fine."""
+        self._first = _Cause("", "", 0.0)
         self.in_a_row = 0
         """Newest skipped steps in a row that a lower loss scale would not mend."""
 
-    def count(self, step: int, values: Mapping[str, float]) -> bool:
-        """Counts a step by its metrics; returns whether it was skipped."""
+    def count(
+        self, step: int, values: Mapping[str, float], *, is_shared: bool = True
+    ) -> bool:
+        """Counts a step by its metrics, and the local steps before it.
+
+        Args:
+            step: Number of the step.
+            values: Metrics of the step.
+            is_shared: Whether all replicas have these metrics. Steps without shared
+                metrics are counted with the next step that has them.
+
+        Returns:
+            Whether the step, or a local step before it, was skipped.
+        """
+        self._seen = self._seen or _cause(step, values)
+        if not is_shared:
+            return False
+        since, self._shared_step = step - self._shared_step, step
+        seen, self._seen = self._seen, None
         total = int(values["skipped_steps"])
-        is_new, self._num_skipped = total > self._num_skipped, total
-        if not is_new:
+        new, self._num_skipped = total - self._num_skipped, total
+        if new <= 0:  # the policy `update` skips nothing
+            self._found, self.in_a_row = seen, 0
+            return False
+        self._found = seen or _of_other_process(step, since, total)
+        if self._is_scale_search(values):
+            self._found = None
+        elif new < since:  # every replica took a step
             self.in_a_row = 0
-        elif not self._is_scale_search(values):
-            if not self.in_a_row:
-                name = _cause(values)
-                self._first = step, name, values[name]
-            self.in_a_row += 1
-        return is_new
+        else:
+            self._first = self._first if self.in_a_row else self._found
+            self.in_a_row += new
+        return True
 
     def check(self, step: int, values: Mapping[str, float]) -> None:
         """Raises if the run should end at this step, the one counted last.
@@ -60,25 +97,26 @@ class SkippedSteps:
         Raises:
             NonFiniteError: Names the first step in a row, and what was not finite.
         """
-        policy, name = self._precision.on_nonfinite, _cause(values)
-        if policy == "update":
-            if name == "loss":
-                problem = f"is not finite at step {step}, whose update was applied"
-                remedy = f"go back to the last checkpoint, and {_LOWER}"
-                raise NonFiniteError(Problem(name, values[name], problem, remedy))
+        policy, found = self._precision.on_nonfinite, self._found
+        if found is None:
             return
-        if not self.in_a_row:
+        if policy == "update":
+            # An infinite norm may be the sum of squares of finite gradients.
+            if found.name == "loss" or math.isnan(found.value):
+                problem = f"is not finite at {found.steps}, whose update was applied"
+                remedy = f"go back to the last checkpoint, and {_LOWER}"
+                raise NonFiniteError(Problem(found.name, found.value, problem, remedy))
             return
         if policy == "stop":
-            problem = f"is not finite at step {step}, whose update was not applied"
-            if name == "skipped_steps":
-                problem = f"at step {step}: gradients of a replica were not finite"
-            raise NonFiniteError(Problem(name, values[name], problem, _LOWER))
+            problem = f"is not finite at {found.steps}, whose update was not applied"
+            if found.name == "skipped_steps":
+                problem = f"at {found.steps}: gradients of a replica were not finite"
+            raise NonFiniteError(Problem(found.name, found.value, problem, _LOWER))
         if values.get("loss_scale_spent"):
             minimum, remedy = self._precision.loss_scale.minimum, _LOWER
             problem = f"is the minimum and step {step} still overflows"
-            if name == "loss":
-                problem += f", whose loss is {values['loss']}"
+            if found.name == "loss":
+                problem += f", whose loss is {found.value}"
             else:
                 remedy = (
                     "use precision.compute_dtype='bfloat16' or a lower learning rate"
@@ -90,9 +128,10 @@ class SkippedSteps:
             raise NonFiniteError(self._too_many(step, is_all))
 
     def _too_many(self, step: int, is_all: bool) -> Problem:
-        first, name, value = self._first
+        first = self._first
         skipped = f"all {step} steps" if is_all else f"{self.in_a_row} steps in a row"
-        problem = f"skipped {skipped}, starting with {name}={value} at step {first}"
+        cause = f"{first.name}={first.value} at {first.steps}"
+        problem = f"skipped {skipped}, starting with {cause}"
         remedy = f"{_LOWER}; earlier checkpoints are unaffected"
         return Problem("precision.on_nonfinite", "skip", problem, remedy)
 
@@ -100,11 +139,34 @@ class SkippedSteps:
         """Whether a lower loss scale may cure the overflow of a step."""
         is_dynamic = "loss_scale" in values and self._precision.loss_scale.window > 0
         spent = values.get("loss_scale_spent", 0.0)
-        return is_dynamic and math.isfinite(values["loss"]) and not spent
+        has_loss = self._found is None or self._found.name != "loss"
+        return is_dynamic and has_loss and not spent
 
 
-def _cause(values: Mapping[str, float]) -> str:
-    """What was not finite; replicas that take local steps may have skipped earlier."""
-    names = ("loss", "grad_norm")
-    is_bad = (name for name in names if not math.isfinite(values.get(name, 0)))
-    return next(is_bad, "skipped_steps")
+class _Cause(NamedTuple):
+    """The number of a step that was not finite.
+
+    Args:
+        steps: The step, as text; several where only another process knows which.
+        name: Name of the metric.
+        value: Value of the metric.
+    """
+
+    steps: str
+    name: str
+    value: float
+
+
+def _cause(step: int, values: Mapping[str, float]) -> _Cause | None:
+    """Finds the metric of a step that is not finite; None if all are finite."""
+    for name in ("loss", "grad_norm"):
+        if not math.isfinite(values.get(name, 0)):
+            return _Cause(f"step {step}", name, values[name])
+    return None
+
+
+def _of_other_process(step: int, since: int, total: int) -> _Cause:
+    """Names the steps among which a replica of another process has skipped some."""
+    first = step - since + 1
+    steps = f"step {step}" if since == 1 else f"one of steps {first} to {step}"
+    return _Cause(steps, "skipped_steps", float(total))

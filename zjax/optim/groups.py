@@ -26,18 +26,6 @@ def label_params(params: Any, groups: Groups) -> Any:
     )
 
 
-def trained_params(params: Any, groups: Groups) -> Any:
-    """Tree of booleans: which parameters are not frozen, and count for the norm.
-
-    Example:
-        >>> frozen = schema.ParamGroup(pattern="a", learning_rate_scale=0.0)
-        >>> trained_params({"a": 1.0, "b": 2.0}, (frozen,))
-        {'a': False, 'b': True}
-    """
-    labels = label_params(params, groups)
-    return jax.tree.map(lambda label: label != FROZEN, labels)
-
-
 def decay_of(group: schema.ParamGroup, default: float) -> float:
     """Returns the weight decay of a group, else `optimizer.weight_decay`.
 

@@ -28,7 +28,7 @@ def hold_frozen(master: Any, compute: Any, config: Config) -> Any:
     def one(row: ArrayPlan, used: ArrayPlan) -> ArrayPlan:
         if not is_held_frozen(row.path, config):
             return row
-        return dataclasses.replace(used, is_frozen=True)
+        return dataclasses.replace(used, is_frozen=True, follows="nothing")
 
     return jax.tree.map(one, master, compute)
 

@@ -10,7 +10,7 @@ import enum
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,9 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zjax.sharding import rules, zero
+
+Follows = Literal["gradient", "totals", "nothing"]
+"""What changes a parameter."""
 
 
 class Form(enum.Enum):
@@ -69,6 +72,7 @@ class ArrayPlan:
             array moves across nodes; empty where its own elements move.
         is_frozen: Whether it is a parameter that is stored as it is used, and has
             neither a gradient nor optimizer state.
+        follows: What changes a parameter: its gradient, totals of a step, or nothing.
     """
 
     path: str
@@ -81,6 +85,7 @@ class ArrayPlan:
     disks: tuple[str, ...] = ()
     codec: str = ""
     is_frozen: bool = False
+    follows: Follows = "gradient"
 
     @property
     def spec(self) -> PartitionSpec:

@@ -41,6 +41,7 @@ from zjax.sharding.frozen import hold_frozen, trained
 from zjax.sharding.param_plans import ParamPlans, plan_opt_state, replicated_plans
 from zjax.sharding.paths import layer_of, owners
 from zjax.sharding.placement import ArrayPlan, Form, abstract_key
+from zjax.sharding.roles import assign_roles
 from zjax.typing import Model
 
 DEVICE, HOST, NVME = "device", "pinned_host", "nvme"
@@ -178,9 +179,11 @@ def make_plan(config: Config, mesh: Mesh | AbstractMesh, model: Model, tx: Any) 
     ).planned
     compute = planned(dtypes.compute_dtype, is_sharded=splits.compute)
     master = planned(dtypes.master_dtype, is_sharded=splits.state)
+    master = assign_roles(master, config, model.stack)
     master = hold_frozen(master, compute, config)
     opt_state = plan_opt_state(config, mesh, tx, trained(master, master))
     grads = planned(dtypes.grad_sum_dtype, is_sharded=splits.state)
+    grads = assign_roles(grads, config, model.stack)
     grad_sum = planned(dtypes.grad_sum_dtype, is_sharded=splits.grad_sum)
     grads, grad_sum = trained(grads, master), trained(grad_sum, master)
     if splits.compute:

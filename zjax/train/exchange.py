@@ -31,6 +31,9 @@ _EXACT = {make_codec("float32"), make_codec("bfloat16")}
 class Exchange:
     """Averages arrays in the placement of gradients, inside `shard_map` over `replica`.
 
+    Parameters without a gradient are not sent: codecs have no 0, so that they would
+    move, and would share the scales of others.
+
     Args:
         plan: The plan of a run.
         codec: Form of the numbers on the wire.
@@ -50,6 +53,12 @@ class Exchange:
         return self.codec not in _EXACT
 
     @property
+    def rows(self) -> list[ArrayPlan]:
+        """Plans of the arrays that are sent."""
+        rows = jax.tree.leaves(self.plan.grads)
+        return [row for row in rows if row.follows == "gradient"]
+
+    @property
     def num_replicas(self) -> int:
         """Replicas that exchange."""
         return self.plan.mesh.shape[REPLICA]
@@ -57,8 +66,7 @@ class Exchange:
     @property
     def num_elements(self) -> int:
         """Elements of the buffer of a device, padding included."""
-        rows = jax.tree.leaves(self.plan.grads)
-        shards = (math.prod(r.stored.shard_shape(r.stored_shape)) for r in rows)
+        shards = (math.prod(r.stored.shard_shape(r.stored_shape)) for r in self.rows)
         return padded_size(sum(shards), self.codec, self.num_replicas)
 
     @property
@@ -81,8 +89,7 @@ class Exchange:
 
         What a codec loses of a number depends on the rest of the buffer.
         """
-        rows = jax.tree.leaves(self.plan.grads)
-        split = [{*sum(axes_of(row.spec, len(row.shape)), ())} for row in rows]
+        split = [{*sum(axes_of(row.spec, len(row.shape)), ())} for row in self.rows]
         unlike = set().union(*split)
         return [unlike - axes for axes in split]
 
@@ -97,19 +104,27 @@ class Exchange:
             keep: bool[]; whether the step counts, and its errors replace the old ones.
 
         Returns:
-            The means, the same on all replicas, and the errors.
+            The means, the same on all replicas, with the other arrays of the tree; and
+            the errors.
         """
-        if not self.feeds_back:
-            return self._mean(tree, (), keep)[0], errors
-        return self._mean(tree, errors, keep)
+        leaves, form = jax.tree.flatten(tree)
+        is_sent = [r.follows == "gradient" for r in jax.tree.leaves(self.plan.grads)]
+        sent = [x for x, is_one in zip(leaves, is_sent, strict=True) if is_one]
+        means, new = self._mean(sent, errors if self.feeds_back else (), keep)
+        rest = iter(means)
+        leaves = [
+            next(rest) if is_one else x
+            for x, is_one in zip(leaves, is_sent, strict=True)
+        ]
+        return form.unflatten(leaves), new if self.feeds_back else errors
 
-    def _mean(self, tree: Params, errors: Any, keep: jax.Array) -> tuple[Params, Any]:
-        rows = self.plan.grads
-        specs = jax.tree.map(lambda row: row.spec, rows)
+    def _mean(
+        self, sent: list[jax.Array], errors: Any, keep: jax.Array
+    ) -> tuple[list[jax.Array], Any]:
+        specs = [row.spec for row in self.rows]
         by_device = jax.tree.map(lambda _: P(None, self.axes), errors)
 
-        def of_device(tree: Params, errors: Any, keep: jax.Array) -> Any:
-            shards, form = jax.tree.flatten(tree)
+        def of_device(shards: list[jax.Array], errors: Any, keep: jax.Array) -> Any:
             flat = [x.astype(jnp.float32).ravel() for x in shards]
             padding = self.num_elements - sum(x.size for x in flat)
             buffer = jnp.concatenate([*flat, jnp.zeros(padding, jnp.float32)])
@@ -124,7 +139,7 @@ class Exchange:
             kept = jax.tree.map(
                 lambda x, e: jnp.where(keep, x.reshape(e.shape), e), new or (), errors
             )
-            return jax.tree.unflatten(form, parts), kept
+            return parts, kept
 
         means, errors = jax.shard_map(
             of_device,
@@ -132,8 +147,8 @@ class Exchange:
             out_specs=(specs, by_device),
             axis_names=set(self.axes),
             check_vma=False,
-        )(pad_tree(tree, rows), errors, keep)
-        return unpad_tree(means, rows), errors
+        )(pad_tree(sent, self.rows), errors, keep)
+        return unpad_tree(means, self.rows), errors
 
 
 def _of_first_device(x: jax.Array, axes: set[str]) -> jax.Array:

@@ -1,5 +1,9 @@
 """Fragments of the parameters that replicas exchange at different steps.
 
+Fragments hold the parameters that follow gradients. Frozen ones never differ between
+replicas, and a codec would move them; those that follow totals are averaged at the end
+of a round, as an outer momentum would move them again.
+
 Layer `i` of a stack belongs to fragment `i` modulo their number, the strided pattern of
 Streaming DiLoCo (arXiv:2501.18512, section 2.1). Other arrays go to the fragment that
 is the smallest so far, the largest arrays first.
@@ -31,7 +35,7 @@ class Piece(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Fragment:
-    """Some of the parameters.
+    """Some of the parameters that follow gradients.
 
     Args:
         pieces: What it holds of which array.
@@ -39,13 +43,13 @@ class Fragment:
 
     pieces: tuple[Piece, ...]
 
-    def take(self, leaves: Sequence[jax.Array], *, dim: int = 0) -> list[jax.Array]:
-        """Slices all parameters; `dim` is that of the layers."""
+    def take(self, leaves: Sequence[Any], *, dim: int = 0) -> list[jax.Array]:
+        """Slices one value for each parameter; `dim` is that of the layers."""
         return [leaves[p.leaf][_index(p, dim)] for p in self.pieces]
 
     def put(
-        self, leaves: Sequence[jax.Array], parts: Sequence[jax.Array], *, dim: int = 0
-    ) -> list[jax.Array]:
+        self, leaves: Sequence[Any], parts: Sequence[jax.Array], *, dim: int = 0
+    ) -> list[Any]:
         """Replaces what `take` slices."""
         new = list(leaves)
         for piece, part in zip(self.pieces, parts, strict=True):
@@ -85,6 +89,8 @@ def make_fragments(master: Any, number: int) -> list[Fragment]:
     others: list[tuple[int, int]] = []
     for leaf, (keys, row) in enumerate(jax.tree_util.tree_leaves_with_path(master)):
         layer, size = layer_of(keys), math.prod(row.stored_shape)
+        if row.follows != "gradient":
+            continue
         if layer is not None:
             pieces[layer % number].append(Piece(leaf, None))
             sizes[layer % number] += size

@@ -25,6 +25,7 @@ from zjax.optim.phases import Phase, merged_phase
 from zjax.sharding.mesh import REPLICA
 from zjax.sharding.placement import ArrayPlan, pad_tree, place_tree, unpad_tree
 from zjax.sharding.plan import Plan
+from zjax.sharding.roles import with_followers
 from zjax.train.exchange import Exchange
 from zjax.train.fragments import Fragment
 from zjax.train.gradients import weighting
@@ -226,7 +227,8 @@ class OuterStep:
         settings, fragment = self.config.communication, self.fragment
         trees = anchor, momentum, replicas.master
         (anchors, momenta, masters), forms = zip(
-            *map(jax.tree.flatten, trees), strict=True
+            *(jax.tree.flatten(tree, is_leaf=lambda x: x is None) for tree in trees),
+            strict=True,
         )
         shared, slow = nesterov(
             fragment.take(anchors),
@@ -285,8 +287,9 @@ class MomentumStep(OuterStep):
     ) -> tuple[Any, Any, TrainState]:
         """Moves the anchor, and gives replicas its parameters and one momentum."""
         leaves, tree = jax.tree.flatten(anchor)
-        mean = tree.unflatten(self.fragment.put(leaves, grads))
-        anchor, master, opt_state = jax.shard_map(
+        zeros = [jnp.zeros_like(x) for x in leaves]
+        mean = tree.unflatten(self.fragment.put(zeros, grads))
+        shared, master, opt_state = jax.shard_map(
             self._merge,
             mesh=self.plan.mesh,
             in_specs=(P(), P(REPLICA), P()),
@@ -294,6 +297,9 @@ class MomentumStep(OuterStep):
             axis_names={REPLICA},
             check_vma=False,
         )(anchor, replicas.opt_state, mean)
+        rows = self.plan.master
+        anchor = with_followers(shared, anchor, rows, "gradient")
+        master = with_followers(master, replicas.master, rows, "gradient")
         replicas = dataclasses.replace(replicas, master=master, opt_state=opt_state)
         return anchor, momentum, replicas
 
@@ -338,29 +344,34 @@ def make_outer_step(
 
 
 def end_of_round(
-    model_state: Any, num_skipped: jax.Array, metrics: Metrics, plan: Plan
+    averaged: Any, num_skipped: jax.Array, metrics: Metrics, plan: Plan
 ) -> tuple[Any, Any, Any, Metrics]:
-    """What replicas share at the end of a round besides parameters.
+    """Shares at the end of a round what no fragment holds.
 
     Args:
-        model_state: Of every replica, arrays [N, ...].
+        averaged: Model state and parameters that follow totals, of every replica,
+            arrays [N, ...].
         num_skipped: int32[N].
         metrics: Of the last step; each device has those of its own replica.
         plan: Places every array.
 
     Returns:
-        The mean model state, the same for every replica, [N, ...], the number of
-        skipped steps of the replica that skipped most, and the metrics of all rows with
-        that number. With them all processes decide alike whether the run goes on.
+        The means of `averaged`; for every replica these means and the number of
+        skipped steps, [N, ...]; that number, which grows by the steps of the replica
+        that skipped most in the round; and the metrics of all rows with it. With them
+        all processes decide alike whether the run goes on.
     """
 
-    def share(model_state: Any, num_skipped: jax.Array, metrics: Metrics) -> Any:
+    # The next round counts from the shared number, so that steps add up which another
+    # replica skips in each round.
+    def share(averaged: Any, num_skipped: jax.Array, metrics: Metrics) -> Any:
         average = functools.partial(shards.mean_over, axes=(REPLICA,))
-        shared = jax.tree.map(average, model_state)
+        shared = jax.tree.map(average, averaged)
         most = jax.lax.pmax(num_skipped[0], REPLICA)
         means = weighting.mean_metrics(messages.all_gather(metrics, REPLICA))
         means["skipped_steps"] = jnp.float32(most)
-        return jax.tree.map(lambda x: x[0], shared), shared, most, means
+        own = shared, most[None]
+        return jax.tree.map(lambda x: x[0], shared), own, most, means
 
     return jax.shard_map(
         share,
@@ -369,4 +380,4 @@ def end_of_round(
         out_specs=(P(), P(REPLICA), P(), P()),
         axis_names={REPLICA},
         check_vma=False,
-    )(model_state, num_skipped, metrics)
+    )(averaged, num_skipped, metrics)

@@ -20,6 +20,7 @@ from zjax.optim.phases import merged_phase
 from zjax.sharding.mesh import REPLICA
 from zjax.sharding.placement import ArrayPlan
 from zjax.sharding.plan import Plan
+from zjax.sharding.roles import only_followers
 from zjax.train.exchange import Exchange
 from zjax.train.fragments import Fragment, make_fragments
 
@@ -29,8 +30,9 @@ class Outer(NamedTuple):
 
     Args:
         replicas: TrainState of every replica, arrays [N, ...]; without `step`.
-        momentum: float32 momentum of the outer optimizer, in the form of `master`; an
-            empty tuple if that of the replicas serves.
+        momentum: float32 momentum of the outer optimizer, in the form of `master`, with
+            None for parameters that follow no gradient; an empty tuple if the momentum
+            of the replicas serves.
         errors: By fragment, what the codec lost so far.
         arriving: By fragment, the mean outer gradient that was sent last, for a merge
             `delay` steps later; an empty tuple without delay.
@@ -75,7 +77,8 @@ def outer_rows(rows: Any, plan: Plan, config: Config) -> Any:
         make_exchange(plan, config, fragment)
         for fragment in make_fragments(plan.master, settings.num_fragments)
     ]
-    momentum = jax.tree.map(_float32, plan.master)
+    followers = only_followers(plan.master, plan.master, "gradient")
+    momentum = jax.tree.map(_float32, followers)
     means = tuple([_float32(r) for r in each.plan.grads] for each in exchanges)
     extra = Outer(
         replicas=jax.tree.map(_by_replica, dataclasses.replace(rows, step=())),

@@ -13,12 +13,11 @@ from zjax.config.schema import Config
 from zjax.forward import named_totals
 from zjax.optim import clip, loss_scale
 from zjax.optim.ema import update_ema
-from zjax.optim.groups import trained_params
 from zjax.sharding.frozen import joined, trained
-from zjax.sharding.moves import MovedParam, move_params, moved_params
-from zjax.sharding.paths import path_of
+from zjax.sharding.moves import MovedParam, move_params
 from zjax.sharding.placement import constrain, pad_tree, place_tree, unpad_tree
 from zjax.sharding.plan import Plan
+from zjax.sharding.roles import moves_of
 from zjax.train.average import check_moved
 from zjax.train.compute_params import compute_params
 from zjax.train.exchange import Sent
@@ -57,12 +56,10 @@ def make_update(
     Raises:
         PlanError: The optimizer averages parameters that totals move.
     """
-    moved = moved_params(stack, plan.master)
+    moved = moves_of(plan.master, stack)
     check_moved(moved.keys(), plan.opt_state)
-    counted = jax.tree_util.tree_map_with_path(
-        lambda keys, is_trained: is_trained and path_of(keys) not in moved,
-        trained_params(trained(plan.master, plan.master), config.optimizer.groups),
-    )
+    rows = trained(plan.master, plan.master)
+    counted = jax.tree.map(lambda row: row.follows == "gradient", rows)
     tx = optax.with_extra_args_support(tx)
     return Update(tx, plan, config, schedule, counted, moved, sent)
 

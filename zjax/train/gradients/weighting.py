@@ -1,7 +1,7 @@
 """Weighted means of losses and gradients over microbatches."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from zjax.errors import ModelError, Problem
 from zjax.forward import named_totals
-from zjax.typing import Batch, Loss, Metrics, ModelState, Params
+from zjax.typing import Batch, Loss, ModelState, Params
 
 OWN_METRICS = frozenset(
     "loss weight grad_norm skipped_steps learning_rate loss_scale loss_scale_spent "
@@ -53,11 +53,11 @@ def mean_loss(losses: Loss, model_state: ModelState) -> Loss:
     return Loss(mean(losses.value), total, model_state, metrics, totals)
 
 
-def mean_metrics(metrics: Metrics) -> Metrics:
+def mean_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Metrics of a step that replicas took by themselves, as those of one run.
 
     Args:
-        metrics: Those of each replica, stacked [N, ...].
+        metrics: Arrays of JAX or NumPy with the metrics of each replica, [N, ...].
 
     Returns:
         The loss and the metrics of the model averaged by weight, sums of weights and of
@@ -76,26 +76,27 @@ def mean_metrics(metrics: Metrics) -> Metrics:
         [2.0, 3.0, 2.5, [4, 6]]
     """
 
-    def one(name: str, x: jax.Array) -> jax.Array:
+    def one(name: str, x: Any) -> Any:
         if name == "weight" or not jnp.issubdtype(x.dtype, jnp.floating):
             return _total(x)
         if name in OWN_METRICS and name != "loss":
-            return jnp.mean(x)
+            return x.mean()
         return _mean(x, metrics["weight"])
 
     return {name: one(name, x) for name, x in metrics.items()}
 
 
-def _mean(x: jax.Array, weights: jax.Array) -> jax.Array:
+def _mean(x: Any, weights: Any) -> Any:
     """Weighted mean; what has no weight may be NaN."""
-    total = jnp.sum(weights)
-    shares = weights / jnp.where(total == 0, 1, total)
-    return jnp.sum(shares * jnp.where(shares == 0, 0, x))
+    # Metrics on the host must not wait for the devices, as operations of JAX do there.
+    numpy, total = x.__array_namespace__(), weights.sum()
+    shares = weights / numpy.where(total == 0, 1, total)
+    return (shares * numpy.where(shares == 0, 0, x)).sum()
 
 
-def _total(x: jax.Array) -> jax.Array:
+def _total(x: Any) -> Any:
     # Without a dtype, NumPy's rules would add int32 up in int64 where that is enabled.
-    return jnp.sum(x, 0, dtype=x.dtype)
+    return x.sum(0, dtype=x.dtype)
 
 
 def counted(weight: jax.Array) -> jax.Array:
