@@ -11,9 +11,10 @@ from absl import flags
 from tests.checkpoint import states
 from tests.support import huggingface as golden
 from tests.support.command_line import typed
+from tests.test_ending import fit
 from zjax import commands
 from zjax.checkpoint.store import Store
-from zjax.commands import read_prompts, rewind
+from zjax.commands import chosen_step, read_prompts, rewind
 from zjax.data import source
 from zjax.data.evaluation import EvaluationOrder
 from zjax.errors import ConfigError
@@ -141,3 +142,17 @@ def test_a_checkpoint_of_hugging_face_is_evaluated_without_a_run(
     picked = np.take_along_axis(np.asarray(scores), rows["targets"][..., None], -1)
     assert found["eval_loss"] == pytest.approx(-picked.mean(), rel=1e-5)
     assert (found["part"], found["step"], found["evaluated_rows"]) == ("raw", 0, 8)
+
+
+def test_the_best_of_what_is_kept_is_not_the_best_without_a_word(tmp_path, caplog):
+    """Fails if a step with a lower loss was not saved, and nobody says so."""
+    trainer = fit(tmp_path, "num_steps=3")
+    assert trainer.store.steps() == (3,)
+    with typed("--step=best"), caplog.at_level("WARNING", logger="absl"):
+        assert chosen_step(trainer.store) == 3
+    assert caplog.messages == [
+        "--step=best takes step 3, the best checkpoint that is kept: the lowest "
+        "eval_loss of the run was 28.5 at step 1, which was not saved or not kept; set "
+        "evaluation.patience, which saves at each new best, or make "
+        "checkpoint.every_steps divide evaluation.every_steps"
+    ]

@@ -29,9 +29,10 @@ def fit(directory, *overrides, **given):
 
 
 def test_a_run_ends_once_its_loss_no_longer_falls(tmp_path, capsys):
-    """Fails if the run goes on, is not saved, or counts anew when it continues."""
-    trainer = fit(tmp_path, "evaluation.patience=2")
-    assert (trainer.step, trainer.exit_status, trainer.store.steps()) == (3, 0, (3,))
+    """Fails if the run goes on, loses its best step, or counts anew if it continues."""
+    trainer = fit(tmp_path, "evaluation.patience=2", "checkpoint.keep_last=1")
+    assert (trainer.step, trainer.exit_status, trainer.store.steps()) == (3, 0, (1, 3))
+    assert trainer.store.best() == 1
     assert (
         "stopped at step 3: eval_loss was 28.5 at step 1 and not below 28.5 in 2 "
         f"evaluations since\ncheckpoint: {tmp_path}/checkpoints/3\nraise "

@@ -14,7 +14,7 @@ import sys
 from typing import NoReturn
 
 import jax
-from absl import flags
+from absl import flags, logging
 
 from zjax.checkpoint import steps
 from zjax.checkpoint.average import saved_parts
@@ -40,6 +40,7 @@ from zjax.huggingface.export import export_huggingface
 from zjax.huggingface.peft import export_peft
 from zjax.huggingface.settings import CONFIG_NAME, model_settings
 from zjax.observe.progress import describe_values
+from zjax.patience import lowest_evaluation
 from zjax.processes import hold
 from zjax.reading import read_text
 from zjax.resume import STARTED_FROM
@@ -117,11 +118,24 @@ def chosen_step(store: Store) -> int:
             problem = f"has no checkpoint in {directory} with a held-out loss"
             remedy = "use latest, or a number"
             raise ConfigError(Problem("--step", given, problem, remedy))
+        _report_unsaved_best(store, best)
         return best
     if not (given.isascii() and given.isdigit() and len(given) <= _MAX_DIGITS):
         remedy = "use latest, best or a number"
         raise ConfigError(Problem("--step", given, "is not a step", remedy))
     return int(given)
+
+
+def _report_unsaved_best(store: Store, best: int) -> None:
+    """Warns if an evaluation had a lower loss than every checkpoint that is kept."""
+    lowest = lowest_evaluation(store.extra())
+    if lowest is None or lowest[0] == best or jax.process_index() != 0:
+        return
+    text = "--step=best takes step %s, the best checkpoint that is kept: the lowest "
+    text += "eval_loss of the run was %.6g at step %s, which was not saved or not "
+    text += "kept; set evaluation.patience, which saves at each new best, or make "
+    text += "checkpoint.every_steps divide evaluation.every_steps"
+    logging.warning(text, best, lowest[1], lowest[0])
 
 
 def open_store(directory: str) -> Store:

@@ -21,9 +21,11 @@ class Patience:
     Example:
         >>> patience = Patience(Evaluation(patience=2, min_improvement=0.1))
         >>> for step, loss in ((10, 3.0), (20, 2.95), (30, math.nan)):
-        ...     patience.count(step, loss)
+        ...     _ = patience.count(step, loss)
         >>> patience.reason
         'eval_loss was 3 at step 10 and not below 2.9 in 2 evaluations since'
+        >>> patience.lowest
+        (20, 2.95)
     """
 
     def __init__(self, evaluation: Evaluation, saved: Mapping[str, Any] | None = None):
@@ -32,14 +34,24 @@ class Patience:
         self._best: float | None = saved.get("best")
         self._best_step = int(saved.get("best_step", 0))
         self._num_without = int(saved.get("num_without", 0))
+        self.lowest = lowest_evaluation({KEY: saved})
+        """Step and loss of the evaluation of lowest loss; None before any."""
 
-    def count(self, step: int, loss: float) -> None:
-        """Counts the evaluation of a step; a loss that is NaN is no improvement."""
+    def count(self, step: int, loss: float) -> bool:
+        """Counts the evaluation of a step; a loss that is NaN is no improvement.
+
+        Returns:
+            Whether the loss is the lowest so far, by whatever difference.
+        """
         best = math.inf if self._best is None else self._best
         if loss < best - self._evaluation.min_improvement:
             self._best, self._best_step, self._num_without = loss, step, 0
         else:
             self._num_without += 1
+        is_lowest = loss < (math.inf if self.lowest is None else self.lowest[1])
+        if is_lowest:
+            self.lowest = step, loss
+        return is_lowest
 
     @property
     def reason(self) -> str:
@@ -62,4 +74,22 @@ class Patience:
             "best": self._best,
             "best_step": self._best_step,
             "num_without": self._num_without,
+            "lowest": self.lowest,
         }
+
+
+def lowest_evaluation(extra: Mapping[str, Any]) -> tuple[int, float] | None:
+    """Reads from a checkpoint which evaluation of its run had the lowest loss.
+
+    Args:
+        extra: What the checkpoint keeps beside its arrays.
+
+    Returns:
+        Its step and loss; None where no evaluation is known.
+
+    Example:
+        >>> lowest_evaluation({"patience": {"lowest": [20, 2.5]}})
+        (20, 2.5)
+    """
+    step, loss = (extra.get(KEY) or {}).get("lowest") or (0, None)
+    return None if loss is None else (int(step), float(loss))

@@ -272,12 +272,13 @@ class Trainer:
                 is_last = step == config.num_steps
                 save_due |= is_last or "save" in asked
                 save_due |= _is_due(step, config.checkpoint.every_steps)
-                if save_due:
+                is_evaluated = is_last or _is_due(step, config.evaluation.every_steps)
+                if save_due or (is_evaluated and self._saves_best):
                     self._settle()  # evaluate what is saved
-                if is_last or _is_due(step, config.evaluation.every_steps):
+                if is_evaluated:
                     with monitor.pause():
                         monitor.log(step, self.evaluate())
-                    self._count_evaluation(step)
+                    save_due |= self._count_evaluation(step) and self._saves_best
                     reason = reason or self._patience.reason
                 if save_due:
                     with monitor.pause():
@@ -349,10 +350,17 @@ class Trainer:
             self._last_evaluation = self.step, values["eval_loss"]
         return values
 
-    def _count_evaluation(self, step: int) -> None:
+    @property
+    def _saves_best(self) -> bool:
+        """Whether a run that ends early leaves the weights of its best evaluation."""
+        return bool(
+            self.config.evaluation.patience and self.config.checkpoint.keep_best
+        )
+
+    def _count_evaluation(self, step: int) -> bool:
+        """Counts the evaluation of a step; returns whether its loss is the lowest."""
         evaluated, loss = self._last_evaluation
-        if evaluated == step:
-            self._patience.count(step, loss)
+        return evaluated == step and self._patience.count(step, loss)
 
     def save(self) -> None:
         """Starts writing a checkpoint of everything at the current step.

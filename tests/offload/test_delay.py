@@ -29,11 +29,11 @@ from zjax.errors import CheckpointError, ConfigError, PlanError
 from zjax.models.build import make_model
 from zjax.train.state import saved_state
 
-DELAY_FROM, NUM_STEPS, CLIP_NORM = 2, 6, 0.05
+NUM_IMMEDIATE, NUM_STEPS, CLIP_NORM = 2, 6, 0.05
 
 
 def delayed(memory="pinned_host", **sections):
-    zero = {"delay_updates_from": DELAY_FROM} | sections.pop("zero", {})
+    zero = {"delay_updates_from": NUM_IMMEDIATE + 1} | sections.pop("zero", {})
     optimizer = {"clip_norm": CLIP_NORM} | sections.pop("optimizer", {})
     return make_config(memory, zero=zero, optimizer=optimizer, **sections)
 
@@ -79,7 +79,7 @@ def queued(config, *, spoilt_step=None, flush=False):
     for step in range(NUM_STEPS):
         batch = spoilt(make_batch(step), step == spoilt_step)
         queue.append(differentiate(params, batch))
-        if step != DELAY_FROM:
+        if step != NUM_IMMEDIATE:
             opt_state, params = apply(queue.pop(0), opt_state, params)
     if flush:
         _, params = apply(queue.pop(), opt_state, params)
@@ -124,12 +124,12 @@ def test_first_delayed_step_changes_no_weight():
     """Fails if delaying does nothing."""
     config = delayed(zero={"gradient_memory": "pinned_host"})
     run = start(config)
-    before, _ = train(run, DELAY_FROM)
+    before, _ = train(run, NUM_IMMEDIATE)
     weights = weights_of(before)
     assert before.pending == ()
-    after, metrics = run.step(before, make_batch(DELAY_FROM))
+    after, metrics = run.step(before, make_batch(NUM_IMMEDIATE))
     jax.tree.map(np.testing.assert_array_equal, weights_of(after), weights)
-    assert int(after.step) == DELAY_FROM + 1 and float(metrics["grad_norm"]) > 0
+    assert int(after.step) == NUM_IMMEDIATE + 1 and float(metrics["grad_norm"]) > 0
     assert memories(after.pending.grads) == {"pinned_host"}
 
 
@@ -152,13 +152,13 @@ def test_no_update_waits_for_the_norm():
         update = group.update._replace(update=noted("update", group.update.update))
         groups[i] = group._replace(update=update)
     updates, backward = ["update"] * len(groups), ["backward"] * GPT.num_layers
-    state, _ = train(run, DELAY_FROM)
-    assert events == DELAY_FROM * [*backward, *updates]
+    state, _ = train(run, NUM_IMMEDIATE)
+    assert events == NUM_IMMEDIATE * [*backward, *updates]
     del events[:]
-    state, _ = run.step(state, make_batch(DELAY_FROM))
+    state, _ = run.step(state, make_batch(NUM_IMMEDIATE))
     assert events == backward
     del events[:]
-    run.step(state, make_batch(DELAY_FROM + 1))
+    run.step(state, make_batch(NUM_IMMEDIATE + 1))
     assert sorted(events) == sorted([*backward, *updates])
     assert events[:3] == ["update", "backward", "update"]
 
@@ -181,8 +181,8 @@ def test_gradient_that_is_not_finite_is_dropped_when_its_turn_comes():
     run = start(config)
     state = run.state
     for step in range(NUM_STEPS):
-        state, _ = run.step(state, spoilt(make_batch(step), step == DELAY_FROM + 1))
-    expected, _ = queued(config, spoilt_step=DELAY_FROM + 1)
+        state, _ = run.step(state, spoilt(make_batch(step), step == NUM_IMMEDIATE + 1))
+    expected, _ = queued(config, spoilt_step=NUM_IMMEDIATE + 1)
     assert_close(weights_of(state), expected)
     assert int(state.num_skipped) == 1
 
@@ -192,7 +192,7 @@ def test_a_run_resumed_is_the_run_that_saved(tmp_path):
         "model.dropout_rate=0.0",
         "model.remat=full",
         "zero.optimizer_memory=pinned_host",
-        f"zero.delay_updates_from={DELAY_FROM}",
+        f"zero.delay_updates_from={NUM_IMMEDIATE + 1}",
         "checkpoint.every_steps=4",
         "optimizer.schedule=constant",
     )
@@ -207,7 +207,7 @@ def test_a_run_resumed_is_the_run_that_saved(tmp_path):
 
 def test_state_with_a_gradient_pending_is_not_saved():
     run = start(delayed())
-    state, _ = train(run, DELAY_FROM + 1)
+    state, _ = train(run, NUM_IMMEDIATE + 1)
     with pytest.raises(CheckpointError) as error:
         saved_state(state, run.plan)
     assert str(error.value) == (
@@ -225,7 +225,7 @@ def test_any_model_can_be_delayed():
         return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
 
     settings = {
-        "zero": {"optimizer_memory": "pinned_host", "delay_updates_from": 1},
+        "zero": {"optimizer_memory": "pinned_host", "delay_updates_from": 2},
         "precision": {"compute_dtype": "float32"},
     }
     tx = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2))
@@ -260,7 +260,7 @@ def test_a_checkpoint_is_as_good_as_was_evaluated(tmp_path):
         "model.dropout_rate=0.0",
         "model.remat=full",
         "zero.optimizer_memory=pinned_host",
-        f"zero.delay_updates_from={DELAY_FROM}",
+        f"zero.delay_updates_from={NUM_IMMEDIATE + 1}",
         "num_steps=4",
     )
     trainer.fit()
@@ -276,6 +276,6 @@ def test_delay_that_gains_nothing_is_refused():
     with pytest.raises(PlanError) as error:
         start(config)
     assert str(error.value) == (
-        "zero.delay_updates_from=2 gains nothing, as no update waits for all "
+        "zero.delay_updates_from=3 gains nothing, as no update waits for all "
         "gradients; leave it at -1"
     )

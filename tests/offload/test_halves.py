@@ -135,7 +135,7 @@ CASES = {
     "stage 2, averaged weights": {"optimizer": {"ema_decay": 0.9}},
     "stage 3, under the backward pass": {"stage": 3, "model": THREE, **UNDER_BACKWARD},
     "lamb": {"optimizer": {"name": "lamb"}, "model": BERT},
-    "delayed": {"zero": {"delay_updates_from": 1}},
+    "delayed": {"zero": {"delay_updates_from": 2}},
     "blocks on the host": BLOCKS_ON_HOST,
     "blocks on the host, stage 3, under the backward pass": {
         "stage": 3,
@@ -150,7 +150,7 @@ CASES = {
         **UNDER_BACKWARD,
     },
     "blocks on the host, delayed": {
-        "zero": {"parameter_memory": "pinned_host", "delay_updates_from": 1}
+        "zero": {"parameter_memory": "pinned_host", "delay_updates_from": 2}
     },
     "disks": {"state_memory": "nvme"},
     "disks, blocks too": {

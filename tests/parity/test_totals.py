@@ -142,7 +142,7 @@ def test_a_skipped_step_and_an_evaluation_move_nothing(path):
 
 def test_a_delayed_update_moves_the_bias_one_step_late():
     """Fails if a delayed update reads the totals of the step it runs in."""
-    run = start({"zero": {"stage": 1, "delay_updates_from": 1} | HOST})
+    run = start({"zero": {"stage": 1, "delay_updates_from": 2} | HOST})
     bias, state = biases(run, run.state)[1][2], run.state
     for step in range(4):
         state, metrics = run.step(state, totals.make_batch(step))

@@ -108,7 +108,7 @@ def cases():
             "zero": HOST | {"stage": 2, "gradient_memory": "pinned_host"},
             "num_microbatches": 2,
         },
-        "host, late updates": {"zero": HOST | {"stage": 2, "delay_updates_from": 3}},
+        "host, late updates": {"zero": HOST | {"stage": 2, "delay_updates_from": 4}},
         "disks": {
             "zero": {"stage": 2, "optimizer_memory": "nvme", "nvme_paths": (DISK,)}
         },

@@ -81,10 +81,10 @@ class Zero:
     updates until the norm is known. Pending ones stay on the device if they fit beside
     the block inputs or, in place of `nvme`, are small."""
     delay_updates_from: int = -1
-    """First step whose gradients are applied one step late, during the next backward
-    pass, so that no update waits for a norm (arXiv:2101.06840, section 5.2, where it is
-    40); -1 for never. Pending gradients are stored in `gradient_memory`; a checkpoint
-    applies them first."""
+    """First step, counted from 1, whose gradients are applied one step late, during the
+    next backward pass, so that no update waits for a norm (arXiv:2101.06840, section
+    5.2, where it is 40); -1 for never. Pending gradients are stored in
+    `gradient_memory`; a checkpoint applies them first."""
     shard_over_replica: bool = False
     """Whether stage 3 shards the state over `mesh.replica` (nodes), too, so that no
     node holds a copy of it. The next three are ZeRO++ (arXiv:2306.10209)."""
@@ -862,7 +862,8 @@ class Checkpoint:
     """0 saves only at the end and on a signal."""
     keep_last: int = 2
     keep_best: int = 1
-    """Checkpoints of lowest validation loss to keep besides the last."""
+    """Checkpoints of lowest validation loss to keep besides the last. With
+    `evaluation.patience` a run also saves at each new lowest loss."""
     resume: Literal["auto", "never", "required"] = "auto"
     """Whether to continue a run found in the directory."""
     init_from: str = ""

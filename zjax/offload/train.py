@@ -168,7 +168,8 @@ class OffloadedTrain:
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Takes one step; the state is consumed. Results may still be computed."""
-        is_delayed = bool(state.pending) or 0 <= self.delay_from <= int(state.step)
+        number = int(state.step) + 1
+        is_delayed = bool(state.pending) or 0 <= self.delay_from <= number
         return _Running(self, state, is_delayed=is_delayed).step(state, batch)
 
     def settle(self, state: TrainState) -> TrainState:
