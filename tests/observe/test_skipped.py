@@ -131,8 +131,7 @@ def test_local_steps_that_a_replica_skips_count_in_a_row():
         ),
         (
             [FINE] * 3,
-            "skipped_steps=1.0 at one of steps 4 to 6: gradients of a replica were not "
-            "finite; ",
+            "skipped_steps=1.0 at one of steps 4 to 6: a replica took no step; ",
         ),
     ],
     ids=["this-process", "another-process"],
@@ -142,6 +141,19 @@ def test_stop_names_the_local_step(values, text):
     with pytest.raises(NonFiniteError) as error:
         count_rounds([([FINE] * 3, 0), (values, 1)], on_nonfinite="stop")
     assert str(error.value).startswith(text)
+
+
+def test_batches_without_a_trained_token_are_told():
+    """Fails if the learning rate is blamed for masks."""
+    empty = {"loss": 0.0, "grad_norm": 0.0, "weight": 0.0}
+    masks = "look at masks and weights of the data, or at sequence_warmup"
+    assert told(FINE | {"weight": 9.0}, *[empty] * 20) == (
+        "precision.on_nonfinite='skip' skipped 20 steps in a row, starting with "
+        f"weight=0.0 at step 2; {masks}; earlier checkpoints are unaffected"
+    )
+    assert told(empty, on_nonfinite="stop") == (
+        f"weight=0.0 at step 1: the batch has nothing to train on; {masks}"
+    )
 
 
 def test_a_gradient_that_an_update_lost_ends_the_run():

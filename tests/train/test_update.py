@@ -57,9 +57,9 @@ def test_steps_that_update_regardless_skip_none():
     assert np.isnan(state.master["up"]).any()
 
 
-def test_step_whose_loss_alone_is_not_finite_is_skipped():
+def test_step_without_a_finite_loss_or_a_trained_row_is_skipped():
     """Fails if only gradients are looked at: a loss may overflow in a term that has
-    none."""
+    none, and weights decay by a batch of padding."""
 
     def loss(params, model_state, batch, key):
         out = models.loss(params, model_state, batch, key)
@@ -67,7 +67,7 @@ def test_step_whose_loss_alone_is_not_finite_is_skipped():
         return out._replace(value=out.value + offset)
 
     model = dataclasses.replace(models.make_mlp(), loss=loss)
-    run = runs.make_small_run(optax.adam(1e-2), model=model)
+    run = runs.make_small_run(optax.adamw(1e-2, weight_decay=0.5), model=model)
     batch = models.make_batch() | {"offset": np.zeros(models.BATCH, np.float32)}
     state, metrics = run.step(run.state, batch)
     assert metrics["skipped_steps"] == 0
@@ -76,6 +76,10 @@ def test_step_whose_loss_alone_is_not_finite_is_skipped():
     state, metrics = run.step(state, batch)
     assert np.isfinite(metrics["grad_norm"])
     assert metrics["skipped_steps"] == 1
+    batch["offset"][5], batch["weight"][:] = 0, 0
+    state, metrics = run.step(state, batch)
+    assert (metrics["weight"], metrics["grad_norm"]) == (0, 0)
+    assert metrics["skipped_steps"] == 2
     after = copy((state.master, state.opt_state))
     jax.tree.map(np.testing.assert_array_equal, after, before)
 

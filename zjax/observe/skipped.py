@@ -1,4 +1,4 @@
-"""Steps whose loss or gradients are not finite: which of them end the run, and why.
+"""Steps that are not finite, or train nothing: which of them end the run, and why.
 
 A skipped step changes no weight, so weights that give NaN would skip for ever. The
 overflows of float16 while the loss scale is searched are different: their loss is
@@ -13,6 +13,7 @@ from zjax.config.schema import Precision
 from zjax.errors import NonFiniteError, Problem
 
 _LOWER = "lower optimizer.peak_learning_rate or look at the data"
+_MASKS = "look at masks and weights of the data, or at sequence_warmup"
 
 
 class SkippedSteps:
@@ -110,8 +111,11 @@ class SkippedSteps:
         if policy == "stop":
             problem = f"is not finite at {found.steps}, whose update was not applied"
             if found.name == "skipped_steps":
-                problem = f"at {found.steps}: gradients of a replica were not finite"
-            raise NonFiniteError(Problem(found.name, found.value, problem, _LOWER))
+                problem = f"at {found.steps}: a replica took no step"
+            if found.name == "weight":
+                problem = f"at {found.steps}: the batch has nothing to train on"
+            name, value = found.name, found.value
+            raise NonFiniteError(Problem(name, value, problem, found.remedy))
         if values.get("loss_scale_spent"):
             minimum, remedy = self._precision.loss_scale.minimum, _LOWER
             problem = f"is the minimum and step {step} still overflows"
@@ -132,15 +136,15 @@ class SkippedSteps:
         skipped = f"all {step} steps" if is_all else f"{self.in_a_row} steps in a row"
         cause = f"{first.name}={first.value} at {first.steps}"
         problem = f"skipped {skipped}, starting with {cause}"
-        remedy = f"{_LOWER}; earlier checkpoints are unaffected"
+        remedy = f"{first.remedy}; earlier checkpoints are unaffected"
         return Problem("precision.on_nonfinite", "skip", problem, remedy)
 
     def _is_scale_search(self, values: Mapping[str, float]) -> bool:
         """Whether a lower loss scale may cure the overflow of a step."""
         is_dynamic = "loss_scale" in values and self._precision.loss_scale.window > 0
         spent = values.get("loss_scale_spent", 0.0)
-        has_loss = self._found is None or self._found.name != "loss"
-        return is_dynamic and has_loss and not spent
+        of_gradients = self._found is None or self._found.name not in ("loss", "weight")
+        return is_dynamic and of_gradients and not spent
 
 
 class _Cause(NamedTuple):
@@ -156,12 +160,19 @@ class _Cause(NamedTuple):
     name: str
     value: float
 
+    @property
+    def remedy(self) -> str:
+        """What may make such steps count."""
+        return _MASKS if self.name == "weight" else _LOWER
+
 
 def _cause(step: int, values: Mapping[str, float]) -> _Cause | None:
-    """Finds the metric of a step that is not finite; None if all are finite."""
+    """Finds why a step was skipped; None if it trains something, and is finite."""
     for name in ("loss", "grad_norm"):
         if not math.isfinite(values.get(name, 0)):
             return _Cause(f"step {step}", name, values[name])
+    if values.get("weight") == 0:
+        return _Cause(f"step {step}", "weight", 0.0)
     return None
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -64,12 +64,20 @@ def make_update(
     return Update(tx, plan, config, schedule, counted, moved, sent)
 
 
+class _Checks(NamedTuple):
+    """Whether a step is finite, and whether it also trains anything; bool[]."""
+
+    is_finite: jax.Array
+    applies: jax.Array
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Update:
     """A pure function: one step of the optimizer.
 
     A step with a gradient that is not finite changes nothing but `step`, `num_skipped`
-    and the scaler (arXiv:1710.03740), unless `precision.on_nonfinite` is `update`.
+    and the scaler (arXiv:1710.03740), and a batch without a unit that counts nothing
+    but the first two, unless `precision.on_nonfinite` is `update`.
 
     Args:
         tx: Optax gradient transformation with extra arguments.
@@ -113,7 +121,7 @@ class Update:
         loss = loss._replace(totals=totals)
         grads = self.unscaled(grads, loss_scale_of(state))
         opt_state = unpad_tree(state.opt_state, plan.opt_state)
-        grads, norm, extra, finite = self.clipped(grads, opt_state, state.extra, loss)
+        grads, norm, extra, checks = self.clipped(grads, opt_state, state.extra, loss)
         stored = join_master(state.master, state.params, plan)
         whole = unpad_tree(stored, plan.master)
         master = trained(whole, plan.master)
@@ -128,13 +136,13 @@ class Update:
         )
         new = optax.apply_updates(master, updates)
         new = move_params(master, new, self.moved, loss.totals)
-        new = self.stored_if_finite(new, stored, finite)
-        changed = self.state_after(state, new, opt_state, extra, loss, finite)
-        return changed, self.metrics(state, loss, norm, finite)
+        new = self.stored_if_applied(new, stored, checks.applies)
+        changed = self.state_after(state, new, opt_state, extra, loss, checks)
+        return changed, self.metrics(state, loss, norm, checks.applies)
 
     def clipped(
         self, grads: Params, opt_state: Any, errors: Any, loss: Loss
-    ) -> tuple[Params, jax.Array, Any, jax.Array]:
+    ) -> tuple[Params, jax.Array, Any, "_Checks"]:
         """Clipped gradients, or the mean of what replicas send instead of them.
 
         Args:
@@ -144,24 +152,26 @@ class Update:
             loss: The mean loss.
 
         Returns:
-            The argument of the optimizer, the norm, the errors, and whether all of it
-            is finite.
+            The argument of the optimizer, the norm, the errors, and whether the step
+            is finite and applies.
         """
         norm, sent = clip.global_norm(grads), self.sent
         if sent is not None:
             norm = sent.norm(norm)
         # A gradient that is not finite leaves no norm that is.
         finite = jnp.isfinite(norm) & jnp.isfinite(loss.value)
+        # Weights would decay by a batch without a token that is trained.
+        applies = finite & (loss.weight != 0)
         if self.updates_always:
-            finite = jnp.bool_(True)
+            finite = applies = jnp.bool_(True)
         if sent is not None and sent.phase.message is None:
-            grads, errors = sent.exchange(grads, errors, finite)
+            grads, errors = sent.exchange(grads, errors, applies)
             norm = clip.global_norm(grads)
         grads = clip.clip_by_norm(grads, norm, self.config.optimizer.clip_norm)
         if sent is not None and sent.phase.message is not None:
             message = sent.phase.message(grads, opt_state)
-            grads, errors = sent.exchange(message, errors, finite)
-        return grads, norm, errors, finite
+            grads, errors = sent.exchange(message, errors, applies)
+        return grads, norm, errors, _Checks(finite, applies)
 
     @property
     def phase(self) -> dict[str, str]:
@@ -193,17 +203,17 @@ class Update:
         """The array on every device."""
         return constrain(x, self.plan.replicated)
 
-    def kept_if_finite(self, new: Any, old: Any, finite: jax.Array) -> Any:
+    def kept_if_applied(self, new: Any, old: Any, applies: jax.Array) -> Any:
         """The new arrays, or the old ones in a step that is skipped."""
         if self.updates_always:
             return new
-        return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
+        return jax.tree.map(lambda n, o: jnp.where(applies, n, o), new, old)
 
-    def stored_if_finite(self, new: Params, stored: Params, finite: Any) -> Params:
+    def stored_if_applied(self, new: Params, stored: Params, applies: Any) -> Params:
         """New weights, or old ones in a step that is skipped, and frozen parameters."""
         rows = trained(self.plan.master, self.plan.master)
         new = pad_tree(place_tree(new, rows), rows)
-        new = self.kept_if_finite(new, trained(stored, self.plan.master), finite)
+        new = self.kept_if_applied(new, trained(stored, self.plan.master), applies)
         new = jax.tree.map(computed_once, new, rows)
         return joined(new, stored, self.plan.master)
 
@@ -214,29 +224,29 @@ class Update:
         opt_state: Any,
         extra: Any,
         loss: Loss,
-        finite: jax.Array,
+        checks: "_Checks",
     ) -> TrainState:
         """The state with new master weights, and all that follows from them."""
+        applies, keep = checks.applies, self.kept_if_applied
         plan, scaler, ema, params = self.plan, state.scaler, state.ema, state.params
         if scaler != ():
             settings = self.config.precision.loss_scale
-            scaler = loss_scale.update_scaler(scaler, ~finite, settings)
+            scaler = loss_scale.update_scaler(scaler, ~checks.is_finite, settings)
         if ema != ():
             applied = state.step - state.num_skipped
             decay = self.config.optimizer.ema_decay
             new = update_ema(ema, trained(master, plan.master), decay, applied)
-            ema = self.kept_if_finite(new, ema, finite)
+            ema = keep(new, ema, applies)
         if params != ():
             logical = unpad_tree(master, plan.master)
             params = pad_tree(compute_params(logical, plan), plan.compute)
         opt_state = pad_tree(opt_state, plan.opt_state)
-        keep = self.kept_if_finite
         return TrainState(
             step=state.step + 1,
-            num_skipped=state.num_skipped + ~finite,
+            num_skipped=state.num_skipped + ~applies,
             master=jax.tree.map(stored_master, master, plan.master),
-            opt_state=keep(opt_state, state.opt_state, finite),
-            model_state=keep(loss.model_state, state.model_state, finite),
+            opt_state=keep(opt_state, state.opt_state, applies),
+            model_state=keep(loss.model_state, state.model_state, applies),
             scaler=scaler,
             ema=ema,
             extra=extra,
@@ -244,14 +254,14 @@ class Update:
         )
 
     def metrics(
-        self, state: TrainState, loss: Loss, norm: jax.Array, finite: jax.Array
+        self, state: TrainState, loss: Loss, norm: jax.Array, applies: jax.Array
     ) -> Metrics:
         """Metrics of the loss and of the step, float32[] each, and the totals."""
         step_metrics = {
             "loss": loss.value,
             "weight": loss.weight,
             "grad_norm": norm,
-            "skipped_steps": state.num_skipped + ~finite,
+            "skipped_steps": state.num_skipped + ~applies,
         }
         if self.schedule is not None:
             step_metrics["learning_rate"] = self.schedule(
