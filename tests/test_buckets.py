@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from tests.support import small_run
+from zjax.config import schema
+from zjax.config.buckets import rate_factors
 from zjax.data import make_loader
 from zjax.errors import ConfigError, DataError
 
@@ -134,3 +136,15 @@ def test_rows_cut_by_length_continue_as_they_were(ltd_run, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, *arrays)
     ends = [records(directory)[-1] for directory in (ltd_run[1], tmp_path)]
     assert ends[0]["consumed_layer_tokens"] == ends[1]["consumed_layer_tokens"]
+
+
+def test_learning_rates_follow_the_rows_of_a_batch():
+    """Fails if a linear rate is a root: batches of four times the rows have 4 or 2."""
+    for name, expected in (
+        ("constant", [1, 1, 1]),
+        ("sqrt", [2, 2**0.5, 1]),
+        ("linear", [4, 2, 1]),
+    ):
+        buckets = schema.Buckets(form="pad", learning_rate=name)
+        factors = rate_factors(schema.Config(buckets=buckets))
+        np.testing.assert_allclose(factors, expected, rtol=1e-6)

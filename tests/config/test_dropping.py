@@ -6,6 +6,7 @@ from tests.support.refusals import case, refusal
 from zjax.config import schema
 from zjax.config.dropping import DroppingSchedule, make_dropping, num_middle_layers
 from zjax.config.pacing import grow, hold
+from zjax.execute.dropping import dropping_at
 from zjax.parallel.slots import assign_slots, whole_slots
 
 LTD, PLD = "random_ltd.form=layerwise", "layer_drop.theta=0.5"
@@ -139,6 +140,11 @@ def test_kept_tokens_have_the_golden_values():
         200_000: 2048,
     }
     assert {t: schedule.num_kept(t + 1) for t in golden} == golden
+    config = schema.Config(random_ltd=schema.RandomLTD(form="layerwise"))
+    batches = {t: dropping_at(config, schedule, t + 1, 2048) for t in golden}
+    del golden[200_000]
+    assert {t: batches[t].num_kept for t in golden} == golden
+    assert batches[200_000].num_kept == 0  # all of them
     tokens = schedule.sum_until(286_102) / (286_102 * 2048)
     assert round((2 + 22 * tokens) / 24, 3) == 0.697
 

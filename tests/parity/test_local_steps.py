@@ -22,6 +22,7 @@ from zjax.optim.build import make_optimizer
 from zjax.sharding import mesh as meshes
 from zjax.sharding.placement import ArrayPlan
 from zjax.train.fragments import make_fragments
+from zjax.train.update import make_update
 
 LEARNING_RATE = 0.5
 REPLICA8 = schema.Mesh(replica=8)
@@ -257,7 +258,10 @@ def test_a_fragment_is_sent_once_a_round_and_merged_after_the_delay():
 
 
 def test_outer_steps_move_only_what_follows_gradients():
-    """Fails if a codec moves frozen weights, or an outer momentum what counts move."""
+    """Fails if a codec moves frozen weights, or an outer momentum what counts move.
+
+    Fails, too, if either of them counts in the norm of the gradient.
+    """
     frozen = schema.ParamGroup(pattern="^head|few/w", learning_rate_scale=0.0)
     config = runs.make_config(
         0,
@@ -268,6 +272,13 @@ def test_outer_steps_move_only_what_follows_gradients():
     model = totals.make_model()
     tx = make_optimizer(config, model)
     run = make_planned_run(config, model, tx, devices=jax.devices()[:2])
+    update = make_update(tx, run.plan, config, None, model.stack)
+    with jax.set_mesh(run.mesh):
+        ones = jax.tree.map(jnp.ones_like, run.state.master)
+        counted = jax.tree.map(np.max, jax.jit(update.unscaled)(ones, jnp.float32(1)))
+    expected = {"router": {"bias": 0}, "w": 1}
+    few = {"router": {"bias": 0}, "w": 0}
+    assert counted == {"embed": 1, "head": 0, "few": few, "many": expected}
     before, state = anchor_of(run.state), run.state
     biases = {name: before[name]["router"]["bias"] for name in totals.SEGMENTS}
     for number in range(4):

@@ -3,13 +3,20 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 from tests.support import models, runs
 from tests.support.crossing import crossing, is_large
+from zjax.comm.codecs import make_codec
 from zjax.config import schema
+from zjax.optim.phases import Phase
+from zjax.sharding.mesh import REPLICA
+from zjax.train.exchange import Exchange, Sent
+from zjax.train.update import make_update
+from zjax.typing import Loss
 
 MESHES = {
     "replica8": schema.Mesh(replica=8),
@@ -154,3 +161,24 @@ def test_an_optimizer_with_a_line_search_trains_with_a_codec():
     state, first = run.step(run.state, models.make_batch())
     _, second = run.step(state, models.make_batch())
     assert float(second["loss"]) < float(first["loss"])
+
+
+def test_clipping_reads_the_norm_of_what_arrived():
+    """Fails if the norm before the exchange clips: it is 10, and that of the mean 5."""
+
+    class Halves(Exchange):
+        def __call__(self, tree, errors, keep):
+            return jax.tree.map(lambda x: x / 2, tree), errors
+
+    settings = schema.Optimizer(clip_norm=1.0)
+    run = runs.make_small_run(optax.sgd(0.1), 0, optimizer=settings)
+    codec = make_codec("int8")
+    sent = Sent(Phase("train", "int8"), Halves(run.plan, codec))
+    update = make_update(optax.sgd(0.1), run.plan, run.config, None, None, sent)
+    loss = Loss(jnp.float32(1), jnp.float32(1), (), {}, ())
+    clipped = jax.vmap(
+        lambda grads: update.clipped(grads, (), (), loss)[:2], axis_name=REPLICA
+    )
+    grads, norm = clipped({"w": jnp.array([[6.0, 8.0]] * 2)})
+    np.testing.assert_allclose(norm, [5.0, 5.0], rtol=1e-6)
+    np.testing.assert_allclose(grads["w"], [[0.6, 0.8]] * 2, rtol=1e-5)

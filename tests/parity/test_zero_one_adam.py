@@ -22,7 +22,7 @@ from tests.support.replicas import (
 )
 from zjax.config import schema
 from zjax.initialize import make_run
-from zjax.optim.adam_steps import AdamSteps
+from zjax.optim.adam_steps import AdamSteps, make_adam_steps
 from zjax.optim.build import make_optimizer
 from zjax.optim.intervals import (
     LOCAL,
@@ -339,7 +339,8 @@ def test_local_steps_that_replicas_skip_leave_all_equal(rows):
     """Fails if a rate is counted whose step was not taken, or errors are infinite."""
     run = float16_run(freeze_step=2)
     _, state = runs.train(run, 6)
-    before = jax.tree.map(np.asarray, state.extra.replicas.opt_state.mu)
+    start = jax.tree.map(np.asarray, state.extra.replicas.opt_state)
+    before, bias = start.mu, np.asarray(state.master["bias"])
     skipped = np.asarray(state.extra.replicas.num_skipped)
     state, _ = run.step(state, infinite_batch(rows))
     replicas = state.extra.replicas
@@ -352,6 +353,18 @@ def test_local_steps_that_replicas_skip_leave_all_equal(rows):
     for x, old in zip(leaves(after), leaves(before), strict=True):
         assert (x == x[:1]).all()
         assert (x == old).all() == (rows.stop is None)
+    if rows.stop:
+        # Of four replicas one took no step: the mean sum of rates is 3/4 of a rate.
+        own = settings(freeze_step=2, var_update_scaler=1)
+        moments = jax.tree.map(
+            lambda x: jnp.asarray(np.asarray(x)[0]), replicas.opt_state
+        )
+        rate = 0.75 * float(make_schedule(run.config)(start.steps[0]))
+        moved = (bias - np.asarray(state.master["bias"])) / rate
+        expected = make_adam_steps(own).momentum_of(
+            moved, moments.nu["bias"], moments.steps, moments.variances
+        )
+        np.testing.assert_allclose(after["bias"][0], expected, rtol=1e-4, atol=1e-6)
 
 
 def test_elements_without_second_moments_do_not_move():
