@@ -115,7 +115,7 @@ def results(program, first, *others):
         case "merge":
             return first, *others[:2]
         case "end_of_round":
-            return first, first, *others
+            return first, (first, others[0]), *others
     return first, {}
 
 
