@@ -7,6 +7,7 @@ import pathlib
 import pytest
 
 from zjax import config as zconfig
+from zjax.config import gin
 
 ROOT = pathlib.Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "configs"
@@ -37,6 +38,14 @@ def test_docstring_says_how_to_run_it(path):
     asked = [start for start in starts if start in ("Run:", "Needs:", "Expect:")]
     assert asked == ["Run:", "Needs:", "Expect:"]
     assert f"configs/{path.name}" in text
+
+
+@each_config
+def test_a_described_config_can_work(path):
+    """Fails if a derived value would be refused once it is written in a file."""
+    text = zconfig.describe_config(zconfig.load_config(path))
+    described = gin.from_gin(bindings=text.splitlines())
+    zconfig.check_config(described, num_devices=8)
 
 
 @each_config

@@ -142,7 +142,7 @@ def fill_sizes(model: Any) -> None:
         "mlp_size": mlp_size(model.embed_size, model.activation),
         "num_kv_heads": model.num_heads,
         "head_size": _head_size(model),
-        "max_positions": model.max_length,
+        "max_positions": model.max_length if model.positions == "rotary" else 0,
     }
     _set(model, **_derive(model, **sizes))
     _set(model, **_derive(model, query_scale_size=model.head_size))

@@ -205,7 +205,8 @@ def _length(config: schema.Config, num_devices: int) -> Iterator[Problem]:
     if length > longest:
         problem = f"exceeds model.max_length={longest}"
         yield Problem("data.length", length, problem, f"use at most {longest}")
-    if (positions := config.model.max_positions) < longest:
+    positions = config.model.max_positions
+    if config.model.positions == "rotary" and positions < longest:
         problem = f"is below model.max_length={longest}"
         remedy = "raise it, or leave it at 0"
         yield Problem("model.max_positions", positions, problem, remedy)
