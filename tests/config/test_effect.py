@@ -1,9 +1,11 @@
 """A setting that nothing reads is refused, in the exact words that a user sees."""
 
+import logging
 import math
 
 import pytest
 
+from tests.support.proposals import CONFIGS
 from tests.support.refusals import case, refusal
 from zjax import config as zconfig
 from zjax.config import effect, schema
@@ -154,6 +156,41 @@ def test_numbers_of_a_named_config_give_way_to_a_given_optimizer():
     )
 
 
+@pytest.mark.parametrize("source", ["llama_8b_3d", CONFIGS / "llama_8b_3d.py"])
+def test_settings_of_a_named_config_give_way_to_those_of_a_user(source, caplog):
+    """Fails if a smaller run of a config needs more flags than say how small it is."""
+    small = ["model.num_layers=4", "model.embed_size=64", "model.num_heads=4"]
+    small += ["global_batch_size=8", "data.source=synthetic"]
+    with caplog.at_level(logging.WARNING):
+        config = zconfig.load_config(source, *small)
+    zconfig.check_config(config, 8)
+    assert (config.model.num_kv_heads, config.data.path) == (4, "")
+    assert config.num_microbatches == 0 and config.model.mlp_size == 14_336
+    assert [record.getMessage() for record in caplog.records] == [
+        "data.path='data/llama' of llama_8b_3d gives way and is '': "
+        "data.path='data/llama' has no effect with data.source='synthetic'",
+        "model.num_kv_heads=8 of llama_8b_3d gives way and is 4: "
+        "model.num_kv_heads=8 does not divide model.num_heads=4",
+        "num_microbatches=16 of llama_8b_3d gives way and is 0: global_batch_size=8 "
+        "does not divide by 1 batch shards x num_microbatches=16",
+    ]
+
+
+def test_what_a_user_sets_and_what_follows_from_nothing_does_not_give_way(caplog):
+    """Fails if a setting of the user, or a method of the config, is switched off."""
+    given = ["model.num_heads=4", "model.num_kv_heads=8", "data.source=synthetic"]
+    given += ["data.path=mine", "model.num_layers=2"]
+    config = zconfig.load_config("llama_8b_pipeline4", *given)
+    with pytest.raises(ConfigError) as error:
+        zconfig.check_config(config, 4)
+    assert [problem.field for problem in error.value.problems] == [
+        "data.path",
+        "model.num_kv_heads",
+        "mesh.pipeline",
+    ]
+    assert not caplog.records
+
+
 def test_settings_of_the_built_in_models_are_refused_for_another():
     config = schema.Config(precision=schema.Precision(matmul_dtype="float8"))
     zconfig.check_config(config, 8)
@@ -173,5 +210,5 @@ def test_a_derived_size_that_is_written_out_is_as_good_as_left_out():
     other = zconfig.load_config(saved, "model.max_positions=32")
     assert [str(problem) for problem in effect.effect_problems(other, 1)] == [
         "model.max_positions=32 has no effect with model.positions='learned'; leave "
-        "it at 16, or set model.positions to 'rotary'"
+        "it at 0, or set model.positions to 'rotary'"
     ]

@@ -11,8 +11,17 @@ from typing import Any
 
 import ml_collections
 
-from zjax.config import convert, deepspeed, derived, gin, override, paths, schema
-from zjax.config.named import find_config
+from zjax.config import (
+    convert,
+    deepspeed,
+    derived,
+    gin,
+    override,
+    paths,
+    recipe,
+    schema,
+)
+from zjax.config.named import find_config, shipped_name
 from zjax.config.vocabulary import with_vocabulary
 from zjax.errors import ConfigError, Problem
 from zjax.remedies import find_fault
@@ -50,7 +59,11 @@ def load_config(
     """
     try:
         values = _read(source)
-        merged = override.merge_overrides(values, [*overrides, settings])
+        changes = [*overrides, settings]
+        merged = override.merge_overrides(values, changes)
+        if name := shipped_name(source):
+            given = override.merge_overrides({}, changes)
+            merged = recipe.give_way(merged, given, name)
         return with_vocabulary(convert.from_mapping(schema.Config, merged))
     except RecursionError:
         problem, remedy = "is nested too deep", "write settings by section"
@@ -78,7 +91,7 @@ def _read(source: Any) -> Mapping[str, Any]:
     if fault := find_fault(path):
         raise ConfigError(Problem("config", str(path), fault, _suggest(path)))
     values = _READERS[path.suffix](path)
-    if path != pathlib.Path(source) and "optimizer" in values:  # found by its name
+    if shipped_name(source) and "optimizer" in values:
         values = {**values, "optimizer": derived.as_recipe(values["optimizer"])}
     return values
 

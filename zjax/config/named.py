@@ -4,6 +4,7 @@ In a clone they are in `configs/`; a wheel has them in `zjax/configs/`.
 """
 
 import difflib
+import os
 import pathlib
 
 from zjax.errors import ConfigError, Problem
@@ -40,3 +41,19 @@ def find_config(source: str) -> pathlib.Path:
     remedy = f"did you mean {near}?" if near else "give the path of a .py or .gin file"
     problem = "is not the name of a config of zjax"
     raise ConfigError(Problem("config", source, problem, remedy))
+
+
+def shipped_name(source: object) -> str:
+    """The name of a config that comes with zjax, given by name or path.
+
+    Returns:
+        The name; empty for any other source of settings.
+
+    Example:
+        >>> shipped_name("quickstart"), shipped_name("mine/quickstart.py")
+        ('quickstart', '')
+    """
+    if not isinstance(source, str | os.PathLike):
+        return ""
+    path = find_config(os.fspath(source)).absolute()
+    return path.stem if path.parent in _FOLDERS else ""
