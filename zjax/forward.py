@@ -155,6 +155,7 @@ def with_stack(model: Model, **functions: Any) -> Model:
         problem = "is not the loss of a stack, whose functions could change"
         remedy = "give a model of zjax.make_model, or loss=zjax.loss_of(stack)"
         raise ModelError(Problem("model.loss", name_of_loss(model), problem, remedy))
+    assert isinstance(model.loss, StackLoss)  # or `runs_stack` were false
     stack = dataclasses.replace(model.stack, **functions)
     loss = dataclasses.replace(model.loss, stack=stack)
     return dataclasses.replace(model, stack=stack, loss=loss)

@@ -245,13 +245,14 @@ def sample_prompt(trainer: Trainer) -> np.ndarray | None:
     is_text = config.model.kind == "decoder" and config.data.source != "synthetic"
     if not is_text:
         return None
+    text = str(flag.value)
     if flag.present:
-        message = {"role": "user", "content": flag.value}
-        given = as_talk([message]) if has_answers(config) else flag.value
+        message = {"role": "user", "content": text}
+        given = as_talk([message]) if has_answers(config) else text
         return trainer.encode_prompts([given])[0]
     if has_answers(config):
         return find_question(config, config.model.max_length // 2)
-    encoded = data.make_tokenizer(config).encode(flag.value)
+    encoded = data.make_tokenizer(config).encode(text)
     return encoded if len(encoded) < config.model.max_length else None
 
 

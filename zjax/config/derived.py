@@ -142,8 +142,11 @@ def fill_sizes(model: Any) -> None:
         "mlp_size": mlp_size(model.embed_size, model.activation),
         "num_kv_heads": model.num_heads,
         "head_size": _head_size(model),
-        "max_positions": model.max_length if model.positions == "rotary" else 0,
     }
+    if model.positions == "rotary":
+        sizes["max_positions"] = model.max_length
+    elif is_derived(model.max_positions):  # before the kind of positions changed
+        _set(model, max_positions=0)
     _set(model, **_derive(model, **sizes))
     _set(model, **_derive(model, query_scale_size=model.head_size))
     if not model.vocab_size:  # else it is set, or taken from the data

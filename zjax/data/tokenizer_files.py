@@ -113,20 +113,25 @@ class TokenizerFiles:
     def end_tokens(self, vocabulary: Mapping[str, int]) -> list[int]:
         """Gives the id of `eos_token`, or none."""
         token = self.special_tokens().get("eos_token")
-        if token is not None and token not in vocabulary:
+        if token is None:
+            return []
+        if token not in vocabulary:
             text = "tokenizer=%r has eos_token=%r, which its vocabulary lacks"
             logging.warning(text, str(self.folder), token)
-        return [vocabulary[token]] if token in vocabulary else []
+            return []
+        return [vocabulary[token]]
 
     def generation_end_ids(self) -> list[int]:
         """Gives the ids at which the checkpoint stops to generate."""
         name = GENERATION_NAME if self.generation else MODEL_NAME
         given = self._read(name).get("eos_token_id")
+        if given is None:
+            return []
         ids = given if isinstance(given, list) else [given]
-        if given is not None and not all(is_id(each, MAX_VOCAB) for each in ids):
+        if not all(is_id(each, MAX_VOCAB) for each in ids):
             problem = f"has eos_token_id={given!r}, which is no id and no list of ids"
             raise DataError(self._problem(name, problem))
-        return [] if given is None else ids
+        return ids
 
     def bos_id(
         self, vocabulary: Mapping[str, int], prefix: Sequence[int]
@@ -140,11 +145,13 @@ class TokenizerFiles:
                 )
                 logging.warning(text, str(self.folder), len(prefix))
             return prefix[0] if prefix else None
+        if not adds_bos:
+            return None
         token = self.special_tokens().get("bos_token")
-        if adds_bos and token not in vocabulary:
+        if token is None or token not in vocabulary:
             problem = f"has add_bos_token, but the vocabulary lacks bos_token={token!r}"
             raise DataError(self._problem(CONFIG_NAME, problem))
-        return vocabulary[token] if adds_bos else None
+        return vocabulary[token]
 
     def templates(self) -> dict[str, str]:
         """Gives the chat templates by name, `default` first; none without a default.

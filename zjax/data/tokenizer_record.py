@@ -96,7 +96,8 @@ class TokenizerRecord:
         )
         if not is_valid:
             raise ValueError("a field of the tokenizer record is out of range")
-        return cls(**values | {"end_ids": tuple(ends)})
+        fields: dict[str, Any] = values | {"end_ids": tuple(ends)}
+        return cls(**fields)
 
 
 def is_id(value: Any, vocab_size: int) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.core as jax_core
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -288,5 +289,5 @@ def _without_padding(tokens: Any, lengths: Any) -> Any:
 
 def _is_on_host(x: Any) -> bool:
     """Whether this process can read the values: not traced, nor partly elsewhere."""
-    is_traced = isinstance(x, jax.core.Tracer)
+    is_traced = isinstance(x, jax_core.Tracer)
     return not is_traced and getattr(x, "is_fully_addressable", True)
