@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from tests.support import small_run
+from zjax import main
 from zjax.config import describe_config
 from zjax.stopping import stop_signals
 
@@ -26,12 +27,6 @@ Trainer = trainer.Trainer
 main.Trainer = lambda config: Trainer(config, callbacks=[stop_at_step_two])
 sys.argv[1:] = ["train", "--gin_file={config}", "--simulated_devices=2"]
 main.run()
-"""
-EARLY = """
-import os, signal
-
-def get_config():
-    os.kill(os.getpid(), signal.{name})
 """
 
 
@@ -77,8 +72,12 @@ def test_nohup_holds():
 
 
 def test_the_second_interrupt_ends_at_once():
-    with stop_signals(), pytest.raises(KeyboardInterrupt):
-        for _ in range(2):
+    """Fails if a run that SIGTERM stops is not saved because of one Ctrl-C."""
+    with stop_signals() as stopped:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            os.kill(os.getpid(), number)
+            assert stopped(1)
+        with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
 
 
@@ -114,12 +113,25 @@ def test_a_finished_program_ends_with_0_though_it_was_told_to_stop(tmp_path):
     assert "stopping after this step" in done.stdout
 
 
-def test_sigterm_before_a_run_has_begun_ends_with_143(tmp_path):
-    """Fails if only the default action ends it, which a container's first has not."""
-    path = tmp_path / "early.py"
-    path.write_text(EARLY.format(name="SIGTERM"))
-    done = execute("-m", "zjax.main", "train", f"--config={path}")
-    assert (done.returncode, done.stderr) == (143, "")
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGINT"])
+def test_a_signal_outside_of_a_run_ends_with_its_status(name, monkeypatch, capsys):
+    """Fails if the default action ends a command, or a traceback is printed."""
+    number = signal.Signals[name]
+    before = {each: signal.getsignal(each) for each in STATUS}
+
+    def end(words):
+        os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(main, "_run", end)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            main.run()
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+    assert ended.value.code == STATUS[number]
+    told = "zjax: ended by Ctrl-C\n" if name == "SIGINT" else ""
+    assert capsys.readouterr().err == told
 
 
 def execute(*words):

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import shlex
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 
@@ -35,7 +36,7 @@ from zjax.data.prompts import as_talk, find_question, has_answers
 from zjax.errors import ConfigError, Problem, ZjaxError
 from zjax.observe.report import describe_machine
 from zjax.processes.software import versions
-from zjax.stopping import exit_on_sigterm
+from zjax.stopping import exit_on_signals
 from zjax.train.average import PARTS
 from zjax.trainer import Trainer
 from zjax.tune.command import MAX_TRIALS, tune
@@ -558,16 +559,19 @@ def command_name(words: Sequence[str]) -> str:
 def run() -> None:
     """Runs the command named first on the command line.
 
-    A zjax error ends it with status 2 and its message, without a traceback; SIGTERM
-    ends it with status 143.
+    A zjax error ends it with status 2 and its message, without a traceback; SIGTERM,
+    SIGHUP and Ctrl-C end it with 128 plus the number of the signal.
     """
-    exit_on_sigterm()
+    exit_on_signals()
     try:
         _run(sys.argv[1:])
     except ZjaxError as error:
         processes.record_failure(error)
         print(f"zjax: {error}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        print("zjax: ended by Ctrl-C", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
 
 
 def _run(words: Sequence[str]) -> None:

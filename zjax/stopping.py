@@ -19,13 +19,15 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """What stops a run: Ctrl-C, a scheduler, and a terminal that is gone."""
 
 
-def exit_on_sigterm() -> None:
-    """Lets SIGTERM end the program with status 143 where no run polls for it.
+def exit_on_signals() -> None:
+    """Lets SIGTERM and SIGHUP end the program as an error does where no run polls.
 
-    Without a handler the first process of a container ignores the signal, and is killed
-    once its grace period is over.
+    Without a handler unfinished files would remain, and the first process of a
+    container would ignore the signal, and be killed once its grace period is over.
     """
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # by `nohup`
+            signal.signal(number, lambda number, frame: sys.exit(128 + number))
 
 
 class Stop:
@@ -58,7 +60,7 @@ class Stop:
         Raises:
             KeyboardInterrupt: At the second Ctrl-C.
         """
-        if self._caught and number == signal.SIGINT:
+        if number == signal.SIGINT and number in self._caught:
             raise KeyboardInterrupt
         self._caught.append(number)
         self._signal_others()

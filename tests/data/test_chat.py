@@ -419,6 +419,16 @@ def test_template_that_never_ends_stops_at_its_conversation(monkeypatch, tmp_pat
     assert found[1].error == "it takes more than 1 s"
 
 
+def test_reasons_of_templates_are_short():
+    """Fails if a hostile template fills the memory or the terminal of its user."""
+    source = {"default": "{{ raise_exception('x' * 9999) }}"}
+    record = {"prompt": "a", "answer": "b"}
+    talk = conversations.read_conversation(record, "in.jsonl", "line 1")
+    templates = chat.Templates("folder", source, {})
+    (found,) = templates.render_each([talk], lambda _: [(1, True)])
+    assert found.refusal == "x" * 1000
+
+
 @pytest.mark.transformers
 @pytest.mark.parametrize("template", [THINKING, CUTTING, TEMPLATE, PLAIN])
 def test_prompts_are_those_of_transformers(template, encode, tmp_path):
@@ -499,7 +509,7 @@ def test_tables_have_no_keys_that_only_others_have(encode):
     plain = {"messages": [user("a"), answer("b")], "tools": [{"b": 1}]}
     tail = "</s>\n<s>assistant\n[b</s>\n]"
     expected = ['{"a": 1}<s>user\na by bob' + tail, '{"b": 1}<s>user\na' + tail]
-    template = "{{ tools[0] | tojson }}" + PLAIN
+    template = "{{ tools[0] | tojson(ensure_ascii=False) }}" + PLAIN  # as GLM's
     assert encode(template, named, plain, suffix=".parquet") == expected
 
 
@@ -641,6 +651,14 @@ CHOICES += "instruction and output"
                 "chat_template_kwargs": {"messages": []},
             },
             "has 'messages' in chat_template_kwargs in line 2; leave it out",
+        ),
+        (
+            PLAIN,
+            {
+                "messages": [user("a"), answer("b")],
+                "chat_template_kwargs": f'{{"a": {"[" * 500}1{"]" * 500}}}',
+            },
+            "has values nested deeper than 100 levels in line 2; leave them out",
         ),
         (
             PLAIN,

@@ -262,6 +262,28 @@ def test_a_core_of_wandb_that_died_ends_no_run(tmp_path, fake_wandb, caplog):
     assert unsent(tmp_path, "wandb") == ['{"step": 1, "loss": 2.5}']
 
 
+@pytest.mark.parametrize("error", [SystemExit(3), Refused("no disk\nand more")])
+def test_no_error_of_a_service_loses_a_row_or_is_silent(
+    tmp_path, fake_wandb, caplog, error
+):
+    """Fails if `SystemExit` ends the thread, or the end of a run fails unheard."""
+
+    def fail(*values):
+        raise error
+
+    (sink,) = make_sinks(make_config("wandb"), tmp_path)
+    run = sys.modules["wandb"].init(project="")
+    run.log = run.finish = fail
+    with caplog.at_level("WARNING", logger="absl"):
+        sink.write(1, {"loss": 2.5})
+        sink.close()
+    assert unsent(tmp_path, "wandb") == ['{"step": 1, "loss": 2.5}']
+    reason = "3" if isinstance(error, SystemExit) else "no disk"
+    for problem in ("cannot be written to", "has not ended its run"):
+        start = f"observe.sinks='wandb' {problem} ({reason}); look at "
+        assert any(each.startswith(start) for each in caplog.messages)
+
+
 @needs("wandb")
 def test_wandb_itself_writes_a_run_offline(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")

@@ -31,6 +31,9 @@ from zjax.packages import check_installed
 
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
 
+_MAX_SHOWN = 100
+"""Maximum number of characters of a prompt in a message."""
+
 Spans = list[tuple[int, int]]
 Prefix = tuple[int, bool]
 """Number of messages of a text, and whether the prompt for an answer follows them."""
@@ -182,8 +185,9 @@ class Chat:
                 turn = whole[len(prompt) - size :]
                 if seen := _seen_part(content, turn):
                     return prompt + content[size:] + turn[seen:]
+        begun = prompt[shared:][:_MAX_SHOWN]
         problem = f"has an answer, message {number + 1}, that does not begin with "
-        problem += f"{prompt[shared:]!r} as the prompt in the chat template of "
+        problem += f"{begun!r} as the prompt in the chat template of "
         problem += f"{self.folder} does,"
         talk.refuse(problem, "write this into its content, or give it weight 0")
 

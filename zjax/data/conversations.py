@@ -24,6 +24,9 @@ OPTIONAL = ("tools", "chat_template_kwargs")
 NO_OPTIONS = ("messages", "tools", "documents", "add_generation_prompt")
 """Names that `chat_template_kwargs` cannot give."""
 
+MAX_DEPTH = 100
+"""Nesting of a conversation, which goes to another process."""
+
 Message = Mapping[str, Any]
 
 
@@ -82,11 +85,15 @@ def read_conversation(
     if not isinstance(given, list) or not given:
         fail("has no list of messages", 'write [{"role": "user", "content": "..."}]')
     pairs = [_read_message(each, n, fail) for n, each in enumerate(given, start=1)]
+    messages = [message for message, _ in pairs]
+    tools, options = _read_tools(record, fail), _read_options(record, fail)
+    if _is_deeper([messages, tools, options], MAX_DEPTH):
+        fail(f"has values nested deeper than {MAX_DEPTH} levels", "leave them out")
     return Conversation(
-        [message for message, _ in pairs],
+        messages,
         [is_trained for _, is_trained in pairs],
-        _read_tools(record, fail),
-        _read_options(record, fail),
+        tools,
+        options,
         str(path),
         where,
         [name for name in record if name not in layout.fields],
@@ -143,6 +150,14 @@ def without_nulls(value: Any) -> Any:
         for name, each in value.items()
         if each is not None or (name == "content" and "role" in value)
     }
+
+
+def _is_deeper(value: Any, depth: int) -> bool:
+    """Tells whether lists and dicts are nested in more than `depth` levels."""
+    if not isinstance(value, list | dict):
+        return False
+    inner = value.values() if isinstance(value, dict) else value
+    return not depth or any(_is_deeper(each, depth - 1) for each in inner)
 
 
 def _read_message(message: Any, number: int, fail: Fail) -> tuple[Message, bool]:

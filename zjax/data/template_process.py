@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from zjax.data import template_worker
 
 MAX_SECONDS = 10
-"""Most processor time for one conversation, all its prefixes together."""
+"""Most processor time for the text of one prefix."""
 MAX_BYTES = 1 << 30
 """Most memory (address space) of the process."""
 MAX_CHARACTERS = 1 << 22

@@ -22,6 +22,8 @@ OPEN, CLOSE = "\ufdd0", "\ufdd1"
 """What the tag `generation` writes around its body: no characters of any text."""
 SIZE = struct.Struct("<Q")
 """Bytes of the message that follows."""
+_MAX_SHOWN = 1_000
+"""Maximum number of characters of a reason."""
 
 
 class Refusal(Exception):
@@ -50,25 +52,29 @@ def main() -> None:
         except EOFError:
             return
         for request in batch:
-            _limit_seconds(seconds)
-            _send(answers, _render(templates, request, num_characters))
+            answer = _render(templates, request, seconds, num_characters)
+            try:
+                _send(answers, answer)
+            except BrokenPipeError:  # the parent was killed
+                return
 
 
 def _render(
-    templates: Mapping[str, Any], request: bytes, num_characters: int
+    templates: Mapping[str, Any], request: bytes, seconds: float, num_characters: int
 ) -> dict[str, Any]:
     """Renders all prefixes of one conversation, or says why that failed."""
     texts = []
     try:
         name, variables, messages, prefixes = pickle.loads(request)
         for number, asks in prefixes:
+            _limit_seconds(seconds)
             given = {"messages": messages[:number], "add_generation_prompt": asks}
             texts.append(templates[name].render(variables | given))
             if len(texts[-1]) > num_characters:
                 reason = f"its text has more than {num_characters:,} characters"
                 return {"error": reason}
     except Refusal as error:
-        return {"refusal": str(error)}
+        return {"refusal": str(error)[:_MAX_SHOWN]}
     except Exception as error:  # of any kind: a template computes what it likes
         return {"error": _reason(error)}
     return {"texts": texts}
@@ -77,7 +83,7 @@ def _render(
 def _reason(error: Exception) -> str:
     if isinstance(error, MemoryError):
         return "it needs too much memory"
-    return f"{type(error).__name__}: {error}"
+    return f"{type(error).__name__}: {error}"[:_MAX_SHOWN]
 
 
 def _send(answers: BinaryIO, answer: dict[str, Any]) -> None:
@@ -125,8 +131,20 @@ def _environment() -> Any:
     def raise_exception(message: str) -> NoReturn:
         raise Refusal(message)
 
-    def tojson(value: Any, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=False, **options)
+    def tojson(
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        return json.dumps(
+            value,
+            ensure_ascii=ensure_ascii,
+            indent=indent,
+            separators=separators,
+            sort_keys=sort_keys,
+        )
 
     made = sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True,

@@ -163,7 +163,7 @@ class Delivery:
             for service in self._services:
                 self._send_unsent(service)
                 if service.name in self._open:
-                    self._call(service, service.close)
+                    self._close(service)
         except OutputError as error:
             self._error = error
             self._ready.set()
@@ -182,6 +182,13 @@ class Delivery:
                 raise OutputError(problem) from error
             else:
                 self._warn(service, _refused(error))
+
+    def _close(self, service: Service) -> None:
+        """Ends the run of a service; warns if the service refuses that."""
+        error = self._call(service, service.close)
+        if error is not None:
+            problem = f"has not ended its run ({_first_line(error)})"
+            self._warn(service, problem)
 
     def _next_rows(self) -> Iterator[_Row]:
         """Yields the first pending row, again and again, until the run has ended."""
@@ -214,13 +221,13 @@ class Delivery:
         with self._changed:
             unsent.replace_first(len(rows), refused)
 
-    def _call(self, service: Service, call: Callable[[], None]) -> Exception | None:
+    def _call(self, service: Service, call: Callable[[], None]) -> BaseException | None:
         """Calls a service and returns the error that it raises, of whatever kind."""
         with self._changed:
             self._called, self._called_at = service, time.monotonic()
         try:
             call()
-        except Exception as error:
+        except BaseException as error:  # SystemExit would end the thread alone
             return error
         finally:
             self._called_at = math.inf
@@ -303,7 +310,11 @@ class _UnsentRows:
                 self.path.unlink(missing_ok=True)
 
 
-def _refused(error: Exception) -> str:
+def _refused(error: BaseException) -> str:
     """Says in one line how a service failed."""
-    line = str(error).partition("\n")[0] or type(error).__name__
-    return f"cannot be written to ({line})"
+    return f"cannot be written to ({_first_line(error)})"
+
+
+def _first_line(error: BaseException) -> str:
+    """Returns the first line of an error of a service, or the name of its class."""
+    return str(error).partition("\n")[0] or type(error).__name__

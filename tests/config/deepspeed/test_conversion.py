@@ -1,6 +1,7 @@
 """Files of DeepSpeed as settings: each key has one verdict, and none is lost."""
 
 import math
+import os
 import sys
 
 import pytest
@@ -431,6 +432,8 @@ def test_texts_that_are_not_a_ds_config(text, message):
             "{" + ",".join(f'"k{i}": 1' for i in range(1_001)) + "}",
             "has 1,001 keys; keep at most 1,000",
         ),
+        ('{"a": -1e999}', "holds a number that is too large ("),
+        (f'{{"a": {"9" * 5_000}}}', "holds a number that is too large ("),
     ],
 )
 def test_texts_too_large_to_be_a_ds_config(text, problem):
@@ -471,8 +474,11 @@ def test_a_file_has_a_bound_and_must_be_there(tmp_path):
     path.write_text("{}" + " " * MAX_BYTES)
     with pytest.raises(ConfigError, match="is above 1,048,576 bytes"):
         read_settings(path)
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="does not exist"):
         read_settings(tmp_path / "none.json")
+    os.mkfifo(tmp_path / "pipe.json")  # nothing ever writes into it
+    with pytest.raises(ConfigError, match="is not a regular file"):
+        read_settings(tmp_path / "pipe.json")
 
 
 def test_a_run_tells_how_many_keys_became_what(tmp_path):

@@ -9,6 +9,7 @@ from typing import Any
 import hjson
 
 from zjax.errors import ConfigError, Problem
+from zjax.remedies import find_fault
 
 MAX_BYTES = 1 << 20
 """Larger files are not configurations."""
@@ -26,6 +27,8 @@ def read_file(path: pathlib.Path) -> dict[str, Any]:
     Raises:
         ConfigError: No such file, too large, not HJSON, too many keys, or one twice.
     """
+    if fault := find_fault(path):
+        raise _error(path, fault)
     try:
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
@@ -78,6 +81,9 @@ def read_text(text: str, name: str = "ds_config") -> dict[str, Any]:
         place = f" on line {where}" if where else ""
         problem = f"is not JSON{place} ({str(error).partition(':')[0]})"
         raise _error(name, problem, "correct it there") from error
+    except (OverflowError, ValueError) as error:  # of `int`, which HJSON calls
+        problem = f"holds a number that is too large ({error})"
+        raise _error(name, problem, "write another one") from error
     if num_keys > MAX_KEYS:
         raise _error(name, f"has {num_keys:,} keys", f"keep at most {MAX_KEYS:,}")
     if twice:
