@@ -1,11 +1,12 @@
 """BERT-large on texts of 512 tokens, whose replicas send one bit per number.
 
-An encoder needs batches whose `weights` are 1 at masked tokens, which
-examples/long_document/train.py makes. The batch of 4096 texts is one for LAMB.
+It predicts 15 % of the tokens (`data.masking`). The batch of 4096 texts is one for
+LAMB.
 
-Run:     zjax plan --config=configs/bert_onebit_lamb.py shows its memory; train it with
-         zjax.Trainer and batches of masked texts
-Needs:   two GPUs or more whose number is even and divides 4096. It pays where the link
+Run:     zjax train --config=configs/bert_onebit_lamb.py --config.data.source=tokens
+         --config.data.path=data/bert
+Needs:   tokens in data/bert, made by `zjax data prepare` with the tokenizer of BERT;
+         two GPUs or more whose number is even and divides 4096. It pays where the link
          between two halves of them is slow.
 Expect:  4.9 times fewer bytes between replicas than with LAMB in bfloat16.
 """

@@ -1,12 +1,12 @@
 """BERT-base whose middle layers train on random tokens (arXiv:2211.11586).
 
-The subsets grow from 128 to the 512 tokens of a sequence over the whole run. An encoder
-needs batches whose `weights` are 1 at masked tokens; examples/long_document shows how
-to make them.
+The subsets grow from 128 to the 512 tokens of a sequence over the whole run. It
+predicts 15 % of the tokens (`data.masking`).
 
-Run:     zjax plan --config=configs/bert_random_ltd.py shows its memory; train it with
-         zjax.Trainer and batches of masked texts
-Needs:   one data-centre GPU, or several whose number divides 256.
+Run:     zjax train --config=configs/bert_random_ltd.py --config.data.source=tokens
+         --config.data.path=data/bert
+Needs:   tokens in data/bert, made by `zjax data prepare` with the tokenizer of BERT;
+         one data-centre GPU, or several whose number divides 256.
 Expect:  3 programs, of 128, 256 and 384 tokens; 10 of the 12 layers see half of all
          tokens.
 """

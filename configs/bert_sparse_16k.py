@@ -1,8 +1,8 @@
 """BERT-base on texts of 16,384 tokens, with Longformer's block-sparse attention.
 
 Each token attends to its own block, its neighbours and the first block: 1.9 % of all
-pairs. An encoder needs batches whose `weights` are 1 at masked tokens; the example
-shows how to make them.
+pairs. `zjax train` masks tokens by itself (`data.masking`); the example makes batches
+of its own.
 
 Run:     python examples/long_document/train.py --model=encoder, which reads
          configs/bert_sparse_16k.py

@@ -575,10 +575,6 @@ def _checked(
         raise ConfigError(*problems)
     if tx is not None:
         config = with_clipping_as_set(config)
-    if model is None and batches is None and config.model.kind == "encoder":
-        problem = "has nothing to predict in data.source"
-        remedy = "give batches with masked tokens and their targets"
-        raise ConfigError(Problem("model.kind", "encoder", problem, remedy))
     if config.precision.matmul_dtype == "float8":
         float8.check_device(devices[0])
     check_sinks(config)

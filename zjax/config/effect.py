@@ -127,6 +127,8 @@ NEEDS = (
     Needs("model.query_key_norm_scope", "model.query_key_norm", (True,)),
     Needs("model.norm_position", "model.kind", ("decoder",)),
     Needs("data.path", "data.source", ("tokens",)),
+    Needs("data.masking.fraction", "model.kind", ("encoder",)),
+    Needs("data.masking.mask_id", "model.kind", ("encoder",)),
     *(
         Needs(
             f"sequence_warmup.pacing.{field.name}",

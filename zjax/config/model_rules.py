@@ -226,6 +226,19 @@ def _data(config: schema.Config, num_devices: int) -> Iterator[Problem]:
         yield Problem("data.path", "", problem, remedy)
 
 
+def _masking(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    if config.model.kind != "encoder":
+        return
+    mask_id, size = config.data.masking.mask_id, config.model.vocab_size
+    if mask_id >= size:
+        problem = f"is not below model.vocab_size={size}"
+        remedy = f"use at most {size - 1}"
+        yield Problem("data.masking.mask_id", mask_id, problem, remedy)
+    if (form := config.buckets.form) != "none":
+        problem = "is not built for the masked tokens of model.kind='encoder'"
+        yield Problem("buckets.form", form, problem, "leave it at 'none'")
+
+
 MODEL_RULES: tuple[Entry, ...] = (
     (("model",), _heads),
     (("model",), rotation.rotation_problems),
@@ -272,5 +285,9 @@ MODEL_RULES: tuple[Entry, ...] = (
     ),
 )
 """Rules of the built-in models alone."""
-DATA_RULES: tuple[Entry, ...] = (((), _data), (("model",), _vocabulary))
+DATA_RULES: tuple[Entry, ...] = (
+    ((), _data),
+    (("model",), _vocabulary),
+    (("data", "model"), _masking),
+)
 """Rules of a data source that is read."""

@@ -263,6 +263,10 @@ RANGES: dict[type, dict[str, Range]] = {
         "num_workers": _from(0, 1_024),
         "prefetch_batches": _from(0, 1_024),
     },
+    schema.Masking: {
+        "fraction": Range(lambda x: 0 < x <= 1, "use more than 0, up to 1"),
+        "mask_id": _from(-1, MAX_TOKENS),
+    },
     schema.Evaluation: {
         "every_steps": _from(0),
         "num_batches": _from(-1),

@@ -684,6 +684,20 @@ class Model:
 
 
 @section
+class Masking:
+    """Tokens that an encoder predicts (arXiv:1810.04805), chosen anew in each step.
+
+    Of these, 80 % are hidden, 10 % are replaced by random ones, and 10 % stay.
+    """
+
+    fraction: float = 0.15
+    """Share of the tokens that are predicted."""
+    mask_id: int = -1
+    """Token that hides others; -1 takes `[MASK]` or `<mask>` of the tokenizer, or the
+    first id beyond its vocabulary."""
+
+
+@section
 class Data:
     """Where tokens come from."""
 
@@ -702,6 +716,7 @@ class Data:
     check_ids: Literal["host", "device"] = "host"
     """Where token ids are checked against the vocabulary: as batches leave the host, or
     also on the devices, for which each step then waits."""
+    masking: Masking = Masking()
 
 
 @section

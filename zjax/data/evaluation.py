@@ -22,7 +22,7 @@ from jaxtyping import Int64
 
 from zjax.config import schema
 from zjax.data import batches as wrapping
-from zjax.data import loader, packing, placement, sampler, source, synthetic
+from zjax.data import loader, masking, packing, placement, sampler, source, synthetic
 from zjax.data.digest import BatchChain
 from zjax.data.draws import WholeRows
 from zjax.data.entries import check_batch
@@ -179,6 +179,8 @@ def make_evaluation(
         remedy = "use a number of batches, such as 8"
         raise ConfigError(Problem("evaluation.num_batches", ALL, problem, remedy))
     rows = source.open_rows(config, "validation")
+    if config.model.kind == "encoder":  # the same masks in every evaluation
+        rows = masking.MaskedRows(rows, masking.make_rule(config, SEED), step=0)
     return _evaluate_rows(rows, config, shardings)
 
 

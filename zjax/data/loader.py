@@ -18,7 +18,7 @@ from jaxtyping import Int64
 
 from zjax.config import schema
 from zjax.config.lengths import make_lengths, make_shapes
-from zjax.data import packing, placement, sampler, source
+from zjax.data import masking, packing, placement, sampler, source
 from zjax.data.buckets import Buckets
 from zjax.data.curriculum import Curriculum
 from zjax.data.digest import digest_tokens
@@ -172,19 +172,20 @@ def make_loader(
     each worker process imports it.
 
     Args:
-        config: Config; reads `data`, `seed`, `global_batch_size` (1 or more) and
-            `model.vocab_size`.
+        config: Config; reads `data`, `seed`, `global_batch_size` (1 or more), and
+            `kind` and `vocab_size` of `model`.
         shardings: Sharding of each array of a batch.
         start_step: Step of the first batch.
         num_batches: Number of batches; None is endless.
 
     Returns:
         Iterator of `tokens, targets` (int32[B, L]) and `weights` (float32[B, L]), with
-        `segment_ids, positions` (int32[B, L]) if documents are packed.
+        `segment_ids, positions` (int32[B, L]) if documents are packed. For an encoder,
+        targets are the tokens before they were masked.
 
     Raises:
         DataError: The data is missing, damaged, too short for one row, or has a larger
-            vocabulary than the model.
+            vocabulary than the model; or no token can hide the tokens of an encoder.
     """
     check_batch_size(config)
     if config.buckets.form != "none":
@@ -211,8 +212,13 @@ def make_loader(
         opened = Curriculum(config, source.digest_samples(config, rows))
         order, values_at = opened.sampler, opened.values
         position |= opened.position
+    draws = _make_draws(rows, order, config)
+    if config.model.kind == "encoder":
+        rule = masking.make_rule(config, config.seed)
+        draws = masking.MaskedDraws(draws, rule)
+        position |= {"data.masking": [rule.fraction, rule.mask_id]}
     return load_draws(
-        _make_draws(rows, order, config),
+        draws,
         config,
         shardings,
         position=position,

@@ -1,0 +1,155 @@
+"""Masked tokens of an encoder: which are hidden, by seed, step and row alone.
+
+Of the tokens to predict, 80 % are hidden, 10 % are replaced by random ones, and 10 %
+stay (arXiv:1810.04805, section 3.1). Each step draws anew, so that every epoch hides
+others.
+"""
+
+import dataclasses
+
+import numpy as np
+from jaxtyping import Bool, Int32, Int64
+
+from zjax.config import schema
+from zjax.data import source, store
+from zjax.data.draws import Draw, Draws
+from zjax.data.packing import Rows
+from zjax.errors import DataError, Problem
+
+HIDDEN, REPLACED = 0.8, 0.1
+"""Shares of the tokens to predict."""
+NAMES = ("[MASK]", "<mask>")
+"""Names of the token that hides others, as in BERT and RoBERTa."""
+_STREAM = 0x4D4C4D
+"""Keeps the numbers apart from those of synthetic rows."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """How rows are masked.
+
+    Args:
+        seed: Seed of the run.
+        fraction: Share of the tokens to predict.
+        mask_id: Token that hides others.
+        num_ids: Number of ids that replace others.
+        kept_ids: Ids that are never predicted, such as the end of a text.
+    """
+
+    seed: int
+    fraction: float
+    mask_id: int
+    num_ids: int
+    kept_ids: tuple[int, ...]
+
+    def apply(
+        self, tokens: Int32[np.ndarray, " L"], step: int, row: int
+    ) -> tuple[Int32[np.ndarray, " L"], Bool[np.ndarray, " L"]]:
+        """Masks one row.
+
+        Args:
+            tokens: Tokens of the row.
+            step: Step that reads it, from 0 on.
+            row: Number of the row.
+
+        Returns:
+            The tokens to read, and which of them are to be predicted.
+
+        Example:
+            >>> rule = Rule(0, 1.0, mask_id=9, num_ids=9, kept_ids=(8,))
+            >>> tokens, chosen = rule.apply(np.array([1, 2, 8], np.int32), 0, 0)
+            >>> chosen.tolist(), int(tokens[2])
+            ([True, True, False], 8)
+        """
+        generator = np.random.default_rng([_STREAM, self.seed, step, row])
+        chosen = generator.random(len(tokens)) < self.fraction
+        chosen &= ~np.isin(tokens, self.kept_ids)
+        fate = generator.random(len(tokens))
+        others = generator.integers(self.num_ids, size=len(tokens))
+        masked = np.where(chosen & (fate < HIDDEN), self.mask_id, tokens)
+        masked = np.where(chosen & (fate >= 1 - REPLACED), others, masked)
+        return masked.astype(np.int32), chosen
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskedRows:
+    """Rows as one step masks them."""
+
+    rows: Rows
+    rule: Rule
+    step: int
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def read(self, indices: Int64[np.ndarray, " n"], /) -> dict[str, np.ndarray]:
+        """Reads the rows and masks them; padding is never predicted."""
+        batch = self.rows.read(indices)
+        tokens = batch["tokens"]
+        pairs = zip(tokens, indices.tolist(), strict=True)
+        masked, chosen = zip(
+            *(self.rule.apply(row, self.step, number) for row, number in pairs),
+            strict=True,
+        )
+        weights = np.stack(chosen)
+        if "segment_ids" in batch:
+            weights &= batch["segment_ids"] > 0
+        fields = {"tokens": np.stack(masked), "targets": tokens}
+        return batch | fields | {"weights": weights.astype(np.float32)}
+
+    def digest(self) -> str:
+        """Checksum of the rows."""
+        return self.rows.digest()
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskedDraws:
+    """The batches of some draws, masked anew in each step."""
+
+    draws: Draws
+    rule: Rule
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Numbers of rows that batches have."""
+        return self.draws.sizes
+
+    def draw(self, step: int) -> Draw:
+        """The batch of a step, masked."""
+        rows, indices = self.draws.draw(step)
+        return Draw(MaskedRows(rows, self.rule, step), indices)
+
+
+def make_rule(config: schema.Config, seed: int) -> Rule:
+    """Makes the rule that masks the data of an encoder.
+
+    Args:
+        config: Config; reads `data` and `model.vocab_size`.
+        seed: Seed of the masks.
+
+    Raises:
+        DataError: No token can hide others, or the data holds conversations.
+    """
+    tokenizer = source.make_tokenizer(config)
+    if config.data.source == "tokens" and store.read_meta(config.data.path).has_answers:
+        problem = "holds conversations, of which answers alone have a loss"
+        remedy = "prepare them as texts, or use model.kind='decoder'"
+        raise DataError(Problem("data.path", config.data.path, problem, remedy))
+    ids = {name: tokenizer.special_tokens.get(name) for name in NAMES}
+    found = [id_ for id_ in ids.values() if id_ is not None]
+    given, free = config.data.masking.mask_id, tokenizer.vocab_size
+    if given != -1:
+        found = [given]
+    elif not found and free < config.model.vocab_size:
+        found = [free]
+    if not found:
+        problem = f"finds no {' or '.join(NAMES)} in the tokenizer, nor an id of the "
+        problem += f"model beyond the {free} of the tokenizer"
+        remedy = "set the id of a token that hides others"
+        if config.data.source != "synthetic":
+            remedy += f", or model.vocab_size={free + 1}"
+        raise DataError(Problem("data.masking.mask_id", -1, problem, remedy))
+    special = {*tokenizer.special_tokens.values(), *tokenizer.end_ids, found[0]}
+    special |= set() if tokenizer.bos_id is None else {tokenizer.bos_id}
+    fraction = config.data.masking.fraction
+    return Rule(seed, fraction, found[0], free, tuple(sorted(special)))
