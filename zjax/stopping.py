@@ -1,11 +1,13 @@
 """Stops a run between two steps on a signal, and lets a checkpoint finish."""
 
 import contextlib
+import gc
 import os
 import signal
 import stat
 import sys
 import threading
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,17 +19,37 @@ from zjax.errors import CheckpointError
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """What stops a run: Ctrl-C, a scheduler, and a terminal that is gone."""
+_AGAIN_SECONDS = 0.01
+"""How long a signal waits for the garbage collector."""
 
 
 def exit_on_signals() -> None:
-    """Lets SIGTERM and SIGHUP end the program as an error does where no run polls.
+    """Lets signals end the program as an error does, where no run polls for them.
 
     Without a handler unfinished files would remain, and the first process of a
-    container would ignore the signal, and be killed once its grace period is over.
+    container would ignore SIGTERM, and be killed once its grace period is over.
     """
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:  # by `nohup`
-            signal.signal(number, lambda number, frame: sys.exit(128 + number))
+            signal.signal(number, _exit)
+
+
+def _exit(number: int, frame: types.FrameType | None) -> None:
+    """Ends the program by an exception, outside of callbacks of the garbage collector.
+
+    Python ignores all exceptions in such a callback, and JAX has one.
+    """
+    callbacks = {getattr(each, "__code__", None) for each in gc.callbacks}
+    while frame is not None:
+        if frame.f_code in callbacks:
+            again = threading.Timer(_AGAIN_SECONDS, os.kill, (os.getpid(), number))
+            again.daemon = True
+            again.start()
+            return
+        frame = frame.f_back
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    sys.exit(128 + number)
 
 
 class Stop:
