@@ -82,8 +82,8 @@ class Trainer:
             by default.
         loss_fn: Refused, as `zjax.adapt` joins a loss and a Flax module to a `model`.
         schedule: Learning rate of `tx` by applied step, for the log.
-        batches: Training data: a dataset with columns, or an iterable of batches; the
-            configured data by default.
+        batches: Training data: a dataset with columns, a list of rows, or an iterable
+            of batches (see `zjax.wrap_batches`); the configured data by default.
         evaluation_batches: Evaluation data; none if only `batches` is given.
         step: Checkpoint to start from, for evaluation or generation, which may read
             other data; 0 for the weights of `checkpoint.init_from`. The newest by

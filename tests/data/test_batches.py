@@ -9,7 +9,7 @@ from tests.reference import sampling
 from tests.support.squares import Columns
 from zjax.config import schema
 from zjax.data import batches as wrapping
-from zjax.data import digest, placement
+from zjax.data import digest, evaluation, placement
 from zjax.errors import DataError
 from zjax.typing import Entry
 
@@ -33,8 +33,15 @@ def digest_of(given):
     return [chain.add(batch) for batch in given][-1]
 
 
-def test_columns_are_sampled_by_seed_and_step():
-    dataset = Columns({"x": [[n, n + 1] for n in range(20)], "y": list(range(20))})
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        Columns({"x": [[n, n + 1] for n in range(20)], "y": list(range(20))}),
+        [{"x": [n, n + 1], "y": n} for n in range(20)],
+    ],
+    ids=["columns", "rows"],
+)
+def test_columns_and_rows_are_sampled_by_seed_and_step(dataset):
     with wrapping.wrap_batches(dataset, CONFIG, shardings, start_step=4) as batches:
         for step in range(4, 8):
             rows = sampling.batch(step, 20, 3, 8)
@@ -51,6 +58,22 @@ def test_columns_of_unequal_rows_are_refused():
     assert str(error.value) == (
         "batches/x='object' is not a dtype of numbers (text, or rows of unequal "
         "length); turn it into token ids and pad them, or remove it"
+    )
+
+
+@pytest.mark.parametrize(
+    ("wrap", "field"),
+    [
+        (wrapping.wrap_batches, "batches"),
+        (evaluation.wrap_evaluation, "evaluation_batches"),
+    ],
+)
+def test_rows_of_other_fields_are_refused(wrap, field):
+    with pytest.raises(DataError) as error:
+        wrap([{"x": [1]}, {"y": [1]}], CONFIG, shardings)
+    assert str(error.value) == (
+        f"{field}[1]={{'y': (1,)}} is not of the shape {{'x': (1,)}} of row 0; give "
+        "all rows the same fields and lengths, such as by padding"
     )
 
 
@@ -88,6 +111,18 @@ class Splits(dict):
             "batches='int' cannot be iterated over; "
             "give a dataset or a list of batches",
         ),
+        (
+            [[1, 2, 3], [4, 5, 6]],
+            "batches='list' holds lists of tokens, which do not say what is predicted; "
+            'give batches=[{"tokens": row[:-1], "targets": row[1:]} for row in rows]',
+        ),
+        (
+            [{"x": [1, 2]}, {"x": [3, 4]}, {"x": [5]}],
+            "batches[2]={'x': (1,)} is not of the shape {'x': (2,)} of row 0; give all "
+            "rows the same fields and lengths, such as by padding",
+        ),
+        ([{"x": [1, 2], "y": 0}, {"x": [3, 4], "y": 1}], ""),
+        (make_batches(2), ""),
         (None, ""),
         ([], ""),
         (Columns({"x": []}), ""),

@@ -1,7 +1,7 @@
 """Data of the caller: datasets with columns, and iterables of ready batches."""
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -37,7 +37,13 @@ def batches_problems(field: str, batches: Any) -> Iterator[Problem]:
         batches='dict' is a mapping; give one of its values, such as batches['train']
     """
     kind, remedy = type(batches).__name__, "give a dataset or a list of batches"
-    if isinstance(batches, Mapping):
+    if _are_rows(batches):
+        yield from _row_problems(field, batches)
+    elif isinstance(batches, list | tuple) and batches and _is_flat(batches[0]):
+        problem = "holds lists of tokens, which do not say what is predicted"
+        remedy = f'give {field}=[{{"tokens": row[:-1], "targets": row[1:]}} for row in '
+        yield Problem(field, kind, problem, f"{remedy}rows]")
+    elif isinstance(batches, Mapping):
         problem = "is a mapping"
         remedy = f"give one of its values, such as {field}[{next(iter(batches), '')!r}]"
         if any(hasattr(value, "dtype") for value in batches.values()):
@@ -66,13 +72,14 @@ def wrap_batches(
     """Makes a loader of a dataset with columns, or of any iterable of batches.
 
     A dataset (`column_names`, `len`, `dataset[[3, 1]] -> dict of columns`) is sampled
-    by (seed, step) like built-in data. Anything else must yield global batches, the
+    by (seed, step) like built-in data, and so is a list of rows: dicts of lists of
+    numbers. Anything else must yield global batches, the
     same in every process; resuming draws and drops those before `start_step`, and warns
     if they differ from those of the saved run.
 
     Args:
-        batches: Dataset, or iterable of trees of numeric arrays whose first dim is
-            `global_batch_size` (scalars are allowed).
+        batches: Dataset, list of rows, or iterable of trees of numeric arrays whose
+            first dim is `global_batch_size` (scalars are allowed).
         config: Config; reads `seed`, `global_batch_size`, and `data` for workers and
             prefetching.
         shardings: Sharding of each array of a batch.
@@ -80,9 +87,10 @@ def wrap_batches(
         num_batches: Number of batches; None is as many as there are.
 
     Raises:
-        DataError: A dataset without rows, or with a column that is not numeric; a batch
-            of another size, when it is drawn.
+        DataError: A dataset without rows, or with a column that is not numeric; rows of
+            unequal lengths; a batch of another size, when it is drawn.
     """
+    batches = with_columns(batches)
     if isinstance(batches, ColumnDataset):
         return loader.sample_rows(
             ColumnRows(batches),
@@ -129,6 +137,75 @@ def wrap_batches(
     return loader.Loader(
         open_at, {"global_batch_size": num_rows}, start_step, drawn=drawn
     )
+
+
+def with_columns(batches: Any, field: str = "batches") -> Any:
+    """Gives a list of rows the methods of a dataset; returns anything else as it is.
+
+    Args:
+        batches: As for `wrap_batches`.
+        field: Name of the argument.
+
+    Raises:
+        DataError: Rows differ in their fields, or in the length of one.
+
+    Example:
+        >>> rows = [{"tokens": [1, 2], "label": 0}, {"tokens": [3, 4], "label": 1}]
+        >>> with_columns(rows)[[1, 0]]
+        {'tokens': [[3, 4], [1, 2]], 'label': [1, 0]}
+    """
+    if not _are_rows(batches):
+        return batches
+    if problems := list(_row_problems(field, batches)):
+        raise DataError(*problems)
+    return RowList(batches)
+
+
+def _are_rows(batches: Any) -> bool:
+    """Whether a list holds rows, whose fields are flat lists, which no array is."""
+    if not isinstance(batches, list | tuple) or not batches:
+        return False
+    first = batches[0]
+    return isinstance(first, Mapping) and any(map(_is_flat, first.values()))
+
+
+def _is_flat(value: Any) -> bool:
+    """Whether a value is a list of numbers."""
+    is_list = isinstance(value, list | tuple) and len(value) > 0
+    return is_list and all(isinstance(each, int | float) for each in value)
+
+
+def _row_problems(field: str, rows: Sequence[Any]) -> Iterator[Problem]:
+    """Yields a problem for the first row that has not the shape of row 0."""
+    shape = _shape_of(rows[0])
+    for number, row in enumerate(rows):
+        if (other := _shape_of(row)) != shape:
+            problem = f"is not of the shape {shape} of row 0"
+            remedy = "give all rows the same fields and lengths, such as by padding"
+            yield Problem(f"{field}[{number}]", other, problem, remedy)
+            return
+
+
+def _shape_of(row: Any) -> dict[str, tuple[int, ...]] | str:
+    """Lists the shape of each field of a row; gives the type of anything else."""
+    if not isinstance(row, Mapping):
+        return type(row).__name__
+    return {name: np.shape(value) for name, value in sorted(row.items())}
+
+
+class RowList:
+    """Rows in memory, of equal shape, with the methods of a `ColumnDataset`."""
+
+    def __init__(self, rows: Sequence[Mapping[str, Any]]):
+        self._rows = rows
+        self.column_names = list(rows[0])
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, indices: Sequence[int], /) -> dict[str, list[Any]]:
+        """Collects the rows `indices` of each column."""
+        return {n: [self._rows[i][n] for i in indices] for n in self.column_names}
 
 
 def prefetch(

@@ -196,6 +196,7 @@ def wrap_evaluation(
         DataError: An iterator, which cannot restart; a dataset without rows, or with a
             column that is not numeric.
     """
+    batches = wrapping.with_columns(batches, "evaluation_batches")
     if isinstance(batches, wrapping.ColumnDataset):
         return _evaluate_rows(wrapping.ColumnRows(batches), config, shardings)
     if isinstance(batches, Iterator):
