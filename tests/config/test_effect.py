@@ -1,5 +1,6 @@
 """A setting that nothing reads is refused, in the exact words that a user sees."""
 
+import functools
 import logging
 import math
 
@@ -8,7 +9,7 @@ import pytest
 from tests.support.proposals import CONFIGS
 from tests.support.refusals import case, refusal
 from zjax import config as zconfig
-from zjax.config import effect, schema
+from zjax.config import effect, gin, schema
 from zjax.config.convert import to_mapping
 from zjax.errors import ConfigError
 from zjax.optim import build
@@ -156,13 +157,26 @@ def test_numbers_of_a_named_config_give_way_to_a_given_optimizer():
     )
 
 
-@pytest.mark.parametrize("source", ["llama_8b_3d", CONFIGS / "llama_8b_3d.py"])
-def test_settings_of_a_named_config_give_way_to_those_of_a_user(source, caplog):
+def load_gin(*bindings):
+    given = [f"config.{text}".replace("synthetic", "'synthetic'") for text in bindings]
+    return gin.from_gin([str(CONFIGS / "llama_8b_3d.gin")], given)
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        functools.partial(zconfig.load_config, "llama_8b_3d"),
+        functools.partial(zconfig.load_config, CONFIGS / "llama_8b_3d.py"),
+        load_gin,
+    ],
+    ids=["name", "path", "gin"],
+)
+def test_settings_of_a_named_config_give_way_to_those_of_a_user(load, caplog):
     """Fails if a smaller run of a config needs more flags than say how small it is."""
     small = ["model.num_layers=4", "model.embed_size=64", "model.num_heads=4"]
     small += ["global_batch_size=8", "data.source=synthetic"]
     with caplog.at_level(logging.WARNING):
-        config = zconfig.load_config(source, *small)
+        config = load(*small)
     zconfig.check_config(config, 8)
     assert (config.model.num_kv_heads, config.data.path) == (4, "")
     assert config.num_microbatches == 0 and config.model.mlp_size == 14_336

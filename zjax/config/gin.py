@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 from gin import config_parser
 
-from zjax.config import convert, override, paths, schema
+from zjax.config import convert, override, paths, recipe, schema
+from zjax.config.named import shipped_name
 from zjax.config.vocabulary import with_vocabulary
 from zjax.errors import ConfigError, Problem
 from zjax.reading import read_text
@@ -121,7 +122,20 @@ def from_gin(files: Sequence[str] = (), bindings: Sequence[str] = ()) -> schema.
         3
     """
     values = read_gin(files, bindings)
+    if len(files) == 1 and (name := shipped_name(files[0])):
+        values = recipe.give_way(values, _bound(bindings), name)
     return with_vocabulary(convert.from_mapping(schema.Config, values))
+
+
+def _bound(bindings: Sequence[str]) -> dict[str, Any]:
+    """Nests the settings that readable bindings set, without their values."""
+    found = [
+        path.removeprefix(override.PREFIX)
+        for binding in bindings
+        for path, _ in _read_text(binding, "gin", (), [], _Budget())
+        if path.startswith(override.PREFIX)
+    ]
+    return override.merge({}, dict.fromkeys(found))
 
 
 def _read_file(
