@@ -1,6 +1,7 @@
 """Commands that read checkpoints, and what they read besides."""
 
 import json
+import types
 
 import jax
 import jax.numpy as jnp
@@ -156,3 +157,21 @@ def test_the_best_of_what_is_kept_is_not_the_best_without_a_word(tmp_path, caplo
         "evaluation.patience, which saves at each new best, or make "
         "checkpoint.every_steps divide evaluation.every_steps"
     ]
+
+
+def test_the_checkpoint_that_chat_names_ends_texts_too(monkeypatch, capsys):
+    """Fails if its template makes the prompt, and its end ids are not read."""
+    seen = []
+
+    def generate(ids, *, chat, **_):
+        seen.append(chat)
+        return "Four"
+
+    trainer = types.SimpleNamespace(
+        encode_prompts=lambda prompts, **_: prompts, generate=generate
+    )
+    monkeypatch.setattr(commands, "settings", lambda: None)
+    monkeypatch.setattr(commands, "restored", lambda _: (trainer, "raw"))
+    with typed("--chat=checkpoint", "--prompt=Two and two?"):
+        commands.generate()
+    assert seen == ["checkpoint"] and capsys.readouterr().out == "Four\n"

@@ -102,6 +102,13 @@ def test_texts_begin_with_bos_once_and_follow_it_where_there_is_no_context(
     assert scorer.encode_pair(text, " b") == ([bos, *a, end], b)
 
 
+def test_a_text_without_context_follows_the_prefix(trainer):
+    """Fails if an empty context is refused, or ends with another token."""
+    scorer = Scorer(trainer)
+    text = scorer.continue_text("", max_new_tokens=4)
+    assert text == scorer.continue_text(str(scorer.prefix_id), max_new_tokens=4)
+
+
 def test_an_encoder_is_refused(trainer):
     encoder = copy.copy(trainer)
     encoder.config = load_config(trainer.config, "model.kind=encoder")

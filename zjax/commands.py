@@ -178,6 +178,7 @@ def generate() -> None:
     for prompt, ids in zip(prompts, encoded, strict=True):
         text = trainer.generate(
             ids,
+            chat=chat,
             max_new_tokens=given.max_new_tokens,
             temperature=given.temperature,
             top_k=given.top_k,

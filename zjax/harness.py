@@ -164,12 +164,14 @@ class Scorer:
         """The most likely continuation of a text, up to the first of some strings.
 
         Args:
-            context: Text, whose first tokens are left out if it is too long.
+            context: Text, whose first tokens are left out if it is too long;
+                `prefix_id` stands for it where it is empty.
             until: Strings that end the continuation, and are not part of it.
             max_new_tokens: Most tokens to add.
         """
         number = min(max_new_tokens, self.max_length - 1)
-        ids = self._encode(context)[-(self.max_length - number) :]
+        ids = self._encode(context) or [self.prefix_id]
+        ids = ids[-(self.max_length - number) :]
         length = min(_padded(len(ids)), self.max_length - number)
         tokens = np.zeros((1, length), np.int32)
         tokens[0, length - len(ids) :] = ids

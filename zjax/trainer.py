@@ -162,16 +162,16 @@ class Trainer:
                 self.config, model, tx, compute_dtype=compute_dtype(self.run.plan)
             )
         self.state: TrainState = self.run.state
-        self.loader = self._make_loader()
+        extra = self.store.extra(start) if start else {}
         self._tokenizer = None if batches is not None else data.read_record(self.config)
+        if self._tokenizer is not None:
+            check_tokenizer(extra, self._tokenizer, self.config)
+        self.loader = self._make_loader()
         self._patience = Patience(self.config.evaluation)
         self._position: Any = None
         """Where the loader has yet to move, from a checkpoint."""
         if start:
-            extra = self.store.extra(start)
             report_functions(extra, self._functions)
-            if self._tokenizer is not None:
-                check_tokenizer(extra, self._tokenizer, self.config)
             self._position = extra.get("data", {})
             if step is None:
                 self._move_loader()

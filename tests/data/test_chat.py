@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import shutil
 import types
 
 import jax
@@ -342,6 +343,14 @@ def test_the_marker_at_which_a_checkpoint_stops_is_trained(marked_checkpoint, tm
     assert opened.answers is not None
     found = bracketed(marked_checkpoint, opened.tokens[:], opened.answers[:])
     assert found == "<user>a<assistant>[b<user>]c<assistant>[d<user>]"
+
+
+def test_an_empty_answer_does_not_end_with_its_prompt(marked_checkpoint, tmp_path):
+    """Fails if the marker of a role counts as the end of an answer without a text."""
+    talk = {"messages": [user("a"), answer(""), user("c"), answer("d")]}
+    (tmp_path / "in.jsonl").write_text(json.dumps(talk))
+    ends, _ = prepare_marked(tmp_path)
+    assert ends == (marked_checkpoint.token_to_id("</s>"),)
 
 
 def test_answers_without_an_end_are_told(marked_checkpoint, tmp_path, caplog):
@@ -911,9 +920,8 @@ def test_prompts_without_a_template_or_with_another_one_are_refused(
         "chat='' has no chat template: the tokenizer of the data is 'bytes'; name a "
         "checkpoint of this tokenizer that has one"
     )
-    other = prompts.make_prompts(load_config({}), str(checkpoint))
     with pytest.raises(ConfigError) as error:
-        other.encode(talk)
+        prompts.make_prompts(load_config({}), str(checkpoint))
     assert str(error.value) == (
         f"chat='{checkpoint}' has another tokenizer than the data, 'bytes'; name a "
         "checkpoint of this tokenizer that has one"
@@ -926,3 +934,20 @@ def test_prompts_without_a_template_or_with_another_one_are_refused(
         "input='messages' ends with an answer in the conversation; end with the "
         "message that is to be answered"
     )
+    for given in (5, "Why?"):
+        with pytest.raises(DataError) as error:
+            prompts.as_talk(given)
+        assert str(error.value).startswith("input='messages' has no list of messages")
+
+
+def test_an_answer_ends_where_the_checkpoint_of_the_template_says(
+    prepared, checkpoint, tmp_path
+):
+    """Fails if `--chat` brings a template, but not the ids that end its answers."""
+    shutil.copytree(checkpoint, tmp_path / "other")
+    ends = {"eos_token_id": [7, 9]}
+    (tmp_path / "other" / "generation_config.json").write_text(json.dumps(ends))
+    config = config_of(prepared)
+    mine = prompts.make_prompts(config).tokenizer.end_ids
+    both = prompts.make_prompts(config, str(tmp_path / "other")).tokenizer.end_ids
+    assert both == (*mine, 7, 9)

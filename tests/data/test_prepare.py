@@ -171,6 +171,20 @@ def test_texts_begin_and_end_as_the_tokenizer_says(tmp_path, caplog):
     assert len(caplog.messages) == 1
 
 
+def test_texts_that_spell_special_tokens_are_counted_once(
+    tmp_path, caplog, monkeypatch
+):
+    """Fails if blocks of a text count as texts, or one name alone is counted."""
+    monkeypatch.setattr(documents, "BLOCK_BYTES", 16)
+    write_tokenizer(tmp_path / "in")
+    (tmp_path / "a.txt").write_text("a line: <|user|>\n" * 4)
+    (tmp_path / "b.txt").write_text("a line: </s>\n")
+    options = {"tokenizer": "in/tokenizer.json", "validation_fraction": 0.0}
+    prepare.prepare(["a.txt", "b.txt"], "out", **options)
+    [message] = caplog.messages
+    assert "text: <|user|>, </s> in 2 of 2 texts; " in message
+
+
 @pytest.mark.parametrize("fraction", [0.01, 0.25])
 def test_validation_has_its_share(tmp_path, fraction):
     lines = [json.dumps({"text": "x" * 99}) for _ in range(400)]

@@ -7,6 +7,7 @@ from tokenizers import models
 
 from tests.support.tokens import write_checkpoint
 from zjax.data import tokenizer
+from zjax.data.tokenizer_files import TokenizerFiles
 from zjax.data.tokenizer_record import TokenizerRecord
 from zjax.errors import DataError
 
@@ -82,8 +83,9 @@ def test_vocabulary_without_an_end(tmp_path, monkeypatch):
         _ = tokenizer.load_tokenizer("a.json").end_id
     assert str(error.value) == (
         "tokenizer='a.json' has no token that ends a document; name one as eos_token "
-        "in the tokenizer_config.json beside it, or add one of <|endoftext|>, "
-        "<|end_of_text|>, <|eos|>, <eos>, </s>"
+        "in the tokenizer_config.json beside it (read if the file is called "
+        "tokenizer.json), or add one of <|endoftext|>, <|end_of_text|>, <|eos|>, "
+        "<eos>, </s>"
     )
 
 
@@ -190,6 +192,26 @@ def test_records_tell_vocabularies_and_templates_apart(tmp_path):
     assert one.digest == same.digest == chat.digest
     assert one.vocab_size == other.vocab_size and one.digest != other.digest
     assert chat.template_digest and not one.template_digest
+    assert tokenizer.load_tokenizer(path, chat).record == chat
+    with pytest.raises(DataError) as error:
+        tokenizer.load_tokenizer(path, other)
+    assert str(error.value) == (
+        f"tokenizer='{path}' has other tokens than '{other.name}', which made the "
+        "token ids; put the tokenizer.json back that was there, or prepare the text "
+        "again"
+    )
+
+
+def test_templates_whose_names_are_no_text_are_left_out(tmp_path):
+    templates = [{"name": ["x"], "template": "a"}, {"name": "default", "template": "b"}]
+    write_checkpoint(tmp_path, tokenizer_config={"chat_template": templates})
+    files = TokenizerFiles(tmp_path / "tokenizer.json")
+    assert files.templates() == {"default": "b"}
+
+
+def test_a_tokenizer_without_an_end_names_none(tmp_path):
+    """Fails if `eos_token_id` is an empty list, at which no library ends a text."""
+    assert write_checkpoint(tmp_path).record.config_ids() == {}
 
 
 def test_bytes_are_the_same_vocabulary_as_a_file(tmp_path):

@@ -1,5 +1,6 @@
 """The tokenizer of a checkpoint is compared with the data, and exported."""
 
+import dataclasses
 import json
 
 import pytest
@@ -9,7 +10,7 @@ from tests.support import tokens
 from zjax.config.load import load_config
 from zjax.data import prepare
 from zjax.data.tokenizer import load_tokenizer, make_bytes
-from zjax.errors import ConfigError
+from zjax.errors import ConfigError, DataError
 from zjax.huggingface import tokenizer
 from zjax.trainer import Trainer
 
@@ -124,8 +125,13 @@ def test_an_export_has_the_tokenizer_that_was_trained(checkpoint, tmp_path, capl
         f"{tmp_path / 'run' / 'tokenizer'}"
     ]
     same = load_tokenizer(checkpoint / "tokenizer.json").record
-    values, names = exported(tmp_path / "same", same, tmp_path / "run", checkpoint)
-    assert values["eos_token_id"] == 257 and "merges.txt" in names
+    with pytest.raises(DataError, match="has other tokens than"):
+        exported(tmp_path / "mixed", same, tmp_path / "run", checkpoint)
+    earlier = dataclasses.replace(same, end_ids=(256,))  # as an earlier zjax knew it
+    out = tmp_path / "same"
+    values, names = exported(out, earlier, tmp_path / "none", checkpoint)
+    assert values["eos_token_id"] == [256, 257] and "merges.txt" in names
+    assert load_tokenizer(out / "tokenizer.json").end_ids == (257, 256)
 
 
 def test_a_run_from_scratch_goes_out_with_its_tokenizer(tmp_path, caplog):

@@ -137,7 +137,7 @@ class Chat:
             if self.marker and not talk.messages[number].get("tool_calls"):
                 [(begin, end)], whole = spans, whole + self.marker
                 spans = [(begin, end + len(self.marker))]
-            ends.append(_find_end(whole[: spans[-1][1]], self.special_tokens))
+            ends.append(_find_end(whole[slice(*spans[-1])], self.special_tokens))
             for longer, others in samples:
                 if longer.startswith(whole):
                     others += spans

@@ -364,8 +364,8 @@ def _write_texts(
 
     Blocks of one text that follow each other in a split are one document.
     """
-    num_texts, spelled = 0, collections.Counter[str]()
-    before = ""
+    num_texts, num_spelling, names = 0, 0, dict[str, None]()
+    before, is_counted = "", False
     for chunk in _chunks(assigned):
         texts = [document.text for _, document in chunk]
         encoded = vocabulary.encode_texts(texts, special_tokens)
@@ -377,16 +377,19 @@ def _write_texts(
             writers[split].append(vocabulary.end(ids) if document.ends else ids)
             if document.ends:
                 writers[split].end_document()
-            num_texts += document.begins
-            if not special_tokens:
-                spelled.update(vocabulary.find_special_tokens(document.text))
-    if spelled:
+            if document.begins:
+                num_texts, is_counted = num_texts + 1, False
+            found = vocabulary.find_special_tokens(document.text)
+            if found and not special_tokens:
+                names |= dict.fromkeys(found)
+                num_spelling, is_counted = num_spelling + (not is_counted), True
+    if names:
         logging.warning(
             "texts spell special tokens of the tokenizer, which are encoded as "
             "ordinary text: %s in %s of %s texts; give conversations with --chat, or "
             "set --special_tokens to encode the names as these tokens",
-            ", ".join(name for name, _ in spelled.most_common(_MAX_NAMED)),
-            f"{max(spelled.values()):,}",
+            ", ".join([*names][:_MAX_NAMED]),
+            f"{num_spelling:,}",
             f"{num_texts:,}",
         )
 

@@ -1,5 +1,6 @@
 """Prompts of a run: texts, or conversations through the chat template of the data."""
 
+import dataclasses
 import functools
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,7 @@ Given = str | Conversation | Sequence[int] | np.ndarray
 """A text, a conversation, or ids."""
 NUM_SEARCHED = 100
 """Conversations among which a sample is searched."""
+_REMEDY = "name a checkpoint of this tokenizer that has one"
 
 
 class Prompts:
@@ -89,7 +91,7 @@ class Prompts:
             Ids, int32[L], as in training.
 
         Raises:
-            ConfigError: The data has no chat template, or it is of another tokenizer.
+            ConfigError: The data has no chat template.
             DataError: The conversation ends with an answer, or the template refuses it.
         """
         if talk.messages[-1]["role"] == ANSWERS:
@@ -121,20 +123,14 @@ class Prompts:
         """The chat template.
 
         Raises:
-            ConfigError: The data has no chat template, or it is of another tokenizer.
+            ConfigError: The data has no chat template.
             DataError: A file is missing or broken.
         """
-        remedy = "name a checkpoint of this tokenizer that has one"
         if not self._folder:
             name = self.tokenizer.name
             problem = f"has no chat template: the tokenizer of the data is {name!r}"
-            raise ConfigError(Problem("chat", "", problem, remedy))
-        chat = load_chat(self._folder)
-        record = load_tokenizer(pathlib.Path(self._folder) / TOKENIZER_NAME).record
-        if record.digest != self.tokenizer.record.digest:
-            problem = f"has another tokenizer than the data, {self.tokenizer.name!r}"
-            raise ConfigError(Problem("chat", self._folder, problem, remedy))
-        return chat
+            raise ConfigError(Problem("chat", "", problem, _REMEDY))
+        return load_chat(self._folder)
 
     def _warn(self, text: str) -> None:
         """Logs a warning once."""
@@ -156,11 +152,23 @@ def make_prompts(config: schema.Config, chat: str = "") -> Prompts:
 
     Raises:
         DataError: `data.path` is not a directory made by `zjax data prepare`.
+        ConfigError: `chat` has another tokenizer than the data.
     """
+    tokenizer = make_tokenizer(config)
     prepared = config.data.path if config.data.source == "tokens" else ""
-    return Prompts(
-        make_tokenizer(config), chat or prepared, has_answers=has_answers(config)
-    )
+    if chat:
+        tokenizer = _with_ends_of(tokenizer, chat)
+    return Prompts(tokenizer, chat or prepared, has_answers=has_answers(config))
+
+
+def _with_ends_of(tokenizer: Tokenizer, chat: str) -> Tokenizer:
+    """Adds the end ids of a checkpoint, whose template may end answers with them."""
+    record = load_tokenizer(pathlib.Path(chat) / TOKENIZER_NAME).record
+    if record.digest != tokenizer.record.digest:
+        problem = f"has another tokenizer than the data, {tokenizer.name!r}"
+        raise ConfigError(Problem("chat", chat, problem, _REMEDY))
+    ends = tokenizer.record.with_ends(record.end_ids)
+    return dataclasses.replace(tokenizer, record=ends)
 
 
 def has_answers(config: schema.Config) -> bool:
@@ -169,7 +177,7 @@ def has_answers(config: schema.Config) -> bool:
     return is_prepared and store.read_meta(config.data.path).has_answers
 
 
-def as_talk(messages: Sequence[Any] | Mapping[str, Any]) -> Conversation:
+def as_talk(messages: Any) -> Conversation:
     """Reads messages, or a record with `messages`, `tools` and the like.
 
     Args:
@@ -186,8 +194,9 @@ def as_talk(messages: Sequence[Any] | Mapping[str, Any]) -> Conversation:
         >>> as_talk([{"role": "user", "content": "Why?"}]).messages
         [{'role': 'user', 'content': 'Why?'}]
     """
-    is_record = isinstance(messages, Mapping)
-    record = messages if is_record else {"messages": [*messages]}
+    if isinstance(messages, Sequence) and not isinstance(messages, str):
+        messages = [*messages]  # a tuple is as good as a list
+    record = messages if isinstance(messages, Mapping) else {"messages": messages}
     return read_conversation(record, "messages", "the conversation")
 
 

@@ -70,7 +70,8 @@ class Tokenizer:
         """
         if not self.end_ids:
             problem = "has no token that ends a document"
-            remedy = "name one as eos_token in the tokenizer_config.json beside it, or "
+            remedy = "name one as eos_token in the tokenizer_config.json beside it "
+            remedy += "(read if the file is called tokenizer.json), or "
             remedy += f"add one of {', '.join(END_TOKENS)}"
             raise DataError(Problem("tokenizer", self.name, problem, remedy))
         return self.end_ids[0]
@@ -227,11 +228,18 @@ def load_tokenizer(
         record: Its record, where one was written; by default one is made of the files.
 
     Raises:
-        DataError: A file is unreadable, or the `tokenizer.json` is missing.
+        DataError: A file is unreadable, or the `tokenizer.json` is missing or is not
+            the one of the record.
     """
     path = local_path("tokenizer", path, DataError)
     library = load_library(path)
-    return _wrap_library(library, record or make_library_record(library, path))
+    if record is None:
+        return _wrap_library(library, make_library_record(library, path))
+    if digest_vocabulary(library.get_vocab()) != record.digest:
+        problem = f"has other tokens than {record.name!r}, which made the token ids"
+        remedy = "put the tokenizer.json back that was there, or prepare the text again"
+        raise DataError(Problem("tokenizer", str(path), problem, remedy))
+    return _wrap_library(library, record)
 
 
 def make_library_record(library: Any, path: str | pathlib.Path) -> TokenizerRecord:

@@ -159,10 +159,10 @@ class TokenizerFiles:
         A `chat_template.jinja` replaces the templates of `tokenizer_config.json`.
         """
         given = self.config.get("chat_template")
-        found: dict[Any, Any] = {DEFAULT: given}
+        found: dict[str, Any] = {DEFAULT: given}
         if isinstance(given, list):
             pairs = (each for each in given if isinstance(each, dict))
-            found = {each.get("name"): each.get("template") for each in pairs}
+            found = {str(each.get("name")): each.get("template") for each in pairs}
         path = self.folder / TEMPLATE_NAME
         if not self._is_alone and path.is_file():
             try:

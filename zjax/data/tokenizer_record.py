@@ -63,9 +63,12 @@ class TokenizerRecord:
             >>> TokenizerRecord("numbers", "", 9, None, (8,)).config_ids()
             {'eos_token_id': 8}
         """
-        ends = [*self.end_ids]
-        ids = {} if self.bos_id is None else {"bos_token_id": self.bos_id}
-        return ids | {"eos_token_id": ends[0] if len(ends) == 1 else ends}
+        ids: dict[str, Any] = {}
+        if self.bos_id is not None:
+            ids["bos_token_id"] = self.bos_id
+        if ends := [*self.end_ids]:
+            ids["eos_token_id"] = ends[0] if len(ends) == 1 else ends
+        return ids
 
     def to_mapping(self) -> dict[str, Any]:
         """Gives the fields as JSON values."""

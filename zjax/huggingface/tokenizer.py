@@ -187,8 +187,8 @@ def write_tokenizer(
     """Writes the tokenizer of an export, and logs which.
 
     It is the tokenizer of the data of the run. Files that the data lacks, such as those
-    of slow tokenizers, come from the checkpoint with which the run began, if this has
-    the same tokenizer; all files do where the run has no record.
+    of slow tokenizers, and end ids come from the checkpoint with which the run began,
+    if this has the same tokenizer; all files do where the run has no record.
 
     Args:
         folder: Directory of the export.
@@ -199,18 +199,23 @@ def write_tokenizer(
         Values for `config.json`: the ids that begin, end and pad texts.
 
     Raises:
-        DataError: A file is too large, or no file.
+        DataError: A file is too large, or no file, or has other tokens than the record.
     """
     record = trained.record
     names, values = list[str](), {}
     if start is not None and _shares_tokenizer(record, start):
         names, values = copy_files(start / TOKENIZER_NAME, folder), _token_ids(start)
         _report(start, names)
+        # Data that an earlier zjax prepared knows one end id alone.
+        if record is not None and TOKENIZER_NAME in names:
+            ends = text.load_tokenizer(start / TOKENIZER_NAME).end_ids
+            record = record.with_ends(ends)
     if record is None or record.name == "numbers":
         return values
     if record.name == "bytes":
         text.write_bytes_tokenizer(folder)
     elif trained.path.exists():
+        text.load_tokenizer(trained.path, record)
         _report(trained.path.parent, copy_files(trained.path, folder))
     elif not names:
         message = "tokenizer: %s is missing; the export has no tokenizer"
