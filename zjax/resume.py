@@ -12,7 +12,7 @@ from absl import logging
 
 from zjax.checkpoint.store import Store
 from zjax.config.convert import to_mapping
-from zjax.config.derived import without_unused
+from zjax.config.derived import is_derived, without_unused
 from zjax.config.differences import ABSENT, Difference, differences
 from zjax.config.dropping import make_dropping
 from zjax.config.pacing import make_pacing
@@ -304,11 +304,12 @@ def report_changes(saved: Mapping[str, Any], config: Config, step: int) -> None:
 
 
 def _is_new_default(difference: Difference) -> bool:
-    """Whether a setting is absent from the saved config and has its default."""
+    """Tells whether an absent setting has its default, or was derived from others."""
     default: Any = to_mapping(Config())
     for name in difference.setting.split("."):
         default = default.get(name) if isinstance(default, Mapping) else ABSENT
-    return difference.value is ABSENT and _is_within(difference.other, default)
+    is_default = is_derived(difference.other) or _is_within(difference.other, default)
+    return difference.value is ABSENT and is_default
 
 
 def _is_within(value: Any, default: Any) -> bool:

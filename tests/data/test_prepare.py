@@ -672,9 +672,16 @@ def test_more_held_out_than_asked_for_is_said(tmp_path, caplog):
 def test_arguments_of_another_type_are_named():
     """Python passes them; flags have one type each."""
     with pytest.raises(DataError) as error:
-        prepare.check_types("a.txt", "x", tokenizer=5, text_field="text", chat="")
+        prepare.check_types("a.txt", "o", "x", tokenizer=5, text_field="text", chat="")
     assert str(error.value) == (
         "inputs='a.txt' is a single path; give a list of paths\n"
         "validation_fraction='x' is not a number; use 0 or more and less than 1\n"
         "tokenizer=5 is not a text; give a text"
     )
+    with pytest.raises(DataError) as error:
+        prepare.check_types(["a.txt", 5], None, 0.1)
+    assert str(error.value) == (
+        "inputs=5 is not a path; give a text\noutput=None is not a path; give a text"
+    )
+    with pytest.raises(DataError, match="inputs=None is no list; give a list of paths"):
+        prepare.check_types(None, "o", 0.1)

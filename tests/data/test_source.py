@@ -418,7 +418,8 @@ def test_a_directory_of_format_1_is_read(token_directory, caplog):
     assert caplog.messages == [
         "data.path='tokens' was prepared by an earlier zjax: it has no record of the "
         "tokens that begin and end texts, no chat template and no checksums; prepare "
-        "it again with `zjax data prepare`"
+        "it again with `zjax data prepare` for a new run, and keep it for runs that "
+        "have started with it"
     ]
     train_bpe(["ab"] * 9, 258).save(str(token_directory / "tokenizer.json"))
     old |= {"tokenizer": "tokenizer.json", "vocab_size": 300, "end_id": 0}

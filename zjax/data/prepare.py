@@ -92,12 +92,13 @@ def prepare(
     """
     check_types(
         inputs,
+        output,
         validation_fraction,
         tokenizer=tokenizer,
         text_field=text_field,
         chat=chat,
     )
-    if output:
+    if output != "":
         output = local_path("output", output, DataError, creates=True)
     inputs = [local_path("input", path, DataError) for path in inputs]
     if tokenizer.endswith(".json"):
@@ -169,12 +170,23 @@ def _output_directory(output: pathlib.Path) -> Iterator[pathlib.Path]:
         raise DataError(Problem("output", str(output), problem, remedy)) from error
 
 
-def check_types(inputs: Any, validation_fraction: Any, **texts: Any) -> None:
+def check_types(
+    inputs: Any, output: Any, validation_fraction: Any, **texts: Any
+) -> None:
     """Refuses arguments of `prepare` of another type, which flags cannot have."""
     problems = []
     if isinstance(inputs, str | os.PathLike):
         value, remedy = os.fspath(inputs), "give a list of paths"
         problems.append(Problem("inputs", value, "is a single path", remedy))
+    elif not isinstance(inputs, Sequence):
+        remedy = "give a list of paths"
+        problems.append(Problem("inputs", inputs, "is no list", remedy))
+    else:
+        problems += [
+            Problem(name, path, "is not a path", "give a text")
+            for name, path in [*(("inputs", x) for x in inputs), ("output", output)]
+            if not isinstance(path, str | os.PathLike)
+        ]
     if not isinstance(validation_fraction, int | float):
         problem, remedy = "is not a number", "use 0 or more and less than 1"
         value = validation_fraction

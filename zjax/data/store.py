@@ -237,7 +237,8 @@ def _warn_of_format(path: str) -> None:
     logging.warning(
         "data.path=%r was prepared by an earlier zjax: it has no record of the "
         "tokens that begin and end texts, no chat template and no checksums; prepare "
-        "it again with `zjax data prepare`",
+        "it again with `zjax data prepare` for a new run, and keep it for runs that "
+        "have started with it",
         path,
     )
 
