@@ -7,7 +7,7 @@ from tokenizers import models
 
 from tests.support.tokens import write_checkpoint
 from zjax.data import tokenizer
-from zjax.data.tokenizer_files import TokenizerFiles
+from zjax.data.tokenizer_files import TokenizerFiles, copy_files
 from zjax.data.tokenizer_record import TokenizerRecord
 from zjax.errors import DataError
 
@@ -207,6 +207,19 @@ def test_templates_whose_names_are_no_text_are_left_out(tmp_path):
     write_checkpoint(tmp_path, tokenizer_config={"chat_template": templates})
     files = TokenizerFiles(tmp_path / "tokenizer.json")
     assert files.templates() == {"default": "b"}
+
+
+def test_the_template_of_tools_may_be_a_file(tmp_path):
+    """Fails if it is left behind, and tools go through the default template."""
+    write_checkpoint(tmp_path, tokenizer_config={"chat_template": "old"})
+    (tmp_path / "chat_template.jinja").write_text("a")
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("b")
+    (tmp_path / "copy").mkdir()
+    copy_files(tmp_path / "tokenizer.json", tmp_path / "copy")
+    for folder in (tmp_path, tmp_path / "copy"):
+        files = TokenizerFiles(folder / "tokenizer.json")
+        assert files.templates() == {"default": "a", "tool_use": "b"}
 
 
 def test_a_tokenizer_without_an_end_names_none(tmp_path):

@@ -24,6 +24,7 @@ from zjax.reading import parse_json, read_text
 TOKENIZER_NAME, CONFIG_NAME = "tokenizer.json", "tokenizer_config.json"
 TEMPLATE_NAME, GENERATION_NAME = "chat_template.jinja", "generation_config.json"
 SPECIAL_NAME, MODEL_NAME = "special_tokens_map.json", "config.json"
+TOOL_TEMPLATE_NAME = "additional_chat_templates/tool_use.jinja"
 DEFAULT, TOOLS = "default", "tool_use"
 """Names of chat templates where a checkpoint has several."""
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "<|eos|>", "<eos>", "</s>")
@@ -33,6 +34,7 @@ RUN_FOLDER = "tokenizer"
 """Folder beside the checkpoints of a run with the files of its tokenizer."""
 FILES = (
     *(TOKENIZER_NAME, CONFIG_NAME, SPECIAL_NAME, TEMPLATE_NAME, GENERATION_NAME),
+    TOOL_TEMPLATE_NAME,
     *("added_tokens.json", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model"),
 )
 """Files that belong to a tokenizer, where they exist."""
@@ -156,24 +158,30 @@ class TokenizerFiles:
     def templates(self) -> dict[str, str]:
         """Gives the chat templates by name, `default` first; none without a default.
 
-        A `chat_template.jinja` replaces the templates of `tokenizer_config.json`.
+        A `chat_template.jinja`, with the `tool_use.jinja` in a folder beside it,
+        replaces the templates of `tokenizer_config.json`.
         """
         given = self.config.get("chat_template")
         found: dict[str, Any] = {DEFAULT: given}
         if isinstance(given, list):
             pairs = (each for each in given if isinstance(each, dict))
             found = {str(each.get("name")): each.get("template") for each in pairs}
-        path = self.folder / TEMPLATE_NAME
-        if not self._is_alone and path.is_file():
-            try:
-                found = {DEFAULT: read_text(path, _MAX_CONFIG_BYTES)}
-            except (OSError, ValueError) as error:
-                problem = (
-                    f"cannot be read ({getattr(error, 'strerror', None) or error})"
-                )
-                raise DataError(self._problem(TEMPLATE_NAME, problem)) from error
+        if (default := self._read_template(TEMPLATE_NAME)) is not None:
+            tools = self._read_template(TOOL_TEMPLATE_NAME)
+            found = {DEFAULT: default, TOOLS: tools}
         named = {x: found[x] for x in (DEFAULT, TOOLS) if isinstance(found.get(x), str)}
         return named if DEFAULT in named else {}
+
+    def _read_template(self, name: str) -> str | None:
+        """Reads the file of a chat template; None if there is none."""
+        path = self.folder / name
+        if self._is_alone or not path.is_file():
+            return None
+        try:
+            return read_text(path, _MAX_CONFIG_BYTES)
+        except (OSError, ValueError) as error:
+            problem = f"cannot be read ({getattr(error, 'strerror', None) or error})"
+            raise DataError(self._problem(name, problem)) from error
 
     def _read(self, name: str) -> dict[str, Any]:
         """Reads a JSON object; an absent file is an empty one."""
@@ -231,6 +239,7 @@ def copy_files(path: pathlib.Path, folder: pathlib.Path) -> list[str]:
     if problems:
         raise DataError(*problems)
     for name, file in found.items():
+        (folder / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(file, folder / name)
     return [*found]
 
