@@ -52,6 +52,7 @@ def test_later_steps_are_set_aside_and_nothing_is_lost(tmp_path):
     for number in (1, 2, 10):
         (tmp_path / str(number)).mkdir()
         (tmp_path / str(number) / "file").write_text(f"first {number}")
+        steps.old_links(tmp_path / str(number)).mkdir(parents=True)
     moved = steps.set_aside(tmp_path, 1)
     assert [path.name for path in moved] == ["set-aside-2", "set-aside-10"]
     assert steps.named_steps(tmp_path) == [1]
@@ -62,6 +63,7 @@ def test_later_steps_are_set_aside_and_nothing_is_lost(tmp_path):
     assert (tmp_path / "set-aside-2" / "file").read_text() == "first 2"
     steps.clear(tmp_path)
     assert (tmp_path / "set-aside-10" / "file").read_text() == "first 10"
+    assert steps.old_links(tmp_path / "set-aside-10").is_dir()
 
 
 def test_a_step_that_is_being_deleted_is_not_there(tmp_path, monkeypatch):

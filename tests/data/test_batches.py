@@ -105,6 +105,7 @@ class Splits(dict):
             make_batches,
             "batches='make_batches' is a function; call it, and give what it returns",
         ),
+        (Splits, "batches='Splits' is a class; call it, and give what it returns"),
         ("train", "batches='train' is a text; give a dataset or a list of batches"),
         (
             5,

@@ -172,6 +172,9 @@ def set_aside(directory: pathlib.Path, step: int) -> list[pathlib.Path]:
     for later in reversed([n for n in named_steps(directory) if n > step]):
         names = (f"set-aside-{later}" + f".{n}" * (n > 0) for n in itertools.count())
         target = next(directory / x for x in names if not (directory / x).exists())
+        links = old_links(directory / str(later))
+        if links.is_dir():  # `clear` removes links without a step
+            os.rename(links, old_links(target))
         os.rename(directory / str(later), target)
         moved.append(target)
     sync_directory(directory)

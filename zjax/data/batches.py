@@ -51,6 +51,9 @@ def batches_problems(field: str, batches: Any) -> Iterator[Problem]:
         yield Problem(field, kind, problem, remedy)
     elif isinstance(batches, str | bytes):
         yield Problem(field, batches, "is a text", remedy)
+    elif isinstance(batches, type):  # it has the methods of its instances
+        remedy = "call it, and give what it returns"
+        yield Problem(field, batches.__name__, "is a class", remedy)
     elif batches is None or isinstance(batches, ColumnDataset):
         return
     elif callable(batches) and not hasattr(batches, "__iter__"):
