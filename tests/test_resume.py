@@ -80,7 +80,6 @@ def settings_told(caplog):
         pytest.param(
             "a", ("global_batch_size=8",), {"global_batch_size"}, id="batch size"
         ),
-        pytest.param("c", (), {"data.digest", "data.tokenizer"}, id="tokenizer"),
         pytest.param("a", ("data.packing=documents",), {"data.packing"}, id="packing"),
     ],
 )
@@ -89,6 +88,15 @@ def test_other_data_is_refused_by_name(saved, path, overrides, named):
         resume(saved, saved / path, *overrides)
     assert named <= {problem.field for problem in error.value.problems}
     assert all(str(problem).endswith(LOST) for problem in error.value.problems)
+
+
+def test_data_of_another_tokenizer_is_refused_by_name(saved):
+    with pytest.raises(DataError) as error:
+        resume(saved, saved / "c")
+    assert str(error.value) == (
+        f"data.path={str(saved / 'c')!r} has tokens of 'bpe:260', and the run was "
+        "trained on those of 'bytes'; prepare the text with the tokenizer of the run"
+    )
 
 
 def test_the_same_data_elsewhere_is_taken_and_told(saved, tmp_path, caplog):
