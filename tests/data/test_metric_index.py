@@ -62,8 +62,8 @@ def changed(content, position, new):
 
 SIZE = column_file.HEADER_BYTES + 16 * len(VALUES)
 DAMAGE = {
-    "empty": (lambda x: b"", "is not a file of `zjax data analyze`"),
-    "another-file": (lambda x: b"PK" + x[2:], "is not a file of `zjax data analyze`"),
+    "empty": (lambda x: b"", "is not a file of checksummed columns"),
+    "another-file": (lambda x: b"PK" + x[2:], "is not a file of checksummed columns"),
     "header-cut": (lambda x: x[:99], "is truncated: 99 bytes, less than its header"),
     "one-byte-short": (
         lambda x: x[:-1],

@@ -283,6 +283,30 @@ def test_rotary_models_write_no_more_than_their_length():
     )
 
 
+def test_lengths_that_are_no_integers_are_refused():
+    settings = generate.make_settings(max_new_tokens=1)
+    tokens, lengths = np.zeros((1, 3), np.int32), np.array([2.0])
+    with pytest.raises(ConfigError) as error:
+        generate.check(language.GPT, tokens, lengths, settings, None)
+    assert str(error.value) == "lengths='float64' are no integers; give int[B]"
+
+
+def test_rotary_models_write_up_to_the_positions_that_they_are_for():
+    """Fails if the rows of a fine-tuning bound the text."""
+    config = dataclasses.replace(language.LLAMA, max_positions=64)
+    tokens = np.zeros((1, 3), np.int32)
+    generate.check(
+        config, tokens, None, generate.make_settings(max_new_tokens=61), None
+    )
+    settings = generate.make_settings(max_new_tokens=62)
+    with pytest.raises(ConfigError) as error:
+        generate.check(config, tokens, None, settings, None)
+    assert str(error.value) == (
+        "max_new_tokens=62 leaves model.max_positions=64 after 3; "
+        "ask for 61 or fewer, or shorten the prompt"
+    )
+
+
 @MODELS
 def test_text_is_the_same_where_numbers_are_wide_by_default(config):
     """Fails if a number of a column is an int64 beside int32."""

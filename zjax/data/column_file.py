@@ -115,7 +115,7 @@ def _find_damage(path: pathlib.Path, expected_columns: int) -> str:
         size = os.fstat(file.fileno()).st_size
         start = file.read(HEADER_BYTES)
         if start[: len(MAGIC)] != MAGIC:
-            return "is not a file of `zjax data analyze`"
+            return "is not a file of checksummed columns"
         if len(start) < HEADER_BYTES:
             return f"is truncated: {size} bytes, less than its header"
         header, stored = start[: -_SUM.size], start[-_SUM.size :]

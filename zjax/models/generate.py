@@ -85,7 +85,8 @@ def generate(
     Args:
         model: Decoder, with its weights in the dtype to compute in.
         tokens: Prompts, padded on the left with any integers if they differ in length.
-        max_new_tokens: Tokens to add, 1 to `max_length` of the model minus L.
+        max_new_tokens: Tokens to add, 1 to `max_length` of the model minus L, or to
+            `max_positions` minus L with rotary positions.
         lengths: Tokens of each prompt without its padding, 1 to L; None is L.
         key: Random key, needed above temperature 0. The draw of a row depends on the
             key, the row's number and the position, not on devices.
@@ -228,14 +229,18 @@ def _length_problems(
     if num_new > MAX_TOKENS:
         problem, remedy = "is more than any run holds", f"use at most {MAX_TOKENS}"
         yield Problem("max_new_tokens", num_new, problem, remedy)
-    free = config.max_length - length
+    field = _longest_text(config)
+    longest = getattr(config, field)
+    free = longest - length
     if num_new > free:
-        problem = f"leaves model.max_length={config.max_length} after {length}"
+        problem = f"leaves model.{field}={longest} after {length}"
         remedy = f"ask for {max(free, 0)} or fewer, or shorten the prompt"
         yield Problem("max_new_tokens", num_new, problem, remedy)
     if lengths is None:
         return
-    if tuple(lengths.shape) != (num_rows,):
+    if not np.issubdtype(lengths.dtype, np.integer):
+        yield Problem("lengths", str(lengths.dtype), "are no integers", "give int[B]")
+    elif tuple(lengths.shape) != (num_rows,):
         problem = f"are not the lengths of {num_rows} prompts"
         yield Problem("lengths", str([*lengths.shape]), problem, "give one to each")
     elif _is_on_host(lengths):
@@ -245,6 +250,17 @@ def _length_problems(
             problem = f"is not between 1 and the {length} columns of tokens"
             remedy = "count the tokens of each prompt, without its padding"
             yield Problem("lengths", wrong[0], problem, remedy)
+
+
+def _longest_text(config: schema.Model) -> str:
+    """Names the setting that bounds prompt and continuation.
+
+    Rotary positions go on after the rows of training, up to the positions that the
+    model is for; tables of learned positions and of sparse blocks end with the rows.
+    """
+    goes_on = config.positions == "rotary" and config.attention != "sparse"
+    is_longer = config.max_positions > config.max_length
+    return "max_positions" if goes_on and is_longer else "max_length"
 
 
 def _choice_problems(

@@ -285,6 +285,21 @@ def test_what_cannot_be_honoured_is_refused_by_name(values, message):
             "write a whole number",
         ),
         (
+            {
+                "zero_optimization": {
+                    "reduce_bucket_size": -1,
+                    "stage3_module_granularity_threshold": -1,
+                    "offload_optimizer": {"device": "cpu", "ratio": 2},
+                    "offload_param": {"device": "cpu", "max_in_cpu": -1},
+                }
+            },
+            "zero_optimization.reduce_bucket_size=-1 is out of range; use 0 or more\n"
+            "zero_optimization.offload_optimizer.ratio=2 is out of range; "
+            "use 0 to 1\n"
+            "zero_optimization.offload_param.max_in_cpu=-1 is out of range; "
+            "use 0 or more",
+        ),
+        (
             {"pipeline": {"stages": "two"}},
             "pipeline.stages='two' is no number; use 1 or more, or auto",
         ),

@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from zjax.config.deepspeed.conversion import AUTO, Conversion
-from zjax.config.deepspeed.zero import COUNTS, NO_EFFECT, ZERO
+from zjax.config.deepspeed.zero import COUNTS, NO_EFFECT, STAGE_3, ZERO
 
 _FILE = {"enabled": False, "output_path": "", "job_name": ""}
 _BRAIN = {
@@ -94,10 +94,30 @@ def check_strict(found: Conversion) -> None:
                 found.get(key, defaults[name])
     for name in NO_EFFECT:
         found.get(f"{ZERO}.{name}", 0 if name in COUNTS else False)
+    _check_ranges(found)
     _check_scale(found)
     key = "checkpoint.tag_validation"
     if str(found.get(key, "warn")).lower() not in _MODES:
         found.refuse(key, f"use one of {', '.join(_MODES)}", "is not a choice")
+
+
+def _check_ranges(found: Conversion) -> None:
+    """Refuses sizes and fractions of ZeRO that DeepSpeed refuses."""
+    for name in COUNTS:
+        if name != f"{STAGE_3}module_granularity_threshold":  # DeepSpeed takes any
+            _check_range(found, f"{ZERO}.{name}", 0)
+    for section in (f"{ZERO}.offload_optimizer", f"{ZERO}.offload_param"):
+        for name, default in STRICT[section].items():
+            if type(default) in (int, float):
+                _check_range(found, f"{section}.{name}", default)
+
+
+def _check_range(found: Conversion, key: str, default: int | float) -> None:
+    """Refuses a negative number, and a fraction above 1; fractions are floats."""
+    most, remedy = (1, "0 to 1") if type(default) is float else (math.inf, "0 or more")
+    number = found.get(key, default)
+    if number != AUTO and not 0 <= number <= most:
+        found.refuse(key, f"use {remedy}", "is out of range")
 
 
 def _check_scale(found: Conversion) -> None:
