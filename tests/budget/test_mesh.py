@@ -168,8 +168,8 @@ def test_no_room_states_the_numbers_and_the_remedy(
 def test_optimizer_of_yours_counts_as_it_is():
     """Fails if the state of an optimizer is taken for that of the config; plain SGD
     has none, and needs no matrices in parts."""
-    rate = {"peak_learning_rate": 3e-4, "num_warmup_steps": 100}
-    config, machine = config_of("gpt 6.7b", ONE, {"optimizer": rate}), machine_of(4, 80)
+    rate = {"optimizer.peak_learning_rate": 3e-4}
+    config, machine = config_of("gpt 6.7b", ONE, rate), machine_of(4, 80)
     assert propose_mesh(config, machine).mesh == schema.Mesh(data=2, tensor=2)
     own = propose_mesh(config, machine, optax.sgd(0.1))
     assert own.mesh == schema.Mesh(data=4)

@@ -1,5 +1,6 @@
 """Arrays on disks: a checkpoint links their files, and reads each before it commits."""
 
+import dataclasses
 import pathlib
 
 import jax
@@ -11,7 +12,7 @@ from tests.storage.conftest import make_row
 from zjax.checkpoint import sums
 from zjax.checkpoint.inspect import inspect_steps
 from zjax.checkpoint.store import Store
-from zjax.errors import CheckpointError
+from zjax.errors import CheckpointError, StorageError
 from zjax.storage.array import DiskArray
 
 NAME = "../x\n/" + 300 * "y"
@@ -43,19 +44,27 @@ def flip(path):
     path.write_bytes(content)
 
 
-def test_chunks_that_are_damaged_are_not_committed(disk, tmp_path):
-    """Fails if chunks get their second name without being read."""
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_chunks_that_are_damaged_are_not_committed(disk, tmp_path, is_frozen):
+    """Fails if chunks get their second name without being read.
+
+    The search for numbers that are not finite reads trained arrays before.
+    """
     state, rows, _ = make_state(disk)
+    rows[NAME] = dataclasses.replace(rows[NAME], is_frozen=is_frozen)
     store = Store(str(tmp_path / "checkpoints"))
     store.save(1, state, rows, extra={})
     store.wait()
     flip(chunks_of(state[NAME].path)[-1])  # under both names
-    with pytest.raises(CheckpointError) as error:
+    with pytest.raises(CheckpointError if is_frozen else StorageError) as error:
         store.save(2, state, rows, extra={})
         store.wait()
     start, _, end = str(error.value).partition(" (")
     assert start == (
         f"checkpoint.step=2 could not be written to {tmp_path / 'checkpoints'}"
+        if is_frozen
+        else f"zero.nvme_paths={state[NAME].path!r} holds {rows[NAME].path} and "
+        "cannot be written or read"
     )
     assert "does not match its checksum" in end
     assert store.steps() == (1,)
