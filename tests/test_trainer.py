@@ -300,16 +300,25 @@ def test_validation_data_is_looked_at_before_training(tmp_path):
         )
 
 
-@pytest.mark.parametrize("prompt", ["", "x" * 16])
-def test_prompt_that_leaves_nothing_to_do_is_refused(tmp_path, prompt):
+@pytest.mark.parametrize(
+    ("prompt", "positions", "most"),
+    [
+        ("", (), 15),
+        ("x" * 16, (), 15),
+        ("x" * 32, ("model.positions=rotary", "model.max_positions=32"), 31),
+    ],
+    ids=["empty", "row", "positions"],
+)
+def test_prompt_that_leaves_nothing_to_do_is_refused(tmp_path, prompt, positions, most):
     settings = ("num_steps=2", "data.source=standard_library", "model.vocab_size=257")
-    trainer = small_run.make_trainer(tmp_path, *settings)
+    trainer = small_run.make_trainer(tmp_path, *settings, *positions)
     with pytest.raises(ConfigError) as error:
         trainer.generate(prompt)
     assert str(error.value) == (
-        f"prompt={prompt!r} is {len(prompt)} tokens; use 1 to 15, with the built-in "
-        "decoder"
+        f"prompt={prompt[:20]!r} is {len(prompt)} tokens; use 1 to {most}, with the "
+        "built-in decoder"
     )
+    assert [len(ids) for ids in trainer.encode_prompts([most * "x"])] == [most]
 
 
 def test_run_that_is_to_skip_nan_keeps_its_weights(tmp_path):

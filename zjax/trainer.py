@@ -31,6 +31,7 @@ from zjax.errors import ConfigError, DataError, Problem
 from zjax.huggingface.tokenizer import check_start, keep_tokenizer
 from zjax.initialize import adopt_optimizer, make_run, unread_schedule
 from zjax.models.build import make_model
+from zjax.models.generate import longest_text
 from zjax.nonfinite import find_nonfinite, report_nonfinite
 from zjax.observe.directory import check_directory
 from zjax.observe.load import describe_load
@@ -408,7 +409,8 @@ class Trainer:
                 that was prepared with the data.
             special_tokens: Whether names of special tokens in `prompt` are these
                 tokens, and not text.
-            max_new_tokens: Number of tokens to add; 0 fills the model's length.
+            max_new_tokens: Number of tokens to add; 0 fills `model.max_length`, or
+                after a longer prompt `model.max_positions`.
             temperature: Softmax temperature; 0 takes the most likely token.
             top_k: Number of most likely tokens to sample from; 0 for all.
             top_p: Probability mass of the most likely tokens to sample from.
@@ -428,11 +430,12 @@ class Trainer:
             raise ConfigError(Problem("messages", "...", problem, remedy))
         given = prompt if messages is None else as_talk(messages)
         [ids] = self.encode_prompts([given], chat=chat, special_tokens=special_tokens)
-        prompts = self._prompts(chat)
+        prompts, row = self._prompts(chat), self.config.model.max_length
+        end = row if len(ids) < row else longest_text(self.config.model)[1]
         out = self.run.generate(
             with_part(self.state, part),
             ids[None],
-            max_new_tokens=max_new_tokens or self.config.model.max_length - len(ids),
+            max_new_tokens=max_new_tokens or end - len(ids),
             key=jax.random.key(seed),
             temperature=temperature,
             top_k=top_k,
@@ -459,7 +462,7 @@ class Trainer:
             ConfigError: Names each that is empty or too long.
             DataError: The template refuses a conversation.
         """
-        most = self.config.model.max_length - 1
+        most = longest_text(self.config.model)[1] - 1
         remedy = f"use 1 to {most}, with the built-in decoder"
         prompts = self._prompts(chat)
         encoded = [prompts.encode(x, special_tokens=special_tokens) for x in given]

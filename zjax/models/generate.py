@@ -229,8 +229,7 @@ def _length_problems(
     if num_new > MAX_TOKENS:
         problem, remedy = "is more than any run holds", f"use at most {MAX_TOKENS}"
         yield Problem("max_new_tokens", num_new, problem, remedy)
-    field = _longest_text(config)
-    longest = getattr(config, field)
+    field, longest = longest_text(config)
     free = longest - length
     if num_new > free:
         problem = f"leaves model.{field}={longest} after {length}"
@@ -252,15 +251,16 @@ def _length_problems(
             yield Problem("lengths", wrong[0], problem, remedy)
 
 
-def _longest_text(config: schema.Model) -> str:
-    """Names the setting that bounds prompt and continuation.
+def longest_text(config: schema.Model) -> tuple[str, int]:
+    """Gives name and value of the setting that bounds prompt and continuation.
 
     Rotary positions go on after the rows of training, up to the positions that the
     model is for; tables of learned positions and of sparse blocks end with the rows.
     """
     goes_on = config.positions == "rotary" and config.attention != "sparse"
     is_longer = config.max_positions > config.max_length
-    return "max_positions" if goes_on and is_longer else "max_length"
+    field = "max_positions" if goes_on and is_longer else "max_length"
+    return field, getattr(config, field)
 
 
 def _choice_problems(
