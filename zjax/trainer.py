@@ -126,6 +126,7 @@ class Trainer:
         devices = jax.devices() if devices is None else devices
         if problems := [*_unread_loss(loss_fn), *unread_schedule(tx, schedule)]:
             raise ConfigError(*problems)
+        config, self._epochs = data.end_by_epochs(config, batches, len(devices))
         self.config = _checked(config, model, tx, batches, evaluation_batches, devices)
         self._batches = batches
         self._is_language_model = _is_of_settings(model, self.config)
@@ -501,6 +502,7 @@ class Trainer:
                 f"x {plan.num_batch_shares} shares x "
                 f"{sizes.num_microbatches} microbatches; {start}, "
                 f"ends at {self.config.num_steps}",
+                *([self._epochs] if self._epochs else []),
                 *([self.loader.description] if self.loader.description else []),
                 f"evaluation: {self._evaluation.description}, "
                 f"weights {parts_of(self.state)[0]}"

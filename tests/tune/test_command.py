@@ -130,11 +130,13 @@ def test_where_nothing_fits_the_least_is_named(config):
 def test_settings_that_tune_cannot_have_are_refused_at_once(config):
     with pytest.raises(ConfigError) as error:
         tune(
-            load_config(config, "processes.coordinator='a:1'"),
+            load_config(config, "processes.coordinator='a:1'", "num_epochs=2"),
             output="best.py",
             runner=Fake(),
         )
     assert str(error.value).splitlines() == [
+        "num_epochs=2.0 needs the number of rows, which only zjax.Trainer counts; "
+        "set num_steps",
         "--output='best.py' is not a Gin file; use a name that ends in .gin",
         "processes.coordinator='a:1' joins other machines, and trials are of one; "
         "use none",

@@ -15,6 +15,7 @@ from zjax.config import (
     communication,
     dropping,
     effect,
+    epochs,
     local_steps,
     model_rules,
     nodes,
@@ -348,6 +349,7 @@ _RULES: tuple[model_rules.Entry, ...] = (
     ((), _precision),
     ((), _offload),
     (("mesh",), nodes.node_problems),
+    (("num_epochs",), epochs.uncounted_problems),
     (("num_steps", "optimizer"), _schedule),
     (("num_steps", "optimizer", "mesh"), communication.communication_problems),
     (

@@ -22,6 +22,9 @@ def describe_config(config: schema.Config) -> str:
     return "".join(
         f"{path} = {_literal(value)}{'  # derived' * derived.is_derived(value)}\n"
         for path, _, value in _settings(derived.without_unused(config), "config")
+        # read back, the offered steps would count as set beside the epochs
+        if not (config.num_epochs and path == "config.num_steps")
+        or not derived.is_offered(value)
     )
 
 

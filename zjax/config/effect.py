@@ -6,7 +6,7 @@ import operator
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from zjax.config import derived, schema, sparsity
+from zjax.config import derived, epochs, schema, sparsity
 from zjax.errors import Problem
 
 
@@ -176,6 +176,7 @@ def effect_problems(config: schema.Config, num_devices: int) -> Iterator[Problem
             one_of = " or ".join(map(repr, choices))
             remedy = f"leave it at {default!r}, or set {other} to {one_of}"
             yield Problem(setting, value, problem, remedy)
+    yield from epochs.beside_problems(config)
     yield from _elasticity(config)
     yield from _moments(config)
     yield from _vectors(config)

@@ -76,6 +76,7 @@ RANGES: dict[type, dict[str, Range]] = {
     schema.Config: {
         "seed": SEED,
         "num_steps": _from(1),
+        "num_epochs": _from(0),
         "num_tokens": _from(0),
         "global_batch_size": _from(0, MAX_ROWS),
         "num_microbatches": _from(0, MAX_ROWS),

@@ -1010,7 +1010,10 @@ class Config:
     """One run of zjax."""
 
     seed: int = 0
-    num_steps: int = 1_000
+    num_steps: int = derived.OfferedInt(1_000)
+    num_epochs: float = 0.0
+    """Passes over the training rows, which `zjax.Trainer` counts, in place of
+    `num_steps`; 0 is none."""
     num_tokens: int = 0
     """Consumed tokens that end the run of a built-in model before `num_steps`, at the
     end of a step; 0 is none."""

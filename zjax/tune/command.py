@@ -12,6 +12,7 @@ from rich.progress import Progress as Bar
 
 from zjax.config import axes, schema
 from zjax.config.describe import describe_config
+from zjax.config.epochs import uncounted_problems
 from zjax.config.paths import local_path
 from zjax.errors import ConfigError, PlanError, Problem
 from zjax.observe.directory import check_directory
@@ -166,7 +167,7 @@ def _describe_mesh(candidate: Candidate) -> str:
 
 
 def _check(config: schema.Config, path: pathlib.Path) -> None:
-    problems = []
+    problems = list(uncounted_problems(config, 1))
     if path.suffix != ".gin":
         problem, remedy = "is not a Gin file", "use a name that ends in .gin"
         problems += [Problem("--output", str(path), problem, remedy)]
