@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.support import language
+from zjax.config import schema
 from zjax.errors import ConfigError, DataError
 from zjax.models import cached, generate
 from zjax.models.sampling import sample_tokens
@@ -291,19 +292,32 @@ def test_lengths_that_are_no_integers_are_refused():
     assert str(error.value) == "lengths='float64' are no integers; give int[B]"
 
 
-def test_rotary_models_write_up_to_the_positions_that_they_are_for():
+@pytest.mark.parametrize(
+    ("scaling", "longest", "name"),
+    [
+        (schema.RopeScaling(), 64, "max_positions"),
+        (
+            schema.RopeScaling(kind="dynamic", factor=4.0, original_length=64),
+            256,
+            "max_positions * model.rope_scaling.factor",
+        ),
+    ],
+    ids=["plain", "dynamic"],
+)
+def test_rotary_models_write_up_to_the_positions_that_they_are_for(
+    scaling, longest, name
+):
     """Fails if the rows of a fine-tuning bound the text."""
-    config = dataclasses.replace(language.LLAMA, max_positions=64)
-    tokens = np.zeros((1, 3), np.int32)
-    generate.check(
-        config, tokens, None, generate.make_settings(max_new_tokens=61), None
-    )
-    settings = generate.make_settings(max_new_tokens=62)
+    config = dataclasses.replace(language.LLAMA, max_positions=64, rope_scaling=scaling)
+    tokens, free = np.zeros((1, 3), np.int32), longest - 3
+    settings = generate.make_settings(max_new_tokens=free)
+    generate.check(config, tokens, None, settings, None)
+    settings = generate.make_settings(max_new_tokens=free + 1)
     with pytest.raises(ConfigError) as error:
         generate.check(config, tokens, None, settings, None)
     assert str(error.value) == (
-        "max_new_tokens=62 leaves model.max_positions=64 after 3; "
-        "ask for 61 or fewer, or shorten the prompt"
+        f"max_new_tokens={free + 1} leaves model.{name}={longest} after 3; "
+        f"ask for {free} or fewer, or shorten the prompt"
     )
 
 

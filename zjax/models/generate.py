@@ -255,12 +255,17 @@ def longest_text(config: schema.Model) -> tuple[str, int]:
     """Gives name and value of the setting that bounds prompt and continuation.
 
     Rotary positions go on after the rows of training, up to the positions that the
-    model is for; tables of learned positions and of sparse blocks end with the rows.
+    model is for, and `dynamic` scaling multiplies these; tables of learned positions
+    and of sparse blocks end with the rows.
     """
-    goes_on = config.positions == "rotary" and config.attention != "sparse"
-    is_longer = config.max_positions > config.max_length
-    field = "max_positions" if goes_on and is_longer else "max_length"
-    return field, getattr(config, field)
+    row = "max_length", config.max_length
+    if config.positions != "rotary" or config.attention == "sparse":
+        return row
+    scaling, name, longest = config.rope_scaling, "max_positions", config.max_positions
+    if scaling.kind == "dynamic":
+        name += " * model.rope_scaling.factor"
+        longest = int(longest * scaling.factor)
+    return (name, longest) if longest > config.max_length else row
 
 
 def _choice_problems(
