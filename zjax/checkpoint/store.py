@@ -134,12 +134,11 @@ class Store:
         self.wait()
         named = layout.name_leaves(plans)
         leaves = dict(zip(named, jax.tree.leaves(state), strict=True))
-        check_finite(leaves, named, step)
+        on_disk = {n: x for n, x in leaves.items() if isinstance(x, DiskArray)}
         entries = {
             name: arrays.describe(leaves[name], plan) for name, plan in named.items()
         }
         finite = loss is not None and math.isfinite(loss)
-        on_disk = {n: x for n, x in leaves.items() if isinstance(x, DiskArray)}
         # Names may hold dots, or be too long for a file name.
         folders = {name: str(number) for number, name in enumerate(on_disk)}
         index = {
@@ -160,10 +159,14 @@ class Store:
         }
         self._saving = step
         try:
-            with barrier(barrier_name(partial, "begin")):
+            with barrier(barrier_name(partial, "check")):
                 self._check_directory(step)
                 for array in on_disk.values():
                     array.check_held()
+            # All devices take part: within a barrier, one process that fails before
+            # it would leave the others waiting.
+            check_finite(leaves, named, step)
+            with barrier(barrier_name(partial, "begin")):
                 if jax.process_index() == 0:
                     directories.begin(partial)
             self._has_saved = True

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Int
 
 from zjax.models.generate import Settings, Text, add_token, make_settings, start_text
@@ -45,7 +46,7 @@ class Generation:
     def __call__(
         self,
         state: TrainState,
-        tokens: Int[Array, "B L"],
+        tokens: Int[Array, "B L"] | Int[np.ndarray, "B L"],
         *,
         lengths: Int[Array, " B"] | None = None,
         key: jax.Array | None = None,

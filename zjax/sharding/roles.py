@@ -53,7 +53,8 @@ def moves_of(rows: Any, stack: Stack | None) -> dict[str, MovedParam]:
     leaves = jax.tree_util.tree_leaves_with_path(rows)
     follows = {path_of(keys): row.follows for keys, row in leaves}
     moved = moved_params(stack, rows)
-    return {path: x for path, x in moved.items() if follows[path] == "totals"}
+    # Offloaded updates have no rows for frozen parameters.
+    return {path: x for path, x in moved.items() if follows.get(path) == "totals"}
 
 
 def only_followers(tree: Any, rows: Any, follows: Follows) -> Any:
