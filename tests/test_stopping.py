@@ -33,6 +33,15 @@ main.run()
 """
 
 
+@pytest.fixture
+def hangup():
+    """Tests may run under `nohup`, which ignores SIGHUP."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("hangup")
 @pytest.mark.parametrize(
     ("number", "status"), STATUS.items(), ids=[number.name for number in STATUS]
 )
@@ -47,6 +56,7 @@ def test_a_signal_stops_with_the_conventional_status(number, status, capfd):
     assert "stopping after this step; saving a checkpoint" in capfd.readouterr().out
 
 
+@pytest.mark.usefixtures("hangup")
 def test_a_terminal_that_is_gone_takes_no_line_and_ends_no_run():
     """Fails if a line to a closed terminal raises where a checkpoint is to be saved."""
     terminal, output = os.openpty()

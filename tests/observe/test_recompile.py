@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from zjax.checkpoint.finite import check_finite
 from zjax.checkpoint.store import Store
 from zjax.observe import CompileReport, recompile
 from zjax.observe.recompile import describe_arrays, describe_change
@@ -82,6 +83,7 @@ def test_what_the_writer_of_a_checkpoint_compiles_is_not_the_steps(tmp_path):
             threads.append(threading.current_thread().name)
 
     double, store = jax.jit(lambda batch: 2 * batch["tokens"]), Store(str(tmp_path))
+    check_finite({"x": array}, {"x": row}, 1)  # what a save compiles between steps
     with CompileReport() as report, contextlib.ExitStack() as stack:
         watched(report, 1, double, zeros(3, 7))
         jax.monitoring.register_event_duration_secs_listener(listen)
