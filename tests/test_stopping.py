@@ -126,6 +126,7 @@ def test_a_finished_program_ends_with_0_though_it_was_told_to_stop(tmp_path):
     assert "stopping after this step" in done.stdout
 
 
+@pytest.mark.usefixtures("hangup")
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGINT"])
 def test_a_signal_outside_of_a_run_ends_with_its_status(name, monkeypatch, capsys):
     """Fails if a command is killed with its files open, or outlives its signal."""
