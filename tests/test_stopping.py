@@ -34,14 +34,19 @@ main.run()
 
 
 @pytest.fixture
-def hangup():
-    """Tests may run under `nohup`, which ignores SIGHUP."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+def heard():
+    """`nohup`, or a shell without job control, has programs ignore signals."""
+    defaults = {
+        signal.SIGHUP: signal.SIG_DFL,
+        signal.SIGINT: signal.default_int_handler,
+    }
+    before = {number: signal.signal(number, x) for number, x in defaults.items()}
     yield
-    signal.signal(signal.SIGHUP, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
-@pytest.mark.usefixtures("hangup")
+@pytest.mark.usefixtures("heard")
 @pytest.mark.parametrize(
     ("number", "status"), STATUS.items(), ids=[number.name for number in STATUS]
 )
@@ -56,7 +61,7 @@ def test_a_signal_stops_with_the_conventional_status(number, status, capfd):
     assert "stopping after this step; saving a checkpoint" in capfd.readouterr().out
 
 
-@pytest.mark.usefixtures("hangup")
+@pytest.mark.usefixtures("heard")
 def test_a_terminal_that_is_gone_takes_no_line_and_ends_no_run():
     """Fails if a line to a closed terminal raises where a checkpoint is to be saved."""
     terminal, output = os.openpty()
@@ -126,7 +131,7 @@ def test_a_finished_program_ends_with_0_though_it_was_told_to_stop(tmp_path):
     assert "stopping after this step" in done.stdout
 
 
-@pytest.mark.usefixtures("hangup")
+@pytest.mark.usefixtures("heard")
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGINT"])
 def test_a_signal_outside_of_a_run_ends_with_its_status(name, monkeypatch, capsys):
     """Fails if a command is killed with its files open, or outlives its signal."""
