@@ -394,12 +394,13 @@ def test_data_that_ends_early_is_an_error_and_costs_nothing(tmp_path):
     assert trainer.store.latest() == 3
 
 
-def test_encoder_needs_batches_that_hide_what_is_to_be_found(tmp_path):
-    with pytest.raises(ConfigError) as error:
+def test_encoder_needs_a_token_that_hides_others_or_batches(tmp_path):
+    with pytest.raises(DataError) as error:
         small_run.make_trainer(tmp_path, "model.kind=encoder")
     assert str(error.value) == (
-        "model.kind='encoder' has nothing to predict in data.source; give batches with "
-        "masked tokens and their targets"
+        "data.masking.mask_id=-1 finds no [MASK] or <mask> in the tokenizer, nor an id "
+        "of the model beyond the 61 of the tokenizer; set the id of a token that hides "
+        "others"
     )
     batch = next(iter(small_run.make_trainer(tmp_path / "data").loader))
     trainer = small_run.make_trainer(
