@@ -3,6 +3,7 @@
 import copy
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -73,6 +74,21 @@ def test_a_continuation_longer_than_the_model_is_refused(trainer):
         "continuation='...' has 17 tokens, more than model.max_length=16; "
         "score it in windows"
     )
+
+
+def test_a_text_may_be_as_long_as_the_positions(trainer, tmp_path):
+    """Fails if scores of a model tuned on short rows read its last row alone."""
+    changes = {"positions": "rotary", "max_positions": 32, "dropout_rate": 0.0}
+    other = small_run.fit(tmp_path, {"model": changes}, num_devices=1)
+    row = [*range(20)], [3, 4]
+    scorer, short = Scorer(other), Scorer(trainer)
+    assert (scorer.max_length, short.max_length) == (32, 16)
+    model = other.run.bind(other.state)
+    logits = jnp.asarray(model(jnp.array([[*row[0], 3]])))[0]
+    found = jax.nn.log_softmax(logits)
+    (score, _), (cut, _) = *scorer.score([row]), *short.score([row])
+    np.testing.assert_allclose(score, found[-2, 3] + found[-1, 4], rtol=1e-4)
+    assert abs(score - cut) > 1e-3
 
 
 def test_texts_begin_with_bos_once_and_follow_it_where_there_is_no_context(

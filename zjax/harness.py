@@ -12,6 +12,7 @@ import numpy as np
 
 from zjax.data.prompts import as_talk, make_prompts
 from zjax.errors import ConfigError, Problem
+from zjax.models.generate import longest_text
 from zjax.models.likelihood import log_likelihood
 from zjax.packages import check_installed
 from zjax.train.average import with_part
@@ -73,7 +74,7 @@ class Scorer:
         if kind != "decoder" or stack is None or stack.continuation is None:
             problem, remedy = "writes no text", "give a run of the built-in decoder"
             raise ConfigError(Problem("model.kind", kind, problem, remedy))
-        self.max_length = trainer.config.model.max_length
+        self._bound, self.max_length = longest_text(trainer.config.model)
         self.prompts = make_prompts(trainer.config)
         self.tokenizer = self.prompts.tokenizer
         self._has_template = False
@@ -84,7 +85,8 @@ class Scorer:
     def score(self, rows: Sequence[Row]) -> list[tuple[float, bool]]:
         """Log-probability of each continuation, and whether it is the most likely.
 
-        Contexts lose their first tokens where rows exceed the model's length.
+        Contexts lose their first tokens where a row exceeds `max_length`, which is
+        `model.max_positions` with rotary positions.
 
         Args:
             rows: Contexts of a token or more, and continuations.
@@ -93,14 +95,13 @@ class Scorer:
             Natural logarithms, and whether each token is the most likely one.
 
         Raises:
-            ConfigError: A continuation is longer than the model's length.
+            ConfigError: A continuation is longer than `max_length`.
         """
         longest = max((len(continuation) for _, continuation in rows), default=0)
         if longest > self.max_length:
             remedy = "score it in windows"
-            problem = (
-                f"has {longest} tokens, more than model.max_length={self.max_length}"
-            )
+            bound = f"model.{self._bound}={self.max_length}"
+            problem = f"has {longest} tokens, more than {bound}"
             raise ConfigError(Problem("continuation", "...", problem, remedy))
         order = sorted(range(len(rows)), key=lambda i: -sum(map(len, rows[i])))
         found: list[tuple[float, bool]] = [(0.0, True)] * len(rows)

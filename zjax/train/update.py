@@ -142,7 +142,7 @@ class Update:
 
     def clipped(
         self, grads: Params, opt_state: Any, errors: Any, loss: Loss
-    ) -> tuple[Params, jax.Array, Any, "_Checks"]:
+    ) -> tuple[Params, jax.Array, Any, _Checks]:
         """Clipped gradients, or the mean of what replicas send instead of them.
 
         Args:
@@ -224,7 +224,7 @@ class Update:
         opt_state: Any,
         extra: Any,
         loss: Loss,
-        checks: "_Checks",
+        checks: _Checks,
     ) -> TrainState:
         """The state with new master weights, and all that follows from them."""
         applies, keep = checks.applies, self.kept_if_applied
