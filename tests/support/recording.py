@@ -1,21 +1,26 @@
 """What runs compute and where they store it, to hold one revision against another.
 
 Each revision records itself, in its own tree and on the same machine. The two files are
-then compared bit by bit: a refactoring changes nothing.
+then compared bit by bit: a refactoring changes nothing. Recorded are the settings of a
+run, its plan, the StableHLO of its programs, the metrics of each step and the state
+after them. Checkpoints lie beside the file, and the other tree restores them.
 
     python -m tests.support.recording write before.json   # in the one tree
     python -m tests.support.recording write after.json    # in the other
     python -m tests.support.recording compare before.json after.json
+    python -m tests.support.recording restore before.json   # in the other
 """
 
 import argparse
 import concurrent.futures
+import contextlib
 import hashlib
 import itertools
 import json
 import multiprocessing
 import os
 import pathlib
+import re
 import sys
 import tempfile
 
@@ -65,6 +70,8 @@ LLAMA = {
     "tied_head": False,
 }
 SPARSE = {"attention": "sparse", "sparsity": {"mode": "fixed", "block": 16}}
+EXPERTS = {"moe": {"num_experts": 4, "top_k": 2, "every": 2}}
+REPLICAS = {"mesh": {"replica": 2, "data": 4}}
 
 
 def cases():
@@ -151,6 +158,74 @@ def cases():
         "int8 moments": {"optimizer": {"moment_dtype": "int8"}, "zero": {"stage": 1}},
         "lamb, host": {"optimizer": {"name": "lamb"}, "zero": HOST | {"stage": 2}},
         "replica groups": {"mesh": {"replica": 2}, "zero": {"stage": 3}},
+        "experts": {"model": EXPERTS, "mesh": {"expert": 2}, "zero": {"stage": 3}},
+        "experts, biases, host": {
+            "model": {
+                "moe": EXPERTS["moe"] | {"scores": "sigmoid", "bias_rate": 0.1},
+            },
+            "zero": HOST | {"stage": 2},
+        },
+        "latents, llama": {
+            "model": LLAMA
+            | {
+                "num_kv_heads": 4,
+                "latent": {"key_rank": 16, "value_size": 8},
+                "rotary_size": 4,
+            },
+        },
+        "windows and soft caps": {
+            "model": LLAMA
+            | {
+                "attention": "xla",
+                "sliding_window": 8,
+                "attention_soft_cap": 20.0,
+                "logit_soft_cap": 10.0,
+            },
+        },
+        "adapters": {"lora": {"rank": 4}, "zero": {"stage": 3}},
+        "adapters on codes": {
+            "model": LLAMA,
+            "lora": {"rank": 4, "quantize": "int8", "block_size": 16},
+        },
+        "tokens left out": {
+            "random_ltd": {
+                "form": "layerwise",
+                "pacing": {"start": 16, "step": 8, "num_steps": 8},
+            },
+        },
+        "layers left out": {"layer_drop": {"theta": 0.5, "gamma": 0.1}},
+        "lengths grow": {
+            "sequence_warmup": {
+                "form": "truncate",
+                "pacing": {"start": 16, "step": 8, "num_steps": 8},
+            },
+        },
+        "1-bit Adam": REPLICAS
+        | {
+            "optimizer": {"name": "onebit_adam", "freeze_step": 4},
+            "communication": {"codec": "onebit"},
+        },
+        "0/1 Adam": REPLICAS | {"optimizer": {"name": "zero_one_adam"}},
+        "int8 gradients": REPLICAS | {"communication": {"codec": "int8"}},
+        "local steps": REPLICAS | {"communication": {"num_local_steps": 3}},
+        "local steps, int4, streamed": REPLICAS
+        | {
+            "communication": {
+                "num_local_steps": 4,
+                "num_fragments": 2,
+                "codec": "int4",
+                "delay": 1,
+                "mixing": 0.5,
+            },
+        },
+        "nodes": {"mesh": {"replica": 2, "data": 4}, "zero": {"stage": 3}},
+        "wsd, groups": {
+            "optimizer": {
+                "schedule": "wsd",
+                "decay_fraction": 0.2,
+                "groups": {"embedding": {"learning_rate": 0.5}},
+            },
+        },
     }.items()
 
 
@@ -164,8 +239,8 @@ def user_cases():
 RUNS = dict(cases())
 
 
-def record_run(changes):
-    """Metrics of each step, an evaluation, and the state after them."""
+def start_run(changes):
+    """Makes the run of a case."""
     from zjax.config import load_config
     from zjax.initialize import make_run
     from zjax.models.build import make_model
@@ -178,9 +253,65 @@ def record_run(changes):
     config = load_config(SETTINGS, changes)
     model = make_model(config)
     tx, schedule = make_optimizer(config, model), make_schedule(config)
-    run = make_run(config, model, tx, schedule=schedule)
-    batches = [make_batch(config, i) for i in range(NUM_STEPS)]
-    return record_steps(run.step, run.state, batches)
+    return make_run(config, model, tx, schedule=schedule)
+
+
+def record_run(changes, directory):
+    """Settings, plan, programs, metrics of each step, an evaluation and the state."""
+    import zjax
+    from zjax.config import describe_config
+
+    with recorded_programs() as programs:
+        run = start_run(changes)
+        batches = [make_batch(run.config, i) for i in range(NUM_STEPS)]
+        record, state = record_steps(run.step, run.state, batches)
+        zjax.save(directory, state, run)
+    settings = describe_config(run.config).replace(DISK, "disk").splitlines()
+    plan = {
+        "plan": record_plan(run.plan),
+        "text": text_of(zjax.describe_plan(run.plan)),
+    }
+    return record | plan | {"settings": settings, "programs": sorted(programs)}
+
+
+def restore_run(changes, directory):
+    """The state that a checkpoint of another revision restores to."""
+    import zjax
+
+    run = start_run(changes)
+    state, _ = zjax.restore(directory, run)
+    return record_state(run.step.settle(state))
+
+
+@contextlib.contextmanager
+def recorded_programs():
+    """Collects a digest of the StableHLO of each program that is compiled.
+
+    Locations are left out, and functions are numbered in place of named.
+    """
+    from jax._src import compiler
+
+    found, compile_module = set(), compiler.compile_or_get_cached
+
+    def compile_recorded(backend, computation, *args, **kwargs):
+        numbers = {}
+        text = computation.operation.get_asm(enable_debug_info=False)
+        text = re.sub(
+            r"@[\w.]+", lambda m: f"@{numbers.setdefault(m[0], len(numbers))}", text
+        )
+        found.add(text_of(text))
+        return compile_module(backend, computation, *args, **kwargs)
+
+    compiler.compile_or_get_cached = compile_recorded
+    try:
+        yield found
+    finally:
+        compiler.compile_or_get_cached = compile_module
+
+
+def text_of(text):
+    """Digest of a text."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def record_user_run(is_linen, stage):
@@ -218,21 +349,28 @@ def record_user_run(is_linen, stage):
     model = Linen() if is_linen else Nnx(nnx.Rngs(0))
     settings = {"zero": {"stage": stage, "min_shard_elements": 0}}
     run = zjax.initialize(model, optax.adamw(1e-2), loss_fn, batch(0), settings)
-    return record_steps(run.step, run.state, [batch(i) for i in range(NUM_STEPS)])
+    record, _ = record_steps(run.step, run.state, [batch(i) for i in range(NUM_STEPS)])
+    return record
 
 
 def record_steps(step, state, batches):
-    import jax
-
+    """Metrics of each step, an evaluation and the state; and the state itself."""
     steps = []
     for batch in batches:
         state, metrics = step(state, batch)
         steps.append({k: digest(v) for k, v in sorted(metrics.items())})
     state = step.settle(state)
     evaluation = {k: digest(v) for k, v in step.evaluate(state, batches[-1]).items()}
+    found = {"steps": steps, "evaluation": evaluation, "state": record_state(state)}
+    return found, state
+
+
+def record_state(state):
+    """Where each array of a state is, and what it holds."""
+    import jax
+
     leaves = jax.tree_util.tree_leaves_with_path(state)
-    arrays = {jax.tree_util.keystr(k): describe(x) for k, x in leaves}
-    return {"steps": steps, "evaluation": evaluation, "state": arrays}
+    return {jax.tree_util.keystr(k): describe(x) for k, x in leaves}
 
 
 def make_batch(config, step):
@@ -300,7 +438,8 @@ def record_plan(plan):
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
-def work(name):
+def work(name, folder, *, restores=False):
+    """Records one case, or restores the checkpoint of it."""
     import jax
 
     jax.config.update("jax_platforms", "cpu")
@@ -308,28 +447,59 @@ def work(name):
     if name == "plans":
         return record_plans()
     users = dict(user_cases())
-    return record_user_run(*users[name]) if name in users else record_run(RUNS[name])
+    if name in users:
+        return record_user_run(*users[name])
+    place = pathlib.Path(folder, re.sub(r"\W+", "_", name))
+    return (restore_run if restores else record_run)(RUNS[name], place)
 
 
 def write(path, only):
+    """Records all cases whose name has a text in it."""
     names = ["plans", *RUNS, *dict(user_cases())]
     names = [name for name in names if only in name]
+    records = in_processes(names, folder_of(path))
+    pathlib.Path(path).write_text(json.dumps(records, indent=1))
+
+
+def restore(path, only):
+    """Restores all checkpoints of a record, and compares states with it."""
+    records = json.loads(pathlib.Path(path).read_text())
+    names = [name for name in RUNS if only in name and "state" in records.get(name, ())]
+    states = in_processes(names, folder_of(path), restores=True)
+    wanted = {name: records[name]["state"] for name in names}
+    return report(wanted, states)
+
+
+def folder_of(path):
+    """Directory of the checkpoints of a record."""
+    return pathlib.Path(path).with_suffix(".checkpoints")
+
+
+def in_processes(names, folder, *, restores=False):
+    """Runs cases in two processes; a case that fails is recorded as its error."""
     context = multiprocessing.get_context("spawn")
     records = {}
     with concurrent.futures.ProcessPoolExecutor(2, mp_context=context) as pool:
-        for name, future in [(name, pool.submit(work, name)) for name in names]:
+        jobs = [
+            (name, pool.submit(work, name, folder, restores=restores)) for name in names
+        ]
+        for name, future in jobs:
             try:
                 records[name] = future.result()
             except Exception as error:  # of a case, which the comparison then shows
                 records[name] = f"{type(error).__name__}: {error}"[:300]
             problem = "" if isinstance(records[name], dict) else records[name]
-            print(f"{name}: {problem or 'recorded'}", flush=True)
-    pathlib.Path(path).write_text(json.dumps(records, indent=1))
+            print(f"{name}: {problem or 'done'}", flush=True)
+    return records
 
 
 def compare(*paths):
     """Names of what differs, each with its first place."""
-    before, after = (json.loads(pathlib.Path(path).read_text()) for path in paths)
+    return report(*(json.loads(pathlib.Path(path).read_text()) for path in paths))
+
+
+def report(before, after):
+    """Prints what differs between two records; returns whether anything does."""
     found = list(differences(before, after, ()))
     for path in found:
         print("differs:", ": ".join(path))
@@ -352,14 +522,17 @@ def differences(before, after, path):
 def main():
     parser = argparse.ArgumentParser()
     commands = parser.add_subparsers(dest="command", required=True)
-    writer = commands.add_parser("write")
-    writer.add_argument("path")
-    writer.add_argument("--only", default="", help="part of a name")
+    for command in ("write", "restore"):
+        parser_of = commands.add_parser(command)
+        parser_of.add_argument("path")
+        parser_of.add_argument("--only", default="", help="part of a name")
     comparer = commands.add_parser("compare")
     comparer.add_argument("paths", nargs=2)
     given = parser.parse_args()
     if given.command == "write":
         write(given.path, given.only)
+    elif given.command == "restore":
+        sys.exit(restore(given.path, given.only))
     else:
         sys.exit(compare(*given.paths))
 
