@@ -57,6 +57,8 @@ MEMORY_MODULES = {
 `zjax.main` are named so, too."""
 MODULES = sorted((ROOT / "zjax").rglob("*.py"))
 KERNELS = sorted((ROOT / "zjax_kernels").rglob("*.py"))
+CONTESTS = sorted((ROOT / "examples" / "benchmarks" / "contests").rglob("*.py"))
+PACKAGES = MODULES + KERNELS + CONTESTS
 CONFIGURATION = (
     "setup.py",
     "setup.cfg",
@@ -128,7 +130,7 @@ def test_imports_point_down():
 
 
 def test_imports_are_absolute():
-    imports = each_node(ast.ImportFrom, modules=MODULES + KERNELS)
+    imports = each_node(ast.ImportFrom, modules=PACKAGES)
     assert [place(path, node) for path, node in imports if node.level] == []
 
 
@@ -185,14 +187,13 @@ def test_only_models_import_flax():
 
 
 def test_every_module_says_its_idea():
-    modules = MODULES + KERNELS
-    wrong = [name_of(p) for p in modules if not ast.get_docstring(tree_of(p))]
+    wrong = [name_of(p) for p in PACKAGES if not ast.get_docstring(tree_of(p))]
     assert wrong == []
 
 
 def test_public_names_are_documented():
     wrong = []
-    for path in MODULES + KERNELS:
+    for path in PACKAGES:
         scopes = [tree_of(path)]
         for scope in scopes:
             for node in scope.body:
@@ -209,7 +210,7 @@ def test_public_names_are_documented():
 
 def test_packages_only_list_their_public_names():
     wrong = []
-    for path in MODULES + KERNELS:
+    for path in PACKAGES:
         if path.name != "__init__.py":
             continue
         body = tree_of(path).body

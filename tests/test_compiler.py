@@ -8,10 +8,8 @@ import sys
 
 import jax
 import pytest
-from absl import flags
 
 from zjax import compiler
-from zjax.bench import command
 from zjax.config import schema
 from zjax.errors import ConfigError
 from zjax.models.build import make_model
@@ -151,23 +149,3 @@ def test_simulated_devices_keep_no_programs_that_may_wait_for_ever(loads, tmp_pa
     )
     assert out.stdout == f"{folder if loads else None}\n"
     assert folder.exists() == loads
-
-
-def test_programs_of_a_contest_keep_what_their_command_may(monkeypatch):
-    """Fails if only the command itself is told, which runs nothing on the devices."""
-    found = {}
-
-    def compete(*_, environment, **__):
-        found.update(environment)
-
-    monkeypatch.setattr(compiler, "LOADS_SIMULATED", False)
-    monkeypatch.setattr(command, "compete", compete)
-    given = flags.FlagValues()
-    flags.DEFINE_integer("simulated_devices", 2, "", flag_values=given)
-    for name in ("contest", *command.CONTEST_FLAGS):
-        flags.DEFINE_string(name, "", "", flag_values=given)
-    given.mark_as_parsed()
-    given.contest = "contest.py"
-    command.hold_contest(given)
-    assert found["JAX_NUM_CPU_DEVICES"] == "2"
-    assert found["JAX_ENABLE_COMPILATION_CACHE"] == "False"

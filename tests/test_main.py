@@ -348,7 +348,7 @@ REFUSED = {
         ("train", "zero.stage=3", "--output=x"),
         "zjax: command='zero.stage=3' is unknown to zjax train; did you mean "
         "--config.zero.stage=3?\n--output='x' has no effect on zjax train; leave "
-        "it out; plan and bench and tune and data prepare and data analyze and "
+        "it out; plan and tune and data prepare and data analyze and "
         "export read it\n",
     ),
     "collectives-of-no-devices": (
@@ -555,7 +555,7 @@ def test_help_of_what_is_launched(tmp_path):
 
 
 def test_help_of_a_flag_has_its_kind_choices_and_default(tmp_path):
-    typed = {"generate": ("generate", "-h"), "bench": ("bench", "--help")}
+    typed = {"generate": ("generate", "-h"), "prepare": ("data", "prepare", "--help")}
     found = run_each(tmp_path, typed)
     words = " ".join(found["generate"][1].split())
     assert "--temperature=NUMBER 0 takes the most likely token. Default 0.8." in words
@@ -564,9 +564,9 @@ def test_help_of_a_flag_has_its_kind_choices_and_default(tmp_path):
         "--part=KIND Which weights; auto takes averaged ones. One of auto, ema, "
         "schedule_free, raw. Default auto."
     ) in words
-    assert "--records=TEXT Files of records to judge; nothing runs. --output" in (
-        " ".join(found["bench"][1].split())
-    )
+    assert (
+        "--input=TEXT Text, JSON, Parquet, Arrow, or a folder; may be repeated. --"
+    ) in " ".join(found["prepare"][1].split())
 
 
 def test_versions_are_printed(tmp_path):

@@ -13,14 +13,8 @@ import numpy as np
 from absl import app, flags, logging
 
 from zjax import commands, config_commands, data, data_commands, processes
-from zjax.bench.command import (
-    CONTEST_FLAGS,
-    check_contest_flags,
-    define_contest_flags,
-    hold_contest,
-)
 from zjax.bench.disks import describe_disks, measure_disks
-from zjax.bench.measure import describe_measurement, measure, result_line
+from zjax.bench.measure import describe_measurement, measure
 from zjax.budget.host import limit_pinned_pool
 from zjax.budget.report import PAPER_DEVICES, report_plan
 from zjax.budget.tables import describe_zero_table
@@ -35,6 +29,7 @@ from zjax.data.metrics import METRICS
 from zjax.data.prompts import as_talk, find_question, has_answers
 from zjax.errors import ConfigError, Problem, ZjaxError
 from zjax.observe.report import describe_machine
+from zjax.processes.programs import result_line
 from zjax.processes.software import versions
 from zjax.stopping import exit_on_signals
 from zjax.train.average import PARTS
@@ -57,7 +52,6 @@ SAMPLE_TOKENS = 100
 def define_flags(argv: Sequence[str] | None = None) -> None:
     """Defines the flags of all commands; settings of a run are `--config...`."""
     config_flags.define_flags(argv)
-    define_contest_flags()
     flags.DEFINE_integer(
         "simulated_devices", 0, "CPU devices to simulate.", lower_bound=0
     )
@@ -295,11 +289,7 @@ def plan() -> None:
 
 
 def bench() -> None:
-    """Measures a config or disks, or runs a contest."""
-    check_contest_flags(flags.FLAGS)
-    if flags.FLAGS.contest:
-        hold_contest(flags.FLAGS)
-        return
+    """Measures a config or disks."""
     if flags.FLAGS.nvme:
         given = config_flags.settings_given()
         config_flags.refuse_flags(given, "has no effect with --nvme")
@@ -405,14 +395,9 @@ COMMANDS = {
     ),
     "bench": Command(
         bench,
-        "Measures how fast a config is here, or disks, or contestants in turn.",
+        "Measures how fast a config is here, or disks.",
         "zjax bench --config=quickstart\nzjax bench --nvme=/mnt/a,/mnt/b",
-        {
-            "contest": "",
-            "nvme": "",
-            **dict.fromkeys(CONTEST_FLAGS, ""),
-            "output": "Folder for what a contest writes.",
-        },
+        {"nvme": ""},
     ),
     "tune": Command(
         tune_run,

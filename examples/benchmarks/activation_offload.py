@@ -5,8 +5,7 @@ attention returns, which is then not computed again.
 """
 
 from contestants import zjax
-
-from zjax.bench import Case, Contest, Row
+from contests import Case, Contest, Row
 
 SETTINGS = (
     "zero.stage=3",

@@ -6,7 +6,7 @@ samples of 32 bytes; the start of the processes and the sort count.
 zjax bench --contest=examples/benchmarks/analyzer.py
 """
 
-from zjax.bench import Case, Contest, Contestant, Row
+from contests import Case, Contest, Contestant, Row
 
 NAME = "zjax"
 

@@ -1,6 +1,6 @@
 """The largest GPT of width 2560 that trains in 32 GB per device: ZeRO-3 over none."""
 
-from zjax.bench import Case, Contest, Contestant, Row
+from contests import Case, Contest, Contestant, Row
 
 SETTINGS = (
     "model.embed_size=2560",

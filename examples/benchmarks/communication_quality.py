@@ -7,9 +7,8 @@ zjax bench --contest=examples/benchmarks/communication_quality.py
 """
 
 from contestants import JAX_MEMORY
+from contests import Case, Contest, Contestant, Row
 from method_quality import TWINS
-
-from zjax.bench import Case, Contest, Contestant, Row
 
 NAME = "zjax"
 MUST = 1.01

@@ -4,8 +4,7 @@ Against a copy of the same float32 numbers, which reads and writes each once.
 """
 
 from contestants import on_one_device
-
-from zjax.bench import Case, Contest, Row
+from contests import Case, Contest, Row
 
 NUM_FLOATS = 358 * 2**22
 """Whole blocks of every codec."""

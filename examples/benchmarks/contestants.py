@@ -2,9 +2,8 @@
 
 from typing import Literal
 
+from contests import Case, Contestant
 from shape import Shape
-
-from zjax.bench import Case, Contestant
 
 JAX_MEMORY = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}
 """JAX takes three quarters of a device unless told otherwise; torch takes all."""

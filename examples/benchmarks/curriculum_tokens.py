@@ -6,8 +6,7 @@ held-out files, with a learning rate that does not decay.
 """
 
 from contestants import JAX_MEMORY, ONE_DEVICE
-
-from zjax.bench import Case, Contest, Contestant, Row
+from contests import Case, Contest, Contestant, Row
 
 NAME = "zjax"
 

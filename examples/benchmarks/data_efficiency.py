@@ -6,8 +6,7 @@ steps, without compilation and evaluation.
 """
 
 from contestants import JAX_MEMORY, ONE_DEVICE
-
-from zjax.bench import Case, Contest, Contestant, Row
+from contests import Case, Contest, Contestant, Row
 
 NAME = "zjax"
 HEADLINES = ("slw_time", "data_efficiency")

@@ -2,8 +2,7 @@
 
 import gpt_6p7b
 from contestants import compare_speed, zjax
-
-from zjax.bench import Contest, Row
+from contests import Contest, Row
 
 STAGES = (2, 3)
 

@@ -7,9 +7,8 @@ import functools
 import json
 
 from contestants import ONE_DEVICE, compare_speed, deepspeed, fsdp, zjax
+from contests import Case, Contest, Row
 from shape import Shape
-
-from zjax.bench import Case, Contest, Row
 
 STAGES = (0, 1, 2, 3)
 SHAPE = Shape(

@@ -1,9 +1,8 @@
 """GPT 6.7B, 2 x 4096 tokens per device: speed and memory of ZeRO 2 and 3."""
 
 from contestants import compare_speed, deepspeed, fsdp, zjax
+from contests import Case, Contest, Row
 from shape import GPT_6P7B
-
-from zjax.bench import Case, Contest, Row
 
 SHAPE = GPT_6P7B
 SETTINGS = (

@@ -7,8 +7,7 @@ are read more slowly than they are multiplied, against the bandwidth of a copy.
 
 import grouped_cases as cases
 from contestants import on_one_device
-
-from zjax.bench import Case, Contest, Row
+from contests import Case, Contest, Row
 
 OURS = on_one_device("zjax_kernels", "zjax", "grouped_ours")
 TORCH = on_one_device("torch grouped_mm", "peer", "grouped_torch")

@@ -9,7 +9,7 @@ that of the folder `runs` of this repository.
 import os
 import pathlib
 
-from zjax.bench import Case, Contest, Contestant, Row
+from contests import Case, Contest, Contestant, Row
 
 DEPTHS = {500: 62, 0: 39}
 """By the GiB of a host, or more."""

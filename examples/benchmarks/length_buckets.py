@@ -5,8 +5,7 @@ AdamW in bfloat16; Python files of at most 64 KiB of this machine as documents.
 """
 
 from contestants import JAX_MEMORY, ONE_DEVICE
-
-from zjax.bench import Case, Contest, Contestant, Row
+from contests import Case, Contest, Contestant, Row
 
 NAME = "zjax"
 

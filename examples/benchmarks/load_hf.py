@@ -5,8 +5,7 @@ the files; and the host memory that this takes, over the largest file.
 """
 
 from contestants import on_one_device
-
-from zjax.bench import Case, Contest, Row
+from contests import Case, Contest, Row
 
 NAME = "zjax"
 CASES = {

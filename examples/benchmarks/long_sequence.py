@@ -7,7 +7,7 @@ zjax bench --contest=examples/benchmarks/long_sequence.py
 zjax bench --contest=examples/benchmarks/long_sequence.py --only="zjax Ulysses"
 """
 
-from zjax.bench import Case, Contest, Contestant, Row
+from contests import Case, Contest, Contestant, Row
 
 UNIT = 4_096
 POOL_GIGABYTES = 80

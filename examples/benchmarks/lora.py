@@ -6,8 +6,7 @@ transformers, compiled whole or by blocks.
 """
 
 from contestants import ONE_DEVICE, compare_speed, on_one_device, zjax
-
-from zjax.bench import Case, Contest, Row
+from contests import Case, Contest, Row
 
 SETTINGS = (
     "zero.stage=0",

@@ -5,8 +5,7 @@ bfloat16 reaches beside it; causal attention counted half, and in full.
 """
 
 from contestants import JAX_MEMORY, matrix_product
-
-from zjax.bench import Case, Contest, Contestant, Row
+from contests import Case, Contest, Contestant, Row
 
 PEAK, PRODUCT = "989.4 TFLOP/s", "8192^3 product"
 COUNTS = {

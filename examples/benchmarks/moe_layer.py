@@ -9,8 +9,7 @@ against DeepSpeed's layer.
 
 import moe_cases as cases
 from contestants import on_one_device
-
-from zjax.bench import Case, Contest, Row
+from contests import Case, Contest, Row
 
 PEERS = {"transformers": "transformers", "torch": "grouped_mm"}
 WITH_CAPACITY = "experts top-"

@@ -5,8 +5,7 @@ host, so that it has many microbatches; a dense GPT gains little from more than 
 """
 
 from contestants import ONE_DEVICE, compare_speed, zjax
-
-from zjax.bench import Case, Contest, Row
+from contests import Case, Contest, Row
 
 TWO_DEVICES = {"CUDA_VISIBLE_DEVICES": "0,1"}
 SMALL_STATE = ("optimizer.moment_dtype=int8", "global_batch_size=0")

@@ -7,9 +7,8 @@ in every second layer against DeepSpeed.
 """
 
 from contestants import ONE_DEVICE, compare_speed, on_one_device, size_flags, zjax
+from contests import Case, Contest, Row
 from shape import Shape
-
-from zjax.bench import Case, Contest, Row
 
 SETTINGS = (
     "mesh.expert=1",

@@ -5,7 +5,7 @@ The disk is that of the folder `runs` of this repository.
 
 import pathlib
 
-from zjax.bench import Case, Contest, Contestant, Row
+from contests import Case, Contest, Contestant, Row
 
 NAME, FILES, FOLDER = "zjax", "files with O_DIRECT", "runs/nvme"
 

@@ -8,9 +8,8 @@ import dataclasses
 import pathlib
 
 from contestants import ONE_DEVICE, compare_speed, deepspeed, zjax
+from contests import Contest, Row
 from shape import Shape
-
-from zjax.bench import Contest, Row
 
 SHAPE = Shape(
     num_layers=32,

@@ -5,8 +5,7 @@ under the backward pass; the host has 256 GiB or more.
 """
 
 from contestants import matrix_product
-
-from zjax.bench import Case, Contest, Contestant, Row
+from contests import Case, Contest, Contestant, Row
 
 NAME, FEW_LAYERS, PRODUCT = "zjax", "zjax with 10 layers", "8192^3 product"
 LAYERS, WIDTH, HEADS, VOCABULARY = 40, 5120, 40, 50_304

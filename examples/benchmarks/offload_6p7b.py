@@ -6,9 +6,8 @@
 import json
 
 from contestants import ONE_DEVICE, compare_speed, deepspeed, zjax
+from contests import Case, Contest, Row
 from shape import Shape
-
-from zjax.bench import Case, Contest, Row
 
 SHAPE = Shape(
     num_layers=32,

@@ -4,8 +4,7 @@ GPT of width 4096 with 12 layers, 1 x 128 tokens per device: a step is its strea
 """
 
 from contestants import JAX_MEMORY
-
-from zjax.bench import Case, Contest, Contestant, Row
+from contests import Case, Contest, Contestant, Row
 
 SETTINGS = (
     "model.num_layers=12",

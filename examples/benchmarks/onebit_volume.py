@@ -3,7 +3,7 @@
 Counted in the programs that XLA compiles for two devices of a CPU; nothing is timed.
 """
 
-from zjax.bench import Case, Contest, Contestant, Row
+from contests import Case, Contest, Contestant, Row
 
 CONFIG = "configs/gpt2_onebit_adam.py"
 SMALL = (

@@ -5,8 +5,7 @@ zjax bench --contest=examples/benchmarks/pipeline_bubble.py --only="8 microbatch
 """
 
 from contestants import JAX_MEMORY, zjax
-
-from zjax.bench import Case, Contest, Contestant, Row
+from contests import Case, Contest, Contestant, Row
 
 CONFIG = "configs/gpt_6p7b.py"
 MODEL = (

@@ -5,9 +5,8 @@ zjax bench --contest=examples/benchmarks/pipeline_schedules.py --only=1F1B,ZB-H1
 """
 
 from contestants import zjax
+from contests import Case, Contest, Row
 from pipeline_bubble import CONFIG, IN_STAGES, MODEL
-
-from zjax.bench import Case, Contest, Row
 
 SETTINGS = (
     *MODEL,

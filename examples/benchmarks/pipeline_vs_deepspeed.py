@@ -8,10 +8,9 @@ import dataclasses
 import itertools
 
 from contestants import compare_speed, pipeline, zjax
+from contests import Contest, Row
 from pipeline_bubble import CONFIG, IN_STAGES
 from shape import GPT_6P7B
-
-from zjax.bench import Contest, Row
 
 SHAPE = dataclasses.replace(GPT_6P7B, microbatch_size=1)
 NUM_MICROBATCHES = 16

@@ -6,9 +6,8 @@ Of all 48 layers, unrolled as a page of JAX has them, compilation alone takes mi
 import dataclasses
 
 from contestants import compare_speed, plain_jax, zjax
+from contests import Contest, Row
 from gpt_1p5b import SETTINGS, SHAPE
-
-from zjax.bench import Contest, Row
 
 SHORT = dataclasses.replace(SHAPE, num_layers=12)
 STAGES = (2, 3)

@@ -5,8 +5,7 @@ Python's standard library; cross-entropy on held-out files.
 """
 
 from contestants import JAX_MEMORY, ONE_DEVICE
-
-from zjax.bench import Case, Contest, Contestant, Row
+from contests import Case, Contest, Contestant, Row
 
 NAME = "zjax"
 

@@ -5,8 +5,7 @@ on the host. No clipping, so that updates run under the backward pass.
 """
 
 from contestants import ONE_DEVICE, zjax
-
-from zjax.bench import Case, Contest, Row
+from contests import Case, Contest, Row
 
 NAME = "zjax"
 SETTINGS = (

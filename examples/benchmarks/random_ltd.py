@@ -8,10 +8,9 @@ zjax bench --contest=examples/benchmarks/random_ltd.py
 """
 
 from contestants import on_one_device, size_flags
+from contests import Case, Contest, Row
 from kept_schedule import PHASES
 from shape import Shape
-
-from zjax.bench import Case, Contest, Row
 
 SHAPE = Shape(
     num_layers=24,

@@ -3,7 +3,7 @@
 zjax bench --contest=examples/benchmarks/slow_network.py --rows=zeropp_slow_link
 """
 
-from zjax.bench import Case, Contest, Contestant, Row
+from contests import Case, Contest, Contestant, Row
 
 FOUR = ("--processes=4", "--directory=runs/slow_network/four")
 """Four nodes of one process."""

@@ -9,10 +9,9 @@ all, and what the bulk copy engine brings.
 """
 
 import sparse_cases as cases
+from contests import Case as Comparison
+from contests import Contest, Contestant, Row
 from sparse_cases import Case
-
-from zjax.bench import Case as Comparison
-from zjax.bench import Contest, Contestant, Row
 
 OURS = "zjax_kernels"
 MASK = "FlexAttention with a mask"

@@ -5,8 +5,7 @@ the same model but for its attention, which is that of cuDNN where all pairs cou
 """
 
 from contestants import zjax
-
-from zjax.bench import Case, Contest, Contestant, Row
+from contests import Case, Contest, Contestant, Row
 
 CONFIG = "configs/bert_sparse_16k.py"
 SIZES = ("microbatch_size=1", "global_batch_size=0", "model.remat=elementwise")

@@ -5,8 +5,7 @@ steps, in int4, and is merged five steps later.
 """
 
 from contestants import JAX_MEMORY
-
-from zjax.bench import Case, Contest, Contestant, Row
+from contests import Case, Contest, Contestant, Row
 
 SETTINGS = (
     "directory=runs/streaming_exposed",

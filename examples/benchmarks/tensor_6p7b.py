@@ -7,9 +7,8 @@ zjax bench --contest=examples/benchmarks/tensor_6p7b.py --only=zjax,"torch TP"
 import dataclasses
 
 from contestants import compare_speed, tensor, zjax
+from contests import Contest, Row
 from shape import GPT_6P7B
-
-from zjax.bench import Contest, Row
 
 SHAPE = dataclasses.replace(GPT_6P7B, microbatch_size=4)
 OURS = "zjax"

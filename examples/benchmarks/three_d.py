@@ -7,8 +7,7 @@ zjax bench --contest=examples/benchmarks/three_d.py --only="three dimensions"
 """
 
 from contestants import compare_speed, zjax
-
-from zjax.bench import Contest, Row
+from contests import Contest, Row
 
 SETTINGS = (
     "microbatch_size=1",

@@ -4,8 +4,7 @@ Both train 16 sequences of 1,024 tokens a step.
 """
 
 from contestants import ONE_DEVICE, compare_speed, on_one_device, zjax
-
-from zjax.bench import Case, Contest, Row
+from contests import Case, Contest, Row
 
 RUN = ("model.vocab_size=50304", "data.source=synthetic", "data.path=")
 BATCH = "global_batch_size=16"

@@ -32,7 +32,7 @@ def main():
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         number, path = tune(pathlib.Path(name), given.trials, given.settings)
-        from zjax.bench.measure import measure, result_line
+        from zjax.bench import measure, result_line
         from zjax.config import load_config
 
         found = measure(load_config(path))

@@ -2,9 +2,9 @@
 
 import json
 import re
-import types
 
 import pytest
+from absl import flags
 
 from zjax import main
 from zjax.bench import disks
@@ -56,9 +56,10 @@ def test_command(tmp_path, monkeypatch, capsys):
     def small(paths):
         return measure(paths, array_bytes=1 << 20, num_arrays=2)
 
-    given = types.SimpleNamespace(contest="", nvme=[str(tmp_path)])
+    given = flags.FlagValues()
+    flags.DEFINE_list("nvme", [str(tmp_path)], "", flag_values=given)
+    given.mark_as_parsed()
     monkeypatch.setattr(main, "measure_disks", small)
-    monkeypatch.setattr(main, "check_contest_flags", lambda given: None)
     monkeypatch.setattr(main.flags, "FLAGS", given)
     main.bench()
     line = capsys.readouterr().out.splitlines()[-1]

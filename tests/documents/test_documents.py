@@ -7,8 +7,9 @@ import shlex
 
 import jax
 import pytest
+from contests.contest import load_contest
 
-from zjax.bench.contest import load_contest
+from tests.support.benchmarks import load
 from zjax.config import load_config
 from zjax.config.named import find_config
 from zjax.main import COMMANDS, command_name
@@ -26,6 +27,7 @@ FENCE = re.compile(r"^```.*?^```", re.M | re.S)
 ANCHOR = re.compile(r'<a id="(\w+)">')
 HEADING = re.compile(r"^#+ (.+)$", re.M)
 TYPED = re.compile(r"(?:^    |`)(zjax [^`\n]*--[^`\n]*)", re.M)
+CONTEST = re.compile(r"(?:^    |`)(python \S+/contest\.py [^`\n]+)", re.M)
 COMMON_FLAGS = ("config", "ds_config", "gin_file", "gin", "simulated_devices", "help")
 
 
@@ -73,10 +75,10 @@ def test_programs_run(page, tmp_path, monkeypatch, untyped):
         exec(compile(above + block[1], str(page), "exec"), names)
 
 
-def commands():
+def commands(typed=TYPED):
     """Commands with flags, of all pages: lines, and code within lines."""
     texts = (FENCE.sub("", text_of(page)) for page in PAGES)
-    found = [line for text in texts for line in TYPED.findall(text)]
+    found = [line for text in texts for line in typed.findall(text)]
     return sorted({line for line in found if "..." not in line and "\\" not in line})
 
 
@@ -95,19 +97,29 @@ def test_commands_can_be_typed(line):
         assert flag in COMMANDS[name].flags or flag.partition(".")[0] in COMMON_FLAGS, (
             flag
         )
-        if value and flag in ("config", "contest", "gin_file"):
+        if value and flag in ("config", "gin_file"):
             path = find_config(value) if flag == "config" else value
             assert (ROOT / path).is_file(), value
-    if "rows" in values:
-        assert values["rows"] in rows_of(values["contest"])
     settings = [f"{x}={y}".partition(".")[2] for x, y in given if "config." in x]
     source = ROOT / find_config(values["config"]) if "config" in values else {}
     load_config(source, *settings)
 
 
+@pytest.mark.parametrize("line", commands(CONTEST))
+def test_contests_can_be_typed(line):
+    """Fails if a contest, a row or a contestant of a document is none."""
+    words = shlex.split(line, comments=True)[2:]
+    given = load("contest").make_parser().parse_args(words)
+    rows, contestants = names_of(given.contest)
+    assert {*given.rows} <= rows
+    assert {*given.only} <= contestants
+
+
 @functools.cache
-def rows_of(contest):
-    return [row.id for row in load_contest(ROOT / contest).rows]
+def names_of(contest):
+    """Rows and contestants of a contest."""
+    found = load_contest(ROOT / contest)
+    return {row.id for row in found.rows}, {each.name for each in found.contestants}
 
 
 def test_readme_is_short():

@@ -7,8 +7,6 @@ import pytest
 from matplotlib import image
 
 from zjax.observe import (
-    ContestBar,
-    plot_contest,
     plot_memory_per_stage,
     plot_metrics,
     plot_run,
@@ -80,27 +78,6 @@ def test_bars_are_the_bytes_of_each_stage(tmp_path, drawn):
     assert gradients[2].get_x() == 15e9
     assert optimizer[0].get_x() + optimizer[0].get_width() == 120e9
     assert axes.get_xlabel() == "GB per device"
-
-
-def test_bars_of_a_contest_are_speed_and_memory(tmp_path, drawn):
-    bars = [
-        ContestBar("ours", True, 40_000.0, (39_000.0, 42_000.0), 58 * 10**9),
-        ContestBar("theirs", False, 20_000.0, (20_000.0, 20_000.0), None),
-    ]
-    plot_contest(bars, tmp_path / "contest.png", title="two programs")
-    left, right = drawn[0].axes
-    speeds, sizes = (
-        next(c for c in axes.containers if hasattr(c, "patches"))
-        for axes in drawn[0].axes
-    )
-    assert [bar.get_width() for bar in speeds] == [40_000, 20_000]
-    assert [bar.get_width() for bar in sizes] == [58, 0]
-    assert speeds[0].get_facecolor() != speeds[1].get_facecolor()
-    assert [text.get_text() for text in left.texts] == [" 40,000", " 20,000"]
-    assert [text.get_text() for text in right.texts] == [" 58.00 GB", " not known"]
-    (whisker,) = left.collections[0].get_segments()[:1]
-    np.testing.assert_allclose(whisker[:, 0], [39_000, 42_000])
-    assert [label.get_text() for label in left.get_yticklabels()] == ["ours", "theirs"]
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 1e308])

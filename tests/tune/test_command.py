@@ -13,6 +13,7 @@ from absl import flags
 from zjax import main
 from zjax.config import load_config
 from zjax.errors import BenchError, ConfigError, PlanError
+from zjax.processes.programs import Outcome, find_result
 from zjax.tune import child, command, machine
 from zjax.tune.command import tune
 from zjax.tune.machine import Facts, Runner
@@ -220,12 +221,11 @@ def test_processes_find_the_devices_and_take_real_steps(config, tmp_path):
     ],
 )
 def test_what_a_trial_gives(printed, code, expected, config, tmp_path, monkeypatch):
-    def run_program(words, environ, output, timeout):
+    def run_program(words, *_, **__):
         assert words[1:5] == ["-m", "zjax.tune.child", str(os.getpid()), "2"]
         assert load_config(words[5]) == config
-        output.write(f"a warning\n{printed}\n")
-        output.flush()
-        return code
+        text = f"a warning\n{printed}\n"
+        return Outcome(*find_result(text, code), text)
 
     monkeypatch.setattr(machine, "run_program", run_program)
     found = Runner(tmp_path / "tune.log", simulated_devices=2).measure(config)
@@ -233,7 +233,8 @@ def test_what_a_trial_gives(printed, code, expected, config, tmp_path, monkeypat
 
 
 def test_without_devices_the_reason_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(machine, "run_program", lambda *given: "exit code 1")
+    failed = Outcome({}, "exit code 1", "")
+    monkeypatch.setattr(machine, "run_program", lambda *_, **__: failed)
     with pytest.raises(BenchError) as error:
         Runner(tmp_path / "tune.log").facts()
     assert str(error.value) == (

@@ -1,24 +1,12 @@
-"""Measures how fast a configuration trains, alone or beside its peers."""
+"""Measures how fast a configuration trains on this machine."""
 
-from zjax.bench.compete import Selection, compete
-from zjax.bench.contest import Case, Contest, Contestant, Row
-from zjax.bench.measure import (
-    Measurement,
-    describe_measurement,
-    measure,
-    result_line,
-)
+from zjax.bench.measure import Measurement, describe_measurement, measure
 from zjax.bench.spread import Spread
+from zjax.processes.programs import result_line
 
 __all__ = [
-    "Case",
-    "Contest",
-    "Contestant",
     "Measurement",
-    "Row",
-    "Selection",
     "Spread",
-    "compete",
     "describe_measurement",
     "measure",
     "result_line",

@@ -5,7 +5,6 @@ already on the devices: reading data costs nothing, and the loss must fall.
 """
 
 import dataclasses
-import json
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -192,19 +191,6 @@ def describe_measurement(measurement: Measurement) -> str:
         ("loss", f"{measurement.first_loss:.4f} to {measurement.loss:.4f}"),
     ]
     return render_table((measurement.name, ""), rows, right=(1,))
-
-
-def result_line(values: Mapping[str, Any]) -> str:
-    """The line `RESULT {json}` that a contest reads from a program's output.
-
-    Args:
-        values: JSON values by name; `dataclasses.asdict` of a `Measurement`.
-
-    Example:
-        >>> result_line({"loss": 2.5})
-        'RESULT {"loss": 2.5}'
-    """
-    return f"RESULT {json.dumps(dict(values), allow_nan=False)}"
 
 
 def check_losses(losses: Sequence[float]) -> None:

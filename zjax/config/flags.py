@@ -121,13 +121,13 @@ def _value_problem(parser: flags.ArgumentParser) -> tuple[str, str]:
     return f"is not {parser.syntactic_help}", "use one"
 
 
-def settings_given(flag_values: flags.FlagValues = flags.FLAGS) -> list[str]:
+def settings_given() -> list[str]:
     """Names of the flags given that set a run, such as `config` and `config.seed`."""
     return [
         name
-        for name in flag_values
+        for name in flags.FLAGS
         if (name in FILE_FLAGS or name.startswith("config."))
-        and flag_values[name].present
+        and flags.FLAGS[name].present
     ]
 
 
@@ -140,17 +140,12 @@ def changes_given(flag_values: flags.FlagValues = flags.FLAGS) -> list[str]:
     ]
 
 
-def refuse_flags(
-    names: Sequence[str],
-    problem: str,
-    remedy: str = "leave it out",
-    flag_values: flags.FlagValues = flags.FLAGS,
-) -> None:
-    """Refuses those of the named flags that were given, as they have no effect."""
+def refuse_flags(names: Sequence[str], problem: str) -> None:
+    """Refuses the named flags if they were given, because they have no effect."""
     problems = [
-        Problem(f"--{name}", flag_values[name].value, problem, remedy)
+        Problem(f"--{name}", flags.FLAGS[name].value, problem, "leave it out")
         for name in names
-        if flag_values[name].present
+        if flags.FLAGS[name].present
     ]
     if problems:
         raise ConfigError(*problems)

@@ -8,8 +8,6 @@ from zjax.observe.history import read_history
 from zjax.observe.load import plot_load
 from zjax.observe.metrics import LateMetrics
 from zjax.observe.plot import (
-    ContestBar,
-    plot_contest,
     plot_memory_per_stage,
     plot_metrics,
     plot_run,
@@ -24,7 +22,6 @@ from zjax.observe.trace import Trace
 __all__ = [
     "Collective",
     "CompileReport",
-    "ContestBar",
     "LateMetrics",
     "Progress",
     "Sink",
@@ -41,7 +38,6 @@ __all__ = [
     "make_throughput",
     "num_params",
     "peak_flops",
-    "plot_contest",
     "plot_load",
     "plot_memory_per_stage",
     "plot_metrics",

@@ -3,7 +3,6 @@
 Matplotlib is imported on the first plot, since few commands draw.
 """
 
-import dataclasses
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -29,25 +28,6 @@ _STAGES = (
     "stage 2\n+ gradients",
     "stage 3\n+ parameters",
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class ContestBar:
-    """One program of a contest, a benchmark of zjax against other libraries.
-
-    Args:
-        name: Label of the program.
-        is_ours: Whether it is zjax.
-        tokens_per_second: Median per device.
-        tokens_per_second_range: Minimum and maximum.
-        peak_bytes: Peak device memory; None if unknown.
-    """
-
-    name: str
-    is_ours: bool
-    tokens_per_second: float
-    tokens_per_second_range: tuple[float, float]
-    peak_bytes: int | None
 
 
 def plot_run(
@@ -122,37 +102,6 @@ def plot_memory_per_stage(
     save_figure(figure, path)
 
 
-def plot_contest(
-    bars: Sequence[ContestBar], path: str | os.PathLike[str], *, title: str
-) -> None:
-    """Plots throughput and peak memory, one row of bars per program from the top."""
-    figure = make_figure(10, 1.4 + 0.36 * len(bars))
-    left, right = figure.subplots(1, 2, sharey=True)
-    figure.suptitle(title, fontsize=12)
-    rows = np.arange(len(bars))
-    style = {
-        "height": 0.6,
-        "color": [BLUE if bar.is_ours else GRAY for bar in bars],
-    }
-    speeds = np.array([bar.tokens_per_second for bar in bars])
-    ends = np.array([bar.tokens_per_second_range for bar in bars]).T
-    left.barh(rows, speeds, xerr=np.abs(ends - speeds), ecolor="#333333", **style)
-    _label_bars(left, ends[1], [f"{speed:,.0f}" for speed in speeds])
-    left.set_yticks(rows, [bar.name for bar in bars])
-    left.invert_yaxis()
-    left.set_xlabel("tokens/s per device")
-    left.xaxis.set_major_formatter("{x:,.10g}")
-    sizes = np.array([bar.peak_bytes or 0 for bar in bars])
-    right.barh(rows, sizes / 1e9, **style)
-    texts = [format_bytes(size) if size else "not known" for size in sizes.tolist()]
-    _label_bars(right, sizes / 1e9, texts)
-    right.set_xlabel("peak memory per device, GB")
-    for axes in (left, right):
-        style_axes(axes)
-        axes.grid(visible=False, axis="y")
-    save_figure(figure, path)
-
-
 def plot_metrics(
     values: Mapping[str, np.ndarray], path: str | os.PathLike[str], *, title: str
 ) -> None:
@@ -193,12 +142,6 @@ def _bins(ascending: np.ndarray) -> int | np.ndarray:
     first, last = float(ascending[0]), float(ascending[-1])
     width = (last - first) // _NUM_BINS + 1
     return np.arange(first - 0.5, last + width + 0.5, width)
-
-
-def _label_bars(axes: Any, ends: np.ndarray, texts: Sequence[str]) -> None:
-    for row, (end, text) in enumerate(zip(ends, texts, strict=True)):
-        axes.text(float(end), row, f" {text}", va="center", fontsize=9)
-    axes.set_xlim(0, 1.3 * (float(max(ends)) or 1.0))
 
 
 def _draw_loss(axes: Any, steps: np.ndarray, losses: np.ndarray) -> None:

@@ -9,11 +9,12 @@ import sys
 
 import jax
 
-from zjax.bench.measure import measure, result_line
+from zjax.bench.measure import measure
 from zjax.budget.mesh import this_machine
 from zjax.compiler import simulation
 from zjax.config.load import load_config
 from zjax.errors import ZjaxError
+from zjax.processes.programs import result_line
 from zjax.processes.start import die_with_parent
 
 WARM_UP_STEPS = 2

@@ -12,11 +12,11 @@ import sys
 import tempfile
 from typing import Any
 
-from zjax.bench.turns import judge, run_program
 from zjax.budget.trial import Machine
 from zjax.config import schema
 from zjax.config.describe import describe_config
 from zjax.errors import BenchError, Problem
+from zjax.processes.programs import run_program
 
 TRIAL_SECONDS = 1_800
 """A trial that takes longer has failed."""
@@ -79,15 +79,15 @@ class Runner:
     def _run(self, *words: str) -> tuple[dict[str, Any], str]:
         command = [sys.executable, "-m", "zjax.tune.child", str(os.getpid())]
         command.append(str(self._simulated))
-        with self._log.open("a+", errors="replace") as output:
-            output.write(f"\n=== {' '.join(words) or 'devices'}\n")
-            output.flush()
-            first = output.tell()
-            failure = run_program([*command, *words], os.environ, output, TRIAL_SECONDS)
-            output.seek(first)
-            text = output.read()
-        found, failure = judge(text, failure)
-        said = re.findall(r"^zjax: (.*)$", text, re.MULTILINE)
+        outcome = run_program(
+            [*command, *words],
+            os.environ,
+            self._log,
+            title=" ".join(words) or "devices",
+            timeout_seconds=TRIAL_SECONDS,
+        )
+        failure = outcome.failure
+        said = re.findall(r"^zjax: (.*)$", outcome.output, re.MULTILINE)
         if failure.startswith("exit code") and said:
             failure = said[-1][:_MAX_REASON]
-        return found, failure
+        return outcome.result, failure

@@ -4,15 +4,14 @@ import json
 import sys
 
 import pytest
+from contests.contest import load_contest
 
 from tests.support.benchmarks import FOLDER, load
-from zjax.bench.contest import load_contest
 
 
 @pytest.fixture
 def printed(monkeypatch, capsys):
     """What a program prints for a short round and few numbers."""
-    monkeypatch.syspath_prepend(FOLDER)
 
     def run(contestant):
         script, *flags = contestant.command[1:]

@@ -6,10 +6,10 @@ import sys
 
 import jax
 import pytest
+from contests.contest import load_contest
 
 import zjax
 from tests.support.benchmarks import FOLDER, config_of, load
-from zjax.bench.contest import load_contest
 from zjax.config import check_config, schema
 from zjax.observe import flops
 
@@ -17,7 +17,6 @@ from zjax.observe import flops
 @pytest.fixture
 def program(monkeypatch):
     """Loads a program whose rounds are as short as can be."""
-    monkeypatch.syspath_prepend(FOLDER)
 
     def load_short(name):
         module = load(name)
@@ -127,9 +126,8 @@ def test_the_fastest_way_that_runs_counts(program, capsys):
 
 
 @pytest.fixture
-def on_two(monkeypatch):
+def on_two():
     """The settings of a contestant on two devices, by its name in the contest."""
-    monkeypatch.syspath_prepend(FOLDER)
     module = load("moe_on_two")
     contestants = {x.name: x for x in module.get_contest().contestants}
     return lambda name: config_of(contestants[getattr(module, name)])

@@ -17,9 +17,11 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from zjax.bench.themes import THEMES
+from contests.contest import THEMES
+from zjax.bench import Spread
 from zjax.errors import BenchError, Problem
 from zjax.reading import parse_json, read_text
+from zjax.sharding.describe import format_bytes
 
 _ID = re.compile(r"[a-z0-9_]+")
 _CASE_KEYS = ("ours", "peer", "must", "aim", "ratio")
@@ -57,7 +59,7 @@ class Comparison:
 
     @property
     def ratio(self) -> float:
-        """Ours over the peer's."""
+        """Number of zjax over the number of the peer."""
         return self.ours.median / self.peer.median
 
 
@@ -96,38 +98,21 @@ class Result:
     outdated: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """The result as it is stored in a file."""
-        plain = dataclasses.asdict(self)
+        """Lists the fields in order as a file stores them, a lone comparison flat."""
         cases = [
             dataclasses.asdict(case) | {"ratio": case.ratio} for case in self.cases
         ]
-        found = {"cases": cases}
+        stored: dict[str, Any] = {"cases": cases}
         if len(cases) == 1:
-            found = {key: cases[0][key] for key in _CASE_KEYS}
-        heading = (
-            "id",
-            "claim",
-            "theme",
-            "headline",
-            "command",
-            "date",
-            "device",
-            "versions",
-        )
-        ending = ("higher_is_better", "notes", "outdated")
-        return (
-            {name: plain[name] for name in heading}
-            | found
-            | {name: plain[name] for name in ending}
-        )
+            stored = {key: cases[0][key] for key in _CASE_KEYS}
+        found: dict[str, Any] = {}
+        for name, value in dataclasses.asdict(self).items():
+            found |= stored if name == "cases" else {name: value}
+        return found
 
 
 def verdict(case: Comparison, higher_is_better: bool) -> str:
-    """The verdict on a ratio against the bar of its own row.
-
-    Returns:
-        `aim reached`, `met` or `missed by 5 %` (of the bar); without a bar `aim
-        reached`, `aim not reached` or `no bar`.
+    """Judges a ratio against the bar and the aim of its row; a miss is in % of the bar.
 
     Example:
         >>> sides = [Side("", n, n, n, 1, "s") for n in (57, 100)]
@@ -150,11 +135,7 @@ def verdict(case: Comparison, higher_is_better: bool) -> str:
 
 
 def write_result(result: Result, folder: str | os.PathLike[str]) -> pathlib.Path:
-    """Checks a result and writes it to `<id>.json` in a folder, created if missing.
-
-    Raises:
-        BenchError: The result has mistakes.
-    """
+    """Checks a result and writes it to `<id>.json` in a folder, created if missing."""
     problems = list(result_problems(result))
     if problems:
         raise BenchError(*problems)
@@ -165,12 +146,8 @@ def write_result(result: Result, folder: str | os.PathLike[str]) -> pathlib.Path
 
 
 def read_result(path: str | os.PathLike[str]) -> Result:
-    """Reads and checks a file of `write_result`.
-
-    Raises:
-        BenchError: The file has other keys, or the result has mistakes.
-    """
-    remedy = "write it again with `zjax bench --contest=...`"
+    """Reads and checks a file of `write_result`."""
+    remedy = "write it again by its contest"
     try:
         given = parse_json(read_text(path))
         cases = given.pop("cases", None)
@@ -220,6 +197,7 @@ def result_problems(result: Result) -> Iterator[Problem]:
 
 
 def _case_problems(case: Comparison) -> Iterator[Problem]:
+    """Yields a problem for each mistake in a comparison."""
     for label, side in (("ours", case.ours), ("peer", case.peer)):
         field = f"{case.name}.{label}".lstrip(".")
         numbers = (side.min, side.median, side.max)
@@ -247,6 +225,7 @@ def _case_problems(case: Comparison) -> Iterator[Problem]:
 
 
 def _comparison(given: Mapping[str, Any]) -> Comparison:
+    """Reads a comparison as a file stores it."""
     return Comparison(
         name=given["name"],
         ours=Side(**given["ours"]),
@@ -254,3 +233,38 @@ def _comparison(given: Mapping[str, Any]) -> Comparison:
         must=given["must"],
         aim=given["aim"],
     )
+
+
+def format_number(value: int | float, unit: str) -> str:
+    """Formats a number above 0 in a few digits; bytes alone with their unit.
+
+    Example:
+        >>> format_number(45973.2, "tokens/s"), format_number(0.5412, "MFU")
+        ('45,973', '0.5412')
+        >>> format_number(93_535_041_222, "bytes/s")
+        '93.54 GB/s'
+        >>> format_number(31_831_597_056, "parameters")
+        '31.83 billion'
+    """
+    if unit.startswith("bytes"):
+        return format_bytes(value) + unit.removeprefix("bytes")
+    if value >= 1e9:
+        return f"{value / 1e9:,.4g} billion"
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+
+
+def describe_median(side: Side) -> str:
+    """Formats the median of one side with its unit."""
+    return _with_unit(format_number(side.median, side.unit), side.unit)
+
+
+def describe_side(side: Side) -> str:
+    """Formats name, median and range of one side."""
+    spread = Spread(side.median, side.min, side.max, side.n)
+    text = spread.describe(lambda value: format_number(value, side.unit))
+    return f"{side.name}: {_with_unit(text, side.unit)}"
+
+
+def _with_unit(text: str, unit: str) -> str:
+    """Appends its unit to a number of `format_number`, unless the number has it."""
+    return text if unit.startswith("bytes") else f"{text} {unit}"

@@ -10,11 +10,16 @@ import pathlib
 import runpy
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Literal
+from typing import Literal, get_args
 
-from zjax.bench.themes import Theme
 from zjax.errors import BenchError, Problem
 from zjax.remedies import find_fault
+
+Theme = Literal["speed", "memory", "offload", "sparse_attention", "parallelism"]
+THEMES: dict[str, str] = {
+    theme: theme.replace("_", " ").capitalize() for theme in get_args(Theme)
+}
+"""Headings of the pages of results by theme, in the order of the summary."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +42,7 @@ class Contestant:
     timeout_seconds: int | float = 300
 
     def words(self, python: str, num_devices: int) -> list[str]:
-        """The command with its placeholders filled in."""
+        """Fills in the placeholders of the command."""
         return [
             word.replace("{python}", python).replace("{devices}", str(num_devices))
             for word in self.command
@@ -123,19 +128,9 @@ class Contest:
 
 
 def load_contest(path: str | os.PathLike[str]) -> Contest:
-    """Loads and checks a contest file.
-
-    Args:
-        path: A Python file with `get_contest()`; it may import its neighbours.
-
-    Returns:
-        The contest.
-
-    Raises:
-        BenchError: There is no such file or function, or the contest has mistakes.
-    """
+    """Loads and checks a contest file, which may import its neighbours."""
     path = pathlib.Path(path)
-    remedy = "give a Python file whose get_contest() returns a zjax.bench.Contest"
+    remedy = "give a Python file whose get_contest() returns a contests.Contest"
     if fault := find_fault(path):
         raise BenchError(Problem("contest", str(path), fault, remedy))
     with _importing_from(path.parent):
@@ -178,6 +173,7 @@ def unknown(
 
 
 def _repeated(field: str, names: list[str]) -> Iterator[Problem]:
+    """Yields a problem for each name that stands several times in `field`."""
     for name in dict.fromkeys(names):
         if names.count(name) > 1:
             problem = f"appears {names.count(name)} times"

@@ -8,10 +8,10 @@ import types
 
 import jax
 import pytest
+from contests.contest import load_contest
 
 from tests.support import small_run
 from tests.support.benchmarks import FOLDER, config_of, load
-from zjax.bench.contest import load_contest
 from zjax.config import describe_config
 from zjax.models.build import make_model
 from zjax.observe import flops
@@ -74,7 +74,7 @@ def test_the_length_that_fits_is_read_off_a_straight_line(tmp_path, monkeypatch)
     assert length > 8 * 16
 
 
-def test_a_brief_trial_takes_two_steps(tmp_path, monkeypatch):
+def test_a_brief_trial_takes_two_steps(tmp_path):
     module = load("largest_model")
     path = tmp_path / "small.gin"
     path.write_text(describe_config(small_run.make_config("run", "mesh.sequence=2")))
@@ -109,9 +109,8 @@ def test_the_rate_of_a_model_counts_its_attention(tmp_path, monkeypatch, capsys)
         assert found[f"tflops_{name}_attention"] == expected
 
 
-def test_what_cannot_be_elsewhere_is_a_closed_form_of_the_model(monkeypatch):
+def test_what_cannot_be_elsewhere_is_a_closed_form_of_the_model():
     """Fails if it has other numbers than the model, or follows a plan of ours."""
-    monkeypatch.syspath_prepend(FOLDER)
     module = load("offload_13b")
     config = config_of(module.get_contest().contestants[0])
     params, _ = jax.eval_shape(make_model(config).init, jax.random.key(0))
@@ -128,7 +127,6 @@ def test_what_cannot_be_elsewhere_is_a_closed_form_of_the_model(monkeypatch):
 def test_the_machine_is_measured_by_programs_of_their_own(
     tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.syspath_prepend(FOLDER)
     link, files = load("host_link"), load("direct_files")
     product = load("matrix_product")
     monkeypatch.setattr(product, "SIZE", 64)
@@ -163,7 +161,6 @@ def test_the_state_is_held_against_a_closed_form_of_the_shape():
 @pytest.fixture
 def budget(monkeypatch, tmp_path):
     """Searches among lengths of which only those up to `longest` cost little enough."""
-    monkeypatch.syspath_prepend(FOLDER)
     module = load("longest_in_budget")
     path = tmp_path / "small.gin"
     sparse = ("model.kind=encoder", "model.vocab_size=300", "data.source=synthetic")
@@ -218,7 +215,6 @@ def test_a_search_for_a_longest_sequence_that_finds_none_says_so(budget):
 
 
 def test_a_step_that_does_not_fit_has_no_time(monkeypatch):
-    monkeypatch.syspath_prepend(FOLDER)
     module = load("longest_in_budget")
 
     def fails(config, **options):

@@ -8,9 +8,9 @@ import subprocess
 import sys
 
 import pytest
+from contests.contest import Contest, load_contest
 
 from tests.support.benchmarks import FOLDER, ROOT, config_of, options
-from zjax.bench.contest import Contest, load_contest
 from zjax.config import check_config, schema
 from zjax.observe import flops
 

@@ -4,10 +4,10 @@ import json
 
 import jax
 import pytest
+from contests.contest import load_contest
 
 from tests.support.benchmarks import FOLDER, config_of, load
 from zjax.bench import measure
-from zjax.bench.contest import load_contest
 from zjax.config import axes, check_config, load_config
 
 SMALL = (

@@ -4,9 +4,9 @@ import json
 import sys
 
 import pytest
+from contests.contest import load_contest
 
 from tests.support.benchmarks import FOLDER, load
-from zjax.bench.contest import load_contest
 from zjax.config.dropping import make_dropping
 
 SIZES = ("num_layers=3", "embed_size=16", "num_heads=2", "vocab_size=61", "length=16")
@@ -19,7 +19,6 @@ def metrics_of(row):
 
 @pytest.mark.slow
 def test_steps_are_measured(monkeypatch, capsys):
-    monkeypatch.syspath_prepend(FOLDER)
     module = load("dropping_steps")
     small = {"ROUNDS": 2, "STEPS_PER_ROUND": 2, "LAYER_DROP_STEPS": 2}
     for name, value in small.items():
@@ -34,9 +33,8 @@ def test_steps_are_measured(monkeypatch, capsys):
     assert found["layerwise"]["n"] == 2
 
 
-def test_the_mean_step_is_that_of_the_runs_of_quality(monkeypatch):
+def test_the_mean_step_is_that_of_the_runs_of_quality():
     """Fails if one drops tokens longer, or its sizes have another mean."""
-    monkeypatch.syspath_prepend(FOLDER)
     schedule, quality = load("kept_schedule"), load("random_ltd_quality")
     config = quality.make_config("layerwise", "data.path=x")
     kept, length = make_dropping(config), config.data.length
@@ -47,8 +45,7 @@ def test_the_mean_step_is_that_of_the_runs_of_quality(monkeypatch):
     assert schedule.mean_of_run(sizes, 2048) == pytest.approx(share, abs=1e-3)
 
 
-def test_losses_are_compared_seed_by_seed(monkeypatch):
-    monkeypatch.syspath_prepend(FOLDER)
+def test_losses_are_compared_seed_by_seed():
     module = load("random_ltd_quality")
 
     class Records:

@@ -5,9 +5,9 @@ import sys
 
 import numpy as np
 import pytest
+from contests.contest import load_contest
 
 from tests.support.benchmarks import FOLDER, load
-from zjax.bench.contest import load_contest
 from zjax.data.prepare import prepare
 
 TINY = (
@@ -34,7 +34,6 @@ def text(tmp_path):
 @pytest.fixture
 def measure(text, monkeypatch, capsys):
     """Runs a program, changed by `change`, and returns its result."""
-    monkeypatch.syspath_prepend(FOLDER)
 
     def run(name, *flags, change=lambda module: None):
         module = load(name)

@@ -5,9 +5,9 @@ import sys
 
 import jax
 import pytest
+from contests.contest import load_contest
 
 from tests.support.benchmarks import FOLDER, load
-from zjax.bench.contest import load_contest
 from zjax.config import load_config
 from zjax.optim.rounds import make_rounds
 
@@ -29,8 +29,7 @@ SMALL = (
 
 
 @pytest.fixture
-def module(monkeypatch):
-    monkeypatch.syspath_prepend(FOLDER)
+def module():
     return load("streaming_rounds")
 
 

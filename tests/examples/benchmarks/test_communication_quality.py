@@ -5,10 +5,10 @@ import json
 import sys
 
 import pytest
+from contests.contest import load_contest
 
 import zjax
 from tests.support.benchmarks import FOLDER, load
-from zjax.bench.contest import load_contest
 from zjax.config import schema
 from zjax.data.prepare import prepare
 
@@ -27,7 +27,6 @@ TINY = (
 
 @pytest.fixture
 def program(monkeypatch):
-    monkeypatch.syspath_prepend(FOLDER)
     module = load("method_quality")
     monkeypatch.setattr(module, "use_program_cache", lambda: None)
     return module

@@ -3,8 +3,8 @@
 import json
 import pickle
 
-from zjax.bench import Case, Contest, Contestant, Row
-from zjax.bench.turns import Machine
+from contests import Case, Contest, Contestant, Row
+from contests.turns import Machine
 
 MACHINE = Machine(identity="a", device="toy", num_devices=2)
 

@@ -3,14 +3,13 @@
 import dataclasses
 import functools
 import json
-import pathlib
 import re
 import shutil
 
 import pytest
-
-from zjax.bench.contest import load_contest
-from zjax.bench.result import (
+from contests.contest import THEMES, load_contest
+from contests.pages import PAGES, describe_details, table_rows, update_pages
+from contests.result import (
     Comparison,
     Result,
     Side,
@@ -18,11 +17,10 @@ from zjax.bench.result import (
     verdict,
     write_result,
 )
-from zjax.bench.table import PAGES, describe_details, table_rows, update_table
-from zjax.bench.themes import THEMES
+
+from tests.support.benchmarks import ROOT
 from zjax.errors import BenchError
 
-ROOT = pathlib.Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "benchmarks" / "results"
 PUBLISHED = ["BENCHMARKS.md", *(str(PAGES / f"{theme}.md") for theme in THEMES)]
 OURS = Side("ours", 30.0, 29.0, 31.0, 5, "tokens/s")
@@ -207,7 +205,7 @@ def test_rows_are_sorted_by_id_and_devices(tmp_path):
         named = dataclasses.replace(RESULT, id=f"speed_1p5b_x{devices}")
         write_result(named, tmp_path / "r")
     write_result(dataclasses.replace(RESULT, id="a"), tmp_path / "r")
-    update_table(table, tmp_path / "r")
+    update_pages(table, tmp_path / "r")
     page = (tmp_path / PAGES / "speed.md").read_text()
     ids = re.findall(r"^\| .*\(#(\w+)\)", page, re.M)
     assert ids == ["a", "speed_1p5b_x2", "speed_1p5b_x8", "speed_1p5b_x16"]
@@ -223,7 +221,7 @@ def test_the_published_table_is_that_of_the_published_files(tmp_path):
         shutil.copytree(FOLDER, results)
     shutil.copytree(ROOT / PAGES, tmp_path / PAGES)
     shutil.copy(ROOT / "BENCHMARKS.md", tmp_path)
-    update_table(tmp_path / "BENCHMARKS.md", results)
+    update_pages(tmp_path / "BENCHMARKS.md", results)
     for path in PUBLISHED:
         assert (tmp_path / path).read_text() == (ROOT / path).read_text()
 

@@ -1,17 +1,15 @@
 """The summary shows wins, misses and losses alike, on one screen."""
 
 import itertools
-import pathlib
 import re
 
 import pytest
+from contests.contest import THEMES
+from contests.pages import BEGIN, END, describe_results
+from contests.result import Comparison, Result, Side
 
-from zjax.bench.result import Comparison, Result, Side
-from zjax.bench.summary import describe_results
-from zjax.bench.table import BEGIN, END
-from zjax.bench.themes import THEMES
+from tests.support.benchmarks import ROOT
 
-ROOT = pathlib.Path(__file__).parents[2]
 LINKS = {theme: f"pages/{theme}.md" for theme in THEMES}
 
 

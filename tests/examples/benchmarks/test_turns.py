@@ -1,19 +1,17 @@
 """Programs of a contest, one after another, and what a stop leaves behind."""
 
 import os
-import pathlib
 import signal
 import subprocess
 import sys
 
 import pytest
+from contests.turns import find_machine
 
-from tests.support import contests, programs
-from tests.support.contests import contestant, speed_row
-from zjax.bench.turns import find_machine
+from tests.support import programs
+from tests.support.benchmarks import FOLDER, ROOT
+from tests.support.toy_contests import contestant, speed_row, write_contest
 from zjax.errors import BenchError
-
-ROOT = pathlib.Path(__file__).parents[2]
 
 
 def test_devices_are_counted_without_being_held():
@@ -34,8 +32,8 @@ def test_stopping_a_contest_stops_its_program_and_what_that_started(tmp_path):
         "time.sleep(99)"
     )
     rows = [speed_row("speed", ("ours",), ("ours",))]
-    contests.write_contest(tmp_path / "toy.py", [contestant("ours", code=code)], rows)
-    words = ("-m", "zjax.main", "bench", "--contest=toy.py", "--simulated_devices=2")
+    write_contest(tmp_path / "toy.py", [contestant("ours", code=code)], rows)
+    words = (str(FOLDER / "contest.py"), "toy.py", "--simulated_devices=2")
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     how = {"cwd": tmp_path, "env": environment, "stdout": subprocess.PIPE}
     pids = tmp_path / "pids"
