@@ -3,7 +3,7 @@
 Vocabulary rarity and compression ratio of Python source of this machine, cut into
 samples of 32 bytes; the start of the processes and the sort count.
 
-zjax bench --contest=examples/benchmarks/analyzer.py
+python examples/benchmarks/contest.py examples/benchmarks/analyzer.py
 """
 
 from contests import Case, Contest, Contestant, Row

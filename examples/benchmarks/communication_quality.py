@@ -3,7 +3,7 @@
 Replicas on all devices, 2000 steps of 32 x 512 tokens of the source of Python and its
 packages, three seeds; cross-entropy on held-out files. Local steps: two replicas.
 
-zjax bench --contest=examples/benchmarks/communication_quality.py
+python examples/benchmarks/contest.py examples/benchmarks/communication_quality.py
 """
 
 from contestants import JAX_MEMORY

@@ -3,8 +3,8 @@
 Of a device, programs may take what one of 80 GB has: longer sequences take minutes a
 step, and show no more. `--pool_gigabytes` of `largest_model.py` says how much.
 
-zjax bench --contest=examples/benchmarks/long_sequence.py
-zjax bench --contest=examples/benchmarks/long_sequence.py --only="zjax Ulysses"
+python examples/benchmarks/contest.py examples/benchmarks/long_sequence.py
+    [--only="zjax Ulysses"]
 """
 
 from contests import Case, Contest, Contestant, Row

@@ -1,7 +1,7 @@
 """1F1B on all devices, over the time that its schedule allows.
 
-zjax bench --contest=examples/benchmarks/pipeline_bubble.py
-zjax bench --contest=examples/benchmarks/pipeline_bubble.py --only="8 microbatches"
+python examples/benchmarks/contest.py examples/benchmarks/pipeline_bubble.py
+    [--only="8 microbatches"]
 """
 
 from contestants import JAX_MEMORY, zjax

@@ -1,7 +1,7 @@
 """Schedules of pipelines that waste less than 1F1B, over that.
 
-zjax bench --contest=examples/benchmarks/pipeline_schedules.py
-zjax bench --contest=examples/benchmarks/pipeline_schedules.py --only=1F1B,ZB-H1
+python examples/benchmarks/contest.py examples/benchmarks/pipeline_schedules.py
+    [--only=1F1B,ZB-H1]
 """
 
 from contestants import zjax

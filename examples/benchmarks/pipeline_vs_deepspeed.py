@@ -1,7 +1,7 @@
 """GPT 6.7B in a pipeline over all devices, against DeepSpeed's PipelineModule.
 
-zjax bench --contest=examples/benchmarks/pipeline_vs_deepspeed.py
-zjax bench --contest=examples/benchmarks/pipeline_vs_deepspeed.py --only="zjax 1F1B"
+python examples/benchmarks/contest.py examples/benchmarks/pipeline_vs_deepspeed.py
+    [--only="zjax 1F1B"]
 """
 
 import dataclasses

@@ -4,7 +4,7 @@ Steps of 8 x 2048 tokens on one GPU, over steps of all tokens in all layers: our
 DeepSpeed's over its own. Validation losses on real text, over those of a run of all
 tokens with equal batches and learning rates.
 
-zjax bench --contest=examples/benchmarks/random_ltd.py
+python examples/benchmarks/contest.py examples/benchmarks/random_ltd.py
 """
 
 from contestants import on_one_device, size_flags

@@ -1,6 +1,7 @@
 """A small GPT on real text over links of 110 Mbit/s, in network namespaces on CPUs.
 
-zjax bench --contest=examples/benchmarks/slow_network.py --rows=zeropp_slow_link
+python examples/benchmarks/contest.py examples/benchmarks/slow_network.py
+    --rows=zeropp_slow_link
 """
 
 from contests import Case, Contest, Contestant, Row

@@ -1,7 +1,7 @@
 """GPT 6.7B with each matrix split over all devices, against torch's tensor parallelism.
 
-zjax bench --contest=examples/benchmarks/tensor_6p7b.py
-zjax bench --contest=examples/benchmarks/tensor_6p7b.py --only=zjax,"torch TP"
+python examples/benchmarks/contest.py examples/benchmarks/tensor_6p7b.py
+    [--only=zjax,"torch TP"]
 """
 
 import dataclasses

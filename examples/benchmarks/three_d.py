@@ -2,8 +2,8 @@
 
 Needs a multiple of four devices.
 
-zjax bench --contest=examples/benchmarks/three_d.py
-zjax bench --contest=examples/benchmarks/three_d.py --only="three dimensions"
+python examples/benchmarks/contest.py examples/benchmarks/three_d.py
+    [--only="three dimensions"]
 """
 
 from contestants import compare_speed, zjax

@@ -22,7 +22,7 @@ from contests.result import (
 from zjax.errors import BenchError, Problem
 
 SUMMARY = "BENCHMARKS.md"
-BEGIN = "<!-- results: written by `zjax bench --contest`, from the files it names -->"
+BEGIN = "<!-- results: written by examples/benchmarks/pages.py from the named files -->"
 END = "<!-- end of results -->"
 PAGES = pathlib.Path("docs", "benchmarks")
 """Folder of the theme pages, relative to the summary."""
