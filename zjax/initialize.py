@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from zjax.budget.fit import abstract_batch, check_fits, fit_plan
+from zjax.budget.fit import check_fits, fit_plan
 from zjax.checkpoint import adapters, layout, upcycling, weights
 from zjax.checkpoint.model_state import load_model_state
 from zjax.checkpoint.quantized import with_codes
@@ -22,7 +22,7 @@ from zjax.config.derived import is_offered
 from zjax.config.groups import is_adapter
 from zjax.config.load import load_config
 from zjax.config.schema import Config, Lora
-from zjax.data.entries import check_batch, entries_of
+from zjax.data.entries import abstract_batch, check_batch, entries_of
 from zjax.data.placement import BatchPlacement
 from zjax.errors import ConfigError, ModelError, Problem
 from zjax.huggingface import peft_source

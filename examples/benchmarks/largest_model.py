@@ -23,7 +23,7 @@ import jax
 
 import zjax
 from zjax.bench import measure, result_line
-from zjax.budget.fit import abstract_batch
+from zjax.data.entries import abstract_batch
 
 PROBES = (4, 8)
 """Units."""

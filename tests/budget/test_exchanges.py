@@ -8,10 +8,10 @@ from tests.support import small_run
 from zjax.bench.memory import state_bytes
 from zjax.budget.capacity import check_device_memory
 from zjax.budget.exchanges import kept_rows
-from zjax.budget.fit import abstract_batch
 from zjax.budget.report import report_plan
 from zjax.budget.tables import describe_stages
 from zjax.budget.trial import weigh
+from zjax.data.entries import abstract_batch
 from zjax.errors import PlanError
 from zjax.models.build import make_model
 from zjax.optim.build import make_optimizer

@@ -7,11 +7,11 @@ import pytest
 
 from tests.support import small_run
 from zjax.budget import link
-from zjax.budget.fit import abstract_batch
 from zjax.budget.link import Prediction, describe_predictions, parse_speed, report_link
 from zjax.budget.methods import methods_of, sent_per_step
 from zjax.budget.report import report_plan
 from zjax.config import load_config
+from zjax.data.entries import abstract_batch
 from zjax.errors import ConfigError, Problem
 from zjax.models.build import make_model
 from zjax.observe.collectives import bytes_leaving_node, list_collectives

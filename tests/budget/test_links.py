@@ -8,11 +8,11 @@ import pytest
 from jax.sharding import AbstractMesh
 
 from tests.support import small_run
-from zjax.budget.fit import abstract_batch
 from zjax.budget.links import report_links
 from zjax.budget.report import describe_collectives
 from zjax.comm.codecs import make_codec, packed_bytes
 from zjax.config import schema
+from zjax.data.entries import abstract_batch
 from zjax.execute import local_steps
 from zjax.observe.collectives import Collective
 from zjax.observe.communication import MESSAGES_NOTE

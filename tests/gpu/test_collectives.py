@@ -7,7 +7,7 @@ import pytest
 
 from tests.support import small_run
 from tests.support.gpu import NEEDS_GPU
-from zjax.budget.fit import abstract_batch
+from zjax.data.entries import abstract_batch
 from zjax.models.build import make_model
 from zjax.observe.collectives import list_collectives
 from zjax.observe.communication import zero_volume

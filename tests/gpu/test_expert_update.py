@@ -11,7 +11,7 @@ import pytest
 
 import zjax
 from tests.support.gpu import NEEDS_GPU
-from zjax.budget.fit import abstract_batch
+from zjax.data.entries import abstract_batch
 
 pytestmark = NEEDS_GPU
 

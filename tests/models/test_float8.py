@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from tests.support import language, small_run
-from zjax.budget.fit import abstract_batch
 from zjax.config import schema
+from zjax.data.entries import abstract_batch
 from zjax.errors import ConfigError
 from zjax.models.build import make_model
 from zjax.optim.build import make_optimizer

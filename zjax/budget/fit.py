@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from absl import logging
 from jax.experimental import multihost_utils
@@ -12,9 +11,9 @@ from jax.sharding import Mesh
 
 from zjax.budget.capacity import check_device_memory, check_host_memory
 from zjax.budget.exchanges import kept_rows
-from zjax.budget.spill import FreeBytes, spill_state
-from zjax.config.batch import resolve_batch
+from zjax.budget.spill import DEVICE_SHARE, FreeBytes, spill_state
 from zjax.config.schema import Config
+from zjax.data.entries import abstract_batch
 from zjax.errors import PlanError, Problem
 from zjax.offload.inputs import offloaded_inputs, saving_policy
 from zjax.offload.peak import Peak
@@ -38,9 +37,6 @@ from zjax.storage.chunks import disk_bytes
 from zjax.storage.scratch import check_disks
 from zjax.storage.transfers import IN_FLIGHT_BYTES, staging_bytes
 from zjax.typing import Batch, Model
-
-DEVICE_SHARE = 0.94
-"""Share of a device's memory that a predicted step may take."""
 
 
 @dtype_promotion()
@@ -120,14 +116,6 @@ def _log_memories(plan: Plan) -> None:
     logging.warning("state per device: %s there, %s on the host, %s on disks", *sizes)
     if all(row.is_on_device for row in jax.tree.leaves(state)):
         logging.warning("all of it fits: zero.optimizer_memory=device is faster")
-
-
-def abstract_batch(config: Config, plan: Plan) -> Batch:
-    """The global batch of a built-in model: shapes [B, L] and dtypes without data."""
-    size = resolve_batch(config, plan.num_batch_shares).global_batch_size
-    shape = (size, config.data.length)
-    dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
-    return {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in dtypes.items()}
 
 
 def host_budget(plan: Plan, disk_bytes: int, processes: LocalProcesses) -> int:

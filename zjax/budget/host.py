@@ -9,9 +9,9 @@ import math
 import os
 from collections.abc import Sequence
 
-from zjax.budget.fit import abstract_batch
 from zjax.config.axes import close_axes
 from zjax.config.schema import Config
+from zjax.data.entries import abstract_batch
 from zjax.errors import ZjaxError
 from zjax.models.build import make_model
 from zjax.offload.inputs import offloaded_inputs

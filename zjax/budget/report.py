@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from zjax.budget import tables
 from zjax.budget.exchanges import kept_rows
 from zjax.budget.experts import describe_active, describe_exchanges
-from zjax.budget.fit import abstract_batch, check_fits, fit_memories
+from zjax.budget.fit import check_fits, fit_memories
 from zjax.budget.link import check_link, report_link
 from zjax.budget.links import report_links
 from zjax.budget.mesh import is_open, propose_mesh, this_machine
@@ -26,6 +26,7 @@ from zjax.config.lengths import end_by_tokens
 from zjax.config.mixture import describe_future
 from zjax.config.paths import local_path
 from zjax.config.schema import Config
+from zjax.data.entries import abstract_batch
 from zjax.errors import ConfigError, OutputError, Problem, ZjaxError
 from zjax.models.build import make_model
 from zjax.observe import course, plot, timeline

@@ -10,6 +10,9 @@ from zjax.sharding.paths import position_finder
 from zjax.sharding.placement import ArrayPlan
 from zjax.sharding.plan import DEVICE, HOST, NVME, Plan
 
+DEVICE_SHARE = 0.94
+"""Share of a device's memory that a predicted step may take."""
+
 
 class FreeBytes(NamedTuple):
     """Bytes per device that state may take.

@@ -12,7 +12,7 @@ import jax
 
 from zjax.budget.activations import activation_bytes
 from zjax.budget.exchanges import kept_rows
-from zjax.budget.fit import DEVICE_SHARE
+from zjax.budget.spill import DEVICE_SHARE
 from zjax.config import axes, schema
 from zjax.config.batch import BatchSizes, resolve_batch
 from zjax.sharding import memory

@@ -19,7 +19,7 @@ at 0, or set model.latent.key_rank
     model, latent = config.model, config.model.latent
     if latent.key_rank:
         yield from _sizes(model)
-        yield from _refused(model)
+        yield from _unsupported(model)
         return
     for name in (field.name for field in dataclasses.fields(latent)):
         if value := getattr(latent, name):
@@ -51,7 +51,7 @@ def _sizes(model: schema.Model) -> Iterator[Problem]:
         yield Problem("model.latent.value_size", latent.value_size, problem, remedy)
 
 
-def _refused(model: schema.Model) -> Iterator[Problem]:
+def _unsupported(model: schema.Model) -> Iterator[Problem]:
     beside = f"model.latent.key_rank={model.latent.key_rank}"
     if model.positions != "rotary":
         problem = f"rotates no channels, as {beside} needs"

@@ -43,7 +43,7 @@ sparsity.mode='local'
     model = config.model
     yield from _without_effect(model)
     if model.sliding_window:
-        yield from _refused(config)
+        yield from _window_problems(config)
     if model.attention_soft_cap and model.attention in ("cudnn", "sparse"):
         value = model.attention_soft_cap
         problem = f"bounds scores, which model.attention={model.attention!r} cannot"
@@ -60,7 +60,7 @@ sparsity.mode='local'
         yield Problem("model.activation", model.activation, problem, remedy)
 
 
-def _refused(config: schema.Config) -> Iterator[Problem]:
+def _window_problems(config: schema.Config) -> Iterator[Problem]:
     model, window = config.model, config.model.sliding_window
     form = config.random_ltd.form
     others = {
