@@ -13,7 +13,8 @@ import sys
 from model_flops import model_tflops
 
 import zjax
-from zjax.bench import describe_measurement, measure, result_line
+from zjax.bench.measure import describe_measurement, measure
+from zjax.processes.programs import result_line
 
 NUM_ROUNDS = 17
 """Of one step, after three steps to warm up."""

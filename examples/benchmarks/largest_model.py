@@ -22,8 +22,9 @@ import sys
 import jax
 
 import zjax
-from zjax.bench import measure, result_line
+from zjax.bench.measure import measure
 from zjax.data.entries import abstract_batch
+from zjax.processes.programs import result_line
 
 PROBES = (4, 8)
 """Units."""

@@ -19,9 +19,10 @@ from collections.abc import Callable, Sequence
 from jax.errors import JaxRuntimeError
 from largest_model import NO_ROOM, peak_bytes
 
-from zjax.bench import measure, result_line
+from zjax.bench.measure import measure
 from zjax.config import Config, load_config
 from zjax.errors import PlanError
+from zjax.processes.programs import result_line
 
 MOST_TIMES = 64
 """The base, where the search ends."""

@@ -15,8 +15,9 @@ from collections.abc import Sequence
 
 import jax
 
-from zjax.bench import describe_measurement, measure, result_line
+from zjax.bench.measure import describe_measurement, measure
 from zjax.config import Config, load_config
+from zjax.processes.programs import result_line
 
 
 def one_stage(config: Config, num_stages: int) -> Config:

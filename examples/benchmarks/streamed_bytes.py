@@ -10,8 +10,10 @@ python examples/benchmarks/streamed_bytes.py configs/gpt_6p7b.py model.num_layer
 import dataclasses
 import sys
 
-from zjax.bench import Spread, describe_measurement, measure, result_line
+from zjax.bench.measure import describe_measurement, measure
+from zjax.bench.spread import Spread
 from zjax.config import load_config
+from zjax.processes.programs import result_line
 
 
 def main() -> None:

@@ -9,8 +9,9 @@ import pathlib
 import sys
 import time
 
-from zjax.bench import describe_measurement, measure, result_line
+from zjax.bench.measure import describe_measurement, measure
 from zjax.config import load_config
+from zjax.processes.programs import result_line
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ import jax
 import pytest
 
 from tests.support.gpu import NEEDS_GPU
-from zjax.bench import measure
+from zjax.bench.measure import measure
 from zjax.budget.trial import weigh
 from zjax.config import load_config, schema
 from zjax.config.axes import axis_sizes

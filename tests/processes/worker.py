@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tests.checkpoint import states
 from tests.support import offload, squares
 from zjax import processes
-from zjax.bench import measure
+from zjax.bench.measure import measure
 from zjax.checkpoint import sums
 from zjax.checkpoint.store import Store
 from zjax.config import schema

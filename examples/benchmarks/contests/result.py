@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from contests.contest import THEMES
-from zjax.bench import Spread
+from zjax.bench.spread import Spread
 from zjax.errors import BenchError, Problem
 from zjax.reading import parse_json, read_text
 from zjax.sharding.describe import format_bytes

@@ -7,7 +7,7 @@ import pytest
 from contests.contest import load_contest
 
 from tests.support.benchmarks import FOLDER, config_of, load
-from zjax.bench import measure
+from zjax.bench.measure import measure
 from zjax.config import axes, check_config, load_config
 
 SMALL = (
