@@ -7,17 +7,18 @@ import sys
 import jax.numpy as jnp
 import pytest
 
-from zjax import packages
+from zjax import errors
 from zjax.checkpoint import load_weights
 from zjax.checkpoint.store import Store
-from zjax.config import load_config, schema
+from zjax.cli.harness import evaluate_with_harness
+from zjax.config import load_config
 from zjax.data import chat, documents, tokenizer, wrap_batches
 from zjax.errors import ConfigError, PackageError
-from zjax.harness import evaluate_with_harness
 from zjax.observe import check_sinks, plot
 from zjax.observe.sinks import TensorBoard
 from zjax.ops.quantized import dequantize
-from zjax.trainer import Trainer
+from zjax.run.trainer import Trainer
+from zjax.settings import schema
 
 STEP = """
 import jax
@@ -47,21 +48,21 @@ def execute(program):
 
 
 def test_importing_zjax_reads_none_of_them():
-    names = {*packages.NEEDED_FOR, "array_record", "wandb", "mlflow"}
+    names = {*errors.NEEDED_FOR, "array_record", "wandb", "mlflow"}
     program = f"import sys, zjax, zjax_kernels\nprint(*{names} & {{*sys.modules}})"
     assert execute(program) == []
 
 
 def test_a_model_of_yours_takes_a_step_without_them():
     """Fails if one of them is imported on the way, or a public name is missing."""
-    names = {*packages.NEEDED_FOR, "array_record"}
+    names = {*errors.NEEDED_FOR, "array_record"}
     execute(f"import sys\nsys.modules |= dict.fromkeys({names})\n{STEP}")
 
 
 @pytest.fixture
 def hidden(monkeypatch):
-    for module in {*sys.modules, *packages.NEEDED_FOR}:
-        if module.partition(".")[0] in packages.NEEDED_FOR:
+    for module in {*sys.modules, *errors.NEEDED_FOR}:
+        if module.partition(".")[0] in errors.NEEDED_FOR:
             monkeypatch.setitem(sys.modules, module, None)
 
 
@@ -79,12 +80,12 @@ USES = {
 }
 
 
-@pytest.mark.parametrize("name", packages.NEEDED_FOR)
+@pytest.mark.parametrize("name", errors.NEEDED_FOR)
 def test_a_missing_package_is_named(name, hidden, tmp_path):
     with pytest.raises(PackageError) as error:
         USES[name](tmp_path)
     assert str(error.value) == (
-        f"package={name!r} is not installed, and {packages.NEEDED_FOR[name]} need it; "
+        f"package={name!r} is not installed, and {errors.NEEDED_FOR[name]} need it; "
         f"pip install {'orbax-checkpoint' if name == 'orbax' else name}"
     )
 
@@ -92,7 +93,7 @@ def test_a_missing_package_is_named(name, hidden, tmp_path):
 def test_an_unsafe_version_is_refused(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "3.1.5")
     with pytest.raises(PackageError) as error:
-        packages.check_installed("jinja2")
+        errors.check_installed("jinja2")
     assert str(error.value) == (
         "package='jinja2' is 3.1.5, and chat templates need 3.1.6 or later; "
         "pip install 'jinja2>=3.1.6'"

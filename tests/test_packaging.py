@@ -10,7 +10,7 @@ import zipfile
 import pytest
 
 from tests.support import wheel as wheels
-from zjax.config import load_config, named
+from zjax.config import load_config, shipped
 from zjax.errors import ConfigError
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -63,7 +63,7 @@ def test_the_image_is_in_step_with_the_package():
     (entry,) = re.findall(r"^ENTRYPOINT (.+)$", text, re.M)
     assert json.loads(entry)[0] in project["scripts"]  # a shell would keep signals
     (config,) = re.findall(r"--config=(\w+)$", text, re.M)
-    assert named.find_config(config).is_file()
+    assert shipped.find_config(config).is_file()
 
 
 def test_the_image_is_built_from_all_that_the_package_needs():
@@ -88,7 +88,7 @@ def test_a_name_is_a_config_of_a_clone_or_of_a_wheel(folder, tmp_path, monkeypat
     path.parent.mkdir(parents=True)
     path.write_text("def get_config(): return {'num_steps': 7}")
     folders = (tmp_path / "zjax" / "configs", tmp_path / "configs")
-    monkeypatch.setattr(named, "_FOLDERS", folders)
+    monkeypatch.setattr(shipped, "_FOLDERS", folders)
     assert load_config("small").num_steps == 7
 
 

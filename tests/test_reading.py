@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from zjax.reading import parse_json, read_text
+from zjax.files import parse_json, read_text
 
 
 def test_a_file_is_read_up_to_its_bound(tmp_path):

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from zjax.remedies import find_errno, find_fault, find_remedy
+from zjax.errors import find_errno, find_fault, find_remedy
 
 ROOM = "free disk space or repair the file system"
 

@@ -5,8 +5,7 @@ at `zjax.Trainer`, which trains from a config file.
 """
 
 from zjax import linen, nnx
-from zjax.after_step import AfterStep
-from zjax.budget.fit import fit_plan
+from zjax.cli.harness import evaluate_with_harness
 from zjax.config import Config, check_config, load_config
 from zjax.data import make_loader, make_tokenizer, wrap_batches
 from zjax.errors import (
@@ -23,26 +22,27 @@ from zjax.errors import (
     StateError,
     ZjaxError,
 )
-from zjax.forward import loss_of, with_stack
-from zjax.harness import evaluate_with_harness
-from zjax.initialize import Run, adopt_optimizer, initialize, make_run
 from zjax.models.adapter import adapt
 from zjax.models.build import make_model
-from zjax.models.chosen import chosen_experts
 from zjax.models.generate import generate
-from zjax.ops.padding import (
+from zjax.models.inspect import chosen_experts
+from zjax.ops.sparse_self import (
     extend_position_embedding,
     pad_to_block_size,
     unpad_sequence_output,
 )
 from zjax.optim.build import make_optimizer
-from zjax.optim.schedules import make_schedule
-from zjax.saving import restore, save
+from zjax.run.ending import AfterStep
+from zjax.run.fit import fit_plan
+from zjax.run.initialize import Run, adopt_optimizer, initialize, make_run
+from zjax.run.saving import restore, save
+from zjax.run.step import Step, make_step
+from zjax.run.trainer import Trainer
+from zjax.schedule.learning_rate import make_schedule
 from zjax.sharding import Plan, abstract_mesh, make_mesh, make_plan
 from zjax.sharding.describe import describe_plan, describe_plan_totals
-from zjax.step import Step, make_step
+from zjax.stack.forward import loss_of, with_stack
 from zjax.train import TrainState, init_state
-from zjax.trainer import Trainer
 from zjax.typing import Auxiliary, Entry, Loss, Model, Segment, Stack
 
 __all__ = [

@@ -1,6 +1,6 @@
 """The `zjax` command as `python -m zjax`."""
 
-from zjax.main import run
+from zjax.cli.main import run
 
 if __name__ == "__main__":
     run()

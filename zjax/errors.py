@@ -1,6 +1,13 @@
-"""Errors that name the setting at fault and the remedy."""
+"""Errors that name the setting at fault and the remedy; missing optional packages."""
 
 import dataclasses
+import errno
+import importlib.metadata
+import importlib.util
+import os
+import re
+import signal
+import stat
 
 _MAX_SHOWN = 1_000
 """Maximum number of characters of a value in a message."""
@@ -100,3 +107,153 @@ class PackageError(ZjaxError):
 
 class ProcessError(ZjaxError):
     """Processes or devices that cannot start together, or a process that died."""
+
+
+NEEDED_FOR = {
+    "grain": "batches of a loader",
+    "jinja2": "chat templates",
+    "lm_eval": "tasks of the evaluation harness",
+    "matplotlib": "pictures",
+    "orbax": "checkpoints",
+    "pyarrow": "Parquet and Arrow files",
+    "qwix": "matrices of int8 and int4",
+    "safetensors": "safetensors files",
+    "tensorboardX": "event files of TensorBoard",
+    "tokenizers": "vocabularies of byte pairs",
+}
+"""Features by package."""
+_DISTRIBUTIONS = {"orbax": "orbax-checkpoint"}
+"""Names to install, if not the import name."""
+OLDEST = {"jinja2": "3.1.6"}
+"""Oldest versions that are safe: templates break out of the sandboxes of older ones."""
+
+
+def check_installed(name: str) -> None:
+    """Checks that a package is installed before it is imported.
+
+    Args:
+        name: A key of `NEEDED_FOR`.
+
+    Raises:
+        PackageError: It is not installed, or older than `OLDEST`.
+
+    Example:
+        >>> check_installed("grain")
+    """
+    install = _DISTRIBUTIONS.get(name, name)
+    if importlib.util.find_spec(name) is None:
+        problem = f"is not installed, and {NEEDED_FOR[name]} need it"
+        raise PackageError(Problem("package", name, problem, f"pip install {install}"))
+    if name in OLDEST:
+        found = importlib.metadata.version(install)
+        if _release(found) < _release(OLDEST[name]):
+            problem = f"is {found}, and {NEEDED_FOR[name]} need {OLDEST[name]} or later"
+            remedy = f"pip install '{install}>={OLDEST[name]}'"
+            raise PackageError(Problem("package", name, problem, remedy))
+
+
+def _release(version: str) -> list[int]:
+    """Parses the numbers of a version, without what marks a pre-release.
+
+    Example:
+        >>> _release("3.1.6rc1")
+        [3, 1, 6]
+    """
+    return [int(number) for number in re.findall(r"(?:^|\.)([0-9]+)", version)]
+
+
+_RIGHTS, _LIMIT = "give this user access to it", "raise the limit of open files"
+CHOOSE_DIRECTORY = "name a writable directory"
+PROCESS_REMEDIES = {
+    errno.EACCES: _RIGHTS,
+    errno.EPERM: _RIGHTS,
+    errno.EMFILE: _LIMIT,
+    errno.ENFILE: _LIMIT,
+}
+"""The file may be intact; this process cannot open it."""
+_PATH_REMEDIES = {
+    errno.EROFS: "make the file system writable",
+    errno.ENOTDIR: "move the file that is in its way",
+    errno.EEXIST: "move the file that is in its way",
+    errno.EISDIR: "move the directory that is in its way",
+    errno.ENOTEMPTY: "move the directory that is in its way",
+    errno.ENAMETOOLONG: "use a shorter path",
+    errno.ELOOP: "fix the links in its path",
+}
+_ELSEWHERE = {errno.EACCES, errno.EPERM, errno.ENOENT, *_PATH_REMEDIES}
+"""Errors that another path may avoid."""
+_IN_TEXT = re.compile(r"OS error (\d+)")
+"""The errno in a message of TensorStore."""
+
+
+def find_remedy(
+    error: BaseException,
+    *,
+    elsewhere: str = "",
+    default: str = "free disk space or repair the file system",
+) -> str:
+    """What to do about a file that cannot be written, in the imperative.
+
+    Args:
+        error: Error of the file system, or one raised from it.
+        elsewhere: Remedy if another path would help and the user may choose one.
+        default: Remedy if the disk is full or broken, or the cause is unknown.
+
+    Example:
+        >>> find_remedy(IsADirectoryError(errno.EISDIR, "Is a directory"))
+        'move the directory that is in its way'
+        >>> find_remedy(OSError(errno.ENOSPC, "No space left on device"))
+        'free disk space or repair the file system'
+    """
+    number = find_errno(error)
+    if elsewhere and number in _ELSEWHERE:
+        return elsewhere
+    return (PROCESS_REMEDIES | _PATH_REMEDIES).get(number, default)
+
+
+def find_errno(error: BaseException) -> int:
+    """The errno of an error, or of the error it was raised from; 0 if there is none."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    if isinstance(error, OSError):
+        return error.errno or 0
+    match = _IN_TEXT.search(str(error))
+    return int(match[1]) if match else 0
+
+
+def find_fault(path: str | os.PathLike[str]) -> str:
+    """Why a path is not a readable regular file.
+
+    Returns:
+        Text to follow the path; empty for a regular file, or a link to one.
+
+    Example:
+        >>> find_fault("/dev/null"), find_fault("/"), find_fault("/nowhere/a")
+        ('is not a regular file', 'is a directory', 'does not exist')
+    """
+    try:
+        mode = os.stat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return "does not exist"
+    except OSError as error:
+        return f"cannot be reached ({error.strerror})"
+    if stat.S_ISDIR(mode):
+        return "is a directory"
+    return "" if stat.S_ISREG(mode) else "is not a regular file"
+
+
+def describe_exit(code: int) -> str:
+    """Describes how a process ended, by its exit code.
+
+    Args:
+        code: As `subprocess` gives it: negative for a signal.
+
+    Example:
+        >>> describe_exit(-9)
+        'signal 9, SIGKILL, possibly out of memory'
+    """
+    if code >= 0:
+        return f"exit code {code}"
+    name = signal.Signals(-code).name
+    hint = ", possibly out of memory" if name == "SIGKILL" else ""
+    return f"signal {-code}, {name}{hint}"

@@ -1,13 +1,91 @@
-"""Files and directories that get their names once they are complete and on disk."""
+"""Files and paths: read within bounds, written completely or not at all."""
 
 import contextlib
 import fcntl
+import json
 import os
 import pathlib
 import re
 import shutil
+import stat
 import uuid
 from collections.abc import Iterator
+from typing import Any
+
+from absl import logging
+
+from zjax.errors import ConfigError, Problem, ZjaxError
+
+MAX_TEXT_BYTES = 1 << 20
+"""Maximum size of a file written by a person."""
+MAX_INDEX_BYTES = 1 << 28
+"""Maximum size of an index of other files."""
+
+
+def read_text(path: str | os.PathLike[str], max_bytes: int = MAX_TEXT_BYTES) -> str:
+    """Reads a whole UTF-8 file of at most `max_bytes`.
+
+    Raises:
+        OSError: It is missing, not a regular file, or cannot be read.
+        ValueError: It is larger, or not UTF-8.
+    """
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise OSError(None, "it is not a regular file")
+    with open(path, "rb") as file:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise ValueError(f"it has more than {max_bytes:,} bytes")
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError("it is not UTF-8 text") from error
+
+
+def read_lines(
+    path: str | os.PathLike[str], max_bytes: int = MAX_TEXT_BYTES
+) -> list[str]:
+    """Reads the lines of a file, and warns of a last line that was cut off.
+
+    Raises:
+        OSError: It is missing, not a regular file, or cannot be read.
+        ValueError: It is larger, or not UTF-8.
+    """
+    *lines, torn = read_text(path, max_bytes).split("\n")
+    if torn:
+        logging.warning("%s: the last line was cut off and is left out", path)
+    return lines
+
+
+def append_line(path: pathlib.Path, line: str) -> None:
+    """Adds a line to a file, in place of a last line that was cut off.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    with path.open("a+b") as file:
+        file.seek(0)
+        size = sum(len(each) for each in file if each.endswith(b"\n"))
+        file.truncate(size)
+        file.write(line.encode() + b"\n")
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Parses JSON.
+
+    Raises:
+        ValueError: It is not JSON, or nested too deep.
+
+    Example:
+        >>> parse_json("[1]")
+        [1]
+        >>> parse_json("[" * 100_000)
+        Traceback (most recent call last):
+        ValueError: it is nested too deep
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
 
 
 def sync_directory(path: pathlib.Path) -> None:
@@ -142,3 +220,110 @@ def _sync(path: pathlib.Path) -> None:
     """Syncs a file, or the names in a directory, to disk."""
     with _opened(path) as descriptor:
         os.fsync(descriptor)
+
+
+SETTINGS = (
+    "directory",
+    "zero.nvme_paths",
+    "data.path",
+    "checkpoint.init_from",
+    "lora.init_from",
+    "distill.teacher",
+    "curriculum.metrics.index",
+)
+"""Settings that are paths; those of each entry of a tuple are named without its number.
+"""
+OPTIONAL = (
+    *("data.path", "checkpoint.init_from", "lora.init_from"),
+    "distill.teacher",
+)
+"""Settings among them that may be empty."""
+CHECKED_LATER = ("curriculum.metrics.index",)
+"""Settings among them whose checks name the file that is missing."""
+
+_MAX_NAME, _MAX_PATH = 255, 4_000
+_SCHEME = re.compile(r"\s*[A-Za-z](:/|[A-Za-z0-9+.-]+:)/")
+"""Also with one slash, as `pathlib` drops the second; `c:/` does not match."""
+_VARIABLE = re.compile(r"\$(?:([A-Za-z_][A-Za-z0-9_]*)|\{([^}]*)\})")
+
+
+def local_path(
+    field: str,
+    path: str | os.PathLike[str],
+    error: type[ZjaxError] = ConfigError,
+    *,
+    creates: bool = False,
+) -> str:
+    """Expands `~`, `~user`, `$VAR` and `${VAR}`, and refuses what is no path of a disk.
+
+    Args:
+        field: Setting or flag, for the message.
+        path: Path as the user wrote it.
+        error: Type of the error.
+        creates: Whether the caller creates the path, and reports if it is too long.
+
+    Returns:
+        The path, ready to be opened.
+
+    Raises:
+        ZjaxError: The path is empty, a URL, of an unknown home or variable, or has
+            invalid characters.
+
+    Example:
+        >>> local_path("directory", "runs/a")
+        'runs/a'
+        >>> local_path("directory", "gs://bucket/a")
+        Traceback (most recent call last):
+        zjax.errors.ConfigError: directory='gs://bucket/a' is not a path of a file \
+system; give one on a disk, or where the bucket is mounted
+    """
+    given = os.fspath(path)
+    if not given:
+        raise error(Problem(field, "", "is empty", "give a path; . is this directory"))
+    if problems := _variable_problems(field, given):
+        raise error(*problems)
+    path = _VARIABLE.sub(lambda found: os.environ[found[1] or found[2]], given)
+    if _SCHEME.match(path):
+        problem = "is not a path of a file system"
+        remedy = "give one on a disk, or where the bucket is mounted"
+        raise error(Problem(field, given, problem, remedy))
+    fault = _fault(path, creates)
+    if fault:
+        raise error(Problem(field, given, fault, "give a path that can be opened"))
+    expanded = os.path.expanduser(path)
+    if expanded.startswith("~"):
+        home, _, _ = path.partition("/")
+        problem = f"begins with {home}, which names no home"
+        remedy = "give the whole path, or begin it with ./"
+        raise error(Problem(field, given, problem, remedy))
+    return expanded
+
+
+def _variable_problems(field: str, path: str) -> list[Problem]:
+    """Refuses variables that are unset or empty, or whose values name others."""
+    problems = []
+    for found in _VARIABLE.finditer(path):
+        name = found[1] or found[2]
+        value = os.environ.get(name)
+        if not value:
+            problem = (
+                f"needs ${name}, which is {'not set' if value is None else 'empty'}"
+            )
+            problems.append(Problem(field, path, problem, "set it, or write the path"))
+        elif _VARIABLE.search(value):
+            problem = f"needs ${name}, whose value {value!r} names another variable"
+            problems.append(Problem(field, path, problem, "write the path in it"))
+    return problems
+
+
+def _fault(path: str, creates: bool) -> str:
+    """Why the operating system refuses a path; empty if it does not."""
+    if "\0" in path:
+        return "holds a NUL"
+    try:
+        encoded = os.fsencode(path)
+    except UnicodeEncodeError:
+        return "holds half a character (a lone surrogate)"
+    longest = max(map(len, encoded.split(b"/")))
+    is_long = longest > _MAX_NAME or len(encoded) > _MAX_PATH
+    return "is too long" if is_long and not creates else ""

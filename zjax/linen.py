@@ -1,6 +1,5 @@
 """Layers of zjax for Linen modules."""
 
-from zjax.models.mixture_linen import MoE
-from zjax.models.sparse_linen import SparseSelfAttention
+from zjax.models.linen_layers import MoE, SparseSelfAttention
 
 __all__ = ["MoE", "SparseSelfAttention"]

@@ -1,6 +1,5 @@
 """Layers of zjax for NNX modules."""
 
-from zjax.models.mixture_nnx import MoE
-from zjax.models.sparse_nnx import SparseSelfAttention
+from zjax.models.nnx_layers import MoE, SparseSelfAttention
 
 __all__ = ["MoE", "SparseSelfAttention"]

@@ -1,10 +1,15 @@
-"""Chooses between the Hopper kernels and the reference implementation."""
+"""Chooses Hopper kernels or the reference; registers and warpgroups of kernels."""
 
 import functools
+import inspect
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from zjax_kernels.errors import invalid
 
@@ -139,3 +144,39 @@ def _device_obstacle(platform, capability):
 @functools.cache
 def _log_choice(operation, chosen, reason):
     _LOG.warning("%s: %s (%s)", operation, chosen, reason)
+
+
+_INDEX = inspect.signature(plgpu.load).parameters["idx"]
+"""Required before JAX 0.11, absent afterwards."""
+
+
+def load(ref: Any, layout: Any, *, interpret: Any, optimized: bool = True) -> jax.Array:
+    """Reads an array inside a kernel; the interpreter ignores `layout`.
+
+    `interpret` holds the interpreter's parameters, None on a GPU.
+    """
+    if interpret is not None:
+        return ref[...]
+    index = {"idx": ()} if _INDEX.default is _INDEX.empty else {}
+    return plgpu.load(ref, layout=layout, optimized=optimized, **index)
+
+
+NUM_COMPUTE = 2
+AXIS = "warpgroup"
+
+
+def specialize_warpgroups(
+    compute: Callable[[], None], copy: Callable[[], None]
+) -> None:
+    """Runs `compute` on two warpgroups, `copy` on the third, with few registers."""
+    warpgroup = lax.axis_index(AXIS)
+
+    @pl.when(warpgroup < NUM_COMPUTE)
+    def _():
+        plgpu.set_max_registers(240, action="increase")
+        compute()
+
+    @pl.when(warpgroup == NUM_COMPUTE)
+    def _():
+        plgpu.set_max_registers(24, action="decrease")
+        copy()

@@ -18,8 +18,8 @@ import package_text
 import timing
 
 import zjax
-from zjax.compiler import use_program_cache
-from zjax.config.buckets import bucket_lengths
+from zjax.run.compiler import use_program_cache
+from zjax.schedule.buckets import bucket_lengths
 
 ROUNDS = 5
 TEXT = pathlib.Path("runs/package_text_64k")

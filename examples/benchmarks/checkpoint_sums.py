@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zjax.checkpoint import reader, sums, verify
+from zjax.checkpoint import sums, verify
 from zjax.checkpoint.store import Store
 from zjax.sharding.placement import ArrayPlan
 
@@ -48,9 +48,9 @@ def without_checksums():
     size = lambda root, name: NO_SUM._replace(size=(root / name).stat().st_size)  # noqa: E731
     with (
         mock.patch.object(sums, "_sum_of", size),
-        mock.patch.object(reader, "check_step", lambda *_, **__: None),
         mock.patch.object(verify, "check_step", lambda *_, **__: None),
-        mock.patch.object(reader, "check_file_of", lambda *_, **__: None),
+        mock.patch.object(verify, "check_step", lambda *_, **__: None),
+        mock.patch.object(verify, "check_file_of", lambda *_, **__: None),
     ):
         yield
 

@@ -9,10 +9,10 @@ import sys
 
 from contests.compete import Selection, compete
 
-from zjax.compiler import simulation
-from zjax.config.paths import local_path
 from zjax.errors import ZjaxError
-from zjax.stopping import exit_on_signals
+from zjax.files import local_path
+from zjax.run.compiler import simulation
+from zjax.run.ending import exit_on_signals
 
 
 def make_parser() -> argparse.ArgumentParser:

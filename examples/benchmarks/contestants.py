@@ -20,7 +20,7 @@ def zjax(
     name: str, config: str, *settings: str, environment: dict[str, str] | None = None
 ) -> Contestant:
     """`zjax bench` on a config file with changed settings, such as `zero.stage=2`."""
-    words = ("{python}", "-m", "zjax.main", "bench", f"--config={config}")
+    words = ("{python}", "-m", "zjax.cli.main", "bench", f"--config={config}")
     changes = (f"--config.{setting}" for setting in settings)
     variables = JAX_MEMORY | (environment or {})
     return Contestant(name, (*words, *changes), "zjax", variables)

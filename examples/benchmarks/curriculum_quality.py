@@ -24,11 +24,11 @@ import timing
 from quality_training import SMALL_GPT, Method, make_run, train_missing
 
 import zjax
-from zjax.compiler import use_program_cache
 from zjax.data import source
 from zjax.data.analyze import analyze
 from zjax.data.metric_index import index_path
 from zjax.data.store import digest_tokenizer
+from zjax.run.compiler import use_program_cache
 
 NUM_POINTS = 30
 TEXT = pathlib.Path("runs/package_text")

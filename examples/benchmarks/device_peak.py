@@ -13,7 +13,7 @@ import sys
 from model_flops import model_tflops
 
 import zjax
-from zjax.bench.measure import describe_measurement, measure
+from zjax.cli.bench import describe_measurement, measure
 from zjax.processes.programs import result_line
 
 NUM_ROUNDS = 17

@@ -26,10 +26,10 @@ import timing
 from quality_training import SMALL_GPT, Method, make_run, train_missing
 
 import zjax
-from zjax.compiler import use_program_cache
-from zjax.config.dropping import make_dropping
 from zjax.data.metric_index import index_path
 from zjax.data.store import digest_tokenizer
+from zjax.run.compiler import use_program_cache
+from zjax.schedule.dropping import make_dropping
 
 DIRECTORY = pathlib.Path("runs/efficiency_quality")
 TEXT = pathlib.Path("runs/package_text")

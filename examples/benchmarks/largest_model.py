@@ -22,7 +22,7 @@ import sys
 import jax
 
 import zjax
-from zjax.bench.measure import measure
+from zjax.cli.bench import measure
 from zjax.data.entries import abstract_batch
 from zjax.processes.programs import result_line
 
@@ -81,7 +81,7 @@ def train(
         words = [__file__, "--two_steps", given.config]
     else:
         settings = [f"--config.{setting}" for setting in sized(given, size)]
-        words = ["-m", "zjax.main", "bench", f"--config={given.config}"]
+        words = ["-m", "zjax.cli.main", "bench", f"--config={given.config}"]
     code, text = call([sys.executable, *words, *settings], environment)
     if code and not NO_ROOM.search(text):
         raise SystemExit(text)

@@ -17,8 +17,8 @@ import quality_records
 from quality_training import Method, make_run, train_missing
 
 import zjax
-from zjax.compiler import use_program_cache
 from zjax.data.store import digest_tokenizer
+from zjax.run.compiler import use_program_cache
 
 DIRECTORY = pathlib.Path("runs/communication_quality")
 NUM_POINTS = 20

@@ -6,7 +6,7 @@ python examples/benchmarks/model_flops.py configs/llama_8b.py zero.stage=3
 import dataclasses
 import sys
 
-from zjax.bench.measure import Measurement, describe_measurement, measure
+from zjax.cli.bench import Measurement, describe_measurement, measure
 from zjax.config import Config, load_config
 from zjax.observe import flops_per_token
 from zjax.processes.programs import result_line

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import moe_cases as cases
 
+from zjax.moe.balance import balance_loss
 from zjax.moe.experts import Experts, apply_experts
-from zjax.moe.losses import balance_loss
 from zjax.moe.router import Router, route, router_logits
 
 

@@ -18,10 +18,10 @@ import jax
 import timing
 
 import zjax
-from zjax.compiler import use_program_cache
 from zjax.data import find_evaluation
-from zjax.execute.distilled import DistilledExecutor
-from zjax.execute.teacher import Teacher
+from zjax.run.compiler import use_program_cache
+from zjax.run.extended import DistilledExecutor
+from zjax.run.teacher import Teacher
 from zjax.sharding.memory import num_params
 
 SETTINGS = {

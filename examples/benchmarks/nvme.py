@@ -12,7 +12,7 @@ NAME, FILES, FOLDER = "zjax", "files with O_DIRECT", "runs/nvme"
 
 def get_contest():
     pathlib.Path(FOLDER).mkdir(parents=True, exist_ok=True)
-    command = ("{python}", "-m", "zjax.main", "bench", f"--nvme={FOLDER}")
+    command = ("{python}", "-m", "zjax.cli.main", "bench", f"--nvme={FOLDER}")
 
     def row(way):
         case = Case(

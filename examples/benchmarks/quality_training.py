@@ -8,8 +8,8 @@ import jax
 import numpy as np
 
 import zjax
-from zjax.config.lengths import make_tokens
 from zjax.data import find_evaluation
+from zjax.schedule.lengths import make_tokens
 from zjax.train.average import with_part
 
 SMALL_GPT = {

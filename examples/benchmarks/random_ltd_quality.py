@@ -18,8 +18,8 @@ from kept_schedule import PHASES, make_pacing
 from quality_training import SMALL_GPT, Method, make_run, train_missing
 
 import zjax
-from zjax.compiler import use_program_cache
 from zjax.data.store import digest_tokenizer
+from zjax.run.compiler import use_program_cache
 
 DIRECTORY = pathlib.Path("runs/random_ltd_quality")
 SETTINGS = {

@@ -13,9 +13,9 @@ import jax
 
 import zjax
 from zjax import config as zconfig
-from zjax.config import schema
 from zjax.observe.collectives import list_collectives, mesh_axes
 from zjax.optim.phases import make_phases
+from zjax.settings import schema
 
 WIDTHS = {"u8": 1, "s8": 1, "u16": 2, "bf16": 2, "u32": 4, "f32": 4, "s32": 4}
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import jax
 
-from zjax.bench.measure import describe_measurement, measure
+from zjax.cli.bench import describe_measurement, measure
 from zjax.config import Config, load_config
 from zjax.processes.programs import result_line
 

@@ -19,7 +19,7 @@ import timing
 
 import zjax
 from zjax import config as zconfig
-from zjax.bench.measure import check_losses
+from zjax.cli.bench import check_losses
 from zjax.optim.rounds import Rounds, make_rounds
 from zjax.sharding.describe import render_table
 

@@ -9,7 +9,7 @@ import pathlib
 import sys
 import time
 
-from zjax.bench.measure import describe_measurement, measure
+from zjax.cli.bench import describe_measurement, measure
 from zjax.config import load_config
 from zjax.processes.programs import result_line
 

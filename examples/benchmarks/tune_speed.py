@@ -18,7 +18,7 @@ CONFIG = "configs/gpt2_1p5b.py"
 
 def tune(folder, trials, settings):
     """The number of trials, and the file of the tuned settings."""
-    command = [sys.executable, "-m", "zjax.main", "tune", f"--config={CONFIG}"]
+    command = [sys.executable, "-m", "zjax.cli.main", "tune", f"--config={CONFIG}"]
     changes = [*settings, f"directory={folder}"]
     command += [f"--trials={trials}", *(f"--config.{each}" for each in changes)]
     subprocess.run(command, check=True, stdout=sys.stderr)
@@ -32,7 +32,7 @@ def main():
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         number, path = tune(pathlib.Path(name), given.trials, given.settings)
-        from zjax.bench.measure import measure
+        from zjax.cli.bench import measure
         from zjax.config import load_config
         from zjax.processes.programs import result_line
 

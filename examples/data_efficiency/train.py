@@ -14,10 +14,10 @@ import jax
 import matplotlib.pyplot as plt
 
 import zjax
-from zjax.config.lengths import make_tokens
 from zjax.data import source
 from zjax.data.analyze import analyze
 from zjax.data.metric_index import index_path
+from zjax.schedule.lengths import make_tokens
 
 MODEL = {"num_layers": 2, "embed_size": 64, "num_heads": 2, "max_length": 256}
 

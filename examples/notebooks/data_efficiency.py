@@ -45,8 +45,8 @@ import jax
 import matplotlib.pyplot as plt
 
 import zjax
-from zjax.config.lengths import make_tokens
 from zjax.observe.course import describe_course
+from zjax.schedule.lengths import make_tokens
 
 # Two simulated devices on the CPU; on a machine with GPUs these are used instead.
 jax.config.update("jax_num_cpu_devices", 2)

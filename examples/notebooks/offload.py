@@ -50,9 +50,9 @@ import jax
 import matplotlib.pyplot as plt
 
 import zjax
-from zjax.budget import tables
 from zjax.checkpoint.export import export_safetensors
 from zjax.data.prepare import prepare
+from zjax.estimate import tables
 from zjax.sharding import memory
 
 num_steps = int(os.environ.get("ZJAX_EXAMPLE_STEPS", 60))

@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.table import Table
 
 import zjax
-from zjax.config.schema import Config
 from zjax.data.entries import abstract_batch
+from zjax.settings.schema import Config
 from zjax.sharding import memory
 from zjax.storage.transfers import in_flight_bytes
 

@@ -10,8 +10,8 @@ import records
 
 import zjax
 from zjax import processes
-from zjax.compiler import use_program_cache
 from zjax.data import find_evaluation
+from zjax.run.compiler import use_program_cache
 
 COMPILATION = "/jax/core/compile/backend_compile_duration"
 

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zjax.config import schema
+from zjax.settings import schema
 from zjax.sharding import mesh as meshes
 from zjax.sharding.paths import path_of
 from zjax.sharding.placement import ArrayPlan, pad

@@ -12,9 +12,9 @@ from zjax.checkpoint.average import open_weights
 from zjax.checkpoint.layout import Entry
 from zjax.checkpoint.store import Store
 from zjax.checkpoint.views import Source
-from zjax.config import schema
 from zjax.huggingface import export
-from zjax.saving import restore, save
+from zjax.run.saving import restore, save
+from zjax.settings import schema
 
 TOKENS = np.random.default_rng(0).integers(0, 60, (8, 9)).astype(np.int32)
 BATCH = {"tokens": TOKENS[:, :-1], "targets": TOKENS[:, 1:]}

@@ -9,7 +9,7 @@ import pytest
 
 import zjax
 from tests.support import runs
-from zjax.config import schema
+from zjax.settings import schema
 
 
 def make_run(number, *, stage=0, mesh=None, codec="onebit", **settings):

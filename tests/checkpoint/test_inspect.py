@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from tests.checkpoint import states
-from zjax import main
 from zjax.checkpoint.store import Store
+from zjax.cli import main
 
 VALUES = {"w": np.arange(96, dtype=np.float32).reshape(12, 8)}
 

@@ -10,8 +10,8 @@ import pytest
 from tests.checkpoint import states
 from tests.storage.conftest import make_row
 from zjax.checkpoint import sums
-from zjax.checkpoint.inspect import inspect_steps
 from zjax.checkpoint.store import Store
+from zjax.checkpoint.verify import inspect_steps
 from zjax.errors import CheckpointError, StorageError
 from zjax.storage.array import DiskArray
 

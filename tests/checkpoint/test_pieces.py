@@ -12,7 +12,7 @@ import pytest
 import safetensors.numpy
 
 from tests.checkpoint import states
-from zjax.checkpoint import load_weights, pieces, tensor_file
+from zjax.checkpoint import load_weights, pieces, weights
 from zjax.checkpoint.saved import place_slices
 
 SHAPE = (6, 8, 10)
@@ -23,7 +23,7 @@ def small_pieces(monkeypatch):
     monkeypatch.setattr(pieces, "_SMALL_BYTES", 0)
     monkeypatch.setattr(pieces, "_PIECE_BYTES", 2 * 8 * 10 * 4)
     monkeypatch.setattr(pieces, "_SENT_BYTES", 200)
-    monkeypatch.setattr(tensor_file, "_PART_BYTES", 100)
+    monkeypatch.setattr(weights, "_PART_BYTES", 100)
 
 
 def make_plan(shape, stage):
@@ -196,7 +196,7 @@ def test_a_tensor_is_read_by_several_threads_in_parts(tmp_path):
 def test_a_file_that_shrinks_while_it_is_read_is_an_error(tmp_path):
     path = tmp_path / "x.safetensors"
     safetensors.numpy.save_file({"x": np.ones(500, np.float32)}, path)
-    file = tensor_file.TensorFile(path)
+    file = weights.TensorFile(path)
     path.write_bytes(path.read_bytes()[:-900])
     with pytest.raises(OSError, match="ended while it was read"):
         file.read("x", (slice(0, 500),))

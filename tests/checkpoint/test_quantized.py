@@ -11,7 +11,7 @@ from zjax.checkpoint.layout import Entry
 from zjax.checkpoint.store import Store
 from zjax.checkpoint.views import Source
 from zjax.huggingface import export
-from zjax.saving import restore, save
+from zjax.run.saving import restore, save
 
 pytest.importorskip("qwix", reason="needs qwix")
 

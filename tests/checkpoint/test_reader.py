@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.checkpoint import states
-from zjax.checkpoint import reader, steps
+from zjax.checkpoint import steps, verify
 from zjax.checkpoint.store import Store
 from zjax.errors import CheckpointError
 
@@ -188,8 +188,8 @@ def test_who_has_read_a_step_alone_comes_to_the_shared_reading(directory, monkey
     """Fails if the other processes wait for it for ever."""
     read = []
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(reader, "check_step", lambda _, shared: read.append(shared))
-    found = reader.Reader(directory)
+    monkeypatch.setattr(verify, "check_step", lambda _, shared: read.append(shared))
+    found = verify.Reader(directory)
     for shared in (False, False, True, True, False):
         found.verify(2, shared=shared)
     assert read == [False, True]

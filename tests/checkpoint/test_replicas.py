@@ -10,8 +10,8 @@ import pytest
 
 import zjax
 from tests.support import models, runs
-from zjax.config import schema
 from zjax.errors import CheckpointError
+from zjax.settings import schema
 
 STREAMED = schema.Communication(
     codec="int4", num_local_steps=4, num_fragments=2, delay=1

@@ -9,8 +9,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zjax.checkpoint import arrays
+from zjax.checkpoint.layers import joined_entries
 from zjax.checkpoint.layout import Entry
-from zjax.checkpoint.split_master import joined_entries
 from zjax.checkpoint.store import Store
 from zjax.sharding.placement import ArrayPlan
 

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from zjax.checkpoint.threads import Task, map_in_threads
+from zjax.checkpoint.sums import Task, map_in_threads
 
 
 def test_a_thread_and_those_that_it_starts_end_with_the_process():

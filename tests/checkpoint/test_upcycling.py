@@ -12,16 +12,16 @@ import safetensors.numpy
 from flax import nnx
 
 from tests.support import language
-from zjax.checkpoint import adapters, upcycling
+from zjax.checkpoint import adapters, growth
 from zjax.checkpoint.layout import Entry, name_leaves
 from zjax.checkpoint.views import Source
-from zjax.config import schema
 from zjax.config.load import load_config
 from zjax.errors import CheckpointError, ConfigError
-from zjax.initialize import make_run
 from zjax.models.build import make_model
 from zjax.optim.build import make_optimizer
-from zjax.saving import save
+from zjax.run.initialize import make_run
+from zjax.run.saving import save
+from zjax.settings import schema
 from zjax.sharding import plan as plans
 
 GPT = dataclasses.replace(language.GPT, num_layers=3)
@@ -192,7 +192,7 @@ NEW = {
         "kernel",
     ),
     "mixture": (
-        upcycling.upcycled,
+        growth.upcycled,
         schema.Config(
             model=dataclasses.replace(
                 GPT, embed_size=2, mlp_size=5, moe=schema.MoE(num_experts=4)
@@ -241,7 +241,7 @@ def test_new_arrays_are_drawn_while_others_are_read():
     key = jax.random.key(0)
     with jax.threefry_partitionable(False):
         expected = jax.random.normal(key, (2,))
-        draw = upcycling.initial_values(model, key)(["a.b"])
+        draw = growth.initial_values(model, key)(["a.b"])
     values = draw()
     assert started.wait(300)
     go_on.set()

@@ -9,7 +9,7 @@ import pytest
 from zjax.checkpoint import views
 from zjax.checkpoint.layout import Entry
 from zjax.checkpoint.views import Source
-from zjax.optim.split_master import low_bits
+from zjax.optim.precision import low_bits
 
 LAYERS, WIDTH, HIDDEN = 3, 4, 12
 SHAPES = {

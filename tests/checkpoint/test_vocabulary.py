@@ -8,16 +8,16 @@ import safetensors.numpy
 
 from tests.checkpoint.test_adapters import BATCH, start
 from tests.support import huggingface as golden
-from zjax.checkpoint import vocabulary
+from zjax.checkpoint import growth
 from zjax.checkpoint.layout import Entry
 from zjax.checkpoint.store import Store
 from zjax.checkpoint.views import Source
-from zjax.config import schema
 from zjax.config.check import check_config
 from zjax.config.load import load_config
 from zjax.errors import ConfigError
 from zjax.huggingface.export import export_huggingface
-from zjax.saving import save
+from zjax.run.saving import save
+from zjax.settings import schema
 
 GROWN = ("model.vocab_size=64", "checkpoint.resize_vocabulary=True")
 TABLES = (("embedding", "tokens"), ("head", "kernel"))
@@ -34,7 +34,7 @@ def plain():
 
 def test_new_rows_are_the_mean(plain, caplog, monkeypatch):
     """Fails if they are random or zeros, or old rows move."""
-    monkeypatch.setattr(vocabulary, "_SLAB_ROWS", 7)
+    monkeypatch.setattr(growth, "_SLAB_ROWS", 7)
     with caplog.at_level("WARNING", logger="absl"):
         run = start(*GROWN, "lora.rank=2")
     for new, old in zip(tables_of(run.state), tables_of(plain.state), strict=True):
@@ -120,7 +120,7 @@ def test_no_table_to_grow_is_refused():
     source = Source(entries, lambda name, index: np.ones((4, 3))[index])
     checkpoint = schema.Checkpoint(init_from="old", resize_vocabulary=True)
     with pytest.raises(ConfigError) as error:
-        vocabulary.resized(source, entries, schema.Config(checkpoint=checkpoint))
+        growth.resized(source, entries, schema.Config(checkpoint=checkpoint))
     assert str(error.value) == (
         "checkpoint.resize_vocabulary=True finds no table of tokens in "
         "checkpoint.init_from='old' that the model has; set it to False"

@@ -9,9 +9,9 @@ import pytest
 
 import zjax
 from tests.support import models, runs
-from zjax.config import schema
-from zjax.initialize import make_run as make_planned_run
 from zjax.optim.build import make_optimizer
+from zjax.run.initialize import make_run as make_planned_run
+from zjax.settings import schema
 
 ZERO_ONE = schema.Optimizer(
     name="zero_one_adam",

@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from zjax.comm import coded
-from zjax.config import schema
+from zjax.settings import schema
 from zjax.sharding import mesh as meshes
 
 NODES, DEVICES = 2, 4

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from zjax.comm import shards
-from zjax.config import schema
+from zjax.settings import schema
 from zjax.sharding import mesh as meshes
 
 

@@ -5,9 +5,10 @@ import pytest
 from absl import flags as absl_flags
 
 from tests.support.refusals import case, refusal
-from zjax.config import flags, load_config, schema
-from zjax.config.describe import describe_config
+from zjax.config import flags, load_config
 from zjax.errors import ConfigError
+from zjax.settings import schema
+from zjax.settings.describe import describe_config
 from zjax.sharding.mesh import mesh_sizes
 
 OPEN = schema.Mesh(pipeline=0, sequence=0, tensor=0)

@@ -6,9 +6,9 @@ import pytest
 
 from tests.support.refusals import case, refusal
 from zjax import config as zconfig
-from zjax.config import schema
 from zjax.config.check import check_config
 from zjax.errors import ConfigError
+from zjax.settings import schema
 
 MESH = [
     case(

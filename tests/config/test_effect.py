@@ -9,10 +9,11 @@ import pytest
 from tests.support.proposals import CONFIGS
 from tests.support.refusals import case, refusal
 from zjax import config as zconfig
-from zjax.config import effect, gin, schema
-from zjax.config.convert import to_mapping
+from zjax.config import effect, gin
 from zjax.errors import ConfigError
 from zjax.optim import build
+from zjax.settings import schema
+from zjax.settings.convert import to_mapping
 
 EFFECT = [
     case(

@@ -6,8 +6,9 @@ import os
 import gin as google_gin
 import pytest
 
-from zjax.config import gin, schema
+from zjax.config import gin
 from zjax.errors import ConfigError
+from zjax.settings import schema
 
 VALUES_ONLY = "set values only: config.section.name = value"
 SYNTAX = "write config.section.name = value, strings in quotes"

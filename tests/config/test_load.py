@@ -8,8 +8,8 @@ import ml_collections
 import pytest
 
 from zjax import config as zconfig
-from zjax.config import schema
 from zjax.errors import ConfigError
+from zjax.settings import schema
 
 PYTHON = """
 from zjax import config as zconfig

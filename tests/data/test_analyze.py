@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from tests.support import programs
-from zjax.config import schema
 from zjax.data import analyze, metrics, packing, source
 from zjax.errors import DataError, ProcessError
+from zjax.settings import schema
 
 ROOT = pathlib.Path(__file__).parents[2]
 VOCAB, LENGTH, SHARD_ROWS = 50, 12, 7

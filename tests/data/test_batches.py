@@ -7,10 +7,10 @@ from jax.sharding import PartitionSpec as P
 
 from tests.reference import sampling
 from tests.support.squares import Columns
-from zjax.config import schema
 from zjax.data import batches as wrapping
-from zjax.data import digest, evaluation, placement
+from zjax.data import evaluation, placement, sums
 from zjax.errors import DataError
+from zjax.settings import schema
 from zjax.typing import Entry
 
 CONFIG = schema.Config(seed=3, global_batch_size=8)
@@ -29,7 +29,7 @@ def make_batches(num_batches):
 
 
 def digest_of(given):
-    chain = digest.BatchChain()
+    chain = sums.BatchChain()
     return [chain.add(batch) for batch in given][-1]
 
 

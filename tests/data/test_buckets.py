@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from tests.support.refusals import case, refusal
-from zjax.config import schema
-from zjax.config.pacing import Pacing
 from zjax.data import buckets
 from zjax.errors import DataError
+from zjax.schedule.pacing import Pacing
+from zjax.settings import schema
 
 SIZES = np.random.default_rng(0).integers(1, 60, 150)
 OFFSETS = np.concatenate([[0], np.cumsum(SIZES)])

@@ -14,7 +14,7 @@ from pyarrow import parquet
 
 from tests.support import small_run
 from tests.support.command_line import typed
-from zjax import data_commands, main
+from zjax.cli import data_commands, main
 from zjax.config.load import load_config
 from zjax.data import (
     chat,
@@ -30,7 +30,7 @@ from zjax.data.tokenizer import train_bpe
 from zjax.errors import ConfigError, DataError
 from zjax.huggingface.export import export_huggingface
 from zjax.huggingface.tokenizer import tokenizer_of_run
-from zjax.trainer import Trainer
+from zjax.run.trainer import Trainer
 
 TEMPLATE = "".join(
     (

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from tests.reference import curriculum as reference
-from zjax.config import schema
-from zjax.config.pacing import Pacing, grow
-from zjax.config.picks import Picks
-from zjax.data import curriculum, metric_index, sampler
+from zjax.data import curriculum, draws, metric_index
 from zjax.data.metric_index import Index
 from zjax.errors import ConfigError, DataError
+from zjax.schedule.curriculum import Picks
+from zjax.schedule.pacing import Pacing, grow
+from zjax.settings import schema
 
 SEED, SIZE, STEPS, SAMPLES = 5, 6, 20, 230
 VALUES = {
@@ -58,16 +58,16 @@ def test_batches_are_those_of_lists_from_every_step_on(case):
 def test_batches_are_those_of_lists_across_blocks_of_draws():
     """Fails if a resumed sampler forgets how often a cluster was drawn."""
     case = CASES["value"]
-    sampler, batches = make_sampler(case), expected(case, 600)
+    draws, batches = make_sampler(case), expected(case, 600)
     for step in (0, 255, 256, 511, 512, 599, 300):
-        assert sampler.indices(step).tolist() == batches[step]
+        assert draws.indices(step).tolist() == batches[step]
     assert make_sampler(case).indices(599).tolist() == batches[599]
 
 
 def test_steps_in_order_draw_few_numbers_and_permute_all_clusters_at_once(monkeypatch):
     """Fails if each step draws a block again, or permutes cluster by cluster."""
     drawn, permuted = list[int](), list[int]()
-    draw, mix = Picks._draw, sampler._feistel
+    draw, mix = Picks._draw, draws._feistel
 
     def count_steps(self, first, end):
         drawn.append(end - first)
@@ -78,7 +78,7 @@ def test_steps_in_order_draw_few_numbers_and_permute_all_clusters_at_once(monkey
         return mix(values, *cipher)
 
     monkeypatch.setattr(Picks, "_draw", count_steps)
-    monkeypatch.setattr(sampler, "_feistel", count_calls)
+    monkeypatch.setattr(draws, "_feistel", count_calls)
     values = np.arange(200.0)
     easy = Pacing((0, *range(2, 101)), tuple(range(1, 200, 2)))
     index = Index("voc", values, np.arange(200))
@@ -92,18 +92,18 @@ def test_steps_in_order_draw_few_numbers_and_permute_all_clusters_at_once(monkey
 
 @each_case
 def test_no_sample_is_harder_than_its_step(case):
-    sampler = make_sampler(case)
+    draws = make_sampler(case)
     for step in range(STEPS):
         for name, pacing, is_percentile in case:
             difficulty = pacing.at(step + 1)
             values = VALUES[name].tolist()
             allowed = reference.admitted(values, difficulty, is_percentile)
-            assert set(sampler.indices(step).tolist()) <= allowed
+            assert set(draws.indices(step).tolist()) <= allowed
 
 
 def test_a_cluster_repeats_no_sample_until_all_are_drawn():
-    sampler = make_sampler([("voc", Pacing((0,), (99,)), False)])
-    drawn = np.concatenate([sampler.indices(step) for step in range(SAMPLES // SIZE)])
+    draws = make_sampler([("voc", Pacing((0,), (99,)), False)])
+    drawn = np.concatenate([draws.indices(step) for step in range(SAMPLES // SIZE)])
     assert len(set(drawn.tolist())) == len(drawn)
 
 

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from tests.support import squares
-from zjax.data import batches, digest, packing, synthetic
+from zjax.data import batches, packing, synthetic
+from zjax.data import sums as digest
 
 STREAM = np.arange(1000, dtype=np.uint16)
 

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from zjax.config import schema
-from zjax.config.lengths import make_shapes, make_tokens
-from zjax.data import draws, packing, sampler
+from zjax.data import draws, packing
+from zjax.schedule.lengths import make_shapes, make_tokens
+from zjax.settings import schema
 
 FULL, ROWS, SIZE = 16, 9, 4
 STREAM = np.arange(FULL * ROWS + 1, dtype=np.uint16)
@@ -23,7 +23,7 @@ def make_config(microbatch_size=1):
 
 def make_draws(config):
     rows = packing.BlockRows(STREAM, FULL)
-    order = sampler.Sampler(3, ROWS, SIZE)
+    order = draws.Sampler(3, ROWS, SIZE)
     return draws.ReshapedRows(rows, order, FULL, make_shapes(config))
 
 
@@ -67,7 +67,7 @@ def test_every_row_of_a_reshaped_batch_is_seen():
 
 def test_at_full_length_rows_are_whole():
     rows, indices = make_draws(make_config()).draw(6)
-    whole = packing.BlockRows(STREAM, FULL).read(sampler.Sampler(3, ROWS, 4).indices(6))
+    whole = packing.BlockRows(STREAM, FULL).read(draws.Sampler(3, ROWS, 4).indices(6))
     assert rows.read(indices)["tokens"].tolist() == whole["tokens"].tolist()
 
 

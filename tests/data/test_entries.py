@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zjax.config import schema
 from zjax.data.entries import check_batch, check_placed_values, entries_of
 from zjax.errors import DataError
 from zjax.models.build import make_model
+from zjax.settings import schema
 from zjax.typing import Entry
 
 EXAMPLE = {

@@ -9,9 +9,9 @@ import pytest
 
 from tests.data.test_batches import shardings
 from tests.support import squares
-from zjax.config import schema
 from zjax.data import evaluation
 from zjax.errors import ConfigError, DataError
+from zjax.settings import schema
 from zjax.typing import Entry
 
 

@@ -16,10 +16,11 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.reference import sampling
-from zjax.config import load_config, schema
+from zjax.config import load_config
 from zjax.data import loader, packing, prepare, source
 from zjax.data.metric_index import index_path, write_index
 from zjax.errors import ConfigError, DataError
+from zjax.settings import schema
 
 ROOT = pathlib.Path(__file__).parents[2]
 

@@ -7,7 +7,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zjax.config import check_config, load_config
-from zjax.data import evaluation, loader, masking, sampler, source
+from zjax.data import draws as sampler
+from zjax.data import evaluation, loader, masking, source
 from zjax.errors import ConfigError, DataError
 
 SMALL = {

@@ -6,7 +6,7 @@ import crc32c
 import numpy as np
 import pytest
 
-from zjax.data import column_file, metric_index
+from zjax.data import metric_index
 from zjax.errors import DataError
 
 VALUES = np.array([3.0, 1.0, 2.5, 1.0, 0.0, 3.0, 1.0])
@@ -51,16 +51,16 @@ def test_percentiles_are_of_equal_size_and_the_last_takes_all(
 
 def sum_header(content):
     """The header with a checksum that fits."""
-    header = content[: column_file.HEADER_BYTES - 4]
+    header = content[: metric_index.HEADER_BYTES - 4]
     end = struct.pack("<I", crc32c.crc32c(header))
-    return header + end + content[column_file.HEADER_BYTES :]
+    return header + end + content[metric_index.HEADER_BYTES :]
 
 
 def changed(content, position, new):
     return content[:position] + new + content[position + len(new) :]
 
 
-SIZE = column_file.HEADER_BYTES + 16 * len(VALUES)
+SIZE = metric_index.HEADER_BYTES + 16 * len(VALUES)
 DAMAGE = {
     "empty": (lambda x: b"", "is not a file of checksummed columns"),
     "another-file": (lambda x: b"PK" + x[2:], "is not a file of checksummed columns"),
@@ -138,8 +138,8 @@ def test_what_is_no_file_is_refused(path, name, problem):
 
 def test_blocks_of_long_columns_are_joined(path, monkeypatch):
     """Fails if a block of a column that is larger than one block is lost."""
-    monkeypatch.setattr(column_file, "_BLOCK_NUMBERS", 3)
+    monkeypatch.setattr(metric_index, "_BLOCK_NUMBERS", 3)
     metric_index.write_index(path, "voc", VALUES, "abcd")
-    monkeypatch.setattr(column_file, "_BLOCK_NUMBERS", 5)
+    monkeypatch.setattr(metric_index, "_BLOCK_NUMBERS", 5)
     index = metric_index.open_index(path, "abcd")
     assert index.values.tolist() == sorted(VALUES.tolist())

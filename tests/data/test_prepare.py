@@ -11,7 +11,7 @@ import pytest
 from pyarrow import parquet
 from tokenizers import processors
 
-from zjax.data import documents, prepare, store, token_ids
+from zjax.data import documents, prepare, store, tables
 from zjax.data.tokenizer import train_bpe
 from zjax.errors import DataError
 
@@ -555,7 +555,7 @@ def test_token_ids_and_labels_are_written_as_they_are(tmp_path):
 
 def test_streams_of_nanogpt_are_cut_at_end_tokens(tmp_path, monkeypatch):
     """Fails if a document that two blocks share is cut, or loses its end token."""
-    monkeypatch.setattr(token_ids, "BLOCK_TOKENS", 3)
+    monkeypatch.setattr(tables, "BLOCK_TOKENS", 3)
     ids = [1, 2, 9, 3, 4, 5, 6, 9, 9, 7]
     np.array(ids, "<u2").tofile(tmp_path / "train.bin")
     options = {"tokenizer": "ids:10", "validation_fraction": 0.0}

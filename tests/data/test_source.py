@@ -5,19 +5,10 @@ import crc32c
 import numpy as np
 import pytest
 
-from zjax.config import schema
-from zjax.data import (
-    digest,
-    packing,
-    prepare,
-    source,
-    standard_library,
-    store,
-    sums,
-    synthetic,
-)
+from zjax.data import packing, prepare, source, store, sums, synthetic
 from zjax.data.tokenizer import make_bytes, train_bpe
 from zjax.errors import DataError
+from zjax.settings import schema
 
 
 @pytest.fixture(autouse=True)
@@ -56,9 +47,7 @@ def test_standard_library_is_split_by_file(tmp_path):
     make_tree(root, wanted + skipped)
     (root / "empty.py").write_text("")
     found = {
-        split: decode_documents(
-            standard_library.open_standard_library(split, str(root))
-        )
+        split: decode_documents(synthetic.open_standard_library(split, str(root)))
         for split in ("train", "validation")
     }
     every = found["train"] + found["validation"]
@@ -68,18 +57,16 @@ def test_standard_library_is_split_by_file(tmp_path):
 
 def test_standard_library_stops_at_its_limit(tmp_path, monkeypatch):
     make_tree(tmp_path / "lib", [f"module{n:03}.py" for n in range(200)])
-    monkeypatch.setattr(standard_library, "LIMIT_BYTES", 50 * len("# module000.py\n"))
+    monkeypatch.setattr(synthetic, "LIMIT_BYTES", 50 * len("# module000.py\n"))
     sizes = [
-        len(
-            standard_library.open_standard_library(split, str(tmp_path / "lib")).offsets
-        )
+        len(synthetic.open_standard_library(split, str(tmp_path / "lib")).offsets)
         for split in ("train", "validation")
     ]
     assert sum(sizes) - 2 == 50
 
 
 def test_this_standard_library_reads_as_python():
-    opened = standard_library.open_standard_library("validation")
+    opened = synthetic.open_standard_library("validation")
     text = "".join(decode_documents(opened))
     assert text.count("\n") > 1000
     assert text.count("def ") > 100
@@ -90,7 +77,7 @@ def test_this_standard_library_reads_as_python():
 
 def test_installation_without_source(tmp_path):
     with pytest.raises(DataError) as error:
-        standard_library.open_standard_library("train", str(tmp_path / "lib"))
+        synthetic.open_standard_library("train", str(tmp_path / "lib"))
     assert str(error.value) == (
         "data.source='standard_library' has no train files: no Python source lies "
         f"under {tmp_path / 'lib'}; use data.source='tokens' and `zjax data prepare`"
@@ -298,8 +285,8 @@ def flip(path, byte):
 def test_a_flipped_bit_is_never_read(name, byte, problem, token_directory, monkeypatch):
     """Fails if a run trains on it, or if a chunk is verified at its first half only."""
     monkeypatch.setattr(sums, "CHUNK_BYTES", 16)
-    monkeypatch.setattr(digest, "SCAN_TOKENS", 1)  # a stream too long to read at once
-    monkeypatch.setattr(digest, "NUM_SAMPLED", 1)
+    monkeypatch.setattr(sums, "SCAN_TOKENS", 1)  # a stream too long to read at once
+    monkeypatch.setattr(sums, "NUM_SAMPLED", 1)
     prepare.prepare(["a.jsonl"], "small", validation_fraction=0.0)
     flip(token_directory.with_name("small") / name, byte)
     with pytest.raises(DataError) as error:
@@ -391,7 +378,7 @@ def test_split_that_was_not_made():
 
 def test_long_streams_are_searched_in_parts(monkeypatch):
     """Fails if the parts leave out the end of the stream."""
-    monkeypatch.setattr(digest, "SCAN_TOKENS", 640)
+    monkeypatch.setattr(sums, "SCAN_TOKENS", 640)
     tokens = np.zeros(100_000, np.uint16)
     tokens[-1] = 7
     assert store.largest_id(tokens) == 7

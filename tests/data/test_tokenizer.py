@@ -7,8 +7,7 @@ from tokenizers import models
 
 from tests.support.tokens import write_checkpoint
 from zjax.data import tokenizer
-from zjax.data.tokenizer_files import TokenizerFiles, copy_files
-from zjax.data.tokenizer_record import TokenizerRecord
+from zjax.data.tokenizer_files import TokenizerFiles, TokenizerRecord, copy_files
 from zjax.errors import DataError
 
 TEXT = "def café(x):\n    return x  # ☕ <|endoftext|>\n"

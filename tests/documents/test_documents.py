@@ -10,9 +10,9 @@ import pytest
 from contests.contest import load_contest
 
 from tests.support.benchmarks import load
+from zjax.cli.main import COMMANDS, command_name
 from zjax.config import load_config
-from zjax.config.named import find_config
-from zjax.main import COMMANDS, command_name
+from zjax.config.shipped import find_config
 
 ROOT = pathlib.Path(__file__).parents[2]
 FOLDERS = ("docs", "examples")

@@ -9,13 +9,12 @@ import pytest
 import yaml
 
 import zjax
-import zjax.bench
 import zjax_kernels
 
 ROOT = pathlib.Path(__file__).parents[2]
 REFERENCE = re.compile(r"^::: (\S+)$", re.M)
 ELSEWHERE = {"linen", "nnx", "Config"}
-"""Two modules, whose classes are shown, and what `zjax.config.schema` holds."""
+"""Two modules, whose classes are shown, and what `zjax.settings.schema` holds."""
 
 
 def pages_of(nav):
@@ -33,7 +32,7 @@ def test_the_navigation_lists_every_page_once():
     assert sorted(listed) == sorted(str(page.relative_to(ROOT)) for page in found)
 
 
-@pytest.mark.parametrize("package", [zjax, zjax_kernels, zjax.bench])
+@pytest.mark.parametrize("package", [zjax, zjax_kernels])
 def test_the_reference_shows_every_public_name(package):
     """Fails if a name is missing, or is shown twice."""
     pages = (ROOT / "docs" / "reference").glob("*.md")
@@ -45,8 +44,6 @@ def test_the_reference_shows_every_public_name(package):
 
 def home_of(name):
     """The package whose public name it is."""
-    if name.startswith("zjax.bench."):
-        return zjax.bench
     return zjax_kernels if name.startswith("zjax_kernels.") else zjax
 
 

@@ -7,10 +7,10 @@ import optax
 import pytest
 
 from tests.support import experts, runs
-from zjax.config import schema
 from zjax.errors import PlanError
 from zjax.moe.exchange import choose_exchange
 from zjax.observe.collectives import list_collectives, mesh_axes
+from zjax.settings import schema
 from zjax.sharding import mesh as meshes
 from zjax.sharding.plan import make_plan
 

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from tests.support import tensor
-from zjax.config import schema
 from zjax.observe.collectives import list_collectives, mesh_axes
+from zjax.settings import schema
 
 MOE = schema.MoE(num_experts=8, drop="position", min_capacity=1)
 MODEL = dataclasses.replace(

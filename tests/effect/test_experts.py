@@ -10,10 +10,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from tests.support import runs
-from zjax.config import schema
 from zjax.errors import PlanError
 from zjax.observe.collectives import list_collectives, mesh_axes
 from zjax.observe.communication import zero_volume
+from zjax.settings import schema
 from zjax.sharding import mesh as meshes
 from zjax.sharding.plan import make_plan
 from zjax.typing import Loss, Model

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from tests.support import models, runs, small_run
-from zjax.config import schema
 from zjax.optim.build import make_optimizer
+from zjax.settings import schema
 from zjax.sharding import describe, memory, placement
 from zjax.typing import Loss, Model
 

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from zjax.config import schema
-from zjax.initialize import make_run
 from zjax.models.build import make_model
 from zjax.optim.build import make_optimizer
+from zjax.run.initialize import make_run
+from zjax.settings import schema
 
 ROWS, LENGTH, STEPS = 16, 64, 500
 ALL = ("secondary_partition", "quantized_weights", "quantized_gradients")

@@ -13,12 +13,12 @@ import pytest
 from tests.support import pipelines
 from tests.support.cases import some_by_hand
 from tests.support.steps import make_step
-from zjax.config import schema
 from zjax.jaxprs.interpret import walk
 from zjax.observe import hlo
 from zjax.observe.collectives import OPS, list_collectives
 from zjax.observe.communication import describe_communication, zero_volume
-from zjax.parallel.schedule import make_schedule
+from zjax.parallel.pipeline_schedule import make_schedule
+from zjax.settings import schema
 from zjax.sharding import placement
 
 MICROBATCHES, STAGES = 4, 4

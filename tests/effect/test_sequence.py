@@ -10,8 +10,8 @@ import pytest
 
 from tests.support import language
 from tests.support.steps import make_step
-from zjax.config import schema
 from zjax.observe.collectives import list_collectives, mesh_axes
+from zjax.settings import schema
 
 ROWS, LENGTH, EMBED, VOCAB = 2, 256, 16, 61
 PER_DEVICE = LENGTH // 8

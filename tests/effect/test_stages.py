@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from tests.support import models, runs
-from zjax.config import schema
+from zjax.settings import schema
 from zjax.sharding import memory
 from zjax.typing import Loss, Model
 

@@ -7,9 +7,9 @@ import jax
 import pytest
 
 from tests.support import tensor
-from zjax.config import schema
 from zjax.models.build import make_model
 from zjax.optim.build import make_optimizer
+from zjax.settings import schema
 from zjax.sharding import memory
 from zjax.sharding.mesh import abstract_mesh
 from zjax.sharding.plan import make_plan

@@ -13,9 +13,9 @@ import pytest
 from tests.support import programs
 from tests.support.benchmarks import ROOT, load
 from zjax.config import check_config, load_config
-from zjax.data.sampler import Sampler
+from zjax.data.draws import Sampler
 from zjax.data.source import open_rows
-from zjax.observe import flops
+from zjax.models import flops
 
 FOLDER = ROOT / "examples" / "slow_network"
 SMALL = (

@@ -10,8 +10,8 @@ from flax import nnx
 
 from tests.support import language
 from tests.support.gpu import NEEDS_GPU
+from zjax.ops import remat
 from zjax.ops.attention import dot_product_attention
-from zjax.parallel import remat
 
 pytestmark = NEEDS_GPU
 

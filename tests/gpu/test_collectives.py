@@ -12,10 +12,10 @@ from zjax.models.build import make_model
 from zjax.observe.collectives import list_collectives
 from zjax.observe.communication import zero_volume
 from zjax.optim.build import make_optimizer
+from zjax.run.step import make_step
 from zjax.sharding import memory
 from zjax.sharding import mesh as meshes
 from zjax.sharding.plan import make_plan
-from zjax.step import make_step
 
 pytestmark = [
     *NEEDS_GPU,

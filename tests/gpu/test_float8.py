@@ -11,9 +11,9 @@ import pytest
 
 from tests.reference import float8 as reference
 from tests.support.gpu import NEEDS_GPU
-from zjax.config import schema
 from zjax.models.build import make_model
-from zjax.ops import float8
+from zjax.ops import matmul
+from zjax.settings import schema
 
 pytestmark = NEEDS_GPU
 OPTIONS = {"xla_gpu_enable_triton_gemm": False}
@@ -45,7 +45,7 @@ def test_product_and_gradients_run_in_float8_and_equal_numpy(num_batch_shards):
     ]
 
     def product_and_gradients(x, kernel, dy):
-        product = functools.partial(float8.dot, num_batch_shards=num_batch_shards)
+        product = functools.partial(matmul.dot, num_batch_shards=num_batch_shards)
         y, pull = jax.vjp(product, x, kernel)
         return y, *pull(dy)
 

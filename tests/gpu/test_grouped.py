@@ -13,7 +13,7 @@ from zjax_kernels import (
     grouped_activation_backward,
     grouped_matmul,
 )
-from zjax_kernels.grouped.activations import num_parts
+from zjax_kernels.grouped.reference import num_parts
 
 pytestmark = NEEDS_HOPPER
 K, N = 384, 640

@@ -11,12 +11,13 @@ import jax
 import pytest
 
 from tests.support.gpu import NEEDS_GPU
-from zjax.bench.measure import measure
-from zjax.budget.trial import weigh
-from zjax.config import load_config, schema
-from zjax.config.axes import axis_sizes
+from zjax.cli.bench import measure
+from zjax.config import load_config
+from zjax.estimate.trial import weigh
 from zjax.models.build import make_model
 from zjax.optim.build import make_optimizer
+from zjax.settings import schema
+from zjax.settings.axes import axis_sizes
 
 pytestmark = NEEDS_GPU
 CONFIG = pathlib.Path(__file__).parents[2] / "configs" / "gpt2_124m.py"
@@ -45,7 +46,14 @@ def test_each_mesh_takes_what_is_foretold(settings):
     """In a process of its own, as a process has one peak."""
     changes = [f"--config.{each}" for each in (*SMALL, *settings)]
     done = subprocess.run(
-        [sys.executable, "-m", "zjax.main", "bench", f"--config={CONFIG}", *changes],
+        [
+            sys.executable,
+            "-m",
+            "zjax.cli.main",
+            "bench",
+            f"--config={CONFIG}",
+            *changes,
+        ],
         env=os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
         capture_output=True,
         text=True,

@@ -7,8 +7,8 @@ import pytest
 
 from tests.support import runs
 from tests.support.gpu import NEEDS_GPU
-from zjax.config import schema
 from zjax.optim.build import make_optimizer
+from zjax.settings import schema
 from zjax.sharding import memory
 from zjax.typing import Loss, Model
 

@@ -10,11 +10,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.support.gpu import NEEDS_HOPPER
-from zjax.config import schema
 from zjax.ops import sparse
 from zjax.ops.attention import dot_product_attention
 from zjax.parallel.ring import ring_attention, zigzag
-from zjax.parallel.ulysses import ulysses_attention
+from zjax.parallel.sequence import ulysses_attention
+from zjax.settings import schema
 from zjax.sharding import mesh as meshes
 
 pytestmark = NEEDS_HOPPER

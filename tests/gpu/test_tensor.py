@@ -7,7 +7,7 @@ import pytest
 
 from tests.support import tensor
 from tests.support.gpu import NEEDS_GPU
-from zjax.config import schema
+from zjax.settings import schema
 
 pytestmark = [
     *NEEDS_GPU,

@@ -11,11 +11,11 @@ import safetensors.numpy
 from tests.support import huggingface as golden
 from tests.support import language
 from zjax.checkpoint.store import Store
-from zjax.config import schema
-from zjax.config.convert import from_mapping
 from zjax.errors import CheckpointError, ConfigError, DataError
 from zjax.huggingface import export, model_settings
-from zjax.saving import save
+from zjax.run.saving import save
+from zjax.settings import schema
+from zjax.settings.convert import from_mapping
 
 TABLES = "embed_tokens|wte|word_embeddings"
 """Names of token tables."""

@@ -14,10 +14,10 @@ from tests.support import quantized
 from zjax.checkpoint.store import Store
 from zjax.config.load import load_config
 from zjax.huggingface import adapter_settings, export
-from zjax.huggingface.codes import Fp8, Mxfp4
 from zjax.huggingface.peft import export_peft
+from zjax.huggingface.quantization import Fp8, Mxfp4
 from zjax.models.generate import generate
-from zjax.saving import save
+from zjax.run.saving import save
 
 pytestmark = [
     pytest.mark.transformers,

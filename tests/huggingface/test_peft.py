@@ -12,7 +12,7 @@ from zjax.checkpoint.store import Store
 from zjax.errors import CheckpointError, ConfigError
 from zjax.huggingface.export import export_huggingface
 from zjax.huggingface.peft import export_peft
-from zjax.saving import save
+from zjax.run.saving import save
 
 TOKENS = np.random.default_rng(0).integers(0, 60, (8, 9)).astype(np.int32)
 BATCH = {"tokens": TOKENS[:, :-1], "targets": TOKENS[:, 1:]}

@@ -17,9 +17,9 @@ from zjax.config.check import check_config
 from zjax.config.load import load_config
 from zjax.errors import CheckpointError, ConfigError
 from zjax.huggingface import adapter_settings
+from zjax.huggingface.adapter_tensors import check_saved, find_saved
 from zjax.huggingface.peft import export_peft
-from zjax.huggingface.saved_modules import check_saved, find_saved
-from zjax.saving import save
+from zjax.run.saving import save
 
 FOLDER = golden.FOLDER.parent / "peft"
 TENSORS = "adapter_model.safetensors"

@@ -17,9 +17,9 @@ from zjax.checkpoint.store import Store
 from zjax.checkpoint.views import Source
 from zjax.errors import CheckpointError, ConfigError
 from zjax.huggingface import model_settings
-from zjax.huggingface.codes import Fp8, Mxfp4
 from zjax.huggingface.export import export_huggingface
-from zjax.saving import save
+from zjax.huggingface.quantization import Fp8, Mxfp4
+from zjax.run.saving import save
 from zjax.sharding import plan as plans
 
 SHARDED = "zero.stage=3", "zero.min_shard_elements=8", "mesh.expert=2", "mesh.tensor=2"

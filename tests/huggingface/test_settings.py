@@ -7,11 +7,11 @@ import math
 import pytest
 
 from tests.support import huggingface as golden
-from zjax.config import convert, schema
 from zjax.errors import ConfigError
 from zjax.huggingface import model_settings
 from zjax.huggingface.export import config_of, find_kind, report_dropouts
 from zjax.huggingface.families import DROPOUTS
+from zjax.settings import convert, schema
 
 REMEDY = "use a checkpoint without it"
 

@@ -12,7 +12,7 @@ from zjax.data import prepare
 from zjax.data.tokenizer import load_tokenizer, make_bytes
 from zjax.errors import ConfigError, DataError
 from zjax.huggingface import tokenizer
-from zjax.trainer import Trainer
+from zjax.run.trainer import Trainer
 
 MARKS = ("<s>", "</s>", "<|end|>")
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from zjax.jaxprs import primitives
+from zjax.jaxprs import interpret as primitives
 from zjax.jaxprs.interpret import apply, interpret, programs_in, walk
 from zjax_kernels import device, grouped_matmul
 

@@ -6,8 +6,8 @@ import pytest
 from flax import nnx
 
 from tests.support import language
-from zjax.config import schema
 from zjax.models.build import make_model
+from zjax.settings import schema
 
 
 def evaluate(config, key=None):

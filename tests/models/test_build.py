@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from tests.support import language
-from zjax.config import schema
 from zjax.models.build import make_model
 from zjax.models.layers import num_batch_shards
 from zjax.optim.build import make_optimizer
+from zjax.settings import schema
 from zjax.sharding import mesh as meshes
 from zjax.sharding.plan import make_plan
 

@@ -12,10 +12,10 @@ from flax import nnx
 import zjax
 from tests.models.test_mixture import FOUR, PLAIN
 from tests.support import language
-from zjax.config import schema
-from zjax.forward import named_totals
 from zjax.models.build import make_model
 from zjax.moe.router import Router
+from zjax.settings import schema
+from zjax.stack.forward import named_totals
 
 PYRAMID = FOUR["pyramid-behind-a-dense-one"]
 BIASED = dataclasses.replace(

@@ -9,10 +9,9 @@ from flax import nnx
 
 from tests.reference import transformer as reference
 from tests.support import language
-from zjax.config import schema
 from zjax.errors import ConfigError
-from zjax.models.decoder import Decoder
-from zjax.models.stack import hidden_states
+from zjax.models.stack import Decoder, hidden_states
+from zjax.settings import schema
 
 SHAPES = pytest.mark.parametrize(
     "config",

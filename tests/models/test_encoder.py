@@ -9,7 +9,7 @@ from flax import nnx
 
 from tests.reference import transformer as reference
 from tests.support import language
-from zjax.models.encoder import Encoder
+from zjax.models.stack import Encoder
 
 BERT_BASE = dataclasses.replace(
     language.BERT,

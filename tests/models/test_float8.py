@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 from tests.support import language, small_run
-from zjax.config import schema
 from zjax.data.entries import abstract_batch
 from zjax.errors import ConfigError
 from zjax.models.build import make_model
 from zjax.optim.build import make_optimizer
+from zjax.run.step import make_step
+from zjax.run.trainer import Trainer
+from zjax.settings import schema
 from zjax.sharding import mesh as meshes
 from zjax.sharding import plan as plans
-from zjax.step import make_step
-from zjax.trainer import Trainer
 
 FORMS = {
     name: dataclasses.replace(config, embed_size=64, mlp_size=128)

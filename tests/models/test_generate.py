@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from tests.support import language
-from zjax.config import schema
 from zjax.errors import ConfigError, DataError
 from zjax.models import cached, generate
-from zjax.models.sampling import sample_tokens
+from zjax.models.cached import sample_tokens
+from zjax.settings import schema
 
 NUM_NEW = 5
 FORMS = {

@@ -10,10 +10,10 @@ from flax import nnx
 
 import zjax
 from zjax.checkpoint.adapters import merged_kernel
-from zjax.config import schema
 from zjax.errors import ConfigError, ModelError
 from zjax.models import lora
 from zjax.models.build import make_model
+from zjax.settings import schema
 
 X = np.random.default_rng(0).normal(size=(8, 4, 6)).astype(np.float32)
 BATCH = {"x": X, "y": np.float32(X[:, 0, :3] ** 2)}

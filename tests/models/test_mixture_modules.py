@@ -14,7 +14,6 @@ from flax import nnx
 import zjax
 from tests.reference import moe as reference
 from tests.support.cases import some_by_hand
-from zjax.config import schema
 from zjax.errors import ConfigError
 from zjax.models.mixture_settings import (
     activation_problems,
@@ -22,6 +21,7 @@ from zjax.models.mixture_settings import (
     router_problems,
 )
 from zjax.moe.router import Router
+from zjax.settings import schema
 from zjax.sharding import mesh as meshes
 
 WIDTH, EXPERTS, HIDDEN = 8, 4, 5

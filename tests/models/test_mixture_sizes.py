@@ -5,9 +5,10 @@ import math
 import jax
 import pytest
 
-from zjax.config import load_config, schema
+from zjax.config import load_config
+from zjax.models import flops
 from zjax.models.build import make_model
-from zjax.observe import flops
+from zjax.settings import schema
 
 
 def gpt(width, num_layers, num_experts, *, residual):

@@ -12,8 +12,7 @@ from tests.kernels.sparse.dense import attend
 from tests.support import language
 from tests.support import sparse as small
 from zjax.jaxprs.interpret import programs_in, walk
-from zjax.models import generate
-from zjax.observe import flops
+from zjax.models import flops, generate
 from zjax.ops import sparse
 
 LOCAL = dataclasses.replace(

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from tests.support import language
-from zjax.config import schema
 from zjax.models.build import make_model
+from zjax.settings import schema
 from zjax.sharding.layers import layers_of
 from zjax.typing import Auxiliary
 

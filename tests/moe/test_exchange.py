@@ -11,11 +11,11 @@ import pytest
 
 from tests.support import experts as support
 from tests.support.cases import some_by_hand
-from zjax.config import schema
 from zjax.moe.dispatch import pad_experts, sort_by_expert
 from zjax.moe.experts import Experts, apply_experts
 from zjax.moe.router import Router, route
 from zjax.observe.collectives import list_collectives, mesh_axes
+from zjax.settings import schema
 from zjax.sharding import mesh as meshes
 
 T, M, E = support.TOKENS, support.WIDTH, support.EXPERTS

@@ -8,9 +8,8 @@ from jax.test_util import check_grads
 
 from tests.reference import moe as reference
 from zjax.errors import ConfigError
-from zjax.moe.bias import move_bias
-from zjax.moe.capacity import keep_within_capacity
-from zjax.moe.losses import balance_loss, z_loss
+from zjax.moe.balance import balance_loss, move_bias, z_loss
+from zjax.moe.dispatch import keep_within_capacity
 from zjax.moe.router import Router, route, router_logits
 
 # Six tokens and three experts, computed by hand from the definitions.

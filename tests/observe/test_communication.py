@@ -6,9 +6,9 @@ import optax
 import pytest
 
 from tests.support import experts, models, runs
-from zjax.config import schema
 from zjax.observe.collectives import Collective, list_collectives
 from zjax.observe.communication import describe_communication, zero_volume
+from zjax.settings import schema
 
 MATRICES = 2 * models.WIDTH * models.HIDDEN
 BIAS, STORED = 7, 8

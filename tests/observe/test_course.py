@@ -4,7 +4,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from zjax.budget.report import report_plan
+from zjax.cli.plan_report import report_plan
 from zjax.config import load_config
 from zjax.data.curriculum import Curriculum
 from zjax.data.metric_index import write_index

@@ -8,8 +8,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.support.gates import start_gated
-from zjax.config import schema
 from zjax.observe import LateMetrics
+from zjax.settings import schema
 from zjax.sharding import mesh as meshes
 
 

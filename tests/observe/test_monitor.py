@@ -12,9 +12,9 @@ from zjax.config import load_config
 from zjax.errors import NonFiniteError, OutputError
 from zjax.observe import monitor as monitors
 from zjax.observe import read_history
+from zjax.observe.metrics import Throughput
 from zjax.observe.monitor import Monitor
 from zjax.observe.sinks import HISTORY
-from zjax.observe.throughput import Throughput
 
 BATCH = {"x": jnp.zeros((2, 3))}
 

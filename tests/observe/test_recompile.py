@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zjax.checkpoint.finite import check_finite
 from zjax.checkpoint.store import Store
+from zjax.checkpoint.writer import check_finite
 from zjax.observe import CompileReport, recompile
 from zjax.observe.recompile import describe_arrays, describe_change
 from zjax.sharding.placement import ArrayPlan

@@ -3,9 +3,8 @@
 import pytest
 
 from zjax.config import load_config
+from zjax.models.flops import flops_per_token, flops_per_weight, matmul_params
 from zjax.observe import Throughput, make_throughput
-from zjax.observe.flops import flops_per_token, matmul_params
-from zjax.observe.weight_flops import flops_per_weight
 
 
 class Clock:

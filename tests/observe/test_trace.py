@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 from tests.support.gates import start_gated
-from zjax.config import schema
 from zjax.observe import Trace
+from zjax.settings import schema
 
 
 def run_steps(directory, observe, steps):

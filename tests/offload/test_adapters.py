@@ -19,11 +19,11 @@ from tests.support.offload import (
     start,
     train,
 )
-from zjax.config import schema
 from zjax.config.load import load_config
 from zjax.errors import PlanError
 from zjax.huggingface import adapter_settings
-from zjax.saving import restore, save
+from zjax.run.saving import restore, save
+from zjax.settings import schema
 from zjax.sharding import memory
 from zjax.sharding.layers import put_together
 

@@ -25,10 +25,10 @@ from tests.support.offload import (
     start,
     train,
 )
-from zjax.budget import fit
-from zjax.budget.report import report_plan
+from zjax.cli.plan_report import report_plan
 from zjax.errors import ConfigError, PlanError
 from zjax.processes import host
+from zjax.run import fit
 from zjax.sharding import memory
 from zjax.sharding import plan as plans
 from zjax.sharding.plan import DEVICE, HOST, NVME
@@ -202,7 +202,7 @@ def test_what_a_step_takes_must_be_known(monkeypatch, tmp_path):
         "zero.optimizer_memory='auto' cannot be planned for batches that are not known "
         "yet; use 'pinned_host' or 'nvme', or zjax.initialize"
     )
-    monkeypatch.setattr("zjax.step.Step.predict_peak", lambda self, batch: None)
+    monkeypatch.setattr("zjax.run.step.Step.predict_peak", lambda self, batch: None)
     with pytest.raises(PlanError) as error:
         start(make_config("auto"))
     assert str(error.value) == (

@@ -23,8 +23,8 @@ from zjax.checkpoint.export import export_safetensors
 from zjax.checkpoint.layout import name_leaves
 from zjax.checkpoint.saved import SavedArrays
 from zjax.checkpoint.store import Store
-from zjax.config import schema
 from zjax.errors import CheckpointError
+from zjax.settings import schema
 from zjax.train.state import saved_rows, saved_state
 
 MEMORIES = ("device", "pinned_host")

@@ -21,14 +21,14 @@ from tests.support.offload import (
     train,
     weights_of,
 )
-from zjax import step as steps
 from zjax.errors import PlanError
-from zjax.execute import jit as programs
-from zjax.initialize import make_run
 from zjax.models.build import make_model
 from zjax.offload.compiled import compile_groups
 from zjax.offload.groups import trace
 from zjax.optim.build import make_optimizer
+from zjax.run import executor as programs
+from zjax.run import step as steps
+from zjax.run.initialize import make_run
 
 ON_HOST = {"zero": {"parameter_memory": "pinned_host"}}
 

@@ -21,9 +21,9 @@ from tests.support.offload import (
     train,
 )
 from zjax.errors import ConfigError
-from zjax.execute import weights
 from zjax.models.generate import generate
 from zjax.offload import units
+from zjax.run import fused
 from zjax.sharding.placement import pad
 from zjax.sharding.program_plan import staged_plan
 from zjax.storage.move import store
@@ -128,7 +128,7 @@ def test_trainers_write_the_same_text_block_by_block(tmp_path, monkeypatch):
     texts = []
     for name, settings in (("whole", ()), ("blocks", BY_BLOCK)):
         if settings:
-            monkeypatch.delattr(weights.Weights, "__call__")
+            monkeypatch.delattr(fused.Weights, "__call__")
         trainer = small_run.make_trainer(tmp_path / name, *TEXT, *settings)
         texts.append(trainer.generate("def ", max_new_tokens=8))
         trainer.close()

@@ -28,10 +28,10 @@ from tests.support.offload import (
     train,
     weights_of,
 )
-from zjax.budget.traffic import traffic_of_step
 from zjax.checkpoint import export_safetensors
 from zjax.checkpoint.store import Store
-from zjax.config import schema
+from zjax.estimate.spill import traffic_of_step
+from zjax.settings import schema
 from zjax.sharding import memory
 from zjax.sharding import plan as plans
 from zjax.sharding.placement import Form

@@ -22,10 +22,10 @@ from tests.support.offload import (
     train,
     weights_of,
 )
-from zjax.config import schema
 from zjax.config.check import check_config
 from zjax.errors import ConfigError, PlanError
 from zjax.offload.shapes import PassShapes
+from zjax.settings import schema
 from zjax.sharding import plan as plans
 from zjax.typing import Auxiliary
 

@@ -21,11 +21,11 @@ from tests.support.offload import (
     start,
     train,
 )
-from zjax.budget import capacity
 from zjax.errors import PlanError
 from zjax.offload import train as offload
 from zjax.offload import units
-from zjax.offload.inputs import offloaded_inputs
+from zjax.offload.gradients import offloaded_inputs
+from zjax.run import fit
 from zjax.sharding import memory
 from zjax.sharding import plan as plans
 from zjax.storage.array import DiskArray
@@ -231,7 +231,7 @@ def test_inputs_of_blocks_wait_elsewhere(monkeypatch, tmp_path):
     assert found == {kind: {kind} for kind in found}
 
 
-check_host_memory = functools.partial(capacity.check_host_memory, asked="pinned_host")
+check_host_memory = functools.partial(fit.check_host_memory, asked="pinned_host")
 
 
 def test_bytes_by_memory():
@@ -241,10 +241,10 @@ def test_bytes_by_memory():
     device, host = memory.stored_bytes(plan)[:2]
     assert device + host == sum(row.device_bytes for row in rows)
     assert device == sum(r.device_bytes for r in rows if r.memory == "device")
-    capacity.check_device_memory(plan, device)
+    fit.check_device_memory(plan, device)
     check_host_memory(plan, 8, 10**9, 8 * host)
     with pytest.raises(PlanError, match="of model state on devices of"):
-        capacity.check_device_memory(plan, device - 1)
+        fit.check_device_memory(plan, device - 1)
     with pytest.raises(PlanError, match="may be pinned"):
         check_host_memory(plan, 8, 10**9, 8 * host - 1)
 

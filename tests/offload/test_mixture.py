@@ -9,8 +9,8 @@ import optax
 import pytest
 
 from tests.support import language, offload
-from zjax.config import schema
 from zjax.models.generate import generate
+from zjax.settings import schema
 from zjax.sharding.placement import pad
 from zjax.sharding.program_plan import staged_plan
 from zjax.storage.move import store

@@ -31,13 +31,13 @@ from tests.support.offload import (
     start,
     train,
 )
-from zjax.budget import tables
 from zjax.errors import StorageError
+from zjax.estimate import tables
 from zjax.offload import stream as streams
 from zjax.sharding import describe, memory
-from zjax.storage import chunks
+from zjax.storage import files as chunks
 from zjax.storage.array import DiskArray
-from zjax.train.master import high_bits
+from zjax.train.compute_params import high_bits
 from zjax.train.state import saved_rows, saved_state
 
 

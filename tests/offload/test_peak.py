@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from tests.support.offload import GPT, UNDER_BACKWARD, make_batch, make_config, start
-from zjax.budget.report import describe_peak
+from zjax.cli.plan_report import describe_peak
 from zjax.offload import train as offload
 from zjax.offload import units
 from zjax.sharding import plan as plans

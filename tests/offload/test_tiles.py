@@ -23,7 +23,7 @@ from tests.support.offload import (
 from tests.support.tiles import cut, started_from_the_same
 from zjax.checkpoint.layout import name_leaves
 from zjax.offload import init, units
-from zjax.offload.peak import added_bytes
+from zjax.offload.compiled import added_bytes
 from zjax.offload.shapes import PassShapes
 
 TILES = 3

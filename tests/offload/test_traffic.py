@@ -14,9 +14,9 @@ from tests.support.offload import (
     start,
     train,
 )
-from zjax.budget import tables
-from zjax.budget.traffic import traffic_of_step
-from zjax.offload.inputs import offloaded_inputs
+from zjax.estimate import tables
+from zjax.estimate.spill import traffic_of_step
+from zjax.offload.gradients import offloaded_inputs
 from zjax.sharding import describe, memory
 from zjax.storage import move as moves
 

@@ -27,11 +27,11 @@ from tests.support.offload import (
     train,
     weights_of,
 )
-from zjax.config import schema
 from zjax.errors import ConfigError, PlanError
-from zjax.initialize import make_run
 from zjax.models.build import make_model
 from zjax.optim.build import make_optimizer
+from zjax.run.initialize import make_run
+from zjax.settings import schema
 
 
 @functools.cache

@@ -8,11 +8,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from tests.reference import attention as reference
-from zjax.config import schema
 from zjax.errors import ConfigError
 from zjax.ops import attention
 from zjax.ops.explicit_attention import Dropout
 from zjax.ops.window import Window
+from zjax.settings import schema
 from zjax.sharding import mesh as meshes
 from zjax_kernels import device as kernels
 

@@ -8,8 +8,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.reference import token_loss as reference
-from zjax.config import schema
 from zjax.ops.cross_entropy import Teacher, token_loss
+from zjax.settings import schema
 from zjax.sharding import mesh as meshes
 
 RNG = np.random.default_rng(0)

@@ -11,7 +11,7 @@ from absl import logging
 
 from tests.reference import float8 as reference
 from zjax.errors import ConfigError
-from zjax.ops import float8
+from zjax.ops import matmul
 
 FORMS = {
     "matrix": ((4, 16), (16, 3), 1, 1),
@@ -38,7 +38,7 @@ def make_arrays(form, dtype=jnp.float32):
 @functools.partial(jax.jit, static_argnums=(3, 4))
 def product_and_gradients(x, kernel, dy, num_contracted, num_batch_shards):
     def product(x, kernel):
-        return float8.dot(x, kernel, num_contracted, num_batch_shards=num_batch_shards)
+        return matmul.dot(x, kernel, num_contracted, num_batch_shards=num_batch_shards)
 
     y, pull = jax.vjp(product, x, kernel)
     return y, *pull(dy)
@@ -61,7 +61,7 @@ def test_product_and_gradients_equal_numpy(form, dtype, digits):
 def test_no_magnitude_overflows(largest):
     x = jnp.array([[largest, largest / 3]])
     eye = jnp.eye(2)
-    np.testing.assert_allclose(float8.dot(x, eye), x, rtol=2**-4)
+    np.testing.assert_allclose(matmul.dot(x, eye), x, rtol=2**-4)
     _, dx, _ = product_and_gradients(eye, eye, jnp.tile(x, (2, 1)), 1, 1)
     np.testing.assert_allclose(dx, jnp.tile(x, (2, 1)), rtol=2**-3)
 
@@ -119,7 +119,7 @@ def test_three_products_take_float8_and_nothing_wider(form):
 
 def test_the_backward_pass_keeps_the_input_in_float8():
     x, kernel, _ = make_arrays(FORMS["shares"], jnp.bfloat16)
-    product = functools.partial(float8.dot, num_batch_shards=4)
+    product = functools.partial(matmul.dot, num_batch_shards=4)
     _, pull = jax.vjp(product, x, kernel)
     kept = {leaf.dtype.name: leaf.size for leaf in jax.tree.leaves(pull)}
     assert kept == {"float8_e4m3fn": x.size, "float32": 4, "bfloat16": kernel.size}
@@ -134,13 +134,13 @@ def make_gpu(capability, version="PJRT C API\ncuda 13000"):
 
 @pytest.mark.parametrize("capability", ["8.9", "9.0", "10.0", "12.1"])
 def test_gpus_that_multiply_float8_pass(capability):
-    float8.check_device(make_gpu(capability))
+    matmul.check_device(make_gpu(capability))
 
 
 @pytest.mark.parametrize("capability", ["7.5", "8.0", "8.6"])
 def test_older_gpus_are_refused(capability):
     with pytest.raises(ConfigError) as error:
-        float8.check_device(make_gpu(capability))
+        matmul.check_device(make_gpu(capability))
     assert str(error.value) == (
         "precision.matmul_dtype='float8' needs compute capability 8.9 and this GPU has "
         f"{capability}; use 'compute'"
@@ -152,9 +152,9 @@ def test_emulation_is_said_once(monkeypatch):
     monkeypatch.setattr(
         logging, "warning", lambda text, *args: said.append(text % args)
     )
-    float8._log_emulation.cache_clear()
+    matmul._log_emulation.cache_clear()
     for device in (jax.devices()[0], jax.devices()[1], make_gpu("gfx942", "rocm 7")):
-        float8.check_device(device)
+        matmul.check_device(device)
     assert said == [
         "float8: emulated, as cpu does not multiply it: slow",
         "float8: emulated, as gpu does not multiply it: slow",

@@ -10,11 +10,11 @@ import pytest
 from flax import nnx
 
 from tests.support.language import BERT, GPT, make_language_model, sums_of
-from zjax.config.schema import Config, Data, Mesh, Precision
-from zjax.initialize import make_run
 from zjax.models.build import make_model
 from zjax.ops import lookup
 from zjax.ops.lookup import look_up
+from zjax.run.initialize import make_run
+from zjax.settings.schema import Config, Data, Mesh, Precision
 from zjax.typing import IGNORED
 
 

@@ -9,9 +9,9 @@ import pytest
 
 from tests.kernels.sparse.dense import attend
 from tests.support import sparse as small
-from zjax.config import schema
 from zjax.errors import ConfigError
 from zjax.ops import sparse
+from zjax.settings import schema
 from zjax.sharding import mesh as meshes
 from zjax_kernels import BigBird, Custom, Dense
 

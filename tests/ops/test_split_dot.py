@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zjax.ops.split_dot import split_dot
+from zjax.ops.matmul import split_dot
 
 DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 

@@ -8,15 +8,13 @@ import optax
 import pytest
 
 from tests.reference import raw_moments
-from zjax.config import schema
 from zjax.config.check import check_config
 from zjax.errors import ConfigError
-from zjax.optim.adam_steps import AdamSteps
 from zjax.optim.build import make_optimizer
-from zjax.optim.intervals import LOCAL, MERGED, ONE_BIT, VARIANCE
-from zjax.optim.onebit_adam import WARM_UP, next_steps, scale_by_onebit_adam
+from zjax.optim.onebit import WARM_UP, AdamSteps, next_steps, scale_by_onebit_adam
 from zjax.optim.phases import make_phases
-from zjax.optim.zero_one_adam import zero_one_adam
+from zjax.optim.zero_one_adam import LOCAL, MERGED, ONE_BIT, VARIANCE, zero_one_adam
+from zjax.settings import schema
 
 STEPS = AdamSteps(0.9, 0.99, 1e-8)
 RARE, LARGE = jnp.array([1e-6, 1.0]), jnp.array([1.0, 1.0])

@@ -11,9 +11,9 @@ import pytest
 
 from tests.reference import optimizers as reference
 from tests.reference import schedules as closed_form
-from zjax.config import schema
 from zjax.errors import ConfigError
 from zjax.optim import build
+from zjax.settings import schema
 from zjax.typing import Model
 
 NAMES = get_args(get_type_hints(schema.Optimizer)["name"])

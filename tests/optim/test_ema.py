@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zjax.optim import ema
+from zjax.optim import transforms
 
 
 def test_average_equals_numpy():
@@ -12,7 +12,7 @@ def test_average_equals_numpy():
     path = rng.normal(size=(120, 5))
     want = path[0]
     got = {"w": jnp.float32(path[0])}
-    update = jax.jit(lambda e, p, t: ema.update_ema(e, p, 0.9, t))
+    update = jax.jit(lambda e, p, t: transforms.update_ema(e, p, 0.9, t))
     for step, params in enumerate(path):
         decay = min(0.9, (1 + step) / (10 + step))
         want = decay * want + (1 - decay) * params
@@ -22,6 +22,8 @@ def test_average_equals_numpy():
 
 def test_average_keeps_its_own_dtype():
     start = {"w": jnp.zeros(2, jnp.float32)}
-    moved = ema.update_ema(start, {"w": jnp.ones(2, jnp.bfloat16)}, 0.5, jnp.int32(99))
+    moved = transforms.update_ema(
+        start, {"w": jnp.ones(2, jnp.bfloat16)}, 0.5, jnp.int32(99)
+    )
     assert moved["w"].dtype == jnp.float32
     assert moved["w"].tolist() == [0.5, 0.5]

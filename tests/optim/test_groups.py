@@ -3,9 +3,9 @@
 import jax.numpy as jnp
 import pytest
 
-from zjax.config.schema import Optimizer, ParamGroup
 from zjax.errors import ConfigError
 from zjax.optim import groups
+from zjax.settings.schema import Optimizer, ParamGroup
 
 PARAMS = {
     "blocks": [

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from tests.reference.loss_scale import LossScale
-from zjax.config import schema
-from zjax.optim import loss_scale
+from zjax.optim import precision
+from zjax.settings import schema
 
 NUM_SEQUENCES, LENGTH = 10_000, 24
 
@@ -19,10 +19,10 @@ def run(flags, settings):
     """All states after each update."""
 
     def step(scaler, overflow):
-        scaler = loss_scale.update_scaler(scaler, overflow, settings)
+        scaler = precision.update_scaler(scaler, overflow, settings)
         return scaler, scaler
 
-    start = loss_scale.init_scaler(settings)
+    start = precision.init_scaler(settings)
     return jax.lax.scan(step, start, jnp.array(flags, bool))[1]
 
 
@@ -71,9 +71,9 @@ def test_random_sequences_equal_the_plain_class(window, consecutive):
     @functools.partial(jax.vmap, in_axes=(0, 0))
     def final(iteration, flags):
         def step(scaler, overflow):
-            return loss_scale.update_scaler(scaler, overflow, settings), None
+            return precision.update_scaler(scaler, overflow, settings), None
 
-        scaler = loss_scale.init_scaler(settings)._replace(iteration=iteration)
+        scaler = precision.init_scaler(settings)._replace(iteration=iteration)
         return jax.lax.scan(step, scaler, flags)[0]
 
     got = final(jnp.asarray(start, jnp.int32), flags)
@@ -107,7 +107,7 @@ def test_window_of_zero_keeps_the_scale_and_counts_on():
     assert states.iteration.tolist() == [1, 2, 3, 4, 5]
     assert states.last_overflow.tolist() == [-1, 1, 2, 3, 3]
     least = dataclasses.replace(settings, initial=1.0, minimum=1.0, hysteresis=1)
-    assert not loss_scale.at_minimum(loss_scale.init_scaler(least), least)
+    assert not precision.at_minimum(precision.init_scaler(least), least)
 
 
 @pytest.mark.parametrize(
@@ -117,14 +117,14 @@ def test_window_of_zero_keeps_the_scale_and_counts_on():
 )
 def test_at_minimum_foretells_an_overflow_that_cannot_halve(num_overflows, expected):
     settings = schema.LossScale(initial=4.0, minimum=4.0, hysteresis=2)
-    scaler = loss_scale.init_scaler(settings)
+    scaler = precision.init_scaler(settings)
     for _ in range(num_overflows):
-        scaler = loss_scale.update_scaler(scaler, jnp.bool_(True), settings)
-    assert bool(loss_scale.at_minimum(scaler, settings)) is expected
+        scaler = precision.update_scaler(scaler, jnp.bool_(True), settings)
+    assert bool(precision.at_minimum(scaler, settings)) is expected
 
 
 def test_scaler_keeps_its_dtypes():
-    scaler = loss_scale.init_scaler(schema.LossScale())
-    after = loss_scale.update_scaler(scaler, jnp.bool_(False), schema.LossScale())
+    scaler = precision.init_scaler(schema.LossScale())
+    after = precision.update_scaler(scaler, jnp.bool_(False), schema.LossScale())
     dtypes = ["float32", "int32", "int32", "int32"]
     assert [x.dtype.name for x in scaler] == [x.dtype.name for x in after] == dtypes

@@ -3,8 +3,8 @@
 import jax.numpy as jnp
 import pytest
 
-from zjax.config import schema
-from zjax.optim import matrices
+from zjax.optim import groups
+from zjax.settings import schema
 from zjax.typing import Model
 
 CASES = {
@@ -42,8 +42,8 @@ CASES = {
 def test_role_follows_the_names_of_dims(path):
     dims, decays, sides = CASES[path]
     names = {path: dims}
-    assert matrices.is_matrix(path, len(dims), names) is decays
-    found = matrices.muon_dims(path, len(dims), names)
+    assert groups.is_matrix(path, len(dims), names) is decays
+    found = groups.muon_dims(path, len(dims), names)
     assert found == sides
 
 
@@ -59,8 +59,8 @@ def test_role_follows_the_names_of_dims(path):
     ],
 )
 def test_role_follows_the_shape_where_names_are_unknown(path, num_dims, decays, muon):
-    assert matrices.is_matrix(path, num_dims, {}) is decays
-    assert (matrices.muon_dims(path, num_dims, {}) is not None) is muon
+    assert groups.is_matrix(path, num_dims, {}) is decays
+    assert (groups.muon_dims(path, num_dims, {}) is not None) is muon
 
 
 def test_names_skip_what_is_unknown_and_follow_the_settings_of_the_mesh():
@@ -72,5 +72,5 @@ def test_names_skip_what_is_unknown_and_follow_the_settings_of_the_mesh():
     )
     rules = (schema.DimRule(pattern="b", dims=("layers",)),)
     table = schema.NameTable({"kv": "head_dim"}.items())
-    _, names = matrices.named_params(model, schema.Mesh(names=table, rules=rules))
+    _, names = groups.named_params(model, schema.Mesh(names=table, rules=rules))
     assert names == {"a/0": ("head_dim", None), "b": ("layers",)}

@@ -8,8 +8,8 @@ import numpy as np
 import optax
 import pytest
 
-from zjax.config import schema
-from zjax.optim import build, rounding
+from zjax.optim import build, moments
+from zjax.settings import schema
 from zjax.sharding.layers import Layers
 from zjax.typing import Model
 
@@ -58,7 +58,7 @@ def quantized_of(state):
     """Its matrices in eight bits, by their place."""
 
     def is_quantized(node):
-        return isinstance(node, rounding.Quantized)
+        return isinstance(node, moments.Quantized)
 
     leaves = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_quantized)
     return {
@@ -194,7 +194,7 @@ def test_stacked_layers_are_scaled_each_by_itself(name):
     plain = make_tx(name, "float32", **given)
     _, expected = plain.update(grads, plain.init(params), params)
     wide = [x for x in jax.tree.leaves(expected) if x.shape == (3, 8, 16)]
-    got = [rounding.dequantize(node) for node in quantized_of(state).values()]
+    got = [moments.dequantize(node) for node in quantized_of(state).values()]
     assert len(got) == len(wide) >= 1
     for one, other in zip(got, wide, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6)
@@ -217,7 +217,7 @@ def test_second_moment_forgets_large_gradients(dtype):
 
     state = steps(steps(tx.init(params), 1.0), 0.0)
     if dtype == "int8":
-        _, nu = map(rounding.dequantize, quantized_of(state).values())
+        _, nu = map(moments.dequantize, quantized_of(state).values())
     else:
         nu = state.state[0].nu["kernel"].astype(jnp.float32)
     want = (1 - 0.999**700) * 0.999**700

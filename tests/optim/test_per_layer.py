@@ -9,7 +9,7 @@ import pytest
 from zjax.errors import PlanError
 from zjax.optim.per_layer import needs_layers, per_layer_if_needed
 from zjax.sharding.layers import Layers, put_together, take_apart
-from zjax.sharding.opt_state import optimizer_name
+from zjax.sharding.param_plans import optimizer_name
 
 NAMES = {
     "blocks/kernel": ("layers", "embed", "mlp"),

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from zjax.config import schema
 from zjax.optim import precision
+from zjax.settings import schema
 
 
 @pytest.mark.parametrize(

@@ -7,15 +7,15 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from tests.reference import rounding as reference
-from zjax.config import schema
-from zjax.optim import rounding
+from zjax.optim import moments
+from zjax.settings import schema
 from zjax.sharding import mesh as meshes
 
 CODES = pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8], ids=["int8", "uint8"])
 
 
 def bits_of(shape, step=0, salt=7):
-    return rounding.random_bits(shape, jnp.int32(step), salt)
+    return moments.random_bits(shape, jnp.int32(step), salt)
 
 
 def uniform_of(bits, num_bits):
@@ -60,7 +60,7 @@ def test_bfloat16_equals_the_oracle():
     bits = bits_of(x.shape)
     numbers = reference.bfloat16_numbers()
     index = reference.round_at_random(abs(x), numbers, uniform_of(bits, 16))
-    got = rounding.round_to_bfloat16(jnp.array(x), bits)
+    got = moments.round_to_bfloat16(jnp.array(x), bits)
     assert got.dtype == jnp.bfloat16
     np.testing.assert_array_equal(np.float64(got), np.sign(x) * numbers[index])
 
@@ -68,14 +68,14 @@ def test_bfloat16_equals_the_oracle():
 def test_bfloat16_keeps_what_it_can_write():
     x = jnp.array([0.0, -1.5, 2.0**-126, jnp.inf], jnp.bfloat16)
     for step in range(20):
-        got = rounding.round_to_bfloat16(x.astype(jnp.float32), bits_of((4,), step))
+        got = moments.round_to_bfloat16(x.astype(jnp.float32), bits_of((4,), step))
         np.testing.assert_array_equal(got, x)
 
 
 def quantized(x, step=0, dtype=jnp.int8):
     """With one scale of 1 for all, so that codes are of `x` itself."""
     scales = (jnp.ones((1,) * x.ndim),)
-    return rounding.quantize(jnp.array(x), scales, bits_of(x.shape, step), dtype)
+    return moments.quantize(jnp.array(x), scales, bits_of(x.shape, step), dtype)
 
 
 @CODES
@@ -88,8 +88,8 @@ def test_eight_bits_equal_the_oracle(dtype):
     index = reference.round_at_random(abs(x), numbers, uniform_of(bits, 20))
     assert got.codes.dtype == dtype
     np.testing.assert_array_equal(got.codes, np.sign(x) * index)
-    np.testing.assert_array_equal(rounding.dequantize(got), np.sign(x) * numbers[index])
-    assert abs(rounding.dequantize(got) / x - 1).max() < 1 / 8
+    np.testing.assert_array_equal(moments.dequantize(got), np.sign(x) * numbers[index])
+    assert abs(moments.dequantize(got) / x - 1).max() < 1 / 8
 
 
 @CODES
@@ -98,7 +98,7 @@ def test_every_code_is_a_number_that_is_kept(dtype):
     numbers = reference.eight_bit_numbers(signed).astype(np.float32)
     x = np.concatenate([-numbers[:0:-1], numbers]) if signed else numbers
     got = quantized(x, dtype=dtype)
-    np.testing.assert_array_equal(rounding.dequantize(got), x)
+    np.testing.assert_array_equal(moments.dequantize(got), x)
     assert len(np.unique(got.codes)) == (255 if signed else 256)
 
 
@@ -109,12 +109,12 @@ def test_mean_of_many_roundings_is_the_number(kind):
     x = draw((32,), -18 if kind == "int8" else -14, 0, signed=kind != "uint8")
 
     def rounded(step):
-        bits = rounding.random_bits(x.shape, step, 3)
+        bits = moments.random_bits(x.shape, step, 3)
         if kind == "bfloat16":
-            return rounding.round_to_bfloat16(jnp.array(x), bits).astype(jnp.float32)
+            return moments.round_to_bfloat16(jnp.array(x), bits).astype(jnp.float32)
         scales = (jnp.ones((1,)),)
-        got = rounding.quantize(jnp.array(x), scales, bits, jnp.dtype(kind))
-        return rounding.dequantize(got)
+        got = moments.quantize(jnp.array(x), scales, bits, jnp.dtype(kind))
+        return moments.dequantize(got)
 
     values = np.float64(jax.vmap(rounded)(jnp.arange(num_steps)))
     deviation = values.std(0) / np.sqrt(num_steps)
@@ -124,7 +124,7 @@ def test_mean_of_many_roundings_is_the_number(kind):
 
 def test_signed_codes_go_on_below_their_range_and_unsigned_never_become_zero():
     tiny = np.full((4_000,), 2.0**-18, np.float32)
-    signed = np.asarray(rounding.dequantize(quantized(tiny)))
+    signed = np.asarray(moments.dequantize(quantized(tiny)))
     smallest = reference.eight_bit_numbers(True)[1]
     assert set(signed) == {0.0, np.float32(smallest)}
     np.testing.assert_allclose(signed.mean(), 2.0**-18, rtol=0.1)
@@ -141,24 +141,24 @@ def test_scale_is_the_smaller_of_row_and_column():
     x = rng.normal(size=(2, 32, 32)) * rows[..., :, None] * columns[..., None, :]
     x = np.float32(x)
     scales = tuple(
-        rounding.measure(jnp.array(x), shape) for shape in [(2, 32, 1), (2, 1, 32)]
+        moments.measure(jnp.array(x), shape) for shape in [(2, 32, 1), (2, 1, 32)]
     )
     np.testing.assert_array_equal(scales[0], abs(x).max(2, keepdims=True))
     np.testing.assert_array_equal(scales[1], abs(x).max(1, keepdims=True))
-    got = rounding.quantize(jnp.array(x), scales, bits_of(x.shape), jnp.int8)
+    got = moments.quantize(jnp.array(x), scales, bits_of(x.shape), jnp.int8)
     smaller = np.minimum(abs(x).max(2, keepdims=True), abs(x).max(1, keepdims=True))
-    relative = abs(np.asarray(rounding.dequantize(got)) - x) / smaller
+    relative = abs(np.asarray(moments.dequantize(got)) - x) / smaller
     assert relative.max() < 1 / 8
     kept = abs(x) > smaller * 2.0**-15
-    assert (abs(rounding.dequantize(got) / x - 1)[kept] < 1 / 8).all()
+    assert (abs(moments.dequantize(got) / x - 1)[kept] < 1 / 8).all()
     assert kept.mean() > 0.9
 
 
 def test_row_and_column_of_zeros_stay_zero():
     x = jnp.zeros((4, 4)).at[1:, 1:].set(1.0)
-    scales = rounding.measure(x, (4, 1)), rounding.measure(x, (1, 4))
-    got = rounding.quantize(x, scales, bits_of(x.shape), jnp.uint8)
-    np.testing.assert_array_equal(rounding.dequantize(got), x)
+    scales = moments.measure(x, (4, 1)), moments.measure(x, (1, 4))
+    got = moments.quantize(x, scales, bits_of(x.shape), jnp.uint8)
+    np.testing.assert_array_equal(moments.dequantize(got), x)
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "uint8"])
@@ -170,15 +170,15 @@ def test_slow_decay_stalls_to_the_nearest_and_not_at_random(kind):
     def step(value, count, bits):
         value = value * decay
         if kind == "bfloat16":
-            return rounding.round_to_bfloat16(value, bits).astype(jnp.float32)
+            return moments.round_to_bfloat16(value, bits).astype(jnp.float32)
         scales = (jnp.ones((1, 1)),)
-        return rounding.dequantize(rounding.quantize(value, scales, bits, jnp.uint8))
+        return moments.dequantize(moments.quantize(value, scales, bits, jnp.uint8))
 
     def nearest(value, count):
         return step(value, count, middle), None
 
     def at_random(value, count):
-        return step(value, count, rounding.random_bits(shape, count, 0)), None
+        return step(value, count, moments.random_bits(shape, count, 0)), None
 
     steps = jnp.arange(num_steps)
     stalled, _ = jax.jit(lambda x: jax.lax.scan(nearest, x, steps))(jnp.ones(shape))

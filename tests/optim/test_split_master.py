@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zjax.optim.split_master import join_bits, low_bits
+from zjax.optim.precision import join_bits, low_bits
 
 EVERY_UPPER = np.arange(2**16, dtype=np.uint32) << 16
 

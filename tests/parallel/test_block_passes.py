@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from zjax.parallel import remat
+from zjax.ops import remat
 from zjax.parallel.block_passes import (
     differentiate_in_passes,
     split_backward,

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from tests.reference import attention
-from zjax.parallel import blocks
+from zjax.parallel import ring
 
 LENGTH, HEADS, KV_HEADS, SIZE = 256, 4, 2, 8
 
@@ -21,8 +21,8 @@ def program(request, monkeypatch):
     """Kernels run as their reference here, from the same plans."""
     ran = []
     if request.param == "kernels":
-        monkeypatch.setattr(blocks, "why_unsupported", lambda *_: "")
-    monkeypatch.setattr(blocks, "_log", lambda chosen, reason: ran.append(chosen))
+        monkeypatch.setattr(ring, "why_unsupported", lambda *_: "")
+    monkeypatch.setattr(ring, "_log", lambda chosen, reason: ran.append(chosen))
     yield
     assert set(ran) == {request.param}
 
@@ -39,7 +39,7 @@ def test_a_part_is_attention_with_its_sums(program, causal, packed):
         queries[-3:] = 7  # in no document of the keys
         seen = seen & (queries[:, None] == keys)
         ids = tuple(jnp.array(x[None], jnp.int32) for x in (queries, keys))
-    out, lse = blocks.attend(q, k, v, ids, causal=causal)
+    out, lse = ring.attend(q, k, v, ids, causal=causal)
     expected, gradients = attention.attend_with_gradients(
         *(q, k, v), np.broadcast_to(seen, (1, LENGTH, LENGTH)), d_out
     )
@@ -49,7 +49,7 @@ def test_a_part_is_attention_with_its_sums(program, causal, packed):
     assert np.isneginf(np.asarray(lse)[0, blind]).all()
     assert np.isfinite(np.asarray(lse)[0, ~blind]).all()
     delta = jnp.einsum("blhd,blhd->blh", out, d_out)
-    found = blocks.gradients(q, k, v, d_out, lse, delta, ids, causal=causal)
+    found = ring.gradients(q, k, v, d_out, lse, delta, ids, causal=causal)
     for one, other in zip(found, gradients, strict=True):
         assert one.dtype == np.float32
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
@@ -58,12 +58,12 @@ def test_a_part_is_attention_with_its_sums(program, causal, packed):
 def test_gradients_of_parts_add_up(program):
     """By the sums over all keys, of which each part has a half."""
     q, k, v, d_out = make_arrays()
-    out, lse = blocks.attend(q, k, v, None, causal=False)
+    out, lse = ring.attend(q, k, v, None, causal=False)
     delta = jnp.einsum("blhd,blhd->blh", out, d_out)
-    whole = blocks.gradients(q, k, v, d_out, lse, delta, None, causal=False)
+    whole = ring.gradients(q, k, v, d_out, lse, delta, None, causal=False)
     half = LENGTH // 2
     parts = [
-        blocks.gradients(q, k[:, s], v[:, s], d_out, lse, delta, None, causal=False)
+        ring.gradients(q, k[:, s], v[:, s], d_out, lse, delta, None, causal=False)
         for s in (slice(half), slice(half, LENGTH))
     ]
     np.testing.assert_allclose(
@@ -76,9 +76,9 @@ def test_gradients_of_parts_add_up(program):
 
 def test_parts_of_odd_length_run_in_plain_jax(monkeypatch):
     said = []
-    monkeypatch.setattr(blocks, "why_unsupported", lambda *_: "")
-    monkeypatch.setattr(blocks, "_log", lambda *words: said.append(words))
+    monkeypatch.setattr(ring, "why_unsupported", lambda *_: "")
+    monkeypatch.setattr(ring, "_log", lambda *words: said.append(words))
     q, k, v, _ = (x[:, :100] for x in make_arrays())
-    blocks.attend(q, k, v, None, causal=True)
+    ring.attend(q, k, v, None, causal=True)
     reason = "100 tokens at a time are not whole blocks of 128"
     assert said == [("plain JAX", reason)]

@@ -12,9 +12,9 @@ from jax.sharding import PartitionSpec as P
 
 from tests.support import sequences
 from tests.support import sparse as patterns
-from zjax.config import schema
 from zjax.errors import ConfigError
 from zjax.ops import sparse
+from zjax.settings import schema
 from zjax.sharding import mesh as meshes
 
 LENGTH, HEADS, SIZE, BLOCK = 512, 4, 8, 32

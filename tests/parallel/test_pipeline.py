@@ -8,7 +8,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from zjax.parallel.pipeline import make_feed, where_due
-from zjax.parallel.schedule import IDLE
+from zjax.parallel.pipeline_schedule import IDLE
 
 AXES = ("replica", "data")
 WEIGHTS = np.float32([[0, 0], [2, 0], [0, 5], [0, 0]])

@@ -9,7 +9,8 @@ import pytest
 
 from tests.support import sequences as small
 from zjax.jaxprs.interpret import programs_in
-from zjax.parallel import blocks, remat
+from zjax.ops import remat
+from zjax.parallel import ring
 from zjax.parallel.ring import ring_attention, zigzag
 
 SLOW = pytest.mark.slow
@@ -53,7 +54,7 @@ def test_ring_is_dense_attention(sizes, causal, masked):
 
 
 def test_scores_exist_for_few_keys_at_a_time(monkeypatch):
-    monkeypatch.setattr(blocks, "CHUNK", 2)
+    monkeypatch.setattr(ring, "CHUNK", 2)
     attend, mesh = make_ring(causal=True), small.make_mesh(sequence=4)
     small.compare(attend, mesh, order=zigzag(small.LENGTH, 4), causal=True)
     per_device = small.LENGTH // 4

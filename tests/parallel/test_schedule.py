@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.reference import stages
-from zjax.parallel.schedule import IDLE, KINDS, make_schedule
+from zjax.parallel.pipeline_schedule import IDLE, KINDS, make_schedule
 
 EQUAL = {"forward": 1, "backward": 1, "weights": 1}
 CASES = [

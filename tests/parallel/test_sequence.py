@@ -11,11 +11,11 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from tests.support import language
-from zjax.config import schema
 from zjax.errors import ConfigError, PlanError
-from zjax.initialize import initialize
 from zjax.models.stack import make_stack
 from zjax.parallel import sequence
+from zjax.run.initialize import initialize
+from zjax.settings import schema
 from zjax.sharding import mesh as meshes
 from zjax.sharding.layers import layers_of
 

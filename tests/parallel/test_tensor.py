@@ -11,11 +11,11 @@ from jax.sharding import PartitionSpec as P
 
 from tests.support import tensor as small
 from zjax import generate
-from zjax.config import schema
 from zjax.models.build import make_model
-from zjax.models.decoder import Decoder
 from zjax.models.layers import Attention
+from zjax.models.stack import Decoder
 from zjax.parallel import tensor
+from zjax.settings import schema
 from zjax.sharding import mesh as meshes
 from zjax.sharding.layers import layers_of
 

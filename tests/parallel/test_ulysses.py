@@ -13,7 +13,7 @@ from tests.support import sequences as small
 from tests.support import sparse as patterns
 from zjax.ops import sparse
 from zjax.ops.attention import dot_product_attention
-from zjax.parallel.ulysses import ulysses_attention
+from zjax.parallel.sequence import ulysses_attention
 
 SLOW = pytest.mark.slow
 

@@ -17,11 +17,11 @@ from tests.support import language, offload
 from tests.support.runs import make_small_run
 from zjax.checkpoint.layout import name_leaves
 from zjax.checkpoint.store import Store
-from zjax.config import schema
-from zjax.config.convert import to_mapping
 from zjax.errors import CheckpointError, ConfigError
-from zjax.execute.distilled import DistilledExecutor
-from zjax.saving import restore, save
+from zjax.run.extended import DistilledExecutor
+from zjax.run.saving import restore, save
+from zjax.settings import schema
+from zjax.settings.convert import to_mapping
 from zjax.sharding import plan as plans
 
 MOE = schema.MoE(num_experts=4, top_k=2, first_dense=2, residual=True)

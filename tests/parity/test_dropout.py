@@ -9,9 +9,9 @@ import pytest
 
 from tests.support import pipelines
 from tests.support.cases import some_by_hand
-from zjax.initialize import make_run
 from zjax.models.build import make_model
 from zjax.optim.build import make_optimizer
+from zjax.run.initialize import make_run
 
 RATE = 0.1
 ATTENTION = {"attention_dropout_rate": 0.3}

@@ -11,8 +11,8 @@ import pytest
 
 import zjax
 from tests.support import experts, runs
-from zjax.config import schema
-from zjax.nonfinite import find_nonfinite
+from zjax.run.nonfinite import find_nonfinite
+from zjax.settings import schema
 
 STEPS = 3
 ROUTERS = {"dropless": experts.DROPLESS, "capacity": experts.CAPACITY}

@@ -8,9 +8,9 @@ import pytest
 
 from tests.support import sparse as small
 from tests.support import texts
-from zjax.config import schema
 from zjax.observe.collectives import list_collectives, mesh_axes
 from zjax.ops import sparse
+from zjax.settings import schema
 from zjax.sharding import plan as plans
 from zjax_kernels import make_sequence_plan
 

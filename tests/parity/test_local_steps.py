@@ -15,13 +15,13 @@ from jax.sharding import PartitionSpec as P
 from tests.reference import compression
 from tests.support import models, runs, totals
 from tests.support.crossing import crossing
-from zjax.config import schema
 from zjax.errors import PlanError
-from zjax.initialize import make_run as make_planned_run
 from zjax.optim.build import make_optimizer
+from zjax.run.initialize import make_run as make_planned_run
+from zjax.settings import schema
 from zjax.sharding import mesh as meshes
 from zjax.sharding.placement import ArrayPlan
-from zjax.train.fragments import make_fragments
+from zjax.train.outer_state import make_fragments
 from zjax.train.update import make_update
 
 LEARNING_RATE = 0.5

@@ -8,11 +8,11 @@ from flax import nnx
 
 from tests.parity import test_lora as plain
 from tests.support import language
-from zjax.config import schema
 from zjax.models import layers, lora
 from zjax.models.build import make_model
 from zjax.models.latent import LatentAttention
 from zjax.ops.keys import fold_name
+from zjax.settings import schema
 
 SHAPE = plain.SHAPE | {"remat": "none"}
 ADAPTERS = {"rank": plain.RANK, "alpha": plain.ALPHA}

@@ -11,8 +11,8 @@ import pytest
 
 from tests.support import language, offload
 from tests.support.cases import some_by_hand
-from zjax.config import schema
-from zjax.moe.bias import move_bias
+from zjax.moe.balance import move_bias
+from zjax.settings import schema
 from zjax.sharding import plan as plans
 from zjax.sharding.paths import path_of
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.support import tensor
-from zjax.config import schema
+from zjax.settings import schema
 
 EXPERTS = schema.MoE(num_experts=4, top_k=2, balance_loss=0.0)
 GPT = dataclasses.replace(tensor.GPT, moe=EXPERTS)

@@ -17,10 +17,10 @@ from tests.support.replicas import (
     make_batch,
     make_model,
 )
-from zjax.config import schema
-from zjax.initialize import make_run
 from zjax.optim.build import make_optimizer
 from zjax.optim.phases import make_phases
+from zjax.run.initialize import make_run
+from zjax.settings import schema
 
 FREEZE, STEPS = 20, 50
 RATE, DECAY = 1e-2, 0.1

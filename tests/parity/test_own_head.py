@@ -10,7 +10,7 @@ import pytest
 
 import zjax
 from tests.support import pipelines
-from zjax.config import schema
+from zjax.settings import schema
 from zjax.sharding import plan as plans
 
 MESHES = {

@@ -9,10 +9,10 @@ import pytest
 from flax import nnx
 
 from tests.support import models
-from zjax.config import schema
 from zjax.errors import PlanError
-from zjax.initialize import initialize
 from zjax.observe.collectives import list_collectives, mesh_axes
+from zjax.run.initialize import initialize
+from zjax.settings import schema
 from zjax.sharding import memory
 
 PLACES = {"up": ("embed", "mlp"), "down": ("tensor", None)}

@@ -8,7 +8,7 @@ import optax
 import pytest
 from flax import nnx
 
-from zjax.initialize import initialize
+from zjax.run.initialize import initialize
 
 WIDTH, BATCH, LENGTH = 8, 8, 4
 LECUN = nn.initializers.lecun_normal()

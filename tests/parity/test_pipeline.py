@@ -10,7 +10,7 @@ import pytest
 
 from tests.support import pipelines
 from tests.support.cases import some_by_hand
-from zjax.parallel import staged
+from zjax.parallel import slots
 
 KEPT = {"recompute": False}
 LLAMA = {
@@ -122,12 +122,12 @@ GRID = list(
 def spoil(monkeypatch):
     """Whatever a pass reads before it was written spoils the results."""
 
-    real = staged.full
+    real = slots.full
 
     def full(shape, dtype, value=0):
         return real(shape, dtype, jnp.nan if jnp.issubdtype(dtype, jnp.inexact) else -1)
 
-    monkeypatch.setattr(staged, "full", full)
+    monkeypatch.setattr(slots, "full", full)
 
 
 def assert_same(case, num_steps=3, rtol=1e-4, atol=2e-5):

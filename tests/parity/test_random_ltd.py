@@ -12,17 +12,17 @@ import pytest
 
 from tests.support import small_run
 from tests.support.cases import some_by_hand
-from zjax import dropping
-from zjax.execute.dropping import with_dropping
-from zjax.initialize import make_run
 from zjax.models.build import make_model
 from zjax.observe.collectives import list_collectives
 from zjax.ops import token_subset
 from zjax.ops.token_subset import draw_subset
 from zjax.optim.build import make_optimizer
 from zjax.parallel.ring import zigzag
+from zjax.run.extended import with_dropping
+from zjax.run.initialize import make_run
 from zjax.sharding import plan
 from zjax.sharding.layers import put_together
+from zjax.stack import dropping
 from zjax.typing import Dropping
 
 SETTINGS = (

@@ -11,8 +11,8 @@ import pytest
 from tests.support import models, runs
 from tests.support.crossing import crossing, is_large
 from zjax.comm.codecs import make_codec
-from zjax.config import schema
 from zjax.optim.phases import Phase
+from zjax.settings import schema
 from zjax.sharding.mesh import REPLICA
 from zjax.train.exchange import Exchange, Sent
 from zjax.train.update import make_update

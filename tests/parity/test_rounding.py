@@ -6,7 +6,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from zjax.initialize import initialize
+from zjax.run.initialize import initialize
 
 BATCH, SIZE, WIDTH, STEPS = 16, 8, 8, 3
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support import language, texts
 from tests.support import sparse as patterns
-from zjax.config import schema
+from zjax.settings import schema
 from zjax.sharding import plan as plans
 
 ROWS, LENGTH = 8, 32

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 
 from tests.support import sparse as small
-from zjax.config import check_config, schema
-from zjax.initialize import make_run
+from zjax.config import check_config
 from zjax.models.build import make_model
 from zjax.observe import CompileReport
 from zjax.optim.build import make_optimizer
+from zjax.run.initialize import make_run
+from zjax.settings import schema
 from zjax.sharding import plan as plans
 
 ROWS, STEPS = 8, 3

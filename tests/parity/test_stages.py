@@ -5,7 +5,7 @@ import optax
 import pytest
 
 from tests.support import runs
-from zjax.config import schema
+from zjax.settings import schema
 
 MESHES = {
     "data8": schema.Mesh(),

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from tests.support import tensor
-from zjax.config import check_config, schema
+from zjax.config import check_config
 from zjax.models.build import make_model
 from zjax.optim.build import make_optimizer
+from zjax.settings import schema
 from zjax.sharding import plan as plans
 from zjax.sharding.mesh import abstract_mesh
 

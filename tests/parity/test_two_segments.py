@@ -13,9 +13,9 @@ import zjax
 from tests.support import two_segments
 from tests.support.cases import some_by_hand
 from zjax.errors import ModelError
-from zjax.forward import Execution, loss_of
 from zjax.ops.keys import block_key
 from zjax.sharding import plan as plans
+from zjax.stack.forward import Execution, loss_of
 
 HOST = {"optimizer_memory": "pinned_host", "parameter_memory": "pinned_host"}
 UNEQUAL = np.where(np.arange(two_segments.ROWS) % 4 == 1, 3.0, 0.5)

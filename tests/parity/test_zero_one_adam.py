@@ -20,20 +20,20 @@ from tests.support.replicas import (
     make_batch,
     make_model,
 )
-from zjax.config import schema
-from zjax.initialize import make_run
-from zjax.optim.adam_steps import AdamSteps, make_adam_steps
 from zjax.optim.build import make_optimizer
-from zjax.optim.intervals import (
+from zjax.optim.onebit import AdamSteps, make_adam_steps
+from zjax.optim.zero_one_adam import (
     LOCAL,
     MERGED,
     ONE_BIT,
     VARIANCE,
     Intervals,
     make_intervals,
+    zero_one_adam,
 )
-from zjax.optim.schedules import make_schedule
-from zjax.optim.zero_one_adam import zero_one_adam
+from zjax.run.initialize import make_run
+from zjax.schedule.learning_rate import make_schedule
+from zjax.settings import schema
 
 STEPS, KAPPA, FREEZE, SCALER, CLIPPER = 60, 4, 21, 8, 4
 leaves = jax.tree.leaves

@@ -6,7 +6,6 @@ import json
 import jax
 import pytest
 
-from zjax.config import schema
 from zjax.errors import ProcessError
 from zjax.processes import agreement
 from zjax.processes.agreement import (
@@ -14,8 +13,9 @@ from zjax.processes.agreement import (
     check_same_data,
     describe_process,
     disagreements,
+    source_digest,
 )
-from zjax.processes.software import source_digest
+from zjax.settings import schema
 
 CONFIG = schema.Config()
 
@@ -90,7 +90,7 @@ def test_the_digest_follows_the_source(tmp_path, monkeypatch):
         (package / "__init__.py").touch()
         (package / name).write_text(text)
         monkeypatch.syspath_prepend(package.parent)
-        monkeypatch.setattr("zjax.processes.software._SOURCES", ("mine",))
+        monkeypatch.setattr("zjax.processes.agreement._SOURCES", ("mine",))
         digests.add(source_digest())
     assert len(digests) == 3
 

@@ -11,13 +11,13 @@ from jax._src.clusters.ompi_cluster import OmpiCluster
 from jax._src.clusters.slurm_cluster import SlurmCluster
 
 from zjax import processes
-from zjax.config import schema
 from zjax.errors import ProcessError
+from zjax.processes.barrier import find_unresponsive
 from zjax.processes.cluster import Cluster, assign_gpus, find_cluster, visible_gpus
-from zjax.processes.heartbeat import find_unresponsive
 from zjax.processes.member_files import End, Member
 from zjax.processes.start import check_members, check_platform
 from zjax.processes.supervise import describe_end
+from zjax.settings import schema
 
 AUTO = schema.Processes()
 SLURM = {

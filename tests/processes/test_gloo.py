@@ -6,9 +6,9 @@ import itertools
 import jax
 import pytest
 
-from zjax.config import schema
 from zjax.errors import ProcessError
-from zjax.processes import gloo
+from zjax.processes import barrier as gloo
+from zjax.settings import schema
 from zjax.sharding.mesh import make_mesh
 
 LATE = (

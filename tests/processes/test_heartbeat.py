@@ -5,7 +5,7 @@ What versions write was recorded from two processes, one of which had got SIGSTO
 
 import pytest
 
-from zjax.processes.heartbeat import find_unresponsive
+from zjax.processes.barrier import find_unresponsive
 
 FATAL = (
     "F1128 17:04:58.480939   19407 client.h:80] Terminating process because the JAX "

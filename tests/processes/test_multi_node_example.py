@@ -8,7 +8,7 @@ import subprocess
 import pytest
 import yaml
 
-from zjax.config import schema
+from zjax.settings import schema
 
 ROOT = pathlib.Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "multi_node"

@@ -20,7 +20,7 @@ from tests.support import programs, squares
 from tests.support.cases import some_by_hand
 from zjax import processes
 from zjax.checkpoint.store import Store
-from zjax.config import schema
+from zjax.settings import schema
 
 HOST = socket.gethostname()
 

@@ -17,16 +17,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tests.checkpoint import states
 from tests.support import offload, squares
 from zjax import processes
-from zjax.bench.measure import measure
 from zjax.checkpoint import sums
 from zjax.checkpoint.store import Store
-from zjax.config import schema
-from zjax.config.pacing import grow
+from zjax.cli.bench import measure
 from zjax.data import buckets, curriculum, metric_index, packing
 from zjax.data.draws import WholeRows
 from zjax.data.loader import load_draws
 from zjax.errors import DataError, Problem, ZjaxError
-from zjax.processes import gloo
+from zjax.processes import barrier
+from zjax.schedule.pacing import grow
+from zjax.settings import schema
 from zjax.sharding import plan as plans
 from zjax.sharding.mesh import make_mesh
 
@@ -220,7 +220,7 @@ def fill(*_):
 def part_for_long(info, directory):
     """Process 1 comes to a collective later than Gloo waits for a connection."""
     mesh = make_mesh(schema.Mesh(data=4, tensor=2))
-    gloo.connect(mesh)
+    barrier.connect(mesh)
     if info.process_id == 1:
         time.sleep(33)
     whole = np.ones((4, 2), np.float32)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from zjax.config import schema
+from zjax.settings import schema
 from zjax.sharding import mesh as meshes
 from zjax.sharding.activations import open_size, pin_tokens, row_axes
 

@@ -3,9 +3,10 @@
 import dataclasses
 
 from tests.support import tensor
-from zjax.config import load_config, schema
+from zjax.config import load_config
 from zjax.models.build import make_model
 from zjax.optim.build import make_optimizer
+from zjax.settings import schema
 from zjax.sharding import mesh as meshes
 from zjax.sharding.describe import describe_unsharded, render_table
 from zjax.sharding.plan import make_plan

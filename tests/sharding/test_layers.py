@@ -11,12 +11,12 @@ from jax.sharding import PartitionSpec as P
 
 import zjax
 from tests.support import language
-from zjax.config import schema
 from zjax.errors import ModelError
-from zjax.initialize import make_run
 from zjax.models.build import make_model
 from zjax.observe.collectives import list_collectives
 from zjax.optim.build import make_optimizer
+from zjax.run.initialize import make_run
+from zjax.settings import schema
 from zjax.sharding import mesh as meshes
 from zjax.sharding import plan as plans
 from zjax.sharding.layers import (

@@ -2,7 +2,7 @@
 
 import pytest
 
-from zjax.budget import tables
+from zjax.estimate import tables
 from zjax.sharding import memory
 
 DEVICES = (1, 4, 16, 64, 256, 1024)

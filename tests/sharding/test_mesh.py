@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from zjax.config import axes, schema
 from zjax.errors import ConfigError
+from zjax.settings import axes, schema
 from zjax.sharding import mesh
 
 

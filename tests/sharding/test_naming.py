@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from zjax.config import check_config, load_config, schema
+from zjax.config import check_config, load_config
 from zjax.errors import ConfigError, PlanError
+from zjax.settings import schema
 from zjax.sharding import naming
 from zjax.sharding.mesh import abstract_mesh
 from zjax.typing import Model

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from zjax.errors import PlanError
-from zjax.sharding.opt_state import abstract_opt_state
+from zjax.sharding.param_plans import abstract_opt_state
 
 PARAMS = {"w": jax.ShapeDtypeStruct((2, 3), jnp.float32)}
 

@@ -3,8 +3,8 @@
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from zjax.config import schema
 from zjax.errors import PlanError
+from zjax.settings import schema
 from zjax.sharding import mesh, rules
 
 MESH = mesh.abstract_mesh(schema.Mesh(tensor=2), 8)

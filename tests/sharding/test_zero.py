@@ -3,7 +3,7 @@
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from zjax.config import schema
+from zjax.settings import schema
 from zjax.sharding import mesh, zero
 
 DATA8 = mesh.abstract_mesh(schema.Mesh(), 8)

@@ -2,10 +2,10 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zjax.config import schema
+from zjax.settings import schema
 from zjax.sharding import mesh as meshes
 from zjax.sharding.placement import ArrayPlan
-from zjax.storage import chunks
+from zjax.storage import files
 
 CHUNK_BYTES = 64
 """Where chunks are small."""
@@ -35,7 +35,7 @@ def disks(tmp_path):
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(chunks, "CHUNK_BYTES", CHUNK_BYTES)
-    chunks.chunk_shape.cache_clear()
+    monkeypatch.setattr(files, "CHUNK_BYTES", CHUNK_BYTES)
+    files.chunk_shape.cache_clear()
     yield
-    chunks.chunk_shape.cache_clear()
+    files.chunk_shape.cache_clear()

@@ -8,7 +8,7 @@ import pytest
 
 from tests.storage.conftest import SPECS, make_row
 from tests.support.disks import block_bytes
-from zjax.storage import chunks
+from zjax.storage import files
 from zjax.storage.array import DiskArray
 
 
@@ -25,7 +25,7 @@ from zjax.storage.array import DiskArray
 def test_chunks_are_neither_tiny_nor_huge(shape, split, fewest, most):
     """Fails if an awkward number of rows makes thousands of files."""
     shard = (shape[0] // split, *shape[1:])
-    chunk = chunks.chunk_shape(shape, shard, 4)
+    chunk = files.chunk_shape(shape, shard, 4)
     number = math.prod(math.ceil(n / c) for n, c in zip(shard, chunk, strict=True))
     assert fewest <= number <= most
     if split > 1:
@@ -38,7 +38,7 @@ def test_chunks_are_neither_tiny_nor_huge(shape, split, fewest, most):
 )
 def test_the_last_chunk_is_nearly_full(shape):
     """Fails if a state of many such arrays takes a quarter more than its numbers."""
-    chunk = chunks.chunk_shape(shape, shape, 4)
+    chunk = files.chunk_shape(shape, shape, 4)
     grid = [math.ceil(n / size) for n, size in zip(shape, chunk, strict=True)]
     assert math.prod(grid) * math.prod(chunk) <= 1.001 * math.prod(shape)
 
@@ -52,4 +52,4 @@ def test_what_files_take_is_known(disks, spec, shape):
     x = jax.device_put(np.ones(shape, np.float32), row.stored)
     array = DiskArray.write(x, row).block_until_ready()
     found = block_bytes(array.path)
-    assert x.nbytes < found <= chunks.disk_bytes(row) <= 1.6 * found
+    assert x.nbytes < found <= files.disk_bytes(row) <= 1.6 * found

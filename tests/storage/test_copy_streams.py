@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zjax.sharding.placement import ArrayPlan
 from zjax.sharding.plan import DEVICE, HOST
-from zjax.storage import copy_streams
+from zjax.storage import io_threads
 from zjax.storage.move import store, to_devices
 
 
@@ -30,8 +30,8 @@ def copies(monkeypatch):
             found.append(place.memory_kind)
         return put(x, place, **settings)
 
-    monkeypatch.setattr(copy_streams, "_has_streams", lambda mesh: True)
-    monkeypatch.setattr(copy_streams, "COPY_STREAMS", copy_streams.CopyStreams())
+    monkeypatch.setattr(io_threads, "_has_streams", lambda mesh: True)
+    monkeypatch.setattr(io_threads, "COPY_STREAMS", io_threads.CopyStreams())
     monkeypatch.setattr(jax, "device_put", recorded)
     return found
 
@@ -43,11 +43,11 @@ def make(row):
 def test_directions_alternate_whatever_is_asked_for(row, copies):
     directions = [HOST, HOST, DEVICE, DEVICE, DEVICE, HOST]
     resting = jax.device_put(make(row), row.stored)
-    copy_streams.COPY_STREAMS.take_turn(
-        copy_streams.TO_HOST, row.stored
+    io_threads.COPY_STREAMS.take_turn(
+        io_threads.TO_HOST, row.stored
     )  # numbers are made once
-    copy_streams.COPY_STREAMS.take_turn(copy_streams.TO_DEVICE, row.stored)
-    copy_streams.COPY_STREAMS.take_turn(copy_streams.TO_DEVICE, row.stored)
+    io_threads.COPY_STREAMS.take_turn(io_threads.TO_DEVICE, row.stored)
+    io_threads.COPY_STREAMS.take_turn(io_threads.TO_DEVICE, row.stored)
     copies.clear()
     for memory in directions:
         if memory == DEVICE:

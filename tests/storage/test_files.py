@@ -11,7 +11,7 @@ import tensorstore
 
 from zjax.storage import files
 from zjax.storage.buffers import Buffers
-from zjax.storage.chunks import CHUNK_BYTES
+from zjax.storage.files import CHUNK_BYTES
 
 NUM_BYTES = 4 << 20
 

@@ -24,7 +24,7 @@ def options(words):
 def config_of(contestant, *more, num_devices=8):
     """The settings of a contestant that is zjax, whatever starts it."""
     words = contestant.words("python", num_devices)
-    if "zjax.main" in words:
+    if "zjax.cli.main" in words:
         given = options(words)
         path = given.pop("--config")
         changes = [f"{key.removeprefix('--config.')}={x}" for key, x in given.items()]

@@ -4,8 +4,8 @@ import contextlib
 
 from absl import flags
 
+from zjax.cli.main import define_flags
 from zjax.config import flags as config_flags
-from zjax.main import define_flags
 
 
 @contextlib.contextmanager

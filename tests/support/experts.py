@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zjax.moe.balance import balance_loss
 from zjax.moe.experts import Experts, apply_experts
-from zjax.moe.losses import balance_loss
 from zjax.moe.router import Router, route
 from zjax.typing import Loss, Model
 

@@ -9,9 +9,9 @@ import numpy as np
 
 from zjax.config.load import load_config
 from zjax.huggingface import model_settings
-from zjax.initialize import make_run
 from zjax.models.build import make_model
 from zjax.optim.build import make_optimizer
+from zjax.run.initialize import make_run
 
 FOLDER = pathlib.Path(__file__).parents[1] / "golden" / "huggingface"
 FAMILIES = (

@@ -8,10 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from zjax.config import schema
-from zjax.models.decoder import Decoder
-from zjax.models.encoder import Encoder
-from zjax.models.stack import hidden_states
+from zjax.models.stack import Decoder, Encoder, hidden_states
+from zjax.settings import schema
 
 ROWS, LENGTH = 2, 8
 GPT = schema.Model(

@@ -10,12 +10,12 @@ from flax import linen
 
 import zjax
 from tests.support import language
-from zjax.config import schema
-from zjax.initialize import make_run
 from zjax.models.build import make_model
 from zjax.optim.build import make_optimizer
-from zjax.optim.split_master import join_bits
+from zjax.optim.precision import join_bits
 from zjax.processes.host import RESERVED_SHARE
+from zjax.run.initialize import make_run
+from zjax.settings import schema
 from zjax.storage.array import DiskArray
 
 ROWS, LENGTH, STEPS = 16, 8, 4

@@ -5,10 +5,10 @@ import functools
 import jax
 import numpy as np
 
-from zjax.config import schema
-from zjax.initialize import make_run
 from zjax.models.build import make_model
 from zjax.optim.build import make_optimizer
+from zjax.run.initialize import make_run
+from zjax.settings import schema
 
 ROWS, LENGTH, WIDTH, VOCABULARY = 16, 8, 16, 40
 

@@ -2,8 +2,8 @@
 
 import pathlib
 
-from zjax.budget.trial import Machine
 from zjax.config import load_config
+from zjax.estimate.trial import Machine
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 ON_DEVICE = {

@@ -242,10 +242,10 @@ RUNS = dict(cases())
 def start_run(changes):
     """Makes the run of a case."""
     from zjax.config import load_config
-    from zjax.initialize import make_run
     from zjax.models.build import make_model
     from zjax.optim.build import make_optimizer
-    from zjax.optim.schedules import make_schedule
+    from zjax.run.initialize import make_run
+    from zjax.schedule.learning_rate import make_schedule
     from zjax.sharding import plan
 
     plan.MIN_MOVED_BYTES = 64  # so that arrays of a tiny model are moved
@@ -457,15 +457,17 @@ def write(path, only):
     """Records all cases whose name has a text in it."""
     names = ["plans", *RUNS, *dict(user_cases())]
     names = [name for name in names if only in name]
-    records = in_processes(names, folder_of(path))
-    pathlib.Path(path).write_text(json.dumps(records, indent=1))
+    records = {}
+    for name, record in in_processes(names, folder_of(path)):
+        records[name] = record
+        pathlib.Path(path).write_text(json.dumps(records, indent=1))
 
 
 def restore(path, only):
     """Restores all checkpoints of a record, and compares states with it."""
     records = json.loads(pathlib.Path(path).read_text())
     names = [name for name in RUNS if only in name and "state" in records.get(name, ())]
-    states = in_processes(names, folder_of(path), restores=True)
+    states = dict(in_processes(names, folder_of(path), restores=True))
     wanted = {name: records[name]["state"] for name in names}
     return report(wanted, states)
 
@@ -476,21 +478,21 @@ def folder_of(path):
 
 
 def in_processes(names, folder, *, restores=False):
-    """Runs cases in two processes; a case that fails is recorded as its error."""
+    """Yields cases run in two processes; a case that fails is recorded as its error."""
     context = multiprocessing.get_context("spawn")
-    records = {}
     with concurrent.futures.ProcessPoolExecutor(2, mp_context=context) as pool:
         jobs = [
             (name, pool.submit(work, name, folder, restores=restores)) for name in names
         ]
         for name, future in jobs:
             try:
-                records[name] = future.result()
+                record = future.result()
             except Exception as error:  # of a case, which the comparison then shows
-                records[name] = f"{type(error).__name__}: {error}"[:300]
-            problem = "" if isinstance(records[name], dict) else records[name]
-            print(f"{name}: {problem or 'done'}", flush=True)
-    return records
+                record = f"{type(error).__name__}: {error}"[:300]
+            print(
+                f"{name}: {record if isinstance(record, str) else 'done'}", flush=True
+            )
+            yield name, record
 
 
 def compare(*paths):

@@ -4,8 +4,8 @@ import jax
 import numpy as np
 
 from tests.support import models
-from zjax.config import schema
-from zjax.initialize import make_run
+from zjax.run.initialize import make_run
+from zjax.settings import schema
 from zjax.sharding import mesh as meshes
 from zjax.sharding import plan as plans
 

@@ -9,8 +9,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.reference import attention
-from zjax.config import schema
 from zjax.observe.collectives import list_collectives, mesh_axes
+from zjax.settings import schema
 from zjax.sharding import mesh as meshes
 
 ROWS, LENGTH, HEADS, KV_HEADS, SIZE = 2, 32, 8, 2, 4

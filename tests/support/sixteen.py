@@ -9,7 +9,7 @@ import json
 import jax
 
 from tests.support import tensor
-from zjax.config import schema
+from zjax.settings import schema
 
 if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", 16)

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from zjax.config import load_config
-from zjax.trainer import Trainer
+from zjax.run.trainer import Trainer
 
 SETTINGS = {
     "num_steps": 8,

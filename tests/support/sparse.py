@@ -5,8 +5,8 @@ import dataclasses
 import numpy as np
 
 from tests.support import language
-from zjax.config import schema
 from zjax.ops import sparse
+from zjax.settings import schema
 
 BLOCK, LENGTH = 16, 96
 SPARSITY = schema.Sparsity(block=BLOCK, mode="bigbird")

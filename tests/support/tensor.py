@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from tests.support.steps import make_step
-from zjax.config import check_config, schema
-from zjax.initialize import make_run
+from zjax.config import check_config
 from zjax.models.build import make_model
 from zjax.observe.collectives import list_collectives, mesh_axes
 from zjax.optim.build import make_optimizer
+from zjax.run.initialize import make_run
+from zjax.settings import schema
 from zjax.sharding.layers import put_together
 from zjax.sharding.placement import unpad_tree
 

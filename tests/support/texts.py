@@ -4,9 +4,9 @@ import jax
 import numpy as np
 
 from zjax.config import check_config
-from zjax.initialize import make_run
 from zjax.models.build import make_model
 from zjax.optim.build import make_optimizer
+from zjax.run.initialize import make_run
 
 STEPS = 3
 

@@ -7,7 +7,7 @@ import safetensors.numpy
 
 from tests.support import language
 from zjax.checkpoint.layout import name_leaves
-from zjax.config import schema
+from zjax.settings import schema
 
 HIDDEN_DIM = {"up/kernel": 2, "gate/kernel": 2, "down/kernel": 1}
 HIDDEN_DIM |= {"up/bias": 1, "gate/bias": 1}

@@ -11,7 +11,7 @@ import numpy as np
 
 import zjax
 from tests.support import two_segments
-from zjax.moe.bias import move_bias
+from zjax.moe.balance import move_bias
 from zjax.ops.keys import fold_in
 
 ROWS, LENGTH, WIDTH, RATE = 64, 4, 8, 0.0625

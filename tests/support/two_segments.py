@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import zjax
-from zjax.forward import ONE_BY_ONE
 from zjax.ops.keys import fold_in
+from zjax.stack.forward import ONE_BY_ONE
 
 WIDTH, ROWS = 8, 16
 SEGMENTS = {"narrow": (2, 16), "wide": (3, 24)}

@@ -10,8 +10,8 @@ from safetensors import numpy as safetensors
 from tests.support import models, runs
 from zjax.checkpoint.export import export_safetensors
 from zjax.checkpoint.store import Store
-from zjax.config import schema
 from zjax.errors import ConfigError, PlanError
+from zjax.settings import schema
 from zjax.sharding import plan as plans
 from zjax.train.average import choose_part, parts_of, with_part
 from zjax.train.state import saved_rows, saved_state

@@ -10,7 +10,7 @@ import pytest
 
 import zjax
 from tests.support import models, runs
-from zjax.config import schema
+from zjax.settings import schema
 from zjax.typing import Loss
 
 

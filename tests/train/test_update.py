@@ -9,8 +9,8 @@ import optax
 import pytest
 
 from tests.support import models, runs
-from zjax.config import schema
-from zjax.initialize import make_run
+from zjax.run.initialize import make_run
+from zjax.settings import schema
 
 FLOAT16 = schema.Precision(
     compute_dtype="float16", loss_scale=schema.LossScale(initial=2.0**10, window=2)

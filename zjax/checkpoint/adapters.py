@@ -13,8 +13,8 @@ import numpy as np
 from zjax.checkpoint import layers, views
 from zjax.checkpoint.layout import Entry
 from zjax.checkpoint.views import Index, Source
-from zjax.config import schema
 from zjax.models.lora import column_lengths
+from zjax.settings import schema
 
 _MATRIX = re.compile(r"(?P<layer>.+[./])lora[./](?P<matrix>a|b|magnitude)")
 

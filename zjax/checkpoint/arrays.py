@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from zjax.checkpoint import layout, split_master, tiles, views
+from zjax.checkpoint import layers, layout, views
 from zjax.checkpoint.layout import Entry
 from zjax.checkpoint.saved import (
     READ_AHEAD_BYTES,
@@ -21,7 +21,7 @@ from zjax.sharding import placement
 from zjax.sharding.placement import ArrayPlan, dtype_bytes, num_distinct_shards
 from zjax.sharding.plan import HOST
 from zjax.storage.array import DiskArray
-from zjax.train.master import stored_master
+from zjax.train.compute_params import stored_master
 from zjax.train.state import place_given
 
 _HOST_GROUP_BYTES = 2**30
@@ -124,11 +124,11 @@ def read_arrays(saved: SavedArrays, named: Mapping[str, ArrayPlan]) -> list[Any]
     Returns:
         Arrays in their stored shapes, in the order of `named`.
     """
-    num_tiles, arrays = tiles.count_tiles(named), dict[str, Any]()
+    num_tiles, arrays = layers.count_tiles(named), dict[str, Any]()
     untiled = views.cached(views.retiled(saved.source, 1))
     wanted = views.retiled(untiled, num_tiles, saved_tiles=1).entries
-    masters = split_master.find_split_masters(layout.describe_plans(named))
-    masters_saved = split_master.find_split_masters(saved.entries)
+    masters = layers.find_split_masters(layout.describe_plans(named))
+    masters_saved = layers.find_split_masters(saved.entries)
 
     def has_same_layout(name: str) -> bool:
         master = masters_saved.get(name, name)
@@ -153,7 +153,7 @@ def read_arrays(saved: SavedArrays, named: Mapping[str, ArrayPlan]) -> list[Any]
 
     source = views.match_layout(untiled, layout.describe_plans(named), saved_tiles=1)
     # In an order that reads each saved array once: `untiled` caches the newest only.
-    for name in sorted(named, key=lambda n: tiles.untiled_name(masters.get(n, n))):
+    for name in sorted(named, key=lambda n: layers.untiled_name(masters.get(n, n))):
         plan = named[name]
         if name not in found:
             data = source.read_all(masters.get(name, name))

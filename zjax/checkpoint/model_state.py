@@ -10,8 +10,8 @@ from zjax.checkpoint import layout
 from zjax.checkpoint.saved import place_slices
 from zjax.checkpoint.steps import find_steps
 from zjax.checkpoint.store import Store
-from zjax.config.paths import local_path
 from zjax.errors import CheckpointError
+from zjax.files import local_path
 
 _TREE = "model_state"
 _NUM_SHOWN = 3

@@ -14,8 +14,13 @@ from typing import Any
 
 from zjax.checkpoint import sums
 from zjax.checkpoint.sums import SUMS_FILE
-from zjax.files import make_directory, sync_directory
-from zjax.reading import MAX_INDEX_BYTES, parse_json, read_text
+from zjax.files import (
+    MAX_INDEX_BYTES,
+    make_directory,
+    parse_json,
+    read_text,
+    sync_directory,
+)
 
 STATE, INDEX = "state", "index/metadata"
 """Paths inside a step: Orbax's files and the JSON index."""

@@ -13,25 +13,19 @@ import jax
 import numpy as np
 from absl import logging
 
-from zjax.checkpoint import (
-    arrays,
-    failures,
-    layout,
-    quiet,
-    replicas,
-    split_master,
-    views,
-)
+from zjax.checkpoint import arrays, failures, layers, layout, replicas, views
 from zjax.checkpoint import steps as directories
-from zjax.checkpoint.finite import check_finite
 from zjax.checkpoint.layout import Entry
-from zjax.checkpoint.reader import Reader
 from zjax.checkpoint.saved import link, place_slices
-from zjax.checkpoint.sums import LINKED
-from zjax.checkpoint.threads import Task
-from zjax.checkpoint.writer import barrier_name, start_write, wait_for_write
-from zjax.errors import CheckpointError, ZjaxError
-from zjax.packages import check_installed
+from zjax.checkpoint.sums import LINKED, Task
+from zjax.checkpoint.verify import Reader
+from zjax.checkpoint.writer import (
+    barrier_name,
+    check_finite,
+    start_write,
+    wait_for_write,
+)
+from zjax.errors import CheckpointError, ZjaxError, check_installed
 from zjax.processes.barrier import barrier
 from zjax.sharding.placement import ArrayPlan
 from zjax.storage.array import DiskArray
@@ -51,7 +45,7 @@ class Store:
 
     def __init__(self, directory: str, *, keep_last: int = 2, keep_best: int = 1):
         check_installed("orbax")
-        quiet.hide_orbax_errors()
+        failures.hide_orbax_errors()
         self.directory = pathlib.Path(directory).absolute()
         self._keep_last = keep_last
         self._keep_best = keep_best
@@ -247,7 +241,7 @@ class Store:
         step = self._reader.verify(step, shared=True)
         index = self._reader.index(step)
         named = layout.name_leaves(plans)
-        expected = split_master.joined_entries(layout.describe_plans(named))
+        expected = layers.joined_entries(layout.describe_plans(named))
         source = self._reader.open(step).source
         place = str(self._reader.path(step))
         replicas.check_apart(source.entries, expected, place)

@@ -1,13 +1,187 @@
-"""Verification of a step, shared by the processes of a run."""
+"""Finds, verifies and opens complete steps; `zjax check` of every step."""
 
+import dataclasses
 import pathlib
+import shlex
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
+from absl import logging
 from jax.experimental import multihost_utils
 
-from zjax.checkpoint import sums
-from zjax.checkpoint.sums import SUMS_FILE
+from zjax.checkpoint import failures, sums
+from zjax.checkpoint import steps as directories
+from zjax.checkpoint.layout import Entry
+from zjax.checkpoint.saved import SavedArrays
+from zjax.checkpoint.sums import LINKED, SUMS_FILE
+from zjax.errors import CheckpointError
+from zjax.files import local_path
+from zjax.sharding.describe import format_bytes, render_table
+
+_KNOWN_FORMATS = directories.WITHOUT_SUMS, directories.FORMAT
+
+
+class Reader:
+    """Finds steps, compares their files with their checksums, and opens them.
+
+    Args:
+        directory: Directory of the steps, which may not exist.
+    """
+
+    def __init__(self, directory: pathlib.Path):
+        self.directory = directory
+        self._verified: set[tuple[int, bool]] = set()
+        self._reported: set[int] = set()
+
+    def path(self, step: int) -> pathlib.Path:
+        """The directory of a step, existing or not."""
+        return self.directory / str(step)
+
+    def steps(self) -> tuple[int, ...]:
+        """Complete steps, ascending; warns once about each incomplete one.
+
+        A step is complete if all files exist with their sizes.
+
+        Raises:
+            CheckpointError: The directory is a file.
+        """
+        if self.directory.exists() and not self.directory.is_dir():
+            raise failures.not_a_directory(self.directory)
+        before, named, missing = None, directories.named_steps(self.directory), {}
+        while named != before:  # a run may save and delete steps meanwhile
+            missing = {x: directories.find_missing(self.path(x)) for x in named}
+            before, named = named, directories.named_steps(self.directory)
+        for step in named:
+            if missing[step] and step not in self._reported:
+                self._reported.add(step)
+                problem = failures.incomplete(self.directory, step, missing[step])
+                logging.warning(problem)
+        return tuple(step for step in named if not missing[step])
+
+    def latest(self) -> int | None:
+        """The newest complete step; None if the directory holds no step.
+
+        Raises:
+            CheckpointError: It holds only incomplete steps.
+        """
+        complete = self.steps()
+        if complete:
+            return complete[-1]
+        named = directories.named_steps(self.directory)
+        if named:
+            missing = directories.find_missing(self.path(named[-1]))
+            raise failures.only_incomplete(self.directory, named, missing)
+        return None
+
+    def resolve(self, step: int | None) -> int:
+        """The number of an existing complete step; None stands for the newest.
+
+        Raises:
+            CheckpointError: There is no such step.
+        """
+        latest = self.latest()
+        if latest is None:
+            raise failures.empty(self.directory)
+        if step is None:
+            return latest
+        steps = self.steps()
+        if step not in steps:
+            raise failures.unknown_step(self.directory, step, steps)
+        return step
+
+    def verify(self, step: int | None, *, shared: bool) -> int:
+        """As `resolve`, and compares the files with their checksums the first time.
+
+        A step of an older version has no checksums, which logs a warning.
+
+        Args:
+            step: Step number; None for the newest.
+            shared: Whether all processes call this and each reads a share of the files.
+
+        Returns:
+            The step number.
+
+        Raises:
+            CheckpointError: There is no such step, or a file is damaged.
+        """
+        step = self.resolve(step)
+        # Shared reading is collective: processes that verified alone take part, too.
+        shared = shared and jax.process_count() > 1
+        if {(step, shared), (step, True)} & self._verified:
+            return step
+        if directories.has_sums(self.path(step)):
+            try:
+                check_step(self.path(step), shared=shared)
+            except (OSError, ValueError) as error:
+                raise self.damaged(step, error) from error
+        else:
+            logging.warning(failures.unverified(self.directory, step))
+        self._verified.add((step, shared))
+        return step
+
+    def index(self, step: int) -> dict[str, Any]:
+        """Reads the index of a complete step: its loss, arrays, extra values and links.
+
+        Raises:
+            CheckpointError: The step is damaged.
+        """
+        path = self.path(step)
+        try:
+            if directories.has_sums(path):
+                check_file_of(path, directories.INDEX)
+            return _parse(directories.read_index(path))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise self.damaged(step, error) from error
+
+    def loss(self, step: int) -> float | None:
+        """The validation loss of a complete step.
+
+        Returns:
+            None if there is none, or if it cannot be read, which logs a warning.
+        """
+        try:
+            return self.index(step)["loss"]
+        except CheckpointError as error:
+            logging.warning(str(error))
+            return None
+
+    def open(self, step: int) -> SavedArrays:
+        """Opens the arrays of a complete step.
+
+        Raises:
+            CheckpointError: The step is damaged.
+        """
+        index, path = self.index(step), self.path(step)
+        is_current = directories.has_sums(path)
+        links = path / LINKED if is_current else directories.old_links(path)
+        linked = {name: links / folder for name, folder in index["linked"].items()}
+        return SavedArrays(path / directories.STATE, index["arrays"], linked)
+
+    def damaged(self, step: int, error: Exception) -> CheckpointError:
+        """The error for a step that cannot be read; it names the step before."""
+        if not self.path(step).is_dir():  # removal renames a step before its files
+            return failures.deleted(self.directory, step, self.steps())
+        before = max((other for other in self.steps() if other < step), default=None)
+        return failures.damaged(self.directory, step, before, error)
+
+
+def _parse(index: Any) -> dict[str, Any]:
+    if index["format"] not in _KNOWN_FORMATS:
+        expected = " or ".join(map(str, _KNOWN_FORMATS))
+        raise ValueError(f"format {index['format']}, expected {expected}")
+    linked = index.get("linked", {})
+    return {
+        "loss": index["loss"],
+        "arrays": {
+            name: Entry(tuple(e["shape"]), e["dtype"], e["key_impl"])
+            for name, e in index["arrays"].items()
+        },
+        "extra": index["extra"],
+        "linked": linked if isinstance(linked, dict) else {n: n for n in linked},
+    }
+
 
 _UNREAD = -1
 """Stands for the first damaged file if the checksums cannot be read."""
@@ -69,3 +243,120 @@ def check_file_of(path: pathlib.Path, name: str) -> None:
         raise ValueError(f"{name} is not in {SUMS_FILE}")
     for _, text in sums.find_damage(path, known, names=[name], whole_chunks=True):
         raise ValueError(text)
+
+
+INTACT = "intact"
+UNVERIFIABLE = "unknown (no checksums)"
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """The state of one step.
+
+    Args:
+        path: Directory of the step.
+        num_files: Number of files.
+        num_bytes: Bytes of all files.
+        problem: `INTACT`, `UNVERIFIABLE`, or the first problem and a count of others.
+        is_offered: Whether a run would try to resume from it.
+    """
+
+    path: pathlib.Path
+    num_files: int
+    num_bytes: int
+    problem: str
+    is_offered: bool = True
+
+
+def inspect_steps(directory: str) -> list[Verdict]:
+    """Reads all files of all steps.
+
+    Steps share the files of disk arrays that did not change; such a file is read once,
+    and its damage counts for each of them.
+
+    Args:
+        directory: Directory of a run, or its `checkpoints`.
+
+    Returns:
+        One verdict per step, oldest first.
+
+    Raises:
+        CheckpointError: There is no step.
+    """
+    top = pathlib.Path(local_path("directory", directory)).absolute()
+    inside = top / "checkpoints"
+    place = inside if inside.is_dir() else top
+    if place.exists() and not place.is_dir():
+        raise failures.not_a_directory(place)
+    linked_sums = sums.LinkedSums()
+    verdicts = [
+        _inspect(place / str(step), linked_sums)
+        for step in directories.named_steps(place)
+    ]
+    if not verdicts:
+        raise failures.empty(place)
+    return verdicts
+
+
+def exit_status(verdicts: Sequence[Verdict]) -> int:
+    """Exit status of `zjax check`.
+
+    Returns:
+        0 if every step is intact, 1 if one is damaged or incomplete, else 3: a step
+        has no checksums.
+
+    Example:
+        >>> path = pathlib.Path("runs/a/checkpoints/8")
+        >>> exit_status([Verdict(path, 3, 10, UNVERIFIABLE)])
+        3
+    """
+    problems = {verdict.problem for verdict in verdicts}
+    if problems <= {INTACT}:
+        return 0
+    return 3 if problems <= {INTACT, UNVERIFIABLE} else 1
+
+
+def describe_verdicts(verdicts: Sequence[Verdict]) -> str:
+    """A table of the verdicts (one or more), and the command to run next."""
+    rows = [
+        (v.path.name, f"{v.num_files:,}", format_bytes(v.num_bytes), v.problem)
+        for v in verdicts
+    ]
+    table = render_table(("step", "files", "bytes", "state"), rows, right=(0, 1, 2))
+    return f"{verdicts[0].path.parent}\n{table}\n{_advice(verdicts)}"
+
+
+def _advice(verdicts: Sequence[Verdict]) -> str:
+    usable = [v for v in verdicts if v.problem in (INTACT, UNVERIFIABLE)]
+    if not usable:
+        return "no step can be restored: start in another directory"
+    newest = usable[-1]
+    after = verdicts[verdicts.index(newest) + 1 :]
+    in_the_way = [v for v in after if v.is_offered]
+    if not in_the_way:
+        return f"a run resumes from step {newest.path.name}"
+    words = ["rm", "-r", *(str(v.path) for v in in_the_way)]
+    return f"to resume from step {newest.path.name}:\n{shlex.join(words)}"
+
+
+def _inspect(path: pathlib.Path, linked_sums: sums.LinkedSums) -> Verdict:
+    names = sums.list_files(path)
+    num_bytes = sum((path / name).lstat().st_size for name in names)
+    missing = directories.find_missing(path)
+    if missing:
+        return Verdict(path, len(names), num_bytes, f"not complete: {missing}", False)
+    if not directories.has_sums(path):
+        return Verdict(path, len(names), num_bytes, UNVERIFIABLE)
+    known = sums.read_sums(path / SUMS_FILE)
+    damage = sums.find_damage(
+        path,
+        known,
+        names=list(known),
+        whole_chunks=True,
+        linked_sums=linked_sums,
+    )
+    problem = INTACT
+    if damage:
+        more = f", and {len(damage) - 1} more" if len(damage) > 1 else ""
+        problem = f"damaged: {damage[0][1]}{more}"
+    return Verdict(path, len(names), num_bytes, problem)

@@ -13,9 +13,9 @@ from collections.abc import Callable, Collection, Mapping
 
 import numpy as np
 
-from zjax.checkpoint import layers, split_master, tiles
+from zjax.checkpoint import layers
 from zjax.checkpoint.layout import Entry
-from zjax.optim.split_master import join_bits
+from zjax.optim.precision import join_bits
 
 Index = tuple[slice, ...]
 """One slice with both bounds per dim."""
@@ -51,7 +51,7 @@ def cached(source: Source) -> Source:
 
 def join_masters(source: Source) -> Source:
     """Joins split master weights with their bf16 parameters, which disappear."""
-    found = split_master.find_split_masters(source.entries)
+    found = layers.find_split_masters(source.entries)
     high_bits = {low: high for high, low in found.items()}
 
     def read(name: str, index: Index) -> np.ndarray:
@@ -60,7 +60,7 @@ def join_masters(source: Source) -> Source:
             return stored
         return join_bits(source.read(high_bits[name], index), stored)
 
-    return Source(split_master.joined_entries(source.entries), read)
+    return Source(layers.joined_entries(source.entries), read)
 
 
 def retiled(
@@ -77,17 +77,17 @@ def retiled(
         The arrays renamed and reshaped; those that do not divide stay untiled.
     """
     saved_tiles = (
-        tiles.count_tiles(source.entries) if saved_tiles is None else saved_tiles
+        layers.count_tiles(source.entries) if saved_tiles is None else saved_tiles
     )
-    entries = tiles.retile(source.entries, num_tiles, saved_tiles)
+    entries = layers.retile(source.entries, num_tiles, saved_tiles)
 
     def read(name: str, index: Index) -> np.ndarray:
         if entries[name] == source.entries.get(name):
             return source.read(name, index)
-        parts = tiles.locate(name, index, entries[name].shape, num_tiles, saved_tiles)
+        parts = layers.locate(name, index, entries[name].shape, num_tiles, saved_tiles)
         arrays = [source.read(*part) for part in parts]
         return (
-            np.concatenate(arrays, tiles.hidden_dim(name)) if arrays[1:] else arrays[0]
+            np.concatenate(arrays, layers.hidden_dim(name)) if arrays[1:] else arrays[0]
         )
 
     return Source(entries, read)
@@ -127,7 +127,7 @@ def match_layout(
         wanted: Arrays of the run, whose master weights may be split.
         saved_tiles: Number of tiles in `source`; None to read it from the names.
     """
-    names = split_master.joined_entries(wanted)
+    names = layers.joined_entries(wanted)
     return restacked(
-        retiled(source, tiles.count_tiles(names), saved_tiles=saved_tiles), names
+        retiled(source, layers.count_tiles(names), saved_tiles=saved_tiles), names
     )

@@ -1,16 +1,267 @@
 """Codecs: float32 vectors as the bytes that a link carries, and back."""
 
+import dataclasses
 import math
 from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 
-from zjax.comm.block_codecs import Float8Blocks, IntegerBlocks, TwoBitBlocks
-from zjax.comm.cast_codec import Cast
-from zjax.comm.one_bit import OneBit
-from zjax.comm.top_k import TopK
 from zjax.errors import ConfigError, Problem
+
+_SMALLEST = 2.0**-100
+"""Blocks below it in magnitude are sent as zeros: the inverse of their scale could
+overflow."""
+_BOUNDARY = 1.25
+"""Between the two magnitudes of a block, over its mean magnitude; the best for normal
+numbers is 1.23, for those of two exponential tails 1.59."""
+
+
+@dataclasses.dataclass(frozen=True)
+class IntegerBlocks:
+    """Rounds numbers to multiples of their block's largest magnitude over 2^(bits-1).
+
+    The error is at most half a multiple, and one where a number is the positive
+    maximum, whose code would be 2^(bits-1) and is one less.
+
+    Args:
+        bits: 8, or 4 for two codes a byte, the first in the low half.
+        block: Consecutive numbers that share a float32 scale.
+
+    Reference:
+        Wang et al., ZeRO++ (arXiv:2306.10209), section 4.1.
+    """
+
+    bits: int
+    block: int = 2048
+
+    def encode(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Packs float32[n] to int8[n] or uint8[n / 2], and one scale a block."""
+        levels = 2.0 ** (self.bits - 1)
+        blocks, scales = _scaled(x, self.block, levels)
+        codes = jnp.clip(jnp.round(blocks), -levels, levels - 1).astype(jnp.int8)
+        return _pack_nibbles(codes) if self.bits == 4 else codes.reshape(-1), scales
+
+    def decode(self, packed: tuple[jax.Array, ...]) -> jax.Array:
+        """Restores float32[n]."""
+        codes, scales = packed
+        if self.bits == 4:
+            codes = _unpack_nibbles(codes)
+        return _rescaled(codes, scales, self.block)
+
+
+@dataclasses.dataclass(frozen=True)
+class Float8Blocks:
+    """Casts numbers to float8_e4m3fn, whose largest, 448, is the block's maximum.
+
+    Args:
+        block: Consecutive numbers that share a float32 scale.
+
+    Reference:
+        Micikevicius et al., FP8 Formats for Deep Learning (arXiv:2209.05433).
+    """
+
+    block: int = 2048
+
+    def encode(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Packs float32[n] to uint8[n] and one scale a block."""
+        largest = float(jnp.finfo(jnp.float8_e4m3fn).max)
+        blocks, scales = _scaled(x, self.block, largest)
+        codes = blocks.reshape(-1).astype(jnp.float8_e4m3fn)
+        return jax.lax.bitcast_convert_type(codes, jnp.uint8), scales
+
+    def decode(self, packed: tuple[jax.Array, ...]) -> jax.Array:
+        """Restores float32[n]."""
+        codes, scales = packed
+        numbers = jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn)
+        return _rescaled(numbers, scales, self.block)
+
+
+@dataclasses.dataclass(frozen=True)
+class TwoBitBlocks:
+    """Replaces numbers by a low or a high magnitude of their block, with their sign.
+
+    The two are the mean magnitudes of the numbers below and from a boundary on, so the
+    error is never larger than the block. A code has the sign in its high bit; four go
+    in a byte, the first lowest.
+
+    Args:
+        block: Consecutive numbers that share the two, which are float32.
+
+    Reference:
+        Therien et al., MuLoCo (arXiv:2505.23725), on statistical quantization.
+    """
+
+    block: int = 2048
+
+    def encode(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Packs float32[n] to uint8[n / 4] and float32[n / block * 2]."""
+        blocks = x.reshape(-1, self.block)
+        magnitudes = jnp.abs(blocks)
+        mean = (magnitudes / self.block).sum(axis=1, keepdims=True)  # may not overflow
+        is_high = magnitudes >= _BOUNDARY * mean
+        means = [mean_where(magnitudes, ~is_high), mean_where(magnitudes, is_high)]
+        codes = is_high.astype(jnp.uint8) | (blocks < 0).astype(jnp.uint8) << 1
+        a, b, c, d = codes.reshape(-1, 4).T
+        fours = a | b << 2 | c << 4 | d << 6
+        return fours, jnp.stack(means, axis=1).reshape(-1)
+
+    def decode(self, packed: tuple[jax.Array, ...]) -> jax.Array:
+        """Restores float32[n]."""
+        fours, scales = packed
+        codes = fours[:, None] >> jnp.array([[0, 2, 4, 6]], jnp.uint8)
+        codes = codes.reshape(-1, self.block)
+        low, high = scales.reshape(-1, 2, 1).swapaxes(0, 1)
+        magnitudes = jnp.where(codes & 1 == 1, high, low)
+        return jnp.where(codes & 2 == 2, -magnitudes, magnitudes).reshape(-1)
+
+
+def mean_where(x: jax.Array, where: jax.Array) -> jax.Array:
+    """Means of rows over some of their numbers; 0 for none."""
+    count = jnp.maximum(where.sum(axis=1, keepdims=True), 1)
+    return jnp.where(where, x / count, 0).sum(axis=1)
+
+
+def _scaled(x: jax.Array, block: int, largest: float) -> tuple[jax.Array, jax.Array]:
+    """Divides blocks so that their largest magnitude becomes `largest`."""
+    blocks = x.reshape(-1, block)
+    magnitudes = _largest_magnitudes(blocks)
+    scales = jnp.where(magnitudes < _SMALLEST, 1.0, magnitudes / largest)
+    return blocks * (1 / scales)[:, None], scales
+
+
+def _largest_magnitudes(blocks: jax.Array) -> jax.Array:
+    """NaN for blocks with NaN, which the maximum of floats may ignore on CPUs.
+
+    The words of floats order as their magnitudes do, with NaN above all.
+    """
+    words = jax.lax.bitcast_convert_type(jnp.abs(blocks), jnp.int32)
+    return jax.lax.bitcast_convert_type(words.max(axis=1), jnp.float32)
+
+
+def _rescaled(codes: jax.Array, scales: jax.Array, block: int) -> jax.Array:
+    numbers = codes.astype(jnp.float32).reshape(-1, block)
+    return (numbers * scales[:, None]).reshape(-1)
+
+
+def _pack_nibbles(codes: jax.Array) -> jax.Array:
+    low, high = codes.astype(jnp.uint8).reshape(-1, 2).T
+    return low & 15 | high << 4
+
+
+def _unpack_nibbles(pairs: jax.Array) -> jax.Array:
+    signed = jax.lax.bitcast_convert_type(pairs, jnp.int8)
+    # A right shift of a signed integer repeats its sign bit.
+    return (signed[:, None] << jnp.array([[4, 0]], jnp.int8) >> 4).reshape(-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cast:
+    """Sends `dtype`, float32 or bfloat16, rounded to nearest even.
+
+    The words are sent as unsigned integers: XLA for CPUs would widen bfloat16.
+    """
+
+    dtype: str
+    block: int = 1
+
+    def encode(self, x: jax.Array) -> tuple[jax.Array]:
+        """Packs float32[n] to uint32[n] or uint16[n]."""
+        words = jnp.dtype(f"uint{8 * jnp.dtype(self.dtype).itemsize}")
+        return (jax.lax.bitcast_convert_type(x.astype(self.dtype), words),)
+
+    def decode(self, packed: tuple[jax.Array, ...]) -> jax.Array:
+        """Restores float32[n]."""
+        (words,) = packed
+        x = jax.lax.bitcast_convert_type(words, jnp.dtype(self.dtype))
+        return x.astype(jnp.float32)
+
+
+_SHIFTS = range(7, -1, -1)
+"""The first of eight signs is the highest bit of its byte."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OneBit:
+    """Replaces each number by its sign times the root mean square of its block.
+
+    The sign of 0 is positive, so a vector needs error feedback to come out right. One
+    scale for arrays of unlike magnitudes would drown the small ones, whose steps are as
+    large as those of others: the scales of blocks add 0.8 % to the bits.
+
+    Args:
+        block: Numbers per scale, a multiple of 8.
+
+    Reference:
+        Tang et al., 1-bit Adam (arXiv:2102.02888), section 4, with a scale per tensor.
+    """
+
+    block: int = 4096
+
+    def encode(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Packs float32[n] to uint8[n / 8] and float32[n / block]."""
+        squares = (x * x).reshape(-1, 8).sum(axis=1)
+        # Both read x, in one pass: the compiler must not sum all squares in another.
+        bits, squares = jax.lax.optimization_barrier((jnp.packbits(x >= 0), squares))
+        squares = squares.reshape(-1, self.block // 8).sum(axis=1)
+        return bits, jnp.sqrt(squares / self.block)
+
+    def decode(self, packed: tuple[jax.Array, ...]) -> jax.Array:
+        """Restores float32[n]."""
+        bits, scales = packed
+        is_positive = bits[:, None] >> jnp.array([_SHIFTS], jnp.uint8) & 1
+        signs = jnp.where(is_positive == 1, 1.0, -1.0)
+        return (signs.reshape(-1, self.block) * scales[:, None]).reshape(-1)
+
+
+_INDEX_BITS = 14
+"""A code is a position in the block, a bit of magnitude, and the sign."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TopK:
+    """Sends the `kept` largest magnitudes of each block as one of two values.
+
+    The two values of a block are the mean magnitudes of what is above and below the
+    middle between the largest and the smallest kept, so the error is never larger than
+    the vector.
+
+    Args:
+        kept: Numbers sent of a block.
+        block: Consecutive numbers to choose from, at most 2^14.
+
+    Reference:
+        Sarfi et al., Communication Efficient LLM Pre-training with SparseLoCo
+        (arXiv:2508.15706), section 3.
+    """
+
+    kept: int = 64
+    block: int = 4096
+
+    def encode(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Packs float32[n] to uint16[n / block * kept] and float32[n / block * 2]."""
+        blocks = x.reshape(-1, self.block)
+        magnitudes, positions = jax.lax.top_k(jnp.abs(blocks), self.kept)
+        is_negative = jnp.take_along_axis(blocks, positions, axis=1) < 0
+        # No slices of the result, for which XLA would sort whole blocks. NaN is first.
+        largest, smallest = magnitudes.max(axis=1), magnitudes.min(axis=1)
+        is_high = magnitudes >= (largest / 2 + smallest / 2)[:, None]
+        means = [mean_where(magnitudes, ~is_high), mean_where(magnitudes, is_high)]
+        scales = jnp.stack(means, axis=1)
+        codes = positions | is_high << _INDEX_BITS | is_negative << _INDEX_BITS + 1
+        return codes.astype(jnp.uint16).reshape(-1), scales.reshape(-1)
+
+    def decode(self, packed: tuple[jax.Array, ...]) -> jax.Array:
+        """Restores float32[n]."""
+        codes = packed[0].astype(jnp.int32).reshape(-1, self.kept)
+        low, high = packed[1].reshape(-1, 2, 1).swapaxes(0, 1)
+        magnitudes = jnp.where(codes >> _INDEX_BITS & 1 == 1, high, low)
+        values = jnp.where(codes >> _INDEX_BITS + 1 == 1, -magnitudes, magnitudes)
+        rows = jnp.arange(len(codes))[:, None]
+        positions = codes & 2**_INDEX_BITS - 1
+        blocks = jnp.zeros((len(codes), self.block)).at[rows, positions].set(values)
+        return blocks.reshape(-1)
+
 
 Packed = tuple[jax.Array, ...]
 """A vector on the wire: its codes, then float32 scales where the codec has any. Dim 0

@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from zjax.comm import messages
-from zjax.comm.block_codecs import IntegerBlocks
-from zjax.comm.codecs import Codec
+from zjax.comm.codecs import Codec, IntegerBlocks
 
 CODECS: dict[str, Codec] = {
     "int8": IntegerBlocks(bits=8),

@@ -1,11 +1,11 @@
-"""The settings of a run: one frozen schema, its front ends and its checks."""
+"""From what users write to checked settings: files, flags and rules."""
 
-from zjax.config.batch import BatchSizes, resolve_batch
 from zjax.config.check import check_config, check_processes
-from zjax.config.convert import base, from_mapping, to_mapping
-from zjax.config.describe import describe_config, describe_settings
 from zjax.config.load import load_config
-from zjax.config.schema import Config
+from zjax.settings.batch import BatchSizes, resolve_batch
+from zjax.settings.convert import base, from_mapping, to_mapping
+from zjax.settings.describe import describe_config, describe_settings
+from zjax.settings.schema import Config
 
 __all__ = [
     "BatchSizes",

@@ -8,22 +8,10 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 
-from zjax.config import (
-    adapters,
-    axes,
-    batch,
-    communication,
-    dropping,
-    effect,
-    epochs,
-    local_steps,
-    model_rules,
-    nodes,
-    ranges,
-    schema,
-    stages,
-)
+from zjax.config import effect, model_rules
 from zjax.errors import ConfigError, Problem
+from zjax.schedule import dropping, lengths
+from zjax.settings import axes, batch, layers, parameters, ranges, replicas, schema
 
 _UNUSED_OPTIMIZER = schema.Optimizer(num_warmup_steps=0)
 
@@ -92,7 +80,7 @@ def check_processes(config: schema.Config) -> None:
 
 
 def _open_axes(config: schema.Config) -> Iterator[Problem]:
-    """Refuses axes that `zjax.budget.mesh` has not filled in."""
+    """Refuses axes that `zjax.estimate.mesh` has not filled in."""
     open_axes = [axis for axis in axes.OPEN_AXES if getattr(config.mesh, axis) == 0]
     problem = "is chosen by zjax.Trainer, for the built-in models only"
     if open_axes == list(axes.OPEN_AXES):
@@ -344,21 +332,21 @@ def _processes(config: schema.Config, num_devices: int) -> Iterator[Problem]:
 _RULES: tuple[model_rules.Entry, ...] = (
     (("mesh",), _mesh),
     (("global_batch", "num_microbatches", "microbatch", "mesh"), _batch),
-    (("global_batch", "num_microbatches", "microbatch", "mesh"), stages.stage_problems),
+    (("global_batch", "num_microbatches", "microbatch", "mesh"), layers.stage_problems),
     (("precision.loss_scale",), _loss_scale),
     ((), _precision),
     ((), _offload),
-    (("mesh",), nodes.node_problems),
-    (("num_epochs",), epochs.uncounted_problems),
+    (("mesh",), replicas.node_problems),
+    (("num_epochs",), lengths.uncounted_problems),
     (("num_steps", "optimizer"), _schedule),
-    (("num_steps", "optimizer", "mesh"), communication.communication_problems),
+    (("num_steps", "optimizer", "mesh"), replicas.communication_problems),
     (
         ("num_steps", "optimizer", "mesh", "communication"),
-        local_steps.local_steps_problems,
+        replicas.local_steps_problems,
     ),
     ((), _rules),
     ((), _groups),
-    (("lora", "mesh"), adapters.adapter_problems),
+    (("lora", "mesh"), parameters.adapter_problems),
     (("num_steps", "observe"), _profile),
     ((), _checkpoint),
     (("num_steps", "distill"), _distill),

@@ -6,8 +6,9 @@ import operator
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from zjax.config import derived, epochs, schema, sparsity
 from zjax.errors import Problem
+from zjax.schedule import lengths
+from zjax.settings import attention, derived, schema
 
 
 class Needs(NamedTuple):
@@ -111,7 +112,7 @@ NEEDS = (
     ),
     *(
         Needs(f"model.sparsity.{name}", "model.sparsity.mode", modes)
-        for name, modes in sparsity.MODES.items()
+        for name, modes in attention.MODES.items()
     ),
     Needs("model.first_position", "model.positions", ("learned",)),
     Needs("model.rope_theta", "model.positions", ("rotary",)),
@@ -176,7 +177,7 @@ def effect_problems(config: schema.Config, num_devices: int) -> Iterator[Problem
             one_of = " or ".join(map(repr, choices))
             remedy = f"leave it at {default!r}, or set {other} to {one_of}"
             yield Problem(setting, value, problem, remedy)
-    yield from epochs.beside_problems(config)
+    yield from lengths.beside_problems(config)
     yield from _elasticity(config)
     yield from _moments(config)
     yield from _vectors(config)

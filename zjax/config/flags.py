@@ -12,9 +12,11 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from zjax.config import deepspeed, gin, load, schema
-from zjax.config.ranges import MAX_DEVICES
+from zjax import deepspeed
+from zjax.config import gin, load
 from zjax.errors import ConfigError, Problem
+from zjax.settings import schema
+from zjax.settings.ranges import MAX_DEVICES
 
 MAX_VALUES = {
     "simulated_devices": 4_096,

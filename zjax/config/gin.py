@@ -14,11 +14,13 @@ from typing import Any, NamedTuple
 
 from gin import config_parser
 
-from zjax.config import convert, override, paths, recipe, schema
-from zjax.config.named import shipped_name
-from zjax.config.vocabulary import with_vocabulary
+from zjax import files as paths
+from zjax.config import shipped
+from zjax.config.model_rules import with_vocabulary
+from zjax.config.shipped import shipped_name
 from zjax.errors import ConfigError, Problem
-from zjax.reading import read_text
+from zjax.files import read_text
+from zjax.settings import convert, schema
 
 MAX_FILES = 100
 """Largest number of files read, counting repeated includes."""
@@ -123,19 +125,19 @@ def from_gin(files: Sequence[str] = (), bindings: Sequence[str] = ()) -> schema.
     """
     values = read_gin(files, bindings)
     if len(files) == 1 and (name := shipped_name(files[0])):
-        values = recipe.give_way(values, _bound(bindings), name)
+        values = shipped.give_way(values, _bound(bindings), name)
     return with_vocabulary(convert.from_mapping(schema.Config, values))
 
 
 def _bound(bindings: Sequence[str]) -> dict[str, Any]:
     """Nests the settings that readable bindings set, without their values."""
     found = [
-        path.removeprefix(override.PREFIX)
+        path.removeprefix(convert.PREFIX)
         for binding in bindings
         for path, _ in _read_text(binding, "gin", (), [], _Budget())
-        if path.startswith(override.PREFIX)
+        if path.startswith(convert.PREFIX)
     ]
-    return override.merge({}, dict.fromkeys(found))
+    return convert.merge({}, dict.fromkeys(found))
 
 
 def _read_file(
@@ -242,8 +244,8 @@ def _resolve(
 def _bind(
     values: dict[str, Any], path: str, value: Any, problems: list[Problem]
 ) -> dict[str, Any]:
-    if path.startswith(override.PREFIX):
-        return override.merge(values, {path.removeprefix(override.PREFIX): value})
-    remedy = f"did you mean {override.PREFIX}{path}?"
+    if path.startswith(convert.PREFIX):
+        return convert.merge(values, {path.removeprefix(convert.PREFIX): value})
+    remedy = f"did you mean {convert.PREFIX}{path}?"
     problems.append(Problem(path, value, "is not a setting", remedy))
     return values

@@ -11,20 +11,12 @@ from typing import Any
 
 import ml_collections
 
-from zjax.config import (
-    convert,
-    deepspeed,
-    derived,
-    gin,
-    override,
-    paths,
-    recipe,
-    schema,
-)
-from zjax.config.named import find_config, shipped_name
-from zjax.config.vocabulary import with_vocabulary
-from zjax.errors import ConfigError, Problem
-from zjax.remedies import find_fault
+from zjax import deepspeed, files
+from zjax.config import gin, shipped
+from zjax.config.model_rules import with_vocabulary
+from zjax.config.shipped import find_config, shipped_name
+from zjax.errors import ConfigError, Problem, find_fault
+from zjax.settings import convert, derived, schema
 
 
 def load_config(
@@ -60,10 +52,10 @@ def load_config(
     try:
         values = _read(source)
         changes = [*overrides, settings]
-        merged = override.merge_overrides(values, changes)
+        merged = convert.merge_overrides(values, changes)
         if name := shipped_name(source):
-            given = override.merge_overrides({}, changes)
-            merged = recipe.give_way(merged, given, name)
+            given = convert.merge_overrides({}, changes)
+            merged = shipped.give_way(merged, given, name)
         return with_vocabulary(convert.from_mapping(schema.Config, merged))
     except RecursionError:
         problem, remedy = "is nested too deep", "write settings by section"
@@ -78,12 +70,12 @@ def _read(source: Any) -> Mapping[str, Any]:
         return source.to_dict()
     if isinstance(source, Mapping):
         _check_is_ours(source)
-        return override.merge({}, source)
+        return convert.merge({}, source)
     if not isinstance(source, str | os.PathLike):
         problem = f"is a {type(source).__name__}, which holds no settings"
         remedy = "give a .py or .gin file, a dict, a ConfigDict or a Config"
         raise ConfigError(Problem("config", source, problem, remedy))
-    path = find_config(paths.local_path("config", source))
+    path = find_config(files.local_path("config", source))
     if path.suffix not in _READERS:
         remedy = "use .py, .gin, or a ds_config.json"
         problem = Problem("config", str(path), "is not a config file", remedy)

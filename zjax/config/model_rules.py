@@ -1,27 +1,46 @@
 """Checks whether the built-in model and its data fit each other and the mesh."""
 
+import dataclasses
 import math
+import pathlib
 from collections.abc import Callable, Iterator
 
-from zjax.config import (
-    axes,
-    buckets,
-    curriculum,
-    derived,
-    dropping,
-    latent,
-    lengths,
-    mixture,
-    rotation,
-    router_bias,
-    schema,
-    sequence,
-    sparsity,
-    stages,
-    windows,
-)
-from zjax.config.layers import cannot_unroll
 from zjax.errors import Problem
+from zjax.files import parse_json, read_text
+from zjax.schedule import buckets, curriculum, dropping, lengths
+from zjax.settings import attention, axes, derived, mixture, schema, sequence
+from zjax.settings import layers as stages
+from zjax.settings.layers import cannot_unroll
+
+META_NAME = "meta.json"
+"""Name of the metadata file that `zjax data prepare` writes."""
+
+
+def with_vocabulary(config: schema.Config) -> schema.Config:
+    """Sets an open `model.vocab_size` to that of the prepared data.
+
+    Returns:
+        The config, unchanged if the data is not on this machine, so that a run can be
+        planned elsewhere.
+    """
+    is_open = derived.is_derived(config.model.vocab_size)
+    if not is_open or config.data.source != "tokens" or not config.data.path:
+        return config
+    try:
+        meta = parse_json(read_text(pathlib.Path(config.data.path) / META_NAME))
+        sizes = meta["tokenizer"] if "vocab_size" not in meta else meta  # format 1
+        size = derived.Size(sizes["vocab_size"])
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+    ):  # reported when the data is opened
+        return config
+    return dataclasses.replace(
+        config, model=dataclasses.replace(config.model, vocab_size=size)
+    )
+
 
 Rule = Callable[[schema.Config, int], Iterator[Problem]]
 Entry = tuple[tuple[str, ...], Rule]
@@ -152,7 +171,7 @@ def _layers(config: schema.Config, num_devices: int) -> Iterator[Problem]:
         yield Problem(
             "model.layers_per_scan", block, problem, axes.suggest_divisors(common)
         )
-    if len(shapes) > 1 or windows.period_of_layers(config.model) > 1:
+    if len(shapes) > 1 or attention.period_of_layers(config.model) > 1:
         yield from _unrolled(config)
     if block > 1 and cannot_unroll(config):
         problem = "repeats a cuDNN kernel that cannot run with deterministic=True"
@@ -241,19 +260,19 @@ def _masking(config: schema.Config, num_devices: int) -> Iterator[Problem]:
 
 MODEL_RULES: tuple[Entry, ...] = (
     (("model",), _heads),
-    (("model",), rotation.rotation_problems),
-    (("model",), latent.latent_problems),
-    (("model", "sequence_warmup", "random_ltd", "distill"), windows.window_problems),
+    (("model",), attention.rotation_problems),
+    (("model",), attention.latent_problems),
+    (("model", "sequence_warmup", "random_ltd", "distill"), attention.window_problems),
     (("model", "mesh"), _tensor),
     (("model",), _tiles),
     (("model", "precision"), _chunks),
     (("model", "mesh"), mixture.mixture_problems),
-    (("model", "lora", "optimizer"), router_bias.frozen_bias_problems),
+    (("model", "lora", "optimizer"), mixture.frozen_bias_problems),
     (("model",), _layers),
     (("model", "mesh", "pipeline"), stages.model_problems),
     ((), _offload),
     ((), _attention),
-    (("data", "model"), sparsity.sparsity_problems),
+    (("data", "model"), attention.sparsity_problems),
     (("data", "model", "mesh"), sequence.sequence_problems),
     (("data", "model"), _length),
     (

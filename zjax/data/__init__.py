@@ -1,7 +1,6 @@
 """Token data: sources, sampling order, and placement on devices."""
 
-from zjax.data.batches import batches_problems, wrap_batches
-from zjax.data.epochs import end_by_epochs
+from zjax.data.batches import batches_problems, end_by_epochs, wrap_batches
 from zjax.data.evaluation import EvaluationSet, find_evaluation
 from zjax.data.loader import Loader, make_loader
 from zjax.data.source import make_tokenizer, read_record

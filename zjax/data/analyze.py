@@ -25,11 +25,10 @@ import numpy as np
 from absl import logging
 from rich import console, progress
 
-from zjax.config.paths import local_path
-from zjax.data import column_file, metrics, packing
+from zjax.data import metric_index, metrics, packing
 from zjax.data.metric_index import Index, index_path, open_index, write_index
 from zjax.errors import DataError, Problem, ProcessError
-from zjax.files import make_directory
+from zjax.files import local_path, make_directory
 from zjax.processes import lock
 
 BATCH_ROWS = 64
@@ -94,13 +93,13 @@ class Job:
         """Writes a finished shard."""
         name = f"{kind} {shard}"
         path = self.path(kind, shard)
-        column_file.write_columns(path, columns, digest=self.key, name=name)
+        metric_index.write_columns(path, columns, digest=self.key, name=name)
 
     def read(self, kind: str, shard: int) -> list[np.ndarray]:
         """Maps the columns of a finished shard: one per metric, or the counts."""
         dtypes = ["<f8"] * len(self.metrics) if kind == _MEASURE else ["<i8"]
         path, remedy = self.path(kind, shard), "the same command computes it anew"
-        opened = column_file.open_columns(path, dtypes, field="shard", remedy=remedy)
+        opened = metric_index.open_columns(path, dtypes, field="shard", remedy=remedy)
         if (opened.digest, opened.name) != (self.key, f"{kind} {shard}"):
             raise DataError(Problem("shard", str(path), "is that of another", remedy))
         return opened.arrays
@@ -195,8 +194,8 @@ def _check(
                 metrics.load_function(name)
             except DataError as error:
                 problems += error.problems
-    texts = [("digest", digest, column_file.DIGEST_BYTES)]
-    texts += [("metrics", name, column_file.NAME_BYTES) for name in metric_names]
+    texts = [("digest", digest, metric_index.DIGEST_BYTES)]
+    texts += [("metrics", name, metric_index.NAME_BYTES) for name in metric_names]
     for field, text, longest in texts:
         if len(text.encode()) > longest:
             problem, remedy = f"is longer than {longest} bytes", "use a shorter one"
@@ -207,8 +206,8 @@ def _check(
     if shard_rows < 0:
         problem, remedy = "is not a number of samples", "use 1 or more, or 0"
         problems.append(Problem("shard_rows", shard_rows, problem, remedy))
-    if not 0 < len(rows) < column_file.MAX_ROWS:
-        problem = f"is not below {column_file.MAX_ROWS}" if len(rows) else "is no data"
+    if not 0 < len(rows) < metric_index.MAX_ROWS:
+        problem = f"is not below {metric_index.MAX_ROWS}" if len(rows) else "is no data"
         remedy = "use data.source='tokens' or 'standard_library'"
         problems.append(Problem("rows", len(rows), problem, remedy))
     if problems:

@@ -1,5 +1,6 @@
-"""Data of the caller: datasets with columns, and iterables of ready batches."""
+"""Data of the caller: datasets with columns, iterables of batches, and epochs."""
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -7,11 +8,13 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Int64
 
-from zjax.config import schema
-from zjax.data import digest, loader, placement
+from zjax.data import loader, placement, source, sums
 from zjax.data.entries import check_batch
-from zjax.errors import DataError, Problem
-from zjax.packages import check_installed
+from zjax.errors import ConfigError, DataError, Problem, check_installed
+from zjax.schedule.lengths import beside_problems, epoch_problems, steps_of
+from zjax.settings import schema
+from zjax.settings.ranges import range_problems
+from zjax.sharding.mesh import with_batch_sizes
 
 
 @runtime_checkable
@@ -121,7 +124,7 @@ def wrap_batches(
                 )
             )
         opened.append(step)
-        chain = digest.BatchChain()
+        chain = sums.BatchChain()
 
         def draw() -> Iterator[tuple[int, Any]]:
             for number, batch in enumerate(itertools.islice(iterator, end)):
@@ -248,7 +251,7 @@ class ColumnRows:
 
     def digest(self) -> str:
         """Checksum of a sample of the rows."""
-        return digest.digest_columns(self.read, len(self))
+        return sums.digest_columns(self.read, len(self))
 
 
 def _as_dataset(iterator: Iterator[Any]) -> Any:
@@ -277,3 +280,51 @@ def _stack(values: Any) -> np.ndarray:
         return np.asarray(values)
     except ValueError:  # rows of unequal length
         return np.asarray(values, object)
+
+
+def end_by_epochs(
+    config: schema.Config, batches: Any, num_devices: int
+) -> tuple[schema.Config, str]:
+    """Replaces `num_epochs` by the `num_steps` that draw as many rows.
+
+    Args:
+        config: Settings of the right types.
+        batches: Training data of the caller, as for `wrap_batches`; None for the
+            configured data.
+        num_devices: Devices of the run, 1 or more.
+
+    Returns:
+        The settings with `num_epochs=0`, and a description of what was counted; the
+        same settings and an empty text without epochs.
+
+    Raises:
+        ConfigError: The settings or the batches give no number of rows by step.
+        DataError: The data is missing, damaged or too short for one row.
+    """
+    epochs = config.num_epochs
+    if not epochs:
+        return config, ""
+    problems = [*range_problems(config), *beside_problems(config)]
+    problems += epoch_problems(config, user_batches=batches is not None)
+    problems += batches_problems("batches", batches)
+    if problems:
+        raise ConfigError(*problems)
+    num_rows = _count_rows(config, batches)
+    size = config.global_batch_size
+    size = size or with_batch_sizes(config, num_devices).global_batch_size
+    num_steps = steps_of(epochs, num_rows, size)
+    counted = dataclasses.replace(config, num_steps=num_steps, num_epochs=0.0)
+    text = f"num_epochs={epochs:g} of {num_rows:,} rows: {num_steps:,} steps"
+    return counted, text
+
+
+def _count_rows(config: schema.Config, batches: Any) -> int:
+    """Counts the training rows of a run."""
+    if batches is None:
+        return len(source.open_rows(config, "train"))
+    given = with_columns(batches)
+    if isinstance(given, ColumnDataset):
+        return len(ColumnRows(given))
+    problem = "needs the number of rows, which ready batches do not say"
+    remedy = "set num_steps, or give a dataset or a list of rows"
+    raise ConfigError(Problem("num_epochs", config.num_epochs, problem, remedy))

@@ -13,14 +13,13 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Int64
 
-from zjax.config import schema
-from zjax.config.buckets import bucket_lengths, bucket_picks, bucket_rows
-from zjax.config.pacing import settings_read
-from zjax.data.digest import digest_tokens
-from zjax.data.draws import Draw
+from zjax.data.draws import Draw, Sampler, permute_rows
 from zjax.data.packing import TokenArray, split_documents, stack_pieces
-from zjax.data.sampler import Sampler, permute_rows
+from zjax.data.sums import digest_tokens
 from zjax.errors import DataError, Problem
+from zjax.schedule.buckets import bucket_lengths, bucket_picks, bucket_rows
+from zjax.schedule.pacing import settings_read
+from zjax.settings import schema
 
 _EPOCHS, _ROWS = 3, 4
 """Purposes of random numbers."""

@@ -26,8 +26,7 @@ from zjax.data.template_process import (
 )
 from zjax.data.template_worker import CLOSE, OPEN
 from zjax.data.tokenizer_files import DEFAULT, TOKENIZER_NAME, TOOLS, TokenizerFiles
-from zjax.errors import DataError, Problem
-from zjax.packages import check_installed
+from zjax.errors import DataError, Problem, check_installed
 
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from zjax.errors import DataError, Problem
-from zjax.reading import parse_json
+from zjax.files import parse_json
 
 ANSWERS = "assistant"
 """Role whose messages are answers."""

@@ -19,15 +19,14 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int64
 
-from zjax.config import schema
-from zjax.config.curriculum import metric_field, metric_name
-from zjax.config.lengths import in_steps
-from zjax.config.pacing import Pacing, make_pacing, pacing_problems, settings_read
-from zjax.config.picks import Picks
+from zjax.data.draws import permute_parts
 from zjax.data.metric_index import Index, open_index
 from zjax.data.metrics import MAX_EXACT
-from zjax.data.sampler import permute_parts
 from zjax.errors import ConfigError, DataError, Problem
+from zjax.schedule.curriculum import Picks, metric_field, metric_name
+from zjax.schedule.lengths import in_steps
+from zjax.schedule.pacing import Pacing, make_pacing, pacing_problems, settings_read
+from zjax.settings import schema
 
 _CLUSTERS, _DRAWS = 1, 2
 """Purposes of random numbers."""

@@ -15,17 +15,16 @@ from typing import Any, BinaryIO, NamedTuple
 
 from absl import logging
 
-from zjax.data import tables, token_ids
-from zjax.data.broken import REFUSED, BrokenRecords
+from zjax.data import tables
 from zjax.data.conversations import (
     FIELDS,
     Conversation,
     read_conversation,
     without_nulls,
 )
-from zjax.errors import DataError, Problem
-from zjax.reading import parse_json
-from zjax.remedies import find_fault
+from zjax.data.tables import REFUSED, BrokenRecords
+from zjax.errors import DataError, Problem, find_fault
+from zjax.files import parse_json
 
 BLOCK_BYTES = 64 << 10
 """Longer text files are read in blocks of about this size, cut at line ends."""
@@ -66,7 +65,7 @@ class Document(NamedTuple):
     talk: Conversation | None = None
     begins: bool = True
     ends: bool = True
-    tokens: token_ids.TokenIds | None = None
+    tokens: tables.TokenIds | None = None
 
     @property
     def size(self) -> int:
@@ -187,7 +186,7 @@ def read_documents(
         return _read_json(path, text_field, broken)
     if suffix in tables.SUFFIXES:
         return _read_table(path, text_field, broken)
-    if suffix == token_ids.STREAM_SUFFIX:
+    if suffix == tables.STREAM_SUFFIX:
         return _read_stream(path)
     return _read_text(path)
 
@@ -297,15 +296,15 @@ def _document_of(
         raise DataError(_problem(path, problem, "choose another text_field"))
     value = record[text_field]
     if isinstance(value, list):
-        tokens = token_ids.read_ids(record, text_field, path, where)
+        tokens = tables.read_ids(record, text_field, path, where)
         return Document("", num_bytes, tokens=tokens)
     return Document(_check_text(value, path, where, text_field), num_bytes)
 
 
 def _read_stream(path: pathlib.Path) -> Iterator[Document]:
     """Reads a file of token ids in blocks."""
-    for ids in token_ids.read_stream(path):
-        tokens = token_ids.TokenIds(ids)
+    for ids in tables.read_stream(path):
+        tokens = tables.TokenIds(ids)
         yield Document("", 2 * len(ids), begins=False, ends=False, tokens=tokens)
 
 
@@ -386,7 +385,7 @@ def _read_table(
         if text_field not in table.names:
             problem = f"has no column {text_field!r}, only {_named(table.names)}"
             raise DataError(_problem(path, problem, "choose another text_field"))
-        beside = [n for n in (token_ids.LABELS, token_ids.MASK) if n in table.names]
+        beside = [n for n in (tables.LABELS, tables.MASK) if n in table.names]
         columns = [text_field, *(name for name in beside if name != text_field)]
         rows = (row for batch in table.batches(columns) for row in batch)
         for number, row in enumerate(rows, start=1):

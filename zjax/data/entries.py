@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zjax.config.batch import resolve_batch
-from zjax.config.schema import Config
 from zjax.errors import DataError, Problem
-from zjax.sharding.batch import field_of
+from zjax.settings.batch import resolve_batch
+from zjax.settings.schema import Config
+from zjax.sharding.activations import field_of
 from zjax.sharding.paths import path_of
 from zjax.sharding.plan import Plan
 from zjax.typing import IGNORED, Batch, Entries, Entry

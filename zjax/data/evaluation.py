@@ -20,14 +20,14 @@ import numpy as np
 from absl import logging
 from jaxtyping import Int64
 
-from zjax.config import schema
 from zjax.data import batches as wrapping
-from zjax.data import loader, masking, packing, placement, sampler, source, synthetic
-from zjax.data.digest import BatchChain
+from zjax.data import draws, loader, masking, packing, placement, source, synthetic
 from zjax.data.draws import WholeRows
 from zjax.data.entries import check_batch
+from zjax.data.sums import BatchChain
 from zjax.errors import ConfigError, DataError, Problem
-from zjax.sharding.batch import map_rows, rows_of
+from zjax.settings import schema
+from zjax.sharding.activations import map_rows, rows_of
 from zjax.typing import Entries
 
 ALL = -1
@@ -120,7 +120,7 @@ class EvaluationOrder:
         """Rows of one batch, repeated to fill it."""
         first, size = self.starts[step], self.sizes[step]
         positions = np.arange(first, first + size, dtype=np.int64)
-        rows = sampler.permute_rows(positions, self.num_all, SEED, epoch=0)
+        rows = draws.permute_rows(positions, self.num_all, SEED, epoch=0)
         return np.tile(rows, self.global_batch_size // size)
 
 

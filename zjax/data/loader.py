@@ -16,17 +16,16 @@ import numpy as np
 from absl import flags, logging
 from jaxtyping import Int64
 
-from zjax.config import schema
-from zjax.config.lengths import make_lengths, make_shapes
-from zjax.data import masking, packing, placement, sampler, source
+from zjax.data import draws as sampler
+from zjax.data import masking, packing, placement, source
 from zjax.data.buckets import Buckets
 from zjax.data.curriculum import Curriculum
-from zjax.data.digest import digest_tokens
 from zjax.data.draws import Draws, Order, ReshapedRows, TruncatedRows, WholeRows
 from zjax.data.entries import check_batch
-from zjax.errors import ConfigError, DataError, Problem
-from zjax.packages import check_installed
-from zjax.remedies import describe_exit
+from zjax.data.sums import digest_tokens
+from zjax.errors import ConfigError, DataError, Problem, check_installed, describe_exit
+from zjax.schedule.lengths import make_lengths, make_shapes
+from zjax.settings import schema
 
 _LOST_WORKER = re.compile(r"Worker process was terminated .* exit code (-?\d+)")
 """What grain says of a process that has ended."""

@@ -10,11 +10,11 @@ import dataclasses
 import numpy as np
 from jaxtyping import Bool, Int32, Int64
 
-from zjax.config import schema
 from zjax.data import source, store
 from zjax.data.draws import Draw, Draws
 from zjax.data.packing import Rows
 from zjax.errors import DataError, Problem
+from zjax.settings import schema
 
 HIDDEN, REPLACED = 0.8, 0.1
 """Shares of the tokens to predict."""

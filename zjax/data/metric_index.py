@@ -1,14 +1,142 @@
-"""The index of a metric: the samples of a dataset from the easiest to the hardest."""
+"""The index of a metric: a memory-mapped file of samples, the easiest first."""
 
 import dataclasses
 import os
 import pathlib
+import struct
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
+import crc32c
 import numpy as np
 from jaxtyping import Float64, Int64
 
-from zjax.data import column_file
-from zjax.errors import DataError, Problem
+from zjax.errors import DataError, Problem, find_fault
+from zjax.files import new_file
+
+MAGIC = b"ZJAXCOLS"
+FORMAT = 1
+MAX_ROWS = 1 << 40
+"""Most rows of a file."""
+DIGEST_BYTES, NAME_BYTES = 32, 256
+_HEADER = struct.Struct(f"<8sIIQ{DIGEST_BYTES}s{NAME_BYTES}sI")
+_SUM = struct.Struct("<I")
+HEADER_BYTES = _HEADER.size + _SUM.size
+_BLOCK_NUMBERS = 1 << 19
+"""Numbers written or checked at a time."""
+
+
+class Columns(NamedTuple):
+    """An opened file: what it says of itself, and its memory-mapped columns."""
+
+    digest: str
+    name: str
+    checksum: int
+    arrays: list[np.ndarray]
+
+
+def write_columns(
+    path: pathlib.Path, columns: Sequence[np.ndarray], *, digest: str, name: str
+) -> None:
+    """Writes a file that appears only when it is complete and on the disk.
+
+    Args:
+        path: Path of the file, replaced if there is one.
+        columns: int64[n] or float64[n] each, with the same n, 1 or more.
+        digest: ASCII text of at most 32 characters: what the columns belong to.
+        name: Text of at most 256 bytes: what they hold.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    with new_file(path) as partial, open(partial, "wb") as file:
+        file.seek(HEADER_BYTES)
+        crc = 0
+        for block in _blocks(columns):
+            content = block.astype(block.dtype.newbyteorder("<")).tobytes()
+            crc = crc32c.crc32c(content, crc)
+            file.write(content)
+        sizes = len(columns), len(columns[0])
+        texts = digest.encode(), name.encode()
+        header = _HEADER.pack(MAGIC, FORMAT, *sizes, *texts, crc)
+        file.seek(0)
+        file.write(header + _SUM.pack(crc32c.crc32c(header)))
+
+
+def open_columns(
+    path: pathlib.Path, dtypes: Sequence[str], *, field: str, remedy: str
+) -> Columns:
+    """Maps a file of `write_columns` once all of it matches its checksums.
+
+    Args:
+        path: Path of the file.
+        dtypes: `<f8` or `<i8`, one per column.
+        field: Name of the file in messages.
+        remedy: Remedy in messages.
+
+    Raises:
+        DataError: The file is missing, unreadable, truncated, damaged, or another.
+    """
+    try:
+        fault = find_fault(path) or _find_damage(path, len(dtypes))
+    except OSError as error:
+        fault = f"cannot be read ({error.strerror or error})"
+    if fault:
+        raise DataError(Problem(field, str(path), fault, remedy))
+    return map_columns(path, dtypes)
+
+
+def map_columns(path: pathlib.Path, dtypes: Sequence[str]) -> Columns:
+    """Maps a file that `open_columns` found to be whole, without reading it.
+
+    Args:
+        path: Path of the file.
+        dtypes: `<f8` or `<i8`, one per column.
+    """
+    _, _, num_columns, num_rows, digest, name, crc = _HEADER.unpack(_read_header(path))
+    content = np.memmap(path, "<i8", "r", HEADER_BYTES, (num_columns, num_rows))
+    arrays = [row.view(dtype) for row, dtype in zip(content, dtypes, strict=True)]
+    digest, name = (text.rstrip(b"\0").decode() for text in (digest, name))
+    return Columns(digest, name, crc, arrays)
+
+
+def _read_header(path: pathlib.Path) -> bytes:
+    with open(path, "rb") as file:
+        return file.read(HEADER_BYTES)[: -_SUM.size]
+
+
+def _find_damage(path: pathlib.Path, expected_columns: int) -> str:
+    """Why a regular file cannot be used; empty if it can."""
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        start = file.read(HEADER_BYTES)
+        if start[: len(MAGIC)] != MAGIC:
+            return "is not a file of checksummed columns"
+        if len(start) < HEADER_BYTES:
+            return f"is truncated: {size} bytes, less than its header"
+        header, stored = start[: -_SUM.size], start[-_SUM.size :]
+        _, version, num_columns, num_rows, _, _, crc = _HEADER.unpack(header)
+        if version != FORMAT:
+            return f"is of format {version}, but this zjax reads format {FORMAT}"
+        if _SUM.pack(crc32c.crc32c(header)) != stored:
+            return "is damaged: its header does not match its checksum"
+        if num_columns != expected_columns or not 0 < num_rows <= MAX_ROWS:
+            return f"holds {num_columns} columns of {num_rows} numbers"
+        expected = HEADER_BYTES + 8 * num_columns * num_rows
+        if size != expected:
+            state = "truncated" if size < expected else "too long"
+            return f"is {state}: {size} bytes, but its header says {expected}"
+        found = 0
+        while block := file.read(8 * _BLOCK_NUMBERS):
+            found = crc32c.crc32c(block, found)
+    return "" if found == crc else "is damaged: it does not match its checksum"
+
+
+def _blocks(columns: Sequence[np.ndarray]) -> Iterator[np.ndarray]:
+    for column in columns:
+        for start in range(0, len(column), _BLOCK_NUMBERS):
+            yield column[start : start + _BLOCK_NUMBERS]
+
 
 _DTYPES = "<f8", "<i8"
 
@@ -94,7 +222,7 @@ def write_index(
     """
     order = np.argsort(values, kind="stable")
     columns = [values[order], order]
-    column_file.write_columns(path, columns, digest=digest, name=metric)
+    write_columns(path, columns, digest=digest, name=metric)
 
 
 def open_index(
@@ -115,9 +243,7 @@ def open_index(
             dataset.
     """
     remedy = "run `zjax data analyze` on this dataset"
-    opened = column_file.open_columns(
-        pathlib.Path(path), _DTYPES, field=field, remedy=remedy
-    )
+    opened = open_columns(pathlib.Path(path), _DTYPES, field=field, remedy=remedy)
     if opened.digest != digest:
         problem = f"belongs to dataset {opened.digest}, but this one is {digest}"
         raise DataError(Problem(field, str(path), problem, remedy))
@@ -130,12 +256,12 @@ def _map_index(path: pathlib.Path, checksum: int) -> Index:
     Raises:
         DataError: The file is another by now.
     """
-    mapped = column_file.map_columns(path, _DTYPES)
+    mapped = map_columns(path, _DTYPES)
     if mapped.checksum != checksum:
         problem, remedy = "was replaced while the run started", "start the run again"
         raise DataError(Problem("index", str(path), problem, remedy))
     return _index_of(path, mapped)
 
 
-def _index_of(path: pathlib.Path, columns: column_file.Columns) -> Index:
+def _index_of(path: pathlib.Path, columns: Columns) -> Index:
     return Index(columns.name, *columns.arrays, checksum=columns.checksum, path=path)

@@ -11,7 +11,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Bool, Int, Int64
 
-from zjax.data.digest import digest_tokens, token_parts
+from zjax.data.sums import digest_tokens, token_parts
 
 WINDOW_ROWS = 128
 """Rows per first-fit window."""
@@ -41,7 +41,7 @@ class Rows(Protocol):
         ...
 
     def digest(self) -> str:
-        """Checksum of the data; see `zjax.data.digest`."""
+        """Checksum of the data; see `zjax.data.sums`."""
         ...
 
 

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, Sharding
 from jaxtyping import Int64
 
 from zjax.data.entries import check_batch
-from zjax.sharding.batch import map_rows
+from zjax.sharding.activations import map_rows
 from zjax.typing import Entries
 
 Shardings = Callable[[jax.ShapeDtypeStruct], NamedSharding]

@@ -14,21 +14,20 @@ import numpy as np
 from absl import logging
 from rich import console, progress
 
-from zjax.config.paths import local_path
 from zjax.data import documents, store
 from zjax.data import tokenizer as text
-from zjax.data.broken import BrokenRecords
 from zjax.data.chat import Chat, load_chat
+from zjax.data.tables import BrokenRecords
 from zjax.data.tokenizer_files import (
     END_TOKENS,
+    MAX_VOCAB,
     TOKENIZER_NAME,
     copy_files,
     write_ends,
     write_files,
 )
-from zjax.data.tokenizer_record import MAX_VOCAB
 from zjax.errors import DataError, Problem
-from zjax.files import new_directory
+from zjax.files import local_path, new_directory
 
 BPE_TRAINING_BYTES = 1 << 30
 """Most text from which a BPE is learnt, the first of the training split."""

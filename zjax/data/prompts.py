@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from absl import logging
 
-from zjax.config import schema
 from zjax.data import store
 from zjax.data.chat import Chat, load_chat
 from zjax.data.conversations import ANSWERS, Conversation, read_conversation
@@ -17,6 +16,7 @@ from zjax.data.source import make_tokenizer, open_documents
 from zjax.data.tokenizer import Tokenizer, load_tokenizer
 from zjax.data.tokenizer_files import TOKENIZER_NAME
 from zjax.errors import ConfigError, Problem
+from zjax.settings import schema
 
 Given = str | Conversation | Sequence[int] | np.ndarray
 """A text, a conversation, or ids."""

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 from absl import logging
 
-from zjax.config import schema
-from zjax.config.lengths import CUTS, make_shapes
-from zjax.config.pacing import settings_read
-from zjax.data import packing, standard_library, store, synthetic
+from zjax.data import packing, store, synthetic
 from zjax.data import tokenizer as text
-from zjax.data.tokenizer_record import TokenizerRecord
+from zjax.data.tokenizer_files import TokenizerRecord
 from zjax.errors import DataError, Problem
+from zjax.schedule.lengths import CUTS, make_shapes
+from zjax.schedule.pacing import settings_read
+from zjax.settings import schema
 
 
 def make_tokenizer(config: schema.Config) -> text.Tokenizer:
@@ -83,7 +83,7 @@ def open_documents(config: schema.Config, split: str) -> store.Store:
     """
     data = config.data
     if data.source == "standard_library":
-        opened = standard_library.open_standard_library(split)
+        opened = synthetic.open_standard_library(split)
     else:
         opened = store.open_store(data.path, split)
     check_vocabulary(opened, data.source, config.model.vocab_size)

@@ -23,15 +23,13 @@ import numpy as np
 from absl import logging
 from jaxtyping import Int64
 
-from zjax.config.vocabulary import META_NAME
-from zjax.data import digest
+from zjax.config.model_rules import META_NAME
+from zjax.data import sums
 from zjax.data import tokenizer as text
 from zjax.data.sums import REMEDY, ChunkSums, SummedFile
-from zjax.data.tokenizer_files import TOKENIZER_NAME
-from zjax.data.tokenizer_record import KEY, TokenizerRecord
-from zjax.errors import DataError, Problem
-from zjax.reading import parse_json, read_text
-from zjax.remedies import find_remedy
+from zjax.data.tokenizer_files import KEY, TOKENIZER_NAME, TokenizerRecord
+from zjax.errors import DataError, Problem, find_remedy
+from zjax.files import parse_json, read_text
 
 FORMAT = 2
 EARLIER_FORMAT = 1
@@ -334,7 +332,7 @@ def digest_tokenizer(path: str) -> str:
 
 def largest_id(tokens: np.ndarray | MappedTokens) -> int:
     """The largest id of a stream, or of 64 equally spaced parts of a long one."""
-    return max(int(part.max()) for part in digest.token_parts(tokens))
+    return max(int(part.max()) for part in sums.token_parts(tokens))
 
 
 def _check_size(file: pathlib.Path, expected_bytes: int) -> None:

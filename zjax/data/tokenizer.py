@@ -10,17 +10,16 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int32
 
-from zjax.config.paths import local_path
 from zjax.data.tokenizer_files import (
     END_TOKENS,
     MAX_FILE_BYTES,
+    TokenizerRecord,
+    digest_vocabulary,
     make_record,
     write_files,
 )
-from zjax.data.tokenizer_record import TokenizerRecord, digest_vocabulary
-from zjax.errors import DataError, Problem, ZjaxError
-from zjax.packages import check_installed
-from zjax.reading import read_text
+from zjax.errors import DataError, Problem, ZjaxError, check_installed
+from zjax.files import local_path, read_text
 
 NUM_BYTES = 256
 NUMBERS = "numbers"

@@ -19,13 +19,9 @@ from zjax.checkpoint.layout import Entry, check_same
 from zjax.checkpoint.steps import find_steps
 from zjax.checkpoint.store import Store
 from zjax.checkpoint.views import Source
-from zjax.config import convert, schema
-from zjax.config.derived import as_set
 from zjax.config.load import load_config
-from zjax.config.mixture import experts_by_layer
-from zjax.config.paths import local_path
 from zjax.errors import CheckpointError, ConfigError, Problem
-from zjax.files import new_directory
+from zjax.files import local_path, new_directory
 from zjax.huggingface import mixture
 from zjax.huggingface.families import FAMILIES, Family
 from zjax.huggingface.layout import Layout, layouts_of
@@ -34,7 +30,10 @@ from zjax.huggingface.settings import CONFIG_NAME, entries_of, settings_of
 from zjax.huggingface.source import find_config
 from zjax.huggingface.tokenizer import tokenizer_of_run, write_tokenizer
 from zjax.huggingface.windows import window_values
-from zjax.ops.rope_scaling import attention_factor
+from zjax.ops.rotary import attention_factor
+from zjax.settings import convert, schema
+from zjax.settings.derived import as_set
+from zjax.settings.mixture import experts_by_layer
 
 MAX_SHARD_BYTES = 5 * 10**9
 """Most bytes of the tensors of one file, as transformers writes by default."""

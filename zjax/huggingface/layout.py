@@ -15,8 +15,8 @@ from typing import Any, Literal
 import numpy as np
 
 from zjax.checkpoint.views import Index
-from zjax.config import schema
-from zjax.config.mixture import experts_by_layer, segment_shapes
+from zjax.settings import schema
+from zjax.settings.mixture import experts_by_layer, segment_shapes
 
 Read = Callable[[str, Index], np.ndarray]
 """Function that reads a slice of a tensor by its name."""

@@ -7,10 +7,10 @@ import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from zjax.config import schema
-from zjax.config.mixture import experts_by_layer
 from zjax.errors import Problem
 from zjax.huggingface.families import Family
+from zjax.settings import schema
+from zjax.settings.mixture import experts_by_layer
 
 STEP, DENSE = "decoder_sparse_step", "mlp_only_layers"
 """Keys of the period of layers with experts, and of those without them in any case."""

@@ -15,27 +15,25 @@ from zjax.checkpoint.export import cast_entries, write_file
 from zjax.checkpoint.layout import Entry
 from zjax.checkpoint.store import Store
 from zjax.checkpoint.views import Source
-from zjax.config import schema
 from zjax.config.load import load_config
 from zjax.errors import ConfigError, Problem
 from zjax.huggingface.adapter_tensors import (
     CONFIG_NAME,
+    KEY,
     TENSORS_NAME,
     Matrix,
     find_matrices,
+    find_saved,
+    names_of_trained,
+    not_apart,
     part_error,
+    tensor_of,
     tensor_shape,
     to_tensor,
 )
 from zjax.huggingface.export import find_kind, new_folder
 from zjax.huggingface.layout import Layout
-from zjax.huggingface.saved_modules import (
-    KEY,
-    find_saved,
-    names_of_trained,
-    not_apart,
-    tensor_of,
-)
+from zjax.settings import schema
 
 _MERGES = "use --format=hf, which merges adapters"
 

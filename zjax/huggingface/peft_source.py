@@ -1,43 +1,201 @@
-"""Adapters of PEFT's layout as those of a run: the opposite of `zjax.huggingface.peft`.
-
-Each tensor is read when its layer is placed, so that one is in memory at a time.
-"""
+"""Adapters of PEFT's layout as settings and weights of a run."""
 
 import collections
 import math
+import os
 import pathlib
-from collections.abc import Collection, Iterator, Mapping
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
+import jax
 import numpy as np
+from absl import logging
 
 from zjax.checkpoint import layers
 from zjax.checkpoint.layout import Entry, check_same
 from zjax.checkpoint.views import Index, Source
 from zjax.checkpoint.weights import open_file
-from zjax.config import schema
-from zjax.config.paths import local_path
 from zjax.errors import ConfigError, Problem
+from zjax.files import local_path
 from zjax.huggingface.adapter_tensors import (
     CONFIG_NAME,
+    ENDINGS,
+    KEY,
     PREFIX,
     TENSORS_NAME,
+    WITHOUT,
     Matrix,
+    check_saved,
     find_matrices,
+    find_saved,
     from_tensor,
     part_error,
+    patterns_of_saved,
+    tensor_of,
     tensor_shape,
 )
 from zjax.huggingface.export import find_kind
-from zjax.huggingface.peft_settings import (
-    REMEDY,
-    read_values,
-    report_unread,
-    shape_of,
-)
-from zjax.huggingface.saved_modules import KEY, check_saved, find_saved, tensor_of
+from zjax.huggingface.families import FAMILIES
 from zjax.huggingface.settings import read_config
 from zjax.huggingface.source import TOKENS, find_config
+from zjax.settings import schema
+
+REMEDY = "give a directory that PEFT saved, or that --format=peft wrote"
+_NONE = (None, False, (), [], {})
+_FIXED: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none", None),
+    "init_lora_weights": (True, False, None, "gaussian", "orthogonal", "eva"),
+} | dict.fromkeys(
+    """
+    rank_pattern alpha_pattern layers_to_transform layer_replication
+    lora_bias use_qalora use_bdlora target_parameters trainable_token_indices
+    alora_invocation_tokens arrow_config loftq_config kasa_config velora_config
+    monteclora_config corda_config lora_ga_config
+    """.split(),
+    _NONE,
+)
+"""Values that zjax computes of keys that are no settings."""
+_READ = "r", "lora_alpha", "use_rslora", "use_dora", "lora_dropout", KEY
+_UNREAD = frozenset(
+    """
+    auto_mapping base_model_name_or_path ensure_weight_tying eva_config exclude_modules
+    fan_in_fan_out inference_mode layers_pattern megatron_config megatron_core
+    peft_version qalora_group_size revision target_modules task_type
+    """.split()
+)
+"""Keys that mean nothing beside the tensors."""
+
+
+def adapter_settings(directory: str | os.PathLike[str]) -> dict[str, Any]:
+    """Reads the `lora` settings that compute what a directory of PEFT does.
+
+    Args:
+        directory: Directory with adapter_config.json and adapter_model.safetensors.
+
+    Returns:
+        Settings by name, `init_from` among them, for `config.lora.update`. With
+        `use_rslora`, alpha is multiplied by the root of the rank. The dropout beside
+        `use_dora`, which drops more than inputs of the adapter, is not read; a run that
+        starts from the adapters logs it.
+
+    Raises:
+        ConfigError: The config cannot be read, or asks for what zjax does not compute;
+            lists every key.
+        CheckpointError: The tensors cannot be read.
+
+    Example:
+        >>> adapter_settings("nowhere")
+        Traceback (most recent call last):
+        zjax.errors.ConfigError: adapter_config.json='nowhere/adapter_config.json' \
+does not exist; give the directory of an adapter of PEFT
+    """
+    folder = pathlib.Path(local_path("directory", directory))
+    values = read_values(folder)
+    settings = shape_of(values)
+    file = open_file(folder / TENSORS_NAME, "lora.init_from", REMEDY)
+    settings["targets"] = _targets(file.entries, folder / TENSORS_NAME)
+    if names := values.get(KEY):
+        found = patterns_of_saved(names, file.entries, folder / CONFIG_NAME)
+        settings["also_train"] = found
+    return settings | {"init_from": os.fspath(directory)}
+
+
+def read_values(folder: pathlib.Path) -> dict[str, Any]:
+    """The adapter_config.json of a directory.
+
+    Raises:
+        ConfigError: As `adapter_settings`.
+    """
+    path = folder / CONFIG_NAME
+    values = read_config(path, "an adapter of PEFT")
+    if problems := [*_wrong(values, path)]:
+        raise ConfigError(*problems)
+    return values
+
+
+def shape_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Rank, alpha, form and dropout of an adapter_config.json."""
+    rank, alpha = values["r"], float(values["lora_alpha"])
+    if values.get("use_rslora"):
+        alpha *= math.sqrt(rank)
+    form, dropout = "lora", float(values.get("lora_dropout", 0.0))
+    if values.get("use_dora"):
+        form, dropout = "dora", 0.0
+    return {"rank": rank, "alpha": alpha, "form": form, "dropout": dropout}
+
+
+def _wrong(values: Mapping[str, Any], path: pathlib.Path) -> Iterator[Problem]:
+    where, remedy = f"of {path}", WITHOUT
+    for name, accepted in _FIXED.items():
+        value = values.get(name, accepted[0])
+        if not any(value == x and type(value) is type(x) for x in accepted):
+            problem = f"{where} is not supported"
+            yield Problem(name, value, problem, remedy)
+    kinds = {"r": (int,), "lora_alpha": (int, float)}
+    for name, kind in kinds.items():
+        value: Any = values.get(name)
+        if type(value) not in kind or not 0 < value < math.inf:
+            problem = f"{where} is no positive number"
+            yield Problem(name, value, problem, "correct it there")
+    rate: Any = values.get("lora_dropout", 0.0)
+    if type(rate) not in (int, float) or not 0 <= rate < 1:
+        problem = f"{where} is no probability below 1"
+        yield Problem("lora_dropout", rate, problem, "correct it there")
+    names = values.get(KEY) or []
+    if not isinstance(names, list) or not all(isinstance(x, str) and x for x in names):
+        problem = f"{where} is no list of modules"
+        yield Problem(KEY, names, problem, "correct it there")
+    for name in ("use_rslora", "use_dora"):
+        if type(values.get(name, False)) is not bool:
+            problem = f"{where} is neither true nor false"
+            yield Problem(name, values[name], problem, "correct it there")
+
+
+def report_unread(values: Mapping[str, Any], path: pathlib.Path) -> None:
+    """Logs keys of an adapter_config.json that nothing reads, on process 0."""
+    known = {*_FIXED, *_READ, *_UNREAD}
+    unread = {name: x for name, x in values.items() if name not in known}
+    if values.get("use_dora") and values.get("lora_dropout"):
+        unread["lora_dropout"] = values["lora_dropout"]
+    if unread and jax.process_index() == 0:
+        text = ", ".join(f"{name}={x!r}" for name, x in unread.items())
+        logging.warning("%s: not read: %s", path, text)
+
+
+def _targets(names: Iterable[str], path: pathlib.Path) -> tuple[str, ...]:
+    """Patterns of the layers of a built-in model that tensors adapt."""
+    layers = _layers_of_modules()
+    found, problems = set[str](), list[Problem]()
+    for name in names:
+        if not name.endswith(ENDINGS["a"]):
+            continue
+        module = name.removeprefix(PREFIX).removesuffix(f".{ENDINGS['a']}")
+        ours = layers.get(re.sub(r"\.\d+\.", ".{layer}.", module, count=1), ())
+        found.update(f"{layer}$" for layer in ours)
+        if not ours:
+            problem = f"in {path.parent} adapts no layer that zjax adapts"
+            problems.append(Problem(TENSORS_NAME, name, problem, REMEDY))
+    if not found and not problems:
+        problem = f"has no tensor that ends in {ENDINGS['a']}"
+        problems.append(Problem(TENSORS_NAME, str(path), problem, REMEDY))
+    if problems:
+        raise ConfigError(*problems[:3])
+    return tuple(sorted(found))
+
+
+def _layers_of_modules() -> dict[str, set[str]]:
+    """Layers that can have an adapter, by the module of a family that holds them."""
+    layers = collections.defaultdict[str, set[str]](set)
+    for family in FAMILIES.values():
+        for row in family.rows:
+            if row.ours.endswith(".kernel") and not {"vocab", "experts"} & {*row.names}:
+                layer = row.ours.removeprefix("blocks.").removesuffix(".kernel")
+                module = row.theirs.removesuffix(".weight")
+                layers[module].add(layer.replace(".", "/"))
+    return layers
+
 
 _NEW = "leave it empty, for new adapters"
 

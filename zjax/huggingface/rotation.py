@@ -4,10 +4,10 @@ import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from zjax.config import convert, schema
 from zjax.errors import Problem
 from zjax.huggingface.families import Family
-from zjax.ops.rope_scaling import attention_factor
+from zjax.ops.rotary import attention_factor
+from zjax.settings import convert, schema
 
 MAPPINGS = ("rope_parameters", "rope_scaling")
 """Keys of a mapping that may scale rotary positions, of new and old checkpoints."""

@@ -9,10 +9,8 @@ from typing import Any
 
 from absl import logging
 
-from zjax.config import convert, schema
-from zjax.config.paths import local_path
-from zjax.config.ranges import MAX_LAYERS
-from zjax.errors import ConfigError, Problem
+from zjax.errors import ConfigError, Problem, find_fault
+from zjax.files import local_path, parse_json, read_text
 from zjax.huggingface import mixture, quantization, rotation
 from zjax.huggingface.families import (
     BOOKKEEPING,
@@ -24,8 +22,8 @@ from zjax.huggingface.families import (
     Key,
 )
 from zjax.huggingface.windows import KNOWN, window_problems, window_settings
-from zjax.reading import parse_json, read_text
-from zjax.remedies import find_fault
+from zjax.settings import convert, schema
+from zjax.settings.ranges import MAX_LAYERS
 
 CONFIG_NAME = "config.json"
 

@@ -13,14 +13,14 @@ from absl import logging
 from zjax.checkpoint.layout import Entry, check_same
 from zjax.checkpoint.steps import find_steps
 from zjax.checkpoint.views import Index, Source
-from zjax.config import convert, schema
-from zjax.config.derived import as_set
-from zjax.config.paths import local_path
 from zjax.errors import ConfigError, Problem
+from zjax.files import local_path
 from zjax.huggingface.families import Family
 from zjax.huggingface.layout import Layout, Row, layouts_of
 from zjax.huggingface.quantization import find_quantized
 from zjax.huggingface.settings import CONFIG_NAME, entries_of, read_config, shape_of
+from zjax.settings import convert, schema
+from zjax.settings.derived import as_set
 
 TOKENS = "embedding.tokens"
 """An array that every built-in model has, and no Hugging Face checkpoint."""

@@ -11,20 +11,21 @@ from absl import logging
 from zjax import data
 from zjax.checkpoint.steps import find_steps
 from zjax.checkpoint.store import Store
-from zjax.config import schema
-from zjax.config.paths import local_path
 from zjax.data import tokenizer as text
 from zjax.data.tokenizer_files import (
+    KEY,
     RUN_FOLDER,
     TOKENIZER_NAME,
+    TokenizerRecord,
     copy_files,
     write_ends,
 )
-from zjax.data.tokenizer_record import KEY, TokenizerRecord
 from zjax.errors import CheckpointError, ConfigError, Problem
+from zjax.files import local_path
 from zjax.huggingface.settings import CONFIG_NAME, read_config
 from zjax.huggingface.source import find_config
-from zjax.observe.directory import writing
+from zjax.observe.history import writing
+from zjax.settings import schema
 
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _WITHOUT_FILES = ("bytes", "numbers")

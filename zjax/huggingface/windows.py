@@ -8,9 +8,9 @@ import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
-from zjax.config import schema
-from zjax.config.windows import sliding_layers
 from zjax.errors import Problem
+from zjax.settings import schema
+from zjax.settings.attention import sliding_layers
 
 KNOWN = {"layer_types"}
 """Keys that all families may have."""

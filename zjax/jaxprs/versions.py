@@ -1,10 +1,32 @@
-"""Differences between versions of JAX, detected by feature."""
+"""Differences between versions of JAX, found by feature, and dtype promotion."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
 from jax.extend import core
 from jax.interpreters import partial_eval
+
+
+@contextlib.contextmanager
+def dtype_promotion(kind: str = "standard") -> Iterator[None]:
+    """Sets `jax_numpy_dtype_promotion` inside a block.
+
+    Optax, and programs built on it, need the standard rules.
+
+    Example:
+        >>> with jax.numpy_dtype_promotion("strict"), dtype_promotion():
+        ...     float(jax.numpy.int32(1) + jax.numpy.float32(0.5))
+        1.5
+    """
+    # Entering the context needlessly would make compiled programs miss their caches.
+    if jax.numpy_dtype_promotion.value == kind:
+        yield
+        return
+    with jax.numpy_dtype_promotion(kind):
+        yield
+
 
 Closed = core.ClosedJaxpr
 

@@ -2,9 +2,7 @@
 
 from zjax.models.adapter import adapt
 from zjax.models.build import make_model
-from zjax.models.decoder import Decoder
-from zjax.models.encoder import Encoder
-from zjax.models.stack import make_stack
+from zjax.models.stack import Decoder, Encoder, make_stack
 
 __all__ = [
     "Decoder",

@@ -10,22 +10,23 @@ import jax
 import jax.numpy as jnp
 from flax import nnx as flax_nnx
 
-from zjax.config import schema
 from zjax.data.entries import entries_of
 from zjax.errors import ModelError, Problem
-from zjax.models import linen, lora, nnx, nnx_optimizer, plain
-from zjax.models.contract import (
+from zjax.flax_models import linen, nnx
+from zjax.flax_models import submodel as plain
+from zjax.flax_models.contract import (
     call_loss,
     check_model_state,
     check_params,
     evaluate_loss,
     without_weak_types,
 )
-from zjax.models.inputs import with_cast
-from zjax.models.metadata import names_only
-from zjax.models.submodel import Started, Submodel, combine
+from zjax.flax_models.inputs import with_cast
+from zjax.flax_models.submodel import Started, Submodel, combine, names_only
+from zjax.jaxprs.versions import dtype_promotion
+from zjax.models import lora
 from zjax.ops.keys import fold_name, loss_key
-from zjax.promotion import dtype_promotion
+from zjax.settings import schema
 from zjax.sharding.paths import path_of
 from zjax.sharding.placement import abstract_key
 from zjax.typing import Batch, Loss, Model, ModelState, Params
@@ -73,7 +74,7 @@ def adapt(
             every device and microbatch gets all of them.
         cast: Paths of the floating-point arrays that are cast to the compute dtype.
             None finds those of two dims or more to which the model applies parameters,
-            see `zjax.models.inputs`.
+            see `zjax.flax_models.inputs`.
         adapters: Settings of adapters in the linear layers of Flax modules; None has
             none.
 
@@ -166,7 +167,7 @@ def adapt_optimizer(tx: Any, user_model: Any, model: Model) -> Any:
     is_function = callable(user_model) and _init_and_apply(user_model)[1] is None
     if isinstance(user_model, flax_nnx.Module) or is_function:
         params, _ = jax.eval_shape(model.init, abstract_key())
-        return nnx_optimizer.accept_states(tx, user_model, params)
+        return nnx.accept_states(tx, user_model, params)
     return tx
 
 

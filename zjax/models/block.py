@@ -8,18 +8,18 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from zjax.config import schema
 from zjax.models import layers
 from zjax.models.embedding import Context
 from zjax.models.feed_forward import FeedForward, TiledFeedForward
 from zjax.models.latent import LatentAttention
 from zjax.models.mixture import MixtureOfExperts
-from zjax.ops import attention, sparse
+from zjax.ops import attention, remat, sparse
 from zjax.ops.explicit_attention import Dropout
 from zjax.ops.keys import fold_name
-from zjax.parallel import remat, tensor
+from zjax.parallel import tensor
 from zjax.parallel.chunks import by_chunks
 from zjax.parallel.sequence import sequence_attention
+from zjax.settings import schema
 from zjax.typing import Auxiliary
 
 

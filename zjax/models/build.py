@@ -10,23 +10,21 @@ import numpy as np
 from absl import logging
 from flax import nnx
 
-from zjax.config import schema
-from zjax.config.layers import layers_per_scan
-from zjax.config.mixture import describe_future
-from zjax.config.schema import Config
-from zjax.config.step_values import ATTENTION_WINDOW
-from zjax.forward import loss_of
+from zjax.flax_models.nnx import logical_of, nest, values_of
+from zjax.jaxprs.versions import dtype_promotion
 from zjax.models import lora, qlora
 from zjax.models.continuation import make_continuation
-from zjax.models.decoder import Decoder
-from zjax.models.encoder import Encoder
 from zjax.models.layers import MatmulDtype
-from zjax.models.nnx import logical_of, nest, values_of
-from zjax.models.stack import execution_of, make_stack
+from zjax.models.stack import Decoder, Encoder, execution_of, make_stack
+from zjax.ops import remat
 from zjax.ops.keys import fold_name
-from zjax.parallel import remat
-from zjax.promotion import dtype_promotion
+from zjax.schedule.step_values import ATTENTION_WINDOW
+from zjax.settings import schema
+from zjax.settings.layers import layers_per_scan
+from zjax.settings.mixture import describe_future
+from zjax.settings.schema import Config
 from zjax.sharding.paths import path_of
+from zjax.stack.forward import loss_of
 from zjax.typing import Entries, Entry, Model, Params
 
 

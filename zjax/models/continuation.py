@@ -6,9 +6,8 @@ from flax import nnx
 
 from zjax.models import cached, generate
 from zjax.models.block import Block
-from zjax.models.decoder import Decoder
 from zjax.models.segments import segments_of
-from zjax.models.stack import head_table, without_tiles
+from zjax.models.stack import Decoder, head_table, without_tiles
 from zjax.typing import CachedBlock, Continuation
 
 

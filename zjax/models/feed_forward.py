@@ -8,11 +8,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from zjax.config import schema
 from zjax.models import layers
-from zjax.ops import activation
-from zjax.ops.materialize import materialize_gradient
-from zjax.parallel import remat
+from zjax.ops import activation, remat
+from zjax.ops.remat import materialize_gradient
+from zjax.settings import schema
 
 
 class Bias(nnx.Module):

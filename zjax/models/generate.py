@@ -16,15 +16,14 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from zjax.config import schema
-from zjax.config.mixture import sees_future
-from zjax.config.ranges import MAX_TOKENS
 from zjax.data.entries import check_batch
 from zjax.errors import ConfigError, Problem
-from zjax.models.cached import decode, prefill
-from zjax.models.decoder import Decoder
-from zjax.models.sampling import sample_tokens
-from zjax.promotion import dtype_promotion
+from zjax.jaxprs.versions import dtype_promotion
+from zjax.models.cached import decode, prefill, sample_tokens
+from zjax.models.stack import Decoder
+from zjax.settings import schema
+from zjax.settings.mixture import sees_future
+from zjax.settings.ranges import MAX_TOKENS
 from zjax.typing import Entry
 
 

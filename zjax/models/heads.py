@@ -7,12 +7,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from zjax.config import schema
 from zjax.models import layers
 from zjax.ops import activation
+from zjax.ops.activation import soft_cap
 from zjax.ops.cross_entropy import Teacher, TokenLoss, token_loss
-from zjax.ops.soft_cap import soft_cap
 from zjax.parallel import sequence, tensor
+from zjax.settings import schema
 from zjax.sharding import mesh as meshes
 from zjax.sharding.activations import open_size
 

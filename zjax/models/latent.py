@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from zjax.config import schema
 from zjax.models import layers
-from zjax.ops import rotary
-from zjax.parallel import remat, tensor
+from zjax.ops import remat, rotary
+from zjax.parallel import tensor
+from zjax.settings import schema
 
 NORM_EPS = 1e-6
 """What norms of latents add to the variance, whatever `model.norm_eps` is."""

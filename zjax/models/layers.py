@@ -14,12 +14,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from zjax.config import schema
-from zjax.ops import float8, quantized, rotary
+from zjax.ops import matmul, quantized, remat, rotary
 from zjax.ops.keys import fold_name
-from zjax.ops.materialize import materialize, materialize_gradient
-from zjax.ops.rope_scaling import score_factor
-from zjax.parallel import remat, sequence, tensor
+from zjax.ops.remat import materialize, materialize_gradient
+from zjax.ops.rotary import score_factor
+from zjax.parallel import sequence, tensor
+from zjax.settings import schema
 from zjax.sharding import mesh as meshes
 from zjax.sharding import rules
 from zjax.sharding.activations import first_row
@@ -218,7 +218,7 @@ class Linear(nnx.Module):
             y = jnp.tensordot(x, kernel, axes=self.num_inputs)
         else:
             num_shards = num_batch_shards(x.shape[0])
-            y = float8.dot(x, kernel, self.num_inputs, num_batch_shards=num_shards)
+            y = matmul.dot(x, kernel, self.num_inputs, num_batch_shards=num_shards)
         if not factors:
             return y
         return self.lora.add_product(y, x, *factors, adapter_dropout=adapter_dropout)

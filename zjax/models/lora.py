@@ -24,11 +24,11 @@ from flax import nnx
 from flax.core import meta
 from jaxtyping import Array, Float
 
-from zjax.config import schema
-from zjax.config.groups import is_adapter
 from zjax.errors import ConfigError, Problem
 from zjax.models import layers
 from zjax.ops.keys import fold_name
+from zjax.settings import schema
+from zjax.settings.parameters import is_adapter
 
 NAME = "lora"
 """Name of an adapter in its layer."""

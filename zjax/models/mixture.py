@@ -13,15 +13,15 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from zjax.config import schema
 from zjax.models import layers
 from zjax.models.feed_forward import FeedForward
-from zjax.moe import losses
+from zjax.moe import balance
+from zjax.moe.dispatch import Placement
 from zjax.moe.experts import Activation, Experts, apply_experts
-from zjax.moe.placement import Placement
 from zjax.moe.router import Router, RouterArrays, Routing, route, router_logits
 from zjax.ops.keys import fold_in
 from zjax.parallel import tensor
+from zjax.settings import schema
 from zjax.sharding.activations import first_row
 from zjax.typing import Auxiliary
 
@@ -330,7 +330,7 @@ def _measure(routing: Routing, moe: schema.MoE, num_rows: int) -> dict[str, jax.
     sequences = 1 if moe.balance_scope == "microbatch" else num_rows
     numbers = {
         "num_tokens": counts.sum(),
-        "router_z_loss": losses.z_loss(routing),
+        "router_z_loss": balance.z_loss(routing),
         "router_entropy": (counts * entropy).sum() / num_tokens,
     }
     if moe.choice == "experts":
@@ -339,7 +339,7 @@ def _measure(routing: Routing, moe: schema.MoE, num_rows: int) -> dict[str, jax.
         return numbers | {"unchosen_fraction": unchosen, "load": kept}
     # DeepSpeed's and GShard's loss of two choices counts the first one alone.
     return numbers | {
-        "balance_loss": losses.balance_loss(
+        "balance_loss": balance.balance_loss(
             routing, choices=1 if moe.top_k == 2 else 0, num_sequences=sequences
         ),
         "dropped_fraction": 1 - kept.sum() / jnp.maximum(chosen.sum(), 1),

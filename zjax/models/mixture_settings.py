@@ -9,16 +9,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from zjax.config import convert, schema
-from zjax.config.mixture import routing_problems
-from zjax.config.ranges import range_problems
 from zjax.errors import ConfigError, Problem
 from zjax.models.layers import Dims
 from zjax.models.mixture import ROUTER_INIT, chosen_experts, mix_tokens
 from zjax.moe.experts import Activation, Experts
 from zjax.moe.router import Router, RouterArrays
 from zjax.parallel import tensor
-from zjax_kernels.grouped.activations import num_parts
+from zjax.settings import convert, schema
+from zjax.settings.mixture import routing_problems
+from zjax.settings.ranges import range_problems
+from zjax_kernels.grouped.reference import num_parts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

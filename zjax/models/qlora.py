@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 from flax import nnx
 
-from zjax.config import schema
 from zjax.errors import ConfigError, Problem
 from zjax.models import layers
 from zjax.ops.quantized import quantize
+from zjax.settings import schema
 
 
 def quantize_kernels(module: nnx.Module, settings: schema.Lora) -> None:

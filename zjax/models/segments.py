@@ -11,11 +11,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from zjax.config import mixture, schema
-from zjax.forward import combine
 from zjax.models.block import Block
 from zjax.models.embedding import Context
 from zjax.ops.keys import fold_in
+from zjax.settings import mixture, schema
+from zjax.stack.forward import combine
 from zjax.typing import Auxiliary
 
 

@@ -1,26 +1,207 @@
-"""A decoder or encoder as a stack: embedding, blocks, head."""
+"""Decoders and encoders as modules, and as a stack: embedding, blocks, head."""
 
 import functools
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from zjax.config import schema
-from zjax.config.mixture import segment_shapes
-from zjax.forward import Execution, run_stack
+from zjax.flax_models.nnx import nest, values_of
+from zjax.jaxprs.versions import dtype_promotion
+from zjax.models import layers
 from zjax.models.block import Block, run_tile
 from zjax.models.embedding import Context, Embedding
 from zjax.models.feed_forward import TiledFeedForward
 from zjax.models.heads import Head
 from zjax.models.mixture import MixtureOfExperts
-from zjax.models.nnx import nest, values_of
-from zjax.models.segments import BlockGroup, Segments, layers_of, segments_of
-from zjax.moe.bias import move_bias
-from zjax.parallel import remat, sequence
+from zjax.models.segments import (
+    BlockGroup,
+    Segments,
+    layers_of,
+    make_segments,
+    segments_of,
+)
+from zjax.moe.balance import move_bias
+from zjax.ops import remat
+from zjax.parallel import sequence
+from zjax.settings import schema
+from zjax.settings.mixture import segment_shapes
+from zjax.stack.forward import Execution, run_stack
 from zjax.typing import Auxiliary, Params, Segment, Stack, Tiles
+
+
+class Decoder(nnx.Module):
+    """A causal language model.
+
+    Weights are initialised normally with deviation 0.02, those that write to the
+    residual stream with 0.02 / sqrt(2 num_layers), as in GPT-2; biases with 0, scales
+    with 1.
+
+    Args:
+        config: Shape of the model.
+        matmul_dtype: Dtype of the operands of the blocks' matrix products.
+        deterministic: Whether embedding gradients are summed in a fixed order.
+        only_layer: Index of the only layer to initialise; None means all layers.
+        rngs: Source of the initial values.
+
+    Example:
+        >>> config = schema.Model(num_layers=1, embed_size=8, mlp_size=16, num_heads=2,
+        ...                       num_kv_heads=2, vocab_size=11, max_length=4)
+        >>> decoder = Decoder(config, rngs=nnx.Rngs(0))
+        >>> decoder(jax.numpy.array([[3, 1, 4]])).shape
+        (1, 3, 11)
+    """
+
+    def __init__(
+        self,
+        config: schema.Model,
+        *,
+        matmul_dtype: layers.MatmulDtype = "compute",
+        deterministic: bool = False,
+        only_layer: jax.Array | None = None,
+        rngs: nnx.Rngs,
+    ):
+        def make_block(rngs: nnx.Rngs, num_experts: int, slides: bool) -> Block:
+            return Block(
+                config,
+                num_experts=num_experts,
+                slides=slides,
+                causal=True,
+                norm_position=config.norm_position,
+                matmul_dtype=matmul_dtype,
+                rngs=rngs,
+            )
+
+        self.config = config
+        self.embedding = Embedding(config, deterministic=deterministic, rngs=rngs)
+        self.blocks = make_segments(
+            make_block, config, rngs=rngs, only_layer=only_layer
+        )
+        self.head = Head(config, rngs=rngs)
+
+    @dtype_promotion()
+    def __call__(
+        self,
+        tokens: Int[Array, "B L"],
+        *,
+        segment_ids: Int[Array, "B L"] | None = None,
+    ) -> Float[Array, "B L V"]:
+        """Logits of the next token, in float32.
+
+        Args:
+            tokens: Token ids, 0 to V - 1.
+            segment_ids: Document of each token, 0 for padding.
+
+        Raises:
+            ConfigError: The sequence is longer than the table of learned positions.
+        """
+        batch = {"tokens": tokens}
+        if segment_ids is not None:
+            batch["segment_ids"] = segment_ids
+        x = sequence.restore(hidden_states(self, batch, None), self.config)
+        return self.head.logits(x, self._table())
+
+    def _table(self):
+        return self.embedding.tokens[...] if self.config.tied_head else None
+
+
+class Encoder(nnx.Module):
+    """A bidirectional masked language model.
+
+    Weights are initialised normally with deviation 0.02, biases with 0, scales with 1.
+
+    Args:
+        config: Shape of the model.
+        use_pooling: Whether to create the layer of `pool`.
+        matmul_dtype: Dtype of the operands of the blocks' matrix products.
+        deterministic: Whether embedding gradients are summed in a fixed order.
+        only_layer: Index of the only layer to initialise; None means all layers.
+        rngs: Source of the initial values.
+
+    Example:
+        >>> config = schema.Model(kind="encoder", num_layers=1, embed_size=8,
+        ...                       mlp_size=16, num_heads=2, num_kv_heads=2,
+        ...                       vocab_size=11, max_length=4)
+        >>> encoder = Encoder(config, rngs=nnx.Rngs(0))
+        >>> encoder({"tokens": jnp.array([[3, 1, 4]])}).shape
+        (1, 3, 8)
+    """
+
+    def __init__(
+        self,
+        config: schema.Model,
+        *,
+        use_pooling: bool = False,
+        matmul_dtype: layers.MatmulDtype = "compute",
+        deterministic: bool = False,
+        only_layer: jax.Array | None = None,
+        rngs: nnx.Rngs,
+    ):
+        def make_block(rngs: nnx.Rngs, num_experts: int, slides: bool) -> Block:
+            return Block(
+                config,
+                num_experts=num_experts,
+                causal=False,
+                norm_position="stream",
+                matmul_dtype=matmul_dtype,
+                rngs=rngs,
+            )
+
+        embed: layers.Dims = (("embed", config.embed_size),)
+        self.config = config
+        self.embedding = Embedding(
+            config,
+            use_norm=True,
+            deterministic=deterministic,
+            rngs=rngs,
+        )
+        self.blocks = make_segments(
+            make_block, config, rngs=rngs, only_layer=only_layer
+        )
+        self.head = Head(config, masked=True, rngs=rngs)
+        self.pooling = (
+            layers.Linear(embed, embed, use_bias=config.use_bias, rngs=rngs)
+            if use_pooling
+            else None
+        )
+
+    @dtype_promotion()
+    def __call__(
+        self, batch: dict[str, Any], key: jax.Array | None = None
+    ) -> Float[Array, "B L M"]:
+        """Encodes a batch to one vector per token.
+
+        Args:
+            batch: `tokens` int32[B, L]; optional `lengths` int32[B] (padding follows),
+                `segment_ids` int32[B, L] (packed documents, 0 is padding), `positions`
+                and `token_types` int32[B, L].
+            key: Dropout key; None in evaluation.
+
+        Raises:
+            ConfigError: The sequence is longer than the table of learned positions.
+        """
+        return hidden_states(self, batch, key)
+
+    @dtype_promotion()
+    def logits(self, batch: dict[str, Any]) -> Float[Array, "B L V"]:
+        """Logits of the token at each position, in float32."""
+        return self.head.logits(self(batch), self._table())
+
+    @dtype_promotion()
+    def pool(self, batch: dict[str, Any]) -> Float[Array, "B M"]:
+        """Vector of each row: the first token's, through a layer and tanh.
+
+        Needs `use_pooling`.
+        """
+        assert self.pooling is not None
+        return jnp.tanh(self.pooling(self(batch)[:, 0]))
+
+    def _table(self):
+        return self.embedding.tokens[...] if self.config.tied_head else None
+
 
 SHARED = "embedding/tokens"
 """Token table, which the head of a tied model reads, too."""
@@ -91,7 +272,7 @@ def make_stack(model: StackedModel) -> Stack:
 
 
 def execution_of(config: schema.Model) -> Execution:
-    """How the blocks of a model run in one program, for `zjax.forward`."""
+    """How the blocks of a model run in one program, for `zjax.stack.forward`."""
     memory = remat.within_reach(config.activation_memory)
     return Execution(config.layers_per_scan, config.remat, memory)
 

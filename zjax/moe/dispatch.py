@@ -1,13 +1,73 @@
-"""Tokens in the order of their experts, and outputs in the order of the tokens."""
+"""Tokens in the order of their experts, within capacities, on the axes of a mesh."""
 
 import dataclasses
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Bool, Float, Int
 
+from zjax.sharding import mesh as meshes
+from zjax.sharding.activations import open_size
+from zjax.sharding.rules import entry
 from zjax_kernels import copy_rows
+
+Drop = Literal["none", "position", "first_choices", "probability", "random"]
+"""The tokens that stay: the first in the batch; all first choices, then all second
+choices (GShard); those of the largest scores; a random subset (DeepSpeed-MoE)."""
+
+
+def keep_within_capacity(
+    experts: Int[Array, "T K"],
+    scores: Float[Array, "T K"],
+    chosen: Bool[Array, "T K"],
+    capacity: int,
+    drop: Drop,
+    key: jax.Array | None,
+) -> Bool[Array, "T K"]:
+    """Keeps at most `capacity` tokens of each expert.
+
+    Args:
+        experts: Chosen experts of each token, best first.
+        scores: Scores of the chosen experts.
+        chosen: Choices that count; others are never kept and use no capacity.
+        capacity: Most tokens of an expert, 1 or more.
+        drop: Which tokens stay; not `none`.
+        key: Random key, needed for `random`.
+
+    Returns:
+        Mask of the kept choices; among equals the earlier token stays.
+
+    Example:
+        >>> experts = jnp.array([[0], [0], [0]])
+        >>> scores, chosen = jnp.array([[0.2], [0.9], [0.5]]), jnp.ones((3, 1), bool)
+        >>> kept = keep_within_capacity(experts, scores, chosen, 2, "probability", None)
+        >>> kept[:, 0].tolist()
+        [False, True, True]
+    """
+    expert = jnp.where(chosen, experts, jnp.iinfo(jnp.int32).max).ravel()
+    order = _order(scores, drop, key).ravel()
+    # Sorting is stable, and a flat index has the earlier token first.
+    ranking = jnp.lexsort((order, expert))
+    ranked = expert[ranking]
+    first = jnp.searchsorted(ranked, ranked, side="left")
+    position = jnp.arange(ranked.size) - first
+    kept = jnp.zeros(ranked.size, bool).at[ranking].set(position < capacity)
+    return kept.reshape(experts.shape) & chosen
+
+
+def _order(scores: jax.Array, drop: Drop, key: jax.Array | None) -> jax.Array:
+    """Ranks all choices; an expert keeps those of the lowest ranks."""
+    if drop == "random":
+        assert key is not None
+        return jax.random.uniform(key, scores.shape)
+    if drop == "probability":
+        return -scores
+    dim = {"position": 0, "first_choices": 1}[drop]
+    return jax.lax.broadcasted_iota(jnp.int32, scores.shape, dim)
+
 
 _MOST_AT_ONCE = 16
 """Most choices of a token whose rows are gathered together."""
@@ -141,3 +201,60 @@ def pad_experts(dispatch: Dispatch, num_tokens: int, capacity: int) -> Dispatch:
 
 def _take(x: jax.Array, indices: jax.Array, fill: int = 0) -> jax.Array:
     return jnp.take(x, indices, axis=0, mode="fill", fill_value=fill)
+
+
+class Placement(NamedTuple):
+    """The axes over which a layer splits its experts.
+
+    Args:
+        experts: Axes of the experts.
+        hidden: Axes of the hidden channels of each expert.
+    """
+
+    experts: tuple[str, ...]
+    hidden: tuple[str, ...]
+
+    @classmethod
+    def of(cls, num_experts: int, hidden_size: int) -> "Placement":
+        """The placement on the mesh in use.
+
+        Args:
+            num_experts: Experts of the devices together.
+            hidden_size: Hidden channels of each.
+
+        Example:
+            >>> Placement.of(4, 16)
+            Placement(experts=(), hidden=())
+        """
+        return cls(
+            experts=_dividing_axes(num_experts, (meshes.EXPERT,)),
+            hidden=_dividing_axes(hidden_size, (meshes.TENSOR,)),
+        )
+
+    def spec(self, hidden_dim: int | None = None) -> P:
+        """Spec of a parameter whose first dim are experts.
+
+        Args:
+            hidden_dim: Its dim of hidden channels, if it has one.
+        """
+        if hidden_dim is None:
+            return P(entry(self.experts))
+        between = (None,) * (hidden_dim - 1)
+        return P(entry(self.experts), *between, entry(self.hidden))
+
+
+def token_spec(num_tokens: int) -> P:
+    """Spec of an array whose first dim are tokens, on the mesh in use."""
+    axes = (*meshes.BATCH_AXES, meshes.SEQUENCE, meshes.TENSOR)
+    return P(entry(_dividing_axes(num_tokens, axes)))
+
+
+def _dividing_axes(size: int, axes: Sequence[str]) -> tuple[str, ...]:
+    """Axes that the compiler would split, whose product divides a size."""
+    mesh = jax.sharding.get_abstract_mesh()
+    found: tuple[str, ...] = ()
+    for axis in axes:
+        longer = (*found, axis)
+        if open_size(axis) > 1 and size % meshes.num_shares(mesh, longer) == 0:
+            found = longer
+    return found

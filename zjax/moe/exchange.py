@@ -32,9 +32,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from zjax.comm import tokens
 from zjax.errors import PlanError, Problem
 from zjax.moe.dispatch import Dispatch, pad_experts, sort_by_expert
+from zjax.ops import tokens
 from zjax.sharding.mesh import EXPERT, num_shares
 
 _SLACK = 1.25

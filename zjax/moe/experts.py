@@ -18,12 +18,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from zjax.comm.tokens import ROUTED
 from zjax.errors import PlanError, Problem
+from zjax.moe.dispatch import Placement, token_spec
 from zjax.moe.exchange import AllGather, AllToAll, make_exchange
-from zjax.moe.placement import Placement, token_spec
 from zjax.moe.router import Routing
 from zjax.ops import activation as activations
+from zjax.ops.tokens import ROUTED
 from zjax.sharding.activations import open_size
 from zjax_kernels import (
     grouped_activation,
@@ -32,7 +32,7 @@ from zjax_kernels import (
     grouped_outer,
     grouped_sum,
 )
-from zjax_kernels.grouped.activations import Activation
+from zjax_kernels.grouped.reference import Activation
 
 
 @jax.tree_util.register_dataclass

@@ -17,10 +17,10 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
-from zjax.comm.tokens import ROUTED
 from zjax.errors import ConfigError, Problem
-from zjax.moe.capacity import Drop, keep_within_capacity
-from zjax.ops.split_dot import split_dot
+from zjax.moe.dispatch import Drop, keep_within_capacity
+from zjax.ops.matmul import split_dot
+from zjax.ops.tokens import ROUTED
 
 _LEAST = 1e-18
 """Least sum that scores are divided by: its inverse can be squared in float32."""

@@ -1,23 +1,20 @@
 """What a run reports: metrics, throughput, its machine, traces and plots."""
 
+from zjax.models.flops import describe_flops, flops_per_token, num_params, peak_flops
 from zjax.observe.collectives import Collective, list_collectives
 from zjax.observe.communication import describe_communication, zero_volume
-from zjax.observe.directory import check_directory
-from zjax.observe.flops import describe_flops, flops_per_token, num_params, peak_flops
-from zjax.observe.history import read_history
+from zjax.observe.history import check_directory, read_history
 from zjax.observe.load import plot_load
-from zjax.observe.metrics import LateMetrics
+from zjax.observe.metrics import LateMetrics, Throughput, make_throughput
 from zjax.observe.plot import (
     plot_memory_per_stage,
     plot_metrics,
     plot_run,
 )
 from zjax.observe.progress import Progress
-from zjax.observe.recompile import CompileReport
+from zjax.observe.recompile import CompileReport, Trace
 from zjax.observe.report import describe_machine
 from zjax.observe.sinks import Sink, check_sinks, make_sinks
-from zjax.observe.throughput import Throughput, make_throughput
-from zjax.observe.trace import Trace
 
 __all__ = [
     "Collective",

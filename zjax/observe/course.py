@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from zjax.config.curriculum import metric_name
-from zjax.config.dropping import dropping_values, make_dropping, make_layer_tokens
-from zjax.config.lengths import CUTS, in_steps, make_lengths, make_tokens
-from zjax.config.pacing import make_pacing
-from zjax.config.schema import Config
-from zjax.config.step_values import make_step_values
 from zjax.observe import plot
-from zjax.optim.schedules import make_schedule
+from zjax.schedule.curriculum import metric_name
+from zjax.schedule.dropping import dropping_values, make_dropping, make_layer_tokens
+from zjax.schedule.learning_rate import make_schedule
+from zjax.schedule.lengths import CUTS, in_steps, make_lengths, make_tokens
+from zjax.schedule.pacing import make_pacing
+from zjax.schedule.step_values import make_step_values
+from zjax.settings.schema import Config
 from zjax.sharding.describe import render_table
 
 _NUM_ROWS = 11

@@ -1,20 +1,62 @@
-"""Reads and writes the metric files of a run; damaged lines are skipped and counted."""
+"""The run's directory and its metric files; damaged lines are skipped and counted."""
 
+import contextlib
 import csv
 import json
 import math
 import os
 import pathlib
 import stat
+import tempfile
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 from absl import logging
 
-from zjax.config.ranges import MAX_STEPS
+from zjax.errors import CHOOSE_DIRECTORY, ConfigError, OutputError, Problem, find_remedy
+from zjax.files import make_directory, parse_json
 from zjax.observe.metrics import Value, Values
-from zjax.reading import parse_json
+from zjax.settings.ranges import MAX_STEPS
+
+
+def check_directory(directory: str) -> None:
+    """Creates the run's directory and checks that files can be created in it.
+
+    Args:
+        directory: Path; missing parents are created.
+
+    Raises:
+        ConfigError: It is not a directory, or not writable.
+    """
+    try:
+        make_directory(pathlib.Path(directory))
+        tempfile.TemporaryFile(dir=directory).close()
+    except OSError as error:
+        problem = f"cannot be used ({error.strerror})"
+        remedy = find_remedy(error, elsewhere=CHOOSE_DIRECTORY)
+        raise ConfigError(Problem("directory", directory, problem, remedy)) from error
+
+
+@contextlib.contextmanager
+def writing(path: pathlib.Path) -> Iterator[None]:
+    """Raises an OSError of the enclosed work as an `OutputError`.
+
+    Args:
+        path: The file written, in the run's directory.
+
+    Raises:
+        OutputError: The file cannot be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        problem = f"cannot be written ({path.name}: {error.strerror or error})"
+        remedy = f"{find_remedy(error)}, and run again"
+        raise OutputError(
+            Problem("directory", str(path.parent), problem, remedy)
+        ) from error
+
 
 HISTORY = "metrics.jsonl"
 """Name of the JSON lines file under a run's directory."""

@@ -7,21 +7,25 @@ from typing import Any
 
 import jax
 
-from zjax.config.dropping import dropping_values, make_dropping, make_layer_tokens
-from zjax.config.lengths import CUTS, make_tokens
-from zjax.config.schema import Config
-from zjax.config.step_values import ATTENTION_WINDOW, make_step_values
 from zjax.errors import OutputError
 from zjax.observe import load, plot
-from zjax.observe.directory import writing
-from zjax.observe.history import HISTORY, read_history
-from zjax.observe.metrics import LateMetrics, Value, Values, scalars
-from zjax.observe.recompile import CompileReport
+from zjax.observe.history import HISTORY, read_history, writing
+from zjax.observe.metrics import (
+    LateMetrics,
+    Throughput,
+    Value,
+    Values,
+    make_throughput,
+    scalars,
+)
+from zjax.observe.recompile import CompileReport, Trace
 from zjax.observe.sinks import make_sinks
 from zjax.observe.skipped import SkippedSteps
-from zjax.observe.throughput import Throughput, make_throughput
-from zjax.observe.trace import Trace
 from zjax.optim.rounds import shares_metrics
+from zjax.schedule.dropping import dropping_values, make_dropping, make_layer_tokens
+from zjax.schedule.lengths import CUTS, make_tokens
+from zjax.schedule.step_values import ATTENTION_WINDOW, make_step_values
+from zjax.settings.schema import Config
 from zjax.typing import Metrics
 
 Callback = Callable[[int, Mapping[str, Value]], None]

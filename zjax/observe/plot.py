@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from zjax.errors import check_installed
 from zjax.observe.metrics import Value
-from zjax.packages import check_installed
 from zjax.sharding.describe import format_bytes
 from zjax.sharding.memory import StageBytes
 

@@ -12,8 +12,8 @@ import jax
 
 from zjax.errors import ConfigError
 from zjax.ops.attention import Implementation, choose_implementation
+from zjax.processes.agreement import versions
 from zjax.processes.host import host_memory_bytes
-from zjax.processes.software import versions
 from zjax.sharding.describe import format_bytes, render_table
 from zjax_kernels.device import first_device
 

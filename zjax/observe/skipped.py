@@ -9,8 +9,8 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from zjax.config.schema import Precision
 from zjax.errors import NonFiniteError, Problem
+from zjax.settings.schema import Precision
 
 _LOWER = "lower optimizer.peak_learning_rate or look at the data"
 _MASKS = "look at masks and weights of the data, or at sequence_warmup"

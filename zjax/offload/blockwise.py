@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 
 import jax
 
-from zjax.config.schema import Config
-from zjax.dropping import split_dropping
 from zjax.errors import PlanError, Problem
 from zjax.offload import units as transfer_units
-from zjax.offload.accumulation import GradientSums
-from zjax.offload.backward import GroupGradients
-from zjax.offload.compiled import Jit
-from zjax.offload.inputs import input_plan, saving_policy
-from zjax.offload.peak import Peak
+from zjax.offload.compiled import Jit, Peak
+from zjax.offload.gradients import (
+    GradientSums,
+    GroupGradients,
+    input_plan,
+    saving_policy,
+)
 from zjax.offload.programs import BlockInputs, BlockPrograms
 from zjax.offload.route import Route
 from zjax.offload.shapes import PassShapes
@@ -30,11 +30,13 @@ from zjax.offload.units import (
     groups_of,
     units_of,
 )
+from zjax.settings.schema import Config
 from zjax.sharding.frozen import trained
 from zjax.sharding.memory import bytes_by_memory, tree_bytes
 from zjax.sharding.placement import ArrayPlan
 from zjax.sharding.plan import DEVICE, HOST, Plan
-from zjax.train.gradients.partition import check_no_model_state
+from zjax.stack.dropping import split_dropping
+from zjax.train.partition import check_no_model_state
 from zjax.train.state import TrainState, stored_compute
 from zjax.train.update import loss_scale_of
 from zjax.typing import Auxiliary, Batch, Dropping, Loss, Metrics, Model, Params

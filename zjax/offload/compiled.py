@@ -1,4 +1,4 @@
-"""Compiled parts of a traced program; those that differ in scalars share a program."""
+"""Compiled parts of a traced program, and the memory that they need."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -8,6 +8,9 @@ import jax
 import numpy as np
 
 from zjax.jaxprs.program import Name, Program, text_of_constant
+from zjax.sharding.activations import batch_shardings
+from zjax.sharding.plan import Plan
+from zjax.typing import Entries
 
 Jit = Callable[..., Any]
 """`jax.jit` with compiler options."""
@@ -75,3 +78,53 @@ def compile_groups(
             values = tuple(np.asarray(literals[k]) for k in differing)
             compiled[i] = CompiledGroup(programs[i].inputs, run, values)
     return [compiled[i] for i in range(len(programs))]
+
+
+@dataclasses.dataclass(frozen=True)
+class Peak:
+    """Bytes on one device at one moment of a step.
+
+    Args:
+        moment: The program that runs.
+        parts: Bytes by name.
+    """
+
+    moment: str
+    parts: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return sum(self.parts.values())
+
+
+class UnreportedMemoryError(Exception):
+    """The compiler does not report the memory of a program."""
+
+
+def added_bytes(program: Any, *operands: Any) -> int:
+    """Bytes that a jitted function adds to its operands, once compiled."""
+    return added_by(program.lower(*operands).compile())
+
+
+def added_by(compiled: jax.stages.Compiled) -> int:
+    """Bytes that a compiled program adds to its operands."""
+    analysis = compiled.memory_analysis()
+    if analysis is None:
+        raise UnreportedMemoryError
+    results = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    return results + analysis.temp_size_in_bytes
+
+
+def like_batch(plan: Plan, tree: Any, entries: Entries | None = None) -> Any:
+    """Shapes with the shardings of a batch, or of a stream of activations."""
+    return placed(tree, batch_shardings(plan, tree, entries or {}))
+
+
+def placed(shapes: Any, places: Any) -> Any:
+    """Shapes with these shardings."""
+    return jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+        shapes,
+        places,
+    )

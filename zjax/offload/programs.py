@@ -10,7 +10,19 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from zjax.dropping import (
+from zjax.errors import PlanError, Problem
+from zjax.offload.compiled import Jit
+from zjax.offload.units import gathered, rows_by_part, trunk_of
+from zjax.ops.keys import block_key
+from zjax.ops.remat import residuals_of, vjp_with
+from zjax.ops.token_subset import on_subset, take_tokens
+from zjax.sharding.frozen import joined, trained
+from zjax.sharding.memory import pending_gradients
+from zjax.sharding.paths import path_of
+from zjax.sharding.placement import abstract_tree, pad_tree, place_tree
+from zjax.sharding.plan import Plan
+from zjax.sharding.program_plan import staged_plan
+from zjax.stack.dropping import (
     BlockInput,
     block_on_tokens,
     draw_tokens,
@@ -19,21 +31,9 @@ from zjax.dropping import (
     over_probability,
     run_block,
 )
-from zjax.errors import PlanError, Problem
-from zjax.forward import combine, loss_of_sums, stack_totals
-from zjax.offload.compiled import Jit
-from zjax.offload.units import gathered, rows_by_part, trunk_of
-from zjax.ops.keys import block_key
-from zjax.ops.residuals import residuals_of, vjp_with
-from zjax.ops.token_subset import on_subset, take_tokens
-from zjax.sharding.frozen import joined, trained
-from zjax.sharding.memory import pending_gradients
-from zjax.sharding.paths import path_of
-from zjax.sharding.placement import abstract_tree, pad_tree, place_tree
-from zjax.sharding.plan import Plan
-from zjax.sharding.program_plan import staged_plan
+from zjax.stack.forward import combine, loss_of_sums, stack_totals
+from zjax.train import microbatches
 from zjax.train.compute_params import cast_like, compute_dtype
-from zjax.train.gradients import microbatches, weighting
 from zjax.typing import Auxiliary, Batch, Dropping, Loss, Model, Params
 
 
@@ -197,7 +197,7 @@ class BlockPrograms:
 
         def scaled(params: Params, carry: Any) -> tuple[jax.Array, Any]:
             loss = self._mean_loss(params, carry, batch, auxiliaries)
-            factor = scale * weighting.counted(loss.weight)
+            factor = scale * microbatches.counted(loss.weight)
             return loss.value * factor, (loss, factor)
 
         scaled, learned = self._of_learned(
@@ -224,7 +224,7 @@ class BlockPrograms:
         total, weight, sums = self.stack.head(params, carry, batch)
         totals = stack_totals(self.stack.segments, auxiliaries)
         loss = loss_of_sums(total, weight, sums, combine(auxiliaries), totals)
-        return weighting.check_names(loss)
+        return microbatches.check_names(loss)
 
     def _block_backward(
         self,

@@ -5,8 +5,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from zjax.dropping import drops_tokens
 from zjax.offload.programs import BlockInputs, BlockPrograms
+from zjax.stack.dropping import drops_tokens
 from zjax.typing import Dropping
 
 

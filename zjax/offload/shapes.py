@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zjax.offload.peak import added_by, like_batch, placed
+from zjax.offload.compiled import added_by, like_batch, placed
 from zjax.offload.programs import BlockInputs, BlockPrograms
 from zjax.offload.units import UnitStream, units_of
 from zjax.sharding.placement import ArrayPlan, abstract_key, abstract_tree

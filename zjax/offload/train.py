@@ -19,17 +19,16 @@ from typing import Any, NamedTuple
 
 import jax
 
-from zjax.config.batch import resolve_batch
-from zjax.config.schema import Config
 from zjax.errors import PlanError, Problem
 from zjax.jaxprs.program import Name
-from zjax.offload.backward import Backward, GroupGradients, WholeBackward
 from zjax.offload.blockwise import BlockwiseBackward
-from zjax.offload.compiled import Jit
+from zjax.offload.compiled import Jit, Peak, UnreportedMemoryError, added_bytes
+from zjax.offload.gradients import Backward, GroupGradients, WholeBackward
 from zjax.offload.groups import by_group
-from zjax.offload.peak import Peak, UnreportedMemoryError, added_bytes
 from zjax.offload.stream import WRITE_BACK_SHARE, Load, Stream, moved_bytes
 from zjax.offload.update import GroupedUpdate, GroupUpdate
+from zjax.settings.batch import resolve_batch
+from zjax.settings.schema import Config
 from zjax.sharding.frozen import joined, trained
 from zjax.sharding.memory import bytes_by_memory, stored_bytes, tree_bytes
 from zjax.sharding.placement import ArrayPlan
@@ -38,7 +37,7 @@ from zjax.sharding.program_plan import trained_plan
 from zjax.storage.array import DiskArray
 from zjax.storage.move import store
 from zjax.storage.transfers import transfer_budget
-from zjax.train.master import unsplit_plans
+from zjax.train.compute_params import unsplit_plans
 from zjax.train.state import TrainState, state_rows
 from zjax.train.update import Schedule
 from zjax.typing import Batch, Loss, Metrics, Model

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from zjax.config.schema import Config
 from zjax.errors import PlanError, Problem
 from zjax.jaxprs.program import Name
 from zjax.offload.compiled import CompiledGroup, Jit, compile_groups
@@ -18,7 +17,8 @@ from zjax.offload.groups import (
     group_programs,
     trace,
 )
-from zjax.sharding.opt_state import optimizer_name
+from zjax.settings.schema import Config
+from zjax.sharding.param_plans import optimizer_name
 from zjax.sharding.paths import path_of, position_finder
 from zjax.sharding.placement import unpad_tree
 from zjax.sharding.plan import Plan

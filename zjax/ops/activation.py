@@ -1,15 +1,23 @@
-"""Activations of feed-forward layers, recomputed in the backward pass.
-
-`jax.checkpoint` makes the input the only residual. Without it, programs whose forward
-and backward passes are separate, such as pipelines, store several arrays of that size.
-"""
+"""Activations of feed-forward layers, recomputed in the backward pass; soft caps."""
 
 import functools
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from zjax_kernels.grouped import activations
+from zjax_kernels.grouped import reference
+
+
+def soft_cap(x: Float[Array, "*dims"], cap: float) -> Float[Array, "*dims"]:
+    """`cap * tanh(x / cap)`; `x` itself for a cap of 0.
+
+    Example:
+        >>> soft_cap(jnp.array([1e6]), 30.0).tolist()
+        [30.0]
+    """
+    return cap * jnp.tanh(x / cap) if cap else x
+
 
 INPUT = "mlp"
 """Name, for policies of `jax.checkpoint`, of what the activation functions read."""
@@ -86,7 +94,7 @@ def clamped_swiglu(
     Reference:
         gpt-oss (arXiv:2508.10925), section 2.
     """
-    return activations.clamped_swiglu(gate, up)
+    return reference.clamped_swiglu(gate, up)
 
 
 UNGATED = {"gelu": gelu, "gelu_exact": gelu_exact}

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from zjax.ops.soft_cap import soft_cap
+from zjax.ops.activation import soft_cap
 from zjax.typing import IGNORED
 
 GRADIENTS = "token_loss_gradients"

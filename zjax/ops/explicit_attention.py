@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from zjax.ops.soft_cap import soft_cap
+from zjax.ops.activation import soft_cap
 from zjax.sharding.activations import first_row
 
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from zjax.packages import check_installed
+from zjax.errors import check_installed
 
 
 def quantize(kernel: Array, dim: int, block_size: int, dtype: str) -> Any:

@@ -1,17 +1,132 @@
-"""Rotary position embedding: positions as rotations of pairs of channels.
+"""Rotary position embedding, and its frequencies slowed for long sequences."""
 
-Channel i of the first half of a head is paired with channel i of the second half, the
-layout of the published Llama weights in the Hugging Face format, or channel 2 i with
-its neighbour, as in the paper and in DeepSeek.
-"""
-
+import math
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from zjax.config import schema
-from zjax.ops.rope_scaling import attention_factor, scaled_frequencies
+from zjax.settings import schema
+
+
+def scaled_frequencies(
+    positions: Int[Array, "B L"],
+    size: int,
+    theta: float,
+    scaling: schema.RopeScaling,
+    num_tokens: Int[Array, " B"] | None = None,
+) -> Float[Array, "#B half"]:
+    """Radians per position of each pair of channels, float32.
+
+    Args:
+        positions: Position of each token; read by `dynamic`, which depends on the
+            longest of a row.
+        size: Channels that rotate, even.
+        theta: Base of the wavelengths, above 1.
+        scaling: How they are slowed.
+        num_tokens: Tokens of each row with those to come, by which `longrope` decides;
+            by default those up to its longest position.
+
+    Returns:
+        One row for all rows, or one for each under `dynamic` and `longrope`.
+
+    Example:
+        >>> scaling = schema.RopeScaling(kind="linear", factor=4.0)
+        >>> scaled_frequencies(jnp.array([[0]]), 2, 10.0, scaling).tolist()
+        [[0.25]]
+
+    Reference:
+        Linear: Chen et al. (arXiv:2306.15595); YaRN: Peng et al. (arXiv:2309.00071);
+        Llama 3: Grattafiori et al. (arXiv:2407.21783); LongRoPE: Ding et al.
+        (arXiv:2402.13753). The formulas are those of
+        github.com/huggingface/transformers, whose LongRoPE decides by the longest row.
+    """
+    exponents = jnp.arange(0, size, 2, dtype=jnp.float32)[None] / size
+    if scaling.kind == "dynamic":
+        return _dynamic_base(positions, size, theta, scaling) ** -exponents
+    frequencies = theta**-exponents
+    if scaling.kind == "none":
+        return frequencies
+    if scaling.kind == "linear":
+        return frequencies / scaling.factor
+    if scaling.kind == "longrope":
+        num_tokens = positions.max(1) + 1 if num_tokens is None else num_tokens
+        is_long = num_tokens[:, None] > scaling.original_length
+        short, long = jnp.array(scaling.short_factors), jnp.array(scaling.long_factors)
+        return frequencies / jnp.where(is_long, long, short)
+    if scaling.kind == "yarn":
+        share = _yarn_share(size, theta, scaling)
+    else:
+        share = _llama3_share(frequencies, scaling)
+    return frequencies * (share + (1.0 - share) / scaling.factor)
+
+
+def attention_factor(scaling: schema.RopeScaling) -> float:
+    """Factor of rotated queries and of keys.
+
+    Example:
+        >>> attention_factor(schema.RopeScaling(kind="yarn", factor=1.0))
+        1.0
+    """
+    if scaling.kind not in ("yarn", "longrope"):
+        return 1.0
+    if scaling.attention_factor:
+        return scaling.attention_factor
+    if scaling.kind == "yarn":
+        if scaling.mscale and scaling.mscale_all_dim:
+            whole = _yarn_scale(scaling, scaling.mscale_all_dim)
+            return _yarn_scale(scaling, scaling.mscale) / whole
+        return _yarn_scale(scaling, 1.0)
+    growth = math.log(max(scaling.factor, 1.0))
+    return math.sqrt(1.0 + growth / math.log(scaling.original_length))
+
+
+def score_factor(scaling: schema.RopeScaling) -> float:
+    """Factor of attention scores besides that of rotated queries and keys.
+
+    Example:
+        >>> scaling = schema.RopeScaling(kind="yarn", factor=1.0, mscale_all_dim=1.0)
+        >>> score_factor(scaling)
+        1.0
+    """
+    if scaling.kind != "yarn":
+        return 1.0
+    return _yarn_scale(scaling, scaling.mscale_all_dim) ** 2
+
+
+def _yarn_scale(scaling: schema.RopeScaling, share: float) -> float:
+    return 0.1 * share * math.log(max(scaling.factor, 1.0)) + 1.0
+
+
+def _dynamic_base(positions, size, theta, scaling) -> jax.Array:
+    """The base of each row, [B, 1]: that of NTK-aware scaling, by its length."""
+    longest = positions.max(1, keepdims=True).astype(jnp.float32) + 1.0
+    ratio = jnp.maximum(longest / scaling.original_length, 1.0)
+    growth = scaling.factor * ratio - (scaling.factor - 1.0)
+    return theta * growth ** (size / (size - 2))
+
+
+def _llama3_share(frequencies, scaling) -> jax.Array:
+    """Share of each frequency that stays as it is."""
+    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+    turns = scaling.original_length * frequencies / (2.0 * math.pi)
+    return jnp.clip((turns - low) / (high - low), 0.0, 1.0)
+
+
+def _yarn_share(size, theta, scaling) -> jax.Array:
+    def channel(turns: float) -> float:
+        wavelength = scaling.original_length / (turns * 2.0 * math.pi)
+        return size * math.log(wavelength) / (2.0 * math.log(theta))
+
+    first, last = channel(scaling.beta_fast), channel(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, size - 1)
+    last += 0.001 * (first == last)
+    channels = jnp.arange(size // 2, dtype=jnp.float32)[None]
+    return 1.0 - jnp.clip((channels - first) / (last - first), 0.0, 1.0)
+
 
 Pairs = Literal["halves", "adjacent"]
 """Channels that rotate together, as `model.rotary_pairs` says."""

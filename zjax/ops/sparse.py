@@ -19,15 +19,14 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 import zjax_kernels
-from zjax.config import schema
 from zjax.errors import ConfigError, Problem
 from zjax.ops.window import Window
+from zjax.settings import schema
 from zjax.sharding import mesh as meshes
 from zjax.sharding.activations import head_axes, open_size, row_axes
 from zjax_kernels import BlockLayout, Pattern, SparsityConfig
 from zjax_kernels.sparse import api
-from zjax_kernels.sparse.arguments import integer_problems
-from zjax_kernels.sparse.bits import Bits
+from zjax_kernels.sparse.arguments import Bits, integer_problems
 from zjax_kernels.sparse.cells import TILE
 
 ATTENTION_OUTPUT = api.RESIDUALS

@@ -13,23 +13,15 @@ from typing import Any
 import jax
 import optax
 
-from zjax.config import schema
-from zjax.config.derived import is_offered, is_recipe
-from zjax.config.groups import DEFAULT, FROZEN
-from zjax.optim import (
-    cycles,
-    groups,
-    matrices,
-    moments,
-    onebit_adam,
-    onebit_lamb,
-    trust_ratio,
-    zero_one_adam,
-)
-from zjax.optim.adam_steps import make_adam_steps, scale_by_adam
-from zjax.optim.intervals import ZERO_ONE_ADAM
+from zjax.optim import groups, moments, onebit, transforms, zero_one_adam
+from zjax.optim.onebit import make_adam_steps, scale_by_adam
 from zjax.optim.per_layer import per_layer
-from zjax.optim.schedules import make_schedule
+from zjax.optim.zero_one_adam import ZERO_ONE_ADAM
+from zjax.schedule import cycles
+from zjax.schedule.learning_rate import make_schedule
+from zjax.settings import schema
+from zjax.settings.derived import is_offered, is_recipe
+from zjax.settings.parameters import DEFAULT, FROZEN
 from zjax.sharding.paths import path_of
 from zjax.sharding.plan import stores_layers_apart
 from zjax.typing import Model
@@ -71,12 +63,12 @@ def make_optimizer(
         arXiv:2302.06675, Adafactor arXiv:1804.04235, Muon arXiv:2502.16982.
     """
     settings = config.optimizer
-    names: matrices.Names = {}
+    names: groups.Names = {}
     if model is not None:
-        params, names = matrices.named_params(model, config.mesh)
+        params, names = groups.named_params(model, config.mesh)
         groups.check_groups(settings, params, names)
         if stores_layers_apart(config, model):
-            names = matrices.without_layers(names)
+            names = groups.without_layers(names)
     schedule = make_schedule(config)
     tx = _make_rules(settings, schedule, names)
     dtypes = {settings.moment_dtype, config.precision.master_dtype}
@@ -111,7 +103,7 @@ def with_clipping_as_set(config: schema.Config) -> schema.Config:
 
 
 def _make_rules(
-    settings: schema.Optimizer, schedule: Callable[..., Any], names: matrices.Names
+    settings: schema.Optimizer, schedule: Callable[..., Any], names: groups.Names
 ) -> optax.GradientTransformation:
     default = _make_rule(settings, schedule, settings.weight_decay, names)
     if not settings.groups:
@@ -139,15 +131,15 @@ def _make_rule(
     settings: schema.Optimizer,
     schedule: Callable[..., Any],
     weight_decay: float,
-    names: matrices.Names,
+    names: groups.Names,
 ) -> optax.GradientTransformation:
     def decayed(params: Any) -> Any:
         if settings.decay_vectors:
             return jax.tree.map(lambda _: True, params)
-        return _map_params(matrices.is_matrix, params, names)
+        return _map_params(groups.is_matrix, params, names)
 
     def num_stacked(keys: Any) -> int:
-        return matrices.num_stacked(path_of(keys), names)
+        return groups.num_stacked(path_of(keys), names)
 
     def decay_of(params: Any) -> Any:
         return jax.tree.map(lambda d: weight_decay * d, decayed(params))
@@ -160,14 +152,14 @@ def _make_rule(
     if settings.name in ("adam", "sgd_l2"):
         rule = (decay, _direction(settings, names))
     if settings.name == "lamb":
-        rule = (*rule, trust_ratio.scale_by_layer(num_stacked))
+        rule = (*rule, transforms.scale_by_layer(num_stacked))
     if settings.name == "onebit_lamb":
-        rule = (*rule, onebit_lamb.scale_by_kept_norm(num_stacked))
+        rule = (*rule, onebit.scale_by_kept_norm(num_stacked))
     return optax.chain(*rule, optax.scale_by_learning_rate(schedule))
 
 
 def _direction(
-    settings: schema.Optimizer, names: matrices.Names
+    settings: schema.Optimizer, names: groups.Names
 ) -> optax.GradientTransformation:
     """The direction of ascent, before decay and learning rate."""
     b1, b2, steps = settings.b1, settings.b2, make_adam_steps(settings)
@@ -183,7 +175,7 @@ def _direction(
         case "adamw" | "adam" | "lamb":
             return adam(b1=b1)
         case "onebit_adam" | "onebit_lamb":
-            return onebit_adam.scale_by_onebit_adam(steps)
+            return onebit.scale_by_onebit_adam(steps)
         case "lion":
             return lion(b1=b1)
         case "sgd" | "sgd_l2":
@@ -199,16 +191,16 @@ def _direction(
                 adam_b2=b2,
                 consistent_rms=0.2,
                 muon_weight_dimension_numbers=lambda params: _map_params(
-                    matrices.muon_dims, params, names
+                    groups.muon_dims, params, names
                 ),
             )
     return optax.chain(downhill, optax.scale(-1.0))
 
 
 def _map_params(
-    rule: Callable[[str, int, matrices.Names], Any],
+    rule: Callable[[str, int, groups.Names], Any],
     params: Any,
-    names: matrices.Names,
+    names: groups.Names,
 ) -> Any:
     return jax.tree_util.tree_map_with_path(
         lambda keys, leaf: rule(path_of(keys), leaf.ndim, names), params

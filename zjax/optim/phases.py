@@ -1,17 +1,15 @@
-"""What replicas send each other in a step, as a table of phases by optimizer.
+"""What replicas send each other in a step, and which program runs it."""
 
-An optimizer with phases is an optax transformation whose `update` takes the mean of
-what was sent, and the name of the phase as `phase=`.
-"""
-
+import collections
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from zjax.config.schema import Config, Optimizer
-from zjax.optim import intervals, onebit_adam, zero_one_adam
-from zjax.optim.adam_steps import make_adam_steps
-from zjax.optim.rounds import SYNCHRONOUS, make_rounds
+from zjax.optim import onebit, zero_one_adam
+from zjax.optim.onebit import make_adam_steps
+from zjax.optim.rounds import SYNCHRONOUS, Rounds, make_rounds
+from zjax.optim.zero_one_adam import APART, Intervals
+from zjax.settings.schema import Config, Optimizer
 
 
 class Phase(NamedTuple):
@@ -61,13 +59,13 @@ def make_phases(config: Config) -> Phases | None:
         ('warm_up', 'compressed', 'onebit')
     """
     codec = config.communication.codec
-    if config.optimizer.name == intervals.ZERO_ONE_ADAM:
+    if config.optimizer.name == zero_one_adam.ZERO_ONE_ADAM:
         return _zero_one_phases(config)
     if (message := _compressed_message(config.optimizer)) is not None:
-        freeze_step = onebit_adam.freeze_step(config)
+        freeze_step = onebit.freeze_step(config)
         phases = (
-            Phase(onebit_adam.WARM_UP, _full_precision(config)),
-            Phase(onebit_adam.COMPRESSED, "onebit", message),
+            Phase(onebit.WARM_UP, _full_precision(config)),
+            Phase(onebit.COMPRESSED, "onebit", message),
         )
         return Phases(
             {phase.name: phase for phase in phases},
@@ -91,7 +89,7 @@ def merged_phase(config: Config) -> Phase | None:
         config: Read for `communication`, `optimizer`, `precision` and `num_steps`.
     """
     phases = make_phases(config)
-    return phases.by_name.get(intervals.MERGED) if phases else None
+    return phases.by_name.get(zero_one_adam.MERGED) if phases else None
 
 
 def _compressed_message(settings: Optimizer) -> Callable[[Any, Any], Any] | None:
@@ -99,7 +97,7 @@ def _compressed_message(settings: Optimizer) -> Callable[[Any, Any], Any] | None
     if settings.name not in ("onebit_adam", "onebit_lamb"):
         return None
     steps = make_adam_steps(settings)
-    return functools.partial(onebit_adam.next_steps, steps=steps)
+    return functools.partial(onebit.next_steps, steps=steps)
 
 
 def _zero_one_phases(config: Config) -> Phases:
@@ -107,11 +105,11 @@ def _zero_one_phases(config: Config) -> Phases:
     steps = make_adam_steps(settings)
     message = functools.partial(zero_one_adam.next_steps, steps=steps)
     phases = (
-        Phase(intervals.VARIANCE, _full_precision(config)),
-        Phase(intervals.ONE_BIT, "onebit", message),
-        Phase(intervals.MERGED, "onebit"),
+        Phase(zero_one_adam.VARIANCE, _full_precision(config)),
+        Phase(zero_one_adam.ONE_BIT, "onebit", message),
+        Phase(zero_one_adam.MERGED, "onebit"),
     )
-    schedule = intervals.make_intervals(config)
+    schedule = zero_one_adam.make_intervals(config)
     by_name = {phase.name: phase for phase in phases}
     return Phases(by_name, schedule.at, schedule.freeze_step)
 
@@ -127,3 +125,83 @@ def _uncompressed(config: Config) -> str:
     precision = config.precision
     is_wide = "float32" in (precision.reduce_dtype, precision.compute_dtype)
     return "float32" if is_wide else "bfloat16"
+
+
+def programs_at(config: Config, step: int) -> Iterator[str]:
+    """Yields the names of the programs of a step, in the order in which they start.
+
+    Args:
+        config: Checked settings.
+        step: Number of the step, 1 or more.
+
+    Example:
+        >>> from zjax.config import schema
+        >>> settings = schema.Communication(num_local_steps=10, delay=1)
+        >>> config = schema.Config(communication=settings)
+        >>> for step in (8, 9, 10):
+        ...     print(step, *programs_at(config, step))
+        8 train
+        9 train outer_gradients_0 mean_0
+        10 train merge_0 end_of_round
+    """
+    yield from _programs_at(step, make_phases(config), make_rounds(config))
+
+
+def count_programs(config: Config) -> collections.Counter[str]:
+    """How often each program starts in a run.
+
+    Args:
+        config: Checked settings.
+
+    Example:
+        >>> from zjax.config import schema
+        >>> config = schema.Config(optimizer=schema.Optimizer(name="onebit_adam"))
+        >>> dict(count_programs(config))
+        {'warm_up': 150, 'compressed': 850}
+    """
+    phases, rounds = make_phases(config), make_rounds(config)
+    return collections.Counter(
+        program
+        for step in range(1, config.num_steps + 1)
+        for program in _programs_at(step, phases, rounds)
+    )
+
+
+def _programs_at(
+    step: int, phases: Phases | None, rounds: Rounds | Intervals | None
+) -> Iterator[str]:
+    yield from _batch_programs([step], phases)
+    if rounds is None:
+        return
+    if (fragment := rounds.sent_after(step)) is not None:
+        yield f"outer_gradients_{fragment}"
+        yield f"mean_{fragment}"
+    if (fragment := rounds.merged_after(step)) is not None:
+        yield f"merge_{fragment}"
+    if rounds.ends_after(step):
+        yield "end_of_round"
+    if rounds.forgets_errors_after(step):
+        yield "without_errors"
+
+
+def batch_programs(config: Config, steps: Iterable[int]) -> list[str]:
+    """The programs that read the batches of some steps, by their first step.
+
+    Args:
+        config: Checked settings.
+        steps: Numbers of the steps, 1 or more.
+
+    Example:
+        >>> from zjax.config import schema
+        >>> config = schema.Config(optimizer=schema.Optimizer(name="onebit_adam"))
+        >>> batch_programs(config, range(100, 200))
+        ['warm_up', 'compressed']
+    """
+    return _batch_programs(steps, make_phases(config))
+
+
+def _batch_programs(steps: Iterable[int], phases: Phases | None) -> list[str]:
+    if phases is None:
+        return ["train"]
+    names = dict.fromkeys(phases.at(step) for step in steps)
+    return [*dict.fromkeys("train" if name in APART else name for name in names)]

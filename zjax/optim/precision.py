@@ -1,13 +1,14 @@
-"""The dtypes of a run, and casting to them."""
+"""The dtypes of a run: casts, split master weights and dynamic loss scaling."""
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Bool
 
-from zjax.config import schema
+from zjax.settings import schema
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,3 +100,121 @@ def _describe_scale(precision: schema.Precision) -> str:
     if settings.window == 0:
         return f"{settings.initial:g}, fixed"
     return f"{settings.initial:g}, doubled after {settings.window} clean steps"
+
+
+LOW_BITS_DTYPE = jnp.dtype(jnp.int16)
+"""Low bits count float32 steps from the rounded weight."""
+
+
+def low_bits(x: Any) -> Any:
+    """Distance of float32 weights from their bfloat16 rounding, in steps: int16[...].
+
+    A weight half-way between two bfloat16 numbers may be restored one step off; all
+    others are restored exactly. Takes and returns arrays of JAX or NumPy.
+
+    Example:
+        >>> low_bits(np.float32([1.0, 1.0 + 2**-20, 1.0 - 2**-20]))
+        array([  0,   8, -16], dtype=int16)
+    """
+    difference = x.view(np.int32) - _as_float32(x.astype(jnp.bfloat16)).view(np.int32)
+    return difference.clip(-(2**15), 2**15 - 1).astype(np.int16)
+
+
+def join_bits(high: Any, low: Any) -> Any:
+    """Restores float32[...] weights from bfloat16 and the int16 of `low_bits`.
+
+    Example:
+        >>> x = np.float32([0.1, -3e-5, 7e30])
+        >>> bool((join_bits(x.astype(jnp.bfloat16), low_bits(x)) == x).all())
+        True
+    """
+    bits = _as_float32(high).view(np.int32) + low.astype(np.int32)
+    return bits.view(np.float32)
+
+
+def _as_float32(high: Any) -> Any:
+    """Widens by bits: a compiler may remove a pair of dtype conversions."""
+    bits = high.view(np.uint16).astype(np.uint32) << 16
+    return bits.view(np.float32)
+
+
+class LossScaler(NamedTuple):
+    """State of the loss scale: four scalars."""
+
+    scale: jax.Array
+    """float32[]: factor of the loss."""
+    iteration: jax.Array
+    """int32[]: number of updates, with or without overflow."""
+    last_overflow: jax.Array
+    """int32[]: iteration of the last overflow; -1 before the first."""
+    hysteresis: jax.Array
+    """int32[]: at 1, the next overflow halves the scale; above, it only counts down."""
+
+
+def init_scaler(settings: schema.LossScale) -> LossScaler:
+    """The loss scale of step 0.
+
+    Example:
+        >>> float(init_scaler(schema.LossScale(initial=8.0)).scale)
+        8.0
+    """
+    return LossScaler(
+        scale=jnp.float32(settings.initial),
+        iteration=jnp.int32(0),
+        last_overflow=jnp.int32(-1),
+        hysteresis=jnp.int32(settings.hysteresis),
+    )
+
+
+def update_scaler(
+    scaler: LossScaler, overflow: Bool[Array, ""], settings: schema.LossScale
+) -> LossScaler:
+    """Halves the scale after overflows, doubles it after clean steps.
+
+    Divide gradients by the scale before this update, which their backward pass used. A
+    window of 0 fixes the scale.
+
+    Example:
+        >>> settings = schema.LossScale(initial=8.0, hysteresis=1)
+        >>> float(update_scaler(init_scaler(settings), jnp.bool_(True), settings).scale)
+        4.0
+    """
+    if settings.window == 0:
+        return scaler._replace(
+            iteration=scaler.iteration + 1,
+            last_overflow=jnp.where(overflow, scaler.iteration, scaler.last_overflow),
+        )
+    full = jnp.int32(settings.hysteresis)
+    patient = scaler.hysteresis > 1
+    smaller = jnp.maximum(scaler.scale / 2, settings.minimum)
+    num_clean = scaler.iteration - scaler.last_overflow - 1
+    grow = (num_clean > 0) & (num_clean % settings.window == 0)
+    restore = grow | settings.consecutive_hysteresis
+    return LossScaler(
+        scale=jnp.where(
+            overflow,
+            jnp.where(patient, scaler.scale, smaller),
+            jnp.where(grow, scaler.scale * 2, scaler.scale),
+        ),
+        iteration=scaler.iteration + 1,
+        last_overflow=jnp.where(overflow, scaler.iteration, scaler.last_overflow),
+        hysteresis=jnp.where(
+            overflow,
+            jnp.where(patient, scaler.hysteresis - 1, scaler.hysteresis),
+            jnp.where(restore, full, scaler.hysteresis),
+        ),
+    )
+
+
+def at_minimum(scaler: LossScaler, settings: schema.LossScale) -> Bool[Array, ""]:
+    """bool[]: whether an overflow now would need a scale below the minimum.
+
+    Never True for a fixed scale.
+
+    Example:
+        >>> settings = schema.LossScale(initial=1.0, hysteresis=1)
+        >>> bool(at_minimum(init_scaler(settings), settings))
+        True
+    """
+    lowest = scaler.scale <= settings.minimum
+    return lowest & (scaler.hysteresis <= 1) & (settings.window > 0)

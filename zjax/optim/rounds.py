@@ -6,8 +6,14 @@ last one at the end of the round. It is sent `delay` steps before.
 
 import dataclasses
 
-from zjax.config.schema import Config
-from zjax.optim.intervals import APART, LOCAL, ZERO_ONE_ADAM, Intervals, make_intervals
+from zjax.optim.zero_one_adam import (
+    APART,
+    LOCAL,
+    ZERO_ONE_ADAM,
+    Intervals,
+    make_intervals,
+)
+from zjax.settings.schema import Config
 
 SYNCHRONOUS = "synchronous"
 """The phase of steps in which replicas exchange gradients, before local ones."""

@@ -24,7 +24,7 @@ import numpy as np
 
 from zjax.comm import shards
 from zjax.ops.keys import fold_in
-from zjax.parallel import staged as arrays
+from zjax.parallel import slots as arrays
 from zjax.parallel import sums
 from zjax.parallel.block_passes import (
     BlockPasses,
@@ -32,8 +32,14 @@ from zjax.parallel.block_passes import (
     differentiate_in_passes,
     split_backward,
 )
-from zjax.parallel.schedule import IDLE, Kind, Schedule, StageSchedule, TickTable
-from zjax.parallel.staged import EVERYWHERE, STAGED
+from zjax.parallel.pipeline_schedule import (
+    IDLE,
+    Kind,
+    Schedule,
+    StageSchedule,
+    TickTable,
+)
+from zjax.parallel.slots import EVERYWHERE, STAGED
 from zjax.parallel.tensor import by_parts
 from zjax.sharding.frozen import joined, trained
 from zjax.sharding.mesh import PIPELINE

@@ -13,8 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zjax.jaxprs.interpret import apply
-from zjax.jaxprs.primitives import RESHAPES
+from zjax.jaxprs.interpret import RESHAPES, apply
 from zjax.jaxprs.program import Program, is_in, like, names_among, sizes, trace
 from zjax.typing import Params
 

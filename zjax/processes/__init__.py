@@ -1,6 +1,6 @@
 """Several processes as one run: connecting them, their devices, their failures."""
 
-from zjax.processes.gloo import explain_timeouts
+from zjax.processes.barrier import explain_timeouts
 from zjax.processes.lock import hold
 from zjax.processes.start import (
     ProcessInfo,

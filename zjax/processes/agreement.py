@@ -1,12 +1,12 @@
-"""Checks that all processes of a run have the same settings and software.
-
-A process with another learning rate, seed or version would train along unnoticed: its
-programs have the same shapes and different numbers.
-"""
+"""Checks that all processes of a run have the same settings and software."""
 
 import hashlib
+import importlib.metadata
+import importlib.util
 import json
 import os
+import pathlib
+import platform
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,12 +14,47 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from zjax.config.convert import to_mapping
-from zjax.config.differences import differences
-from zjax.config.schema import Config
 from zjax.errors import Problem, ProcessError
 from zjax.processes.member_files import name_processes
-from zjax.processes.software import source_digest, versions
+from zjax.settings.convert import to_mapping
+from zjax.settings.describe import differences
+from zjax.settings.schema import Config
+
+PACKAGES = ("zjax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
+_SOURCES = ("zjax", "zjax_kernels")
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the installed packages in `PACKAGES`, by name.
+
+    Example:
+        >>> list(versions())[:1]
+        ['python']
+    """
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def source_digest() -> str:
+    """A digest of the source files of zjax, which may change without a new version.
+
+    Returns:
+        16 hexadecimal digits over names and contents of all Python files.
+    """
+    digest = hashlib.sha256()
+    for name in _SOURCES:
+        spec = importlib.util.find_spec(name)
+        for folder in (spec and spec.submodule_search_locations) or ():
+            for path in sorted(pathlib.Path(folder).rglob("*.py")):
+                digest.update(str(path.relative_to(folder)).encode())
+                digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
 
 LOCAL = (
     "directory",

@@ -18,11 +18,9 @@ from collections.abc import Iterator
 import jax
 from absl import logging
 
-from zjax.errors import Problem, ProcessError
-from zjax.files import make_directory
+from zjax.errors import CHOOSE_DIRECTORY, Problem, ProcessError, find_remedy
+from zjax.files import make_directory, parse_json, read_text
 from zjax.processes.barrier import barrier
-from zjax.reading import parse_json, read_text
-from zjax.remedies import CHOOSE_DIRECTORY, find_remedy
 
 LOCK_FILE = "lock.json"
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)

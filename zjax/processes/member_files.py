@@ -15,7 +15,7 @@ from typing import Any, TypeVar, get_origin, get_type_hints
 
 from absl import logging
 
-from zjax.reading import parse_json, read_text
+from zjax.files import parse_json, read_text
 
 MEMBERS_VARIABLE = "ZJAX_MEMBERS_DIRECTORY"
 """Environment variable with the directory that a parent process watches."""

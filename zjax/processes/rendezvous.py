@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from zjax.errors import Problem, ProcessError
-from zjax.processes.address import Address, parse_address
+from zjax.processes.cluster import Address, parse_address
 from zjax.processes.member_files import Member
 from zjax.processes.rendezvous_server import (
     ANSWER_SECONDS,

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from zjax.errors import Problem
-from zjax.processes.address import Address
+from zjax.processes.cluster import Address
 from zjax.processes.member_files import name_processes
 
 GREETING = b"zjax meeting 1 "

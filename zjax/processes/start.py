@@ -14,15 +14,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import jax
 from jax.experimental import multihost_utils
 
-from zjax.config import schema
 from zjax.errors import Problem, ProcessError
 from zjax.processes import lock, member_files
-from zjax.processes.address import bind_address
 from zjax.processes.agreement import check_agreement
 from zjax.processes.barrier import PeerError
-from zjax.processes.cluster import Cluster, assign_gpus, find_cluster, visible_gpus
+from zjax.processes.cluster import (
+    Cluster,
+    assign_gpus,
+    bind_address,
+    find_cluster,
+    visible_gpus,
+)
 from zjax.processes.member_files import End, Member
 from zjax.processes.rendezvous import RENDEZVOUS_SECONDS, wait_for_peers
+from zjax.settings import schema
 
 _PR_SET_PDEATHSIG = 1
 

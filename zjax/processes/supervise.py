@@ -16,13 +16,12 @@ import types
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from zjax.config import schema
-from zjax.errors import Problem
+from zjax.errors import Problem, describe_exit
 from zjax.processes import member_files
+from zjax.processes.barrier import find_unresponsive
 from zjax.processes.cluster import find_cluster, find_scheduler
-from zjax.processes.heartbeat import find_unresponsive
 from zjax.processes.member_files import End, Member
-from zjax.remedies import describe_exit
+from zjax.settings import schema
 
 _POLL_SECONDS = 0.05
 _CAUSE_SECONDS = 5

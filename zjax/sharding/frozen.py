@@ -10,8 +10,8 @@ from typing import Any
 
 import jax
 
-from zjax.config.groups import is_held_frozen
-from zjax.config.schema import Config
+from zjax.settings.parameters import is_held_frozen
+from zjax.settings.schema import Config
 from zjax.sharding.layers import is_layers
 from zjax.sharding.placement import ArrayPlan
 

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from zjax.config.batch import resolve_batch
-from zjax.config.schema import Config
+from zjax.settings.batch import resolve_batch
+from zjax.settings.schema import Config
 from zjax.sharding.frozen import trained
 from zjax.sharding.mesh import num_shares
 from zjax.sharding.placement import ArrayPlan, array_bytes

@@ -12,9 +12,9 @@ import jax
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from zjax.config import axes, schema
-from zjax.config.batch import resolve_batch
 from zjax.errors import ConfigError, Problem
+from zjax.settings import axes, schema
+from zjax.settings.batch import resolve_batch
 from zjax.typing import Device
 
 PIPELINE, REPLICA, DATA, EXPERT, SEQUENCE, TENSOR = AXES = axes.AXES

@@ -1,23 +1,207 @@
 """Plans of parameters and optimizer state by their sharding, before offload."""
 
 import dataclasses
+import inspect
+import math
 import re
+import textwrap
 from collections.abc import Collection
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from zjax.config.schema import Config
+from zjax.errors import PlanError, Problem
+from zjax.settings.schema import Config
 from zjax.sharding import rules, zero
 from zjax.sharding.layers import layer_by_layer
-from zjax.sharding.moves import moved_params
+from zjax.sharding.mesh import REPLICA, num_shares
 from zjax.sharding.naming import names_of_dims
-from zjax.sharding.opt_state import abstract_opt_state
 from zjax.sharding.paths import owners, path_of
 from zjax.sharding.placement import ArrayPlan
+from zjax.sharding.roles import moved_params
+from zjax.sharding.rules import axes_of, entry
 from zjax.typing import Model, Params
+
+MIN_CODED_ELEMENTS = 2_048
+"""Smallest shard, per layer, that is moved by a codec: one block of int8."""
+
+
+def plan_compute(rows: Any, config: Config) -> Any:
+    """Plans of the compute parameters of ZeRO-3, by the settings of ZeRO++.
+
+    Args:
+        rows: Tree of `ArrayPlan`, stored as the master weights.
+        config: Settings; read for `zero`.
+
+    Returns:
+        The tree, with codecs and secondary partitions where they apply.
+    """
+    zero = config.zero
+    coded = plan_codec(rows, "int8") if zero.quantized_weights else rows
+    return jax.tree.map(_in_node, coded) if zero.secondary_partition else coded
+
+
+def plan_grads(rows: Any, config: Config) -> Any:
+    """Plans of the reduced gradients of ZeRO-3, by the settings of ZeRO++."""
+    return plan_codec(rows, "int4") if config.zero.quantized_gradients else rows
+
+
+def check_effect(rows: Any, compute: Any, grads: Any, config: Config) -> None:
+    """Refuses settings of ZeRO++ that change the plan of no array.
+
+    Args:
+        rows: Tree of `ArrayPlan`, what `plan_compute` was given.
+        compute: What it returned.
+        grads: What `plan_grads` returned.
+        config: Settings; read for `zero`.
+
+    Raises:
+        PlanError: Names each such setting.
+    """
+    pairs = zip(*map(jax.tree.leaves, (rows, compute)), strict=True)
+    coded = f"codes nothing: no matrix has shards of {MIN_CODED_ELEMENTS:,} elements"
+    whole = "moves nothing: no array is sharded in a dim that the devices divide"
+    effects = (
+        ("secondary_partition", whole, any(x.stored != y.stored for x, y in pairs)),
+        ("quantized_weights", coded, any(x.codec for x in jax.tree.leaves(compute))),
+        ("quantized_gradients", coded, any(x.codec for x in jax.tree.leaves(grads))),
+    )
+    remedy = "use False, a smaller zero.min_shard_elements or a larger model"
+    problems = [
+        Problem(f"zero.{name}", True, problem, remedy)
+        for name, problem, has_effect in effects
+        if getattr(config.zero, name) and not has_effect
+    ]
+    if problems:
+        raise PlanError(*problems)
+
+
+def plan_codec(rows: Any, codec: str) -> Any:
+    """Gives a codec to the arrays of a tree that are large enough."""
+
+    def one(row: ArrayPlan) -> ArrayPlan:
+        is_stack = row.num_layers > 0
+        shard = math.prod(row.stored.shard_shape(row.stored_shape))
+        is_small = shard // max(1, row.num_layers) < MIN_CODED_ELEMENTS
+        is_vector = len(row.shape) - is_stack < 2
+        is_split = any(REPLICA in axes for axes in row.gathered_axes)
+        is_coded = is_split and not is_small and not is_vector
+        return dataclasses.replace(row, codec=codec) if is_coded else row
+
+    return jax.tree.map(one, rows)
+
+
+def _in_node(row: ArrayPlan) -> ArrayPlan:
+    """Stores an array once per node, unless that would change its padding."""
+    dims = axes_of(row.spec, len(row.shape))
+    for size, axes in zip(row.shape, dims, strict=True):
+        if REPLICA in axes and size % num_shares(row.stored.mesh, axes):
+            return row
+    kept = (tuple(axis for axis in axes if axis != REPLICA) for axes in dims)
+    stored = row.stored.update(spec=PartitionSpec(*map(entry, kept)))
+    return dataclasses.replace(row, stored=stored)
+
+
+def abstract_opt_state(tx: Any, params: Any) -> Any:
+    """The abstract state of an optimizer, after a check of one abstract update.
+
+    Args:
+        tx: Optax gradient transformation.
+        params: Abstract parameters.
+
+    Returns:
+        A tree of ShapeDtypeStruct.
+
+    Raises:
+        PlanError: The optimizer rejects the parameters, needs more for an update than
+            gradient, loss and loss function, or changes a shape or dtype of its state.
+    """
+
+    def update(grads: Any, state: Any, params: Any) -> Any:
+        return optax.with_extra_args_support(tx).update(
+            grads,
+            state,
+            params,
+            value=jnp.zeros(()),
+            grad=grads,
+            value_fn=lambda p: sum(jnp.sum(x) for x in jax.tree.leaves(p)) * 1.0,
+        )
+
+    name = optimizer_name(tx)
+    try:
+        state = jax.eval_shape(tx.init, params)
+    except Exception as error:
+        problem, remedy = "fails on the parameters", "correct what it raises"
+        raise PlanError(_failure(name, problem, error, remedy)) from error
+    try:
+        updates, after = jax.eval_shape(update, params, state, params)
+    except Exception as error:
+        problem = "fails in an update from one mean gradient"
+        remedy = "use a transformation that needs only gradient, params, value, grad "
+        remedy += "and value_fn"
+        raise PlanError(_failure(name, problem, error, remedy)) from error
+    # Optax casts updates to the dtype of the parameters.
+    changed = _difference(state, after) or _difference(params, updates, dtypes=False)
+    if changed:
+        remedy = "use a transformation that keeps shapes and dtypes"
+        if "to float64" in changed:
+            remedy += ", and give it Python numbers, not arrays or NumPy's float64"
+        raise PlanError(
+            Problem("optimizer", name, f"changes {changed} in an update", remedy)
+        )
+    return state
+
+
+def optimizer_name(tx: Any) -> str:
+    """Name of the function that made a transformation, with the members of a chain.
+
+    Example:
+        >>> optimizer_name(optax.chain(optax.clip(1.0), optax.trace(0.9)))
+        'chain(clip, trace)'
+    """
+    update = getattr(tx, "update", None)
+    if inspect.ismethod(update):
+        return type(tx).__name__
+    return _function_name(update) if inspect.isfunction(update) else repr(tx)
+
+
+def _function_name(update: Any) -> str:
+    name = update.__qualname__.split(".")[0]
+    inner = []
+    for cell in inspect.unwrap(update).__closure__ or ():
+        members = cell.cell_contents
+        if isinstance(members, optax.GradientTransformation):
+            members = (members.update,)
+        if isinstance(members, tuple):
+            inner += [_function_name(m) for m in members if inspect.isfunction(m)]
+    if name in ("with_extra_args_support", "per_layer", "_on_states"):
+        return inner[0]
+    return f"{name}({', '.join(inner)})" if inner else name
+
+
+def _failure(name: str, problem: str, error: Exception, remedy: str) -> Problem:
+    text = str(error)
+    if "pytree" in text or "tree structure" in text:
+        remedy = "zjax holds parameters as nested dicts of arrays: give masks and "
+        remedy += "labels that form, as nnx.to_pure_dict(mask) has"
+    cause = textwrap.shorten(f"{type(error).__name__}: {text}", 400)
+    return Problem("optimizer", name, f"{problem} ({cause})", remedy)
+
+
+def _difference(before: Any, after: Any, *, dtypes: bool = True) -> str:
+    if jax.tree.structure(before) != jax.tree.structure(after):
+        return "the structure of its state"
+    pairs = zip(
+        jax.tree_util.tree_leaves_with_path(before), jax.tree.leaves(after), strict=True
+    )
+    for (keys, x), y in pairs:
+        if x.shape != y.shape or (dtypes and x.dtype != y.dtype):
+            return f"{path_of(keys)} from {x.dtype}{x.shape} to {y.dtype}{y.shape}"
+    return ""
+
 
 _ROUTER = re.compile(r"(^|/)router(/kernel)?$")
 

@@ -32,7 +32,7 @@ class Form(enum.Enum):
     PLAIN = "plain"
     """As the array is used."""
     SPLIT = "split master weights"
-    """The low 16 bits of float32 weights (`zjax.optim.split_master`); the compute
+    """The low 16 bits of float32 weights (`zjax.optim.precision`); the compute
     parameters are the high ones."""
 
 

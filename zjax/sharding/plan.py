@@ -31,12 +31,12 @@ import jax.numpy as jnp
 from absl import logging
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from zjax.config.derived import is_derived
-from zjax.config.schema import Config
 from zjax.errors import PlanError, Problem
-from zjax.promotion import dtype_promotion
+from zjax.jaxprs.versions import dtype_promotion
+from zjax.settings.derived import is_derived
+from zjax.settings.schema import Config
 from zjax.sharding import mesh as meshes
-from zjax.sharding import two_level, zero
+from zjax.sharding import param_plans, zero
 from zjax.sharding.frozen import hold_frozen, trained
 from zjax.sharding.param_plans import ParamPlans, plan_opt_state, replicated_plans
 from zjax.sharding.paths import layer_of, owners
@@ -187,10 +187,10 @@ def make_plan(config: Config, mesh: Mesh | AbstractMesh, model: Model, tx: Any) 
     grad_sum = planned(dtypes.grad_sum_dtype, is_sharded=splits.grad_sum)
     grads, grad_sum = trained(grads, master), trained(grad_sum, master)
     if splits.compute:
-        rows, compute = compute, two_level.plan_compute(compute, config)
-        grads = two_level.plan_grads(grads, config)
-        two_level.check_effect(rows, compute, grads, config)
-        grad_sum = two_level.plan_grads(grad_sum, config)
+        rows, compute = compute, param_plans.plan_compute(compute, config)
+        grads = param_plans.plan_grads(grads, config)
+        param_plans.check_effect(rows, compute, grads, config)
+        grad_sum = param_plans.plan_grads(grad_sum, config)
     compute = _offload_blocks(
         compute,
         planned(dtypes.compute_dtype, is_sharded=splits.state),

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from zjax.config import schema
+from zjax.settings import schema
 from zjax.sharding import mesh as meshes
 from zjax.sharding import rules
 

@@ -19,14 +19,17 @@ import numpy as np
 import tensorstore
 from jax.sharding import SingleDeviceSharding
 
-from zjax.errors import Problem, StorageError
-from zjax.remedies import find_remedy
+from zjax.errors import Problem, StorageError, find_remedy
 from zjax.sharding.placement import ArrayPlan
 from zjax.storage.buffers import Buffers, thread_memory
-from zjax.storage.chunks import chunk_shape, disk_bytes
-from zjax.storage.copy_streams import send
-from zjax.storage.files import BLOCK_BYTES, read_file, write_file
-from zjax.storage.io_threads import CONCURRENCY, Job, move_chunks
+from zjax.storage.files import (
+    BLOCK_BYTES,
+    chunk_shape,
+    disk_bytes,
+    read_file,
+    write_file,
+)
+from zjax.storage.io_threads import CONCURRENCY, Job, move_chunks, send
 from zjax.storage.scratch import Scratch, open_scratch
 from zjax.storage.transfers import FROM_DISKS_BYTES
 

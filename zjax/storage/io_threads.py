@@ -1,15 +1,62 @@
-"""Threads that read and write chunks of arrays, many at a time.
-
-The chunks of one array are too few to keep a disk busy: the next array starts while the
-last chunks of one are in transfer. Separate threads read and write, so that reads do
-not queue behind writes.
-"""
+"""Threads that read and write chunks, and streams for copies of devices and host."""
 
 import functools
 import itertools
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from zjax.sharding.mesh import platform_of
+
+TO_DEVICE, TO_HOST = "device", "pinned_host"
+"""Directions, by the memory kind of the target."""
+
+
+class CopyStreams:
+    """Has the copies of a process alternate between directions."""
+
+    def __init__(self) -> None:
+        self._last = TO_HOST
+
+    def take_turn(self, direction: str, place: Any) -> None:
+        """Prepares for a copy by each device of this process in the mesh of `place`."""
+        if not _has_streams(place.mesh):
+            return
+        if direction == self._last:
+            other = TO_HOST if direction == TO_DEVICE else TO_DEVICE
+            jax.device_put(_number(place.mesh, direction), _on_each(place.mesh, other))
+        self._last = direction
+
+
+COPY_STREAMS = CopyStreams()
+"""Those of this process."""
+
+
+def send(x: jax.Array, place: NamedSharding) -> jax.Array:
+    """Starts to copy an array, in its turn, to another memory with the same shards."""
+    COPY_STREAMS.take_turn(place.memory_kind or TO_DEVICE, place)
+    return jax.device_put(x, place, may_alias=False)
+
+
+def _has_streams(mesh: Mesh) -> bool:
+    return platform_of(mesh) == "gpu"
+
+
+@functools.lru_cache(maxsize=4)
+def _number(mesh: Mesh, memory: str) -> jax.Array:
+    return jax.device_put(jnp.zeros(()), _on_each(mesh, memory))
+
+
+@functools.lru_cache(maxsize=4)
+def _on_each(mesh: Mesh, memory: str) -> NamedSharding:
+    here = Mesh(np.asarray(mesh.local_devices), ("device",))
+    return NamedSharding(here, PartitionSpec(), memory_kind=memory)
+
 
 Direction = Literal["read", "write"]
 CONCURRENCY = 32

@@ -9,8 +9,8 @@ import jax
 from zjax.sharding.mesh import is_simulated
 from zjax.sharding.placement import ArrayPlan
 from zjax.storage.array import DiskArray
-from zjax.storage.copy_streams import send
-from zjax.storage.progress import report_moved
+from zjax.storage.io_threads import send
+from zjax.storage.transfers import report_moved
 
 
 def to_devices(x: Any, row: ArrayPlan, *, is_consumed: bool) -> Any:

@@ -19,8 +19,7 @@ from typing import IO
 
 import numpy as np
 
-from zjax.errors import Problem, StorageError
-from zjax.remedies import find_remedy
+from zjax.errors import Problem, StorageError, find_remedy
 from zjax.sharding.describe import format_bytes
 from zjax.storage.files import write_file
 

@@ -1,15 +1,90 @@
-"""Compute parameters, made from master weights."""
+"""Compute parameters, made from master weights, which may be stored split."""
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from zjax.optim.precision import join_bits, low_bits
+from zjax.sharding.frozen import trained
 from zjax.sharding.layers import take_apart
-from zjax.sharding.placement import ArrayPlan, place_tree
+from zjax.sharding.placement import ArrayPlan, Form, pad, place_tree, unpad
 from zjax.sharding.plan import Plan
 from zjax.sharding.program_plan import layerwise_plan
 from zjax.typing import Model, Params
+
+
+def join_master(stored: Params, params: Any, plan: Plan) -> Params:
+    """Master weights as the optimizer updates them, in their stored shapes.
+
+    Args:
+        stored: Master weights on the devices, or their low bits.
+        params: Compute parameters, which hold the high bits; may be an empty tuple
+            where no array is split.
+        plan: Places both.
+    """
+    if not plan.splits_master:
+        return stored
+    return jax.tree.map(join_param, stored, plan.master, params, plan.compute)
+
+
+def join_param(
+    x: jax.Array, row: ArrayPlan, high: jax.Array, compute: ArrayPlan
+) -> jax.Array:
+    """`join_master` of one array.
+
+    Args:
+        x: Stored master weights on the devices.
+        row: Plan of the master weights.
+        high: Compute parameter.
+        compute: Plan of the compute parameter.
+    """
+    if row.form is Form.PLAIN:
+        return x
+    return join_bits(pad(place_tree(unpad(high, compute), row), row), x)
+
+
+def computed_once(x: jax.Array, row: ArrayPlan) -> jax.Array:
+    """The same array, computed once if both its high and its low bits are used.
+
+    A compiler may compute a number again for each use, and round it differently.
+    """
+    return x if row.form is Form.PLAIN else jax.lax.optimization_barrier(x)
+
+
+def stored_master(x: Any, row: ArrayPlan) -> Any:
+    """Master weights as `row` stores them: the array, or its low bits.
+
+    Args:
+        x: Array of JAX or NumPy of `row.dtype`.
+        row: Plan of the master weights.
+    """
+    return x if row.form is Form.PLAIN else low_bits(x)
+
+
+def high_bits(params: Any, plan: Plan) -> Any:
+    """Compute parameters that hold the high bits of split master weights.
+
+    Args:
+        params: A tree of one leaf for each parameter; may be an empty tuple where no
+            array is split.
+        plan: Places the master weights.
+
+    Returns:
+        The tree with None for all other arrays; an empty tuple where none is split.
+    """
+    if not plan.splits_master:
+        return ()
+    rows, params = (trained(x, plan.master) for x in (plan.master, params))
+    return jax.tree.map(
+        lambda row, x: None if row.form is Form.PLAIN else x, rows, params
+    )
+
+
+def unsplit_plans(rows: Any) -> Any:
+    """Plans of master weights as the optimizer updates them, not split into bits."""
+    return jax.tree.map(lambda row: dataclasses.replace(row, form=Form.PLAIN), rows)
 
 
 def compute_params(master: Params, plan: Plan) -> Params:

@@ -1,11 +1,10 @@
-"""The mean over replicas of one buffer per step, in the form that a codec gives it.
-
-Each device sends its shards, joined into one flat buffer, to the devices of the other
-replicas that hold the same shards.
-"""
+"""The mean over replicas of one buffer per step, by codec, with error feedback."""
 
 import dataclasses
+import hashlib
+import json
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -15,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 from zjax.comm.codecs import Codec, make_codec
 from zjax.comm.compressed_mean import Errors, compressed_mean, padded_size
-from zjax.config.schema import Config
 from zjax.optim.phases import Phase, make_phases
+from zjax.settings.schema import Config
 from zjax.sharding.mesh import REPLICA
 from zjax.sharding.placement import ArrayPlan, pad_tree, unpad_tree
 from zjax.sharding.plan import Plan
@@ -185,3 +184,39 @@ def error_rows(plan: Plan, config: Config) -> Any:
         Exchange(plan, make_codec(phase.codec)) for phase in phases.by_name.values()
     )
     return next((each.error_rows for each in exchanges if each.feeds_back), ())
+
+
+KEY = "codec_errors"
+"""Where a checkpoint keeps the description."""
+
+
+def describe_errors(rows: Any, config: Config, step: int) -> str:
+    """A checksum of all that gives errors their meaning.
+
+    Args:
+        rows: TrainState of the plans of a state.
+        config: Read for `communication`, `optimizer`, `zero` and `num_steps`.
+        step: Steps taken, 0 or more.
+    """
+    phases = make_phases(config)
+    units = None
+    if phases is not None and phases.freeze_step:
+        optimizer, is_frozen = config.optimizer, step >= phases.freeze_step
+        units = optimizer.name, optimizer.bias_correction, is_frozen
+    settings = config.communication
+    masters = jax.tree.leaves(rows.master)
+    places = [(row.path, row.stored_shape, str(row.stored)) for row in masters]
+    message = [units, settings.codec, settings.num_fragments, config.zero.stage, places]
+    return hashlib.sha256(json.dumps(message).encode()).hexdigest()[:16]
+
+
+def fit(rows: Any, config: Config, saved: Mapping[str, Any], step: int) -> bool:
+    """Whether the errors of a checkpoint fit the next messages of a run.
+
+    Args:
+        rows: TrainState of the plans of the run.
+        config: Settings of the run.
+        saved: What the checkpoint keeps beside its arrays.
+        step: Step of the checkpoint.
+    """
+    return saved.get(KEY) == describe_errors(rows, config, step)

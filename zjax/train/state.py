@@ -10,11 +10,11 @@ import jax.core as jax_core
 import jax.numpy as jnp
 import numpy as np
 
-from zjax.config.schema import Config
 from zjax.errors import CheckpointError, Problem, StateError
-from zjax.optim import loss_scale
+from zjax.jaxprs.versions import dtype_promotion
+from zjax.optim import precision
 from zjax.optim.rounds import make_rounds
-from zjax.promotion import dtype_promotion
+from zjax.settings.schema import Config
 from zjax.sharding.frozen import frozen, joined, trained
 from zjax.sharding.layers import take_apart
 from zjax.sharding.placement import (
@@ -31,9 +31,15 @@ from zjax.sharding.program_plan import staged_plan, trained_plan
 from zjax.storage.array import DiskArray
 from zjax.storage.move import store, store_all, store_in_turn, to_devices
 from zjax.storage.transfers import transfer_budget
-from zjax.train.compute_params import compute_param, compute_params
+from zjax.train.compute_params import (
+    compute_param,
+    compute_params,
+    computed_once,
+    high_bits,
+    stored_master,
+    unsplit_plans,
+)
 from zjax.train.exchange import error_rows
-from zjax.train.master import computed_once, high_bits, stored_master, unsplit_plans
 from zjax.train.outer_state import first_outer_state, outer_rows
 from zjax.typing import Model, ModelState, Params
 
@@ -351,4 +357,4 @@ def place_given(params: Any, rows: Any) -> Any:
 def _init_scaler(config: Config) -> Any:
     if config.precision.compute_dtype != "float16":
         return ()
-    return loss_scale.init_scaler(config.precision.loss_scale)
+    return precision.init_scaler(config.precision.loss_scale)

@@ -8,20 +8,23 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from zjax.config.communication import COMPRESSED_OPTIMIZERS
-from zjax.config.schema import Config
-from zjax.forward import named_totals
-from zjax.optim import clip, loss_scale
-from zjax.optim.ema import update_ema
+from zjax.optim import precision, transforms
+from zjax.optim.transforms import update_ema
+from zjax.settings.replicas import COMPRESSED_OPTIMIZERS
+from zjax.settings.schema import Config
 from zjax.sharding.frozen import joined, trained
-from zjax.sharding.moves import MovedParam, move_params
 from zjax.sharding.placement import constrain, pad_tree, place_tree, unpad_tree
 from zjax.sharding.plan import Plan
-from zjax.sharding.roles import moves_of
+from zjax.sharding.roles import MovedParam, move_params, moves_of
+from zjax.stack.forward import named_totals
 from zjax.train.average import check_moved
-from zjax.train.compute_params import compute_params
+from zjax.train.compute_params import (
+    compute_params,
+    computed_once,
+    join_master,
+    stored_master,
+)
 from zjax.train.exchange import Sent
-from zjax.train.master import computed_once, join_master, stored_master
 from zjax.train.state import TrainState
 from zjax.typing import Loss, Metrics, Params, Stack
 
@@ -155,7 +158,7 @@ class Update:
             The argument of the optimizer, the norm, the errors, and whether the step
             is finite and applies.
         """
-        norm, sent = clip.global_norm(grads), self.sent
+        norm, sent = transforms.global_norm(grads), self.sent
         if sent is not None:
             norm = sent.norm(norm)
         # A gradient that is not finite leaves no norm that is.
@@ -166,8 +169,8 @@ class Update:
             finite = applies = jnp.bool_(True)
         if sent is not None and sent.phase.message is None:
             grads, errors = sent.exchange(grads, errors, applies)
-            norm = clip.global_norm(grads)
-        grads = clip.clip_by_norm(grads, norm, self.config.optimizer.clip_norm)
+            norm = transforms.global_norm(grads)
+        grads = transforms.clip_by_norm(grads, norm, self.config.optimizer.clip_norm)
         if sent is not None and sent.phase.message is not None:
             message = sent.phase.message(grads, opt_state)
             grads, errors = sent.exchange(message, errors, applies)
@@ -231,7 +234,7 @@ class Update:
         plan, scaler, ema, params = self.plan, state.scaler, state.ema, state.params
         if scaler != ():
             settings = self.config.precision.loss_scale
-            scaler = loss_scale.update_scaler(scaler, ~checks.is_finite, settings)
+            scaler = precision.update_scaler(scaler, ~checks.is_finite, settings)
         if ema != ():
             applied = state.step - state.num_skipped
             decay = self.config.optimizer.ema_decay
@@ -270,7 +273,7 @@ class Update:
         if state.scaler != ():
             step_metrics["loss_scale"] = state.scaler.scale
             settings = self.config.precision.loss_scale
-            step_metrics["loss_scale_spent"] = loss_scale.at_minimum(
+            step_metrics["loss_scale_spent"] = precision.at_minimum(
                 state.scaler, settings
             )
         scalars = {

@@ -10,12 +10,7 @@ from jax import Array
 from zjax_kernels.device import DTYPES, choose_implementation
 from zjax_kernels.errors import describe, refuse
 from zjax_kernels.grouped import reference
-from zjax_kernels.grouped.activations import (
-    ACTIVATIONS,
-    Activation,
-    activate,
-    num_parts,
-)
+from zjax_kernels.grouped.reference import ACTIVATIONS, Activation, activate, num_parts
 
 _SIDE = 128
 """The kernels take matrices whose sides are multiples of it."""

@@ -1,14 +1,89 @@
 """Grouped products tile by tile, in memory of the order of their operands."""
 
+import dataclasses
 import functools
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from zjax_kernels.grouped.activations import activate
-from zjax_kernels.grouped.tiles import make_tiles
+Activation = Literal["swiglu", "clamped_swiglu", "gelu", "relu"]
+ACTIVATIONS = get_args(Activation)
+SLOPE, LIMIT = 1.702, 7.0
+"""Slope of the sigmoid of `clamped_swiglu`, and bound of its gates and values."""
+
+
+def num_parts(activation: str) -> int:
+    """Columns that one column of the result follows from: 2 with gates."""
+    return 2 if activation.endswith("swiglu") else 1
+
+
+def activate(activation: str, inputs: Array) -> Array:
+    """Applies an activation to [M, N] in float32 or wider: [M, N / num_parts]."""
+    wide = inputs.astype(jnp.promote_types(inputs.dtype, jnp.float32))
+    if activation == "swiglu":
+        gate, value = jnp.split(wide, 2, axis=1)
+        return jax.nn.silu(gate) * value
+    if activation == "clamped_swiglu":
+        return clamped_swiglu(*jnp.split(wide, 2, axis=1))
+    return {"gelu": jax.nn.gelu, "relu": jax.nn.relu}[activation](wide)
+
+
+def clamped_swiglu(gate: Array, value: Array) -> Array:
+    """`min(gate, 7) * sigmoid(1.702 * min(gate, 7)) * (clip(value, -7, 7) + 1)`.
+
+    Reference:
+        gpt-oss (arXiv:2508.10925), section 2.
+    """
+    gate, value = jnp.minimum(gate, LIMIT), jnp.clip(value, -LIMIT, LIMIT)
+    return gate * jax.nn.sigmoid(SLOPE * gate) * (value + 1.0)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """Where each tile begins, and how many of its rows belong to its group.
+
+    Args:
+        group: int32[tiles], of each tile.
+        start: int32[tiles], its first row.
+        rows: int32[tiles], 0 for tiles that no group needs.
+    """
+
+    group: Array
+    start: Array
+    rows: Array
+
+
+def make_tiles(sizes: Array, num_rows: int, tile_rows: int) -> Tiles:
+    """Divides groups of adjacent rows into tiles.
+
+    Args:
+        sizes: int32[groups], rows of each group; they follow one another from row 0.
+        num_rows: At least the sum of `sizes`.
+        tile_rows: Most rows of a tile, 1 or more.
+
+    Returns:
+        As many tiles as any sizes need.
+
+    Example:
+        >>> tiles = make_tiles(jnp.array([3, 0, 2]), num_rows=5, tile_rows=2)
+        >>> [x.tolist() for x in (tiles.group, tiles.start, tiles.rows)]
+        [[0, 0, 2, 2, 2, 2], [0, 2, 3, 5, 5, 5], [2, 1, 2, 0, 0, 0]]
+    """
+    number = -(-num_rows // tile_rows) + sizes.size
+    ends, last = jnp.cumsum(sizes), sizes.size - 1
+    tile_ends = jnp.cumsum(-(-sizes // tile_rows))
+    tile = jnp.arange(number, dtype=jnp.int32)
+    # As one comparison of all pairs: a search would be a loop of small kernels.
+    group = jnp.searchsorted(tile_ends, tile, side="right", method="compare_all")
+    group = jnp.minimum(group, last)
+    first_tile = jnp.where(group > 0, tile_ends[group - 1], 0)
+    start = ends[group] - sizes[group] + (tile - first_tile) * tile_rows
+    start = jnp.minimum(start, ends[group])
+    return Tiles(group, start, jnp.minimum(ends[group] - start, tile_rows))
+
 
 TILE_ROWS = 128
 

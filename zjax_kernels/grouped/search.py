@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from zjax_kernels.grouped.activations import Activation, num_parts
 from zjax_kernels.grouped.api import check_kernels
+from zjax_kernels.grouped.reference import Activation, num_parts
 from zjax_kernels.grouped.tuning import MEASURED, Kernel, Tuning
 from zjax_kernels.tunings import rank
 

@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from zjax_kernels.device import DTYPES, choose_implementation
 from zjax_kernels.norm import reference
-from zjax_kernels.norm.limits import MAX_CHANNELS, THREADS
+from zjax_kernels.norm.reference import MAX_CHANNELS, THREADS
 
 STATISTICS = "norm_statistics"
 """`checkpoint_name` of the mean and inverse deviation of each row."""

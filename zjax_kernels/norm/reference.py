@@ -1,8 +1,13 @@
-"""Normalisation over the last dim in jax.numpy."""
+"""Normalisation over the last dim in jax.numpy, and the rows that the kernels take."""
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+
+THREADS = 128
+"""Of a warpgroup; the channels of a row are a multiple."""
+MAX_CHANNELS = 32 * THREADS
+"""Largest row whose values and sums fit in registers."""
 
 
 def forward(

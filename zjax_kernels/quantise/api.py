@@ -6,7 +6,7 @@ from jax import Array
 from zjax_kernels.device import choose_implementation
 from zjax_kernels.errors import invalid
 from zjax_kernels.quantise import reference
-from zjax_kernels.quantise.limits import BLOCKS_PER_STEP, SIZES
+from zjax_kernels.quantise.reference import BLOCKS_PER_STEP, SIZES
 
 
 def quantise_blocks(

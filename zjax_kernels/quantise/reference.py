@@ -1,7 +1,13 @@
-"""Block-wise int8 quantisation in jax.numpy."""
+"""Block-wise int8 quantisation in jax.numpy, and the blocks that the kernel takes."""
 
 import jax.numpy as jnp
 from jax import Array
+
+BLOCKS_PER_STEP = 64
+"""Blocks that a warpgroup holds in its registers."""
+SIZES = (64, 128, 256)
+"""Numbers of a block."""
+
 
 MAX_INTEGER = 127
 """Largest magnitude of a code; -128 is not used."""

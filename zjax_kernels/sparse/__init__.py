@@ -1,7 +1,6 @@
 """Block-sparse attention: layouts, plans, and the kernels that run them."""
 
 from zjax_kernels.sparse.api import sparse_attention, sparse_attention_gradients
-from zjax_kernels.sparse.custom import Custom
 from zjax_kernels.sparse.layout import BlockLayout, Pattern
 from zjax_kernels.sparse.patterns import (
     BigBird,
@@ -14,14 +13,13 @@ from zjax_kernels.sparse.patterns import (
 from zjax_kernels.sparse.picture import draw_layout, plot_layout
 from zjax_kernels.sparse.plan import Plan, make_plan
 from zjax_kernels.sparse.search import tune
-from zjax_kernels.sparse.selection import make_selected_plan
+from zjax_kernels.sparse.selection import limit_window, make_selected_plan
 from zjax_kernels.sparse.sequence import (
     SequencePlan,
     make_sequence_plan,
     sequence_attention,
 )
-from zjax_kernels.sparse.sparsity_config import SparsityConfig
-from zjax_kernels.sparse.window import limit_window
+from zjax_kernels.sparse.sparsity_config import Custom, SparsityConfig
 
 __all__ = [
     "BSLongformer",

@@ -1,8 +1,11 @@
-"""Checks of arguments, each of which returns a list of problems."""
+"""Checks of arguments, and boolean arrays as hashable values for caches."""
 
+import dataclasses
 import numbers
 from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 from zjax_kernels.errors import describe
 
@@ -82,3 +85,31 @@ def _is_integer(value: object, minimum: int) -> bool:
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         return False
     return int(value) >= minimum
+
+
+@dataclasses.dataclass(frozen=True)
+class Bits:
+    """A hashable Boolean array.
+
+    Args:
+        shape: Shape of the array.
+        packed: Values, eight to a byte.
+
+    Example:
+        >>> Bits.of(np.eye(3)) == Bits.of(np.eye(3, dtype=bool))
+        True
+    """
+
+    shape: tuple[int, ...]
+    packed: bytes = dataclasses.field(repr=False)
+
+    @classmethod
+    def of(cls, array: np.ndarray) -> "Bits":
+        """Packs an array; everything other than 0 is True."""
+        return cls(array.shape, np.packbits(array != 0).tobytes())
+
+    def array(self) -> np.ndarray:
+        """Unpacks to bool[shape]."""
+        values = np.frombuffer(self.packed, np.uint8)
+        count = int(np.prod(self.shape))
+        return np.unpackbits(values, count=count).view(bool).reshape(self.shape)

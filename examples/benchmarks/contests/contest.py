@@ -12,8 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Literal, get_args
 
-from zjax.errors import BenchError, Problem
-from zjax.remedies import find_fault
+from zjax.errors import BenchError, Problem, find_fault
 
 Theme = Literal["speed", "memory", "offload", "sparse_attention", "parallelism"]
 THEMES: dict[str, str] = {

@@ -16,8 +16,8 @@ from typing import Any
 
 from contests.contest import Contestant
 from zjax.errors import BenchError, Problem
+from zjax.files import MAX_INDEX_BYTES, append_line, parse_json, read_lines
 from zjax.processes.programs import run_program
-from zjax.reading import MAX_INDEX_BYTES, append_line, parse_json, read_lines
 
 SPEED, PEAK = "tokens_per_second_per_device", "peak_bytes"
 """Names of speed and peak memory in the results of programs that train."""

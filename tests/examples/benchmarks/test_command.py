@@ -11,13 +11,13 @@ from contests.pages import BEGIN, END
 
 from tests.support import small_run
 from tests.support.benchmarks import FOLDER, ROOT, load
-from zjax import compiler
 from zjax.config import describe_config
+from zjax.run import compiler
 
 CONTEST = """
 from contests import Case, Contest, Contestant, Row
 
-COMMAND = ("{python}", "-m", "zjax.main", "bench", "--gin_file=small.gin")
+COMMAND = ("{python}", "-m", "zjax.cli.main", "bench", "--gin_file=small.gin")
 NUM_BYTES = 12 * 3_488  # by hand: test_work_is_counted_by_both_conventions
 
 

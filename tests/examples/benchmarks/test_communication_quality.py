@@ -9,8 +9,8 @@ from contests.contest import load_contest
 
 import zjax
 from tests.support.benchmarks import FOLDER, load
-from zjax.config import schema
 from zjax.data.prepare import prepare
+from zjax.settings import schema
 
 TINY = (
     "num_steps=4",

@@ -11,8 +11,9 @@ import pytest
 from contests.contest import Contest, load_contest
 
 from tests.support.benchmarks import FOLDER, ROOT, config_of, options
-from zjax.config import check_config, schema
-from zjax.observe import flops
+from zjax.config import check_config
+from zjax.models import flops
+from zjax.settings import schema
 
 SCRIPTS = (
     "call_timing",

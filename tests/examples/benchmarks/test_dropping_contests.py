@@ -7,7 +7,7 @@ import pytest
 from contests.contest import load_contest
 
 from tests.support.benchmarks import FOLDER, load
-from zjax.config.dropping import make_dropping
+from zjax.schedule.dropping import make_dropping
 
 SIZES = ("num_layers=3", "embed_size=16", "num_heads=2", "vocab_size=61", "length=16")
 

@@ -10,8 +10,9 @@ from contests.contest import load_contest
 
 import zjax
 from tests.support.benchmarks import FOLDER, config_of, load
-from zjax.config import check_config, schema
-from zjax.observe import flops
+from zjax.config import check_config
+from zjax.models import flops
+from zjax.settings import schema
 
 
 @pytest.fixture

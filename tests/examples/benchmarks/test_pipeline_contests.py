@@ -7,8 +7,9 @@ import pytest
 from contests.contest import load_contest
 
 from tests.support.benchmarks import FOLDER, config_of, load
-from zjax.bench.measure import measure
-from zjax.config import axes, check_config, load_config
+from zjax.cli.bench import measure
+from zjax.config import check_config, load_config
+from zjax.settings import axes
 
 SMALL = (
     "model.num_layers=4",

@@ -13,8 +13,8 @@ from contests.contest import load_contest
 from tests.support import small_run
 from tests.support.benchmarks import FOLDER, config_of, load
 from zjax.config import describe_config
+from zjax.models import flops
 from zjax.models.build import make_model
-from zjax.observe import flops
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from zjax_kernels import (
     grouped_outer,
 )
 from zjax_kernels.grouped import reference
-from zjax_kernels.grouped.activations import num_parts
+from zjax_kernels.grouped.reference import num_parts
 
 SIZES = {
     "even": [8, 8, 8, 8],

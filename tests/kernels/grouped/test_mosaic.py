@@ -11,10 +11,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from tests.support.interpreter import InterpretGPUParams
 from zjax_kernels import device, grouped_matmul, grouped_outer
 from zjax_kernels.grouped import mosaic_gpu, reference
-from zjax_kernels.grouped.activations import activate, num_parts
-from zjax_kernels.grouped.mosaic_gpu import derivatives
+from zjax_kernels.grouped.mosaic_gpu import activation as derivatives
 from zjax_kernels.grouped.mosaic_gpu.pipeline import TILE_ROWS
 from zjax_kernels.grouped.mosaic_gpu.product import _cover
+from zjax_kernels.grouped.reference import activate, num_parts
 from zjax_kernels.grouped.tuning import Tuning
 
 K, N = 128, 192

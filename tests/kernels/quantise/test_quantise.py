@@ -11,7 +11,6 @@ from tests.support.interpreter import InterpretGPUParams
 from zjax_kernels import device
 from zjax_kernels.quantise import (
     dequantise_blocks,
-    limits,
     mosaic_gpu,
     quantise_blocks,
     reference,
@@ -41,7 +40,7 @@ def quantise(request, monkeypatch):
 
 
 def test_equals_numpy(quantise):
-    x = numbers(3 * limits.BLOCKS_PER_STEP, 64)
+    x = numbers(3 * reference.BLOCKS_PER_STEP, 64)
     integers, scales = quantise(x.reshape(-1))
     expected, exact_scales = exact(x)
     assert (integers.dtype, scales.dtype) == (jnp.int8, jnp.float32)
@@ -58,7 +57,7 @@ def test_comes_back_within_half_a_step():
     np.testing.assert_array_equal(several[1].reshape(x.shape), found)
 
 
-@pytest.mark.parametrize("block", limits.SIZES)
+@pytest.mark.parametrize("block", reference.SIZES)
 def test_kernel_lowers_for_cuda(block):
     x = jax.ShapeDtypeStruct((5, 64 * block), jnp.float32)
     run = jax.jit(functools.partial(mosaic_gpu.quantise_blocks, block=block))

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from zjax_kernels.sparse.custom import Custom
+from zjax_kernels.sparse.sparsity_config import Custom
 
 LIVE = np.random.default_rng(0).random((2, 4, 4)) < 0.5
 

@@ -5,7 +5,6 @@ import dataclasses
 import numpy as np
 import pytest
 
-from zjax_kernels.sparse.custom import Custom
 from zjax_kernels.sparse.layout import Pattern
 from zjax_kernels.sparse.patterns import (
     BigBird,
@@ -15,7 +14,7 @@ from zjax_kernels.sparse.patterns import (
     LocalSlidingWindow,
     Variable,
 )
-from zjax_kernels.sparse.sparsity_config import SparsityConfig
+from zjax_kernels.sparse.sparsity_config import Custom, SparsityConfig
 
 each_class = pytest.mark.parametrize(
     "rule", [Dense, Fixed, Variable, BigBird, BSLongformer, LocalSlidingWindow]

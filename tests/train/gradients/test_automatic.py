@@ -6,8 +6,8 @@ import optax
 import pytest
 
 from tests.support import models, runs
-from zjax.config import schema
 from zjax.errors import PlanError
+from zjax.settings import schema
 
 
 def grads_of(run, batch):

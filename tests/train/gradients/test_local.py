@@ -10,8 +10,8 @@ import optax
 import pytest
 
 from tests.support import models, runs
-from zjax.config import schema
 from zjax.observe.collectives import list_collectives
+from zjax.settings import schema
 from zjax.typing import Loss
 
 SPLIT = 2 * models.WIDTH * models.HIDDEN + 8

@@ -12,7 +12,7 @@ import zjax
 from tests.support import lines, models
 from zjax.observe.collectives import list_collectives
 from zjax.sharding import plan
-from zjax.train.gradients import microbatches
+from zjax.train import microbatches
 from zjax.typing import Entry
 
 TABLE = 3 + np.arange(5, dtype=np.float32)

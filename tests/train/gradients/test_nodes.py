@@ -10,9 +10,9 @@ import optax
 import pytest
 
 from tests.support import models, runs
-from zjax.config import schema
 from zjax.errors import PlanError
 from zjax.observe.collectives import bytes_leaving_node, list_collectives
+from zjax.settings import schema
 from zjax.sharding import memory
 from zjax.sharding.describe import describe_plan
 from zjax.typing import Model

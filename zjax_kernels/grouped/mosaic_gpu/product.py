@@ -16,6 +16,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from zjax_kernels.device import AXIS, load, specialize_warpgroups
 from zjax_kernels.grouped.mosaic_gpu.pipeline import (
     CHUNK,
     DEPTH,
@@ -29,10 +30,8 @@ from zjax_kernels.grouped.mosaic_gpu.pipeline import (
     run,
     store_chunk,
 )
-from zjax_kernels.grouped.tiles import make_tiles
+from zjax_kernels.grouped.reference import make_tiles
 from zjax_kernels.grouped.tuning import Tuning
-from zjax_kernels.registers import load
-from zjax_kernels.warpgroups import AXIS, specialize_warpgroups
 
 _ROWS = plgpu.Layout.WGMMA.reduce(1)
 _COLUMNS = plgpu.Layout.WGMMA.reduce(0)

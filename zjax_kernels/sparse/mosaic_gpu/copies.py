@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from zjax_kernels.sparse.cells import HALF, TILE
 from zjax_kernels.sparse.mosaic_gpu.arithmetic import index
-from zjax_kernels.sparse.mosaic_gpu.work import Item, Work
+from zjax_kernels.sparse.mosaic_gpu.launch import Item, Work
 from zjax_kernels.sparse.tuning import Tuning
 
 

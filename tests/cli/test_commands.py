@@ -1,0 +1,177 @@
+"""Commands that read checkpoints, and what they read besides."""
+
+import json
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from absl import flags
+
+from tests.checkpoint import states
+from tests.run.test_ending import fit
+from tests.support import huggingface as golden
+from tests.support.command_line import typed
+from zjax.checkpoint.store import Store
+from zjax.cli import commands
+from zjax.cli.commands import chosen_step, read_prompts, rewind
+from zjax.data import source
+from zjax.data.evaluation import EvaluationOrder
+from zjax.errors import ConfigError
+from zjax.files import MAX_TEXT_BYTES
+
+
+@pytest.fixture(autouse=True)
+def parsed():
+    with typed():
+        yield
+
+
+def test_rewind_names_what_it_sets_aside(tmp_path, monkeypatch, capsys):
+    """Fails if a run goes on from a later step than the chosen one."""
+    rows = states.make_rows({"w": np.zeros(3, np.float32)})
+    store = Store(str(tmp_path / "checkpoints"))
+    for number in (1, 2):
+        store.save(number, states.place({"w": np.ones(3)}, rows), rows, extra={})
+    store.close()
+    monkeypatch.setattr(flags.FLAGS["run"], "value", str(tmp_path))
+    with pytest.raises(ConfigError) as error:
+        rewind()
+    assert str(error.value) == (
+        "--step='latest' is where a run goes on already; use best or a number"
+    )
+    monkeypatch.setattr(flags.FLAGS["step"], "value", "1")
+    rewind()
+    assert capsys.readouterr().out == (
+        f"set aside: {tmp_path}/checkpoints/set-aside-2\n"
+        "`zjax train` goes on from step 1; remove what you do not need\n"
+    )
+    assert Store(str(tmp_path / "checkpoints")).latest() == 1
+
+
+def test_prompts_are_the_lines_of_a_file(tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_text(" def f(\nimport\n")
+    assert read_prompts(str(path)) == [" def f(", "import"]
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"", "has no prompt on line 1; write one, or remove it"),
+        (b"a\n \nb\n", "has no prompt on line 2; write one, or remove it"),
+        (
+            b"\xff",
+            "cannot be read (it is not UTF-8 text); give a text with a prompt a line",
+        ),
+        (
+            b"a" * (MAX_TEXT_BYTES + 1),
+            "cannot be read (it has more than 1,048,576 bytes); "
+            "give a text with a prompt a line",
+        ),
+    ],
+    ids=["empty", "blank-line", "bytes", "large"],
+)
+def test_a_file_that_holds_no_prompts(content, problem, tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError) as error:
+        read_prompts(str(path))
+    assert str(error.value) == f"--file='{path}' {problem}"
+
+
+def test_chats_are_messages_of_a_user_or_records_of_a_file(tmp_path):
+    """Fails if a prompt of --chat is continued as text, or a record loses its turns."""
+    with typed("--chat", "--prompt=Why?"):
+        [talk] = commands.chats_given()
+    assert talk.messages == [{"role": "user", "content": "Why?"}]
+    assert commands.describe_text(talk, "So.", as_json=False) == "So."
+    turns = [{"role": role, "content": "x"} for role in ("system", "user")]
+    path = tmp_path / "talks.jsonl"
+    path.write_text(json.dumps({"messages": turns}) + "\n")
+    with typed("--chat=checkpoint", f"--file={path}"):
+        [talk] = commands.chats_given()
+    line = commands.describe_text(talk, "So.", as_json=True)
+    answer = {"role": "assistant", "content": "So."}
+    assert json.loads(line) == {"messages": [*turns, answer]}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ("--chat",),
+            "--chat='true' has no message; write it as --prompt, or several in a "
+            "--file",
+        ),
+        (
+            ("--chat", "--prompt=a", "--special_tokens"),
+            "--special_tokens=True has no effect with --chat, whose template has them; "
+            "leave it out",
+        ),
+    ],
+    ids=["no-message", "special-tokens"],
+)
+def test_flags_that_conversations_do_not_read_are_refused(words, message):
+    with typed(*words), pytest.raises(ConfigError) as error:
+        commands.chats_given()
+    assert str(error.value) == message
+
+
+def test_a_checkpoint_of_hugging_face_is_evaluated_without_a_run(
+    tmp_path, monkeypatch, capsys
+):
+    """Fails if a checkpoint that zjax did not write needs a run, or makes one."""
+    monkeypatch.chdir(tmp_path)
+    folder = golden.copy("llama", tmp_path / "base")
+    words = (
+        f"--run={folder}",
+        *("--config.data.source=synthetic", "--config.data.length=8"),
+        *("--config.global_batch_size=8", "--config.evaluation.num_batches=1"),
+        "--config.precision.compute_dtype=float32",
+    )
+    with typed(*words):
+        config = commands.settings_to_evaluate()
+        commands.evaluate(config)
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [path.name for path in tmp_path.iterdir()] == ["base"]
+    rows = source.open_rows(config, "validation")
+    rows = rows.read(EvaluationOrder(8, len(rows), 8).indices(0))
+    run = golden.start(golden.make_config("llama"))
+    scores = jax.nn.log_softmax(run.bind(run.state)(jnp.asarray(rows["tokens"])))
+    picked = np.take_along_axis(np.asarray(scores), rows["targets"][..., None], -1)
+    assert found["eval_loss"] == pytest.approx(-picked.mean(), rel=1e-5)
+    assert (found["part"], found["step"], found["evaluated_rows"]) == ("raw", 0, 8)
+
+
+def test_the_best_of_what_is_kept_is_not_the_best_without_a_word(tmp_path, caplog):
+    """Fails if a step with a lower loss was not saved, and nobody says so."""
+    trainer = fit(tmp_path, "num_steps=3")
+    assert trainer.store.steps() == (3,)
+    with typed("--step=best"), caplog.at_level("WARNING", logger="absl"):
+        assert chosen_step(trainer.store) == 3
+    assert caplog.messages == [
+        "--step=best takes step 3, the best checkpoint that is kept: the lowest "
+        "eval_loss of the run was 28.5 at step 1, which was not saved or not kept; set "
+        "evaluation.patience, which saves at each new best, or make "
+        "checkpoint.every_steps divide evaluation.every_steps"
+    ]
+
+
+def test_the_checkpoint_that_chat_names_ends_texts_too(monkeypatch, capsys):
+    """Fails if its template makes the prompt, and its end ids are not read."""
+    seen = []
+
+    def generate(ids, *, chat, **_):
+        seen.append(chat)
+        return "Four"
+
+    trainer = types.SimpleNamespace(
+        encode_prompts=lambda prompts, **_: prompts, generate=generate
+    )
+    monkeypatch.setattr(commands, "settings", lambda: None)
+    monkeypatch.setattr(commands, "restored", lambda _: (trainer, "raw"))
+    with typed("--chat=checkpoint", "--prompt=Two and two?"):
+        commands.generate()
+    assert seen == ["checkpoint"] and capsys.readouterr().out == "Four\n"

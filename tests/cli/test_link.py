@@ -1,0 +1,201 @@
+"""Steps over a slow link: predicted bytes against compiled programs, and the text."""
+
+import collections
+import dataclasses
+
+import pytest
+
+from tests.support import small_run
+from zjax.cli import link_speed
+from zjax.cli.link_speed import (
+    Prediction,
+    describe_predictions,
+    parse_speed,
+    report_link,
+)
+from zjax.cli.methods import methods_of, sent_per_step
+from zjax.cli.plan_report import report_plan
+from zjax.config import load_config
+from zjax.data.entries import abstract_batch
+from zjax.errors import ConfigError, Problem
+from zjax.models.build import make_model
+from zjax.observe.collectives import bytes_leaving_node, list_collectives
+from zjax.optim import phases
+from zjax.optim.build import make_optimizer
+from zjax.optim.phases import programs_at
+from zjax.sharding import memory
+from zjax.sharding.mesh import abstract_mesh
+from zjax.sharding.plan import make_plan
+
+NODES = (
+    "mesh.replica=2",
+    "mesh.data=2",
+    "zero.stage=1",
+    "model.embed_size=64",
+    "num_steps=16",
+)
+ZERO = ("ZeRO-3", "ZeRO++")
+BRIEF = ("adamw, int8", "Streaming DiLoCo")
+"""Methods whose programs are compiled in every run of the tests: one of each kind."""
+
+
+@pytest.mark.parametrize(
+    ("text", "speed"),
+    [
+        ("1gbps", 125e6),
+        ("1Gbps", 125e6),
+        ("100mbps", 12.5e6),
+        ("2.5kbps", 312.5),
+        ("25GBps", 25e9),
+        ("0.4tbps", 5e10),
+    ],
+)
+def test_speeds_are_bits_or_bytes(text, speed):
+    assert parse_speed(text) == speed
+
+
+@pytest.mark.parametrize(
+    "text", ["fast", "1", "1gb", "1 gbps", "-1gbps", "0gbps", "1gbit", "1bps", "1GBPS"]
+)
+def test_other_speeds_are_refused(text):
+    with pytest.raises(ConfigError) as error:
+        parse_speed(text)
+    assert str(error.value) == (
+        f"link={text!r} is not a speed above 0; use bits, such as 100mbps or 1gbps, or "
+        "bytes, such as 25GBps"
+    )
+
+
+def test_a_link_that_joins_nothing_is_refused(tmp_path):
+    config = small_run.make_config(tmp_path)
+    with pytest.raises(ConfigError) as error:
+        report_plan(config, num_devices=8, link="1gbps")
+    assert str(error.value) == (
+        "link='1gbps' joins no nodes with mesh.replica=1; leave it out, or set "
+        "mesh.replica to the number of nodes"
+    )
+
+
+def compiled_bytes(run):
+    """What one node sends in a mean step, counted in the programs of a run."""
+    times = collections.Counter(
+        name
+        for step in range(1, run.config.num_steps + 1)
+        for name in programs_at(run.config, step)
+    )
+    batch, total = abstract_batch(run.config, run.plan), 0
+    for program, number in times.items():
+        if program.startswith(("outer_gradients", "merge", "without_errors")):
+            continue
+        found = list_collectives(run.step.compile(batch, program).as_text())
+        total += number * bytes_leaving_node(found, run.mesh, "replica")
+    return total / run.config.num_steps
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        name if name in BRIEF else pytest.param(name, marks=pytest.mark.slow)
+        for name in methods_of(load_config({}))
+        if name not in ZERO
+    ],
+)
+def test_bytes_are_those_of_compiled_programs(method, tmp_path):
+    """Fails if a pass, a share of a ring or a step of the schedule is left out."""
+    config = methods_of(small_run.make_config(tmp_path, *NODES))[method]
+    settings = dataclasses.asdict(config)
+    run = small_run.make_trainer(tmp_path, settings, num_devices=4).run
+    found = compiled_bytes(run)
+    assert sent_per_step(run.plan, run.config) == pytest.approx(found, rel=0.03)
+
+
+@pytest.mark.parametrize(("method", "sent"), [("ZeRO-3", 2.625), ("ZeRO++", 0.391)])
+def test_bytes_of_shards_are_those_that_were_counted(method, sent):
+    """In float16 elements of a parameter, from the lowered programs (docs/zero.md)."""
+    config = methods_of(load_config("configs/gpt2_zeropp.py"))[method]
+    model, mesh = make_model(config), abstract_mesh(config.mesh, 8)
+    plan = make_plan(config, mesh, model, make_optimizer(config, model))
+    found = sent_per_step(plan, config) / (2 * memory.num_params(plan))
+    assert found == pytest.approx(sent, rel=0.02)
+
+
+TEXT = """\
+a step on 2 nodes joined by links of 1gbps, 125.00 MB/s
+computing: 32,768 tokens x 798.5 MFLOP, by 2 devices at
+40% of 400.0 TFLOP/s (observe.peak_tflops): 81.8 ms
+method                  sent       link       step   speed-up
+────────────────────────────────────────────────────────────────────────────
+adamw, float32     497.76 MB     3.98 s     4.06 s       0.51   not worth it
+adamw, bfloat16    248.88 MB     1.99 s     2.07 s       1.00   baseline
+adamw, int8        124.68 MB   997.5 ms     1.08 s       1.92   pays
+1-bit Adam          50.66 MB   405.3 ms   487.0 ms       4.26   pays
+0/1 Adam            14.82 MB   118.6 ms   200.3 ms      10.35   pays
+1-bit LAMB          50.66 MB   405.3 ms   487.0 ms       4.26   pays
+DiLoCo              12.44 MB    99.6 ms   181.3 ms      11.43   pays
+Streaming DiLoCo     1.56 MB    12.5 ms    94.3 ms      21.99   fastest
+ZeRO-3             373.20 MB     2.99 s     3.07 s       0.68   not worth it
+ZeRO++                                                          refused
+ZeRO++: zero.secondary_partition=True stores all parameters on each device of
+mesh.data=1; use False, or more devices per node
+sent: bytes from one node (replica) to others in a step, on average over the run
+(a round of DiLoCo takes 40 steps); no communication is hidden behind
+computation, and latency is not counted"""
+
+
+def test_the_prediction_of_gpt2_as_text():
+    config = load_config("configs/gpt2_diloco.py", "observe.peak_tflops=400.0")
+    text = report_link(config, 2, "1gbps")
+    assert text == TEXT
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_a_fast_link_makes_no_method_worth_it():
+    config = load_config("configs/gpt2_diloco.py", "observe.peak_tflops=400.0")
+    text = report_link(config, 2, "1TBps")
+    assert text.count("not worth it") == 7
+    assert "pays" not in text
+
+
+def test_a_plain_step_may_be_the_fastest():
+    found = [
+        Prediction("Adam, bfloat16", 10.0, 1.0, 0.5),
+        Prediction("other", 20.0, 1.5, 1.0),
+    ]
+    assert describe_predictions(found, "Adam, bfloat16").splitlines()[2:] == [
+        "Adam, bfloat16   10 B   500.0 ms   1.00 s       1.00   fastest",
+        "other            20 B     1.00 s   1.50 s       0.67   not worth it",
+    ]
+
+
+HOST = ("mesh.replica=2", "zero.stage=1", "zero.memory=pinned_host")
+
+
+def test_the_first_method_that_may_be_used_is_the_baseline():
+    """Fails if speed-ups are those over a method that is refused, of 0 seconds."""
+    config = load_config({}, *HOST, "optimizer.name=muon")
+    rows = report_link(config, 2, "1gbps").splitlines()[5:15]
+    assert rows[0].split()[:2] == ["muon,", "float32"]
+    assert rows[0].split()[-2:] == ["1.00", "fastest"]
+    assert [row.split()[-1] for row in rows[1:]] == ["refused"] * 9
+
+
+def test_a_link_without_a_method_is_refused(monkeypatch):
+    monkeypatch.setattr(link_speed, "check_config", refuse)
+    with pytest.raises(ConfigError) as error:
+        report_link(load_config({}, *HOST[:1]), 2, "1gbps")
+    assert str(error.value) == (
+        "link='1gbps' compares no methods: all are refused; leave it out, or change "
+        "what the first is refused for: seed=1 is odd; use 2"
+    )
+
+
+def refuse(config, num_devices):
+    raise ConfigError(Problem("seed", 1, "is odd", "use 2"))
+
+
+def test_long_runs_are_counted_at_once(monkeypatch):
+    """Fails if the schedule is made anew for every step of every method."""
+    made = []
+    monkeypatch.setattr(phases, "make_rounds", made.append)
+    phases.count_programs(load_config({}, "num_steps=100"))
+    assert len(made) == 1

@@ -1,0 +1,188 @@
+"""Candidates, their settings, and what is predicted of them."""
+
+import dataclasses
+
+import pytest
+
+from zjax.cli.tune_space import (
+    Candidate,
+    Predictor,
+    candidates,
+    given_candidate,
+    with_batch,
+)
+from zjax.config import load_config
+from zjax.errors import ConfigError
+from zjax.estimate.trial import Machine, weigh
+from zjax.models.build import make_model
+from zjax.optim.build import make_optimizer
+
+ONE, TWO = Machine(1, 1, 80e9), Machine(2, 2, 80e9)
+TINY = ("model.num_layers=2", "model.embed_size=64", "model.num_heads=2")
+TINY += ("model.max_length=64", "data.source=synthetic", "global_batch_size=8")
+
+
+def tiny(*changes):
+    return load_config({}, *TINY, *changes)
+
+
+def predictor(config, machine=ONE):
+    return Predictor(with_batch(config, machine), machine, "NVIDIA H100 80GB HBM3")
+
+
+def test_candidates_keep_the_batch_and_vary_the_rest():
+    config = with_batch(tiny("microbatch_size=2"), TWO)
+    found = list(candidates(config, TWO))
+    assert len(found) == len(set(found))
+    assert {x.stage for x in found} == {0, 1, 2, 3}
+    assert {x.microbatch_size for x in found if x.tensor == 1} == {1, 2, 4, 8}
+    assert {(x.pipeline, x.sequence, x.tensor) for x in found} == {
+        (1, 1, 1),
+        (2, 1, 1),
+        (1, 2, 1),
+        (1, 1, 2),
+    }
+    assert {x.offload for x in found} == {"none", "state", "blocks"}
+    for candidate in found[::37]:
+        assert candidate.apply(config).global_batch_size == 8
+
+
+def test_one_device_has_one_stage_and_one_mesh():
+    found = list(candidates(with_batch(tiny("zero.stage=2"), ONE), ONE))
+    assert {(x.stage, x.tensor, x.pipeline, x.sequence) for x in found} == {
+        (2, 1, 1, 1)
+    }
+
+
+def test_axes_that_are_given_stay():
+    config = with_batch(tiny("mesh.tensor=2"), TWO)
+    assert {x.tensor for x in candidates(config, TWO)} == {2}
+    config = with_batch(tiny("mesh.data=2"), TWO)
+    assert {x.tensor for x in candidates(config, TWO)} == {1}
+
+
+def test_a_batch_that_follows_from_the_other_sizes_is_kept():
+    config = tiny("global_batch_size=0", "microbatch_size=3", "num_microbatches=2")
+    assert with_batch(config, TWO).global_batch_size == 12
+    with pytest.raises(ConfigError, match="global_batch_size=0 gives no batch size"):
+        with_batch(tiny("global_batch_size=0"), TWO)
+
+
+def test_settings_of_a_candidate_and_back():
+    config = tiny("microbatch_size=4")
+    given = given_candidate(config, TWO)
+    assert given == Candidate(4, 1, "elementwise")
+    assert given.apply(config).zero == config.zero
+    for changed in (
+        Candidate(2, 3, "full", tensor=2, offload="state"),
+        Candidate(8, 0, "none", pipeline=2),
+        Candidate(4, 2, "attention", offload="blocks"),
+    ):
+        assert given_candidate(changed.apply(config), TWO) == changed
+    assert given_candidate(tiny("mesh=auto"), TWO) is None
+    assert given_candidate(tiny("zero.memory=auto"), TWO) is None
+    assert given_candidate(tiny("global_batch_size=9"), TWO) is None
+
+
+def test_elastic_batches_leave_the_microbatch_alone():
+    elastic = ("elasticity.microbatch_sizes=(2,4)", "elasticity.max_batch_size=16")
+    config = with_batch(tiny(*elastic, "global_batch_size=0"), TWO)
+    assert {x.microbatch_size for x in candidates(config, TWO)} == {0}
+    assert given_candidate(config, TWO).microbatch_size == 0
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_bytes_are_those_of_the_budget(stage):
+    found = predictor(tiny(), TWO)
+    candidate = Candidate(2, stage, "full")
+    config = candidate.apply(with_batch(tiny(), TWO))
+    model = make_model(config)
+    mesh = dataclasses.replace(config.mesh, data=2)
+    theirs = weigh(config, mesh, model, make_optimizer(config, model))
+    assert found.num_bytes(candidate) == theirs.total
+    none = dataclasses.replace(candidate, remat="none")
+    assert found.num_bytes(none) > theirs.total
+
+
+def test_bytes_of_microbatches_share_the_state_that_is_counted_once():
+    found = predictor(tiny(), TWO)
+    less, more = (found.num_bytes(Candidate(n, 2, "none")) for n in (1, 2))
+    assert more > less
+    offloaded = found.num_bytes(Candidate(1, 2, "none", offload="state"))
+    assert offloaded < less
+
+
+LARGE = ("model.num_layers=48", "model.embed_size=1600", "model.num_heads=25")
+LARGE += ("data.source=synthetic", "global_batch_size=512")
+
+
+def seconds(candidate, machine=ONE, *changes):
+    return predictor(load_config({}, *LARGE, *changes), machine).seconds(candidate)
+
+
+@pytest.mark.parametrize(
+    ("less", "more"),
+    [
+        (Candidate(16, 1, "none"), Candidate(16, 1, "elementwise")),
+        (Candidate(16, 1, "attention"), Candidate(16, 1, "full")),
+        (Candidate(16, 1, "none"), Candidate(2, 1, "none")),
+        (Candidate(16, 1, "none"), Candidate(16, 1, "none", offload="state")),
+        (
+            Candidate(16, 1, "none", offload="state"),
+            Candidate(16, 1, "none", offload="blocks"),
+        ),
+    ],
+)
+def test_seconds_rank_what_costs_more_behind(less, more):
+    assert seconds(less) < seconds(more)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        Candidate(8, 3, "none"),
+        Candidate(8, 1, "none", tensor=5),
+        Candidate(8, 1, "none", sequence=5),
+        Candidate(8, 1, "none", pipeline=5),
+    ],
+)
+def test_seconds_of_splits_that_a_run_does_without(more):
+    machine = Machine(5, 5, 80e9)
+    batch = "global_batch_size=320"
+    assert seconds(Candidate(8, 1, "none"), machine, batch) < seconds(
+        more, machine, batch
+    )
+
+
+def test_a_gpt_of_1p5b_is_led_to_what_was_fastest_by_hand():
+    """BENCHMARKS.md: 16 sequences of 1,024 tokens, elementwise."""
+    found = predictor(load_config({}, *LARGE), Machine(1, 1, 79e9))
+    ranked = sorted(
+        candidates(with_batch(load_config({}, *LARGE), ONE), ONE), key=found.seconds
+    )
+    fitting = [x for x in ranked if found.num_bytes(x) <= found.usable_bytes]
+    assert Candidate(16, 1, "elementwise") in fitting[:2]
+
+
+def test_obstacles_are_named():
+    found = predictor(tiny(), Machine(4, 4, 80e9))
+    assert found.obstacle(Candidate(1, 1, "none", tensor=4)) == (
+        "tensor=4 does not divide model.num_heads=2"
+    )
+    assert not found.obstacle(Candidate(1, 1, "none", tensor=2))
+
+
+def test_frozen_weights_have_no_traffic_of_gradients_and_less_work():
+    """Fails if adapters are ranked as if all weights had gradients and moments."""
+    plain, adapted = ((), ("lora.rank=8",))
+    whole, part = (
+        [
+            seconds(Candidate(8, stage, "none"), Machine(8, 8, 80e9), *changes)
+            for stage in (1, 3)
+        ]
+        for changes in (plain, adapted)
+    )
+    assert part[0] < 0.8 * whole[0]
+    assert part[0] < part[1] < whole[1]
+    config = load_config({}, *LARGE, *adapted)
+    assert predictor(config).num_bytes(Candidate(1, 0, "full")) < 2.6 * 1.56e9 * 2

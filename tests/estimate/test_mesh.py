@@ -1,0 +1,212 @@
+"""The plainest mesh that fits, for known shapes on machines that are not here."""
+
+import dataclasses
+
+import jax
+import optax
+import pytest
+
+import zjax
+from tests.support import small_run
+from tests.support.proposals import config_of, machine_of
+from zjax.config import load_config
+from zjax.errors import ConfigError, PlanError
+from zjax.estimate.mesh import propose_mesh, this_machine
+from zjax.estimate.trial import Machine
+from zjax.models.build import make_model
+from zjax.settings import schema
+
+ONE, THREE = ({"zero.stage": stage} for stage in (1, 3))
+CASES = [
+    ("gpt 1.5b", 64, 80, {}, {"data": 64}),
+    ("gpt 6.7b", 4, 80, {}, {"data": 4}),
+    ("llama 8b", 8, 80, {}, {"data": 8}),
+    ("llama 8b", 8, 80, ONE, {"data": 4, "tensor": 2}),
+    ("llama 8b", 8, 141, ONE, {"data": 8}),
+    ("llama 8b, long", 8, 80, {}, {"data": 4, "sequence": 2}),
+    ("llama 8b, long", 8, 141, {}, {"data": 8}),
+    ("llama 30b", 8, 141, THREE, {"data": 8}),
+    ("llama 30b", 16, 80, ONE, {"pipeline": 4, "data": 1, "tensor": 4}),
+    ("llama 30b", 64, 80, ONE, {"pipeline": 2, "data": 8, "tensor": 4}),
+    ("llama 30b", 16, 141, ONE, {"data": 4, "tensor": 4}),
+    ("llama 30b, offload", 1, 80, {}, {"data": 1}),
+    ("llama 70b", 16, 141, {}, {"data": 8, "tensor": 2}),
+    ("llama 70b", 64, 80, {}, {"data": 32, "sequence": 2}),
+    ("llama 70b", 64, 80, ONE, {"pipeline": 4, "data": 2, "tensor": 8}),
+    ("llama 70b", 64, 141, ONE, {"data": 8, "tensor": 8}),
+]
+
+
+@pytest.mark.parametrize(("shape", "num_devices", "gb", "changes", "sizes"), CASES)
+def test_plainest_mesh_that_fits(shape, num_devices, gb, changes, sizes):
+    config, machine = config_of(shape, changes), machine_of(num_devices, gb)
+    proposal = propose_mesh(config, machine)
+    assert proposal.mesh == schema.Mesh(**sizes)
+    *plainer, taken = proposal.trials
+    assert taken.total <= 0.94 * machine.device_bytes
+    assert all(x.obstacle or x.total > 0.94 * machine.device_bytes for x in plainer)
+    chosen = dataclasses.replace(config, mesh=proposal.mesh)
+    zjax.check_config(chosen, num_devices)
+
+
+def test_tensor_stays_within_a_host():
+    """Fails if matrices are split over slow links."""
+    config = config_of("llama 70b", ONE)
+    proposal = propose_mesh(config, machine_of(64, 141, per_host=4))
+    assert proposal.mesh.tensor == 4
+    assert all(trial.mesh.tensor <= 4 for trial in proposal.trials)
+
+
+def test_heads_say_how_wide_tensor_may_be():
+    """52 heads go on 4 devices, not on 8; stages do the rest."""
+    config = config_of("llama 30b", ONE)
+    trials = propose_mesh(config, machine_of(16, 80)).trials
+    obstacles = {trial.obstacle for trial in trials if trial.obstacle}
+    assert obstacles == {"tensor=8 does not divide model.num_heads=52"}
+
+
+def test_kv_heads_say_how_wide_tensor_may_be():
+    heads = {"num_heads": 24, "num_kv_heads": 3, "embed_size": 3072}
+    config = config_of("llama 8b", ONE, {"model": heads})
+    trials = propose_mesh(config, machine_of(8, 30)).trials
+    assert trials[1].obstacle == (
+        "tensor=2 does not divide model.num_kv_heads=3 of 24 heads"
+    )
+
+
+def test_stages_need_layers_and_microbatches():
+    """Fails if stages would idle for most of a step, or hold unequal layers."""
+    batch = {"microbatch_size": 1, "global_batch_size": 0}
+    config = config_of("llama 30b", ONE, batch, {"num_microbatches": 4})
+    assert propose_mesh(config, machine_of(64, 40)).mesh.pipeline == 4
+    config = load_config(config, num_microbatches=3)
+    with pytest.raises(PlanError) as error:
+        propose_mesh(config, machine_of(64, 40))
+    assert ", more microbatches, more devices or " in str(error.value)
+    layers = config_of("llama 30b", ONE, {"model.num_layers": 61})
+    with pytest.raises(PlanError) as error:
+        propose_mesh(layers, machine_of(64, 70))
+    assert "with --config.mesh.data=16 --config.mesh.tensor=4; " in str(error.value)
+
+
+def test_what_is_given_stays():
+    """Fails if an axis that the config sets is chosen again."""
+    config = config_of("llama 8b", {"mesh.tensor": 4, "mesh.replica": 2})
+    mesh = propose_mesh(config, machine_of(16, 80)).mesh
+    assert mesh == schema.Mesh(replica=2, data=2, tensor=4)
+
+
+def test_batch_that_data_cannot_split_is_split_otherwise():
+    small = {"global_batch_size": 4, "zero.stage": 1}
+    proposal = propose_mesh(config_of("gpt 6.7b", small), machine_of(8, 141))
+    assert proposal.mesh == schema.Mesh(data=2, tensor=4)
+    assert proposal.trials[0].obstacle == (
+        "global_batch_size=4 does not divide by 8 batch shards x microbatch_size=2"
+    )
+
+
+def test_settings_that_no_mesh_can_mend_are_named():
+    """Fails if what is wrong elsewhere is told as if there were no room."""
+    config = config_of("gpt 6.7b", {"model.num_heads": 0, "seed": -1})
+    with pytest.raises(ConfigError) as error:
+        propose_mesh(config, machine_of(8, 80))
+    assert str(error.value) == (
+        "seed=-1 is out of range; use 0 to 4294967295\n"
+        "model.num_heads=0 is out of range; use 1 or more"
+    )
+
+
+def test_batch_that_nothing_can_split_is_named():
+    changes = {"global_batch_size": 2, "microbatch_size": 1}
+    config = config_of("llama 30b", changes)
+    with pytest.raises(ConfigError) as error:
+        propose_mesh(config, machine_of(16, 80))
+    assert str(error.value) == (
+        "global_batch_size=2 does not divide by 16 batch shards x "
+        "microbatch_size=1; use a multiple of 16"
+    )
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_devices", "changes", "message"),
+    [
+        (
+            "gpt 6.7b",
+            1,
+            {},
+            "mesh='auto' finds no room on 1 x 80.0 GB: a step takes 128.0 GB (state "
+            "121.6 GB, activations 6.4 GB) with --config.mesh.data=1; use "
+            "zero.optimizer_memory='pinned_host', more devices or a smaller model",
+        ),
+        (
+            "llama 70b",
+            8,
+            ONE,
+            "mesh='auto' finds no room on 8 x 80.0 GB: a step takes 185.2 GB (state "
+            "176.4 GB, activations 8.8 GB) with --config.mesh.tensor=8; use a higher "
+            "zero.stage, zero.optimizer_memory='pinned_host', more devices or a "
+            "smaller model",
+        ),
+        (
+            "llama 8b",
+            4,
+            {"microbatch_size": 16, "global_batch_size": 256},
+            "mesh='auto' finds no room on 4 x 80.0 GB: a step takes 92.2 GB (state "
+            "36.9 GB, activations 55.3 GB) with --config.mesh.tensor=4; use "
+            "zero.optimizer_memory='pinned_host', model.remat='full', a smaller "
+            "microbatch_size, more devices or a smaller model",
+        ),
+    ],
+)
+def test_no_room_states_the_numbers_and_the_remedy(
+    shape, num_devices, changes, message
+):
+    with pytest.raises(PlanError) as error:
+        propose_mesh(config_of(shape, changes), machine_of(num_devices, 80))
+    assert str(error.value) == message
+
+
+def test_optimizer_of_yours_counts_as_it_is():
+    """Fails if the state of an optimizer is taken for that of the config; plain SGD
+    has none, and needs no matrices in parts."""
+    rate = {"optimizer.peak_learning_rate": 3e-4}
+    config, machine = config_of("gpt 6.7b", ONE, rate), machine_of(4, 80)
+    assert propose_mesh(config, machine).mesh == schema.Mesh(data=2, tensor=2)
+    own = propose_mesh(config, machine, optax.sgd(0.1))
+    assert own.mesh == schema.Mesh(data=4)
+    moved = load_config(config, {"optimizer.b1": 0.5})
+    with pytest.raises(ConfigError, match=r"optimizer\.b1=0\.5 "):
+        propose_mesh(moved, machine, optax.sgd(0.1))
+
+
+def test_devices_that_do_not_say_their_memory_fit_everything():
+    machine = this_machine(jax.devices()[:4])
+    assert machine == Machine(4, 4, float("inf"))
+    proposal = propose_mesh(config_of("llama 70b"), machine)
+    assert proposal.mesh == schema.Mesh(data=4)
+    assert proposal.reasons[0] == (
+        "The memory of these devices is not known: every mesh is assumed to fit."
+    )
+
+
+def test_trainer_trains_on_the_proposal_and_says_it_once(tmp_path, caplog):
+    """Fails if the mesh stays open, or the reasons are lost or repeated."""
+    trainer = small_run.make_trainer(tmp_path, "mesh=auto", "num_steps=2")
+    assert trainer.config.mesh == schema.Mesh(data=8)
+    trainer.fit()
+    trainer.close()
+    said = [line for line in caplog.messages if "--config.mesh.data=8" in line]
+    assert len(said) == 1
+
+
+def test_model_of_yours_is_refused():
+    """Its activations are not known."""
+    model = make_model(schema.Config())
+    tokens = jax.ShapeDtypeStruct((8, 16), "int32")
+    batch = {"tokens": tokens, "targets": tokens}
+    with pytest.raises(ConfigError) as error:
+        zjax.initialize(model, None, None, batch, {"mesh": "auto"})
+    assert str(error.value) == (
+        "mesh='auto' is chosen by zjax.Trainer, for the built-in models only; give "
+        "sizes, such as mesh.data=-1"
+    )

@@ -1,0 +1,240 @@
+"""Counts against published sizes and against the models themselves."""
+
+import dataclasses
+import math
+
+import jax
+import pytest
+from flax import nnx
+
+from zjax.models import Decoder, Encoder
+from zjax.models.flops import matmul_params, multiplied_weights
+from zjax.observe import describe_flops, flops_per_token, num_params, peak_flops
+from zjax.settings import schema
+
+GPT2 = schema.Model()
+GPT2_XL = dataclasses.replace(
+    GPT2, num_layers=48, embed_size=1600, mlp_size=6400, num_heads=25, num_kv_heads=25
+)
+LLAMA_8B = schema.Model(
+    num_layers=32,
+    embed_size=4096,
+    mlp_size=14_336,
+    num_heads=32,
+    num_kv_heads=8,
+    vocab_size=128_256,
+    norm="rms_norm",
+    positions="rotary",
+    activation="swiglu",
+    use_bias=False,
+    tied_head=False,
+)
+LLAMA_1B = dataclasses.replace(
+    LLAMA_8B, num_layers=16, embed_size=2048, mlp_size=8192, tied_head=True
+)
+QWEN3_30B = dataclasses.replace(
+    LLAMA_8B,
+    num_layers=48,
+    embed_size=2048,
+    num_kv_heads=4,
+    head_size=128,
+    query_key_norm=True,
+    vocab_size=151_936,
+    moe=schema.MoE(num_experts=128, top_k=8, expert_size=768),
+)
+DEEPSEEK_V3 = dataclasses.replace(
+    LLAMA_8B,
+    num_layers=61,
+    embed_size=7168,
+    mlp_size=18_432,
+    num_heads=128,
+    num_kv_heads=0,
+    rotary_size=64,
+    vocab_size=129_280,
+    latent=schema.Latent(key_rank=512, query_rank=1536, plain_size=128, value_size=128),
+    moe=schema.MoE(
+        num_experts=256,
+        top_k=8,
+        first_dense=3,
+        expert_size=2048,
+        num_shared=1,
+        choice_bias=True,
+    ),
+)
+GPT_6P7B = dataclasses.replace(
+    GPT2, num_layers=32, embed_size=4096, mlp_size=16_384, max_length=4096
+)
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        pytest.param(GPT2, 124_439_808, id="gpt2-124m"),
+        pytest.param(GPT2_XL, 1_557_611_200, id="gpt2-1.5b"),
+        pytest.param(LLAMA_8B, 8_030_261_248, id="llama-3-8b"),
+        pytest.param(LLAMA_1B, 1_235_814_400, id="llama-3.2-1b-tied"),
+        pytest.param(QWEN3_30B, 30_532_122_624, id="qwen3-30b-a3b"),
+        pytest.param(DEEPSEEK_V3, 671_026_419_200, id="deepseek-v3-671b"),
+    ],
+)
+def test_num_params_is_the_published_one(model, expected):
+    assert num_params(model) == expected
+
+
+SMALL = schema.Model(
+    num_layers=2, embed_size=24, mlp_size=40, num_heads=4, num_kv_heads=2, vocab_size=11
+)
+
+MOE = schema.MoE(
+    num_experts=(3, 5),
+    expert_size=8,
+    num_shared=2,
+    shared_gate=True,
+    residual=True,
+    bias_rate=0.1,
+)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({}, id="decoder"),
+        pytest.param({"use_bias": False}, id="decoder-without-bias"),
+        pytest.param({"head_size": 10, "query_key_norm": True}, id="head-size-norms"),
+        pytest.param(
+            {"query_key_norm": True, "query_key_norm_scope": "heads"}, id="heads-norms"
+        ),
+        pytest.param({"attention_bias": "none"}, id="no-attention-bias"),
+        pytest.param(
+            {"norm_position": "both", "activation": "geglu"}, id="norms-of-both"
+        ),
+        pytest.param(
+            {"use_bias": False, "attention_bias": "inputs"}, id="input-bias-alone"
+        ),
+        pytest.param({"norm": "rms_norm", "tied_head": False}, id="decoder-rms-untied"),
+        pytest.param(
+            {"positions": "rotary", "activation": "swiglu"}, id="decoder-swiglu"
+        ),
+        pytest.param({"moe": MOE}, id="experts"),
+        *(
+            pytest.param(
+                {
+                    "num_kv_heads": 4,
+                    "positions": "rotary",
+                    "rotary_size": 2,
+                    "attention_bias": "none",
+                    "latent": schema.Latent(
+                        key_rank=5, query_rank=rank, plain_size=6, value_size=7
+                    ),
+                },
+                id=f"latents-{rank}",
+            )
+            for rank in (0, 9)
+        ),
+        pytest.param({"kind": "encoder"}, id="encoder"),
+        pytest.param(
+            {"kind": "encoder", "use_bias": False, "tied_head": False},
+            id="encoder-without-bias-untied",
+        ),
+    ],
+)
+def test_num_params_counts_the_arrays_of_the_model(changes):
+    model = dataclasses.replace(SMALL, **changes)
+    module = {"decoder": Decoder, "encoder": Encoder}[model.kind]
+    made = nnx.eval_shape(lambda: module(model, rngs=nnx.Rngs(0)))
+    arrays = jax.tree.leaves(nnx.state(made, nnx.Param))
+    assert num_params(model) == sum(math.prod(array.shape) for array in arrays)
+    assert matmul_params(model) == sum(multiplied_weights(model).values())
+
+
+def test_values_of_latents_count_with_their_size():
+    """Scores of 8 channels and averages of 4 cost as much as 6 of both."""
+    size = schema.Latent(key_rank=5, plain_size=6, value_size=4)
+    model = dataclasses.replace(SMALL, num_kv_heads=4, rotary_size=2, latent=size)
+    found = flops_per_token(model, 10, causal_attention="full")
+    attention = found - 6 * matmul_params(model)
+    assert attention == 12 * 2 * 4 * 6 * 10
+
+
+def test_windows_see_fewer_pairs():
+    """Two of three layers see 7 of the 10 pairs of four tokens."""
+    model = dataclasses.replace(
+        SMALL, num_layers=3, sliding_window=2, full_attention_every=3
+    )
+    full = flops_per_token(
+        dataclasses.replace(model, sliding_window=0), 4, causal_attention="half"
+    )
+    found = flops_per_token(model, 4, causal_attention="half")
+    assert full - found == pytest.approx(6 * 24 * 4 * 2 * 0.3)
+
+
+def by_hand(model, length, *, pairs):
+    """Forward matrix products of one sequence, counted one by one, times 3."""
+    width, kv = model.embed_size, model.num_kv_heads
+    kv_size = kv * width // model.num_heads
+    num_mlp = 3 if model.activation == "swiglu" else 2
+    products = [(width, width), (width, kv_size), (width, kv_size), (width, width)]
+    products += [(width, model.mlp_size)] * num_mlp
+    forward = sum(2 * length * a * b for a, b in products)
+    forward += 2 * (2 * pairs * width)
+    total = model.num_layers * forward + 2 * length * width * model.vocab_size
+    return 3 * total / length
+
+
+@pytest.mark.parametrize("model", [LLAMA_8B, LLAMA_1B], ids=["untied", "tied"])
+@pytest.mark.parametrize("attention", ["half", "full"])
+def test_flops_are_three_times_the_forward_products(model, attention):
+    """Equal but for the scales of the norms, which 6 N counts as products too."""
+    length = 2048
+    pairs = {"half": length**2 / 2, "full": length**2}[attention]
+    scales = 6 * (2 * model.num_layers + 1) * model.embed_size
+    flops = flops_per_token(model, length, causal_attention=attention)
+    assert flops == by_hand(model, length, pairs=pairs) + scales
+
+
+def test_attention_of_an_encoder_is_always_full():
+    encoder = dataclasses.replace(GPT2, kind="encoder")
+    half, full = (
+        flops_per_token(encoder, 512, causal_attention=attention)
+        for attention in ("half", "full")
+    )
+    assert half == full
+
+
+@pytest.mark.parametrize(
+    ("device_kind", "dtype", "teraflops"),
+    [
+        ("NVIDIA H200", "bfloat16", 989.4),
+        ("NVIDIA H100 80GB HBM3", "bfloat16", 989.4),
+        ("NVIDIA H100 PCIe", "bfloat16", 756.0),
+        ("NVIDIA A100-SXM4-80GB", "bfloat16", 312.0),
+        ("NVIDIA A100-PCIE-40GB", "float32", 156.0),
+        ("NVIDIA A10G", "bfloat16", 70.0),
+        ("NVIDIA L4", "bfloat16", 121.0),
+        ("NVIDIA L40S", "bfloat16", 362.0),
+        ("Tesla V100-SXM2-16GB", "float16", 125.0),
+        ("Tesla V100-SXM2-16GB", "bfloat16", 15.7),
+        ("Tesla V100-PCIE-32GB", "float16", 112.0),
+        ("Tesla T4", "float16", 65.0),
+        ("NVIDIA GeForce RTX 4090", "bfloat16", 165.2),
+    ],
+)
+def test_peak_is_that_of_the_data_sheet(device_kind, dtype, teraflops):
+    assert peak_flops(device_kind, dtype) == pytest.approx(teraflops * 1e12)
+
+
+@pytest.mark.parametrize("device_kind", ["cpu", "NVIDIA RTX A4000", "NVIDIA H2000"])
+def test_an_unknown_device_has_no_peak(device_kind):
+    assert peak_flops(device_kind, "bfloat16") is None
+
+
+def test_the_formula_says_what_is_counted():
+    text = describe_flops(LLAMA_8B, 8192, causal_attention="half")
+    assert text == (
+        "6 x 7,504,924,672 + 6 x 32 layers x 4,096 x 8,192 = 51,472.0 MFLOP per token"
+    )
+    how = {"causal_attention": "half", "per_weight": 4.0}
+    text = describe_flops(LLAMA_8B, 8192, **how)
+    assert text.startswith("4 x 7,504,924,672 + 6 x ")
+    total = flops_per_token(LLAMA_8B, 8192, **how)
+    assert text.endswith(f"= {total / 1e6:,.1f} MFLOP per token")

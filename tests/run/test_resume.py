@@ -1,0 +1,313 @@
+"""A run goes on with the data and the settings it was saved with, or says otherwise."""
+
+import json
+import logging
+import shutil
+import sys
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from tests.support import small_run, squares
+from zjax.data import prepare
+from zjax.errors import DataError
+from zjax.models.build import make_model
+from zjax.run.resume import (
+    changes,
+    fingerprint_functions,
+    report_changes,
+    report_functions,
+)
+from zjax.schedule import pacing
+from zjax.settings import schema
+from zjax.settings.convert import to_mapping
+
+LOST = (
+    "so its samples are not these; restore that setting or that data, or start a new "
+    "run"
+)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A run of two steps on the stream `a`; `b` is as long, `c` has other tokens."""
+    root = tmp_path_factory.mktemp("saved")
+    for name, offset, tokenizer in (
+        ("a", 100, "bytes"),
+        ("b", 200, "bytes"),
+        ("c", 100, "bpe:260"),
+    ):
+        lines = [json.dumps({"text": str(offset + n)}) for n in range(99)]
+        (root / "text.jsonl").write_text("\n".join(lines))
+        prepare.prepare(
+            [root / "text.jsonl"],
+            root / name,
+            tokenizer=tokenizer,
+            validation_fraction=0.1,
+        )
+    small_run.fit(root / "run", *token_settings(root / "a"), num_devices=1)
+    return root
+
+
+def token_settings(path, *overrides):
+    return (
+        "data.source=tokens",
+        f"data.path={path}",
+        "model.vocab_size=300",
+        "num_steps=2",
+        "evaluation.num_batches=0",
+        *overrides,
+    )
+
+
+def resume(saved, path, *overrides):
+    settings = token_settings(path, *overrides)
+    return small_run.make_trainer(saved / "run", *settings, num_devices=1)
+
+
+def settings_told(caplog):
+    told = [record.getMessage() for record in caplog.records]
+    return [message for message in told if message.startswith("settings")]
+
+
+@pytest.mark.parametrize(
+    ("path", "overrides", "named"),
+    [
+        pytest.param("b", (), {"data.digest"}, id="another stream of the same length"),
+        pytest.param("a", ("data.length=15",), {"data.length"}, id="length"),
+        pytest.param("a", ("seed=4",), {"seed"}, id="order"),
+        pytest.param(
+            "a", ("global_batch_size=8",), {"global_batch_size"}, id="batch size"
+        ),
+        pytest.param("a", ("data.packing=documents",), {"data.packing"}, id="packing"),
+    ],
+)
+def test_other_data_is_refused_by_name(saved, path, overrides, named):
+    with pytest.raises(DataError) as error:
+        resume(saved, saved / path, *overrides)
+    assert named <= {problem.field for problem in error.value.problems}
+    assert all(str(problem).endswith(LOST) for problem in error.value.problems)
+
+
+def test_data_of_another_tokenizer_is_refused_by_name(saved):
+    with pytest.raises(DataError) as error:
+        resume(saved, saved / "c")
+    assert str(error.value) == (
+        f"data.path={str(saved / 'c')!r} has tokens of 'bpe:260', and the run was "
+        "trained on those of 'bytes'; prepare the text with the tokenizer of the run"
+    )
+
+
+def test_the_same_data_elsewhere_is_taken_and_told(saved, tmp_path, caplog):
+    shutil.copytree(saved / "a", tmp_path / "moved")
+    with caplog.at_level(logging.WARNING, logger="absl"):
+        assert resume(saved, tmp_path / "moved").step == 2
+    assert settings_told(caplog) == [
+        "settings that differ from step 2:\n"
+        f"  data.path: '{saved}/a' -> '{tmp_path}/moved'"
+    ]
+
+
+def test_every_setting_that_differs_is_told_with_both_values(saved, caplog):
+    """Fails if another optimizer, model or length of the run is taken in silence."""
+    others = ("num_steps=3", "model.norm_eps=0.1", "optimizer.b2=0.99", "zero.stage=3")
+    with caplog.at_level(logging.WARNING, logger="absl"):
+        resume(saved, saved / "a", *others)
+    assert settings_told(caplog) == [
+        "settings that differ from step 2:\n"
+        "  num_steps: 2 -> 3\n"
+        "  zero.stage: 2 -> 3\n"
+        "  optimizer.b2: 0.95 -> 0.99\n"
+        "  model.norm_eps: 1e-05 -> 0.1"
+    ]
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, logger="absl"):
+        resume(saved, saved / "a")
+    assert settings_told(caplog) == []
+
+
+def test_settings_of_newer_versions_are_counted_at_their_defaults(caplog):
+    """Fails if an upgrade lists every setting that the saved version lacked."""
+    config = schema.Config(seed=3, num_steps=7)
+    old = to_mapping(config)
+    for section in ("lora", "buckets", "elasticity"):
+        del old[section]
+    for name in ("seed", "deterministic"):
+        del old[name]
+    del old["model"]["max_positions"]  # derived from the length
+    with caplog.at_level(logging.WARNING, logger="absl"):
+        report_changes({"config": old, "jax": jax.__version__}, config, 5)
+    assert settings_told(caplog) == [
+        "settings that differ from step 5:\n"
+        "  seed: absent -> 3\n"
+        "  5 settings of newer versions, at their defaults"
+    ]
+
+
+BEFORE = "num_steps=1000", "data.length=1024"
+LTD = "random_ltd.form=span"
+
+
+@pytest.mark.parametrize(
+    ("saved", "other", "lines"),
+    [
+        pytest.param(
+            (), (LTD,), ["random_ltd.form: 'none' -> 'span'"], id="random-ltd-on"
+        ),
+        pytest.param(
+            (LTD,), (), ["random_ltd.form: 'span' -> 'none'"], id="random-ltd-off"
+        ),
+        pytest.param(
+            (LTD,),
+            (LTD, "random_ltd.pacing.start=256"),
+            ["random_ltd.pacing.start: 128 -> 256"],
+            id="random-ltd-pacing",
+        ),
+        pytest.param(
+            (),
+            ("layer_drop.theta=0.5",),
+            ["layer_drop.theta: 1.0 -> 0.5"],
+            id="layer-drop-on",
+        ),
+        pytest.param(
+            ("layer_drop.theta=0.5",),
+            ("layer_drop.theta=0.7", "layer_drop.gamma=0.1"),
+            ["layer_drop.theta: 0.5 -> 0.7", "layer_drop.gamma: 0.0 -> 0.1"],
+            id="layer-drop",
+        ),
+        pytest.param(
+            ("sequence_warmup.form=window",),
+            ("sequence_warmup.form=window", "sequence_warmup.pacing.num_steps=500"),
+            ["sequence_warmup.pacing.num_steps: 1000 -> 500"],
+            id="window-pacing",
+        ),
+    ],
+)
+def test_other_schedules_of_the_same_samples_are_told(caplog, saved, other, lines):
+    """As any setting that changes what steps compute, and not what they read."""
+    before, after = (small_run.make_config("x", *BEFORE, *x) for x in (saved, other))
+    extra = {"config": to_mapping(before), "jax": jax.__version__}
+    with caplog.at_level(logging.WARNING, logger="absl"):
+        report_changes(extra, after, 7)
+    head = "settings that differ from step 7:"
+    assert settings_told(caplog) == ["\n".join([head, *(f"  {x}" for x in lines)])]
+
+
+def grow_by_hand(step):
+    return 12 + step // 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "numbers", "told"),
+    [
+        (
+            {"optimizer": schema.Optimizer(name="onebit_adam")},
+            (20, 200),
+            ("optimizer.freeze_step", 3, 30),
+        ),
+        (
+            {"layer_drop": schema.LayerDrop(theta=0.5)},
+            (100, 200),
+            ("layer_drop.gamma", 1.0, 0.5),
+        ),
+    ],
+    ids=["freeze", "layer drop"],
+)
+def test_what_follows_from_the_number_of_steps_is_told(settings, numbers, told):
+    before, after = (schema.Config(num_steps=x, **settings) for x in numbers)
+    saved = {"config": to_mapping(before), "jax": jax.__version__}
+    assert changes(saved, after) == [("num_steps", *numbers), told]
+
+
+def test_the_function_of_a_schedule_that_was_changed_is_told(caplog, monkeypatch):
+    """Its name is the same: fails if its values are not compared."""
+    custom = ".pacing.kind=custom", f".pacing.function={__name__}:grow_by_hand"
+    settings = ("sequence_warmup.form=window", "sequence_warmup.pacing.num_steps=8")
+    settings += tuple(f"sequence_warmup{x}" for x in custom)
+    config = small_run.make_config("x", *settings)
+    model, dtype = make_model(config), np.float32
+    before = fingerprint_functions(config, model, compute_dtype=dtype)
+    monkeypatch.setattr(sys.modules[__name__], "grow_by_hand", lambda step: 8 + step)
+    pacing._call_each.cache_clear()
+    after = fingerprint_functions(config, model, compute_dtype=dtype)
+    with caplog.at_level(logging.WARNING, logger="absl"):
+        report_functions({"functions": before, "jax": jax.__version__}, after)
+    told = "sequence_warmup.pacing.function: the computation differs from the saved run"
+    assert caplog.messages[-1] == told
+    pacing._call_each.cache_clear()
+
+
+def test_another_jax_is_told():
+    config = small_run.make_config("x")
+    found = changes({"config": {}, "jax": "0.1"}, config)
+    assert found[-1].setting == "jax"
+    assert found[-1].value == "0.1"
+
+
+def make_columns(directory, num_rows, first=0.0, **given):
+    columns = squares.Columns({"x": [first, *np.arange(1.0, num_rows)]})
+    return squares.make_trainer(directory, batches=columns, **given)
+
+
+@pytest.fixture
+def columns(tmp_path):
+    trainer = make_columns(tmp_path / "run", 20)
+    trainer.fit()
+    trainer.close()
+    return tmp_path / "run"
+
+
+def test_columns_of_another_number_of_rows_are_refused(columns):
+    """Fails if `num_rows` is not compared, where all else is the same."""
+    with pytest.raises(DataError) as error:
+        make_columns(columns, 21)
+    assert f"num_rows=21 was 20 in the saved run, {LOST}" in str(error.value)
+
+
+def test_columns_of_other_values_are_refused(columns):
+    with pytest.raises(DataError) as error:
+        make_columns(columns, 20, first=0.5)
+    assert [problem.field for problem in error.value.problems] == ["data.digest"]
+    assert make_columns(columns, 20).step == 2
+
+
+def test_a_list_of_other_batches_is_told(tmp_path, caplog):
+    """Fails if what was drawn before the step is not compared, or more than that."""
+
+    def draw_next(*numbers):
+        batches = [{"x": np.full(8, n, np.float32)} for n in numbers]
+        trainer = squares.make_trainer(tmp_path, "num_steps=3", batches=batches)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, logger="absl"):
+            next(trainer.loader)
+        trainer.close()
+        return [r.getMessage() for r in caplog.records]
+
+    batches = [{"x": np.full(8, n, np.float32)} for n in range(3)]
+    squares.make_trainer(tmp_path, batches=batches).fit()
+    told = ["batches: the first 2 are not those of the saved run"]
+    assert draw_next(0, 5, 2, 3) == told
+    assert draw_next(0, 1, 5, 3) == []
+
+
+def test_another_optimizer_or_loss_of_the_caller_is_told(tmp_path, caplog):
+    """Fails if code that no setting names may change in silence."""
+
+    def told(**given):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, logger="absl"):
+            squares.make_trainer(tmp_path, **given).close()
+        return [
+            r.getMessage() for r in caplog.records if "computation" in r.getMessage()
+        ]
+
+    trainer = squares.make_trainer(tmp_path, tx=optax.sgd(0.1))
+    trainer.fit()
+    trainer.close()
+    end = "the computation differs from the saved run"
+    assert told(tx=optax.sgd(0.1)) == []
+    assert told(tx=optax.sgd(0.2)) == [f"tx: {end}"]
+    other = {"tx": optax.sgd(0.1), "loss": squares.weighted_loss}
+    assert told(**other) == [f"model: {end}"]

@@ -1,0 +1,175 @@
+"""Lengths of sequences by step, and what is refused of them in exact words."""
+
+import pytest
+
+from tests.support.refusals import case, refusal
+from zjax.schedule.dropping import make_dropping
+from zjax.schedule.lengths import end_by_tokens, make_lengths, make_tokens, make_windows
+from zjax.settings import schema
+
+FIELD = "sequence_warmup.pacing"
+BASE = "sequence_warmup.form=truncate;num_steps=2000"
+WINDOW = "sequence_warmup.form=window;num_steps=2000"
+CASES = [
+    case(
+        f"{BASE};{FIELD}.start=1024",
+        f"{FIELD}.start=1024 is not below data.length=1024; use a smaller one",
+        id="bounds-reversed",
+    ),
+    case(
+        f"{BASE};{FIELD}.end=2048",
+        f"{FIELD}.end=2048 is above data.length=1024; use at most 1024",
+        id="beyond-the-sequence",
+    ),
+    case(
+        f"{BASE};{FIELD}.num_steps=2001",
+        f"{FIELD}.num_steps=2001 is beyond num_steps=2000; use at most 2000",
+        id="beyond-the-run",
+    ),
+    case(
+        f"{BASE};{FIELD}.multiple=48",
+        f"{FIELD}.multiple=48 does not divide {FIELD}.start=64; use a divisor\n"
+        f"{FIELD}.multiple=48 does not divide data.length=1024; use a divisor",
+        id="multiple",
+    ),
+    case(
+        f"{BASE};{FIELD}.multiple=2;mesh.sequence=4",
+        f"{FIELD}.multiple=2 is not a multiple of mesh.sequence=4; use 4",
+        id="shards",
+    ),
+    case(
+        f"{BASE};{FIELD}.multiple=32;model.attention=sparse",
+        f"{FIELD}.multiple=32 is not a multiple of model.sparsity.block=64; use 64 or "
+        "a multiple of it",
+        id="blocks",
+    ),
+    case(
+        f"{BASE};{FIELD}.kind=discrete;{FIELD}.values=(6, 1024);{FIELD}.last_steps=(9,)"
+        ";mesh.sequence=4",
+        f"{FIELD}.values=6 is not a multiple of mesh.sequence=4; use 4 or 8",
+        id="shards-of-a-value",
+    ),
+    case(
+        f"{FIELD}.multiple=32",
+        f"{FIELD}.multiple=32 has no effect with sequence_warmup.form='none'; "
+        "leave it at 64, or set sequence_warmup.form to 'truncate' or 'reshape' or "
+        "'window'",
+        id="without-effect",
+    ),
+    case(
+        "num_tokens=100000;sequence_warmup.form=truncate;"
+        "sequence_warmup.pacing.end=1000",
+        "sequence_warmup.pacing.multiple=64 does not divide "
+        "sequence_warmup.pacing.end=1000; use a divisor",
+        id="no-end",
+    ),
+    case(
+        "num_steps=100;num_tokens=4000000",
+        "num_tokens=4000000 is above the 3,276,800 of num_steps=100; raise num_steps, "
+        "or leave it at 0",
+        id="tokens-beyond-the-run",
+    ),
+    case(
+        f"{WINDOW};{FIELD}.num_tokens=9000;{FIELD}.num_steps=9",
+        f"{FIELD}.num_steps=9 ends it, too, besides {FIELD}.num_tokens=9000; leave out "
+        "one",
+        id="steps-and-tokens",
+    ),
+    case(
+        f"{WINDOW};{FIELD}.num_tokens=3276801;num_steps=100",
+        f"{FIELD}.num_tokens=3276801 is not reached in num_steps=100; use less, or "
+        "raise num_steps",
+        id="pacing-tokens-beyond-the-run",
+    ),
+    case(
+        "random_ltd.form=span;random_ltd.pacing.num_tokens=32768001",
+        "random_ltd.pacing.num_tokens=32768001 is not reached in num_steps=1000; use "
+        "less, or raise num_steps",
+        id="kept-tokens-beyond-the-run",
+    ),
+    case(
+        f"{WINDOW};{FIELD}.kind=custom;{FIELD}.function=math:gcd;{FIELD}.num_tokens=9",
+        f"{FIELD}.num_tokens=9 has no effect with {FIELD}.kind='custom'; leave it at "
+        f"0, or set {FIELD}.kind to 'linear' or 'root'\n"
+        f"{FIELD}.function='math:gcd' gives 0 at step 0; return an int of 1 or more "
+        "that never falls",
+        id="tokens-of-a-function",
+    ),
+    case(
+        f"{FIELD}.num_tokens=9000;sequence_warmup.form=reshape;global_batch_size=32;"
+        "microbatch_size=64",
+        "global_batch_size=32 does not divide by 8 batch shards x microbatch_size=64; "
+        "use a multiple of 512",
+        id="tokens-of-no-microbatch",
+    ),
+    case(
+        f"{WINDOW};{FIELD}.multiple=48",
+        f"{FIELD}.multiple=48 does not divide {FIELD}.start=64; use a divisor\n"
+        f"{FIELD}.multiple=48 does not divide data.length=1024; use a divisor",
+        id="window-multiple",
+    ),
+    case(
+        f"{WINDOW};model.kind=encoder",
+        "sequence_warmup.form='window' looks back alone, and tokens of "
+        "model.kind='encoder' look both ways; use 'none'",
+        id="window-encoder",
+    ),
+    case(
+        f"{WINDOW};mesh.sequence=4;model.sequence_attention=ring",
+        "model.sequence_attention='ring' does not limit attention to "
+        "sequence_warmup.form='window'; use 'ulysses', or form='truncate'",
+        id="window-ring",
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "num_devices", "message"), CASES)
+def test_what_does_not_fit_is_refused(overrides, num_devices, message):
+    assert refusal(overrides, num_devices) == message
+
+
+def test_without_warm_up_all_sequences_are_whole():
+    lengths = make_lengths(schema.Config(data=schema.Data(length=96)))
+    assert lengths.changes() == {1: 96} and lengths.sum_until(5) == 480
+
+
+TOKENS = 200_000
+"""Reached in step 7 of 32 x 1,024 tokens."""
+
+
+@pytest.mark.parametrize("form", ["none", "window", "truncate", "reshape"])
+def test_tokens_end_a_pacing_at_the_step_that_reaches_them(form):
+    """Of kept tokens and of lengths, on which the tokens depend; fails for steps."""
+    pacing = schema.Pacing(num_tokens=TOKENS)
+    config = schema.Config(
+        sequence_warmup=schema.SequenceWarmup(form=form, pacing=pacing),
+        random_ltd=schema.RandomLTD(form="span", pacing=pacing),
+    )
+    tokens, end = make_tokens(config), make_dropping(config).kept.num_steps
+    assert tokens.sum_until(end - 1) < TOKENS <= tokens.sum_until(end)
+    if form == "none":
+        assert end == 7
+    else:
+        grown = make_lengths(config) if form != "window" else make_windows(config)
+        assert grown.num_steps == end
+        assert (end == 7) == (form == "window")
+
+
+def test_windows_leave_sequences_whole():
+    """Counted from step 1, as the paper counts lengths (golden A.4)."""
+    pacing = schema.Pacing(start=8, multiple=8, num_steps=15_000)
+    warmup = schema.SequenceWarmup(form="window", pacing=pacing)
+    config = schema.Config(sequence_warmup=warmup)
+    assert make_lengths(config).changes() == {1: 1024}
+    found = map(make_windows(config).at, (1, 119, 500, 7_500, 14_999, 15_000))
+    assert list(found) == [8, 16, 40, 512, 1016, 1024]
+
+
+@pytest.mark.parametrize(("form", "last"), [("none", 4), ("truncate", 9)])
+def test_tokens_end_a_run_at_the_step_that_consumes_them(form, last):
+    """4 steps of 32 x 1,024 tokens; lengths of 64, 128, ... take 9 steps to as many."""
+    pacing = schema.Pacing(num_steps=15)
+    warmup = schema.SequenceWarmup(form=form, pacing=pacing)
+    for num_tokens, end in ((98_305, last), (98_304, last - (form == "none"))):
+        config = schema.Config(num_tokens=num_tokens, sequence_warmup=warmup)
+        assert end_by_tokens(config).num_steps == end

@@ -1,1 +1,0 @@
-"""Memory of a run, predicted: whether it fits, what to offload, and on which mesh."""

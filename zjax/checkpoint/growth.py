@@ -1,0 +1,385 @@
+"""Checkpoints that grow: more tokens, or a mixture of experts from dense weights."""
+
+import concurrent.futures
+import functools
+import re
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from absl import logging
+
+from zjax.checkpoint import layers, layout, views
+from zjax.checkpoint.adapters import Drawn, Initial
+from zjax.checkpoint.export import tensor_name
+from zjax.checkpoint.layout import Entry
+from zjax.checkpoint.views import Index, Source
+from zjax.errors import ConfigError, Problem
+from zjax.settings import schema
+from zjax.settings.mixture import experts_by_layer, segment_shapes
+from zjax.settings.parameters import is_held_frozen
+from zjax.settings.schema import Config
+from zjax.typing import Model
+
+TABLES = ("embedding/tokens", "head/kernel", "head/bias")
+"""Arrays of the built-in models with a row for each token."""
+_SLAB_ROWS = 4_096
+
+
+def resized(
+    source: Source, wanted: Mapping[str, Entry], config: schema.Config
+) -> Source:
+    """The arrays with the rows of `model.vocab_size`, if that was asked for.
+
+    Args:
+        source: Arrays of any checkpoint, with dots in their names.
+        wanted: Arrays of the model to start.
+        config: Read for `checkpoint`, `model` and `lora`.
+
+    Returns:
+        The arrays. Process 0 logs which of them have new rows.
+
+    Raises:
+        ConfigError: The checkpoint has as many tokens already, or more, or no table
+            that the model has.
+    """
+    path = config.checkpoint.init_from
+    names = {tensor_name(x): x for x in TABLES if tensor_name(x) in source.entries}
+    names = {name: x for name, x in names.items() if name in wanted}
+    if not config.checkpoint.resize_vocabulary:
+        return source
+    if not names:
+        raise _useless(
+            f"finds no table of tokens in checkpoint.init_from={path!r} "
+            "that the model has"
+        )
+    size, (old, *_) = config.model.vocab_size, map(source.entries.get, names)
+    assert old is not None
+    if old.shape[0] >= size:
+        raise _useless(
+            f"has no new rows: checkpoint.init_from={path!r} has "
+            f"{old.shape[0]} tokens, model.vocab_size is {size}"
+        )
+    _report(path, old.shape[0], [*names.values()], config)
+
+    @functools.cache
+    def mean(name: str) -> np.ndarray:
+        rows, *others = source.entries[name].shape
+        spans = [slice(0, n) for n in others]
+        total = np.zeros(others)
+        for first in range(0, rows, _SLAB_ROWS):
+            slab = slice(first, min(first + _SLAB_ROWS, rows))
+            total += source.read(name, (slab, *spans)).sum(0, np.float64)
+        return total / rows
+
+    def read(name: str, index: Index) -> np.ndarray:
+        if name not in names:
+            return source.read(name, index)
+        rows, *others = index
+        count = source.entries[name].shape[0]
+        known = slice(min(rows.start, count), min(rows.stop, count))
+        found = source.read(name, (known, *others))
+        num_new = rows.stop - rows.start - len(found)
+        new = mean(name)[tuple(others)].astype(found.dtype)
+        return np.concatenate([found, np.broadcast_to(new, (num_new, *new.shape))])
+
+    grown = {n: source.entries[n] for n in names}
+    entries = {n: Entry((size, *x.shape[1:]), x.dtype) for n, x in grown.items()}
+    return Source({**source.entries, **entries}, read)
+
+
+def _useless(problem: str) -> ConfigError:
+    remedy = "set it to False"
+    return ConfigError(Problem("checkpoint.resize_vocabulary", True, problem, remedy))
+
+
+def _report(path: str, num_old: int, tables: list[str], config: schema.Config) -> None:
+    if jax.process_index() != 0:
+        return
+    size = config.model.vocab_size
+    frozen = [name for name in tables if is_held_frozen(name, config)]
+    note = f"; frozen are {', '.join(frozen)}: lora.also_train trains them"
+    logging.warning(
+        "checkpoint.init_from=%r has %d tokens, and model.vocab_size=%d: new rows of "
+        "%s are the mean of the others%s",
+        *(path, num_old, size, ", ".join(tables), note if frozen else ""),
+    )
+
+
+_BLOCK = re.compile(
+    r"blocks(\.segment(?P<segment>\d+))?(\.layer(?P<layer>\d+))?\.(?P<array>.+)"
+)
+_EXPERTS = "mlp.experts."
+_RESIDUAL = "mlp.residual."
+_SILENT = "mlp.shared.down."
+_NEW = ("mlp.router.", "mlp.coefficient.", "mlp.shared.", "mlp.shared_gate.")
+
+
+def initial_values(model: Model, key: jax.Array) -> Initial:
+    """Makes functions that draw arrays of a new model in a thread.
+
+    Args:
+        model: Makes the arrays.
+        key: Random key of a new model.
+    """
+
+    def initial(names: Sequence[str]) -> Callable[[], Drawn]:
+        def chosen(key: jax.Array) -> dict[str, jax.Array]:
+            params = layout.name_leaves(model.init(key)[0])
+            named = {tensor_name(name): x for name, x in params.items()}
+            return {name: named[name] for name in names}
+
+        # Here, as settings of JAX hold in one thread; to compile takes longer.
+        lowered = jax.jit(chosen).lower(key)
+
+        @functools.cache
+        def draw() -> Drawn:
+            thread = concurrent.futures.ThreadPoolExecutor(1, "initial")
+            return thread.submit(lambda: jax.device_get(lowered.compile()(key)))
+
+        return draw
+
+    return initial
+
+
+def upcycled(
+    source: Source, wanted: Mapping[str, Entry], config: Config, initial: Initial
+) -> Source:
+    """The arrays of a mixture of experts, if `source` is a dense model; else `source`.
+
+    Args:
+        source: Arrays of a model, with dots in their names.
+        wanted: Arrays of the model to start, of any layout.
+        config: Read for `seed`, `model` and `checkpoint`.
+        initial: Makes the arrays that no dense model has.
+
+    Returns:
+        Arrays with stacked layers. Process 0 logs which of them are copies or new.
+
+    Raises:
+        ConfigError: The two models differ in layers or widths, or there is noise for
+            the experts of a mixture.
+    """
+    if not config.model.moe.num_experts:
+        return source
+    if any(_EXPERTS in name for name in source.entries):
+        _check_noise(config.checkpoint)
+        return source
+    dense = views.retiled(source, 1)
+    dense = views.restacked(dense, list(layers.stack_all(dense.entries)))
+    _check_shape(dense.entries, config)
+    view = _Upcycled(dense, layers.stack_all(wanted), config, initial)
+    if jax.process_index() == 0:
+        logging.warning("%s", view.describe())
+    return Source(view.entries, view.read)
+
+
+def _check_noise(checkpoint: schema.Checkpoint) -> None:
+    noise, path = checkpoint.expert_noise, checkpoint.init_from
+    if noise:
+        problem = f"has no effect on the experts of checkpoint.init_from={path!r}"
+        remedy = "leave it at 0.0"
+        raise ConfigError(Problem("checkpoint.expert_noise", noise, problem, remedy))
+
+
+def _check_shape(dense: Mapping[str, Entry], config: Config) -> None:
+    kernel = dense.get("blocks.mlp.up.kernel")
+    if kernel is None or len(kernel.shape) != 3:
+        return  # not one of ours: a comparison of all names says so
+    model, path = config.model, config.checkpoint.init_from
+    num_layers, width, hidden = kernel.shape
+    pairs = [
+        ("num_layers", model.num_layers, num_layers, "number of layers"),
+        ("embed_size", model.embed_size, width, "width"),
+        ("moe.expert_size", model.moe.expert_size, hidden, "feed-forward width"),
+    ]
+    if 0 in experts_by_layer(model):
+        pairs.append(("mlp_size", model.mlp_size, hidden, "feed-forward width"))
+    problems = [
+        Problem(
+            f"model.{name}",
+            int(value),
+            f"is not the {what} {found} of checkpoint.init_from={path!r}",
+            f"use {found}",
+        )
+        for name, value, found, what in pairs
+        if value != found
+    ]
+    if problems:
+        raise ConfigError(*problems)
+
+
+class _Upcycled:
+    """Entries and slices of a mixture, from those of a dense model."""
+
+    def __init__(
+        self,
+        dense: Source,
+        wanted: Mapping[str, Entry],
+        config: Config,
+        initial: Initial,
+    ):
+        self.dense, self.config = dense, config
+        self.numbers = _layer_numbers(config.model)
+        self.new = [n for n in wanted if _array_of(n).startswith(_NEW)]
+        drawn = [n for n in self.new if not _array_of(n).startswith(_SILENT)]
+        self.draw = initial(drawn)
+        entries, used = {name: wanted[name] for name in self.new}, set()
+        for name, entry in wanted.items():
+            parts = self.parts(name) if _array_of(name) and name not in entries else []
+            if parts and all(part in dense.entries for part in parts):
+                entries[name] = self._entry(name, entry)
+                used.update(parts)
+        # Arrays that no other is made from stay, so that a comparison names them.
+        unused = {n: e for n, e in dense.entries.items() if n not in used}
+        self.entries = unused | entries
+
+    def parts(self, name: str) -> list[str]:
+        """The dense arrays behind one of the mixture; gates precede values."""
+        array = _array_of(name)
+        if array.startswith(_RESIDUAL):
+            array = array.replace(_RESIDUAL, "mlp.")
+        elif array.startswith(_EXPERTS):
+            array = array.replace(_EXPERTS, "mlp.")
+            if self.config.model.is_gated and ".up." in array:
+                return [f"blocks.{x}" for x in (array.replace(".up.", ".gate."), array)]
+        return [f"blocks.{array}"]
+
+    def read(self, name: str, index: Index) -> np.ndarray:
+        """Reads a slice."""
+        values, array = self.draw(), _array_of(name)
+        if not array:
+            return self.dense.read(name, index)
+        if array.startswith(_SILENT):
+            shape = [s.stop - s.start for s in index]
+            return np.zeros(shape, self.entries[name].dtype)
+        if name in self.new:
+            return values.result()[name][index]
+        layer_numbers, rest = self.numbers[_place_of(name)][index[0]], index[1:]
+        parts = self.parts(name)
+        if array.startswith(_EXPERTS):
+            return np.stack([self._experts(parts, n, *rest) for n in layer_numbers])
+        return np.stack([self._layer(parts[0], n, rest) for n in layer_numbers])
+
+    def describe(self) -> str:
+        """Says which arrays are copies, which are new, and what the model computes."""
+        moe, path = self.config.model.moe, self.config.checkpoint.init_from
+        experts = [n for n in experts_by_layer(self.config.model) if n]
+        new = ", ".join(self.new)
+        return (
+            f"checkpoint.init_from={path!r} is a dense model: the {_span(experts)} "
+            "experts of a layer are copies of its feed-forward"
+            f"{', and so is the residual branch' if moe.residual else ''}; new are "
+            f"{new}; all other arrays are copied; "
+            f"{_describe_function(self.config)}"
+        )
+
+    def _entry(self, name: str, wanted: Entry) -> Entry:
+        first = self.dense.entries[self.parts(name)[0]]
+        shape = (len(self.numbers[_place_of(name)]), *first.shape[1:])
+        if _array_of(name).startswith(_EXPERTS):
+            gates = () if len(self.parts(name)) == 1 else (2,)
+            num_experts, rest = wanted.shape[1], shape[1:]
+            shape = (shape[0], num_experts, *rest[:-1], *gates, rest[-1])
+        return Entry(shape, first.dtype)
+
+    def _layer(self, part: str, number: int, index: Sequence[slice]) -> np.ndarray:
+        return self.dense.read(part, (slice(number, number + 1), *index))[0]
+
+    def _experts(
+        self, parts: Sequence[str], number: int, experts: slice, *index: slice
+    ) -> np.ndarray:
+        """A slice [experts, ...] of the experts of one layer."""
+        if self.config.checkpoint.expert_noise and parts[0].endswith("kernel"):
+            return self._noisy(parts, number, experts, index)
+        if len(parts) > 1:
+            *outer, gates, hidden = index
+            each = [self._layer(x, number, (*outer, hidden)) for x in parts[gates]]
+            one = np.stack(each, -2)
+        else:
+            one = self._layer(parts[0], number, index)
+        return np.broadcast_to(one, (experts.stop - experts.start, *one.shape))
+
+    def _noisy(
+        self, parts: Sequence[str], number: int, experts: slice, index: Sequence[slice]
+    ) -> np.ndarray:
+        """The same with noise that depends on layer, expert and array alone."""
+
+        def copy(part: str, expert: int) -> np.ndarray:
+            everything = [slice(0, n) for n in self.dense.entries[part].shape[1:]]
+            matrix = self._layer(part, number, everything)
+            wide = matrix.astype(np.float32)
+            words = self.config.seed, zlib.crc32(part.encode()), number, expert
+            noise = np.random.default_rng(words).standard_normal(
+                matrix.shape, np.float32
+            )
+            scale = self.config.checkpoint.expert_noise * wide.std()
+            return (wide + scale * noise).astype(matrix.dtype)
+
+        copies = []
+        for expert in range(experts.start, experts.stop):
+            each = [copy(part, expert) for part in parts]
+            joined = np.stack(each, -2) if len(each) > 1 else each[0]
+            copies.append(joined[tuple(index)])
+        return np.stack(copies)
+
+
+def _array_of(name: str) -> str:
+    """The path of an array inside its layer; empty outside of layers."""
+    block = _BLOCK.fullmatch(name)
+    return block["array"] if block else ""
+
+
+def _place_of(name: str) -> tuple[int, int]:
+    """Numbers of the segment, and of the layer in its block."""
+    block = _BLOCK.fullmatch(name)
+    assert block is not None
+    return int(block["segment"] or 0), int(block["layer"] or 0)
+
+
+def _layer_numbers(model: schema.Model) -> dict[tuple[int, int], range]:
+    """The layers that an array stacks, by the numbers of `_place_of`.
+
+    Example:
+        >>> moe = schema.MoE(num_experts=8, every=2, first_dense=1)
+        >>> _layer_numbers(schema.Model(num_layers=5, moe=moe))[1, 1]
+        range(2, 6, 2)
+    """
+    numbers, first = {}, 0
+    for segment, shape in enumerate(segment_shapes(model)):
+        size, num_blocks = len(shape.num_experts), shape.num_blocks
+        for layer in range(size):
+            start = first + layer
+            numbers[segment, layer] = range(start, start + size * num_blocks, size)
+        first += size * num_blocks
+    return numbers
+
+
+def _span(numbers: Sequence[int]) -> str:
+    low, high = min(numbers), max(numbers)
+    return f"{low}" if low == high else f"{low} to {high}"
+
+
+def _describe_function(config: Config) -> str:
+    reasons = [*_differences(config)]
+    if reasons:
+        return f"it differs from the dense model at first, by {' and '.join(reasons)}"
+    return "it computes what the dense model does at first"
+
+
+def _differences(config: Config) -> Iterator[str]:
+    moe: Any = config.model.moe
+    if moe.choice == "experts":
+        yield "model.moe.choice='experts'"
+    elif moe.top_k == 1:
+        yield "model.moe.top_k=1, which weighs an expert by its score"
+    elif not moe.normalise:
+        yield "model.moe.normalise=False"
+    if moe.scale != 1:
+        yield f"model.moe.scale={moe.scale}"
+    if moe.drop != "none":
+        yield f"model.moe.drop={moe.drop!r}"
+    if config.checkpoint.expert_noise:
+        yield f"checkpoint.expert_noise={config.checkpoint.expert_noise}"

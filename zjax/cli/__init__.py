@@ -1,0 +1,1 @@
+"""The `zjax` command: trains, plans, measures, tunes and converts."""

@@ -1,0 +1,332 @@
+"""Measures speed and memory of a configuration over some timed steps."""
+
+import dataclasses
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from absl import logging
+
+from zjax.config.check import check_config
+from zjax.data.loader import find_local_rows
+from zjax.data.placement import place_rows
+from zjax.data.source import open_rows
+from zjax.errors import BenchError, Problem
+from zjax.estimate.mesh import choose_mesh
+from zjax.models import flops
+from zjax.models.build import make_model
+from zjax.models.flops import flops_per_weight
+from zjax.optim.build import make_optimizer
+from zjax.processes.agreement import versions
+from zjax.run.fit import explain_out_of_memory
+from zjax.run.host import limit_pinned_pool
+from zjax.run.initialize import Run, make_run
+from zjax.schedule.learning_rate import make_schedule
+from zjax.settings.batch import resolve_batch
+from zjax.settings.schema import Config
+from zjax.sharding.describe import format_bytes, render_table
+from zjax.sharding.memory import num_params, stored_bytes
+from zjax.sharding.placement import array_bytes
+from zjax.train.state import TrainState
+from zjax.typing import Batch, Device
+
+
+@dataclasses.dataclass(frozen=True)
+class Spread:
+    """Median and range of n measurements, 1 or more."""
+
+    median: int | float
+    min: int | float
+    max: int | float
+    n: int
+
+    @classmethod
+    def of(cls, values: Sequence[int | float]) -> "Spread":
+        """Summarises one or more measurements.
+
+        Example:
+            >>> Spread.of([3.0, 1.0, 2.0]).describe("{:.1f}".format)
+            '2.0 [1.0 to 3.0, n=3]'
+        """
+        return cls(statistics.median(values), min(values), max(values), len(values))
+
+    def describe(self, form: Callable[[int | float], str]) -> str:
+        """The median and, if n > 1, the range; `form` formats one number."""
+        if self.n == 1:
+            return form(self.median)
+        ends = f"{form(self.min)} to {form(self.max)}"
+        return f"{form(self.median)} [{ends}, n={self.n}]"
+
+
+def state_bytes(state: TrainState, device: Device) -> int:
+    """Bytes of a state's shards in the memory of one local device."""
+    kind = device.default_memory().kind
+    return sum(
+        array_bytes(shard.data.shape, shard.data.dtype)
+        for array in jax.tree.leaves(state)
+        if array.sharding.memory_kind == kind
+        if isinstance(array, jax.Array)  # the others rest on disks
+        for shard in array.addressable_shards
+        if shard.device == device
+    )
+
+
+def peak_bytes(devices: Sequence[Device]) -> int | None:
+    """Most memory in arrays on any of some local devices since the start.
+
+    Returns:
+        Bytes; None if the devices do not report it, as CPUs.
+    """
+    stats = [device.memory_stats() or {} for device in devices]
+    peaks = [each["peak_bytes_in_use"] for each in stats if "peak_bytes_in_use" in each]
+    return max(peaks, default=None)
+
+
+WARM_UP_STEPS = 3
+TIMED_ROUNDS = 5
+STEPS_PER_ROUND = 8
+"""Maximum; slow steps are timed in smaller rounds."""
+_ROUND_SECONDS = 4
+_LONG_SECONDS = 10
+"""Steps this slow are logged one by one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    """Speed and memory of some steps of a run.
+
+    Args:
+        name: Label.
+        device: Kind of the devices.
+        num_devices: Number of devices.
+        tokens_per_second_per_device: Spread over the timed rounds.
+        step_seconds: Spread of the time per step, from the first call of a round until
+            its last state is ready; steps in between are not waited for, as in
+            training.
+        model_tflops_per_device: 6 N x tokens per second, 4 N under adapters, with N the
+            parameters except embedding tables; without attention and recomputation.
+        mfu: Fraction of peak FLOP/s, with causal attention counted half; None if the
+            peak is unknown.
+        mfu_full_attention: Fraction of peak FLOP/s, with attention counted in full.
+        peak_bytes: Most memory in arrays on any device since the start; None if the
+            devices do not report it.
+        predicted_peak_bytes: Arguments, results and temporaries of the compiled step
+            (for an offloaded state: of its programs, plus transfers); None if the
+            compiler does not report it.
+        state_bytes: Bytes of the state on the first device.
+        moved_state_bytes: Bytes of the offloaded state per device.
+        disk_state_bytes: Bytes of these on disks.
+        num_params: Parameters of the model.
+        compile_seconds: Time to trace and compile the step.
+        first_loss: Loss before any update, in nats per token.
+        loss: Loss after the last update.
+        versions: Versions of Python and packages.
+    """
+
+    name: str
+    device: str
+    num_devices: int
+    tokens_per_second_per_device: Spread
+    step_seconds: Spread
+    model_tflops_per_device: float
+    mfu: float | None
+    mfu_full_attention: float | None
+    peak_bytes: int | None
+    predicted_peak_bytes: int | None
+    state_bytes: int
+    moved_state_bytes: int
+    disk_state_bytes: int
+    num_params: int
+    compile_seconds: float
+    first_loss: float
+    loss: float
+    versions: Mapping[str, str]
+
+
+def measure(
+    config: Config,
+    *,
+    name: str = "zjax",
+    devices: Sequence[Device] | None = None,
+    num_warm_up: int = WARM_UP_STEPS,
+    num_rounds: int = TIMED_ROUNDS,
+) -> Measurement:
+    """Trains and times a few steps on synthetic tokens.
+
+    The learning rate is warmed up over these steps; all else is as configured.
+
+    Args:
+        config: A run of a built-in model; its data is not read.
+        name: Label of the measurement.
+        devices: Devices to use; all by default.
+        num_warm_up: Steps before the timed ones, 1 or more.
+        num_rounds: Timed rounds, 1 or more.
+
+    Returns:
+        The measurement; memory is that of this process's devices.
+
+    Raises:
+        ConfigError: Settings that cannot work.
+        PlanError: Arrays that cannot be placed, or that do not fit.
+        BenchError: The loss did not fall, so the numbers would mean nothing.
+    """
+    limit_pinned_pool(config)
+    devices = jax.devices() if devices is None else devices
+    config = choose_mesh(config, devices)
+    check_config(config, len(devices))
+    config = _shorten(config, num_warm_up + num_rounds * STEPS_PER_ROUND)
+    model = make_model(config)
+    tx = make_optimizer(config, model)
+    schedule = make_schedule(config)
+    run = make_run(config, model, tx, schedule=schedule, devices=devices)
+    batch = _place_batch(run)
+    start = time.perf_counter()
+    peak = run.step.predict_peak(batch)
+    compile_seconds = time.perf_counter() - start
+    with explain_out_of_memory(config, run.plan, user_model=False):
+        seconds, losses, state = _take_steps(run, batch, num_warm_up, num_rounds)
+    check_losses(losses)
+    return Measurement(
+        name=name,
+        device=devices[0].device_kind,
+        num_devices=len(devices),
+        **_speed(config, devices, batch["tokens"].size, seconds),
+        peak_bytes=peak_bytes(run.mesh.local_devices),
+        predicted_peak_bytes=peak.total if peak else None,
+        state_bytes=state_bytes(state, run.mesh.local_devices[0]),
+        moved_state_bytes=stored_bytes(run.plan).offloaded,
+        disk_state_bytes=stored_bytes(run.plan).disks,
+        num_params=num_params(run.plan),
+        compile_seconds=compile_seconds,
+        first_loss=losses[0],
+        loss=losses[-1],
+        versions=versions(),
+    )
+
+
+def describe_measurement(measurement: Measurement) -> str:
+    """A table of at most 100 columns; unknown values have no row."""
+    speed, seconds = measurement.tokens_per_second_per_device, measurement.step_seconds
+    rows = [
+        ("devices", f"{measurement.num_devices} x {measurement.device}"),
+        ("parameters", f"{measurement.num_params:,}"),
+        ("tokens/s per device", speed.describe("{:,.0f}".format)),
+        ("seconds per step", seconds.describe("{:.4f}".format)),
+        (
+            "model TFLOP/s per device",
+            f"{measurement.model_tflops_per_device:.4g}",
+        ),
+    ]
+    shares = {
+        "MFU, causal half of attention counted": measurement.mfu,
+        "MFU, all attention counted": measurement.mfu_full_attention,
+    }
+    rows += [(what, f"{x:.1%}") for what, x in shares.items() if x is not None]
+    sizes = {
+        "peak memory": measurement.peak_bytes,
+        "peak memory by the compiler": measurement.predicted_peak_bytes,
+        "state per device": measurement.state_bytes,
+        "offloaded state per device": measurement.moved_state_bytes or None,
+        "of it on disks": measurement.disk_state_bytes or None,
+    }
+    rows += [(what, format_bytes(x)) for what, x in sizes.items() if x is not None]
+    rows += [
+        ("seconds to compile", f"{measurement.compile_seconds:.1f}"),
+        ("loss", f"{measurement.first_loss:.4f} to {measurement.loss:.4f}"),
+    ]
+    return render_table((measurement.name, ""), rows, right=(1,))
+
+
+def check_losses(losses: Sequence[float]) -> None:
+    """Checks that the losses of repeated steps on one batch fall.
+
+    Args:
+        losses: One per step, two or more.
+
+    Raises:
+        BenchError: One is not finite, or the last is not below the first.
+
+    Example:
+        >>> check_losses([2.5, 2.0])
+    """
+    if np.isfinite(losses).all() and losses[-1] < losses[0]:
+        return
+    steps = f"in {len(losses)} steps on one batch"
+    problem = f"did not fall from {losses[0]!r} {steps}"
+    remedy = "lower optimizer.peak_learning_rate, or check that the run trains"
+    raise BenchError(Problem("loss", losses[-1], problem, remedy))
+
+
+def _shorten(config: Config, num_steps: int) -> Config:
+    """The same work per step, with a learning rate that reaches its peak."""
+    optimizer = dataclasses.replace(
+        config.optimizer, schedule="constant", num_warmup_steps=num_steps
+    )
+    data = dataclasses.replace(config.data, source="synthetic")
+    return dataclasses.replace(
+        config, num_steps=num_steps, optimizer=optimizer, data=data
+    )
+
+
+def _place_batch(run: Run) -> Batch:
+    """One global batch, on the devices."""
+    rows, shardings = open_rows(run.config, "train"), run.plan.batch_sharding
+    sizes = resolve_batch(run.config, run.plan.num_batch_shares)
+    num_rows = sizes.global_batch_size
+    local_rows = find_local_rows(rows, num_rows, shardings)
+    return place_rows(rows.read(local_rows), local_rows, num_rows, shardings)
+
+
+def _take_steps(
+    run: Run, batch: Batch, num_warm_up: int, num_rounds: int
+) -> tuple[list[float], list[float], TrainState]:
+    state, seconds, losses = run.state, [], []
+    num_steps = 1
+    for number in range(num_warm_up + num_rounds):
+        if number == num_warm_up:
+            num_steps = steps_per_round(seconds[-1])
+        start = time.perf_counter()
+        for _ in range(num_steps):
+            state, metrics = run.step(state, batch)
+            losses.append(metrics["loss"])
+        jax.block_until_ready((state, losses))
+        seconds.append((time.perf_counter() - start) / num_steps)
+        if seconds[-1] >= _LONG_SECONDS:
+            logging.warning("step %d: %.1f s", len(losses), seconds[-1])
+    return seconds[num_warm_up:], [float(loss) for loss in losses], state
+
+
+def steps_per_round(step_seconds: float) -> int:
+    """Number of steps timed together, from the seconds of one step."""
+    return min(STEPS_PER_ROUND, math.ceil(_ROUND_SECONDS / step_seconds))
+
+
+def _speed(
+    config: Config, devices: Sequence[Device], num_tokens: int, seconds: list[float]
+) -> dict[str, Any]:
+    speed = Spread.of([num_tokens / len(devices) / each for each in seconds])
+    dtype = config.precision.compute_dtype
+    configured_peak = config.observe.peak_tflops * 1e12
+    peak = configured_peak or flops.peak_flops(devices[0].device_kind, dtype)
+
+    def share(causal_attention: flops.CausalAttention) -> float | None:
+        work = flops.flops_per_token(
+            config.model,
+            config.data.length,
+            causal_attention=causal_attention,
+            per_weight=flops_per_weight(config),
+        )
+        return speed.median * work / peak if peak else None
+
+    work = flops_per_weight(config) * flops.matmul_params(config.model)
+    return {
+        "tokens_per_second_per_device": speed,
+        "step_seconds": Spread.of(seconds),
+        "model_tflops_per_device": work * speed.median / 1e12,
+        "mfu": share("half"),
+        "mfu_full_attention": share("full"),
+    }

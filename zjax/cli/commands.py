@@ -1,0 +1,362 @@
+"""Commands that read checkpoints: `zjax generate`, `evaluate`, `export` and `check`.
+
+The first three use the weights of `--part` at `--step`, by default the evaluation
+weights of the newest checkpoint, and print which. `--run` names a run that describes
+itself.
+"""
+
+import argparse
+import json
+import math
+import os
+import pathlib
+import sys
+from typing import NoReturn
+
+import jax
+from absl import flags, logging
+
+from zjax.checkpoint import steps
+from zjax.checkpoint.average import saved_parts
+from zjax.checkpoint.export import export_safetensors
+from zjax.checkpoint.store import Store
+from zjax.checkpoint.verify import describe_verdicts, exit_status, inspect_steps
+from zjax.cli.usage import NO_VALUE
+from zjax.config.flags import (
+    FILE_FLAGS,
+    changes_given,
+    config_from_flags,
+    refuse_flags,
+)
+from zjax.config.load import load_config
+from zjax.data import tables
+from zjax.data.conversations import ANSWERS, Conversation
+from zjax.data.documents import JSON_SUFFIXES, read_conversations
+from zjax.data.prompts import as_talk
+from zjax.errors import ConfigError, Problem
+from zjax.files import local_path, read_text
+from zjax.huggingface.export import export_huggingface
+from zjax.huggingface.peft import export_peft
+from zjax.huggingface.settings import CONFIG_NAME, model_settings
+from zjax.observe.progress import describe_values
+from zjax.processes import hold
+from zjax.run.ending import lowest_evaluation
+from zjax.run.resume import STARTED_FROM
+from zjax.run.trainer import Trainer
+from zjax.settings.schema import Config
+from zjax.stack.forward import AUXILIARY_LOSS
+from zjax.train.average import choose_part, parts_of
+
+CONVERSATION_SUFFIXES = (*JSON_SUFFIXES, *tables.SUFFIXES)
+"""Names of files that hold conversations, not texts, end so."""
+_MAX_DIGITS = 18
+_MAX_EXPONENT = 700
+"""Losses of which e to their power is a number."""
+
+
+def settings() -> Config:
+    """Reads the settings of the run that `--run`, or `--config` and others, name.
+
+    Raises:
+        ConfigError: Both are given, or the run does not describe itself.
+        CheckpointError: The run holds no such checkpoint.
+    """
+    if not flags.FLAGS.run:
+        return config_from_flags()
+    refuse_flags(FILE_FLAGS, "has no effect with --run, which has settings")
+    directory = local_path("run", flags.FLAGS.run)
+    store = open_store(directory)
+    saved = store.extra(chosen_step(store)).get("config")
+    if not saved:
+        remedy = "give its settings by --config"
+        raise ConfigError(Problem("run", directory, "holds no settings", remedy))
+    here = {"directory": directory, "checkpoint.resume": "auto", "microbatch_size": 0}
+    return load_config(saved, here, *changes_given())
+
+
+def settings_to_evaluate() -> Config:
+    """Reads settings as `settings` does, or those of a Hugging Face checkpoint.
+
+    Raises:
+        ConfigError: The checkpoint is of an unknown family, or a flag has no effect.
+        CheckpointError: The run holds no such checkpoint.
+    """
+    if not names_huggingface():
+        return settings()
+    refuse_flags(FILE_FLAGS, "has no effect on the checkpoint that --run names")
+    refuse_flags(["step", "part"], "has no effect on the checkpoint that --run names")
+    directory = local_path("run", flags.FLAGS.run)
+    start = {"checkpoint.init_from": directory, "model": model_settings(directory)}
+    # Evaluation updates nothing: a rule without moments needs the least memory.
+    start |= {"optimizer.name": "sgd", "optimizer.b1": 0.0}
+    return load_config({}, start, *changes_given())
+
+
+def names_huggingface() -> bool:
+    """Says whether `--run` names a Hugging Face checkpoint, and not a run."""
+    if not flags.FLAGS.run:
+        return False
+    folder = pathlib.Path(local_path("run", flags.FLAGS.run))
+    return (folder / CONFIG_NAME).is_file() and not (folder / "checkpoints").exists()
+
+
+def chosen_step(store: Store) -> int:
+    """The checkpoint that `--step` names.
+
+    Raises:
+        CheckpointError: There is no checkpoint, or only incomplete ones.
+        ConfigError: It is no step, or no checkpoint knows its loss.
+    """
+    given = flags.FLAGS.step
+    if given == "latest":
+        return store.resolve(None)
+    if given == "best":
+        best = store.best()
+        if best is None:
+            directory = str(store.directory)
+            problem = f"has no checkpoint in {directory} with a held-out loss"
+            remedy = "use latest, or a number"
+            raise ConfigError(Problem("--step", given, problem, remedy))
+        _report_unsaved_best(store, best)
+        return best
+    if not (given.isascii() and given.isdigit() and len(given) <= _MAX_DIGITS):
+        remedy = "use latest, best or a number"
+        raise ConfigError(Problem("--step", given, "is not a step", remedy))
+    return int(given)
+
+
+def _report_unsaved_best(store: Store, best: int) -> None:
+    """Warns if an evaluation had a lower loss than every checkpoint that is kept."""
+    lowest = lowest_evaluation(store.extra())
+    if lowest is None or lowest[0] == best or jax.process_index() != 0:
+        return
+    text = "--step=best takes step %s, the best checkpoint that is kept: the lowest "
+    text += "eval_loss of the run was %.6g at step %s, which was not saved or not "
+    text += "kept; set evaluation.patience, which saves at each new best, or make "
+    text += "checkpoint.every_steps divide evaluation.every_steps"
+    logging.warning(text, best, lowest[1], lowest[0])
+
+
+def open_store(directory: str) -> Store:
+    """The checkpoints of the run in a directory."""
+    return Store(os.path.join(directory, "checkpoints"))
+
+
+def restored(config: Config) -> tuple[Trainer, str]:
+    """A trainer restored from a checkpoint, and the kind of weights to use."""
+    # A given step makes no directory.
+    if names_huggingface():
+        trainer = Trainer(config, step=0)
+    else:  # what the run started from may be gone
+        step = chosen_step(open_store(config.directory))
+        trainer = Trainer(load_config(config, STARTED_FROM), step=step)
+    part = choose_part(flags.FLAGS.part, parts_of(trainer.state))
+    if jax.process_index() == 0:
+        print(f"weights: {part} of step {trainer.step}", file=sys.stderr)
+    return trainer, part
+
+
+def generate() -> None:
+    """Continues a prompt, or answers it as a message, with a checkpoint.
+
+    Results of a file are printed as a line of JSON each, `{"prompt": ..., "text": ...}`
+    or `{"messages": ...}` with the answer, and are what the prompts alone would give.
+
+    Raises:
+        ConfigError: A flag is out of range, or the file cannot be read.
+    """
+    given = flags.FLAGS
+    check_sampling(given.temperature, given.top_p)
+    prompts = chats_given() if given.chat else texts_given()
+    is_named = given.chat not in ("", NO_VALUE)
+    chat = local_path("chat", given.chat) if is_named else ""
+    trainer, part = restored(settings())
+    encoded = trainer.encode_prompts(
+        prompts, chat=chat, special_tokens=given.special_tokens
+    )
+    for prompt, ids in zip(prompts, encoded, strict=True):
+        text = trainer.generate(
+            ids,
+            chat=chat,
+            max_new_tokens=given.max_new_tokens,
+            temperature=given.temperature,
+            top_k=given.top_k,
+            top_p=given.top_p,
+            seed=given.seed,
+            part=part,
+        )
+        print(describe_text(prompt, text, as_json=bool(given.file)), flush=True)
+
+
+def texts_given() -> list[str]:
+    """Reads the texts to continue: the lines of `--file`, or `--prompt`.
+
+    Raises:
+        ConfigError: The file cannot be read.
+    """
+    given = flags.FLAGS
+    return read_prompts(given.file) if given.file else [given.prompt]
+
+
+def chats_given() -> list[Conversation]:
+    """Reads the conversations to answer.
+
+    `--prompt`, or each line of a text that `--file` names, is the message of a user;
+    JSON Lines and tables hold whole conversations.
+
+    Raises:
+        ConfigError: There is none, or a flag has no effect on conversations.
+        DataError: A record is no conversation.
+    """
+    given = flags.FLAGS
+    refuse_flags(
+        ["special_tokens"], "has no effect with --chat, whose template has them"
+    )
+    if not given.file and not given["prompt"].present:
+        remedy = "write it as --prompt, or several in a --file"
+        raise ConfigError(Problem("--chat", given.chat, "has no message", remedy))
+    if pathlib.Path(given.file).suffix.lower() in CONVERSATION_SUFFIXES:
+        refuse_flags(["prompt"], "has no effect with --file")
+        documents = read_conversations(
+            pathlib.Path(local_path("file", given.file)), set()
+        )
+        return [document.talk for document in documents if document.talk is not None]
+    return [as_talk([{"role": "user", "content": text}]) for text in texts_given()]
+
+
+def describe_text(given: str | Conversation, text: str, *, as_json: bool) -> str:
+    """Writes a prompt with the text that follows it.
+
+    Example:
+        >>> describe_text("one", " two", as_json=True)
+        '{"prompt": "one", "text": "one two"}'
+        >>> describe_text("one", " two", as_json=False)
+        'one two'
+    """
+    if isinstance(given, Conversation):
+        answer = {"role": ANSWERS, "content": text}
+        shown, record = text, {"messages": [*given.messages, answer]}
+    else:
+        shown, record = given + text, {"prompt": given, "text": given + text}
+    return json.dumps(record, ensure_ascii=False) if as_json else shown
+
+
+def read_prompts(path: str) -> list[str]:
+    """The prompts of `--file`, one on each line.
+
+    Raises:
+        ConfigError: It cannot be read, is too large, or has lines without a prompt;
+            or `--prompt` is given, too.
+    """
+    refuse_flags(["prompt"], "has no effect with --file")
+    path = local_path("file", path)
+    try:
+        lines = read_text(path).splitlines()
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        problem, remedy = f"cannot be read ({why})", "give a text with a prompt a line"
+        raise ConfigError(Problem("--file", path, problem, remedy)) from error
+    empty = [number for number, line in enumerate(lines, 1) if not line.strip()]
+    if empty or not lines:
+        problem = f"has no prompt on line {empty[0] if empty else 1}"
+        raise ConfigError(Problem("--file", path, problem, "write one, or remove it"))
+    return lines
+
+
+def check_sampling(temperature: float, top_p: float) -> None:
+    """Refuses flags of sampling that are out of range, before weights are read.
+
+    Raises:
+        ConfigError: Names each.
+    """
+    problems = []
+    if not 0 <= temperature < math.inf:
+        remedy = "use 0 or more"
+        problems += [Problem("--temperature", temperature, "is out of range", remedy)]
+    if not 0 < top_p <= 1:
+        remedy = "use more than 0, and at most 1"
+        problems += [Problem("--top_p", top_p, "is out of range", remedy)]
+    if problems:
+        raise ConfigError(*problems)
+
+
+def evaluate(config: Config) -> None:
+    """Prints loss and metrics of a checkpoint on the evaluation data.
+
+    The perplexity of a decoder is e to its cross-entropy: its loss, unless
+    `model.z_loss` adds to it, without that of the router of its experts.
+
+    Raises:
+        ConfigError: The config evaluates nothing, or the checkpoint lacks the weights.
+    """
+    if not config.evaluation.num_batches:
+        problem, remedy = "evaluates nothing", "use a number of batches, or -1 for all"
+        raise ConfigError(Problem("evaluation.num_batches", 0, problem, remedy))
+    trainer, part = restored(config)
+    values = trainer.evaluate(part)
+    entropy = values["eval_loss"] - values.get(f"eval_{AUXILIARY_LOSS}", 0.0)
+    is_of_text = config.model.kind == "decoder" and not config.model.z_loss
+    if is_of_text and entropy < _MAX_EXPONENT:
+        values["eval_perplexity"] = math.exp(entropy)
+    if jax.process_index() == 0:
+        of = f"weights {part} of step {trainer.step}"
+        print("  ".join([of, *describe_values(values)]))
+        print(json.dumps({"part": part, "step": trainer.step, **values}))
+
+
+def export() -> None:
+    """Writes the weights of a checkpoint: safetensors, for transformers, for PEFT."""
+    config = settings()
+    name, write = "model.safetensors", export_safetensors
+    if flags.FLAGS.format == "hf":
+        name, write = "huggingface", export_huggingface
+    elif flags.FLAGS.format == "peft":
+        name, write = "adapter", export_peft
+    default = os.path.join(config.directory, name)
+    output = local_path("output", flags.FLAGS.output or default)
+    store = open_store(config.directory)
+    step, dtype = chosen_step(store), flags.FLAGS.dtype
+    part = choose_part(flags.FLAGS.part, saved_parts(store.entries(step)))
+    size = write(store, output, part=part, step=step, dtype=dtype)
+    print(f"wrote {output}, {size:,} bytes: weights {part} of step {step}")
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that reports errors as zjax does."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raises the parser's message as a `ConfigError`."""
+        usage = self.format_usage().partition(": ")[2].strip()
+        problem = f"cannot be read ({message})"
+        raise ConfigError(Problem("command", self.prog, problem, f"use {usage}"))
+
+
+def rewind() -> None:
+    """Sets the checkpoints of a run after a chosen one aside.
+
+    Raises:
+        ConfigError: No run is given, or no earlier step.
+        CheckpointError: There is no such checkpoint.
+        ProcessError: The run is training.
+    """
+    directory = local_path("run", flags.FLAGS.run)
+    store = open_store(directory)
+    if flags.FLAGS.step == "latest":
+        problem = "is where a run goes on already"
+        raise ConfigError(Problem("--step", "latest", problem, "use best or a number"))
+    step = chosen_step(store)
+    store.extra(step)  # raises if there is no such step
+    with hold(directory):
+        moved = steps.set_aside(store.directory, step)
+    for path in moved:
+        print(f"set aside: {path}")
+    print(f"`zjax train` goes on from step {step}; remove what you do not need")
+
+
+def check() -> None:
+    """Reads the checkpoints of a run; exits with a status that names what it found."""
+    parser = Parser("zjax check", allow_abbrev=False)
+    parser.add_argument("directory", help="of a run, or its checkpoints")
+    verdicts = inspect_steps(parser.parse_args(sys.argv[2:]).directory)
+    print(describe_verdicts(verdicts))
+    sys.exit(exit_status(verdicts))

@@ -1,0 +1,175 @@
+"""`zjax data prepare`, `zjax data analyze` and `zjax convert`."""
+
+import json
+import os
+import pathlib
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+from absl import flags
+
+from zjax.cli.commands import Parser
+from zjax.cli.usage import NO_VALUE
+from zjax.config.flags import config_from_flags
+from zjax.data import source, store
+from zjax.data.analyze import analyze
+from zjax.data.metric_index import Index, index_path
+from zjax.data.prepare import prepare
+from zjax.deepspeed import convert, report
+from zjax.deepspeed.conversion import Conversion
+from zjax.deepspeed.reading import read_file
+from zjax.errors import ConfigError, Problem
+from zjax.files import local_path
+from zjax.observe import plot_metrics
+from zjax.settings import ranges
+from zjax.sharding.describe import render_table
+
+PICTURE = "metrics.png"
+_PERCENTILES = (0, 5, 50, 95, 100)
+
+
+def prepare_data() -> None:
+    """Turns text into token files.
+
+    Raises:
+        ConfigError: `--chat` names no checkpoint.
+    """
+    if flags.FLAGS.chat == NO_VALUE:
+        remedy = "write --chat=CHECKPOINT"
+        raise ConfigError(Problem("--chat", "", "has no value", remedy))
+    meta = prepare(
+        flags.FLAGS.input,
+        flags.FLAGS.output,
+        tokenizer=flags.FLAGS.tokenizer,
+        validation_fraction=flags.FLAGS.validation_fraction,
+        text_field=flags.FLAGS.text_field,
+        chat=flags.FLAGS.chat,
+        special_tokens=flags.FLAGS.special_tokens,
+        skip_broken=flags.FLAGS.skip_broken,
+    )
+    print(f"wrote {flags.FLAGS.output} with a vocabulary of {meta.vocab_size}")
+    for name, split in meta.splits.items():
+        sizes = f"{split.num_tokens:,} tokens in {split.num_documents:,} documents"
+        print(f"{name}: {sizes}")
+    if meta.has_answers:
+        offsets = store.open_store(flags.FLAGS.output, "train").offsets
+        print(describe_lengths(np.diff(offsets)))
+    print(
+        "train on it: zjax train --config.data.source=tokens "
+        f"{'--config.data.packing=documents ' if meta.has_answers else ''}"
+        f"{shlex.quote(f'--config.data.path={flags.FLAGS.output}')} "
+        f"--config.model.vocab_size={meta.vocab_size} --config=FILE"
+    )
+
+
+def describe_lengths(sizes: np.ndarray) -> str:
+    """Says how long conversations are, for a choice of `data.length`.
+
+    Example:
+        >>> describe_lengths(np.array([30, 20, 1_000, 40]))
+        'data.length cuts longer ones: 50 % have up to 30 tokens, 90 % up to 1,000, \
+99 % up to 1,000, the longest 1,000'
+    """
+    shares = (50, 90, 99, 100)
+    found = np.percentile(sizes, shares, method="inverted_cdf").tolist()
+    half, most, nearly, longest = (f"{size:,}" for size in found)
+    return (
+        f"data.length cuts longer ones: 50 % have up to {half} tokens, "
+        f"90 % up to {most}, 99 % up to {nearly}, the longest {longest}"
+    )
+
+
+def analyze_data() -> None:
+    """Measures the training samples of a config, for a curriculum.
+
+    Raises:
+        ConfigError: Settings are out of range.
+    """
+    config = config_from_flags()
+    if problems := list(ranges.range_problems(config)):
+        raise ConfigError(*problems)
+    sys.path.insert(0, os.getcwd())  # where a module of the user's is
+    output = flags.FLAGS.output
+    num_processes = flags.FLAGS.num_processes or len(os.sched_getaffinity(0))
+    rows = source.open_rows(config, "train")
+    digest = source.digest_samples(config, rows)
+    start = time.monotonic()
+    indexes = analyze(
+        rows,
+        output,
+        flags.FLAGS.metrics,
+        vocab_size=source.make_tokenizer(config).vocab_size,
+        digest=digest,
+        num_processes=num_processes,
+    )
+    seconds = time.monotonic() - start
+    print(describe_indexes(indexes))
+    print(
+        f"{len(rows):,} samples in {seconds:.1f} s: {len(rows) / seconds:,.0f} "
+        f"samples/s in {num_processes} process{'es' * (num_processes > 1)}"
+    )
+    picture = os.path.join(output, PICTURE)
+    values = {name: index.values for name, index in indexes.items()}
+    plot_metrics(values, picture, title=f"{len(rows):,} samples, dataset {digest}")
+    print(f"picture: {picture}")
+    path = index_path(output, next(iter(indexes)))
+    arguments = ", ".join(map(json.dumps, (str(path), digest)))
+    code = (
+        "from zjax.data.metric_index import open_index; "
+        f"print(open_index({arguments}).samples[:9])"
+    )
+    print(f"the easiest samples: python -c {shlex.quote(code)}")
+
+
+def describe_indexes(indexes: Mapping[str, Index]) -> str:
+    """A table of the values of each metric: percentiles and distinct values.
+
+    Args:
+        indexes: Indexes by metric.
+    """
+    columns = ("metric", "min", "5 %", "median", "95 %", "max", "distinct")
+    rows = []
+    for name, index in indexes.items():
+        last = len(index.values) - 1
+        shown = [index.values[last * percent // 100] for percent in _PERCENTILES]
+        distinct = 1 + sum(
+            int((part[1:] != part[:-1]).sum()) for part in _overlapping(index)
+        )
+        rows.append((name, *(f"{value:,.6g}" for value in shown), f"{distinct:,}"))
+    return render_table(columns, rows, right=range(1, len(columns)))
+
+
+def _overlapping(index: Index, size: int = 1 << 20) -> Iterator[np.ndarray]:
+    """Parts of the values, each beginning with the last value of the one before."""
+    for start in range(0, len(index.values), size):
+        yield index.values[start : start + size + 1]
+
+
+def convert_file() -> None:
+    """Prints a config file, and on stderr what becomes of each key of DeepSpeed.
+
+    It exits with status 1 where keys are not supported.
+    """
+    parser = Parser("zjax convert", allow_abbrev=False)
+    parser.add_argument("file", help="ds_config.json of DeepSpeed")
+    given = parser.parse_args(sys.argv[2:])
+    found = _read(given.file)
+    print(report.config_file(found), end="")
+    columns = ("key of DeepSpeed", "value", "here", "settings, reason or remedy")
+    print(render_table(columns, report.table_rows(found)), file=sys.stderr)
+    print(report.summary(found), file=sys.stderr)
+    for problem in found.problems():
+        print(f"zjax: {problem}", file=sys.stderr)
+    sys.exit(1 if found.problems() else 0)
+
+
+def summarise_file(path: str) -> str:
+    """How many keys of a file became what, and the command that lists them."""
+    return f"{path}: {report.summary(_read(path))}; each key: zjax convert {path}"
+
+
+def _read(path: str) -> Conversion:
+    return convert(read_file(pathlib.Path(local_path("ds_config", path))))

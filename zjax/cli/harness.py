@@ -1,0 +1,257 @@
+"""Tasks of the Language Model Evaluation Harness (`lm_eval`) on a trained decoder.
+
+Reference: Gao et al., A framework for few-shot language model evaluation, 2021.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zjax.data.prompts import as_talk, make_prompts
+from zjax.errors import ConfigError, Problem, check_installed
+from zjax.models.generate import longest_text
+from zjax.models.inspect import log_likelihood
+from zjax.run.trainer import Trainer
+from zjax.train.average import with_part
+
+Row = tuple[Sequence[int], Sequence[int]]
+"""Tokens of a context, and those that continue it."""
+_SHORTEST = 16
+"""Rows are padded to this length, or a power of two above."""
+_MAX_NEW_TOKENS = 256
+"""Where a task does not say how long its answers are."""
+
+
+def evaluate_with_harness(
+    trainer: Trainer,
+    tasks: Sequence[Any],
+    *,
+    part: str = "auto",
+    num_rows: int = 8,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Runs tasks of lm-evaluation-harness on the built-in decoder of a run.
+
+    Args:
+        trainer: A trainer, as restored from a checkpoint.
+        tasks: Names of tasks, or what else `lm_eval.simple_evaluate` takes.
+        part: Weights, as for `Trainer.evaluate`.
+        num_rows: Rows that are scored at a time, 1 or more. Each device sees all.
+        settings: Other arguments of `lm_eval.simple_evaluate`, such as `limit=100`.
+
+    Returns:
+        What `lm_eval.simple_evaluate` returns: scores by task under `results`.
+
+    Raises:
+        PackageError: lm_eval is not installed.
+        ConfigError: The run has no decoder or no such weights.
+    """
+    check_installed("lm_eval")
+    import lm_eval  # pyright: ignore[reportMissingImports]
+
+    model = _make_model(Scorer(trainer, part=part, num_rows=num_rows))
+    return lm_eval.simple_evaluate(model=model, tasks=[*tasks], **settings)
+
+
+class Scorer:
+    """Log-probabilities of texts, and texts, by the built-in decoder of a run.
+
+    Args:
+        trainer: A trainer, as restored from a checkpoint.
+        part: Weights, as for `Trainer.evaluate`.
+        num_rows: Rows that are scored at a time, 1 or more.
+
+    Raises:
+        ConfigError: The run has no decoder, or no such weights.
+    """
+
+    def __init__(self, trainer: Trainer, *, part: str = "auto", num_rows: int = 8):
+        kind, stack = trainer.config.model.kind, trainer.run.model.stack
+        if kind != "decoder" or stack is None or stack.continuation is None:
+            problem, remedy = "writes no text", "give a run of the built-in decoder"
+            raise ConfigError(Problem("model.kind", kind, problem, remedy))
+        self._bound, self.max_length = longest_text(trainer.config.model)
+        self.prompts = make_prompts(trainer.config)
+        self.tokenizer = self.prompts.tokenizer
+        self._has_template = False
+        self._run, self._num_rows = trainer.run, num_rows
+        self._state = with_part(trainer.state, part)
+        self._model = trainer.run.bind(self._state)
+
+    def score(self, rows: Sequence[Row]) -> list[tuple[float, bool]]:
+        """Log-probability of each continuation, and whether it is the most likely.
+
+        Contexts lose their first tokens where a row exceeds `max_length`, which is
+        `model.max_positions` with rotary positions.
+
+        Args:
+            rows: Contexts of a token or more, and continuations.
+
+        Returns:
+            Natural logarithms, and whether each token is the most likely one.
+
+        Raises:
+            ConfigError: A continuation is longer than `max_length`.
+        """
+        longest = max((len(continuation) for _, continuation in rows), default=0)
+        if longest > self.max_length:
+            remedy = "score it in windows"
+            bound = f"model.{self._bound}={self.max_length}"
+            problem = f"has {longest} tokens, more than {bound}"
+            raise ConfigError(Problem("continuation", "...", problem, remedy))
+        order = sorted(range(len(rows)), key=lambda i: -sum(map(len, rows[i])))
+        found: list[tuple[float, bool]] = [(0.0, True)] * len(rows)
+        for start in range(0, len(rows), self._num_rows):
+            chosen = order[start : start + self._num_rows]
+            results = self._score([rows[index] for index in chosen])
+            for index, result in zip(chosen, results, strict=True):
+                found[index] = result
+        return found
+
+    @property
+    def prefix_id(self) -> int:
+        """The token before a text without context: BOS, or the one that ends texts.
+
+        Raises:
+            DataError: The tokenizer has neither.
+        """
+        bos = self.tokenizer.bos_id
+        return self.tokenizer.end_id if bos is None else bos
+
+    def encode_pair(self, context: str, continuation: str) -> Row:
+        """Encodes a context, and what follows it in the tokens of both together.
+
+        Args:
+            context: Text; `prefix_id` stands for it where it is empty, or spaces.
+            continuation: Text that follows.
+        """
+        start = context.rstrip()
+        if not start:
+            return [self.prefix_id], self.encode_inner(context + continuation)
+        # Spaces at its end belong to the next token in most vocabularies.
+        whole, before = (self._encode(x) for x in (context + continuation, start))
+        return before, whole[len(before) :]
+
+    def encode_inner(self, text: str) -> list[int]:
+        """Encodes a text without BOS."""
+        return self.tokenizer.encode_texts([text], self._has_template)[0].tolist()
+
+    def render(self, messages: Sequence[Any], *, asks: bool) -> str:
+        """Renders messages by the chat template of the data, for later contexts.
+
+        Names of special tokens in all later texts are these tokens.
+
+        Args:
+            messages: Dicts with `role` and `content`.
+            asks: Whether the prompt for an answer follows them.
+
+        Raises:
+            ConfigError: The data has no chat template.
+        """
+        self._has_template = True
+        return self.prompts.chat.text_of(as_talk(messages), asks=asks)
+
+    def _encode(self, text: str) -> list[int]:
+        special_tokens = self._has_template
+        return self.tokenizer.encode(text, special_tokens=special_tokens).tolist()
+
+    def continue_text(
+        self, context: str, *, until: Sequence[str] = (), max_new_tokens: int
+    ) -> str:
+        """The most likely continuation of a text, up to the first of some strings.
+
+        Args:
+            context: Text, whose first tokens are left out if it is too long;
+                `prefix_id` stands for it where it is empty.
+            until: Strings that end the continuation, and are not part of it.
+            max_new_tokens: Most tokens to add.
+        """
+        number = min(max_new_tokens, self.max_length - 1)
+        ids = self._encode(context) or [self.prefix_id]
+        ids = ids[-(self.max_length - number) :]
+        length = min(_padded(len(ids)), self.max_length - number)
+        tokens = np.zeros((1, length), np.int32)
+        tokens[0, length - len(ids) :] = ids
+        out = self._run.generate(
+            self._state,
+            tokens,
+            lengths=jnp.array([len(ids)], jnp.int32),
+            max_new_tokens=number,
+            temperature=0.0,
+            end_ids=self.tokenizer.end_ids,
+        )
+        text = self.prompts.decode(ids, jax.device_get(out)[0, length:].tolist())
+        cuts = [text.find(mark) for mark in until if mark and mark in text]
+        return text[: min(cuts)] if cuts else text
+
+    def _score(self, rows: Sequence[Row]) -> list[tuple[float, bool]]:
+        most = self.max_length + 1
+        texts = [[*context, *wanted][-most:] for context, wanted in rows]
+        longest = max(len(text) for text in texts) - 1
+        shape = self._num_rows, min(_padded(longest), self.max_length)
+        tokens, targets = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+        counts = np.zeros(shape, bool)
+        for row, (text, (_, wanted)) in enumerate(zip(texts, rows, strict=True)):
+            size = len(text) - 1
+            tokens[row, :size], targets[row, :size] = text[:-1], text[1:]
+            counts[row, size - len(wanted) : size] = True
+        found = log_likelihood(
+            self._model, *map(jnp.asarray, (tokens, targets, counts))
+        )
+        sums, greedy = jax.device_get(found)
+        pairs = zip(sums.tolist(), greedy.tolist(), strict=True)
+        return [*pairs][: len(rows)]
+
+
+def _padded(length: int) -> int:
+    return max(_SHORTEST, 1 << (length - 1).bit_length())
+
+
+def _make_model(scorer: Scorer) -> Any:
+    """The model as lm_eval takes it."""
+    from lm_eval import utils  # pyright: ignore[reportMissingImports]
+    from lm_eval.api.model import LM  # pyright: ignore[reportMissingImports]
+
+    class Model(LM):
+        """A `Scorer` under the names of lm_eval."""
+
+        tokenizer_name = scorer.tokenizer.name
+
+        def apply_chat_template(self, chat_history, add_generation_prompt=True):
+            return scorer.render(chat_history, asks=add_generation_prompt)
+
+        def loglikelihood(self, requests, disable_tqdm=False):
+            rows = [scorer.encode_pair(*request.args) for request in requests]
+            return scorer.score(rows)
+
+        def loglikelihood_rolling(self, requests, disable_tqdm=False):
+            return [self._rolling(*request.args) for request in requests]
+
+        def _rolling(self, text):
+            windows = utils.get_rolling_token_windows(
+                token_list=scorer.encode_inner(text),
+                prefix_token=scorer.prefix_id,
+                max_seq_len=scorer.max_length,
+                context_len=1,
+            )
+            rows = [utils.make_disjoint_window(window) for window in windows]
+            return sum(found for found, _ in scorer.score(rows))
+
+        def generate_until(self, requests, disable_tqdm=False):
+            return [self._continue(*request.args) for request in requests]
+
+        def _continue(self, context, settings):
+            if settings.get("do_sample") and settings.get("temperature", 1.0):
+                problem, remedy = "is not supported", "use a greedy task"
+                raise ConfigError(Problem("do_sample", True, problem, remedy))
+            until = settings.get("until") or []
+            return scorer.continue_text(
+                context,
+                until=[until] if isinstance(until, str) else until,
+                max_new_tokens=settings.get("max_gen_toks", _MAX_NEW_TOKENS),
+            )
+
+    return Model()

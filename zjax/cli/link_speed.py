@@ -1,0 +1,292 @@
+"""Bytes by link of each program, and the time of a step over a slow link."""
+
+import collections
+import dataclasses
+import math
+import re
+import textwrap
+from typing import Any
+
+import jax
+
+from zjax.cli.methods import baseline_of, methods_of, sent_per_step
+from zjax.config.check import check_config
+from zjax.errors import ConfigError, PlanError, Problem
+from zjax.models import flops
+from zjax.models.build import make_model
+from zjax.models.flops import flops_per_weight
+from zjax.observe.collectives import list_collectives
+from zjax.observe.communication import LinkBytes, describe_links, link_bytes
+from zjax.optim.build import make_optimizer
+from zjax.optim.phases import count_programs
+from zjax.optim.rounds import make_rounds
+from zjax.run.step import Step
+from zjax.settings import axes, schema
+from zjax.settings.batch import resolve_batch
+from zjax.settings.schema import Config
+from zjax.sharding import mesh as meshes
+from zjax.sharding.describe import format_bytes, render_table
+from zjax.sharding.plan import Plan, make_plan
+from zjax.typing import Batch, Model
+
+NAMES = {"train": "train step", "end_of_round": "end of a round"}
+LOCAL = {"train": "local step"}
+EXCHANGE = "exchange"
+_SILENT = ("outer_gradients_", "merge_", "without_errors")
+"""Beginnings of the names of programs that send nothing to other replicas."""
+
+
+def report_links(step: Step, config: Config, batch: Batch) -> str:
+    """Compiles every program of a run that sends, and tells what crosses which links.
+
+    Args:
+        step: The step of the run.
+        config: Checked settings.
+        batch: ShapeDtypeStructs of the global batch.
+
+    Returns:
+        A table; fragments of local steps share a line, which shows their mean.
+    """
+    times = {
+        name: number
+        for name, number in count_programs(config).items()
+        if not name.startswith(_SILENT)
+    }
+    sent: dict[str, list[tuple[int, LinkBytes]]] = collections.defaultdict(list)
+    for program, number in times.items():
+        text = step.compile(batch, program).as_text()
+        assert text is not None
+        found = link_bytes(list_collectives(text), step.mesh)
+        sent[_label(program, config)].append((number, found))
+    totals = {name: sum(n for n, _ in parts) for name, parts in sent.items()}
+    means = {
+        name: LinkBytes(
+            *(sum(n * x[i] for n, x in parts) / totals[name] for i in range(2))
+        )
+        for name, parts in sent.items()
+    }
+    return describe_links(means, totals, config.num_steps)
+
+
+def _label(program: str, config: Config) -> str:
+    if program.startswith("mean_"):
+        return EXCHANGE
+    names = NAMES | (LOCAL if make_rounds(config) is not None else {})
+    return names.get(program, program.replace("_", " "))
+
+
+ASSUMED_MFU = 0.4
+"""Share of the peak that a step is assumed to reach without its communication."""
+ASSUMED_DEVICE = "NVIDIA H100"
+"""Whose peak counts where that of the devices is not known."""
+WORTH_IT = 0.95
+"""Steps that take more than this share of the baseline's do not pay for the trouble."""
+NOTE = (
+    "sent: bytes from one node (replica) to others in a step, on average over the run\n"
+    "(a round of DiLoCo takes {} steps); no communication is hidden behind\n"
+    "computation, and latency is not counted"
+)
+_SPEED = re.compile(r"(\d+(?:\.\d+)?|\.\d+)([kmgt])(b|B)ps", re.ASCII)
+_PREFIXES = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+
+
+def parse_speed(text: str) -> float:
+    """Bytes per second of a link.
+
+    Args:
+        text: A number above 0 with a prefix k, m, g or t in either case, then `bps` for
+            bits or `Bps` for bytes.
+
+    Raises:
+        ConfigError: It is not a speed.
+
+    Example:
+        >>> parse_speed("100mbps"), parse_speed("1Gbps"), parse_speed("25GBps")
+        (12500000.0, 125000000.0, 25000000000.0)
+    """
+    found = _SPEED.fullmatch(text[:-3].lower() + text[-3:])
+    speed = 0.0
+    if found:
+        number, prefix, unit = found.groups()
+        speed = float(number) * _PREFIXES[prefix] / (8 if unit == "b" else 1)
+    if not speed:
+        problem = "is not a speed above 0"
+        remedy = "use bits, such as 100mbps or 1gbps, or bytes, such as 25GBps"
+        raise ConfigError(Problem("link", text, problem, remedy))
+    return speed
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """A step by one method.
+
+    Args:
+        method: Its name.
+        sent: Bytes that a node sends.
+        seconds: Of the step, computing included.
+        link_seconds: Of them on the link.
+        obstacle: Why the run cannot use the method; the rest is then 0.
+    """
+
+    method: str
+    sent: float = 0.0
+    seconds: float = 0.0
+    link_seconds: float = 0.0
+    obstacle: str = ""
+
+
+def check_link(config: schema.Config, num_devices: int, link: str) -> tuple[float, int]:
+    """Bytes per second of a link, and the number of nodes that it joins.
+
+    Args:
+        config: Checked settings.
+        num_devices: Devices of the run; replicas are the nodes.
+        link: Its speed, such as `1gbps`.
+
+    Raises:
+        ConfigError: The link is not a speed, or there is one node.
+    """
+    speed = parse_speed(link)
+    nodes = axes.axis_sizes(config, num_devices)[meshes.REPLICA]
+    if nodes == 1:
+        problem = "joins no nodes with mesh.replica=1"
+        remedy = "leave it out, or set mesh.replica to the number of nodes"
+        raise ConfigError(Problem("link", link, problem, remedy))
+    return speed, nodes
+
+
+def report_link(config: schema.Config, num_devices: int, link: str) -> str:
+    """Predicts a step by each method over a link, and says which methods pay.
+
+    Args:
+        config: Checked settings of a built-in model.
+        num_devices: Devices of the run; replicas are the nodes.
+        link: Speed of the link of each node, such as `1gbps`.
+
+    Returns:
+        A table of at most 80 columns.
+
+    Raises:
+        ConfigError: The link is not a speed, there is one node, or all methods are
+            refused.
+    """
+    speed, nodes = check_link(config, num_devices, link)
+    compute, formula = _compute_seconds(config, num_devices)
+    model = make_model(config)
+    methods = methods_of(config)
+    predictions = [
+        _predict(name, each, model, num_devices, compute, speed)
+        for name, each in methods.items()
+    ]
+    if all(each.obstacle for each in predictions):
+        problem = "compares no methods: all are refused"
+        remedy = "leave it out, or change what the first is refused for: "
+        remedy += predictions[0].obstacle
+        raise ConfigError(Problem("link", link, problem, remedy))
+    table = describe_predictions(predictions, baseline_of(config))
+    length = methods["DiLoCo"].communication.num_local_steps
+    title = (
+        f"a step on {nodes} nodes joined by links of {link}, {format_bytes(speed)}/s\n"
+        f"computing: {formula}\n"
+    )
+    return f"{title}{table}\n{NOTE.format(length)}"
+
+
+def describe_predictions(predictions: list[Prediction], baseline: str) -> str:
+    """A table of predictions, with the fastest and those that are not worth it.
+
+    Args:
+        predictions: One for each method; some have no obstacle.
+        baseline: Method with which others are compared; the first without an obstacle
+            where it has one.
+
+    Returns:
+        The table, and below it why methods were refused.
+    """
+    found = [each for each in predictions if not each.obstacle]
+    least = min(each.seconds for each in found)
+    base = next((each for each in found if each.method == baseline), found[0])
+    rows, refused = [], []
+    for each in predictions:
+        if each.obstacle:
+            rows.append((each.method, *[""] * 4, "refused"))
+            refused += textwrap.wrap(f"{each.method}: {each.obstacle}", 80)
+            continue
+        numbers = (
+            format_bytes(each.sent),
+            _seconds(each.link_seconds),
+            _seconds(each.seconds),
+            f"{base.seconds / each.seconds:.2f}",
+        )
+        rows.append((each.method, *numbers, _verdict(each, least, base)))
+    columns = ("method", "sent", "link", "step", "speed-up", "")
+    return "\n".join([render_table(columns, rows, right=range(1, 5)), *refused])
+
+
+def _seconds(number: float) -> str:
+    return f"{number:.2f} s" if number >= 1 else f"{1e3 * number:.1f} ms"
+
+
+def _verdict(each: Prediction, least: float, base: Prediction) -> str:
+    if each.seconds == least:
+        return "fastest"
+    if each is base:
+        return "baseline"
+    return "pays" if each.seconds <= WORTH_IT * base.seconds else "not worth it"
+
+
+def _predict(
+    method: str,
+    config: schema.Config,
+    model: Model,
+    num_devices: int,
+    compute: float,
+    speed: float,
+) -> Prediction:
+    try:
+        check_config(config, num_devices)
+        sent = sent_per_step(_plan(config, model, num_devices), config)
+    except (ConfigError, PlanError) as error:
+        return Prediction(method, obstacle=str(error.problems[0]))
+    seconds = sent / speed
+    return Prediction(method, sent, compute + seconds, seconds)
+
+
+def _plan(config: schema.Config, model: Model, num_devices: int) -> Plan:
+    mesh = meshes.abstract_mesh(config.mesh, num_devices)
+    tx: Any = make_optimizer(config, model)
+    return make_plan(config, mesh, model, tx)
+
+
+def _compute_seconds(config: schema.Config, num_devices: int) -> tuple[float, str]:
+    """Seconds of the FLOPs of a step, and the formula with its numbers."""
+    sizes = axes.axis_sizes(config, num_devices)
+    shares = math.prod(sizes[axis] for axis in axes.BATCH_AXES)
+    tokens = resolve_batch(config, shares).global_batch_size * config.data.length
+    work = flops.flops_per_token(
+        config.model,
+        config.data.length,
+        causal_attention="half",
+        per_weight=flops_per_weight(config),
+    )
+    peak, source = _peak_flops(config)
+    seconds = tokens * work / (num_devices * peak * ASSUMED_MFU)
+    told = _seconds(seconds)
+    formula = (
+        f"{tokens:,} tokens x {work / 1e6:,.1f} MFLOP, by {num_devices} devices at\n"
+        f"{ASSUMED_MFU:.0%} of {peak / 1e12:,.1f} TFLOP/s ({source}): {told}"
+    )
+    return seconds, formula
+
+
+def _peak_flops(config: schema.Config) -> tuple[float, str]:
+    """Peak of a device, and where it comes from."""
+    if config.observe.peak_tflops:
+        return config.observe.peak_tflops * 1e12, "observe.peak_tflops"
+    dtype = config.precision.compute_dtype
+    kind = jax.devices()[0].device_kind
+    if peak := flops.peak_flops(kind, dtype):
+        return peak, kind
+    peak = flops.peak_flops(ASSUMED_DEVICE, dtype)
+    assert peak
+    return peak, f"{ASSUMED_DEVICE}, as observe.peak_tflops=0"

@@ -1,0 +1,209 @@
+"""Methods of training over a slow link, and what a node sends in a step of each."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+
+from zjax.comm.codecs import make_codec, packed_bytes
+from zjax.comm.coded import CODECS
+from zjax.optim.phases import count_programs, make_phases
+from zjax.optim.rounds import make_rounds
+from zjax.settings import schema
+from zjax.settings.batch import resolve_batch
+from zjax.settings.replicas import COMPRESSED_OPTIMIZERS
+from zjax.sharding.frozen import trained
+from zjax.sharding.mesh import REPLICA
+from zjax.sharding.placement import ArrayPlan, dtype_bytes
+from zjax.sharding.plan import Plan
+from zjax.train.exchange import Exchange
+from zjax.train.outer_state import make_exchange, make_fragments
+
+ROUND = 40
+"""Steps of a round of DiLoCo, unless the run says or divides otherwise."""
+FRAGMENTS, DELAY = 4, 5
+"""Of Streaming DiLoCo."""
+
+
+_OF_COMPRESSED = (
+    "freeze_step",
+    "var_update_scaler",
+    "local_step_scaler",
+    "local_step_clipper",
+)
+
+
+def methods_of(config: schema.Config) -> dict[str, schema.Config]:
+    """The settings of a run by each method, by its name; they may be refused.
+
+    Args:
+        config: Checked settings. Those that send less are taken back, except for
+            `communication.num_local_steps`, `num_synchronous_steps` and those of an
+            optimizer.
+
+    Example:
+        >>> methods = methods_of(schema.Config())
+        >>> methods["DiLoCo"].communication.num_local_steps
+        40
+    """
+    plain, change = _plain(config), dataclasses.replace
+    sent = config.communication
+    diloco = schema.Communication(
+        num_local_steps=sent.num_local_steps or _round(config.num_steps),
+        num_synchronous_steps=sent.num_synchronous_steps,
+    )
+    streaming = change(
+        diloco,
+        codec="int4",
+        num_fragments=FRAGMENTS,
+        delay=max(0, min(DELAY, diloco.num_local_steps // FRAGMENTS - 1)),
+    )
+    zero3 = change(plain.zero, stage=3, shard_over_replica=True)
+    zeropp = change(
+        zero3,
+        secondary_partition=True,
+        quantized_weights=True,
+        quantized_gradients=True,
+    )
+    given = config.optimizer
+
+    def compressed(name: Any) -> schema.Config:
+        others = change(plain.optimizer, name=name, freeze_step=given.freeze_step)
+        return change(plain, optimizer=given if given.name == name else others)
+
+    def coded(codec: Any) -> schema.Config:
+        return change(plain, communication=schema.Communication(codec=codec))
+
+    return {
+        f"{plain.optimizer.name}, float32": plain,
+        baseline_of(config): coded("bfloat16"),
+        f"{plain.optimizer.name}, int8": coded("int8"),
+        "1-bit Adam": compressed("onebit_adam"),
+        "0/1 Adam": compressed("zero_one_adam"),
+        "1-bit LAMB": compressed("onebit_lamb"),
+        "DiLoCo": change(plain, communication=diloco),
+        "Streaming DiLoCo": change(plain, communication=streaming),
+        "ZeRO-3": change(plain, zero=zero3),
+        "ZeRO++": change(plain, zero=zeropp),
+    }
+
+
+def baseline_of(config: schema.Config) -> str:
+    """The name of the method with which others are compared.
+
+    Args:
+        config: Checked settings.
+
+    Example:
+        >>> baseline_of(schema.Config())
+        'adamw, bfloat16'
+    """
+    return f"{_plain(config).optimizer.name}, bfloat16"
+
+
+def _plain(config: schema.Config) -> schema.Config:
+    """The run without methods that send less."""
+    name, defaults = config.optimizer.name, schema.Optimizer()
+    if name in COMPRESSED_OPTIMIZERS:
+        name = defaults.name
+    return dataclasses.replace(
+        config,
+        communication=schema.Communication(),
+        optimizer=dataclasses.replace(
+            config.optimizer,
+            name=name,
+            **{x: getattr(defaults, x) for x in _OF_COMPRESSED},
+        ),
+        zero=dataclasses.replace(
+            config.zero,
+            stage=min(config.zero.stage, 1),
+            shard_over_replica=False,
+            secondary_partition=False,
+            quantized_weights=False,
+            quantized_gradients=False,
+        ),
+    )
+
+
+def _round(num_steps: int) -> int:
+    """The longest round, up to `ROUND` steps, that divides a run."""
+    steps = range(1, min(ROUND, num_steps) + 1)
+    return max(n for n in steps if num_steps % n == 0)
+
+
+def sent_per_step(plan: Plan, config: schema.Config) -> float:
+    """Bytes that one node sends to others in a step, on average over the run.
+
+    Args:
+        plan: The plan of a run with several replicas, which are the nodes.
+        config: Its settings.
+    """
+    if config.zero.shard_over_replica:
+        return _sent_by_shards(plan, config)
+    times, exchanges = count_programs(config), _exchanges(plan, config)
+    sent = (
+        number * _sent_by(exchanges[program])
+        for program, number in times.items()
+        if program in exchanges
+    )
+    return sum(sent) / config.num_steps
+
+
+def _exchanges(plan: Plan, config: schema.Config) -> dict[str, Exchange]:
+    """What replicas exchange in each program of a run."""
+    phases = make_phases(config)
+    codecs = (
+        {name: each.codec for name, each in phases.by_name.items()} if phases else {}
+    )
+    if make_rounds(config) is None:
+        codecs = codecs or {"train": "float32"}
+        fragments = []
+    else:
+        fragments = make_fragments(plan.master, config.communication.num_fragments)
+    return {name: Exchange(plan, make_codec(x)) for name, x in codecs.items()} | {
+        f"mean_{i}": make_exchange(plan, config, fragment)
+        for i, fragment in enumerate(fragments)
+    }
+
+
+def _sent_by(exchange: Exchange) -> float:
+    """Chunks that the devices of a replica send to others, and the means of theirs."""
+    number = exchange.num_replicas
+    devices = exchange.plan.mesh.size // number
+    packed = packed_bytes(exchange.codec, exchange.num_elements)
+    return devices * packed * 2 * (number - 1) / number
+
+
+def _sent_by_shards(plan: Plan, config: schema.Config) -> float:
+    """Parameters that a node gathers in both passes, and gradients that it reduces.
+
+    A ring around all devices leaves each node once. Codes, and parameters that a node
+    gathers once, go from each device to its counterparts.
+    """
+    passes = resolve_batch(config, plan.num_batch_shares).num_microbatches
+    devices, nodes = plan.mesh.size, plan.mesh.shape[REPLICA]
+    ring, across = 1 - 1 / devices, 1 - 1 / nodes
+    computed = trained(plan.compute, plan.master)
+    rows = zip(jax.tree.leaves(computed), jax.tree.leaves(plan.grads), strict=True)
+    is_wide = config.precision.reduce_dtype == "float32"
+    total = 0.0
+    for compute, grad in rows:
+        if not is_wide:
+            grad = dataclasses.replace(grad, dtype=compute.dtype)
+        if not any(REPLICA in axes for axes in grad.gathered_axes):
+            total += passes * 2 * ring * _bytes(grad)
+            continue
+        total += passes * (across if grad.codec else ring) * _bytes(grad)
+        is_of_node = compute.stored != grad.stored
+        total += (across if is_of_node else passes * 2 * ring) * _bytes(compute)
+    return total
+
+
+def _bytes(row: ArrayPlan) -> int | float:
+    """Bytes of a whole array on the wire."""
+    size = math.prod(row.stored_shape)
+    if not row.codec:
+        return size * dtype_bytes(row.dtype)
+    codec = CODECS[row.codec]
+    return size * packed_bytes(codec, codec.block) / codec.block

@@ -1,0 +1,375 @@
+"""The text of `zjax plan`: what a run would take, before it runs."""
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from zjax.cli import timeline
+from zjax.cli.link_speed import check_link, report_link, report_links
+from zjax.config.check import check_config
+from zjax.data.entries import abstract_batch
+from zjax.errors import ConfigError, OutputError, Problem, ZjaxError, find_remedy
+from zjax.estimate import tables
+from zjax.estimate.activations import describe_active, describe_exchanges
+from zjax.estimate.mesh import (
+    Proposal,
+    describe_proposal,
+    is_open,
+    propose_mesh,
+    this_machine,
+)
+from zjax.estimate.tables import kept_rows
+from zjax.estimate.trial import Machine, Trial, weigh
+from zjax.files import local_path
+from zjax.models.build import make_model
+from zjax.observe import course, plot
+from zjax.observe.collectives import list_collectives
+from zjax.observe.communication import CPU_NOTE, describe_communication
+from zjax.offload.compiled import Peak
+from zjax.offload.gradients import offloaded_inputs
+from zjax.optim.build import make_optimizer
+from zjax.optim.phases import make_phases
+from zjax.optim.rounds import make_rounds
+from zjax.run.fit import check_fits, fit_memories
+from zjax.run.step import Step, make_step
+from zjax.schedule.lengths import end_by_tokens
+from zjax.settings.axes import axis_sizes
+from zjax.settings.batch import resolve_batch
+from zjax.settings.mixture import describe_future
+from zjax.settings.schema import Config
+from zjax.sharding import describe, memory
+from zjax.sharding import mesh as meshes
+from zjax.sharding import plan as plans
+from zjax.sharding.placement import ArrayPlan
+from zjax.train.programs import make_pipeline_schedule
+from zjax.typing import Model
+
+_NO_MACHINE = (
+    "zero.optimizer_memory=auto is shown as pinned_host: there are no devices to fill"
+)
+CPU_MEMORY_NOTE = (
+    "\nA program for CPUs keeps the scores of attention and computes bf16 in f32: its\n"
+    "temporaries are not those of a program for GPUs."
+)
+GPU_TITLE = (
+    "a step on GPUs by formula, attention as a kernel that keeps no scores\n"
+    "(an upper estimate: two measured peaks were up to 10 % lower)"
+)
+DEVICES_PER_HOST = 8
+"""Default for devices that are not here."""
+PAPER_DEVICES = (1, 4, 16, 64, 256, 1024)
+
+
+def report_plan(
+    config: Config,
+    *,
+    num_devices: int = 0,
+    picture: str = "",
+    collectives: bool = False,
+    link: str = "",
+    schedule: bool = False,
+    device_gb: int | float = 0,
+    devices_per_host: int = 0,
+) -> str:
+    """Plans a run and describes what it takes.
+
+    Args:
+        config: Settings, which need not be checked.
+        num_devices: Devices to plan for without having them; 0 takes those of this
+            machine and compiles the step for them.
+        picture: PNG file of bytes per device and stage; empty for
+            `<directory>/plan.png`.
+        collectives: Whether to list the collectives of the compiled step; needs
+            `num_devices=0`.
+        link: Speed of the link of a node, for a prediction by method; empty for none.
+        schedule: Whether to describe the pipeline schedule and draw it into
+            `schedule.png` beside the other picture.
+        device_gb: Memory of a device in GB, for `mesh="auto"`; 0 asks the devices.
+        devices_per_host: Devices joined by fast links, for `mesh="auto"`; 0 asks the
+            devices, or takes 8.
+
+    Returns:
+        The plan, bytes by ZeRO stage, the memory of the compiled step if there are
+        devices, an estimate for GPUs if the devices are none and nothing is offloaded,
+        and the reasons of `mesh="auto"`.
+
+    Raises:
+        ConfigError: Settings that cannot work, collectives of a step that is not
+            compiled, or a link that is no speed or joins no nodes.
+        PlanError: Arrays that cannot be placed.
+        OutputError: The picture cannot be drawn.
+    """
+    if collectives:
+        _check_collectives(config, num_devices)
+    is_here = num_devices == 0
+    proposal = _proposal(config, num_devices, device_gb, devices_per_host)
+    if proposal:
+        config = dataclasses.replace(config, mesh=proposal.mesh)
+    num_devices = num_devices or jax.device_count()
+    check_config(config, num_devices)
+    if config.num_tokens:
+        config = end_by_tokens(meshes.with_batch_sizes(config, num_devices))
+        check_config(config, num_devices)
+    if link:
+        check_link(config, num_devices, link)
+    model = make_model(config)
+    tx = make_optimizer(config, model)
+    stages = _plan_each_zero_stage(config, model, tx, 0 if is_here else num_devices)
+    plan = stages[config.zero.stage]
+    if is_here:
+        plan = fit_memories(plan, config, model, tx)
+    path = local_path("output", picture or os.path.join(config.directory, "plan.png"))
+    pictures = [pathlib.Path(path)]
+    title = f"{memory.num_params(plan):,} parameters on {num_devices} devices"
+    with _drawing(pictures[0]):
+        kept = [kept_rows(each, config) for each in stages]
+        totals = list(map(memory.plan_bytes, stages, kept))
+        plot.plot_memory_per_stage(totals, pictures[0], title=title)
+    inputs = offloaded_inputs(model, plan, config, abstract_batch(config, plan))
+    parts = _describe_placement(plan, config, inputs)
+    parts += _describe_each_zero_stage(stages, kept, num_devices, is_here=is_here)
+    if is_here:
+        step = make_step(model, tx, plan, config)
+        parts += _describe_step(step, config, collectives=collectives)
+        parts += _describe_refusal(plan, config, inputs)
+    if meshes.platform_of(plan.mesh) != "gpu" and not plan.is_offloaded:
+        sizes = axis_sizes(config, num_devices)
+        mesh = dataclasses.replace(config.mesh, **sizes)
+        parts.append(describe_on_gpus(weigh(config, mesh, model, tx)))
+    if schedule:
+        pictures.append(pictures[0].with_name("steps.png"))
+        parts.append(_report_course(config, num_devices, pictures[-1]))
+    if schedule and axis_sizes(config, num_devices)[meshes.PIPELINE] > 1:
+        pictures.append(pictures[0].with_name("schedule.png"))
+        parts.append(report_schedule(config, plan, pictures[-1]))
+    if link:
+        parts.append(report_link(config, num_devices, link))
+    parts.append(f"picture: {' and '.join(map(str, pictures))}")
+    parts += [describe_proposal(proposal)] if proposal else []
+    return "\n\n".join(parts)
+
+
+def _check_collectives(config: Config, num_devices: int) -> None:
+    if num_devices:
+        problem = f"needs a compiled step, and num_devices={num_devices} compiles none"
+        remedy = "use --simulated_devices, or the devices themselves"
+    elif config.zero.offloads_state:
+        problem = "needs a step of one program; with offloaded state it is several"
+        remedy = "leave it out, or set zero.optimizer_memory=device"
+    else:
+        return
+    raise ConfigError(Problem("collectives", True, problem, remedy))
+
+
+def _report_course(config: Config, num_devices: int, picture: pathlib.Path) -> str:
+    config = meshes.with_batch_sizes(config, num_devices)
+    with _drawing(picture):
+        course.plot_course(config, picture, num_devices)
+    return course.describe_course(config, num_devices)
+
+
+def _plan_each_zero_stage(
+    config: Config, model: Model, tx: Any, num_devices: int
+) -> list[plans.Plan]:
+    """Plans for ZeRO 0 to 3; 0 devices are those of this machine."""
+    if num_devices:
+        mesh = meshes.abstract_mesh(config.mesh, num_devices)
+    else:
+        mesh = meshes.make_mesh(config.mesh)
+    found = []
+    for stage in memory.STAGES:
+        zero = dataclasses.replace(config.zero, stage=stage)
+        of_stage = dataclasses.replace(config, zero=zero)
+        found.append(plans.make_plan(of_stage, mesh, model, tx))
+    return found
+
+
+def _describe_placement(
+    plan: plans.Plan, config: Config, inputs: Sequence[ArrayPlan]
+) -> list[str]:
+    is_auto = config.zero.optimizer_memory == plans.AUTO
+    texts = [
+        describe.describe_plan(plan, kept_rows(plan, config)),
+        describe.describe_unsharded(plan),
+        tables.describe_memories(plan, config, inputs),
+        describe_active(config.model),
+        describe_exchanges(
+            config,
+            dict(plan.mesh.shape),
+            resolve_batch(config, plan.num_batch_shares),
+        ),
+        describe_future(config.model),
+        "" if isinstance(plan.mesh, Mesh) or not is_auto else _NO_MACHINE,
+    ]
+    return [text for text in texts if text]
+
+
+def _describe_each_zero_stage(
+    stages: Sequence[plans.Plan],
+    kept: Sequence[Any],
+    num_devices: int,
+    *,
+    is_here: bool,
+) -> list[str]:
+    title = f"bytes per device by ZeRO stage on {num_devices} devices"
+    title += "" if is_here else " (estimate: the devices are not here)"
+    return [title, tables.describe_stages(stages, kept)]
+
+
+def _describe_step(step: Step, config: Config, *, collectives: bool) -> list[str]:
+    platform = meshes.platform_of(step.mesh)
+    batch = abstract_batch(config, step.plan)
+    parts = [describe_peak(step.predict_peak(batch), platform)]
+    if collectives:
+        parts.append(describe_collectives(step, config, step.compile(batch)))
+        if step.mesh.shape[meshes.REPLICA] > 1:
+            parts.append(report_links(step, config, batch))
+    return parts
+
+
+def _describe_refusal(
+    plan: plans.Plan, config: Config, inputs: Sequence[ArrayPlan]
+) -> list[str]:
+    assert isinstance(plan.mesh, Mesh)
+    try:
+        check_fits(plan, config, plan.mesh, inputs)
+    except ZjaxError as error:
+        return [f"this machine has no room for it: {error}"]
+    return []
+
+
+def _proposal(
+    config: Config, num_devices: int, device_gb: int | float, devices_per_host: int
+) -> Proposal | None:
+    """The mesh for the machine of a plan, where the config leaves it open."""
+    given = {"device_gb": device_gb, "devices_per_host": devices_per_host}
+    if not is_open(config.mesh):
+        problem, remedy = "is used only with mesh='auto'", "leave it out"
+        unread = [Problem(k, x, problem, remedy) for k, x in given.items() if x]
+        if unread:
+            raise ConfigError(*unread)
+        return None
+    if num_devices and not device_gb:
+        problem = "is needed by mesh='auto' for devices that are not here"
+        remedy = "give their memory, such as --device_gb=80"
+        raise ConfigError(Problem("device_gb", device_gb, problem, remedy))
+    machine = (
+        Machine(num_devices, DEVICES_PER_HOST, 0)
+        if num_devices
+        else this_machine(jax.devices())
+    )
+    return propose_mesh(
+        config,
+        Machine(
+            machine.num_devices,
+            devices_per_host or machine.devices_per_host,
+            device_gb * 1e9 or machine.device_bytes,
+        ),
+    )
+
+
+@contextlib.contextmanager
+def _drawing(path: pathlib.Path) -> Iterator[None]:
+    """Turns errors of drawing into an OutputError that names the file."""
+    try:
+        yield
+    except (
+        OSError,
+        ValueError,
+    ) as error:  # ValueError: Matplotlib does not know the suffix
+        reason = getattr(error, "strerror", None) or error
+        named = "name a file that can be made, such as plan.png"
+        is_of_system = isinstance(error, OSError)
+        remedy = find_remedy(error, elsewhere=named) if is_of_system else named
+        problem = f"cannot be drawn ({reason})"
+        raise OutputError(Problem("output", str(path), problem, remedy)) from error
+
+
+def report_schedule(config: Config, plan: plans.Plan, picture: pathlib.Path) -> str:
+    """Describes when the stages of a pipeline are busy, and draws it.
+
+    Args:
+        config: Checked settings.
+        plan: A plan on a mesh with several stages.
+        picture: File to write.
+
+    Returns:
+        A table of all schedules.
+    """
+    batch = resolve_batch(config, plan.num_batch_shares)
+    schedule = make_pipeline_schedule(config, plan, batch.num_microbatches)
+    recompute = config.pipeline.recompute
+    costs = timeline.pass_costs(recompute=recompute)
+    with _drawing(picture):
+        timeline.plot_schedule(schedule, picture, costs=costs)
+    return timeline.describe_schedules(schedule, recompute=recompute)
+
+
+def describe_peak(peak: Peak | None, platform: str) -> str:
+    """What is on a device at the peak of a step.
+
+    Args:
+        peak: The predicted peak; None where it is not known.
+        platform: Platform of the programs, as JAX names it.
+
+    Returns:
+        A table of bytes per device; on CPUs a note that they differ from those of GPUs.
+    """
+    if peak is None:
+        return "this platform gives no memory analysis of compiled programs"
+    cells = [(name, describe.format_bytes(x)) for name, x in peak.parts.items() if x]
+    cells.append(("total", describe.format_bytes(peak.total)))
+    title = (
+        f"most that a step compiled for {_devices(platform)} takes, "
+        f"predicted for the program: {peak.moment}\n"
+    )
+    table = describe.render_table(("", "bytes/device"), cells, right=(1,))
+    return title + table + (CPU_MEMORY_NOTE if platform == "cpu" else "")
+
+
+def describe_on_gpus(trial: Trial) -> str:
+    """Estimated bytes per GPU of a step, as a table."""
+    parts = {
+        "state and gradients": trial.state,
+        "activations": trial.activations,
+        "total": trial.total,
+    }
+    cells = [(name, describe.format_bytes(x)) for name, x in parts.items()]
+    table = describe.render_table(("", "bytes/device"), cells, right=(1,))
+    return f"{GPU_TITLE}\n{table}"
+
+
+def _devices(platform: str) -> str:
+    return f"{platform.upper()}s"
+
+
+def describe_collectives(
+    step: Step, config: Config, compiled: jax.stages.Compiled
+) -> str:
+    """Compares the collectives of a step with those of its ZeRO stage.
+
+    Args:
+        step: The step; read for its plan and microbatches.
+        config: Checked settings; read for what replicas send.
+        compiled: Its train program.
+
+    Returns:
+        Tables; on CPUs with a note on what other devices do differently.
+    """
+    program = compiled.as_text()
+    if program is None:
+        return "this platform gives no text of compiled programs"
+    found = list_collectives(program)
+    text = describe_communication(
+        found,
+        step.plan,
+        step.num_microbatches,
+        sends_messages=bool(make_phases(config) or make_rounds(config)),
+    )
+    return f"{text}\n{CPU_NOTE}" if meshes.is_simulated(step.mesh) else text

@@ -1,0 +1,125 @@
+"""The schedule of a pipeline as a table and as a plot."""
+
+import os
+from collections.abc import Mapping
+
+import numpy as np
+
+from zjax.observe import plot
+from zjax.parallel.pipeline_schedule import IDLE, Kind, Name, Schedule, make_schedule
+from zjax.sharding.describe import render_table
+
+COLORS: dict[Kind, str] = {
+    "forward": plot.BLUE,
+    "backward": plot.ORANGE,
+    "weights": plot.GREEN,
+}
+SCHEDULES: tuple[Name, ...] = ("gpipe", "1f1b", "interleaved", "zb_h1")
+Costs = Mapping[Kind, int | float]
+
+
+def pass_costs(*, recompute: bool) -> Costs:
+    """Time of each pass of a stage, in units of a forward pass, from its matmuls.
+
+    Example:
+        >>> dict(pass_costs(recompute=True))
+        {'forward': 1, 'backward': 2, 'weights': 1}
+    """
+    return {"forward": 1, "backward": 2 if recompute else 1, "weights": 1}
+
+
+def describe_schedules(schedule: Schedule, *, recompute: bool) -> str:
+    """Compares a schedule with other ones for the same stages and microbatches.
+
+    Args:
+        schedule: The schedule of the run.
+        recompute: Whether the run recomputes; `zb_h1` never does.
+
+    Returns:
+        A table of time, idle share, and what is held per stage.
+
+    Example:
+        >>> schedule = make_schedule("1f1b", num_stages=4, num_microbatches=8)
+        >>> print(describe_schedules(schedule, recompute=False).splitlines()[4])
+        * 1f1b            33   27.3 %                7   activations of a stage
+    """
+    num_stages, num_microbatches = schedule.num_stages, schedule.num_microbatches
+    rows = []
+    for name in SCHEDULES:
+        if name == "interleaved" and num_microbatches % num_stages:
+            continue
+        num_chunks = max(2, schedule.num_chunks) if name == "interleaved" else 1
+        each = make_schedule(
+            name,
+            num_stages=num_stages,
+            num_microbatches=num_microbatches,
+            num_chunks=num_chunks,
+        )
+        recomputes = recompute and name != "zb_h1"
+        costs = pass_costs(recompute=recomputes)
+        part = "a stage" if num_chunks == 1 else f"1/{num_chunks} of a stage"
+        rows.append(
+            (
+                f"{'*' if name == schedule.name else ' '} {name}",
+                f"{each.time(costs):g}",
+                f"{each.bubble(costs):.1%}".replace("%", " %"),
+                str(each.num_slots),
+                f"{'input' if recomputes else 'activations'} of {part}",
+            )
+        )
+    heading = f"{num_stages} stages, {num_microbatches} microbatches; "
+    heading += "a forward pass takes 1\n"
+    columns = ("schedule", "time", "idle", "stored at most", "each")
+    return heading + render_table(columns, rows, right=(1, 2, 3))
+
+
+def plot_schedule(
+    schedule: Schedule, path: str | os.PathLike[str], *, costs: Costs
+) -> None:
+    """Plots which microbatch each stage works on over time.
+
+    Args:
+        schedule: The passes.
+        path: Output file; its suffix sets the format.
+        costs: Time of each pass of a whole stage.
+    """
+    figure = plot.make_figure(12, 1.6 + 0.45 * schedule.num_stages)
+    axes = figure.subplots()
+    time = 0.0
+    for phase in schedule.phases:
+        for tick in range(phase.start, phase.end):
+            for kind in phase.kinds:
+                width = _width(schedule, kind, costs)
+                _draw_tick(axes, schedule, kind, tick, time, width)
+                time += width
+    for kind in schedule.passes:
+        axes.barh(0, 0, color=COLORS[kind], label=kind)
+    axes.set_yticks(range(schedule.num_stages))
+    axes.set_ylabel("stage")
+    axes.invert_yaxis()
+    axes.set_xlim(0, time)
+    axes.set_xlabel("time, in forward passes of a stage")
+    idle = schedule.bubble(costs)
+    title = f"{schedule.name}: {schedule.num_microbatches} microbatches, "
+    axes.set_title(f"{title}{idle:.1%} of the time idle", fontsize=12)
+    axes.legend(frameon=False, ncols=3, loc="upper right", bbox_to_anchor=(1, -0.12))
+    plot.style_axes(axes)
+    axes.grid(visible=False)
+    plot.save_figure(figure, path)
+
+
+def _width(schedule: Schedule, kind: Kind, costs: Costs) -> float:
+    includes = kind == "backward" and "weights" not in schedule.passes
+    return (costs[kind] + includes * costs["weights"]) / schedule.num_chunks
+
+
+def _draw_tick(axes, schedule, kind, tick, time, width):
+    passes = schedule.passes[kind]
+    for stage in np.flatnonzero(passes.microbatch[tick] != IDLE):
+        chunk = int(passes.chunk[tick, stage])
+        shade = 1 - 0.5 * chunk / schedule.num_chunks
+        style = {"color": COLORS[kind], "alpha": shade, "edgecolor": "white"}
+        axes.barh(stage, width, left=time, height=0.9, **style)
+        text = str(passes.microbatch[tick, stage])
+        place = {"ha": "center", "va": "center", "color": "white", "fontsize": 8}
+        axes.text(time + width / 2, float(stage), text, **place)

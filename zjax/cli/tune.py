@@ -1,0 +1,262 @@
+"""The command: predicts, tries, tells, and writes the fastest config."""
+
+import pathlib
+import shlex
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
+
+from zjax.cli.tune_machine import Facts, Runner
+from zjax.cli.tune_search import Outcome, Predictions, Records, fastest, next_candidate
+from zjax.cli.tune_space import (
+    Candidate,
+    Predictor,
+    candidates,
+    given_candidate,
+    with_batch,
+)
+from zjax.errors import ConfigError, PlanError, Problem
+from zjax.files import local_path
+from zjax.observe.history import check_directory
+from zjax.schedule.lengths import uncounted_problems
+from zjax.settings import axes, schema
+from zjax.settings.describe import describe_config
+from zjax.sharding.describe import format_bytes, render_table
+
+MAX_TRIALS = 8
+
+
+@runtime_checkable
+class Trials(Protocol):
+    """What runs trials; a `Runner`."""
+
+    def facts(self) -> Facts:
+        """Finds the devices."""
+        ...
+
+    def measure(self, config: schema.Config) -> tuple[dict[str, Any], str]:
+        """Takes a few steps; returns the measurement, or why there is none."""
+        ...
+
+
+def tune(
+    config: schema.Config,
+    *,
+    num_trials: int = 4,
+    output: str = "",
+    simulated_devices: int = 0,
+    device_gb: int | float = 0,
+    runner: Trials | None = None,
+) -> str:
+    """Finds fast settings of a run by prediction and a few trials.
+
+    Trials are recorded in `tune.jsonl` in the directory of the run. Those of an earlier
+    call with the same settings count.
+
+    Args:
+        config: A run of a built-in model; its data is not read.
+        num_trials: Most trials, those of earlier calls included; 1 or more.
+        output: Gin file to write; `tuned.gin` in the directory of the run by default.
+        simulated_devices: CPU devices to simulate; 0 for the real ones.
+        device_gb: Memory of a device in GB; 0 asks the devices.
+        runner: What runs trials; processes of this machine by default.
+
+    Returns:
+        A table of the trials, the settings to change, and the next command.
+
+    Raises:
+        ConfigError: Settings that cannot work, or an output that is no Gin file.
+        PlanError: No candidate fits, or all that were tried failed.
+        BenchError: There are no devices, or the records are damaged.
+    """
+    folder = pathlib.Path(local_path("directory", config.directory))
+    path = pathlib.Path(local_path("output", output or folder / "tuned.gin"))
+    _check(config, path)
+    check_directory(str(folder))
+    jax.config.update("jax_platforms", "cpu")  # devices are for the trials
+    runner = runner or Runner(folder / "tune.log", simulated_devices)
+    facts = runner.facts()
+    machine = facts.machine(device_gb)
+    given, config = given_candidate(config, machine), with_batch(config, machine)
+    predictor = Predictor(config, machine, facts.kind)
+    records = Records(folder / "tune.jsonl", config, facts)
+    outcomes = records.read()
+    ranked = sorted(candidates(config, machine), key=predictor.seconds)
+    with _Progress(num_trials, len(outcomes)) as progress:
+        while len(outcomes) < num_trials:
+            candidate = next_candidate(ranked, given, outcomes, predictor)
+            if candidate is None:
+                break
+            progress.begin(describe_candidate(candidate))
+            predicted = predictor.num_bytes(candidate)
+            found, failure = runner.measure(candidate.apply(config))
+            outcomes.append(_outcome(candidate, predicted, found, failure))
+            records.append(outcomes[-1])
+            progress.end(outcomes[-1])
+    best = fastest(outcomes)
+    if best is None:
+        raise PlanError(_no_settings(outcomes, ranked, predictor, device_gb))
+    path.write_text(describe_config(best.candidate.apply(config)))
+    return "\n".join(
+        [
+            describe_outcomes(outcomes, given),
+            "",
+            *_changes(config, best.candidate),
+            f"wrote {path}",
+            f"next: zjax train --config={shlex.quote(str(path))}",
+        ]
+    )
+
+
+def describe_candidate(candidate: Candidate) -> str:
+    """A candidate in one line.
+
+    Example:
+        >>> describe_candidate(Candidate(8, 2, "full", tensor=2, offload="state"))
+        'microbatch 8, ZeRO 2, remat full, tensor 2, state offloaded'
+    """
+    parts = [f"microbatch {candidate.microbatch_size}"] * bool(
+        candidate.microbatch_size
+    )
+    parts += [f"ZeRO {candidate.stage}", f"remat {candidate.remat}"]
+    parts += [_describe_mesh(candidate)] * bool(_describe_mesh(candidate))
+    if candidate.offload != "none":
+        parts += [f"{candidate.offload} offloaded"]
+    return ", ".join(parts)
+
+
+def describe_outcomes(outcomes: Sequence[Outcome], given: Candidate | None) -> str:
+    """A table of the trials, without columns that would say nothing.
+
+    Args:
+        outcomes: Trials in order.
+        given: The settings as given, which are marked.
+    """
+    best, stages = fastest(outcomes), {x.candidate.stage for x in outcomes}
+    columns = {
+        "": [str(number) for number in range(1, len(outcomes) + 1)],
+        "micro": [str(x.candidate.microbatch_size or "") for x in outcomes],
+        "ZeRO": [str(x.candidate.stage) for x in outcomes] if len(stages) > 1 else [],
+        "remat": [x.candidate.remat for x in outcomes],
+        "mesh": [_describe_mesh(x.candidate) for x in outcomes],
+        "offload": [x.candidate.offload.replace("none", "") for x in outcomes],
+        "predicted": [format_bytes(x.predicted_bytes) for x in outcomes],
+        "peak": [format_bytes(x.peak_bytes) if x.peak_bytes else "" for x in outcomes],
+        "tokens/s": [
+            f"{x.tokens_per_second:,.0f}" if not x.failure else "" for x in outcomes
+        ],
+        " ": [_note(x, best, given) for x in outcomes],
+    }
+    shown = {name: cells for name, cells in columns.items() if any(cells)}
+    numbers = ("", "micro", "ZeRO", "predicted", "peak", "tokens/s")
+    right = [index for index, name in enumerate(shown) if name in numbers]
+    rows = zip(*shown.values(), strict=True)
+    return render_table([*shown], rows, right=right)
+
+
+def _note(outcome: Outcome, best: Outcome | None, given: Candidate | None) -> str:
+    notes = [outcome.failure] * bool(outcome.failure)
+    notes += ["as given"] * (outcome.candidate == given)
+    notes += ["fastest"] * (outcome is best)
+    return ", ".join(notes)
+
+
+def _describe_mesh(candidate: Candidate) -> str:
+    sizes = {axis: getattr(candidate, axis) for axis in axes.OPEN_AXES}
+    return ", ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
+
+
+def _check(config: schema.Config, path: pathlib.Path) -> None:
+    problems = list(uncounted_problems(config, 1))
+    if path.suffix != ".gin":
+        problem, remedy = "is not a Gin file", "use a name that ends in .gin"
+        problems += [Problem("--output", str(path), problem, remedy)]
+    if (coordinator := config.processes.coordinator) not in ("auto", "none"):
+        problem, remedy = "joins other machines, and trials are of one", "use none"
+        problems += [Problem("processes.coordinator", coordinator, problem, remedy)]
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _outcome(
+    candidate: Candidate, predicted: int | float, found: dict[str, Any], failure: str
+) -> Outcome:
+    if failure:
+        return Outcome(candidate, predicted, failure=failure)
+    speed = found["tokens_per_second_per_device"]["median"]
+    return Outcome(candidate, predicted, speed, found["peak_bytes"] or 0)
+
+
+def _changes(config: schema.Config, candidate: Candidate) -> Iterator[str]:
+    """The settings that differ from the given ones, as flags."""
+    before, after = _lines(config), _lines(candidate.apply(config))
+    for line in after:
+        name, _, value = line.partition(" = ")
+        if line not in before:
+            yield f"  --{name}={value.strip(chr(39))}"
+
+
+def _lines(config: schema.Config) -> list[str]:
+    lines = describe_config(config).splitlines()
+    return [line.partition("  #")[0] for line in lines]
+
+
+def _no_settings(
+    outcomes: Sequence[Outcome],
+    ranked: Sequence[Candidate],
+    predictions: Predictions,
+    device_gb: int | float,
+) -> Problem:
+    if outcomes:
+        problem = f"fail, the last with: {outcomes[-1].failure}"
+        remedy = "see tune.log in the directory of the run"
+        return Problem("trials", len(outcomes), problem, remedy)
+    possible = [x for x in ranked if not predictions.obstacle(x)]
+    sizes = {x: predictions.num_bytes(x) for x in possible}
+    if not sizes:
+        problem = f"has no settings that can work: {predictions.obstacle(ranked[0])}"
+        return Problem("trials", 0, problem, "see zjax plan")
+    least = min(sizes, key=sizes.__getitem__)
+    problem = (
+        f"has no settings that fit: {describe_candidate(least)} takes "
+        f"{sizes[least] / 1e9:.1f} GB of {predictions.usable_bytes / 1e9:.1f} GB"
+    )
+    return Problem("trials", 0, problem, "use more devices, or a smaller model")
+
+
+class _Progress:
+    """A bar on a terminal, a line per trial elsewhere; both on standard error."""
+
+    def __init__(self, num_trials: int, num_done: int):
+        self._console = Console(stderr=True)
+        self._bar = Bar(
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.description}"),
+            console=self._console,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._bar.add_task(
+            "predicting", total=num_trials, completed=num_done
+        )
+
+    def __enter__(self) -> "_Progress":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *reason: object) -> None:
+        self._bar.stop()
+
+    def begin(self, text: str) -> None:
+        self._bar.update(self._task, description=text)
+
+    def end(self, outcome: Outcome) -> None:
+        speed = f"{outcome.tokens_per_second:,.0f} tokens/s per device"
+        line = f"{describe_candidate(outcome.candidate)}: {outcome.failure or speed}"
+        self._bar.advance(self._task)
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)

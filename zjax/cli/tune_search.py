@@ -1,0 +1,182 @@
+"""Which candidate to try next, and the file of trials that `zjax tune` resumes."""
+
+import dataclasses
+import hashlib
+import json
+import pathlib
+import statistics
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+from zjax.cli.tune_machine import Facts
+from zjax.cli.tune_space import Candidate
+from zjax.errors import BenchError, Problem
+from zjax.files import append_line, parse_json, read_lines
+from zjax.settings import schema
+from zjax.settings.describe import describe_config
+
+OUT_OF_MEMORY = "out of memory"
+_PLAUSIBLE = 1.15
+"""Candidates predicted to take so much longer than the best are not tried."""
+_AFTER_FAILURE = 0.8
+"""Share of the predicted bytes that ran out of memory, up to which others are tried."""
+_LEAST_SCALE, _MOST_SCALE = 0.7, 1.3
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a trial of a candidate gave.
+
+    Args:
+        candidate: Settings that were tried.
+        predicted_bytes: Bytes per device by prediction.
+        tokens_per_second: Per device; 0 if the trial failed.
+        peak_bytes: Measured bytes per device; 0 where they are not known.
+        failure: Why it failed; empty if it did not.
+    """
+
+    candidate: Candidate
+    predicted_bytes: int | float
+    tokens_per_second: int | float = 0.0
+    peak_bytes: int | float = 0.0
+    failure: str = ""
+
+
+@runtime_checkable
+class Predictions(Protocol):
+    """What the search asks of a `Predictor`."""
+
+    @property
+    def usable_bytes(self) -> int | float:
+        """Bytes of a device that a step may take."""
+        ...
+
+    def obstacle(self, candidate: Candidate) -> str:
+        """Why a candidate cannot work; empty where there is no reason."""
+        ...
+
+    def num_bytes(self, candidate: Candidate) -> int | float:
+        """Bytes per device of a step."""
+        ...
+
+    def seconds(self, candidate: Candidate) -> float:
+        """Seconds of a step, to rank candidates by."""
+        ...
+
+
+def next_candidate(
+    ranked: Sequence[Candidate],
+    given: Candidate | None,
+    outcomes: Sequence[Outcome],
+    predictions: Predictions,
+) -> Candidate | None:
+    """The candidate of the next trial.
+
+    First the settings as given, if they fit; then the best by prediction, until one
+    works; then those that differ from the fastest in one choice. What ran out of
+    memory, and measured peaks, correct what counts as fitting.
+
+    Args:
+        ranked: All candidates, the one with the least predicted seconds first.
+        given: The settings as given, or None.
+        outcomes: Trials so far.
+        predictions: What is predicted of a candidate.
+
+    Returns:
+        The candidate; None if no other promises more.
+    """
+    tried = {outcome.candidate for outcome in outcomes}
+    limit = _limit(outcomes, predictions.usable_bytes)
+
+    def fits(candidate: Candidate) -> bool:
+        if candidate in tried or predictions.obstacle(candidate):
+            return False
+        return predictions.num_bytes(candidate) <= limit
+
+    if given and fits(given):
+        return given
+    best = fastest(outcomes)
+    if not best or all(x.candidate == given for x in outcomes if not x.failure):
+        return next(filter(fits, ranked), None)
+    longest = _PLAUSIBLE * predictions.seconds(best.candidate)
+    near = (
+        candidate
+        for candidate in ranked
+        if _is_near(candidate, best.candidate, ranked)
+        and predictions.seconds(candidate) <= longest
+    )
+    return next(filter(fits, near), None)
+
+
+def fastest(outcomes: Sequence[Outcome]) -> Outcome | None:
+    """The trial with most tokens per second; None if all failed."""
+    done = [outcome for outcome in outcomes if not outcome.failure]
+    return max(done, key=lambda x: x.tokens_per_second, default=None)
+
+
+def _limit(outcomes: Sequence[Outcome], usable: int | float) -> float:
+    """Predicted bytes up to which a candidate counts as fitting."""
+    ratios = [x.peak_bytes / x.predicted_bytes for x in outcomes if x.peak_bytes]
+    scale = statistics.median(ratios) if ratios else 1.0
+    limit = usable / min(max(scale, _LEAST_SCALE), _MOST_SCALE)
+    failed = [x.predicted_bytes for x in outcomes if x.failure == OUT_OF_MEMORY]
+    return min([limit, *(_AFTER_FAILURE * size for size in failed)])
+
+
+def _is_near(one: Candidate, best: Candidate, ranked: Sequence[Candidate]) -> bool:
+    """Whether two candidates differ in one choice; of microbatches the next ones."""
+    values = dataclasses.asdict(one), dataclasses.asdict(best)
+    changed = [name for name in values[0] if values[0][name] != values[1][name]]
+    if changed != ["microbatch_size"]:
+        return len(changed) == 1
+    sizes = sorted(
+        {x.microbatch_size for x in ranked if _differs_in_size(x, best)}
+        | {best.microbatch_size}
+    )
+    here = sizes.index(best.microbatch_size)
+    return one.microbatch_size in sizes[max(0, here - 1) : here + 2]
+
+
+def _differs_in_size(one: Candidate, other: Candidate) -> bool:
+    return dataclasses.replace(one, microbatch_size=other.microbatch_size) == other
+
+
+class Records:
+    """Trials of one run on one kind of machine.
+
+    Args:
+        path: A file of JSON lines, which also holds trials of other runs.
+        config: The run of `with_batch`.
+        facts: The devices.
+    """
+
+    def __init__(self, path: pathlib.Path, config: schema.Config, facts: Facts):
+        text = f"{describe_config(config)}{facts.kind} x {facts.num_devices}"
+        self._path, self._key = path, hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def read(self) -> list[Outcome]:
+        """The trials so far, in order; warns of one whose line was cut off.
+
+        Raises:
+            BenchError: The file holds something else.
+        """
+        if not self._path.exists():
+            return []
+        try:
+            rows = map(parse_json, read_lines(self._path))
+            return [_outcome(row) for row in rows if row.pop("run") == self._key]
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            problem = f"is not a list of trials ({type(error).__name__}: {error})"
+            remedy = "remove it to begin anew"
+            raise BenchError(
+                Problem("records", str(self._path), problem, remedy)
+            ) from (error)
+
+    def append(self, outcome: Outcome) -> None:
+        """Adds a trial."""
+        row = {"run": self._key, **dataclasses.asdict(outcome)}
+        append_line(self._path, json.dumps(row))
+
+
+def _outcome(row: dict) -> Outcome:
+    return Outcome(candidate=Candidate(**row.pop("candidate")), **row)

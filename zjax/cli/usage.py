@@ -1,0 +1,243 @@
+"""What a command is, its help, and how a shell completes it."""
+
+import dataclasses
+import difflib
+import re
+import shlex
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+
+from absl import flags
+
+from zjax.errors import ConfigError, Problem
+from zjax.settings.describe import setting_paths
+
+HELP_WORDS = ("help", "--help", "-help", "-h")
+WIDTH = 80
+_INDENT = 33
+_KINDS = {
+    "int": "INT",
+    "float": "NUMBER",
+    "string enum": "KIND",
+    "comma separated list of strings": "A,B",
+}
+"""What stands for a value of a type of absl."""
+NO_VALUE = "true"
+"""Value of a flag that may have none, `boolean` in absl, where none is written."""
+_NAMED = re.compile(r"--(\w+)=")
+_ADDED = re.compile(r"^<[^>]*>: |;\s+repeat this option.*", re.DOTALL)
+"""What absl adds to the help of a flag."""
+_SETTINGS = (
+    ("--config=FILE", "Python (.py), Gin (.gin), or a name such as quickstart."),
+    ("--ds_config=FILE", "DeepSpeed's configuration, which wins over FILE."),
+    ("--config.zero.stage=3", "Changes one setting; `zjax config` lists all."),
+    ("--gin_file=FILE, --gin=...", "Gin files, and bindings like config.seed=1."),
+)
+_COMMON = (
+    ("--simulated_devices=8", "Works on CPU devices that are simulated."),
+    ("--flagfile=FILE", "Reads more flags from a file, one per line."),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """A command and what its help says.
+
+    Attributes:
+        run: Runs it, once the flags are parsed.
+        summary: What it does, in one line.
+        examples: Command lines, one per line.
+        flags: Flags that it reads and others refuse, with what they mean to it; an
+            empty text stands for the help of the flag.
+        has_settings: Whether it reads the settings of a run.
+        arguments: Its words, where it parses them itself.
+    """
+
+    run: Callable[[], None]
+    summary: str
+    examples: str
+    flags: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    has_settings: bool = True
+    arguments: str = ""
+
+
+def flags_of(command: Command) -> list[str]:
+    """Names of the flags that a command takes, besides changes of single settings.
+
+    Example:
+        >>> flags_of(Command(print, "", "", {"output": ""}, has_settings=False))
+        ['output', 'simulated_devices', 'flagfile']
+    """
+    if command.arguments:
+        return []
+    rows = (*(_SETTINGS if command.has_settings else ()), *_COMMON)
+    return [*command.flags, *(n for typed, _ in rows for n in _NAMED.findall(typed))]
+
+
+def describe_commands(commands: Mapping[str, Command]) -> str:
+    """A list of commands, one line each.
+
+    Args:
+        commands: Commands by name.
+    """
+    lines = [f"  {name:14}{commands[name].summary}" for name in commands]
+    return "\n".join(
+        [
+            "zjax trains Flax models that do not fit on one device.",
+            "",
+            *lines,
+            "",
+            "zjax COMMAND --help says more about one, zjax --version what is here.",
+            "",
+        ]
+    )
+
+
+def describe_command(
+    name: str, command: Command, flag_values: flags.FlagValues = flags.FLAGS
+) -> str:
+    """The help of a command: what it does, its flags, and examples.
+
+    Args:
+        name: Its name.
+        command: The command.
+        flag_values: Definitions of its flags.
+    """
+    words = command.arguments or "[--FLAG=VALUE ...]"
+    examples = textwrap.indent(command.examples, "  ")
+    lines = [f"zjax {name} {words}", "", command.summary, "", "Example:", examples]
+    own = [
+        (_typed(flag_values[flag]), _meaning(flag_values[flag], text))
+        for flag, text in command.flags.items()
+    ]
+    if not command.arguments:
+        settings = _SETTINGS if command.has_settings else ()
+        lines += _section("Flags:", own)
+        lines += _section("Settings of the run:", settings)
+        lines += _section("Flags of all commands:", _COMMON)
+    return "\n".join([*lines, ""])
+
+
+def check_command(
+    name: str, words: Sequence[str], commands: Mapping[str, Command]
+) -> None:
+    """Refuses what is not a command, and names the nearest.
+
+    Args:
+        name: The command, or the first word where there is none.
+        words: What was typed.
+        commands: Commands by name.
+
+    Raises:
+        ConfigError: The command is unknown, or only begun.
+
+    Example:
+        >>> check_command("trian", ["trian"], {"train": Command(print, "", "")})
+        Traceback (most recent call last):
+        zjax.errors.ConfigError: command='trian' is not a command; did you mean train?
+    """
+    if name in commands:
+        return
+    two = " ".join(words[:2])
+    near = difflib.get_close_matches(two, commands, n=1, cutoff=0.7)
+    longer = [command for command in commands if command.startswith(f"{name} ")]
+    if longer and not near:
+        remedy = f"use zjax {' or zjax '.join(longer)}"
+        raise ConfigError(Problem("command", name, "is not complete", remedy))
+    if not longer:
+        two, near = name, near or difflib.get_close_matches(name, commands, n=1)
+    remedy = f"did you mean {near[0]}?" if near else "zjax help lists them"
+    raise ConfigError(Problem("command", two, "is not a command", remedy))
+
+
+def _section(title: str, rows: Sequence[tuple[str, str]]) -> list[str]:
+    """A titled list of flags with their meanings, in lines of the width."""
+    lines = ["", title] if rows else []
+    margin = " " * _INDENT
+    for typed, meaning in rows:
+        head = f"  {typed} ".ljust(_INDENT)
+        lines += textwrap.wrap(
+            meaning, WIDTH, initial_indent=head, subsequent_indent=margin
+        )
+    return lines
+
+
+def _typed(flag: flags.Flag) -> str:
+    """How a flag is typed.
+
+    Example:
+        >>> values = flags.FlagValues()
+        >>> flags.DEFINE_integer("step", 1, "", flag_values=values).name
+        'step'
+        >>> _typed(values["step"])
+        '--step=INT'
+    """
+    kind = flag.parser.flag_type()
+    if kind == "bool":
+        return f"--{flag.name}"
+    value = f"={_KINDS.get(kind, 'TEXT')}"
+    return f"--{flag.name}[{value}]" if flag.boolean else f"--{flag.name}{value}"
+
+
+def _meaning(flag: flags.Flag, text: str) -> str:
+    """What a flag means, its choices, and its default."""
+    parts = [text or _ADDED.sub("", flag.help)]
+    if isinstance(flag.parser, flags.EnumParser):
+        known = [value for value in flag.parser.enum_values if value]
+        parts.append(f"One of {', '.join(known)}.")
+    default = flag.default
+    if default:
+        words = default if isinstance(default, list) else [str(default)]
+        shown = shlex.quote(",".join(words))
+        parts.append(f"Default {shown}.")
+    return " ".join(parts)
+
+
+SHELLS = ("bash", "zsh")
+_FUNCTION = """\
+_zjax() {{
+  local word=${{COMP_WORDS[COMP_CWORD]}} words="{commands}" settings="{settings}"
+  case "${{COMP_WORDS[*]:1:COMP_CWORD-1}} " in
+{cases}
+  esac
+  [[ $word == --config.* ]] || settings=""
+  COMPREPLY=($(compgen -W "$words $settings" -- "$word"))
+  [[ ${{COMPREPLY[0]}} != *= ]] || compopt -o nospace 2> /dev/null
+}}
+complete -o default -F _zjax zjax
+"""
+_ZSH = "autoload -U +X compinit bashcompinit && compinit && bashcompinit\n"
+
+
+def completion_script(shell: str, commands: Mapping[str, Command]) -> str:
+    """The script of a shell, which completes the words after `zjax`.
+
+    Args:
+        shell: One of `SHELLS`.
+        commands: Commands by name.
+
+    Example:
+        >>> commands = {"train": Command(print, "Trains.", "", {"prompt": ""})}
+        >>> "--prompt=" in completion_script("bash", commands)
+        True
+    """
+    settings = " ".join(f"--config.{path}=" for path in setting_paths())
+    firsts = " ".join(dict.fromkeys(name.partition(" ")[0] for name in commands))
+    script = _FUNCTION.format(
+        commands=f"{firsts} help", settings=settings, cases="\n".join(_cases(commands))
+    )
+    return _ZSH + script if shell == "zsh" else script
+
+
+def _cases(commands: Mapping[str, Command]) -> list[str]:
+    """What may follow each command, and each word that begins several."""
+    begun = dict[str, list[str]]()
+    words = dict[str, list[str]]()
+    for name in commands:
+        first, _, second = name.partition(" ")
+        if second:
+            begun.setdefault(f'"{first} "', []).append(second)
+        flags = [f"--{flag}=" for flag in flags_of(commands[name])]
+        words[f'"{name} "*'] = ["--help", *flags]
+    patterns = (begun | words).items()
+    return [f'    {key}) words="{" ".join(found)}" ;;' for key, found in patterns]

@@ -1,0 +1,188 @@
+"""Configs that come with zjax: found by name, and giving way to settings of a user."""
+
+import difflib
+import math
+import operator
+import os
+import pathlib
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from absl import logging
+
+from zjax.config import check, effect
+from zjax.errors import ConfigError, Problem
+from zjax.settings import axes, convert, derived, schema
+
+_PACKAGE = pathlib.Path(__file__).parents[1]
+_FOLDERS = (_PACKAGE / "configs", _PACKAGE.parent / "configs")
+
+
+def find_config(source: str) -> pathlib.Path:
+    """The file that a user means by a path or a name.
+
+    Args:
+        source: Path of a file, or name of a config that comes with zjax, which has
+            neither a suffix nor a folder.
+
+    Returns:
+        The path as given, or that of the named config.
+
+    Raises:
+        ConfigError: zjax has no config of that name.
+
+    Example:
+        >>> find_config("quickstart").name, str(find_config("configs/mine.py"))
+        ('quickstart.py', 'configs/mine.py')
+    """
+    path = pathlib.Path(source)
+    if path.suffix or path.name != source:
+        return path
+    folder = next(filter(pathlib.Path.is_dir, _FOLDERS), _FOLDERS[0])
+    names = {file.stem: file for file in folder.glob("*.py")}
+    if source in names:
+        return names[source]
+    (near,) = difflib.get_close_matches(source, names, n=1) or [""]
+    remedy = f"did you mean {near}?" if near else "give the path of a .py or .gin file"
+    problem = "is not the name of a config of zjax"
+    raise ConfigError(Problem("config", source, problem, remedy))
+
+
+def shipped_name(source: object) -> str:
+    """The name of a config that comes with zjax, given by name or path.
+
+    Returns:
+        The name; empty for any other source of settings.
+
+    Example:
+        >>> shipped_name("quickstart"), shipped_name("mine/quickstart.py")
+        ('quickstart', '')
+    """
+    if not isinstance(source, str | os.PathLike):
+        return ""
+    path = find_config(os.fspath(source)).absolute()
+    return path.stem if path.parent in _FOLDERS else ""
+
+
+_SIZES = ("num_microbatches", "microbatch_size")
+"""Settings that a mesh derives where they are 0."""
+
+
+def give_way(
+    merged: dict[str, Any], changes: Mapping[str, Any], name: str
+) -> dict[str, Any]:
+    """Drops settings of a config that the settings of a user make impossible.
+
+    They are settings of the config that have no effect beside the user's, and those
+    that cannot work beside them and follow from others where nobody sets them. The log
+    names each. No setting of the user is dropped.
+
+    Args:
+        merged: Settings of a config that comes with zjax, changed by the user's.
+        changes: Settings of the user, nested by section.
+        name: Name of the config, for the log.
+
+    Returns:
+        Settings nested by section, perhaps with problems that need the user.
+
+    Raises:
+        ConfigError: Settings are unknown or of the wrong type.
+
+    Example:
+        >>> merged = {"model": {"num_heads": 4, "num_kv_heads": 8, "embed_size": 64}}
+        >>> give_way(merged, {"model": {"num_heads": 4}}, "llama_8b")
+        {'model': {'num_heads': 4, 'embed_size': 64}}
+    """
+    tried = set(_paths(changes))
+    while changes:
+        config = convert.from_mapping(schema.Config, merged)
+        named = {
+            field: problem
+            for field, problem in _named_in_problems(config)
+            if _holds(merged, field) and not tried & set(_prefixes(field))
+        }
+        if not named:
+            break
+        tried |= set(named)
+        defaults = convert.from_mapping(schema.Config, _without(merged, named))
+        follow = {field for field in named if _follows(config, defaults, field)}
+        without = convert.from_mapping(schema.Config, _without(merged, follow))
+        left = {problem.field for problem in _problems(without)}
+        dropped = [field for field in follow if named[field].field not in left]
+        merged = _without(merged, dropped)
+        for field in sorted(dropped):
+            other, text = named[field], "%s=%r of %s gives way and is %r: %s=%r %s"
+            values = _value(config, field), name, _value(without, field)
+            logging.warning(
+                text, field, *values, other.field, other.value, other.problem
+            )
+    return merged
+
+
+def _follows(config: schema.Config, defaults: schema.Config, field: str) -> bool:
+    """Whether the default of a setting is another one, and follows from the user's."""
+    unread = {problem.field for problem in effect.effect_problems(config, 1)}
+    default = _value(defaults, field)
+    follows = field in unread or field in _SIZES or derived.is_derived(default)
+    return follows and default != _value(config, field)
+
+
+def _named_in_problems(config: schema.Config) -> Iterator[tuple[str, Problem]]:
+    """Lists the settings that problems of a config name, each with its problem."""
+    for problem in _problems(config):
+        for field in re.findall(r"([a-z_.]+)=", f"{problem.problem} {problem.field}="):
+            yield field, problem
+
+
+def _problems(config: schema.Config) -> tuple[Problem, ...]:
+    """Finds the problems of a config on as many devices as its mesh names."""
+    sizes = (getattr(config.mesh, axis) for axis in axes.AXES)
+    try:
+        check.check_config(config, math.prod(size for size in sizes if size > 0))
+    except ConfigError as error:
+        return error.problems
+    return ()
+
+
+def _paths(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Lists the settings of a nested mapping; sections given whole are one."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _paths(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+def _prefixes(field: str) -> Iterator[str]:
+    """Lists a setting and the sections around it."""
+    while field:
+        yield field
+        field = field.rpartition(".")[0]
+
+
+def _holds(values: Any, field: str) -> bool:
+    """Whether a nested mapping holds a setting."""
+    for name in field.split("."):
+        if not isinstance(values, Mapping) or name not in values:
+            return False
+        values = values[name]
+    return not isinstance(values, Mapping)
+
+
+def _without(values: Mapping[str, Any], fields: Iterable[str]) -> dict[str, Any]:
+    """Copies a nested mapping without some of its settings."""
+    inner: dict[str, list[str]] = {}
+    for field in fields:
+        name, _, rest = field.partition(".")
+        inner.setdefault(name, []).append(rest)
+    return {
+        name: _without(value, inner[name]) if name in inner else value
+        for name, value in values.items()
+        if inner.get(name) != [""]
+    }
+
+
+def _value(config: schema.Config, field: str) -> Any:
+    """Reads a setting by path."""
+    return operator.attrgetter(field)(config)

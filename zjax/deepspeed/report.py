@@ -1,0 +1,71 @@
+"""A ds_config as the config file that it amounts to, and what becomes of its keys."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from zjax.deepspeed.conversion import Conversion
+from zjax.settings.derived import is_offered
+
+
+def config_file(found: Conversion) -> str:
+    """A Python config file with the settings, for `zjax train --config`.
+
+    Example:
+        >>> from zjax.deepspeed import convert
+        >>> print(config_file(convert({"train_batch_size": 8})).splitlines()[6])
+            config.global_batch_size = 8
+    """
+    lines = [
+        "from zjax.config import base",
+        "",
+        "",
+        "def get_config():",
+        "    config = base()",
+        "    # Batch sizes, optimizer, precision and memory are those of DeepSpeed.",
+        *(
+            f"    {_USED_IN_HALF * is_offered(value)}config.{path} = {_literal(value)}"
+            for path, value in found.settings.items()
+        ),
+        "    return config",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+_USED_IN_HALF = "# Add where compute_dtype is float16: "
+
+
+def _literal(value: Any) -> str:
+    return 'float("inf")' if value == math.inf else repr(value)
+
+
+def table_rows(found: Conversion) -> list[tuple[str, ...]]:
+    """Key, value, verdict and note of each key, for a table; a line names a section."""
+    rows, last = list[tuple[str, ...]](), ""
+    for row in found.rows:
+        section, _, inside = row.key.partition(".")
+        heading = f"{section}{', by default' * row.is_default}"
+        if inside and heading != last:
+            rows.append((heading, "", "", ""))
+        last = heading
+        name = f"  {inside}" if inside else heading
+        rows.append((name, _short(row.value), row.verdict, row.note))
+    return rows
+
+
+def summary(found: Conversion) -> str:
+    """How many keys there are of each verdict.
+
+    Example:
+        >>> from zjax.deepspeed import convert
+        >>> summary(convert({"train_batch_size": 8, "gradient_clipping": 1.0}))
+        '2 mapped'
+    """
+    verdicts: Sequence[str] = [row.verdict for row in found.rows if not row.is_default]
+    counts = {name: verdicts.count(name) for name in dict.fromkeys(verdicts)}
+    return ", ".join(f"{number} {name}" for name, number in counts.items())
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 12 else f"{text[:9]}..."

@@ -1,0 +1,1 @@
+"""Bytes of a run before anything runs, and the mesh on which they fit."""

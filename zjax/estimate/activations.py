@@ -1,0 +1,308 @@
+"""Bytes of activations of a built-in model on a device, by formula."""
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from zjax.models.flops import num_params
+from zjax.models.mixture import router_of
+from zjax.moe.exchange import Choice, choose_exchange
+from zjax.ops.attention import choose_implementation
+from zjax.parallel.chunks import count_chunks
+from zjax.parallel.pipeline_schedule import make_schedule
+from zjax.settings import schema
+from zjax.settings.batch import BatchSizes
+from zjax.settings.mixture import experts_by_layer, experts_per_token
+from zjax.settings.sequence import sequence_method
+from zjax.sharding.describe import format_bytes, render_table
+from zjax.sharding.mesh import EXPERT, PIPELINE, SEQUENCE, TENSOR
+from zjax.sharding.placement import dtype_bytes
+
+
+def tokens_of_device(
+    config: schema.Config, sizes: Mapping[str, int], batch: BatchSizes
+) -> int:
+    """Tokens of a microbatch that a device routes."""
+    length = config.data.length
+    for axis in (SEQUENCE, TENSOR):
+        length = length if length % sizes[axis] else length // sizes[axis]
+    return batch.microbatch_size * length
+
+
+def layer_exchanges(
+    config: schema.Config, sizes: Mapping[str, int], batch: BatchSizes
+) -> dict[int, Choice]:
+    """The exchange of the layers with each number of experts.
+
+    Args:
+        config: Settings; read for `model` and `data.length`.
+        sizes: Size of every mesh axis.
+        batch: Sizes of batch and microbatch.
+
+    Example:
+        >>> from zjax.settings.axes import axis_sizes
+        >>> config = schema.Config(model=schema.Model(moe=schema.MoE(num_experts=8)))
+        >>> found = layer_exchanges(config, axis_sizes(config, 1), BatchSizes(1, 1, 1))
+        >>> found[8].exchange
+        'none'
+    """
+    num_tokens = tokens_of_device(config, sizes, batch)
+
+    def choose(num_experts: int) -> Choice:
+        router = router_of(config.model.moe, num_experts)
+        capacity = router.capacity(num_tokens, is_training=True)
+        return choose_exchange(
+            num_tokens=num_tokens,
+            top_k=router.num_choices,
+            num_experts=num_experts,
+            num_shares=sizes[EXPERT],
+            capacity=capacity if router.has_capacity else None,
+        )
+
+    return {n: choose(n) for n in sorted({*experts_by_layer(config.model)} - {0})}
+
+
+def describe_active(model: schema.Model) -> str:
+    """Counts the parameters that a token uses; empty without experts.
+
+    Example:
+        >>> print(describe_active(schema.Model(moe=schema.MoE(num_experts=8))))
+        a token uses 124,513,536 of 521,197,824 parameters
+    """
+    if not model.moe.num_experts:
+        return ""
+    active, total = num_params(model, active=True), num_params(model)
+    return f"a token uses {active:,} of {total:,} parameters"
+
+
+def describe_exchanges(
+    config: schema.Config, sizes: Mapping[str, int], batch: BatchSizes
+) -> str:
+    """Names the exchange of each kind of layer, what it sends, and why.
+
+    Args:
+        config: Settings; read for `model`, `data.length` and the dtype.
+        sizes: Size of every mesh axis.
+        batch: Sizes of batch and microbatch.
+
+    Returns:
+        A table; empty if no axis splits experts.
+    """
+    if sizes[EXPERT] == 1 or not config.model.moe.num_experts:
+        return ""
+    width = config.model.embed_size * dtype_bytes(config.precision.compute_dtype)
+    rows = []
+    for number, choice in layer_exchanges(config, sizes, batch).items():
+        sent = (sizes[EXPERT] - 1) * choice.sent * width
+        cells = str(number), choice.exchange, format_bytes(sent), choice.reason
+        rows.append(cells)
+    title = f"experts over {EXPERT}={sizes[EXPERT]}: each of the 4 exchanges of a layer"
+    columns = ("experts", "exchange", "bytes/device", "because")
+    return f"{title} and microbatch\n{render_table(columns, rows, right=(0, 2))}"
+
+
+class Rows(NamedTuple):
+    """Rows of a device per token that it routes.
+
+    Args:
+        arrived: Rows that arrive from other devices.
+        saved: Rows of the local experts whose pre-activations are saved, over all
+            devices of the tensor axis.
+        computed: Most rows of the local experts, over these devices.
+    """
+
+    arrived: float
+    saved: float
+    computed: float
+
+
+def rows_per_token(
+    config: schema.Config, sizes: Mapping[str, int], batch: BatchSizes
+) -> dict[int, Rows]:
+    """Rows of the layers with each number of experts; see `layer_exchanges`."""
+    num_tokens = tokens_of_device(config, sizes, batch)
+    shares = math.prod(sizes[axis] for axis in (EXPERT, TENSOR))
+
+    def count(choice: Choice) -> Rows:
+        arrived = choice.sent if choice.exchange != "none" else num_tokens
+        arrived = shares * arrived if shares > 1 else 0
+        return Rows(*(n / num_tokens for n in (arrived, choice.usual, choice.most)))
+
+    exchanges = layer_exchanges(config, sizes, batch)
+    return {number: count(choice) for number, choice in exchanges.items()}
+
+
+def activation_bytes(
+    config: schema.Config, sizes: Mapping[str, int], batch: BatchSizes
+) -> float:
+    """Bytes of activations on the fullest device during the backward pass.
+
+    Args:
+        config: Settings; read for `model`, `pipeline`, `data.length` and the dtype.
+        sizes: Size of every mesh axis.
+        batch: Sizes of batch and microbatch.
+
+    Returns:
+        Bytes, without state and gradients.
+
+    Example:
+        >>> from zjax.settings.axes import axis_sizes
+        >>> config = schema.Config(model=schema.Model(remat="full", vocab_size=50_257))
+        >>> sizes = axis_sizes(config, 1)
+        >>> [round(activation_bytes(config, sizes, BatchSizes(n, 1, n)) / 1e6)
+        ...  for n in (1, 2, 3)]
+        [532, 910, 1288]
+    """
+    model, itemsize = config.model, dtype_bytes(config.precision.compute_dtype)
+    tokens = batch.microbatch_size * config.data.length / sizes[SEQUENCE]
+    shares = sizes[TENSOR]
+    per_value = tokens / shares * itemsize
+    rows = rows_per_token(config, sizes, batch)
+    saved = 0 if model.offloads_inputs else saved_values(model, model.remat, rows)
+    most_rows = {n: each._replace(saved=each.computed) for n, each in rows.items()}
+    block = saved_values(model, "none", most_rows)
+    if rows:  # the rows of experts, and their outputs
+        most = max(each.computed for each in rows.values())
+        block += math.ceil(2 * shares * most * model.embed_size)
+    scores = scores_per_token(config, sizes)
+    block += scores
+    saved += scores if model.remat == "none" else 0
+    columns = math.ceil(config.data.length / sizes[SEQUENCE] / shares)
+    chunks = count_chunks(batch.microbatch_size, columns, model.mlp_chunk_tokens)
+    hidden = _hidden_values(model.mlp_size, model)
+    block -= math.floor((1 - 1 / chunks) * hidden)
+    values = _saved_by_all(config, sizes[PIPELINE], batch, saved) + 2 * block
+    loss_tokens = min(tokens, model.loss_chunk_tokens or tokens)
+    vocabulary = model.vocab_size / shares / sizes[PIPELINE]
+    # Logits in float32 and their gradients; the float32 gradient of the matrix.
+    logits = loss_tokens * (4 + itemsize) + 4 * model.embed_size
+    return per_value * values + vocabulary * logits
+
+
+def scores_per_token(config: schema.Config, sizes: Mapping[str, int]) -> int:
+    """Values of attention per token that a layer holds for each pair of tokens.
+
+    They are the scores and weights in float32, and the weights in the compute dtype;
+    dropout has random bits besides, a soft cap its tanh. Kernels hold none.
+
+    Args:
+        config: Settings; read for `model`, `data.length` and the dtype.
+        sizes: Size of every mesh axis.
+
+    Returns:
+        Number of values of the compute dtype, before heads are sharded.
+
+    Example:
+        >>> from zjax.settings.axes import axis_sizes
+        >>> model = schema.Model(num_heads=2, attention_sinks=True)
+        >>> config = schema.Config(model=model, data=schema.Data(length=8))
+        >>> scores_per_token(config, axis_sizes(config, 1))  # 2 * 8 of 10 bytes each
+        80
+    """
+    model, dtype = config.model, config.precision.compute_dtype
+    axes = {axis: sizes[axis] for axis in (SEQUENCE, TENSOR)}
+    is_ring = sizes[SEQUENCE] > 1 and sequence_method(model, **axes) == "ring"
+    if is_ring or not _has_scores(config):
+        return 0
+    extras = 4 * (model.attention_dropout_rate > 0) + 4 * (model.attention_soft_cap > 0)
+    itemsize = dtype_bytes(dtype)
+    num_bytes = 8 + itemsize + extras
+    return math.ceil(model.num_heads * config.data.length * num_bytes / itemsize)
+
+
+def _has_scores(config: schema.Config) -> bool:
+    """Whether no kernel for attention fits, even on a recent NVIDIA GPU."""
+    model, length = config.model, config.data.length
+    if model.attention in ("sparse", "cudnn"):
+        return False
+    kernel, _ = choose_implementation(
+        model.attention,
+        platform="cuda",
+        compute_capability=(9, 0),
+        dtype=config.precision.compute_dtype,
+        head_size=model.head_size,
+        lengths=(length, length),
+        masked=False,
+        capped=model.attention_soft_cap > 0,
+        dropped=model.attention_dropout_rate > 0,
+        has_sinks=model.attention_sinks,
+    )
+    return kernel == "xla"
+
+
+def saved_values(
+    model: schema.Model, policy: str, rows: Mapping[int, Rows] = {}
+) -> int:
+    """Residuals per token that a layer saves under a policy of `model.remat`.
+
+    Args:
+        model: Settings of the model.
+        policy: A value of `model.remat`; `none` saves everything.
+        rows: Those of `rows_per_token` on a mesh; all experts on each device by
+            default.
+
+    Returns:
+        Number of values, the input of the block included.
+
+    Example:
+        >>> model = schema.Model(embed_size=1, mlp_size=4, num_heads=1, num_kv_heads=1)
+        >>> [saved_values(model, name) for name in ("elementwise", "attention", "full")]
+        [10, 2, 1]
+    """
+    residual = model.embed_size
+    queries = model.num_heads * model.head_size
+    projections = queries + 2 * model.num_kv_heads * model.head_size
+    if latent := model.latent.key_rank:
+        projections += latent + model.rotary_size + model.latent.query_rank
+    arrived, width = _values_of_experts(model, rows)
+    mlp_inputs = _hidden_values(width, model) - width
+    attended = residual + queries
+    elementwise = attended + residual + projections + mlp_inputs
+    return {
+        "none": elementwise + 2 * residual + width + arrived,
+        "elementwise": elementwise + arrived,
+        "attention_and_mlp": attended + mlp_inputs + arrived,
+        "dots": elementwise + arrived,
+        "attention": attended + arrived,
+        "full": residual,
+    }[policy]
+
+
+def _hidden_values(width: int, model: schema.Model) -> int:
+    """Values of a token inside a feed-forward with so many hidden channels."""
+    return width * (3 if model.is_gated else 2)
+
+
+def _values_of_experts(
+    model: schema.Model, rows: Mapping[int, Rows]
+) -> tuple[int, int]:
+    """Values of a token that arrive for experts, and hidden channels: layers' means."""
+    moe, experts = model.moe, experts_by_layer(model)
+    arrived, hidden = 0.0, 0.0
+    for number in experts:
+        used = experts_per_token(moe)
+        own = rows.get(number, Rows(0, used, used))
+        active = own.saved + moe.num_shared + moe.residual
+        arrived += own.arrived * model.embed_size if number else 0
+        hidden += active * moe.expert_size if number else model.mlp_size
+    return math.ceil(arrived / len(experts)), math.ceil(hidden / len(experts))
+
+
+def _saved_by_all(
+    config: schema.Config, num_stages: int, batch: BatchSizes, saved: int
+) -> int:
+    """Values saved per token, over the blocks and microbatches that a stage holds."""
+    if num_stages == 1:
+        return config.model.num_layers * saved
+    given = config.pipeline
+    schedule = make_schedule(
+        given.schedule,
+        num_stages=num_stages,
+        num_microbatches=batch.num_microbatches,
+        num_chunks=given.num_chunks if given.schedule == "interleaved" else 1,
+    )
+    num_chunks = num_stages * schedule.num_chunks
+    chunk_values = -(-config.model.num_layers // num_chunks) * saved
+    if not given.recompute:
+        return schedule.num_slots * chunk_values
+    return schedule.num_slots * config.model.embed_size + chunk_values

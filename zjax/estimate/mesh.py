@@ -1,0 +1,350 @@
+"""The mesh of `mesh="auto"`: the simplest on which a step fits, and why."""
+
+import dataclasses
+import functools
+import itertools
+import math
+import textwrap
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from absl import logging
+from jax.experimental import multihost_utils
+
+from zjax.config.check import check_config
+from zjax.config.model_rules import uneven_heads
+from zjax.errors import ConfigError, PlanError, Problem
+from zjax.estimate.trial import Machine, Trial, batch_on, weigh
+from zjax.models.build import make_model
+from zjax.optim.build import make_optimizer
+from zjax.processes.host import local_processes
+from zjax.settings import axes, schema
+from zjax.settings.mixture import describe_blocks, num_blocks
+from zjax.sharding import mesh as meshes
+from zjax.sharding.describe import WIDTH, format_bytes, render_table
+from zjax.sharding.zero import splits_of
+from zjax.typing import Device, Model
+
+TOO_FEW_MICROBATCHES = "exceeds num_microbatches"
+"""Obstacle of a mesh with more stages than microbatches."""
+_WHY = {
+    meshes.TENSOR: "matrices split within a host",
+    meshes.SEQUENCE: "the activations of one sequence do not fit",
+    meshes.PIPELINE: "splits of tensors and sequences alone do not fit",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Proposal:
+    """A proposed mesh with its reasons.
+
+    Args:
+        mesh: The mesh; all sizes are 1 or more.
+        reasons: Sentences for a reader.
+        trials: Meshes that were tried, in order; the last one is proposed.
+        machine: The machine it is for.
+    """
+
+    mesh: schema.Mesh
+    reasons: tuple[str, ...]
+    trials: tuple[Trial, ...]
+    machine: Machine
+
+
+def describe_proposal(proposal: Proposal) -> str:
+    """The meshes that were tried, the reasons and the flags, in 100 columns."""
+    shown = [
+        axis
+        for axis in axes.AXES
+        if any(getattr(trial.mesh, axis) > 1 for trial in proposal.trials)
+    ] or [meshes.DATA]
+    rows = []
+    for trial in proposal.trials:
+        sizes = [str(getattr(trial.mesh, axis)) for axis in shown]
+        parts = (trial.state, trial.activations, trial.total)
+        numbers = [""] * 3 if trial.obstacle else map(format_bytes, parts)
+        fits = "taken" if trial.fits(proposal.machine) else "does not fit"
+        rows.append((*sizes, *numbers, trial.obstacle or fits))
+    columns = (*shown, "state", "activations", "total", "")
+    table = render_table(columns, rows, right=range(len(shown) + 3))
+    lines = [*proposal.reasons, explicit_setting(proposal.mesh)]
+    return "\n".join([table, "", *(textwrap.fill(line, WIDTH) for line in lines)])
+
+
+def explicit_setting(mesh: schema.Mesh) -> str:
+    """Flags that set the axes of a mesh that have several devices.
+
+    Example:
+        >>> explicit_setting(schema.Mesh(data=4, tensor=2))
+        '--config.mesh.data=4 --config.mesh.tensor=2'
+    """
+    sizes = {axis: getattr(mesh, axis) for axis in axes.AXES}
+    given = {k: n for k, n in sizes.items() if n > 1} or {meshes.DATA: 1}
+    return " ".join(f"--config.mesh.{axis}={size}" for axis, size in given.items())
+
+
+def reasons(
+    config: schema.Config, trials: Sequence[Trial], machine: Machine
+) -> Iterator[str]:
+    """Sentences that say why the last mesh of `trials` is proposed.
+
+    Args:
+        config: Settings of the run.
+        trials: Meshes that were tried, in order; the last one is proposed.
+        machine: The machine it is for.
+
+    Yields:
+        Sentences.
+    """
+    mesh = trials[-1].mesh
+    if math.isinf(machine.device_bytes):
+        yield "The memory of these devices is not known: every mesh is assumed to fit."
+    else:
+        size, usable = map(format_bytes, (machine.device_bytes, machine.usable_bytes))
+        yield f"A step may take {usable} of the {size} of a device."
+    for axis, why in _WHY.items():
+        size = getattr(mesh, axis)
+        if size > 1 and not getattr(config.mesh, axis):
+            yield f"{axis}={size}: {why}; {_with_less(axis, trials)}."
+    if config.model.moe.num_experts and mesh.expert == 1:
+        yield (
+            "expert=1: auto does not split experts, whose best size depends on the "
+            "links between devices; set mesh.expert, and compare."
+        )
+    if mesh.data > 1:
+        stage = config.zero.stage
+        yield f"data={mesh.data}: the remaining devices; ZeRO {stage} shards over them."
+    if mesh.pipeline > 1 and splits_of(config.zero.stage).grad_sum:
+        yield (
+            f"zero.stage={config.zero.stage} communicates in each tick of a pipeline; "
+            "zero.stage=1 once per step, where it fits."
+        )
+
+
+def no_room(
+    config: schema.Config, trials: Sequence[Trial], machine: Machine
+) -> Problem:
+    """The problem that a step fits on no mesh, with settings that need less.
+
+    Args:
+        config: Settings of the run.
+        trials: All meshes that were tried.
+        machine: The machine.
+
+    Returns:
+        The problem, with the bytes of the mesh that takes least.
+    """
+    best = min((x for x in trials if not x.obstacle), key=lambda x: x.total)
+    parts = (
+        f"state {best.state / 1e9:.1f} GB, activations {best.activations / 1e9:.1f} GB"
+    )
+    state_fits = best.state <= machine.usable_bytes
+    offers = {
+        "a higher zero.stage": not splits_of(config.zero.stage).compute,
+        "zero.optimizer_memory='pinned_host'": not config.zero.offloads_state,
+        "model.remat='full'": state_fits and config.model.remat != "full",
+        "a smaller microbatch_size": state_fits and best.of_one < best.activations,
+        "more microbatches": any(
+            TOO_FEW_MICROBATCHES in trial.obstacle for trial in trials
+        ),
+        "more devices": True,
+    }
+    helps = ", ".join(offer for offer, does_help in offers.items() if does_help)
+    return Problem(
+        "mesh",
+        axes.AUTO,
+        f"finds no room on {machine.num_devices} x {machine.device_bytes / 1e9:.1f} "
+        f"GB: a step takes {best.total / 1e9:.1f} GB "
+        f"({parts}) with {explicit_setting(best.mesh)}",
+        f"use {helps} or a smaller model",
+    )
+
+
+def _with_less(axis: str, trials: Sequence[Trial]) -> str:
+    *before, taken = trials
+    less = [x for x in before if getattr(x.mesh, axis) < getattr(taken.mesh, axis)]
+    weighed = [x for x in less if not x.obstacle]
+    if not weighed:
+        return less[-1].obstacle
+    closest = min(weighed, key=lambda x: x.total)
+    return f"smaller sizes take at least {format_bytes(closest.total)}"
+
+
+def is_open(mesh: schema.Mesh) -> bool:
+    """Whether a mesh has axes for zjax to choose, as `mesh="auto"` has.
+
+    Example:
+        >>> is_open(schema.Mesh()), is_open(schema.Mesh(tensor=0))
+        (False, True)
+    """
+    return any(getattr(mesh, axis) == 0 for axis in axes.OPEN_AXES)
+
+
+def choose_mesh(
+    config: schema.Config, devices: Sequence[Device], tx: Any = None
+) -> schema.Config:
+    """Sets the axes that `mesh="auto"` leaves open, and logs why.
+
+    Args:
+        config: Settings, checked or not.
+        devices: Devices of the run; a collective call of all processes.
+        tx: Optax gradient transformation of the caller; None for that of the config.
+
+    Returns:
+        The settings with the size of every axis; `config` itself if none is open.
+
+    Raises:
+        ConfigError: Settings that cannot work on any mesh.
+        PlanError: No mesh has room for a step.
+    """
+    if not is_open(config.mesh):
+        return config
+    proposal = propose_mesh(config, this_machine(devices), tx)
+    if jax.process_index() == 0:
+        logging.warning("mesh='auto':\n%s", describe_proposal(proposal))
+    return dataclasses.replace(config, mesh=proposal.mesh)
+
+
+def this_machine(devices: Sequence[Device]) -> Machine:
+    """The machine that these devices are; a collective call of all processes.
+
+    Args:
+        devices: Devices of the run over all processes.
+
+    Returns:
+        The fewest devices of any host and the least memory of any device.
+    """
+    num_local = sum(each.process_index == jax.process_index() for each in devices)
+    mesh = meshes.make_mesh(schema.Mesh(), devices)
+    per_host = local_processes(num_local).num_devices
+    least = np.array([per_host, meshes.device_capacity_bytes(mesh)])
+    if jax.process_count() > 1:
+        least = multihost_utils.process_allgather(least).min(0)
+    return Machine(len(devices), int(least[0]), float(least[1]))
+
+
+def propose_mesh(config: schema.Config, machine: Machine, tx: Any = None) -> Proposal:
+    """Finds the simplest mesh on which a step fits, without devices.
+
+    Args:
+        config: Settings; mesh axes of size 0 are open.
+        machine: The devices to fit.
+        tx: Optax gradient transformation of the caller; None for that of the config.
+
+    Returns:
+        The mesh and the reasons.
+
+    Raises:
+        ConfigError: Settings that cannot work on any mesh.
+        PlanError: A step fits on no mesh.
+
+    Example:
+        >>> config = schema.Config(mesh=schema.Mesh(tensor=0))
+        >>> proposal = propose_mesh(config, Machine(8, 8, 80e9))
+        >>> proposal.mesh.data, proposal.mesh.tensor
+        (8, 1)
+    """
+
+    @functools.cache
+    def parts() -> tuple[Model, Any]:
+        """The model and the optimizer, made once settings have passed their check."""
+        model = make_model(config)
+        return model, make_optimizer(config, model) if tx is None else tx
+
+    trials: list[Trial] = []
+    for mesh in possible_meshes(config, machine):
+        if not _may_split_sequences(config, mesh, trials, machine):
+            continue
+        obstacle = find_obstacle(config, mesh, machine, tx)
+        trials.append(
+            Trial(mesh, obstacle=obstacle)
+            if obstacle
+            else weigh(config, mesh, *parts())
+        )
+        if trials[-1].fits(machine):
+            why = tuple(reasons(config, trials, machine))
+            return Proposal(mesh, why, tuple(trials), machine)
+    if all(trial.obstacle for trial in trials):
+        raise _refusal(config, machine, tx)
+    raise PlanError(no_room(config, trials, machine))
+
+
+def possible_meshes(config: schema.Config, machine: Machine) -> Iterator[schema.Mesh]:
+    """Meshes that fill the devices, the simplest first."""
+    number = machine.num_devices
+    divisors = [n for n in range(1, number + 1) if number % n == 0]
+    options = {
+        meshes.PIPELINE: divisors,
+        meshes.TENSOR: [n for n in divisors if machine.devices_per_host % n == 0],
+        meshes.SEQUENCE: divisors,
+    }
+    for axis in options:
+        given = getattr(config.mesh, axis)
+        options[axis] = [given] if given else options[axis]
+    for sizes in itertools.product(*options.values()):
+        sized = dict(zip(options, sizes, strict=True))
+        mesh = dataclasses.replace(config.mesh, **sized)
+        candidate = dataclasses.replace(config, mesh=mesh)
+        if axes.mesh_fills(candidate, number):
+            yield dataclasses.replace(mesh, **axes.axis_sizes(candidate, number))
+
+
+def _problems(
+    config: schema.Config, mesh: schema.Mesh, machine: Machine, tx: Any
+) -> tuple[Problem, ...]:
+    try:
+        candidate = dataclasses.replace(config, mesh=mesh)
+        check_config(
+            candidate,
+            machine.num_devices,
+            user_optimizer=tx is not None,
+            user_batches=True,  # no mesh depends on the data, which the run checks
+        )
+    except ConfigError as error:
+        return error.problems
+    return ()
+
+
+def _refusal(config: schema.Config, machine: Machine, tx: Any) -> ConfigError:
+    return ConfigError(*_problems(config, axes.close_axes(config.mesh), machine, tx))
+
+
+def _may_split_sequences(
+    config: schema.Config, mesh: schema.Mesh, trials: list[Trial], machine: Machine
+) -> bool:
+    """Whether activations of one sequence, not the state, are what does not fit."""
+    if config.mesh.sequence or mesh.sequence == 1:
+        return True
+    alike = [
+        trial
+        for trial in trials
+        if (trial.mesh.pipeline, trial.mesh.tensor) == (mesh.pipeline, mesh.tensor)
+        and not trial.obstacle
+    ]
+    if not alike:
+        return False
+    free = machine.usable_bytes - alike[-1].state
+    return alike[-1].of_one > max(free, alike[-1].state)
+
+
+def find_obstacle(
+    config: schema.Config, mesh: schema.Mesh, machine: Machine, tx: Any
+) -> str:
+    """Why a mesh cannot work, or is not proposed; empty where there is no reason."""
+    problems = _problems(config, mesh, machine, tx)
+    if problems:
+        return str(problems[0]).partition(";")[0]
+    model, number = config.model, batch_on(config, mesh).num_microbatches
+    heads = "" if config.mesh.tensor else uneven_heads(model, mesh.tensor)
+    if heads:
+        return f"tensor={mesh.tensor} does not divide {heads}"
+    if config.mesh.pipeline:
+        return ""
+    stages = f"pipeline={mesh.pipeline}"
+    if num_blocks(model) % mesh.pipeline:
+        return f"{stages} does not divide {describe_blocks(model)}"
+    if mesh.pipeline > number:
+        return f"{stages} {TOO_FEW_MICROBATCHES}={number}"
+    return ""

@@ -1,0 +1,163 @@
+"""State in the fastest memory that has room, and how much of it a step moves."""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+
+from zjax.settings.batch import resolve_batch
+from zjax.settings.schema import Config
+from zjax.sharding import memory
+from zjax.sharding.frozen import trained
+from zjax.sharding.paths import position_finder
+from zjax.sharding.placement import ArrayPlan
+from zjax.sharding.plan import DEVICE, HOST, NVME, Plan
+
+DEVICE_SHARE = 0.94
+"""Share of a device's memory that a predicted step may take."""
+
+
+class FreeBytes(NamedTuple):
+    """Bytes per device that state may take.
+
+    Args:
+        device: Bytes of the device.
+        host: Bytes of its host.
+    """
+
+    device: int | float
+    host: int | float
+
+
+def spill_state(
+    plan: Plan, order: Sequence[int], free: FreeBytes, disks: tuple[str, ...]
+) -> Plan:
+    """Stores the state of each parameter in the fastest memory that has room for it.
+
+    Args:
+        plan: A plan with master weights and optimizer state offloaded to the host.
+        order: Positions of the parameters; earlier ones get faster memory.
+        free: Free bytes per device.
+        disks: Directories for what spills; without any it stays on the host.
+
+    Returns:
+        The plan with other memories.
+    """
+    position = position_finder(plan.master)
+    trees = (plan.master, plan.opt_state)
+    owners = [
+        [position(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(tree)]
+        for tree in trees
+    ]
+    sizes = [0] * len(order)
+    for tree, of in zip(trees, owners, strict=True):
+        for row, i in zip(jax.tree.leaves(tree), of, strict=True):
+            if i is not None and not row.is_on_device:
+                sizes[i] += row.device_bytes
+    chosen = _choose(sizes, order, free, NVME if disks else HOST)
+
+    def spilled(row: ArrayPlan, i: int | None) -> ArrayPlan:
+        if i is None or row.is_on_device:
+            return row
+        return row.stored_in(chosen[i], disks)
+
+    master, opt_state = (
+        jax.tree.unflatten(
+            jax.tree.structure(tree), map(spilled, jax.tree.leaves(tree), of)
+        )
+        for tree, of in zip(trees, owners, strict=True)
+    )
+    return dataclasses.replace(plan, master=master, opt_state=opt_state)
+
+
+def _choose(
+    sizes: Sequence[int], order: Sequence[int], free: FreeBytes, last: str
+) -> list[str]:
+    """The memory of each parameter's state; `last` has room for everything."""
+    left = {DEVICE: free.device, HOST: free.host}
+    chosen = [last] * len(order)
+    for i in order:
+        memory = next((name for name in left if sizes[i] <= left[name]), None)
+        if memory:
+            chosen[i] = memory
+            left[memory] -= sizes[i]
+    return chosen
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """Bytes per device of the arrays of one kind in one memory.
+
+    Args:
+        what: Name of the arrays.
+        memory: `pinned_host` or `nvme`.
+        stored: Bytes of the arrays.
+        up: Bytes that a step moves to the device.
+        down: Bytes that a step moves back.
+    """
+
+    what: str
+    memory: str
+    stored: int
+    up: int
+    down: int
+
+
+def traffic_of_step(
+    plan: Plan, config: Config, inputs: Sequence[ArrayPlan] = ()
+) -> list[Traffic]:
+    """Everything that is stored off the devices, and how many bytes of it a step moves.
+
+    Args:
+        plan: The plan of a run.
+        config: Settings; read for the batch, clipping and the memories of `zero`.
+        inputs: Plans of offloaded block inputs, from `offloaded_inputs`.
+
+    Returns:
+        One entry for each kind of arrays and memory. Traffic of pending gradients is an
+        upper bound: those that fit stay on the device.
+    """
+    found = [*_of_state(plan, config), _of_gradients(plan, config)]
+    stored = memory.bytes_by_memory(inputs).offloaded_by_memory
+    for where, size in stored.items():
+        moved = size * _num_microbatches(plan, config)
+        found.append(Traffic("inputs of blocks", where, size, moved, moved))
+    return [x for x in found if x.stored]
+
+
+def updates_wait(config: Config) -> bool:
+    """Whether an update needs the global gradient norm or its finiteness."""
+    clips = math.isfinite(config.optimizer.clip_norm)
+    return clips or config.precision.on_nonfinite != "update"
+
+
+def _of_state(plan: Plan, config: Config) -> Iterator[Traffic]:
+    passes = 2 * _num_microbatches(plan, config)
+    waits_for_norm = updates_wait(config) and config.zero.delay_updates_from < 0
+    # Joining split master weights reads the compute parameters, their high bits. An
+    # update that waits for the norm runs after the backward pass and moves them again.
+    joins = waits_for_norm and plan.splits_master
+    master = trained(plan.master, plan.master)
+    state = memory.bytes_by_memory((master, plan.opt_state)).offloaded_by_memory
+    params, changed = (
+        memory.bytes_by_memory(rows).offloaded_by_memory
+        for rows in (plan.compute, trained(plan.compute, plan.master))
+    )
+    for where, size in state.items():
+        yield Traffic("state", where, size, size, size)
+        moved = passes * params[where] + joins * changed[where]
+        yield Traffic("parameters in use", where, params[where], moved, changed[where])
+
+
+def _of_gradients(plan: Plan, config: Config) -> Traffic:
+    size = memory.bytes_by_memory(memory.stored_gradients(plan, config)).offloaded
+    # The sum between microbatches, and once more while it is pending for the norm.
+    times = _num_microbatches(plan, config) - 1 + updates_wait(config)
+    where = config.zero.gradient_memory
+    return Traffic("gradients", where, size, times * size, times * size)
+
+
+def _num_microbatches(plan: Plan, config: Config) -> int:
+    return resolve_batch(config, plan.num_batch_shares).num_microbatches

@@ -1,1 +1,0 @@
-"""Executors: compiled programs, and the order in which a step runs them."""

@@ -1,0 +1,1 @@
+"""Linen and NNX modules of users as pure functions."""

@@ -1,0 +1,366 @@
+"""Linen modules as submodels, with variables created by the calls of the loss."""
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import flax.core
+import flax.errors
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import logging
+from flax.core import meta, tracers
+
+from zjax.errors import ModelError, Problem
+from zjax.flax_models.submodel import Started, Submodel, names_of_boxes
+from zjax.ops.keys import fold_name
+from zjax.sharding.paths import path_of
+from zjax.typing import ModelState, Params
+
+FLAGS = {
+    "deterministic": True,
+    "use_running_average": True,
+    "train": False,
+    "training": False,
+    "is_training": False,
+}
+"""Values in evaluation. Flax defines the first two; the others are customary names."""
+
+
+def evaluation_mode() -> contextlib.AbstractContextManager[Any]:
+    """Sets evaluation mode in all calls of Linen modules in the enclosed code.
+
+    Example:
+        >>> import jax
+        >>> with evaluation_mode():
+        ...     print(nn.Dropout(0.5, deterministic=False).apply({}, jax.numpy.ones(2)))
+        [1. 1.]
+    """
+    return nn.intercept_methods(_call_in_evaluation)
+
+
+def _call_in_evaluation(
+    call: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    context: nn.module.InterceptorContext,
+) -> Any:
+    module = context.module
+    for field in dataclasses.fields(module):
+        if field.name in FLAGS and isinstance(getattr(module, field.name, None), bool):
+            # Set it although modules are frozen: `module` is a copy for this call.
+            object.__setattr__(module, field.name, FLAGS[field.name])
+    try:
+        bound = inspect.signature(context.orig_method).bind(*args, **kwargs)
+    except (TypeError, ValueError):  # the call itself raises a better error
+        return call(*args, **kwargs)
+    for name, value in bound.arguments.items():
+        if name in FLAGS and isinstance(value, bool):
+            bound.arguments[name] = FLAGS[name]
+    return call(*bound.args, **bound.kwargs)
+
+
+SOWN = ("intermediates", "losses", "perturbations")
+"""Collections that calls write for the loss to read, discarded after a step; so are
+collections of tuples, as `Module.sow` makes them."""
+Context = Callable[[], contextlib.AbstractContextManager[Any]]
+NOUNS = {"params": "parameters", "variables": "collections"}
+"""Contents of attributes of a view, for messages."""
+
+
+class View:
+    """A Linen module with its variables, called like the module.
+
+    Args:
+        module: Linen module.
+        params: Parameters.
+        model_state: Other collections, updated by calls in training.
+        key: Source of random streams; None in evaluation.
+        context: Context of the calls of the module.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        params: Params,
+        model_state: ModelState,
+        key: jax.Array | None,
+        context: Context = contextlib.nullcontext,
+    ):
+        self.module = module
+        self.context = context
+        self.params = params
+        self.model_state = model_state
+        self.train = key is not None
+        """Whether this is a training step; for arguments such as `deterministic`."""
+        self.sown: dict[str, Any] = {}
+        """Values sown by the calls so far, by collection."""
+        self._key = key
+        self._num_calls = 0
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """All collections by name, unboxed, as `Module.variables`."""
+        return {"params": self.params, **self.model_state, **self.sown}
+
+    def __call__(
+        self, *args: Any, method: str | Callable[..., Any] | None = None, **kwargs: Any
+    ) -> Any:
+        """Runs the module, or another method of it, on the current variables."""
+        _check_arguments(kwargs)
+        call = functools.partial(self._apply, args, kwargs, method)
+        if self.train:
+            out, updates = call(self._key, ("params",))
+        else:
+            frozen = ("params", *self.model_state)
+            with evaluation_mode():
+                try:
+                    out, updates = call(None, frozen)
+                except flax.errors.InvalidRngError as error:
+                    message = str(error).partition(" (http")[0]
+                    logging.warning("evaluation draws the same each time: %s", message)
+                    out, updates = call(jax.random.key(0), frozen)
+        self._num_calls += 1
+        for name, value in _unfreeze(updates).items():
+            target = self.model_state if name in self.model_state else self.sown
+            target[name] = value
+        return out
+
+    def _apply(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        method: str | Callable[..., Any] | None,
+        key: jax.Array | None,
+        frozen: tuple[str, ...],
+    ) -> Any:
+        with self.context():
+            return self.module.apply(
+                self.variables,
+                *args,
+                method=method,
+                rngs={} if key is None else _streams(key, self._num_calls),
+                mutable=flax.core.DenyList(frozen),
+                **kwargs,
+            )
+
+
+class FirstView:
+    """A Linen module that creates its variables when called.
+
+    Args:
+        module: Linen module.
+        initial: Existing variables.
+        key: Source of parameters and random streams.
+        context: Context of the calls of the module.
+    """
+
+    train = True
+
+    def __init__(
+        self,
+        module: nn.Module,
+        initial: dict[str, Any],
+        key: jax.Array,
+        context: Context = contextlib.nullcontext,
+    ):
+        self.module = module
+        self.context = context
+        self.sown: dict[str, Any] = {}
+        self._variables: dict[str, Any] = dict(initial)
+        self._key = key
+        self._trace = tracers.current_trace()
+        self._calls: list[tuple[Any, ...]] = []
+
+    @property
+    def boxed_variables(self) -> dict[str, Any]:
+        """Collections created so far, in Flax's boxes."""
+        if self._calls and tracers.current_trace() == self._trace:
+            for method, inputs in self._calls:
+                args, kwargs = jax.tree.map(_zeros, inputs)
+                self._add(self._init(method, args, kwargs)[1])
+            self._calls.clear()
+        return self._variables
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """Collections created and sown so far, by name."""
+        created = {**self.model_state, **self.sown}
+        if created or self.params:
+            return {"params": self.params, **created}
+        return self._refusing("variables")
+
+    @property
+    def params(self) -> Params:
+        """Parameters created so far."""
+        params = meta.unbox(self.boxed_variables.get("params", {}))
+        return params or self._refusing("params")
+
+    @property
+    def model_state(self) -> ModelState:
+        """Other collections created so far."""
+        variables = self.boxed_variables
+        return meta.unbox({k: v for k, v in variables.items() if k != "params"})
+
+    def __call__(
+        self, *args: Any, method: str | Callable[..., Any] | None = None, **kwargs: Any
+    ) -> Any:
+        """Runs the module, and creates missing variables."""
+        _check_arguments(kwargs)
+        out, created = self._init(method, args, kwargs)
+        self.sown |= {k: x for k, x in created.items() if _is_sown(k, x)}
+        if tracers.current_trace() == self._trace:
+            self._add(created)
+        else:
+            # Variables made inside `jit` or `scan` cannot leave it: make them again.
+            self._calls.append((method, jax.tree.map(_shape, (args, kwargs))))
+        return out
+
+    def _init(self, method: Any, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        # The same key for every call, so that calls agree on shared variables.
+        with self.context():
+            out, created = self.module.init_with_output(
+                _streams(self._key, 0), *args, method=method, mutable=True, **kwargs
+            )
+        return out, _unfreeze(created)
+
+    def _add(self, created: dict[str, Any]) -> None:
+        _check_shapes(self._variables, created)
+        for name, value in created.items():
+            if not _is_sown(name, value):
+                old = self._variables.get(name, {})
+                self._variables[name] = _merge(value, old)
+
+    def _refusing(self, attribute: str) -> dict[str, Any]:
+        """An empty dict that raises, for attributes read before a call."""
+
+        def refuse() -> Any:
+            problem = f"is asked for {NOUNS[attribute]} that no call has created"
+            remedy = f"call the model before its {attribute} are read in loss_fn"
+            name = type(self.module).__name__
+            raise ModelError(Problem(f"model.{attribute}", name, problem, remedy))
+
+        return collections.defaultdict(refuse)
+
+
+def make_submodel(
+    module: nn.Module, context: Context = contextlib.nullcontext
+) -> Submodel:
+    """Makes a submodel of a Linen module; a bound one brings its variables.
+
+    Every collection but `params` and those sown is model state.
+
+    Args:
+        module: Linen module.
+        context: Makes the context in which the module is called.
+    """
+    variables: dict[str, Any] = {}
+    is_bound = module.scope is not None
+    if is_bound:
+        module, bound = module.unbind()
+        variables = _unfreeze(bound)
+        variables = {k: x for k, x in variables.items() if not _is_sown(k, x)}
+
+    def start(key: jax.Array) -> tuple[FirstView, Callable[[], Started]]:
+        view = FirstView(module, variables, key, context)
+
+        def started() -> Started:
+            names = names_of_boxes(view.boxed_variables.get("params", {}))
+            return dict(view.params), view.model_state, names
+
+        return view, started
+
+    def resume(params: Params, model_state: ModelState, key: jax.Array | None) -> View:
+        return View(module, params, dict(model_state), key, context)
+
+    def model_state(view: Any) -> ModelState:
+        return view.model_state
+
+    def given() -> tuple[Params, ModelState]:
+        unboxed = dict(meta.unbox(variables))
+        return unboxed.pop("params", {}), unboxed
+
+    return Submodel(
+        start=start,
+        resume=resume,
+        model_state=model_state,
+        needs_calls=True,
+        given=given if is_bound else None,
+    )
+
+
+def _streams(key: Any, num_calls: int) -> dict[str, jax.Array]:
+    # Flax takes streams of other names from "params".
+    key = jax.random.fold_in(key, num_calls)
+    return {name: fold_name(key, name) for name in ("params", "dropout")}
+
+
+def _is_sown(name: str, collection: Any) -> bool:
+    def is_tuple(x: Any) -> bool:
+        return type(x) is tuple
+
+    leaves = jax.tree.leaves(collection, is_leaf=is_tuple)
+    return name in SOWN or any(map(is_tuple, leaves))
+
+
+def _merge(new: Any, old: Any) -> Any:
+    if not isinstance(new, Mapping) or not isinstance(old, Mapping):
+        return old
+    merged = {k: _merge(new[k], old[k]) for k in new.keys() & old.keys()}
+    return {**new, **old, **merged}
+
+
+def _unfreeze(variables: Mapping[str, Any]) -> dict[str, Any]:
+    return flax.core.unfreeze(dict(variables))
+
+
+def _check_arguments(kwargs: dict[str, Any]) -> None:
+    """Refuses arguments that the view passes to `module.apply` itself."""
+    remedies = {
+        "rngs": "leave it out: streams follow from the key of the step",
+        "mutable": "leave it out: collections are updated in training, and what is "
+        "sown is in model.sown",
+    }
+    problems = [
+        Problem(f"model(..., {name})", "given", "is set by the view", remedy)
+        for name, remedy in remedies.items()
+        if name in kwargs
+    ]
+    if problems:
+        raise ModelError(*problems)
+
+
+def _shape(x: Any) -> Any:
+    is_array = isinstance(x, jax.Array | np.ndarray)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype) if is_array else x
+
+
+def _zeros(x: Any) -> Any:
+    if not isinstance(x, jax.ShapeDtypeStruct):
+        return x
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return jnp.broadcast_to(jax.random.key(0), x.shape)
+    return jnp.zeros(x.shape, x.dtype)
+
+
+def _check_shapes(variables: Any, created: Any) -> None:
+    """Refuses existing variables whose shapes are not the model's."""
+    old, new = _shapes(variables), _shapes(created)
+    problems = [
+        Problem(path, old[path], f"has the shape {shape} in the model", "give it that")
+        for path, shape in new.items()
+        if old.get(path, shape) != shape
+    ]
+    if problems:
+        raise ModelError(*problems)
+
+
+def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+    leaves = jax.tree_util.tree_leaves_with_path(meta.unbox(tree))
+    return {path_of(keys): jnp.shape(x) for keys, x in leaves}

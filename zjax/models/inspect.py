@@ -1,0 +1,102 @@
+"""What a built-in model finds in tokens: chosen experts, and log-probabilities."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from zjax.errors import ModelError, Problem
+from zjax.jaxprs.versions import dtype_promotion
+from zjax.models.mixture import MixtureOfExperts
+from zjax.models.segments import layers_of, segments_of
+from zjax.models.stack import Decoder, StackedModel
+from zjax.parallel import sequence
+from zjax.settings.mixture import segment_shapes
+
+
+@dtype_promotion()
+def chosen_experts(
+    model: Any, batch: dict[str, Any]
+) -> tuple[Int[Array, "B L K"], ...]:
+    """Finds the experts that each token chooses in evaluation, before any drop.
+
+    Args:
+        model: Decoder or encoder, such as `run.bind(state)`.
+        batch: `tokens` int32[B, L], and what else the model reads besides targets.
+
+    Returns:
+        The experts of each token by layer with experts, best first; empty without any.
+        In expert choice the tokens of the batch compete, and place e of a token is e,
+        or -1 if expert e did not choose it.
+
+    Raises:
+        ModelError: The model is not a built-in one.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from zjax.config import schema
+        >>> from zjax.models.stack import Decoder
+        >>> config = schema.Model(num_layers=2, embed_size=8, mlp_size=16, num_heads=2,
+        ...                       num_kv_heads=2, vocab_size=11, max_length=8,
+        ...                       moe=schema.MoE(num_experts=4, top_k=2, expert_size=8))
+        >>> decoder = Decoder(config, rngs=nnx.Rngs(0))
+        >>> [x.shape for x in chosen_experts(decoder, {"tokens": jnp.array([[3, 1]])})]
+        [(1, 2, 2), (1, 2, 2)]
+    """
+    if not isinstance(model, StackedModel):
+        problem = "is not a built-in model"
+        remedy = "ask its layers, zjax.nnx.MoE.chosen_experts"
+        raise ModelError(Problem("model", type(model).__name__, problem, remedy))
+    graph, state = nnx.split(model)
+    return _chosen(state, batch, graph=graph)
+
+
+@functools.partial(jax.jit, static_argnames="graph")
+def _chosen(state, batch, *, graph):
+    model = nnx.merge(graph, state)
+    x, context = model.embedding(batch)
+    chosen = []
+    segments, shapes = segments_of(model.blocks), segment_shapes(model.config)
+    for stacked, shape in zip(segments.values(), shapes, strict=True):
+        block_graph, params = nnx.split(stacked)
+        for number in range(shape.num_blocks):
+            one = jax.tree.map(lambda param, i=number: param[i], params)
+            for layer in layers_of(nnx.merge(block_graph, one)):
+                if isinstance(layer.mlp, MixtureOfExperts):
+                    experts = layer.chosen_experts(x, context)
+                    chosen.append(sequence.restore(experts, model.config))
+                x, _ = layer(x, context)
+    return tuple(chosen)
+
+
+def log_likelihood(
+    model: Decoder,
+    tokens: Int[Array, "B L"],
+    targets: Int[Array, "B L"],
+    counts: Bool[Array, "B L"],
+) -> tuple[Float[Array, " B"], Bool[Array, " B"]]:
+    """Sums the log-probabilities of targets, and says whether all are most likely.
+
+    Args:
+        model: Decoder, with its weights in the dtype to compute in.
+        tokens: Token ids; padding is on the right.
+        targets: The token that follows each of them.
+        counts: Whether a target counts.
+
+    Returns:
+        Natural logarithms, float32[B], and whether no other target is likelier.
+    """
+    graph, state = nnx.split(model)
+    return _log_likelihood(state, tokens, targets, counts, graph=graph)
+
+
+@functools.partial(jax.jit, static_argnames="graph")
+def _log_likelihood(state, tokens, targets, counts, *, graph):
+    logits = nnx.merge(graph, state)(tokens)
+    chosen = jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
+    each = chosen - jax.nn.logsumexp(logits, -1)
+    is_best = (logits.argmax(-1) == targets) | ~counts
+    return jnp.sum(each * counts, -1), is_best.all(-1)

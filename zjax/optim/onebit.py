@@ -1,0 +1,319 @@
+"""1-bit Adam and 1-bit LAMB, whose replicas send their steps in one bit per number."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from zjax.optim.transforms import layer_norm, ratio_of_norms
+from zjax.settings.schema import Config, Optimizer
+
+
+@dataclasses.dataclass(frozen=True)
+class AdamSteps:
+    """Steps in units of the learning rate, within the bounds of Adam's.
+
+    Args:
+        b1: Decay of the momentum, 0 or more and less than 1; traced where it cycles.
+        b2: Decay of the second moments, 0 or more and less than 1.
+        eps: Added to the root of the second moments, above 0.
+        corrects_bias: Whether moments are divided by their sums of weights, which are
+            below 1 in early steps. Without it a step by kept second moments is
+            `1 / sqrt(1 - b2**updates)` times as large.
+
+    Example:
+        >>> steps = AdamSteps(0.0, 0.75, 1e-8)
+        >>> momentum, second = jnp.array([2.0, 9.0, 1.0]), jnp.array([4.0, 4.0, 0.0])
+        >>> found = steps.of_momentum(momentum, second, 1, 1)
+        >>> found.tolist()
+        [0.5, 2.0, 0.0]
+        >>> steps.momentum_of(found, second, 1, 1).tolist()
+        [2.0, 8.0, 0.0]
+        >>> raw = dataclasses.replace(steps, corrects_bias=False)
+        >>> raw.unbounded(momentum, second, 1, 1).tolist()
+        [1.0, 4.5, 0.0]
+
+    Reference:
+        Kingma and Ba, Adam (arXiv:1412.6980), section 2.1: the bounds.
+    """
+
+    b1: Any
+    b2: float
+    eps: float
+    corrects_bias: bool = True
+
+    @property
+    def bound(self) -> float:
+        """The largest step by corrected moments."""
+        return max(1.0, (1 - self.b1) / math.sqrt(1 - self.b2))
+
+    def of_momentum(self, momentum: Any, second: Any, first: Any, updates: Any) -> Any:
+        """Steps of a tree of momenta; 0 where there are no second moments.
+
+        Args:
+            momentum: Momenta, not corrected for their bias.
+            second: Second moments that are kept, not corrected either.
+            first: Updates of the momentum, 1 or more.
+            updates: Updates of the second moments, 1 or more.
+        """
+        steps = self.unbounded(momentum, second, first, updates)
+        # Raw second moments are too small, so that every step is larger: the scaled
+        # bound clips the same elements with and without the correction.
+        bound = self.bound / jnp.sqrt(self._weight_of_second(updates))
+        return jax.tree.map(lambda u: jnp.clip(u, -bound, bound), steps)
+
+    def unbounded(self, momentum: Any, second: Any, first: Any, updates: Any) -> Any:
+        """The same by second moments that know all gradients."""
+        return jax.tree.map(
+            lambda m, v: jnp.where(v > 0, m / self._size(v, first, updates), 0),
+            momentum,
+            second,
+        )
+
+    def momentum_of(self, steps: Any, second: Any, first: Any, updates: Any) -> Any:
+        """The momenta of such steps, with the arguments of `of_momentum`."""
+        return jax.tree.map(
+            lambda u, v: jnp.where(v > 0, u * self._size(v, first, updates), 0),
+            steps,
+            second,
+        )
+
+    def _size(self, second: jax.Array, first: Any, updates: Any) -> jax.Array:
+        if not self.corrects_bias:
+            return jnp.sqrt(second) + self.eps
+        corrected = second / (1 - self.b2 ** jnp.float32(updates))
+        return (1 - self.b1 ** jnp.float32(first)) * (jnp.sqrt(corrected) + self.eps)
+
+    def _weight_of_second(self, updates: Any) -> Any:
+        """Returns how much too small the second moments are that divide momenta."""
+        return 1.0 if self.corrects_bias else 1 - self.b2 ** jnp.float32(updates)
+
+
+def make_adam_steps(settings: Optimizer) -> AdamSteps:
+    """Builds the steps of an optimizer with Adam's moments.
+
+    Args:
+        settings: Reads `b1`, `b2`, `eps` and `bias_correction`.
+
+    Example:
+        >>> make_adam_steps(Optimizer(bias_correction=False)).corrects_bias
+        False
+    """
+    return AdamSteps(settings.b1, settings.b2, settings.eps, settings.bias_correction)
+
+
+def scale_by_adam(steps: AdamSteps) -> optax.GradientTransformation:
+    """Scales gradients to Adam's steps, with or without the bias correction.
+
+    Args:
+        steps: Decays of the moments; `b1` may be traced.
+
+    Returns:
+        A transformation with the state of `optax.scale_by_adam`.
+
+    Example:
+        >>> tx = scale_by_adam(AdamSteps(0.5, 0.75, 1e-8, corrects_bias=False))
+        >>> grads = jnp.array([4.0, 0.0])
+        >>> tx.update(grads, tx.init(grads))[0].tolist()
+        [1.0, 0.0]
+
+    Reference:
+        Kingma and Ba, Adam (arXiv:1412.6980), section 3: the bias correction.
+    """
+    adam = optax.scale_by_adam(steps.b1, steps.b2, steps.eps)
+    if steps.corrects_bias:
+        return adam
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        _, state = adam.update(updates, state, params)
+        count = state.count
+        return steps.unbounded(state.mu, state.nu, count, count), state
+
+    return optax.GradientTransformation(adam.init, update)
+
+
+def where_known(tree: Any, second: Any) -> Any:
+    """A tree with 0 for elements without second moments, as one bit cannot say 0.
+
+    Example:
+        >>> where_known(jnp.array([2.0, 3.0]), jnp.array([0.5, 0.0])).tolist()
+        [2.0, 0.0]
+    """
+    return jax.tree.map(lambda x, v: jnp.where(v > 0, x, 0), tree, second)
+
+
+WARM_UP, COMPRESSED = "warm_up", "compressed"
+_SHARE = 0.15
+
+
+def freeze_step(config: Config) -> int:
+    """The last step of the warm-up.
+
+    Args:
+        config: Read for `optimizer.freeze_step` and `num_steps`.
+
+    Example:
+        >>> freeze_step(Config(num_steps=1000))
+        150
+    """
+    return config.optimizer.freeze_step or math.ceil(_SHARE * config.num_steps)
+
+
+def next_momentum(grads: Any, opt_state: Any, b1: float) -> Any:
+    """The momentum with the gradients of one replica.
+
+    Args:
+        grads: Gradients of the replica.
+        opt_state: State of an optimizer with momentum.
+        b1: Decay of the momentum, 0 or more and less than 1.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> tx = scale_by_onebit_adam(AdamSteps(0.9, 0.999, 1e-8))
+        >>> state = tx.init(jnp.zeros(2))
+        >>> next_momentum(jnp.array([1.0, 2.0]), state, 0.5).tolist()
+        [0.5, 1.0]
+    """
+    momentum = optax.tree_utils.tree_get(opt_state, "mu")
+    return optax.tree_utils.tree_update_moment(grads, momentum, b1, 1)
+
+
+def next_steps(grads: Any, opt_state: Any, steps: AdamSteps) -> Any:
+    """The steps that one replica would take, which it sends.
+
+    Args:
+        grads: Gradients of the replica.
+        opt_state: State of an optimizer with `scale_by_onebit_adam`.
+        steps: Those of the optimizer.
+    """
+    second, count = (
+        optax.tree_utils.tree_get(opt_state, name, filtering=is_of_adam)
+        for name in ("nu", "count")
+    )
+    momentum = next_momentum(grads, opt_state, steps.b1)
+    return steps.of_momentum(momentum, second, count, count)
+
+
+def is_of_adam(path: Any, _: Any) -> bool:
+    """Whether a leaf of the state is one of Adam's, not a count of the schedule."""
+    return getattr(path[-1], "tuple_name", "") == "ScaleByAdamState"
+
+
+def scale_by_onebit_adam(
+    steps: AdamSteps,
+) -> optax.GradientTransformationExtraArgs:
+    """Scales by the second moments; `update` takes `phase=`.
+
+    In `COMPRESSED` its updates are the mean steps of all replicas. Elements that had no
+    gradient in the warm-up do not move, as one bit cannot say 0.
+
+    Args:
+        steps: Decays of the moments, and steps by moments that are kept.
+
+    Returns:
+        A transformation with the state of `optax.scale_by_adam`, whose count is that of
+        the warm-up.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> tx = scale_by_onebit_adam(AdamSteps(0.0, 0.75, 1e-8))
+        >>> grads = jnp.array([4.0, 0.0])
+        >>> updates, _ = tx.update(grads, tx.init(grads), phase=WARM_UP)
+        >>> updates.tolist()
+        [1.0, 0.0]
+
+    Reference:
+        1-bit Adam, arXiv:2102.02888, algorithm 1.
+    """
+    adam = scale_by_adam(steps)
+
+    def update(
+        updates: Any,
+        state: Any,
+        params: Any = None,
+        *,
+        phase: str = WARM_UP,
+        **extra: Any,
+    ) -> tuple[Any, Any]:
+        del extra
+        if phase != COMPRESSED:
+            return adam.update(updates, state, params)
+        momentum = steps.momentum_of(updates, state.nu, state.count, state.count)
+        updates = where_known(updates, state.nu)
+        return updates, state._replace(mu=momentum)
+
+    return optax.GradientTransformationExtraArgs(adam.init, update)
+
+
+DECAY = 0.9
+
+
+class KeptNorms(NamedTuple):
+    """The state of `scale_by_kept_norm`.
+
+    Args:
+        norm: Mean norms of the steps of the warm-up, one for each layer.
+    """
+
+    norm: Any
+
+
+def scale_by_kept_norm(
+    num_stacked: Callable[[Any], int],
+) -> optax.GradientTransformationExtraArgs:
+    """Multiplies each update by the trust ratio of its layer; `update` takes `phase=`.
+
+    Args:
+        num_stacked: Leading stacking dims of a tree path.
+
+    Returns:
+        A transformation of `KeptNorms`.
+
+    Example:
+        >>> tx = scale_by_kept_norm(lambda keys: 0)
+        >>> params, step = jnp.array([3.0, 4.0]), jnp.array([0.0, 2.0])
+        >>> _, state = tx.update(step, tx.init(params), params)
+        >>> tx.update(9 * step, state, params, phase=COMPRESSED)[0].tolist()
+        [0.0, 45.0]
+
+    Reference:
+        1-bit LAMB, arXiv:2104.06069, section 3.
+    """
+
+    def by_layer(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
+        def call(keys: Any, x: Any, *more: Any) -> Any:
+            return function(tuple(range(num_stacked(keys), x.ndim)), x, *more)
+
+        return jax.tree_util.tree_map_with_path(call, tree, *others)
+
+    def norms_of(tree: Any) -> Any:
+        return by_layer(lambda dims, x: layer_norm(x, dims), tree)
+
+    def init(params: Any) -> KeptNorms:
+        return KeptNorms(jax.tree.map(jnp.zeros_like, norms_of(params)))
+
+    def update(
+        updates: Any,
+        state: Any,
+        params: Any = None,
+        *,
+        phase: str = WARM_UP,
+        **extra: Any,
+    ) -> tuple[Any, KeptNorms]:
+        del extra
+        used = state.norm
+        if phase != COMPRESSED:
+            used = norms_of(updates)
+            state = KeptNorms(jax.tree.map(_mean, state.norm, used))
+        ratios = jax.tree.map(ratio_of_norms, norms_of(params), used)
+        return jax.tree.map(jnp.multiply, updates, ratios), state
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _mean(mean: jax.Array, norm: jax.Array) -> jax.Array:
+    return jnp.where(mean == 0, norm, DECAY * mean + (1 - DECAY) * norm)

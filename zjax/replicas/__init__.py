@@ -1,0 +1,1 @@
+"""Copies of the model that send each other less than their gradients."""

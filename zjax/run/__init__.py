@@ -1,0 +1,1 @@
+"""From settings to a step, and the loop around it."""

@@ -1,0 +1,190 @@
+"""XLA settings: compiler options, the program cache, simulated devices.
+
+Options are passed with each program, where an unknown name can be detected and left
+out; in XLA_FLAGS it would end the process.
+"""
+
+import functools
+import os
+import pathlib
+from typing import Any
+
+import jax
+from absl import logging
+from jaxlib import version
+
+from zjax.errors import ConfigError, Problem
+from zjax.settings.schema import Config
+from zjax.sharding.memory import num_zero_shares
+from zjax.sharding.mesh import platform_of
+from zjax.sharding.placement import ArrayPlan, array_bytes
+from zjax.sharding.plan import Plan
+from zjax.sharding.zero import stored_shape
+
+Options = dict[str, Any]
+
+GPUS = ("gpu", "cuda")
+"""Platform names of a real GPU, and of one that is only compiled for."""
+MIN_COMBINED_BYTES = 16 * 2**20
+"""Smaller collectives are bound by latency."""
+MIN_EARLY_BYTES = 128 * 2**20
+"""Bytes of a layer from which collectives should start as early as possible.
+
+The scheduler's bandwidth estimates start them as late as possible, which saves memory:
+0.8 % faster for layers of 61 MB, 2.2 % slower for layers of 403 MB.
+"""
+LOADS_SIMULATED = version.__version_info__ < (0, 11)
+"""Whether simulated devices may run cached programs; newer versions can deadlock."""
+
+
+def step_options(config: Config, plan: Plan) -> Options:
+    """The compiler options of the programs of a step.
+
+    Args:
+        config: Read for `deterministic` and `xla_options`; the latter override the
+            rest.
+        plan: Read for its mesh and the bytes of one layer.
+
+    Returns:
+        Values by name, without options that this XLA lacks, which are logged.
+
+    Raises:
+        ConfigError: The config has an option that this XLA lacks.
+    """
+    configured = parse_options(config.xla_options)
+    derived: Options = {}
+    if platform_of(plan.mesh) in GPUS:
+        derived = _gpu_options(config, plan)
+    known = {name: value for name, value in derived.items() if _is_known(name, value)}
+    options = known | configured
+    _log_options(tuple(sorted(options.items())), tuple(derived.keys() - known))
+    return options
+
+
+def parse_options(pairs: tuple[str, ...]) -> Options:
+    """Parses compiler options of a config; `true` and `false` become booleans.
+
+    Raises:
+        ConfigError: A pair lacks `=`, or this XLA lacks the option.
+
+    Example:
+        >>> parse_options(("xla_gpu_autotune_level=0",))
+        {'xla_gpu_autotune_level': '0'}
+    """
+    options: Options = {}
+    problems = []
+    for pair in pairs:
+        name, found, text = pair.partition("=")
+        value = {"true": True, "false": False}.get(text.lower(), text)
+        if found and _is_known(name, value):
+            options[name] = value
+            continue
+        problem = "is not an option of this XLA" if found else "has no value"
+        remedy = (
+            "look its name up for this version of jaxlib" if found else "add =value"
+        )
+        problems.append(Problem("xla_options", pair, problem, remedy))
+    if problems:
+        raise ConfigError(*problems)
+    return options
+
+
+def use_program_cache(shared: str = "") -> pathlib.Path | None:
+    """Caches compiled programs on disk, so that a restart need not compile.
+
+    `jax_compilation_cache_dir` takes precedence; an empty one turns the cache off, as
+    does `jax_enable_compilation_cache`.
+
+    Args:
+        shared: Folder that all processes see; empty for a run of one process, which
+            uses the user's cache directory.
+
+    Returns:
+        The directory, or None if the cache is off.
+    """
+    if not jax.config.values.get("jax_enable_compilation_cache"):
+        return None
+    chosen: str | None = jax.config.values.get("jax_compilation_cache_dir")
+    if chosen or "JAX_COMPILATION_CACHE_DIR" in os.environ:
+        return pathlib.Path(chosen) if chosen else None
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    folder = pathlib.Path(shared) if shared else pathlib.Path(home) / "zjax"
+    jax.config.update("jax_compilation_cache_dir", str(folder / "programs"))
+    return folder / "programs"
+
+
+def simulation(num_devices: int) -> Options:
+    """Settings that make JAX simulate devices; apply them before JAX starts.
+
+    Args:
+        num_devices: Number of CPU devices; 0 for the real devices.
+
+    Returns:
+        Values by name in `jax.config`; in capitals the names are environment variables.
+
+    Example:
+        >>> simulation(8)["jax_num_cpu_devices"]
+        8
+    """
+    if not num_devices:
+        return {}
+    options: Options = {"jax_platforms": "cpu", "jax_num_cpu_devices": num_devices}
+    if not LOADS_SIMULATED:
+        options["jax_enable_compilation_cache"] = False
+    return options
+
+
+def _gpu_options(config: Config, plan: Plan) -> Options:
+    options: Options = {
+        "xla_gpu_enable_latency_hiding_scheduler": True,
+        # cuBLAS is as fast, and adds biases in the same pass.
+        "xla_gpu_enable_triton_gemm": False,
+        # Merged products of one input cannot fuse their biases.
+        "xla_gpu_dot_merger_threshold_mb": "0",
+    }
+    if plan.num_batch_shares * plan.num_length_shares > 1:
+        full = max(MIN_COMBINED_BYTES, layer_bytes(plan))
+        # The threshold of a reduce-scatter applies to its result on one device.
+        shard = max(MIN_COMBINED_BYTES, layer_bytes(plan) // num_zero_shares(plan))
+        sizes = {"all_gather": full, "all_reduce": full, "reduce_scatter": shard}
+        for collective, size in sizes.items():
+            options[f"xla_gpu_{collective}_combine_threshold_bytes"] = str(size)
+        if layer_bytes(plan) >= MIN_EARLY_BYTES:
+            options["xla_gpu_enable_analytical_sol_latency_estimator"] = False
+    if config.deterministic:
+        options["xla_gpu_exclude_nondeterministic_ops"] = True
+        # Without it a scatter becomes a loop over its rows.
+        options["xla_gpu_enable_scatter_determinism_expander"] = True
+    return options
+
+
+def layer_bytes(plan: Plan) -> int:
+    """Bytes of one layer's parameters on a device, once gathered; 0 without layers."""
+
+    def one(row: ArrayPlan) -> int:
+        used = stored_shape(row.shape, row.used.spec, plan.mesh)
+        shape = row.used.shard_shape(used)
+        return array_bytes(shape[1:], row.dtype)
+
+    return sum(one(row) for row in jax.tree.leaves(plan.compute) if row.num_layers)
+
+
+@functools.cache
+def _is_known(name: str, value: Any) -> bool:
+    program = jax.jit(lambda: 0, compiler_options={name: value})
+    try:
+        program.lower().compile()
+    except Exception as error:  # each release raises another class
+        if name in str(error):
+            return False
+        raise
+    return True
+
+
+@functools.cache
+def _log_options(taken: tuple[tuple[str, Any], ...], unknown: tuple[str, ...]) -> None:
+    if taken:
+        pairs = " ".join(f"{name}={value}" for name, value in taken)
+        logging.info("XLA options: %s", pairs)
+    if unknown:
+        logging.warning("XLA options that this jaxlib lacks: %s", " ".join(unknown))

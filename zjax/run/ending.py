@@ -1,0 +1,323 @@
+"""What ends a run between two steps: callbacks, early stopping and signals."""
+
+import contextlib
+import gc
+import math
+import os
+import signal
+import stat
+import sys
+import threading
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from zjax.checkpoint.store import Store
+from zjax.errors import CheckpointError, ConfigError, Problem
+from zjax.settings.schema import Evaluation
+from zjax.train.state import TrainState
+from zjax.typing import Batch, Metrics
+
+Ask = Literal["save", "stop"]
+ASKS = ("save", "stop")
+
+
+@runtime_checkable
+class AfterStep(Protocol):
+    """A function that `zjax.Trainer` calls after every step, in every process."""
+
+    def __call__(
+        self, step: int, state: TrainState, batch: Batch, metrics: Metrics
+    ) -> Ask | None:
+        """Looks at a step.
+
+        Reading a number of `metrics` waits for the step.
+
+        Args:
+            step: Steps taken, from 1.
+            state: State after the step; the next one consumes it.
+            batch: Placed batch of the step.
+            metrics: float32 scalars, or arrays, still on the device.
+
+        Returns:
+            "save" for a checkpoint of this state, "stop" to save and end the run
+            after this step, or None. What one process asks, all do.
+        """
+        ...
+
+
+def ask_all(
+    functions: Sequence[AfterStep],
+    step: int,
+    state: Any,
+    batch: Batch,
+    metrics: Metrics,
+) -> dict[str, str]:
+    """Calls functions after a step.
+
+    Several processes agree, which waits for the step; without functions nothing waits.
+
+    Args:
+        functions: Functions of the user, as many in every process.
+        step: As for `AfterStep`, like the rest.
+        state: State after the step.
+        batch: Its batch.
+        metrics: Its metrics.
+
+    Returns:
+        What is asked, "save" or "stop", with the name of the first function that does.
+
+    Raises:
+        ConfigError: A function returned something else.
+
+    Example:
+        >>> def stop_at_three(step, state, batch, metrics):
+        ...     return "stop" if step == 3 else None
+        >>> [ask_all([stop_at_three], n, None, {}, {}) for n in (2, 3)]
+        [{}, {'stop': 'stop_at_three'}]
+    """
+    if not functions:
+        return {}
+    asked = np.zeros((len(ASKS), len(functions)), bool)
+    for number, function in enumerate(functions):
+        ask = function(step, state, batch, metrics)
+        if ask is not None:
+            asked[_index(ask, function), number] = True
+    if jax.process_count() > 1:
+        asked = np.any(multihost_utils.process_allgather(asked), axis=0)
+    return {
+        ask: _name(functions[int(row.argmax())])
+        for ask, row in zip(ASKS, asked, strict=True)
+        if row.any()
+    }
+
+
+def _index(ask: object, function: AfterStep) -> int:
+    if ask not in ASKS:
+        problem, remedy = f"returned {ask!r}", "return 'save', 'stop' or None"
+        raise ConfigError(Problem("after_step", _name(function), problem, remedy))
+    return ASKS.index(str(ask))
+
+
+def _name(function: object) -> str:
+    return getattr(function, "__name__", type(function).__name__)
+
+
+KEY = "patience"
+"""Name of the counts in a checkpoint."""
+REMEDY = "raise evaluation.patience to go on"
+
+
+class Patience:
+    """Counts evaluations in a row that did not improve on the best one.
+
+    Args:
+        evaluation: Settings `patience` and `min_improvement`.
+        saved: Result of `state` of the run that continues.
+
+    Example:
+        >>> patience = Patience(Evaluation(patience=2, min_improvement=0.1))
+        >>> for step, loss in ((10, 3.0), (20, 2.95), (30, math.nan)):
+        ...     _ = patience.count(step, loss)
+        >>> patience.reason
+        'eval_loss was 3 at step 10 and not below 2.9 in 2 evaluations since'
+        >>> patience.lowest
+        (20, 2.95)
+    """
+
+    def __init__(self, evaluation: Evaluation, saved: Mapping[str, Any] | None = None):
+        saved = saved or {}
+        self._evaluation = evaluation
+        self._best: float | None = saved.get("best")
+        self._best_step = int(saved.get("best_step", 0))
+        self._num_without = int(saved.get("num_without", 0))
+        self.lowest = lowest_evaluation({KEY: saved})
+        """Step and loss of the evaluation of lowest loss; None before any."""
+
+    def count(self, step: int, loss: float) -> bool:
+        """Counts the evaluation of a step; a loss that is NaN is no improvement.
+
+        Returns:
+            Whether the loss is the lowest so far, by whatever difference.
+        """
+        best = math.inf if self._best is None else self._best
+        if loss < best - self._evaluation.min_improvement:
+            self._best, self._best_step, self._num_without = loss, step, 0
+        else:
+            self._num_without += 1
+        is_lowest = loss < (math.inf if self.lowest is None else self.lowest[1])
+        if is_lowest:
+            self.lowest = step, loss
+        return is_lowest
+
+    @property
+    def reason(self) -> str:
+        """Why the run should end; empty if it should not."""
+        limit = self._evaluation.patience
+        if not limit or self._num_without < limit:
+            return ""
+        number = f"{self._num_without} evaluations"
+        if self._best is None:
+            return f"eval_loss was not finite in {number}"
+        bound = self._best - self._evaluation.min_improvement
+        return (
+            f"eval_loss was {self._best:.6g} at step {self._best_step} and not below "
+            f"{bound:.6g} in {number} since"
+        )
+
+    def state(self) -> dict[str, Any]:
+        """JSON values from which a run continues to count."""
+        return {
+            "best": self._best,
+            "best_step": self._best_step,
+            "num_without": self._num_without,
+            "lowest": self.lowest,
+        }
+
+
+def lowest_evaluation(extra: Mapping[str, Any]) -> tuple[int, float] | None:
+    """Reads from a checkpoint which evaluation of its run had the lowest loss.
+
+    Args:
+        extra: What the checkpoint keeps beside its arrays.
+
+    Returns:
+        Its step and loss; None where no evaluation is known.
+
+    Example:
+        >>> lowest_evaluation({"patience": {"lowest": [20, 2.5]}})
+        (20, 2.5)
+    """
+    step, loss = (extra.get(KEY) or {}).get("lowest") or (0, None)
+    return None if loss is None else (int(step), float(loss))
+
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""What stops a run: Ctrl-C, a scheduler, and a terminal that is gone."""
+_AGAIN_SECONDS = 0.01
+"""How long a signal waits for the garbage collector."""
+
+
+def exit_on_signals() -> None:
+    """Lets signals end the program as an error does, where no run polls for them.
+
+    Without a handler unfinished files would remain, and the first process of a
+    container would ignore SIGTERM, and be killed once its grace period is over.
+    """
+    for number in SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # by `nohup`
+            signal.signal(number, _exit)
+
+
+def _exit(number: int, frame: types.FrameType | None) -> None:
+    """Ends the program by an exception, outside of callbacks of the garbage collector.
+
+    Python ignores all exceptions in such a callback, and JAX has one.
+    """
+    callbacks = {getattr(each, "__code__", None) for each in gc.callbacks}
+    while frame is not None:
+        if frame.f_code in callbacks:
+            again = threading.Timer(_AGAIN_SECONDS, os.kill, (os.getpid(), number))
+            again.daemon = True
+            again.start()
+            return
+        frame = frame.f_back
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    sys.exit(128 + number)
+
+
+class Stop:
+    """A request to stop a run, by a signal or by `request`."""
+
+    def __init__(self):
+        self._caught: list[int] = []
+
+    def __call__(self, step: int) -> bool:
+        """Whether to stop before this step; all processes call it and agree."""
+        if jax.process_count() > 1:
+            return multihost_utils.reached_preemption_sync_point(step)
+        return bool(self._caught)
+
+    @property
+    def exit_status(self) -> int:
+        """Exit status of a stopped program: 128 plus the number of the signal."""
+        # With several processes the runtime catches SIGTERM itself.
+        return 128 + (self._caught or [signal.SIGTERM])[0]
+
+    def request(self) -> None:
+        """Stops the run as SIGTERM does: all processes at the same step."""
+        if not self._caught:
+            self._caught.append(signal.SIGTERM)
+            self._signal_others()
+
+    def handle_signal(self, number: int, frame: Any) -> None:
+        """Signal handler.
+
+        Raises:
+            KeyboardInterrupt: At the second Ctrl-C.
+        """
+        if number == signal.SIGINT and number in self._caught:
+            raise KeyboardInterrupt
+        self._caught.append(number)
+        self._signal_others()
+        try:
+            os.write(1, b"\nstopping after this step; saving a checkpoint\n")
+        except OSError:  # the terminal is gone, and no line may end the run unsaved
+            _discard_output()
+
+    def _signal_others(self) -> None:
+        if jax.process_count() > 1:  # the runtime passes SIGTERM on to all
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def stop_signals() -> Iterator[Stop]:
+    """Turns SIGTERM, SIGHUP and the first Ctrl-C into a request that the loop polls.
+
+    SIGHUP stays ignored where `nohup` asked for it.
+
+    Processes get the signal at different moments; they agree through JAX on the step at
+    which to stop. A second Ctrl-C ends the program at once.
+
+    Yields:
+        Function `stop(step) -> bool`, to call before each step.
+    """
+    stop = Stop()
+    numbers = set(SIGNALS)
+    if jax.process_count() > 1:
+        numbers.remove(signal.SIGTERM)  # the runtime catches it
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        numbers.remove(signal.SIGHUP)
+    if threading.current_thread() is not threading.main_thread():
+        numbers = set()
+    previous = {number: signal.signal(number, stop.handle_signal) for number in numbers}
+    try:
+        yield stop
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _discard_output() -> None:
+    """Sends output of this process to a terminal that is gone to nowhere instead."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for descriptor in (1, 2):
+        if stat.S_ISCHR(os.fstat(descriptor).st_mode):
+            os.dup2(nowhere, descriptor)
+    os.close(nowhere)
+
+
+@contextlib.contextmanager
+def finish_save_on_error(store: Store) -> Iterator[None]:
+    """If the enclosed code raises, waits until a running save has ended."""
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(CheckpointError, jax.errors.JaxRuntimeError):
+            store.wait()
+        raise

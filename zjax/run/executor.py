@@ -1,0 +1,110 @@
+"""What a step asks of whatever runs its programs."""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+from jax.sharding import AbstractMesh, Mesh
+
+from zjax.offload.compiled import Jit, Peak
+from zjax.run.compiler import Options
+from zjax.run.fused import Weights
+from zjax.sharding.mesh import is_simulated
+from zjax.train.state import TrainState
+from zjax.typing import Batch, Metrics
+
+
+class StepNumber:
+    """Counts along while a state passes from step to step; reads it from others."""
+
+    def __init__(self):
+        self._step, self._number = None, 0
+
+    def knows(self, state: TrainState) -> bool:
+        """Whether a state is that of the step before, not one from elsewhere."""
+        return state.step is self._step
+
+    def before(self, state: TrainState) -> int:
+        """Number of steps that a state has taken."""
+        if not self.knows(state):
+            self._step, self._number = state.step, int(state.step)
+        return self._number
+
+    def after(self, state: TrainState, number: int) -> None:
+        """Notes the number of steps that a new state has taken."""
+        self._step, self._number = state.step, number
+
+
+def make_jit(mesh: Mesh | AbstractMesh, options: Options) -> Jit:
+    """Makes a `jax.jit` with the compiler options of a run.
+
+    On simulated devices the host waits for each program before it calls the next: the
+    collectives of both would share threads and could wait for each other forever.
+
+    Args:
+        mesh: Devices of the run.
+        options: Compiler options.
+
+    Returns:
+        A function with the arguments of `jax.jit`.
+    """
+    jit = functools.partial(jax.jit, compiler_options=options)
+    if not is_simulated(mesh):
+        return jit
+
+    def jit_alone(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
+        program = jit(function, **settings)
+
+        @functools.wraps(program)
+        def run_alone(*args: Any) -> Any:
+            return jax.block_until_ready(program(*args))
+
+        run_alone.lower = program.lower  # type: ignore[attr-defined]
+        return run_alone
+
+    return jit_alone
+
+
+@runtime_checkable
+class Executor(Protocol):
+    """Runs the programs of a run; placed batches and states that are not consumed.
+
+    Args:
+        state_plan: A TrainState of ArrayPlan: where each array of the state is stored.
+        parameters: Turns a state into the parameters as the model takes them.
+        programs: Jitted functions by name.
+    """
+
+    state_plan: TrainState
+    parameters: Weights
+    programs: Mapping[str, Callable[..., Any]]
+
+    def train(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        """Takes one optimizer step; the state is donated."""
+        ...
+
+    def evaluate(self, state: TrainState, batch: Batch) -> Metrics:
+        """Computes loss and metrics without gradients, dropout or state change."""
+        ...
+
+    def generate(self, state: TrainState, tokens: Any, **settings: Any) -> jax.Array:
+        """Continues prompts; `settings` are those of `zjax.generate`."""
+        ...
+
+    def settle(self, state: TrainState) -> TrainState:
+        """Applies a pending gradient; the state is donated."""
+        ...
+
+    def compile(
+        self, program: str, batch: Batch, number: int = 1
+    ) -> jax.stages.Compiled:
+        """Compiles one of `programs` for a batch of ShapeDtypeStructs of a step."""
+        ...
+
+    def predict_peak(self, batch: Batch) -> Peak | None:
+        """Compiles for a batch of ShapeDtypeStructs and adds up memory.
+
+        None where the compiler does not report memory.
+        """
+        ...

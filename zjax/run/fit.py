@@ -1,0 +1,349 @@
+"""Whether a plan fits this machine, the plan that does, and out-of-memory errors."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from absl import logging
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+
+from zjax.data.entries import abstract_batch
+from zjax.errors import PlanError, Problem
+from zjax.estimate.spill import DEVICE_SHARE, FreeBytes, spill_state
+from zjax.estimate.tables import kept_rows
+from zjax.jaxprs.versions import dtype_promotion
+from zjax.offload.compiled import Peak
+from zjax.offload.gradients import offloaded_inputs, saving_policy
+from zjax.offload.units import forward_order
+from zjax.processes.host import (
+    POOL_OVERHEAD,
+    LocalProcesses,
+    host_memory_bytes,
+    local_processes,
+    pinnable_bytes,
+)
+from zjax.run.step import make_step
+from zjax.settings.batch import resolve_batch
+from zjax.settings.schema import Config
+from zjax.sharding import memory
+from zjax.sharding.describe import format_bytes
+from zjax.sharding.memory import num_zero_shares
+from zjax.sharding.mesh import PIPELINE, device_capacity_bytes
+from zjax.sharding.placement import ArrayPlan
+from zjax.sharding.plan import AUTO, Plan, make_plan
+from zjax.sharding.program_plan import staged_plan
+from zjax.storage.files import disk_bytes
+from zjax.storage.scratch import check_disks
+from zjax.storage.transfers import IN_FLIGHT_BYTES, staging_bytes
+from zjax.typing import Batch, Model
+
+
+def check_host_memory(
+    plan: Plan,
+    num_devices: int,
+    capacity_bytes: int,
+    free_bytes: int,
+    pending: int = 0,
+    *,
+    asked: str,
+) -> None:
+    """Refuses a plan whose offloaded arrays do not fit into the memory of the host.
+
+    Args:
+        plan: The plan of a run.
+        num_devices: Devices of the host.
+        capacity_bytes: Memory of the host.
+        free_bytes: What of it stored arrays may take; negative where the buffers of
+            transfers alone take more than there is.
+        pending: Bytes per device of gradients and block inputs stored on the host.
+        asked: The setting `zero.optimizer_memory`.
+
+    Raises:
+        PlanError: The host has less memory than is needed.
+    """
+    needed = num_devices * (memory.stored_bytes(plan).host + pending)
+    if needed <= free_bytes:
+        return
+    if free_bytes < 0:
+        problem = (
+            f"lacks {-free_bytes / 1e9:.1f} GB for what is on its way to and from "
+            f"{num_devices} devices on a host of {capacity_bytes / 1e9:.1f} GB"
+        )
+        remedy = "use fewer devices on a host, or a host with more memory"
+        raise PlanError(Problem("zero.optimizer_memory", asked, problem, remedy))
+    raise PlanError(
+        Problem(
+            "zero.optimizer_memory",
+            asked,
+            f"needs {needed / 1e9:.1f} GB on a host of {capacity_bytes / 1e9:.1f} GB, "
+            f"of which {free_bytes / 1e9:.1f} GB may be pinned",
+            "name disks in zero.nvme_paths, use more hosts, or a smaller model"
+            if asked == AUTO
+            else "use nvme, more hosts, or a smaller model",
+        )
+    )
+
+
+def check_device_memory(
+    plan: Plan, capacity_bytes: int | float, kept: Any = ()
+) -> None:
+    """Refuses a plan whose model state alone does not fit on a device.
+
+    Args:
+        plan: The plan of a run.
+        capacity_bytes: Memory of one device.
+        kept: Plans of what the state holds for exchanges of replicas.
+
+    Raises:
+        PlanError: A device has less memory than is needed.
+    """
+    needed = memory.plan_bytes(plan, kept).total
+    if plan.is_offloaded:
+        needed = memory.stored_bytes(plan).device
+    if needed <= capacity_bytes:
+        return
+    better = "" if plan.splits.compute else "raise zero.stage, "
+    if not plan.is_offloaded and not memory.tree_bytes(kept):
+        better += "set zero.optimizer_memory=pinned_host, "
+    raise PlanError(
+        Problem(
+            "zero.stage",
+            plan.stage,
+            f"needs {needed / 1e9:.1f} GB of model state on devices of "
+            f"{capacity_bytes / 1e9:.1f} GB",
+            f"{better}use more devices, or a smaller model",
+        )
+    )
+
+
+@dtype_promotion()
+def fit_plan(
+    config: Config, mesh: Mesh, model: Model, tx: Any, batch: Batch | None = None
+) -> Plan:
+    """Plans a run; `zero.optimizer_memory="auto"` takes the memories of this machine.
+
+    Args:
+        config: Checked settings.
+        mesh: The devices.
+        model: The model as pure functions.
+        tx: Optax gradient transformation of `make_optimizer` or `adopt_optimizer`.
+        batch: Arrays or ShapeDtypeStructs of the global batch; None for that of the
+            built-in models.
+
+    Returns:
+        The plan.
+
+    Raises:
+        PlanError: Arrays or an optimizer that cannot be placed, or a step that does not
+            fit these devices or whose memory cannot be predicted.
+    """
+    plan = make_plan(config, mesh, model, tx)
+    return fit_memories(plan, config, model, tx, batch)
+
+
+def fit_memories(
+    plan: Plan, config: Config, model: Model, tx: Any, batch: Batch | None = None
+) -> Plan:
+    """Chooses the memories of the state where `zero.optimizer_memory` is "auto".
+
+    A step with all state offloaded is compiled for its peak. State then fills the free
+    memory of the devices, then that of the host, then disks, in the order in which the
+    forward pass reads its parameters.
+
+    Args:
+        plan: The plan of `make_plan` on devices.
+        config: Checked settings.
+        model: The model as pure functions.
+        tx: Optax gradient transformation of `make_optimizer` or `adopt_optimizer`.
+        batch: Arrays or ShapeDtypeStructs of the global batch; None for that of the
+            built-in models.
+
+    Returns:
+        The plan with its memories; `plan` itself under any other setting.
+
+    Raises:
+        PlanError: A step does not fit these devices, or its memory cannot be predicted.
+    """
+    if config.zero.optimizer_memory != AUTO:
+        return plan
+    assert isinstance(plan.mesh, Mesh)
+    step = make_step(model, tx, plan, config)
+    batch = abstract_batch(config, plan) if batch is None else batch
+    peak = step.predict_peak(batch)
+    if peak is None:
+        problem = "does not know what a step takes of these devices"
+        remedy = "use 'pinned_host' or 'nvme'"
+        raise PlanError(Problem("zero.optimizer_memory", AUTO, problem, remedy))
+    capacity = _free_bytes(plan.mesh)
+    if peak.total > capacity:
+        recomputes = saving_policy(model, config) is None
+        raise PlanError(_no_room(peak, capacity, recomputes=recomputes))
+    needed = max(peak.total, _bytes_to_generate(plan, capacity))
+    inputs = offloaded_inputs(model, plan, config, batch)
+    free = _free_for_state(plan, config, DEVICE_SHARE * capacity - needed, inputs)
+    order = forward_order(model, plan.master)
+    found = spill_state(plan, order, free, config.zero.nvme_paths)
+    _log_memories(found)
+    return found
+
+
+def _log_memories(plan: Plan) -> None:
+    state = plan.master, plan.opt_state
+    sizes = map(format_bytes, memory.bytes_by_memory(state))
+    logging.warning("state per device: %s there, %s on the host, %s on disks", *sizes)
+    if all(row.is_on_device for row in jax.tree.leaves(state)):
+        logging.warning("all of it fits: zero.optimizer_memory=device is faster")
+
+
+def host_budget(plan: Plan, disk_bytes: int, processes: LocalProcesses) -> int:
+    """Bytes that stored arrays may take of this host, over all its processes.
+
+    Args:
+        plan: The plan of a run; says what moves between host and devices.
+        disk_bytes: Bytes per device stored on disks, which pass through the host.
+        processes: The processes of the host.
+
+    Returns:
+        Bytes; negative where the buffers of transfers take more than the host has.
+    """
+    staging, number = staging_bytes(disk_bytes), processes.num_devices
+    buffers = number * staging.from_disks
+    pinnable = pinnable_bytes(host_memory_bytes(), processes.num_processes, buffers)
+    moved = memory.stored_bytes(plan).offloaded
+    in_flight = min(IN_FLIGHT_BYTES, moved) + staging.to_disks
+    return int((pinnable - number * in_flight) / POOL_OVERHEAD)
+
+
+def check_fits(
+    plan: Plan, config: Config, mesh: Mesh, inputs: Sequence[ArrayPlan]
+) -> None:
+    """Refuses a plan that does not fit the devices, their hosts or disks.
+
+    Args:
+        plan: The plan of a run.
+        config: Settings; read for the batch and `zero`.
+        mesh: The devices; a collective call of all processes.
+        inputs: Plans of offloaded block inputs, from `offloaded_inputs`.
+
+    Raises:
+        PlanError: A device or a host has too little memory.
+        StorageError: Disks are too small or too slow, or cannot be used.
+    """
+    kept = kept_rows(plan, config)
+    check_device_memory(plan, device_capacity_bytes(mesh), kept)
+    on_disk = memory.rows_on_disk(plan, config)
+    on_disk += [row for row in inputs if row.is_on_disk]
+    gradients = memory.stored_gradients(plan, config)
+    processes = local_processes(len(mesh.local_devices))
+    check_host_memory(
+        plan,
+        processes.num_devices,
+        host_memory_bytes(),
+        host_budget(plan, memory.tree_bytes(on_disk), processes),
+        memory.bytes_by_memory((gradients, inputs)).host,
+        asked=config.zero.optimizer_memory,
+    )
+    if on_disk:
+        sizes = [*map(disk_bytes, on_disk)]
+        check_disks(config.zero.nvme_paths, sizes, processes.num_processes)
+
+
+def _free_bytes(mesh: Mesh) -> float:
+    """Memory of a device that arrays of this process have not taken."""
+    stats = [device.memory_stats() or {} for device in mesh.local_devices]
+    return device_capacity_bytes(mesh) - max(s.get("bytes_in_use", 0) for s in stats)
+
+
+def _bytes_to_generate(plan: Plan, capacity: float) -> int:
+    """Bytes that hold all parameters on a device at once, as generation needs them.
+
+    0 where blocks are offloaded, and where parameters take over half a device.
+    """
+    params = memory.tree_bytes(staged_plan(plan).compute)
+    if memory.bytes_by_memory(plan.compute).offloaded or params > capacity / 2:
+        return 0
+    return memory.stored_bytes(plan).device + params
+
+
+def _no_room(peak: Peak, capacity: float, *, recomputes: bool) -> Problem:
+    more = "" if recomputes else "model.remat=full, "
+    return Problem(
+        "zero.optimizer_memory",
+        AUTO,
+        f"leaves a step that takes {peak.total / 1e9:.1f} GB, most of it "
+        f"{max(peak.parts, key=peak.parts.__getitem__)}, on devices with "
+        f"{capacity / 1e9:.1f} GB free",
+        f"use {more}a smaller microbatch_size, more devices, or the host for "
+        "zero.parameter_memory, zero.gradient_memory and model.activation_memory",
+    )
+
+
+def _free_for_state(
+    plan: Plan, config: Config, on_device: float, inputs: Sequence[ArrayPlan]
+) -> FreeBytes:
+    """Free bytes per device for state, the same in all processes."""
+    mesh = plan.mesh
+    assert isinstance(mesh, Mesh)
+    processes = local_processes(len(mesh.local_devices))
+    on_disks = memory.stored_bytes(plan).offloaded if config.zero.nvme_paths else 0
+    on_disks += memory.bytes_by_memory(inputs).disks
+    host = host_budget(plan, on_disks, processes) / max(1, processes.num_devices)
+    gradients = memory.stored_gradients(plan, config)
+    taken = memory.bytes_by_memory((plan.compute, inputs, gradients)).host
+    free = np.array([on_device, host - taken])
+    if jax.process_count() > 1:
+        free = multihost_utils.process_allgather(free).min(0)
+    return FreeBytes(*free.tolist())
+
+
+_STATUS = "RESOURCE_EXHAUSTED"
+_LAST = "use more devices, or a smaller model"
+
+
+@contextlib.contextmanager
+def explain_out_of_memory(
+    config: Config, plan: Plan, *, user_model: bool
+) -> Iterator[None]:
+    """Turns JAX's error of exhausted memory into one that names smaller settings.
+
+    Args:
+        config: Settings of the run.
+        plan: Plan of the run.
+        user_model: Whether the model is not that of `config.model`.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        PlanError: A step inside runs out of memory; quotes JAX.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        said, _, _ = str(error).partition("\n")
+        if _STATUS not in said:
+            raise
+        _, _, cause = said.partition(f"{_STATUS}: ")
+        size = resolve_batch(config, plan.num_batch_shares).microbatch_size
+        problem = f"takes more memory than devices have ({cause.rstrip('.')})"
+        settings = " or ".join(_settings(config, plan, size, user_model))
+        remedy = f"set {settings}, or {_LAST}" if settings else _LAST
+        raise PlanError(Problem("microbatch_size", size, problem, remedy)) from error
+
+
+def _settings(config: Config, plan: Plan, size: int, user_model: bool) -> Iterator[str]:
+    if size > 1:
+        yield f"microbatch_size={size // 2} (the batch stays, in more microbatches)"
+    if not user_model and config.model.remat != "full":
+        yield "model.remat=full"
+    if not plan.splits.compute and num_zero_shares(plan) > 1:
+        yield "zero.stage=3"
+    if plan.mesh.shape[PIPELINE] > 1:
+        return  # stages stay where they are
+    if not config.zero.offloads_state:
+        yield "zero.optimizer_memory=pinned_host"
+    elif not (config.zero.offloads_blocks or user_model):
+        yield "zero.parameter_memory=pinned_host"

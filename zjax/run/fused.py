@@ -1,0 +1,181 @@
+"""A step as one program, and the weights of a state as the model takes them."""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from zjax.jaxprs.versions import dtype_promotion
+from zjax.models.generate import generate
+from zjax.offload.compiled import Peak
+from zjax.run.compiler import step_options
+from zjax.settings.schema import Config
+from zjax.sharding.memory import tree_bytes
+from zjax.sharding.placement import ArrayPlan, abstract_tree, unpad_tree
+from zjax.sharding.plan import Plan
+from zjax.sharding.program_plan import staged_plan
+from zjax.storage.move import to_devices
+from zjax.train.average import averaged, check_average, only_weights, parts_of
+from zjax.train.compute_params import compute_params
+from zjax.train.programs import make_programs
+from zjax.train.state import TrainState, check_not_consumed, state_rows, stored_compute
+from zjax.train.update import Schedule
+from zjax.typing import Batch, Metrics, Model, Params
+
+
+class Weights:
+    """Turns states into parameters; the programs for it compile once.
+
+    Args:
+        model: Model as pure functions.
+        plan: Placement of every array.
+    """
+
+    def __init__(self, model: Model, plan: Plan):
+        self._model, self._plan = model, plan
+        on_device = staged_plan(plan)
+        places = jax.tree.map(self._place, on_device.compute)
+
+        def compute(state: TrainState) -> Params:
+            weights = averaged(state, on_device)
+            if weights is None:
+                weights = unpad_tree(state.master, on_device.master)
+            return compute_params(weights, on_device)
+
+        def unpad(params: Params) -> Params:
+            return unpad_tree(params, on_device.compute)
+
+        self._compute = jax.jit(compute, out_shardings=places)
+        self._unpad = jax.jit(unpad, out_shardings=places)
+
+    def __call__(self, state: TrainState) -> Params:
+        """Returns the averaged weights where the state holds them, else the current.
+
+        Args:
+            state: Any state of the run; not consumed.
+
+        Returns:
+            Arrays in the compute dtype and their logical shapes, placed as in a step.
+
+        Raises:
+            StateError: The state was consumed.
+            PlanError: The averaged weights of the optimizer are offloaded.
+        """
+        check_not_consumed(state)
+        check_average(state, self._plan)
+        with dtype_promotion():
+            if parts_of(state)[0] != "raw" or state.params == ():
+                return self._compute(only_weights(state, self._plan))
+            return self._unpad(
+                jax.tree.map(
+                    lambda x, row: to_devices(x, row, is_consumed=False),
+                    stored_compute(state, self._plan),
+                    self._plan.compute,
+                )
+            )
+
+    def bind(self, state: TrainState) -> Any:
+        """Returns the module with these weights, in evaluation mode."""
+        return self._model.bind(self(state), state.model_state)
+
+    def _place(self, row: ArrayPlan) -> jax.sharding.NamedSharding:
+        return row.stored if row.shape == row.stored_shape else self._plan.replicated
+
+
+class FusedExecutor:
+    """An `Executor` whose step is one program.
+
+    Args:
+        model: Model and loss as pure functions.
+        plan: Placement of every array, all on the devices.
+        config: Read for `precision`.
+        programs: Jitted functions by name, with `train` and `evaluate`.
+    """
+
+    def __init__(
+        self, model: Model, plan: Plan, config: Config, programs: Mapping[str, Any]
+    ):
+        self._compiled: dict[Any, jax.stages.Compiled] = {}
+        self.programs: Mapping[str, Any] = programs
+        self.state_plan = state_rows(plan, config)
+        self.parameters = Weights(model, plan)
+
+    def state_of(self, program: str) -> TrainState:
+        """Plans of the state that a program reads."""
+        return self.state_plan
+
+    def inputs_of(self, program: str, batch: Batch) -> tuple[Any, ...]:
+        """Shapes of what a program takes."""
+        return abstract_tree(self.state_of(program)), batch
+
+    def train(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        """Takes one optimizer step; the state is donated."""
+        return self.programs["train"](state, batch)
+
+    def evaluate(self, state: TrainState, batch: Batch) -> Metrics:
+        """Computes loss and metrics without gradients, dropout or state change."""
+        return self.programs["evaluate"](state, batch)
+
+    def generate(self, state: TrainState, tokens: Any, **settings: Any) -> jax.Array:
+        """Continues prompts; `settings` are those of `zjax.generate`."""
+        return generate(self.parameters.bind(state), tokens, **settings)
+
+    def settle(self, state: TrainState) -> TrainState:
+        """Returns the state itself: no gradient is ever pending."""
+        return state
+
+    def compile(
+        self, program: str, batch: Batch, number: int = 1
+    ) -> jax.stages.Compiled:
+        """Compiles a program for a batch of shapes, once."""
+        leaves, tree = jax.tree.flatten(batch)
+        key = program, tree, tuple(leaves)
+        if key not in self._compiled:
+            inputs = self.inputs_of(program, batch)
+            self._compiled[key] = self.programs[program].lower(*inputs).compile()
+        return self._compiled[key]
+
+    def predict_peak(self, batch: Batch) -> Peak | None:
+        """Compiles `train` and reads its memory analysis; None where there is none."""
+        analysis = self.compile("train", batch).memory_analysis()
+        if analysis is None:
+            return None
+        read = tree_bytes(self.state_of("train"))
+        parts = {
+            "state": tree_bytes(self.state_plan),
+            "batch": analysis.argument_size_in_bytes - read,
+            "results": analysis.output_size_in_bytes - analysis.alias_size_in_bytes,
+            "parameters in use, gradients, activations": analysis.temp_size_in_bytes,
+        }
+        return Peak("train", parts)
+
+
+def fused_executor(
+    model: Model, tx: Any, plan: Plan, config: Config, schedule: Schedule | None
+) -> FusedExecutor:
+    """Builds the executor of a run whose gradients the compiler reduces.
+
+    Its programs are `train`, `evaluate`, and `gradients` and `update`, the two parts of
+    `train`, for callers that do something between them.
+
+    Args:
+        model: Model and loss as pure functions.
+        tx: Optax gradient transformation.
+        plan: Placement of every array, all on the devices.
+        config: Read for `seed`, `optimizer`, `precision`, `pipeline`, `xla_options`.
+        schedule: Learning rate by applied step, for the metrics.
+    """
+    pure = make_programs(model, tx, plan, config, schedule)
+    jit = functools.partial(jax.jit, compiler_options=step_options(config, plan))
+    replaces_state = {
+        "donate_argnums": 0,
+        "out_shardings": (pure.state_shardings, None),
+    }
+    programs = {
+        "train": jit(pure.train, **replaces_state),
+        "gradients": jit(pure.gradients),
+        "update": jit(pure.update, **replaces_state),
+        "evaluate": jit(pure.evaluate),
+    }
+    return FusedExecutor(model, plan, config, programs)

@@ -1,0 +1,105 @@
+"""The limit of JAX's pool of pinned host memory, set before JAX starts its devices.
+
+The pool grows by doubling: without a limit it takes up to twice what its arrays need,
+and a process that pins more than the host has is killed.
+"""
+
+import functools
+import math
+import os
+from collections.abc import Sequence
+
+from zjax.data.entries import abstract_batch
+from zjax.errors import ZjaxError
+from zjax.models.build import make_model
+from zjax.offload.gradients import offloaded_inputs
+from zjax.optim.build import make_optimizer
+from zjax.processes.cluster import Cluster, assign_gpus, visible_gpus
+from zjax.processes.host import POOL_OVERHEAD, limit_pinned_memory
+from zjax.settings.axes import close_axes
+from zjax.settings.schema import Config
+from zjax.sharding import memory
+from zjax.sharding import mesh as meshes
+from zjax.sharding.placement import ArrayPlan
+from zjax.sharding.plan import AUTO, Plan, make_plan
+from zjax.storage.transfers import IN_FLIGHT_BYTES, staging_bytes
+
+_SPARE_BYTES = 2**30
+"""Pinned bytes for batches in transfer."""
+
+
+def limit_pinned_pool(config: Config, cluster: Cluster | None = None) -> None:
+    """Limits the pool to what a run of a built-in model stores on the host.
+
+    Without offload the limit is this process's share of the host's memory. Has no
+    effect once JAX has started.
+
+    Args:
+        config: Settings, which need not be checked; errors are left to the run.
+        cluster: The processes of the run; None for a single one.
+    """
+    cluster = cluster or Cluster()
+    needed = _needed_bytes(config, cluster) or (math.inf, 0)
+    limit_pinned_memory(*needed, num_processes=cluster.num_local)
+
+
+def _needed_bytes(config: Config, cluster: Cluster) -> tuple[float, int] | None:
+    """Bytes this process pins, and bytes of other buffers.
+
+    None without offloaded state, or for settings that cannot be planned.
+    """
+    if not config.zero.offloads_state:
+        return None
+    # Under Kubernetes the number of processes is not known: count one.
+    num_processes = cluster.num_processes or 1
+    try:
+        gpus = len(assign_gpus(cluster, len(visible_gpus(os.environ)))) or 1
+        num_devices = gpus * num_processes
+        arrays = pinned_bytes(config, num_devices)
+        staging = staging_bytes(_most_on_disks(config, num_devices))
+    except (
+        ZjaxError,
+        ArithmeticError,
+    ):  # such as a mesh that does not fit, which check_config reports later
+        return None
+    needed = POOL_OVERHEAD * arrays + IN_FLIGHT_BYTES + staging.to_disks
+    return gpus * needed + _SPARE_BYTES, gpus * staging.from_disks
+
+
+def _most_on_disks(config: Config, num_devices: int) -> int:
+    """Upper bound of the bytes on disks: all state if `zero.optimizer_memory=auto`."""
+    plan, inputs = _planned(config, num_devices)
+    input_bytes = memory.bytes_by_memory(inputs).disks
+    if config.zero.optimizer_memory == AUTO and config.zero.nvme_paths:
+        return memory.stored_bytes(plan).offloaded + input_bytes
+    return memory.tree_bytes(memory.rows_on_disk(plan, config)) + input_bytes
+
+
+def pinned_bytes(config: Config, num_devices: int) -> int:
+    """Pinned bytes per device of a run of a built-in model.
+
+    Args:
+        config: Settings; axes that `mesh="auto"` leaves open are taken for 1.
+        num_devices: Devices of the run over all hosts.
+
+    Returns:
+        Bytes of state, pending gradients and block inputs on the host. If no state is
+        offloaded, of the host copies that saving a checkpoint makes instead.
+
+    Raises:
+        ConfigError: The mesh or the batch does not suit so many devices.
+    """
+    plan, inputs = _planned(config, num_devices)
+    gradients = memory.stored_gradients(plan, config)
+    stored = memory.stored_bytes(plan)
+    pending = memory.bytes_by_memory((gradients, inputs)).host
+    return (stored.host or stored.device) + pending
+
+
+@functools.lru_cache(maxsize=1)  # computed by the command, and again by its Trainer
+def _planned(config: Config, num_devices: int) -> tuple[Plan, Sequence[ArrayPlan]]:
+    """The plan on a mesh without devices, and those of offloaded block inputs."""
+    model = make_model(config)
+    mesh = meshes.abstract_mesh(close_axes(config.mesh), num_devices)
+    plan = make_plan(config, mesh, model, make_optimizer(config, model))
+    return plan, offloaded_inputs(model, plan, config, abstract_batch(config, plan))

@@ -1,0 +1,294 @@
+"""Replicas that take local steps and exchange what they learned now and then."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from zjax.comm.codecs import make_codec
+from zjax.optim.phases import Phase, make_phases, merged_phase
+from zjax.optim.rounds import Rounds
+from zjax.optim.zero_one_adam import APART, LOCAL, Intervals
+from zjax.replicas.local_steps import (
+    CommonStep,
+    LocalStep,
+    end_of_round,
+    make_outer_step,
+)
+from zjax.run.compiler import step_options
+from zjax.run.executor import StepNumber
+from zjax.run.fused import FusedExecutor
+from zjax.run.replicated import check_together, check_warm_up
+from zjax.settings.schema import Config
+from zjax.sharding.placement import abstract_tree, shardings
+from zjax.sharding.plan import Plan
+from zjax.sharding.roles import only_followers, with_followers
+from zjax.train.exchange import Exchange, Sent
+from zjax.train.outer_state import make_fragments
+from zjax.train.programs import make_programs
+from zjax.train.state import TrainState, state_rows
+from zjax.train.update import Schedule
+from zjax.typing import Batch, Metrics, Model
+
+
+class LocalStepsExecutor(FusedExecutor):
+    """An `Executor` whose replicas send nothing in most steps.
+
+    Its programs are `train`, a local step; `evaluate`, with the anchor; for each
+    fragment `outer_gradients_0`, `mean_0` and `merge_0`, and so on, of which only
+    `mean_0` sends; `end_of_round`; and those of the phases in which replicas step
+    together, by their names. None waits for another on the host, so with a delay the
+    mean of a fragment is on its way while local steps run, where a device runs programs
+    side by side; GPUs take them in turn.
+
+    Args:
+        model: Model and loss as pure functions.
+        tx: Optax gradient transformation of the local steps.
+        plan: Placement of every array, all on the devices.
+        config: Checked settings.
+        schedule: Learning rate by applied step, for the metrics.
+        rounds: Which step sends what.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        tx: Any,
+        plan: Plan,
+        config: Config,
+        schedule: Schedule | None,
+        rounds: Rounds | Intervals,
+    ):
+        rows = state_rows(plan, config)
+        programs = _programs(model, tx, plan, config, schedule, rows)
+        super().__init__(model, plan, config, programs)
+        self._rounds, self._number = rounds, StepNumber()
+        phases = make_phases(config)
+        self._freeze_step = phases.freeze_step if phases else 0
+
+    def state_of(self, program: str) -> TrainState:
+        """Plans of the state that a program reads."""
+        rows = super().state_of(program)
+        return _of_replicas(rows) if program == "train" else rows
+
+    def inputs_of(self, program: str, batch: Batch) -> tuple[Any, ...]:
+        """Shapes of what a program takes."""
+        anchor, outer = self.state_plan.master, self.state_plan.extra
+        kind, _, number = program.rpartition("_")
+        if kind == "mean":
+            outer_gradients = self.programs[f"outer_gradients_{number}"]
+            places = abstract_tree((anchor, outer.replicas))
+            grads = outer_gradients.lower(*places).compile()
+            return _outputs(grads), abstract_tree(outer.errors[int(number)])
+        if program == "end_of_round":
+            replicas = outer.replicas
+            shared = _shared_at_ends(replicas, self.state_plan), replicas.num_skipped
+            return *abstract_tree(shared), _outputs(self.compile("train", batch))[1]
+        return super().inputs_of(program, batch)
+
+    def train(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        """Takes a step, then sends or merges a fragment; donates the state."""
+        is_known, number = self._number.knows(state), self._number.before(state) + 1
+        check_warm_up(state, number, self._freeze_step, is_known=is_known)
+        together = self.programs.get(self._rounds.at(number))
+        if together is not None and not is_known and number > 1:
+            check_together(state, self._rounds)
+        state, metrics = (together or self._train_apart)(state, batch)
+        sent, merged = (
+            self._rounds.sent_after(number),
+            self._rounds.merged_after(number),
+        )
+        arriving = state.extra.arriving
+        if sent is not None:
+            state, mean = self._send(state, sent)
+            arriving = {**dict(enumerate(arriving)), sent: mean}
+        if merged is not None:
+            state = self._merge(state, merged, arriving[merged])
+        if self._rounds.ends_after(number):
+            state, metrics = self._end_round(state, metrics)
+        if self._rounds.forgets_errors_after(number):
+            errors = self.programs["without_errors"](state.extra.errors)
+            state = _with_extra(state, errors=errors)
+        self._number.after(state, number)
+        return state, metrics
+
+    def _train_apart(
+        self, state: TrainState, batch: Batch
+    ) -> tuple[TrainState, Metrics]:
+        replicas, metrics = self.programs["train"](_of_replicas(state), batch)
+        state = dataclasses.replace(state, step=replicas.step)
+        replicas = dataclasses.replace(replicas, step=())
+        # What replicas do not share yet is not told: processes would act on it alone.
+        metrics["skipped_steps"] = jnp.float32(state.num_skipped)
+        return _with_extra(state, replicas=replicas), metrics
+
+    def _send(self, state: TrainState, fragment: int) -> tuple[TrainState, Any]:
+        outer = state.extra
+        outer_gradients = self.programs[f"outer_gradients_{fragment}"]
+        grads = outer_gradients(state.master, outer.replicas)
+        mean, errors = self.programs[f"mean_{fragment}"](grads, outer.errors[fragment])
+        state = _with_extra(state, errors=_replaced(outer.errors, fragment, errors))
+        if outer.arriving:
+            arriving = _replaced(outer.arriving, fragment, mean)
+            state = _with_extra(state, arriving=arriving)
+        return state, mean
+
+    def _merge(self, state: TrainState, fragment: int, mean: Any) -> TrainState:
+        outer = state.extra
+        merge = self.programs[f"merge_{fragment}"]
+        anchor, momentum, replicas = merge(
+            state.master, outer.momentum, outer.replicas, mean
+        )
+        state = dataclasses.replace(state, master=anchor)
+        return _with_extra(state, momentum=momentum, replicas=replicas)
+
+    def _end_round(
+        self, state: TrainState, metrics: Metrics
+    ) -> tuple[TrainState, Metrics]:
+        replicas, rows = state.extra.replicas, self.state_plan.master
+        shared, own, skipped, metrics = self.programs["end_of_round"](
+            _shared_at_ends(replicas, self.state_plan), replicas.num_skipped, metrics
+        )
+        state = dataclasses.replace(
+            state,
+            model_state=shared[0],
+            master=with_followers(shared[1], state.master, rows, "totals"),
+            num_skipped=skipped,
+        )
+        averaged, num_skipped = own
+        replicas = dataclasses.replace(
+            replicas,
+            model_state=averaged[0],
+            master=with_followers(averaged[1], replicas.master, rows, "totals"),
+            num_skipped=num_skipped,
+        )
+        return _with_extra(state, replicas=replicas), metrics
+
+
+def _shared_at_ends(state: TrainState, rows: TrainState) -> tuple[Any, Any]:
+    """Returns what replicas average at the end of a round besides fragments."""
+    moved = only_followers(state.master, rows.master, "totals")
+    return state.model_state, moved
+
+
+def _outputs(compiled: jax.stages.Compiled) -> Any:
+    """Shapes of the results of a program, with their shardings."""
+    return jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+        compiled.out_info,
+        compiled.output_shardings,
+    )
+
+
+def _of_replicas(state: TrainState) -> TrainState:
+    return dataclasses.replace(state.extra.replicas, step=state.step)
+
+
+def _with_extra(state: TrainState, **changes: Any) -> TrainState:
+    return dataclasses.replace(state, extra=state.extra._replace(**changes))
+
+
+def _replaced(items: tuple[Any, ...], index: int, item: Any) -> tuple[Any, ...]:
+    return (*items[:index], item, *items[index + 1 :])
+
+
+def _programs(
+    model: Model,
+    tx: Any,
+    plan: Plan,
+    config: Config,
+    schedule: Schedule | None,
+    rows: TrainState,
+) -> dict[str, Any]:
+    places, of_replicas = shardings(rows), shardings(_of_replicas(rows))
+    compiled = functools.partial(jax.jit, compiler_options=step_options(config, plan))
+    local_tx = _in_local_steps(tx, config)
+    of_replica = make_programs(model, local_tx, plan.of_replica, config, schedule)
+    programs = {
+        "train": compiled(
+            LocalStep(of_replica, model, plan),
+            donate_argnums=0,
+            out_shardings=(of_replicas, None),
+        ),
+        "evaluate": compiled(make_programs(model, tx, plan, config).evaluate),
+        "end_of_round": jax.jit(
+            functools.partial(end_of_round, plan=plan),
+            donate_argnums=0,
+            out_shardings=(
+                _shared_at_ends(places, rows),
+                (_shared_at_ends(of_replicas, rows), of_replicas.num_skipped),
+                places.num_skipped,
+                None,
+            ),
+        ),
+    }
+    programs |= _common_steps(model, tx, plan, config, schedule, rows)
+    number = config.communication.num_fragments
+    for i, fragment in enumerate(make_fragments(plan.master, number)):
+        outer = make_outer_step(plan, config, fragment, tx)
+        sent = [row.stored for row in outer.exchange.plan.grads]
+        by_replica = [
+            jax.tree.leaves(of_replicas.master)[p.leaf] for p in fragment.pieces
+        ]
+        merged = places.master, places.extra.momentum, places.extra.replicas
+        programs |= {
+            f"outer_gradients_{i}": jax.jit(
+                outer.outer_gradients, out_shardings=by_replica
+            ),
+            f"mean_{i}": jax.jit(
+                outer.mean,
+                donate_argnums=1,
+                out_shardings=(sent, places.extra.errors[i]),
+            ),
+            f"merge_{i}": jax.jit(
+                outer.merge, donate_argnums=(0, 1, 2), out_shardings=merged
+            ),
+        }
+    return programs
+
+
+def _in_local_steps(tx: Any, config: Config) -> Any:
+    """The optimizer without an argument for the phase."""
+    if merged_phase(config) is None:
+        return tx
+    update = functools.partial(tx.update, phase=LOCAL)
+    return optax.GradientTransformationExtraArgs(tx.init, update)
+
+
+def _common_steps(
+    model: Model,
+    tx: Any,
+    plan: Plan,
+    config: Config,
+    schedule: Schedule | None,
+    rows: TrainState,
+) -> dict[str, Any]:
+    """The programs of phases in which replicas step together, and of their end."""
+    phases = make_phases(config)
+    if phases is None:
+        return {}
+    places = shardings(rows)
+    by_shard = dataclasses.replace(plan, grads=plan.master)
+
+    def common_step(phase: Phase) -> Any:
+        exchange = Exchange(by_shard, make_codec(phase.codec))
+        sent = Sent(phase, exchange)
+        of_replica = make_programs(model, tx, plan.of_replica, config, schedule, sent)
+        return jax.jit(
+            CommonStep(of_replica, model, plan, exchange.feeds_back),
+            donate_argnums=0,
+            out_shardings=(places, None),
+            compiler_options=step_options(config, plan),
+        )
+
+    common = [phase for phase in phases.by_name.values() if phase.name not in APART]
+    steps = {phase.name: common_step(phase) for phase in common}
+    without_errors = jax.jit(
+        lambda errors: jax.tree.map(jnp.zeros_like, errors),
+        donate_argnums=0,
+        out_shardings=places.extra.errors,
+    )
+    return steps | {"without_errors": without_errors}

@@ -1,0 +1,149 @@
+"""A step whose replicas send each other packed messages, one program for each phase."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from zjax.errors import NonFiniteError, Problem, StateError
+from zjax.optim.onebit import is_of_adam
+from zjax.optim.phases import Phases
+from zjax.optim.rounds import Rounds
+from zjax.optim.zero_one_adam import Intervals
+from zjax.replicas.compressed import make_replica_programs
+from zjax.run.compiler import step_options
+from zjax.run.executor import StepNumber
+from zjax.run.fused import FusedExecutor
+from zjax.settings.schema import Config
+from zjax.sharding.plan import Plan
+from zjax.train.state import TrainState
+from zjax.train.update import Schedule
+from zjax.typing import Batch, Metrics, Model
+
+
+def check_warm_up(
+    state: TrainState, number: int, freeze_step: int, *, is_known: bool
+) -> None:
+    """Refuses to keep second moments that no gradient has updated.
+
+    Args:
+        state: Before a step; waits for it at the first step after the freeze, and at
+            later ones where it is from elsewhere.
+        number: Number of the step, 1 or more.
+        freeze_step: Last step of the warm-up; 0 for no freeze.
+        is_known: Whether the step before returned the state.
+
+    Raises:
+        NonFiniteError: All steps that update second moments were skipped.
+    """
+    is_checked = number == freeze_step + 1 or not is_known
+    if not freeze_step or number <= freeze_step or not is_checked:
+        return
+    if not bool(_were_updated(_updates_of_moments(state))):
+        problem = "ends a warm-up whose updates of second moments were all skipped, "
+        problem += "and nothing would move"
+        remedy = "use more, or a smaller precision.loss_scale.initial"
+        raise NonFiniteError(
+            Problem("optimizer.freeze_step", freeze_step, problem, remedy)
+        )
+
+
+def _updates_of_moments(state: TrainState) -> jax.Array:
+    """How many steps have updated second moments, int32[]; [N] of replicas."""
+    opt_state = getattr(state.extra, "replicas", state).opt_state
+    number = optax.tree_utils.tree_get(opt_state, "variances")
+    if number is None:
+        return optax.tree_utils.tree_get(opt_state, "count", filtering=is_of_adam)
+    return number
+
+
+@jax.jit
+def _were_updated(numbers: jax.Array) -> jax.Array:
+    return jnp.all(numbers > 0)
+
+
+def check_together(state: TrainState, rounds: Rounds | Intervals) -> None:
+    """Refuses to let replicas step together that differ.
+
+    Args:
+        state: Before the step; waits for it.
+        rounds: Says how many steps the replicas take together.
+
+    Raises:
+        StateError: The run took fewer, and its replicas have stepped apart.
+    """
+    replicas = dataclasses.replace(state.extra.replicas, num_skipped=())
+    if not bool(_differ(replicas)):
+        return
+    done = int(state.step)
+    if isinstance(rounds, Rounds):
+        field = "communication.num_synchronous_steps"
+        value = rounds.num_synchronous_steps
+    else:
+        field, value = "optimizer.freeze_step", rounds.freeze_step
+    problem = f"joins replicas at step {done + 1} that have stepped apart"
+    remedy = f"use {done} or less, or a state whose replicas are equal"
+    raise StateError(Problem(field, value, problem, remedy))
+
+
+@jax.jit
+def _differ(replicas: TrainState) -> jax.Array:
+    """Whether any replica has other numbers than the first; NaN is one."""
+
+    def differs(x: jax.Array) -> jax.Array:
+        first = x[:1]
+        return jnp.any((x != first) & ((x == x) | (first == first)))
+
+    return jnp.any(jnp.stack([*map(differs, jax.tree.leaves(replicas))]))
+
+
+class ReplicatedExecutor(FusedExecutor):
+    """An `Executor` whose host chooses the program of a step by its number.
+
+    Its programs are those of the phases by their names, `train`, which is that of the
+    last phase, and `evaluate`.
+
+    Args:
+        model: Model and loss as pure functions.
+        tx: Optax gradient transformation, which takes the phases.
+        plan: Placement of every array, all on the devices.
+        config: Checked settings.
+        schedule: Learning rate by applied step, for the metrics.
+        phases: What replicas send.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        tx: Any,
+        plan: Plan,
+        config: Config,
+        schedule: Schedule | None,
+        phases: Phases,
+    ):
+        pure = make_replica_programs(model, tx, plan, config, schedule, phases)
+        jit = functools.partial(jax.jit, compiler_options=step_options(config, plan))
+        places = (pure.state_shardings, None)
+        steps = {
+            name: jit(
+                functools.partial(pure.train, name),
+                donate_argnums=0,
+                out_shardings=places,
+            )
+            for name in phases.by_name
+        }
+        last = steps[phases.at(config.num_steps)]
+        programs = steps | {"train": last, "evaluate": jit(pure.evaluate)}
+        super().__init__(model, plan, config, programs)
+        self._phases, self._number = phases, StepNumber()
+
+    def train(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        """Takes one optimizer step; the state is donated."""
+        is_known, number = self._number.knows(state), self._number.before(state) + 1
+        check_warm_up(state, number, self._phases.freeze_step, is_known=is_known)
+        state, metrics = self.programs[self._phases.at(number)](state, batch)
+        self._number.after(state, number)
+        return state, metrics

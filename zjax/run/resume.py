@@ -1,0 +1,394 @@
+"""Where a run starts, and how its settings and functions differ from the saved run."""
+
+import dataclasses
+import functools
+import hashlib
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.core as jax_core
+import jax.numpy as jnp
+import numpy as np
+import optax
+from absl import logging
+from jax.extend import core
+
+from zjax.checkpoint.store import Store
+from zjax.data.tokenizer_files import KEY as TOKENIZER
+from zjax.data.tokenizer_files import TokenizerRecord
+from zjax.errors import CheckpointError, DataError, Problem
+from zjax.jaxprs.versions import is_program
+from zjax.optim.phases import make_phases
+from zjax.optim.precision import cast_floating
+from zjax.optim.rounds import Rounds, make_rounds
+from zjax.schedule.dropping import make_dropping
+from zjax.schedule.pacing import make_pacing
+from zjax.schedule.step_pacings import used_pacings
+from zjax.settings.convert import to_mapping
+from zjax.settings.derived import is_derived, without_unused
+from zjax.settings.describe import ABSENT, Difference, differences
+from zjax.settings.schema import Config, Pacing
+from zjax.sharding.describe import describe_plan
+from zjax.sharding.mesh import trace
+from zjax.sharding.placement import abstract_key
+from zjax.sharding.plan import Plan
+from zjax.train import exchange
+from zjax.train.microbatches import cast_batch
+from zjax.train.state import TrainState
+from zjax.typing import Model, Params
+
+MAX_HASHED_BYTES = 1 << 20
+"""Larger arrays that are closed over count by shape alone."""
+_ADDRESS = re.compile(r"0x[0-9a-f]+")
+
+
+def fingerprint(function: Callable[..., Any], *args: Any) -> str:
+    """Traces a function of arrays and hashes its program.
+
+    Returns:
+        16 hexadecimal digits, which may differ between versions of JAX.
+
+    Example:
+        >>> fingerprint(lambda x: 2 * x, 1.0) == fingerprint(lambda y: 2 * y, 1.0)
+        True
+        >>> fingerprint(lambda x: 2 * x, 1.0) == fingerprint(lambda x: 3 * x, 1.0)
+        False
+    """
+    digest = hashlib.sha256()
+    for word in _hash_program(trace(function, *args)):
+        digest.update(word.encode() + b"\n")
+    return digest.hexdigest()[:16]
+
+
+def _hash_program(program: Any) -> Iterator[str]:
+    """Of a closed program, or of a kernel whose constants are not bound yet."""
+    numbers: dict[Any, int] = {}
+    jaxpr = getattr(program, "jaxpr", program)
+
+    def name(atom: Any) -> str:
+        if isinstance(atom, core.Literal):
+            return f"{_hash_constant(atom.val)}:{atom.aval}"
+        return f"{numbers.setdefault(atom, len(numbers))}:{atom.aval}"
+
+    yield from map(_hash_constant, getattr(program, "consts", ()))
+    yield " ".join(map(name, (*jaxpr.constvars, *jaxpr.invars)))
+    for equation in jaxpr.eqns:
+        yield equation.primitive.name
+        yield " ".join(map(name, (*equation.invars, *equation.outvars)))
+        for key, value in sorted(equation.params.items()):
+            yield key
+            yield from _hash_param(value)
+    yield " ".join(map(name, jaxpr.outvars))
+
+
+def _hash_param(value: Any) -> Iterator[str]:
+    if is_program(value):
+        yield from _hash_program(value)
+    elif isinstance(value, tuple | list):
+        for entry in value:
+            yield from _hash_param(entry)
+    elif not callable(value):  # custom gradient rules do not count
+        yield _ADDRESS.sub("", repr(value))
+
+
+def _hash_constant(value: Any) -> str:
+    if isinstance(value, jax_core.Tracer):  # memory that a kernel refers to
+        return f"{value.aval}"
+    is_key = jnp.issubdtype(getattr(value, "dtype", int), jax.dtypes.prng_key)
+    data = jax.random.key_data(value) if is_key else value
+    is_here = getattr(data, "is_fully_addressable", True)
+    if not is_here or getattr(data, "nbytes", 0) > MAX_HASHED_BYTES:
+        return f"{data.dtype}{data.shape}"
+    array = np.asarray(data)
+    digest = hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()
+    return f"{array.dtype}{array.shape}{digest[:16]}"
+
+
+_FUNCTION = ".function"
+_ROUND = ("delay", "num_local_steps", "num_fragments", "num_synchronous_steps")
+STARTED_FROM = {
+    "checkpoint.init_from": "",
+    "checkpoint.expert_noise": 0.0,
+    "checkpoint.resize_vocabulary": False,
+    "lora.init_from": "",
+}
+"""What a run started from, and the values of one that reads its checkpoints alone."""
+_NOT_COMPARED = ("checkpoint.resume", "zero.memory")
+"""Settings that do not change what a run computes, or that others are derived from."""
+
+
+def first_step(store: Store, resume: str, step: int | None = None) -> int:
+    """The step at which a run starts.
+
+    Args:
+        store: Checkpoints of the run.
+        resume: `checkpoint.resume` of its config.
+        step: Checkpoint to start from; None for the newest, 0 for none.
+
+    Returns:
+        The step of the checkpoint; 0 if there is none.
+
+    Raises:
+        CheckpointError: `resume` is "never" and there is a checkpoint, or "required"
+            and there is none.
+    """
+    if step is not None:
+        if step:
+            store.extra(step)  # raises if there is no such step
+        return step
+    latest = store.latest()
+    directory = str(store.directory)
+    if resume == "required" and latest is None:
+        remedy = "give the directory of a run, or set checkpoint.resume=auto"
+        problem = "holds no checkpoint to resume from"
+        raise CheckpointError(Problem("directory", directory, problem, remedy))
+    if resume == "never" and latest is not None:
+        remedy = "choose another directory, or set checkpoint.resume=auto"
+        problem = f"holds a run at step {latest}"
+        raise CheckpointError(Problem("directory", directory, problem, remedy))
+    return latest or 0
+
+
+def check_newest(store: Store, step: int) -> None:
+    """Refuses to train from a checkpoint that is not the newest.
+
+    Raises:
+        CheckpointError: There is a later checkpoint.
+    """
+    latest = store.latest()
+    if latest is not None and latest > step:
+        problem = f"is behind step {latest}, which is saved too"
+        remedy = "train from the newest, set the later ones aside (zjax rewind), or "
+        remedy += "copy this one to another directory"
+        raise CheckpointError(Problem("step", step, problem, remedy))
+
+
+def check_tokenizer(
+    saved: Mapping[str, Any], record: TokenizerRecord, config: Config
+) -> None:
+    """Refuses data of another tokenizer than that of a checkpoint.
+
+    Args:
+        saved: `extra` of the checkpoint.
+        record: Record of the data.
+        config: Settings that name the data.
+
+    Raises:
+        DataError: The digests of the tokenizers differ.
+    """
+    if TOKENIZER not in saved:  # from before there were records, or of own batches
+        return
+    before = TokenizerRecord.from_mapping(saved[TOKENIZER])
+    if before.digest == record.digest:
+        return
+    is_prepared = config.data.source == "tokens"
+    field = "data.path" if is_prepared else "data.source"
+    value = config.data.path if is_prepared else config.data.source
+    problem = f"has tokens of {record.name!r}, and the run was trained on those of "
+    remedy = "prepare the text with the tokenizer of the run"
+    raise DataError(Problem(field, value, f"{problem}{before.name!r}", remedy))
+
+
+def describe_run(
+    config: Config,
+    plan: Plan,
+    rows: TrainState,
+    functions: Mapping[str, str],
+    step: int,
+) -> dict[str, Any]:
+    """What a checkpoint keeps of its run, for the run that continues.
+
+    Args:
+        config: Settings of the run.
+        plan: Places every array.
+        rows: TrainState of the plans of what is saved.
+        functions: Result of `fingerprint_functions`.
+        step: Steps taken.
+    """
+    return {
+        "config": to_mapping(without_unused(config)),
+        "plan": describe_plan(plan),
+        "jax": jax.__version__,
+        "functions": dict(functions),
+        exchange.KEY: exchange.describe_errors(rows, config, step),
+    }
+
+
+def changes(saved: Mapping[str, Any], config: Config) -> list[Difference]:
+    """Settings, and the JAX version, that differ from a checkpoint's `extra`."""
+    changed = [
+        difference
+        for difference in differences(saved.get("config", {}), config)
+        if difference.setting not in _NOT_COMPARED
+        and (difference.setting, difference.other) not in STARTED_FROM.items()
+    ]
+    changed += _moved_with_steps(saved.get("config", {}), config)
+    if saved.get("jax") != jax.__version__:
+        changed.append(Difference("jax", saved.get("jax"), jax.__version__))
+    return changed
+
+
+def _freeze_step(config: Config) -> int:
+    phases = make_phases(config)
+    return phases.freeze_step if phases else 0
+
+
+def _layer_drop_rate(config: Config) -> float:
+    return make_dropping(config).gamma if config.layer_drop.theta < 1 else 0.0
+
+
+_FROM_NUM_STEPS = (
+    ("optimizer", "freeze_step", _freeze_step),
+    ("layer_drop", "gamma", _layer_drop_rate),
+)
+"""Section, setting and value of what follows from `num_steps` where it is 0."""
+
+
+def _moved_with_steps(before: Mapping[str, Any], config: Config) -> list[Difference]:
+    """What was not set, and moves since the number of steps is another."""
+    num_steps = before.get("num_steps", config.num_steps)
+    earlier = dataclasses.replace(config, num_steps=num_steps)
+    found = []
+    for section, name, value_in in _FROM_NUM_STEPS:
+        now = getattr(getattr(config, section), name)
+        given = before.get(section, {}).get(name), now
+        old, new = value_in(earlier), value_in(config)
+        if not any(given) and old != new:
+            found.append(Difference(f"{section}.{name}", old, new))
+    return found
+
+
+def fingerprint_functions(
+    config: Config, model: Model, tx: Any = None, *, compute_dtype: Any
+) -> dict[str, str]:
+    """Fingerprints of the user's code, which no setting describes.
+
+    Args:
+        config: Read for the functions of the pacings that the steps follow.
+        model: The model; its loss is traced if `inputs` is set.
+        tx: Optax gradient transformation of the user, or None.
+        compute_dtype: Dtype in which a step calls the loss.
+
+    Returns:
+        Fingerprints under `model` and `tx`, for what can be traced, and under the
+        settings that name functions.
+    """
+    pacings = {
+        f"{field}{_FUNCTION}": _fingerprint_pacing(pacing)
+        for field, pacing in used_pacings(config)
+        if pacing.kind == "custom"
+    }
+    if model.inputs is None and tx is None:
+        return pacings
+    key = abstract_key()
+    params, state = jax.eval_shape(model.init, key)
+    fingerprints = pacings
+    if model.inputs is not None:
+        used = jax.eval_shape(lambda x: cast_floating(x, compute_dtype), params)
+        batch = jax.eval_shape(
+            lambda x: cast_batch(x, model, compute_dtype), model.inputs
+        )
+        fingerprints["model"] = fingerprint(model.loss, used, state, batch, key)
+    if tx is not None:
+        fingerprints["tx"] = fingerprint(
+            functools.partial(_init_and_update, tx), params
+        )
+    return fingerprints
+
+
+def _fingerprint_pacing(settings: Pacing) -> str:
+    pacing = make_pacing(settings)
+    return hashlib.sha256(repr(pacing).encode()).hexdigest()
+
+
+def _init_and_update(tx: Any, params: Params) -> Any:
+    state = tx.init(params)
+    value = jax.tree.leaves(params)[0].sum()
+    extra = {"value": value, "grad": params, "value_fn": lambda _: value}
+    update = optax.with_extra_args_support(tx).update
+    return state, update(params, state, params, **extra)
+
+
+def report_functions(saved: Mapping[str, Any], fingerprints: Mapping[str, str]) -> None:
+    """Warns if the user's code computes something else than in the saved run."""
+    before = saved.get("functions", {})
+    others = [
+        name
+        for name in before
+        if fingerprints.get(name) != before[name]
+        # What is traced looks different in another version; a pacing is its numbers.
+        and (saved.get("jax") == jax.__version__ or name.endswith(_FUNCTION))
+    ]
+    if others and jax.process_index() == 0:
+        names = " and ".join(others)
+        logging.warning("%s: the computation differs from the saved run", names)
+
+
+def check_messages(saved: Mapping[str, Any], config: Config, step: int) -> None:
+    """Refuses other rounds while a fragment is on its way between replicas.
+
+    Args:
+        saved: `extra` of a checkpoint.
+        config: Settings of the run that continues.
+        step: Step of the checkpoint.
+
+    Raises:
+        CheckpointError: A fragment that this run would merge was not sent, or is of
+            another round.
+    """
+    rounds = make_rounds(config)
+    if not isinstance(rounds, Rounds) or not rounds.delay:
+        return
+    before = saved.get("config", {}).get("communication", {})
+    merges = range(step + 1, step + rounds.delay + 1)
+    on_its_way = any(rounds.merged_after(merge) is not None for merge in merges)
+    if not on_its_way or not before.get("num_local_steps"):
+        return
+    changed = [
+        (f"communication.{name}", value, before.get(name))
+        for name in _ROUND
+        if (value := getattr(config.communication, name)) != before.get(name)
+    ]
+    problem = "is not {}, with which step {} was saved, and a fragment is on its way"
+    problems = [
+        Problem(field, value, problem.format(old, step), f"continue with {old}")
+        for field, value, old in changed
+    ]
+    if problems:
+        raise CheckpointError(*problems)
+
+
+def report_changes(saved: Mapping[str, Any], config: Config, step: int) -> None:
+    """Warns on process 0 of each setting that differs from the one saved at `step`.
+
+    Settings that the saved version of zjax did not have are counted where they have
+    their defaults, which compute what that version computed.
+    """
+    changed = changes(saved, config)
+    told = [d for d in changed if not _is_new_default(d)]
+    if changed and jax.process_index() == 0:
+        lines = [f"  {d.setting}: {d.value!r} -> {d.other!r}" for d in told]
+        if num_new := len(changed) - len(told):
+            lines.append(f"  {num_new} settings of newer versions, at their defaults")
+        text = "\n".join(lines)
+        logging.warning("settings that differ from step %d:\n%s", step, text)
+
+
+def _is_new_default(difference: Difference) -> bool:
+    """Tells whether an absent setting has its default, or was derived from others."""
+    default: Any = to_mapping(Config())
+    for name in difference.setting.split("."):
+        default = default.get(name) if isinstance(default, Mapping) else ABSENT
+    is_default = is_derived(difference.other) or _is_within(difference.other, default)
+    return difference.value is ABSENT and is_default
+
+
+def _is_within(value: Any, default: Any) -> bool:
+    """Whether a value is a default, or a section all of whose settings have theirs."""
+    if isinstance(value, Mapping) and isinstance(default, Mapping):
+        return all(
+            _is_within(x, default.get(name, ABSENT)) for name, x in value.items()
+        )
+    return value == default

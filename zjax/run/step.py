@@ -1,0 +1,324 @@
+"""One optimizer step as a host function over compiled programs."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from zjax.data.entries import check_batch, check_placed_values
+from zjax.errors import ConfigError, PlanError, Problem
+from zjax.jaxprs.versions import dtype_promotion
+from zjax.offload.compiled import Peak
+from zjax.optim.phases import make_phases
+from zjax.optim.rounds import make_rounds
+from zjax.run import extended
+from zjax.run.executor import Executor
+from zjax.run.extended import DistilledExecutor, ScheduledExecutor
+from zjax.run.fused import fused_executor
+from zjax.run.local_steps import LocalStepsExecutor
+from zjax.run.replicated import ReplicatedExecutor
+from zjax.run.streamed import StreamedExecutor
+from zjax.run.teacher import Teacher
+from zjax.schedule.step_values import make_step_values
+from zjax.settings.batch import resolve_batch
+from zjax.settings.schema import Config
+from zjax.sharding import plan as plans
+from zjax.sharding.activations import batch_shardings
+from zjax.sharding.mesh import is_simulated
+from zjax.train import microbatches
+from zjax.train.average import check_average
+from zjax.train.state import TrainState, check_not_consumed
+from zjax.train.update import Schedule
+from zjax.typing import Batch, Metrics, Model, Params
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """`step(state, batch) -> (state, metrics)`: checks and places a batch, then trains.
+
+    The state that is passed is donated; use the returned one.
+
+    Args:
+        mesh: Mesh of the devices.
+        plan: Plan of the run; read for the sharding of batches.
+        model: The model; read for what its loss requires of a batch.
+        num_microbatches: Gradient accumulation steps.
+        executor: Runs the compiled programs.
+        checks_ids: Whether ids are checked in batches on the devices, too.
+    """
+
+    mesh: Mesh
+    plan: plans.Plan
+    model: Model
+    num_microbatches: int
+    executor: Executor
+    checks_ids: bool = False
+
+    @property
+    def programs(self) -> Mapping[str, Any]:
+        """Jitted functions by name; see the executor."""
+        return self.executor.programs
+
+    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        """Takes one optimizer step.
+
+        Args:
+            state: State of the run; consumed.
+            batch: NumPy or JAX arrays, first dim the global batch.
+
+        Returns:
+            The next state; float32 scalars and the totals, still on the device.
+
+        Raises:
+            PlanError: The batch does not divide over the devices.
+            StateError: The state was consumed before.
+        """
+        return self._run(self.executor.train, state, self.place_batch(batch))
+
+    def evaluate(self, state: TrainState, batch: Batch) -> Metrics:
+        """Loss and metrics without gradients, dropout or state change.
+
+        Args:
+            state: State of the run; not consumed.
+            batch: NumPy or JAX arrays, first dim the global batch.
+
+        Returns:
+            float32 scalars still on the device.
+
+        Raises:
+            PlanError: The batch does not divide over the devices, or the averaged
+                weights of the optimizer rest elsewhere.
+            StateError: The state was consumed before.
+        """
+        check_average(state, self.plan)
+        return self._run(self.executor.evaluate, state, self.place_batch(batch))
+
+    def settle(self, state: TrainState) -> TrainState:
+        """Applies a gradient that a delayed update left for the next step.
+
+        Args:
+            state: State of the run; consumed.
+
+        Returns:
+            The state with nothing pending, such as a checkpoint holds.
+
+        Raises:
+            StateError: The state was consumed before.
+        """
+        return self._run(self.executor.settle, state)
+
+    def generate(self, state: TrainState, tokens: Any, **settings: Any) -> jax.Array:
+        """Continues prompts.
+
+        Args:
+            state: State of the run; not consumed.
+            tokens: Prompts, int32[B, L].
+            settings: Other arguments of `zjax.generate`.
+
+        Returns:
+            Prompts and continuations, int32[B, L + max_new_tokens].
+
+        Raises:
+            ConfigError: A setting out of range, or no room for the tokens.
+            StateError: The state was consumed before.
+        """
+        check_not_consumed(state)
+        return self.executor.generate(state, tokens, **settings)
+
+    def parameters(self, state: TrainState) -> Params:
+        """Returns the parameters as the model takes them, for use outside of a step.
+
+        Args:
+            state: Any state of the run, not consumed; averaged weights are preferred,
+                see `zjax.train.average`.
+
+        Returns:
+            Arrays in the compute dtype and their logical shapes, placed as in a step.
+
+        Raises:
+            StateError: The state was consumed before.
+            PlanError: The averaged weights of the optimizer are offloaded.
+        """
+        return self.executor.parameters(state)
+
+    def place_batch(self, batch: Batch) -> Batch:
+        """Places a batch on the devices, unless it is there already.
+
+        Args:
+            batch: Arrays of the global batch. With several processes, NumPy arrays hold
+                the rows of this process's devices: all rows if pipeline stages or
+                sequence shards are spread over the processes.
+
+        Returns:
+            Global arrays on the plan's batch sharding.
+
+        Raises:
+            DataError: The batch lacks what the loss requires.
+            PlanError: The batch does not divide over the devices.
+        """
+        batch = check_batch(batch, self.model.entries)
+        num_shares = self.plan.num_batch_shares
+        num_local = max(1, num_shares // jax.process_count())
+        microbatches.check_batch(batch, self.model, 1, num_local)
+        microbatches.check_lengths(batch, self.model, self.plan.num_length_shares)
+
+        def place(x: Any, sharding: Any) -> jax.Array:
+            if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(
+                sharding, x.ndim
+            ):
+                return x
+            if jax.process_count() == 1:
+                return jax.device_put(x, sharding)
+            return jax.make_array_from_process_local_data(sharding, x)
+
+        placed = jax.tree.map(place, batch, self.batch_shardings(batch))
+        if self.checks_ids:
+            check_placed_values(placed, self.model.entries)
+        return placed
+
+    def batch_shardings(self, batch: Batch) -> Any:
+        """The placement of a batch.
+
+        Args:
+            batch: Arrays or their shapes.
+
+        Returns:
+            A tree of shardings.
+        """
+        return batch_shardings(self.plan, batch, self.model.entries)
+
+    def compile(
+        self, batch: Batch, program: str = "train", number: int = 1
+    ) -> jax.stages.Compiled:
+        """Compiles without running, for the memory analysis and the text.
+
+        Args:
+            batch: Arrays or ShapeDtypeStructs of the global batch.
+            program: A name in `programs`.
+            number: Number of the step, 1 or more: the first ones may have a teacher.
+
+        Returns:
+            The compiled program; ask it for `memory_analysis()`.
+
+        Raises:
+            PlanError: The batch does not divide over the devices, or the step is a
+                sequence of programs, as where the state is offloaded.
+        """
+        batch = self._abstract_batch(batch)
+        with jax.set_mesh(self.mesh), dtype_promotion():
+            return self.executor.compile(program, batch, number)
+
+    def predict_peak(self, batch: Batch) -> Peak | None:
+        """Compiles the step without running it, and adds up what a device holds.
+
+        Args:
+            batch: Arrays or ShapeDtypeStructs of the global batch.
+
+        Returns:
+            Bytes on one device at the moment that takes most; None where the compiler
+            reports no memory.
+
+        Raises:
+            PlanError: The batch does not divide over the devices.
+        """
+        batch = self._abstract_batch(batch)
+        with jax.set_mesh(self.mesh), dtype_promotion():
+            return self.executor.predict_peak(batch)
+
+    def _abstract_batch(self, batch: Batch) -> Batch:
+        number, shares = self.num_microbatches, self.plan.num_batch_shares
+        microbatches.check_batch(batch, self.model, number, shares)
+        microbatches.check_lengths(batch, self.model, self.plan.num_length_shares)
+        return jax.tree.map(
+            lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+            batch,
+            self.batch_shardings(batch),
+        )
+
+    def _run(
+        self,
+        program: Callable[..., Any],
+        state: TrainState,
+        *args: Any,
+        **settings: Any,
+    ) -> Any:
+        check_not_consumed(state)
+        # Losses read from the mesh over how many devices the batch is sharded.
+        with jax.set_mesh(self.mesh), dtype_promotion():
+            results = program(state, *args, **settings)
+        return jax.block_until_ready(results) if is_simulated(self.mesh) else results
+
+
+def make_step(
+    model: Model,
+    tx: Any,
+    plan: plans.Plan,
+    config: Config,
+    *,
+    schedule: Schedule | None = None,
+) -> Step:
+    """Builds the step of a run; it compiles at its first call.
+
+    Args:
+        model: The model as pure functions.
+        tx: Optax gradient transformation of `make_optimizer` or `adopt_optimizer`.
+        plan: Plan of every array.
+        config: Checked settings.
+        schedule: Learning rate by applied step, for the metrics.
+
+    Returns:
+        The step.
+
+    Raises:
+        ConfigError: `distill.teacher` does not fit the model, or the model cannot leave
+            out tokens or layers.
+        CheckpointError: `distill.teacher` cannot be read.
+        PlanError: The plan was made on an abstract mesh, without devices.
+    """
+    if not isinstance(plan.mesh, Mesh):
+        problem = "is abstract: its devices are not here"
+        remedy = "make the plan on zjax.make_mesh"
+        raise PlanError(Problem("plan.mesh", plan.mesh.axis_sizes, problem, remedy))
+    num_microbatches = resolve_batch(config, plan.num_batch_shares).num_microbatches
+    executor = _make_executor(model, tx, plan, config, schedule)
+    if config.random_ltd.form != "none" or config.layer_drop.theta < 1:
+        extended.check_model(model, config)
+        executor = extended.DroppingExecutor(executor, config, plan)
+    if config.distill.teacher:
+        teacher = Teacher(config, plan, model)
+        num_steps = config.distill.num_steps(config.num_steps)
+        executor = DistilledExecutor(executor, teacher, num_steps)
+    if (values := make_step_values(config))(1):
+        executor = ScheduledExecutor(executor, values, plan)
+    return Step(
+        mesh=plan.mesh,
+        plan=plan,
+        model=model,
+        num_microbatches=num_microbatches,
+        executor=executor,
+        checks_ids=_checks_ids(config, model),
+    )
+
+
+def _make_executor(
+    model: Model, tx: Any, plan: plans.Plan, config: Config, schedule: Schedule | None
+) -> Executor:
+    if plan.is_offloaded:
+        return StreamedExecutor(model, tx, plan, config, schedule)
+    if (rounds := make_rounds(config)) is not None:
+        return LocalStepsExecutor(model, tx, plan, config, schedule, rounds)
+    phases = make_phases(config)
+    if phases is None:
+        return fused_executor(model, tx, plan, config, schedule)
+    return ReplicatedExecutor(model, tx, plan, config, schedule, phases)
+
+
+def _checks_ids(config: Config, model: Model) -> bool:
+    checks = config.data.check_ids == "device"
+    if checks and not any(entry.num_ids for entry in model.entries.values()):
+        problem = "has no effect: the model says of no array how many ids there are"
+        remedy = "leave it at 'host', or set num_ids in the entries of the zjax.Model"
+        raise ConfigError(Problem("data.check_ids", "device", problem, remedy))
+    return checks

@@ -1,0 +1,109 @@
+"""A step as many programs, for an offloaded state that is streamed to the devices."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from zjax.errors import PlanError, Problem
+from zjax.jaxprs.versions import dtype_promotion
+from zjax.models.generate import generate
+from zjax.offload.compiled import Peak
+from zjax.offload.generate import Generation
+from zjax.offload.train import OffloadedTrain
+from zjax.run.compiler import step_options
+from zjax.run.executor import make_jit
+from zjax.run.fused import Weights
+from zjax.settings.schema import Config
+from zjax.sharding.plan import Plan
+from zjax.sharding.program_plan import staged_plan
+from zjax.train.programs import make_programs
+from zjax.train.state import TrainState, without_update
+from zjax.train.update import Schedule
+from zjax.typing import Batch, Metrics, Model
+
+
+class StreamedExecutor:
+    """An `Executor` whose step is a sequence of programs.
+
+    Between them the state moves to the devices and back. Evaluation and generation read
+    parameters that stay on the devices at once, and others block by block.
+
+    Args:
+        model: Model and loss as pure functions.
+        tx: Optax gradient transformation.
+        plan: Placement of every array, some of them offloaded.
+        config: Read for `seed`, `zero`, `optimizer`, `precision`, `xla_options`.
+        schedule: Learning rate by applied step, for the metrics.
+
+    Raises:
+        PlanError: The optimizer cannot be updated group by group, or gains nothing by
+            delay; or the model has a state that blocks cannot update.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        tx: Any,
+        plan: Plan,
+        config: Config,
+        schedule: Schedule | None,
+    ):
+        jit = make_jit(plan.mesh, step_options(config, plan))
+        self.step = OffloadedTrain(model, tx, plan, config, schedule, jit=jit)
+        self.state_plan = self.step.state_rows
+        self.parameters = Weights(model, plan)
+        self.generation = None
+        self._plan, self._mesh = plan, plan.mesh
+        self._passes: Any = self.step.backward
+        self._streams_blocks = config.zero.offloads_blocks and model.runs_by_block
+        self.programs: Mapping[str, Any] = {}
+        if not self._streams_blocks:
+            pure = make_programs(model, tx, staged_plan(plan), config, schedule)
+            self.programs = {"evaluate": jit(pure.evaluate)}
+        elif model.stack and model.stack.continuation:
+            units = self._passes.units
+            self.generation = Generation(model.stack.continuation, units, jit)
+
+    def train(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        """Takes one optimizer step; the state is donated."""
+        return self.step(state, batch)
+
+    def evaluate(self, state: TrainState, batch: Batch) -> Metrics:
+        """Computes loss and metrics without gradients, dropout or state change."""
+        if self._streams_blocks:
+            return self._passes.evaluate(state, batch)
+        return self.programs["evaluate"](without_update(state, self._plan), batch)
+
+    def generate(self, state: TrainState, tokens: Any, **settings: Any) -> jax.Array:
+        """Continues prompts; `settings` are those of `zjax.generate`."""
+        if self.generation:
+            assert isinstance(self._mesh, Mesh)
+            with jax.set_mesh(self._mesh), dtype_promotion():
+                return self.generation(state, tokens, **settings)
+        return generate(self.parameters.bind(state), tokens, **settings)
+
+    def settle(self, state: TrainState) -> TrainState:
+        """Applies a gradient that delayed updates left for the next step."""
+        return self.step.settle(state)
+
+    def compile(
+        self, program: str, batch: Batch, number: int = 1
+    ) -> jax.stages.Compiled:
+        """Refuses: no single program is a step; `predict_peak` compiles them all."""
+        raise PlanError(
+            Problem(
+                "program",
+                program,
+                "is a sequence of programs where the state is offloaded",
+                "set zero.optimizer_memory=device to compile it as one",
+            )
+        )
+
+    def predict_peak(self, batch: Batch) -> Peak | None:
+        """Compiles all programs of a step; adds what a device holds while each runs.
+
+        None where the compiler does not report memory.
+        """
+        return self.step.predict_peak(batch)

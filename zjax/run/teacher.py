@@ -1,0 +1,221 @@
+"""The teacher of a distillation: a trained decoder that is frozen.
+
+Its forward pass is a program of its own, whose results join the batch of the student.
+The student's programs, and whatever splits or streams them, stay as they are.
+"""
+
+import dataclasses
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from zjax.checkpoint.steps import find_steps
+from zjax.checkpoint.store import Store
+from zjax.checkpoint.weights import open_run, place_weights
+from zjax.config.load import load_config
+from zjax.errors import CheckpointError, ConfigError, Problem
+from zjax.files import local_path
+from zjax.models.build import make_model
+from zjax.models.stack import execution_of
+from zjax.run.compiler import step_options
+from zjax.run.executor import make_jit
+from zjax.settings import schema
+from zjax.settings.batch import resolve_batch
+from zjax.settings.mixture import sees_future
+from zjax.sharding.activations import batch_shardings
+from zjax.sharding.layers import take_apart
+from zjax.sharding.placement import place_tree, unpad_tree
+from zjax.sharding.plan import Plan, make_plan
+from zjax.sharding.program_plan import layerwise_plan
+from zjax.stack.forward import run_stack
+from zjax.storage.move import store, to_devices
+from zjax.train.microbatches import split_batch
+from zjax.typing import Batch, Model, Params
+
+NAME = "teacher"
+"""Name in a batch of what a teacher says."""
+
+
+class Teacher:
+    """What a trained run says of each batch.
+
+    Its parameters are read at the first batch, and again after `release`.
+
+    Args:
+        config: Settings of the student.
+        plan: Plan of the student; its mesh is the teacher's, too.
+        student: Says which arrays of a batch hold rows.
+
+    Raises:
+        CheckpointError: `distill.teacher` is not the directory of a run, or its weights
+            are not those of its model.
+        ConfigError: The teacher is no decoder, has another vocabulary or reads shorter
+            sequences; or the student reads no teacher.
+    """
+
+    def __init__(self, config: schema.Config, plan: Plan, student: Model):
+        self.settings = config.distill
+        self._path = config.distill.teacher
+        checkpoints = _open(self._path)
+        shape = load_config(checkpoints.extra().get("config", {})).model
+        problems = _misfits(shape, config, student)
+        if problems:
+            raise ConfigError(*problems)
+        config = dataclasses.replace(
+            config,
+            model=dataclasses.replace(
+                shape,
+                layers_per_scan=config.model.layers_per_scan,
+                activation_memory="device",
+            ),
+            optimizer=schema.Optimizer(),
+            zero=_zero(config),
+        )
+        self._model = make_model(config)
+        self._shape = config.model
+        self._plan = make_plan(config, plan.mesh, self._model, optax.set_to_zero())
+        memory = self.settings.memory
+        self.rows = jax.tree.map(lambda row: row.stored_in(memory), self._plan.compute)
+        self._source = open_run(checkpoints)
+        place_weights(self._source, self.rows, self._path)  # compares names and shapes
+        self._num_microbatches = resolve_batch(
+            config, plan.num_batch_shares
+        ).num_microbatches
+        self._student = student
+        jit = make_jit(plan.mesh, step_options(config, plan))
+        self._run = jit(self._apply)
+        self._params: Params | None = None
+
+    @property
+    def params(self) -> Params:
+        """The stored parameters, in the compute dtype."""
+        if self._params is None:
+            on_device = jax.tree.map(lambda row: row.on_device, self.rows)
+            arrays = place_weights(self._source, on_device, self._path)
+            rows = jax.tree.leaves(self.rows)
+            stored = [store(x, row) for x, row in zip(arrays, rows, strict=True)]
+            self._params = jax.tree.unflatten(jax.tree.structure(self.rows), stored)
+        return self._params
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether the parameters are in memory."""
+        return self._params is not None
+
+    def release(self) -> None:
+        """Frees the memory of the parameters."""
+        self._params = None
+
+    def teach(self, batch: Batch) -> Batch:
+        """Adds the teacher's logits, as a product, to a batch on the devices."""
+        params = jax.tree.map(
+            lambda x, row: to_devices(x, row, is_consumed=False), self.params, self.rows
+        )
+        hidden, head = self._run(params, batch)
+        return self._joined(batch, hidden, head)
+
+    def compile(self, batch: Batch) -> None:
+        """Compiles the program of `teach` for the shapes of a batch."""
+        self._run.lower(self._abstract_params, batch).compile()
+
+    def abstract(self, batch: Batch) -> Batch:
+        """Shapes of what `teach` returns, from those of a batch."""
+        hidden, head = jax.eval_shape(self._apply, self._abstract_params, batch)
+        shapes = self._joined(batch, hidden, head)
+        places = batch_shardings(self._plan, shapes, self._student.entries)
+        return jax.tree.map(
+            lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+            shapes,
+            places,
+        )
+
+    @property
+    def _abstract_params(self) -> Params:
+        return jax.tree.map(lambda row: row.on_device.abstract, self.rows)
+
+    def _joined(self, batch: Batch, hidden: Any, head: Any) -> Batch:
+        numbers = (self.settings.weight, self.settings.temperature)
+        weight, temperature = (
+            jax.device_put(jnp.float32(x), self._plan.replicated) for x in numbers
+        )
+        says = {"hidden": hidden, "head": head}
+        says |= {"weight": weight, "temperature": temperature}
+        return batch | {NAME: says}
+
+    def _apply(self, stored: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        """The factors of the logits; blocks run microbatch by microbatch."""
+        stack, layerwise = self._model.stack, layerwise_plan(self._model, self._plan)
+        assert stack is not None and stack.factors is not None
+        params = unpad_tree(stored, self._plan.compute)
+        params = place_tree(take_apart(params, layerwise.compute), layerwise.compute)
+        execution = execution_of(self._shape)
+
+        def run(part: Batch) -> jax.Array:
+            return run_stack(stack, params, part, None, execution)[0]
+
+        number, shares = self._num_microbatches, self._plan.num_batch_shares
+        read = {name: x for name, x in batch.items() if name in self._model.entries}
+        parts = split_batch(read, self._model, number, shares)
+        if number == 1:
+            carry = run(jax.tree.map(lambda x: x[0], parts))
+        else:  # row i is in microbatch i mod N
+            carry = jax.lax.map(run, parts)
+            carry = carry.swapaxes(0, 1).reshape(-1, *carry.shape[2:])
+        hidden, head = stack.factors(stack.split(params)[2], carry)
+        place = self._plan.batch_sharding(hidden)
+        hidden = jax.lax.with_sharding_constraint(hidden, place)
+        head = jax.lax.with_sharding_constraint(head, self._plan.replicated)
+        return hidden, head
+
+
+def _open(path: str) -> Store:
+    place = pathlib.Path(local_path("distill.teacher", path, CheckpointError))
+    steps = find_steps(place)
+    if steps is None:
+        problem, remedy = "holds no checkpoint", "give the directory of a run"
+        raise CheckpointError(Problem("distill.teacher", path, problem, remedy))
+    return Store(str(steps))
+
+
+def _zero(config: schema.Config) -> schema.Zero:
+    """Parameters off the devices are sharded, as no program reads them there."""
+    stage = config.zero.stage if config.distill.memory == "device" else 3
+    least = config.zero.min_shard_elements
+    return schema.Zero(stage=stage, min_shard_elements=least)
+
+
+def _misfits(
+    teacher: schema.Model, config: schema.Config, student: Model
+) -> list[Problem]:
+    def problem(text: str, remedy: str) -> Problem:
+        return Problem("distill.teacher", config.distill.teacher, text, remedy)
+
+    if f"{NAME}/hidden" not in student.entries:
+        return [
+            problem(
+                "has no effect on a model whose entries lack 'teacher/hidden'",
+                "use a built-in model, or read batch['teacher'] in the loss",
+            )
+        ]
+    problems = []
+    if teacher.kind != "decoder":
+        problems.append(problem(f"is an {teacher.kind}", "use a decoder"))
+    if teacher.logit_soft_cap:
+        text = f"bounds its logits by {teacher.logit_soft_cap}"
+        problems.append(problem(text, "use a decoder of logit_soft_cap=0"))
+    if sees_future(teacher):
+        text = "has model.moe.choice='experts', and sees later tokens"
+        problems.append(problem(text, "use a teacher whose tokens choose"))
+    size = student.entries[f"{NAME}/head"].shape
+    assert size is not None
+    if teacher.vocab_size != size[0]:
+        text = f"has {teacher.vocab_size} tokens, and the model {size[0]}"
+        problems.append(problem(text, "use a teacher of the same vocabulary"))
+    length = config.data.length
+    if teacher.positions == "learned" and teacher.max_length < length:
+        text = f"reads {teacher.max_length} tokens, and data.length={length}"
+        problems.append(problem(text, "use a teacher of longer sequences"))
+    return problems

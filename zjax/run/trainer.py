@@ -1,0 +1,650 @@
+"""A whole run: data, steps, evaluation, checkpoints and logging."""
+
+import dataclasses
+import functools
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from zjax import data
+from zjax.checkpoint.store import Store
+from zjax.config.check import check_config
+from zjax.config.load import load_config
+from zjax.data.loader import Loader
+from zjax.data.prompts import Given, as_talk, describe_prompt, make_prompts
+from zjax.data.tokenizer_files import KEY as TOKENIZER
+from zjax.deepspeed import check_optimizer_is_given
+from zjax.errors import ConfigError, DataError, Problem
+from zjax.estimate.mesh import choose_mesh
+from zjax.estimate.tables import kept_rows
+from zjax.huggingface.tokenizer import check_start, keep_tokenizer
+from zjax.jaxprs.versions import dtype_promotion
+from zjax.models.build import make_model
+from zjax.models.generate import longest_text
+from zjax.observe.history import check_directory
+from zjax.observe.load import describe_load
+from zjax.observe.monitor import Callback, Monitor
+from zjax.observe.progress import RESUME, describe_end
+from zjax.observe.sinks import check_sinks
+from zjax.ops import matmul
+from zjax.optim.build import make_optimizer, with_clipping_as_set
+from zjax.optim.phases import programs_at
+from zjax.optim.precision import describe_precision
+from zjax.processes.agreement import check_same_data
+from zjax.processes.lock import hold
+from zjax.run.compile_ahead import CompileAhead
+from zjax.run.ending import KEY as PATIENCE
+from zjax.run.ending import REMEDY as PATIENCE_REMEDY
+from zjax.run.ending import (
+    AfterStep,
+    Patience,
+    ask_all,
+    finish_save_on_error,
+    stop_signals,
+)
+from zjax.run.fit import explain_out_of_memory
+from zjax.run.host import limit_pinned_pool
+from zjax.run.initialize import adopt_optimizer, make_run, unread_schedule
+from zjax.run.nonfinite import find_nonfinite, report_nonfinite
+from zjax.run.resume import (
+    check_messages,
+    check_newest,
+    check_tokenizer,
+    describe_run,
+    fingerprint_functions,
+    first_step,
+    report_changes,
+    report_functions,
+)
+from zjax.schedule.learning_rate import make_schedule
+from zjax.schedule.lengths import CUTS, end_by_tokens
+from zjax.schedule.step_pacings import used_pacings
+from zjax.settings.batch import resolve_batch
+from zjax.settings.schema import Config
+from zjax.sharding.describe import describe_plan_totals
+from zjax.sharding.mesh import with_batch_sizes
+from zjax.sharding.placement import abstract_key
+from zjax.train import exchange
+from zjax.train.average import check_average, parts_of, with_part
+from zjax.train.compute_params import compute_dtype
+from zjax.train.state import TrainState, saved_rows, saved_state
+from zjax.train.update import Schedule
+from zjax.typing import Device, Model
+
+
+class Trainer:
+    """Trains a model as configured, from its last checkpoint if there is one.
+
+    Args:
+        config: A Config, a mapping, or the path of a config file.
+        model: A `zjax.Model` (`zjax.adapt` makes one); the built-in model by default.
+            A decoder of `zjax.make_model(config)`, changed by `zjax.with_stack`, trains
+            on the configured data, too.
+        tx: Optax gradient transformation, as for `zjax.initialize`; the configured one
+            by default.
+        loss_fn: Refused, as `zjax.adapt` joins a loss and a Flax module to a `model`.
+        schedule: Learning rate of `tx` by applied step, for the log.
+        batches: Training data: a dataset with columns, a list of rows, or an iterable
+            of batches (see `zjax.wrap_batches`); the configured data by default.
+        evaluation_batches: Evaluation data; none if only `batches` is given.
+        step: Checkpoint to start from, for evaluation or generation, which may read
+            other data; 0 for the weights of `checkpoint.init_from`. The newest by
+            default, which alone can be trained on.
+        callbacks: Functions called as `callback(step, values)` for logged steps.
+        after_step: Functions called as `f(step, state, batch, metrics)` after every
+            step, in every process; they may return "save" or "stop" (see
+            `zjax.AfterStep`).
+        devices: Devices to use; all by default.
+
+    Raises:
+        ConfigError: Settings that cannot work.
+        PlanError: Arrays or an optimizer that cannot be placed.
+        DataError: Data that is missing or malformed.
+        CheckpointError: A checkpoint that cannot be read.
+        ProcessError: Processes of the run differ in their settings or their data.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        *,
+        model: Model | None = None,
+        tx: Any = None,
+        loss_fn: Any = None,
+        schedule: Schedule | None = None,
+        batches: Any = None,
+        evaluation_batches: Any = None,
+        step: int | None = None,
+        callbacks: Sequence[Callback] = (),
+        after_step: Sequence[AfterStep] = (),
+        devices: Sequence[Device] | None = None,
+    ):
+        if tx is not None:
+            check_optimizer_is_given(config)
+        config = load_config(config)
+        if model is None:
+            limit_pinned_pool(config)  # before JAX starts its devices
+        devices = jax.devices() if devices is None else devices
+        if problems := [*_unread_loss(loss_fn), *unread_schedule(tx, schedule)]:
+            raise ConfigError(*problems)
+        config, self._epochs = data.end_by_epochs(config, batches, len(devices))
+        self.config = _checked(config, model, tx, batches, evaluation_batches, devices)
+        self._batches = batches
+        self._is_language_model = _is_of_settings(model, self.config)
+        self._callbacks, self._after_step = callbacks, after_step
+        # absolute: the program may change its working directory before or during fit
+        self._directory = pathlib.Path(self.config.directory).absolute()
+        settings = self.config.checkpoint
+        self.store = Store(
+            str(self._directory / "checkpoints"),
+            keep_last=settings.keep_last,
+            keep_best=settings.keep_best,
+        )
+        start = first_step(self.store, settings.resume, step)
+        if not start and batches is None:
+            check_start(self.config)
+        if step is None:
+            check_directory(str(self._directory))
+        if start:
+            saved = self.store.extra(start)
+            report_changes(saved, self.config, start)
+            check_messages(saved, self.config, start)
+        model = make_model(self.config) if model is None else model
+        with dtype_promotion():
+            self.run = make_run(
+                self.config,
+                model,
+                make_optimizer(self.config, model)
+                if tx is None
+                else adopt_optimizer(tx, model, self.config),
+                schedule=make_schedule(self.config) if tx is None else schedule,
+                devices=devices,
+                restore=self._restore(start) if start else None,
+            )
+            self._functions = fingerprint_functions(
+                self.config, model, tx, compute_dtype=compute_dtype(self.run.plan)
+            )
+        self.state: TrainState = self.run.state
+        extra = self.store.extra(start) if start else {}
+        self._tokenizer = None if batches is not None else data.read_record(self.config)
+        if self._tokenizer is not None:
+            check_tokenizer(extra, self._tokenizer, self.config)
+        self.loader = self._make_loader()
+        self._patience = Patience(self.config.evaluation)
+        self._position: Any = None
+        """Where the loader has yet to move, from a checkpoint."""
+        if start:
+            report_functions(extra, self._functions)
+            self._position = extra.get("data", {})
+            if step is None:
+                self._move_loader()
+            self._patience = Patience(self.config.evaluation, extra.get(PATIENCE))
+        self._evaluation = data.find_evaluation(
+            self.config, self.run.batch_placement, batches, evaluation_batches
+        )
+        if self._evaluation:
+            check_average(self.state, self.run.plan)
+        self._prompts = functools.cache(functools.partial(make_prompts, self.config))
+        self.exit_status = 0
+        self._last_evaluation = -1, 0.0
+        """Step and loss of the newest evaluation."""
+
+    @property
+    def step(self) -> int:
+        """Steps taken."""
+        return int(self.state.step)
+
+    def fit(self) -> TrainState:
+        """Trains to `num_steps` or until a stop signal; saves in either case.
+
+        Afterwards `exit_status` is 0 if all steps were taken, or if early stopping or
+        a function of `after_step` ended the run; else 128 plus the number of the
+        signal: 143 for SIGTERM, 130 for Ctrl-C, 129 for SIGHUP.
+
+        Returns:
+            The last state.
+
+        Raises:
+            NonFiniteError: A step was not finite and the policy is to stop.
+            CheckpointError: A checkpoint could not be written.
+            DataError: The data ended or is malformed.
+            OutputError: A file of the run could not be written; the run is saved.
+            PlanError: A step needs more memory than the devices have.
+            ProcessError: Another run writes into the directory.
+        """
+        check_directory(str(self._directory))
+        with hold(str(self._directory)):
+            return self._fit()
+
+    def _fit(self) -> TrainState:
+        config, step = self.config, self.step
+        check_newest(self.store, step)
+        self._move_loader()
+        if self._tokenizer is not None and jax.process_index() == 0:
+            keep_tokenizer(config, self.store.directory)
+        monitor = self._monitor()
+        if config.checkpoint.every_steps:
+            self.store.prepare(saved_rows(self.run.plan, config))
+        user_model = not self._is_language_model
+        memory_errors = explain_out_of_memory(
+            config, self.run.plan, user_model=user_model
+        )
+        unfinished_save = finish_save_on_error(self.store)
+        known = set[str]()
+        recent = dict[int, Any]()  # batches by step: metrics arrive one step late
+
+        def find_causes() -> list[Problem]:
+            number = monitor.known_step
+            return find_nonfinite(self.run.step, self.state, recent[number], number)
+
+        nonfinite_errors = report_nonfinite(find_causes)
+        with (
+            memory_errors,
+            unfinished_save,
+            nonfinite_errors,
+            stop_signals() as stopped,
+            monitor,
+            self.loader,
+            CompileAhead(
+                config, self._compile, self.loader.shapes_after(step)
+            ) as ahead,
+        ):
+            last_saved, data_ended, save_due = step, False, False
+            reason = self._patience.reason
+            while step < config.num_steps and not reason and not stopped(step):
+                batch = next(self.loader, None)
+                data_ended = batch is None
+                if data_ended:
+                    break
+                if self.store.has_failed() or monitor.has_failed:
+                    stopped.request()  # stops all processes at one step
+                step += 1
+                recent = {step - 1: recent.get(step - 1), step: batch}
+                programs = [x for x in programs_at(config, step) if x not in known]
+                known.update(programs)
+                if ahead.started(step):
+                    with monitor.pause():
+                        ahead.wait(step)
+                with monitor.step(step, self.state, batch, programs) as metrics:
+                    self.state, values = self.run.step(self.state, batch)
+                    metrics.append(values)
+                ahead.after(step, batch)
+                asked = ask_all(self._after_step, step, self.state, batch, values)
+                if "stop" in asked:
+                    reason = f"{asked['stop']} asked for it"
+                is_last = step == config.num_steps
+                save_due |= is_last or "save" in asked
+                save_due |= _is_due(step, config.checkpoint.every_steps)
+                is_evaluated = is_last or _is_due(step, config.evaluation.every_steps)
+                if save_due or (is_evaluated and self._saves_best):
+                    self._settle()  # evaluate what is saved
+                if is_evaluated:
+                    with monitor.pause():
+                        monitor.log(step, self.evaluate())
+                    save_due |= self._count_evaluation(step) and self._saves_best
+                    reason = reason or self._patience.reason
+                if save_due:
+                    with monitor.pause():
+                        # a checkpoint of weights that skip would push out good ones
+                        if is_last or not monitor.skipped_in_a_row:
+                            self.save()
+                            last_saved, save_due = step, False
+            with monitor.pause():
+                if last_saved != step:
+                    self.save()
+                self.store.wait()
+        if data_ended:
+            remedy = f"give more, or set num_steps={step}; the run is saved"
+            problem = f"end after step {step} of num_steps={config.num_steps}"
+            raise DataError(Problem("batches", "given", problem, remedy))
+        is_over = step >= config.num_steps or reason
+        self.exit_status = 0 if is_over else stopped.exit_status
+        self._print_end(monitor, reason)
+        return self.state
+
+    def _compile(self, batch: Any, program: str, number: int) -> None:
+        self.run.step.compile(batch, program, number)
+
+    def _monitor(self) -> Monitor:
+        return Monitor(
+            dataclasses.replace(self.config, directory=str(self._directory)),
+            last_step=self.step,
+            num_skipped=int(self.state.num_skipped),
+            rows_per_step=self._rows_per_step(),
+            num_devices=self.run.mesh.size,
+            callbacks=self._callbacks,
+            values_at=self.loader.values_at,
+        )
+
+    def _print_end(self, monitor: Monitor, reason: str) -> None:
+        pictures = monitor.save_plots()
+        if jax.process_index() == 0:
+            skipped, latest = int(self.state.num_skipped), self.store.latest()
+            saved_at = self.store.directory / str(latest)
+            end = self.step, self.config.num_steps, skipped, saved_at, pictures
+            load = describe_load(monitor.newest)
+            resume = PATIENCE_REMEDY if self._patience.reason else RESUME
+            print(describe_end(*end, load=load, reason=reason, resume=resume))
+
+    def evaluate(self, part: str = "auto") -> dict[str, float]:
+        """Averages loss and metrics over the evaluation set, counting each row once.
+
+        Rows count equally, or by the weights that the loss returns. A last batch that
+        is not full repeats rows, which changes no mean over rows; a loss that couples
+        rows needs a set of whole batches.
+
+        Args:
+            part: Weights to evaluate: `raw`, `ema` or `schedule_free`; `auto` prefers
+                averaged ones.
+
+        Returns:
+            `eval_loss`, `eval_<metric>` and `evaluated_rows`; empty without evaluation
+            data, NaN if no row has weight.
+
+        Raises:
+            DataError: The evaluation data is empty or malformed.
+            ConfigError: The run has no such weights.
+        """
+        if self._evaluation is None:
+            return {}
+        state = with_part(self.state, part)
+        values = self._evaluation.mean(lambda batch: self.run.evaluate(state, batch))
+        if part == "auto":
+            self._last_evaluation = self.step, values["eval_loss"]
+        return values
+
+    @property
+    def _saves_best(self) -> bool:
+        """Whether a run that ends early leaves the weights of its best evaluation."""
+        return bool(
+            self.config.evaluation.patience and self.config.checkpoint.keep_best
+        )
+
+    def _count_evaluation(self, step: int) -> bool:
+        """Counts the evaluation of a step; returns whether its loss is the lowest."""
+        evaluated, loss = self._last_evaluation
+        return evaluated == step and self._patience.count(step, loss)
+
+    def save(self) -> None:
+        """Starts writing a checkpoint of everything at the current step.
+
+        Raises:
+            CheckpointError: This one or the one before could not be written.
+        """
+        self._move_loader()
+        extra = {"data": self.loader.state(), PATIENCE: self._patience.state()}
+        step, loss = self._last_evaluation
+        loss = loss if step == self.step else None
+        self._settle()
+        rows = saved_rows(self.run.plan, self.config)
+        saved = saved_state(self.state, self.run.plan)
+        config, plan = self.config, self.run.plan
+        extra |= describe_run(config, plan, rows, self._functions, self.step)
+        if self._tokenizer is not None:
+            extra[TOKENIZER] = self._tokenizer.to_mapping()
+        self.store.save(self.step, saved, rows, extra=extra, loss=loss)
+
+    def generate(
+        self,
+        prompt: str | Sequence[int] | np.ndarray = "",
+        *,
+        messages: Any = None,
+        chat: str = "",
+        special_tokens: bool = False,
+        max_new_tokens: int = 0,
+        temperature: float = 0.8,
+        top_k: int = 40,
+        top_p: float = 1.0,
+        seed: int = 0,
+        part: str = "auto",
+    ) -> str:
+        """Continues a text, or answers messages, with the built-in decoder.
+
+        The text ends at the first of the tokens that end texts of the tokenizer.
+
+        Args:
+            prompt: Text of one token or more, or token ids.
+            messages: Conversation to answer instead, through the chat template: dicts
+                with `role` and `content`, or a record with `messages`, `tools` and the
+                like.
+            chat: Directory of a checkpoint with the chat template; by default the one
+                that was prepared with the data.
+            special_tokens: Whether names of special tokens in `prompt` are these
+                tokens, and not text.
+            max_new_tokens: Number of tokens to add; 0 fills `model.max_length`, or
+                after a longer prompt `model.max_positions`.
+            temperature: Softmax temperature; 0 takes the most likely token.
+            top_k: Number of most likely tokens to sample from; 0 for all.
+            top_p: Probability mass of the most likely tokens to sample from.
+            seed: Seed of the sampling.
+            part: Weights, as for `evaluate`.
+
+        Returns:
+            The text and its continuation; after messages or ids the continuation alone.
+
+        Raises:
+            ConfigError: The prompt is empty or too long, the run has no such weights,
+                or its data no chat template.
+            DataError: The template refuses the messages.
+        """
+        if messages is not None and len(prompt):
+            problem, remedy = "are given beside a prompt", "give one of them"
+            raise ConfigError(Problem("messages", "...", problem, remedy))
+        given = prompt if messages is None else as_talk(messages)
+        [ids] = self.encode_prompts([given], chat=chat, special_tokens=special_tokens)
+        prompts, row = self._prompts(chat), self.config.model.max_length
+        end = row if len(ids) < row else longest_text(self.config.model)[1]
+        out = self.run.generate(
+            with_part(self.state, part),
+            ids[None],
+            max_new_tokens=max_new_tokens or end - len(ids),
+            key=jax.random.key(seed),
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            end_ids=prompts.tokenizer.end_ids,
+        )
+        text = prompts.decode(ids, jax.device_get(out)[0, len(ids) :])
+        return given + text if isinstance(given, str) else text
+
+    def encode_prompts(
+        self, given: Sequence[Given], *, chat: str = "", special_tokens: bool = False
+    ) -> list[np.ndarray]:
+        """Encodes prompts that `generate` can continue; refuses others, all at once.
+
+        Args:
+            given: Texts, ids, or conversations of `zjax.data.conversations`.
+            chat: As for `generate`.
+            special_tokens: As for `generate`.
+
+        Returns:
+            Ids of each, int32[L].
+
+        Raises:
+            ConfigError: Names each that is empty or too long.
+            DataError: The template refuses a conversation.
+        """
+        most = longest_text(self.config.model)[1] - 1
+        remedy = f"use 1 to {most}, with the built-in decoder"
+        prompts = self._prompts(chat)
+        encoded = [prompts.encode(x, special_tokens=special_tokens) for x in given]
+        problems = [
+            Problem("prompt", describe_prompt(prompt), f"is {len(ids)} tokens", remedy)
+            for prompt, ids in zip(given, encoded, strict=True)
+            if not self._is_language_model or not 0 < len(ids) <= most
+        ]
+        if problems:
+            raise ConfigError(*problems)
+        return encoded
+
+    def close(self) -> None:
+        """Waits for the last checkpoint and ends all threads.
+
+        Raises:
+            CheckpointError: It could not be written.
+        """
+        self.loader.close()
+        self.store.close()
+
+    def describe(self) -> str:
+        """Describes what will run: plan, dtypes, batch sizes and first step.
+
+        Returns:
+            Text of at most 100 columns.
+        """
+        plan = self.run.plan
+        sizes = resolve_batch(self.config, plan.num_batch_shares)
+        start = f"continues at step {self.step}" if self.step else "starts from step 0"
+        return "\n".join(
+            [
+                describe_plan_totals(plan, kept_rows(plan, self.config)),
+                describe_precision(self.config),
+                f"batch: {sizes.global_batch_size} = {sizes.microbatch_size} per share "
+                f"x {plan.num_batch_shares} shares x "
+                f"{sizes.num_microbatches} microbatches; {start}, "
+                f"ends at {self.config.num_steps}",
+                *([self._epochs] if self._epochs else []),
+                *([self.loader.description] if self.loader.description else []),
+                f"evaluation: {self._evaluation.description}, "
+                f"weights {parts_of(self.state)[0]}"
+                if self._evaluation
+                else "evaluation: none",
+            ]
+        )
+
+    def _move_loader(self) -> None:
+        """Moves the loader to where the checkpoint was, if it has not moved yet.
+
+        A given step waits with it until `fit` or `save`: evaluation and generation may
+        have other data than the run.
+        """
+        if self._position is not None:
+            self.loader.set_state(self._position)
+            self._position = None
+
+    def _settle(self) -> None:
+        if self.state.pending:
+            self.state = self.run.step.settle(self.state)
+
+    def _restore(self, step: int) -> Callable[[TrainState], TrainState]:
+        def read(rows: TrainState) -> TrainState:
+            fit = functools.partial(exchange.fit, rows, self.config)
+            return self.store.restore(rows, step, keeps_errors=fit)[0]
+
+        return read
+
+    def _make_loader(self) -> Loader:
+        shardings = self.run.batch_placement
+        if self._batches is not None:
+            return data.wrap_batches(self._batches, self.config, shardings)
+        loader = data.make_loader(self.config, shardings)
+        check_same_data(loader.state())
+        return loader
+
+    def _rows_per_step(self) -> int:
+        return self.config.global_batch_size if self._is_language_model else 0
+
+
+def _checked(
+    config: Config,
+    model: Any,
+    tx: Any,
+    batches: Any,
+    evaluation_batches: Any,
+    devices: Sequence[Device],
+) -> Config:
+    """The settings for these devices, once nothing speaks against them."""
+    user_model = not _is_of_settings(model, config)
+    if model is None:
+        config = choose_mesh(config, devices, tx)
+    check = functools.partial(
+        check_config,
+        num_devices=len(devices),
+        user_model=user_model,
+        user_optimizer=tx is not None,
+        user_batches=batches is not None,
+    )
+    check(config)
+    ends_by_tokens = any(pacing.num_tokens for _, pacing in used_pacings(config))
+    if config.num_tokens or ends_by_tokens:
+        config = end_by_tokens(with_batch_sizes(config, len(devices)))
+        check(config)
+    problems = _mismatches(model, batches, config)
+    problems += data.batches_problems("batches", batches)
+    problems += data.batches_problems("evaluation_batches", evaluation_batches)
+    if config.evaluation.patience and batches is not None:
+        if evaluation_batches is None:
+            problem, remedy = "has no evaluation data", "give evaluation_batches"
+            value = config.evaluation.patience
+            problems += [Problem("evaluation.patience", value, problem, remedy)]
+    if problems:
+        raise ConfigError(*problems)
+    if tx is not None:
+        config = with_clipping_as_set(config)
+    if config.precision.matmul_dtype == "float8":
+        matmul.check_device(devices[0])
+    check_sinks(config)
+    return with_batch_sizes(config, len(devices))
+
+
+def _is_of_settings(model: Any, config: Config) -> bool:
+    """Says whether a model is the decoder of the settings, with any head or loss."""
+    if not isinstance(model, Model):
+        return model is None
+    if model.stack is None or model.stack.continuation is None:
+        return False
+    given, built = (
+        jax.eval_shape(x.init, abstract_key()) for x in (model, make_model(config))
+    )
+    return given == built
+
+
+def _unread_loss(loss_fn: Any) -> list[Problem]:
+    """Lists a loss given apart from the model, with the way to join them."""
+    if loss_fn is None:
+        return []
+    name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
+    problem = "is read as a part of the model"
+    remedy = "give model=zjax.adapt(model, loss_fn, batch)"
+    return [Problem("loss_fn", name, problem, remedy)]
+
+
+def _mismatches(model: Any, batches: Any, config: Config) -> list[Problem]:
+    problems = []
+    if batches is not None and config.zero.optimizer_memory == "auto":
+        problem = "cannot be planned for batches that are not known yet"
+        remedy = "use 'pinned_host' or 'nvme', or zjax.initialize"
+        problems.append(Problem("zero.optimizer_memory", "auto", problem, remedy))
+    if batches is not None and config.sequence_warmup.form in CUTS:
+        problem, remedy = "does not cut given batches", "use 'window' or 'none'"
+        field, form = "sequence_warmup.form", config.sequence_warmup.form
+        problems.append(Problem(field, form, problem, remedy))
+    ends = {"num_tokens": config.num_tokens}
+    ends |= {f"{name}.num_tokens": x.num_tokens for name, x in used_pacings(config)}
+    for field, number in ends.items() if batches is not None else ():
+        if number:
+            problem = "does not count the tokens of given batches"
+            problems.append(Problem(field, number, problem, "leave it at 0"))
+    if batches is not None and config.buckets.form != "none":
+        problem, remedy = "does not cut given batches", "leave it at 'none'"
+        form = config.buckets.form
+        problems.append(Problem("buckets.form", form, problem, remedy))
+    if batches is not None and config.curriculum.metrics:
+        problem, remedy = "do not order given batches", "leave it at ()"
+        metrics = tuple(metric.index for metric in config.curriculum.metrics)
+        problems.append(Problem("curriculum.metrics", metrics, problem, remedy))
+    if model is not None and not isinstance(model, Model):
+        remedy = "use zjax.adapt(model, loss_fn, batch)"
+        name = type(model).__name__
+        problems.append(Problem("model", name, "is not a zjax.Model", remedy))
+    if batches is None and not _is_of_settings(model, config):
+        remedy = "give the batches that its loss reads"
+        problems.append(Problem("batches", None, "leave the model no data", remedy))
+    return problems
+
+
+def _is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0

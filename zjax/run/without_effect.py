@@ -1,0 +1,157 @@
+"""Settings and losses that would have no effect in a run."""
+
+import dataclasses
+from typing import Any
+
+import jax
+from absl import logging
+
+from zjax.errors import ConfigError, ModelError, Problem
+from zjax.optim.groups import named_params
+from zjax.settings import schema
+from zjax.sharding import mesh as meshes
+from zjax.sharding.rules import RULES
+from zjax.stack.forward import StackLoss, name_of_loss, runs_stack
+from zjax.typing import Batch, Model
+
+
+def check_has_effect(config: schema.Config, model: Any) -> None:
+    """Refuses settings that only other runs read; logs those that only report.
+
+    Args:
+        config: Checked settings.
+        model: As for `zjax.initialize`.
+
+    Raises:
+        ConfigError: Settings without effect.
+    """
+    _log_unread(config)
+    if problems := _read_by_trainer(config):
+        raise ConfigError(*problems)
+    by_block = isinstance(model, Model) and model.runs_by_block
+    if config.model.offloads_inputs and not (config.zero.offloads_state and by_block):
+        where = config.model.activation_memory
+        problem = "has no effect on the model that was given"
+        remedy = "leave it at 'device', and wrap blocks in zjax.ops.remat.recompute"
+        raise ConfigError(Problem("model.activation_memory", where, problem, remedy))
+    if not isinstance(model, Model) and (problems := _read_by_built_in(config)):
+        raise ConfigError(*problems)
+
+
+def check_axes(
+    config: schema.Config, num_devices: int, model: Model, batch: Batch
+) -> None:
+    """Refuses a sequence axis that shards nothing; logs others that shard no parameter.
+
+    Functions of the caller may compute over these by themselves.
+
+    Args:
+        config: Checked settings.
+        num_devices: Devices of the run.
+        model: The model, which names dims of its parameters.
+        batch: Arrays of the global batch.
+
+    Raises:
+        ConfigError: The batch has no sequences.
+    """
+    sizes = meshes.mesh_sizes(config.mesh, num_devices)
+    has_sequences = any(len(x.shape) > 1 for x in jax.tree.leaves(batch))
+    if (size := sizes[meshes.SEQUENCE]) > 1 and not has_sequences:
+        problem = "shards no array of the batch"
+        remedy = "give arrays with a second dim, or use 1"
+        raise ConfigError(Problem("mesh.sequence", size, problem, remedy))
+    _, names = named_params(model, config.mesh)
+    dims = {dim for logical in names.values() for dim in logical if dim}
+    used = {axis for dim in dims for axis in RULES.get(dim, ())}
+    for axis in (meshes.EXPERT, meshes.TENSOR):
+        if sizes[axis] > 1 and axis not in used and jax.process_index() == 0:
+            text = "mesh.%s=%s shards no dim of a parameter; name dims in mesh.rules"
+            logging.warning(text, axis, sizes[axis])
+
+
+def check_loss_acts(config: schema.Config, model: Model, num_stages: int) -> None:
+    """Refuses a loss that disagrees with the stack where a run trains the stack.
+
+    Args:
+        config: Checked settings.
+        model: The model as pure functions.
+        num_stages: Size of the pipeline axis.
+
+    Raises:
+        ModelError: `model.loss` is the loss of another stack, or a function in place of
+            which pipelines or offload would train `model.stack`.
+    """
+    if model.stack is None or runs_stack(model):
+        return
+    if isinstance(model.loss, StackLoss):
+        problem, remedy = (
+            "is the loss of another stack than model.stack",
+            "change both by zjax.with_stack",
+        )
+        raise ModelError(Problem("model.loss", name_of_loss(model), problem, remedy))
+    readers = []
+    if num_stages > 1:
+        readers.append(f"mesh.pipeline={num_stages}")
+    if config.zero.offloads_state and model.runs_by_block:
+        readers.append(f"zero.optimizer_memory={config.zero.optimizer_memory!r}")
+    if readers:
+        cause = " and ".join(readers)
+        problem = f"is not the loss of model.stack, which {cause} trains"
+        remedy = "change the stack by zjax.with_stack, or set stack=None"
+        raise ModelError(Problem("model.loss", name_of_loss(model), problem, remedy))
+
+
+def _read_by_built_in(config: schema.Config) -> list[Problem]:
+    default, given = schema.Model(), config.model
+    remedies = {
+        "attention": "call zjax_kernels.sparse_attention in the model",
+        "remat": "wrap blocks in zjax.ops.remat.recompute",
+    }
+    return [
+        Problem(
+            f"model.{name}",
+            getattr(given, name),
+            "has no effect on the model that was given",
+            f"leave it at {getattr(default, name)!r}, and {remedy}",
+        )
+        for name, remedy in remedies.items()
+        if getattr(given, name) != getattr(default, name)
+    ]
+
+
+def _log_unread(config: schema.Config) -> None:
+    """Names settings of reports, which only `zjax.Trainer` writes."""
+    given, default = config.observe, schema.Observe()
+    names = [
+        f"observe.{x.name}={getattr(given, x.name)!r}"
+        for x in dataclasses.fields(given)
+        if getattr(given, x.name) != getattr(default, x.name)
+    ]
+    if names and jax.process_index() == 0:
+        text = "%s: read by zjax.Trainer alone; write the metrics that steps return"
+        logging.warning(text, ", ".join(names))
+
+
+def _read_by_trainer(config: schema.Config) -> list[Problem]:
+    policy, limit = config.precision.on_nonfinite, config.precision.max_skipped_in_a_row
+    default, patience = (
+        schema.Precision().max_skipped_in_a_row,
+        config.evaluation.patience,
+    )
+    look = "look at metrics['skipped_steps'], or leave it at"
+    evaluate = "call run.evaluate, or leave it at 0"
+    unread = (
+        (policy == "stop", "precision.on_nonfinite", policy, f"{look} 'skip'"),
+        (
+            limit != default,
+            "precision.max_skipped_in_a_row",
+            limit,
+            f"{look} {default}",
+        ),
+        (patience > 0, "evaluation.patience", patience, evaluate),
+    )
+    return [
+        Problem(field, value, "is read by zjax.Trainer alone", remedy)
+        for is_unread, field, value, remedy in unread
+        if is_unread
+    ]

@@ -1,0 +1,248 @@
+"""The learning rate schedules of DeepSpeed: warm-ups, OneCycle and LRRangeTest.
+
+Step n has the rate of DeepSpeed's update n, whose scheduler steps after its optimizer.
+All of them count steps, whatever the number of tokens in a step.
+
+Reference: Smith, A disciplined approach to neural network hyper-parameters,
+arXiv:1803.09820.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import optax
+
+from zjax.settings.schema import Config, Cycle
+
+
+def warmup_lr(config: Config) -> optax.Schedule:
+    """Rises to the peak and stays there, as WarmupLR.
+
+    Args:
+        config: Reads `optimizer`: `peak_learning_rate`, `num_warmup_steps`, `warmup`.
+
+    Returns:
+        The learning rate of a step, counted from 0.
+
+    Example:
+        >>> from zjax.settings.schema import Optimizer
+        >>> rise = Optimizer(peak_learning_rate=4.0, num_warmup_steps=4)
+        >>> rate = warmup_lr(Config(optimizer=rise))
+        >>> [float(rate(step)) for step in range(7)]
+        [0.0, 0.0, 1.0, 2.0, 3.0, 4.0, 4.0]
+    """
+    return _after_rise(config, lambda step: 1.0)
+
+
+def warmup_decay_lr(config: Config) -> optax.Schedule:
+    """Rises to the peak and decays on a line to 0, as WarmupDecayLR.
+
+    The decay ends at step `num_steps` + 1, after the last step of the run.
+
+    Args:
+        config: Reads `num_steps` and what `warmup_lr` reads.
+
+    Returns:
+        The learning rate of a step, counted from 0.
+
+    Example:
+        >>> from zjax.settings.schema import Optimizer
+        >>> rise = Optimizer(peak_learning_rate=4.0, num_warmup_steps=2)
+        >>> rate = warmup_decay_lr(Config(num_steps=6, optimizer=rise))
+        >>> [float(rate(step)) for step in range(6)]
+        [0.0, 0.0, 2.0, 4.0, 3.0, 2.0]
+    """
+    total, length = config.num_steps, _decay_steps(config)
+    return _after_rise(config, lambda step: jnp.maximum(total + 1 - step, 0) / length)
+
+
+def warmup_cosine_lr(config: Config) -> optax.Schedule:
+    """Rises to the peak and decays by half a cosine, as WarmupCosineLR.
+
+    The decay ends at step `num_steps`, one step after the last.
+
+    Args:
+        config: Reads `num_steps`, `optimizer.final_learning_rate_fraction` and what
+            `warmup_lr` reads.
+
+    Returns:
+        The learning rate of a step, counted from 0.
+    """
+    start, length = _rise_steps(config), _decay_steps(config)
+    final = config.optimizer.final_learning_rate_fraction
+
+    def after(step: Any) -> Any:
+        share = jnp.minimum((step - start) / length, 1.0)
+        return final + (1 - final) * (1 + jnp.cos(math.pi * share)) / 2
+
+    return _after_rise(config, after)
+
+
+def log_rise(step: Any, number: int) -> Any:
+    """Computes the fraction of the peak at a step of a logarithmic warm-up.
+
+    Args:
+        step: Step, counted from 0; an int or int32[].
+        number: Step of the peak; at least 2 count.
+
+    Returns:
+        float32[], 0 at steps 0 and 1 and 1 at step `number`.
+
+    Example:
+        >>> [round(float(log_rise(step, 4)), 2) for step in range(5)]
+        [0.0, 0.0, 0.5, 0.79, 1.0]
+    """
+    return jnp.log(jnp.maximum(step, 1)) / math.log(max(2, number))
+
+
+def one_cycle(config: Config) -> optax.Schedule:
+    """A rise to the peak, a fall back, and a decay.
+
+    Args:
+        config: Reads `optimizer.peak_learning_rate` and `optimizer.cycle`.
+
+    Returns:
+        The learning rate of a step, counted from 0.
+
+    Example:
+        >>> from zjax.settings.schema import Optimizer
+        >>> cycle = Cycle(num_rise_steps=2, decay_rate=1.0, min_learning_rate=1.0)
+        >>> optimizer = Optimizer(peak_learning_rate=3.0, cycle=cycle)
+        >>> rate = one_cycle(Config(optimizer=optimizer))
+        >>> [float(rate(step)) for step in range(6)]
+        [1.0, 2.0, 3.0, 2.0, 1.0, 0.5]
+    """
+    settings = config.optimizer
+    cycle, least = settings.cycle, settings.cycle.min_learning_rate
+    height = settings.peak_learning_rate - least
+
+    def rate(step: Any) -> Any:
+        decayed = least / (1 + cycle.decay_rate * _decay(cycle, step))
+        return decayed + height * _phase(cycle, step)
+
+    return rate
+
+
+def range_test(config: Config) -> optax.Schedule:
+    """A rate that grows without end, on a line or on stairs.
+
+    Args:
+        config: Reads `optimizer.range_test`.
+
+    Returns:
+        The learning rate of a step, counted from 0.
+
+    Example:
+        >>> from zjax.settings.schema import Optimizer, RangeTest
+        >>> test = RangeTest(start_learning_rate=1.0, num_steps=2, staircase=True)
+        >>> rate = range_test(Config(optimizer=Optimizer(range_test=test)))
+        >>> [float(rate(step)) for step in range(5)]
+        [1.0, 1.0, 2.0, 2.0, 3.0]
+    """
+    test = config.optimizer.range_test
+
+    def rate(step: Any) -> Any:
+        number = test.num_steps
+        grown = step // number if test.staircase else step / number
+        return test.start_learning_rate * (1 + test.growth * grown)
+
+    return rate
+
+
+def cycled_momentum(cycle: Cycle) -> optax.Schedule:
+    """The momentum beside `one_cycle`; that of step 0 is the least, as in DeepSpeed.
+
+    Args:
+        cycle: Reads all but the learning rates.
+
+    Returns:
+        The momentum of a step, counted from 0.
+    """
+    least, most = cycle.min_momentum, cycle.max_momentum
+
+    def momentum(step: Any) -> Any:
+        grown = most * (1 + cycle.momentum_decay_rate * _decay(cycle, step))
+        cycled = grown - (most - least) * _phase(cycle, step)
+        return jnp.where(step == 0, least, cycled)
+
+    return momentum
+
+
+def with_momentum(
+    make: Callable[..., optax.GradientTransformation], momentum: optax.Schedule
+) -> optax.GradientTransformation:
+    """A rule whose momentum changes from step to step.
+
+    Args:
+        make: Makes the rule from its `b1`; its state has a `count` of updates.
+        momentum: The `b1` of a count.
+
+    Returns:
+        The rule; its state is that of `make`.
+    """
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        return make(b1=momentum(state.count)).update(updates, state, params)
+
+    return optax.GradientTransformation(make(b1=0.0).init, update)
+
+
+DEEPSPEED: Mapping[str, Callable[[Config], optax.Schedule]] = {
+    "warmup_lr": warmup_lr,
+    "warmup_decay_lr": warmup_decay_lr,
+    "warmup_cosine_lr": warmup_cosine_lr,
+    "one_cycle": one_cycle,
+    "range_test": range_test,
+}
+"""Schedules of DeepSpeed by `optimizer.schedule`."""
+
+
+def _after_rise(config: Config, after: optax.Schedule) -> optax.Schedule:
+    """Builds a schedule whose fractions of the peak after the warm-up are given."""
+    settings, number = config.optimizer, _rise_steps(config)
+
+    def rate(step: Any) -> Any:
+        line = jnp.maximum(step - 1, 0) / number
+        rise = log_rise(step, number) if settings.warmup == "log" else line
+        fraction = jnp.where(step <= number, rise, after(step))
+        return settings.peak_learning_rate * fraction
+
+    return rate
+
+
+def _rise_steps(config: Config) -> int:
+    """Returns the last step of the warm-up, which is step 2 or a later one."""
+    return max(2, config.optimizer.warmup_steps(config.num_steps))
+
+
+def _decay_steps(config: Config) -> int:
+    """Returns the number of steps from the end of the warm-up to that of the run."""
+    return max(1, config.num_steps - _rise_steps(config))
+
+
+def _phase(cycle: Cycle, step: Any) -> Any:
+    """0 at both ends of the cycle and after it, 1 at its peak."""
+    rise, fall = _or_rise(cycle.num_fall_steps, cycle.num_rise_steps)
+    stairs_up, stairs_down = _or_rise(cycle.num_fall_stairs, cycle.num_rise_stairs)
+    left = jnp.maximum(rise + fall - step, 0)
+    up = _climb(jnp.minimum(step, rise), rise, stairs_up)
+    down = _climb(jnp.minimum(left, fall), max(1, fall), stairs_down)
+    is_rising = step <= rise if fall else step < rise
+    return jnp.where(is_rising, up, down)
+
+
+def _or_rise(fall: int, rise: int) -> tuple[int, int]:
+    return rise, rise if fall == -1 else fall
+
+
+def _climb(steps: Any, number: int, stairs: int) -> Any:
+    if not stairs:
+        return steps / number
+    return (steps * stairs // number) / stairs
+
+
+def _decay(cycle: Cycle, step: Any) -> Any:
+    rise, fall = _or_rise(cycle.num_fall_steps, cycle.num_rise_steps)
+    return jnp.maximum(step - rise - fall, 0) / cycle.num_decay_steps

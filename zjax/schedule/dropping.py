@@ -1,0 +1,330 @@
+"""What training steps leave out: tokens of middle layers, and whole layers."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator
+
+from zjax.errors import Problem
+from zjax.schedule.lengths import (
+    in_steps,
+    make_lengths,
+    make_shapes,
+    make_tokens,
+    shape_problems,
+    token_problems,
+)
+from zjax.schedule.pacing import Pacing, hold, make_pacing
+from zjax.settings import axes, mixture, schema
+from zjax.settings.layers import cannot_unroll
+
+_TOKENS, _LAYERS = "random_ltd.form", "layer_drop.theta"
+_ONE_ROW = hold(1)
+
+
+@dataclasses.dataclass(frozen=True)
+class DroppingSchedule:
+    """Tokens that middle layers run on, and probabilities of layers, by step.
+
+    Steps are 1 or more; the schedules of the papers count from 0.
+
+    Args:
+        kept: Tokens of each row by the number of steps before.
+        lengths: Tokens per sequence by step.
+        rows: Sequences of a batch by step.
+        theta: Limit of the probability of the last layer; 1 drops none.
+        gamma: Rate at which the probability falls to it.
+
+    Example:
+        >>> from zjax.schedule.pacing import grow
+        >>> kept = grow(128, 2048, 200_000, multiple=16)
+        >>> schedule = DroppingSchedule(kept, hold(2048))
+        >>> [schedule.num_kept(step + 1) for step in (0, 1_666, 1_667, 100_000)]
+        [128, 128, 144, 1088]
+        >>> schedule = DroppingSchedule(kept, kept, theta=0.5, gamma=0.001)
+        >>> round(schedule.theta_at(1_001), 6)
+        0.68394
+
+    Reference:
+        Yao et al., Random-LTD (arXiv:2211.11586), section 3.2; Zhang and He,
+        Progressive Layer Dropping (arXiv:2010.13369), section 4.2.
+    """
+
+    kept: Pacing
+    lengths: Pacing
+    rows: Pacing = _ONE_ROW
+    theta: float = 1.0
+    gamma: float = 0.0
+
+    def num_kept(self, step: int) -> int:
+        """Tokens of each row that middle layers run on; at most those of the row."""
+        return min(self.kept.at(step - 1), self.lengths.at(step))
+
+    def theta_at(self, step: int) -> float:
+        """Probability that the last layer runs; earlier ones run more often."""
+        return self.theta + (1 - self.theta) * math.exp(-self.gamma * (step - 1))
+
+    def firsts(self) -> list[int]:
+        """First step of each pair of a length and a number of tokens, ascending."""
+        kept = [1, *(first + 1 for first in self.kept.changes())]
+        numbers = sorted({*kept, *self.lengths.changes()})
+        pairs = [(self.num_kept(n), self.lengths.at(n)) for n in numbers]
+        changes = (i == 0 or pairs[i] != pairs[i - 1] for i in range(len(pairs)))
+        return [*itertools.compress(numbers, changes)]
+
+    def sum_until(self, step: int) -> int:
+        """Tokens that a middle layer runs on over the first steps.
+
+        Example:
+            >>> from zjax.schedule.pacing import grow
+            >>> schedule = DroppingSchedule(grow(4, 8, 2, multiple=4), hold(8))
+            >>> [schedule.sum_until(step) for step in (1, 2, 3, 4)]
+            [4, 8, 16, 24]
+        """
+        ends = itertools.pairwise([*self.firsts(), step + 1])
+        return sum(
+            self.rows.at(first)
+            * self.num_kept(first)
+            * max(0, min(after, step + 1) - first)
+            for first, after in ends
+        )
+
+
+def make_dropping(config: schema.Config) -> DroppingSchedule:
+    """The schedule of a run.
+
+    Example:
+        >>> make_dropping(schema.Config()).num_kept(1)
+        1024
+    """
+    given, lengths = config.random_ltd, make_lengths(config)
+    kept = hold(config.data.length)
+    if given.form != "none":
+        kept = make_pacing(in_steps(config, given.pacing))
+    gamma = config.layer_drop.gamma or 100 / config.num_steps
+    firsts, shapes = zip(*make_shapes(config).items(), strict=True)
+    rows = Pacing((0, *firsts[1:]), tuple(number for number, _ in shapes))
+    return DroppingSchedule(kept, lengths, rows, config.layer_drop.theta, gamma)
+
+
+def dropping_values(
+    config: schema.Config,
+    dropping: DroppingSchedule,
+    step: int,
+    length: int | None = None,
+) -> dict[str, float]:
+    """What a step runs on, by the names of its metrics; empty if it drops nothing.
+
+    Args:
+        config: Read for `random_ltd.form` and `layer_drop.theta`.
+        dropping: The schedule of `config`.
+        step: Number of the step, 1 or more.
+        length: Tokens per row of its batch, if they are fewer than the schedule's.
+
+    Example:
+        >>> config = schema.Config(random_ltd=schema.RandomLTD(form="span"))
+        >>> dropping_values(config, make_dropping(config), 1)
+        {'kept_tokens': 128.0}
+    """
+    drops_tokens, drops_layers = _used(config)
+    num_kept = min(dropping.num_kept(step), length or config.data.length)
+    values = {"kept_tokens": float(num_kept)} if drops_tokens else {}
+    if drops_layers:
+        values["layer_drop_theta"] = dropping.theta_at(step)
+    return values
+
+
+def num_middle_layers(config: schema.Config, num_devices: int) -> int:
+    """Layers that may run on some of the tokens.
+
+    These are the layers of the blocks between the first and the last. All chunks of a
+    pipeline are one program, whose slots of these two run whole in every chunk.
+
+    Args:
+        config: Read for `model`, `mesh` and `pipeline`.
+        num_devices: Devices of the run.
+
+    Example:
+        >>> config = schema.Config(mesh=schema.Mesh(pipeline=4))
+        >>> num_middle_layers(schema.Config(), 1), num_middle_layers(config, 4)
+        (10, 4)
+    """
+    shapes = mixture.segment_shapes(config.model)
+    blocks = [len(x.num_experts) for x in shapes for _ in range(x.num_blocks)]
+    num_slots = -(-len(blocks) // _num_chunks(config, num_devices))
+    whole = {0, (len(blocks) - 1) % num_slots}
+    return sum(size for i, size in enumerate(blocks) if i % num_slots not in whole)
+
+
+def make_layer_tokens(
+    config: schema.Config, num_devices: int, length_at: Callable[[int], int]
+) -> Callable[[int], int]:
+    """Tokens that layers run on, added up over layers and the first steps.
+
+    Args:
+        config: Checked settings; the batch sizes are known.
+        num_devices: Devices of the run.
+        length_at: Function from a step to the tokens per row of its batch; called under
+            length buckets, once for each step.
+
+    Returns:
+        Function of the number of steps.
+
+    Example:
+        >>> make_layer_tokens(schema.Config(num_steps=1), 1, int)(1)  # 12 of 32 * 1,024
+        393216
+    """
+    tokens, dropping = make_tokens(config), make_dropping(config)
+    middle = num_middle_layers(config, num_devices)
+    num_whole = config.model.num_layers - middle
+
+    def kept_at(step: int) -> int:
+        length = length_at(step)
+        return tokens.at(step) // length * min(dropping.num_kept(step), length)
+
+    has_buckets = config.buckets.form != "none"
+    kept_until = _make_sum(kept_at) if has_buckets else dropping.sum_until
+    return lambda step: tokens.sum_until(step) * num_whole + kept_until(step) * middle
+
+
+def _make_sum(at: Callable[[int], int]) -> Callable[[int], int]:
+    """The sum of the values of the first steps, for steps that mostly grow."""
+    step, total = 0, 0
+
+    def until(last: int) -> int:
+        nonlocal step, total
+        if last < step:
+            step, total = 0, 0
+        total += sum(map(at, range(step + 1, last + 1)))
+        step = last
+        return total
+
+    return until
+
+
+def _num_chunks(config: schema.Config, num_devices: int) -> int:
+    """Chunks of all stages; 1 without a pipeline."""
+    stages = max(1, axes.axis_sizes(config, num_devices)["pipeline"])
+    is_interleaved = config.pipeline.schedule == "interleaved"
+    return stages * (config.pipeline.num_chunks if is_interleaved else 1)
+
+
+def dropping_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    """Problems of `random_ltd` and `layer_drop` in a run of any model."""
+    drops_tokens, drops_layers = _used(config)
+    if drops_tokens:
+        yield from _pacing_problems(config)
+    yield from _effects(config)
+    if drops_layers and axes.mesh_fills(config, num_devices):
+        yield from _skipped_stages(config, num_devices)
+    activations, memory = config.model.activation_memory, config.zero.optimizer_memory
+    if drops_layers and activations != "device" and memory == "device":
+        problem = f"is not built for model.activation_memory={activations!r}"
+        yield Problem(_LAYERS, config.layer_drop.theta, problem, "use 'device', or 1.0")
+
+
+def model_dropping_problems(
+    config: schema.Config, num_devices: int
+) -> Iterator[Problem]:
+    """Problems of `random_ltd` and `layer_drop` with a built-in model."""
+    drops_tokens, drops_layers = _used(config)
+    if drops_tokens:
+        yield from _token_problems(config, num_devices)
+        yield from _tile_problems(config, _TOKENS, config.random_ltd.form)
+    theta, model = config.layer_drop.theta, config.model
+    if drops_layers:
+        yield from _tile_problems(config, _LAYERS, theta)
+    if drops_layers and model.kind == "encoder":
+        problem = (
+            "scales what a layer adds, and model.kind='encoder' normalises the sum"
+        )
+        yield Problem(_LAYERS, theta, problem, "use 1.0, or a decoder")
+
+
+def _pacing_problems(config: schema.Config) -> Iterator[Problem]:
+    return token_problems("random_ltd.pacing", config.random_ltd.pacing, config)
+
+
+def _used(config: schema.Config) -> tuple[bool, bool]:
+    return config.random_ltd.form != "none", config.layer_drop.theta < 1
+
+
+def _effects(config: schema.Config) -> Iterator[Problem]:
+    gamma = config.layer_drop.gamma
+    if gamma and config.layer_drop.theta == 1:
+        problem, remedy = "has no effect with layer_drop.theta=1.0", "leave it at 0.0"
+        yield Problem("layer_drop.gamma", gamma, problem, remedy)
+
+
+def _tile_problems(
+    config: schema.Config, field: str, value: str | float
+) -> Iterator[Problem]:
+    tiles, memory = config.model.mlp_tiles, config.zero.optimizer_memory
+    if tiles > 1 and memory != "device":
+        problem = f"is not built for tiles of model.mlp_tiles={tiles} "
+        problem += f"with zero.optimizer_memory={memory!r}"
+        off = "'none'" if field == _TOKENS else "1.0"
+        yield Problem(field, value, problem, f"use {off}, or mlp_tiles=1")
+
+
+def _skipped_stages(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    """Why the stages of a pipeline cannot skip layers that other stages run."""
+    theta, sizes = config.layer_drop.theta, axes.axis_sizes(config, num_devices)
+    if sizes["pipeline"] == 1:
+        return
+    found = [
+        f"mesh.{axis}={sizes[axis]}"
+        for axis in ("expert", "sequence", "tensor")
+        if sizes[axis] > 1
+    ]
+    if config.zero.stage == 3 and math.prod(sizes[x] for x in axes.BATCH_AXES) > 1:
+        found.append("zero.stage=3")
+    for setting in found:
+        problem = f"has stages of mesh.pipeline={sizes['pipeline']} skip different "
+        problem += f"layers, and layers of {setting} communicate in all stages at once"
+        remedy = f"leave {setting.split('=')[0]} out, or use mesh.pipeline=1 or 1.0"
+        yield Problem(_LAYERS, theta, problem, remedy)
+    if config.pipeline.schedule == "zb_h1":
+        problem = "skips a layer as a whole, and pipeline.schedule='zb_h1' takes its "
+        problem += "backward pass apart"
+        yield Problem(_LAYERS, theta, problem, "use '1f1b' there, or 1.0")
+
+
+def _middle_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    """Problems of the layers that `random_ltd` drops tokens of."""
+    form, model = config.random_ltd.form, config.model
+    num_stages = axes.axis_sizes(config, num_devices)["pipeline"]
+    middle, stride = num_middle_layers(config, num_devices), model.layers_per_scan
+    shapes = mixture.segment_shapes(model)
+    if num_stages > 1 and len(shapes) > 1:
+        problem = f"does not count the tokens of {len(shapes)} kinds of blocks on the "
+        problem += f"stages of mesh.pipeline={num_stages}"
+        yield Problem(_TOKENS, form, problem, "use 'none', or mesh.pipeline=1")
+    elif num_stages > 1 and not middle:
+        problem = "has no layer to drop tokens of: as the stages of "
+        problem += f"mesh.pipeline={num_stages} run one program, all layers run whole "
+        problem += "beside the first or the last one"
+        yield Problem(_TOKENS, form, problem, "use 'none', or fewer stages or chunks")
+    elif not middle:
+        problem = f"has no layer between the first and the last of {model.num_layers}"
+        yield Problem(_TOKENS, form, problem, "use 'none', or more layers")
+    elif num_stages == 1 and stride and middle % stride:
+        problem = f"does not divide the {middle} layers that random_ltd.form={form!r} "
+        problem += "drops tokens of"
+        remedy = axes.suggest_divisors(math.gcd(middle, model.num_layers))
+        yield Problem("model.layers_per_scan", stride, problem, remedy)
+
+
+def _token_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    form, pacing = config.random_ltd.form, config.random_ltd.pacing
+    if not list(_pacing_problems(config)):
+        yield from shape_problems("random_ltd.pacing", pacing, config, num_devices)
+    if axes.mesh_fills(config, num_devices):
+        yield from _middle_problems(config, num_devices)
+    if cannot_unroll(config) and config.zero.optimizer_memory == "device":
+        problem = (
+            "repeats a cuDNN kernel for other numbers of tokens, which cannot run "
+        )
+        problem += "with deterministic=True"
+        remedy = "use 'none', or model.attention='xla'"
+        yield Problem(_TOKENS, form, problem, remedy)

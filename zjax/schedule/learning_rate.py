@@ -1,0 +1,146 @@
+"""Learning rates as pure functions of the number of steps applied so far.
+
+The optimizer counts: a skipped step does not advance the schedule.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+from absl import logging
+from jaxtyping import Array, Float, Int
+
+from zjax.schedule.buckets import bucket_picks, rate_factors
+from zjax.schedule.cycles import DEEPSPEED, log_rise
+from zjax.schedule.lengths import CUTS, make_tokens
+from zjax.settings.schema import Config
+
+
+def make_schedule(
+    config: Config,
+) -> Callable[[Int[Array, ""] | int], Float[Array, ""]]:
+    """Builds `schedule(num_applied_steps)`, a float32 learning rate; it can be traced.
+
+    Step 0 has rate 0, as has step 1 of a `log` warm-up, and the step after the warm-up
+    the peak. A warning names a run that ends before. Except under `constant`, the last
+    step, `num_steps - 1`, and any after it have the final fraction of the peak.
+    Between, the rate decays with the tokens that the steps consume, which is with the
+    steps where all of them have one length. Schedules of `zjax.schedule.cycles` count
+    steps and have ends of their own.
+
+    Example:
+        >>> import dataclasses
+        >>> from zjax.config import schema
+        >>> linear = schema.Optimizer(
+        ...     schedule="linear", peak_learning_rate=1.0, num_warmup_steps=4
+        ... )
+        >>> schedule = make_schedule(schema.Config(num_steps=11, optimizer=linear))
+        >>> [round(float(schedule(step)), 2) for step in (0, 2, 4, 7, 10, 99)]
+        [0.0, 0.5, 1.0, 0.55, 0.1, 0.1]
+
+    Reference:
+        Cosine: Loshchilov and Hutter, arXiv:1608.03983. Warm-up, stable, decay: Hu et
+        al., arXiv:2404.06395.
+    """
+    settings, factor = config.optimizer, _by_rows(config)
+    num_warmup = settings.warmup_steps(config.num_steps)
+    if num_warmup > config.num_steps:
+        _log_unreached(num_warmup, config.num_steps)
+    if settings.schedule in DEEPSPEED:
+        whole = DEEPSPEED[settings.schedule](config)
+        return lambda step: jnp.asarray(whole(step) * factor(step), jnp.float32)
+    pieces = [(_warmup(config), num_warmup)]
+    pieces += _after_warmup(config, num_decay=config.num_steps - 1 - num_warmup)
+    pieces = [piece for piece in pieces if piece[1] > 0]
+    pieces.append((optax.constant_schedule(_end(config)), 0))
+
+    ends = [sum(length for _, length in pieces[: i + 1]) for i in range(len(pieces))]
+    joined = optax.join_schedules([piece for piece, _ in pieces], ends[:-1])
+
+    def schedule(step: Int[Array, ""] | int) -> Float[Array, ""]:
+        return jnp.asarray(joined(position(step)) * factor(step), jnp.float32)
+
+    position = _by_tokens(config)
+    return schedule
+
+
+@functools.cache
+def _log_unreached(num_warmup: int, num_steps: int) -> None:
+    """Logs once that a run, such as a trial, ends in its warm-up."""
+    text = "optimizer.num_warmup_steps=%d exceeds num_steps=%d: the learning rate does "
+    logging.warning(text + "not reach its peak", num_warmup, num_steps)
+
+
+def _warmup(config: Config) -> optax.Schedule:
+    """Builds the rise to the peak."""
+    settings = config.optimizer
+    peak, number = settings.peak_learning_rate, settings.warmup_steps(config.num_steps)
+    if settings.warmup == "linear":
+        return optax.linear_schedule(0.0, peak, number)
+    return lambda step: peak * log_rise(step, number)
+
+
+def _by_rows(config: Config) -> Callable[[Any], Any]:
+    """Maps a step to a factor that grows with the rows of its batch."""
+    settings = config.buckets
+    if settings.form == "none" or settings.learning_rate == "constant":
+        return lambda step: 1.0
+    buckets = bucket_picks(config).first_parts(config.num_steps).astype(np.uint8)
+    factors = rate_factors(config)
+
+    def factor(step: Any) -> Any:
+        number = jnp.minimum(step, config.num_steps - 1)
+        return jnp.asarray(factors)[jnp.asarray(buckets)[number]]
+
+    return factor
+
+
+def _by_tokens(config: Config) -> Callable[[Any], Any]:
+    """Maps a step to the one that would have its rate without length warm-up."""
+    consumed = make_tokens(config)
+    last = config.num_steps - 1
+    first = config.optimizer.warmup_steps(config.num_steps)
+    changes = [step for step in consumed.changes() if first < step <= last]
+    if not changes or config.sequence_warmup.form not in CUTS:
+        return lambda step: step
+    # Step n is taken when the tokens of n steps are consumed.
+    steps = np.array([first, *(step - 1 for step in changes), last])
+    tokens = np.array([consumed.sum_until(int(step)) for step in steps], np.float64)
+    share = (tokens - tokens[0]) / (tokens[-1] - tokens[0])
+    positions = first + share * (last - first)
+
+    def position(step: Any) -> Any:
+        return jnp.where(step < last, jnp.interp(step, steps, positions), step)
+
+    return lambda step: jnp.where(step <= first, step, position(step))
+
+
+def _after_warmup(config: Config, num_decay: int) -> list[tuple[optax.Schedule, int]]:
+    settings = config.optimizer
+    peak, fraction = (
+        settings.peak_learning_rate,
+        settings.final_learning_rate_fraction,
+    )
+    if num_decay < 1 or settings.schedule == "constant":
+        return []
+    if settings.schedule == "cosine":
+        cosine = optax.cosine_decay_schedule(peak, num_decay, fraction)
+        return [(cosine, num_decay)]
+    if settings.schedule == "linear":
+        num_stable = 0
+    else:
+        num_wanted = round(settings.decay_fraction * config.num_steps)
+        num_stable = max(0, num_decay - num_wanted)
+    num_decay -= num_stable
+    decay = optax.linear_schedule(peak, peak * fraction, num_decay)
+    return [(optax.constant_schedule(peak), num_stable), (decay, num_decay)]
+
+
+def _end(config: Config) -> float:
+    settings = config.optimizer
+    if settings.schedule == "constant":
+        return settings.peak_learning_rate
+    return settings.peak_learning_rate * settings.final_learning_rate_fraction

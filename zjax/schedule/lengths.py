@@ -1,0 +1,368 @@
+"""Tokens per sequence by step, windows that grow, and the length of a run."""
+
+import bisect
+import dataclasses
+import fractions
+import functools
+from collections.abc import Iterator
+
+from zjax.errors import Problem
+from zjax.schedule.pacing import (
+    Pacing,
+    hold,
+    make_pacing,
+    pacing_problems,
+    whole_problems,
+)
+from zjax.schedule.step_pacings import used_pacings
+from zjax.settings import axes, derived, schema, sequence
+
+
+def steps_of(num_epochs: float, num_rows: int, global_batch_size: int) -> int:
+    """Computes the steps that draw each of the rows `num_epochs` times.
+
+    The last batch also draws rows of the next epoch where it is not full.
+
+    Args:
+        num_epochs: Passes over the rows, above 0.
+        num_rows: Rows of an epoch, 1 or more.
+        global_batch_size: Rows of a step, 1 or more.
+
+    Returns:
+        Number of steps, 1 or more.
+
+    Example:
+        >>> steps_of(2.0, 1_024, 16), steps_of(0.5, 1_025, 16)
+        (128, 33)
+    """
+    # As written: the float nearest to 1.1 is larger, and would take a step more.
+    drawn = fractions.Fraction(repr(float(num_epochs))) * num_rows
+    return -(-drawn // global_batch_size)
+
+
+def beside_problems(config: schema.Config) -> Iterator[Problem]:
+    """Yields a problem for a number of steps that is set beside `num_epochs`."""
+    if config.num_epochs and not derived.is_offered(config.num_steps):
+        problem = f"has no effect with num_epochs={config.num_epochs!r}"
+        remedy = "leave it out, or set num_epochs=0"
+        yield Problem("num_steps", config.num_steps, problem, remedy)
+
+
+def epoch_problems(config: schema.Config, *, user_batches: bool) -> Iterator[Problem]:
+    """Yields a problem for each setting that `num_epochs` cannot work with.
+
+    Args:
+        config: Settings of the right types.
+        user_batches: Whether the caller brings batches; then `data.source` is not read.
+    """
+    epochs = config.num_epochs
+    if not epochs:
+        return
+    if config.num_tokens:
+        problem = f"ends the run, as does num_epochs={epochs!r}"
+        yield Problem("num_tokens", config.num_tokens, problem, "leave it at 0")
+    unknown = {
+        "data.source='synthetic'": config.data.source == "synthetic"
+        and not user_batches,
+        f"buckets.form={config.buckets.form!r}": config.buckets.form != "none",
+        "sequence_warmup.form='reshape'": config.sequence_warmup.form == "reshape",
+        "curriculum.metrics": bool(config.curriculum.metrics),
+    }
+    for given, holds in unknown.items():
+        if holds:
+            problem = f"gives no number of steps with {given}"
+            yield Problem("num_epochs", epochs, problem, "set num_steps")
+    is_open = any(getattr(config.mesh, axis) == 0 for axis in axes.OPEN_AXES)
+    if is_open and not config.global_batch_size:
+        problem = "gives no number of steps before the mesh is chosen"
+        yield Problem("num_epochs", epochs, problem, "set global_batch_size")
+
+
+def uncounted_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    """Yields a problem for `num_epochs` where nobody has counted the rows."""
+    if config.num_epochs:
+        problem = "needs the number of rows, which only zjax.Trainer counts"
+        yield Problem("num_epochs", config.num_epochs, problem, "set num_steps")
+
+
+CUTS = ("truncate", "reshape")
+"""Values of `sequence_warmup.form` that cut sequences."""
+_FIELD = "sequence_warmup.pacing"
+
+
+def make_lengths(config: schema.Config) -> Pacing:
+    """The lengths of a run, whose steps are 1 or more.
+
+    Args:
+        config: Read for `sequence_warmup` and `data.length`.
+
+    Example:
+        >>> config = schema.Config(data=schema.Data(length=512))
+        >>> make_lengths(config).at(1)
+        512
+
+    Reference:
+        Li et al., The Stability-Efficiency Dilemma (arXiv:2108.06084), section 4.1.
+    """
+    if config.sequence_warmup.form not in CUTS:
+        return hold(config.data.length)
+    return make_pacing(in_steps(config, config.sequence_warmup.pacing))
+
+
+def make_windows(config: schema.Config) -> Pacing:
+    """The attention windows of a run, in tokens; its steps are 1 or more.
+
+    Args:
+        config: Read for `sequence_warmup` and `data.length`.
+
+    Example:
+        >>> warmup = schema.SequenceWarmup(form="window")
+        >>> config = schema.Config(sequence_warmup=warmup)
+        >>> [make_windows(config).at(step) for step in (1, 500, 1_000)]
+        [64, 512, 1024]
+
+    Reference:
+        Zhu et al., SkyLadder (arXiv:2503.15450), section 3.
+    """
+    if config.sequence_warmup.form != "window":
+        return hold(config.data.length)
+    return make_pacing(in_steps(config, config.sequence_warmup.pacing))
+
+
+def reshaped_rows(length: int, full: int, num_rows: int, unit: int) -> int:
+    """Rows of a batch whose rows are cut into pieces.
+
+    Args:
+        length: Inputs per piece, which has a target more.
+        full: Inputs per row, which has a target more.
+        num_rows: Rows of a batch that is not cut.
+        unit: The number is a multiple of it, so that devices share the pieces.
+
+    Example:
+        >>> reshaped_rows(length=64, full=1024, num_rows=8, unit=4)
+        124
+
+    Reference:
+        DeepSpeed's `seqres`: ceil(tokens / (length + 1)) rows, made even.
+    """
+    pieces = -(-num_rows * (full + 1) // (length + 1))
+    return pieces // unit * unit
+
+
+def make_shapes(config: schema.Config) -> dict[int, tuple[int, int]]:
+    """Rows and tokens per row of a batch, by their first step.
+
+    Args:
+        config: Read for `sequence_warmup`, `data.length` and the batch sizes.
+    """
+    lengths, num_rows = make_lengths(config), config.global_batch_size
+    if config.sequence_warmup.form != "reshape":
+        return {step: (num_rows, length) for step, length in lengths.changes().items()}
+    unit = batch_unit(config)
+    return {
+        step: (reshaped_rows(length, config.data.length, num_rows, unit), length)
+        for step, length in lengths.changes().items()
+    }
+
+
+def make_tokens(config: schema.Config) -> Pacing:
+    """Tokens of a batch by step; see `make_shapes`."""
+    firsts, shapes = zip(*make_shapes(config).items(), strict=True)
+    return Pacing((0, *firsts[1:]), tuple(rows * length for rows, length in shapes))
+
+
+@functools.lru_cache
+def in_steps(config: schema.Config, pacing: schema.Pacing) -> schema.Pacing:
+    """A pacing that ends at the step that reaches its `num_tokens`, if it has any.
+
+    Args:
+        config: Read for the tokens of its steps; without a batch size, which is derived
+            when a run starts, the pacing stays as it is.
+        pacing: A pacing of `config`.
+
+    Returns:
+        The pacing without `num_tokens`; its `num_steps` are more than those of the run
+        where that does not reach them.
+
+    Example:
+        >>> pacing = schema.Pacing(num_tokens=100_000)  # 32 rows of 1,024 in a step
+        >>> in_steps(schema.Config(), pacing).num_steps
+        4
+    """
+    if not pacing.num_tokens or not config.global_batch_size:
+        return pacing
+    warmup = config.sequence_warmup
+
+    def ended(step: int) -> schema.Pacing:
+        return dataclasses.replace(pacing, num_steps=step, num_tokens=0)
+
+    def consumed_by_itself(step: int) -> int:
+        trial = dataclasses.replace(warmup, pacing=ended(max(1, step)))
+        trial = dataclasses.replace(config, sequence_warmup=trial)
+        return make_tokens(trial).sum_until(step)
+
+    makes_tokens = warmup.form in CUTS and pacing == warmup.pacing
+    consumed = consumed_by_itself if makes_tokens else make_tokens(config).sum_until
+    steps = range(config.num_steps + 1)
+    return ended(bisect.bisect_left(steps, pacing.num_tokens, key=consumed))
+
+
+def end_by_tokens(config: schema.Config) -> schema.Config:
+    """Settings whose `num_steps` are those that consume `num_tokens`.
+
+    Args:
+        config: Checked settings; the batch sizes are known.
+
+    Example:
+        >>> config = schema.Config(num_tokens=100_000)  # 32 rows of 1,024 in a step
+        >>> end_by_tokens(config).num_steps
+        4
+    """
+    if not config.num_tokens:
+        return config
+    steps, tokens = range(config.num_steps + 1), make_tokens(config)
+    last = bisect.bisect_left(steps, config.num_tokens, key=tokens.sum_until)
+    return dataclasses.replace(config, num_steps=last)
+
+
+def end_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    """Yields a problem if a run ends before it has consumed `num_tokens`.
+
+    Args:
+        config: Settings in their ranges.
+        num_devices: Devices of the run.
+    """
+    if not config.num_tokens or not config.global_batch_size:
+        return
+    if not any(_pacing_problems(config)):
+        consumed = make_tokens(config).sum_until(config.num_steps)
+        if consumed < config.num_tokens:
+            problem = f"is above the {consumed:,} of num_steps={config.num_steps}"
+            remedy = "raise num_steps, or leave it at 0"
+            yield Problem("num_tokens", config.num_tokens, problem, remedy)
+
+
+def token_end_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    """Yields pacings that end by steps and by tokens, or by more than those of the run.
+
+    Args:
+        config: Settings in their ranges.
+        num_devices: Devices of the run.
+    """
+    is_known = config.global_batch_size and not any(_pacing_problems(config))
+    for field, pacing in used_pacings(config):
+        if not pacing.num_tokens or pacing.kind not in ("linear", "root"):
+            continue
+        num_steps, usual = pacing.num_steps, schema.Pacing().num_steps
+        if num_steps != usual and not derived.is_derived(num_steps):
+            problem = f"ends it, too, besides {field}.num_tokens={pacing.num_tokens}"
+            yield Problem(f"{field}.num_steps", num_steps, problem, "leave out one")
+        elif is_known and in_steps(config, pacing).num_steps > config.num_steps:
+            problem = f"is not reached in num_steps={config.num_steps}"
+            remedy = "use less, or raise num_steps"
+            yield Problem(f"{field}.num_tokens", pacing.num_tokens, problem, remedy)
+
+
+def batch_unit(config: schema.Config) -> int:
+    """Microbatches of a step over all devices, of which the rows are a multiple.
+
+    Without a microbatch size, which is derived when a run starts, it is the batch size.
+    """
+    return max(1, config.global_batch_size // (config.microbatch_size or 1))
+
+
+def length_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    """Problems of `sequence_warmup`.
+
+    Args:
+        config: Settings in their ranges.
+        num_devices: Devices of the run.
+    """
+    warmup = config.sequence_warmup
+    if warmup.form == "none":
+        return
+    found = [*_pacing_problems(config)]
+    yield from found
+    if warmup.form == "window":
+        yield from _window_problems(config, num_devices)
+    elif not found or warmup.pacing.kind in ("linear", "root"):
+        yield from shape_problems(_FIELD, warmup.pacing, config, num_devices)
+
+
+def _pacing_problems(config: schema.Config) -> Iterator[Problem]:
+    if config.sequence_warmup.form != "none":
+        yield from token_problems(_FIELD, config.sequence_warmup.pacing, config)
+
+
+def token_problems(
+    field: str, pacing: schema.Pacing, config: schema.Config
+) -> Iterator[Problem]:
+    """Problems of a pacing of tokens of a sequence.
+
+    Args:
+        field: Its path.
+        pacing: Settings in their ranges.
+        config: Read for `data.length` and `num_steps`.
+    """
+    longest = "data.length", config.data.length
+    found = [
+        *pacing_problems(field, pacing, num_steps=config.num_steps, longest=longest)
+    ]
+    yield from found or whole_problems(field, pacing, longest)
+
+
+def _window_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    field, model = "sequence_warmup.form", config.model
+    if model.kind == "encoder":
+        problem = "looks back alone, and tokens of model.kind='encoder' look both ways"
+        yield Problem(field, "window", problem, "use 'none'")
+    if axes.mesh_fills(config, num_devices):
+        sizes = axes.axis_sizes(config, num_devices)
+        split = {axis: sizes[axis] for axis in ("sequence", "tensor")}
+        method = sequence.sequence_method(model, **split)
+        if split["sequence"] > 1 and method != "ulysses":
+            yield sequence.window_problem(method)
+
+
+def shape_problems(
+    prefix: str, pacing: schema.Pacing, config: schema.Config, num_devices: int
+) -> Iterator[Problem]:
+    """Yields lengths that devices or sparse blocks do not divide, each field once.
+
+    Args:
+        prefix: Path of the pacing.
+        pacing: Numbers of tokens by step.
+        config: Settings in their ranges.
+        num_devices: Devices of the run.
+    """
+    for name, length in _units(pacing):
+        field, found = f"{prefix}.{name}", list[Problem]()
+        if axes.mesh_fills(config, num_devices):
+            sizes = axes.axis_sizes(config, num_devices)
+            found += sequence.length_problems(
+                field,
+                length,
+                config.model,
+                sequence=sizes["sequence"],
+                tensor=sizes["tensor"],
+            )
+        block = config.model.sparsity.block
+        if config.model.attention == "sparse" and length % block:
+            problem = f"is not a multiple of model.sparsity.block={block}"
+            found.append(
+                Problem(field, length, problem, f"use {block} or a multiple of it")
+            )
+        if found:
+            yield from found
+            return
+
+
+def _units(pacing: schema.Pacing) -> Iterator[tuple[str, int]]:
+    """Numbers that divide all lengths, with the settings that they come from."""
+    match pacing.kind:
+        case "linear" | "root":
+            yield "multiple", pacing.multiple
+        case "discrete":
+            yield from (("values", value) for value in pacing.values)
+        case "custom":
+            yield from (("function", value) for value in make_pacing(pacing).values)

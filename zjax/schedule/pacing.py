@@ -1,0 +1,327 @@
+"""How a number grows over the steps of a run: lengths, kept tokens, difficulties."""
+
+import bisect
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from zjax.errors import ConfigError, Problem
+from zjax.settings import derived, schema
+from zjax.settings.convert import Fault, find_function, is_function_name
+
+FIELDS_OF_KIND = {
+    "linear": ("start", "end", "num_steps", "num_tokens", "multiple"),
+    "root": ("start", "end", "num_steps", "num_tokens", "multiple", "degree"),
+    "discrete": ("values", "last_steps"),
+    "custom": ("num_steps", "function"),
+}
+"""Settings that each kind reads."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Pacing:
+    """Values that never fall, by the step from which each holds.
+
+    Args:
+        firsts: First step of each value, ascending from 0.
+        values: Values, ascending.
+
+    Example:
+        >>> pacing = Pacing(firsts=(0, 6, 11), values=(1, 2, 3))
+        >>> [pacing.at(step) for step in (1, 5, 6, 10, 11, 99)]
+        [1, 1, 2, 2, 3, 3]
+    """
+
+    firsts: tuple[int, ...]
+    values: tuple[int, ...]
+
+    @property
+    def start(self) -> int:
+        """The value of step 0."""
+        return self.values[0]
+
+    @property
+    def end(self) -> int:
+        """The last value."""
+        return self.values[-1]
+
+    @property
+    def num_steps(self) -> int:
+        """First step of the last value."""
+        return self.firsts[-1]
+
+    def at(self, step: int) -> int:
+        """The value of a step, 0 or more; the caller counts from 0 or from 1."""
+        return self.values[bisect.bisect_right(self.firsts, step) - 1]
+
+    def changes(self) -> dict[int, int]:
+        """The values by their first step, which is 1 or more, in order.
+
+        Example:
+            >>> grow(8, 24, num_steps=4, multiple=8).changes()
+            {1: 8, 2: 16, 4: 24}
+        """
+        pairs = zip(self.firsts, self.values, strict=True)
+        return {max(1, first): value for first, value in pairs}
+
+    def sum_until(self, step: int) -> int:
+        """The sum of the values of steps 1 to `step`.
+
+        Example:
+            >>> pacing = grow(8, 16, num_steps=4, multiple=8)
+            >>> [pacing.sum_until(step) for step in (0, 3, 4, 6)]
+            [0, 24, 40, 72]
+        """
+        ends = itertools.pairwise([*self.changes().items(), (step + 1, 0)])
+        return sum(
+            value * max(0, min(after, step + 1) - first)
+            for (first, value), (after, _) in ends
+        )
+
+
+def hold(value: int) -> Pacing:
+    """The same value in each step."""
+    return Pacing((0,), (value,))
+
+
+def grow(
+    start: int, end: int, num_steps: int, *, multiple: int = 1, degree: int = 1
+) -> Pacing:
+    """Grows with the step, or with a root of it, in exact integers.
+
+    Args:
+        start: Value of step 0.
+        end: Value from `num_steps` on, `start` or more.
+        num_steps: First step of `end`, 1 or more.
+        multiple: Values are rounded down to multiples of it; it divides `start` and
+            `end`.
+        degree: 1 is linear; 2 grows with the square root, 1 or more.
+
+    Example:
+        >>> lengths = grow(8, 1024, 15_000, multiple=8)
+        >>> [lengths.at(step) for step in (1, 119, 500, 7_500, 14_999, 15_000)]
+        [8, 16, 40, 512, 1016, 1024]
+        >>> percentiles = grow(1, 100, 110_000, degree=2)
+        >>> [percentiles.at(step) for step in (1, 1_100, 27_500, 110_000)]
+        [1, 10, 50, 100]
+
+    Reference:
+        Li et al., DeepSpeed Data Efficiency (arXiv:2212.03597), section 3.1.
+    """
+    span, whole = end - start, max(1, end - start) ** degree
+    firsts, values = [0], [start]
+    while values[-1] < end:
+        least = values[-1] + multiple - start
+        first = -(-(least**degree) * num_steps // whole)
+        grown = _floor_root(first, num_steps, span, degree)
+        firsts.append(first)
+        values.append(start + grown - grown % multiple)
+    return Pacing(tuple(firsts), tuple(values))
+
+
+def _floor_root(step: int, num_steps: int, span: int, degree: int) -> int:
+    """The integer part of (step / num_steps)**(1 / degree) * span, at most `span`."""
+
+    def is_reached(grown: int) -> bool:
+        return grown**degree * num_steps <= step * span**degree
+
+    grown = min(int((step / num_steps) ** (1 / degree) * span), span)
+    while not is_reached(grown):  # float64 may be wrong by one
+        grown -= 1
+    while grown < span and is_reached(grown + 1):
+        grown += 1
+    return grown
+
+
+@functools.lru_cache
+def _call_each(name: str, num_steps: int) -> tuple[int, ...] | Fault:
+    """Values of steps 0 to `num_steps` of a user's function, or what is wrong."""
+    remedy = "return an int of 1 or more that never falls"
+    if not is_function_name(name):
+        return Fault("is not the name of a function", "use module:function")
+    function = find_function(name)
+    if isinstance(function, Fault):
+        return function
+    values: list[int] = []
+    for step in range(num_steps + 1):
+        try:
+            value = function(step)
+        except Exception as error:
+            problem = f"fails at step {step} ({type(error).__name__}: {error})"
+            return Fault(problem, remedy)
+        if type(value) is not int or value < 1:
+            return Fault(f"gives {value!r} at step {step}", remedy)
+        if values and value < values[-1]:
+            problem = f"falls from {values[-1]} to {value} at step {step}"
+            return Fault(problem, remedy)
+        values.append(value)
+    return tuple(values)
+
+
+def make_pacing(settings: schema.Pacing) -> Pacing:
+    """The pacing that settings describe.
+
+    Args:
+        settings: Checked by `pacing_problems`; `end` is more than 0. Their `num_tokens`
+            are steps by now, see `zjax.schedule.lengths.in_steps`.
+
+    Raises:
+        ConfigError: The user's function is missing, fails, or falls.
+
+    Example:
+        >>> settings = schema.Pacing(
+        ...     kind="discrete", values=(1, 2, 3), last_steps=(5, 10)
+        ... )
+        >>> [make_pacing(settings).at(step) for step in (1, 5, 6, 11)]
+        [1, 1, 2, 3]
+    """
+    match settings.kind:
+        case "discrete":
+            firsts = (0, *(last + 1 for last in settings.last_steps))
+            return Pacing(firsts, settings.values)
+        case "custom":
+            found = _call_each(settings.function, settings.num_steps)
+            if isinstance(found, Fault):
+                name = settings.function
+                raise ConfigError(Problem("pacing.function", name, *found))
+            starts = [0, *(i for i in range(1, len(found)) if found[i] > found[i - 1])]
+            return Pacing(tuple(starts), tuple(found[i] for i in starts))
+    return grow(
+        settings.start,
+        settings.end,
+        settings.num_steps,
+        multiple=settings.multiple,
+        degree=settings.degree if settings.kind == "root" else 1,
+    )
+
+
+def settings_read(field: str, settings: schema.Pacing) -> dict[str, Any]:
+    """Settings by path that determine the values, compared where a run continues.
+
+    Example:
+        >>> settings_read("pacing", schema.Pacing(start=8, end=64, multiple=8))
+        {'pacing.kind': 'linear', 'pacing.start': 8, 'pacing.end': 64, \
+'pacing.num_steps': 1000, 'pacing.num_tokens': 0, 'pacing.multiple': 8}
+    """
+    read = {"kind": settings.kind} | {
+        name: getattr(settings, name) for name in FIELDS_OF_KIND[settings.kind]
+    }
+    if settings.kind == "custom":
+        pacing = make_pacing(settings)
+        read |= {"values": pacing.values, "firsts": pacing.firsts}
+    return {
+        f"{field}.{name}": list(value) if isinstance(value, tuple) else value
+        for name, value in read.items()
+    }
+
+
+def pacing_problems(
+    field: str,
+    settings: schema.Pacing,
+    *,
+    num_steps: int,
+    longest: tuple[str, int] | None,
+) -> Iterator[Problem]:
+    """Yields problems of a pacing.
+
+    Args:
+        field: Its path, such as `sequence_warmup.pacing`.
+        settings: Settings in their ranges.
+        num_steps: Steps of the run.
+        longest: Name and value of the setting that no value exceeds, if there is one.
+    """
+    yield from _unread(field, settings)
+    match settings.kind:
+        case "discrete":
+            yield from _discrete_problems(field, settings)
+            last_step, name = max(settings.last_steps, default=-1) + 1, "last_steps"
+            values = settings.values
+        case "custom":
+            found = _call_each(settings.function, settings.num_steps)
+            last_step, name = settings.num_steps, "num_steps"
+            values = () if isinstance(found, Fault) else found
+            if isinstance(found, Fault):
+                yield Problem(f"{field}.function", settings.function, *found)
+        case _:
+            yield from _growth_problems(field, settings, longest)
+            last_step, name, values = settings.num_steps, "num_steps", ()
+    if last_step > num_steps and not settings.num_tokens:
+        problem, most = f"is beyond num_steps={num_steps}", f"use at most {num_steps}"
+        remedy = f"end before step {num_steps}" if name == "last_steps" else most
+        yield Problem(f"{field}.{name}", getattr(settings, name), problem, remedy)
+    if longest and values and max(values) > longest[1]:
+        name = "values" if settings.kind == "discrete" else "function"
+        problem = f"reaches {max(values)}, above {longest[0]}={longest[1]}"
+        remedy = f"use at most {longest[1]}"
+        yield Problem(f"{field}.{name}", getattr(settings, name), problem, remedy)
+
+
+def whole_problems(
+    field: str, settings: schema.Pacing, longest: tuple[str, int]
+) -> Iterator[Problem]:
+    """Yields a problem if the last value is not that of a step without the pacing.
+
+    Args:
+        field: Its path.
+        settings: Settings without other problems.
+        longest: Name and value of the setting that the last value must equal.
+    """
+    name = {"discrete": "values", "custom": "function"}.get(settings.kind, "end")
+    last = settings.end if name == "end" else make_pacing(settings).end
+    if last < longest[1]:
+        ends = "is" if name == "end" else f"ends with {last},"
+        problem = f"{ends} below {longest[0]}={longest[1]}: no step would be whole"
+        remedy = f"end with {longest[1]}, or set {longest[0]}={last}"
+        yield Problem(f"{field}.{name}", getattr(settings, name), problem, remedy)
+
+
+def _unread(field: str, settings: schema.Pacing) -> Iterator[Problem]:
+    default = schema.Pacing()
+    for name in dict.fromkeys(itertools.chain(*FIELDS_OF_KIND.values())):
+        value, kinds = getattr(settings, name), _kinds_that_read(name)
+        unset = derived.is_derived(value) or value == getattr(default, name)
+        if settings.kind not in kinds and not unset:
+            problem = f"has no effect with {field}.kind={settings.kind!r}"
+            one_of = " or ".join(map(repr, kinds))
+            remedy = f"leave it at {getattr(default, name)!r}, or set {field}.kind to "
+            yield Problem(f"{field}.{name}", value, problem, remedy + one_of)
+
+
+def _kinds_that_read(name: str) -> list[str]:
+    return [kind for kind, names in FIELDS_OF_KIND.items() if name in names]
+
+
+def _growth_problems(
+    field: str, settings: schema.Pacing, longest: tuple[str, int] | None
+) -> Iterator[Problem]:
+    start, end, multiple = settings.start, settings.end, settings.multiple
+    end_name = f"{field}.end"
+    if longest and end > longest[1]:
+        problem = f"is above {longest[0]}={longest[1]}"
+        yield Problem(end_name, end, problem, f"use at most {longest[1]}")
+    elif longest and end == longest[1]:
+        end_name = longest[0]
+    if end and start >= end:
+        problem = f"is not below {end_name}={end}"
+        yield Problem(f"{field}.start", start, problem, "use a smaller one")
+    for name, value in ((f"{field}.start", start), (end_name, end)):
+        if value % multiple:
+            problem, remedy = f"does not divide {name}={value}", "use a divisor"
+            yield Problem(f"{field}.multiple", multiple, problem, remedy)
+
+
+def _discrete_problems(field: str, settings: schema.Pacing) -> Iterator[Problem]:
+    values, last_steps = settings.values, settings.last_steps
+    for name, numbers in (("values", values), ("last_steps", last_steps)):
+        if any(after <= before for before, after in itertools.pairwise((0, *numbers))):
+            problem, remedy = "does not rise from 1 or more", "sort the numbers"
+            yield Problem(f"{field}.{name}", numbers, problem, remedy)
+    if not values:
+        problem, remedy = "is empty for kind='discrete'", "name each value"
+        yield Problem(f"{field}.values", values, problem, remedy)
+    elif len(last_steps) != len(values) - 1:
+        problem = f"has {len(last_steps)} steps for {len(values)} values"
+        remedy = f"name the last step of each but the last: {len(values) - 1} steps"
+        yield Problem(f"{field}.last_steps", last_steps, problem, remedy)

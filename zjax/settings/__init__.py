@@ -1,0 +1,1 @@
+"""What a user may say: every setting, typed and within its range."""

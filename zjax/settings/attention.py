@@ -1,0 +1,356 @@
+"""Checks of attention: latents, rotary positions, windows and sparse layouts."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+from zjax.errors import Problem
+from zjax.settings import axes, schema
+
+
+def latent_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    """Yields settings that do not fit `model.latent`, or have no effect there.
+
+    Example:
+        >>> model = schema.Model(latent=schema.Latent(value_size=8))
+        >>> print(*latent_problems(schema.Config(model=model), 1))
+        model.latent.value_size=8 has no effect with model.latent.key_rank=0; leave it \
+at 0, or set model.latent.key_rank
+    """
+    model, latent = config.model, config.model.latent
+    if latent.key_rank:
+        yield from _sizes(model)
+        yield from _unsupported(model)
+        return
+    for name in (field.name for field in dataclasses.fields(latent)):
+        if value := getattr(latent, name):
+            problem = "has no effect with model.latent.key_rank=0"
+            remedy = "leave it at 0, or set model.latent.key_rank"
+            yield Problem(f"model.latent.{name}", value, problem, remedy)
+
+
+def _sizes(model: schema.Model) -> Iterator[Problem]:
+    latent, turning = model.latent, model.rotary_size
+    needed = {
+        "model.latent.plain_size": (latent.plain_size, "that do not rotate"),
+        "model.rotary_size": (turning, "that rotate"),
+        "model.latent.value_size": (latent.value_size, "of values"),
+    }
+    missing = {name: what for name, (size, what) in needed.items() if not size}
+    for name, what in missing.items():
+        problem = f"is missing beside model.latent.key_rank={latent.key_rank}"
+        yield Problem(name, 0, problem, f"give the channels of a head {what}")
+    if missing:
+        return
+    size = latent.plain_size + turning
+    if model.head_size != size:
+        problem = f"is not the {size} of model.latent.plain_size and model.rotary_size"
+        yield Problem("model.head_size", model.head_size, problem, "use 0")
+    elif latent.value_size > size:
+        problem = f"exceeds model.head_size={size}"
+        remedy = f"use at most {size}"
+        yield Problem("model.latent.value_size", latent.value_size, problem, remedy)
+
+
+def _unsupported(model: schema.Model) -> Iterator[Problem]:
+    beside = f"model.latent.key_rank={model.latent.key_rank}"
+    if model.positions != "rotary":
+        problem = f"rotates no channels, as {beside} needs"
+        yield Problem("model.positions", model.positions, problem, "use 'rotary'")
+    if model.num_kv_heads != model.num_heads:
+        problem = f"is not model.num_heads={model.num_heads}, as {beside} needs"
+        yield Problem("model.num_kv_heads", model.num_kv_heads, problem, "use 0")
+    if model.has_input_bias:
+        name = "use_bias" if model.attention_bias == "use_bias" else "attention_bias"
+        value = getattr(model, name)
+        problem = f"adds biases to queries, keys and values, which {beside} has not"
+        remedy = "use model.attention_bias='none'"
+        yield Problem(f"model.{name}", value, problem, remedy)
+    for name in ("query_key_norm", "attention_sinks"):
+        if getattr(model, name):
+            problem = f"is not built for {beside}"
+            yield Problem(f"model.{name}", True, problem, "use False")
+
+
+def rotation_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    """Yields settings of rotary positions that do not fit each other.
+
+    Example:
+        >>> scaling = schema.RopeScaling(kind="yarn", factor=4.0)
+        >>> model = schema.Model(positions="rotary", rope_scaling=scaling)
+        >>> print(*rotation_problems(schema.Config(model=model), 1))
+        model.rope_scaling.original_length=0 is missing for kind='yarn'; give the \
+longest sequence of the training before
+    """
+    model = config.model
+    if model.positions != "rotary":
+        return
+    size, given, scaling = model.head_size, model.rotary_size, model.rope_scaling
+    if given > size:
+        problem = f"exceeds the {size} channels of a head"
+        yield Problem("model.rotary_size", given, problem, f"use at most {size}, or 0")
+    elif given % 2:
+        problem = "is odd, and channels rotate in pairs"
+        yield Problem("model.rotary_size", given, problem, "make it even")
+    if scaling.kind not in ("none", "linear") and not scaling.original_length:
+        problem = f"is missing for kind={scaling.kind!r}"
+        remedy = "give the longest sequence of the training before"
+        yield Problem("model.rope_scaling.original_length", 0, problem, remedy)
+    if scaling.kind == "dynamic" and (given or size) == 2:
+        problem = "needs more than the 2 channels of a head that rotate"
+        yield Problem("model.rope_scaling.kind", "dynamic", problem, "use 'linear'")
+    if scaling.kind == "yarn" and model.rope_theta <= 1:
+        problem = "gives channels no wavelengths, which yarn compares"
+        yield Problem("model.rope_theta", model.rope_theta, problem, "use more than 1")
+    if scaling.kind == "longrope" and scaling.original_length == 1:
+        problem = "gives no factor of queries and keys, which divides by its logarithm"
+        yield Problem("model.rope_scaling.original_length", 1, problem, "use 2 or more")
+    yield from _bounds(scaling)
+    yield from _scales(scaling)
+    if scaling.kind == "longrope":
+        yield from _divisors(scaling, (given or size) // 2)
+
+
+def _bounds(scaling: schema.RopeScaling) -> Iterator[Problem]:
+    low, high = "low_frequency_factor", "high_frequency_factor"
+    if scaling.kind == "yarn":
+        low, high = "beta_slow", "beta_fast"
+    least, most = getattr(scaling, low), getattr(scaling, high)
+    if scaling.kind in ("yarn", "llama3") and least >= most:
+        problem = f"is not above {low}={least}"
+        yield Problem(f"model.rope_scaling.{high}", most, problem, "raise it")
+
+
+def _scales(scaling: schema.RopeScaling) -> Iterator[Problem]:
+    whole, given = scaling.mscale_all_dim, scaling.attention_factor
+    if scaling.kind == "yarn" and scaling.mscale and (given or not whole):
+        other = f"attention_factor={given}" if given else f"mscale_all_dim={whole}"
+        problem, remedy = f"has no effect with {other}", "leave it at 0.0"
+        yield Problem("model.rope_scaling.mscale", scaling.mscale, problem, remedy)
+
+
+def _divisors(scaling: schema.RopeScaling, num_pairs: int) -> Iterator[Problem]:
+    for name in ("short_factors", "long_factors"):
+        given = getattr(scaling, name)
+        if len(given) != num_pairs or not all(0 < x < math.inf for x in given):
+            problem = f"is not {num_pairs} numbers above 0, one for each pair of "
+            problem += "channels that rotate"
+            yield Problem(f"model.rope_scaling.{name}", given, problem, "correct it")
+
+
+def sliding_layers(model: schema.Model) -> tuple[bool, ...]:
+    """Whether each layer sees the last `sliding_window` tokens alone.
+
+    Example:
+        >>> model = schema.Model(num_layers=3, sliding_window=8, full_attention_every=2)
+        >>> sliding_layers(model)
+        (True, False, True)
+    """
+    every = model.full_attention_every
+    return tuple(
+        model.sliding_window > 0 and not (every and number % every == 0)
+        for number in range(1, model.num_layers + 1)
+    )
+
+
+def period_of_layers(model: schema.Model) -> int:
+    """Layers after which the kinds of layers repeat: the layers of a block.
+
+    Example:
+        >>> period_of_layers(schema.Model(moe=schema.MoE(num_experts=8, every=2)))
+        2
+    """
+    return max(model.moe.every, model.full_attention_every)
+
+
+def window_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    """Yields settings that sliding windows or soft caps do not go with.
+
+    Example:
+        >>> model = schema.Model(attention="sparse", sliding_window=8)
+        >>> print(*window_problems(schema.Config(model=model), 1))
+        model.sliding_window=8 is not a pattern of model.attention='sparse'; use 0, or \
+sparsity.mode='local'
+    """
+    model = config.model
+    yield from _without_effect(model)
+    if model.sliding_window:
+        yield from _window_problems(config)
+    if model.attention_soft_cap and model.attention in ("cudnn", "sparse"):
+        value = model.attention_soft_cap
+        problem = f"bounds scores, which model.attention={model.attention!r} cannot"
+        remedy = "use 0, or model.attention='xla'"
+        yield Problem("model.attention_soft_cap", value, problem, remedy)
+    if model.logit_soft_cap and (model.kind == "encoder" or config.distill.teacher):
+        value = model.logit_soft_cap
+        other = "model.kind='encoder'"
+        other = "distill.teacher" if config.distill.teacher else other
+        problem = f"bounds logits, which {other} does not"
+        yield Problem("model.logit_soft_cap", value, problem, "use 0")
+    if model.moe.num_experts and model.activation in ("geglu", "gelu_exact"):
+        problem, remedy = "is no activation of experts", "use 'swiglu' or 'gelu'"
+        yield Problem("model.activation", model.activation, problem, remedy)
+
+
+def _window_problems(config: schema.Config) -> Iterator[Problem]:
+    model, window = config.model, config.model.sliding_window
+    form = config.random_ltd.form
+    others = {
+        "model.kind='encoder', which looks ahead": model.kind == "encoder",
+        "sequence_warmup.form='window', another window": (
+            config.sequence_warmup.form == "window"
+        ),
+        f"random_ltd.form={form!r}, which drops tokens of it": form != "none",
+    }
+    for other in (name for name, is_used in others.items() if is_used):
+        problem = f"does not go with {other}"
+        yield Problem("model.sliding_window", window, problem, "use 0")
+    if model.attention == "sparse":
+        problem = "is not a pattern of model.attention='sparse'"
+        remedy = "use 0, or sparsity.mode='local'"
+        yield Problem("model.sliding_window", window, problem, remedy)
+    if model.full_attention_every > 1:
+        yield from _blocks(model)
+        yield from _loads(model)
+
+
+def _blocks(model: schema.Model) -> Iterator[Problem]:
+    """What goes by blocks of one layer, or makes blocks of its own."""
+    every = model.full_attention_every
+    usual = {"moe.every": 1, "moe.first_dense": 0, "mlp_tiles": 1}
+    given = model.moe.every, model.moe.first_dense, model.mlp_tiles
+    for (name, wanted), value in zip(usual.items(), given, strict=True):
+        if value != wanted:
+            problem = f"makes blocks of {every} layers, and model.{name}={value} "
+            problem += "needs others"
+            remedy = f"use 0, or model.{name}={wanted}"
+            yield Problem("model.full_attention_every", every, problem, remedy)
+
+
+def _loads(model: schema.Model) -> Iterator[Problem]:
+    every, rate = model.full_attention_every, model.moe.bias_rate
+    if rate:
+        problem = "moves by the load of a block of one layer, and "
+        problem += f"model.full_attention_every={every} makes blocks of {every}"
+        yield Problem("model.moe.bias_rate", rate, problem, "use 0 for either")
+
+
+def _without_effect(model: schema.Model) -> Iterator[Problem]:
+    if model.full_attention_every == 1:
+        problem = "lets no layer slide"
+        yield Problem(
+            "model.full_attention_every", 1, problem, "use 0 for both, or 2 or more"
+        )
+    for name in ("full_attention_every", "local_rope_theta"):
+        value = getattr(model, name)
+        if value and not model.sliding_window:
+            problem = "has no effect with model.sliding_window=0"
+            remedy = "leave it at 0, or set model.sliding_window"
+            yield Problem(f"model.{name}", value, problem, remedy)
+
+
+MODES: dict[str, tuple[str, ...]] = {
+    "different_layout_per_head": ("fixed", "variable", "bigbird"),
+    "num_local_blocks": ("fixed",),
+    "num_global_blocks": ("fixed", "bigbird"),
+    "horizontal_global_attention": ("fixed", "variable"),
+    "num_different_global_patterns": ("fixed",),
+    "num_random_blocks": ("variable", "bigbird"),
+    "num_sliding_window_blocks": ("bigbird", "bslongformer", "local"),
+    "local_window_blocks": ("variable",),
+    "global_block_indices": ("variable", "bslongformer"),
+    "global_block_end_indices": ("variable", "bslongformer"),
+    "seed": ("variable", "bigbird"),
+}
+"""Modes that read a setting; all modes read the other settings."""
+_COUNTS = ("num_global_blocks", "num_random_blocks", "num_sliding_window_blocks")
+"""Settings that count blocks of one row."""
+
+
+def sparsity_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    """Yields settings that make no layout of the length of the model.
+
+    Example:
+        >>> model = schema.Model(attention="sparse")
+        >>> data = schema.Data(length=1000)
+        >>> print(*sparsity_problems(schema.Config(model=model, data=data), 1))
+        data.length=1000 is not a multiple of model.sparsity.block=64; use 960 or 1024
+    """
+    if config.model.attention != "sparse":
+        return
+    yield from _length(config)
+    given = config.model.sparsity
+    if given.mode == "fixed":
+        yield from _fixed(given)
+    if given.horizontal_global_attention and config.model.kind == "decoder":
+        problem = "lets tokens see later ones, which model.kind='decoder' rules out"
+        yield _problem("horizontal_global_attention", True, problem, "use False")
+    if given.mode == "variable":
+        yield from _windows(given)
+    if given.mode in MODES["global_block_indices"]:
+        yield from _ranges(given)
+    yield from _counts(config.model)
+
+
+def _length(config: schema.Config) -> Iterator[Problem]:
+    length, block = config.data.length, config.model.sparsity.block
+    if length % block:
+        below, above = length // block * block, -(-length // block) * block
+        remedy = f"use {below} or {above}" if below else f"use {above}"
+        problem = f"is not a multiple of model.sparsity.block={block}"
+        yield Problem("data.length", length, problem, remedy)
+
+
+def _fixed(given: schema.Sparsity) -> Iterator[Problem]:
+    width, count = given.num_local_blocks, given.num_global_blocks
+    if count == 0 or width % count:
+        problem = f"does not divide model.sparsity.num_local_blocks={width}"
+        yield _problem(
+            "num_global_blocks", count, problem, axes.suggest_divisors(width)
+        )
+        return
+    number, places = given.num_different_global_patterns, width // count
+    name = "num_different_global_patterns"
+    if number > places:
+        problem = f"is more than the {places} places in a window of {width} blocks"
+        yield _problem(name, number, problem, f"use at most {places}")
+    if number > 1 and not given.different_layout_per_head:
+        problem = "needs heads that differ"
+        remedy = "use 1, or set model.sparsity.different_layout_per_head=True"
+        yield _problem(name, number, problem, remedy)
+
+
+def _windows(given: schema.Sparsity) -> Iterator[Problem]:
+    sizes = given.local_window_blocks
+    if not sizes or min(sizes) < 1:
+        problem = "is not a list of windows of 1 block or more"
+        yield _problem("local_window_blocks", sizes, problem, "use one like (4,)")
+
+
+def _ranges(given: schema.Sparsity) -> Iterator[Problem]:
+    starts, ends = given.global_block_indices, given.global_block_end_indices
+    if any(start < 0 for start in starts):
+        problem, remedy = "counts blocks from 0", "use one like (0,)"
+        yield _problem("global_block_indices", starts, problem, remedy)
+    if not ends:
+        return
+    pairs = zip(starts, ends, strict=False)
+    if len(starts) != len(ends) or any(start >= end for start, end in pairs):
+        problem = f"does not end each of model.sparsity.global_block_indices={starts}"
+        remedy = "give one end after each start, or () for single blocks"
+        yield _problem("global_block_end_indices", ends, problem, remedy)
+
+
+def _counts(model: schema.Model) -> Iterator[Problem]:
+    given = model.sparsity
+    num_blocks = -(-model.max_length // given.block)
+    for name in _COUNTS:
+        count = getattr(given, name)
+        if given.mode in MODES[name] and count > num_blocks:
+            problem = f"is more than the {num_blocks} blocks of model.max_length="
+            problem += f"{model.max_length}"
+            yield _problem(name, count, problem, f"use at most {num_blocks}")
+
+
+def _problem(name: str, value: object, problem: str, remedy: str) -> Problem:
+    return Problem(f"model.sparsity.{name}", value, problem, remedy)

@@ -1,0 +1,174 @@
+"""Settings as text: of a run, of two runs compared, and their documentation."""
+
+import ast
+import dataclasses
+import inspect
+import math
+import textwrap
+import typing
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from zjax.settings import convert, derived, schema
+
+
+def describe_config(config: schema.Config) -> str:
+    """Writes every setting of a run as a Gin file, which reads back to an equal config.
+
+    Example:
+        >>> describe_config(schema.Config()).splitlines()[0]
+        'config.seed = 0'
+    """
+    return "".join(
+        f"{path} = {_literal(value)}{'  # derived' * derived.is_derived(value)}\n"
+        for path, _, value in _settings(derived.without_unused(config), "config")
+        # read back, the offered steps would count as set beside the epochs
+        if not (config.num_epochs and path == "config.num_steps")
+        or not derived.is_offered(value)
+    )
+
+
+def describe_settings() -> str:
+    """Lists every setting with its default, its choices and its documentation.
+
+    Example:
+        >>> print(textwrap.shorten(describe_settings(), 45))
+        One run of zjax. seed = 0 num_steps = [...]
+    """
+    lines = []
+    last = None
+    rules = _settings(schema.DimRule(), "mesh.rules[i]")
+    groups = _settings(schema.ParamGroup(), "optimizer.groups[i]")
+    for path, section, value in (*_settings(schema.Config(), ""), *rules, *groups):
+        if section is not last:
+            lines += ["", (section.__doc__ or "").strip()]
+            last = section
+        lines += _describe_setting(path, section, derived.reset(value))
+    return "\n".join(lines).strip() + "\n"
+
+
+def setting_paths() -> list[str]:
+    """Paths of all settings.
+
+    Example:
+        >>> setting_paths()[:2]
+        ['seed', 'num_steps']
+    """
+    return [path for path, _, _ in _settings(schema.Config(), "")]
+
+
+def _settings(section: Any, path: str) -> Iterator[tuple[str, type, Any]]:
+    for field in dataclasses.fields(section):
+        name = f"{path}.{field.name}" if path else field.name
+        value = getattr(section, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from _settings(value, name)
+        else:
+            yield name, type(section), value
+
+
+def _describe_setting(path: str, section: type, value: Any) -> list[str]:
+    name = path.rpartition(".")[2]
+    hint = typing.get_type_hints(section)[name]
+    if typing.get_origin(hint) is tuple:
+        hint = typing.get_args(hint)[0]
+    is_choice = typing.get_origin(hint) is typing.Literal
+    choices = ", ".join(map(str, typing.get_args(hint)))
+    lines = [f"  {path} = {_literal(value)}"]
+    text = _docstrings()[section.__name__].get(name, "")
+    text += f" [{choices}]" if is_choice else ""
+    indent = " " * 6
+    return lines + textwrap.wrap(
+        " ".join(text.split()), 88, initial_indent=indent, subsequent_indent=indent
+    )
+
+
+def _docstrings() -> dict[str, dict[str, str]]:
+    found = {}
+    for node in ast.parse(inspect.getsource(schema)).body:
+        if isinstance(node, ast.ClassDef):
+            texts = found.setdefault(node.name, {})
+            for field, after in zip(node.body, node.body[1:], strict=False):
+                if isinstance(field, ast.AnnAssign) and isinstance(after, ast.Expr):
+                    name = typing.cast(ast.Name, field.target).id
+                    texts[name] = ast.literal_eval(after.value)
+    return found
+
+
+def _literal(value: Any) -> str:
+    if value == math.inf:
+        return "%inf"
+    if dataclasses.is_dataclass(value):
+        fields = dataclasses.fields(value)
+        entries = (f"{f.name!r}: {_literal(getattr(value, f.name))}" for f in fields)
+        return "{" + ", ".join(entries) + "}"
+    if isinstance(value, schema.NameTable):
+        return repr(dict(value))
+    if isinstance(value, tuple):
+        entries = [_literal(entry) for entry in value]
+        return f"({', '.join(entries)}{',' * (len(entries) == 1)})"
+    return repr(value)
+
+
+class Absent:
+    """Value of a setting that a config does not have."""
+
+    def __repr__(self) -> str:
+        return "absent"
+
+
+ABSENT = Absent()
+
+
+class Difference(NamedTuple):
+    """A setting whose values differ in two configs."""
+
+    setting: str
+    """Dotted path, such as `optimizer.groups[0].weight_decay`."""
+    value: Any
+    """Value in the first config, or `ABSENT`."""
+    other: Any
+    """Value in the second config, or `ABSENT`."""
+
+
+def differences(
+    config: schema.Config | Mapping[str, Any], other: schema.Config | Mapping[str, Any]
+) -> tuple[Difference, ...]:
+    """Compares two configs setting by setting, in the order of the first.
+
+    A config may be a nested mapping, such as one read from JSON, where tuples are
+    lists, and come from another version of zjax.
+
+    Example:
+        >>> differences(schema.Config(seed=1), schema.Config())
+        (Difference(setting='seed', value=1, other=0),)
+    """
+    return tuple(_differences("", _plain(config), _plain(other)))
+
+
+def _plain(config: schema.Config | Mapping[str, Any]) -> Mapping[str, Any]:
+    if isinstance(config, Mapping):
+        return config
+    return convert.to_mapping(derived.without_unused(config))
+
+
+def _differences(path: str, value: Any, other: Any) -> Iterator[Difference]:
+    if isinstance(value, Mapping) and isinstance(other, Mapping):
+        for name in dict.fromkeys([*value, *other]):
+            inner = f"{path}.{name}" if path else name
+            entries = value.get(name, ABSENT), other.get(name, ABSENT)
+            yield from _differences(inner, *entries)
+    elif _holds_sections(value) and _holds_sections(other) and len(value) == len(other):
+        for index, entries in enumerate(zip(value, other, strict=True)):
+            yield from _differences(f"{path}[{index}]", *entries)
+    elif _without_lists(value) != _without_lists(other):
+        yield Difference(path, value, other)
+
+
+def _holds_sections(value: Any) -> bool:
+    is_sequence = isinstance(value, list | tuple)
+    return is_sequence and all(isinstance(entry, Mapping) for entry in value)
+
+
+def _without_lists(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value

@@ -1,0 +1,139 @@
+"""Whether a model loops over its layers, and whether they make pipeline stages."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+from zjax.errors import ConfigError, Problem
+from zjax.settings import axes, batch, schema
+from zjax.settings.mixture import describe_blocks, num_blocks
+
+
+def cannot_unroll(config: schema.Config) -> bool:
+    """Whether a program may not contain several layers side by side.
+
+    XLA makes cuDNN's attention backward deterministic in the first layer of a program
+    only and finds no kernel for the others, so the program fails to start.
+    """
+    may_take_cudnn = (
+        config.model.attention in ("auto", "cudnn")
+        and config.precision.compute_dtype != "float32"
+    )
+    return config.deterministic and may_take_cudnn
+
+
+def layers_per_scan(config: schema.Config) -> int:
+    """Layers per iteration of the loop over layers; 0 for no loop.
+
+    It is 1 in place of `model.layers_per_scan=0` if layers cannot be unrolled, or have
+    loops of their own, for which layers side by side would each keep a copy of their
+    weights until the backward pass; unless each block is a program.
+
+    Example:
+        >>> layers_per_scan(schema.Config())
+        0
+        >>> layers_per_scan(schema.Config(deterministic=True))
+        1
+    """
+    chosen = config.model.layers_per_scan
+    per_block = config.zero.optimizer_memory != "device"
+    loops = cannot_unroll(config) or config.model.mlp_chunk_tokens > 0
+    return 1 if not chosen and not per_block and loops else chosen
+
+
+_CHUNK_SETTINGS = ("num_chunks",)
+"""Settings of `interleaved` alone, which `effect` checks in all runs."""
+
+
+def stage_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    """Yields settings that a pipeline, or the lack of one, does not allow."""
+    given, size = config.pipeline, _num_stages(config, num_devices)
+    if size == 1:
+        for field in dataclasses.fields(schema.Pipeline):
+            value = getattr(given, field.name)
+            if value != field.default and field.name not in _CHUNK_SETTINGS:
+                problem = "has no effect with mesh.pipeline=1"
+                remedy = f"leave it at {field.default!r}, or set mesh.pipeline above 1"
+                yield Problem(f"pipeline.{field.name}", value, problem, remedy)
+        return
+    memory = config.zero.optimizer_memory
+    if memory != "device":
+        problem = f"moves blocks one by one, and mesh.pipeline={size} runs whole stages"
+        remedy = "use 'device', or mesh.pipeline=1"
+        yield Problem("zero.optimizer_memory", memory, problem, remedy)
+    if given.schedule == "zb_h1" and given.recompute:
+        problem = "would recompute each stage for the weight gradients"
+        remedy = "set pipeline.recompute to False, or use '1f1b'"
+        yield Problem("pipeline.schedule", "zb_h1", problem, remedy)
+    if given.schedule == "interleaved":
+        yield from _groups(config, num_devices, size)
+
+
+def model_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    """Yields settings of the built-in models that do not fit the stages."""
+    given, size = config.pipeline, _num_stages(config, num_devices)
+    if size == 1:
+        return
+    model = config.model
+    blocks = num_blocks(model)
+    if blocks < size:
+        given_size = config.mesh.pipeline
+        problem = f"makes more stages than {describe_blocks(model)}"
+        problem = f"comes out as {size} and {problem}" if given_size == -1 else problem
+        remedy = f"use at most {blocks}"
+        yield Problem("mesh.pipeline", given_size, problem, remedy)
+    elif given.schedule == "interleaved":
+        yield from _chunks(config, size)
+    if model.layers_per_scan:
+        problem = "has no effect in a pipeline, whose stages unroll their layers"
+        yield Problem("model.layers_per_scan", model.layers_per_scan, problem, "use 0")
+    if model.activation_memory != "device":
+        problem = (
+            "has no effect in a pipeline, whose stages store activations themselves"
+        )
+        remedy = "leave it at 'device'"
+        memory = model.activation_memory
+        yield Problem("model.activation_memory", memory, problem, remedy)
+    if given.schedule == "zb_h1" and model.remat != "none":
+        problem = "hides the weight gradients that pipeline.schedule='zb_h1' separates"
+        remedy = "use 'none', or pipeline.schedule='1f1b'"
+        yield Problem("model.remat", model.remat, problem, remedy)
+    if cannot_unroll(config):
+        problem = "cannot repeat a cuDNN kernel in each stage"
+        remedy = "use False, or model.attention='xla'"
+        yield Problem("deterministic", True, problem, remedy)
+
+
+def _chunks(config: schema.Config, num_stages: int) -> Iterator[Problem]:
+    num_layers, given = num_blocks(config.model), config.pipeline.num_chunks
+    if num_layers % (num_stages * given) == 0:
+        return
+    problem = f"does not split {describe_blocks(config.model)} equally over"
+    problem += f" {num_stages} stages"
+    sizes = range(2, num_layers // num_stages + 1)
+    fits = [size for size in sizes if num_layers % (num_stages * size) == 0]
+    other = "use pipeline.schedule='1f1b', or another number of layers"
+    remedy = f"use {fits[0]}" if fits else other
+    yield Problem("pipeline.num_chunks", given, problem, remedy)
+
+
+def _num_stages(config: schema.Config, num_devices: int) -> int:
+    return max(1, axes.axis_sizes(config, num_devices)["pipeline"])
+
+
+def _groups(
+    config: schema.Config, num_devices: int, num_stages: int
+) -> Iterator[Problem]:
+    sizes = axes.axis_sizes(config, num_devices)
+    if not axes.mesh_fills(config, num_devices):
+        return
+    try:
+        num_shards = math.prod(sizes[axis] for axis in axes.BATCH_AXES)
+        number = batch.resolve_batch(config, num_shards).num_microbatches
+    except ConfigError:
+        return
+    if number % num_stages:
+        problem = f"does not divide into groups of {num_stages}, as"
+        problem += " pipeline.schedule='interleaved' takes them"
+        remedy = f"use a multiple of {num_stages}"
+        yield Problem("num_microbatches", number, problem, remedy)

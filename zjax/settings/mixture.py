@@ -1,0 +1,357 @@
+"""Which layers have experts, and whether the settings of a mixture fit each other."""
+
+import contextlib
+import dataclasses
+import itertools
+import math
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from zjax.errors import Problem
+from zjax.settings import axes, derived, schema
+from zjax.settings.attention import period_of_layers, sliding_layers
+from zjax.settings.parameters import FROZEN, label_of
+
+MAX_EXPERTS = 2**16
+
+
+class SegmentShape(NamedTuple):
+    """Equal blocks that follow one another.
+
+    Args:
+        num_experts: Experts of each layer of a block; 0 for a dense layer.
+        num_blocks: Number of blocks.
+        slides: Whether each layer of a block sees a window alone.
+    """
+
+    num_experts: tuple[int, ...]
+    num_blocks: int
+    slides: tuple[bool, ...]
+
+
+def experts_by_layer(model: schema.Model) -> tuple[int, ...]:
+    """Experts of each layer; 0 for a dense one.
+
+    Example:
+        >>> moe = schema.MoE(num_experts=(8, 16), every=2)
+        >>> experts_by_layer(schema.Model(num_layers=5, moe=moe))
+        (0, 8, 0, 16, 0)
+    """
+    experts = [0] * model.num_layers
+    places, given = _places(model), model.moe.num_experts
+    numbers = given if isinstance(given, tuple) else [given] * len(places)
+    for place, number in zip(places, numbers, strict=False):
+        experts[place] = number
+    return tuple(experts)
+
+
+def _places(model: schema.Model) -> range:
+    """The layers that have experts, whatever their number."""
+    every = model.moe.every
+    return range(model.moe.first_dense, model.num_layers)[every - 1 :: every]
+
+
+def segment_shapes(model: schema.Model) -> tuple[SegmentShape, ...]:
+    """The blocks of a model as few runs of equal ones.
+
+    A block has `moe.every` layers, the last of which has experts, or
+    `full_attention_every`, the last of which sees all; layers before the first and
+    behind the last such block are blocks of one layer.
+
+    Example:
+        >>> moe = schema.MoE(num_experts=8, every=2, first_dense=1)
+        >>> shape = segment_shapes(schema.Model(num_layers=5, moe=moe))[1]
+        >>> shape.num_experts, shape.num_blocks
+        ((0, 8), 2)
+    """
+    layers = [*zip(experts_by_layer(model), sliding_layers(model), strict=True)]
+    size, first = period_of_layers(model), model.moe.first_dense
+    end = first + (model.num_layers - first) // size * size
+    blocks = [layers[i : i + size] for i in range(first, end, size)]
+    before, behind = [[x] for x in layers[:first]], [[x] for x in layers[end:]]
+    runs = itertools.groupby([*before, *blocks, *behind])
+    return tuple(_shape_of(block, len([*run])) for block, run in runs)
+
+
+def _shape_of(block: list[tuple[int, bool]], num_blocks: int) -> SegmentShape:
+    experts, slides = zip(*block, strict=True)
+    return SegmentShape(experts, num_blocks, slides)
+
+
+def num_blocks(model: schema.Model) -> int:
+    """Blocks of all segments.
+
+    Example:
+        >>> num_blocks(schema.Model(moe=schema.MoE(num_experts=8, every=2)))
+        6
+    """
+    return sum(shape.num_blocks for shape in segment_shapes(model))
+
+
+def experts_per_token(moe: schema.MoE) -> float:
+    """The mean number of experts of a token while training.
+
+    Example:
+        >>> experts_per_token(schema.MoE(num_experts=8, choice="experts"))
+        1.0
+    """
+    return moe.capacity_factor if moe.choice == "experts" else float(moe.top_k)
+
+
+def sees_future(model: schema.Model) -> bool:
+    """Whether later tokens of a causal model change what earlier ones compute."""
+    return model.kind == "decoder" and model.moe.choice == "experts"
+
+
+def describe_future(model: schema.Model) -> str:
+    """What a decoder whose experts choose tokens cannot tell; empty for others."""
+    if not sees_future(model):
+        return ""
+    return (
+        "model.moe.choice='experts': tokens compete with later ones of their "
+        "sequence.\nLosses of training and evaluation see the future, and no text is "
+        "generated."
+    )
+
+
+def describe_blocks(model: schema.Model) -> str:
+    """The number of blocks, as the setting of which it is the value, if it is.
+
+    Example:
+        >>> describe_blocks(schema.Model())
+        'model.num_layers=12'
+    """
+    every = period_of_layers(model)
+    if every == 1:
+        return f"model.num_layers={model.num_layers}"
+    name = "moe.every" if model.moe.every == every else "full_attention_every"
+    return f"the {num_blocks(model)} blocks of model.{name}={every}"
+
+
+def mixture_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    """Yields settings of `model.moe` that do not fit each other or the run."""
+    moe = config.model.moe
+    if moe.num_experts in (0, ()):
+        yield from _without_experts(moe)
+        size = axes.axis_sizes(config, num_devices)["expert"]
+        if size > 1:
+            problem = "splits experts, and model.moe.num_experts=0"
+            remedy = "use 1, or set model.moe.num_experts"
+            yield Problem("mesh.expert", config.mesh.expert, problem, remedy)
+        return
+    wrong = list(_numbers(config.model))
+    yield from wrong
+    if not wrong:
+        yield from routing_problems(moe)
+        yield from _run(config, num_devices)
+
+
+def _given_numbers(moe: schema.MoE) -> tuple[int, ...]:
+    given = moe.num_experts
+    return given if isinstance(given, tuple) else (given,)
+
+
+def _without_experts(moe: schema.MoE) -> Iterator[Problem]:
+    for name, value, default in _changed(moe):
+        if name != "num_experts":
+            problem = "has no effect with model.moe.num_experts=0"
+            remedy = f"leave it at {default!r}, or set model.moe.num_experts"
+            yield Problem(f"model.moe.{name}", value, problem, remedy)
+
+
+def _changed(moe: schema.MoE) -> Iterator[tuple[str, Any, Any]]:
+    for field in dataclasses.fields(moe):
+        value = derived.reset(getattr(moe, field.name))
+        if value != field.default:
+            yield field.name, value, field.default
+
+
+def _numbers(model: schema.Model) -> Iterator[Problem]:
+    moe, field = model.moe, "model.moe.num_experts"
+    given = moe.num_experts
+    if any(not 1 <= number <= MAX_EXPERTS for number in _given_numbers(moe)):
+        yield Problem(field, given, "is out of range", f"use 1 to {MAX_EXPERTS}")
+        return
+    layers = len(_places(model))
+    if not layers:
+        name = "first_dense" if moe.first_dense >= model.num_layers else "every"
+        problem = f"leaves none of model.num_layers={model.num_layers} to experts"
+        value, most = getattr(moe, name), model.num_layers
+        most = most - 1 if name == "first_dense" else most - moe.first_dense
+        yield Problem(f"model.moe.{name}", value, problem, f"use at most {most}")
+    elif isinstance(given, tuple) and len(given) != layers:
+        problem = f"has {len(given)} numbers for {layers} MoE layers"
+        yield Problem(field, given, problem, f"give {layers}, or one int for all")
+
+
+def routing_problems(moe: schema.MoE) -> Iterator[Problem]:
+    """Yields settings of the router that do not fit each other, or have no effect."""
+    is_expert_choice = moe.choice == "experts"
+    yield from _expert_choice(moe) if is_expert_choice else _token_choice(moe)
+    yield from _without_effect(moe)
+
+
+def _expert_choice(moe: schema.MoE) -> Iterator[Problem]:
+    fewest = min(_given_numbers(moe))
+    for name in ("capacity_factor", "eval_capacity_factor"):
+        value = getattr(moe, name)
+        if value > fewest:
+            problem = f"gives a token more than all {fewest} experts"
+            yield Problem(f"model.moe.{name}", value, problem, f"use at most {fewest}")
+
+
+def _token_choice(moe: schema.MoE) -> Iterator[Problem]:
+    yield from _groups(moe)
+    most = max(_given_numbers(moe))
+    if moe.sampling == "second" and moe.top_k == 1:
+        problem = "samples a second expert, and model.moe.top_k=1"
+        yield Problem(
+            "model.moe.sampling", "second", problem, "use 'first', or top_k=2"
+        )
+    if moe.bias_rate and moe.sampling != "none":
+        problem = f"is not added to the choice of model.moe.sampling={moe.sampling!r}"
+        remedy = "use 0, or sampling='none'"
+        yield Problem("model.moe.bias_rate", moe.bias_rate, problem, remedy)
+    if moe.bias_rate and moe.top_k == most:
+        problem = f"has no effect, as each token chooses all {most} experts"
+        remedy = "use 0, or more experts"
+        yield Problem("model.moe.bias_rate", moe.bias_rate, problem, remedy)
+    if moe.drop == "first_choices" and moe.top_k == 1:
+        problem = "has no second choices to drop first with model.moe.top_k=1"
+        remedy = "use 'position', or top_k=2"
+        yield Problem("model.moe.drop", moe.drop, problem, remedy)
+    factors = moe.capacity_factor, moe.eval_capacity_factor
+    if moe.drop != "none" and min(factors) * moe.top_k >= most:
+        problem = f"drops no token: each of {most} experts has room for all"
+        below = f"capacity factors below {most / moe.top_k:g}"
+        yield Problem("model.moe.drop", moe.drop, problem, f"use 'none', or {below}")
+
+
+def _groups(moe: schema.MoE) -> Iterator[Problem]:
+    for number in sorted({*_given_numbers(moe)}):
+        group, rest = divmod(number, moe.num_groups)
+        if rest:
+            problem = f"does not divide {number} experts"
+            remedy = axes.suggest_divisors(number)
+            yield Problem("model.moe.num_groups", moe.num_groups, problem, remedy)
+        elif moe.top_k > group * min(moe.top_groups, moe.num_groups):
+            choices = group * min(moe.top_groups, moe.num_groups)
+            problem = f"is above the {choices} experts to choose from"
+            remedy = f"use at most {choices}"
+            yield Problem("model.moe.top_k", moe.top_k, problem, remedy)
+    if moe.top_groups > moe.num_groups:
+        problem = f"is above model.moe.num_groups={moe.num_groups}"
+        remedy = f"use at most {moe.num_groups}"
+        yield Problem("model.moe.top_groups", moe.top_groups, problem, remedy)
+    elif moe.top_groups == moe.num_groups > 1:
+        problem = f"leaves out none of model.moe.num_groups={moe.num_groups}"
+        remedy = "use fewer, or 1 for both"
+        yield Problem("model.moe.top_groups", moe.top_groups, problem, remedy)
+
+
+_TOKEN_CHOICE = (
+    *("top_k", "normalise", "num_groups", "top_groups", "sampling", "drop"),
+    *("balance_loss", "balance_scope", "bias_rate", "choice_bias"),
+)
+"""Settings without effect where experts choose, whose load is always even."""
+
+
+def _without_effect(moe: schema.MoE) -> Iterator[Problem]:
+    has_capacity = moe.choice == "experts" or moe.drop != "none"
+    needs = {
+        "normalise": ("top_k", moe.top_k > 1),
+        "capacity_factor": ("drop", has_capacity),
+        "eval_capacity_factor": ("drop", has_capacity),
+        "min_capacity": ("drop", has_capacity),
+        "shared_gate": ("num_shared", moe.num_shared > 0),
+        "balance_scope": ("balance_loss", moe.balance_loss > 0),
+    }
+    if moe.choice == "experts":
+        needs |= dict.fromkeys(_TOKEN_CHOICE, ("choice", False))
+        if moe.balance_loss == 0:
+            del needs["balance_loss"]
+    if max(_given_numbers(moe)) == 1 and moe.scores == "softmax":
+        needs |= dict.fromkeys(("jitter", "sampling"), ("num_experts", False))
+    for name, value, default in _changed(moe):
+        other, is_read = needs.get(name, ("", True))
+        if not is_read:
+            problem = f"has no effect with model.moe.{other}={getattr(moe, other)!r}"
+            remedy = f"leave it at {default!r}, or set model.moe.{other}"
+            yield Problem(f"model.moe.{name}", value, problem, remedy)
+
+
+def _run(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    model, sizes = config.model, axes.axis_sizes(config, num_devices)
+    if model.mlp_tiles > 1:
+        problem = "tiles a feed-forward, and model.moe.num_experts replaces it"
+        yield Problem("model.mlp_tiles", model.mlp_tiles, problem, "use 1")
+    if model.moe.balance_scope == "sequence":
+        for axis in ("sequence", "tensor"):
+            if sizes[axis] > 1:
+                problem = f"cannot run with mesh.{axis}={sizes[axis]}, which splits"
+                problem += " the tokens of a sequence"
+                remedy = f"use 'microbatch', or mesh.{axis}=1"
+                yield Problem("model.moe.balance_scope", "sequence", problem, remedy)
+    given = sorted({*experts_by_layer(model)} - {0})
+    wrong = [number for number in given if number % sizes["expert"]]
+    if wrong:
+        size = (
+            "" if config.mesh.expert != -1 else f"comes out as {sizes['expert']} and "
+        )
+        problem = f"{size}does not divide {wrong[0]} experts"
+        remedy = axes.suggest_divisors(math.gcd(*given))
+        yield Problem("mesh.expert", config.mesh.expert, problem, remedy)
+
+
+def bias_paths(model: schema.Model) -> list[str]:
+    """Paths of the biases of all routers of a built-in model.
+
+    Example:
+        >>> moe = schema.MoE(num_experts=8, every=2, first_dense=1, bias_rate=0.01)
+        >>> bias_paths(schema.Model(num_layers=5, moe=moe))
+        ['blocks/segment1/layer1/mlp/router/bias']
+    """
+    shapes, paths = segment_shapes(model), list[str]()
+    for number, shape in enumerate(shapes):
+        segment = f"segment{number}/" if len(shapes) > 1 else ""
+        for place, num_experts in enumerate(shape.num_experts):
+            layer = f"layer{place}/" if len(shape.num_experts) > 1 else ""
+            if num_experts:
+                paths.append(f"blocks/{segment}{layer}mlp/router/bias")
+    return paths
+
+
+def frozen_bias_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    """Refuses to move biases by the load of experts that other settings freeze."""
+    rate, lora = config.model.moe.bias_rate, config.lora
+    if not rate:
+        return
+    paths = bias_paths(config.model)
+    remedies = {
+        f"lora.rank={lora.rank}": (
+            lambda path: bool(lora.rank) and not _is_named(path, lora),
+            "name the bias in lora.also_train",
+        ),
+        "optimizer.groups": (
+            lambda path: _is_in_frozen_group(path, config.optimizer),
+            "leave the bias out of groups with learning_rate_scale=0.0",
+        ),
+    }
+    for setting, (freezes, remedy) in remedies.items():
+        if frozen := [path for path in paths if freezes(path)]:
+            problem = f"moves {' and '.join(frozen)}, which {setting} freezes"
+            remedy = f"set it to 0.0, or {remedy}"
+            yield Problem("model.moe.bias_rate", rate, problem, remedy)
+
+
+def _is_named(path: str, lora: schema.Lora) -> bool:
+    with contextlib.suppress(re.error):  # a problem of its own
+        return any(re.search(pattern, path) for pattern in lora.also_train)
+    return True
+
+
+def _is_in_frozen_group(path: str, optimizer: schema.Optimizer) -> bool:
+    with contextlib.suppress(re.error):
+        return label_of(path, optimizer.groups) == FROZEN
+    return False

@@ -1,0 +1,201 @@
+"""Which parameters are frozen or adapted, how they are stored, and checks of both."""
+
+import contextlib
+import dataclasses
+import operator
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from zjax.errors import Problem
+from zjax.settings import axes, schema
+from zjax.settings.replicas import COMPRESSED_OPTIMIZERS
+
+DEFAULT, FROZEN = "default", "frozen"
+Groups = tuple[schema.ParamGroup, ...]
+
+
+def label_of(path: str, groups: Groups) -> str:
+    """Group of a parameter: `default`, `frozen`, or `group_i` for the i-th group.
+
+    The first group whose pattern is found in the path wins.
+
+    Example:
+        >>> label_of("head/kernel", (schema.ParamGroup(pattern="^head"),))
+        'group_0'
+    """
+    for index, group in enumerate(groups):
+        if re.search(group.pattern, path):
+            return f"group_{index}" if group.learning_rate_scale else FROZEN
+    return DEFAULT
+
+
+def frozen_as_masters(config: schema.Config) -> str:
+    """The setting under which frozen weights stay float32 masters with gradients.
+
+    Disks, and replicas that take steps of their own, handle all parameters alike.
+
+    Returns:
+        The setting and its value as text; empty for no such setting.
+
+    Example:
+        >>> frozen_as_masters(schema.Config(zero=schema.Zero(memory="auto")))
+        "zero.optimizer_memory='auto'"
+    """
+    zero = config.zero
+    memories = {
+        f"zero.{name}_memory": (x, x in ("nvme", "auto"))
+        for name in ("optimizer", "parameter", "gradient")
+        if (x := getattr(zero, f"{name}_memory"))
+    }
+    settings = memories | {
+        "communication.num_local_steps": (
+            config.communication.num_local_steps,
+            config.communication.num_local_steps > 0,
+        ),
+        "optimizer.name": (
+            config.optimizer.name,
+            config.optimizer.name in COMPRESSED_OPTIMIZERS,
+        ),
+    }
+    return next(
+        (f"{k}={value!r}" for k, (value, is_on) in settings.items() if is_on), ""
+    )
+
+
+def is_held_frozen(path: str, config: schema.Config) -> bool:
+    """Whether a parameter is stored in the compute dtype, without a gradient.
+
+    With adapters these are all others, but those of `lora.also_train`.
+
+    Args:
+        path: Path of the parameter.
+        config: Settings of the run.
+
+    Example:
+        >>> group = schema.ParamGroup(pattern="^head", learning_rate_scale=0.0)
+        >>> config = schema.Config(optimizer=schema.Optimizer(groups=(group,)))
+        >>> is_held_frozen("head/kernel", config), is_held_frozen("norm/scale", config)
+        (True, False)
+    """
+    if config.lora.rank and not is_adapter(path):
+        patterns = config.lora.also_train
+        return not any(re.search(pattern, path) for pattern in patterns)
+    groups = config.optimizer.groups
+    return label_of(path, groups) == FROZEN and not frozen_as_masters(config)
+
+
+def is_adapter(path: str) -> bool:
+    """Whether a parameter belongs to an adapter of `lora`.
+
+    Example:
+        >>> is_adapter("blocks/mlp/up/lora/a"), is_adapter("blocks/mlp/up/kernel")
+        (True, False)
+    """
+    return re.search(r"(^|/)lora/(a|b|magnitude)$", path) is not None
+
+
+HEAD_LAYER = "head/transform"
+"""Path of the linear layer in the head of an encoder."""
+_EITHER = "leave one of them out"
+_BESIDE_CODES = {
+    "lora.form": ("lora",),
+    "precision.matmul_dtype": ("compute",),
+    "model.moe.num_experts": (0,),
+    "mesh.pipeline": (0, 1),
+    "zero.optimizer_memory": ("device",),
+    "zero.shard_over_replica": (False,),
+    "communication.num_local_steps": (0,),
+}
+_BESIDE_DROPOUT = {
+    "lora.form": ("lora",),
+    "model.mlp_chunk_tokens": (0,),
+    "model.mlp_tiles": (1,),
+}
+
+
+def adapter_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    """Refuses settings of `lora` that have no effect, and runs that have no adapters.
+
+    Args:
+        config: Settings of the run.
+        num_devices: Devices of the run.
+
+    Yields:
+        A problem for each setting.
+    """
+    lora = config.lora
+    if not lora.rank:
+        yield from _without_effect(lora)
+        return
+    for name in ("targets", "also_train"):
+        for pattern in getattr(lora, name):
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                problem = f"is not a regular expression: {error}"
+                remedy = "correct it, or escape characters with \\"
+                yield Problem(f"lora.{name}", pattern, problem, remedy)
+    if not lora.targets:
+        yield Problem("lora.targets", (), "adapts no layer", "name some, or all by .*")
+    if lora.init_from and not config.checkpoint.init_from:
+        problem = "adapts the weights of checkpoint.init_from, which is empty"
+        yield Problem("lora.init_from", lora.init_from, problem, "set that, too")
+    if setting := frozen_as_masters(config):
+        problem = f"does not combine with {setting}, which has no frozen parameters"
+        yield Problem("lora.rank", lora.rank, problem, _EITHER)
+    if lora.quantize:
+        yield from _clashes("lora.quantize", _BESIDE_CODES, config, num_devices)
+    if lora.dropout:
+        yield from _clashes("lora.dropout", _BESIDE_DROPOUT, config, num_devices)
+        yield from _head_problems(config)
+
+
+def _clashes(
+    field: str,
+    beside: Mapping[str, tuple[Any, ...]],
+    config: schema.Config,
+    num_devices: int,
+) -> Iterator[Problem]:
+    """What a setting does not combine with: other values than those, or a tensor axis.
+
+    Args:
+        field: The setting.
+        beside: Values of other settings that it combines with.
+        config: Settings of the run.
+        num_devices: Devices of the run.
+    """
+    others = {name: operator.attrgetter(name)(config) for name in beside}
+    found = [(name, x) for name, x in others.items() if x not in beside[name]]
+    if axes.mesh_fills(config, num_devices):
+        size = axes.axis_sizes(config, num_devices)["tensor"]
+        found += [("mesh.tensor", size)] if size > 1 else []
+    value = operator.attrgetter(field)(config)
+    for name, other in found:
+        problem = f"does not combine with {name}={other!r}"
+        yield Problem(field, value, problem, _EITHER)
+
+
+def _head_problems(config: schema.Config) -> Iterator[Problem]:
+    """The head of an encoder, where an adapter would not draw."""
+    lora = config.lora
+    if config.model.kind == "encoder" and _adapts(lora.targets, HEAD_LAYER):
+        problem = f"does not reach {HEAD_LAYER}, which lora.targets={lora.targets!r} "
+        problem += "adapts"
+        remedy = "name layers of blocks there, such as blocks/, or leave it at 0.0"
+        yield Problem("lora.dropout", lora.dropout, problem, remedy)
+
+
+def _adapts(patterns: Sequence[str], path: str) -> bool:
+    with contextlib.suppress(re.error):  # a problem of its own
+        return any(re.search(pattern, path) for pattern in patterns)
+    return False
+
+
+def _without_effect(lora: schema.Lora) -> Iterator[Problem]:
+    default = schema.Lora()
+    for field in dataclasses.fields(lora):
+        value = getattr(lora, field.name)
+        if value != getattr(default, field.name):
+            problem, remedy = "has no effect with lora.rank=0", "set lora.rank, too"
+            yield Problem(f"lora.{field.name}", value, problem, remedy)

@@ -1,0 +1,203 @@
+"""Checks whether what replicas and nodes send each other fits the other settings."""
+
+import dataclasses
+from collections.abc import Iterator
+
+from zjax.errors import Problem
+from zjax.settings import axes, schema
+
+COMPRESSED_OPTIMIZERS = ("onebit_adam", "onebit_lamb", "zero_one_adam")
+"""Optimizers that send messages of their own."""
+_IN_FULL = ("none", "bfloat16")
+"""Codecs without error feedback."""
+
+
+def communication_problems(
+    config: schema.Config, num_devices: int
+) -> Iterator[Problem]:
+    """Problems of `communication`, and of optimizers that send less.
+
+    Args:
+        config: Settings in their ranges.
+        num_devices: Devices of the run.
+    """
+    settings, codec = config.optimizer, config.communication.codec
+    is_compressed = settings.name in COMPRESSED_OPTIMIZERS
+    if is_compressed:
+        field, value, other = "optimizer.name", settings.name, "another optimizer"
+        yield from _optimizer_problems(config)
+    elif codec != "none":
+        field, value, other = "communication.codec", codec, "'none'"
+    else:
+        return
+    if axes.axis_sizes(config, num_devices)["replica"] == 1:
+        problem = "has no effect with mesh.replica=1"
+        yield Problem(field, value, problem, f"use mesh.replica=2 or more, or {other}")
+    if (memory := config.zero.optimizer_memory) != "device":
+        problem = f"is not built for zero.optimizer_memory={memory!r}"
+        remedy = f"keep the state on the devices, or use {other}"
+        yield Problem(field, value, problem, remedy)
+
+
+def _optimizer_problems(config: schema.Config) -> Iterator[Problem]:
+    settings = config.optimizer
+    name = f"with optimizer.name={settings.name!r}"
+    if config.num_steps == 1:
+        problem = f"leaves no step to send less {name}"
+        yield Problem("num_steps", 1, problem, "use 2 or more")
+    elif settings.freeze_step >= config.num_steps:
+        problem = f"leaves none of num_steps={config.num_steps} to send less"
+        remedy = f"use at most {config.num_steps - 1}"
+        field = "optimizer.freeze_step"
+        yield Problem(field, settings.freeze_step, problem, remedy)
+    if (codec := config.communication.codec) not in _IN_FULL:
+        # Errors of gradients would be added to steps, which have other units.
+        problem = f"does not send the warm-up in full {name}"
+        yield Problem("communication.codec", codec, problem, "use 'bfloat16' or 'none'")
+    if config.precision.master_dtype != "float32":
+        problem, field = f"is not built {name}", "precision.master_dtype"
+        yield Problem(field, config.precision.master_dtype, problem, "use 'float32'")
+    for field, value in (
+        ("optimizer.ema_decay", settings.ema_decay),
+        # Biases have no gradients, so exchanges would undo what local steps add.
+        ("model.moe.bias_rate", config.model.moe.bias_rate),
+        ("model.moe.choice_bias", config.model.moe.choice_bias),
+    ):
+        if settings.name == "zero_one_adam" and value:
+            remedy = f"leave it at {type(value)()}"
+            yield Problem(field, value, f"is not built {name}", remedy)
+    if settings.groups:
+        problem, remedy = f"is not built {name}", "leave it at ()"
+        yield Problem("optimizer.groups", settings.groups, problem, remedy)
+
+
+_OF_LOCAL_STEPS = (
+    "num_synchronous_steps",
+    "outer_learning_rate",
+    "outer_momentum",
+    "num_fragments",
+    "delay",
+    "mixing",
+)
+
+
+def local_steps_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    """Problems of `communication.num_local_steps`, and of what belongs to it.
+
+    Args:
+        config: Settings in their ranges.
+        num_devices: Devices of the run.
+    """
+    settings = config.communication
+    if not settings.num_local_steps:
+        yield from _without_local_steps(settings)
+        return
+    yield from _rounds(config)
+    length, field = settings.num_local_steps, "communication.num_local_steps"
+    if axes.axis_sizes(config, num_devices)["replica"] == 1:
+        problem = "has no effect with mesh.replica=1"
+        yield Problem(field, length, problem, "use mesh.replica=2 or more, or 0")
+    for other, value, needed in (
+        ("zero.optimizer_memory", config.zero.optimizer_memory, "device"),
+        ("zero.shard_over_replica", config.zero.shard_over_replica, False),
+        ("precision.master_dtype", config.precision.master_dtype, "float32"),
+        ("optimizer.ema_decay", config.optimizer.ema_decay, 0.0),
+    ):
+        if value != needed:
+            remedy = f"use {other}={needed}, or 0"
+            yield Problem(field, length, f"is not built for {other}={value!r}", remedy)
+    if (name := config.optimizer.name) in COMPRESSED_OPTIMIZERS:
+        problem = f"leaves optimizer.name={name!r} nothing to send"
+        yield Problem(field, length, problem, "use another optimizer, or 0")
+
+
+def _without_local_steps(settings: schema.Communication) -> Iterator[Problem]:
+    defaults = {x.name: x.default for x in dataclasses.fields(schema.Communication)}
+    for name in _OF_LOCAL_STEPS:
+        value, default = getattr(settings, name), defaults[name]
+        if value != default:
+            problem = "has no effect with communication.num_local_steps=0"
+            remedy = f"leave it at {default}, or set communication.num_local_steps"
+            yield Problem(f"communication.{name}", value, problem, remedy)
+
+
+def _rounds(config: schema.Config) -> Iterator[Problem]:
+    settings, field = config.communication, "communication.num_local_steps"
+    length, number, delay = (
+        settings.num_local_steps,
+        settings.num_fragments,
+        settings.delay,
+    )
+    together, first = settings.num_synchronous_steps, "num_synchronous_steps"
+    apart = config.num_steps - together
+    run = f"num_steps={config.num_steps}"
+    span = f"{run} after {first}={together}" if together else run
+    if length > config.num_steps:
+        problem = f"is more than {run}: nothing is exchanged"
+        yield Problem(field, length, problem, f"use at most {config.num_steps}")
+    elif apart < 1:
+        problem = f"leaves no local step in {run}"
+        remedy = f"use at most {config.num_steps - length}, or {field}=0"
+        yield Problem(f"communication.{first}", together, problem, remedy)
+    elif length > apart:
+        problem = f"is more than {span}: nothing is exchanged"
+        yield Problem(field, length, problem, f"use at most {apart}")
+    elif rest := apart % length:
+        problem = f"leaves the last {rest} of {span} unmerged"
+        divided = f"num_steps - {first}" if together else "num_steps"
+        yield Problem(field, length, problem, f"use a divisor of {divided}")
+    if number > length:
+        problem = f"is more than {field}={length}"
+        name, remedy = "communication.num_fragments", f"use at most {length}"
+        yield Problem(name, number, problem, remedy)
+    elif delay >= length // number:
+        problem = f"is not less than the {length // number} steps between two merges"
+        remedy = f"use at most {length // number - 1}"
+        yield Problem("communication.delay", delay, problem, remedy)
+
+
+def node_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    """Yields problems of `zero.shard_over_replica` and of the settings of ZeRO++.
+
+    Args:
+        config: Settings whose mesh is in range.
+        num_devices: Devices of the run.
+
+    Example:
+        >>> zero = schema.Zero(stage=3, shard_over_replica=True)
+        >>> print(*node_problems(schema.Config(zero=zero), 8))
+        zero.shard_over_replica=True has no effect with mesh.replica=1; leave it at \
+False, or set mesh.replica to the number of nodes
+    """
+    zero = config.zero
+    if not zero.shard_over_replica:
+        return
+    field, sizes = "zero.shard_over_replica", axes.axis_sizes(config, num_devices)
+    if sizes["replica"] == 1:
+        problem = "has no effect with mesh.replica=1"
+        remedy = "leave it at False, or set mesh.replica to the number of nodes"
+        yield Problem(field, True, problem, remedy)
+    for axis in ("pipeline", "expert", "sequence", "tensor"):
+        if sizes[axis] > 1:
+            problem = f"is not built for mesh.{axis}={sizes[axis]}"
+            yield Problem(field, True, problem, f"use False, or mesh.{axis}=1")
+    if zero.offloads_state:
+        problem = f"is not built for zero.optimizer_memory={zero.optimizer_memory!r}"
+        yield Problem(field, True, problem, "use False, or zero.memory='device'")
+    yield from _messages(config)
+    if zero.secondary_partition and sizes["data"] == 1:
+        problem = "stores all parameters on each device of mesh.data=1"
+        remedy = "use False, or more devices per node"
+        yield Problem("zero.secondary_partition", True, problem, remedy)
+
+
+def _messages(config: schema.Config) -> Iterator[Problem]:
+    """Refuses messages between copies of the model, where there is one in all."""
+    codec, name = config.communication.codec, config.optimizer.name
+    problem = "needs copies of the model, and zero.shard_over_replica=True keeps one"
+    if codec != "none":
+        remedy = "use 'none', or zero.shard_over_replica=False"
+        yield Problem("communication.codec", codec, problem, remedy)
+    if name in COMPRESSED_OPTIMIZERS:
+        remedy = "use another optimizer, or zero.shard_over_replica=False"
+        yield Problem("optimizer.name", name, problem, remedy)

@@ -1,0 +1,1054 @@
+"""Every setting of a run, in one frozen tree. Nothing else in zjax is configurable."""
+
+import dataclasses
+from typing import Literal, dataclass_transform
+
+from zjax.settings import derived
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+def section(cls):
+    """Declares a section: immutable, keyword-only, hashable."""
+    return dataclasses.dataclass(frozen=True, kw_only=True, slots=True)(cls)
+
+
+class NameTable(tuple[tuple[str, str], ...]):
+    """Ordered pairs of names, hashable; written as a mapping."""
+
+
+@section
+class DimRule:
+    """Names for the dims of parameters whose path matches; the first match wins."""
+
+    pattern: str = ".*"
+    """Regular expression searched in paths like `blocks/attention/query/kernel`."""
+    dims: tuple[str, ...] = ()
+    """Name of each dim, from the first on: heads, kv_heads, mlp, vocab and tensor are
+    sharded over `mesh.tensor`, embed, head_dim and '' are not."""
+
+
+@section
+class Mesh:
+    """Devices along each mesh axis, slowest link first; -1 takes the remaining ones.
+
+    `mesh="auto"` sets pipeline, sequence and tensor to 0: zjax chooses them.
+    """
+
+    pipeline: int = 1
+    """Stages of consecutive layers."""
+    replica: int = 1
+    """Copies of the whole sharded model (hybrid sharding, HSDP)."""
+    data: int = -1
+    """Shards of the batch, over which ZeRO shards the state."""
+    expert: int = 1
+    """Shards of the experts of a mixture; they shard the batch, too."""
+    sequence: int = 1
+    """Shards of each sequence."""
+    tensor: int = 1
+    """Shards of each weight matrix."""
+    names: NameTable = NameTable()
+    """Translates dim names in the metadata of your model, such as {"tp": "tensor",
+    "fsdp": ""}, to names as in `rules`, or '' for a dim that is not sharded."""
+    rules: tuple[DimRule, ...] = ()
+    """Dim names of parameters, which override those of the model."""
+
+
+@section
+class Zero:
+    """State that is sharded over devices or offloaded."""
+
+    stage: Literal[0, 1, 2, 3] = 1
+    """0 shards nothing, 1 optimizer state and master weights, 2 also gradients, 3 also
+    parameters."""
+    min_shard_elements: int = 16_384
+    """Smaller arrays are not sharded: gathering them costs more than it saves."""
+    memory: Literal["device", "pinned_host", "nvme", "auto"] = "device"
+    """Memory of offloaded state: `pinned_host` for optimizer state and gradients;
+    `nvme` for optimizer state, with gradients and parameters on the host; `auto` for
+    optimizer state that does not fit on the devices."""
+    optimizer_memory: Literal["derived", "device", "pinned_host", "nvme", "auto"] = (
+        "derived"
+    )
+    """Memory of optimizer state and master weights between updates; `auto` fills free
+    device memory, then the host, then `nvme_paths`; `derived` follows `memory`."""
+    parameter_memory: Literal["derived", "device", "pinned_host", "nvme"] = "derived"
+    """Memory of the blocks' compute parameters until a block runs."""
+    nvme_paths: tuple[str, ...] = ()
+    """Directories of arrays stored on `nvme`, one per disk; each process makes a
+    subdirectory, and removes it at its end."""
+    gradient_memory: Literal["derived", "device", "pinned_host", "nvme"] = "derived"
+    """Memory of gradients between microbatches, and of pending gradients of offloaded
+    updates until the norm is known. Pending ones stay on the device if they fit beside
+    the block inputs or, in place of `nvme`, are small."""
+    delay_updates_from: int = -1
+    """First step, counted from 1, whose gradients are applied one step late, during the
+    next backward pass, so that no update waits for a norm (arXiv:2101.06840, section
+    5.2, where it is 40); -1 for never. Pending gradients are stored in
+    `gradient_memory`; a checkpoint applies them first."""
+    shard_over_replica: bool = False
+    """Whether stage 3 shards the state over `mesh.replica` (nodes), too, so that no
+    node holds a copy of it. The next three are ZeRO++ (arXiv:2306.10209)."""
+    secondary_partition: bool = False
+    """Whether each node gathers the compute parameters once per step and stores them
+    sharded over `mesh.data`, so that passes gather inside the node (hpZ)."""
+    quantized_weights: bool = False
+    """Whether gathers across nodes move int8 blocks of the compute parameters (qwZ)."""
+    quantized_gradients: bool = False
+    """Whether gradients are reduced as int4 blocks, inside the nodes, then across them
+    (qgZ)."""
+
+    __post_init__ = derived.fill_memories
+
+    @property
+    def offloads_state(self) -> bool:
+        """Whether master weights and optimizer state may be stored off the devices."""
+        return self.optimizer_memory != "device"
+
+    @property
+    def offloads_blocks(self) -> bool:
+        """Whether compute parameters of blocks are stored off the devices."""
+        return self.parameter_memory != "device"
+
+
+@section
+class Pipeline:
+    """Schedule of the pipeline stages of `mesh.pipeline`."""
+
+    schedule: Literal["1f1b", "gpipe", "interleaved", "zb_h1"] = "1f1b"
+    """`gpipe` runs all forward passes first; `1f1b` alternates forward and backward
+    passes; `interleaved` gives each device `num_chunks` chunks of layers; `zb_h1`
+    computes weight gradients separately. The first two take equally long; the last two
+    have smaller bubbles and take more memory."""
+    num_chunks: int = 2
+    """Chunks of layers per device under `interleaved`."""
+    recompute: bool = True
+    """Whether a stage saves only its input for the backward pass and recomputes the
+    rest; if not, it saves what `model.remat` says."""
+
+
+@section
+class LossScale:
+    """Loss scaling for float16 (arXiv:1710.03740); unused by the other dtypes."""
+
+    initial: float = 65_536.0
+    """First scale; a power of two."""
+    window: int = 1_000
+    """Clean steps before the scale doubles; 0 keeps the scale fixed."""
+    hysteresis: int = 2
+    """Overflows tolerated before the scale halves."""
+    consecutive_hysteresis: bool = False
+    """Whether a clean step restores the tolerance at once."""
+    minimum: float = 1.0
+    """The scale never falls below this."""
+
+
+@section
+class Precision:
+    """Dtypes of everything that is stored, computed or summed."""
+
+    master_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Parameters as the optimizer sees them."""
+    compute_dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    """Parameters and activations in the forward and backward pass."""
+    matmul_dtype: Literal["compute", "float8"] = "compute"
+    """Operands of the built-in models' attention projections and feed-forward."""
+    grad_sum_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Gradients as they are added over microbatches."""
+    reduce_dtype: Literal["compute", "float32"] = "compute"
+    """Gradients as they are added over devices."""
+    on_nonfinite: Literal["skip", "stop", "update"] = "skip"
+    """After a NaN or infinite gradient, `skip` skips the step, and ends the run after
+    `max_skipped_in_a_row`; `stop` ends the run and names the step; `update` does not
+    look for them, so that updates need not wait for all gradients, and ends the run at
+    the first such loss. Overflows that a lower loss scale may cure are skipped, not
+    counted."""
+    max_skipped_in_a_row: int = 20
+    """Skipped steps in a row that end a run."""
+    loss_scale: LossScale = LossScale()
+
+
+@section
+class ParamGroup:
+    """Settings for parameters whose path matches a pattern; the first match wins."""
+
+    pattern: str = ".*"
+    """Regular expression searched in paths like `blocks/attention/query/kernel`."""
+    learning_rate_scale: float = 1.0
+    """Factor on the learning rate; 0 freezes the parameters: they are stored once, in
+    the compute dtype, without gradients or moments; under offload, in pipelines and
+    with steps by replica they keep master weights and gradients."""
+    weight_decay: float = -1.0
+    """Weight decay of the matrices of this group, and of its vectors under
+    `optimizer.decay_vectors`; -1 takes `optimizer.weight_decay`."""
+
+
+@section
+class Cycle:
+    """Shape of `optimizer.schedule="one_cycle"` (arXiv:1803.09820), as in DeepSpeed.
+
+    The rate rises from `min_learning_rate` to `peak_learning_rate`, falls back, and
+    then decays as 1 / (1 + `decay_rate` x).
+    """
+
+    min_learning_rate: float = 0.0
+    """Learning rate of step 0, and at the end of the cycle."""
+    num_rise_steps: int = 2_000
+    num_fall_steps: int = -1
+    """Steps back to the minimum; -1 takes `num_rise_steps`."""
+    num_rise_stairs: int = 0
+    """Stairs of equal length on which the rate rises; 0 for a line."""
+    num_fall_stairs: int = -1
+    """The same for the fall; -1 takes `num_rise_stairs`."""
+    decay_rate: float = 0.0
+    num_decay_steps: int = 1
+    """Steps after the cycle in which x grows by 1."""
+    cycles_momentum: bool = False
+    """Whether the momentum replaces `b1`: it falls while the rate rises."""
+    min_momentum: float = 0.8
+    """Momentum of step 0, and at the peak of the rate."""
+    max_momentum: float = 0.9
+    """Momentum of step 1, and at the end of the cycle."""
+    momentum_decay_rate: float = 0.0
+    """After the cycle the momentum grows as 1 + `momentum_decay_rate` x."""
+
+
+@section
+class RangeTest:
+    """Growth of the learning rate under `optimizer.schedule="range_test"`.
+
+    It is start_learning_rate (1 + growth x); x grows by 1 in `num_steps` steps
+    (arXiv:1803.09820), as in DeepSpeed.
+    """
+
+    start_learning_rate: float = 1e-3
+    growth: float = 1.0
+    num_steps: int = 2_000
+    staircase: bool = False
+    """Whether x is a whole number."""
+
+
+@section
+class Optimizer:
+    """The update rule and its schedule."""
+
+    name: Literal[
+        "adamw",
+        "adam",
+        "lamb",
+        "lion",
+        "sgd",
+        "sgd_l2",
+        "adafactor",
+        "muon",
+        "onebit_adam",
+        "onebit_lamb",
+        "zero_one_adam",
+    ] = "adamw"
+    """`onebit_adam` and `onebit_lamb` send one bit per number after `freeze_step`
+    steps; `zero_one_adam` sends few gradients in full before, and its
+    replicas take local steps after."""
+    peak_learning_rate: float = 3e-4
+    schedule: Literal[
+        "constant",
+        "linear",
+        "cosine",
+        "wsd",
+        "warmup_lr",
+        "warmup_decay_lr",
+        "warmup_cosine_lr",
+        "one_cycle",
+        "range_test",
+    ] = "cosine"
+    """Shape after warm-up; `wsd` is warm-up, stable, then linear decay. The last five
+    are those of DeepSpeed, step by step; `one_cycle` and `range_test` read `cycle` and
+    `range_test`."""
+    num_warmup_steps: int = -1
+    """Steps until the learning rate has risen from 0 to the peak; -1 takes 100, or a
+    tenth of the steps of a shorter run than 1,000."""
+    warmup: Literal["linear", "log"] = "linear"
+    """Shape of the rise; `log` is that of DeepSpeed, in the logarithm of the step."""
+    final_learning_rate_fraction: float = 0.1
+    """Learning rate of the last step, as a fraction of the peak."""
+    decay_fraction: float = 0.2
+    """Fraction of the steps that decay under `wsd`."""
+    b1: float = 0.9
+    """First moment decay; momentum of sgd, sgd_l2 and muon."""
+    b2: float = 0.95
+    """Second moment decay."""
+    eps: float = 1e-8
+    bias_correction: bool = True
+    """Whether Adam's moments are corrected for their start at 0. DeepSpeed's 1-bit
+    optimizers do not correct them."""
+    moment_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
+    """Stored moments, rounded stochastically; `int8` leaves vectors in float32."""
+    weight_decay: float = 0.1
+    """Decay of matrices, decoupled except under `adam` and `sgd_l2`, which add it to
+    the gradient."""
+    decay_vectors: bool = False
+    """Whether biases, norm scales and other vectors decay as well, as in DeepSpeed."""
+    clip_norm: float = derived.OfferedFloat(1.0)
+    """Global gradient norm limit; `inf` turns clipping off. A gradient
+    transformation that you give is clipped only if this is set."""
+    ema_decay: float = 0.0
+    """Exponential moving average of the parameters; 0 keeps none."""
+    groups: tuple[ParamGroup, ...] = ()
+    """Exceptions to the learning rate and the decay, by parameter path."""
+    freeze_step: int = 0
+    """Last step of 1-bit optimizers that sends gradients; then they keep their second
+    moments. 0 for 15 % of the steps."""
+    var_update_scaler: int = 16
+    """Updates of second moments by 0/1 Adam until the interval between them doubles."""
+    local_step_scaler: int = 0
+    """Local steps of 0/1 Adam until the interval between exchanges doubles; 0 for
+    `freeze_step`."""
+    local_step_clipper: int = 16
+    """Longest interval between exchanges of 0/1 Adam."""
+    cycle: Cycle = Cycle()
+    range_test: RangeTest = RangeTest()
+
+    def warmup_steps(self, total: int) -> int:
+        """Steps of the warm-up, out of all steps of a run."""
+        open_steps = min(100, total // 10)
+        return open_steps if self.num_warmup_steps == -1 else self.num_warmup_steps
+
+
+@section
+class Communication:
+    """What the copies of the model along `mesh.replica` send each other."""
+
+    codec: Literal[
+        "none", "bfloat16", "float8", "int8", "int4", "int2", "top_k", "onebit"
+    ] = "none"
+    """Form of the numbers on the wire, beside float32 sums and with error feedback from
+    8 bits down; `none` leaves the reduction to `precision.reduce_dtype`, and outer
+    gradients in float32."""
+    num_local_steps: int = 0
+    """Steps that replicas take before they exchange outer gradients; 0 exchanges
+    gradients in every step."""
+    num_synchronous_steps: int = 0
+    """Steps in which replicas still exchange gradients, before they take local ones; as
+    DiLoCo starts from a trained model."""
+    outer_learning_rate: float = 0.7
+    outer_momentum: float = 0.9
+    """Nesterov momentum of outer gradients."""
+    num_fragments: int = 1
+    """Parts of the model that are exchanged at different steps of a round."""
+    delay: int = 0
+    """Steps that replicas take while a fragment is on its way."""
+    mixing: float = 0.0
+    """Share of its own parameters that a replica keeps when it merges a fragment."""
+
+
+@section
+class RopeScaling:
+    """Slower rotations, for sequences longer than those a model was trained on."""
+
+    kind: Literal["none", "linear", "dynamic", "yarn", "llama3", "longrope"] = "none"
+    """`linear` divides positions by `factor` (arXiv:2306.15595); `dynamic` raises the
+    base with the longest position of a row, beyond `original_length`; `yarn` divides
+    the positions of slow channels (arXiv:2309.00071), and so does `llama3`, by other
+    bounds (arXiv:2407.21783); `longrope` divides those of each pair of channels by a
+    number of its own (arXiv:2402.13753)."""
+    factor: float = 1.0
+    """How many times longer sequences may be."""
+    original_length: int = 0
+    """Longest sequence before, for all but `linear`."""
+    short_factors: tuple[float, ...] = ()
+    """Divisors under `longrope`, one for each pair of channels that rotate, in rows of
+    at most `original_length` positions."""
+    long_factors: tuple[float, ...] = ()
+    """Those in longer rows; text that is generated counts with all its tokens."""
+    low_frequency_factor: float = 1.0
+    """Channels with fewer turns than this in `original_length` are divided by `factor`
+    under `llama3`."""
+    high_frequency_factor: float = 4.0
+    """Those with more turns than this stay as they are."""
+    beta_fast: float = 32.0
+    """The same bounds of `yarn`: more turns than this stay as they are."""
+    beta_slow: float = 1.0
+    """Fewer turns than this are divided."""
+    attention_factor: float = 0.0
+    """Factor of rotated queries and of keys; 0 takes 0.1 ln(`factor`) + 1 under `yarn`,
+    and the root of 1 + ln(`factor`) / ln(`original_length`) under `longrope`."""
+    truncate: bool = True
+    """Whether the bounds of `yarn` are rounded to channels, outwards."""
+    mscale: float = 0.0
+    """The `attention_factor` of `yarn` is s(`mscale`) / s(`mscale_all_dim`) where both
+    are set, with s(x) = 0.1 x ln(`factor`) + 1, as in DeepSeek."""
+    mscale_all_dim: float = 0.0
+    """Attention scores under `yarn` are multiplied by s(`mscale_all_dim`) squared; 0
+    leaves them."""
+
+
+@section
+class Sparsity:
+    """Live blocks under `model.attention="sparse"`, in DeepSpeed's names.
+
+    The layout is made for `model.max_length` tokens; a shorter sequence uses its first
+    blocks. A decoder sees no later token.
+    """
+
+    mode: Literal["fixed", "variable", "bigbird", "bslongformer", "local", "dense"] = (
+        "fixed"
+    )
+    """`fixed` has adjacent windows (arXiv:1904.10509), `variable` lists their sizes,
+    `bigbird` is arXiv:2007.14062, `bslongformer` arXiv:2004.05150, `local` a sliding
+    window alone."""
+    block: Literal[16, 32, 64, 128] = 64
+    """Tokens per side of a block; DeepSpeed's 16 is slower on Hopper GPUs."""
+    different_layout_per_head: bool = False
+    num_local_blocks: int = 4
+    """Blocks per window of `fixed`."""
+    num_global_blocks: int = 1
+    """Blocks that all see: the last of each window of `fixed`, the first of a sequence
+    under `bigbird`."""
+    horizontal_global_attention: bool = False
+    """Whether global blocks of an encoder see everything, too; they always do under
+    `bigbird` and `bslongformer`."""
+    num_different_global_patterns: int = 1
+    """Places of the global blocks of `fixed`, through which heads cycle."""
+    num_random_blocks: int = -1
+    """Random blocks per row; -1 is 1 under `bigbird` and 0 under `variable`."""
+    num_sliding_window_blocks: int = 3
+    """Width of the window, centred on the row."""
+    local_window_blocks: tuple[int, ...] = (4,)
+    """Blocks of each window of `variable`; the last size repeats."""
+    global_block_indices: tuple[int, ...] = (0,)
+    """Blocks that all see, under `variable` and `bslongformer`."""
+    global_block_end_indices: tuple[int, ...] = ()
+    """One past the end of each range that starts at them; () for single blocks."""
+    seed: int = 0
+    """Seed of the random blocks."""
+
+
+@section
+class Latent:
+    """Latents of attention: narrow vectors that keys, values and queries come from.
+
+    It is the attention of DeepSeek-V2 and -V3 (arXiv:2405.04434, section 2.1). The
+    channels of a head that rotate, `model.rotary_size`, are its last ones, and those of
+    keys are the same in all heads. Off without `key_rank`.
+    """
+
+    key_rank: int = 0
+    """Channels of the latent of keys and values; 0 has no latents."""
+    query_rank: int = 0
+    """Channels of the latent of queries; 0 takes queries from the stream."""
+    plain_size: int = 0
+    """Channels of a head of queries and keys that do not rotate."""
+    value_size: int = 0
+    """Channels of a head of values, at most `model.head_size`."""
+
+
+BalanceScope = Literal["microbatch", "sequence"]
+
+
+@section
+class MoE:
+    """Mixture of experts in place of feed-forward layers; off without `num_experts`.
+
+    Each device routes its tokens of a microbatch.
+    """
+
+    num_experts: int | tuple[int, ...] = 0
+    """Experts of each MoE layer; one number per MoE layer for a pyramid
+    (arXiv:2201.05596)."""
+    choice: Literal["tokens", "experts"] = "tokens"
+    """`tokens`: each token chooses `top_k` experts. `experts`: each expert takes its
+    best tokens, as many as its capacity (arXiv:2202.09368). It is for training: later
+    tokens of a sequence compete with earlier ones, so that the losses of a decoder see
+    the future, and a decoder writes no text."""
+    top_k: int = 1
+    """Experts of each token."""
+    every: int = 1
+    """1 puts experts in every layer, 2 in the second, fourth, ... as DeepSpeed does."""
+    first_dense: int = 0
+    """Layers without experts before `every` counts."""
+    expert_size: int = 0
+    """Feed-forward width of an expert; 0 takes `model.mlp_size`."""
+    num_shared: int = 0
+    """Experts that all tokens use besides (arXiv:2401.06066)."""
+    shared_gate: bool = False
+    """Whether a sigmoid of each token scales the output of the shared experts."""
+    residual: bool = False
+    """Whether a feed-forward of the size of an expert runs beside the experts, and a
+    softmax of each token weighs the two (PR-MoE, arXiv:2201.05596)."""
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    """Scores of the router: `softmax` over all experts, or `sigmoid` of each."""
+    choice_bias: bool = False
+    """Whether the scores have a bias for the choice alone even if `bias_rate` is 0, as
+    checkpoints of DeepSeek-V3 have: training then leaves it as it is."""
+    router_bias: bool = False
+    """Whether the logits of the router have a bias, as in gpt-oss."""
+    normalise: bool = True
+    """Whether the weights of a token's experts add up to `scale`, if `top_k` > 1."""
+    scale: float = 1.0
+    """Factor of the weights."""
+    num_groups: int = 1
+    """Groups of adjacent experts (arXiv:2412.19437)."""
+    top_groups: int = 1
+    """Groups that a token may choose from."""
+    sampling: Literal["none", "first", "second"] = "none"
+    """Gumbel noise on the logits of the `first` choice (DeepSpeed's RSample), or of the
+    `second` (GShard), while training."""
+    jitter: float = 0.0
+    """Uniform noise of 1 - jitter to 1 + jitter on the router's input while training;
+    0.01 in Switch (arXiv:2101.03961)."""
+    drop: Literal["none", "position", "first_choices", "probability", "random"] = "none"
+    """Tokens that stay if more choose an expert than its capacity: all, the first, all
+    first choices before second ones, those of the best scores, or a random subset.
+    Generation drops none."""
+    capacity_factor: float = 1.0
+    """Capacity of an expert while training, over an even share of the tokens; with
+    `choice="experts"` the mean number of experts of a token."""
+    eval_capacity_factor: float = 1.0
+    """The same in evaluation."""
+    min_capacity: int = 4
+    """Least capacity, in tokens."""
+    balance_loss: float = 0.01
+    """Coefficient of the loss that evens the load of the experts."""
+    balance_scope: BalanceScope = "microbatch"
+    """Tokens with an even load: those of a device's microbatch, or of each sequence."""
+    bias_rate: float = 0.0
+    """Step of a bias on the scores, which evens the load without a loss: after each
+    optimizer step it lowers that of experts above the mean load of the global batch,
+    and raises the others' (arXiv:2408.15664). 0 moves none; DeepSeek-V3 took 0.001."""
+    z_loss: float = 0.0
+    """Coefficient of the squared log-sum-exp of the logits (arXiv:2202.08906)."""
+
+    @property
+    def has_choice_bias(self) -> bool:
+        """Whether the scores have a bias for the choice alone."""
+        return self.choice_bias or self.bias_rate > 0
+
+
+@section
+class Model:
+    """Shape of the built-in decoder or encoder."""
+
+    kind: Literal["decoder", "encoder"] = "decoder"
+    num_layers: int = 12
+    embed_size: int = 768
+    mlp_size: int = 0
+    """0 takes 4 times `embed_size`, or 8/3, up to a multiple of 256, for a gated
+    `activation`."""
+    mlp_tiles: int = 1
+    """Tiles of the feed-forward that are loaded, run and updated one after another, for
+    layers that do not fit on a device (arXiv:2104.07857, section 5.1.3)."""
+    num_heads: int = 12
+    num_kv_heads: int = 0
+    """Fewer than `num_heads` is grouped-query attention, 1 multi-query; 0 takes all."""
+    head_size: int = 0
+    """Channels per head; 0 takes `embed_size` over `num_heads`, or what `latent` and
+    `rotary_size` add up to."""
+    query_key_norm: bool = False
+    """Whether `norm` is applied to queries and keys."""
+    query_key_norm_scope: Literal["head", "heads"] = "head"
+    """Channels that it normalises together: those of each head, or of all heads, as in
+    OLMo 2."""
+    vocab_size: int = 0
+    """0 takes that of `data.path`, the 257 of the standard library, or the 50,257 of
+    GPT-2."""
+    max_length: int = 1_024
+    """Longest sequence of this run."""
+    max_positions: int = 0
+    """Longest sequence that a rotary model is for, which exports state and
+    `checkpoint.init_from` brings (`max_position_embeddings`); 0 takes `max_length`."""
+    norm: Literal["layer_norm", "rms_norm"] = "layer_norm"
+    norm_eps: float = 1e-5
+    norm_position: Literal["input", "output", "both"] = "input"
+    """What a decoder normalises of attention and feed-forward: the input, or, as OLMo
+    2, the output before it is added to the residual stream, or, as Gemma 2, both."""
+    zero_centered_norm: bool = False
+    """Whether norms multiply by 1 + scale, with scales that start at 0, as in Gemma."""
+    positions: Literal["learned", "rotary"] = "learned"
+    first_position: int = 0
+    """Row of the table of learned positions for the first token: 2 in RoBERTa."""
+    num_token_types: int = 0
+    """Rows of a table for `token_types` of a batch, such as first and second sentence;
+    a batch without them has type 0. 0 has no table."""
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling = RopeScaling()
+    rotary_size: int = 0
+    """Channels of each head that rotate, the first; 0 takes all."""
+    rotary_pairs: Literal["halves", "adjacent"] = "halves"
+    """Channels that rotate together: i of the first half and i of the second, as in
+    Llama, or 2 i and 2 i + 1, as in DeepSeek."""
+    local_rope_theta: float = 0.0
+    """The base in sliding layers, whose rotations are then not scaled; 0 rotates as in
+    the others."""
+    sliding_window: int = 0
+    """Keys that a token sees in sliding layers, from its own back; 0 for all."""
+    full_attention_every: int = 0
+    """Layers that do not slide: every second for 2, as in Gemma 2; none for 0."""
+    attention_soft_cap: float = 0.0
+    """Bound of attention scores, by tanh before the softmax; 0 for none."""
+    attention_sinks: bool = False
+    """Whether each head has a score besides those of its keys, without a value, that
+    takes part of the softmax, as in gpt-oss."""
+    logit_soft_cap: float = 0.0
+    """Bound of the logits of the next token; 0 for none."""
+    query_scale_size: int = 0
+    """Number whose root divides attention scores; 0 takes `head_size`."""
+    scaled_embedding: bool = False
+    """Whether embeddings are multiplied by the root of `embed_size`."""
+    activation: Literal["gelu", "gelu_exact", "swiglu", "geglu", "clamped_swiglu"] = (
+        "gelu"
+    )
+    """`gelu` is the form with tanh of GPT-2, `gelu_exact` that of BERT in PyTorch; the
+    others are gated, by SiLU, by GELU and by a SiLU of bounded inputs (gpt-oss)."""
+    use_bias: bool = True
+    """Whether layers have biases."""
+    attention_bias: Literal["use_bias", "none", "inputs", "all"] = "use_bias"
+    """Biases of attention, if not as `use_bias` says: `inputs` are those of queries,
+    keys and values, as in Qwen 2; `all` has that of the output, too."""
+    tied_head: bool = True
+    """The output matrix is the embedding table."""
+    dropout_rate: float = 0.0
+    """Dropout of the outputs of attention and feed-forward."""
+    embedding_dropout_rate: float = -1.0
+    """Dropout of the sum of embeddings; -1 takes `dropout_rate`."""
+    attention_dropout_rate: float = 0.0
+    """Dropout of attention weights; needs them in memory, and so XLA."""
+    attention: Literal["auto", "cudnn", "xla", "sparse"] = "auto"
+    """Attention kernel; `auto` logs its choice, a named one runs or fails; `sparse`
+    visits only the blocks of `sparsity`."""
+    sequence_attention: Literal["auto", "ulysses", "ring", "halo"] = "auto"
+    """Communication of attention over `mesh.sequence`: `ulysses` exchanges tokens for
+    heads (arXiv:2309.14509), `ring` passes keys around (arXiv:2310.01889), `halo` sends
+    the blocks that sparse attention needs; `auto` takes `ulysses` if heads divide, and
+    logs its choice."""
+    layers_per_scan: int = 0
+    """0 unrolls the layers; k scans over blocks of k layers (compiles faster), as
+    `deterministic` and `mlp_chunk_tokens` do with 1."""
+    remat: Literal[
+        "none", "elementwise", "attention_and_mlp", "dots", "attention", "full"
+    ] = "elementwise"
+    """What the backward pass recomputes; see `zjax.ops.remat`."""
+    activation_memory: Literal["device", "pinned_host", "nvme"] = "device"
+    """Memory of the saved activations until the backward pass. If blocks are separate
+    programs, as under offload, it stores their inputs and needs `remat="full"`; `nvme`
+    needs such blocks."""
+    loss_chunk_tokens: int = 4_096
+    """Tokens whose logits exist at one time; 0 computes them all at once."""
+    mlp_chunk_tokens: int = 0
+    """Tokens on a device whose hidden values in a feed-forward exist at one time; 0
+    takes all. The sequence axis and the tensor axis both split tokens. For long
+    sequences, under a `remat` that recomputes these values: `full` or `attention`
+    (arXiv:2506.13996, section 3.1)."""
+    z_loss: float = 0.0
+    """Weight of the squared log-partition penalty."""
+    sparsity: Sparsity = Sparsity()
+    latent: Latent = Latent()
+    moe: MoE = MoE()
+
+    __post_init__ = derived.fill_sizes
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether a product of two matrices enters the last one of a feed-forward."""
+        return self.activation in ("swiglu", "geglu", "clamped_swiglu")
+
+    @property
+    def value_size(self) -> int:
+        """Channels of a head of values."""
+        return self.latent.value_size if self.latent.key_rank else self.head_size
+
+    @property
+    def num_positions(self) -> int:
+        """Rows of the table of learned positions."""
+        return self.first_position + self.max_length
+
+    @property
+    def has_input_bias(self) -> bool:
+        """Whether queries, keys and values have biases."""
+        given = self.attention_bias
+        return self.use_bias if given == "use_bias" else given in ("inputs", "all")
+
+    @property
+    def has_output_bias(self) -> bool:
+        """Whether the output of attention has a bias."""
+        given = self.attention_bias
+        return self.use_bias if given == "use_bias" else given == "all"
+
+    @property
+    def embedding_dropout(self) -> float:
+        """Dropout of the sum of embeddings."""
+        given = self.embedding_dropout_rate
+        return self.dropout_rate if given == -1 else given
+
+    @property
+    def offloads_inputs(self) -> bool:
+        """Whether inputs of blocks are stored off the devices for the backward pass."""
+        return self.activation_memory != "device"
+
+
+@section
+class Masking:
+    """Tokens that an encoder predicts (arXiv:1810.04805), chosen anew in each step.
+
+    Of these, 80 % are hidden, 10 % are replaced by random ones, and 10 % stay.
+    """
+
+    fraction: float = 0.15
+    """Share of the tokens that are predicted."""
+    mask_id: int = -1
+    """Token that hides others; -1 takes `[MASK]` or `<mask>` of the tokenizer, or the
+    first id beyond its vocabulary."""
+
+
+@section
+class Data:
+    """Where tokens come from."""
+
+    source: Literal["standard_library", "tokens", "synthetic"] = "standard_library"
+    """Python's own source on this machine, files of `zjax data prepare`, or noise."""
+    path: str = ""
+    """Directory made by `zjax data prepare`, for `tokens`."""
+    length: int = 0
+    """Tokens per sequence; 0 takes `model.max_length`."""
+    packing: Literal["blocks", "documents"] = "blocks"
+    """`documents` keeps attention inside each document by segment ids."""
+    num_workers: int = 0
+    """Loader processes; 0 reads in a thread of this process."""
+    prefetch_batches: int = 2
+    """Batches placed on the devices ahead of their use."""
+    check_ids: Literal["host", "device"] = "host"
+    """Where token ids are checked against the vocabulary: as batches leave the host, or
+    also on the devices, for which each step then waits."""
+    masking: Masking = Masking()
+
+
+@section
+class Pacing:
+    """How a number grows over the steps (arXiv:2212.03597, section 3.1)."""
+
+    kind: Literal["linear", "root", "discrete", "custom"] = "linear"
+    """`linear` in the step; `root` in a root of it, which rises fast at first;
+    `discrete` lists the values; `custom` calls your function."""
+    start: int = 0
+    """First value; 0 takes 64 tokens, or a difficulty of 1."""
+    end: int = 0
+    """Last value; 0 takes `data.length`, 100 percent, or the largest difficulty."""
+    num_steps: int = 1_000
+    """First step of the last value."""
+    num_tokens: int = 0
+    """Consumed tokens that end the growth in place of `num_steps`: the step that
+    reaches them is the first of the last value. 0 counts steps."""
+    multiple: int = 0
+    """Values are multiples of it; 0 takes 64 tokens, or 1."""
+    degree: int = 2
+    """2 is the square root."""
+    values: tuple[int, ...] = ()
+    """Values of `discrete`, ascending."""
+    last_steps: tuple[int, ...] = ()
+    """Last step of each of them but the last."""
+    function: str = ""
+    """`module:function` from a step to a value, an int that never falls."""
+
+
+@section
+class SequenceWarmup:
+    """Shorter contexts in the first steps (arXiv:2108.06084, arXiv:2503.15450).
+
+    They keep large batches and learning rates stable, and cost less. The learning rate
+    decays with the tokens that were consumed, not with the steps.
+    """
+
+    form: Literal["none", "truncate", "reshape", "window"] = "none"
+    """`truncate` cuts the end off each sequence; `reshape` cuts each into short ones,
+    so that batches have more rows and about as many tokens; each length is compiled.
+    `window` limits how far back a token sees: one program trains on all tokens."""
+    pacing: Pacing = Pacing()
+    """Tokens per sequence, or that a token sees with those before it."""
+
+    __post_init__ = derived.fill_length_pacing
+
+
+@section
+class CurriculumMetric:
+    """A measure of the samples, and how its difficulty grows."""
+
+    index: str = ""
+    """File of `zjax data analyze`, made from the same data."""
+    difficulty: Literal["percentile", "value"] = "percentile"
+    """`percentile` admits equally many samples per unit of difficulty, `value` those
+    whose value is at most the difficulty."""
+    pacing: Pacing = Pacing()
+    """Difficulties, the last of which is 100 percent or the largest value."""
+
+    __post_init__ = derived.fill_difficulty_pacing
+
+
+@section
+class Curriculum:
+    """Easy samples first (arXiv:2212.03597)."""
+
+    metrics: tuple[CurriculumMetric, ...] = ()
+    """A sample is drawn once all of them admit it; () draws all samples."""
+
+
+@section
+class Buckets:
+    """Batches of one length each and a constant number of tokens (arXiv:2405.13226).
+
+    No row holds two documents. `global_batch_size` is the rows of the longest bucket;
+    evaluation sees rows of `data.length`.
+    """
+
+    form: Literal["none", "cut", "pad"] = "none"
+    """`cut` splits documents into powers of two, without padding; `pad` takes them
+    whole, in the shortest bucket that holds them."""
+    shortest: int = 256
+    """Tokens per row of the shortest bucket; each next one is twice as long, up to
+    `data.length`."""
+    order: Literal["shuffle", "grow", "mixture", "pacing"] = "shuffle"
+    """`shuffle` and `grow` take each batch of an epoch once, `grow` in cycles that
+    begin with short rows; `mixture` draws buckets by `weights`, `pacing` those that
+    are not longer than `pacing` says."""
+    weights: tuple[float, ...] = ()
+    """Odds of the buckets, the shortest first; () for 1, 1/2, 1/4, ... under `grow`,
+    and equal ones otherwise."""
+    num_cycles: int = 8
+    """Equal parts of an epoch under `grow`."""
+    learning_rate: Literal["constant", "linear", "sqrt"] = "constant"
+    """Whether the learning rate of a batch grows with its rows over
+    `global_batch_size`, or with the square root."""
+    pacing: Pacing = Pacing()
+    """Tokens of the longest bucket under `pacing`."""
+
+    __post_init__ = derived.fill_bucket_pacing
+
+
+@section
+class RandomLTD:
+    """Random token dropping (random-LTD, arXiv:2211.11586).
+
+    Layers between the first and the last train on a growing random subset of the tokens
+    of each sequence. Where blocks have several layers (`model.moe.every`), the first
+    and the last block train on all tokens.
+    """
+
+    form: Literal["none", "layerwise", "span"] = "none"
+    """Tokens pass by, unchanged, each layer that drops them: `layerwise` draws tokens
+    for each layer, `span` once for all of them (arXiv:2501.04765), which is cheaper."""
+    pacing: Pacing = Pacing(num_steps=0)
+    """Tokens of each sequence that they train on, from 128 by default, in multiples of
+    128; each number is compiled. `num_steps=0` takes all steps."""
+
+    __post_init__ = derived.fill_kept_pacing
+
+
+@section
+class LayerDrop:
+    """Progressive layer drop (arXiv:2010.13369), for decoders.
+
+    In step t, from 0, layer l of L trains with the probability 1 - l / L (1 - theta_t),
+    with theta_t = theta + (1 - theta) exp(-gamma t). What it adds to the stream is
+    divided by that. One draw decides for all sequences of a microbatch.
+    """
+
+    theta: float = 1.0
+    """Limit of the probability of the last layer; 0.5 in the paper, 1 drops none."""
+    gamma: float = 0.0
+    """Rate at which probabilities fall; 0 takes 100 / `num_steps`, as the paper."""
+
+
+@section
+class Evaluation:
+    """Loss on held-out data during training."""
+
+    every_steps: int = 500
+    """0 evaluates only at the end."""
+    num_batches: int = 8
+    """Most batches of `global_batch_size` rows, the same for every seed and each row
+    once; -1 takes all rows, and 0 never evaluates."""
+    patience: int = 0
+    """Evaluations in a row without a lower loss that end the run early; 0 is never."""
+    min_improvement: float = 0.0
+    """Least decrease of the best loss that counts as lower."""
+
+
+@section
+class Checkpoint:
+    """Checkpoints under `<directory>/checkpoints`."""
+
+    every_steps: int = 500
+    """0 saves only at the end and on a signal."""
+    keep_last: int = 2
+    keep_best: int = 1
+    """Checkpoints of lowest validation loss to keep besides the last. With
+    `evaluation.patience` a run also saves at each new lowest loss."""
+    resume: Literal["auto", "never", "required"] = "auto"
+    """Whether to continue a run found in the directory."""
+    init_from: str = ""
+    """Safetensors file, or directory of a run or of a Hugging Face checkpoint, whose
+    weights start a new run; those of a dense model also start one with `model.moe`,
+    whose experts are copies (arXiv:2212.05055)."""
+    expert_noise: float = 0.0
+    """Noise on these copies, as a fraction of the standard deviation of each matrix."""
+    resize_vocabulary: bool = False
+    """Whether `init_from` has fewer tokens than `model.vocab_size`; the new rows of its
+    tables are the mean of the others."""
+
+
+@section
+class Lora:
+    """Low-rank adapters, the only parameters to train (LoRA, arXiv:2106.09685).
+
+    All other parameters are frozen: stored once, in the compute dtype. Adapters are the
+    parameters `lora/a` and `lora/b` of a layer, and `optimizer.groups` finds them so.
+    """
+
+    rank: int = 0
+    """Inner dim of the adapters; 0 has none and trains all parameters."""
+    alpha: float = 16.0
+    """Adapters are multiplied by `alpha / rank`."""
+    targets: tuple[str, ...] = (".*",)
+    """Regular expressions searched in paths of linear layers, such as
+    `blocks/attention/query`."""
+    form: Literal["lora", "dora"] = "lora"
+    """`dora` also trains the length of each column of the sum of matrix and adapter
+    (arXiv:2402.09353)."""
+    dropout: float = 0.0
+    """Probability to zero an entry of what enters an adapter alone, in training."""
+    also_train: tuple[str, ...] = ()
+    """Regular expressions searched in paths of other parameters to train in full."""
+    init_from: str = ""
+    """Directory in PEFT's layout whose adapters start the run, beside the weights of
+    `checkpoint.init_from`; empty for new ones."""
+    quantize: Literal["", "int8", "int4"] = ""
+    """Type in which the frozen matrices of blocks are stored (QLoRA, arXiv:2305.14314),
+    with scales in the compute dtype; empty for the compute dtype."""
+    block_size: int = 64
+    """Most inputs that share a scale, for each output of a matrix: blocks are as large
+    as divide its inputs, such as 40 of heads of 80 channels."""
+
+
+@section
+class Distill:
+    """Staged distillation from a trained decoder (MoS, arXiv:2201.05596).
+
+    Its divergence from the student is added to the loss until the stage ends.
+    """
+
+    teacher: str = ""
+    """Directory of the teacher's run, whose newest weights for evaluation are used;
+    empty for no distillation."""
+    weight: float = 1.0
+    """Weight of the divergence beside the cross-entropy."""
+    temperature: float = 1.0
+    """Divisor of the logits of both (arXiv:1503.02531)."""
+    fraction: float = 0.7
+    """Fraction of `num_steps` after which the stage ends."""
+    memory: Literal["device", "pinned_host"] = "device"
+    """Memory of the teacher's parameters between its passes."""
+
+    def num_steps(self, total: int) -> int:
+        """Steps of the stage, out of all steps of a run."""
+        return round(self.fraction * total) if self.teacher else 0
+
+
+@section
+class Observe:
+    """Metrics, plots and profiles of a run."""
+
+    sinks: tuple[
+        Literal["console", "jsonl", "csv", "tensorboard", "wandb", "mlflow"], ...
+    ] = ("console", "jsonl", "tensorboard")
+    project: str = "zjax"
+    """Project of Weights & Biases, and experiment of MLflow."""
+    log_every_steps: int = 10
+    plot: bool = True
+    """Saves a picture of loss and speed at the end."""
+    profile_start_step: int = -1
+    """First step, from 1 on, of a jax.profiler trace; -1 takes none."""
+    profile_num_steps: int = 3
+    peak_tflops: float = 0.0
+    """Peak of one device for MFU; 0 looks it up by device name."""
+
+
+@section
+class Processes:
+    """How the processes of a run find each other."""
+
+    coordinator: str = "auto"
+    """`auto` asks Slurm, Open MPI or Kubernetes; `none` runs alone; or `host:port`."""
+    num_processes: int = 0
+    """Number of processes, with `host:port`."""
+    process_id: int = -1
+    """Number of this process, with `host:port`."""
+    heartbeat_seconds: int = 20
+    """Seconds without a heartbeat after which a process counts as dead."""
+
+
+@section
+class Elasticity:
+    """Batch sizes that many numbers of devices divide, as DeepSpeed computes them.
+
+    The number of batch shards, which are the devices of one model, may then change from
+    start to start while the global batch stays.
+    """
+
+    microbatch_sizes: tuple[int, ...] = ()
+    """Sizes to choose `microbatch_size` from; () leaves the batch to the three settings
+    above, which are otherwise 0."""
+    max_batch_size: int = 2_000
+    """Largest global batch."""
+    min_shards: int = 1
+    max_shards: int = 10_000
+    """Range of the numbers of batch shards of which as many as possible shall fit."""
+    prefer_larger: bool = True
+    """Whether the larger of two batches that fit equally many is taken."""
+    shards_per_node: int = 0
+    """0 counts shards (version 0.1). A number of devices counts nodes (version 0.2),
+    and gives shards that do not fit a batch of their own."""
+
+
+@section
+class Config:
+    """One run of zjax."""
+
+    seed: int = 0
+    num_steps: int = derived.OfferedInt(1_000)
+    num_epochs: float = 0.0
+    """Passes over the training rows, which `zjax.Trainer` counts, in place of
+    `num_steps`; 0 is none."""
+    num_tokens: int = 0
+    """Consumed tokens that end the run of a built-in model before `num_steps`, at the
+    end of a step; 0 is none."""
+    global_batch_size: int = derived.OfferedInt(32)
+    """Sequences per optimizer step, over all devices and microbatches; 0 derives it
+    from the two settings below. The batch of `zjax.initialize` replaces the default."""
+    num_microbatches: int = 0
+    """Gradient accumulation steps; 0 derives it (1 by default)."""
+    microbatch_size: int = 0
+    """Sequences per device and microbatch; 0 derives it."""
+    elasticity: Elasticity = Elasticity()
+    directory: str = "runs/default"
+    """Output directory of the run."""
+    deterministic: bool = False
+    """Whether GPU runs repeat bit for bit, with slower kernels; CPU runs always do."""
+    xla_options: tuple[str, ...] = ()
+    """Compiler options `name=value` that add to and replace those that zjax derives."""
+    mesh: Mesh = Mesh()
+    pipeline: Pipeline = Pipeline()
+    zero: Zero = Zero()
+    precision: Precision = Precision()
+    optimizer: Optimizer = Optimizer()
+    communication: Communication = Communication()
+    model: Model = Model()
+    data: Data = Data()
+    sequence_warmup: SequenceWarmup = SequenceWarmup()
+    curriculum: Curriculum = Curriculum()
+    buckets: Buckets = Buckets()
+    random_ltd: RandomLTD = RandomLTD()
+    layer_drop: LayerDrop = LayerDrop()
+    evaluation: Evaluation = Evaluation()
+    checkpoint: Checkpoint = Checkpoint()
+    lora: Lora = Lora()
+    distill: Distill = Distill()
+    observe: Observe = Observe()
+    processes: Processes = Processes()
+
+    __post_init__ = derived.fill_from_each_other

@@ -1,0 +1,519 @@
+"""The forward pass of a `Stack`, and its loss.
+
+Blocks run one by one, or in a `lax.scan` over a few at a time, which compiles faster
+and runs slower.
+"""
+
+import collections
+import dataclasses
+import functools
+import itertools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from zjax.errors import ModelError, Problem
+from zjax.jaxprs.versions import dtype_promotion
+from zjax.ops import remat
+from zjax.ops.keys import fold_in, loss_key
+from zjax.ops.token_subset import on_subset
+from zjax.sharding.layers import LayerOf, cut_layers, layers_of
+from zjax.stack.dropping import (
+    BlockInput,
+    block_on_tokens,
+    draw_tokens,
+    drops_tokens,
+    make_inputs,
+    mean_metric,
+    run_block,
+    split_dropping,
+)
+from zjax.typing import (
+    Auxiliary,
+    Batch,
+    Dropping,
+    Loss,
+    Metrics,
+    Model,
+    ModelState,
+    Params,
+    Segment,
+    Stack,
+    Totals,
+)
+
+AUXILIARY_LOSS = "auxiliary_loss"
+"""Name of the metric with the auxiliary loss of the blocks."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Execution:
+    """How blocks run in one program.
+
+    Args:
+        layers_per_scan: Blocks per scan iteration. 0, or a number that does not divide
+            a segment, runs blocks one by one.
+        policy: Residuals to save, as in `zjax.ops.remat.recompute`.
+        memory: Where residuals are stored.
+    """
+
+    layers_per_scan: int = 0
+    policy: remat.Policy = "none"
+    memory: remat.Memory = "device"
+
+    def scan_size(self, num_blocks: int) -> int:
+        """Blocks per scan iteration; 0 for no scan."""
+        stride = self.layers_per_scan
+        return 0 if stride and num_blocks % stride else stride
+
+
+ONE_BY_ONE = Execution()
+
+
+def loss_of(stack: Stack, execution: Execution = ONE_BY_ONE) -> "StackLoss":
+    """Makes the loss of a model from its stack.
+
+    Args:
+        stack: The model as a sequence of blocks.
+        execution: How the blocks run.
+
+    Returns:
+        `loss(params, model_state, batch, key)` for `zjax.Model`: the mean over the
+        head's units, plus auxiliary losses. The model state is unchanged.
+
+    Raises:
+        ModelError: Head and blocks give metrics of the same name, or blocks give other
+            totals than their segment declares; raised by the loss.
+    """
+    return StackLoss(stack, execution)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StackLoss:
+    """The loss of a stack, as `loss_of` describes it."""
+
+    stack: Stack
+    execution: Execution
+
+    @dtype_promotion()
+    def __call__(
+        self,
+        params: Params,
+        model_state: ModelState,
+        batch: Batch,
+        key: jax.Array | None,
+    ) -> Loss:
+        """The loss of a microbatch."""
+        stack = self.stack
+        carry, auxiliaries = run_stack(
+            stack, params, batch, loss_key(key), self.execution
+        )
+        combined = combine(auxiliaries)
+        totals = stack_totals(stack.segments, auxiliaries)
+        _, _, head = stack.split(params)
+        total, weight, sums = stack.head(head, carry, split_dropping(batch)[0])
+        result = loss_of_sums(total, weight, sums, combined, totals)
+        return result._replace(model_state=model_state)
+
+
+def runs_stack(model: Model) -> bool:
+    """Says whether the loss of a model is the loss of the model's stack."""
+    return isinstance(model.loss, StackLoss) and model.loss.stack is model.stack
+
+
+def with_stack(model: Model, **functions: Any) -> Model:
+    """Changes functions of a model's stack, in `Model.stack` and `Model.loss` alike.
+
+    A new head adds a loss term or a metric that acts on every mesh.
+
+    Args:
+        model: A model whose loss is the loss of its stack, as of `zjax.make_model`.
+        **functions: Fields of `zjax.Stack`. A head, `head(params, carry, batch) ->
+            (loss_sum, weight, metric_sums)`, may call `model.stack.head`, and
+            `model.stack.factors` for `(hidden, matrix)`, with the same `params` and
+            `carry`: logits [B, L, V] are `hidden @ matrix.T`.
+
+    Returns:
+        The changed model.
+
+    Raises:
+        ModelError: The model has no stack, or another loss.
+
+    Example:
+        >>> from zjax import Config, make_model
+        >>> model = make_model(Config())
+        >>> def head(params, carry, batch):
+        ...     loss, weight, metrics = model.stack.head(params, carry, batch)
+        ...     return 2 * loss, weight, metrics | {"double_loss": 2 * loss}
+        >>> with_stack(model, head=head).stack.head is head
+        True
+    """
+    if model.stack is None or not runs_stack(model):
+        problem = "is not the loss of a stack, whose functions could change"
+        remedy = "give a model of zjax.make_model, or loss=zjax.loss_of(stack)"
+        raise ModelError(Problem("model.loss", name_of_loss(model), problem, remedy))
+    assert isinstance(model.loss, StackLoss)  # or `runs_stack` were false
+    stack = dataclasses.replace(model.stack, **functions)
+    loss = dataclasses.replace(model.loss, stack=stack)
+    return dataclasses.replace(model, stack=stack, loss=loss)
+
+
+def name_of_loss(model: Model) -> str:
+    """Names the loss of a model for messages."""
+    return getattr(model.loss, "__name__", type(model.loss).__name__)
+
+
+def run_stack(
+    stack: Stack,
+    params: Params,
+    batch: Batch,
+    key: jax.Array | None,
+    execution: Execution = ONE_BY_ONE,
+) -> tuple[Any, list[Auxiliary]]:
+    """Runs the embedding and all blocks.
+
+    Args:
+        stack: The model as a sequence of blocks.
+        params: Parameters of the model.
+        batch: Tree of arrays.
+        key: The embedding uses `fold_in(key, 0)`, block i of all segments `fold_in(key,
+            i + 1)`. None means evaluation.
+        execution: How the blocks run.
+
+    Returns:
+        The carry for the head, and what each block returns besides its carry.
+    """
+    batch, dropping = split_dropping(batch)
+    embed, blocks, _ = stack.split(params)
+    carry, context = stack.embed(embed, batch, fold_in(key, 0))
+    num_blocks = sum(segment.num_blocks for segment in stack.segments)
+    keys = None if key is None else _fold_in(key, jnp.arange(1, num_blocks + 1))
+    run = functools.partial(_run_range, stack, execution)
+    given = make_inputs(keys, dropping)
+    if num_blocks > 2 and drops_tokens(dropping, carry, key):
+        stream = carry, context, given
+        carry, auxiliaries = _run_on_subsets(run, stack, blocks, *stream, dropping)
+    else:
+        (every,) = _cut(stack, blocks, (num_blocks,))
+        carry, auxiliaries = run(every, carry, context, given)
+    carry = jax.tree.map(lambda x: remat.mark(x, remat.INPUT), carry)
+    return carry, auxiliaries
+
+
+class _Piece(NamedTuple):
+    """Adjacent blocks of a segment, with their parameters."""
+
+    segment: Segment
+    num_blocks: int
+    params: Params
+
+
+def _cut(
+    stack: Stack, blocks: Sequence[Params], sizes: Sequence[int]
+) -> list[list[_Piece]]:
+    """The pieces of each range of adjacent blocks of all segments."""
+    ends = [*itertools.accumulate(sizes, initial=0)]
+    ranges: list[list[_Piece]] = [[] for _ in sizes]
+    first = 0
+    for segment, params in zip(stack.segments, blocks, strict=True):
+        inside = [min(max(end - first, 0), segment.num_blocks) for end in ends]
+        counts = [after - before for before, after in itertools.pairwise(inside)]
+        pieces = cut_layers(params, counts)
+        for pieces_of_range, count, piece in zip(ranges, counts, pieces, strict=True):
+            if count:
+                pieces_of_range.append(_Piece(segment, count, piece))
+        first += segment.num_blocks
+    return ranges
+
+
+def _run_on_subsets(
+    run: Callable[..., tuple[Any, list[Auxiliary]]],
+    stack: Stack,
+    blocks: Sequence[Params],
+    carry: Any,
+    context: Any,
+    given: BlockInput,
+    dropping: Dropping,
+) -> tuple[Any, list[Auxiliary]]:
+    """Runs all blocks, those between the first and the last on some of the tokens."""
+    assert stack.take_tokens is not None and given.key is not None
+    first, middle, last = _cut(stack, blocks, (1, len(given.key) - 2, 1))
+    before, inner, after = (
+        jax.tree.map(operator.itemgetter(blocks), given)
+        for blocks in (slice(1), slice(1, -1), slice(-1, None))
+    )
+    carry, auxiliaries = run(first, carry, context, before)
+    if dropping.once:
+        (indices,) = draw_tokens(inner.key[:1], carry, dropping.num_kept)
+        narrow = stack.take_tokens(context, indices)
+        carry, added = on_subset(
+            lambda x: run(middle, x, narrow, inner), carry, indices
+        )
+    else:
+        indices = draw_tokens(inner.key, carry, dropping.num_kept)
+        carry, added = run(middle, carry, context, inner._replace(indices=indices))
+    carry, more = run(last, carry, context, after)
+    return carry, [*auxiliaries, *added, *more]
+
+
+def _run_range(
+    stack: Stack,
+    execution: Execution,
+    pieces: Sequence[_Piece],
+    carry: Any,
+    context: Any,
+    given: BlockInput,
+) -> tuple[Any, list[Auxiliary]]:
+    """Runs adjacent blocks; `given` holds the inputs of all of them."""
+    auxiliaries: list[Auxiliary] = []
+    for piece in pieces:
+        first = len(auxiliaries)
+        own = slice(first, first + piece.num_blocks)
+        inputs = jax.tree.map(operator.itemgetter(own), given)
+        carry, added = _run_piece(stack, execution, piece, carry, context, inputs)
+        auxiliaries += added
+    return carry, auxiliaries
+
+
+def _run_piece(
+    stack: Stack,
+    execution: Execution,
+    piece: _Piece,
+    carry: Any,
+    context: Any,
+    given: BlockInput,
+) -> tuple[Any, list[Auxiliary]]:
+    num_blocks = piece.num_blocks
+    size = execution.scan_size(num_blocks)
+    block = remat.recompute(
+        block_on_tokens(stack, piece.segment),
+        execution.policy,
+        in_loop=0 < size < num_blocks,
+        memory=execution.memory,
+    )
+
+    def step(params: Params, carry: Any, given: BlockInput) -> Any:
+        return run_block(block, params, carry, context, given)
+
+    def inputs_at(place: int) -> BlockInput:
+        return jax.tree.map(lambda x: x[place::size] if size else x[place], given)
+
+    inputs = tuple(map(inputs_at, range(size or num_blocks)))
+    carry, outputs = run_blocks(step, piece.params, carry, inputs, scan_size=size)
+    if size:
+        outputs = [x for i in range(num_blocks // size) for x in _select(outputs, i)]
+    return carry, list(outputs)
+
+
+def _select(stacked: Any, iteration: int) -> Any:
+    return jax.tree.map(lambda x: x[iteration], stacked)
+
+
+def run_blocks(
+    step: Callable[[Params, Any, Any], tuple[Any, Any]],
+    blocks: Params,
+    carry: Any,
+    inputs: Sequence[Any],
+    *,
+    scan_size: int,
+) -> tuple[Any, tuple[Any, ...]]:
+    """Threads a carry through equal blocks.
+
+    Args:
+        step: `step(params, carry, input) -> (carry, output)`, with parameters for
+            `read_layer`.
+        blocks: Arrays that stack the parameters of the blocks, or their `Layers`.
+        carry: Input of the first block.
+        inputs: One tree per block; with a scan, one per block of an iteration, stacked
+            over the iterations.
+        scan_size: Blocks per scan iteration; 0 for no scan.
+
+    Returns:
+        The carry of the last block, and the outputs in the form of the inputs.
+
+    Example:
+        >>> def step(params, x, key):
+        ...     return params * x, x
+        >>> last, seen = run_blocks(step, jnp.arange(1, 4), 2, (None,) * 3, scan_size=0)
+        >>> int(last), [int(x) for x in seen]
+        (12, [2, 2, 4])
+    """
+
+    def run_few(carry: Any, layers: Sequence[Params], inputs: Sequence[Any]) -> Any:
+        outputs = []
+        for params, block_input in zip(layers, inputs, strict=True):
+            carry, output = step(params, carry, block_input)
+            outputs.append(output)
+        return carry, tuple(outputs)
+
+    def run_group(carry: Any, xs: Any) -> Any:
+        group, inputs = xs
+        if scan_size == 1:
+            return run_few(carry, [group], inputs)
+        layers = [LayerOf(group, i) for i in range(scan_size)]
+        return run_few(carry, layers, inputs)
+
+    if scan_size == 0:
+        return run_few(carry, layers_of(blocks, len(inputs)), inputs)
+    if scan_size > 1:
+        blocks = jax.tree.map(lambda x: x.reshape(-1, scan_size, *x.shape[1:]), blocks)
+    return jax.lax.scan(run_group, carry, (blocks, tuple(inputs)))
+
+
+def combine(auxiliaries: Sequence[Auxiliary]) -> Auxiliary:
+    """Combines the losses and metrics that blocks return.
+
+    Args:
+        auxiliaries: One per block.
+
+    Returns:
+        The sum of the losses; each metric's mean over the blocks that return it, and
+        that ran.
+
+    Example:
+        >>> one, two = jnp.float32(1), jnp.float32(2)
+        >>> both = combine([Auxiliary(one, {"drop": two}), Auxiliary(two), Auxiliary()])
+        >>> float(both.loss), float(both.metrics["drop"])
+        (3.0, 2.0)
+    """
+    losses = [each.loss for each in auxiliaries if each.loss is not None]
+    by_name = collections.defaultdict(list)
+    for each in auxiliaries:
+        for name, x in each.metrics.items():
+            by_name[name].append(x)
+    return Auxiliary(
+        functools.reduce(jnp.add, losses) if losses else None,
+        {name: mean_metric(x, len(x)) for name, x in by_name.items()},
+    )
+
+
+def stack_totals(
+    segments: Sequence[Segment], auxiliaries: Sequence[Auxiliary]
+) -> Totals:
+    """Stacks the totals of the blocks of each segment.
+
+    Args:
+        segments: Segments of a stack.
+        auxiliaries: One per block of all segments.
+
+    Raises:
+        ModelError: A block gives other totals than its segment declares.
+
+    Example:
+        >>> segment = Segment(lambda *inputs: None, 2, totals={"load": (3,)})
+        >>> blocks = [Auxiliary(totals={"load": jnp.arange(3)})] * 2
+        >>> stack_totals([segment], blocks)[0]["load"].tolist()
+        [[0, 1, 2], [0, 1, 2]]
+    """
+    remaining = iter(auxiliaries)
+    totals = []
+    for segment in segments:
+        blocks = [*itertools.islice(remaining, segment.num_blocks)]
+        for each in blocks:
+            check_totals(segment, each)
+        stacks = {n: jnp.stack([x.totals[n] for x in blocks]) for n in segment.totals}
+        totals.append(stacks)
+    return tuple(totals)
+
+
+def named_totals(totals: Totals) -> Metrics:
+    """Names totals as metrics of a step.
+
+    Args:
+        totals: Arrays of each segment by name.
+
+    Returns:
+        The arrays by name, followed by the index of the segment if several have it.
+
+    Example:
+        >>> one = jnp.int32(1)
+        >>> sorted(named_totals(({"load": one}, {"load": one, "seen": one})))
+        ['load/0', 'load/1', 'seen']
+    """
+    count = collections.Counter(name for each in totals for name in each)
+    return {
+        name if count[name] == 1 else f"{name}/{i}": x
+        for i, each in enumerate(totals)
+        for name, x in each.items()
+    }
+
+
+def check_totals(segment: Segment, auxiliary: Auxiliary) -> None:
+    """Refuses totals of a block that are not those its segment declares.
+
+    Raises:
+        ModelError: Names every such array.
+    """
+    declared = {n: f"int32{list(shape)}" for n, shape in segment.totals.items()}
+    given = {n: f"{x.dtype}{list(x.shape)}" for n, x in auxiliary.totals.items()}
+    problems = [
+        Problem(
+            f"totals/{name}",
+            given.get(name),
+            f"is not the {declared.get(name)} that the segment declares",
+            "let Auxiliary.totals of a block and Segment.totals agree",
+        )
+        for name in sorted(declared.keys() | given.keys())
+        if declared.get(name) != given.get(name)
+    ]
+    if problems:
+        raise ModelError(*problems)
+
+
+def loss_of_sums(
+    total: jax.Array,
+    weight: jax.Array,
+    sums: Metrics,
+    auxiliary: Auxiliary,
+    totals: Totals = (),
+) -> Loss:
+    """The loss of a microbatch from the head's sums and the blocks' auxiliaries.
+
+    Args:
+        total: Sum of the loss.
+        weight: Number of units; 0 gives a mean of 0.
+        sums: Sums of the head's metrics.
+        auxiliary: Loss to add to the mean, and metrics.
+        totals: Totals of the blocks.
+
+    Returns:
+        Means, and the totals.
+
+    Raises:
+        ModelError: Two metrics or totals of head and blocks have the same name.
+
+    Example:
+        >>> six, three, one = (jnp.float32(x) for x in (6, 3, 1))
+        >>> loss = loss_of_sums(six, three, {}, Auxiliary(one))
+        >>> float(loss.value), float(loss.metrics["auxiliary_loss"])
+        (3.0, 1.0)
+    """
+    divisor = jnp.where(weight > 0, weight, 1.0)
+    value, metrics = total / divisor, {name: x / divisor for name, x in sums.items()}
+    shown = dict(auxiliary.metrics)
+    if auxiliary.loss is not None:
+        value += auxiliary.loss
+        _check_names_differ({AUXILIARY_LOSS: auxiliary.loss}, shown)
+        shown[AUXILIARY_LOSS] = auxiliary.loss
+    _check_names_differ(shown, metrics)
+    _check_names_differ(named_totals(totals), shown | metrics)
+    metrics = {n: jnp.asarray(x, jnp.float32) for n, x in (metrics | shown).items()}
+    weight = jax.lax.stop_gradient(jnp.asarray(weight, jnp.float32))
+    return Loss(jnp.asarray(value, jnp.float32), weight, (), metrics, totals)
+
+
+def _check_names_differ(some: Metrics, others: Metrics) -> None:
+    problem, remedy = "is given twice, by blocks or head", "rename one of them"
+    problems = [
+        Problem(f"metrics/{name}", str(some[name].dtype), problem, remedy)
+        for name in sorted(some.keys() & others.keys())
+    ]
+    if problems:
+        raise ModelError(*problems)
+
+
+def _fold_in(key: jax.Array, numbers: jax.Array) -> jax.Array:
+    return jax.vmap(lambda number: jax.random.fold_in(key, number))(numbers)

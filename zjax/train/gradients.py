@@ -1,0 +1,364 @@
+"""Gradients over a global batch, reduced by the compiler or by our collectives."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from zjax.comm import shards
+from zjax.ops import remat
+from zjax.ops.keys import fold_in
+from zjax.sharding.frozen import joined, trained
+from zjax.sharding.layers import put_together, take_apart
+from zjax.sharding.mesh import REPLICA
+from zjax.sharding.placement import ArrayPlan, place_tree, unpad_tree
+from zjax.sharding.plan import Plan
+from zjax.sharding.program_plan import layerwise_plan
+from zjax.train import microbatches
+from zjax.train.compute_params import cast_like, compute_dtype
+from zjax.typing import Batch, Loss, Model, ModelState, Params
+
+
+@dataclasses.dataclass(frozen=True)
+class AutomaticGradients:
+    """Pure functions of the compute parameters.
+
+    Args:
+        model: Its loss.
+        plan: Places parameters, gradients and their sum.
+        num_microbatches: Gradient accumulation, 1 or more.
+    """
+
+    model: Model
+    plan: Plan
+    num_microbatches: int
+
+    def gradients(
+        self,
+        params: Params,
+        state: ModelState,
+        batch: Batch,
+        key: jax.Array,
+        scale: Any,
+    ) -> tuple[Params, Loss]:
+        """Gradients of `scale` times the mean loss.
+
+        Args:
+            params: Parameters in the compute dtype and their logical shapes.
+            state: The model state before the first microbatch.
+            batch: The global batch.
+            key: Folded with the number of each microbatch.
+            scale: float32[], the loss scale.
+
+        Returns:
+            Gradients in logical shapes and the dtype of the gradient sum, None for
+            frozen parameters; and the loss, which is not scaled.
+        """
+        rows = layerwise_plan(self.model, self.plan).grad_sum
+
+        def pin(grads: Params) -> Params:
+            return place_tree(grads, rows)
+
+        def one(
+            state: ModelState, microbatch: Batch, key: jax.Array
+        ) -> tuple[Params, Loss]:
+            grads, result = self.differentiate(params, state, microbatch, key, scale)
+            return pin(grads), result
+
+        zeros = jax.tree.map(lambda row: jnp.zeros(row.shape, row.dtype), rows)
+        grads, loss = microbatches.accumulate(
+            one, zeros, state, self.split(batch), key, pin=pin
+        )
+        # Placed and stacked before the cast, so that the smaller dtype is moved.
+        return cast_like(put_together(grads), self.plan.grad_sum), loss
+
+    def differentiate(
+        self,
+        params: Params,
+        state: ModelState,
+        microbatch: Batch,
+        key: jax.Array,
+        scale: Any,
+    ) -> tuple[Params, Loss]:
+        """The same for one microbatch, with gradients that are not placed yet."""
+        rows = layerwise_plan(self.model, self.plan).master
+
+        def scaled(learned: Params) -> tuple[jax.Array, Loss]:
+            used = joined(learned, params, rows)
+            result = self.model.loss(used, state, microbatch, key)
+            counted = microbatches.counted(result.weight)
+            return result.value * scale * counted, result
+
+        return jax.grad(scaled, has_aux=True)(trained(params, rows))
+
+    def loss(
+        self, params: Params, state: ModelState, batch: Batch, key: jax.Array | None
+    ) -> Loss:
+        """The mean loss, without gradients.
+
+        Args:
+            params: Parameters in the compute dtype and their logical shapes.
+            state: The model state before the first microbatch.
+            batch: The global batch.
+            key: Folded with the number of each microbatch; None evaluates.
+
+        Returns:
+            The loss, with the model state after the last microbatch.
+        """
+
+        def one(state: ModelState, inputs: Any) -> tuple[ModelState, Loss]:
+            index, microbatch = inputs
+            result = self.model.loss(params, state, microbatch, fold_in(key, index))
+            microbatches.check_names(result)
+            return result.model_state, result._replace(model_state=())
+
+        inputs = jnp.arange(self.num_microbatches), self.split(batch)
+        state, losses = jax.lax.scan(one, state, inputs)
+        return microbatches.mean_loss(losses, state)
+
+    def split(self, batch: Batch) -> Batch:
+        """Microbatches, stacked, with inputs in the compute dtype."""
+        batch = microbatches.cast_batch(batch, self.model, compute_dtype(self.plan))
+        number, shares = self.num_microbatches, self.plan.num_batch_shares
+        return microbatches.split_batch(batch, self.model, number, shares)
+
+
+def local_gradients(
+    model: Model,
+    plan: Plan,
+    num_microbatches: int,
+    *,
+    reduce_dtype: Any,
+) -> Callable[..., tuple[Params, Loss]]:
+    """Builds `gradients(master, model_state, batch, key, scale) -> (grads, loss)`.
+
+    A loss that is not separable sees the local rows only: BatchNorm normalises over
+    them, model states are averaged over devices, random keys differ by device.
+
+    Args:
+        model: Its loss.
+        plan: Places parameters, gradients and their sum.
+        num_microbatches: Gradient accumulation, 1 or more.
+        reduce_dtype: Dtype in which gradients are added over devices.
+
+    Returns:
+        A pure function of the stored master parameters. `grads` are gradients of
+        `scale` times the mean loss, in logical shapes and the dtype of the gradient
+        sum; the loss is not scaled.
+    """
+    layerwise = layerwise_plan(model, plan)
+    each = plan.splits.grad_sum or num_microbatches == 1
+    local = LocalGradients(model, layerwise, num_microbatches, reduce_dtype, each)
+
+    def of_device(master: Params, *inputs: Any) -> tuple[Params, Loss]:
+        grads, loss = local.gradients(take_apart(master, layerwise.master), *inputs)
+        return put_together(grads), loss
+
+    def gradients(
+        master: Params, state: ModelState, batch: Batch, key: jax.Array, scale: Any
+    ) -> tuple[Params, Loss]:
+        shares = plan.num_batch_shares
+        microbatches.check_batch(batch, model, num_microbatches, shares)
+        by_row = microbatches.row_specs(batch, model, local.axes)
+        mapped = jax.shard_map(
+            of_device,
+            mesh=plan.mapped_mesh,
+            in_specs=(local.specs(plan.master), P(), by_row, P(), P()),
+            out_specs=(local.specs(plan.grads), P()),
+            axis_names=local.mapped_axes,
+            check_vma=False,
+        )
+        grads, loss = mapped(master, state, batch, key, scale)
+        return unpad_tree(grads, plan.grads), loss
+
+    return gradients
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalGradients:
+    """The program of one device inside `shard_map`.
+
+    Args:
+        model: Its loss.
+        plan: Places parameters, gradients and their sum, as the program uses them.
+        num_microbatches: Gradient accumulation, 1 or more.
+        reduce_dtype: Dtype in which gradients are added over devices.
+        reduces_each: Whether they are added after each microbatch, not once.
+    """
+
+    model: Model
+    plan: Plan
+    num_microbatches: int
+    reduce_dtype: Any
+    reduces_each: bool
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Mesh axes that split the batch."""
+        plan = self.plan
+        return tuple(axis for axis in plan.batch_axes if plan.mesh.shape[axis] > 1)
+
+    @property
+    def mapped_axes(self) -> set[str]:
+        """Mesh axes that `shard_map` maps."""
+        # Map axes of size 1, too, if that leaves no axis to the compiler.
+        sizes = dict(self.plan.mesh.shape)
+        if self.plan.is_of_replica:
+            sizes.pop(REPLICA)
+        mapped = {axis for axis in sizes if axis in self.axes or sizes[axis] == 1}
+        return mapped if mapped == set(sizes) else set(self.axes)
+
+    @property
+    def regathers(self) -> bool:
+        """Whether each differentiation gathers the parameters again."""
+        # Only separable losses: other gradients may be 0 / 0, and are cleared first.
+        return self.plan.splits.compute and self.model.separable
+
+    def specs(self, rows: Any) -> Any:
+        """Specs of arrays for `shard_map`."""
+        return jax.tree.map(lambda row: shards.manual_spec(row, self.axes), rows)
+
+    def gradients(
+        self,
+        master: Params,
+        state: ModelState,
+        batch: Batch,
+        key: jax.Array,
+        scale: Any,
+    ) -> tuple[Params, Loss]:
+        """Gradients of the weighted mean over all devices and microbatches."""
+        batch = microbatches.cast_batch(batch, self.model, compute_dtype(self.plan))
+        params = cast_like(master, self.plan.compute)
+        stored = self.in_node(params)
+        params = params if self.regathers else self.gather(params, stored)
+
+        def one(
+            state: ModelState, microbatch: Batch, key: jax.Array
+        ) -> tuple[Params, Loss]:
+            return self.differentiate(params, stored, state, microbatch, key, scale)
+
+        number = self.num_microbatches
+        parts = microbatches.split_batch(batch, self.model, number, 1)
+        grads, loss = microbatches.accumulate(one, self.zeros(), state, parts, key)
+        return grads if self.reduces_each else self.reduce(grads), loss
+
+    def differentiate(
+        self,
+        params: Params,
+        stored: Params,
+        state: ModelState,
+        batch: Batch,
+        key: jax.Array | None,
+        scale: Any,
+    ) -> tuple[Params, Loss]:
+        """The same for one microbatch."""
+        key = self.device_key(key)
+
+        def share_of_mean(learned: Params) -> tuple[jax.Array, Any]:
+            used = joined(learned, params, self.plan.master)
+            used = self.gather(used, stored) if self.regathers else used
+            result = self.model.loss(used, state, batch, key)
+            part, total = self.part_of(result)
+            return result.value * part * scale, (result, part, total)
+
+        if self.regathers:
+            keeps = self.model.keeps or remat.keeps("none")
+            share_of_mean = jax.checkpoint(share_of_mean, policy=keeps)
+        differentiate = jax.grad(share_of_mean, has_aux=True)
+        grads, (result, part, total) = differentiate(trained(params, self.plan.master))
+        if not self.model.separable:
+            clear = functools.partial(self.without_rows_of_no_weight, part)
+            grads = jax.tree.map(clear, grads, self.plan.grads)
+        if self.reduces_each and not self.regathers:
+            grads = self.reduce(grads)
+        loss = self.mean(result, part, total)
+        return cast_like(grads, self.plan.grad_sum), loss
+
+    def device_key(self, key: jax.Array | None) -> jax.Array | None:
+        """The key of a device in a microbatch."""
+        if self.model.separable or not self.axes:
+            return key
+        return fold_in(key, jax.lax.axis_index(self.axes))
+
+    def without_rows_of_no_weight(
+        self, part: jax.Array, grad: jax.Array, row: ArrayPlan
+    ) -> jax.Array:
+        """0 instead of a gradient, maybe NaN, from devices without weight."""
+        # Experts have gradients from all devices among which they are split.
+        part = self.sum(part, shards.splitting_axes(row, self.axes))
+        return jnp.where(part == 0, 0, grad)
+
+    def part_of(self, result: Loss) -> tuple[jax.Array, jax.Array]:
+        """The share of this device in the total weight, and the total."""
+        weight = jax.lax.stop_gradient(result.weight)
+        total = self.sum(weight)
+        return weight / jnp.where(total == 0, 1, total), total
+
+    def sum(self, x: jax.Array, axes: Sequence[str] | None = None) -> jax.Array:
+        """Sum over devices along some axes; along all by default."""
+        axes = tuple(self.axes if axes is None else axes)
+        return jax.lax.psum(x, axes) if axes else x
+
+    def mean(self, result: Loss, part: jax.Array, total: jax.Array) -> Loss:
+        """The mean loss over all devices, weighted by their shares; adds up totals."""
+
+        def over_devices(x: jax.Array) -> jax.Array:
+            wide = jnp.asarray(x, jnp.float32)
+            return self.sum(microbatches.scaled(wide, part))
+
+        def average(x: jax.Array) -> jax.Array:
+            return shards.mean_over(x, self.axes)
+
+        value = over_devices(result.value)
+        metrics = jax.tree.map(over_devices, result.metrics)
+        state = jax.tree.map(average, result.model_state)
+        return Loss(value, total, state, metrics, jax.tree.map(self.sum, result.totals))
+
+    @property
+    def stored_plans(self) -> Any:
+        """Plans of the arrays from which parameters are gathered for use."""
+        plan = self.plan
+        return plan.compute if plan.splits.compute else plan.master
+
+    def in_node(self, params: Params) -> Params:
+        """Parameters as they are stored during a step: by ZeRO++ once per node."""
+
+        def one(x: jax.Array, row: ArrayPlan, stored: ArrayPlan) -> jax.Array:
+            return shards.gather_in_node(x, row, stored, self.axes)
+
+        return jax.tree.map(one, params, self.plan.master, self.stored_plans)
+
+    def gather(self, params: Params, stored: Params) -> Params:
+        """All-gathers stored parameters; gradients are those of `params`."""
+
+        def one(
+            x: jax.Array, stored: jax.Array, row: ArrayPlan, grads: ArrayPlan
+        ) -> jax.Array:
+            return shards.gather_params(x, stored, row, grads, self.axes)
+
+        rows, plan = self.stored_plans, self.plan
+        return jax.tree.map(
+            one, params, stored, rows, joined(plan.grads, rows, plan.master)
+        )
+
+    def reduce(self, grads: Params) -> Params:
+        """Sums gradients over devices into shards."""
+        return jax.tree.map(self.reduce_one, grads, self.plan.grads)
+
+    def reduce_one(self, grad: jax.Array, row: ArrayPlan) -> jax.Array:
+        """The same for one array."""
+        total = shards.reduce(grad.astype(self.reduce_dtype), row, self.axes)
+        return total.astype(row.dtype)
+
+    def zeros(self) -> Params:
+        """Initial sums of gradients."""
+
+        def one(row: ArrayPlan) -> jax.Array:
+            shape_of = shards.shard_shape if self.reduces_each else shards.used_shape
+            return jnp.zeros(shape_of(row, self.axes), row.dtype)
+
+        return jax.tree.map(one, self.plan.grads)

@@ -1,0 +1,416 @@
+"""A model as the stages of a pipeline: its arrays in slots, its functions by chunk."""
+
+import collections
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from zjax.comm import shards
+from zjax.ops.keys import block_key
+from zjax.ops.token_subset import on_subset
+from zjax.parallel import slots as arrays
+from zjax.parallel.pipeline import ChunkLayers, StackTree, StageChain
+from zjax.parallel.pipeline_schedule import Schedule
+from zjax.parallel.slots import SegmentSlots, assign_slots, whole_slots
+from zjax.sharding.mesh import EXPERT, PIPELINE, SEQUENCE, TENSOR
+from zjax.sharding.placement import ArrayPlan
+from zjax.stack.dropping import (
+    BlockInput,
+    block_on_tokens,
+    draw_tokens,
+    drops_tokens,
+    make_input,
+    mean_metric,
+    run_block,
+    tallies,
+)
+from zjax.stack.forward import check_totals, loss_of_sums
+from zjax.train import microbatches
+from zjax.train.gradients import LocalGradients
+from zjax.train.partition import StagePartition, as_integers, no_totals, with_block
+from zjax.typing import Auxiliary, Batch, Dropping, Loss, Params
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StagedModel:
+    """The program of the devices that hold the same rows, one in each stage.
+
+    Args:
+        partition: Splits trees into embedding, blocks and head.
+        local: Gradients of the local rows.
+        schedule: The passes of a step.
+        keeps: Policy of `jax.checkpoint` for the residuals of a block; None saves all.
+        gathers_in_ticks: Whether each pass gathers the parameters that it uses.
+    """
+
+    partition: StagePartition
+    local: LocalGradients
+    schedule: Schedule
+    keeps: Callable[..., Any] | None
+    gathers_in_ticks: bool
+
+    @functools.cached_property
+    def rows(self) -> StackTree:
+        """Where the parameters are stored."""
+        return self.partition.split(self.local.plan.master)
+
+    @functools.cached_property
+    def block_rows(self) -> tuple[Any, ...]:
+        """Where the parameters of one block of each segment are stored."""
+        return jax.tree.map(lambda row: row.layer, self.rows.stages)
+
+    def by_slot(self, rows: StackTree) -> StackTree:
+        """Plans with one tree for each slot of a chunk, by segment."""
+        blocks = jax.tree.map(lambda row: row.layer, rows.stages)
+        pairs = zip(blocks, self.slots, strict=True)
+        return dataclasses.replace(
+            rows, stages=[[block] * slots.size for block, slots in pairs]
+        )
+
+    @functools.cached_property
+    def slots(self) -> tuple[SegmentSlots, ...]:
+        """The slots in which the blocks of each segment run."""
+        schedule = self.schedule
+        return assign_slots(
+            [segment.num_blocks for segment in self.partition.stack.segments],
+            schedule.num_stages * schedule.num_chunks,
+            [
+                sum(math.prod(row.shape) for row in jax.tree.leaves(rows))
+                for rows in self.block_rows
+            ],
+        )
+
+    @functools.cached_property
+    def blocks(self) -> tuple[Callable[..., Any], ...]:
+        """`block(params, carry, context, input) -> (carry, Auxiliary)` by segment."""
+        runs = (
+            functools.partial(self.run_block, segment)
+            for segment in range(len(self.slots))
+        )
+        keeps = self.keeps
+        if keeps is None:
+            return tuple(runs)
+        return tuple(jax.checkpoint(run, policy=keeps) for run in runs)
+
+    @property
+    def communicates(self) -> bool:
+        """Whether devices exchange anything within a chunk."""
+        sizes = self.local.plan.mesh.shape
+        axes = EXPERT, SEQUENCE, TENSOR
+        return self.gathers_in_ticks or any(sizes[axis] > 1 for axis in axes)
+
+    def chain(
+        self, scale: jax.Array, unit: jax.Array, dropping: Dropping
+    ) -> StageChain:
+        """Functions of one microbatch.
+
+        Args:
+            scale: float32[], the loss scale.
+            unit: float32[], the unit in which microbatches are weighted.
+            dropping: What the step leaves out.
+        """
+        return StageChain(
+            functools.partial(self.embed, dropping.theta),
+            functools.partial(self.chunk, dropping),
+            functools.partial(self.head, scale, unit),
+            gathers=self.gathers_in_ticks,
+            communicates=self.communicates,
+        )
+
+    def embed(
+        self, theta: Any, params: Params, batch: Batch, key: Any
+    ) -> tuple[Any, Any]:
+        """The stream of a microbatch; its context, and the theta of a `Dropping`."""
+        params, batch = self.gather_after(params, batch, self.rows.embed)
+        device_key = block_key(self.local.device_key(key), 0)
+        carry, context = self.partition.stack.embed(params, batch, device_key)
+        sums = self.zero_sums(carry, context, device_key, theta is not None)
+        return (carry, sums, no_totals(self.partition.stack.segments)), (context, theta)
+
+    def zero_sums(
+        self, carry: Any, context: Any, key: Any, drops_layers: bool
+    ) -> tuple[Auxiliary, ...]:
+        """Auxiliary losses and metrics of each segment before its first block."""
+        rows = self.partition.split(self.local.plan.compute).stages
+        layers = jax.tree.map(
+            lambda row: jax.ShapeDtypeStruct(row.shape[1:], row.dtype), rows
+        )
+        sums = []
+        for segment, layer in zip(self.partition.stack.segments, layers, strict=True):
+            _, auxiliary = jax.eval_shape(segment.block, layer, carry, context, key)
+            scalars = auxiliary._replace(totals={})
+            if drops_layers:
+                scalars = scalars._replace(metrics=tallies(scalars.metrics))
+            sums.append(jax.tree.map(lambda _: jnp.zeros((), jnp.float32), scalars))
+        return tuple(sums)
+
+    def chunk(
+        self,
+        dropping: Dropping,
+        layers: ChunkLayers,
+        stream: Any,
+        context: Any,
+        key: Any,
+        number: Any,
+    ) -> Any:
+        """Runs the blocks of a chunk, by segment and slot.
+
+        All chunks are one program: the slots of the first and the last block of the
+        model run on all tokens in every chunk.
+        """
+        key, (context, theta) = self.local.device_key(key), context
+        places = [(i, j) for i, each in enumerate(layers) for j in range(len(each))]
+        is_cut = drops_tokens(dropping, stream[0], key)
+        whole = whole_slots(self.slots) if is_cut else frozenset(places)
+        for is_whole, group in itertools.groupby(places, whole.__contains__):
+            run = functools.partial(
+                self.run_slots, [*group], layers, (key, theta, number)
+            )
+            if is_whole:
+                stream = run(stream, context, 0)
+            elif dropping.once:
+                stream = self.on_span(run, stream, context, key, dropping.num_kept)
+            else:
+                stream = run(stream, context, dropping.num_kept)
+        return stream
+
+    def on_span(
+        self,
+        run: Callable[..., Any],
+        stream: Any,
+        context: Any,
+        key: jax.Array,
+        num_kept: int,
+    ) -> Any:
+        """Runs slots on one subset of the tokens, which all chunks have in common."""
+        carry, *others = stream
+        # The key of the second block of the model, as without a pipeline.
+        second, stack = block_key(key, 2), self.partition.stack
+        assert second is not None and stack.take_tokens is not None
+        (indices,) = draw_tokens(second[None], carry, num_kept)
+        narrow = stack.take_tokens(context, indices)
+
+        def on_tokens(carry: Any) -> tuple[Any, Any]:
+            carry, *others_after = run((carry, *others), narrow, 0)
+            return carry, others_after
+
+        carry, others = on_subset(on_tokens, carry, indices)
+        return carry, *others
+
+    def run_slots(
+        self,
+        places: Sequence[tuple[int, int]],
+        layers: ChunkLayers,
+        inputs: tuple[Any, Any, jax.Array],
+        stream: Any,
+        context: Any,
+        num_kept: int,
+    ) -> Any:
+        """Runs adjacent slots of a chunk.
+
+        Args:
+            places: Segment and slot of each.
+            layers: The layers of the chunk.
+            inputs: Key of the microbatch, theta of its `Dropping`, number of the chunk.
+            stream: Input of the first slot.
+            context: What blocks read.
+            num_kept: Tokens that each block draws to run on; 0 for all.
+        """
+        key, theta, number = inputs
+        for segment, slot in places:
+            slots = self.slots[segment]
+            index = slots.block(number, slot)
+            place = index + slots.first_block + 1
+            given = self.input_of(place, block_key(key, place), theta)
+            if num_kept:
+                assert given.key is not None
+                (indices,) = draw_tokens(given.key[None], stream[0], num_kept)
+                given = given._replace(indices=indices)
+            run = functools.partial(
+                self.run_slot, segment, layers[segment][slot], index, context, given
+            )
+            stream = unless_empty(slots, index, run, stream)
+        return stream
+
+    def input_of(self, place: jax.Array, key: Any, theta: Any) -> BlockInput:
+        """The input of block `place` of the model, counted from 1."""
+        if key is None or theta is None:
+            return BlockInput(key)
+        number = sum(slots.num_blocks for slots in self.slots)
+        # Slots without a block have any place.
+        return make_input(key, jnp.clip(place, 1, number) / number, theta)
+
+    def run_slot(
+        self,
+        segment: int,
+        layer: Params,
+        index: jax.Array,
+        context: Any,
+        given: BlockInput,
+        stream: Any,
+    ) -> Any:
+        """Runs block `index` of a segment, and adds what it returns to the stream."""
+        carry, sums, stacks = stream
+        block = self.blocks[segment]
+        carry, auxiliary = run_block(block, layer, carry, context, given)
+        scalars = auxiliary._replace(totals={})
+        added = jax.tree.map(jnp.add, sums[segment], scalars)
+        sums = (*sums[:segment], added, *sums[segment + 1 :])
+        return carry, sums, with_block(stacks, segment, index, auxiliary.totals)
+
+    def run_block(
+        self, segment: int, params: Params, carry: Any, context: Any, given: BlockInput
+    ) -> tuple[Any, Auxiliary]:
+        """Runs one block on the tokens of its input."""
+        params = self.gathered(params, self.block_rows[segment])
+        of_segment = self.partition.stack.segments[segment]
+        block = block_on_tokens(self.partition.stack, of_segment)
+        carry, auxiliary = block(params, carry, context, given)
+        check_totals(of_segment, auxiliary)
+        return carry, auxiliary
+
+    def head(
+        self,
+        scale: jax.Array,
+        unit: jax.Array,
+        params: Params,
+        stream: Any,
+        batch: Batch,
+        weight: jax.Array,
+    ) -> tuple[jax.Array, Loss]:
+        """What to differentiate, and what to report, of a microbatch."""
+        params, stream = self.gather_after(params, stream, self.rows.head)
+        carry, auxiliaries, stacks = stream
+        total_loss, divisor, sums = self.partition.stack.head(params, carry, batch)
+        mean = mean_of_sums(auxiliaries, [slots.num_blocks for slots in self.slots])
+        # Without weight this is a copy of another microbatch, which counts there.
+        totals = jax.tree.map(
+            lambda x: jnp.where(weight > 0, x, 0), as_integers(stacks)
+        )
+        loss = loss_of_sums(total_loss, divisor, sums, mean, totals)
+        loss = microbatches.check_names(loss)
+        part, total = self.local.part_of(loss._replace(weight=weight))
+        objective = loss.value * (weight / unit) * scale
+        return objective, self.local.mean(loss, part, total)
+
+    def gathered(self, params: Params, rows: Any) -> Params:
+        """Parameters as the model uses them."""
+        if not self.gathers_in_ticks:
+            return params
+
+        def one(x: jax.Array, row: ArrayPlan) -> jax.Array:
+            return shards.gather_params(x, x, row, row, self.local.axes)
+
+        return jax.tree.map(one, params, rows)
+
+    def gather_after(
+        self, params: Params, inputs: Any, rows: Any
+    ) -> tuple[Params, Any]:
+        """Gathers parameters no earlier than the inputs are computed."""
+        if self.gathers_in_ticks:
+            params, inputs = jax.lax.optimization_barrier((params, inputs))
+        return self.gathered(params, rows), inputs
+
+    def staged(self, parts: StackTree) -> StackTree:
+        """Puts blocks into their slots, [stages, chunks, slots, ...]."""
+        stages, chunks = self.schedule.num_stages, self.schedule.num_chunks
+
+        def by_stage(slots: SegmentSlots, x: jax.Array, row: ArrayPlan) -> jax.Array:
+            x = slots.spread(x)
+            x = x.reshape(chunks, stages, -1, *x.shape[1:]).swapaxes(0, 1)
+            return _held(x, P(PIPELINE, None, None, *_besides_batch(row)[1:]))
+
+        return StackTree(
+            in_place(parts.embed, self.rows.embed),
+            self.map_segments(by_stage, parts.stages),
+            in_place(parts.head, self.rows.head),
+        )
+
+    def unstaged(self, parts: StackTree) -> StackTree:
+        """Stacks blocks by segment: the inverse of `staged`."""
+
+        def one(slots: SegmentSlots, x: jax.Array, row: ArrayPlan) -> jax.Array:
+            x = x.swapaxes(0, 1).reshape(-1, *x.shape[3:])
+            return _held(slots.collect(x, row.shape[0]), _besides_batch(row))
+
+        stages = self.map_segments(one, parts.stages)
+        return dataclasses.replace(parts, stages=stages)
+
+    def map_segments(self, run: Callable[..., Any], stages: Any) -> tuple[Any, ...]:
+        """Calls `run(slots, array, row)` for all arrays of blocks that are not None."""
+        segments = zip(self.slots, stages, self.rows.stages, strict=True)
+        return tuple(
+            _map_present(functools.partial(run, slots), tree, rows)
+            for slots, tree, rows in segments
+        )
+
+
+def unless_empty(
+    slots: SegmentSlots, index: jax.Array, run: Callable[..., Any], stream: Any
+) -> Any:
+    """Runs a block; hands the stream on where a slot has none.
+
+    Args:
+        slots: Slots of the segment.
+        index: int32[], index of the block in the segment.
+        run: `run(stream) -> stream`.
+        stream: Input of the slot.
+    """
+    if slots.are_full:
+        return run(stream)
+    is_block = index < slots.num_blocks
+    if slots.first_chunk:
+        is_block &= index >= 0
+    # Stop gradients of empty slots: at weights of 0 a block may divide 0 by 0.
+    entering = arrays.where(is_block, stream, jax.lax.stop_gradient(stream))
+    return arrays.where(is_block, run(entering), stream)
+
+
+def mean_of_sums(sums: Sequence[Auxiliary], num_blocks: Sequence[int]) -> Auxiliary:
+    """Sum of the auxiliary losses, and mean of each metric over blocks that give it.
+
+    Args:
+        sums: Losses and metrics, added up over the blocks of each segment.
+        num_blocks: Blocks of each segment.
+
+    Example:
+        >>> two, six = jnp.float32(2), jnp.float32(6)
+        >>> mean = mean_of_sums([Auxiliary(two, {"x": six}), Auxiliary(six)], [3, 4])
+        >>> float(mean.loss), float(mean.metrics["x"])
+        (8.0, 2.0)
+    """
+    losses = [each.loss for each in sums if each.loss is not None]
+    by_name = collections.defaultdict(list)
+    for each, number in zip(sums, num_blocks, strict=True):
+        for name, x in each.metrics.items():
+            by_name[name].append((x, number))
+    means = {}
+    for name, pairs in by_name.items():
+        totals, numbers = zip(*pairs, strict=True)
+        means[name] = mean_metric(totals, sum(numbers))
+    return Auxiliary(functools.reduce(jnp.add, losses) if losses else None, means)
+
+
+def in_place(params: Params, rows: Any) -> Params:
+    """Constrains arrays to their sharding over all axes except the batch axes."""
+    return _map_present(lambda x, row: _held(x, _besides_batch(row)), params, rows)
+
+
+def _map_present(run: Callable[..., Any], tree: Any, rows: Any) -> Any:
+    """Calls `run(array, row)` where an array of the tree is not None."""
+    return jax.tree.map(lambda row, x: None if x is None else run(x, row), rows, tree)
+
+
+def _held(x: jax.Array, spec: P) -> jax.Array:
+    return jax.lax.with_sharding_constraint(x, spec)
+
+
+def _besides_batch(row: ArrayPlan) -> P:
+    return shards.manual_spec(row, (PIPELINE, SEQUENCE, TENSOR))

@@ -1,1 +1,0 @@
-"""`zjax tune`: the fastest settings by prediction, then by a few short trials."""
