@@ -29,7 +29,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 ZJAX = (sys.executable, "-m", "zjax")
 EACH_IN_A_FORK = """
 import gc, json, os, sys
-from zjax import main
+from zjax.cli import main
 gc.freeze()
 for line in sys.stdin:
     folder, output, words = json.loads(line)

@@ -271,7 +271,7 @@ PROGRAM = """
     import numpy as np
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-    from zjax.config import schema
+    from zjax.settings import schema
     from zjax.data import loader
 
     if __name__ == "__main__":

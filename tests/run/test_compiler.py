@@ -118,7 +118,8 @@ COMMAND = """
 import dataclasses
 import sys
 import jax
-from zjax import compiler, main
+from zjax.run import compiler
+from zjax.cli import main
 
 def report():
     print(compiler.use_program_cache())

@@ -20,7 +20,8 @@ ROOT = pathlib.Path(__file__).parents[2]
 STATUS = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGHUP: 129}
 PROGRAM = """
 import os, signal, sys
-from zjax import main, trainer
+from zjax.cli import main
+from zjax.run import trainer
 
 def stop_at_step_two(step, values):
     if step == 2:

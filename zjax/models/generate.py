@@ -102,7 +102,7 @@ def generate(
         DataError: The prompts are no integers, or an id is not in the vocabulary.
 
     Example:
-        >>> from zjax.config import schema
+        >>> from zjax.settings import schema
         >>> config = schema.Model(num_layers=1, embed_size=8, mlp_size=16, num_heads=2,
         ...                       num_kv_heads=2, vocab_size=11, max_length=8)
         >>> decoder = Decoder(config, rngs=nnx.Rngs(0))

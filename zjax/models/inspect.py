@@ -37,7 +37,7 @@ def chosen_experts(
 
     Example:
         >>> import jax.numpy as jnp
-        >>> from zjax.config import schema
+        >>> from zjax.settings import schema
         >>> from zjax.models.stack import Decoder
         >>> config = schema.Model(num_layers=2, embed_size=8, mlp_size=16, num_heads=2,
         ...                       num_kv_heads=2, vocab_size=11, max_length=8,

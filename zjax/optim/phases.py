@@ -52,7 +52,7 @@ def make_phases(config: Config) -> Phases | None:
         config: Read for `communication`, `optimizer`, `precision` and `num_steps`.
 
     Example:
-        >>> from zjax.config import schema
+        >>> from zjax.settings import schema
         >>> config = schema.Config(optimizer=schema.Optimizer(name="onebit_adam"))
         >>> phases = make_phases(config)
         >>> phases.at(150), phases.at(151), phases.by_name["compressed"].codec
@@ -135,7 +135,7 @@ def programs_at(config: Config, step: int) -> Iterator[str]:
         step: Number of the step, 1 or more.
 
     Example:
-        >>> from zjax.config import schema
+        >>> from zjax.settings import schema
         >>> settings = schema.Communication(num_local_steps=10, delay=1)
         >>> config = schema.Config(communication=settings)
         >>> for step in (8, 9, 10):
@@ -154,7 +154,7 @@ def count_programs(config: Config) -> collections.Counter[str]:
         config: Checked settings.
 
     Example:
-        >>> from zjax.config import schema
+        >>> from zjax.settings import schema
         >>> config = schema.Config(optimizer=schema.Optimizer(name="onebit_adam"))
         >>> dict(count_programs(config))
         {'warm_up': 150, 'compressed': 850}
@@ -192,7 +192,7 @@ def batch_programs(config: Config, steps: Iterable[int]) -> list[str]:
         steps: Numbers of the steps, 1 or more.
 
     Example:
-        >>> from zjax.config import schema
+        >>> from zjax.settings import schema
         >>> config = schema.Config(optimizer=schema.Optimizer(name="onebit_adam"))
         >>> batch_programs(config, range(100, 200))
         ['warm_up', 'compressed']

@@ -83,7 +83,7 @@ def shares_metrics(config: Config, step: int) -> bool:
         step: Number of the step, 1 or more.
 
     Example:
-        >>> from zjax.config import schema
+        >>> from zjax.settings import schema
         >>> settings = schema.Communication(num_local_steps=30)
         >>> config = Config(communication=settings)
         >>> shares_metrics(Config(), 29), shares_metrics(config, 29)
@@ -104,7 +104,7 @@ def make_rounds(config: Config) -> Rounds | Intervals | None:
         config: Read for `communication`, `optimizer` and `num_steps`.
 
     Example:
-        >>> from zjax.config import schema
+        >>> from zjax.settings import schema
         >>> settings = schema.Communication(num_local_steps=30)
         >>> make_rounds(Config(communication=settings)).merged_after(60)
         0

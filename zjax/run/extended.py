@@ -209,7 +209,7 @@ def dropping_at(
         length: Tokens per row of its batch.
 
     Example:
-        >>> from zjax.config import schema
+        >>> from zjax.settings import schema
         >>> config = schema.Config(random_ltd=schema.RandomLTD(form="layerwise"))
         >>> dropping_at(config, make_dropping(config), 1, 1024).num_kept
         128

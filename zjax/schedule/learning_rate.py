@@ -33,7 +33,7 @@ def make_schedule(
 
     Example:
         >>> import dataclasses
-        >>> from zjax.config import schema
+        >>> from zjax.settings import schema
         >>> linear = schema.Optimizer(
         ...     schedule="linear", peak_learning_rate=1.0, num_warmup_steps=4
         ... )

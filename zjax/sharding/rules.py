@@ -41,7 +41,7 @@ def spec_for(logical: Logical, path: str, mesh: Mesh | AbstractMesh) -> Partitio
         PlanError: Two dims claim one mesh axis.
 
     Example:
-        >>> from zjax.config import schema
+        >>> from zjax.settings import schema
         >>> mesh = meshes.abstract_mesh(schema.Mesh(tensor=2), 8)
         >>> spec_for(("embed", "mlp"), "kernel", mesh)
         P(None, 'tensor')

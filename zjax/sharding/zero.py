@@ -68,7 +68,7 @@ def extend_spec(
         The extended spec, or `spec` itself where sharding saves nothing.
 
     Example:
-        >>> from zjax.config import schema
+        >>> from zjax.settings import schema
         >>> mesh = meshes.abstract_mesh(schema.Mesh(tensor=2), 8)
         >>> extend_spec((512, 2048), PartitionSpec(None, "tensor"), mesh)
         P('data', 'tensor')
@@ -117,7 +117,7 @@ def stored_shape(
     """A global shape, padded so that all shards are of equal size.
 
     Example:
-        >>> from zjax.config import schema
+        >>> from zjax.settings import schema
         >>> mesh = meshes.abstract_mesh(schema.Mesh(), 8)
         >>> stored_shape((50257,), PartitionSpec("data"), mesh)
         (50264,)
