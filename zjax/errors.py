@@ -131,12 +131,6 @@ OLDEST = {"jinja2": "3.1.6"}
 def check_installed(name: str) -> None:
     """Checks that a package is installed before it is imported.
 
-    Args:
-        name: A key of `NEEDED_FOR`.
-
-    Raises:
-        PackageError: It is not installed, or older than `OLDEST`.
-
     Example:
         >>> check_installed("grain")
     """
@@ -194,11 +188,6 @@ def find_remedy(
 ) -> str:
     """What to do about a file that cannot be written, in the imperative.
 
-    Args:
-        error: Error of the file system, or one raised from it.
-        elsewhere: Remedy if another path would help and the user may choose one.
-        default: Remedy if the disk is full or broken, or the cause is unknown.
-
     Example:
         >>> find_remedy(IsADirectoryError(errno.EISDIR, "Is a directory"))
         'move the directory that is in its way'
@@ -244,9 +233,6 @@ def find_fault(path: str | os.PathLike[str]) -> str:
 
 def describe_exit(code: int) -> str:
     """Describes how a process ended, by its exit code.
-
-    Args:
-        code: As `subprocess` gives it: negative for a signal.
 
     Example:
         >>> describe_exit(-9)

@@ -44,12 +44,7 @@ def read_text(path: str | os.PathLike[str], max_bytes: int = MAX_TEXT_BYTES) -> 
 def read_lines(
     path: str | os.PathLike[str], max_bytes: int = MAX_TEXT_BYTES
 ) -> list[str]:
-    """Reads the lines of a file, and warns of a last line that was cut off.
-
-    Raises:
-        OSError: It is missing, not a regular file, or cannot be read.
-        ValueError: It is larger, or not UTF-8.
-    """
+    """Reads the lines of a file, and warns of a last line that was cut off."""
     *lines, torn = read_text(path, max_bytes).split("\n")
     if torn:
         logging.warning("%s: the last line was cut off and is left out", path)
@@ -57,11 +52,7 @@ def read_lines(
 
 
 def append_line(path: pathlib.Path, line: str) -> None:
-    """Adds a line to a file, in place of a last line that was cut off.
-
-    Raises:
-        OSError: It cannot be written.
-    """
+    """Adds a line to a file, in place of a last line that was cut off."""
     with path.open("a+b") as file:
         file.seek(0)
         size = sum(len(each) for each in file if each.endswith(b"\n"))
@@ -101,14 +92,7 @@ def sync_tree(path: pathlib.Path) -> None:
 
 
 def make_directory(path: pathlib.Path) -> None:
-    """Creates a directory, durably: a crash leaves it, and its parents, in place.
-
-    Args:
-        path: Directory; missing parents are created.
-
-    Raises:
-        OSError: It cannot be created.
-    """
+    """Creates a directory, durably: a crash leaves it, and its parents, in place."""
     missing = _missing(path)
     path.mkdir(parents=True, exist_ok=True)
     for each in missing:
@@ -117,17 +101,7 @@ def make_directory(path: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def new_file(path: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Yields the path of a file to write, which replaces `path` once it is on disk.
-
-    Args:
-        path: The file; missing parents are created.
-
-    Yields:
-        A path beside it, removed if the enclosed work raises.
-
-    Raises:
-        OSError: The file system refuses it.
-    """
+    """Yields the path of a file to write, which replaces `path` once it is on disk."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         make_directory(path.parent)
@@ -147,16 +121,6 @@ def new_directory(path: pathlib.Path) -> Iterator[pathlib.Path]:
 
     First removes what killed processes have left of the same directory. A lock tells
     them from processes that live, also on other hosts.
-
-    Args:
-        path: The directory, missing or empty; missing parents are created.
-
-    Yields:
-        A directory beside it, removed if the enclosed work raises, as are the parents
-        that were created.
-
-    Raises:
-        OSError: The file system refuses it.
     """
     missing, partial = _missing(path.parent), None
     try:
@@ -255,19 +219,6 @@ def local_path(
     creates: bool = False,
 ) -> str:
     """Expands `~`, `~user`, `$VAR` and `${VAR}`, and refuses what is no path of a disk.
-
-    Args:
-        field: Setting or flag, for the message.
-        path: Path as the user wrote it.
-        error: Type of the error.
-        creates: Whether the caller creates the path, and reports if it is too long.
-
-    Returns:
-        The path, ready to be opened.
-
-    Raises:
-        ZjaxError: The path is empty, a URL, of an unknown home or variable, or has
-            invalid characters.
 
     Example:
         >>> local_path("directory", "runs/a")

@@ -37,20 +37,6 @@ def choose_implementation(
 ) -> str:
     """Chooses an implementation; logs the choice of `auto` once.
 
-    Args:
-        requested: `auto`, `mosaic_gpu` or `reference`.
-        operation: Name of the operation, for the log.
-        arrays: Description of the arrays, for the log.
-        problem: Reason why the kernels do not support these arrays; empty if they do.
-        remedy: Remedy of that problem.
-
-    Returns:
-        `mosaic_gpu` or `reference`.
-
-    Raises:
-        ValueError: Unknown implementation, or arrays that it does not support.
-        NotImplementedError: This device cannot run `mosaic_gpu`.
-
     Example:
         >>> choose_implementation("reference", "a sum", "int8", problem="", remedy="")
         'reference'
@@ -77,11 +63,6 @@ def why_unsupported(
     dtype: str, head_size: int, device: tuple[str, tuple[int, int]] | None = None
 ) -> str:
     """Says why a device cannot run the Hopper kernels; empty if it can.
-
-    Args:
-        dtype: Name of the dtype of the arrays.
-        head_size: Channels per head.
-        device: Platform and compute capability; None is `first_device()`.
 
     Example:
         >>> why_unsupported("bfloat16", 64)

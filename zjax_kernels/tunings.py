@@ -89,15 +89,7 @@ def _name(key: tuple[Any, ...]) -> str:
 def rank(
     candidates: Iterable[T], compile_with: Callable[[T], Callable[[], Any]]
 ) -> list[tuple[T, float]]:
-    """Measures tunings; those that need more shared memory than there is are left out.
-
-    Args:
-        candidates: Tunings.
-        compile_with: Returns a call of the compiled kernel.
-
-    Returns:
-        Tunings and their seconds, fastest first.
-    """
+    """Measures tunings, without any that need more shared memory than there is."""
     tried = []
     for tuning in candidates:
         try:

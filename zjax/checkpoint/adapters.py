@@ -29,11 +29,6 @@ def merged_kernel(
 ) -> np.ndarray:
     """The matrix, in float32, whose product is that of kernel and adapter.
 
-    Args:
-        kernel: The frozen matrix of one layer, input dims first.
-        matrices: Its adapter.
-        settings: Rank, alpha and form.
-
     Example:
         >>> ones = {"a": np.ones((4, 2)), "b": np.ones((2, 3))}
         >>> settings = schema.Lora(rank=2, alpha=2.0)
@@ -66,15 +61,7 @@ def adapter_names(names: Iterable[str]) -> dict[str, dict[str, str]]:
 
 
 def merged(source: Source, settings: schema.Lora) -> Source:
-    """The arrays of the model without adapters, which computes the same.
-
-    Args:
-        source: Arrays of a checkpoint by path, layers stacked or not.
-        settings: Rank, alpha and form of its adapters; a rank of 0 has none.
-
-    Returns:
-        The arrays. A matrix is merged in float32 when it is read, layer by layer.
-    """
+    """The arrays of the model without adapters, which computes the same."""
     if not settings.rank:
         return source
     found = adapter_names(source.entries)
@@ -103,15 +90,7 @@ def merged(source: Source, settings: schema.Lora) -> Source:
 def with_adapters(
     source: Source, wanted: Mapping[str, Entry], config: schema.Config, initial: Initial
 ) -> Source:
-    """The arrays of a checkpoint, and new adapters if the model to start has some.
-
-    Args:
-        source: Arrays of any checkpoint, with dots in their names.
-        wanted: Arrays of the model to start, layers stacked or not.
-        config: Read for `lora` and `precision.compute_dtype`.
-        initial: Makes the matrices `a` and `b`; lengths of columns are those of the
-            matrices in `source`, as they are computed with.
-    """
+    """The arrays of a checkpoint, and new adapters if the model to start has some."""
     wanted = layers.stack_all(wanted)
     found = adapter_names(wanted) if config.lora.rank else {}
     names = {n: (k, m) for k, own in found.items() for m, n in own.items()}

@@ -57,12 +57,7 @@ def unpadded(x: jax.Array, plan: ArrayPlan) -> jax.Array:
 
 
 def copy_to_host(named: Mapping[str, jax.Array]) -> dict[str, jax.Array] | None:
-    """Starts copying arrays from the devices into pinned host memory.
-
-    Returns:
-        The copies, in flight; None if an array is offloaded already, if copies would
-        take too much host memory, or in a run of several processes.
-    """
+    """Starts copying arrays from the devices into pinned host memory."""
     if not _can_copy([(x.sharding, x.shape, x.dtype) for x in named.values()]):
         return None
     return {
@@ -115,14 +110,6 @@ def read_arrays(saved: SavedArrays, named: Mapping[str, ArrayPlan]) -> list[Any]
 
     Offloaded arrays are staged on the device a few at a time, so that the device never
     holds the whole state.
-
-    Args:
-        saved: Arrays of a checkpoint, which may have other tiles, layers stacked or
-            apart, and master weights split or not.
-        named: Plan of each wanted array, by name.
-
-    Returns:
-        Arrays in their stored shapes, in the order of `named`.
     """
     num_tiles, arrays = layers.count_tiles(named), dict[str, Any]()
     untiled = views.cached(views.retiled(saved.source, 1))

@@ -20,9 +20,6 @@ _SCHEDULE_FREE = re.compile(r"(?P<state>opt_state(/.+)?)/max_lr")
 def saved_parts(names: Collection[str]) -> tuple[Part, ...]:
     """The kinds of weights that a checkpoint holds, from the names of its arrays.
 
-    Returns:
-        Kinds in order of preference for evaluation; `raw` is the last.
-
     Example:
         >>> saved_parts(["master/w", "ema/w", "step"])
         ('ema', 'raw')
@@ -39,22 +36,7 @@ def open_weights(
     *,
     merges_adapters: bool = True,
 ) -> tuple[Source, Part]:
-    """The weights of a checkpoint, by their paths in the model.
-
-    Args:
-        store: The checkpoints.
-        part: Kind of weights: `raw`, `ema` or `schedule_free`; `auto` prefers those of
-            evaluation.
-        step: Step of the checkpoint; None for the newest.
-        merges_adapters: Whether adapters are merged into their matrices.
-
-    Returns:
-        The arrays, and which kind they are.
-
-    Raises:
-        CheckpointError: There is no such checkpoint, or it is damaged.
-        ConfigError: The checkpoint does not hold that kind.
-    """
+    """The weights of a checkpoint, by their paths in the model."""
     step = store.latest() if step is None else step  # later ones may be saved
     saved = store.entries(step)
     chosen = choose_part(part, saved_parts(saved))
@@ -78,14 +60,7 @@ def open_weights(
 def read_average(
     names: Collection[str], read_array: Callable[[str], np.ndarray], name: str
 ) -> np.ndarray:
-    """Reads a parameter as `optax.contrib.schedule_free_eval_params` computes it.
-
-    Args:
-        names: Names of the checkpoint's arrays.
-        read_array: Function that reads one array into host memory.
-        name: Name of an array under `master`; it is returned unchanged if the optimizer
-            holds no `z` for it.
-    """
+    """Reads a parameter as `optax.contrib.schedule_free_eval_params` computes it."""
     y = read_array(name)
     for state in _states(names):
         z_name = f"{state}/z/{name.removeprefix('master/')}"

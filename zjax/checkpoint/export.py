@@ -95,14 +95,7 @@ def write_file(
     metadata: Mapping[str, str],
     read: Callable[[str], Iterable[np.ndarray]],
 ) -> None:
-    """Writes one file, of which one array is in memory at a time; does not sync it.
-
-    Args:
-        path: Output file.
-        entries: Shape and dtype by name.
-        metadata: Texts of the header.
-        read: Function from a name to parts of the array, in order.
-    """
+    """Writes one file, of which one array is in memory at a time; does not sync it."""
     with path.open("wb") as file:
         file.write(_header(entries, metadata))
         for name, entry in entries.items():
@@ -133,11 +126,7 @@ def _write(file: IO[bytes], array: np.ndarray, dtype: str) -> None:
 
 
 def cast_entries(found: Mapping[str, Entry], dtype: str) -> dict[str, Entry]:
-    """Entries of a file, their floating-point dtype changed unless `dtype` is empty.
-
-    Raises:
-        CheckpointError: A dtype or two names do not fit the format.
-    """
+    """Entries of a file, their floating-point dtype changed unless `dtype` is empty."""
     entries = {
         name: Entry(e.shape, dtype if dtype and is_floating(e.dtype) else e.dtype)
         for name, e in found.items()

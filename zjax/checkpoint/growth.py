@@ -31,20 +31,7 @@ _SLAB_ROWS = 4_096
 def resized(
     source: Source, wanted: Mapping[str, Entry], config: schema.Config
 ) -> Source:
-    """The arrays with the rows of `model.vocab_size`, if that was asked for.
-
-    Args:
-        source: Arrays of any checkpoint, with dots in their names.
-        wanted: Arrays of the model to start.
-        config: Read for `checkpoint`, `model` and `lora`.
-
-    Returns:
-        The arrays. Process 0 logs which of them have new rows.
-
-    Raises:
-        ConfigError: The checkpoint has as many tokens already, or more, or no table
-            that the model has.
-    """
+    """The arrays with the rows of `model.vocab_size`, if that was asked for."""
     path = config.checkpoint.init_from
     names = {tensor_name(x): x for x in TABLES if tensor_name(x) in source.entries}
     names = {name: x for name, x in names.items() if name in wanted}
@@ -118,12 +105,7 @@ _NEW = ("mlp.router.", "mlp.coefficient.", "mlp.shared.", "mlp.shared_gate.")
 
 
 def initial_values(model: Model, key: jax.Array) -> Initial:
-    """Makes functions that draw arrays of a new model in a thread.
-
-    Args:
-        model: Makes the arrays.
-        key: Random key of a new model.
-    """
+    """Makes functions that draw arrays of a new model in a thread."""
 
     def initial(names: Sequence[str]) -> Callable[[], Drawn]:
         def chosen(key: jax.Array) -> dict[str, jax.Array]:
@@ -147,21 +129,7 @@ def initial_values(model: Model, key: jax.Array) -> Initial:
 def upcycled(
     source: Source, wanted: Mapping[str, Entry], config: Config, initial: Initial
 ) -> Source:
-    """The arrays of a mixture of experts, if `source` is a dense model; else `source`.
-
-    Args:
-        source: Arrays of a model, with dots in their names.
-        wanted: Arrays of the model to start, of any layout.
-        config: Read for `seed`, `model` and `checkpoint`.
-        initial: Makes the arrays that no dense model has.
-
-    Returns:
-        Arrays with stacked layers. Process 0 logs which of them are copies or new.
-
-    Raises:
-        ConfigError: The two models differ in layers or widths, or there is noise for
-            the experts of a mixture.
-    """
+    """Grows experts from a dense model, and leaves the arrays of any other model."""
     if not config.model.moe.num_experts:
         return source
     if any(_EXPERTS in name for name in source.entries):

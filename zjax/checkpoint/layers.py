@@ -13,13 +13,6 @@ _LAYER = re.compile(r"(?P<stack>.+)\[\d+\]")
 def restack(wanted: Collection[str], found: Mapping[str, Entry]) -> dict[str, Entry]:
     """The arrays of a checkpoint, with layers stacked or apart as wanted.
 
-    Args:
-        wanted: Names of the arrays of the plan.
-        found: Arrays of the checkpoint, by name.
-
-    Returns:
-        The entries, those of layers renamed and reshaped.
-
     Example:
         >>> found = restack(["w[0]", "w[1]"], {"w": Entry((2, 3), "float32")})
         >>> {name: str(entry) for name, entry in found.items()}
@@ -45,13 +38,6 @@ def restack(wanted: Collection[str], found: Mapping[str, Entry]) -> dict[str, En
 
 def sources_of(name: str, found: Mapping[str, Entry]) -> list[str]:
     """The arrays of a checkpoint that hold a wanted one.
-
-    Args:
-        name: Name in the plan.
-        found: Arrays of the checkpoint.
-
-    Returns:
-        The array itself, its layers in order, or its stack; empty if none exists.
 
     Example:
         >>> layer = Entry((3,), "float32")
@@ -93,9 +79,6 @@ _SPLIT_DTYPES = ("int16", "bfloat16")
 def find_split_masters(entries: Mapping[str, Entry]) -> dict[str, str]:
     """Names of split master weights, by the name of their bf16 parameters.
 
-    Args:
-        entries: Arrays of a checkpoint or of a run, by name.
-
     Example:
         >>> low, high = Entry((3,), "int16"), Entry((3,), "bfloat16")
         >>> find_split_masters({"master/w": low, "params/w": high})
@@ -114,9 +97,6 @@ def find_split_masters(entries: Mapping[str, Entry]) -> dict[str, str]:
 
 def joined_entries(entries: Mapping[str, Entry]) -> dict[str, Entry]:
     """The arrays of a checkpoint if split master weights were joined to float32.
-
-    Args:
-        entries: Arrays of a checkpoint or of a run, by name.
 
     Example:
         >>> low, high = Entry((3,), "int16"), Entry((3,), "bfloat16")
@@ -169,14 +149,6 @@ def retile(
 ) -> dict[str, Entry]:
     """The arrays of a checkpoint in another number of tiles.
 
-    Args:
-        found: Arrays of the checkpoint, by name.
-        num_tiles: Number of tiles wanted; 1 for untiled feed-forwards.
-        saved_tiles: Number of tiles in the checkpoint.
-
-    Returns:
-        Entries, renamed and reshaped; arrays that do not divide stay untiled.
-
     Example:
         >>> found = {"mlp/up/kernel": Entry((2, 6), "int8")}
         >>> {name: str(entry) for name, entry in retile(found, 2, 1).items()}
@@ -208,16 +180,6 @@ def locate(
     saved_tiles: int,
 ) -> list[tuple[str, tuple[slice, ...]]]:
     """Where a slice of an array lies in the saved tiles.
-
-    Args:
-        name: Name of the array, a tile or untiled.
-        index: The slice, with bounds.
-        shape: Shape of the array.
-        num_tiles: Number of tiles that the array belongs to.
-        saved_tiles: Number of tiles in the checkpoint.
-
-    Returns:
-        Names and slices, which concatenate to the slice along the hidden dim.
 
     Example:
         >>> index = slice(0, 2), slice(1, 3)

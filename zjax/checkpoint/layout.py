@@ -51,13 +51,6 @@ class Entry:
 def name_leaves(tree: Any, part: str = "") -> dict[str, Any]:
     """The leaves of a tree by path, in order.
 
-    Args:
-        tree: Any pytree.
-        part: Prefix of all names: the tree's path inside a larger one.
-
-    Raises:
-        CheckpointError: Two leaves have one name, because a key contains a slash.
-
     Example:
         >>> name_leaves({"w": [1, 2]}, part="master")
         {'master/w/0': 1, 'master/w/1': 2}
@@ -115,17 +108,7 @@ def check_same(
     *,
     cast: Collection[str] = (),
 ) -> None:
-    """Raises if arrays are missing, unexpected, or differ in shape or dtype.
-
-    Args:
-        expected: Arrays of the model, by name.
-        found: Arrays of the file, by name.
-        place: Name of the file or directory, for the message.
-        cast: Names of the arrays whose floating-point dtypes may differ.
-
-    Raises:
-        CheckpointError: Lists the first differences.
-    """
+    """Raises if arrays are missing, unexpected, or differ in shape or dtype."""
     differences = [*_differences(expected, found, place, cast)]
     if not differences:
         return

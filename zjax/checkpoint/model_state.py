@@ -22,17 +22,6 @@ def load_model_state(path: str, initial: Any, plans: Any) -> Any:
 
     Random keys stay as they are. What the source does not hold stays, too; one warning
     names statistics among it.
-
-    Args:
-        path: `checkpoint.init_from`: files of weights, or the directory of a run.
-        initial: First model state, on the devices.
-        plans: Its plan, a tree of `ArrayPlan`.
-
-    Returns:
-        The tree of `initial`.
-
-    Raises:
-        CheckpointError: Arrays of the run have other shapes, or cannot be read.
     """
     named = layout.name_leaves(plans, _TREE)
     wanted = {n: row for n, row in named.items() if not layout.is_key(row.dtype)}

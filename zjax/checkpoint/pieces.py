@@ -39,13 +39,7 @@ _Piece = tuple[Index, np.ndarray]
 
 
 def place_pieces(wanted: Sequence[tuple[Read, ArrayPlan]]) -> Iterator[Any]:
-    """Builds stored arrays from slices, in turn; the host holds few of these at a time.
-
-    Args:
-        wanted: For each array, a function that reads a slice of it, unpadded and in any
-            memory order, and its plan. One thread calls the functions, in turn; it
-            reads ahead across arrays where there is one process.
-    """
+    """Builds stored arrays slice by slice; the host holds few slices at a time."""
     placed = _place_in_turn(wanted)
     _unfinished.add(placed)
     return placed

@@ -19,15 +19,7 @@ _SCALES = re.compile(r"(?P<layer>.+[./])scales")
 
 
 def with_codes(source: Source, wanted: Mapping[str, Entry]) -> Source:
-    """The arrays of a checkpoint, with matrices quantised where a model wants codes.
-
-    Args:
-        source: Arrays of any checkpoint that holds none, with dots in their names.
-        wanted: Arrays of the model to start.
-
-    Returns:
-        The arrays. A matrix is quantised on the host when it is read, slice by slice.
-    """
+    """The arrays of a checkpoint, with matrices quantised where a model wants codes."""
     found = _scales_of(wanted)
     if not found:
         return source
@@ -66,11 +58,7 @@ def with_codes(source: Source, wanted: Mapping[str, Entry]) -> Source:
 
 
 def without_codes(source: Source) -> Source:
-    """The arrays with matrices in the dtype of their scales in place of codes.
-
-    Args:
-        source: Arrays of a checkpoint by path, layers stacked or not.
-    """
+    """The arrays with matrices in the dtype of their scales in place of codes."""
     found = _scales_of(source.entries)
     scales = {*found.values()}
     entries = {

@@ -27,16 +27,7 @@ Read = Callable[[tuple[slice, ...]], np.ndarray]
 def adapted_extra(
     source: Source, expected: Mapping[str, Entry], *, keeps_errors: bool
 ) -> dict[str, Read]:
-    """Readers of the arrays that a checkpoint holds for other replicas or codecs.
-
-    Args:
-        source: Arrays of the checkpoint.
-        expected: Arrays of the run, by name.
-        keeps_errors: Whether saved errors of codecs fit the messages of the run.
-
-    Returns:
-        Functions that read a slice, by name.
-    """
+    """Readers of the arrays that a checkpoint holds for other replicas or codecs."""
     readers: dict[str, Read] = {}
     for name, entry in expected.items():
         saved = source.entries.get(name)
@@ -55,16 +46,7 @@ def adapted_extra(
 def check_apart(
     found: Mapping[str, Entry], expected: Mapping[str, Entry], place: str
 ) -> None:
-    """Refuses a state of replicas that step apart in a run whose do not, or none.
-
-    Args:
-        found: Arrays of the checkpoint, by name.
-        expected: Arrays of the run, by name.
-        place: Directory of the checkpoint.
-
-    Raises:
-        CheckpointError: One of them has replicas with a state of their own.
-    """
+    """Refuses a state of replicas that step apart in a run whose do not, or none."""
     saved, wanted = (
         any(name.startswith(_REPLICAS) for name in names) for names in (found, expected)
     )

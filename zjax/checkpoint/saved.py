@@ -70,16 +70,7 @@ class SavedArrays:
     def restore(
         self, args: Mapping[str, Any], ahead_bytes: int = READ_AHEAD_BYTES
     ) -> dict[str, Any]:
-        """Reads arrays from Orbax's files.
-
-        Args:
-            args: Orbax's `RestoreArgs` by name.
-            ahead_bytes: Bytes in host memory at a time; more than the largest array
-                needs.
-
-        Returns:
-            Arrays by name.
-        """
+        """Reads arrays from Orbax's files."""
         import orbax.checkpoint as ocp
 
         handler = ocp.PyTreeCheckpointHandler(
@@ -97,12 +88,7 @@ class SavedArrays:
 
 
 def place_slices(read: Callable[[Any], np.ndarray], plan: ArrayPlan) -> Any:
-    """Builds a stored array shard by shard.
-
-    Args:
-        read: Function that reads a slice of the unpadded array.
-        plan: Plan of the array.
-    """
+    """Builds a stored array shard by shard."""
 
     @functools.cache
     def shard(*spans: tuple[int, int]) -> np.ndarray:
@@ -137,16 +123,7 @@ def to_storage(x: jax.Array, plan: ArrayPlan) -> Any:
 def link(
     arrays: Mapping[str, DiskArray], folders: Mapping[str, str], target: pathlib.Path
 ) -> list[str]:
-    """Hard-links the files of disk arrays into a checkpoint, without reading them.
-
-    Args:
-        arrays: Disk arrays by name, written or being written.
-        folders: Directory of each array inside `target`.
-        target: Directory, created if missing; processes may share it.
-
-    Returns:
-        Paths of the new files, relative to `target`.
-    """
+    """Hard-links the files of disk arrays into a checkpoint, without reading them."""
     names = []
     for name, array in arrays.items():
         array.block_until_ready()

@@ -76,22 +76,12 @@ def has_sums(path: pathlib.Path) -> bool:
 
 
 def read_index(path: pathlib.Path) -> Any:
-    """Reads the JSON index of a step.
-
-    Raises:
-        OSError: It cannot be read.
-        ValueError: It is not JSON, or too large.
-    """
+    """Reads the JSON index of a step."""
     return parse_json(read_text(path / INDEX, MAX_INDEX_BYTES))
 
 
 def format_index(index: Mapping[str, Any]) -> str:
-    """Formats the JSON index of a step within the bounds of `read_index`.
-
-    Raises:
-        ValueError: It is not JSON, a key is not a text, or it is nested too deep or
-            too large.
-    """
+    """Formats the JSON index of a step within the bounds of `read_index`."""
     try:
         text = json.dumps(index)
     except (TypeError, RecursionError) as error:
@@ -123,11 +113,7 @@ def partial_path(directory: pathlib.Path, step: int) -> pathlib.Path:
 
 
 def begin(path: pathlib.Path) -> None:
-    """Creates the directory of `partial_path`, and removes leftovers.
-
-    Raises:
-        OSError: It cannot be created.
-    """
+    """Creates the directory of `partial_path`, and removes leftovers."""
     directory = path.parent
     make_directory(directory)
     clear(directory)
@@ -146,15 +132,7 @@ def clear(directory: pathlib.Path) -> None:
 
 
 def commit(path: pathlib.Path, step: int) -> None:
-    """Syncs the directories of a written step and renames it.
-
-    Args:
-        path: Directory of `partial_path`, with synced files.
-        step: Step number.
-
-    Raises:
-        OSError: The file system fails to sync or rename.
-    """
+    """Syncs the directories of a written step and renames it."""
     for folder, _, _ in os.walk(path):
         sync_directory(pathlib.Path(folder))
     target = path.parent / str(step)
@@ -165,14 +143,7 @@ def commit(path: pathlib.Path, step: int) -> None:
 
 
 def set_aside(directory: pathlib.Path, step: int) -> list[pathlib.Path]:
-    """Renames the steps after `step`, so that a run goes on from there.
-
-    Returns:
-        New paths, ascending by step; nothing removes them.
-
-    Raises:
-        OSError: One cannot be renamed.
-    """
+    """Renames the steps after `step`, so that a run goes on from there."""
     moved = []
     for later in reversed([n for n in named_steps(directory) if n > step]):
         names = (f"set-aside-{later}" + f".{n}" * (n > 0) for n in itertools.count())
@@ -187,11 +158,7 @@ def set_aside(directory: pathlib.Path, step: int) -> list[pathlib.Path]:
 
 
 def remove(path: pathlib.Path) -> None:
-    """Deletes a step; its name goes before its files.
-
-    Raises:
-        OSError: It cannot be renamed.
-    """
+    """Deletes a step; its name goes before its files."""
     deleted = path.with_name(f"{_DELETED}{path.name}")
     shutil.rmtree(deleted, ignore_errors=True)
     os.rename(path, deleted)
@@ -207,11 +174,6 @@ def old_links(path: pathlib.Path) -> pathlib.Path:
 
 def select_kept(losses: dict[int, float | None], last: int, best: int) -> set[int]:
     """The steps to keep.
-
-    Args:
-        losses: Validation loss by step; None if unknown.
-        last: Number of newest steps to keep.
-        best: Number of steps of lowest loss to keep; the older wins a tie.
 
     Example:
         >>> select_kept({1: 0.5, 2: None, 3: 0.7, 4: 0.9}, last=1, best=1)

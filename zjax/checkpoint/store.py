@@ -57,44 +57,24 @@ class Store:
         self._reader = Reader(self.directory)
 
     def prepare(self, plans: Any) -> None:
-        """Starts pinning the host memory of the first save, in a thread.
-
-        Args:
-            plans: A tree of `ArrayPlan` for the state.
-        """
+        """Starts pinning the host memory of the first save, in a thread."""
         leaves = jax.tree.leaves(plans)
         self._pinning = Task("pinning", lambda: arrays.pin(leaves))
 
     def steps(self) -> tuple[int, ...]:
-        """Complete checkpoints, ascending; warns once about each incomplete one.
-
-        Raises:
-            CheckpointError: The directory is a file.
-        """
+        """Complete checkpoints, ascending; warns once about each incomplete one."""
         return self._reader.steps()
 
     def latest(self) -> int | None:
-        """Step of the newest complete checkpoint, or None if there is none.
-
-        Raises:
-            CheckpointError: There are only incomplete ones, which a new run would hide.
-        """
+        """Step of the newest complete checkpoint, or None if there is none."""
         return self._reader.latest()
 
     def resolve(self, step: int | None) -> int:
-        """A step that is there; None stands for the newest.
-
-        Raises:
-            CheckpointError: There is no such checkpoint.
-        """
+        """A step that is there; None stands for the newest."""
         return self._reader.resolve(step)
 
     def best(self) -> int | None:
-        """Step of the checkpoint of lowest validation loss, or None.
-
-        Raises:
-            CheckpointError: A checkpoint cannot be read.
-        """
+        """Step of the checkpoint of lowest validation loss, or None."""
         losses = {step: self._reader.index(step)["loss"] for step in self.steps()}
         known = [step for step, loss in losses.items() if loss is not None]
         return min(known, key=losses.__getitem__, default=None)
@@ -111,18 +91,6 @@ class Store:
         """Starts writing a checkpoint; returns once `state` may be donated.
 
         Device arrays are copied to the host first if it has the memory.
-
-        Args:
-            step: Steps taken; more than any checkpoint in the directory.
-            state: A tree of arrays in their stored shapes.
-            plans: A tree of `ArrayPlan` of the same structure.
-            extra: JSON values: data position, seed, configuration, plan text.
-            loss: Validation loss, by which the best checkpoints are kept.
-
-        Raises:
-            CheckpointError: This save or the one before failed, the directory holds a
-                later step, or `extra` is not JSON that a reader takes.
-            NonFiniteError: The state is not finite.
         """
         partial = directories.partial_path(self.directory, step)
         self.wait()
@@ -188,11 +156,7 @@ class Store:
         return self._writing is not None and self._writing.has_failed()
 
     def wait(self) -> None:
-        """Waits until the last save is on disk.
-
-        Raises:
-            CheckpointError: The save failed; its files are removed.
-        """
+        """Waits until the last save is on disk."""
         writing, self._writing = self._writing, None
         if writing is None:
             return
@@ -205,11 +169,7 @@ class Store:
         self._last_saved = self._saving
 
     def close(self) -> None:
-        """Waits for the last save.
-
-        Raises:
-            CheckpointError: The save failed.
-        """
+        """Waits for the last save."""
         self.wait()
         if self._pinning is not None:
             self._pinning.result()
@@ -222,22 +182,7 @@ class Store:
         keeps_errors: Callable[[Mapping[str, Any], int], bool] = lambda *saved: True,
         free_memory: Callable[[], None] = lambda: None,
     ) -> tuple[Any, dict[str, Any]]:
-        """Reads a whole state, each array straight onto its shards.
-
-        Args:
-            plans: A tree of `ArrayPlan`, with any mesh, ZeRO stage, padding or storage.
-            step: Step of the checkpoint; None for the newest.
-            keeps_errors: `keeps_errors(extra, step)`, whether what codecs lost fits the
-                messages of the run; it starts at 0 otherwise.
-            free_memory: Function called after all checks and before arrays are read.
-
-        Returns:
-            The state in the structure of `plans`, and the `extra` saved with it.
-
-        Raises:
-            CheckpointError: There is no such checkpoint, it is of another model, or it
-                is damaged.
-        """
+        """Reads a whole state, each array straight onto its shards."""
         step = self._reader.verify(step, shared=True)
         index = self._reader.index(step)
         named = layout.name_leaves(plans)
@@ -263,21 +208,7 @@ class Store:
         return jax.tree.unflatten(jax.tree.structure(plans), leaves), index["extra"]
 
     def restore_part(self, plans: Any, part: str, step: int | None = None) -> Any:
-        """Reads one subtree of a state, such as the weights without the optimizer.
-
-        Args:
-            plans: A tree of `ArrayPlan`; floating-point dtypes may differ from those
-                saved.
-            part: Path of that tree in the state, such as `master` or `ema`.
-            step: Step of the checkpoint; None for the newest.
-
-        Returns:
-            Arrays in the structure, shardings and dtypes of `plans`.
-
-        Raises:
-            CheckpointError: There is no such checkpoint, it is of another model, or it
-                is damaged.
-        """
+        """Reads one subtree of a state, such as the weights without the optimizer."""
         step = self._reader.verify(step, shared=True)
         named = layout.name_leaves(plans, part)
         expected = layout.describe_plans(named)
@@ -289,31 +220,15 @@ class Store:
         return jax.tree.unflatten(jax.tree.structure(plans), leaves)
 
     def extra(self, step: int | None = None) -> dict[str, Any]:
-        """The `extra` values of a checkpoint, by default of the newest.
-
-        Raises:
-            CheckpointError: There is no such checkpoint, or it is damaged.
-        """
+        """The `extra` values of a checkpoint, by default of the newest."""
         return self._reader.index(self._reader.resolve(step))["extra"]
 
     def entries(self, step: int | None = None) -> dict[str, Entry]:
-        """Shape and dtype of a checkpoint's arrays; split master weights are joined.
-
-        Raises:
-            CheckpointError: There is no such checkpoint, or it is damaged.
-        """
+        """Shape and dtype of a checkpoint's arrays; split master weights are joined."""
         return dict(self._reader.open(self._reader.resolve(step)).source.entries)
 
     def read_array(self, name: str, step: int | None = None) -> np.ndarray:
-        """Reads one unpadded array into host memory.
-
-        Args:
-            name: A name in `entries`; not that of random keys.
-            step: Step of the checkpoint; None for the newest.
-
-        Raises:
-            CheckpointError: There is no such checkpoint, or it is damaged.
-        """
+        """Reads one unpadded array into host memory."""
         step = self._reader.verify(step, shared=False)
         try:
             return self._reader.open(step).source.read_all(name)

@@ -62,14 +62,6 @@ def map_in_threads(
 ) -> list[Any]:
     """Calls a function with each item, several at a time.
 
-    Args:
-        act: The function.
-        items: Its arguments.
-        num_threads: Calls at a time, 1 or more.
-
-    Returns:
-        Results in the order of `items`; the first error is raised.
-
     Example:
         >>> map_in_threads(lambda x: x * x, [1, 2, 3], 2)
         [1, 4, 9]
@@ -128,19 +120,7 @@ def list_files(root: pathlib.Path) -> list[str]:
 
 
 def sum_files(root: pathlib.Path, names: Sequence[str]) -> dict[str, Sum]:
-    """Computes checksums of files, and syncs them to disk.
-
-    Args:
-        root: Directory of a step.
-        names: Paths relative to it.
-
-    Returns:
-        Checksums by name.
-
-    Raises:
-        OSError: A file cannot be read.
-        ValueError: A chunk does not match its own checksum.
-    """
+    """Computes checksums of files, and syncs them to disk."""
 
     def sum_file(name: str) -> Sum:
         with (root / name).open("rb") as file:
@@ -171,12 +151,7 @@ class LinkedSums:
         self._results: dict[tuple[int, int], Sum | OSError | ValueError] = {}
 
     def of(self, root: pathlib.Path, name: str) -> Sum:
-        """Checksum of a file, read unless another link to it was.
-
-        Raises:
-            OSError: It cannot be read.
-            ValueError: A chunk does not match its own checksum.
-        """
+        """Checksum of a file, read unless another link to it was."""
         status = (root / name).stat()
         if status.st_nlink == 1:
             return _sum_of(root, name)
@@ -200,20 +175,7 @@ def find_damage(
     whole_chunks: bool,
     linked_sums: LinkedSums | None = None,
 ) -> list[tuple[str, str]]:
-    """Reads files and compares them with their checksums.
-
-    Args:
-        root: Directory of a step.
-        sums: Checksums of its files.
-        names: Files to read.
-        whole_chunks: Whether to read all of a disk array's chunk. If False, only its
-            last bytes are compared here: tensorstore verifies the rest when it reads
-            the chunk.
-        linked_sums: Checksums computed for other steps.
-
-    Returns:
-        Name and problem of each damaged file.
-    """
+    """Reads files and compares them with their checksums."""
     linked_sums = linked_sums or LinkedSums()
 
     def find_problem(name: str) -> str:
@@ -235,11 +197,6 @@ def find_damage(
 def partition(sums: Mapping[str, Sum], part: int, num_parts: int) -> list[str]:
     """The files that one process reads; all processes get about as many bytes.
 
-    Args:
-        sums: Checksums of all files.
-        part: Index of the process.
-        num_parts: Number of processes.
-
     Example:
         >>> sums = {name: Sum(size, 0, 0) for name, size in zip("abcd", (9, 5, 4, 1))}
         >>> [partition(sums, part, 2) for part in range(2)]
@@ -256,12 +213,7 @@ def partition(sums: Mapping[str, Sum], part: int, num_parts: int) -> list[str]:
 
 
 def write_sums(path: pathlib.Path, sums: Mapping[str, Sum]) -> None:
-    """Writes checksums to a new file, and syncs it to disk.
-
-    Args:
-        path: A new file.
-        sums: Checksums by name, without line breaks.
-    """
+    """Writes checksums to a new file, and syncs it to disk."""
     text = "".join(f"{each} {name}\n" for name, each in sums.items()).encode()
     with path.open("wb") as file:
         file.write(text + f"{crc32c.crc32c(text):08x}\n".encode())
@@ -270,12 +222,7 @@ def write_sums(path: pathlib.Path, sums: Mapping[str, Sum]) -> None:
 
 
 def read_sums(path: pathlib.Path) -> dict[str, Sum]:
-    """Reads a file of `write_sums`.
-
-    Raises:
-        OSError: It cannot be read.
-        ValueError: It is damaged.
-    """
+    """Reads a file of `write_sums`."""
     size = path.stat().st_size
     if size > _MAX_BYTES:
         raise ValueError(f"{path.name} has {size} bytes")

@@ -43,9 +43,6 @@ class Reader:
         """Complete steps, ascending; warns once about each incomplete one.
 
         A step is complete if all files exist with their sizes.
-
-        Raises:
-            CheckpointError: The directory is a file.
         """
         if self.directory.exists() and not self.directory.is_dir():
             raise failures.not_a_directory(self.directory)
@@ -61,11 +58,7 @@ class Reader:
         return tuple(step for step in named if not missing[step])
 
     def latest(self) -> int | None:
-        """The newest complete step; None if the directory holds no step.
-
-        Raises:
-            CheckpointError: It holds only incomplete steps.
-        """
+        """The newest complete step; None if the directory holds no step."""
         complete = self.steps()
         if complete:
             return complete[-1]
@@ -76,11 +69,7 @@ class Reader:
         return None
 
     def resolve(self, step: int | None) -> int:
-        """The number of an existing complete step; None stands for the newest.
-
-        Raises:
-            CheckpointError: There is no such step.
-        """
+        """The number of an existing complete step; None stands for the newest."""
         latest = self.latest()
         if latest is None:
             raise failures.empty(self.directory)
@@ -95,16 +84,6 @@ class Reader:
         """As `resolve`, and compares the files with their checksums the first time.
 
         A step of an older version has no checksums, which logs a warning.
-
-        Args:
-            step: Step number; None for the newest.
-            shared: Whether all processes call this and each reads a share of the files.
-
-        Returns:
-            The step number.
-
-        Raises:
-            CheckpointError: There is no such step, or a file is damaged.
         """
         step = self.resolve(step)
         # Shared reading is collective: processes that verified alone take part, too.
@@ -122,11 +101,7 @@ class Reader:
         return step
 
     def index(self, step: int) -> dict[str, Any]:
-        """Reads the index of a complete step: its loss, arrays, extra values and links.
-
-        Raises:
-            CheckpointError: The step is damaged.
-        """
+        """Reads the index of a complete step: loss, arrays, extra values and links."""
         path = self.path(step)
         try:
             if directories.has_sums(path):
@@ -136,11 +111,7 @@ class Reader:
             raise self.damaged(step, error) from error
 
     def loss(self, step: int) -> float | None:
-        """The validation loss of a complete step.
-
-        Returns:
-            None if there is none, or if it cannot be read, which logs a warning.
-        """
+        """The validation loss of a complete step."""
         try:
             return self.index(step)["loss"]
         except CheckpointError as error:
@@ -148,11 +119,7 @@ class Reader:
             return None
 
     def open(self, step: int) -> SavedArrays:
-        """Opens the arrays of a complete step.
-
-        Raises:
-            CheckpointError: The step is damaged.
-        """
+        """Opens the arrays of a complete step."""
         index, path = self.index(step), self.path(step)
         is_current = directories.has_sums(path)
         links = path / LINKED if is_current else directories.old_links(path)
@@ -188,17 +155,7 @@ _UNREAD = -1
 
 
 def check_step(path: pathlib.Path, *, shared: bool) -> None:
-    """Compares the files of a step with their checksums.
-
-    Args:
-        path: Directory of a step with checksums.
-        shared: Whether all processes call this and each reads a share of the files.
-
-    Raises:
-        OSError: The checksums cannot be read.
-        ValueError: Names the first damaged file, or says that another process cannot
-            read the checksums; raised in all processes.
-    """
+    """Compares the files of a step with their checksums."""
     is_shared = shared and jax.process_count() > 1
     try:
         known = sums.read_sums(path / SUMS_FILE)
@@ -228,16 +185,7 @@ def _min_over_processes(number: int) -> int:
 
 
 def check_file_of(path: pathlib.Path, name: str) -> None:
-    """Compares one file of a step with its checksum.
-
-    Args:
-        path: Directory of a step with checksums.
-        name: Path of the file relative to it.
-
-    Raises:
-        OSError: The checksums cannot be read.
-        ValueError: The file is damaged.
-    """
+    """Compares one file of a step with its checksum."""
     known = sums.read_sums(path / SUMS_FILE)
     if name not in known:
         raise ValueError(f"{name} is not in {SUMS_FILE}")
@@ -273,15 +221,6 @@ def inspect_steps(directory: str) -> list[Verdict]:
 
     Steps share the files of disk arrays that did not change; such a file is read once,
     and its damage counts for each of them.
-
-    Args:
-        directory: Directory of a run, or its `checkpoints`.
-
-    Returns:
-        One verdict per step, oldest first.
-
-    Raises:
-        CheckpointError: There is no step.
     """
     top = pathlib.Path(local_path("directory", directory)).absolute()
     inside = top / "checkpoints"
@@ -300,10 +239,6 @@ def inspect_steps(directory: str) -> list[Verdict]:
 
 def exit_status(verdicts: Sequence[Verdict]) -> int:
     """Exit status of `zjax check`.
-
-    Returns:
-        0 if every step is intact, 1 if one is damaged or incomplete, else 3: a step
-        has no checksums.
 
     Example:
         >>> path = pathlib.Path("runs/a/checkpoints/8")

@@ -66,16 +66,7 @@ def join_masters(source: Source) -> Source:
 def retiled(
     source: Source, num_tiles: int, *, saved_tiles: int | None = None
 ) -> Source:
-    """The arrays with feed-forwards in another number of tiles.
-
-    Args:
-        source: Arrays with or without tiles.
-        num_tiles: Number of tiles wanted; 1 for untiled feed-forwards.
-        saved_tiles: Number of tiles in `source`; None to read it from the names.
-
-    Returns:
-        The arrays renamed and reshaped; those that do not divide stay untiled.
-    """
+    """The arrays with feed-forwards in another number of tiles."""
     saved_tiles = (
         layers.count_tiles(source.entries) if saved_tiles is None else saved_tiles
     )
@@ -94,15 +85,7 @@ def retiled(
 
 
 def restacked(source: Source, names: Collection[str]) -> Source:
-    """The arrays with layers stacked or apart.
-
-    Args:
-        source: Arrays in either form.
-        names: Names of the wanted arrays.
-
-    Returns:
-        The arrays renamed and reshaped; those that match no name are unchanged.
-    """
+    """The arrays with layers stacked or apart."""
 
     def read(name: str, index: Index) -> np.ndarray:
         sources = layers.sources_of(name, source.entries)
@@ -120,13 +103,7 @@ def restacked(source: Source, names: Collection[str]) -> Source:
 def match_layout(
     source: Source, wanted: Mapping[str, Entry], *, saved_tiles: int | None = None
 ) -> Source:
-    """The arrays in the tiles and layers of a run.
-
-    Args:
-        source: Arrays with joined master weights.
-        wanted: Arrays of the run, whose master weights may be split.
-        saved_tiles: Number of tiles in `source`; None to read it from the names.
-    """
+    """The arrays in the tiles and layers of a run."""
     names = layers.joined_entries(wanted)
     return restacked(
         retiled(source, layers.count_tiles(names), saved_tiles=saved_tiles), names

@@ -111,23 +111,7 @@ def _unchanged(source: Source, expected: Mapping[str, Entry]) -> Source:
 
 
 def load_weights(path: str, plans: Any, adapt: Adapt = _unchanged) -> Params:
-    """Reads weights straight onto their shards.
-
-    Args:
-        path: A safetensors file, a directory with one file or with an index, or the
-            directory of a run, whose newest weights for evaluation are read.
-        plans: A tree of `ArrayPlan`, whose paths with dots are the tensor names.
-            Floating-point dtypes may differ from the file's.
-        adapt: `adapt(source, expected)` turns arrays by tensor name into those of
-            another model.
-
-    Returns:
-        Arrays in their stored shapes, in the structure and dtypes of `plans`.
-
-    Raises:
-        CheckpointError: The file is missing or not safetensors, or names, shapes or
-            dtypes differ; lists the first differences.
-    """
+    """Reads weights straight onto their shards."""
     wanted = _match(open_source(path), plans, path, adapt)
     # Large arrays first: new ones, which are small, are drawn while those are read.
     order = sorted(range(len(wanted)), key=lambda i: -wanted[i][1].device_bytes)
@@ -165,11 +149,7 @@ def _match(
 
 
 def open_source(path: str) -> Source:
-    """The arrays of safetensors files or of a run, by tensor name.
-
-    Raises:
-        CheckpointError: There are none, or they cannot be read.
-    """
+    """The arrays of safetensors files or of a run, by tensor name."""
     place = pathlib.Path(local_path("checkpoint.init_from", path, CheckpointError))
     steps = find_steps(place)
     if steps is None:
@@ -259,16 +239,7 @@ def _disagreements(
 
 
 def open_file(path: pathlib.Path, field: str, remedy: str) -> TensorFile:
-    """Opens a safetensors file whose header the library has checked.
-
-    Args:
-        path: The file.
-        field: Setting that names it, for the message.
-        remedy: What to do if it cannot be opened.
-
-    Raises:
-        CheckpointError: It is missing, too large to open, or no such file.
-    """
+    """Opens a safetensors file whose header the library has checked."""
     check_installed("safetensors")
     from safetensors import SafetensorError, safe_open
 

@@ -33,14 +33,6 @@ def check_finite(
     parameters do not change, and are not read. Offloaded arrays are staged on the
     devices one after another.
 
-    Args:
-        leaves: Arrays of a state in their stored shapes, by name.
-        plans: Their plans, by name.
-        step: Steps taken.
-
-    Raises:
-        NonFiniteError: Names the first arrays.
-
     Example:
         >>> check_finite({}, {}, 10)
     """
@@ -94,19 +86,7 @@ def start_write(
     *,
     wait_for_copies: bool,
 ) -> Task:
-    """Starts writing a step in a daemon thread.
-
-    Args:
-        partial: Directory made by `steps.begin`, which may already hold linked files.
-        arrays: Unpadded arrays by name.
-        index: Text of the JSON index.
-        linked: Linked files of this process.
-        commit: Function called by the first process once all files are synced.
-        wait_for_copies: Whether to return only once Orbax has copied the arrays.
-
-    Returns:
-        A task that ends when the step is renamed, or with an error of any process.
-    """
+    """Starts writing a step in a daemon thread."""
     copied = threading.Event()
 
     def write() -> None:
@@ -131,13 +111,7 @@ def wait_for_write(written: Task) -> None:
 
 
 def barrier_name(partial: pathlib.Path, name: str) -> str:
-    """A barrier name that is unique in the run.
-
-    Args:
-        partial: Directory of the save, new for each: a process whose save failed
-            halfway still meets the others at the next save.
-        name: Stage of the save, reached once by each process.
-    """
+    """A barrier name that is unique in the run."""
     return f"zjax-checkpoint{partial.name}-{name}"
 
 

@@ -76,11 +76,7 @@ def state_bytes(state: TrainState, device: Device) -> int:
 
 
 def peak_bytes(devices: Sequence[Device]) -> int | None:
-    """Most memory in arrays on any of some local devices since the start.
-
-    Returns:
-        Bytes; None if the devices do not report it, as CPUs.
-    """
+    """Most memory in arrays on any of some local devices since the start."""
     stats = [device.memory_stats() or {} for device in devices]
     peaks = [each["peak_bytes_in_use"] for each in stats if "peak_bytes_in_use" in each]
     return max(peaks, default=None)
@@ -243,12 +239,6 @@ def describe_measurement(measurement: Measurement) -> str:
 
 def check_losses(losses: Sequence[float]) -> None:
     """Checks that the losses of repeated steps on one batch fall.
-
-    Args:
-        losses: One per step, two or more.
-
-    Raises:
-        BenchError: One is not finite, or the last is not below the first.
 
     Example:
         >>> check_losses([2.5, 2.0])

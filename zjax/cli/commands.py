@@ -55,12 +55,7 @@ _MAX_EXPONENT = 700
 
 
 def settings() -> Config:
-    """Reads the settings of the run that `--run`, or `--config` and others, name.
-
-    Raises:
-        ConfigError: Both are given, or the run does not describe itself.
-        CheckpointError: The run holds no such checkpoint.
-    """
+    """Reads the settings of the run that `--run`, or `--config` and others, name."""
     if not flags.FLAGS.run:
         return config_from_flags()
     refuse_flags(FILE_FLAGS, "has no effect with --run, which has settings")
@@ -75,12 +70,7 @@ def settings() -> Config:
 
 
 def settings_to_evaluate() -> Config:
-    """Reads settings as `settings` does, or those of a Hugging Face checkpoint.
-
-    Raises:
-        ConfigError: The checkpoint is of an unknown family, or a flag has no effect.
-        CheckpointError: The run holds no such checkpoint.
-    """
+    """Reads settings as `settings` does, or those of a Hugging Face checkpoint."""
     if not names_huggingface():
         return settings()
     refuse_flags(FILE_FLAGS, "has no effect on the checkpoint that --run names")
@@ -101,12 +91,7 @@ def names_huggingface() -> bool:
 
 
 def chosen_step(store: Store) -> int:
-    """The checkpoint that `--step` names.
-
-    Raises:
-        CheckpointError: There is no checkpoint, or only incomplete ones.
-        ConfigError: It is no step, or no checkpoint knows its loss.
-    """
+    """The checkpoint that `--step` names."""
     given = flags.FLAGS.step
     if given == "latest":
         return store.resolve(None)
@@ -161,9 +146,6 @@ def generate() -> None:
 
     Results of a file are printed as a line of JSON each, `{"prompt": ..., "text": ...}`
     or `{"messages": ...}` with the answer, and are what the prompts alone would give.
-
-    Raises:
-        ConfigError: A flag is out of range, or the file cannot be read.
     """
     given = flags.FLAGS
     check_sampling(given.temperature, given.top_p)
@@ -189,11 +171,7 @@ def generate() -> None:
 
 
 def texts_given() -> list[str]:
-    """Reads the texts to continue: the lines of `--file`, or `--prompt`.
-
-    Raises:
-        ConfigError: The file cannot be read.
-    """
+    """Reads the texts to continue: the lines of `--file`, or `--prompt`."""
     given = flags.FLAGS
     return read_prompts(given.file) if given.file else [given.prompt]
 
@@ -203,10 +181,6 @@ def chats_given() -> list[Conversation]:
 
     `--prompt`, or each line of a text that `--file` names, is the message of a user;
     JSON Lines and tables hold whole conversations.
-
-    Raises:
-        ConfigError: There is none, or a flag has no effect on conversations.
-        DataError: A record is no conversation.
     """
     given = flags.FLAGS
     refuse_flags(
@@ -242,12 +216,7 @@ def describe_text(given: str | Conversation, text: str, *, as_json: bool) -> str
 
 
 def read_prompts(path: str) -> list[str]:
-    """The prompts of `--file`, one on each line.
-
-    Raises:
-        ConfigError: It cannot be read, is too large, or has lines without a prompt;
-            or `--prompt` is given, too.
-    """
+    """The prompts of `--file`, one on each line."""
     refuse_flags(["prompt"], "has no effect with --file")
     path = local_path("file", path)
     try:
@@ -264,11 +233,7 @@ def read_prompts(path: str) -> list[str]:
 
 
 def check_sampling(temperature: float, top_p: float) -> None:
-    """Refuses flags of sampling that are out of range, before weights are read.
-
-    Raises:
-        ConfigError: Names each.
-    """
+    """Refuses flags of sampling that are out of range, before weights are read."""
     problems = []
     if not 0 <= temperature < math.inf:
         remedy = "use 0 or more"
@@ -285,9 +250,6 @@ def evaluate(config: Config) -> None:
 
     The perplexity of a decoder is e to its cross-entropy: its loss, unless
     `model.z_loss` adds to it, without that of the router of its experts.
-
-    Raises:
-        ConfigError: The config evaluates nothing, or the checkpoint lacks the weights.
     """
     if not config.evaluation.num_batches:
         problem, remedy = "evaluates nothing", "use a number of batches, or -1 for all"
@@ -332,13 +294,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def rewind() -> None:
-    """Sets the checkpoints of a run after a chosen one aside.
-
-    Raises:
-        ConfigError: No run is given, or no earlier step.
-        CheckpointError: There is no such checkpoint.
-        ProcessError: The run is training.
-    """
+    """Sets the checkpoints of a run after a chosen one aside."""
     directory = local_path("run", flags.FLAGS.run)
     store = open_store(directory)
     if flags.FLAGS.step == "latest":

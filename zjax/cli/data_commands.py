@@ -32,11 +32,7 @@ _PERCENTILES = (0, 5, 50, 95, 100)
 
 
 def prepare_data() -> None:
-    """Turns text into token files.
-
-    Raises:
-        ConfigError: `--chat` names no checkpoint.
-    """
+    """Turns text into token files."""
     if flags.FLAGS.chat == NO_VALUE:
         remedy = "write --chat=CHECKPOINT"
         raise ConfigError(Problem("--chat", "", "has no value", remedy))
@@ -83,11 +79,7 @@ def describe_lengths(sizes: np.ndarray) -> str:
 
 
 def analyze_data() -> None:
-    """Measures the training samples of a config, for a curriculum.
-
-    Raises:
-        ConfigError: Settings are out of range.
-    """
+    """Measures the training samples of a config, for a curriculum."""
     config = config_from_flags()
     if problems := list(ranges.range_problems(config)):
         raise ConfigError(*problems)
@@ -125,11 +117,7 @@ def analyze_data() -> None:
 
 
 def describe_indexes(indexes: Mapping[str, Index]) -> str:
-    """A table of the values of each metric: percentiles and distinct values.
-
-    Args:
-        indexes: Indexes by metric.
-    """
+    """A table of the values of each metric: percentiles and distinct values."""
     columns = ("metric", "min", "5 %", "median", "95 %", "max", "distinct")
     rows = []
     for name, index in indexes.items():

@@ -53,19 +53,7 @@ def measure_disks(
     array_bytes: int = ARRAY_BYTES,
     num_arrays: int = NUM_ARRAYS,
 ) -> DiskSpeed:
-    """Writes and reads arrays, in turn with plain files.
-
-    Args:
-        paths: Existing directories, one per disk.
-        array_bytes: Bytes per array, a multiple of 16 MiB for meaningful numbers.
-        num_arrays: Number of arrays written, and read, together.
-
-    Returns:
-        The speeds.
-
-    Raises:
-        StorageError: A directory is not writable or too small.
-    """
+    """Writes and reads arrays, in turn with plain files."""
     plan = _make_plan(paths, array_bytes)
     check_disks(paths, 2 * num_arrays * [disk_bytes(plan)])
     total = num_arrays * array_bytes

@@ -86,15 +86,6 @@ class Scorer:
 
         Contexts lose their first tokens where a row exceeds `max_length`, which is
         `model.max_positions` with rotary positions.
-
-        Args:
-            rows: Contexts of a token or more, and continuations.
-
-        Returns:
-            Natural logarithms, and whether each token is the most likely one.
-
-        Raises:
-            ConfigError: A continuation is longer than `max_length`.
         """
         longest = max((len(continuation) for _, continuation in rows), default=0)
         if longest > self.max_length:
@@ -113,21 +104,12 @@ class Scorer:
 
     @property
     def prefix_id(self) -> int:
-        """The token before a text without context: BOS, or the one that ends texts.
-
-        Raises:
-            DataError: The tokenizer has neither.
-        """
+        """The token before a text without context: BOS, or the one that ends texts."""
         bos = self.tokenizer.bos_id
         return self.tokenizer.end_id if bos is None else bos
 
     def encode_pair(self, context: str, continuation: str) -> Row:
-        """Encodes a context, and what follows it in the tokens of both together.
-
-        Args:
-            context: Text; `prefix_id` stands for it where it is empty, or spaces.
-            continuation: Text that follows.
-        """
+        """Encodes a context, and what follows it in the tokens of both together."""
         start = context.rstrip()
         if not start:
             return [self.prefix_id], self.encode_inner(context + continuation)
@@ -143,13 +125,6 @@ class Scorer:
         """Renders messages by the chat template of the data, for later contexts.
 
         Names of special tokens in all later texts are these tokens.
-
-        Args:
-            messages: Dicts with `role` and `content`.
-            asks: Whether the prompt for an answer follows them.
-
-        Raises:
-            ConfigError: The data has no chat template.
         """
         self._has_template = True
         return self.prompts.chat.text_of(as_talk(messages), asks=asks)
@@ -161,14 +136,7 @@ class Scorer:
     def continue_text(
         self, context: str, *, until: Sequence[str] = (), max_new_tokens: int
     ) -> str:
-        """The most likely continuation of a text, up to the first of some strings.
-
-        Args:
-            context: Text, whose first tokens are left out if it is too long;
-                `prefix_id` stands for it where it is empty.
-            until: Strings that end the continuation, and are not part of it.
-            max_new_tokens: Most tokens to add.
-        """
+        """The most likely continuation of a text, up to the first of some strings."""
         number = min(max_new_tokens, self.max_length - 1)
         ids = self._encode(context) or [self.prefix_id]
         ids = ids[-(self.max_length - number) :]

@@ -37,16 +37,7 @@ _SILENT = ("outer_gradients_", "merge_", "without_errors")
 
 
 def report_links(step: Step, config: Config, batch: Batch) -> str:
-    """Compiles every program of a run that sends, and tells what crosses which links.
-
-    Args:
-        step: The step of the run.
-        config: Checked settings.
-        batch: ShapeDtypeStructs of the global batch.
-
-    Returns:
-        A table; fragments of local steps share a line, which shows their mean.
-    """
+    """Compiles every program of a run that sends, and reports bytes by link."""
     times = {
         name: number
         for name, number in count_programs(config).items()
@@ -136,16 +127,7 @@ class Prediction:
 
 
 def check_link(config: schema.Config, num_devices: int, link: str) -> tuple[float, int]:
-    """Bytes per second of a link, and the number of nodes that it joins.
-
-    Args:
-        config: Checked settings.
-        num_devices: Devices of the run; replicas are the nodes.
-        link: Its speed, such as `1gbps`.
-
-    Raises:
-        ConfigError: The link is not a speed, or there is one node.
-    """
+    """Bytes per second of a link, and the number of nodes that it joins."""
     speed = parse_speed(link)
     nodes = axes.axis_sizes(config, num_devices)[meshes.REPLICA]
     if nodes == 1:
@@ -193,16 +175,7 @@ def report_link(config: schema.Config, num_devices: int, link: str) -> str:
 
 
 def describe_predictions(predictions: list[Prediction], baseline: str) -> str:
-    """A table of predictions, with the fastest and those that are not worth it.
-
-    Args:
-        predictions: One for each method; some have no obstacle.
-        baseline: Method with which others are compared; the first without an obstacle
-            where it has one.
-
-    Returns:
-        The table, and below it why methods were refused.
-    """
+    """A table of predictions, with the fastest and those that are not worth it."""
     found = [each for each in predictions if not each.obstacle]
     least = min(each.seconds for each in found)
     base = next((each for each in found if each.method == baseline), found[0])

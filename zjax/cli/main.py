@@ -163,11 +163,7 @@ def define_flags(argv: Sequence[str] | None = None) -> None:
 
 @contextlib.contextmanager
 def connected(config: Config) -> Iterator[processes.ProcessInfo]:
-    """Connects the processes of a run, and disconnects them at its end.
-
-    Yields:
-        The processes.
-    """
+    """Connects the processes of a run, and disconnects them at its end."""
     check_processes(config)
     if processes.needs_parent(config.processes):
         sys.exit(processes.supervise([sys.executable, *sys.orig_argv[1:]]))
@@ -231,12 +227,6 @@ def sample_prompt(trainer: Trainer) -> np.ndarray | None:
     """Encodes what the trained model continues at the end, before it is trained.
 
     Data of conversations gives one of its own, or `--prompt` is a message.
-
-    Returns:
-        Ids; None if tokens are not text, or nothing was asked for and nothing fits.
-
-    Raises:
-        ConfigError: `--prompt` is too long.
     """
     config, flag = trainer.config, flags.FLAGS["prompt"]
     is_text = config.model.kind == "decoder" and config.data.source != "synthetic"
@@ -254,11 +244,7 @@ def sample_prompt(trainer: Trainer) -> np.ndarray | None:
 
 
 def sample(trainer: Trainer, prompt: np.ndarray | None) -> str:
-    """Continues a prompt once a language model is trained.
-
-    Returns:
-        Text with the prompt; empty if the run is not finished, or there is no prompt.
-    """
+    """Continues a prompt once a language model is trained."""
     config = trainer.config
     if prompt is None or trainer.step != config.num_steps:
         return ""
@@ -586,15 +572,7 @@ def _run(words: Sequence[str]) -> None:
 
 
 def check_words(name: str, words: Sequence[str]) -> None:
-    """Refuses words and flags that the command would not read.
-
-    Args:
-        name: The command.
-        words: Words besides flags, the command first.
-
-    Raises:
-        ConfigError: Names every word and flag that has no effect.
-    """
+    """Refuses words and flags that the command would not read."""
     problems = [
         Problem("command", word, f"is unknown to zjax {name}", _remedy(word))
         for word in words[len(name.split()) :]

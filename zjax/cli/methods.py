@@ -37,11 +37,6 @@ _OF_COMPRESSED = (
 def methods_of(config: schema.Config) -> dict[str, schema.Config]:
     """The settings of a run by each method, by its name; they may be refused.
 
-    Args:
-        config: Checked settings. Those that send less are taken back, except for
-            `communication.num_local_steps`, `num_synchronous_steps` and those of an
-            optimizer.
-
     Example:
         >>> methods = methods_of(schema.Config())
         >>> methods["DiLoCo"].communication.num_local_steps
@@ -91,9 +86,6 @@ def methods_of(config: schema.Config) -> dict[str, schema.Config]:
 
 def baseline_of(config: schema.Config) -> str:
     """The name of the method with which others are compared.
-
-    Args:
-        config: Checked settings.
 
     Example:
         >>> baseline_of(schema.Config())

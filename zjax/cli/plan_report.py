@@ -77,34 +77,7 @@ def report_plan(
     device_gb: int | float = 0,
     devices_per_host: int = 0,
 ) -> str:
-    """Plans a run and describes what it takes.
-
-    Args:
-        config: Settings, which need not be checked.
-        num_devices: Devices to plan for without having them; 0 takes those of this
-            machine and compiles the step for them.
-        picture: PNG file of bytes per device and stage; empty for
-            `<directory>/plan.png`.
-        collectives: Whether to list the collectives of the compiled step; needs
-            `num_devices=0`.
-        link: Speed of the link of a node, for a prediction by method; empty for none.
-        schedule: Whether to describe the pipeline schedule and draw it into
-            `schedule.png` beside the other picture.
-        device_gb: Memory of a device in GB, for `mesh="auto"`; 0 asks the devices.
-        devices_per_host: Devices joined by fast links, for `mesh="auto"`; 0 asks the
-            devices, or takes 8.
-
-    Returns:
-        The plan, bytes by ZeRO stage, the memory of the compiled step if there are
-        devices, an estimate for GPUs if the devices are none and nothing is offloaded,
-        and the reasons of `mesh="auto"`.
-
-    Raises:
-        ConfigError: Settings that cannot work, collectives of a step that is not
-            compiled, or a link that is no speed or joins no nodes.
-        PlanError: Arrays that cannot be placed.
-        OutputError: The picture cannot be drawn.
-    """
+    """Plans a run and describes what it takes."""
     if collectives:
         _check_collectives(config, num_devices)
     is_here = num_devices == 0
@@ -292,16 +265,7 @@ def _drawing(path: pathlib.Path) -> Iterator[None]:
 
 
 def report_schedule(config: Config, plan: plans.Plan, picture: pathlib.Path) -> str:
-    """Describes when the stages of a pipeline are busy, and draws it.
-
-    Args:
-        config: Checked settings.
-        plan: A plan on a mesh with several stages.
-        picture: File to write.
-
-    Returns:
-        A table of all schedules.
-    """
+    """Describes when the stages of a pipeline are busy, and draws it."""
     batch = resolve_batch(config, plan.num_batch_shares)
     schedule = make_pipeline_schedule(config, plan, batch.num_microbatches)
     recompute = config.pipeline.recompute
@@ -312,15 +276,7 @@ def report_schedule(config: Config, plan: plans.Plan, picture: pathlib.Path) -> 
 
 
 def describe_peak(peak: Peak | None, platform: str) -> str:
-    """What is on a device at the peak of a step.
-
-    Args:
-        peak: The predicted peak; None where it is not known.
-        platform: Platform of the programs, as JAX names it.
-
-    Returns:
-        A table of bytes per device; on CPUs a note that they differ from those of GPUs.
-    """
+    """What is on a device at the peak of a step."""
     if peak is None:
         return "this platform gives no memory analysis of compiled programs"
     cells = [(name, describe.format_bytes(x)) for name, x in peak.parts.items() if x]
@@ -352,16 +308,7 @@ def _devices(platform: str) -> str:
 def describe_collectives(
     step: Step, config: Config, compiled: jax.stages.Compiled
 ) -> str:
-    """Compares the collectives of a step with those of its ZeRO stage.
-
-    Args:
-        step: The step; read for its plan and microbatches.
-        config: Checked settings; read for what replicas send.
-        compiled: Its train program.
-
-    Returns:
-        Tables; on CPUs with a note on what other devices do differently.
-    """
+    """Compares the collectives of a step with those of its ZeRO stage."""
     program = compiled.as_text()
     if program is None:
         return "this platform gives no text of compiled programs"

@@ -31,13 +31,6 @@ def pass_costs(*, recompute: bool) -> Costs:
 def describe_schedules(schedule: Schedule, *, recompute: bool) -> str:
     """Compares a schedule with other ones for the same stages and microbatches.
 
-    Args:
-        schedule: The schedule of the run.
-        recompute: Whether the run recomputes; `zb_h1` never does.
-
-    Returns:
-        A table of time, idle share, and what is held per stage.
-
     Example:
         >>> schedule = make_schedule("1f1b", num_stages=4, num_microbatches=8)
         >>> print(describe_schedules(schedule, recompute=False).splitlines()[4])
@@ -76,13 +69,7 @@ def describe_schedules(schedule: Schedule, *, recompute: bool) -> str:
 def plot_schedule(
     schedule: Schedule, path: str | os.PathLike[str], *, costs: Costs
 ) -> None:
-    """Plots which microbatch each stage works on over time.
-
-    Args:
-        schedule: The passes.
-        path: Output file; its suffix sets the format.
-        costs: Time of each pass of a whole stage.
-    """
+    """Plots which microbatch each stage works on over time."""
     figure = plot.make_figure(12, 1.6 + 0.45 * schedule.num_stages)
     axes = figure.subplots()
     time = 0.0

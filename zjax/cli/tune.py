@@ -56,22 +56,6 @@ def tune(
 
     Trials are recorded in `tune.jsonl` in the directory of the run. Those of an earlier
     call with the same settings count.
-
-    Args:
-        config: A run of a built-in model; its data is not read.
-        num_trials: Most trials, those of earlier calls included; 1 or more.
-        output: Gin file to write; `tuned.gin` in the directory of the run by default.
-        simulated_devices: CPU devices to simulate; 0 for the real ones.
-        device_gb: Memory of a device in GB; 0 asks the devices.
-        runner: What runs trials; processes of this machine by default.
-
-    Returns:
-        A table of the trials, the settings to change, and the next command.
-
-    Raises:
-        ConfigError: Settings that cannot work, or an output that is no Gin file.
-        PlanError: No candidate fits, or all that were tried failed.
-        BenchError: There are no devices, or the records are damaged.
     """
     folder = pathlib.Path(local_path("directory", config.directory))
     path = pathlib.Path(local_path("output", output or folder / "tuned.gin"))
@@ -130,12 +114,7 @@ def describe_candidate(candidate: Candidate) -> str:
 
 
 def describe_outcomes(outcomes: Sequence[Outcome], given: Candidate | None) -> str:
-    """A table of the trials, without columns that would say nothing.
-
-    Args:
-        outcomes: Trials in order.
-        given: The settings as given, which are marked.
-    """
+    """A table of the trials, without columns that would say nothing."""
     best, stages = fastest(outcomes), {x.candidate.stage for x in outcomes}
     columns = {
         "": [str(number) for number in range(1, len(outcomes) + 1)],

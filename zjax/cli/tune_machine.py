@@ -92,11 +92,7 @@ class Runner:
         self._log, self._simulated = log, simulated_devices
 
     def facts(self) -> Facts:
-        """Finds the devices.
-
-        Raises:
-            BenchError: JAX finds none.
-        """
+        """Finds the devices."""
         found, failure = self._run()
         if failure:
             problem, remedy = f"fails: {failure}", "see `zjax report`"

@@ -75,15 +75,6 @@ def next_candidate(
     First the settings as given, if they fit; then the best by prediction, until one
     works; then those that differ from the fastest in one choice. What ran out of
     memory, and measured peaks, correct what counts as fitting.
-
-    Args:
-        ranked: All candidates, the one with the least predicted seconds first.
-        given: The settings as given, or None.
-        outcomes: Trials so far.
-        predictions: What is predicted of a candidate.
-
-    Returns:
-        The candidate; None if no other promises more.
     """
     tried = {outcome.candidate for outcome in outcomes}
     limit = _limit(outcomes, predictions.usable_bytes)
@@ -155,11 +146,7 @@ class Records:
         self._path, self._key = path, hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def read(self) -> list[Outcome]:
-        """The trials so far, in order; warns of one whose line was cut off.
-
-        Raises:
-            BenchError: The file holds something else.
-        """
+        """The trials so far, in order; warns of one whose line was cut off."""
         if not self._path.exists():
             return []
         try:

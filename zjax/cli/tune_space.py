@@ -75,11 +75,7 @@ class Candidate:
 
 
 def with_batch(config: schema.Config, machine: Machine) -> schema.Config:
-    """The run with its global batch size, from which the other two follow.
-
-    Raises:
-        ConfigError: The sizes do not fit the devices.
-    """
+    """The run with its global batch size, from which the other two follow."""
     if config.elasticity.microbatch_sizes or config.global_batch_size:
         return dataclasses.replace(config, num_microbatches=0, microbatch_size=0)
     closed = dataclasses.replace(config, mesh=axes.close_axes(config.mesh))
@@ -93,15 +89,7 @@ def with_batch(config: schema.Config, machine: Machine) -> schema.Config:
 
 
 def candidates(config: schema.Config, machine: Machine) -> Iterator[Candidate]:
-    """All settings to choose from, of which some cannot work.
-
-    Args:
-        config: The run of `with_batch`; mesh axes above 1 stay as they are.
-        machine: The devices.
-
-    Yields:
-        Candidates.
-    """
+    """All settings to choose from, of which some cannot work."""
     opened = dataclasses.replace(config, mesh=open_mesh(config.mesh))
     for mesh in possible_meshes(opened, machine):
         shards = math.prod(getattr(mesh, axis) for axis in axes.BATCH_AXES)

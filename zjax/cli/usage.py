@@ -75,11 +75,7 @@ def flags_of(command: Command) -> list[str]:
 
 
 def describe_commands(commands: Mapping[str, Command]) -> str:
-    """A list of commands, one line each.
-
-    Args:
-        commands: Commands by name.
-    """
+    """A list of commands, one line each."""
     lines = [f"  {name:14}{commands[name].summary}" for name in commands]
     return "\n".join(
         [
@@ -96,13 +92,7 @@ def describe_commands(commands: Mapping[str, Command]) -> str:
 def describe_command(
     name: str, command: Command, flag_values: flags.FlagValues = flags.FLAGS
 ) -> str:
-    """The help of a command: what it does, its flags, and examples.
-
-    Args:
-        name: Its name.
-        command: The command.
-        flag_values: Definitions of its flags.
-    """
+    """The help of a command: what it does, its flags, and examples."""
     words = command.arguments or "[--FLAG=VALUE ...]"
     examples = textwrap.indent(command.examples, "  ")
     lines = [f"zjax {name} {words}", "", command.summary, "", "Example:", examples]
@@ -122,14 +112,6 @@ def check_command(
     name: str, words: Sequence[str], commands: Mapping[str, Command]
 ) -> None:
     """Refuses what is not a command, and names the nearest.
-
-    Args:
-        name: The command, or the first word where there is none.
-        words: What was typed.
-        commands: Commands by name.
-
-    Raises:
-        ConfigError: The command is unknown, or only begun.
 
     Example:
         >>> check_command("trian", ["trian"], {"train": Command(print, "", "")})
@@ -211,10 +193,6 @@ _ZSH = "autoload -U +X compinit bashcompinit && compinit && bashcompinit\n"
 
 def completion_script(shell: str, commands: Mapping[str, Command]) -> str:
     """The script of a shell, which completes the words after `zjax`.
-
-    Args:
-        shell: One of `SHELLS`.
-        commands: Commands by name.
 
     Example:
         >>> commands = {"train": Command(print, "Trains.", "", {"prompt": ""})}

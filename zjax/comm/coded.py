@@ -26,15 +26,6 @@ def all_gather(
 ) -> jax.Array:
     """All-gathers an array whose shards are coded; only the gathered copy is lossy.
 
-    Args:
-        shard: This device's shard, of any float dtype.
-        axes: Mesh axes of `shard_map` over which `dim` is sharded, major first.
-        dim: The sharded dim.
-        codec: Codec with blocks.
-
-    Returns:
-        The array in the dtype of the shard, the same bits on all these devices.
-
     Reference:
         ZeRO++, arXiv:2306.10209, section 3.1 (qwZ).
     """
@@ -55,15 +46,6 @@ def reduce_scatter(
     With the devices of a node as the first axis and the nodes as the second, each sum
     crosses nodes once. Shards lie in the order of `axes`, first axis major, so that
     device d of node n gets shard d * nodes + n and no values are reordered.
-
-    Args:
-        x: This device's term, of any float dtype; `dim` divides by the devices.
-        axes: Mesh axes of `shard_map` over which the sum is sharded, major first.
-        dim: The dim along which it is sharded.
-        codec: Codec with blocks; no block spans two shards.
-
-    Returns:
-        This device's shard of the sum, in the dtype of `x`.
 
     Reference:
         ZeRO++, arXiv:2306.10209, section 3.3 (qgZ).

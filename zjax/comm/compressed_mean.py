@@ -45,15 +45,6 @@ def compressed_mean(
     they lose is added to the next ones, so that the sum over many calls is right. A
     mean that is not finite leaves the errors as they were.
 
-    Args:
-        x: This worker's float32[n], n a `padded_size`.
-        errors: Its errors; None for no error feedback.
-        codec: The packing.
-        axis: The mesh axis of N workers.
-
-    Returns:
-        The mean float32[n], the same bits on every worker, and the errors.
-
     Reference:
         Tang et al., 1-bit Adam (arXiv:2102.02888), section 4 and figure 3.
     """

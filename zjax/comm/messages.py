@@ -14,13 +14,6 @@ import jax.numpy as jnp
 def all_gather(tree: Any, axes: str | Sequence[str]) -> Any:
     """Gathers arrays of any dtypes by one collective.
 
-    Args:
-        tree: This device's arrays.
-        axes: Mesh axes of N devices, major first.
-
-    Returns:
-        What each of the devices has, arrays [N, ...].
-
     Example:
         >>> gather = jax.vmap(lambda x: all_gather((x, x > 1), "i"), axis_name="i")
         >>> [found[0].tolist() for found in gather(jnp.array([1, 2]))]
@@ -34,15 +27,7 @@ def all_gather(tree: Any, axes: str | Sequence[str]) -> Any:
 
 
 def exchange_chunks(tree: Any, axis: str) -> Any:
-    """Sends the j-th of N chunks of each array to device j, by one collective.
-
-    Args:
-        tree: This device's arrays, whose sizes N divides.
-        axis: Mesh axis of N devices.
-
-    Returns:
-        What each of the devices sent to this one, flat chunks [N, size / N].
-    """
+    """Sends the j-th of N chunks of each array to device j, by one collective."""
     parts, form = jax.tree.flatten(tree)
     number = jax.lax.axis_size(axis)
     received = jax.lax.all_to_all(_joined(parts, rows=number), axis, 0, 0)

@@ -39,16 +39,7 @@ def splitting_axes(row: ArrayPlan, axes: Sequence[str]) -> list[str]:
 
 
 def gather(shard: jax.Array, row: ArrayPlan, axes: Sequence[str]) -> jax.Array:
-    """All-gathers an array from where it is stored to where it is used.
-
-    Args:
-        shard: This device's shard of the stored array.
-        row: Its plan.
-        axes: Mesh axes that `shard_map` maps.
-
-    Returns:
-        The array of `used_shape`, in the dtype of the shard.
-    """
+    """All-gathers an array from where it is stored to where it is used."""
     local_row = _of_device(row, axes)
 
     def run(gathered: jax.Array) -> jax.Array:
@@ -70,14 +61,6 @@ def reduce(x: jax.Array, row: ArrayPlan, axes: Sequence[str]) -> jax.Array:
     Reduce-scatters over the axes that shard only the stored array, and all-reduces over
     the axes that shard neither. Does not sum over axes that shard the used array: along
     them each device holds another shard.
-
-    Args:
-        x: This device's term, of `used_shape`.
-        row: The plan of the sum.
-        axes: Mesh axes that `shard_map` maps.
-
-    Returns:
-        This device's shard of the stored sum, in the dtype of `x`.
     """
     local_row = _of_device(row, axes)
 
@@ -99,17 +82,7 @@ def reduce(x: jax.Array, row: ArrayPlan, axes: Sequence[str]) -> jax.Array:
 def gather_in_node(
     shard: jax.Array, row: ArrayPlan, compute: ArrayPlan, axes: Sequence[str]
 ) -> jax.Array:
-    """Gathers a parameter over the axes that shard only its master weights (hpZ).
-
-    Args:
-        shard: This device's shard as the master weights are stored.
-        row: Plan of the master weights.
-        compute: Plan of the compute parameter, whose codec is used.
-        axes: Mesh axes that `shard_map` maps.
-
-    Returns:
-        This device's shard of the compute parameter.
-    """
+    """Gathers a parameter over the axes that shard only its master weights (hpZ)."""
     if row.stored == compute.stored:
         return shard
     across = dataclasses.replace(compute, stored=row.stored, used=compute.stored)
@@ -123,15 +96,7 @@ def gather_params(
     grads: ArrayPlan,
     axes: Sequence[str],
 ) -> jax.Array:
-    """`gather` whose transpose is `reduce`, for parameters and their gradients.
-
-    Args:
-        shard: This device's shard by which to differentiate; its values are not read.
-        stored: This device's shard of the same parameter, stored by `row`.
-        row: Plan of the gathered parameter.
-        grads: Plan of the gradient, and of `shard`.
-        axes: Mesh axes that `shard_map` maps.
-    """
+    """`gather` whose transpose is `reduce`, for parameters and their gradients."""
 
     def forward(_: jax.Array, stored: jax.Array) -> jax.Array:
         return gather(stored, row, axes)
@@ -146,12 +111,7 @@ def gather_params(
 
 
 def mean_over(x: jax.Array, axes: Sequence[str]) -> jax.Array:
-    """Averages floats over devices in float32, and returns them in their dtype.
-
-    Args:
-        x: This device's value; of other dtypes all get that of the first device.
-        axes: Mesh axes that `shard_map` maps.
-    """
+    """Averages floats over devices in float32, and returns them in their dtype."""
     if not axes:
         return x
     if not jnp.issubdtype(x.dtype, jnp.floating):
@@ -160,13 +120,7 @@ def mean_over(x: jax.Array, axes: Sequence[str]) -> jax.Array:
 
 
 def broadcast_from(tree: Any, is_source: jax.Array, axes: Sequence[str]) -> Any:
-    """Sends the arrays of one device to all.
-
-    Args:
-        tree: This device's arrays, of any dtype; they may be NaN.
-        is_source: bool[], true on that device alone.
-        axes: Mesh axes that `shard_map` maps.
-    """
+    """Sends the arrays of one device to all."""
 
     def run(tree: Any, is_source: jax.Array) -> Any:
         terms = jax.tree.map(lambda x: jnp.where(is_source, x, jnp.zeros_like(x)), tree)

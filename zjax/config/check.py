@@ -26,19 +26,6 @@ def check_config(
 ) -> None:
     """Refuses settings that are out of range, contradict each other or have no effect.
 
-    Args:
-        config: Settings of the right types, from `load_config`.
-        num_devices: Devices of the run, over all processes; 1 or more.
-        user_model: Whether the caller brings the model and its data; then
-            `config.model` and `config.data` are not checked.
-        user_optimizer: Whether the caller brings the optimizer; then `config.optimizer`
-            may set nothing but clipping and averaging.
-        user_batches: Whether the caller brings batches; then `data.source` is not read,
-            and not checked.
-
-    Raises:
-        ConfigError: All problems, in the order of the settings.
-
     Example:
         >>> check_config(schema.Config(mesh=schema.Mesh(tensor=3)), 4)
         Traceback (most recent call last):
@@ -64,9 +51,6 @@ def check_config(
 
 def check_processes(config: schema.Config) -> None:
     """Checks `config.processes` before the processes meet and devices are known.
-
-    Raises:
-        ConfigError: All problems of `processes`.
 
     Example:
         >>> check_processes(schema.Config(processes=schema.Processes(process_id=-2)))

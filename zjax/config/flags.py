@@ -39,9 +39,6 @@ def define_flags(
 
     Flags are not defined at import, as zjax is also a library. May be called
     repeatedly.
-
-    Raises:
-        ConfigError: A flag file cannot be read.
     """
     if "config" not in flag_values:
         flags.DEFINE_string(
@@ -84,11 +81,7 @@ def define_flags(
 def parse(
     argv: Sequence[str], flag_values: flags.FlagValues = flags.FLAGS
 ) -> list[str]:
-    """Parses a command line; returns the program and the positional arguments.
-
-    Raises:
-        ConfigError: A flag is unknown, or its value is invalid.
-    """
+    """Parses a command line; returns the program and the positional arguments."""
     try:
         return flag_values(argv)
     except flags.Error as error:
@@ -170,12 +163,7 @@ def check_numbers(flag_values: flags.FlagValues = flags.FLAGS) -> None:
 
 
 def config_from_flags(flag_values: flags.FlagValues = flags.FLAGS) -> schema.Config:
-    """Builds the config that the command line describes.
-
-    Raises:
-        ConfigError: Neither file nor change was given, Python and Gin were mixed, or
-            settings are unknown or of the wrong type (all at once).
-    """
+    """Builds the config that the command line describes."""
     path = flag_values["config"].value
     files = flag_values["gin_file"].value or []
     bindings = flag_values["gin"].value or []

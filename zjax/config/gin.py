@@ -71,9 +71,6 @@ def read_gin(files: Sequence[str] = (), bindings: Sequence[str] = ()) -> dict[st
     beside the file that includes it. The result is nested by section, and not yet
     checked.
 
-    Raises:
-        ConfigError: Unreadable files, syntax errors, or anything but values.
-
     Example:
         >>> read_gin(bindings=["config.zero.stage = 3"])
         {'zero': {'stage': 3}}
@@ -115,9 +112,6 @@ def _read_all(files: Sequence[str], bindings: Sequence[str]) -> dict[str, Any]:
 
 def from_gin(files: Sequence[str] = (), bindings: Sequence[str] = ()) -> schema.Config:
     """Builds a Config from Gin files and bindings, as `read_gin` reads them.
-
-    Raises:
-        ConfigError: As `read_gin` and `convert.from_mapping`.
 
     Example:
         >>> from_gin(bindings=["config.zero.stage = 3"]).zero.stage

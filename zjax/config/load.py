@@ -30,21 +30,6 @@ def load_config(
 ) -> schema.Config:
     """Reads the settings of a run.
 
-    Args:
-        source: `.py` file with `get_config()`, `.gin` file, name of a config that comes
-            with zjax (`quickstart`), `ds_config.json` of DeepSpeed, dict, ConfigDict,
-            or Config to change (settings that were derived are derived anew).
-        *overrides: Texts such as `"zero.stage=3"`, or mappings, nested or with dotted
-            paths; later ones win.
-        **settings: Sections or top-level settings; they win over all else.
-
-    Returns:
-        The frozen config. Its types are right; `check_config` checks that it can work.
-
-    Raises:
-        ConfigError: Unreadable or failing files, sources without settings, or settings
-            that are unknown or of the wrong type (all at once).
-
     Example:
         >>> load_config({"seed": 1}, "zero.stage=3", num_steps=20).zero.stage
         3

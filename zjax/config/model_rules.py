@@ -17,12 +17,7 @@ META_NAME = "meta.json"
 
 
 def with_vocabulary(config: schema.Config) -> schema.Config:
-    """Sets an open `model.vocab_size` to that of the prepared data.
-
-    Returns:
-        The config, unchanged if the data is not on this machine, so that a run can be
-        planned elsewhere.
-    """
+    """Sets an open `model.vocab_size` to that of the prepared data."""
     is_open = derived.is_derived(config.model.vocab_size)
     if not is_open or config.data.source != "tokens" or not config.data.path:
         return config

@@ -22,16 +22,6 @@ _FOLDERS = (_PACKAGE / "configs", _PACKAGE.parent / "configs")
 def find_config(source: str) -> pathlib.Path:
     """The file that a user means by a path or a name.
 
-    Args:
-        source: Path of a file, or name of a config that comes with zjax, which has
-            neither a suffix nor a folder.
-
-    Returns:
-        The path as given, or that of the named config.
-
-    Raises:
-        ConfigError: zjax has no config of that name.
-
     Example:
         >>> find_config("quickstart").name, str(find_config("configs/mine.py"))
         ('quickstart.py', 'configs/mine.py')
@@ -51,9 +41,6 @@ def find_config(source: str) -> pathlib.Path:
 
 def shipped_name(source: object) -> str:
     """The name of a config that comes with zjax, given by name or path.
-
-    Returns:
-        The name; empty for any other source of settings.
 
     Example:
         >>> shipped_name("quickstart"), shipped_name("mine/quickstart.py")
@@ -77,17 +64,6 @@ def give_way(
     They are settings of the config that have no effect beside the user's, and those
     that cannot work beside them and follow from others where nobody sets them. The log
     names each. No setting of the user is dropped.
-
-    Args:
-        merged: Settings of a config that comes with zjax, changed by the user's.
-        changes: Settings of the user, nested by section.
-        name: Name of the config, for the log.
-
-    Returns:
-        Settings nested by section, perhaps with problems that need the user.
-
-    Raises:
-        ConfigError: Settings are unknown or of the wrong type.
 
     Example:
         >>> merged = {"model": {"num_heads": 4, "num_kv_heads": 8, "embed_size": 64}}

@@ -31,10 +31,6 @@ class ColumnDataset(Protocol):
 def batches_problems(field: str, batches: Any) -> Iterator[Problem]:
     """Yields a problem for an argument that is no dataset and no iterable of batches.
 
-    Args:
-        field: Name of the argument.
-        batches: As for `wrap_batches`; None for no argument.
-
     Example:
         >>> print(*batches_problems("batches", {"train": [], "test": []}))
         batches='dict' is a mapping; give one of its values, such as batches['train']
@@ -82,19 +78,6 @@ def wrap_batches(
     numbers. Anything else must yield global batches, the
     same in every process; resuming draws and drops those before `start_step`, and warns
     if they differ from those of the saved run.
-
-    Args:
-        batches: Dataset, list of rows, or iterable of trees of numeric arrays whose
-            first dim is `global_batch_size` (scalars are allowed).
-        config: Config; reads `seed`, `global_batch_size`, and `data` for workers and
-            prefetching.
-        shardings: Sharding of each array of a batch.
-        start_step: Step of the first batch.
-        num_batches: Number of batches; None is as many as there are.
-
-    Raises:
-        DataError: A dataset without rows, or with a column that is not numeric; rows of
-            unequal lengths; a batch of another size, when it is drawn.
     """
     batches = with_columns(batches)
     if isinstance(batches, ColumnDataset):
@@ -147,13 +130,6 @@ def wrap_batches(
 
 def with_columns(batches: Any, field: str = "batches") -> Any:
     """Gives a list of rows the methods of a dataset; returns anything else as it is.
-
-    Args:
-        batches: As for `wrap_batches`.
-        field: Name of the argument.
-
-    Raises:
-        DataError: Rows differ in their fields, or in the length of one.
 
     Example:
         >>> rows = [{"tokens": [1, 2], "label": 0}, {"tokens": [3, 4], "label": 1}]
@@ -285,22 +261,7 @@ def _stack(values: Any) -> np.ndarray:
 def end_by_epochs(
     config: schema.Config, batches: Any, num_devices: int
 ) -> tuple[schema.Config, str]:
-    """Replaces `num_epochs` by the `num_steps` that draw as many rows.
-
-    Args:
-        config: Settings of the right types.
-        batches: Training data of the caller, as for `wrap_batches`; None for the
-            configured data.
-        num_devices: Devices of the run, 1 or more.
-
-    Returns:
-        The settings with `num_epochs=0`, and a description of what was counted; the
-        same settings and an empty text without epochs.
-
-    Raises:
-        ConfigError: The settings or the batches give no number of rows by step.
-        DataError: The data is missing, damaged or too short for one row.
-    """
+    """Replaces `num_epochs` by the `num_steps` that draw as many rows."""
     epochs = config.num_epochs
     if not epochs:
         return config, ""

@@ -53,11 +53,6 @@ def cut_documents(
 
     A document has as many of `longest` as fit, then at most one of each shorter length;
     a tail shorter than `shortest` is left out.
-
-    Args:
-        offsets: Start of each document, and the end of the last.
-        shortest: Tokens of the shortest pieces.
-        longest: Tokens of the longest, `shortest` times a power of two.
     """
     sizes = np.diff(offsets)
     documents = np.arange(len(sizes))
@@ -276,11 +271,7 @@ class Buckets:
         return {"sequence_length": float(self._lengths[self._order.bucket(step - 1)])}
 
     def shapes(self, step: int) -> dict[int, tuple[int, int]]:
-        """Rows and tokens per row, by the first step after some that has them.
-
-        Args:
-            step: Steps already taken; the keys count from 1.
-        """
+        """Rows and tokens per row, by the first step after some that has them."""
         found: dict[int, int] = {}
         for number in range(step, step + _SEARCHED_STEPS):
             if len(found) == len(self._lengths):
@@ -292,11 +283,7 @@ class Buckets:
         }
 
     def describe(self) -> str:
-        """Rows by length, and the tokens that are left out.
-
-        Returns:
-            One line, such as `buckets: 8 x 256, 2 x 512; ...`.
-        """
+        """Rows by length, and the tokens that are left out."""
         rows = zip(map(len, self._buckets), self._lengths, strict=True)
         listed = ", ".join(f"{number:,} x {length}" for number, length in rows)
         left = self._num_tokens - self._num_used

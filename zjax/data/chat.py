@@ -75,11 +75,7 @@ class Chat:
     marker: str = ""
 
     def render(self, talk: Conversation, number: int, asks: bool) -> str:
-        """Renders the first `number` messages, then the prompt for an answer if `asks`.
-
-        Raises:
-            DataError: The template refuses the messages, or fails.
-        """
+        """Renders the first messages, with the prompt for an answer if `asks`."""
         prefixes = [(number, asks)]
         [rendered] = self.templates.render_each([talk], lambda _: prefixes)
         return self.templates.texts_of(talk, prefixes, rendered)[number, asks]
@@ -89,35 +85,15 @@ class Chat:
         return self.templates.render_each(talks, _prefixes_of)
 
     def text_of(self, talk: Conversation, *, asks: bool) -> str:
-        """Renders a whole conversation, then the prompt for an answer if `asks`.
-
-        Raises:
-            DataError: The template refuses the messages, or fails.
-        """
+        """Renders a whole conversation, then the prompt for an answer if `asks`."""
         return _take_marks(self.render(talk, len(talk.messages), asks))[0]
 
     def prompt_of(self, talk: Conversation) -> np.ndarray:
-        """Encodes a conversation and the prompt for the next answer.
-
-        Returns:
-            Token ids, int32, as `samples_of` has them before that answer.
-
-        Raises:
-            DataError: The template refuses the messages, or fails.
-        """
+        """Encodes a conversation and the prompt for the next answer."""
         return self._encode(talk, self.text_of(talk, asks=True), [])[0]
 
     def samples_of(self, talk: Conversation, rendered: Rendered) -> Encoded:
-        """Encodes a conversation.
-
-        Args:
-            talk: The conversation.
-            rendered: What `render_each` yields for it.
-
-        Raises:
-            DataError: The template refuses the messages, or an answer does not follow
-                its prompt, or there is none.
-        """
+        """Encodes a conversation."""
         if ANSWERS not in (message["role"] for message in talk.messages):
             roles = ", ".join(dict.fromkeys(each["role"] for each in talk.messages))
             problem = f"has no message of the role {ANSWERS!r}, only of {roles},"
@@ -262,18 +238,7 @@ def _take_marks(rendered: str) -> tuple[str, Spans]:
 
 
 def load_chat(folder: str) -> Chat:
-    """Reads the template and the tokenizer of a Hugging Face checkpoint.
-
-    Args:
-        folder: Directory with `tokenizer.json`, `tokenizer_config.json` and, if the
-            latter has no template, `chat_template.jinja`.
-
-    Returns:
-        What encodes conversations.
-
-    Raises:
-        DataError: A file is missing or broken, or there is no template.
-    """
+    """Reads the template and the tokenizer of a Hugging Face checkpoint."""
     check_installed("jinja2")
     path = pathlib.Path(folder) / TOKENIZER_NAME
     library, files = text.load_library(path), TokenizerFiles(path)
@@ -341,11 +306,7 @@ class Templates:
     def texts_of(
         self, talk: Conversation, prefixes: Sequence[Prefix], rendered: Rendered
     ) -> dict[Prefix, str]:
-        """Names the texts of a conversation by their prefixes.
-
-        Raises:
-            DataError: The template does not write its tools, refuses it, or fails.
-        """
+        """Names the texts of a conversation by their prefixes."""
         source = self._sources[self._name_of(talk)]
         keys = {key for message in talk.messages for key in message} - self._told
         if new := sorted(key for key in keys if key not in source):

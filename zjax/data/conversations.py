@@ -67,9 +67,6 @@ def read_conversation(
 ) -> Conversation:
     """Reads a record by its fields, those of the first of `LAYOUTS` that it has.
 
-    Raises:
-        DataError: It has no layout, or what it says cannot be taken as meant.
-
     Example:
         >>> record = {"prompt": "Two and two?", "answer": "Four"}
         >>> talk = read_conversation(record, "talks.jsonl", "line 1")

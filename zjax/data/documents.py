@@ -77,10 +77,6 @@ def list_files(inputs: Sequence[str | pathlib.Path]) -> list[pathlib.Path]:
     """Lists files, and the files of directories, sorted by name and not empty.
 
     Of a directory that the `datasets` library saved it lists the files of rows.
-
-    Raises:
-        DataError: A path is missing, a given file is empty, a directory holds no text
-            or several splits.
     """
     files: list[pathlib.Path] = []
     problems = []
@@ -117,20 +113,7 @@ def _files_in(folder: pathlib.Path) -> list[pathlib.Path]:
 def read_conversations(
     path: pathlib.Path, told: set[str], broken: BrokenRecords = REFUSED
 ) -> Iterator[Document]:
-    """Reads conversations of JSON Lines, Parquet or Arrow files.
-
-    Args:
-        path: The file, whose records have a layout of `zjax.data.conversations`.
-        told: Names of fields that the log has told as not read; gets more.
-        broken: What becomes of broken records.
-
-    Yields:
-        Each, with its messages as text.
-
-    Raises:
-        DataError: Another kind of file, a broken line, or other fields; with its
-            position.
-    """
+    """Reads conversations of JSON Lines, Parquet or Arrow files."""
     suffix = _form_of(path)
     if suffix in tables.SUFFIXES:
         records = _read_rows(path, told)
@@ -171,16 +154,7 @@ def _tell_unread(path: pathlib.Path, names: Sequence[str], told: set[str]) -> No
 def read_documents(
     path: pathlib.Path, text_field: str, broken: BrokenRecords = REFUSED
 ) -> Iterator[Document]:
-    """Reads JSON, Parquet, Arrow or else plain text, by the file's suffix.
-
-    Args:
-        path: The file.
-        text_field: Field or column with the text, or with token ids.
-        broken: What becomes of broken records.
-
-    Raises:
-        DataError: Not UTF-8, a broken line, no such field or column; with its position.
-    """
+    """Reads JSON, Parquet, Arrow or else plain text, by the file's suffix."""
     suffix = _form_of(path)
     if suffix in JSON_SUFFIXES:
         return _read_json(path, text_field, broken)
@@ -224,11 +198,7 @@ class _Content:
 
 @contextlib.contextmanager
 def _open(path: pathlib.Path) -> Iterator[_Content]:
-    """Opens a file, and decompresses what it holds while it is read.
-
-    Raises:
-        DataError: It is damaged; also while it is read.
-    """
+    """Opens a file, and decompresses what it holds while it is read."""
     decompress = _DECOMPRESSORS.get(path.suffix.lower())
     with open(path, "rb") as raw:
         if decompress is None:
@@ -311,11 +281,7 @@ def _read_stream(path: pathlib.Path) -> Iterator[Document]:
 def _read_records(
     path: pathlib.Path, broken: BrokenRecords
 ) -> Iterator[tuple[str, dict[str, Any], int]]:
-    """Reads the objects of the lines, or of one array over the whole file.
-
-    Yields:
-        Where it is, such as `line 3`; the object; bytes read since the one before.
-    """
+    """Reads the objects of the lines, or of one array over the whole file."""
     offset, is_array = 0, None
     with _open(path) as content:
         lines = iter(lambda: content.file.readline(MAX_LINE_BYTES + 1), b"")

@@ -75,12 +75,6 @@ def permute_parts(
 ) -> Int64[np.ndarray, " n"]:
     """Applies one of several permutations to each position; see `permute_rows`.
 
-    Args:
-        positions: Positions, each below the size of its permutation.
-        permutations: Number of the permutation of each position.
-        sizes: Size of each permutation.
-        keys: Numbers that choose each permutation, such as a seed, a part and an epoch.
-
     Example:
         >>> which, sizes = np.array([0, 0, 0, 1]), np.array([3, 1])
         >>> rows = permute_parts(np.array([0, 1, 2, 0]), which, sizes, [(0, 0), (0, 1)])

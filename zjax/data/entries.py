@@ -29,18 +29,6 @@ def abstract_batch(config: Config, plan: Plan) -> Batch:
 def entries_of(batch: Batch, *, replicated: Sequence[str] = ()) -> Entries:
     """Derives the arrays that a loss expects from an example batch.
 
-    Args:
-        batch: Arrays or ShapeDtypeStructs.
-        replicated: Paths of arrays, or of dicts of arrays, that have no rows: every
-            device and microbatch gets all of them.
-
-    Returns:
-        Dtype and shape of each array, for any number of rows.
-
-    Raises:
-        DataError: Leaves that are not numeric arrays, arrays with another number of
-            rows than most, and unknown names; all at once.
-
     Example:
         >>> batch = {"x": np.ones((8, 2), np.float32), "table": np.ones(3, np.int32)}
         >>> entries_of(batch, replicated=["table"])["table"].has_rows
@@ -89,21 +77,6 @@ def check_batch(
     rows_differ: bool = False,
 ) -> Batch:
     """Refuses a batch that its loss does not expect.
-
-    Args:
-        batch: Tree of arrays and numbers; only values of NumPy arrays are read.
-        entries: Expected arrays; if empty, any numeric arrays.
-        name: Name of the batch in messages.
-        num_rows: Rows of each array; 0 is any number that all share.
-        rows_differ: Whether the number of rows is not checked.
-
-    Returns:
-        The batch, with NumPy arrays in the dtypes of JAX.
-
-    Raises:
-        DataError: Leaves that are not numeric arrays, integers that do not fit JAX's,
-            ids out of range, arrays that are missing, unknown, or of another dtype,
-            shape or number of rows; all at once.
 
     Example:
         >>> check_batch({"x": np.arange(3)}, {})["x"].dtype
@@ -278,11 +251,7 @@ def _value_problem(
 
 
 def check_placed_values(batch: Batch, entries: Entries) -> None:
-    """Refuses values out of range in arrays on devices; waits for them.
-
-    Raises:
-        DataError: Names every array with an id or a negative value out of range.
-    """
+    """Refuses values out of range in arrays on devices; waits for them."""
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     arrays = {path_of(keys): x for keys, x in leaves}
     arrays = {

@@ -59,18 +59,7 @@ class EvaluationSet:
     description: str
 
     def mean(self, evaluate: Callable[[Any], Mapping[str, Any]]) -> dict[str, float]:
-        """Averages the metrics of batches over the rows of the set, each row once.
-
-        Args:
-            evaluate: `evaluate(batch)` returns scalars on the device: means over
-                `weight` units.
-
-        Returns:
-            `eval_<name>` of each mean, NaN if no row has weight; and `evaluated_rows`.
-
-        Raises:
-            DataError: There is no batch, or one is malformed.
-        """
+        """Averages the metrics of batches over the rows of the set, each row once."""
         with self.open_batches() as batches:
             results = [(filled.num_rows, evaluate(filled.batch)) for filled in batches]
         if not results:
@@ -151,10 +140,6 @@ def find_evaluation(
 
     Training `batches` of the caller are not evaluated on; then only
     `evaluation_batches` count.
-
-    Raises:
-        DataError: The data is unusable.
-        ConfigError: All rows of endless data are asked for.
     """
     if not config.evaluation.num_batches:
         return None
@@ -166,13 +151,7 @@ def find_evaluation(
 def make_evaluation(
     config: schema.Config, shardings: placement.Shardings
 ) -> EvaluationSet:
-    """Opens the held-out rows of the data that `config` names.
-
-    Raises:
-        DataError: The data is missing, damaged, too short for one row, or has a larger
-            vocabulary than the model.
-        ConfigError: All rows of endless data are asked for.
-    """
+    """Opens the held-out rows of the data that `config` names."""
     number = config.evaluation.num_batches
     if number == ALL and config.data.source == "synthetic":
         problem = f"asks for all of {synthetic.NUM_ROWS:,} synthetic rows"
@@ -191,10 +170,6 @@ def wrap_evaluation(
 
     Batches are trees of numeric arrays whose first dim is at most `global_batch_size`
     (scalars are allowed).
-
-    Raises:
-        DataError: An iterator, which cannot restart; a dataset without rows, or with a
-            column that is not numeric.
     """
     batches = wrapping.with_columns(batches, "evaluation_batches")
     if isinstance(batches, wrapping.ColumnDataset):
@@ -268,17 +243,6 @@ def fill_batches(
     batch: Any, batch_size: int, name: str, entries: Entries
 ) -> Iterator[FilledBatch]:
     """Yields the batch if it is full, else full batches of its groups of rows.
-
-    Args:
-        batch: Tree of arrays of NumPy or JAX, whose first dim is the rows; scalars are
-            allowed.
-        batch_size: Rows of the full batches.
-        name: Name of the batch in messages.
-        entries: Arrays that the loss expects.
-
-    Raises:
-        DataError: It has no rows, more than a full batch, or is not what the loss
-            expects.
 
     Example:
         >>> filled = fill_batches({"x": np.arange(3)}, 4, "batch", {})

@@ -115,15 +115,7 @@ class Loader:
         return {"step": self._step} | self._position | drawn
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Moves to the position of another loader of the same data.
-
-        Args:
-            state: Result of `state`.
-
-        Raises:
-            DataError: The data, its order or the batch size differ, so that steps would
-                be other samples; or `state` has a wrong form.
-        """
+        """Moves to the position of another loader of the same data."""
         step = state.get("step") if isinstance(state, dict) else None
         if type(step) is not int or not 0 <= step < 2**31:
             problem, remedy = "is not a data position", "start from another checkpoint"
@@ -169,22 +161,6 @@ def make_loader(
 
     With `data.num_workers`, guard the script by `if __name__ == "__main__":`, since
     each worker process imports it.
-
-    Args:
-        config: Config; reads `data`, `seed`, `global_batch_size` (1 or more), and
-            `kind` and `vocab_size` of `model`.
-        shardings: Sharding of each array of a batch.
-        start_step: Step of the first batch.
-        num_batches: Number of batches; None is endless.
-
-    Returns:
-        Iterator of `tokens, targets` (int32[B, L]) and `weights` (float32[B, L]), with
-        `segment_ids, positions` (int32[B, L]) if documents are packed. For an encoder,
-        targets are the tokens before they were masked.
-
-    Raises:
-        DataError: The data is missing, damaged, too short for one row, or has a larger
-            vocabulary than the model; or no token can hide the tokens of an encoder.
     """
     check_batch_size(config)
     if config.buckets.form != "none":
@@ -301,20 +277,7 @@ def load_draws(
     start_step: int = 0,
     num_batches: int | None = None,
 ) -> Loader:
-    """Makes the loader of any rows that can be read by number.
-
-    Args:
-        draws: Rows of each step.
-        config: Config; reads `data` for workers and prefetching.
-        shardings: Sharding of each array of a batch.
-        position: Values that determine the order, compared at resume.
-        values_at: Function from a step, from 1 on, to what the metrics tell of it.
-        shapes_after: Function from the steps taken to rows and tokens per row of later
-            batches, by the first step that has them.
-        description: What is told of the data before the run.
-        start_step: Step of the first batch.
-        num_batches: Number of batches; None is endless.
-    """
+    """Makes the loader of any rows that can be read by number."""
     example = draws.draw(start_step).rows
     sizes = set(draws.sizes)
     local_rows = {size: find_local_rows(example, size, shardings) for size in sizes}

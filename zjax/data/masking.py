@@ -47,14 +47,6 @@ class Rule:
     ) -> tuple[Int32[np.ndarray, " L"], Bool[np.ndarray, " L"]]:
         """Masks one row.
 
-        Args:
-            tokens: Tokens of the row.
-            step: Step that reads it, from 0 on.
-            row: Number of the row.
-
-        Returns:
-            The tokens to read, and which of them are to be predicted.
-
         Example:
             >>> rule = Rule(0, 1.0, mask_id=9, num_ids=9, kept_ids=(8,))
             >>> tokens, chosen = rule.apply(np.array([1, 2, 8], np.int32), 0, 0)
@@ -121,15 +113,7 @@ class MaskedDraws:
 
 
 def make_rule(config: schema.Config, seed: int) -> Rule:
-    """Makes the rule that masks the data of an encoder.
-
-    Args:
-        config: Config; reads `data` and `model.vocab_size`.
-        seed: Seed of the masks.
-
-    Raises:
-        DataError: No token can hide others, or the data holds conversations.
-    """
+    """Makes the rule that masks the data of an encoder."""
     tokenizer = source.make_tokenizer(config)
     if config.data.source == "tokens" and store.read_meta(config.data.path).has_answers:
         problem = "holds conversations, of which answers alone have a loss"

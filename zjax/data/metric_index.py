@@ -38,17 +38,7 @@ class Columns(NamedTuple):
 def write_columns(
     path: pathlib.Path, columns: Sequence[np.ndarray], *, digest: str, name: str
 ) -> None:
-    """Writes a file that appears only when it is complete and on the disk.
-
-    Args:
-        path: Path of the file, replaced if there is one.
-        columns: int64[n] or float64[n] each, with the same n, 1 or more.
-        digest: ASCII text of at most 32 characters: what the columns belong to.
-        name: Text of at most 256 bytes: what they hold.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
+    """Writes a file that appears only when it is complete and on the disk."""
     with new_file(path) as partial, open(partial, "wb") as file:
         file.seek(HEADER_BYTES)
         crc = 0
@@ -66,17 +56,7 @@ def write_columns(
 def open_columns(
     path: pathlib.Path, dtypes: Sequence[str], *, field: str, remedy: str
 ) -> Columns:
-    """Maps a file of `write_columns` once all of it matches its checksums.
-
-    Args:
-        path: Path of the file.
-        dtypes: `<f8` or `<i8`, one per column.
-        field: Name of the file in messages.
-        remedy: Remedy in messages.
-
-    Raises:
-        DataError: The file is missing, unreadable, truncated, damaged, or another.
-    """
+    """Maps a file of `write_columns` once all of it matches its checksums."""
     try:
         fault = find_fault(path) or _find_damage(path, len(dtypes))
     except OSError as error:
@@ -87,12 +67,7 @@ def open_columns(
 
 
 def map_columns(path: pathlib.Path, dtypes: Sequence[str]) -> Columns:
-    """Maps a file that `open_columns` found to be whole, without reading it.
-
-    Args:
-        path: Path of the file.
-        dtypes: `<f8` or `<i8`, one per column.
-    """
+    """Maps a file that `open_columns` found to be whole, without reading it."""
     _, _, num_columns, num_rows, digest, name, crc = _HEADER.unpack(_read_header(path))
     content = np.memmap(path, "<i8", "r", HEADER_BYTES, (num_columns, num_rows))
     arrays = [row.view(dtype) for row, dtype in zip(content, dtypes, strict=True)]
@@ -209,17 +184,7 @@ def index_path(output: str | os.PathLike[str], metric: str) -> pathlib.Path:
 def write_index(
     path: pathlib.Path, metric: str, values: Float64[np.ndarray, " n"], digest: str
 ) -> None:
-    """Sorts samples by value and writes their index atomically.
-
-    Args:
-        path: Path of the file, replaced if there is one.
-        metric: Name of the metric.
-        values: Value of each sample, in the order of the dataset.
-        digest: Digest of the dataset.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
+    """Sorts samples by value and writes their index atomically."""
     order = np.argsort(values, kind="stable")
     columns = [values[order], order]
     write_columns(path, columns, digest=digest, name=metric)
@@ -251,11 +216,7 @@ def open_index(
 
 
 def _map_index(path: pathlib.Path, checksum: int) -> Index:
-    """Maps an index that was found to be whole, in another process.
-
-    Raises:
-        DataError: The file is another by now.
-    """
+    """Maps an index that was found to be whole, in another process."""
     mapped = map_columns(path, _DTYPES)
     if mapped.checksum != checksum:
         problem, remedy = "was replaced while the run started", "start the run again"

@@ -40,9 +40,6 @@ def effective_lengths(
 ) -> Int64[np.ndarray, " n"]:
     """Counts the tokens of each sample, without padding.
 
-    Args:
-        is_token: False at padding.
-
     Example:
         >>> effective_lengths(np.array([[True, True, False]])).tolist()
         [2]
@@ -71,11 +68,6 @@ def vocabulary_rarity(
 ) -> Float64[np.ndarray, " n"]:
     """Computes the integer part of the sum of -ln p over the tokens of each sample.
 
-    Args:
-        tokens: Token ids below V.
-        is_token: False at padding, which adds nothing.
-        surprisal: -ln p of each token id; see `surprisals`.
-
     Example:
         >>> tokens, surprisal = np.array([[0, 1, 1]]), np.array([0.5, 2.25])
         >>> vocabulary_rarity(tokens, tokens >= 0, surprisal).tolist()
@@ -89,9 +81,6 @@ def vocabulary_rarity(
 
 def length_scale(max_rarity: float) -> int:
     """Factor of the length in `seqreo_voc`: a power of 10 above every rarity.
-
-    Args:
-        max_rarity: Largest possible rarity of a sample, 0 or more.
 
     Example:
         >>> length_scale(999.0), length_scale(1000.5)
@@ -107,11 +96,6 @@ def compression_ratios(
 
     What zlib (level 6) compresses is not text but token ids, as little-endian numbers
     of 1, 2 or 4 bytes, the least that hold the vocabulary: no tokenizer is needed.
-
-    Args:
-        tokens: Token ids below `vocab_size`.
-        is_token: False at padding, which is left out; a sample of padding alone is 0.
-        vocab_size: Number of token ids.
 
     Example:
         >>> tokens = np.array([[7] * 100, list(range(100))])
@@ -146,18 +130,6 @@ def make_metric(
 ) -> Metric:
     """Makes the function of a metric; its values are checked.
 
-    Args:
-        name: One of `METRICS`, or `module:function` of the caller: a function from the
-            tokens of a sample, int[n] without padding, to a number of 0 or more.
-        length: Tokens per sample, with padding.
-        vocab_size: Number of token ids.
-        counts: Count of each token id, for `voc` and `seqreo_voc`.
-
-    Raises:
-        DataError: There is no such metric, or `seqreo_voc` needs numbers that float64
-            does not represent. The metric raises it for NaN, infinity or a negative
-            value, and for an error of the caller's function.
-
     Example:
         >>> metric = make_metric("seqreo", length=3, vocab_size=9)
         >>> tokens = np.array([[1, 2, 0]])
@@ -180,9 +152,6 @@ def make_metric(
 
 def load_function(name: str) -> Callable[[Any], Any]:
     """Imports the caller's function `module:function`.
-
-    Raises:
-        DataError: There is no such metric or function.
 
     Example:
         >>> load_function("math:fsum")([1, 2])

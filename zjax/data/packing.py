@@ -177,13 +177,7 @@ class DocumentRows:
 def stack_pieces(
     rows: Sequence[Sequence[tuple[np.ndarray, bool]]], length: int
 ) -> dict[str, np.ndarray]:
-    """Concatenates pieces of documents into rows of `length` tokens.
-
-    Args:
-        rows: Pieces of each row: tokens, and whether the document ends there. A piece
-            that does not end its document has one more token, the target of its last.
-        length: Tokens per row, at least the sum of a row's pieces.
-    """
+    """Concatenates pieces of documents into rows of `length` tokens."""
     names = ("tokens", "targets", "segment_ids", "positions")
     batch = {name: np.zeros((len(rows), length), np.int32) for name in names}
     weights = np.zeros((len(rows), length), np.float32)
@@ -210,9 +204,6 @@ def split_documents(
     Bool[np.ndarray, " pieces"],
 ]:
     """Splits every document into pieces of at most `length` tokens.
-
-    Returns:
-        Start and size of each piece, and whether its document ends there.
 
     Example:
         >>> [column.tolist() for column in split_documents(np.array([0, 5, 7]), 3)]

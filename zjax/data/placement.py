@@ -78,11 +78,7 @@ def place_rows(
     num_rows: int,
     shardings: Shardings,
 ) -> dict[str, jax.Array]:
-    """Makes global arrays of the rows `rows` that this process has read.
-
-    Raises:
-        DataError: An id is out of range.
-    """
+    """Makes global arrays of the rows `rows` that this process has read."""
 
     def place(local: np.ndarray) -> jax.Array:
         shape = (num_rows, *local.shape[1:])
@@ -96,11 +92,7 @@ def place_rows(
 
 
 def place_batch(batch: Any, shardings: Shardings, num_rows: int, name: str) -> Any:
-    """Places a global batch of `num_rows` rows that every process holds.
-
-    Raises:
-        DataError: The batch is not what its loss expects, see `check_batch`.
-    """
+    """Places a global batch of `num_rows` rows that every process holds."""
 
     def place_rows(x: Any) -> jax.Array:
         return _place(x, shardings(jax.ShapeDtypeStruct(x.shape, x.dtype)))

@@ -42,15 +42,7 @@ class Prompts:
         self._warned: set[str] = set()
 
     def encode(self, given: Given, *, special_tokens: bool = False) -> np.ndarray:
-        """Encodes a prompt of any kind.
-
-        Args:
-            given: A text, a conversation, or ids.
-            special_tokens: Whether names of special tokens in a text are these tokens.
-
-        Returns:
-            Ids, int32[L].
-        """
+        """Encodes a prompt of any kind."""
         if isinstance(given, str):
             return self.encode_text(given, special_tokens=special_tokens)
         if isinstance(given, Conversation):
@@ -58,15 +50,7 @@ class Prompts:
         return np.asarray(given)
 
     def encode_text(self, text: str, *, special_tokens: bool = False) -> np.ndarray:
-        """Encodes a text to continue; warns if a conversation may be meant.
-
-        Args:
-            text: The text.
-            special_tokens: Whether names of special tokens are these tokens.
-
-        Returns:
-            Ids, int32[L], with BOS if texts of the tokenizer begin with one.
-        """
+        """Encodes a text to continue; warns if a conversation may be meant."""
         found = self.tokenizer.find_special_tokens(text)
         if found and not special_tokens:
             self._warn(
@@ -82,33 +66,14 @@ class Prompts:
         return self.tokenizer.encode(text, special_tokens=special_tokens)
 
     def encode_talk(self, talk: Conversation) -> np.ndarray:
-        """Encodes a conversation up to where the next answer begins.
-
-        Args:
-            talk: Messages, the last of them not an answer.
-
-        Returns:
-            Ids, int32[L], as in training.
-
-        Raises:
-            ConfigError: The data has no chat template.
-            DataError: The conversation ends with an answer, or the template refuses it.
-        """
+        """Encodes a conversation up to where the next answer begins."""
         if talk.messages[-1]["role"] == ANSWERS:
             problem = "ends with an answer"
             talk.refuse(problem, "end with the message that is to be answered")
         return self.chat.prompt_of(talk)
 
     def decode(self, prompt: Any, new: Any) -> str:
-        """Decodes what follows a prompt, up to the first token that ends a text.
-
-        Args:
-            prompt: Ids of the prompt, any 1-d integers.
-            new: Ids that follow, any 1-d integers.
-
-        Returns:
-            The text without the prompt.
-        """
+        """Decodes what follows a prompt, up to the first token that ends a text."""
         ends = self.tokenizer.end_ids
         size = next((n for n, id_ in enumerate(new) if id_ in ends), len(new))
         before = self.tokenizer.decode([*prompt])
@@ -120,12 +85,7 @@ class Prompts:
 
     @functools.cached_property
     def chat(self) -> Chat:
-        """The chat template.
-
-        Raises:
-            ConfigError: The data has no chat template.
-            DataError: A file is missing or broken.
-        """
+        """The chat template."""
         if not self._folder:
             name = self.tokenizer.name
             problem = f"has no chat template: the tokenizer of the data is {name!r}"
@@ -140,20 +100,7 @@ class Prompts:
 
 
 def make_prompts(config: schema.Config, chat: str = "") -> Prompts:
-    """Makes what encodes prompts for a run.
-
-    Args:
-        config: Settings of the run.
-        chat: Directory of a checkpoint with a chat template; empty for the template
-            that `zjax data prepare` stored beside the tokens.
-
-    Returns:
-        The prompts, with the tokenizer of the data.
-
-    Raises:
-        DataError: `data.path` is not a directory made by `zjax data prepare`.
-        ConfigError: `chat` has another tokenizer than the data.
-    """
+    """Makes what encodes prompts for a run."""
     tokenizer = make_tokenizer(config)
     prepared = config.data.path if config.data.source == "tokens" else ""
     if chat:
@@ -180,16 +127,6 @@ def has_answers(config: schema.Config) -> bool:
 def as_talk(messages: Any) -> Conversation:
     """Reads messages, or a record with `messages`, `tools` and the like.
 
-    Args:
-        messages: Dicts with `role` and `content`, or a record of a layout of
-            `zjax.data.conversations`.
-
-    Returns:
-        The conversation.
-
-    Raises:
-        DataError: They are no conversation.
-
     Example:
         >>> as_talk([{"role": "user", "content": "Why?"}]).messages
         [{'role': 'user', 'content': 'Why?'}]
@@ -213,16 +150,7 @@ def describe_prompt(given: Given) -> str:
 
 
 def find_question(config: schema.Config, most: int) -> np.ndarray | None:
-    """Finds the prompt of a conversation of the data, as a sample.
-
-    Args:
-        config: Settings of a run on conversations.
-        most: Most tokens of the prompt.
-
-    Returns:
-        Ids up to the first answer of a held-out conversation, or of one for training
-        if none is held out; None if the first ones are all longer.
-    """
+    """Finds the prompt of a conversation of the data, as a sample."""
     splits = store.read_meta(config.data.path).splits
     split = "validation" if "validation" in splits else "train"
     talks = open_documents(config, split)

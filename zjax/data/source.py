@@ -19,9 +19,6 @@ from zjax.settings import schema
 def make_tokenizer(config: schema.Config) -> text.Tokenizer:
     """Makes the tokenizer of the data of a run.
 
-    Raises:
-        DataError: `data.path` is not a directory made by `zjax data prepare`.
-
     Example:
         >>> make_tokenizer(schema.Config()).vocab_size
         257
@@ -38,9 +35,6 @@ def make_tokenizer(config: schema.Config) -> text.Tokenizer:
 def read_record(config: schema.Config) -> TokenizerRecord:
     """Reads the record of the tokenizer of the data of a run.
 
-    Raises:
-        DataError: `data.path` is not a directory made by `zjax data prepare`.
-
     Example:
         >>> read_record(schema.Config()).end_ids
         (256,)
@@ -51,12 +45,7 @@ def read_record(config: schema.Config) -> TokenizerRecord:
 
 
 def open_rows(config: schema.Config, split: str) -> packing.Rows:
-    """Opens the rows of a split, `train` or `validation`.
-
-    Raises:
-        DataError: The data is missing, damaged, too short for one row, or has a larger
-            vocabulary than the model.
-    """
+    """Opens the rows of a split, `train` or `validation`."""
     data = config.data
     if data.source == "synthetic":
         documents = data.packing == "documents"
@@ -71,16 +60,7 @@ def open_rows(config: schema.Config, split: str) -> packing.Rows:
 
 
 def open_documents(config: schema.Config, split: str) -> store.Store:
-    """Opens the documents of a split, `train` or `validation`.
-
-    Args:
-        config: Config whose `data.source` is not `synthetic`.
-        split: Name of the split.
-
-    Raises:
-        DataError: The data is missing or damaged, or has a larger vocabulary than the
-            model.
-    """
+    """Opens the documents of a split, `train` or `validation`."""
     data = config.data
     if data.source == "standard_library":
         opened = synthetic.open_standard_library(split)
@@ -130,10 +110,6 @@ def digest_samples(config: schema.Config, rows: packing.Rows) -> str:
     """16 hexadecimal digits of the data and of how it is cut into rows.
 
     An index of samples carries them, so that it is not used for other rows.
-
-    Args:
-        config: Config of the rows.
-        rows: Result of `open_rows`.
     """
     content = [len(rows), rows.digest(), row_settings(config)]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]

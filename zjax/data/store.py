@@ -173,11 +173,7 @@ def write_meta(directory: pathlib.Path, meta: Meta) -> None:
 
 
 def read_meta(path: str) -> Meta:
-    """Reads `meta.json` of a directory made by `zjax data prepare`.
-
-    Raises:
-        DataError: It is missing or invalid.
-    """
+    """Reads `meta.json` of a directory made by `zjax data prepare`."""
     remedy = "give a directory made by `zjax data prepare`"
     try:
         content = parse_json(read_text(pathlib.Path(path) / META_NAME))
@@ -262,12 +258,7 @@ def _check_meta(content: dict[str, Any]) -> None:
 
 
 def open_store(path: str, split: str) -> Store:
-    """Maps the stream of a split of a directory made by `zjax data prepare`.
-
-    Raises:
-        DataError: The directory is not a store, lacks the split, is truncated, or has
-            ids beyond its vocabulary.
-    """
+    """Maps the stream of a split of a directory made by `zjax data prepare`."""
     meta = read_meta(path)
     if split not in meta.splits:
         raise DataError(

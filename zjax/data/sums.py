@@ -100,11 +100,7 @@ class ChunkSums:
         self._is_verified = np.zeros(expected, bool)
 
     def verify(self, start: int, stop: int) -> None:
-        """Verifies the chunks of a range of bytes that no range had before.
-
-        Raises:
-            DataError: A chunk does not match its checksum.
-        """
+        """Verifies the chunks of a range of bytes that no range had before."""
         first, end = start // CHUNK_BYTES, -(-stop // CHUNK_BYTES)
         if self._is_verified[first:end].all():
             return

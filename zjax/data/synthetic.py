@@ -28,11 +28,7 @@ SKIPPED = {
 
 
 def open_standard_library(split: str, root: str = "") -> store.Store:
-    """Reads a split of the standard library as bytes, one document per file.
-
-    Raises:
-        DataError: It has no source files (a zipped or stripped installation).
-    """
+    """Reads a split of the standard library as bytes, one document per file."""
     root = root or sysconfig.get_path("stdlib")
     documents = [_with_end(path) for path in _choose_files(root, split)]
     if not documents:

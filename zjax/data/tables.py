@@ -32,11 +32,7 @@ class BrokenRecords:
         self._num_broken, self._first = 0, ""
 
     def read(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Calls a function on a record; gives None if the record is left out.
-
-        Raises:
-            DataError: The record is broken, and is not left out.
-        """
+        """Calls a function on a record; gives None if the record is left out."""
         try:
             return function(*args)
         except DataError as error:
@@ -88,12 +84,7 @@ class Table:
 
 @contextlib.contextmanager
 def open_table(path: pathlib.Path) -> Iterator[Table]:
-    """Opens a file by its suffix, in bounded memory.
-
-    Raises:
-        DataError: It is not such a file, or is damaged; while rows are read, also that
-            several columns have one name.
-    """
+    """Opens a file by its suffix, in bounded memory."""
     check_installed("pyarrow")
     import pyarrow
 
@@ -160,14 +151,7 @@ def _open_arrow(path: pathlib.Path) -> tuple[Any, list[str], int, Any]:
 
 
 def saved_files(folder: pathlib.Path) -> list[pathlib.Path] | None:
-    """The files of rows in a directory that `Dataset.save_to_disk` wrote, in order.
-
-    Returns:
-        The files; None for any other directory.
-
-    Raises:
-        DataError: It holds several splits, or its `state.json` cannot be used.
-    """
+    """The files of rows in a directory that `Dataset.save_to_disk` wrote, in order."""
     if (folder / SPLITS_NAME).is_file():
         splits = sorted(x.parent.name for x in folder.glob(f"*/{STATE_NAME}"))
         problem = f"holds the splits {', '.join(splits)}"
@@ -218,9 +202,6 @@ def read_ids(
 ) -> TokenIds:
     """Reads the ids of a record, without the tokens that `attention_mask` leaves out.
 
-    Raises:
-        DataError: They are no list of ids, or `labels` are not these ids or -100.
-
     Example:
         >>> record = {"input_ids": [5, 6], "labels": [-100, 6]}
         >>> read_ids(record, "input_ids", pathlib.Path("a.jsonl"), "line 1").answers
@@ -264,11 +245,7 @@ def _list_of(
 
 
 def read_stream(path: pathlib.Path) -> Iterator[np.ndarray]:
-    """Reads a stream of ids in blocks.
-
-    Raises:
-        DataError: The file has an odd number of bytes.
-    """
+    """Reads a stream of ids in blocks."""
     if path.stat().st_size % 2:
         problem, remedy = "has an odd number of bytes", "give little-endian uint16"
         refuse(path, "its stream", problem, remedy)

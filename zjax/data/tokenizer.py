@@ -62,11 +62,7 @@ class Tokenizer:
 
     @property
     def end_id(self) -> int:
-        """Token that ends each document.
-
-        Raises:
-            DataError: The tokenizer has none.
-        """
+        """Token that ends each document."""
         if not self.end_ids:
             problem = "has no token that ends a document"
             remedy = "name one as eos_token in the tokenizer_config.json beside it "
@@ -78,30 +74,13 @@ class Tokenizer:
     def encode(
         self, text: str, *, special_tokens: bool = False
     ) -> Int32[np.ndarray, " T"]:
-        """Encodes the beginning of a text: BOS, if texts begin with one, and its ids.
-
-        Args:
-            text: The text.
-            special_tokens: Whether names of special tokens are these tokens, and not
-                text. A text that begins with BOS then gets no second one.
-
-        Returns:
-            Ids, without an end token.
-        """
+        """Encodes the beginning of a text, with BOS if texts begin with one."""
         return self.encode_batch([text], special_tokens=special_tokens)[0]
 
     def encode_batch(
         self, texts: Sequence[str], *, special_tokens: bool = False
     ) -> list[np.ndarray]:
-        """Encodes the beginnings of several texts, as `encode` does.
-
-        Args:
-            texts: The texts.
-            special_tokens: Whether names of special tokens are these tokens.
-
-        Returns:
-            Int32 ids of each.
-        """
+        """Encodes the beginnings of several texts, as `encode` does."""
         return [self.begin(ids) for ids in self.encode_texts(texts, special_tokens)]
 
     def begin(self, ids: Int32[np.ndarray, " T"]) -> Int32[np.ndarray, " begun"]:
@@ -111,11 +90,7 @@ class Tokenizer:
         return np.insert(ids, 0, self.bos_id)
 
     def end(self, ids: Int32[np.ndarray, " T"]) -> Int32[np.ndarray, " ended"]:
-        """Puts the end token behind the ids of a text that lack it.
-
-        Raises:
-            DataError: The tokenizer has none.
-        """
+        """Puts the end token behind the ids of a text that lack it."""
         return ids if self.end_id in ids[-1:] else np.append(ids, np.int32(self.end_id))
 
     @functools.cached_property
@@ -124,14 +99,7 @@ class Tokenizer:
         return {name[:2] for name in self.special_tokens}
 
     def find_special_tokens(self, text: str) -> list[str]:
-        """Finds the names of special tokens that a text spells.
-
-        Args:
-            text: The text.
-
-        Returns:
-            The names, in the order of the vocabulary.
-        """
+        """Finds the names of special tokens that a text spells."""
         if not any(start in text for start in self._starts):
             return []
         return [name for name in self.special_tokens if name in text]
@@ -160,11 +128,7 @@ def make_bytes() -> Tokenizer:
 
 
 def write_bytes_tokenizer(folder: pathlib.Path) -> None:
-    """Writes `bytes` as the files of a tokenizer.
-
-    Args:
-        folder: Directory that gets the files.
-    """
+    """Writes `bytes` as the files of a tokenizer."""
     check_installed("tokenizers")
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -220,16 +184,7 @@ def make_numbers(vocab_size: int) -> Tokenizer:
 def load_tokenizer(
     path: str | pathlib.Path, record: TokenizerRecord | None = None
 ) -> Tokenizer:
-    """Reads a `tokenizer.json` of the `tokenizers` library, and the files beside it.
-
-    Args:
-        path: The file.
-        record: Its record, where one was written; by default one is made of the files.
-
-    Raises:
-        DataError: A file is unreadable, or the `tokenizer.json` is missing or is not
-            the one of the record.
-    """
+    """Reads a `tokenizer.json` of the `tokenizers` library, and the files beside it."""
     path = local_path("tokenizer", path, DataError)
     library = load_library(path)
     if record is None:
@@ -242,32 +197,19 @@ def load_tokenizer(
 
 
 def make_library_record(library: Any, path: str | pathlib.Path) -> TokenizerRecord:
-    """Makes the record of a `tokenizer.json` and the files beside it.
-
-    Args:
-        library: Result of `load_library`.
-        path: The file.
-    """
+    """Makes the record of a `tokenizer.json` and the files beside it."""
     vocabulary, prefix = library.get_vocab(), _prefix_of(library)
     return make_record(pathlib.Path(path), str(path), vocabulary, prefix)
 
 
 def special_tokens_of(library: Any) -> dict[str, int]:
-    """Gives the ids of special tokens by name.
-
-    Args:
-        library: Result of `load_library`.
-    """
+    """Gives the ids of special tokens by name."""
     added = library.get_added_tokens_decoder().items()
     return {token.content: number for number, token in added if token.special}
 
 
 def load_library(path: str | pathlib.Path) -> Any:
-    """Reads a `tokenizer.json` as an object of the `tokenizers` library.
-
-    Raises:
-        DataError: The file is missing or unreadable.
-    """
+    """Reads a `tokenizer.json` as an object of the `tokenizers` library."""
     check_installed("tokenizers")
     import tokenizers
 
@@ -293,11 +235,7 @@ def _prefix_of(library: Any) -> list[int]:
 
 
 def read_file(path: pathlib.Path) -> bytes:
-    """Reads a `tokenizer.json`.
-
-    Raises:
-        DataError: The file is missing, unreadable or too large.
-    """
+    """Reads a `tokenizer.json`."""
     if not path.is_file():
         raise DataError(
             Problem("tokenizer", str(path), "is not a file", "give a tokenizer.json")

@@ -49,9 +49,6 @@ class TokenizerRecord:
     def with_ends(self, end_ids: Sequence[int]) -> "TokenizerRecord":
         """Adds ids that end a text, such as those that ended answers in training.
 
-        Args:
-            end_ids: The ids.
-
         Example:
             >>> TokenizerRecord("numbers", "", 9, None, (8,)).with_ends([7, 8]).end_ids
             (8, 7)
@@ -79,14 +76,7 @@ class TokenizerRecord:
 
     @classmethod
     def from_mapping(cls, values: Any) -> "TokenizerRecord":
-        """Reads the fields from JSON values.
-
-        Args:
-            values: Result of `to_mapping`, from a file that may be damaged.
-
-        Raises:
-            ValueError: A field is missing, unknown, of another type or out of range.
-        """
+        """Reads the fields from JSON values."""
         names = {field.name for field in dataclasses.fields(cls)}
         if not isinstance(values, dict) or values.keys() != names:
             raise ValueError(f"a tokenizer record has the fields {sorted(names)}")
@@ -109,10 +99,6 @@ class TokenizerRecord:
 def is_id(value: Any, vocab_size: int) -> bool:
     """Says whether a JSON value is a token id.
 
-    Args:
-        value: Any JSON value.
-        vocab_size: Number above all ids.
-
     Example:
         >>> is_id(3, 4), is_id(4, 4), is_id(True, 4)
         (True, False, False)
@@ -122,13 +108,6 @@ def is_id(value: Any, vocab_size: int) -> bool:
 
 def digest_vocabulary(vocabulary: Mapping[str, int]) -> str:
     """Hashes the token of each id.
-
-    Args:
-        vocabulary: Ids by token.
-
-    Returns:
-        16 hexadecimal digits, which do not depend on the order of the tokens or on the
-        format of their file.
 
     Example:
         >>> one, other = {"a": 0, "b": 1}, {"b": 1, "a": 0}
@@ -178,15 +157,6 @@ def make_record(
     `generation_config.json` follow, or of `config.json` where there is none.
     `add_bos_token` decides whether texts begin with BOS, and the post-processor where a
     config does not say.
-
-    Args:
-        path: The `tokenizer.json`.
-        name: Name for the record and for messages.
-        vocabulary: Ids by token, added tokens among them.
-        prefix: Ids that the post-processor writes before a text.
-
-    Raises:
-        DataError: A file cannot be read, or names a token that the vocabulary lacks.
     """
     files = TokenizerFiles(path)
     ends = [*files.end_tokens(vocabulary), *files.generation_end_ids()]
@@ -334,17 +304,6 @@ def _content_of(value: Any) -> Any:
 def copy_files(path: pathlib.Path, folder: pathlib.Path) -> list[str]:
     """Copies a `tokenizer.json` and the files of a tokenizer beside it.
 
-    Args:
-        path: The `tokenizer.json`; under another name it is copied alone, as
-            `tokenizer.json`.
-        folder: Directory that gets the files.
-
-    Returns:
-        Names of the files; none if there is no tokenizer.
-
-    Raises:
-        DataError: A file is no regular file, or too large.
-
     Example:
         >>> copy_files(pathlib.Path("missing/tokenizer.json"), pathlib.Path("."))
         []
@@ -371,26 +330,14 @@ def copy_files(path: pathlib.Path, folder: pathlib.Path) -> list[str]:
 def write_files(
     folder: pathlib.Path, library_text: str, special: Mapping[str, str]
 ) -> None:
-    """Writes the files of a tokenizer that zjax made.
-
-    Args:
-        folder: Directory that gets the files.
-        library_text: Content of `tokenizer.json`.
-        special: Special tokens by key, such as `eos_token`.
-    """
+    """Writes the files of a tokenizer that zjax made."""
     config = {"tokenizer_class": "PreTrainedTokenizerFast", **special}
     (folder / TOKENIZER_NAME).write_text(library_text, encoding="utf-8")
     (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n")
 
 
 def write_ends(folder: pathlib.Path, record: TokenizerRecord) -> None:
-    """Writes the end ids of a record into `generation_config.json`.
-
-    Args:
-        folder: Directory with the files of the tokenizer; other values of its
-            `generation_config.json` stay.
-        record: The record.
-    """
+    """Writes the end ids of a record into `generation_config.json`."""
     values = TokenizerFiles(folder / TOKENIZER_NAME).generation
     values = values | record.config_ids()
     (folder / GENERATION_NAME).write_text(json.dumps(values, indent=2) + "\n")

@@ -75,16 +75,7 @@ class Conversion:
         ]
 
     def get(self, key: str, default: Any, *kinds: type) -> Any:
-        """The value of a key, of the type that DeepSpeed makes of it.
-
-        Args:
-            key: Dotted path.
-            default: DeepSpeed's value where there is none, or null.
-            kinds: Types; that of the default if there are none.
-
-        Returns:
-            The value, `AUTO`, or the default beside a problem of the type.
-        """
+        """The value of a key, of the type that DeepSpeed makes of it."""
         value = self._given.get(key)
         if value is None or value == {}:
             return default
@@ -110,12 +101,7 @@ class Conversion:
         return value
 
     def take_type(self, section: str, example: str) -> str:
-        """The type of a section that has parameters; empty where there is none.
-
-        Args:
-            section: Name of the section.
-            example: A type, for messages.
-        """
+        """The type of a section that has parameters; empty where there is none."""
         key, remedy = f"{section}.type", f"name one, as {example}"
         if kind := self.take(key, ""):
             return kind
@@ -128,11 +114,7 @@ class Conversion:
         return ""
 
     def check_sections(self, others: Mapping[str, Sequence[Any]]) -> None:
-        """Refuses values where sections belong.
-
-        Args:
-            others: Names of sections, and what DeepSpeed takes there beside objects.
-        """
+        """Refuses values where sections belong."""
         for name, allowed in others.items():
             value = self._given.get(name, {})
             if value != {} and value not in allowed:
@@ -142,14 +124,7 @@ class Conversion:
     def set(
         self, key: str, note: str = "", /, default: Any = _MISSING, **settings: Any
     ):
-        """A key that is honoured by settings of zjax.
-
-        Args:
-            key: Dotted path in the file.
-            note: More to tell; a key with it is derived, and mapped without.
-            default: Value of DeepSpeed that matters where the file has none.
-            settings: Values by path, with `__` for dots.
-        """
+        """A key that is honoured by settings of zjax."""
         named = {name.replace("__", "."): value for name, value in settings.items()}
         self.settings |= named
         shown = ", ".join(f"{name}={value!r}" for name, value in named.items())
@@ -159,14 +134,7 @@ class Conversion:
     def copy(
         self, key: str, setting: str, default: Any, *, tells_default: bool = True
     ) -> None:
-        """A key that is one setting, as it stands.
-
-        Args:
-            key: Dotted path in the file.
-            setting: Its path, with `__` for dots.
-            default: DeepSpeed's value, which is set where the file has none.
-            tells_default: Whether that is worth a row.
-        """
+        """A key that is one setting, as it stands."""
         if (value := self.take(key, default)) is not None:
             told = value if tells_default else _MISSING
             self.set(key, default=told, **{setting: value})
@@ -222,9 +190,6 @@ class Conversion:
         """Refuses each key that no one asked for.
 
         DeepSpeed ignores unknown sections, and so are those whose name is like none.
-
-        Args:
-            known: Names of keys by section, among which to look for the nearest.
         """
         names = {name for inside in known.values() for name in inside}
         for key in self._given:
@@ -239,12 +204,7 @@ class Conversion:
                 self.refuse_unknown(key, known)
 
     def refuse_unknown(self, key: str, known: Mapping[str, Collection[str]]) -> None:
-        """Refuses a key that its section does not have.
-
-        Args:
-            key: Dotted path in the file.
-            known: Names of keys by section.
-        """
+        """Refuses a key that its section does not have."""
         section, _, name = key.rpartition(".")
         names = {name for inside in known.values() for name in inside}
         near = _nearest(name, known.get(section, ())) or _nearest(name, names)

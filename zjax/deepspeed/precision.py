@@ -72,13 +72,7 @@ def _convert_half(found: Conversion) -> bool:
 
 
 def _convert_scale(found: Conversion, mark: Callable[[Any], Any], note: str) -> None:
-    """Reads the loss scale.
-
-    Args:
-        found: What was read so far.
-        mark: Makes numbers of settings.
-        note: More to tell of each key.
-    """
+    """Reads the loss scale."""
     scale = found.take("fp16.loss_scale", 0.0)
     power = found.take("fp16.initial_scale_power", 16)
     prefix = "precision__loss_scale__"

@@ -18,14 +18,7 @@ MAX_KEYS = 1_000
 
 
 def read_file(path: pathlib.Path) -> dict[str, Any]:
-    """The keys and values of a file.
-
-    Args:
-        path: JSON, also with comments and trailing commas.
-
-    Raises:
-        ConfigError: No such file, too large, not HJSON, too many keys, or one twice.
-    """
+    """The keys and values of a file."""
     if fault := find_fault(path):
         raise _error(path, fault)
     try:
@@ -43,13 +36,6 @@ def read_file(path: pathlib.Path) -> dict[str, Any]:
 
 def read_text(text: str, name: str = "ds_config") -> dict[str, Any]:
     r"""The keys and values of a text.
-
-    Args:
-        text: HJSON, whose outermost value is an object.
-        name: Name of the text in errors.
-
-    Raises:
-        ConfigError: The text is not HJSON, has too many keys, or has a key twice.
 
     Example:
         >>> read_text('{"zero_optimization": {"stage": 2,}, # sharded \n}')

@@ -16,12 +16,7 @@ SECOND_DECAY = 0.99
 
 
 def convert_scheduler(found: Conversion, rule: str) -> None:
-    """Reads `scheduler`.
-
-    Args:
-        found: What was read so far.
-        rule: The optimizer by its name here; empty if the file has none.
-    """
+    """Reads `scheduler`."""
     kind = found.take_type("scheduler", "WarmupLR")
     if not kind:
         if rule and not found.given("scheduler"):

@@ -22,15 +22,6 @@ from zjax.settings import convert as override
 def convert(values: Any) -> Conversion:
     """Reads a ds_config as DeepSpeed 0.19 does.
 
-    Args:
-        values: Its keys and values, as of `zjax.deepspeed.reading`.
-
-    Returns:
-        The settings, a row for each key, and problems.
-
-    Raises:
-        ConfigError: The values are no mapping, or nested too deeply.
-
     Example:
         >>> found = convert({"train_batch_size": 64, "zero_optimization": {"stage": 2}})
         >>> found.settings["zero.stage"], found.settings["global_batch_size"]
@@ -61,15 +52,7 @@ def convert(values: Any) -> Conversion:
 
 
 def read_settings(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Settings of zjax from a file.
-
-    Args:
-        path: A ds_config.json on this machine.
-
-    Raises:
-        ConfigError: The file cannot be read, or has keys that are not supported,
-            unknown or of the wrong type (all at once).
-    """
+    """Settings of zjax from a file."""
     found = _read(path)
     if problems := found.problems():
         raise ConfigError(*problems)
@@ -77,15 +60,7 @@ def read_settings(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def check_optimizer_is_given(source: Any) -> None:
-    """Refuses a ds_config whose optimizer or scheduler a given optimizer replaces.
-
-    Args:
-        source: What settings are read from; others than a ds_config.json have no such
-            sections.
-
-    Raises:
-        ConfigError: Names the sections, and what else is not supported.
-    """
+    """Refuses a ds_config whose optimizer or scheduler a given optimizer replaces."""
     is_path = isinstance(source, str | os.PathLike)
     if not is_path or pathlib.PurePath(os.fspath(source)).suffix != ".json":
         return

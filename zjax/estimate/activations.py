@@ -34,11 +34,6 @@ def layer_exchanges(
 ) -> dict[int, Choice]:
     """The exchange of the layers with each number of experts.
 
-    Args:
-        config: Settings; read for `model` and `data.length`.
-        sizes: Size of every mesh axis.
-        batch: Sizes of batch and microbatch.
-
     Example:
         >>> from zjax.settings.axes import axis_sizes
         >>> config = schema.Config(model=schema.Model(moe=schema.MoE(num_experts=8)))
@@ -78,16 +73,7 @@ def describe_active(model: schema.Model) -> str:
 def describe_exchanges(
     config: schema.Config, sizes: Mapping[str, int], batch: BatchSizes
 ) -> str:
-    """Names the exchange of each kind of layer, what it sends, and why.
-
-    Args:
-        config: Settings; read for `model`, `data.length` and the dtype.
-        sizes: Size of every mesh axis.
-        batch: Sizes of batch and microbatch.
-
-    Returns:
-        A table; empty if no axis splits experts.
-    """
+    """Names the exchange of each kind of layer, what it sends, and why."""
     if sizes[EXPERT] == 1 or not config.model.moe.num_experts:
         return ""
     width = config.model.embed_size * dtype_bytes(config.precision.compute_dtype)
@@ -137,14 +123,6 @@ def activation_bytes(
 ) -> float:
     """Bytes of activations on the fullest device during the backward pass.
 
-    Args:
-        config: Settings; read for `model`, `pipeline`, `data.length` and the dtype.
-        sizes: Size of every mesh axis.
-        batch: Sizes of batch and microbatch.
-
-    Returns:
-        Bytes, without state and gradients.
-
     Example:
         >>> from zjax.settings.axes import axis_sizes
         >>> config = schema.Config(model=schema.Model(remat="full", vocab_size=50_257))
@@ -184,13 +162,6 @@ def scores_per_token(config: schema.Config, sizes: Mapping[str, int]) -> int:
 
     They are the scores and weights in float32, and the weights in the compute dtype;
     dropout has random bits besides, a soft cap its tanh. Kernels hold none.
-
-    Args:
-        config: Settings; read for `model`, `data.length` and the dtype.
-        sizes: Size of every mesh axis.
-
-    Returns:
-        Number of values of the compute dtype, before heads are sharded.
 
     Example:
         >>> from zjax.settings.axes import axis_sizes
@@ -234,15 +205,6 @@ def saved_values(
     model: schema.Model, policy: str, rows: Mapping[int, Rows] = {}
 ) -> int:
     """Residuals per token that a layer saves under a policy of `model.remat`.
-
-    Args:
-        model: Settings of the model.
-        policy: A value of `model.remat`; `none` saves everything.
-        rows: Those of `rows_per_token` on a mesh; all experts on each device by
-            default.
-
-    Returns:
-        Number of values, the input of the block included.
 
     Example:
         >>> model = schema.Model(embed_size=1, mlp_size=4, num_heads=1, num_kv_heads=1)

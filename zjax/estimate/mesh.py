@@ -88,16 +88,7 @@ def explicit_setting(mesh: schema.Mesh) -> str:
 def reasons(
     config: schema.Config, trials: Sequence[Trial], machine: Machine
 ) -> Iterator[str]:
-    """Sentences that say why the last mesh of `trials` is proposed.
-
-    Args:
-        config: Settings of the run.
-        trials: Meshes that were tried, in order; the last one is proposed.
-        machine: The machine it is for.
-
-    Yields:
-        Sentences.
-    """
+    """Sentences that say why the last mesh of `trials` is proposed."""
     mesh = trials[-1].mesh
     if math.isinf(machine.device_bytes):
         yield "The memory of these devices is not known: every mesh is assumed to fit."
@@ -126,16 +117,7 @@ def reasons(
 def no_room(
     config: schema.Config, trials: Sequence[Trial], machine: Machine
 ) -> Problem:
-    """The problem that a step fits on no mesh, with settings that need less.
-
-    Args:
-        config: Settings of the run.
-        trials: All meshes that were tried.
-        machine: The machine.
-
-    Returns:
-        The problem, with the bytes of the mesh that takes least.
-    """
+    """The problem that a step fits on no mesh, with settings that need less."""
     best = min((x for x in trials if not x.obstacle), key=lambda x: x.total)
     parts = (
         f"state {best.state / 1e9:.1f} GB, activations {best.activations / 1e9:.1f} GB"
@@ -185,20 +167,7 @@ def is_open(mesh: schema.Mesh) -> bool:
 def choose_mesh(
     config: schema.Config, devices: Sequence[Device], tx: Any = None
 ) -> schema.Config:
-    """Sets the axes that `mesh="auto"` leaves open, and logs why.
-
-    Args:
-        config: Settings, checked or not.
-        devices: Devices of the run; a collective call of all processes.
-        tx: Optax gradient transformation of the caller; None for that of the config.
-
-    Returns:
-        The settings with the size of every axis; `config` itself if none is open.
-
-    Raises:
-        ConfigError: Settings that cannot work on any mesh.
-        PlanError: No mesh has room for a step.
-    """
+    """Sets the axes that `mesh="auto"` leaves open, and logs why."""
     if not is_open(config.mesh):
         return config
     proposal = propose_mesh(config, this_machine(devices), tx)
@@ -208,14 +177,7 @@ def choose_mesh(
 
 
 def this_machine(devices: Sequence[Device]) -> Machine:
-    """The machine that these devices are; a collective call of all processes.
-
-    Args:
-        devices: Devices of the run over all processes.
-
-    Returns:
-        The fewest devices of any host and the least memory of any device.
-    """
+    """The machine that these devices are; a collective call of all processes."""
     num_local = sum(each.process_index == jax.process_index() for each in devices)
     mesh = meshes.make_mesh(schema.Mesh(), devices)
     per_host = local_processes(num_local).num_devices
@@ -227,18 +189,6 @@ def this_machine(devices: Sequence[Device]) -> Machine:
 
 def propose_mesh(config: schema.Config, machine: Machine, tx: Any = None) -> Proposal:
     """Finds the simplest mesh on which a step fits, without devices.
-
-    Args:
-        config: Settings; mesh axes of size 0 are open.
-        machine: The devices to fit.
-        tx: Optax gradient transformation of the caller; None for that of the config.
-
-    Returns:
-        The mesh and the reasons.
-
-    Raises:
-        ConfigError: Settings that cannot work on any mesh.
-        PlanError: A step fits on no mesh.
 
     Example:
         >>> config = schema.Config(mesh=schema.Mesh(tensor=0))

@@ -34,17 +34,7 @@ class FreeBytes(NamedTuple):
 def spill_state(
     plan: Plan, order: Sequence[int], free: FreeBytes, disks: tuple[str, ...]
 ) -> Plan:
-    """Stores the state of each parameter in the fastest memory that has room for it.
-
-    Args:
-        plan: A plan with master weights and optimizer state offloaded to the host.
-        order: Positions of the parameters; earlier ones get faster memory.
-        free: Free bytes per device.
-        disks: Directories for what spills; without any it stays on the host.
-
-    Returns:
-        The plan with other memories.
-    """
+    """Stores the state of each parameter in the fastest memory that has room for it."""
     position = position_finder(plan.master)
     trees = (plan.master, plan.opt_state)
     owners = [
@@ -108,17 +98,7 @@ class Traffic:
 def traffic_of_step(
     plan: Plan, config: Config, inputs: Sequence[ArrayPlan] = ()
 ) -> list[Traffic]:
-    """Everything that is stored off the devices, and how many bytes of it a step moves.
-
-    Args:
-        plan: The plan of a run.
-        config: Settings; read for the batch, clipping and the memories of `zero`.
-        inputs: Plans of offloaded block inputs, from `offloaded_inputs`.
-
-    Returns:
-        One entry for each kind of arrays and memory. Traffic of pending gradients is an
-        upper bound: those that fit stay on the device.
-    """
+    """Everything stored off the devices, and how many bytes of it a step moves."""
     found = [*_of_state(plan, config), _of_gradients(plan, config)]
     stored = memory.bytes_by_memory(inputs).offloaded_by_memory
     for where, size in stored.items():

@@ -21,15 +21,7 @@ from zjax.train.state import state_rows
 
 
 def kept_rows(plan: Plan, config: Config) -> dict[str, Any]:
-    """The plans of what a state holds besides its weights and their moments.
-
-    Args:
-        plan: The plan of a run.
-        config: Settings; read for `communication` and `optimizer`.
-
-    Returns:
-        Trees of `ArrayPlan` by name; empty ones for what the run does not keep.
-    """
+    """The plans of what a state holds besides its weights and their moments."""
     state = state_rows(plan, config)
     if make_rounds(config) is None:
         return {"errors of the codec": state.extra}
@@ -48,17 +40,7 @@ LINK_BYTES_PER_SECOND = 42.5e9
 def describe_memories(
     plan: Plan, config: Config, inputs: Sequence[ArrayPlan] = ()
 ) -> str:
-    """What is stored in each memory, and what a step moves between them.
-
-    Args:
-        plan: The plan of a run.
-        config: Settings; read for the batch, clipping and the memories of `zero`.
-        inputs: Plans of offloaded block inputs, from `offloaded_inputs`.
-
-    Returns:
-        A table of bytes per device and of seconds at the speed of a PCIe 5 link; empty
-        without offload.
-    """
+    """What is stored in each memory, and what a step moves between them."""
     if not plan.is_offloaded:
         return ""
     traffic = traffic_of_step(plan, config, inputs)
@@ -84,16 +66,7 @@ def describe_memories(
 
 
 def describe_stages(plans: Sequence[Plan], kept: Sequence[Any]) -> str:
-    """Bytes per device under each ZeRO stage, beside the closed form.
-
-    Args:
-        plans: Plans of one model on one mesh for ZeRO 0 to 3.
-        kept: Plans of what each holds for exchanges of replicas.
-
-    Returns:
-        A table; its last column is the closed form with the bytes per parameter of
-        stage 0.
-    """
+    """Bytes per device under each ZeRO stage, beside the closed form."""
     psi = memory.num_params(plans[0])
     per_param = [part / psi for part in memory.plan_bytes(plans[0], kept[0]).parts]
     rows = []
@@ -150,14 +123,6 @@ def describe_zero_table(
     optimizer_bytes: int | float = 12.0,
 ) -> str:
     """The memory table of the ZeRO paper for a model of any size.
-
-    Args:
-        num_params: Number of parameters of the model.
-        device_counts: Numbers of devices, one line each.
-        optimizer_bytes: K; 12 for Adam with float32 master weights.
-
-    Returns:
-        A table in GB (1e9 bytes) per device.
 
     Example:
         >>> print(describe_zero_table(7.5e9, [64]).splitlines()[2].split())

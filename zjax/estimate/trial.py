@@ -72,17 +72,7 @@ class Trial:
 
 
 def weigh(config: schema.Config, mesh: schema.Mesh, model: Model, tx: Any) -> Trial:
-    """Counts the bytes that a step takes on a mesh.
-
-    Args:
-        config: Settings that are valid on the mesh.
-        mesh: The mesh; all sizes are 1 or more.
-        model: The built-in model of the config.
-        tx: Optax gradient transformation.
-
-    Returns:
-        The mesh with its bytes.
-    """
+    """Counts the bytes that a step takes on a mesh."""
     config = dataclasses.replace(config, mesh=mesh)
     sizes = {axis: getattr(mesh, axis) for axis in axes.AXES}
     batch = batch_on(config, mesh)

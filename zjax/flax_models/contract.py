@@ -21,9 +21,6 @@ def call_loss(
 
     All are float32[]; the weight has no gradient. The loss may return a mean loss
     alone.
-
-    Raises:
-        ModelError: It returns something else.
     """
     out = loss_fn(view, batch, key)
     value, weight, metrics = out if _is_triple(out) else (out, 1.0, {})
@@ -52,9 +49,6 @@ def evaluate_loss(
 
     A loss that needs a key, such as a diffusion loss, is called again with one derived
     from the batch: equal batches get equal noise.
-
-    Raises:
-        ModelError: It returns something else.
     """
     try:
         return call_loss(loss_fn, make_view(), batch, None)
@@ -99,11 +93,7 @@ def _describe(x: Any) -> str:
 
 
 def check_params(model: Any, params: Params) -> None:
-    """Refuses parameters that cannot be trained; `model` is named in the message.
-
-    Raises:
-        ModelError: There are none, or some are not floating-point.
-    """
+    """Refuses parameters that cannot be trained; `model` is named in the message."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     problems = [
         Problem(
@@ -123,11 +113,7 @@ def check_params(model: Any, params: Params) -> None:
 
 
 def check_model_state(before: ModelState, after: ModelState) -> None:
-    """Refuses a step that changes the shapes of the model state.
-
-    Raises:
-        ModelError: Lists every path that appeared, vanished or changed shape or dtype.
-    """
+    """Refuses a step that changes the shapes of the model state."""
     old, new = _described(before), _described(after)
     problems = [
         Problem(

@@ -33,9 +33,6 @@ def find_inputs(model: Model, batch: Batch) -> tuple[str, ...]:
     Images and masks enter products with parameters; targets and weights meet only
     results, or parameters elementwise. Arrays first read by a function such as `sin` or
     by a comparison, such as timestamps, are left out: they need full precision.
-
-    Returns:
-        Paths of arrays of two dims or more.
     """
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     names = [path_of(keys) if _may_be_cast(x) else "" for keys, x in leaves]
@@ -62,9 +59,6 @@ def with_cast(model: Model, batch: Batch, names: Sequence[str] | None) -> Model:
     """Sets the arrays of a batch that are cast to the compute dtype.
 
     Names of None take the model's `cast`, or those of `find_inputs`.
-
-    Raises:
-        DataError: Names that are not floating-point arrays, all at once.
     """
     if names is None:
         cast = find_inputs(model, batch) if model.cast is None else model.cast

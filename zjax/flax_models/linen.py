@@ -255,10 +255,6 @@ def make_submodel(
     """Makes a submodel of a Linen module; a bound one brings its variables.
 
     Every collection but `params` and those sown is model state.
-
-    Args:
-        module: Linen module.
-        context: Makes the context in which the module is called.
     """
     variables: dict[str, Any] = {}
     is_bound = module.scope is not None

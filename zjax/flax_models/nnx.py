@@ -43,14 +43,6 @@ def make_submodel(model: Any, field: str, change: Change | None = None) -> Submo
 
     Random streams restart from the key of each step; in evaluation they always draw the
     same numbers.
-
-    Args:
-        model: Module or factory.
-        field: Its name in messages.
-        change: `change(module, key)` changes a new module, or a copy of the given one.
-
-    Raises:
-        ModelError: The factory needs other arguments, or makes something else.
     """
     if isinstance(model, nnx.Module):
         return _submodel_of_module(model, field, change)
@@ -280,12 +272,7 @@ def _zeros(x: Any) -> Any:
 
 
 def accept_states(tx: Any, model: Any, params: Params) -> Any:
-    """Makes an optimizer for `nnx.State` trees work on nested dicts.
-
-    Returns:
-        `tx` itself if it accepts dicts, or neither form; else a transformation of dicts
-        whose state holds dicts.
-    """
+    """Makes an optimizer for `nnx.State` trees work on nested dicts."""
     if _accepts(tx, params):
         return tx
     with names_only():

@@ -54,12 +54,7 @@ def is_box(x: Any) -> bool:
 
 
 def names_of_boxes(tree: Any, *, boxed: bool = False) -> Any:
-    """Names of dims of Linen arrays: a tuple per named box, None per other leaf.
-
-    Args:
-        tree: Arrays, some of them boxed.
-        boxed: Whether to return the names in the same boxes.
-    """
+    """Names of dims of Linen arrays: a tuple per named box, None per other leaf."""
 
     def names(x: Any) -> Any:
         dim_names = tuple(x.names) if isinstance(x, nn.Partitioned) else None
@@ -70,9 +65,6 @@ def names_of_boxes(tree: Any, *, boxed: bool = False) -> Any:
 
 def names_of_sharding(sharding: Any) -> tuple[Any, ...]:
     """Names of dims in the sharding of an NNX variable.
-
-    Args:
-        sharding: Names, a PartitionSpec, a NamedSharding, or None without names.
 
     Example:
         >>> names_of_sharding(jax.P("embed", None))

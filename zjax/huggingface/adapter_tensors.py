@@ -49,13 +49,7 @@ class Matrix(NamedTuple):
 def find_matrices(
     names: Collection[str], model: schema.Model, kind: str
 ) -> Iterator[Matrix]:
-    """Yields the matrices of all adapters of a built-in model.
-
-    Args:
-        names: Paths of its arrays, layers stacked.
-        model: Its settings.
-        kind: Its family.
-    """
+    """Yields the matrices of all adapters of a built-in model."""
     for ours, layout in layouts_of(FAMILIES[kind].rows, model):
         layer, kernel, index = ours.replace(".", "/").partition("/kernel")
         if not kernel or f"{layer}/lora/a" not in names:
@@ -67,14 +61,7 @@ def find_matrices(
 
 
 def part_error(matrix: Matrix, lora: schema.Lora, kind: str, remedy: str) -> Exception:
-    """The error of a matrix that is a part of a module of a family.
-
-    Args:
-        matrix: The matrix.
-        lora: Read for `targets`.
-        kind: The family.
-        remedy: What to do.
-    """
+    """The error of a matrix that is a part of a module of a family."""
     layer = matrix.ours.partition("/lora/")[0]
     problem = f"adapts {layer}, a part of {matrix.module} in {kind}"
     return ConfigError(Problem("lora.targets", lora.targets, problem, remedy))
@@ -120,11 +107,6 @@ def find_saved(
 ) -> dict[str, Layout]:
     """The arrays of a built-in model in modules of some names, layers apart.
 
-    Args:
-        names: Ends of paths of modules of its family.
-        model: Its settings.
-        kind: Its family.
-
     Example:
         >>> [*find_saved(["wte", "ln_f"], schema.Model(), "gpt2")]
         ['embedding.tokens', 'head.norm.scale', 'head.norm.bias']
@@ -151,13 +133,7 @@ def names_of_trained(lora: schema.Lora, model: schema.Model, kind: str) -> list[
 def not_apart(
     saved: Mapping[str, Layout], model: schema.Model, adapted: Collection[str]
 ) -> Iterator[str]:
-    """Yields why modules cannot be trained as PEFT trains them, apart from all others.
-
-    Args:
-        saved: Result of `find_saved`.
-        model: Settings of the model.
-        adapted: Paths of the modules with adapters.
-    """
+    """Yields why modules cannot be trained in full, as PEFT trains them."""
     if model.tied_head and _TOKENS in saved:
         yield "trains an embedding that is the head, too, which PEFT has apart"
     tensors = [layout.first for layout in saved.values()]
@@ -173,17 +149,7 @@ def check_saved(
     config: schema.Config,
     path: pathlib.Path,
 ) -> None:
-    """Refuses saved modules that a run would not train as PEFT does.
-
-    Args:
-        names: The `modules_to_save`.
-        saved: Result of `find_saved`.
-        config: Read for `lora` and `model`.
-        path: The adapter_config.json, for messages.
-
-    Raises:
-        ConfigError: Lists the reasons.
-    """
+    """Refuses saved modules that a run would not train as PEFT does."""
     lora, where = config.lora, f"of {path}"
     problems = [
         Problem(KEY, [*names], f"{where} {reason}", WITHOUT)
@@ -201,17 +167,7 @@ def check_saved(
 def patterns_of_saved(
     names: Collection[str], tensors: Iterable[str], path: pathlib.Path
 ) -> tuple[str, ...]:
-    """`lora.also_train` of a directory of PEFT, whose family nothing says.
-
-    Args:
-        names: Its `modules_to_save`.
-        tensors: Names of its tensors.
-        path: Its adapter_config.json, for messages.
-
-    Raises:
-        ConfigError: A module has no tensor, or one that is no array of zjax, or one of
-            several by family.
-    """
+    """`lora.also_train` of a directory of PEFT, whose family nothing says."""
     arrays, found, problems = _arrays_of_tensors(), set[str](), list[Problem]()
     plain = [
         tensor.removeprefix(PREFIX)

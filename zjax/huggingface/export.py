@@ -86,23 +86,6 @@ def export_huggingface(
 
     The directory gets its name once complete. One array with its layers is in memory
     at a time. Only one process may call this.
-
-    Args:
-        store: The checkpoints.
-        path: Output directory, which must be empty or missing.
-        part: Kind of weights, as in `export_safetensors`.
-        step: Step of the checkpoint; None for the newest.
-        dtype: `float32`, `bfloat16` or `float16`; empty for the saved dtype.
-        max_shard_bytes: Most bytes of the tensors of one file.
-
-    Returns:
-        Bytes written.
-
-    Raises:
-        CheckpointError: There is no such checkpoint, it is not of the built-in decoder,
-            or the directory is not empty or cannot be written.
-        DataError: A file of the tokenizer is too large, or cannot be read.
-        ConfigError: No family computes what the model does; names the settings.
     """
     step = store.latest() if step is None else step
     config = load_config(store.extra(step).get("config", {}))
@@ -138,11 +121,7 @@ def _find_start(config: schema.Config) -> pathlib.Path | None:
 
 @contextlib.contextmanager
 def new_folder(path: str) -> Iterator[pathlib.Path]:
-    """Yields a folder that gets its name once complete, and none on errors.
-
-    Raises:
-        CheckpointError: There is one that is not empty, or it cannot be written.
-    """
+    """Yields a folder that gets its name once complete, and none on errors."""
     target = pathlib.Path(path)
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         problem, remedy = "exists and is not empty", "name a new directory"
@@ -156,13 +135,6 @@ def new_folder(path: str) -> Iterator[pathlib.Path]:
 
 def find_kind(model: schema.Model, remedy: str = "leave out --format=hf") -> str:
     """The `model_type` that computes what a model does.
-
-    Args:
-        model: Shape of the model.
-        remedy: What to do where there is none, for messages.
-
-    Raises:
-        ConfigError: There is none; names the settings at fault of the closest one.
 
     Example:
         >>> find_kind(schema.Model())

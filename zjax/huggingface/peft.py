@@ -49,22 +49,6 @@ def export_peft(
     """Writes a directory that PEFT loads: adapter_config.json and safetensors.
 
     Only one process may call this.
-
-    Args:
-        store: The checkpoints.
-        path: Output directory, which must be empty or missing.
-        part: Kind of weights, as in `export_safetensors`.
-        step: Step of the checkpoint; None for the newest.
-        dtype: `float32`, `bfloat16` or `float16`; empty for the saved dtype.
-
-    Returns:
-        Bytes written.
-
-    Raises:
-        CheckpointError: There is no such checkpoint, or the directory is not empty or
-            cannot be written.
-        ConfigError: The run has no adapters; no family computes what its model does, or
-            it joins an adapted or trained array with others.
     """
     step = store.latest() if step is None else step
     config = load_config(store.extra(step).get("config", {}))

@@ -71,20 +71,6 @@ _UNREAD = frozenset(
 def adapter_settings(directory: str | os.PathLike[str]) -> dict[str, Any]:
     """Reads the `lora` settings that compute what a directory of PEFT does.
 
-    Args:
-        directory: Directory with adapter_config.json and adapter_model.safetensors.
-
-    Returns:
-        Settings by name, `init_from` among them, for `config.lora.update`. With
-        `use_rslora`, alpha is multiplied by the root of the rank. The dropout beside
-        `use_dora`, which drops more than inputs of the adapter, is not read; a run that
-        starts from the adapters logs it.
-
-    Raises:
-        ConfigError: The config cannot be read, or asks for what zjax does not compute;
-            lists every key.
-        CheckpointError: The tensors cannot be read.
-
     Example:
         >>> adapter_settings("nowhere")
         Traceback (most recent call last):
@@ -103,11 +89,7 @@ does not exist; give the directory of an adapter of PEFT
 
 
 def read_values(folder: pathlib.Path) -> dict[str, Any]:
-    """The adapter_config.json of a directory.
-
-    Raises:
-        ConfigError: As `adapter_settings`.
-    """
+    """The adapter_config.json of a directory."""
     path = folder / CONFIG_NAME
     values = read_config(path, "an adapter of PEFT")
     if problems := [*_wrong(values, path)]:
@@ -203,18 +185,7 @@ _NEW = "leave it empty, for new adapters"
 def with_peft(
     source: Source, wanted: Mapping[str, Entry], config: schema.Config
 ) -> Source:
-    """The arrays of a checkpoint, and the adapters of `lora.init_from`.
-
-    Args:
-        source: Arrays of the base model, with dots in their names.
-        wanted: Arrays of the model to start, layers stacked or not.
-        config: Read for `lora`, `model` and `checkpoint.init_from`.
-
-    Raises:
-        ConfigError: `lora` differs from the adapter_config.json, or that asks for what
-            zjax does not compute.
-        CheckpointError: Tensors are missing, unexpected or of the wrong shape.
-    """
+    """The arrays of a checkpoint, and the adapters of `lora.init_from`."""
     given, wanted = config.lora.init_from, layers.stack_all(wanted)
     folder = pathlib.Path(local_path("lora.init_from", given))
     if TOKENS not in wanted:

@@ -272,13 +272,7 @@ class Quantized:
 def find_quantized(
     values: Mapping[str, Any], plain: Mapping[str, Entry], source: Source
 ) -> Quantized:
-    """The tensors of a checkpoint that are quantised.
-
-    Args:
-        values: A config.json without problems.
-        plain: Plain tensors that the model reads, by name.
-        source: Tensors as they are stored.
-    """
+    """The tensors of a checkpoint that are quantised."""
     found = values.get(KEY)
     if found is None:
         return Quantized(None, {})

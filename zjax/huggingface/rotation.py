@@ -42,13 +42,7 @@ KNOWN = {*MAPPINGS, "rope_theta", PARTIAL, _ORIGINAL, _LOCAL}
 def rotation_settings(
     values: Mapping[str, Any], family: Family, model: schema.Model
 ) -> dict[str, Any]:
-    """Settings of the rotary positions of a config.json that has no problem.
-
-    Args:
-        values: The config.json.
-        family: Its family.
-        model: Read for `max_positions`, `head_size` and `rotary_size`.
-    """
+    """Settings of the rotary positions of a config.json that has no problem."""
     rope, length = _rope(values), model.max_positions
     kind, share = _kind(rope, family), _partial(values, rope)
     scaling = convert.to_mapping(schema.RopeScaling())

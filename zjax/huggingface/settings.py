@@ -31,17 +31,6 @@ CONFIG_NAME = "config.json"
 def model_settings(directory: str | os.PathLike[str], **changes: Any) -> dict[str, Any]:
     """Reads the `model` settings that compute what a Hugging Face checkpoint does.
 
-    Args:
-        directory: Directory of a checkpoint of one of the families of the guide.
-        **changes: Keys of its config.json with other values, such as `attn_pdrop=0.1`.
-
-    Returns:
-        Settings by name, for `config.model.update` or the `model` of a mapping.
-
-    Raises:
-        ConfigError: The file cannot be read, its kind of model is unknown, or it asks
-            for what zjax does not compute; lists every key.
-
     Example:
         >>> import json, tempfile
         >>> shape = {"n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 50}
@@ -68,15 +57,7 @@ def model_settings(directory: str | os.PathLike[str], **changes: Any) -> dict[st
 def shape_of(
     values: Mapping[str, Any], path: pathlib.Path
 ) -> tuple[dict[str, Any], Family]:
-    """Settings of the shape alone, which weights depend on, and the family.
-
-    Args:
-        values: Content of a config.json.
-        path: The file, for messages.
-
-    Raises:
-        ConfigError: As `model_settings`, but for dropouts.
-    """
+    """Settings of the shape alone, which weights depend on, and the family."""
     family = find_family(values, path)
     values = _with_usual_names(values, family)
     if problems := [*_wrong(values, family, path)]:
@@ -87,15 +68,7 @@ def shape_of(
 def read_config(
     path: pathlib.Path, what: str = "a Hugging Face checkpoint"
 ) -> dict[str, Any]:
-    """Reads a config.json.
-
-    Args:
-        path: The file.
-        what: What its directory holds, for the message.
-
-    Raises:
-        ConfigError: It is missing, too large, or no JSON object.
-    """
+    """Reads a config.json."""
     name, remedy = path.name, f"give the directory of {what}"
     if fault := find_fault(path):
         raise ConfigError(Problem(name, str(path), fault, remedy))
@@ -111,11 +84,7 @@ def read_config(
 
 
 def find_family(values: Mapping[str, Any], path: pathlib.Path) -> Family:
-    """The family of a `model_type`.
-
-    Raises:
-        ConfigError: It is unknown; lists the known ones.
-    """
+    """The family of a `model_type`."""
     kind = values.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         problem, known = f"of {path} is not supported", ", ".join(FAMILIES)

@@ -30,21 +30,7 @@ _LAYER = re.compile(r"(model\.)?layers\.(?P<number>\d+)\.")
 def adapted(
     source: Source, wanted: Mapping[str, Entry], config: schema.Config
 ) -> Source:
-    """The arrays of a built-in model, if `source` is a Hugging Face checkpoint.
-
-    Args:
-        source: Arrays of `checkpoint.init_from`.
-        wanted: Arrays of the model to start.
-        config: Read for `model` and `checkpoint.init_from`.
-
-    Returns:
-        The arrays, layers apart; `source` itself if it has no config.json, or the names
-        of zjax. Process 0 logs which names it found.
-
-    Raises:
-        ConfigError: The config.json is not understood, or `model` differs from it.
-        CheckpointError: Tensors are missing, unexpected or of the wrong shape.
-    """
+    """The arrays of a built-in model, if `source` is a Hugging Face checkpoint."""
     path = find_config(config.checkpoint.init_from)
     if path is None or TOKENS not in wanted or TOKENS in source.entries:
         return source

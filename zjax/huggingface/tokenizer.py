@@ -46,15 +46,7 @@ class CheckpointTokenizer:
 
 
 def tokenizer_of_run(store: Store, step: int | None = None) -> CheckpointTokenizer:
-    """Reads the tokenizer of the data of a run.
-
-    Args:
-        store: Checkpoints of the run.
-        step: Step of the checkpoint; None for the newest.
-
-    Raises:
-        CheckpointError: The record in the checkpoint is damaged.
-    """
+    """Reads the tokenizer of the data of a run."""
     saved = store.extra(step).get(KEY)
     try:
         record = None if saved is None else TokenizerRecord.from_mapping(saved)
@@ -66,16 +58,7 @@ def tokenizer_of_run(store: Store, step: int | None = None) -> CheckpointTokeniz
 
 
 def tokenizer_of_start(field: str, start: str) -> CheckpointTokenizer:
-    """Reads the tokenizer of weights that a run reads.
-
-    Args:
-        field: Setting that names them, for messages.
-        start: Directory of a Hugging Face checkpoint or of a run, or a file.
-
-    Raises:
-        DataError: A file of the tokenizer cannot be read.
-        CheckpointError: The record of a run is damaged.
-    """
+    """Reads the tokenizer of weights that a run reads."""
     place = pathlib.Path(local_path(field, start))
     if (steps := find_steps(place)) is not None:
         return tokenizer_of_run(Store(str(steps)))
@@ -90,12 +73,6 @@ def check_start(config: schema.Config) -> None:
 
     Process 0 warns where the data or the checkpoint has no tokenizer, and where their
     texts begin otherwise. The data may have tokens that the checkpoint lacks.
-
-    Args:
-        config: Read for `data`, `checkpoint.init_from` and `distill.teacher`.
-
-    Raises:
-        ConfigError: An id means another token in the data than in the checkpoint.
     """
     starts = {
         "checkpoint.init_from": config.checkpoint.init_from,
@@ -159,16 +136,7 @@ def _warn(message: str, values: tuple[Any, ...]) -> None:
 
 
 def keep_tokenizer(config: schema.Config, directory: pathlib.Path) -> None:
-    """Copies the files of the tokenizer of the data beside the checkpoints of a run.
-
-    Args:
-        config: Read for `data`.
-        directory: Directory of the checkpoints, which is created if missing.
-
-    Raises:
-        DataError: A file is too large, or no file.
-        OutputError: The directory cannot be written.
-    """
+    """Copies the files of the tokenizer of the data beside the checkpoints of a run."""
     path = pathlib.Path(config.data.path) / TOKENIZER_NAME
     if config.data.source != "tokens" or not path.exists():
         return
@@ -190,17 +158,6 @@ def write_tokenizer(
     It is the tokenizer of the data of the run. Files that the data lacks, such as those
     of slow tokenizers, and end ids come from the checkpoint with which the run began,
     if this has the same tokenizer; all files do where the run has no record.
-
-    Args:
-        folder: Directory of the export.
-        trained: Result of `tokenizer_of_run`.
-        start: Directory of the Hugging Face checkpoint with which the run began.
-
-    Returns:
-        Values for `config.json`: the ids that begin, end and pad texts.
-
-    Raises:
-        DataError: A file is too large, or no file, or has other tokens than the record.
     """
     record = trained.record
     names, values = list[str](), {}

@@ -79,16 +79,6 @@ def interpret(
 ) -> list[T]:
     """Propagates values, or facts about them, from inputs to outputs.
 
-    Args:
-        program: A closed jaxpr.
-        inputs: One value for each input.
-        rule: `rule(equation, inputs) -> outputs`, for an equation that is not a call.
-        constant: Maps a literal or constant to its value, each time it is read, in the
-            order of the equations.
-
-    Returns:
-        One value for each output.
-
     Example:
         >>> program = jax.make_jaxpr(jax.jit(lambda x, y: (2 * x, x + y)))(1.0, 1.0)
         >>> join = lambda equation, sets: [set().union(*sets)]

@@ -55,26 +55,12 @@ class Program:
         return list(core.jaxpr_as_fun(self.closed)(*values))
 
     def compute(self, outputs: Sequence[Any], known: Mapping[Name, Any]) -> list[Any]:
-        """Computes some values from others, and nothing else.
-
-        Args:
-            outputs: Names or literals to compute.
-            known: Values by name, which determine the outputs.
-        """
+        """Computes some values from others, and nothing else."""
         part = self.part(known, outputs)
         return part(*(known[x] for x in part.inputs))
 
     def part(self, inputs: Iterable[Name], outputs: Sequence[Any]) -> "Program":
-        """The program that computes some values from others.
-
-        Args:
-            inputs: Names of known values.
-            outputs: Names or literals to compute.
-
-        Returns:
-            A program of the needed names of `inputs`, in their order, followed by the
-            other inputs of this program that it needs.
-        """
+        """The program that computes some values from others."""
         stops = dict.fromkeys(inputs)
         equations = [self.equations[number] for number in self.needed(outputs, stops)]
         atoms = itertools.chain(outputs, *(each.invars for each in equations))
@@ -119,11 +105,7 @@ class Program:
         return labels_by_name
 
     def normal_form(self) -> tuple[str, list[Any]]:
-        """A text that is equal for programs that differ only in names and scalars.
-
-        Returns:
-            The text, and the scalar literals in order.
-        """
+        """A text that is equal for programs that differ only in names and scalars."""
         count = itertools.count()
         scalars: list[Any] = []
         lines: list[str] = []
@@ -147,11 +129,7 @@ class Program:
         return "\n".join([str(kinds), *lines, " ".join(outputs)]), scalars
 
     def lift(self, positions: Sequence[int]) -> Callable[..., list[Any]]:
-        """A function of the inputs and, after them, of some scalar literals.
-
-        Args:
-            positions: Positions in the scalars of `normal_form`, ascending.
-        """
+        """A function of the inputs and, after them, of some scalar literals."""
 
         def run(*values: Any) -> list[Any]:
             size = len(self.inputs)
@@ -173,14 +151,6 @@ def trace(
     rule: Callable[[Equation, list[Any]], Sequence[Any]] = apply,
 ) -> tuple[Program, Any]:
     """Traces a function to a program, with calls and recomputed blocks inlined.
-
-    Args:
-        function: Pure function.
-        args: Trees of arrays or their shapes.
-        rule: Rule of `interpret` that traces each equation.
-
-    Returns:
-        A program of the leaves, and the tree of shapes that the function returns.
 
     Example:
         >>> program, _ = trace(jax.jit(lambda x, y: (x + 1, x * y)), 2.0, 3.0)

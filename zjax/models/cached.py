@@ -31,13 +31,6 @@ def sample_tokens(
 ) -> Int[Array, " B"]:
     """Chooses one token per row.
 
-    Args:
-        logits: Logits of the next token.
-        key: Random key; row b draws with `fold_in(key, b)`. Unused at temperature 0.
-        temperature: Divisor of the logits; 0 takes the most likely token.
-        top_k: Number of most likely tokens to draw from; 0 is all.
-        top_p: Probability mass of the most likely tokens to draw from, above 0 to 1.
-
     Example:
         >>> sample_tokens(jnp.array([[0.0, 2.0, 1.0]]), jax.random.key(0),
         ...               temperature=0.0).tolist()
@@ -80,15 +73,7 @@ def prefill(
     num_new: int,
     padded: bool,
 ) -> tuple[Float[Array, "B V"], Any]:
-    """Reads the prompts; returns logits after the last column, and the caches.
-
-    Args:
-        model: The decoder.
-        tokens: Prompts.
-        starts: First column of each prompt.
-        num_new: Columns to reserve in the caches.
-        padded: Whether any start is above 0.
-    """
+    """Reads the prompts; returns logits after the last column, and the caches."""
 
     def step(block, x, _):
         return read_prompt(block, x, context, starts, num_new, padded)
@@ -108,16 +93,7 @@ def decode(
     *,
     num_columns: int,
 ) -> tuple[Float[Array, "B V"], Any]:
-    """Reads one more token per row; returns the next logits, and the updated caches.
-
-    Args:
-        model: The decoder.
-        new: The tokens.
-        starts: First column of each prompt.
-        column: Column of the tokens.
-        caches: Keys and values of all earlier columns.
-        num_columns: Columns of prompts and all tokens to come.
-    """
+    """Reads one more token per row; returns the next logits, and the updated caches."""
 
     def step(block, x, cache):
         return read_token(block, x, context, starts, column, cache)
@@ -155,17 +131,7 @@ def read_prompt(
     *,
     run: RunLayer = Block.continue_with,
 ) -> tuple[Any, Cache]:
-    """Runs prompts through one block; returns the stream and the block's cache.
-
-    Args:
-        block: Block with its weights.
-        x: Residual stream.
-        context: Context of the blocks.
-        starts: First column of each prompt.
-        num_new: Columns to reserve in the cache.
-        padded: Whether any start is above 0.
-        run: `Block.continue_with`, or `Block.trunk_with` if tiles run separately.
-    """
+    """Runs prompts through one block; returns the stream and the block's cache."""
     visible = None
     if padded:
         columns = jnp.arange(x.shape[1], dtype=jnp.int32)[None, None, :]

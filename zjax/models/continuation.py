@@ -12,11 +12,7 @@ from zjax.typing import CachedBlock, Continuation
 
 
 def make_continuation(model: Decoder) -> Continuation:
-    """Makes the steps of generation as functions of the parameters of a stack's parts.
-
-    Args:
-        model: The decoder; abstract values suffice.
-    """
+    """Makes the steps of generation as functions of the parameters of a stack."""
     config, is_tiled = model.config, model.config.mlp_tiles > 1
     embedding_graph, _ = nnx.split(model.embedding)
     head_graph, _ = nnx.split(model.head)

@@ -27,15 +27,6 @@ def make_window(
 ) -> Window | None:
     """The window that a batch asks for.
 
-    Args:
-        config: Shape of the model.
-        batch: Read for `schedule`, and for whether rows have segments or padding.
-        x: The stream; read for its length and dtype.
-
-    Returns:
-        The window, with the plan of the kernels if they run; None if the batch has no
-        window.
-
     Example:
         >>> make_window(schema.Model(), {}, jnp.zeros((1, 8, 4))) is None
         True
@@ -147,21 +138,7 @@ class Embedding(nnx.Module):
     def __call__(
         self, batch: dict[str, Any], key: jax.Array | None = None
     ) -> tuple[Float[Array, "B L M"], Context]:
-        """Embeds batch["tokens"], and prepares the context of the blocks.
-
-        Args:
-            batch: `tokens` int32[B, L]; optional `segment_ids` int32[B, L] (0 is
-                padding), `positions` int32[B, L], `lengths` int32[B], `token_types`
-                int32[B, L], `num_tokens` int32[B] of a text that is being written, and
-                `schedule`, float32[] by name.
-            key: Dropout key; None in evaluation.
-
-        Returns:
-            Residual stream and context.
-
-        Raises:
-            ConfigError: The sequence is longer than the table of learned positions.
-        """
+        """Embeds batch["tokens"], and prepares the context of the blocks."""
         tokens, segment_ids = batch["tokens"], batch.get("segment_ids")
         positions = batch.get("positions")
         if positions is None and segment_ids is not None:
@@ -253,13 +230,6 @@ def trained_tokens(
 
     Rows may be padded by targets of -100, or weights of 0, alone. In a decoder a target
     depends on the tokens before it, in an encoder on all tokens of the row.
-
-    Args:
-        batch: As of a loss.
-        config: Shape of the model.
-
-    Returns:
-        None without experts or targets, and where the batch names its padding.
 
     Example:
         >>> moe = schema.MoE(num_experts=2)

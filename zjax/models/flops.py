@@ -28,9 +28,6 @@ def flops_per_weight(config: schema.Config) -> float:
     They are 2 for the product, 2 for the gradient of its input and 2 for that of the
     weight, which frozen ones do not have. Adapters themselves are left out.
 
-    Args:
-        config: Settings of a built-in model; `lora` and `optimizer.groups` freeze.
-
     Example:
         >>> [flops_per_weight(schema.Config(lora=schema.Lora(rank=n))) for n in (0, 16)]
         [6.0, 4.0]
@@ -72,10 +69,6 @@ CausalAttention = Literal["half", "full"]
 
 def num_params(model: schema.Model, *, active: bool = False) -> int:
     """Parameters of the built-in decoder, or of the encoder with its masked-token head.
-
-    Args:
-        model: Settings of the model.
-        active: Whether to count only as many experts as a token has.
 
     Example:
         >>> num_params(schema.Model())
@@ -193,13 +186,6 @@ where the device lacks bfloat16 units. First match wins."""
 
 def peak_flops(device_kind: str, dtype: str) -> float | None:
     """Peak matrix FLOP/s of one device, without sparsity.
-
-    Args:
-        device_kind: `jax.Device.device_kind`, such as "NVIDIA H200".
-        dtype: "bfloat16", "float16" or "float32".
-
-    Returns:
-        FLOP/s; None for a device that is not in the table, such as a CPU.
 
     Example:
         >>> peak_flops("NVIDIA H200", "bfloat16"), peak_flops("cpu", "bfloat16")

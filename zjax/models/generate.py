@@ -196,12 +196,7 @@ def check(
     settings: Settings,
     key: jax.Array | None,
 ) -> None:
-    """Refuses prompts and settings that cannot work, before anything compiles.
-
-    Raises:
-        ConfigError: A setting is out of range, or the tokens exceed the model's length.
-        DataError: The prompts are no integers, or an id is not in the vocabulary.
-    """
+    """Refuses prompts and settings that cannot work, before anything compiles."""
     problems = [
         *_length_problems(config, tokens, lengths, settings.max_new_tokens),
         *_choice_problems(config, settings, key),

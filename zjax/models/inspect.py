@@ -78,17 +78,7 @@ def log_likelihood(
     targets: Int[Array, "B L"],
     counts: Bool[Array, "B L"],
 ) -> tuple[Float[Array, " B"], Bool[Array, " B"]]:
-    """Sums the log-probabilities of targets, and says whether all are most likely.
-
-    Args:
-        model: Decoder, with its weights in the dtype to compute in.
-        tokens: Token ids; padding is on the right.
-        targets: The token that follows each of them.
-        counts: Whether a target counts.
-
-    Returns:
-        Natural logarithms, float32[B], and whether no other target is likelier.
-    """
+    """Sums the log-probabilities of targets, and says whether all are most likely."""
     graph, state = nnx.split(model)
     return _log_likelihood(state, tokens, targets, counts, graph=graph)
 

@@ -175,14 +175,7 @@ class Linear(nnx.Module):
         arrange: Arrange = tensor.fill_up,
         adapter_dropout: AdapterDropout | None = None,
     ) -> Float[Array, "..."]:
-        """Multiplies the last dims of `x`, whose first is the batch, by the kernel.
-
-        Args:
-            x: Activations.
-            name: Name of the product, before the bias, for `remat` policies.
-            arrange: Arrangement of sharded rows, that of `x`.
-            adapter_dropout: Drops inputs of the adapter; None in evaluation.
-        """
+        """Multiplies the last dims of `x`, whose first is the batch, by the kernel."""
         if self.is_column_sharded:
             return project(x, (self,), name, adapter_dropout=adapter_dropout)[0]
         matrix = self.matrix(arrange)
@@ -200,14 +193,7 @@ class Linear(nnx.Module):
         *factors: Array,
         adapter_dropout: AdapterDropout | None = None,
     ) -> Float[Array, "..."]:
-        """Multiplies by a matrix in place of the layer's, merging output dims.
-
-        Args:
-            x: Activations.
-            kernel: The matrix, or a part of its rows or columns.
-            factors: The factors of the adapter, or their parts; none without one.
-            adapter_dropout: Drops inputs of the adapter; None in evaluation.
-        """
+        """Multiplies by a matrix in place of the layer's, merging output dims."""
         y: Any
         kernel = kernel.reshape(*kernel.shape[: self.num_inputs], -1)
         if self.scales is not None:
@@ -279,18 +265,7 @@ def project(
     arrangements: Sequence[Arrange] | None = None,
     adapter_dropout: AdapterDropout | None = None,
 ) -> list[Float[Array, "..."]]:
-    """Multiplies one stream by several column-sharded matrices.
-
-    Args:
-        x: Residual stream.
-        linears: Layers with one input dim each.
-        name: Name of the products, before their biases, for `remat` policies.
-        arrangements: Arrangement of the columns of each matrix.
-        adapter_dropout: Drops inputs of adapters; None in evaluation.
-
-    Returns:
-        One output per matrix, its first dim padded with zeros.
-    """
+    """Multiplies one stream by several column-sharded matrices."""
     arrangements = arrangements or [tensor.fill_up] * len(linears)
     pairs = list(zip(linears, arrangements, strict=True))
     matrices = [linear.matrix(arrange) for linear, arrange in pairs]

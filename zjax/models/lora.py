@@ -44,18 +44,6 @@ def make_matrices(
 ) -> dict[str, Array]:
     """The first values of an adapter; those of a layer depend on its number alone.
 
-    Args:
-        key: Random key of `a`, which is uniform with the variance 1 / (3 inputs).
-        kernel: The matrix: dims that stack layers, input dims, output dims.
-        num_inputs: Number of its input dims.
-        num_outputs: Number of its output dims.
-        settings: Rank and form.
-        only_layer: int32[], the number of the one layer in the stack; None for all.
-
-    Returns:
-        `a` [..., inputs, rank], `b` [..., rank, outputs], and for DoRA `magnitude`
-        [..., outputs], the length of each column of the kernel.
-
     Example:
         >>> settings = schema.Lora(rank=2)
         >>> made = make_matrices(jax.random.key(0), jnp.ones((4, 3)), 1, 1, settings)
@@ -98,15 +86,7 @@ def adapt_product(
     matrices: dict[str, Any],
     settings: schema.Lora,
 ) -> Float[Array, "..."]:
-    """What an adapter makes of a product.
-
-    Args:
-        y: The product of `x` and the kernel, output dims merged, without bias.
-        x: Activations, whose last dims are the input dims.
-        kernel: The frozen matrix, input dims first.
-        matrices: The adapter of one layer.
-        settings: Rank, alpha and form.
-    """
+    """What an adapter makes of a product."""
     y = _add_product(y, x, matrices["a"], matrices["b"], settings)
     if settings.form == "lora":
         return y
@@ -133,10 +113,6 @@ def column_lengths(squares: Any, numpy: ModuleType = np) -> Any:
     """Turns sums of squares of columns into the lengths that DoRA divides by.
 
     A column of zeros, as of a padded vocabulary, gets the smallest positive length.
-
-    Args:
-        squares: float32[*outputs].
-        numpy: `numpy` or `jax.numpy`, whose array `squares` is.
 
     Example:
         >>> column_lengths(np.float32([0, 9])).tolist()
@@ -234,20 +210,7 @@ def attach(
     prefix: str = "",
     only_layer: jax.Array | None = None,
 ) -> None:
-    """Gives the targets among the layers of an NNX module their adapters.
-
-    Args:
-        module: The module, whose `zjax` layers, `nnx.Linear` and `nnx.LinearGeneral`
-            are changed in place.
-        key: Random key; the values of an adapter follow from its path.
-        settings: Targets, rank, form and dropout.
-        prefix: Path of the module.
-        only_layer: Number of the only layer of each stack that the module has; None
-            for all.
-
-    Raises:
-        ConfigError: Targets are subclasses of Flax layers with another call.
-    """
+    """Gives the targets among the layers of an NNX module their adapters."""
     paths: list[tuple[str, Any]] = [
         ("/".join(map(str, (*([prefix] if prefix else []), *parts))), layer)
         for parts, layer in nnx.iter_modules(module)
@@ -318,16 +281,7 @@ def _with_bias(
 
 
 def linen_adapters(settings: schema.Lora, prefix: str = "") -> Any:
-    """A context in which the targets among Linen layers have adapters.
-
-    Args:
-        settings: Targets, rank and form. `nn.Dense` and `nn.DenseGeneral` may be
-            targets.
-        prefix: Path of the module that is called.
-
-    Raises:
-        ConfigError: A target is a subclass with another call; raised by the call.
-    """
+    """A context in which the targets among Linen layers have adapters."""
 
     def intercept(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
         layer, y = context.module, call(*args, **kwargs)
@@ -369,10 +323,6 @@ def warn_of_matrices_without_adapter(
     """Names matrices that targets match and that are of layers without adapters.
 
     Tables of embeddings, which multiply nothing, are left out.
-
-    Args:
-        arrays: Paths and arrays of all parameters of a user's model.
-        settings: The targets.
     """
     shapes = {path: x.shape for path, x in arrays}
     layers_of = {path: path.rpartition("/")[0] for path in shapes}
@@ -393,15 +343,7 @@ def warn_of_matrices_without_adapter(
 
 
 def check_targets(paths: Iterable[str], settings: schema.Lora) -> None:
-    """Refuses patterns that match no layer with an adapter, or nothing to train beside.
-
-    Args:
-        paths: Paths of all parameters.
-        settings: The targets, and what else is trained.
-
-    Raises:
-        ConfigError: Names each such pattern, and layers or parameters that there are.
-    """
+    """Refuses patterns that match no adapted layer, or nothing else to train."""
     paths = list(paths)
     ending = f"/{NAME}/a"
     adapted = [p.removesuffix(ending) for p in paths if p.endswith(ending)]

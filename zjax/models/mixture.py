@@ -169,19 +169,7 @@ class MixtureOfExperts(nnx.Module):
         drops: bool = True,
         adapter_dropout: layers.AdapterDropout | None = None,
     ) -> tuple[Float[Array, "B L M"], Auxiliary]:
-        """Transforms each token.
-
-        Args:
-            x: Tokens.
-            counts: False for padding, which no expert computes; None for no padding.
-            key: Random key of the router; None in evaluation.
-            trained: False for tokens that losses, metrics and load leave out.
-            drops: Whether experts drop tokens above their capacity.
-            adapter_dropout: Drops inputs of adapters; None in evaluation.
-
-        Returns:
-            The outputs; the weighted losses of the router, metrics, and the load.
-        """
+        """Transforms each token."""
         settings = self.settings
         if not drops:
             settings = dataclasses.replace(settings, drop="none")
@@ -236,22 +224,7 @@ def mix_tokens(
     trained: Bool[Array, "B L"] | None = None,
     key: jax.Array | None = None,
 ) -> tuple[Float[Array, "B L M"], Auxiliary]:
-    """Routes the tokens of each device, and applies their experts.
-
-    Args:
-        x: Tokens.
-        router: Parameters of the router.
-        experts: Parameters of all experts.
-        settings: Settings of the router.
-        moe: Jitter, and coefficients of the losses.
-        activation: Function between the two products of an expert.
-        counts: False for padding, which no expert computes; None for no padding.
-        trained: False for tokens that losses, metrics and load leave out.
-        key: Random key of the router; None in evaluation.
-
-    Returns:
-        The outputs; the weighted losses of the router, metrics, and the load.
-    """
+    """Routes the tokens of each device, and applies their experts."""
     placement = Placement.of(settings.num_experts, experts.down.shape[1])
 
     def run(x: jax.Array, masks: Any, weights: Any, part: Any) -> tuple[jax.Array, Any]:
@@ -281,11 +254,6 @@ def chosen_experts(
 
     In expert choice the tokens of `x` compete, and place e is e, or -1 if expert e did
     not choose the token.
-
-    Args:
-        x: Tokens.
-        router: Parameters of the router.
-        settings: Settings of the router.
     """
     logits = router_logits(
         x.reshape(-1, x.shape[-1]), router.kernel, bias=router.logit_bias

@@ -96,19 +96,7 @@ class MoE(nnx.Module):
     def __call__(
         self, x: Float[Array, "... M"], counts: Bool[Array, "..."] | None = None
     ) -> tuple[Float[Array, "... M"], Float[Array, ""]]:
-        """Transforms each token.
-
-        Args:
-            x: Tokens; the first dim is the batch.
-            counts: False for padding, which no expert computes; None for no padding.
-
-        Returns:
-            The outputs, and the weighted sum of balance loss and z-loss, to add to the
-            loss.
-
-        Raises:
-            ConfigError: There is no token, or the arrays do not fit each other.
-        """
+        """Transforms each token."""
         key = None if self.rngs is None or self.deterministic else self.rngs()
         return self.mixture.apply(x, self._params(), counts, key, self.dtype)
 
@@ -163,25 +151,7 @@ class SparseSelfAttention(nnx.Module):
         key_padding_mask: ArrayLike | None = None,
         attn_mask: ArrayLike | None = None,
     ) -> Float[Array, "B S H D"]:
-        """Computes softmax(q k / sqrt(D)) v over the keys in live blocks.
-
-        Args:
-            query: [B, S, H, D] queries; H is that of the pattern.
-            key: [B, S, K, D] keys; K divides H.
-            value: [B, S, K, D] values.
-            rpe: Relative position bias; refused.
-            key_padding_mask: [B, S] or [B, 1, 1, S] mask of keys. If it is traced, a
-                number that is neither 0 nor masks under `add` makes its row NaN.
-            attn_mask: [S, S] mask of pairs, a concrete array such as NumPy's.
-
-        Returns:
-            [B, S, H, D], 0 where a query sees no key.
-
-        Raises:
-            NotImplementedError: `rpe` is given, or `attn_mask` is traced.
-            ConfigError: A setting, a shape or a mask is unusable, or the sequence is
-                longer than `max_seq_length`.
-        """
+        """Computes softmax(q k / sqrt(D)) v over the keys in live blocks."""
         return self_attention(
             query,
             key,

@@ -16,17 +16,7 @@ from zjax.settings import schema
 
 
 def quantize_kernels(module: nnx.Module, settings: schema.Lora) -> None:
-    """Quantises the frozen matrices of the blocks of a decoder or an encoder.
-
-    Args:
-        module: The module, whose layers are changed in place.
-        settings: Type and largest block size; matrices of `also_train` stay as
-            they are.
-
-    Raises:
-        ConfigError: No blocks of at most this size divide a matrix, or all are trained.
-        PackageError: Qwix is not installed.
-    """
+    """Quantises the frozen matrices of the blocks of a decoder or an encoder."""
     found = [*_frozen_layers(module, settings)]
     problems = [*_problems(found, settings)]
     if problems:

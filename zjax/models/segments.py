@@ -78,16 +78,7 @@ def make_segments(
     rngs: nnx.Rngs,
     only_layer: jax.Array | None = None,
 ) -> "Block | BlockGroup | Segments":
-    """Makes the blocks of a model, stacked by segment.
-
-    Args:
-        make_block: Function that makes a block from its number of experts, and whether
-            it sees a window alone.
-        config: Shape of the model.
-        rngs: Source of the initial values.
-        only_layer: Index in each segment of the only block to initialise; None means
-            all.
-    """
+    """Makes the blocks of a model, stacked by segment."""
 
     def make_stacked(shape: mixture.SegmentShape) -> Block | BlockGroup:
         def make(rngs: nnx.Rngs) -> Block | BlockGroup:
@@ -108,14 +99,7 @@ def make_blocks(
     rngs: nnx.Rngs,
     only_layer: jax.Array | None = None,
 ) -> Any:
-    """Makes a block whose parameters are stacked, with a first dim `layers`.
-
-    Args:
-        make_block: Function that makes one block.
-        num_layers: Number of layers.
-        rngs: Source of the initial values; those of a layer depend on its number alone.
-        only_layer: int32[], the one layer to make; None makes all.
-    """
+    """Makes a block whose parameters are stacked, with a first dim `layers`."""
 
     def init(key: jax.Array):
         return nnx.state(make_block(nnx.Rngs(params=key)))

@@ -89,15 +89,7 @@ class Decoder(nnx.Module):
         *,
         segment_ids: Int[Array, "B L"] | None = None,
     ) -> Float[Array, "B L V"]:
-        """Logits of the next token, in float32.
-
-        Args:
-            tokens: Token ids, 0 to V - 1.
-            segment_ids: Document of each token, 0 for padding.
-
-        Raises:
-            ConfigError: The sequence is longer than the table of learned positions.
-        """
+        """Logits of the next token, in float32."""
         batch = {"tokens": tokens}
         if segment_ids is not None:
             batch["segment_ids"] = segment_ids
@@ -172,17 +164,7 @@ class Encoder(nnx.Module):
     def __call__(
         self, batch: dict[str, Any], key: jax.Array | None = None
     ) -> Float[Array, "B L M"]:
-        """Encodes a batch to one vector per token.
-
-        Args:
-            batch: `tokens` int32[B, L]; optional `lengths` int32[B] (padding follows),
-                `segment_ids` int32[B, L] (packed documents, 0 is padding), `positions`
-                and `token_types` int32[B, L].
-            key: Dropout key; None in evaluation.
-
-        Raises:
-            ConfigError: The sequence is longer than the table of learned positions.
-        """
+        """Encodes a batch to one vector per token."""
         return hidden_states(self, batch, key)
 
     @dtype_promotion()
@@ -222,13 +204,6 @@ def make_stack(model: StackedModel) -> Stack:
 
     Parameters are trees of dicts at the paths of the model: embed holds `embedding`,
     head holds `head` and, if tied, a copy of `embedding/tokens`.
-
-    Args:
-        model: Decoder or encoder, whose pooling is omitted; abstract values suffice.
-
-    Returns:
-        The stack, which recomputes nothing by itself. `join` sums the two gradients of
-        a tied table; to join parameters, zero the head's copy of the table first.
     """
     config, names = model.config, tuple(segments_of(model.blocks))
     embedding, _ = nnx.split(model.embedding)

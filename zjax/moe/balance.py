@@ -53,12 +53,6 @@ def balance_loss(
 def z_loss(routing: Routing) -> Float[Array, ""]:
     """Averages the squared log-sum-exp of the logits over the tokens that count.
 
-    Args:
-        routing: Routing of the tokens of a microbatch.
-
-    Returns:
-        A scalar; 0 where no token counts.
-
     Example:
         >>> from zjax.moe.router import Router, route
         >>> routing = route(jnp.zeros((2, 4)), Router(num_experts=4))
@@ -76,14 +70,6 @@ def move_bias(
     """Lowers the bias of experts with more tokens than the mean, raises the others'.
 
     The result is the same bit for bit wherever the arrays are: sums are of integers.
-
-    Args:
-        bias: Bias of each expert, float32.
-        load: Tokens that chose each expert in the global batch of a step.
-        rate: Step size, 0 or more.
-
-    Returns:
-        The next bias. Its mean over the experts is that of `bias`.
 
     Example:
         >>> move_bias(jnp.zeros(3), jnp.array([4, 2, 0]), 0.5).tolist()

@@ -29,17 +29,6 @@ def keep_within_capacity(
 ) -> Bool[Array, "T K"]:
     """Keeps at most `capacity` tokens of each expert.
 
-    Args:
-        experts: Chosen experts of each token, best first.
-        scores: Scores of the chosen experts.
-        chosen: Choices that count; others are never kept and use no capacity.
-        capacity: Most tokens of an expert, 1 or more.
-        drop: Which tokens stay; not `none`.
-        key: Random key, needed for `random`.
-
-    Returns:
-        Mask of the kept choices; among equals the earlier token stays.
-
     Example:
         >>> experts = jnp.array([[0], [0], [0]])
         >>> scores, chosen = jnp.array([[0.2], [0.9], [0.5]]), jnp.ones((3, 1), bool)
@@ -106,12 +95,7 @@ class Dispatch:
     def combine(
         self, rows: Float[Array, "R M"], weights: Float[Array, "T K"] | None = None
     ) -> Float[Array, "T M"]:
-        """Sums the rows of each token in float32, always in the order of its choices.
-
-        Args:
-            rows: Rows.
-            weights: Factor of each row; 1 by default.
-        """
+        """Sums the rows of each token in float32, in the order of its choices."""
         if self.row.shape[1] > _MOST_AT_ONCE:
             return self._combine_in_turn(rows, weights)
         chosen = _take(rows, self.row).astype(jnp.float32)
@@ -148,11 +132,6 @@ def sort_by_expert(
 ) -> Dispatch:
     """Sorts the choices of all tokens by expert, earlier tokens first.
 
-    Args:
-        experts: Expert of each choice; `num_experts` or more for one without a row.
-        num_experts: E.
-        max_rows: Most choices that have an expert; all choices by default.
-
     Example:
         >>> dispatch = sort_by_expert(jnp.array([[1], [0], [2]]), 2)
         >>> dispatch.token.tolist(), dispatch.sizes.tolist()
@@ -173,11 +152,6 @@ def sort_by_expert(
 
 def pad_experts(dispatch: Dispatch, num_tokens: int, capacity: int) -> Dispatch:
     """Gives every expert the same number of rows, some of which have no token.
-
-    Args:
-        dispatch: Rows in the order of the experts.
-        num_tokens: T.
-        capacity: Rows per expert, at least as many as each of them has.
 
     Example:
         >>> dispatch = sort_by_expert(jnp.array([[1], [0], [2]]), 2)
@@ -218,10 +192,6 @@ class Placement(NamedTuple):
     def of(cls, num_experts: int, hidden_size: int) -> "Placement":
         """The placement on the mesh in use.
 
-        Args:
-            num_experts: Experts of the devices together.
-            hidden_size: Hidden channels of each.
-
         Example:
             >>> Placement.of(4, 16)
             Placement(experts=(), hidden=())
@@ -232,11 +202,7 @@ class Placement(NamedTuple):
         )
 
     def spec(self, hidden_dim: int | None = None) -> P:
-        """Spec of a parameter whose first dim are experts.
-
-        Args:
-            hidden_dim: Its dim of hidden channels, if it has one.
-        """
+        """Spec of a parameter whose first dim are experts."""
         if hidden_dim is None:
             return P(entry(self.experts))
         between = (None,) * (hidden_dim - 1)

@@ -70,14 +70,6 @@ def choose_exchange(
 ) -> Choice:
     """Chooses the exchange that sends fewer rows.
 
-    Args:
-        num_tokens: Tokens of a device.
-        top_k: Experts of each token.
-        num_experts: Experts of all devices.
-        num_shares: Devices over which experts are split.
-        capacity: Most tokens that an expert takes from a device. Without, one expert
-            may take them all, and no fixed number of rows below that is enough.
-
     Example:
         >>> sizes = {"num_tokens": 64, "top_k": 2, "num_experts": 8, "capacity": 16}
         >>> choose_exchange(**sizes, num_shares=8)[:4]
@@ -111,18 +103,7 @@ def make_exchange(
     capacity: int | None = None,
     split: tuple[str, ...] = (),
 ) -> "AllGather | AllToAll":
-    """Plans the exchange of the tokens of a device.
-
-    Args:
-        experts: Distinct experts of each token; `num_experts` where one dropped it.
-        num_experts: Experts of all devices.
-        num_local: Experts of this device.
-        capacity: Most tokens that an expert takes from a device, if that is bounded.
-        split: Mesh axes over which each expert is split.
-
-    Raises:
-        PlanError: The devices do not have all experts together.
-    """
+    """Plans the exchange of the tokens of a device."""
     num_tokens, top_k = experts.shape
     shares = _num_expert_shares(num_experts, num_local)
     choice = choose_exchange(
@@ -190,13 +171,7 @@ class AllGather:
         return self.dispatch.values_of(shared)
 
     def by_load(self, run: Callable[..., Any], *operands: Any) -> Any:
-        """Returns `run(exchange, *operands)`, with few rows if there are no more.
-
-        Args:
-            run: Function without collectives, whose results have the same shapes for
-                any number of rows.
-            *operands: Arrays.
-        """
+        """Returns `run(exchange, *operands)`, with few rows if there are no more."""
         if self.usual == self.dispatch.token.size:
             return run(self, *operands)
         few = dataclasses.replace(self, dispatch=self.dispatch.first(self.usual))
@@ -207,13 +182,7 @@ class AllGather:
     def sum_rows(
         self, rows: Float[Array, "R M"], shared: Float[Array, "S K"] | None, dtype: Any
     ) -> Float[Array, "S M"]:
-        """Sums the local rows of each token.
-
-        Args:
-            rows: Outputs of the local experts, or cotangents of their inputs.
-            shared: Factors from `share_weights`; 1 by default.
-            dtype: Dtype of the sums that devices exchange.
-        """
+        """Sums the local rows of each token."""
         return self.dispatch.combine(rows, shared).astype(dtype)
 
     def collect_sums(

@@ -331,12 +331,6 @@ def _within_groups(scores: jax.Array, router: Router) -> jax.Array:
 def count_tokens(
     experts: Int[Array, "T K"], which: Bool[Array, "T K"], num_experts: int
 ) -> Int[Array, " E"]:
-    """Counts the tokens of each expert, int32.
-
-    Args:
-        experts: Chosen experts of each token.
-        which: Choices to count.
-        num_experts: Number of experts.
-    """
+    """Counts the tokens of each expert, int32."""
     ones = which.ravel().astype(jnp.int32)
     return jax.ops.segment_sum(ones, experts.ravel(), num_experts)

@@ -101,13 +101,6 @@ class _Context:
 def list_collectives(text: str) -> list[Collective]:
     """Lists the collectives of a program.
 
-    Args:
-        text: Optimised HLO, as `jax.stages.Compiled.as_text` prints it.
-
-    Returns:
-        One entry per instruction and dtype, in schedule order. A start and its end are
-        one.
-
     Example:
         >>> import jax
         >>> compiled = jax.jit(lambda x: x + 1).lower(1.0).compile()
@@ -120,13 +113,6 @@ def list_collectives(text: str) -> list[Collective]:
 
 def mesh_axes(groups: hlo.Groups, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
     """The axes of a mesh along which groups of devices communicate.
-
-    Args:
-        groups: Positions in the order of the mesh's devices.
-        mesh: The mesh of the program.
-
-    Returns:
-        Names of the axes on which members of a group differ, in mesh order.
 
     Example:
         >>> mesh = AbstractMesh((2, 4), ("data", "tensor"))
@@ -144,15 +130,6 @@ def bytes_leaving_node(
     collectives: Iterable[Collective], mesh: Mesh | AbstractMesh, axis: str
 ) -> float:
     """Bytes that one node sends to others per run of the program.
-
-    Args:
-        collectives: Collectives of the program.
-        mesh: The mesh of the program.
-        axis: The axis that joins the nodes.
-
-    Returns:
-        The sum over groups of more than one node: a ring leaves a node once, so that it
-        counts as what one device sends; other operations by sender and receiver.
 
     Example:
         >>> mesh = AbstractMesh((2, 4), ("replica", "data"))
@@ -182,14 +159,6 @@ def bytes_inside_node(
     collectives: Iterable[Collective], mesh: Mesh | AbstractMesh, axis: str
 ) -> float:
     """Bytes that the devices of one node send each other per run of the program.
-
-    Args:
-        collectives: Collectives of the program.
-        mesh: The mesh of the program.
-        axis: The axis that joins the nodes.
-
-    Returns:
-        What they send less `bytes_leaving_node`.
 
     Example:
         >>> mesh = AbstractMesh((2, 4), ("replica", "data"))

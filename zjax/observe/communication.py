@@ -48,12 +48,7 @@ class LinkBytes(NamedTuple):
 def link_bytes(
     collectives: Sequence[Collective], mesh: Mesh | AbstractMesh
 ) -> LinkBytes:
-    """What one node sends in one run of a program.
-
-    Args:
-        collectives: Collectives of the program, from `list_collectives`.
-        mesh: The mesh of the program; `replica` joins the nodes.
-    """
+    """What one node sends in one run of a program."""
     return LinkBytes(
         bytes_inside_node(collectives, mesh, REPLICA),
         bytes_leaving_node(collectives, mesh, REPLICA),
@@ -64,14 +59,6 @@ def describe_links(
     programs: Mapping[str, LinkBytes], times: Mapping[str, int], num_steps: int
 ) -> str:
     """Bytes by link of each program of a run, and of its mean step.
-
-    Args:
-        programs: What a node sends in one run of each program.
-        times: How often each runs.
-        num_steps: Steps of the run.
-
-    Returns:
-        A table of at most 80 columns.
 
     Example:
         >>> sent = {"local": LinkBytes(8e6, 0.0), "exchange": LinkBytes(0.0, 2e6)}
@@ -117,13 +104,6 @@ def zero_volume(plan: Plan, num_microbatches: int) -> int:
     other devices are not. A secondary partition is gathered once per step. With a
     pipeline the count is per stage of layers, and holds up to ZeRO 1.
 
-    Args:
-        plan: The plan of the step.
-        num_microbatches: Microbatches per step, 1 or more.
-
-    Returns:
-        Elements by the paper's convention; 0 if the batch is not split.
-
     Reference:
         ZeRO, arXiv:1910.02054, section 7.
     """
@@ -164,16 +144,6 @@ def describe_communication(
 
     Column `overlap` counts collectives with compute between their start and their end;
     `Psi` is the volume in units of the number of parameters.
-
-    Args:
-        collectives: Collectives of the step, from `list_collectives`.
-        plan: The plan of the step.
-        num_microbatches: Microbatches per step.
-        sends_messages: Whether replicas exchange by phases or rounds, which the stage
-            does not tell.
-
-    Returns:
-        Two tables per device and step, at most 80 columns wide for two axes.
     """
     psi = memory.num_params(plan)
     kinds: dict[tuple[str, ...], list[Collective]] = collections.defaultdict(list)

@@ -28,14 +28,6 @@ Course = Mapping[str, Callable[[int], float]]
 def make_course(config: Config, num_devices: int = 1) -> Course:
     """The schedules of a run, by the names that its metrics have.
 
-    Args:
-        config: Checked settings; the batch size is known.
-        num_devices: Devices of the run.
-
-    Returns:
-        Learning rate and consumed tokens, and what else the settings change: length,
-        window and the like.
-
     Example:
         >>> course = make_course(Config())
         >>> [f"{name}={at(1_000):.5g}" for name, at in course.items()]
@@ -99,13 +91,7 @@ def describe_course(config: Config, num_devices: int = 1) -> str:
 def plot_course(
     config: Config, path: str | os.PathLike[str], num_devices: int = 1
 ) -> None:
-    """Plots the schedules of a run against its steps.
-
-    Args:
-        config: Checked settings; the batch size is known.
-        path: Output file; its suffix sets the format.
-        num_devices: Devices of the run.
-    """
+    """Plots the schedules of a run against its steps."""
     course = make_course(config, num_devices)
     steps = np.unique(np.linspace(1, config.num_steps, _NUM_POINTS).round().astype(int))
     figure = plot.make_figure(8, 0.6 + 1.5 * len(course))

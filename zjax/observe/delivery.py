@@ -103,11 +103,7 @@ class Delivery:
             self._raise_error()
 
     def write(self, step: int, values: Mapping[str, Value]) -> None:
-        """Hands the values of one step to the thread.
-
-        Raises:
-            OutputError: A row cannot be kept in its file.
-        """
+        """Hands the values of one step to the thread."""
         numbers = scalars(values)
         with self._changed:
             self._raise_error()
@@ -124,11 +120,7 @@ class Delivery:
                 self._warn_of_silence()
 
     def close(self) -> None:
-        """Waits until the services have taken all, for at most `CLOSE_SECONDS`.
-
-        Raises:
-            OutputError: A row cannot be kept in its file.
-        """
+        """Waits until the services have taken all, for at most `CLOSE_SECONDS`."""
         with self._changed:
             # A kill while the services take their time may lose the first row alone.
             for row in itertools.islice(self._pending, 1, None):

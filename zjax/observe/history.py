@@ -21,14 +21,7 @@ from zjax.settings.ranges import MAX_STEPS
 
 
 def check_directory(directory: str) -> None:
-    """Creates the run's directory and checks that files can be created in it.
-
-    Args:
-        directory: Path; missing parents are created.
-
-    Raises:
-        ConfigError: It is not a directory, or not writable.
-    """
+    """Creates the run's directory and checks that files can be created in it."""
     try:
         make_directory(pathlib.Path(directory))
         tempfile.TemporaryFile(dir=directory).close()
@@ -40,14 +33,7 @@ def check_directory(directory: str) -> None:
 
 @contextlib.contextmanager
 def writing(path: pathlib.Path) -> Iterator[None]:
-    """Raises an OSError of the enclosed work as an `OutputError`.
-
-    Args:
-        path: The file written, in the run's directory.
-
-    Raises:
-        OutputError: The file cannot be written.
-    """
+    """Raises an OSError of the enclosed work as an `OutputError`."""
     try:
         yield
     except OSError as error:
@@ -73,18 +59,7 @@ class Table(NamedTuple):
 
 
 def read_history(path: str | os.PathLike[str]) -> list[Values]:
-    """Reads the file of the `jsonl` sink, and warns of damaged lines.
-
-    Args:
-        path: The file; a missing one is an empty history.
-
-    Returns:
-        One dict per complete line, with "step" as an int, numbers as floats, and arrays
-        as nested lists of ints.
-
-    Raises:
-        OSError: It is not a regular file, is too large, or cannot be read.
-    """
+    """Reads the file of the `jsonl` sink, and warns of damaged lines."""
     rows, num_damaged = read_json_lines(pathlib.Path(path))
     if num_damaged:
         logging.warning("%s: %d lines cannot be read", path, num_damaged)
@@ -116,11 +91,7 @@ def replace_text(path: pathlib.Path, text: str) -> None:
 
 
 def read_csv(path: pathlib.Path) -> Table:
-    """Reads the file of the `csv` sink; a missing one is an empty table.
-
-    Raises:
-        OSError: It is not a regular file, is too large, or cannot be read.
-    """
+    """Reads the file of the `csv` sink; a missing one is an empty table."""
     lines = [_cells(line) for line in _complete_lines(path)]
     if not lines:
         return Table(["step"], [], 0)

@@ -149,15 +149,6 @@ def dtype_bits(dtype: str) -> int:
 def device_groups(attributes: str, num_partitions: int) -> Groups:
     """The groups of devices over which a collective communicates.
 
-    Args:
-        attributes: Text with `replica_groups`, in any form that XLA prints, or with
-            `source_target_pairs`.
-        num_partitions: Devices of the program; they form one group if none is given.
-
-    Returns:
-        Positions in the device order of the program; pairs of sender and receiver for a
-        permutation.
-
     Example:
         >>> device_groups("replica_groups=[2,2]<=[2,2]T(1,0)", 4)
         ((0, 2), (1, 3))

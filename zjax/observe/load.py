@@ -24,12 +24,6 @@ _TICKS = 16
 def relative_load(values: Mapping[str, Value]) -> list[np.ndarray]:
     """Tokens of each expert over their mean, in the layers that have experts.
 
-    Args:
-        values: Values of one step.
-
-    Returns:
-        float[experts] by layer; NaN for a layer without tokens.
-
     Example:
         >>> [x.tolist() for x in relative_load({"load": [[3, 1], [2, 2]]})]
         [[1.5, 0.5], [1.0, 1.0]]
@@ -68,12 +62,6 @@ def plot_load(
     """Plots the load of each expert against the step: white is the mean of its layer.
 
     Beside each layer stands the load of its fullest expert at the last step.
-
-    Args:
-        history: One mapping per line, from `read_history`; lines without load, or with
-            another number of experts than the last one, are left out.
-        path: Output file; its suffix sets the format.
-        title: Heading.
     """
     steps, layers = _load_by_step(history)
     sizes = [len(x) for x in layers]

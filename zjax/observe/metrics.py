@@ -53,17 +53,7 @@ class LateMetrics:
     def push(
         self, step: int, metrics: Metrics, *, is_shared: bool = True
     ) -> tuple[int, Values] | None:
-        """Stores the metrics of the step just dispatched, still being computed.
-
-        Args:
-            step: Number of the step.
-            metrics: Metrics of the step.
-            is_shared: Whether all devices have the same values; False for local steps,
-                after which each device has those of one replica.
-
-        Returns:
-            Number and values of the step before, or None if there is none.
-        """
+        """Stores the metrics of the step just dispatched, still being computed."""
         parts = [metrics] if is_shared else _by_replica(metrics)
         for part in parts:
             for array in part.values():
@@ -72,11 +62,7 @@ class LateMetrics:
         return None if earlier is None else _read(*earlier)
 
     def flush(self) -> tuple[int, Values] | None:
-        """Waits for the newest step; call it before evaluating or saving, and last.
-
-        Returns:
-            Number and values of the newest step, or None if already returned.
-        """
+        """Waits for the newest step; call it before evaluating or saving, and last."""
         newest, self._pending = self._pending, None
         return None if newest is None else _read(*newest)
 
@@ -183,13 +169,7 @@ class Throughput:
             self._mark += self._clock() - start
 
     def read(self) -> dict[str, float]:
-        """Returns the averages since the last reading, and resets them.
-
-        Returns:
-            `step_seconds`, `tokens_per_second` over all devices, and if the peak is
-            known `mfu` (causal attention counted half) and `mfu_full_attention`, as
-            fractions. Empty if no lap counted.
-        """
+        """Returns the averages since the last reading, and resets them."""
         if not self._num_laps or not self._seconds:
             return {}
         tokens_per_second = self._num_tokens / self._seconds

@@ -114,20 +114,7 @@ class Monitor:
     def step(
         self, step: int, state: Any, batch: Any, expected: Sequence[str] = ()
     ) -> Iterator[list[Metrics]]:
-        """Watches one step; append its metrics to the list that is yielded.
-
-        Args:
-            step: Step number, from 1.
-            state: Input state.
-            batch: Input batch.
-            expected: Programs that the step runs for the first time.
-
-        Yields:
-            An empty list.
-
-        Raises:
-            NonFiniteError: The step before was not finite and the policy is to stop.
-        """
+        """Watches one step; append its metrics to the list that is yielded."""
         metrics: list[Metrics] = []
         watch = self._compiles.watch(step, batch, expected)
         with self._trace.step(step, state), watch as compiled:
@@ -143,11 +130,7 @@ class Monitor:
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Excludes the enclosed work from the throughput; logs the newest step first.
-
-        Raises:
-            NonFiniteError: The newest step was not finite and the policy is to stop.
-        """
+        """Excludes enclosed work from the throughput; logs the newest step first."""
         newest = self._late.flush()
         if newest is not None:
             self._log_step(*newest)
@@ -170,11 +153,7 @@ class Monitor:
             callback(step, values)
 
     def save_plots(self) -> tuple[pathlib.Path, ...]:
-        """Plots loss and throughput of the run, and the load of its experts, if any.
-
-        Raises:
-            OutputError: A picture cannot be written.
-        """
+        """Plots loss and throughput of the run, and the load of its experts, if any."""
         directory, observe = self._directory, self._config.observe
         if jax.process_index() or not observe.plot or "jsonl" not in observe.sinks:
             return ()

@@ -36,14 +36,7 @@ def plot_run(
     *,
     title: str,
 ) -> None:
-    """Plots loss and speed against the step.
-
-    Args:
-        history: One mapping per line, from `read_history`; "loss", "eval_loss" and
-            "tokens_per_second" are drawn, or "step_seconds" of a model without tokens.
-        path: Output file; its suffix sets the format.
-        title: Heading.
-    """
+    """Plots loss and speed against the step."""
     figure = make_figure(8, 6)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     figure.suptitle(title, fontsize=12)
@@ -105,13 +98,7 @@ def plot_memory_per_stage(
 def plot_metrics(
     values: Mapping[str, np.ndarray], path: str | os.PathLike[str], *, title: str
 ) -> None:
-    """Plots a histogram of each metric of samples, with its median.
-
-    Args:
-        values: float64[n] by metric, ascending.
-        path: Output file; its suffix sets the format.
-        title: Heading.
-    """
+    """Plots a histogram of each metric of samples, with its median."""
     figure = make_figure(8, 0.6 + 1.9 * len(values))
     figure.suptitle(title, fontsize=12)
     panels = figure.subplots(len(values), 1, squeeze=False)[:, 0]

@@ -46,16 +46,6 @@ def describe_end(
 ) -> str:
     """Describes in a few lines how a run ended and where its results are.
 
-    Args:
-        step: Steps taken.
-        num_steps: Steps of the whole run.
-        num_skipped: Steps that changed nothing.
-        checkpoint: Directory of the last checkpoint.
-        pictures: Files that were drawn.
-        load: Load of the experts, as a line.
-        reason: Why the run ended before its last step, unless by a signal.
-        resume: How to go on from there.
-
     Example:
         >>> print(describe_end(8, 8, 0, pathlib.Path("runs/a/checkpoints/8")))
         done at step 8

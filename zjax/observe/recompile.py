@@ -50,13 +50,7 @@ class CompileReport:
     def watch(
         self, step: int, batch: Any, expected: Sequence[str] = ()
     ) -> Iterator[Compiled]:
-        """Watches this thread dispatch one step; the record is complete afterwards.
-
-        Args:
-            step: Number of the step.
-            batch: Its input.
-            expected: Programs that run for the first time.
-        """
+        """Watches this thread dispatch one step; the record is complete afterwards."""
         inputs, compiled = describe_arrays(batch), Compiled()
         self._thread, self._seconds = threading.get_ident(), 0.0
         try:
@@ -159,16 +153,7 @@ class Trace:
     def step(
         self, step: int, pending: Any
     ) -> contextlib.AbstractContextManager[object]:
-        """Enters a step; starts or ends the recording at the edges of the window.
-
-        Args:
-            step: Step number of the next step.
-            pending: Arrays of earlier steps, usually the state. Both edges wait for
-                them, so that the window holds exactly the work of its steps.
-
-        Returns:
-            A context for the step's dispatch, which names it in the trace.
-        """
+        """Enters a step; starts or ends the recording at the edges of the window."""
         inside = step in self._window
         if inside != self._running:
             jax.block_until_ready(pending)

@@ -25,14 +25,7 @@ _DRIVER = pathlib.Path("/proc/driver/nvidia/version")
 
 
 def describe_machine(directory: str | os.PathLike[str] = ".") -> str:
-    """Describes software, devices and environment; starts the JAX backend.
-
-    Args:
-        directory: Directory whose free disk space is shown.
-
-    Returns:
-        A table of at most 100 columns, without rows for what cannot be found.
-    """
+    """Describes software, devices and environment; starts the JAX backend."""
     rows = [
         *_software(),
         *_host(directory),

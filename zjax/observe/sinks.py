@@ -55,22 +55,7 @@ class Sink(Protocol):
 def make_sinks(
     config: Config, directory: str | os.PathLike[str], *, last_step: int = 0
 ) -> tuple[Sink, ...]:
-    """Opens the sinks of a run.
-
-    Args:
-        config: The run; `observe.sinks` names the sinks.
-        directory: Directory of the run; created if missing.
-        last_step: Last step of the run that is continued: files lose their entries of
-            later steps. 0 starts a new run.
-
-    Returns:
-        The sinks in the order named, and last a `Delivery` to all services; none on
-        processes other than the first.
-
-    Raises:
-        ConfigError: A package is not installed, or the directory cannot be used.
-        OutputError: A file cannot be written, or a service refuses the run.
-    """
+    """Opens the sinks of a run."""
     check_sinks(config)
     if jax.process_index() != 0:
         return ()
@@ -99,9 +84,6 @@ def make_sinks(
 
 def check_sinks(config: Config) -> None:
     """Checks that the packages of the sinks and of the plot are installed.
-
-    Raises:
-        ConfigError: A package is not installed.
 
     Example:
         >>> check_sinks(Config())

@@ -61,17 +61,7 @@ class SkippedSteps:
     def count(
         self, step: int, values: Mapping[str, float], *, is_shared: bool = True
     ) -> bool:
-        """Counts a step by its metrics, and the local steps before it.
-
-        Args:
-            step: Number of the step.
-            values: Metrics of the step.
-            is_shared: Whether all replicas have these metrics. Steps without shared
-                metrics are counted with the next step that has them.
-
-        Returns:
-            Whether the step, or a local step before it, was skipped.
-        """
+        """Counts a step by its metrics, and the local steps before it."""
         self._seen = self._seen or _cause(step, values)
         if not is_shared:
             return False
@@ -93,11 +83,7 @@ class SkippedSteps:
         return True
 
     def check(self, step: int, values: Mapping[str, float]) -> None:
-        """Raises if the run should end at this step, the one counted last.
-
-        Raises:
-            NonFiniteError: Names the first step in a row, and what was not finite.
-        """
+        """Raises if the run should end at this step, the one counted last."""
         policy, found = self._precision.on_nonfinite, self._found
         if found is None:
             return

@@ -42,17 +42,7 @@ def compile_groups(
     donated: frozenset[Name] = frozenset(),
     out_shardings: Sequence[Any] = (),
 ) -> list[CompiledGroup]:
-    """Jits programs, once for all that differ in scalars alone.
-
-    Args:
-        programs: Parts of one program.
-        jit: `jax.jit` with compiler options.
-        donated: Names of arrays that are donated.
-        out_shardings: Of each program; None, or empty, leaves them to the compiler.
-
-    Returns:
-        One compiled group for each program.
-    """
+    """Jits programs, once for all that differ in scalars alone."""
     forms = [program.normal_form() for program in programs]
     places = list(out_shardings) or [None] * len(programs)
     donations = [

@@ -52,22 +52,7 @@ class Generation:
         key: jax.Array | None = None,
         **settings: Any,
     ) -> Int[Array, "B total"]:
-        """Continues prompts.
-
-        Args:
-            state: Its compute parameters are read.
-            tokens: Prompts, padded on the left where they differ in length.
-            lengths: Tokens of each prompt without its padding; L by default.
-            key: Random key, needed above temperature 0.
-            settings: Other arguments of `zjax.generate`.
-
-        Returns:
-            Prompts and continuations, int32[B, L + max_new_tokens].
-
-        Raises:
-            ConfigError: A setting out of range, or no room for the tokens.
-            DataError: The prompts are no integers, or an id is not in the vocabulary.
-        """
+        """Continues prompts."""
         chosen = make_settings(**settings)
         self.continuation.check(tokens, lengths, chosen, key)
         tokens = jnp.asarray(tokens, jnp.int32)

@@ -198,15 +198,7 @@ def _mean_loss(losses: list[Loss]) -> Loss:
 
 
 def saving_policy(model: Model, config: Config) -> Callable[..., Any] | None:
-    """The policy of `jax.checkpoint` for what a block saves on the devices.
-
-    Args:
-        model: Its `keeps` is the policy.
-        config: Read for `model.remat` and `model.activation_memory`.
-
-    Returns:
-        The policy; None where a block saves its input alone, which may be offloaded.
-    """
+    """The policy of `jax.checkpoint` for what a block saves on the devices."""
     goes = config.model.offloads_inputs
     return None if goes or config.model.remat == "full" else model.keeps
 
@@ -214,13 +206,7 @@ def saving_policy(model: Model, config: Config) -> Callable[..., Any] | None:
 def input_plan(
     x: jax.Array | jax.ShapeDtypeStruct, plan: Plan, config: Config
 ) -> ArrayPlan:
-    """The plan of an input of a block, sharded like a batch, until the backward pass.
-
-    Args:
-        x: One array of the input.
-        plan: Says how a batch is sharded.
-        config: Read for `model.activation_memory` and `zero.nvme_paths`.
-    """
+    """Plans an input of a block, sharded like a batch, until the backward pass."""
     place = plan.batch_sharding(x)
     row = ArrayPlan("an input of a block", x.shape, x.dtype, place, place)
     return offload_pending(row, config.model.activation_memory, config)
@@ -229,18 +215,7 @@ def input_plan(
 def offloaded_inputs(
     model: Model, plan: Plan, config: Config, batch: Batch
 ) -> Sequence[ArrayPlan]:
-    """Plans of the inputs of blocks that are stored off the devices.
-
-    Args:
-        model: The model as pure functions.
-        plan: Placement of every array.
-        config: Read for the batch, `model.activation_memory` and `zero.nvme_paths`.
-        batch: Arrays or ShapeDtypeStructs of the global batch.
-
-    Returns:
-        Inputs of one microbatch, one for each block or two where it has tiles; none
-        where they stay on the devices, or the model does not run block by block.
-    """
+    """Plans of the inputs of blocks that are stored off the devices."""
     stack = model.stack
     stays = not (config.model.offloads_inputs and plan.is_offloaded)
     if stays or stack is None or not model.runs_by_block:

@@ -59,25 +59,7 @@ def group_programs(
     optimizer: str,
     paths: Sequence[str],
 ) -> GroupedPrograms:
-    """Splits the program of an update.
-
-    Args:
-        program: From state, gradients and loss to the new state and metrics.
-        input_groups: Group of each input; `SHARED` for what all groups read.
-        output_groups: Group of each output.
-        num_groups: Groups are 0 to num_groups - 1.
-        is_gradient: For each input, whether it is known before any update runs.
-        is_loss: For each input, whether it is known only after all gradients.
-        optimizer: Name of the optimizer, for errors.
-        paths: Path of each output, for errors.
-
-    Returns:
-        The programs.
-
-    Raises:
-        PlanError: Some array depends on other groups in a way that streaming would
-            change; names the optimizer and the arrays.
-    """
+    """Splits the program of an update."""
     flow = _Flow(program, input_groups, is_gradient, is_loss)
     updates, problems = [], []
     for group in range(num_groups):
@@ -172,14 +154,6 @@ def by_group(pairs: Iterable[tuple[Any, int]], num_groups: int) -> list[list[Any
 
 def trace(function: Callable[..., Any], *args: Any) -> tuple[Program, Any]:
     """Traces a function to a program that ties no arrays together.
-
-    Args:
-        function: Pure function of arrays.
-        args: Trees of arrays, or of their shapes.
-
-    Returns:
-        A program of the leaves, with a select of both branches in place of a `cond`,
-        while loops stay whole; and the tree of shapes that the function returns.
 
     Example:
         >>> barrier = lambda x, y: jax.lax.optimization_barrier((x, y))

@@ -37,20 +37,7 @@ def init_layer_by_layer(
     *,
     weights: Iterable[jax.Array] | None = None,
 ) -> TrainState:
-    """Creates the state of `zjax.train.init_state`, one array after another.
-
-    Args:
-        key: Random key of the initial parameters.
-        model: It has `init_layer`, or its weights are given.
-        tx: Optax gradient transformation.
-        plan: Places every array.
-        config: Read for `precision` and `optimizer.ema_decay`.
-        weights: Stored parameters on the devices, made as they are asked for, in the
-            order and the dtypes of the master weights; in place of the model's.
-
-    Returns:
-        The stored state of step 0.
-    """
+    """Creates the state of `zjax.train.init_state`, one array after another."""
     created = _created(key, model, plan) if weights is None else enumerate(weights)
     master, params, ema = _first_weights(created, plan)
     return TrainState(

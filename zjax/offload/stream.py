@@ -88,11 +88,7 @@ class Stream:
         return max(max(loads, default=0), min(self.limit, sum(loads)))
 
     def prefetch(self, loads: Iterable[Load]) -> None:
-        """Starts to prefetch; drops loads that a failed pass did not wait for.
-
-        Args:
-            loads: In the order of use.
-        """
+        """Starts to prefetch; drops loads that a failed pass did not wait for."""
         for load in self.waiting:
             load.cancel()
         self.waiting = collections.deque(loads)
@@ -147,12 +143,7 @@ class Stream:
         return arrived
 
     def release(self, num_bytes: int, tokens: Sequence[Any]) -> None:
-        """Gives back the room of a load once it is no longer in use.
-
-        Args:
-            num_bytes: As `wait` returned them.
-            tokens: Arrays that are ready after the last use of the load.
-        """
+        """Gives back the room of a load once it is no longer in use."""
         self.leaving.append((num_bytes, tokens))
         self.fill()
 

@@ -44,13 +44,7 @@ class Unit(NamedTuple):
 
 
 def units_of(stack: Stack, params: Params) -> list[tuple[Unit, Params]]:
-    """Transfer units with their parameters, in the order of the forward pass.
-
-    Args:
-        stack: The model as a line of blocks.
-        params: Parameters of the model, or a tree of the same structure, with layers as
-            separate leaves.
-    """
+    """Transfer units with their parameters, in the order of the forward pass."""
     _, trees, _ = stack.split(params)
     units: list[tuple[Unit, Params]] = []
     blocks = itertools.count()
@@ -63,15 +57,7 @@ def units_of(stack: Stack, params: Params) -> list[tuple[Unit, Params]]:
 
 
 def check_frozen_alike(stack: Stack, master: Any) -> None:
-    """Refuses units that run as one program, and of which some are frozen alone.
-
-    Args:
-        stack: The model as a line of blocks.
-        master: Plans of the master weights.
-
-    Raises:
-        PlanError: Tiles of a block differ in what is frozen.
-    """
+    """Refuses units that run as one program, and of which some are frozen alone."""
     kinds: dict[Any, list[bool]] = {}
     for unit, tree in units_of(stack, master):
         rows = jax.tree.leaves(tree)
@@ -183,17 +169,7 @@ class UnitStream:
     def on_device(
         self, stored: Sequence[Params], name: Any, unit: Unit
     ) -> Iterator[tuple[Params, list[Any]]]:
-        """The parameters of a unit on the devices, deleted at the end of the context.
-
-        Args:
-            stored: Stored parameters of each unit.
-            name: Pass in the name of the load.
-            unit: Next unit in the order of `loads`.
-
-        Yields:
-            The parameters, and a list; the caller adds a result of the last program
-            that reads the parameters, after which their memory counts as free.
-        """
+        """Yields the parameters of a unit on the devices; deletes them at the end."""
         arrays, num_bytes = self.stream.wait((name, unit.number))
         used: list[Any] = []
         yield jax.tree.unflatten(jax.tree.structure(stored[unit.number]), arrays), used

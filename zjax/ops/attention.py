@@ -67,29 +67,6 @@ def dot_product_attention(
     that visits all pairs; `causal` and `lengths` are free there, so prefer them. cuDNN
     slides windows of a size that is known to the compiler only.
 
-    Args:
-        q: Queries; H is a multiple of K (grouped-query attention).
-        k: Keys.
-        v: Values.
-        causal: Whether queries see no later keys; position i of q is position i of k.
-        segment_ids: Document of each token (L = S); documents do not see each other.
-        lengths: Tokens per row; later ones are padding (L = S).
-        mask: True where a query sees a key.
-        window: Keys that a query may see; needs `causal`.
-        bounds: Window and soft cap of the layer; a window needs `causal`.
-        dropout: Dropout of the attention weights, which runs on XLA.
-        sinks: Score of each head of queries besides those of its keys, which takes part
-            of the softmax and has no value; on XLA.
-        implementation: `auto` takes cuDNN where it can run, under a window the kernels
-            of `zjax_kernels`, which skip what is outside, and logs the choice.
-
-    Returns:
-        The weighted values of each query and head, in the dtype of `q`.
-
-    Raises:
-        ConfigError: `cudnn` was requested and cannot run here, or a window is not
-            causal.
-
     Example:
         >>> x = jax.numpy.ones((1, 3, 2, 4))
         >>> dot_product_attention(x, x, x, causal=True).shape
@@ -193,26 +170,6 @@ def choose_implementation(
 ) -> tuple[Chosen, str]:
     """Decides which kernel runs, and why.
 
-    Args:
-        requested: Value of `model.attention`.
-        platform: `cuda`, `rocm`, `tpu` or `cpu`.
-        compute_capability: Pair such as (9, 0); ignored unless the platform is `cuda`.
-        dtype: Name of the dtype of queries, keys and values.
-        head_size: Channels per head.
-        lengths: Numbers of queries and keys.
-        masked: Whether there is a mask besides the causal one and row lengths.
-        windowed: Whether a window is part of it, and no mask of the caller's.
-        sliding: Whether a layer has a window.
-        capped: Whether scores have a soft cap.
-        dropped: Whether attention weights have dropout.
-        has_sinks: Whether heads have scores without keys.
-
-    Returns:
-        The kernel, and the reason to log.
-
-    Raises:
-        ConfigError: `cudnn` was requested and cannot run.
-
     Example:
         >>> choose_implementation(
         ...     "auto", platform="cpu", compute_capability=(0, 0), dtype="bfloat16",
@@ -301,13 +258,6 @@ def window_pattern(
     length: int,
 ) -> sparse.Sparse | None:
     """The pattern on which kernels run attention under a window; None for others.
-
-    Args:
-        requested: Value of `model.attention`.
-        dtype: Dtype of queries, keys and values.
-        num_heads: Heads of queries.
-        head_size: Channels per head.
-        length: Number of tokens.
 
     Example:
         >>> sizes = {"num_heads": 2, "head_size": 64, "length": 128}

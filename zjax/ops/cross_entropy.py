@@ -70,25 +70,6 @@ def token_loss(
     float32; everything after them is float32. Forward-mode differentiation is not
     defined.
 
-    Args:
-        hidden: Outputs of the last layer.
-        head: Output matrix, one row per token of the vocabulary, in the dtype of
-            `hidden`.
-        targets: Token ids, 0 to V - 1; -100 ignores a token.
-        weights: Weight of each token, 0 for padding; not differentiated. An invalid
-            target with a weight other than 0 makes loss and weight NaN.
-        bias: Vector added to the logits.
-        teacher: Logits to learn from besides the targets; None for none.
-        cap: Bound of the logits, by tanh, without a teacher; 0 for none.
-        z_loss: Weight of the squared log-partition, 0 or more.
-        chunk_tokens: Tokens per shard whose logits exist at one time; 0 means all.
-        num_batch_shards: Shards of the batch over devices; divides B. The gradient of
-            the head is summed over them once, not per chunk.
-        num_length_shards: Shards of each sequence over devices; divides L.
-
-    Returns:
-        The sums of loss, weight and correct predictions.
-
     Example:
         >>> loss = token_loss(jnp.zeros((1, 2, 4)), jnp.zeros((8, 4)),
         ...                   jnp.array([[3, 5]]), jnp.ones((1, 2)))

@@ -69,19 +69,6 @@ def explicit_attention(
     The arguments are those of `jax.nn.dot_product_attention`, of which a window looks
     back alone.
 
-    Args:
-        q: Queries; H is a multiple of K.
-        k: Keys.
-        v: Values.
-        cap: Bound of the scores; 0 for none.
-        dropout: Dropout of the weights; None for none.
-        sinks: Score of each head of queries besides those of its keys, whose weight is
-            lost; None for none.
-        mask: True where a query sees a key.
-        is_causal: Whether queries see no later keys.
-        key_value_seq_lengths: Keys per row; later ones are padding.
-        local_window_size: Keys before a query that it sees, and 0.
-
     Example:
         >>> x = jnp.ones((1, 3, 2, 4))
         >>> explicit_attention(x, x, x, cap=50.0).shape

@@ -31,16 +31,6 @@ def dot(
     The residual is `x` in float8; the backward pass makes two float8 products. Operands
     that are not finite give results that are not finite.
 
-    Args:
-        x: Activations in bfloat16 or float32; the first dim is the batch.
-        kernel: Weights in the dtype of `x`.
-        num_contracted: Number of contracted dims, 1 or more.
-        num_batch_shards: Shards of the batch over devices, each with its own scale;
-            divides the batch size.
-
-    Returns:
-        The product in the dtype of `x`.
-
     Example:
         >>> dot(jnp.full((2, 4), 3.0), jnp.full((4, 2), 0.5)).tolist()
         [[6.0, 6.0], [6.0, 6.0]]
@@ -146,15 +136,6 @@ def split_dot(
     x: Float[Array, "T M"], kernel: Float[Array, "M N"]
 ) -> Float[Array, "T N"]:
     """Multiplies bfloat16 rows by a float32 or bfloat16 matrix, in float32.
-
-    Args:
-        x: bfloat16[T, M].
-        kernel: float32[M, N] or bfloat16[M, N], narrow: its terms are multiplied side
-            by side.
-
-    Returns:
-        float32[T, N]. The gradient of the kernel is as exact; that of `x` has the 16
-        bits of its dtype.
 
     Example:
         >>> x, kernel = jnp.ones((1, 2), jnp.bfloat16), jnp.array([[1.0], [2.0**-20]])

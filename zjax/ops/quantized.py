@@ -18,21 +18,7 @@ from zjax.errors import check_installed
 
 
 def quantize(kernel: Array, dim: int, block_size: int, dtype: str) -> Any:
-    """Rounds to multiples of scales, which map the largest value to the last code.
-
-    Args:
-        kernel: Any floating-point array.
-        dim: The dim whose blocks share a scale.
-        block_size: Size of a block, which divides that dim.
-        dtype: `int8` or `int4`.
-
-    Returns:
-        Codes of this dtype in the shape of `kernel`, and float32 scales, whose dim
-        `dim` counts blocks.
-
-    Raises:
-        PackageError: Qwix is not installed.
-    """
+    """Rounds to multiples of scales, which map the largest value to the last code."""
     check_installed("qwix")
     import qwix  # pyright: ignore[reportMissingImports]
 
@@ -59,14 +45,7 @@ def dequantize(codes: Array, scales: Array) -> Array:
 def multiply(
     x: Float[Array, "..."], codes: Array, scales: Array, num_inputs: int
 ) -> Float[Array, "..."]:
-    """The product with a matrix, which has no gradient.
-
-    Args:
-        x: Activations, whose last dims are the input dims.
-        codes: Input dims, then one output dim.
-        scales: Scales, blocks along the last input dim.
-        num_inputs: Number of input dims.
-    """
+    """The product with a matrix, which has no gradient."""
     return _multiply(x, codes, scales, num_inputs)
 
 

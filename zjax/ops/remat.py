@@ -58,15 +58,7 @@ Pull = TypeVar("Pull", bound=Callable[..., Any])
 
 
 def residuals_of(pull: Any, operands: Any) -> list[jax.Array]:
-    """The arrays of a `jax.vjp` function that the forward program has to save.
-
-    Args:
-        pull: Function that `jax.vjp` returned, while tracing.
-        operands: Tree of arrays that the backward program gets, too.
-
-    Returns:
-        Distinct arrays.
-    """
+    """The arrays of a `jax.vjp` function that the forward program has to save."""
     known = set(map(id, jax.tree.leaves(operands)))
     traced = [x for x in jax.tree.leaves(pull) if isinstance(x, jax_core.Tracer)]
     return list({id(x): x for x in traced if id(x) not in known}.values())
@@ -74,15 +66,6 @@ def residuals_of(pull: Any, operands: Any) -> list[jax.Array]:
 
 def vjp_with(residuals: Sequence[jax.Array], pull: Pull, operands: Any) -> Pull:
     """Puts the residuals of a forward program into a `jax.vjp` function.
-
-    Args:
-        residuals: Result of `residuals_of` in the forward program.
-        pull: Function that `jax.vjp` returned for the same function, while tracing the
-            backward program.
-        operands: Tree of arrays as for `residuals_of`.
-
-    Returns:
-        A function that differentiates at the inputs of the forward program.
 
     Example:
         >>> x, y, nothing = map(jax.numpy.float32, (3, 2, 0))
@@ -170,17 +153,6 @@ def recompute(
     computes all gradients of a block before it continues with the block before. The
     function then has no forward-mode derivative.
 
-    Args:
-        block: Pure function of parameters, stream and other arrays, in this order.
-            The result also takes parameters for `read_layer`.
-        policy: One of the names above.
-        in_loop: Whether the block runs in a loop of two iterations or more. The
-            compiler then cannot undo the recomputation by common subexpressions.
-        memory: Memory for the saved residuals.
-
-    Returns:
-        A function with the same values and gradients.
-
     Example:
         >>> square = recompute(lambda x: x * x, "full", in_loop=False)
         >>> float(jax.grad(square)(3.0))
@@ -218,10 +190,6 @@ _in_backward_order.defvjp(
 def within_reach(memory: str) -> Memory:
     """The memory in which a single program stores residuals.
 
-    Args:
-        memory: `model.activation_memory`. Disks are left to blocks that run one by one,
-            and count as `device` here.
-
     Example:
         >>> within_reach("nvme")
         'device'
@@ -231,10 +199,6 @@ def within_reach(memory: str) -> Memory:
 
 def keeps(policy: Policy, memory: Memory = "device") -> Keeps:
     """A policy of `jax.checkpoint`.
-
-    Args:
-        policy: A name of `recompute`; `none` saves what is expensive to compute.
-        memory: Memory for the saved residuals.
 
     Example:
         >>> keeps("none")(jax.lax.conv_general_dilated_p)

@@ -19,18 +19,6 @@ def scaled_frequencies(
 ) -> Float[Array, "#B half"]:
     """Radians per position of each pair of channels, float32.
 
-    Args:
-        positions: Position of each token; read by `dynamic`, which depends on the
-            longest of a row.
-        size: Channels that rotate, even.
-        theta: Base of the wavelengths, above 1.
-        scaling: How they are slowed.
-        num_tokens: Tokens of each row with those to come, by which `longrope` decides;
-            by default those up to its longest position.
-
-    Returns:
-        One row for all rows, or one for each under `dynamic` and `longrope`.
-
     Example:
         >>> scaling = schema.RopeScaling(kind="linear", factor=4.0)
         >>> scaled_frequencies(jnp.array([[0]]), 2, 10.0, scaling).tolist()
@@ -142,14 +130,6 @@ def make_rotary_tables(
     num_tokens: Int[Array, " B"] | None = None,
 ) -> tuple[Float[Array, "B L half"], Float[Array, "B L half"]]:
     """Computes cosines and sines of every position, float32, once for all layers.
-
-    Args:
-        positions: Position of each token in its document, 0 or more.
-        head_size: Channels per head that rotate, even.
-        theta: Base of the wavelengths, above 1.
-        scaling: How rotations are slowed; not by default.
-        num_tokens: Tokens of each row with those to come; up to its longest position by
-            default.
 
     Example:
         >>> cos, sin = make_rotary_tables(jnp.array([[0, 1]]), head_size=4)

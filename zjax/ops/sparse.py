@@ -121,28 +121,6 @@ def sparse_attention(
     Under `jax.set_mesh`, the batch is sharded over the batch axes and heads over the
     tensor and sequence axes, where they divide.
 
-    Args:
-        q: Queries; H is that of the pattern and a multiple of K.
-        k: Keys.
-        v: Values.
-        sparse: The pattern; L is at most its length, and need not be whole blocks.
-        segment_ids: Document of each token, 0 or more; documents do not see each other.
-        key_mask: False for keys that no query sees, such as padding.
-        mask: False where a query does not see a key, besides the pattern; plans are
-            cached by its content.
-        window: Keys that a query may see; the pattern is then causal. Blocks outside
-            are not visited.
-        spread: Whether tokens stay sharded over the sequence axis, and devices exchange
-            the blocks that others see. Needs a multiple of 128 tokens per device, and
-            neither `mask` nor `window`. None spreads only if heads cannot be sharded
-            over that axis.
-
-    Returns:
-        The weighted values of each query and head, 0 where a query sees no key.
-
-    Raises:
-        ConfigError: The sequence is longer than the layout, or `spread` is impossible.
-
     Example:
         >>> sparse = sparse_of(schema.Model(num_heads=2, num_kv_heads=2))
         >>> x = jnp.ones((1, 100, 2, 8))
@@ -231,11 +209,6 @@ def visible_keys(
     sparse: Sparse, queries: Int[Array, "B L"], keys: Int[Array, "B S"]
 ) -> Bool[Array, "B H L S"]:
     """Computes token by token which keys each query sees.
-
-    Args:
-        sparse: The pattern.
-        queries: Positions of the queries, from 0 to below its length.
-        keys: Positions of the keys; those below 0 are hidden.
 
     Example:
         >>> sparse = sparse_of(schema.Model(num_heads=2, num_kv_heads=2))

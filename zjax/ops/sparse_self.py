@@ -214,26 +214,6 @@ def self_attention(
     In mode `mul`, 0 masks. In mode `add`, -9000 or less masks, and every other number
     must be 0.
 
-    Args:
-        query: Queries.
-        key: Keys.
-        value: Values.
-        sparse: The pattern and its longest sequence.
-        rpe: Relative position bias; refused.
-        key_padding_mask: Mask [B, S] or [B, 1, 1, S] of keys. If it is traced, a number
-            that is neither 0 nor masks makes its row NaN.
-        attn_mask: Mask [S, S] of pairs; a concrete array.
-        key_padding_mask_mode: Mode of `key_padding_mask`.
-        attn_mask_mode: Mode of `attn_mask`.
-
-    Returns:
-        The weighted values of each query and head.
-
-    Raises:
-        NotImplementedError: `rpe` is given, or `attn_mask` is traced.
-        ConfigError: Shapes do not agree, a mask cannot be used, or the sequence is
-            longer than the layout.
-
     Example:
         >>> from zjax_kernels import BigBird
         >>> x = jnp.ones((1, 100, 2, 8))

@@ -21,15 +21,6 @@ def draw_subset(
     each device keeps equally many of its tokens, so that none has to move, and as many
     in both of its halves if they divide: a ring holds two chunks on each device.
 
-    Args:
-        key: Random key of a layer.
-        num_rows: B, rows on this device in `shard_map`, all rows outside of it.
-        length: Tokens per row, a multiple of the devices of the sequence axis.
-        num_kept: K, 1 to `length`, a multiple of them, too.
-
-    Returns:
-        Indices from 0 to `length` - 1, strictly increasing in each row.
-
     Example:
         >>> key = jax.random.key(0)
         >>> draw_subset(key, num_rows=1, length=3, num_kept=3).tolist()
@@ -57,15 +48,6 @@ def on_subset(
 
     The backward pass reads and writes the rows of the subset alone, as the forward pass
     does: the cotangent of the other tokens is neither copied nor added up.
-
-    Args:
-        run: Maps the tokens of the subset [B, K, ...] to tokens of the same shapes, and
-            anything else.
-        x: Tree of arrays [B, L, ...].
-        indices: Tokens of the subset, from `draw_subset`.
-
-    Returns:
-        The tree with the new tokens, and what else `run` returns.
 
     Example:
         >>> x, indices = jnp.arange(4.0)[None, :, None], jnp.array([[1, 3]])

@@ -23,11 +23,7 @@ Names = dict[str, Logical]
 
 
 def named_params(model: Model, mesh: schema.Mesh) -> tuple[Params, Names]:
-    """Traces the abstract parameters of a model, and their dim names by path.
-
-    Raises:
-        PlanError: Names in `mesh` that match nothing or say nothing.
-    """
+    """Traces the abstract parameters of a model, and their dim names by path."""
     params, _ = jax.eval_shape(model.init, abstract_key())
     paths = [path_of(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(params)]
     names = zip(paths, names_of_dims(model, params, mesh), strict=True)
@@ -138,18 +134,7 @@ def decay_of(group: schema.ParamGroup, default: float) -> float:
 
 
 def check_groups(settings: schema.Optimizer, params: Any, names: Names) -> None:
-    """Refuses groups that have no effect on this model.
-
-    Args:
-        settings: Reads `groups` and `decay_vectors`.
-        params: Parameters of the model, or their shapes.
-        names: Dim names of parameters by path, where known.
-
-    Raises:
-        ConfigError: A pattern matches no parameter, or only those of earlier groups; a
-            decay has no matrix; every parameter is frozen. Reports all problems at
-            once.
-    """
+    """Refuses groups that have no effect on this model."""
     groups, leaves = settings.groups, jax.tree_util.tree_leaves_with_path(params)
     num_dims = {path_of(keys): len(leaf.shape) for keys, leaf in leaves}
     unassigned = set(num_dims)

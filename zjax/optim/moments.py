@@ -146,12 +146,6 @@ def store_moments(
 
     The update itself is computed in float32; its result has the dtype of the gradients.
 
-    Args:
-        tx: Optax transformation. Floating state in the shape of a parameter is a
-            moment; under `nu` it is a second moment.
-        dtype: `float32`, `bfloat16` or `int8`; in `int8` vectors stay float32.
-        names: Dim names by path, which tell matrices from stacked vectors.
-
     Example:
         >>> tx = store_moments(optax.trace(0.9), "bfloat16", {})
         >>> tx.init({"w": jnp.ones((2, 3))}).state.trace["w"].dtype

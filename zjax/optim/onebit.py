@@ -52,14 +52,7 @@ class AdamSteps:
         return max(1.0, (1 - self.b1) / math.sqrt(1 - self.b2))
 
     def of_momentum(self, momentum: Any, second: Any, first: Any, updates: Any) -> Any:
-        """Steps of a tree of momenta; 0 where there are no second moments.
-
-        Args:
-            momentum: Momenta, not corrected for their bias.
-            second: Second moments that are kept, not corrected either.
-            first: Updates of the momentum, 1 or more.
-            updates: Updates of the second moments, 1 or more.
-        """
+        """Steps of a tree of momenta; 0 where there are no second moments."""
         steps = self.unbounded(momentum, second, first, updates)
         # Raw second moments are too small, so that every step is larger: the scaled
         # bound clips the same elements with and without the correction.
@@ -96,9 +89,6 @@ class AdamSteps:
 def make_adam_steps(settings: Optimizer) -> AdamSteps:
     """Builds the steps of an optimizer with Adam's moments.
 
-    Args:
-        settings: Reads `b1`, `b2`, `eps` and `bias_correction`.
-
     Example:
         >>> make_adam_steps(Optimizer(bias_correction=False)).corrects_bias
         False
@@ -108,12 +98,6 @@ def make_adam_steps(settings: Optimizer) -> AdamSteps:
 
 def scale_by_adam(steps: AdamSteps) -> optax.GradientTransformation:
     """Scales gradients to Adam's steps, with or without the bias correction.
-
-    Args:
-        steps: Decays of the moments; `b1` may be traced.
-
-    Returns:
-        A transformation with the state of `optax.scale_by_adam`.
 
     Example:
         >>> tx = scale_by_adam(AdamSteps(0.5, 0.75, 1e-8, corrects_bias=False))
@@ -153,9 +137,6 @@ _SHARE = 0.15
 def freeze_step(config: Config) -> int:
     """The last step of the warm-up.
 
-    Args:
-        config: Read for `optimizer.freeze_step` and `num_steps`.
-
     Example:
         >>> freeze_step(Config(num_steps=1000))
         150
@@ -165,11 +146,6 @@ def freeze_step(config: Config) -> int:
 
 def next_momentum(grads: Any, opt_state: Any, b1: float) -> Any:
     """The momentum with the gradients of one replica.
-
-    Args:
-        grads: Gradients of the replica.
-        opt_state: State of an optimizer with momentum.
-        b1: Decay of the momentum, 0 or more and less than 1.
 
     Example:
         >>> import jax.numpy as jnp
@@ -183,13 +159,7 @@ def next_momentum(grads: Any, opt_state: Any, b1: float) -> Any:
 
 
 def next_steps(grads: Any, opt_state: Any, steps: AdamSteps) -> Any:
-    """The steps that one replica would take, which it sends.
-
-    Args:
-        grads: Gradients of the replica.
-        opt_state: State of an optimizer with `scale_by_onebit_adam`.
-        steps: Those of the optimizer.
-    """
+    """The steps that one replica would take, which it sends."""
     second, count = (
         optax.tree_utils.tree_get(opt_state, name, filtering=is_of_adam)
         for name in ("nu", "count")
@@ -210,13 +180,6 @@ def scale_by_onebit_adam(
 
     In `COMPRESSED` its updates are the mean steps of all replicas. Elements that had no
     gradient in the warm-up do not move, as one bit cannot say 0.
-
-    Args:
-        steps: Decays of the moments, and steps by moments that are kept.
-
-    Returns:
-        A transformation with the state of `optax.scale_by_adam`, whose count is that of
-        the warm-up.
 
     Example:
         >>> import jax.numpy as jnp
@@ -266,12 +229,6 @@ def scale_by_kept_norm(
     num_stacked: Callable[[Any], int],
 ) -> optax.GradientTransformationExtraArgs:
     """Multiplies each update by the trust ratio of its layer; `update` takes `phase=`.
-
-    Args:
-        num_stacked: Leading stacking dims of a tree path.
-
-    Returns:
-        A transformation of `KeptNorms`.
 
     Example:
         >>> tx = scale_by_kept_norm(lambda keys: 0)

@@ -27,17 +27,6 @@ def per_layer_if_needed(
 ) -> optax.GradientTransformation:
     """Makes a transformation treat stacked layers as separate arrays, if that matters.
 
-    Args:
-        tx: Optax transformation for a tree with one array per layer.
-        params: Abstract parameters.
-        names: Dim names by path; arrays whose first dim is `layers` are stacks.
-
-    Returns:
-        `tx` itself if it treats all entries of an array alike.
-
-    Raises:
-        PlanError: The transformation cannot update from one mean gradient.
-
     Example:
         >>> params, names = {"w": jnp.ones((2, 3))}, {"w": ("layers", "embed")}
         >>> adam, lamb = optax.adam(0.1), optax.lamb(0.1)
@@ -56,12 +45,7 @@ def per_layer_if_needed(
 def per_layer(
     tx: optax.GradientTransformation, names: Names
 ) -> optax.GradientTransformationExtraArgs:
-    """Runs a transformation of single layers on stacked arrays, which become `Layers`.
-
-    Args:
-        tx: Optax transformation for a tree with one array per layer.
-        names: Dim names by path; without stacks, `tx` is returned.
-    """
+    """Runs a transformation of single layers on stacked arrays, made `Layers`."""
     tx = optax.with_extra_args_support(tx)
     if not any(_is_stack(path, names) for path in names):
         return tx

@@ -83,11 +83,7 @@ def make_phases(config: Config) -> Phases | None:
 
 
 def merged_phase(config: Config) -> Phase | None:
-    """The phase in which the optimizer of replicas takes outer steps itself, or None.
-
-    Args:
-        config: Read for `communication`, `optimizer`, `precision` and `num_steps`.
-    """
+    """Returns the phase in which replicas take outer steps themselves, or None."""
     phases = make_phases(config)
     return phases.by_name.get(zero_one_adam.MERGED) if phases else None
 
@@ -130,10 +126,6 @@ def _uncompressed(config: Config) -> str:
 def programs_at(config: Config, step: int) -> Iterator[str]:
     """Yields the names of the programs of a step, in the order in which they start.
 
-    Args:
-        config: Checked settings.
-        step: Number of the step, 1 or more.
-
     Example:
         >>> from zjax.settings import schema
         >>> settings = schema.Communication(num_local_steps=10, delay=1)
@@ -149,9 +141,6 @@ def programs_at(config: Config, step: int) -> Iterator[str]:
 
 def count_programs(config: Config) -> collections.Counter[str]:
     """How often each program starts in a run.
-
-    Args:
-        config: Checked settings.
 
     Example:
         >>> from zjax.settings import schema
@@ -186,10 +175,6 @@ def _programs_at(
 
 def batch_programs(config: Config, steps: Iterable[int]) -> list[str]:
     """The programs that read the batches of some steps, by their first step.
-
-    Args:
-        config: Checked settings.
-        steps: Numbers of the steps, 1 or more.
 
     Example:
         >>> from zjax.settings import schema

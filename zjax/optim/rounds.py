@@ -78,10 +78,6 @@ class Rounds:
 def shares_metrics(config: Config, step: int) -> bool:
     """Whether all replicas have the same metrics of a step, those of all of them.
 
-    Args:
-        config: Read for `communication`, `optimizer` and `num_steps`.
-        step: Number of the step, 1 or more.
-
     Example:
         >>> from zjax.settings import schema
         >>> settings = schema.Communication(num_local_steps=30)

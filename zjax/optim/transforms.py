@@ -29,11 +29,6 @@ def global_norm(tree: Any) -> Float[Array, ""]:
 def clip_by_norm(tree: Any, norm: Float[Array, ""], max_norm: float) -> Any:
     """Divides by `max(1, (norm + 1e-6) / max_norm)`, keeping dtypes.
 
-    Args:
-        tree: Arrays of floating dtype.
-        norm: Global norm of the arrays.
-        max_norm: Largest norm, above 0; `inf` changes nothing.
-
     Example:
         >>> clip_by_norm(jnp.array([3.0, 4.0]), jnp.float32(5), 1.0).round(3).tolist()
         [0.6000000238418579, 0.800000011920929]
@@ -53,12 +48,6 @@ def update_ema(ema: Any, params: Any, decay: float, step: Int[Array, ""]) -> Any
     The decay is at most `(1 + step) / (10 + step)`, so that the initial parameters do
     not dominate a short run. Store the average in float32: in bfloat16 a step of `1 -
     decay` below 1/256 is lost in rounding.
-
-    Args:
-        ema: Average so far, initially the parameters.
-        params: Parameters after this step.
-        decay: Upper limit of the decay, at least 0 and below 1.
-        step: Number of steps applied before this one.
 
     Example:
         >>> start, target = jnp.zeros(()), jnp.ones(())
@@ -86,16 +75,6 @@ def nesterov(
     params: Any, momentum: Any, grads: Any, learning_rate: float, decay: float
 ) -> tuple[Any, Any]:
     """Takes one step.
-
-    Args:
-        params: Arrays to move.
-        momentum: Decayed sum of earlier gradients; zeros at first.
-        grads: Gradients.
-        learning_rate: Above 0.
-        decay: Decay of the momentum, 0 or more and less than 1.
-
-    Returns:
-        The moved arrays and the momentum.
 
     Example:
         >>> nesterov(1.0, 0.0, 1.0, learning_rate=0.5, decay=0.0)

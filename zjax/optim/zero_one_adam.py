@@ -86,9 +86,6 @@ class Intervals:
 def make_intervals(config: Config) -> Intervals:
     """The schedule of a run with 0/1 Adam.
 
-    Args:
-        config: Read for `optimizer` and `num_steps`.
-
     Example:
         >>> make_intervals(Config(num_steps=1000)).local_step_scaler
         150
@@ -134,14 +131,6 @@ def zero_one_adam(
     Weights do not decay in local steps: the shared ones do in `MERGED`, with the sum of
     the learning rates, so that the momentum is free of decay. Elements that had no
     gradient when second moments were updated do not move, as one bit cannot say 0.
-
-    Args:
-        schedule: Learning rate by step.
-        steps: Decays of the moments, and steps by moments that are kept.
-        decay_of: Weight decay by parameter, a tree of numbers, of the parameters.
-
-    Returns:
-        A transformation of `ZeroOneAdamState`.
 
     Example:
         >>> steps = AdamSteps(0.0, 0.75, 1e-8)
@@ -222,13 +211,7 @@ def zero_one_adam(
 
 
 def next_steps(grads: Any, opt_state: Any, steps: AdamSteps) -> Any:
-    """The steps that one replica would take, which it sends in `ONE_BIT`.
-
-    Args:
-        grads: Gradients of the replica.
-        opt_state: State of an optimizer with `zero_one_adam`.
-        steps: Those of the optimizer.
-    """
+    """The steps that one replica would take, which it sends in `ONE_BIT`."""
     (state,) = filter(_is_own, jax.tree.leaves(opt_state, is_leaf=_is_own))
     momentum = optax.tree_utils.tree_update_moment(grads, state.mu, steps.b1, 1)
     number = optax.safe_increment(state.steps)

@@ -43,15 +43,6 @@ def differentiate_in_passes(
 ) -> BlockPasses:
     """Traces a function and its derivative.
 
-    Args:
-        function: Pure function; differentiated by its first two arguments.
-        params: Arrays or shapes of later calls.
-        stream: Arrays or shapes of later calls.
-        nondiff: Arrays or shapes of all other inputs of the function.
-
-    Returns:
-        The passes, for arrays of these shapes.
-
     Example:
         >>> x = jnp.float32(3)
         >>> passes = differentiate_in_passes(lambda w, x, _: w * x * x, x, x, ())
@@ -118,14 +109,6 @@ def without_params(
 ) -> Callable[..., Any] | None:
     """Removes the argument `params` of a function if no result depends on it.
 
-    Args:
-        function: `function(params, *inputs)`, pure.
-        params: Arrays or their shapes.
-        inputs: Arrays or their shapes.
-
-    Returns:
-        `function(*inputs)` without dead code; None if a result depends on `params`.
-
     Example:
         >>> x = jnp.ones(2)
         >>> size = without_params(lambda w, x: jnp.sum(0 * x) + (w * x).size, x, x)
@@ -165,19 +148,6 @@ def split_backward(
     cotangent: Any,
 ) -> SplitBackward:
     """Moves the gradients of parameters to a later pass.
-
-    Args:
-        backward: `BlockPasses.backward`.
-        params: Arrays or their shapes.
-        residuals: Arrays or their shapes.
-        nondiff: Arrays or their shapes.
-        cotangent: Arrays or their shapes.
-
-    Returns:
-        Functions that together compute the results of `backward`. `params` runs the
-        matmuls and kernels that only gradients of parameters need, and the operations
-        that depend on them. `stream` passes their operands on, except those that
-        cheap operations recompute from `residuals`.
 
     Reference:
         Zero Bubble Pipeline Parallelism (arXiv:2401.10241, section 2).

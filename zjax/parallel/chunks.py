@@ -23,14 +23,6 @@ def by_chunks(
     What it holds for its gradient then exists for one chunk alone. Each chunk takes
     part of every device's tokens.
 
-    Args:
-        run: Function from [B, L', M] to the same shape, token by token.
-        x: A stream.
-        chunk_tokens: Most tokens of a device in a chunk; 0 takes all.
-
-    Returns:
-        What `run` gives for all tokens.
-
     Example:
         >>> x = jnp.arange(6.0).reshape(1, 3, 2)
         >>> by_chunks(lambda part: 2 * part, x, 2).tolist()
@@ -61,12 +53,6 @@ def by_chunks(
 
 def count_chunks(rows: int, columns: int, chunk_tokens: int) -> int:
     """Chunks of the tokens of a device.
-
-    Args:
-        rows: Rows of a device.
-        columns: Tokens of a row on a device, over both the sequence axis and the tensor
-            axis.
-        chunk_tokens: Most tokens of a device in a chunk; 0 takes all.
 
     Example:
         >>> [count_chunks(2, 8, n) for n in (0, 16, 8, 1)]

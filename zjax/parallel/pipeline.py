@@ -108,12 +108,6 @@ def make_feed(
 
     On padding alone, a block may have a gradient of 0 / 0, which no weight of 0 clears.
 
-    Args:
-        microbatches: Arrays [microbatches, ...].
-        weights: float32[microbatches], 0 or more.
-        axes: Mesh axes mapped by hand, whose devices have other microbatches. A device
-            without weight takes the heaviest microbatch of all devices.
-
     Example:
         >>> weights = jnp.array([3.0, 0.0, 5.0])
         >>> make_feed({"x": jnp.arange(3)}, weights).sources.tolist()
@@ -165,17 +159,7 @@ class Pipeline:
     def differentiate(
         self, params: StackTree, zeros: StackTree, feed: MicrobatchFeed, key: jax.Array
     ) -> tuple[StackTree, Loss]:
-        """Sums the gradients of the objectives of all microbatches.
-
-        Args:
-            params: Compute parameters; `stages` are split over the pipeline axis.
-            zeros: Initial sums of gradients.
-            feed: Microbatches.
-            key: Folded with the number of each microbatch.
-
-        Returns:
-            The sum of gradients; and the losses, [microbatches].
-        """
+        """Sums the gradients of the objectives of all microbatches."""
         step = _Step(self, params, feed, key)
         state = step.start(zeros)
         for phase in self.schedule.phases:
@@ -190,13 +174,7 @@ class Pipeline:
     def evaluate(
         self, params: StackTree, feed: MicrobatchFeed, key: jax.Array | None
     ) -> Loss:
-        """Losses of all microbatches, [microbatches], without gradients.
-
-        Args:
-            params: Compute parameters.
-            feed: Microbatches.
-            key: Folded with the number of each microbatch; None evaluates.
-        """
+        """Losses of all microbatches, [microbatches], without gradients."""
         step = _Step(self, params, feed, key)
         busy = (self.schedule.passes["forward"].microbatch != IDLE).any(1)
         table = jax.tree.map(lambda x: x[: busy.sum()], step.tables["forward"])
@@ -282,15 +260,6 @@ def where_due(
     ticks: np.ndarray, number: jax.Array, run: Callable[..., Any], start: Any
 ) -> Any:
     """Runs something in the ticks that have a microbatch for it.
-
-    Args:
-        ticks: int[ticks], the microbatch of each tick of this program, or `IDLE`. If
-            none is idle, `run` is called without a condition. If all are idle, it still
-            is called under one: JAX 0.10 fails to compile some programs in which nobody
-            reads what stages send.
-        number: int32[], the microbatch of this tick, or `IDLE`.
-        run: `run(number, start)`; its result has the structure of `start`.
-        start: Tree of arrays; the result in an idle tick.
 
     Example:
         >>> ticks, add = np.array([5, IDLE]), lambda number, total: total + number

@@ -144,10 +144,6 @@ class Schedule:
     def time(self, costs: Mapping[Kind, int | float]) -> float:
         """How long all ticks take, in the unit of the costs; communication is free.
 
-        Args:
-            costs: Time of each kind of pass of a whole stage. The cost of `weights` is
-                added to `backward` where the schedule does not separate them.
-
         Example:
             >>> schedule = make_schedule("1f1b", num_stages=4, num_microbatches=8)
             >>> schedule.time({"forward": 1, "backward": 1, "weights": 1})
@@ -165,9 +161,6 @@ class Schedule:
 
     def bubble(self, costs: Mapping[Kind, int | float]) -> float:
         """The share of the time in which a stage is idle, 0 to below 1.
-
-        Args:
-            costs: As for `time`.
 
         Example:
             >>> schedule = make_schedule("gpipe", num_stages=2, num_microbatches=3)
@@ -188,13 +181,6 @@ def make_schedule(
     - `interleaved` is `1f1b` with several chunks per stage, and idles that much less;
     - `zb_h1` is `1f1b` with separate passes for the gradients of weights, none of which
       falls into the time in which the pipeline fills or drains.
-
-    Args:
-        name: One of these.
-        num_stages: Stages, 1 or more.
-        num_microbatches: Microbatches, 1 or more; under several chunks a multiple of
-            the stages.
-        num_chunks: Chunks of each stage; more than 1 under `interleaved` alone.
 
     Example:
         >>> schedule = make_schedule("1f1b", num_stages=2, num_microbatches=3)

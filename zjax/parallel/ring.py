@@ -38,18 +38,6 @@ def attend(
 ) -> tuple[Float[Array, "B L H D"], Float[Array, "B L H"]]:
     """Averages of the values, and logarithms of the sums of exponentials of scores.
 
-    Args:
-        q: Queries; H is a multiple of K.
-        k: Keys.
-        v: Values.
-        ids: Documents.
-        causal: Whether query i sees no key after i (L = S).
-        implementation: `auto` uses kernels where they run, `xla` never.
-
-    Returns:
-        Averages in the dtype of `q`, and float32. A query that sees no key has 0 and
-        -inf.
-
     Example:
         >>> x = jnp.ones((1, 2, 1, 4))
         >>> _, lse = attend(x, x, x, None, causal=True)
@@ -95,20 +83,6 @@ def gradients(
     implementation: Implementation = "auto",
 ) -> tuple[Float[Array, "B L H D"], Float[Array, "B S K D"], Float[Array, "B S K D"]]:
     """Gradients of attention over these keys and others, as far as these give them.
-
-    Args:
-        q: Queries.
-        k: Keys.
-        v: Values.
-        d_out: Cotangent of the averages over all keys.
-        lse: Logarithms of the sums of exponentials over all keys, float32.
-        delta: Sums over D of `d_out` times the averages, float32.
-        ids: Documents.
-        causal: Whether query i sees no key after i.
-        implementation: `auto` uses kernels where they run, `xla` never.
-
-    Returns:
-        Gradients of `q`, `k` and `v`, float32.
 
     Example:
         >>> x, zeros = jnp.ones((1, 2, 1, 4)), jnp.zeros((1, 2, 1))
@@ -212,13 +186,6 @@ def _dot(equation, x, y):
 def zigzag(length: int, num_devices: int) -> Int[np.ndarray, " L"]:
     """The order in which a causal ring holds the tokens of a sequence.
 
-    Args:
-        length: Tokens, a multiple of twice `num_devices`.
-        num_devices: Devices along the sequence.
-
-    Returns:
-        Positions in the sequence, device by device.
-
     Example:
         >>> zigzag(8, 2).tolist()
         [0, 1, 6, 7, 2, 3, 4, 5]
@@ -242,20 +209,6 @@ def ring_attention(
 
     Rows are split over the batch axes of the mesh in use, heads over its tensor axis,
     where they divide.
-
-    Args:
-        q: Queries, their length split over the sequence axis, which divides L; H is a
-            multiple of K.
-        k: Keys.
-        v: Values.
-        causal: Whether a query sees no later key; tokens are then in `zigzag` order.
-        segment_ids: Document of each token, 0 or more; documents do not see each other.
-        lengths: Tokens per row, in the order of the sequence; later ones are padding.
-        implementation: `auto` uses kernels where they run, `xla` never.
-
-    Returns:
-        One average per query and head, in the dtype of `q`; 0 where a query sees no
-        key.
 
     Reference:
         Liu et al. (arXiv:2310.01889).

@@ -41,17 +41,6 @@ def ulysses_attention(
 
     Heads of keys and values that are too few are repeated.
 
-    Args:
-        attend: `attend(q, k, v, *per_token)`, by any kernel.
-        q: Queries, their length split over the sequence axis of the mesh in use. The
-            two axes together divide H.
-        k: Keys.
-        v: Values.
-        per_token: Arrays that every head reads for the whole sequence, or None.
-
-    Returns:
-        The averages, their length split again.
-
     Example:
         >>> from zjax.ops.attention import dot_product_attention
         >>> x = jnp.ones((1, 3, 2, 4))
@@ -107,24 +96,6 @@ def sequence_attention(
 ) -> Float[Array, "B L H D"]:
     """Attention by `config.sequence_attention` over the mesh in use.
 
-    Args:
-        attend: `attend(q, k, v, segment_ids, lengths, window)` over whole sequences;
-            sparse attention takes `spread=True` for sequences that stay split.
-        q: Queries, tokens in the order of `arrange`.
-        k: Keys.
-        v: Values.
-        config: Shape of the model, and `sequence_attention`.
-        segment_ids: Document of each token.
-        lengths: Tokens per row; padding follows.
-        window: Keys that a query may see.
-
-    Returns:
-        One average per query and head; `attend` of the inputs where the mesh in use
-        does not split sequences, or `shard_map` does already.
-
-    Raises:
-        ConfigError: The heads or the length do not divide.
-
     Example:
         >>> x = jnp.ones((1, 4, 2, 8))
         >>> sequence_attention(lambda q, *_: q, x, x, x, schema.Model()).shape
@@ -178,16 +149,6 @@ def is_split() -> bool:
 
 def token_order(length: int, config: schema.Model) -> Int[np.ndarray, " L"] | None:
     """The order in which devices hold the tokens of a sequence, if not 0, 1, ...
-
-    Args:
-        length: Tokens per sequence.
-        config: Shape of the model.
-
-    Returns:
-        Positions in the sequence, device by device; None for 0, 1, ...
-
-    Raises:
-        ConfigError: The length does not divide.
 
     Example:
         >>> token_order(8, schema.Model()) is None

@@ -39,31 +39,17 @@ class SegmentSlots:
         return self.num_blocks == self.size * self.num_chunks
 
     def block(self, chunk: Any, slot: int) -> Any:
-        """Number in the segment of the block in a slot; out of range if it is empty.
-
-        Args:
-            chunk: int32[] or int, from 0 on, over all stages.
-            slot: 0 to `size - 1`.
-        """
+        """Number in the segment of the block in a slot; out of range if it is empty."""
         first = chunk - self.first_chunk if self.first_chunk else chunk
         return first * self.size + slot
 
     def spread(self, x: jax.Array) -> jax.Array:
-        """Puts stacked blocks into their slots, [chunks * size, ...].
-
-        Args:
-            x: [blocks or more, ...], zeros behind the blocks.
-        """
+        """Puts stacked blocks into their slots, [chunks * size, ...]."""
         before = self.first_chunk * self.size
         return _padded(x, before, self.num_chunks * self.size - before - len(x))
 
     def collect(self, x: jax.Array, length: int) -> jax.Array:
-        """Stacks blocks again, [length, ...]: the inverse of `spread`.
-
-        Args:
-            x: [chunks * size, ...].
-            length: First dim that `spread` was given.
-        """
+        """Stacks blocks again, [length, ...]: the inverse of `spread`."""
         before = self.first_chunk * self.size
         return _padded(x, -before, length + before - len(x))
 
@@ -75,15 +61,6 @@ def assign_slots(
 
     A segment that runs in n chunks needs its blocks / n slots, rounded up, in every
     chunk. The next segment begins in the chunk where it ends.
-
-    Args:
-        num_blocks: Blocks of each segment, 1 or more.
-        num_chunks: Chunks of all stages, 1 or more.
-        block_sizes: Parameters of a block of each segment; of equally many slots, those
-            that hold fewer parameters are taken.
-
-    Returns:
-        The slots of each segment.
 
     Example:
         >>> [x.size for x in assign_slots([3, 58], 16, [1, 10])]
@@ -142,15 +119,7 @@ STAGED, EVERYWHERE = P(PIPELINE), P()
 def map_stages(
     run: Callable[..., Any], outs: Any, staged: tuple[Any, ...], *everywhere: Any
 ) -> Any:
-    """Calls `run(*staged, *everywhere)` on every stage, with its entries of `staged`.
-
-    Args:
-        run: Returns one tree for each spec of `outs`.
-        outs: `STAGED`, `EVERYWHERE` or a tuple of them; a result that is `EVERYWHERE`
-            must be the same on all stages.
-        staged: Trees of arrays [stages, ...].
-        everywhere: Trees that are the same on all stages.
-    """
+    """Calls `run(*staged, *everywhere)` on every stage with entries of that stage."""
     num_staged = len(staged)
 
     def of_stage(*args: Any) -> Any:
@@ -186,16 +155,7 @@ def full(shape: tuple[int, ...], dtype: Any, value: int | float = 0) -> jax.Arra
 def unstack(
     stages: Sequence[Any], num_layers: Sequence[int], num_chunks: int
 ) -> list[list[list[Any]]]:
-    """Slices layers out of their stacks, which a loop would copy in each iteration.
-
-    Args:
-        stages: For each segment, a tree of arrays [stages, chunks, layers, ...].
-        num_layers: The number of layers of each segment.
-        num_chunks: The number of chunks of each stage.
-
-    Returns:
-        By chunk, segment and layer, arrays [stages, ...].
-    """
+    """Slices layers out of their stacks, which a loop would copy in each iteration."""
 
     def layers(segment: Any, number: int, chunk: int) -> list[Any]:
         return [
@@ -217,16 +177,7 @@ def stack(chunks: list[list[list[Any]]]) -> tuple[Any, ...]:
 
 
 def make_buffers(shapes: Any, num_slots: int) -> Any:
-    """Buffers for some trees on each stage, and one more slot that nobody reads.
-
-    Args:
-        shapes: A tree of arrays [stages, ...] or their shapes.
-        num_slots: Trees that are held at the same time.
-
-    Returns:
-        Arrays [stages, num_slots + 1, ...]. Each array of floats starts as another
-        number, because the compiler merges equal arrays into one and copies that.
-    """
+    """Buffers for some trees on each stage, and one more slot that nobody reads."""
     values = itertools.count()
 
     def one(x: Any) -> jax.Array:
@@ -267,12 +218,7 @@ def where(condition: jax.Array, first: Any, second: Any) -> Any:
 
 
 def broadcast_from(is_source: jax.Array, tree: Any) -> Any:
-    """Sends the tree of one stage to all stages.
-
-    Args:
-        is_source: bool[], true on that stage alone, or on none: all then get zeros.
-        tree: The arrays of each stage.
-    """
+    """Sends the tree of one stage to all stages."""
 
     def add(x: jax.Array) -> jax.Array:
         return jax.lax.psum(x, PIPELINE)

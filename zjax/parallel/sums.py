@@ -43,15 +43,6 @@ def add_in_products(
 ) -> tuple[Params, Any]:
     """Adds gradients to their sums inside the products that compute them.
 
-    Args:
-        function: `function(*args) -> (grads, other)`, pure.
-        totals: Sums of these gradients.
-        args: Arguments of the function.
-
-    Returns:
-        The sums, and `other`. A gradient that is not a product, or that other results
-        depend on, is computed and then added.
-
     Example:
         >>> x = jnp.full((2, 2), 1.5, "bfloat16")
         >>> total, _ = add_in_products(lambda x: (x @ x, ()), jnp.ones((2, 2)), x)

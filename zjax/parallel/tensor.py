@@ -54,11 +54,6 @@ def fill_up(
 ) -> Shaped[Array, "..."]:
     """Pads a dim with zeros to a multiple of `shares`.
 
-    Args:
-        x: Weights.
-        dim: The dim that is split.
-        shares: Number of shards; the size of the tensor axis by default.
-
     Example:
         >>> fill_up(jnp.ones((2, 3)), 1).shape
         (2, 3)
@@ -88,11 +83,6 @@ class Heads(NamedTuple):
     @classmethod
     def of(cls, num_heads: int, num_kv_heads: int, shares: int) -> "Heads":
         """The layout for a model.
-
-        Args:
-            num_heads: Heads of queries.
-            num_kv_heads: Heads of keys and values, a divisor of `num_heads`.
-            shares: Size of the tensor axis.
 
         Example:
             >>> Heads.of(28, 4, 8)
@@ -161,10 +151,6 @@ def by_parts(run: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
     """Runs a collective over axes mapped by hand on each device's shard of a stream.
 
     Left to itself, the compiler would gather the stream first.
-
-    Args:
-        run: Function of arrays of any shape.
-        x: A stream, or a number.
     """
     place = _Split.of(x).stream if x.ndim > 1 else P()
     return _map_open_axes(run, place, place)(x)
@@ -177,19 +163,7 @@ def map_tokens(
     weights: Any,
     specs: Any,
 ) -> tuple[Float[Array, "B L M"], Any]:
-    """Runs a function that compares tokens, such as a router, on those of each device.
-
-    Args:
-        run: `run(x, masks, weights, part) -> (y, numbers)`, of one device; part is the
-            number of its part of the length.
-        x: A stream.
-        masks: Tree of bool[B, L].
-        weights: Tree of arrays.
-        specs: A PartitionSpec for each.
-
-    Returns:
-        The stream `y`, and the numbers of all devices with a first dim of devices.
-    """
+    """Runs a function that compares tokens on the tokens of each device."""
 
     def region(*operands: Any) -> tuple[jax.Array, Any]:
         part = jax.lax.axis_index(split.length) if split.length else 0
@@ -220,15 +194,6 @@ def multiply_columns(
 
     The stream is gathered once for all of them; the backward pass adds their cotangents
     before it scatters the sum.
-
-    Args:
-        products: The product with each matrix on one device.
-        x: The stream.
-        matrices: Kernels whose second dim divides over the tensor axis, as that of the
-            second factor of their adapters does.
-
-    Returns:
-        One product per matrix, split along its last dim.
     """
     split = _Split.of(x)
 
@@ -249,17 +214,7 @@ def multiply_columns(
 def multiply_rows(
     product: Product, x: Float[Array, "B L *N"], matrix: Matrix
 ) -> Float[Array, "B L M"]:
-    """Multiplies activations by a matrix that is split by rows.
-
-    Args:
-        product: The product with the matrix on one device.
-        x: Activations, split along their third dim.
-        matrix: A kernel whose first dim divides over the tensor axis, as that of the
-            first factor of its adapter does.
-
-    Returns:
-        The product, split along its length where that divides.
-    """
+    """Multiplies activations by a matrix that is split by rows."""
     split = _Split.of(x)
     return split.sum(product, (split.columns, *_ROWS[: len(matrix)]))(x, *matrix)
 
@@ -267,16 +222,7 @@ def multiply_rows(
 def look_up(
     table: Float[Array, "V M"], indices: Int[Array, "B L"], deterministic: bool = False
 ) -> Float[Array, "B L M"]:
-    """Looks up rows of a table that is split by rows over tensor and pipeline axis.
-
-    Args:
-        table: Rows, in any floating dtype.
-        indices: Numbers of rows, 0 to V - 1.
-        deterministic: Whether gradients are added in the same order each time.
-
-    Returns:
-        One row for each index, split along the length where that divides.
-    """
+    """Looks up rows of a table that is split by rows over tensor and pipeline axis."""
     axes = tuple(a for a in (meshes.PIPELINE, meshes.TENSOR) if open_size(a) > 1)
     if not axes:
         return lookup.look_up(pin_whole(table), indices, deterministic)

@@ -41,11 +41,7 @@ def versions() -> dict[str, str]:
 
 
 def source_digest() -> str:
-    """A digest of the source files of zjax, which may change without a new version.
-
-    Returns:
-        16 hexadecimal digits over names and contents of all Python files.
-    """
+    """A digest of the source files of zjax, which may change without a new version."""
     digest = hashlib.sha256()
     for name in _SOURCES:
         spec = importlib.util.find_spec(name)
@@ -84,10 +80,6 @@ def check_agreement(config: Config) -> None:
     """Refuses to train with processes whose settings or software differ.
 
     A collective call; all processes raise the same error.
-
-    Raises:
-        ProcessError: Names each setting, package or option that differs, and its
-            values.
     """
     if jax.process_count() > 1:
         _compare(describe_process(config))
@@ -97,12 +89,6 @@ def check_same_data(position: Mapping[str, Any]) -> None:
     """Refuses to train with processes that read other data, or in another order.
 
     A collective call; all processes raise the same error.
-
-    Args:
-        position: What determines the data, as `zjax.data.loader.Loader.state`.
-
-    Raises:
-        ProcessError: Names what differs, such as the checksum of an index.
     """
     if jax.process_count() > 1:
         _compare(position)

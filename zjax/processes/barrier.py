@@ -27,9 +27,6 @@ _LEADER = re.compile(
 def find_unresponsive(text: str) -> int | None:
     """Finds the process that stopped sending heartbeats in a survivor's stderr.
 
-    Returns:
-        The number of the process, or None if the text names none.
-
     Example:
         >>> find_unresponsive("UNAVAILABLE: Task 3 heartbeat timeout.")
         3
@@ -72,11 +69,7 @@ def _sum_over(mesh: Mesh, axes: tuple[str, ...]) -> jax.Array:
 
 @contextlib.contextmanager
 def explain_timeouts() -> Iterator[None]:
-    """Turns a Gloo timeout in the enclosed code into an error with a remedy.
-
-    Raises:
-        ProcessError: In place of JAX's error, which it quotes.
-    """
+    """Turns a Gloo timeout in the enclosed code into an error with a remedy."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
@@ -114,10 +107,6 @@ def barrier(name: str) -> Iterator[None]:
     """Waits until all processes have done the enclosed work, or one has failed.
 
     May be used in any thread; the name must be unique in the run.
-
-    Raises:
-        ZjaxError: Another process raised it; it names that process.
-        PeerError: Another process raised any other error.
     """
     if jax.process_count() == 1:
         yield

@@ -100,9 +100,6 @@ def find_cluster(settings: schema.Processes, environ: Mapping[str, str]) -> Clus
     """Finds the processes of the run from settings and environment variables.
 
     `settings.coordinator` selects detection ("auto"), an address, or no peers ("none").
-
-    Raises:
-        ProcessError: The environment lacks what processes need to connect.
     """
     if settings.coordinator == "none":
         return Cluster()
@@ -164,13 +161,6 @@ def visible_gpus(
 ) -> tuple[str, ...]:
     """Names of the NVIDIA GPUs that this process may use, without starting a backend.
 
-    Args:
-        environ: Environment variables, read for `CUDA_VISIBLE_DEVICES`.
-        devices: Directory of device files.
-
-    Returns:
-        The entries of `CUDA_VISIBLE_DEVICES`, or else the numbers of the device files.
-
     Example:
         >>> visible_gpus({"CUDA_VISIBLE_DEVICES": "4,5"})
         ('4', '5')
@@ -185,12 +175,6 @@ def visible_gpus(
 
 def assign_gpus(cluster: Cluster, num_visible: int) -> tuple[int, ...]:
     """Divides the visible GPUs of a host among its processes.
-
-    Returns:
-        Indices among the visible GPUs.
-
-    Raises:
-        ProcessError: They cannot be divided equally, so some would stay idle.
 
     Example:
         >>> assign_gpus(Cluster(num_processes=2, local_id=1, num_local=2), 8)

@@ -62,15 +62,6 @@ def pinnable_bytes(
 ) -> int:
     """Bytes that pinned arrays may take of a host's memory.
 
-    Args:
-        host_bytes: Memory of the host.
-        num_processes: Number of processes on the host.
-        unpinned_bytes: Bytes for arrays that are not pinned.
-
-    Returns:
-        All but the reserved bytes (12 %, or less on a large host) and `unpinned_bytes`;
-        less if the environment limits what JAX may pin.
-
     Example:
         >>> [pinnable_bytes(size * 2**30) >> 30 for size in (100, 256, 1024)]
         [88, 231, 960]
@@ -106,14 +97,7 @@ class LocalProcesses(NamedTuple):
 
 
 def local_processes(num_local: int) -> LocalProcesses:
-    """Counts the processes of this host and their devices.
-
-    Args:
-        num_local: Devices of this process.
-
-    Returns:
-        Their numbers; a collective call of all processes.
-    """
+    """Counts the processes of this host and their devices."""
     if jax.process_count() == 1:
         return LocalProcesses(num_local, 1)
     name = zlib.crc32(socket.gethostname().encode())
@@ -128,11 +112,6 @@ def limit_pinned_memory(
     """Sets how much JAX may pin; JAX reads it once, when it starts its devices.
 
     A limit set outside of zjax takes precedence.
-
-    Args:
-        num_bytes: Bytes needed; capped by what the host can pin.
-        unpinned_bytes: Bytes of this process for arrays that are not pinned.
-        num_processes: Number of processes that share the host equally.
     """
     if _given_limit() is None:
         earlier = os.environ.get(_ZJAX_LIMIT)

@@ -35,10 +35,6 @@ def hold(directory: str) -> Iterator[None]:
     """Locks the run's directory during the enclosed work; process 0 does so for all.
 
     This process may hold the lock already.
-
-    Raises:
-        ProcessError: Another run holds it, or it is not writable; raised in all
-            processes.
     """
     with barrier(f"zjax-hold-{next(_holds)}"):
         path = None if jax.process_index() else acquire(directory)
@@ -50,14 +46,7 @@ def hold(directory: str) -> Iterator[None]:
 
 
 def acquire(directory: str) -> pathlib.Path:
-    """Locks the run's directory, created if missing, until this process ends.
-
-    Returns:
-        Path of the lock file.
-
-    Raises:
-        ProcessError: Another run holds it, or it is not writable.
-    """
+    """Locks the run's directory, created if missing, until this process ends."""
     path = pathlib.Path(directory).resolve() / LOCK_FILE
     if path in _held:
         descriptor, depth = _held[path]

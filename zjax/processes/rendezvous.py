@@ -41,20 +41,7 @@ def wait_for_peers(
     refused: Sequence[Problem] = (),
     seconds: float = RENDEZVOUS_SECONDS,
 ) -> None:
-    """Waits until all processes of a run have reported to process 0.
-
-    Args:
-        coordinator: `host:port` of process 0.
-        member: This process.
-        num_processes: Number of processes in the run.
-        refused: On process 0, problems for which the run must not start; all raise
-            them.
-        seconds: How long to wait for the others.
-
-    Raises:
-        ProcessError: Process 0 cannot be reached or its port is taken; processes are
-            missing or were started twice; or `refused` is not empty.
-    """
+    """Waits until all processes of a run have reported to process 0."""
     address = parse_address(coordinator)
     greeting = dataclasses.asdict(member) | {"num_processes": num_processes}
     line = GREETING + json.dumps(greeting).encode() + b"\n"

@@ -55,19 +55,7 @@ def start(
     *,
     prepare: Callable[[Cluster], None] = lambda cluster: None,
 ) -> ProcessInfo:
-    """Connects to the other processes of the run; call it before using any device.
-
-    Args:
-        config: The run; its directory is on a file system that all processes share.
-        prepare: Function called with the cluster before devices are started.
-
-    Returns:
-        The processes; `describe_processes` prints them.
-
-    Raises:
-        ProcessError: They cannot connect, do not share the directory, it is locked by
-            another run, a GPU has two owners or none, or settings or software differ.
-    """
+    """Connects to the other processes of the run; call it before using any device."""
     settings, directory = config.processes, config.directory
     cluster = find_cluster(settings, os.environ)
     gpus = visible_gpus(os.environ)
@@ -153,11 +141,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 def check_members(
     members: Mapping[int, Member], num_processes: int, path: pathlib.Path
 ) -> None:
-    """Refuses processes that do not share the directory, or that share a GPU.
-
-    Raises:
-        ProcessError: Some are missing, or a GPU has two owners.
-    """
+    """Refuses processes that do not share the directory, or that share a GPU."""
     missing = [i for i in range(num_processes) if i not in members]
     if missing:
         raise ProcessError(
@@ -185,17 +169,7 @@ def check_members(
 
 
 def check_platform(num_gpus: int, platform: str, num_used: int, asked: str) -> None:
-    """Refuses to leave GPUs idle.
-
-    Args:
-        num_gpus: GPUs of this process.
-        platform: Platform that JAX runs on.
-        num_used: Devices that JAX found in this process.
-        asked: Platforms chosen by the user; empty if JAX chose.
-
-    Raises:
-        ProcessError: JAX chose the CPU, or found fewer GPUs.
-    """
+    """Refuses to leave GPUs idle."""
     if num_gpus and platform == "cpu" and not asked:
         raise ProcessError(
             Problem(
@@ -286,11 +260,7 @@ def _use_line_buffering() -> None:
 
 
 def die_with_parent(parent: int = 0) -> None:
-    """Lets Linux kill this process once its parent ends, however that ends.
-
-    Args:
-        parent: Process id of the parent, which may have ended already; 0 if unknown.
-    """
+    """Lets Linux kill this process once its parent ends, however that ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if parent and os.getppid() != parent:

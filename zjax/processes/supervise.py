@@ -49,14 +49,7 @@ class _Child:
 
 
 def needs_parent(settings: schema.Processes) -> bool:
-    """Whether this process should run its command under `supervise`.
-
-    Returns:
-        True if a scheduler started it as one of several, and no parent watches yet.
-
-    Raises:
-        ProcessError: The environment lacks what processes need to connect.
-    """
+    """Whether this process should run its command under `supervise`."""
     watched = member_files.MEMBERS_VARIABLE in os.environ
     return not watched and not find_cluster(settings, os.environ).is_alone
 
@@ -66,19 +59,6 @@ def supervise(command: Sequence[str], num_processes: int = 0) -> int:
 
     Call it from the main thread. SIGTERM, SIGINT and SIGHUP are forwarded to the
     children; a second SIGINT kills them.
-
-    Args:
-        command: Program and arguments; `[sys.executable, *sys.orig_argv[1:]]` is the
-            caller's own command.
-        num_processes: Number of processes to start on this host, connected at a port
-            chosen here; 0 starts one, which keeps the identity that its scheduler gave
-            it.
-
-    Returns:
-        0 if all succeeded; 143, 130 or 129 if they were stopped by SIGTERM, SIGINT or
-        SIGHUP;
-        otherwise the exit code of the failed process, 128 plus the signal if it was
-        killed.
     """
     since = time.time()
     with tempfile.TemporaryDirectory(prefix="zjax-") as watched, _hold_port() as port:

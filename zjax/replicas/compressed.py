@@ -50,16 +50,7 @@ class ReplicaPrograms:
     def train(
         self, phase: str, state: TrainState, batch: Batch
     ) -> tuple[TrainState, Metrics]:
-        """One step.
-
-        Args:
-            phase: Name of a phase.
-            state: Before the step.
-            batch: The global batch.
-
-        Returns:
-            The state after the step, and its metrics.
-        """
+        """One step."""
         programs = self.phases[phase]
 
         def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -68,15 +59,7 @@ class ReplicaPrograms:
         return self._mapped(step, (_STATE, P()))(state, batch)
 
     def evaluate(self, state: TrainState, batch: Batch) -> Metrics:
-        """The loss of the averaged parameters where they are kept, else of these.
-
-        Args:
-            state: Any state of the run.
-            batch: The global batch.
-
-        Returns:
-            Metrics of the loss, the loss and its weight.
-        """
+        """The loss of the averaged parameters where they are kept, else of these."""
         programs = next(iter(self.phases.values()))
 
         def evaluate(state: TrainState, batch: Batch) -> Metrics:
@@ -94,17 +77,7 @@ class ReplicaPrograms:
 def train_together(
     programs: Programs, model: Model, state: TrainState, batch: Batch
 ) -> tuple[TrainState, Metrics]:
-    """One step of a replica, inside `map_replicas`, whose update sends messages.
-
-    Args:
-        programs: Those of one replica.
-        model: Its loss.
-        state: Of the replica, before the step.
-        batch: Its rows.
-
-    Returns:
-        The state after the step, and the metrics, the same on all replicas.
-    """
+    """One step of a replica, inside `map_replicas`, whose update sends messages."""
     key = key_of_replica(programs.step_key(state), model)
     grads, loss = programs.gradients(state, batch, key)
     loss, share = _mean_loss(loss)
@@ -140,15 +113,7 @@ _shared.defvjp(
 def map_replicas(
     run: Any, model: Model, plan: Plan, state: TrainState, outs: Any
 ) -> Any:
-    """Maps a function of a state and a batch over replicas.
-
-    Args:
-        run: The function, of the parts of one replica.
-        model: Names the arrays of a batch that hold rows.
-        plan: Plan of the run; read for its mesh.
-        state: Specs of a state.
-        outs: Specs of the results.
-    """
+    """Maps a function of a state and a batch over replicas."""
 
     def call(inputs: TrainState, batch: Batch) -> Any:
         by_row = microbatches.row_specs(batch, model, (REPLICA,))
@@ -198,19 +163,7 @@ def make_replica_programs(
     schedule: Schedule | None,
     phases: Phases,
 ) -> ReplicaPrograms:
-    """Builds the programs of a run with phases.
-
-    Args:
-        model: Its loss.
-        tx: Optax gradient transformation, which takes the phases.
-        plan: Places every array.
-        config: Checked settings.
-        schedule: Learning rate by applied step, for the metrics.
-        phases: What replicas send.
-
-    Returns:
-        Functions that nothing has compiled yet.
-    """
+    """Builds the programs of a run with phases."""
 
     def programs(phase: Phase) -> Programs:
         sent = Sent(phase, Exchange(plan, make_codec(phase.codec)))

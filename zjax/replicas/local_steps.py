@@ -57,16 +57,7 @@ class LocalStep:
     def __call__(
         self, replicas: TrainState, batch: Batch
     ) -> tuple[TrainState, Metrics]:
-        """Takes the step.
-
-        Args:
-            replicas: `Outer.replicas` with the `step` of the run.
-            batch: The global batch.
-
-        Returns:
-            The same after the step, and the metrics, which each device has of its own
-            replica.
-        """
+        """Takes the step."""
 
         def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
             state = _of_one(state)
@@ -100,16 +91,7 @@ class CommonStep:
     feeds_back: bool
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """Takes the step.
-
-        Args:
-            state: Of the run; its replicas are equal.
-            batch: The global batch.
-
-        Returns:
-            The state after the step, whose anchor is what the replicas have, and its
-            metrics.
-        """
+        """Takes the step."""
 
         def step(replica: TrainState, batch: Batch) -> Any:
             programs, model = self.programs, self.model
@@ -160,12 +142,7 @@ class OuterStep:
     config: Config
 
     def outer_gradients(self, anchor: Any, replicas: TrainState) -> list[jax.Array]:
-        """The anchor minus the parameters, float32[N, ...] by array.
-
-        Args:
-            anchor: Parameters that the replicas shared last.
-            replicas: `Outer.replicas`.
-        """
+        """The anchor minus the parameters, float32[N, ...] by array."""
         start = self.fragment.take(jax.tree.leaves(anchor))
         end = self.fragment.take(jax.tree.leaves(replicas.master), dim=1)
         return [
@@ -174,15 +151,7 @@ class OuterStep:
         ]
 
     def mean(self, grads: list[jax.Array], errors: Any) -> tuple[list[jax.Array], Any]:
-        """Averages outer gradients over replicas.
-
-        Args:
-            grads: Result of `outer_gradients`.
-            errors: What the codec lost of this fragment so far.
-
-        Returns:
-            The mean, the same bits on every replica, and the errors.
-        """
+        """Averages outer gradients over replicas."""
 
         def of_replica(grads: list[jax.Array], errors: Any) -> Any:
             own = [g[0] for g in grads]
@@ -212,17 +181,7 @@ class OuterStep:
         replicas: TrainState,
         grads: list[jax.Array],
     ) -> tuple[Any, Any, TrainState]:
-        """Takes a step of the outer optimizer.
-
-        Args:
-            anchor: Parameters that the replicas shared last.
-            momentum: Momentum of the outer optimizer.
-            replicas: `Outer.replicas`.
-            grads: Mean outer gradients.
-
-        Returns:
-            The anchor, the momentum and the replicas.
-        """
+        """Takes a step of the outer optimizer."""
         settings, fragment = self.config.communication, self.fragment
         trees = anchor, momentum, replicas.master
         (anchors, momenta, masters), forms = zip(
@@ -327,14 +286,7 @@ class MomentumStep(OuterStep):
 def make_outer_step(
     plan: Plan, config: Config, fragment: Fragment, tx: Any
 ) -> OuterStep:
-    """Builds the programs of a fragment.
-
-    Args:
-        plan: Places every array.
-        config: Checked settings.
-        fragment: Some of the parameters.
-        tx: Optimizer of the replicas.
-    """
+    """Builds the programs of a fragment."""
     exchange = make_exchange(plan, config, fragment)
     merged = merged_phase(config)
     if merged is None:
@@ -345,21 +297,7 @@ def make_outer_step(
 def end_of_round(
     averaged: Any, num_skipped: jax.Array, metrics: Metrics, plan: Plan
 ) -> tuple[Any, Any, Any, Metrics]:
-    """Shares at the end of a round what no fragment holds.
-
-    Args:
-        averaged: Model state and parameters that follow totals, of every replica,
-            arrays [N, ...].
-        num_skipped: int32[N].
-        metrics: Of the last step; each device has those of its own replica.
-        plan: Places every array.
-
-    Returns:
-        The means of `averaged`; for every replica these means and the number of
-        skipped steps, [N, ...]; that number, which grows by the steps of the replica
-        that skipped most in the round; and the metrics of all rows with it. With them
-        all processes decide alike whether the run goes on.
-    """
+    """Shares at the end of a round what no fragment holds."""
 
     # The next round counts from the shared number, so that steps add up which another
     # replica skips in each round.

@@ -51,12 +51,7 @@ class CompileAhead:
         self._pool.shutdown(cancel_futures=True)
 
     def after(self, number: int, batch: Batch) -> None:
-        """Starts to compile what comes after the length and the tokens of a step.
-
-        Args:
-            number: Number of the step.
-            batch: Its batch.
-        """
+        """Starts to compile what comes after the length and the tokens of a step."""
         first = next((first for first in self._firsts if first > number), None)
         if first is None or first in self._started:
             return

@@ -38,19 +38,7 @@ LOADS_SIMULATED = version.__version_info__ < (0, 11)
 
 
 def step_options(config: Config, plan: Plan) -> Options:
-    """The compiler options of the programs of a step.
-
-    Args:
-        config: Read for `deterministic` and `xla_options`; the latter override the
-            rest.
-        plan: Read for its mesh and the bytes of one layer.
-
-    Returns:
-        Values by name, without options that this XLA lacks, which are logged.
-
-    Raises:
-        ConfigError: The config has an option that this XLA lacks.
-    """
+    """The compiler options of the programs of a step."""
     configured = parse_options(config.xla_options)
     derived: Options = {}
     if platform_of(plan.mesh) in GPUS:
@@ -63,9 +51,6 @@ def step_options(config: Config, plan: Plan) -> Options:
 
 def parse_options(pairs: tuple[str, ...]) -> Options:
     """Parses compiler options of a config; `true` and `false` become booleans.
-
-    Raises:
-        ConfigError: A pair lacks `=`, or this XLA lacks the option.
 
     Example:
         >>> parse_options(("xla_gpu_autotune_level=0",))

@@ -36,16 +36,6 @@ class AfterStep(Protocol):
         """Looks at a step.
 
         Reading a number of `metrics` waits for the step.
-
-        Args:
-            step: Steps taken, from 1.
-            state: State after the step; the next one consumes it.
-            batch: Placed batch of the step.
-            metrics: float32 scalars, or arrays, still on the device.
-
-        Returns:
-            "save" for a checkpoint of this state, "stop" to save and end the run
-            after this step, or None. What one process asks, all do.
         """
         ...
 
@@ -60,19 +50,6 @@ def ask_all(
     """Calls functions after a step.
 
     Several processes agree, which waits for the step; without functions nothing waits.
-
-    Args:
-        functions: Functions of the user, as many in every process.
-        step: As for `AfterStep`, like the rest.
-        state: State after the step.
-        batch: Its batch.
-        metrics: Its metrics.
-
-    Returns:
-        What is asked, "save" or "stop", with the name of the first function that does.
-
-    Raises:
-        ConfigError: A function returned something else.
 
     Example:
         >>> def stop_at_three(step, state, batch, metrics):
@@ -139,11 +116,7 @@ class Patience:
         """Step and loss of the evaluation of lowest loss; None before any."""
 
     def count(self, step: int, loss: float) -> bool:
-        """Counts the evaluation of a step; a loss that is NaN is no improvement.
-
-        Returns:
-            Whether the loss is the lowest so far, by whatever difference.
-        """
+        """Counts the evaluation of a step; a loss that is NaN is no improvement."""
         best = math.inf if self._best is None else self._best
         if loss < best - self._evaluation.min_improvement:
             self._best, self._best_step, self._num_without = loss, step, 0
@@ -181,12 +154,6 @@ class Patience:
 
 def lowest_evaluation(extra: Mapping[str, Any]) -> tuple[int, float] | None:
     """Reads from a checkpoint which evaluation of its run had the lowest loss.
-
-    Args:
-        extra: What the checkpoint keeps beside its arrays.
-
-    Returns:
-        Its step and loss; None where no evaluation is known.
 
     Example:
         >>> lowest_evaluation({"patience": {"lowest": [20, 2.5]}})
@@ -256,11 +223,7 @@ class Stop:
             self._signal_others()
 
     def handle_signal(self, number: int, frame: Any) -> None:
-        """Signal handler.
-
-        Raises:
-            KeyboardInterrupt: At the second Ctrl-C.
-        """
+        """Signal handler."""
         if number == signal.SIGINT and number in self._caught:
             raise KeyboardInterrupt
         self._caught.append(number)
@@ -283,9 +246,6 @@ def stop_signals() -> Iterator[Stop]:
 
     Processes get the signal at different moments; they agree through JAX on the step at
     which to stop. A second Ctrl-C ends the program at once.
-
-    Yields:
-        Function `stop(step) -> bool`, to call before each step.
     """
     stop = Stop()
     numbers = set(SIGNALS)

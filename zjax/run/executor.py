@@ -41,13 +41,6 @@ def make_jit(mesh: Mesh | AbstractMesh, options: Options) -> Jit:
 
     On simulated devices the host waits for each program before it calls the next: the
     collectives of both would share threads and could wait for each other forever.
-
-    Args:
-        mesh: Devices of the run.
-        options: Compiler options.
-
-    Returns:
-        A function with the arguments of `jax.jit`.
     """
     jit = functools.partial(jax.jit, compiler_options=options)
     if not is_simulated(mesh):

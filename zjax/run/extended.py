@@ -181,11 +181,7 @@ class DroppingExecutor(ExtendedExecutor):
 
 
 def _length_of(batch: Batch, config: Config, length: int) -> int:
-    """Tokens per row: those that the schedule counts on, or those of a bucket.
-
-    Raises:
-        DataError: No array of the batch has as many tokens per row.
-    """
+    """Tokens per row: those that the schedule counts on, or those of a bucket."""
     lengths = {x.shape[1] for x in jax.tree.leaves(batch) if x.ndim > 1}
     has_buckets = config.buckets.form != "none"
     expected = bucket_lengths(config) if has_buckets else (length,)
@@ -202,12 +198,6 @@ def dropping_at(
 ) -> Dropping:
     """What a step leaves out.
 
-    Args:
-        config: Read for `random_ltd.form` and `layer_drop.theta`.
-        schedule: The schedule of `config`.
-        step: Number of the step, from 1.
-        length: Tokens per row of its batch.
-
     Example:
         >>> from zjax.settings import schema
         >>> config = schema.Config(random_ltd=schema.RandomLTD(form="layerwise"))
@@ -223,11 +213,7 @@ def dropping_at(
 
 
 def with_dropping(batch: Batch, dropping: Dropping) -> Batch:
-    """A batch with what its step leaves out; unchanged for nothing.
-
-    Raises:
-        DataError: The batch is not a dict.
-    """
+    """A batch with what its step leaves out; unchanged for nothing."""
     if dropping == Dropping():
         return batch
     if not isinstance(batch, dict):
@@ -238,12 +224,7 @@ def with_dropping(batch: Batch, dropping: Dropping) -> Batch:
 
 
 def check_model(model: Model, config: Config) -> None:
-    """Refuses a model whose training cannot leave out tokens or layers.
-
-    Raises:
-        ConfigError: It has no stack, another loss than that of its stack, or blocks
-            without a subset of their tokens.
-    """
+    """Refuses a model whose training cannot leave out tokens or layers."""
     form, theta = config.random_ltd.form, config.layer_drop.theta
     field, value = "random_ltd.form", form
     if form == "none":

@@ -50,20 +50,7 @@ def check_host_memory(
     *,
     asked: str,
 ) -> None:
-    """Refuses a plan whose offloaded arrays do not fit into the memory of the host.
-
-    Args:
-        plan: The plan of a run.
-        num_devices: Devices of the host.
-        capacity_bytes: Memory of the host.
-        free_bytes: What of it stored arrays may take; negative where the buffers of
-            transfers alone take more than there is.
-        pending: Bytes per device of gradients and block inputs stored on the host.
-        asked: The setting `zero.optimizer_memory`.
-
-    Raises:
-        PlanError: The host has less memory than is needed.
-    """
+    """Refuses a plan whose offloaded arrays do not fit into the memory of the host."""
     needed = num_devices * (memory.stored_bytes(plan).host + pending)
     if needed <= free_bytes:
         return
@@ -90,16 +77,7 @@ def check_host_memory(
 def check_device_memory(
     plan: Plan, capacity_bytes: int | float, kept: Any = ()
 ) -> None:
-    """Refuses a plan whose model state alone does not fit on a device.
-
-    Args:
-        plan: The plan of a run.
-        capacity_bytes: Memory of one device.
-        kept: Plans of what the state holds for exchanges of replicas.
-
-    Raises:
-        PlanError: A device has less memory than is needed.
-    """
+    """Refuses a plan whose model state alone does not fit on a device."""
     needed = memory.plan_bytes(plan, kept).total
     if plan.is_offloaded:
         needed = memory.stored_bytes(plan).device
@@ -152,20 +130,6 @@ def fit_memories(
     A step with all state offloaded is compiled for its peak. State then fills the free
     memory of the devices, then that of the host, then disks, in the order in which the
     forward pass reads its parameters.
-
-    Args:
-        plan: The plan of `make_plan` on devices.
-        config: Checked settings.
-        model: The model as pure functions.
-        tx: Optax gradient transformation of `make_optimizer` or `adopt_optimizer`.
-        batch: Arrays or ShapeDtypeStructs of the global batch; None for that of the
-            built-in models.
-
-    Returns:
-        The plan with its memories; `plan` itself under any other setting.
-
-    Raises:
-        PlanError: A step does not fit these devices, or its memory cannot be predicted.
     """
     if config.zero.optimizer_memory != AUTO:
         return plan
@@ -199,16 +163,7 @@ def _log_memories(plan: Plan) -> None:
 
 
 def host_budget(plan: Plan, disk_bytes: int, processes: LocalProcesses) -> int:
-    """Bytes that stored arrays may take of this host, over all its processes.
-
-    Args:
-        plan: The plan of a run; says what moves between host and devices.
-        disk_bytes: Bytes per device stored on disks, which pass through the host.
-        processes: The processes of the host.
-
-    Returns:
-        Bytes; negative where the buffers of transfers take more than the host has.
-    """
+    """Bytes that stored arrays may take of this host, over all its processes."""
     staging, number = staging_bytes(disk_bytes), processes.num_devices
     buffers = number * staging.from_disks
     pinnable = pinnable_bytes(host_memory_bytes(), processes.num_processes, buffers)
@@ -220,18 +175,7 @@ def host_budget(plan: Plan, disk_bytes: int, processes: LocalProcesses) -> int:
 def check_fits(
     plan: Plan, config: Config, mesh: Mesh, inputs: Sequence[ArrayPlan]
 ) -> None:
-    """Refuses a plan that does not fit the devices, their hosts or disks.
-
-    Args:
-        plan: The plan of a run.
-        config: Settings; read for the batch and `zero`.
-        mesh: The devices; a collective call of all processes.
-        inputs: Plans of offloaded block inputs, from `offloaded_inputs`.
-
-    Raises:
-        PlanError: A device or a host has too little memory.
-        StorageError: Disks are too small or too slow, or cannot be used.
-    """
+    """Refuses a plan that does not fit the devices, their hosts or disks."""
     kept = kept_rows(plan, config)
     check_device_memory(plan, device_capacity_bytes(mesh), kept)
     on_disk = memory.rows_on_disk(plan, config)
@@ -307,19 +251,7 @@ _LAST = "use more devices, or a smaller model"
 def explain_out_of_memory(
     config: Config, plan: Plan, *, user_model: bool
 ) -> Iterator[None]:
-    """Turns JAX's error of exhausted memory into one that names smaller settings.
-
-    Args:
-        config: Settings of the run.
-        plan: Plan of the run.
-        user_model: Whether the model is not that of `config.model`.
-
-    Yields:
-        Nothing.
-
-    Raises:
-        PlanError: A step inside runs out of memory; quotes JAX.
-    """
+    """Turns JAX's error of exhausted memory into one that names smaller settings."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:

@@ -50,18 +50,7 @@ class Weights:
         self._unpad = jax.jit(unpad, out_shardings=places)
 
     def __call__(self, state: TrainState) -> Params:
-        """Returns the averaged weights where the state holds them, else the current.
-
-        Args:
-            state: Any state of the run; not consumed.
-
-        Returns:
-            Arrays in the compute dtype and their logical shapes, placed as in a step.
-
-        Raises:
-            StateError: The state was consumed.
-            PlanError: The averaged weights of the optimizer are offloaded.
-        """
+        """Returns the averaged weights where the state holds them, else the current."""
         check_not_consumed(state)
         check_average(state, self._plan)
         with dtype_promotion():
@@ -158,13 +147,6 @@ def fused_executor(
 
     Its programs are `train`, `evaluate`, and `gradients` and `update`, the two parts of
     `train`, for callers that do something between them.
-
-    Args:
-        model: Model and loss as pure functions.
-        tx: Optax gradient transformation.
-        plan: Placement of every array, all on the devices.
-        config: Read for `seed`, `optimizer`, `precision`, `pipeline`, `xla_options`.
-        schedule: Learning rate by applied step, for the metrics.
     """
     pure = make_programs(model, tx, plan, config, schedule)
     jit = functools.partial(jax.jit, compiler_options=step_options(config, plan))

@@ -33,10 +33,6 @@ def limit_pinned_pool(config: Config, cluster: Cluster | None = None) -> None:
 
     Without offload the limit is this process's share of the host's memory. Has no
     effect once JAX has started.
-
-    Args:
-        config: Settings, which need not be checked; errors are left to the run.
-        cluster: The processes of the run; None for a single one.
     """
     cluster = cluster or Cluster()
     needed = _needed_bytes(config, cluster) or (math.inf, 0)
@@ -76,19 +72,7 @@ def _most_on_disks(config: Config, num_devices: int) -> int:
 
 
 def pinned_bytes(config: Config, num_devices: int) -> int:
-    """Pinned bytes per device of a run of a built-in model.
-
-    Args:
-        config: Settings; axes that `mesh="auto"` leaves open are taken for 1.
-        num_devices: Devices of the run over all hosts.
-
-    Returns:
-        Bytes of state, pending gradients and block inputs on the host. If no state is
-        offloaded, of the host copies that saving a checkpoint makes instead.
-
-    Raises:
-        ConfigError: The mesh or the batch does not suit so many devices.
-    """
+    """Pinned bytes per device of a run of a built-in model."""
     plan, inputs = _planned(config, num_devices)
     gradients = memory.stored_gradients(plan, config)
     stored = memory.stored_bytes(plan)

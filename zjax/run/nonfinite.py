@@ -24,14 +24,7 @@ _REMEDIES = {
 
 @contextlib.contextmanager
 def report_nonfinite(find: Callable[[], Sequence[Problem]]) -> Iterator[None]:
-    """Adds the arrays that are not finite to a `NonFiniteError` of the enclosed work.
-
-    Args:
-        find: Function that calls `find_nonfinite` for the failed step.
-
-    Raises:
-        NonFiniteError: The original error, with a line for each kind of array.
-    """
+    """Adds the arrays that are not finite to a `NonFiniteError` of enclosed work."""
     try:
         yield
     except NonFiniteError as error:
@@ -41,18 +34,7 @@ def report_nonfinite(find: Callable[[], Sequence[Problem]]) -> Iterator[None]:
 def find_nonfinite(
     step: Step, state: TrainState, batch: Batch, number: int
 ) -> list[Problem]:
-    """Finds NaN and infinity; compiles programs that no finite run needs.
-
-    Args:
-        step: Step of the run.
-        state: State after the failed step or the one after it; not consumed.
-        batch: Placed batch of the failed step.
-        number: Step number of the failed step.
-
-    Returns:
-        At most one problem each for the batch, the weights and the gradients. Weights
-        and gradients of an offloaded run are not checked.
-    """
+    """Finds NaN and infinity; compiles programs that no finite run needs."""
     arrays: dict[str, Any] = {"batch": batch}
     with (
         contextlib.suppress(jax.errors.JaxRuntimeError),  # such as out of memory

@@ -27,18 +27,7 @@ from zjax.typing import Batch, Metrics, Model
 def check_warm_up(
     state: TrainState, number: int, freeze_step: int, *, is_known: bool
 ) -> None:
-    """Refuses to keep second moments that no gradient has updated.
-
-    Args:
-        state: Before a step; waits for it at the first step after the freeze, and at
-            later ones where it is from elsewhere.
-        number: Number of the step, 1 or more.
-        freeze_step: Last step of the warm-up; 0 for no freeze.
-        is_known: Whether the step before returned the state.
-
-    Raises:
-        NonFiniteError: All steps that update second moments were skipped.
-    """
+    """Refuses to keep second moments that no gradient has updated."""
     is_checked = number == freeze_step + 1 or not is_known
     if not freeze_step or number <= freeze_step or not is_checked:
         return
@@ -66,15 +55,7 @@ def _were_updated(numbers: jax.Array) -> jax.Array:
 
 
 def check_together(state: TrainState, rounds: Rounds | Intervals) -> None:
-    """Refuses to let replicas step together that differ.
-
-    Args:
-        state: Before the step; waits for it.
-        rounds: Says how many steps the replicas take together.
-
-    Raises:
-        StateError: The run took fewer, and its replicas have stepped apart.
-    """
+    """Refuses to let replicas step together that differ."""
     replicas = dataclasses.replace(state.extra.replicas, num_skipped=())
     if not bool(_differ(replicas)):
         return

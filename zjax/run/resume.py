@@ -47,9 +47,6 @@ _ADDRESS = re.compile(r"0x[0-9a-f]+")
 def fingerprint(function: Callable[..., Any], *args: Any) -> str:
     """Traces a function of arrays and hashes its program.
 
-    Returns:
-        16 hexadecimal digits, which may differ between versions of JAX.
-
     Example:
         >>> fingerprint(lambda x: 2 * x, 1.0) == fingerprint(lambda y: 2 * y, 1.0)
         True
@@ -120,20 +117,7 @@ _NOT_COMPARED = ("checkpoint.resume", "zero.memory")
 
 
 def first_step(store: Store, resume: str, step: int | None = None) -> int:
-    """The step at which a run starts.
-
-    Args:
-        store: Checkpoints of the run.
-        resume: `checkpoint.resume` of its config.
-        step: Checkpoint to start from; None for the newest, 0 for none.
-
-    Returns:
-        The step of the checkpoint; 0 if there is none.
-
-    Raises:
-        CheckpointError: `resume` is "never" and there is a checkpoint, or "required"
-            and there is none.
-    """
+    """The step at which a run starts."""
     if step is not None:
         if step:
             store.extra(step)  # raises if there is no such step
@@ -152,11 +136,7 @@ def first_step(store: Store, resume: str, step: int | None = None) -> int:
 
 
 def check_newest(store: Store, step: int) -> None:
-    """Refuses to train from a checkpoint that is not the newest.
-
-    Raises:
-        CheckpointError: There is a later checkpoint.
-    """
+    """Refuses to train from a checkpoint that is not the newest."""
     latest = store.latest()
     if latest is not None and latest > step:
         problem = f"is behind step {latest}, which is saved too"
@@ -168,16 +148,7 @@ def check_newest(store: Store, step: int) -> None:
 def check_tokenizer(
     saved: Mapping[str, Any], record: TokenizerRecord, config: Config
 ) -> None:
-    """Refuses data of another tokenizer than that of a checkpoint.
-
-    Args:
-        saved: `extra` of the checkpoint.
-        record: Record of the data.
-        config: Settings that name the data.
-
-    Raises:
-        DataError: The digests of the tokenizers differ.
-    """
+    """Refuses data of another tokenizer than that of a checkpoint."""
     if TOKENIZER not in saved:  # from before there were records, or of own batches
         return
     before = TokenizerRecord.from_mapping(saved[TOKENIZER])
@@ -198,15 +169,7 @@ def describe_run(
     functions: Mapping[str, str],
     step: int,
 ) -> dict[str, Any]:
-    """What a checkpoint keeps of its run, for the run that continues.
-
-    Args:
-        config: Settings of the run.
-        plan: Places every array.
-        rows: TrainState of the plans of what is saved.
-        functions: Result of `fingerprint_functions`.
-        step: Steps taken.
-    """
+    """What a checkpoint keeps of its run, for the run that continues."""
     return {
         "config": to_mapping(without_unused(config)),
         "plan": describe_plan(plan),
@@ -263,18 +226,7 @@ def _moved_with_steps(before: Mapping[str, Any], config: Config) -> list[Differe
 def fingerprint_functions(
     config: Config, model: Model, tx: Any = None, *, compute_dtype: Any
 ) -> dict[str, str]:
-    """Fingerprints of the user's code, which no setting describes.
-
-    Args:
-        config: Read for the functions of the pacings that the steps follow.
-        model: The model; its loss is traced if `inputs` is set.
-        tx: Optax gradient transformation of the user, or None.
-        compute_dtype: Dtype in which a step calls the loss.
-
-    Returns:
-        Fingerprints under `model` and `tx`, for what can be traced, and under the
-        settings that name functions.
-    """
+    """Fingerprints of the user's code, which no setting describes."""
     pacings = {
         f"{field}{_FUNCTION}": _fingerprint_pacing(pacing)
         for field, pacing in used_pacings(config)
@@ -327,17 +279,7 @@ def report_functions(saved: Mapping[str, Any], fingerprints: Mapping[str, str]) 
 
 
 def check_messages(saved: Mapping[str, Any], config: Config, step: int) -> None:
-    """Refuses other rounds while a fragment is on its way between replicas.
-
-    Args:
-        saved: `extra` of a checkpoint.
-        config: Settings of the run that continues.
-        step: Step of the checkpoint.
-
-    Raises:
-        CheckpointError: A fragment that this run would merge was not sent, or is of
-            another round.
-    """
+    """Refuses other rounds while a fragment is on its way between replicas."""
     rounds = make_rounds(config)
     if not isinstance(rounds, Rounds) or not rounds.delay:
         return

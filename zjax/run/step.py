@@ -62,19 +62,7 @@ class Step:
         return self.executor.programs
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """Takes one optimizer step.
-
-        Args:
-            state: State of the run; consumed.
-            batch: NumPy or JAX arrays, first dim the global batch.
-
-        Returns:
-            The next state; float32 scalars and the totals, still on the device.
-
-        Raises:
-            PlanError: The batch does not divide over the devices.
-            StateError: The state was consumed before.
-        """
+        """Takes one optimizer step."""
         return self._run(self.executor.train, state, self.place_batch(batch))
 
     def evaluate(self, state: TrainState, batch: Batch) -> Metrics:

@@ -16,15 +16,7 @@ from zjax.typing import Batch, Model
 
 
 def check_has_effect(config: schema.Config, model: Any) -> None:
-    """Refuses settings that only other runs read; logs those that only report.
-
-    Args:
-        config: Checked settings.
-        model: As for `zjax.initialize`.
-
-    Raises:
-        ConfigError: Settings without effect.
-    """
+    """Refuses settings that only other runs read; logs those that only report."""
     _log_unread(config)
     if problems := _read_by_trainer(config):
         raise ConfigError(*problems)
@@ -44,15 +36,6 @@ def check_axes(
     """Refuses a sequence axis that shards nothing; logs others that shard no parameter.
 
     Functions of the caller may compute over these by themselves.
-
-    Args:
-        config: Checked settings.
-        num_devices: Devices of the run.
-        model: The model, which names dims of its parameters.
-        batch: Arrays of the global batch.
-
-    Raises:
-        ConfigError: The batch has no sequences.
     """
     sizes = meshes.mesh_sizes(config.mesh, num_devices)
     has_sequences = any(len(x.shape) > 1 for x in jax.tree.leaves(batch))
@@ -70,17 +53,7 @@ def check_axes(
 
 
 def check_loss_acts(config: schema.Config, model: Model, num_stages: int) -> None:
-    """Refuses a loss that disagrees with the stack where a run trains the stack.
-
-    Args:
-        config: Checked settings.
-        model: The model as pure functions.
-        num_stages: Size of the pipeline axis.
-
-    Raises:
-        ModelError: `model.loss` is the loss of another stack, or a function in place of
-            which pipelines or offload would train `model.stack`.
-    """
+    """Refuses a loss that disagrees with the stack where a run trains the stack."""
     if model.stack is None or runs_stack(model):
         return
     if isinstance(model.loss, StackLoss):

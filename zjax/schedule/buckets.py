@@ -78,12 +78,7 @@ def rate_factors(config: schema.Config) -> Float32[np.ndarray, " buckets"]:
 
 
 def bucket_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
-    """Yields problems of `buckets`, as far as they show without the data.
-
-    Args:
-        config: Settings in their ranges.
-        num_devices: Devices of the run.
-    """
+    """Yields problems of `buckets`, as far as they show without the data."""
     settings, longest = config.buckets, config.data.length
     if settings.form == "none":
         return

@@ -35,12 +35,7 @@ def metric_name(metric: schema.CurriculumMetric) -> str:
 
 
 def curriculum_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
-    """Yields problems of `curriculum`, as far as they show without its indexes.
-
-    Args:
-        config: Settings in their ranges.
-        num_devices: Devices of the run.
-    """
+    """Yields problems of `curriculum`, as far as they show without its indexes."""
     fields: dict[str, str] = {}
     for number, metric in enumerate(config.curriculum.metrics):
         field = metric_field(number)

@@ -20,12 +20,6 @@ from zjax.settings.schema import Config, Cycle
 def warmup_lr(config: Config) -> optax.Schedule:
     """Rises to the peak and stays there, as WarmupLR.
 
-    Args:
-        config: Reads `optimizer`: `peak_learning_rate`, `num_warmup_steps`, `warmup`.
-
-    Returns:
-        The learning rate of a step, counted from 0.
-
     Example:
         >>> from zjax.settings.schema import Optimizer
         >>> rise = Optimizer(peak_learning_rate=4.0, num_warmup_steps=4)
@@ -40,12 +34,6 @@ def warmup_decay_lr(config: Config) -> optax.Schedule:
     """Rises to the peak and decays on a line to 0, as WarmupDecayLR.
 
     The decay ends at step `num_steps` + 1, after the last step of the run.
-
-    Args:
-        config: Reads `num_steps` and what `warmup_lr` reads.
-
-    Returns:
-        The learning rate of a step, counted from 0.
 
     Example:
         >>> from zjax.settings.schema import Optimizer
@@ -62,13 +50,6 @@ def warmup_cosine_lr(config: Config) -> optax.Schedule:
     """Rises to the peak and decays by half a cosine, as WarmupCosineLR.
 
     The decay ends at step `num_steps`, one step after the last.
-
-    Args:
-        config: Reads `num_steps`, `optimizer.final_learning_rate_fraction` and what
-            `warmup_lr` reads.
-
-    Returns:
-        The learning rate of a step, counted from 0.
     """
     start, length = _rise_steps(config), _decay_steps(config)
     final = config.optimizer.final_learning_rate_fraction
@@ -83,13 +64,6 @@ def warmup_cosine_lr(config: Config) -> optax.Schedule:
 def log_rise(step: Any, number: int) -> Any:
     """Computes the fraction of the peak at a step of a logarithmic warm-up.
 
-    Args:
-        step: Step, counted from 0; an int or int32[].
-        number: Step of the peak; at least 2 count.
-
-    Returns:
-        float32[], 0 at steps 0 and 1 and 1 at step `number`.
-
     Example:
         >>> [round(float(log_rise(step, 4)), 2) for step in range(5)]
         [0.0, 0.0, 0.5, 0.79, 1.0]
@@ -99,12 +73,6 @@ def log_rise(step: Any, number: int) -> Any:
 
 def one_cycle(config: Config) -> optax.Schedule:
     """A rise to the peak, a fall back, and a decay.
-
-    Args:
-        config: Reads `optimizer.peak_learning_rate` and `optimizer.cycle`.
-
-    Returns:
-        The learning rate of a step, counted from 0.
 
     Example:
         >>> from zjax.settings.schema import Optimizer
@@ -128,12 +96,6 @@ def one_cycle(config: Config) -> optax.Schedule:
 def range_test(config: Config) -> optax.Schedule:
     """A rate that grows without end, on a line or on stairs.
 
-    Args:
-        config: Reads `optimizer.range_test`.
-
-    Returns:
-        The learning rate of a step, counted from 0.
-
     Example:
         >>> from zjax.settings.schema import Optimizer, RangeTest
         >>> test = RangeTest(start_learning_rate=1.0, num_steps=2, staircase=True)
@@ -152,14 +114,7 @@ def range_test(config: Config) -> optax.Schedule:
 
 
 def cycled_momentum(cycle: Cycle) -> optax.Schedule:
-    """The momentum beside `one_cycle`; that of step 0 is the least, as in DeepSpeed.
-
-    Args:
-        cycle: Reads all but the learning rates.
-
-    Returns:
-        The momentum of a step, counted from 0.
-    """
+    """The momentum beside `one_cycle`; that of step 0 is the least, as in DeepSpeed."""
     least, most = cycle.min_momentum, cycle.max_momentum
 
     def momentum(step: Any) -> Any:
@@ -173,15 +128,7 @@ def cycled_momentum(cycle: Cycle) -> optax.Schedule:
 def with_momentum(
     make: Callable[..., optax.GradientTransformation], momentum: optax.Schedule
 ) -> optax.GradientTransformation:
-    """A rule whose momentum changes from step to step.
-
-    Args:
-        make: Makes the rule from its `b1`; its state has a `count` of updates.
-        momentum: The `b1` of a count.
-
-    Returns:
-        The rule; its state is that of `make`.
-    """
+    """A rule whose momentum changes from step to step."""
 
     def update(updates: Any, state: Any, params: Any = None) -> Any:
         return make(b1=momentum(state.count)).update(updates, state, params)

@@ -115,12 +115,6 @@ def dropping_values(
 ) -> dict[str, float]:
     """What a step runs on, by the names of its metrics; empty if it drops nothing.
 
-    Args:
-        config: Read for `random_ltd.form` and `layer_drop.theta`.
-        dropping: The schedule of `config`.
-        step: Number of the step, 1 or more.
-        length: Tokens per row of its batch, if they are fewer than the schedule's.
-
     Example:
         >>> config = schema.Config(random_ltd=schema.RandomLTD(form="span"))
         >>> dropping_values(config, make_dropping(config), 1)
@@ -140,10 +134,6 @@ def num_middle_layers(config: schema.Config, num_devices: int) -> int:
     These are the layers of the blocks between the first and the last. All chunks of a
     pipeline are one program, whose slots of these two run whole in every chunk.
 
-    Args:
-        config: Read for `model`, `mesh` and `pipeline`.
-        num_devices: Devices of the run.
-
     Example:
         >>> config = schema.Config(mesh=schema.Mesh(pipeline=4))
         >>> num_middle_layers(schema.Config(), 1), num_middle_layers(config, 4)
@@ -160,15 +150,6 @@ def make_layer_tokens(
     config: schema.Config, num_devices: int, length_at: Callable[[int], int]
 ) -> Callable[[int], int]:
     """Tokens that layers run on, added up over layers and the first steps.
-
-    Args:
-        config: Checked settings; the batch sizes are known.
-        num_devices: Devices of the run.
-        length_at: Function from a step to the tokens per row of its batch; called under
-            length buckets, once for each step.
-
-    Returns:
-        Function of the number of steps.
 
     Example:
         >>> make_layer_tokens(schema.Config(num_steps=1), 1, int)(1)  # 12 of 32 * 1,024

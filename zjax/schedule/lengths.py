@@ -23,14 +23,6 @@ def steps_of(num_epochs: float, num_rows: int, global_batch_size: int) -> int:
 
     The last batch also draws rows of the next epoch where it is not full.
 
-    Args:
-        num_epochs: Passes over the rows, above 0.
-        num_rows: Rows of an epoch, 1 or more.
-        global_batch_size: Rows of a step, 1 or more.
-
-    Returns:
-        Number of steps, 1 or more.
-
     Example:
         >>> steps_of(2.0, 1_024, 16), steps_of(0.5, 1_025, 16)
         (128, 33)
@@ -49,12 +41,7 @@ def beside_problems(config: schema.Config) -> Iterator[Problem]:
 
 
 def epoch_problems(config: schema.Config, *, user_batches: bool) -> Iterator[Problem]:
-    """Yields a problem for each setting that `num_epochs` cannot work with.
-
-    Args:
-        config: Settings of the right types.
-        user_batches: Whether the caller brings batches; then `data.source` is not read.
-    """
+    """Yields a problem for each setting that `num_epochs` cannot work with."""
     epochs = config.num_epochs
     if not epochs:
         return
@@ -93,9 +80,6 @@ _FIELD = "sequence_warmup.pacing"
 def make_lengths(config: schema.Config) -> Pacing:
     """The lengths of a run, whose steps are 1 or more.
 
-    Args:
-        config: Read for `sequence_warmup` and `data.length`.
-
     Example:
         >>> config = schema.Config(data=schema.Data(length=512))
         >>> make_lengths(config).at(1)
@@ -111,9 +95,6 @@ def make_lengths(config: schema.Config) -> Pacing:
 
 def make_windows(config: schema.Config) -> Pacing:
     """The attention windows of a run, in tokens; its steps are 1 or more.
-
-    Args:
-        config: Read for `sequence_warmup` and `data.length`.
 
     Example:
         >>> warmup = schema.SequenceWarmup(form="window")
@@ -132,12 +113,6 @@ def make_windows(config: schema.Config) -> Pacing:
 def reshaped_rows(length: int, full: int, num_rows: int, unit: int) -> int:
     """Rows of a batch whose rows are cut into pieces.
 
-    Args:
-        length: Inputs per piece, which has a target more.
-        full: Inputs per row, which has a target more.
-        num_rows: Rows of a batch that is not cut.
-        unit: The number is a multiple of it, so that devices share the pieces.
-
     Example:
         >>> reshaped_rows(length=64, full=1024, num_rows=8, unit=4)
         124
@@ -150,11 +125,7 @@ def reshaped_rows(length: int, full: int, num_rows: int, unit: int) -> int:
 
 
 def make_shapes(config: schema.Config) -> dict[int, tuple[int, int]]:
-    """Rows and tokens per row of a batch, by their first step.
-
-    Args:
-        config: Read for `sequence_warmup`, `data.length` and the batch sizes.
-    """
+    """Rows and tokens per row of a batch, by their first step."""
     lengths, num_rows = make_lengths(config), config.global_batch_size
     if config.sequence_warmup.form != "reshape":
         return {step: (num_rows, length) for step, length in lengths.changes().items()}
@@ -174,15 +145,6 @@ def make_tokens(config: schema.Config) -> Pacing:
 @functools.lru_cache
 def in_steps(config: schema.Config, pacing: schema.Pacing) -> schema.Pacing:
     """A pacing that ends at the step that reaches its `num_tokens`, if it has any.
-
-    Args:
-        config: Read for the tokens of its steps; without a batch size, which is derived
-            when a run starts, the pacing stays as it is.
-        pacing: A pacing of `config`.
-
-    Returns:
-        The pacing without `num_tokens`; its `num_steps` are more than those of the run
-        where that does not reach them.
 
     Example:
         >>> pacing = schema.Pacing(num_tokens=100_000)  # 32 rows of 1,024 in a step
@@ -210,9 +172,6 @@ def in_steps(config: schema.Config, pacing: schema.Pacing) -> schema.Pacing:
 def end_by_tokens(config: schema.Config) -> schema.Config:
     """Settings whose `num_steps` are those that consume `num_tokens`.
 
-    Args:
-        config: Checked settings; the batch sizes are known.
-
     Example:
         >>> config = schema.Config(num_tokens=100_000)  # 32 rows of 1,024 in a step
         >>> end_by_tokens(config).num_steps
@@ -226,12 +185,7 @@ def end_by_tokens(config: schema.Config) -> schema.Config:
 
 
 def end_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
-    """Yields a problem if a run ends before it has consumed `num_tokens`.
-
-    Args:
-        config: Settings in their ranges.
-        num_devices: Devices of the run.
-    """
+    """Yields a problem if a run ends before it has consumed `num_tokens`."""
     if not config.num_tokens or not config.global_batch_size:
         return
     if not any(_pacing_problems(config)):
@@ -243,12 +197,7 @@ def end_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
 
 
 def token_end_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
-    """Yields pacings that end by steps and by tokens, or by more than those of the run.
-
-    Args:
-        config: Settings in their ranges.
-        num_devices: Devices of the run.
-    """
+    """Yields pacings that end by steps and tokens, or beyond the tokens of the run."""
     is_known = config.global_batch_size and not any(_pacing_problems(config))
     for field, pacing in used_pacings(config):
         if not pacing.num_tokens or pacing.kind not in ("linear", "root"):
@@ -272,12 +221,7 @@ def batch_unit(config: schema.Config) -> int:
 
 
 def length_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
-    """Problems of `sequence_warmup`.
-
-    Args:
-        config: Settings in their ranges.
-        num_devices: Devices of the run.
-    """
+    """Problems of `sequence_warmup`."""
     warmup = config.sequence_warmup
     if warmup.form == "none":
         return
@@ -297,13 +241,7 @@ def _pacing_problems(config: schema.Config) -> Iterator[Problem]:
 def token_problems(
     field: str, pacing: schema.Pacing, config: schema.Config
 ) -> Iterator[Problem]:
-    """Problems of a pacing of tokens of a sequence.
-
-    Args:
-        field: Its path.
-        pacing: Settings in their ranges.
-        config: Read for `data.length` and `num_steps`.
-    """
+    """Problems of a pacing of tokens of a sequence."""
     longest = "data.length", config.data.length
     found = [
         *pacing_problems(field, pacing, num_steps=config.num_steps, longest=longest)
@@ -327,14 +265,7 @@ def _window_problems(config: schema.Config, num_devices: int) -> Iterator[Proble
 def shape_problems(
     prefix: str, pacing: schema.Pacing, config: schema.Config, num_devices: int
 ) -> Iterator[Problem]:
-    """Yields lengths that devices or sparse blocks do not divide, each field once.
-
-    Args:
-        prefix: Path of the pacing.
-        pacing: Numbers of tokens by step.
-        config: Settings in their ranges.
-        num_devices: Devices of the run.
-    """
+    """Yields lengths that devices or sparse blocks do not divide, each field once."""
     for name, length in _units(pacing):
         field, found = f"{prefix}.{name}", list[Problem]()
         if axes.mesh_fills(config, num_devices):

@@ -163,13 +163,6 @@ def _call_each(name: str, num_steps: int) -> tuple[int, ...] | Fault:
 def make_pacing(settings: schema.Pacing) -> Pacing:
     """The pacing that settings describe.
 
-    Args:
-        settings: Checked by `pacing_problems`; `end` is more than 0. Their `num_tokens`
-            are steps by now, see `zjax.schedule.lengths.in_steps`.
-
-    Raises:
-        ConfigError: The user's function is missing, fails, or falls.
-
     Example:
         >>> settings = schema.Pacing(
         ...     kind="discrete", values=(1, 2, 3), last_steps=(5, 10)
@@ -224,14 +217,7 @@ def pacing_problems(
     num_steps: int,
     longest: tuple[str, int] | None,
 ) -> Iterator[Problem]:
-    """Yields problems of a pacing.
-
-    Args:
-        field: Its path, such as `sequence_warmup.pacing`.
-        settings: Settings in their ranges.
-        num_steps: Steps of the run.
-        longest: Name and value of the setting that no value exceeds, if there is one.
-    """
+    """Yields problems of a pacing."""
     yield from _unread(field, settings)
     match settings.kind:
         case "discrete":
@@ -261,13 +247,7 @@ def pacing_problems(
 def whole_problems(
     field: str, settings: schema.Pacing, longest: tuple[str, int]
 ) -> Iterator[Problem]:
-    """Yields a problem if the last value is not that of a step without the pacing.
-
-    Args:
-        field: Its path.
-        settings: Settings without other problems.
-        longest: Name and value of the setting that the last value must equal.
-    """
+    """Yields a problem if the last value is not that of a step without the pacing."""
     name = {"discrete": "values", "custom": "function"}.get(settings.kind, "end")
     last = settings.end if name == "end" else make_pacing(settings).end
     if last < longest[1]:

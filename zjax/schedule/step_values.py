@@ -18,9 +18,6 @@ def make_step_values(config: schema.Config) -> StepValues:
     They are pure functions of the number, so that a run that continues has those of the
     run without a stop, and they are traced: a program runs all of them.
 
-    Args:
-        config: Read for `sequence_warmup`.
-
     Example:
         >>> values = make_step_values(schema.Config(data=schema.Data(length=512)))
         >>> values(1)

@@ -23,13 +23,6 @@ _MAX_LISTED = 40
 def elastic_batch(settings: schema.Elasticity, num_shards: int) -> tuple[int, int]:
     """The global batch size, and the largest microbatch size that divides it.
 
-    Args:
-        settings: With microbatch sizes.
-        num_shards: Batch shards of the run, 1 or more.
-
-    Raises:
-        ConfigError: The shards do not divide the batch, or sizes exceed the limit.
-
     Example:
         >>> sizes = schema.Elasticity(microbatch_sizes=(2, 4, 6), max_batch_size=100)
         >>> elastic_batch(sizes, num_shards=12)
@@ -143,9 +136,6 @@ def resolve_batch(config: schema.Config, num_shards: int) -> BatchSizes:
 
     Settings of 0 are derived. `num_shards` is the product of the mesh axes that shard
     the batch, 1 or more.
-
-    Raises:
-        ConfigError: They contradict each other, or too few are given.
 
     Example:
         >>> resolve_batch(schema.Config(global_batch_size=32), num_shards=8)

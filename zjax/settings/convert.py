@@ -42,13 +42,6 @@ def from_mapping(section: type[Section], values: Mapping[str, Any]) -> Section:
     An int is accepted for a float; otherwise types must match exactly. Sections inside
     may be mappings or instances.
 
-    Args:
-        section: Dataclass of `zjax.settings.schema`, usually `Config`.
-        values: Settings that differ from the defaults, nested by section.
-
-    Raises:
-        ConfigError: Unknown names, wrong types and invalid choices, all at once.
-
     Example:
         >>> from_mapping(schema.Zero, {"stage": 3}).stage
         3
@@ -256,12 +249,6 @@ def is_function_name(name: str) -> bool:
 def find_function(name: str) -> Callable[..., Any] | Fault:
     """Imports a function by its name.
 
-    Args:
-        name: `module:function`.
-
-    Returns:
-        The function, or why there is none.
-
     Example:
         >>> find_function("math:fsum")([1, 2])
         3.0
@@ -288,9 +275,6 @@ def parse_override(text: str) -> tuple[str, Any]:
 
     The value is a Python literal. A string may lack its quotes, a list its brackets:
     `a,b` is a list of two where a list is expected. A float may be `inf`.
-
-    Raises:
-        ConfigError: There is no `=`.
 
     Example:
         >>> parse_override("config.directory=runs/a"), parse_override("zero.stage=3")
@@ -328,9 +312,6 @@ def merge_overrides(
     values: Mapping[str, Any], overrides: Sequence[str | Mapping[str, Any]]
 ) -> dict[str, Any]:
     """Merges overrides (`zero.stage=3`, or mappings) into settings; the last one wins.
-
-    Raises:
-        ConfigError: Texts without `=`, all at once.
 
     Example:
         >>> merge_overrides({}, ["seed=1", "seed=2"])

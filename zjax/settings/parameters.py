@@ -35,9 +35,6 @@ def frozen_as_masters(config: schema.Config) -> str:
 
     Disks, and replicas that take steps of their own, handle all parameters alike.
 
-    Returns:
-        The setting and its value as text; empty for no such setting.
-
     Example:
         >>> frozen_as_masters(schema.Config(zero=schema.Zero(memory="auto")))
         "zero.optimizer_memory='auto'"
@@ -67,10 +64,6 @@ def is_held_frozen(path: str, config: schema.Config) -> bool:
     """Whether a parameter is stored in the compute dtype, without a gradient.
 
     With adapters these are all others, but those of `lora.also_train`.
-
-    Args:
-        path: Path of the parameter.
-        config: Settings of the run.
 
     Example:
         >>> group = schema.ParamGroup(pattern="^head", learning_rate_scale=0.0)
@@ -115,15 +108,7 @@ _BESIDE_DROPOUT = {
 
 
 def adapter_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
-    """Refuses settings of `lora` that have no effect, and runs that have no adapters.
-
-    Args:
-        config: Settings of the run.
-        num_devices: Devices of the run.
-
-    Yields:
-        A problem for each setting.
-    """
+    """Refuses settings of `lora` without effect, and runs without adapters."""
     lora = config.lora
     if not lora.rank:
         yield from _without_effect(lora)
@@ -157,14 +142,7 @@ def _clashes(
     config: schema.Config,
     num_devices: int,
 ) -> Iterator[Problem]:
-    """What a setting does not combine with: other values than those, or a tensor axis.
-
-    Args:
-        field: The setting.
-        beside: Values of other settings that it combines with.
-        config: Settings of the run.
-        num_devices: Devices of the run.
-    """
+    """Names values, or a tensor axis, that a setting does not combine with."""
     others = {name: operator.attrgetter(name)(config) for name in beside}
     found = [(name, x) for name, x in others.items() if x not in beside[name]]
     if axes.mesh_fills(config, num_devices):

@@ -15,12 +15,7 @@ _IN_FULL = ("none", "bfloat16")
 def communication_problems(
     config: schema.Config, num_devices: int
 ) -> Iterator[Problem]:
-    """Problems of `communication`, and of optimizers that send less.
-
-    Args:
-        config: Settings in their ranges.
-        num_devices: Devices of the run.
-    """
+    """Problems of `communication`, and of optimizers that send less."""
     settings, codec = config.optimizer, config.communication.codec
     is_compressed = settings.name in COMPRESSED_OPTIMIZERS
     if is_compressed:
@@ -82,12 +77,7 @@ _OF_LOCAL_STEPS = (
 
 
 def local_steps_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
-    """Problems of `communication.num_local_steps`, and of what belongs to it.
-
-    Args:
-        config: Settings in their ranges.
-        num_devices: Devices of the run.
-    """
+    """Problems of `communication.num_local_steps`, and of what belongs to it."""
     settings = config.communication
     if not settings.num_local_steps:
         yield from _without_local_steps(settings)
@@ -158,10 +148,6 @@ def _rounds(config: schema.Config) -> Iterator[Problem]:
 
 def node_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
     """Yields problems of `zero.shard_over_replica` and of the settings of ZeRO++.
-
-    Args:
-        config: Settings whose mesh is in range.
-        num_devices: Devices of the run.
 
     Example:
         >>> zero = schema.Zero(stage=3, shard_over_replica=True)

@@ -44,12 +44,6 @@ def row_axes(num_rows: int) -> tuple[str, ...]:
 def first_row(num_rows: int) -> jax.Array | int:
     """The index in its microbatch of the first local row.
 
-    Args:
-        num_rows: Number of local rows; all of them outside of `shard_map`.
-
-    Returns:
-        int32[].
-
     Example:
         >>> first_row(8)
         0
@@ -61,12 +55,6 @@ def first_row(num_rows: int) -> jax.Array | int:
 
 def head_axes(num_kv_heads: int) -> tuple[str, ...]:
     """The axes, major first, that shard the heads of attention over whole sequences.
-
-    Args:
-        num_kv_heads: Number of heads of keys and values, which the axes divide.
-
-    Returns:
-        Names of axes.
 
     Example:
         >>> head_axes(8)
@@ -82,12 +70,6 @@ def head_axes(num_kv_heads: int) -> tuple[str, ...]:
 def pin_tokens(x: Shaped[Array, "B L *dims"]) -> Shaped[Array, "B L *dims"]:
     """Constrains tokens to be sharded as the batch is, by row and length.
 
-    Args:
-        x: Array with one entry per token; other dims are left to the compiler.
-
-    Returns:
-        The array, constrained where several devices of the sequence axis divide L.
-
     Example:
         >>> pin_tokens(jax.numpy.ones((2, 4))).shape
         (2, 4)
@@ -101,13 +83,6 @@ def pin_tokens(x: Shaped[Array, "B L *dims"]) -> Shaped[Array, "B L *dims"]:
 def pin_whole(table: Shaped[Array, "V M"]) -> Shaped[Array, "V M"]:
     """Gathers a table that tokens sharded by sequence look up.
 
-    Args:
-        table: Embedding table, which ZeRO may shard; lookups in shards would gather all
-            tokens instead.
-
-    Returns:
-        The table, replicated where the sequence axis has several devices.
-
     Example:
         >>> pin_whole(jax.numpy.ones((2, 4))).shape
         (2, 4)
@@ -116,15 +91,7 @@ def pin_whole(table: Shaped[Array, "V M"]) -> Shaped[Array, "V M"]:
 
 
 def pin(x: Shaped[Array, "*dims"], *entries: object) -> Shaped[Array, "*dims"]:
-    """Constrains an array and its gradient to a sharding on the current mesh.
-
-    Args:
-        x: Any array, under a mesh.
-        entries: Entries of a PartitionSpec.
-
-    Returns:
-        The array.
-    """
+    """Constrains an array and its gradient to a sharding on the current mesh."""
     return jax.lax.with_sharding_constraint(x, P(*entries))
 
 
@@ -135,15 +102,6 @@ def map_rows(
     entries: Entries,
 ) -> Any:
     """Applies one function to arrays of rows and another to replicated arrays.
-
-    Args:
-        of_rows: Function of an array whose first dim is the batch.
-        of_others: Function of a scalar or another replicated array.
-        batch: Arrays or their shapes.
-        entries: Requirements of the loss, by path.
-
-    Returns:
-        A tree of the results.
 
     Example:
         >>> import numpy as np
@@ -179,14 +137,5 @@ def field_of(path: str, batch: str = "batch") -> str:
 
 
 def batch_shardings(plan: Plan, batch: Batch, entries: Entries) -> Any:
-    """The shardings of a batch.
-
-    Args:
-        plan: Plan of the run.
-        batch: Arrays or their shapes.
-        entries: Requirements of the loss, by path.
-
-    Returns:
-        A tree of shardings.
-    """
+    """The shardings of a batch."""
     return map_rows(plan.batch_sharding, lambda x: plan.replicated, batch, entries)

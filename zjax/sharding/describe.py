@@ -101,15 +101,7 @@ def _roles(
 
 
 def describe_unsharded(plan: Plan) -> str:
-    """Lists the parameters that the tensor axis does not shard.
-
-    Args:
-        plan: The plan of a run.
-
-    Returns:
-        A table of compute parameters, the largest first, with the setting that would
-        shard each; empty without a tensor axis, or if all are sharded.
-    """
+    """Lists the parameters that the tensor axis does not shard."""
     rows = jax.tree.leaves(plan.compute)
     paths: dict[str, list[ArrayPlan]] = collections.defaultdict(list)
     for row in rows:
@@ -157,14 +149,6 @@ def render_table(
     """A table of text, as wide as the terminal, and at least 100 characters.
 
     Cells too long for their column go on below; nothing is cut.
-
-    Args:
-        columns: Headings.
-        rows: Cells, one sequence per line.
-        right: Indices of right-aligned columns.
-
-    Returns:
-        Text without trailing spaces.
     """
     table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
     right = tuple(right)

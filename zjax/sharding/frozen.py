@@ -17,13 +17,7 @@ from zjax.sharding.placement import ArrayPlan
 
 
 def hold_frozen(master: Any, compute: Any, config: Config) -> Any:
-    """Stores the frozen ones among the master weights as compute parameters.
-
-    Args:
-        master: Tree of `ArrayPlan` of the master weights.
-        compute: That of the compute parameters.
-        config: Settings; they say which parameters are frozen.
-    """
+    """Stores the frozen ones among the master weights as compute parameters."""
 
     def one(row: ArrayPlan, used: ArrayPlan) -> ArrayPlan:
         if not is_held_frozen(row.path, config):
@@ -34,15 +28,7 @@ def hold_frozen(master: Any, compute: Any, config: Config) -> Any:
 
 
 def trained(tree: Any, rows: Any) -> Any:
-    """A tree with None in place of each frozen parameter.
-
-    Args:
-        tree: One value per parameter.
-        rows: Tree of `ArrayPlan` of the master weights, of the same structure.
-
-    Returns:
-        The tree; what holds no frozen parameter is unchanged.
-    """
+    """A tree with None in place of each frozen parameter."""
 
     def one(row: Any, x: Any) -> Any:
         return None if _is_frozen(row) else x
@@ -60,13 +46,7 @@ def frozen(tree: Any, rows: Any) -> Any:
 
 
 def joined(of_trained: Any, whole: Any, rows: Any) -> Any:
-    """The inverse of `trained`, with the frozen parameters of another tree.
-
-    Args:
-        of_trained: Tree with None for frozen parameters.
-        whole: Tree with one value per parameter; only frozen ones are read.
-        rows: Tree of `ArrayPlan` of the master weights.
-    """
+    """The inverse of `trained`, with the frozen parameters of another tree."""
 
     def one(row: Any, x: Any, old: Any) -> Any:
         return old if _is_frozen(row) else x

@@ -59,15 +59,7 @@ class Layers(tuple[Any, ...]):
 
 
 def take_apart(params: Params, rows: Any) -> Params:
-    """Slices stacked arrays into `Layers`.
-
-    Args:
-        params: Arrays or their local shards; `Layers` are returned unchanged.
-        rows: Plans of `layerwise_plan`, or any tree with `Layers` for arrays to slice.
-
-    Returns:
-        The tree with `Layers` where `rows` has them.
-    """
+    """Slices stacked arrays into `Layers`."""
 
     def slice_stack(row: Any, x: Any) -> Any:
         if not is_layers(row) or is_layers(x):
@@ -79,13 +71,6 @@ def take_apart(params: Params, rows: Any) -> Params:
 
 def put_together(params: Params) -> Params:
     """Stacks `Layers`, the inverse of `take_apart`.
-
-    Args:
-        params: A tree with `Layers`.
-
-    Returns:
-        The tree with stacked arrays. A barrier keeps XLA from fusing the stacking into
-        the optimizer update, each result of which would then take a separate pass.
 
     Example:
         >>> put_together({"scale": Layers((jnp.ones(2), jnp.zeros(2)))})["scale"].shape
@@ -110,16 +95,6 @@ def layer_by_layer(row: ArrayPlan) -> Any:
 
 def layers_of(params: Params, num_layers: int) -> list[Params]:
     """Splits a tree of stacked arrays or `Layers` into one tree per layer.
-
-    Args:
-        params: Stacked arrays or `Layers`.
-        num_layers: Number of layers of the model.
-
-    Returns:
-        Trees of the same structure.
-
-    Raises:
-        ModelError: The arrays have another number of layers.
 
     Example:
         >>> [layer["w"].item() for layer in layers_of({"w": jnp.arange(2)}, 2)]
@@ -171,13 +146,6 @@ def read_layer(params: Params) -> Params:
 
 def cut_layers(params: Params, sizes: Sequence[int]) -> list[Params]:
     """Cuts a tree of stacked arrays or `Layers` into ranges of adjacent layers.
-
-    Args:
-        params: Stacked arrays or `Layers`.
-        sizes: Layers of each range; they add up to all layers.
-
-    Returns:
-        A tree of the same structure for each range.
 
     Example:
         >>> [x["w"].tolist() for x in cut_layers({"w": jnp.arange(3)}, (1, 2))]

@@ -54,17 +54,6 @@ def zero_bytes(
 ) -> StageBytes:
     """Bytes of model state per device by the closed form of the ZeRO paper.
 
-    Args:
-        num_params: Number of parameters of the model.
-        num_devices: Devices that ZeRO splits over, 1 or more.
-        stage: ZeRO stage, 0 to 3.
-        parameter_bytes: Bytes of one compute parameter.
-        gradient_bytes: Bytes of one gradient or of its sum.
-        optimizer_bytes: K; 12 for Adam with float32 master weights.
-
-    Returns:
-        Bytes of parameters, gradients and optimizer state.
-
     Example:
         >>> round(zero_bytes(7.5e9, 64, 2).total / 1e9, 1)
         16.6
@@ -118,15 +107,7 @@ def bytes_by_memory(rows: Any) -> MemoryBytes:
 
 
 def stored_bytes(plan: Plan) -> MemoryBytes:
-    """Bytes per device that a plan stores from step to step.
-
-    Args:
-        plan: The plan of a run.
-
-    Returns:
-        Bytes of master weights, frozen parameters, optimizer state, averaged weights
-        and, under offload, compute parameters.
-    """
+    """Bytes per device that a plan stores from step to step."""
     params = trained(plan.compute, plan.master) if plan.is_offloaded else ()
     return bytes_by_memory((plan.master, plan.opt_state, plan.ema, params))
 
@@ -135,11 +116,6 @@ def plan_bytes(plan: Plan, kept: Any = ()) -> StageBytes:
     """Bytes per device of parameters, gradient sum and optimizer state of a plan.
 
     Frozen parameters are counted once, as parameters.
-
-    Args:
-        plan: The plan of a run.
-        kept: Plans of what the state holds for exchanges of replicas; counted with the
-            optimizer state.
     """
     return StageBytes(
         parameters=tree_bytes(plan.compute),
@@ -167,15 +143,7 @@ def padding_bytes(rows: Any) -> int:
 
 
 def pending_gradients(plan: Plan, num_microbatches: int) -> Any:
-    """Plans of the gradients that are held on the devices until the update.
-
-    Args:
-        plan: The plan of a run.
-        num_microbatches: Microbatches of a step; above 1 their sums are held.
-
-    Returns:
-        A tree of `ArrayPlan`, sharded as the optimizer reads them.
-    """
+    """Plans of the gradients that are held on the devices until the update."""
     typed = plan.grads
     if num_microbatches == 1:
         typed = trained(plan.compute, plan.master)
@@ -187,30 +155,14 @@ def pending_gradients(plan: Plan, num_microbatches: int) -> Any:
 
 
 def stored_gradients(plan: Plan, config: Config) -> list[ArrayPlan]:
-    """Plans of pending gradients in `zero.gradient_memory`, one per parameter.
-
-    Args:
-        plan: The plan of a run.
-        config: Settings; read for `zero` and the batch.
-
-    Returns:
-        One plan per parameter, in the order of the leaves.
-    """
+    """Plans of pending gradients in `zero.gradient_memory`, one per parameter."""
     batch = resolve_batch(config, plan.num_batch_shares)
     rows = jax.tree.leaves(pending_gradients(plan, batch.num_microbatches))
     return [offload_pending(row, config.zero.gradient_memory, config) for row in rows]
 
 
 def rows_on_disk(plan: Plan, config: Config) -> list[ArrayPlan]:
-    """Plans of all arrays that a run stores on disks, pending gradients included.
-
-    Args:
-        plan: The plan of a run.
-        config: Settings; read for `zero` and the batch.
-
-    Returns:
-        Plans of the state, then plans of gradients.
-    """
+    """Plans of all arrays that a run stores on disks, pending gradients included."""
     state = (plan.master, plan.opt_state, plan.ema, plan.compute)
     rows = [*jax.tree.leaves(state), *stored_gradients(plan, config)]
     return [row for row in rows if row.is_on_disk]

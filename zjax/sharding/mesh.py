@@ -42,16 +42,6 @@ def with_batch_sizes(config: schema.Config, num_devices: int) -> schema.Config:
 def mesh_sizes(mesh: schema.Mesh, num_devices: int) -> dict[str, int]:
     """Resolves the entry that is -1 and checks the product.
 
-    Args:
-        mesh: Sizes per axis; at most one is -1.
-        num_devices: Devices to fill, 1 or more.
-
-    Returns:
-        The size of every axis, in mesh order.
-
-    Raises:
-        ConfigError: The sizes do not multiply to the number of devices.
-
     Example:
         >>> mesh_sizes(schema.Mesh(tensor=2), 8)["data"]
         4
@@ -75,16 +65,6 @@ def mesh_sizes(mesh: schema.Mesh, num_devices: int) -> dict[str, int]:
 def make_mesh(mesh: schema.Mesh, devices: Sequence[Device] | None = None) -> Mesh:
     """Arranges devices along the six axes.
 
-    Args:
-        mesh: Sizes per axis; at most one is -1.
-        devices: Devices to use; all of them by default.
-
-    Returns:
-        A mesh whose axes are all of type Auto.
-
-    Raises:
-        ConfigError: The sizes do not multiply to the number of devices.
-
     Example:
         >>> make_mesh(schema.Mesh(), jax.devices()[:1]).shape["data"]
         1
@@ -99,16 +79,6 @@ def make_mesh(mesh: schema.Mesh, devices: Sequence[Device] | None = None) -> Mes
 def abstract_mesh(mesh: schema.Mesh, num_devices: int) -> AbstractMesh:
     """A mesh without devices, to plan for other machines.
 
-    Args:
-        mesh: Sizes per axis; at most one is -1.
-        num_devices: Number of devices to plan for, 1 or more.
-
-    Returns:
-        A mesh on which shardings can be computed.
-
-    Raises:
-        ConfigError: The sizes do not multiply to the number of devices.
-
     Example:
         >>> abstract_mesh(schema.Mesh(tensor=8), 1024).shape["data"]
         128
@@ -120,14 +90,6 @@ def abstract_mesh(mesh: schema.Mesh, num_devices: int) -> AbstractMesh:
 
 def trace(function: Callable[..., Any], *args: Any) -> ClosedJaxpr:
     """Traces a function that may name mesh axes, where no mesh is set yet.
-
-    Args:
-        function: Function of arrays; traced under a mesh of one device only if it fails
-            without, as it may set a mesh itself.
-        *args: Arrays or their shapes.
-
-    Returns:
-        The jaxpr.
 
     Example:
         >>> in_parts = jax.sharding.PartitionSpec("data")

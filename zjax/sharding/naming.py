@@ -36,10 +36,6 @@ def name_adapters(
 ) -> dict[str, Logical]:
     """Names the dims of adapters by path.
 
-    Args:
-        kernels: Result of `kernels_of_adapters`.
-        names: One name or None per dim of each parameter, by path.
-
     Example:
         >>> names = {"up/kernel": ("embed", "mlp"), "up/lora/a": (None,) * 2}
         >>> names["up/lora/b"] = (None, None)
@@ -78,25 +74,7 @@ def names_of_dims(
     settings: schema.Mesh,
     mesh: Mesh | AbstractMesh | None = None,
 ) -> list[Logical]:
-    """Names the dims of each parameter.
-
-    Args:
-        model: The model; names dims where it can.
-        params: Parameters, abstract or not.
-        settings: `names` translates names of the model. The first of `rules` whose
-            pattern matches a path replaces them, but for the dim of stacked layers.
-        mesh: Devices over which parameters are sharded by name; None if names are only
-            read.
-
-    Returns:
-        One key of `rules.RULES` or None per dim, in the order of the leaves. Dims of an
-        adapter of `lora` have the names of those of its kernel.
-
-    Raises:
-        PlanError: Settings that match nothing, name too many dims or have no rule; or
-            names of the model without a rule where the mesh shards parameters by name.
-            All of them at once.
-    """
+    """Names the dims of each parameter."""
     leaves, tree = jax.tree_util.tree_flatten_with_path(params)
     logical_dims = [tuple(x or ()) for x in tree.flatten_up_to(model.logical(params))]
     paths = [path_of(keys) for keys, _ in leaves]

@@ -30,15 +30,7 @@ MIN_CODED_ELEMENTS = 2_048
 
 
 def plan_compute(rows: Any, config: Config) -> Any:
-    """Plans of the compute parameters of ZeRO-3, by the settings of ZeRO++.
-
-    Args:
-        rows: Tree of `ArrayPlan`, stored as the master weights.
-        config: Settings; read for `zero`.
-
-    Returns:
-        The tree, with codecs and secondary partitions where they apply.
-    """
+    """Plans of the compute parameters of ZeRO-3, by the settings of ZeRO++."""
     zero = config.zero
     coded = plan_codec(rows, "int8") if zero.quantized_weights else rows
     return jax.tree.map(_in_node, coded) if zero.secondary_partition else coded
@@ -50,17 +42,7 @@ def plan_grads(rows: Any, config: Config) -> Any:
 
 
 def check_effect(rows: Any, compute: Any, grads: Any, config: Config) -> None:
-    """Refuses settings of ZeRO++ that change the plan of no array.
-
-    Args:
-        rows: Tree of `ArrayPlan`, what `plan_compute` was given.
-        compute: What it returned.
-        grads: What `plan_grads` returned.
-        config: Settings; read for `zero`.
-
-    Raises:
-        PlanError: Names each such setting.
-    """
+    """Refuses settings of ZeRO++ that change the plan of no array."""
     pairs = zip(*map(jax.tree.leaves, (rows, compute)), strict=True)
     coded = f"codes nothing: no matrix has shards of {MIN_CODED_ELEMENTS:,} elements"
     whole = "moves nothing: no array is sharded in a dim that the devices divide"
@@ -106,19 +88,7 @@ def _in_node(row: ArrayPlan) -> ArrayPlan:
 
 
 def abstract_opt_state(tx: Any, params: Any) -> Any:
-    """The abstract state of an optimizer, after a check of one abstract update.
-
-    Args:
-        tx: Optax gradient transformation.
-        params: Abstract parameters.
-
-    Returns:
-        A tree of ShapeDtypeStruct.
-
-    Raises:
-        PlanError: The optimizer rejects the parameters, needs more for an update than
-            gradient, loss and loss function, or changes a shape or dtype of its state.
-    """
+    """The abstract state of an optimizer, after a check of one abstract update."""
 
     def update(grads: Any, state: Any, params: Any) -> Any:
         return optax.with_extra_args_support(tx).update(
@@ -239,21 +209,7 @@ class ParamPlans:
         *,
         is_by_layer: bool,
     ) -> "ParamPlans":
-        """Finds the specs of all parameters.
-
-        Args:
-            config: Settings; read for `mesh.names`, `mesh.rules` and `zero`.
-            mesh: Devices, or an abstract mesh.
-            model: Names the dims of its parameters.
-            params: Abstract parameters.
-            is_by_layer: Whether stacks are planned as one array per layer.
-
-        Returns:
-            The specs, from which `planned` makes trees.
-
-        Raises:
-            PlanError: Parameters that no rule can place.
-        """
+        """Finds the specs of all parameters."""
         logical = names_of_dims(model, params, config.mesh, mesh)
         unsharded, sharded = [], []
         leaves = jax.tree_util.tree_leaves_with_path(params)

@@ -57,14 +57,6 @@ def name_of(path: str) -> str:
 def owners(keys: Any, params: Mapping[str, Any]) -> Iterator[Any]:
     """The parameters that a leaf of optimizer state may belong to.
 
-    Args:
-        keys: Key path of the leaf.
-        params: Values by path of a parameter.
-
-    Yields:
-        Values whose path is contained in that of the leaf: those that end last first,
-        longer ones before shorter ones.
-
     Example:
         >>> keys = map(jax.tree_util.DictKey, ("mu", "blocks", "kernel"))
         >>> list(owners(tuple(keys), {"kernel": 1, "blocks/kernel": 2, "bias": 3}))
@@ -80,13 +72,6 @@ def owners(keys: Any, params: Mapping[str, Any]) -> Iterator[Any]:
 
 def position_finder(params: Any) -> Callable[[Any], int | None]:
     """Makes a function that finds the parameter of a leaf of optimizer state.
-
-    Args:
-        params: A tree with one leaf per parameter, or per layer.
-
-    Returns:
-        A function from the key path of a leaf to the position of its parameter among
-        the leaves of `params`, or None.
 
     Example:
         >>> position = position_finder({"bias": 0, "kernel": 0})

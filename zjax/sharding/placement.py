@@ -265,15 +265,7 @@ def constrain(x: jax.Array, sharding: NamedSharding) -> jax.Array:
 
 
 def place_tree(tree: Any, rows: Any) -> Any:
-    """Constrains arrays inside a program to their stored sharding.
-
-    Args:
-        tree: Arrays in their logical shapes, traced by `jit`.
-        rows: A tree of `ArrayPlan` of the same structure.
-
-    Returns:
-        The arrays, unpadded.
-    """
+    """Constrains arrays inside a program to their stored sharding."""
 
     def place(x: jax.Array, row: ArrayPlan) -> jax.Array:
         stored = constrain(pad(x, row), row.stored)

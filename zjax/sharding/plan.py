@@ -156,22 +156,7 @@ class Plan:
 
 @dtype_promotion()
 def make_plan(config: Config, mesh: Mesh | AbstractMesh, model: Model, tx: Any) -> Plan:
-    """Decides where every array of a run is stored.
-
-    Args:
-        config: Settings; read for `zero`, `precision`, `mesh.names` and `mesh.rules`.
-            "auto" memory is planned as host memory; `zjax.fit_plan` replaces it.
-        mesh: Devices, or an abstract mesh.
-        model: Supplies abstract parameters and the names of their dims.
-        tx: Optax gradient transformation of `make_optimizer` or `adopt_optimizer`.
-
-    Returns:
-        The plan; print it with `zjax.describe_plan`.
-
-    Raises:
-        PlanError: Parameters that no rule can place, an optimizer that cannot work from
-            one mean gradient per step, or settings that move nothing.
-    """
+    """Decides where every array of a run is stored."""
     params, model_state = jax.eval_shape(model.init, abstract_key())
     splits, dtypes = zero.splits_of(config.zero.stage), config.precision
     planned = ParamPlans.of(
@@ -220,17 +205,7 @@ def stores_layers_apart(config: Config, model: Model) -> bool:
 
 
 def offload_pending(row: ArrayPlan, memory: str, config: Config) -> ArrayPlan:
-    """Plans the storage of a pending gradient or of the input of a block.
-
-    Args:
-        row: Plan of the array on the devices.
-        memory: Memory to store it in; arrays of less than `MIN_MOVED_BYTES` stay on the
-            devices instead of disks.
-        config: Settings; read for `zero.nvme_paths`.
-
-    Returns:
-        Plan of the array in that memory.
-    """
+    """Plans the storage of a pending gradient or of the input of a block."""
     return (
         _offload(row, row, memory, config) if memory == NVME else row.stored_in(memory)
     )

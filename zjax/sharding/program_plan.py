@@ -12,16 +12,7 @@ from zjax.typing import Model
 
 
 def layerwise_plan(model: Model, plan: Plan) -> Plan:
-    """The plan with a plan for each layer of a stacked array.
-
-    Args:
-        model: Says whether it takes its layers apart.
-        plan: The plan of stored arrays.
-
-    Returns:
-        The plan with `Layers` for sharded stacks, and for all of them where nothing is
-        reduced over devices; `plan` itself for other models.
-    """
+    """The plan with a plan for each layer of a stacked array."""
     if not model.takes_layers_apart:
         return plan
     # Stacks too small to be sharded are reduced at the end, all layers at once.

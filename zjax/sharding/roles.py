@@ -27,16 +27,7 @@ class MovedParam(NamedTuple):
 
 
 def moved_params(stack: Stack | None, params: Params) -> dict[str, MovedParam]:
-    """The parameters in `Segment.moves`, by their path in the model.
-
-    Args:
-        stack: The model as a line of blocks, if it is one.
-        params: A tree with the structure of the model's parameters, of which some may
-            be None.
-
-    Raises:
-        ModelError: A segment moves a parameter that it does not have.
-    """
+    """The parameters in `Segment.moves`, by their path in the model."""
     if stack is None or not any(segment.moves for segment in stack.segments):
         return {}
     paths = jax.tree_util.tree_map_with_path(
@@ -63,17 +54,7 @@ def moved_params(stack: Stack | None, params: Params) -> dict[str, MovedParam]:
 def move_params(
     params: Params, updated: Params, moved: Mapping[str, MovedParam], totals: Totals
 ) -> Params:
-    """Replaces parameters by what their moves make of them.
-
-    Args:
-        params: Parameters before the step; stacked arrays or `Layers`.
-        updated: Parameters that the optimizer updated.
-        moved: How parameters move, by path.
-        totals: Totals over the global batch of the step.
-
-    Returns:
-        `updated`, with the moved parameters.
-    """
+    """Replaces parameters by what their moves make of them."""
 
     def one(keys: tuple, old: jax.Array, new: jax.Array) -> jax.Array:
         found = moved.get(path_of(keys))
@@ -95,14 +76,6 @@ def assign_roles(rows: Any, config: Config, stack: Stack | None) -> Any:
     """Sets `follows` in the plans of parameters or of their gradients.
 
     A frozen parameter stays where it is even if totals would move it.
-
-    Args:
-        rows: Tree of `ArrayPlan` in the structure of the parameters.
-        config: Read for `optimizer.groups` and `lora`.
-        stack: The model as a line of blocks, whose totals may move parameters.
-
-    Returns:
-        The same tree of plans.
     """
     moved = moved_params(stack, rows)
 
@@ -118,12 +91,7 @@ def assign_roles(rows: Any, config: Config, stack: Stack | None) -> Any:
 
 
 def moves_of(rows: Any, stack: Stack | None) -> dict[str, MovedParam]:
-    """Returns how totals move the parameters that follow them, by path.
-
-    Args:
-        rows: Tree of `ArrayPlan` of the master weights.
-        stack: The model as a line of blocks.
-    """
+    """Returns how totals move the parameters that follow them, by path."""
     leaves = jax.tree_util.tree_leaves_with_path(rows)
     follows = {path_of(keys): row.follows for keys, row in leaves}
     moved = moved_params(stack, rows)
@@ -132,27 +100,14 @@ def moves_of(rows: Any, stack: Stack | None) -> dict[str, MovedParam]:
 
 
 def only_followers(tree: Any, rows: Any, follows: Follows) -> Any:
-    """Returns a tree with None in place of each parameter that follows something else.
-
-    Args:
-        tree: One value per parameter.
-        rows: Tree of `ArrayPlan` of the master weights.
-        follows: What the remaining parameters follow.
-    """
+    """Returns a tree with None for each parameter that follows something else."""
     return jax.tree.map(
         lambda row, x: x if row.follows == follows else None, rows, tree
     )
 
 
 def with_followers(new: Any, tree: Any, rows: Any, follows: Follows) -> Any:
-    """Replaces the parameters that `only_followers` selects.
-
-    Args:
-        new: Result of `only_followers`, or a tree with a value for every parameter.
-        tree: One value per parameter.
-        rows: Tree of `ArrayPlan` of the master weights.
-        follows: What the replaced parameters follow.
-    """
+    """Replaces the parameters that `only_followers` selects."""
     return jax.tree.map(
         lambda row, x, new: new if row.follows == follows else x, rows, tree, new
     )

@@ -29,17 +29,6 @@ hold all of a layer."""
 def spec_for(logical: Logical, path: str, mesh: Mesh | AbstractMesh) -> PartitionSpec:
     """The model-parallel spec of an array from the names of its dims.
 
-    Args:
-        logical: One key of `RULES` or None per dim.
-        path: Path of the array, for errors.
-        mesh: The mesh; axes of size 1 are left out of the spec.
-
-    Returns:
-        A spec with one entry per dim.
-
-    Raises:
-        PlanError: Two dims claim one mesh axis.
-
     Example:
         >>> from zjax.settings import schema
         >>> mesh = meshes.abstract_mesh(schema.Mesh(tensor=2), 8)
@@ -71,15 +60,6 @@ def check_parts(
 
     Uneven dims are padded in storage and gathered for use; experts, which each device
     uses as its own shard, are not gathered.
-
-    Args:
-        shape: Logical shape.
-        spec: Spec of the array where it is used.
-        path: Path of the array, for errors.
-        mesh: The mesh.
-
-    Raises:
-        PlanError: A batch axis does not divide a dim that it shards.
     """
     for size, axes in zip(shape, axes_of(spec, len(shape)), strict=True):
         for axis in axes:
@@ -117,14 +97,6 @@ def reduced_spec(
     spec: PartitionSpec, shape: tuple[int, ...], reduced: tuple[int, ...]
 ) -> PartitionSpec | None:
     """The spec of an array that is reduced over some dims of another.
-
-    Args:
-        spec: Spec of the other array.
-        shape: Shape of the other array.
-        reduced: Shape of the array, with 1 for reduced dims.
-
-    Returns:
-        The spec without the axes of reduced dims; None for any other shape.
 
     Example:
         >>> reduced_spec(PartitionSpec("data", "tensor"), (8, 6), (1, 6))

@@ -56,17 +56,6 @@ def extend_spec(
     the one that leaves the fewest elements on a device. If they do not divide this
     dim, the array is stored padded (`stored_shape`).
 
-    Args:
-        shape: Global shape.
-        spec: Model-parallel spec.
-        mesh: The mesh, abstract or not.
-        axes: The ZeRO axes, major first.
-        min_elements: Arrays with fewer elements per layer are not sharded.
-        stacked_dims: Dims that must not be sharded, along which layers are stacked.
-
-    Returns:
-        The extended spec, or `spec` itself where sharding saves nothing.
-
     Example:
         >>> from zjax.settings import schema
         >>> mesh = meshes.abstract_mesh(schema.Mesh(tensor=2), 8)

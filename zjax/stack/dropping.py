@@ -40,13 +40,6 @@ class BlockInput(NamedTuple):
 def make_inputs(keys: jax.Array | None, dropping: Dropping) -> BlockInput:
     """The inputs of all blocks on all tokens.
 
-    Args:
-        keys: Random key of each block; None in evaluation.
-        dropping: From the batch.
-
-    Returns:
-        Arrays [N, ...], with draws of the blocks that run if some are dropped.
-
     Reference:
         Zhang and He, Progressive Layer Dropping (arXiv:2010.13369), section 4.2.
     """
@@ -58,13 +51,7 @@ def make_inputs(keys: jax.Array | None, dropping: Dropping) -> BlockInput:
 
 
 def make_input(key: jax.Array, depth: Any, theta: Any) -> BlockInput:
-    """The input of one block on all tokens, with the draw of whether it runs.
-
-    Args:
-        key: Random key of the block.
-        depth: float32[], its number, from 1 on, over the number of blocks.
-        theta: float32[], probability that the last block runs.
-    """
+    """The input of one block on all tokens, with the draw of whether it runs."""
     probability = 1 - depth * (1 - theta)
     is_kept = jax.random.bernoulli(fold_name(key, "layer"), probability)
     return BlockInput(key, None, is_kept, probability)
@@ -84,29 +71,14 @@ def split_dropping(batch: Batch) -> tuple[Batch, Dropping]:
 
 
 def drops_tokens(dropping: Dropping, carry: Any, key: jax.Array | None) -> bool:
-    """Whether blocks between the first and the last run on a subset of the tokens.
-
-    Args:
-        dropping: From the batch.
-        carry: Tree of arrays [B, L, ...], the stream after the embedding.
-        key: Random key; None in evaluation.
-    """
+    """Whether blocks between the first and the last run on a subset of the tokens."""
     if key is None or not dropping.num_kept:
         return False
     return dropping.num_kept < jax.tree.leaves(carry)[0].shape[1]
 
 
 def draw_tokens(keys: jax.Array, carry: Any, num_kept: int) -> jax.Array:
-    """Draws the tokens of several blocks.
-
-    Args:
-        keys: Keys of N blocks.
-        carry: Tree of arrays [B, L, ...].
-        num_kept: K, tokens to draw of each row.
-
-    Returns:
-        int32[N, B, K].
-    """
+    """Draws the tokens of several blocks."""
     num_rows, length, *_ = jax.tree.leaves(carry)[0].shape
 
     def draw(key: jax.Array) -> jax.Array:
@@ -137,18 +109,7 @@ def run_block(
     context: Any,
     given: BlockInput,
 ) -> Any:
-    """Runs a block on the tokens of its input, or not at all.
-
-    Args:
-        block: `block(params, carry, context, given)` on the tokens of `given`.
-        params: Parameters of the block.
-        carry: Tree of arrays [B, L, ...].
-        context: What all blocks read, of all tokens.
-        given: Inputs of this block.
-
-    Returns:
-        What the block returns; if it does not run, the carry and zeros.
-    """
+    """Runs a block on the tokens of its input, or not at all."""
     inputs = context, given
     if given.is_kept is None:
         return _run(block, params, carry, inputs)
@@ -178,10 +139,6 @@ class Tally(NamedTuple):
 def mean_metric(values: Sequence[Any], num_blocks: int) -> jax.Array:
     """The mean of a metric over the blocks that ran; 0 if none of them did.
 
-    Args:
-        values: Sums of the metric over some blocks, or their tallies.
-        num_blocks: Blocks that they stand for; tallies count themselves.
-
     Example:
         >>> three, one, none = jnp.float32(3), jnp.float32(1), jnp.float32(0)
         >>> float(mean_metric([three, one], 4))
@@ -201,11 +158,6 @@ def over_probability(
     """What a block adds, divided by the probability that it runs; counts are exact.
 
     Its metrics are tallies.
-
-    Args:
-        carry: Input of the block.
-        results: What the block returned.
-        probability: float32[], above 0.
     """
 
     def scale(before: jax.Array, after: jax.Array) -> jax.Array:

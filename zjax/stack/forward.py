@@ -173,19 +173,7 @@ def run_stack(
     key: jax.Array | None,
     execution: Execution = ONE_BY_ONE,
 ) -> tuple[Any, list[Auxiliary]]:
-    """Runs the embedding and all blocks.
-
-    Args:
-        stack: The model as a sequence of blocks.
-        params: Parameters of the model.
-        batch: Tree of arrays.
-        key: The embedding uses `fold_in(key, 0)`, block i of all segments `fold_in(key,
-            i + 1)`. None means evaluation.
-        execution: How the blocks run.
-
-    Returns:
-        The carry for the head, and what each block returns besides its carry.
-    """
+    """Runs the embedding and all blocks."""
     batch, dropping = split_dropping(batch)
     embed, blocks, _ = stack.split(params)
     carry, context = stack.embed(embed, batch, fold_in(key, 0))
@@ -322,18 +310,6 @@ def run_blocks(
 ) -> tuple[Any, tuple[Any, ...]]:
     """Threads a carry through equal blocks.
 
-    Args:
-        step: `step(params, carry, input) -> (carry, output)`, with parameters for
-            `read_layer`.
-        blocks: Arrays that stack the parameters of the blocks, or their `Layers`.
-        carry: Input of the first block.
-        inputs: One tree per block; with a scan, one per block of an iteration, stacked
-            over the iterations.
-        scan_size: Blocks per scan iteration; 0 for no scan.
-
-    Returns:
-        The carry of the last block, and the outputs in the form of the inputs.
-
     Example:
         >>> def step(params, x, key):
         ...     return params * x, x
@@ -366,13 +342,6 @@ def run_blocks(
 def combine(auxiliaries: Sequence[Auxiliary]) -> Auxiliary:
     """Combines the losses and metrics that blocks return.
 
-    Args:
-        auxiliaries: One per block.
-
-    Returns:
-        The sum of the losses; each metric's mean over the blocks that return it, and
-        that ran.
-
     Example:
         >>> one, two = jnp.float32(1), jnp.float32(2)
         >>> both = combine([Auxiliary(one, {"drop": two}), Auxiliary(two), Auxiliary()])
@@ -395,13 +364,6 @@ def stack_totals(
 ) -> Totals:
     """Stacks the totals of the blocks of each segment.
 
-    Args:
-        segments: Segments of a stack.
-        auxiliaries: One per block of all segments.
-
-    Raises:
-        ModelError: A block gives other totals than its segment declares.
-
     Example:
         >>> segment = Segment(lambda *inputs: None, 2, totals={"load": (3,)})
         >>> blocks = [Auxiliary(totals={"load": jnp.arange(3)})] * 2
@@ -422,12 +384,6 @@ def stack_totals(
 def named_totals(totals: Totals) -> Metrics:
     """Names totals as metrics of a step.
 
-    Args:
-        totals: Arrays of each segment by name.
-
-    Returns:
-        The arrays by name, followed by the index of the segment if several have it.
-
     Example:
         >>> one = jnp.int32(1)
         >>> sorted(named_totals(({"load": one}, {"load": one, "seen": one})))
@@ -442,11 +398,7 @@ def named_totals(totals: Totals) -> Metrics:
 
 
 def check_totals(segment: Segment, auxiliary: Auxiliary) -> None:
-    """Refuses totals of a block that are not those its segment declares.
-
-    Raises:
-        ModelError: Names every such array.
-    """
+    """Refuses totals of a block that are not those its segment declares."""
     declared = {n: f"int32{list(shape)}" for n, shape in segment.totals.items()}
     given = {n: f"{x.dtype}{list(x.shape)}" for n, x in auxiliary.totals.items()}
     problems = [
@@ -471,19 +423,6 @@ def loss_of_sums(
     totals: Totals = (),
 ) -> Loss:
     """The loss of a microbatch from the head's sums and the blocks' auxiliaries.
-
-    Args:
-        total: Sum of the loss.
-        weight: Number of units; 0 gives a mean of 0.
-        sums: Sums of the head's metrics.
-        auxiliary: Loss to add to the mean, and metrics.
-        totals: Totals of the blocks.
-
-    Returns:
-        Means, and the totals.
-
-    Raises:
-        ModelError: Two metrics or totals of head and blocks have the same name.
 
     Example:
         >>> six, three, one = (jnp.float32(x) for x in (6, 3, 1))

@@ -57,16 +57,7 @@ class DiskArray:
 
     @classmethod
     def write(cls, x: jax.Array, row: ArrayPlan) -> "DiskArray":
-        """Starts to write an array.
-
-        Args:
-            x: Array on the devices, of one dim and one element or more; with the
-                sharding of the row.
-            row: Where it is stored.
-
-        Returns:
-            The array on disk, which may still be being written.
-        """
+        """Starts to write an array."""
         # JAX has a pool of pinned memory; another copy on the host would map its own.
         pinned = send(x, row.on_host.stored)
         shards = {spans_of(s.index, x.shape): s.data for s in pinned.addressable_shards}
@@ -92,12 +83,7 @@ class DiskArray:
         return self._coming is not None and self._coming.done()
 
     def to_devices(self) -> jax.Array:
-        """Reads the array onto its devices; copies from the host may still run.
-
-        Raises:
-            StorageError: It could not be written, or what is read is not what was
-                written.
-        """
+        """Reads the array onto its devices; copies from the host may still run."""
         self.prefetch()
         assert self._coming is not None
         coming, self._coming = self._coming, None
@@ -114,21 +100,12 @@ class DiskArray:
         )
 
     def read(self, index: Any = ...) -> np.ndarray:
-        """Reads a slice, by a NumPy index; all of the array by default.
-
-        Raises:
-            StorageError: As `to_devices`.
-        """
+        """Reads a slice, by a NumPy index; all of the array by default."""
         self.block_until_ready()
         return self._with_remedy(lambda: open_files(self.path)[index].read().result())
 
     def block_until_ready(self) -> "DiskArray":
-        """Waits until it is written.
-
-        Raises:
-            StorageError: It could not be.
-            RuntimeError: The array was deleted.
-        """
+        """Waits until it is written."""
         self.check_held()
         self._result(self._written)
         return self
@@ -300,10 +277,6 @@ def _bytes_of(chunk: np.ndarray) -> np.ndarray:
 
 def spans_of(index: Any, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     """First element, and that after the last, in each dim of an array's slice.
-
-    Args:
-        index: Slices by dim; None is the whole array.
-        shape: Shape of the array.
 
     Example:
         >>> spans_of((slice(2, 4), slice(None)), (8, 3))

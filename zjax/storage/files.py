@@ -30,15 +30,6 @@ def chunk_shape(
 
     All files have one size, so chunks divide a shard as evenly as possible.
 
-    Args:
-        shape: Shape of the array.
-        shard_shape: Shape of the shard of one device.
-        itemsize: Bytes of an element.
-
-    Returns:
-        A shape that divides `shard_shape` in the dims that are split: each chunk lies
-        on one device.
-
     Example:
         >>> chunk_shape((48, 1 << 20), (24, 1 << 20), 4)
         (4, 1048576)
@@ -68,11 +59,7 @@ def chunk_shape(
 
 
 def disk_bytes(row: ArrayPlan) -> int:
-    """Bytes on disk of the files that this process writes, with their directories.
-
-    Args:
-        row: Plan of the array, on devices of which some are this process's.
-    """
+    """Bytes on disk of the files that this process writes, with their directories."""
     shard = row.stored.shard_shape(row.stored_shape)
     itemsize = dtype_bytes(row.stored_dtype)
     chunk = chunk_shape(row.stored_shape, shard, itemsize)
@@ -98,13 +85,6 @@ def write_file(path: str, content: np.ndarray) -> None:
     """Creates a file, or overwrites one of the same length.
 
     A file with more hard links, as in a checkpoint, is replaced: they keep its content.
-
-    Args:
-        path: Path in a directory that exists.
-        content: uint8[n]; aligned memory is not copied.
-
-    Raises:
-        OSError: The file cannot be written.
     """
     num_direct = _num_direct(content)
     tail = content[num_direct:].tobytes() + _checksum(content)
@@ -122,16 +102,7 @@ def write_file(path: str, content: np.ndarray) -> None:
 
 
 def read_file(path: str, content: np.ndarray) -> None:
-    """Reads what `write_file` wrote.
-
-    Args:
-        path: Path of the file.
-        content: uint8[n], to be filled; aligned memory is fastest.
-
-    Raises:
-        OSError: The file cannot be read.
-        ValueError: The file is too short or does not match its checksum.
-    """
+    """Reads what `write_file` wrote."""
     num_direct = _num_direct(content)
     tail = np.empty(len(content) - num_direct + SUM_BYTES, np.uint8)
     file = os.open(path, os.O_RDONLY | _direct_flag(os.path.dirname(path)))
@@ -147,12 +118,7 @@ def read_file(path: str, content: np.ndarray) -> None:
 
 
 def check_file(path: str) -> int:
-    """Verifies a file of `write_file` and returns its checksum.
-
-    Raises:
-        OSError: The file cannot be read.
-        ValueError: The file is too short or does not match its checksum.
-    """
+    """Verifies a file of `write_file` and returns its checksum."""
     size = os.stat(path).st_size - SUM_BYTES
     if size < 1:
         raise ValueError(f"ends after {size + SUM_BYTES} bytes")

@@ -82,9 +82,6 @@ class Job(NamedTuple):
 def move_chunks(direction: Direction, prepare: Callable[[], Job]) -> futures.Future:
     """Calls `prepare`, which may block, and runs its job, all in other threads.
 
-    Returns:
-        Future of the job's result or first error, set once no chunk is in transfer.
-
     Example:
         >>> chunks = []
         >>> job = Job(chunks.append, [(1,), (2,)], "done")

@@ -14,16 +14,7 @@ from zjax.storage.transfers import report_moved
 
 
 def to_devices(x: Any, row: ArrayPlan, *, is_consumed: bool) -> Any:
-    """Starts to copy a stored array to the devices, unless it is stored there.
-
-    Args:
-        x: Stored array.
-        row: Where it is stored.
-        is_consumed: Whether `x` is deleted.
-
-    Returns:
-        The array on the devices; its copy may still run.
-    """
+    """Starts to copy a stored array to the devices, unless it is stored there."""
     if row.is_on_device:
         return x
     staged = x.to_devices() if row.is_on_disk else send(x, row.on_device.stored)
@@ -33,15 +24,7 @@ def to_devices(x: Any, row: ArrayPlan, *, is_consumed: bool) -> Any:
 
 
 def store(arrays: Any, rows: Any) -> Any:
-    """Starts to copy arrays to where they are stored; those that move are consumed.
-
-    Args:
-        arrays: A tree, on the devices.
-        rows: A tree of `ArrayPlan` of the same structure.
-
-    Returns:
-        The stored arrays; their copies may still run.
-    """
+    """Starts to copy arrays to where they are stored; those that move are consumed."""
 
     def one(x: Any, row: ArrayPlan) -> Any:
         if row.is_on_device:
@@ -66,17 +49,7 @@ def store_all(arrays: Any, rows: Any, limit_bytes: int) -> Any:
 def store_in_turn(
     pairs: Iterable[tuple[Any, ArrayPlan]], limit_bytes: int
 ) -> Iterator[Any]:
-    """Stores arrays as an iterator creates them, with few in transfer at a time.
-
-    Args:
-        pairs: Iterator of arrays on the devices with their plans; arrays that move are
-            consumed.
-        limit_bytes: Most bytes on one device of arrays in transfer; one is stored
-            whatever its size.
-
-    Yields:
-        The stored arrays. Copies may still run until the iterator ends.
-    """
+    """Stores arrays as an iterator creates them, with few in transfer at a time."""
     moving: collections.deque[tuple[Any, int]] = collections.deque()
     num_bytes = 0
     for x, row in pairs:

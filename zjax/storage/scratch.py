@@ -62,16 +62,7 @@ class Scratch:
         weakref.finalize(self, _close, self.places, locks, os.getpid())
 
     def take(self, kind: Hashable, num_bytes: int) -> str:
-        """A directory for one more array.
-
-        Args:
-            kind: Key that is equal for arrays with equal names and sizes of files.
-            num_bytes: Bytes of its files.
-
-        Returns:
-            The path of a deleted array of this kind, with its files; else a new path,
-            on the disk that holds least.
-        """
+        """A directory for one more array."""
         with self._lock:
             if self._free[kind]:
                 return self._free[kind].pop()
@@ -139,17 +130,7 @@ def free_bytes(paths: tuple[str, ...]) -> int:
 def check_disks(
     paths: tuple[str, ...], sizes: Sequence[int], num_processes: int = 1
 ) -> None:
-    """Refuses disks on which a state does not fit.
-
-    Args:
-        paths: Directories that exist, one per disk.
-        sizes: Bytes of the files of each array of this process.
-        num_processes: Processes that share the disks, each with as many files.
-
-    Raises:
-        StorageError: Names paths that cannot be used or are too slow, or says how much
-            is needed and how much is free.
-    """
+    """Refuses disks on which a state does not fit."""
     open_scratch(paths).clear()  # and the files of killed runs
     total = sum(sizes)
     if total >= _TRIED_FROM:

@@ -46,9 +46,6 @@ class DiskStaging(NamedTuple):
 def in_flight_bytes(capacity_bytes: int | float) -> int:
     """Bytes on a device for arrays in transfer.
 
-    Args:
-        capacity_bytes: Memory of the device; infinite where it does not say.
-
     Example:
         >>> [in_flight_bytes(size * 10**9) / 1e9 for size in (16, 141)]
         [2.4, 5.0]
@@ -63,9 +60,6 @@ def transfer_budget(mesh: Any) -> int:
 
 def staging_bytes(on_disks: int) -> DiskStaging:
     """Host memory for transfers between one device and disks.
-
-    Args:
-        on_disks: Bytes of the device's state that are stored there.
 
     Example:
         >>> staging_bytes(6 * 10**9)
@@ -83,12 +77,7 @@ _advance = contextvars.ContextVar("advance", default=None)
 
 @contextlib.contextmanager
 def progress_bar(what: str, num_bytes: int) -> Iterator[None]:
-    """Shows what `report_moved` reports, within its context.
-
-    Args:
-        what: Title of the bar.
-        num_bytes: Total to move; below a gigabyte nothing is shown.
-    """
+    """Shows what `report_moved` reports, within its context."""
     if num_bytes < _LONG_BYTES:
         yield
         return

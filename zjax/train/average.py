@@ -36,13 +36,6 @@ def parts_of(state: TrainState) -> tuple[Part, ...]:
 def choose_part(part: str, parts: tuple[Part, ...]) -> Part:
     """Resolves `auto`, and refuses weights that a state does not hold.
 
-    Args:
-        part: Name that the user gives.
-        parts: Names of the weights of the state.
-
-    Raises:
-        ConfigError: It is none of these.
-
     Example:
         >>> choose_part("auto", ("ema", "raw"))
         'ema'
@@ -107,15 +100,7 @@ def averaged(state: TrainState, plan: Plan) -> Params | None:
 
 
 def check_average(state: TrainState, plan: Plan) -> None:
-    """Refuses to evaluate `schedule_free` weights whose state is offloaded.
-
-    Args:
-        state: State of the run.
-        plan: Places its arrays.
-
-    Raises:
-        PlanError: The average depends on arrays that are not on the devices.
-    """
+    """Refuses to evaluate `schedule_free` weights whose state is offloaded."""
     if plan.is_offloaded and state.ema == () and _schedule_free(state):
         problem = "has averaged weights whose parts rest elsewhere"
         remedy = "use zero.optimizer_memory='device', or part='raw'"
@@ -123,15 +108,7 @@ def check_average(state: TrainState, plan: Plan) -> None:
 
 
 def check_moved(moved: Collection[str], opt_state: Any) -> None:
-    """Refuses parameters that totals move under `schedule_free`.
-
-    Args:
-        moved: Paths of these parameters.
-        opt_state: State of the optimizer, or its plans.
-
-    Raises:
-        PlanError: Its average would extrapolate from where they started.
-    """
+    """Refuses parameters that totals move under `schedule_free`."""
     if moved and _of_optimizer(opt_state):
         problem = f"averages {min(moved)}, which moves without a gradient"
         remedy = "use another optimizer"

@@ -16,14 +16,7 @@ from zjax.typing import Model, Params
 
 
 def join_master(stored: Params, params: Any, plan: Plan) -> Params:
-    """Master weights as the optimizer updates them, in their stored shapes.
-
-    Args:
-        stored: Master weights on the devices, or their low bits.
-        params: Compute parameters, which hold the high bits; may be an empty tuple
-            where no array is split.
-        plan: Places both.
-    """
+    """Master weights as the optimizer updates them, in their stored shapes."""
     if not plan.splits_master:
         return stored
     return jax.tree.map(join_param, stored, plan.master, params, plan.compute)
@@ -32,14 +25,7 @@ def join_master(stored: Params, params: Any, plan: Plan) -> Params:
 def join_param(
     x: jax.Array, row: ArrayPlan, high: jax.Array, compute: ArrayPlan
 ) -> jax.Array:
-    """`join_master` of one array.
-
-    Args:
-        x: Stored master weights on the devices.
-        row: Plan of the master weights.
-        high: Compute parameter.
-        compute: Plan of the compute parameter.
-    """
+    """`join_master` of one array."""
     if row.form is Form.PLAIN:
         return x
     return join_bits(pad(place_tree(unpad(high, compute), row), row), x)
@@ -54,26 +40,12 @@ def computed_once(x: jax.Array, row: ArrayPlan) -> jax.Array:
 
 
 def stored_master(x: Any, row: ArrayPlan) -> Any:
-    """Master weights as `row` stores them: the array, or its low bits.
-
-    Args:
-        x: Array of JAX or NumPy of `row.dtype`.
-        row: Plan of the master weights.
-    """
+    """Master weights as `row` stores them: the array, or its low bits."""
     return x if row.form is Form.PLAIN else low_bits(x)
 
 
 def high_bits(params: Any, plan: Plan) -> Any:
-    """Compute parameters that hold the high bits of split master weights.
-
-    Args:
-        params: A tree of one leaf for each parameter; may be an empty tuple where no
-            array is split.
-        plan: Places the master weights.
-
-    Returns:
-        The tree with None for all other arrays; an empty tuple where none is split.
-    """
+    """Compute parameters that hold the high bits of split master weights."""
     if not plan.splits_master:
         return ()
     rows, params = (trained(x, plan.master) for x in (plan.master, params))
@@ -91,13 +63,6 @@ def compute_params(master: Params, plan: Plan) -> Params:
     """Casts master weights on their shards, then gathers them.
 
     The cast is pinned to the shards so that the gather moves the smaller dtype.
-
-    Args:
-        master: Parameters in their logical shapes.
-        plan: Places them before and after.
-
-    Returns:
-        Parameters in the compute dtype; under ZeRO 3 still split.
     """
     return jax.tree.map(compute_param, master, plan.master, plan.compute)
 

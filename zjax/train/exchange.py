@@ -95,17 +95,7 @@ class Exchange:
     def __call__(
         self, tree: Params, errors: Any, keep: jax.Array
     ) -> tuple[Params, Any]:
-        """Averages arrays over replicas.
-
-        Args:
-            tree: Arrays of this replica in logical shapes, placed as gradients.
-            errors: Errors of earlier steps, or an empty tuple.
-            keep: bool[]; whether the step counts, and its errors replace the old ones.
-
-        Returns:
-            The means, the same on all replicas, with the other arrays of the tree; and
-            the errors.
-        """
+        """Averages arrays over replicas."""
         leaves, form = jax.tree.flatten(tree)
         is_sent = [r.follows == "gradient" for r in jax.tree.leaves(self.plan.grads)]
         sent = [x for x, is_one in zip(leaves, is_sent, strict=True) if is_one]
@@ -191,13 +181,7 @@ KEY = "codec_errors"
 
 
 def describe_errors(rows: Any, config: Config, step: int) -> str:
-    """A checksum of all that gives errors their meaning.
-
-    Args:
-        rows: TrainState of the plans of a state.
-        config: Read for `communication`, `optimizer`, `zero` and `num_steps`.
-        step: Steps taken, 0 or more.
-    """
+    """A checksum of all that gives errors their meaning."""
     phases = make_phases(config)
     units = None
     if phases is not None and phases.freeze_step:
@@ -211,12 +195,5 @@ def describe_errors(rows: Any, config: Config, step: int) -> str:
 
 
 def fit(rows: Any, config: Config, saved: Mapping[str, Any], step: int) -> bool:
-    """Whether the errors of a checkpoint fit the next messages of a run.
-
-    Args:
-        rows: TrainState of the plans of the run.
-        config: Settings of the run.
-        saved: What the checkpoint keeps beside its arrays.
-        step: Step of the checkpoint.
-    """
+    """Whether the errors of a checkpoint fit the next messages of a run."""
     return saved.get(KEY) == describe_errors(rows, config, step)

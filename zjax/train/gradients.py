@@ -45,19 +45,7 @@ class AutomaticGradients:
         key: jax.Array,
         scale: Any,
     ) -> tuple[Params, Loss]:
-        """Gradients of `scale` times the mean loss.
-
-        Args:
-            params: Parameters in the compute dtype and their logical shapes.
-            state: The model state before the first microbatch.
-            batch: The global batch.
-            key: Folded with the number of each microbatch.
-            scale: float32[], the loss scale.
-
-        Returns:
-            Gradients in logical shapes and the dtype of the gradient sum, None for
-            frozen parameters; and the loss, which is not scaled.
-        """
+        """Gradients of `scale` times the mean loss."""
         rows = layerwise_plan(self.model, self.plan).grad_sum
 
         def pin(grads: Params) -> Params:
@@ -98,17 +86,7 @@ class AutomaticGradients:
     def loss(
         self, params: Params, state: ModelState, batch: Batch, key: jax.Array | None
     ) -> Loss:
-        """The mean loss, without gradients.
-
-        Args:
-            params: Parameters in the compute dtype and their logical shapes.
-            state: The model state before the first microbatch.
-            batch: The global batch.
-            key: Folded with the number of each microbatch; None evaluates.
-
-        Returns:
-            The loss, with the model state after the last microbatch.
-        """
+        """The mean loss, without gradients."""
 
         def one(state: ModelState, inputs: Any) -> tuple[ModelState, Loss]:
             index, microbatch = inputs
@@ -138,17 +116,6 @@ def local_gradients(
 
     A loss that is not separable sees the local rows only: BatchNorm normalises over
     them, model states are averaged over devices, random keys differ by device.
-
-    Args:
-        model: Its loss.
-        plan: Places parameters, gradients and their sum.
-        num_microbatches: Gradient accumulation, 1 or more.
-        reduce_dtype: Dtype in which gradients are added over devices.
-
-    Returns:
-        A pure function of the stored master parameters. `grads` are gradients of
-        `scale` times the mean loss, in logical shapes and the dtype of the gradient
-        sum; the loss is not scaled.
     """
     layerwise = layerwise_plan(model, plan)
     each = plan.splits.grad_sum or num_microbatches == 1

@@ -23,18 +23,6 @@ def split_batch(
     Each device splits its rows into microbatches of adjacent rows. For a separable
     loss, which compares no rows, row i is in microbatch i mod N. All meshes then have
     the same microbatches and the same random numbers.
-
-    Args:
-        batch: Arrays [B, ...]; scalars and other arrays without rows are repeated.
-        model: Says whether its loss is separable, and which arrays hold rows.
-        num_microbatches: N, 1 or more.
-        num_shares: Devices along the batch dim.
-
-    Returns:
-        Arrays [N, B / N, ...].
-
-    Raises:
-        PlanError: B does not divide.
     """
 
     def split(x: jax.Array) -> jax.Array:
@@ -59,17 +47,7 @@ def row_specs(batch: Batch, model: Model, axes: Sequence[str]) -> Any:
 def check_batch(
     batch: Batch, model: Model, num_microbatches: int, num_shares: int
 ) -> None:
-    """Refuses a batch that does not divide over devices and microbatches.
-
-    Args:
-        batch: Arrays or their shapes.
-        model: Says which of them hold rows.
-        num_microbatches: Gradient accumulation, 1 or more.
-        num_shares: Devices along the batch dim.
-
-    Raises:
-        PlanError: Names every array whose first dim does not divide.
-    """
+    """Refuses a batch that does not divide over devices and microbatches."""
     parts = num_shares * num_microbatches
     problems = [
         Problem(
@@ -87,16 +65,7 @@ def check_batch(
 
 
 def check_lengths(batch: Batch, model: Model, num_shares: int) -> None:
-    """Refuses a batch whose second dim does not divide over the sequence axis.
-
-    Args:
-        batch: Arrays or their shapes.
-        model: Says which of them hold rows.
-        num_shares: Size of the sequence axis.
-
-    Raises:
-        PlanError: Names every array whose second dim does not divide.
-    """
+    """Refuses a batch whose second dim does not divide over the sequence axis."""
     problems = [
         Problem(
             field_of(path),
@@ -112,13 +81,7 @@ def check_lengths(batch: Batch, model: Model, num_shares: int) -> None:
 
 
 def cast_batch(batch: Batch, model: Model, dtype: Any) -> Batch:
-    """Casts the inputs of a model, but no targets or weights, to the compute dtype.
-
-    Args:
-        batch: Arrays.
-        model: Names its inputs.
-        dtype: Compute dtype.
-    """
+    """Casts the inputs of a model, but no targets or weights, to the compute dtype."""
     inputs = model.cast or ()
 
     def cast(keys: Any, x: jax.Array) -> jax.Array:
@@ -136,11 +99,7 @@ OWN_METRICS = frozenset(
 
 
 def check_names(loss: Loss) -> Loss:
-    """Returns the loss of a microbatch, unless a metric has a name of the run's own.
-
-    Raises:
-        ModelError: Names every such metric, and arrays of totals.
-    """
+    """Returns the loss of a microbatch, unless a metric has a name of the run's own."""
     problem, remedy = "has a name of the run's own", "give it another name"
     problems = [
         Problem(f"metrics/{name}", str(x.dtype), problem, remedy)
@@ -153,15 +112,7 @@ def check_names(loss: Loss) -> Loss:
 
 
 def mean_loss(losses: Loss, model_state: ModelState) -> Loss:
-    """Weighted mean of stacked microbatch losses, and the sum of their totals.
-
-    Args:
-        losses: Loss whose leaves are stacked [N].
-        model_state: The state after the last microbatch.
-
-    Returns:
-        One loss; 0 where all weights are 0.
-    """
+    """Weighted mean of stacked microbatch losses, and the sum of their totals."""
     total = jnp.sum(losses.weight)
     mean = functools.partial(_mean, weights=losses.weight)
     metrics = jax.tree.map(mean, losses.metrics)
@@ -171,13 +122,6 @@ def mean_loss(losses: Loss, model_state: ModelState) -> Loss:
 
 def mean_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Metrics of a step that replicas took by themselves, as those of one run.
-
-    Args:
-        metrics: Arrays of JAX or NumPy with the metrics of each replica, [N, ...].
-
-    Returns:
-        The loss and the metrics of the model averaged by weight, sums of weights and of
-        totals, which are integers, and means of the run's other metrics.
 
     Example:
         >>> found = mean_metrics(
@@ -238,20 +182,7 @@ def accumulate(
     *,
     pin: Callable[[Params], Params] = lambda total: total,
 ) -> tuple[Params, Loss]:
-    """Averages gradients over microbatches by weight, one microbatch after another.
-
-    Args:
-        one: `one(model_state, microbatch, key) -> (grads, loss)`, gradients of a mean.
-        zeros: Initial sums, in their dtypes and placements.
-        state: The model state before the first microbatch.
-        parts: Arrays [microbatches, ...].
-        key: Folded with the number of each microbatch.
-        pin: Constrains the placement of the sums.
-
-    Returns:
-        Gradients of the mean over all microbatches, in the dtype of `zeros`; those of a
-        single microbatch as they are.
-    """
+    """Averages gradients over microbatches by weight, one microbatch after another."""
     num_microbatches = jax.tree.leaves(parts)[0].shape[0]
     if num_microbatches == 1:
         first = jax.tree.map(lambda x: x[0], parts)
@@ -280,10 +211,6 @@ def accumulate(
 def scaled(x: jax.Array, factor: jax.Array) -> jax.Array:
     """The product in the dtype of `x`; 0 for a factor of 0, even where `x` is NaN.
 
-    Args:
-        x: Array of any floating dtype.
-        factor: float32[], which may be out of the range of that dtype.
-
     Example:
         >>> float(scaled(jnp.float32(jnp.nan), jnp.float32(0)))
         0.0
@@ -299,9 +226,6 @@ def unit_of(weights: jax.Array) -> jax.Array:
 
     In this unit no gradient grows, and gradients of microbatches of equal weight are
     not scaled.
-
-    Args:
-        weights: float32[microbatches], 0 or more.
 
     Example:
         >>> [float(unit_of(jnp.array(weights))) for weights in ([3.0, 5.0], [0.0, 0.0])]

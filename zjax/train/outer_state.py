@@ -76,15 +76,7 @@ def _index(piece: Piece, dim: int) -> tuple[slice, ...]:
 
 
 def make_fragments(master: Any, number: int) -> list[Fragment]:
-    """Divides the parameters.
-
-    Args:
-        master: Plans of the master weights.
-        number: Fragments, 1 or more.
-
-    Raises:
-        PlanError: There are more fragments than layers and other arrays.
-    """
+    """Divides the parameters."""
     pieces: list[list[Piece]] = [[] for _ in range(number)]
     sizes = [0] * number
     others: list[tuple[int, int]] = []
@@ -137,13 +129,7 @@ class Outer(NamedTuple):
 
 
 def make_exchange(plan: Plan, config: Config, fragment: Fragment) -> Exchange:
-    """The exchange of a fragment, of the shards that a device stores.
-
-    Args:
-        plan: Places every array.
-        config: Read for `communication.codec` and `optimizer`.
-        fragment: Some of the parameters.
-    """
+    """The exchange of a fragment, of the shards that a device stores."""
     rows = fragment.rows(jax.tree.leaves(plan.master))
     codec = make_codec(_codec_name(config))
     return Exchange(dataclasses.replace(plan, grads=rows), codec)
@@ -157,13 +143,7 @@ def _codec_name(config: Config) -> str:
 
 
 def outer_rows(rows: Any, plan: Plan, config: Config) -> Any:
-    """The plans of a state whose replicas step apart.
-
-    Args:
-        rows: TrainState of the plans of one replica.
-        plan: Places every array.
-        config: Read for `communication` and `optimizer`.
-    """
+    """The plans of a state whose replicas step apart."""
     settings = config.communication
     exchanges = [
         make_exchange(plan, config, fragment)
@@ -182,12 +162,7 @@ def outer_rows(rows: Any, plan: Plan, config: Config) -> Any:
 
 
 def first_outer_state(state: Any, rows: Any) -> Any:
-    """The state whose replicas start equal.
-
-    Args:
-        state: TrainState of one replica.
-        rows: Its plans by `outer_rows`.
-    """
+    """The state whose replicas start equal."""
     number = jax.tree.leaves(rows.extra.replicas)[0].shape[0]
     zeros = jax.tree.map(
         lambda row: jnp.zeros(row.stored_shape, row.dtype),

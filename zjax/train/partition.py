@@ -91,14 +91,7 @@ class StagePartition:
         )
 
     def check_context(self, batch: Batch) -> None:
-        """Refuses a context that depends on parameters, which would get no gradient.
-
-        Args:
-            batch: Arrays of a microbatch or their shapes.
-
-        Raises:
-            PlanError: It does.
-        """
+        """Refuses a context that depends on parameters, which would get no gradient."""
         embed = _shapes(self.split(self.plan.compute).embed)
         if without_params(lambda *x: self._embedded(*x)[1], embed, batch) is None:
             problem = "gives no gradient to parameters that the context follows from"
@@ -106,14 +99,7 @@ class StagePartition:
             raise PlanError(_of_size(self.plan, problem, remedy))
 
     def weights(self, parts: Batch) -> jax.Array:
-        """The weights of microbatches, float32[microbatches], before any has run.
-
-        Args:
-            parts: Arrays [microbatches, ...].
-
-        Raises:
-            PlanError: They depend on more than the batch.
-        """
+        """The weights of microbatches, float32[microbatches], before any has run."""
         rows = self.split(self.plan.compute)
         embed, head = _shapes(rows.embed), _shapes(rows.head)
         first = jax.tree.map(lambda x: x[0], parts)
@@ -200,17 +186,7 @@ def _no_selection(plan: Plan, function: str, what: str) -> Problem:
 
 
 def check_no_model_state(plan: Plan, field: str, value: Any, instead: Any) -> None:
-    """Refuses a model state where a stack runs in place of the loss.
-
-    Args:
-        plan: Places the model state.
-        field: Name of the setting that has the stack run.
-        value: Value of this setting.
-        instead: Value that has the loss run.
-
-    Raises:
-        PlanError: There is a model state, which no stack updates.
-    """
+    """Refuses a model state where a stack runs in place of the loss."""
     paths = ", ".join(row.path for row in jax.tree.leaves(plan.model_state))
     if paths:
         problem = f"never updates the model state {paths}, which no Stack takes"
@@ -245,14 +221,7 @@ def no_totals(segments: Sequence[Segment]) -> Stacks:
 def with_block(
     stacks: Stacks, segment: int, index: jax.Array, totals: Mapping[str, jax.Array]
 ) -> Stacks:
-    """Writes the totals of a block.
-
-    Args:
-        stacks: Totals of the blocks so far.
-        segment: Index of the segment.
-        index: int32[], index of the block in the segment.
-        totals: Totals of the block.
-    """
+    """Writes the totals of a block."""
 
     def write(stack: jax.Array, x: jax.Array) -> jax.Array:
         stack = jax.lax.stop_gradient(stack)

@@ -54,16 +54,7 @@ class PipelinedModel:
 def pipelined_gradients(
     pipelined: PipelinedModel, plan: Plan, *, reduce_dtype: Any
 ) -> "PipelinedGradients":
-    """Splits a model into stages, or refuses to.
-
-    Args:
-        pipelined: The model and its schedule.
-        plan: Places parameters, gradients and their sum.
-        reduce_dtype: Dtype in which gradients are added over devices.
-
-    Raises:
-        PlanError: The model is not a line of blocks with stacked arrays.
-    """
+    """Splits a model into stages, or refuses to."""
     model, schedule = pipelined.model, pipelined.schedule
     padded = _with_padded_layers(plan)
     # A single share of the batch has no devices to split sums of gradients over.
@@ -103,19 +94,7 @@ class PipelinedGradients:
         key: jax.Array,
         scale: Any,
     ) -> tuple[Params, Loss]:
-        """Gradients of `scale` times the mean loss.
-
-        Args:
-            master: Stored parameters.
-            state: The model state, which stays as it is.
-            batch: The global batch.
-            key: Folded with the number of each microbatch.
-            scale: float32[], the loss scale.
-
-        Returns:
-            Gradients in logical shapes and the dtype of the gradient sum, and the loss,
-            which is not scaled.
-        """
+        """Gradients of `scale` times the mean loss."""
         outs = self.local.specs(self.plan.grads), P()
         mapped = self.mapped(self.device_gradients, outs)
         stored, loss = mapped(master, state, batch, key, scale)
@@ -124,17 +103,7 @@ class PipelinedGradients:
     def loss(
         self, master: Params, state: ModelState, batch: Batch, key: jax.Array | None
     ) -> Loss:
-        """The mean loss, without gradients.
-
-        Args:
-            master: Stored parameters.
-            state: The model state, which stays as it is.
-            batch: The global batch.
-            key: Folded with the number of each microbatch; None evaluates.
-
-        Returns:
-            The loss.
-        """
+        """The mean loss, without gradients."""
         return self.mapped(self.device_loss, P())(master, state, batch, key)
 
     @property
@@ -247,14 +216,7 @@ class PipelinedGradients:
 
 
 def check_sizes(staged: StagedModel) -> None:
-    """Refuses a model of the user's as `zjax.settings.layers` refuses built-in models.
-
-    Args:
-        staged: The model on its stages.
-
-    Raises:
-        PlanError: The number of blocks or `keeps` does not suit the schedule.
-    """
+    """Refuses a user's model as `zjax.settings.layers` refuses built-in models."""
     schedule = staged.schedule
     number = sum(slots.num_blocks for slots in staged.slots)
     size, chunks = schedule.num_stages, schedule.num_chunks
@@ -279,11 +241,7 @@ def check_sizes(staged: StagedModel) -> None:
 
 
 def check_slots(staged: StagedModel) -> None:
-    """Refuses stages none of whose slots may run on some of the tokens.
-
-    Raises:
-        PlanError: All slots run whole, with the first or the last block of the model.
-    """
+    """Refuses stages none of whose slots may run on some of the tokens."""
     size, whole = staged.schedule.num_stages, whole_slots(staged.slots)
     if len(whole) == sum(slots.size for slots in staged.slots):
         problem = "leaves random_ltd no block to drop tokens of: stages run one "

@@ -73,20 +73,7 @@ class GradientSettings:
 def make_gradients(
     model: Model, plan: Plan, config: Config, num_microbatches: int
 ) -> GradientPrograms:
-    """Chooses how a run differentiates its loss.
-
-    Args:
-        model: Its loss, and whether it is separable.
-        plan: Places every array.
-        config: Read for `precision.reduce_dtype` and `pipeline`.
-        num_microbatches: Gradient accumulation, 1 or more.
-
-    Returns:
-        Functions of the first strategy that applies.
-
-    Raises:
-        PlanError: The model does not divide into the stages of a pipeline.
-    """
+    """Chooses how a run differentiates its loss."""
     settings = GradientSettings(model, plan, config, num_microbatches)
     return next(make(settings) for applies, make in STRATEGIES if applies(settings))
 
@@ -239,29 +226,13 @@ class Programs:
         return shardings(state_rows(self.plan, self.config))
 
     def step_key(self, state: TrainState) -> jax.Array:
-        """The random key of a step, which hangs on the seed and the step alone.
-
-        Args:
-            state: Before the step.
-
-        Returns:
-            The same key on every mesh.
-        """
+        """The random key of a step, which hangs on the seed and the step alone."""
         return jax.random.fold_in(jax.random.key(self.config.seed), state.step)
 
     def gradients(
         self, state: TrainState, batch: Batch, key: jax.Array | None = None
     ) -> tuple[Params, Loss]:
-        """Differentiates the mean loss.
-
-        Args:
-            state: Before the step.
-            batch: The global batch.
-            key: Random key; that of the step by default.
-
-        Returns:
-            Gradients in logical shapes, times the loss scale; and the loss.
-        """
+        """Differentiates the mean loss."""
         key = self.step_key(state) if key is None else key
         scale = loss_scale_of(state)
         return self.gradient_programs.gradients(state, batch, key, scale)
@@ -269,16 +240,7 @@ class Programs:
     def loss_of(
         self, state: TrainState, batch: Batch, key: jax.Array | None = None
     ) -> Callable[[Params], Loss]:
-        """The loss of a step as a function of the master weights.
-
-        Args:
-            state: Before the step.
-            batch: The global batch.
-            key: Random key; that of the step by default.
-
-        Returns:
-            A function of master weights in logical shapes.
-        """
+        """The loss of a step as a function of the master weights."""
         key = self.step_key(state) if key is None else key
         loss, model_state = self.gradient_programs.loss, state.model_state
         return lambda master: loss(master, model_state, batch, key)
@@ -291,43 +253,16 @@ class Programs:
         batch: Batch,
         key: jax.Array | None = None,
     ) -> tuple[TrainState, Metrics]:
-        """Applies gradients.
-
-        Args:
-            state: State before the step.
-            grads: Gradients from `gradients`.
-            loss: Loss from `gradients`.
-            batch: The global batch, for optimizers that compute the loss again.
-            key: Random key of the gradients; that of the step by default.
-
-        Returns:
-            The state after the step, and its metrics.
-        """
+        """Applies gradients."""
         loss_of = self.loss_of(state, batch, key)
         return self.apply_gradients(state, grads, loss, lambda x: loss_of(x).value)
 
     def train(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """One step: `gradients` and `update` in one program.
-
-        Args:
-            state: Before the step.
-            batch: The global batch.
-
-        Returns:
-            The state after the step, and its metrics.
-        """
+        """One step: `gradients` and `update` in one program."""
         return self.update(state, *self.gradients(state, batch), batch)
 
     def evaluate(self, state: TrainState, batch: Batch) -> Metrics:
-        """The loss of the averaged parameters where they are kept, else of these.
-
-        Args:
-            state: Any state of the run.
-            batch: The global batch.
-
-        Returns:
-            Metrics of the loss, the loss and its weight.
-        """
+        """The loss of the averaged parameters where they are kept, else of these."""
         average, programs = averaged(state, self.plan), self.gradient_programs
         if average is None:
             loss = programs.evaluate(state, batch)
@@ -344,19 +279,7 @@ def make_programs(
     schedule: Schedule | None = None,
     sent: Sent | None = None,
 ) -> Programs:
-    """Builds the programs of a run.
-
-    Args:
-        model: Its loss.
-        tx: Optax gradient transformation.
-        plan: Places every array.
-        config: Read for the batch, `seed`, `optimizer`, `precision` and `pipeline`.
-        schedule: Learning rate by applied step, for the metrics.
-        sent: What the update averages over replicas; None where the compiler does.
-
-    Returns:
-        Functions that nothing has compiled yet.
-    """
+    """Builds the programs of a run."""
     shares = num_shares(plan.mesh, BATCH_AXES)
     num_microbatches = resolve_batch(config, shares).num_microbatches
     gradient_programs = make_gradients(model, plan, config, num_microbatches)

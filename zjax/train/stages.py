@@ -109,13 +109,7 @@ class StagedModel:
     def chain(
         self, scale: jax.Array, unit: jax.Array, dropping: Dropping
     ) -> StageChain:
-        """Functions of one microbatch.
-
-        Args:
-            scale: float32[], the loss scale.
-            unit: float32[], the unit in which microbatches are weighted.
-            dropping: What the step leaves out.
-        """
+        """Functions of one microbatch."""
         return StageChain(
             functools.partial(self.embed, dropping.theta),
             functools.partial(self.chunk, dropping),
@@ -213,16 +207,7 @@ class StagedModel:
         context: Any,
         num_kept: int,
     ) -> Any:
-        """Runs adjacent slots of a chunk.
-
-        Args:
-            places: Segment and slot of each.
-            layers: The layers of the chunk.
-            inputs: Key of the microbatch, theta of its `Dropping`, number of the chunk.
-            stream: Input of the first slot.
-            context: What blocks read.
-            num_kept: Tokens that each block draws to run on; 0 for all.
-        """
+        """Runs adjacent slots of a chunk."""
         key, theta, number = inputs
         for segment, slot in places:
             slots = self.slots[segment]
@@ -355,14 +340,7 @@ class StagedModel:
 def unless_empty(
     slots: SegmentSlots, index: jax.Array, run: Callable[..., Any], stream: Any
 ) -> Any:
-    """Runs a block; hands the stream on where a slot has none.
-
-    Args:
-        slots: Slots of the segment.
-        index: int32[], index of the block in the segment.
-        run: `run(stream) -> stream`.
-        stream: Input of the slot.
-    """
+    """Runs a block; hands the stream on where a slot has none."""
     if slots.are_full:
         return run(stream)
     is_block = index < slots.num_blocks
@@ -375,10 +353,6 @@ def unless_empty(
 
 def mean_of_sums(sums: Sequence[Auxiliary], num_blocks: Sequence[int]) -> Auxiliary:
     """Sum of the auxiliary losses, and mean of each metric over blocks that give it.
-
-    Args:
-        sums: Losses and metrics, added up over the blocks of each segment.
-        num_blocks: Blocks of each segment.
 
     Example:
         >>> two, six = jnp.float32(2), jnp.float32(6)

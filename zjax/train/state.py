@@ -85,14 +85,7 @@ class TrainState:
 
 
 def check_not_consumed(state: TrainState) -> None:
-    """Refuses a state that was donated to a step: XLA may abort on deleted arrays.
-
-    Args:
-        state: Any state of a run.
-
-    Raises:
-        StateError: An array of the state was deleted.
-    """
+    """Refuses a state that was donated to a step: XLA may abort on deleted arrays."""
     if _is_consumed(state):
         problem = "was passed to a step, which used its memory for the next state"
         remedy = (
@@ -111,15 +104,7 @@ def _is_consumed(state: TrainState) -> bool:
 
 
 def state_rows(plan: Plan, config: Config) -> TrainState:
-    """The plans of all arrays of a state.
-
-    Args:
-        plan: Places parameters and optimizer state.
-        config: Read for `precision`, which decides whether there is a loss scale.
-
-    Returns:
-        A TrainState of `ArrayPlan`.
-    """
+    """The plans of all arrays of a state."""
     counter = jnp.dtype(jnp.int32)
     scaler = jax.tree.map(
         lambda leaf: plan.scalar("scaler", leaf.dtype),
@@ -147,16 +132,7 @@ def saved_rows(plan: Plan, config: Config) -> TrainState:
 
 
 def saved_state(state: TrainState, plan: Plan) -> TrainState:
-    """The state that a checkpoint holds, in the form of `saved_rows`.
-
-    Args:
-        state: State without pending gradients.
-        plan: Places every array.
-
-    Raises:
-        CheckpointError: Gradients are pending.
-        StateError: The state was consumed.
-    """
+    """The state that a checkpoint holds, in the form of `saved_rows`."""
     check_not_consumed(state)
     if state.pending:
         problem = "is not applied yet, and a checkpoint does not hold it"
@@ -175,19 +151,7 @@ def init_state(
     *,
     master: Params | None = None,
 ) -> TrainState:
-    """Creates the state on its shards; no device ever holds more than its share.
-
-    Args:
-        key: Random key of the initial parameters, which are the same on every mesh.
-        model: Supplies existing weights (`given`), placed leaf by leaf, else `init`.
-        tx: Optax gradient transformation.
-        plan: Places every array.
-        config: Read for `precision` and `optimizer.ema_decay`.
-        master: Stored parameters on their shards, in place of the model's; consumed.
-
-    Returns:
-        The state of step 0.
-    """
+    """Creates the state on its shards; no device ever holds more than its share."""
     on_device = staged_plan(plan)
     places = shardings(state_rows(on_device, config))
 
@@ -258,12 +222,7 @@ def _first_state(
 
 
 def with_params(state: TrainState, plan: Plan) -> TrainState:
-    """Adds the compute parameters that checkpoints omit; without offload, adds none.
-
-    Args:
-        state: State in the form of `saved_rows`.
-        plan: Places every array.
-    """
+    """Adds the compute parameters that checkpoints omit; without offload, adds none."""
     if not plan.is_offloaded:
         return state
     learned = trained_plan(plan)
@@ -311,13 +270,7 @@ def stored_compute(state: TrainState, plan: Plan) -> Params:
 
 
 def cast_param(x: jax.Array, row: ArrayPlan, compute: ArrayPlan) -> jax.Array:
-    """Casts and places master weights on the devices, in stored shapes.
-
-    Args:
-        x: One array of master weights on the devices, not split.
-        row: Plan of the master weights.
-        compute: Plan of the compute parameter.
-    """
+    """Casts and places master weights on the devices, in stored shapes."""
     return _cast(x, row.staged, compute.staged)
 
 
@@ -336,12 +289,7 @@ def first_scalars(config: Config) -> dict[str, Any]:
 
 
 def place_given(params: Any, rows: Any) -> Any:
-    """Copies host arrays onto their shards, one array at a time.
-
-    Args:
-        params: Arrays of JAX or NumPy in their logical shapes.
-        rows: A tree of `ArrayPlan` of the same structure.
-    """
+    """Copies host arrays onto their shards, one array at a time."""
 
     def place(x: Any, row: ArrayPlan) -> Any:
         stored = np.zeros(row.stored_shape, row.stored_dtype)

@@ -44,21 +44,7 @@ def make_update(
     stack: Stack | None,
     sent: Sent | None = None,
 ) -> "Update":
-    """Builds `update(state, grads, loss, value_fn) -> (state, metrics)`.
-
-    Args:
-        tx: Optax gradient transformation; it gets `value`, `grad` and `value_fn` if it
-            asks for them.
-        plan: Places gradients and state.
-        config: Read for `optimizer` and `precision`.
-        schedule: Learning rate by applied step, for the metrics; None where unknown.
-        stack: The model as a line of blocks, whose totals may move parameters.
-        sent: What the update averages over replicas; None for gradients that are
-            averaged before.
-
-    Raises:
-        PlanError: The optimizer averages parameters that totals move.
-    """
+    """Builds `update(state, grads, loss, value_fn) -> (state, metrics)`."""
     moved = moves_of(plan.master, stack)
     check_moved(moved.keys(), plan.opt_state)
     rows = trained(plan.master, plan.master)
@@ -107,17 +93,7 @@ class Update:
         loss: Loss,
         value_fn: Callable[[Params], jax.Array],
     ) -> tuple[TrainState, Metrics]:
-        """Unscales, checks, clips and applies gradients.
-
-        Args:
-            state: Before the step; not consumed.
-            grads: Gradients in logical shapes, times the loss scale of `state`.
-            loss: The mean loss, not scaled, and the totals.
-            value_fn: The loss of other master weights.
-
-        Returns:
-            The state after the step, and its metrics.
-        """
+        """Unscales, checks, clips and applies gradients."""
         plan = self.plan
         # Every device needs all of the totals, and processes read them as metrics.
         totals = jax.tree.map(self.replicated, loss.totals)
@@ -146,18 +122,7 @@ class Update:
     def clipped(
         self, grads: Params, opt_state: Any, errors: Any, loss: Loss
     ) -> tuple[Params, jax.Array, Any, _Checks]:
-        """Clipped gradients, or the mean of what replicas send instead of them.
-
-        Args:
-            grads: Gradients, not scaled.
-            opt_state: State of the optimizer.
-            errors: What codecs lost in earlier steps.
-            loss: The mean loss.
-
-        Returns:
-            The argument of the optimizer, the norm, the errors, and whether the step
-            is finite and applies.
-        """
+        """Clipped gradients, or the mean of what replicas send instead of them."""
         norm, sent = transforms.global_norm(grads), self.sent
         if sent is not None:
             norm = sent.norm(norm)

@@ -59,14 +59,6 @@ class Tiles:
 def make_tiles(sizes: Array, num_rows: int, tile_rows: int) -> Tiles:
     """Divides groups of adjacent rows into tiles.
 
-    Args:
-        sizes: int32[groups], rows of each group; they follow one another from row 0.
-        num_rows: At least the sum of `sizes`.
-        tile_rows: Most rows of a tile, 1 or more.
-
-    Returns:
-        As many tiles as any sizes need.
-
     Example:
         >>> tiles = make_tiles(jnp.array([3, 0, 2]), num_rows=5, tile_rows=2)
         >>> [x.tolist() for x in (tiles.group, tiles.start, tiles.rows)]
@@ -96,18 +88,7 @@ def grouped_matmul(
     *,
     transpose: bool = False,
 ) -> Array:
-    """Multiplies the rows of each group by its matrix, and adds its bias.
-
-    Args:
-        x: [M, K].
-        weights: [G, K, N], or [G, N, K] if `transpose`.
-        sizes: int32[G].
-        bias: [G, N].
-        transpose: Whether to multiply by transposed matrices.
-
-    Returns:
-        [M, N] in the dtype of `x`, summed in float32; 0 in rows without a group.
-    """
+    """Multiplies the rows of each group by its matrix, and adds its bias."""
     rows = _tile_rows(x, sizes)
     offsets = jnp.arange(rows)[:, None]
 
@@ -139,20 +120,7 @@ def grouped_activation(
     transpose: bool = False,
     saves: bool = True,
 ) -> tuple[Array, ...]:
-    """Applies an activation to `grouped_matmul`.
-
-    Args:
-        x: [M, K].
-        weights: [G, K, N], or [G, N, K] if `transpose`; N is F, or 2 F for `swiglu`.
-        sizes: int32[G].
-        bias: [G, N].
-        activation: Activation.
-        transpose: Whether to multiply by transposed matrices.
-        saves: Whether to return the pre-activations, too.
-
-    Returns:
-        The pre-activations [M, N] if `saves`, and the activations [M, F].
-    """
+    """Applies an activation to `grouped_matmul`."""
     inputs = grouped_matmul(x, weights, sizes, bias, transpose=transpose)
     return *[inputs] * saves, activate(activation, inputs).astype(x.dtype)
 
@@ -166,20 +134,7 @@ def grouped_activation_backward(
     *,
     activation: str,
 ) -> tuple[Array, Array, Array]:
-    """Differentiates `scale * grouped_matmul(activate(inputs), weights)`.
-
-    Args:
-        cotangent: [M, K].
-        weights: [G, F, K].
-        sizes: int32[G].
-        inputs: [M, F], or [M, 2 F] for `swiglu`.
-        scale: float32[M].
-        activation: Activation.
-
-    Returns:
-        The cotangents of `inputs`, the scaled activations, and the cotangents of
-        `scale` in float32.
-    """
+    """Differentiates `scale * grouped_matmul(activate(inputs), weights)`."""
     product = grouped_matmul(cotangent, weights, sizes, transpose=True)
     run = functools.partial(activate, activation)
     activated, differentiate = jax.vjp(run, inputs)
@@ -190,16 +145,7 @@ def grouped_activation_backward(
 
 
 def grouped_outer(x: Array, y: Array, sizes: Array) -> Array:
-    """Multiplies the transposed rows of each group in `x` by those in `y`.
-
-    Args:
-        x: [M, K].
-        y: [M, N].
-        sizes: int32[G].
-
-    Returns:
-        [G, K, N] in the dtype of `x`, summed in float32; 0 for an empty group.
-    """
+    """Multiplies the transposed rows of each group in `x` by those in `y`."""
     rows = _tile_rows(x, sizes)
     offsets = jnp.arange(rows)[:, None]
 
@@ -219,16 +165,7 @@ def grouped_outer(x: Array, y: Array, sizes: Array) -> Array:
 
 
 def grouped_sum(x: Array, sizes: Array, scale: Array | None = None) -> Array:
-    """Sums the scaled rows of each group.
-
-    Args:
-        x: [M, N].
-        sizes: int32[G].
-        scale: [M]; 1 by default.
-
-    Returns:
-        [G, N] in the dtype of `x`, summed in float32; 0 for an empty group.
-    """
+    """Sums the scaled rows of each group."""
     row = jnp.arange(len(x))
     group = jnp.searchsorted(jnp.cumsum(sizes), row, side="right")
     rows = x.astype(jnp.promote_types(x.dtype, jnp.float32))
@@ -238,16 +175,7 @@ def grouped_sum(x: Array, sizes: Array, scale: Array | None = None) -> Array:
 
 
 def copy_rows(x: Array, sources: Array, targets: Array) -> Array:
-    """Copies rows.
-
-    Args:
-        x: [T, M].
-        sources: int32[R], the row of `x` that each row of the result is.
-        targets: int32[T, K], the rows of the result that each row of `x` is.
-
-    Returns:
-        [R, M].
-    """
+    """Copies rows."""
     del targets
     return jnp.take(x, sources, axis=0, mode="clip")
 

@@ -27,10 +27,6 @@ class Tuning:
     def width(self, columns: int, num_parts: int = 1) -> int:
         """Returns the columns of a tile of an output with `columns`.
 
-        Args:
-            columns: Columns of the output.
-            num_parts: Products that are computed at once, of as many columns each.
-
         Example:
             >>> Tuning().width(1536), Tuning().width(1536, 2), Tuning().width(192)
             (256, 128, 64)
@@ -41,14 +37,7 @@ class Tuning:
 
 
 def choose_tuning(kernel: Kernel, num_groups: int, k: int, n: int) -> Tuning:
-    """The tuning that was measured for a kernel and its matrices, or the default.
-
-    Args:
-        kernel: Kernel.
-        num_groups: Number of matrices.
-        k: Rows of a matrix.
-        n: Columns of a matrix.
-    """
+    """The tuning that was measured for a kernel and its matrices, or the default."""
     return MEASURED.get(kernel, num_groups, k, n) or Tuning()
 
 

@@ -139,14 +139,6 @@ def device_plan(plan: Any) -> Any:
 def check_plan(plan: object, *, head_size: int = 1, segmented: bool = False) -> None:
     """Refuses everything but a plan that the kernels can run.
 
-    Args:
-        plan: Value to check.
-        head_size: Channels per head.
-        segmented: Whether there are segments or a key mask.
-
-    Raises:
-        ValueError: The plan has a wrong type, or was made for other arguments.
-
     Example:
         >>> live = np.ones((1, 1), bool)
         >>> layout = BlockLayout.from_dense(live, block=16, num_heads=1)

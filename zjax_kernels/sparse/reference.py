@@ -36,20 +36,7 @@ def forward(
     schedule: Schedule,
     options: Options,
 ) -> tuple[jax.Array, jax.Array]:
-    """Outputs and log-sum-exps.
-
-    Args:
-        q: [B, S, H, D] queries; S is `schedule.num_rows`.
-        k: [B, T, K, D] keys; H is a multiple of K.
-        v: [B, T, K, D] values.
-        segments: int32[B, S] and int32[B, T]; a query sees keys of its own segment.
-        schedule: Tiles of queries.
-        options: Scale and cap of scores.
-
-    Returns:
-        [B, S, H, D] in the dtype of `q`, and float32[B, H, S]. A query that sees no key
-        gets 0 and -inf.
-    """
+    """Outputs and log-sum-exps."""
 
     def head(q, k, v, segments, pattern):
         def item(tile, chunks, carry):
@@ -98,20 +85,7 @@ def backward_queries(
     schedule: Schedule,
     options: Options,
 ) -> jax.Array:
-    """Gradient of the queries, [B, S, H, D].
-
-    Args:
-        q: [B, S, H, D] queries.
-        k: [B, T, K, D] keys.
-        v: [B, T, K, D] values.
-        d_out: [B, S, H, D] cotangent of the output.
-        lse: float32[B, H, S] from `forward`.
-        delta: float32[B, H, S]: sum of `d_out` times the output, minus the cotangent of
-            `lse`.
-        segments: As in `forward`.
-        schedule: Tiles of queries.
-        options: Scale and cap of scores.
-    """
+    """Gradient of the queries, [B, S, H, D]."""
 
     def head(q, d_out, k, v, lse, delta, segments, pattern):
         def item(tile, chunks, dq):

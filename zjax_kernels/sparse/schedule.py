@@ -272,9 +272,6 @@ def _assign_items(times, head_patterns, late):
 
     The keys and values of one head then stay in the cache until all have read them.
     Items longer than `late` come before those of all heads.
-
-    Returns:
-        End of the last program, `order` and `ends`.
     """
     free = [(0, program) for program in range(NUM_SMS)]
     assigned: list[list[tuple[int, int, int]]] = [[] for _ in free]

@@ -47,12 +47,6 @@ H200 = {
 def choose_tuning(kernel: str, head_size: int, *, segmented: bool) -> Tuning:
     """The measured tuning of this kind of GPU, or the shipped one.
 
-    Args:
-        kernel: `forward`, `queries` or `keys`.
-        head_size: Channels per head: 64, 96, 128 or 256.
-        segmented: Whether there are segments, which take shared memory and are not
-            tuned.
-
     Example:
         >>> choose_tuning("forward", 128, segmented=False).stages
         2

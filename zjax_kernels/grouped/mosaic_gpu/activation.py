@@ -98,19 +98,7 @@ def grouped_activation(
     tuning: Tuning | None = None,
     interpret: Any = None,
 ) -> tuple[Array, ...]:
-    """`reference.grouped_activation` for 16-bit arrays, K and F multiples of 64.
-
-    Args:
-        x: [M, K].
-        weights: [G, K, N], or [G, N, K] if `transpose`; N is F, or 2 F for `swiglu`.
-        sizes: int32[G].
-        bias: [G, N].
-        activation: Activation.
-        transpose: Whether to multiply by transposed matrices.
-        saves: Whether to return the pre-activations, too.
-        tuning: How to run; None for the measured one, or the default.
-        interpret: Parameters of the interpreter; None on a GPU.
-    """
+    """`reference.grouped_activation` for 16-bit arrays, K and F multiples of 64."""
     tuning = tuning or choose_tuning("activation", *weights.shape)
     parts, dtype = num_parts(activation), x.dtype
     columns = weights.shape[1 if transpose else 2] // parts
@@ -156,18 +144,7 @@ def grouped_activation_backward(
     tuning: Tuning | None = None,
     interpret: Any = None,
 ) -> tuple[Array, Array, Array]:
-    """`reference.grouped_activation_backward` for 16-bit arrays, K, F multiples of 64.
-
-    Args:
-        cotangent: [M, K].
-        weights: [G, F, K].
-        sizes: int32[G].
-        inputs: [M, F], or [M, 2 F] for `swiglu`.
-        scale: float32[M].
-        activation: Activation.
-        tuning: How to run; None for the measured one, or the default.
-        interpret: Parameters of the interpreter; None on a GPU.
-    """
+    """`reference.grouped_activation_backward` in 16 bits; K, F multiples of 64."""
     tuning = tuning or choose_tuning("activation_backward", *weights.shape)
     (num_rows, _), columns, dtype = cotangent.shape, weights.shape[1], inputs.dtype
     parts = num_parts(activation)

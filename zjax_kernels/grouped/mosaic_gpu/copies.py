@@ -23,14 +23,7 @@ _MEMORY_BYTES = 192 * 1024
 def copy_rows(
     x: Array, sources: Array, targets: Array, *, interpret: Any = None
 ) -> Array:
-    """`reference.copy_rows` for rows of a multiple of 128 numbers.
-
-    Args:
-        x: [T, M].
-        sources: int32[R]; its length alone is used.
-        targets: int32[T, K].
-        interpret: Parameters of the interpreter; None on a GPU.
-    """
+    """`reference.copy_rows` for rows of a multiple of 128 numbers."""
     num_tokens, width = x.shape
     num_rows = len(sources)
     row_bytes = width * x.dtype.itemsize

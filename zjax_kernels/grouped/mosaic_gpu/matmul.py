@@ -21,17 +21,7 @@ def grouped_matmul(
     tuning: Tuning | None = None,
     interpret: Any = None,
 ) -> Array:
-    """`reference.grouped_matmul` for 16-bit arrays with K and N multiples of 64.
-
-    Args:
-        x: [M, K].
-        weights: [G, K, N], or [G, N, K] if `transpose`.
-        sizes: int32[G].
-        bias: [G, N].
-        transpose: Whether to multiply by transposed matrices.
-        tuning: How to run; None for the measured one, or the default.
-        interpret: Parameters of the interpreter; None on a GPU.
-    """
+    """`reference.grouped_matmul` for 16-bit arrays with K and N multiples of 64."""
     kernel = "transposed" if transpose else "matmul"
     tuning = tuning or choose_tuning(kernel, *weights.shape)
     columns = weights.shape[1 if transpose else 2]

@@ -36,16 +36,7 @@ def grouped_outer(
     tuning: Tuning | None = None,
     interpret: Any = None,
 ) -> Array:
-    """`reference.grouped_outer` for 16-bit arrays, K a multiple of 128 and N of 64.
-
-    Args:
-        x: [M, K].
-        y: [M, N]. Rows next to a group are multiplied by 0, so that what is not finite
-            reaches a neighbouring group.
-        sizes: int32[G].
-        tuning: How to run; None for the measured one, or the default.
-        interpret: Parameters of the interpreter; None on a GPU.
-    """
+    """`reference.grouped_outer` for 16-bit arrays, K a multiple of 128 and N of 64."""
     tuning = tuning or choose_tuning("outer", len(sizes), x.shape[1], y.shape[1])
     padding = (0, -len(x) % _ALIGNMENT), (0, 0)
     x, y = jnp.pad(x, padding), jnp.pad(y, padding)
@@ -78,14 +69,7 @@ def grouped_outer(
 def grouped_sum(
     x: Array, sizes: Array, scale: Array | None = None, *, interpret: Any = None
 ) -> Array:
-    """`reference.grouped_sum` for 16-bit arrays: a product with equal columns.
-
-    Args:
-        x: [M, N].
-        sizes: int32[G].
-        scale: [M], rounded to the dtype of `x`.
-        interpret: Parameters of the interpreter; None on a GPU.
-    """
+    """`reference.grouped_sum` for 16-bit arrays: a product with equal columns."""
     scale = jnp.ones(len(x)) if scale is None else scale
     columns = jnp.broadcast_to(scale.astype(x.dtype)[:, None], (len(x), TILE_ROWS))
     return grouped_outer(columns, x, sizes, interpret=interpret)[:, 0]

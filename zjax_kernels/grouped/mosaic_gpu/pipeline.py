@@ -38,16 +38,7 @@ def run(
     interpret: Any,
     num_threads: int = device.NUM_COMPUTE + 1,
 ) -> tuple[Array, ...]:
-    """Runs `body(input references, output references, scratch)` as a kernel.
-
-    Args:
-        body: The kernel, for one warpgroup of a program.
-        inputs: Arrays.
-        outputs: Shape and dtype of each result.
-        scratch: Tree of shared memory and barriers.
-        interpret: Parameters of the interpreter; None on a GPU.
-        num_threads: Warpgroups of a program.
-    """
+    """Runs `body(input references, output references, scratch)` as a kernel."""
     leaves, structure = jax.tree.flatten(scratch)
     first, end = len(inputs), len(inputs) + len(outputs)
 
@@ -74,15 +65,7 @@ def run(
 
 
 def for_each_tile(total: Any, act: Callable[[Array, Array], Array]) -> Array:
-    """Calls `act(number of the tile, steps before)` for the tiles of this program.
-
-    Args:
-        total: int32, tiles of all programs.
-        act: Returns the steps before the next tile.
-
-    Returns:
-        The steps of all tiles.
-    """
+    """Calls `act(number of the tile, steps before)` for the tiles of this program."""
     program = lax.axis_index("program")
     programs = jnp.int32(lax.axis_size("program"))
     count = lax.div(total - program + (programs - 1), programs)
@@ -112,16 +95,7 @@ class Stages(NamedTuple):
     def fill(
         self, before: Array, count: Array, copy: Callable[[Array, Array, Any], None]
     ) -> Array:
-        """Starts the copies `copy(step, stage, barrier)` of a tile's steps.
-
-        Args:
-            before: int32, steps of earlier tiles.
-            count: int32, steps of this tile.
-            copy: Starts the copies of a step.
-
-        Returns:
-            The steps before the next tile.
-        """
+        """Starts the copies `copy(step, stage, barrier)` of a tile's steps."""
         num_stages = self.ready.shape[0]
 
         def fill_stage(step, _):
@@ -151,15 +125,7 @@ class Stages(NamedTuple):
         multiply: Callable[[Any, Array, Array], None],
         num_sums: int = 1,
     ) -> tuple[Array, ...]:
-        """Sums the products of a tile's steps: each float32[HALF, width].
-
-        Args:
-            before: int32, steps of earlier tiles.
-            count: int32, steps of this tile, 0 or more.
-            width: Columns of a sum.
-            multiply: `multiply(sums, step, stage)` starts the products of a step.
-            num_sums: Number of sums.
-        """
+        """Sums the products of a tile's steps: each float32[HALF, width]."""
 
         def accumulate(*totals):
             def add(step, _):
@@ -185,12 +151,7 @@ class Stages(NamedTuple):
         return pl.run_scoped(accumulate, *accumulators)
 
     def read(self, step: Array, use: Callable[[Array], Array]) -> Array:
-        """Returns `use(stage)` of a step without a product, and frees the stage.
-
-        Args:
-            step: int32, counted over all tiles.
-            use: Loads what was copied.
-        """
+        """Returns `use(stage)` of a step without a product, and frees the stage."""
         stage = self._stage(step)
         plgpu.barrier_wait(self.ready.at[stage])
         values = use(stage)
@@ -237,16 +198,7 @@ def num_store_buffers(num_chunks: int) -> int:
 def store_chunk(
     chunk: Array, number: int, tiled: Any, copied: Any, num_buffers: int, target: Any
 ) -> None:
-    """Starts to store a chunk of this warpgroup's half of a tile.
-
-    Args:
-        chunk: [HALF, CHUNK] in registers.
-        number: Chunks of the tile that were stored before.
-        tiled: Buffers [halves, num_buffers, HALF, CHUNK], as registers write them.
-        copied: The same memory, as the copy reads it.
-        num_buffers: Buffers of a warpgroup.
-        target: [HALF, CHUNK] of the output.
-    """
+    """Starts to store a chunk of this warpgroup's half of a tile."""
     place = lax.axis_index(device.AXIS), number % num_buffers
     plgpu.wait_smem_to_gmem(num_buffers - 1, wait_read_only=True)
     tiled[place] = chunk

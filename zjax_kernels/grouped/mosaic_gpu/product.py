@@ -71,17 +71,7 @@ def multiply(
     tuning: Tuning,
     interpret: Any,
 ) -> tuple[Array, ...]:
-    """Runs `epilogue` on tiles of the product; returns its outputs.
-
-    Args:
-        x: [M, K].
-        weights: [G, K, N], or [G, N, K] if `transpose`.
-        sizes: int32[G].
-        epilogue: Epilogue.
-        transpose: Whether to multiply by transposed matrices.
-        tuning: How to run.
-        interpret: Parameters of the interpreter; None on a GPU.
-    """
+    """Runs `epilogue` on tiles of the product; returns its outputs."""
     columns = weights.shape[1 if transpose else 2] // epilogue.num_parts
     width = tuning.width(columns, epilogue.num_parts)
     shape = _Shape(
@@ -121,13 +111,7 @@ def num_tiles(num_rows: int, num_groups: int) -> int:
 
 
 def values_of_rows(values: Array, sizes: Array, num_rows: int) -> Array:
-    """Moves values of the rows of tiles, [tiles, TILE_ROWS], to the rows: [num_rows].
-
-    Args:
-        values: A value for each row of each tile.
-        sizes: int32[G].
-        num_rows: M.
-    """
+    """Moves values of rows of tiles, [tiles, TILE_ROWS], to the rows, [num_rows]."""
     _, start, rows, count = _cover(sizes, num_rows)
     offset = jnp.arange(TILE_ROWS)[None]
     exists = (jnp.arange(len(rows)) < count)[:, None] & (offset < rows[:, None])
