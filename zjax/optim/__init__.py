@@ -1,1 +1,1 @@
-"""How parameters change: the update rule, its schedule, precision and loss scale."""
+"""The optimizer: update rules, parameter groups, phases, precision and loss scale."""

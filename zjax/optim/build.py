@@ -1,7 +1,8 @@
 """Builds the optax transformation of a config.
 
-Every rule is a direction, then weight decay, then the learning rate.
-Clipping is separate: the training step clips, and reports the norm before clipping.
+Each update rule chains a direction, weight decay and the learning rate. Gradient
+clipping is not part of the transformation: the training step clips, and reports the
+gradient norm before clipping.
 """
 
 import dataclasses
@@ -32,19 +33,19 @@ def make_optimizer(
 ) -> optax.GradientTransformation:
     """Builds the optimizer of `config.optimizer`.
 
-    Weight decay is decoupled (arXiv:1711.05101) and concerns matrices only, unless
-    `decay_vectors` is on; that of `adam` and `sgd_l2` is added to the gradient, as
+    Weight decay is decoupled (arXiv:1711.05101) and applies to matrices only, unless
+    `decay_vectors` is on; `adam` and `sgd_l2` add the decay to the gradient, as
     torch.optim.SGD does. Muon leaves embeddings, the output matrix and vectors to Adam
-    with Nesterov momentum, whose updates have a similar size (arXiv:2502.16982), so
-    that one learning rate serves both. LAMB clips its trust ratio to 0.01 to 10.
-    Adafactor factors most of its second moments.
+    with Nesterov momentum, which has updates of a similar size (arXiv:2502.16982), so
+    that one learning rate serves both. LAMB clips the trust ratio to 0.01 to 10.
+    Adafactor factors most second moments.
 
     Args:
         config: Config; reads `num_steps`, `optimizer`, `precision.master_dtype` and,
             for the names of dims, `mesh`.
-        model: Model whose dim names tell matrices from stacked vectors. If None, arrays
-            of two dims or more not called `bias` or `scale` are matrices, and groups
-            are not checked.
+        model: Model; dim names tell matrices from stacked vectors. If None, arrays of
+            two dims or more not called `bias` or `scale` are matrices, and groups are
+            not checked.
 
     Returns:
         The transformation. Frozen parameters have no state.
@@ -78,10 +79,10 @@ def make_optimizer(
 
 
 def with_clipping_as_set(config: schema.Config) -> schema.Config:
-    """Clips only where that is set, for runs whose optimizer the caller brings.
+    """Clips only if `clip_norm` was set, for runs that bring an optimizer.
 
-    Numbers of a config that comes with zjax become defaults, as no record of the run
-    may name a learning rate that the run does not have.
+    Recipe values of a shipped config are reset to defaults: the record of the run must
+    not name a learning rate that the run does not use.
 
     Example:
         >>> default = with_clipping_as_set(schema.Config())
@@ -96,6 +97,7 @@ def with_clipping_as_set(config: schema.Config) -> schema.Config:
         for field in dataclasses.fields(given)
         if is_recipe(getattr(given, field.name)) and field.name != "ema_decay"
     }
+    # A `clip_norm` that nobody set must not clip for the caller's optimizer.
     if is_offered(given.clip_norm) or "clip_norm" in changes:
         changes["clip_norm"] = math.inf
     optimizer = dataclasses.replace(given, **changes)
@@ -105,6 +107,7 @@ def with_clipping_as_set(config: schema.Config) -> schema.Config:
 def _make_rules(
     settings: schema.Optimizer, schedule: Callable[..., Any], names: groups.Names
 ) -> optax.GradientTransformation:
+    """Partitions parameters into groups, each with an update rule."""
     default = _make_rule(settings, schedule, settings.weight_decay, names)
     if not settings.groups:
         return default
@@ -113,6 +116,7 @@ def _make_rules(
         FROZEN: optax.set_to_zero(),
     }
     for index, group in enumerate(settings.groups):
+        # Groups with a scale of 0 are labelled FROZEN, for which a rule exists above.
         if group.learning_rate_scale:
             scaled = _scaled(schedule, group.learning_rate_scale)
             decay = groups.decay_of(group, settings.weight_decay)
@@ -133,6 +137,8 @@ def _make_rule(
     weight_decay: float,
     names: groups.Names,
 ) -> optax.GradientTransformation:
+    """Chains direction, weight decay, trust ratio and learning rate of one group."""
+
     def decayed(params: Any) -> Any:
         if settings.decay_vectors:
             return jax.tree.map(lambda _: True, params)
@@ -149,8 +155,10 @@ def _make_rule(
         return zero_one_adam.zero_one_adam(schedule, steps, decay_of)
     decay = optax.add_decayed_weights(weight_decay, mask=decayed)
     rule = (_direction(settings, names), decay)
+    # L2 regularisation: the decay enters the moments, so it precedes the direction.
     if settings.name in ("adam", "sgd_l2"):
         rule = (decay, _direction(settings, names))
+    # The trust ratio of LAMB covers the decayed update, so it follows the decay.
     if settings.name == "lamb":
         rule = (*rule, transforms.scale_by_layer(num_stacked))
     if settings.name == "onebit_lamb":
@@ -161,7 +169,7 @@ def _make_rule(
 def _direction(
     settings: schema.Optimizer, names: groups.Names
 ) -> optax.GradientTransformation:
-    """The direction of ascent, before decay and learning rate."""
+    """Returns the direction of ascent, before decay and learning rate."""
     b1, b2, steps = settings.b1, settings.b2, make_adam_steps(settings)
 
     def adam(b1: Any) -> optax.GradientTransformation:
@@ -189,11 +197,13 @@ def _direction(
                 eps=settings.eps,
                 adam_b1=b1,
                 adam_b2=b2,
+                # The RMS of Adam's updates, so that one learning rate serves both.
                 consistent_rms=0.2,
                 muon_weight_dimension_numbers=lambda params: _map_params(
                     groups.muon_dims, params, names
                 ),
             )
+    # Adafactor and Muon return descent directions; the rules above return ascent.
     return optax.chain(downhill, optax.scale(-1.0))
 
 
@@ -202,6 +212,7 @@ def _map_params(
     params: Any,
     names: groups.Names,
 ) -> Any:
+    """Applies `rule(path, num_dims, names)` to every parameter of a tree."""
     return jax.tree_util.tree_map_with_path(
         lambda keys, leaf: rule(path_of(keys), leaf.ndim, names), params
     )

@@ -1,4 +1,4 @@
-"""Parameter groups: matrices among them, learning rates and weight decays by path."""
+"""Parameter groups by path, and the arrays that optimizers treat as matrices."""
 
 import difflib
 import re
@@ -18,12 +18,13 @@ from zjax.typing import Logical, Model, Params
 STACKED = ("layers", "experts")
 VECTORS = ("bias", "scale")
 _ONE_SIDE = ("heads", "head_dim"), ("kv_heads", "head_dim"), ("gates", "mlp")
+"""Adjacent dims that count as one side of a matrix."""
 Names = dict[str, Logical]
-"""Dim names of parameters by path, where known."""
+"""Dim names of parameters by path; a path is missing if no dim has a name."""
 
 
 def named_params(model: Model, mesh: schema.Mesh) -> tuple[Params, Names]:
-    """Traces the abstract parameters of a model, and their dim names by path."""
+    """Traces a model's abstract parameters, and collects dim names by path."""
     params, _ = jax.eval_shape(model.init, abstract_key())
     paths = [path_of(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(params)]
     names = zip(paths, names_of_dims(model, params, mesh), strict=True)
@@ -44,7 +45,7 @@ def without_layers(names: Names) -> Names:
 
 
 def num_stacked(path: str, names: Names) -> int:
-    """Number of leading dims that only stack parameters; 0 for a path without names.
+    """Counts the leading dims that only stack parameters; 0 for a path without names.
 
     Example:
         >>> num_stacked("norm/scale", {"norm/scale": ("layers", "embed")})
@@ -59,7 +60,7 @@ def num_stacked(path: str, names: Names) -> int:
 
 
 def is_matrix(path: str, num_dims: int, names: Names) -> bool:
-    """Whether a parameter has two or more sides, and so decays.
+    """Whether a parameter has two or more sides, and therefore decays.
 
     `heads` and `head_dim`, or `gates` and `mlp`, count as one side. A path that ends in
     `bias` or `scale` is a vector.
@@ -76,10 +77,10 @@ def is_matrix(path: str, num_dims: int, names: Names) -> bool:
 def muon_dims(
     path: str, num_dims: int, names: Names
 ) -> optax.contrib.MuonDimensionNumbers | None:
-    """Input and output dims of a matrix that Muon orthogonalizes; None is left to Adam.
+    """Splits the dims of a matrix that Muon orthogonalizes into input and output dims.
 
-    Adam gets embeddings, the output matrix and parameters without exactly two sides,
-    as `is_matrix` counts them.
+    None leaves a parameter to Adam: embeddings, the output matrix and parameters
+    without exactly two sides, as `is_matrix` counts sides.
 
     Example:
         >>> muon_dims("query", 3, {"query": ("embed", "heads", "head_dim")})
@@ -97,7 +98,7 @@ def muon_dims(
 
 
 def _sides(path: str, num_dims: int, names: Names) -> list[tuple[int, ...]]:
-    """Dims that do not stack, those of one side together."""
+    """Groups the dims that do not stack parameters into sides of a matrix."""
     dims = names.get(path, (None,) * num_dims)
     sides: list[tuple[int, ...]] = []
     for dim in range(num_stacked(path, names), num_dims):
@@ -109,7 +110,7 @@ def _sides(path: str, num_dims: int, names: Names) -> list[tuple[int, ...]]:
 
 
 def label_params(params: Any, groups: Groups) -> Any:
-    """Tree of the groups of all parameters, as `label_of`.
+    """Labels every parameter of a tree with a group, by `label_of`.
 
     Example:
         >>> frozen = schema.ParamGroup(pattern="a", learning_rate_scale=0.0)
@@ -122,7 +123,7 @@ def label_params(params: Any, groups: Groups) -> Any:
 
 
 def decay_of(group: schema.ParamGroup, default: float) -> float:
-    """Returns the weight decay of a group, else `optimizer.weight_decay`.
+    """Returns the weight decay of a group, or `optimizer.weight_decay` as default.
 
     Example:
         >>> decay_of(schema.ParamGroup(), 0.1)
@@ -130,11 +131,17 @@ def decay_of(group: schema.ParamGroup, default: float) -> float:
         >>> decay_of(schema.ParamGroup(weight_decay=0.0), 0.1)
         0.0
     """
+    # -1.0 in the settings stands for the default.
     return default if group.weight_decay < 0 else group.weight_decay
 
 
 def check_groups(settings: schema.Optimizer, params: Any, names: Names) -> None:
-    """Refuses groups that have no effect on this model."""
+    """Raises ConfigError that lists every group without an effect on this model.
+
+    A group has no effect if no parameter matches, if earlier groups take all matching
+    parameters, or if the decay meets no matrix. Freezing every parameter is refused
+    too.
+    """
     groups, leaves = settings.groups, jax.tree_util.tree_leaves_with_path(params)
     num_dims = {path_of(keys): len(leaf.shape) for keys, leaf in leaves}
     unassigned = set(num_dims)
@@ -166,6 +173,7 @@ def check_groups(settings: schema.Optimizer, params: Any, names: Names) -> None:
 def _no_match(
     field: str, group: schema.ParamGroup, paths: list[str], num_matching: int
 ) -> Problem:
+    """Describes a pattern that selects no parameter, with similar paths as remedy."""
     if num_matching:
         problem = f"matches {num_matching} parameters, all taken by earlier groups"
         remedy = "move this group before them"

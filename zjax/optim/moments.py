@@ -16,18 +16,18 @@ from zjax.optim.precision import cast_floating
 from zjax.sharding.paths import layer_of, owners, path_of
 
 _DROPPED_BITS = 20
-"""Fraction bits of float32 (23) that eight-bit numbers lack."""
+"""Fraction bits of float32 (23) that an eight-bit float (3 fraction bits) lacks."""
 _ONE = 127 << 3
-"""1.0 without its dropped bits."""
+"""Bit pattern of float32 1.0, shifted right by `_DROPPED_BITS`."""
 
 
 class Quantized(NamedTuple):
-    """A matrix in eight bits.
+    """A matrix in eight-bit floats, relative to scales of rows and columns.
 
     Args:
-        codes: int8, or uint8 for numbers that are never negative; 0 is zero.
+        codes: int8[...], or uint8[...] if the numbers are never negative; 0 is 0.0.
         scales: float32 arrays, one for each dim that does not stack matrices: the
-            largest magnitudes over the other dims, which have size 1.
+            largest magnitudes over all remaining dims, which have size 1.
     """
 
     codes: Any
@@ -37,10 +37,10 @@ class Quantized(NamedTuple):
 def random_bits(
     shape: tuple[int, ...], step: Int32[Array, ""], salt: int
 ) -> UInt32[Array, "..."]:
-    """One word of random bits per element, from a hash of its index.
+    """Draws one word of random bits per element, by hashing the element's index.
 
-    The words depend on the step and, below 2**32, the `salt` of the array. They are the
-    same on every mesh, and need no communication.
+    The words depend on the step and on `salt`, an int from 0 to 2**32 - 1 for each
+    array. The words are equal on every mesh, and need no communication.
 
     Reference:
         The finalizer of MurmurHash3 by Appleby.
@@ -61,6 +61,7 @@ def round_to_bfloat16(
     Reference:
         Stochastic rounding, Gupta et al., arXiv:1502.02551.
     """
+    # Adding 16 random bits and truncating rounds up with the right probability.
     words = jax.lax.bitcast_convert_type(x, jnp.uint32) + (bits >> 16)
     upper = jax.lax.bitcast_convert_type(words & jnp.uint32(0xFFFF0000), jnp.float32)
     return upper.astype(jnp.bfloat16)
@@ -80,9 +81,10 @@ def quantize(
 ) -> Quantized:
     """Rounds float32[...] to eight bits, to `x` on average.
 
-    Signed codes reach from the scale down to 2**-16 of it, then to zero. Unsigned ones,
-    for numbers that are not negative, reach down to 2**-32; smaller numbers become
-    that, so that no divisor becomes zero. `scales` come from `measure`.
+    Signed codes reach from the scale down to 2**-16 of the scale, then to zero.
+    Unsigned codes, for numbers that are not negative, reach down to 2**-32 of the
+    scale; smaller numbers round up to this minimum, because a second moment of zero
+    would be a divisor. `scales` come from `measure`.
 
     Reference:
         Scales of rows and columns: Li et al., arXiv:2309.01507. Optimizers in eight
@@ -91,10 +93,13 @@ def quantize(
     relative = jnp.abs(x) * functools.reduce(jnp.maximum, map(_inverse, scales))
     max_code = jnp.iinfo(dtype).max
     words = jax.lax.bitcast_convert_type(relative, jnp.uint32)
+    # Codes keep the exponent and three fraction bits; a random addend rounds
+    # stochastically.
     words = (words + (bits >> (32 - _DROPPED_BITS))) >> _DROPPED_BITS
     codes = jnp.clip(words.astype(jnp.int32) - (_ONE - max_code), 1, max_code)
     smallest = _value(jnp.ones((), dtype))
     signed = jnp.issubdtype(dtype, jnp.signedinteger)
+    # Below the smallest code, 0 is drawn so often that the mean stays right.
     chance = (bits >> 8).astype(jnp.float32) * (2.0**-24 * smallest) if signed else 0.0
     codes = jnp.where(relative <= chance, 0, codes)
     return Quantized(jnp.where(x < 0, -codes, codes).astype(dtype), scales)
@@ -106,11 +111,15 @@ def dequantize(quantized: Quantized) -> Float[Array, "..."]:
 
 
 def _inverse(scale: Float[Array, "..."]) -> Float[Array, "..."]:
-    """1 / scale, and 0 for 0; small enough to be divided once per row and column."""
+    """Inverts scales, with 0 for 0.
+
+    Scale arrays are small: the division runs once per row and column, not per element.
+    """
     return jnp.where(scale > 0, 1 / jnp.where(scale > 0, scale, 1), 0)
 
 
 def _value(codes: Int8[Array, "..."] | UInt8[Array, "..."]) -> Float[Array, "..."]:
+    """Decodes eight-bit codes to signed float32 numbers relative to the scale."""
     max_code = jnp.iinfo(codes.dtype).max
     wide = codes.astype(jnp.int32)
     words = (jnp.abs(wide) + (_ONE - max_code)) << _DROPPED_BITS
@@ -118,21 +127,22 @@ def _value(codes: Int8[Array, "..."] | UInt8[Array, "..."]) -> Float[Array, "...
 
 
 def _mix(words: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
+    """Scrambles uint32[...] words by the finalizer of MurmurHash3."""
     words = (words ^ (words >> 16)) * jnp.uint32(0x85EBCA6B)
     words = (words ^ (words >> 13)) * jnp.uint32(0xC2B2AE35)
     return words ^ (words >> 16)
 
 
 SECOND_MOMENT = "nu"
-"""Optax's name of the second moment."""
+"""Field name of the second moment in optax states."""
 
 
 class StoredMoments(NamedTuple):
     """State of `store_moments`.
 
     Args:
-        count: int32[]; number of updates, which seeds the rounding.
-        state: State of the inner transformation, with its moments as stored.
+        count: int32[]; number of updates, which seeds the stochastic rounding.
+        state: State of the inner transformation, with moments in the storage dtype.
     """
 
     count: Any
@@ -144,7 +154,10 @@ def store_moments(
 ) -> optax.GradientTransformationExtraArgs:
     """Stores the moments of a transformation in a smaller dtype between updates.
 
-    The update itself is computed in float32; its result has the dtype of the gradients.
+    `dtype` is `float32`, `bfloat16` or `int8`; in `int8`, vectors stay float32.
+    Floating state in the shape of a parameter counts as a moment, and under `nu` as a
+    second moment. The update itself is computed in float32, and returned in the dtypes
+    of the gradients.
 
     Example:
         >>> tx = store_moments(optax.trace(0.9), "bfloat16", {})
@@ -188,14 +201,14 @@ def store_moments(
 
 
 def _is_quantized(node: Any) -> bool:
-    """Tells codes with scales from plain arrays."""
+    """Whether a node holds codes with scales; else it is a plain array."""
     return isinstance(node, Quantized)
 
 
 def _init_stored(
     keys: Any, leaf: Any, shapes: Mapping[str, Any], dtype: str, names: Names
 ) -> Any:
-    """The stored form of a leaf of the inner state."""
+    """Returns the stored form of a leaf of the inner state, filled with zeros."""
     path = next((p for p, s in owners(keys, shapes) if s == leaf.shape), None)
     if path is None or not jnp.issubdtype(leaf.dtype, jnp.floating):
         return leaf
@@ -203,6 +216,7 @@ def _init_stored(
         return jnp.zeros(leaf.shape, dtype)
     if not is_matrix(path, leaf.ndim, names):
         return leaf
+    # Second moments are never negative: uint8 spends the sign bit on a wider range.
     squares = any(getattr(key, "name", None) == SECOND_MOMENT for key in keys)
     stacked = num_stacked(path, names)
     scales = tuple(
@@ -216,19 +230,20 @@ def _init_stored(
 
 
 def _load(leaf: Any) -> Any:
+    """Widens a stored leaf to float32; counters and keys stay."""
     if _is_quantized(leaf):
         return dequantize(leaf)
     return leaf.astype(jnp.float32) if leaf.dtype == jnp.bfloat16 else leaf
 
 
 def _num_scales(stored: Any) -> int:
-    """Counts the scales of the quantized moment that has most of them."""
+    """Counts the scales of the quantized moment with most scales."""
     forms = jax.tree.leaves(stored, is_leaf=_is_quantized)
     return max((len(form.scales) for form in forms if _is_quantized(form)), default=0)
 
 
 def _measure(stored: Any, state: Any, number: int) -> Any:
-    """Computes one scale of each quantized moment that has so many, else None."""
+    """Computes scale `number` of each quantized moment; None if a moment has fewer."""
 
     def scale(form: Any, leaf: Any) -> Any:
         if not _is_quantized(form) or number >= len(form.scales):
@@ -244,6 +259,7 @@ def _store(stored: Any, state: Any, scales: list[Any], step: Int32[Array, ""]) -
     def store(keys: Any, form: Any, leaf: Any, *found: Any) -> Any:
         if not _is_quantized(form) and form.dtype == leaf.dtype:
             return leaf
+        # The salt is a CRC because `hash` of a string differs between processes.
         name = f"{path_of(keys)} {layer_of(keys)}"
         bits = random_bits(leaf.shape, step, zlib.crc32(name.encode()))
         if _is_quantized(form):

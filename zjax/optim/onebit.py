@@ -1,4 +1,4 @@
-"""1-bit Adam and 1-bit LAMB, whose replicas send their steps in one bit per number."""
+"""Adam, 1-bit Adam and 1-bit LAMB; 1-bit replicas exchange one bit per number."""
 
 import dataclasses
 import math
@@ -15,14 +15,14 @@ from zjax.settings.schema import Config, Optimizer
 
 @dataclasses.dataclass(frozen=True)
 class AdamSteps:
-    """Steps in units of the learning rate, within the bounds of Adam's.
+    """Computes Adam's steps in units of the learning rate, and bounds on these steps.
 
     Args:
-        b1: Decay of the momentum, 0 or more and less than 1; traced where it cycles.
+        b1: Decay of the momentum, 0 or more and less than 1; traced if it cycles.
         b2: Decay of the second moments, 0 or more and less than 1.
-        eps: Added to the root of the second moments, above 0.
+        eps: Term added to the root of the second moments, above 0.
         corrects_bias: Whether moments are divided by their sums of weights, which are
-            below 1 in early steps. Without it a step by kept second moments is
+            below 1 in early steps. Without it, a step by frozen second moments is
             `1 / sqrt(1 - b2**updates)` times as large.
 
     Example:
@@ -48,11 +48,15 @@ class AdamSteps:
 
     @property
     def bound(self) -> float:
-        """The largest step by corrected moments."""
+        """The largest step that Adam takes with corrected moments."""
         return max(1.0, (1 - self.b1) / math.sqrt(1 - self.b2))
 
     def of_momentum(self, momentum: Any, second: Any, first: Any, updates: Any) -> Any:
-        """Steps of a tree of momenta; 0 where there are no second moments."""
+        """Converts a tree of raw momenta to clipped steps; 0 for a second moment of 0.
+
+        `second` holds raw, possibly frozen second moments. `first` and `updates`, 1 or
+        more, count the updates of the momentum and of the second moments.
+        """
         steps = self.unbounded(momentum, second, first, updates)
         # Raw second moments are too small, so that every step is larger: the scaled
         # bound clips the same elements with and without the correction.
@@ -60,7 +64,7 @@ class AdamSteps:
         return jax.tree.map(lambda u: jnp.clip(u, -bound, bound), steps)
 
     def unbounded(self, momentum: Any, second: Any, first: Any, updates: Any) -> Any:
-        """The same by second moments that know all gradients."""
+        """Converts momenta to steps unclipped, for `second` up to date."""
         return jax.tree.map(
             lambda m, v: jnp.where(v > 0, m / self._size(v, first, updates), 0),
             momentum,
@@ -68,7 +72,7 @@ class AdamSteps:
         )
 
     def momentum_of(self, steps: Any, second: Any, first: Any, updates: Any) -> Any:
-        """The momenta of such steps, with the arguments of `of_momentum`."""
+        """Inverts `of_momentum`: converts steps back to raw momenta."""
         return jax.tree.map(
             lambda u, v: jnp.where(v > 0, u * self._size(v, first, updates), 0),
             steps,
@@ -76,18 +80,19 @@ class AdamSteps:
         )
 
     def _size(self, second: jax.Array, first: Any, updates: Any) -> jax.Array:
+        """Returns the divisor that turns a raw momentum into a step."""
         if not self.corrects_bias:
             return jnp.sqrt(second) + self.eps
         corrected = second / (1 - self.b2 ** jnp.float32(updates))
         return (1 - self.b1 ** jnp.float32(first)) * (jnp.sqrt(corrected) + self.eps)
 
     def _weight_of_second(self, updates: Any) -> Any:
-        """Returns how much too small the second moments are that divide momenta."""
+        """Returns the factor by which raw second moments are too small."""
         return 1.0 if self.corrects_bias else 1 - self.b2 ** jnp.float32(updates)
 
 
 def make_adam_steps(settings: Optimizer) -> AdamSteps:
-    """Builds the steps of an optimizer with Adam's moments.
+    """Builds `AdamSteps` from the moment settings of an optimizer.
 
     Example:
         >>> make_adam_steps(Optimizer(bias_correction=False)).corrects_bias
@@ -98,6 +103,8 @@ def make_adam_steps(settings: Optimizer) -> AdamSteps:
 
 def scale_by_adam(steps: AdamSteps) -> optax.GradientTransformation:
     """Scales gradients to Adam's steps, with or without the bias correction.
+
+    The state is an `optax.ScaleByAdamState` either way.
 
     Example:
         >>> tx = scale_by_adam(AdamSteps(0.5, 0.75, 1e-8, corrects_bias=False))
@@ -121,7 +128,7 @@ def scale_by_adam(steps: AdamSteps) -> optax.GradientTransformation:
 
 
 def where_known(tree: Any, second: Any) -> Any:
-    """A tree with 0 for elements without second moments, as one bit cannot say 0.
+    """Zeroes the elements that have no second moments, as one bit cannot say 0.
 
     Example:
         >>> where_known(jnp.array([2.0, 3.0]), jnp.array([0.5, 0.0])).tolist()
@@ -132,10 +139,11 @@ def where_known(tree: Any, second: Any) -> Any:
 
 WARM_UP, COMPRESSED = "warm_up", "compressed"
 _SHARE = 0.15
+"""Share of the steps of a run that warm up, if `optimizer.freeze_step` is 0."""
 
 
 def freeze_step(config: Config) -> int:
-    """The last step of the warm-up.
+    """Returns the last step of the warm-up.
 
     Example:
         >>> freeze_step(Config(num_steps=1000))
@@ -145,7 +153,7 @@ def freeze_step(config: Config) -> int:
 
 
 def next_momentum(grads: Any, opt_state: Any, b1: float) -> Any:
-    """The momentum with the gradients of one replica.
+    """Updates the momentum of `opt_state` with the gradients of one replica.
 
     Example:
         >>> import jax.numpy as jnp
@@ -159,7 +167,7 @@ def next_momentum(grads: Any, opt_state: Any, b1: float) -> Any:
 
 
 def next_steps(grads: Any, opt_state: Any, steps: AdamSteps) -> Any:
-    """The steps that one replica would take, which it sends."""
+    """Returns the steps that one replica would take: the message in `COMPRESSED`."""
     second, count = (
         optax.tree_utils.tree_get(opt_state, name, filtering=is_of_adam)
         for name in ("nu", "count")
@@ -169,17 +177,18 @@ def next_steps(grads: Any, opt_state: Any, steps: AdamSteps) -> Any:
 
 
 def is_of_adam(path: Any, _: Any) -> bool:
-    """Whether a leaf of the state is one of Adam's, not a count of the schedule."""
+    """Whether a leaf of the state belongs to Adam, and not to the schedule."""
     return getattr(path[-1], "tuple_name", "") == "ScaleByAdamState"
 
 
 def scale_by_onebit_adam(
     steps: AdamSteps,
 ) -> optax.GradientTransformationExtraArgs:
-    """Scales by the second moments; `update` takes `phase=`.
+    """Scales by second moments that freeze after warm-up; `update` takes `phase=`.
 
-    In `COMPRESSED` its updates are the mean steps of all replicas. Elements that had no
-    gradient in the warm-up do not move, as one bit cannot say 0.
+    In `COMPRESSED`, `updates` are the mean steps of all replicas, and `count` stays at
+    the end of the warm-up. Elements without a gradient in the warm-up do not move, as
+    one bit cannot say 0.
 
     Example:
         >>> import jax.numpy as jnp
@@ -213,13 +222,15 @@ def scale_by_onebit_adam(
 
 
 DECAY = 0.9
+"""Decay of the running mean of update norms in the warm-up of 1-bit LAMB."""
 
 
 class KeptNorms(NamedTuple):
-    """The state of `scale_by_kept_norm`.
+    """State of `scale_by_kept_norm`.
 
     Args:
-        norm: Mean norms of the steps of the warm-up, one for each layer.
+        norm: Running means of the update norms in the warm-up: float32, one element per
+            layer, with the parameter's number of dims.
     """
 
     norm: Any
@@ -229,6 +240,8 @@ def scale_by_kept_norm(
     num_stacked: Callable[[Any], int],
 ) -> optax.GradientTransformationExtraArgs:
     """Multiplies each update by the trust ratio of its layer; `update` takes `phase=`.
+
+    In `COMPRESSED`, the norm of the update is the running mean from the warm-up.
 
     Example:
         >>> tx = scale_by_kept_norm(lambda keys: 0)
@@ -273,4 +286,5 @@ def scale_by_kept_norm(
 
 
 def _mean(mean: jax.Array, norm: jax.Array) -> jax.Array:
+    """Advances the running mean of norms; the first norm replaces the initial 0."""
     return jnp.where(mean == 0, norm, DECAY * mean + (1 - DECAY) * norm)

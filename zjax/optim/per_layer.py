@@ -1,8 +1,9 @@
 """Optimizers that update each layer separately, though layers are stacked in one array.
 
 Elementwise rules (Adam) work on the stack as it is, in one small program for all
-layers. Rules that measure an array (LAMB, Adafactor, Muon) or depend on its shape get
-the layers one by one. `needs_layers` decides by comparing the traced programs of both.
+layers. Rules that measure an array (LAMB, Adafactor, Muon) or depend on the array's
+shape get the layers one by one. `needs_layers` decides by comparing the traced programs
+of the two ways.
 """
 
 import dataclasses
@@ -27,6 +28,8 @@ def per_layer_if_needed(
 ) -> optax.GradientTransformation:
     """Makes a transformation treat stacked layers as separate arrays, if that matters.
 
+    An array is a stack if the first of its dim names is `layers`.
+
     Example:
         >>> params, names = {"w": jnp.ones((2, 3))}, {"w": ("layers", "embed")}
         >>> adam, lamb = optax.adam(0.1), optax.lamb(0.1)
@@ -38,6 +41,7 @@ def per_layer_if_needed(
     leaves = jax.tree_util.tree_leaves_with_path(params)
     if not any(_is_stack(path_of(keys), names) for keys, _ in leaves):
         return tx
+    # Raises PlanError first where `tx` cannot update from one mean gradient.
     abstract_opt_state(tx, params)
     return per_layer(tx, names) if needs_layers(tx, params, names) else tx
 
@@ -45,7 +49,7 @@ def per_layer_if_needed(
 def per_layer(
     tx: optax.GradientTransformation, names: Names
 ) -> optax.GradientTransformationExtraArgs:
-    """Runs a transformation of single layers on stacked arrays, made `Layers`."""
+    """Wraps a transformation of single layers to take stacked arrays."""
     tx = optax.with_extra_args_support(tx)
     if not any(_is_stack(path, names) for path in names):
         return tx
@@ -81,15 +85,16 @@ def per_layer(
 def needs_layers(
     tx: optax.GradientTransformation, params: Params, names: Names
 ) -> bool:
-    """Whether updating single layers may differ from updating their stack.
+    """Whether updating single layers may differ from updating the stack of layers.
 
-    False only if `init` and `update` trace to the same expressions either way. A norm
-    over all layers, as in clipping, makes no difference.
+    False only if `init` and `update` trace to equal expressions either way. A norm over
+    all layers, as in clipping, makes no difference.
     """
     tx = optax.with_extra_args_support(tx)
     flow = _Flow()
 
     def update(updates: Params, state: Any, params: Params, value: Any) -> Any:
+        # Optimizers may ask for the loss, the gradients, or a function of the loss.
         extra = {"value": value, "grad": updates, "value_fn": lambda _: value}
         return tx.update(updates, state, params, **extra)
 
@@ -107,12 +112,12 @@ def needs_layers(
 
 
 class _NeedsLayersError(Exception):
-    """An entry depends on others of its layer."""
+    """An entry depends on more of a layer than the entry at one index."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Entries:
-    """An elementwise result of one layer, or of one stack, whose layer is None."""
+    """An elementwise result of one layer, or of a whole stack if `layer` is None."""
 
     expression: int
     layer: int | None
@@ -128,7 +133,7 @@ class _Uniform:
 
 @dataclasses.dataclass(frozen=True)
 class _Sum:
-    """A scalar: the sum of all entries of layers or stacks, and of other scalars."""
+    """A scalar: the sum of all entries of some layers or stacks, plus other scalars."""
 
     layers: frozenset[_Entries]
     others: frozenset[int]
@@ -136,16 +141,17 @@ class _Sum:
 
 @dataclasses.dataclass(frozen=True)
 class _Other:
-    """Any other array or scalar."""
+    """An array or scalar of any kind that the classes above do not describe."""
 
     expression: int
 
 
 _SHAPE_PARAMS = frozenset(("broadcast_dimensions", "shape", "sharding"))
+"""Parameters of primitives that differ between a layer and a stack by shape alone."""
 
 
 class _Flow:
-    """Numbers the expressions of traced programs; equal ones get equal numbers."""
+    """Numbers expressions of traced programs; equal expressions get equal numbers."""
 
     def __init__(self):
         self.numbers: dict[Any, int] = {}
@@ -155,6 +161,7 @@ class _Flow:
         return self.numbers.setdefault(key, len(self.numbers))
 
     def trace(self, function: Any, inputs: tuple[Any, ...]) -> dict[str, Any]:
+        """Returns the expression of each output of a function, by path."""
         closed, outputs = jax.make_jaxpr(function, return_shape=True)(*inputs)
         values = [self.input_value(*cell) for cell in _layer_leaves(inputs)]
         values_out = interpret(closed, values, self.apply, self.constant_value)
@@ -163,16 +170,20 @@ class _Flow:
             _layer_leaves(outputs), values_out, strict=True
         ):
             result = self.result_value(value, layer)
+            # All layers of a stack must follow one expression.
             if results.setdefault(path, result) != result:
                 raise _NeedsLayersError
         return results
 
     def input_value(self, path: str, layer: int | None, depth: int, leaf: Any) -> Any:
+        """Describes one input by path and layer."""
         if layer is not None:
             self.depths[path] = depth
             return _Entries(self.number("input", path), layer, depth)
         if path not in self.depths:
             return _Other(self.number("input", path))
+        # This path was traced as layers before; a stack of them keeps the count in
+        # front.
         if leaf.shape[:1] != (self.depths[path],):
             raise _NeedsLayersError
         return _Entries(self.number("input", path), None, 0)
@@ -181,6 +192,7 @@ class _Flow:
         return _Other(self.number("constant", text_of_constant(value)))
 
     def result_value(self, value: Any, layer: int | None) -> Any:
+        """Describes one output, and refuses outputs that differ between layers."""
         value = self.finish_sum(value)
         if isinstance(value, _Entries) and value.layer == layer:
             return ("entries", value.expression)
@@ -189,6 +201,7 @@ class _Flow:
         return value
 
     def apply(self, eqn: Equation, values: list[Any]) -> list[Any]:
+        """Describes the outputs of one equation from the descriptions of its inputs."""
         name = eqn.primitive.name
         entries = [value for value in values if isinstance(value, _Entries)]
         if entries and name == "reduce_sum" and not eqn.outvars[0].aval.shape:
@@ -239,21 +252,24 @@ class _Flow:
 
 
 def _add(left: Any, right: Any) -> _Sum:
+    """Adds two scalars, of which at least one is a sum over layers."""
     sums = [
         x if isinstance(x, _Sum) else _Sum(frozenset(), frozenset((x.expression,)))
         for x in (left, right)
     ]
+    # Sets cannot count a term twice.
     if sums[0].layers & sums[1].layers or sums[0].others & sums[1].others:
         raise _NeedsLayersError
     return _Sum(sums[0].layers | sums[1].layers, sums[0].others | sums[1].others)
 
 
 def _settings(params: Any) -> list[tuple[str, str]]:
+    """Lists the parameters of a primitive that must agree between layer and stack."""
     return sorted((k, str(v)) for k, v in params.items() if k not in _SHAPE_PARAMS)
 
 
 def _layer_leaves(tree: Any) -> Iterator[tuple[str, int | None, int, Any]]:
-    """Path, layer (None without layers), number of layers, and leaf."""
+    """Yields path, layer (None without layers), number of layers, and leaf."""
     pairs = jax.tree_util.tree_leaves_with_path(
         tree, is_leaf=lambda x: isinstance(x, Layers)
     )
@@ -267,6 +283,8 @@ def _layer_leaves(tree: Any) -> Iterator[tuple[str, int | None, int, Any]]:
 
 
 def _apart(params: Params, names: Names) -> Params:
+    """Slices the stacks of a tree of parameters into `Layers`."""
+
     def one(keys: Any, leaf: Any) -> Any:
         path = path_of(keys)
         if not _is_stack(path, names):
@@ -277,4 +295,5 @@ def _apart(params: Params, names: Names) -> Params:
 
 
 def _is_stack(path: str, names: Names) -> bool:
+    """Whether the first dim of a parameter stacks layers."""
     return names.get(path, ())[:1] == ("layers",)

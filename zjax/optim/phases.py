@@ -1,4 +1,4 @@
-"""What replicas send each other in a step, and which program runs it."""
+"""Phases of a run: what replicas exchange in a step, and the program of the step."""
 
 import collections
 import functools
@@ -16,10 +16,10 @@ class Phase(NamedTuple):
     """One way to take a step.
 
     Args:
-        name: Passed to the optimizer.
-        codec: Form of the numbers on the wire, of `zjax.comm.codecs`.
-        message: `message(grads, opt_state)`, what replicas send in place of gradients;
-            None for the gradients.
+        name: Name of the phase, passed to the optimizer.
+        codec: Name of the wire format, of `zjax.comm.codecs`.
+        message: `message(grads, opt_state)`, the tree that replicas send in place of
+            gradients; None for the gradients.
     """
 
     name: str
@@ -31,9 +31,9 @@ class Phases(NamedTuple):
     """The phases of a run.
 
     Args:
-        by_name: Every phase that sends; steps of `intervals.LOCAL` do not.
-        at: Name of the phase of a step; the first step is 1.
-        freeze_step: Last step that may update second moments; 0 if all do.
+        by_name: Every phase that sends; steps of `zero_one_adam.LOCAL` send nothing.
+        at: Name of the phase by step; the first step is 1.
+        freeze_step: Last step that may update second moments; 0 if all steps may.
     """
 
     by_name: Mapping[str, Phase]
@@ -46,10 +46,10 @@ PLAIN = "train"
 
 
 def make_phases(config: Config) -> Phases | None:
-    """The phases of a run; None where the compiler reduces gradients.
+    """Returns the phases of a run, or None if the compiler reduces gradients.
 
     Args:
-        config: Read for `communication`, `optimizer`, `precision` and `num_steps`.
+        config: Config; reads `communication`, `optimizer`, `precision` and `num_steps`.
 
     Example:
         >>> from zjax.settings import schema
@@ -83,13 +83,13 @@ def make_phases(config: Config) -> Phases | None:
 
 
 def merged_phase(config: Config) -> Phase | None:
-    """Returns the phase in which replicas take outer steps themselves, or None."""
+    """Returns the phase in which the inner optimizer takes outer steps, or None."""
     phases = make_phases(config)
     return phases.by_name.get(zero_one_adam.MERGED) if phases else None
 
 
 def _compressed_message(settings: Optimizer) -> Callable[[Any, Any], Any] | None:
-    """What replicas send after the warm-up; None for other optimizers."""
+    """Returns the message function after the warm-up; None for other optimizers."""
     if settings.name not in ("onebit_adam", "onebit_lamb"):
         return None
     steps = make_adam_steps(settings)
@@ -97,6 +97,7 @@ def _compressed_message(settings: Optimizer) -> Callable[[Any, Any], Any] | None
 
 
 def _zero_one_phases(config: Config) -> Phases:
+    """Returns the phases of 0/1 Adam."""
     settings = config.optimizer
     steps = make_adam_steps(settings)
     message = functools.partial(zero_one_adam.next_steps, steps=steps)
@@ -111,20 +112,20 @@ def _zero_one_phases(config: Config) -> Phases:
 
 
 def _full_precision(config: Config) -> str:
-    """The codec of gradients that are not compressed."""
+    """Returns the codec of gradients before compression starts."""
     codec = config.communication.codec
     return _uncompressed(config) if codec == "none" else codec
 
 
 def _uncompressed(config: Config) -> str:
-    """The codec in which the compiler would reduce gradients."""
+    """Returns the codec in whose dtype the compiler would reduce gradients."""
     precision = config.precision
     is_wide = "float32" in (precision.reduce_dtype, precision.compute_dtype)
     return "float32" if is_wide else "bfloat16"
 
 
 def programs_at(config: Config, step: int) -> Iterator[str]:
-    """Yields the names of the programs of a step, in the order in which they start.
+    """Yields the names of the programs of a step, in starting order.
 
     Example:
         >>> from zjax.settings import schema
@@ -140,7 +141,7 @@ def programs_at(config: Config, step: int) -> Iterator[str]:
 
 
 def count_programs(config: Config) -> collections.Counter[str]:
-    """How often each program starts in a run.
+    """Counts how often each program starts in a run.
 
     Example:
         >>> from zjax.settings import schema
@@ -159,6 +160,7 @@ def count_programs(config: Config) -> collections.Counter[str]:
 def _programs_at(
     step: int, phases: Phases | None, rounds: Rounds | Intervals | None
 ) -> Iterator[str]:
+    """Yields the names of the programs of a step in starting order."""
     yield from _batch_programs([step], phases)
     if rounds is None:
         return
@@ -174,7 +176,7 @@ def _programs_at(
 
 
 def batch_programs(config: Config, steps: Iterable[int]) -> list[str]:
-    """The programs that read the batches of some steps, by their first step.
+    """Lists the programs that read the batches of some steps, in order of first use.
 
     Example:
         >>> from zjax.settings import schema
@@ -186,7 +188,9 @@ def batch_programs(config: Config, steps: Iterable[int]) -> list[str]:
 
 
 def _batch_programs(steps: Iterable[int], phases: Phases | None) -> list[str]:
+    """Lists the distinct programs that read the batches of some steps."""
     if phases is None:
         return ["train"]
     names = dict.fromkeys(phases.at(step) for step in steps)
+    # LOCAL and MERGED steps run one program; they differ in the exchange afterwards.
     return [*dict.fromkeys("train" if name in APART else name for name in names)]

@@ -16,10 +16,10 @@ class Dtypes:
     """The dtypes of a run.
 
     Args:
-        master: Parameters as the optimizer sees them.
-        compute: Parameters and activations of the forward and backward pass.
-        grad_sum: Gradients as they are added over microbatches.
-        reduce: Gradients as they are added over devices.
+        master: Dtype of the parameters that the optimizer updates.
+        compute: Dtype of parameters and activations in the forward and backward pass.
+        grad_sum: Dtype in which gradients are added over microbatches.
+        reduce: Dtype in which gradients are added over devices.
     """
 
     master: np.dtype
@@ -29,7 +29,7 @@ class Dtypes:
 
 
 def make_dtypes(precision: schema.Precision) -> Dtypes:
-    """The dtypes that `config.precision` names.
+    """Returns the dtypes that `config.precision` names.
 
     Example:
         >>> make_dtypes(schema.Precision(compute_dtype="float16")).reduce
@@ -61,7 +61,7 @@ def cast_floating(tree: Any, dtype: Any) -> Any:
 
 
 def describe_precision(config: schema.Config) -> str:
-    """Describes all dtypes of a run in the line that is printed at its start.
+    """Describes all dtypes of a run, in the line that is printed at the start.
 
     Example:
         >>> describe_precision(schema.Config()).split(" | ")[0]
@@ -82,6 +82,7 @@ def describe_precision(config: schema.Config) -> str:
 
 
 def _describe_state(config: schema.Config) -> str:
+    """Describes the dtypes of master weights and moments."""
     master, settings = config.precision.master_dtype, config.optimizer
     moments = master if settings.name == "adafactor" else settings.moment_dtype
     if moments == master:
@@ -94,6 +95,7 @@ def _describe_matmul(precision: schema.Precision) -> str:
 
 
 def _describe_scale(precision: schema.Precision) -> str:
+    """Describes the loss scale."""
     settings = precision.loss_scale
     if precision.compute_dtype != "float16":
         return "none"
@@ -110,13 +112,15 @@ def low_bits(x: Any) -> Any:
     """Distance of float32 weights from their bfloat16 rounding, in steps: int16[...].
 
     A weight half-way between two bfloat16 numbers may be restored one step off; all
-    others are restored exactly. Takes and returns arrays of JAX or NumPy.
+    other weights are restored exactly. Takes and returns arrays of JAX or NumPy.
 
     Example:
         >>> low_bits(np.float32([1.0, 1.0 + 2**-20, 1.0 - 2**-20]))
         array([  0,   8, -16], dtype=int16)
     """
+    # Neighbouring floats of one sign have adjacent bit patterns.
     difference = x.view(np.int32) - _as_float32(x.astype(jnp.bfloat16)).view(np.int32)
+    # Half-way weights lie 2**15 steps off, one more than int16 holds.
     return difference.clip(-(2**15), 2**15 - 1).astype(np.int16)
 
 
@@ -133,7 +137,7 @@ def join_bits(high: Any, low: Any) -> Any:
 
 
 def _as_float32(high: Any) -> Any:
-    """Widens by bits: a compiler may remove a pair of dtype conversions."""
+    """Widens bfloat16 by bits: a compiler may remove a pair of dtype conversions."""
     bits = high.view(np.uint16).astype(np.uint32) << 16
     return bits.view(np.float32)
 
@@ -152,7 +156,7 @@ class LossScaler(NamedTuple):
 
 
 def init_scaler(settings: schema.LossScale) -> LossScaler:
-    """The loss scale of step 0.
+    """Returns the loss scale of step 0.
 
     Example:
         >>> float(init_scaler(schema.LossScale(initial=8.0)).scale)
@@ -171,8 +175,8 @@ def update_scaler(
 ) -> LossScaler:
     """Halves the scale after overflows, doubles it after clean steps.
 
-    Divide gradients by the scale before this update, which their backward pass used. A
-    window of 0 fixes the scale.
+    Divide gradients by the scale from before this update, which their backward pass
+    used. A window of 0 fixes the scale.
 
     Example:
         >>> settings = schema.LossScale(initial=8.0, hysteresis=1)
@@ -207,7 +211,7 @@ def update_scaler(
 
 
 def at_minimum(scaler: LossScaler, settings: schema.LossScale) -> Bool[Array, ""]:
-    """bool[]: whether an overflow now would need a scale below the minimum.
+    """Whether an overflow now would need a scale below the minimum: bool[].
 
     Never True for a fixed scale.
 

@@ -1,7 +1,8 @@
-"""When replicas that step apart exchange a fragment of their parameters.
+"""Rounds of local steps: when replicas exchange which fragment of their parameters.
 
 Every `num_local_steps` steps each fragment is merged once, at evenly spaced steps, the
-last one at the end of the round. It is sent `delay` steps before.
+last fragment at the end of the round. A fragment is sent `delay` steps before its
+merge.
 """
 
 import dataclasses
@@ -21,12 +22,12 @@ SYNCHRONOUS = "synchronous"
 
 @dataclasses.dataclass(frozen=True)
 class Rounds:
-    """The schedule of a run.
+    """The schedule of exchanges of a run with local steps.
 
     Args:
         num_local_steps: Steps of a round, 1 or more.
-        num_fragments: Fragments of the parameters, 1 to `num_local_steps`.
-        delay: Steps from sending to merging, less than those between two merges.
+        num_fragments: Number of fragments of the parameters, 1 to `num_local_steps`.
+        delay: Steps from sending to merging, fewer than between two merges.
         num_synchronous_steps: Steps before the first round.
 
     Example:
@@ -46,12 +47,13 @@ class Rounds:
     num_synchronous_steps: int = 0
 
     def at(self, step: int) -> str:
-        """The phase of a step, 1 or more."""
+        """Returns the phase of a step, 1 or more."""
         return LOCAL if self._local(step) > 0 else SYNCHRONOUS
 
     def merged_after(self, step: int) -> int | None:
-        """The fragment that is merged after a step, 1 or more; None for none."""
+        """Returns the fragment to merge after a step, 1 or more; None for no merge."""
         length, number = self.num_local_steps, self.num_fragments
+        # The last fragment ends at `length`, which is 0 modulo the round.
         ends = ((i + 1) * length // number % length for i in range(number))
         local = self._local(step)
         if local <= 0:
@@ -59,7 +61,7 @@ class Rounds:
         return next((i for i, end in enumerate(ends) if local % length == end), None)
 
     def sent_after(self, step: int) -> int | None:
-        """The fragment that is sent after a step, 1 or more; None for none."""
+        """Returns the fragment to send after a step, 1 or more; None for no send."""
         return self.merged_after(step + self.delay)
 
     def ends_after(self, step: int) -> bool:
@@ -68,7 +70,7 @@ class Rounds:
         return local > 0 and local % self.num_local_steps == 0
 
     def forgets_errors_after(self, step: int) -> bool:
-        """Whether what codecs lost is of no use for later messages."""
+        """Whether the error feedback is reset after a step; never here."""
         return False
 
     def _local(self, step: int) -> int:
@@ -76,7 +78,7 @@ class Rounds:
 
 
 def shares_metrics(config: Config, step: int) -> bool:
-    """Whether all replicas have the same metrics of a step, those of all of them.
+    """Whether every replica holds the metrics of all replicas after a step.
 
     Example:
         >>> from zjax.settings import schema
@@ -94,10 +96,10 @@ def shares_metrics(config: Config, step: int) -> bool:
 
 
 def make_rounds(config: Config) -> Rounds | Intervals | None:
-    """When replicas of a run exchange; None if they never step apart.
+    """Returns the schedule of exchanges; None if replicas never step apart.
 
     Args:
-        config: Read for `communication`, `optimizer` and `num_steps`.
+        config: Config; reads `communication`, `optimizer` and `num_steps`.
 
     Example:
         >>> from zjax.settings import schema

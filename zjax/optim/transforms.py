@@ -27,7 +27,9 @@ def global_norm(tree: Any) -> Float[Array, ""]:
 
 
 def clip_by_norm(tree: Any, norm: Float[Array, ""], max_norm: float) -> Any:
-    """Divides by `max(1, (norm + 1e-6) / max_norm)`, keeping dtypes.
+    """Divides a tree by `max(1, (norm + 1e-6) / max_norm)`, keeping dtypes.
+
+    `norm` is the global norm of the tree. A `max_norm` of `inf` changes nothing.
 
     Example:
         >>> clip_by_norm(jnp.array([3.0, 4.0]), jnp.float32(5), 1.0).round(3).tolist()
@@ -45,9 +47,10 @@ def clip_by_norm(tree: Any, norm: Float[Array, ""], max_norm: float) -> Any:
 def update_ema(ema: Any, params: Any, decay: float, step: Int[Array, ""]) -> Any:
     """Moves the average towards the parameters by `1 - decay`, in the dtypes of `ema`.
 
-    The decay is at most `(1 + step) / (10 + step)`, so that the initial parameters do
-    not dominate a short run. Store the average in float32: in bfloat16 a step of `1 -
-    decay` below 1/256 is lost in rounding.
+    `decay` is 0 or more and below 1, and limited to `(1 + step) / (10 + step)`, so that
+    the initial parameters do not dominate a short run; `step` counts the steps applied
+    before. Store the average in float32: in bfloat16 a step of `1 - decay` below 1/256
+    is lost in rounding.
 
     Example:
         >>> start, target = jnp.zeros(()), jnp.ones(())
@@ -74,7 +77,9 @@ def update_ema(ema: Any, params: Any, decay: float, step: Int[Array, ""]) -> Any
 def nesterov(
     params: Any, momentum: Any, grads: Any, learning_rate: float, decay: float
 ) -> tuple[Any, Any]:
-    """Takes one step.
+    """Takes one step with Nesterov momentum; returns the parameters and the momentum.
+
+    `momentum` is the decayed sum of earlier gradients, zeros at first.
 
     Example:
         >>> nesterov(1.0, 0.0, 1.0, learning_rate=0.5, decay=0.0)
@@ -98,7 +103,7 @@ def scale_by_layer(
 ) -> optax.GradientTransformation:
     """Multiplies each update by `norm(params) / norm(update)`, from 0.01 to 10.
 
-    The ratio is 1 where either norm is 0. `num_stacked` gives the number of leading
+    The ratio is 1 if either norm is 0. `num_stacked` gives the number of leading
     stacking dims of a tree path.
 
     Reference:
@@ -121,13 +126,14 @@ def scale_by_layer(
 def ratio_of_norms(
     param_norm: Float[Array, "..."], update_norm: Float[Array, "..."]
 ) -> Float[Array, "..."]:
-    """The trust ratios of layers."""
+    """Computes the clipped trust ratios of layers."""
     known = (update_norm > 0) & (param_norm > 0)
+    # The inner `where` keeps the division finite where a norm is 0.
     ratio = param_norm / jnp.where(known, update_norm, 1)
     return jnp.where(known, jnp.clip(ratio, MIN_RATIO, MAX_RATIO), 1)
 
 
 def layer_norm(x: Float[Array, "..."], dims: tuple[int, ...]) -> Float[Array, "..."]:
-    """The norms of the layers of an array in float32, of one element per layer."""
+    """Computes the norm of each layer of an array in float32, keeping reduced dims."""
     squares = jnp.square(x.astype(jnp.float32))
     return jnp.sqrt(jnp.sum(squares, axis=dims, keepdims=True))

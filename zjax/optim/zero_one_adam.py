@@ -1,4 +1,4 @@
-"""0/1 Adam: moments from few full gradients, and growing intervals of messages."""
+"""0/1 Adam: moments from few full gradients, and exchanges at growing intervals."""
 
 import dataclasses
 from collections.abc import Callable
@@ -14,20 +14,20 @@ from zjax.settings.schema import Config
 ZERO_ONE_ADAM = "zero_one_adam"
 VARIANCE, ONE_BIT, LOCAL, MERGED = "variance", "one_bit", "local", "merged"
 APART = LOCAL, MERGED
-"""Phases of steps; replicas take those of `APART` by themselves, and meet after a
-`MERGED` one."""
+"""Phases in which a replica steps on its own gradients; replicas merge after a `MERGED`
+step."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Intervals:
-    """The schedule of a run; its steps are 1 or more.
+    """The schedule of phases of a run with 0/1 Adam; steps are 1 or more.
 
     Args:
-        num_steps: Steps of the run, the last of which ends with an exchange.
+        num_steps: Steps of the run; the last step ends with an exchange.
         freeze_step: Last step before local steps; `var_freeze_step` + 1 in DeepSpeed.
         var_update_scaler: Updates of second moments until their interval doubles.
         local_step_scaler: Local steps until the interval between exchanges doubles.
-        local_step_clipper: Longest interval between exchanges.
+        local_step_clipper: Longest interval between exchanges, in steps.
 
     Example:
         >>> intervals = Intervals(20, 11, 4, 3, 4)
@@ -47,21 +47,21 @@ class Intervals:
     local_step_clipper: int
 
     def at(self, step: int) -> str:
-        """The phase of a step."""
+        """Returns the phase of a step."""
         if step > self.freeze_step:
             return MERGED if self.ends_after(step) else LOCAL
         return ONE_BIT if step % self._variance_interval(step) else VARIANCE
 
     def sent_after(self, step: int) -> int | None:
-        """The fragment that is sent after a step: 0, all parameters, or None."""
+        """Returns the fragment to send after a step: 0, all parameters, or None."""
         return 0 if self.ends_after(step) else None
 
     def merged_after(self, step: int) -> int | None:
-        """The fragment that is merged after a step: 0, all parameters, or None."""
+        """Returns the fragment to merge after a step: 0, all parameters, or None."""
         return self.sent_after(step)
 
     def ends_after(self, step: int) -> bool:
-        """Whether replicas meet after a local step."""
+        """Whether replicas merge after a local step."""
         number = step - self.freeze_step
         if number <= 0:
             return False
@@ -71,12 +71,18 @@ class Intervals:
         return step % interval == 0 or step == self.num_steps
 
     def forgets_errors_after(self, step: int) -> bool:
-        """Whether what the codec lost is of no use for later messages."""
+        """Whether the error feedback is reset after a step.
+
+        At the end of ONE_BIT steps messages change from steps to distances, for which
+        the old errors are meaningless.
+        """
         return step == self.freeze_step
 
     def _variance_interval(self, step: int) -> int:
+        """Returns the interval between updates of second moments at a step."""
         interval, last = 1, 0
         while True:
+            # Each interval serves for `var_update_scaler` updates, then doubles.
             last = (last // interval + self.var_update_scaler) * interval
             if step <= last:
                 return interval
@@ -84,7 +90,7 @@ class Intervals:
 
 
 def make_intervals(config: Config) -> Intervals:
-    """The schedule of a run with 0/1 Adam.
+    """Returns the schedule of a run with 0/1 Adam.
 
     Example:
         >>> make_intervals(Config(num_steps=1000)).local_step_scaler
@@ -101,14 +107,14 @@ def make_intervals(config: Config) -> Intervals:
 
 
 class ZeroOneAdamState(NamedTuple):
-    """The state of `zero_one_adam`.
+    """State of `zero_one_adam`.
 
     Args:
-        steps: int32[]; steps taken.
-        variances: int32[]; updates of the second moments.
-        mu: Momentum.
-        nu: Second moments.
-        rate_sum: float32[]; sum of the learning rates since replicas met.
+        steps: int32[]; number of steps taken.
+        variances: int32[]; number of updates of the second moments.
+        mu: Momentum, in the tree of the parameters.
+        nu: Second moments, in the tree of the parameters.
+        rate_sum: float32[]; sum of the learning rates since replicas merged.
     """
 
     steps: Any
@@ -123,14 +129,16 @@ def zero_one_adam(
     steps: AdamSteps,
     decay_of: Callable[[Any], Any],
 ) -> optax.GradientTransformationExtraArgs:
-    """0/1 Adam with the learning rate; `update` takes `phase=`.
+    """0/1 Adam including the learning rate; `update` takes `phase=`.
 
-    `LOCAL` takes the gradients of one replica, `VARIANCE` their mean, `ONE_BIT` the
-    mean of `next_steps`, and `MERGED` the mean of how far replicas moved downhill from
-    the parameters that they shared last, and these.
-    Weights do not decay in local steps: the shared ones do in `MERGED`, with the sum of
-    the learning rates, so that the momentum is free of decay. Elements that had no
-    gradient when second moments were updated do not move, as one bit cannot say 0.
+    `LOCAL` takes the gradients of one replica, `VARIANCE` the mean gradients, `ONE_BIT`
+    the mean of `next_steps`, and `MERGED` the anchor (the parameters shared last) with
+    the mean distance that replicas moved downhill from the anchor. `decay_of` maps
+    parameters to a tree of weight decays.
+
+    Weights do not decay in local steps: the anchor decays in `MERGED`, by the sum of
+    the learning rates, so that the momentum is free of decay. Elements without a
+    gradient at every update of second moments do not move, as one bit cannot say 0.
 
     Example:
         >>> steps = AdamSteps(0.0, 0.75, 1e-8)
@@ -162,6 +170,7 @@ def zero_one_adam(
             state = state._replace(nu=second, variances=variances)
         momentum = moment(grads, state.mu, steps.b1, 1)
         state = state._replace(mu=momentum, steps=optax.safe_increment(state.steps))
+        # Second moments lag behind local gradients, so steps need the bound.
         scale = steps.of_momentum if phase == LOCAL else steps.unbounded
         scaled = scale(momentum, state.nu, state.steps, state.variances)
         updates = jax.tree.map(lambda u: -rate * u, scaled)
@@ -185,6 +194,8 @@ def zero_one_adam(
         has_moved = state.rate_sum > 0
         total = jnp.where(has_moved, state.rate_sum, 1)
         mean = jax.tree.map(lambda x: x / total, moved)
+        # Mean distance per learning rate is the mean step, from which the momentum
+        # follows.
         momentum = steps.momentum_of(mean, state.nu, state.steps, state.variances)
         momentum = jax.tree.map(
             lambda new, old: jnp.where(has_moved, new, old), momentum, state.mu
@@ -211,7 +222,7 @@ def zero_one_adam(
 
 
 def next_steps(grads: Any, opt_state: Any, steps: AdamSteps) -> Any:
-    """The steps that one replica would take, which it sends in `ONE_BIT`."""
+    """Returns the steps that one replica would take: the message in `ONE_BIT`."""
     (state,) = filter(_is_own, jax.tree.leaves(opt_state, is_leaf=_is_own))
     momentum = optax.tree_utils.tree_update_moment(grads, state.mu, steps.b1, 1)
     number = optax.safe_increment(state.steps)
