@@ -1,4 +1,4 @@
-"""Even load of experts: by losses of the router, or by a bias on its scores."""
+"""Balance of the load of experts: auxiliary losses, and a bias on router scores."""
 
 from typing import Any
 
@@ -12,20 +12,20 @@ from zjax.moe.router import Routing, count_tokens
 def balance_loss(
     routing: Routing, *, choices: int = 0, num_sequences: int = 1
 ) -> Float[Array, ""]:
-    """Compares the load of the experts with an even one, for which it is 1.
+    """Computes the load-balancing loss of a router, which is 1 for an even load.
 
-    It is `E / k` times the sum over experts of (their share of the scores) x (their
-    share of the tokens, dropped ones included). Only the scores have a gradient.
+    The loss is `E / k` times the sum over experts of (share of the scores) x (share of
+    the tokens, dropped tokens included). Gradients flow through the scores alone.
 
     Args:
         routing: Routing of the tokens of a microbatch.
-        choices: How many choices of each token count as load; 0 counts all of them,
-            and 1 is the loss of GShard and Switch.
-        num_sequences: Number of equal parts of the tokens; each has its own load, and
-            their losses are averaged by their tokens.
+        choices: Number of choices of each token that count as load, 0 to K; 0 counts
+            all choices, and 1 is the loss of GShard and Switch.
+        num_sequences: Number of equal parts of the tokens, 1 or more; each part has a
+            load, and the losses of the parts are averaged by tokens.
 
     Returns:
-        A scalar; 0 where no token counts.
+        Loss, float32[]; 0 if `chosen` counts no token.
 
     Example:
         >>> from zjax.moe.router import Router, route
@@ -37,10 +37,12 @@ def balance_loss(
     choices = choices or routing.experts.shape[1]
 
     def losses(shares: jax.Array, experts: jax.Array, chosen: jax.Array) -> Any:
-        """The sum over the tokens of a sequence, and their number."""
+        """Returns the loss summed over the tokens, and the number of tokens."""
         used = chosen[:, 0].astype(jnp.float32)
+        # Integer counts have no gradient: the loss pushes the scores alone.
         load = count_tokens(experts, chosen, num_experts).astype(jnp.float32)
         products = (used @ shares * load).sum()
+        # At least 1, so that padding alone gives 0 and not 0 / 0.
         scale = num_experts / choices / jnp.maximum(used.sum(), 1)
         return scale * products, used.sum()
 
@@ -51,7 +53,7 @@ def balance_loss(
 
 
 def z_loss(routing: Routing) -> Float[Array, ""]:
-    """Averages the squared log-sum-exp of the logits over the tokens that count.
+    """Averages the squared log-sum-exp of the router logits over the counted tokens.
 
     Example:
         >>> from zjax.moe.router import Router, route
@@ -67,17 +69,20 @@ def z_loss(routing: Routing) -> Float[Array, ""]:
 def move_bias(
     bias: Float[Array, "*layers E"], load: Int[Array, "*layers E"], rate: float
 ) -> Float[Array, "*layers E"]:
-    """Lowers the bias of experts with more tokens than the mean, raises the others'.
+    """Lowers the bias of experts above the mean load and raises the bias below it.
 
-    The result is the same bit for bit wherever the arrays are: sums are of integers.
+    `load` counts the tokens that chose each expert in the global batch of a step. The
+    mean of the bias over the experts stays, and all meshes give equal bits.
 
     Example:
         >>> move_bias(jnp.zeros(3), jnp.array([4, 2, 0]), 0.5).tolist()
         [-0.5, 0.0, 0.5]
     """
+    # The load is compared with its mean in integers, exactly, on any mesh.
     whole, part = jnp.divmod(load.sum(-1, keepdims=True), load.shape[-1])
     below = (load < whole) | ((load == whole) & (part > 0))
     direction = below.astype(jnp.int32) - (load > whole)
     # The barrier keeps a compiler from rounding the product and the sum at once.
+    # Without the mean, the bias of all experts together would drift.
     centred = direction - direction.mean(-1, keepdims=True)
     return bias + jax.lax.optimization_barrier(rate * centred)

@@ -1,4 +1,4 @@
-"""Tokens in the order of their experts, within capacities, on the axes of a mesh."""
+"""Dispatch of tokens to experts: capacity, rows sorted by expert, mesh placement."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -15,8 +15,10 @@ from zjax.sharding.rules import entry
 from zjax_kernels import copy_rows
 
 Drop = Literal["none", "position", "first_choices", "probability", "random"]
-"""The tokens that stay: the first in the batch; all first choices, then all second
-choices (GShard); those of the largest scores; a random subset (DeepSpeed-MoE)."""
+"""Rule by which an expert above capacity selects tokens: `position` keeps the first in
+the batch, `first_choices` all first choices before all second choices (GShard),
+`probability` the largest scores, `random` a random subset (DeepSpeed-MoE). `none` drops
+nothing."""
 
 
 def keep_within_capacity(
@@ -27,7 +29,10 @@ def keep_within_capacity(
     drop: Drop,
     key: jax.Array | None,
 ) -> Bool[Array, "T K"]:
-    """Keeps at most `capacity` tokens of each expert.
+    """Returns the mask of the choices that experts of a given capacity keep.
+
+    Choices outside `chosen` are never kept and take no capacity; among equal choices
+    the earlier token stays. `drop` is not `none`, and `random` needs a key.
 
     Example:
         >>> experts = jnp.array([[0], [0], [0]])
@@ -36,43 +41,45 @@ def keep_within_capacity(
         >>> kept[:, 0].tolist()
         [False, True, True]
     """
+    # Choices that do not count sort behind all experts, where they take no capacity.
     expert = jnp.where(chosen, experts, jnp.iinfo(jnp.int32).max).ravel()
     order = _order(scores, drop, key).ravel()
     # Sorting is stable, and a flat index has the earlier token first.
     ranking = jnp.lexsort((order, expert))
     ranked = expert[ranking]
     first = jnp.searchsorted(ranked, ranked, side="left")
-    position = jnp.arange(ranked.size) - first
+    position = jnp.arange(ranked.size) - first  # rank within the expert.
     kept = jnp.zeros(ranked.size, bool).at[ranking].set(position < capacity)
     return kept.reshape(experts.shape) & chosen
 
 
 def _order(scores: jax.Array, drop: Drop, key: jax.Array | None) -> jax.Array:
-    """Ranks all choices; an expert keeps those of the lowest ranks."""
+    """Ranks all choices; an expert keeps the choices of the lowest ranks."""
     if drop == "random":
         assert key is not None
         return jax.random.uniform(key, scores.shape)
     if drop == "probability":
-        return -scores
+        return -scores  # sorting is ascending.
     dim = {"position": 0, "first_choices": 1}[drop]
     return jax.lax.broadcasted_iota(jnp.int32, scores.shape, dim)
 
 
 _MOST_AT_ONCE = 16
-"""Most choices of a token whose rows are gathered together."""
+"""Most choices of a token whose rows one gather reads together."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Dispatch:
-    """The rows of experts, and the tokens they come from.
+    """Rows of experts, sorted by expert, and the token of each row.
 
     Args:
-        token: int32[R], the token of each row; T in a row without one.
-        expert: int32[R], its expert; E in a row without one.
-        row: int32[T, K], the row of each choice; R or more for one without a row.
-        sizes: int32[E], rows of each expert; rows without one come last.
-        is_padded: Whether rows without a token may lie between the others.
+        token: int32[R], token of each row; T in a row without a token.
+        expert: int32[R], expert of each row; E in a row without an expert.
+        row: int32[T, K], row of each choice; R or more for a choice without a row.
+        sizes: int32[E], number of rows of each expert; rows without an expert come
+            last.
+        is_padded: Whether rows without a token may stand before rows with one; static.
     """
 
     token: Any
@@ -82,12 +89,13 @@ class Dispatch:
     is_padded: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def first(self, num_rows: int) -> "Dispatch":
-        """The same with fewer rows; none of those left out has an expert."""
+        """Cuts the dispatch to `num_rows` rows; no row cut off has an expert."""
         token, expert = self.token[:num_rows], self.expert[:num_rows]
         return dataclasses.replace(self, token=token, expert=expert)
 
     def rows_of(self, tokens: Float[Array, "T M"]) -> Float[Array, "R M"]:
-        """Gathers the tokens of all rows."""
+        """Gathers the token of each row; 0 for a row without a token."""
+        # `copy_rows` requires a token for every row.
         if self.is_padded:
             return _take(tokens, self.token)
         return copy_rows(tokens, self.token, self.row)
@@ -95,14 +103,17 @@ class Dispatch:
     def combine(
         self, rows: Float[Array, "R M"], weights: Float[Array, "T K"] | None = None
     ) -> Float[Array, "T M"]:
-        """Sums the rows of each token in float32, in the order of its choices."""
+        """Sums the rows of each token in float32, in the order of the choices."""
+        # In expert choice K is E: one gather would build T x E rows, most of them 0.
         if self.row.shape[1] > _MOST_AT_ONCE:
             return self._combine_in_turn(rows, weights)
         chosen = _take(rows, self.row).astype(jnp.float32)
         return (chosen if weights is None else chosen * weights[..., None]).sum(1)
 
     def _combine_in_turn(self, rows: jax.Array, weights: jax.Array | None) -> jax.Array:
-        """Adds one row of each token after another, if most choices have no row."""
+        """Sums the rows of each token, adding one row per token in each iteration."""
+        # Choices with a row come first, in order of rows, so that the loop can end
+        # early.
         order = jnp.argsort(self.row, axis=1)
         row = jnp.take_along_axis(self.row, order, 1)
         factors = jnp.ones(row.shape, jnp.float32)
@@ -118,12 +129,12 @@ class Dispatch:
         return jax.lax.fori_loop(0, most, add, total)
 
     def values_of(self, choices: Float[Array, "T K"]) -> Float[Array, " R"]:
-        """Moves one value per choice to its row."""
+        """Scatters one value per choice to the row of the choice."""
         rows = jnp.zeros(self.token.shape, choices.dtype)
         return rows.at[self.row.ravel()].set(choices.ravel(), mode="drop")
 
     def choices_of(self, values: Float[Array, " R"]) -> Float[Array, "T K"]:
-        """Moves one value per row to its choice; 0 for a choice without a row."""
+        """Gathers the value of each choice's row; 0 for a choice without a row."""
         return _take(values, self.row)
 
 
@@ -132,14 +143,19 @@ def sort_by_expert(
 ) -> Dispatch:
     """Sorts the choices of all tokens by expert, earlier tokens first.
 
+    Choices of expert `num_experts` or more come last; `max_rows` bounds the number of
+    lower choices.
+
     Example:
         >>> dispatch = sort_by_expert(jnp.array([[1], [0], [2]]), 2)
         >>> dispatch.token.tolist(), dispatch.sizes.tolist()
         ([1, 0, 2], [1, 1])
     """
+    # `segment_sum` drops the one index that all choices without an expert share.
     flat = jnp.minimum(experts.ravel(), num_experts)
     order = jnp.argsort(flat, stable=True)
     row = jnp.zeros_like(order).at[order].set(jnp.arange(order.size))
+    # `row` keeps indices beyond `max_rows`: gathers fill such choices with 0.
     order = order[:max_rows]
     sizes = jax.ops.segment_sum(jnp.ones_like(flat), flat, num_experts)
     return Dispatch(
@@ -151,7 +167,7 @@ def sort_by_expert(
 
 
 def pad_experts(dispatch: Dispatch, num_tokens: int, capacity: int) -> Dispatch:
-    """Gives every expert the same number of rows, some of which have no token.
+    """Pads the rows of every expert, at most `capacity`, to `capacity` rows.
 
     Example:
         >>> dispatch = sort_by_expert(jnp.array([[1], [0], [2]]), 2)
@@ -162,6 +178,7 @@ def pad_experts(dispatch: Dispatch, num_tokens: int, capacity: int) -> Dispatch:
     first = jnp.cumsum(dispatch.sizes) - dispatch.sizes
     position = jnp.arange(dispatch.token.size) - first[dispatch.expert]
     padded = dispatch.expert * capacity + position
+    # Rows without an expert go out of range, and the scatter drops them.
     padded = jnp.where(dispatch.expert < num_experts, padded, num_experts * capacity)
     token = jnp.full(num_experts * capacity, num_tokens, dispatch.token.dtype)
     return Dispatch(
@@ -178,11 +195,11 @@ def _take(x: jax.Array, indices: jax.Array, fill: int = 0) -> jax.Array:
 
 
 class Placement(NamedTuple):
-    """The axes over which a layer splits its experts.
+    """Mesh axes over which a layer splits the experts.
 
     Args:
-        experts: Axes of the experts.
-        hidden: Axes of the hidden channels of each expert.
+        experts: Mesh axes that split the experts; empty for none.
+        hidden: Mesh axes that split the hidden channels of each expert; empty for none.
     """
 
     experts: tuple[str, ...]
@@ -190,7 +207,7 @@ class Placement(NamedTuple):
 
     @classmethod
     def of(cls, num_experts: int, hidden_size: int) -> "Placement":
-        """The placement on the mesh in use.
+        """Returns the placement of a layer of experts on the mesh in use.
 
         Example:
             >>> Placement.of(4, 16)
@@ -202,7 +219,7 @@ class Placement(NamedTuple):
         )
 
     def spec(self, hidden_dim: int | None = None) -> P:
-        """Spec of a parameter whose first dim are experts."""
+        """Returns the spec of a parameter [E, ...] whose hidden dim is `hidden_dim`."""
         if hidden_dim is None:
             return P(entry(self.experts))
         between = (None,) * (hidden_dim - 1)
@@ -210,17 +227,18 @@ class Placement(NamedTuple):
 
 
 def token_spec(num_tokens: int) -> P:
-    """Spec of an array whose first dim are tokens, on the mesh in use."""
+    """Returns the spec of an array [T, ...] on the mesh in use."""
     axes = (*meshes.BATCH_AXES, meshes.SEQUENCE, meshes.TENSOR)
     return P(entry(_dividing_axes(num_tokens, axes)))
 
 
 def _dividing_axes(size: int, axes: Sequence[str]) -> tuple[str, ...]:
-    """Axes that the compiler would split, whose product divides a size."""
+    """Returns the Auto axes, major first, that together divide a size."""
     mesh = jax.sharding.get_abstract_mesh()
     found: tuple[str, ...] = ()
     for axis in axes:
         longer = (*found, axis)
+        # An axis that does not divide is skipped: the array is replicated over it.
         if open_size(axis) > 1 and size % meshes.num_shares(mesh, longer) == 0:
             found = longer
     return found

@@ -1,6 +1,6 @@
-"""How tokens reach the devices of their experts, and how the outputs return.
+"""Exchange of tokens between the devices of an expert-parallel layer.
 
-Inside `jax.shard_map` over the axis `expert`, each device has its tokens, and an equal
+Inside `jax.shard_map` over the axis `expert`, each device has tokens, and an equal
 part of the experts. With `rows` as below, a device receives and sends (shares - 1) x
 rows x width elements per exchange, of which there are two in each direction.
 
@@ -9,14 +9,15 @@ rows x width elements per exchange, of which there are two in each direction.
     all-gather   T                all tokens; the outputs are reduce-scattered
     all-to-all   E / shares x C   the rows of experts of capacity C, padding included
 
-Of all gathered tokens a device computes those of its own experts: usually about as many
-rows as its tokens have choices, but up to all of them. Buffers for the usual rows serve
-while these suffice; otherwise a conditional runs with all rows. Nothing is dropped.
+After an all-gather a device computes the choices of the local experts: at an even load
+about as many rows as local tokens have choices, at most the choices of all tokens.
+Buffers hold the usual rows; a conditional runs with all rows where the buffers are too
+small. No token is dropped.
 
-Where the tensor axis splits experts, too, it also splits the tokens: what has arrived
-over `expert` is gathered over `tensor`, and sums return in the opposite order. No two
-devices send the same token, and the exchange shrinks by the size of the tensor axis
-(duplicate token dropping).
+A tensor axis that splits experts also splits the tokens: rows received over `expert`
+are gathered over `tensor`, and sums return in the opposite order. No token is sent
+twice, and the exchange shrinks by the size of the tensor axis (duplicate token
+dropping).
 
 References: GShard, arXiv:2006.16668, section 3.2 (all-to-all); DeepSpeed-MoE,
 arXiv:2201.05596, section 5; DeepSpeed-TED, arXiv:2303.06318, section 4.
@@ -38,19 +39,19 @@ from zjax.ops import tokens
 from zjax.sharding.mesh import EXPERT, num_shares
 
 _SLACK = 1.25
-"""Rows of a usual load, in units of those of an even one."""
+"""Rows of a usual load, as a multiple of the rows of an even load."""
 
 
 class Choice(NamedTuple):
-    """An exchange.
+    """An exchange and its numbers of rows.
 
     Args:
-        exchange: `none` where every device has all experts.
-        sent: Rows that each device sends to each other device, and receives back.
-        usual: Rows of the experts of a device at a load that is even, or a quarter
-            above. A device saves the pre-activations of as many.
-        most: Most rows of the experts of a device.
-        reason: Why this exchange.
+        exchange: Name of the collective; `none` where every device has all experts.
+        sent: Rows that each device sends to each peer, and receives back.
+        usual: Rows of a device's experts at a load up to a quarter above an even one. A
+            device saves pre-activations for as many rows.
+        most: Most rows of a device's experts at any load.
+        reason: Text that says why this exchange is chosen.
     """
 
     exchange: Literal["none", "all-gather", "all-to-all"]
@@ -70,6 +71,11 @@ def choose_exchange(
 ) -> Choice:
     """Chooses the exchange that sends fewer rows.
 
+    `num_tokens` counts the tokens of a device, `num_experts` the experts of all
+    devices, and `capacity` the most tokens that an expert takes from a device. Without
+    capacity one expert may take all tokens, and no smaller fixed number of rows is
+    enough.
+
     Example:
         >>> sizes = {"num_tokens": 64, "top_k": 2, "num_experts": 8, "capacity": 16}
         >>> choose_exchange(**sizes, num_shares=8)[:4]
@@ -84,12 +90,15 @@ def choose_exchange(
     most = num_shares * min(num_tokens * min(top_k, num_local), padded)
     usual = min(most, math.ceil(_SLACK * num_tokens * top_k))
     if num_shares == 1:
+        # no row travels.
         return Choice("none", 0, most, most, "every device has all experts")
     if capacity is None:
         reason = "without capacity an expert may take every token"
         return Choice("all-gather", num_tokens, usual, most, reason)
     reason = f"experts of a device take {padded} rows of {num_tokens} tokens"
+    # An all-gather sends `num_tokens` rows to each peer, an all-to-all `padded` rows.
     if padded < num_tokens:
+        # Padding makes the usual and the largest load equal.
         rows = num_shares * padded
         return Choice("all-to-all", padded, rows, rows, reason)
     return Choice("all-gather", num_tokens, usual, most, reason)
@@ -103,7 +112,11 @@ def make_exchange(
     capacity: int | None = None,
     split: tuple[str, ...] = (),
 ) -> "AllGather | AllToAll":
-    """Plans the exchange of the tokens of a device."""
+    """Plans the exchange of the tokens of a device.
+
+    Index `num_experts` in `experts` stands for a dropped token. `split` names the mesh
+    axes that split each expert.
+    """
     num_tokens, top_k = experts.shape
     shares = _num_expert_shares(num_experts, num_local)
     choice = choose_exchange(
@@ -120,9 +133,11 @@ def make_exchange(
     axes = (EXPERT, *split) if shares > 1 else split
     gathered = tokens.gather(experts, axes)
     if shares > 1:
+        # Experts of other devices become index `num_local`, whose rows come last.
         gathered = gathered - jax.lax.axis_index(EXPERT) * num_local
         is_local = (gathered >= 0) & (gathered < num_local)
         gathered = jnp.where(is_local, gathered, num_local)
+    # Tokens are gathered over `split`, too: a device sees that many times more.
     copies = num_shares(jax.sharding.get_abstract_mesh(), split)
     dispatch = sort_by_expert(gathered, num_local, copies * choice.most)
     return AllGather(dispatch, copies * choice.usual, axes)
@@ -131,13 +146,13 @@ def make_exchange(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class AllGather:
-    """Every device has the tokens of all devices, and sums its part of the outputs.
+    """Exchange that gathers all tokens on every device and reduce-scatters outputs.
 
     Args:
-        dispatch: Rows of the local experts, of all tokens.
-        usual: Rows that there are at most at a usual load.
-        axes: Mesh axes over which tokens are gathered, the first one first; none where
-            a device has all experts.
+        dispatch: Rows of the local experts, from the tokens of all devices.
+        usual: Most rows at a usual load; static.
+        axes: Mesh axes over which tokens are gathered, in order; empty where a device
+            has all experts. Static.
     """
 
     dispatch: Dispatch
@@ -151,66 +166,71 @@ class AllGather:
 
     @property
     def row_experts(self) -> Int[Array, " R"]:
-        """The local expert of each row."""
+        """Local expert of each row."""
         return self.dispatch.expert
 
     def send(self, x: Float[Array, "T M"]) -> Float[Array, "S M"]:
-        """Sends tokens, or their cotangents, to the devices of their experts."""
+        """Sends tokens, or their cotangents, to the devices of the chosen experts."""
         return tokens.gather(x, self.axes)
 
     def share_weights(self, weights: Float[Array, "T K"]) -> Float[Array, "S K"]:
-        """Sends weights to the devices that use them in `combine`."""
+        """Sends routing weights to the devices that apply them in `sum_rows`."""
         return tokens.gather(weights, self.axes)
 
     def rows_of(self, arrived: Float[Array, "S M"]) -> Float[Array, "R M"]:
-        """Sorts what `send` returned into rows of the local experts."""
+        """Sorts arrays that `send` returned into rows of the local experts."""
         return self.dispatch.rows_of(arrived)
 
     def row_weights(self, shared: Float[Array, "S K"]) -> Float[Array, " R"]:
-        """The weight of each row, from what `share_weights` returned."""
+        """Returns the weight of each row from the result of `share_weights`."""
         return self.dispatch.values_of(shared)
 
     def by_load(self, run: Callable[..., Any], *operands: Any) -> Any:
-        """Returns `run(exchange, *operands)`, with few rows if there are no more."""
+        """Calls `run(exchange, *operands)` with `usual` rows if the load allows.
+
+        `run` may use no collectives, and its results have equal shapes for any number
+        of rows.
+        """
         if self.usual == self.dispatch.token.size:
             return run(self, *operands)
         few = dataclasses.replace(self, dispatch=self.dispatch.first(self.usual))
         is_usual = self.sizes.sum() <= self.usual
         runs = (functools.partial(run, exchange) for exchange in (few, self))
+        # Devices may take different branches, hence no collectives in `run`.
         return jax.lax.cond(is_usual, *runs, *operands)
 
     def sum_rows(
         self, rows: Float[Array, "R M"], shared: Float[Array, "S K"] | None, dtype: Any
     ) -> Float[Array, "S M"]:
-        """Sums the local rows of each token."""
+        """Sums the local rows of each token, in `dtype` for the reduce-scatter."""
         return self.dispatch.combine(rows, shared).astype(dtype)
 
     def collect_sums(
         self, sums: Float[Array, "S M"], shared: Float[Array, "S K"] | None
     ) -> Float[Array, "T M"]:
-        """Adds up, on the device of each token, what `sum_rows` returned."""
+        """Adds up the results of `sum_rows` on the device of each token."""
         return tokens.reduce_scatter(sums, self.axes)
 
     def move_values(self, values: Float[Array, " R"]) -> Float[Array, "S K"]:
-        """Moves one value per local row to the choice it belongs to."""
+        """Moves one value per local row to the choice of the row."""
         return self.dispatch.choices_of(values)
 
     def collect_values(self, values: Float[Array, "S K"]) -> Float[Array, "T K"]:
-        """Returns what `move_values` returned to the devices of the tokens."""
+        """Returns the results of `move_values` to the devices of the tokens."""
         return tokens.reduce_scatter(values, self.axes)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class AllToAll:
-    """Every two devices exchange a fixed number of rows for each expert.
+    """Exchange of a fixed number of rows per expert between every two devices.
 
-    Its methods are those of `AllGather`.
+    The methods mirror `AllGather`.
 
     Args:
-        dispatch: Rows of all experts, of the local tokens, as many for each expert.
-        num_local: Experts of this device.
-        split: Mesh axes over which each expert is split, and what arrives is gathered.
+        dispatch: Rows of all experts from the local tokens, equally many per expert.
+        num_local: Number of experts of a device; static.
+        split: Mesh axes that split each expert, over which rows are gathered; static.
     """
 
     dispatch: Dispatch
@@ -219,29 +239,29 @@ class AllToAll:
 
     @property
     def usual(self) -> int:
-        """Number of rows, which no load changes."""
+        """Number of rows, whatever the load."""
         return self.num_local * self._rows_per_expert
 
     @property
     def sizes(self) -> Int[Array, " E"]:
-        """Rows of each local expert, those without a token included."""
+        """Rows of each local expert, including rows without a token."""
         return jnp.full(self.num_local, self._rows_per_expert, jnp.int32)
 
     @property
     def row_experts(self) -> Int[Array, " R"]:
-        """The local expert of each row."""
+        """Local expert of each row."""
         return jnp.repeat(jnp.arange(self.num_local), self._rows_per_expert)
 
     def send(self, x: Float[Array, "T M"]) -> Float[Array, "R M"]:
-        """Sends rows to the devices of their experts."""
+        """Sends rows to the devices of the rows' experts."""
         return self._send(self.dispatch.rows_of(x))
 
     def share_weights(self, weights: Float[Array, "T K"]) -> Float[Array, "T K"]:
-        """Returns the weights, as each device weights the rows of its own tokens."""
+        """Returns the weights, as each device weights the rows of local tokens."""
         return weights
 
     def rows_of(self, arrived: Float[Array, "R M"]) -> Float[Array, "R M"]:
-        """Sorts rows by expert, from an order by device."""
+        """Sorts rows from the order of devices into the order of experts."""
         return self._by_expert(arrived)
 
     def row_weights(self, shared: Float[Array, "T K"]) -> Float[Array, " R"]:
@@ -255,37 +275,41 @@ class AllToAll:
     def sum_rows(
         self, rows: Float[Array, "R M"], shared: Float[Array, "T K"] | None, dtype: Any
     ) -> Float[Array, "R M"]:
-        """Returns the rows, as the device of each token sums them."""
+        """Returns the rows unchanged, as the device of each token sums the rows."""
         return rows
 
     def collect_sums(
         self, sums: Float[Array, "R M"], shared: Float[Array, "T K"] | None
     ) -> Float[Array, "T M"]:
-        """Returns rows to the devices of their tokens, and sums those of each token."""
+        """Returns rows to the tokens' devices, and sums the rows of each token."""
         return self.dispatch.combine(self._return(sums), shared).astype(sums.dtype)
 
     def move_values(self, values: Float[Array, " R"]) -> Float[Array, " R"]:
-        """Returns the values, which the device of each token moves."""
+        """Returns the values unchanged: the tokens' devices move values to choices."""
         return values
 
     def collect_values(self, values: Float[Array, " R"]) -> Float[Array, "T K"]:
-        """Returns one value per row to the choice it belongs to."""
+        """Returns one value per row to the choice of the row."""
         return self.dispatch.choices_of(self._return(values))
 
     @property
     def _rows_per_expert(self) -> int:
+        """Rows of a local expert from all devices."""
         copies = num_shares(jax.sharding.get_abstract_mesh(), self.split)
         return copies * self.dispatch.token.size // self.num_local
 
     def _send(self, rows: jax.Array) -> jax.Array:
+        """Exchanges rows over `expert`, then gathers over `split`."""
         return tokens.gather(tokens.all_to_all(rows, EXPERT), self.split)
 
     def _by_expert(self, rows: jax.Array) -> jax.Array:
+        """Transposes received blocks [device, expert] to the order of experts."""
         capacity = self.dispatch.token.size // self.dispatch.sizes.size
         blocks = rows.reshape(-1, self.num_local, capacity, *rows.shape[1:])
         return blocks.swapaxes(0, 1).reshape(rows.shape)
 
     def _return(self, rows: jax.Array) -> jax.Array:
+        """Inverts `_send` and `_by_expert`, summing rows over `split`."""
         capacity = self.dispatch.token.size // self.dispatch.sizes.size
         blocks = rows.reshape(self.num_local, -1, capacity, *rows.shape[1:])
         by_device = blocks.swapaxes(0, 1).reshape(rows.shape)
@@ -293,9 +317,10 @@ class AllToAll:
 
 
 def _num_expert_shares(num_experts: int, num_local: int) -> int:
-    """The number of devices over which experts are split."""
+    """Returns the number of devices over which the experts are split."""
     mesh = jax.sharding.get_abstract_mesh()
     size = mesh.shape[EXPERT] if EXPERT in mesh.manual_axes else 1
+    # Without an `expert` axis, or with replicated experts, nothing is exchanged.
     if num_local == num_experts:
         return 1
     if num_local * size != num_experts:

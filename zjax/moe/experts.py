@@ -1,8 +1,8 @@
-"""Feed-forward experts: tokens sorted by expert, computed, and added up again.
+"""Feed-forward experts: rows sorted by expert, two grouped products, weighted sums.
 
 The backward pass reads the tokens, the pre-activations and the routing. The gradient of
-a routing weight follows from the activations and the gradient of these, so that neither
-the outputs of the experts nor their gradients are stored.
+a routing weight follows from the activations and their cotangents; neither the outputs
+of the experts nor the cotangents of the outputs are stored.
 
 References: MegaBlocks, arXiv:2211.15841; SonicMoE, arXiv:2512.14080, section 4.
 """
@@ -41,11 +41,11 @@ class Experts:
     """Parameters of all experts.
 
     Args:
-        up: [E, M, F], or [E, M, 2 F] for `swiglu`: first the gates, then the values.
-        down: [E, F, M].
-        up_bias: [E, F] or [E, 2 F]; None for none.
-        down_bias: [E, M]; None for none.
-        split: Axes of an enclosing `jax.shard_map` over which F is split.
+        up: Input matrices [E, M, F], or [E, M, 2 F] for `swiglu`: gates, then values.
+        down: Output matrices [E, F, M].
+        up_bias: Biases of the hidden channels, [E, F] or [E, 2 F]; None for none.
+        down_bias: Biases of the outputs, [E, M]; None for none.
+        split: Axes of an enclosing `jax.shard_map` over which F is split; static.
     """
 
     up: Any
@@ -55,7 +55,7 @@ class Experts:
     split: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
 
     def parted(self, placement: Placement) -> tuple["Experts", "Experts"]:
-        """Arrays that `jax.shard_map` can split, and their specs.
+        """Returns arrays that `jax.shard_map` can split, and the specs of the arrays.
 
         Gates and values of `swiglu` get a dim, so that both split into equal parts.
         """
@@ -66,14 +66,15 @@ class Experts:
         return parts, dataclasses.replace(parts, **given)
 
     def joined(self, placement: Placement) -> "Experts":
-        """The arrays of one device, from its part of those of `parted`."""
+        """Returns the arrays of one device from the device's shards of `parted`."""
         return dataclasses.replace(self.with_merged_gates(), split=placement.hidden)
 
     def with_merged_gates(self) -> "Experts":
-        """The same, where gates and values of `swiglu` had dims of their own."""
+        """Merges the dims of gates and values of `swiglu` into one hidden dim."""
         return self._with_hidden(-1)
 
     def _with_hidden(self, *sizes: int) -> "Experts":
+        """Reshapes the hidden dim of `up` and of `up_bias` to dims of given sizes."""
         up, bias = self.up, self.up_bias
         return dataclasses.replace(
             self,
@@ -92,18 +93,19 @@ def apply_experts(
     """Adds up the outputs of each token's experts by their weights.
 
     Args:
-        x: Tokens.
-        experts: Parameters in the dtype of `x`; inside `jax.shard_map` over the axis
-            `expert`, those of this device.
-        routing: Routing of the tokens.
-        activation: Function between the two products.
+        x: Tokens, in the dtype to compute in.
+        experts: Parameters in the dtype of `x`; the local experts inside
+            `jax.shard_map` over the axis `expert`.
+        routing: Routing of the tokens `x`.
+        activation: Name of the function between the two products of an expert.
 
     Returns:
-        In the dtype of `x`, summed in float32; 0 for a token that all experts dropped.
+        Sums [T, M] in the dtype of `x`, added up in float32; 0 for a token that all
+        experts dropped.
 
     Raises:
-        PlanError: The routing is that of other tokens, or of more experts than the
-            devices have.
+        PlanError: The routing has another number of tokens than `x`, or more experts
+            than the devices have.
 
     Example:
         >>> from zjax.moe.router import Router, route
@@ -118,6 +120,7 @@ def apply_experts(
         problem = f"is not the number of tokens of the routing, {num_tokens}"
         raise PlanError(Problem("x.shape[0]", len(x), problem, "route the same tokens"))
     run = functools.partial(_apply_on_device, activation, num_experts, routing.capacity)
+    # No expert computes a choice of index `num_experts`.
     choices = jnp.where(routing.kept, routing.experts, num_experts)
     mesh = jax.sharding.get_abstract_mesh()
     if any(open_size(axis) > 1 for axis in mesh.auto_axes):
@@ -129,7 +132,7 @@ def apply_experts(
 def _map_devices(
     run: Callable[..., jax.Array], placement: Placement, tokens: PartitionSpec
 ) -> Callable[..., jax.Array]:
-    """Runs a function of one device on all devices that the compiler would use."""
+    """Maps a per-device function over all Auto axes of the mesh in use."""
 
     def run_part(x: jax.Array, experts: Experts, *routing: jax.Array) -> jax.Array:
         return run(x, experts.joined(placement), *routing)
@@ -156,6 +159,7 @@ def _apply_on_device(
     choices: jax.Array,
     weights: jax.Array,
 ) -> jax.Array:
+    """Exchanges the tokens of a device and applies the local experts."""
     exchange = make_exchange(
         choices,
         num_experts=num_experts,
@@ -163,6 +167,7 @@ def _apply_on_device(
         capacity=capacity,
         split=experts.split,
     )
+    # Policies of `jax.checkpoint` save the sorted order by name: sorting is expensive.
     exchange = jax.tree.map(lambda x: checkpoint_name(x, ROUTED), exchange)
     if experts.split and experts.down_bias is not None:
         # The devices add up their outputs: one of them adds the bias.
@@ -180,6 +185,7 @@ def _apply(
     weights: jax.Array,
     exchange: AllGather | AllToAll,
 ) -> jax.Array:
+    """Applies the local experts; the backward pass reads no output of an expert."""
     return _forward(activation, x, experts, weights, exchange)[0]
 
 
@@ -190,7 +196,9 @@ def _forward(
     weights: jax.Array,
     exchange: AllGather | AllToAll,
 ) -> tuple[jax.Array, Any]:
+    """Computes the weighted sums and saves the pre-activations of `usual` rows."""
     arrived, shared = exchange.send(x), exchange.share_weights(weights)
+    # Residuals have one shape for all loads, hence the rows of a usual load.
     saved_rows = exchange.usual
 
     def compute(exchange: Any, arrived: Any, experts: Any, shared: Any) -> Any:
@@ -201,6 +209,7 @@ def _forward(
         return exchange.sum_rows(outputs, shared, x.dtype), hidden[:saved_rows]
 
     sums, hidden = exchange.by_load(compute, arrived, experts, shared)
+    # `elementwise` policies save inputs of activation functions under this name.
     hidden = checkpoint_name(hidden, activations.INPUT)
     combined = exchange.collect_sums(sums, shared)
     return combined, (arrived, hidden, experts, shared, exchange)
@@ -209,6 +218,7 @@ def _forward(
 def _backward(
     activation: Activation, saved: Any, cotangent: jax.Array
 ) -> tuple[jax.Array, Experts, jax.Array, None]:
+    """Returns the cotangents of tokens, experts and weights; the exchange has none."""
     *operands, shared, exchange = saved
     operands += exchange.row_weights(shared), exchange.send(cotangent)
     run = functools.partial(_differentiate, activation)
@@ -226,11 +236,11 @@ def _differentiate(
     weight: jax.Array,
     cotangent: jax.Array,
 ) -> tuple[jax.Array, Experts, jax.Array]:
-    """Gradients of one device: of what arrived, of its experts, of the weights."""
+    """Returns one device's cotangents of received tokens, experts and weights."""
     dtype, sizes, rows = arrived.dtype, exchange.sizes, exchange.row_experts.size
     if rows > len(hidden):  # more rows than are saved
         hidden, _ = _activate(activation, arrived, experts, exchange)
-    weight = weight[:rows]
+    weight = weight[:rows]  # `exchange` may be cut to the usual rows.
     # Cotangents of the outputs of experts, before the routing weight.
     row_cotangent = exchange.rows_of(cotangent)
     hidden_cotangent, weighted, weight_cotangent = grouped_activation_backward(
@@ -238,6 +248,7 @@ def _differentiate(
     )
     if experts.down_bias is not None:
         own = _rows_of(experts.down_bias, exchange)
+        # The kernel's product has the outputs without bias.
         weight_cotangent += _row_products(row_cotangent, own)
     gradients = dataclasses.replace(
         experts,
@@ -247,6 +258,7 @@ def _differentiate(
         down_bias=_sum_by_expert(experts.down_bias, row_cotangent, sizes, weight),
     )
     input_rows = grouped_matmul(hidden_cotangent, experts.up, sizes, transpose=True)
+    # The kernels have applied the routing weights: every factor is 1.
     sums = exchange.sum_rows(input_rows, None, dtype)
     return sums, gradients, exchange.move_values(weight_cotangent)
 
@@ -260,7 +272,7 @@ def _activate(
     experts: Experts,
     exchange: AllGather | AllToAll,
 ) -> tuple[jax.Array, jax.Array]:
-    """Pre-activations and activations of all rows."""
+    """Returns the pre-activations and the activations of all rows."""
     return grouped_activation(
         exchange.rows_of(arrived),
         experts.up,
@@ -271,7 +283,7 @@ def _activate(
 
 
 def _rows_of(bias: jax.Array, exchange: AllGather | AllToAll) -> jax.Array:
-    """The bias of each row's expert; 0 in rows without one."""
+    """Returns the bias of each row's expert; 0 in rows without an expert."""
     return jnp.take(bias, exchange.row_experts, axis=0, mode="fill", fill_value=0)
 
 
@@ -281,9 +293,10 @@ def _sum_by_expert(
     sizes: jax.Array,
     scale: jax.Array | None = None,
 ) -> jax.Array | None:
-    """The gradient of a bias, if there is one."""
+    """Returns the gradient of a bias; None without a bias."""
     return None if bias is None else grouped_sum(rows, sizes, scale=scale)
 
 
 def _row_products(x: jax.Array, y: jax.Array) -> jax.Array:
+    """Returns the dot product of each pair of rows, in float32."""
     return (x.astype(jnp.float32) * y.astype(jnp.float32)).sum(1)

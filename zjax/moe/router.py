@@ -1,6 +1,6 @@
-"""Which experts a token goes to, and with which weight.
+"""Router of a mixture of experts: the experts of each token, and their weights.
 
-All of it runs in float32, whatever the dtype of the model.
+The router computes in float32, whatever the dtype of the model.
 
 References: GShard, arXiv:2006.16668 (top-2); Switch, arXiv:2101.03961 (top-1);
 DeepSpeed-MoE, arXiv:2201.05596 (random token selection); DeepSeek-V3,
@@ -23,7 +23,7 @@ from zjax.ops.matmul import split_dot
 from zjax.ops.tokens import ROUTED
 
 _LEAST = 1e-18
-"""Least sum that scores are divided by: its inverse can be squared in float32."""
+"""Least divisor of scores: the square of the inverse is finite in float32."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,25 +31,28 @@ class Router:
     """Settings of a router.
 
     Args:
-        num_experts: Experts to choose from.
-        choice: `tokens`: each token chooses `top_k` experts. `experts`: each expert
-            takes the tokens with its best scores, as many as its capacity. The loss of
-            a causal model then sees the future, as later tokens compete with earlier
-            ones. `top_k`, `normalise`, groups, `sampling` and `drop` are not read.
-        top_k: Experts of each token, 1 to `num_experts`.
-        scores: `softmax` over all experts, or `sigmoid` of each.
+        num_experts: Number of experts to choose from, 1 or more.
+        choice: Side that chooses. `tokens`: each token chooses `top_k` experts.
+            `experts`: each expert takes the tokens with the best scores, as many as its
+            capacity. The loss of a causal model then sees the future, as later tokens
+            compete with earlier ones. `top_k`, `normalise`, groups, `sampling` and
+            `drop` are not read.
+        top_k: Number of experts of each token, 1 to `num_experts`.
+        scores: Function from logits to scores: `softmax` over all experts, or `sigmoid`
+            of each logit.
         normalise: Whether the weights of a token's kept experts add up to `scale`.
         scale: Factor of the weights.
-        num_groups: Groups of adjacent experts; it divides `num_experts`.
-        top_groups: Groups that a token may choose from, 1 to `num_groups`: those whose
-            two best scores have the largest sum.
-        sampling: Gumbel noise on the logits while training: on those of the `first`
-            choice (RSample), or of the `second`.
-        drop: Which tokens an expert above its capacity drops; `none` drops none.
-        capacity_factor: Capacity of an expert while training, over the tokens that it
-            has if all have as many; in expert choice the mean number of experts of a
-            token.
-        eval_capacity_factor: The same in evaluation.
+        num_groups: Number of groups of adjacent experts; divides `num_experts`.
+        top_groups: Number of groups that a token may choose from, 1 to `num_groups`:
+            the groups with the largest sum of the two best scores.
+        sampling: Choice that draws with Gumbel noise on the logits while training: the
+            `first` choice (RSample), the `second`, or `none`.
+        drop: Rule by which an expert above its capacity drops tokens; `none` drops
+            none.
+        capacity_factor: Ratio of an expert's capacity while training to its tokens at
+            an even load; in expert choice the mean number of experts of a token.
+        eval_capacity_factor: Ratio of an expert's capacity to an even load in
+            evaluation.
         min_capacity: Least capacity, in tokens.
     """
 
@@ -74,18 +77,18 @@ class Router:
 
     @property
     def has_capacity(self) -> bool:
-        """Whether the tokens of an expert are bounded."""
+        """Whether the number of tokens of an expert is bounded."""
         return self.choice == "experts" or self.drop != "none"
 
     def capacity(self, num_tokens: int, *, is_training: bool) -> int:
         """Returns the most tokens that an expert takes.
 
         Args:
-            num_tokens: Tokens that are routed together.
-            is_training: Selects the factor.
+            num_tokens: Number of tokens that are routed together.
+            is_training: Whether `capacity_factor` applies, or `eval_capacity_factor`.
 
         Raises:
-            ConfigError: It would be 0.
+            ConfigError: The capacity would be 0.
 
         Example:
             >>> Router(num_experts=4, top_k=2).capacity(64, is_training=True)
@@ -106,9 +109,9 @@ class RouterArrays(NamedTuple):
     """Parameters of a router.
 
     Args:
-        kernel: [M, E].
-        bias: [E], added to the scores for the choice alone; None for none.
-        logit_bias: [E], added to the logits; None for none.
+        kernel: Matrix [M, E].
+        bias: Term of the scores for the choice alone, [E]; None for none.
+        logit_bias: Term of the logits, [E]; None for none.
     """
 
     kernel: Any
@@ -119,17 +122,17 @@ class RouterArrays(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Routing:
-    """The experts of each token.
+    """Experts and weights of each token.
 
     Args:
-        experts: int32[T, K], best first, all of a token different; in expert choice all
-            experts, K = E.
+        experts: int32[T, K], distinct experts of each token, best first; in expert
+            choice all experts in order, K = E.
         weights: float32[T, K]; 0 for an expert that dropped the token.
-        kept: bool[T, K]; False for a dropped token, and one that does not count.
-        chosen: bool[T, K]; the same before dropping, or before experts choose.
+        kept: bool[T, K]; False for a dropped token and for padding.
+        chosen: bool[T, K]; `kept` before dropping, or before experts choose.
         scores: float32[T, E], without bias and noise.
         logits: float32[T, E].
-        capacity: Most tokens that an expert keeps; None without a bound.
+        capacity: Most tokens that an expert keeps; None without a bound. Static.
     """
 
     experts: Any
@@ -141,18 +144,18 @@ class Routing:
     capacity: int | None = dataclasses.field(default=None, metadata={"static": True})
 
     def only(self, tokens: Bool[Array, " T"]) -> "Routing":
-        """Leaves out tokens, so that losses and metrics do not count them."""
+        """Masks tokens, so that losses and metrics do not count the other tokens."""
         chosen, kept = (x & tokens[:, None] for x in (self.chosen, self.kept))
         return dataclasses.replace(self, chosen=chosen, kept=kept)
 
     @property
     def shares(self) -> Float[Array, "T E"]:
-        """Scores of each token over their sum; 0 where they underflow."""
+        """Scores of each token divided by their sum; 0 where the scores underflow."""
         return self.scores / jnp.maximum(self.scores.sum(1, keepdims=True), _LEAST)
 
     @property
     def num_chosen(self) -> Int[Array, " E"]:
-        """Tokens that chose each expert, dropped ones included."""
+        """Tokens that chose each expert, including dropped tokens."""
         return count_tokens(self.experts, self.chosen, self.scores.shape[1])
 
     @property
@@ -175,8 +178,8 @@ def router_logits(
         x: Tokens.
         kernel: Matrix of the router.
         bias: Term of the logits; None for none.
-        jitter: Entries of `x` are multiplied by uniform noise of 1 - jitter to 1 +
-            jitter.
+        jitter: Half-width of the noise, 0 for none: entries of `x` are multiplied by
+            uniform numbers from 1 - jitter to 1 + jitter.
         key: Random key; None means evaluation, without noise.
 
     Example:
@@ -194,7 +197,9 @@ def router_logits(
 
 
 def _product(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """Multiplies with float32 sums, in the fastest way that rounds no operand."""
     if x.dtype == jnp.bfloat16 and kernel.dtype in (jnp.bfloat16, jnp.float32):
+        # A float32 kernel as bfloat16 terms: a fifth of the time, the same digits.
         return split_dot(x, kernel)
     if x.dtype != kernel.dtype:
         x, kernel = x.astype(jnp.float32), kernel.astype(jnp.float32)
@@ -218,15 +223,15 @@ def route(
         router: Settings.
         key: Random key; None means evaluation, without noise.
         bias: Term added to the scores for the choice, not for the weights.
-        counts: Tokens to route; False for padding, which no expert computes. By default
-            all tokens.
+        counts: Mask of the tokens to route; False for padding, which no expert
+            computes. None routes all tokens.
 
     Returns:
-        The routing. Its gradient goes through the weights alone.
+        Routing of the tokens. Gradients flow through the weights alone.
 
     Raises:
-        ConfigError: The router has another number of experts, or fewer than a token
-            chooses.
+        ConfigError: The router has another number of experts than the logits, or fewer
+            than a token chooses.
 
     Example:
         >>> logits = jnp.array([[2.0, 1.0, 0.0], [0.0, 1.0, 2.0]])
@@ -244,6 +249,7 @@ def route(
     if capacity is not None and router.choice == "experts":
         return _choose_tokens(logits, scores, router, used, capacity)
     noise, drop_key = (None, None) if key is None else jax.random.split(key)
+    # Saved by name under remat policies: recomputation routes no token again.
     experts = checkpoint_name(_choose(logits, scores, router, noise, bias), ROUTED)
     chosen = jnp.broadcast_to(used[:, None], experts.shape)
     own = jnp.take_along_axis(scores, experts, 1)
@@ -253,6 +259,7 @@ def route(
         drop = "position" if router.drop == "random" and key is None else router.drop
         kept = keep_within_capacity(experts, own, chosen, capacity, drop, drop_key)
         kept = checkpoint_name(kept, ROUTED)
+    # Weights are taken from the scores without bias and noise, as in DeepSeek-V3.
     weights = jnp.where(kept, own, 0)
     if router.normalise and router.top_k > 1:
         weights /= jnp.maximum(weights.sum(1, keepdims=True), _LEAST)
@@ -261,6 +268,7 @@ def route(
 
 
 def _check(router: Router, num_logits: int) -> None:
+    """Refuses a router whose numbers do not fit each other or the logits."""
     problems, number = [], router.num_experts
     if number != num_logits:
         problem = f"is not the number of logits of a token, {num_logits}"
@@ -284,9 +292,9 @@ def _choose_tokens(
     used: jax.Array,
     capacity: int,
 ) -> Routing:
-    """Expert choice; among tokens of equal scores the earlier one is taken."""
+    """Routes by expert choice; among equal scores the earlier token is taken."""
     num_tokens, num_experts = scores.shape
-    ranked = jnp.where(used[:, None], scores, -1).T
+    ranked = jnp.where(used[:, None], scores, -1).T  # scores are above 0
     _, tokens = jax.lax.top_k(ranked, min(capacity, num_tokens))
     experts = jnp.broadcast_to(jnp.arange(num_experts), scores.shape)
     taken = jnp.zeros(ranked.shape, bool).at[experts[:1].T, tokens].set(True).T
@@ -303,25 +311,29 @@ def _choose(
     key: jax.Array | None,
     bias: jax.Array | None,
 ) -> jax.Array:
+    """Returns the `top_k` experts of each token, with noise while training."""
     ranked = scores if bias is None else scores + bias[None]
     ranked = _within_groups(ranked, router)
     if key is None or router.sampling == "none":
         return jax.lax.top_k(ranked, router.top_k)[1]
+    # The largest logit plus Gumbel noise is a draw from the softmax.
     noisy = logits + jax.random.gumbel(key, logits.shape)
     noisy = jnp.where(ranked == -jnp.inf, -jnp.inf, noisy)  # of other groups
     if router.sampling == "first":
         return jax.lax.top_k(noisy, router.top_k)[1]
     first = jnp.argmax(ranked, 1, keepdims=True)
+    # The first choice has no noise, and must not be drawn twice.
     others = jnp.where(jnp.arange(logits.shape[1])[None] == first, -jnp.inf, noisy)
     rest = jax.lax.top_k(others, router.top_k - 1)[1]
     return jnp.concatenate([first.astype(rest.dtype), rest], 1)
 
 
 def _within_groups(scores: jax.Array, router: Router) -> jax.Array:
-    """Scores of the best groups; -inf for experts of all others."""
+    """Sets the scores of experts outside the best groups to -inf."""
     if router.num_groups == router.top_groups:
         return scores
     groups = scores.reshape(len(scores), router.num_groups, -1)
+    # DeepSeek-V3 ranks groups by their two best scores.
     best = jax.lax.top_k(groups, min(2, groups.shape[2]))[0].sum(2)
     _, chosen = jax.lax.top_k(best, router.top_groups)
     is_chosen = (jnp.arange(router.num_groups)[None, None] == chosen[..., None]).any(1)
@@ -331,6 +343,6 @@ def _within_groups(scores: jax.Array, router: Router) -> jax.Array:
 def count_tokens(
     experts: Int[Array, "T K"], which: Bool[Array, "T K"], num_experts: int
 ) -> Int[Array, " E"]:
-    """Counts the tokens of each expert, int32."""
+    """Counts the choices of each expert for which the mask `which` is True."""
     ones = which.ravel().astype(jnp.int32)
     return jax.ops.segment_sum(ones, experts.ravel(), num_experts)
