@@ -1,4 +1,4 @@
-"""Blocks that run on some of the tokens, or not at all, in a training step."""
+"""Random token dropping and progressive layer dropping in the blocks of a stack."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -22,23 +22,23 @@ from zjax.typing import (
 
 
 class BlockInput(NamedTuple):
-    """What a block reads besides parameters, stream and context.
+    """Inputs of a block besides parameters, carry and context.
 
-    A tree of arrays [N, ...] stands for the inputs of N blocks.
+    A tree of arrays [N, ...] holds the inputs of N blocks.
     """
 
     key: jax.Array | None
     """Random key; None in evaluation."""
     indices: jax.Array | None = None
-    """int32[B, K], the tokens on which it runs; None for all."""
+    """int32[B, K], tokens of each row that the block runs on; None for all."""
     is_kept: jax.Array | None = None
-    """bool[], whether it runs; None if it does."""
+    """bool[], whether the block runs; None for a block that always runs."""
     probability: jax.Array | None = None
-    """float32[], probability of that."""
+    """float32[], probability that the block runs, above 0."""
 
 
 def make_inputs(keys: jax.Array | None, dropping: Dropping) -> BlockInput:
-    """The inputs of all blocks on all tokens.
+    """Makes the inputs of all N blocks, which run on all tokens; keys are [N] or None.
 
     Reference:
         Zhang and He, Progressive Layer Dropping (arXiv:2010.13369), section 4.2.
@@ -51,14 +51,18 @@ def make_inputs(keys: jax.Array | None, dropping: Dropping) -> BlockInput:
 
 
 def make_input(key: jax.Array, depth: Any, theta: Any) -> BlockInput:
-    """The input of one block on all tokens, with the draw of whether it runs."""
+    """Makes the input of a block at `depth`, a fraction of the N blocks above 0 to 1.
+
+    `theta` is the probability that the last block runs.
+    """
     probability = 1 - depth * (1 - theta)
+    # A separate key: the block draws dropout from `key`.
     is_kept = jax.random.bernoulli(fold_name(key, "layer"), probability)
     return BlockInput(key, None, is_kept, probability)
 
 
 def split_dropping(batch: Batch) -> tuple[Batch, Dropping]:
-    """A batch without its `Dropping`, and that; the default one if there is none.
+    """Splits the `Dropping` off a batch; a batch without one gets the default.
 
     Example:
         >>> split_dropping({"x": 1, "dropping": Dropping(num_kept=4)})[1].num_kept
@@ -78,7 +82,7 @@ def drops_tokens(dropping: Dropping, carry: Any, key: jax.Array | None) -> bool:
 
 
 def draw_tokens(keys: jax.Array, carry: Any, num_kept: int) -> jax.Array:
-    """Draws the tokens of several blocks."""
+    """Draws the tokens of N blocks from N keys, int32[N, B, `num_kept`]."""
     num_rows, length, *_ = jax.tree.leaves(carry)[0].shape
 
     def draw(key: jax.Array) -> jax.Array:
@@ -88,9 +92,9 @@ def draw_tokens(keys: jax.Array, carry: Any, num_kept: int) -> jax.Array:
 
 
 def block_on_tokens(stack: Stack, segment: Segment) -> Callable[..., Any]:
-    """`block(params, carry, context, given)` of the tokens of a `BlockInput`.
+    """Returns `block(params, carry, context, given)` for the tokens of a `BlockInput`.
 
-    The carry has these tokens alone, the context all of them.
+    The carry holds only the tokens of `given`, the context all tokens.
     """
 
     def block(params: Params, carry: Any, context: Any, given: BlockInput) -> Any:
@@ -109,7 +113,7 @@ def run_block(
     context: Any,
     given: BlockInput,
 ) -> Any:
-    """Runs a block on the tokens of its input, or not at all."""
+    """Runs a block on the tokens of `given`; a dropped one returns carry and zeros."""
     inputs = context, given
     if given.is_kept is None:
         return _run(block, params, carry, inputs)
@@ -117,6 +121,7 @@ def run_block(
 
 
 def _run(block: Callable[..., Any], params: Params, carry: Any, inputs: Any) -> Any:
+    """Runs a block on all tokens or on the drawn subset."""
     context, given = inputs
 
     def on_tokens(carry: Any) -> Any:
@@ -128,16 +133,16 @@ def _run(block: Callable[..., Any], params: Params, carry: Any, inputs: Any) -> 
 
 
 class Tally(NamedTuple):
-    """A metric of blocks that may be dropped: zeros where one is."""
+    """Metric of blocks that may be dropped: a sum, and a count of blocks."""
 
     total: jax.Array
-    """float32[], its sum over the blocks that ran."""
+    """float32[], sum of the metric over the blocks that ran."""
     number: jax.Array
-    """float32[], how many these are."""
+    """float32[], number of blocks that ran."""
 
 
 def mean_metric(values: Sequence[Any], num_blocks: int) -> jax.Array:
-    """The mean of a metric over the blocks that ran; 0 if none of them did.
+    """Averages a metric over the blocks that ran; 0 if no block ran.
 
     Example:
         >>> three, one, none = jnp.float32(3), jnp.float32(1), jnp.float32(0)
@@ -155,12 +160,13 @@ def mean_metric(values: Sequence[Any], num_blocks: int) -> jax.Array:
 def over_probability(
     carry: Any, results: tuple[Any, Auxiliary], probability: jax.Array
 ) -> tuple[Any, Auxiliary]:
-    """What a block adds, divided by the probability that it runs; counts are exact.
+    """Divides a block's loss and change of the carry by the block's probability.
 
-    Its metrics are tallies.
+    Metrics become tallies; totals stay exact counts.
     """
 
     def scale(before: jax.Array, after: jax.Array) -> jax.Array:
+        # In float32: the division would magnify the rounding of a bfloat16 difference.
         wide = before.astype(jnp.float32)
         added = (after.astype(jnp.float32) - wide) / probability
         return (wide + added).astype(before.dtype)
@@ -172,7 +178,7 @@ def over_probability(
 
 
 def tallies(metrics: Mapping[str, jax.Array]) -> dict[str, Tally]:
-    """Those of a block that runs."""
+    """Wraps the metrics of a block that runs as tallies."""
     return {name: Tally(x, jnp.float32(1)) for name, x in metrics.items()}
 
 
@@ -180,19 +186,19 @@ def tallies(metrics: Mapping[str, jax.Array]) -> dict[str, Tally]:
 def _run_or_skip(
     block: Callable[..., Any], params: Params, carry: Any, inputs: Any
 ) -> Any:
-    """Runs a block in one of two branches; one that is dropped computes nothing.
+    """Runs a block in one of two branches; a dropped block computes nothing.
 
-    What it adds to the carry and its auxiliary loss are divided by its probability:
-    their mean over draws is that of a block that always runs. Residuals of a dropped
-    block are zeros. Differentiated by itself, a branch would return copies of
-    the parameters for the backward pass.
+    The change of the carry and the auxiliary loss are divided by the probability: the
+    mean over draws equals the result of a block that always runs. Residuals of a
+    dropped block are zeros. Differentiated by JAX, a branch would return copies of the
+    parameters for the backward pass.
     """
     results, _ = _forward(block, params, carry, inputs)
     return results
 
 
 def _vjp(block, params, carry, inputs):
-    """`jax.vjp` of the scaled carry and the auxiliary loss; metrics and totals."""
+    """Returns `jax.vjp` of scaled carry and loss, with metrics and totals aside."""
     _, given = inputs
 
     def run(params: Params, carry: Any) -> Any:
@@ -204,12 +210,14 @@ def _vjp(block, params, carry, inputs):
 
 
 def _forward(block, params, carry, inputs):
+    """Runs or skips the block, and saves residuals."""
     operands = params, carry, inputs
 
     def running(*operands: Any) -> Any:
         (new, loss), pull, auxiliary = _vjp(block, *operands)
         return (new, auxiliary._replace(loss=loss)), residuals_of(pull, operands)
 
+    # Both branches of `lax.cond` must return equal shapes, residuals included.
     shapes = jax.eval_shape(running, *operands)
 
     def skipping(*operands: Any) -> Any:
@@ -222,10 +230,13 @@ def _forward(block, params, carry, inputs):
 
 
 def _backward(block, saved, cotangents):
+    """Returns the cotangents of parameters and carry; zeros for skipped parameters."""
     operands, residuals = saved
     cotangent, auxiliary = cotangents
 
     def running(operands: Any, residuals: Any, *cotangents: Any) -> Any:
+        # Traced again for the form of `pull` alone: with saved residuals nothing reads
+        # the recomputed forward pass, and XLA removes it.
         _, pull, _ = _vjp(block, *operands)
         return vjp_with(residuals, pull, operands)(cotangents)
 
@@ -241,7 +252,7 @@ def _backward(block, saved, cotangents):
         cotangent,
         auxiliary.loss,
     )
-    return grads, cotangent, None
+    return grads, cotangent, None  # context and draws get no gradient
 
 
 _run_or_skip.defvjp(_forward, _backward)

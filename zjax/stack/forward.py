@@ -1,7 +1,7 @@
-"""The forward pass of a `Stack`, and its loss.
+"""Forward pass and loss of a `Stack`.
 
-Blocks run one by one, or in a `lax.scan` over a few at a time, which compiles faster
-and runs slower.
+Blocks run one by one, or in a `lax.scan` over a few blocks per iteration, which
+compiles faster and runs slower.
 """
 
 import collections
@@ -46,7 +46,7 @@ from zjax.typing import (
 )
 
 AUXILIARY_LOSS = "auxiliary_loss"
-"""Name of the metric with the auxiliary loss of the blocks."""
+"""Name of the metric that holds the auxiliary loss of the blocks."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,10 +54,10 @@ class Execution:
     """How blocks run in one program.
 
     Args:
-        layers_per_scan: Blocks per scan iteration. 0, or a number that does not divide
-            a segment, runs blocks one by one.
-        policy: Residuals to save, as in `zjax.ops.remat.recompute`.
-        memory: Where residuals are stored.
+        layers_per_scan: Number of blocks per scan iteration, 0 or more. 0, or a number
+            that does not divide a segment, runs blocks one by one.
+        policy: Name of the residuals to save, as in `zjax.ops.remat.recompute`.
+        memory: Memory that stores the residuals.
     """
 
     layers_per_scan: int = 0
@@ -65,7 +65,7 @@ class Execution:
     memory: remat.Memory = "device"
 
     def scan_size(self, num_blocks: int) -> int:
-        """Blocks per scan iteration; 0 for no scan."""
+        """Returns the number of blocks per scan iteration; 0 for no scan."""
         stride = self.layers_per_scan
         return 0 if stride and num_blocks % stride else stride
 
@@ -82,18 +82,18 @@ def loss_of(stack: Stack, execution: Execution = ONE_BY_ONE) -> "StackLoss":
 
     Returns:
         `loss(params, model_state, batch, key)` for `zjax.Model`: the mean over the
-        head's units, plus auxiliary losses. The model state is unchanged.
+        units of the head, plus auxiliary losses. The model state is unchanged.
 
     Raises:
-        ModelError: Head and blocks give metrics of the same name, or blocks give other
-            totals than their segment declares; raised by the loss.
+        ModelError: Head and blocks give metrics of equal names, or a block gives totals
+            that the segment does not declare; raised by the loss.
     """
     return StackLoss(stack, execution)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StackLoss:
-    """The loss of a stack, as `loss_of` describes it."""
+    """Loss of a stack, as `loss_of` describes it."""
 
     stack: Stack
     execution: Execution
@@ -106,7 +106,7 @@ class StackLoss:
         batch: Batch,
         key: jax.Array | None,
     ) -> Loss:
-        """The loss of a microbatch."""
+        """Returns the loss of a microbatch."""
         stack = self.stack
         carry, auxiliaries = run_stack(
             stack, params, batch, loss_key(key), self.execution
@@ -120,7 +120,7 @@ class StackLoss:
 
 
 def runs_stack(model: Model) -> bool:
-    """Says whether the loss of a model is the loss of the model's stack."""
+    """Whether the loss of a model is the loss of the model's stack."""
     return isinstance(model.loss, StackLoss) and model.loss.stack is model.stack
 
 
@@ -130,17 +130,17 @@ def with_stack(model: Model, **functions: Any) -> Model:
     A new head adds a loss term or a metric that acts on every mesh.
 
     Args:
-        model: A model whose loss is the loss of its stack, as of `zjax.make_model`.
+        model: Model with a stack and the stack's loss, as `zjax.make_model` makes.
         **functions: Fields of `zjax.Stack`. A head, `head(params, carry, batch) ->
             (loss_sum, weight, metric_sums)`, may call `model.stack.head`, and
-            `model.stack.factors` for `(hidden, matrix)`, with the same `params` and
+            `model.stack.factors` for `(hidden, matrix)`, with equal `params` and
             `carry`: logits [B, L, V] are `hidden @ matrix.T`.
 
     Returns:
         The changed model.
 
     Raises:
-        ModelError: The model has no stack, or another loss.
+        ModelError: The model has no stack, or another loss than `loss_of(model.stack)`.
 
     Example:
         >>> from zjax import Config, make_model
@@ -173,7 +173,11 @@ def run_stack(
     key: jax.Array | None,
     execution: Execution = ONE_BY_ONE,
 ) -> tuple[Any, list[Auxiliary]]:
-    """Runs the embedding and all blocks."""
+    """Runs the embedding and all blocks; returns the carry and a result per block.
+
+    The embedding uses `fold_in(key, 0)`, block i of all segments `fold_in(key, i + 1)`;
+    a key of None means evaluation.
+    """
     batch, dropping = split_dropping(batch)
     embed, blocks, _ = stack.split(params)
     carry, context = stack.embed(embed, batch, fold_in(key, 0))
@@ -181,18 +185,20 @@ def run_stack(
     keys = None if key is None else _fold_in(key, jnp.arange(1, num_blocks + 1))
     run = functools.partial(_run_range, stack, execution)
     given = make_inputs(keys, dropping)
+    # The first and the last block always see all tokens: two blocks have no middle.
     if num_blocks > 2 and drops_tokens(dropping, carry, key):
         stream = carry, context, given
         carry, auxiliaries = _run_on_subsets(run, stack, blocks, *stream, dropping)
     else:
         (every,) = _cut(stack, blocks, (num_blocks,))
         carry, auxiliaries = run(every, carry, context, given)
+    # Named, and so saved by policies, like the input of a block.
     carry = jax.tree.map(lambda x: remat.mark(x, remat.INPUT), carry)
     return carry, auxiliaries
 
 
 class _Piece(NamedTuple):
-    """Adjacent blocks of a segment, with their parameters."""
+    """Adjacent blocks of a segment, with the parameters of the blocks."""
 
     segment: Segment
     num_blocks: int
@@ -202,7 +208,7 @@ class _Piece(NamedTuple):
 def _cut(
     stack: Stack, blocks: Sequence[Params], sizes: Sequence[int]
 ) -> list[list[_Piece]]:
-    """The pieces of each range of adjacent blocks of all segments."""
+    """Splits the blocks of all segments into ranges of `sizes`, as lists of pieces."""
     ends = [*itertools.accumulate(sizes, initial=0)]
     ranges: list[list[_Piece]] = [[] for _ in sizes]
     first = 0
@@ -226,7 +232,7 @@ def _run_on_subsets(
     given: BlockInput,
     dropping: Dropping,
 ) -> tuple[Any, list[Auxiliary]]:
-    """Runs all blocks, those between the first and the last on some of the tokens."""
+    """Runs all blocks; the first and the last run on all tokens, the middle on some."""
     assert stack.take_tokens is not None and given.key is not None
     first, middle, last = _cut(stack, blocks, (1, len(given.key) - 2, 1))
     before, inner, after = (
@@ -235,6 +241,7 @@ def _run_on_subsets(
     )
     carry, auxiliaries = run(first, carry, context, before)
     if dropping.once:
+        # One draw from the key of the first middle block holds for the span.
         (indices,) = draw_tokens(inner.key[:1], carry, dropping.num_kept)
         narrow = stack.take_tokens(context, indices)
         carry, added = on_subset(
@@ -255,7 +262,7 @@ def _run_range(
     context: Any,
     given: BlockInput,
 ) -> tuple[Any, list[Auxiliary]]:
-    """Runs adjacent blocks; `given` holds the inputs of all of them."""
+    """Runs adjacent blocks; `given` holds the inputs of all blocks of the range."""
     auxiliaries: list[Auxiliary] = []
     for piece in pieces:
         first = len(auxiliaries)
@@ -274,12 +281,13 @@ def _run_piece(
     context: Any,
     given: BlockInput,
 ) -> tuple[Any, list[Auxiliary]]:
+    """Runs the blocks of one piece, one by one or in a scan."""
     num_blocks = piece.num_blocks
     size = execution.scan_size(num_blocks)
     block = remat.recompute(
         block_on_tokens(stack, piece.segment),
         execution.policy,
-        in_loop=0 < size < num_blocks,
+        in_loop=0 < size < num_blocks,  # a scan of one iteration compiles to no loop
         memory=execution.memory,
     )
 
@@ -291,6 +299,7 @@ def _run_piece(
 
     inputs = tuple(map(inputs_at, range(size or num_blocks)))
     carry, outputs = run_blocks(step, piece.params, carry, inputs, scan_size=size)
+    # Outputs come back by place in an iteration, and are put in the order of blocks.
     if size:
         outputs = [x for i in range(num_blocks // size) for x in _select(outputs, i)]
     return carry, list(outputs)
@@ -308,7 +317,11 @@ def run_blocks(
     *,
     scan_size: int,
 ) -> tuple[Any, tuple[Any, ...]]:
-    """Threads a carry through equal blocks.
+    """Threads a carry through equal blocks by `step(params, carry, input)`.
+
+    `blocks` stacks parameters, or is a `Layers`. `inputs` has one tree per block or,
+    with a scan, one per block of an iteration, stacked over iterations; outputs have
+    the form of the inputs.
 
     Example:
         >>> def step(params, x, key):
@@ -329,6 +342,8 @@ def run_blocks(
         group, inputs = xs
         if scan_size == 1:
             return run_few(carry, [group], inputs)
+        # The block slices the layer itself: slices taken here would be saved as
+        # residuals, a copy of all layers.
         layers = [LayerOf(group, i) for i in range(scan_size)]
         return run_few(carry, layers, inputs)
 
@@ -340,7 +355,7 @@ def run_blocks(
 
 
 def combine(auxiliaries: Sequence[Auxiliary]) -> Auxiliary:
-    """Combines the losses and metrics that blocks return.
+    """Sums the losses of blocks, and averages each metric over blocks that return one.
 
     Example:
         >>> one, two = jnp.float32(1), jnp.float32(2)
@@ -382,7 +397,7 @@ def stack_totals(
 
 
 def named_totals(totals: Totals) -> Metrics:
-    """Names totals as metrics of a step.
+    """Names totals as metrics, with the segment's index where a name repeats.
 
     Example:
         >>> one = jnp.int32(1)
@@ -398,7 +413,7 @@ def named_totals(totals: Totals) -> Metrics:
 
 
 def check_totals(segment: Segment, auxiliary: Auxiliary) -> None:
-    """Refuses totals of a block that are not those its segment declares."""
+    """Refuses totals of a block that differ from the segment's declared totals."""
     declared = {n: f"int32{list(shape)}" for n, shape in segment.totals.items()}
     given = {n: f"{x.dtype}{list(x.shape)}" for n, x in auxiliary.totals.items()}
     problems = [
@@ -422,7 +437,7 @@ def loss_of_sums(
     auxiliary: Auxiliary,
     totals: Totals = (),
 ) -> Loss:
-    """The loss of a microbatch from the head's sums and the blocks' auxiliaries.
+    """Builds the loss of a microbatch from the head's sums and the blocks' auxiliaries.
 
     Example:
         >>> six, three, one = (jnp.float32(x) for x in (6, 3, 1))
@@ -430,6 +445,7 @@ def loss_of_sums(
         >>> float(loss.value), float(loss.metrics["auxiliary_loss"])
         (3.0, 1.0)
     """
+    # A microbatch of padding has weight 0, and must give 0 instead of NaN.
     divisor = jnp.where(weight > 0, weight, 1.0)
     value, metrics = total / divisor, {name: x / divisor for name, x in sums.items()}
     shown = dict(auxiliary.metrics)
@@ -440,11 +456,13 @@ def loss_of_sums(
     _check_names_differ(shown, metrics)
     _check_names_differ(named_totals(totals), shown | metrics)
     metrics = {n: jnp.asarray(x, jnp.float32) for n, x in (metrics | shown).items()}
+    # Weights average microbatches; no gradient flows through an average's weights.
     weight = jax.lax.stop_gradient(jnp.asarray(weight, jnp.float32))
     return Loss(jnp.asarray(value, jnp.float32), weight, (), metrics, totals)
 
 
 def _check_names_differ(some: Metrics, others: Metrics) -> None:
+    """Refuses metrics of equal names."""
     problem, remedy = "is given twice, by blocks or head", "rename one of them"
     problems = [
         Problem(f"metrics/{name}", str(some[name].dtype), problem, remedy)
