@@ -1,4 +1,4 @@
-"""Length buckets: batches of one length each, and a constant number of tokens."""
+"""Length buckets: batches of one length, with a constant number of tokens."""
 
 import math
 from collections.abc import Iterator
@@ -13,12 +13,12 @@ from zjax.schedule.pacing import Pacing, hold, make_pacing
 from zjax.settings import axes, schema, sequence
 
 _MIXTURE = 5
-"""Purpose of random numbers, besides those of `zjax.data`."""
+"""Purpose in the random key of bucket draws; `zjax.data` uses other numbers."""
 _PACING = "buckets.pacing"
 
 
 def bucket_lengths(config: schema.Config) -> tuple[int, ...]:
-    """Tokens per row of each bucket, ascending: powers of two of the shortest.
+    """Tokens per row of each bucket, ascending, each twice the bucket before.
 
     Example:
         >>> buckets = schema.Buckets(form="cut", shortest=256)
@@ -26,11 +26,12 @@ def bucket_lengths(config: schema.Config) -> tuple[int, ...]:
         (256, 512, 1024)
     """
     shortest, longest = config.buckets.shortest, config.data.length
+    # `bucket_problems` has checked that the ratio is a power of two.
     return tuple(shortest << i for i in range((longest // shortest).bit_length()))
 
 
 def bucket_rows(config: schema.Config) -> tuple[int, ...]:
-    """Rows of a batch of each bucket: all batches have the tokens of the longest.
+    """Rows of a batch of each bucket; batches of all buckets have equally many tokens.
 
     Example:
         >>> buckets = schema.Buckets(form="cut", shortest=256)
@@ -42,26 +43,27 @@ def bucket_rows(config: schema.Config) -> tuple[int, ...]:
 
 
 def num_open_buckets(config: schema.Config) -> Pacing:
-    """How many buckets, from the shortest on, steps may draw; steps count from 1."""
+    """Paces how many buckets, from the shortest on, a step from 1 on may draw."""
     settings, lengths = config.buckets, bucket_lengths(config)
     if settings.order != "pacing":
         return hold(len(lengths))
     pacing = make_pacing(in_steps(config, settings.pacing))
     numbers = [sum(length <= value for length in lengths) for value in pacing.values]
+    # Several lengths of the pacing may open the same number of buckets.
     is_new = [i for i in range(len(numbers)) if i == 0 or numbers[i] > numbers[i - 1]]
     firsts = tuple(pacing.firsts[i] for i in is_new)
     return Pacing(firsts, tuple(numbers[i] for i in is_new))
 
 
 def bucket_picks(config: schema.Config) -> Picks:
-    """The draws of buckets by their weights, where the order is not by epochs."""
+    """Makes the draws of buckets by weight, for orders other than by epochs."""
     weights = config.buckets.weights or [1.0] * len(bucket_lengths(config))
     key = (config.seed, _MIXTURE)
     return Picks(key, np.array(weights), num_open_buckets(config), num_draws=1)
 
 
 def rate_factors(config: schema.Config) -> Float32[np.ndarray, " buckets"]:
-    """Factors on the learning rate of a batch of each bucket.
+    """Factor of the learning rate for a batch of each bucket.
 
     Example:
         >>> buckets = schema.Buckets(form="pad", learning_rate="sqrt")
@@ -78,13 +80,13 @@ def rate_factors(config: schema.Config) -> Float32[np.ndarray, " buckets"]:
 
 
 def bucket_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
-    """Yields problems of `buckets`, as far as they show without the data."""
+    """Yields problems of `buckets` that show without the data."""
     settings, longest = config.buckets, config.data.length
     if settings.form == "none":
         return
     field, shortest = "buckets.shortest", settings.shortest
     ratio, rest = divmod(longest, shortest)
-    if rest or ratio < 2 or ratio & (ratio - 1):
+    if rest or ratio < 2 or ratio & (ratio - 1):  # `&`: not a power of two
         problem = f"is not data.length={longest} over a power of two"
         remedy = "halve data.length once or more"
         yield Problem(field, shortest, problem, remedy)
@@ -96,11 +98,13 @@ def bucket_problems(config: schema.Config, num_devices: int) -> Iterator[Problem
     if settings.order == "pacing":
         found = [*token_problems(_PACING, settings.pacing, config)]
         yield from found
+        # Only these kinds have a start that is safe to read beside other problems.
         if not found or settings.pacing.kind in ("linear", "root"):
             yield from _start_problems(settings)
 
 
 def _start_problems(settings: schema.Buckets) -> Iterator[Problem]:
+    """Yields a problem if the pacing begins below the shortest bucket."""
     pacing, shortest = settings.pacing, settings.shortest
     names = {"discrete": "values", "custom": "function"}
     name = names.get(pacing.kind, "start")
@@ -113,6 +117,7 @@ def _start_problems(settings: schema.Buckets) -> Iterator[Problem]:
 
 
 def _shape_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    """Yields problems of the shortest length on the mesh and with sparse blocks."""
     field, shortest = "buckets.shortest", config.buckets.shortest
     if axes.mesh_fills(config, num_devices):
         sizes = axes.axis_sizes(config, num_devices)
@@ -130,6 +135,7 @@ def _shape_problems(config: schema.Config, num_devices: int) -> Iterator[Problem
 
 
 def _weight_problems(config: schema.Config) -> Iterator[Problem]:
+    """Yields problems of `buckets.weights`."""
     weights, num_buckets = config.buckets.weights, len(bucket_lengths(config))
     field = "buckets.weights"
     if weights and config.buckets.order == "shuffle":
@@ -143,7 +149,7 @@ def _weight_problems(config: schema.Config) -> Iterator[Problem]:
 
 
 def _rate_problems(config: schema.Config) -> Iterator[Problem]:
-    """Yields why the buckets of the steps are not known where the rate is computed."""
+    """Yields reasons why the schedule cannot know the buckets of the steps."""
     field, settings = "buckets.learning_rate", config.buckets
     if settings.learning_rate == "constant":
         return
@@ -165,6 +171,7 @@ def _rate_problems(config: schema.Config) -> Iterator[Problem]:
 
 
 def _conflicts(config: schema.Config) -> Iterator[Problem]:
+    """Yields settings that do not work beside buckets."""
     settings = config.buckets
     if config.data.source == "synthetic":
         problem = "finds no documents in data.source='synthetic'"

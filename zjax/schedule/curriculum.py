@@ -1,4 +1,4 @@
-"""Curriculum: checks of its pacing, and which parts of the data each step draws."""
+"""Curriculum learning: checks of the pacing of difficulties, and weighted draws."""
 
 import pathlib
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ PERCENTILES = 100
 
 
 def metric_field(number: int) -> str:
-    """Path of the settings of a metric.
+    """Path of the settings of a curriculum metric.
 
     Example:
         >>> metric_field(0)
@@ -25,7 +25,7 @@ def metric_field(number: int) -> str:
 
 
 def metric_name(metric: schema.CurriculumMetric) -> str:
-    """Name of a difficulty in the metrics of steps: that of the file of its index.
+    """Name of a difficulty in step metrics, after the file name of the index.
 
     Example:
         >>> metric_name(schema.CurriculumMetric(index="index/voc.index"))
@@ -35,7 +35,7 @@ def metric_name(metric: schema.CurriculumMetric) -> str:
 
 
 def curriculum_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
-    """Yields problems of `curriculum`, as far as they show without its indexes."""
+    """Yields problems of `curriculum` that show without the index files."""
     fields: dict[str, str] = {}
     for number, metric in enumerate(config.curriculum.metrics):
         field = metric_field(number)
@@ -57,31 +57,31 @@ def curriculum_problems(config: schema.Config, num_devices: int) -> Iterator[Pro
 
 
 BLOCK_STEPS = 256
-"""Steps of a generator."""
+"""Number of steps that one random generator draws."""
 _SUMS_KEPT = 8
-"""Steps, and blocks, whose sums are kept: a few steps are read at the same time."""
+"""Number of recent steps, and of recent blocks, with a cached sum."""
 _MAX_DRAWS = 1 << 20
-"""Draws in memory at a time, or those of a step."""
+"""Most draws in memory at once, unless a single step has more."""
 
 
 class Picked(NamedTuple):
-    """The draws of one step."""
+    """Draws of one step."""
 
     parts: Int64[np.ndarray, " draws"]
-    """Part of each draw."""
+    """Index of the part of each draw."""
     ordinals: Int64[np.ndarray, " draws"]
-    """How often that part was drawn before."""
+    """Number of earlier draws of the part, over all steps."""
 
 
 class Picks:
-    """Draws of parts with replacement, with probability proportional to their weights.
+    """Draws of parts with replacement, with probability proportional to weights.
 
     Args:
-        key: Key of the generators, such as a seed and a purpose.
-        weights: Weights of the parts, above 0.
-        num_open: How many of the parts, from the first on, can be drawn; steps count
+        key: Key of the random generators, such as a seed and a purpose.
+        weights: Weight of each part, above 0.
+        num_open: Number of parts, from the first on, that a step may draw; steps count
             from 1.
-        num_draws: Draws per step.
+        num_draws: Number of draws of each step, 1 or more.
 
     Example:
         >>> from zjax.schedule.pacing import Pacing
@@ -104,8 +104,9 @@ class Picks:
         self._before = {0: np.zeros(len(weights), np.int64)}
 
     def at(self, step: int) -> Picked:
-        """The draws of a step, from 0 on."""
+        """Returns the draws of a step, counted from 0."""
         taken, parts = self._sum_before(step), self._draw(step, step + 1)[0]
+        # Stable, so that equal parts stay in the order of the draws.
         order = np.argsort(parts, kind="stable")
         firsts = np.searchsorted(parts[order], parts[order])
         ordinals = np.empty_like(parts)
@@ -113,12 +114,12 @@ class Picks:
         return Picked(parts, taken[parts] + ordinals)
 
     def first_parts(self, num_steps: int) -> Int64[np.ndarray, " steps"]:
-        """Part of the first draw of each of the first steps."""
+        """Returns the part of the first draw of each of the first steps."""
         drawn = [self._draw(*ends)[:, 0] for ends in self._ranges(0, num_steps)]
         return np.concatenate(drawn)
 
     def _ranges(self, first: int, end: int) -> Iterator[tuple[int, int]]:
-        """Splits steps at blocks, and where they hold too many draws."""
+        """Splits steps at blocks, and into ranges of at most `_MAX_DRAWS` draws."""
         most = max(1, _MAX_DRAWS // self._num_draws)
         while first < end:
             last = min(end, first + most, first - first % BLOCK_STEPS + BLOCK_STEPS)
@@ -126,20 +127,22 @@ class Picks:
             first = last
 
     def _draw(self, first: int, end: int) -> Int64[np.ndarray, "steps draws"]:
-        """The parts of steps of one block."""
-        numbers = np.arange(first, end) + 1
+        """Draws the parts of steps of one block."""
+        numbers = np.arange(first, end) + 1  # pacings count steps from 1
         num_open = self._num_open[np.searchsorted(self._firsts, numbers, "right") - 1]
         block, place = divmod(first, BLOCK_STEPS)
         bits = np.random.PCG64([*self._key, block])
+        # Jumps to the step: draws do not depend on the step where a reader starts.
         bits.advance(place * self._num_draws)  # a number takes one state
         points = np.random.Generator(bits).random((end - first, self._num_draws))
+        # Uniform up to the summed weight of the open parts.
         points *= self._ends[num_open - 1][:, None]
         parts = np.searchsorted(self._ends, points, "right")
         return np.minimum(parts, num_open[:, None] - 1)  # where a product rounds up
 
     def _sum_before(self, step: int) -> Int64[np.ndarray, " parts"]:
-        """How often each part is drawn before a step."""
-        known = dict(self._before)  # threads may change the other
+        """Counts how often each part is drawn before a step."""
+        known = dict(self._before)  # a copy: threads may replace the attribute
         nearest = max(number for number in known if number <= step)
         total = known[nearest]
         for first, end in self._ranges(nearest, step):
@@ -148,6 +151,8 @@ class Picks:
             known[end] = total
         near = [number for number in sorted(known) if number <= step]
         blocks = [number for number in near if number % BLOCK_STEPS == 0]
+        # 0 stays, as every step needs a sum at or before the step.
         recent = {0, *near[-_SUMS_KEPT:], *blocks[-_SUMS_KEPT:]}
+        # Replaced at once, never changed in place: other threads read it.
         self._before = {number: known[number] for number in recent}
         return total

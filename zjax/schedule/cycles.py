@@ -1,7 +1,8 @@
-"""The learning rate schedules of DeepSpeed: warm-ups, OneCycle and LRRangeTest.
+"""Learning rate schedules of DeepSpeed: warm-ups, OneCycle and LRRangeTest.
 
-Step n has the rate of DeepSpeed's update n, whose scheduler steps after its optimizer.
-All of them count steps, whatever the number of tokens in a step.
+Step n, counted from 0, has the rate of DeepSpeed's update n, with the scheduler
+stepping after the optimizer. All schedules count steps, whatever the number of tokens
+in a step.
 
 Reference: Smith, A disciplined approach to neural network hyper-parameters,
 arXiv:1803.09820.
@@ -18,7 +19,7 @@ from zjax.settings.schema import Config, Cycle
 
 
 def warmup_lr(config: Config) -> optax.Schedule:
-    """Rises to the peak and stays there, as WarmupLR.
+    """Rises to the peak and holds the peak, as WarmupLR.
 
     Example:
         >>> from zjax.settings.schema import Optimizer
@@ -64,6 +65,8 @@ def warmup_cosine_lr(config: Config) -> optax.Schedule:
 def log_rise(step: Any, number: int) -> Any:
     """Computes the fraction of the peak at a step of a logarithmic warm-up.
 
+    Steps 0 and 1 have 0, step `number` (2 or more) and later steps 1 or more.
+
     Example:
         >>> [round(float(log_rise(step, 4)), 2) for step in range(5)]
         [0.0, 0.0, 0.5, 0.79, 1.0]
@@ -72,7 +75,7 @@ def log_rise(step: Any, number: int) -> Any:
 
 
 def one_cycle(config: Config) -> optax.Schedule:
-    """A rise to the peak, a fall back, and a decay.
+    """Rises to the peak, falls back and decays, as OneCycle.
 
     Example:
         >>> from zjax.settings.schema import Optimizer
@@ -94,7 +97,7 @@ def one_cycle(config: Config) -> optax.Schedule:
 
 
 def range_test(config: Config) -> optax.Schedule:
-    """A rate that grows without end, on a line or on stairs.
+    """Grows without end, on a line or in stairs, as LRRangeTest.
 
     Example:
         >>> from zjax.settings.schema import Optimizer, RangeTest
@@ -114,7 +117,7 @@ def range_test(config: Config) -> optax.Schedule:
 
 
 def cycled_momentum(cycle: Cycle) -> optax.Schedule:
-    """The momentum beside `one_cycle`; that of step 0 is the least, as in DeepSpeed."""
+    """Momentum that mirrors `one_cycle`; step 0 has the least one, as in DeepSpeed."""
     least, most = cycle.min_momentum, cycle.max_momentum
 
     def momentum(step: Any) -> Any:
@@ -128,11 +131,12 @@ def cycled_momentum(cycle: Cycle) -> optax.Schedule:
 def with_momentum(
     make: Callable[..., optax.GradientTransformation], momentum: optax.Schedule
 ) -> optax.GradientTransformation:
-    """A rule whose momentum changes from step to step."""
+    """Makes a rule whose `b1` follows a schedule of the rule's own `count`."""
 
     def update(updates: Any, state: Any, params: Any = None) -> Any:
         return make(b1=momentum(state.count)).update(updates, state, params)
 
+    # The state of a rule does not depend on b1.
     return optax.GradientTransformation(make(b1=0.0).init, update)
 
 
@@ -147,10 +151,11 @@ DEEPSPEED: Mapping[str, Callable[[Config], optax.Schedule]] = {
 
 
 def _after_rise(config: Config, after: optax.Schedule) -> optax.Schedule:
-    """Builds a schedule whose fractions of the peak after the warm-up are given."""
+    """Builds a schedule from the fractions of the peak after the warm-up."""
     settings, number = config.optimizer, _rise_steps(config)
 
     def rate(step: Any) -> Any:
+        # The first two updates of DeepSpeed both have rate 0.
         line = jnp.maximum(step - 1, 0) / number
         rise = log_rise(step, number) if settings.warmup == "log" else line
         fraction = jnp.where(step <= number, rise, after(step))
@@ -165,31 +170,35 @@ def _rise_steps(config: Config) -> int:
 
 
 def _decay_steps(config: Config) -> int:
-    """Returns the number of steps from the end of the warm-up to that of the run."""
+    """Returns the number of steps from the end of the warm-up to the end of the run."""
     return max(1, config.num_steps - _rise_steps(config))
 
 
 def _phase(cycle: Cycle, step: Any) -> Any:
-    """0 at both ends of the cycle and after it, 1 at its peak."""
+    """Height in the cycle: 0 at both ends and after the cycle, 1 at the peak."""
     rise, fall = _or_rise(cycle.num_fall_steps, cycle.num_rise_steps)
     stairs_up, stairs_down = _or_rise(cycle.num_fall_stairs, cycle.num_rise_stairs)
     left = jnp.maximum(rise + fall - step, 0)
     up = _climb(jnp.minimum(step, rise), rise, stairs_up)
     down = _climb(jnp.minimum(left, fall), max(1, fall), stairs_down)
+    # Without a fall the cycle drops to 0 at the step of the peak.
     is_rising = step <= rise if fall else step < rise
     return jnp.where(is_rising, up, down)
 
 
 def _or_rise(fall: int, rise: int) -> tuple[int, int]:
+    """Returns both numbers, with the rise in place of a fall of -1."""
     return rise, rise if fall == -1 else fall
 
 
 def _climb(steps: Any, number: int, stairs: int) -> Any:
+    """Fraction of a slope that `steps` have climbed, in stairs if there are any."""
     if not stairs:
         return steps / number
     return (steps * stairs // number) / stairs
 
 
 def _decay(cycle: Cycle, step: Any) -> Any:
+    """Decay intervals since the end of the cycle, 0 during the cycle."""
     rise, fall = _or_rise(cycle.num_fall_steps, cycle.num_rise_steps)
     return jnp.maximum(step - rise - fall, 0) / cycle.num_decay_steps

@@ -1,4 +1,4 @@
-"""What training steps leave out: tokens of middle layers, and whole layers."""
+"""Schedules of random token dropping and of progressive layer dropping."""
 
 import dataclasses
 import itertools
@@ -29,11 +29,13 @@ class DroppingSchedule:
     Steps are 1 or more; the schedules of the papers count from 0.
 
     Args:
-        kept: Tokens of each row by the number of steps before.
-        lengths: Tokens per sequence by step.
-        rows: Sequences of a batch by step.
-        theta: Limit of the probability of the last layer; 1 drops none.
-        gamma: Rate at which the probability falls to it.
+        kept: Tokens of each row that middle layers run on, by the number of earlier
+            steps.
+        lengths: Tokens per row by step.
+        rows: Rows of a batch by step.
+        theta: Limit of the probability of the last layer, above 0 to 1; 1 drops no
+            layer.
+        gamma: Rate at which the probability of the last layer falls to `theta`.
 
     Example:
         >>> from zjax.schedule.pacing import grow
@@ -57,15 +59,16 @@ class DroppingSchedule:
     gamma: float = 0.0
 
     def num_kept(self, step: int) -> int:
-        """Tokens of each row that middle layers run on; at most those of the row."""
+        """Tokens of each row that middle layers run on, at most the row's length."""
         return min(self.kept.at(step - 1), self.lengths.at(step))
 
     def theta_at(self, step: int) -> float:
-        """Probability that the last layer runs; earlier ones run more often."""
+        """Probability that the last layer runs; earlier layers run more often."""
         return self.theta + (1 - self.theta) * math.exp(-self.gamma * (step - 1))
 
     def firsts(self) -> list[int]:
-        """First step of each pair of a length and a number of tokens, ascending."""
+        """First step of each pair of length and number of kept tokens, ascending."""
+        # `kept` counts earlier steps, from 0.
         kept = [1, *(first + 1 for first in self.kept.changes())]
         numbers = sorted({*kept, *self.lengths.changes()})
         pairs = [(self.num_kept(n), self.lengths.at(n)) for n in numbers]
@@ -73,7 +76,7 @@ class DroppingSchedule:
         return [*itertools.compress(numbers, changes)]
 
     def sum_until(self, step: int) -> int:
-        """Tokens that a middle layer runs on over the first steps.
+        """Tokens that a middle layer runs on, summed over steps 1 to `step`.
 
         Example:
             >>> from zjax.schedule.pacing import grow
@@ -91,7 +94,7 @@ class DroppingSchedule:
 
 
 def make_dropping(config: schema.Config) -> DroppingSchedule:
-    """The schedule of a run.
+    """Makes the dropping schedule of a run.
 
     Example:
         >>> make_dropping(schema.Config()).num_kept(1)
@@ -101,8 +104,10 @@ def make_dropping(config: schema.Config) -> DroppingSchedule:
     kept = hold(config.data.length)
     if given.form != "none":
         kept = make_pacing(in_steps(config, given.pacing))
+    # The paper's default: the probability has settled after a few percent of the run.
     gamma = config.layer_drop.gamma or 100 / config.num_steps
     firsts, shapes = zip(*make_shapes(config).items(), strict=True)
+    # A pacing begins at step 0; the first shape also holds there.
     rows = Pacing((0, *firsts[1:]), tuple(number for number, _ in shapes))
     return DroppingSchedule(kept, lengths, rows, config.layer_drop.theta, gamma)
 
@@ -113,7 +118,7 @@ def dropping_values(
     step: int,
     length: int | None = None,
 ) -> dict[str, float]:
-    """What a step runs on, by the names of its metrics; empty if it drops nothing.
+    """Returns the dropping metrics of a step by name; empty if the run drops nothing.
 
     Example:
         >>> config = schema.Config(random_ltd=schema.RandomLTD(form="span"))
@@ -129,10 +134,11 @@ def dropping_values(
 
 
 def num_middle_layers(config: schema.Config, num_devices: int) -> int:
-    """Layers that may run on some of the tokens.
+    """Number of layers that may run on a subset of the tokens.
 
-    These are the layers of the blocks between the first and the last. All chunks of a
-    pipeline are one program, whose slots of these two run whole in every chunk.
+    Middle layers are the layers of all blocks but the first and the last. All chunks of
+    a pipeline are one program, and run the slots of these two blocks whole in every
+    chunk.
 
     Example:
         >>> config = schema.Config(mesh=schema.Mesh(pipeline=4))
@@ -141,6 +147,7 @@ def num_middle_layers(config: schema.Config, num_devices: int) -> int:
     """
     shapes = mixture.segment_shapes(config.model)
     blocks = [len(x.num_experts) for x in shapes for _ in range(x.num_blocks)]
+    # Chunks have equal numbers of slots: the last chunk may have empty slots.
     num_slots = -(-len(blocks) // _num_chunks(config, num_devices))
     whole = {0, (len(blocks) - 1) % num_slots}
     return sum(size for i, size in enumerate(blocks) if i % num_slots not in whole)
@@ -149,7 +156,7 @@ def num_middle_layers(config: schema.Config, num_devices: int) -> int:
 def make_layer_tokens(
     config: schema.Config, num_devices: int, length_at: Callable[[int], int]
 ) -> Callable[[int], int]:
-    """Tokens that layers run on, added up over layers and the first steps.
+    """Returns a function from a step to the tokens summed over layers and steps so far.
 
     Example:
         >>> make_layer_tokens(schema.Config(num_steps=1), 1, int)(1)  # 12 of 32 * 1,024
@@ -169,11 +176,12 @@ def make_layer_tokens(
 
 
 def _make_sum(at: Callable[[int], int]) -> Callable[[int], int]:
-    """The sum of the values of the first steps, for steps that mostly grow."""
+    """Returns a cached prefix sum over steps, fast for steps that mostly grow."""
     step, total = 0, 0
 
     def until(last: int) -> int:
         nonlocal step, total
+        # A caller may go back to an earlier step.
         if last < step:
             step, total = 0, 0
         total += sum(map(at, range(step + 1, last + 1)))
@@ -184,14 +192,14 @@ def _make_sum(at: Callable[[int], int]) -> Callable[[int], int]:
 
 
 def _num_chunks(config: schema.Config, num_devices: int) -> int:
-    """Chunks of all stages; 1 without a pipeline."""
+    """Number of chunks over all pipeline stages; 1 without a pipeline."""
     stages = max(1, axes.axis_sizes(config, num_devices)["pipeline"])
     is_interleaved = config.pipeline.schedule == "interleaved"
     return stages * (config.pipeline.num_chunks if is_interleaved else 1)
 
 
 def dropping_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
-    """Problems of `random_ltd` and `layer_drop` in a run of any model."""
+    """Yields problems of `random_ltd` and `layer_drop` in a run of any model."""
     drops_tokens, drops_layers = _used(config)
     if drops_tokens:
         yield from _pacing_problems(config)
@@ -207,7 +215,7 @@ def dropping_problems(config: schema.Config, num_devices: int) -> Iterator[Probl
 def model_dropping_problems(
     config: schema.Config, num_devices: int
 ) -> Iterator[Problem]:
-    """Problems of `random_ltd` and `layer_drop` with a built-in model."""
+    """Yields problems of `random_ltd` and `layer_drop` with a built-in model."""
     drops_tokens, drops_layers = _used(config)
     if drops_tokens:
         yield from _token_problems(config, num_devices)
@@ -227,10 +235,12 @@ def _pacing_problems(config: schema.Config) -> Iterator[Problem]:
 
 
 def _used(config: schema.Config) -> tuple[bool, bool]:
+    """Whether the run drops tokens, and whether it drops layers."""
     return config.random_ltd.form != "none", config.layer_drop.theta < 1
 
 
 def _effects(config: schema.Config) -> Iterator[Problem]:
+    """Yields a problem for `layer_drop.gamma` without layer dropping."""
     gamma = config.layer_drop.gamma
     if gamma and config.layer_drop.theta == 1:
         problem, remedy = "has no effect with layer_drop.theta=1.0", "leave it at 0.0"
@@ -240,6 +250,7 @@ def _effects(config: schema.Config) -> Iterator[Problem]:
 def _tile_problems(
     config: schema.Config, field: str, value: str | float
 ) -> Iterator[Problem]:
+    """Yields a problem for a setting that offloaded MLP tiles do not support."""
     tiles, memory = config.model.mlp_tiles, config.zero.optimizer_memory
     if tiles > 1 and memory != "device":
         problem = f"is not built for tiles of model.mlp_tiles={tiles} "
@@ -249,7 +260,7 @@ def _tile_problems(
 
 
 def _skipped_stages(config: schema.Config, num_devices: int) -> Iterator[Problem]:
-    """Why the stages of a pipeline cannot skip layers that other stages run."""
+    """Yields reasons why pipeline stages cannot skip different layers."""
     theta, sizes = config.layer_drop.theta, axes.axis_sizes(config, num_devices)
     if sizes["pipeline"] == 1:
         return
@@ -272,7 +283,7 @@ def _skipped_stages(config: schema.Config, num_devices: int) -> Iterator[Problem
 
 
 def _middle_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
-    """Problems of the layers that `random_ltd` drops tokens of."""
+    """Yields problems of the layers that `random_ltd` drops tokens of."""
     form, model = config.random_ltd.form, config.model
     num_stages = axes.axis_sizes(config, num_devices)["pipeline"]
     middle, stride = num_middle_layers(config, num_devices), model.layers_per_scan
@@ -297,6 +308,7 @@ def _middle_problems(config: schema.Config, num_devices: int) -> Iterator[Proble
 
 
 def _token_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    """Yields problems of random token dropping with a built-in model."""
     form, pacing = config.random_ltd.form, config.random_ltd.pacing
     if not list(_pacing_problems(config)):
         yield from shape_problems("random_ltd.pacing", pacing, config, num_devices)

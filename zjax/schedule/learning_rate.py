@@ -1,4 +1,4 @@
-"""Learning rates as pure functions of the number of steps applied so far.
+"""Learning rates as pure functions of the number of applied steps.
 
 The optimizer counts: a skipped step does not advance the schedule.
 """
@@ -25,11 +25,11 @@ def make_schedule(
     """Builds `schedule(num_applied_steps)`, a float32 learning rate; it can be traced.
 
     Step 0 has rate 0, as has step 1 of a `log` warm-up, and the step after the warm-up
-    the peak. A warning names a run that ends before. Except under `constant`, the last
-    step, `num_steps - 1`, and any after it have the final fraction of the peak.
-    Between, the rate decays with the tokens that the steps consume, which is with the
-    steps where all of them have one length. Schedules of `zjax.schedule.cycles` count
-    steps and have ends of their own.
+    the peak. A warning names a run that ends earlier. Except under `constant`, the last
+    step, `num_steps - 1`, and any later step have the final fraction of the peak.
+    Between, the rate decays with the tokens that steps consume, and with the steps if
+    all steps have one length. Schedules of `zjax.schedule.cycles` count steps and end
+    differently.
 
     Example:
         >>> import dataclasses
@@ -54,6 +54,7 @@ def make_schedule(
         return lambda step: jnp.asarray(whole(step) * factor(step), jnp.float32)
     pieces = [(_warmup(config), num_warmup)]
     pieces += _after_warmup(config, num_decay=config.num_steps - 1 - num_warmup)
+    # `optax.linear_schedule` of 0 steps would warn and hold the start value.
     pieces = [piece for piece in pieces if piece[1] > 0]
     pieces.append((optax.constant_schedule(_end(config)), 0))
 
@@ -67,9 +68,9 @@ def make_schedule(
     return schedule
 
 
-@functools.cache
+@functools.cache  # once per run: schedules are built several times
 def _log_unreached(num_warmup: int, num_steps: int) -> None:
-    """Logs once that a run, such as a trial, ends in its warm-up."""
+    """Logs that a run, such as a trial, ends during the warm-up."""
     text = "optimizer.num_warmup_steps=%d exceeds num_steps=%d: the learning rate does "
     logging.warning(text + "not reach its peak", num_warmup, num_steps)
 
@@ -84,10 +85,11 @@ def _warmup(config: Config) -> optax.Schedule:
 
 
 def _by_rows(config: Config) -> Callable[[Any], Any]:
-    """Maps a step to a factor that grows with the rows of its batch."""
+    """Returns the learning rate factor of a step by the bucket of the step's batch."""
     settings = config.buckets
     if settings.form == "none" or settings.learning_rate == "constant":
         return lambda step: 1.0
+    # A byte each: lengths double from bucket to bucket, far fewer than 256 times.
     buckets = bucket_picks(config).first_parts(config.num_steps).astype(np.uint8)
     factors = rate_factors(config)
 
@@ -99,15 +101,17 @@ def _by_rows(config: Config) -> Callable[[Any], Any]:
 
 
 def _by_tokens(config: Config) -> Callable[[Any], Any]:
-    """Maps a step to the one that would have its rate without length warm-up."""
+    """Maps a step to the step with an equal rate in a run without length warm-up."""
     consumed = make_tokens(config)
     last = config.num_steps - 1
     first = config.optimizer.warmup_steps(config.num_steps)
+    # The warm-up counts steps: only changes after the warm-up bend the decay.
     changes = [step for step in consumed.changes() if first < step <= last]
     if not changes or config.sequence_warmup.form not in CUTS:
         return lambda step: step
     # Step n is taken when the tokens of n steps are consumed.
     steps = np.array([first, *(step - 1 for step in changes), last])
+    # float64 holds token counts exactly, which float32 does not.
     tokens = np.array([consumed.sum_until(int(step)) for step in steps], np.float64)
     share = (tokens - tokens[0]) / (tokens[-1] - tokens[0])
     positions = first + share * (last - first)
@@ -119,6 +123,7 @@ def _by_tokens(config: Config) -> Callable[[Any], Any]:
 
 
 def _after_warmup(config: Config, num_decay: int) -> list[tuple[optax.Schedule, int]]:
+    """Builds the pieces of the schedule after the warm-up, with lengths in steps."""
     settings = config.optimizer
     peak, fraction = (
         settings.peak_learning_rate,
@@ -140,6 +145,7 @@ def _after_warmup(config: Config, num_decay: int) -> list[tuple[optax.Schedule, 
 
 
 def _end(config: Config) -> float:
+    """Returns the rate after the last piece."""
     settings = config.optimizer
     if settings.schedule == "constant":
         return settings.peak_learning_rate

@@ -1,4 +1,4 @@
-"""Tokens per sequence by step, windows that grow, and the length of a run."""
+"""Sequence lengths, windows and batch shapes by step, and the length of a run."""
 
 import bisect
 import dataclasses
@@ -19,9 +19,9 @@ from zjax.settings import axes, derived, schema, sequence
 
 
 def steps_of(num_epochs: float, num_rows: int, global_batch_size: int) -> int:
-    """Computes the steps that draw each of the rows `num_epochs` times.
+    """Computes the steps that draw each of `num_rows` rows `num_epochs` times.
 
-    The last batch also draws rows of the next epoch where it is not full.
+    The last batch also draws rows of the next epoch where the batch is not full.
 
     Example:
         >>> steps_of(2.0, 1_024, 16), steps_of(0.5, 1_025, 16)
@@ -41,7 +41,10 @@ def beside_problems(config: schema.Config) -> Iterator[Problem]:
 
 
 def epoch_problems(config: schema.Config, *, user_batches: bool) -> Iterator[Problem]:
-    """Yields a problem for each setting that `num_epochs` cannot work with."""
+    """Yields a problem for each setting that `num_epochs` cannot work with.
+
+    With `user_batches` the caller brings batches, and `data.source` is not read.
+    """
     epochs = config.num_epochs
     if not epochs:
         return
@@ -66,7 +69,7 @@ def epoch_problems(config: schema.Config, *, user_batches: bool) -> Iterator[Pro
 
 
 def uncounted_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
-    """Yields a problem for `num_epochs` where nobody has counted the rows."""
+    """Yields a problem for `num_epochs` in a run that never counts the rows."""
     if config.num_epochs:
         problem = "needs the number of rows, which only zjax.Trainer counts"
         yield Problem("num_epochs", config.num_epochs, problem, "set num_steps")
@@ -78,7 +81,7 @@ _FIELD = "sequence_warmup.pacing"
 
 
 def make_lengths(config: schema.Config) -> Pacing:
-    """The lengths of a run, whose steps are 1 or more.
+    """Makes the pacing of tokens per row; steps are 1 or more.
 
     Example:
         >>> config = schema.Config(data=schema.Data(length=512))
@@ -94,7 +97,7 @@ def make_lengths(config: schema.Config) -> Pacing:
 
 
 def make_windows(config: schema.Config) -> Pacing:
-    """The attention windows of a run, in tokens; its steps are 1 or more.
+    """Makes the pacing of attention windows in tokens; steps are 1 or more.
 
     Example:
         >>> warmup = schema.SequenceWarmup(form="window")
@@ -111,7 +114,10 @@ def make_windows(config: schema.Config) -> Pacing:
 
 
 def reshaped_rows(length: int, full: int, num_rows: int, unit: int) -> int:
-    """Rows of a batch whose rows are cut into pieces.
+    """Rows of a batch whose `num_rows` rows of `full` tokens are cut into pieces.
+
+    Rows and pieces hold a target more than inputs. The result is a multiple of `unit`,
+    by which devices share the pieces equally.
 
     Example:
         >>> reshaped_rows(length=64, full=1024, num_rows=8, unit=4)
@@ -125,7 +131,7 @@ def reshaped_rows(length: int, full: int, num_rows: int, unit: int) -> int:
 
 
 def make_shapes(config: schema.Config) -> dict[int, tuple[int, int]]:
-    """Rows and tokens per row of a batch, by their first step."""
+    """Returns (rows, tokens per row) of a batch by the first step with this shape."""
     lengths, num_rows = make_lengths(config), config.global_batch_size
     if config.sequence_warmup.form != "reshape":
         return {step: (num_rows, length) for step, length in lengths.changes().items()}
@@ -137,14 +143,18 @@ def make_shapes(config: schema.Config) -> dict[int, tuple[int, int]]:
 
 
 def make_tokens(config: schema.Config) -> Pacing:
-    """Tokens of a batch by step; see `make_shapes`."""
+    """Makes the pacing of tokens per batch."""
     firsts, shapes = zip(*make_shapes(config).items(), strict=True)
+    # A pacing begins at step 0; `make_shapes` counts from 1.
     return Pacing((0, *firsts[1:]), tuple(rows * length for rows, length in shapes))
 
 
+# Cached, as each step of a run asks; settings are frozen and can be hashed.
 @functools.lru_cache
 def in_steps(config: schema.Config, pacing: schema.Pacing) -> schema.Pacing:
-    """A pacing that ends at the step that reaches its `num_tokens`, if it has any.
+    """Converts a pacing that ends by `num_tokens` to one that ends by steps.
+
+    The new `num_steps` exceeds the run's where the run does not reach `num_tokens`.
 
     Example:
         >>> pacing = schema.Pacing(num_tokens=100_000)  # 32 rows of 1,024 in a step
@@ -158,6 +168,8 @@ def in_steps(config: schema.Config, pacing: schema.Pacing) -> schema.Pacing:
     def ended(step: int) -> schema.Pacing:
         return dataclasses.replace(pacing, num_steps=step, num_tokens=0)
 
+    # The tokens of a step follow from the pacing whose end is searched here: each
+    # candidate end has its own sum.
     def consumed_by_itself(step: int) -> int:
         trial = dataclasses.replace(warmup, pacing=ended(max(1, step)))
         trial = dataclasses.replace(config, sequence_warmup=trial)
@@ -165,12 +177,13 @@ def in_steps(config: schema.Config, pacing: schema.Pacing) -> schema.Pacing:
 
     makes_tokens = warmup.form in CUTS and pacing == warmup.pacing
     consumed = consumed_by_itself if makes_tokens else make_tokens(config).sum_until
+    # A range, not a list: bisection reads few items.
     steps = range(config.num_steps + 1)
     return ended(bisect.bisect_left(steps, pacing.num_tokens, key=consumed))
 
 
 def end_by_tokens(config: schema.Config) -> schema.Config:
-    """Settings whose `num_steps` are those that consume `num_tokens`.
+    """Sets `num_steps` to the number of steps that consume `num_tokens`.
 
     Example:
         >>> config = schema.Config(num_tokens=100_000)  # 32 rows of 1,024 in a step
@@ -197,9 +210,10 @@ def end_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
 
 
 def token_end_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
-    """Yields pacings that end by steps and tokens, or beyond the tokens of the run."""
+    """Yields problems of pacings that end by steps and tokens, or after the run."""
     is_known = config.global_batch_size and not any(_pacing_problems(config))
     for field, pacing in used_pacings(config):
+        # Other kinds do not read `num_tokens`.
         if not pacing.num_tokens or pacing.kind not in ("linear", "root"):
             continue
         num_steps, usual = pacing.num_steps, schema.Pacing().num_steps
@@ -213,7 +227,7 @@ def token_end_problems(config: schema.Config, num_devices: int) -> Iterator[Prob
 
 
 def batch_unit(config: schema.Config) -> int:
-    """Microbatches of a step over all devices, of which the rows are a multiple.
+    """Number of microbatches of a step over all devices, which divides the rows.
 
     Without a microbatch size, which is derived when a run starts, it is the batch size.
     """
@@ -221,7 +235,7 @@ def batch_unit(config: schema.Config) -> int:
 
 
 def length_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
-    """Problems of `sequence_warmup`."""
+    """Yields problems of `sequence_warmup`."""
     warmup = config.sequence_warmup
     if warmup.form == "none":
         return
@@ -229,11 +243,13 @@ def length_problems(config: schema.Config, num_devices: int) -> Iterator[Problem
     yield from found
     if warmup.form == "window":
         yield from _window_problems(config, num_devices)
+    # Values or functions with problems give no lengths to check.
     elif not found or warmup.pacing.kind in ("linear", "root"):
         yield from shape_problems(_FIELD, warmup.pacing, config, num_devices)
 
 
 def _pacing_problems(config: schema.Config) -> Iterator[Problem]:
+    """Yields problems of the pacing of `sequence_warmup`."""
     if config.sequence_warmup.form != "none":
         yield from token_problems(_FIELD, config.sequence_warmup.pacing, config)
 
@@ -241,7 +257,7 @@ def _pacing_problems(config: schema.Config) -> Iterator[Problem]:
 def token_problems(
     field: str, pacing: schema.Pacing, config: schema.Config
 ) -> Iterator[Problem]:
-    """Problems of a pacing of tokens of a sequence."""
+    """Yields problems of a pacing of tokens per sequence."""
     longest = "data.length", config.data.length
     found = [
         *pacing_problems(field, pacing, num_steps=config.num_steps, longest=longest)
@@ -250,6 +266,7 @@ def token_problems(
 
 
 def _window_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    """Yields problems of growing windows with the model and the mesh."""
     field, model = "sequence_warmup.form", config.model
     if model.kind == "encoder":
         problem = "looks back alone, and tokens of model.kind='encoder' look both ways"
@@ -289,7 +306,7 @@ def shape_problems(
 
 
 def _units(pacing: schema.Pacing) -> Iterator[tuple[str, int]]:
-    """Numbers that divide all lengths, with the settings that they come from."""
+    """Yields numbers that divide all lengths, after the names of the settings."""
     match pacing.kind:
         case "linear" | "root":
             yield "multiple", pacing.multiple

@@ -1,4 +1,4 @@
-"""How a number grows over the steps of a run: lengths, kept tokens, difficulties."""
+"""Pacing: integers that grow over the steps of a run, as lengths and difficulties."""
 
 import bisect
 import dataclasses
@@ -17,12 +17,12 @@ FIELDS_OF_KIND = {
     "discrete": ("values", "last_steps"),
     "custom": ("num_steps", "function"),
 }
-"""Settings that each kind reads."""
+"""Names of the settings that each kind of pacing reads."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Pacing:
-    """Values that never fall, by the step from which each holds.
+    """Values that never fall, each from a first step on.
 
     Args:
         firsts: First step of each value, ascending from 0.
@@ -39,12 +39,12 @@ class Pacing:
 
     @property
     def start(self) -> int:
-        """The value of step 0."""
+        """Value of step 0."""
         return self.values[0]
 
     @property
     def end(self) -> int:
-        """The last value."""
+        """Last value."""
         return self.values[-1]
 
     @property
@@ -53,21 +53,22 @@ class Pacing:
         return self.firsts[-1]
 
     def at(self, step: int) -> int:
-        """The value of a step, 0 or more; the caller counts from 0 or from 1."""
+        """Returns the value of a step, 0 or more; callers count from 0 or from 1."""
         return self.values[bisect.bisect_right(self.firsts, step) - 1]
 
     def changes(self) -> dict[int, int]:
-        """The values by their first step, which is 1 or more, in order.
+        """Maps first steps, counted from 1, to values, in order.
 
         Example:
             >>> grow(8, 24, num_steps=4, multiple=8).changes()
             {1: 8, 2: 16, 4: 24}
         """
         pairs = zip(self.firsts, self.values, strict=True)
+        # A value of step 0 alone is overwritten by the value from step 1 on.
         return {max(1, first): value for first, value in pairs}
 
     def sum_until(self, step: int) -> int:
-        """The sum of the values of steps 1 to `step`.
+        """Sums the values of steps 1 to `step`.
 
         Example:
             >>> pacing = grow(8, 16, num_steps=4, multiple=8)
@@ -82,22 +83,22 @@ class Pacing:
 
 
 def hold(value: int) -> Pacing:
-    """The same value in each step."""
+    """Makes a pacing with one value for all steps."""
     return Pacing((0,), (value,))
 
 
 def grow(
     start: int, end: int, num_steps: int, *, multiple: int = 1, degree: int = 1
 ) -> Pacing:
-    """Grows with the step, or with a root of it, in exact integers.
+    """Makes a pacing that grows with the step, or with a root of it, in exact integers.
 
     Args:
         start: Value of step 0.
         end: Value from `num_steps` on, `start` or more.
         num_steps: First step of `end`, 1 or more.
-        multiple: Values are rounded down to multiples of it; it divides `start` and
+        multiple: Divisor of all values, which are rounded down; divides `start` and
             `end`.
-        degree: 1 is linear; 2 grows with the square root, 1 or more.
+        degree: Degree of the root, 1 or more: 1 is linear, 2 the square root.
 
     Example:
         >>> lengths = grow(8, 1024, 15_000, multiple=8)
@@ -110,10 +111,12 @@ def grow(
     Reference:
         Li et al., DeepSpeed Data Efficiency (arXiv:2212.03597), section 3.1.
     """
+    # Integers throughout: floats would move some changes by a step.
     span, whole = end - start, max(1, end - start) ** degree
     firsts, values = [0], [start]
     while values[-1] < end:
         least = values[-1] + multiple - start
+        # First step whose root reaches `least`: an exact ceiling.
         first = -(-(least**degree) * num_steps // whole)
         grown = _floor_root(first, num_steps, span, degree)
         firsts.append(first)
@@ -122,7 +125,7 @@ def grow(
 
 
 def _floor_root(step: int, num_steps: int, span: int, degree: int) -> int:
-    """The integer part of (step / num_steps)**(1 / degree) * span, at most `span`."""
+    """Integer part of (step / num_steps)**(1 / degree) * span, at most `span`."""
 
     def is_reached(grown: int) -> bool:
         return grown**degree * num_steps <= step * span**degree
@@ -135,9 +138,10 @@ def _floor_root(step: int, num_steps: int, span: int, degree: int) -> int:
     return grown
 
 
+# Cached: checks and the run call a user's function again.
 @functools.lru_cache
 def _call_each(name: str, num_steps: int) -> tuple[int, ...] | Fault:
-    """Values of steps 0 to `num_steps` of a user's function, or what is wrong."""
+    """Calls a user's function at steps 0 to `num_steps`; returns values or a fault."""
     remedy = "return an int of 1 or more that never falls"
     if not is_function_name(name):
         return Fault("is not the name of a function", "use module:function")
@@ -148,10 +152,10 @@ def _call_each(name: str, num_steps: int) -> tuple[int, ...] | Fault:
     for step in range(num_steps + 1):
         try:
             value = function(step)
-        except Exception as error:
+        except Exception as error:  # a user's function may raise anything
             problem = f"fails at step {step} ({type(error).__name__}: {error})"
             return Fault(problem, remedy)
-        if type(value) is not int or value < 1:
+        if type(value) is not int or value < 1:  # a bool is an int to `isinstance`
             return Fault(f"gives {value!r} at step {step}", remedy)
         if values and value < values[-1]:
             problem = f"falls from {values[-1]} to {value} at step {step}"
@@ -161,7 +165,9 @@ def _call_each(name: str, num_steps: int) -> tuple[int, ...] | Fault:
 
 
 def make_pacing(settings: schema.Pacing) -> Pacing:
-    """The pacing that settings describe.
+    """Makes the pacing of checked settings that end in steps, not in tokens.
+
+    Raises `ConfigError` if the user's function is missing, fails or falls.
 
     Example:
         >>> settings = schema.Pacing(
@@ -203,6 +209,7 @@ def settings_read(field: str, settings: schema.Pacing) -> dict[str, Any]:
     }
     if settings.kind == "custom":
         pacing = make_pacing(settings)
+        # A function's name says nothing about its values, which must not change.
         read |= {"values": pacing.values, "firsts": pacing.firsts}
     return {
         f"{field}.{name}": list(value) if isinstance(value, tuple) else value
@@ -217,7 +224,11 @@ def pacing_problems(
     num_steps: int,
     longest: tuple[str, int] | None,
 ) -> Iterator[Problem]:
-    """Yields problems of a pacing."""
+    """Yields problems of a pacing at the path `field`.
+
+    `longest` is name and value of the setting that no value may exceed, if there is
+    one.
+    """
     yield from _unread(field, settings)
     match settings.kind:
         case "discrete":
@@ -247,7 +258,7 @@ def pacing_problems(
 def whole_problems(
     field: str, settings: schema.Pacing, longest: tuple[str, int]
 ) -> Iterator[Problem]:
-    """Yields a problem if the last value is not that of a step without the pacing."""
+    """Yields a problem if the last value is below the setting that it must reach."""
     name = {"discrete": "values", "custom": "function"}.get(settings.kind, "end")
     last = settings.end if name == "end" else make_pacing(settings).end
     if last < longest[1]:
@@ -258,6 +269,7 @@ def whole_problems(
 
 
 def _unread(field: str, settings: schema.Pacing) -> Iterator[Problem]:
+    """Yields settings that the kind of pacing does not read."""
     default = schema.Pacing()
     for name in dict.fromkeys(itertools.chain(*FIELDS_OF_KIND.values())):
         value, kinds = getattr(settings, name), _kinds_that_read(name)
@@ -276,6 +288,7 @@ def _kinds_that_read(name: str) -> list[str]:
 def _growth_problems(
     field: str, settings: schema.Pacing, longest: tuple[str, int] | None
 ) -> Iterator[Problem]:
+    """Yields problems of a linear or root pacing."""
     start, end, multiple = settings.start, settings.end, settings.multiple
     end_name = f"{field}.end"
     if longest and end > longest[1]:
@@ -293,6 +306,7 @@ def _growth_problems(
 
 
 def _discrete_problems(field: str, settings: schema.Pacing) -> Iterator[Problem]:
+    """Yields problems of a discrete pacing."""
     values, last_steps = settings.values, settings.last_steps
     for name, numbers in (("values", values), ("last_steps", last_steps)):
         if any(after <= before for before, after in itertools.pairwise((0, *numbers))):

@@ -1,4 +1,4 @@
-"""The pacings that the steps of a run follow."""
+"""Pacings that the settings of a run use."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,7 @@ from zjax.settings import schema
 
 
 def used_pacings(config: schema.Config) -> Iterator[tuple[str, schema.Pacing]]:
-    """Yields each pacing that a run reads, after its path.
+    """Yields the path and the settings of each pacing that a run reads.
 
     Example:
         >>> config = schema.Config(random_ltd=schema.RandomLTD(form="span"))

@@ -1,4 +1,4 @@
-"""Numbers that a model reads and that change from step to step, by their names."""
+"""Values that a model reads from its batch and that change from step to step."""
 
 from collections.abc import Callable
 
@@ -6,17 +6,17 @@ from zjax.schedule.lengths import make_windows
 from zjax.settings import schema
 
 ATTENTION_WINDOW = "attention_window"
-"""Keys, from its own position back, that a token sees."""
+"""Name of the number of keys, up to the token's position, that a token sees."""
 
 StepValues = Callable[[int], dict[str, float]]
-"""Function from the number of a step, 1 or more, to its values."""
+"""Function from a step, 1 or more, to the values of the step by name."""
 
 
 def make_step_values(config: schema.Config) -> StepValues:
-    """Builds the function from a step to the values that models find in their batch.
+    """Builds the function from a step to the values that models find in a batch.
 
-    They are pure functions of the number, so that a run that continues has those of the
-    run without a stop, and they are traced: a program runs all of them.
+    Values depend on the step alone, so that a resumed run equals an unbroken one, and
+    are traced: one program runs all steps.
 
     Example:
         >>> values = make_step_values(schema.Config(data=schema.Data(length=512)))
