@@ -1,6 +1,6 @@
-"""Low-rank adapters of a checkpoint: merged into their matrices, or new ones.
+"""Low-rank adapters (LoRA, DoRA) of a checkpoint: merged into kernels, or initialised.
 
-`zjax.models.lora` says what an adapter computes.
+`zjax.models.lora` defines the product of an adapter.
 """
 
 import re
@@ -20,14 +20,15 @@ _MATRIX = re.compile(r"(?P<layer>.+[./])lora[./](?P<matrix>a|b|magnitude)")
 
 Drawn = Future[Mapping[str, np.ndarray]]
 Initial = Callable[[Sequence[str]], Callable[[], Drawn]]
-"""A function that draws the arrays of these names of a new model: its first call starts
-to. A source calls it in its first read, when no check can refuse it any more."""
+"""Function of array names. The first call of the returned function starts to draw these
+arrays of a new model in a thread; a source makes that call in the first read, when no
+check can refuse the checkpoint any more."""
 
 
 def merged_kernel(
     kernel: np.ndarray, matrices: Mapping[str, np.ndarray], settings: schema.Lora
 ) -> np.ndarray:
-    """The matrix, in float32, whose product is that of kernel and adapter.
+    """Returns the float32 kernel, input dims first, of one layer with its adapter.
 
     Example:
         >>> ones = {"a": np.ones((4, 2)), "b": np.ones((2, 3))}
@@ -40,13 +41,14 @@ def merged_kernel(
     total = np.asarray(kernel, np.float32) + scale * np.tensordot(a, b, 1)
     if settings.form == "lora":
         return total
+    # DoRA has one magnitude per output, so lengths sum over all input dims.
     inputs = tuple(range(a.ndim - 1))
     lengths = column_lengths(np.sum(np.square(total), axis=inputs))
     return total * (np.asarray(matrices["magnitude"], np.float32) / lengths)
 
 
 def adapter_names(names: Iterable[str]) -> dict[str, dict[str, str]]:
-    """The arrays of each adapter, by the name of its kernel and of the matrix.
+    """Names of adapter arrays, by kernel name and matrix (`a`, `b`, `magnitude`).
 
     Example:
         >>> adapter_names(["up/kernel", "up/lora/a"])
@@ -61,7 +63,7 @@ def adapter_names(names: Iterable[str]) -> dict[str, dict[str, str]]:
 
 
 def merged(source: Source, settings: schema.Lora) -> Source:
-    """The arrays of the model without adapters, which computes the same."""
+    """Returns the model without adapters: kernels are merged in float32 when read."""
     if not settings.rank:
         return source
     found = adapter_names(source.entries)
@@ -73,6 +75,7 @@ def merged(source: Source, settings: schema.Lora) -> Source:
             return source.read(name, index)
         depth = _num_stacked(name, found[name], source.entries)
         stack, inside = index[:depth], index[depth:]
+        # Whole layers, even for a small slice: DoRA's column lengths need all inputs.
         arrays = {m: _of_stack(source, n, stack) for m, n in found[name].items()}
         kernels = _of_stack(source, name, stack)
         flat = (x.reshape(-1, *x.shape[depth:]) for x in arrays.values())
@@ -90,13 +93,17 @@ def merged(source: Source, settings: schema.Lora) -> Source:
 def with_adapters(
     source: Source, wanted: Mapping[str, Entry], config: schema.Config, initial: Initial
 ) -> Source:
-    """The arrays of a checkpoint, and new adapters if the model to start has some."""
+    """Adds newly initialised adapters where a checkpoint lacks wanted adapters.
+
+    Magnitudes start as the column lengths of the kernels in the compute dtype.
+    """
     wanted = layers.stack_all(wanted)
     found = adapter_names(wanted) if config.lora.rank else {}
     names = {n: (k, m) for k, own in found.items() for m, n in own.items()}
     missing = {n: place for n, place in names.items() if n not in source.entries}
     if not missing:
         return source
+    # Magnitudes are computed from the checkpoint's kernels, not drawn.
     drawn = [n for n, (_, matrix) in missing.items() if matrix != "magnitude"]
     draw = initial(drawn)
     stacked = views.restacked(source, list(layers.stack_all(source.entries)))
@@ -106,12 +113,14 @@ def with_adapters(
         depth = _num_stacked(kernel, found[kernel], wanted)
         count = len(wanted[kernel].shape) - len(wanted[name].shape)
         kernels = _of_stack(stacked, kernel, index[:depth])
+        # The model measures columns of kernels in the compute dtype.
         kernels = kernels.astype(jnp.dtype(config.precision.compute_dtype))
         dims = tuple(range(depth, depth + count))
         squares = np.square(kernels, dtype=np.float32)
         return np.sqrt(squares.sum(axis=dims))[(..., *index[depth:])]
 
     def read(name: str, index: Index) -> np.ndarray:
+        # Called for every array: drawing overlaps with reading the base model.
         values = draw()
         if name not in missing:
             return source.read(name, index)
@@ -124,12 +133,13 @@ def with_adapters(
 def _num_stacked(
     kernel: str, own: Mapping[str, str], entries: Mapping[str, Entry]
 ) -> int:
-    """The number of leading dims of a kernel that stack layers."""
+    """Number of leading dims of a kernel that stack layers."""
+    # a has stack + inputs + 1 dims, b has stack + 1 + outputs dims.
     a, b, whole = (len(entries[n].shape) for n in (own["a"], own["b"], kernel))
     return a + b - whole - 2
 
 
 def _of_stack(source: Source, name: str, stack: Index) -> np.ndarray:
-    """An array of some layers, whole in all other dims."""
+    """Reads an array for a slice of the stacked dims, whole along all other dims."""
     shape = source.entries[name].shape
     return source.read(name, (*stack, *(slice(0, n) for n in shape[len(stack) :])))

@@ -1,4 +1,4 @@
-"""Moves arrays between devices and checkpoint files within the host's memory."""
+"""Copies arrays to the host before a save, and restores arrays group by group."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,13 +25,16 @@ from zjax.train.compute_params import stored_master
 from zjax.train.state import place_given
 
 _HOST_GROUP_BYTES = 2**30
+"""Most bytes per device of offloaded arrays that are restored together."""
 _SMALL_BYTES = 2**30
+"""Bytes of host copies that are allowed even where replicas repeat shards."""
 _COPIED_SHARE = 0.4
-"""Share of host memory for copies of the state; Orbax copies these once more."""
+"""Share of host memory for copies of the state; below one half, since Orbax copies each
+array once more."""
 
 
 def describe(x: jax.Array | DiskArray, plan: ArrayPlan) -> Entry:
-    """Shape (unpadded) and dtype of an array, as the checkpoint lists it."""
+    """Returns unpadded shape, dtype and PRNG implementation of an array."""
     impl = ""
     if isinstance(x, jax.Array) and layout.is_key(x.dtype):
         impl = str(jax.random.key_impl(x))
@@ -39,9 +42,9 @@ def describe(x: jax.Array | DiskArray, plan: ArrayPlan) -> Entry:
 
 
 def unpadded(x: jax.Array, plan: ArrayPlan) -> jax.Array:
-    """The array to save: without padding, and random keys as uint32.
+    """Returns the array to save: without padding, and random keys as uint32.
 
-    Padded dims are gathered, since JAX has no uneven shards; the others stay sharded.
+    Padded dims are gathered, since JAX has no uneven shards; other dims stay sharded.
     """
     if layout.is_key(x.dtype):
         return jax.random.key_data(x)
@@ -49,6 +52,7 @@ def unpadded(x: jax.Array, plan: ArrayPlan) -> jax.Array:
         return x
     sizes = zip(plan.shape, plan.stored_shape, strict=True)
     padded = [logical != stored for logical, stored in sizes]
+    # A spec may be shorter than the shape.
     axes = [*plan.spec, *[None] * (len(padded) - len(plan.spec))]
     axes = [None if pad else a for pad, a in zip(padded, axes, strict=True)]
     gathered = NamedSharding(plan.stored.mesh, PartitionSpec(*axes))
@@ -57,9 +61,10 @@ def unpadded(x: jax.Array, plan: ArrayPlan) -> jax.Array:
 
 
 def copy_to_host(named: Mapping[str, jax.Array]) -> dict[str, jax.Array] | None:
-    """Starts copying arrays from the devices into pinned host memory."""
+    """Starts copying arrays into pinned host memory; None if `_can_copy` forbids."""
     if not _can_copy([(x.sharding, x.shape, x.dtype) for x in named.values()]):
         return None
+    # may_alias=False: the next step donates the state while Orbax still reads copies.
     return {
         name: jax.device_put(x, x.sharding.with_memory_kind(HOST), may_alias=False)
         for name, x in named.items()
@@ -67,9 +72,9 @@ def copy_to_host(named: Mapping[str, jax.Array]) -> dict[str, jax.Array] | None:
 
 
 def pin(plans: Iterable[ArrayPlan]) -> None:
-    """Pins the host memory for copies of these arrays, which is slow on GPUs.
+    """Allocates and frees pinned host buffers of the sizes of a save's copies.
 
-    JAX keeps the memory pinned for the next allocation.
+    Pinning is slow on GPUs; JAX keeps freed memory pinned for the next allocation.
     """
     devices = [d for d in jax.local_devices() if d.platform == "gpu"]
     moved = [
@@ -79,6 +84,7 @@ def pin(plans: Iterable[ArrayPlan]) -> None:
     ]
     if not devices or not _can_copy(moved):
         return
+    # All buffers are held at once, or later ones would reuse the memory of freed ones.
     held = [
         jax.device_put(
             np.zeros(sharding.shard_shape(shape), dtype),
@@ -91,7 +97,7 @@ def pin(plans: Iterable[ArrayPlan]) -> None:
 
 
 def _can_copy(arrays: Sequence[tuple[Any, tuple[int, ...], Any]]) -> bool:
-    """Whether host copies of all local shards fit, and none is offloaded already."""
+    """Whether host copies of all local shards fit, and no array is offloaded yet."""
     if any(sharding.memory_kind == HOST for sharding, _, _ in arrays):
         return False
     if jax.process_count() > 1:  # Orbax's barriers are programs that must run in order
@@ -106,10 +112,10 @@ def _can_copy(arrays: Sequence[tuple[Any, tuple[int, ...], Any]]) -> bool:
 
 
 def read_arrays(saved: SavedArrays, named: Mapping[str, ArrayPlan]) -> list[Any]:
-    """Reads arrays straight onto their shards.
+    """Reads arrays onto shards, from any saved tiles, stacking and splitting.
 
     Offloaded arrays are staged on the device a few at a time, so that the device never
-    holds the whole state.
+    holds the whole state. Results have stored shapes and the order of `named`.
     """
     num_tiles, arrays = layers.count_tiles(named), dict[str, Any]()
     untiled = views.cached(views.retiled(saved.source, 1))
@@ -123,6 +129,7 @@ def read_arrays(saved: SavedArrays, named: Mapping[str, ArrayPlan]) -> list[Any]
         has_same_tiles = wanted.get(master) == saved.source.entries.get(master)
         return has_same_tiles and len(is_split) == 1
 
+    # Arrays of equal layout are restored shard by shard; all others are read whole.
     found = {n: entry for n, entry in saved.entries.items() if has_same_layout(n)}
     in_orbax = {
         name: plan
@@ -132,6 +139,7 @@ def read_arrays(saved: SavedArrays, named: Mapping[str, ArrayPlan]) -> list[Any]
     for group in _groups(in_orbax):
         args = {name: _restore_args(plan, found[name]) for name, plan in group.items()}
         largest = max(plan.device_bytes for plan in group.values())
+        # Orbax needs a limit above the largest array.
         ahead_bytes = max(READ_AHEAD_BYTES, 2 * largest)
         for name, data in saved.restore(args, ahead_bytes).items():
             if found[name].key_impl:
@@ -139,12 +147,13 @@ def read_arrays(saved: SavedArrays, named: Mapping[str, ArrayPlan]) -> list[Any]
             arrays[name] = to_storage(data, group[name])
 
     source = views.match_layout(untiled, layout.describe_plans(named), saved_tiles=1)
-    # In an order that reads each saved array once: `untiled` caches the newest only.
+    # This order reads each saved array once, since `untiled` caches only the newest.
     for name in sorted(named, key=lambda n: layers.untiled_name(masters.get(n, n))):
         plan = named[name]
         if name not in found:
             data = source.read_all(masters.get(name, name))
             placed = place_given(stored_master(data, plan), plan)
+            # Waits, so that one offloaded array at a time is staged on the device.
             arrays[name] = jax.block_until_ready(placed)
         elif found[name].is_empty:
             data = np.zeros(plan.stored_shape, plan.stored_dtype)
@@ -155,24 +164,27 @@ def read_arrays(saved: SavedArrays, named: Mapping[str, ArrayPlan]) -> list[Any]
 
 
 def _on_device(plan: ArrayPlan) -> NamedSharding:
+    """Sharding of an array while it is staged on the device."""
     return NamedSharding(plan.stored.mesh, plan.spec)
 
 
 def _restore_args(plan: ArrayPlan, entry: Entry) -> Any:
+    """Orbax's arguments for restoring one array onto the shards of a plan."""
     import orbax.checkpoint as ocp
 
     if entry.key_impl:
+        # Saved as uint32 data, so neither shape nor dtype is the plan's.
         return ocp.ArrayRestoreArgs(sharding=_on_device(plan))
     return ocp.ArrayRestoreArgs(
         sharding=_on_device(plan),
         global_shape=plan.stored_shape,
         dtype=plan.stored_dtype,
-        strict=plan.shape == plan.stored_shape,
+        strict=plan.shape == plan.stored_shape,  # not strict: Orbax pads
     )
 
 
 def _groups(named: Mapping[str, ArrayPlan]) -> list[dict[str, ArrayPlan]]:
-    """All arrays stored on the device as one group; offloaded ones in small groups."""
+    """Splits plans into arrays stored on the device and groups of offloaded arrays."""
     groups = [{n: r for n, r in named.items() if r.is_on_device}]
     group: dict[str, ArrayPlan] = {}
     for name, plan in named.items():

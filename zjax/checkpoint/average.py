@@ -1,4 +1,4 @@
-"""Averaged weights of a checkpoint; see `zjax.train.average`."""
+"""Averaged weights (EMA, schedule-free) of a checkpoint; see `zjax.train.average`."""
 
 import functools
 import re
@@ -14,11 +14,11 @@ from zjax.config.load import load_config
 from zjax.train.average import Part, choose_part
 
 _SCHEDULE_FREE = re.compile(r"(?P<state>opt_state(/.+)?)/max_lr")
-"""Matches the `max_lr` of a `ScheduleFreeState`; `b1` and `z` have the same prefix."""
+"""Matches the `max_lr` of a `ScheduleFreeState`; `b1` and `z` share the prefix."""
 
 
 def saved_parts(names: Collection[str]) -> tuple[Part, ...]:
-    """The kinds of weights that a checkpoint holds, from the names of its arrays.
+    """Kinds of weights that a checkpoint holds, the best for evaluation first.
 
     Example:
         >>> saved_parts(["master/w", "ema/w", "step"])
@@ -36,11 +36,11 @@ def open_weights(
     *,
     merges_adapters: bool = True,
 ) -> tuple[Source, Part]:
-    """The weights of a checkpoint, by their paths in the model."""
-    step = store.latest() if step is None else step  # later ones may be saved
+    """Opens weights by path in the model, and returns the chosen kind as well."""
+    step = store.latest() if step is None else step  # fixed: newer ones may appear
     saved = store.entries(step)
     chosen = choose_part(part, saved_parts(saved))
-    # Averages are those of trained parameters; frozen ones stand beside them.
+    # EMA skips frozen parameters, which are taken from `master`.
     trees = ("master/", "ema/") if chosen == "ema" else ("master/",)
     names = {n.removeprefix(t): n for t in trees for n in saved if n.startswith(t)}
     read_array = functools.partial(store.read_array, step=step)
@@ -72,6 +72,7 @@ def read_average(
 
 
 def _states(names: Collection[str]) -> list[str]:
+    """Tree paths of the schedule-free states among the names of saved arrays."""
     found = (_SCHEDULE_FREE.fullmatch(name) for name in names)
     states = [match["state"] for match in found if match]
     return [state for state in states if f"{state}/b1" in names]

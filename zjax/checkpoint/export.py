@@ -1,8 +1,8 @@
 """Exports the weights of a checkpoint as one safetensors file.
 
-The file is a length, a JSON header and the tensors end to end. The library writes it
-from all tensors at once; here the header comes from the checkpoint's index and tensors
-follow one by one, so host memory holds one at a time.
+The file is a length, a JSON header and the tensors end to end. The safetensors library
+needs all tensors at once; here the header comes from the checkpoint's index and tensors
+follow one by one, so host memory holds one tensor.
 """
 
 import json
@@ -39,7 +39,7 @@ DTYPES = {
     "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2",
 }
-"""Dtype names of safetensors."""
+"""Codes of safetensors, by dtype name."""
 
 
 def export_safetensors(
@@ -57,8 +57,8 @@ def export_safetensors(
     Args:
         store: The checkpoints.
         path: Output file; an existing one is replaced.
-        part: Kind of weights: `raw`, `ema` or `schedule_free`; `auto` prefers those of
-            evaluation.
+        part: Kind of weights: `raw`, `ema` or `schedule_free`; `auto` prefers averaged
+            weights.
         step: Step of the checkpoint; None for the newest.
         dtype: `float32`, `bfloat16` or `float16` for floating-point arrays; empty for
             the saved dtype.
@@ -95,7 +95,7 @@ def write_file(
     metadata: Mapping[str, str],
     read: Callable[[str], Iterable[np.ndarray]],
 ) -> None:
-    """Writes one file, of which one array is in memory at a time; does not sync it."""
+    """Writes one file from the parts of one array at a time; does not sync."""
     with path.open("wb") as file:
         file.write(_header(entries, metadata))
         for name, entry in entries.items():
@@ -104,14 +104,14 @@ def write_file(
 
 
 def unwritable(path: str, error: OSError) -> CheckpointError:
-    """The error of an output that the file system refuses."""
+    """Returns the error for an output that the file system refuses."""
     problem = f"cannot be written ({error.strerror})"
     remedy = "name a file in a writable directory with free space"
     return CheckpointError(Problem("output", path, problem, remedy))
 
 
 def tensor_name(name: str) -> str:
-    """The safetensors name of an array: its path with dots instead of slashes.
+    """Returns the safetensors name of an array: dots in place of slashes.
 
     Example:
         >>> tensor_name("blocks/0/kernel")
@@ -121,12 +121,14 @@ def tensor_name(name: str) -> str:
 
 
 def _write(file: IO[bytes], array: np.ndarray, dtype: str) -> None:
+    """Appends one array to a file, in C order."""
     cast = np.ascontiguousarray(array.astype(jnp.dtype(dtype)))
+    # Through uint8, as bfloat16 has no buffer; flat, as a scalar has no uint8 view.
     file.write(cast.reshape(-1).view(np.uint8).data)
 
 
 def cast_entries(found: Mapping[str, Entry], dtype: str) -> dict[str, Entry]:
-    """Entries of a file, their floating-point dtype changed unless `dtype` is empty."""
+    """Returns entries with floating-point arrays in `dtype`, or unchanged if empty."""
     entries = {
         name: Entry(e.shape, dtype if dtype and is_floating(e.dtype) else e.dtype)
         for name, e in found.items()
@@ -148,6 +150,7 @@ def cast_entries(found: Mapping[str, Entry], dtype: str) -> dict[str, Entry]:
 
 
 def _header(entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> bytes:
+    """Returns the beginning of a file: the length of the header, and the header."""
     header: dict[str, object] = {"__metadata__": metadata}
     start = 0
     for name, entry in entries.items():
@@ -159,5 +162,6 @@ def _header(entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> bytes:
         }
         start = end
     text = json.dumps(header, separators=(",", ":")).encode()
+    # The format aligns tensors to 8 bytes by spaces at the end of the header.
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text

@@ -1,4 +1,4 @@
-"""Messages for what can go wrong in a directory of checkpoints, in place of Orbax's."""
+"""Errors and warnings about checkpoint directories, in place of Orbax's messages."""
 
 import functools
 import inspect
@@ -24,11 +24,12 @@ from zjax.processes.barrier import describe_error, root_of
 def hide_orbax_errors() -> None:
     """Stops Orbax's threads and tasks from printing errors, until the process ends.
 
-    They may fail at any time while training. Warnings, and the output of other
-    packages, are unaffected.
+    Such errors may come at any time while training; `Store` raises the errors that
+    matter. Warnings, and the output of other packages, are unaffected.
     """
     logging.getLogger("absl").addFilter(_is_not_from_orbax)
     logging.getLogger("asyncio").addFilter(_is_not_from_orbax)
+    # Errors of abandoned coroutines reach this hook, not logging.
     before = sys.unraisablehook
 
     def show(unraisable: Any) -> None:
@@ -39,6 +40,7 @@ def hide_orbax_errors() -> None:
 
 
 def _is_not_from_orbax(record: logging.LogRecord) -> bool:
+    """Whether a log record is not an error of Orbax."""
     text = logging.Formatter().format(record)
     if record.name == "asyncio":  # an abandoned read names no caller
         return "orbax" not in text and "tensorstore_spec" not in text
@@ -46,7 +48,7 @@ def _is_not_from_orbax(record: logging.LogRecord) -> bool:
 
 
 def _is_abandoned(unraisable: Any) -> bool:
-    """Whether a read or write was abandoned because another one failed."""
+    """Whether a read or write was abandoned after another read or write failed."""
     source, error = unraisable.object, unraisable.exc_value
     if inspect.iscoroutine(source):
         return "orbax" in source.cr_code.co_filename
@@ -55,7 +57,7 @@ def _is_abandoned(unraisable: Any) -> bool:
 
 
 def not_a_directory(directory: pathlib.Path) -> CheckpointError:
-    """The error for a path that is a file or lies under one."""
+    """Returns the error for a path that is a file or lies under a file."""
     return CheckpointError(
         Problem(
             "checkpoint.directory",
@@ -67,7 +69,7 @@ def not_a_directory(directory: pathlib.Path) -> CheckpointError:
 
 
 def empty(directory: pathlib.Path) -> CheckpointError:
-    """The error for a directory without a complete step."""
+    """Returns the error for a directory without a complete step."""
     return CheckpointError(
         Problem(
             "checkpoint.directory",
@@ -81,34 +83,34 @@ def empty(directory: pathlib.Path) -> CheckpointError:
 def only_incomplete(
     directory: pathlib.Path, steps: Sequence[int], missing: str
 ) -> CheckpointError:
-    """The error where all steps lack files; `missing` is what the newest lacks."""
+    """Returns the error for incomplete steps alone; `missing` is about the newest."""
     problem = f"is not complete in {directory} ({missing}), nor is any other step"
     remedy = "restore its files, or start in another directory"
     return CheckpointError(Problem("checkpoint.step", steps[-1], problem, remedy))
 
 
 def unsaved_extra(extra: object, error: Exception) -> CheckpointError:
-    """The error for values that a checkpoint cannot hold."""
+    """Returns the error for values that a checkpoint cannot hold."""
     problem = f"cannot be written as JSON ({error})"
     remedy = "give a dict of numbers, texts, lists and dicts"
     return CheckpointError(Problem("extra", type(extra).__name__, problem, remedy))
 
 
 def disappeared(directory: pathlib.Path, step: int) -> CheckpointError:
-    """The error where the directory has disappeared since the last save."""
+    """Returns the error for a directory that disappeared since the last save."""
     problem = f"could not be written: {directory} is gone"
     remedy = "mount or make the directory again, and run again"
     return CheckpointError(Problem("checkpoint.step", step, problem, remedy))
 
 
 def incomplete(directory: pathlib.Path, step: int, missing: str) -> str:
-    """The warning about a step that lacks files."""
+    """Returns the warning about a step that lacks files."""
     place = directory / str(step)
     return f"{place} is not complete and is not used: {missing}"
 
 
 def unverified(directory: pathlib.Path, step: int) -> str:
-    """The warning about a step of an older version, without checksums."""
+    """Returns the warning about a step of an older version, without checksums."""
     return (
         f"{directory / str(step)} was saved without checksums, so damage cannot be "
         "detected; the next save has them"
@@ -116,14 +118,14 @@ def unverified(directory: pathlib.Path, step: int) -> str:
 
 
 def undeleted(directory: pathlib.Path, step: int, error: OSError) -> str:
-    """The warning about an old step that cannot be deleted."""
+    """Returns the warning about an old step that cannot be deleted."""
     return f"{directory / str(step)} cannot be deleted ({error.strerror})"
 
 
 def unknown_step(
     directory: pathlib.Path, step: int, steps: Sequence[int]
 ) -> CheckpointError:
-    """The error for a step that does not exist; `steps` are those that do."""
+    """Returns the error for a step that is not among the existing `steps`."""
     problem = f"is not a checkpoint in {directory}"
     remedy = f"use one of {', '.join(map(str, steps))}"
     return CheckpointError(Problem("checkpoint.step", step, problem, remedy))
@@ -132,7 +134,7 @@ def unknown_step(
 def deleted(
     directory: pathlib.Path, step: int, steps: Sequence[int]
 ) -> CheckpointError:
-    """The error for a step that a run has deleted while it was read."""
+    """Returns the error for a step that a run deleted during a read."""
     problem = f"was deleted from {directory} while it was read"
     others = ", ".join(map(str, steps))
     remedy = f"use one of {others}, or raise checkpoint.keep_last"
@@ -142,7 +144,7 @@ def deleted(
 
 
 def behind(directory: pathlib.Path, step: int, latest: int) -> CheckpointError:
-    """The error for a save whose step is not after the newest."""
+    """Returns the error for a save with a step not after the newest step."""
     problem = f"is not after step {latest} in {directory}"
     remedy = "resume from there, or start in another directory"
     return CheckpointError(Problem("checkpoint.step", step, problem, remedy))
@@ -151,10 +153,11 @@ def behind(directory: pathlib.Path, step: int, latest: int) -> CheckpointError:
 def unwritten(
     directory: pathlib.Path, step: int, latest: int | None, error: Exception
 ) -> CheckpointError:
-    """The error for a failed save; `latest` is the newest complete step, if any."""
+    """Returns the error for a failed save; `latest` is the newest complete step."""
     before = "there is none before it" if latest is None else f"step {latest} is intact"
     remedy = find_remedy(error)
     if isinstance(root_of(error), jax.errors.JaxRuntimeError):
+        # JAX's text is about a lost process or device, not about files.
         remedy = "find the process that ended or the device that failed"
     return CheckpointError(
         Problem(
@@ -169,7 +172,8 @@ def unwritten(
 def damaged(
     directory: pathlib.Path, step: int, before: int | None, error: Exception
 ) -> CheckpointError:
-    """The error for unreadable files; `before` is the newest earlier step, if any."""
+    """Returns the error for unreadable files; `before` is the newest earlier step."""
+    # This process may lack rights or descriptors: nothing is to be deleted then.
     may_be_sound = find_errno(error) in PROCESS_REMEDIES
     remedy = (
         f"{find_remedy(error)}, and run again"

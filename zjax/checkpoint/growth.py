@@ -1,4 +1,4 @@
-"""Checkpoints that grow: more tokens, or a mixture of experts from dense weights."""
+"""Grows checkpoints at a start: new vocabulary rows, or experts from dense weights."""
 
 import concurrent.futures
 import functools
@@ -24,14 +24,15 @@ from zjax.settings.schema import Config
 from zjax.typing import Model
 
 TABLES = ("embedding/tokens", "head/kernel", "head/bias")
-"""Arrays of the built-in models with a row for each token."""
+"""Arrays of the built-in models with one row per token id."""
 _SLAB_ROWS = 4_096
+"""Rows of a table that are read at once for the mean."""
 
 
 def resized(
     source: Source, wanted: Mapping[str, Entry], config: schema.Config
 ) -> Source:
-    """The arrays with the rows of `model.vocab_size`, if that was asked for."""
+    """Adds rows (means of saved rows) up to `model.vocab_size` to tables, if asked."""
     path = config.checkpoint.init_from
     names = {tensor_name(x): x for x in TABLES if tensor_name(x) in source.entries}
     names = {name: x for name, x in names.items() if name in wanted}
@@ -58,12 +59,14 @@ def resized(
         total = np.zeros(others)
         for first in range(0, rows, _SLAB_ROWS):
             slab = slice(first, min(first + _SLAB_ROWS, rows))
+            # float64, as a table has 100,000s of rows.
             total += source.read(name, (slab, *spans)).sum(0, np.float64)
         return total / rows
 
     def read(name: str, index: Index) -> np.ndarray:
         if name not in names:
             return source.read(name, index)
+        # A slice may hold saved rows, new rows, or both.
         rows, *others = index
         count = source.entries[name].shape[0]
         known = slice(min(rows.start, count), min(rows.stop, count))
@@ -78,11 +81,13 @@ def resized(
 
 
 def _useless(problem: str) -> ConfigError:
+    """Returns the error for a `resize_vocabulary` without effect."""
     remedy = "set it to False"
     return ConfigError(Problem("checkpoint.resize_vocabulary", True, problem, remedy))
 
 
 def _report(path: str, num_old: int, tables: list[str], config: schema.Config) -> None:
+    """Warns on process 0 of new rows, and of grown tables that stay frozen."""
     if jax.process_index() != 0:
         return
     size = config.model.vocab_size
@@ -98,14 +103,17 @@ def _report(path: str, num_old: int, tables: list[str], config: schema.Config) -
 _BLOCK = re.compile(
     r"blocks(\.segment(?P<segment>\d+))?(\.layer(?P<layer>\d+))?\.(?P<array>.+)"
 )
+"""Splits a tensor name into segment, layer of a block, and path in the layer."""
 _EXPERTS = "mlp.experts."
 _RESIDUAL = "mlp.residual."
 _SILENT = "mlp.shared.down."
+"""Starts as 0, so that new shared experts add nothing at first."""
 _NEW = ("mlp.router.", "mlp.coefficient.", "mlp.shared.", "mlp.shared_gate.")
+"""Arrays that no dense model has."""
 
 
 def initial_values(model: Model, key: jax.Array) -> Initial:
-    """Makes functions that draw arrays of a new model in a thread."""
+    """Returns a factory of functions that draw arrays of a new model in a thread."""
 
     def initial(names: Sequence[str]) -> Callable[[], Drawn]:
         def chosen(key: jax.Array) -> dict[str, jax.Array]:
@@ -113,7 +121,8 @@ def initial_values(model: Model, key: jax.Array) -> Initial:
             named = {tensor_name(name): x for name, x in params.items()}
             return {name: named[name] for name in names}
 
-        # Here, as settings of JAX hold in one thread; to compile takes longer.
+        # Lowered here, as JAX's config contexts are thread-local; compiling takes
+        # longer and runs in the thread.
         lowered = jax.jit(chosen).lower(key)
 
         @functools.cache
@@ -129,7 +138,7 @@ def initial_values(model: Model, key: jax.Array) -> Initial:
 def upcycled(
     source: Source, wanted: Mapping[str, Entry], config: Config, initial: Initial
 ) -> Source:
-    """Grows experts from a dense model, and leaves the arrays of any other model."""
+    """Grows experts (layers stacked) from a dense model; returns others unchanged."""
     if not config.model.moe.num_experts:
         return source
     if any(_EXPERTS in name for name in source.entries):
@@ -145,6 +154,7 @@ def upcycled(
 
 
 def _check_noise(checkpoint: schema.Checkpoint) -> None:
+    """Refuses `expert_noise` for a checkpoint that has experts already."""
     noise, path = checkpoint.expert_noise, checkpoint.init_from
     if noise:
         problem = f"has no effect on the experts of checkpoint.init_from={path!r}"
@@ -153,9 +163,10 @@ def _check_noise(checkpoint: schema.Checkpoint) -> None:
 
 
 def _check_shape(dense: Mapping[str, Entry], config: Config) -> None:
+    """Refuses a dense model with another depth or width than the mixture needs."""
     kernel = dense.get("blocks.mlp.up.kernel")
     if kernel is None or len(kernel.shape) != 3:
-        return  # not one of ours: a comparison of all names says so
+        return  # not a built-in model, as a check of names reports
     model, path = config.model, config.checkpoint.init_from
     num_layers, width, hidden = kernel.shape
     pairs = [
@@ -163,6 +174,7 @@ def _check_shape(dense: Mapping[str, Entry], config: Config) -> None:
         ("embed_size", model.embed_size, width, "width"),
         ("moe.expert_size", model.moe.expert_size, hidden, "feed-forward width"),
     ]
+    # Layers that stay dense must have the width of the checkpoint, too.
     if 0 in experts_by_layer(model):
         pairs.append(("mlp_size", model.mlp_size, hidden, "feed-forward width"))
     problems = [
@@ -180,7 +192,7 @@ def _check_shape(dense: Mapping[str, Entry], config: Config) -> None:
 
 
 class _Upcycled:
-    """Entries and slices of a mixture, from those of a dense model."""
+    """Entries and slices of a mixture of experts, read from a dense model."""
 
     def __init__(
         self,
@@ -200,12 +212,12 @@ class _Upcycled:
             if parts and all(part in dense.entries for part in parts):
                 entries[name] = self._entry(name, entry)
                 used.update(parts)
-        # Arrays that no other is made from stay, so that a comparison names them.
+        # Unused dense arrays stay, so that the check of names reports such arrays.
         unused = {n: e for n, e in dense.entries.items() if n not in used}
         self.entries = unused | entries
 
     def parts(self, name: str) -> list[str]:
-        """The dense arrays behind one of the mixture; gates precede values."""
+        """Names of dense arrays behind one array of the mixture, gate before value."""
         array = _array_of(name)
         if array.startswith(_RESIDUAL):
             array = array.replace(_RESIDUAL, "mlp.")
@@ -216,7 +228,8 @@ class _Upcycled:
         return [f"blocks.{array}"]
 
     def read(self, name: str, index: Index) -> np.ndarray:
-        """Reads a slice."""
+        """Reads a slice of an array of the mixture."""
+        # Draws before any return: drawing overlaps with reading.
         values, array = self.draw(), _array_of(name)
         if not array:
             return self.dense.read(name, index)
@@ -232,7 +245,7 @@ class _Upcycled:
         return np.stack([self._layer(parts[0], n, rest) for n in layer_numbers])
 
     def describe(self) -> str:
-        """Says which arrays are copies, which are new, and what the model computes."""
+        """Says which arrays are copies, which are new, and how the outputs differ."""
         moe, path = self.config.model.moe, self.config.checkpoint.init_from
         experts = [n for n in experts_by_layer(self.config.model) if n]
         new = ", ".join(self.new)
@@ -245,21 +258,24 @@ class _Upcycled:
         )
 
     def _entry(self, name: str, wanted: Entry) -> Entry:
+        """Shape and dtype of an array that is made from dense arrays."""
         first = self.dense.entries[self.parts(name)[0]]
         shape = (len(self.numbers[_place_of(name)]), *first.shape[1:])
         if _array_of(name).startswith(_EXPERTS):
+            # A gated expert holds gate and value in one kernel.
             gates = () if len(self.parts(name)) == 1 else (2,)
             num_experts, rest = wanted.shape[1], shape[1:]
             shape = (shape[0], num_experts, *rest[:-1], *gates, rest[-1])
         return Entry(shape, first.dtype)
 
     def _layer(self, part: str, number: int, index: Sequence[slice]) -> np.ndarray:
+        """Reads a slice of one layer of a dense array."""
         return self.dense.read(part, (slice(number, number + 1), *index))[0]
 
     def _experts(
         self, parts: Sequence[str], number: int, experts: slice, *index: slice
     ) -> np.ndarray:
-        """A slice [experts, ...] of the experts of one layer."""
+        """Reads a slice [experts, ...] of the experts of one layer."""
         if self.config.checkpoint.expert_noise and parts[0].endswith("kernel"):
             return self._noisy(parts, number, experts, index)
         if len(parts) > 1:
@@ -268,17 +284,20 @@ class _Upcycled:
             one = np.stack(each, -2)
         else:
             one = self._layer(parts[0], number, index)
+        # A view: without noise all experts are equal.
         return np.broadcast_to(one, (experts.stop - experts.start, *one.shape))
 
     def _noisy(
         self, parts: Sequence[str], number: int, experts: slice, index: Sequence[slice]
     ) -> np.ndarray:
-        """The same with noise that depends on layer, expert and array alone."""
+        """Reads experts with noise that depends on layer, expert and array only."""
 
         def copy(part: str, expert: int) -> np.ndarray:
+            # Whole matrices are drawn, so that noise does not depend on the slice.
             everything = [slice(0, n) for n in self.dense.entries[part].shape[1:]]
             matrix = self._layer(part, number, everything)
             wide = matrix.astype(np.float32)
+            # crc32, since `hash` of a text differs between processes.
             words = self.config.seed, zlib.crc32(part.encode()), number, expert
             noise = np.random.default_rng(words).standard_normal(
                 matrix.shape, np.float32
@@ -295,20 +314,20 @@ class _Upcycled:
 
 
 def _array_of(name: str) -> str:
-    """The path of an array inside its layer; empty outside of layers."""
+    """Path of an array inside a layer; empty outside of layers."""
     block = _BLOCK.fullmatch(name)
     return block["array"] if block else ""
 
 
 def _place_of(name: str) -> tuple[int, int]:
-    """Numbers of the segment, and of the layer in its block."""
+    """Indices of the segment, and of the layer inside a block."""
     block = _BLOCK.fullmatch(name)
     assert block is not None
     return int(block["segment"] or 0), int(block["layer"] or 0)
 
 
 def _layer_numbers(model: schema.Model) -> dict[tuple[int, int], range]:
-    """The layers that an array stacks, by the numbers of `_place_of`.
+    """Numbers of the layers that an array stacks, by the result of `_place_of`.
 
     Example:
         >>> moe = schema.MoE(num_experts=8, every=2, first_dense=1)
@@ -331,6 +350,7 @@ def _span(numbers: Sequence[int]) -> str:
 
 
 def _describe_function(config: Config) -> str:
+    """Says whether the mixture computes the dense model at first, and if not, why."""
     reasons = [*_differences(config)]
     if reasons:
         return f"it differs from the dense model at first, by {' and '.join(reasons)}"
@@ -338,6 +358,7 @@ def _describe_function(config: Config) -> str:
 
 
 def _differences(config: Config) -> Iterator[str]:
+    """Yields the settings by which a mixture differs from the dense model at first."""
     moe: Any = config.model.moe
     if moe.choice == "experts":
         yield "model.moe.choice='experts'"

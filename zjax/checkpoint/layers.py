@@ -1,4 +1,4 @@
-"""Stacked layers, split masters and tiles, which a checkpoint restores to any form."""
+"""Names and shapes of stacked layers, split master weights and tiles of checkpoints."""
 
 import dataclasses
 import itertools
@@ -11,7 +11,7 @@ _LAYER = re.compile(r"(?P<stack>.+)\[\d+\]")
 
 
 def restack(wanted: Collection[str], found: Mapping[str, Entry]) -> dict[str, Entry]:
-    """The arrays of a checkpoint, with layers stacked or apart as wanted.
+    """Returns entries with layers stacked or apart, as in the wanted names.
 
     Example:
         >>> found = restack(["w[0]", "w[1]"], {"w": Entry((2, 3), "float32")})
@@ -26,6 +26,7 @@ def restack(wanted: Collection[str], found: Mapping[str, Entry]) -> dict[str, En
         first = found[sources[0]]
         layers = [found[source] for source in sources]
         if sources[0] == stack_of(name):
+            # A stack of another depth stays, and the check of names reports the array.
             if first.shape[0] != sum(stack_of(other) == sources[0] for other in wanted):
                 continue
             entries[name] = Entry(first.shape[1:], first.dtype)
@@ -37,7 +38,7 @@ def restack(wanted: Collection[str], found: Mapping[str, Entry]) -> dict[str, En
 
 
 def sources_of(name: str, found: Mapping[str, Entry]) -> list[str]:
-    """The arrays of a checkpoint that hold a wanted one.
+    """Names of saved arrays that hold a wanted array, layers in order; empty if none.
 
     Example:
         >>> layer = Entry((3,), "float32")
@@ -52,18 +53,18 @@ def sources_of(name: str, found: Mapping[str, Entry]) -> list[str]:
 
 
 def stack_of(name: str) -> str:
-    """The name of the stack of a layer; empty for an array that is not a layer."""
+    """Name of a layer's stack; empty for an array that is not a layer."""
     layer = _LAYER.fullmatch(name)
     return layer["stack"] if layer else ""
 
 
 def number_of(name: str) -> int:
-    """The index of a layer in its stack."""
+    """Index of a layer in the stack."""
     return int(name.rpartition("[")[2].removesuffix("]"))
 
 
 def stack_all(found: Mapping[str, Entry]) -> dict[str, Entry]:
-    """The arrays of a checkpoint if all layers were stacked.
+    """Returns the entries of a checkpoint as if all layers were stacked.
 
     Example:
         >>> print(*stack_all(dict.fromkeys(["w[0]", "w[1]"], Entry((3,), "int8"))))
@@ -74,10 +75,11 @@ def stack_all(found: Mapping[str, Entry]) -> dict[str, Entry]:
 
 _MASTER, _PARAMS = "master/", "params/"
 _SPLIT_DTYPES = ("int16", "bfloat16")
+"""Dtypes of the low and the high 16 bits of a float32 master weight."""
 
 
 def find_split_masters(entries: Mapping[str, Entry]) -> dict[str, str]:
-    """Names of split master weights, by the name of their bf16 parameters.
+    """Names of split master weights (low bits), by name of the parameter (high bits).
 
     Example:
         >>> low, high = Entry((3,), "int16"), Entry((3,), "bfloat16")
@@ -96,7 +98,7 @@ def find_split_masters(entries: Mapping[str, Entry]) -> dict[str, str]:
 
 
 def joined_entries(entries: Mapping[str, Entry]) -> dict[str, Entry]:
-    """The arrays of a checkpoint if split master weights were joined to float32.
+    """Returns entries with split master weights joined to float32.
 
     Example:
         >>> low, high = Entry((3,), "int16"), Entry((3,), "bfloat16")
@@ -112,7 +114,7 @@ def joined_entries(entries: Mapping[str, Entry]) -> dict[str, Entry]:
 
 
 _HIDDEN_DIMS = {"up": -1, "gate": -1, "down": -2}
-"""The hidden dim of each kernel, counted from the end."""
+"""Hidden dim of each kernel, counted from the end, as stacked layers come in front."""
 _TILE = re.compile(
     r"(?P<start>.*\bmlp)(?P<tile>[/.]tiles[/.](?P<number>\d+))(?P<end>.*)"
 )
@@ -123,7 +125,7 @@ _ARRAY = re.compile(
 
 
 def count_tiles(names: Iterable[str]) -> int:
-    """Number of tiles of each feed-forward, from the names of a model's arrays.
+    """Number of tiles of a feed-forward, from names of arrays; 1 if untiled.
 
     Example:
         >>> count_tiles(["mlp/tiles/1/up/kernel", "mlp/tiles/0/up/kernel"])
@@ -134,7 +136,7 @@ def count_tiles(names: Iterable[str]) -> int:
 
 
 def untiled_name(name: str) -> tuple[str, int]:
-    """Name of the untiled array and index of the tile; 0 for an untiled array.
+    """Splits a name into the untiled name and the tile's index (0 if untiled).
 
     Example:
         >>> untiled_name("blocks/mlp/tiles/3/up/kernel[7]")
@@ -147,7 +149,7 @@ def untiled_name(name: str) -> tuple[str, int]:
 def retile(
     found: Mapping[str, Entry], num_tiles: int, saved_tiles: int
 ) -> dict[str, Entry]:
-    """The arrays of a checkpoint in another number of tiles.
+    """Returns entries with feed-forwards, if divisible, in `num_tiles` tiles (1: none).
 
     Example:
         >>> found = {"mlp/up/kernel": Entry((2, 6), "int8")}
@@ -160,7 +162,7 @@ def retile(
     for name, entry in found.items():
         untiled, _ = untiled_name(name)
         dim = hidden_dim(untiled)
-        if dim is None or len(entry.shape) < -dim:  # reduced optimizer state, maybe
+        if dim is None or len(entry.shape) < -dim:  # e.g. factored state
             entries[name] = entry
             continue
         joined = _resized(entry, dim, saved_tiles, 1)
@@ -179,7 +181,7 @@ def locate(
     num_tiles: int,
     saved_tiles: int,
 ) -> list[tuple[str, tuple[slice, ...]]]:
-    """Where a slice of an array lies in the saved tiles.
+    """Finds saved tiles and slices that concatenate, by hidden dim, to a slice.
 
     Example:
         >>> index = slice(0, 2), slice(1, 3)
@@ -200,7 +202,7 @@ def locate(
 
 
 def tile_name(untiled: str, number: int, num_tiles: int) -> str:
-    """The name of one tile of an untiled array; `untiled` itself if there is only one.
+    """Name of one tile of an untiled array; `untiled` itself if there is one tile.
 
     Example:
         >>> tile_name("blocks/mlp/up/kernel[7]", 3, 4)
@@ -214,7 +216,7 @@ def tile_name(untiled: str, number: int, num_tiles: int) -> str:
 
 
 def hidden_dim(name: str) -> int | None:
-    """The hidden dim of an array, counted from the end; None if it has none.
+    """Hidden dim of an array, counted from the end; None without a hidden dim.
 
     Example:
         >>> hidden_dim("blocks/mlp/tiles/3/down/kernel")
@@ -224,11 +226,13 @@ def hidden_dim(name: str) -> int | None:
     if part is None:
         return None
     if part["kind"] == "bias":
+        # The bias of `down` has the width of the model.
         return None if part["matrix"] == "down" else -1
     return _HIDDEN_DIMS[part["matrix"]]
 
 
 def _resized(entry: Entry, dim: int, times: int, parts: int) -> Entry:
+    """Returns an entry with one dim of `times / parts` the size."""
     shape = list(entry.shape)
     shape[dim] = shape[dim] * times // parts
     return dataclasses.replace(entry, shape=tuple(shape))

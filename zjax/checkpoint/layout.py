@@ -1,9 +1,8 @@
 """Names and shapes of saved arrays, which do not depend on the mesh.
 
-A name is the tree path of an array and its shape is the unpadded one, so checkpoints of
-equal training states are equal whatever the devices, the ZeRO stage or the memory
-(following Universal Checkpointing, arXiv:2406.18820). Split master weights are an
-exception.
+A name is the tree path of an array and a shape is unpadded, so checkpoints of equal
+training states are equal whatever the devices, the ZeRO stage or the memory (following
+Universal Checkpointing, arXiv:2406.18820). Split master weights are an exception.
 """
 
 import dataclasses
@@ -19,6 +18,7 @@ from zjax.sharding.paths import layer_of, path_of
 from zjax.sharding.placement import ArrayPlan
 
 _NUM_SHOWN = 5
+"""Differences that an error lists; a wrong model differs in all arrays."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Entry:
 
 
 def name_leaves(tree: Any, part: str = "") -> dict[str, Any]:
-    """The leaves of a tree by path, in order.
+    """Returns the leaves of a tree by path, each path with the prefix `part`.
 
     Example:
         >>> name_leaves({"w": [1, 2]}, part="master")
@@ -64,8 +64,10 @@ def name_leaves(tree: Any, part: str = "") -> dict[str, Any]:
 
 
 def _same_names(prefix: str, paths: Iterable[Any]) -> Iterable[Problem]:
+    """Yields a problem for each pair of leaves with equal names."""
     seen: dict[str, Any] = {}
     for keys in paths:
+        # A key with a slash, as in {"a/b": x}, meets the path of {"a": {"b": y}}.
         other = seen.setdefault(prefix + _name(keys), keys)
         if other is not keys:
             both = [jax.tree_util.keystr(path) for path in (other, keys)]
@@ -75,27 +77,29 @@ def _same_names(prefix: str, paths: Iterable[Any]) -> Iterable[Problem]:
 
 
 def _name(keys: Any) -> str:
+    """Name of a leaf: the path, with the layer's index in brackets."""
     layer = layer_of(keys)
     return path_of(keys) if layer is None else f"{path_of(keys)}[{layer}]"
 
 
 def is_key(dtype: Any) -> bool:
-    """Whether a NumPy or JAX dtype is that of `jax.random.key`."""
+    """Whether a NumPy or JAX dtype is the dtype of random keys."""
     return jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def is_floating(dtype: str) -> bool:
-    """Whether the name of a dtype is floating-point, bfloat16 and float8 included.
+    """Whether a dtype name is floating-point, bfloat16 and float8 included.
 
     Example:
         >>> is_floating("bfloat16"), is_floating("int32")
         (True, False)
     """
+    # NumPy's type hierarchy does not count bfloat16 and float8 as floating.
     return "float" in dtype
 
 
 def describe_plans(named: Mapping[str, ArrayPlan]) -> dict[str, Entry]:
-    """Unpadded shape and dtype of planned arrays, by name."""
+    """Returns unpadded shapes and dtypes of planned arrays, by name."""
     return {
         n: Entry(tuple(plan.shape), str(plan.stored_dtype)) for n, plan in named.items()
     }
@@ -108,7 +112,7 @@ def check_same(
     *,
     cast: Collection[str] = (),
 ) -> None:
-    """Raises if arrays are missing, unexpected, or differ in shape or dtype."""
+    """Raises if arrays differ in name, shape or dtype, but for floats of `cast`."""
     differences = [*_differences(expected, found, place, cast)]
     if not differences:
         return
@@ -131,6 +135,7 @@ def _differences(
     place: str,
     cast: Collection[str],
 ) -> Iterable[Problem]:
+    """Yields a problem for each missing, unequal or unexpected array."""
     unused = [name for name in found if name not in expected]
     for name, entry in expected.items():
         if name not in found:
@@ -155,6 +160,7 @@ def _differences(
 
 
 def _agree(expected: Entry, found: Entry, cast: bool) -> bool:
+    """Whether shapes and dtypes agree; `cast` allows any two floating-point dtypes."""
     if expected.shape != found.shape:
         return False
     return expected.dtype == found.dtype or (

@@ -1,4 +1,4 @@
-"""What a model keeps besides parameters, such as BatchNorm statistics, from a run."""
+"""Loads model state besides parameters, such as BatchNorm statistics, from a run."""
 
 import pathlib
 from typing import Any
@@ -18,10 +18,10 @@ _NUM_SHOWN = 3
 
 
 def load_model_state(path: str, initial: Any, plans: Any) -> Any:
-    """The model state of a run, beside its weights.
+    """Loads the model state that a run saved beside the weights.
 
-    Random keys stay as they are. What the source does not hold stays, too; one warning
-    names statistics among it.
+    Random keys, and arrays that the source lacks, keep initial values. One warning
+    names the statistics among the latter.
     """
     named = layout.name_leaves(plans, _TREE)
     wanted = {n: row for n, row in named.items() if not layout.is_key(row.dtype)}
@@ -49,6 +49,7 @@ def load_model_state(path: str, initial: Any, plans: Any) -> Any:
 
 
 def _warn(path: str, missing: list[str]) -> None:
+    """Warns of statistics that keep initial values."""
     names = ", ".join(name.removeprefix(f"{_TREE}/") for name in missing[:_NUM_SHOWN])
     more = len(missing) - _NUM_SHOWN
     names += f" and {more} more" if more > 0 else ""

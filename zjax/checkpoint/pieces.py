@@ -1,7 +1,7 @@
-"""Arrays of checkpoints, placed piece by piece.
+"""Places arrays of checkpoints onto devices, piece by piece.
 
-Pieces are read while those before are on their way, and while programs compile. The
-device transposes and casts them, so that the host copies no more than it reads.
+Pieces are read while earlier pieces are in flight, and while programs compile. The
+device transposes and casts pieces, so that the host copies no more than it reads.
 """
 
 import atexit
@@ -25,33 +25,40 @@ from zjax.sharding.placement import ArrayPlan
 from zjax.storage.array import spans_of
 
 _SMALL_BYTES = 8 << 20
-"""Largest shard that is read as a whole, without programs of its own."""
+"""Largest shard that is read as a whole, without a compiled program."""
 _PIECE_BYTES = 128 << 20
+"""Bytes of one piece, counted as float32."""
 _MAX_ROW_BYTES = 512 << 20
-"""Largest row, of one layer or more, that is read at once."""
+"""Largest row (one index of dim 0) that is read at once; larger rows are cut along dim
+1."""
 _SENT_BYTES = 16 << 20
 """Bytes of one transfer; several at once are four times as fast as one."""
 _AHEAD_BYTES = 2 << 30
-"""Most bytes that are read before they are asked for, counted as if of float32."""
+"""Most bytes that are read ahead, counted as float32."""
 Read = Callable[[Index], np.ndarray]
 _Piece = tuple[Index, np.ndarray]
-"""What is read, and the slice of the unpadded array that it is."""
+"""Slice of the unpadded array, and the values of that slice."""
 
 
 def place_pieces(wanted: Sequence[tuple[Read, ArrayPlan]]) -> Iterator[Any]:
-    """Builds stored arrays slice by slice; the host holds few slices at a time."""
+    """Builds stored arrays slice by slice; the host holds few slices at a time.
+
+    One thread calls the `read` functions in turn, and reads ahead across arrays in a
+    run of one process.
+    """
     placed = _place_in_turn(wanted)
     _unfinished.add(placed)
     return placed
 
 
 _unfinished = weakref.WeakSet[Generator[Any, None, None]]()
-"""What `place_pieces` returned, as far as it is referred to."""
+"""Results of `place_pieces` that are still referenced."""
 
 
 @atexit.register
 def _close_unfinished() -> None:
-    """Ends their threads while there are modules: generators end after these."""
+    """Ends read-ahead threads before modules are torn down."""
+    # Python closes generators at exit only after the modules.
     for placed in list(_unfinished):
         placed.close()
 
@@ -59,7 +66,9 @@ def _close_unfinished() -> None:
 def _place_in_turn(
     wanted: Sequence[tuple[Read, ArrayPlan]],
 ) -> Generator[Any, None, None]:
-    # Runs of several processes may wait for each other in a read and in a program.
+    """Yields the arrays in turn, fed by a read-ahead thread."""
+    # Array by array in runs of several processes: a read and a program may both wait
+    # for other processes, so all processes need one order.
     parts = [[each] for each in wanted] if jax.process_count() > 1 else [wanted]
     for part in parts:
         slices = (
@@ -74,19 +83,21 @@ def _place_in_turn(
 
 
 def _read_alone(read: Read, index: Index) -> np.ndarray:
-    """A slice that holds the memory of no other."""
+    """Reads a slice as an array that keeps no larger buffer alive."""
     piece = read(index)
     whole = piece
     while isinstance(whole.base, np.ndarray):
         whole = whole.base
+    # order="K" keeps the memory order, by which the device transposes.
     return piece.copy(order="K") if whole.nbytes > piece.nbytes else piece
 
 
 def _place(plan: ArrayPlan, pieces: Iterator[_Piece]) -> Any:
-    """The array whose pieces come next."""
+    """Builds one array from the next pieces."""
 
     def read(index: Index) -> np.ndarray:
         found, piece = next(pieces)
+        # Pieces were queued in the order of `_find_devices` and `_cut`.
         assert found == index
         return piece
 
@@ -104,13 +115,14 @@ def _place(plan: ArrayPlan, pieces: Iterator[_Piece]) -> Any:
 
 
 def _is_small(plan: ArrayPlan) -> bool:
+    """Whether a shard of the array is read as a whole."""
     shape = plan.on_device.stored.shard_shape(plan.stored_shape)
     num_bytes = math.prod(shape) * jnp.dtype(plan.stored_dtype).itemsize
     return num_bytes <= _SMALL_BYTES
 
 
 def _find_devices(plan: ArrayPlan) -> dict[Spans, list[Any]]:
-    """The devices of this process that hold each shard."""
+    """Groups local devices by the spans of the shard on each."""
     devices: dict[Spans, list[Any]] = {}
     sharding = plan.on_device.stored
     indices = sharding.addressable_devices_indices_map(plan.stored_shape)
@@ -123,15 +135,16 @@ def _find_devices(plan: ArrayPlan) -> dict[Spans, list[Any]]:
 def _place_shard(
     read: Read, plan: ArrayPlan, spans: Spans, devices: Sequence[Any]
 ) -> list[jax.Array]:
-    """The shard of some spans, on each device that holds it."""
+    """Builds the shard of some spans on each of the given devices."""
     shape = [stop - start for start, stop in spans]
     shards = [jnp.zeros(shape, plan.stored_dtype, device=x) for x in devices]
     sent: list[list[jax.Array]] = []
     for starts, index in _cut(plan, spans):
         piece = read(index)
-        # In the order of its bytes; a transposed view is one of an array in C order.
+        # Dims in memory order, which makes the flat parts views without a host copy.
         order = np.argsort([-x for x in piece.strides], kind="stable")
         piece = piece.transpose(order)
+        # At most one piece in flight, which bounds host memory.
         jax.block_until_ready(sent)
         sent = [jax.device_put(_divide(piece), x) for x in devices]
         back = tuple(map(int, np.argsort(order)))
@@ -143,16 +156,17 @@ def _place_shard(
 
 
 def _divide(piece: np.ndarray) -> list[np.ndarray]:
-    """Parts without dims: one of a single element would have the host transpose."""
+    """Splits a piece into flat parts of `_SENT_BYTES`."""
+    # Flat: JAX transposes on the host a part that has dims and a single element.
     values, size = piece.reshape(-1), _SENT_BYTES // piece.itemsize
     return [values[i : i + size] for i in range(0, values.size, size)]
 
 
 def _cut(plan: ArrayPlan, spans: Spans) -> Iterator[tuple[tuple[int, ...], Index]]:
-    """Slices of the unpadded array, and where they begin in the shard.
+    """Yields positions in the shard, and slices of the unpadded array.
 
-    A small shard is one. Others are rows, as many as fit; of rows that are too large,
-    such as all experts of a layer, they are rows of these.
+    A small shard is one slice. A large shard is cut along dim 0, or along dim 1 where
+    one row is too large, such as all experts of a layer.
     """
     unpadded = without_padding(spans, plan)
     if unpadded is None:
@@ -161,6 +175,7 @@ def _cut(plan: ArrayPlan, spans: Spans) -> Iterator[tuple[tuple[int, ...], Index
         yield (0,) * len(spans), unpadded
         return
     sizes = [x.stop - x.start for x in unpadded]
+    # As float32: the dtype in the file is not known here.
     row_bytes = [4 * math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
     dim = int(len(sizes) > 1 and row_bytes[0] > _MAX_ROW_BYTES)
     step = max(1, _PIECE_BYTES // row_bytes[dim])
@@ -172,6 +187,7 @@ def _cut(plan: ArrayPlan, spans: Spans) -> Iterator[tuple[tuple[int, ...], Index
     for firsts in itertools.product(*ranges):
         index = [
             slice(first, min(first + n, x.stop))
+            # strict=False: dims behind the cut one are taken whole.
             for first, n, x in zip(firsts, steps, unpadded, strict=False)
         ]
         starts = [first - x.start for first, x in zip(firsts, unpadded, strict=False)]
@@ -182,7 +198,7 @@ def _cut(plan: ArrayPlan, spans: Spans) -> Iterator[tuple[tuple[int, ...], Index
 def _read_ahead(
     slices: Iterable[tuple[Read, Index]],
 ) -> Generator[_Piece, None, None]:
-    """Reads slices in turn, in a thread, `_AHEAD_BYTES` ahead."""
+    """Reads slices in turn, in a thread, up to `_AHEAD_BYTES` ahead."""
     waiting = collections.deque[tuple[int, Index, concurrent.futures.Future[Any]]]()
     num_bytes, thread = 0, concurrent.futures.ThreadPoolExecutor(1, "read-ahead")
 
@@ -202,9 +218,11 @@ def _read_ahead(
         while waiting:
             yield take()
     finally:
+        # Also reached if the consumer stops early and closes this generator.
         thread.shutdown(cancel_futures=True)
 
 
+# The shard is donated: it is filled in place.
 @functools.partial(jax.jit, donate_argnums=0, static_argnames=("shape", "order"))
 def _write(
     shard: jax.Array,
@@ -214,6 +232,7 @@ def _write(
     shape: tuple[int, ...],
     order: tuple[int, ...],
 ) -> jax.Array:
+    """Writes a piece into a shard, transposed and cast on the device."""
     piece = jnp.concatenate(parts).reshape(shape)
     piece = piece.transpose(order).astype(shard.dtype)
     return jax.lax.dynamic_update_slice(shard, piece, starts)

@@ -1,6 +1,6 @@
-"""Codes and scales from the matrices of a checkpoint, and matrices from those.
+"""Quantises kernels of a checkpoint to codes and scales for QLoRA, and dequantises.
 
-`zjax.models.qlora` says which matrices of a model are codes.
+`zjax.models.qlora` says which kernels of a model are codes.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ _SCALES = re.compile(r"(?P<layer>.+[./])scales")
 
 
 def with_codes(source: Source, wanted: Mapping[str, Entry]) -> Source:
-    """The arrays of a checkpoint, with matrices quantised where a model wants codes."""
+    """Quantises kernels on the host, slice by slice, where a model wants codes."""
     found = _scales_of(wanted)
     if not found:
         return source
@@ -35,7 +35,7 @@ def with_codes(source: Source, wanted: Mapping[str, Entry]) -> Source:
         is_scales = name in kernels
         inside = index[dim]
         first, last = inside.start, inside.stop
-        if not is_scales:  # whole blocks
+        if not is_scales:  # a scale needs the whole block
             first, last = first // size, -(-last // size)
         spans = (*index[:dim], slice(first * size, last * size), *index[dim + 1 :])
         with _on_host():
@@ -58,7 +58,7 @@ def with_codes(source: Source, wanted: Mapping[str, Entry]) -> Source:
 
 
 def without_codes(source: Source) -> Source:
-    """The arrays with matrices in the dtype of their scales in place of codes."""
+    """Replaces codes and scales by kernels in the dtype of the scales."""
     found = _scales_of(source.entries)
     scales = {*found.values()}
     entries = {
@@ -73,7 +73,7 @@ def without_codes(source: Source) -> Source:
         if name not in found:
             return source.read(name, index)
         dim, _ = _blocks(source.entries[name], source.entries[found[name]])
-        # Blocks may begin or end in other slices.
+        # Whole along the blocked dim: a slice may begin or end inside a block.
         around = _whole(source.entries[name].shape, index, dim)
         blocks = _whole(source.entries[found[name]].shape, index, dim)
         with _on_host():
@@ -86,7 +86,7 @@ def without_codes(source: Source) -> Source:
 
 
 def _scales_of(entries: Mapping[str, Entry]) -> dict[str, str]:
-    """Names of scales by that of their kernel, which holds codes."""
+    """Names of scales, by name of a kernel that holds integer codes."""
     found = {f"{m['layer']}kernel": n for n in entries if (m := _SCALES.fullmatch(n))}
     return {
         kernel: scales
@@ -96,19 +96,20 @@ def _scales_of(entries: Mapping[str, Entry]) -> dict[str, str]:
 
 
 def _blocks(kernel: Entry, scales: Entry) -> tuple[int, int]:
-    """The dim of a kernel whose blocks share scales, and their size."""
+    """Dim of a kernel along which blocks share scales, and size of a block."""
     pairs = zip(kernel.shape, scales.shape, strict=True)
     dim = next((i for i, (n, number) in enumerate(pairs) if n != number), 0)
     return dim, kernel.shape[dim] // scales.shape[dim]
 
 
 def _whole(shape: tuple[int, ...], index: Index, dim: int) -> Index:
+    """Extends one dim of an index to the whole array."""
     return (*index[:dim], slice(0, shape[dim]), *index[dim + 1 :])
 
 
 @contextlib.contextmanager
 def _on_host() -> Iterator[None]:
-    """Computes on the host, or on the first device where JAX has no host backend."""
+    """Computes on the host, or on the first device where JAX has no CPU backend."""
     try:
         device = jax.local_devices(backend="cpu")[0]
     except RuntimeError:

@@ -1,8 +1,8 @@
-"""Arrays of replicas that a run with other replicas or codecs takes over.
+"""Adapts arrays of replicas and codecs to a run with other replicas or codecs.
 
-Replicas that step apart continue from the anchor, each with the optimizer state of the
-first saved one. What codecs lost starts at 0, and so does the sum of the learning rates
-since the replicas met.
+Replicas that take local steps continue from the anchor, each with the optimizer state
+of the first saved replica. Error feedback of codecs starts at 0, and so does the sum of
+learning rates since the last exchange.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,10 +27,14 @@ Read = Callable[[tuple[slice, ...]], np.ndarray]
 def adapted_extra(
     source: Source, expected: Mapping[str, Entry], *, keeps_errors: bool
 ) -> dict[str, Read]:
-    """Readers of the arrays that a checkpoint holds for other replicas or codecs."""
+    """Returns readers, by name, of arrays saved for other replicas or codecs.
+
+    `keeps_errors` tells whether saved error feedback fits the messages of the run.
+    """
     readers: dict[str, Read] = {}
     for name, entry in expected.items():
         saved = source.entries.get(name)
+        # Error feedback of equal shape may still belong to other messages.
         if saved == entry and (keeps_errors or not name.startswith(_ERRORS)):
             continue
         if name.startswith(_CODECS):
@@ -46,7 +50,7 @@ def adapted_extra(
 def check_apart(
     found: Mapping[str, Entry], expected: Mapping[str, Entry], place: str
 ) -> None:
-    """Refuses a state of replicas that step apart in a run whose do not, or none."""
+    """Refuses a state of local-step replicas in a run without any, and vice versa."""
     saved, wanted = (
         any(name.startswith(_REPLICAS) for name in names) for names in (found, expected)
     )
@@ -61,10 +65,10 @@ def check_apart(
 
 
 def may_be_unused(name: str) -> bool:
-    """Whether a run may do without an array of a checkpoint.
+    """Whether a run may ignore an array of a checkpoint.
 
-    Errors of codecs start at 0. An outer momentum was saved for frozen parameters, too,
-    which no outer step moves.
+    Error feedback starts at 0 then. Older checkpoints hold an outer momentum for frozen
+    parameters, too, which no outer step moves.
 
     Example:
         >>> may_be_unused("extra/worker"), may_be_unused("extra/replicas/master/w")
@@ -74,11 +78,14 @@ def may_be_unused(name: str) -> bool:
 
 
 def _differs_in_number(saved: Entry, entry: Entry) -> bool:
+    """Whether two arrays differ at most in the number of replicas."""
     same = saved.dtype == entry.dtype and not saved.key_impl
     return same and saved.shape[1:] == entry.shape[1:]
 
 
 def _zeros(entry: Entry) -> Read:
+    """Returns a reader of zeros."""
+
     def read(index: tuple[slice, ...]) -> np.ndarray:
         return np.zeros([s.stop - s.start for s in index], np.dtype(entry.dtype))
 
@@ -86,9 +93,11 @@ def _zeros(entry: Entry) -> Read:
 
 
 def _first_replica(source: Source, name: str, entry: Entry) -> Read:
+    """Returns a reader that gives all replicas the anchor or the first replica."""
     anchor = name.replace(_MASTER, _ANCHOR, 1)
 
     def read(index: tuple[slice, ...]) -> np.ndarray:
+        # Parameters of replicas differ until they meet in the anchor.
         if anchor != name:
             x = source.read(anchor, index[1:])
         else:
@@ -99,6 +108,7 @@ def _first_replica(source: Source, name: str, entry: Entry) -> Read:
 
 
 def _report(source: Source, expected: Mapping[str, Entry], readers: Any) -> None:
+    """Warns on process 0 of adapted replicas and of restarted error feedback."""
     if jax.process_index() != 0:
         return
     if name := next((name for name in readers if name.startswith(_REPLICAS)), None):

@@ -1,7 +1,7 @@
-"""The arrays of one checkpoint: in Orbax's files, or in files linked from disk storage.
+"""Arrays of one checkpoint, in Orbax's files or in files linked from disk storage.
 
-Files of arrays stored on disk never change, so a checkpoint hard-links them, or copies
-them onto another file system.
+Files of disk arrays never change, so a checkpoint hard-links such files, or copies
+between file systems.
 """
 
 import dataclasses
@@ -23,19 +23,19 @@ from zjax.storage.array import DiskArray, open_files, spans_of
 from zjax.storage.move import store
 
 Spans = tuple[tuple[int, int], ...]
-"""First element, and that after the last, in each dim."""
+"""Start and stop in each dim."""
 READ_AHEAD_BYTES = 8 * 10**9
 """Bytes of Orbax arrays in host memory at a time while reading."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SavedArrays:
-    """The arrays of a checkpoint.
+    """Arrays of a checkpoint.
 
     Args:
         directory: Directory that Orbax wrote.
-        entries: All arrays, by name.
-        linked: Directories with the files of disk arrays, by name.
+        entries: Shapes and dtypes of all arrays, by name.
+        linked: Directories with the files of disk arrays, by name of the array.
     """
 
     directory: pathlib.Path
@@ -44,7 +44,7 @@ class SavedArrays:
 
     @functools.cached_property
     def source(self) -> Source:
-        """The arrays, with split master weights joined."""
+        """Arrays with split master weights joined."""
         return join_masters(
             Source(self.entries, lambda name, index: self.read(name)[(..., *index)])
         )
@@ -59,18 +59,19 @@ class SavedArrays:
         import orbax.checkpoint as ocp
 
         args = {name: ocp.RestoreArgs(restore_type=np.ndarray)}
+        # 16 bytes per element: Orbax needs a limit above the array in any dtype.
         ahead_bytes = max(READ_AHEAD_BYTES, 16 * math.prod(entry.shape))
         return self.restore(args, ahead_bytes)[name]
 
     def slice_reader(self, name: str) -> Callable[[Any], np.ndarray]:
-        """A function that reads slices of a linked array."""
+        """Returns a function that reads slices of a linked array."""
         files = open_files(str(self.linked[name]))
         return lambda index: files[index].read().result()
 
     def restore(
         self, args: Mapping[str, Any], ahead_bytes: int = READ_AHEAD_BYTES
     ) -> dict[str, Any]:
-        """Reads arrays from Orbax's files."""
+        """Reads arrays from Orbax's files, with `ahead_bytes` in memory at a time."""
         import orbax.checkpoint as ocp
 
         handler = ocp.PyTreeCheckpointHandler(
@@ -88,8 +89,9 @@ class SavedArrays:
 
 
 def place_slices(read: Callable[[Any], np.ndarray], plan: ArrayPlan) -> Any:
-    """Builds a stored array shard by shard."""
+    """Builds a stored array shard by shard from slices of the unpadded array."""
 
+    # Several devices may hold one shard, which is read once.
     @functools.cache
     def shard(*spans: tuple[int, int]) -> np.ndarray:
         padded = np.zeros([stop - start for start, stop in spans], plan.stored_dtype)
@@ -108,24 +110,26 @@ def place_slices(read: Callable[[Any], np.ndarray], plan: ArrayPlan) -> Any:
 
 
 def without_padding(spans: Spans, plan: ArrayPlan) -> Index | None:
-    """The slice of the unpadded array in a shard's spans; None if all is padding."""
+    """Slice of the unpadded array in a shard's spans; None if all is padding."""
     pairs = zip(spans, plan.shape, strict=True)
     index = tuple(slice(start, min(stop, n)) for (start, stop), n in pairs)
     return index if all(s.start < s.stop for s in index) else None
 
 
 def to_storage(x: jax.Array, plan: ArrayPlan) -> Any:
-    """Moves a device array to its storage; waits unless that is the device."""
+    """Moves a device array to its storage; waits for host and disk storage."""
     stored = store(x, plan)
+    # Waits, so that staged arrays do not pile up on the device.
     return stored if plan.is_on_device else jax.block_until_ready(stored)
 
 
 def link(
     arrays: Mapping[str, DiskArray], folders: Mapping[str, str], target: pathlib.Path
 ) -> list[str]:
-    """Hard-links the files of disk arrays into a checkpoint, without reading them."""
+    """Hard-links files of disk arrays into a checkpoint; returns relative paths."""
     names = []
     for name, array in arrays.items():
+        # Only complete files never change.
         array.block_until_ready()
         for file in sorted(pathlib.Path(array.path).rglob("*")):
             if file.is_file():
@@ -137,6 +141,8 @@ def link(
 
 
 def _link(file: pathlib.Path, other: pathlib.Path) -> None:
+    """Links or copies one file under a temporary name, and renames the link."""
+    # A name per process, since several processes may link a file at once.
     new = other.with_name(f".{other.name}.{os.getpid()}")
     try:
         os.link(file, new)

@@ -1,7 +1,7 @@
 """Directories of steps: naming, completeness, commit and removal.
 
-A step is written under a name that starts with a dot and is renamed once all its files
-are synced. Removal renames it again before deleting its files.
+A step is written under a name that starts with a dot and is renamed once all files are
+synced. Removal renames the directory again before deleting files.
 """
 
 import itertools
@@ -25,9 +25,9 @@ from zjax.files import (
 STATE, INDEX = "state", "index/metadata"
 """Paths inside a step: Orbax's files and the JSON index."""
 FORMAT, WITHOUT_SUMS = 2, 1
-"""Formats of the index; steps of the older one have no checksums."""
+"""Formats of the index; steps of the older format have no checksums."""
 _MAX_DEPTH = 500
-"""Nesting of the index that a parser takes wherever it is called."""
+"""Nesting of the index that a JSON parser accepts at any depth of the call stack."""
 _SAVING, _DELETED = ".saving-", ".deleted-"
 _saves = itertools.count(1)
 """Counts the saves of this process, over all stores."""
@@ -41,17 +41,18 @@ def named_steps(directory: pathlib.Path) -> list[int]:
         return []
     names = (path.name for path in directory.iterdir() if path.is_dir())
     numbers = [int(name) for name in names if name.isascii() and name.isdigit()]
+    # Drops a name such as 08, which `path` of a step would not find again.
     return sorted(number for number in numbers if (directory / str(number)).is_dir())
 
 
 def find_steps(place: pathlib.Path) -> pathlib.Path | None:
-    """The directory of steps of a run: the given one, or `checkpoints` inside it."""
+    """Directory of a run's steps: the given directory, or `checkpoints` inside."""
     found = (x for x in (place, place / "checkpoints") if named_steps(x))
     return next(found, None)
 
 
 def find_missing(path: pathlib.Path) -> str:
-    """What a step lacks, without reading its files; empty if it is complete."""
+    """Describes missing or short files of a step, unread; empty if complete."""
     if has_sums(path):
         try:
             return sums.find_missing(path, sums.read_sums(path / SUMS_FILE))
@@ -81,7 +82,7 @@ def read_index(path: pathlib.Path) -> Any:
 
 
 def format_index(index: Mapping[str, Any]) -> str:
-    """Formats the JSON index of a step within the bounds of `read_index`."""
+    """Formats the JSON index; a ValueError refuses what `read_index` cannot read."""
     try:
         text = json.dumps(index)
     except (TypeError, RecursionError) as error:
@@ -104,16 +105,16 @@ def format_index(index: Mapping[str, Any]) -> str:
 
 
 def partial_path(directory: pathlib.Path, step: int) -> pathlib.Path:
-    """The directory of a step while it is being written.
+    """Directory of a step while it is being written.
 
-    It is the same in all processes and new at each call, since threads of a failed save
-    may still write into the old one.
+    The path is equal in all processes and new at each call, since threads of a failed
+    save may still write into the old directory.
     """
     return directory / f"{_SAVING}{step}-{next(_saves)}"
 
 
 def begin(path: pathlib.Path) -> None:
-    """Creates the directory of `partial_path`, and removes leftovers."""
+    """Creates the directory of `partial_path`, and removes leftovers of old saves."""
     directory = path.parent
     make_directory(directory)
     clear(directory)
@@ -122,7 +123,8 @@ def begin(path: pathlib.Path) -> None:
 
 
 def clear(directory: pathlib.Path) -> None:
-    """Removes what is left of unfinished saves and removals."""
+    """Removes leftovers of unfinished saves and removals."""
+    # An interrupted removal leaves the links of an old step behind.
     for links in (directory / sums.LINKED).glob("*"):
         if not (directory / links.name).is_dir():
             shutil.rmtree(links, ignore_errors=True)
@@ -132,7 +134,8 @@ def clear(directory: pathlib.Path) -> None:
 
 
 def commit(path: pathlib.Path, step: int) -> None:
-    """Syncs the directories of a written step and renames it."""
+    """Syncs the directories of a step with synced files, and renames the step."""
+    # Entries before the rename: after a crash, a step with its final name is complete.
     for folder, _, _ in os.walk(path):
         sync_directory(pathlib.Path(folder))
     target = path.parent / str(step)
@@ -143,8 +146,9 @@ def commit(path: pathlib.Path, step: int) -> None:
 
 
 def set_aside(directory: pathlib.Path, step: int) -> list[pathlib.Path]:
-    """Renames the steps after `step`, so that a run goes on from there."""
+    """Renames the steps after `step`, where a run goes on; returns new paths."""
     moved = []
+    # Newest first: an interruption leaves no gap before a later step.
     for later in reversed([n for n in named_steps(directory) if n > step]):
         names = (f"set-aside-{later}" + f".{n}" * (n > 0) for n in itertools.count())
         target = next(directory / x for x in names if not (directory / x).exists())
@@ -158,7 +162,7 @@ def set_aside(directory: pathlib.Path, step: int) -> list[pathlib.Path]:
 
 
 def remove(path: pathlib.Path) -> None:
-    """Deletes a step; its name goes before its files."""
+    """Deletes a step; the name disappears before the files do."""
     deleted = path.with_name(f"{_DELETED}{path.name}")
     shutil.rmtree(deleted, ignore_errors=True)
     os.rename(path, deleted)
@@ -168,17 +172,18 @@ def remove(path: pathlib.Path) -> None:
 
 
 def old_links(path: pathlib.Path) -> pathlib.Path:
-    """The directory of linked files of a step without checksums."""
+    """Directory of linked files of a step without checksums."""
     return path.parent / sums.LINKED / path.name
 
 
 def select_kept(losses: dict[int, float | None], last: int, best: int) -> set[int]:
-    """The steps to keep.
+    """Steps to keep: the `last` newest, and the `best` of lowest loss.
 
     Example:
         >>> select_kept({1: 0.5, 2: None, 3: 0.7, 4: 0.9}, last=1, best=1)
         {1, 4}
     """
     known = {step: loss for step, loss in losses.items() if loss is not None}
+    # Of equal losses, the older step is better.
     ranked = sorted(known, key=lambda step: (known[step], step))
     return {*sorted(losses)[-last:], *ranked[:best]}

@@ -32,7 +32,7 @@ from zjax.storage.array import DiskArray
 
 
 class Store:
-    """The checkpoints in one directory.
+    """Saves and restores the checkpoints in one directory.
 
     Reading changes nothing; the first `save` creates the directory and removes
     unfinished saves. All processes of a run call each method, on a shared file system.
@@ -40,7 +40,8 @@ class Store:
     Args:
         directory: Directory of the steps.
         keep_last: Number of newest checkpoints to keep, 1 or more.
-        keep_best: Number of checkpoints of lowest validation loss to keep besides.
+        keep_best: Number of further checkpoints to keep, of lowest validation loss; 0
+            or more.
     """
 
     def __init__(self, directory: str, *, keep_last: int = 2, keep_best: int = 1):
@@ -57,24 +58,27 @@ class Store:
         self._reader = Reader(self.directory)
 
     def prepare(self, plans: Any) -> None:
-        """Starts pinning the host memory of the first save, in a thread."""
+        """Starts a thread that pins host memory for the first save."""
         leaves = jax.tree.leaves(plans)
         self._pinning = Task("pinning", lambda: arrays.pin(leaves))
 
     def steps(self) -> tuple[int, ...]:
-        """Complete checkpoints, ascending; warns once about each incomplete one."""
+        """Complete steps, ascending; warns once about each incomplete step."""
         return self._reader.steps()
 
     def latest(self) -> int | None:
-        """Step of the newest complete checkpoint, or None if there is none."""
+        """Step of the newest complete checkpoint; None without any checkpoint.
+
+        Raises a CheckpointError where all are incomplete, which a new run would hide.
+        """
         return self._reader.latest()
 
     def resolve(self, step: int | None) -> int:
-        """A step that is there; None stands for the newest."""
+        """Returns a step after a check that it is complete; None is the newest."""
         return self._reader.resolve(step)
 
     def best(self) -> int | None:
-        """Step of the checkpoint of lowest validation loss, or None."""
+        """Step of the checkpoint of lowest validation loss; None without losses."""
         losses = {step: self._reader.index(step)["loss"] for step in self.steps()}
         known = [step for step, loss in losses.items() if loss is not None]
         return min(known, key=losses.__getitem__, default=None)
@@ -90,8 +94,10 @@ class Store:
     ) -> None:
         """Starts writing a checkpoint; returns once `state` may be donated.
 
-        Device arrays are copied to the host first if it has the memory.
+        Device arrays are copied to the host first, if host memory suffices. Raises the
+        error of the previous save, too. `extra` holds JSON values.
         """
+        # Before any error: all processes count saves alike and meet at named barriers.
         partial = directories.partial_path(self.directory, step)
         self.wait()
         named = layout.name_leaves(plans)
@@ -101,11 +107,11 @@ class Store:
             name: arrays.describe(leaves[name], plan) for name, plan in named.items()
         }
         finite = loss is not None and math.isfinite(loss)
-        # Names may hold dots, or be too long for a file name.
+        # Numbered, as names of arrays may hold dots, or be too long for a file name.
         folders = {name: str(number) for number, name in enumerate(on_disk)}
         index = {
             "format": directories.FORMAT,
-            "loss": loss if finite else None,
+            "loss": loss if finite else None,  # JSON has no NaN
             "arrays": {name: vars(entry) for name, entry in entries.items()},
             "extra": dict(extra),
             "linked": folders,
@@ -125,8 +131,8 @@ class Store:
                 self._check_directory(step)
                 for array in on_disk.values():
                     array.check_held()
-            # All devices take part: within a barrier, one process that fails before
-            # it would leave the others waiting.
+            # Outside of barriers: all devices take part, and a process that failed
+            # before would leave the others waiting.
             check_finite(leaves, named, step)
             with barrier(barrier_name(partial, "begin")):
                 if jax.process_index() == 0:
@@ -135,6 +141,7 @@ class Store:
             with barrier(barrier_name(partial, "copy")):
                 linked = link(on_disk, folders, partial / LINKED)
                 copies = arrays.copy_to_host(unpadded)
+        # A lost device or process is not a fault of the files: other code reports it.
         except (jax.errors.JaxRuntimeError, ZjaxError):
             raise
         except Exception as error:
@@ -151,12 +158,14 @@ class Store:
     def has_failed(self) -> bool:
         """Whether the current save has failed already; does not wait.
 
-        Processes may notice at different steps; `wait` raises the error in all.
+        Processes may notice at different steps; `wait` raises the error in all
+        processes.
         """
         return self._writing is not None and self._writing.has_failed()
 
     def wait(self) -> None:
-        """Waits until the last save is on disk."""
+        """Waits until the last save is on disk; raises the error of a failed save."""
+        # Cleared first: an error is raised once.
         writing, self._writing = self._writing, None
         if writing is None:
             return
@@ -169,7 +178,7 @@ class Store:
         self._last_saved = self._saving
 
     def close(self) -> None:
-        """Waits for the last save."""
+        """Waits for the last save, and for the thread that pins memory."""
         self.wait()
         if self._pinning is not None:
             self._pinning.result()
@@ -182,7 +191,11 @@ class Store:
         keeps_errors: Callable[[Mapping[str, Any], int], bool] = lambda *saved: True,
         free_memory: Callable[[], None] = lambda: None,
     ) -> tuple[Any, dict[str, Any]]:
-        """Reads a whole state, each array straight onto its shards."""
+        """Reads a whole state straight onto shards; returns state and saved `extra`.
+
+        `keeps_errors(extra, step)` tells whether saved error feedback fits the run.
+        `free_memory` is called after all checks and before arrays are read.
+        """
         step = self._reader.verify(step, shared=True)
         index = self._reader.index(step)
         named = layout.name_leaves(plans)
@@ -195,6 +208,7 @@ class Store:
         )
         wanted = {n: e for n, e in expected.items() if n not in adapted}
         found = views.match_layout(source, expected).entries
+        # Saved codec arrays that the run replaces, or does without, are no difference.
         found = {
             n: e
             for n, e in found.items()
@@ -203,12 +217,16 @@ class Store:
         # Frozen parameters are stored in the compute dtype, which is free to change.
         frozen = {name for name, plan in named.items() if plan.is_frozen}
         layout.check_same(wanted, found, place, cast=frozen)
+        # After all checks: a refused checkpoint leaves the caller's state alive.
         free_memory()
         leaves = self._read(step, named, adapted)
         return jax.tree.unflatten(jax.tree.structure(plans), leaves), index["extra"]
 
     def restore_part(self, plans: Any, part: str, step: int | None = None) -> Any:
-        """Reads one subtree of a state, such as the weights without the optimizer."""
+        """Reads one subtree of a state, such as `master`, without the optimizer.
+
+        Floating-point dtypes of `plans` may differ from the saved dtypes.
+        """
         step = self._reader.verify(step, shared=True)
         named = layout.name_leaves(plans, part)
         expected = layout.describe_plans(named)
@@ -220,15 +238,15 @@ class Store:
         return jax.tree.unflatten(jax.tree.structure(plans), leaves)
 
     def extra(self, step: int | None = None) -> dict[str, Any]:
-        """The `extra` values of a checkpoint, by default of the newest."""
+        """The `extra` values of a checkpoint, by default of the newest checkpoint."""
         return self._reader.index(self._reader.resolve(step))["extra"]
 
     def entries(self, step: int | None = None) -> dict[str, Entry]:
-        """Shape and dtype of a checkpoint's arrays; split master weights are joined."""
+        """Shapes and dtypes of saved arrays; split master weights are joined."""
         return dict(self._reader.open(self._reader.resolve(step)).source.entries)
 
     def read_array(self, name: str, step: int | None = None) -> np.ndarray:
-        """Reads one unpadded array into host memory."""
+        """Reads one unpadded array, not a random key, into host memory."""
         step = self._reader.verify(step, shared=False)
         try:
             return self._reader.open(step).source.read_all(name)
@@ -241,6 +259,7 @@ class Store:
         named: Mapping[str, ArrayPlan],
         adapted: Mapping[str, replicas.Read],
     ) -> list[Any]:
+        """Reads planned arrays, and slices of arrays adapted to other replicas."""
         same = {name: plan for name, plan in named.items() if name not in adapted}
         try:
             read = arrays.read_arrays(self._reader.open(step), same)
@@ -257,16 +276,18 @@ class Store:
         """Raises if the step is not the newest, or if the directory disappeared."""
         if self.directory.exists() and not self.directory.is_dir():
             raise failures.not_a_directory(self.directory)
+        # Not created again: the disk may be unmounted.
         if self._has_saved and not self.directory.is_dir():
             raise failures.disappeared(self.directory, step)
         named = directories.named_steps(self.directory)
         if any(other >= step for other in named):
+            # Incomplete later steps may be overwritten.
             latest = max(self.steps(), default=-1)
             if step <= latest:
                 raise failures.behind(self.directory, step, latest)
 
     def _commit(self, partial: pathlib.Path, step: int) -> None:
-        """Renames the written step, and deletes the steps that are no longer kept."""
+        """Renames the written step, and deletes steps that are no longer kept."""
         directories.commit(partial, step)
         losses = {other: self._reader.loss(other) for other in self.steps()}
         kept = directories.select_kept(losses, self._keep_last, self._keep_best)
@@ -274,10 +295,11 @@ class Store:
             try:
                 directories.remove(self._reader.path(other))
             except OSError as error:
+                # An old step that stays does not harm the new one.
                 logging.warning(failures.undeleted(self.directory, other, error))
 
     def _abandon(self, step: int, error: Exception) -> CheckpointError:
-        """Removes a failed save; returns the error to raise."""
+        """Removes a failed save, and returns the error to raise."""
         before = self._last_saved
         if before is not None and not self._reader.path(before).exists():
             return failures.disappeared(self.directory, step)

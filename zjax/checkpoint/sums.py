@@ -1,4 +1,7 @@
-"""Checksums of the files of a step: written last, compared before anything is read."""
+"""Checksums of the files of a step, and the threads that compute and write.
+
+Checksums are written last, and compared before anything is read.
+"""
 
 import itertools
 import os
@@ -15,11 +18,11 @@ from zjax.storage.files import SUM_BYTES, check_file, stored_sum
 
 
 class Task:
-    """A call in a new daemon thread.
+    """Calls a function in a new daemon thread.
 
     Args:
         name: Name of the thread.
-        call: The function.
+        call: Function without arguments.
 
     Example:
         >>> Task("sum", lambda: 1 + 1).result()
@@ -49,10 +52,12 @@ class Task:
         return self._result
 
     def _run(self) -> None:
+        # Drops the reference, so that arrays of the closure are freed with the call.
         call, self._call = self._call, None
         assert call is not None
         try:
             self._result = call()
+        # Also SystemExit, which would end the thread silently.
         except BaseException as error:
             self._error = error
 
@@ -60,14 +65,14 @@ class Task:
 def map_in_threads(
     act: Callable[[Any], Any], items: Sequence[Any], num_threads: int
 ) -> list[Any]:
-    """Calls a function with each item, several at a time.
+    """Calls a function with each item, several at a time; keeps the order.
 
     Example:
         >>> map_in_threads(lambda x: x * x, [1, 2, 3], 2)
         [1, 4, 9]
     """
     results: list[Any] = [None] * len(items)
-    numbers = itertools.count()  # its steps are atomic
+    numbers = itertools.count()  # `next` is atomic: no lock
 
     def work() -> None:
         while (number := next(numbers)) < len(items):
@@ -89,6 +94,7 @@ _BLOCK_BYTES = 4 << 20
 """Bytes of a file in memory at a time."""
 _NUM_THREADS = 8
 _CHUNK = re.compile(rf"{LINKED}/.+/c/[\d/]+")
+"""Matches chunk files of disk arrays, which end in a checksum of the chunk."""
 _MAX_BYTES = 1 << 28
 """Maximum size of `sums`; a million files take half of it."""
 
@@ -99,7 +105,7 @@ class Sum(NamedTuple):
     Args:
         size: Size in bytes.
         crc: CRC-32C of all but the last 4 bytes.
-        tail: The last 4 bytes, as a little-endian number.
+        tail: Last 4 bytes as a little-endian number; in a chunk, the stored checksum.
     """
 
     size: int
@@ -120,7 +126,7 @@ def list_files(root: pathlib.Path) -> list[str]:
 
 
 def sum_files(root: pathlib.Path, names: Sequence[str]) -> dict[str, Sum]:
-    """Computes checksums of files, and syncs them to disk."""
+    """Computes checksums of files, and syncs the files to disk."""
 
     def sum_file(name: str) -> Sum:
         with (root / name).open("rb") as file:
@@ -133,7 +139,7 @@ def sum_files(root: pathlib.Path, names: Sequence[str]) -> dict[str, Sum]:
 
 
 def find_missing(root: pathlib.Path, sums: Mapping[str, Sum]) -> str:
-    """Describes the first file that is missing or of another size; empty if none is."""
+    """Describes the first file that is missing or of wrong size; empty if none is."""
     for name, known in sums.items():
         try:
             size = os.stat(root / name).st_size
@@ -145,13 +151,13 @@ def find_missing(root: pathlib.Path, sums: Mapping[str, Sum]) -> str:
 
 
 class LinkedSums:
-    """Computes checksums; a file that steps share by hard links is read once."""
+    """Computes checksums; reads a file once that steps share by hard links."""
 
     def __init__(self) -> None:
         self._results: dict[tuple[int, int], Sum | OSError | ValueError] = {}
 
     def of(self, root: pathlib.Path, name: str) -> Sum:
-        """Checksum of a file, read unless another link to it was."""
+        """Checksum of a file, read unless another link to the file was."""
         status = (root / name).stat()
         if status.st_nlink == 1:
             return _sum_of(root, name)
@@ -159,6 +165,7 @@ class LinkedSums:
         if inode not in self._results:
             try:
                 self._results[inode] = _sum_of(root, name)
+            # Errors are cached, too: damage counts for each step that links the file.
             except (OSError, ValueError) as error:
                 self._results[inode] = error
         result = self._results[inode]
@@ -175,7 +182,11 @@ def find_damage(
     whole_chunks: bool,
     linked_sums: LinkedSums | None = None,
 ) -> list[tuple[str, str]]:
-    """Reads files and compares them with their checksums."""
+    """Compares files with checksums; returns name and problem of each damaged file.
+
+    Without `whole_chunks`, only the last bytes of a chunk are compared: tensorstore
+    verifies all bytes when it reads the chunk.
+    """
     linked_sums = linked_sums or LinkedSums()
 
     def find_problem(name: str) -> str:
@@ -195,7 +206,7 @@ def find_damage(
 
 
 def partition(sums: Mapping[str, Sum], part: int, num_parts: int) -> list[str]:
-    """The files that one process reads; all processes get about as many bytes.
+    """Names of the files that one process reads; all processes get about equal bytes.
 
     Example:
         >>> sums = {name: Sum(size, 0, 0) for name, size in zip("abcd", (9, 5, 4, 1))}
@@ -213,20 +224,22 @@ def partition(sums: Mapping[str, Sum], part: int, num_parts: int) -> list[str]:
 
 
 def write_sums(path: pathlib.Path, sums: Mapping[str, Sum]) -> None:
-    """Writes checksums to a new file, and syncs it to disk."""
+    """Writes checksums to a new file, and syncs the file to disk."""
     text = "".join(f"{each} {name}\n" for name, each in sums.items()).encode()
     with path.open("wb") as file:
+        # The last line is a checksum of the lines before.
         file.write(text + f"{crc32c.crc32c(text):08x}\n".encode())
         file.flush()
         os.fsync(file.fileno())
 
 
 def read_sums(path: pathlib.Path) -> dict[str, Sum]:
-    """Reads a file of `write_sums`."""
+    """Reads a file of `write_sums`; raises a ValueError if the file is damaged."""
     size = path.stat().st_size
     if size > _MAX_BYTES:
         raise ValueError(f"{path.name} has {size} bytes")
     content = path.read_bytes()
+    # 8 hex digits and a newline.
     text, last = content[:-9], content[-9:]
     if last != f"{crc32c.crc32c(text):08x}\n".encode():
         raise ValueError(f"{path.name} does not match its checksum")
@@ -242,6 +255,7 @@ def _is_chunk(name: str) -> bool:
 
 
 def _sum_of(root: pathlib.Path, name: str) -> Sum:
+    """Reads a file and computes the checksum; a chunk is compared with its own."""
     path = root / name
     if _is_chunk(name):
         crc = check_file(str(path))
@@ -249,6 +263,7 @@ def _sum_of(root: pathlib.Path, name: str) -> Sum:
     crc, memory = 0, thread_memory(_BLOCK_BYTES)
     with path.open("rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
+        # Without the last 4 bytes, where chunks store a checksum of all bytes before.
         remaining = max(size - SUM_BYTES, 0)
         while remaining and (count := file.readinto(memory[:remaining].data)):
             crc = crc32c.crc32c(memory[:count].data, crc)

@@ -1,4 +1,4 @@
-"""Finds, verifies and opens complete steps; `zjax check` of every step."""
+"""Finds, verifies and opens complete steps; inspects every step for `zjax check`."""
 
 import dataclasses
 import pathlib
@@ -24,7 +24,7 @@ _KNOWN_FORMATS = directories.WITHOUT_SUMS, directories.FORMAT
 
 
 class Reader:
-    """Finds steps, compares their files with their checksums, and opens them.
+    """Finds steps, compares files with checksums, and opens arrays.
 
     Args:
         directory: Directory of the steps, which may not exist.
@@ -36,13 +36,13 @@ class Reader:
         self._reported: set[int] = set()
 
     def path(self, step: int) -> pathlib.Path:
-        """The directory of a step, existing or not."""
+        """Directory of a step, existing or not."""
         return self.directory / str(step)
 
     def steps(self) -> tuple[int, ...]:
-        """Complete steps, ascending; warns once about each incomplete one.
+        """Complete steps, ascending; warns once about each incomplete step.
 
-        A step is complete if all files exist with their sizes.
+        A step is complete if all files exist with the recorded sizes.
         """
         if self.directory.exists() and not self.directory.is_dir():
             raise failures.not_a_directory(self.directory)
@@ -58,7 +58,7 @@ class Reader:
         return tuple(step for step in named if not missing[step])
 
     def latest(self) -> int | None:
-        """The newest complete step; None if the directory holds no step."""
+        """Newest complete step; None without steps, an error if all are incomplete."""
         complete = self.steps()
         if complete:
             return complete[-1]
@@ -69,7 +69,7 @@ class Reader:
         return None
 
     def resolve(self, step: int | None) -> int:
-        """The number of an existing complete step; None stands for the newest."""
+        """Number of an existing complete step; None stands for the newest."""
         latest = self.latest()
         if latest is None:
             raise failures.empty(self.directory)
@@ -81,13 +81,15 @@ class Reader:
         return step
 
     def verify(self, step: int | None, *, shared: bool) -> int:
-        """As `resolve`, and compares the files with their checksums the first time.
+        """Resolves a step, and compares files with checksums the first time.
 
-        A step of an older version has no checksums, which logs a warning.
+        With `shared`, all processes call this and each reads a share of the files. A
+        step of an older version has no checksums, which logs a warning.
         """
         step = self.resolve(step)
         # Shared reading is collective: processes that verified alone take part, too.
         shared = shared and jax.process_count() > 1
+        # A shared check covers a later lone check, but not the other way round.
         if {(step, shared), (step, True)} & self._verified:
             return step
         if directories.has_sums(self.path(step)):
@@ -111,7 +113,7 @@ class Reader:
             raise self.damaged(step, error) from error
 
     def loss(self, step: int) -> float | None:
-        """The validation loss of a complete step."""
+        """Validation loss of a complete step; None if missing or unreadable."""
         try:
             return self.index(step)["loss"]
         except CheckpointError as error:
@@ -127,14 +129,15 @@ class Reader:
         return SavedArrays(path / directories.STATE, index["arrays"], linked)
 
     def damaged(self, step: int, error: Exception) -> CheckpointError:
-        """The error for a step that cannot be read; it names the step before."""
-        if not self.path(step).is_dir():  # removal renames a step before its files
+        """Returns the error for an unreadable step, which names the step before."""
+        if not self.path(step).is_dir():  # a run has removed the step
             return failures.deleted(self.directory, step, self.steps())
         before = max((other for other in self.steps() if other < step), default=None)
         return failures.damaged(self.directory, step, before, error)
 
 
 def _parse(index: Any) -> dict[str, Any]:
+    """Checks and converts the JSON index of a step."""
     if index["format"] not in _KNOWN_FORMATS:
         expected = " or ".join(map(str, _KNOWN_FORMATS))
         raise ValueError(f"format {index['format']}, expected {expected}")
@@ -146,21 +149,23 @@ def _parse(index: Any) -> dict[str, Any]:
             for name, e in index["arrays"].items()
         },
         "extra": index["extra"],
+        # An older index lists names of arrays, which are the folders as well.
         "linked": linked if isinstance(linked, dict) else {n: n for n in linked},
     }
 
 
 _UNREAD = -1
-"""Stands for the first damaged file if the checksums cannot be read."""
+"""Stands for the first damaged file if a process cannot read the checksums."""
 
 
 def check_step(path: pathlib.Path, *, shared: bool) -> None:
-    """Compares the files of a step with their checksums."""
+    """Compares files of a step with checksums; all processes raise a ValueError."""
     is_shared = shared and jax.process_count() > 1
     try:
         known = sums.read_sums(path / SUMS_FILE)
     except (OSError, ValueError):
         if is_shared:
+            # Other processes wait in this collective already.
             _min_over_processes(_UNREAD)
         raise
     names = (
@@ -169,6 +174,7 @@ def check_step(path: pathlib.Path, *, shared: bool) -> None:
         else list(known)
     )
     damage = dict(sums.find_damage(path, known, names=names, whole_chunks=False))
+    # Sorted, so that an index names one file in all processes.
     order = sorted(known)
     first = min(map(order.index, damage), default=len(order))
     if is_shared:
@@ -185,7 +191,7 @@ def _min_over_processes(number: int) -> int:
 
 
 def check_file_of(path: pathlib.Path, name: str) -> None:
-    """Compares one file of a step with its checksum."""
+    """Compares one file of a step with the recorded checksum."""
     known = sums.read_sums(path / SUMS_FILE)
     if name not in known:
         raise ValueError(f"{name} is not in {SUMS_FILE}")
@@ -199,14 +205,14 @@ UNVERIFIABLE = "unknown (no checksums)"
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """The state of one step.
+    """Result of inspecting one step.
 
     Args:
         path: Directory of the step.
         num_files: Number of files.
         num_bytes: Bytes of all files.
-        problem: `INTACT`, `UNVERIFIABLE`, or the first problem and a count of others.
-        is_offered: Whether a run would try to resume from it.
+        problem: `INTACT`, `UNVERIFIABLE`, or the first problem and a count of more.
+        is_offered: Whether a run would try to resume from the step.
     """
 
     path: pathlib.Path
@@ -217,10 +223,10 @@ class Verdict:
 
 
 def inspect_steps(directory: str) -> list[Verdict]:
-    """Reads all files of all steps.
+    """Reads all files of all steps; returns one verdict per step, oldest first.
 
-    Steps share the files of disk arrays that did not change; such a file is read once,
-    and its damage counts for each of them.
+    Steps share files of disk arrays that did not change; such a file is read once, and
+    damage counts for each step.
     """
     top = pathlib.Path(local_path("directory", directory)).absolute()
     inside = top / "checkpoints"
@@ -238,7 +244,7 @@ def inspect_steps(directory: str) -> list[Verdict]:
 
 
 def exit_status(verdicts: Sequence[Verdict]) -> int:
-    """Exit status of `zjax check`.
+    """Exit status of `zjax check`: 0 intact, 1 damaged, 3 without checksums.
 
     Example:
         >>> path = pathlib.Path("runs/a/checkpoints/8")
@@ -252,7 +258,7 @@ def exit_status(verdicts: Sequence[Verdict]) -> int:
 
 
 def describe_verdicts(verdicts: Sequence[Verdict]) -> str:
-    """A table of the verdicts (one or more), and the command to run next."""
+    """Returns a table of one or more verdicts, and the command to run next."""
     rows = [
         (v.path.name, f"{v.num_files:,}", format_bytes(v.num_bytes), v.problem)
         for v in verdicts
@@ -262,11 +268,13 @@ def describe_verdicts(verdicts: Sequence[Verdict]) -> str:
 
 
 def _advice(verdicts: Sequence[Verdict]) -> str:
+    """Names the step to resume from, and the command that deletes damaged steps."""
     usable = [v for v in verdicts if v.problem in (INTACT, UNVERIFIABLE)]
     if not usable:
         return "no step can be restored: start in another directory"
     newest = usable[-1]
     after = verdicts[verdicts.index(newest) + 1 :]
+    # A run skips incomplete steps, but fails at a damaged one.
     in_the_way = [v for v in after if v.is_offered]
     if not in_the_way:
         return f"a run resumes from step {newest.path.name}"
@@ -275,6 +283,7 @@ def _advice(verdicts: Sequence[Verdict]) -> str:
 
 
 def _inspect(path: pathlib.Path, linked_sums: sums.LinkedSums) -> Verdict:
+    """Reads all files of one step and returns the verdict."""
     names = sums.list_files(path)
     num_bytes = sum((path / name).lstat().st_size for name in names)
     missing = directories.find_missing(path)

@@ -1,10 +1,10 @@
-"""Views of saved arrays in the layout of a run, reading only what is asked for.
+"""Views of saved arrays in the layout of a run, which read only wanted slices.
 
 A checkpoint has the layout of the run that wrote it: master weights split or not,
 feed-forwards in tiles, layers stacked or apart. Each view maps names and shapes of a
 source to another layout, and views compose:
 
-    restacked(retiled(join_masters(source), num_tiles), names)
+restacked(retiled(join_masters(source), num_tiles), names)
 """
 
 import dataclasses
@@ -38,19 +38,20 @@ class Source:
         return self.read(name, tuple(slice(0, n) for n in self.entries[name].shape))
 
     def subtree(self, part: str) -> "Source":
-        """The arrays under one path."""
+        """Returns the arrays under one path."""
         found = {n: e for n, e in self.entries.items() if n.startswith(f"{part}/")}
         return Source(found, self.read)
 
 
 def cached(source: Source) -> Source:
-    """The same arrays, each read as a whole and cached until another is read."""
+    """Returns the arrays, each cached as a whole until another array is read."""
+    # One array, as two may not fit host memory.
     read_all = functools.lru_cache(maxsize=1)(source.read_all)
     return Source(source.entries, lambda name, index: read_all(name)[(..., *index)])
 
 
 def join_masters(source: Source) -> Source:
-    """Joins split master weights with their bf16 parameters, which disappear."""
+    """Joins split master weights to float32; bf16 parameters disappear."""
     found = layers.find_split_masters(source.entries)
     high_bits = {low: high for high, low in found.items()}
 
@@ -66,7 +67,7 @@ def join_masters(source: Source) -> Source:
 def retiled(
     source: Source, num_tiles: int, *, saved_tiles: int | None = None
 ) -> Source:
-    """The arrays with feed-forwards in another number of tiles."""
+    """Returns the arrays with feed-forwards in `num_tiles` tiles (1: untiled)."""
     saved_tiles = (
         layers.count_tiles(source.entries) if saved_tiles is None else saved_tiles
     )
@@ -77,6 +78,7 @@ def retiled(
             return source.read(name, index)
         parts = layers.locate(name, index, entries[name].shape, num_tiles, saved_tiles)
         arrays = [source.read(*part) for part in parts]
+        # A single part is returned without a copy.
         return (
             np.concatenate(arrays, layers.hidden_dim(name)) if arrays[1:] else arrays[0]
         )
@@ -85,7 +87,7 @@ def retiled(
 
 
 def restacked(source: Source, names: Collection[str]) -> Source:
-    """The arrays with layers stacked or apart."""
+    """Returns the arrays with layers stacked or apart, as in the wanted names."""
 
     def read(name: str, index: Index) -> np.ndarray:
         sources = layers.sources_of(name, source.entries)
@@ -103,7 +105,7 @@ def restacked(source: Source, names: Collection[str]) -> Source:
 def match_layout(
     source: Source, wanted: Mapping[str, Entry], *, saved_tiles: int | None = None
 ) -> Source:
-    """The arrays in the tiles and layers of a run."""
+    """Returns the arrays with the tiles and the stacking of a run."""
     names = layers.joined_entries(wanted)
     return restacked(
         retiled(source, layers.count_tiles(names), saved_tiles=saved_tiles), names

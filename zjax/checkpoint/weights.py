@@ -1,4 +1,4 @@
-"""Imports weights of safetensors files and of runs; a device reads only its slices."""
+"""Imports weights of safetensors files and of runs; a device reads local slices."""
 
 import concurrent.futures
 import functools
@@ -29,20 +29,21 @@ from zjax.typing import Params
 
 _NAMES = {code: name for name, code in DTYPES.items()}
 _LENGTH_BYTES = 8
+"""Bytes before the header that hold the header's length."""
 _PART_BYTES = 16 << 20
 """Bytes that a thread reads in one call."""
 _NUM_THREADS = 8
 
 
 class TensorFile:
-    """An open file, whose header is checked before.
+    """Reads slices of an open file; the library has checked the header.
 
     Args:
         path: A file that the safetensors library can open.
 
     Raises:
-        OSError: It cannot be opened.
-        ValueError: Its header is larger than an index may be.
+        OSError: The file cannot be opened.
+        ValueError: The header is larger than an index may be.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
@@ -59,14 +60,14 @@ class TensorFile:
 
     @functools.cached_property
     def entries(self) -> Mapping[str, Entry]:
-        """Shapes and dtypes by name; a dtype that arrays lack is its code."""
+        """Shapes and dtypes by name; a dtype without NumPy name is given as code."""
         return {
             name: Entry(tuple(x["shape"]), _NAMES.get(x["dtype"], f"{x['dtype']}"))
             for name, x in self._header.items()
         }
 
     def read(self, name: str, index: Index) -> np.ndarray:
-        """A slice of a tensor; bytes of other slices of its first dim are not read."""
+        """Reads a slice of a tensor, without bytes of other rows of dim 0."""
         shape, dtype = self.entries[name].shape, jnp.dtype(self.entries[name].dtype)
         first, start = self._header[name]["data_offsets"][0], 0
         if shape:
@@ -80,9 +81,12 @@ class TensorFile:
         return found[index]
 
     def _fill(self, content: memoryview, offset: int) -> None:
+        """Reads file bytes into a buffer, in parallel parts."""
+
         def read(start: int) -> None:
             part = content[start : start + _PART_BYTES]
             while part:
+                # Threads share the file without a position; may read less than asked.
                 count = os.preadv(self._file, [part], offset + start)
                 if not count:
                     raise OSError(f"{self._path} ended while it was read")
@@ -90,6 +94,7 @@ class TensorFile:
 
         starts = range(0, len(content), _PART_BYTES)
         run = _threads().map if len(starts) > 1 else map
+        # Consumed, as `map` raises errors of threads with the results.
         for _ in run(read, starts):
             pass
 
@@ -104,6 +109,7 @@ _REMEDY = (
     "of a run"
 )
 Adapt = Callable[[Source, Mapping[str, Entry]], Source]
+"""Function of a source and the expected entries that renames or converts arrays."""
 
 
 def _unchanged(source: Source, expected: Mapping[str, Entry]) -> Source:
@@ -111,9 +117,13 @@ def _unchanged(source: Source, expected: Mapping[str, Entry]) -> Source:
 
 
 def load_weights(path: str, plans: Any, adapt: Adapt = _unchanged) -> Params:
-    """Reads weights straight onto their shards."""
+    """Reads weights straight onto shards, in the structure and dtypes of `plans`.
+
+    `path` names a safetensors file, a directory with one file or an index, or a run,
+    which gives the newest weights for evaluation. Tensor names are paths with dots.
+    """
     wanted = _match(open_source(path), plans, path, adapt)
-    # Large arrays first: new ones, which are small, are drawn while those are read.
+    # Large arrays first: new arrays, which are small, are drawn meanwhile.
     order = sorted(range(len(wanted)), key=lambda i: -wanted[i][1].device_bytes)
     placed = zip(order, place_pieces([wanted[i] for i in order]), strict=True)
     return jax.tree.unflatten(
@@ -123,9 +133,9 @@ def load_weights(path: str, plans: Any, adapt: Adapt = _unchanged) -> Params:
 
 
 def iter_weights(path: str, plans: Any, adapt: Adapt = _unchanged) -> Iterator[Any]:
-    """Reads weights one by one, in the order of `plans`; see `load_weights`.
+    """Yields weights one by one, in the order of `plans`; see `load_weights`.
 
-    The file is checked before this returns.
+    Names and shapes are checked at the call, before the first array is asked for.
     """
     return place_weights(open_source(path), plans, path, adapt)
 
@@ -133,14 +143,14 @@ def iter_weights(path: str, plans: Any, adapt: Adapt = _unchanged) -> Iterator[A
 def place_weights(
     source: Source, plans: Any, path: str, adapt: Adapt = _unchanged
 ) -> Iterator[Any]:
-    """The same from an open source, whose path is for messages."""
+    """Yields weights of an open source; `path` is for messages."""
     return place_pieces(_match(source, plans, path, adapt))
 
 
 def _match(
     source: Source, plans: Any, path: str, adapt: Adapt
 ) -> list[tuple[Read, ArrayPlan]]:
-    """A function that reads slices of each array of a run, and its plan."""
+    """Returns a slice reader and the plan of each array, after a check of all names."""
     named = {tensor_name(name): r for name, r in layout.name_leaves(plans).items()}
     expected = layout.describe_plans(named)
     found = views.match_layout(adapt(source, expected), expected)
@@ -149,7 +159,7 @@ def _match(
 
 
 def open_source(path: str) -> Source:
-    """The arrays of safetensors files or of a run, by tensor name."""
+    """Opens safetensors files or a run, by tensor name."""
     place = pathlib.Path(local_path("checkpoint.init_from", path, CheckpointError))
     steps = find_steps(place)
     if steps is None:
@@ -158,7 +168,7 @@ def open_source(path: str) -> Source:
 
 
 def open_run(store: Store) -> Source:
-    """The newest weights of a run for evaluation, by tensor name."""
+    """Opens the newest weights of a run for evaluation, by tensor name."""
     source, _ = open_weights(store)
     names = {tensor_name(name): name for name in source.entries}
     return views.cached(
@@ -170,12 +180,13 @@ def open_run(store: Store) -> Source:
 
 
 def _make_source(files: Mapping[str, TensorFile]) -> Source:
+    """Combines open files into one source."""
     entries = {name: file.entries[name] for name, file in files.items()}
     return Source(entries, lambda name, index: files[name].read(name, index))
 
 
 def _find_tensors(path: str, place: pathlib.Path) -> dict[str, TensorFile]:
-    """The open file of each tensor, by name."""
+    """Opens the file of each tensor, by tensor name."""
     check_installed("safetensors")
     if place.is_dir():
         indices = sorted(place.glob("*.safetensors.index.json"))
@@ -194,6 +205,7 @@ def _find_tensors(path: str, place: pathlib.Path) -> dict[str, TensorFile]:
 
 
 def _read_index(index: pathlib.Path) -> dict[str, TensorFile]:
+    """Opens the files that a safetensors index names, by tensor name."""
     try:
         weight_map = parse_json(read_text(index, MAX_INDEX_BYTES))["weight_map"]
         paths = {name: index.parent / file for name, file in weight_map.items()}
@@ -201,6 +213,7 @@ def _read_index(index: pathlib.Path) -> dict[str, TensorFile]:
         problem = f"is not an index of safetensors ({type(error).__name__}: {error})"
         raise _unusable(str(index), problem) from error
     for name, file in weight_map.items():
+        # An index must not make zjax read files outside of the directory.
         place = pathlib.PurePath(file)
         if place.is_absolute() or ".." in place.parts:
             raise _unusable(str(index), f"names {file} for {name}, which is elsewhere")
@@ -211,6 +224,7 @@ def _read_index(index: pathlib.Path) -> dict[str, TensorFile]:
 
 
 def _open_all(paths: Sequence[pathlib.Path]) -> dict[pathlib.Path, TensorFile]:
+    """Opens all files, and raises the problems of all of the unreadable files."""
     files, problems = {}, list[Problem]()
     for path in paths:
         try:
@@ -227,6 +241,7 @@ def _disagreements(
     paths: Mapping[str, pathlib.Path],
     files: Mapping[pathlib.Path, TensorFile],
 ) -> Iterator[Problem]:
+    """Yields a problem for each tensor that the index or the named file lacks."""
     held = {path: set(file.entries) for path, file in files.items()}
     for name, path in paths.items():
         if name not in held[path]:
@@ -239,13 +254,14 @@ def _disagreements(
 
 
 def open_file(path: pathlib.Path, field: str, remedy: str) -> TensorFile:
-    """Opens a safetensors file whose header the library has checked."""
+    """Opens a safetensors file after the library has checked the header."""
     check_installed("safetensors")
     from safetensors import SafetensorError, safe_open
 
     try:
         if fault := find_fault(path):
             raise OSError(f"{path} {fault}")
+        # Checks the offsets, which `TensorFile` trusts.
         with safe_open(path, framework="numpy"):
             return TensorFile(path)
     except (OSError, ValueError, SafetensorError) as error:

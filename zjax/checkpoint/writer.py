@@ -1,4 +1,4 @@
-"""Writes a step that is finite: arrays by Orbax, then the index, then the checksums."""
+"""Writes a finite state as a step: arrays by Orbax, then the index, then checksums."""
 
 import asyncio
 import atexit
@@ -21,6 +21,7 @@ from zjax.sharding.placement import ArrayPlan
 from zjax.storage.move import to_devices
 
 _PARAMETERS = ("master/", "params/", "ema/", "extra/replicas/master/")
+"""Prefixes of arrays that must be finite, not only free of NaN."""
 _NUM_NAMED = 3
 
 
@@ -47,6 +48,7 @@ def check_finite(
         if name not in resident:
             staged = to_devices(leaves[name], plan, is_consumed=False)
             flags |= jax.block_until_ready(_are_fine({name: staged}))
+            # Frees the device copy before the next array is staged.
             staged.delete()
     names = [name for name, is_fine in jax.device_get(flags).items() if not is_fine]
     if names:
@@ -71,9 +73,9 @@ def _is_fine(name: str, x: jax.Array) -> jax.Array:
 
 
 _LAST_SECONDS = 20.0
-"""How long the process waits at exit for threads of a failed save."""
+"""Seconds that the process waits at exit for threads of a failed save."""
 _PROCESS_SUMS = ".sums-"
-"""Prefix of the files with which processes pass their checksums to the first."""
+"""Prefix of the files that carry checksums of other processes to process 0."""
 _unfinished: set[Task] = set()
 
 
@@ -86,13 +88,18 @@ def start_write(
     *,
     wait_for_copies: bool,
 ) -> Task:
-    """Starts writing a step in a daemon thread."""
+    """Starts writing a step in a daemon thread, and returns the task.
+
+    The task ends when the step is renamed, or with an error of any process. With
+    `wait_for_copies`, the call returns only once Orbax has copied the arrays.
+    """
     copied = threading.Event()
 
     def write() -> None:
         try:
             _write(partial, arrays, index, linked, commit, copied.set)
         finally:
+            # Also after an error, or the caller would wait for ever.
             copied.set()
 
     written = Task("checkpoint", write)
@@ -103,7 +110,7 @@ def start_write(
 
 
 def wait_for_write(written: Task) -> None:
-    """Waits for the task of `start_write`, and raises its error."""
+    """Waits for the task of `start_write`, and raises the error of the task."""
     try:
         written.result()
     finally:
@@ -111,7 +118,7 @@ def wait_for_write(written: Task) -> None:
 
 
 def barrier_name(partial: pathlib.Path, name: str) -> str:
-    """A barrier name that is unique in the run."""
+    """Returns a barrier name that is unique in the run."""
     return f"zjax-checkpoint{partial.name}-{name}"
 
 
@@ -123,6 +130,7 @@ def _write(
     commit: Callable[[], None],
     on_copied: Callable[[], None],
 ) -> None:
+    """Writes arrays, index and checksums, and commits; all processes take part."""
     import orbax.checkpoint as ocp
     from etils import epath
 
@@ -138,6 +146,7 @@ def _write(
             on_copied()
             for each in commits or ():
                 each.result()
+            # Each process reads its own files back; process 0 reads all other files.
             if jax.process_index():
                 found = sums.sum_files(partial, [*_local_files(partial), *linked])
                 sums.write_sums(
@@ -153,6 +162,7 @@ def _write(
 
 
 def _finish(partial: pathlib.Path, index: str) -> None:
+    """Writes the index, and merges the checksums of all processes."""
     (partial / steps.INDEX).write_text(index)
     known: dict[str, Sum] = {}
     for path in partial.glob(f"{_PROCESS_SUMS}*"):
@@ -160,6 +170,7 @@ def _finish(partial: pathlib.Path, index: str) -> None:
         path.unlink()
     others = [name for name in sums.list_files(partial) if name not in known]
     known |= sums.sum_files(partial, others)
+    # A step is committed only if process 0 sees the files of all processes.
     missing = sums.find_missing(partial, known)
     if missing:
         raise OSError(missing)
@@ -167,7 +178,7 @@ def _finish(partial: pathlib.Path, index: str) -> None:
 
 
 def _local_files(partial: pathlib.Path) -> list[str]:
-    """Files that this process wrote; the first process sums up all others."""
+    """Names of the files that this process wrote, by Orbax's naming."""
     import orbax.checkpoint as ocp
 
     number = ocp.multihost.process_index()
@@ -179,6 +190,7 @@ def _local_files(partial: pathlib.Path) -> list[str]:
 
 
 def _run(coroutine: Any) -> Any:
+    """Runs a coroutine to the end; this thread has no event loop."""
     loop = asyncio.new_event_loop()
     try:
         return loop.run_until_complete(coroutine)
@@ -188,10 +200,10 @@ def _run(coroutine: Any) -> Any:
 
 @atexit.register
 def _finish_at_exit() -> None:
-    """Waits for unfinished saves, logs their errors, and lets Orbax's threads end.
+    """Waits for unfinished saves, logs errors, and lets Orbax's threads end.
 
-    Orbax's threads run on for a moment after one has failed; Python aborts if they call
-    it while it shuts down.
+    Orbax's threads run on for a moment after a failure; Python aborts if such a thread
+    calls into the interpreter during shutdown.
     """
     for written in tuple(_unfinished):
         try:
