@@ -1,1 +1,1 @@
-"""Copies of the model that send each other less than their gradients."""
+"""Replicas of the model that exchange messages smaller than gradients."""

@@ -1,7 +1,8 @@
-"""The programs of a run whose replicas send each other packed messages.
+"""Programs of a run with compressed messages between replicas (1-bit Adam, codecs).
 
-Inside `shard_map` over `replica`, each replica differentiates the loss of its rows; the
-rest is the step of any run, except that its update averages what the phase sends.
+Inside `shard_map` over `replica`, each replica differentiates the loss of the local
+rows. All else is an ordinary step, except that the update averages the message of the
+phase.
 """
 
 import dataclasses
@@ -30,12 +31,12 @@ from zjax.typing import Batch, Loss, Metrics, Model, Params
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ReplicaPrograms:
-    """Pure functions of arrays; `jit` them with `state_shardings`.
+    """Pure functions of arrays; `jit` with `state_shardings`.
 
     Args:
-        phases: `Programs` of one replica, by phase.
-        model: Its loss.
-        plan: Places every array of the run.
+        phases: `Programs` of one replica, by name of the phase.
+        model: Model with the loss to differentiate.
+        plan: Placement of every array of the run.
     """
 
     phases: Mapping[str, Programs]
@@ -50,7 +51,7 @@ class ReplicaPrograms:
     def train(
         self, phase: str, state: TrainState, batch: Batch
     ) -> tuple[TrainState, Metrics]:
-        """One step."""
+        """Takes one step of a phase, given by name, on the global batch."""
         programs = self.phases[phase]
 
         def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -59,7 +60,8 @@ class ReplicaPrograms:
         return self._mapped(step, (_STATE, P()))(state, batch)
 
     def evaluate(self, state: TrainState, batch: Batch) -> Metrics:
-        """The loss of the averaged parameters where they are kept, else of these."""
+        """Evaluates the loss, with averaged parameters if the state has an average."""
+        # Phases differ in the update alone, so any phase evaluates.
         programs = next(iter(self.phases.values()))
 
         def evaluate(state: TrainState, batch: Batch) -> Metrics:
@@ -77,17 +79,21 @@ class ReplicaPrograms:
 def train_together(
     programs: Programs, model: Model, state: TrainState, batch: Batch
 ) -> tuple[TrainState, Metrics]:
-    """One step of a replica, inside `map_replicas`, whose update sends messages."""
+    """Takes one step of a replica, inside `map_replicas`; the update sends messages.
+
+    `state` and `batch` are the replica's share; the metrics are equal on all replicas.
+    """
     key = key_of_replica(programs.step_key(state), model)
     grads, loss = programs.gradients(state, batch, key)
     loss, share = _mean_loss(loss)
+    # The plain mean over replicas of scaled gradients is the mean weighted by tokens.
     grads = jax.tree.map(lambda g: microbatches.scaled(g, share), grads)
     value_fn = _mean_value(programs.loss_of(state, batch, key))
     return programs.apply_gradients(state, grads, loss, value_fn)
 
 
 def _mean_value(loss_of: Callable[[Params], Loss]) -> Callable[[Params], jax.Array]:
-    """The mean loss of all replicas and its gradient, for optimizers that ask again."""
+    """Returns the mean loss of all replicas as a function, for line searches."""
 
     def value_fn(master: Params) -> jax.Array:
         loss = loss_of(_shared(master))
@@ -100,7 +106,7 @@ def _mean_value(loss_of: Callable[[Params], Loss]) -> Callable[[Params], jax.Arr
 
 @jax.custom_vjp
 def _shared(params: Params) -> Params:
-    """The same parameters, which get the mean gradient of all replicas."""
+    """The identity, with a backward pass that averages gradients over replicas."""
     return params
 
 
@@ -113,7 +119,7 @@ _shared.defvjp(
 def map_replicas(
     run: Any, model: Model, plan: Plan, state: TrainState, outs: Any
 ) -> Any:
-    """Maps a function of a state and a batch over replicas."""
+    """Maps `run(state, batch)` over replicas; `state` and `outs` are PartitionSpecs."""
 
     def call(inputs: TrainState, batch: Batch) -> Any:
         by_row = microbatches.row_specs(batch, model, (REPLICA,))
@@ -122,6 +128,7 @@ def map_replicas(
             mesh=plan.mesh,
             in_specs=(state, by_row),
             out_specs=outs,
+            # The remaining axes stay with the compiler, which shards each replica.
             axis_names={REPLICA},
             check_vma=False,
         )(inputs, batch)
@@ -130,24 +137,28 @@ def map_replicas(
 
 
 def state_spec(common: P, **others: P) -> TrainState:
-    """Specs of a state: a common one, and those of other fields by name."""
+    """Builds the specs of a state: `common`, except for fields named in `others`."""
     names = (field.name for field in dataclasses.fields(TrainState))
     return TrainState(**dict.fromkeys(names, common) | others)
 
 
 _STATE = state_spec(P(), extra=P(REPLICA))
-"""Replicas have errors of their own."""
+"""Every replica has an error feedback of its own; all other arrays are equal."""
 
 
 def key_of_replica(key: jax.Array, model: Model) -> jax.Array | None:
-    """Separable losses draw by row; others would draw alike in all replicas."""
+    """Returns the random key of a replica.
+
+    Separable losses draw by row, which differs already; all other losses would draw
+    alike in all replicas.
+    """
     if model.separable:
         return key
     return fold_in(key, jax.lax.axis_index(REPLICA))
 
 
 def _mean_loss(loss: Loss) -> tuple[Loss, jax.Array]:
-    """The mean loss of all replicas, and the share of this one times their number."""
+    """Averages the loss over replicas, and weighs this replica: 1 if all are equal."""
     gathered = messages.all_gather(loss._replace(model_state=()), REPLICA)
     average = functools.partial(shards.mean_over, axes=(REPLICA,))
     mean = microbatches.mean_loss(gathered, jax.tree.map(average, loss.model_state))
@@ -163,7 +174,7 @@ def make_replica_programs(
     schedule: Schedule | None,
     phases: Phases,
 ) -> ReplicaPrograms:
-    """Builds the programs of a run with phases."""
+    """Builds the uncompiled programs of a run, one for each phase."""
 
     def programs(phase: Phase) -> Programs:
         sent = Sent(phase, Exchange(plan, make_codec(phase.codec)))

@@ -1,9 +1,13 @@
-"""The programs of replicas that take local steps: DiLoCo, 0/1 Adam and relatives.
+"""Programs of replicas that take local steps: DiLoCo, 0/1 Adam and relatives.
 
-In a local step a replica differentiates the loss of its rows and updates its own
-parameters, and no number crosses `replica`. A fragment of the outer gradients, the
-anchor minus the parameters, is averaged by a program of its own, whose result a third
-one applies to the anchor and to the replicas.
+In a local step a replica differentiates the loss of the local rows and updates a
+private copy of the parameters; no number crosses `replica`. The outer gradients of a
+fragment are the anchor (the parameters shared last) minus the replica's parameters. A
+second program averages outer gradients, and a third program applies the mean to the
+anchor and to the replicas.
+
+Reference: DiLoCo, arXiv:2311.08105; Streaming DiLoCo, arXiv:2501.18512; MuLoCo,
+arXiv:2505.23725; 0/1 Adam, arXiv:2202.06009.
 
 Reference: DiLoCo, arXiv:2311.08105; Streaming DiLoCo, arXiv:2501.18512; MuLoCo,
 arXiv:2505.23725; 0/1 Adam, arXiv:2202.06009.
@@ -42,12 +46,12 @@ from zjax.typing import Batch, Metrics, Model
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LocalStep:
-    """One step of every replica for itself; a pure function of arrays.
+    """One step of every replica by itself; a pure function of arrays.
 
     Args:
-        programs: Those of one replica.
-        model: Its loss.
-        plan: Places every array.
+        programs: `Programs` of one replica.
+        model: Model with the loss to differentiate.
+        plan: Placement of every array.
     """
 
     programs: Programs
@@ -57,7 +61,11 @@ class LocalStep:
     def __call__(
         self, replicas: TrainState, batch: Batch
     ) -> tuple[TrainState, Metrics]:
-        """Takes the step."""
+        """Takes the step on the global batch.
+
+        `replicas` is `Outer.replicas` with the `step` of the run. The metrics on each
+        device come from the local replica.
+        """
 
         def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
             state = _of_one(state)
@@ -66,11 +74,14 @@ class LocalStep:
             new, metrics = self.programs.update(state, grads, loss, batch, key)
             return _stacked(new), metrics
 
+        # P() for metrics that differ between replicas saves an exchange in every local
+        # step.
         run = map_replicas(step, self.model, self.plan, _REPLICAS, (_REPLICAS, P()))
         return run(replicas, batch)
 
 
 _REPLICAS = state_spec(P(REPLICA), step=P())
+"""Every array has a leading dim of replicas, except the step counter."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -78,11 +89,11 @@ class CommonStep:
     """One step of all replicas together; a pure function of arrays.
 
     Args:
-        programs: Those of one replica, whose update sends messages.
-        model: Its loss.
-        plan: Places every array.
-        feeds_back: Whether its messages share the errors of outer gradients, which are
-            in one fragment.
+        programs: `Programs` of one replica, with an update that sends messages.
+        model: Model with the loss to differentiate.
+        plan: Placement of every array.
+        feeds_back: Whether the messages share the error feedback of outer gradients,
+            which are then in one fragment.
     """
 
     programs: Programs
@@ -91,7 +102,7 @@ class CommonStep:
     feeds_back: bool
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """Takes the step."""
+        """Takes the step; replicas and anchor are equal before and after."""
 
         def step(replica: TrainState, batch: Batch) -> Any:
             programs, model = self.programs, self.model
@@ -113,13 +124,14 @@ class CommonStep:
 
 
 def _of_one(state: TrainState) -> TrainState:
-    """The part of a replica without the dim of replicas; errors keep it."""
+    """Drops the leading dim of replicas from a replica's state, except from errors."""
     stacked = dataclasses.replace(state, step=(), extra=())
     own = jax.tree.map(lambda x: x[0], stacked)
     return dataclasses.replace(own, step=state.step, extra=state.extra)
 
 
 def _stacked(state: TrainState) -> TrainState:
+    """Adds the leading dim of replicas, the inverse of `_of_one`."""
     own = dataclasses.replace(state, step=(), extra=())
     stacked = jax.tree.map(lambda x: x[None], own)
     return dataclasses.replace(stacked, step=state.step, extra=state.extra)
@@ -127,13 +139,13 @@ def _stacked(state: TrainState) -> TrainState:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class OuterStep:
-    """How a fragment leaves the replicas and comes back; pure functions of arrays.
+    """One exchange of a fragment between replicas; pure functions of arrays.
 
     Args:
-        fragment: Some of the parameters.
-        exchange: Averages it.
-        plan: Places every array.
-        config: Read for `communication`.
+        fragment: Subset of the parameters.
+        exchange: Mean over replicas of the fragment.
+        plan: Placement of every array.
+        config: Config; reads `communication`.
     """
 
     fragment: Fragment
@@ -142,7 +154,7 @@ class OuterStep:
     config: Config
 
     def outer_gradients(self, anchor: Any, replicas: TrainState) -> list[jax.Array]:
-        """The anchor minus the parameters, float32[N, ...] by array."""
+        """Subtracts each replica's parameters from the anchor: float32[N, ...]."""
         start = self.fragment.take(jax.tree.leaves(anchor))
         end = self.fragment.take(jax.tree.leaves(replicas.master), dim=1)
         return [
@@ -151,7 +163,10 @@ class OuterStep:
         ]
 
     def mean(self, grads: list[jax.Array], errors: Any) -> tuple[list[jax.Array], Any]:
-        """Averages outer gradients over replicas."""
+        """Averages outer gradients over replicas, with the fragment's error feedback.
+
+        The mean has equal bits on every replica.
+        """
 
         def of_replica(grads: list[jax.Array], errors: Any) -> Any:
             own = [g[0] for g in grads]
@@ -181,8 +196,13 @@ class OuterStep:
         replicas: TrainState,
         grads: list[jax.Array],
     ) -> tuple[Any, Any, TrainState]:
-        """Takes a step of the outer optimizer."""
+        """Takes a step of the outer optimizer with the mean outer gradients.
+
+        Returns the anchor, the momentum of the outer optimizer and the replicas.
+        """
         settings, fragment = self.config.communication, self.fragment
+        # None, for parameters without momentum, must stay a leaf: leaves go by
+        # position.
         trees = anchor, momentum, replicas.master
         (anchors, momenta, masters), forms = zip(
             *(jax.tree.flatten(tree, is_leaf=lambda x: x is None) for tree in trees),
@@ -208,6 +228,7 @@ class OuterStep:
         return anchor, momentum, dataclasses.replace(replicas, master=master)
 
     def _mixed(self, local: jax.Array, shared: jax.Array) -> jax.Array:
+        """Mixes local into shared parameters, by `communication.mixing`."""
         share = self.config.communication.mixing
         if not share:
             return jnp.broadcast_to(shared, local.shape)
@@ -215,7 +236,8 @@ class OuterStep:
 
 
 def _without_padding(x: jax.Array, row: ArrayPlan, whole: ArrayPlan) -> jax.Array:
-    """Zeros behind the logical shape, which some codecs do not keep."""
+    """Zeroes the padding behind the logical shape, as some codecs cannot send a 0."""
+    # A fragment with some layers has a shorter first dim, which is no padding.
     layers = {0} if row.shape != whole.stored_shape else set()
     for dim, size in enumerate(whole.shape):
         if dim not in layers and size < x.shape[dim]:
@@ -229,8 +251,8 @@ class MomentumStep(OuterStep):
     """An outer step that the optimizer of the replicas takes, as in 0/1 Adam.
 
     Args:
-        tx: Optax gradient transformation, whose `update` takes the phase.
-        phase: What is sent, and merged.
+        tx: Optax gradient transformation; `update` takes the phase.
+        phase: Phase of the exchange and of the merge.
     """
 
     tx: Any
@@ -243,8 +265,9 @@ class MomentumStep(OuterStep):
         replicas: TrainState,
         grads: list[jax.Array],
     ) -> tuple[Any, Any, TrainState]:
-        """Moves the anchor, and gives replicas its parameters and one momentum."""
+        """Moves the anchor, and resets replicas to the anchor and one momentum."""
         leaves, tree = jax.tree.flatten(anchor)
+        # The optimizer takes whole trees: parameters outside the fragment move by 0.
         zeros = [jnp.zeros_like(x) for x in leaves]
         mean = tree.unflatten(self.fragment.put(zeros, grads))
         shared, master, opt_state = jax.shard_map(
@@ -262,6 +285,7 @@ class MomentumStep(OuterStep):
         return anchor, momentum, replicas
 
     def _merge(self, anchor: Any, opt_state: Any, mean: Any) -> tuple[Any, Any, Any]:
+        """Runs the optimizer's merge on one replica, with results equal on all."""
         plan = self.plan.of_replica
         opt_state = jax.tree.map(lambda x: x[0], opt_state)
         opt_state = unpad_tree(opt_state, plan.opt_state)
@@ -286,7 +310,7 @@ class MomentumStep(OuterStep):
 def make_outer_step(
     plan: Plan, config: Config, fragment: Fragment, tx: Any
 ) -> OuterStep:
-    """Builds the programs of a fragment."""
+    """Builds the exchange of a fragment; `tx` is the optimizer of the replicas."""
     exchange = make_exchange(plan, config, fragment)
     merged = merged_phase(config)
     if merged is None:
@@ -297,7 +321,14 @@ def make_outer_step(
 def end_of_round(
     averaged: Any, num_skipped: jax.Array, metrics: Metrics, plan: Plan
 ) -> tuple[Any, Any, Any, Metrics]:
-    """Shares at the end of a round what no fragment holds."""
+    """Shares the arrays that no fragment holds at the end of a round.
+
+    `averaged` has the model state and the parameters that follow totals, arrays [N,
+    ...], and `num_skipped` is int32[N]. Returns the means of `averaged`; the means and
+    the skip count for every replica, [N, ...]; the skip count, the maximum over
+    replicas; and the metrics of all rows. With equal metrics all processes decide alike
+    whether the run continues.
+    """
 
     # The next round counts from the shared number, so that steps add up which another
     # replica skips in each round.
@@ -305,6 +336,7 @@ def end_of_round(
         average = functools.partial(shards.mean_over, axes=(REPLICA,))
         shared = jax.tree.map(average, averaged)
         most = jax.lax.pmax(num_skipped[0], REPLICA)
+        # Every device holds the metrics of one replica, see LocalStep.
         means = microbatches.mean_metrics(messages.all_gather(metrics, REPLICA))
         means["skipped_steps"] = jnp.float32(most)
         own = shared, most[None]

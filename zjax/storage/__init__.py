@@ -1,1 +1,1 @@
-"""Arrays on disks, and moves between memories."""
+"""Arrays of a state on the host and on disks, and transfers to and from devices."""

@@ -1,8 +1,8 @@
 """An array stored on a disk.
 
-Files are written and read past the page cache, in chunks with a checksum. They are
-scratch: another process reads them only under the names of a checkpoint, where they
-never change.
+Files are written and read past the page cache, in chunks with a checksum. The files are
+scratch: another process reads only files with hard links in a checkpoint, which never
+change.
 """
 
 import functools
@@ -37,11 +37,11 @@ from zjax.storage.transfers import FROM_DISKS_BYTES
 class DiskArray:
     """A leaf of a state, stored on a disk in place of a `jax.Array`.
 
-    `path` is the directory of its files, once they are being written.
+    `path` is the directory of the files, set once writing has started.
 
     Args:
-        row: Its plan: the disks, and the sharding over devices.
-        shards: This process's shards, each with the bounds of its dims.
+        row: Plan of the array: the disks, and the sharding over devices.
+        shards: Shards of this process, each with the bounds of the shard's dims.
     """
 
     def __init__(self, row: ArrayPlan, shards: Sequence[tuple[Any, Any]]):
@@ -57,7 +57,7 @@ class DiskArray:
 
     @classmethod
     def write(cls, x: jax.Array, row: ArrayPlan) -> "DiskArray":
-        """Starts to write an array."""
+        """Starts to write an array that has one dim and one element or more."""
         # JAX has a pool of pinned memory; another copy on the host would map its own.
         pinned = send(x, row.on_host.stored)
         shards = {spans_of(s.index, x.shape): s.data for s in pinned.addressable_shards}
@@ -65,25 +65,29 @@ class DiskArray:
 
     @property
     def sharding(self) -> Any:
-        """Its sharding on devices."""
+        """Sharding of the array on devices."""
         return self.row.stored
 
     def prefetch(self) -> None:
-        """Starts to read the shards of this process's devices into host memory."""
+        """Starts to read the shards of the process's devices into host memory."""
         self.check_held()
         if self._coming is None:
             self._coming = move_chunks("read", self._read)
 
     def forget(self) -> None:
-        """Drops what `prefetch` reads."""
+        """Drops the result of `prefetch`."""
         self._coming = None
 
     def is_read(self) -> bool:
-        """Whether `prefetch` has ended, or failed."""
+        """Whether `prefetch` has ended or failed."""
         return self._coming is not None and self._coming.done()
 
     def to_devices(self) -> jax.Array:
-        """Reads the array onto its devices; copies from the host may still run."""
+        """Reads the array onto the devices; copies from the host may still run.
+
+        Raises StorageError if writing failed, or if a chunk does not match its
+        checksum.
+        """
         self.prefetch()
         assert self._coming is not None
         coming, self._coming = self._coming, None
@@ -100,39 +104,41 @@ class DiskArray:
         )
 
     def read(self, index: Any = ...) -> np.ndarray:
-        """Reads a slice, by a NumPy index; all of the array by default."""
+        """Reads a slice, by a NumPy index; the whole array by default."""
         self.block_until_ready()
         return self._with_remedy(lambda: open_files(self.path)[index].read().result())
 
     def block_until_ready(self) -> "DiskArray":
-        """Waits until it is written."""
+        """Waits until the array is written; raises StorageError if writing failed."""
         self.check_held()
         self._result(self._written)
         return self
 
     def is_ready(self) -> bool:
-        """Whether writing has ended, or failed."""
+        """Whether writing has ended or failed."""
         return self._written.done()
 
     def delete(self) -> None:
-        """Leaves its files to another array, once they are written.
+        """Returns the files for reuse by another array, once written.
 
-        Files of an array that is garbage are removed.
+        The files of an array that is garbage-collected are removed instead.
         """
         if not self._is_deleted:
             self._is_deleted = True
             self._written.add_done_callback(lambda _: self._give_back())
 
     def _give_back(self) -> None:
+        # The files are reused from here on: the finalizer must not remove files of
+        # another array.
         self._drop.detach()
         open_scratch(self.row.disks).give_back(self.path)
 
     def is_deleted(self) -> bool:
-        """Whether it was deleted."""
+        """Whether the array was deleted."""
         return self._is_deleted
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """The whole array, for NumPy."""
+        """Reads the whole array, for NumPy."""
         return self.read().astype(dtype or self.dtype)
 
     def check_held(self) -> None:
@@ -141,10 +147,12 @@ class DiskArray:
             raise RuntimeError(f"Array has been deleted with shape={self.shape}.")
 
     def _bounds(self) -> list[Any]:
+        """Lists the bounds of the distinct shards of the process."""
         indices = self.row.stored.addressable_devices_indices_map(self.shape)
         return list(dict.fromkeys(spans_of(i, self.shape) for i in indices.values()))
 
     def _write(self, parts: Sequence[tuple[Any, Any]], scratch: Scratch) -> Job:
+        """Prepares the directory and the list of chunks to write."""
         kind = self.shape, self.dtype, self._chunk, tuple(bounds for bounds, _ in parts)
         self.path = scratch.take(kind, disk_bytes(self.row))
         self._drop = weakref.finalize(self, scratch.remove, self.path)
@@ -160,6 +168,8 @@ class DiskArray:
         return Job(self._write_chunk, pieces, None)
 
     def _read(self) -> Job:
+        """Allocates host memory and lists the chunks to read."""
+        # Files exist only once written; a failed write fails the read.
         self._written.result()
         bounds = self._bounds()
         parts = [
@@ -171,7 +181,7 @@ class DiskArray:
         return Job(self._read_chunk, pieces, parts)
 
     def _pieces(self, bounds: Any, part: np.ndarray) -> list[tuple[str, np.ndarray]]:
-        """The path of each chunk of a shard, and its part of `part`."""
+        """Pairs the path of each chunk of a shard with the chunk's view of `part`."""
         sized = list(zip(bounds, self._chunk, strict=True))
         pieces = []
         spans = (range(start, stop, size) for (start, stop), size in sized)
@@ -183,14 +193,18 @@ class DiskArray:
         return pieces
 
     def _write_chunk(self, path: str, part: np.ndarray) -> None:
+        """Writes one chunk, padded to full size in thread memory if need be."""
         if self._is_in_blocks(part):
             write_file(path, _bytes_of(part))
             return
+        # Chunks at an edge are padded: all files have one size, and direct I/O needs
+        # alignment.
         whole = self._whole_chunk()
         whole[tuple(map(slice, part.shape))] = part
         write_file(path, _bytes_of(whole))
 
     def _read_chunk(self, path: str, part: np.ndarray) -> None:
+        """Reads one chunk, through thread memory if it is padded or not aligned."""
         if self._is_in_blocks(part):
             read_file(path, _bytes_of(part))
             return
@@ -199,12 +213,12 @@ class DiskArray:
         part[...] = whole[tuple(map(slice, part.shape))]
 
     def _is_in_blocks(self, part: np.ndarray) -> bool:
-        """Whether a chunk in memory can be transferred directly."""
+        """Whether O_DIRECT can transfer a chunk from or to memory without a copy."""
         is_whole = part.shape == self._chunk and part.flags.c_contiguous
         return is_whole and not part.ctypes.data % BLOCK_BYTES
 
     def _whole_chunk(self) -> np.ndarray:
-        """Memory of this thread for a whole chunk."""
+        """Returns page-aligned memory of the thread for a whole chunk."""
         memory = thread_memory(math.prod(self._chunk) * self.dtype.itemsize)
         return memory.view(self.dtype).reshape(self._chunk)
 
@@ -212,6 +226,7 @@ class DiskArray:
         return self._with_remedy(future.result)
 
     def _with_remedy(self, call: Callable[[], Any]) -> Any:
+        """Turns an I/O error of `call` into a StorageError with a remedy."""
         try:
             return call()
         except StorageError:
@@ -237,6 +252,7 @@ def open_files(path: str) -> tensorstore.TensorStore:
 
 
 def _describe_files(path: str, chunk: tuple[int, ...], row: ArrayPlan) -> None:
+    """Writes the Zarr 3 metadata of the files, unless an earlier array left it."""
     if os.path.exists(f"{path}/zarr.json"):
         return
     metadata = {
@@ -253,6 +269,7 @@ def _describe_files(path: str, chunk: tuple[int, ...], row: ArrayPlan) -> None:
 
 
 def _driver(path: str) -> dict[str, Any]:
+    """Returns the TensorStore spec of a directory."""
     return {
         "driver": "zarr3",
         "kvstore": {"driver": "file", "path": f"{path}/"},
@@ -276,7 +293,7 @@ def _bytes_of(chunk: np.ndarray) -> np.ndarray:
 
 
 def spans_of(index: Any, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """First element, and that after the last, in each dim of an array's slice.
+    """Returns start and stop in each dim of an array's slice.
 
     Example:
         >>> spans_of((slice(2, 4), slice(None)), (8, 3))

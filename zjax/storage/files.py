@@ -26,9 +26,11 @@ CHUNK_BYTES = 16 << 20
 def chunk_shape(
     shape: tuple[int, ...], shard_shape: tuple[int, ...], itemsize: int
 ) -> tuple[int, ...]:
-    """Shape of the chunks of an array, of `CHUNK_BYTES` or somewhat more.
+    """Returns the shape of the chunks of an array, of `CHUNK_BYTES` or somewhat more.
 
-    All files have one size, so chunks divide a shard as evenly as possible.
+    All files have one size, so chunks divide a shard as evenly as possible. In dims
+    that are split over devices, the chunk divides `shard_shape`: each chunk lies on one
+    device.
 
     Example:
         >>> chunk_shape((48, 1 << 20), (24, 1 << 20), 4)
@@ -59,13 +61,14 @@ def chunk_shape(
 
 
 def disk_bytes(row: ArrayPlan) -> int:
-    """Bytes on disk of the files that this process writes, with their directories."""
+    """Counts the bytes on disk of the process's files, with directories."""
     shard = row.stored.shard_shape(row.stored_shape)
     itemsize = dtype_bytes(row.stored_dtype)
     chunk = chunk_shape(row.stored_shape, shard, itemsize)
     grid = [math.ceil(n / size) for n, size in zip(shard, chunk, strict=True)]
     num_shards = num_distinct_shards(row.stored, row.stored_shape)
     num_files = num_shards * math.prod(grid)
+    # A file system allocates whole blocks, also for directories.
     file_blocks = math.ceil((math.prod(chunk) * itemsize + SUM_BYTES) / BLOCK_BYTES)
     folders = num_shards * sum(math.prod(grid[:dim]) for dim in range(1, len(grid)))
     num_others = 3  # directory of the array, directory of the chunks, description
@@ -82,9 +85,10 @@ _FLAGS_LOCK = threading.Lock()
 
 
 def write_file(path: str, content: np.ndarray) -> None:
-    """Creates a file, or overwrites one of the same length.
+    """Creates a file of `content`, uint8[n], or overwrites a file of equal length.
 
-    A file with more hard links, as in a checkpoint, is replaced: they keep its content.
+    A file with more hard links, as in a checkpoint, is replaced, so that the checkpoint
+    keeps the content. Page-aligned memory is not copied.
     """
     num_direct = _num_direct(content)
     tail = content[num_direct:].tobytes() + _checksum(content)
@@ -95,6 +99,7 @@ def write_file(path: str, content: np.ndarray) -> None:
     file = os.open(path, flags, 0o600)
     try:
         _transfer_all(os.pwritev, file, content[:num_direct], 0)
+        # The tail is shorter than a block, which O_DIRECT refuses.
         _clear_direct_flag(file)
         _transfer_all(os.pwritev, file, np.frombuffer(tail, np.uint8), num_direct)
     finally:
@@ -102,7 +107,11 @@ def write_file(path: str, content: np.ndarray) -> None:
 
 
 def read_file(path: str, content: np.ndarray) -> None:
-    """Reads what `write_file` wrote."""
+    """Reads a file of `write_file` into `content`, uint8[n], and verifies the checksum.
+
+    Raises ValueError for a short file or a wrong checksum; page-aligned memory is
+    fastest.
+    """
     num_direct = _num_direct(content)
     tail = np.empty(len(content) - num_direct + SUM_BYTES, np.uint8)
     file = os.open(path, os.O_RDONLY | _direct_flag(os.path.dirname(path)))
@@ -118,7 +127,7 @@ def read_file(path: str, content: np.ndarray) -> None:
 
 
 def check_file(path: str) -> int:
-    """Verifies a file of `write_file` and returns its checksum."""
+    """Verifies a file of `write_file` and returns the checksum."""
     size = os.stat(path).st_size - SUM_BYTES
     if size < 1:
         raise ValueError(f"ends after {size + SUM_BYTES} bytes")
@@ -127,14 +136,14 @@ def check_file(path: str) -> int:
 
 
 def stored_sum(path: str) -> int:
-    """The CRC-32C at the end of a file of `write_file`, unchecked."""
+    """Returns the CRC-32C at the end of a file of `write_file`, unchecked."""
     with open(path, "rb", buffering=0) as file:
         file.seek(-SUM_BYTES, os.SEEK_END)
         return int.from_bytes(file.read(SUM_BYTES), "little")
 
 
 def _num_direct(content: np.ndarray) -> int:
-    """Length of the prefix of `content` that O_DIRECT can transfer, in bytes."""
+    """Returns the bytes at the start of `content` that O_DIRECT can transfer."""
     if content.ctypes.data % BLOCK_BYTES:
         return 0
     return len(content) - len(content) % BLOCK_BYTES
@@ -147,6 +156,7 @@ def _checksum(content: np.ndarray) -> bytes:
 def _transfer_all(
     transfer: Callable[..., int], file: int, content: np.ndarray, offset: int
 ) -> None:
+    """Repeats a transfer until all bytes are moved: one system call may move fewer."""
     done = 0
     while done < len(content):
         num_bytes = transfer(file, [content[done:]], offset + done)
@@ -156,12 +166,13 @@ def _transfer_all(
 
 
 def _clear_direct_flag(file: int) -> None:
+    """Switches an open file to transfers through the page cache."""
     flags = fcntl.fcntl(file, fcntl.F_GETFL)
     fcntl.fcntl(file, fcntl.F_SETFL, flags & ~getattr(os, "O_DIRECT", 0))
 
 
 def _direct_flag(directory: str) -> int:
-    """O_DIRECT if the file system supports it, else 0."""
+    """Returns O_DIRECT if the file system supports it, else 0."""
     device = os.stat(directory).st_dev
     with _FLAGS_LOCK:
         if device not in _FLAGS:
@@ -170,6 +181,7 @@ def _direct_flag(directory: str) -> int:
 
 
 def _try_direct(directory: str) -> int:
+    """Tries O_DIRECT on a temporary file, and warns if it fails."""
     flag = getattr(os, "O_DIRECT", 0)
     with tempfile.NamedTemporaryFile(dir=directory) as trial:
         try:
@@ -179,6 +191,8 @@ def _try_direct(directory: str) -> int:
             finally:
                 os.close(file)
         except OSError as error:
+            # Opening or writing may fail: file systems differ in when they refuse
+            # O_DIRECT.
             if error.errno not in (errno.EINVAL, errno.ENOTSUP):
                 raise
             flag = 0

@@ -1,4 +1,4 @@
-"""Threads that read and write chunks, and streams for copies of devices and host."""
+"""I/O threads that read and write chunks, and copy streams between devices and host."""
 
 import functools
 import itertools
@@ -18,15 +18,22 @@ TO_DEVICE, TO_HOST = "device", "pinned_host"
 
 
 class CopyStreams:
-    """Has the copies of a process alternate between directions."""
+    """Makes the copies of a process alternate between directions.
+
+    A GPU hands copies between memories to an even number of streams in turn, whatever
+    the direction. A copy to the device may therefore wait behind a copy to the host,
+    which waits for the program that computes the result. With alternating directions,
+    each direction has every second stream to itself.
+    """
 
     def __init__(self) -> None:
         self._last = TO_HOST
 
     def take_turn(self, direction: str, place: Any) -> None:
-        """Prepares for a copy by each device of this process in the mesh of `place`."""
+        """Prepares for a copy by each local device in the mesh of `place`."""
         if not _has_streams(place.mesh):
             return
+        # Copy a single number the opposite way to take the turn.
         if direction == self._last:
             other = TO_HOST if direction == TO_DEVICE else TO_DEVICE
             jax.device_put(_number(place.mesh, direction), _on_each(place.mesh, other))
@@ -34,12 +41,13 @@ class CopyStreams:
 
 
 COPY_STREAMS = CopyStreams()
-"""Those of this process."""
+"""The copy streams of this process."""
 
 
 def send(x: jax.Array, place: NamedSharding) -> jax.Array:
-    """Starts to copy an array, in its turn, to another memory with the same shards."""
+    """Starts to copy an array, in turn, to another memory with equal shards."""
     COPY_STREAMS.take_turn(place.memory_kind or TO_DEVICE, place)
+    # Callers delete `x` after the copy, which must not share memory with it.
     return jax.device_put(x, place, may_alias=False)
 
 
@@ -49,11 +57,13 @@ def _has_streams(mesh: Mesh) -> bool:
 
 @functools.lru_cache(maxsize=4)
 def _number(mesh: Mesh, memory: str) -> jax.Array:
+    """Caches a scalar on each device: making one per turn would itself be a copy."""
     return jax.device_put(jnp.zeros(()), _on_each(mesh, memory))
 
 
 @functools.lru_cache(maxsize=4)
 def _on_each(mesh: Mesh, memory: str) -> NamedSharding:
+    """Replicates over the local devices, in a memory."""
     here = Mesh(np.asarray(mesh.local_devices), ("device",))
     return NamedSharding(here, PartitionSpec(), memory_kind=memory)
 
@@ -80,7 +90,9 @@ class Job(NamedTuple):
 
 
 def move_chunks(direction: Direction, prepare: Callable[[], Job]) -> futures.Future:
-    """Calls `prepare`, which may block, and runs its job, all in other threads.
+    """Calls `prepare`, which may block, and runs the job, all in I/O threads.
+
+    The future is set to the job's result or first error, once no chunk is in transfer.
 
     Example:
         >>> chunks = []
@@ -96,6 +108,8 @@ def move_chunks(direction: Direction, prepare: Callable[[], Job]) -> futures.Fut
             act, pieces, result = prepare()
             for piece in pieces:
                 transfers.append(_movers(direction).submit(act, *piece))
+        # A chunk may be in transfer already: the job fails only after all transfers
+        # end.
         except BaseException as error:
             transfers.append(_failed(error))
         _settle(job_future, transfers, result)
@@ -105,6 +119,7 @@ def move_chunks(direction: Direction, prepare: Callable[[], Job]) -> futures.Fut
 
 
 def _failed(error: BaseException) -> futures.Future:
+    """Returns a future that has failed."""
     future: futures.Future[None] = futures.Future()
     future.set_exception(error)
     return future
@@ -113,7 +128,7 @@ def _failed(error: BaseException) -> futures.Future:
 def _settle(
     job_future: futures.Future, transfers: list[futures.Future], result: Any
 ) -> None:
-    """Sets the future of a job once all its transfers are done."""
+    """Sets the future of a job once all transfers are done."""
     remaining = itertools.count(len(transfers) - 1, -1)  # `next` is atomic
 
     def count_down(_: futures.Future) -> None:

@@ -1,4 +1,4 @@
-"""Copies of arrays between the memory of devices, that of the host, and disks."""
+"""Copies of arrays between device memory, host memory and disks."""
 
 import collections
 from collections.abc import Iterable, Iterator
@@ -14,7 +14,10 @@ from zjax.storage.transfers import report_moved
 
 
 def to_devices(x: Any, row: ArrayPlan, *, is_consumed: bool) -> Any:
-    """Starts to copy a stored array to the devices, unless it is stored there."""
+    """Starts to copy a stored array to the devices, unless the array is stored there.
+
+    `is_consumed` deletes `x`. The copy may still run.
+    """
     if row.is_on_device:
         return x
     staged = x.to_devices() if row.is_on_disk else send(x, row.on_device.stored)
@@ -24,7 +27,7 @@ def to_devices(x: Any, row: ArrayPlan, *, is_consumed: bool) -> Any:
 
 
 def store(arrays: Any, rows: Any) -> Any:
-    """Starts to copy arrays to where they are stored; those that move are consumed."""
+    """Starts to copy arrays to where `rows` store each, and consumes what moves."""
 
     def one(x: Any, row: ArrayPlan) -> Any:
         if row.is_on_device:
@@ -49,11 +52,17 @@ def store_all(arrays: Any, rows: Any, limit_bytes: int) -> Any:
 def store_in_turn(
     pairs: Iterable[tuple[Any, ArrayPlan]], limit_bytes: int
 ) -> Iterator[Any]:
-    """Stores arrays as an iterator creates them, with few in transfer at a time."""
+    """Stores arrays as an iterator creates each, with few in transfer at a time.
+
+    `limit_bytes` bounds the bytes on one device of arrays in transfer; one array is
+    stored whatever the size. Arrays that move are consumed, and copies may run until
+    the iterator ends.
+    """
     moving: collections.deque[tuple[Any, int]] = collections.deque()
     num_bytes = 0
     for x, row in pairs:
         if is_simulated(row.stored.mesh):
+            # On simulated devices, collectives of two programs at once could deadlock.
             jax.block_until_ready(x)
         stored = store(x, row)
         del x  # free it on the device before the next one is created

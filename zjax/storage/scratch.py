@@ -1,4 +1,4 @@
-"""Directories for the arrays of one process, removed when it ends."""
+"""Scratch directories for the arrays of one process, removed when the process ends."""
 
 import collections
 import contextlib
@@ -28,17 +28,17 @@ _LOCK = "lock"
 _MOUNTS = pathlib.Path("/proc/self/mountinfo")
 _IN_MEMORY = ("tmpfs", "ramfs")
 MIN_BYTES_PER_SECOND = 50 * 10**6
-"""Least write rate of a disk: on a slower one a step takes hours."""
+"""Least write rate of a disk: on a slower disk a step takes hours."""
 _TRIAL_BYTES, _TRIED_FROM = 64 << 20, 10**9
-"""Bytes written to measure it, and bytes of a state from which it is measured."""
+"""Bytes of the trial write, and bytes of a state from which disks are tried."""
 
 
 class Scratch:
     """A directory on each of some disks, over which arrays are spread.
 
-    The next array of the same kind reuses the files of one that was deleted: writing
-    over them is faster than removing them and making others. Files of a process that
-    was killed are removed by the next.
+    The next array of equal kind reuses the files of a deleted array: overwriting is
+    faster than removing files and creating new files. The next process removes the
+    files of a process that was killed.
 
     Args:
         paths: Directories that exist, one per disk.
@@ -59,10 +59,17 @@ class Scratch:
         self._lock = threading.Lock()
         self._to_remove: queue.SimpleQueue[str] = queue.SimpleQueue()
         threading.Thread(target=self._remove_all, daemon=True).start()
+        # The process id, as a forked child inherits the finalizer but not the
+        # directories.
         weakref.finalize(self, _close, self.places, locks, os.getpid())
 
     def take(self, kind: Hashable, num_bytes: int) -> str:
-        """A directory for one more array."""
+        """Returns a directory for one more array of `num_bytes` on disk.
+
+        Arrays with equal names and sizes of files have an equal `kind`: a deleted array
+        of equal kind leaves a directory with files; else the directory is new, on the
+        disk that holds least.
+        """
         with self._lock:
             if self._free[kind]:
                 return self._free[kind].pop()
@@ -73,15 +80,15 @@ class Scratch:
             return path
 
     def give_back(self, path: str) -> None:
-        """Leaves the files of an array, a path of `take`, to the next of its kind."""
+        """Leaves an array's files, a path of `take`, to the next array of the kind."""
         with self._lock:
             kind, _ = self._taken[path]
             self._free[kind].append(path)
 
     def remove(self, path: str) -> None:
-        """Starts to remove an array, a path of `take`; with the last one all others.
+        """Starts to remove an array, a path of `take`; the last one clears all files.
 
-        A finalizer may run within any other call, so this takes no lock.
+        A finalizer may run within any call, so that this method takes no lock.
         """
         self._to_remove.put(path)
 
@@ -93,6 +100,7 @@ class Scratch:
             self._free.clear()
 
     def _remove_all(self) -> None:
+        """Removes queued paths, for the life of the process, in a daemon thread."""
         while True:
             path = self._to_remove.get()
             with self._lock:
@@ -102,6 +110,7 @@ class Scratch:
                 self.clear()
 
     def _forget(self, path: str) -> None:
+        """Removes a directory from disk and from the count of bytes."""
         shutil.rmtree(path, ignore_errors=True)
         _, num_bytes = self._taken.pop(path)
         self._held[os.path.dirname(path)] -= num_bytes
@@ -112,13 +121,14 @@ _open = functools.cache(Scratch)
 
 
 def open_scratch(paths: tuple[str, ...]) -> Scratch:
-    """The scratch directories of this process: one `Scratch` for each `paths`."""
+    """Returns this process's scratch directories: one `Scratch` for each `paths`."""
+    # `functools.cache` may call Scratch twice if two threads ask at once.
     with _OPENING:
         return _open(paths)
 
 
 def free_bytes(paths: tuple[str, ...]) -> int:
-    """Bytes free for arrays spread over disks, as the fullest disk allows."""
+    """Counts the bytes free for arrays spread over disks, by the fullest disk."""
     disks = [os.stat(path).st_dev for path in paths]
     shares = [
         shutil.disk_usage(path).free / disks.count(disk)
@@ -130,7 +140,11 @@ def free_bytes(paths: tuple[str, ...]) -> int:
 def check_disks(
     paths: tuple[str, ...], sizes: Sequence[int], num_processes: int = 1
 ) -> None:
-    """Refuses disks on which a state does not fit."""
+    """Raises StorageError if a state does not fit on disks, or a disk is too slow.
+
+    `sizes` are the bytes of files of each local array; `num_processes` share the disks,
+    with as many files each.
+    """
     open_scratch(paths).clear()  # and the files of killed runs
     total = sum(sizes)
     if total >= _TRIED_FROM:
@@ -150,6 +164,7 @@ def check_disks(
 
 
 def _check_paths(paths: tuple[str, ...]) -> None:
+    """Raises StorageError for paths that are not writable or lie in memory."""
     remedy = "name directories on the disks of this host, in which files can be written"
     problems = [
         Problem("zero.nvme_paths", path, "is not a directory to write to", remedy)
@@ -167,13 +182,15 @@ def _check_paths(paths: tuple[str, ...]) -> None:
 
 
 def _kind_of_files(path: str) -> str:
-    """Linux's name of the file system of a path; empty where it is not known."""
+    """Returns Linux's name of the file system of a path; empty if unknown."""
     if not _MOUNTS.exists():
         return ""
     directory, longest = f"{os.path.realpath(path)}/", ("", "")
     for line in _MOUNTS.read_text().splitlines():
         mount, _, rest = line.partition(" - ")
         point = mount.split()[4]
+        # The longest mount point wins; of equal points the last mount hides earlier
+        # mounts.
         if directory.startswith(f"{point.rstrip('/')}/") and len(point) >= len(
             longest[0]
         ):
@@ -182,6 +199,7 @@ def _kind_of_files(path: str) -> str:
 
 
 def _check_speed(paths: tuple[str, ...], needed_bytes: int) -> None:
+    """Raises StorageError for disks on which a step would take hours."""
     rates = []
     for path, place in zip(paths, open_scratch(paths).places, strict=True):
         with _named_errors(path):
@@ -203,7 +221,7 @@ def _check_speed(paths: tuple[str, ...], needed_bytes: int) -> None:
 
 
 def _write_rate(place: str) -> float:
-    """Bytes per second, writing one file."""
+    """Measures bytes per second of writing one file."""
     path, content = f"{place}/trial", mmap.mmap(-1, _TRIAL_BYTES)
     start = time.perf_counter()
     write_file(path, np.frombuffer(content, np.uint8))
@@ -213,7 +231,7 @@ def _write_rate(place: str) -> float:
 
 @contextlib.contextmanager
 def _named_errors(path: str) -> Iterator[None]:
-    """Names the disk of an error."""
+    """Adds the path of the disk to an error."""
     try:
         yield
     except OSError as error:
@@ -224,8 +242,10 @@ def _named_errors(path: str) -> Iterator[None]:
 
 
 def _make_place(path: str) -> tuple[str, IO[str]]:
-    """Makes a directory that gets its name only once it is locked."""
+    """Makes a directory that gets the final name only once it is locked."""
     with _named_errors(path):
+        # An unlocked directory with the final name would look abandoned to another
+        # process.
         new = pathlib.Path(
             tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=os.path.abspath(path))
         )
@@ -236,6 +256,7 @@ def _make_place(path: str) -> tuple[str, IO[str]]:
 
 
 def _remove_abandoned(path: pathlib.Path) -> None:
+    """Removes directories of ended processes: a live process holds the lock."""
     for place in path.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError), (place / _LOCK).open() as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -243,7 +264,10 @@ def _remove_abandoned(path: pathlib.Path) -> None:
 
 
 def _remove(place: pathlib.Path) -> None:
-    """The lock goes last: the next process finds a half-removed place by it."""
+    """Removes a directory, and the lock last.
+
+    The next process finds a half-removed directory by the lock.
+    """
     for entry in place.iterdir():
         if entry.is_dir():
             shutil.rmtree(entry, ignore_errors=True)
@@ -253,6 +277,7 @@ def _remove(place: pathlib.Path) -> None:
 
 
 def _close(places: Sequence[str], locks: Sequence[IO[str]], process: int) -> None:
+    """Removes the directories at exit of the process that made the directories."""
     if process != os.getpid():
         return
     for place, lock in zip(places, locks, strict=True):

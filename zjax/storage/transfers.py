@@ -1,4 +1,4 @@
-"""Bytes that may be in transit between memories, and a bar for long transfers."""
+"""Budgets of bytes in transfer between memories, and a bar for long transfers."""
 
 import contextlib
 import contextvars
@@ -20,22 +20,23 @@ from zjax.sharding.mesh import device_capacity_bytes
 
 IN_FLIGHT_BYTES, IN_FLIGHT_SHARE = 5 * 10**9, 0.15
 """Most bytes on a device, and share of its memory, of arrays in transfer. A few groups
-fit, so that others wait while the device computes a block."""
+fit, so that the next groups arrive while the device computes a block."""
 
 READ_AHEAD_BYTES = 4 * 10**9
-"""Bytes on the host for one device that are read from disks before the device has room
-for them."""
+"""Bytes on the host for one device that are read from disks before the device has
+room."""
 
 FROM_DISKS_BYTES = READ_AHEAD_BYTES + IN_FLIGHT_BYTES
-"""The same, with those that are being copied to the device."""
+"""Bytes on the host for one device that are read ahead or being copied to the
+device."""
 
 
 class DiskStaging(NamedTuple):
-    """Host memory for one device, of arrays in transfer between it and disks.
+    """Host memory for one device, of arrays in transfer between the device and disks.
 
     Args:
-        from_disks: Bytes read ahead or being copied to the device. They are not pinned,
-            though JAX may copy through pinned memory, as it does from the host.
+        from_disks: Bytes read ahead or being copied to the device. The bytes are not
+            pinned, though JAX may copy through pinned memory, as it does from the host.
         to_disks: Bytes being written, pinned.
     """
 
@@ -44,7 +45,9 @@ class DiskStaging(NamedTuple):
 
 
 def in_flight_bytes(capacity_bytes: int | float) -> int:
-    """Bytes on a device for arrays in transfer.
+    """Returns the bytes for arrays in transfer on a device of `capacity_bytes`.
+
+    The capacity is infinite if the device does not report it.
 
     Example:
         >>> [in_flight_bytes(size * 10**9) / 1e9 for size in (16, 141)]
@@ -54,12 +57,14 @@ def in_flight_bytes(capacity_bytes: int | float) -> int:
 
 
 def transfer_budget(mesh: Any) -> int:
-    """The `in_flight_bytes` of the smallest device of a mesh."""
+    """Returns the `in_flight_bytes` of the smallest device of a mesh."""
     return in_flight_bytes(device_capacity_bytes(mesh))
 
 
 def staging_bytes(on_disks: int) -> DiskStaging:
-    """Host memory for transfers between one device and disks.
+    """Returns the host memory for transfers between disks and one device.
+
+    `on_disks` are the bytes of the device's state that disks store.
 
     Example:
         >>> staging_bytes(6 * 10**9)
@@ -71,13 +76,14 @@ def staging_bytes(on_disks: int) -> DiskStaging:
 
 _LONG_BYTES = 10**9
 _LINE_SECONDS = 30
+"""Seconds between lines of progress where there is no terminal."""
 _advance: contextvars.ContextVar[Callable[[int], None] | None]
 _advance = contextvars.ContextVar("advance", default=None)
 
 
 @contextlib.contextmanager
 def progress_bar(what: str, num_bytes: int) -> Iterator[None]:
-    """Shows what `report_moved` reports, within its context."""
+    """Shows a bar of `report_moved` calls within the context, from a gigabyte on."""
     if num_bytes < _LONG_BYTES:
         yield
         return
@@ -100,6 +106,7 @@ def progress_bar(what: str, num_bytes: int) -> Iterator[None]:
 
 
 def _lines(what: str, num_bytes: int, console: Console) -> Callable[[int], None]:
+    """Returns a function that adds bytes, and prints a line now and then."""
     moved, printed = 0, time.monotonic()
 
     def add(more: int) -> None:
