@@ -1,9 +1,9 @@
 """Averaged weights for evaluation.
 
 A state has averages by `optimizer.ema_decay`, or from `optax.contrib.schedule_free`,
-whose raw weights are only where it takes gradients (Defazio et al., arXiv:2405.15682).
-Evaluation, generation and export use the first of `ema`, `schedule_free` and `raw` that
-a state has, unless one is named.
+which stores the raw weights at the point of the gradients (Defazio et al.,
+arXiv:2405.15682). Evaluation, generation and export use the first of `ema`,
+`schedule_free` and `raw` that a state has, unless the caller names a part.
 """
 
 import dataclasses
@@ -22,19 +22,19 @@ from zjax.train.state import TrainState
 from zjax.typing import Params
 
 Part = Literal["auto", "ema", "schedule_free", "raw"]
-"""Weights of a state by name; `auto` is the first of the others that it has."""
+"""Weights of a state by name; `auto` is the first name of `parts_of`."""
 PARTS: tuple[Part, ...] = get_args(Part)
 
 
 def parts_of(state: TrainState) -> tuple[Part, ...]:
-    """Names of the weights that a state holds; those for evaluation come first."""
+    """Lists the weights that a state holds; the first is the default for evaluation."""
     ema: tuple[Part, ...] = () if state.ema == () else ("ema",)
     free: tuple[Part, ...] = ("schedule_free",) if _schedule_free(state) else ()
     return (*ema, *free, "raw")
 
 
 def choose_part(part: str, parts: tuple[Part, ...]) -> Part:
-    """Resolves `auto`, and refuses weights that a state does not hold.
+    """Resolves `auto`, and raises ConfigError for weights that a state does not hold.
 
     Example:
         >>> choose_part("auto", ("ema", "raw"))
@@ -50,26 +50,27 @@ def choose_part(part: str, parts: tuple[Part, ...]) -> Part:
 
 
 def with_part(state: TrainState, part: str) -> TrainState:
-    """A state that evaluates with these weights, for readers alone.
+    """Returns a state that evaluates with the weights `part`, for readers alone.
 
     Args:
         state: State of the run; not consumed.
-        part: `auto`, or one of `parts_of(state)`.
+        part: Name of the weights: `auto`, or one of `parts_of(state)`.
 
     Raises:
-        ConfigError: The state does not hold them.
+        ConfigError: The state does not hold these weights.
     """
     parts = parts_of(state)
     part = choose_part(part, parts)
     if part == "raw":
+        # Without EMA and optimizer state, `averaged` finds no average.
         return dataclasses.replace(state, ema=(), opt_state=())
     return state if part == parts[0] else dataclasses.replace(state, ema=())
 
 
 def only_weights(state: TrainState, plan: Plan) -> TrainState:
-    """The state without all that the weights for evaluation do not depend on.
+    """Drops all arrays that the weights for evaluation do not depend on.
 
-    Beside averages that is None for all master weights but frozen parameters.
+    With an EMA, that is None for all master weights except frozen parameters.
     """
     part, master = parts_of(state)[0], state.master
     if part == "ema":
@@ -82,9 +83,9 @@ def only_weights(state: TrainState, plan: Plan) -> TrainState:
 
 
 def averaged(state: TrainState, plan: Plan) -> Params | None:
-    """The averaged weights of a state in logical shapes, with the frozen parameters.
+    """Returns the averaged weights in logical shapes, with the frozen parameters.
 
-    None if it has none.
+    None if the state has no average.
     """
     rows = plan.master
     held = unpad_tree(frozen(state.master, rows), frozen(rows, rows))
@@ -94,13 +95,14 @@ def averaged(state: TrainState, plan: Plan) -> Params | None:
         return None
     params = unpad_tree(trained(state.master, rows), trained(rows, rows))
     opt_state = unpad_tree(state.opt_state, plan.opt_state)
+    # One average per parameter group; each replaces only the parameters of the group.
     for average in _schedule_free(dataclasses.replace(state, opt_state=opt_state)):
         params = _of_group(average, params)
     return joined(params, held, rows)
 
 
 def check_average(state: TrainState, plan: Plan) -> None:
-    """Refuses to evaluate `schedule_free` weights whose state is offloaded."""
+    """Raises PlanError if `schedule_free` weights depend on offloaded state."""
     if plan.is_offloaded and state.ema == () and _schedule_free(state):
         problem = "has averaged weights whose parts rest elsewhere"
         remedy = "use zero.optimizer_memory='device', or part='raw'"
@@ -108,7 +110,11 @@ def check_average(state: TrainState, plan: Plan) -> None:
 
 
 def check_moved(moved: Collection[str], opt_state: Any) -> None:
-    """Refuses parameters that totals move under `schedule_free`."""
+    """Raises PlanError if totals move parameters that `schedule_free` averages.
+
+    The average would extrapolate from the values before the move. `opt_state` may be a
+    tree of plans.
+    """
     if moved and _of_optimizer(opt_state):
         problem = f"averages {min(moved)}, which moves without a gradient"
         remedy = "use another optimizer"
@@ -129,7 +135,7 @@ def _is_schedule_free(x: Any) -> bool:
 
 
 def _of_group(state: contrib.ScheduleFreeState, params: Params) -> Params:
-    """Replaces the parameters that one transformation updates by their averages."""
+    """Replaces the parameters that one transformation updates by averages."""
     updated = jax.tree.map(
         lambda z, x: z if _is_masked(z) else x, state.z, params, is_leaf=_is_masked
     )

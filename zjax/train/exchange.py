@@ -30,12 +30,12 @@ _EXACT = {make_codec("float32"), make_codec("bfloat16")}
 class Exchange:
     """Averages arrays in the placement of gradients, inside `shard_map` over `replica`.
 
-    Parameters without a gradient are not sent: codecs have no 0, so that they would
-    move, and would share the scales of others.
+    Parameters without a gradient are not sent: codecs have no 0, so that these would
+    move, and would influence the scales of the remaining parameters.
 
     Args:
-        plan: The plan of a run.
-        codec: Form of the numbers on the wire.
+        plan: Plan of a run.
+        codec: Wire format of the numbers.
     """
 
     plan: Plan
@@ -48,7 +48,7 @@ class Exchange:
 
     @property
     def feeds_back(self) -> bool:
-        """Whether what the codec loses is added to the next message."""
+        """Whether the quantization error is added to the next message."""
         return self.codec not in _EXACT
 
     @property
@@ -59,7 +59,7 @@ class Exchange:
 
     @property
     def num_replicas(self) -> int:
-        """Replicas that exchange."""
+        """Number of replicas that exchange."""
         return self.plan.mesh.shape[REPLICA]
 
     @property
@@ -70,7 +70,7 @@ class Exchange:
 
     @property
     def error_rows(self) -> Any:
-        """Plans of the errors that the codec leaves for the next step, by device."""
+        """Plans of the error feedback: float32[replicas, devices, elements]."""
         mesh, number = self.plan.mesh, self.num_replicas
         place = NamedSharding(mesh, P(REPLICA, self.axes))
         num_devices = math.prod(mesh.shape[axis] for axis in self.axes)
@@ -86,7 +86,7 @@ class Exchange:
     def _axes_of_copies(self) -> list[set[str]]:
         """Axes along which devices of a replica send one shard in unlike buffers.
 
-        What a codec loses of a number depends on the rest of the buffer.
+        The quantization error of a number depends on all numbers in the buffer.
         """
         split = [{*sum(axes_of(row.spec, len(row.shape)), ())} for row in self.rows]
         unlike = set().union(*split)
@@ -95,7 +95,11 @@ class Exchange:
     def __call__(
         self, tree: Params, errors: Any, keep: jax.Array
     ) -> tuple[Params, Any]:
-        """Averages arrays over replicas."""
+        """Averages arrays in logical shapes over replicas.
+
+        `keep`, bool[], says whether the step counts and new errors replace `errors`.
+        Arrays without a gradient come back unchanged.
+        """
         leaves, form = jax.tree.flatten(tree)
         is_sent = [r.follows == "gradient" for r in jax.tree.leaves(self.plan.grads)]
         sent = [x for x, is_one in zip(leaves, is_sent, strict=True) if is_one]
@@ -110,6 +114,7 @@ class Exchange:
     def _mean(
         self, sent: list[jax.Array], errors: Any, keep: jax.Array
     ) -> tuple[list[jax.Array], Any]:
+        """Averages the arrays that are sent, as one buffer per device."""
         specs = [row.spec for row in self.rows]
         by_device = jax.tree.map(lambda _: P(None, self.axes), errors)
 
@@ -124,6 +129,8 @@ class Exchange:
                 part = mean[start : start + x.size]
                 parts.append(part.reshape(x.shape).astype(x.dtype))
                 start += x.size
+            # Copies of a shard must stay bitwise equal, though unlike buffers rounded
+            # them differently.
             parts = list(map(_of_first_device, parts, self._axes_of_copies))
             kept = jax.tree.map(
                 lambda x, e: jnp.where(keep, x.reshape(e.shape), e), new or (), errors
@@ -141,7 +148,7 @@ class Exchange:
 
 
 def _of_first_device(x: jax.Array, axes: set[str]) -> jax.Array:
-    """What the first device along some axes has received, on all of them."""
+    """Broadcasts the array of the first device along some axes."""
     if not axes:
         return x
     order = tuple(sorted(axes))
@@ -150,23 +157,23 @@ def _of_first_device(x: jax.Array, axes: set[str]) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Sent:
-    """What the update of a phase averages over replicas.
+    """The message of a phase and the exchange that averages the message over replicas.
 
     Args:
-        phase: What is sent, and how.
-        exchange: Sends it.
+        phase: Phase, which says the message and the codec.
+        exchange: Exchange between replicas.
     """
 
     phase: Phase
     exchange: Exchange
 
     def norm(self, norm: jax.Array) -> jax.Array:
-        """Root mean square of the norms; not finite if one of them is not."""
+        """Root mean square of the replicas' norms; not finite if any norm is not."""
         return jnp.sqrt(jax.lax.pmean(norm * norm, REPLICA))
 
 
 def error_rows(plan: Plan, config: Config) -> Any:
-    """Plans of the errors of a run; an empty tuple without error feedback."""
+    """Returns plans of the error feedback of a run; an empty tuple without feedback."""
     phases = make_phases(config)
     if phases is None:
         return ()
@@ -177,11 +184,14 @@ def error_rows(plan: Plan, config: Config) -> Any:
 
 
 KEY = "codec_errors"
-"""Where a checkpoint keeps the description."""
+"""Key of the description of errors in a checkpoint."""
 
 
 def describe_errors(rows: Any, config: Config, step: int) -> str:
-    """A checksum of all that gives errors their meaning."""
+    """Returns a checksum of all settings that errors depend on.
+
+    Errors in units of gradients are useless to messages in units of steps.
+    """
     phases = make_phases(config)
     units = None
     if phases is not None and phases.freeze_step:
@@ -195,5 +205,8 @@ def describe_errors(rows: Any, config: Config, step: int) -> str:
 
 
 def fit(rows: Any, config: Config, saved: Mapping[str, Any], step: int) -> bool:
-    """Whether the errors of a checkpoint fit the next messages of a run."""
+    """Whether the error feedback of a checkpoint at `step` suits the next messages.
+
+    `saved` is the metadata that the checkpoint keeps beside the arrays.
+    """
     return saved.get(KEY) == describe_errors(rows, config, step)

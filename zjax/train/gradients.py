@@ -1,4 +1,4 @@
-"""Gradients over a global batch, reduced by the compiler or by our collectives."""
+"""Gradients over a global batch, reduced by the compiler or by explicit collectives."""
 
 import dataclasses
 import functools
@@ -25,12 +25,12 @@ from zjax.typing import Batch, Loss, Model, ModelState, Params
 
 @dataclasses.dataclass(frozen=True)
 class AutomaticGradients:
-    """Pure functions of the compute parameters.
+    """Gradients that the compiler reduces; pure functions of the compute parameters.
 
     Args:
-        model: Its loss.
-        plan: Places parameters, gradients and their sum.
-        num_microbatches: Gradient accumulation, 1 or more.
+        model: Model with the loss to differentiate.
+        plan: Placement of parameters, gradients and sums of gradients.
+        num_microbatches: Number of gradient accumulation steps, 1 or more.
     """
 
     model: Model
@@ -45,7 +45,12 @@ class AutomaticGradients:
         key: jax.Array,
         scale: Any,
     ) -> tuple[Params, Loss]:
-        """Gradients of `scale` times the mean loss."""
+        """Returns gradients of `scale` times the mean loss, and the unscaled loss.
+
+        `params` are in the compute dtype. Gradients are in logical shapes and the dtype
+        of the gradient sum, None for frozen parameters. Each microbatch folds its
+        number into `key`.
+        """
         rows = layerwise_plan(self.model, self.plan).grad_sum
 
         def pin(grads: Params) -> Params:
@@ -72,12 +77,14 @@ class AutomaticGradients:
         key: jax.Array,
         scale: Any,
     ) -> tuple[Params, Loss]:
-        """The same for one microbatch, with gradients that are not placed yet."""
+        """Differentiates one microbatch; the gradients are not placed yet."""
         rows = layerwise_plan(self.model, self.plan).master
 
         def scaled(learned: Params) -> tuple[jax.Array, Loss]:
             used = joined(learned, params, rows)
             result = self.model.loss(used, state, microbatch, key)
+            # Weight 0 stops the gradient; a weight that is not finite makes it NaN: a
+            # skipped step.
             counted = microbatches.counted(result.weight)
             return result.value * scale * counted, result
 
@@ -86,7 +93,7 @@ class AutomaticGradients:
     def loss(
         self, params: Params, state: ModelState, batch: Batch, key: jax.Array | None
     ) -> Loss:
-        """The mean loss, without gradients."""
+        """Returns the mean loss, without gradients; a `key` of None evaluates."""
 
         def one(state: ModelState, inputs: Any) -> tuple[ModelState, Loss]:
             index, microbatch = inputs
@@ -99,7 +106,7 @@ class AutomaticGradients:
         return microbatches.mean_loss(losses, state)
 
     def split(self, batch: Batch) -> Batch:
-        """Microbatches, stacked, with inputs in the compute dtype."""
+        """Stacks microbatches of a batch, with inputs in the compute dtype."""
         batch = microbatches.cast_batch(batch, self.model, compute_dtype(self.plan))
         number, shares = self.num_microbatches, self.plan.num_batch_shares
         return microbatches.split_batch(batch, self.model, number, shares)
@@ -114,8 +121,10 @@ def local_gradients(
 ) -> Callable[..., tuple[Params, Loss]]:
     """Builds `gradients(master, model_state, batch, key, scale) -> (grads, loss)`.
 
-    A loss that is not separable sees the local rows only: BatchNorm normalises over
-    them, model states are averaged over devices, random keys differ by device.
+    `master` are stored parameters; `grads` are gradients of `scale` times the mean
+    loss, in logical shapes and the dtype of the gradient sum. A loss that is not
+    separable sees the local rows only: BatchNorm normalises over local rows, model
+    states are averaged over devices, random keys differ by device.
     """
     layerwise = layerwise_plan(model, plan)
     each = plan.splits.grad_sum or num_microbatches == 1
@@ -150,11 +159,11 @@ class LocalGradients:
     """The program of one device inside `shard_map`.
 
     Args:
-        model: Its loss.
-        plan: Places parameters, gradients and their sum, as the program uses them.
-        num_microbatches: Gradient accumulation, 1 or more.
+        model: Model with the loss to differentiate.
+        plan: Placement of parameters, gradients and sums, as the program uses each.
+        num_microbatches: Number of gradient accumulation steps, 1 or more.
         reduce_dtype: Dtype in which gradients are added over devices.
-        reduces_each: Whether they are added after each microbatch, not once.
+        reduces_each: Whether gradients are reduced after each microbatch, not once.
     """
 
     model: Model
@@ -186,7 +195,7 @@ class LocalGradients:
         return self.plan.splits.compute and self.model.separable
 
     def specs(self, rows: Any) -> Any:
-        """Specs of arrays for `shard_map`."""
+        """Returns PartitionSpecs of arrays for `shard_map`."""
         return jax.tree.map(lambda row: shards.manual_spec(row, self.axes), rows)
 
     def gradients(
@@ -197,7 +206,7 @@ class LocalGradients:
         key: jax.Array,
         scale: Any,
     ) -> tuple[Params, Loss]:
-        """Gradients of the weighted mean over all devices and microbatches."""
+        """Returns gradients of the weighted mean over all devices and microbatches."""
         batch = microbatches.cast_batch(batch, self.model, compute_dtype(self.plan))
         params = cast_like(master, self.plan.compute)
         stored = self.in_node(params)
@@ -222,7 +231,7 @@ class LocalGradients:
         key: jax.Array | None,
         scale: Any,
     ) -> tuple[Params, Loss]:
-        """The same for one microbatch."""
+        """Returns gradients of one microbatch, and the mean loss over devices."""
         key = self.device_key(key)
 
         def share_of_mean(learned: Params) -> tuple[jax.Array, Any]:
@@ -233,10 +242,14 @@ class LocalGradients:
             return result.value * part * scale, (result, part, total)
 
         if self.regathers:
+            # Without a checkpoint, gathered parameters would be residuals until the
+            # backward pass.
             keeps = self.model.keeps or remat.keeps("none")
             share_of_mean = jax.checkpoint(share_of_mean, policy=keeps)
         differentiate = jax.grad(share_of_mean, has_aux=True)
         grads, (result, part, total) = differentiate(trained(params, self.plan.master))
+        # The gradient of a device without tokens may be NaN, and would spread in the
+        # sum.
         if not self.model.separable:
             clear = functools.partial(self.without_rows_of_no_weight, part)
             grads = jax.tree.map(clear, grads, self.plan.grads)
@@ -246,7 +259,10 @@ class LocalGradients:
         return cast_like(grads, self.plan.grad_sum), loss
 
     def device_key(self, key: jax.Array | None) -> jax.Array | None:
-        """The key of a device in a microbatch."""
+        """Returns the key of a device in a microbatch.
+
+        Separable losses draw by row, equally on every mesh, and need no key per device.
+        """
         if self.model.separable or not self.axes:
             return key
         return fold_in(key, jax.lax.axis_index(self.axes))
@@ -254,24 +270,25 @@ class LocalGradients:
     def without_rows_of_no_weight(
         self, part: jax.Array, grad: jax.Array, row: ArrayPlan
     ) -> jax.Array:
-        """0 instead of a gradient, maybe NaN, from devices without weight."""
+        """Replaces a gradient, maybe NaN, by 0 on devices without weight."""
         # Experts have gradients from all devices among which they are split.
         part = self.sum(part, shards.splitting_axes(row, self.axes))
         return jnp.where(part == 0, 0, grad)
 
     def part_of(self, result: Loss) -> tuple[jax.Array, jax.Array]:
-        """The share of this device in the total weight, and the total."""
+        """Returns the share of this device in the total weight, and the total."""
+        # A weight may follow from parameters; the mean does not differentiate it.
         weight = jax.lax.stop_gradient(result.weight)
         total = self.sum(weight)
         return weight / jnp.where(total == 0, 1, total), total
 
     def sum(self, x: jax.Array, axes: Sequence[str] | None = None) -> jax.Array:
-        """Sum over devices along some axes; along all by default."""
+        """Sums over devices along some axes; along all batch axes by default."""
         axes = tuple(self.axes if axes is None else axes)
         return jax.lax.psum(x, axes) if axes else x
 
     def mean(self, result: Loss, part: jax.Array, total: jax.Array) -> Loss:
-        """The mean loss over all devices, weighted by their shares; adds up totals."""
+        """Averages the loss over all devices, weighted by share; adds up totals."""
 
         def over_devices(x: jax.Array) -> jax.Array:
             wide = jnp.asarray(x, jnp.float32)
@@ -292,7 +309,7 @@ class LocalGradients:
         return plan.compute if plan.splits.compute else plan.master
 
     def in_node(self, params: Params) -> Params:
-        """Parameters as they are stored during a step: by ZeRO++ once per node."""
+        """Returns parameters as stored during a step: under ZeRO++ once per node."""
 
         def one(x: jax.Array, row: ArrayPlan, stored: ArrayPlan) -> jax.Array:
             return shards.gather_in_node(x, row, stored, self.axes)
@@ -300,7 +317,7 @@ class LocalGradients:
         return jax.tree.map(one, params, self.plan.master, self.stored_plans)
 
     def gather(self, params: Params, stored: Params) -> Params:
-        """All-gathers stored parameters; gradients are those of `params`."""
+        """All-gathers stored parameters; gradients flow to `params`."""
 
         def one(
             x: jax.Array, stored: jax.Array, row: ArrayPlan, grads: ArrayPlan
@@ -313,16 +330,16 @@ class LocalGradients:
         )
 
     def reduce(self, grads: Params) -> Params:
-        """Sums gradients over devices into shards."""
+        """Reduce-scatters gradients over devices into shards."""
         return jax.tree.map(self.reduce_one, grads, self.plan.grads)
 
     def reduce_one(self, grad: jax.Array, row: ArrayPlan) -> jax.Array:
-        """The same for one array."""
+        """Reduces one gradient, in the reduce dtype, into a shard."""
         total = shards.reduce(grad.astype(self.reduce_dtype), row, self.axes)
         return total.astype(row.dtype)
 
     def zeros(self) -> Params:
-        """Initial sums of gradients."""
+        """Returns initial sums of gradients."""
 
         def one(row: ArrayPlan) -> jax.Array:
             shape_of = shards.shard_shape if self.reduces_each else shards.used_shape

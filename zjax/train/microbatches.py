@@ -1,4 +1,4 @@
-"""Splits a global batch into microbatches, and weighs their losses and gradients."""
+"""Splits a global batch into microbatches, and weighs losses and gradients."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -18,16 +18,19 @@ from zjax.typing import Batch, Loss, Model, ModelState, Params
 def split_batch(
     batch: Batch, model: Model, num_microbatches: int, num_shares: int
 ) -> Batch:
-    """Splits a batch into microbatches without moving rows between devices.
+    """Splits a batch [B, ...] into microbatches [N, B / N, ...] without moving rows.
 
-    Each device splits its rows into microbatches of adjacent rows. For a separable
-    loss, which compares no rows, row i is in microbatch i mod N. All meshes then have
-    the same microbatches and the same random numbers.
+    Each of `num_shares` devices along the batch dim splits local rows into microbatches
+    of adjacent rows. For a separable loss, which compares no rows, row i is in
+    microbatch i mod N: all meshes then have equal microbatches and equal random
+    numbers. Arrays without rows are repeated. Raises PlanError if B does not divide.
     """
 
     def split(x: jax.Array) -> jax.Array:
         rest = x.shape[1:]
         if model.separable:
+            # Neighbouring rows differ in microbatch, so each device keeps rows of every
+            # microbatch.
             return x.reshape(-1, num_microbatches, *rest).swapaxes(0, 1)
         x = x.reshape(num_shares, num_microbatches, -1, *rest).swapaxes(0, 1)
         return x.reshape(num_microbatches, -1, *rest)
@@ -40,14 +43,14 @@ def split_batch(
 
 
 def row_specs(batch: Batch, model: Model, axes: Sequence[str]) -> Any:
-    """A tree of PartitionSpec for `shard_map`, with rows split over `axes`."""
+    """Returns a tree of PartitionSpec for `shard_map`, with rows split over `axes`."""
     return map_rows(lambda x: P(tuple(axes)), lambda x: P(), batch, model.entries)
 
 
 def check_batch(
     batch: Batch, model: Model, num_microbatches: int, num_shares: int
 ) -> None:
-    """Refuses a batch that does not divide over devices and microbatches."""
+    """Raises PlanError if rows do not divide over devices and microbatches."""
     parts = num_shares * num_microbatches
     problems = [
         Problem(
@@ -65,7 +68,7 @@ def check_batch(
 
 
 def check_lengths(batch: Batch, model: Model, num_shares: int) -> None:
-    """Refuses a batch whose second dim does not divide over the sequence axis."""
+    """Raises PlanError if the second dim does not divide over the sequence axis."""
     problems = [
         Problem(
             field_of(path),
@@ -99,7 +102,7 @@ OWN_METRICS = frozenset(
 
 
 def check_names(loss: Loss) -> Loss:
-    """Returns the loss of a microbatch, unless a metric has a name of the run's own."""
+    """Returns the loss; raises ModelError if a metric has a name of `OWN_METRICS`."""
     problem, remedy = "has a name of the run's own", "give it another name"
     problems = [
         Problem(f"metrics/{name}", str(x.dtype), problem, remedy)
@@ -112,7 +115,11 @@ def check_names(loss: Loss) -> Loss:
 
 
 def mean_loss(losses: Loss, model_state: ModelState) -> Loss:
-    """Weighted mean of stacked microbatch losses, and the sum of their totals."""
+    """Averages stacked microbatch losses [N] by weight, and adds up totals.
+
+    The mean is 0 if all weights are 0. `model_state` is the state after the last
+    microbatch.
+    """
     total = jnp.sum(losses.weight)
     mean = functools.partial(_mean, weights=losses.weight)
     metrics = jax.tree.map(mean, losses.metrics)
@@ -121,7 +128,11 @@ def mean_loss(losses: Loss, model_state: ModelState) -> Loss:
 
 
 def mean_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Metrics of a step that replicas took by themselves, as those of one run.
+    """Merges metrics [N, ...] of replicas that stepped apart into metrics of one run.
+
+    The loss and the model's metrics are averaged by weight, weights and integer totals
+    are added, and all other metrics of the run are averaged. Takes arrays of JAX or
+    NumPy.
 
     Example:
         >>> found = mean_metrics(
@@ -147,7 +158,7 @@ def mean_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _mean(x: Any, weights: Any) -> Any:
-    """Weighted mean; what has no weight may be NaN."""
+    """Averages by weight; entries of weight 0 may be NaN."""
     # Metrics on the host must not wait for the devices, as operations of JAX do there.
     numpy, total = x.__array_namespace__(), weights.sum()
     shares = weights / numpy.where(total == 0, 1, total)
@@ -160,9 +171,10 @@ def _total(x: Any) -> Any:
 
 
 def counted(weight: jax.Array) -> jax.Array:
-    """1 for a loss that counts, whatever its weight float32[]; not differentiated.
+    """Returns 1 for a loss that counts, whatever the weight float32[].
 
-    It is 0 for a weight of 0, and NaN for one that is not finite.
+    It is 0 for a weight of 0, NaN for a weight that is not finite, and not
+    differentiated.
 
     Example:
         >>> [float(counted(jnp.float32(x))) for x in (0.0, 0.3, jnp.inf)]
@@ -182,7 +194,13 @@ def accumulate(
     *,
     pin: Callable[[Params], Params] = lambda total: total,
 ) -> tuple[Params, Loss]:
-    """Averages gradients over microbatches by weight, one microbatch after another."""
+    """Averages gradients over microbatches by weight, one microbatch after another.
+
+    `one(model_state, microbatch, key)` returns the gradients of a mean and the loss.
+    `zeros` are the initial sums in their final dtypes and placements, and `pin`
+    constrains the placement of sums. A single microbatch's gradients are returned as
+    computed.
+    """
     num_microbatches = jax.tree.leaves(parts)[0].shape[0]
     if num_microbatches == 1:
         first = jax.tree.map(lambda x: x[0], parts)
@@ -190,6 +208,7 @@ def accumulate(
         alone = jax.tree.map(
             lambda x: x[None], check_names(loss)._replace(model_state=())
         )
+        # No sum and no scaling: bitwise the gradients of a step without accumulation.
         return grads, mean_loss(alone, loss.model_state)
 
     def add(carry: Any, inputs: Any) -> Any:
@@ -199,6 +218,8 @@ def accumulate(
         check_names(result)
         grads = jax.tree.map(lambda g, t: g.astype(t.dtype), grads, total)
         total = jax.tree.map(lambda t, g: t + scaled(g, result.weight), total, grads)
+        # The carry is pinned in every iteration: the compiler may replicate it
+        # otherwise.
         return (pin(total), result.model_state), result._replace(model_state=())
 
     inputs = (jnp.arange(num_microbatches), parts)
@@ -209,7 +230,9 @@ def accumulate(
 
 
 def scaled(x: jax.Array, factor: jax.Array) -> jax.Array:
-    """The product in the dtype of `x`; 0 for a factor of 0, even where `x` is NaN.
+    """Multiplies in the dtype of `x`; 0 for a factor of 0, even where `x` is NaN.
+
+    `factor` is float32[], and may be out of the range of the dtype of `x`.
 
     Example:
         >>> float(scaled(jnp.float32(jnp.nan), jnp.float32(0)))
@@ -217,12 +240,13 @@ def scaled(x: jax.Array, factor: jax.Array) -> jax.Array:
         >>> float(scaled(jnp.float16(0.25), jnp.float32(131072)))
         32768.0
     """
+    # In float16 the factor itself could overflow to infinity.
     wide = jnp.promote_types(x.dtype, jnp.float32)
     return jnp.where(factor == 0, 0, (x.astype(wide) * factor).astype(x.dtype))
 
 
 def unit_of(weights: jax.Array) -> jax.Array:
-    """The largest weight float32[], as the unit of all; 1 if it is 0.
+    """Returns the largest weight float32[] as the unit of all weights; 1 if it is 0.
 
     In this unit no gradient grows, and gradients of microbatches of equal weight are
     not scaled.

@@ -1,4 +1,4 @@
-"""The state of replicas that step apart, and its fragments."""
+"""The state of replicas that take local steps, and fragments of the parameters."""
 
 import dataclasses
 import math
@@ -26,8 +26,8 @@ class Piece(NamedTuple):
     """An array of a fragment.
 
     Args:
-        leaf: Number of the array among all parameters.
-        layers: Layers along its first dim; None for the whole array.
+        leaf: Index of the array among all parameters.
+        layers: Layers along the first dim; None for the whole array.
     """
 
     leaf: int
@@ -36,22 +36,22 @@ class Piece(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Fragment:
-    """Some of the parameters that follow gradients.
+    """A subset of the parameters that follow gradients.
 
     Args:
-        pieces: What it holds of which array.
+        pieces: Arrays, or layers of arrays, that the fragment holds.
     """
 
     pieces: tuple[Piece, ...]
 
     def take(self, leaves: Sequence[Any], *, dim: int = 0) -> list[jax.Array]:
-        """Slices one value for each parameter; `dim` is that of the layers."""
+        """Slices one value for each piece; layers are along dim `dim`."""
         return [leaves[p.leaf][_index(p, dim)] for p in self.pieces]
 
     def put(
         self, leaves: Sequence[Any], parts: Sequence[jax.Array], *, dim: int = 0
     ) -> list[Any]:
-        """Replaces what `take` slices."""
+        """Replaces the slices of `take`."""
         new = list(leaves)
         for piece, part in zip(self.pieces, parts, strict=True):
             whole = piece.layers is None
@@ -60,7 +60,7 @@ class Fragment:
         return new
 
     def rows(self, leaves: Sequence[ArrayPlan]) -> list[ArrayPlan]:
-        """Plans of its arrays, whose logical shapes are the stored ones."""
+        """Returns plans of the pieces, with the stored shapes as logical shapes."""
 
         def row(piece: Piece) -> ArrayPlan:
             whole, shape = leaves[piece.leaf], leaves[piece.leaf].stored_shape
@@ -76,7 +76,11 @@ def _index(piece: Piece, dim: int) -> tuple[slice, ...]:
 
 
 def make_fragments(master: Any, number: int) -> list[Fragment]:
-    """Divides the parameters."""
+    """Divides the parameters into `number` fragments of similar size.
+
+    `master` are plans. Layers go round-robin, all other arrays to the smallest
+    fragment. Raises PlanError if there are more fragments than layers and other arrays.
+    """
     pieces: list[list[Piece]] = [[] for _ in range(number)]
     sizes = [0] * number
     others: list[tuple[int, int]] = []
@@ -87,12 +91,14 @@ def make_fragments(master: Any, number: int) -> list[Fragment]:
         if layer is not None:
             pieces[layer % number].append(Piece(leaf, None))
             sizes[layer % number] += size
+        # A sharded layer dim cannot be sliced by layer without moving shards.
         elif number > 1 and row.num_layers >= number and not _splits_layers(row):
             for i in range(number):
                 pieces[i].append(Piece(leaf, slice(i, None, number)))
                 sizes[i] += size * len(range(i, row.num_layers, number))
         else:
             others.append((size, leaf))
+    # Largest first balances sizes; the index breaks ties equally in all processes.
     for size, leaf in sorted(others, key=lambda other: (-other[0], other[1])):
         smallest = sizes.index(min(sizes))
         pieces[smallest].append(Piece(leaf, None))
@@ -106,6 +112,7 @@ def make_fragments(master: Any, number: int) -> list[Fragment]:
 
 
 def _splits_layers(row: ArrayPlan) -> bool:
+    """Whether the dim of layers is sharded."""
     return bool(row.spec) and row.spec[0] is not None
 
 
@@ -117,9 +124,9 @@ class Outer(NamedTuple):
         momentum: float32 momentum of the outer optimizer, in the form of `master`, with
             None for parameters that follow no gradient; an empty tuple if the momentum
             of the replicas serves.
-        errors: By fragment, what the codec lost so far.
-        arriving: By fragment, the mean outer gradient that was sent last, for a merge
-            `delay` steps later; an empty tuple without delay.
+        errors: Error feedback by fragment.
+        arriving: Mean outer gradient by fragment, sent last, for a merge `delay` steps
+            later; an empty tuple without delay.
     """
 
     replicas: Any
@@ -129,13 +136,14 @@ class Outer(NamedTuple):
 
 
 def make_exchange(plan: Plan, config: Config, fragment: Fragment) -> Exchange:
-    """The exchange of a fragment, of the shards that a device stores."""
+    """Builds the exchange of a fragment, for the shards that a device stores."""
     rows = fragment.rows(jax.tree.leaves(plan.master))
     codec = make_codec(_codec_name(config))
     return Exchange(dataclasses.replace(plan, grads=rows), codec)
 
 
 def _codec_name(config: Config) -> str:
+    """Returns the codec of outer gradients."""
     if (merged := merged_phase(config)) is not None:
         return merged.codec
     name = config.communication.codec
@@ -143,7 +151,7 @@ def _codec_name(config: Config) -> str:
 
 
 def outer_rows(rows: Any, plan: Plan, config: Config) -> Any:
-    """The plans of a state whose replicas step apart."""
+    """Returns the plans of a state with local steps, from plans of one replica."""
     settings = config.communication
     exchanges = [
         make_exchange(plan, config, fragment)
@@ -162,7 +170,7 @@ def outer_rows(rows: Any, plan: Plan, config: Config) -> Any:
 
 
 def first_outer_state(state: Any, rows: Any) -> Any:
-    """The state whose replicas start equal."""
+    """Returns the first state, in which all replicas are equal, by `outer_rows`."""
     number = jax.tree.leaves(rows.extra.replicas)[0].shape[0]
     zeros = jax.tree.map(
         lambda row: jnp.zeros(row.stored_shape, row.dtype),
@@ -177,6 +185,7 @@ def first_outer_state(state: Any, rows: Any) -> Any:
 
 
 def _by_replica(row: ArrayPlan) -> ArrayPlan:
+    """Adds the dim of replicas to the plan of an array."""
     mesh = row.stored.mesh
     number = mesh.shape[REPLICA]
 

@@ -1,4 +1,4 @@
-"""A model split into embedding, blocks and head, and totals of blocks on a stream."""
+"""A model partitioned into embedding, blocks and head, and totals of blocks."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -22,12 +22,12 @@ class StagePartition:
     """Splits trees of a model into embedding, the blocks of each segment, and head.
 
     Args:
-        model: It has a stack.
-        plan: Says which arrays stack layers.
+        model: Model that has a stack.
+        plan: Plan, which says which arrays stack layers.
 
     Raises:
-        PlanError: The model is not a line of blocks with stacked arrays, or its stack
-            does more than select leaves and put them back.
+        PlanError: The model is not a line of blocks with stacked arrays, or the stack
+            does more than select leaves and put leaves back.
     """
 
     def __init__(self, model: Model, plan: Plan):
@@ -48,6 +48,7 @@ class StagePartition:
             lambda row: jax.ShapeDtypeStruct(row.stored_shape, row.stored_dtype),
             plan.master,
         )
+        # A user's `split` or `join` that computes would silently change the model.
         if jax.eval_shape(lambda tree: self.join(self.split(tree)), arrays) != arrays:
             problem = "does not put back what Stack.split selects"
             raise PlanError(_no_selection(plan, "join", problem))
@@ -67,7 +68,7 @@ class StagePartition:
         return StackTree(embed, stages, head)
 
     def join(self, parts: StackTree) -> Any:
-        """Joins them again, with the sum of leaves that embedding and head share.
+        """Joins the results of `split`, adding up leaves that embedding and head share.
 
         A leaf that is None is 0 in the result.
         """
@@ -91,7 +92,7 @@ class StagePartition:
         )
 
     def check_context(self, batch: Batch) -> None:
-        """Refuses a context that depends on parameters, which would get no gradient."""
+        """Raises PlanError if the context, which has no gradient, needs parameters."""
         embed = _shapes(self.split(self.plan.compute).embed)
         if without_params(lambda *x: self._embedded(*x)[1], embed, batch) is None:
             problem = "gives no gradient to parameters that the context follows from"
@@ -99,7 +100,10 @@ class StagePartition:
             raise PlanError(_of_size(self.plan, problem, remedy))
 
     def weights(self, parts: Batch) -> jax.Array:
-        """The weights of microbatches, float32[microbatches], before any has run."""
+        """Returns the weights of microbatches, float32[microbatches], before any pass.
+
+        Raises PlanError if a weight depends on more than the batch.
+        """
         rows = self.split(self.plan.compute)
         embed, head = _shapes(rows.embed), _shapes(rows.head)
         first = jax.tree.map(lambda x: x[0], parts)
@@ -119,6 +123,7 @@ class StagePartition:
         return self.stack.embed(params, batch, None)
 
     def _selected(self, tree: Any) -> tuple[Any, tuple[Any, ...], Any]:
+        """Calls `Stack.split` on a tree whose stacked arrays are marked by layer."""
         try:
             embed, blocks, head = self.stack.split(self._marked(tree))
             pairs = zip(self.stack.segments, blocks, strict=True)
@@ -128,6 +133,8 @@ class StagePartition:
             raise PlanError(_no_selection(self.plan, "split", problem)) from error
 
     def _marked(self, tree: Any) -> Any:
+        """Replaces each stacked array by one marker per layer."""
+
         def one(row: ArrayPlan, x: Any) -> Any:
             if not row.num_layers:
                 return x
@@ -154,7 +161,7 @@ def _is_layers(x: Any) -> bool:
 
 
 def _is_stack(x: Any, num_blocks: int) -> bool:
-    """Whether these are all layers of one array, in order."""
+    """Whether `x` has all layers of one array, in order."""
     return (
         _is_layers(x)
         and len(x) == num_blocks
@@ -186,7 +193,11 @@ def _no_selection(plan: Plan, function: str, what: str) -> Problem:
 
 
 def check_no_model_state(plan: Plan, field: str, value: Any, instead: Any) -> None:
-    """Refuses a model state where a stack runs in place of the loss."""
+    """Raises PlanError if the model has a state, which a stack would never update.
+
+    `field=value` is the setting that runs the stack; `instead` is a value that runs the
+    loss.
+    """
     paths = ", ".join(row.path for row in jax.tree.leaves(plan.model_state))
     if paths:
         problem = f"never updates the model state {paths}, which no Stack takes"
@@ -195,7 +206,7 @@ def check_no_model_state(plan: Plan, field: str, value: Any, instead: Any) -> No
 
 
 class Bits(NamedTuple):
-    """Halves of an int32 array, float32 each."""
+    """Halves of an int32 array, in float32, which holds 16 bits exactly."""
 
     high: jax.Array
     low: jax.Array
@@ -206,7 +217,7 @@ Stacks = tuple[dict[str, Bits], ...]
 
 
 def no_totals(segments: Sequence[Segment]) -> Stacks:
-    """Zeros for all blocks of a stack."""
+    """Returns zeros for all blocks of a stack."""
 
     def zeros(segment: Segment, shape: tuple[int, ...]) -> Bits:
         stack = jnp.zeros((segment.num_blocks, *shape), jnp.float32)
@@ -221,7 +232,7 @@ def no_totals(segments: Sequence[Segment]) -> Stacks:
 def with_block(
     stacks: Stacks, segment: int, index: jax.Array, totals: Mapping[str, jax.Array]
 ) -> Stacks:
-    """Writes the totals of a block."""
+    """Writes the totals of block `index`, int32[], of a segment."""
 
     def write(stack: jax.Array, x: jax.Array) -> jax.Array:
         stack = jax.lax.stop_gradient(stack)
@@ -236,7 +247,7 @@ def with_block(
 
 
 def as_integers(stacks: Stacks) -> Totals:
-    """The totals as int32 again.
+    """Joins the halves of all totals to int32.
 
     Example:
         >>> segment = Segment(lambda *inputs: None, 2, totals={"load": ()})

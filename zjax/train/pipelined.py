@@ -1,10 +1,10 @@
-"""Gradients of a model whose blocks run on the stages of a pipeline.
+"""Gradients of a model with blocks that run on the stages of a pipeline.
 
-Every device differentiates its local rows, as in `zjax.train.gradients`, with the
-same communication over the batch axes. Gradients are reduced once per step; from ZeRO
-stage 2 on, in each tick with a backward pass. At stage 3 each tick gathers the
-parameters of its blocks. Before the first tick, devices whose microbatches all have
-weight 0 get one from another device.
+Every device differentiates local rows, as in `zjax.train.gradients`, with equal
+communication over the batch axes. Gradients are reduced once per step; from ZeRO stage
+2 on, in each tick with a backward pass. At stage 3 each tick gathers the parameters of
+the tick's blocks. Before the first tick, devices with microbatches of weight 0 alone
+get one microbatch from another device.
 """
 
 import dataclasses
@@ -34,12 +34,12 @@ from zjax.typing import Batch, Dropping, Loss, Model, ModelState, Params
 
 @dataclasses.dataclass(frozen=True)
 class PipelinedModel:
-    """A model and how its stages run.
+    """A model, the schedule of the pipeline and the residuals to save.
 
     Args:
-        model: It has a stack, whose arrays stack their layers.
-        schedule: The passes of a step.
-        recomputes: Whether a stage saves only its input for the backward pass.
+        model: Model that has a stack, with arrays that stack layers.
+        schedule: Order of the passes of a step.
+        recomputes: Whether a stage saves only the stage's input for the backward pass.
         keeps: Policy of `jax.checkpoint` for the residuals of a block; None saves all.
         drops_tokens: Whether some blocks of a step run on some of the tokens.
     """
@@ -54,7 +54,7 @@ class PipelinedModel:
 def pipelined_gradients(
     pipelined: PipelinedModel, plan: Plan, *, reduce_dtype: Any
 ) -> "PipelinedGradients":
-    """Splits a model into stages, or refuses to."""
+    """Splits a model into stages; raises PlanError for models that do not divide."""
     model, schedule = pipelined.model, pipelined.schedule
     padded = _with_padded_layers(plan)
     # A single share of the batch has no devices to split sums of gradients over.
@@ -77,9 +77,9 @@ class PipelinedGradients:
     """Pure functions of the stored master parameters.
 
     Args:
-        plan: Places parameters and gradients.
-        staged: The model on its stages.
-        recomputes: Whether a stage saves only its input for the backward pass.
+        plan: Placement of parameters and gradients.
+        staged: Model on the stages of the mesh.
+        recomputes: Whether a stage saves only the stage's input for the backward pass.
     """
 
     plan: Plan
@@ -94,7 +94,11 @@ class PipelinedGradients:
         key: jax.Array,
         scale: Any,
     ) -> tuple[Params, Loss]:
-        """Gradients of `scale` times the mean loss."""
+        """Returns gradients of `scale` times the mean loss, and the unscaled loss.
+
+        Gradients are in logical shapes and the dtype of the gradient sum. `state` is
+        returned unchanged.
+        """
         outs = self.local.specs(self.plan.grads), P()
         mapped = self.mapped(self.device_gradients, outs)
         stored, loss = mapped(master, state, batch, key, scale)
@@ -103,7 +107,7 @@ class PipelinedGradients:
     def loss(
         self, master: Params, state: ModelState, batch: Batch, key: jax.Array | None
     ) -> Loss:
-        """The mean loss, without gradients."""
+        """Returns the mean loss, without gradients; a `key` of None evaluates."""
         return self.mapped(self.device_loss, P())(master, state, batch, key)
 
     @property
@@ -113,19 +117,19 @@ class PipelinedGradients:
 
     @property
     def reduces_in_ticks(self) -> bool:
-        """Whether gradients are reduced in the ticks that compute them."""
+        """Whether gradients are reduced in the ticks that compute gradients."""
         return self.local.reduces_each and not self.staged.gathers_in_ticks
 
     @property
     def adds_in_products(self) -> bool:
-        """Whether matrix products add to the sum of gradients of their chunk."""
+        """Whether matrix products accumulate into the sum of gradients of a chunk."""
         # Devices of a sequence would add up gradients of twice the width.
         is_local = self.plan.mesh.shape[SEQUENCE] == 1
         is_fixed = self.staged.schedule.num_chunks == 1 or not self.staged.communicates
         return is_local and is_fixed and not self.reduces_in_ticks
 
     def mapped(self, run: Callable[..., Any], outs: Any) -> Callable[..., Any]:
-        """Maps the program of a device by hand over the batch axes."""
+        """Maps the program of a device by `shard_map` over the batch axes."""
         model, number = self.local.model, self.local.num_microbatches
 
         def call(master: Params, state: ModelState, batch: Batch, *rest: Any) -> Any:
@@ -147,13 +151,14 @@ class PipelinedGradients:
     def device_gradients(
         self, master: Params, state: ModelState, batch: Batch, key: Any, scale: Any
     ) -> tuple[Params, Loss]:
-        """The program of one device for gradients."""
+        """Computes gradients on one device."""
         batch, dropping = split_dropping(batch)
         params, feed = self.inputs(master, batch, self.local.axes)
         unit = microbatches.unit_of(self.local.sum(feed.weights))
         pipeline = self.pipeline(scale, unit, dropping)
         grads, losses = pipeline.differentiate(params, self.zeros(), feed, key)
         loss = microbatches.mean_loss(losses, state)
+        # Microbatches were weighed in `unit`; the mean divides by the total weight.
         inverse = jnp.where(loss.weight > 0, unit / loss.weight, 0)
         grads = jax.tree.map(lambda g: microbatches.scaled(g, inverse), grads)
         grads = self.staged.partition.join(self.staged.unstaged(grads))
@@ -163,7 +168,7 @@ class PipelinedGradients:
     def device_loss(
         self, master: Params, state: ModelState, batch: Batch, key: Any
     ) -> Loss:
-        """The program of one device for the loss alone."""
+        """Computes the loss on one device."""
         batch, dropping = split_dropping(batch)
         params, feed = self.inputs(master, batch)
         one = jnp.float32(1)
@@ -173,7 +178,7 @@ class PipelinedGradients:
     def inputs(
         self, master: Params, batch: Batch, axes: Sequence[str] = ()
     ) -> tuple[StackTree, MicrobatchFeed]:
-        """Parameters on their stages, and microbatches; `axes` are mapped by hand."""
+        """Returns parameters on stages, and microbatches; `shard_map` maps `axes`."""
         local, partition = self.local, self.staged.partition
         params = cast_like(master, local.plan.compute)
         params = (
@@ -189,7 +194,7 @@ class PipelinedGradients:
     def pipeline(
         self, scale: jax.Array, unit: jax.Array, dropping: Dropping
     ) -> Pipeline:
-        """The passes of a step."""
+        """Builds the passes of a step."""
         rows = self.staged.by_slot(self.staged.partition.split(self.local.plan.grads))
         return Pipeline(
             self.staged.chain(scale, unit, dropping),
@@ -201,7 +206,7 @@ class PipelinedGradients:
         )
 
     def reducer(self, rows: Any) -> Callable[[Params], Params]:
-        """One function of `Pipeline.reduce`."""
+        """Returns one function of `Pipeline.reduce`."""
 
         def reduce(grads: Params) -> Params:
             if self.reduces_in_ticks:
@@ -211,12 +216,12 @@ class PipelinedGradients:
         return reduce
 
     def zeros(self) -> StackTree:
-        """Initial sums of gradients."""
+        """Returns initial sums of gradients by stage."""
         return self.staged.staged(self.staged.partition.split(self.local.zeros()))
 
 
 def check_sizes(staged: StagedModel) -> None:
-    """Refuses a user's model as `zjax.settings.layers` refuses built-in models."""
+    """Raises PlanError where `zjax.settings.layers` refuses a built-in model."""
     schedule = staged.schedule
     number = sum(slots.num_blocks for slots in staged.slots)
     size, chunks = schedule.num_stages, schedule.num_chunks
@@ -241,7 +246,7 @@ def check_sizes(staged: StagedModel) -> None:
 
 
 def check_slots(staged: StagedModel) -> None:
-    """Refuses stages none of whose slots may run on some of the tokens."""
+    """Raises PlanError if every slot of the stages must run on all tokens."""
     size, whole = staged.schedule.num_stages, whole_slots(staged.slots)
     if len(whole) == sum(slots.size for slots in staged.slots):
         problem = "leaves random_ltd no block to drop tokens of: stages run one "
@@ -251,7 +256,7 @@ def check_slots(staged: StagedModel) -> None:
 
 
 def _with_padded_layers(plan: Plan) -> Plan:
-    """The plan of stacked arrays with their padding, so that stages are equal."""
+    """Returns the plan of stacked arrays with padding, so that stages are equal."""
 
     def one(row: ArrayPlan) -> ArrayPlan:
         if not row.num_layers:

@@ -1,4 +1,4 @@
-"""The programs of a run: pure functions with the shardings of their arrays."""
+"""The programs of a run: pure functions with the shardings of all arrays."""
 
 import dataclasses
 import math
@@ -27,14 +27,14 @@ from zjax.typing import Batch, Loss, Metrics, Model, Params
 
 @dataclasses.dataclass(frozen=True)
 class GradientPrograms:
-    """The loss of a run and its gradients, as pure functions.
+    """The loss of a run and the gradients, as pure functions.
 
     Args:
-        gradients: `gradients(state, batch, key, scale) -> (grads, loss)`: of `scale`
-            times the mean loss, in logical shapes; the loss itself is not scaled.
+        gradients: `gradients(state, batch, key, scale) -> (grads, loss)`; gradients of
+            `scale` times the mean loss, in logical shapes, and the unscaled loss.
         evaluate: `evaluate(state, batch) -> Loss`, without gradients or a key.
-        loss: `loss(master, model_state, batch, key) -> Loss`, of other parameters in
-            their logical shapes.
+        loss: `loss(master, model_state, batch, key) -> Loss`, of any parameters in
+            logical shapes.
     """
 
     gradients: Callable[..., tuple[Params, Loss]]
@@ -47,11 +47,11 @@ class GradientSettings:
     """The inputs of every strategy.
 
     Args:
-        model: Its loss.
-        plan: Places every array.
-        config: Read for `precision.reduce_dtype`, `pipeline`, `random_ltd` and, of the
-            built-in models, `model.remat`.
-        num_microbatches: Gradient accumulation, 1 or more.
+        model: Model with the loss to differentiate.
+        plan: Placement of every array.
+        config: Config; reads `precision.reduce_dtype`, `pipeline`, `random_ltd` and,
+            for built-in models, `model.remat`.
+        num_microbatches: Number of gradient accumulation steps, 1 or more.
     """
 
     model: Model
@@ -73,7 +73,7 @@ class GradientSettings:
 def make_gradients(
     model: Model, plan: Plan, config: Config, num_microbatches: int
 ) -> GradientPrograms:
-    """Chooses how a run differentiates its loss."""
+    """Returns the functions of the first strategy in `STRATEGIES` that applies."""
     settings = GradientSettings(model, plan, config, num_microbatches)
     return next(make(settings) for applies, make in STRATEGIES if applies(settings))
 
@@ -84,10 +84,10 @@ def is_pipelined(settings: GradientSettings) -> bool:
 
 
 def is_local(settings: GradientSettings) -> bool:
-    """Whether devices differentiate their local rows, and reduce by `shard_map`.
+    """Whether devices differentiate local rows, and reduce by `shard_map`.
 
-    They do if `precision.reduce_dtype` asks for it, or if the communication is then
-    exactly that of the ZeRO paper.
+    True if `precision.reduce_dtype` asks for float32, or if the communication is then
+    exactly that in the ZeRO paper.
     """
     model, plan = settings.model, settings.plan
     if plan.is_offloaded or plan.num_batch_shares == 1:
@@ -102,7 +102,7 @@ def is_local(settings: GradientSettings) -> bool:
 
 
 def _not_exact(settings: GradientSettings) -> Problem:
-    """Why the collectives of ZeRO++ cannot be those of a run."""
+    """Explains why a run cannot use the collectives of ZeRO++."""
     names = "secondary_partition", "quantized_weights", "quantized_gradients"
     name = next(name for name in names if getattr(settings.config.zero, name))
     if settings.model.loops_over_layers:
@@ -115,7 +115,7 @@ def _not_exact(settings: GradientSettings) -> Problem:
 
 
 def pipelined_programs(settings: GradientSettings) -> GradientPrograms:
-    """Programs of `zjax.train.pipelined`."""
+    """Returns the programs of `zjax.train.pipelined`."""
     plan = settings.plan
     pipelined = pipelined_gradients(
         pipelined_model(settings), plan, reduce_dtype=settings.reduce_dtype
@@ -134,7 +134,7 @@ def pipelined_programs(settings: GradientSettings) -> GradientPrograms:
 
 
 def local_programs(settings: GradientSettings) -> GradientPrograms:
-    """Gradients of `zjax.train.gradients`, evaluation of `automatic`."""
+    """Returns local gradients of `zjax.train.gradients`, with automatic evaluation."""
     local = local_gradients(
         settings.model,
         settings.plan,
@@ -149,7 +149,7 @@ def local_programs(settings: GradientSettings) -> GradientPrograms:
 
 
 def automatic_programs(settings: GradientSettings) -> GradientPrograms:
-    """Programs of `zjax.train.gradients`."""
+    """Returns programs with gradients that the compiler reduces."""
     model, plan = settings.model, settings.plan
     automatic = AutomaticGradients(model, plan, settings.num_microbatches)
 
@@ -176,7 +176,7 @@ STRATEGIES = (
 
 
 def pipelined_model(settings: GradientSettings) -> PipelinedModel:
-    """The model of a run with its schedule and its residuals."""
+    """Returns the model of a run with pipeline schedule and residual policy."""
     config, model = settings.config, settings.model
     schedule = make_pipeline_schedule(config, settings.plan, settings.num_microbatches)
     keeps = None if config.model.remat == "none" else model.keeps
@@ -187,7 +187,7 @@ def pipelined_model(settings: GradientSettings) -> PipelinedModel:
 def make_pipeline_schedule(
     config: Config, plan: Plan, num_microbatches: int
 ) -> schedules.Schedule:
-    """The schedule that `config.pipeline` asks for, on the stages of a plan's mesh."""
+    """Returns the schedule of `config.pipeline` for the stages of a plan's mesh."""
     pipeline = config.pipeline
     return schedules.make_schedule(
         pipeline.schedule,
@@ -198,7 +198,7 @@ def make_pipeline_schedule(
 
 
 def stored_params(model: Model, plan: Plan, state: TrainState) -> Params:
-    """Compute parameters in logical shapes, stored or made from master weights."""
+    """Returns compute parameters in logical shapes, stored or cast from masters."""
     if state.params != ():
         return unpad_tree(stored_compute(state, plan), plan.compute)
     return compute_params_by_layer(model, plan, unpad_tree(state.master, plan.master))
@@ -206,13 +206,13 @@ def stored_params(model: Model, plan: Plan, state: TrainState) -> Params:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Programs:
-    """Pure functions of arrays; `jit` them with `state_shardings`.
+    """Pure functions of arrays; `jit` with `state_shardings`.
 
     Args:
-        gradient_programs: The loss and its gradients.
-        apply_gradients: What `zjax.train.update.make_update` builds.
-        plan: Places every array.
-        config: Read for `seed`.
+        gradient_programs: Functions of the loss and the gradients.
+        apply_gradients: Function that `zjax.train.update.make_update` builds.
+        plan: Placement of every array.
+        config: Config; reads `seed`.
     """
 
     gradient_programs: GradientPrograms
@@ -226,13 +226,17 @@ class Programs:
         return shardings(state_rows(self.plan, self.config))
 
     def step_key(self, state: TrainState) -> jax.Array:
-        """The random key of a step, which hangs on the seed and the step alone."""
+        """Returns the random key of a step, from seed and step: equal on all meshes."""
         return jax.random.fold_in(jax.random.key(self.config.seed), state.step)
 
     def gradients(
         self, state: TrainState, batch: Batch, key: jax.Array | None = None
     ) -> tuple[Params, Loss]:
-        """Differentiates the mean loss."""
+        """Differentiates the mean loss of the global batch.
+
+        Gradients are in logical shapes, times the loss scale. `key` defaults to the key
+        of the step.
+        """
         key = self.step_key(state) if key is None else key
         scale = loss_scale_of(state)
         return self.gradient_programs.gradients(state, batch, key, scale)
@@ -240,7 +244,7 @@ class Programs:
     def loss_of(
         self, state: TrainState, batch: Batch, key: jax.Array | None = None
     ) -> Callable[[Params], Loss]:
-        """The loss of a step as a function of the master weights."""
+        """Returns the loss of a step as a function of logical master weights."""
         key = self.step_key(state) if key is None else key
         loss, model_state = self.gradient_programs.loss, state.model_state
         return lambda master: loss(master, model_state, batch, key)
@@ -253,16 +257,16 @@ class Programs:
         batch: Batch,
         key: jax.Array | None = None,
     ) -> tuple[TrainState, Metrics]:
-        """Applies gradients."""
+        """Applies the results of `gradients`; `batch` and `key` serve line searches."""
         loss_of = self.loss_of(state, batch, key)
         return self.apply_gradients(state, grads, loss, lambda x: loss_of(x).value)
 
     def train(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """One step: `gradients` and `update` in one program."""
+        """Takes one step: `gradients` and `update` in one program."""
         return self.update(state, *self.gradients(state, batch), batch)
 
     def evaluate(self, state: TrainState, batch: Batch) -> Metrics:
-        """The loss of the averaged parameters where they are kept, else of these."""
+        """Evaluates the loss, with averaged parameters if the state has an average."""
         average, programs = averaged(state, self.plan), self.gradient_programs
         if average is None:
             loss = programs.evaluate(state, batch)
@@ -279,7 +283,11 @@ def make_programs(
     schedule: Schedule | None = None,
     sent: Sent | None = None,
 ) -> Programs:
-    """Builds the programs of a run."""
+    """Builds the uncompiled programs of a run.
+
+    `schedule` is the learning rate by applied step, for the metrics; `sent` is the
+    message between replicas, None if the compiler reduces gradients.
+    """
     shares = num_shares(plan.mesh, BATCH_AXES)
     num_microbatches = resolve_batch(config, shares).num_microbatches
     gradient_programs = make_gradients(model, plan, config, num_microbatches)

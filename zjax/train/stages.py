@@ -1,4 +1,4 @@
-"""A model as the stages of a pipeline: its arrays in slots, its functions by chunk."""
+"""A model on the stages of a pipeline: arrays in slots, functions by chunk."""
 
 import collections
 import dataclasses
@@ -40,14 +40,14 @@ from zjax.typing import Auxiliary, Batch, Dropping, Loss, Params
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StagedModel:
-    """The program of the devices that hold the same rows, one in each stage.
+    """The program of the devices that hold equal rows, one device in each stage.
 
     Args:
-        partition: Splits trees into embedding, blocks and head.
+        partition: Partition of trees into embedding, blocks and head.
         local: Gradients of the local rows.
-        schedule: The passes of a step.
+        schedule: Order of the passes of a step.
         keeps: Policy of `jax.checkpoint` for the residuals of a block; None saves all.
-        gathers_in_ticks: Whether each pass gathers the parameters that it uses.
+        gathers_in_ticks: Whether each pass gathers the parameters that the pass uses.
     """
 
     partition: StagePartition
@@ -58,16 +58,16 @@ class StagedModel:
 
     @functools.cached_property
     def rows(self) -> StackTree:
-        """Where the parameters are stored."""
+        """Plans of the stored parameters, by part."""
         return self.partition.split(self.local.plan.master)
 
     @functools.cached_property
     def block_rows(self) -> tuple[Any, ...]:
-        """Where the parameters of one block of each segment are stored."""
+        """Plans of the stored parameters of one block of each segment."""
         return jax.tree.map(lambda row: row.layer, self.rows.stages)
 
     def by_slot(self, rows: StackTree) -> StackTree:
-        """Plans with one tree for each slot of a chunk, by segment."""
+        """Expands plans of blocks to one tree for each slot of a chunk, by segment."""
         blocks = jax.tree.map(lambda row: row.layer, rows.stages)
         pairs = zip(blocks, self.slots, strict=True)
         return dataclasses.replace(
@@ -109,7 +109,11 @@ class StagedModel:
     def chain(
         self, scale: jax.Array, unit: jax.Array, dropping: Dropping
     ) -> StageChain:
-        """Functions of one microbatch."""
+        """Builds the functions of one microbatch.
+
+        `scale`, float32[], is the loss scale, and `unit`, float32[], the weight that
+        counts as 1.
+        """
         return StageChain(
             functools.partial(self.embed, dropping.theta),
             functools.partial(self.chunk, dropping),
@@ -121,7 +125,7 @@ class StagedModel:
     def embed(
         self, theta: Any, params: Params, batch: Batch, key: Any
     ) -> tuple[Any, Any]:
-        """The stream of a microbatch; its context, and the theta of a `Dropping`."""
+        """Returns a microbatch's stream, with context and the theta of `Dropping`."""
         params, batch = self.gather_after(params, batch, self.rows.embed)
         device_key = block_key(self.local.device_key(key), 0)
         carry, context = self.partition.stack.embed(params, batch, device_key)
@@ -131,7 +135,7 @@ class StagedModel:
     def zero_sums(
         self, carry: Any, context: Any, key: Any, drops_layers: bool
     ) -> tuple[Auxiliary, ...]:
-        """Auxiliary losses and metrics of each segment before its first block."""
+        """Returns zeros for auxiliary losses and metrics of each segment."""
         rows = self.partition.split(self.local.plan.compute).stages
         layers = jax.tree.map(
             lambda row: jax.ShapeDtypeStruct(row.shape[1:], row.dtype), rows
@@ -207,7 +211,11 @@ class StagedModel:
         context: Any,
         num_kept: int,
     ) -> Any:
-        """Runs adjacent slots of a chunk."""
+        """Runs adjacent slots of a chunk; `places` are pairs of segment and slot.
+
+        `inputs` are the key of the microbatch, the theta of `Dropping` and the number
+        of the chunk. Each block draws `num_kept` tokens to run on; 0 keeps all.
+        """
         key, theta, number = inputs
         for segment, slot in places:
             slots = self.slots[segment]
@@ -225,7 +233,7 @@ class StagedModel:
         return stream
 
     def input_of(self, place: jax.Array, key: Any, theta: Any) -> BlockInput:
-        """The input of block `place` of the model, counted from 1."""
+        """Returns the input of block `place` of the model, counted from 1."""
         if key is None or theta is None:
             return BlockInput(key)
         number = sum(slots.num_blocks for slots in self.slots)
@@ -241,7 +249,7 @@ class StagedModel:
         given: BlockInput,
         stream: Any,
     ) -> Any:
-        """Runs block `index` of a segment, and adds what it returns to the stream."""
+        """Runs block `index` of a segment, and adds auxiliary results to the stream."""
         carry, sums, stacks = stream
         block = self.blocks[segment]
         carry, auxiliary = run_block(block, layer, carry, context, given)
@@ -253,7 +261,7 @@ class StagedModel:
     def run_block(
         self, segment: int, params: Params, carry: Any, context: Any, given: BlockInput
     ) -> tuple[Any, Auxiliary]:
-        """Runs one block on the tokens of its input."""
+        """Runs one block on the tokens of `given`."""
         params = self.gathered(params, self.block_rows[segment])
         of_segment = self.partition.stack.segments[segment]
         block = block_on_tokens(self.partition.stack, of_segment)
@@ -270,7 +278,7 @@ class StagedModel:
         batch: Batch,
         weight: jax.Array,
     ) -> tuple[jax.Array, Loss]:
-        """What to differentiate, and what to report, of a microbatch."""
+        """Returns a microbatch's objective to differentiate and loss to report."""
         params, stream = self.gather_after(params, stream, self.rows.head)
         carry, auxiliaries, stacks = stream
         total_loss, divisor, sums = self.partition.stack.head(params, carry, batch)
@@ -282,11 +290,12 @@ class StagedModel:
         loss = loss_of_sums(total_loss, divisor, sums, mean, totals)
         loss = microbatches.check_names(loss)
         part, total = self.local.part_of(loss._replace(weight=weight))
+        # No weight exceeds 1 in this unit, so that no gradient grows out of its dtype.
         objective = loss.value * (weight / unit) * scale
         return objective, self.local.mean(loss, part, total)
 
     def gathered(self, params: Params, rows: Any) -> Params:
-        """Parameters as the model uses them."""
+        """Gathers parameters if ticks gather, else returns parameters as given."""
         if not self.gathers_in_ticks:
             return params
 
@@ -300,15 +309,18 @@ class StagedModel:
     ) -> tuple[Params, Any]:
         """Gathers parameters no earlier than the inputs are computed."""
         if self.gathers_in_ticks:
+            # Parameters do not change between ticks: XLA could gather all of them once,
+            # in front.
             params, inputs = jax.lax.optimization_barrier((params, inputs))
         return self.gathered(params, rows), inputs
 
     def staged(self, parts: StackTree) -> StackTree:
-        """Puts blocks into their slots, [stages, chunks, slots, ...]."""
+        """Puts blocks into slots, [stages, chunks, slots, ...]."""
         stages, chunks = self.schedule.num_stages, self.schedule.num_chunks
 
         def by_stage(slots: SegmentSlots, x: jax.Array, row: ArrayPlan) -> jax.Array:
             x = slots.spread(x)
+            # Blocks are in model order: chunk c of stage s is part c * stages + s.
             x = x.reshape(chunks, stages, -1, *x.shape[1:]).swapaxes(0, 1)
             return _held(x, P(PIPELINE, None, None, *_besides_batch(row)[1:]))
 
@@ -340,7 +352,7 @@ class StagedModel:
 def unless_empty(
     slots: SegmentSlots, index: jax.Array, run: Callable[..., Any], stream: Any
 ) -> Any:
-    """Runs a block; hands the stream on where a slot has none."""
+    """Runs `run(stream)`; hands the stream on if the slot has no block at `index`."""
     if slots.are_full:
         return run(stream)
     is_block = index < slots.num_blocks
@@ -352,7 +364,10 @@ def unless_empty(
 
 
 def mean_of_sums(sums: Sequence[Auxiliary], num_blocks: Sequence[int]) -> Auxiliary:
-    """Sum of the auxiliary losses, and mean of each metric over blocks that give it.
+    """Adds auxiliary losses, and averages each metric over blocks that report it.
+
+    `sums` are added up over the blocks of each segment; `num_blocks` counts these
+    blocks.
 
     Example:
         >>> two, six = jnp.float32(2), jnp.float32(6)
@@ -373,7 +388,7 @@ def mean_of_sums(sums: Sequence[Auxiliary], num_blocks: Sequence[int]) -> Auxili
 
 
 def in_place(params: Params, rows: Any) -> Params:
-    """Constrains arrays to their sharding over all axes except the batch axes."""
+    """Constrains arrays to the sharding over all axes except the batch axes."""
     return _map_present(lambda x, row: _held(x, _besides_batch(row)), params, rows)
 
 
@@ -387,4 +402,5 @@ def _held(x: jax.Array, spec: P) -> jax.Array:
 
 
 def _besides_batch(row: ArrayPlan) -> P:
+    """Returns the spec of an array over all axes except the batch axes."""
     return shards.manual_spec(row, (PIPELINE, SEQUENCE, TENSOR))

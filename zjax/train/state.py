@@ -1,4 +1,4 @@
-"""The state of a run: everything that a step changes, created on its shards."""
+"""The state of a run: everything that a step changes, created shard by shard."""
 
 import dataclasses
 import functools
@@ -51,16 +51,17 @@ class TrainState:
 
     Args:
         step: int32[]; steps taken, skipped ones included.
-        num_skipped: int32[]; steps whose gradients were not finite.
-        master: Parameters in `precision.master_dtype`, or their low bits; frozen ones
-            in `precision.compute_dtype`.
+        num_skipped: int32[]; steps that did not apply: a gradient was not finite, or
+            the weight of the batch was 0.
+        master: Parameters in `precision.master_dtype`, or low bits of parameters;
+            frozen parameters in `precision.compute_dtype`.
         opt_state: State of the optimizer.
         model_state: BatchNorm statistics and the like.
-        scaler: The loss scale of float16; an empty tuple otherwise.
-        ema: Averaged parameters, None for frozen ones; or an empty tuple.
+        scaler: Loss scale of float16; an empty tuple otherwise.
+        ema: Averaged parameters, None if frozen; or an empty tuple.
         extra: State of an algorithm, or an empty tuple.
-        params: Compute parameters where master weights are offloaded, None for frozen
-            ones; an empty tuple otherwise.
+        params: Compute parameters if master weights are offloaded, None if frozen; an
+            empty tuple otherwise.
         pending: Gradients that the next step applies, or an empty tuple.
     """
 
@@ -96,6 +97,7 @@ def check_not_consumed(state: TrainState) -> None:
 
 
 def _is_consumed(state: TrainState) -> bool:
+    """Whether a step has deleted an array of a state."""
     return any(
         leaf.is_deleted()
         for leaf in jax.tree.leaves(state)
@@ -104,7 +106,7 @@ def _is_consumed(state: TrainState) -> bool:
 
 
 def state_rows(plan: Plan, config: Config) -> TrainState:
-    """The plans of all arrays of a state."""
+    """Returns the plans of all arrays of a state, as a TrainState."""
     counter = jnp.dtype(jnp.int32)
     scaler = jax.tree.map(
         lambda leaf: plan.scalar("scaler", leaf.dtype),
@@ -126,13 +128,17 @@ def state_rows(plan: Plan, config: Config) -> TrainState:
 
 
 def saved_rows(plan: Plan, config: Config) -> TrainState:
-    """`state_rows` of a checkpoint: of compute parameters only those with high bits."""
+    """Returns the plans of a checkpoint: of compute parameters, only high bits."""
     params = high_bits(plan.compute, plan)
     return dataclasses.replace(state_rows(plan, config), params=params)
 
 
 def saved_state(state: TrainState, plan: Plan) -> TrainState:
-    """The state that a checkpoint holds, in the form of `saved_rows`."""
+    """Returns the state that a checkpoint holds, in the form of `saved_rows`.
+
+    Raises CheckpointError if gradients are pending, StateError if a step consumed the
+    state.
+    """
     check_not_consumed(state)
     if state.pending:
         problem = "is not applied yet, and a checkpoint does not hold it"
@@ -151,7 +157,12 @@ def init_state(
     *,
     master: Params | None = None,
 ) -> TrainState:
-    """Creates the state on its shards; no device ever holds more than its share."""
+    """Creates the state of step 0 on the shards; no device holds more than a share.
+
+    `model.given` supplies existing weights, placed leaf by leaf, else `model.init`
+    creates weights, equal on every mesh. `master` are stored parameters on the shards,
+    in place of the model's parameters; consumed.
+    """
     on_device = staged_plan(plan)
     places = shardings(state_rows(on_device, config))
 
@@ -175,12 +186,13 @@ def init_state(
             lambda key: from_params(*model.init(key)), out_shardings=places
         )
         return offload(create(key))
+    # Donated: parameters and first state do not exist twice on a device.
     complete = jax.jit(from_stored, out_shardings=places, donate_argnums=0)
     return offload(complete(master, model_state))
 
 
 def first_model_state(key: jax.Array, model: Model, plan: Plan) -> ModelState:
-    """The model state of step 0; a model that has none is not traced for it."""
+    """Creates the model state of step 0, without tracing a model that has none."""
     if not jax.tree.leaves(plan.model_state):
         return plan.model_state
     places = shardings(plan.model_state)
@@ -190,7 +202,7 @@ def first_model_state(key: jax.Array, model: Model, plan: Plan) -> ModelState:
 def _first_state(
     params: Params, model_state: ModelState, tx: Any, plan: Plan, config: Config
 ) -> TrainState:
-    """The state of step 0 on the devices, from parameters in logical shapes."""
+    """Builds the state of step 0 on the devices, from parameters in logical shapes."""
     on_device = staged_plan(plan)
     params = take_apart(params, plan.master)
     params = jax.tree.map(lambda x, row: x.astype(row.dtype), params, plan.master)
@@ -246,7 +258,7 @@ def with_params(state: TrainState, plan: Plan) -> TrainState:
 def _compute_params(
     stored: Sequence[tuple[Any, ArrayPlan, ArrayPlan]],
 ) -> Iterator[tuple[jax.Array, ArrayPlan]]:
-    """Compute parameters on the devices, each cast from stored master weights."""
+    """Yields compute parameters on the devices, cast from stored master weights."""
     for i, (x, row, compute) in enumerate(stored):
         for following, _, _ in stored[i + 1 : i + 2]:
             if isinstance(following, DiskArray):
@@ -256,21 +268,21 @@ def _compute_params(
 
 
 def without_update(state: TrainState, plan: Plan) -> TrainState:
-    """The state without the arrays that only an update reads.
+    """Drops the arrays that only an update reads.
 
-    Of the master weights it has frozen parameters alone.
+    Of the master weights, frozen parameters stay.
     """
     held = frozen(state.master, plan.master)
     return dataclasses.replace(state, master=held, opt_state=(), pending=())
 
 
 def stored_compute(state: TrainState, plan: Plan) -> Params:
-    """Stored compute parameters, of which frozen ones are among the master weights."""
+    """Returns stored compute parameters, with frozen ones from the master weights."""
     return joined(state.params, state.master, plan.master)
 
 
 def cast_param(x: jax.Array, row: ArrayPlan, compute: ArrayPlan) -> jax.Array:
-    """Casts and places master weights on the devices, in stored shapes."""
+    """Casts master weights, in stored shapes on the devices, to a compute parameter."""
     return _cast(x, row.staged, compute.staged)
 
 
@@ -280,7 +292,7 @@ def _cast(x: jax.Array, stored: ArrayPlan, row: ArrayPlan) -> jax.Array:
 
 
 def first_scalars(config: Config) -> dict[str, Any]:
-    """Counters and loss scale of step 0, as fields of `TrainState` by name."""
+    """Returns counters and loss scale of step 0, as fields of `TrainState` by name."""
     return {
         "step": jnp.zeros((), jnp.int32),
         "num_skipped": jnp.zeros((), jnp.int32),
@@ -289,9 +301,10 @@ def first_scalars(config: Config) -> dict[str, Any]:
 
 
 def place_given(params: Any, rows: Any) -> Any:
-    """Copies host arrays onto their shards, one array at a time."""
+    """Copies host arrays in logical shapes onto shards, one array at a time."""
 
     def place(x: Any, row: ArrayPlan) -> Any:
+        # Padding is 0 in every stored array.
         stored = np.zeros(row.stored_shape, row.stored_dtype)
         stored[tuple(map(slice, row.shape))] = np.asarray(x)
         placed = jax.make_array_from_callback(

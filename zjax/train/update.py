@@ -32,7 +32,7 @@ Schedule = Callable[[jax.Array], jax.Array]
 
 
 def loss_scale_of(state: TrainState) -> jax.Array:
-    """The loss scale, float32[]; 1 unless computing in float16."""
+    """Returns the loss scale, float32[]; 1 unless computing in float16."""
     return jnp.float32(1) if state.scaler == () else state.scaler.scale
 
 
@@ -44,7 +44,12 @@ def make_update(
     stack: Stack | None,
     sent: Sent | None = None,
 ) -> "Update":
-    """Builds `update(state, grads, loss, value_fn) -> (state, metrics)`."""
+    """Builds `update(state, grads, loss, value_fn) -> (state, metrics)`.
+
+    `sent` is the message between replicas, None if gradients are averaged before. The
+    optimizer gets `value`, `grad` and `value_fn` if it asks. Raises PlanError if the
+    optimizer averages parameters that totals move.
+    """
     moved = moves_of(plan.master, stack)
     check_moved(moved.keys(), plan.opt_state)
     rows = trained(plan.master, plan.master)
@@ -65,17 +70,17 @@ class Update:
     """A pure function: one step of the optimizer.
 
     A step with a gradient that is not finite changes nothing but `step`, `num_skipped`
-    and the scaler (arXiv:1710.03740), and a batch without a unit that counts nothing
-    but the first two, unless `precision.on_nonfinite` is `update`.
+    and the scaler (arXiv:1710.03740). A batch without a token that counts changes only
+    `step` and `num_skipped`. If `precision.on_nonfinite` is `update`, all steps apply.
 
     Args:
         tx: Optax gradient transformation with extra arguments.
-        plan: Places gradients and state.
-        config: Read for `optimizer` and `precision`.
-        schedule: Learning rate by applied step; None where unknown.
+        plan: Placement of gradients and state.
+        config: Config; reads `optimizer` and `precision`.
+        schedule: Learning rate by applied step; None if unknown.
         counted: bool for each parameter with a gradient; False counts it as 0.
-        moved: How parameters move with the totals of a step, by path.
-        sent: What it averages over replicas; None for gradients that are averaged.
+        moved: Rules by path of parameters that move with the totals of a step.
+        sent: Message averaged over replicas; None for gradients that are averaged.
     """
 
     tx: Any
@@ -93,7 +98,11 @@ class Update:
         loss: Loss,
         value_fn: Callable[[Params], jax.Array],
     ) -> tuple[TrainState, Metrics]:
-        """Unscales, checks, clips and applies gradients."""
+        """Unscales, checks, clips and applies gradients; `state` is not consumed.
+
+        `grads` are in logical shapes, times the loss scale; `value_fn` is the loss of
+        any master weights.
+        """
         plan = self.plan
         # Every device needs all of the totals, and processes read them as metrics.
         totals = jax.tree.map(self.replicated, loss.totals)
@@ -122,7 +131,7 @@ class Update:
     def clipped(
         self, grads: Params, opt_state: Any, errors: Any, loss: Loss
     ) -> tuple[Params, jax.Array, Any, _Checks]:
-        """Clipped gradients, or the mean of what replicas send instead of them."""
+        """Returns clipped gradients, or the mean message that replicas send instead."""
         norm, sent = transforms.global_norm(grads), self.sent
         if sent is not None:
             norm = sent.norm(norm)
@@ -132,6 +141,8 @@ class Update:
         applies = finite & (loss.weight != 0)
         if self.updates_always:
             finite = applies = jnp.bool_(True)
+        # Gradients are averaged before clipping, whereas messages are made of clipped
+        # gradients.
         if sent is not None and sent.phase.message is None:
             grads, errors = sent.exchange(grads, errors, applies)
             norm = transforms.global_norm(grads)
@@ -143,7 +154,7 @@ class Update:
 
     @property
     def phase(self) -> dict[str, str]:
-        """The name of the phase, for optimizers that send messages of their own."""
+        """The name of the phase, for optimizers that send compressed messages."""
         takes_phase = self.config.optimizer.name in COMPRESSED_OPTIMIZERS
         if self.sent is None or not takes_phase:
             return {}
@@ -151,11 +162,11 @@ class Update:
 
     @property
     def updates_always(self) -> bool:
-        """Whether a step is taken whatever its gradients are."""
+        """Whether a step is applied even if gradients are not finite."""
         return self.config.precision.on_nonfinite == "update"
 
     def unscaled(self, grads: Params, scale: jax.Array) -> Params:
-        """Gradients of the mean loss in the dtype and placement of the optimizer."""
+        """Divides gradients by the loss scale, in the dtype of the optimizer."""
         inverse = 1 / scale
         grads = place_tree(grads, self.plan.grads)
         grads = jax.tree.map(
@@ -168,17 +179,17 @@ class Update:
         )
 
     def replicated(self, x: jax.Array) -> jax.Array:
-        """The array on every device."""
+        """Constrains an array to every device."""
         return constrain(x, self.plan.replicated)
 
     def kept_if_applied(self, new: Any, old: Any, applies: jax.Array) -> Any:
-        """The new arrays, or the old ones in a step that is skipped."""
+        """Returns the new arrays, or the old arrays in a step that is skipped."""
         if self.updates_always:
             return new
         return jax.tree.map(lambda n, o: jnp.where(applies, n, o), new, old)
 
     def stored_if_applied(self, new: Params, stored: Params, applies: Any) -> Params:
-        """New weights, or old ones in a step that is skipped, and frozen parameters."""
+        """Returns new weights, old ones in a skipped step, with frozen parameters."""
         rows = trained(self.plan.master, self.plan.master)
         new = pad_tree(place_tree(new, rows), rows)
         new = self.kept_if_applied(new, trained(stored, self.plan.master), applies)
@@ -194,7 +205,7 @@ class Update:
         loss: Loss,
         checks: _Checks,
     ) -> TrainState:
-        """The state with new master weights, and all that follows from them."""
+        """Returns the state with new master weights and all dependent arrays."""
         applies, keep = checks.applies, self.kept_if_applied
         plan, scaler, ema, params = self.plan, state.scaler, state.ema, state.params
         if scaler != ():
@@ -224,7 +235,7 @@ class Update:
     def metrics(
         self, state: TrainState, loss: Loss, norm: jax.Array, applies: jax.Array
     ) -> Metrics:
-        """Metrics of the loss and of the step, float32[] each, and the totals."""
+        """Returns metrics of the loss and the step, float32[] each, and the totals."""
         step_metrics = {
             "loss": loss.value,
             "weight": loss.weight,
@@ -233,6 +244,7 @@ class Update:
         }
         if self.schedule is not None:
             step_metrics["learning_rate"] = self.schedule(
+                # Schedules count applied steps, as the optimizer's own counter does.
                 state.step - state.num_skipped
             )
         if state.scaler != ():
