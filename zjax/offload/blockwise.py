@@ -1,8 +1,9 @@
-"""A backward pass that hands over the gradients of each unit as soon as they exist.
+"""A backward pass that yields the gradients of each transfer unit at once.
 
-The model runs as compiled programs of one transfer unit each, called from Python. What
-each block saves is stored between them, by default its input: the backward program of
-a block computes the block again (ZeRO-Infinity, arXiv:2104.07857, section 5.1.3).
+The model runs as compiled programs of one transfer unit each, called from Python.
+Between the passes the residuals of each block are stored, by default the block's input:
+the backward program of a block computes the block again (ZeRO-Infinity,
+arXiv:2104.07857, section 5.1.3).
 """
 
 from collections.abc import Generator, Iterator, Sequence
@@ -43,7 +44,13 @@ from zjax.typing import Auxiliary, Batch, Dropping, Loss, Metrics, Model, Params
 
 
 class Saved(NamedTuple):
-    """What a block saves: leaves of residuals or input, and of what tiles read."""
+    """Stored residuals of a block, or the block's input, followed by what tiles read.
+
+    Args:
+        arrays: Leaves as stored.
+        rows: Plan of each leaf.
+        tree: Structure of the pair (residuals, input of the tiles).
+    """
 
     arrays: list[Any]
     rows: list[ArrayPlan]
@@ -52,6 +59,8 @@ class Saved(NamedTuple):
 
 class BlockwiseBackward:
     """Gradients of a model's stack by transfer unit; see `Backward`.
+
+    Raises PlanError if the model has a state, which no stack updates.
 
     Raises:
         PlanError: The stack would leave a model state as it starts.
@@ -76,6 +85,7 @@ class BlockwiseBackward:
         self.groups = [group for group, row in groups if not row.is_frozen]
         self.masters = [tree for _, tree in units_of(self.stack, plan.master)]
         embed = len(self.units.units)
+        # The head first, the units backwards, the embedding last: the order of arrival.
         self.order = [embed + 1, *reversed(range(embed)), embed]
         self.saved = Stream(transfer_units.AHEAD_BYTES)
         self.residual_bytes = 0
@@ -93,7 +103,7 @@ class BlockwiseBackward:
     def run(
         self, state: TrainState, batch: Batch, key: jax.Array
     ) -> Iterator[GroupGradients | Loss]:
-        """See `Backward`."""
+        """Yields gradients in `order`, then the loss; see `Backward`."""
         params, scale = stored_compute(state, self.plan), loss_scale_of(state)
         batch, dropping = split_dropping(batch)
         losses: list[Loss] = []
@@ -118,7 +128,7 @@ class BlockwiseBackward:
         scale: jax.Array,
         dropping: Dropping,
     ) -> Iterator[Any]:
-        """One microbatch: its loss, then gradients by group."""
+        """Yields the loss of one microbatch, then gradients by group."""
         programs = self.programs
         embed, _, head = self.stack.split(params)
         stored = self.units.stored(params)
@@ -166,9 +176,11 @@ class BlockwiseBackward:
         cotangent: Any,
         auxiliary_cotangent: jax.Array,
     ) -> Generator[GroupGradients, None, Any]:
-        """Gradients of a block by group; returns the cotangent of its input."""
+        """Yields gradients of a block by group; returns the input's cotangent."""
         leaves, num_bytes = self.saved.wait(inputs.number)
         saved, entering = tree.unflatten(leaves)
+        # Each `del` lets a program donate or free memory while the generator is
+        # suspended.
         del leaves
         trunk, *tiles = self.units.blocks[inputs.number]
         entering_cotangent = jax.tree.map(self.programs.zeros_like, entering)
@@ -204,7 +216,7 @@ class BlockwiseBackward:
     def skipped_backward(
         self, stored: Sequence[Params], block: int
     ) -> Iterator[GroupGradients]:
-        """Zeros, for updates that read the parameters of a block that does not run."""
+        """Yields zeros for a dropped block: updates still read the parameters."""
         for unit in reversed(self.units.blocks[block]):
             with self.units.on_device(stored, "backward", unit) as (params, used):
                 grads = self.programs.no_gradients(unit.segment, params)
@@ -214,7 +226,7 @@ class BlockwiseBackward:
     def gradients_of(
         self, unit: Unit, grads: list[jax.Array], params: Params
     ) -> GroupGradients:
-        """Gradients of a unit, with the parameters that its update reads."""
+        """Pairs gradients of a unit with the parameters that an update reads."""
         learned = jax.tree.leaves(trained(params, self.masters[unit.number]))
         return GroupGradients(unit.number, grads, learned)
 
@@ -227,9 +239,9 @@ class BlockwiseBackward:
         route: Route,
         saved: dict[int, Saved] | None = None,
     ) -> tuple[Any, list[Auxiliary]]:
-        """The stream after the last block, and results of each block.
+        """Returns the stream after the last block, and auxiliary results of each block.
 
-        What each block saves is added to `saved`, if that is given.
+        Stored residuals of each block are added to `saved`, if given.
         """
         carry, context = self.programs.embed(embed, batch, key)
         route.start(carry, context)
@@ -263,7 +275,7 @@ class BlockwiseBackward:
         inputs: BlockInputs,
         saved: dict[int, Saved] | None,
     ) -> tuple[Any, Any]:
-        """Results of a block or trunk, and what it saves; its input by default."""
+        """Runs a block or trunk; returns results and residuals, or the input."""
         if saved is None or self.programs.block_saving is None:
             results = self.programs.block(trunk.segment, params, carry, inputs)
             return results, carry
@@ -277,7 +289,7 @@ class BlockwiseBackward:
         entering: Any,
         inputs: BlockInputs,
     ) -> Any:
-        """The stream with what the tiles of a block add to it; it is donated."""
+        """Adds the results of a block's tiles to the stream, which is donated."""
         for tile in tiles:
             with self.units.on_device(stored, "forward", tile) as (params, used):
                 carry, done = self.programs.tile(
@@ -287,7 +299,7 @@ class BlockwiseBackward:
         return carry
 
     def evaluate(self, state: TrainState, batch: Batch) -> Metrics:
-        """Loss and metrics without gradients or dropout, as float32 scalars."""
+        """Returns loss and metrics without gradients or dropout, as float32 scalars."""
         params = stored_compute(state, self.plan)
         embed, _, head = self.stack.split(params)
         stored, losses = self.units.stored(params), []
@@ -302,13 +314,13 @@ class BlockwiseBackward:
         return loss.metrics | {"loss": loss.value, "weight": loss.weight}
 
     def save(self, residuals: Any, entering: Any) -> Saved:
-        """Stores what a block saves, and what its tiles read, for the backward pass."""
+        """Stores residuals and the input of tiles for the backward pass."""
         arrays, tree = jax.tree.flatten((residuals, entering))
         rows = self.saved_rows(residuals, entering)
         return Saved(self.saved.write_back(arrays, rows), rows, tree)
 
     def saved_rows(self, residuals: Any, entering: Any) -> list[ArrayPlan]:
-        """Where those are stored; residuals stay where their program put them."""
+        """Plans the storage of `save`; residuals stay where computed."""
         stores = self._input_row if self.programs.policy is None else self._residual_row
         return [
             *map(stores, jax.tree.leaves(residuals)),
@@ -319,6 +331,7 @@ class BlockwiseBackward:
         return input_plan(x, self.plan, self.config)
 
     def _residual_row(self, x: Any) -> ArrayPlan:
+        """Plans a residual on one device; raises PlanError if it is offloaded."""
         if x.sharding.memory_kind == HOST:
             problem = "offloads residuals of blocks"
             remedy = "save them, or set model.activation_memory to offload inputs alone"
@@ -327,7 +340,7 @@ class BlockwiseBackward:
         return ArrayPlan("a residual of a block", shape, x.dtype, place, place)
 
     def moments(self, state: TrainState, batch: Batch, pending: Any) -> list[Peak]:
-        """See `Backward`."""
+        """Predicts the bytes of each program of the pass; see `Backward`."""
         batch, _ = split_dropping(batch)
         shapes = PassShapes(self.programs, self.units, self.saved_rows, batch)
         programs = shapes.bytes

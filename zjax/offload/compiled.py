@@ -1,4 +1,4 @@
-"""Compiled parts of a traced program, and the memory that they need."""
+"""Compiled parts of a traced program, and the memory that each part needs."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -21,9 +21,9 @@ class CompiledGroup:
     """The compiled program of one group of arrays.
 
     Args:
-        inputs: Names of its operands.
-        run: The jitted function, which other groups may share.
-        scalars: Its last operands, in which it differs from those groups.
+        inputs: Names of the operands.
+        run: Jitted function, which several groups may share.
+        scalars: Last operands: the constants in which groups that share `run` differ.
     """
 
     inputs: list[Name]
@@ -31,7 +31,7 @@ class CompiledGroup:
     scalars: tuple[Any, ...] = ()
 
     def __call__(self, arrays: Mapping[Name, Any]) -> list[jax.Array]:
-        """Runs the program on its inputs among `arrays`."""
+        """Runs the program on the operands among `arrays`."""
         return self.run(*(arrays[name] for name in self.inputs), *self.scalars)
 
 
@@ -42,13 +42,18 @@ def compile_groups(
     donated: frozenset[Name] = frozenset(),
     out_shardings: Sequence[Any] = (),
 ) -> list[CompiledGroup]:
-    """Jits programs, once for all that differ in scalars alone."""
+    """Jits programs, once for all programs that differ in scalars alone.
+
+    `donated` names operands to donate. `out_shardings` has one entry per program; None,
+    or an empty sequence, leaves shardings to the compiler.
+    """
     forms = [program.normal_form() for program in programs]
     places = list(out_shardings) or [None] * len(programs)
     donations = [
         tuple(k for k, name in enumerate(program.inputs) if name in donated)
         for program in programs
     ]
+    # Layers differ in constants at most: one compilation serves every layer.
     families: dict[Any, list[int]] = {}
     for i, (text, _) in enumerate(forms):
         families.setdefault((text, str(places[i]), donations[i]), []).append(i)
@@ -75,8 +80,8 @@ class Peak:
     """Bytes on one device at one moment of a step.
 
     Args:
-        moment: The program that runs.
-        parts: Bytes by name.
+        moment: Name of the program that runs.
+        parts: Bytes by name of what takes memory.
     """
 
     moment: str
@@ -84,7 +89,7 @@ class Peak:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Sum of all parts."""
         return sum(self.parts.values())
 
 
@@ -93,26 +98,27 @@ class UnreportedMemoryError(Exception):
 
 
 def added_bytes(program: Any, *operands: Any) -> int:
-    """Bytes that a jitted function adds to its operands, once compiled."""
+    """Counts the bytes that a jitted function adds to the operands, once compiled."""
     return added_by(program.lower(*operands).compile())
 
 
 def added_by(compiled: jax.stages.Compiled) -> int:
-    """Bytes that a compiled program adds to its operands."""
+    """Counts the bytes that a compiled program adds to the operands."""
     analysis = compiled.memory_analysis()
     if analysis is None:
         raise UnreportedMemoryError
+    # Aliased results live in donated operands, which are counted already.
     results = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
     return results + analysis.temp_size_in_bytes
 
 
 def like_batch(plan: Plan, tree: Any, entries: Entries | None = None) -> Any:
-    """Shapes with the shardings of a batch, or of a stream of activations."""
+    """Returns shapes with the shardings of a batch, or of a stream of activations."""
     return placed(tree, batch_shardings(plan, tree, entries or {}))
 
 
 def placed(shapes: Any, places: Any) -> Any:
-    """Shapes with these shardings."""
+    """Returns shapes with the shardings `places`."""
     return jax.tree.map(
         lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
         shapes,

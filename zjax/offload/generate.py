@@ -1,8 +1,10 @@
-"""Text from a decoder whose blocks are stored outside of the devices.
+"""Text generation by a decoder with blocks that are stored off the devices.
 
 Each token is one forward pass, for which the units are prefetched in turn: the devices
-hold a few of them, the embedding, the head and the caches. The first units of the next
+hold a few units, the embedding, the head and the KV caches. The first units of the next
 pass are prefetched while a token is chosen.
+
+Reference: ZeRO-Inference, in DeepSpeed Inference, arXiv:2207.00032.
 
 Reference: ZeRO-Inference, in DeepSpeed Inference, arXiv:2207.00032.
 """
@@ -25,11 +27,11 @@ from zjax.typing import Continuation, Params
 
 
 class Generation:
-    """`generate(state, tokens, ...)`: what `zjax.generate` does, unit by unit.
+    """`generate(state, tokens, ...)` of `zjax.generate`, for offloaded models.
 
     Args:
-        continuation: Of the model's stack.
-        units: Prefetches the units of the model.
+        continuation: Continuation of the model's stack.
+        units: Prefetcher of the model's units.
         jit: `jax.jit` with compiler options.
     """
 
@@ -39,6 +41,7 @@ class Generation:
         self.begin = jit(self._begin, static_argnums=2)
         self.embed = jit(self._embed)
         self.read_prompt = jit(self._read_prompt, static_argnums=(0, 5, 6))
+        # The cache is donated, and so is the stream in `add_tile`: both are replaced.
         self.read_token = jit(self._read_token, static_argnums=0, donate_argnums=6)
         self.add_tile = jit(self._add_tile, static_argnums=0, donate_argnums=2)
         self.choose = jit(self._choose, static_argnums=5)
@@ -52,7 +55,12 @@ class Generation:
         key: jax.Array | None = None,
         **settings: Any,
     ) -> Int[Array, "B total"]:
-        """Continues prompts."""
+        """Continues prompts; returns int32[B, L + max_new_tokens].
+
+        Prompts of unequal length are padded on the left; `lengths` counts tokens
+        without padding. `key` is needed above temperature 0, and `settings` are
+        arguments of `zjax.generate`.
+        """
         chosen = make_settings(**settings)
         self.continuation.check(tokens, lengths, chosen, key)
         tokens = jnp.asarray(tokens, jnp.int32)
@@ -76,7 +84,7 @@ class Generation:
         return self._read(read, segment, params, *args)
 
     def _read(self, read: Any, segment: int, params: Params, *args: Any) -> Any:
-        """The stream, what tiles read, and the stream's last column; the cache."""
+        """Returns stream, input of the tiles, last column; and the cache."""
         params = gathered(params, self._rows[segment, False])
         (carry, entering), cache = read(params, *args)
         return self._constrained((carry, entering, carry[:, -1:])), cache
@@ -84,6 +92,7 @@ class Generation:
     def _add_tile(
         self, segment: int, params: Params, carry: jax.Array, entering: jax.Array
     ) -> Any:
+        """Adds the result of a tile to the stream, and returns the last column, too."""
         tiles = self.units.stack.segments[segment].tiles
         assert tiles is not None
         params = gathered(params, self._rows[segment, True])
@@ -96,7 +105,7 @@ class Generation:
         return text, text.ended.all()
 
     def _constrained(self, tree: Any) -> Any:
-        """Arrays split as the batch is, or replicated where rows do not divide."""
+        """Shards arrays as the batch is; replicates if rows do not divide."""
         plan = self.units.plan
 
         def constrained(x: jax.Array) -> jax.Array:
@@ -108,7 +117,7 @@ class Generation:
 
 
 class _Writing:
-    """One call: the text and the caches so far."""
+    """One call of `Generation`: the text and the caches so far."""
 
     def __init__(
         self,
@@ -130,10 +139,13 @@ class _Writing:
         self.caches: list[Any] = [None] * len(self.units.blocks)
 
     def write(self) -> jax.Array:
+        """Writes tokens column by column, until every row has ended."""
         length, settings = self.tokens.shape[1], self.settings
         columns = range(length, length + settings.max_new_tokens)
         self.stream.prefetch(self.loads(length))
         for column in columns:
+            # Enqueue the next pass before the token is known: units do not depend on
+            # the token.
             if column + 1 in columns:
                 self.stream.prefetch_more(self.loads(column + 1))
             last = self.read(column)
@@ -146,12 +158,14 @@ class _Writing:
         return self.text.tokens
 
     def loads(self, column: int) -> Iterator[Load]:
+        """Yields the loads of all units for the pass of `column`."""
         names = [(column, number) for number in range(len(self.stored))]
         return self.units.loads(self.stored, names)
 
     def read(self, column: int) -> jax.Array:
-        """The stream's last column, from which the token of `column` is chosen."""
+        """Returns the stream's last column, which chooses the token of `column`."""
         programs, is_prompt = self.programs, column == self.tokens.shape[1]
+        # The first pass reads the whole prompt, every further pass the newest token.
         tokens = self.tokens if is_prompt else self.text.new[:, None]
         first = column - tokens.shape[1]
         num_new = self.settings.max_new_tokens

@@ -1,4 +1,4 @@
-"""Gradients that leave the devices: backward passes by group, inputs and sums."""
+"""Gradients that leave the devices: backward passes by group, block inputs and sums."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -37,9 +37,9 @@ class GroupGradients(NamedTuple):
 
     Args:
         group: Index of the group.
-        grads: In the order of the group's leaves.
+        grads: Gradients in the order of the group's leaves.
         params: Parameters of the group on the devices, valid until the next group is
-            requested; empty if the pass did not copy them.
+            requested; empty if the pass did not copy parameters.
     """
 
     group: int
@@ -53,8 +53,8 @@ class Backward(Protocol):
     Args:
         grad_rows: Plans of the gradients that `run` yields.
         groups: Group of each leaf of the parameters that are trained.
-        order: Groups in the order in which their gradients arrive; some may be empty.
-        residual_bytes: Bytes per device of residuals that the last pass saved there.
+        order: Groups in order of arrival; some groups may be empty.
+        residual_bytes: Bytes of residuals that the last pass saved on each device.
     """
 
     grad_rows: Any
@@ -69,10 +69,10 @@ class Backward(Protocol):
         ...
 
     def moments(self, state: TrainState, batch: Batch, pending: Any) -> list[Peak]:
-        """Bytes that a device holds while each program runs; the last is `update`.
+        """Predicts the bytes on a device while each program runs, `update` last.
 
-        `pending` is a function from bytes of residuals to bytes of the gradients that
-        wait on the device for the update; `state` holds plans of arrays.
+        `pending` is a function from bytes of residuals to bytes of gradients that wait
+        on the device for the update; `state` holds plans of arrays.
         """
         ...
 
@@ -103,7 +103,7 @@ class WholeBackward:
     def run(
         self, state: TrainState, batch: Batch, key: jax.Array
     ) -> Iterator[GroupGradients | Loss]:
-        """See `Backward`."""
+        """Yields all gradients as one group, then the loss; see `Backward`."""
         grads, model_state, loss = self.gradients(
             without_update(state, self.plan), batch, key
         )
@@ -111,7 +111,7 @@ class WholeBackward:
         yield loss._replace(model_state=model_state)
 
     def moments(self, state: TrainState, batch: Batch, pending: Any) -> list[Peak]:
-        """See `Backward`."""
+        """Predicts the bytes of the gradient program and the update; see `Backward`."""
         state = without_update(abstract_tree(state), self.plan)
         batch = like_batch(self.plan, batch, self.entries)
         program = added_bytes(self.gradients, state, batch, abstract_key())
@@ -122,8 +122,8 @@ class WholeBackward:
 class GradientSums:
     """Adds gradients up group by group, weighted by the weights of microbatches.
 
-    `groups` has the group of each gradient, 0 to num_groups - 1, and `grad_rows` its
-    plan on the devices.
+    `groups` has the group of each gradient, 0 to num_groups - 1, and `grad_rows` the
+    plan of each gradient on the devices.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class GradientSums:
         arriving: Iterator[GroupGradients],
         weights: list[jax.Array],
     ) -> Iterator[GroupGradients]:
-        """Adds the gradients of a microbatch; in the last, yields their means.
+        """Adds the gradients of a microbatch; in the last microbatch, yields the means.
 
         `sums` are the stored sums so far by group, in the order of arrival, and
         `weights` the weights of all microbatches so far.
@@ -198,7 +198,10 @@ def _mean_loss(losses: list[Loss]) -> Loss:
 
 
 def saving_policy(model: Model, config: Config) -> Callable[..., Any] | None:
-    """The policy of `jax.checkpoint` for what a block saves on the devices."""
+    """Returns the policy of `jax.checkpoint` for residuals that stay on devices.
+
+    None if a block saves the block's input alone, which may be offloaded.
+    """
     goes = config.model.offloads_inputs
     return None if goes or config.model.remat == "full" else model.keeps
 
@@ -215,7 +218,11 @@ def input_plan(
 def offloaded_inputs(
     model: Model, plan: Plan, config: Config, batch: Batch
 ) -> Sequence[ArrayPlan]:
-    """Plans of the inputs of blocks that are stored off the devices."""
+    """Plans the inputs of blocks that are stored off the devices, for one microbatch.
+
+    One input per block, or two if the block has tiles; none if inputs stay on the
+    devices, or if the model does not run block by block.
+    """
     stack = model.stack
     stays = not (config.model.offloads_inputs and plan.is_offloaded)
     if stays or stack is None or not model.runs_by_block:
@@ -231,6 +238,8 @@ def offloaded_inputs(
         return stack.embed(params, jax.tree.map(lambda x: x[0], parts), key)[0]
 
     embed, _, _ = stack.split(params)
+    # A trunk saves the block's input, and the first tile stands for the input of all
+    # tiles.
     num_inputs = sum(unit.tile <= 1 for unit, _ in units_of(stack, params))
     entering = jax.tree.leaves(jax.eval_shape(enter, embed, batch, abstract_key()))
     return num_inputs * [input_plan(x, plan, config) for x in entering]

@@ -1,10 +1,10 @@
 """An update split into one program per group of parameters, where that is exact.
 
-An optimizer runs group by group if the new arrays of a group depend on its own arrays
-and on numbers that all groups share. Numbers made of the gradients of many groups, such
-as the global norm, are computed first: each group is measured by itself, and the
-measurements are combined. All of this is read off the traced update, so that any optax
-transformation either runs exactly or is refused.
+An optimizer runs group by group if the new arrays of a group depend on the group's
+arrays and on numbers that all groups share. Numbers made of the gradients of many
+groups, such as the global norm, are computed first: each group is measured by itself,
+and the measurements are combined. All dependences come from the traced update: any
+optax transformation either runs exactly or is refused.
 """
 
 import dataclasses
@@ -26,13 +26,13 @@ SHARED = -1
 
 @dataclasses.dataclass(frozen=True)
 class GroupedPrograms:
-    """The programs of an update; names are those of the whole update.
+    """The programs of an update; arrays keep the names from the whole update.
 
     Args:
-        measures: Program per group, of scalars that depend on its gradients alone.
+        measures: Program per group, of scalars made of the group's gradients alone.
         combine: Program from shared arrays and these scalars to the new shared arrays,
             in the order of `shared_outputs`, followed by `global_numbers`.
-        updates: Program per group, of its new arrays in the order of the whole update.
+        updates: Program per group, of new arrays in the order of the whole update.
         shared_outputs: Positions of the shared arrays among the outputs.
     """
 
@@ -59,7 +59,13 @@ def group_programs(
     optimizer: str,
     paths: Sequence[str],
 ) -> GroupedPrograms:
-    """Splits the program of an update."""
+    """Splits the program of an update by group, or raises PlanError.
+
+    `program` maps state, gradients and loss to new state and metrics. Each input and
+    output has a group, 0 to num_groups - 1 or `SHARED`. `is_gradient` marks inputs that
+    are known before any update runs, `is_loss` inputs that are known only after all
+    gradients. `optimizer` and `paths`, one per output, serve the error.
+    """
     flow = _Flow(program, input_groups, is_gradient, is_loss)
     updates, problems = [], []
     for group in range(num_groups):
@@ -74,6 +80,7 @@ def group_programs(
     wanted = [*(program.outputs[i] for i in shared), *numbers]
     combine = program.part(flow.measures, wanted)
     if flow.reads_others(combine, {SHARED}):
+        # The joint program says only that some output is at fault; try each output.
         alone = (program.part(flow.measures, [program.outputs[i]]) for i in shared)
         problems += [
             paths[i]
@@ -91,6 +98,7 @@ def group_programs(
 
 
 def _refusal(optimizer: str, paths: list[str]) -> Problem:
+    """Describes the arrays whose updates need arrays of several groups."""
     names = list(dict.fromkeys(paths))
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return Problem(
@@ -106,8 +114,8 @@ def _refusal(optimizer: str, paths: list[str]) -> Problem:
 class _Flow:
     """The groups that each value of a program depends on.
 
-    `measures` are scalars of one group's gradients, with that group; `global_numbers`
-    scalars of the gradients of several groups.
+    `measures` are scalars of one group's gradients, with the group; `global_numbers`
+    are scalars of the gradients of several groups.
     """
 
     def __init__(
@@ -120,7 +128,10 @@ class _Flow:
         self.groups = dict(zip(program.inputs, groups, strict=True))
         owned = {x for x, group in self.groups.items() if group != SHARED}
         gradients = itertools.compress(program.inputs, is_gradient)
+        # Parameters and optimizer state are on the devices only while their group
+        # updates.
         late = program.reached(owned.difference(gradients))
+        # A measure runs when gradients arrive, before the loss of the batch is known.
         last = program.reached(itertools.compress(program.inputs, is_loss))
         source_groups = program.sources({x: frozenset({self.groups[x]}) for x in owned})
         scalars = {
@@ -144,7 +155,7 @@ class _Flow:
 
 
 def by_group(pairs: Iterable[tuple[Any, int]], num_groups: int) -> list[list[Any]]:
-    """The items of each group, from pairs of an item and its group."""
+    """Collects the items of each group, from pairs of an item and a group."""
     items: list[list[Any]] = [[] for _ in range(num_groups)]
     for item, group in pairs:
         if group != SHARED:
@@ -153,7 +164,10 @@ def by_group(pairs: Iterable[tuple[Any, int]], num_groups: int) -> list[list[Any
 
 
 def trace(function: Callable[..., Any], *args: Any) -> tuple[Program, Any]:
-    """Traces a function to a program that ties no arrays together.
+    """Traces a function of trees to a program of leaves that ties no arrays together.
+
+    A `cond` becomes a select of both branches; while loops stay whole. Returns the tree
+    of output shapes, too.
 
     Example:
         >>> barrier = lambda x, y: jax.lax.optimization_barrier((x, y))
@@ -165,11 +179,13 @@ def trace(function: Callable[..., Any], *args: Any) -> tuple[Program, Any]:
 
 
 def _apply_by_array(equation: Equation, inputs: list[Any]) -> list[Any]:
+    """Applies one equation, with barriers and conditionals taken apart by array."""
     kind = equation.primitive.name
     if kind == "optimization_barrier":
         # A barrier before many arrays is as good as one before each.
         return [x for each in inputs for x in apply(equation, [each])]
     if kind == "cond":
+        # A `cond` over the whole state would make every array depend on all groups.
         which, *operands = inputs
         branches = programs_in(equation)
         cases = [interpret(each, operands, _apply_by_array) for each in branches]

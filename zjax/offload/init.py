@@ -1,4 +1,4 @@
-"""Creates the first state array by array, so that it never is on the devices whole."""
+"""Creates the first state array by array: it never is on the devices as a whole."""
 
 import functools
 from collections.abc import Iterable, Iterator, Sequence
@@ -37,7 +37,11 @@ def init_layer_by_layer(
     *,
     weights: Iterable[jax.Array] | None = None,
 ) -> TrainState:
-    """Creates the state of `zjax.train.init_state`, one array after another."""
+    """Creates the state of `zjax.train.init_state`, one array after another.
+
+    The model has `init_layer`, or `weights` are given: stored parameters on the
+    devices, created on demand, in the order and the dtypes of the master weights.
+    """
     created = _created(key, model, plan) if weights is None else enumerate(weights)
     master, params, ema = _first_weights(created, plan)
     return TrainState(
@@ -51,10 +55,11 @@ def init_layer_by_layer(
 
 
 def _first_weights(created: Iterable[tuple[int, jax.Array]], plan: Plan) -> list[Any]:
-    """The stored trees `master`, `params` and `ema`."""
+    """Returns the stored trees `master`, `params` and `ema`."""
     trees = (plan.master, trained(plan.compute, plan.master), plan.ema)
     masters = jax.tree.leaves(plan.master)
     rows_by_tree = [masters, *(_by_parameter(rows, masters) for rows in trees[1:])]
+    # Arrays are stored in order of creation; `order` finds tree and leaf again.
     order: list[tuple[int, int]] = []
 
     def first_weights() -> Iterator[tuple[jax.Array, ArrayPlan]]:
@@ -79,7 +84,7 @@ def _first_weights(created: Iterable[tuple[int, jax.Array]], plan: Plan) -> list
 
 
 def _by_parameter(rows: Any, masters: Sequence[ArrayPlan]) -> list[ArrayPlan | None]:
-    """The plan of each parameter in a tree without frozen ones; None for none."""
+    """Lists the plan of each parameter in a tree without frozen parameters, or None."""
     leaves = iter(jax.tree.leaves(rows))
     return [None if row.is_frozen else next(leaves, None) for row in masters]
 
@@ -87,7 +92,7 @@ def _by_parameter(rows: Any, masters: Sequence[ArrayPlan]) -> list[ArrayPlan | N
 def _created(
     key: jax.Array, model: Model, plan: Plan
 ) -> Iterator[tuple[int, jax.Array]]:
-    """Creates master weights unit by unit; yields each with the index of its leaf."""
+    """Creates master weights unit by unit; yields each with the index of the leaf."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(plan.master)
     layers = [layer_of(keys) for keys, _ in leaves]
     rows = [row for _, row in leaves]
@@ -105,6 +110,7 @@ def _created(
     for place in dict.fromkeys(places):
         number, kind = place
         indices = [i for i, other in enumerate(places) if other == place]
+        # Layers of one kind share a program: the number of the layer is an operand.
         if kind not in programs:
             programs[kind] = jax.jit(_creator(traced, layers, rows, indices))
         yield from zip(indices, programs[kind](key, number or 0), strict=True)
@@ -116,7 +122,7 @@ def _creator(
     rows: Sequence[ArrayPlan],
     indices: Sequence[int],
 ) -> Any:
-    """A function that creates leaves of one layer, or all leaves outside layers."""
+    """Returns a function that creates one layer, or all leaves outside layers."""
     outputs = _stacks_of(traced.outputs, layers)
     part = traced.part(traced.inputs, [outputs[i] for i in indices])
 
@@ -136,7 +142,7 @@ def _creator(
 
 
 def _stacks_of(arrays: Sequence[Any], layers: Sequence[int | None]) -> list[Any]:
-    """For each leaf, one per layer, the array that stacks all layers."""
+    """Returns for each leaf, one per layer, the array that stacks all layers."""
     stacks, index = [], -1
     for layer in layers:
         index += layer is None or layer == 0
@@ -145,7 +151,7 @@ def _stacks_of(arrays: Sequence[Any], layers: Sequence[int | None]) -> list[Any]
 
 
 def _init_opt_state(tx: Any, master: Params, params: Params, plan: Plan) -> Any:
-    """The stored state of the optimizer, created array by array."""
+    """Creates the stored optimizer state array by array."""
     learned = trained_plan(plan)
     trees = (
         trained(master, plan.master),

@@ -38,14 +38,14 @@ from zjax.typing import Auxiliary, Batch, Dropping, Loss, Model, Params
 
 
 class BlockInputs(NamedTuple):
-    """What a block reads besides its parameters and the stream.
+    """The inputs of a block besides parameters and stream.
 
     Args:
-        context: From the embedding; no gradient flows to it.
+        context: Context from the embedding, without a gradient.
         key: Random key of the microbatch; None in evaluation.
         number: Index of the block in the stack.
-        dropping: The tokens that the block leaves out.
-        probability: float32[], that the block runs; None if it always does.
+        dropping: Settings of the tokens that the block leaves out.
+        probability: float32[], probability that the block runs; None if it always runs.
     """
 
     context: Any
@@ -56,18 +56,16 @@ class BlockInputs(NamedTuple):
 
     @property
     def unit_key(self) -> jax.Array | None:
-        """Random key of the block, which its tiles share."""
+        """Random key of the block, which all tiles share."""
         return block_key(self.key, self.number + 1)
 
 
 class BlockPrograms:
-    """Programs of the parts of a model, whose parameters are on the devices.
+    """Programs of the parts of a model, with parameters on the devices.
 
     The attributes are the jitted functions. Some return a number at the end, which is
-    ready once the program has ended.
-
-    `policy` is a policy of `jax.checkpoint` for what a block saves; None saves its
-    input.
+    ready once the program has ended. `policy` is a policy of `jax.checkpoint` for the
+    residuals of a block; None saves the block's input.
     """
 
     def __init__(
@@ -98,6 +96,7 @@ class BlockPrograms:
         self.embed = jit(self._embed)
         self.block = jit_unit(self._block)
         self.block_saving = jit_unit(self._block_saving) if policy else None
+        # Donated: streams and cotangents, which the program replaces.
         self.tile = jit_unit(self._tile, donate_argnums=2)
         self.head = jit(self._head)
         self.head_loss = jit(self._head_loss)
@@ -113,7 +112,7 @@ class BlockPrograms:
         self.replace = jit(self._replace)
 
     def _split_batch(self, batch: Batch, number: int) -> Batch:
-        """One of the microbatches."""
+        """Returns microbatch `number` of a batch."""
         batch = microbatches.cast_batch(batch, self.model, compute_dtype(self.plan))
         parts = microbatches.split_batch(
             batch, self.model, self.num_microbatches, self.plan.num_batch_shares
@@ -121,7 +120,7 @@ class BlockPrograms:
         return jax.tree.map(lambda x: x[number], parts)
 
     def _embed(self, params: Params, batch: Batch, key: jax.Array | None) -> Any:
-        """The stream that enters the first block, and the context of all blocks."""
+        """Returns the stream into the first block, and the context of all blocks."""
         params = self._gathered("embed", params)
         carry, context = self.stack.embed(params, batch, block_key(key, 0))
         return self._constrained(carry), context
@@ -129,7 +128,7 @@ class BlockPrograms:
     def _block(
         self, segment: int, params: Params, carry: Any, inputs: BlockInputs
     ) -> Any:
-        """Stream after a block or trunk with what its tiles read; auxiliary results."""
+        """Returns stream and tiles' input after a block or trunk; auxiliary results."""
         params = self._gathered((segment, False), params)
         run = self._trunk_of(segment, inputs, inputs.unit_key)
         stream, auxiliary = run(params, carry)
@@ -138,7 +137,7 @@ class BlockPrograms:
     def _block_saving(
         self, segment: int, params: Params, carry: Any, inputs: BlockInputs
     ) -> Any:
-        """The results of `_block`, and the residuals that the policy saves."""
+        """Returns the results of `_block`, and the residuals that the policy saves."""
         (stream, loss), pull, auxiliary, operands = self._vjp(
             segment, params, carry, inputs
         )
@@ -150,9 +149,10 @@ class BlockPrograms:
     def _vjp(
         self, segment: int, params: Params, carry: Any, inputs: BlockInputs
     ) -> Any:
-        """`jax.vjp` of a block or trunk, with its metrics and totals, and its operands.
+        """Returns `jax.vjp` of a block or trunk, auxiliary results, and operands.
 
-        The primal outputs are the stream, with what tiles read, and the auxiliary loss.
+        The primal outputs are the stream, with the input of tiles, and the auxiliary
+        loss.
         """
         params = self._gathered((segment, False), params)
         unit_key = inputs.unit_key
@@ -163,6 +163,8 @@ class BlockPrograms:
             return (stream, auxiliary.loss), auxiliary._replace(loss=None)
 
         if self.policy:
+            # Forward and backward run as separate programs: CSE cannot undo the
+            # recomputation.
             run = jax.checkpoint(run, policy=self.policy, prevent_cse=False)
         run, learned = self._of_learned((segment, False), run, params)
         results = jax.vjp(run, learned, carry, has_aux=True)
@@ -176,7 +178,7 @@ class BlockPrograms:
         entering: Any,
         inputs: BlockInputs,
     ) -> tuple[Any, jax.Array]:
-        """The stream with what a tile adds to it."""
+        """Adds the result of a tile to the stream."""
         params = self._gathered((segment, True), params)
         added = self._tile_of(segment)(params, entering, inputs.unit_key)
         carry = jax.tree.map(jnp.add, carry, added)
@@ -190,9 +192,10 @@ class BlockPrograms:
         scale: jax.Array,
         auxiliaries: Sequence[Auxiliary],
     ) -> tuple[Loss, list[jax.Array], list[jax.Array], Any, jax.Array]:
-        """Loss, gradients, and the cotangents of the stream and of an auxiliary loss.
+        """Returns loss, gradients, cotangents of the stream and the auxiliary loss.
 
-        Gradients of parameters that the head shares are a list after the other ones.
+        Gradients of parameters that the head shares with the embedding are a separate
+        list.
         """
 
         def scaled(params: Params, carry: Any) -> tuple[jax.Array, Any]:
@@ -214,13 +217,14 @@ class BlockPrograms:
     def _head_loss(
         self, params: Params, carry: Any, batch: Batch, auxiliaries: Sequence[Auxiliary]
     ) -> Loss:
-        """The loss of a microbatch."""
+        """Returns the loss of a microbatch."""
         params = self._gathered("head", params)
         return self._mean_loss(params, carry, batch, auxiliaries)
 
     def _mean_loss(
         self, params: Params, carry: Any, batch: Batch, auxiliaries: Sequence[Auxiliary]
     ) -> Loss:
+        """Returns the mean loss of a microbatch from stream and auxiliary results."""
         total, weight, sums = self.stack.head(params, carry, batch)
         totals = stack_totals(self.stack.segments, auxiliaries)
         loss = loss_of_sums(total, weight, sums, combine(auxiliaries), totals)
@@ -236,10 +240,10 @@ class BlockPrograms:
         entering_cotangent: Any,
         auxiliary_cotangent: jax.Array,
     ) -> tuple[list[jax.Array], Any, jax.Array]:
-        """Gradients of a block or trunk, and the cotangent of its input.
+        """Returns gradients of a block or trunk, and the cotangent of the input.
 
-        `saved` is its input, or the residuals of `_block_saving`; `entering_cotangent`
-        is that of what its tiles read.
+        `saved` is the block's input, or the residuals of `_block_saving`;
+        `entering_cotangent` is the cotangent of the input of tiles.
         """
         # With residuals, zeros stand for the input: XLA drops what is computed from it.
         carry = jax.tree.map(jnp.zeros_like, cotangent) if self.policy else saved
@@ -262,9 +266,10 @@ class BlockPrograms:
         cotangent: Any,
         entering_cotangent: Any,
     ) -> tuple[list[jax.Array], Any, jax.Array]:
-        """Gradients of a tile, and the cotangent so far of what tiles read.
+        """Returns gradients of a tile, and the cotangent so far of the input of tiles.
 
-        The stream has the same cotangent before and after a tile.
+        The stream has one cotangent before and after a tile, which only adds to the
+        stream.
         """
         run_tile, unit_key = self._tile_of(segment), inputs.unit_key
 
@@ -287,7 +292,7 @@ class BlockPrograms:
         cotangent: Any,
         shared: list[jax.Array],
     ) -> list[jax.Array]:
-        """Gradients of the embedding, with the head's of the parameters they share."""
+        """Returns gradients of the embedding, plus the head's for shared parameters."""
 
         def run(params: Params) -> Any:
             return self.stack.embed(params, batch, block_key(key, 0))[0]
@@ -305,21 +310,21 @@ class BlockPrograms:
     def _draw_layers(
         self, num_blocks: int, key: jax.Array, theta: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Whether each block runs, and the probability of that."""
+        """Draws whether each block runs, and returns the probability that it runs."""
         keys = jax.vmap(lambda i: block_key(key, i))(jnp.arange(1, num_blocks + 1))
         given = make_inputs(keys, Dropping(theta=theta))
         assert given.is_kept is not None and given.probability is not None
         return given.is_kept, given.probability
 
     def _no_gradients(self, segment: int, params: Params) -> list[jax.Array]:
-        """Gradients of a block that does not run."""
+        """Returns zero gradients of a block that does not run."""
         params = self._gathered((segment, False), params)
         params = trained(params, self._masters[segment, False])
         zeros = jax.tree.map(jnp.zeros_like, params)
         return jax.tree.leaves(self._stored((segment, False), zeros))
 
     def _no_results(self, segment: int, carry: Any, inputs: BlockInputs) -> Auxiliary:
-        """What a block that does not run adds to losses, metrics and totals."""
+        """Returns zero losses, metrics and totals of a block that does not run."""
         run = functools.partial(self._block, segment)
         params = abstract_tree(self._rows[segment, False])
         _, auxiliary, _ = jax.eval_shape(run, params, carry, inputs)
@@ -328,18 +333,21 @@ class BlockPrograms:
     def _span(
         self, num_kept: int, carry: Any, context: Any, key: jax.Array
     ) -> tuple[jax.Array, Any]:
-        """Tokens of all blocks between the first and the last, and their context."""
+        """Draws the tokens of all inner blocks, and takes their part of the context."""
+        # The key of the second block, as in a run without offload.
         second = block_key(key, 2)
         assert self.stack.take_tokens is not None and second is not None
         (indices,) = draw_tokens(second[None], carry, num_kept)
         return indices, self.stack.take_tokens(context, indices)
 
     def _take(self, stream: Any, indices: jax.Array) -> Any:
+        """Selects the tokens `indices` of a stream."""
         return self._constrained(
             jax.tree.map(lambda x: take_tokens(x, indices), stream)
         )
 
     def _replace(self, others: Any, subset: Any, indices: jax.Array) -> Any:
+        """Puts a subset of the tokens back into the stream."""
         everything, _ = on_subset(lambda _: (subset, ()), others, indices)
         return self._constrained(everything)
 
@@ -349,7 +357,7 @@ class BlockPrograms:
     def _trunk_of(
         self, segment: int, inputs: BlockInputs, unit_key: jax.Array | None
     ) -> Callable[..., Any]:
-        """`run(params, carry)` of a block or trunk, on the tokens of its inputs."""
+        """Returns `run(params, carry)` of a block or trunk, for given inputs."""
         of_segment, context = self.stack.segments[segment], inputs.context
         trunk, block = trunk_of(of_segment), block_on_tokens(self.stack, of_segment)
 
@@ -380,7 +388,7 @@ class BlockPrograms:
     def _of_learned(
         self, part: Any, run: Callable[..., Any], params: Params
     ) -> tuple[Callable[..., Any], Params]:
-        """A function of the parameters that are trained, and these."""
+        """Returns `run` as a function of trained parameters, with these."""
         rows = self._masters[part]
 
         def run_learned(learned: Params, *args: Any) -> Any:
@@ -392,12 +400,12 @@ class BlockPrograms:
         return gathered(params, self._rows[part])
 
     def _stored(self, part: Any, grads: Params) -> Params:
-        """Gradients in their stored shapes and shards."""
+        """Converts gradients to stored shapes, dtypes and shards."""
         rows = self._grad_rows[part]
         return pad_tree(place_tree(cast_like(grads, rows), rows), rows)
 
     def _constrained(self, carry: Any) -> Any:
-        """A stream, split as the batch is."""
+        """Shards a stream as the batch is."""
         return jax.tree.map(
             lambda x: jax.lax.with_sharding_constraint(x, self.plan.batch_sharding(x)),
             carry,
@@ -405,7 +413,10 @@ class BlockPrograms:
 
 
 def _check_same_types(entering: Any, leaving: Any) -> None:
-    """Refuses a stream whose cotangent has another type than what entered a block."""
+    """Raises PlanError if a block changes the types of the stream.
+
+    The backward program makes zeros of the input from the cotangent of the output.
+    """
     types = [
         [f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(tree)]
         for tree in (entering, leaving)
@@ -417,4 +428,5 @@ def _check_same_types(entering: Any, leaving: Any) -> None:
 
 
 def _number_of(stream: Any) -> jax.Array:
+    """Returns one number of a stream, to tell when the program has ended."""
     return jax.tree.leaves(stream)[0].ravel()[0]

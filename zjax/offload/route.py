@@ -1,4 +1,4 @@
-"""Which blocks a microbatch runs, one program each, and on which of its tokens."""
+"""Blocks that a microbatch runs, one program each, and the tokens of each block."""
 
 from typing import Any
 
@@ -14,13 +14,13 @@ class Route:
     """The inputs of the blocks of one microbatch.
 
     Blocks from `first` to `last` run on one subset of the tokens; without such a span
-    both are -1. The host draws the layers, so that dropped ones are not even loaded.
+    both are -1. The host draws the layers, so that dropped layers are not even loaded.
 
     Args:
         programs: Programs of the model.
-        num_blocks: Blocks of the model.
+        num_blocks: Number of blocks of the model.
         key: Random key of the microbatch; None in evaluation.
-        dropping: What the step leaves out.
+        dropping: Settings of layers and tokens that the step drops.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Route:
             self.first, self.last = 1, self._num_blocks - 2
 
     def inputs_of(self, block: int) -> BlockInputs:
-        """What a block reads; the first and the last run on all tokens."""
+        """Returns a block's inputs; the first and the last block run on all tokens."""
         is_inner = 0 < block < self._num_blocks - 1
         return BlockInputs(
             self._span_context if self.first <= block <= self.last else self._context,
@@ -72,11 +72,11 @@ class Route:
         )
 
     def narrow(self, stream: Any) -> Any:
-        """The tokens of the span, or their cotangent; the others wait for `widen`."""
+        """Selects the tokens of the span; keeps all tokens for `widen`."""
         self._others = stream
         return self._programs.take(stream, self._indices)
 
     def widen(self, subset: Any) -> Any:
-        """All tokens, or their cotangent."""
+        """Puts the tokens of the span back among all tokens."""
         others, self._others = self._others, None
         return self._programs.replace(others, subset, self._indices)

@@ -1,4 +1,4 @@
-"""The programs of a blockwise pass, called with shapes in place of arrays."""
+"""The programs of a blockwise pass, lowered with shapes in place of arrays."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,19 +13,20 @@ from zjax.sharding.placement import ArrayPlan, abstract_key, abstract_tree
 from zjax.typing import Batch
 
 SavedRows = Callable[[Any, Any], Sequence[ArrayPlan]]
+"""Function from residuals and the input of tiles to the plans of both."""
 
 
 class PassShapes:
-    """What a pass computes and takes on one device, from its compiled programs.
+    """Shapes and bytes of a pass on one device, from the compiled programs.
 
-    `bytes` are those that each program adds to its operands; `saved` the plans of all
-    that blocks save; `carry` the bytes of the stream of activations, `stream` the same
-    with what tiles read.
+    `bytes` are the bytes that each program adds to the operands; `saved` the plans of
+    all stored residuals; `carry` the bytes of the stream of activations, `stream` the
+    bytes of the stream with the input of tiles.
 
     Args:
         programs: Programs of the pass.
         units: Transfer units of the model.
-        saved_rows: From residuals and what tiles read to their plans.
+        saved_rows: Function from residuals and input of tiles to plans.
         batch: Arrays or shapes of the global batch.
     """
 
@@ -52,6 +53,7 @@ class PassShapes:
         by_segment: dict[int, Any] = {}
         for block in units.blocks:
             segment = block[0].segment
+            # Blocks of a segment share programs: compile each once.
             if segment not in by_segment:
                 operands = [trees[unit.number] for unit in block[:2]]
                 by_segment[segment] = self._call_block(segment, operands, carry, inputs)
@@ -66,7 +68,7 @@ class PassShapes:
     def _call_block(
         self, segment: int, units: Sequence[Any], carry: Any, inputs: BlockInputs
     ) -> tuple[Sequence[ArrayPlan], Any]:
-        """Plans of what a block saves, and its auxiliary results."""
+        """Returns plans of a block's residuals, and auxiliary results."""
         programs, (trunk, *tiles) = self.programs, units
         operands = (segment, trunk, carry, inputs)
         stream, auxiliary, _ = _results(programs.block, *operands)
@@ -88,7 +90,7 @@ class PassShapes:
         return self.saved_rows(saved, entering), auxiliary
 
     def _compile(self, name: str, program: Any, *operands: Any) -> tuple[Any, Any]:
-        """Notes the bytes of a program; returns its results and their shardings."""
+        """Records the bytes of a program; returns shapes and shardings of results."""
         lowered = program.lower(*operands)
         compiled = lowered.compile()
         self.bytes[name] = max(self.bytes.get(name, 0), added_by(compiled))
@@ -100,7 +102,7 @@ def _results(program: Any, *operands: Any) -> Any:
 
 
 def _bytes_of(tree: Any) -> int:
-    """Bytes of shapes on one device."""
+    """Counts the bytes of shapes on one device."""
     rows = [
         ArrayPlan("", x.shape, x.dtype, x.sharding, x.sharding)
         for x in jax.tree.leaves(tree)

@@ -1,4 +1,4 @@
-"""Prefetches stored arrays onto the devices, and writes new ones back."""
+"""Prefetches stored arrays onto the devices, and writes new arrays back."""
 
 import collections
 import dataclasses
@@ -13,12 +13,12 @@ from zjax.storage.move import store, to_devices
 from zjax.storage.transfers import READ_AHEAD_BYTES
 
 WRITE_BACK_SHARE = 8
-"""One part more of a stream's limit is for arrays written back before their load is
-prefetched."""
+"""Divisor of a stream's limit: arrays that are written back may exceed the limit by
+1/8."""
 
 
 def moved_bytes(rows: Iterable[ArrayPlan]) -> int:
-    """Bytes on one device of the arrays that are stored elsewhere."""
+    """Counts the bytes on one device of the arrays that are stored elsewhere."""
     return sum(row.device_bytes for row in rows if not row.is_on_device)
 
 
@@ -27,8 +27,8 @@ class Load:
     """Arrays that are prefetched together.
 
     Args:
-        name: Key by which `Stream.wait` finds them.
-        arrays: As stored, or on the devices already.
+        name: Key by which `Stream.wait` finds the load.
+        arrays: Arrays as stored, or on the devices already.
         rows: Plan of each array.
         is_consumed: Whether the stored arrays are deleted.
     """
@@ -40,7 +40,7 @@ class Load:
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes on one device that have to be copied there."""
+        """Bytes on one device that have to be copied to the device."""
         return moved_bytes(self.rows)
 
     @property
@@ -54,12 +54,12 @@ class Load:
             x.prefetch()
 
     def cancel(self) -> None:
-        """Drops what was read ahead."""
+        """Drops the host copies of `read_ahead`."""
         for x in self._on_disk():
             x.forget()
 
     def is_read(self) -> bool:
-        """Whether no disk has to be waited for."""
+        """Whether all arrays have been read from disks."""
         return all(x.is_read() for x in self._on_disk())
 
     def _on_disk(self) -> list[DiskArray]:
@@ -69,11 +69,11 @@ class Load:
 class Stream:
     """Prefetches loads in order, as many as fit on the devices.
 
-    It waits for copies only to stay within its limit, and for disks.
+    The stream blocks only to stay within the limit, and for disks.
 
     Args:
         limit_bytes: Bytes on a device of loads that are prefetched and not yet
-            released; one load is prefetched whatever its size.
+            released; one load is prefetched whatever the size.
     """
 
     def __init__(self, limit_bytes: int):
@@ -84,27 +84,28 @@ class Stream:
         self.in_flight = 0
 
     def most_bytes(self, loads: Sequence[int]) -> int:
-        """Most bytes that loads of these sizes take: one, or as many as fit."""
+        """Returns the most bytes that loads take: one load, or as many as fit."""
         return max(max(loads, default=0), min(self.limit, sum(loads)))
 
     def prefetch(self, loads: Iterable[Load]) -> None:
-        """Starts to prefetch; drops loads that a failed pass did not wait for."""
+        """Starts to prefetch, in order of use; drops loads that a failed pass left."""
         for load in self.waiting:
             load.cancel()
         self.waiting = collections.deque(loads)
         self.arrived = {}
+        # Arrays that are still leaving occupy memory, even after a failed pass.
         self.in_flight = sum(num_bytes for num_bytes, _ in self.leaving)
         self.fill()
 
     def prefetch_more(self, loads: Iterable[Load]) -> None:
-        """Prefetches loads after those that `prefetch` was given."""
+        """Prefetches further loads after the loads of `prefetch`."""
         self.waiting.extend(loads)
         self.fill()
 
     def add(
         self, name: Hashable, arrays: list[jax.Array], rows: list[ArrayPlan]
     ) -> None:
-        """Adds arrays to a load; until that is prefetched, they are stored."""
+        """Adds arrays to a load; stores each if the load is not prefetched yet."""
         if name in self.arrived:
             self.arrived[name][0].extend(arrays)
             return
@@ -113,7 +114,7 @@ class Stream:
         load.rows.extend(rows)
 
     def write_back(self, arrays: list[Any], rows: list[ArrayPlan]) -> list[Any]:
-        """Stores arrays as `storage.move.store` does, few of them at a time."""
+        """Stores arrays as `storage.move.store` does, few at a time."""
         stored = store(arrays, rows)
         off_device = [
             x for x, row in zip(stored, rows, strict=True) if not row.is_on_device
@@ -127,9 +128,9 @@ class Stream:
         return stored
 
     def wait(self, name: Hashable) -> tuple[list[jax.Array], int]:
-        """The arrays of the next load, and the bytes to release after their last use.
+        """Returns the arrays of the next load, and the bytes to release after use.
 
-        Their copies to the devices may still run.
+        Copies to the devices may still run.
         """
         while name not in self.arrived:
             self._make_room()
@@ -143,7 +144,7 @@ class Stream:
         return arrived
 
     def release(self, num_bytes: int, tokens: Sequence[Any]) -> None:
-        """Gives back the room of a load once it is no longer in use."""
+        """Frees the bytes of a load once `tokens`, results of its use, are ready."""
         self.leaving.append((num_bytes, tokens))
         self.fill()
 
@@ -156,6 +157,7 @@ class Stream:
             self._copy_next()
 
     def _read_ahead(self) -> None:
+        """Starts disk reads for the next loads, within `READ_AHEAD_BYTES`."""
         ahead = 0
         for load in self.waiting:
             ahead += load.disk_bytes
@@ -164,6 +166,7 @@ class Stream:
             load.read_ahead()
 
     def _is_next_due(self) -> bool:
+        """Whether the next load can be copied beside the arrays that have arrived."""
         if not self.waiting or not self.waiting[0].is_read():
             return False
         ahead = sum(num_bytes for _, num_bytes in self.arrived.values())
@@ -172,14 +175,17 @@ class Stream:
         return ahead + size <= self.limit // 2 and held + size <= self.limit
 
     def _make_room(self) -> None:
+        """Waits for arrays to leave until the next load fits."""
         while self.leaving and not self._fits():
             self._free(wait=True)
 
     def _fits(self) -> bool:
+        """Whether the next load fits; any load fits into an empty stream."""
         size = self.waiting[0].moved_bytes
         return self.in_flight == 0 or self.in_flight + size <= self.limit
 
     def _copy_next(self) -> None:
+        """Starts to copy the next load to the devices."""
         load = self.waiting.popleft()
         load.read_ahead()
         arrays = [
@@ -190,6 +196,7 @@ class Stream:
         self.in_flight += load.moved_bytes
 
     def _free(self, *, wait: bool) -> None:
+        """Releases the oldest bytes that leave; `wait` blocks until the use ends."""
         num_bytes, tokens = self.leaving.popleft()
         if wait:
             jax.block_until_ready([x for x in tokens if not x.is_deleted()])

@@ -1,11 +1,13 @@
-"""A step whose optimizer state is stored elsewhere and streams through the devices.
+"""A step with optimizer state that is stored elsewhere and streams through devices.
 
-When an update runs follows from what it reads. If the update of a group reads nothing
-but its own gradients, it runs as soon as these exist, while the backward pass goes on.
-If it needs the global gradient norm, as clipping does, the first groups are prefetched
-meanwhile and all updates follow the pass. Either way the arithmetic is that of a step
-without offload. Only delayed updates apply a gradient one step late, during the next
-backward pass.
+The arrays that an update reads decide when it runs. If the update of a group reads only
+the group's gradients, it runs as soon as these exist, while the backward pass
+continues. If it needs the global gradient norm, as clipping does, the first groups are
+prefetched during the pass and all updates follow the pass. Either way the arithmetic
+equals a step without offload. Only delayed updates apply a gradient one step late,
+during the next backward pass.
+
+Reference: ZeRO-Offload, arXiv:2101.06840; ZeRO-Infinity, arXiv:2104.07857, section 5.
 
 Reference: ZeRO-Offload, arXiv:2101.06840; ZeRO-Infinity, arXiv:2104.07857, section 5.
 """
@@ -49,11 +51,11 @@ GROUP_BYTES = 300 << 20
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Pending:
-    """A gradient between the step that computed it and the one that applies it.
+    """A gradient between the step that computed it and the next step, which applies it.
 
     Args:
         grads: Stored gradients of each group, by leaf.
-        numbers: What updates read besides the arrays of their group.
+        numbers: Shared scalars that updates read besides the arrays of a group.
     """
 
     grads: Sequence[Sequence[jax.Array | DiskArray]]
@@ -61,12 +63,12 @@ class Pending:
 
 
 class _Group(NamedTuple):
-    """What the update of one group moves; arrays by name.
+    """Arrays that the update of one group moves, by name.
 
     Args:
-        update: Its programs and the arrays they read.
-        params: Offloaded parameters among those: the model's passes read them, too.
-        state: The other arrays of the state among those.
+        update: Programs of the group, with the names of arrays that each reads.
+        params: Offloaded compute parameters of the group, which the passes read, too.
+        state: All other arrays of the state that the update reads.
         replaced: Arrays that the update computes anew.
         grad_rows: Plans of the stored gradients.
     """
@@ -82,16 +84,16 @@ class OffloadedTrain:
     """`train(state, batch) -> (state, metrics)` with a streamed update.
 
     Args:
-        model: Its stack, if it has one, is differentiated block by block.
+        model: Model; a stack, if there is one, is differentiated block by block.
         tx: Optax gradient transformation.
-        plan: Stores some of the state on the host or on disks.
-        config: Read for `seed`, `model`, `zero`, `optimizer` and `precision`.
+        plan: Plan that stores some of the state on the host or on disks.
+        config: Config; reads `seed`, `model`, `zero`, `optimizer` and `precision`.
         schedule: Learning rate by applied step, for the metrics.
         jit: `jax.jit` with compiler options.
 
     Raises:
         PlanError: The optimizer cannot run group by group, or gains nothing by delay;
-            or a stack would leave a model state as it starts.
+            or the model has a state, which no stack updates.
     """
 
     def __init__(
@@ -149,6 +151,7 @@ class OffloadedTrain:
         self.known_forms: set[Any] = set()  # of batches that suit the model
 
     def _group(self, update: GroupUpdate) -> _Group:
+        """Lists the arrays that the update of one group moves."""
         offloaded = {n for n in update.params if not self.rows[n].is_on_device}
         grad_rows = dict(zip(self.update.grad_names, self.stored_grads, strict=True))
         return _Group(
@@ -160,7 +163,7 @@ class OffloadedTrain:
         )
 
     def _moved_bytes(self, group: _Group) -> int:
-        """Bytes on one device that the update of a group moves there."""
+        """Counts the bytes that the update of a group moves to one device."""
         names = group.update.state if self.update.waits else group.state
         grads = group.grad_rows if self.delay_from >= 0 else []
         return moved_bytes([*(self.rows[name] for name in names), *grads])
@@ -178,10 +181,10 @@ class OffloadedTrain:
         return _Running(self, state, is_delayed=True).settle(state)
 
     def predict_peak(self, batch: Batch) -> Peak | None:
-        """The moment of a step that takes most memory, from its compiled programs.
+        """Predicts the moment of a step with most memory, from compiled programs.
 
-        None where the compiler does not say what they take. Only shapes and dtypes of
-        the batch are read.
+        None if the compiler does not report memory. Only shapes and dtypes of the batch
+        are read.
         """
         try:
             added = [added_bytes(*call) for call in self.update.abstract_calls()]
@@ -198,7 +201,7 @@ class OffloadedTrain:
         return max(peaks, key=lambda peak: peak.total)
 
     def pending_bytes(self) -> int:
-        """Bytes per device of gradients of the last step while new ones arrive."""
+        """Counts the bytes per device of delayed gradients while new ones arrive."""
         if self.delay_from < 0:
             return 0
         written = min(
@@ -207,7 +210,10 @@ class OffloadedTrain:
         return bytes_by_memory(self.stored_grads).device + written
 
     def waiting_bytes(self, residual_bytes: int) -> int:
-        """Gradients on a device that wait for the global norm in place of residuals."""
+        """Counts the gradients on a device that wait for the global norm, in bytes.
+
+        Gradients replace residuals as the backward pass releases residuals.
+        """
         if not self.update.waits or self.delay_from >= 0:
             return 0
         everything = tree_bytes(self.backward.grad_rows)
@@ -222,8 +228,8 @@ class OffloadedTrain:
 class _Running:
     """One step.
 
-    `known` are arrays of this step by name, `read` those that updates read: a delayed
-    update reads the numbers of the step before.
+    `known` are arrays of this step by name, `read` the arrays that updates read: a
+    delayed update reads the shared numbers of the step before.
     """
 
     def __init__(self, train: OffloadedTrain, state: TrainState, *, is_delayed: bool):
@@ -244,6 +250,7 @@ class _Running:
         self.grad_bytes_to_come = tree_bytes(train.stored_grads)
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        """Takes the step: differentiates, then updates, stores or delays each group."""
         train, update = self.train, self.update
         arriving = train.backward.run(state, batch, _key(train.seed, state.step))
         form = _form(batch)
@@ -269,6 +276,7 @@ class _Running:
         return new, shown | metrics
 
     def settle(self, state: TrainState) -> TrainState:
+        """Applies the pending gradient without a backward pass."""
         self.has_params = False
         self.prefetch()
         for number in self.order:
@@ -278,21 +286,25 @@ class _Running:
         return self.with_frozen(new, state)
 
     def changed(self, state: TrainState) -> TrainState:
-        """The arrays of a state that an update may change."""
+        """Returns the arrays of a state that an update may change."""
         master = trained(state.master, self.train.plan.master)
         return dataclasses.replace(state, master=master, pending=())
 
     def with_frozen(self, new: TrainState, state: TrainState) -> TrainState:
-        """The new state with the frozen parameters of the old one."""
+        """Returns the new state with the frozen parameters of the old state."""
         master = joined(new.master, state.master, self.train.plan.master)
         return dataclasses.replace(new, master=master)
 
     def prefetch(self) -> None:
+        """Starts to prefetch the groups in order of update."""
+        # The first delayed step has no gradient to apply, and no update to prefetch
+        # for.
         waits_for_next = self.is_delayed and not self.pending
         order = () if waits_for_next else self.order
         self.stream.prefetch(load for number in order for load in self.loads_of(number))
 
     def loads_of(self, number: int) -> Iterator[Load]:
+        """Yields the loads of a group: parameters, then state and pending gradients."""
         group = self.train.groups[number]
         if not self.has_params and group.params:
             # The model's passes read them until the update replaces them.
@@ -307,10 +319,11 @@ class _Running:
         yield Load(number, arrays, rows, is_consumed=True)
 
     def stored(self, names: Sequence[Name]) -> tuple[list[Any], list[ArrayPlan]]:
+        """Returns arrays and plans by name."""
         return [self.known[x] for x in names], [self.train.rows[x] for x in names]
 
     def receive(self, arriving: Iterator[GroupGradients | Loss]) -> Loss:
-        """Measures gradients, and updates, stores or delays them as they arrive."""
+        """Measures gradients, and updates, stores or delays each group on arrival."""
         for item in arriving:
             if isinstance(item, Loss):
                 return item
@@ -324,6 +337,7 @@ class _Running:
     def receive_group(
         self, number: int, grads: list[jax.Array], params: Sequence[jax.Array]
     ) -> None:
+        """Measures one group, then updates, stores or delays it."""
         update = self.train.groups[number].update
         self.known.update(zip(update.grads, grads, strict=True))
         measured = update.measure(self.known)
@@ -347,6 +361,7 @@ class _Running:
         self.stream.add(number, grads, rows)
 
     def combine(self) -> None:
+        """Computes the shared arrays, and the numbers that updates read."""
         results = self.update.combine(self.known)
         shared = self.update.shared
         self.outputs.update(zip(shared, results[: len(shared)], strict=True))
@@ -354,7 +369,7 @@ class _Running:
         self.known.update(zip(self.update.global_numbers, numbers, strict=True))
 
     def delay(self, number: int, params: Sequence[jax.Array]) -> None:
-        """Stores gradients for the next step, and applies the ones of the last step."""
+        """Stores gradients for the next step, and applies the pending gradients."""
         group = self.train.groups[number]
         grads = [self.known.pop(name) for name in group.update.grads]
         if self.pending:
@@ -365,6 +380,7 @@ class _Running:
         self.delayed_grads[number] = self.stream.write_back(grads, group.grad_rows)
 
     def run_update(self, number: int, params: Sequence[jax.Array] = ()) -> None:
+        """Updates one group, and stores the new arrays."""
         group = self.train.groups[number]
         staged = dict(zip(group.update.params, params, strict=False))
         num_bytes = 0
@@ -380,6 +396,7 @@ class _Running:
         self.read.update(zip(names, arrays, strict=False))
         self.read.update((name, staged[name]) for name in group.params)
         results = group.update.update(self.read)
+        # Frees the operands that were not donated, such as gradients.
         for name in (*names, *group.params):
             self.read.pop(name).delete()
         stored = store(results, [self.train.rows[name] for name in group.replaced])
@@ -406,10 +423,12 @@ def bounded_groups(groups: Sequence[int], rows: Sequence[ArrayPlan]) -> list[int
 
 
 def _form(batch: Batch) -> Any:
+    """Returns the structure, shapes and dtypes of a batch."""
     leaves, tree = jax.tree.flatten(batch)
     return tree, tuple((x.shape, x.dtype) for x in leaves)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _key(seed: int, step: jax.Array) -> jax.Array:
+    """Returns the random key of a step, as `Programs.step_key` does."""
     return jax.random.fold_in(jax.random.key(seed), step)

@@ -1,7 +1,7 @@
 """Transfer units: the parts of a model that move between memories and run one by one.
 
-A unit is a block of the model or, where blocks have tiles, the trunk of a block or one
-of its tiles.
+A unit is a block of the model or, if blocks have tiles, the trunk or one tile of a
+block.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ class Unit(NamedTuple):
     """The place of a transfer unit in a stack.
 
     Args:
-        number: Index in the forward pass, and index of its gradient group.
+        number: Index in the forward pass, and index of the unit's gradient group.
         block: Index in the stack of the block that holds the unit.
         segment: Index of the segment that holds the block.
         tile: 0 for a block without tiles or a trunk, n for the n-th tile of the block.
@@ -39,12 +39,16 @@ class Unit(NamedTuple):
 
     @property
     def kind(self) -> tuple[int, bool]:
-        """Segment and whether the unit is a tile: one kind runs the same programs."""
+        """Segment and whether the unit is a tile: one kind runs equal programs."""
         return self.segment, self.tile > 0
 
 
 def units_of(stack: Stack, params: Params) -> list[tuple[Unit, Params]]:
-    """Transfer units with their parameters, in the order of the forward pass."""
+    """Lists transfer units with parameters, in the order of the forward pass.
+
+    `params` is any tree with the structure of the parameters, layers as separate
+    leaves.
+    """
     _, trees, _ = stack.split(params)
     units: list[tuple[Unit, Params]] = []
     blocks = itertools.count()
@@ -57,7 +61,7 @@ def units_of(stack: Stack, params: Params) -> list[tuple[Unit, Params]]:
 
 
 def check_frozen_alike(stack: Stack, master: Any) -> None:
-    """Refuses units that run as one program, and of which some are frozen alone."""
+    """Raises PlanError if units that share a program differ in frozen arrays."""
     kinds: dict[Any, list[bool]] = {}
     for unit, tree in units_of(stack, master):
         rows = jax.tree.leaves(tree)
@@ -72,19 +76,19 @@ def check_frozen_alike(stack: Stack, master: Any) -> None:
 
 
 def rows_by_part(stack: Stack, rows: Any) -> dict[Any, Any]:
-    """Plans of the parameters of `embed`, of `head` and of a unit of each kind."""
+    """Returns the plans of `embed`, of `head` and of a unit of each kind."""
     embed, _, head = stack.split(rows)
     units = {unit.kind: tree for unit, tree in units_of(stack, rows)}
     return {"embed": embed, "head": head, **units}
 
 
 def gathered(params: Params, rows: Any) -> Params:
-    """Unpads stored parameters and gathers them over the ZeRO axes."""
+    """Unpads stored parameters and gathers over the ZeRO axes."""
     return use_tree(unpad_tree(params, rows), rows)
 
 
 def trunk_of(segment: Segment) -> Callable[..., Any]:
-    """The function of the first unit of a block, called like `Tiles.trunk`."""
+    """Returns the function of the first unit of a block, called like `Tiles.trunk`."""
     if segment.tiles is not None:
         return segment.tiles.trunk
 
@@ -96,10 +100,11 @@ def trunk_of(segment: Segment) -> Callable[..., Any]:
 
 
 def groups_of(stack: Stack, params: Params) -> list[int]:
-    """Index of the gradient group of each parameter, by leaf.
+    """Returns the index of the gradient group of each parameter, by leaf.
 
-    Group `Unit.number` holds the parameters of a unit. The next group holds those of
-    the embedding, with those that the head shares; the last one the rest of the head.
+    Group `Unit.number` holds the parameters of a unit. The next group holds the
+    embedding, with parameters that the head shares; the last group holds the head's
+    remaining parameters.
     """
     positions = positions_in(params)
     groups = [0] * len(jax.tree.leaves(params))
@@ -113,7 +118,7 @@ def groups_of(stack: Stack, params: Params) -> list[int]:
 
 
 def forward_order(model: Model, params: Params) -> list[int]:
-    """Positions of the parameters in the order in which the forward pass reads them.
+    """Lists positions of the parameters in the order of the forward pass.
 
     That is the embedding, the blocks in order, the head. If the model runs by block,
     `params` has layers as separate leaves.
@@ -128,12 +133,13 @@ def forward_order(model: Model, params: Params) -> list[int]:
 
 
 def positions_in(params: Params) -> Any:
-    """The same tree with the index of each leaf as its value."""
+    """Returns a tree of equal structure with the index of each leaf as value."""
     leaves, tree = jax.tree.flatten(params)
     return tree.unflatten(range(len(leaves)))
 
 
 def _units_of_block(segment: Segment, block: Params) -> list[Params]:
+    """Splits the parameters of a block into trunk and tiles, if it has tiles."""
     if segment.tiles is None:
         return [block]
     trunk, tiles = segment.tiles.split(block)
@@ -156,11 +162,11 @@ class UnitStream:
         self.stream = Stream(max(3 * largest, AHEAD_BYTES))
 
     def stored(self, params: Params) -> list[Params]:
-        """The stored parameters of each unit."""
+        """Returns the stored parameters of each unit."""
         return [tree for _, tree in units_of(self.stack, params)]
 
     def loads(self, stored: Sequence[Params], names: Iterable[Any]) -> Iterator[Load]:
-        """Loads of units for `stream`; a name is a pass with a `Unit.number`."""
+        """Yields loads of units for `stream`; a name is a pass with a `Unit.number`."""
         for name in names:
             arrays = jax.tree.leaves(stored[name[1]])
             yield Load(name, arrays, self.rows[name[1]], is_consumed=False)
@@ -169,7 +175,12 @@ class UnitStream:
     def on_device(
         self, stored: Sequence[Params], name: Any, unit: Unit
     ) -> Iterator[tuple[Params, list[Any]]]:
-        """Yields the parameters of a unit on the devices; deletes them at the end."""
+        """Yields a unit's parameters on the devices; deletes the copies at the end.
+
+        Units come in the order of `loads`. The caller appends a result of the last
+        program that reads the parameters to the list, after which the memory counts as
+        free.
+        """
         arrays, num_bytes = self.stream.wait((name, unit.number))
         used: list[Any] = []
         yield jax.tree.unflatten(jax.tree.structure(stored[unit.number]), arrays), used

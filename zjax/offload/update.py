@@ -56,15 +56,15 @@ class GroupUpdate(NamedTuple):
 class GroupedUpdate:
     """`update(state, grads, loss)` of `zjax.train.update`, group by group.
 
-    Arrays go by their names in the trace of the whole update. `state_names`,
-    `grad_names` and `loss_names` are its inputs by leaf, `groups` has one `GroupUpdate`
-    for each group, and `numbers` what they read besides. `combine` computes the leaves
-    `shared` of the result, then `global_numbers`.
+    Arrays go by the names in the trace of the whole update. `state_names`, `grad_names`
+    and `loss_names` are the inputs by leaf, `groups` has one `GroupUpdate` for each
+    group, and `numbers` the scalars that updates read besides. `combine` computes the
+    leaves `shared` of the result, then `global_numbers`.
 
     Args:
         tx: Optax gradient transformation.
-        plan: Places every array.
-        config: Read for `optimizer` and `precision`.
+        plan: Placement of every array.
+        config: Config; reads `optimizer` and `precision`.
         schedule: Learning rate by applied step, for the metrics.
         stack: The model as a line of blocks, if it is one.
         groups: Group of each parameter.
@@ -120,7 +120,9 @@ class GroupedUpdate:
         self.shapes = program.shapes
         row_leaves = jax.tree.leaves(rows)
         placed = [*row_leaves, *jax.tree.leaves(grad_rows)]
+        # Not strict: the last inputs, of the loss, have no plan.
         self.shapes.update(zip(names, (row.abstract for row in placed), strict=False))
+        # These inputs are known only after the backward pass.
         late = {*programs.global_numbers, *self.loss_names}
         self.waits = any(late & {*part.inputs} for part in programs.updates)
         self.shared = [i for i, group in enumerate(output_groups) if group == SHARED]
@@ -133,6 +135,7 @@ class GroupedUpdate:
         updates = compile_groups(
             programs.updates,
             jit,
+            # All groups read shared arrays, which must survive the first update.
             donated=frozenset(x for x in self.state_names if input_groups[x] != SHARED),
             out_shardings=[[places[i] for i in indices] for indices in positions],
         )
@@ -155,6 +158,7 @@ class GroupedUpdate:
         groups: Mapping[Name, int],
         positions: Sequence[list[int]],
     ) -> list[GroupUpdate]:
+        """Collects programs and names into one `GroupUpdate` per group."""
         read = set().union(*(part.inputs for part in programs.updates))
         state = [name for name in self.state_names if name in read]
         columns = (  # the fields of GroupUpdate
@@ -170,14 +174,14 @@ class GroupedUpdate:
         return [GroupUpdate(*row) for row in zip(*columns, strict=True)]
 
     def abstract_calls(self) -> Iterator[tuple[Any, ...]]:
-        """Each jitted update with operands to lower it, once."""
+        """Yields each distinct jitted update with operands to lower it."""
         updates = (group.update for group in self.groups)
         for update in {id(each.run): each for each in updates}.values():
             operands = (self.shapes[name] for name in update.inputs)
             yield update.run, *operands, *update.scalars
 
     def rebuild(self, leaves: Mapping[int, Any]) -> tuple[TrainState, Metrics]:
-        """The new state and the metrics, from all outputs by position."""
+        """Rebuilds the new state and the metrics from all outputs by position."""
         ordered = [leaves[i] for i in range(self.num_outputs)]
         return jax.tree.unflatten(self.tree, ordered)
 
@@ -197,6 +201,7 @@ def _of_stored_gradients(
     schedule: Schedule | None,
     stack: Stack | None,
 ) -> Callable[[TrainState, Params, Loss], tuple[TrainState, Metrics]]:
+    """Returns the update as a function of gradients in stored shapes."""
     update = make_update(tx, plan, config, schedule, stack)
 
     def no_loss_function(params: Params) -> jax.Array:
@@ -217,7 +222,10 @@ def _of_stored_gradients(
 
 
 def _grouping(plan: Plan, groups: Sequence[int]) -> Callable[[Any], int]:
-    """From a leaf of `(state, grads, loss)` or `(state, metrics)` to its group."""
+    """Returns a function from a leaf's path to the leaf's group.
+
+    Paths are in `(state, grads, loss)` or `(state, metrics)`.
+    """
     position = position_finder(plan.master)
     trees = (*BY_PARAMETER, "opt_state")
 
@@ -239,6 +247,7 @@ def _arrays(rows: Any) -> Any:
 
 
 def _totals(stack: Stack | None) -> Any:
+    """Returns the shapes of the totals of a stack."""
     return tuple(
         {
             name: jax.ShapeDtypeStruct((segment.num_blocks, *shape), jnp.int32)

@@ -123,7 +123,7 @@ class StagePartition:
         return self.stack.embed(params, batch, None)
 
     def _selected(self, tree: Any) -> tuple[Any, tuple[Any, ...], Any]:
-        """Calls `Stack.split` on a tree whose stacked arrays are marked by layer."""
+        """Calls `Stack.split` on a tree with stacked arrays marked by layer."""
         try:
             embed, blocks, head = self.stack.split(self._marked(tree))
             pairs = zip(self.stack.segments, blocks, strict=True)
@@ -184,6 +184,7 @@ def _no_line(plan: Plan, what: str) -> Problem:
 
 
 def _no_selection(plan: Plan, function: str, what: str) -> Problem:
+    """Describes a user's `split` or `join` that computes or fails."""
     remedy = {
         "split": "let it select leaves alone",
         "join": "let it put leaves back",

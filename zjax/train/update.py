@@ -189,7 +189,7 @@ class Update:
         return jax.tree.map(lambda n, o: jnp.where(applies, n, o), new, old)
 
     def stored_if_applied(self, new: Params, stored: Params, applies: Any) -> Params:
-        """Returns new weights, old ones in a skipped step, with frozen parameters."""
+        """Returns new weights, or old weights in a skipped step; adds frozen ones."""
         rows = trained(self.plan.master, self.plan.master)
         new = pad_tree(place_tree(new, rows), rows)
         new = self.kept_if_applied(new, trained(stored, self.plan.master), applies)
