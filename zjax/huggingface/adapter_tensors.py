@@ -1,4 +1,4 @@
-"""Tensors of PEFT: matrices of adapters, and modules trained in full beside them."""
+"""Tensors of PEFT: adapter matrices, and modules that are trained in full."""
 
 import collections
 import math
@@ -16,23 +16,23 @@ from zjax.settings import schema
 
 CONFIG_NAME, TENSORS_NAME = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-"""Beginning of all names of tensors."""
+"""Start of all tensor names."""
 ENDINGS = {
     "a": "lora_A.weight",
     "b": "lora_B.weight",
     "magnitude": "lora_magnitude_vector",
 }
-"""Endings of the names of tensors, by matrix."""
+"""Endings of tensor names, by matrix."""
 
 
 class Matrix(NamedTuple):
-    """One tensor of PEFT, or a part of it: the module it adapts, and the array.
+    """Tensor of PEFT, or part of a tensor: the adapted module, and the array.
 
     Args:
         module: Name of the module in the base model.
         layout: Layout of the module's kernel.
         kind: `a`, `b` or `magnitude`.
-        ours: Name of the array, of one layer as in `blocks/mlp/up/lora/a[0]`.
+        ours: Name of the array, per layer as in `blocks/mlp/up/lora/a[0]`.
     """
 
     module: str
@@ -49,7 +49,7 @@ class Matrix(NamedTuple):
 def find_matrices(
     names: Collection[str], model: schema.Model, kind: str
 ) -> Iterator[Matrix]:
-    """Yields the matrices of all adapters of a built-in model."""
+    """Yields all adapter matrices, per layer, from `names` with stacked layers."""
     for ours, layout in layouts_of(FAMILIES[kind].rows, model):
         layer, kernel, index = ours.replace(".", "/").partition("/kernel")
         if not kernel or f"{layer}/lora/a" not in names:
@@ -61,33 +61,33 @@ def find_matrices(
 
 
 def part_error(matrix: Matrix, lora: schema.Lora, kind: str, remedy: str) -> Exception:
-    """The error of a matrix that is a part of a module of a family."""
+    """Returns the error for an adapter on one part of a joined module."""
     layer = matrix.ours.partition("/lora/")[0]
     problem = f"adapts {layer}, a part of {matrix.module} in {kind}"
     return ConfigError(Problem("lora.targets", lora.targets, problem, remedy))
 
 
 def to_tensor(matrix: Matrix, x: np.ndarray) -> np.ndarray:
-    """A matrix in two dims, outputs first, or a vector."""
+    """Converts a matrix to two dims, outputs first, or a magnitude to a vector."""
+    # PEFT stores weights of torch `Linear`s, with outputs first.
     if matrix.kind == "a":
         return x.reshape(-1, x.shape[-1]).T
     return x.reshape(x.shape[0], -1).T if matrix.kind == "b" else x.reshape(-1)
 
 
 def tensor_shape(matrix: Matrix, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of the tensor of an array."""
+    """Shape of the tensor that holds an array."""
     if matrix.kind == "a":
         return shape[-1], math.prod(shape[:-1])
     outputs = shape[1:] if matrix.kind == "b" else shape
+    # A joined module has one tensor `b` for all parts.
     size = sum(matrix.layout.joined) or math.prod(outputs)
     return (size, *shape[: len(shape) - len(outputs)])
 
 
 def from_tensor(matrix: Matrix, x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """The array of a shape from its tensor, of which it may be a part.
-
-    The parts of a module share `a`, and each has some rows of `b`.
-    """
+    """Extracts an array of a shape from a tensor that may join several parts."""
+    # Parts of a module share `a`; each part has some rows of `b`.
     if matrix.layout.joined and matrix.kind != "a":
         joined, part = matrix.layout.joined, matrix.layout.row.part
         first = sum(joined[:part])
@@ -96,7 +96,7 @@ def from_tensor(matrix: Matrix, x: np.ndarray, shape: tuple[int, ...]) -> np.nda
 
 
 KEY = "modules_to_save"
-"""Key of an adapter_config.json."""
+"""Key of an adapter_config.json for modules that are trained in full."""
 WITHOUT = "use an adapter without it"
 _TOKENS = "embedding.tokens"
 _LAYERS = re.compile(r"^.*\.\d+\.")
@@ -105,7 +105,7 @@ _LAYERS = re.compile(r"^.*\.\d+\.")
 def find_saved(
     names: Collection[str], model: schema.Model, kind: str
 ) -> dict[str, Layout]:
-    """The arrays of a built-in model in modules of some names, layers apart.
+    """Layouts of arrays, layers apart, in modules with some names.
 
     Example:
         >>> [*find_saved(["wte", "ln_f"], schema.Model(), "gpt2")]
@@ -119,7 +119,7 @@ def find_saved(
 
 
 def tensor_of(layout: Layout) -> str:
-    """Name of an array of a saved module in a file of PEFT."""
+    """Name of the tensor of a fully trained array."""
     return f"{PREFIX}{layout.first}"
 
 
@@ -133,7 +133,7 @@ def names_of_trained(lora: schema.Lora, model: schema.Model, kind: str) -> list[
 def not_apart(
     saved: Mapping[str, Layout], model: schema.Model, adapted: Collection[str]
 ) -> Iterator[str]:
-    """Yields why modules cannot be trained in full, as PEFT trains them."""
+    """Yields reasons why PEFT cannot train saved modules in full."""
     if model.tied_head and _TOKENS in saved:
         yield "trains an embedding that is the head, too, which PEFT has apart"
     tensors = [layout.first for layout in saved.values()]
@@ -149,7 +149,7 @@ def check_saved(
     config: schema.Config,
     path: pathlib.Path,
 ) -> None:
-    """Refuses saved modules that a run would not train as PEFT does."""
+    """Refuses saved modules that a run freezes, or that PEFT trains otherwise."""
     lora, where = config.lora, f"of {path}"
     problems = [
         Problem(KEY, [*names], f"{where} {reason}", WITHOUT)
@@ -167,7 +167,10 @@ def check_saved(
 def patterns_of_saved(
     names: Collection[str], tensors: Iterable[str], path: pathlib.Path
 ) -> tuple[str, ...]:
-    """`lora.also_train` of a directory of PEFT, whose family nothing says."""
+    """Patterns for `lora.also_train` from the saved modules of an adapter.
+
+    An adapter does not name a family: tensor names are looked up in all families.
+    """
     arrays, found, problems = _arrays_of_tensors(), set[str](), list[Problem]()
     plain = [
         tensor.removeprefix(PREFIX)
@@ -180,8 +183,10 @@ def patterns_of_saved(
             problem = f"of {path} is a module without tensors"
             problems.append(Problem(KEY, name, problem, WITHOUT))
         for tensor in held:
+            # The first number is the layer.
             ours = arrays.get(re.sub(r"\.\d+\.", ".{layer}.", tensor, count=1), ())
             found.update(f"{array}$" for array in ours)
+            # Families may give one tensor name to different arrays.
             if len(ours) != 1:
                 what = f"is one of {', '.join(ours)} by family" if ours else "is none"
                 problem = f"of {path} has {tensor}, which {what} of the arrays of zjax"
@@ -193,7 +198,7 @@ def patterns_of_saved(
 
 
 def _arrays_of_tensors() -> dict[str, list[str]]:
-    """Arrays of built-in models by tensor, those that have one to themselves."""
+    """Arrays of all families by tensor, without joined and per-expert tensors."""
     arrays = collections.defaultdict[str, list[str]](list)
     for family in FAMILIES.values():
         for row in family.rows:
@@ -205,7 +210,7 @@ def _arrays_of_tensors() -> dict[str, list[str]]:
 
 
 def _holds(names: Collection[str], tensor: str) -> bool:
-    """Whether a tensor is in a module whose path ends with one of the names."""
+    """Whether a tensor lies in a module with a path that ends in one of the names."""
     module = _module_of(tensor)
     while module:
         if any(module.endswith(name) for name in names):
@@ -215,12 +220,12 @@ def _holds(names: Collection[str], tensor: str) -> bool:
 
 
 def _module_of(path: str) -> str:
-    """The path of what holds a tensor or a module."""
+    """Path of the module around a tensor or a module."""
     return path.rpartition(".")[0]
 
 
 def _path_of(ours: str) -> str:
-    """The path of an array in the model, layers stacked."""
+    """Path of an array in the model, layers stacked."""
     return ours.partition("[")[0].replace(".", "/")
 
 

@@ -36,7 +36,7 @@ from zjax.settings.derived import as_set
 from zjax.settings.mixture import experts_by_layer
 
 MAX_SHARD_BYTES = 5 * 10**9
-"""Most bytes of the tensors of one file, as transformers writes by default."""
+"""Most tensor bytes of one file, the default of transformers."""
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -54,11 +54,12 @@ _ARCHITECTURES = {
     "bert": "BertForMaskedLM",
     "roberta": "RobertaForMaskedLM",
 }
-"""Families that models go out as. A Mistral without window is a Llama."""
+"""Architecture classes, by family that an export may write. A Mistral without window is
+written as Llama."""
 
 
 class _Piece(NamedTuple):
-    """What a tensor holds of an array: the array's name and layout, and the place."""
+    """Part of a tensor: name and layout of an array, and indices of the tensor."""
 
     ours: str
     layout: Layout
@@ -66,7 +67,7 @@ class _Piece(NamedTuple):
 
 
 _Parts = Mapping[str, Mapping[int, _Piece]]
-"""Pieces of each tensor by their index in it."""
+"""Pieces of each tensor, by position in the tensor."""
 
 
 def export_huggingface(
@@ -80,12 +81,12 @@ def export_huggingface(
 ) -> int:
     """Writes a directory that transformers loads: config.json, safetensors, an index.
 
-    The tokenizer, chat template and end ids are those of the data of the run. A run
-    without a record of them, such as one on given batches, has those of the Hugging
-    Face checkpoint with which it started, if they are still there. The log says which.
+    Tokenizer, chat template and end ids come from the data of the run. A run without a
+    tokenizer record, such as a run on given batches, takes the files of the Hugging
+    Face checkpoint with which it started, if still there. The log says which.
 
-    The directory gets its name once complete. One array with its layers is in memory
-    at a time. Only one process may call this.
+    `path` must be empty or missing, and is renamed once complete. One array with all
+    layers is in memory at a time. Only one process may call this.
     """
     step = store.latest() if step is None else step
     config = load_config(store.extra(step).get("config", {}))
@@ -97,6 +98,7 @@ def export_huggingface(
     entries = cast_entries(_describe(parts, source), dtype)
     with new_folder(path) as folder:
         values = config_of(model, kind) | {"dtype": next(iter(entries.values())).dtype}
+        # Replaces the null ids of `config_of`.
         values |= write_tokenizer(folder, tokenizer_of_run(store, step), start)
         (folder / CONFIG_NAME).write_text(json.dumps(values, indent=2) + "\n")
         _write_shards(folder, entries, parts, source, max_shard_bytes)
@@ -104,7 +106,8 @@ def export_huggingface(
 
 
 def _find_start(config: schema.Config) -> pathlib.Path | None:
-    """The Hugging Face checkpoint with which the first of these runs began."""
+    """Finds the Hugging Face checkpoint at the beginning of a chain of runs."""
+    # Ends a cycle of runs that start from one another.
     seen = set[str]()
     while (start := config.checkpoint.init_from) not in {"", *seen}:
         if (path := find_config(start)) is not None:
@@ -121,7 +124,7 @@ def _find_start(config: schema.Config) -> pathlib.Path | None:
 
 @contextlib.contextmanager
 def new_folder(path: str) -> Iterator[pathlib.Path]:
-    """Yields a folder that gets its name once complete, and none on errors."""
+    """Yields a folder that is renamed once complete, and removed on errors."""
     target = pathlib.Path(path)
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         problem, remedy = "exists and is not empty", "name a new directory"
@@ -134,7 +137,7 @@ def new_folder(path: str) -> Iterator[pathlib.Path]:
 
 
 def find_kind(model: schema.Model, remedy: str = "leave out --format=hf") -> str:
-    """The `model_type` that computes what a model does.
+    """Finds the `model_type` of a family that computes the outputs of a model.
 
     Example:
         >>> find_kind(schema.Model())
@@ -143,6 +146,8 @@ def find_kind(model: schema.Model, remedy: str = "leave out --format=hf") -> str
     is_mixture = bool(model.moe.num_experts)
     kinds = [x for x in _ARCHITECTURES if FAMILIES[x].is_mixture == is_mixture]
     differences = {kind: _differences(model, kind, remedy) for kind in kinds}
+    # A family of another kind, such as encoder, only if there is no other; then the
+    # fewest differences, which the error shows.
     kind = min(
         differences,
         key=lambda x: (FAMILIES[x].constant["kind"] != model.kind, len(differences[x])),
@@ -153,14 +158,17 @@ def find_kind(model: schema.Model, remedy: str = "leave out --format=hf") -> str
 
 
 def _differences(model: schema.Model, kind: str, remedy: str) -> list[Problem]:
+    """Lists settings of a model that a family would compute differently."""
     family = FAMILIES[kind]
+    # Written and read back, so that whatever the keys cannot express differs.
     settings = settings_of(config_of(model, kind), family)
     found = entries_of(convert.from_mapping(schema.Model, settings), settings)
     mine = entries_of(model, settings)
     if "moe.bias_rate" not in found and "moe.choice_bias" in found:
+        # The family fixes only that there is a bias; a run says whether it moves.
         mine["moe.choice_bias"] = model.moe.has_choice_bias
     factor = "rope_scaling.attention_factor"
-    if found.get(factor):  # the one that follows goes out where lengths give another
+    if found.get(factor):  # else derived from lengths
         mine[factor] = attention_factor(model.rope_scaling)
     pairs = [
         (name, mine[name], theirs)
@@ -169,7 +177,7 @@ def _differences(model: schema.Model, kind: str, remedy: str) -> list[Problem]:
     ]
     settable = {key.setting for key in family.keys.values()}
     if family.is_mixture and "moe.normalise" not in settable:
-        top_k = model.moe.top_k  # the weight of one expert is not 1
+        top_k = model.moe.top_k  # normalised, one expert would weigh 1
         pairs.append(("moe.top_k", top_k, max(top_k, 2)))
     if model.attention == "sparse":
         pairs.append(("attention", "sparse", "dense"))
@@ -181,11 +189,12 @@ def _differences(model: schema.Model, kind: str, remedy: str) -> list[Problem]:
 
 
 def config_of(model: schema.Model, kind: str) -> dict[str, Any]:
-    """The config.json of a model, as far as the family can express it."""
+    """Content of config.json, as far as the family has keys for the settings."""
     family = FAMILIES[kind]
     values: dict[str, Any] = {
         "model_type": kind,
         "architectures": [_ARCHITECTURES[kind]],
+        # null, since config classes have ids of other tokenizers as defaults.
         "bos_token_id": None,
         "eos_token_id": None,
     }
@@ -194,9 +203,12 @@ def config_of(model: schema.Model, kind: str) -> dict[str, Any]:
     values |= family.written
     values |= {x: values[usual] for x, usual in family.aliases.items()}
     for name, fixed in family.fixed.items():
+        # None stands for an absent key.
         if fixed.accepted[0] is not None:
             values[name] = fixed.accepted[0]
     if family.padding:
+        # transformers counts positions from padding id + 1; the table holds the rows
+        # before, too.
         values[family.padding] = model.first_position - 1
         length = next(
             x for x, key in family.keys.items() if key.setting == "max_length"
@@ -207,6 +219,7 @@ def config_of(model: schema.Model, kind: str) -> dict[str, Any]:
     values |= window_values(model, family.windows)
     values |= mixture.layer_values(model) if family.has_steps else {}
     biases = model.has_input_bias, model.use_bias
+    # strict=False: a family may have the first key alone.
     values |= dict(zip(family.biases, biases, strict=False))
     rates = _dropout_rates(model).items()
     named = [(family.dropouts.get(name), rate) for name, rate in rates]
@@ -214,6 +227,7 @@ def config_of(model: schema.Model, kind: str) -> dict[str, Any]:
 
 
 def _dropout_rates(model: schema.Model) -> dict[str, float]:
+    """Dropout rates of a model, by setting of the families."""
     return {
         "embedding_dropout_rate": model.embedding_dropout,
         "attention_dropout_rate": model.attention_dropout_rate,
@@ -222,7 +236,7 @@ def _dropout_rates(model: schema.Model) -> dict[str, float]:
 
 
 def report_dropouts(model: schema.Model, kind: str) -> None:
-    """Logs the dropouts of a model that a config.json of its family lacks."""
+    """Warns of dropout rates that a config.json of the family has no key for."""
     values, keys = config_of(model, kind), FAMILIES[kind].dropouts
     for name, rate in _dropout_rates(model).items():
         if rate != values.get(keys.get(name, ""), 0.0):
@@ -231,11 +245,13 @@ def report_dropouts(model: schema.Model, kind: str) -> None:
 
 
 def _value_of(model: schema.Model, setting: str) -> Any:
+    """Value of a setting in the form of a config.json."""
     if setting == "moe.num_experts":
-        return max(experts_by_layer(model))  # of a pyramid one number
+        return max(experts_by_layer(model))  # a pyramid has several
     if setting == "num_token_types":
-        return max(1, model.num_token_types)  # encoders without types are refused
+        return max(1, model.num_token_types)  # an encoder has 1 at least
     if setting == "moe.normalise":
+        # transformers would normalise the weight of one expert to 1, zjax does not.
         return model.moe.normalise and model.moe.top_k > 1
     return operator.attrgetter(setting)(model)
 
@@ -243,8 +259,9 @@ def _value_of(model: schema.Model, setting: str) -> Any:
 def _collect(
     source: Source, family: Family, model: schema.Model, place: str
 ) -> tuple[_Parts, Source]:
-    """The arrays of each tensor, and the source with layers apart."""
+    """Maps tensors to pieces of arrays, and returns the source with layers apart."""
     layouts = {n.replace(".", "/"): x for n, x in layouts_of(family.rows, model)}
+    # Cached, so that a stack is read once for all layers.
     found = views.retiled(views.cached(source), 1)
     found = views.restacked(found, list(layouts))
     expected = {n: Entry(layout.shape, "float32") for n, layout in layouts.items()}
@@ -258,6 +275,7 @@ def _collect(
 
 
 def _describe(parts: _Parts, source: Source) -> dict[str, Entry]:
+    """Shapes and dtypes of tensors; the first piece sets the dtype."""
     return {
         name: Entry(pieces[0].layout.tensor_shape, source.entries[pieces[0].ours].dtype)
         for name, pieces in parts.items()
@@ -271,6 +289,8 @@ def _write_shards(
     source: Source,
     max_bytes: int,
 ) -> None:
+    """Writes tensors into shards, and an index beside several shards."""
+
     def read(name: str) -> Iterator[np.ndarray]:
         pieces = [piece for _, piece in sorted(parts[name].items())]
         arrays = [x.layout.piece_of(source.read_all(x.ours), x.place) for x in pieces]
@@ -284,6 +304,7 @@ def _write_shards(
         numbers = range(1, count + 1)
         files = [f"model-{n:05}-of-{count:05}.safetensors" for n in numbers]
     for file, shard in zip(files, shards, strict=True):
+        # transformers refuses files without a known format.
         write_file(folder / file, shard, {"format": "pt"}, read)
     if shards[1:]:
         pairs = zip(files, shards, strict=True)
@@ -295,6 +316,7 @@ def _write_shards(
 
 
 def _split(entries: Mapping[str, Entry], max_bytes: int) -> Iterator[dict[str, Entry]]:
+    """Splits tensors into shards of `max_bytes`, or of one larger tensor."""
     shard, size = dict[str, Entry](), 0
     for name, entry in entries.items():
         if shard and size + _num_bytes(entry) > max_bytes:

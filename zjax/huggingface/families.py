@@ -1,7 +1,7 @@
-"""What the keys of a Hugging Face config.json mean, by family.
+"""Meaning of the keys of a Hugging Face config.json, by family.
 
-Every key that changes what a model computes is either a setting of zjax or has the one
-value that zjax computes. Keys of neither kind are known, or unknown and reported.
+Every key that changes the outputs of a model is either a setting of zjax or must have
+the one value that zjax computes. Any other key is known, or unknown and reported.
 """
 
 import dataclasses
@@ -13,20 +13,21 @@ from zjax.huggingface.layout import Row
 from zjax.huggingface.windows import NO_WINDOWS, Windows
 
 REQUIRED = "required"
-"""Default of a key that must be there."""
+"""Default of a key that must be present."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """A key that is a setting.
+    """Key of a config.json that is a setting.
 
     Args:
-        setting: Setting of `model`, or of one of its sections, with a dot.
-        kind: Type of its value.
-        default: Value if it is absent; None for a setting that zjax derives equally.
-        is_nullable: Whether null is a value, that of a setting of 0.
-        names: Settings by value, for one that has other names; the first value goes out
-            for what has none.
+        setting: Setting of `model`, with a dot for a setting of a section.
+        kind: Type of the value.
+        default: Value if the key is absent; None for a setting that zjax derives
+            equally.
+        is_nullable: Whether null is a value, for a setting of 0.
+        names: Settings by value, where the names differ; a setting without a value is
+            written as the first value.
     """
 
     setting: str
@@ -41,13 +42,13 @@ class Key:
         return self.is_nullable or self.default is None
 
     def to_setting(self, value: Any) -> Any:
-        """The setting of a value."""
+        """Converts a value to the setting."""
         if value is None:
             return 0
         return self.names[value] if self.names else self.kind(value)
 
     def to_value(self, setting: Any) -> Any:
-        """The value of a setting."""
+        """Converts a setting to the value."""
         if self.names:
             values = (x for x, name in self.names.items() if name == setting)
             return next(values, next(iter(self.names)))
@@ -56,10 +57,10 @@ class Key:
 
 
 class Fixed:
-    """A key whose value is no setting, as zjax computes one thing.
+    """Key of a config.json with one meaning in zjax.
 
     Args:
-        *accepted: Values that compute it.
+        *accepted: Values with that meaning.
         default: Value if the key is absent; the first accepted one if not given.
     """
 
@@ -70,33 +71,34 @@ class Fixed:
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """How a kind of checkpoint becomes a decoder or an encoder.
+    """Describes how a kind of checkpoint becomes a decoder or an encoder.
 
     Args:
-        rows: Tensors.
-        prefix: Beginning of tensor names, which checkpoints without a head lack.
-        buffers: Pattern of tensors that the model does not depend on.
-        spellings: Other endings of tensor names, in old checkpoints.
+        rows: Table of arrays and tensors.
+        prefix: Start of tensor names, missing in checkpoints without a head.
+        buffers: Pattern of tensors that outputs do not depend on.
+        spellings: Endings of tensor names in old checkpoints, by usual ending.
         constant: Settings of every model of the family.
         keys: Keys that are settings.
-        fixed: Keys of which zjax has one value.
+        fixed: Keys with one value in zjax.
         biases: Keys of the biases of attention and of the feed-forward, False by
-            default; none for those of `constant`.
-        is_partial: Whether some channels of a head may rotate alone.
+            default; empty if `constant` sets the biases.
+        is_partial: Whether rotary positions may rotate only some channels of a head.
         windows: Layers with sliding windows.
         theta: Base of rotary positions, if a config.json has none.
-        local_theta: That of sliding layers; 0 for families that have one base.
-        dropouts: Keys of the dropouts by setting; one without a key is 0.
-        default_dropout: Default of the dropouts.
-        padding: Key of the padding token, after whose number positions begin; the
-            key of `max_length` then counts the rows before, too. Empty for none.
-        unread: Keys that mean nothing beside the others.
-        written: Such keys with the values that they go out with.
-        predicts_more: Whether layers behind the last one may predict further tokens.
-        aliases: Other names of keys, which some versions of transformers write.
-        has_steps: Whether keys say which layers have experts.
+        local_theta: Base of rotary positions in sliding layers; 0 for one base in all
+            layers.
+        dropouts: Keys of dropout rates, by setting; a rate without a key is 0.
+        default_dropout: Dropout rate if the key is absent.
+        padding: Key of the padding id, or empty. Positions start at padding id + 1, so
+            the key of `max_length` includes that offset.
+        unread: Keys without a meaning beside other keys.
+        written: Values that exports write for keys without a meaning.
+        predicts_more: Whether layers behind the last layer may predict further tokens.
+        aliases: Usual keys, by name in some versions of transformers.
+        has_steps: Whether keys tell which layers have experts.
         is_scaled: Whether positions are scaled where a config.json does not say so.
-        scalings: Other names of kinds of scaling.
+        scalings: Usual names of kinds of scaling, by other name.
     """
 
     rows: tuple[Row, ...]
@@ -138,19 +140,19 @@ class Family:
 
     @property
     def is_rotary(self) -> bool:
-        """Whether positions are rotations, whose base and scaling keys say."""
+        """Whether positions are rotations, with keys for base and scaling."""
         return self.constant["positions"] == "rotary"
 
     @property
     def free(self) -> frozenset[str]:
-        """Settings of a run that no weights and no other key depend on."""
+        """Settings of a run that neither weights nor other keys depend on."""
         return frozenset({"max_length"} if self.is_rotary else ())
 
 
 PADDING = 1
-"""Default of the number of the padding token, where positions depend on it."""
+"""Default padding id, where positions depend on the padding id."""
 DROPOUTS = "dropout_rate", "embedding_dropout_rate", "attention_dropout_rate"
-"""Settings of dropouts."""
+"""Settings of dropout rates."""
 BOOKKEEPING = frozenset(
     """
     _name_or_path architectures bos_token_id eos_token_id pad_token_id unk_token_id
@@ -161,7 +163,8 @@ BOOKKEEPING = frozenset(
     problem_type is_decoder is_encoder_decoder reorder_and_upcast_attn max_window_layers
     """.split()
 )
-"""Keys that do not change the logits of a language model, if no family fixes them."""
+"""Keys that do not change the logits of a language model, unless a family fixes a
+value."""
 _PLAIN = {
     "kind": "decoder",
     "norm_position": "input",
@@ -178,13 +181,15 @@ _PLAIN = {
     "first_position": 0,
     "num_token_types": 0,
 }
-"""Settings of a family that has nothing special."""
+"""Settings of a family without special features."""
 _LLAMA_CONSTANT = _PLAIN | {
     "norm": "rms_norm",
     "positions": "rotary",
     "activation": "swiglu",
 }
 _NO_BIAS = {"use_bias": False, "attention_bias": "use_bias"}
+# Defaults, here and below, are defaults of transformers' config classes, since a
+# config.json may leave out such values.
 _LLAMA_KEYS = {
     "num_hidden_layers": Key("num_layers", int),
     "hidden_size": Key("embed_size", int),
@@ -215,6 +220,7 @@ def _dropouts(outputs: str, embedding: str, attention: str) -> dict[str, str]:
 
 
 def _soft_caps(attention: float | None, logits: float | None) -> dict[str, Key]:
+    """Keys of soft caps; arguments are the defaults, where None means no cap."""
     names = ("attention_soft_cap", attention), ("logit_soft_cap", logits)
     keys = [Key(name, float, default, is_nullable=True) for name, default in names]
     return dict(
@@ -247,6 +253,7 @@ _GEMMA = Family(
     },
     biases=("attention_bias",),
     windows=Windows("period", default=4096, period=2),
+    # transformers reads `hidden_activation` of Gemma, not `hidden_act`.
     unread=frozenset({"hidden_act", "cache_implementation", "_sliding_window_pattern"}),
 )
 _MIXTURE = {
@@ -266,25 +273,28 @@ _MIXTURE = {
     "choice_bias": False,
     "router_bias": False,
 }
-"""Settings of experts that have nothing special, and drop no token."""
+"""Settings of plain experts, which drop no token."""
 _DEEPSEEK_MOE = {
     **{name: x for name, x in _MIXTURE.items() if name != "bias_rate"},
     "scores": "sigmoid",
     "choice_bias": True,
 }
-"""Those of DeepSeek-V3; a run says whether its bias moves."""
+"""Settings of experts in DeepSeek-V3; a run says whether the bias moves."""
 _LOSS = frozenset({"router_aux_loss_coef", "output_router_logits"})
-"""Keys of the balance loss, which a run sets itself."""
+"""Keys of the balance loss, which a run sets."""
 _GELUS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact"}
 _BERT = Family(
     rows=tensors.BERT,
     prefix="bert.",
+    # Also without influence on masked-token logits: pooler, next-sentence head, and
+    # copies of the tied table.
     buffers=r".*\.position_ids|(.*\.)?pooler\..*|cls\.seq_relationship\..*"
     r"|cls\.predictions\.decoder\..*|lm_head\.decoder\..*",
     spellings={
         "LayerNorm.weight": "LayerNorm.gamma",
         "LayerNorm.bias": "LayerNorm.beta",
     },
+    # The key `type_vocab_size` sets the number of token types.
     constant={name: x for name, x in _PLAIN.items() if name != "num_token_types"}
     | {
         "kind": "encoder",
@@ -362,6 +372,7 @@ FAMILIES = {
         biases=(),
         windows=Windows("all"),
         is_partial=True,
+        # Early Phi-3 checkpoints call longrope "su" or "yarn".
         scalings={"su": "longrope", "yarn": "longrope"},
         dropouts=_dropouts("resid_pdrop", "embd_pdrop", "attention_dropout"),
     ),
@@ -458,6 +469,7 @@ FAMILIES = {
         _LLAMA,
         rows=tensors.DEEPSEEK_V3,
         constant={**_LLAMA_CONSTANT, **_NO_BIAS, "head_size": 0, "moe": _DEEPSEEK_MOE},
+        # `head_dim` repeats the rotary size here.
         keys={name: x for name, x in _LLAMA_KEYS.items() if name != "head_dim"}
         | {
             "q_lora_rank": Key("latent.query_rank", int, 1536, is_nullable=True),
@@ -493,12 +505,14 @@ FAMILIES = {
             head_dim qk_head_dim num_mtp_layers ep_size aux_loss_alpha seq_aux auto_map
             """.split()
         ),
+        # Exports have no layers that predict further tokens.
         written={"num_nextn_predict_layers": 0},
         predicts_more=True,
     ),
     "gpt_oss": dataclasses.replace(
         _LLAMA,
         rows=tensors.GPT_OSS,
+        # The config class scales by yarn unless a config.json says otherwise.
         is_scaled=True,
         constant={
             **_LLAMA_CONSTANT,
@@ -526,6 +540,7 @@ FAMILIES = {
         biases=(),
         windows=Windows("period", default=128, period=2),
         theta=150_000.0,
+        # Copies of other keys.
         unread=_LOSS | {"experts_per_token", "initial_context_length"},
     ),
     "bert": _BERT,

@@ -1,8 +1,8 @@
-"""How the elements of an array of the model lie in the tensors of a checkpoint.
+"""Maps arrays of the model to tensors of a Hugging Face checkpoint.
 
-An array lies in one tensor, in a part of one that joins several arrays, or in many
-tensors, such as one for each expert. Rows are read in both directions: weights come in
-slice by slice, and go out whole.
+An array lies in one tensor, in a part of a tensor that joins several arrays, or in many
+tensors, such as one for each expert. One table serves both directions: weights are read
+slice by slice, and written whole.
 """
 
 import dataclasses
@@ -40,30 +40,30 @@ _SIZES: Mapping[str, Callable[[schema.Model], int]] = {
     "key_value": lambda model: model.latent.plain_size + model.latent.value_size,
     "value": operator.attrgetter("value_size"),
 }
-"""Sizes of dims by name; `gates` are the gate and the value of a gated expert,
-`hidden` the outputs of a matrix whose inputs are `embed`, and `shared` the hidden
-channels of all shared experts. `turned_key_latent` has the channels of keys that
-rotate, and `key_value` those that do not with the channels of values."""
+"""Sizes of dims by name; `gates` are the gate and the value of a gated expert, `hidden`
+the outputs of a matrix with `embed` inputs, and `shared` the hidden channels of all
+shared experts. `turned_key_latent` adds the rotated channels of keys, and `key_value`
+joins the other channels of keys with the channels of values."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Where one array of the model lies in a checkpoint.
+    """Row of a table: one array of the model, and the place in a checkpoint.
 
     Args:
         ours: Path of the array in the model, with dots.
-        theirs: Name of the tensor; `{layer}` is the number of the layer, and the name
-            of a dim in braces the index of a tensor in it.
-        dims: Names of the array's dims; `|` separates those that are one dim of the
+        theirs: Name of the tensor; `{layer}` is the number of the layer, and a dim in
+            braces the index of the tensor along that dim.
+        dims: Names of the array's dims; `|` ends the dims that are one dim of the
             tensor.
-        tensor: The same in the order of the tensor, if that is another. A dim that it
+        tensor: Dims in the order of the tensor, if different. A dim that the tensor
             lacks has a tensor for each index.
-        part: Index of the array in a tensor that joins several.
-        parts: Dims along which the tensor joins each of its arrays; () for one array.
-        gates: Names of the tensors of gates and values, if they are apart.
-        needs: Attribute of the settings without which there is no such array.
-        unless: Attribute with which there is none.
-        layers: Layers that have it: `all`, or those with or without experts.
+        part: Index of the array in a tensor that joins several arrays.
+        parts: Dims along which the tensor joins arrays, by part; () for one array.
+        gates: Names of the tensors of gates and values, if separate.
+        needs: Attribute of the settings that the array requires.
+        unless: Attribute of the settings that excludes the array.
+        layers: Layers with the array: `all`, or only layers with or without experts.
     """
 
     ours: str
@@ -96,7 +96,7 @@ class Row:
 
     @property
     def order(self) -> tuple[str, ...]:
-        """Dims in the order of the file: those that tensors lack, those they have."""
+        """Dims in file order: dims that tensors lack, then dims of a tensor."""
         return (*self.apart, *itertools.chain(*self.groups))
 
     @property
@@ -105,7 +105,7 @@ class Row:
         return self.order != self.names
 
     def exists(self, model: schema.Model) -> bool:
-        """Whether a model has this array."""
+        """Whether a model has the array."""
 
         def has(name: str) -> bool:
             return bool(operator.attrgetter(name)(model))
@@ -114,7 +114,7 @@ class Row:
         return is_there and not (self.unless and has(self.unless))
 
     def is_in(self, num_experts: int) -> bool:
-        """Whether a layer with so many experts has it."""
+        """Whether a layer with so many experts has the array."""
         return self.layers == "all" or (self.layers == "mixture") == (num_experts > 0)
 
 
@@ -124,14 +124,13 @@ def _sizes(model: schema.Model, names: Iterable[str]) -> dict[str, int]:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How the elements of one array lie in its tensors.
+    """Maps the elements of one array to tensors.
 
     Args:
         row: Row of the table.
-        sizes: Sizes of the array's dims by name, in its order.
-        joined: Elements of all arrays of a tensor along the dim that joins them; () for
-            one array.
-        tensors: Names of the tensors by their indices in the dims that they lack.
+        sizes: Sizes of the array's dims by name, in order.
+        joined: Sizes of all arrays of a tensor along the joined dim; () for one array.
+        tensors: Names of the tensors, by indices along the dims that tensors lack.
     """
 
     row: Row
@@ -154,34 +153,37 @@ class Layout:
 
     @property
     def first(self) -> str:
-        """Name of its first tensor."""
+        """Name of the first tensor."""
         return next(iter(self.tensors.values()))
 
     @property
     def axis(self) -> int:
-        """Dim along which a tensor joins arrays."""
+        """Dim of a tensor along which arrays are joined."""
         row = self.row
         own = row.parts[row.part] if row.parts else " ".join(row.groups[0])
         return row.groups.index(tuple(own.split()))
 
     def read(self, index: Index, read: Read) -> np.ndarray:
-        """Reads a slice of the array, as a view of one in the order of the file."""
+        """Reads a slice of the array, as a transposed view of file order."""
         spans = dict(zip(self.sizes, index, strict=True))
         ranges = [range(spans[n].start, spans[n].stop) for n in self.row.apart]
         places = itertools.product(*ranges)
         found = [self._read_tensor(spans, self.tensors[x], read) for x in places]
+        # One tensor is not copied.
         array = np.stack(found) if found[1:] else found[0]
         array = array.reshape(*map(len, ranges), *found[0].shape)
+        # A view: `checkpoint.pieces` transposes on the device.
         return array.transpose([self.row.order.index(name) for name in self.sizes])
 
     def _read_tensor(
         self, spans: Mapping[str, slice], tensor: str, read: Read
     ) -> np.ndarray:
-        """The slice of one tensor, in its order; merged dims are apart."""
+        """Reads a slice of one tensor in file order, with merged dims split."""
         merged, inner, shape = list[slice](), list[slice](), list[int]()
         for first, *others in self.row.groups:
             size = math.prod(self.sizes[name] for name in others)
             span = spans[first]
+            # A file slice cuts only the first of merged dims; `inner` cuts inner dims.
             merged.append(slice(span.start * size, span.stop * size))
             inner += [slice(None), *(spans[name] for name in others)]
             shape += [span.stop - span.start, *(self.sizes[name] for name in others)]
@@ -190,7 +192,7 @@ class Layout:
         return read(tensor, tuple(merged)).reshape(shape)[tuple(inner)]
 
     def piece_of(self, array: np.ndarray, place: tuple[int, ...]) -> np.ndarray:
-        """What one tensor holds of the whole array."""
+        """Returns the part of a whole array that one tensor holds."""
         names, order = self.row.names, self.row.order
         ordered = array.transpose([names.index(name) for name in order])
         shape = [math.prod(self.sizes[n] for n in group) for group in self.row.groups]
@@ -200,7 +202,7 @@ class Layout:
 def layouts_of(
     rows: tuple[Row, ...], model: schema.Model
 ) -> Iterator[tuple[str, Layout]]:
-    """The arrays of a model: name and layout.
+    """Yields name and layout of each array of a model.
 
     Layers are apart, under names such as `blocks.mlp.up.kernel[0]`, in the order of the
     model's blocks.
@@ -219,6 +221,7 @@ def layouts_of(
 
 
 def _layout(row: Row, model: schema.Model, layer: int = 0) -> Layout:
+    """Layout of a row for one layer of a model."""
     sizes = _sizes(model, row.names)
     ranges = [range(sizes[name]) for name in row.apart]
     tensors = dict[tuple[int, ...], str]()
@@ -233,7 +236,7 @@ def _layout(row: Row, model: schema.Model, layer: int = 0) -> Layout:
 
 
 def _places(model: schema.Model) -> Iterator[tuple[str, int]]:
-    """Name of the stack and index in it of each layer."""
+    """Yields, for each layer, the name of the stack and the index in the stack."""
     shapes = segment_shapes(model)
     for segment, shape in enumerate(shapes):
         name = f"blocks.segment{segment}." if shapes[1:] else "blocks."

@@ -1,6 +1,6 @@
-"""Layers with experts, and their number, of a Hugging Face config.json.
+"""Layers with experts, and numbers of experts, in a Hugging Face config.json.
 
-Qwen has experts in every n-th layer, but not in those that are named.
+Qwen has experts in every n-th layer, except in listed layers.
 """
 
 import pathlib
@@ -13,18 +13,19 @@ from zjax.settings import schema
 from zjax.settings.mixture import experts_by_layer
 
 STEP, DENSE = "decoder_sparse_step", "mlp_only_layers"
-"""Keys of the period of layers with experts, and of those without them in any case."""
+"""Keys for the period of layers with experts, and for listed dense layers."""
 
 
 def layer_settings(values: Mapping[str, Any], num_layers: int) -> dict[str, int]:
-    """Settings of the layers with experts of a config.json that has no problem."""
+    """Settings of layers with experts, from a config.json without problems."""
     found = _find_settings(values, num_layers)
     return found or {"every": 1, "first_dense": 0}
 
 
 def layer_values(model: schema.Model) -> dict[str, Any]:
-    """Keys of a config.json."""
+    """Keys of a config.json for the layers with experts of a model."""
     every, first = model.moe.every, model.moe.first_dense
+    # A period counts from layer 0; any other start takes a list of dense layers.
     step = 1 if first % every else every
     experts = enumerate(experts_by_layer(model))
     dense = [i for i, number in experts if not number and (i + 1) % step == 0]
@@ -34,7 +35,7 @@ def layer_values(model: schema.Model) -> dict[str, Any]:
 def layer_problems(
     values: Mapping[str, Any], num_layers: Any, path: pathlib.Path
 ) -> Iterator[Problem]:
-    """Yields layers with experts that zjax does not compute, and wrong types."""
+    """Yields wrong types, and layers with experts that zjax does not compute."""
     step, dense = values.get(STEP, 1), values.get(DENSE) or []
     if type(step) is not int or step < 1:
         problem = f"of {path} is no period of layers"
@@ -52,9 +53,9 @@ def layer_problems(
 def weight_problems(
     values: Mapping[str, Any], family: Family, path: pathlib.Path
 ) -> Iterator[Problem]:
-    """Yields numbers of experts that zjax does not compute.
+    """Yields numbers and weights of experts that zjax does not compute.
 
-    It weighs the only expert of a token by its score, not by 1.
+    zjax weighs the only expert of a token by score, not by 1.
     """
     keys = {key.setting: (n, key.default) for n, key in family.keys.items()}
     name, default = keys["moe.num_experts"]
@@ -70,12 +71,13 @@ def weight_problems(
 
 
 def _find_settings(values: Mapping[str, Any], num_layers: int) -> dict[str, int] | None:
-    """The settings that put experts into these layers; None if there are none."""
+    """Settings that put experts into the layers of the keys; None if impossible."""
     step, dense = values.get(STEP, 1), {*(values.get(DENSE) or [])}
     layers = [i for i in range(step - 1, num_layers, step) if i not in dense]
     if not layers:
         return None
     after = layers[1] if layers[1:] else num_layers
+    # Listed dense layers may lengthen the period.
     for every in (step, after - layers[0]):
         first = layers[0] - every + 1
         if first >= 0 and [*range(first, num_layers)[every - 1 :: every]] == layers:

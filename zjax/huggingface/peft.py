@@ -48,7 +48,7 @@ def export_peft(
 ) -> int:
     """Writes a directory that PEFT loads: adapter_config.json and safetensors.
 
-    Only one process may call this.
+    `path` must be empty or missing. Only one process may call this.
     """
     step = store.latest() if step is None else step
     config = load_config(store.extra(step).get("config", {}))
@@ -81,7 +81,7 @@ def export_peft(
 
 
 class _Tensor(NamedTuple):
-    """A tensor of PEFT: the array it holds, and what it makes of shape and values."""
+    """Tensor of PEFT: name of the array, and converters of shape and values."""
 
     ours: str
     shape: Callable[[tuple[int, ...]], tuple[int, ...]]
@@ -89,14 +89,17 @@ class _Tensor(NamedTuple):
 
 
 def _find_matrices(source: Source, config: schema.Config, kind: str) -> list[Matrix]:
+    """Finds all adapter matrices, and refuses adapters on parts of a module."""
     matrices = [*find_matrices(source.entries, config.model, kind)]
     for matrix in matrices:
+        # PEFT adapts a joined module as a whole.
         if matrix.layout.row.parts:
             raise part_error(matrix, config.lora, kind, _MERGES)
     return matrices
 
 
 def _of_adapters(matrices: Iterable[Matrix]) -> dict[str, _Tensor]:
+    """Tensors of adapter matrices, by tensor name."""
     return {
         matrix.tensor: _Tensor(
             matrix.ours,
@@ -110,7 +113,7 @@ def _of_adapters(matrices: Iterable[Matrix]) -> dict[str, _Tensor]:
 def _of_modules(
     names: Sequence[str], matrices: Iterable[Matrix], config: schema.Config, kind: str
 ) -> dict[str, _Tensor]:
-    """Tensors of the modules that are trained in full."""
+    """Tensors of modules that are trained in full, by tensor name."""
     saved, lora = find_saved(names, config.model, kind), config.lora
     adapted = {matrix.module for matrix in matrices}
     if reasons := [*not_apart(saved, config.model, adapted)]:
@@ -121,6 +124,7 @@ def _of_modules(
         raise ConfigError(*problems)
 
     def tensor(ours: str, layout: Layout) -> _Tensor:
+        # In a function of its own, since closures in the loop would share `layout`.
         place = ours.replace(".", "/")
         convert = functools.partial(layout.piece_of, place=())
         return _Tensor(place, lambda _: layout.tensor_shape, convert)
@@ -129,6 +133,7 @@ def _of_modules(
 
 
 def _check_settings(config: schema.Config) -> None:
+    """Refuses runs without adapters, and runs with a resized vocabulary."""
     lora = config.lora
     if not lora.rank:
         problem = "has no adapters to export"
@@ -155,6 +160,7 @@ def _values(
         "lora_dropout": lora.dropout,
         "target_modules": sorted(modules),
         KEY: list(saved) or None,
+        # True for GPT-2, where kernels have inputs first.
         "fan_in_fan_out": not all(m.layout.row.is_transposed for m in matrices),
         "use_dora": lora.form == "dora",
         "use_rslora": False,

@@ -1,4 +1,4 @@
-"""Adapters of PEFT's layout as settings and weights of a run."""
+"""Reads adapters in the layout of PEFT as settings and weights of a run."""
 
 import collections
 import math
@@ -56,7 +56,7 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     """.split(),
     _NONE,
 )
-"""Values that zjax computes of keys that are no settings."""
+"""Accepted values of keys that are no settings; the first value is the default."""
 _READ = "r", "lora_alpha", "use_rslora", "use_dora", "lora_dropout", KEY
 _UNREAD = frozenset(
     """
@@ -65,11 +65,13 @@ _UNREAD = frozenset(
     peft_version qalora_group_size revision target_modules task_type
     """.split()
 )
-"""Keys that mean nothing beside the tensors."""
+"""Keys without a meaning beside the tensors."""
 
 
 def adapter_settings(directory: str | os.PathLike[str]) -> dict[str, Any]:
-    """Reads the `lora` settings that compute what a directory of PEFT does.
+    """Reads the `lora` settings that compute the adapters of a directory of PEFT.
+
+    Settings, `init_from` among the rest, are for `config.lora.update`.
 
     Example:
         >>> adapter_settings("nowhere")
@@ -89,7 +91,7 @@ does not exist; give the directory of an adapter of PEFT
 
 
 def read_values(folder: pathlib.Path) -> dict[str, Any]:
-    """The adapter_config.json of a directory."""
+    """Reads an adapter_config.json, and refuses unsupported values."""
     path = folder / CONFIG_NAME
     values = read_config(path, "an adapter of PEFT")
     if problems := [*_wrong(values, path)]:
@@ -98,20 +100,24 @@ def read_values(folder: pathlib.Path) -> dict[str, Any]:
 
 
 def shape_of(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Rank, alpha, form and dropout of an adapter_config.json."""
+    """Rank, alpha, form and dropout in an adapter_config.json."""
     rank, alpha = values["r"], float(values["lora_alpha"])
     if values.get("use_rslora"):
+        # rslora divides alpha by the root of the rank, zjax by the rank.
         alpha *= math.sqrt(rank)
     form, dropout = "lora", float(values.get("lora_dropout", 0.0))
     if values.get("use_dora"):
+        # PEFT's dropout beside DoRA drops more than inputs of the adapter: not read.
         form, dropout = "dora", 0.0
     return {"rank": rank, "alpha": alpha, "form": form, "dropout": dropout}
 
 
 def _wrong(values: Mapping[str, Any], path: pathlib.Path) -> Iterator[Problem]:
+    """Yields a problem for each unsupported value and each wrong type."""
     where, remedy = f"of {path}", WITHOUT
     for name, accepted in _FIXED.items():
         value = values.get(name, accepted[0])
+        # In Python 0 == False and 1 == True.
         if not any(value == x and type(value) is type(x) for x in accepted):
             problem = f"{where} is not supported"
             yield Problem(name, value, problem, remedy)
@@ -136,7 +142,7 @@ def _wrong(values: Mapping[str, Any], path: pathlib.Path) -> Iterator[Problem]:
 
 
 def report_unread(values: Mapping[str, Any], path: pathlib.Path) -> None:
-    """Logs keys of an adapter_config.json that nothing reads, on process 0."""
+    """Warns on process 0 of keys of an adapter_config.json that are not read."""
     known = {*_FIXED, *_READ, *_UNREAD}
     unread = {name: x for name, x in values.items() if name not in known}
     if values.get("use_dora") and values.get("lora_dropout"):
@@ -154,7 +160,9 @@ def _targets(names: Iterable[str], path: pathlib.Path) -> tuple[str, ...]:
         if not name.endswith(ENDINGS["a"]):
             continue
         module = name.removeprefix(PREFIX).removesuffix(f".{ENDINGS['a']}")
+        # The first number is the layer.
         ours = layers.get(re.sub(r"\.\d+\.", ".{layer}.", module, count=1), ())
+        # `$`, since attention/query begins attention/query_latent, too.
         found.update(f"{layer}$" for layer in ours)
         if not ours:
             problem = f"in {path.parent} adapts no layer that zjax adapts"
@@ -168,10 +176,11 @@ def _targets(names: Iterable[str], path: pathlib.Path) -> tuple[str, ...]:
 
 
 def _layers_of_modules() -> dict[str, set[str]]:
-    """Layers that can have an adapter, by the module of a family that holds them."""
+    """Layers of all families that may have an adapter, by name of the module."""
     layers = collections.defaultdict[str, set[str]](set)
     for family in FAMILIES.values():
         for row in family.rows:
+            # zjax adapts neither token tables nor experts.
             if row.ours.endswith(".kernel") and not {"vocab", "experts"} & {*row.names}:
                 layer = row.ours.removeprefix("blocks.").removesuffix(".kernel")
                 module = row.theirs.removesuffix(".weight")
@@ -185,7 +194,7 @@ _NEW = "leave it empty, for new adapters"
 def with_peft(
     source: Source, wanted: Mapping[str, Entry], config: schema.Config
 ) -> Source:
-    """The arrays of a checkpoint, and the adapters of `lora.init_from`."""
+    """Adds the adapters of `lora.init_from` to the arrays of a base model."""
     given, wanted = config.lora.init_from, layers.stack_all(wanted)
     folder = pathlib.Path(local_path("lora.init_from", given))
     if TOKENS not in wanted:
@@ -222,6 +231,7 @@ def with_peft(
         ours: Entry(layout.shape, file.entries[tensor_of(layout)].dtype)
         for ours, layout in saved.items()
     }
+    # Modules that PEFT trained in full replace arrays of the base model.
     replaced = {*saved, *map(layers.stack_of, saved)}
     base = {name: x for name, x in source.entries.items() if name not in replaced}
 
@@ -231,6 +241,7 @@ def with_peft(
         if ours not in matrices:
             return source.read(ours, index)
         name = matrices[ours].tensor
+        # Adapters are small: tensors are read whole.
         whole = tuple(slice(0, size) for size in file.entries[name].shape)
         return from_tensor(matrices[ours], file.read(name, whole), shapes[ours])[index]
 
@@ -238,7 +249,7 @@ def with_peft(
 
 
 def _check_parts(matrices: Collection[Matrix], lora: schema.Lora, kind: str) -> None:
-    """Refuses modules of which `lora.targets` adapts some parts alone."""
+    """Refuses `lora.targets` that adapt only some parts of a joined module."""
     numbers = collections.Counter(matrix.tensor for matrix in matrices)
     for matrix in matrices:
         if numbers[matrix.tensor] < len(matrix.layout.row.parts):
@@ -248,7 +259,7 @@ def _check_parts(matrices: Collection[Matrix], lora: schema.Lora, kind: str) -> 
 def _shape_of(
     ours: str, names: Mapping[str, str], wanted: Mapping[str, Entry]
 ) -> tuple[int, ...]:
-    """The shape of an array, or of one layer of a stack."""
+    """Shape of an array, or of one layer of a stack."""
     stack, layer, _ = ours.partition("[")
     return wanted[names[stack]].shape[1 if layer else 0 :]
 
@@ -256,10 +267,12 @@ def _shape_of(
 def _differences(
     lora: schema.Lora, values: Mapping[str, Any], folder: pathlib.Path
 ) -> Iterator[Problem]:
+    """Yields a problem for each setting that differs from adapter_config.json."""
     computed = {n: x for n, x in shape_of(values).items() if n != "dropout"}
     for name, theirs in computed.items():
         mine = getattr(lora, name)
         is_same = (
+            # The root of the rank in alpha is rounded.
             math.isclose(mine, theirs, rel_tol=1e-6)
             if isinstance(mine, float)
             else mine == theirs
@@ -270,7 +283,7 @@ def _differences(
 
 
 def _kind(config: schema.Config) -> str:
-    """Family of the base model: that of its config.json, or of what it computes."""
+    """Family of the base model, by config.json or by the model's settings."""
     path = find_config(config.checkpoint.init_from)
     if path is None:
         return find_kind(config.model, "leave lora.init_from empty")

@@ -1,4 +1,4 @@
-"""Quantised tensors of a Hugging Face checkpoint, dequantised while they are read."""
+"""Dequantises FP8 and MXFP4 tensors of a Hugging Face checkpoint while reading."""
 
 import dataclasses
 import functools
@@ -24,10 +24,11 @@ Read = Callable[[Index], np.ndarray]
 class Fp8:
     """Codes of 8 bits, with a scale for each block of a matrix.
 
-    Values are rounded once, to float32. NaN codes are NaN.
+    Values are rounded once, to float32. NaN codes give NaN.
 
     Args:
-        block: Outputs and inputs of a block; the last ones of a matrix may have less.
+        block: Outputs and inputs of a block; the last blocks of a matrix may be
+            smaller.
     """
 
     block: tuple[int, int] = (128, 128)
@@ -38,17 +39,19 @@ class Fp8:
     """Dtype of plain values."""
 
     def holds(self, name: str, entry: Entry, stored: Mapping[str, Entry]) -> bool:
-        """Whether the tensor of a plain name has codes."""
+        """Whether a tensor is stored as codes."""
+        # By dtype: some matrices of a quantised checkpoint are plain.
         return name in stored and stored[name].dtype == "float8_e4m3fn"
 
     def entries(self, shape: tuple[int, ...]) -> tuple[Entry, Entry]:
-        """Codes and scales of a tensor."""
+        """Codes and scales that store a tensor of a plain shape."""
         blocks = map(_num_blocks, shape, self._sizes(len(shape)))
         return Entry(shape, "float8_e4m3fn"), Entry(tuple(blocks), "float32")
 
     def read(self, index: Index, codes: Read, scales: Read) -> np.ndarray:
-        """A slice of the plain values, from functions that read the two tensors."""
+        """Reads a slice of plain values from functions that read codes and scales."""
         sizes = self._sizes(len(index))
+        # Scales may have 16 bits in the file.
         factors = scales(tuple(map(_blocks_of, index, sizes))).astype(np.float32)
         *outer, length = factors.shape
         factors = factors.reshape(math.prod(outer), length)
@@ -60,6 +63,7 @@ class Fp8:
         stored = codes(index).view(np.uint8)
         rows = stored.reshape(numbers.size, factors.shape[1])
         values = np.empty(rows.shape, np.float32)
+        # In chunks: indices into the table take 8 bytes for each code of 1 byte.
         for some in _chunks(*rows.shape):
             plain = _float8_values()[rows[some]]
             np.multiply(plain, factors[numbers[some]], out=values[some])
@@ -67,6 +71,7 @@ class Fp8:
 
     def _sizes(self, num_dims: int) -> tuple[int, ...]:
         """Elements of a block along each dim."""
+        # Dims before a matrix, such as experts, have a scale per element.
         return (*[1] * (num_dims - 2), *self.block)[-num_dims:]
 
 
@@ -74,8 +79,8 @@ class Fp8:
 class Mxfp4:
     """Codes of 4 bits, two in a byte, with a power of two for each 32 inputs.
 
-    The stored matrices of experts are transposed. Values are exact in bfloat16 but for
-    those beyond its largest one, which are infinite. The scale 255 is NaN.
+    Stored matrices of experts are transposed. Values are exact in bfloat16, except
+    values beyond the largest bfloat16, which become infinite. The scale 255 is NaN.
     """
 
     method: ClassVar = "mxfp4"
@@ -83,18 +88,18 @@ class Mxfp4:
     dtype: ClassVar = "bfloat16"
 
     def holds(self, name: str, entry: Entry, stored: Mapping[str, Entry]) -> bool:
-        """Whether there are codes or scales of experts in place of a plain tensor."""
+        """Whether codes or scales of experts are stored in place of a plain tensor."""
         is_stored = any(f"{name}{ending}" in stored for ending in self.endings)
         return is_stored and len(entry.shape) == 3
 
     def entries(self, shape: tuple[int, ...]) -> tuple[Entry, Entry]:
-        """Codes and scales of a tensor of experts, inputs and outputs."""
+        """Codes and scales that store a tensor [experts, inputs, outputs]."""
         experts, inputs, outputs = shape
         blocks = experts, outputs, _num_blocks(inputs, _MX_BLOCK)
         return Entry((*blocks, _MX_BLOCK // 2), "uint8"), Entry(blocks, "uint8")
 
     def read(self, index: Index, codes: Read, scales: Read) -> np.ndarray:
-        """A slice of the plain values, as a view of one in the order of the file."""
+        """Reads a slice of plain values, as a transposed view of file order."""
         experts, inputs, outputs = index
         blocks = experts, outputs, _blocks_of(inputs, _MX_BLOCK)
         low = codes((*blocks, slice(0, _MX_BLOCK // 2)))
@@ -102,6 +107,7 @@ class Mxfp4:
         low, high = low.reshape(-1, num_bytes), scales(blocks).reshape(-1, 1)
         values = np.empty(low.shape, np.uint32)
         for some in _chunks(*low.shape):
+            # One lookup gives both values of a byte, with the scale applied.
             pairs = high[some].astype(np.uint16) << 8 | low[some]
             values[some] = _mx_values()[pairs]
         values = values.view(jnp.bfloat16).reshape(*shape, num_blocks * _MX_BLOCK)
@@ -112,7 +118,9 @@ Format = Fp8 | Mxfp4
 _CHUNK = 2**17
 """Codes that are looked up at once."""
 _MX_BLOCK = 32
+"""Inputs per scale."""
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Magnitudes of the codes 0 to 7; the highest bit of a code is the sign."""
 
 
 def _num_blocks(size: int, block: int) -> int:
@@ -125,39 +133,41 @@ def _blocks_of(span: slice, block: int) -> slice:
 
 
 def _spread(x: np.ndarray, dim: int, span: slice, block: int) -> np.ndarray:
-    """For each element of a slice what `x` has for its block."""
+    """Repeats the entries of blocks for the elements of a slice."""
     numbers = np.arange(span.start, span.stop) // block - span.start // block
     return x.take(numbers, dim)
 
 
 def _chunks(num_rows: int, length: int) -> Iterator[slice]:
-    """Rows that fit a cache together: indices into a table have 8 bytes each."""
+    """Splits rows into chunks that fit a cache."""
     step = max(1, _CHUNK // max(1, length))
     return (slice(first, first + step) for first in range(0, num_rows, step))
 
 
 def _inside(span: slice, block: int) -> slice:
-    """The slice, counted from the beginning of its first block."""
+    """Counts a slice from the beginning of the first block."""
     start = span.start - span.start // block * block
     return slice(start, start + span.stop - span.start)
 
 
 @functools.cache
 def _float8_values() -> np.ndarray:
-    """The values of all codes."""
+    """Values of all codes, float32[256]."""
     return np.arange(256, dtype=np.uint8).view(jnp.float8_e4m3fn).astype(np.float32)
 
 
 @functools.cache
 def _mx_values() -> np.ndarray:
-    """Two values of bfloat16, as 32 bits, of each scale and byte: `scale * 256 + byte`.
+    """Pairs of bfloat16 values, as uint32, by `scale * 256 + byte`.
 
     The low half of a byte comes first.
     """
     halves = np.array([*_FP4, *(-x for x in _FP4)], np.float32)
     byte = np.arange(256)
     pairs = np.stack([halves[byte & 15], halves[byte >> 4]], -1)
+    # Scales are exponents with a bias of 127, without a sign.
     exponents = np.arange(256)[:, np.newaxis, np.newaxis] - 127
+    # Values beyond bfloat16 become infinite on purpose.
     with np.errstate(over="ignore"):
         values = np.ldexp(pairs, exponents)
     values[255] = np.nan
@@ -176,20 +186,20 @@ _FIXED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "expert_dtype": ("fp8",),
     },
 }
-"""Values of keys by method; the first one is that of a key that is absent."""
+"""Accepted values of keys by method; the first value is the default."""
 _UNREAD = frozenset(
     """
     modules_to_not_convert ignored_layers modules_to_convert dequantize
     """.split()
 )
-"""Keys that say what the tensors say, or how to load them."""
+"""Keys that repeat facts of the tensors, or say how to load a checkpoint."""
 _REMEDY = "use a checkpoint of plain weights, such as one saved in bfloat16"
 
 
 def quantization_problems(
     values: Mapping[str, Any], path: pathlib.Path
 ) -> Iterator[Problem]:
-    """Yields what the quantisation of a config.json has that zjax does not read."""
+    """Yields parts of the quantisation of a config.json that zjax does not read."""
     found = values.get(KEY)
     if found is None:
         return
@@ -209,7 +219,7 @@ def quantization_problems(
 
 
 def unknown_keys(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys of a quantisation without problems that have no known meaning."""
+    """Keys, without known meaning, of a quantisation without problems."""
     found = values.get(KEY) or {}
     known = {_METHOD, *_UNREAD, *_FIXED.get(found.get(_METHOD, ""), ())}
     known |= {_BLOCK} if found.get(_METHOD) == Fp8.method else set()
@@ -218,18 +228,18 @@ def unknown_keys(values: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Quantized:
-    """The tensors of a checkpoint that are codes and scales.
+    """Lists the tensors of a checkpoint that are stored as codes and scales.
 
     Args:
-        format: Format of them all; None for a checkpoint without any.
-        shapes: Their plain shapes by name.
+        format: Format of all quantised tensors; None for a checkpoint without any.
+        shapes: Plain shapes of quantised tensors, by name.
     """
 
     format: Format | None
     shapes: Mapping[str, tuple[int, ...]]
 
     def stored(self, plain: Mapping[str, Entry]) -> dict[str, Entry]:
-        """The tensors that a file holds for plain ones."""
+        """Entries that a file holds for plain tensors."""
         entries = dict[str, Entry]()
         for name, entry in plain.items():
             if self.format is None or name not in self.shapes:
@@ -241,7 +251,7 @@ class Quantized:
         return entries
 
     def dequantized(self, source: Source) -> Source:
-        """The checkpoint with plain tensors alone."""
+        """Returns a source that reads quantised tensors as plain tensors."""
         form = self.format
         if form is None or not self.shapes:
             return source
@@ -260,7 +270,7 @@ class Quantized:
         return Source({**source.entries, **plain}, read)
 
     def report(self, path: str) -> None:
-        """Process 0 logs that values were quantised and are plain now."""
+        """Warns on process 0 that quantised values become plain."""
         if self.format is not None and self.shapes and jax.process_index() == 0:
             logging.warning(
                 "checkpoint.init_from=%r has %d tensors in %s, which are dequantised "
@@ -272,7 +282,7 @@ class Quantized:
 def find_quantized(
     values: Mapping[str, Any], plain: Mapping[str, Entry], source: Source
 ) -> Quantized:
-    """The tensors of a checkpoint that are quantised."""
+    """Finds the quantised tensors of a checkpoint."""
     found = values.get(KEY)
     if found is None:
         return Quantized(None, {})
@@ -287,6 +297,7 @@ def find_quantized(
 
 
 def _is_block(sizes: Any) -> bool:
+    """Whether a value is two positive sizes."""
     return (
         isinstance(sizes, list | tuple)
         and len(sizes) == len(Fp8.block)

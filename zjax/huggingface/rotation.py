@@ -1,4 +1,4 @@
-"""Rotary positions of a Hugging Face config.json, which names them in two ways."""
+"""Rotary positions of a Hugging Face config.json, with keys of old and new versions."""
 
 import pathlib
 from collections.abc import Iterator, Mapping
@@ -10,7 +10,7 @@ from zjax.ops.rotary import attention_factor
 from zjax.settings import convert, schema
 
 MAPPINGS = ("rope_parameters", "rope_scaling")
-"""Keys of a mapping that may scale rotary positions, of new and old checkpoints."""
+"""Keys of a mapping that may scale rotary positions, in new and old checkpoints."""
 PARTIAL = "partial_rotary_factor"
 _LOCAL = "rope_local_base_freq"
 _FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -28,12 +28,12 @@ _SCALED = {
     },
     "longrope": {"attention_factor": "attention_factor"},
 }
-"""Numbers of each kind of scaling besides the factor, and their settings."""
+"""Settings of each kind of scaling besides the factor, by key."""
 _LISTS = {"short_factor": "short_factors", "long_factor": "long_factors"}
-"""Lists of longrope, and their settings."""
+"""Settings of longrope that are lists, by key."""
 _ORIGINAL = "original_max_position_embeddings"
 _SCALES = {"mscale": "mscale", "mscale_all_dim": "mscale_all_dim"}
-"""Numbers of yarn in families with latents, which alone scale their scores."""
+"""Settings of yarn, by key, in families with latents; no other family scales scores."""
 _ANY = {"rope_type", "type", "rope_theta", PARTIAL, "factor", _ORIGINAL}
 KNOWN = {*MAPPINGS, "rope_theta", PARTIAL, _ORIGINAL, _LOCAL}
 """Keys of a config.json that this module reads."""
@@ -42,7 +42,7 @@ KNOWN = {*MAPPINGS, "rope_theta", PARTIAL, _ORIGINAL, _LOCAL}
 def rotation_settings(
     values: Mapping[str, Any], family: Family, model: schema.Model
 ) -> dict[str, Any]:
-    """Settings of the rotary positions of a config.json that has no problem."""
+    """Settings of rotary positions from a config.json without problems."""
     rope, length = _rope(values), model.max_positions
     kind, share = _kind(rope, family), _partial(values, rope)
     scaling = convert.to_mapping(schema.RopeScaling())
@@ -52,10 +52,12 @@ def rotation_settings(
             if rope.get(theirs) is not None:
                 scaling[ours] = float(rope[theirs])
         if scaling["attention_factor"] or not scaling["mscale_all_dim"]:
-            scaling["mscale"] = 0.0  # it is not read there either
+            scaling["mscale"] = 0.0  # transformers ignores it then
     if kind == "yarn":
+        # Absent and null mean true.
         scaling["truncate"] = rope.get("truncate") is not False
     if kind in ("yarn", "llama3", "longrope"):
+        # Absent where the original length is the length of the checkpoint.
         given = values.get(_ORIGINAL) or rope.get(_ORIGINAL)
         scaling["original_length"] = given or length
     if kind == "dynamic":
@@ -65,6 +67,7 @@ def rotation_settings(
         scaling |= {name: tuple(map(float, x)) for name, x in lists.items()}
     if kind != "default":
         factor = rope.get("factor")
+        # transformers derives an absent factor from the lengths.
         usual = length / scaling["original_length"] if factor is None else factor
         scaling["factor"] = float(usual)
     return {
@@ -72,13 +75,15 @@ def rotation_settings(
         "rope_scaling": scaling,
         "rotary_size": model.rotary_size
         if share == 1.0
+        # Rounded as in transformers.
         else int(model.head_size * share),
         "local_rope_theta": float(_local_theta(values, family)),
     }
 
 
 def rotation_values(model: schema.Model, family: Family) -> dict[str, Any]:
-    """Keys of a config.json, those that all versions of transformers read."""
+    """Keys of a config.json that all versions of transformers read."""
+    # Old keys, which new versions read, too.
     values: dict[str, Any] = {"rope_theta": model.rope_theta}
     if family.local_theta:
         values[_LOCAL] = model.local_rope_theta
@@ -86,6 +91,7 @@ def rotation_values(model: schema.Model, family: Family) -> dict[str, Any]:
         values[PARTIAL] = model.rotary_size / model.head_size
     scaling = model.rope_scaling
     if scaling.kind == "none":
+        # Without this mapping, the library would scale.
         unscaled = {"rope_scaling": {"rope_type": "default"}}
         return values | (unscaled if family.is_scaled else {})
     rope = {"rope_type": scaling.kind, "factor": scaling.factor}
@@ -108,7 +114,7 @@ def rotation_values(model: schema.Model, family: Family) -> dict[str, Any]:
 def rotation_problems(
     values: Mapping[str, Any], family: Family, path: pathlib.Path
 ) -> Iterator[Problem]:
-    """Yields what zjax does not compute of rotary positions, and wrong types."""
+    """Yields wrong types, and rotary positions that zjax does not compute."""
     where = f"of {path}"
     rope, name = _rope(values), _name(values)
     kind = _kind(rope, family)
@@ -149,7 +155,7 @@ def rotation_problems(
 
 
 def unknown_keys(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Keys of rotary positions that nothing reads."""
+    """Keys of rotary positions that are not read."""
     rope, name = _rope(values), _name(values)
     if _LOCAL in values and not family.local_theta:
         rope = {**rope, _LOCAL: values[_LOCAL]}
@@ -159,14 +165,16 @@ def unknown_keys(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
 
 
 def _numbers(kind: str, family: Family) -> dict[str, str]:
-    """Numbers of a kind of scaling besides the factor, and their settings."""
+    """Settings of a kind of scaling besides the factor, by key."""
     has_scales = kind == "yarn" and family.has_latents
     return _SCALED[kind] | (_SCALES if has_scales else {})
 
 
 def _wrong_numbers(values, rope, kind, family, name, where) -> Iterator[Problem]:
+    """Yields a problem for each wrong number or list of a scaling."""
     for key in ("factor", *_numbers(kind, family)):
         value = rope.get(key)
+        # longrope derives a factor from lengths; llama3 has no defaults.
         is_needed = (key == "factor" and kind != "longrope") or kind == "llama3"
         if not _is_number(value) and (is_needed or value is not None):
             problem = f"{where} is not of type float"
@@ -187,25 +195,26 @@ def _wrong_numbers(values, rope, kind, family, name, where) -> Iterator[Problem]
 
 
 def _name(values: Mapping[str, Any]) -> str:
-    """The mapping that is there; the first one if none is."""
+    """Name of the mapping in a config.json; the first name if there is none."""
     return next((x for x in MAPPINGS if isinstance(values.get(x), dict)), MAPPINGS[0])
 
 
 def _rope(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The mapping of all layers, or of those that see all."""
+    """Mapping for all layers, or for layers with full attention."""
     found = values.get(_name(values))
     found = found if isinstance(found, dict) else {}
     return found[_FULL] if isinstance(found.get(_FULL), dict) else found
 
 
 def _local(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The mapping of sliding layers, of new checkpoints."""
+    """Mapping for sliding layers, in new checkpoints."""
     found = values.get(_name(values))
     found = found.get(_SLIDING) if isinstance(found, dict) else {}
     return found if isinstance(found, dict) else {}
 
 
 def _local_theta(values: Mapping[str, Any], family: Family) -> Any:
+    """Base of rotary positions in sliding layers; 0 for a family with one base."""
     if not family.local_theta:
         return 0.0
     given = values.get(_LOCAL, family.local_theta)
@@ -213,6 +222,7 @@ def _local_theta(values: Mapping[str, Any], family: Family) -> Any:
 
 
 def _kind(rope: Mapping[str, Any], family: Family) -> Any:
+    """Kind of scaling by usual name; old checkpoints have the key `type`."""
     kind = rope.get("rope_type", rope.get("type", "default"))
     return family.scalings.get(kind, kind) if isinstance(kind, str) else kind
 

@@ -1,4 +1,4 @@
-"""From a Hugging Face config.json to settings of the built-in decoder or encoder."""
+"""Converts a Hugging Face config.json to settings of the built-in models."""
 
 import copy
 import operator
@@ -29,7 +29,10 @@ CONFIG_NAME = "config.json"
 
 
 def model_settings(directory: str | os.PathLike[str], **changes: Any) -> dict[str, Any]:
-    """Reads the `model` settings that compute what a Hugging Face checkpoint does.
+    """Reads the `model` settings that compute a Hugging Face checkpoint.
+
+    `changes` replace keys of the config.json. A ConfigError lists every key that zjax
+    does not compute.
 
     Example:
         >>> import json, tempfile
@@ -57,7 +60,7 @@ def model_settings(directory: str | os.PathLike[str], **changes: Any) -> dict[st
 def shape_of(
     values: Mapping[str, Any], path: pathlib.Path
 ) -> tuple[dict[str, Any], Family]:
-    """Settings of the shape alone, which weights depend on, and the family."""
+    """Settings of the shape, on which weights depend, and the family."""
     family = find_family(values, path)
     values = _with_usual_names(values, family)
     if problems := [*_wrong(values, family, path)]:
@@ -68,7 +71,7 @@ def shape_of(
 def read_config(
     path: pathlib.Path, what: str = "a Hugging Face checkpoint"
 ) -> dict[str, Any]:
-    """Reads a config.json."""
+    """Reads a JSON file of `what`, such as a config.json, as a dict."""
     name, remedy = path.name, f"give the directory of {what}"
     if fault := find_fault(path):
         raise ConfigError(Problem(name, str(path), fault, remedy))
@@ -84,7 +87,7 @@ def read_config(
 
 
 def find_family(values: Mapping[str, Any], path: pathlib.Path) -> Family:
-    """The family of a `model_type`."""
+    """Family of a `model_type`; a ConfigError lists the known families."""
     kind = values.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         problem, known = f"of {path} is not supported", ", ".join(FAMILIES)
@@ -94,13 +97,15 @@ def find_family(values: Mapping[str, Any], path: pathlib.Path) -> Family:
 
 
 def _with_usual_names(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """The values, those of other names under the usual ones, if these are missing."""
+    """Copies values of aliases to the usual keys, where such keys are missing."""
     found = {usual: values[x] for x, usual in family.aliases.items() if x in values}
+    # A usual key wins over an alias.
     return found | dict(values)
 
 
 def settings_of(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Settings of the values of a config.json that has no problem."""
+    """Settings from the values of a config.json without problems."""
+    # Deep, as settings of sections are filled in below.
     settings = copy.deepcopy(dict(family.constant))
     for name, key in family.keys.items():
         value = values.get(name, key.default)
@@ -110,8 +115,10 @@ def settings_of(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
     if family.padding:
         first = values.get(family.padding, PADDING) + 1
         settings["first_position"] = first
+        # The table of positions has unused rows up to the padding id.
         settings["max_length"] -= first
     if family.is_rotary:
+        # No table limits rotary models: a run may change the length.
         settings["max_length"] = settings["max_positions"]
         model = convert.from_mapping(schema.Model, settings)
         settings |= rotation.rotation_settings(values, family, model)
@@ -120,14 +127,14 @@ def settings_of(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
     if family.has_steps:
         settings["moe"] |= mixture.layer_settings(values, num_layers)
     if family.is_mixture and settings["moe"]["top_k"] == 1:
-        settings["moe"]["normalise"] = True  # of one expert nothing is normalised
+        settings["moe"]["normalise"] = True  # zjax never normalises 1
     if family.biases:
         settings |= _biases(*(values.get(name, False) for name in family.biases))
     return settings
 
 
 def entries_of(model: schema.Model, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a model that others name, those of sections one by one.
+    """Values of a model for given settings, with sections flattened.
 
     Example:
         >>> entries_of(schema.Model(), {"num_heads": 1, "moe": {"top_k": 2}})
@@ -141,13 +148,14 @@ def entries_of(model: schema.Model, settings: Mapping[str, Any]) -> dict[str, An
 
 
 def _biases(attention: bool, mlp: bool = False) -> dict[str, Any]:
-    """The settings of two keys; `attention_bias` is left alone where they agree."""
+    """Settings for two keys of biases; `attention_bias` follows if both agree."""
     if attention == mlp:
         return {"use_bias": mlp, "attention_bias": "use_bias"}
     return {"use_bias": mlp, "attention_bias": "all" if attention else "none"}
 
 
 def _dropout(values: Mapping[str, Any], family: Family) -> dict[str, float]:
+    """Dropout rates by setting; a rate without a key is 0."""
     default, keys = family.default_dropout, family.dropouts
     given = {name: values.get(key, default) for name, key in keys.items()}
     return {name: float(given.get(name, 0.0)) for name in DROPOUTS}
@@ -156,7 +164,7 @@ def _dropout(values: Mapping[str, Any], family: Family) -> dict[str, float]:
 def _wrong(
     values: Mapping[str, Any], family: Family, path: pathlib.Path
 ) -> Iterator[Problem]:
-    """Problems of all keys but dropouts."""
+    """Yields problems of all keys except dropouts."""
     for name, key in family.keys.items():
         yield from _wrong_value(name, key, values, path)
     yield from quantization.quantization_problems(values, path)
@@ -189,7 +197,7 @@ def _wrong(
 def _wrong_layers(
     values: Mapping[str, Any], family: Family, path: pathlib.Path
 ) -> Iterator[Problem]:
-    """Problems of the number of layers, and of what is listed for each of them."""
+    """Yields problems of the number of layers, and of lists with a value per layer."""
     name = next(n for n, x in family.keys.items() if x.setting == "num_layers")
     number = values.get(name)
     if type(number) is int and not 1 <= number <= MAX_LAYERS:
@@ -204,6 +212,7 @@ def _wrong_layers(
 def _wrong_value(
     name: str, key: Key, values: Mapping[str, Any], path: pathlib.Path
 ) -> Iterator[Problem]:
+    """Yields a problem for a missing value, a wrong type or an unsupported value."""
     value = values.get(name, key.default)
     if value is REQUIRED:
         problem, remedy = f"is missing from {path}", f"add the {key.kind.__name__}"
@@ -219,6 +228,7 @@ def _wrong_value(
 def _wrong_dropouts(
     values: Mapping[str, Any], family: Family, path: pathlib.Path
 ) -> Iterator[Problem]:
+    """Yields problems of the keys of dropouts."""
     for name in dict.fromkeys(family.dropouts.values()):
         key = Key("", float, family.default_dropout)
         yield from _wrong_value(name, key, values, path)
@@ -230,17 +240,19 @@ def _not_computed(name: str, value: Any, path: pathlib.Path, why: str) -> Proble
 
 
 def _is_same(value: Any, other: Any) -> bool:
-    """Whether values are equal: 7 is 7.0, and 1 is not True."""
+    """Whether values are equal; 7 is 7.0, but 1 is not True."""
     return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 
 def _is(value: Any, kind: type) -> bool:
+    # Exact types: True must not pass as an int.
     return type(value) is kind or (kind is float and type(value) is int)
 
 
 def _report_unknown(
     values: Mapping[str, Any], family: Family, path: pathlib.Path
 ) -> None:
+    """Warns of keys without a known meaning."""
     known = {*BOOKKEEPING, *family.keys, *family.fixed, *family.biases}
     known |= {*family.dropouts.values(), *family.unread, family.padding, *KNOWN}
     known |= {*family.written, quantization.KEY}

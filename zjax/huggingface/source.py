@@ -1,4 +1,4 @@
-"""Weights of Hugging Face checkpoints under the names of the built-in models."""
+"""Maps weights of Hugging Face checkpoints to arrays of the built-in models."""
 
 import dataclasses
 import pathlib
@@ -23,15 +23,16 @@ from zjax.settings import convert, schema
 from zjax.settings.derived import as_set
 
 TOKENS = "embedding.tokens"
-"""An array that every built-in model has, and no Hugging Face checkpoint."""
+"""Array that every built-in model has, and no Hugging Face checkpoint."""
 _LAYER = re.compile(r"(model\.)?layers\.(?P<number>\d+)\.")
 
 
 def adapted(
     source: Source, wanted: Mapping[str, Entry], config: schema.Config
 ) -> Source:
-    """The arrays of a built-in model, if `source` is a Hugging Face checkpoint."""
+    """Maps a Hugging Face source to a built-in model; returns other sources as is."""
     path = find_config(config.checkpoint.init_from)
+    # A run, another model than the built-in ones, or names of zjax already.
     if path is None or TOKENS not in wanted or TOKENS in source.entries:
         return source
     values = read_config(path)
@@ -47,6 +48,7 @@ def adapted(
         for name in layout.tensors.values()
     }
     quantized = find_quantized(values, plain, source)
+    # Compared in stored form, so that missing scales are named, too.
     stored = quantized.stored(plain)
     check_same(
         stored,
@@ -61,7 +63,7 @@ def adapted(
 
 
 def find_config(init_from: str) -> pathlib.Path | None:
-    """The config.json beside the weights of `checkpoint.init_from`, if there is one."""
+    """Finds the config.json beside the weights of `checkpoint.init_from`."""
     if not init_from:
         return None
     place = pathlib.Path(local_path("checkpoint.init_from", init_from))
@@ -76,10 +78,11 @@ def _check_model(
     family: Family,
     path: pathlib.Path,
 ) -> None:
+    """Refuses `model` settings that differ from a config.json."""
     problems, expected = [], entries_of(found, settings)
     free = set(family.free)
     if config.model.max_positions > found.max_positions:
-        free.add("max_positions")  # the run makes texts longer
+        free.add("max_positions")  # the run extends the context
     if config.checkpoint.resize_vocabulary:
         free.add("vocab_size")
     for name, mine in entries_of(config.model, settings).items():
@@ -94,13 +97,13 @@ def _check_model(
 
 
 def _find_prefix(source: Source, family: Family) -> str:
-    """The beginning of tensor names, which a model without a head lacks."""
+    """Prefix of tensor names; empty in a model that was saved without a head."""
     has_prefix = any(name.startswith(family.prefix) for name in source.entries)
     return family.prefix if has_prefix else ""
 
 
 def _renamed(source: Source, family: Family, prefix: str) -> tuple[Row, ...]:
-    """The rows with the beginnings and endings of tensor names of a checkpoint."""
+    """Rows of the table, with the spelling of tensor names in a checkpoint."""
     endings = {
         new: old
         for new, old in family.spellings.items()
@@ -119,9 +122,9 @@ def _renamed(source: Source, family: Family, prefix: str) -> tuple[Row, ...]:
 def _find_ignored(
     source: Source, family: Family, model: schema.Model
 ) -> tuple[str, ...]:
-    """Tensors that logits do not need.
+    """Names of tensors that logits do not depend on.
 
-    They are buffers, poolers, the copy of a tied table, and layers behind the last one.
+    Buffers, poolers, copies of a tied table, and layers behind the last layer.
     """
     return tuple(
         name
@@ -139,12 +142,13 @@ def _layer_of(name: str) -> int:
 
 
 def _shortened(name: str, num_layers: int) -> str:
-    """The name, or that of the layer behind the last one to which it belongs."""
+    """Name for messages, shared by all tensors of a layer behind the last."""
     found = _LAYER.match(name)
     return f"{found[0]}*" if found and _layer_of(name) >= num_layers else name
 
 
 def _report(path: str, prefix: str, ignored: Sequence[str]) -> None:
+    """Logs on process 0 the spelling of tensor names, and the ignored tensors."""
     if jax.process_index() == 0:
         unread = f"; not read, as logits do not need them: {', '.join(ignored)}"
         logging.warning(
@@ -156,6 +160,8 @@ def _report(path: str, prefix: str, ignored: Sequence[str]) -> None:
 
 
 def _translated(source: Source, layouts: Mapping[str, Layout]) -> Source:
+    """Source of the model's arrays, read from slices of tensors."""
+
     def read(ours: str, index: Index) -> np.ndarray:
         return layouts[ours].read(index, source.read)
 

@@ -8,12 +8,12 @@ import dataclasses
 from zjax.huggingface.layout import Row
 
 _INPUTS = ("heads head", "kv_heads head", "kv_heads head")
-"""Outputs of queries, keys and values."""
+"""Output dims of queries, keys and values, which a joined tensor holds in turn."""
 _LAYER = "model.layers.{layer}"
 
 
 def _turned(dims: str) -> str:
-    """Dims of a torch `Linear`, which has its outputs first."""
+    """Dims of a torch `Linear` weight, with outputs first."""
     return "|".join(reversed(dims.split("|")))
 
 
@@ -26,7 +26,7 @@ def _linear(
     part: int = 0,
     parts: tuple[str, ...] = (),
 ) -> tuple[Row, ...]:
-    """Kernel and bias of a torch `Linear`, or of one that joins several."""
+    """Kernel and bias of a torch `Linear`, or of a part of a joined `Linear`."""
     ours, theirs = f"blocks.{ours}", f"{_LAYER}.{theirs}"
     outputs = dims.rpartition("|")[2]
     return (
@@ -38,7 +38,7 @@ def _linear(
 def _conv(
     ours: str, theirs: str, dims: str, part: int = 0, parts: tuple[str, ...] = ()
 ) -> tuple[Row, ...]:
-    """Kernel and bias of GPT-2's `Conv1D`, whose kernel is not transposed."""
+    """Kernel and bias of GPT-2's `Conv1D`, with inputs first."""
     ours, theirs = f"blocks.{ours}", f"transformer.h.{{layer}}.{theirs}"
     outputs = dims.rpartition("|")[2]
     return (
@@ -48,6 +48,7 @@ def _conv(
 
 
 def _layer_norm(ours: str, theirs: str) -> tuple[Row, ...]:
+    """Scale and bias of a layer norm."""
     return (
         Row(f"{ours}.scale", f"{theirs}.weight", "embed"),
         Row(f"{ours}.bias", f"{theirs}.bias", "embed"),
@@ -57,11 +58,13 @@ def _layer_norm(ours: str, theirs: str) -> tuple[Row, ...]:
 def _rms_norm(
     ours: str, theirs: str, dims: str = "embed", needs: str = ""
 ) -> tuple[Row, ...]:
+    """Scale of an RMS norm."""
     ours, theirs = f"blocks.{ours}.scale", f"{_LAYER}.{theirs}.weight"
     return (Row(ours, theirs, dims, needs=needs),)
 
 
 def _query_key_norms(query_dims: str, key_dims: str) -> tuple[Row, ...]:
+    """Scales of the RMS norms of queries and keys."""
     query, key = "attention.query_norm", "attention.key_norm"
     return (
         *_rms_norm(query, "self_attn.q_norm", query_dims, "query_key_norm"),
@@ -70,7 +73,7 @@ def _query_key_norms(query_dims: str, key_dims: str) -> tuple[Row, ...]:
 
 
 def _experts(theirs: str, gate: str, down: str, value: str) -> tuple[Row, ...]:
-    """Kernels of experts, a tensor for each of them."""
+    """Kernels of experts, with a tensor for each expert."""
     ours, name = "blocks.mlp.experts", f"{_LAYER}.{theirs}.{{experts}}"
     return (
         Row(
@@ -88,7 +91,7 @@ def _experts(theirs: str, gate: str, down: str, value: str) -> tuple[Row, ...]:
 
 
 def _joined_experts(theirs: str) -> tuple[Row, ...]:
-    """Matrices and biases of all experts in one tensor; gates and values alternate."""
+    """Kernels and biases of all experts in one tensor; gates and values alternate."""
     ours, name = "blocks.mlp.experts", f"{_LAYER}.{theirs}"
     up, pairs = f"{name}.gate_up_proj", "expert_mlp gates"
     down, outputs = f"{name}.down_proj", "experts | embed"
@@ -108,12 +111,13 @@ def _joined_experts(theirs: str) -> tuple[Row, ...]:
 
 
 def _router(theirs: str) -> tuple[Row, ...]:
+    """Kernel of a router."""
     ours, theirs = "blocks.mlp.router.kernel", f"{_LAYER}.{theirs}.weight"
     return (Row(ours, theirs, "embed experts", "experts | embed", layers="mixture"),)
 
 
 def _plain(ours: str, theirs: str, dims: str, *, unless: str = "") -> tuple[Row, ...]:
-    """The kernel of a torch `Linear` without a bias."""
+    """Kernel of a torch `Linear` without a bias."""
     ours, theirs = f"blocks.{ours}.kernel", f"{_LAYER}.{theirs}.weight"
     return (Row(ours, theirs, dims, _turned(dims), unless=unless),)
 
@@ -157,6 +161,7 @@ _JOINED_MLP = (
 )
 _INPUT_NORMS = (
     *_rms_norm("attention_norm", "input_layernorm"),
+    # An input norm of the feed-forward here; an output norm in OLMo 2 and Gemma.
     *_rms_norm("mlp_norm", "post_attention_layernorm"),
 )
 _HEAD = (
@@ -273,7 +278,7 @@ GPT2: tuple[Row, ...] = (
 
 
 def _encoder(prefix: str, transform: str, norm: str, bias: str) -> tuple[Row, ...]:
-    """An encoder under a prefix, with the names of its head."""
+    """Rows of an encoder under a prefix, with given tensor names of the head."""
     tables, layer = f"{prefix}.embeddings", f"{prefix}.encoder.layer.{{layer}}"
     tokens, positions, types = (
         f"{tables}.{name}_embeddings.weight"
@@ -310,7 +315,7 @@ def _encoder(prefix: str, transform: str, norm: str, bias: str) -> tuple[Row, ..
 
 
 def _dense(ours: str, theirs: str, dims: str) -> tuple[Row, ...]:
-    """Kernel and bias of a torch `Linear`, by whole names."""
+    """Kernel and bias of a torch `Linear`, by full names."""
     return (
         Row(f"{ours}.kernel", f"{theirs}.weight", dims, _turned(dims)),
         Row(f"{ours}.bias", f"{theirs}.bias", dims.rpartition("|")[2]),
@@ -327,4 +332,4 @@ BERT: tuple[Row, ...] = _encoder(
 ROBERTA: tuple[Row, ...] = _encoder(
     "roberta", "lm_head.dense", "lm_head.layer_norm", "lm_head.bias"
 )
-"""RoBERTa, whose head has other names."""
+"""RoBERTa, with other tensor names in the head."""

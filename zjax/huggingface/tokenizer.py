@@ -29,16 +29,16 @@ from zjax.settings import schema
 
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _WITHOUT_FILES = ("bytes", "numbers")
-"""Names of tokenizers that no checkpoint of Hugging Face has."""
+"""Names of built-in tokenizers, which no Hugging Face checkpoint has."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointTokenizer:
-    """The tokenizer that belongs to the weights of a checkpoint.
+    """Tokenizer that belongs to the weights of a checkpoint.
 
     Args:
-        record: The record; None if the checkpoint has none.
-        path: Where the `tokenizer.json` is, if there is one.
+        record: Record of the tokenizer; None if the checkpoint has none.
+        path: Path of the `tokenizer.json`, which may not exist.
     """
 
     record: TokenizerRecord | None
@@ -46,7 +46,7 @@ class CheckpointTokenizer:
 
 
 def tokenizer_of_run(store: Store, step: int | None = None) -> CheckpointTokenizer:
-    """Reads the tokenizer of the data of a run."""
+    """Reads the tokenizer of a run's data from a checkpoint of the run."""
     saved = store.extra(step).get(KEY)
     try:
         record = None if saved is None else TokenizerRecord.from_mapping(saved)
@@ -58,7 +58,7 @@ def tokenizer_of_run(store: Store, step: int | None = None) -> CheckpointTokeniz
 
 
 def tokenizer_of_start(field: str, start: str) -> CheckpointTokenizer:
-    """Reads the tokenizer of weights that a run reads."""
+    """Reads the tokenizer beside weights from which a run starts."""
     place = pathlib.Path(local_path(field, start))
     if (steps := find_steps(place)) is not None:
         return tokenizer_of_run(Store(str(steps)))
@@ -69,10 +69,10 @@ def tokenizer_of_start(field: str, start: str) -> CheckpointTokenizer:
 
 
 def check_start(config: schema.Config) -> None:
-    """Refuses to train or to distil a checkpoint on the tokens of another tokenizer.
+    """Refuses to train or distil a checkpoint on tokens of another tokenizer.
 
-    Process 0 warns where the data or the checkpoint has no tokenizer, and where their
-    texts begin otherwise. The data may have tokens that the checkpoint lacks.
+    Process 0 warns where the data or the checkpoint has no tokenizer, and where texts
+    begin with different ids. The data may have tokens that the checkpoint lacks.
     """
     starts = {
         "checkpoint.init_from": config.checkpoint.init_from,
@@ -84,7 +84,7 @@ def check_start(config: schema.Config) -> None:
 
 
 def _check_checkpoint(config: schema.Config, field: str, start: str) -> None:
-    """Compares the data with one checkpoint."""
+    """Compares the tokenizer of the data with the tokenizer of one checkpoint."""
     mine, theirs = data.read_record(config), tokenizer_of_start(field, start)
     key = "path" if config.data.source == "tokens" else "source"
     value = getattr(config.data, key)
@@ -96,6 +96,7 @@ def _check_checkpoint(config: schema.Config, field: str, start: str) -> None:
         if mine.bos_id != theirs.record.bos_id:
             ids = f"{mine.bos_id} and {theirs.record.bos_id}"
             _warn("texts of %s and of %s begin with other ids: %s", (*names, ids))
+    # Without files, ids cannot be compared: the user is warned, not stopped.
     elif {mine.name, theirs.record.name} & {*_WITHOUT_FILES}:
         _warn(
             "%s has the tokenizer %r, %s has %r: ids mean other tokens than before; "
@@ -113,7 +114,7 @@ def _check_checkpoint(config: schema.Config, field: str, start: str) -> None:
 
 
 def _find_difference(path: pathlib.Path, other: pathlib.Path) -> str:
-    """Names the first id that means two tokens; empty if there is none."""
+    """Names the first id with two different tokens; empty if there is none."""
     if not other.exists():
         return "the files of the latter are not there to compare ids"
     mine, theirs = (
@@ -136,7 +137,7 @@ def _warn(message: str, values: tuple[Any, ...]) -> None:
 
 
 def keep_tokenizer(config: schema.Config, directory: pathlib.Path) -> None:
-    """Copies the files of the tokenizer of the data beside the checkpoints of a run."""
+    """Copies tokenizer files of the data beside the checkpoints of a run."""
     path = pathlib.Path(config.data.path) / TOKENIZER_NAME
     if config.data.source != "tokens" or not path.exists():
         return
@@ -147,24 +148,26 @@ def keep_tokenizer(config: schema.Config, directory: pathlib.Path) -> None:
             shutil.rmtree(old, ignore_errors=True)
         partial.mkdir(parents=True)
         copy_files(path, partial)
+        # Renamed last, so that a folder of this name is complete.
         partial.rename(folder)
 
 
 def write_tokenizer(
     folder: pathlib.Path, trained: CheckpointTokenizer, start: pathlib.Path | None
 ) -> dict[str, Any]:
-    """Writes the tokenizer of an export, and logs which.
+    """Writes the tokenizer of an export, and returns ids for config.json.
 
-    It is the tokenizer of the data of the run. Files that the data lacks, such as those
-    of slow tokenizers, and end ids come from the checkpoint with which the run began,
-    if this has the same tokenizer; all files do where the run has no record.
+    The tokenizer belongs to the data of the run. Files that the data lacks, such as
+    files of slow tokenizers, and end ids come from the checkpoint with which the run
+    began, if the tokenizers are equal; all files do where the run has no record.
     """
     record = trained.record
     names, values = list[str](), {}
+    # First, so that files of the run's data replace files of the start.
     if start is not None and _shares_tokenizer(record, start):
         names, values = copy_files(start / TOKENIZER_NAME, folder), _token_ids(start)
         _report(start, names)
-        # Data that an earlier zjax prepared knows one end id alone.
+        # Data that an earlier zjax prepared records only one end id.
         if record is not None and TOKENIZER_NAME in names:
             ends = text.load_tokenizer(start / TOKENIZER_NAME).end_ids
             record = record.with_ends(ends)
@@ -173,6 +176,7 @@ def write_tokenizer(
     if record.name == "bytes":
         text.write_bytes_tokenizer(folder)
     elif trained.path.exists():
+        # Raises if the file has other tokens than the record.
         text.load_tokenizer(trained.path, record)
         _report(trained.path.parent, copy_files(trained.path, folder))
     elif not names:
@@ -184,7 +188,7 @@ def write_tokenizer(
 
 
 def _shares_tokenizer(record: TokenizerRecord | None, start: pathlib.Path) -> bool:
-    """Says whether files of a checkpoint belong to the tokenizer of a run."""
+    """Whether files of a checkpoint belong to the tokenizer of a run."""
     if record is None or record.name == "numbers":
         return True
     path = start / TOKENIZER_NAME
@@ -192,12 +196,12 @@ def _shares_tokenizer(record: TokenizerRecord | None, start: pathlib.Path) -> bo
 
 
 def _report(source: pathlib.Path, names: list[str]) -> None:
-    """Logs which files of a tokenizer go along."""
+    """Logs which tokenizer files an export copies."""
     logging.warning("tokenizer: %s of %s", ", ".join(names) or "no file", source)
 
 
 def _token_ids(source: pathlib.Path) -> dict[str, Any]:
-    """Reads the ids that begin, end and pad a text from a `config.json`."""
+    """Reads the ids that begin, end and pad a text from a config.json."""
     if not (source / CONFIG_NAME).is_file():
         return {}
     values = read_config(source / CONFIG_NAME)

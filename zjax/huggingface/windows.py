@@ -1,7 +1,7 @@
-"""Sliding windows of a Hugging Face config.json: their size, and the layers.
+"""Sliding windows of a Hugging Face config.json: size, and layers with a window.
 
-A family has them in no layer, in all, in all if a switch is on (Qwen), or in all but
-every n-th (Gemma).
+A family has windows in no layer, in all layers, in all layers behind a switch (Qwen),
+or in all but every n-th layer (Gemma).
 """
 
 import pathlib
@@ -13,21 +13,21 @@ from zjax.settings import schema
 from zjax.settings.attention import sliding_layers
 
 KNOWN = {"layer_types"}
-"""Keys that all families may have."""
+"""Keys that any family may have."""
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _REMEDY = "use a checkpoint without it"
 _FIRST_OF_SWITCH = 28
-"""First layer with a window, if one is switched on and the config.json has none."""
+"""First layer with a window, if a switch is on and the config.json names no layer."""
 
 
 class Windows(NamedTuple):
-    """Which layers of a family have a window."""
+    """Rule of a family for layers with a window."""
 
     layers: Literal["none", "all", "switch", "period"] = "none"
     default: int | None = None
     """Size if the config.json has none."""
     period: int = 0
-    """Layers after which one sees all, if the config.json does not say."""
+    """Every n-th layer has full attention, if the config.json does not say."""
 
     @property
     def keys(self) -> frozenset[str]:
@@ -47,7 +47,7 @@ NO_WINDOWS = Windows()
 def window_settings(
     values: Mapping[str, Any], windows: Windows, num_layers: int
 ) -> dict[str, Any]:
-    """Settings of the windows of a config.json that has no problem."""
+    """Settings of windows from a config.json without problems."""
     slides = _slides(values, windows, num_layers)
     every = _period(slides)
     if not any(slides):
@@ -56,15 +56,17 @@ def window_settings(
 
 
 def window_values(model: schema.Model, windows: Windows) -> dict[str, Any]:
-    """Keys of a config.json, as far as the family can say it."""
+    """Keys of a config.json, as far as the family can express windows."""
     if windows.layers == "none":
         return {}
+    # null means no window.
     values: dict[str, Any] = {"sliding_window": model.sliding_window or None}
     if windows.layers == "all":
         return values
     slides = sliding_layers(model)
     if windows.layers == "switch":
         values["use_sliding_window"] = any(slides)
+        # Windows begin at this layer, in spite of the name.
         values["max_window_layers"] = 0 if any(slides) else model.num_layers
     return values | {"layer_types": [_SLIDING if x else _FULL for x in slides]}
 
@@ -72,7 +74,7 @@ def window_values(model: schema.Model, windows: Windows) -> dict[str, Any]:
 def window_problems(
     values: Mapping[str, Any], windows: Windows, num_layers: Any, path: pathlib.Path
 ) -> Iterator[Problem]:
-    """Yields windows that zjax does not compute, and wrong types."""
+    """Yields wrong types, and windows that zjax does not compute."""
     types, where, known = values.get("layer_types"), f"of {path}", (_FULL, _SLIDING)
     if windows.layers == "none":
         yield from _other_types(values, _FULL, where)
@@ -82,13 +84,14 @@ def window_problems(
     wrong = [
         name
         for name, kinds in numbers.items()
+        # An absent key gets a default of the right type.
         if name in windows.keys and type(values.get(name, kinds[0]())) not in kinds
     ]
     for name in wrong:
         problem = f"{where} is not of type {numbers[name][0].__name__}"
         yield Problem(name, values[name], problem, "correct it there")
     if type(num_layers) is not int or wrong:
-        return  # reported elsewhere
+        return  # reported already
     period = values.get("sliding_window_pattern", 1)
     if windows.layers == "period" and period < 1:
         problem = f"{where} is no number of layers"
@@ -112,6 +115,7 @@ def window_problems(
 
 
 def _other_types(values: Mapping[str, Any], kind: str, where: str) -> Iterator[Problem]:
+    """Yields a problem if a layer is of another type than the family's layers."""
     types = values.get("layer_types")
     if types is None:
         return
@@ -126,6 +130,7 @@ def _size(values: Mapping[str, Any], windows: Windows) -> int | None:
 
 
 def _slides(values, windows, num_layers) -> list[bool]:
+    """Whether a layer has a window, for each layer."""
     types = values.get("layer_types")
     none, numbers = [False] * num_layers, range(num_layers)
     if windows.layers == "none" or not _size(values, windows):
@@ -135,6 +140,7 @@ def _slides(values, windows, num_layers) -> list[bool]:
     if windows.layers == "switch" and not values.get("use_sliding_window", False):
         return none
     if types is not None:
+        # New checkpoints list the types of layers, which replaces the older keys.
         return [kind == _SLIDING for kind in types]
     if windows.layers == "switch":
         first = values.get("max_window_layers", _FIRST_OF_SWITCH)
@@ -144,7 +150,7 @@ def _slides(values, windows, num_layers) -> list[bool]:
 
 
 def _period(slides: list[bool]) -> int | None:
-    """Layers after which one sees all; 0 if none does, None if there is no such."""
+    """Returns n if every n-th layer has full attention, 0 for no layer, else None."""
     if all(slides):
         return 0
     every = slides.index(False) + 1
