@@ -1,1 +1,1 @@
-"""From settings to a step, and the loop around it."""
+"""Plans a run, builds the optimizer step from settings, and runs the training loop."""

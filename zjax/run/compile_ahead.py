@@ -1,4 +1,4 @@
-"""Programs of longer sequences or more tokens, compiled while others run."""
+"""Compiles the programs of the next batch shape in a thread while a step runs."""
 
 import concurrent.futures
 from collections.abc import Callable
@@ -14,18 +14,18 @@ from zjax.typing import Batch
 
 
 class CompileAhead:
-    """Compiles the steps of the next length, or number of kept tokens, in a thread.
+    """Compiles the programs of the next batch shape in a background thread.
 
-    These are all programs that read a batch before the length after that, and those of
-    steps without a teacher before its stage ends. JAX keeps what is compiled for its
-    shapes, so that the step finds it. Leave it as a context manager, which waits for
-    the thread.
+    A shape changes with the sequence length, with the number of tokens that random-LTD
+    keeps, and where distillation ends. JAX caches programs by shape, so the later step
+    finds the program compiled. Leaving the context manager waits for the thread.
 
     Args:
-        config: Read for `random_ltd`, `layer_drop`, `distill`, and for the programs of
-            a step.
-        compile: Compiles a program for a batch and a step, as `Step.compile`.
-        shapes: Rows and tokens per row of batches, by the first step that has them.
+        config: Settings; read for `random_ltd`, `layer_drop`, `distill`, and for the
+            programs of a step.
+        compile: Function of a batch, the name of a program and a step, that compiles
+            the program, as `Step.compile` does.
+        shapes: Rows and tokens per row of batches, by the first step of that shape.
     """
 
     def __init__(
@@ -51,27 +51,30 @@ class CompileAhead:
         self._pool.shutdown(cancel_futures=True)
 
     def after(self, number: int, batch: Batch) -> None:
-        """Starts to compile what comes after the length and the tokens of a step."""
+        """Starts to compile the programs of the first new shape after step `number`."""
         first = next((first for first in self._firsts if first > number), None)
         if first is None or first in self._started:
             return
-        # What cannot be compiled fails when its step comes.
+        # Nobody reads an error of the future: a program that cannot be compiled fails
+        # again when its step comes.
         batches = self._batches_at(first, batch)
         self._started[first] = self._pool.submit(self._compile_all, first, batches)
 
     def _compile_all(self, first: int, batches: list[Batch]) -> None:
+        """Compiles all programs that read `batches` from step `first` on."""
         end = self._config.num_steps + 1
-        if self._config.buckets.form == "none":  # whose lengths come back
+        if self._config.buckets.form == "none":  # lengths of buckets come back
             end = next((other for other in self._firsts if other > first), end)
         for program in batch_programs(self._config, range(first, end)):
             for batch in batches:
                 self._compile(batch, program, first)
 
     def _batches_at(self, step: int, batch: Batch) -> list[Batch]:
-        """Shapes of new batches of a step, whose changes are the next after `batch`.
+        """Shapes of the batches that are new at a step.
 
-        Batches of all buckets, where something else than the first batch of one is new;
-        if that is the number of kept tokens, of those with more tokens than it was.
+        With buckets the change at `step` may be another than a length: then every
+        bucket is new, and if only random-LTD keeps more tokens, the buckets longer than
+        it kept before.
         """
         sizes = {self._shapes[step]} if step in self._shapes else set[tuple[int, int]]()
         if self._config.buckets.form != "none":
@@ -84,20 +87,21 @@ class CompileAhead:
         return [self._batch_at(step, batch, *size) for size in sorted(sizes)]
 
     def _batch_at(self, step: int, batch: Batch, num_rows: int, length: int) -> Batch:
-        """Shapes of a batch; those of `batch` for no number of rows."""
+        """Shapes of a batch at a step; `num_rows=0` keeps the shapes of `batch`."""
         if num_rows:
             batch = jax.tree.map(lambda x: _with_shape(x, num_rows, length), batch)
         dropping = dropping_at(self._config, self._dropping, step, length)
         return with_dropping(batch, dropping)
 
     def started(self, number: int) -> bool:
-        """Whether a step takes a program that was compiled ahead for the first time."""
+        """Whether a program compiled ahead is first used at step `number`."""
         return number in self._started
 
     def wait(self, number: int) -> None:
-        """Waits for the programs of such a step."""
+        """Waits for the programs compiled ahead for step `number`."""
         concurrent.futures.wait([self._started.pop(number)])
 
 
 def _with_shape(x: jax.Array, num_rows: int, length: int) -> jax.ShapeDtypeStruct:
+    """Replaces the leading dims of an array's shape by rows and length."""
     return jax.ShapeDtypeStruct((num_rows, length, *x.shape[2:]), x.dtype)

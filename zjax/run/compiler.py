@@ -1,4 +1,4 @@
-"""XLA settings: compiler options, the program cache, simulated devices.
+"""Compiler options of a run, the cache of compiled programs, and simulated devices.
 
 Options are passed with each program, where an unknown name can be detected and left
 out; in XLA_FLAGS it would end the process.
@@ -24,9 +24,9 @@ from zjax.sharding.zero import stored_shape
 Options = dict[str, Any]
 
 GPUS = ("gpu", "cuda")
-"""Platform names of a real GPU, and of one that is only compiled for."""
+"""Platform names of a real GPU, and of a GPU that programs are only compiled for."""
 MIN_COMBINED_BYTES = 16 * 2**20
-"""Smaller collectives are bound by latency."""
+"""Least bytes of a combined collective: latency dominates smaller messages."""
 MIN_EARLY_BYTES = 128 * 2**20
 """Bytes of a layer from which collectives should start as early as possible.
 
@@ -38,10 +38,14 @@ LOADS_SIMULATED = version.__version_info__ < (0, 11)
 
 
 def step_options(config: Config, plan: Plan) -> Options:
-    """The compiler options of the programs of a step."""
+    """Compiler options of a step's programs by name; `xla_options` override defaults.
+
+    Defaults that this XLA lacks are left out and logged; configured ones raise.
+    """
     configured = parse_options(config.xla_options)
     derived: Options = {}
     if platform_of(plan.mesh) in GPUS:
+        # None for other platforms: these names are known to XLA's GPU compiler alone.
         derived = _gpu_options(config, plan)
     known = {name: value for name, value in derived.items() if _is_known(name, value)}
     options = known | configured
@@ -120,6 +124,7 @@ def simulation(num_devices: int) -> Options:
 
 
 def _gpu_options(config: Config, plan: Plan) -> Options:
+    """Options that GPUs need for overlap, fused biases and determinism."""
     options: Options = {
         "xla_gpu_enable_latency_hiding_scheduler": True,
         # cuBLAS is as fast, and adds biases in the same pass.
@@ -138,7 +143,7 @@ def _gpu_options(config: Config, plan: Plan) -> Options:
             options["xla_gpu_enable_analytical_sol_latency_estimator"] = False
     if config.deterministic:
         options["xla_gpu_exclude_nondeterministic_ops"] = True
-        # Without it a scatter becomes a loop over its rows.
+        # Without the expander a deterministic scatter becomes a loop over its rows.
         options["xla_gpu_enable_scatter_determinism_expander"] = True
     return options
 
@@ -156,6 +161,7 @@ def layer_bytes(plan: Plan) -> int:
 
 @functools.cache
 def _is_known(name: str, value: Any) -> bool:
+    """Whether this XLA has an option that takes the value, found by compiling."""
     program = jax.jit(lambda: 0, compiler_options={name: value})
     try:
         program.lower().compile()
@@ -166,8 +172,10 @@ def _is_known(name: str, value: Any) -> bool:
     return True
 
 
+# Cached to log each combination once.
 @functools.cache
 def _log_options(taken: tuple[tuple[str, Any], ...], unknown: tuple[str, ...]) -> None:
+    """Logs the options in use, and warns of options that this XLA lacks."""
     if taken:
         pairs = " ".join(f"{name}={value}" for name, value in taken)
         logging.info("XLA options: %s", pairs)

@@ -1,4 +1,4 @@
-"""What ends a run between two steps: callbacks, early stopping and signals."""
+"""Ends a run between two steps: callbacks, early stopping and signals."""
 
 import contextlib
 import gc
@@ -28,14 +28,24 @@ ASKS = ("save", "stop")
 
 @runtime_checkable
 class AfterStep(Protocol):
-    """A function that `zjax.Trainer` calls after every step, in every process."""
+    """Function that `zjax.Trainer` calls after every step, in every process."""
 
     def __call__(
         self, step: int, state: TrainState, batch: Batch, metrics: Metrics
     ) -> Ask | None:
-        """Looks at a step.
+        """Looks at a step, and may ask for a checkpoint or the end of the run.
 
         Reading a number of `metrics` waits for the step.
+
+        Args:
+            step: Number of steps taken, 1 or more.
+            state: State after the step; the next step consumes it.
+            batch: Placed batch of the step.
+            metrics: float32 scalars, or arrays, still on the device.
+
+        Returns:
+            "save" for a checkpoint of this state, "stop" to save and end the run after
+            this step, or None. All processes follow if one process asks.
         """
         ...
 
@@ -47,9 +57,10 @@ def ask_all(
     batch: Batch,
     metrics: Metrics,
 ) -> dict[str, str]:
-    """Calls functions after a step.
+    """Calls the user's functions after a step; returns the first that asks, by request.
 
-    Several processes agree, which waits for the step; without functions nothing waits.
+    With several processes all agree, which waits for the step; without functions
+    nothing waits. Every process needs the same number of functions.
 
     Example:
         >>> def stop_at_three(step, state, batch, metrics):
@@ -74,6 +85,7 @@ def ask_all(
 
 
 def _index(ask: object, function: AfterStep) -> int:
+    """Position of a request in `ASKS`; refuses any other result of a function."""
     if ask not in ASKS:
         problem, remedy = f"returned {ask!r}", "return 'save', 'stop' or None"
         raise ConfigError(Problem("after_step", _name(function), problem, remedy))
@@ -85,7 +97,7 @@ def _name(function: object) -> str:
 
 
 KEY = "patience"
-"""Name of the counts in a checkpoint."""
+"""Name of the counters of `Patience` in a checkpoint's `extra`."""
 REMEDY = "raise evaluation.patience to go on"
 
 
@@ -93,8 +105,9 @@ class Patience:
     """Counts evaluations in a row that did not improve on the best one.
 
     Args:
-        evaluation: Settings `patience` and `min_improvement`.
-        saved: Result of `state` of the run that continues.
+        evaluation: Settings; `patience` and `min_improvement` are read.
+        saved: Counters from a checkpoint, as `state` returned them; None for a new
+            run.
 
     Example:
         >>> patience = Patience(Evaluation(patience=2, min_improvement=0.1))
@@ -113,10 +126,14 @@ class Patience:
         self._best_step = int(saved.get("best_step", 0))
         self._num_without = int(saved.get("num_without", 0))
         self.lowest = lowest_evaluation({KEY: saved})
-        """Step and loss of the evaluation of lowest loss; None before any."""
+        """Step and loss of the evaluation with the lowest loss; None before any."""
 
     def count(self, step: int, loss: float) -> bool:
-        """Counts the evaluation of a step; a loss that is NaN is no improvement."""
+        """Counts the evaluation of a step; returns whether no loss was lower so far.
+
+        `lowest` ignores `min_improvement`, which only patience reads. NaN is no
+        improvement.
+        """
         best = math.inf if self._best is None else self._best
         if loss < best - self._evaluation.min_improvement:
             self._best, self._best_step, self._num_without = loss, step, 0
@@ -143,7 +160,7 @@ class Patience:
         )
 
     def state(self) -> dict[str, Any]:
-        """JSON values from which a run continues to count."""
+        """Counters as JSON values, from which a resumed run continues to count."""
         return {
             "best": self._best,
             "best_step": self._best_step,
@@ -153,7 +170,9 @@ class Patience:
 
 
 def lowest_evaluation(extra: Mapping[str, Any]) -> tuple[int, float] | None:
-    """Reads from a checkpoint which evaluation of its run had the lowest loss.
+    """Reads step and loss of the lowest evaluation from a checkpoint's `extra`.
+
+    None where no evaluation is known.
 
     Example:
         >>> lowest_evaluation({"patience": {"lowest": [20, 2.5]}})
@@ -164,24 +183,24 @@ def lowest_evaluation(extra: Mapping[str, Any]) -> tuple[int, float] | None:
 
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""What stops a run: Ctrl-C, a scheduler, and a terminal that is gone."""
+"""Signals that stop a run: Ctrl-C, a scheduler's SIGTERM, and a closed terminal."""
 _AGAIN_SECONDS = 0.01
-"""How long a signal waits for the garbage collector."""
+"""Seconds until a signal that arrived in a garbage-collector callback is sent again."""
 
 
 def exit_on_signals() -> None:
-    """Lets signals end the program as an error does, where no run polls for them.
+    """Makes signals raise exceptions, for cleanup in programs without a training loop.
 
-    Without a handler unfinished files would remain, and the first process of a
-    container would ignore SIGTERM, and be killed once its grace period is over.
+    Without a handler unfinished files would remain. The first process of a container
+    would ignore SIGTERM, and be killed once its grace period is over.
     """
     for number in SIGNALS:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # by `nohup`
+        if signal.getsignal(number) is not signal.SIG_IGN:  # set by `nohup`
             signal.signal(number, _exit)
 
 
 def _exit(number: int, frame: types.FrameType | None) -> None:
-    """Ends the program by an exception, outside of callbacks of the garbage collector.
+    """Ends the program by an exception, outside of garbage-collector callbacks.
 
     Python ignores all exceptions in such a callback, and JAX has one.
     """
@@ -205,7 +224,7 @@ class Stop:
         self._caught: list[int] = []
 
     def __call__(self, step: int) -> bool:
-        """Whether to stop before this step; all processes call it and agree."""
+        """Whether to stop before step `step`; all processes call it and agree."""
         if jax.process_count() > 1:
             return multihost_utils.reached_preemption_sync_point(step)
         return bool(self._caught)
@@ -223,7 +242,7 @@ class Stop:
             self._signal_others()
 
     def handle_signal(self, number: int, frame: Any) -> None:
-        """Signal handler."""
+        """Notes a signal for the loop; a second Ctrl-C raises KeyboardInterrupt."""
         if number == signal.SIGINT and number in self._caught:
             raise KeyboardInterrupt
         self._caught.append(number)
@@ -234,7 +253,8 @@ class Stop:
             _discard_output()
 
     def _signal_others(self) -> None:
-        if jax.process_count() > 1:  # the runtime passes SIGTERM on to all
+        """Sends this process SIGTERM, which the JAX runtime passes on to all."""
+        if jax.process_count() > 1:  # the runtime catches SIGTERM
             os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -242,10 +262,10 @@ class Stop:
 def stop_signals() -> Iterator[Stop]:
     """Turns SIGTERM, SIGHUP and the first Ctrl-C into a request that the loop polls.
 
-    SIGHUP stays ignored where `nohup` asked for it.
-
-    Processes get the signal at different moments; they agree through JAX on the step at
-    which to stop. A second Ctrl-C ends the program at once.
+    Yields `stop(step) -> bool`, to call before each step. Processes get a signal at
+    different moments; they agree through JAX on the step at which to stop. A second
+    Ctrl-C ends the program at once. SIGHUP stays ignored where `nohup` asked for that.
+    C         numbers = set() Python sets handlers in the main thread alone.
     """
     stop = Stop()
     numbers = set(SIGNALS)
@@ -264,7 +284,7 @@ def stop_signals() -> Iterator[Stop]:
 
 
 def _discard_output() -> None:
-    """Sends output of this process to a terminal that is gone to nowhere instead."""
+    """Redirects stdout and stderr to /dev/null where the terminal is gone."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for descriptor in (1, 2):
         if stat.S_ISCHR(os.fstat(descriptor).st_mode):
@@ -274,10 +294,11 @@ def _discard_output() -> None:
 
 @contextlib.contextmanager
 def finish_save_on_error(store: Store) -> Iterator[None]:
-    """If the enclosed code raises, waits until a running save has ended."""
+    """Waits for a running save before an error of the enclosed code is raised."""
     try:
         yield
     except BaseException:
+        # The error to report is the one of the enclosed code.
         with contextlib.suppress(CheckpointError, jax.errors.JaxRuntimeError):
             store.wait()
         raise

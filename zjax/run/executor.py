@@ -1,4 +1,4 @@
-"""What a step asks of whatever runs its programs."""
+"""Interface between a step and the programs that compute it, and the count of steps."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -16,31 +16,32 @@ from zjax.typing import Batch, Metrics
 
 
 class StepNumber:
-    """Counts along while a state passes from step to step; reads it from others."""
+    """Tracks the step number on the host, to wait for the device only when unknown."""
 
     def __init__(self):
         self._step, self._number = None, 0
 
     def knows(self, state: TrainState) -> bool:
-        """Whether a state is that of the step before, not one from elsewhere."""
+        """Whether a state is the result of the previous step, not from elsewhere."""
+        # Identity of the array: comparing values would wait for the device.
         return state.step is self._step
 
     def before(self, state: TrainState) -> int:
-        """Number of steps that a state has taken."""
+        """Number of steps a state has taken; waits for the device if unknown."""
         if not self.knows(state):
             self._step, self._number = state.step, int(state.step)
         return self._number
 
     def after(self, state: TrainState, number: int) -> None:
-        """Notes the number of steps that a new state has taken."""
+        """Stores the number of steps that a new state has taken."""
         self._step, self._number = state.step, number
 
 
 def make_jit(mesh: Mesh | AbstractMesh, options: Options) -> Jit:
-    """Makes a `jax.jit` with the compiler options of a run.
+    """Returns `jax.jit` with the compiler options of a run.
 
-    On simulated devices the host waits for each program before it calls the next: the
-    collectives of both would share threads and could wait for each other forever.
+    On simulated devices the host waits for each program before it calls the next:
+    collectives of two programs would share threads and could deadlock.
     """
     jit = functools.partial(jax.jit, compiler_options=options)
     if not is_simulated(mesh):
@@ -61,11 +62,11 @@ def make_jit(mesh: Mesh | AbstractMesh, options: Options) -> Jit:
 
 @runtime_checkable
 class Executor(Protocol):
-    """Runs the programs of a run; placed batches and states that are not consumed.
+    """Runs the programs of a run on placed batches and states not yet consumed.
 
     Args:
-        state_plan: A TrainState of ArrayPlan: where each array of the state is stored.
-        parameters: Turns a state into the parameters as the model takes them.
+        state_plan: TrainState of ArrayPlan: where each array of the state is stored.
+        parameters: Function from a state to the parameters as the model takes them.
         programs: Jitted functions by name.
     """
 
@@ -74,7 +75,7 @@ class Executor(Protocol):
     programs: Mapping[str, Callable[..., Any]]
 
     def train(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """Takes one optimizer step; the state is donated."""
+        """Takes one optimizer step and donates the state."""
         ...
 
     def evaluate(self, state: TrainState, batch: Batch) -> Metrics:
@@ -82,22 +83,22 @@ class Executor(Protocol):
         ...
 
     def generate(self, state: TrainState, tokens: Any, **settings: Any) -> jax.Array:
-        """Continues prompts; `settings` are those of `zjax.generate`."""
+        """Continues prompts; `settings` are arguments of `zjax.generate`."""
         ...
 
     def settle(self, state: TrainState) -> TrainState:
-        """Applies a pending gradient; the state is donated."""
+        """Applies a pending gradient and donates the state."""
         ...
 
     def compile(
         self, program: str, batch: Batch, number: int = 1
     ) -> jax.stages.Compiled:
-        """Compiles one of `programs` for a batch of ShapeDtypeStructs of a step."""
+        """Compiles one of `programs` for ShapeDtypeStructs of step `number`'s batch."""
         ...
 
     def predict_peak(self, batch: Batch) -> Peak | None:
-        """Compiles for a batch of ShapeDtypeStructs and adds up memory.
+        """Compiles a step for ShapeDtypeStructs of a batch and adds up device memory.
 
-        None where the compiler does not report memory.
+        Returns None where the compiler does not report memory.
         """
         ...

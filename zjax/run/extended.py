@@ -1,4 +1,4 @@
-"""Steps that add arrays to batches, and steps that leave out tokens or layers."""
+"""Executors that add a teacher, step values or dropped tokens to each batch."""
 
 import abc
 from collections.abc import Callable, Mapping
@@ -24,10 +24,10 @@ from zjax.typing import DROPPING, Batch, Dropping, Metrics, Model
 
 
 class ExtendedExecutor(abc.ABC):
-    """An `Executor` that adds arrays to the batches of training steps.
+    """Wraps an `Executor` and adds arrays to the batches of training steps.
 
     Args:
-        executor: Runs the programs.
+        executor: Executor that runs the programs.
     """
 
     def __init__(self, executor: Executor):
@@ -38,52 +38,52 @@ class ExtendedExecutor(abc.ABC):
 
     @abc.abstractmethod
     def extend(self, batch: Batch, number: int) -> Batch:
-        """Adds the arrays of a step, whose number is 1 or more."""
+        """Adds the arrays of step `number`, 1 or more, to a placed batch."""
 
     @abc.abstractmethod
     def abstract(self, batch: Batch, number: int = 1) -> Batch:
-        """Shapes of what `extend` returns, from those of a batch."""
+        """Shapes of an extended batch, from the shapes of a batch."""
 
     def train(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """Takes one optimizer step; the state is donated."""
+        """Takes one optimizer step on the extended batch and donates the state."""
         number = self._number.before(state) + 1
         state, metrics = self._executor.train(state, self.extend(batch, number))
         self._number.after(state, number)
         return state, metrics
 
     def evaluate(self, state: TrainState, batch: Batch) -> Metrics:
-        """Computes loss and metrics of the batch as it is."""
+        """Computes loss and metrics of the batch without added arrays."""
         return self._executor.evaluate(state, batch)
 
     def generate(self, state: TrainState, tokens: Any, **settings: Any) -> jax.Array:
-        """Continues prompts; `settings` are those of `zjax.generate`."""
+        """Continues prompts; `settings` are arguments of `zjax.generate`."""
         return self._executor.generate(state, tokens, **settings)
 
     def settle(self, state: TrainState) -> TrainState:
-        """Applies a pending gradient; the state is donated."""
+        """Applies a pending gradient and donates the state."""
         return self._executor.settle(state)
 
     def compile(
         self, program: str, batch: Batch, number: int = 1
     ) -> jax.stages.Compiled:
-        """Compiles one of `programs`; those of training read what is added."""
+        """Compiles one of `programs`; training programs read the extended batch."""
         batch = batch if program == "evaluate" else self.abstract(batch, number)
         return self._executor.compile(program, batch, number)
 
     def predict_peak(self, batch: Batch) -> Peak | None:
-        """Compiles a step on an extended batch and adds up its memory."""
+        """Compiles a step on an extended batch and adds up its device memory."""
         return self._executor.predict_peak(self.abstract(batch))
 
 
 class DistilledExecutor(ExtendedExecutor):
-    """Adds what a teacher says to the batches of the first steps.
+    """Adds the logits of a teacher to the batches of the first steps.
 
     Later steps run the programs of a run without a teacher.
 
     Args:
-        executor: Runs the student.
-        teacher: The teacher; its parameters come on top of the predicted memory.
-        num_steps: Steps that learn from it.
+        executor: Executor of the student.
+        teacher: Teacher; predicted memory does not count its parameters.
+        num_steps: Number of steps that learn from the teacher.
     """
 
     def __init__(self, executor: Executor, teacher: Teacher, num_steps: int):
@@ -91,7 +91,7 @@ class DistilledExecutor(ExtendedExecutor):
         self.teacher, self.num_steps = teacher, num_steps
 
     def extend(self, batch: Batch, number: int) -> Batch:
-        """Adds the teacher's logits, or frees its memory."""
+        """Adds the teacher's logits, or frees the teacher after its last step."""
         if number <= self.num_steps:
             return self.teacher.teach(batch)
         self.teacher.release()
@@ -104,23 +104,24 @@ class DistilledExecutor(ExtendedExecutor):
     def compile(
         self, program: str, batch: Batch, number: int = 1
     ) -> jax.stages.Compiled:
-        """Compiles one of `programs`, and the teacher's for the step."""
+        """Compiles one of `programs`, and the teacher's if the step has a teacher."""
         if program != "evaluate" and number <= self.num_steps:
+            # The teacher reads all tokens and all layers.
             self.teacher.compile(split_dropping(batch)[0])
         return super().compile(program, batch, number)
 
 
 SCHEDULE = "schedule"
-"""Name in the batch of the values of a step."""
+"""Name in a batch of the scalars that change from step to step."""
 
 
 class ScheduledExecutor(ExtendedExecutor):
-    """Adds the values of its step to each batch, as scalars on all devices.
+    """Adds the scheduled values of a step to each batch, as replicated scalars.
 
     Args:
-        executor: Runs the programs.
-        values: Function from the number of a step to its values.
-        plan: Plan of the run.
+        executor: Executor that runs the programs.
+        values: Function from the number of a step, 1 or more, to its values by name.
+        plan: Plan of the run; places the scalars.
     """
 
     def __init__(self, executor: Executor, values: StepValues, plan: Plan):
@@ -128,30 +129,30 @@ class ScheduledExecutor(ExtendedExecutor):
         self._values, self._place = values, plan.replicated
 
     def extend(self, batch: Batch, number: int) -> Batch:
-        """Adds float32[] by name."""
+        """Adds float32[] by name under `SCHEDULE`."""
 
         def place(value: float) -> jax.Array:
-            # Every process knows the number, and places it without the others.
+            # Every process knows the value: placing it needs no communication.
             x = np.float32(value)
             return jax.make_array_from_callback((), self._place, lambda _: x)
 
         return batch | {SCHEDULE: jax.tree.map(place, self._values(number))}
 
     def abstract(self, batch: Batch, number: int = 1) -> Batch:
-        """Shapes of a batch with the values."""
+        """Shapes of a batch with the scheduled scalars."""
         scalar = jax.ShapeDtypeStruct((), np.float32, sharding=self._place)
         return batch | {SCHEDULE: dict.fromkeys(self._values(1), scalar)}
 
 
 class DroppingExecutor(ExtendedExecutor):
-    """Adds to the batch of a step what the step leaves out.
+    """Adds to the batch of a step how many tokens or layers the step drops.
 
-    Evaluation and generation leave out nothing.
+    Evaluation and generation drop nothing.
 
     Args:
-        executor: Runs the programs.
-        config: Read for `random_ltd` and `layer_drop`.
-        plan: Plan of the run; places the probability of the last layer.
+        executor: Executor that runs the programs.
+        config: Settings; read for `random_ltd` and `layer_drop`.
+        plan: Plan of the run; places the keep probability of the last layer.
     """
 
     def __init__(self, executor: Executor, config: Config, plan: Plan):
@@ -160,10 +161,10 @@ class DroppingExecutor(ExtendedExecutor):
         self._schedule = make_dropping(config)
 
     def extend(self, batch: Batch, number: int) -> Batch:
-        """Adds a `Dropping`, unless nothing is left out."""
+        """Adds a `Dropping`, unless the step drops nothing."""
 
         def place(x: np.float32) -> jax.Array:
-            # Every process knows the number, and places it without the others.
+            # Every process knows the value: placing it needs no communication.
             return jax.make_array_from_callback((), self._place, lambda _: x)
 
         length = self._schedule.lengths.at(number)
@@ -173,7 +174,10 @@ class DroppingExecutor(ExtendedExecutor):
         return with_dropping(batch, jax.tree.map(place, dropping))
 
     def abstract(self, batch: Batch, number: int = 1) -> Batch:
-        """Shapes of a batch on all tokens, unless it says which are left out."""
+        """Shapes of a batch with layers dropped and all tokens kept.
+
+        A batch that already has a `Dropping` is returned unchanged.
+        """
         if DROPPING in batch or self._config.layer_drop.theta == 1:
             return batch
         scalar = jax.ShapeDtypeStruct((), np.float32, sharding=self._place)
@@ -181,7 +185,7 @@ class DroppingExecutor(ExtendedExecutor):
 
 
 def _length_of(batch: Batch, config: Config, length: int) -> int:
-    """Tokens per row: those that the schedule counts on, or those of a bucket."""
+    """Tokens per row: the configured length, or the length of the batch's bucket."""
     lengths = {x.shape[1] for x in jax.tree.leaves(batch) if x.ndim > 1}
     has_buckets = config.buckets.form != "none"
     expected = bucket_lengths(config) if has_buckets else (length,)
@@ -196,7 +200,7 @@ def _length_of(batch: Batch, config: Config, length: int) -> int:
 def dropping_at(
     config: Config, schedule: DroppingSchedule, step: int, length: int
 ) -> Dropping:
-    """What a step leaves out.
+    """Returns the tokens and layers that step `step`, 1 or more, drops.
 
     Example:
         >>> from zjax.settings import schema
@@ -213,7 +217,7 @@ def dropping_at(
 
 
 def with_dropping(batch: Batch, dropping: Dropping) -> Batch:
-    """A batch with what its step leaves out; unchanged for nothing."""
+    """Adds a `Dropping` to a batch, which must be a dict unless nothing is dropped."""
     if dropping == Dropping():
         return batch
     if not isinstance(batch, dict):
@@ -224,7 +228,7 @@ def with_dropping(batch: Batch, dropping: Dropping) -> Batch:
 
 
 def check_model(model: Model, config: Config) -> None:
-    """Refuses a model whose training cannot leave out tokens or layers."""
+    """Refuses a model that cannot drop tokens or layers while it trains."""
     form, theta = config.random_ltd.form, config.layer_drop.theta
     field, value = "random_ltd.form", form
     if form == "none":

@@ -1,4 +1,4 @@
-"""Whether a plan fits this machine, the plan that does, and out-of-memory errors."""
+"""Checks plans against device, host and disk memory, and fits state into free bytes."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -50,7 +50,11 @@ def check_host_memory(
     *,
     asked: str,
 ) -> None:
-    """Refuses a plan whose offloaded arrays do not fit into the memory of the host."""
+    """Refuses a plan whose offloaded arrays do not fit into host memory.
+
+    `free_bytes` is negative where transfer buffers alone exceed the host; `pending` is
+    bytes per device of gradients and block inputs.
+    """
     needed = num_devices * (memory.stored_bytes(plan).host + pending)
     if needed <= free_bytes:
         return
@@ -77,7 +81,10 @@ def check_host_memory(
 def check_device_memory(
     plan: Plan, capacity_bytes: int | float, kept: Any = ()
 ) -> None:
-    """Refuses a plan whose model state alone does not fit on a device."""
+    """Refuses a plan whose model state alone does not fit on a device.
+
+    `kept` are plans of the arrays that replicas keep for compressed communication.
+    """
     needed = memory.plan_bytes(plan, kept).total
     if plan.is_offloaded:
         needed = memory.stored_bytes(plan).device
@@ -101,15 +108,15 @@ def check_device_memory(
 def fit_plan(
     config: Config, mesh: Mesh, model: Model, tx: Any, batch: Batch | None = None
 ) -> Plan:
-    """Plans a run; `zero.optimizer_memory="auto"` takes the memories of this machine.
+    """Plans a run; `zero.optimizer_memory="auto"` fills the memories of this machine.
 
     Args:
         config: Checked settings.
-        mesh: The devices.
-        model: The model as pure functions.
+        mesh: Mesh of the devices.
+        model: Model as pure functions.
         tx: Optax gradient transformation of `make_optimizer` or `adopt_optimizer`.
-        batch: Arrays or ShapeDtypeStructs of the global batch; None for that of the
-            built-in models.
+        batch: Arrays or ShapeDtypeStructs of the global batch; None for the batch of
+            the built-in models.
 
     Returns:
         The plan.
@@ -127,9 +134,10 @@ def fit_memories(
 ) -> Plan:
     """Chooses the memories of the state where `zero.optimizer_memory` is "auto".
 
-    A step with all state offloaded is compiled for its peak. State then fills the free
-    memory of the devices, then that of the host, then disks, in the order in which the
-    forward pass reads its parameters.
+    A step with all state offloaded is compiled to predict its peak. State then fills
+    the free memory of the devices, then of the host, then disks, in the order in which
+    the forward pass reads parameters. C     needed = max(peak.total, _bytes_to_generate
+    State on the device must leave room for a step and for generation.
     """
     if config.zero.optimizer_memory != AUTO:
         return plan
@@ -155,6 +163,7 @@ def fit_memories(
 
 
 def _log_memories(plan: Plan) -> None:
+    """Warns how many bytes of the state went to device, host and disks."""
     state = plan.master, plan.opt_state
     sizes = map(format_bytes, memory.bytes_by_memory(state))
     logging.warning("state per device: %s there, %s on the host, %s on disks", *sizes)
@@ -163,7 +172,12 @@ def _log_memories(plan: Plan) -> None:
 
 
 def host_budget(plan: Plan, disk_bytes: int, processes: LocalProcesses) -> int:
-    """Bytes that stored arrays may take of this host, over all its processes."""
+    """Bytes of this host, over all processes, that stored arrays may take.
+
+    `disk_bytes` per device pass through the host. Negative where transfer buffers need
+    more than the host has. C     return int((pinnable - number * in_flight) JAX's pool
+    rounds allocations up: stored arrays take POOL_OVERHEAD times their bytes.
+    """
     staging, number = staging_bytes(disk_bytes), processes.num_devices
     buffers = number * staging.from_disks
     pinnable = pinnable_bytes(host_memory_bytes(), processes.num_processes, buffers)
@@ -175,7 +189,10 @@ def host_budget(plan: Plan, disk_bytes: int, processes: LocalProcesses) -> int:
 def check_fits(
     plan: Plan, config: Config, mesh: Mesh, inputs: Sequence[ArrayPlan]
 ) -> None:
-    """Refuses a plan that does not fit the devices, their hosts or disks."""
+    """Refuses a plan that does not fit devices, hosts or disks; all processes call it.
+
+    `inputs` are plans of offloaded block inputs, from `offloaded_inputs`.
+    """
     kept = kept_rows(plan, config)
     check_device_memory(plan, device_capacity_bytes(mesh), kept)
     on_disk = memory.rows_on_disk(plan, config)
@@ -196,15 +213,15 @@ def check_fits(
 
 
 def _free_bytes(mesh: Mesh) -> float:
-    """Memory of a device that arrays of this process have not taken."""
+    """Bytes of a device that arrays of this process leave free."""
     stats = [device.memory_stats() or {} for device in mesh.local_devices]
     return device_capacity_bytes(mesh) - max(s.get("bytes_in_use", 0) for s in stats)
 
 
 def _bytes_to_generate(plan: Plan, capacity: float) -> int:
-    """Bytes that hold all parameters on a device at once, as generation needs them.
+    """Bytes that generation needs to hold all parameters on a device at once.
 
-    0 where blocks are offloaded, and where parameters take over half a device.
+    0 where blocks are offloaded, and where parameters exceed half of a device.
     """
     params = memory.tree_bytes(staged_plan(plan).compute)
     if memory.bytes_by_memory(plan.compute).offloaded or params > capacity / 2:
@@ -213,6 +230,7 @@ def _bytes_to_generate(plan: Plan, capacity: float) -> int:
 
 
 def _no_room(peak: Peak, capacity: float, *, recomputes: bool) -> Problem:
+    """Problem of a step that exceeds the devices even with all state offloaded."""
     more = "" if recomputes else "model.remat=full, "
     return Problem(
         "zero.optimizer_memory",
@@ -228,10 +246,11 @@ def _no_room(peak: Peak, capacity: float, *, recomputes: bool) -> Problem:
 def _free_for_state(
     plan: Plan, config: Config, on_device: float, inputs: Sequence[ArrayPlan]
 ) -> FreeBytes:
-    """Free bytes per device for state, the same in all processes."""
+    """Free bytes per device for state, agreed on by all processes."""
     mesh = plan.mesh
     assert isinstance(mesh, Mesh)
     processes = local_processes(len(mesh.local_devices))
+    # Any offloaded array may end on disk: staging buffers are counted for all of them.
     on_disks = memory.stored_bytes(plan).offloaded if config.zero.nvme_paths else 0
     on_disks += memory.bytes_by_memory(inputs).disks
     host = host_budget(plan, on_disks, processes) / max(1, processes.num_devices)
@@ -239,6 +258,7 @@ def _free_for_state(
     taken = memory.bytes_by_memory((plan.compute, inputs, gradients)).host
     free = np.array([on_device, host - taken])
     if jax.process_count() > 1:
+        # Every process must plan alike: the smallest number of all hosts decides.
         free = multihost_utils.process_allgather(free).min(0)
     return FreeBytes(*free.tolist())
 
@@ -251,7 +271,7 @@ _LAST = "use more devices, or a smaller model"
 def explain_out_of_memory(
     config: Config, plan: Plan, *, user_model: bool
 ) -> Iterator[None]:
-    """Turns JAX's error of exhausted memory into one that names smaller settings."""
+    """Turns JAX's out-of-memory error into a PlanError that names smaller settings."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
@@ -267,6 +287,7 @@ def explain_out_of_memory(
 
 
 def _settings(config: Config, plan: Plan, size: int, user_model: bool) -> Iterator[str]:
+    """Yields settings that lower the memory of a step, each with a value to set."""
     if size > 1:
         yield f"microbatch_size={size // 2} (the batch stays, in more microbatches)"
     if not user_model and config.model.remat != "full":

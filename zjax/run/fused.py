@@ -1,4 +1,4 @@
-"""A step as one program, and the weights of a state as the model takes them."""
+"""Executor whose step is one program, and the parameters of a state for the model."""
 
 import functools
 from collections.abc import Mapping
@@ -25,11 +25,11 @@ from zjax.typing import Batch, Metrics, Model, Params
 
 
 class Weights:
-    """Turns states into parameters; the programs for it compile once.
+    """Turns states into parameters, by programs that compile once.
 
     Args:
         model: Model as pure functions.
-        plan: Placement of every array.
+        plan: Plan of every array.
     """
 
     def __init__(self, model: Model, plan: Plan):
@@ -50,7 +50,13 @@ class Weights:
         self._unpad = jax.jit(unpad, out_shardings=places)
 
     def __call__(self, state: TrainState) -> Params:
-        """Returns the averaged weights where the state holds them, else the current."""
+        """Averaged weights where the state holds them, else the current weights.
+
+        Arrays in the compute dtype and logical shapes, placed as in a step. The state
+        is not consumed; offloaded averages are refused. C             if
+        parts_of(state)[0] != "raw" or With raw weights the stored compute copy is exact
+        and needs no cast.
+        """
         check_not_consumed(state)
         check_average(state, self._plan)
         with dtype_promotion():
@@ -65,20 +71,22 @@ class Weights:
             )
 
     def bind(self, state: TrainState) -> Any:
-        """Returns the module with these weights, in evaluation mode."""
+        """Returns the module with the weights of a state, in evaluation mode."""
         return self._model.bind(self(state), state.model_state)
 
     def _place(self, row: ArrayPlan) -> jax.sharding.NamedSharding:
+        """Sharding of an unpadded parameter; replicated if the storage is padded."""
+        # The logical shape of a padded array does not divide over the mesh.
         return row.stored if row.shape == row.stored_shape else self._plan.replicated
 
 
 class FusedExecutor:
-    """An `Executor` whose step is one program.
+    """Executor whose step is one program, with all state on the devices.
 
     Args:
         model: Model and loss as pure functions.
-        plan: Placement of every array, all on the devices.
-        config: Read for `precision`.
+        plan: Plan of every array, all on the devices.
+        config: Settings; read for `precision`.
         programs: Jitted functions by name, with `train` and `evaluate`.
     """
 
@@ -91,15 +99,15 @@ class FusedExecutor:
         self.parameters = Weights(model, plan)
 
     def state_of(self, program: str) -> TrainState:
-        """Plans of the state that a program reads."""
+        """ArrayPlans of the state that a program reads."""
         return self.state_plan
 
     def inputs_of(self, program: str, batch: Batch) -> tuple[Any, ...]:
-        """Shapes of what a program takes."""
+        """Shapes of a program's arguments."""
         return abstract_tree(self.state_of(program)), batch
 
     def train(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """Takes one optimizer step; the state is donated."""
+        """Takes one optimizer step and donates the state."""
         return self.programs["train"](state, batch)
 
     def evaluate(self, state: TrainState, batch: Batch) -> Metrics:
@@ -107,17 +115,17 @@ class FusedExecutor:
         return self.programs["evaluate"](state, batch)
 
     def generate(self, state: TrainState, tokens: Any, **settings: Any) -> jax.Array:
-        """Continues prompts; `settings` are those of `zjax.generate`."""
+        """Continues prompts; `settings` are arguments of `zjax.generate`."""
         return generate(self.parameters.bind(state), tokens, **settings)
 
     def settle(self, state: TrainState) -> TrainState:
-        """Returns the state itself: no gradient is ever pending."""
+        """Returns the state itself: a fused step leaves no pending gradient."""
         return state
 
     def compile(
         self, program: str, batch: Batch, number: int = 1
     ) -> jax.stages.Compiled:
-        """Compiles a program for a batch of shapes, once."""
+        """Compiles a program for ShapeDtypeStructs of a batch, once per shape."""
         leaves, tree = jax.tree.flatten(batch)
         key = program, tree, tuple(leaves)
         if key not in self._compiled:
@@ -126,7 +134,7 @@ class FusedExecutor:
         return self._compiled[key]
 
     def predict_peak(self, batch: Batch) -> Peak | None:
-        """Compiles `train` and reads its memory analysis; None where there is none."""
+        """Compiles `train` and reads the memory analysis; None without an analysis."""
         analysis = self.compile("train", batch).memory_analysis()
         if analysis is None:
             return None
@@ -134,6 +142,7 @@ class FusedExecutor:
         parts = {
             "state": tree_bytes(self.state_plan),
             "batch": analysis.argument_size_in_bytes - read,
+            # Donated arguments are aliased to outputs, and counted as state.
             "results": analysis.output_size_in_bytes - analysis.alias_size_in_bytes,
             "parameters in use, gradients, activations": analysis.temp_size_in_bytes,
         }
@@ -145,8 +154,8 @@ def fused_executor(
 ) -> FusedExecutor:
     """Builds the executor of a run whose gradients the compiler reduces.
 
-    Its programs are `train`, `evaluate`, and `gradients` and `update`, the two parts of
-    `train`, for callers that do something between them.
+    The programs are `train` and `evaluate`, and for callers that act between them the
+    halves of `train`: `gradients` and `update`.
     """
     pure = make_programs(model, tx, plan, config, schedule)
     jit = functools.partial(jax.jit, compiler_options=step_options(config, plan))

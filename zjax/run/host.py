@@ -1,7 +1,7 @@
-"""The limit of JAX's pool of pinned host memory, set before JAX starts its devices.
+"""Limits JAX's pool of pinned host memory before JAX starts its devices.
 
-The pool grows by doubling: without a limit it takes up to twice what its arrays need,
-and a process that pins more than the host has is killed.
+The pool grows by doubling: without a limit it takes up to twice the bytes of its
+arrays, and a process that pins more than the host has is killed.
 """
 
 import functools
@@ -25,14 +25,14 @@ from zjax.sharding.plan import AUTO, Plan, make_plan
 from zjax.storage.transfers import IN_FLIGHT_BYTES, staging_bytes
 
 _SPARE_BYTES = 2**30
-"""Pinned bytes for batches in transfer."""
+"""Pinned bytes for batches in transfer, per process."""
 
 
 def limit_pinned_pool(config: Config, cluster: Cluster | None = None) -> None:
-    """Limits the pool to what a run of a built-in model stores on the host.
+    """Limits the pool to the bytes that a run of a built-in model stores on the host.
 
-    Without offload the limit is this process's share of the host's memory. Has no
-    effect once JAX has started.
+    Without offload the limit is this process's share of host memory. The call has no
+    effect once JAX has started. Settings need not be checked: the run reports errors.
     """
     cluster = cluster or Cluster()
     needed = _needed_bytes(config, cluster) or (math.inf, 0)
@@ -40,7 +40,7 @@ def limit_pinned_pool(config: Config, cluster: Cluster | None = None) -> None:
 
 
 def _needed_bytes(config: Config, cluster: Cluster) -> tuple[float, int] | None:
-    """Bytes this process pins, and bytes of other buffers.
+    """Bytes this process pins, and bytes of unpinned staging buffers.
 
     None without offloaded state, or for settings that cannot be planned.
     """
@@ -56,7 +56,7 @@ def _needed_bytes(config: Config, cluster: Cluster) -> tuple[float, int] | None:
     except (
         ZjaxError,
         ArithmeticError,
-    ):  # such as a mesh that does not fit, which check_config reports later
+    ):  # such as a mesh that does not fit: check_config reports the error later
         return None
     needed = POOL_OVERHEAD * arrays + IN_FLIGHT_BYTES + staging.to_disks
     return gpus * needed + _SPARE_BYTES, gpus * staging.from_disks
@@ -72,7 +72,11 @@ def _most_on_disks(config: Config, num_devices: int) -> int:
 
 
 def pinned_bytes(config: Config, num_devices: int) -> int:
-    """Pinned bytes per device of a run of a built-in model."""
+    """Pinned bytes per device of state, pending gradients and block inputs.
+
+    If no state is offloaded, bytes of the host copies that saving a checkpoint makes.
+    Mesh axes left open count as 1.
+    """
     plan, inputs = _planned(config, num_devices)
     gradients = memory.stored_gradients(plan, config)
     stored = memory.stored_bytes(plan)
@@ -82,7 +86,7 @@ def pinned_bytes(config: Config, num_devices: int) -> int:
 
 @functools.lru_cache(maxsize=1)  # computed by the command, and again by its Trainer
 def _planned(config: Config, num_devices: int) -> tuple[Plan, Sequence[ArrayPlan]]:
-    """The plan on a mesh without devices, and those of offloaded block inputs."""
+    """Plan on a mesh without devices, and plans of offloaded block inputs."""
     model = make_model(config)
     mesh = meshes.abstract_mesh(close_axes(config.mesh), num_devices)
     plan = make_plan(config, mesh, model, make_optimizer(config, model))

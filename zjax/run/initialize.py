@@ -1,4 +1,4 @@
-"""From a model, an optimizer, a loss and a config to a run: a state and a step."""
+"""Turns a model, an optimizer, a loss and a config into a run: a state and a step."""
 
 import dataclasses
 import functools
@@ -67,12 +67,12 @@ class Run:
 
     Args:
         config: Checked settings.
-        model: The model as pure functions.
+        model: Model as pure functions.
         mesh: Mesh of the devices.
-        plan: Plan of every array; print it.
+        plan: Plan of every array; `print` shows it.
         state: First state; the first step consumes it.
-        step: `step(state, batch) -> (state, metrics)`.
-        tx: The user's optax transformation; None if the settings define it.
+        step: Function `step(state, batch) -> (state, metrics)`.
+        tx: Optax transformation of the user; None if the settings define the optimizer.
     """
 
     config: Config
@@ -100,7 +100,7 @@ class Run:
         return BatchPlacement(self.plan.batch_sharding, self.model.entries)
 
     def evaluate(self, state: TrainState, batch: Batch) -> Metrics:
-        """Loss and metrics without gradients, dropout or state change.
+        """Computes loss and metrics without gradients, dropout or state change.
 
         Args:
             state: Any state of this run; not consumed.
@@ -119,7 +119,7 @@ class Run:
         Args:
             state: Any state of this run; not consumed.
             tokens: Prompts, int32[B, L].
-            settings: Other arguments of `zjax.generate`.
+            settings: Further arguments of `zjax.generate`.
 
         Returns:
             Prompts and continuations, int32[B, L + max_new_tokens].
@@ -136,14 +136,14 @@ class Run:
         return self.step.generate(state, tokens, **settings)
 
     def bind(self, state: TrainState) -> Any:
-        """Gives the module its weights, in evaluation mode.
+        """Binds the weights of a state to the module, in evaluation mode.
 
         Args:
             state: Any state of this run; not consumed.
 
         Returns:
-            What `loss_fn` calls: an NNX module, or a view of a Linen module, with
-            `params`, `variables` and `sown`.
+            The module that `loss_fn` calls: an NNX module, or a view of a Linen module
+            with `params`, `variables` and `sown`.
 
         Raises:
             StateError: The state was consumed before.
@@ -167,28 +167,29 @@ def initialize(
     """Turns a model, an optimizer and a loss into a run on all devices.
 
     Args:
-        model: A Linen module, or a bound one that brings its variables; an NNX module,
-            or a function `rngs -> module`, which lets the parameters be born on their
-            shards; a pair of plain functions `(init, apply)`, or `(params, apply)`; a
-            dict of several; or a `zjax.Model`.
-        tx: Optax gradient transformation. Its gradients are clipped if
-            `optimizer.clip_norm` is set, as by a ds_config. Its masks and labels are
-            for nested dicts, or made from `nnx.state(module, nnx.Param)`. Layers stored
-            in one array, named `layers`, are updated as if each had its own. None makes
-            the one of `config.optimizer`.
-        loss_fn: `loss_fn(model, batch, key)` returns the mean loss, or `(loss, weight,
-            metrics)`. A key of None means evaluation. None for a `zjax.Model`.
-        batch: Global batch or its ShapeDtypeStructs, an example of all batches; its
-            first dim is `config.global_batch_size` where that is not set. Each device
-            splits its rows into microbatches of adjacent rows, so a loss may compare
+        model: A Linen module, or a bound module with variables; an NNX module, or a
+            function `rngs -> module`, which initialises parameters directly on the
+            devices of each shard; a pair of plain functions `(init, apply)`, or
+            `(params, apply)`; a dict of several such models; or a `zjax.Model`.
+        tx: Optax gradient transformation; None makes the optimizer of
+            `config.optimizer`. Gradients are clipped before `tx` if
+            `optimizer.clip_norm` is set, as by a ds_config. Masks and labels of `tx`
+            are for nested dicts, or made from `nnx.state(module, nnx.Param)`. Layers
+            stacked in one array, named `layers`, are updated as if stored apart.
+        loss_fn: Function `loss_fn(model, batch, key)` that returns the mean loss, or
+            `(loss, weight, metrics)`; None for a `zjax.Model`. A key of None means
+            evaluation.
+        batch: Global batch or ShapeDtypeStructs, an example of all batches; the first
+            dim is `config.global_batch_size` where that is not set. Each device splits
+            the local rows into microbatches of adjacent rows, so a loss may compare
             rows of one microbatch. Arrays of `cast` are cast to
-            `precision.compute_dtype`; others keep their dtype.
+            `precision.compute_dtype`; further arrays keep their dtype.
         config: A Config, a mapping, or the path of a config file; None for defaults.
         replicated: Paths of arrays of the batch without rows, such as a table of class
             weights; each device and microbatch gets the whole array.
-        cast: Paths of the floating-point arrays to cast. None finds those that the
-            model reads, except targets and weights; the plan and `run.model.cast` list
-            them.
+        cast: Paths of the floating-point arrays to cast. None casts all arrays that
+            the model reads, except targets and weights; the plan and `run.model.cast`
+            list the cast arrays.
         schedule: Learning rate of `tx` by applied step, for the metrics.
         devices: Devices to use; all by default.
 
@@ -264,7 +265,7 @@ def initialize(
 
 
 def unread_schedule(tx: Any, schedule: Schedule | None) -> list[Problem]:
-    """Lists a schedule of the caller beside the optimizer of the settings."""
+    """Lists the problem of a caller's schedule beside the optimizer of the settings."""
     if tx is not None or schedule is None:
         return []
     problem = "is the learning rate of tx, which is not given"
@@ -273,7 +274,7 @@ def unread_schedule(tx: Any, schedule: Schedule | None) -> list[Problem]:
 
 
 def _takes_rows(config: Config) -> bool:
-    """Whether the settings leave the rows of a step to the batch."""
+    """Whether the settings leave the number of rows per step to the example batch."""
     gives_all = config.num_microbatches and config.microbatch_size
     if config.elasticity.microbatch_sizes or gives_all:
         return is_offered(config.global_batch_size)
@@ -281,7 +282,7 @@ def _takes_rows(config: Config) -> bool:
 
 
 def _with_rows(config: Config, num_rows: int, num_devices: int) -> Config:
-    """Refuses settings of another number of rows than the batch has."""
+    """Sets the rows of the batch, or refuses settings of a different number."""
     total = meshes.with_batch_sizes(config, num_devices).global_batch_size
     if total != num_rows:
         problem = f"is not the {num_rows} rows of the batch"
@@ -291,7 +292,7 @@ def _with_rows(config: Config, num_rows: int, num_devices: int) -> Config:
 
 
 def _check_adapters(lora: Lora, model: Model) -> None:
-    """Refuses settings of adapters that the model does not have."""
+    """Refuses LoRA settings that differ from the adapters of the model."""
     if not lora.rank:
         return
     params, _ = jax.eval_shape(model.init, abstract_key())
@@ -320,6 +321,7 @@ def _check_adapters(lora: Lora, model: Model) -> None:
 
 
 def _check_loss(model: Any, loss_fn: Callable[..., Any] | None) -> None:
+    """Refuses a `zjax.Model` with a loss function, and other models without."""
     if isinstance(model, Model) != (loss_fn is None):
         problem = "is not needed" if loss_fn else "does not say what to train"
         remedy = "give loss_fn(model, batch, key), or a zjax.Model that has its own"
@@ -328,7 +330,7 @@ def _check_loss(model: Any, loss_fn: Callable[..., Any] | None) -> None:
 
 
 def _entries_of(model: Any, batch: Batch, replicated: Sequence[str]) -> Entries:
-    """Requirements on batches: those of the model, or derived from the example."""
+    """Requirements on batches, from the model or derived from the example batch."""
     entries = model.entries if isinstance(model, Model) else {}
     if not entries:
         return entries_of(batch, replicated=replicated)
@@ -340,13 +342,13 @@ def _entries_of(model: Any, batch: Batch, replicated: Sequence[str]) -> Entries:
 
 
 def adopt_optimizer(tx: Any, model: Model, config: Config) -> Any:
-    """Makes a user's optimizer treat each layer of a stacked array on its own.
+    """Makes a user's optimizer treat each layer of a stacked array as a separate array.
 
     Args:
         tx: Optax gradient transformation, written for one array per layer.
-        model: Model; its logical dim `layers` marks stacked arrays.
-        config: Settings; offloaded state is stored layer by layer anyway, and `mesh`
-            may rename dims.
+        model: Model as pure functions; the logical dim `layers` marks stacked arrays.
+        config: Checked settings; offloaded state is stored layer by layer anyway, and
+            `mesh` may rename dims.
 
     Returns:
         `tx`, wrapped where stacking would change its updates.
@@ -370,16 +372,16 @@ def make_run(
     restore: Callable[[TrainState], TrainState] | None = None,
     batch: Batch | None = None,
 ) -> Run:
-    """Plans, creates the state and builds the step.
+    """Plans a run, creates the first state and builds the step.
 
     Args:
         config: Checked settings.
-        model: The model as pure functions.
+        model: Model as pure functions.
         tx: Optax gradient transformation of `make_optimizer` or `adopt_optimizer`.
         schedule: Learning rate by applied step, for the metrics.
         devices: Devices to use; all by default.
-        restore: Reads the first state for the plans of its arrays, for example from a
-            checkpoint; by default it is initialised.
+        restore: Function from the plans of the state's arrays to the first state, for
+            example read from a checkpoint; by default the state is initialised.
         batch: Arrays or ShapeDtypeStructs of the global batch, to predict the memory of
             a step; None for the batch of the built-in models.
 
@@ -392,13 +394,14 @@ def make_run(
         ConfigError: `checkpoint.init_from` holds a dense model of another shape, or the
             model has no adapters of `lora`.
         ModelError: Pipelines or offload would train the stack of the model in place of
-            its loss.
+            the model's loss.
         CheckpointError: `checkpoint.init_from` does not hold this model, or two arrays
             would get the same name in a checkpoint.
     """
     _check_adapters(config.lora, model)
     mesh = meshes.make_mesh(config.mesh, devices)
     check_loss_acts(config, model, mesh.shape[meshes.PIPELINE])
+    # Runs on the devices of some processes only cannot call collectives of all.
     if jax.process_count() == len({x.process_index for x in mesh.devices.flat}):
         check_agreement(config)
         connect(mesh)
@@ -442,7 +445,7 @@ def make_run(
 
 
 def _make_adapt(model: Model, config: Config, key: jax.Array) -> weights.Adapt:
-    """What `checkpoint.init_from` holds as the arrays of the model."""
+    """Returns a function that fits weights of `checkpoint.init_from` to the model."""
     initial = growth.initial_values(model, key)
 
     def adapt(source: Source, wanted: Mapping[str, layout.Entry]) -> Source:

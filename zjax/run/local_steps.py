@@ -1,4 +1,4 @@
-"""Replicas that take local steps and exchange what they learned now and then."""
+"""Executor of replicas that train apart and exchange parameters every few steps."""
 
 import dataclasses
 import functools
@@ -35,22 +35,22 @@ from zjax.typing import Batch, Metrics, Model
 
 
 class LocalStepsExecutor(FusedExecutor):
-    """An `Executor` whose replicas send nothing in most steps.
+    """Executor whose replicas communicate in few steps: local SGD, DiLoCo, 0/1 Adam.
 
-    Its programs are `train`, a local step; `evaluate`, with the anchor; for each
-    fragment `outer_gradients_0`, `mean_0` and `merge_0`, and so on, of which only
-    `mean_0` sends; `end_of_round`; and those of the phases in which replicas step
-    together, by their names. None waits for another on the host, so with a delay the
-    mean of a fragment is on its way while local steps run, where a device runs programs
-    side by side; GPUs take them in turn.
+    Programs are `train`, a local step; `evaluate` on the anchor; for each fragment
+    `outer_gradients_0`, `mean_0` and `merge_0`, and so on, where only `mean_0`
+    communicates; `end_of_round`; and one program for each phase in which replicas step
+    together, by name. The host waits for no program, so with a delay the mean of a
+    fragment is computed while local steps run, on devices that run programs side by
+    side; GPUs take programs in turn.
 
     Args:
         model: Model and loss as pure functions.
         tx: Optax gradient transformation of the local steps.
-        plan: Placement of every array, all on the devices.
+        plan: Plan of every array, all on the devices.
         config: Checked settings.
         schedule: Learning rate by applied step, for the metrics.
-        rounds: Which step sends what.
+        rounds: Steps at which each fragment is sent and merged.
     """
 
     def __init__(
@@ -70,12 +70,12 @@ class LocalStepsExecutor(FusedExecutor):
         self._freeze_step = phases.freeze_step if phases else 0
 
     def state_of(self, program: str) -> TrainState:
-        """Plans of the state that a program reads."""
+        """ArrayPlans of the state that a program reads."""
         rows = super().state_of(program)
         return _of_replicas(rows) if program == "train" else rows
 
     def inputs_of(self, program: str, batch: Batch) -> tuple[Any, ...]:
-        """Shapes of what a program takes."""
+        """Shapes of a program's arguments."""
         anchor, outer = self.state_plan.master, self.state_plan.extra
         kind, _, number = program.rpartition("_")
         if kind == "mean":
@@ -90,11 +90,13 @@ class LocalStepsExecutor(FusedExecutor):
         return super().inputs_of(program, batch)
 
     def train(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """Takes a step, then sends or merges a fragment; donates the state."""
+        """Takes a step, then sends or merges fragments due; donates the state."""
         is_known, number = self._number.knows(state), self._number.before(state) + 1
         check_warm_up(state, number, self._freeze_step, is_known=is_known)
         together = self.programs.get(self._rounds.at(number))
         if together is not None and not is_known and number > 1:
+            # A state from elsewhere may have stepped apart; comparing replicas waits
+            # for the device.
             check_together(state, self._rounds)
         state, metrics = (together or self._train_apart)(state, batch)
         sent, merged = (
@@ -118,14 +120,17 @@ class LocalStepsExecutor(FusedExecutor):
     def _train_apart(
         self, state: TrainState, batch: Batch
     ) -> tuple[TrainState, Metrics]:
+        """Takes a local step in each replica, without communication."""
         replicas, metrics = self.programs["train"](_of_replicas(state), batch)
         state = dataclasses.replace(state, step=replicas.step)
         replicas = dataclasses.replace(replicas, step=())
-        # What replicas do not share yet is not told: processes would act on it alone.
+        # The total of all replicas, as of the last round: processes that saw local
+        # counts would act on different numbers.
         metrics["skipped_steps"] = jnp.float32(state.num_skipped)
         return _with_extra(state, replicas=replicas), metrics
 
     def _send(self, state: TrainState, fragment: int) -> tuple[TrainState, Any]:
+        """Averages the outer gradients of a fragment over replicas."""
         outer = state.extra
         outer_gradients = self.programs[f"outer_gradients_{fragment}"]
         grads = outer_gradients(state.master, outer.replicas)
@@ -137,6 +142,7 @@ class LocalStepsExecutor(FusedExecutor):
         return state, mean
 
     def _merge(self, state: TrainState, fragment: int, mean: Any) -> TrainState:
+        """Applies the mean of a fragment to the anchor, and the anchor to replicas."""
         outer = state.extra
         merge = self.programs[f"merge_{fragment}"]
         anchor, momentum, replicas = merge(
@@ -148,6 +154,7 @@ class LocalStepsExecutor(FusedExecutor):
     def _end_round(
         self, state: TrainState, metrics: Metrics
     ) -> tuple[TrainState, Metrics]:
+        """Averages model state, totals and metrics over replicas after a round."""
         replicas, rows = state.extra.replicas, self.state_plan.master
         shared, own, skipped, metrics = self.programs["end_of_round"](
             _shared_at_ends(replicas, self.state_plan), replicas.num_skipped, metrics
@@ -169,13 +176,13 @@ class LocalStepsExecutor(FusedExecutor):
 
 
 def _shared_at_ends(state: TrainState, rows: TrainState) -> tuple[Any, Any]:
-    """Returns what replicas average at the end of a round besides fragments."""
+    """Arrays that replicas average at the end of a round besides fragments."""
     moved = only_followers(state.master, rows.master, "totals")
     return state.model_state, moved
 
 
 def _outputs(compiled: jax.stages.Compiled) -> Any:
-    """Shapes of the results of a program, with their shardings."""
+    """Shapes of a program's results, with shardings."""
     return jax.tree.map(
         lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
         compiled.out_info,
@@ -184,6 +191,7 @@ def _outputs(compiled: jax.stages.Compiled) -> Any:
 
 
 def _of_replicas(state: TrainState) -> TrainState:
+    """State of the replicas with the common step number, as a local step takes it."""
     return dataclasses.replace(state.extra.replicas, step=state.step)
 
 
@@ -203,6 +211,7 @@ def _programs(
     schedule: Schedule | None,
     rows: TrainState,
 ) -> dict[str, Any]:
+    """Jits the programs of `LocalStepsExecutor` by name."""
     places, of_replicas = shardings(rows), shardings(_of_replicas(rows))
     compiled = functools.partial(jax.jit, compiler_options=step_options(config, plan))
     local_tx = _in_local_steps(tx, config)
@@ -251,7 +260,7 @@ def _programs(
 
 
 def _in_local_steps(tx: Any, config: Config) -> Any:
-    """The optimizer without an argument for the phase."""
+    """Optimizer whose update has the local phase bound, if it takes a phase."""
     if merged_phase(config) is None:
         return tx
     update = functools.partial(tx.update, phase=LOCAL)
@@ -266,7 +275,7 @@ def _common_steps(
     schedule: Schedule | None,
     rows: TrainState,
 ) -> dict[str, Any]:
-    """The programs of phases in which replicas step together, and of their end."""
+    """Programs of phases in which replicas step together, and the reset of errors."""
     phases = make_phases(config)
     if phases is None:
         return {}

@@ -1,4 +1,4 @@
-"""Finds which arrays of a failed step are not finite: batch, weights, gradients."""
+"""Finds the arrays of a failed step that are not finite: batch, weights, gradients."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +24,7 @@ _REMEDIES = {
 
 @contextlib.contextmanager
 def report_nonfinite(find: Callable[[], Sequence[Problem]]) -> Iterator[None]:
-    """Adds the arrays that are not finite to a `NonFiniteError` of enclosed work."""
+    """Adds the names of non-finite arrays to a NonFiniteError of the enclosed code."""
     try:
         yield
     except NonFiniteError as error:
@@ -34,7 +34,11 @@ def report_nonfinite(find: Callable[[], Sequence[Problem]]) -> Iterator[None]:
 def find_nonfinite(
     step: Step, state: TrainState, batch: Batch, number: int
 ) -> list[Problem]:
-    """Finds NaN and infinity; compiles programs that no finite run needs."""
+    """Lists at most one problem each for batch, weights and gradients not finite.
+
+    Compiles programs that no finite run needs. `state` is the state after the failed
+    step or one step later, and is not consumed. Offloaded runs check the batch alone.
+    """
     arrays: dict[str, Any] = {"batch": batch}
     with (
         contextlib.suppress(jax.errors.JaxRuntimeError),  # such as out of memory
@@ -61,6 +65,8 @@ def find_nonfinite(
 
 
 def _is_finite(tree: Any) -> Any:
+    """Reduces each array to one bool; integers count as finite."""
+
     def of(x: jax.Array) -> jax.Array:
         inexact = jnp.issubdtype(x.dtype, jnp.inexact)
         return jnp.isfinite(x).all() if inexact else jnp.bool_(True)

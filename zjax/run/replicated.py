@@ -1,4 +1,4 @@
-"""A step whose replicas send each other packed messages, one program for each phase."""
+"""Executor whose replicas exchange compressed gradients, with one program per phase."""
 
 import dataclasses
 import functools
@@ -27,7 +27,12 @@ from zjax.typing import Batch, Metrics, Model
 def check_warm_up(
     state: TrainState, number: int, freeze_step: int, *, is_known: bool
 ) -> None:
-    """Refuses to keep second moments that no gradient has updated."""
+    """Refuses to freeze second moments that no gradient has updated.
+
+    Waits for the state at the first step after the freeze, and at later steps if the
+    previous step did not return the state (`is_known`). `freeze_step=0` means no
+    freeze.
+    """
     is_checked = number == freeze_step + 1 or not is_known
     if not freeze_step or number <= freeze_step or not is_checked:
         return
@@ -41,7 +46,7 @@ def check_warm_up(
 
 
 def _updates_of_moments(state: TrainState) -> jax.Array:
-    """How many steps have updated second moments, int32[]; [N] of replicas."""
+    """Number of steps that updated second moments, int32[]; int32[N] for N replicas."""
     opt_state = getattr(state.extra, "replicas", state).opt_state
     number = optax.tree_utils.tree_get(opt_state, "variances")
     if number is None:
@@ -55,7 +60,8 @@ def _were_updated(numbers: jax.Array) -> jax.Array:
 
 
 def check_together(state: TrainState, rounds: Rounds | Intervals) -> None:
-    """Refuses to let replicas step together that differ."""
+    """Refuses a joint step of replicas whose states differ; waits for the state."""
+    # Replicas may skip different steps and still hold equal weights.
     replicas = dataclasses.replace(state.extra.replicas, num_skipped=())
     if not bool(_differ(replicas)):
         return
@@ -72,7 +78,7 @@ def check_together(state: TrainState, rounds: Rounds | Intervals) -> None:
 
 @jax.jit
 def _differ(replicas: TrainState) -> jax.Array:
-    """Whether any replica has other numbers than the first; NaN is one."""
+    """Whether any replica differs from the first; NaN equals NaN."""
 
     def differs(x: jax.Array) -> jax.Array:
         first = x[:1]
@@ -82,18 +88,18 @@ def _differ(replicas: TrainState) -> jax.Array:
 
 
 class ReplicatedExecutor(FusedExecutor):
-    """An `Executor` whose host chooses the program of a step by its number.
+    """Executor that picks the program of a step by the step's phase, on the host.
 
-    Its programs are those of the phases by their names, `train`, which is that of the
-    last phase, and `evaluate`.
+    Programs are one step per phase, by the names of phases; `train`, the step of the
+    last phase; and `evaluate`.
 
     Args:
         model: Model and loss as pure functions.
-        tx: Optax gradient transformation, which takes the phases.
-        plan: Placement of every array, all on the devices.
+        tx: Optax gradient transformation whose update takes a phase.
+        plan: Plan of every array, all on the devices.
         config: Checked settings.
         schedule: Learning rate by applied step, for the metrics.
-        phases: What replicas send.
+        phases: Phases of the run, each with the codec of the messages.
     """
 
     def __init__(
@@ -122,7 +128,7 @@ class ReplicatedExecutor(FusedExecutor):
         self._phases, self._number = phases, StepNumber()
 
     def train(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """Takes one optimizer step; the state is donated."""
+        """Takes one optimizer step and donates the state."""
         is_known, number = self._number.knows(state), self._number.before(state) + 1
         check_warm_up(state, number, self._phases.freeze_step, is_known=is_known)
         state, metrics = self.programs[self._phases.at(number)](state, batch)

@@ -1,4 +1,4 @@
-"""Where a run starts, and how its settings and functions differ from the saved run."""
+"""Picks the step to resume from, and compares settings and code with the saved run."""
 
 import dataclasses
 import functools
@@ -40,12 +40,14 @@ from zjax.train.state import TrainState
 from zjax.typing import Model, Params
 
 MAX_HASHED_BYTES = 1 << 20
-"""Larger arrays that are closed over count by shape alone."""
+"""Closed-over arrays of more bytes are hashed by shape alone."""
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 
 def fingerprint(function: Callable[..., Any], *args: Any) -> str:
-    """Traces a function of arrays and hashes its program.
+    """Traces a function of arrays and hashes the program.
+
+    16 hexadecimal digits, which may differ between versions of JAX.
 
     Example:
         >>> fingerprint(lambda x: 2 * x, 1.0) == fingerprint(lambda y: 2 * y, 1.0)
@@ -60,7 +62,8 @@ def fingerprint(function: Callable[..., Any], *args: Any) -> str:
 
 
 def _hash_program(program: Any) -> Iterator[str]:
-    """Of a closed program, or of a kernel whose constants are not bound yet."""
+    """Yields the text of a closed jaxpr, or of a kernel with unbound constants."""
+    # Variables are numbered in order of use: their names differ between traces.
     numbers: dict[Any, int] = {}
     jaxpr = getattr(program, "jaxpr", program)
 
@@ -81,17 +84,20 @@ def _hash_program(program: Any) -> Iterator[str]:
 
 
 def _hash_param(value: Any) -> Iterator[str]:
+    """Yields the text of an equation's parameter; nested programs are hashed, too."""
     if is_program(value):
         yield from _hash_program(value)
     elif isinstance(value, tuple | list):
         for entry in value:
             yield from _hash_param(entry)
-    elif not callable(value):  # custom gradient rules do not count
+    elif not callable(value):  # custom gradient rules have no stable text
+        # Memory addresses differ between processes.
         yield _ADDRESS.sub("", repr(value))
 
 
 def _hash_constant(value: Any) -> str:
-    if isinstance(value, jax_core.Tracer):  # memory that a kernel refers to
+    """Digest of a constant's dtype, shape and bytes; without bytes if large."""
+    if isinstance(value, jax_core.Tracer):  # a reference to memory in a kernel
         return f"{value.aval}"
     is_key = jnp.issubdtype(getattr(value, "dtype", int), jax.dtypes.prng_key)
     data = jax.random.key_data(value) if is_key else value
@@ -111,13 +117,16 @@ STARTED_FROM = {
     "checkpoint.resize_vocabulary": False,
     "lora.init_from": "",
 }
-"""What a run started from, and the values of one that reads its checkpoints alone."""
+"""Settings of the initial weights, with the values that a resumed run has."""
 _NOT_COMPARED = ("checkpoint.resume", "zero.memory")
-"""Settings that do not change what a run computes, or that others are derived from."""
+"""Settings that do not change results, or that stand for other settings."""
 
 
 def first_step(store: Store, resume: str, step: int | None = None) -> int:
-    """The step at which a run starts."""
+    """Step of the checkpoint to start from; 0 without a checkpoint.
+
+    `step=None` takes the newest checkpoint, as far as `resume` allows; 0 takes none.
+    """
     if step is not None:
         if step:
             store.extra(step)  # raises if there is no such step
@@ -136,7 +145,7 @@ def first_step(store: Store, resume: str, step: int | None = None) -> int:
 
 
 def check_newest(store: Store, step: int) -> None:
-    """Refuses to train from a checkpoint that is not the newest."""
+    """Refuses to train from a checkpoint if a later one exists."""
     latest = store.latest()
     if latest is not None and latest > step:
         problem = f"is behind step {latest}, which is saved too"
@@ -148,8 +157,8 @@ def check_newest(store: Store, step: int) -> None:
 def check_tokenizer(
     saved: Mapping[str, Any], record: TokenizerRecord, config: Config
 ) -> None:
-    """Refuses data of another tokenizer than that of a checkpoint."""
-    if TOKENIZER not in saved:  # from before there were records, or of own batches
+    """Refuses data of a tokenizer that differs from the tokenizer of a checkpoint."""
+    if TOKENIZER not in saved:  # saved by an older version, or with the user's batches
         return
     before = TokenizerRecord.from_mapping(saved[TOKENIZER])
     if before.digest == record.digest:
@@ -169,7 +178,10 @@ def describe_run(
     functions: Mapping[str, str],
     step: int,
 ) -> dict[str, Any]:
-    """What a checkpoint keeps of its run, for the run that continues."""
+    """Metadata of a run that a checkpoint stores for the run that resumes.
+
+    `rows` are ArrayPlans of the saved arrays, `functions` from `fingerprint_functions`.
+    """
     return {
         "config": to_mapping(without_unused(config)),
         "plan": describe_plan(plan),
@@ -180,7 +192,7 @@ def describe_run(
 
 
 def changes(saved: Mapping[str, Any], config: Config) -> list[Difference]:
-    """Settings, and the JAX version, that differ from a checkpoint's `extra`."""
+    """Lists settings, and the JAX version, that differ from a checkpoint's `extra`."""
     changed = [
         difference
         for difference in differences(saved.get("config", {}), config)
@@ -206,11 +218,11 @@ _FROM_NUM_STEPS = (
     ("optimizer", "freeze_step", _freeze_step),
     ("layer_drop", "gamma", _layer_drop_rate),
 )
-"""Section, setting and value of what follows from `num_steps` where it is 0."""
+"""Section, name and derived value of settings that follow `num_steps` if left at 0."""
 
 
 def _moved_with_steps(before: Mapping[str, Any], config: Config) -> list[Difference]:
-    """What was not set, and moves since the number of steps is another."""
+    """Lists unset values that changed because the number of steps changed."""
     num_steps = before.get("num_steps", config.num_steps)
     earlier = dataclasses.replace(config, num_steps=num_steps)
     found = []
@@ -226,7 +238,11 @@ def _moved_with_steps(before: Mapping[str, Any], config: Config) -> list[Differe
 def fingerprint_functions(
     config: Config, model: Model, tx: Any = None, *, compute_dtype: Any
 ) -> dict[str, str]:
-    """Fingerprints of the user's code, which no setting describes."""
+    """Fingerprints of the user's code, which no setting describes, by name.
+
+    `model` and `tx` where they can be traced, and settings that name functions. The
+    loss is traced on `model.inputs` in `compute_dtype`.
+    """
     pacings = {
         f"{field}{_FUNCTION}": _fingerprint_pacing(pacing)
         for field, pacing in used_pacings(config)
@@ -251,26 +267,29 @@ def fingerprint_functions(
 
 
 def _fingerprint_pacing(settings: Pacing) -> str:
+    """Hashes the values of a user's pacing."""
     pacing = make_pacing(settings)
     return hashlib.sha256(repr(pacing).encode()).hexdigest()
 
 
 def _init_and_update(tx: Any, params: Params) -> Any:
+    """Initialises a transformation and updates once, for tracing."""
     state = tx.init(params)
     value = jax.tree.leaves(params)[0].sum()
+    # Arguments that line searches and plateau schedules of Optax read.
     extra = {"value": value, "grad": params, "value_fn": lambda _: value}
     update = optax.with_extra_args_support(tx).update
     return state, update(params, state, params, **extra)
 
 
 def report_functions(saved: Mapping[str, Any], fingerprints: Mapping[str, str]) -> None:
-    """Warns if the user's code computes something else than in the saved run."""
+    """Warns if the user's functions compute something other than in the saved run."""
     before = saved.get("functions", {})
     others = [
         name
         for name in before
         if fingerprints.get(name) != before[name]
-        # What is traced looks different in another version; a pacing is its numbers.
+        # Jaxprs differ between versions of JAX; a pacing is hashed by values.
         and (saved.get("jax") == jax.__version__ or name.endswith(_FUNCTION))
     ]
     if others and jax.process_index() == 0:
@@ -279,7 +298,10 @@ def report_functions(saved: Mapping[str, Any], fingerprints: Mapping[str, str]) 
 
 
 def check_messages(saved: Mapping[str, Any], config: Config, step: int) -> None:
-    """Refuses other rounds while a fragment is on its way between replicas."""
+    """Refuses changed rounds while a fragment is in flight between replicas.
+
+    The run would merge a fragment that was not sent, or that belongs to another round.
+    """
     rounds = make_rounds(config)
     if not isinstance(rounds, Rounds) or not rounds.delay:
         return
@@ -303,10 +325,10 @@ def check_messages(saved: Mapping[str, Any], config: Config, step: int) -> None:
 
 
 def report_changes(saved: Mapping[str, Any], config: Config, step: int) -> None:
-    """Warns on process 0 of each setting that differs from the one saved at `step`.
+    """Warns on process 0 of each setting that differs from the value saved at `step`.
 
-    Settings that the saved version of zjax did not have are counted where they have
-    their defaults, which compute what that version computed.
+    Settings that the saved version of zjax did not have are only counted if at
+    defaults, because defaults compute the results of that version.
     """
     changed = changes(saved, config)
     told = [d for d in changed if not _is_new_default(d)]
@@ -319,7 +341,7 @@ def report_changes(saved: Mapping[str, Any], config: Config, step: int) -> None:
 
 
 def _is_new_default(difference: Difference) -> bool:
-    """Tells whether an absent setting has its default, or was derived from others."""
+    """Whether a setting absent from the checkpoint has its default, or was derived."""
     default: Any = to_mapping(Config())
     for name in difference.setting.split("."):
         default = default.get(name) if isinstance(default, Mapping) else ABSENT
@@ -328,7 +350,7 @@ def _is_new_default(difference: Difference) -> bool:
 
 
 def _is_within(value: Any, default: Any) -> bool:
-    """Whether a value is a default, or a section all of whose settings have theirs."""
+    """Whether a value is the default, or a section with all settings at defaults."""
     if isinstance(value, Mapping) and isinstance(default, Mapping):
         return all(
             _is_within(x, default.get(name, ABSENT)) for name, x in value.items()

@@ -1,4 +1,4 @@
-"""Checkpoints of a run made by `zjax.initialize`, whose loop is the user's."""
+"""Saves and restores checkpoints of a run whose training loop is the user's."""
 
 import functools
 import os
@@ -33,23 +33,23 @@ def save(
     extra: Mapping[str, Any] | None = None,
     keep_last: int | None = None,
 ) -> None:
-    """Writes a checkpoint of a state, and returns once it is on disk.
+    """Writes a checkpoint of a state, and returns once the files are on disk.
 
-    `zjax.restore` reads it whatever devices, mesh or ZeRO stage a run has. All
-    processes of a run call this, on a shared file system.
+    `zjax.restore` reads the checkpoint on any devices, mesh or ZeRO stage. All
+    processes of a run call `save`, on a shared file system.
 
     Args:
         directory: Directory of the checkpoints, named by step; created if missing.
         state: State of this run, after more steps than any checkpoint there; not
             consumed.
         run: Result of `zjax.initialize`.
-        extra: JSON values by text, such as the position in your data; with the names
-            of all arrays at most 256 MiB.
+        extra: JSON values by string, such as the position in your data; at most 256 MiB
+            together with the names of all arrays.
         keep_last: Number of newest checkpoints to keep, 1 or more; None keeps all.
 
     Raises:
-        CheckpointError: It could not be written, the directory holds a later one, a
-            gradient is pending, or an argument is invalid.
+        CheckpointError: The checkpoint could not be written, the directory holds a
+            later one, a gradient is pending, or an argument is invalid.
         ProcessError: Another process writes into the directory.
         StateError: The state was consumed.
 
@@ -82,23 +82,23 @@ def save(
 def restore(
     directory: str | os.PathLike[str], run: Run, *, step: int | None = None
 ) -> tuple[TrainState, dict[str, Any]]:
-    """Reads a checkpoint of `zjax.save`, each array straight onto its shards.
+    """Reads a checkpoint of `zjax.save`, each array directly into the run's shards.
 
-    Logs settings that differ from the saved ones, and a model, loss or optimizer that
+    Logs settings that differ from the saved run, and a model, loss or optimizer that
     computes something else.
 
     Args:
         directory: Directory of the checkpoints.
-        run: Run of the same model and optimizer, on any devices; its first state is
-            consumed, so that the devices hold only one.
+        run: Run of the saved model and optimizer, on any devices; `run.state` is
+            consumed, so that the devices hold one state only.
         step: Step of the checkpoint; None for the newest.
 
     Returns:
         The state, and the `extra` saved with it.
 
     Raises:
-        CheckpointError: There is no such checkpoint or directory, it is of another
-            model or optimizer, or a file is damaged; `run.state` is unchanged.
+        CheckpointError: There is no such checkpoint or directory, the checkpoint has
+            another model or optimizer, or a file is damaged; `run.state` is unchanged.
     """
     rows = saved_rows(run.plan, run.config)
 
@@ -122,6 +122,7 @@ def restore(
 
 
 def _check(extra: Any, keep_last: int | None) -> None:
+    """Refuses values that JSON cannot hold, and `keep_last` below 1."""
     problems = []
     if keep_last is not None and keep_last < 1:
         remedy = "use 1 or more, or None to keep all"

@@ -36,17 +36,17 @@ from zjax.typing import Batch, Metrics, Model, Params
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """`step(state, batch) -> (state, metrics)`: checks and places a batch, then trains.
+    """Callable `step(state, batch) -> (state, metrics)` that places a batch and trains.
 
-    The state that is passed is donated; use the returned one.
+    The argument `state` is donated; use the returned state.
 
     Args:
         mesh: Mesh of the devices.
         plan: Plan of the run; read for the sharding of batches.
-        model: The model; read for what its loss requires of a batch.
-        num_microbatches: Gradient accumulation steps.
-        executor: Runs the compiled programs.
-        checks_ids: Whether ids are checked in batches on the devices, too.
+        model: Model as pure functions; read for the requirements on batches.
+        num_microbatches: Number of gradient accumulation steps, 1 or more.
+        executor: Executor that runs the compiled programs.
+        checks_ids: Whether token ids are checked in batches on the devices, too.
     """
 
     mesh: Mesh
@@ -62,11 +62,23 @@ class Step:
         return self.executor.programs
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """Takes one optimizer step."""
+        """Takes one optimizer step.
+
+        Args:
+            state: State of the run; consumed.
+            batch: NumPy or JAX arrays, first dim the global batch.
+
+        Returns:
+            The next state; float32 scalars and totals, still on the device.
+
+        Raises:
+            PlanError: The batch does not divide over the devices.
+            StateError: The state was consumed before.
+        """
         return self._run(self.executor.train, state, self.place_batch(batch))
 
     def evaluate(self, state: TrainState, batch: Batch) -> Metrics:
-        """Loss and metrics without gradients, dropout or state change.
+        """Computes loss and metrics without gradients, dropout or state change.
 
         Args:
             state: State of the run; not consumed.
@@ -77,20 +89,20 @@ class Step:
 
         Raises:
             PlanError: The batch does not divide over the devices, or the averaged
-                weights of the optimizer rest elsewhere.
+                weights of the optimizer are offloaded.
             StateError: The state was consumed before.
         """
         check_average(state, self.plan)
         return self._run(self.executor.evaluate, state, self.place_batch(batch))
 
     def settle(self, state: TrainState) -> TrainState:
-        """Applies a gradient that a delayed update left for the next step.
+        """Applies a pending gradient that a delayed update left for the next step.
 
         Args:
             state: State of the run; consumed.
 
         Returns:
-            The state with nothing pending, such as a checkpoint holds.
+            The state without a pending gradient, as a checkpoint stores it.
 
         Raises:
             StateError: The state was consumed before.
@@ -103,7 +115,7 @@ class Step:
         Args:
             state: State of the run; not consumed.
             tokens: Prompts, int32[B, L].
-            settings: Other arguments of `zjax.generate`.
+            settings: Further arguments of `zjax.generate`.
 
         Returns:
             Prompts and continuations, int32[B, L + max_new_tokens].
@@ -123,7 +135,7 @@ class Step:
                 see `zjax.train.average`.
 
         Returns:
-            Arrays in the compute dtype and their logical shapes, placed as in a step.
+            Arrays in the compute dtype and in logical shapes, placed as in a step.
 
         Raises:
             StateError: The state was consumed before.
@@ -132,7 +144,7 @@ class Step:
         return self.executor.parameters(state)
 
     def place_batch(self, batch: Batch) -> Batch:
-        """Places a batch on the devices, unless it is there already.
+        """Places a batch on the devices; arrays with the right sharding stay.
 
         Args:
             batch: Arrays of the global batch. With several processes, NumPy arrays hold
@@ -167,25 +179,25 @@ class Step:
         return placed
 
     def batch_shardings(self, batch: Batch) -> Any:
-        """The placement of a batch.
+        """Shardings of a batch.
 
         Args:
-            batch: Arrays or their shapes.
+            batch: Arrays or ShapeDtypeStructs of the global batch.
 
         Returns:
-            A tree of shardings.
+            Tree of shardings, as `batch`.
         """
         return batch_shardings(self.plan, batch, self.model.entries)
 
     def compile(
         self, batch: Batch, program: str = "train", number: int = 1
     ) -> jax.stages.Compiled:
-        """Compiles without running, for the memory analysis and the text.
+        """Compiles a program without running it, for memory analysis and HLO text.
 
         Args:
             batch: Arrays or ShapeDtypeStructs of the global batch.
             program: A name in `programs`.
-            number: Number of the step, 1 or more: the first ones may have a teacher.
+            number: Number of the step, 1 or more: the first steps may have a teacher.
 
         Returns:
             The compiled program; ask it for `memory_analysis()`.
@@ -199,14 +211,13 @@ class Step:
             return self.executor.compile(program, batch, number)
 
     def predict_peak(self, batch: Batch) -> Peak | None:
-        """Compiles the step without running it, and adds up what a device holds.
+        """Compiles the step without running it, and predicts peak memory of a device.
 
         Args:
             batch: Arrays or ShapeDtypeStructs of the global batch.
 
         Returns:
-            Bytes on one device at the moment that takes most; None where the compiler
-            reports no memory.
+            Bytes on one device at the peak; None where the compiler reports no memory.
 
         Raises:
             PlanError: The batch does not divide over the devices.
@@ -216,6 +227,7 @@ class Step:
             return self.executor.predict_peak(batch)
 
     def _abstract_batch(self, batch: Batch) -> Batch:
+        """ShapeDtypeStructs of a checked batch, with shardings."""
         number, shares = self.num_microbatches, self.plan.num_batch_shares
         microbatches.check_batch(batch, self.model, number, shares)
         microbatches.check_lengths(batch, self.model, self.plan.num_length_shares)
@@ -232,10 +244,12 @@ class Step:
         *args: Any,
         **settings: Any,
     ) -> Any:
+        """Runs a program of the executor under the mesh of the run."""
         check_not_consumed(state)
-        # Losses read from the mesh over how many devices the batch is sharded.
+        # Losses read the number of batch shards from the current mesh.
         with jax.set_mesh(self.mesh), dtype_promotion():
             results = program(state, *args, **settings)
+        # Collectives of two programs can deadlock on simulated devices.
         return jax.block_until_ready(results) if is_simulated(self.mesh) else results
 
 
@@ -247,10 +261,10 @@ def make_step(
     *,
     schedule: Schedule | None = None,
 ) -> Step:
-    """Builds the step of a run; it compiles at its first call.
+    """Builds the step of a run, which compiles at the first call.
 
     Args:
-        model: The model as pure functions.
+        model: Model as pure functions.
         tx: Optax gradient transformation of `make_optimizer` or `adopt_optimizer`.
         plan: Plan of every array.
         config: Checked settings.
@@ -278,6 +292,8 @@ def make_step(
         teacher = Teacher(config, plan, model)
         num_steps = config.distill.num_steps(config.num_steps)
         executor = DistilledExecutor(executor, teacher, num_steps)
+    # Scheduled values wrap the teacher and dropping, because both read the extended
+    # batch.
     if (values := make_step_values(config))(1):
         executor = ScheduledExecutor(executor, values, plan)
     return Step(
@@ -293,6 +309,7 @@ def make_step(
 def _make_executor(
     model: Model, tx: Any, plan: plans.Plan, config: Config, schedule: Schedule | None
 ) -> Executor:
+    """Picks the executor: streamed if offloaded, else local steps, phases or fused."""
     if plan.is_offloaded:
         return StreamedExecutor(model, tx, plan, config, schedule)
     if (rounds := make_rounds(config)) is not None:
@@ -304,6 +321,7 @@ def _make_executor(
 
 
 def _checks_ids(config: Config, model: Model) -> bool:
+    """Whether ids are checked on the devices; refuses a model without ids."""
     checks = config.data.check_ids == "device"
     if checks and not any(entry.num_ids for entry in model.entries.values()):
         problem = "has no effect: the model says of no array how many ids there are"

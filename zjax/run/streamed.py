@@ -1,4 +1,4 @@
-"""A step as many programs, for an offloaded state that is streamed to the devices."""
+"""Executor whose step is many programs, through which an offloaded state streams."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -25,21 +25,23 @@ from zjax.typing import Batch, Metrics, Model
 
 
 class StreamedExecutor:
-    """An `Executor` whose step is a sequence of programs.
+    """Executor whose step is a sequence of programs.
 
-    Between them the state moves to the devices and back. Evaluation and generation read
-    parameters that stay on the devices at once, and others block by block.
+    Between programs the state moves to the devices and back. Evaluation and generation
+    read parameters stored on the devices in one program, and offloaded blocks one by
+    one.
 
     Args:
         model: Model and loss as pure functions.
         tx: Optax gradient transformation.
-        plan: Placement of every array, some of them offloaded.
-        config: Read for `seed`, `zero`, `optimizer`, `precision`, `xla_options`.
+        plan: Plan of every array; some arrays are offloaded.
+        config: Settings; read for `seed`, `zero`, `optimizer`, `precision` and
+            `xla_options`.
         schedule: Learning rate by applied step, for the metrics.
 
     Raises:
-        PlanError: The optimizer cannot be updated group by group, or gains nothing by
-            delay; or the model has a state that blocks cannot update.
+        PlanError: The optimizer cannot be updated group by group, or gains nothing from
+            delayed updates; or the model has a state that blocks cannot update.
     """
 
     def __init__(
@@ -67,7 +69,7 @@ class StreamedExecutor:
             self.generation = Generation(model.stack.continuation, units, jit)
 
     def train(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """Takes one optimizer step; the state is donated."""
+        """Takes one optimizer step and donates the state."""
         return self.step(state, batch)
 
     def evaluate(self, state: TrainState, batch: Batch) -> Metrics:
@@ -77,7 +79,7 @@ class StreamedExecutor:
         return self.programs["evaluate"](without_update(state, self._plan), batch)
 
     def generate(self, state: TrainState, tokens: Any, **settings: Any) -> jax.Array:
-        """Continues prompts; `settings` are those of `zjax.generate`."""
+        """Continues prompts; `settings` are arguments of `zjax.generate`."""
         if self.generation:
             assert isinstance(self._mesh, Mesh)
             with jax.set_mesh(self._mesh), dtype_promotion():
@@ -85,13 +87,13 @@ class StreamedExecutor:
         return generate(self.parameters.bind(state), tokens, **settings)
 
     def settle(self, state: TrainState) -> TrainState:
-        """Applies a gradient that delayed updates left for the next step."""
+        """Applies a pending gradient that a delayed update left for the next step."""
         return self.step.settle(state)
 
     def compile(
         self, program: str, batch: Batch, number: int = 1
     ) -> jax.stages.Compiled:
-        """Refuses: no single program is a step; `predict_peak` compiles them all."""
+        """Refuses: no single program is a step; `predict_peak` compiles them."""
         raise PlanError(
             Problem(
                 "program",
@@ -102,8 +104,8 @@ class StreamedExecutor:
         )
 
     def predict_peak(self, batch: Batch) -> Peak | None:
-        """Compiles all programs of a step; adds what a device holds while each runs.
+        """Compiles all programs of a step and predicts peak memory of a device.
 
-        None where the compiler does not report memory.
+        Returns None where the compiler does not report memory.
         """
         return self.step.predict_peak(batch)

@@ -1,7 +1,7 @@
-"""The teacher of a distillation: a trained decoder that is frozen.
+"""Frozen decoder that teaches a student by distillation.
 
-Its forward pass is a program of its own, whose results join the batch of the student.
-The student's programs, and whatever splits or streams them, stay as they are.
+The teacher's forward pass is a separate program, and the logits join the batch of the
+student. Programs of the student, and whatever splits or streams them, need no change.
 """
 
 import dataclasses
@@ -36,22 +36,22 @@ from zjax.train.microbatches import split_batch
 from zjax.typing import Batch, Model, Params
 
 NAME = "teacher"
-"""Name in a batch of what a teacher says."""
+"""Name in a batch of the teacher's outputs."""
 
 
 class Teacher:
-    """What a trained run says of each batch.
+    """Trained run whose logits are added to each batch of the student.
 
-    Its parameters are read at the first batch, and again after `release`.
+    Parameters are read at the first batch, and again after `release`.
 
     Args:
         config: Settings of the student.
-        plan: Plan of the student; its mesh is the teacher's, too.
-        student: Says which arrays of a batch hold rows.
+        plan: Plan of the student; the teacher runs on the student's mesh.
+        student: Model of the student; read for the entries of a batch.
 
     Raises:
-        CheckpointError: `distill.teacher` is not the directory of a run, or its weights
-            are not those of its model.
+        CheckpointError: `distill.teacher` is not the directory of a run, or the saved
+            weights do not fit the saved model.
         ConfigError: The teacher is no decoder, has another vocabulary or reads shorter
             sequences; or the student reads no teacher.
     """
@@ -80,7 +80,9 @@ class Teacher:
         memory = self.settings.memory
         self.rows = jax.tree.map(lambda row: row.stored_in(memory), self._plan.compute)
         self._source = open_run(checkpoints)
-        place_weights(self._source, self.rows, self._path)  # compares names and shapes
+        place_weights(
+            self._source, self.rows, self._path
+        )  # refuses wrong names and shapes early
         self._num_microbatches = resolve_batch(
             config, plan.num_batch_shares
         ).num_microbatches
@@ -91,7 +93,7 @@ class Teacher:
 
     @property
     def params(self) -> Params:
-        """The stored parameters, in the compute dtype."""
+        """Stored parameters of the teacher in the compute dtype, read at first use."""
         if self._params is None:
             on_device = jax.tree.map(lambda row: row.on_device, self.rows)
             arrays = place_weights(self._source, on_device, self._path)
@@ -110,10 +112,11 @@ class Teacher:
         self._params = None
 
     def teach(self, batch: Batch) -> Batch:
-        """Adds the teacher's logits, as a product, to a batch on the devices."""
+        """Adds the two factors of the teacher's logits to a batch on the devices."""
         params = jax.tree.map(
             lambda x, row: to_devices(x, row, is_consumed=False), self.params, self.rows
         )
+        # Logits [B, L, V] would take far more memory than the factors hidden and head.
         hidden, head = self._run(params, batch)
         return self._joined(batch, hidden, head)
 
@@ -122,7 +125,7 @@ class Teacher:
         self._run.lower(self._abstract_params, batch).compile()
 
     def abstract(self, batch: Batch) -> Batch:
-        """Shapes of what `teach` returns, from those of a batch."""
+        """Shapes of the results of `teach`, from the shapes of a batch."""
         hidden, head = jax.eval_shape(self._apply, self._abstract_params, batch)
         shapes = self._joined(batch, hidden, head)
         places = batch_shardings(self._plan, shapes, self._student.entries)
@@ -137,6 +140,7 @@ class Teacher:
         return jax.tree.map(lambda row: row.on_device.abstract, self.rows)
 
     def _joined(self, batch: Batch, hidden: Any, head: Any) -> Batch:
+        """Adds factors, loss weight and temperature to a batch."""
         numbers = (self.settings.weight, self.settings.temperature)
         weight, temperature = (
             jax.device_put(jnp.float32(x), self._plan.replicated) for x in numbers
@@ -146,7 +150,7 @@ class Teacher:
         return batch | {NAME: says}
 
     def _apply(self, stored: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        """The factors of the logits; blocks run microbatch by microbatch."""
+        """Computes the factors of the logits, microbatch by microbatch."""
         stack, layerwise = self._model.stack, layerwise_plan(self._model, self._plan)
         assert stack is not None and stack.factors is not None
         params = unpad_tree(stored, self._plan.compute)
@@ -172,6 +176,7 @@ class Teacher:
 
 
 def _open(path: str) -> Store:
+    """Opens the checkpoints of the teacher's run."""
     place = pathlib.Path(local_path("distill.teacher", path, CheckpointError))
     steps = find_steps(place)
     if steps is None:
@@ -181,7 +186,10 @@ def _open(path: str) -> Store:
 
 
 def _zero(config: schema.Config) -> schema.Zero:
-    """Parameters off the devices are sharded, as no program reads them there."""
+    """ZeRO settings of the teacher: offloaded parameters are sharded.
+
+    No program reads offloaded parameters before they are gathered on the devices.
+    """
     stage = config.zero.stage if config.distill.memory == "device" else 3
     least = config.zero.min_shard_elements
     return schema.Zero(stage=stage, min_shard_elements=least)
@@ -190,6 +198,8 @@ def _zero(config: schema.Config) -> schema.Zero:
 def _misfits(
     teacher: schema.Model, config: schema.Config, student: Model
 ) -> list[Problem]:
+    """Lists reasons why a teacher cannot teach the student."""
+
     def problem(text: str, remedy: str) -> Problem:
         return Problem("distill.teacher", config.distill.teacher, text, remedy)
 

@@ -1,4 +1,4 @@
-"""A whole run: data, steps, evaluation, checkpoints and logging."""
+"""Trains a model from settings: data, steps, evaluation, checkpoints and logging."""
 
 import dataclasses
 import functools
@@ -76,23 +76,23 @@ from zjax.typing import Device, Model
 
 
 class Trainer:
-    """Trains a model as configured, from its last checkpoint if there is one.
+    """Trains a model as configured, from the last checkpoint if there is one.
 
     Args:
         config: A Config, a mapping, or the path of a config file.
-        model: A `zjax.Model` (`zjax.adapt` makes one); the built-in model by default.
+        model: `zjax.Model`, such as `zjax.adapt` makes; the built-in model by default.
             A decoder of `zjax.make_model(config)`, changed by `zjax.with_stack`, trains
             on the configured data, too.
-        tx: Optax gradient transformation, as for `zjax.initialize`; the configured one
-            by default.
-        loss_fn: Refused, as `zjax.adapt` joins a loss and a Flax module to a `model`.
+        tx: Optax gradient transformation, as for `zjax.initialize`; the configured
+            optimizer by default.
+        loss_fn: Always None; `zjax.adapt` joins a loss and a Flax module to a `model`.
         schedule: Learning rate of `tx` by applied step, for the log.
         batches: Training data: a dataset with columns, a list of rows, or an iterable
             of batches (see `zjax.wrap_batches`); the configured data by default.
         evaluation_batches: Evaluation data; none if only `batches` is given.
-        step: Checkpoint to start from, for evaluation or generation, which may read
-            other data; 0 for the weights of `checkpoint.init_from`. The newest by
-            default, which alone can be trained on.
+        step: Step of the checkpoint to start from, for evaluation or generation, which
+            may read other data; 0 for the weights of `checkpoint.init_from`. The newest
+            by default; `fit` refuses earlier checkpoints.
         callbacks: Functions called as `callback(step, values)` for logged steps.
         after_step: Functions called as `f(step, state, batch, metrics)` after every
             step, in every process; they may return "save" or "stop" (see
@@ -104,7 +104,7 @@ class Trainer:
         PlanError: Arrays or an optimizer that cannot be placed.
         DataError: Data that is missing or malformed.
         CheckpointError: A checkpoint that cannot be read.
-        ProcessError: Processes of the run differ in their settings or their data.
+        ProcessError: Processes of the run differ in settings or data.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class Trainer:
         self.loader = self._make_loader()
         self._patience = Patience(self.config.evaluation)
         self._position: Any = None
-        """Where the loader has yet to move, from a checkpoint."""
+        """Position of the loader from a checkpoint, until the loader moves there."""
         if start:
             report_functions(extra, self._functions)
             self._position = extra.get("data", {})
@@ -194,7 +194,7 @@ class Trainer:
 
     @property
     def step(self) -> int:
-        """Steps taken."""
+        """Number of steps taken."""
         return int(self.state.step)
 
     def fit(self) -> TrainState:
@@ -220,6 +220,7 @@ class Trainer:
             return self._fit()
 
     def _fit(self) -> TrainState:
+        """Trains under the lock of the directory."""
         config, step = self.config, self.step
         check_newest(self.store, step)
         self._move_loader()
@@ -234,7 +235,7 @@ class Trainer:
         )
         unfinished_save = finish_save_on_error(self.store)
         known = set[str]()
-        recent = dict[int, Any]()  # batches by step: metrics arrive one step late
+        recent = dict[int, Any]()  # batches of two steps: metrics arrive one step late
 
         def find_causes() -> list[Problem]:
             number = monitor.known_step
@@ -259,6 +260,8 @@ class Trainer:
                 data_ended = batch is None
                 if data_ended:
                     break
+                # One process may fail alone; the request makes all processes stop
+                # together.
                 if self.store.has_failed() or monitor.has_failed:
                     stopped.request()  # stops all processes at one step
                 step += 1
@@ -280,7 +283,7 @@ class Trainer:
                 save_due |= _is_due(step, config.checkpoint.every_steps)
                 is_evaluated = is_last or _is_due(step, config.evaluation.every_steps)
                 if save_due or (is_evaluated and self._saves_best):
-                    self._settle()  # evaluate what is saved
+                    self._settle()  # a checkpoint stores settled weights: evaluate them
                 if is_evaluated:
                     with monitor.pause():
                         monitor.log(step, self.evaluate())
@@ -288,7 +291,8 @@ class Trainer:
                     reason = reason or self._patience.reason
                 if save_due:
                     with monitor.pause():
-                        # a checkpoint of weights that skip would push out good ones
+                        # Weights whose steps are skipped would push out good
+                        # checkpoints of keep_last.
                         if is_last or not monitor.skipped_in_a_row:
                             self.save()
                             last_saved, save_due = step, False
@@ -309,6 +313,7 @@ class Trainer:
         self.run.step.compile(batch, program, number)
 
     def _monitor(self) -> Monitor:
+        """Makes the monitor that logs steps from the current step on."""
         return Monitor(
             dataclasses.replace(self.config, directory=str(self._directory)),
             last_step=self.step,
@@ -320,6 +325,7 @@ class Trainer:
         )
 
     def _print_end(self, monitor: Monitor, reason: str) -> None:
+        """Saves plots, and prints how the run ended on process 0."""
         pictures = monitor.save_plots()
         if jax.process_index() == 0:
             skipped, latest = int(self.state.num_skipped), self.store.latest()
@@ -332,13 +338,13 @@ class Trainer:
     def evaluate(self, part: str = "auto") -> dict[str, float]:
         """Averages loss and metrics over the evaluation set, counting each row once.
 
-        Rows count equally, or by the weights that the loss returns. A last batch that
-        is not full repeats rows, which changes no mean over rows; a loss that couples
-        rows needs a set of whole batches.
+        Rows count equally, or by the weights that the loss returns. A partial last
+        batch is filled by repeated rows, which changes no mean over rows; a loss that
+        couples rows needs a set of full batches.
 
         Args:
             part: Weights to evaluate: `raw`, `ema` or `schedule_free`; `auto` prefers
-                averaged ones.
+                averaged weights.
 
         Returns:
             `eval_loss`, `eval_<metric>` and `evaluated_rows`; empty without evaluation
@@ -358,21 +364,21 @@ class Trainer:
 
     @property
     def _saves_best(self) -> bool:
-        """Whether a run that ends early leaves the weights of its best evaluation."""
+        """Whether a run with early stopping stores the best evaluation's weights."""
         return bool(
             self.config.evaluation.patience and self.config.checkpoint.keep_best
         )
 
     def _count_evaluation(self, step: int) -> bool:
-        """Counts the evaluation of a step; returns whether its loss is the lowest."""
+        """Counts the evaluation of a step; returns whether no loss was lower yet."""
         evaluated, loss = self._last_evaluation
         return evaluated == step and self._patience.count(step, loss)
 
     def save(self) -> None:
-        """Starts writing a checkpoint of everything at the current step.
+        """Starts to write a checkpoint of the run at the current step.
 
         Raises:
-            CheckpointError: This one or the one before could not be written.
+            CheckpointError: This or the previous checkpoint could not be written.
         """
         self._move_loader()
         extra = {"data": self.loader.state(), PATIENCE: self._patience.state()}
@@ -403,17 +409,17 @@ class Trainer:
     ) -> str:
         """Continues a text, or answers messages, with the built-in decoder.
 
-        The text ends at the first of the tokens that end texts of the tokenizer.
+        The text ends at the first end token of the tokenizer.
 
         Args:
             prompt: Text of one token or more, or token ids.
-            messages: Conversation to answer instead, through the chat template: dicts
-                with `role` and `content`, or a record with `messages`, `tools` and the
-                like.
-            chat: Directory of a checkpoint with the chat template; by default the one
-                that was prepared with the data.
-            special_tokens: Whether names of special tokens in `prompt` are these
-                tokens, and not text.
+            messages: Conversation to answer in place of a prompt, through the chat
+                template: dicts with `role` and `content`, or a record with `messages`,
+                `tools` and the like.
+            chat: Directory of a checkpoint with the chat template; by default the
+                template prepared with the data.
+            special_tokens: Whether names of special tokens in `prompt` are encoded as
+                special tokens instead of text.
             max_new_tokens: Number of tokens to add; 0 fills `model.max_length`, or
                 after a longer prompt `model.max_positions`.
             temperature: Softmax temperature; 0 takes the most likely token.
@@ -423,11 +429,11 @@ class Trainer:
             part: Weights, as for `evaluate`.
 
         Returns:
-            The text and its continuation; after messages or ids the continuation alone.
+            The text and the continuation; after messages or ids the continuation alone.
 
         Raises:
             ConfigError: The prompt is empty or too long, the run has no such weights,
-                or its data no chat template.
+                or the data has no chat template.
             DataError: The template refuses the messages.
         """
         if messages is not None and len(prompt):
@@ -453,7 +459,7 @@ class Trainer:
     def encode_prompts(
         self, given: Sequence[Given], *, chat: str = "", special_tokens: bool = False
     ) -> list[np.ndarray]:
-        """Encodes prompts that `generate` can continue; refuses others, all at once.
+        """Encodes prompts for `generate`; one error names all unusable prompts.
 
         Args:
             given: Texts, ids, or conversations of `zjax.data.conversations`.
@@ -461,10 +467,10 @@ class Trainer:
             special_tokens: As for `generate`.
 
         Returns:
-            Ids of each, int32[L].
+            Token ids of each prompt, int32[L].
 
         Raises:
-            ConfigError: Names each that is empty or too long.
+            ConfigError: Prompts that are empty or too long.
             DataError: The template refuses a conversation.
         """
         most = longest_text(self.config.model)[1] - 1
@@ -484,13 +490,13 @@ class Trainer:
         """Waits for the last checkpoint and ends all threads.
 
         Raises:
-            CheckpointError: It could not be written.
+            CheckpointError: The checkpoint could not be written.
         """
         self.loader.close()
         self.store.close()
 
     def describe(self) -> str:
-        """Describes what will run: plan, dtypes, batch sizes and first step.
+        """Describes the run: plan, dtypes, batch sizes and first step.
 
         Returns:
             Text of at most 100 columns.
@@ -516,20 +522,23 @@ class Trainer:
         )
 
     def _move_loader(self) -> None:
-        """Moves the loader to where the checkpoint was, if it has not moved yet.
+        """Moves the loader to the position of the checkpoint, once.
 
-        A given step waits with it until `fit` or `save`: evaluation and generation may
-        have other data than the run.
+        If the user named a step, the move waits until `fit` or `save`: evaluation and
+        generation may read different data than the run.
         """
         if self._position is not None:
             self.loader.set_state(self._position)
             self._position = None
 
     def _settle(self) -> None:
+        """Applies a pending gradient, if a delayed update left one."""
         if self.state.pending:
             self.state = self.run.step.settle(self.state)
 
     def _restore(self, step: int) -> Callable[[TrainState], TrainState]:
+        """Returns a function from plans of arrays to the state of step `step`."""
+
         def read(rows: TrainState) -> TrainState:
             fit = functools.partial(exchange.fit, rows, self.config)
             return self.store.restore(rows, step, keeps_errors=fit)[0]
@@ -537,6 +546,7 @@ class Trainer:
         return read
 
     def _make_loader(self) -> Loader:
+        """Makes the loader of the user's batches or of the configured data."""
         shardings = self.run.batch_placement
         if self._batches is not None:
             return data.wrap_batches(self._batches, self.config, shardings)
@@ -545,6 +555,7 @@ class Trainer:
         return loader
 
     def _rows_per_step(self) -> int:
+        """Rows per step, for throughput; 0 for batches without token sequences."""
         return self.config.global_batch_size if self._is_language_model else 0
 
 
@@ -556,7 +567,7 @@ def _checked(
     evaluation_batches: Any,
     devices: Sequence[Device],
 ) -> Config:
-    """The settings for these devices, once nothing speaks against them."""
+    """Returns the settings for these devices, or raises all problems together."""
     user_model = not _is_of_settings(model, config)
     if model is None:
         config = choose_mesh(config, devices, tx)
@@ -567,6 +578,7 @@ def _checked(
         user_optimizer=tx is not None,
         user_batches=batches is not None,
     )
+    # Token budgets are turned into steps only once settings are known to be valid.
     check(config)
     ends_by_tokens = any(pacing.num_tokens for _, pacing in used_pacings(config))
     if config.num_tokens or ends_by_tokens:
@@ -591,7 +603,7 @@ def _checked(
 
 
 def _is_of_settings(model: Any, config: Config) -> bool:
-    """Says whether a model is the decoder of the settings, with any head or loss."""
+    """Whether a model is the decoder of the settings, with any head or loss."""
     if not isinstance(model, Model):
         return model is None
     if model.stack is None or model.stack.continuation is None:
@@ -603,7 +615,7 @@ def _is_of_settings(model: Any, config: Config) -> bool:
 
 
 def _unread_loss(loss_fn: Any) -> list[Problem]:
-    """Lists a loss given apart from the model, with the way to join them."""
+    """Lists a loss given apart from the model, with the way to join model and loss."""
     if loss_fn is None:
         return []
     name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
@@ -613,6 +625,7 @@ def _unread_loss(loss_fn: Any) -> list[Problem]:
 
 
 def _mismatches(model: Any, batches: Any, config: Config) -> list[Problem]:
+    """Lists settings that the given model or batches cannot follow."""
     problems = []
     if batches is not None and config.zero.optimizer_memory == "auto":
         problem = "cannot be planned for batches that are not known yet"

@@ -1,4 +1,4 @@
-"""Settings and losses that would have no effect in a run."""
+"""Refuses settings and losses that would have no effect in a run."""
 
 import dataclasses
 from typing import Any
@@ -16,7 +16,7 @@ from zjax.typing import Batch, Model
 
 
 def check_has_effect(config: schema.Config, model: Any) -> None:
-    """Refuses settings that only other runs read; logs those that only report."""
+    """Refuses settings that this kind of run never reads; warns of report settings."""
     _log_unread(config)
     if problems := _read_by_trainer(config):
         raise ConfigError(*problems)
@@ -33,9 +33,9 @@ def check_has_effect(config: schema.Config, model: Any) -> None:
 def check_axes(
     config: schema.Config, num_devices: int, model: Model, batch: Batch
 ) -> None:
-    """Refuses a sequence axis that shards nothing; logs others that shard no parameter.
+    """Refuses a sequence axis that shards nothing; warns of further idle axes.
 
-    Functions of the caller may compute over these by themselves.
+    The user's functions may compute over idle expert and tensor axes by themselves.
     """
     sizes = meshes.mesh_sizes(config.mesh, num_devices)
     has_sequences = any(len(x.shape) > 1 for x in jax.tree.leaves(batch))
@@ -53,7 +53,7 @@ def check_axes(
 
 
 def check_loss_acts(config: schema.Config, model: Model, num_stages: int) -> None:
-    """Refuses a loss that disagrees with the stack where a run trains the stack."""
+    """Refuses a loss other than the stack's loss where a run trains the stack."""
     if model.stack is None or runs_stack(model):
         return
     if isinstance(model.loss, StackLoss):
@@ -75,6 +75,7 @@ def check_loss_acts(config: schema.Config, model: Model, num_stages: int) -> Non
 
 
 def _read_by_built_in(config: schema.Config) -> list[Problem]:
+    """Lists model settings that only the built-in model reads."""
     default, given = schema.Model(), config.model
     remedies = {
         "attention": "call zjax_kernels.sparse_attention in the model",
@@ -93,7 +94,7 @@ def _read_by_built_in(config: schema.Config) -> list[Problem]:
 
 
 def _log_unread(config: schema.Config) -> None:
-    """Names settings of reports, which only `zjax.Trainer` writes."""
+    """Warns of report settings, which only `zjax.Trainer` reads."""
     given, default = config.observe, schema.Observe()
     names = [
         f"observe.{x.name}={getattr(given, x.name)!r}"
@@ -106,6 +107,7 @@ def _log_unread(config: schema.Config) -> None:
 
 
 def _read_by_trainer(config: schema.Config) -> list[Problem]:
+    """Lists settings that only `zjax.Trainer` reads."""
     policy, limit = config.precision.on_nonfinite, config.precision.max_skipped_in_a_row
     default, patience = (
         schema.Precision().max_skipped_in_a_row,
