@@ -1,1 +1,1 @@
-"""The `zjax` command: trains, plans, measures, tunes and converts."""
+"""Commands of `zjax`: train, plan, bench, tune, generate, evaluate, export, convert."""

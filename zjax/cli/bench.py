@@ -1,4 +1,4 @@
-"""Measures speed and memory of a configuration over some timed steps."""
+"""Measures speed and memory of a config over a few timed steps on synthetic tokens."""
 
 import dataclasses
 import math
@@ -55,7 +55,7 @@ class Spread:
         return cls(statistics.median(values), min(values), max(values), len(values))
 
     def describe(self, form: Callable[[int | float], str]) -> str:
-        """The median and, if n > 1, the range; `form` formats one number."""
+        """Formats the median and, if n > 1, the range; `form` formats one number."""
         if self.n == 1:
             return form(self.median)
         ends = f"{form(self.min)} to {form(self.max)}"
@@ -63,20 +63,23 @@ class Spread:
 
 
 def state_bytes(state: TrainState, device: Device) -> int:
-    """Bytes of a state's shards in the memory of one local device."""
+    """Bytes of a state's shards in the default memory of one local device."""
     kind = device.default_memory().kind
     return sum(
         array_bytes(shard.data.shape, shard.data.dtype)
         for array in jax.tree.leaves(state)
         if array.sharding.memory_kind == kind
-        if isinstance(array, jax.Array)  # the others rest on disks
+        if isinstance(array, jax.Array)  # disk arrays hold no device memory
         for shard in array.addressable_shards
         if shard.device == device
     )
 
 
 def peak_bytes(devices: Sequence[Device]) -> int | None:
-    """Most memory in arrays on any of some local devices since the start."""
+    """Largest allocation on any of some local devices since the process started.
+
+    None if the devices do not report memory, as CPUs.
+    """
     stats = [device.memory_stats() or {} for device in devices]
     peaks = [each["peak_bytes_in_use"] for each in stats if "peak_bytes_in_use" in each]
     return max(peaks, default=None)
@@ -85,10 +88,10 @@ def peak_bytes(devices: Sequence[Device]) -> int | None:
 WARM_UP_STEPS = 3
 TIMED_ROUNDS = 5
 STEPS_PER_ROUND = 8
-"""Maximum; slow steps are timed in smaller rounds."""
+"""Maximum number of steps per timed round; slow steps are timed in smaller rounds."""
 _ROUND_SECONDS = 4
 _LONG_SECONDS = 10
-"""Steps this slow are logged one by one."""
+"""Seconds per step from which each step is logged."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,28 +99,28 @@ class Measurement:
     """Speed and memory of some steps of a run.
 
     Args:
-        name: Label.
-        device: Kind of the devices.
+        name: Label of the measurement.
+        device: Kind of the devices, such as "NVIDIA H100".
         num_devices: Number of devices.
         tokens_per_second_per_device: Spread over the timed rounds.
-        step_seconds: Spread of the time per step, from the first call of a round until
-            its last state is ready; steps in between are not waited for, as in
+        step_seconds: Spread of seconds per step, from the first call of a round until
+            the last state is ready. The host does not wait between steps, as in
             training.
         model_tflops_per_device: 6 N x tokens per second, 4 N under adapters, with N the
             parameters except embedding tables; without attention and recomputation.
         mfu: Fraction of peak FLOP/s, with causal attention counted half; None if the
             peak is unknown.
         mfu_full_attention: Fraction of peak FLOP/s, with attention counted in full.
-        peak_bytes: Most memory in arrays on any device since the start; None if the
-            devices do not report it.
-        predicted_peak_bytes: Arguments, results and temporaries of the compiled step
-            (for an offloaded state: of its programs, plus transfers); None if the
-            compiler does not report it.
+        peak_bytes: Largest allocation on any device since the start, in bytes; None if
+            the devices do not report memory.
+        predicted_peak_bytes: Bytes of arguments, results and temporaries of the
+            compiled step (with an offloaded state: of all programs, plus transfers);
+            None if the compiler does not report memory.
         state_bytes: Bytes of the state on the first device.
         moved_state_bytes: Bytes of the offloaded state per device.
-        disk_state_bytes: Bytes of these on disks.
-        num_params: Parameters of the model.
-        compile_seconds: Time to trace and compile the step.
+        disk_state_bytes: Bytes of the offloaded state per device that are on disks.
+        num_params: Number of parameters of the model.
+        compile_seconds: Seconds to trace and compile the step.
         first_loss: Loss before any update, in nats per token.
         loss: Loss after the last update.
         versions: Versions of Python and packages.
@@ -153,17 +156,18 @@ def measure(
 ) -> Measurement:
     """Trains and times a few steps on synthetic tokens.
 
-    The learning rate is warmed up over these steps; all else is as configured.
+    The learning rate is warmed up over these steps; every other setting is as
+    configured.
 
     Args:
-        config: A run of a built-in model; its data is not read.
+        config: Settings of a run of a built-in model; the data is not read.
         name: Label of the measurement.
         devices: Devices to use; all by default.
-        num_warm_up: Steps before the timed ones, 1 or more.
-        num_rounds: Timed rounds, 1 or more.
+        num_warm_up: Number of steps before the timed rounds, 1 or more.
+        num_rounds: Number of timed rounds, 1 or more.
 
     Returns:
-        The measurement; memory is that of this process's devices.
+        The measurement; memory is measured on this process's devices.
 
     Raises:
         ConfigError: Settings that cannot work.
@@ -205,7 +209,7 @@ def measure(
 
 
 def describe_measurement(measurement: Measurement) -> str:
-    """A table of at most 100 columns; unknown values have no row."""
+    """Formats a table of at most 100 columns; unknown values have no row."""
     speed, seconds = measurement.tokens_per_second_per_device, measurement.step_seconds
     rows = [
         ("devices", f"{measurement.num_devices} x {measurement.device}"),
@@ -238,7 +242,9 @@ def describe_measurement(measurement: Measurement) -> str:
 
 
 def check_losses(losses: Sequence[float]) -> None:
-    """Checks that the losses of repeated steps on one batch fall.
+    """Refuses losses of two or more repeated steps on one batch that do not fall.
+
+    The speed of a program that does not train means nothing.
 
     Example:
         >>> check_losses([2.5, 2.0])
@@ -252,7 +258,10 @@ def check_losses(losses: Sequence[float]) -> None:
 
 
 def _shorten(config: Config, num_steps: int) -> Config:
-    """The same work per step, with a learning rate that reaches its peak."""
+    """Config of `num_steps` steps on synthetic tokens, with a constant schedule.
+
+    The compute per step is unchanged.
+    """
     optimizer = dataclasses.replace(
         config.optimizer, schedule="constant", num_warmup_steps=num_steps
     )
@@ -263,7 +272,7 @@ def _shorten(config: Config, num_steps: int) -> Config:
 
 
 def _place_batch(run: Run) -> Batch:
-    """One global batch, on the devices."""
+    """Places one global batch on the devices."""
     rows, shardings = open_rows(run.config, "train"), run.plan.batch_sharding
     sizes = resolve_batch(run.config, run.plan.num_batch_shares)
     num_rows = sizes.global_batch_size
@@ -274,15 +283,18 @@ def _place_batch(run: Run) -> Batch:
 def _take_steps(
     run: Run, batch: Batch, num_warm_up: int, num_rounds: int
 ) -> tuple[list[float], list[float], TrainState]:
+    """Times warm-up and rounds; returns seconds per step, losses and the last state."""
     state, seconds, losses = run.state, [], []
     num_steps = 1
     for number in range(num_warm_up + num_rounds):
         if number == num_warm_up:
+            # Times of earlier steps may include compilation.
             num_steps = steps_per_round(seconds[-1])
         start = time.perf_counter()
         for _ in range(num_steps):
             state, metrics = run.step(state, batch)
             losses.append(metrics["loss"])
+        # The host waits once per round: waiting after each step would expose dispatch.
         jax.block_until_ready((state, losses))
         seconds.append((time.perf_counter() - start) / num_steps)
         if seconds[-1] >= _LONG_SECONDS:
@@ -291,13 +303,14 @@ def _take_steps(
 
 
 def steps_per_round(step_seconds: float) -> int:
-    """Number of steps timed together, from the seconds of one step."""
+    """Number of steps timed together, for a given time of one step."""
     return min(STEPS_PER_ROUND, math.ceil(_ROUND_SECONDS / step_seconds))
 
 
 def _speed(
     config: Config, devices: Sequence[Device], num_tokens: int, seconds: list[float]
 ) -> dict[str, Any]:
+    """Fields of a `Measurement` that follow from the seconds per step of each round."""
     speed = Spread.of([num_tokens / len(devices) / each for each in seconds])
     dtype = config.precision.compute_dtype
     configured_peak = config.observe.peak_tflops * 1e12

@@ -1,8 +1,8 @@
-"""Commands that read checkpoints: `zjax generate`, `evaluate`, `export` and `check`.
+"""Commands that read checkpoints: generate, evaluate, export, rewind and check.
 
-The first three use the weights of `--part` at `--step`, by default the evaluation
-weights of the newest checkpoint, and print which. `--run` names a run that describes
-itself.
+`zjax generate`, `evaluate` and `export` use the weights of `--part` at `--step`, by
+default the evaluation weights of the newest checkpoint, and print which. `--run` names
+the directory of a run, whose checkpoints hold the settings.
 """
 
 import argparse
@@ -48,14 +48,14 @@ from zjax.stack.forward import AUXILIARY_LOSS
 from zjax.train.average import choose_part, parts_of
 
 CONVERSATION_SUFFIXES = (*JSON_SUFFIXES, *tables.SUFFIXES)
-"""Names of files that hold conversations, not texts, end so."""
+"""Suffixes of files that hold conversations instead of texts."""
 _MAX_DIGITS = 18
 _MAX_EXPONENT = 700
-"""Losses of which e to their power is a number."""
+"""Bound of losses whose exponential is a finite number."""
 
 
 def settings() -> Config:
-    """Reads the settings of the run that `--run`, or `--config` and others, name."""
+    """Reads the settings of the run that `--run`, or `--config` with others, names."""
     if not flags.FLAGS.run:
         return config_from_flags()
     refuse_flags(FILE_FLAGS, "has no effect with --run, which has settings")
@@ -65,12 +65,13 @@ def settings() -> Config:
     if not saved:
         remedy = "give its settings by --config"
         raise ConfigError(Problem("run", directory, "holds no settings", remedy))
+    # The folder may have moved, and the run may have had more or fewer devices.
     here = {"directory": directory, "checkpoint.resume": "auto", "microbatch_size": 0}
     return load_config(saved, here, *changes_given())
 
 
 def settings_to_evaluate() -> Config:
-    """Reads settings as `settings` does, or those of a Hugging Face checkpoint."""
+    """Reads settings as `settings` does, or makes some for Hugging Face weights."""
     if not names_huggingface():
         return settings()
     refuse_flags(FILE_FLAGS, "has no effect on the checkpoint that --run names")
@@ -83,7 +84,7 @@ def settings_to_evaluate() -> Config:
 
 
 def names_huggingface() -> bool:
-    """Says whether `--run` names a Hugging Face checkpoint, and not a run."""
+    """Whether `--run` names a Hugging Face checkpoint instead of a run."""
     if not flags.FLAGS.run:
         return False
     folder = pathlib.Path(local_path("run", flags.FLAGS.run))
@@ -91,7 +92,7 @@ def names_huggingface() -> bool:
 
 
 def chosen_step(store: Store) -> int:
-    """The checkpoint that `--step` names."""
+    """Step of the checkpoint that `--step` names: latest, best or a number."""
     given = flags.FLAGS.step
     if given == "latest":
         return store.resolve(None)
@@ -111,7 +112,7 @@ def chosen_step(store: Store) -> int:
 
 
 def _report_unsaved_best(store: Store, best: int) -> None:
-    """Warns if an evaluation had a lower loss than every checkpoint that is kept."""
+    """Warns if an evaluation had a lower loss than every stored checkpoint."""
     lowest = lowest_evaluation(store.extra())
     if lowest is None or lowest[0] == best or jax.process_index() != 0:
         return
@@ -123,16 +124,16 @@ def _report_unsaved_best(store: Store, best: int) -> None:
 
 
 def open_store(directory: str) -> Store:
-    """The checkpoints of the run in a directory."""
+    """Opens the checkpoints of the run in a directory."""
     return Store(os.path.join(directory, "checkpoints"))
 
 
 def restored(config: Config) -> tuple[Trainer, str]:
-    """A trainer restored from a checkpoint, and the kind of weights to use."""
-    # A given step makes no directory.
+    """Restores a trainer from a checkpoint, and picks the kind of weights to use."""
+    # A trainer with a given step creates no directory.
     if names_huggingface():
         trainer = Trainer(config, step=0)
-    else:  # what the run started from may be gone
+    else:  # the initial weights of the run may be gone
         step = chosen_step(open_store(config.directory))
         trainer = Trainer(load_config(config, STARTED_FROM), step=step)
     part = choose_part(flags.FLAGS.part, parts_of(trainer.state))
@@ -142,10 +143,11 @@ def restored(config: Config) -> tuple[Trainer, str]:
 
 
 def generate() -> None:
-    """Continues a prompt, or answers it as a message, with a checkpoint.
+    """Continues a prompt, or answers a message, with the weights of a checkpoint.
 
-    Results of a file are printed as a line of JSON each, `{"prompt": ..., "text": ...}`
-    or `{"messages": ...}` with the answer, and are what the prompts alone would give.
+    Each prompt of a file gives one line of JSON, `{"prompt": ..., "text": ...}` or
+    `{"messages": ...}` with the answer. The results do not depend on the number of
+    prompts.
     """
     given = flags.FLAGS
     check_sampling(given.temperature, given.top_p)
@@ -153,6 +155,7 @@ def generate() -> None:
     is_named = given.chat not in ("", NO_VALUE)
     chat = local_path("chat", given.chat) if is_named else ""
     trainer, part = restored(settings())
+    # All prompts are checked before any text is written.
     encoded = trainer.encode_prompts(
         prompts, chat=chat, special_tokens=given.special_tokens
     )
@@ -179,8 +182,8 @@ def texts_given() -> list[str]:
 def chats_given() -> list[Conversation]:
     """Reads the conversations to answer.
 
-    `--prompt`, or each line of a text that `--file` names, is the message of a user;
-    JSON Lines and tables hold whole conversations.
+    `--prompt`, or each line of a text file, is the message of a user. JSON Lines and
+    tables hold conversations of several messages.
     """
     given = flags.FLAGS
     refuse_flags(
@@ -199,7 +202,7 @@ def chats_given() -> list[Conversation]:
 
 
 def describe_text(given: str | Conversation, text: str, *, as_json: bool) -> str:
-    """Writes a prompt with the text that follows it.
+    """Formats a prompt with the generated text, as plain text or as a line of JSON.
 
     Example:
         >>> describe_text("one", " two", as_json=True)
@@ -216,7 +219,7 @@ def describe_text(given: str | Conversation, text: str, *, as_json: bool) -> str
 
 
 def read_prompts(path: str) -> list[str]:
-    """The prompts of `--file`, one on each line."""
+    """Reads the prompts of `--file`, one on each line; no line may be empty."""
     refuse_flags(["prompt"], "has no effect with --file")
     path = local_path("file", path)
     try:
@@ -233,7 +236,7 @@ def read_prompts(path: str) -> list[str]:
 
 
 def check_sampling(temperature: float, top_p: float) -> None:
-    """Refuses flags of sampling that are out of range, before weights are read."""
+    """Refuses sampling flags out of range, before weights are read."""
     problems = []
     if not 0 <= temperature < math.inf:
         remedy = "use 0 or more"
@@ -248,8 +251,8 @@ def check_sampling(temperature: float, top_p: float) -> None:
 def evaluate(config: Config) -> None:
     """Prints loss and metrics of a checkpoint on the evaluation data.
 
-    The perplexity of a decoder is e to its cross-entropy: its loss, unless
-    `model.z_loss` adds to it, without that of the router of its experts.
+    Perplexity is exp(cross-entropy) in nats per token. It is printed for decoders
+    without `model.z_loss`, and the auxiliary loss of the router is subtracted first.
     """
     if not config.evaluation.num_batches:
         problem, remedy = "evaluates nothing", "use a number of batches, or -1 for all"
@@ -267,7 +270,7 @@ def evaluate(config: Config) -> None:
 
 
 def export() -> None:
-    """Writes the weights of a checkpoint: safetensors, for transformers, for PEFT."""
+    """Writes the weights of a checkpoint: safetensors, for transformers or for PEFT."""
     config = settings()
     name, write = "model.safetensors", export_safetensors
     if flags.FLAGS.format == "hf":
@@ -284,7 +287,7 @@ def export() -> None:
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that reports errors as zjax does."""
+    """Argument parser that raises errors as `ConfigError`."""
 
     def error(self, message: str) -> NoReturn:
         """Raises the parser's message as a `ConfigError`."""
@@ -294,7 +297,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def rewind() -> None:
-    """Sets the checkpoints of a run after a chosen one aside."""
+    """Sets aside the checkpoints of a run after a chosen step."""
     directory = local_path("run", flags.FLAGS.run)
     store = open_store(directory)
     if flags.FLAGS.step == "latest":
@@ -310,7 +313,7 @@ def rewind() -> None:
 
 
 def check() -> None:
-    """Reads the checkpoints of a run; exits with a status that names what it found."""
+    """Verifies the checkpoints of a run, and exits with a status by the verdict."""
     parser = Parser("zjax check", allow_abbrev=False)
     parser.add_argument("directory", help="of a run, or its checkpoints")
     verdicts = inspect_steps(parser.parse_args(sys.argv[2:]).directory)

@@ -1,4 +1,4 @@
-"""`zjax data prepare`, `zjax data analyze` and `zjax convert`."""
+"""Commands `zjax data prepare`, `zjax data analyze` and `zjax convert`."""
 
 import json
 import os
@@ -62,7 +62,7 @@ def prepare_data() -> None:
 
 
 def describe_lengths(sizes: np.ndarray) -> str:
-    """Says how long conversations are, for a choice of `data.length`.
+    """Describes percentiles of conversation lengths, for a choice of `data.length`.
 
     Example:
         >>> describe_lengths(np.array([30, 20, 1_000, 40]))
@@ -83,7 +83,9 @@ def analyze_data() -> None:
     config = config_from_flags()
     if problems := list(ranges.range_problems(config)):
         raise ConfigError(*problems)
-    sys.path.insert(0, os.getcwd())  # where a module of the user's is
+    sys.path.insert(
+        0, os.getcwd()
+    )  # `--metrics=module:function` may name a module in the working directory
     output = flags.FLAGS.output
     num_processes = flags.FLAGS.num_processes or len(os.sched_getaffinity(0))
     rows = source.open_rows(config, "train")
@@ -117,12 +119,13 @@ def analyze_data() -> None:
 
 
 def describe_indexes(indexes: Mapping[str, Index]) -> str:
-    """A table of the values of each metric: percentiles and distinct values."""
+    """Formats a table of percentiles and distinct values of each metric."""
     columns = ("metric", "min", "5 %", "median", "95 %", "max", "distinct")
     rows = []
     for name, index in indexes.items():
         last = len(index.values) - 1
         shown = [index.values[last * percent // 100] for percent in _PERCENTILES]
+        # Values are sorted and may be memory-mapped: slices bound the memory.
         distinct = 1 + sum(
             int((part[1:] != part[:-1]).sum()) for part in _overlapping(index)
         )
@@ -131,15 +134,15 @@ def describe_indexes(indexes: Mapping[str, Index]) -> str:
 
 
 def _overlapping(index: Index, size: int = 1 << 20) -> Iterator[np.ndarray]:
-    """Parts of the values, each beginning with the last value of the one before."""
+    """Yields slices of the values; each begins with the last value of the previous."""
     for start in range(0, len(index.values), size):
         yield index.values[start : start + size + 1]
 
 
 def convert_file() -> None:
-    """Prints a config file, and on stderr what becomes of each key of DeepSpeed.
+    """Prints the config of a ds_config.json, and on stderr the fate of each key.
 
-    It exits with status 1 where keys are not supported.
+    Exits with status 1 if any key is not supported.
     """
     parser = Parser("zjax convert", allow_abbrev=False)
     parser.add_argument("file", help="ds_config.json of DeepSpeed")
@@ -155,7 +158,7 @@ def convert_file() -> None:
 
 
 def summarise_file(path: str) -> str:
-    """How many keys of a file became what, and the command that lists them."""
+    """Counts the keys of a ds_config.json by result, and names the detailed command."""
     return f"{path}: {report.summary(_read(path))}; each key: zjax convert {path}"
 
 

@@ -1,4 +1,4 @@
-"""Disk throughput of a step's transfers, compared with direct reads and writes."""
+"""Compares disk throughput of a step's transfers with direct reads and writes."""
 
 import dataclasses
 import mmap
@@ -23,7 +23,7 @@ from zjax.storage.io_threads import CONCURRENCY
 from zjax.storage.scratch import check_disks, open_scratch
 
 ARRAY_BYTES = 256 << 20
-"""The largest array of a model of 6.7 billion parameters."""
+"""Bytes of the largest array of a model of 6.7 billion parameters."""
 NUM_ARRAYS = 8
 WARM_UP_ROUNDS, TIMED_ROUNDS = 3, 5
 
@@ -33,11 +33,12 @@ class DiskSpeed:
     """Bytes per second of several disks together.
 
     Args:
-        name: The disks.
-        write: From device arrays to complete files.
-        read: From files to device arrays.
-        raw_write: `pwrite` to files opened with O_DIRECT, with the same concurrency.
-        raw_read: `preadv` from such files.
+        name: Directories of the disks, joined by commas.
+        write: Bytes per second from device arrays to complete files.
+        read: Bytes per second from files to device arrays.
+        raw_write: Bytes per second of `pwrite` to files opened with O_DIRECT, with the
+            concurrency of a step.
+        raw_read: Bytes per second of `preadv` from files opened with O_DIRECT.
     """
 
     name: str
@@ -53,7 +54,11 @@ def measure_disks(
     array_bytes: int = ARRAY_BYTES,
     num_arrays: int = NUM_ARRAYS,
 ) -> DiskSpeed:
-    """Writes and reads arrays, in turn with plain files."""
+    """Measures writes and reads of arrays, in turn with plain files of equal bytes.
+
+    `paths` are existing directories, one per disk. Arrays below 16 MiB, or not a
+    multiple, give no meaningful numbers.
+    """
     plan = _make_plan(paths, array_bytes)
     check_disks(paths, 2 * num_arrays * [disk_bytes(plan)])
     total = num_arrays * array_bytes
@@ -64,6 +69,7 @@ def measure_disks(
     )
     rates: list[list[float]] = []
     for _ in range(WARM_UP_ROUNDS + TIMED_ROUNDS):
+        # The sides take turns within a round, so that drift of a disk hits both alike.
         steps = [step for side in sides for step in (side.write, side.read)]
         rates.append([total / _seconds(step) for step in steps])
     for side in sides:
@@ -75,7 +81,7 @@ def measure_disks(
 
 
 def describe_disks(speed: DiskSpeed) -> str:
-    """A table of the speeds, at most 100 columns wide."""
+    """Formats a table of the speeds, at most 100 columns wide."""
 
     def cells(what: str, ours: Spread, raw: Spread) -> tuple[str, ...]:
         rates = (x.describe(lambda b: f"{b / 1e9:.2f}") for x in (ours, raw))
@@ -90,6 +96,7 @@ def describe_disks(speed: DiskSpeed) -> str:
 
 
 def _make_plan(paths: tuple[str, ...], array_bytes: int) -> ArrayPlan:
+    """Plan of one float32 array of a given size on disks, on the first device."""
     mesh = make_mesh(Mesh(), jax.devices()[:1])
     sharding = NamedSharding(mesh, PartitionSpec())
     shape, dtype = (array_bytes // 1024, 256), np.dtype(np.float32)
@@ -108,7 +115,7 @@ class _Arrays:
         self.held: list[DiskArray] = []
 
     def write(self) -> None:
-        # New arrays: JAX caches a host copy of those that were transferred before.
+        # New arrays for each write: JAX caches the host copy of a transferred array.
         arrays = [self.make(key, self.plan.shape) for key in self.keys]
         self.held = [DiskArray.write(x, self.plan) for x in arrays]
         for x in self.held:
@@ -134,6 +141,7 @@ class _Files:
         paths = (self.scratch.take("file", size) for _ in range(num_files))
         self.files = [*map(pathlib.Path, paths)]
         content = np.random.default_rng(0).bytes(size)
+        # O_DIRECT needs page-aligned buffers, which mmap returns.
         self.free = [mmap.mmap(-1, size) for _ in range(CONCURRENCY)]
         for buffer in self.free:
             buffer[:] = content
@@ -152,6 +160,8 @@ class _Files:
             self.scratch.remove(str(path))
 
     def _each(self, flags: int, act: Callable[[int, mmap.mmap], int]) -> None:
+        """Applies `act` to all files concurrently, each with a free buffer."""
+
         def one(path: pathlib.Path) -> None:
             buffer = self.free.pop()
             file = os.open(path, flags | os.O_DIRECT, 0o600)
@@ -166,6 +176,7 @@ class _Files:
 
 
 def _seconds(step: Callable[[], None]) -> float:
+    """Wall-clock seconds of a call."""
     start = time.perf_counter()
     step()
     return time.perf_counter() - start

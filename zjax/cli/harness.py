@@ -1,4 +1,4 @@
-"""Tasks of the Language Model Evaluation Harness (`lm_eval`) on a trained decoder.
+"""Runs tasks of the Language Model Evaluation Harness (`lm_eval`) on a trained decoder.
 
 Reference: Gao et al., A framework for few-shot language model evaluation, 2021.
 """
@@ -18,11 +18,11 @@ from zjax.run.trainer import Trainer
 from zjax.train.average import with_part
 
 Row = tuple[Sequence[int], Sequence[int]]
-"""Tokens of a context, and those that continue it."""
+"""Token ids of a context, and token ids of the continuation."""
 _SHORTEST = 16
-"""Rows are padded to this length, or a power of two above."""
+"""Least padded length of a row; longer rows are padded to a power of two."""
 _MAX_NEW_TOKENS = 256
-"""Where a task does not say how long its answers are."""
+"""Number of new tokens if a task sets no limit."""
 
 
 def evaluate_with_harness(
@@ -36,14 +36,14 @@ def evaluate_with_harness(
     """Runs tasks of lm-evaluation-harness on the built-in decoder of a run.
 
     Args:
-        trainer: A trainer, as restored from a checkpoint.
-        tasks: Names of tasks, or what else `lm_eval.simple_evaluate` takes.
-        part: Weights, as for `Trainer.evaluate`.
-        num_rows: Rows that are scored at a time, 1 or more. Each device sees all.
-        settings: Other arguments of `lm_eval.simple_evaluate`, such as `limit=100`.
+        trainer: Trainer, as restored from a checkpoint.
+        tasks: Names of tasks, or task objects of `lm_eval.simple_evaluate`.
+        part: Kind of weights, as for `Trainer.evaluate`.
+        num_rows: Number of rows scored at a time, 1 or more, on every device.
+        settings: Further arguments of `lm_eval.simple_evaluate`, such as `limit=100`.
 
     Returns:
-        What `lm_eval.simple_evaluate` returns: scores by task under `results`.
+        The result of `lm_eval.simple_evaluate`: scores by task under `results`.
 
     Raises:
         PackageError: lm_eval is not installed.
@@ -57,12 +57,12 @@ def evaluate_with_harness(
 
 
 class Scorer:
-    """Log-probabilities of texts, and texts, by the built-in decoder of a run.
+    """Computes log-probabilities and continuations of texts by the decoder of a run.
 
     Args:
-        trainer: A trainer, as restored from a checkpoint.
-        part: Weights, as for `Trainer.evaluate`.
-        num_rows: Rows that are scored at a time, 1 or more.
+        trainer: Trainer, as restored from a checkpoint.
+        part: Kind of weights, as for `Trainer.evaluate`.
+        num_rows: Number of rows scored at a time, 1 or more.
 
     Raises:
         ConfigError: The run has no decoder, or no such weights.
@@ -82,10 +82,10 @@ class Scorer:
         self._model = trainer.run.bind(self._state)
 
     def score(self, rows: Sequence[Row]) -> list[tuple[float, bool]]:
-        """Log-probability of each continuation, and whether it is the most likely.
+        """Natural log-probability of each continuation, and whether it is greedy.
 
-        Contexts lose their first tokens where a row exceeds `max_length`, which is
-        `model.max_positions` with rotary positions.
+        A context has one token or more, and loses first tokens where a row exceeds
+        `max_length`. With rotary positions `max_length` is `model.max_positions`.
         """
         longest = max((len(continuation) for _, continuation in rows), default=0)
         if longest > self.max_length:
@@ -93,6 +93,7 @@ class Scorer:
             bound = f"model.{self._bound}={self.max_length}"
             problem = f"has {longest} tokens, more than {bound}"
             raise ConfigError(Problem("continuation", "...", problem, remedy))
+        # Longest first, so that rows of one batch need similar padding.
         order = sorted(range(len(rows)), key=lambda i: -sum(map(len, rows[i])))
         found: list[tuple[float, bool]] = [(0.0, True)] * len(rows)
         for start in range(0, len(rows), self._num_rows):
@@ -104,16 +105,19 @@ class Scorer:
 
     @property
     def prefix_id(self) -> int:
-        """The token before a text without context: BOS, or the one that ends texts."""
+        """Token before a text without context: BOS, or the token that ends texts."""
         bos = self.tokenizer.bos_id
         return self.tokenizer.end_id if bos is None else bos
 
     def encode_pair(self, context: str, continuation: str) -> Row:
-        """Encodes a context, and what follows it in the tokens of both together."""
+        """Encodes a context, and the continuation by the tokens of both texts together.
+
+        `prefix_id` replaces a context that is empty or all spaces.
+        """
         start = context.rstrip()
         if not start:
             return [self.prefix_id], self.encode_inner(context + continuation)
-        # Spaces at its end belong to the next token in most vocabularies.
+        # Spaces at the end of a context belong to the next token in most vocabularies.
         whole, before = (self._encode(x) for x in (context + continuation, start))
         return before, whole[len(before) :]
 
@@ -124,24 +128,31 @@ class Scorer:
     def render(self, messages: Sequence[Any], *, asks: bool) -> str:
         """Renders messages by the chat template of the data, for later contexts.
 
-        Names of special tokens in all later texts are these tokens.
+        From then on, names of special tokens in texts are encoded as special tokens.
+        `asks` appends the prompt for an answer.
         """
         self._has_template = True
         return self.prompts.chat.text_of(as_talk(messages), asks=asks)
 
     def _encode(self, text: str) -> list[int]:
+        """Encodes a text with BOS, as a rendered template if there is one."""
         special_tokens = self._has_template
         return self.tokenizer.encode(text, special_tokens=special_tokens).tolist()
 
     def continue_text(
         self, context: str, *, until: Sequence[str] = (), max_new_tokens: int
     ) -> str:
-        """The most likely continuation of a text, up to the first of some strings."""
+        """Greedy continuation of a text, up to the first of the strings `until`.
+
+        Contexts that are too long lose first tokens; `prefix_id` replaces an empty
+        context.
+        """
         number = min(max_new_tokens, self.max_length - 1)
         ids = self._encode(context) or [self.prefix_id]
         ids = ids[-(self.max_length - number) :]
         length = min(_padded(len(ids)), self.max_length - number)
         tokens = np.zeros((1, length), np.int32)
+        # Prompts are padded on the left, because continuations follow the last column.
         tokens[0, length - len(ids) :] = ids
         out = self._run.generate(
             self._state,
@@ -156,6 +167,7 @@ class Scorer:
         return text[: min(cuts)] if cuts else text
 
     def _score(self, rows: Sequence[Row]) -> list[tuple[float, bool]]:
+        """Scores one batch of at most `num_rows` rows, padded on the right."""
         most = self.max_length + 1
         texts = [[*context, *wanted][-most:] for context, wanted in rows]
         longest = max(len(text) for text in texts) - 1
@@ -175,16 +187,17 @@ class Scorer:
 
 
 def _padded(length: int) -> int:
+    """Padded length of a row: a power of two, so that few shapes are compiled."""
     return max(_SHORTEST, 1 << (length - 1).bit_length())
 
 
 def _make_model(scorer: Scorer) -> Any:
-    """The model as lm_eval takes it."""
+    """Wraps a scorer as a model of lm_eval."""
     from lm_eval import utils  # pyright: ignore[reportMissingImports]
     from lm_eval.api.model import LM  # pyright: ignore[reportMissingImports]
 
     class Model(LM):
-        """A `Scorer` under the names of lm_eval."""
+        """A `Scorer` under the method names of lm_eval."""
 
         tokenizer_name = scorer.tokenizer.name
 

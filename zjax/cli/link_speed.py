@@ -1,4 +1,4 @@
-"""Bytes by link of each program, and the time of a step over a slow link."""
+"""Bytes that programs send over slow and fast links, and step time over slow links."""
 
 import collections
 import dataclasses
@@ -33,11 +33,14 @@ NAMES = {"train": "train step", "end_of_round": "end of a round"}
 LOCAL = {"train": "local step"}
 EXCHANGE = "exchange"
 _SILENT = ("outer_gradients_", "merge_", "without_errors")
-"""Beginnings of the names of programs that send nothing to other replicas."""
+"""Prefixes of the names of programs that send nothing to other replicas."""
 
 
 def report_links(step: Step, config: Config, batch: Batch) -> str:
-    """Compiles every program of a run that sends, and reports bytes by link."""
+    """Compiles every program of a run that communicates, and tables bytes by link.
+
+    Programs of the fragments of local steps share a row, which shows the mean.
+    """
     times = {
         name: number
         for name, number in count_programs(config).items()
@@ -60,6 +63,7 @@ def report_links(step: Step, config: Config, batch: Batch) -> str:
 
 
 def _label(program: str, config: Config) -> str:
+    """Name of a program in the table."""
     if program.startswith("mean_"):
         return EXCHANGE
     names = NAMES | (LOCAL if make_rounds(config) is not None else {})
@@ -67,11 +71,11 @@ def _label(program: str, config: Config) -> str:
 
 
 ASSUMED_MFU = 0.4
-"""Share of the peak that a step is assumed to reach without its communication."""
+"""Fraction of peak FLOP/s that a step is assumed to reach without communication."""
 ASSUMED_DEVICE = "NVIDIA H100"
-"""Whose peak counts where that of the devices is not known."""
+"""Device whose peak FLOP/s is assumed if the peak of the devices is unknown."""
 WORTH_IT = 0.95
-"""Steps that take more than this share of the baseline's do not pay for the trouble."""
+"""Largest fraction of the baseline's step time at which a method pays."""
 NOTE = (
     "sent: bytes from one node (replica) to others in a step, on average over the run\n"
     "(a round of DiLoCo takes {} steps); no communication is hidden behind\n"
@@ -82,19 +86,20 @@ _PREFIXES = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 
 
 def parse_speed(text: str) -> float:
-    """Bytes per second of a link.
+    """Parses the speed of a link into bytes per second.
 
     Args:
-        text: A number above 0 with a prefix k, m, g or t in either case, then `bps` for
+        text: Number above 0 with a prefix k, m, g or t in either case, then `bps` for
             bits or `Bps` for bytes.
 
     Raises:
-        ConfigError: It is not a speed.
+        ConfigError: The text is not a speed.
 
     Example:
         >>> parse_speed("100mbps"), parse_speed("1Gbps"), parse_speed("25GBps")
         (12500000.0, 125000000.0, 25000000000.0)
     """
+    # Only the case of `b` and `B` matters: bits or bytes.
     found = _SPEED.fullmatch(text[:-3].lower() + text[-3:])
     speed = 0.0
     if found:
@@ -109,14 +114,14 @@ def parse_speed(text: str) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """A step by one method.
+    """Predicted step of a run by one method of communication.
 
     Args:
-        method: Its name.
-        sent: Bytes that a node sends.
-        seconds: Of the step, computing included.
-        link_seconds: Of them on the link.
-        obstacle: Why the run cannot use the method; the rest is then 0.
+        method: Name of the method.
+        sent: Bytes that a node sends per step.
+        seconds: Seconds of the step, computation included.
+        link_seconds: Seconds of the step spent on the link.
+        obstacle: Reason why the run cannot use the method; all numbers are then 0.
     """
 
     method: str
@@ -127,7 +132,7 @@ class Prediction:
 
 
 def check_link(config: schema.Config, num_devices: int, link: str) -> tuple[float, int]:
-    """Bytes per second of a link, and the number of nodes that it joins."""
+    """Parses a link's speed into bytes per second, and counts the nodes it joins."""
     speed = parse_speed(link)
     nodes = axes.axis_sizes(config, num_devices)[meshes.REPLICA]
     if nodes == 1:
@@ -138,12 +143,12 @@ def check_link(config: schema.Config, num_devices: int, link: str) -> tuple[floa
 
 
 def report_link(config: schema.Config, num_devices: int, link: str) -> str:
-    """Predicts a step by each method over a link, and says which methods pay.
+    """Predicts a step by each method over a link, and marks methods that pay.
 
     Args:
         config: Checked settings of a built-in model.
         num_devices: Devices of the run; replicas are the nodes.
-        link: Speed of the link of each node, such as `1gbps`.
+        link: Speed of each node's link, such as `1gbps`.
 
     Returns:
         A table of at most 80 columns.
@@ -175,7 +180,10 @@ def report_link(config: schema.Config, num_devices: int, link: str) -> str:
 
 
 def describe_predictions(predictions: list[Prediction], baseline: str) -> str:
-    """A table of predictions, with the fastest and those that are not worth it."""
+    """Formats predictions as a table, with refusals below.
+
+    Methods are compared with `baseline`, or the first possible method if it is refused.
+    """
     found = [each for each in predictions if not each.obstacle]
     least = min(each.seconds for each in found)
     base = next((each for each in found if each.method == baseline), found[0])
@@ -201,6 +209,7 @@ def _seconds(number: float) -> str:
 
 
 def _verdict(each: Prediction, least: float, base: Prediction) -> str:
+    """Says whether a method is the fastest, the baseline, pays or is not worth it."""
     if each.seconds == least:
         return "fastest"
     if each is base:
@@ -216,6 +225,7 @@ def _predict(
     compute: float,
     speed: float,
 ) -> Prediction:
+    """Predicts a step by one method, or finds the obstacle."""
     try:
         check_config(config, num_devices)
         sent = sent_per_step(_plan(config, model, num_devices), config)
@@ -226,13 +236,14 @@ def _predict(
 
 
 def _plan(config: schema.Config, model: Model, num_devices: int) -> Plan:
+    """Plans a run on an abstract mesh, for any number of devices."""
     mesh = meshes.abstract_mesh(config.mesh, num_devices)
     tx: Any = make_optimizer(config, model)
     return make_plan(config, mesh, model, tx)
 
 
 def _compute_seconds(config: schema.Config, num_devices: int) -> tuple[float, str]:
-    """Seconds of the FLOPs of a step, and the formula with its numbers."""
+    """Seconds of a step's FLOPs, and the formula with all numbers."""
     sizes = axes.axis_sizes(config, num_devices)
     shares = math.prod(sizes[axis] for axis in axes.BATCH_AXES)
     tokens = resolve_batch(config, shares).global_batch_size * config.data.length
@@ -253,7 +264,7 @@ def _compute_seconds(config: schema.Config, num_devices: int) -> tuple[float, st
 
 
 def _peak_flops(config: schema.Config) -> tuple[float, str]:
-    """Peak of a device, and where it comes from."""
+    """Peak FLOP/s of a device, and the source of the number."""
     if config.observe.peak_tflops:
         return config.observe.peak_tflops * 1e12, "observe.peak_tflops"
     dtype = config.precision.compute_dtype

@@ -48,7 +48,7 @@ from zjax.train.average import PARTS
 DTYPES = ("float32", "bfloat16", "float16")
 MAX_PROCESSES = 1_024
 SAMPLE_TOKENS = 100
-"""Length of the text shown at the end of a run of a long enough model."""
+"""Number of tokens of the sample that is shown at the end of training."""
 
 
 def define_flags(argv: Sequence[str] | None = None) -> None:
@@ -163,7 +163,7 @@ def define_flags(argv: Sequence[str] | None = None) -> None:
 
 @contextlib.contextmanager
 def connected(config: Config) -> Iterator[processes.ProcessInfo]:
-    """Connects the processes of a run, and disconnects them at its end."""
+    """Connects the processes of a run, and disconnects the processes afterwards."""
     check_processes(config)
     if processes.needs_parent(config.processes):
         sys.exit(processes.supervise([sys.executable, *sys.orig_argv[1:]]))
@@ -177,11 +177,11 @@ def connected(config: Config) -> Iterator[processes.ProcessInfo]:
 
 
 def train() -> None:
-    """Trains as configured, alone or with the other processes of the run.
+    """Trains as configured, alone or with further processes of the run.
 
-    With `--run` a run continues, with its own settings and the changes that are given.
-    A run that is stopped early exits with status 143 (SIGTERM), 130 (Ctrl-C) or 129
-    (SIGHUP), so that no scheduler takes it for finished.
+    With `--run` a run continues, with the saved settings and the given changes. A run
+    stopped early exits with status 143 (SIGTERM), 130 (Ctrl-C) or 129 (SIGHUP), so that
+    no scheduler takes the run for finished.
     """
     config = commands.settings()
     with connected(config) as info, processes.hold(config.directory):
@@ -194,6 +194,7 @@ def train() -> None:
                 print(data_commands.summarise_file(flags.FLAGS.ds_config))
             print(trainer.describe())
             print(f"every array of the plan: {plan_command(sys.argv[2:])}")
+        # A prompt that is refused must be refused before training.
         prompt = sample_prompt(trainer)
         trainer.fit()
         text = sample(trainer, prompt)
@@ -205,7 +206,7 @@ def train() -> None:
 
 
 def plan_command(words: Sequence[str]) -> str:
-    """The `zjax plan` command for the arguments of a `zjax train` command.
+    """Translates the arguments of a `zjax train` command into a `zjax plan` command.
 
     Example:
         >>> plan_command(["--config=a.py", "--config.seed=1", "--prompt", "some text"])
@@ -224,9 +225,10 @@ def plan_command(words: Sequence[str]) -> str:
 
 
 def sample_prompt(trainer: Trainer) -> np.ndarray | None:
-    """Encodes what the trained model continues at the end, before it is trained.
+    """Encodes the prompt that the trained model continues at the end.
 
-    Data of conversations gives one of its own, or `--prompt` is a message.
+    Conversations of the data give a question, and `--prompt` becomes a message. None if
+    tokens are not text, or if the default prompt does not fit.
     """
     config, flag = trainer.config, flags.FLAGS["prompt"]
     is_text = config.model.kind == "decoder" and config.data.source != "synthetic"
@@ -244,7 +246,7 @@ def sample_prompt(trainer: Trainer) -> np.ndarray | None:
 
 
 def sample(trainer: Trainer, prompt: np.ndarray | None) -> str:
-    """Continues a prompt once a language model is trained."""
+    """Continues a prompt with the trained model; empty if the run is not finished."""
     config = trainer.config
     if prompt is None or trainer.step != config.num_steps:
         return ""
@@ -254,7 +256,7 @@ def sample(trainer: Trainer, prompt: np.ndarray | None) -> str:
 
 
 def plan() -> None:
-    """Prints what a run would need."""
+    """Prints memory, communication and schedule of a run."""
     if flags.FLAGS.num_params:
         others = [name for name in COMMANDS["plan"].flags if name != "num_params"]
         given = [*others, *config_flags.settings_given()]
@@ -315,7 +317,7 @@ def evaluate() -> None:
 
 
 def launch() -> None:
-    """Runs the rest of the command line as several processes."""
+    """Runs a command line as several processes of this machine."""
     number, rest = launched(sys.argv[2:])
     problems = list[Problem]()
     if number < 1:
@@ -333,7 +335,7 @@ def launch() -> None:
 
 
 def launched(words: Sequence[str]) -> tuple[int, list[str]]:
-    """Number of processes, and the command that `zjax launch` starts in each.
+    """Splits the arguments of `zjax launch` into a number of processes and a command.
 
     Example:
         >>> launched(["--num_processes=4", "train", "--config=a.py"])
@@ -346,7 +348,7 @@ def launched(words: Sequence[str]) -> tuple[int, list[str]]:
 
 
 def complete() -> None:
-    """Prints the script of a shell."""
+    """Prints the completion script of a shell."""
     parser = commands.Parser("zjax completion", allow_abbrev=False)
     parser.add_argument("shell", choices=SHELLS)
     print(completion_script(parser.parse_args(sys.argv[2:]).shell, COMMANDS), end="")
@@ -515,11 +517,11 @@ COMMANDS = {
         has_settings=False,
     ),
 }
-"""Commands by name. Their flags are refused by commands that do not read them."""
+"""Commands by name; a command refuses flags that only other commands read."""
 
 
 def command_name(words: Sequence[str]) -> str:
-    """The command that words begin with: one or two of them.
+    """Name of the command that the words begin with: one or two words.
 
     Example:
         >>> command_name(["data", "prepare", "--input=a"]), command_name(["train"])
@@ -532,8 +534,8 @@ def command_name(words: Sequence[str]) -> str:
 def run() -> None:
     """Runs the command named first on the command line.
 
-    A zjax error ends it with status 2 and its message, without a traceback; SIGTERM,
-    SIGHUP and Ctrl-C end it with 128 plus the number of the signal.
+    A zjax error ends the program with status 2 and a message without a traceback.
+    SIGTERM, SIGHUP and Ctrl-C end the program with 128 plus the number of the signal.
     """
     exit_on_signals()
     try:
@@ -548,6 +550,7 @@ def run() -> None:
 
 
 def _run(words: Sequence[str]) -> None:
+    """Dispatches words to help, version or a command."""
     is_help = words[:1] == ["help"] or any(word in HELP_WORDS[1:] for word in words)
     named = words[1:] if words[:1] == ["help"] else words
     if is_help and named[:1] == ["launch"]:
@@ -564,6 +567,7 @@ def _run(words: Sequence[str]) -> None:
         print(describe_command(name, COMMANDS[name]), end="")
     else:
         check_command(name, words, COMMANDS)
+        # Commands with arguments parse words themselves, without absl.
         if COMMANDS[name].arguments:
             COMMANDS[name].run()
         else:
@@ -572,7 +576,7 @@ def _run(words: Sequence[str]) -> None:
 
 
 def check_words(name: str, words: Sequence[str]) -> None:
-    """Refuses words and flags that the command would not read."""
+    """Refuses words and flags that the command would not read, all in one error."""
     problems = [
         Problem("command", word, f"is unknown to zjax {name}", _remedy(word))
         for word in words[len(name.split()) :]
@@ -589,13 +593,16 @@ def check_words(name: str, words: Sequence[str]) -> None:
 
 
 def _remedy(word: str) -> str:
+    """Remedy for an unknown word, which may be a setting without `--config.`."""
     return f"did you mean --config.{word}?" if "=" in word else "leave it out"
 
 
 def _call(name: str, words: Sequence[str]) -> None:
+    """Runs a command after absl has parsed the flags."""
     if not flags.FLAGS["verbosity"].present:
         logging.set_verbosity(logging.WARNING)
     config_flags.check_numbers()
+    # Devices can be simulated only until JAX starts them.
     for option, value in simulation(flags.FLAGS.simulated_devices).items():
         jax.config.update(option, value)
     check_words(name, words)

@@ -1,4 +1,4 @@
-"""Methods of training over a slow link, and what a node sends in a step of each."""
+"""Communication methods for slow links, and bytes that a node sends per step."""
 
 import dataclasses
 import math
@@ -21,9 +21,9 @@ from zjax.train.exchange import Exchange
 from zjax.train.outer_state import make_exchange, make_fragments
 
 ROUND = 40
-"""Steps of a round of DiLoCo, unless the run says or divides otherwise."""
+"""Steps of a DiLoCo round, unless the run sets another or has no such divisor."""
 FRAGMENTS, DELAY = 4, 5
-"""Of Streaming DiLoCo."""
+"""Number of fragments, and steps of delay, of Streaming DiLoCo."""
 
 
 _OF_COMPRESSED = (
@@ -35,7 +35,11 @@ _OF_COMPRESSED = (
 
 
 def methods_of(config: schema.Config) -> dict[str, schema.Config]:
-    """The settings of a run by each method, by its name; they may be refused.
+    """Settings of a run by each method, by name; a run may refuse some methods.
+
+    Settings that reduce communication are reset, except for
+    `communication.num_local_steps`, `num_synchronous_steps` and the options of a
+    compressed optimizer in use.
 
     Example:
         >>> methods = methods_of(schema.Config())
@@ -52,6 +56,7 @@ def methods_of(config: schema.Config) -> dict[str, schema.Config]:
         diloco,
         codec="int4",
         num_fragments=FRAGMENTS,
+        # A fragment must be merged before the next is sent.
         delay=max(0, min(DELAY, diloco.num_local_steps // FRAGMENTS - 1)),
     )
     zero3 = change(plain.zero, stage=3, shard_over_replica=True)
@@ -85,7 +90,7 @@ def methods_of(config: schema.Config) -> dict[str, schema.Config]:
 
 
 def baseline_of(config: schema.Config) -> str:
-    """The name of the method with which others are compared.
+    """Name of the method that every method is compared with.
 
     Example:
         >>> baseline_of(schema.Config())
@@ -95,7 +100,7 @@ def baseline_of(config: schema.Config) -> str:
 
 
 def _plain(config: schema.Config) -> schema.Config:
-    """The run without methods that send less."""
+    """Settings of a run without methods that reduce communication."""
     name, defaults = config.optimizer.name, schema.Optimizer()
     if name in COMPRESSED_OPTIMIZERS:
         name = defaults.name
@@ -119,17 +124,17 @@ def _plain(config: schema.Config) -> schema.Config:
 
 
 def _round(num_steps: int) -> int:
-    """The longest round, up to `ROUND` steps, that divides a run."""
+    """Longest round of at most `ROUND` steps that divides a run."""
     steps = range(1, min(ROUND, num_steps) + 1)
     return max(n for n in steps if num_steps % n == 0)
 
 
 def sent_per_step(plan: Plan, config: schema.Config) -> float:
-    """Bytes that one node sends to others in a step, on average over the run.
+    """Bytes that one node sends to other nodes per step, averaged over the run.
 
     Args:
-        plan: The plan of a run with several replicas, which are the nodes.
-        config: Its settings.
+        plan: Plan of a run with several replicas; each replica is a node.
+        config: Checked settings of the run.
     """
     if config.zero.shard_over_replica:
         return _sent_by_shards(plan, config)
@@ -143,7 +148,7 @@ def sent_per_step(plan: Plan, config: schema.Config) -> float:
 
 
 def _exchanges(plan: Plan, config: schema.Config) -> dict[str, Exchange]:
-    """What replicas exchange in each program of a run."""
+    """Exchanges between replicas by the name of the program."""
     phases = make_phases(config)
     codecs = (
         {name: each.codec for name, each in phases.by_name.items()} if phases else {}
@@ -160,18 +165,23 @@ def _exchanges(plan: Plan, config: schema.Config) -> dict[str, Exchange]:
 
 
 def _sent_by(exchange: Exchange) -> float:
-    """Chunks that the devices of a replica send to others, and the means of theirs."""
+    """Bytes that all devices of a replica send in an exchange.
+
+    Each device sends a chunk to every other replica, then the mean of the device's
+    chunk.
+    """
     number = exchange.num_replicas
     devices = exchange.plan.mesh.size // number
     packed = packed_bytes(exchange.codec, exchange.num_elements)
+    # Reduce-scatter and all-gather: (N - 1) / N of the packed bytes each.
     return devices * packed * 2 * (number - 1) / number
 
 
 def _sent_by_shards(plan: Plan, config: schema.Config) -> float:
-    """Parameters that a node gathers in both passes, and gradients that it reduces.
+    """Bytes of ZeRO-3 over nodes: parameters of both passes, and reduced gradients.
 
-    A ring around all devices leaves each node once. Codes, and parameters that a node
-    gathers once, go from each device to its counterparts.
+    A ring around all devices leaves each node once. Quantized arrays, and parameters
+    that a node gathers once, go from each device to the counterparts on other nodes.
     """
     passes = resolve_batch(config, plan.num_batch_shares).num_microbatches
     devices, nodes = plan.mesh.size, plan.mesh.shape[REPLICA]
@@ -193,7 +203,7 @@ def _sent_by_shards(plan: Plan, config: schema.Config) -> float:
 
 
 def _bytes(row: ArrayPlan) -> int | float:
-    """Bytes of a whole array on the wire."""
+    """Bytes of an unsharded array as sent."""
     size = math.prod(row.stored_shape)
     if not row.codec:
         return size * dtype_bytes(row.dtype)

@@ -1,4 +1,4 @@
-"""The text of `zjax plan`: what a run would take, before it runs."""
+"""Reports what a run would take before it runs: the text of `zjax plan`."""
 
 import contextlib
 import dataclasses
@@ -62,7 +62,7 @@ GPU_TITLE = (
     "(an upper estimate: two measured peaks were up to 10 % lower)"
 )
 DEVICES_PER_HOST = 8
-"""Default for devices that are not here."""
+"""Devices per host that are assumed if the devices are not on this machine."""
 PAPER_DEVICES = (1, 4, 16, 64, 256, 1024)
 
 
@@ -77,7 +77,15 @@ def report_plan(
     device_gb: int | float = 0,
     devices_per_host: int = 0,
 ) -> str:
-    """Plans a run and describes what it takes."""
+    """Plans a run and describes placement, memory by ZeRO stage, and communication.
+
+    `num_devices=0` plans for the devices of this machine, and compiles the step for the
+    memory analysis; `collectives` needs that program. `picture` is a PNG of bytes per
+    device and stage, by default `plan.png` in the directory of the run; `schedule` adds
+    pictures beside it. `link` is the speed of a node's link, for a prediction by
+    method. `device_gb` and `devices_per_host` describe the machine for `mesh="auto"`; 0
+    asks the devices.
+    """
     if collectives:
         _check_collectives(config, num_devices)
     is_here = num_devices == 0
@@ -111,6 +119,7 @@ def report_plan(
         step = make_step(model, tx, plan, config)
         parts += _describe_step(step, config, collectives=collectives)
         parts += _describe_refusal(plan, config, inputs)
+    # A compiled GPU program has an exact analysis, and offload other peaks.
     if meshes.platform_of(plan.mesh) != "gpu" and not plan.is_offloaded:
         sizes = axis_sizes(config, num_devices)
         mesh = dataclasses.replace(config.mesh, **sizes)
@@ -129,6 +138,7 @@ def report_plan(
 
 
 def _check_collectives(config: Config, num_devices: int) -> None:
+    """Refuses a list of collectives where the step is not one compiled program."""
     if num_devices:
         problem = f"needs a compiled step, and num_devices={num_devices} compiles none"
         remedy = "use --simulated_devices, or the devices themselves"
@@ -141,6 +151,7 @@ def _check_collectives(config: Config, num_devices: int) -> None:
 
 
 def _report_course(config: Config, num_devices: int, picture: pathlib.Path) -> str:
+    """Describes and plots settings that change from step to step."""
     config = meshes.with_batch_sizes(config, num_devices)
     with _drawing(picture):
         course.plot_course(config, picture, num_devices)
@@ -150,7 +161,7 @@ def _report_course(config: Config, num_devices: int, picture: pathlib.Path) -> s
 def _plan_each_zero_stage(
     config: Config, model: Model, tx: Any, num_devices: int
 ) -> list[plans.Plan]:
-    """Plans for ZeRO 0 to 3; 0 devices are those of this machine."""
+    """Plans for ZeRO stages 0 to 3; `num_devices=0` takes this machine's devices."""
     if num_devices:
         mesh = meshes.abstract_mesh(config.mesh, num_devices)
     else:
@@ -166,6 +177,7 @@ def _plan_each_zero_stage(
 def _describe_placement(
     plan: plans.Plan, config: Config, inputs: Sequence[ArrayPlan]
 ) -> list[str]:
+    """Texts on the placement of arrays, memories and exchanges."""
     is_auto = config.zero.optimizer_memory == plans.AUTO
     texts = [
         describe.describe_plan(plan, kept_rows(plan, config)),
@@ -190,12 +202,14 @@ def _describe_each_zero_stage(
     *,
     is_here: bool,
 ) -> list[str]:
+    """Titled table of bytes per device by ZeRO stage."""
     title = f"bytes per device by ZeRO stage on {num_devices} devices"
     title += "" if is_here else " (estimate: the devices are not here)"
     return [title, tables.describe_stages(stages, kept)]
 
 
 def _describe_step(step: Step, config: Config, *, collectives: bool) -> list[str]:
+    """Texts on peak memory, and collectives if asked for, of the compiled step."""
     platform = meshes.platform_of(step.mesh)
     batch = abstract_batch(config, step.plan)
     parts = [describe_peak(step.predict_peak(batch), platform)]
@@ -209,6 +223,7 @@ def _describe_step(step: Step, config: Config, *, collectives: bool) -> list[str
 def _describe_refusal(
     plan: plans.Plan, config: Config, inputs: Sequence[ArrayPlan]
 ) -> list[str]:
+    """Reason why the plan does not fit this machine, if there is one."""
     assert isinstance(plan.mesh, Mesh)
     try:
         check_fits(plan, config, plan.mesh, inputs)
@@ -220,7 +235,7 @@ def _describe_refusal(
 def _proposal(
     config: Config, num_devices: int, device_gb: int | float, devices_per_host: int
 ) -> Proposal | None:
-    """The mesh for the machine of a plan, where the config leaves it open."""
+    """Proposes a mesh for the planned machine, if the config leaves mesh axes open."""
     given = {"device_gb": device_gb, "devices_per_host": devices_per_host}
     if not is_open(config.mesh):
         problem, remedy = "is used only with mesh='auto'", "leave it out"
@@ -255,7 +270,7 @@ def _drawing(path: pathlib.Path) -> Iterator[None]:
     except (
         OSError,
         ValueError,
-    ) as error:  # ValueError: Matplotlib does not know the suffix
+    ) as error:  # Matplotlib raises ValueError for an unknown suffix
         reason = getattr(error, "strerror", None) or error
         named = "name a file that can be made, such as plan.png"
         is_of_system = isinstance(error, OSError)
@@ -265,7 +280,7 @@ def _drawing(path: pathlib.Path) -> Iterator[None]:
 
 
 def report_schedule(config: Config, plan: plans.Plan, picture: pathlib.Path) -> str:
-    """Describes when the stages of a pipeline are busy, and draws it."""
+    """Draws when the stages of a pipeline are busy, and compares all schedules."""
     batch = resolve_batch(config, plan.num_batch_shares)
     schedule = make_pipeline_schedule(config, plan, batch.num_microbatches)
     recompute = config.pipeline.recompute
@@ -276,7 +291,10 @@ def report_schedule(config: Config, plan: plans.Plan, picture: pathlib.Path) -> 
 
 
 def describe_peak(peak: Peak | None, platform: str) -> str:
-    """What is on a device at the peak of a step."""
+    """Table of bytes on a device at the peak of a step.
+
+    Programs for CPUs get a note on the difference from GPUs.
+    """
     if peak is None:
         return "this platform gives no memory analysis of compiled programs"
     cells = [(name, describe.format_bytes(x)) for name, x in peak.parts.items() if x]
@@ -290,7 +308,7 @@ def describe_peak(peak: Peak | None, platform: str) -> str:
 
 
 def describe_on_gpus(trial: Trial) -> str:
-    """Estimated bytes per GPU of a step, as a table."""
+    """Table of estimated bytes per GPU of a step."""
     parts = {
         "state and gradients": trial.state,
         "activations": trial.activations,
@@ -308,7 +326,10 @@ def _devices(platform: str) -> str:
 def describe_collectives(
     step: Step, config: Config, compiled: jax.stages.Compiled
 ) -> str:
-    """Compares the collectives of a step with those of its ZeRO stage."""
+    """Compares the collectives of a compiled step with the formulas of the ZeRO stage.
+
+    Programs for CPUs get a note on the difference from further devices.
+    """
     program = compiled.as_text()
     if program is None:
         return "this platform gives no text of compiled programs"

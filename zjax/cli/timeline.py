@@ -1,4 +1,4 @@
-"""The schedule of a pipeline as a table and as a plot."""
+"""Describes the schedule of a pipeline as a table and a plot."""
 
 import os
 from collections.abc import Mapping
@@ -19,17 +19,18 @@ Costs = Mapping[Kind, int | float]
 
 
 def pass_costs(*, recompute: bool) -> Costs:
-    """Time of each pass of a stage, in units of a forward pass, from its matmuls.
+    """Relative time of each pass of a stage by matmuls, where a forward pass takes 1.
 
     Example:
         >>> dict(pass_costs(recompute=True))
         {'forward': 1, 'backward': 2, 'weights': 1}
     """
+    # The input gradient and the weight gradient each need as many FLOPs as a forward.
     return {"forward": 1, "backward": 2 if recompute else 1, "weights": 1}
 
 
 def describe_schedules(schedule: Schedule, *, recompute: bool) -> str:
-    """Compares a schedule with other ones for the same stages and microbatches.
+    """Compares schedules of equal stages and microbatches: time, idle share, storage.
 
     Example:
         >>> schedule = make_schedule("1f1b", num_stages=4, num_microbatches=8)
@@ -39,6 +40,7 @@ def describe_schedules(schedule: Schedule, *, recompute: bool) -> str:
     num_stages, num_microbatches = schedule.num_stages, schedule.num_microbatches
     rows = []
     for name in SCHEDULES:
+        # Interleaving needs full groups of microbatches, one per stage.
         if name == "interleaved" and num_microbatches % num_stages:
             continue
         num_chunks = max(2, schedule.num_chunks) if name == "interleaved" else 1
@@ -48,6 +50,7 @@ def describe_schedules(schedule: Schedule, *, recompute: bool) -> str:
             num_microbatches=num_microbatches,
             num_chunks=num_chunks,
         )
+        # zb_h1 keeps activations between the two halves of the backward pass.
         recomputes = recompute and name != "zb_h1"
         costs = pass_costs(recompute=recomputes)
         part = "a stage" if num_chunks == 1 else f"1/{num_chunks} of a stage"
@@ -69,7 +72,7 @@ def describe_schedules(schedule: Schedule, *, recompute: bool) -> str:
 def plot_schedule(
     schedule: Schedule, path: str | os.PathLike[str], *, costs: Costs
 ) -> None:
-    """Plots which microbatch each stage works on over time."""
+    """Plots which microbatch each stage computes over time; `costs` are per stage."""
     figure = plot.make_figure(12, 1.6 + 0.45 * schedule.num_stages)
     axes = figure.subplots()
     time = 0.0
@@ -80,6 +83,7 @@ def plot_schedule(
                 _draw_tick(axes, schedule, kind, tick, time, width)
                 time += width
     for kind in schedule.passes:
+        # Empty bars give the legend one entry per kind.
         axes.barh(0, 0, color=COLORS[kind], label=kind)
     axes.set_yticks(range(schedule.num_stages))
     axes.set_ylabel("stage")
@@ -96,11 +100,13 @@ def plot_schedule(
 
 
 def _width(schedule: Schedule, kind: Kind, costs: Costs) -> float:
+    """Duration of a pass of a chunk; a backward pass includes weights unless split."""
     includes = kind == "backward" and "weights" not in schedule.passes
     return (costs[kind] + includes * costs["weights"]) / schedule.num_chunks
 
 
 def _draw_tick(axes, schedule, kind, tick, time, width):
+    """Draws the passes of one kind in a tick, darker for earlier chunks."""
     passes = schedule.passes[kind]
     for stage in np.flatnonzero(passes.microbatch[tick] != IDLE):
         chunk = int(passes.chunk[tick, stage])

@@ -1,4 +1,4 @@
-"""The command: predicts, tries, tells, and writes the fastest config."""
+"""Command `zjax tune`: predicts, measures trials, and writes the fastest config."""
 
 import pathlib
 import shlex
@@ -32,14 +32,14 @@ MAX_TRIALS = 8
 
 @runtime_checkable
 class Trials(Protocol):
-    """What runs trials; a `Runner`."""
+    """Interface of a `Runner`: finds devices and measures trials."""
 
     def facts(self) -> Facts:
-        """Finds the devices."""
+        """Describes the devices."""
         ...
 
     def measure(self, config: schema.Config) -> tuple[dict[str, Any], str]:
-        """Takes a few steps; returns the measurement, or why there is none."""
+        """Measures a few steps; returns the measurement, or the failure."""
         ...
 
 
@@ -52,16 +52,18 @@ def tune(
     device_gb: int | float = 0,
     runner: Trials | None = None,
 ) -> str:
-    """Finds fast settings of a run by prediction and a few trials.
+    """Finds fast settings of a run by predictions and a few trials.
 
-    Trials are recorded in `tune.jsonl` in the directory of the run. Those of an earlier
-    call with the same settings count.
+    Trials are recorded in `tune.jsonl` in the directory of the run, and trials of an
+    earlier call with equal settings count. `config` is a run of a built-in model, whose
+    data is not read; `output` a Gin file. Returns a table of the trials, the settings
+    to change, and the next command.
     """
     folder = pathlib.Path(local_path("directory", config.directory))
     path = pathlib.Path(local_path("output", output or folder / "tuned.gin"))
     _check(config, path)
     check_directory(str(folder))
-    jax.config.update("jax_platforms", "cpu")  # devices are for the trials
+    jax.config.update("jax_platforms", "cpu")  # the trials' processes need the GPUs
     runner = runner or Runner(folder / "tune.log", simulated_devices)
     facts = runner.facts()
     machine = facts.machine(device_gb)
@@ -97,7 +99,7 @@ def tune(
 
 
 def describe_candidate(candidate: Candidate) -> str:
-    """A candidate in one line.
+    """Describes a candidate in one line.
 
     Example:
         >>> describe_candidate(Candidate(8, 2, "full", tensor=2, offload="state"))
@@ -114,7 +116,7 @@ def describe_candidate(candidate: Candidate) -> str:
 
 
 def describe_outcomes(outcomes: Sequence[Outcome], given: Candidate | None) -> str:
-    """A table of the trials, without columns that would say nothing."""
+    """Formats a table of trials in order, without empty columns; `given` is marked."""
     best, stages = fastest(outcomes), {x.candidate.stage for x in outcomes}
     columns = {
         "": [str(number) for number in range(1, len(outcomes) + 1)],
@@ -138,6 +140,7 @@ def describe_outcomes(outcomes: Sequence[Outcome], given: Candidate | None) -> s
 
 
 def _note(outcome: Outcome, best: Outcome | None, given: Candidate | None) -> str:
+    """Failure of a trial, or marks of the given and the fastest settings."""
     notes = [outcome.failure] * bool(outcome.failure)
     notes += ["as given"] * (outcome.candidate == given)
     notes += ["fastest"] * (outcome is best)
@@ -145,11 +148,13 @@ def _note(outcome: Outcome, best: Outcome | None, given: Candidate | None) -> st
 
 
 def _describe_mesh(candidate: Candidate) -> str:
+    """Axes of a candidate that are larger than 1."""
     sizes = {axis: getattr(candidate, axis) for axis in axes.OPEN_AXES}
     return ", ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
 
 
 def _check(config: schema.Config, path: pathlib.Path) -> None:
+    """Refuses settings and outputs that no trial could use."""
     problems = list(uncounted_problems(config, 1))
     if path.suffix != ".gin":
         problem, remedy = "is not a Gin file", "use a name that ends in .gin"
@@ -164,6 +169,7 @@ def _check(config: schema.Config, path: pathlib.Path) -> None:
 def _outcome(
     candidate: Candidate, predicted: int | float, found: dict[str, Any], failure: str
 ) -> Outcome:
+    """Outcome of a trial, from a measurement or a failure."""
     if failure:
         return Outcome(candidate, predicted, failure=failure)
     speed = found["tokens_per_second_per_device"]["median"]
@@ -171,7 +177,7 @@ def _outcome(
 
 
 def _changes(config: schema.Config, candidate: Candidate) -> Iterator[str]:
-    """The settings that differ from the given ones, as flags."""
+    """Yields settings that differ from the given ones, as flags."""
     before, after = _lines(config), _lines(candidate.apply(config))
     for line in after:
         name, _, value = line.partition(" = ")
@@ -180,6 +186,7 @@ def _changes(config: schema.Config, candidate: Candidate) -> Iterator[str]:
 
 
 def _lines(config: schema.Config) -> list[str]:
+    """Lines of a config without comments."""
     lines = describe_config(config).splitlines()
     return [line.partition("  #")[0] for line in lines]
 
@@ -190,6 +197,7 @@ def _no_settings(
     predictions: Predictions,
     device_gb: int | float,
 ) -> Problem:
+    """Explains why no candidate works, fits or succeeded."""
     if outcomes:
         problem = f"fail, the last with: {outcomes[-1].failure}"
         remedy = "see tune.log in the directory of the run"
@@ -208,7 +216,7 @@ def _no_settings(
 
 
 class _Progress:
-    """A bar on a terminal, a line per trial elsewhere; both on standard error."""
+    """Progress on stderr: a bar on a terminal, elsewhere a line per trial."""
 
     def __init__(self, num_trials: int, num_done: int):
         self._console = Console(stderr=True)

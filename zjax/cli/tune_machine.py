@@ -1,4 +1,7 @@
-"""Trials on the devices of this machine, each in a process of its own."""
+"""Measures trials on the devices of this machine, each in a child process.
+
+The module is the program of the child as well: `python -m zjax.cli.tune_machine`.
+"""
 
 import dataclasses
 import math
@@ -27,15 +30,16 @@ TIMED_ROUNDS = 3
 
 
 def main() -> None:
-    """Prints a result for the process that started this one."""
+    """Prints facts about the devices, or a measurement, as a line for the parent."""
     parent, simulated, *paths = sys.argv[1:]
-    die_with_parent(int(parent))  # a trial must not hold the devices on its own
+    die_with_parent(int(parent))  # an orphaned trial would hold the devices
     for option, value in simulation(int(simulated)).items():
         jax.config.update(option, value)
     if not paths:
         devices = jax.devices()
         machine = dataclasses.asdict(this_machine(devices))
         size = machine["device_bytes"]
+        # JSON has no infinity.
         machine["device_bytes"] = size if math.isfinite(size) else None
         print(result_line({"kind": devices[0].device_kind, **machine}))
         return
@@ -53,20 +57,20 @@ if __name__ == "__main__":
 
 
 TRIAL_SECONDS = 1_800
-"""A trial that takes longer has failed."""
+"""Seconds after which a trial has failed."""
 _MAX_REASON = 60
-"""Characters of an error that a failure quotes."""
+"""Number of characters of an error that a failure quotes."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """The devices that trials run on.
+    """Devices that trials run on.
 
     Args:
-        kind: Their name.
-        num_devices: Devices of this machine.
-        devices_per_host: The same, as one process sees them.
-        device_bytes: Memory of one; None where it is not known.
+        kind: Kind of the devices, such as "NVIDIA H100".
+        num_devices: Number of devices of this machine.
+        devices_per_host: Number of devices per host, as one process sees.
+        device_bytes: Bytes of memory of a device; None if unknown.
     """
 
     kind: str
@@ -75,24 +79,24 @@ class Facts:
     device_bytes: int | float | None
 
     def machine(self, device_gb: int | float = 0) -> Machine:
-        """The machine to predict for; `device_gb` above 0 replaces its memory."""
+        """Machine to predict for; `device_gb` above 0 replaces the device memory."""
         known = device_gb * 1e9 or self.device_bytes or math.inf
         return Machine(self.num_devices, self.devices_per_host, known)
 
 
 class Runner:
-    """Runs trials.
+    """Runs trials in child processes.
 
     Args:
         log: File to which the output of all trials is appended.
-        simulated_devices: CPU devices to simulate; 0 for the real ones.
+        simulated_devices: Number of CPU devices to simulate; 0 for real devices.
     """
 
     def __init__(self, log: pathlib.Path, simulated_devices: int = 0):
         self._log, self._simulated = log, simulated_devices
 
     def facts(self) -> Facts:
-        """Finds the devices."""
+        """Describes the devices, as a child process sees them."""
         found, failure = self._run()
         if failure:
             problem, remedy = f"fails: {failure}", "see `zjax report`"
@@ -100,13 +104,14 @@ class Runner:
         return Facts(**found)
 
     def measure(self, config: schema.Config) -> tuple[dict[str, Any], str]:
-        """Takes a few steps; returns the measurement, or why there is none."""
+        """Measures a few steps; returns the measurement, or the failure."""
         with tempfile.TemporaryDirectory() as folder:
             path = pathlib.Path(folder) / "trial.gin"
             path.write_text(describe_config(config))
             return self._run(str(path))
 
     def _run(self, *words: str) -> tuple[dict[str, Any], str]:
+        """Runs this module in a child process; returns the result, or the failure."""
         command = [sys.executable, "-m", "zjax.cli.tune_machine", str(os.getpid())]
         command.append(str(self._simulated))
         outcome = run_program(
@@ -118,6 +123,7 @@ class Runner:
         )
         failure = outcome.failure
         said = re.findall(r"^zjax: (.*)$", outcome.output, re.MULTILINE)
+        # A zjax error of the child explains more than the exit code.
         if failure.startswith("exit code") and said:
             failure = said[-1][:_MAX_REASON]
         return outcome.result, failure

@@ -1,4 +1,4 @@
-"""Which candidate to try next, and the file of trials that `zjax tune` resumes."""
+"""Chooses the next candidate of `zjax tune`, and records trials in a file."""
 
 import dataclasses
 import hashlib
@@ -17,22 +17,22 @@ from zjax.settings.describe import describe_config
 
 OUT_OF_MEMORY = "out of memory"
 _PLAUSIBLE = 1.15
-"""Candidates predicted to take so much longer than the best are not tried."""
+"""Ratio of predicted seconds to the best, above which candidates are not tried."""
 _AFTER_FAILURE = 0.8
-"""Share of the predicted bytes that ran out of memory, up to which others are tried."""
+"""Fraction of predicted bytes that ran out of memory, up to which candidates fit."""
 _LEAST_SCALE, _MOST_SCALE = 0.7, 1.3
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a trial of a candidate gave.
+    """Result of a trial of a candidate.
 
     Args:
         candidate: Settings that were tried.
-        predicted_bytes: Bytes per device by prediction.
-        tokens_per_second: Per device; 0 if the trial failed.
-        peak_bytes: Measured bytes per device; 0 where they are not known.
-        failure: Why it failed; empty if it did not.
+        predicted_bytes: Predicted bytes per device.
+        tokens_per_second: Tokens per second and device; 0 if the trial failed.
+        peak_bytes: Measured bytes per device; 0 if unknown.
+        failure: Reason of a failure; empty if the trial succeeded.
     """
 
     candidate: Candidate
@@ -44,7 +44,7 @@ class Outcome:
 
 @runtime_checkable
 class Predictions(Protocol):
-    """What the search asks of a `Predictor`."""
+    """Interface of a `Predictor` to the search."""
 
     @property
     def usable_bytes(self) -> int | float:
@@ -52,15 +52,15 @@ class Predictions(Protocol):
         ...
 
     def obstacle(self, candidate: Candidate) -> str:
-        """Why a candidate cannot work; empty where there is no reason."""
+        """Reason why a candidate cannot work; empty if it can."""
         ...
 
     def num_bytes(self, candidate: Candidate) -> int | float:
-        """Bytes per device of a step."""
+        """Predicted bytes per device of a step."""
         ...
 
     def seconds(self, candidate: Candidate) -> float:
-        """Seconds of a step, to rank candidates by."""
+        """Predicted seconds of a step, to rank candidates by."""
         ...
 
 
@@ -70,11 +70,12 @@ def next_candidate(
     outcomes: Sequence[Outcome],
     predictions: Predictions,
 ) -> Candidate | None:
-    """The candidate of the next trial.
+    """Chooses the candidate of the next trial; None if no candidate promises more.
 
-    First the settings as given, if they fit; then the best by prediction, until one
-    works; then those that differ from the fastest in one choice. What ran out of
-    memory, and measured peaks, correct what counts as fitting.
+    First the given settings, if they fit; then the best by prediction, until a trial
+    works; then neighbours of the fastest in one choice. `ranked` is sorted by predicted
+    seconds. Out-of-memory failures and measured peaks correct the predicted bytes that
+    fit.
     """
     tried = {outcome.candidate for outcome in outcomes}
     limit = _limit(outcomes, predictions.usable_bytes)
@@ -87,6 +88,7 @@ def next_candidate(
     if given and fits(given):
         return given
     best = fastest(outcomes)
+    # The given settings may be slow: the best prediction is tried, too.
     if not best or all(x.candidate == given for x in outcomes if not x.failure):
         return next(filter(fits, ranked), None)
     longest = _PLAUSIBLE * predictions.seconds(best.candidate)
@@ -100,7 +102,7 @@ def next_candidate(
 
 
 def fastest(outcomes: Sequence[Outcome]) -> Outcome | None:
-    """The trial with most tokens per second; None if all failed."""
+    """Trial with the most tokens per second; None if all failed."""
     done = [outcome for outcome in outcomes if not outcome.failure]
     return max(done, key=lambda x: x.tokens_per_second, default=None)
 
@@ -109,13 +111,14 @@ def _limit(outcomes: Sequence[Outcome], usable: int | float) -> float:
     """Predicted bytes up to which a candidate counts as fitting."""
     ratios = [x.peak_bytes / x.predicted_bytes for x in outcomes if x.peak_bytes]
     scale = statistics.median(ratios) if ratios else 1.0
+    # Bounds keep one odd measurement from moving the limit far.
     limit = usable / min(max(scale, _LEAST_SCALE), _MOST_SCALE)
     failed = [x.predicted_bytes for x in outcomes if x.failure == OUT_OF_MEMORY]
     return min([limit, *(_AFTER_FAILURE * size for size in failed)])
 
 
 def _is_near(one: Candidate, best: Candidate, ranked: Sequence[Candidate]) -> bool:
-    """Whether two candidates differ in one choice; of microbatches the next ones."""
+    """Whether two candidates differ in one choice; microbatch sizes are adjacent."""
     values = dataclasses.asdict(one), dataclasses.asdict(best)
     changed = [name for name in values[0] if values[0][name] != values[1][name]]
     if changed != ["microbatch_size"]:
@@ -129,16 +132,17 @@ def _is_near(one: Candidate, best: Candidate, ranked: Sequence[Candidate]) -> bo
 
 
 def _differs_in_size(one: Candidate, other: Candidate) -> bool:
+    """Whether two candidates are equal up to the microbatch size."""
     return dataclasses.replace(one, microbatch_size=other.microbatch_size) == other
 
 
 class Records:
-    """Trials of one run on one kind of machine.
+    """Recorded trials of one run on one kind of machine.
 
     Args:
-        path: A file of JSON lines, which also holds trials of other runs.
-        config: The run of `with_batch`.
-        facts: The devices.
+        path: File of JSON lines, which may also hold trials of further runs.
+        config: Settings of the run, from `with_batch`.
+        facts: Facts about the devices.
     """
 
     def __init__(self, path: pathlib.Path, config: schema.Config, facts: Facts):
@@ -146,7 +150,7 @@ class Records:
         self._path, self._key = path, hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def read(self) -> list[Outcome]:
-        """The trials so far, in order; warns of one whose line was cut off."""
+        """Reads the trials in order; warns of a line that was cut off."""
         if not self._path.exists():
             return []
         try:
@@ -160,10 +164,11 @@ class Records:
             ) from (error)
 
     def append(self, outcome: Outcome) -> None:
-        """Adds a trial."""
+        """Appends a trial to the file."""
         row = {"run": self._key, **dataclasses.asdict(outcome)}
         append_line(self._path, json.dumps(row))
 
 
 def _outcome(row: dict) -> Outcome:
+    """Outcome from a row of the file."""
     return Outcome(candidate=Candidate(**row.pop("candidate")), **row)

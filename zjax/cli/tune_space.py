@@ -1,4 +1,4 @@
-"""What `zjax tune` chooses, and the bytes and seconds that a step should take."""
+"""Candidates of `zjax tune`, and predictions of bytes and seconds of a step."""
 
 import dataclasses
 import math
@@ -24,23 +24,24 @@ from zjax.sharding.paths import path_of
 from zjax.sharding.placement import abstract_key
 
 REMATS = ("none", "elementwise", "attention_and_mlp", "attention", "full")
-"""Policies of `model.remat`, the one that recomputes least first."""
+"""Policies of `model.remat`, by increasing recomputation."""
 Offload = Literal["none", "state", "blocks"]
-"""What is stored in the memory of the host; `blocks` are parameters, besides state."""
+"""Arrays stored in host memory; `blocks` offloads parameters besides the state."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """Settings to try.
+    """Settings that a trial may measure.
 
     Args:
-        microbatch_size: Sequences per device and microbatch; 0 where `elasticity` says.
-        stage: ZeRO stage.
-        remat: A value of `model.remat`.
-        pipeline: Size of the mesh axis.
-        sequence: The same.
-        tensor: The same.
-        offload: What is stored in the memory of the host.
+        microbatch_size: Sequences per device and microbatch; 0 if `elasticity` sets
+            the size.
+        stage: ZeRO stage, 0 to 3.
+        remat: Policy of `model.remat`.
+        pipeline: Size of the pipeline axis.
+        sequence: Size of the sequence axis.
+        tensor: Size of the tensor axis.
+        offload: Arrays stored in host memory.
     """
 
     microbatch_size: int
@@ -53,7 +54,7 @@ class Candidate:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings of a run by path."""
+        """Settings of the candidate by path."""
         state = "derived" if self.offload == "none" else "pinned_host"
         blocks = "pinned_host" if self.offload == "blocks" else "derived"
         sizes = {axis: getattr(self, axis) for axis in axes.OPEN_AXES}
@@ -70,12 +71,12 @@ class Candidate:
         }
 
     def apply(self, config: schema.Config) -> schema.Config:
-        """The run with these settings."""
+        """Applies the settings of the candidate to a config."""
         return load_config(config, self.settings)
 
 
 def with_batch(config: schema.Config, machine: Machine) -> schema.Config:
-    """The run with its global batch size, from which the other two follow."""
+    """Config with a global batch size only, from which microbatch sizes follow."""
     if config.elasticity.microbatch_sizes or config.global_batch_size:
         return dataclasses.replace(config, num_microbatches=0, microbatch_size=0)
     closed = dataclasses.replace(config, mesh=axes.close_axes(config.mesh))
@@ -89,7 +90,7 @@ def with_batch(config: schema.Config, machine: Machine) -> schema.Config:
 
 
 def candidates(config: schema.Config, machine: Machine) -> Iterator[Candidate]:
-    """All settings to choose from, of which some cannot work."""
+    """Yields all candidates; some cannot work. Mesh axes above 1 stay as configured."""
     opened = dataclasses.replace(config, mesh=open_mesh(config.mesh))
     for mesh in possible_meshes(opened, machine):
         shards = math.prod(getattr(mesh, axis) for axis in axes.BATCH_AXES)
@@ -106,7 +107,7 @@ def candidates(config: schema.Config, machine: Machine) -> Iterator[Candidate]:
 
 
 def microbatch_sizes(config: schema.Config, num_shards: int) -> list[int]:
-    """Sizes of a microbatch that divide the rows of a batch shard.
+    """Microbatch sizes that divide the rows of a batch shard.
 
     Example:
         >>> microbatch_sizes(schema.Config(global_batch_size=48), num_shards=4)
@@ -119,7 +120,7 @@ def microbatch_sizes(config: schema.Config, num_shards: int) -> list[int]:
 
 
 def given_candidate(config: schema.Config, machine: Machine) -> Candidate | None:
-    """The settings as they were given; None if they are not among the candidates."""
+    """Candidate of the given settings; None if no candidate has them."""
     offload = _offload_of(config.zero)
     sizes = {axis: getattr(config.mesh, axis) for axis in axes.OPEN_AXES}
     if offload is None or min(sizes.values()) < 1:
@@ -139,6 +140,7 @@ def given_candidate(config: schema.Config, machine: Machine) -> Candidate | None
 
 
 def _offload_of(zero: schema.Zero) -> Offload | None:
+    """Offload choice of ZeRO settings; None for memories that no candidate uses."""
     memories = zero.optimizer_memory, zero.parameter_memory
     known: dict[tuple[str, str], Offload] = {
         ("device", "device"): "none",
@@ -149,7 +151,7 @@ def _offload_of(zero: schema.Zero) -> Offload | None:
 
 
 def open_mesh(mesh: schema.Mesh) -> schema.Mesh:
-    """A mesh whose axes of one device are to be chosen, unless all sizes are given."""
+    """Opens mesh axes of size 1 or less, unless all sizes are given."""
     sizes = {axis: getattr(mesh, axis) for axis in axes.OPEN_AXES}
     if 0 not in sizes.values() and all(getattr(mesh, x) != -1 for x in axes.AXES):
         return mesh
@@ -158,38 +160,40 @@ def open_mesh(mesh: schema.Mesh) -> schema.Mesh:
 
 
 def _num_shards(config: schema.Config, machine: Machine) -> int:
+    """Number of batch shards of a config on a machine."""
     sizes = meshes.mesh_sizes(config.mesh, machine.num_devices)
     return math.prod(sizes[axis] for axis in axes.BATCH_AXES)
 
 
 RECOMPUTED = {"none": 0.0, "elementwise": 0.02, "attention_and_mlp": 0.12}
 RECOMPUTED |= {"dots": 0.05, "attention": 0.23, "full": 0.34}
-"""Share of a step by policy: of a feed-forward four times as wide as the model."""
+"""Fraction of a step recomputed by each policy, for a 4x wide feed-forward."""
 _UNKNOWN_FLOPS = 1e14
 _FLOPS_PER_BYTE = 400
-"""Peak FLOPs over bytes per second of device memory."""
+"""Peak FLOP/s over bytes per second of device memory."""
 _LINK_BYTES, _HOST_BYTES = 2e11, 4e10
-"""Per second, between devices of a host and to its memory."""
+"""Bytes per second between devices of a host, and to host memory."""
 _FEW_TOKENS = 512
-"""A microbatch of so many tokens takes twice the time of its work."""
+"""Tokens of a microbatch that takes twice the time of its matmuls."""
 _LATENCY = 2e-5
-"""Seconds of an exchange in a layer, beside its bytes."""
+"""Seconds of latency of an exchange in a layer."""
 _HIDDEN = 0.5
-"""Share of the traffic that hides behind work."""
+"""Fraction of the traffic that counts, after overlap with computation."""
 
 
 class Predictor:
-    """Predicts steps of one run.
+    """Predicts memory and time of steps of one run.
 
     Args:
-        config: The run of `with_batch`.
-        machine: The devices.
-        kind: Their name.
+        config: Settings of the run, from `with_batch`.
+        machine: Devices to predict for.
+        kind: Kind of the devices, which names the peak FLOP/s.
     """
 
     def __init__(self, config: schema.Config, machine: Machine, kind: str):
         self._config, self._machine = config, machine
         dtype = config.precision.compute_dtype
+        # Matmuls are assumed to reach half of the peak.
         self._flops = (flops.peak_flops(kind, dtype) or _UNKNOWN_FLOPS) / 2
         self._share = _share_of_trained(config)
         self._states = dict[Any, int | float | ZjaxError]()
@@ -201,7 +205,7 @@ class Predictor:
         return self._machine.usable_bytes
 
     def obstacle(self, candidate: Candidate) -> str:
-        """Why a candidate cannot work; empty where there is no reason."""
+        """Reason why a candidate cannot work; empty if it can."""
         if candidate not in self._obstacles:
             config = candidate.apply(self._config)
             mesh = self._mesh(config)
@@ -211,10 +215,12 @@ class Predictor:
         return self._obstacles[candidate]
 
     def num_bytes(self, candidate: Candidate) -> int | float:
-        """Bytes per device of a step of a candidate that can work."""
+        """Predicted bytes per device of a step of a candidate that can work."""
         config = candidate.apply(self._config)
         mesh = self._mesh(config)
         batch = batch_on(config, mesh)
+        # State bytes do not depend on microbatch size and remat: planning is slow, so
+        # cache.
         alike = dataclasses.replace(candidate, microbatch_size=0, remat="")
         key = alike, batch.num_microbatches > 1
         if key not in self._states:
@@ -226,7 +232,7 @@ class Predictor:
         return state + activation_bytes(config, sizes, batch)
 
     def seconds(self, candidate: Candidate) -> float:
-        """Seconds of a step, to rank candidates by."""
+        """Predicted seconds of a step, to rank candidates by."""
         config = self._sketch(candidate)
         mesh = self._mesh(config)
         shards = math.prod(getattr(mesh, axis) for axis in axes.BATCH_AXES)
@@ -247,9 +253,11 @@ class Predictor:
         seconds *= (1 + RECOMPUTED[candidate.remat]) * (
             1 + _FEW_TOKENS * mesh.tensor / tokens
         )
-        # Weights twice, and those with a gradient and its sum a third time.
+        # Bytes of bf16 weights in forward and backward (4); trained weights once more
+        # (2), and their float32 gradient sum, read and written (8).
         seconds += self._in_memory(4 * params + 10 * learned)
         seconds += _layers_seconds(config, mesh, tokens)
+        # Idle time of 1F1B, relative to the busy time.
         bubble = 1 + (mesh.pipeline - 1) / number
         copies = shards * mesh.sequence
         owned = learned / (copies if candidate.stage else 1)
@@ -261,7 +269,7 @@ class Predictor:
         )
 
     def _misfit(self, candidate: Candidate) -> str:
-        """Why its arrays cannot be placed; empty where they can."""
+        """Reason why arrays of a candidate cannot be placed; empty if they can."""
         try:
             self.num_bytes(candidate)
         except ZjaxError as error:
@@ -269,10 +277,11 @@ class Predictor:
         return ""
 
     def _in_memory(self, num_bytes: int | float) -> float:
+        """Seconds to read or write bytes of device memory."""
         return num_bytes * _FLOPS_PER_BYTE / (2 * self._flops)
 
     def _sketch(self, candidate: Candidate) -> schema.Config:
-        """The settings that ranking reads, without their checks."""
+        """Config of the settings that ranking reads, without checks."""
         sizes = {axis: getattr(candidate, axis) for axis in axes.OPEN_AXES}
         return dataclasses.replace(
             self._config,
@@ -281,12 +290,13 @@ class Predictor:
         )
 
     def _mesh(self, config: schema.Config) -> schema.Mesh:
+        """Mesh settings with all axis sizes known."""
         sizes = meshes.mesh_sizes(config.mesh, self._machine.num_devices)
         return dataclasses.replace(config.mesh, **sizes)
 
 
 def _share_of_trained(config: schema.Config) -> float:
-    """The share of the parameters that have gradients."""
+    """Fraction of the parameters that are trained."""
     params, _ = jax.eval_shape(make_model(config).init, abstract_key())
     leaves = jax.tree_util.tree_leaves_with_path(params)
     sizes = {path_of(keys): x.size for keys, x in leaves}
@@ -306,7 +316,7 @@ def _state_bytes(config: schema.Config, mesh: schema.Mesh) -> int | float | Zjax
 def _layers_seconds(
     config: schema.Config, mesh: schema.Mesh, tokens: int | float
 ) -> float:
-    """Seconds in which layers exchange numbers of two bytes for a microbatch."""
+    """Seconds of bf16 exchanges in all layers, for one microbatch."""
     layers = config.model.num_layers / mesh.pipeline
     size = 2 * tokens * config.model.embed_size
     splits = (mesh.tensor - 1) / mesh.tensor + (mesh.sequence - 1) / mesh.sequence
@@ -317,7 +327,7 @@ def _layers_seconds(
 def _zero_traffic(
     stage: int, number: int, params: int | float, learned: int | float, copies: int
 ) -> float:
-    """Seconds that gradients and parameters are on their way between the copies."""
+    """Seconds of ZeRO's gradient reduction and parameter gathering."""
     passes = {0: 2, 1: 2, 2: number + 1, 3: number}[stage]
     sent = passes * learned + (2 * number * params if stage == 3 else 0)
     return 2 * sent * (copies - 1) / copies / _LINK_BYTES
@@ -326,7 +336,7 @@ def _zero_traffic(
 def _host_traffic(
     candidate: Candidate, number: int, params: int | float, owned: int | float
 ) -> float:
-    """Seconds that offloaded arrays are on their way."""
+    """Seconds of transfers of offloaded arrays."""
     state = 0 if candidate.offload == "none" else 28 * owned
     blocks = 6 * number * params if candidate.offload == "blocks" else 0
     return (state + blocks) / _HOST_BYTES

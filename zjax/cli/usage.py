@@ -1,4 +1,4 @@
-"""What a command is, its help, and how a shell completes it."""
+"""Defines commands, formats help texts, and completes commands in shells."""
 
 import dataclasses
 import difflib
@@ -21,12 +21,12 @@ _KINDS = {
     "string enum": "KIND",
     "comma separated list of strings": "A,B",
 }
-"""What stands for a value of a type of absl."""
+"""Placeholder of a value in help texts, by absl's type of the flag."""
 NO_VALUE = "true"
-"""Value of a flag that may have none, `boolean` in absl, where none is written."""
+"""Value of a flag given without a value (`boolean=True` in absl)."""
 _NAMED = re.compile(r"--(\w+)=")
 _ADDED = re.compile(r"^<[^>]*>: |;\s+repeat this option.*", re.DOTALL)
-"""What absl adds to the help of a flag."""
+"""Text that absl adds to the help of a flag."""
 _SETTINGS = (
     ("--config=FILE", "Python (.py), Gin (.gin), or a name such as quickstart."),
     ("--ds_config=FILE", "DeepSpeed's configuration, which wins over FILE."),
@@ -41,16 +41,16 @@ _COMMON = (
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-    """A command and what its help says.
+    """Command of `zjax` with the texts of its help.
 
     Attributes:
-        run: Runs it, once the flags are parsed.
-        summary: What it does, in one line.
+        run: Function that runs the command, once the flags are parsed.
+        summary: Description of the command in one line.
         examples: Command lines, one per line.
-        flags: Flags that it reads and others refuse, with what they mean to it; an
-            empty text stands for the help of the flag.
-        has_settings: Whether it reads the settings of a run.
-        arguments: Its words, where it parses them itself.
+        flags: Help texts by name of the flags that the command reads; an empty text
+            stands for the general help of the flag.
+        has_settings: Whether the command reads the settings of a run.
+        arguments: Usage of the arguments, for commands that parse words themselves.
     """
 
     run: Callable[[], None]
@@ -75,7 +75,7 @@ def flags_of(command: Command) -> list[str]:
 
 
 def describe_commands(commands: Mapping[str, Command]) -> str:
-    """A list of commands, one line each."""
+    """Formats a list of commands, one line each."""
     lines = [f"  {name:14}{commands[name].summary}" for name in commands]
     return "\n".join(
         [
@@ -92,7 +92,7 @@ def describe_commands(commands: Mapping[str, Command]) -> str:
 def describe_command(
     name: str, command: Command, flag_values: flags.FlagValues = flags.FLAGS
 ) -> str:
-    """The help of a command: what it does, its flags, and examples."""
+    """Formats the help of a command: summary, flags and examples."""
     words = command.arguments or "[--FLAG=VALUE ...]"
     examples = textwrap.indent(command.examples, "  ")
     lines = [f"zjax {name} {words}", "", command.summary, "", "Example:", examples]
@@ -111,7 +111,9 @@ def describe_command(
 def check_command(
     name: str, words: Sequence[str], commands: Mapping[str, Command]
 ) -> None:
-    """Refuses what is not a command, and names the nearest.
+    """Refuses an unknown or incomplete command, and names the nearest one.
+
+    `words` are all words of the command line; `name` is the first without a match.
 
     Example:
         >>> check_command("trian", ["trian"], {"train": Command(print, "", "")})
@@ -133,7 +135,7 @@ def check_command(
 
 
 def _section(title: str, rows: Sequence[tuple[str, str]]) -> list[str]:
-    """A titled list of flags with their meanings, in lines of the width."""
+    """Formats a titled list of flags and meanings, wrapped to the width."""
     lines = ["", title] if rows else []
     margin = " " * _INDENT
     for typed, meaning in rows:
@@ -145,7 +147,7 @@ def _section(title: str, rows: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def _typed(flag: flags.Flag) -> str:
-    """How a flag is typed.
+    """Formats a flag with the placeholder of its value.
 
     Example:
         >>> values = flags.FlagValues()
@@ -162,7 +164,7 @@ def _typed(flag: flags.Flag) -> str:
 
 
 def _meaning(flag: flags.Flag, text: str) -> str:
-    """What a flag means, its choices, and its default."""
+    """Formats the meaning of a flag, with choices and default."""
     parts = [text or _ADDED.sub("", flag.help)]
     if isinstance(flag.parser, flags.EnumParser):
         known = [value for value in flag.parser.enum_values if value]
@@ -192,7 +194,7 @@ _ZSH = "autoload -U +X compinit bashcompinit && compinit && bashcompinit\n"
 
 
 def completion_script(shell: str, commands: Mapping[str, Command]) -> str:
-    """The script of a shell, which completes the words after `zjax`.
+    """Writes the completion script of a shell, one of `SHELLS`.
 
     Example:
         >>> commands = {"train": Command(print, "Trains.", "", {"prompt": ""})}
@@ -208,7 +210,7 @@ def completion_script(shell: str, commands: Mapping[str, Command]) -> str:
 
 
 def _cases(commands: Mapping[str, Command]) -> list[str]:
-    """What may follow each command, and each word that begins several."""
+    """Lists cases of the script: words after each command, or after a first word."""
     begun = dict[str, list[str]]()
     words = dict[str, list[str]]()
     for name in commands:
