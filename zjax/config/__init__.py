@@ -1,4 +1,4 @@
-"""From what users write to checked settings: files, flags and rules."""
+"""Reads settings from files and flags, and checks rules between settings."""
 
 from zjax.config.check import check_config, check_processes
 from zjax.config.load import load_config

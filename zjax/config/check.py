@@ -1,6 +1,6 @@
-"""Cross-field checks: whether settings work together and on these devices.
+"""Checks rules between settings and devices, and reports all problems at once.
 
-Each rule is a small function that yields problems; all are reported at once.
+Each rule is a small function that yields problems.
 """
 
 import dataclasses
@@ -24,7 +24,20 @@ def check_config(
     user_optimizer: bool = False,
     user_batches: bool = False,
 ) -> None:
-    """Refuses settings that are out of range, contradict each other or have no effect.
+    """Refuses settings that are out of range, contradictory or without effect.
+
+    Args:
+        config: Settings of the right types, from `load_config`.
+        num_devices: Number of devices of the run, over all processes; 1 or more.
+        user_model: Whether the caller brings the model and the data; then
+            `config.model` and `config.data` are not checked.
+        user_optimizer: Whether the caller brings the optimizer; then `config.optimizer`
+            may set nothing but clipping and averaging.
+        user_batches: Whether the caller brings batches; then `data.source` is not read,
+            and not checked.
+
+    Raises:
+        ConfigError: All problems, in the order of the settings.
 
     Example:
         >>> check_config(schema.Config(mesh=schema.Mesh(tensor=3)), 4)
@@ -42,7 +55,7 @@ def check_config(
     rules = _RULES + (() if user_model else model_rules.MODEL_RULES)
     rules += () if user_model or user_batches else model_rules.DATA_RULES
     for prefixes, rule in rules:
-        # A rule may divide by its settings, which must be in range.
+        # A rule may divide by settings, which must be in range: skip it otherwise.
         if not any(field.startswith(prefixes) for field in broken):
             problems += rule(config, num_devices)
     if problems:
@@ -50,7 +63,7 @@ def check_config(
 
 
 def check_processes(config: schema.Config) -> None:
-    """Checks `config.processes` before the processes meet and devices are known.
+    """Refuses wrong `config.processes`, before processes meet and devices are known.
 
     Example:
         >>> check_processes(schema.Config(processes=schema.Processes(process_id=-2)))
@@ -64,7 +77,7 @@ def check_processes(config: schema.Config) -> None:
 
 
 def _open_axes(config: schema.Config) -> Iterator[Problem]:
-    """Refuses axes that `zjax.estimate.mesh` has not filled in."""
+    """Yields open mesh axes, which `zjax.estimate.mesh` should have sized."""
     open_axes = [axis for axis in axes.OPEN_AXES if getattr(config.mesh, axis) == 0]
     problem = "is chosen by zjax.Trainer, for the built-in models only"
     if open_axes == list(axes.OPEN_AXES):
@@ -74,6 +87,7 @@ def _open_axes(config: schema.Config) -> Iterator[Problem]:
 
 
 def _mesh(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    """Yields mesh sizes that do not multiply to the number of devices."""
     given = {axis: getattr(config.mesh, axis) for axis in axes.AXES}
     remaining = [axis for axis, size in given.items() if size == -1]
     if len(remaining) > 1:
@@ -90,6 +104,7 @@ def _mesh(config: schema.Config, num_devices: int) -> Iterator[Problem]:
         return
     known = math.prod(size for size in given.values() if size > 0)
     axis = max(axes.AXES, key=lambda axis: given[axis] if axis not in remaining else 0)
+    # On a default mesh the natural axis to change is `data`.
     axis = "data" if known == 1 else axis
     others = known // given[axis]
     problem = f"makes a mesh of size {known} for {num_devices} devices"
@@ -102,6 +117,7 @@ def _mesh(config: schema.Config, num_devices: int) -> Iterator[Problem]:
 
 
 def _batch(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    """Yields contradictory batch sizes, and a wide sum of one microbatch."""
     sizes = axes.axis_sizes(config, num_devices)
     if not axes.mesh_fills(config, num_devices):
         return
@@ -124,6 +140,7 @@ def _batch(config: schema.Config, num_devices: int) -> Iterator[Problem]:
 
 
 def _loss_scale(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    """Yields a minimum loss scale above the initial one."""
     scale = config.precision.loss_scale
     if scale.minimum > scale.initial:
         field = "precision.loss_scale.minimum"
@@ -132,6 +149,7 @@ def _loss_scale(config: schema.Config, num_devices: int) -> Iterator[Problem]:
 
 
 def _precision(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    """Yields combinations of dtypes that cannot train."""
     precision = config.precision
     if precision.compute_dtype == "float16" and precision.master_dtype == "bfloat16":
         field = "precision.master_dtype"
@@ -149,6 +167,7 @@ def _precision(config: schema.Config, num_devices: int) -> Iterator[Problem]:
 
 
 def _offload(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    """Yields memories, dtypes and disks that contradict offload."""
     memory = config.zero.optimizer_memory
     if memory != "device" and config.precision.reduce_dtype == "float32":
         problem = f"is not built for zero.optimizer_memory={memory!r}"
@@ -180,6 +199,7 @@ def _offload(config: schema.Config, num_devices: int) -> Iterator[Problem]:
 
 
 def _schedule(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    """Yields a warm-up that overlaps the decay of the learning rate."""
     warmup, num_steps = config.optimizer.num_warmup_steps, config.num_steps
     field = "optimizer.num_warmup_steps"
     if config.optimizer.schedule in ("one_cycle", "range_test"):
@@ -193,7 +213,7 @@ def _schedule(config: schema.Config, num_devices: int) -> Iterator[Problem]:
 
 
 def _cycle(config: schema.Config) -> Iterator[Problem]:
-    """Bounds of a cycle that are the wrong way round, or are left after it."""
+    """Yields bounds of a one-cycle schedule out of order, and momenta of 1 or more."""
     peak, cycle = config.optimizer.peak_learning_rate, config.optimizer.cycle
     if config.optimizer.schedule != "one_cycle":
         return
@@ -207,6 +227,7 @@ def _cycle(config: schema.Config) -> Iterator[Problem]:
         yield Problem("optimizer.cycle.min_momentum", least, problem, remedy)
     fall = cycle.num_fall_steps
     length = cycle.num_rise_steps + (cycle.num_rise_steps if fall == -1 else fall)
+    # Momentum keeps growing after the cycle, and must stay below 1 to the last step.
     after = max(0, config.num_steps - 1 - length) / cycle.num_decay_steps
     rate = cycle.momentum_decay_rate
     if (last := cycle.max_momentum * (1 + rate * after)) >= 1:
@@ -218,6 +239,7 @@ def _cycle(config: schema.Config) -> Iterator[Problem]:
 def _patterns(
     field: str, entries: Sequence[schema.ParamGroup | schema.DimRule]
 ) -> Iterator[Problem]:
+    """Yields regular expressions that do not compile, or never match."""
     seen: dict[str, str] = {}
     for index, entry in enumerate(entries):
         path = f"{field}[{index}]"
@@ -234,10 +256,12 @@ def _patterns(
 
 
 def _rules(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    """Yields problems of the patterns of `mesh.rules`."""
     yield from _patterns("mesh.rules", config.mesh.rules)
 
 
 def _groups(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    """Yields problems of `optimizer.groups`."""
     yield from _patterns("optimizer.groups", config.optimizer.groups)
     for index, group in enumerate(config.optimizer.groups):
         path = f"optimizer.groups[{index}]"
@@ -248,6 +272,7 @@ def _groups(config: schema.Config, num_devices: int) -> Iterator[Problem]:
 
 
 def _checkpoint(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    """Yields checkpoint settings without effect."""
     path, resume = config.checkpoint.init_from, config.checkpoint.resume
     if path and resume == "required":
         problem = "has no effect with checkpoint.resume='required'"
@@ -267,6 +292,7 @@ def _checkpoint(config: schema.Config, num_devices: int) -> Iterator[Problem]:
 
 
 def _distill(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    """Yields distillation settings without effect."""
     distill, default = config.distill, schema.Distill()
     for field in dataclasses.fields(distill):
         value, unset = getattr(distill, field.name), getattr(default, field.name)
@@ -281,6 +307,7 @@ def _distill(config: schema.Config, num_devices: int) -> Iterator[Problem]:
 
 
 def _sinks(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    """Yields metric sinks that are named twice."""
     sinks = config.observe.sinks
     for name in dict.fromkeys(sinks):
         if sinks.count(name) > 1:
@@ -289,6 +316,7 @@ def _sinks(config: schema.Config, num_devices: int) -> Iterator[Problem]:
 
 
 def _profile(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    """Yields a profile that starts after the last step."""
     start, field = config.observe.profile_start_step, "observe.profile_start_step"
     if start > config.num_steps:
         problem = f"is beyond num_steps={config.num_steps}"
@@ -296,6 +324,7 @@ def _profile(config: schema.Config, num_devices: int) -> Iterator[Problem]:
 
 
 def _processes(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    """Yields addresses and numbers of processes that cannot meet."""
     given = config.processes
     host, _, port = given.coordinator.rpartition(":")
     if given.coordinator in ("auto", "none"):

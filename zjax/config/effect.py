@@ -1,4 +1,4 @@
-"""Finds settings that were changed but have no effect in this run."""
+"""Yields settings that were changed but that this run does not read."""
 
 import dataclasses
 import functools
@@ -12,7 +12,7 @@ from zjax.settings import attention, derived, schema
 
 
 class Needs(NamedTuple):
-    """A setting that is read only under some choices of another one."""
+    """Setting that is read only if a second setting has one of some values."""
 
     setting: str
     other: str
@@ -154,7 +154,7 @@ NEEDS = (
             ("layerwise", "span"),
         )
         for field in dataclasses.fields(schema.Pacing)
-        # A printed config has the steps of its run there, and may get others.
+        # A printed config holds num_steps of the printed run, and a run may change it.
         if field.name != "num_steps"
     ),
 )
@@ -171,6 +171,7 @@ def effect_problems(config: schema.Config, num_devices: int) -> Iterator[Problem
     for setting, other, choices in NEEDS:
         value, default = _value_and_default(config, setting)
         given, _ = _value_and_default(config, other)
+        # Values that the user did not write need not have an effect.
         may_be_unused = derived.is_derived(value) or derived.is_offered(value)
         if value != default and not may_be_unused and given not in choices:
             problem = f"has no effect with {other}={given!r}"
@@ -189,7 +190,7 @@ def effect_problems(config: schema.Config, num_devices: int) -> Iterator[Problem
 
 
 def user_optimizer_problems(config: schema.Config) -> Iterator[Problem]:
-    """Yields changed settings of the optimizer, for runs whose caller brings one."""
+    """Yields changed optimizer settings, for runs whose caller brings an optimizer."""
     for field in dataclasses.fields(schema.Optimizer):
         value, default = _value_and_default(config, f"optimizer.{field.name}")
         is_unread = field.name not in _BESIDE_USER_OPTIMIZER
@@ -222,6 +223,7 @@ def user_model_problems(config: schema.Config) -> Iterator[Problem]:
 
 
 def _elasticity(config: schema.Config) -> Iterator[Problem]:
+    """Yields elasticity settings without microbatch sizes."""
     if config.elasticity.microbatch_sizes:
         return
     for field in dataclasses.fields(schema.Elasticity):
@@ -233,6 +235,7 @@ def _elasticity(config: schema.Config) -> Iterator[Problem]:
 
 
 def _moments(config: schema.Config) -> Iterator[Problem]:
+    """Yields a moment dtype of an SGD without momentum."""
     given = config.optimizer
     if given.name in _SGD and given.b1 == 0 and given.moment_dtype != "float32":
         problem = "has no effect with optimizer.b1=0.0"
@@ -241,7 +244,7 @@ def _moments(config: schema.Config) -> Iterator[Problem]:
 
 
 def _vectors(config: schema.Config) -> Iterator[Problem]:
-    """Yields a problem for vectors that are to decay where nothing does."""
+    """Yields `decay_vectors` if no weight decay is set."""
     given = config.optimizer
     decays = given.weight_decay, *(group.weight_decay for group in given.groups)
     if given.decay_vectors and max(decays) <= 0:
@@ -251,6 +254,7 @@ def _vectors(config: schema.Config) -> Iterator[Problem]:
 
 
 def _reduction(config: schema.Config) -> Iterator[Problem]:
+    """Yields a float32 reduction that ZeRO-3 or the dtype of sums rules out."""
     precision = config.precision
     if precision.reduce_dtype == "compute":
         return
@@ -265,6 +269,7 @@ def _reduction(config: schema.Config) -> Iterator[Problem]:
 
 
 def _patience(config: schema.Config) -> Iterator[Problem]:
+    """Yields early stopping without evaluation."""
     given = config.evaluation
     for name in ("every_steps", "num_batches"):
         if given.patience and not getattr(given, name):
@@ -280,6 +285,7 @@ def _patience(config: schema.Config) -> Iterator[Problem]:
 
 
 def _project(config: schema.Config) -> Iterator[Problem]:
+    """Yields a project name without a sink that has projects."""
     value, default = _value_and_default(config, "observe.project")
     if not {"wandb", "mlflow"} & set(config.observe.sinks) and value != default:
         problem = "has no effect without a sink that has projects"
@@ -288,6 +294,7 @@ def _project(config: schema.Config) -> Iterator[Problem]:
 
 
 def _profile(config: schema.Config) -> Iterator[Problem]:
+    """Yields a number of profiled steps without a profile."""
     value, default = _value_and_default(config, "observe.profile_num_steps")
     if value != default and config.observe.profile_start_step == -1:
         problem = "has no effect with observe.profile_start_step=-1"
@@ -296,6 +303,7 @@ def _profile(config: schema.Config) -> Iterator[Problem]:
 
 
 def _processes(config: schema.Config) -> Iterator[Problem]:
+    """Yields process settings that the coordinator does not read."""
     coordinator = config.processes.coordinator
     names = ["num_processes", "process_id"]
     if coordinator not in ("auto", "none"):
@@ -311,22 +319,24 @@ def _processes(config: schema.Config) -> Iterator[Problem]:
 
 
 def _value_and_default(config: schema.Config, path: str) -> tuple[Any, Any]:
-    """Reads a setting, and the value that it has where nobody sets it."""
+    """Value of a setting, and the value if nobody sets it in this config."""
     value = operator.attrgetter(path)
     default = value(_with_default(config, path.partition(".")[0]))
-    if derived.is_derived(default):  # from other settings, perhaps of its section
+    if derived.is_derived(default):  # perhaps from a setting of the same section
         default = value(_replaced(config, path, derived.reset(default)))
     return value(config), default
 
 
 def _replaced(section: Any, path: str, value: Any) -> Any:
-    """Returns a section with another value of a setting, and derives again."""
+    """Copies a section with one setting replaced; dependent settings are derived."""
     name, _, rest = path.partition(".")
     inner = _replaced(getattr(section, name), rest, value) if rest else value
     return dataclasses.replace(section, **{name: inner})
 
 
+# The rules of NEEDS ask for defaults of few sections, many times.
 @functools.lru_cache(maxsize=64)
 def _with_default(config: schema.Config, name: str) -> schema.Config:
+    """Copies a config with one section at defaults."""
     section = getattr(schema.Config(), name)
     return dataclasses.replace(config, **{name: section})

@@ -1,8 +1,8 @@
-"""Command-line flags: one config file, Python or Gin, and changes of single settings.
+"""Defines and parses flags: one config file, Python or Gin, and single changes.
 
-A change has the same syntax everywhere: `--config.zero.stage=3`, a Gin binding
-`config.zero.stage=3`, an override of `load_config`. Flags only collect texts, so that
-all mistakes are reported at once.
+A change has one syntax everywhere: `--config.zero.stage=3`, a Gin binding
+`config.zero.stage=3`, an override of `load_config`. Flags only collect texts, which
+lets all mistakes be reported at once.
 """
 
 import difflib
@@ -27,9 +27,9 @@ MAX_VALUES = {
     "top_k": 10**9,
     "seed": 2**32 - 1,
 }
-"""Largest value of numeric flags; the smallest is 0."""
+"""Largest values of numeric flags; the smallest value is 0."""
 FILE_FLAGS = ("config", "ds_config", "gin", "gin_file")
-"""Flags that give settings, besides changes of single ones."""
+"""Flags that name sources of settings, besides changes of single settings."""
 
 
 def define_flags(
@@ -37,8 +37,8 @@ def define_flags(
 ) -> None:
     """Defines `--config`, `--gin_file`, `--gin`, and each `--config.x.y` in `argv`.
 
-    Flags are not defined at import, as zjax is also a library. May be called
-    repeatedly.
+    Flags are not defined at import, because programs with flags import zjax as a
+    library. May be called repeatedly.
     """
     if "config" not in flag_values:
         flags.DEFINE_string(
@@ -64,6 +64,7 @@ def define_flags(
             "Gin binding such as config.zero.stage=3; may be repeated.",
             flag_values=flag_values,
         )
+    # absl refuses undefined flags, and the schema has too many paths to define all.
     arguments = sys.argv if argv is None else argv
     try:
         read = flag_values.read_flags_from_files(list(arguments), force_gnu=False)
@@ -89,7 +90,7 @@ def parse(
 
 
 def _flag_problem(error: flags.Error, flag_values: flags.FlagValues) -> Problem:
-    """Rewords an error of absl."""
+    """Turns an error of absl into a problem with a remedy."""
     text = str(error)
     if isinstance(error, flags.UnrecognizedFlagError):
         name, value = error.flagname, str(error.flagvalue).partition("=")[2]
@@ -107,7 +108,7 @@ def _flag_problem(error: flags.Error, flag_values: flags.FlagValues) -> Problem:
 
 
 def _value_problem(parser: flags.ArgumentParser) -> tuple[str, str]:
-    """Problem and remedy of a value that a parser refuses."""
+    """Problem and remedy of a value that a flag parser refuses."""
     if isinstance(parser, flags.EnumParser):
         known = [value for value in parser.enum_values if value]
         return "is not a choice", f"use one of {', '.join(known)}"
@@ -117,7 +118,7 @@ def _value_problem(parser: flags.ArgumentParser) -> tuple[str, str]:
 
 
 def settings_given() -> list[str]:
-    """Names of the flags given that set a run, such as `config` and `config.seed`."""
+    """Names of the given flags that set a run, such as `config` and `config.seed`."""
     return [
         name
         for name in flags.FLAGS
@@ -136,7 +137,7 @@ def changes_given(flag_values: flags.FlagValues = flags.FLAGS) -> list[str]:
 
 
 def refuse_flags(names: Sequence[str], problem: str) -> None:
-    """Refuses the named flags if they were given, because they have no effect."""
+    """Refuses named flags that were given, because they have no effect."""
     problems = [
         Problem(f"--{name}", flags.FLAGS[name].value, problem, "leave it out")
         for name in names
@@ -156,6 +157,7 @@ def check_numbers(flag_values: flags.FlagValues = flags.FLAGS) -> None:
             f"use 0 to {maximum}",
         )
         for name, maximum in MAX_VALUES.items()
+        # NaN fails both comparisons.
         if not 0 <= (flag_values[name].value or 0) <= maximum
     ]
     if problems:

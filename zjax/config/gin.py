@@ -1,7 +1,7 @@
-"""Gin files and bindings as plain settings: Gin's syntax without Gin's registry.
+"""Reads Gin files and bindings as plain settings, without Gin's registry.
 
 Gin sets values but never wires code. Gin's parser reads the text and nothing is
-registered, so a program's own use of Gin is not affected, references (`@name`) reach
+registered: a program's own use of Gin is not affected, references (`@name`) reach
 nothing, and all mistakes are reported at once.
 """
 
@@ -30,15 +30,22 @@ VALUES_ONLY = "set values only: config.section.name = value"
 
 
 class _Macro(NamedTuple):
+    """Use of a macro, `%name`."""
+
     name: str
 
 
 class _Reference(NamedTuple):
+    """Reference to code, `@name`, which is refused."""
+
     name: str
 
 
 class _Budget:
-    """Counts the files and values that may still be read."""
+    """Counts the files and values that may still be read.
+
+    Includes and macros can grow exponentially.
+    """
 
     def __init__(self) -> None:
         self._files, self._values = MAX_FILES, MAX_VALUES
@@ -57,6 +64,8 @@ class _Budget:
 
 
 class _Delegate(config_parser.ParserDelegate):
+    """Turns references and macros into data for Gin's parser."""
+
     def configurable_reference(self, scoped_configurable_name, evaluate) -> Any:
         return _Reference(scoped_configurable_name + "()" * evaluate)
 
@@ -65,11 +74,10 @@ class _Delegate(config_parser.ParserDelegate):
 
 
 def read_gin(files: Sequence[str] = (), bindings: Sequence[str] = ()) -> dict[str, Any]:
-    """Reads Gin files in order, then single bindings; the last one wins.
+    """Reads Gin files in order, then single bindings; the last value wins.
 
-    Infinity is written `%inf`, tuples as in Python. An included file is looked up
-    beside the file that includes it. The result is nested by section, and not yet
-    checked.
+    Infinity is written `%inf`, tuples as in Python. Paths of includes are relative to
+    the including file. The result is nested by section, and not yet checked.
 
     Example:
         >>> read_gin(bindings=["config.zero.stage = 3"])
@@ -85,6 +93,7 @@ def read_gin(files: Sequence[str] = (), bindings: Sequence[str] = ()) -> dict[st
 
 
 def _read_all(files: Sequence[str], bindings: Sequence[str]) -> dict[str, Any]:
+    """Reads statements, expands macros and nests settings, or raises all problems."""
     problems: list[Problem] = []
     found: list[tuple[str, Any]] = []
     budget = _Budget()
@@ -93,6 +102,7 @@ def _read_all(files: Sequence[str], bindings: Sequence[str]) -> dict[str, Any]:
         found += _read_file(pathlib.Path(local), (), problems, budget)
     for binding in bindings:
         found += _read_text(binding, "gin", (), problems, budget)
+    # Gin has no literal for infinity.
     macros = {"inf": math.inf}
     # `NAME = value`, a name without a dot, defines a macro.
     macros |= {path: value for path, value in found if "." not in path}
@@ -124,7 +134,7 @@ def from_gin(files: Sequence[str] = (), bindings: Sequence[str] = ()) -> schema.
 
 
 def _bound(bindings: Sequence[str]) -> dict[str, Any]:
-    """Nests the settings that readable bindings set, without their values."""
+    """Nests the settings that readable bindings set, with values of None."""
     found = [
         path.removeprefix(convert.PREFIX)
         for binding in bindings
@@ -140,6 +150,7 @@ def _read_file(
     problems: list[Problem],
     budget: _Budget,
 ) -> list[tuple[str, Any]]:
+    """Reads path and value of each binding of a file and of included files."""
     budget.take_file(path)
     if os.path.realpath(path) in map(os.path.realpath, parents):
         names = " -> ".join(map(str, (*parents, path)))
@@ -165,6 +176,7 @@ def _read_text(
     problems: list[Problem],
     budget: _Budget,
 ) -> list[tuple[str, Any]]:
+    """Reads path and value of each binding of a text; appends problems."""
     found: list[tuple[str, Any]] = []
     for statement in _statements(text, source, problems):
         if isinstance(statement, config_parser.BindingStatement):
@@ -186,6 +198,7 @@ def _read_text(
 
 
 def _statements(text: str, source: str, problems: list[Problem]) -> Iterator[Any]:
+    """Yields statements of Gin's parser; appends a problem for a syntax error."""
     try:
         yield from config_parser.ConfigParser(text, _Delegate())
     except (RecursionError, MemoryError):
@@ -214,6 +227,8 @@ def _resolve(
     budget: _Budget,
     seen: tuple[str, ...] = (),
 ) -> Any:
+    """Expands macros in a value; appends problems of references."""
+
     def inner(item):
         return _resolve(item, path, macros, unused, problems, budget, seen)
 
@@ -238,6 +253,7 @@ def _resolve(
 def _bind(
     values: dict[str, Any], path: str, value: Any, problems: list[Problem]
 ) -> dict[str, Any]:
+    """Merges a resolved binding into nested settings."""
     if path.startswith(convert.PREFIX):
         return convert.merge(values, {path.removeprefix(convert.PREFIX): value})
     remedy = f"did you mean {convert.PREFIX}{path}?"

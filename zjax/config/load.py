@@ -30,6 +30,23 @@ def load_config(
 ) -> schema.Config:
     """Reads the settings of a run.
 
+    Args:
+        source: `.py` file with `get_config()`, `.gin` file, name of a config shipped
+            with zjax (`quickstart`), `ds_config.json` of DeepSpeed, dict, ConfigDict,
+            or Config to change (derived settings are derived anew).
+        *overrides: Texts such as `"zero.stage=3"`, or mappings, nested or with dotted
+            paths; later overrides win.
+        **settings: Sections or top-level settings, which win over `source` and
+            `overrides`.
+
+    Returns:
+        The frozen config. All types are right; `check_config` checks that a run can
+        work.
+
+    Raises:
+        ConfigError: Unreadable or failing files, sources without settings, or settings
+            that are unknown or of the wrong type (all at once).
+
     Example:
         >>> load_config({"seed": 1}, "zero.stage=3", num_steps=20).zero.stage
         3
@@ -49,6 +66,7 @@ def load_config(
 
 
 def _read(source: Any) -> Mapping[str, Any]:
+    """Reads a source as nested settings."""
     if isinstance(source, schema.Config):
         return convert.to_mapping(source)
     if isinstance(source, ml_collections.ConfigDict):
@@ -83,6 +101,7 @@ def _check_is_ours(values: Mapping[str, Any]) -> None:
 
 
 def _suggest(path: pathlib.Path) -> str:
+    """Remedy that names the most similar file beside a missing one."""
     folder = path.parent
     names = list[str]()
     with contextlib.suppress(OSError):
@@ -94,6 +113,7 @@ def _suggest(path: pathlib.Path) -> str:
 
 
 def _read_python(path: pathlib.Path) -> Mapping[str, Any]:
+    """Runs a Python config file and reads the result of `get_config()`."""
     try:
         make = runpy.run_path(str(path)).get("get_config")
         if make is None:
@@ -115,6 +135,7 @@ def _read_python(path: pathlib.Path) -> Mapping[str, Any]:
 
 
 def _fault(path: pathlib.Path, error: Exception) -> str:
+    """Describes an error of a config file, with the line of the file."""
     lines = [
         frame.lineno
         for frame in traceback.extract_tb(error.__traceback__)
@@ -127,6 +148,7 @@ def _fault(path: pathlib.Path, error: Exception) -> str:
 
 
 def _reason(error: BaseException) -> str:
+    """Message of an exception in one line."""
     if isinstance(error, SyntaxError):
         return error.msg
     first = error.args[0] if error.args else ""

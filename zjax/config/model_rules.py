@@ -1,4 +1,4 @@
-"""Checks whether the built-in model and its data fit each other and the mesh."""
+"""Checks rules of the built-in models and data sources."""
 
 import dataclasses
 import math
@@ -17,20 +17,26 @@ META_NAME = "meta.json"
 
 
 def with_vocabulary(config: schema.Config) -> schema.Config:
-    """Sets an open `model.vocab_size` to that of the prepared data."""
+    """Sets an open `model.vocab_size` to the vocabulary of the prepared data.
+
+    Unchanged if the data is not on this machine, because a run may be planned
+    elsewhere.
+    """
     is_open = derived.is_derived(config.model.vocab_size)
     if not is_open or config.data.source != "tokens" or not config.data.path:
         return config
     try:
         meta = parse_json(read_text(pathlib.Path(config.data.path) / META_NAME))
-        sizes = meta["tokenizer"] if "vocab_size" not in meta else meta  # format 1
+        sizes = (
+            meta["tokenizer"] if "vocab_size" not in meta else meta
+        )  # format 1 of the file
         size = derived.Size(sizes["vocab_size"])
     except (
         OSError,
         ValueError,
         KeyError,
         TypeError,
-    ):  # reported when the data is opened
+    ):  # opening the data reports the error
         return config
     return dataclasses.replace(
         config, model=dataclasses.replace(config.model, vocab_size=size)
@@ -39,13 +45,14 @@ def with_vocabulary(config: schema.Config) -> schema.Config:
 
 Rule = Callable[[schema.Config, int], Iterator[Problem]]
 Entry = tuple[tuple[str, ...], Rule]
-"""Prefixes of the settings that must be in range for a rule, and the rule."""
+"""Prefixes of settings that must be in range for a rule, and the rule."""
 
 _MATRIX_OPTIMIZERS = ("lamb", "adafactor", "muon")
-"""Optimizers whose update of an entry depends on the whole matrix."""
+"""Optimizers whose update of an entry depends on the full matrix."""
 
 
 def _heads(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    """Yields numbers and sizes of heads that do not divide, or cannot rotate."""
     model = config.model
     width, heads, kv_heads = model.embed_size, model.num_heads, model.num_kv_heads
     rotates_all = model.positions == "rotary" and not model.rotary_size
@@ -71,6 +78,7 @@ def _heads(config: schema.Config, num_devices: int) -> Iterator[Problem]:
 
 
 def _tensor(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    """Yields a tensor axis that cannot shard the heads."""
     size = axes.axis_sizes(config, num_devices)["tensor"]
     if not axes.mesh_fills(config, num_devices):
         return
@@ -84,9 +92,10 @@ def _tensor(config: schema.Config, num_devices: int) -> Iterator[Problem]:
 
 
 def _split_problem(config: schema.Config, size: int) -> str:
-    """Why heads cannot be sharded; dense attention pads heads or copies shared ones.
+    """Reason why a tensor axis cannot shard the heads.
 
-    A norm over all heads would count padding and copies.
+    Dense attention pads heads or copies shared key heads; sparse attention cannot, and
+    a norm over all heads would count padding and copies.
     """
     heads, model = uneven_heads(config.model, size), config.model
     if heads and model.attention == "sparse":
@@ -99,9 +108,9 @@ def _split_problem(config: schema.Config, size: int) -> str:
 
 
 def uneven_heads(model: schema.Model, size: int) -> str:
-    """The heads setting that a tensor axis of `size` does not divide; empty if it does.
+    """Heads setting that a tensor axis of `size` does not divide; empty if it does.
 
-    Devices may also share whole key heads.
+    Devices may share key heads if the number of key heads divides `size`.
 
     Example:
         >>> uneven_heads(schema.Model(num_heads=24, num_kv_heads=3), 2)
@@ -116,6 +125,7 @@ def uneven_heads(model: schema.Model, size: int) -> str:
 
 
 def _tiles(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    """Yields tiles of a feed-forward that norms, widths or optimizers rule out."""
     model, field, name = config.model, "model.mlp_tiles", config.optimizer.name
     if model.mlp_tiles == 1:
         return
@@ -138,6 +148,7 @@ def _tiles(config: schema.Config, num_devices: int) -> Iterator[Problem]:
 
 
 def _chunks(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    """Yields settings that a chunked feed-forward does not support."""
     tokens, model = config.model.mlp_chunk_tokens, config.model
     settings = {
         "model.mlp_tiles": (model.mlp_tiles, 1),
@@ -152,6 +163,7 @@ def _chunks(config: schema.Config, num_devices: int) -> Iterator[Problem]:
 
 
 def _layers(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    """Yields blocks per loop iteration that do not divide segments or cannot repeat."""
     block, layers = config.model.layers_per_scan, config.model.num_layers
     by_stage = axes.axis_sizes(config, num_devices)["pipeline"] > 1
     if by_stage or config.zero.optimizer_memory != "device":
@@ -175,6 +187,7 @@ def _layers(config: schema.Config, num_devices: int) -> Iterator[Problem]:
 
 
 def _unrolled(config: schema.Config) -> Iterator[Problem]:
+    """Yields determinism for models whose layers cannot be one loop."""
     if cannot_unroll(config):
         problem = "repeats a cuDNN kernel in layers of different kinds"
         remedy = "use False, or model.attention='xla'"
@@ -182,6 +195,7 @@ def _unrolled(config: schema.Config) -> Iterator[Problem]:
 
 
 def _offload(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    """Yields model settings that contradict streaming block by block."""
     memory, model = config.zero.optimizer_memory, config.model
     if memory == "device":
         return
@@ -197,6 +211,7 @@ def _offload(config: schema.Config, num_devices: int) -> Iterator[Problem]:
 
 
 def _attention(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    """Yields features that the attention kernel lacks."""
     dtype = config.precision.compute_dtype
     if config.model.attention == "cudnn" and dtype == "float32":
         problem = "cannot run with precision.compute_dtype='float32'"
@@ -215,6 +230,7 @@ def _attention(config: schema.Config, num_devices: int) -> Iterator[Problem]:
 
 
 def _length(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    """Yields lengths that contradict each of data, model and positions."""
     length, longest = config.data.length, config.model.max_length
     if length > longest:
         problem = f"exceeds model.max_length={longest}"
@@ -227,6 +243,7 @@ def _length(config: schema.Config, num_devices: int) -> Iterator[Problem]:
 
 
 def _vocabulary(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    """Yields a vocabulary that is too small for the bytes of the standard library."""
     size = config.model.vocab_size
     if config.data.source == "standard_library" and size < 257:
         problem = "is below the 257 tokens of data.source='standard_library'"
@@ -234,6 +251,7 @@ def _vocabulary(config: schema.Config, num_devices: int) -> Iterator[Problem]:
 
 
 def _data(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    """Yields a missing path of prepared data."""
     if config.data.source == "tokens" and not config.data.path:
         problem = "is missing for data.source='tokens'"
         remedy = "give the directory that `zjax data prepare` made"
@@ -241,6 +259,7 @@ def _data(config: schema.Config, num_devices: int) -> Iterator[Problem]:
 
 
 def _masking(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    """Yields mask settings that contradict the vocabulary or buckets."""
     if config.model.kind != "encoder":
         return
     mask_id, size = config.data.masking.mask_id, config.model.vocab_size
@@ -298,10 +317,10 @@ MODEL_RULES: tuple[Entry, ...] = (
         lengths.token_end_problems,
     ),
 )
-"""Rules of the built-in models alone."""
+"""Rules of the built-in models, each with the settings that must be in range."""
 DATA_RULES: tuple[Entry, ...] = (
     ((), _data),
     (("model",), _vocabulary),
     (("data", "model"), _masking),
 )
-"""Rules of a data source that is read."""
+"""Rules of configured data sources."""

@@ -1,4 +1,4 @@
-"""Configs that come with zjax: found by name, and giving way to settings of a user."""
+"""Finds configs shipped with zjax by name, and adapts them to a user's changes."""
 
 import difflib
 import math
@@ -16,11 +16,12 @@ from zjax.errors import ConfigError, Problem
 from zjax.settings import axes, convert, derived, schema
 
 _PACKAGE = pathlib.Path(__file__).parents[1]
+# Installed packages hold the configs; in a checkout the folder lies beside zjax.
 _FOLDERS = (_PACKAGE / "configs", _PACKAGE.parent / "configs")
 
 
 def find_config(source: str) -> pathlib.Path:
-    """The file that a user means by a path or a name.
+    """Path of a config file, from a path or the name of a shipped config.
 
     Example:
         >>> find_config("quickstart").name, str(find_config("configs/mine.py"))
@@ -40,7 +41,7 @@ def find_config(source: str) -> pathlib.Path:
 
 
 def shipped_name(source: object) -> str:
-    """The name of a config that comes with zjax, given by name or path.
+    """Name of a shipped config, given by name or path; empty for any other source.
 
     Example:
         >>> shipped_name("quickstart"), shipped_name("mine/quickstart.py")
@@ -53,23 +54,25 @@ def shipped_name(source: object) -> str:
 
 
 _SIZES = ("num_microbatches", "microbatch_size")
-"""Settings that a mesh derives where they are 0."""
+"""Batch settings that are derived from the mesh if 0."""
 
 
 def give_way(
     merged: dict[str, Any], changes: Mapping[str, Any], name: str
 ) -> dict[str, Any]:
-    """Drops settings of a config that the settings of a user make impossible.
+    """Drops settings of a shipped config that a user's settings make impossible.
 
-    They are settings of the config that have no effect beside the user's, and those
-    that cannot work beside them and follow from others where nobody sets them. The log
-    names each. No setting of the user is dropped.
+    A setting is dropped if it has no effect beside the user's settings, or if it
+    contradicts them and would be derived if nobody set it. The log names each dropped
+    setting. No setting of the user is dropped. `merged` holds both, `changes` the
+    user's settings alone.
 
     Example:
         >>> merged = {"model": {"num_heads": 4, "num_kv_heads": 8, "embed_size": 64}}
         >>> give_way(merged, {"model": {"num_heads": 4}}, "llama_8b")
         {'model': {'num_heads': 4, 'embed_size': 64}}
     """
+    # Each round may uncover new problems; a setting is tried once, which ends the loop.
     tried = set(_paths(changes))
     while changes:
         config = convert.from_mapping(schema.Config, merged)
@@ -97,7 +100,7 @@ def give_way(
 
 
 def _follows(config: schema.Config, defaults: schema.Config, field: str) -> bool:
-    """Whether the default of a setting is another one, and follows from the user's."""
+    """Whether a setting would be derived or unread, with another value than now."""
     unread = {problem.field for problem in effect.effect_problems(config, 1)}
     default = _value(defaults, field)
     follows = field in unread or field in _SIZES or derived.is_derived(default)
@@ -105,14 +108,14 @@ def _follows(config: schema.Config, defaults: schema.Config, field: str) -> bool
 
 
 def _named_in_problems(config: schema.Config) -> Iterator[tuple[str, Problem]]:
-    """Lists the settings that problems of a config name, each with its problem."""
+    """Yields settings that problems of a config name, each with the problem."""
     for problem in _problems(config):
         for field in re.findall(r"([a-z_.]+)=", f"{problem.problem} {problem.field}="):
             yield field, problem
 
 
 def _problems(config: schema.Config) -> tuple[Problem, ...]:
-    """Finds the problems of a config on as many devices as its mesh names."""
+    """Problems of a config on as many devices as the mesh names."""
     sizes = (getattr(config.mesh, axis) for axis in axes.AXES)
     try:
         check.check_config(config, math.prod(size for size in sizes if size > 0))
@@ -122,7 +125,7 @@ def _problems(config: schema.Config) -> tuple[Problem, ...]:
 
 
 def _paths(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Lists the settings of a nested mapping; sections given whole are one."""
+    """Yields dotted paths of a nested mapping; a section that is no mapping is one."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield from _paths(value, f"{prefix}{name}.")
@@ -131,7 +134,7 @@ def _paths(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def _prefixes(field: str) -> Iterator[str]:
-    """Lists a setting and the sections around it."""
+    """Yields a setting and the sections around it."""
     while field:
         yield field
         field = field.rpartition(".")[0]
@@ -147,7 +150,7 @@ def _holds(values: Any, field: str) -> bool:
 
 
 def _without(values: Mapping[str, Any], fields: Iterable[str]) -> dict[str, Any]:
-    """Copies a nested mapping without some of its settings."""
+    """Copies a nested mapping without some settings."""
     inner: dict[str, list[str]] = {}
     for field in fields:
         name, _, rest = field.partition(".")
@@ -160,5 +163,5 @@ def _without(values: Mapping[str, Any], fields: Iterable[str]) -> dict[str, Any]
 
 
 def _value(config: schema.Config, field: str) -> Any:
-    """Reads a setting by path."""
+    """Value of a setting by path."""
     return operator.attrgetter(field)(config)

@@ -1,4 +1,4 @@
-"""Settings of zjax from a ds_config.json, with a verdict on each of its keys."""
+"""Converts a ds_config.json to settings of zjax, with a verdict on each key."""
 
 from zjax.deepspeed.known import THEIRS
 from zjax.deepspeed.sections import check_optimizer_is_given, convert, read_settings

@@ -1,4 +1,4 @@
-"""What each key of a ds_config becomes, collected while it is read."""
+"""Collects the settings and verdicts of a ds_config while sections are read."""
 
 import dataclasses
 import difflib
@@ -15,14 +15,14 @@ _MISSING = object()
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One key.
+    """Verdict on one key.
 
     Args:
-        key: Dotted path.
-        value: As in the file, or DeepSpeed's default.
-        verdict: What becomes of it.
-        note: The settings, the reason or the remedy.
-        is_default: Whether the file does not have it.
+        key: Dotted path of the key.
+        value: Value in the file, or DeepSpeed's default.
+        verdict: Verdict on the key.
+        note: Settings, reason or remedy.
+        is_default: Whether the file lacks the key.
     """
 
     key: str
@@ -33,41 +33,42 @@ class Row:
 
 
 class Conversion:
-    """Settings that a ds_config amounts to, and a row for each of its keys.
+    """Settings equivalent to a ds_config, and a row for each key.
 
     Args:
-        values: Keys and values of the file, nested.
+        values: Nested keys and values of the file.
     """
 
     def __init__(self, values: Mapping[str, Any]):
         self._given = leaves(values)
         self.settings = dict[str, Any]()
-        """Values by path of a setting of zjax."""
+        """Values by path of the zjax setting."""
         self._rows = dict[str, Row]()
         self._faults = dict[str, Problem]()
         self._needs = list[Problem]()
 
     @property
     def rows(self) -> list[Row]:
-        """All rows: those of the file in its order, then defaults that matter."""
+        """Rows of the keys in the order of the file, then of defaults that matter."""
         given = [self._judged(self._rows[key]) for key in self._given]
         return given + [row for row in self._rows.values() if row.is_default]
 
     def _judged(self, row: Row) -> Row:
+        """Row with the remedy of a faulty key."""
         if not (fault := self._faults.get(row.key)):
             return row
         return dataclasses.replace(row, verdict="not supported", note=fault.remedy)
 
     def given(self, key: str) -> bool:
-        """Whether the file has this key, or one inside of it."""
+        """Whether the file has a key, or a section of this name."""
         return any(k == key or k.startswith(f"{key}.") for k in self._given)
 
     def is_faulty(self, key: str) -> bool:
-        """Whether a key is known not to be honoured."""
+        """Whether a key was refused."""
         return key in self._faults
 
     def inside(self, section: str) -> list[str]:
-        """Keys of the file in a section of which nothing is told yet."""
+        """Keys of the file in a section that have no row yet."""
         return [
             key
             for key in self._given
@@ -75,7 +76,12 @@ class Conversion:
         ]
 
     def get(self, key: str, default: Any, *kinds: type) -> Any:
-        """The value of a key, of the type that DeepSpeed makes of it."""
+        """Value of a key as DeepSpeed coerces it; `AUTO` for "auto".
+
+        `default` is DeepSpeed's value if the key is missing or null; the type must be
+        one of `kinds`, or of the default. A value of a wrong type is a fault, and gives
+        the default.
+        """
         value = self._given.get(key)
         if value is None or value == {}:
             return default
@@ -93,7 +99,7 @@ class Conversion:
         return default
 
     def take(self, key: str, default: Any, *kinds: type) -> Any:
-        """As `get`, but None for "auto", which is told to come from the run."""
+        """Value of a key as from `get`, but None for "auto", which the run sets."""
         value = self.get(key, default, *kinds)
         if value == AUTO:
             self.derive(key, "as the run has it")
@@ -101,7 +107,10 @@ class Conversion:
         return value
 
     def take_type(self, section: str, example: str) -> str:
-        """The type of a section that has parameters; empty where there is none."""
+        """Type of a section with parameters; empty if the file has none.
+
+        `example` is a type to name in an error.
+        """
         key, remedy = f"{section}.type", f"name one, as {example}"
         if kind := self.take(key, ""):
             return kind
@@ -114,7 +123,7 @@ class Conversion:
         return ""
 
     def check_sections(self, others: Mapping[str, Sequence[Any]]) -> None:
-        """Refuses values where sections belong."""
+        """Refuses values in place of sections, except values that DeepSpeed allows."""
         for name, allowed in others.items():
             value = self._given.get(name, {})
             if value != {} and value not in allowed:
@@ -124,7 +133,12 @@ class Conversion:
     def set(
         self, key: str, note: str = "", /, default: Any = _MISSING, **settings: Any
     ):
-        """A key that is honoured by settings of zjax."""
+        """Maps a key to settings of zjax, by path with `__` for dots.
+
+        With a note the key counts as derived, else as mapped. `default` is DeepSpeed's
+        value, for a row if the file lacks the key.
+        """
+        # Keyword arguments cannot hold dots.
         named = {name.replace("__", "."): value for name, value in settings.items()}
         self.settings |= named
         shown = ", ".join(f"{name}={value!r}" for name, value in named.items())
@@ -134,35 +148,39 @@ class Conversion:
     def copy(
         self, key: str, setting: str, default: Any, *, tells_default: bool = True
     ) -> None:
-        """A key that is one setting, as it stands."""
+        """Maps a key to one setting with the value unchanged.
+
+        If the file lacks the key, the setting gets DeepSpeed's default, with a row if
+        `tells_default`.
+        """
         if (value := self.take(key, default)) is not None:
             told = value if tells_default else _MISSING
             self.set(key, default=told, **{setting: value})
 
     def derive(self, key: str, note: str) -> None:
-        """A key that zjax finds out by itself."""
+        """Notes a key that zjax derives by itself."""
         self._tell(key, "derived", note)
 
     def skip(self, key: str, why: str) -> None:
-        """A key that needs nothing here."""
+        """Notes a key that zjax does not need."""
         self._tell(key, "not needed", why)
 
     def skip_rest(self, section: str, why: str) -> None:
-        """Keys of a section of which nothing is told yet, and that need nothing."""
+        """Notes all keys of a section without a row as not needed."""
         for key in self.inside(section):
             self.skip(key, why)
 
     def refuse_if_on(
         self, key: str, remedy: str, why: str = "it is off", default: Any = False
     ) -> None:
-        """A switch, or a number, that cannot be honoured but off, or 0."""
+        """Refuses a switch or number unless it is off or 0."""
         if self.take(key, default):
             self.refuse(key, remedy)
         else:
             self.skip(key, why)
 
     def refuse(self, key: str, remedy: str, problem: str = "is not supported") -> None:
-        """A key that cannot be honoured."""
+        """Refuses a key of the file that zjax does not support."""
         if key in self._given:
             value = self._given[key]
             if key not in self._rows:
@@ -170,26 +188,27 @@ class Conversion:
             self._tell(key, "not supported", remedy)
 
     def refuse_section(self, section: str, remedy: str) -> None:
-        """Keys that cannot be honoured, of which one error tells."""
+        """Refuses all keys of a section by one error."""
         for key in self.inside(section) or [section]:
             self._tell(key, "not supported", remedy)
         self.require(section, "is not supported", remedy)
 
     def require(self, key: str, problem: str, remedy: str) -> None:
-        """A key that is missing, or conflicts with another."""
+        """Refuses a file for a key that is missing or conflicts with another key."""
         inside = [k for k in self._given if k.startswith(f"{key}.")]
         value = f"{len(inside)} keys" if inside else self._given.get(key)
         self._needs.append(Problem(key, value, problem, remedy))
 
     def problems(self) -> list[Problem]:
-        """Keys that are not supported, unknown or of the wrong type."""
+        """Problems of unsupported, unknown or mistyped keys, and of missing keys."""
         found = [self._faults[key] for key in self._given if key in self._faults]
         return found + self._needs
 
     def finish(self, known: Mapping[str, Collection[str]]) -> None:
-        """Refuses each key that no one asked for.
+        """Refuses each key that no converter has read, if a known key is similar.
 
-        DeepSpeed ignores unknown sections, and so are those whose name is like none.
+        DeepSpeed ignores unknown sections; sections without a similar name are ignored
+        as well.
         """
         names = {name for inside in known.values() for name in inside}
         for key in self._given:
@@ -204,7 +223,7 @@ class Conversion:
                 self.refuse_unknown(key, known)
 
     def refuse_unknown(self, key: str, known: Mapping[str, Collection[str]]) -> None:
-        """Refuses a key that its section does not have."""
+        """Refuses a key that the section does not have, and names the nearest key."""
         section, _, name = key.rpartition(".")
         names = {name for inside in known.values() for name in inside}
         near = _nearest(name, known.get(section, ())) or _nearest(name, names)
@@ -220,7 +239,8 @@ class Conversion:
             self.refuse(key, remedy, "is not a key of DeepSpeed")
 
     def _tell(self, key, verdict: Verdict, note, default=_MISSING) -> None:
-        if key in self._rows:
+        """Adds a row for a key, unless the key has one."""
+        if key in self._rows:  # the first verdict wins
             return
         if key in self._given:
             self._rows[key] = Row(key, self._given[key], verdict, note)
@@ -229,12 +249,12 @@ class Conversion:
 
 
 def _nearest(name: str, names: Iterable[str]) -> str:
-    """Returns the name that is most like one, or nothing if none is like it."""
+    """Most similar name; empty if no name is similar."""
     return next(iter(difflib.get_close_matches(name, names, n=1, cutoff=0.8)), "")
 
 
 def coerce(value: Any, kind: type) -> Any:
-    """A value as one of a type, if DeepSpeed takes it so.
+    """Coerces a value to a type as DeepSpeed does; `_MISSING` if that is impossible.
 
     Example:
         >>> coerce(5e8, int), coerce("true", bool), coerce("3e-4", float)
@@ -245,7 +265,7 @@ def coerce(value: Any, kind: type) -> Any:
         if isinstance(value, bool):
             return value
         return words.get(str(value).lower(), _MISSING)
-    if isinstance(value, bool):
+    if isinstance(value, bool):  # a bool is an int to Python
         return _MISSING
     if kind in (int, float) and isinstance(value, int | float | str):
         try:

@@ -1,4 +1,4 @@
-"""Lengths and tokens that grow, dropped layers and sparse attention."""
+"""Converts curricula, random-LTD, progressive layer drop and sparse attention."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ LENGTHS = ("seqlen", "seqlen_truncation")
 
 
 def convert_efficiency(found: Conversion) -> None:
-    """Reads `data_efficiency`, `curriculum_learning` and what else saves work."""
+    """Converts `data_efficiency`, `curriculum_learning`, layer drop and sparsity."""
     _convert_legacy(found)
     if found.take("data_efficiency.enabled", False):
         found.skip("data_efficiency.enabled", "see its sections")
@@ -24,6 +24,7 @@ def convert_efficiency(found: Conversion) -> None:
 
 
 def _convert_legacy(found: Conversion) -> None:
+    """Converts the old section `curriculum_learning`."""
     section = "curriculum_learning"
     if found.take(f"{section}.enabled", False):
         found.skip(f"{section}.enabled", "see its keys")
@@ -37,6 +38,7 @@ def _convert_legacy(found: Conversion) -> None:
 
 
 def _convert_curriculum(found: Conversion) -> None:
+    """Converts the metrics of `data_sampling`; all but lengths need a new index."""
     section = f"{SAMPLING}.curriculum_learning"
     is_on = found.take(f"{SAMPLING}.enabled", False)
     is_on = found.take(f"{section}.enabled", False) and is_on
@@ -60,7 +62,7 @@ def _convert_curriculum(found: Conversion) -> None:
 
 
 def _convert_lengths(found: Conversion, section: str) -> None:
-    """The pacing of one metric whose difficulty is a length."""
+    """Converts the pacing of a metric whose difficulty is a length."""
     pacing = "sequence_warmup__pacing__"
     kind = found.take(f"{section}.schedule_type", "fixed_linear")
     kinds = {
@@ -95,11 +97,13 @@ def _convert_lengths(found: Conversion, section: str) -> None:
 
 
 def _names(found: Conversion, section: str) -> list[str]:
+    """Names of the sections inside a section."""
     inside = found.inside(section)
     return [*dict.fromkeys(key[len(section) + 1 :].split(".")[0] for key in inside)]
 
 
 def _convert_random_ltd(found: Conversion) -> None:
+    """Converts `random_ltd` of `data_routing`."""
     routing = "data_efficiency.data_routing"
     is_on = found.take(f"{routing}.enabled", False)
     is_on = found.take(f"{LTD}.enabled", False) and is_on
@@ -133,6 +137,7 @@ def _convert_random_ltd(found: Conversion) -> None:
 
 
 def _convert_layer_drop(found: Conversion) -> None:
+    """Converts `progressive_layer_drop`."""
     section = "progressive_layer_drop"
     if found.take(f"{section}.enabled", False):
         found.skip(f"{section}.enabled", "see theta and gamma")
@@ -142,6 +147,7 @@ def _convert_layer_drop(found: Conversion) -> None:
 
 
 def _convert_sparsity(found: Conversion) -> None:
+    """Converts `sparse_attention`."""
     section = "sparse_attention"
     if not found.given(section):
         return

@@ -1,4 +1,4 @@
-"""Names of keys, among which to look for the nearest of an unknown one."""
+"""Names of DeepSpeed's keys, to find the nearest one for an unknown key."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ THEIRS = (
     *(steps.GLOBAL, steps.MICRO, steps.SUMS, "gradient_clipping", "steps_per_print"),
     *("scheduler", "fp16", "bf16", zero.ZERO),
 )
-"""Keys of DeepSpeed that are no settings of zjax."""
+"""Keys of DeepSpeed that are not settings of zjax."""
 _OBJECTS = [
     *strict.STRICT,
     *("curriculum_learning.schedule_config", "data_efficiency.data_routing"),
@@ -27,7 +27,7 @@ SECTIONS: dict[str, tuple[Any, ...]] = dict.fromkeys(_OBJECTS, ()) | {
     f"{zero.ZERO}.offload_optimizer": (None, AUTO),
     f"{zero.ZERO}.offload_param": (None, AUTO),
 }
-"""Keys whose values are objects, and what DeepSpeed takes there beside them."""
+"""Values that DeepSpeed takes in place of an object, by section."""
 KNOWN: dict[str, tuple[str, ...]] = {
     "": (
         *THEIRS,
@@ -56,4 +56,4 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "elasticity": steps.ELASTIC_KEYS,
     **{section: tuple(keys) for section, keys in strict.STRICT.items()},
 }
-"""Names of keys by section, empty for the outermost."""
+"""Names of keys by section; the section '' is the outermost object."""

@@ -1,4 +1,4 @@
-"""The update rule and its learning rate."""
+"""Converts the optimizer and learning rate."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ RULES = {
     "zerooneadam": "zero_one_adam",
     "onebitlamb": "onebit_lamb",
 }
-"""Rules by the names of DeepSpeed in small letters."""
+"""Optimizers by DeepSpeed's names in lower case."""
 GIVE = "give an optax optimizer to zjax.initialize in its place"
 OTHERS = {
     "muon": (
@@ -27,9 +27,9 @@ OTHERS = {
         "0.2 * sqrt(inputs of the matrix) times as large",
     )
 }
-"""What to do in place of other rules, and why, by the names of DeepSpeed."""
+"""Remedy and problem of unsupported optimizers, by DeepSpeed's names in lower case."""
 CORRECTED = ("adamw", "adam", "lamb")
-"""Rules with a setting for the bias correction of moments."""
+"""Optimizers with a setting for bias correction of moments."""
 ONE_BIT = ("onebit_adam", "zero_one_adam", "onebit_lamb")
 NO_EFFECT = {
     "torch_adam": "XLA compiles the update",
@@ -40,10 +40,10 @@ NO_EFFECT = {
     "comm_backend_name": "XLA sends the bits",
 }
 RATIOS = {"max_coeff": 10.0, "min_coeff": 0.01}
-"""Limits of the ratios of norms of `lamb`, which are those that DeepSpeed has, too."""
+"""Limits of `lamb`'s trust ratios, equal in DeepSpeed and zjax."""
 KEPT_RATIOS = (*RATIOS, "coeff_beta", "factor_max", "factor_min", "factor_threshold")
 TORCH_DECAY = 0.01
-"""Default of torch.optim.AdamW, which torch_adam takes."""
+"""Default weight decay of torch.optim.AdamW, which `torch_adam` uses."""
 UNTIL = {
     "onebit_adam": ("freeze_step", 100_000),
     "onebit_lamb": ("freeze_step", 100_000),
@@ -52,12 +52,13 @@ UNTIL = {
 
 
 def convert_optimizer(found: Conversion) -> None:
-    """Reads `optimizer` and `scheduler`."""
+    """Converts `optimizer` and `scheduler`."""
     name = _convert_rule(found)
     schedulers.convert_scheduler(found, name)
 
 
 def _convert_rule(found: Conversion) -> str:
+    """Converts type and parameters of the optimizer; returns the name in zjax."""
     found.skip("optimizer.legacy_fusion", "XLA compiles the update")
     kind = found.take_type("optimizer", "AdamW")
     if not kind:
@@ -69,6 +70,7 @@ def _convert_rule(found: Conversion) -> str:
         found.skip_rest(PARAMS, "its optimizer is not supported")
         return ""
     decoupled = found.take(f"{PARAMS}.adam_w_mode", True)
+    # DeepSpeed's Adam is AdamW by default.
     if kind.lower() == "adam" and not decoupled:
         name = "adam"
     if name == "sgd" and _decays_with_momentum(found):
@@ -92,7 +94,7 @@ def _convert_rule(found: Conversion) -> str:
 
 
 def _convert_bias_correction(found: Conversion, name: str) -> None:
-    """Reads a key of Adam and LAMB, which 1-bit optimizers take and do not use."""
+    """Converts a key of Adam and LAMB, which 1-bit optimizers accept and do not use."""
     key = _param("bias_correction")
     if name in ONE_BIT:
         found.take(key, True)
@@ -103,11 +105,12 @@ def _convert_bias_correction(found: Conversion, name: str) -> None:
 
 
 def _decays_with_momentum(found: Conversion) -> bool:
-    """Whether the decay passes through a momentum, as in torch.optim.SGD."""
+    """Whether weight decay passes through momentum, as in torch.optim.SGD."""
     return all(found.get(_param(name), 0.0) for name in ("weight_decay", "momentum"))
 
 
 def _convert_numbers(found: Conversion, name: str) -> None:
+    """Converts learning rate, weight decay, betas and eps."""
     if schedulers.sets_rate(found):
         found.derive(_param("lr"), "the scheduler sets it")
     else:
@@ -127,7 +130,7 @@ def _convert_numbers(found: Conversion, name: str) -> None:
 
 
 def _convert_decay(found: Conversion, default: float) -> None:
-    """Reads the weight decay, which DeepSpeed applies to all parameters it is given."""
+    """Converts weight decay, which DeepSpeed applies to vectors as well."""
     key, everywhere = _param("weight_decay"), {"optimizer__decay_vectors": True}
     decay = found.get(key, default)
     if decay == AUTO:
@@ -138,6 +141,7 @@ def _convert_decay(found: Conversion, default: float) -> None:
 
 
 def _convert_betas(found: Conversion, betas: list[Any]) -> None:
+    """Converts a pair of betas."""
     key = _param("betas")
     if len(betas) != 2 or not all(isinstance(b, int | float) for b in betas):
         found.refuse(key, "write two numbers, as [0.9, 0.999]", "are not two numbers")
@@ -147,6 +151,7 @@ def _convert_betas(found: Conversion, betas: list[Any]) -> None:
 
 
 def _convert_ratios(found: Conversion, name: str) -> None:
+    """Checks the limits of LAMB's trust ratios, which zjax fixes."""
     if name == "onebit_lamb":
         for key in KEPT_RATIOS:
             found.derive(_param(key), "mean norms of the warm-up are kept in its place")
@@ -159,7 +164,7 @@ def _convert_ratios(found: Conversion, name: str) -> None:
 
 
 def _convert_one_bit(found: Conversion, name: str) -> None:
-    """Its copies of the model take the place of data shards."""
+    """Converts 1-bit optimizers: replicas take the place of data shards."""
     found.settings |= {"mesh.replica": -1, "mesh.data": 1}
     key, default = UNTIL[name]
     found.copy(_param(key), "optimizer__freeze_step", default)

@@ -1,4 +1,4 @@
-"""Dtypes and loss scaling."""
+"""Converts dtypes and loss scaling."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,28 +17,28 @@ DTYPES = {
     "torch.float16": "float16",
 }
 SENT = ("fp32", "fp16", "bf16")
-"""Dtypes of numbers on the wire."""
+"""Dtypes of messages."""
 SCALE = {
     "loss_scale_window": ("window", 1_000),
     "hysteresis": ("hysteresis", 2),
     "consecutive_hysteresis": ("consecutive_hysteresis", False),
     "min_loss_scale": ("minimum", 1.0),
 }
-"""Settings of `precision.loss_scale` by keys of `fp16`, and defaults."""
+"""Settings of `precision.loss_scale` and defaults, by keys of `fp16`."""
 MAX_POWER = 127
-"""Greatest power of two of a float32."""
+"""Largest exponent of a power of two in float32."""
 HALF = {"fp16_master_weights_and_grads": False, "consecutive_hysteresis": False}
-"""Keys of `fp16` that other dtypes would follow, and their defaults."""
+"""Keys of `fp16` that change runs of any dtype in zjax, and defaults."""
 BRAIN = {
     "check_grad_overflow": True,
     "bf16_master_weights_and_grads": False,
     "bf16_optimizer_states": False,
 }
-"""The same of `bf16`."""
+"""Keys of `bf16` that change runs of any dtype in zjax, and defaults."""
 
 
 def convert_precision(found: Conversion) -> None:
-    """Reads `fp16`, `bf16`, `torch_autocast`, `data_types` and the dtype of sums."""
+    """Converts `fp16`, `bf16`, `torch_autocast`, `data_types` and the dtype of sums."""
     half = _convert_half(found)
     brain = _convert_brain(found)
     cast = _convert_autocast(found)
@@ -51,11 +51,13 @@ def convert_precision(found: Conversion) -> None:
 
 
 def _from_run(found: Conversion) -> bool:
+    """Whether the run decides about half precision ("auto")."""
     keys = ("fp16.enabled", "bf16.enabled", "bfloat16.enabled")
     return any(found.get(key, False) == "auto" for key in keys)
 
 
 def _convert_half(found: Conversion) -> bool:
+    """Converts `fp16`; returns whether it is on."""
     enabled = found.take("fp16.enabled", False)
     if enabled is None:
         _refuse_changes(found, "fp16", HALF)
@@ -72,7 +74,10 @@ def _convert_half(found: Conversion) -> bool:
 
 
 def _convert_scale(found: Conversion, mark: Callable[[Any], Any], note: str) -> None:
-    """Reads the loss scale."""
+    """Converts the loss scale; `mark` may turn numbers into offers.
+
+    With `fp16.enabled=auto` the numbers apply only if the run chooses float16.
+    """
     scale = found.take("fp16.loss_scale", 0.0)
     power = found.take("fp16.initial_scale_power", 16)
     prefix = "precision__loss_scale__"
@@ -97,6 +102,7 @@ def _convert_scale(found: Conversion, mark: Callable[[Any], Any], note: str) -> 
 
 
 def _convert_brain(found: Conversion) -> bool:
+    """Converts `bf16` or `bfloat16`; returns whether it is on."""
     section = "bfloat16" if found.given("bfloat16") else "bf16"
     enabled = found.take(f"{section}.enabled", False)
     why = "gradients are added in any case"
@@ -126,7 +132,7 @@ def _convert_brain(found: Conversion) -> bool:
 
 
 def _refuse_changes(found: Conversion, section: str, defaults: dict[str, Any]) -> None:
-    """Keys whose section the run turns on, which all dtypes would follow."""
+    """Refuses changed keys of a section that the run may or may not turn on."""
     for name, default in defaults.items():
         key = f"{section}.{name}"
         if found.take(key, default) in (default, None):
@@ -137,6 +143,7 @@ def _refuse_changes(found: Conversion, section: str, defaults: dict[str, Any]) -
 
 
 def _convert_autocast(found: Conversion) -> bool:
+    """Converts `torch_autocast`; returns whether it is on."""
     if not found.take("torch_autocast.enabled", False):
         found.skip_rest("torch_autocast", "torch_autocast is off")
         return False
@@ -153,6 +160,7 @@ def _convert_autocast(found: Conversion) -> bool:
 
 
 def _convert_sums(found: Conversion) -> None:
+    """Converts dtypes of gradient sums and of messages."""
     key = "data_types.grad_accum_dtype"
     if name := found.take(key, ""):
         dtype = DTYPES.get(name, "")

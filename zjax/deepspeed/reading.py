@@ -11,14 +11,14 @@ import hjson
 from zjax.errors import ConfigError, Problem, find_fault
 
 MAX_BYTES = 1 << 20
-"""Larger files are not configurations."""
+"""Largest size of a file; configurations are smaller."""
 DEEP = "has sections in sections, too many to follow"
 MAX_KEYS = 1_000
-"""More keys are no configuration, and each unknown one is compared with all others."""
+"""Largest number of keys: each unknown key is compared with all known names."""
 
 
 def read_file(path: pathlib.Path) -> dict[str, Any]:
-    """The keys and values of a file."""
+    """Reads keys and values of a JSON file, also with comments and trailing commas."""
     if fault := find_fault(path):
         raise _error(path, fault)
     try:
@@ -35,7 +35,9 @@ def read_file(path: pathlib.Path) -> dict[str, Any]:
 
 
 def read_text(text: str, name: str = "ds_config") -> dict[str, Any]:
-    r"""The keys and values of a text.
+    r"""Parses HJSON text whose outermost value is an object.
+
+    `name` stands for the text in errors.
 
     Example:
         >>> read_text('{"zero_optimization": {"stage": 2,}, # sharded \n}')
@@ -66,7 +68,7 @@ def read_text(text: str, name: str = "ds_config") -> dict[str, Any]:
         place = f" on line {where}" if where else ""
         problem = f"is not JSON{place} ({str(error).partition(':')[0]})"
         raise _error(name, problem, "correct it there") from error
-    except (OverflowError, ValueError) as error:  # of `int`, which HJSON calls
+    except (OverflowError, ValueError) as error:  # HJSON calls `int` and `float`
         problem = f"holds a number that is too large ({error})"
         raise _error(name, problem, "write another one") from error
     if num_keys > MAX_KEYS:
@@ -80,9 +82,10 @@ def read_text(text: str, name: str = "ds_config") -> dict[str, Any]:
 
 
 def _find_bare_word(text: str) -> tuple[int, str] | None:
-    """The first word without quotes before a comma or a bracket, and its line.
+    """First word without quotes before a comma or bracket, and the number of the line.
 
-    HJSON reads it as a text up to the end of the line, and finds the end of the file.
+    HJSON reads such a word as a text up to the end of the line, and complains at the
+    end of the file.
     """
     for number, line in enumerate(text.splitlines(), 1):
         plain = re.sub(r'"[^"]*"', '""', line)

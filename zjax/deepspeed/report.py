@@ -1,4 +1,4 @@
-"""A ds_config as the config file that it amounts to, and what becomes of its keys."""
+"""Formats a converted ds_config as a config file, a table and a summary."""
 
 import math
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from zjax.settings.derived import is_offered
 
 
 def config_file(found: Conversion) -> str:
-    """A Python config file with the settings, for `zjax train --config`.
+    """Formats the settings as a Python config file for `zjax train --config`.
 
     Example:
         >>> from zjax.deepspeed import convert
@@ -36,11 +36,12 @@ _USED_IN_HALF = "# Add where compute_dtype is float16: "
 
 
 def _literal(value: Any) -> str:
+    """Formats a value as Python source."""
     return 'float("inf")' if value == math.inf else repr(value)
 
 
 def table_rows(found: Conversion) -> list[tuple[str, ...]]:
-    """Key, value, verdict and note of each key, for a table; a line names a section."""
+    """Cells of a table: key, value, verdict and note, with a heading per section."""
     rows, last = list[tuple[str, ...]](), ""
     for row in found.rows:
         section, _, inside = row.key.partition(".")
@@ -54,7 +55,7 @@ def table_rows(found: Conversion) -> list[tuple[str, ...]]:
 
 
 def summary(found: Conversion) -> str:
-    """How many keys there are of each verdict.
+    """Counts the keys of each verdict.
 
     Example:
         >>> from zjax.deepspeed import convert
@@ -67,5 +68,6 @@ def summary(found: Conversion) -> str:
 
 
 def _short(value: Any) -> str:
+    """Formats a value in at most 12 characters."""
     text = repr(value)
     return text if len(text) <= 12 else f"{text[:9]}..."

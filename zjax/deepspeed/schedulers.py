@@ -1,4 +1,4 @@
-"""The learning rate of each step."""
+"""Converts learning-rate schedulers."""
 
 from zjax.deepspeed.conversion import Conversion
 
@@ -10,13 +10,13 @@ SHAPES = {
     "OneCycle": "one_cycle",
     "LRRangeTest": "range_test",
 }
-"""Schedules by the names of DeepSpeed."""
+"""Schedules by DeepSpeed's names."""
 SECOND_DECAY = 0.99
-"""What its OneCycle makes of the second of the betas."""
+"""Value of the second beta under DeepSpeed's OneCycle."""
 
 
 def convert_scheduler(found: Conversion, rule: str) -> None:
-    """Reads `scheduler`."""
+    """Converts `scheduler`; `rule` is the optimizer's name in zjax, or empty."""
     kind = found.take_type("scheduler", "WarmupLR")
     if not kind:
         if rule and not found.given("scheduler"):
@@ -55,7 +55,7 @@ def sets_momentum(found: Conversion, rule: str) -> bool:
 
 
 def _convert_warmup(found: Conversion) -> None:
-    """Reads the parameters of a rise from 0."""
+    """Converts a warm-up from a learning rate of 0."""
     key = f"{PARAMS}.warmup_num_steps"
     number = found.take(key, 1_000)
     if number is not None and number < 1:
@@ -71,6 +71,7 @@ def _convert_warmup(found: Conversion) -> None:
 
 
 def _convert_ends(found: Conversion, kind: str) -> None:
+    """Converts peak, number of steps and final learning rate."""
     key = f"{PARAMS}.warmup_max_lr"
     if peak := found.take(key, 1e-3 if kind == "WarmupDecayLR" else 0.0):
         found.set(key, default=peak, optimizer__peak_learning_rate=peak)
@@ -86,6 +87,7 @@ def _convert_ends(found: Conversion, kind: str) -> None:
 
 
 def _convert_cycle(found: Conversion, rule: str) -> None:
+    """Converts OneCycle."""
     found.set("scheduler.type", optimizer__schedule="one_cycle")
     for name, setting in _BOUNDS.items():
         key = f"{PARAMS}.{name}"
@@ -117,7 +119,7 @@ def _convert_cycle(found: Conversion, rule: str) -> None:
 
 
 def _convert_decay(found: Conversion) -> None:
-    """The rates after a cycle; 0 steps are none."""
+    """Converts the decay after a cycle; `decay_step_size=0` means no decay."""
     key = f"{PARAMS}.decay_step_size"
     steps = found.take(key, 0)
     if steps:
@@ -130,6 +132,7 @@ def _convert_decay(found: Conversion) -> None:
 
 
 def _convert_range_test(found: Conversion) -> None:
+    """Converts LRRangeTest."""
     found.set("scheduler.type", optimizer__schedule="range_test")
     for name, (setting, default) in _RANGE_TEST.items():
         found.copy(f"{PARAMS}.lr_range_test_{name}", setting, default)
@@ -161,4 +164,4 @@ CYCLE_KEYS = (
     *(*_BOUNDS, *_CYCLE, *_MOMENTUM, "cycle_momentum", "decay_step_size"),
     *("decay_lr_rate", *(f"lr_range_test_{name}" for name in _RANGE_TEST)),
 )
-"""Parameters of the last two schedulers."""
+"""Parameters of OneCycle and LRRangeTest."""

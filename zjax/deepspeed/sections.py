@@ -1,4 +1,4 @@
-"""All sections of a ds_config, in the order in which they are read."""
+"""Converts all sections of a ds_config, in the order in which sections are read."""
 
 import os
 import pathlib
@@ -20,7 +20,9 @@ from zjax.settings import convert as override
 
 
 def convert(values: Any) -> Conversion:
-    """Reads a ds_config as DeepSpeed 0.19 does.
+    """Converts the keys and values of a ds_config as DeepSpeed 0.19 reads it.
+
+    Refuses values that are no mapping; problems of keys are in the result.
 
     Example:
         >>> found = convert({"train_batch_size": 64, "zero_optimization": {"stage": 2}})
@@ -38,6 +40,7 @@ def convert(values: Any) -> Conversion:
     except RecursionError as error:
         problem = Problem("ds_config", [*values], DEEP, remedy)
         raise ConfigError(problem) from error
+    # Strict checks go first: a converter that skips a section hides wrong keys in it.
     found.check_sections(SECTIONS)
     check_strict(found)
     convert_steps(found)
@@ -52,7 +55,7 @@ def convert(values: Any) -> Conversion:
 
 
 def read_settings(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Settings of zjax from a file."""
+    """Nested settings of a ds_config.json; raises all problems of the file at once."""
     found = _read(path)
     if problems := found.problems():
         raise ConfigError(*problems)
@@ -60,7 +63,10 @@ def read_settings(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def check_optimizer_is_given(source: Any) -> None:
-    """Refuses a ds_config whose optimizer or scheduler a given optimizer replaces."""
+    """Refuses a ds_config whose optimizer or scheduler a user's optimizer replaces.
+
+    Sources of settings other than a ds_config.json pass.
+    """
     is_path = isinstance(source, str | os.PathLike)
     if not is_path or pathlib.PurePath(os.fspath(source)).suffix != ".json":
         return
@@ -75,4 +81,5 @@ def check_optimizer_is_given(source: Any) -> None:
 
 
 def _read(path: str | os.PathLike[str]) -> Conversion:
+    """Reads and converts a file."""
     return convert(read_file(pathlib.Path(files.local_path("ds_config", path))))

@@ -1,4 +1,4 @@
-"""Batch sizes, clipping, reports, the mesh and recomputation."""
+"""Converts batch sizes, clipping, mesh, recomputation, sinks and remaining sections."""
 
 import math
 
@@ -17,7 +17,7 @@ OLD_CLIPPING = "its default since June 2026; older releases did not clip"
 
 
 def convert_steps(found: Conversion) -> None:
-    """Reads the top-level numbers of a run."""
+    """Converts batch sizes, clipping and reports."""
     if found.take(f"{ELASTIC}.enabled", False):
         _convert_elastic(found)
     else:
@@ -44,9 +44,9 @@ def convert_steps(found: Conversion) -> None:
 
 
 def _convert_batch(found: Conversion) -> None:
-    """Two of the three sizes give the third, once the devices are known.
+    """Converts batch sizes, of which zjax derives the third from two.
 
-    Steps have one microbatch where neither says otherwise, as in DeepSpeed.
+    As in DeepSpeed, a step has one microbatch if no key says otherwise.
     """
     sizes = {key: found.take(key, 0) for key in FIELDS}
     for key, size in sizes.items():
@@ -63,7 +63,7 @@ def _convert_batch(found: Conversion) -> None:
 
 
 def _convert_elastic(found: Conversion) -> None:
-    """Sizes that follow from the number of devices, as in DeepSpeed."""
+    """Converts elastic batch sizes, which follow from the number of devices."""
     found.set(f"{ELASTIC}.enabled", "the devices give all batch sizes")
     found.settings |= dict.fromkeys(FIELDS.values(), 0)
     ignores = found.take(f"{ELASTIC}.ignore_non_elastic_batch_info", False)
@@ -80,6 +80,7 @@ def _convert_elastic(found: Conversion) -> None:
     _convert_micro_batches(found)
     for name, (setting, default) in _ELASTIC.items():
         found.copy(f"{ELASTIC}.{name}", setting, default, tells_default=False)
+    # Version 0.1 has no nodes: 0 selects its rule in zjax.
     version, nodes = found.take(f"{ELASTIC}.version", 0.2), 0
     if version == 0.2:
         nodes = found.take(f"{ELASTIC}.num_gpus_per_node", 1) or 1
@@ -97,6 +98,7 @@ def _convert_elastic(found: Conversion) -> None:
 
 
 def _convert_micro_batches(found: Conversion) -> None:
+    """Converts the list of elastic microbatch sizes."""
     key = f"{ELASTIC}.micro_batch_sizes"
     sizes = found.take(key, [2, 4, 6], list)
     if sizes is None:
@@ -125,7 +127,7 @@ CHECKPOINTS = "activation_checkpointing"
 
 
 def convert_parallel(found: Conversion) -> None:
-    """Reads the sizes of the mesh and `activation_checkpointing`."""
+    """Converts sizes of the mesh and `activation_checkpointing`."""
     _convert_tensor(found)
     _convert_pipeline(found)
     axes = {
@@ -140,6 +142,7 @@ def convert_parallel(found: Conversion) -> None:
 
 
 def _convert_tensor(found: Conversion) -> None:
+    """Converts `tensor_parallel`."""
     section = "tensor_parallel"
     nested = [f"{section}.{name}.tp_size" for name in ("tp", "tensor_parallel")]
     for key in (f"{section}.autotp_size", *nested):
@@ -152,6 +155,7 @@ def _convert_tensor(found: Conversion) -> None:
 
 
 def _convert_pipeline(found: Conversion) -> None:
+    """Converts `pipeline`."""
     stages = found.take("pipeline.stages", "auto", int, str)
     if isinstance(stages, int) and stages > 1:
         found.set("pipeline.stages", mesh__pipeline=stages)
@@ -163,6 +167,7 @@ def _convert_pipeline(found: Conversion) -> None:
 
 
 def _convert_experts(found: Conversion) -> None:
+    """Converts `expert_parallel`."""
     section = "expert_parallel"
     if found.take(f"{section}.enabled", False):
         size = found.take(f"{section}.autoep_size", 1)
@@ -175,6 +180,7 @@ def _convert_experts(found: Conversion) -> None:
 
 
 def _convert_recomputation(found: Conversion) -> None:
+    """Converts `activation_checkpointing`."""
     key = f"{CHECKPOINTS}.cpu_checkpointing"
     if found.take(key, False):
         found.set(key, model__activation_memory="pinned_host", model__remat="full")
@@ -201,7 +207,7 @@ NO_EFFECT = {
     "graph_harvesting": "XLA compiles the step",
     "dataloader_drop_last": "each batch has global_batch_size rows",
 }
-"""Keys that need nothing."""
+"""Reasons why keys are not needed."""
 SECTIONS = {
     "comms_logger": "zjax plan --collectives lists what a step sends",
     "flops_profiler": "metrics have mfu; observe.profile_start_step takes a trace",
@@ -211,7 +217,7 @@ SECTIONS = {
     "datastates_ckpt": "checkpoints are written in the background",
     "data_types": "masters are float32, or as precision.master_dtype says",
 }
-"""Sections that need nothing."""
+"""Reasons why sections are not needed."""
 UNSUPPORTED = {
     "amp": "use bf16.enabled",
     "nebula": "leave it out: checkpoints are written in the background",
@@ -222,13 +228,13 @@ UNSUPPORTED = {
     "hybrid_engine": "leave it out",
     "comet": "use tensorboard, wandb or csv_monitor",
 }
-"""Sections that are refused if they are on, with a remedy."""
+"""Remedies of sections that are refused if they are on."""
 ON_BY_DEFAULT = ("weight_quantization",)
-"""Those of them that are on where the file does not say so."""
+"""Sections of `UNSUPPORTED` that are on unless the file turns them off."""
 
 
 def convert_others(found: Conversion) -> None:
-    """Reads the rest of the file."""
+    """Converts metric sinks and all sections that no other converter reads."""
     _convert_sinks(found)
     for key in found.inside("autotuning"):
         found.derive(key, "zjax tune --ds_config=FILE tries what it would try")
@@ -250,6 +256,8 @@ def convert_others(found: Conversion) -> None:
 
 
 def _convert_sinks(found: Conversion) -> None:
+    """Converts metric sinks."""
+    # observe.sinks replaces the default, which has these two.
     sinks = ["console", "jsonl"]
     for section, sink in SINKS.items():
         if found.take(f"{section}.enabled", False):

@@ -1,4 +1,4 @@
-"""Sections that DeepSpeed checks key by key, also where they are off."""
+"""Checks sections that DeepSpeed checks key by key, even sections that are off."""
 
 import math
 from typing import Any
@@ -79,7 +79,7 @@ STRICT: dict[str, dict[str, Any]] = {
     f"{ZERO}.offload_param": _OFFLOAD
     | {"buffer_size": 100_000_000, "max_in_cpu": 1_000_000_000},
 }
-"""Default of each key, whose type its values have; None for any value."""
+"""Default of each key, whose type values must have; None for any value."""
 _MODES = ("ignore", "warn", "fail")
 
 
@@ -104,7 +104,9 @@ def check_strict(found: Conversion) -> None:
 def _check_ranges(found: Conversion) -> None:
     """Refuses sizes and fractions of ZeRO that DeepSpeed refuses."""
     for name in COUNTS:
-        if name != f"{STAGE_3}module_granularity_threshold":  # DeepSpeed takes any
+        if (
+            name != f"{STAGE_3}module_granularity_threshold"
+        ):  # DeepSpeed takes any number
             _check_range(found, f"{ZERO}.{name}", 0)
     for section in (f"{ZERO}.offload_optimizer", f"{ZERO}.offload_param"):
         for name, default in STRICT[section].items():
@@ -113,7 +115,7 @@ def _check_ranges(found: Conversion) -> None:
 
 
 def _check_range(found: Conversion, key: str, default: int | float) -> None:
-    """Refuses a negative number, and a fraction above 1; fractions are floats."""
+    """Refuses a negative number, and a fraction (float default) above 1."""
     most, remedy = (1, "0 to 1") if type(default) is float else (math.inf, "0 or more")
     number = found.get(key, default)
     if number != AUTO and not 0 <= number <= most:

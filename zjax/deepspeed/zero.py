@@ -1,11 +1,11 @@
-"""ZeRO, its offload and ZeRO++."""
+"""Converts ZeRO, offload and ZeRO++."""
 
 from zjax.deepspeed.conversion import AUTO, Conversion
 
 ZERO = "zero_optimization"
 MEMORIES = {"none": "device", "cpu": "pinned_host", "nvme": "nvme"}
 STAGE_3 = "stage3_"
-"""Start of names that DeepSpeed knows without it, too."""
+"""Prefix of names that DeepSpeed knows without it as well."""
 SCHEDULED = "XLA schedules and combines the messages"
 SHARDED = "shardings replace flat buffers"
 NO_EFFECT = {
@@ -44,7 +44,7 @@ COUNTS = (
     *("stage3_max_live_parameters", "stage3_max_reuse_distance", "sub_group_size"),
     *("stage3_module_granularity_threshold", "stage3_model_persistence_threshold"),
 )
-"""Keys of `NO_EFFECT` that are whole numbers; the rest are switches."""
+"""Keys of `NO_EFFECT` that are whole numbers; further keys are switches."""
 OFFLOAD_NO_EFFECT = {
     "pin_memory": "host memory is pinned",
     "buffer_count": "buffers follow from the arrays",
@@ -60,7 +60,7 @@ AIO += ("single_submit", "overlap_events", "use_gds")
 
 
 def convert_zero(found: Conversion) -> None:
-    """Reads `zero_optimization` and `aio`."""
+    """Converts `zero_optimization` and `aio`."""
     _convert_persistence(found, _convert_stage(found))
     _convert_offload(found, "offload_optimizer", "optimizer_memory")
     _convert_offload(found, "offload_param", "parameter_memory")
@@ -80,6 +80,7 @@ def convert_zero(found: Conversion) -> None:
 
 
 def _convert_persistence(found: Conversion, stage: int | None) -> None:
+    """Converts the threshold below which stage 3 does not shard parameters."""
     name = f"{STAGE_3}param_persistence_threshold"
     for key in (f"{ZERO}.{name}", f"{ZERO}.{name.removeprefix(STAGE_3)}"):
         if stage not in (3, None):
@@ -89,7 +90,7 @@ def _convert_persistence(found: Conversion, stage: int | None) -> None:
 
 
 def _convert_stage(found: Conversion) -> int | None:
-    """The stage, or None where the run has it."""
+    """Converts the ZeRO stage; None if the run decides."""
     if found.get(ZERO, {}, bool) is True:
         found.set(ZERO, "a true section is stage 1", zero__stage=1)
         return 1
@@ -103,6 +104,7 @@ def _convert_stage(found: Conversion) -> int | None:
 
 
 def _convert_offload(found: Conversion, section: str, setting: str) -> None:
+    """Converts offload of the optimizer state or of parameters."""
     prefix = f"{ZERO}.{section}"
     device = found.take(f"{prefix}.device", "none")
     for name, why in OFFLOAD_NO_EFFECT.items():
@@ -132,7 +134,7 @@ def _convert_offload(found: Conversion, section: str, setting: str) -> None:
 
 
 def _convert_aliases(found: Conversion) -> None:
-    """Names of older releases."""
+    """Converts names of older releases."""
     aliases = {
         "cpu_offload": "zero__optimizer_memory",
         "cpu_offload_params": "zero__parameter_memory",
@@ -147,7 +149,7 @@ def _convert_aliases(found: Conversion) -> None:
 
 
 def _convert_across_nodes(found: Conversion) -> None:
-    """ZeRO++ and MiCS are meshes of nodes, with or without a copy in each."""
+    """Converts ZeRO++ and MiCS to meshes of nodes, with or without a copy per node."""
     node = found.take(f"{ZERO}.zero_hpz_partition_size", 1)
     if node and node > 1:
         found.set(

@@ -1,1 +1,1 @@
-"""What a user may say: every setting, typed and within its range."""
+"""Schema of all settings, typed, with ranges and rules that need no JAX devices."""

@@ -1,4 +1,4 @@
-"""Checks of attention: latents, rotary positions, windows and sparse layouts."""
+"""Checks attention settings: latents, rotary positions, windows and sparse layouts."""
 
 import dataclasses
 import math
@@ -9,7 +9,7 @@ from zjax.settings import axes, schema
 
 
 def latent_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
-    """Yields settings that do not fit `model.latent`, or have no effect there.
+    """Yields settings that contradict `model.latent`, or have no effect beside it.
 
     Example:
         >>> model = schema.Model(latent=schema.Latent(value_size=8))
@@ -30,6 +30,7 @@ at 0, or set model.latent.key_rank
 
 
 def _sizes(model: schema.Model) -> Iterator[Problem]:
+    """Yields missing or contradictory head sizes of latent attention."""
     latent, turning = model.latent, model.rotary_size
     needed = {
         "model.latent.plain_size": (latent.plain_size, "that do not rotate"),
@@ -53,6 +54,7 @@ def _sizes(model: schema.Model) -> Iterator[Problem]:
 
 
 def _unsupported(model: schema.Model) -> Iterator[Problem]:
+    """Yields settings that latent attention does not support."""
     beside = f"model.latent.key_rank={model.latent.key_rank}"
     if model.positions != "rotary":
         problem = f"rotates no channels, as {beside} needs"
@@ -73,7 +75,7 @@ def _unsupported(model: schema.Model) -> Iterator[Problem]:
 
 
 def rotation_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
-    """Yields settings of rotary positions that do not fit each other.
+    """Yields rotary settings that contradict each other.
 
     Example:
         >>> scaling = schema.RopeScaling(kind="yarn", factor=4.0)
@@ -112,6 +114,7 @@ longest sequence of the training before
 
 
 def _bounds(scaling: schema.RopeScaling) -> Iterator[Problem]:
+    """Yields frequency bounds of YaRN or Llama 3 scaling that are not in order."""
     low, high = "low_frequency_factor", "high_frequency_factor"
     if scaling.kind == "yarn":
         low, high = "beta_slow", "beta_fast"
@@ -122,6 +125,7 @@ def _bounds(scaling: schema.RopeScaling) -> Iterator[Problem]:
 
 
 def _scales(scaling: schema.RopeScaling) -> Iterator[Problem]:
+    """Yields an `mscale` of YaRN that another scale of attention replaces."""
     whole, given = scaling.mscale_all_dim, scaling.attention_factor
     if scaling.kind == "yarn" and scaling.mscale and (given or not whole):
         other = f"attention_factor={given}" if given else f"mscale_all_dim={whole}"
@@ -130,6 +134,7 @@ def _scales(scaling: schema.RopeScaling) -> Iterator[Problem]:
 
 
 def _divisors(scaling: schema.RopeScaling, num_pairs: int) -> Iterator[Problem]:
+    """Yields LongRoPE factors that are not one positive number per rotated pair."""
     for name in ("short_factors", "long_factors"):
         given = getattr(scaling, name)
         if len(given) != num_pairs or not all(0 < x < math.inf for x in given):
@@ -139,7 +144,7 @@ def _divisors(scaling: schema.RopeScaling, num_pairs: int) -> Iterator[Problem]:
 
 
 def sliding_layers(model: schema.Model) -> tuple[bool, ...]:
-    """Whether each layer sees the last `sliding_window` tokens alone.
+    """Whether each layer uses the sliding window.
 
     Example:
         >>> model = schema.Model(num_layers=3, sliding_window=8, full_attention_every=2)
@@ -154,7 +159,7 @@ def sliding_layers(model: schema.Model) -> tuple[bool, ...]:
 
 
 def period_of_layers(model: schema.Model) -> int:
-    """Layers after which the kinds of layers repeat: the layers of a block.
+    """Number of layers per block: the period after which kinds of layers repeat.
 
     Example:
         >>> period_of_layers(schema.Model(moe=schema.MoE(num_experts=8, every=2)))
@@ -164,7 +169,7 @@ def period_of_layers(model: schema.Model) -> int:
 
 
 def window_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
-    """Yields settings that sliding windows or soft caps do not go with.
+    """Yields settings that contradict sliding windows or soft caps.
 
     Example:
         >>> model = schema.Model(attention="sparse", sliding_window=8)
@@ -193,6 +198,7 @@ sparsity.mode='local'
 
 
 def _window_problems(config: schema.Config) -> Iterator[Problem]:
+    """Yields settings that contradict a sliding window."""
     model, window = config.model, config.model.sliding_window
     form = config.random_ltd.form
     others = {
@@ -215,7 +221,7 @@ def _window_problems(config: schema.Config) -> Iterator[Problem]:
 
 
 def _blocks(model: schema.Model) -> Iterator[Problem]:
-    """What goes by blocks of one layer, or makes blocks of its own."""
+    """Yields settings that need other blocks than `full_attention_every` makes."""
     every = model.full_attention_every
     usual = {"moe.every": 1, "moe.first_dense": 0, "mlp_tiles": 1}
     given = model.moe.every, model.moe.first_dense, model.mlp_tiles
@@ -228,6 +234,7 @@ def _blocks(model: schema.Model) -> Iterator[Problem]:
 
 
 def _loads(model: schema.Model) -> Iterator[Problem]:
+    """Yields a router bias rate, which needs blocks of one layer."""
     every, rate = model.full_attention_every, model.moe.bias_rate
     if rate:
         problem = "moves by the load of a block of one layer, and "
@@ -236,7 +243,9 @@ def _loads(model: schema.Model) -> Iterator[Problem]:
 
 
 def _without_effect(model: schema.Model) -> Iterator[Problem]:
+    """Yields window settings without effect."""
     if model.full_attention_every == 1:
+        # With 1, every layer would have full attention.
         problem = "lets no layer slide"
         yield Problem(
             "model.full_attention_every", 1, problem, "use 0 for both, or 2 or more"
@@ -262,13 +271,13 @@ MODES: dict[str, tuple[str, ...]] = {
     "global_block_end_indices": ("variable", "bslongformer"),
     "seed": ("variable", "bigbird"),
 }
-"""Modes that read a setting; all modes read the other settings."""
+"""Sparsity modes that read a setting, by setting; all modes read unlisted settings."""
 _COUNTS = ("num_global_blocks", "num_random_blocks", "num_sliding_window_blocks")
-"""Settings that count blocks of one row."""
+"""Settings that count blocks of one row, which must exist at `model.max_length`."""
 
 
 def sparsity_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
-    """Yields settings that make no layout of the length of the model.
+    """Yields sparsity settings that make no block layout of `data.length`.
 
     Example:
         >>> model = schema.Model(attention="sparse")
@@ -293,6 +302,7 @@ def sparsity_problems(config: schema.Config, num_devices: int) -> Iterator[Probl
 
 
 def _length(config: schema.Config) -> Iterator[Problem]:
+    """Yields a sequence length that is not a multiple of the block."""
     length, block = config.data.length, config.model.sparsity.block
     if length % block:
         below, above = length // block * block, -(-length // block) * block
@@ -302,6 +312,7 @@ def _length(config: schema.Config) -> Iterator[Problem]:
 
 
 def _fixed(given: schema.Sparsity) -> Iterator[Problem]:
+    """Yields contradictions of the `fixed` mode."""
     width, count = given.num_local_blocks, given.num_global_blocks
     if count == 0 or width % count:
         problem = f"does not divide model.sparsity.num_local_blocks={width}"
@@ -321,6 +332,7 @@ def _fixed(given: schema.Sparsity) -> Iterator[Problem]:
 
 
 def _windows(given: schema.Sparsity) -> Iterator[Problem]:
+    """Yields local windows of less than one block."""
     sizes = given.local_window_blocks
     if not sizes or min(sizes) < 1:
         problem = "is not a list of windows of 1 block or more"
@@ -328,6 +340,7 @@ def _windows(given: schema.Sparsity) -> Iterator[Problem]:
 
 
 def _ranges(given: schema.Sparsity) -> Iterator[Problem]:
+    """Yields ranges of global blocks that are negative or do not end."""
     starts, ends = given.global_block_indices, given.global_block_end_indices
     if any(start < 0 for start in starts):
         problem, remedy = "counts blocks from 0", "use one like (0,)"
@@ -342,6 +355,7 @@ def _ranges(given: schema.Sparsity) -> Iterator[Problem]:
 
 
 def _counts(model: schema.Model) -> Iterator[Problem]:
+    """Yields numbers of blocks above the blocks of a row."""
     given = model.sparsity
     num_blocks = -(-model.max_length // given.block)
     for name in _COUNTS:

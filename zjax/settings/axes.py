@@ -1,4 +1,4 @@
-"""Names and sizes of the mesh axes, without JAX devices."""
+"""Names and sizes of mesh axes, computed without JAX devices."""
 
 import dataclasses
 import math
@@ -9,20 +9,20 @@ from zjax.settings import schema
 AXES = ("pipeline", "replica", "data", "expert", "sequence", "tensor")
 BATCH_AXES = ("replica", "data", "expert")
 OPEN_AXES = ("pipeline", "sequence", "tensor")
-"""Axes whose size zjax chooses if it is 0."""
+"""Axes whose size zjax chooses if set to 0."""
 AUTO = "auto"
 """Value of `mesh` that sets all `OPEN_AXES` to 0."""
 
 
 def axis_sizes(config: schema.Config, num_devices: int) -> dict[str, int]:
-    """Sizes of all axes; an axis of -1 takes the remaining devices."""
+    """Sizes of all mesh axes; an axis of -1 takes the remaining devices."""
     sizes = {axis: getattr(config.mesh, axis) for axis in AXES}
     remaining = num_devices // math.prod(size for size in sizes.values() if size > 0)
     return {axis: remaining if size == -1 else size for axis, size in sizes.items()}
 
 
 def close_axes(mesh: schema.Mesh) -> schema.Mesh:
-    """Sets open axes to 1, the plainest mesh that `mesh="auto"` may choose.
+    """Sets open axes to 1, the smallest mesh that `mesh="auto"` may choose.
 
     Example:
         >>> close_axes(schema.Mesh(pipeline=0, sequence=0, tensor=2)).pipeline
@@ -33,12 +33,12 @@ def close_axes(mesh: schema.Mesh) -> schema.Mesh:
 
 
 def mesh_fills(config: schema.Config, num_devices: int) -> bool:
-    """Whether the axes multiply to the number of devices."""
+    """Whether the product of axis sizes is the number of devices."""
     return math.prod(axis_sizes(config, num_devices).values()) == num_devices
 
 
 def suggest_divisors(number: int) -> str:
-    """Remedy for a value that does not divide `number`.
+    """Remedy that lists the divisors of a number.
 
     Example:
         >>> suggest_divisors(4)

@@ -1,4 +1,4 @@
-"""The batch triad, microbatch size x microbatches x shards, and elastic sizes."""
+"""Resolves batch sizes: global = microbatch x microbatches x shards, or elastic."""
 
 import bisect
 import dataclasses
@@ -15,13 +15,16 @@ HIGHLY_COMPOSITE = (
     *(55_440, 83_160, 110_880, 166_320, 221_760, 277_200, 332_640, 498_960),
     *(554_400, 665_280, 720_720),
 )
-"""Numbers with more divisors than any smaller one (some are left out)."""
+"""Numbers with more divisors than any smaller number (a subset, as in DeepSpeed)."""
 _MAX_LISTED = 40
-"""Numbers of shards that an error lists."""
+"""Number of shard counts that an error lists."""
 
 
 def elastic_batch(settings: schema.Elasticity, num_shards: int) -> tuple[int, int]:
-    """The global batch size, and the largest microbatch size that divides it.
+    """Global batch size for any valid number of shards, and the largest microbatch.
+
+    Every valid number of shards trains with the returned global batch size. Refuses a
+    number of shards that does not divide it.
 
     Example:
         >>> sizes = schema.Elasticity(microbatch_sizes=(2, 4, 6), max_batch_size=100)
@@ -43,6 +46,7 @@ def elastic_batch(settings: schema.Elasticity, num_shards: int) -> tuple[int, in
 
 
 def _check_sizes(settings: schema.Elasticity) -> None:
+    """Refuses microbatch sizes and limits that no batch can satisfy."""
     sizes, limit = settings.microbatch_sizes, settings.max_batch_size
     field, least = "elasticity.microbatch_sizes", max(sizes) * _per_node(settings)
     if min(sizes) < 1:
@@ -63,17 +67,19 @@ def _check_sizes(settings: schema.Elasticity) -> None:
 
 
 def _per_node(settings: schema.Elasticity) -> int:
+    """Shards per node; 1 under version 0.1 of DeepSpeed's rule."""
     return settings.shards_per_node or 1
 
 
 def _best_batch(settings: schema.Elasticity, nodes: int) -> tuple[int, list[int]]:
-    """The batch, for each of `nodes` shards, that most numbers of nodes divide."""
+    """Batch per shard of a node that most numbers of nodes divide, and the numbers."""
     sizes, limit = settings.microbatch_sizes, settings.max_batch_size // nodes
     low = settings.min_shards // nodes or 1
     high = settings.max_shards // nodes or limit // min(sizes)
     bases = (*sizes, math.lcm(*sizes))
     candidates = {_multiple(base, limit) for base in bases if base <= limit}
     best, found = min(sizes), list[int]()
+    # The first of equally good sizes wins: the order decides between large and small.
     for size in sorted(candidates, reverse=settings.prefer_larger):
         numbers = _divisors(size, sizes, low, high)
         if len(numbers) > len(found):
@@ -88,7 +94,7 @@ def _multiple(base: int, limit: int) -> int:
 
 
 def _divisors(size: int, sizes: Sequence[int], low: int, high: int) -> list[int]:
-    """Numbers of shards that a batch divides into, for one of the microbatch sizes."""
+    """Numbers of shards that divide a batch, by at least one microbatch size."""
     most = [size // each for each in sizes if size % each == 0]
     small = range(1, math.isqrt(max(most, default=0)) + 1)
     pairs = [(n, total // n) for total in most for n in small if total % n == 0]
@@ -96,7 +102,7 @@ def _divisors(size: int, sizes: Sequence[int], low: int, high: int) -> list[int]
 
 
 def _batch_of(settings: schema.Elasticity, num_shards: int) -> int:
-    """The batch of version 0.2 where nodes of other numbers would be needed."""
+    """Batch of DeepSpeed's version 0.2 for shards that `_best_batch` does not serve."""
     steps = [size * num_shards for size in settings.microbatch_sizes]
     sizes = [settings.max_batch_size // step * step for step in steps]
     return max(sizes) if settings.prefer_larger else min(sizes)
@@ -105,6 +111,7 @@ def _batch_of(settings: schema.Elasticity, num_shards: int) -> int:
 def _misfit(
     settings: schema.Elasticity, num_shards: int, total: int, valid: list[int]
 ) -> Problem:
+    """Problem of a number of shards that does not divide the elastic batch."""
     field = "elasticity.microbatch_sizes"
     given = settings.microbatch_sizes
     if not total:
@@ -121,7 +128,7 @@ def _misfit(
 
 @dataclasses.dataclass(frozen=True)
 class BatchSizes:
-    """How a global batch is divided."""
+    """Sizes into which a global batch is divided."""
 
     global_batch_size: int
     """Sequences per optimizer step."""
@@ -132,10 +139,9 @@ class BatchSizes:
 
 
 def resolve_batch(config: schema.Config, num_shards: int) -> BatchSizes:
-    """Derives the missing one of the three batch settings, and checks that they agree.
+    """Derives batch settings that are 0, and refuses contradictions.
 
-    Settings of 0 are derived. `num_shards` is the product of the mesh axes that shard
-    the batch, 1 or more.
+    `num_shards` is the product of the mesh axes that shard the batch, 1 or more.
 
     Example:
         >>> resolve_batch(schema.Config(global_batch_size=32), num_shards=8)
@@ -175,6 +181,7 @@ def resolve_batch(config: schema.Config, num_shards: int) -> BatchSizes:
 
 
 def _resolve_elastic(config: schema.Config, num_shards: int) -> BatchSizes:
+    """Batch sizes by `elasticity`; refuses batch settings that differ."""
     total, size = elastic_batch(config.elasticity, num_shards)
     sizes = BatchSizes(total, total // (size * num_shards), size)
     given = {name: getattr(config, name) for name in dataclasses.asdict(sizes)}

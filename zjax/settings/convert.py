@@ -1,4 +1,4 @@
-"""Converts mappings, overrides and names of functions to a Config, strictly typed."""
+"""Converts mappings, overrides and function names to a Config, with strict types."""
 
 import ast
 import dataclasses
@@ -20,11 +20,11 @@ from zjax.settings import axes, derived, schema
 Section = TypeVar("Section")
 
 _MAX_ENTRIES = 10_000
-"""Most entries of a list-valued setting."""
+"""Largest number of entries of a list-valued setting."""
 
 
 def base() -> ml_collections.ConfigDict:
-    """All settings at their defaults, as a ConfigDict for a config file to change.
+    """All settings at defaults, as a ConfigDict for a config file to change.
 
     Types are not enforced while the file runs: `from_mapping` reports every mistake at
     once.
@@ -37,9 +37,9 @@ def base() -> ml_collections.ConfigDict:
 
 
 def from_mapping(section: type[Section], values: Mapping[str, Any]) -> Section:
-    """Builds a section of the schema from plain values.
+    """Builds a section of the schema from plain values, or raises all problems at once.
 
-    An int is accepted for a float; otherwise types must match exactly. Sections inside
+    An int is accepted for a float; otherwise types must match exactly. Nested sections
     may be mappings or instances.
 
     Example:
@@ -69,6 +69,7 @@ def to_mapping(section: Any) -> dict[str, Any]:
 
 
 def _tables_to_dicts(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Dict factory that turns name tables into dicts."""
     return {
         name: dict(value) if isinstance(value, schema.NameTable) else value
         for name, value in fields
@@ -76,7 +77,7 @@ def _tables_to_dicts(fields: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def expand_auto(path: str, value: Any) -> Any:
-    """The sizes that `mesh="auto"` stands for; any other value as it is.
+    """Sizes that `mesh="auto"` stands for; other values pass unchanged.
 
     Example:
         >>> expand_auto("mesh", "auto")
@@ -87,7 +88,7 @@ def expand_auto(path: str, value: Any) -> Any:
 
 
 def type_of(path: str) -> Any:
-    """The annotation of a setting, such as `zero.stage`; None for an unknown one.
+    """Type annotation of a setting, such as `zero.stage`; None for an unknown setting.
 
     Example:
         >>> type_of("optimizer.clip_norm")
@@ -101,6 +102,7 @@ def type_of(path: str) -> Any:
 
 
 def _section(section: Any, values: Any, path: str, problems: list[Problem]) -> Any:
+    """Builds a section from a mapping or instance; appends problems."""
     if isinstance(values, section):
         values = {f.name: getattr(values, f.name) for f in dataclasses.fields(values)}
     values, hints = expand_auto(path, values), typing.get_type_hints(section)
@@ -120,17 +122,19 @@ def _section(section: Any, values: Any, path: str, problems: list[Problem]) -> A
         else:
             remedy = _nearest(f"{name}", list(hints), path)
             problems.append(Problem(field, value, "is not a setting", remedy))
+    # A section of wrong types could fail in `__post_init__`.
     return section(**arguments) if len(problems) == before else section()
 
 
 def _special_defaults(section: Any) -> dict[str, Any]:
-    """Settings in which a default value differs from that of its section."""
+    """Settings with another default in this section than in the section's class."""
     usual = type(section)()
     values = {x.name: getattr(section, x.name) for x in dataclasses.fields(section)}
     return {n: x for n, x in values.items() if x != getattr(usual, n)}
 
 
 def _nearest(name: str, known: list[str], path: str) -> str:
+    """Remedy that names the most similar setting, or lists all."""
     matches = difflib.get_close_matches(name, known, n=1)
     if matches:
         return f"did you mean {path}{'.' if path else ''}{matches[0]}?"
@@ -138,6 +142,7 @@ def _nearest(name: str, known: list[str], path: str) -> str:
 
 
 def _value(hint: Any, value: Any, field: str, problems: list[Problem]) -> Any:
+    """Converts a value to the annotated type; appends a problem if it does not fit."""
     value = derived.reset(value)
     if dataclasses.is_dataclass(hint):
         return _section(hint, value, field, problems)
@@ -152,6 +157,7 @@ def _value(hint: Any, value: Any, field: str, problems: list[Problem]) -> Any:
     if typing.get_origin(hint) is tuple:
         return _tuple(typing.get_args(hint)[0], value, field, problems)
     if hint is float and type(value) is int:
+        # `type(value) is int` excludes bool, which is a subclass of int.
         return float(value)
     is_marked = derived.is_offered(value) or derived.is_recipe(value)
     if type(value) is not hint and not (is_marked and isinstance(value, hint)):
@@ -165,6 +171,7 @@ def _value(hint: Any, value: Any, field: str, problems: list[Problem]) -> Any:
 
 
 def _path(value: str, field: str, setting: str, problems: list[Problem]) -> str:
+    """Expands a local path; appends a problem if the path is unusable."""
     if not value and setting in (*files.OPTIONAL, *files.CHECKED_LATER):
         return value
     try:
@@ -177,7 +184,8 @@ def _path(value: str, field: str, setting: str, problems: list[Problem]) -> str:
 def _choice(
     choices: tuple[Any, ...], value: Any, field: str, problems: list[Problem]
 ) -> Any:
-    # Types are compared, too: True == 1, but zero.stage=True is refused.
+    """Checks a value against the choices of a Literal."""
+    # Types are compared as well: True == 1, but zero.stage=True is refused.
     if (type(value), value) not in [(type(choice), choice) for choice in choices]:
         remedy = f"use one of {', '.join(str(x) or repr(x) for x in choices)}"
         problems.append(Problem(field, value, "is not a choice", remedy))
@@ -185,6 +193,7 @@ def _choice(
 
 
 def _tuple(hint: Any, value: Any, field: str, problems: list[Problem]) -> Any:
+    """Converts each entry of a list, up to `_MAX_ENTRIES`."""
     if not isinstance(value, list | tuple):
         _refuse_type(field, value, "list or tuple", problems)
         return value
@@ -200,6 +209,7 @@ def _tuple(hint: Any, value: Any, field: str, problems: list[Problem]) -> Any:
 
 
 def _names(value: Any, field: str, problems: list[Problem]) -> Any:
+    """Converts a mapping of names to a hashable `NameTable`."""
     if isinstance(value, schema.NameTable):
         return value
     if not isinstance(value, Mapping):
@@ -219,6 +229,7 @@ def _names(value: Any, field: str, problems: list[Problem]) -> Any:
 def _refuse_type(
     field: str, value: Any, expected: str, problems: list[Problem]
 ) -> None:
+    """Appends the problem of a value of the wrong type."""
     kind = type(value).__name__
     article = "an" if kind[0].lower() in "aeiou" else "a"
     problems.append(
@@ -230,7 +241,7 @@ _NAME = re.compile(r"[\w.]+:\w+")
 
 
 class Fault(NamedTuple):
-    """Why a function cannot be used."""
+    """Reason why a function cannot be used, with the remedy."""
 
     problem: str
     remedy: str
@@ -247,7 +258,7 @@ def is_function_name(name: str) -> bool:
 
 
 def find_function(name: str) -> Callable[..., Any] | Fault:
-    """Imports a function by its name.
+    """Imports a function by the name `module:function`, or returns the fault.
 
     Example:
         >>> find_function("math:fsum")([1, 2])
@@ -258,6 +269,7 @@ def find_function(name: str) -> Callable[..., Any] | Fault:
     module, _, attribute = name.partition(":")
     try:
         function = getattr(importlib.import_module(module), attribute, None)
+    # Importing runs the user's module, which may raise anything.
     except Exception as error:
         problem = f"cannot be imported ({type(error).__name__}: {error})"
         return Fault(problem, "run where Python finds the module, or mend it")
@@ -267,13 +279,13 @@ def find_function(name: str) -> Callable[..., Any] | Fault:
 
 
 PREFIX = "config."
-"""Optional prefix of a path, so that flags, bindings and overrides look alike."""
+"""Optional prefix of a path, which makes flags, bindings and overrides alike."""
 
 
 def parse_override(text: str) -> tuple[str, Any]:
     """Splits `path=value`, drops `config.`, and parses the value.
 
-    The value is a Python literal. A string may lack its quotes, a list its brackets:
+    The value is a Python literal. A string may lack quotes, a list may lack brackets:
     `a,b` is a list of two where a list is expected. A float may be `inf`.
 
     Example:
@@ -291,7 +303,7 @@ def parse_override(text: str) -> tuple[str, Any]:
 
 
 def merge(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Merges nested settings, or dotted paths, into nested settings; the changes win.
+    """Merges nested settings, or dotted paths, into nested settings; changes win.
 
     Example:
         >>> merge({"zero": {"stage": 1}}, {"zero.stage": 3, "seed": 2})
@@ -311,7 +323,7 @@ def merge(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
 def merge_overrides(
     values: Mapping[str, Any], overrides: Sequence[str | Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Merges overrides (`zero.stage=3`, or mappings) into settings; the last one wins.
+    """Merges overrides (`zero.stage=3`, or mappings) into settings; the last wins.
 
     Example:
         >>> merge_overrides({}, ["seed=1", "seed=2"])
@@ -335,6 +347,7 @@ def merge_overrides(
 
 
 def _nested(name: str, value: Any) -> Mapping[str, Any]:
+    """Settings of a section as a mapping; empty for a value that is no section."""
     value = expand_auto(name, value)
     if dataclasses.is_dataclass(value):
         return to_mapping(value)
@@ -342,6 +355,7 @@ def _nested(name: str, value: Any) -> Mapping[str, Any]:
 
 
 def _parse_value(hint: Any, text: str) -> Any:
+    """Parses text as a Python literal if the annotated type allows."""
     try:
         value = ast.literal_eval(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -358,15 +372,16 @@ def _parse_value(hint: Any, text: str) -> Any:
 
 
 def _is_text(hint: Any) -> bool:
-    """Whether values of a type are strings, of any or of a choice."""
+    """Whether a type is str or a choice of strings."""
     is_choice = typing.get_origin(hint) is typing.Literal
     return hint is str or (is_choice and isinstance(typing.get_args(hint)[0], str))
 
 
 def _parse_list(hint: Any, value: Any, text: str) -> Any:
-    """A list without brackets: texts between commas, or one value."""
+    """Parses a list that may lack brackets: texts between commas, or one value."""
     if text.startswith(("[", "(")) or dataclasses.is_dataclass(hint):
         return value
+    # The literal parser has already split numbers at commas.
     if not _is_text(hint):
         return value if isinstance(value, tuple | str) else (value,)
     entries = value if isinstance(value, tuple) else (value,)

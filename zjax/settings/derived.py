@@ -1,9 +1,10 @@
-"""Settings whose default depends on other settings.
+"""Defaults that depend on several settings, and marks of values that nobody set.
 
-They are written as 0 or as `derived`, and filled in when a section is made. Filled-in
-values are marked: they follow changes of the settings that they depend on, and printed
-configs show them as derived. Values that are only offered are marked, too, so that the
-same ones that are set are known to be.
+Such settings are written as 0 or `derived`, and filled in when a section is made.
+Filled-in values are marked by subclasses of int and str: a change of a setting derives
+dependent values anew, and printed configs show derived values as such. Two more marks
+tell apart values that may have no effect (`offered`) and values of a config shipped
+with zjax (`recipe`); a user's own value without effect is refused.
 """
 
 import dataclasses
@@ -11,13 +12,13 @@ from collections.abc import Mapping
 from typing import Any
 
 DERIVED = "derived"
-"""How a derived name is written."""
+"""Written value of a derived name."""
 VOCABULARIES = {"standard_library": 257, "synthetic": 50_257}
 """Vocabulary sizes by `data.source`: bytes, and GPT-2, which is also the default."""
 LENGTH_MULTIPLE = 64
-"""First value of a pacing of tokens, and their multiple."""
+"""First value and multiple of a length pacing, in tokens."""
 KEPT_MULTIPLE = 128
-"""The same of a pacing of kept tokens."""
+"""First value and multiple of a random-LTD pacing, in kept tokens."""
 _MULTIPLE = 256
 """Multiple to which gated feed-forward widths are rounded up (arXiv:2302.13971)."""
 _MEMORIES = {
@@ -30,33 +31,33 @@ _MEMORIES = {
 
 
 class Size(int):
-    """A derived number."""
+    """Int that was derived."""
 
 
 class Name(str):
-    """A derived name."""
+    """Str that was derived."""
 
     __slots__ = ()
 
 
 class OfferedFloat(float):
-    """A number, or default, that is unused where its setting has no effect."""
+    """Float that may be unused where the setting has no effect."""
 
 
 class OfferedInt(int):
-    """A whole number of that kind."""
+    """Int that may be unused where the setting has no effect."""
 
 
 class RecipeFloat(float):
-    """A number of a config that comes with zjax, which a given optimizer replaces."""
+    """Float of a config shipped with zjax, which a user's optimizer replaces."""
 
 
 class RecipeInt(int):
-    """A whole number of that kind."""
+    """Int of a config shipped with zjax, which a user's optimizer replaces."""
 
 
 def as_recipe(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Marks the numbers of a section of a config that comes with zjax.
+    """Marks the numbers of a section of a config shipped with zjax.
 
     Example:
         >>> marked = as_recipe({"peak_learning_rate": 6e-4, "schedule": "linear"})
@@ -71,12 +72,12 @@ def as_recipe(section: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_recipe(value: Any) -> bool:
-    """Whether a number is one of a config that comes with zjax."""
+    """Whether a number comes from a config shipped with zjax."""
     return isinstance(value, RecipeFloat | RecipeInt)
 
 
 def offered(value: int | float) -> int | float:
-    """A value that need not have an effect, as of a section that a run may turn on.
+    """Marks a number that need not have an effect, as in a section a run may turn on.
 
     Example:
         >>> is_offered(offered(128.0)), is_offered(128.0)
@@ -86,14 +87,14 @@ def offered(value: int | float) -> int | float:
 
 
 def is_offered(value: Any) -> bool:
-    """Whether a setting may be unused."""
+    """Whether a number may be unused."""
     return isinstance(value, OfferedFloat | OfferedInt)
 
 
 def without_unused(config: Any) -> Any:
-    """A `schema.Config` as records have it: without offers that it leaves unused.
+    """Resets offered loss-scale values that a run leaves unused, for a record.
 
-    A record is read back with values that are set, and those must have an effect.
+    Values read back from a record count as set, and set values must have an effect.
     """
     precision = config.precision
     scale = {x.name: x.default for x in dataclasses.fields(precision.loss_scale)}
@@ -108,12 +109,12 @@ def without_unused(config: Any) -> Any:
 
 
 def is_derived(value: Any) -> bool:
-    """Whether a setting's value was derived, not set."""
+    """Whether a value was derived, not set."""
     return isinstance(value, Size | Name)
 
 
 def reset(value: Any) -> Any:
-    """The value as a config file has it: 0 or `derived` if it was derived.
+    """Value as a config file writes it: 0 or `derived` if it was derived.
 
     Example:
         >>> reset(Size(3)), reset(Name("device")), reset(3)
@@ -125,7 +126,7 @@ def reset(value: Any) -> Any:
 
 
 def as_set(value: Any) -> Any:
-    """The value without its mark, so that it counts as set.
+    """Value without the mark of a derived one, which then counts as set.
 
     Example:
         >>> reset(as_set(Size(3)))
@@ -145,9 +146,10 @@ def fill_sizes(model: Any) -> None:
     }
     if model.positions == "rotary":
         sizes["max_positions"] = model.max_length
-    elif is_derived(model.max_positions):  # before the kind of positions changed
+    elif is_derived(model.max_positions):  # left from rotary positions
         _set(model, max_positions=0)
     _set(model, **_derive(model, **sizes))
+    # After head_size, which may itself be derived.
     _set(model, **_derive(model, query_scale_size=model.head_size))
     if not model.vocab_size:  # else it is set, or taken from the data
         _set(model, vocab_size=Size(VOCABULARIES["synthetic"]))
@@ -157,6 +159,7 @@ def fill_sizes(model: Any) -> None:
 
 
 def _head_size(model: Any) -> int:
+    """Channels per head: from latent sizes, or `embed_size` over heads."""
     if model.latent.key_rank:
         return model.latent.plain_size + model.rotary_size
     return model.embed_size // max(1, model.num_heads)
@@ -165,8 +168,8 @@ def _head_size(model: Any) -> int:
 def mlp_size(embed_size: int, activation: str) -> int:
     """Width of a feed-forward with about 8 `embed_size`**2 parameters.
 
-    4 times `embed_size`; for the three matrices of a gated one 8/3 of it, rounded up to
-    a multiple of 256.
+    4 `embed_size`, or 8/3 `embed_size` for the three matrices of a gated feed-forward,
+    rounded up to a multiple of 256.
 
     Example:
         >>> mlp_size(768, "gelu"), mlp_size(4_096, "swiglu")
@@ -178,9 +181,9 @@ def mlp_size(embed_size: int, activation: str) -> int:
 
 
 def fill_memories(zero: Any) -> None:
-    """Derives the open memories of a new `schema.Zero` from its `memory`.
+    """Derives the open memories of a new `schema.Zero` from `memory`.
 
-    Nothing is offloaded if the optimizer state is to stay on the devices.
+    Nothing is offloaded if the optimizer state is set to the devices.
     """
     on_device = reset(zero.optimizer_memory) == "device"
     names = "optimizer_memory", "gradient_memory", "parameter_memory"
@@ -189,13 +192,13 @@ def fill_memories(zero: Any) -> None:
 
 
 def fill_length_pacing(section: Any) -> None:
-    """Derives start and multiple of the pacing, in tokens, of a new section."""
+    """Derives start and multiple of a new section's length pacing, in tokens."""
     sizes = _derive(section.pacing, start=LENGTH_MULTIPLE, multiple=LENGTH_MULTIPLE)
     _set(section, pacing=dataclasses.replace(section.pacing, **sizes))
 
 
 def fill_difficulty_pacing(section: Any) -> None:
-    """Derives start, end and multiple of the pacing of a new metric of a curriculum."""
+    """Derives start, end and multiple of the pacing of a new curriculum metric."""
     sizes = {"start": 1, "multiple": 1}
     if section.difficulty == "percentile":
         sizes["end"] = 100
@@ -211,7 +214,7 @@ def fill_bucket_pacing(section: Any) -> None:
 
 
 def fill_kept_pacing(section: Any) -> None:
-    """The same for kept tokens."""
+    """Derives start and multiple of the random-LTD pacing, in kept tokens."""
     sizes = _derive(section.pacing, start=KEPT_MULTIPLE, multiple=KEPT_MULTIPLE)
     _set(section, pacing=dataclasses.replace(section.pacing, **sizes))
 
@@ -237,7 +240,7 @@ def fill_from_each_other(config: Any) -> None:
 
 
 def _derive(section: Any, **values: int | str) -> dict[str, Any]:
-    """Marked values of the settings that are not set."""
+    """Marked values for the settings of a section that are not set."""
     return {
         name: Name(value) if isinstance(value, str) else Size(value)
         for name, value in values.items()
@@ -246,5 +249,6 @@ def _derive(section: Any, **values: int | str) -> dict[str, Any]:
 
 
 def _set(section: Any, **values: Any) -> None:
+    """Assigns settings of a frozen section under construction."""
     for name, value in values.items():
-        object.__setattr__(section, name, value)  # it is frozen, but not yet in use
+        object.__setattr__(section, name, value)  # frozen, but still under construction

@@ -1,4 +1,4 @@
-"""Settings as text: of a run, of two runs compared, and their documentation."""
+"""Formats settings as text, lists documented settings, and compares two configs."""
 
 import ast
 import dataclasses
@@ -13,7 +13,7 @@ from zjax.settings import convert, derived, schema
 
 
 def describe_config(config: schema.Config) -> str:
-    """Writes every setting of a run as a Gin file, which reads back to an equal config.
+    """Formats all settings of a run as a Gin file, which reads back to an equal config.
 
     Example:
         >>> describe_config(schema.Config()).splitlines()[0]
@@ -22,14 +22,14 @@ def describe_config(config: schema.Config) -> str:
     return "".join(
         f"{path} = {_literal(value)}{'  # derived' * derived.is_derived(value)}\n"
         for path, _, value in _settings(derived.without_unused(config), "config")
-        # read back, the offered steps would count as set beside the epochs
+        # Steps derived from epochs would count as set when read back.
         if not (config.num_epochs and path == "config.num_steps")
         or not derived.is_offered(value)
     )
 
 
 def describe_settings() -> str:
-    """Lists every setting with its default, its choices and its documentation.
+    """Lists every setting with default, choices and documentation.
 
     Example:
         >>> print(textwrap.shorten(describe_settings(), 45))
@@ -58,6 +58,7 @@ def setting_paths() -> list[str]:
 
 
 def _settings(section: Any, path: str) -> Iterator[tuple[str, type, Any]]:
+    """Yields path, section class and value of each setting."""
     for field in dataclasses.fields(section):
         name = f"{path}.{field.name}" if path else field.name
         value = getattr(section, field.name)
@@ -68,6 +69,7 @@ def _settings(section: Any, path: str) -> Iterator[tuple[str, type, Any]]:
 
 
 def _describe_setting(path: str, section: type, value: Any) -> list[str]:
+    """Formats one setting with default, attribute docstring and choices."""
     name = path.rpartition(".")[2]
     hint = typing.get_type_hints(section)[name]
     if typing.get_origin(hint) is tuple:
@@ -84,6 +86,8 @@ def _describe_setting(path: str, section: type, value: Any) -> list[str]:
 
 
 def _docstrings() -> dict[str, dict[str, str]]:
+    """Attribute docstrings of the schema, by class and field."""
+    # Python drops strings below fields, but their source has them.
     found = {}
     for node in ast.parse(inspect.getsource(schema)).body:
         if isinstance(node, ast.ClassDef):
@@ -96,6 +100,7 @@ def _docstrings() -> dict[str, dict[str, str]]:
 
 
 def _literal(value: Any) -> str:
+    """Formats a value as Gin reads it."""
     if value == math.inf:
         return "%inf"
     if dataclasses.is_dataclass(value):
@@ -121,7 +126,7 @@ ABSENT = Absent()
 
 
 class Difference(NamedTuple):
-    """A setting whose values differ in two configs."""
+    """Setting whose values differ in two configs."""
 
     setting: str
     """Dotted path, such as `optimizer.groups[0].weight_decay`."""
@@ -137,7 +142,7 @@ def differences(
     """Compares two configs setting by setting, in the order of the first.
 
     A config may be a nested mapping, such as one read from JSON, where tuples are
-    lists, and come from another version of zjax.
+    lists, and may come from another version of zjax.
 
     Example:
         >>> differences(schema.Config(seed=1), schema.Config())
@@ -147,12 +152,14 @@ def differences(
 
 
 def _plain(config: schema.Config | Mapping[str, Any]) -> Mapping[str, Any]:
+    """Nested mapping of a config, without unused offers."""
     if isinstance(config, Mapping):
         return config
     return convert.to_mapping(derived.without_unused(config))
 
 
 def _differences(path: str, value: Any, other: Any) -> Iterator[Difference]:
+    """Yields differences of two values, section by section."""
     if isinstance(value, Mapping) and isinstance(other, Mapping):
         for name in dict.fromkeys([*value, *other]):
             inner = f"{path}.{name}" if path else name
@@ -166,6 +173,7 @@ def _differences(path: str, value: Any, other: Any) -> Iterator[Difference]:
 
 
 def _holds_sections(value: Any) -> bool:
+    """Whether a value is a list of sections."""
     is_sequence = isinstance(value, list | tuple)
     return is_sequence and all(isinstance(entry, Mapping) for entry in value)
 

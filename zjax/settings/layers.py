@@ -1,4 +1,4 @@
-"""Whether a model loops over its layers, and whether they make pipeline stages."""
+"""Chooses between a loop over layers and unrolled layers; checks pipeline stages."""
 
 import dataclasses
 import math
@@ -13,7 +13,7 @@ def cannot_unroll(config: schema.Config) -> bool:
     """Whether a program may not contain several layers side by side.
 
     XLA makes cuDNN's attention backward deterministic in the first layer of a program
-    only and finds no kernel for the others, so the program fails to start.
+    only and finds no kernel for later layers, so the program fails to start.
     """
     may_take_cudnn = (
         config.model.attention in ("auto", "cudnn")
@@ -25,9 +25,9 @@ def cannot_unroll(config: schema.Config) -> bool:
 def layers_per_scan(config: schema.Config) -> int:
     """Layers per iteration of the loop over layers; 0 for no loop.
 
-    It is 1 in place of `model.layers_per_scan=0` if layers cannot be unrolled, or have
-    loops of their own, for which layers side by side would each keep a copy of their
-    weights until the backward pass; unless each block is a program.
+    `model.layers_per_scan=0` becomes 1 if layers cannot be unrolled, or contain loops:
+    unrolled, each layer would hold a copy of the weights until the backward pass. With
+    offloaded state each block is a program, and needs neither.
 
     Example:
         >>> layers_per_scan(schema.Config())
@@ -46,7 +46,7 @@ _CHUNK_SETTINGS = ("num_chunks",)
 
 
 def stage_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
-    """Yields settings that a pipeline, or the lack of one, does not allow."""
+    """Yields settings that contradict pipeline stages, or need a pipeline."""
     given, size = config.pipeline, _num_stages(config, num_devices)
     if size == 1:
         for field in dataclasses.fields(schema.Pipeline):
@@ -70,7 +70,7 @@ def stage_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]
 
 
 def model_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
-    """Yields settings of the built-in models that do not fit the stages."""
+    """Yields settings of the built-in models that contradict the stages."""
     given, size = config.pipeline, _num_stages(config, num_devices)
     if size == 1:
         return
@@ -105,6 +105,7 @@ def model_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]
 
 
 def _chunks(config: schema.Config, num_stages: int) -> Iterator[Problem]:
+    """Yields a number of chunks that does not split the blocks equally."""
     num_layers, given = num_blocks(config.model), config.pipeline.num_chunks
     if num_layers % (num_stages * given) == 0:
         return
@@ -118,12 +119,15 @@ def _chunks(config: schema.Config, num_stages: int) -> Iterator[Problem]:
 
 
 def _num_stages(config: schema.Config, num_devices: int) -> int:
+    """Number of pipeline stages."""
+    # An axis of -1 comes out as 0 on too few devices, which another rule refuses.
     return max(1, axes.axis_sizes(config, num_devices)["pipeline"])
 
 
 def _groups(
     config: schema.Config, num_devices: int, num_stages: int
 ) -> Iterator[Problem]:
+    """Yields a number of microbatches that interleaving cannot group by stages."""
     sizes = axes.axis_sizes(config, num_devices)
     if not axes.mesh_fills(config, num_devices):
         return

@@ -1,4 +1,4 @@
-"""Which layers have experts, and whether the settings of a mixture fit each other."""
+"""Places experts in layers, segments layers into blocks, and checks MoE settings."""
 
 import contextlib
 import dataclasses
@@ -17,12 +17,12 @@ MAX_EXPERTS = 2**16
 
 
 class SegmentShape(NamedTuple):
-    """Equal blocks that follow one another.
+    """Shape of a segment: equal blocks that follow one another.
 
     Args:
-        num_experts: Experts of each layer of a block; 0 for a dense layer.
+        num_experts: Number of experts of each layer of a block; 0 for a dense layer.
         num_blocks: Number of blocks.
-        slides: Whether each layer of a block sees a window alone.
+        slides: Whether each layer of a block uses the sliding window.
     """
 
     num_experts: tuple[int, ...]
@@ -31,7 +31,7 @@ class SegmentShape(NamedTuple):
 
 
 def experts_by_layer(model: schema.Model) -> tuple[int, ...]:
-    """Experts of each layer; 0 for a dense one.
+    """Number of experts of each layer; 0 for a dense layer.
 
     Example:
         >>> moe = schema.MoE(num_experts=(8, 16), every=2)
@@ -47,17 +47,17 @@ def experts_by_layer(model: schema.Model) -> tuple[int, ...]:
 
 
 def _places(model: schema.Model) -> range:
-    """The layers that have experts, whatever their number."""
+    """Indices of the layers that have experts."""
     every = model.moe.every
     return range(model.moe.first_dense, model.num_layers)[every - 1 :: every]
 
 
 def segment_shapes(model: schema.Model) -> tuple[SegmentShape, ...]:
-    """The blocks of a model as few runs of equal ones.
+    """Shapes of a model's segments: runs of equal blocks.
 
-    A block has `moe.every` layers, the last of which has experts, or
-    `full_attention_every`, the last of which sees all; layers before the first and
-    behind the last such block are blocks of one layer.
+    A block has `moe.every` layers, the last with experts, or `full_attention_every`
+    layers, the last with full attention. Layers before the first and after the last
+    such block are blocks of one layer.
 
     Example:
         >>> moe = schema.MoE(num_experts=8, every=2, first_dense=1)
@@ -75,12 +75,13 @@ def segment_shapes(model: schema.Model) -> tuple[SegmentShape, ...]:
 
 
 def _shape_of(block: list[tuple[int, bool]], num_blocks: int) -> SegmentShape:
+    """Shape of a segment of equal blocks."""
     experts, slides = zip(*block, strict=True)
     return SegmentShape(experts, num_blocks, slides)
 
 
 def num_blocks(model: schema.Model) -> int:
-    """Blocks of all segments.
+    """Number of blocks of all segments.
 
     Example:
         >>> num_blocks(schema.Model(moe=schema.MoE(num_experts=8, every=2)))
@@ -90,7 +91,7 @@ def num_blocks(model: schema.Model) -> int:
 
 
 def experts_per_token(moe: schema.MoE) -> float:
-    """The mean number of experts of a token while training.
+    """Mean number of experts per token in training.
 
     Example:
         >>> experts_per_token(schema.MoE(num_experts=8, choice="experts"))
@@ -100,12 +101,12 @@ def experts_per_token(moe: schema.MoE) -> float:
 
 
 def sees_future(model: schema.Model) -> bool:
-    """Whether later tokens of a causal model change what earlier ones compute."""
+    """Whether later tokens of a causal model change the outputs of earlier tokens."""
     return model.kind == "decoder" and model.moe.choice == "experts"
 
 
 def describe_future(model: schema.Model) -> str:
-    """What a decoder whose experts choose tokens cannot tell; empty for others."""
+    """Warning for a decoder whose experts choose tokens; empty for other models."""
     if not sees_future(model):
         return ""
     return (
@@ -116,7 +117,7 @@ def describe_future(model: schema.Model) -> str:
 
 
 def describe_blocks(model: schema.Model) -> str:
-    """The number of blocks, as the setting of which it is the value, if it is.
+    """Number of blocks, named by the setting that defines it.
 
     Example:
         >>> describe_blocks(schema.Model())
@@ -130,7 +131,7 @@ def describe_blocks(model: schema.Model) -> str:
 
 
 def mixture_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
-    """Yields settings of `model.moe` that do not fit each other or the run."""
+    """Yields settings of `model.moe` that contradict each other or the run."""
     moe = config.model.moe
     if moe.num_experts in (0, ()):
         yield from _without_experts(moe)
@@ -148,11 +149,13 @@ def mixture_problems(config: schema.Config, num_devices: int) -> Iterator[Proble
 
 
 def _given_numbers(moe: schema.MoE) -> tuple[int, ...]:
+    """Numbers of experts as a tuple."""
     given = moe.num_experts
     return given if isinstance(given, tuple) else (given,)
 
 
 def _without_experts(moe: schema.MoE) -> Iterator[Problem]:
+    """Yields MoE settings of a model without experts."""
     for name, value, default in _changed(moe):
         if name != "num_experts":
             problem = "has no effect with model.moe.num_experts=0"
@@ -161,6 +164,7 @@ def _without_experts(moe: schema.MoE) -> Iterator[Problem]:
 
 
 def _changed(moe: schema.MoE) -> Iterator[tuple[str, Any, Any]]:
+    """Yields name, value and default of each MoE setting that was changed."""
     for field in dataclasses.fields(moe):
         value = derived.reset(getattr(moe, field.name))
         if value != field.default:
@@ -168,6 +172,7 @@ def _changed(moe: schema.MoE) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _numbers(model: schema.Model) -> Iterator[Problem]:
+    """Yields numbers of experts that are out of range or do not match the layers."""
     moe, field = model.moe, "model.moe.num_experts"
     given = moe.num_experts
     if any(not 1 <= number <= MAX_EXPERTS for number in _given_numbers(moe)):
@@ -186,13 +191,14 @@ def _numbers(model: schema.Model) -> Iterator[Problem]:
 
 
 def routing_problems(moe: schema.MoE) -> Iterator[Problem]:
-    """Yields settings of the router that do not fit each other, or have no effect."""
+    """Yields router settings that contradict each other, or have no effect."""
     is_expert_choice = moe.choice == "experts"
     yield from _expert_choice(moe) if is_expert_choice else _token_choice(moe)
     yield from _without_effect(moe)
 
 
 def _expert_choice(moe: schema.MoE) -> Iterator[Problem]:
+    """Yields capacity factors above the number of experts."""
     fewest = min(_given_numbers(moe))
     for name in ("capacity_factor", "eval_capacity_factor"):
         value = getattr(moe, name)
@@ -202,6 +208,7 @@ def _expert_choice(moe: schema.MoE) -> Iterator[Problem]:
 
 
 def _token_choice(moe: schema.MoE) -> Iterator[Problem]:
+    """Yields settings that contradict top-k routing by tokens."""
     yield from _groups(moe)
     most = max(_given_numbers(moe))
     if moe.sampling == "second" and moe.top_k == 1:
@@ -229,6 +236,7 @@ def _token_choice(moe: schema.MoE) -> Iterator[Problem]:
 
 
 def _groups(moe: schema.MoE) -> Iterator[Problem]:
+    """Yields expert groups that do not divide the experts, or leave too few."""
     for number in sorted({*_given_numbers(moe)}):
         group, rest = divmod(number, moe.num_groups)
         if rest:
@@ -254,10 +262,11 @@ _TOKEN_CHOICE = (
     *("top_k", "normalise", "num_groups", "top_groups", "sampling", "drop"),
     *("balance_loss", "balance_scope", "bias_rate", "choice_bias"),
 )
-"""Settings without effect where experts choose, whose load is always even."""
+"""Settings without effect if experts choose tokens, where loads are always equal."""
 
 
 def _without_effect(moe: schema.MoE) -> Iterator[Problem]:
+    """Yields MoE settings that the choice of routing does not read."""
     has_capacity = moe.choice == "experts" or moe.drop != "none"
     needs = {
         "normalise": ("top_k", moe.top_k > 1),
@@ -282,6 +291,7 @@ def _without_effect(moe: schema.MoE) -> Iterator[Problem]:
 
 
 def _run(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    """Yields MoE settings that contradict the mesh or the feed-forward."""
     model, sizes = config.model, axes.axis_sizes(config, num_devices)
     if model.mlp_tiles > 1:
         problem = "tiles a feed-forward, and model.moe.num_experts replaces it"
@@ -305,7 +315,7 @@ def _run(config: schema.Config, num_devices: int) -> Iterator[Problem]:
 
 
 def bias_paths(model: schema.Model) -> list[str]:
-    """Paths of the biases of all routers of a built-in model.
+    """Paths of the router biases of a built-in model.
 
     Example:
         >>> moe = schema.MoE(num_experts=8, every=2, first_dense=1, bias_rate=0.01)
@@ -323,7 +333,7 @@ def bias_paths(model: schema.Model) -> list[str]:
 
 
 def frozen_bias_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
-    """Refuses to move biases by the load of experts that other settings freeze."""
+    """Yields a bias rate for routers whose biases LoRA or groups freeze."""
     rate, lora = config.model.moe.bias_rate, config.lora
     if not rate:
         return
@@ -346,12 +356,14 @@ def frozen_bias_problems(config: schema.Config, num_devices: int) -> Iterator[Pr
 
 
 def _is_named(path: str, lora: schema.Lora) -> bool:
-    with contextlib.suppress(re.error):  # a problem of its own
+    """Whether `lora.also_train` names a parameter."""
+    with contextlib.suppress(re.error):  # another rule reports the pattern
         return any(re.search(pattern, path) for pattern in lora.also_train)
     return True
 
 
 def _is_in_frozen_group(path: str, optimizer: schema.Optimizer) -> bool:
+    """Whether a group of learning rate 0 holds a parameter."""
     with contextlib.suppress(re.error):
         return label_of(path, optimizer.groups) == FROZEN
     return False

@@ -1,4 +1,4 @@
-"""Which parameters are frozen or adapted, how they are stored, and checks of both."""
+"""Selects frozen parameters and adapters by path, and checks LoRA settings."""
 
 import contextlib
 import dataclasses
@@ -31,9 +31,10 @@ def label_of(path: str, groups: Groups) -> str:
 
 
 def frozen_as_masters(config: schema.Config) -> str:
-    """The setting under which frozen weights stay float32 masters with gradients.
+    """Setting, as text, under which frozen weights stay float32 masters with gradients.
 
-    Disks, and replicas that take steps of their own, handle all parameters alike.
+    Disks, and replicas that take local steps, treat all parameters alike. Empty if
+    there is no such setting.
 
     Example:
         >>> frozen_as_masters(schema.Config(zero=schema.Zero(memory="auto")))
@@ -63,7 +64,7 @@ def frozen_as_masters(config: schema.Config) -> str:
 def is_held_frozen(path: str, config: schema.Config) -> bool:
     """Whether a parameter is stored in the compute dtype, without a gradient.
 
-    With adapters these are all others, but those of `lora.also_train`.
+    With adapters that holds for all parameters except adapters and `lora.also_train`.
 
     Example:
         >>> group = schema.ParamGroup(pattern="^head", learning_rate_scale=0.0)
@@ -108,7 +109,7 @@ _BESIDE_DROPOUT = {
 
 
 def adapter_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
-    """Refuses settings of `lora` without effect, and runs without adapters."""
+    """Yields `lora` settings without effect, and runs that cannot have adapters."""
     lora = config.lora
     if not lora.rank:
         yield from _without_effect(lora)
@@ -142,7 +143,10 @@ def _clashes(
     config: schema.Config,
     num_devices: int,
 ) -> Iterator[Problem]:
-    """Names values, or a tensor axis, that a setting does not combine with."""
+    """Yields values of settings that `field` does not combine with, and a tensor axis.
+
+    `beside` lists the values that do combine, by setting.
+    """
     others = {name: operator.attrgetter(name)(config) for name in beside}
     found = [(name, x) for name, x in others.items() if x not in beside[name]]
     if axes.mesh_fills(config, num_devices):
@@ -155,7 +159,7 @@ def _clashes(
 
 
 def _head_problems(config: schema.Config) -> Iterator[Problem]:
-    """The head of an encoder, where an adapter would not draw."""
+    """Yields dropout of an adapter in the head of an encoder, which has no dropout."""
     lora = config.lora
     if config.model.kind == "encoder" and _adapts(lora.targets, HEAD_LAYER):
         problem = f"does not reach {HEAD_LAYER}, which lora.targets={lora.targets!r} "
@@ -165,12 +169,14 @@ def _head_problems(config: schema.Config) -> Iterator[Problem]:
 
 
 def _adapts(patterns: Sequence[str], path: str) -> bool:
-    with contextlib.suppress(re.error):  # a problem of its own
+    """Whether a pattern of `lora.targets` matches a path."""
+    with contextlib.suppress(re.error):  # another rule reports the pattern
         return any(re.search(pattern, path) for pattern in patterns)
     return False
 
 
 def _without_effect(lora: schema.Lora) -> Iterator[Problem]:
+    """Yields `lora` settings of a run without adapters."""
     default = schema.Lora()
     for field in dataclasses.fields(lora):
         value = getattr(lora, field.name)

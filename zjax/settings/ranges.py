@@ -1,4 +1,4 @@
-"""The legal range of every number among the settings."""
+"""Legal ranges of all numeric settings."""
 
 import dataclasses
 import math
@@ -9,18 +9,18 @@ from zjax.errors import Problem
 from zjax.settings import schema
 
 MAX_STEPS = 2**31 - 1
-"""Range of the int32 counters of the state."""
+"""Largest number of steps: counters of the state are int32."""
 MAX_DEVICES = 2**20
 MAX_ROWS = 2**24
-"""Rows of a global batch, whose indices are a list on the host."""
+"""Largest number of rows of a global batch, whose indices are a list on the host."""
 MAX_LAYERS = 2**14
 MAX_TOKENS = 2**24
-"""Tokens of a sequence, or of a vocabulary."""
+"""Largest number of tokens of a sequence, or of a vocabulary."""
 MAX_VALUE = 2**32
 """Largest value of a pacing."""
 MAX_CYCLE_STEPS = 2**21 - 1
 MAX_STAIRS = 2**10
-"""Their product is an int32."""
+"""Largest number of stairs: stairs x `MAX_CYCLE_STEPS` fits an int32."""
 _MAX_WIDTH = 2**22
 _MAX_FLOAT, _MIN_FLOAT = 3e38, 1.2e-38
 """Range of float32 without overflow and without subnormal numbers."""
@@ -28,7 +28,7 @@ _DAY = 86_400
 
 
 class Range(NamedTuple):
-    """Legal values of a setting."""
+    """Legal values of a setting, and the remedy for illegal values."""
 
     contains: Callable[[float], bool]
     remedy: str
@@ -36,7 +36,7 @@ class Range(NamedTuple):
     minimum: float = -math.inf
 
     def remedy_for(self, value: int | float) -> str:
-        """Remedy for a value out of range; empty for a legal one."""
+        """Remedy for a value out of range; empty for a legal value."""
         if not self.contains(value):
             return self.remedy
         if self.maximum < value < math.inf:
@@ -45,10 +45,13 @@ class Range(NamedTuple):
 
 
 def _from(low: int, maximum: int = MAX_STEPS) -> Range:
+    """Range of finite numbers from `low` on."""
     return Range(lambda x: low <= x < math.inf, f"use {low} or more", maximum)
 
 
 def _power_of_two(x: float) -> bool:
+    """Whether a number is a power of two."""
+    # frexp gives a mantissa in [0.5, 1), which is 0.5 for powers of two only.
     return 0 < x < math.inf and math.frexp(x)[0] == 0.5
 
 
@@ -297,11 +300,11 @@ RANGES: dict[type, dict[str, Range]] = {
         "heartbeat_seconds": _from(1, _DAY),
     },
 }
-"""By section and setting. A test keeps the table complete."""
+"""Ranges by section and setting; a test keeps the table complete."""
 
 
 def range_problems(section: Any, path: str = "") -> Iterator[Problem]:
-    """Yields a problem for each number out of range, in a section and those inside it.
+    """Yields a problem for each number out of range, in a section and nested sections.
 
     Example:
         >>> print(*range_problems(schema.Config(num_steps=0)))

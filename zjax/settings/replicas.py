@@ -1,4 +1,4 @@
-"""Checks whether what replicas and nodes send each other fits the other settings."""
+"""Checks communication between replicas and nodes: codecs, local steps and ZeRO++."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from zjax.errors import Problem
 from zjax.settings import axes, schema
 
 COMPRESSED_OPTIMIZERS = ("onebit_adam", "onebit_lamb", "zero_one_adam")
-"""Optimizers that send messages of their own."""
+"""Optimizers that compress messages between replicas."""
 _IN_FULL = ("none", "bfloat16")
 """Codecs without error feedback."""
 
@@ -15,7 +15,7 @@ _IN_FULL = ("none", "bfloat16")
 def communication_problems(
     config: schema.Config, num_devices: int
 ) -> Iterator[Problem]:
-    """Problems of `communication`, and of optimizers that send less."""
+    """Yields problems of `communication`, and of optimizers that compress messages."""
     settings, codec = config.optimizer, config.communication.codec
     is_compressed = settings.name in COMPRESSED_OPTIMIZERS
     if is_compressed:
@@ -35,6 +35,7 @@ def communication_problems(
 
 
 def _optimizer_problems(config: schema.Config) -> Iterator[Problem]:
+    """Yields settings that contradict a compressed optimizer."""
     settings = config.optimizer
     name = f"with optimizer.name={settings.name!r}"
     if config.num_steps == 1:
@@ -46,7 +47,7 @@ def _optimizer_problems(config: schema.Config) -> Iterator[Problem]:
         field = "optimizer.freeze_step"
         yield Problem(field, settings.freeze_step, problem, remedy)
     if (codec := config.communication.codec) not in _IN_FULL:
-        # Errors of gradients would be added to steps, which have other units.
+        # Error feedback of gradients would be added to steps, which have other units.
         problem = f"does not send the warm-up in full {name}"
         yield Problem("communication.codec", codec, problem, "use 'bfloat16' or 'none'")
     if config.precision.master_dtype != "float32":
@@ -54,7 +55,7 @@ def _optimizer_problems(config: schema.Config) -> Iterator[Problem]:
         yield Problem(field, config.precision.master_dtype, problem, "use 'float32'")
     for field, value in (
         ("optimizer.ema_decay", settings.ema_decay),
-        # Biases have no gradients, so exchanges would undo what local steps add.
+        # Biases have no gradients: an exchange would undo the changes of local steps.
         ("model.moe.bias_rate", config.model.moe.bias_rate),
         ("model.moe.choice_bias", config.model.moe.choice_bias),
     ):
@@ -77,7 +78,7 @@ _OF_LOCAL_STEPS = (
 
 
 def local_steps_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
-    """Problems of `communication.num_local_steps`, and of what belongs to it."""
+    """Yields problems of `communication.num_local_steps` and the settings of rounds."""
     settings = config.communication
     if not settings.num_local_steps:
         yield from _without_local_steps(settings)
@@ -102,6 +103,7 @@ def local_steps_problems(config: schema.Config, num_devices: int) -> Iterator[Pr
 
 
 def _without_local_steps(settings: schema.Communication) -> Iterator[Problem]:
+    """Yields settings of rounds in a run without local steps."""
     defaults = {x.name: x.default for x in dataclasses.fields(schema.Communication)}
     for name in _OF_LOCAL_STEPS:
         value, default = getattr(settings, name), defaults[name]
@@ -112,6 +114,7 @@ def _without_local_steps(settings: schema.Communication) -> Iterator[Problem]:
 
 
 def _rounds(config: schema.Config) -> Iterator[Problem]:
+    """Yields lengths of rounds, fragments and delays that do not fit the run."""
     settings, field = config.communication, "communication.num_local_steps"
     length, number, delay = (
         settings.num_local_steps,
@@ -147,7 +150,7 @@ def _rounds(config: schema.Config) -> Iterator[Problem]:
 
 
 def node_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
-    """Yields problems of `zero.shard_over_replica` and of the settings of ZeRO++.
+    """Yields problems of `zero.shard_over_replica` and of ZeRO++ settings.
 
     Example:
         >>> zero = schema.Zero(stage=3, shard_over_replica=True)
@@ -178,7 +181,7 @@ False, or set mesh.replica to the number of nodes
 
 
 def _messages(config: schema.Config) -> Iterator[Problem]:
-    """Refuses messages between copies of the model, where there is one in all."""
+    """Yields codecs between copies of the model, if all nodes share one copy."""
     codec, name = config.communication.codec, config.optimizer.name
     problem = "needs copies of the model, and zero.shard_over_replica=True keeps one"
     if codec != "none":

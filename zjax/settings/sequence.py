@@ -1,4 +1,4 @@
-"""Which method attention uses across the sequence axis, and whether it applies."""
+"""Chooses the method of attention across the sequence axis, and checks lengths."""
 
 from collections.abc import Iterator
 from typing import Literal
@@ -8,16 +8,18 @@ from zjax.settings import axes, schema
 
 Method = Literal["ulysses", "ring", "halo"]
 TILE = 128
-"""Tokens per tile of the sparse attention kernels, which this package may not import.
-Blocks divide it."""
+"""Tokens per tile of the sparse attention kernels, a multiple of every block size.
+
+This package may not import the kernels.
+"""
 
 
 def sequence_method(model: schema.Model, *, sequence: int, tensor: int) -> Method:
-    """Communication of attention across the devices of a sequence.
+    """Method by which attention communicates along the sequence axis.
 
     `ulysses` exchanges tokens for heads, `ring` passes all keys around, `halo` sends
-    blocks of keys to the devices that see them. `sequence` and `tensor` are sizes of
-    mesh axes.
+    each device the blocks of keys that local queries attend to. `sequence` and `tensor`
+    are sizes of mesh axes.
 
     Example:
         >>> model = schema.Model(num_heads=12)
@@ -34,7 +36,7 @@ def sequence_method(model: schema.Model, *, sequence: int, tensor: int) -> Metho
 def method_problems(
     model: schema.Model, *, sequence: int, tensor: int
 ) -> Iterator[Problem]:
-    """Yields why attention cannot cross the devices of a sequence, at most one problem.
+    """Yields at most one reason why attention cannot cross the sequence axis.
 
     Example:
         >>> model = schema.Model(num_heads=12, sequence_attention="ulysses")
@@ -76,6 +78,7 @@ mesh.tensor * mesh.sequence=8; use 'ring', or a multiple of 8 heads
 
 
 def _ring_lacks(model: schema.Model) -> str:
+    """Feature of the model that ring attention lacks; empty if there is none."""
     bounds = "sliding_window", "attention_soft_cap"
     for name in (name for name in bounds if getattr(model, name)):
         return f"does not bound attention by model.{name}={getattr(model, name)}"
@@ -87,7 +90,7 @@ def _ring_lacks(model: schema.Model) -> str:
 
 
 def window_problem(method: Method) -> Problem:
-    """Why a method other than `ulysses` takes no attention window.
+    """Problem of an attention window with a method other than `ulysses`.
 
     Example:
         >>> print(window_problem("ring"))
@@ -102,7 +105,7 @@ sequence_warmup.form='window'; use 'ulysses', or form='truncate'
 def length_problems(
     field: str, length: int, model: schema.Model, *, sequence: int, tensor: int
 ) -> Iterator[Problem]:
-    """Yields a problem if a length does not divide over the devices of a sequence.
+    """Yields a problem if a length does not divide over the sequence axis.
 
     Example:
         >>> model = schema.Model(sequence_attention="ring")
@@ -113,6 +116,8 @@ attention needs; use 8 or 16
     unit, why = sequence, f"of mesh.sequence={sequence}"
     method = sequence_method(model, sequence=sequence, tensor=tensor)
     if method == "ring" and model.kind == "decoder":
+        # Zigzag order: a device takes an early and a late chunk, which balances the
+        # work under a causal mask.
         unit = 2 * sequence
         why = f"of {unit}, twice mesh.sequence={sequence}, as causal ring attention "
         why += "needs"
@@ -127,7 +132,7 @@ attention needs; use 8 or 16
 
 
 def sequence_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
-    """Yields settings that do not fit the sequence axis.
+    """Yields settings that contradict the sequence axis.
 
     Example:
         >>> model = schema.Model(sequence_attention="ring")
