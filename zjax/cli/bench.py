@@ -174,6 +174,7 @@ def measure(
         PlanError: Arrays that cannot be placed, or that do not fit.
         BenchError: The loss did not fall, so the numbers would mean nothing.
     """
+    # Before `jax.devices` starts the devices.
     limit_pinned_pool(config)
     devices = jax.devices() if devices is None else devices
     config = choose_mesh(config, devices)

@@ -50,6 +50,7 @@ from zjax.train.average import choose_part, parts_of
 CONVERSATION_SUFFIXES = (*JSON_SUFFIXES, *tables.SUFFIXES)
 """Suffixes of files that hold conversations instead of texts."""
 _MAX_DIGITS = 18
+"""Digits of a step that fits an int64."""
 _MAX_EXPONENT = 700
 """Bound of losses whose exponential is a finite number."""
 

@@ -83,9 +83,8 @@ def analyze_data() -> None:
     config = config_from_flags()
     if problems := list(ranges.range_problems(config)):
         raise ConfigError(*problems)
-    sys.path.insert(
-        0, os.getcwd()
-    )  # `--metrics=module:function` may name a module in the working directory
+    # `--metrics=module:function` may name a module in the working directory.
+    sys.path.insert(0, os.getcwd())
     output = flags.FLAGS.output
     num_processes = flags.FLAGS.num_processes or len(os.sched_getaffinity(0))
     rows = source.open_rows(config, "train")

@@ -60,6 +60,7 @@ def measure_disks(
     multiple, give no meaningful numbers.
     """
     plan = _make_plan(paths, array_bytes)
+    # Arrays and plain files are on the disks at the same time.
     check_disks(paths, 2 * num_arrays * [disk_bytes(plan)])
     total = num_arrays * array_bytes
     chunk = min(CHUNK_BYTES, array_bytes)
@@ -170,6 +171,7 @@ class _Files:
             finally:
                 os.close(file)
                 self.free.append(buffer)
+            # A short read or write would count as fast.
             assert moved == len(buffer), f"{path}: {moved} of {len(buffer)} bytes"
 
         list(self.threads.map(one, self.files))

@@ -168,6 +168,7 @@ class Scorer:
 
     def _score(self, rows: Sequence[Row]) -> list[tuple[float, bool]]:
         """Scores one batch of at most `num_rows` rows, padded on the right."""
+        # The last token is a target only.
         most = self.max_length + 1
         texts = [[*context, *wanted][-most:] for context, wanted in rows]
         longest = max(len(text) for text in texts) - 1
@@ -183,6 +184,7 @@ class Scorer:
         )
         sums, greedy = jax.device_get(found)
         pairs = zip(sums.tolist(), greedy.tolist(), strict=True)
+        # Rows up to `num_rows` are padding, which keeps one compiled shape.
         return [*pairs][: len(rows)]
 
 

@@ -166,6 +166,7 @@ def connected(config: Config) -> Iterator[processes.ProcessInfo]:
     """Connects the processes of a run, and disconnects the processes afterwards."""
     check_processes(config)
     if processes.needs_parent(config.processes):
+        # orig_argv keeps `-m` and options of the interpreter.
         sys.exit(processes.supervise([sys.executable, *sys.orig_argv[1:]]))
     prepare = functools.partial(limit_pinned_pool, config)
     info = processes.start(config, prepare=prepare)
@@ -341,6 +342,7 @@ def launched(words: Sequence[str]) -> tuple[int, list[str]]:
         >>> launched(["--num_processes=4", "train", "--config=a.py"])
         (4, ['train', '--config=a.py'])
     """
+    # Flags of the inner command must not match as abbreviations.
     parser = commands.Parser("zjax launch", allow_abbrev=False, add_help=False)
     parser.add_argument("--num_processes", type=int, default=2)
     given, rest = parser.parse_known_args(words)

@@ -119,7 +119,7 @@ def report_plan(
         step = make_step(model, tx, plan, config)
         parts += _describe_step(step, config, collectives=collectives)
         parts += _describe_refusal(plan, config, inputs)
-    # A compiled GPU program has an exact analysis, and offload other peaks.
+    # The formula knows no offload, and GPUs have the analysis of the compiled step.
     if meshes.platform_of(plan.mesh) != "gpu" and not plan.is_offloaded:
         sizes = axis_sizes(config, num_devices)
         mesh = dataclasses.replace(config.mesh, **sizes)

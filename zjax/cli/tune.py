@@ -182,6 +182,7 @@ def _changes(config: schema.Config, candidate: Candidate) -> Iterator[str]:
     for line in after:
         name, _, value = line.partition(" = ")
         if line not in before:
+            # chr(39) is a single quote: Python 3.11 allows no backslash in an f-string.
             yield f"  --{name}={value.strip(chr(39))}"
 
 

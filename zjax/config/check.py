@@ -329,6 +329,7 @@ def _processes(config: schema.Config, num_devices: int) -> Iterator[Problem]:
     host, _, port = given.coordinator.rpartition(":")
     if given.coordinator in ("auto", "none"):
         return
+    # Six digits show a port out of range, and bound the text that `int` parses.
     if not host or not port.isdecimal() or not 0 < int(port[:6]) < 2**16:
         field = "processes.coordinator"
         problem, remedy = "is not an address", "use host:port, auto or none"

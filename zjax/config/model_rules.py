@@ -27,9 +27,8 @@ def with_vocabulary(config: schema.Config) -> schema.Config:
         return config
     try:
         meta = parse_json(read_text(pathlib.Path(config.data.path) / META_NAME))
-        sizes = (
-            meta["tokenizer"] if "vocab_size" not in meta else meta
-        )  # format 1 of the file
+        # Format 1 of the file has the size below "tokenizer".
+        sizes = meta["tokenizer"] if "vocab_size" not in meta else meta
         size = derived.Size(sizes["vocab_size"])
     except (
         OSError,

@@ -205,10 +205,10 @@ class Conversion:
         return found + self._needs
 
     def finish(self, known: Mapping[str, Collection[str]]) -> None:
-        """Refuses each key that no converter has read, if a known key is similar.
+        """Refuses each key that no converter has read, if it resembles a known key.
 
-        DeepSpeed ignores unknown sections; sections without a similar name are ignored
-        as well.
+        DeepSpeed ignores unknown sections, as zjax ignores sections that resemble no
+        known one.
         """
         names = {name for inside in known.values() for name in inside}
         for key in self._given:

@@ -151,6 +151,7 @@ def _convert_sparsity(found: Conversion) -> None:
     section = "sparse_attention"
     if not found.given(section):
         return
+    # Defaults of DeepSpeed's sparse attention, which differ from zjax's.
     mode = found.take(f"{section}.mode", "fixed")
     found.set(
         f"{section}.mode",

@@ -170,6 +170,7 @@ def _convert_one_bit(found: Conversion, name: str) -> None:
     found.copy(_param(key), "optimizer__freeze_step", default)
     if name != "zero_one_adam":
         return
+    # 32_678 is DeepSpeed's default, not a misspelt power of two.
     scalers = {"var_update_scaler": 16, "local_step_scaler": 32_678}
     for key, default in (scalers | {"local_step_clipper": 16}).items():
         found.copy(_param(key), f"optimizer__{key}", default)

@@ -24,6 +24,7 @@ def read_file(path: pathlib.Path) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
+        # Editors may write a byte order mark.
         text = data.decode("utf-8-sig")
     except OSError as error:
         raise _error(path, f"cannot be read ({error.strerror})") from error
@@ -52,6 +53,7 @@ def read_text(text: str, name: str = "ds_config") -> dict[str, Any]:
         twice.extend(key for key, count in counts.items() if count > 1)
         return dict(pairs)
 
+    # HJSON would take text without braces for an object.
     if not text.lstrip().startswith(("{", "#", "//", "/*")):
         raise _error(name, "does not begin with '{'", "keep the object alone")
     try:

@@ -19,6 +19,7 @@ def convert_scheduler(found: Conversion, rule: str) -> None:
     """Converts `scheduler`; `rule` is the optimizer's name in zjax, or empty."""
     kind = found.take_type("scheduler", "WarmupLR")
     if not kind:
+        # Without a scheduler DeepSpeed keeps the optimizer's learning rate.
         if rule and not found.given("scheduler"):
             found.set(
                 "scheduler",

@@ -26,6 +26,7 @@ def convert_steps(found: Conversion) -> None:
     clip = found.take("gradient_clipping", 1.0)
     if clip is not None:
         since = "" if found.given("gradient_clipping") else OLD_CLIPPING
+        # 0 turns clipping off in DeepSpeed.
         norm = clip or math.inf
         found.set("gradient_clipping", since, default=clip, optimizer__clip_norm=norm)
     every = found.get("steps_per_print", 0.0)

@@ -104,9 +104,7 @@ def check_strict(found: Conversion) -> None:
 def _check_ranges(found: Conversion) -> None:
     """Refuses sizes and fractions of ZeRO that DeepSpeed refuses."""
     for name in COUNTS:
-        if (
-            name != f"{STAGE_3}module_granularity_threshold"
-        ):  # DeepSpeed takes any number
+        if name != f"{STAGE_3}module_granularity_threshold":  # DeepSpeed takes any
             _check_range(found, f"{ZERO}.{name}", 0)
     for section in (f"{ZERO}.offload_optimizer", f"{ZERO}.offload_param"):
         for name, default in STRICT[section].items():

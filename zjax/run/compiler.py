@@ -45,7 +45,6 @@ def step_options(config: Config, plan: Plan) -> Options:
     configured = parse_options(config.xla_options)
     derived: Options = {}
     if platform_of(plan.mesh) in GPUS:
-        # None for other platforms: these names are known to XLA's GPU compiler alone.
         derived = _gpu_options(config, plan)
     known = {name: value for name, value in derived.items() if _is_known(name, value)}
     options = known | configured
@@ -133,6 +132,7 @@ def _gpu_options(config: Config, plan: Plan) -> Options:
         "xla_gpu_dot_merger_threshold_mb": "0",
     }
     if plan.num_batch_shares * plan.num_length_shares > 1:
+        # The collectives of one layer are combined into one.
         full = max(MIN_COMBINED_BYTES, layer_bytes(plan))
         # The threshold of a reduce-scatter applies to its result on one device.
         shard = max(MIN_COMBINED_BYTES, layer_bytes(plan) // num_zero_shares(plan))
@@ -162,6 +162,7 @@ def layer_bytes(plan: Plan) -> int:
 @functools.cache
 def _is_known(name: str, value: Any) -> bool:
     """Whether this XLA has an option that takes the value, found by compiling."""
+    # XLA checks the name of an option when it compiles a program.
     program = jax.jit(lambda: 0, compiler_options={name: value})
     try:
         program.lower().compile()

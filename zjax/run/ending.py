@@ -208,6 +208,7 @@ def _exit(number: int, frame: types.FrameType | None) -> None:
     while frame is not None:
         if frame.f_code in callbacks:
             again = threading.Timer(_AGAIN_SECONDS, os.kill, (os.getpid(), number))
+            # A timer must not keep the program alive.
             again.daemon = True
             again.start()
             return
@@ -265,7 +266,6 @@ def stop_signals() -> Iterator[Stop]:
     Yields `stop(step) -> bool`, to call before each step. Processes get a signal at
     different moments; they agree through JAX on the step at which to stop. A second
     Ctrl-C ends the program at once. SIGHUP stays ignored where `nohup` asked for that.
-    C         numbers = set() Python sets handlers in the main thread alone.
     """
     stop = Stop()
     numbers = set(SIGNALS)
@@ -274,6 +274,7 @@ def stop_signals() -> Iterator[Stop]:
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         numbers.remove(signal.SIGHUP)
     if threading.current_thread() is not threading.main_thread():
+        # Python sets signal handlers in the main thread alone.
         numbers = set()
     previous = {number: signal.signal(number, stop.handle_signal) for number in numbers}
     try:

@@ -54,6 +54,7 @@ def make_jit(mesh: Mesh | AbstractMesh, options: Options) -> Jit:
         def run_alone(*args: Any) -> Any:
             return jax.block_until_ready(program(*args))
 
+        # Steps are also compiled without being run.
         run_alone.lower = program.lower  # type: ignore[attr-defined]
         return run_alone
 

@@ -136,8 +136,7 @@ def fit_memories(
 
     A step with all state offloaded is compiled to predict its peak. State then fills
     the free memory of the devices, then of the host, then disks, in the order in which
-    the forward pass reads parameters. C     needed = max(peak.total, _bytes_to_generate
-    State on the device must leave room for a step and for generation.
+    the forward pass reads parameters.
     """
     if config.zero.optimizer_memory != AUTO:
         return plan
@@ -153,6 +152,7 @@ def fit_memories(
     if peak.total > capacity:
         recomputes = saving_policy(model, config) is None
         raise PlanError(_no_room(peak, capacity, recomputes=recomputes))
+    # State on the devices must leave room for a step and for generation.
     needed = max(peak.total, _bytes_to_generate(plan, capacity))
     inputs = offloaded_inputs(model, plan, config, batch)
     free = _free_for_state(plan, config, DEVICE_SHARE * capacity - needed, inputs)
@@ -175,14 +175,14 @@ def host_budget(plan: Plan, disk_bytes: int, processes: LocalProcesses) -> int:
     """Bytes of this host, over all processes, that stored arrays may take.
 
     `disk_bytes` per device pass through the host. Negative where transfer buffers need
-    more than the host has. C     return int((pinnable - number * in_flight) JAX's pool
-    rounds allocations up: stored arrays take POOL_OVERHEAD times their bytes.
+    more than the host has.
     """
     staging, number = staging_bytes(disk_bytes), processes.num_devices
     buffers = number * staging.from_disks
     pinnable = pinnable_bytes(host_memory_bytes(), processes.num_processes, buffers)
     moved = memory.stored_bytes(plan).offloaded
     in_flight = min(IN_FLIGHT_BYTES, moved) + staging.to_disks
+    # The pinned pool has gaps: stored arrays take POOL_OVERHEAD times their bytes.
     return int((pinnable - number * in_flight) / POOL_OVERHEAD)
 
 

@@ -53,13 +53,12 @@ class Weights:
         """Averaged weights where the state holds them, else the current weights.
 
         Arrays in the compute dtype and logical shapes, placed as in a step. The state
-        is not consumed; offloaded averages are refused. C             if
-        parts_of(state)[0] != "raw" or With raw weights the stored compute copy is exact
-        and needs no cast.
+        is not consumed; offloaded averages are refused.
         """
         check_not_consumed(state)
         check_average(state, self._plan)
         with dtype_promotion():
+            # The stored compute copy of raw weights needs no cast.
             if parts_of(state)[0] != "raw" or state.params == ():
                 return self._compute(only_weights(state, self._plan))
             return self._unpad(

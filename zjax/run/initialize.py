@@ -401,7 +401,7 @@ def make_run(
     _check_adapters(config.lora, model)
     mesh = meshes.make_mesh(config.mesh, devices)
     check_loss_acts(config, model, mesh.shape[meshes.PIPELINE])
-    # Runs on the devices of some processes only cannot call collectives of all.
+    # On a mesh of some processes a collective of all processes would hang.
     if jax.process_count() == len({x.process_index for x in mesh.devices.flat}):
         check_agreement(config)
         connect(mesh)
@@ -416,6 +416,7 @@ def make_run(
         if plan.is_offloaded and (model.init_layer or start):
             here = unsplit_plans(staged_plan(plan).master)
             initial = weights.iter_weights(start, here, adapt) if start else None
+            # The unsharded parameters of the full model may not fit on the devices.
             return init_layer_by_layer(key, model, tx, plan, config, weights=initial)
         master = weights.load_weights(start, plan.master, adapt) if start else None
         return init_state(key, model, tx, plan, config, master=master)
@@ -449,6 +450,8 @@ def _make_adapt(model: Model, config: Config, key: jax.Array) -> weights.Adapt:
     initial = growth.initial_values(model, key)
 
     def adapt(source: Source, wanted: Mapping[str, layout.Entry]) -> Source:
+        # The order matters: each conversion reads names and shapes that the last one
+        # made.
         source = huggingface.adapted(source, wanted, config)
         source = resized(source, wanted, config)
         source = growth.upcycled(source, wanted, config, initial)

@@ -106,6 +106,8 @@ class LocalStepsExecutor(FusedExecutor):
         arriving = state.extra.arriving
         if sent is not None:
             state, mean = self._send(state, sent)
+            # Without a delay the mean is merged in this step, and the state never
+            # stores it.
             arriving = {**dict(enumerate(arriving)), sent: mean}
         if merged is not None:
             state = self._merge(state, merged, arriving[merged])

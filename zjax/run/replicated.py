@@ -61,7 +61,6 @@ def _were_updated(numbers: jax.Array) -> jax.Array:
 
 def check_together(state: TrainState, rounds: Rounds | Intervals) -> None:
     """Refuses a joint step of replicas whose states differ; waits for the state."""
-    # Replicas may skip different steps and still hold equal weights.
     replicas = dataclasses.replace(state.extra.replicas, num_skipped=())
     if not bool(_differ(replicas)):
         return
@@ -82,6 +81,7 @@ def _differ(replicas: TrainState) -> jax.Array:
 
     def differs(x: jax.Array) -> jax.Array:
         first = x[:1]
+        # NaN differs from itself: two NaNs count as equal.
         return jnp.any((x != first) & ((x == x) | (first == first)))
 
     return jnp.any(jnp.stack([*map(differs, jax.tree.leaves(replicas))]))

@@ -102,6 +102,7 @@ def _hash_constant(value: Any) -> str:
     is_key = jnp.issubdtype(getattr(value, "dtype", int), jax.dtypes.prng_key)
     data = jax.random.key_data(value) if is_key else value
     is_here = getattr(data, "is_fully_addressable", True)
+    # This process cannot read all shards of an array that spans processes.
     if not is_here or getattr(data, "nbytes", 0) > MAX_HASHED_BYTES:
         return f"{data.dtype}{data.shape}"
     array = np.asarray(data)

@@ -160,6 +160,7 @@ class Step:
         """
         batch = check_batch(batch, self.model.entries)
         num_shares = self.plan.num_batch_shares
+        # Stages or sequence shards may spread one batch share over several processes.
         num_local = max(1, num_shares // jax.process_count())
         microbatches.check_batch(batch, self.model, 1, num_local)
         microbatches.check_lengths(batch, self.model, self.plan.num_length_shares)
@@ -292,8 +293,6 @@ def make_step(
         teacher = Teacher(config, plan, model)
         num_steps = config.distill.num_steps(config.num_steps)
         executor = DistilledExecutor(executor, teacher, num_steps)
-    # Scheduled values wrap the teacher and dropping, because both read the extended
-    # batch.
     if (values := make_step_values(config))(1):
         executor = ScheduledExecutor(executor, values, plan)
     return Step(

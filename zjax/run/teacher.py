@@ -76,13 +76,13 @@ class Teacher:
         )
         self._model = make_model(config)
         self._shape = config.model
+        # A teacher is never updated: set_to_zero has no optimizer state to place.
         self._plan = make_plan(config, plan.mesh, self._model, optax.set_to_zero())
         memory = self.settings.memory
         self.rows = jax.tree.map(lambda row: row.stored_in(memory), self._plan.compute)
         self._source = open_run(checkpoints)
-        place_weights(
-            self._source, self.rows, self._path
-        )  # refuses wrong names and shapes early
+        # Refuses wrong names and shapes early.
+        place_weights(self._source, self.rows, self._path)
         self._num_microbatches = resolve_batch(
             config, plan.num_batch_shares
         ).num_microbatches

@@ -274,6 +274,8 @@ class Trainer:
                 with monitor.step(step, self.state, batch, programs) as metrics:
                     self.state, values = self.run.step(self.state, batch)
                     metrics.append(values)
+                # The step runs on the devices meanwhile: the host compiles in its
+                # shadow.
                 ahead.after(step, batch)
                 asked = ask_all(self._after_step, step, self.state, batch, values)
                 if "stop" in asked:

@@ -96,6 +96,7 @@ def _multiple(base: int, limit: int) -> int:
 def _divisors(size: int, sizes: Sequence[int], low: int, high: int) -> list[int]:
     """Numbers of shards that divide a batch, by at least one microbatch size."""
     most = [size // each for each in sizes if size % each == 0]
+    # Divisors come in pairs around the square root.
     small = range(1, math.isqrt(max(most, default=0)) + 1)
     pairs = [(n, total // n) for total in most for n in small if total % n == 0]
     return sorted({n for pair in pairs for n in pair if low <= n <= high})

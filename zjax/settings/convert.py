@@ -116,6 +116,7 @@ def _section(section: Any, values: Any, path: str, problems: list[Problem]) -> A
     for name, value in values.items():
         field = f"{path}.{name}" if path else f"{name}"
         if isinstance(value, Mapping) and dataclasses.is_dataclass(hints.get(name)):
+            # A mapping changes the default of this field, not of the section's class.
             value = _special_defaults(defaults[name]) | dict(value)
         if name in hints:
             arguments[name] = _value(hints[name], value, field, problems)
@@ -143,6 +144,7 @@ def _nearest(name: str, known: list[str], path: str) -> str:
 
 def _value(hint: Any, value: Any, field: str, problems: list[Problem]) -> Any:
     """Converts a value to the annotated type; appends a problem if it does not fit."""
+    # Derived values are derived anew, from the settings of this config.
     value = derived.reset(value)
     if dataclasses.is_dataclass(hint):
         return _section(hint, value, field, problems)
