@@ -1,4 +1,4 @@
-"""Flax models as pure functions, and the built-in decoder and encoder."""
+"""Built-in decoder and encoder, and user models, as pure functions."""
 
 from zjax.models.adapter import adapt
 from zjax.models.build import make_model

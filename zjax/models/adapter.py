@@ -1,4 +1,4 @@
-"""Adapts models and losses to pure functions of parameters, state, batch and key."""
+"""Adapts user models and losses to pure functions of params, state, batch and key."""
 
 import contextlib
 import functools
@@ -51,8 +51,8 @@ def adapt(
     The loss calls a view of the model:
 
     - Linen: the view is called like `module.apply`, without variables and `rngs`.
-      `view.train` is False in evaluation, and `view.sown` holds what calls have sown.
-      Parameters are those that the calls of `loss_fn` create; after them, `view.params`
+      `view.train` is False in evaluation, and `view.sown` holds values that calls have
+      sown. Parameters are created by the calls of `loss_fn`; afterwards `view.params`
       holds them, and `view.variables` all collections, such as
       `view.variables["batch_stats"]`. `module.bind(variables)` starts from existing
       variables.
@@ -63,32 +63,32 @@ def adapt(
     - A dict of models: the view has one item, and attribute, per model.
 
     Args:
-        model: One of the above.
-        loss_fn: `loss_fn(view, batch, key)` returns the mean loss as a scalar, or
-            `(loss, weight, metrics)`: the number of units behind the mean (1 by
-            default) and a dict of scalars. The key is None in evaluation, but a loss
-            that needs one gets one derived from the batch.
+        model: Model in one of the forms above.
+        loss_fn: Function `loss_fn(view, batch, key)` that returns the mean loss as a
+            scalar, or `(loss, weight, metrics)`: the number of units behind the mean (1
+            by default) and a dict of scalars. The key is None in evaluation; a loss
+            that needs a key gets one derived from the batch.
         batch: Arrays or ShapeDtypeStructs, of which only shapes and dtypes are read.
-            Later batches must have the same arrays, with any number of rows.
+            Later batches must have equal arrays, with any number of rows.
         replicated: Paths of arrays without rows, such as a table of class weights:
-            every device and microbatch gets all of them.
+            every device and microbatch gets the whole arrays.
         cast: Paths of the floating-point arrays that are cast to the compute dtype.
-            None finds those of two dims or more to which the model applies parameters,
-            see `zjax.flax_models.inputs`.
-        adapters: Settings of adapters in the linear layers of Flax modules; None has
-            none.
+            None selects arrays of two dims or more to which the model applies
+            parameters, see `zjax.flax_models.inputs`.
+        adapters: Settings of adapters in the linear layers of Flax modules; None adds
+            no adapter.
 
     Returns:
-        The model. Its trees are nested dicts for Flax modules, and what `init` returns
-        for plain functions; `given` is set if all weights exist already.
+        Model with trees of nested dicts for Flax modules, or the trees that `init`
+        returns for plain functions; `given` is set if all weights exist already.
 
     Raises:
         DataError: The batch is not a tree of numeric arrays with equal numbers of rows,
             or lacks a named array.
         ConfigError: A pattern of the adapters matches no layer, or a layer that
             overrides the call of a Flax layer.
-        ModelError: The model is of unknown kind, has no parameters or some that are not
-            floating-point, or the loss returns something else.
+        ModelError: The model is of unknown kind, has no parameters or parameters that
+            are not floating-point, or the loss returns something else.
 
     Example:
         >>> def loss_fn(model, batch, key):
@@ -99,6 +99,7 @@ def adapt(
         9.0
     """
     entries = entries_of(batch, replicated=replicated)
+    # zjax needs the standard rules; user code gets the rules that the user has set.
     promotion = jax.numpy_dtype_promotion.value
 
     @contextlib.contextmanager
@@ -113,6 +114,7 @@ def adapt(
     @user_code()
     def start(key: jax.Array) -> Started:
         view, started = submodel.start(fold_name(key, "model"))
+        # Linen creates variables in calls: the loss runs once, on zeros.
         if submodel.needs_calls:
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), example)
             call_loss(loss_fn, view, zeros, loss_key(key))
@@ -128,6 +130,8 @@ def adapt(
         params: Params, model_state: ModelState, batch: Batch, key: jax.Array | None
     ) -> Loss:
         if key is None:
+            # Each attempt of an evaluation gets a new view, as a failed one may be
+            # changed.
             view = functools.partial(submodel.resume, params, model_state, None)
             value, weight, metrics = evaluate_loss(loss_fn, view, batch)
             return Loss(value, weight, model_state, metrics)
@@ -148,6 +152,7 @@ def adapt(
         lora.warn_of_matrices_without_adapter(arrays, adapters)
     given = submodel.given
     if given and submodel.needs_calls:
+        # A bound Linen module may lack variables that the loss creates.
         is_complete = jax.tree.structure(given()) == jax.tree.structure(shapes)
         given = given if is_complete else None
     adapted = Model(
@@ -163,7 +168,7 @@ def adapt(
 
 
 def adapt_optimizer(tx: Any, user_model: Any, model: Model) -> Any:
-    """Adapts an optimizer for the `nnx.State` of `user_model` to nested dicts."""
+    """Makes an optimizer for the `nnx.State` of `user_model` work on nested dicts."""
     is_function = callable(user_model) and _init_and_apply(user_model)[1] is None
     if isinstance(user_model, flax_nnx.Module) or is_function:
         params, _ = jax.eval_shape(model.init, abstract_key())
@@ -174,6 +179,7 @@ def adapt_optimizer(tx: Any, user_model: Any, model: Model) -> Any:
 def _make_submodel(
     model: Any, field: str, adapters: schema.Lora | None = None, prefix: str = ""
 ) -> Submodel:
+    """Makes the submodel of a model of any kind; `field` names it in messages."""
     if isinstance(model, dict) and model and all(isinstance(n, str) for n in model):
         return combine(
             {
@@ -191,6 +197,7 @@ def _make_submodel(
     if isinstance(model, flax.linen.Module):
         return linen.make_submodel(model, context)
     if isinstance(model, type) and issubclass(model, flax.linen.Module):
+        # A class is callable, too, and would count as a factory of NNX modules.
         text, remedy = "is a Linen class, not a module", f"pass {model.__name__}(...)"
         raise ModelError(Problem(field, model.__name__, text, remedy))
     if isinstance(model, flax_nnx.Module):
@@ -205,13 +212,14 @@ def _make_submodel(
 
 
 def _init_and_apply(model: Any) -> tuple[Any, Any]:
+    """Returns the pair of functions of a plain model; None for each that is missing."""
     if isinstance(model, tuple) and len(model) == 2:
         return model
     return getattr(model, "init", None), getattr(model, "apply", None)
 
 
 def _trace(start: Callable[[jax.Array], Started]) -> tuple[Any, Any]:
-    """Abstract parameters and model state, and the names of dims."""
+    """Traces `start` to abstract parameters and model state, and names of dims."""
     # Names are not arrays, so they leave the trace as a side effect.
     names: list[Any] = []
 

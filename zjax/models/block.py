@@ -1,4 +1,4 @@
-"""A transformer block."""
+"""Transformer block of the built-in models."""
 
 import functools
 from typing import Any, Literal
@@ -28,14 +28,14 @@ class Block(nnx.Module):
 
     Args:
         config: Shape of the model.
-        causal: Whether a token sees no later one.
-        norm_position: `input` normalises the input of attention and feed-forward
-            (GPT-2, Llama), `output` what they add to the stream (OLMo 2), `both` the
-            two (Gemma 2), `stream` the sum (BERT). Except under `stream`, the matrices
-            that write to the stream are initialised smaller, by the square root of
-            their number, as in GPT-2.
-        num_experts: Experts in place of the feed-forward; 0 for none.
-        slides: Whether a token sees `config.sliding_window` keys alone.
+        causal: Whether a token sees no later token.
+        norm_position: Place of the norms: `input` normalises the input of attention and
+            feed-forward (GPT-2, Llama), `output` the terms added to the stream (OLMo
+            2), `both` the two (Gemma 2), `stream` the sum (BERT). Except under
+            `stream`, matrices that write to the stream are initialised smaller, by the
+            square root of the number of such matrices, as in GPT-2.
+        num_experts: Number of experts in place of the feed-forward; 0 for none.
+        slides: Whether a token sees only `config.sliding_window` keys.
         matmul_dtype: Dtype of the operands of projections and feed-forward.
         rngs: Source of the initial values.
     """
@@ -54,6 +54,7 @@ class Block(nnx.Module):
         self.config = config
         self.causal = causal
         self.norm_position = norm_position
+        # A window of 0 bounds nothing.
         self.bounds = attention.Bounds(
             config.sliding_window if slides else 0, config.attention_soft_cap
         )
@@ -91,6 +92,7 @@ class Block(nnx.Module):
         x, _ = self._attend(attend, x, context, _keys(key)[0], dropout)
         y, auxiliary = self._norm_input(self.mlp_norm, x), Auxiliary()
         if isinstance(self.mlp, MixtureOfExperts):
+            # A key apart from dropout's: `_keys` splits `key` itself.
             router_key = None if key is None else fold_name(key, "router")
             counts = _counts(context, y)
             how = {"trained": context.trained, "adapter_dropout": dropout}
@@ -103,9 +105,9 @@ class Block(nnx.Module):
     def continue_with(
         self, attend: layers.Attend, x: Float[Array, "B L M"], context: Context
     ) -> tuple[Float[Array, "B L M"], Any]:
-        """Transforms the stream with a given attention; returns its cache, too.
+        """Transforms the stream with a given attention; returns stream and cache.
 
-        Of the context only the rotation is read. Experts drop no tokens, so that the
+        Only the rotation of the context is read. Experts drop no tokens, so that the
         text of a row does not depend on other rows.
         """
         x, cache = self._attend(attend, x, context, None)
@@ -119,7 +121,7 @@ class Block(nnx.Module):
     def chosen_experts(
         self, x: Float[Array, "B L M"], context: Context
     ) -> Int[Array, "B L K"]:
-        """The experts of each token in evaluation, for a block with a mixture."""
+        """Returns each token's experts in evaluation, for a block with a mixture."""
         assert isinstance(self.mlp, MixtureOfExperts)
         x, _ = self._attend(self._make_attend(context), x, context, None)
         return self.mlp.chosen_experts(self._norm_input(self.mlp_norm, x))
@@ -127,10 +129,10 @@ class Block(nnx.Module):
     def trunk(
         self, x: Float[Array, "B L M"], context: Context, key: jax.Array | None
     ) -> tuple[Float[Array, "B L M"], Float[Array, "B L M"]]:
-        """Runs the block without the tiles of its feed-forward.
+        """Runs the block without the tiles of the feed-forward.
 
-        Returns the stream, to which `run_tile` is added for each tile, and the input of
-        all tiles.
+        Returns the stream, to which the caller adds `run_tile` of each tile, and the
+        input of all tiles.
         """
         return self.trunk_with(self._make_attend(context, key), x, context, key)[0]
 
@@ -141,16 +143,19 @@ class Block(nnx.Module):
         context: Context,
         key: jax.Array | None = None,
     ) -> tuple[tuple[Float[Array, "B L M"], Float[Array, "B L M"]], Any]:
-        """Runs the trunk with a given attention; returns its cache, too."""
+        """Runs the trunk with a given attention; also returns the cache."""
         x, cache = self._attend(attend, x, context, _keys(key)[0])
+        # Tiles are refused with any other `norm_position` than `input`.
         mlp_input = self.mlp_norm(x)
         assert isinstance(self.mlp, TiledFeedForward)
         if self.mlp.down is not None:
+            # The bias of the sum of all tiles, dropped like the tiles.
             bias = self.mlp.down(jnp.zeros_like(x))
             x = x + layers.dropout(bias, self.config, _keys(key)[1])
         return (x, mlp_input), cache
 
     def _make_attend(self, context, key=None):
+        """Returns the attention of a full sequence, which has no cache."""
         ids, lengths = context.segment_ids, context.lengths
         dropout = self._make_dropout(key)
 
@@ -168,6 +173,7 @@ class Block(nnx.Module):
         return attend
 
     def _make_dropout(self, key):
+        """Returns the dropout of attention weights; None in evaluation or at rate 0."""
         rate = self.config.attention_dropout_rate
         if key is None or not rate:
             return None
@@ -177,6 +183,7 @@ class Block(nnx.Module):
     def _attend_full(
         self, q, k, v, segment_ids, lengths, window, *, dropout, spread=False
     ):
+        """Computes dense or sparse attention of the sequence that a device sees."""
         q, k, v = (remat.mark(x, remat.PROJECTIONS) for x in (q, k, v))
         if self.sparse is not None:
             mask = None if lengths is None else _length_mask(lengths, k.shape[1])
@@ -197,10 +204,12 @@ class Block(nnx.Module):
         )
 
     def _attend(self, attend, x, context, key, adapter_dropout=None):
+        """Adds attention to the stream; returns the stream and the cache."""
         x = remat.mark(tensor.pin_stream(x), remat.INPUT)
         y = self._norm_input(self.attention_norm, x)
         rotation = context.rotation
         if self.bounds.window and context.local_rotation is not None:
+            # Gemma 3 rotates sliding layers by another base than full ones.
             rotation = context.local_rotation
         y, cache = self.attention(y, rotation, attend, adapter_dropout)
         norms = self.attention_norm, self.attention_output_norm
@@ -213,8 +222,10 @@ class Block(nnx.Module):
         return self._add_residual(self.mlp_norm, self.mlp_output_norm, x, y, key)
 
     def _add_residual(self, norm, output_norm, x, y, key):
+        """Adds a layer's output to the stream, with the norms of `norm_position`."""
         y = norm(y) if self.norm_position == "output" else y
         y = y if output_norm is None else output_norm(y)
+        # Named before a norm reads it: recomputing the norm then repeats no product.
         x = remat.mark(x + layers.dropout(y, self.config, key), remat.MIDDLE)
         return norm(x) if self.norm_position == "stream" else x
 
@@ -226,15 +237,15 @@ def run_tile(
     *,
     config: schema.Model,
 ) -> Float[Array, "B L M"]:
-    """Output of a feed-forward tile, to be added to the stream of its block.
+    """Returns the output of a feed-forward tile, to be added to the block's stream.
 
-    All tiles get the key of the block, and so drop the same entries.
+    With the block's key all tiles drop equal entries, as the undivided layer would.
     """
     return layers.dropout(tile(mlp_input), config, _keys(key)[1])
 
 
 def _counts(context: Context, x: jax.Array) -> jax.Array | None:
-    """bool[B, L], False for padding; None if there is none."""
+    """Mask bool[B, L] of the tokens that are not padding; None without padding."""
     if context.segment_ids is not None:
         return context.segment_ids != 0
     if context.lengths is not None:
@@ -247,5 +258,5 @@ def _length_mask(lengths, size):
 
 
 def _keys(key):
-    """Dropout keys of attention and feed-forward."""
+    """Returns the dropout keys of attention and feed-forward."""
     return (None, None) if key is None else tuple(jax.random.split(key))

@@ -1,4 +1,4 @@
-"""Builds the built-in model that a config describes."""
+"""Builds the built-in model of a config."""
 
 import dataclasses
 import functools
@@ -34,17 +34,17 @@ def make_model(config: Config) -> Model:
     Batches are dicts of `tokens` and `targets` int32[B, L] and, optionally, `weights`
     float32[B, L], `segment_ids` and `positions` int32[B, L]; an encoder also takes
     `lengths` int32[B], a model with `num_token_types` also `token_types` int32[B, L]. A
-    target of -100 is ignored. The loss is the mean over tokens by weight, the metric
-    the fraction of targets that were the most likely token. A batch with `teacher`
-    (`zjax.ops.cross_entropy.Teacher`, as a dict) adds to the loss the divergence from
-    the teacher's logits, which is a metric, too.
+    target of -100 is ignored. The loss is the weighted mean over tokens, the metric the
+    fraction of targets that were the most likely token. A batch with `teacher`
+    (`zjax.ops.cross_entropy.Teacher`, as a dict) adds to the loss, and to the metrics,
+    the divergence from the teacher's logits.
 
     Args:
-        config: Settings; read for `model`, `precision`, `deterministic`, `data.length`,
-            and whether each block runs as a separate program.
+        config: Settings; read for `model`, `lora`, `precision`, `deterministic`,
+            `data.length`, and whether each block runs as a separate program.
 
     Returns:
-        The model as pure functions and as a stack of blocks.
+        Model as pure functions and as a stack of blocks.
 
     Example:
         >>> config = Config()
@@ -70,6 +70,7 @@ def _build(
     *,
     deterministic: bool,
 ) -> Model:
+    """Builds the model of the given shape; equal arguments share the result."""
     if note := describe_future(model):
         logging.warning(note)
     if matmul_dtype == "float8" and model.moe.num_experts:
@@ -82,12 +83,15 @@ def _build(
     def make(key: jax.Array, only_layer: jax.Array | None = None) -> Any:
         module = make_module(only_layer=only_layer, rngs=nnx.Rngs(key))
         if adapters.rank:
+            # A separate key: base weights equal the weights of a run without adapters.
             lora_key = fold_name(key, "lora")
             lora.attach(module, lora_key, settings=adapters, only_layer=only_layer)
+        # After `attach`, which for DoRA reads the columns of the exact kernels.
         if adapters.quantize:
             qlora.quantize_kernels(module, adapters)
         return module
 
+    # One row: shapes depend on no batch size.
     tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
     abstract = nnx.eval_shape(lambda: make(jax.random.key(0)))
     graph, logical = nnx.graphdef(abstract), nest(logical_of(abstract))
@@ -125,6 +129,7 @@ def _is_names(x: Any) -> bool:
 
 
 def _entries(config: schema.Model) -> Entries:
+    """Describes the arrays of a batch: dims, dtypes and legal ids."""
     ids, size = functools.partial(Entry, ("B", "L"), np.integer), config.vocab_size
     optional = functools.partial(Entry, is_optional=True, may_be_negative=False)
     positions = config.max_length if config.positions == "learned" else 0

@@ -1,4 +1,4 @@
-"""Passes through a decoder that store keys and values, and the choice of a token."""
+"""Prefill and decode passes of a decoder with a KV cache, and sampling of tokens."""
 
 import functools
 from collections.abc import Callable
@@ -31,6 +31,9 @@ def sample_tokens(
 ) -> Int[Array, " B"]:
     """Chooses one token per row.
 
+    Row b draws with `fold_in(key, b)`. Temperature 0 takes the most likely token and
+    reads no key; `top_k` of 0 and `top_p` of 1 draw from all tokens.
+
     Example:
         >>> sample_tokens(jnp.array([[0.0, 2.0, 1.0]]), jax.random.key(0),
         ...               temperature=0.0).tolist()
@@ -47,20 +50,24 @@ def sample_tokens(
     if top_p < 1.0:
         ranked = jnp.flip(jnp.sort(scores, axis=-1), axis=-1)
         likelihoods = jax.nn.softmax(ranked, axis=-1)
+        # The mass before a token: the most likely token stays even if it exceeds
+        # `top_p`.
         mass_above = jnp.cumsum(likelihoods, axis=-1) - likelihoods
         candidates = jnp.where(mass_above < top_p, ranked, jnp.inf)
         scores = _trim(scores, candidates.min(axis=-1, keepdims=True))
     rows = jnp.arange(scores.shape[0])
+    # By row, so that a draw does not depend on the other rows or on devices.
     keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(rows)
     return jax.vmap(jax.random.categorical)(keys, scores).astype(jnp.int32)
 
 
 def _trim(scores, minimum):
+    """Sets scores below a minimum to -inf."""
     return jnp.where(scores >= minimum, scores, -jnp.inf)
 
 
 Cache = tuple[Stored, ...]
-"""Keys and values of each layer of a block, for all columns to come."""
+"""Keys and values of each layer of a block, with columns for all tokens to come."""
 RunLayer = Callable[..., Any]
 """`run(layer, attend, x, context) -> (stream, keys and values)`."""
 
@@ -73,7 +80,11 @@ def prefill(
     num_new: int,
     padded: bool,
 ) -> tuple[Float[Array, "B V"], Any]:
-    """Reads the prompts; returns logits after the last column, and the caches."""
+    """Runs the prompts through the decoder; returns next logits and caches.
+
+    Prompts begin at columns `starts`, above 0 for some row if `padded`. The caches have
+    room for `num_new` more columns.
+    """
 
     def step(block, x, _):
         return read_prompt(block, x, context, starts, num_new, padded)
@@ -93,7 +104,10 @@ def decode(
     *,
     num_columns: int,
 ) -> tuple[Float[Array, "B V"], Any]:
-    """Reads one more token per row; returns the next logits, and the updated caches."""
+    """Runs token `new` of each row at `column`; returns next logits and new caches.
+
+    `num_columns` counts prompts and all tokens to come.
+    """
 
     def step(block, x, cache):
         return read_token(block, x, context, starts, column, cache)
@@ -110,12 +124,13 @@ def embed(
     column: Any,
     num_columns: Any,
 ) -> tuple[Float[Array, "B L M"], Context]:
-    """Embeds tokens from `column` on: the stream, and the context of the blocks.
+    """Embeds tokens from `column` on; returns the stream and the blocks' context.
 
-    Rotations that depend on the length of a row take that of its whole text, of
+    Rotations that depend on the length of a row take the length of the whole text of
     `num_columns`, so that all keys of a cache rotate alike.
     """
     columns = column + jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    # Padding before a prompt would have positions below 0; no token sees it.
     positions = jnp.maximum(columns[None, :] - starts[:, None], 0)
     batch = {"tokens": tokens, "positions": positions}
     return embedding({**batch, "num_tokens": num_columns - starts})
@@ -131,7 +146,10 @@ def read_prompt(
     *,
     run: RunLayer = Block.continue_with,
 ) -> tuple[Any, Cache]:
-    """Runs prompts through one block; returns the stream and the block's cache."""
+    """Runs prompts through one block; returns the stream and the block's cache.
+
+    `run` is `Block.continue_with`, or `Block.trunk_with` if tiles run separately.
+    """
     visible = None
     if padded:
         columns = jnp.arange(x.shape[1], dtype=jnp.int32)[None, None, :]
@@ -152,6 +170,7 @@ def read_prompt(
                 sinks=layer.attention.laid_sinks(),
                 implementation="xla" if layer.implementation == "xla" else "auto",
             )
+        # Room for all columns at once: shapes stay equal for every token.
         padding = ((0, 0), (0, num_new), (0, 0), (0, 0))
         return outputs, tuple(jnp.pad(x, padding) for x in stored)
 
@@ -174,8 +193,8 @@ def read_token(
 ) -> tuple[Any, Cache]:
     """Runs one token per row through one block; returns stream and updated cache.
 
-    The arguments are those of `read_prompt`, with the `column` of the tokens and the
-    `cache` of all earlier ones.
+    Arguments are as of `read_prompt`, with the tokens' `column` and the `cache` of all
+    earlier columns.
     """
 
     def attend(layer, earlier, q, k, v, stored):
@@ -183,6 +202,7 @@ def read_token(
             jax.lax.dynamic_update_slice_in_dim(old, new, column, axis=1)
             for old, new in zip(earlier, stored, strict=True)
         )
+        # A latent cache is one array, which serves as keys and values.
         keys, values = stored[0], stored[-1]
         # A fused kernel gains nothing for one query.
         window = layer.bounds.window or keys.shape[1]
@@ -204,26 +224,29 @@ def read_token(
 def score(
     head: Head, x: Float[Array, "B 1 M"], table: Float[Array, "V M"] | None
 ) -> Float[Array, "B V"]:
-    """Logits of the next token; `table` is the token table of tied models."""
+    """Returns logits of the next token; `table` is the token table of tied models."""
     return head.logits(x, table)[:, 0]
 
 
 def _visible_columns(starts, column, num_columns, window) -> Bool[Array, "B 1 S"]:
+    """Mask of the columns that the token at `column` sees."""
     columns = jnp.arange(num_columns, dtype=jnp.int32)[None, None, :]
     first = jnp.maximum(starts, column + 1 - window)
     return (columns >= first[:, None, None]) & (columns <= column)
 
 
 def _attend_to_blocks(q, k, v, pattern, starts, padded):
-    """Rolls padding behind the prompts, as blocks count from the start of a row."""
+    """Runs sparse attention with padding rolled behind the prompts."""
     if not padded:
         return sparse.sparse_attention(q, k, v, pattern)
+    # Blocks of the layout count from the start of a row.
     roll = jax.vmap(functools.partial(jnp.roll, axis=0))
     q, k, v = (roll(x, -starts) for x in (q, k, v))
     return roll(sparse.sparse_attention(q, k, v, pattern), starts)
 
 
 def _visible_in_blocks(pattern, starts, column, num_columns) -> Bool[Array, "B H 1 S"]:
+    """Mask of the columns in live blocks of the token at `column`."""
     columns = jnp.arange(num_columns, dtype=jnp.int32)[None]
     starts = starts[:, None]
     return sparse.visible_keys(pattern, column - starts, columns - starts)

@@ -1,4 +1,4 @@
-"""Text generation block by block, for decoders whose blocks are offloaded."""
+"""Generation steps block by block, for decoders with offloaded blocks."""
 
 import functools
 
@@ -12,7 +12,7 @@ from zjax.typing import CachedBlock, Continuation
 
 
 def make_continuation(model: Decoder) -> Continuation:
-    """Makes the steps of generation as functions of the parameters of a stack."""
+    """Makes the steps of generation from a decoder with concrete or abstract values."""
     config, is_tiled = model.config, model.config.mlp_tiles > 1
     embedding_graph, _ = nnx.split(model.embedding)
     head_graph, _ = nnx.split(model.head)
@@ -21,6 +21,7 @@ def make_continuation(model: Decoder) -> Continuation:
         return cached.embed(nnx.merge(embedding_graph, params["embedding"]), *args)
 
     def cached_block(blocks):
+        # Tiles of offloaded blocks are loaded and run one by one by the caller.
         graph, _ = nnx.split(without_tiles(blocks) if is_tiled else blocks)
 
         def read(how, params, *args):

@@ -25,7 +25,7 @@ from zjax.typing import IGNORED
 def make_window(
     config: schema.Model, batch: Mapping[str, Any], x: Float[Array, "B L M"]
 ) -> Window | None:
-    """The window that a batch asks for.
+    """Makes the attention window that a batch asks for; None if the batch has none.
 
     Example:
         >>> make_window(schema.Model(), {}, jnp.zeros((1, 8, 4))) is None
@@ -34,6 +34,7 @@ def make_window(
     size = batch.get("schedule", {}).get(ATTENTION_WINDOW)
     if size is None:
         return None
+    # Step values are float32 in a batch.
     window, length = Window(size.astype(jnp.int32)), x.shape[1]
     pattern = _pattern(config, x)
     if pattern is None or config.kind == "encoder":
@@ -48,6 +49,7 @@ def make_window(
 
 
 def _pattern(config, x):
+    """Returns the block pattern of the kernels that run; None without such kernels."""
     if config.attention == "sparse":
         return sparse.sparse_of(config)
     return attention.window_pattern(
@@ -63,27 +65,28 @@ class Context(NamedTuple):
     """Inputs of every block besides the stream."""
 
     segment_ids: Array | None = None
-    """int32[B, L]: document of each token."""
+    """int32[B, L]: document of each token; 0 is padding."""
     lengths: Array | None = None
-    """int32[B]: tokens per row, followed by padding."""
+    """int32[B]: number of tokens per row; padding follows."""
     rotation: tuple[Array, Array] | None = None
-    """Cosines and sines of `ops.rotary`."""
+    """Cosines and sines of `ops.rotary`; None without rotary positions."""
     local_rotation: tuple[Array, Array] | None = None
-    """Those of sliding layers, if they differ."""
+    """Cosines and sines of sliding layers, if different from `rotation`."""
     positions: Array | None = None
-    """int32[B, L], or [1, L] if equal for all rows: position of each token in its
+    """int32[B, L], or [1, L] if equal for all rows: position of each token in the
     document."""
     window: Window | None = None
     """Keys that a token sees; None for all."""
     order: Int[Array, " L"] | None = None
-    """Place in its row of each token; None for 0, 1, ..."""
+    """Place of each token in the row; None for 0, 1, ..."""
     trained: Bool[Array, "B L"] | None = None
     """Whether a trained target depends on the token; None for all."""
 
     def take_tokens(self, indices: Int[Array, "B K"]) -> "Context":
-        """The context of some tokens of each row, in ascending order."""
+        """Selects tokens of each row, at ascending indices."""
 
         def take(x: Array) -> Array:
+            # Arrays of one row hold for all rows.
             return x[0][indices] if x.shape[0] == 1 else take_tokens(x, indices)
 
         arrays = self.segment_ids, self.rotation, self.local_rotation, self.positions
@@ -108,7 +111,7 @@ class Embedding(nnx.Module):
 
     Args:
         config: Shape of the model.
-        use_norm: Whether the sum is normalised, as in BERT.
+        use_norm: Whether the sum of the embeddings is normalised, as in BERT.
         deterministic: Whether gradients of the tables are summed in a fixed order.
         rngs: Source of the initial values.
     """
@@ -138,12 +141,18 @@ class Embedding(nnx.Module):
     def __call__(
         self, batch: dict[str, Any], key: jax.Array | None = None
     ) -> tuple[Float[Array, "B L M"], Context]:
-        """Embeds batch["tokens"], and prepares the context of the blocks."""
+        """Embeds batch["tokens"], and prepares the context of the blocks.
+
+        Besides the arrays of a loss, `num_tokens` int32[B] is the length of a text that
+        is being written, and `schedule` has float32[] by name. The key is None in
+        evaluation.
+        """
         tokens, segment_ids = batch["tokens"], batch.get("segment_ids")
         positions = batch.get("positions")
         if positions is None and segment_ids is not None:
             positions = positions_in_segments(segment_ids)
         order = sequence.token_order(tokens.shape[1], self.config)
+        # Reordered tokens need explicit positions.
         if positions is None and order is not None:
             positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         arrange = functools.partial(sequence.arrange, config=self.config)
@@ -152,11 +161,13 @@ class Embedding(nnx.Module):
         )
         x = tensor.look_up(self.tokens[...], tokens, self.deterministic)
         if self.config.scaled_embedding:
+            # Gemma rounds the factor to the dtype of the stream, too.
             x *= jnp.asarray(self.config.embed_size**0.5, x.dtype)
         if self.positions is not None:
             x += self._learned_positions(positions, tokens.shape[1])
         if self.token_types is not None:
             types = batch.get("token_types")
+            # Type 0 is added, not left out: checkpoints of BERT are trained with it.
             types = jnp.zeros_like(tokens) if types is None else arrange(types)
             x += self._look_up(self.token_types, types)
         x = x if self.norm is None else self.norm(x)
@@ -181,9 +192,11 @@ class Embedding(nnx.Module):
         return tensor.pin_stream(x), context
 
     def _look_up(self, table, indices) -> Any:
+        """Looks up rows of a table, gathered where devices split sequences."""
         return look_up(pin_whole(table[...]), indices, self.deterministic)
 
     def _learned_positions(self, positions, length):
+        """Returns embeddings of positions; refuses sequences longer than the table."""
         assert self.positions is not None
         first, longest = self.config.first_position, self.config.max_length
         if length > longest:
@@ -195,12 +208,13 @@ class Embedding(nnx.Module):
                     "shorten the sequences or raise model.max_length",
                 )
             )
+        # Without packing all rows look up the same rows: a slice serves all.
         if positions is None:
             return self.positions[...][None, first : first + length]
         return self._look_up(self.positions, first + positions)
 
     def _rotations(self, positions, length, num_tokens):
-        """Tables of all layers, and of sliding ones if they differ."""
+        """Makes the tables of all layers, and of sliding layers if different."""
         config = self.config
         if positions is None:
             positions = jnp.arange(length, dtype=jnp.int32)[None]
@@ -244,12 +258,13 @@ def trained_tokens(
     if "weights" in batch:
         trained &= batch["weights"] > 0
     if config.kind == "decoder":
+        # A token counts if it or a later token has a target.
         return jax.lax.cummax(trained.astype(jnp.int32), axis=1, reverse=True) > 0
     return jnp.broadcast_to(trained.any(axis=1, keepdims=True), trained.shape)
 
 
 def positions_in_segments(segment_ids: Int[Array, "B L"]) -> Int[Array, "B L"]:
-    """Positions counted from the start of each document; equal neighbours are one.
+    """Counts positions from the start of each document, a run of equal ids.
 
     Example:
         >>> positions_in_segments(jnp.array([[1, 1, 2, 2, 2, 0]])).tolist()
@@ -259,6 +274,7 @@ def positions_in_segments(segment_ids: Int[Array, "B L"]) -> Int[Array, "B L"]:
         jnp.arange(segment_ids.shape[1], dtype=segment_ids.dtype)[None],
         segment_ids.shape,
     )
+    # The value in front differs from the first id: column 0 starts a document.
     is_start = jnp.diff(segment_ids, axis=1, prepend=segment_ids[:, :1] - 1) != 0
     starts = jax.lax.cummax(jnp.where(is_start, index, 0), axis=1)
     return index - starts

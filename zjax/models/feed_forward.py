@@ -1,4 +1,4 @@
-"""Feed-forward layers, also as a sum of tiles."""
+"""Feed-forward layers, undivided and as a sum of tiles."""
 
 import dataclasses
 import functools
@@ -15,24 +15,25 @@ from zjax.settings import schema
 
 
 class Bias(nnx.Module):
-    """A bias vector, initially 0."""
+    """Bias vector, initially 0."""
 
     def __init__(self, dims: layers.Dims):
         self.bias = layers.make_param(dims, jnp.zeros)
 
     def __call__(self, x: Float[Array, "B L M"]) -> Float[Array, "B L M"]:
         """Adds the bias."""
+        # XLA may otherwise compute the gradient twice, for the bias and for `x`.
         return materialize_gradient(x + jnp.broadcast_to(self.bias[...], x.shape))
 
 
 class FeedForward(nnx.Module):
-    """Two matrices with a GELU between them, or three with a gated SiLU or GELU.
+    """Two matrices around a GELU, or three with a gated SiLU or GELU.
 
     Args:
         config: Shape of the model.
         out_std: Standard deviation of the matrix that writes to the residual stream.
         matmul_dtype: Dtype of the operands of matrix products.
-        is_tile: Whether it is one summand of several, and so has no output bias.
+        is_tile: Whether the layer is one summand of several, without an output bias.
         rngs: Source of the initial values.
     """
 
@@ -52,6 +53,7 @@ class FeedForward(nnx.Module):
         self.activation = config.activation
         self.gate = linear(embed, mlp, use_bias=use_bias) if gated else None
         self.up = linear(embed, mlp, use_bias=use_bias)
+        # The sum of tiles has the output bias once.
         ends_with_bias = use_bias and not is_tile
         self.down = linear(mlp, embed, std=out_std, use_bias=ends_with_bias)
 
@@ -60,7 +62,7 @@ class FeedForward(nnx.Module):
         x: Float[Array, "B L M"],
         adapter_dropout: layers.AdapterDropout | None = None,
     ) -> Float[Array, "B L M"]:
-        """Transforms each token; nothing is dropped without `adapter_dropout`."""
+        """Transforms each token; no entry is dropped without `adapter_dropout`."""
         if self.gate is None:
             up = self.up(x, remat.MLP, adapter_dropout=adapter_dropout)
             hidden = activation.UNGATED[self.activation](up)
@@ -74,10 +76,10 @@ class FeedForward(nnx.Module):
 
 
 class TiledFeedForward(nnx.Module):
-    """A feed-forward as a sum of narrow ones with separate parameters.
+    """Feed-forward as a sum of narrow feed-forwards with separate parameters.
 
-    Activations are elementwise over hidden channels, so feed-forwards over groups of
-    channels add up to the full one: memory-centric tiling (arXiv:2104.07857, section
+    Activations are elementwise over hidden channels, hence feed-forwards over groups of
+    channels add up to the full layer: memory-centric tiling (arXiv:2104.07857, section
     5.1.3).
 
     Args:
@@ -108,7 +110,7 @@ class TiledFeedForward(nnx.Module):
                 rngs=rngs,
             )
 
-        # Sorted as JAX sorts the keys of a dict.
+        # Sorted as JAX sorts the keys of a dict: as strings, "10" before "2".
         names = sorted(map(str, range(config.mlp_tiles)))
         self.tiles = nnx.Dict({name: make_tile() for name in names})
         self.down = Bias(embed) if config.use_bias else None
@@ -118,7 +120,7 @@ class TiledFeedForward(nnx.Module):
         x: Float[Array, "B L M"],
         adapter_dropout: layers.AdapterDropout | None = None,
     ) -> Float[Array, "B L M"]:
-        """Transforms each token; nothing is dropped without `adapter_dropout`."""
+        """Transforms each token; no entry is dropped without `adapter_dropout`."""
         parts = (tile(x, adapter_dropout) for tile in self.tiles.values())
         y = functools.reduce(operator.add, parts)
         return y if self.down is None else self.down(y)

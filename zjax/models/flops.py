@@ -19,20 +19,21 @@ from zjax.sharding.placement import abstract_key
 
 _TABLE = re.compile("embedding/(tokens|positions|token_types)")
 _EXPERTS_DIM = 1
-"""Dim of the experts in stacked arrays, after that of the layers."""
+"""Dim of the experts in stacked arrays, behind the dim of the layers."""
 
 
 def flops_per_weight(config: schema.Config) -> float:
-    """FLOPs of forward and backward pass per token and weight of a matrix, the mean.
+    """Averages the FLOPs of forward and backward pass per token and matrix weight.
 
-    They are 2 for the product, 2 for the gradient of its input and 2 for that of the
-    weight, which frozen ones do not have. Adapters themselves are left out.
+    The product has 2, the gradient of the input 2 and the gradient of the weight 2,
+    which frozen weights lack. Adapters are left out.
 
     Example:
         >>> [flops_per_weight(schema.Config(lora=schema.Lora(rank=n))) for n in (0, 16)]
         [6.0, 4.0]
     """
     groups, lora = config.optimizer.groups, config.lora
+    # Frozen kernels have no weight gradient.
     if lora.rank and not lora.also_train:
         return 4.0
     if not lora.rank and all(group.learning_rate_scale for group in groups):
@@ -44,7 +45,7 @@ def flops_per_weight(config: schema.Config) -> float:
 
 @functools.lru_cache
 def multiplied_weights(model: schema.Model) -> Mapping[str, float]:
-    """The weights that a token is multiplied with, by path; see `matmul_params`.
+    """Returns the number of weights that multiply a token, by path.
 
     Example:
         >>> multiplied_weights(schema.Model())["blocks/mlp/up/kernel"] / 12
@@ -55,6 +56,7 @@ def multiplied_weights(model: schema.Model) -> Mapping[str, float]:
     weights = dict[str, float]()
     for keys, array in jax.tree_util.tree_leaves_with_path(params):
         path, size = path_of(keys), math.prod(array.shape)
+        # A tied table is looked up and multiplied; only the product counts.
         is_read_once = path == "embedding/tokens" and model.tied_head
         if "/experts/" in path:
             number = array.shape[_EXPERTS_DIM]
@@ -68,7 +70,7 @@ CausalAttention = Literal["half", "full"]
 
 
 def num_params(model: schema.Model, *, active: bool = False) -> int:
-    """Parameters of the built-in decoder, or of the encoder with its masked-token head.
+    """Counts parameters of a built-in model; `active` counts the experts of one token.
 
     Example:
         >>> num_params(schema.Model())
@@ -90,10 +92,10 @@ def num_params(model: schema.Model, *, active: bool = False) -> int:
 
 
 def matmul_params(model: schema.Model) -> int:
-    """Parameters that a token is multiplied with: the N of 6 N.
+    """Counts the parameters that multiply a token: the N of 6 N.
 
-    The token and position embedding tables do not count; the output matrix counts once,
-    tied or not. Of the experts of a layer those of a token count.
+    Token and position tables do not count; the output matrix counts once, tied or not.
+    Of a layer's experts only as many count as a token has.
 
     Example:
         >>> matmul_params(schema.Model())
@@ -110,12 +112,12 @@ def flops_per_token(
     causal_attention: CausalAttention,
     per_weight: float = 6.0,
 ) -> float:
-    """FLOPs of forward and backward pass per token: 6 N plus attention.
+    """Computes the FLOPs of forward and backward pass per token: 6 N plus attention.
 
-    Full attention costs 12 x layers x heads x head size x length, and half of that
-    where `causal_attention` is "half". An encoder always counts in full; sparse
-    attention counts the blocks of its layout. Heads of values of another size count
-    with the mean of both.
+    Full attention costs 12 x layers x heads x head size x length, and half as much if
+    `causal_attention` is "half". An encoder always counts in full; sparse attention
+    counts the blocks of the layout. Heads with values of another size count with the
+    mean of both sizes.
 
     Example:
         >>> flops_per_token(schema.Model(), 1024, causal_attention="half") / 1e6
@@ -137,7 +139,7 @@ def describe_flops(
     causal_attention: CausalAttention,
     per_weight: float = 6.0,
 ) -> str:
-    """The formula of `flops_per_token` with its numbers, in one line.
+    """Writes the formula of `flops_per_token` with numbers, in one line.
 
     Example:
         >>> print(describe_flops(schema.Model(), 1024, causal_attention="full"))
@@ -185,13 +187,14 @@ where the device lacks bfloat16 units. First match wins."""
 
 
 def peak_flops(device_kind: str, dtype: str) -> float | None:
-    """Peak matrix FLOP/s of one device, without sparsity.
+    """Returns peak FLOP/s by `jax.Device.device_kind`; None for a device like a CPU.
 
     Example:
         >>> peak_flops("NVIDIA H200", "bfloat16"), peak_flops("cpu", "bfloat16")
         (989400000000000.0, None)
     """
     column = ("bfloat16", "float16", "float32").index(dtype)
+    # Spaces keep L4 from matching L40 and A10 from matching A100.
     words = f" {device_kind} ".replace("-", " ")
     for name, teraflops in _PEAKS.items():
         if f" {name} ".replace("-", " ") in words:
@@ -200,6 +203,7 @@ def peak_flops(device_kind: str, dtype: str) -> float | None:
 
 
 def _norm_vectors(model: schema.Model) -> int:
+    """Number of vectors of a norm: scale, and bias if there is one."""
     return 2 if model.norm == "layer_norm" and model.use_bias else 1
 
 
@@ -209,6 +213,7 @@ def _attended_channels(model: schema.Model) -> int:
 
 
 def _attention_params(model: schema.Model) -> int:
+    """Counts the parameters of an attention layer."""
     width, heads, size = model.embed_size, model.num_heads, model.head_size
     out = (heads * model.value_size + model.has_output_bias) * width
     if model.latent.key_rank:
@@ -224,7 +229,7 @@ def _attention_params(model: schema.Model) -> int:
 
 
 def _latent_params(model: schema.Model) -> int:
-    """Parameters of attention with latents, without its last matrix."""
+    """Counts the parameters of latent attention without the output matrix."""
     width, heads, latent = model.embed_size, model.num_heads, model.latent
     queries, norm = heads * model.head_size, _norm_vectors(model)
     params = (latent.key_rank + model.rotary_size) * width
@@ -235,26 +240,30 @@ def _latent_params(model: schema.Model) -> int:
 
 
 def _mlp_params(model: schema.Model, size: int) -> int:
-    """Parameters of a feed-forward of width `size`."""
+    """Counts the parameters of a feed-forward of width `size`."""
     width, bias = model.embed_size, int(model.use_bias)
     num_inputs = 2 if model.is_gated else 1
     return num_inputs * (width + bias) * size + (size + bias) * width
 
 
 def _mixture_params(model: schema.Model, num_experts: int, active: bool) -> int:
+    """Counts the parameters of a mixture of experts."""
     moe, width = model.moe, model.embed_size
     used = min(experts_per_token(moe), num_experts) if active else num_experts
     params = round(used * _mlp_params(model, moe.expert_size))
+    # A router has a column of weights, and up to two biases, per expert.
     params += (width + moe.has_choice_bias + moe.router_bias) * num_experts
     if moe.num_shared:
         params += _mlp_params(model, moe.num_shared * moe.expert_size)
     params += width * moe.shared_gate
     if moe.residual:
+        # The coefficient has 2 outputs.
         params += _mlp_params(model, moe.expert_size) + 2 * (width + 1)
     return params
 
 
 def _table_params(model: schema.Model) -> int:
+    """Counts the parameters of token, position and token type tables."""
     num_positions = model.num_positions if model.positions == "learned" else 0
     num_rows = model.vocab_size + num_positions + model.num_token_types
     return num_rows * model.embed_size
@@ -263,6 +272,7 @@ def _table_params(model: schema.Model) -> int:
 def _attention_factor(
     model: schema.Model, length: int, causal_attention: CausalAttention
 ) -> float:
+    """FLOPs of attention per channel and pair of tokens, averaged over layers."""
     if model.attention == "sparse":
         return 12 * sparse.live_fraction(sparse.sparse_of(model), length)
     half = model.kind == "decoder" and causal_attention == "half"
@@ -270,8 +280,9 @@ def _attention_factor(
 
 
 def _share_in_windows(model: schema.Model, length: int) -> float:
-    """Share of the unmasked pairs that layers with sliding windows see, on average."""
+    """Share of the unmasked pairs that layers see, averaged over layers."""
     window = min(model.sliding_window, length)
+    # The first tokens of a row see less than a window.
     pairs = window * length - window * (window - 1) / 2
     share = pairs / (length * (length + 1) / 2)
     sliding = sum(sliding_layers(model)) / model.num_layers

@@ -1,7 +1,7 @@
-"""Text generation: the prompt in one pass, then token by token from a cache.
+"""Text generation: the prompt in one pass, then token by token from a KV cache.
 
-Everything is one compiled program per prompt shape and settings. For offloaded blocks,
-`zjax.offload.generate` makes the same passes one block at a time.
+One program is compiled per prompt shape and settings. For offloaded blocks,
+`zjax.offload.generate` runs equal passes one block at a time.
 """
 
 import functools
@@ -28,7 +28,7 @@ from zjax.typing import Entry
 
 
 class Settings(NamedTuple):
-    """Arguments of `generate` that a program depends on."""
+    """Arguments of `generate` that are static in a compiled program."""
 
     max_new_tokens: int
     temperature: float = 0.0
@@ -38,12 +38,12 @@ class Settings(NamedTuple):
 
     @property
     def filler(self) -> int:
-        """The token in the columns behind the end of a row."""
+        """Token in the columns behind the end of a row."""
         return self.end_ids[0] if self.end_ids else 0
 
 
 def make_settings(*, end_ids: Sequence[int] = (), **others: Any) -> Settings:
-    """Makes settings that can be hashed.
+    """Makes settings that can be hashed, as static arguments must.
 
     Example:
         >>> make_settings(max_new_tokens=3, end_ids=[2, 7]).end_ids
@@ -56,9 +56,9 @@ class Text(NamedTuple):
     """Text being generated."""
 
     tokens: Int[Array, "B total"]
-    """Prompts and continuations so far; the filler elsewhere."""
+    """Prompts and continuations so far; the filler in columns to come."""
     new: Int[Array, " B"]
-    """The last token of each row."""
+    """Last token of each row."""
     ended: Bool[Array, " B"]
     """Whether a row has ended."""
 
@@ -82,17 +82,17 @@ def generate(
     processes.
 
     Args:
-        model: Decoder, with its weights in the dtype to compute in.
-        tokens: Prompts, padded on the left with any integers if they differ in length.
-        max_new_tokens: Tokens to add, 1 to `max_length` of the model minus L, or to
-            `max_positions` minus L with rotary positions.
-        lengths: Tokens of each prompt without its padding, 1 to L; None is L.
+        model: Decoder, with weights in the dtype to compute in.
+        tokens: Prompts, padded on the left with any integers to equal length.
+        max_new_tokens: Number of tokens to add, 1 to `max_length` of the model minus L,
+            or to `max_positions` minus L with rotary positions.
+        lengths: Number of tokens of each prompt without padding, 1 to L; None is L.
         key: Random key, needed above temperature 0. The draw of a row depends on the
             key, the row's number and the position, not on devices.
-        temperature: Divisor of the logits; 0 takes the most likely token.
+        temperature: Divisor of the logits, 0 or more; 0 takes the most likely token.
         top_k: Number of most likely tokens to draw from; 0 is all.
-        top_p: Probability mass of the most likely tokens to draw from.
-        end_ids: Tokens that end a row, which is then filled with the first of them.
+        top_p: Probability mass of the most likely tokens to draw from, above 0 to 1.
+        end_ids: Tokens that end a row, which is then filled with the first end id.
 
     Returns:
         Prompts and continuations, int32[B, L + max_new_tokens].
@@ -118,6 +118,7 @@ def generate(
     )
     check(model.config, tokens, lengths, settings, key)
     tokens = jnp.asarray(tokens, jnp.int32)
+    # Unused: `check` has refused temperatures above 0 without a key.
     key = jax.random.key(0) if key is None else key
     graph, state = nnx.split(model)
     return _generate(state, tokens, lengths, key, graph=graph, settings=settings)
@@ -125,6 +126,7 @@ def generate(
 
 @functools.partial(jax.jit, static_argnames=("graph", "settings"))
 def _generate(state, tokens, lengths, key, *, graph, settings: Settings):
+    """Generates in one program, which stops early where all rows have ended."""
     model = nnx.merge(graph, state)
     length, num_new = tokens.shape[1], settings.max_new_tokens
     starts, text = start_text(tokens, lengths, settings)
@@ -138,6 +140,7 @@ def _generate(state, tokens, lengths, key, *, graph, settings: Settings):
 
     def write(carry):
         column, text, caches = carry
+        # The token to read was written one column earlier.
         given = model, text.new, starts, column - 1, caches
         logits, caches = decode(*given, num_columns=length + num_new)
         return column + 1, add_token(text, logits, key, column, settings), caches
@@ -151,7 +154,7 @@ def start_text(
 ) -> tuple[Int[Array, " B"], Text]:
     """Allocates the text; returns the first column of each prompt, and the text.
 
-    Prompts are padded on the left; `lengths` counts their tokens without padding.
+    Prompts are padded on the left; `lengths` counts prompt tokens without padding.
     """
     num_rows, length = tokens.shape
     starts = jnp.zeros(num_rows, jnp.int32) if lengths is None else length - lengths
@@ -170,9 +173,9 @@ def add_token(
     column: Any,
     settings: Settings,
 ) -> Text:
-    """Chooses the next token of each row from its logits, and writes it to `column`.
+    """Chooses the next token of each row from the logits, and writes `column`.
 
-    `key` is that of the whole text.
+    `key` belongs to the whole text.
     """
     new = sample_tokens(
         logits,
@@ -196,7 +199,7 @@ def check(
     settings: Settings,
     key: jax.Array | None,
 ) -> None:
-    """Refuses prompts and settings that cannot work, before anything compiles."""
+    """Refuses prompts and settings that cannot work, before compilation."""
     problems = [
         *_length_problems(config, tokens, lengths, settings.max_new_tokens),
         *_choice_problems(config, settings, key),
@@ -204,6 +207,7 @@ def check(
     if problems:
         raise ConfigError(*problems)
     entry = Entry(("B", "L"), np.integer, num_ids=config.vocab_size)
+    # Padding may be any integer, which must not count as an id.
     prompts = _without_padding(tokens, lengths)
     check_batch({"tokens": prompts}, {"tokens": entry}, name="prompt")
 
@@ -211,7 +215,7 @@ def check(
 def _length_problems(
     config: schema.Model, tokens: Any, lengths: Any, num_new: int
 ) -> Iterator[Problem]:
-    """Yields problems of the number of tokens of the prompts and of the new ones."""
+    """Yields problems of the numbers of prompt tokens and new tokens."""
     shape = tuple(tokens.shape)
     if len(shape) != 2 or 0 in shape:
         remedy = "give int[B, L], each row one token or more"
@@ -246,10 +250,10 @@ def _length_problems(
 
 
 def longest_text(config: schema.Model) -> tuple[str, int]:
-    """Gives name and value of the setting that bounds prompt and continuation.
+    """Returns name and value of the setting that bounds prompt and continuation.
 
-    Rotary positions go on after the rows of training, up to the positions that the
-    model is for, and `dynamic` scaling multiplies these; tables of learned positions
+    Rotary positions go on beyond the rows of training, up to the positions that the
+    model is made for, which `dynamic` scaling multiplies; tables of learned positions
     and of sparse blocks end with the rows.
     """
     row = "max_length", config.max_length
@@ -265,7 +269,7 @@ def longest_text(config: schema.Model) -> tuple[str, int]:
 def _choice_problems(
     config: schema.Model, settings: Settings, key: jax.Array | None
 ) -> Iterator[Problem]:
-    """Yields problems of how tokens are chosen, and of those that end a row."""
+    """Yields problems of sampling settings, and of ids that end a row."""
     if not 0 <= settings.temperature < math.inf:
         remedy = "use 0 for the most likely token, or above 0"
         problem = "is negative" if settings.temperature < 0 else "is not finite"
@@ -292,7 +296,7 @@ def _choice_problems(
 
 
 def _without_padding(tokens: Any, lengths: Any) -> Any:
-    """Prompts with 0 as padding, on the host if their values can be read there."""
+    """Returns prompts with 0 as padding, on the host if this process has the values."""
     if not _is_on_host(tokens):
         return tokens
     tokens = np.asarray(tokens)
@@ -303,6 +307,6 @@ def _without_padding(tokens: Any, lengths: Any) -> Any:
 
 
 def _is_on_host(x: Any) -> bool:
-    """Whether this process can read the values: not traced, nor partly elsewhere."""
+    """Whether this process can read the values: neither traced nor partly remote."""
     is_traced = isinstance(x, jax_core.Tracer)
     return not is_traced and getattr(x, "is_fully_addressable", True)

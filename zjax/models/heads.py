@@ -1,4 +1,4 @@
-"""The output head: logits and loss from the last hidden states."""
+"""Output head: logits and loss from the last hidden states."""
 
 import math
 from typing import Any
@@ -18,7 +18,7 @@ from zjax.sharding.activations import open_size
 
 
 class Head(nnx.Module):
-    """The last normalisation, and the output matrix unless it is tied.
+    """Last normalisation, and the output matrix unless the head is tied.
 
     Args:
         config: Shape of the model.
@@ -48,7 +48,7 @@ class Head(nnx.Module):
     def logits(
         self, x: Float[Array, "B L M"], table: Float[Array, "V M"] | None
     ) -> Float[Array, "B L V"]:
-        """Logits in float32; `table` is the token table of tied models."""
+        """Returns logits in float32; `table` is the token table of tied models."""
         logits = jnp.einsum(
             "blm,vm->blv",
             self._features(x),
@@ -65,13 +65,14 @@ class Head(nnx.Module):
         table: Float[Array, "V M"] | None,
         batch: dict[str, Any],
     ) -> TokenLoss:
-        """Loss sums of batch["targets"], and of batch["teacher"] if there is one.
+        """Sums the loss of batch["targets"], and of batch["teacher"] if there is one.
 
         `table` is the token table of tied models.
         """
         teacher = batch.get("teacher")
         if teacher is not None:
             teacher = Teacher(**teacher)
+            # The student's states are in the order in which devices split sequences.
             hidden = sequence.arrange(teacher.hidden, self.config)
             teacher = teacher._replace(hidden=hidden)
         return token_loss(
@@ -90,17 +91,21 @@ class Head(nnx.Module):
     def factors(
         self, x: Float[Array, "B L M"], table: Float[Array, "V M"] | None
     ) -> tuple[Float[Array, "B L M"], Float[Array, "V M"]]:
-        """The two arrays whose product are the logits, but for a bias and a cap."""
+        """Returns the two factors of the logits, which have neither bias nor cap."""
         return self._features(x), self._matrix(table)
 
     def _features(self, x):
+        """Transforms and normalises states, gathered over the tensor axis."""
         if self.transform is not None:
             given = self.config.activation
+            # A gated activation has no form for one matrix: the transform takes GELU.
             activate = activation.UNGATED.get(given, activation.gelu)
             x = activate(self.transform(x))
+        # The tensor axis splits the vocabulary next, so each device needs all tokens.
         return tensor.join_stream(self.norm(x))
 
     def _matrix(self, table):
+        """Returns the output matrix: a separate kernel, or the token table."""
         if self.kernel is not None:
             return self.kernel[...]
         assert table is not None
@@ -108,7 +113,7 @@ class Head(nnx.Module):
 
 
 def token_weights(batch: dict[str, Any]) -> Float[Array, "B L"]:
-    """Weight of each token, float32: as given, or 1 for all but padding.
+    """Returns the weight of each token, float32: as given, or 1 for all but padding.
 
     Example:
         >>> batch = {"targets": jnp.ones((1, 3), int), "lengths": jnp.array([2])}

@@ -1,4 +1,4 @@
-"""What a built-in model finds in tokens: chosen experts, and log-probabilities."""
+"""Inspection of built-in models: chosen experts, and log-likelihoods of tokens."""
 
 import functools
 from typing import Any
@@ -21,16 +21,17 @@ from zjax.settings.mixture import segment_shapes
 def chosen_experts(
     model: Any, batch: dict[str, Any]
 ) -> tuple[Int[Array, "B L K"], ...]:
-    """Finds the experts that each token chooses in evaluation, before any drop.
+    """Returns the experts that each token chooses in evaluation, before any drop.
 
     Args:
         model: Decoder or encoder, such as `run.bind(state)`.
-        batch: `tokens` int32[B, L], and what else the model reads besides targets.
+        batch: Arrays `tokens` int32[B, L], and all arrays that the model reads, except
+            targets.
 
     Returns:
-        The experts of each token by layer with experts, best first; empty without any.
-        In expert choice the tokens of the batch compete, and place e of a token is e,
-        or -1 if expert e did not choose it.
+        Experts of each token per layer with experts, best first; empty without any. In
+        expert choice the tokens of the batch compete, and entry e of a token is e, or
+        -1 if expert e did not choose the token.
 
     Raises:
         ModelError: The model is not a built-in one.
@@ -56,6 +57,7 @@ def chosen_experts(
 
 @functools.partial(jax.jit, static_argnames="graph")
 def _chosen(state, batch, *, graph):
+    """Runs the blocks one by one, and collects the choices of layers with experts."""
     model = nnx.merge(graph, state)
     x, context = model.embedding(batch)
     chosen = []
@@ -67,6 +69,7 @@ def _chosen(state, batch, *, graph):
             for layer in layers_of(nnx.merge(block_graph, one)):
                 if isinstance(layer.mlp, MixtureOfExperts):
                     experts = layer.chosen_experts(x, context)
+                    # Tokens are in the order in which devices split sequences.
                     chosen.append(sequence.restore(experts, model.config))
                 x, _ = layer(x, context)
     return tuple(chosen)
@@ -78,13 +81,17 @@ def log_likelihood(
     targets: Int[Array, "B L"],
     counts: Bool[Array, "B L"],
 ) -> tuple[Float[Array, " B"], Bool[Array, " B"]]:
-    """Sums the log-probabilities of targets, and says whether all are most likely."""
+    """Sums the log-probabilities of targets, and says whether all are most likely.
+
+    Padding is on the right; `counts` masks the targets that count.
+    """
     graph, state = nnx.split(model)
     return _log_likelihood(state, tokens, targets, counts, graph=graph)
 
 
 @functools.partial(jax.jit, static_argnames="graph")
 def _log_likelihood(state, tokens, targets, counts, *, graph):
+    """Computes `log_likelihood` as one program."""
     logits = nnx.merge(graph, state)(tokens)
     chosen = jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
     each = chosen - jax.nn.logsumexp(logits, -1)

@@ -1,4 +1,4 @@
-"""Attention whose keys and values come from a latent, as in DeepSeek-V2 and -V3.
+"""Multi-head latent attention (MLA), as in DeepSeek-V2 and -V3.
 
 Reference: DeepSeek-V2, arXiv:2405.04434, section 2.1.
 """
@@ -16,17 +16,15 @@ from zjax.parallel import tensor
 from zjax.settings import schema
 
 NORM_EPS = 1e-6
-"""What norms of latents add to the variance, whatever `model.norm_eps` is."""
+"""Term that norms of latents add to the variance, whatever `model.norm_eps` is."""
 
 
 class LatentAttention(nnx.Module):
-    """Projections to latents, from them to queries, keys and values, and back.
+    """Projections to latents, on to queries, keys and values, and back.
 
     Devices of the tensor axis split heads, and each holds the matrices to latents,
-    which it multiplies with its part of the tokens.
-
-    Values are filled up with zeros to the channels of keys, so that all kernels and
-    all ways of splitting sequences run.
+    applied to the device's part of the tokens. Values are padded with zeros to the
+    channels of keys, so that all kernels and all splits of sequences run.
 
     Args:
         config: Shape of the model.
@@ -83,14 +81,15 @@ class LatentAttention(nnx.Module):
         attend: layers.Attend,
         adapter_dropout: layers.AdapterDropout | None = None,
     ) -> tuple[Float[Array, "B L M"], Any]:
-        """Projects, attends and projects back; passes on the cache.
+        """Projects, attends and projects back; returns outputs and cache.
 
-        A single token attends to latents themselves, as one head of keys and values.
+        A single token attends to the latents, as one head of keys and values.
         """
-        assert rotation is not None  # see config.latent
+        assert rotation is not None  # see settings.attention
         config, dropout = self.config, adapter_dropout
         q = self._queries(x, rotation, dropout)
         narrow, turning = self._latents(x, rotation, dropout)
+        # The cache holds latents and rotating channels, a fraction of keys and values.
         stored = tensor.join_stream(narrow)[:, :, None]
         stored = jnp.concatenate([stored, turning], axis=-1)
         if x.shape[1] == 1:
@@ -102,9 +101,10 @@ class LatentAttention(nnx.Module):
         return self.out(outputs, adapter_dropout=dropout), cache
 
     def laid_sinks(self) -> None:
-        """Scores without keys, which are refused beside latents."""
+        """Attention sinks, which latents do not have."""
 
     def _queries(self, x, rotation, dropout):
+        """Projects queries, and rotates the last channels of each head."""
         if self.query_latent is not None and self.query_norm is not None:
             narrow = self.query_latent(x, remat.PROJECTIONS, adapter_dropout=dropout)
             x = self.query_norm(narrow)
@@ -114,29 +114,33 @@ class LatentAttention(nnx.Module):
         return (q * self.query_scale).astype(q.dtype) if self.query_scale != 1.0 else q
 
     def _latents(self, x, rotation, dropout):
-        """Latents, and the channels of keys that rotate, of one head."""
+        """Projects latents, and the rotating channels of keys that all heads share."""
         joined = self.key_latent(x, remat.PROJECTIONS, adapter_dropout=dropout)
         narrow, turning = _split(joined, self.config.latent.key_rank)
         turning = self._rotate(tensor.join_stream(turning)[:, :, None], rotation)
         return self.key_norm(narrow), turning
 
     def _keys_and_values(self, narrow, turning, dropout):
+        """Projects latents to keys and values of all heads."""
         joined = self.key_value(narrow, adapter_dropout=dropout)
         plain, values = _split(joined, self.config.latent.plain_size)
         turning = jnp.broadcast_to(turning, (*plain.shape[:3], turning.shape[-1]))
         return jnp.concatenate([plain, turning], axis=-1), values
 
     def _attend_to_latents(self, attend, q, stored):
-        """Moves the matrix behind latents to queries and outputs.
+        """Attends to latents; queries and outputs absorb the key-value matrix.
 
         Reference: DeepSeek-V2, arXiv:2405.04434, section 2.1.2.
         """
         latent, head_size = self.config.latent, self.config.head_size
+        # The layer applied to unit vectors is its matrix, adapters and codes included.
         units = jnp.eye(latent.key_rank, dtype=q.dtype)[None]
         to_keys, to_values = _split(self.key_value(units)[0], latent.plain_size)
         plain, turning = _split(q, latent.plain_size)
         q = jnp.einsum("blhp,rhp->blhr", plain, to_keys)
         q = jnp.concatenate([q, turning], axis=-1)
+        # Attention divides by the root of the latent's channels: scores need the
+        # head's.
         q = (q * (stored.shape[-1] / head_size) ** 0.5).astype(q.dtype)
         outputs, cache = attend(q, stored, stored, (stored,))
         outputs = jnp.einsum(
@@ -145,6 +149,7 @@ class LatentAttention(nnx.Module):
         return self.out(outputs), cache
 
     def _rotate(self, x, rotation):
+        """Rotates the channels of heads by position."""
         cos, sin = rotation
         return rotary.rotate(x, cos, sin, self.config.rotary_pairs)
 

@@ -1,7 +1,8 @@
-"""Layers that name the dims of their parameters, and compute in the parameters' dtype.
+"""Layers of the built-in models, with logical names for the dims of parameters.
 
+Layers compute in the dtype of the parameters; norms, softmax and rotations in float32.
 Kernels have separate dims for heads and head channels, so that sharding can name
-either. Norms, softmax and rotations are computed in float32.
+either.
 """
 
 import functools
@@ -28,23 +29,23 @@ from zjax_kernels import norm
 Dims = tuple[tuple[str | None, int], ...]
 """Logical name and size of each array dim."""
 Arrange = Callable[[jax.Array, int], jax.Array]
-"""Function from weights and their sharded dim to weights padded or reordered so that
-devices get equal shards."""
+"""Function `(weights, dim)` that pads or reorders a sharded dim, so that devices get
+equal shards."""
 Stored = tuple[jax.Array, ...]
-"""What a cache keeps of tokens, [B, L, heads, channels] each: the keys first, the
-values last, or one array for both."""
+"""Cached arrays of tokens, [B, L, heads, channels] each: keys first, values last, or
+one array for both."""
 Attend = Callable[[jax.Array, jax.Array, jax.Array, Stored], tuple[jax.Array, Any]]
 """`attend(q, k, v, stored) -> (outputs, cache)`."""
 
 MatmulDtype = Literal["compute", "float8"]
-"""Dtype of the operands of a matrix product; `compute` is that of the parameters."""
+"""Dtype of the operands of a matrix product; `compute` is the parameters' dtype."""
 
 INIT_STD = 0.02
 """Standard deviation of GPT-2's initial weights."""
 
 
 def make_param(dims: Dims, initial: Callable[[tuple[int, ...]], Array]) -> nnx.Param:
-    """Makes a parameter with the logical names of its dims as metadata `logical`.
+    """Makes a parameter with the logical names of the dims as metadata `logical`.
 
     Example:
         >>> make_param((("embed", 2),), jnp.zeros).logical
@@ -55,7 +56,7 @@ def make_param(dims: Dims, initial: Callable[[tuple[int, ...]], Array]) -> nnx.P
 
 
 def make_normal(key: jax.Array, std: float) -> Callable[[tuple[int, ...]], Array]:
-    """Initialiser of normal float32 values with standard deviation `std`.
+    """Returns an initialiser of normal float32 values with standard deviation `std`.
 
     Example:
         >>> make_normal(jax.random.key(0), 0.02)((2, 3)).shape
@@ -70,9 +71,9 @@ def dropout(
     key: jax.Array | None,
     rate: float | None = None,
 ) -> Float[Array, "B L M"]:
-    """Zeroes random entries, and scales up the others; a key of None changes nothing.
+    """Zeroes random entries, and scales up all kept entries; no key drops nothing.
 
-    Each token draws by its position in the microbatch, on any mesh; `x` is in the token
+    Each token draws by position in the microbatch, on any mesh; `x` is in the token
     order of `sequence.arrange`. A rate of None is `config.dropout_rate`.
 
     Example:
@@ -86,6 +87,7 @@ def dropout(
     if key is None or keep_probability == 1.0:
         return x
     num_rows, length, size = x.shape
+    # Draws by place in the microbatch, not in the shard: equal on all meshes.
     rows = first_row(num_rows) + jnp.arange(num_rows)
     order = sequence.token_order(length, config)
     positions = jnp.arange(length) if order is None else jnp.asarray(order)
@@ -100,10 +102,10 @@ def dropout(
 
 
 class AdapterDropout(NamedTuple):
-    """Drops entries of what enters adapters alone, as `lora.dropout` asks.
+    """Dropout of the inputs of adapters alone, as `lora.dropout` asks.
 
     Args:
-        key: Random key of a block, of which each adapter draws by its path.
+        key: Random key of a block; each adapter draws by path.
         config: Shape of the model.
     """
 
@@ -113,16 +115,17 @@ class AdapterDropout(NamedTuple):
     def __call__(
         self, x: Float[Array, "B L ..."], path: str, rate: float
     ) -> Float[Array, "B L ..."]:
-        """The input of the adapter at a path, with a token's dims drawn as one."""
+        """Returns the input of the adapter at `path` with random entries dropped."""
         if not rate:
             return x
         key = fold_name(self.key, path)
+        # All dims of a token draw as one.
         flat = x.reshape(*x.shape[:2], -1)
         return dropout(flat, self.config, key, rate).reshape(x.shape)
 
 
 def num_batch_shards(batch_size: int) -> int:
-    """Shards of a batch over the automatic axes of the mesh in use.
+    """Counts the shards of a batch over the Auto axes of the mesh in use.
 
     Example:
         >>> num_batch_shards(8)
@@ -134,15 +137,15 @@ def num_batch_shards(batch_size: int) -> int:
 
 
 class Linear(nnx.Module):
-    """A matrix between groups of dims, with an optional bias.
+    """Matrix between groups of dims, with an optional bias.
 
     Args:
         inputs: Contracted last dims of the input.
-        outputs: Dims that replace them.
+        outputs: Dims that replace `inputs`.
         std: Standard deviation of the initial kernel.
         use_bias: Whether to add a bias, initially 0.
-        fuse_bias: Whether the product itself adds the bias, which pays if the next
-            kernel cannot.
+        fuse_bias: Whether the product adds the bias, which pays if the next kernel
+            cannot.
         matmul_dtype: Dtype of the operands of the product.
         rngs: Source of the initial values.
     """
@@ -175,7 +178,7 @@ class Linear(nnx.Module):
         arrange: Arrange = tensor.fill_up,
         adapter_dropout: AdapterDropout | None = None,
     ) -> Float[Array, "..."]:
-        """Multiplies the last dims of `x`, whose first is the batch, by the kernel."""
+        """Multiplies the last dims of `x`; policies save the product by `name`."""
         if self.is_column_sharded:
             return project(x, (self,), name, adapter_dropout=adapter_dropout)[0]
         matrix = self.matrix(arrange)
@@ -193,7 +196,7 @@ class Linear(nnx.Module):
         *factors: Array,
         adapter_dropout: AdapterDropout | None = None,
     ) -> Float[Array, "..."]:
-        """Multiplies by a matrix in place of the layer's, merging output dims."""
+        """Multiplies by a kernel or a shard, and an adapter; merges output dims."""
         y: Any
         kernel = kernel.reshape(*kernel.shape[: self.num_inputs], -1)
         if self.scales is not None:
@@ -203,6 +206,7 @@ class Linear(nnx.Module):
         elif self.matmul_dtype == "compute":
             y = jnp.tensordot(x, kernel, axes=self.num_inputs)
         else:
+            # float8 scales are per shard, which needs no reduction over devices.
             num_shards = num_batch_shards(x.shape[0])
             y = matmul.dot(x, kernel, self.num_inputs, num_batch_shards=num_shards)
         if not factors:
@@ -216,7 +220,7 @@ class Linear(nnx.Module):
         name: str,
         arrange: Arrange = tensor.fill_up,
     ) -> Float[Array, "..."]:
-        """Scales and adds the bias to a result of `multiply`; restores output dims."""
+        """Applies DoRA's gain and the bias to a product; restores output dims."""
         if self.lora is not None and self.lora.settings.form == "dora":
             gain = self._columns(self.lora.gain(self.kernel[...]), 0, arrange)
             y *= gain.reshape(*[1] * (y.ndim - 1), -1).astype(y.dtype)
@@ -231,10 +235,11 @@ class Linear(nnx.Module):
         return y.reshape(*y.shape[:-1], *dims)
 
     def matrix(self, arrange: Arrange) -> tuple[Array, ...]:
-        """The kernel and the factors of an adapter, with arranged rows or columns."""
+        """Returns kernel and adapter factors, with arranged rows or columns."""
         matrix = (self.kernel[...], *(() if self.lora is None else self.lora.factors))
         dims = (None, None, None)
         if self.is_column_sharded:
+            # An adapter is split like the kernel: columns of `b`, or rows of `a`.
             dims = (1, None, 1)
         elif self.is_row_sharded:
             dims = (0, 0, None)
@@ -265,7 +270,7 @@ def project(
     arrangements: Sequence[Arrange] | None = None,
     adapter_dropout: AdapterDropout | None = None,
 ) -> list[Float[Array, "..."]]:
-    """Multiplies one stream by several column-sharded matrices."""
+    """Multiplies one stream by column-sharded matrices; pads the first output dims."""
     arrangements = arrangements or [tensor.fill_up] * len(linears)
     pairs = list(zip(linears, arrangements, strict=True))
     matrices = [linear.matrix(arrange) for linear, arrange in pairs]
@@ -286,12 +291,12 @@ def project(
 
 
 class Norm(nnx.Module):
-    """The normalisation of `config.norm`, over the last dims of a token.
+    """Normalisation of `config.norm`, over the last dims of a token.
 
     Args:
         config: Shape of the model.
         dims: Dims that are normalised together; None for the width of the model.
-        eps: What is added to the variance; None for `config.norm_eps`.
+        eps: Term added to the variance; None for `config.norm_eps`.
     """
 
     def __init__(
@@ -313,6 +318,7 @@ class Norm(nnx.Module):
         """Normalises the last dims of each token."""
         scale = self.scale[...]
         if self.zero_centered:
+            # In bfloat16, 1 + a small scale would round to 1.
             scale = 1.0 + scale.astype(jnp.float32)
         shape, num_dims = x.shape, scale.ndim
         x = x.reshape(*shape[: x.ndim - num_dims], -1)
@@ -325,7 +331,7 @@ class Norm(nnx.Module):
 
 
 def query_scale(config: schema.Model) -> float:
-    """Factor of queries beside the division of scores by the root of `head_size`.
+    """Factor of queries besides the division of scores by the root of `head_size`.
 
     Example:
         >>> query_scale(schema.Model(head_size=16, query_scale_size=4))
@@ -358,6 +364,7 @@ class Attention(nnx.Module):
         heads: Dims = (("heads", config.num_heads), head_dim)
         kv_heads: Dims = (("kv_heads", config.num_kv_heads), head_dim)
         linear = functools.partial(Linear, matmul_dtype=matmul_dtype, rngs=rngs)
+        # Attention kernels cannot add the biases of queries, keys and values.
         from_stream = functools.partial(
             linear, embed, use_bias=config.has_input_bias, fuse_bias=True
         )
@@ -388,7 +395,7 @@ class Attention(nnx.Module):
         attend: Attend,
         adapter_dropout: AdapterDropout | None = None,
     ) -> tuple[Float[Array, "B L M"], Any]:
-        """Projects, attends and projects back; passes on the cache."""
+        """Projects, attends and projects back; returns outputs and cache."""
         heads = self._heads()
         arrangements = heads.lay_queries, heads.lay_keys, heads.lay_keys
         q, k, v = project(
@@ -398,6 +405,7 @@ class Attention(nnx.Module):
             adapter_dropout=adapter_dropout,
         )
         if self.query_norm is not None and self.key_norm is not None:
+            # Before the rotation, as in Qwen3 and OLMo 2.
             q, k = self.query_norm(q), self.key_norm(k)
         if rotation is not None:
             q, k = (rotary.rotate(y, *rotation, self.rotary_pairs) for y in (q, k))
@@ -410,7 +418,7 @@ class Attention(nnx.Module):
         return y, cache
 
     def laid_sinks(self) -> Float[Array, " H"] | None:
-        """The score without a key of each head as the mesh in use lays heads."""
+        """Attention sink of each head, in the layout of heads on the mesh in use."""
         if self.sinks is None:
             return None
         return self._heads().lay_queries(self.sinks[...], 0)

@@ -1,4 +1,4 @@
-"""Layers of zjax for Linen modules: mixtures of experts and sparse self-attention."""
+"""Layers for Linen modules: mixtures of experts and sparse self-attention."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ from zjax_kernels import SparsityConfig
 class MoE(nn.Module):
     """Experts that a router chooses for each token, in place of a feed-forward layer.
 
-    The arguments are those of `zjax.nnx.MoE`, without `in_features` and `rngs`. While
+    The arguments are as of `zjax.nnx.MoE`, without `in_features` and `rngs`. While
     training, a router with noise or capacity draws from the stream `dropout`. The
     intermediate `chosen_experts`, int32[..., K], has the experts of each token in
     evaluation, best first, before any drop.
@@ -54,7 +54,7 @@ class MoE(nn.Module):
         *,
         deterministic: bool | None = None,
     ) -> tuple[Float[Array, "... M"], Float[Array, ""]]:
-        """Transforms each token as `zjax.nnx.MoE` does."""
+        """Transforms each token as `zjax.nnx.MoE` does; returns outputs and loss."""
         mixture = Mixture(
             router=self.router,
             expert_size=self.expert_size,
@@ -70,13 +70,16 @@ class MoE(nn.Module):
         if deterministic is None:
             deterministic = self.deterministic
         draws = mixture.needs_key and not deterministic
+        # A router without noise needs no stream: callers need not pass one.
         key = self.make_rng("dropout") if draws else None
+        # Routing again costs a product: only for callers who ask.
         if self.is_mutable_collection("intermediates"):
             experts = mixture.chosen_experts(x, params)
             self.sow("intermediates", "chosen_experts", experts)
         return mixture.apply(x, params, counts, key, self.dtype)
 
     def _param(self, name: str, dims: Dims) -> Any:
+        """Makes a parameter with logical names of dims."""
         names, sizes = zip(*dims, strict=True)
         init = nn.with_logical_partitioning(initializer(name, len(dims)), names)
         return self.param(name, init, sizes, self.param_dtype)
@@ -85,7 +88,7 @@ class MoE(nn.Module):
 class SparseSelfAttention(nn.Module):
     """Block-sparse self-attention without parameters; replaces DeepSpeed's module.
 
-    The arguments are those of `zjax.nnx.SparseSelfAttention`.
+    The arguments are as of `zjax.nnx.SparseSelfAttention`.
 
     Example:
         >>> import jax

@@ -1,9 +1,9 @@
-"""Low-rank adapters: what fine-tuning adds to matrices that stay as they are.
+"""Low-rank adapters of frozen matrices: LoRA and DoRA.
 
 An adapter adds `alpha / rank * x a b` to the product `x W` of a frozen matrix W. It
 starts without effect, as b is 0 (LoRA, Hu et al., arXiv:2106.09685). DoRA also learns
 the length of each column of `W + alpha / rank * a b`, by which the sum is divided (Liu
-et al., arXiv:2402.09353); as there, that division has no gradient.
+et al., arXiv:2402.09353); as in the paper, the division has no gradient.
 
 Adapters are parameters `lora/a`, `lora/b` and `lora/magnitude` beside `kernel`.
 """
@@ -31,7 +31,7 @@ from zjax.settings import schema
 from zjax.settings.parameters import is_adapter
 
 NAME = "lora"
-"""Name of an adapter in its layer."""
+"""Name of an adapter in a layer."""
 
 
 def make_matrices(
@@ -42,7 +42,12 @@ def make_matrices(
     settings: schema.Lora,
     only_layer: jax.Array | None = None,
 ) -> dict[str, Array]:
-    """The first values of an adapter; those of a layer depend on its number alone.
+    """Makes the first values of an adapter, by the number of the layer in a stack.
+
+    Dims of `kernel` are dims of a stack, `num_inputs` input and `num_outputs` output
+    dims. `only_layer` is the number of the one layer in the stack, None for all.
+    Returns `a` [..., *inputs, rank], `b` [..., rank, *outputs] and, for DoRA,
+    `magnitude` [..., *outputs], the length of each column of the kernel.
 
     Example:
         >>> settings = schema.Lora(rank=2)
@@ -57,6 +62,7 @@ def make_matrices(
         kernel.shape[first:last],
         kernel.shape[last:],
     )
+    # The variance 1 / (3 inputs), as of PEFT's Kaiming initialiser.
     bound = 1 / math.sqrt(math.prod(inputs))
 
     def draw(key: jax.Array) -> jax.Array:
@@ -65,6 +71,7 @@ def make_matrices(
 
     if stack:
         numbers = jnp.arange(math.prod(stack)) if only_layer is None else only_layer
+        # By number, so that a layer made alone equals the layer made in its stack.
         keys = jax.vmap(functools.partial(jax.random.fold_in, key))(numbers.reshape(-1))
         a = jax.vmap(draw)(keys).reshape(*stack, *inputs, settings.rank)
     else:
@@ -86,7 +93,7 @@ def adapt_product(
     matrices: dict[str, Any],
     settings: schema.Lora,
 ) -> Float[Array, "..."]:
-    """What an adapter makes of a product."""
+    """Applies an adapter to `y`, the product of `x` and `kernel` without bias."""
     y = _add_product(y, x, matrices["a"], matrices["b"], settings)
     if settings.form == "lora":
         return y
@@ -95,17 +102,18 @@ def adapt_product(
 
 
 def _add_product(y: Array, x: Array, a: Array, b: Array, settings: schema.Lora):
+    """Adds the scaled product of `x`, `a` and `b` to `y`."""
     a, b = a.astype(y.dtype), _flat(b).astype(y.dtype)
     scale = settings.alpha / settings.rank
     return y + scale * (jnp.tensordot(x.astype(y.dtype), a, a.ndim - 1) @ b)
 
 
 def _gain(kernel: Array, matrices: dict[str, Any], settings: schema.Lora) -> Array:
-    """What DoRA multiplies a product by, float32[*outputs]."""
+    """Returns DoRA's factor of a product, float32[*outputs]."""
     magnitude = matrices["magnitude"].astype(jnp.float32)
     scale = settings.alpha / settings.rank
     squares = _squares(kernel, matrices["a"], matrices["b"], scale)
-    squares = jax.lax.stop_gradient(squares).reshape(magnitude.shape)
+    squares = jax.lax.stop_gradient(squares).reshape(magnitude.shape)  # as in the paper
     return magnitude / column_lengths(squares, jnp)
 
 
@@ -132,6 +140,7 @@ def _squares(kernel: Array, a: Array, b: Array, scale: float) -> Float[Array, " 
     a, b = a.astype(kernel.dtype), _flat(b).astype(kernel.dtype)
     columns = kernel.reshape(-1, b.shape[1])
     a = a.reshape(columns.shape[0], -1)
+    # |W + s a b|^2 = |W|^2 + 2 s b.(a'W) + s^2 b.(a'a b), with sums over columns.
     cross = product("ir,io->ro", a, columns)
     inner = product("ir,is->rs", a, a) @ b.astype(jnp.float32)
     squares = product("io,io->o", columns, columns)
@@ -140,13 +149,13 @@ def _squares(kernel: Array, a: Array, b: Array, scale: float) -> Float[Array, " 
 
 
 class Adapter(nnx.Module):
-    """The matrices of an adapter.
+    """Matrices of an adapter.
 
     Args:
         matrices: Result of `make_matrices`.
         settings: Rank, alpha, form and dropout.
-        path: Path of its layer, which is kept where adapters draw by it: otherwise
-            equal layers have equal structures.
+        path: Path of the layer, stored only if adapters draw by path: otherwise equal
+            layers keep equal structures.
     """
 
     def __init__(self, matrices: dict[str, Array], settings: schema.Lora, path: str):
@@ -157,12 +166,12 @@ class Adapter(nnx.Module):
     def __call__(
         self, y: Float[Array, "..."], x: Float[Array, "..."], kernel: Array
     ) -> Float[Array, "..."]:
-        """As `adapt_product`."""
+        """Applies `adapt_product` with the adapter's matrices."""
         return adapt_product(y, x, kernel, self._matrices, self.settings)
 
     @property
     def factors(self) -> tuple[Array, Array]:
-        """The matrices `a` and `b`."""
+        """Matrices `a` and `b`."""
         own = self._matrices
         return own["a"], own["b"]
 
@@ -174,16 +183,16 @@ class Adapter(nnx.Module):
         b: Array,
         adapter_dropout: layers.AdapterDropout | None = None,
     ) -> Float[Array, "..."]:
-        """Adds the scaled product of `x` with `a` and `b`, or with parts of them.
+        """Adds the scaled product of `x` with `a` and `b`, or with shards of both.
 
-        Parts are the same rows of `a` as of the kernel, or columns of `b`.
+        Shards are the kernel's rows of `a`, or the kernel's columns of `b`.
         """
         if adapter_dropout is not None:
             x = adapter_dropout(x, f"{self.path}/{NAME}", self.settings.dropout)
         return _add_product(y, x, a, b, self.settings)
 
     def gain(self, kernel: Array) -> Float[Array, "..."]:
-        """What DoRA multiplies the sum of both products by, with the output dims."""
+        """Returns DoRA's factor of the sum of both products, with the output dims."""
         return _gain(kernel, self._matrices, self.settings)
 
     @property
@@ -210,7 +219,11 @@ def attach(
     prefix: str = "",
     only_layer: jax.Array | None = None,
 ) -> None:
-    """Gives the targets among the layers of an NNX module their adapters."""
+    """Attaches adapters to the target layers of an NNX module, in place.
+
+    An adapter's values follow from `key` and the layer's path behind `prefix`.
+    Subclasses of Flax layers with another call are refused.
+    """
     paths: list[tuple[str, Any]] = [
         ("/".join(map(str, (*([prefix] if prefix else []), *parts))), layer)
         for parts, layer in nnx.iter_modules(module)
@@ -225,6 +238,7 @@ def attach(
         )
         layer.lora = nnx.data(Adapter(own, settings, path))
         if not isinstance(layer, layers.Linear):
+            # The object stays: user code may hold references to the layer.
             layer.__class__ = _adapted_class(type(layer))
 
 
@@ -257,7 +271,7 @@ def _sides(layer: Any) -> tuple[int, int] | None:
 
 @functools.cache
 def _adapted_class(kind: type) -> type:
-    """A subclass of a layer of Flax whose calls pass through its adapter."""
+    """Makes a subclass of a Flax layer that applies the adapter in each call."""
 
     def call(self: Any, inputs: Array, *args: Any, **kwargs: Any) -> Array:
         y = kind.__call__(self, inputs, *args, **kwargs)
@@ -271,21 +285,24 @@ def _adapted_class(kind: type) -> type:
 def _with_bias(
     adapter: Callable[..., Array], y: Array, x: Array, kernel: Array, bias: Any
 ) -> Array:
-    """Adapts the output of a layer of Flax, which its bias is part of."""
+    """Adapts the output of a Flax layer, bias included."""
+    # x and y have the row dims, the kernel has all others.
     num_rows = (x.ndim + y.ndim - kernel.ndim) // 2
     flat = y.reshape(*x.shape[:num_rows], -1)
     if bias is None:
         return adapter(flat, x, kernel).reshape(y.shape)
     bias = jnp.broadcast_to(bias.reshape(-1).astype(y.dtype), flat.shape)
+    # DoRA scales the product, not the bias.
     return (adapter(flat - bias, x, kernel) + bias).reshape(y.shape)
 
 
 def linen_adapters(settings: schema.Lora, prefix: str = "") -> Any:
-    """A context in which the targets among Linen layers have adapters."""
+    """Returns a context in which target layers of Linen modules have adapters."""
 
     def intercept(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
         layer, y = context.module, call(*args, **kwargs)
         path = "/".join((*([prefix] if prefix else []), *layer.path))
+        # Interceptors see the calls of all methods.
         sides = _linen_sides(layer) if context.method_name == "__call__" else None
         if sides is None or not is_target(path, settings):
             return y
@@ -305,7 +322,7 @@ def linen_adapters(settings: schema.Lora, prefix: str = "") -> Any:
 
 
 def _linen_sides(layer: nn.Module) -> tuple[int, int] | None:
-    """As `_sides`, of a Linen layer."""
+    """Returns `_sides` of a Linen layer."""
     if isinstance(layer, nn.Dense):
         return 1, 1
     if not isinstance(layer, nn.DenseGeneral) or layer.batch_dims:
@@ -320,7 +337,7 @@ def _linen_sides(layer: nn.Module) -> tuple[int, int] | None:
 def warn_of_matrices_without_adapter(
     arrays: Iterable[tuple[str, Any]], settings: schema.Lora
 ) -> None:
-    """Names matrices that targets match and that are of layers without adapters.
+    """Warns of target matrices in layers that take no adapter.
 
     Tables of embeddings, which multiply nothing, are left out.
     """
@@ -343,7 +360,7 @@ def warn_of_matrices_without_adapter(
 
 
 def check_targets(paths: Iterable[str], settings: schema.Lora) -> None:
-    """Refuses patterns that match no adapted layer, or nothing else to train."""
+    """Refuses patterns that match no adapted layer, or no other parameter."""
     paths = list(paths)
     ending = f"/{NAME}/a"
     adapted = [p.removesuffix(ending) for p in paths if p.endswith(ending)]

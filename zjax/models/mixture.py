@@ -1,4 +1,4 @@
-"""A mixture of experts in place of a feed-forward layer.
+"""Mixture of experts in place of a feed-forward layer.
 
 References: Switch, arXiv:2101.03961; DeepSpeed-MoE, arXiv:2201.05596; DeepSeekMoE,
 arXiv:2401.06066 (shared experts).
@@ -26,11 +26,11 @@ from zjax.sharding.activations import first_row
 from zjax.typing import Auxiliary
 
 ROUTER_INIT = jax.nn.initializers.variance_scaling(0.1, "fan_in", "truncated_normal")
-"""That of Switch, with a tenth of the usual variance."""
+"""Switch's initialiser, with a tenth of the usual variance."""
 
 
 class Matrix(nnx.Module):
-    """A matrix, or one for each expert, with an optional bias, initially 0.
+    """Matrix, or one per expert, with an optional bias, initially 0.
 
     Args:
         kernel: Dims of the matrix.
@@ -44,7 +44,7 @@ class Matrix(nnx.Module):
 
 
 class RouterMatrix(nnx.Module):
-    """The parameters of a router.
+    """Parameters of a router.
 
     Args:
         config: Shape of the model.
@@ -66,7 +66,7 @@ class RouterMatrix(nnx.Module):
         )
 
     def values(self) -> RouterArrays:
-        """The parameters as `mix_tokens` reads them."""
+        """Returns the parameters in the form that `mix_tokens` reads."""
         bias, logit_bias = self.bias, self.logit_bias
         return RouterArrays(
             self.kernel[...],
@@ -76,7 +76,7 @@ class RouterMatrix(nnx.Module):
 
 
 class ExpertMatrices(nnx.Module):
-    """The parameters of all experts.
+    """Parameters of all experts.
 
     Args:
         config: Shape of the model.
@@ -96,6 +96,7 @@ class ExpertMatrices(nnx.Module):
         experts: layers.Dims = (("experts", num_experts),)
         embed: layers.Dims = (("embed", config.embed_size),)
         mlp: layers.Dims = (("mlp", config.moe.expert_size),)
+        # Gates and values have a dim, so that the tensor axis splits both equally.
         hidden = (("gates", 2), *mlp) if config.is_gated else mlp
 
         def matrix(inputs: layers.Dims, outputs: layers.Dims, std: float) -> Matrix:
@@ -107,7 +108,7 @@ class ExpertMatrices(nnx.Module):
         self.down = matrix(mlp, embed, out_std)
 
     def values(self) -> Experts:
-        """The parameters as `apply_experts` reads them."""
+        """Returns the parameters in the form that `apply_experts` reads."""
         up, down = self.up.kernel[...], self.down.kernel[...]
         up_bias = down_bias = None
         if self.up.bias is not None and self.down.bias is not None:
@@ -118,11 +119,11 @@ class ExpertMatrices(nnx.Module):
 class MixtureOfExperts(nnx.Module):
     """Experts that a router chooses for each token; shared and residual branches.
 
-    The total `load` has the tokens that chose each expert.
+    The total `load` counts the tokens that chose each expert.
 
     Args:
         config: Shape of the model.
-        num_experts: Experts of this layer.
+        num_experts: Number of experts of this layer.
         out_std: Standard deviation of the matrices that write to the residual stream.
         matmul_dtype: Dtype of the operands of the shared and residual feed-forward.
         rngs: Source of the initial values.
@@ -169,13 +170,18 @@ class MixtureOfExperts(nnx.Module):
         drops: bool = True,
         adapter_dropout: layers.AdapterDropout | None = None,
     ) -> tuple[Float[Array, "B L M"], Auxiliary]:
-        """Transforms each token."""
+        """Transforms each token; returns outputs, and losses, metrics and load.
+
+        `counts` is False for padding, which no expert computes, `trained` for tokens
+        that losses, metrics and load leave out. A key of None means evaluation.
+        """
         settings = self.settings
         if not drops:
             settings = dataclasses.replace(settings, drop="none")
 
         activation = self.config.activation
-        assert activation in ("swiglu", "clamped_swiglu", "gelu")  # see config.windows
+        # The rules of `settings.attention` refuse other activations.
+        assert activation in ("swiglu", "clamped_swiglu", "gelu")
         y, auxiliary = mix_tokens(
             x,
             self.router.values(),
@@ -190,15 +196,17 @@ class MixtureOfExperts(nnx.Module):
         return self._add_branches(x, y, adapter_dropout), auxiliary
 
     def chosen_experts(self, x: Float[Array, "... M"]) -> Int[Array, "... K"]:
-        """The experts of each token in evaluation, best first, before any drop."""
+        """Returns each token's experts in evaluation, best first, before any drop."""
         return chosen_experts(x, self.router.values(), self.settings)
 
     def _add_branches(
         self, x: jax.Array, y: jax.Array, adapter_dropout: Any
     ) -> jax.Array:
+        """Adds the shared feed-forward, and mixes in the residual one."""
         how = {"adapter_dropout": adapter_dropout}
         if self.residual is not None and self.coefficient is not None:
             logits = self.coefficient(x, **how).astype(jnp.float32)
+            # Branches are weighted in float32 and added in the dtype of the stream.
             of_experts, of_mlp = jnp.split(jax.nn.softmax(logits), 2, axis=-1)
             mlp = self.residual(x, **how)
             y = (of_experts * y + of_mlp * mlp).astype(x.dtype)
@@ -224,7 +232,7 @@ def mix_tokens(
     trained: Bool[Array, "B L"] | None = None,
     key: jax.Array | None = None,
 ) -> tuple[Float[Array, "B L M"], Auxiliary]:
-    """Routes the tokens of each device, and applies their experts."""
+    """Routes each device's tokens; masks and results are as of `MixtureOfExperts`."""
     placement = Placement.of(settings.num_experts, experts.down.shape[1])
 
     def run(x: jax.Array, masks: Any, weights: Any, part: Any) -> tuple[jax.Array, Any]:
@@ -232,10 +240,12 @@ def mix_tokens(
         counts, trained = masks
         experts = experts.joined(placement)
         tokens = x.reshape(-1, x.shape[-1])
+        # Devices with other rows, or other parts of the rows, draw other noise.
         noise = fold_in(fold_in(key, first_row(len(x))), part)
         routing = _route(tokens, router, settings, moe, counts, noise)
         y = apply_experts(tokens, experts, routing, activation=activation)
         if trained is not None:
+            # After the experts: untrained tokens are computed, and only not measured.
             routing = routing.only(trained.ravel())
         return y.reshape(x.shape), _measure(routing, moe, len(x))
 
@@ -250,9 +260,9 @@ def chosen_experts(
     router: RouterArrays,
     settings: Router,
 ) -> Int[Array, "... K"]:
-    """The experts of each token in evaluation, best first, before any drop.
+    """Returns each token's experts in evaluation, best first, before any drop.
 
-    In expert choice the tokens of `x` compete, and place e is e, or -1 if expert e did
+    In expert choice the tokens of `x` compete, and entry e is e, or -1 if expert e did
     not choose the token.
     """
     logits = router_logits(
@@ -266,7 +276,7 @@ def chosen_experts(
 
 
 def router_of(moe: schema.MoE, num_experts: int) -> Router:
-    """The settings of the router of a layer."""
+    """Makes the settings of the router of a layer."""
     names = {field.name for field in dataclasses.fields(Router)} - {"num_experts"}
     return Router(num_experts=num_experts, **{n: getattr(moe, n) for n in names})
 
@@ -279,6 +289,7 @@ def _route(
     counts: jax.Array | None,
     key: jax.Array | None,
 ) -> Routing:
+    """Computes logits and routes tokens, with noise while training."""
     jitter_key, route_key = (None, None) if key is None else jax.random.split(key)
     kernel, bias, logit_bias = router
     given = {"bias": logit_bias, "jitter": moe.jitter, "key": jitter_key}
@@ -288,12 +299,13 @@ def _route(
 
 
 def _measure(routing: Routing, moe: schema.MoE, num_rows: int) -> dict[str, jax.Array]:
-    """Losses, metrics and load of a device, and the number of tokens behind them."""
+    """Computes losses, metrics and load of a device, and the number of tokens."""
     counts = routing.chosen[:, 0].astype(jnp.float32)
     num_tokens = jnp.maximum(counts.sum(), 1)
     shares = routing.shares
-    entropy = -jnp.sum(jax.scipy.special.xlogy(shares, shares), axis=1)
+    entropy = -jnp.sum(jax.scipy.special.xlogy(shares, shares), axis=1)  # 0 log 0 is 0
     chosen, kept = routing.num_chosen, routing.num_kept
+    # At least one token in all: padding alone must not give 0 / 0.
     mean_load = jnp.maximum(chosen.mean(), 1 / len(chosen))
     sequences = 1 if moe.balance_scope == "microbatch" else num_rows
     numbers = {
@@ -317,6 +329,8 @@ def _measure(routing: Routing, moe: schema.MoE, num_rows: int) -> dict[str, jax.
 
 
 def _auxiliary(numbers: dict[str, jax.Array], moe: schema.MoE) -> Auxiliary:
+    """Combines the numbers of all devices to losses, metrics and load."""
+    # Means by tokens, since devices may hold different numbers of them.
     load, weights = numbers.pop("load").sum(0), numbers.pop("num_tokens")
     total = jnp.maximum(weights.sum(), 1)
     means = {name: (weights * x).sum() / total for name, x in numbers.items()}

@@ -1,4 +1,4 @@
-"""Settings, parameters and computation that the Linen and NNX mixtures share."""
+"""Settings, parameters and computation shared by the Linen and NNX mixtures."""
 
 import dataclasses
 import functools
@@ -27,16 +27,16 @@ class Mixture:
 
     Args:
         router: Settings of the router.
-        expert_size: Hidden channels of an expert.
-        activation: Function between the two products of an expert.
+        expert_size: Number of hidden channels of an expert, 1 or more.
+        activation: Name of the function between the two products of an expert.
         use_bias: Whether experts have biases.
-        jitter: Noise on the router's input while training.
+        jitter: Half-width of the noise on the router's input while training.
         balance_loss: Coefficient of the balance loss.
-        balance_scope: Tokens with an even load.
+        balance_scope: Scope within which the load is evened.
         z_loss: Coefficient of the z-loss.
 
     Raises:
-        ConfigError: Settings are out of range, or do not fit each other.
+        ConfigError: Settings are out of range, or contradict one another.
     """
 
     router: Router
@@ -55,6 +55,7 @@ class Mixture:
         sizes = {"num_experts": self.router.num_experts}
         sizes["expert_size"] = self.expert_size
         problems = [*_size_problems(sizes), *activation_problems(self.activation)]
+        # Each check needs values that the check before has accepted.
         problems = problems or list(range_problems(self.moe))
         problems = problems or list(map(_without_path, routing_problems(self.moe)))
         if problems:
@@ -62,7 +63,7 @@ class Mixture:
 
     @functools.cached_property
     def moe(self) -> schema.MoE:
-        """The same settings as those of a built-in model."""
+        """Settings in the form of a built-in model."""
         names = {field.name for field in dataclasses.fields(schema.MoE)}
         values = {**vars(self), **vars(self.router)}
         values = {name: x for name, x in values.items() if name in names}
@@ -70,12 +71,12 @@ class Mixture:
 
     @property
     def needs_key(self) -> bool:
-        """Whether training differs from evaluation."""
+        """Whether training draws random numbers or has a capacity."""
         has_noise = self.jitter > 0 or self.router.sampling != "none"
         return has_noise or self.router.has_capacity
 
     def dims(self, embed_size: int) -> dict[str, Dims]:
-        """Names and sizes of the dims of each parameter."""
+        """Returns names and sizes of the dims of each parameter."""
         number = self.router.num_experts
         experts: Dims = (("experts", number),)
         embed: Dims = (("embed", embed_size),)
@@ -98,13 +99,14 @@ class Mixture:
         key: jax.Array | None,
         dtype: Any,
     ) -> tuple[Float[Array, "... M"], Float[Array, ""]]:
-        """Outputs in `dtype`, by default that of all operands, and weighted losses."""
+        """Returns outputs and weighted loss; a dtype of None promotes all operands."""
         params = dict(params)
         router = params.pop("router_kernel")
         problems = list(input_problems(x, counts, len(router)))
         if problems:
             raise ConfigError(*problems)
         dtype = dtype or jnp.result_type(x, *params.values())
+        # Balance per sequence takes the first dim as sequences.
         num_rows = x.shape[0] if x.ndim > 1 else 1
         tokens = x.astype(dtype).reshape(num_rows, -1, x.shape[-1])
         if self.balance_scope != "microbatch":
@@ -126,22 +128,24 @@ class Mixture:
     def chosen_experts(
         self, x: Float[Array, "... M"], params: dict[str, Array]
     ) -> Int[Array, "... K"]:
-        """The experts of each token in evaluation, best first, before any drop."""
+        """Returns each token's experts in evaluation, best first, before any drop."""
         return chosen_experts(x, RouterArrays(params["router_kernel"]), self.router)
 
 
 def initializer(name: str, num_dims: int) -> jax.nn.initializers.Initializer:
-    """Initialiser of a parameter of `Mixture.dims`."""
+    """Returns the initialiser of a parameter of `Mixture.dims`."""
     if name == "router_kernel":
         return ROUTER_INIT
     if name.endswith("bias"):
         return jax.nn.initializers.zeros
+    # Dim 0 are experts: the variance follows from the inputs of one expert.
     return jax.nn.initializers.lecun_normal(1, tuple(range(2, num_dims)), 0)
 
 
 def _check_whole_sequences(
     tokens: Float[Array, "B L M"], scope: schema.BalanceScope
 ) -> None:
+    """Refuses balance by sequence on a mesh that splits sequences."""
     axes = tensor.axes_of_length(tokens)
     if axes:
         problem = (
@@ -153,13 +157,14 @@ def _check_whole_sequences(
 
 
 def _size_problems(sizes: dict[str, Any]) -> Iterator[Problem]:
+    """Yields a problem for each size that is no positive int."""
     for name, size in sizes.items():
         if not isinstance(size, int) or size < 1:
             yield Problem(name, size, "is not a size", "use 1 or more")
 
 
 def input_problems(x: Any, counts: Any, embed_size: int) -> Iterator[Problem]:
-    """Yields a problem if arrays are not tokens, and bool for each of them."""
+    """Yields a problem if `x` are not tokens, or `counts` is not a bool per token."""
     if x.ndim == 0 or x.shape[-1] != embed_size:
         problem, remedy = f"is not tokens of {embed_size} channels", "end it with them"
         yield Problem("x.shape", x.shape, problem, remedy)
@@ -172,14 +177,14 @@ def input_problems(x: Any, counts: Any, embed_size: int) -> Iterator[Problem]:
 
 
 def router_problems(router: Any) -> Iterator[Problem]:
-    """Yields a problem if settings are those of no router."""
+    """Yields a problem if the settings of the router are no `Router`."""
     if not isinstance(router, Router):
         remedy = "give zjax.moe.router.Router(num_experts=8)"
         yield Problem("router", router, "is not a Router", remedy)
 
 
 def activation_problems(activation: Any) -> Iterator[Problem]:
-    """Yields a problem if experts do not have an activation."""
+    """Yields a problem if the activation is none of experts."""
     names = get_args(Activation)
     if activation not in names:
         remedy = f"use one of {', '.join(names)}"
@@ -187,7 +192,7 @@ def activation_problems(activation: Any) -> Iterator[Problem]:
 
 
 def _without_path(problem: Problem) -> Problem:
-    """A problem of `model.moe` with the names of arguments."""
+    """Renames a problem of `model.moe` to the names of arguments."""
     texts = (problem.field, problem.problem, problem.remedy)
     field, text, remedy = (x.replace("model.moe.", "") for x in texts)
     return Problem(field, problem.value, text, remedy)

@@ -1,4 +1,4 @@
-"""Layers of zjax for NNX modules: mixtures of experts and sparse self-attention."""
+"""Layers for NNX modules: mixtures of experts and sparse self-attention."""
 
 from typing import Any
 
@@ -21,26 +21,26 @@ class MoE(nnx.Module):
     """Experts that a router chooses for each token, in place of a feed-forward layer.
 
     Args:
-        in_features: Channels of a token.
+        in_features: Number of channels of a token.
         router: Settings, such as `Router(num_experts=8, top_k=2)`.
-        expert_size: Hidden channels of an expert, 1 or more.
-        activation: Function between the two products of an expert.
+        expert_size: Number of hidden channels of an expert, 1 or more.
+        activation: Name of the function between the two products of an expert.
         use_bias: Whether experts have biases.
-        jitter: Uniform noise of 1 - jitter to 1 + jitter on the router's input while
-            training.
+        jitter: Half-width of the uniform noise, 1 - jitter to 1 + jitter, on the
+            router's input while training.
         balance_loss: Coefficient of the loss that evens the load of the experts.
-        balance_scope: Tokens with an even load: those of a device (`microbatch`), or of
+        balance_scope: Tokens with an even load: all of a device (`microbatch`), or of
             each entry of the first dim (`sequence`).
         z_loss: Coefficient of the squared log-sum-exp of the router's logits.
         dtype: Dtype of the experts' products; None promotes input and parameters. The
             router computes in float32.
         param_dtype: Dtype of the parameters.
-        deterministic: Whether the router draws no numbers and uses its capacity of
+        deterministic: Whether the router draws no numbers and uses the capacity of
             evaluation; `eval()` and `train()` set it.
         rngs: Source of the initial values, and of `dropout` keys while training.
 
     Raises:
-        ConfigError: Settings are out of range, or do not fit each other.
+        ConfigError: Settings are out of range, or contradict one another.
 
     Example:
         >>> from zjax.moe.router import Router
@@ -82,6 +82,7 @@ class MoE(nnx.Module):
         )
         self.dtype = dtype
         self.deterministic = deterministic
+        # A stream is state that changes in calls: only modules that draw have one.
         self.rngs = rngs.dropout.fork() if self.mixture.needs_key else None
 
         def make(name: str, dims: layers.Dims) -> nnx.Param:
@@ -96,12 +97,17 @@ class MoE(nnx.Module):
     def __call__(
         self, x: Float[Array, "... M"], counts: Bool[Array, "..."] | None = None
     ) -> tuple[Float[Array, "... M"], Float[Array, ""]]:
-        """Transforms each token."""
+        """Transforms each token; returns outputs, and a loss to add to the model's.
+
+        The first dim of `x` is the batch; `counts` is False for padding, which no
+        expert computes. The loss, float32[], is the weighted sum of balance loss and
+        z-loss.
+        """
         key = None if self.rngs is None or self.deterministic else self.rngs()
         return self.mixture.apply(x, self._params(), counts, key, self.dtype)
 
     def chosen_experts(self, x: Float[Array, "... M"]) -> Int[Array, "... K"]:
-        """The experts of each token in evaluation, best first, before any drop."""
+        """Returns each token's experts in evaluation, best first, before any drop."""
         return self.mixture.chosen_experts(x, self._params())
 
     def _params(self) -> dict[str, Array]:
@@ -113,12 +119,12 @@ class SparseSelfAttention(nnx.Module):
 
     Args:
         sparsity_config: Pattern of `zjax_kernels`, such as `BigBird(num_heads=4)`, or
-            your array as `Custom(num_heads=4, live=...)`.
-        key_padding_mask_mode: `add` masks by -10000.0 and keeps by 0.0, `mul` by 0 and
-            1.
-        attn_mask_mode: `add` or `mul`, with the same meaning for `attn_mask`.
-        max_seq_length: Tokens of the layout, 1 or more; shorter sequences use its first
-            blocks, and need not be whole blocks.
+            an array as `Custom(num_heads=4, live=...)`.
+        key_padding_mask_mode: Form of `key_padding_mask`: `add` masks by -10000.0 and
+            keeps by 0.0, `mul` by 0 and 1.
+        attn_mask_mode: Form of `attn_mask`, `add` or `mul`.
+        max_seq_length: Number of tokens of the layout, 1 or more; shorter sequences use
+            the first blocks, and need not be whole blocks.
 
     Example:
         >>> import jax
@@ -151,7 +157,13 @@ class SparseSelfAttention(nnx.Module):
         key_padding_mask: ArrayLike | None = None,
         attn_mask: ArrayLike | None = None,
     ) -> Float[Array, "B S H D"]:
-        """Computes softmax(q k / sqrt(D)) v over the keys in live blocks."""
+        """Computes softmax(q k / sqrt(D)) v over the keys in live blocks.
+
+        H is the pattern's number of heads, and K divides H. `key_padding_mask` is [B,
+        S] or [B, 1, 1, S]; if it is traced, a number that is neither 0 nor masks under
+        `add` makes the row NaN. `attn_mask` is [S, S] and concrete, `rpe` is refused. A
+        query that sees no key gets 0.
+        """
         return self_attention(
             query,
             key,

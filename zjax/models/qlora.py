@@ -1,6 +1,6 @@
-"""Frozen matrices of blocks as codes of int8 or int4, with adapters beside them.
+"""QLoRA: frozen matrices of blocks as int8 or int4 codes, with adapters.
 
-The codes take the place of `kernel`, and `scales` stands beside it. Reference: QLoRA
+Codes take the place of `kernel`; `scales` stands beside `kernel`. Reference: QLoRA
 (Dettmers et al., arXiv:2305.14314).
 """
 
@@ -16,7 +16,7 @@ from zjax.settings import schema
 
 
 def quantize_kernels(module: nnx.Module, settings: schema.Lora) -> None:
-    """Quantises the frozen matrices of the blocks of a decoder or an encoder."""
+    """Quantises the frozen matrices of a model's blocks, in place."""
     found = [*_frozen_layers(module, settings)]
     problems = [*_problems(found, settings)]
     if problems:
@@ -26,6 +26,8 @@ def quantize_kernels(module: nnx.Module, settings: schema.Lora) -> None:
         size = _largest_block(layer.kernel.shape[dim], settings.block_size)
         codes, scales = quantize(layer.kernel[...], dim, size, settings.quantize)
         layer.kernel = nnx.Param(codes, logical=names)
+        # The number of blocks need not divide over devices: scales are not sharded
+        # there.
         names = (*names[:dim], None, *names[dim + 1 :])
         layer.scales = nnx.data(nnx.Param(scales, logical=names))
 
@@ -33,6 +35,8 @@ def quantize_kernels(module: nnx.Module, settings: schema.Lora) -> None:
 def _frozen_layers(
     module: nnx.Module, settings: schema.Lora
 ) -> Iterator[tuple[str, layers.Linear]]:
+    """Yields path and layer of each block matrix that `also_train` does not name."""
+    # A list: the caller changes the layers while it iterates.
     for parts, layer in [*nnx.iter_modules(module)]:
         path = "/".join(map(str, parts))
         if isinstance(layer, layers.Linear) and path.startswith("blocks/"):
@@ -43,7 +47,7 @@ def _frozen_layers(
 
 
 def _largest_block(length: int, most: int) -> int:
-    """The largest number up to `most` that divides a length.
+    """Returns the largest number up to `most` that divides a length.
 
     Example:
         >>> [_largest_block(length, 64) for length in (4_096, 80, 96, 23)]
@@ -53,17 +57,19 @@ def _largest_block(length: int, most: int) -> int:
 
 
 def _smallest_block(length: int) -> int:
+    """Returns the smallest block above 1 that divides a length."""
     return next(n for n in range(2, length + 1) if length % n == 0)
 
 
 def _blocked_dim(layer: layers.Linear) -> int:
-    """The last input dim of a kernel, which may stack layers."""
+    """Returns the last input dim of a kernel, which may stack layers."""
     return layer.kernel.ndim - layer.num_outputs - 1
 
 
 def _problems(
     found: list[tuple[str, layers.Linear]], settings: schema.Lora
 ) -> Iterator[Problem]:
+    """Yields problems of the block size, and of a model without frozen matrices."""
     size = settings.block_size
     lengths = {path: x.kernel.shape[_blocked_dim(x)] for path, x in found}
     single = {

@@ -1,6 +1,6 @@
-"""The blocks of a model: segments of equal blocks, with stacked parameters.
+"""Blocks of a model: segments of equal blocks, with stacked parameters.
 
-A block has one layer, or several of which the last one has experts.
+A block has one layer, or several layers of which the last has experts.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,10 +20,10 @@ from zjax.typing import Auxiliary
 
 
 class BlockGroup(nnx.Module):
-    """Blocks that run as one, such as a dense one and one with experts.
+    """Several layers that run as one block, such as a dense one and one with experts.
 
     Args:
-        blocks: The blocks in their order; their names are `layer0`, `layer1`, ...
+        blocks: Layers in order, named `layer0`, `layer1`, ...
     """
 
     def __init__(self, blocks: Sequence[Block]):
@@ -44,14 +44,14 @@ class BlockGroup(nnx.Module):
 
 
 def layers_of(block: Block | BlockGroup) -> tuple[Block, ...]:
-    """The layers of a block."""
+    """Returns the layers of a block."""
     if isinstance(block, Block):
         return (block,)
     return tuple(getattr(block, f"layer{i}") for i in range(block.num_layers))
 
 
 class Segments(nnx.Module):
-    """Several segments; their names are `segment0`, `segment1`, ...
+    """Several segments, named `segment0`, `segment1`, ...
 
     Args:
         segments: Stacked blocks of each segment.
@@ -64,7 +64,7 @@ class Segments(nnx.Module):
 
 
 def segments_of(blocks: "Block | BlockGroup | Segments") -> dict[str, Any]:
-    """Stacked blocks of each segment by name; the name of a single one is empty."""
+    """Returns stacked blocks of each segment by name; a single segment has name ""."""
     if not isinstance(blocks, Segments):
         return {"": blocks}
     names = [f"segment{number}" for number in range(blocks.num_segments)]
@@ -84,6 +84,7 @@ def make_segments(
         def make(rngs: nnx.Rngs) -> Block | BlockGroup:
             kinds = zip(shape.num_experts, shape.slides, strict=True)
             blocks = [make_block(rngs, *kind) for kind in kinds]
+            # A group of one would add `layer0` to all paths of parameters.
             return blocks[0] if len(blocks) == 1 else BlockGroup(blocks)
 
         return make_blocks(make, shape.num_blocks, rngs=rngs, only_layer=only_layer)
@@ -99,7 +100,10 @@ def make_blocks(
     rngs: nnx.Rngs,
     only_layer: jax.Array | None = None,
 ) -> Any:
-    """Makes a block whose parameters are stacked, with a first dim `layers`."""
+    """Makes a block with stacked parameters, with `layers` as first dim.
+
+    `only_layer`, int32[], makes that layer alone; None makes all.
+    """
 
     def init(key: jax.Array):
         return nnx.state(make_block(nnx.Rngs(params=key)))
@@ -108,6 +112,7 @@ def make_blocks(
         return variable.replace(logical=("layers", *variable.get_metadata("logical")))
 
     numbers = jnp.arange(num_layers) if only_layer is None else only_layer[None]
+    # By number: offload makes one layer at a time, with equal values.
     keys = _fold_in(rngs.params(), numbers)
     graph, _ = nnx.split(nnx.eval_shape(lambda: make_block(nnx.Rngs(params=keys[0]))))
     state = jax.tree.map(

@@ -1,4 +1,4 @@
-"""Decoders and encoders as modules, and as a stack: embedding, blocks, head."""
+"""Decoder and encoder as modules, and as a `Stack`: embedding, blocks, head."""
 
 import functools
 from collections.abc import Mapping
@@ -36,7 +36,7 @@ from zjax.typing import Auxiliary, Params, Segment, Stack, Tiles
 class Decoder(nnx.Module):
     """A causal language model.
 
-    Weights are initialised normally with deviation 0.02, those that write to the
+    Weights are initialised normally with deviation 0.02, weights that write to the
     residual stream with 0.02 / sqrt(2 num_layers), as in GPT-2; biases with 0, scales
     with 1.
 
@@ -44,7 +44,8 @@ class Decoder(nnx.Module):
         config: Shape of the model.
         matmul_dtype: Dtype of the operands of the blocks' matrix products.
         deterministic: Whether embedding gradients are summed in a fixed order.
-        only_layer: Index of the only layer to initialise; None means all layers.
+        only_layer: int32[], index of the only layer to initialise; None means all
+            layers.
         rngs: Source of the initial values.
 
     Example:
@@ -89,7 +90,7 @@ class Decoder(nnx.Module):
         *,
         segment_ids: Int[Array, "B L"] | None = None,
     ) -> Float[Array, "B L V"]:
-        """Logits of the next token, in float32."""
+        """Returns float32 logits of the next token; `segment_ids` of 0 are padding."""
         batch = {"tokens": tokens}
         if segment_ids is not None:
             batch["segment_ids"] = segment_ids
@@ -97,6 +98,7 @@ class Decoder(nnx.Module):
         return self.head.logits(x, self._table())
 
     def _table(self):
+        """Returns the token table of a tied model; None otherwise."""
         return self.embedding.tokens[...] if self.config.tied_head else None
 
 
@@ -110,7 +112,8 @@ class Encoder(nnx.Module):
         use_pooling: Whether to create the layer of `pool`.
         matmul_dtype: Dtype of the operands of the blocks' matrix products.
         deterministic: Whether embedding gradients are summed in a fixed order.
-        only_layer: Index of the only layer to initialise; None means all layers.
+        only_layer: int32[], index of the only layer to initialise; None means all
+            layers.
         rngs: Source of the initial values.
 
     Example:
@@ -164,17 +167,22 @@ class Encoder(nnx.Module):
     def __call__(
         self, batch: dict[str, Any], key: jax.Array | None = None
     ) -> Float[Array, "B L M"]:
-        """Encodes a batch to one vector per token."""
+        """Encodes a batch to one vector per token.
+
+        `batch` has `tokens` int32[B, L] and may have `lengths` int32[B] (padding
+        follows), `segment_ids` (0 is padding), `positions` and `token_types` int32[B,
+        L]. The key is None in evaluation.
+        """
         return hidden_states(self, batch, key)
 
     @dtype_promotion()
     def logits(self, batch: dict[str, Any]) -> Float[Array, "B L V"]:
-        """Logits of the token at each position, in float32."""
+        """Returns logits of the token at each position, in float32."""
         return self.head.logits(self(batch), self._table())
 
     @dtype_promotion()
     def pool(self, batch: dict[str, Any]) -> Float[Array, "B M"]:
-        """Vector of each row: the first token's, through a layer and tanh.
+        """Returns a vector per row: the first token's, through a layer and tanh.
 
         Needs `use_pooling`.
         """
@@ -186,12 +194,12 @@ class Encoder(nnx.Module):
 
 
 SHARED = "embedding/tokens"
-"""Token table, which the head of a tied model reads, too."""
+"""Path of the token table, which the head of a tied model also reads."""
 
 
 @runtime_checkable
 class StackedModel(Protocol):
-    """A decoder or an encoder."""
+    """Decoder or encoder."""
 
     config: schema.Model
     embedding: Embedding
@@ -200,10 +208,12 @@ class StackedModel(Protocol):
 
 
 def make_stack(model: StackedModel) -> Stack:
-    """Splits a model into functions of its embedding, its blocks and its head.
+    """Splits a model into functions of embedding, blocks and head.
 
     Parameters are trees of dicts at the paths of the model: embed holds `embedding`,
-    head holds `head` and, if tied, a copy of `embedding/tokens`.
+    head holds `head` and, if tied, a copy of `embedding/tokens`. The model's values may
+    be abstract, and pooling is left out. `join` sums both gradients of a tied table; to
+    join parameters, zero the head's copy first.
     """
     config, names = model.config, tuple(segments_of(model.blocks))
     embedding, _ = nnx.split(model.embedding)
@@ -219,6 +229,7 @@ def make_stack(model: StackedModel) -> Stack:
         if sums.divergence_sum is not None:
             metrics["teacher_divergence"] = sums.divergence_sum
             weighted = batch["teacher"]["weight"] * sums.divergence_sum
+            # The loss to compare with runs without a teacher.
             metrics["token_loss"] = sums.loss_sum - weighted
         return sums.loss_sum, sums.weight_sum, metrics
 
@@ -239,6 +250,7 @@ def make_stack(model: StackedModel) -> Stack:
         split=lambda params: _split(params, names, config),
         join=lambda embed, segments, head: _join(embed, segments, head, names, config),
         shared=(SHARED,) if config.tied_head else (),
+        # A bias or a cap comes after the product of the factors.
         factors=factors
         if config.kind == "decoder" and not config.logit_soft_cap
         else None,
@@ -247,7 +259,7 @@ def make_stack(model: StackedModel) -> Stack:
 
 
 def execution_of(config: schema.Model) -> Execution:
-    """How the blocks of a model run in one program, for `zjax.stack.forward`."""
+    """Returns the execution of a model's blocks in one program."""
     memory = remat.within_reach(config.activation_memory)
     return Execution(config.layers_per_scan, config.remat, memory)
 
@@ -255,30 +267,33 @@ def execution_of(config: schema.Model) -> Execution:
 def hidden_states(
     model: StackedModel, batch: dict[str, Any], key: jax.Array | None
 ) -> Float[Array, "B L M"]:
-    """The stream after the last block, which the head reads."""
+    """Returns the stream after the last block, which the head reads."""
+    # Through the stack, so that modules and training share one forward pass.
     params = nest(values_of(nnx.state(model, nnx.Param)))
     stack, execution = make_stack(model), execution_of(model.config)
     return run_stack(stack, params, batch, key, execution)[0]
 
 
 def head_table(params: Params, config: schema.Model) -> Float[Array, "V M"] | None:
-    """The token table among the head's parameters; None if the head is not tied."""
+    """Returns the token table among the head's parameters; None if not tied."""
     return params["embedding"]["tokens"] if config.tied_head else None
 
 
 def _tiled_mlp(blocks: Block) -> TiledFeedForward:
+    """Returns the tiled feed-forward of blocks."""
     assert isinstance(blocks.mlp, TiledFeedForward)
     return blocks.mlp
 
 
 def without_tiles(blocks: Block) -> Block:
-    """Blocks without the tiles of their feed-forward, as `Block.trunk` runs them."""
+    """Returns blocks without the tiles of the feed-forward, for `Block.trunk`."""
     trunk_blocks = nnx.clone(blocks)
     _tiled_mlp(trunk_blocks).tiles = nnx.Dict({})
     return trunk_blocks
 
 
 def _tiles(blocks: Block, config: schema.Model) -> Tiles:
+    """Makes the functions of a block in tiles."""
     tile_graph, _ = nnx.split(_tiled_mlp(blocks).tiles["0"])
     trunk_graph, _ = nnx.split(without_tiles(blocks))
 
@@ -299,6 +314,7 @@ def _tiles(blocks: Block, config: schema.Model) -> Tiles:
 
 
 def _segment(blocks: Block | BlockGroup, num_blocks: int) -> Segment:
+    """Makes the segment of stacked blocks, with the rules that move router biases."""
     graph, _ = nnx.split(blocks)
     config, tiles = layers_of(blocks)[0].config, None
     if isinstance(blocks, Block) and config.mlp_tiles > 1:
@@ -312,6 +328,7 @@ def _segment(blocks: Block | BlockGroup, num_blocks: int) -> Segment:
         if isinstance(layer.mlp, MixtureOfExperts):
             totals["load"] = (layer.mlp.settings.num_experts,)
             path = "mlp/router/bias"
+            # Paths of a group of layers begin with the name of the layer.
             path = path if blocks is layer else f"layer{number}/{path}"
             if config.moe.has_choice_bias:
                 moves[path] = functools.partial(_even_load, config.moe.bias_rate)
@@ -319,19 +336,23 @@ def _segment(blocks: Block | BlockGroup, num_blocks: int) -> Segment:
 
 
 def _even_load(rate: float, bias: jax.Array, totals: Mapping[str, jax.Array]):
+    """Moves the router biases of a block by the load of the experts."""
     return move_bias(bias, totals["load"], rate)
 
 
 def _split(params: Params, names: tuple[str, ...], config: schema.Model):
+    """Selects the parameters of embedding, segments and head."""
     blocks = params["blocks"]
     embed = {"embedding": params["embedding"]}
     head = {"head": params["head"]}
     if config.tied_head:
+        # Two names for one table: `join` adds both gradients.
         head["embedding"] = {"tokens": params["embedding"]["tokens"]}
     return embed, tuple(blocks[name] if name else blocks for name in names), head
 
 
 def _join(embed: Params, segments, head: Params, names, config: schema.Model):
+    """Joins gradients of embedding, segments and head, summing a tied table's."""
     blocks = dict(zip(names, segments, strict=True))
     joined: dict[str, Any] = {
         "embedding": dict(embed["embedding"]),
