@@ -1,4 +1,4 @@
-"""Checks what a user's loss and model return, and explains violations."""
+"""Contract of user losses and models: checks of results, with explanations."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +17,7 @@ from zjax.typing import Batch, Metrics, ModelState, Params
 def call_loss(
     loss_fn: Callable[..., Any], view: Any, batch: Batch, key: jax.Array | None
 ) -> tuple[jax.Array, jax.Array, Metrics]:
-    """Calls a user's loss, and normalises its result to (loss, weight, metrics).
+    """Calls a user's loss, and normalises the result to (loss, weight, metrics).
 
     All are float32[]; the weight has no gradient. The loss may return a mean loss
     alone.
@@ -38,6 +38,7 @@ def call_loss(
     if problems:
         raise ModelError(*problems)
     metrics = {name: jnp.asarray(x, jnp.float32) for name, x in metrics.items()}
+    # Weights average microbatches; a gradient through them would bias the loss.
     weight = jax.lax.stop_gradient(jnp.asarray(weight, jnp.float32))
     return jnp.asarray(value, jnp.float32), weight, metrics
 
@@ -47,18 +48,19 @@ def evaluate_loss(
 ) -> tuple[jax.Array, jax.Array, Metrics]:
     """Calls a user's loss in evaluation, with a key of None.
 
-    A loss that needs a key, such as a diffusion loss, is called again with one derived
-    from the batch: equal batches get equal noise.
+    A loss that needs a key, such as a diffusion loss, is called again with a key
+    derived from the batch: equal batches get equal noise.
     """
     try:
         return call_loss(loss_fn, make_view(), batch, None)
     except TypeError as error:
+        # Only errors from a key of None are retried.
         if "NoneType" not in str(error):
             raise
         try:
             results = call_loss(loss_fn, make_view(), batch, key_from_data(batch))
         except Exception:
-            raise error from None
+            raise error from None  # the first error is the user's own
     logging.warning(
         "loss_fn draws from its key in evaluation too: the same for the same batch"
     )
@@ -66,24 +68,28 @@ def evaluate_loss(
 
 
 def _scalar_remedy(name: str) -> str:
+    """Returns the remedy for a result that is not a scalar."""
     return "return its sum" if name == "weight" else "return its mean"
 
 
 def _is_triple(out: Any) -> bool:
+    """Whether a loss returned (loss, weight, metrics)."""
     return isinstance(out, tuple) and len(out) == 3 and isinstance(out[2], dict)
 
 
 def _is_array(x: Any) -> bool:
+    """Whether a value is an array or a number."""
     return isinstance(x, jax.Array | np.ndarray | np.generic | float | int)
 
 
 def _not_a_loss(out: Any) -> Problem:
+    """Describes a result that is no loss."""
     text = "is neither a loss nor (loss, weight, metrics)"
     return Problem("loss_fn(...)", _describe(out), text, "return one of the two")
 
 
 def _describe(x: Any) -> str:
-    """Text such as `float32[2,3]` or `(float32[], dict)`."""
+    """Returns text such as `float32[2,3]` or `(float32[], dict)`."""
     if _is_array(x) or isinstance(x, jax.ShapeDtypeStruct):
         dims = ",".join(map(str, jnp.shape(x)))
         return f"{jnp.result_type(x)}[{dims}]"
@@ -113,7 +119,7 @@ def check_params(model: Any, params: Params) -> None:
 
 
 def check_model_state(before: ModelState, after: ModelState) -> None:
-    """Refuses a step that changes the shapes of the model state."""
+    """Refuses a step that changes paths, shapes or dtypes of the model state."""
     old, new = _described(before), _described(after)
     problems = [
         Problem(
@@ -122,7 +128,7 @@ def check_model_state(before: ModelState, after: ModelState) -> None:
             _change(old.get(path), new.get(path)),
             "keep the shapes of the model state, and sow what is for one step only",
         )
-        for path in dict.fromkeys((*old, *new))
+        for path in dict.fromkeys((*old, *new))  # in order, each path once
         if old.get(path) != new.get(path)
     ]
     if problems:
@@ -130,11 +136,13 @@ def check_model_state(before: ModelState, after: ModelState) -> None:
 
 
 def _described(tree: Any) -> dict[str, str]:
+    """Describes the arrays of a tree by path."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {path_of(keys): _describe(x) for keys, x in leaves}
 
 
 def _change(old: str | None, new: str | None) -> str:
+    """Describes what happened to an array of the model state."""
     if old is None:
         return "appeared in loss_fn"
     return "vanished in loss_fn" if new is None else f"was {old} before loss_fn"

@@ -1,4 +1,4 @@
-"""Linen modules as submodels, with variables created by the calls of the loss."""
+"""Linen modules as submodels; the calls of the loss create the variables."""
 
 import collections
 import contextlib
@@ -30,7 +30,8 @@ FLAGS = {
     "training": False,
     "is_training": False,
 }
-"""Values in evaluation. Flax defines the first two; the others are customary names."""
+"""Values of flags in evaluation. Flax defines the first two; the last three are
+customary."""
 
 
 def evaluation_mode() -> contextlib.AbstractContextManager[Any]:
@@ -51,8 +52,10 @@ def _call_in_evaluation(
     kwargs: dict[str, Any],
     context: nn.module.InterceptorContext,
 ) -> Any:
+    """Calls a method of a module with all flags of `FLAGS` set."""
     module = context.module
     for field in dataclasses.fields(module):
+        # Only bools: a field of such a name may hold something else, as a schedule.
         if field.name in FLAGS and isinstance(getattr(module, field.name, None), bool):
             # Set it although modules are frozen: `module` is a copy for this call.
             object.__setattr__(module, field.name, FLAGS[field.name])
@@ -67,22 +70,22 @@ def _call_in_evaluation(
 
 
 SOWN = ("intermediates", "losses", "perturbations")
-"""Collections that calls write for the loss to read, discarded after a step; so are
-collections of tuples, as `Module.sow` makes them."""
+"""Collections that calls write for the loss to read, discarded after a step;
+collections of tuples, as `Module.sow` makes, are discarded, too."""
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
 NOUNS = {"params": "parameters", "variables": "collections"}
 """Contents of attributes of a view, for messages."""
 
 
 class View:
-    """A Linen module with its variables, called like the module.
+    """Linen module with variables, called like the module.
 
     Args:
         module: Linen module.
         params: Parameters.
-        model_state: Other collections, updated by calls in training.
+        model_state: Collections other than parameters, updated by calls in training.
         key: Source of random streams; None in evaluation.
-        context: Context of the calls of the module.
+        context: Function that makes the context of the module's calls.
     """
 
     def __init__(
@@ -112,17 +115,21 @@ class View:
     def __call__(
         self, *args: Any, method: str | Callable[..., Any] | None = None, **kwargs: Any
     ) -> Any:
-        """Runs the module, or another method of it, on the current variables."""
+        """Runs the module, or the given method, on the current variables."""
         _check_arguments(kwargs)
         call = functools.partial(self._apply, args, kwargs, method)
         if self.train:
+            # Parameters are frozen in training, too: only gradients change them.
             out, updates = call(self._key, ("params",))
         else:
+            # In evaluation only sown collections are written.
             frozen = ("params", *self.model_state)
             with evaluation_mode():
                 try:
                     out, updates = call(None, frozen)
                 except flax.errors.InvalidRngError as error:
+                    # A module that draws in evaluation gets a fixed key, rather than an
+                    # error.
                     message = str(error).partition(" (http")[0]
                     logging.warning("evaluation draws the same each time: %s", message)
                     out, updates = call(jax.random.key(0), frozen)
@@ -140,6 +147,7 @@ class View:
         key: jax.Array | None,
         frozen: tuple[str, ...],
     ) -> Any:
+        """Applies the module; all collections but the frozen may change."""
         with self.context():
             return self.module.apply(
                 self.variables,
@@ -152,13 +160,13 @@ class View:
 
 
 class FirstView:
-    """A Linen module that creates its variables when called.
+    """Linen module that creates variables when called.
 
     Args:
         module: Linen module.
         initial: Existing variables.
         key: Source of parameters and random streams.
-        context: Context of the calls of the module.
+        context: Function that makes the context of the module's calls.
     """
 
     train = True
@@ -175,7 +183,7 @@ class FirstView:
         self.sown: dict[str, Any] = {}
         self._variables: dict[str, Any] = dict(initial)
         self._key = key
-        self._trace = tracers.current_trace()
+        self._trace = tracers.current_trace()  # to notice calls inside transformations
         self._calls: list[tuple[Any, ...]] = []
 
     @property
@@ -185,7 +193,7 @@ class FirstView:
             for method, inputs in self._calls:
                 args, kwargs = jax.tree.map(_zeros, inputs)
                 self._add(self._init(method, args, kwargs)[1])
-            self._calls.clear()
+            self._calls.clear()  # each call is repeated once
         return self._variables
 
     @property
@@ -204,7 +212,7 @@ class FirstView:
 
     @property
     def model_state(self) -> ModelState:
-        """Other collections created so far."""
+        """Collections other than parameters created so far."""
         variables = self.boxed_variables
         return meta.unbox({k: v for k, v in variables.items() if k != "params"})
 
@@ -223,6 +231,7 @@ class FirstView:
         return out
 
     def _init(self, method: Any, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        """Initialises all variables of a call; returns output and variables."""
         # The same key for every call, so that calls agree on shared variables.
         with self.context():
             out, created = self.module.init_with_output(
@@ -231,6 +240,7 @@ class FirstView:
         return out, _unfreeze(created)
 
     def _add(self, created: dict[str, Any]) -> None:
+        """Adds created variables; existing variables keep old values."""
         _check_shapes(self._variables, created)
         for name, value in created.items():
             if not _is_sown(name, value):
@@ -238,7 +248,7 @@ class FirstView:
                 self._variables[name] = _merge(value, old)
 
     def _refusing(self, attribute: str) -> dict[str, Any]:
-        """An empty dict that raises, for attributes read before a call."""
+        """Makes an empty dict that raises, for attributes read before a call."""
 
         def refuse() -> Any:
             problem = f"is asked for {NOUNS[attribute]} that no call has created"
@@ -246,15 +256,16 @@ class FirstView:
             name = type(self.module).__name__
             raise ModelError(Problem(f"model.{attribute}", name, problem, remedy))
 
+        # A `defaultdict`: reading a missing name raises, while `in` and loops work.
         return collections.defaultdict(refuse)
 
 
 def make_submodel(
     module: nn.Module, context: Context = contextlib.nullcontext
 ) -> Submodel:
-    """Makes a submodel of a Linen module; a bound one brings its variables.
+    """Makes a submodel of a Linen module; a bound module brings variables.
 
-    Every collection but `params` and those sown is model state.
+    Every collection but `params` and sown collections is model state.
     """
     variables: dict[str, Any] = {}
     is_bound = module.scope is not None
@@ -267,6 +278,7 @@ def make_submodel(
         view = FirstView(module, variables, key, context)
 
         def started() -> Started:
+            # Boxes hold the names of dims, which unboxing drops.
             names = names_of_boxes(view.boxed_variables.get("params", {}))
             return dict(view.params), view.model_state, names
 
@@ -292,12 +304,15 @@ def make_submodel(
 
 
 def _streams(key: Any, num_calls: int) -> dict[str, jax.Array]:
+    """Makes the random streams of a call."""
     # Flax takes streams of other names from "params".
     key = jax.random.fold_in(key, num_calls)
     return {name: fold_name(key, name) for name in ("params", "dropout")}
 
 
 def _is_sown(name: str, collection: Any) -> bool:
+    """Whether a collection is sown, by name or by tuples among the leaves."""
+
     def is_tuple(x: Any) -> bool:
         return type(x) is tuple
 
@@ -306,6 +321,7 @@ def _is_sown(name: str, collection: Any) -> bool:
 
 
 def _merge(new: Any, old: Any) -> Any:
+    """Merges nested dicts; existing leaves win."""
     if not isinstance(new, Mapping) or not isinstance(old, Mapping):
         return old
     merged = {k: _merge(new[k], old[k]) for k in new.keys() & old.keys()}
@@ -313,11 +329,12 @@ def _merge(new: Any, old: Any) -> Any:
 
 
 def _unfreeze(variables: Mapping[str, Any]) -> dict[str, Any]:
+    """Converts collections to mutable dicts."""
     return flax.core.unfreeze(dict(variables))
 
 
 def _check_arguments(kwargs: dict[str, Any]) -> None:
-    """Refuses arguments that the view passes to `module.apply` itself."""
+    """Refuses arguments that the view passes to `module.apply`."""
     remedies = {
         "rngs": "leave it out: streams follow from the key of the step",
         "mutable": "leave it out: collections are updated in training, and what is "
@@ -333,11 +350,13 @@ def _check_arguments(kwargs: dict[str, Any]) -> None:
 
 
 def _shape(x: Any) -> Any:
+    """Replaces an array by shape and dtype."""
     is_array = isinstance(x, jax.Array | np.ndarray)
     return jax.ShapeDtypeStruct(x.shape, x.dtype) if is_array else x
 
 
 def _zeros(x: Any) -> Any:
+    """Replaces shape and dtype by zeros, or by keys."""
     if not isinstance(x, jax.ShapeDtypeStruct):
         return x
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
@@ -346,7 +365,7 @@ def _zeros(x: Any) -> Any:
 
 
 def _check_shapes(variables: Any, created: Any) -> None:
-    """Refuses existing variables whose shapes are not the model's."""
+    """Refuses existing variables with other shapes than the model's."""
     old, new = _shapes(variables), _shapes(created)
     problems = [
         Problem(path, old[path], f"has the shape {shape} in the model", "give it that")
@@ -358,5 +377,6 @@ def _check_shapes(variables: Any, created: Any) -> None:
 
 
 def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of variables by path."""
     leaves = jax.tree_util.tree_leaves_with_path(meta.unbox(tree))
     return {path_of(keys): jnp.shape(x) for keys, x in leaves}

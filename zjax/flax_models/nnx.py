@@ -1,4 +1,4 @@
-"""NNX modules as submodels: plain dicts of arrays outside, the module inside."""
+"""NNX modules as submodels: nested dicts of arrays outside, the module inside."""
 
 import dataclasses
 import functools
@@ -23,12 +23,12 @@ Flat = dict[tuple[Any, ...], Any]
 
 @dataclasses.dataclass(frozen=True)
 class Skeleton:
-    """A module without its arrays.
+    """Module without arrays.
 
     Args:
         graphdef: Graph definition.
         params: Paths of the parameters.
-        other_state: Paths of all other arrays but the random state.
+        other_state: Paths of all arrays besides parameters and random state.
         streams: Type and shape of the random state, by path.
     """
 
@@ -41,8 +41,8 @@ class Skeleton:
 def make_submodel(model: Any, field: str, change: Change | None = None) -> Submodel:
     """Makes a submodel of an NNX module, which may be abstract, or of `rngs -> module`.
 
-    Random streams restart from the key of each step; in evaluation they always draw the
-    same numbers.
+    Random streams restart from the key of each step; evaluation always draws equal
+    numbers. `change(module, key)` changes a new module, or a copy of the given one.
     """
     if isinstance(model, nnx.Module):
         return _submodel_of_module(model, field, change)
@@ -66,6 +66,8 @@ def make_submodel(model: Any, field: str, change: Change | None = None) -> Submo
 
 
 def _changed(make: Callable[[jax.Array], Any], change: Change) -> Any:
+    """Makes a factory that also applies a change to new modules."""
+
     def make_changed(key: jax.Array) -> Any:
         module = make(key)
         change(module, key)
@@ -77,8 +79,11 @@ def _changed(make: Callable[[jax.Array], Any], change: Change) -> Any:
 def _submodel_of_module(
     model: nnx.Module, field: str, change: Change | None
 ) -> Submodel:
+    """Makes a submodel of an existing module, changed in a copy."""
+    # The user's module stays as it is.
     model = nnx.clone(model)
     if change is not None:
+        # A fixed key, as the weights of a given module do not depend on a seed.
         change(model, jax.random.key(0))
     skeleton = _skeleton(model)
     params, other_state = _split(model)
@@ -107,13 +112,14 @@ def _submodel_of_module(
 
 
 def module_of(model: Any) -> nnx.Module:
-    """The module that a user gave, or an abstract one from a factory."""
+    """Returns the module that a user gave, or an abstract one from a factory."""
     if isinstance(model, nnx.Module):
         return model
     return nnx.eval_shape(_check_factory(model, "model"), abstract_key())
 
 
 def _check_factory(model: Any, field: str) -> Callable[[jax.Array], Any]:
+    """Returns `key -> module` of a factory; refuses one that needs more than rngs."""
     partial = model if isinstance(model, functools.partial) else None
     target = partial.func if partial else model
     bound = (partial.args, partial.keywords) if partial else ((), {})
@@ -146,6 +152,8 @@ def _check_factory(model: Any, field: str) -> Callable[[jax.Array], Any]:
 
 
 def _trace_skeleton(make: Callable[[jax.Array], Any]) -> Skeleton:
+    """Traces a factory for the skeleton of a module."""
+    # A skeleton is no array, and leaves the trace as a side effect.
     skeletons: list[Skeleton] = []
 
     def trace(key: jax.Array) -> None:
@@ -156,6 +164,7 @@ def _trace_skeleton(make: Callable[[jax.Array], Any]) -> Skeleton:
 
 
 def _skeleton(module: nnx.Module) -> Skeleton:
+    """Returns the skeleton of a module."""
     params, other_state = _split(module)
     streams = nnx.to_flat_state(nnx.state(module, nnx.RngState))
     return Skeleton(
@@ -167,7 +176,8 @@ def _skeleton(module: nnx.Module) -> Skeleton:
 
 
 def _split(module: nnx.Module) -> tuple[Flat, Flat]:
-    """Parameters, and other state but the random state, by path."""
+    """Splits off parameters, and other state without the random state, by path."""
+    # Sown values belong to one call, not to the state.
     nnx.pop(module, nnx.Intermediate)
     _mark_arrays(module)
     _, params, _, other_state = nnx.split(module, nnx.Param, nnx.RngState, ...)
@@ -175,6 +185,7 @@ def _split(module: nnx.Module) -> tuple[Flat, Flat]:
 
 
 def _mark_arrays(module: nnx.Module) -> None:
+    """Marks bare array attributes as data."""
     # While tracing, Flax takes a bare array attribute for a static one.
     for _, node in list(nnx.iter_graph(module)):
         if isinstance(node, nnx.Pytree):
@@ -184,7 +195,7 @@ def _mark_arrays(module: nnx.Module) -> None:
 
 
 def values_of(state: Any) -> Flat:
-    """Arrays of an NNX state, by path."""
+    """Returns the arrays of an NNX state, by path."""
     return {
         path: x.get_value() if isinstance(x, nnx.Variable) else x
         for path, x in nnx.to_flat_state(state)
@@ -192,7 +203,7 @@ def values_of(state: Any) -> Flat:
 
 
 def logical_of(module: nnx.Module) -> Flat:
-    """Dim names of a module's parameters, by path."""
+    """Returns the dim names of a module's parameters, by path."""
 
     def names(var: nnx.Variable[Any]) -> Any:
         metadata = var.get_metadata()
@@ -210,6 +221,8 @@ def _resume(
     model_state: ModelState,
     key: jax.Array | None,
 ) -> Any:
+    """Rebuilds a module from arrays, in training mode or, without key, evaluation."""
+    # Evaluation draws equal numbers each time.
     base = jax.random.key(0) if key is None else key
     flat = {p: _as_variable(at_path(params, p), nnx.Param) for p in skeleton.params}
     flat |= {
@@ -227,26 +240,29 @@ def _resume(
 
 
 def _as_variable(value: Any, kind: type) -> Any:
-    """Wraps a tree of arrays in its variable; bare, it would count as several."""
+    """Wraps a tree of arrays in a variable; bare, it would count as several."""
     return value if hasattr(value, "shape") else kind(value)
 
 
 def _seed(
     base: jax.Array, path: tuple[Any, ...], kind: type, shape: tuple[int, ...]
 ) -> jax.Array:
+    """Returns a random stream's key or count, restarted from `base`."""
     if not issubclass(kind, nnx.RngKey):
         return jnp.zeros(shape, jnp.uint32)
+    # By path: streams of a module differ, and a new stream leaves others alone.
     key = fold_name(base, "/".join(map(str, path)))
     return jax.random.split(key, shape) if shape else key
 
 
 def _model_state(module: Any) -> ModelState:
+    """Returns the state of a module besides parameters and random state."""
     _, other_state = _split(module)
     return nest(other_state)
 
 
 def nest(flat: Flat) -> dict[str, Any]:
-    """Nested dicts of values by path."""
+    """Nests values by path in dicts."""
     tree: dict[str, Any] = {}
     for path, value in flat.items():
         node = tree
@@ -257,26 +273,29 @@ def nest(flat: Flat) -> dict[str, Any]:
 
 
 def at_path(tree: Any, path: tuple[Any, ...]) -> Any:
-    """The value at a path of nested dicts."""
+    """Returns the value at a path of nested dicts."""
     for name in path:
         tree = tree[str(name)]
     return tree
 
 
 def _is_abstract(x: Any) -> bool:
+    """Whether a leaf has a shape and no values."""
     return isinstance(x, jax.ShapeDtypeStruct)
 
 
 def _zeros(x: Any) -> Any:
+    """Replaces an abstract array by zeros."""
     return jnp.zeros(x.shape, x.dtype) if _is_abstract(x) else x
 
 
 def accept_states(tx: Any, model: Any, params: Params) -> Any:
-    """Makes an optimizer for `nnx.State` trees work on nested dicts."""
+    """Makes an optimizer for `nnx.State` work on dicts; returns any other unchanged."""
     if _accepts(tx, params):
         return tx
     with names_only():
         module = module_of(model)
+    # The user's optimizer may be made from variables with either metadata.
     for is_eager in (True, False):
         abstract_params = _abstract_state(module, is_eager=is_eager)
         if _accepts(tx, abstract_params):
@@ -285,15 +304,16 @@ def accept_states(tx: Any, model: Any, params: Params) -> Any:
 
 
 def _accepts(tx: Any, params: Any) -> bool:
+    """Whether an optimizer can be initialised with parameters of this form."""
     try:
         jax.eval_shape(tx.init, params)
-    except Exception:
+    except Exception:  # any error means that the form does not fit
         return False
     return True
 
 
 def _abstract_state(module: nnx.Module, *, is_eager: bool) -> Any:
-    """Abstract parameters as variables, made with or without eager sharding."""
+    """Returns abstract parameters as variables, with or without eager sharding."""
 
     def with_sharding_mode(variable: nnx.Variable[Any]) -> nnx.Variable[Any]:
         metadata = variable.get_metadata() | {"eager_sharding": is_eager}
@@ -306,6 +326,7 @@ def _abstract_state(module: nnx.Module, *, is_eager: bool) -> Any:
 
 
 def _on_states(tx: Any, abstract_params: Any) -> optax.GradientTransformationExtraArgs:
+    """Wraps an optimizer of states, so that arguments and state are dicts."""
     abstract = jax.eval_shape(tx.init, abstract_params)
 
     def init(params: Params) -> Any:
@@ -331,14 +352,18 @@ def _on_states(tx: Any, abstract_params: Any) -> optax.GradientTransformationExt
 
 
 def _is_state(x: Any) -> bool:
+    """Whether a node is an NNX state."""
     return isinstance(x, nnx.State)
 
 
 def _over_states(one: Callable[..., Any], tree: Any, *rest: Any) -> Any:
+    """Maps over trees with NNX states as leaves."""
     return jax.tree.map(one, tree, *rest, is_leaf=_is_state)
 
 
 def _dicts(tree: Any) -> Any:
+    """Converts NNX states in a tree to nested dicts."""
+
     def one(x: Any) -> Any:
         return nest(values_of(x)) if _is_state(x) else x
 
@@ -346,6 +371,8 @@ def _dicts(tree: Any) -> Any:
 
 
 def _states(tree: Any, forms: Any) -> Any:
+    """Converts nested dicts in a tree to NNX states of the given forms."""
+
     def one(abstract_params: Any, x: Any) -> Any:
         if not _is_state(abstract_params):
             return x

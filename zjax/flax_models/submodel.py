@@ -1,4 +1,4 @@
-"""One model of a loss, whatever library wrote it, and dicts of several."""
+"""Contract of one model of a loss, from any library, and of dicts of models."""
 
 import contextlib
 import contextvars
@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding
 from zjax.ops.keys import fold_name
 from zjax.typing import ModelState, Params
 
+# A context variable: other threads may build models at this moment.
 _only_read = contextvars.ContextVar("only_read", default=False)
 
 
@@ -36,6 +37,8 @@ def names_only() -> Iterator[None]:
 
 
 def _as_names(unbox: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `unbox` of a box, which applies no constraint inside `names_only`."""
+
     @functools.wraps(unbox)
     def read(self: Any, apply_constraint: bool = True) -> Any:
         return unbox(self, apply_constraint and not _only_read.get())
@@ -54,7 +57,7 @@ def is_box(x: Any) -> bool:
 
 
 def names_of_boxes(tree: Any, *, boxed: bool = False) -> Any:
-    """Names of dims of Linen arrays: a tuple per named box, None per other leaf."""
+    """Returns names of dims of Linen arrays: a tuple per named box, None elsewhere."""
 
     def names(x: Any) -> Any:
         dim_names = tuple(x.names) if isinstance(x, nn.Partitioned) else None
@@ -64,7 +67,7 @@ def names_of_boxes(tree: Any, *, boxed: bool = False) -> Any:
 
 
 def names_of_sharding(sharding: Any) -> tuple[Any, ...]:
-    """Names of dims in the sharding of an NNX variable.
+    """Returns names of dims in the sharding of an NNX variable.
 
     Example:
         >>> names_of_sharding(jax.P("embed", None))
@@ -76,23 +79,26 @@ def names_of_sharding(sharding: Any) -> tuple[Any, ...]:
 
 
 Started = tuple[Params, ModelState, Any]
+"""Parameters, model state, and names of the dims of parameters."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Submodel:
-    """The functions that the adapter needs of a model.
+    """Functions of a model that the adapter needs.
 
-    A view is what `loss_fn` calls: an NNX module, or an object that acts like one.
+    A view is the first argument of `loss_fn`: an NNX module, or an object that acts
+    like one.
 
     Args:
-        start: `start(key) -> (view, started)`: a view with new parameters, and
+        start: Function `start(key) -> (view, started)`: a view with new parameters, and
             `started() -> (params, model_state, logical)`, called after the loss has
             used the view; `logical` has the structure of `params`.
-        resume: `resume(params, model_state, key) -> view`; the key is None in
+        resume: Function `resume(params, model_state, key) -> view`; the key is None in
             evaluation.
-        model_state: `model_state(view)`, called after the loss has used the view.
+        model_state: Function `model_state(view)`, called after the loss has used the
+            view.
         needs_calls: Whether the calls of the loss create the parameters.
-        given: Function that returns existing weights.
+        given: Function that returns existing weights; None without weights.
     """
 
     start: Callable[[jax.Array], tuple[Any, Callable[[], Started]]]
@@ -119,9 +125,10 @@ class Views(dict[str, Any]):
 
 
 def combine(submodels: dict[str, Submodel]) -> Submodel:
-    """Combines models by name into one, whose trees are dicts of theirs.
+    """Combines models by name into one model, with trees that are dicts by name.
 
-    Each gets its own subtree and key. Weights are given only if all models have them.
+    Each model gets a subtree and a key. Weights are given only if all models have
+    weights.
     """
 
     def start(key: jax.Array) -> tuple[Views, Callable[[], Started]]:
@@ -133,6 +140,7 @@ def combine(submodels: dict[str, Submodel]) -> Submodel:
         return Views({n: view for n, (view, _) in starts.items()}), started
 
     def resume(params: Params, model_state: ModelState, key: jax.Array | None) -> Any:
+        # By name, so that models of one loss draw different numbers.
         keys = {n: None if key is None else fold_name(key, n) for n in submodels}
         return Views(
             {
@@ -157,6 +165,7 @@ def combine(submodels: dict[str, Submodel]) -> Submodel:
 
 
 def _columns(rows: dict[str, tuple[Any, ...]]) -> tuple[Any, ...]:
+    """Transposes rows of tuples by name to a tuple of dicts by name."""
     values = zip(*rows.values(), strict=True)
     return tuple(dict(zip(rows, column, strict=True)) for column in values)
 

@@ -149,7 +149,7 @@ def make_tokens(config: schema.Config) -> Pacing:
     return Pacing((0, *firsts[1:]), tuple(rows * length for rows, length in shapes))
 
 
-# Cached, as each step of a run asks; settings are frozen and can be hashed.
+# Cached, as several checks and schedules ask; settings are frozen and hashable.
 @functools.lru_cache
 def in_steps(config: schema.Config, pacing: schema.Pacing) -> schema.Pacing:
     """Converts a pacing that ends by `num_tokens` to one that ends by steps.
