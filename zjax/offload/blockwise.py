@@ -153,6 +153,8 @@ class BlockwiseBackward:
         trees = {i: each.tree for i, each in saved.items()}
         self.saved.prefetch(
             Load(i, each.arrays, each.rows, is_consumed=True)
+            # Popped, so that the stream alone holds the residuals and frees each after
+            # use.
             for i, each in ((i, saved.pop(i)) for i in [*saved][::-1])
         )
         for i in reversed(range(len(self.units.blocks))):

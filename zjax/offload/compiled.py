@@ -60,6 +60,7 @@ def compile_groups(
     compiled: dict[int, CompiledGroup] = {}
     for members in families.values():
         first, scalars = members[0], [forms[i][1] for i in members]
+        # Literals may be arrays, which compare by text.
         texts = zip(
             *(map(text_of_constant, literals) for literals in scalars), strict=True
         )

@@ -162,9 +162,11 @@ class GradientSums:
         is_first, is_last = not sums, len(weights) == self.num_microbatches
         self.stream.prefetch(
             Load(group, sums.pop(group), self.rows[group], is_consumed=True)
+            # A list, as the generator pops from `sums` while it iterates.
             for group in list(sums)
         )
         for group, grads, params in arriving:
+            # The first microbatch needs no sum to be loaded.
             if is_first:
                 sums[group] = store(self._scale(grads, weights[0]), self.rows[group])
                 continue

@@ -132,6 +132,8 @@ class BlockPrograms:
         params = self._gathered((segment, False), params)
         run = self._trunk_of(segment, inputs, inputs.unit_key)
         stream, auxiliary = run(params, carry)
+        # The last result tells when the program has ended, after the stream was
+        # donated.
         return self._constrained(stream), auxiliary, jnp.float32(0)
 
     def _block_saving(

@@ -49,7 +49,10 @@ class Route:
     def start(self, carry: Any, context: Any) -> None:
         """Draws the tokens of a span, from the stream that enters the first block."""
         self._context, dropping = context, self._dropping
+        # Blocks of a span run on tokens that are selected already.
         self._dropping = Dropping()
+        # The first and the last block run on all tokens: fewer than 3 blocks drop
+        # nothing.
         if self._num_blocks < 3 or not drops_tokens(dropping, carry, self._key):
             return
         if not dropping.once:

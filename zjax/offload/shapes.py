@@ -55,6 +55,7 @@ class PassShapes:
             segment = block[0].segment
             # Blocks of a segment share programs: compile each once.
             if segment not in by_segment:
+                # One tile stands for all tiles, which share a program.
                 operands = [trees[unit.number] for unit in block[:2]]
                 by_segment[segment] = self._call_block(segment, operands, carry, inputs)
         results = [by_segment[block[0].segment] for block in units.blocks]

@@ -132,6 +132,7 @@ class OffloadedTrain:
             problem = "gains nothing, as no update waits for all gradients"
             field, remedy = "zero.delay_updates_from", "leave it at -1"
             raise PlanError(Problem(field, self.delay_from, problem, remedy))
+        # A group of the pass may hold several groups of the update, never the reverse.
         pairs = sorted(set(zip(smaller, groups, strict=True)))
         self.updates_of = by_group(pairs, len(self.backward.order))
         self.arriving = [
@@ -260,6 +261,7 @@ class _Running:
             train.known_forms.add(form)
         self.prefetch()
         loss = self.receive(arriving)
+        # The update was traced without the model's metrics.
         loss_leaves = jax.tree.leaves(loss._replace(metrics={}))
         self.known.update(zip(update.loss_names, loss_leaves, strict=True))
         self.combine()
@@ -312,6 +314,7 @@ class _Running:
             yield Load(("parameters", number), arrays, rows, is_consumed=False)
         arrays, rows = self.stored(group.state)
         for name in group.state:
+            # The load consumes the stored array: nothing may read it from here on.
             del self.known[name]
         if self.pending:
             arrays += self.pending.grads[number]
@@ -412,6 +415,7 @@ def bounded_groups(groups: Sequence[int], rows: Sequence[ArrayPlan]) -> list[int
     bounded = [0] * len(groups)
     number = -1
     for group in range(max(groups) + 1):
+        # Starts a new group at the first leaf.
         filled = math.inf
         for i, group_of_i in enumerate(groups):
             if group_of_i != group:

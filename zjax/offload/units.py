@@ -185,6 +185,7 @@ class UnitStream:
         used: list[Any] = []
         yield jax.tree.unflatten(jax.tree.structure(stored[unit.number]), arrays), used
         for x, row in zip(arrays, self.rows[unit.number], strict=True):
+            # A parameter stored on the device is no copy, and must stay.
             if not row.is_on_device:
                 x.delete()
         self.stream.release(num_bytes, used)

@@ -103,7 +103,9 @@ class GroupedUpdate:
         group_of, num_groups = _grouping(plan, groups), max(groups) + 1
         input_groups = dict(zip(names, map(group_of, input_keys), strict=True))
         output_groups = [
-            group_of(keys) if keys[0].idx == 0 else SHARED for keys in output_keys
+            # Output 0 is the state, output 1 the metrics, which belong to no group.
+            group_of(keys) if keys[0].idx == 0 else SHARED
+            for keys in output_keys
         ]
         programs = group_programs(
             program,
@@ -176,6 +178,7 @@ class GroupedUpdate:
     def abstract_calls(self) -> Iterator[tuple[Any, ...]]:
         """Yields each distinct jitted update with operands to lower it."""
         updates = (group.update for group in self.groups)
+        # Groups of equal form share one jitted function.
         for update in {id(each.run): each for each in updates}.values():
             operands = (self.shapes[name] for name in update.inputs)
             yield update.run, *operands, *update.scalars

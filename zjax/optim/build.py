@@ -151,6 +151,7 @@ def _make_rule(
         return jax.tree.map(lambda d: weight_decay * d, decayed(params))
 
     if settings.name == ZERO_ONE_ADAM:
+        # 0/1 Adam applies learning rate and decay itself: replicas step on their own.
         steps = make_adam_steps(settings)
         return zero_one_adam.zero_one_adam(schedule, steps, decay_of)
     decay = optax.add_decayed_weights(weight_decay, mask=decayed)
@@ -176,6 +177,7 @@ def _direction(
         return scale_by_adam(dataclasses.replace(steps, b1=b1))
 
     lion = functools.partial(optax.scale_by_lion, b2=b2)
+    # A cycled `b1` is traced: the rule is rebuilt from it in every step.
     if settings.cycle.cycles_momentum:
         rule = lion if settings.name == "lion" else adam
         return cycles.with_momentum(rule, cycles.cycled_momentum(settings.cycle))

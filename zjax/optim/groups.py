@@ -101,6 +101,7 @@ def _sides(path: str, num_dims: int, names: Names) -> list[tuple[int, ...]]:
     """Groups the dims that do not stack parameters into sides of a matrix."""
     dims = names.get(path, (None,) * num_dims)
     sides: list[tuple[int, ...]] = []
+    # The shape does not show the role: stacked norm scales have two dims, too.
     for dim in range(num_stacked(path, names), num_dims):
         if sides and dims[dim - 1 : dim + 1] in _ONE_SIDE:
             sides[-1] += (dim,)
@@ -148,6 +149,7 @@ def check_groups(settings: schema.Optimizer, params: Any, names: Names) -> None:
     problems = []
     for index, group in enumerate(groups):
         matching = {path for path in num_dims if re.search(group.pattern, path)}
+        # The first group that matches a parameter takes it.
         members = matching & unassigned
         unassigned -= members
         field = f"optimizer.groups[{index}]"

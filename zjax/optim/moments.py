@@ -24,6 +24,8 @@ _ONE = 127 << 3
 class Quantized(NamedTuple):
     """A matrix in eight-bit floats, relative to scales of rows and columns.
 
+    Unlike blocks, rows and columns stay whole when a matrix is sharded.
+
     Args:
         codes: int8[...], or uint8[...] if the numbers are never negative; 0 is 0.0.
         scales: float32 arrays, one for each dim that does not stack matrices: the
@@ -46,9 +48,11 @@ def random_bits(
         The finalizer of MurmurHash3 by Appleby.
     """
     seed = jnp.uint32(salt) + jnp.asarray(step).astype(jnp.uint32)
+    # Seeds of neighbouring steps differ by 1; mixing them first gives unrelated words.
     index = jnp.broadcast_to(_mix(seed), shape)
     for dim in range(len(shape)):
         stride = jnp.uint32(math.prod(shape[dim + 1 :]) % 2**32)
+        # An iota per dim is sharded like the array; the index wraps modulo 2**32.
         index += stride * jax.lax.broadcasted_iota(jnp.uint32, shape, dim)
     return _mix(index)
 
@@ -57,6 +61,9 @@ def round_to_bfloat16(
     x: Float[Array, "..."], bits: UInt32[Array, "..."]
 ) -> Float[Array, "..."]:
     """Rounds float32[...] to a neighbouring bfloat16 number, to `x` on average.
+
+    Rounding to nearest would lose every change below half of the gap between two
+    numbers.
 
     Reference:
         Stochastic rounding, Gupta et al., arXiv:1502.02551.
@@ -96,6 +103,7 @@ def quantize(
     # Codes keep the exponent and three fraction bits; a random addend rounds
     # stochastically.
     words = (words + (bits >> (32 - _DROPPED_BITS))) >> _DROPPED_BITS
+    # Code 0 is zero, hence the smallest magnitude is code 1.
     codes = jnp.clip(words.astype(jnp.int32) - (_ONE - max_code), 1, max_code)
     smallest = _value(jnp.ones((), dtype))
     signed = jnp.issubdtype(dtype, jnp.signedinteger)
@@ -107,6 +115,7 @@ def quantize(
 
 def dequantize(quantized: Quantized) -> Float[Array, "..."]:
     """Converts codes and scales to float32 in the shape of the codes."""
+    # Row and column scale both bound an element; the smaller bound is finer.
     return _value(quantized.codes) * functools.reduce(jnp.minimum, quantized.scales)
 
 
@@ -122,6 +131,7 @@ def _value(codes: Int8[Array, "..."] | UInt8[Array, "..."]) -> Float[Array, "...
     """Decodes eight-bit codes to signed float32 numbers relative to the scale."""
     max_code = jnp.iinfo(codes.dtype).max
     wide = codes.astype(jnp.int32)
+    # The largest code is 1.0; eight codes halve the magnitude.
     words = (jnp.abs(wide) + (_ONE - max_code)) << _DROPPED_BITS
     return jnp.sign(wide) * jax.lax.bitcast_convert_type(words, jnp.float32)
 

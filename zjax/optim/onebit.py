@@ -1,4 +1,9 @@
-"""Adam, 1-bit Adam and 1-bit LAMB; 1-bit replicas exchange one bit per number."""
+"""Adam, 1-bit Adam and 1-bit LAMB; 1-bit replicas exchange one bit per number.
+
+Replicas send steps, not momenta: in units of the step a bit loses as much of one
+parameter as of another. The reference implementation of 1-bit Adam has no bias
+correction, sends the momentum and does not bound the steps, which takes a long warm-up.
+"""
 
 import dataclasses
 import math
@@ -17,12 +22,16 @@ from zjax.settings.schema import Config, Optimizer
 class AdamSteps:
     """Computes Adam's steps in units of the learning rate, and bounds on these steps.
 
+    Adam's steps are bounded, as a large gradient also enters the second moments. Frozen
+    second moments know nothing of later gradients, say of a token that was rare before,
+    and need an explicit bound.
+
     Args:
         b1: Decay of the momentum, 0 or more and less than 1; traced if it cycles.
         b2: Decay of the second moments, 0 or more and less than 1.
         eps: Term added to the root of the second moments, above 0.
-        corrects_bias: Whether moments are divided by their sums of weights, which are
-            below 1 in early steps. Without it, a step by frozen second moments is
+        corrects_bias: Whether moments are divided by the sums of past weights, which
+            are below 1 in early steps. Without it, a step by frozen second moments is
             `1 / sqrt(1 - b2**updates)` times as large.
 
     Example:
@@ -169,6 +178,7 @@ def next_momentum(grads: Any, opt_state: Any, b1: float) -> Any:
 def next_steps(grads: Any, opt_state: Any, steps: AdamSteps) -> Any:
     """Returns the steps that one replica would take: the message in `COMPRESSED`."""
     second, count = (
+        # The state of the schedule has a `count`, too.
         optax.tree_utils.tree_get(opt_state, name, filtering=is_of_adam)
         for name in ("nu", "count")
     )
@@ -216,6 +226,8 @@ def scale_by_onebit_adam(
             return adam.update(updates, state, params)
         momentum = steps.momentum_of(updates, state.nu, state.count, state.count)
         updates = where_known(updates, state.nu)
+        # `nu` and `count` stay frozen: the bias correction belongs to the frozen
+        # moments.
         return updates, state._replace(mu=momentum)
 
     return optax.GradientTransformationExtraArgs(adam.init, update)
@@ -239,9 +251,11 @@ class KeptNorms(NamedTuple):
 def scale_by_kept_norm(
     num_stacked: Callable[[Any], int],
 ) -> optax.GradientTransformationExtraArgs:
-    """Multiplies each update by the trust ratio of its layer; `update` takes `phase=`.
+    """Multiplies each update by the trust ratio of a layer; `update` takes `phase=`.
 
-    In `COMPRESSED`, the norm of the update is the running mean from the warm-up.
+    The norm of a step in one bit is mostly quantization error, and a ratio with it
+    would make steps too short. `COMPRESSED` therefore uses the mean norm from the
+    warm-up, and the current norm of the parameters, which are equal on all replicas.
 
     Example:
         >>> tx = scale_by_kept_norm(lambda keys: 0)

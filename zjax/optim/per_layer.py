@@ -231,6 +231,7 @@ class _Flow:
             and all(isinstance(k, _Uniform) for k in arrays)
         ):
             return [_Uniform(self.number(*expression_key))]
+        # Away from stacks, equal expressions of unequal shapes are different values.
         shapes = str([x.aval for x in (*eqn.invars, *eqn.outvars)])
         return [
             _Other(self.number(*expression_key, shapes, index))
@@ -289,6 +290,7 @@ def _apart(params: Params, names: Names) -> Params:
         path = path_of(keys)
         if not _is_stack(path, names):
             return 0
+        # Any leaf will do: `take_apart` reads the structure alone.
         return Layers([0] * leaf.shape[0], name_of(path))
 
     return take_apart(params, jax.tree_util.tree_map_with_path(one, params))

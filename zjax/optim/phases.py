@@ -69,10 +69,12 @@ def make_phases(config: Config) -> Phases | None:
         )
         return Phases(
             {phase.name: phase for phase in phases},
+            # False selects WARM_UP, True selects COMPRESSED.
             lambda step: phases[step > freeze_step].name,
             freeze_step,
         )
     if (rounds := make_rounds(config)) is not None:
+        # Without synchronous steps every step is local, and sends nothing itself.
         if not config.communication.num_synchronous_steps:
             return None
         phase = Phase(SYNCHRONOUS, _uncompressed(config))

@@ -191,6 +191,7 @@ def update_scaler(
     full = jnp.int32(settings.hysteresis)
     patient = scaler.hysteresis > 1
     smaller = jnp.maximum(scaler.scale / 2, settings.minimum)
+    # Steps since the last overflow: 0 right after one, which any window divides.
     num_clean = scaler.iteration - scaler.last_overflow - 1
     grow = (num_clean > 0) & (num_clean % settings.window == 0)
     restore = grow | settings.consecutive_hysteresis

@@ -90,12 +90,17 @@ def nesterov(
     """
     momentum = jax.tree.map(lambda m, g: decay * m + g, momentum, grads)
     moved = jax.tree.map(
-        lambda p, m, g: p - learning_rate * (g + decay * m), params, momentum, grads
+        # The look-ahead of Nesterov: the new momentum counts once more.
+        lambda p, m, g: p - learning_rate * (g + decay * m),
+        params,
+        momentum,
+        grads,
     )
     return moved, momentum
 
 
 MIN_RATIO, MAX_RATIO = 0.01, 10.0
+"""Limits of the trust ratio, as in DeepSpeed; optax has none."""
 
 
 def scale_by_layer(

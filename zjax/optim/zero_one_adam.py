@@ -1,4 +1,13 @@
-"""0/1 Adam: moments from few full gradients, and exchanges at growing intervals."""
+"""0/1 Adam: moments from few full gradients, and exchanges at growing intervals.
+
+Until the freeze, replicas average in every step: full gradients to update second
+moments, and the steps of 1-bit Adam between such updates. Later each replica takes
+local steps with a private momentum and sends the distance moved. The mean distance
+moves the shared weights, and gives the common momentum by way of the second moments.
+
+Moments are corrected for bias, and steps are bounded; the reference implementation does
+neither, and sends gradients and sums of momenta in one bit.
+"""
 
 import dataclasses
 from collections.abc import Callable

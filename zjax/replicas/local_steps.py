@@ -107,6 +107,7 @@ class CommonStep:
         def step(replica: TrainState, batch: Batch) -> Any:
             programs, model = self.programs, self.model
             new, metrics = train_together(programs, model, _of_one(replica), batch)
+            # These fields stay in `extra.replicas`, one copy per replica.
             common = dataclasses.replace(new, opt_state=(), scaler=(), extra=())
             return _stacked(new), common, metrics
 

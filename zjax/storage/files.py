@@ -1,4 +1,8 @@
-"""Files of one chunk of an array each, written and read past the page cache."""
+"""Files of one chunk of an array each, written and read past the page cache.
+
+The CRC-32C of the content ends a file, as in a chunk of Zarr 3. TensorStore reads such
+files, but writes through the page cache, which would fill the host.
+"""
 
 import contextlib
 import errno

@@ -148,9 +148,12 @@ def _settle(
 
 @functools.cache
 def _starters(direction: Direction) -> futures.ThreadPoolExecutor:
+    # The next array starts while the last chunks of another are in transfer: the chunks
+    # of one array are too few to keep a disk busy.
     return futures.ThreadPoolExecutor(_STARTERS, f"storage-{direction}")
 
 
 @functools.cache
 def _movers(direction: Direction) -> futures.ThreadPoolExecutor:
+    # Pools per direction: reads must not queue behind writes.
     return futures.ThreadPoolExecutor(CONCURRENCY, f"storage-{direction}-chunk")

@@ -1,4 +1,8 @@
-"""The mean over replicas of one buffer per step, by codec, with error feedback."""
+"""The mean over replicas of one buffer per step, by codec, with error feedback.
+
+Each device joins local shards into one flat buffer, and exchanges it with the devices
+of the other replicas that hold the corresponding shards.
+"""
 
 import dataclasses
 import hashlib
@@ -121,6 +125,7 @@ class Exchange:
         def of_device(shards: list[jax.Array], errors: Any, keep: jax.Array) -> Any:
             flat = [x.astype(jnp.float32).ravel() for x in shards]
             padding = self.num_elements - sum(x.size for x in flat)
+            # One buffer per device: one message in place of one per array.
             buffer = jnp.concatenate([*flat, jnp.zeros(padding, jnp.float32)])
             old = jax.tree.map(jnp.ravel, errors) if errors else None
             mean, new = compressed_mean(buffer, old, self.codec, REPLICA)
@@ -190,7 +195,8 @@ KEY = "codec_errors"
 def describe_errors(rows: Any, config: Config, step: int) -> str:
     """Returns a checksum of all settings that errors depend on.
 
-    Errors in units of gradients are useless to messages in units of steps.
+    An error belongs to the next message of equal numbers, in equal units and at an
+    equal place of the buffer; a run that sends other messages starts with errors of 0.
     """
     phases = make_phases(config)
     units = None

@@ -27,6 +27,8 @@ from zjax.typing import Batch, Loss, Model, ModelState, Params
 class AutomaticGradients:
     """Gradients that the compiler reduces; pure functions of the compute parameters.
 
+    This is right for every loss, including a loss that couples the rows of a batch.
+
     Args:
         model: Model with the loss to differentiate.
         plan: Placement of parameters, gradients and sums of gradients.
@@ -127,6 +129,7 @@ def local_gradients(
     states are averaged over devices, random keys differ by device.
     """
     layerwise = layerwise_plan(model, plan)
+    # With one microbatch, reducing each is reducing once.
     each = plan.splits.grad_sum or num_microbatches == 1
     local = LocalGradients(model, layerwise, num_microbatches, reduce_dtype, each)
 
@@ -157,6 +160,18 @@ def local_gradients(
 @dataclasses.dataclass(frozen=True)
 class LocalGradients:
     """The program of one device inside `shard_map`.
+
+    For separable losses, and for any loss if `precision.reduce_dtype` asks for float32.
+    The communication is exactly as in the ZeRO paper (arXiv:1910.02054, section 7): per
+    optimizer step, in units of the parameters,
+
+        stage   gathers              reductions
+          0     none                 1 all-reduce
+          1     1                    1 reduce-scatter
+          2     1                    1 reduce-scatter per microbatch
+          3     2 per microbatch     1 reduce-scatter per microbatch
+
+    Gathers use the compute dtype, reductions the compute dtype or `reduce_dtype`.
 
     Args:
         model: Model with the loss to differentiate.
@@ -253,6 +268,7 @@ class LocalGradients:
         if not self.model.separable:
             clear = functools.partial(self.without_rows_of_no_weight, part)
             grads = jax.tree.map(clear, grads, self.plan.grads)
+        # With regathering, the transpose of the all-gather has reduced the gradients.
         if self.reduces_each and not self.regathers:
             grads = self.reduce(grads)
         loss = self.mean(result, part, total)
@@ -342,6 +358,8 @@ class LocalGradients:
         """Returns initial sums of gradients."""
 
         def one(row: ArrayPlan) -> jax.Array:
+            # Sums of reduced gradients are shards; unreduced sums have full size until
+            # the end.
             shape_of = shards.shard_shape if self.reduces_each else shards.used_shape
             return jnp.zeros(shape_of(row, self.axes), row.dtype)
 

@@ -204,6 +204,7 @@ def accumulate(
     num_microbatches = jax.tree.leaves(parts)[0].shape[0]
     if num_microbatches == 1:
         first = jax.tree.map(lambda x: x[0], parts)
+        # Fold even for one microbatch: keys match a run with more microbatches.
         grads, loss = one(state, first, jax.random.fold_in(key, 0))
         alone = jax.tree.map(
             lambda x: x[None], check_names(loss)._replace(model_state=())
@@ -217,6 +218,8 @@ def accumulate(
         grads, result = one(state, microbatch, jax.random.fold_in(key, index))
         check_names(result)
         grads = jax.tree.map(lambda g, t: g.astype(t.dtype), grads, total)
+        # Sums are weighted and divided once: microbatches differ in their number of
+        # tokens.
         total = jax.tree.map(lambda t, g: t + scaled(g, result.weight), total, grads)
         # The carry is pinned in every iteration: the compiler may replicate it
         # otherwise.

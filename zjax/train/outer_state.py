@@ -1,4 +1,9 @@
-"""The state of replicas that take local steps, and fragments of the parameters."""
+"""The state of replicas that take local steps, and fragments of the parameters.
+
+`master` holds the anchor, the parameters that all replicas shared last: evaluation,
+generation and export read `master` as in any other run. Arrays that differ between
+replicas have a leading dim of replicas, sharded over `replica`.
+"""
 
 import dataclasses
 import math
@@ -78,14 +83,18 @@ def _index(piece: Piece, dim: int) -> tuple[slice, ...]:
 def make_fragments(master: Any, number: int) -> list[Fragment]:
     """Divides the parameters into `number` fragments of similar size.
 
-    `master` are plans. Layers go round-robin, all other arrays to the smallest
-    fragment. Raises PlanError if there are more fragments than layers and other arrays.
+    Layer `i` goes to fragment `i` modulo `number`, the strided pattern of Streaming
+    DiLoCo (arXiv:2501.18512, section 2.1), all other arrays to the smallest fragment.
+    Raises PlanError if there are more fragments than layers and other arrays.
     """
     pieces: list[list[Piece]] = [[] for _ in range(number)]
     sizes = [0] * number
     others: list[tuple[int, int]] = []
     for leaf, (keys, row) in enumerate(jax.tree_util.tree_leaves_with_path(master)):
         layer, size = layer_of(keys), math.prod(row.stored_shape)
+        # Frozen parameters never differ, and a codec would move them; parameters that
+        # follow totals are averaged at the end of a round, as an outer momentum would
+        # move them again.
         if row.follows != "gradient":
             continue
         if layer is not None:
@@ -198,6 +207,7 @@ def _by_replica(row: ArrayPlan) -> ArrayPlan:
         shape=(number, *row.shape),
         stored=place(row.stored),
         used=place(row.used),
+        # Dim 0 counts replicas now, not layers.
         num_layers=0,
     )
 

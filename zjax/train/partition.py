@@ -207,7 +207,10 @@ def check_no_model_state(plan: Plan, field: str, value: Any, instead: Any) -> No
 
 
 class Bits(NamedTuple):
-    """Halves of an int32 array, in float32, which holds 16 bits exactly."""
+    """Halves of an int32 array, in float32, which holds 16 bits exactly.
+
+    The stream of a pipeline holds floats alone.
+    """
 
     high: jax.Array
     low: jax.Array
@@ -236,11 +239,13 @@ def with_block(
     """Writes the totals of block `index`, int32[], of a segment."""
 
     def write(stack: jax.Array, x: jax.Array) -> jax.Array:
+        # Totals are counts: without a gradient, the backward pass drops them.
         stack = jax.lax.stop_gradient(stack)
         x = x.astype(jnp.float32)
         return jax.lax.dynamic_update_index_in_dim(stack, x, index, 0)
 
     written = {
+        # An arithmetic shift: `high` has the sign, `low` is 0 to 65535.
         name: jax.tree.map(write, stacks[segment][name], Bits(x >> 16, x & 0xFFFF))
         for name, x in totals.items()
     }

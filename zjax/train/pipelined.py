@@ -163,6 +163,7 @@ class PipelinedGradients:
         grads = jax.tree.map(lambda g: microbatches.scaled(g, inverse), grads)
         grads = self.staged.partition.join(self.staged.unstaged(grads))
         grads = trained(grads, self.local.plan.master)
+        # Already reduced in the ticks, or by the transpose of each tick's gathers.
         return grads if self.local.reduces_each else self.local.reduce(grads), loss
 
     def device_loss(

@@ -208,6 +208,9 @@ def stored_params(model: Model, plan: Plan, state: TrainState) -> Params:
 class Programs:
     """Pure functions of arrays; `jit` with `state_shardings`.
 
+    The plain case runs `train`, one program. A run with an update elsewhere or at
+    another time composes `gradients` and `update`.
+
     Args:
         gradient_programs: Functions of the loss and the gradients.
         apply_gradients: Function that `zjax.train.update.make_update` builds.

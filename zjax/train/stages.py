@@ -221,6 +221,7 @@ class StagedModel:
             slots = self.slots[segment]
             index = slots.block(number, slot)
             place = index + slots.first_block + 1
+            # Place 0 is the embedding: keys count blocks from 1, as without a pipeline.
             given = self.input_of(place, block_key(key, place), theta)
             if num_kept:
                 assert given.key is not None

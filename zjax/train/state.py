@@ -101,6 +101,7 @@ def _is_consumed(state: TrainState) -> bool:
     return any(
         leaf.is_deleted()
         for leaf in jax.tree.leaves(state)
+        # Tracers stand for arrays that are alive while a program is traced.
         if hasattr(leaf, "is_deleted") and not isinstance(leaf, jax_core.Tracer)
     )
 
@@ -262,6 +263,7 @@ def _compute_params(
     for i, (x, row, compute) in enumerate(stored):
         for following, _, _ in stored[i + 1 : i + 2]:
             if isinstance(following, DiskArray):
+                # Read the next array from disk while this array is cast.
                 following.prefetch()
         on_device = to_devices(x, row, is_consumed=False)
         yield cast_param(on_device, row, compute), compute
@@ -307,6 +309,7 @@ def place_given(params: Any, rows: Any) -> Any:
         # Padding is 0 in every stored array.
         stored = np.zeros(row.stored_shape, row.stored_dtype)
         stored[tuple(map(slice, row.shape))] = np.asarray(x)
+        # Each process copies the local shards alone.
         placed = jax.make_array_from_callback(
             row.stored_shape, row.stored, stored.__getitem__
         )

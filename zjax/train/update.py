@@ -212,6 +212,7 @@ class Update:
             settings = self.config.precision.loss_scale
             scaler = precision.update_scaler(scaler, ~checks.is_finite, settings)
         if ema != ():
+            # Skipped steps do not age the average.
             applied = state.step - state.num_skipped
             decay = self.config.optimizer.ema_decay
             new = update_ema(ema, trained(master, plan.master), decay, applied)
