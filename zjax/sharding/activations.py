@@ -1,4 +1,4 @@
-"""Sharding of activations and of batches on the current mesh."""
+"""Shardings of activations and of batches on the current mesh."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -26,7 +26,7 @@ def open_size(axis: str) -> int:
 
 
 def row_axes(num_rows: int) -> tuple[str, ...]:
-    """The batch axes, major first, that divide a number of rows.
+    """Returns the batch axes, major first, that together divide a number of rows.
 
     Example:
         >>> row_axes(8)
@@ -42,7 +42,9 @@ def row_axes(num_rows: int) -> tuple[str, ...]:
 
 
 def first_row(num_rows: int) -> jax.Array | int:
-    """The index in its microbatch of the first local row.
+    """Index in the microbatch of the first local row, int32[].
+
+    Outside `shard_map` all rows are local and the index is 0.
 
     Example:
         >>> first_row(8)
@@ -54,7 +56,9 @@ def first_row(num_rows: int) -> jax.Array | int:
 
 
 def head_axes(num_kv_heads: int) -> tuple[str, ...]:
-    """The axes, major first, that shard the heads of attention over whole sequences.
+    """Returns the axes, major first, that shard heads while sequences are gathered.
+
+    The product of the axes divides the number of heads of keys and values.
 
     Example:
         >>> head_axes(8)
@@ -62,13 +66,17 @@ def head_axes(num_kv_heads: int) -> tuple[str, ...]:
     """
     mesh = jax.sharding.get_abstract_mesh()
     axes = tuple(a for a in (meshes.TENSOR, meshes.SEQUENCE) if open_size(a) > 1)
+    # Drops minor axes first: grouped-query attention may have fewer key heads than
+    # devices.
     while axes and num_kv_heads % meshes.num_shares(mesh, axes):
         axes = axes[:-1]
     return axes
 
 
 def pin_tokens(x: Shaped[Array, "B L *dims"]) -> Shaped[Array, "B L *dims"]:
-    """Constrains tokens to be sharded as the batch is, by row and length.
+    """Constrains an array with one entry per token to be sharded by row and by length.
+
+    Lengths that the sequence axis does not divide are left to the compiler.
 
     Example:
         >>> pin_tokens(jax.numpy.ones((2, 4))).shape
@@ -76,12 +84,15 @@ def pin_tokens(x: Shaped[Array, "B L *dims"]) -> Shaped[Array, "B L *dims"]:
     """
     if open_size(meshes.SEQUENCE) == 1 or x.shape[1] % open_size(meshes.SEQUENCE):
         return x
+    # None would replicate features that the tensor axis shards.
     free = (P.UNCONSTRAINED,) * (x.ndim - 2)
     return pin(x, rules.entry(row_axes(x.shape[0])), meshes.SEQUENCE, *free)
 
 
 def pin_whole(table: Shaped[Array, "V M"]) -> Shaped[Array, "V M"]:
-    """Gathers a table that tokens sharded by sequence look up.
+    """Replicates an embedding table in which tokens sharded by sequence are looked up.
+
+    A lookup in a table that ZeRO shards would gather all tokens instead.
 
     Example:
         >>> pin_whole(jax.numpy.ones((2, 4))).shape
@@ -91,7 +102,7 @@ def pin_whole(table: Shaped[Array, "V M"]) -> Shaped[Array, "V M"]:
 
 
 def pin(x: Shaped[Array, "*dims"], *entries: object) -> Shaped[Array, "*dims"]:
-    """Constrains an array and its gradient to a sharding on the current mesh."""
+    """Constrains an array and the gradient of the array on the current mesh."""
     return jax.lax.with_sharding_constraint(x, P(*entries))
 
 
@@ -101,7 +112,9 @@ def map_rows(
     batch: Batch,
     entries: Entries,
 ) -> Any:
-    """Applies one function to arrays of rows and another to replicated arrays.
+    """Maps `of_rows` over arrays of rows, and `of_others` over replicated arrays.
+
+    The first dim of an array of rows is the batch.
 
     Example:
         >>> import numpy as np
@@ -119,7 +132,7 @@ def map_rows(
 
 
 def rows_of(batch: Batch, entries: Entries) -> Iterator[tuple[str, Any]]:
-    """Yields path and array of each array of a batch that holds rows."""
+    """Yields path and array of each array of a batch whose first dim is the batch."""
     for keys, leaf in jax.tree_util.tree_leaves_with_path(batch):
         path = path_of(keys)
         if len(leaf.shape) and entries.get(path, Entry()).has_rows:
@@ -127,7 +140,7 @@ def rows_of(batch: Batch, entries: Entries) -> Iterator[tuple[str, Any]]:
 
 
 def field_of(path: str, batch: str = "batch") -> str:
-    """The name in errors of an array of a batch; its path is empty if it is the batch.
+    """Name of an array of a batch in errors; `path` is empty if the batch is one array.
 
     Example:
         >>> field_of("tokens"), field_of("")
@@ -137,5 +150,5 @@ def field_of(path: str, batch: str = "batch") -> str:
 
 
 def batch_shardings(plan: Plan, batch: Batch, entries: Entries) -> Any:
-    """The shardings of a batch."""
+    """Shardings of the arrays of a batch, by the `entries` of the loss."""
     return map_rows(plan.batch_sharding, lambda x: plan.replicated, batch, entries)

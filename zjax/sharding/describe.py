@@ -1,4 +1,4 @@
-"""A plan as text: every array with its sharding and bytes, for a terminal."""
+"""Plans as text: every array with its sharding and bytes, for a terminal."""
 
 import collections
 import io
@@ -29,10 +29,11 @@ def describe_plan(plan: Plan, kept: Mapping[str, Any] | None = None) -> str:
 
     Args:
         plan: The plan of a run.
-        kept: Plans, by name, of what the state holds for exchanges of replicas.
+        kept: Plans, by name, of the arrays that replicas keep for compressed
+            communication, such as error feedback.
 
     Returns:
-        Text of at most 100 columns.
+        Text as wide as the terminal, and at least 100 columns.
     """
     rows = []
     for role, leaves in _roles(plan, kept):
@@ -43,11 +44,12 @@ def describe_plan(plan: Plan, kept: Mapping[str, Any] | None = None) -> str:
 
 
 def describe_plan_totals(plan: Plan, kept: Mapping[str, Any] | None = None) -> str:
-    """Adds up the arrays of each role of a plan.
+    """Adds up the bytes of the arrays of each role of a plan.
 
     Args:
         plan: The plan of a run.
-        kept: Plans, by name, of what the state holds for exchanges of replicas.
+        kept: Plans, by name, of the arrays that replicas keep for compressed
+            communication, such as error feedback.
 
     Returns:
         A table of bytes of the model and of one device, and the arrays of a batch that
@@ -68,7 +70,7 @@ def describe_plan_totals(plan: Plan, kept: Mapping[str, Any] | None = None) -> s
 
 
 def _batch_casts(plan: Plan) -> list[str]:
-    """The casts of batch arrays that lose precision."""
+    """Lines that name the batch arrays cast to a dtype below float32."""
     casts = [f"{x} to {d}" for x, d in plan.batch_casts.items() if d != "float32"]
     text = f"cast in a batch: {', '.join(casts)}" if casts else ""
     return textwrap.wrap(text, WIDTH)
@@ -82,6 +84,7 @@ def _title(plan: Plan) -> str:
 def _roles(
     plan: Plan, kept: Mapping[str, Any] | None
 ) -> list[tuple[str, list[ArrayPlan]]]:
+    """Arrays of a plan by the title of their role, without empty roles."""
     master = "master weights" + (", lower half" if plan.splits_master else "")
     rows = jax.tree.leaves(plan.master)
     trees = {
@@ -101,7 +104,11 @@ def _roles(
 
 
 def describe_unsharded(plan: Plan) -> str:
-    """Lists the parameters that the tensor axis does not shard."""
+    """Tables the parameters that the tensor axis does not shard, the largest first.
+
+    Each line ends with the setting that would shard the parameter. The text is empty
+    without a tensor axis or where all parameters are sharded.
+    """
     rows = jax.tree.leaves(plan.compute)
     paths: dict[str, list[ArrayPlan]] = collections.defaultdict(list)
     for row in rows:
@@ -113,6 +120,7 @@ def describe_unsharded(plan: Plan) -> str:
     lines, vectors = [], []
     for path in sorted(paths, key=lambda path: -sizes[path]):
         row = paths[path][0]
+        # The dim of stacked layers is no dim of the rule that is suggested.
         shape = row.shape[1:] if row.num_layers else row.shape
         if len(shape) < 2:
             vectors.append(path)
@@ -131,7 +139,7 @@ def describe_unsharded(plan: Plan) -> str:
 
 
 def format_bytes(num_bytes: int | float) -> str:
-    """Bytes with a decimal unit, in three or four digits.
+    """Formats bytes with a decimal unit, in three or four digits.
 
     Example:
         >>> format_bytes(512), format_bytes(1.5e9)
@@ -146,9 +154,9 @@ def format_bytes(num_bytes: int | float) -> str:
 def render_table(
     columns: Sequence[str], rows: Iterable[Sequence[str]], right: Iterable[int] = ()
 ) -> str:
-    """A table of text, as wide as the terminal, and at least 100 characters.
+    """Renders a table of text, as wide as the terminal and at least 100 characters.
 
-    Cells too long for their column go on below; nothing is cut.
+    Cells too long for a column are folded, never truncated.
     """
     table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
     right = tuple(right)
@@ -159,6 +167,7 @@ def render_table(
         table.add_row(*row)
     out = io.StringIO()
     width = max(WIDTH, shutil.get_terminal_size((WIDTH, 0)).columns)
+    # Rich would read brackets in cells as markup, and would write HTML in a notebook.
     Console(file=out, width=width, color_system=None, force_jupyter=False).print(
         table, markup=False
     )
@@ -166,8 +175,10 @@ def render_table(
 
 
 def _role_rows(role: str, leaves: list[ArrayPlan]) -> list[tuple[str, ...]]:
+    """Lines of one role: the total, then one line per group of equal arrays."""
     groups: dict[Any, list[ArrayPlan]] = collections.defaultdict(list)
     for row in leaves:
+        # Only whole path components: the digit of `conv1` is part of a name.
         name = re.sub(r"(?<![^/])\d+(?![^/])", "*", row.path)
         groups[name, row.shape, _dtype(row), str(row.spec)].append(row)
     lines = [
@@ -187,16 +198,18 @@ def _role_rows(role: str, leaves: list[ArrayPlan]) -> list[tuple[str, ...]]:
 
 
 def _shape(row: ArrayPlan) -> str:
+    """Formats the logical shape, and the padded one where storage differs."""
     text = "x".join(map(str, row.shape)) or "scalar"
     stored = "x".join(map(str, row.stored_shape))
     return text if row.shape == row.stored_shape else f"{text} in {stored}"
 
 
 def _dtype(row: ArrayPlan) -> str:
-    """The stored dtype, and the codec in which nodes exchange the array."""
+    """Formats the stored dtype, with the codec by which nodes exchange the array."""
     return f"{row.stored_dtype} ({row.codec})" if row.codec else str(row.stored_dtype)
 
 
 def _spec(row: ArrayPlan) -> str:
+    """Formats the mesh axes of each dim of a stored array."""
     entries = ["+".join(e) if isinstance(e, tuple) else e or "-" for e in row.spec]
     return ",".join(entries) if any(e != "-" for e in entries) else "whole"

@@ -1,4 +1,4 @@
-"""Frozen parameters: stored as they are used, without all that training adds.
+"""Frozen parameters: stored as compute parameters, without master weights.
 
 A frozen parameter has no master weight, no optimizer state and no gradient: it is
 stored once, in the compute dtype and the sharding of compute parameters. In trees of
@@ -17,7 +17,7 @@ from zjax.sharding.placement import ArrayPlan
 
 
 def hold_frozen(master: Any, compute: Any, config: Config) -> Any:
-    """Stores the frozen ones among the master weights as compute parameters."""
+    """Replaces the plans of frozen parameters in `master` by `compute` plans."""
 
     def one(row: ArrayPlan, used: ArrayPlan) -> ArrayPlan:
         if not is_held_frozen(row.path, config):
@@ -28,7 +28,7 @@ def hold_frozen(master: Any, compute: Any, config: Config) -> Any:
 
 
 def trained(tree: Any, rows: Any) -> Any:
-    """A tree with None in place of each frozen parameter."""
+    """Replaces each frozen parameter of a tree by None; `rows` are master plans."""
 
     def one(row: Any, x: Any) -> Any:
         return None if _is_frozen(row) else x
@@ -37,7 +37,7 @@ def trained(tree: Any, rows: Any) -> Any:
 
 
 def frozen(tree: Any, rows: Any) -> Any:
-    """A tree with None in place of each parameter that is trained, as `trained`."""
+    """Replaces each trained parameter of a tree by None, as `trained` does frozen."""
 
     def one(row: Any, x: Any) -> Any:
         return x if _is_frozen(row) else None
@@ -46,7 +46,7 @@ def frozen(tree: Any, rows: Any) -> Any:
 
 
 def joined(of_trained: Any, whole: Any, rows: Any) -> Any:
-    """The inverse of `trained`, with the frozen parameters of another tree."""
+    """Fills the gaps of `trained` with the frozen parameters of the tree `whole`."""
 
     def one(row: Any, x: Any, old: Any) -> Any:
         return old if _is_frozen(row) else x
@@ -55,4 +55,5 @@ def joined(of_trained: Any, whole: Any, rows: Any) -> Any:
 
 
 def _is_frozen(row: Any) -> bool:
+    # Settings freeze by path, and all layers of a stack have one path.
     return (row[0] if is_layers(row) else row).is_frozen

@@ -1,8 +1,8 @@
-"""Arrays that stack equal layers: stored as one, used layer by layer.
+"""Arrays that stack equal layers: stored as one array, used layer by layer.
 
-A stacked array has its layers along the first dim. It keeps the program of the
-optimizer update small; separate layers let each be gathered just before its use, and
-its gradient be reduced as soon as it is computed.
+Layers are stacked along the first dim. Stacking keeps the program of the optimizer
+update small. Separate layers let each layer be gathered just before use, and each
+gradient be reduced as soon as it is computed.
 """
 
 import dataclasses
@@ -37,19 +37,19 @@ class Layers(tuple[Any, ...]):
     name: str
 
     def __new__(cls, layers: Iterable[Any], name: str = "") -> "Layers":
-        """Makes a tuple with the name of its array."""
+        """Makes a tuple that carries the name of the stacked array."""
         self = super().__new__(cls, layers)
         self.name = name
         return self
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], str]:
-        """Flattens for JAX, with keys."""
+        """Flattens for JAX into layers with keys, and the name."""
         return [
             (LayerKey(self.name, i), layer) for i, layer in enumerate(self)
         ], self.name
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], str]:
-        """Flattens for JAX."""
+        """Flattens for JAX into layers and the name."""
         return tuple(self), self.name
 
     @classmethod
@@ -59,7 +59,7 @@ class Layers(tuple[Any, ...]):
 
 
 def take_apart(params: Params, rows: Any) -> Params:
-    """Slices stacked arrays into `Layers`."""
+    """Slices stacked arrays into `Layers` where the tree `rows` has `Layers`."""
 
     def slice_stack(row: Any, x: Any) -> Any:
         if not is_layers(row) or is_layers(x):
@@ -70,7 +70,7 @@ def take_apart(params: Params, rows: Any) -> Params:
 
 
 def put_together(params: Params) -> Params:
-    """Stacks `Layers`, the inverse of `take_apart`.
+    """Stacks `Layers` into arrays, the inverse of `take_apart`.
 
     Example:
         >>> put_together({"scale": Layers((jnp.ones(2), jnp.zeros(2)))})["scale"].shape
@@ -78,6 +78,7 @@ def put_together(params: Params) -> Params:
     """
 
     def stack(*rows: jax.Array) -> jax.Array:
+        # Else XLA fuses the stacking into the optimizer update, in one pass per result.
         return jax.lax.optimization_barrier(jnp.stack(rows))
 
     def stack_layers(x: Any) -> Any:
@@ -87,7 +88,7 @@ def put_together(params: Params) -> Params:
 
 
 def layer_by_layer(row: ArrayPlan) -> Any:
-    """Plan of each layer as `Layers`, if `row` is the plan of a stack; else `row`."""
+    """Returns `Layers` with the plan of each layer of a stack, else `row` itself."""
     if not row.num_layers:
         return row
     return Layers([row.layer] * row.num_layers, name_of(row.path))
@@ -118,10 +119,11 @@ def layers_of(params: Params, num_layers: int) -> list[Params]:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LayerOf:
-    """A layer that is sliced out of its group by what reads it.
+    """One layer, held as a group of layers and an index, and sliced where it is read.
 
-    Gradients of a loop save what a recomputed block is given. They save the group as
-    the array that the loop runs over, and a slice as a copy of all layers.
+    The backward pass of a loop saves the inputs of a recomputed block. A group is saved
+    as the array that the loop runs over; a slice would be saved as a copy of all
+    layers.
 
     Args:
         group: Stacked arrays of a few layers.
@@ -133,7 +135,7 @@ class LayerOf:
 
 
 def read_layer(params: Params) -> Params:
-    """The parameters of a layer, sliced if they are a `LayerOf`.
+    """Slices the parameters of a layer if they are a `LayerOf`.
 
     Example:
         >>> read_layer(LayerOf({"w": jnp.arange(3)}, 2))["w"].item()
@@ -145,7 +147,9 @@ def read_layer(params: Params) -> Params:
 
 
 def cut_layers(params: Params, sizes: Sequence[int]) -> list[Params]:
-    """Cuts a tree of stacked arrays or `Layers` into ranges of adjacent layers.
+    """Splits a tree of stacked arrays or `Layers` into ranges of adjacent layers.
+
+    `sizes` are layers per range, and add up to all layers.
 
     Example:
         >>> [x["w"].tolist() for x in cut_layers({"w": jnp.arange(3)}, (1, 2))]
@@ -182,6 +186,7 @@ def side_by_side(layers: Sequence[Params]) -> Params:
 
 @jax.custom_vjp
 def _slices(x: jax.Array) -> Layers:
+    """Slices an array into `Layers`, with a gradient that stacks."""
     return Layers(x[i] for i in range(x.shape[0]))
 
 
@@ -191,9 +196,11 @@ _slices.defvjp(lambda x: (_slices(x), None), lambda _, grads: (jnp.stack(grads),
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _ranges(x: jax.Array, firsts: tuple[int, ...]) -> list[jax.Array]:
+    """Slices an array at `firsts`, with a gradient that concatenates."""
     return [x[i:j] for i, j in itertools.pairwise(firsts)]
 
 
+# As for `_slices`: no padding to the size of the stack.
 _ranges.defvjp(
     lambda x, firsts: (_ranges(x, firsts), None),
     lambda firsts, _, grads: (jnp.concatenate(grads),),

@@ -25,7 +25,8 @@ class StageBytes:
     Args:
         parameters: Bytes of compute parameters.
         gradients: Bytes of gradients or of their sum.
-        optimizer: Bytes of master weights, optimizer state and what else is kept.
+        optimizer: Bytes of master weights, optimizer state, averaged weights and arrays
+            for compressed communication.
     """
 
     parameters: int | float
@@ -34,12 +35,12 @@ class StageBytes:
 
     @property
     def parts(self) -> tuple[int | float, int | float, int | float]:
-        """All three in order."""
+        """Bytes of parameters, gradients and optimizer state."""
         return self.parameters, self.gradients, self.optimizer
 
     @property
     def total(self) -> int | float:
-        """All three together."""
+        """Bytes of parameters, gradients and optimizer state together."""
         return sum(self.parts)
 
 
@@ -50,9 +51,11 @@ def zero_bytes(
     *,
     parameter_bytes: int | float = 2,
     gradient_bytes: int | float = 2,
-    optimizer_bytes: int | float = 12,
+    optimizer_bytes: int | float = 12,  # float32 master weight, two moments of Adam
 ) -> StageBytes:
-    """Bytes of model state per device by the closed form of the ZeRO paper.
+    """Computes bytes of model state per device by the closed form of the ZeRO paper.
+
+    `optimizer_bytes` is K of the paper.
 
     Example:
         >>> round(zero_bytes(7.5e9, 64, 2).total / 1e9, 1)
@@ -74,7 +77,7 @@ class MemoryBytes(NamedTuple):
 
     Args:
         device: Bytes on the device.
-        host: Bytes in the pinned memory of its host.
+        host: Bytes in pinned memory of the host.
         disks: Bytes on disks.
     """
 
@@ -94,12 +97,12 @@ class MemoryBytes(NamedTuple):
 
 
 def tree_bytes(rows: Any) -> int:
-    """Bytes per device of a tree of `ArrayPlan`, padding included."""
+    """Adds up bytes per device of a tree of `ArrayPlan`, padding included."""
     return sum(row.device_bytes for row in jax.tree.leaves(rows))
 
 
 def bytes_by_memory(rows: Any) -> MemoryBytes:
-    """Bytes per device of a tree of `ArrayPlan` in each memory."""
+    """Adds up bytes per device of a tree of `ArrayPlan` in each memory."""
     sizes = collections.Counter()
     for row in jax.tree.leaves(rows):
         sizes[row.memory] += row.device_bytes
@@ -107,7 +110,11 @@ def bytes_by_memory(rows: Any) -> MemoryBytes:
 
 
 def stored_bytes(plan: Plan) -> MemoryBytes:
-    """Bytes per device that a plan stores from step to step."""
+    """Bytes per device that a plan stores between steps.
+
+    Compute parameters are stored between steps only under offload.
+    """
+    # Frozen compute parameters are already in `master`.
     params = trained(plan.compute, plan.master) if plan.is_offloaded else ()
     return bytes_by_memory((plan.master, plan.opt_state, plan.ema, params))
 
@@ -115,7 +122,8 @@ def stored_bytes(plan: Plan) -> MemoryBytes:
 def plan_bytes(plan: Plan, kept: Any = ()) -> StageBytes:
     """Bytes per device of parameters, gradient sum and optimizer state of a plan.
 
-    Frozen parameters are counted once, as parameters.
+    Frozen parameters are counted once, as parameters. The arrays of `kept`, which
+    replicas use for compressed communication, count as optimizer state.
     """
     return StageBytes(
         parameters=tree_bytes(plan.compute),
@@ -127,7 +135,7 @@ def plan_bytes(plan: Plan, kept: Any = ()) -> StageBytes:
 
 
 def num_params(plan: Plan) -> int:
-    """Parameters of the planned model, without padding."""
+    """Number of parameters of the planned model, without padding."""
     return sum(math.prod(row.shape) for row in jax.tree.leaves(plan.master))
 
 
@@ -143,7 +151,11 @@ def padding_bytes(rows: Any) -> int:
 
 
 def pending_gradients(plan: Plan, num_microbatches: int) -> Any:
-    """Plans of the gradients that are held on the devices until the update."""
+    """Plans of the gradients that are pending on the devices until the update.
+
+    Gradients of one microbatch have the compute dtype; sums of several have the dtype
+    of the gradient sum. All are sharded as in the optimizer.
+    """
     typed = plan.grads
     if num_microbatches == 1:
         typed = trained(plan.compute, plan.master)
@@ -155,19 +167,19 @@ def pending_gradients(plan: Plan, num_microbatches: int) -> Any:
 
 
 def stored_gradients(plan: Plan, config: Config) -> list[ArrayPlan]:
-    """Plans of pending gradients in `zero.gradient_memory`, one per parameter."""
+    """Plans of pending gradients in `zero.gradient_memory`, in parameter order."""
     batch = resolve_batch(config, plan.num_batch_shares)
     rows = jax.tree.leaves(pending_gradients(plan, batch.num_microbatches))
     return [offload_pending(row, config.zero.gradient_memory, config) for row in rows]
 
 
 def rows_on_disk(plan: Plan, config: Config) -> list[ArrayPlan]:
-    """Plans of all arrays that a run stores on disks, pending gradients included."""
+    """Plans of all arrays that a run stores on disks: state, then pending gradients."""
     state = (plan.master, plan.opt_state, plan.ema, plan.compute)
     rows = [*jax.tree.leaves(state), *stored_gradients(plan, config)]
     return [row for row in rows if row.is_on_disk]
 
 
 def num_zero_shares(plan: Plan) -> int:
-    """Devices over which ZeRO splits: the product of the ZeRO axes."""
+    """Number of devices over which ZeRO shards: the product of the ZeRO axes."""
     return num_shares(plan.mesh, plan.zero_axes)

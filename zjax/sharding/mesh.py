@@ -26,21 +26,21 @@ are laid out in the order of `AXES`."""
 ZERO_AXES = (DATA, EXPERT, SEQUENCE)
 """Axes over which ZeRO shards state; `replica` holds copies of the shards."""
 ALL_ZERO_AXES = (*ZERO_AXES, REPLICA)
-"""The same under `zero.shard_over_replica`. Shards of a node are adjacent: its devices
-gather one contiguous shard over `replica`."""
+"""ZeRO axes under `zero.shard_over_replica`. The shards of a node are adjacent, so that
+its devices gather one contiguous shard over `replica`."""
 
 _AUTO = (AxisType.Auto,) * len(AXES)
 
 
 def with_batch_sizes(config: schema.Config, num_devices: int) -> schema.Config:
-    """The config with all three batch sizes for this number of devices."""
+    """Fills in the three batch sizes of a config for a number of devices."""
     sizes = mesh_sizes(config.mesh, num_devices)
     batch = resolve_batch(config, math.prod(sizes[axis] for axis in BATCH_AXES))
     return dataclasses.replace(config, **dataclasses.asdict(batch))
 
 
 def mesh_sizes(mesh: schema.Mesh, num_devices: int) -> dict[str, int]:
-    """Resolves the entry that is -1 and checks the product.
+    """Resolves the axis of size -1 and refuses sizes that do not fill the devices.
 
     Example:
         >>> mesh_sizes(schema.Mesh(tensor=2), 8)["data"]
@@ -48,6 +48,7 @@ def mesh_sizes(mesh: schema.Mesh, num_devices: int) -> dict[str, int]:
     """
     sizes = {axis: getattr(mesh, axis) for axis in AXES}
     known = math.prod(size for size in sizes.values() if size > 0)
+    # With 1 the product below differs from the number of devices, and is refused.
     free = num_devices // known if num_devices % known == 0 else 1
     resolved = {axis: free if size == -1 else size for axis, size in sizes.items()}
     if math.prod(resolved.values()) != num_devices:
@@ -65,19 +66,40 @@ def mesh_sizes(mesh: schema.Mesh, num_devices: int) -> dict[str, int]:
 def make_mesh(mesh: schema.Mesh, devices: Sequence[Device] | None = None) -> Mesh:
     """Arranges devices along the six axes.
 
+    Args:
+        mesh: Sizes per axis; at most one is -1.
+        devices: Devices to use; all devices by default.
+
+    Returns:
+        A mesh of axes of type Auto.
+
+    Raises:
+        ConfigError: The sizes do not multiply to the number of devices.
+
     Example:
         >>> make_mesh(schema.Mesh(), jax.devices()[:1]).shape["data"]
         1
     """
     devices = jax.devices() if devices is None else devices
     sizes = mesh_sizes(mesh, len(devices))
+    # Links get faster along `AXES`; afterwards only the order of the names changes.
     laid = jax.make_mesh(tuple(sizes.values()), AXES, _AUTO, devices=devices).devices
     nested = laid.transpose([AXES.index(axis) for axis in NESTED_AXES])
     return Mesh(nested, NESTED_AXES, axis_types=_AUTO)
 
 
 def abstract_mesh(mesh: schema.Mesh, num_devices: int) -> AbstractMesh:
-    """A mesh without devices, to plan for other machines.
+    """Makes a mesh without devices, to plan for other machines.
+
+    Args:
+        mesh: Sizes per axis; at most one is -1.
+        num_devices: Number of devices to plan for, 1 or more.
+
+    Returns:
+        A mesh on which shardings can be computed.
+
+    Raises:
+        ConfigError: The sizes do not multiply to the number of devices.
 
     Example:
         >>> abstract_mesh(schema.Mesh(tensor=8), 1024).shape["data"]
@@ -97,9 +119,10 @@ def trace(function: Callable[..., Any], *args: Any) -> ClosedJaxpr:
         >>> len(trace(lambda x: constrain(x, in_parts), jax.numpy.ones(8)).eqns)
         1
     """
+    # First without a mesh, as the function may set one itself.
     try:
         return jax.make_jaxpr(function)(*args)
-    except (RuntimeError, ValueError):  # what JAX raises where a mesh is missing
+    except (RuntimeError, ValueError):  # JAX raises either where a mesh is missing
         if not jax.sharding.get_abstract_mesh().empty:
             raise
     with jax.sharding.use_abstract_mesh(abstract_mesh(schema.Mesh(), 1)):
@@ -107,7 +130,7 @@ def trace(function: Callable[..., Any], *args: Any) -> ClosedJaxpr:
 
 
 def num_shares(mesh: Mesh | AbstractMesh, names: Sequence[str]) -> int:
-    """Number of shards of a dim over some mesh axes: the product of their sizes.
+    """Number of shards of a dim over some mesh axes: the product of the axis sizes.
 
     Example:
         >>> num_shares(abstract_mesh(schema.Mesh(tensor=2), 8), (DATA, TENSOR))
@@ -117,8 +140,9 @@ def num_shares(mesh: Mesh | AbstractMesh, names: Sequence[str]) -> int:
 
 
 def device_capacity_bytes(mesh: Mesh | AbstractMesh) -> float:
-    """Memory in bytes of the smallest local device of a mesh; infinite if unknown."""
+    """Bytes of memory of the smallest local device of a mesh; infinite if unknown."""
     devices = mesh.local_devices if isinstance(mesh, Mesh) else []
+    # CPU devices have no statistics: None.
     stats = [device.memory_stats() or {} for device in devices]
     return float(min((s.get("bytes_limit", math.inf) for s in stats), default=math.inf))
 
@@ -137,7 +161,7 @@ def is_simulated(mesh: Mesh | AbstractMesh) -> bool:
     """Whether the devices are simulated, so that programs must not run concurrently.
 
     Simulated devices share few threads: collectives of concurrent programs would
-    deadlock on them.
+    deadlock.
 
     Example:
         >>> is_simulated(make_mesh(schema.Mesh(), jax.devices("cpu")[:1]))

@@ -20,7 +20,7 @@ from zjax.typing import Logical, Model, Params
 
 
 def kernels_of_adapters(paths: Collection[str]) -> dict[str, str]:
-    """The path of the kernel of each matrix of an adapter, by its path.
+    """Maps the path of each adapter matrix to the path of the kernel it adapts.
 
     Example:
         >>> kernels_of_adapters(["up/kernel", "up/lora/a"])
@@ -34,7 +34,9 @@ def kernels_of_adapters(paths: Collection[str]) -> dict[str, str]:
 def name_adapters(
     kernels: Mapping[str, str], names: Mapping[str, Logical]
 ) -> dict[str, Logical]:
-    """Names the dims of adapters by path.
+    """Names the dims of adapter matrices, by path, after the dims of the kernels.
+
+    `kernels` comes from `kernels_of_adapters`; `names` has the names of all parameters.
 
     Example:
         >>> names = {"up/kernel": ("embed", "mlp"), "up/lora/a": (None,) * 2}
@@ -49,6 +51,7 @@ def name_adapters(
         num_before = ranks[f"{layer}lora/a"] - 1
         before, outputs = dims[:num_before], dims[num_before:]
         stack = before[: ranks[f"{layer}lora/b"] - 1 - len(outputs)]
+        # `a` is [*stack, *inputs, rank], `b` is [*stack, rank, *outputs].
         by_matrix = {
             "a": (*before, None),
             "b": (*stack, None, *outputs),
@@ -60,7 +63,7 @@ def name_adapters(
 
 
 def _layer(path: str) -> str:
-    """The path of the layer of an adapter, with a slash at its end."""
+    """Path of the layer of an adapter, with a slash at the end."""
     return path.rpartition("lora/")[0]
 
 
@@ -74,7 +77,12 @@ def names_of_dims(
     settings: schema.Mesh,
     mesh: Mesh | AbstractMesh | None = None,
 ) -> list[Logical]:
-    """Names the dims of each parameter."""
+    """Names the dims of each parameter by the model, `mesh.names` and `mesh.rules`.
+
+    Each name is a key of `rules.RULES` or None; parameters are in the order of the
+    leaves. Without a mesh, names that have no rule are not refused. All problems raise
+    at once.
+    """
     leaves, tree = jax.tree_util.tree_flatten_with_path(params)
     logical_dims = [tuple(x or ()) for x in tree.flatten_up_to(model.logical(params))]
     paths = [path_of(keys) for keys, _ in leaves]
@@ -93,10 +101,12 @@ def names_of_dims(
     for path, (_, leaf), dims in zip(paths, leaves, logical_dims, strict=True):
         said = [_translate(dim, table) for dim in dims]
         names = tuple(x[0] if len(x) == 1 and x[0] in RULES else None for x in said)
+        # Models may name fewer dims than an array has; `_misfits` refuses more.
         names = (*names, *[None] * leaf.ndim)[: leaf.ndim]
         owner = owners.get(path)
         if owner is None:
             for word, problem in _misfits(path, dims, said, leaf.ndim, table):
+                # One problem per unknown word, however many parameters use it.
                 misfits.setdefault(word, problem)
         else:
             names, misfit = _by_rule(owner, settings.rules[owner], names, path)
@@ -106,6 +116,7 @@ def names_of_dims(
     named = list(zip(paths, names_by_leaf, strict=True))
     adapters = name_adapters(kernels, dict(named))
     names_by_leaf = [adapters.get(path, names) for path, names in named]
+    # Elsewhere an unknown name changes no sharding, and is only logged.
     if mesh is not None and any(mesh.shape[axis] > 1 for axis in SPLITTING_AXES):
         problems += misfits.values()
     if problems:
@@ -116,7 +127,7 @@ def names_of_dims(
 
 
 def _translate(dim: Any, table: dict[str, str]) -> tuple[str, ...]:
-    """Translated names that a model gives one dim; Flax allows several."""
+    """Translates the names that a model gives one dim; Flax allows several."""
     several = dim if isinstance(dim, tuple | list) else (dim,)
     names = (table.get(name, name) for name in several if isinstance(name, str))
     return tuple(name for name in names if name)
@@ -129,7 +140,7 @@ def _misfits(
     rank: int,
     table: dict[str, str],
 ) -> Iterator[tuple[str, Problem]]:
-    """Problems of the names that a model gives one parameter."""
+    """Yields, by word, the problems of the names that a model gives one parameter."""
     if len(dims) > rank:
         problem = f"has more names than the {rank} dims"
         yield path, Problem(path, dims, problem, "use one name per dim, or mesh.rules")
@@ -146,14 +157,17 @@ def _misfits(
             yield path, Problem(path, dims, problem, remedy)
 
 
+# A run makes several plans; the cache logs each text once.
 @functools.cache
 def _log_unused(names: str) -> None:
+    """Logs names that split nothing."""
     logging.warning("names of dims that split nothing on this mesh: %s", names)
 
 
 def _table_problems(
     table: dict[str, str], logical_dims: Sequence[tuple[Any, ...]]
 ) -> Iterator[Problem]:
+    """Yields the problems of `mesh.names`: unknown meanings, and names of no model."""
     used = {
         name: None for dims in logical_dims for x in dims for name in _translate(x, {})
     }
@@ -168,6 +182,7 @@ def _table_problems(
 
 
 def _first_match(path: str, rules: Sequence[schema.DimRule]) -> int | None:
+    """Index of the first rule that matches a path."""
     matches = (i for i, rule in enumerate(rules) if re.search(rule.pattern, path))
     return next(matches, None)
 
@@ -175,7 +190,7 @@ def _first_match(path: str, rules: Sequence[schema.DimRule]) -> int | None:
 def _by_rule(
     index: int, rule: schema.DimRule, names: Logical, path: str
 ) -> tuple[Logical, list[Problem]]:
-    """Names by a rule of the config; the dim of stacked layers keeps its name."""
+    """Names the dims by a rule of the config; the dim of stacked layers stays named."""
     rank = len(names)
     stacked = names[: sum(name in STACKED_DIMS for name in names)]
     ruled = (*stacked, *(name or None for name in rule.dims))
@@ -189,7 +204,7 @@ def _by_rule(
 def _useless(
     field: str, index: int, rule: schema.DimRule, owners: dict[str, Any]
 ) -> Iterator[Problem]:
-    """Problems of a rule itself: unknown names, or no parameter to match."""
+    """Yields the problems of a rule itself: unknown names, or no parameter to match."""
     for name in rule.dims:
         if name and name not in RULES:
             remedy = f"use one of {', '.join(RULES)}, or ''"
@@ -203,6 +218,7 @@ def _useless(
         remedy = "move this rule before them"
     else:
         problem = f"matches none of {len(owners)} parameters"
+        # Without a cutoff, as an example of a path always helps.
         near = difflib.get_close_matches(rule.pattern, list(owners), n=3, cutoff=0.0)
         remedy = f"paths look like {', '.join(near)}"
     yield Problem(f"{field}.pattern", rule.pattern, problem, remedy)

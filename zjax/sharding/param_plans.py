@@ -1,4 +1,4 @@
-"""Plans of parameters and optimizer state by their sharding, before offload."""
+"""Plans of parameters and optimizer state by sharding, before offload."""
 
 import dataclasses
 import inspect
@@ -26,23 +26,29 @@ from zjax.sharding.rules import axes_of, entry
 from zjax.typing import Model, Params
 
 MIN_CODED_ELEMENTS = 2_048
-"""Smallest shard, per layer, that is moved by a codec: one block of int8."""
+"""Fewest elements of a shard, per layer, that a codec moves: one block of int8."""
 
 
 def plan_compute(rows: Any, config: Config) -> Any:
-    """Plans of the compute parameters of ZeRO-3, by the settings of ZeRO++."""
+    """Plans the compute parameters of ZeRO-3 by the settings of ZeRO++.
+
+    `rows` are stored as the master weights are.
+    """
     zero = config.zero
     coded = plan_codec(rows, "int8") if zero.quantized_weights else rows
     return jax.tree.map(_in_node, coded) if zero.secondary_partition else coded
 
 
 def plan_grads(rows: Any, config: Config) -> Any:
-    """Plans of the reduced gradients of ZeRO-3, by the settings of ZeRO++."""
+    """Plans the reduced gradients of ZeRO-3 by the settings of ZeRO++."""
     return plan_codec(rows, "int4") if config.zero.quantized_gradients else rows
 
 
 def check_effect(rows: Any, compute: Any, grads: Any, config: Config) -> None:
-    """Refuses settings of ZeRO++ that change the plan of no array."""
+    """Refuses settings of ZeRO++ that change the plan of no array.
+
+    `rows` is the argument of `plan_compute`, and `compute` is the result.
+    """
     pairs = zip(*map(jax.tree.leaves, (rows, compute)), strict=True)
     coded = f"codes nothing: no matrix has shards of {MIN_CODED_ELEMENTS:,} elements"
     whole = "moves nothing: no array is sharded in a dim that the devices divide"
@@ -62,13 +68,14 @@ def check_effect(rows: Any, compute: Any, grads: Any, config: Config) -> None:
 
 
 def plan_codec(rows: Any, codec: str) -> Any:
-    """Gives a codec to the arrays of a tree that are large enough."""
+    """Gives a codec to the matrices of a tree whose shards are large enough."""
 
     def one(row: ArrayPlan) -> ArrayPlan:
         is_stack = row.num_layers > 0
         shard = math.prod(row.stored.shard_shape(row.stored_shape))
         is_small = shard // max(1, row.num_layers) < MIN_CODED_ELEMENTS
         is_vector = len(row.shape) - is_stack < 2
+        # Only traffic between nodes is worth the rounding of a codec.
         is_split = any(REPLICA in axes for axes in row.gathered_axes)
         is_coded = is_split and not is_small and not is_vector
         return dataclasses.replace(row, codec=codec) if is_coded else row
@@ -77,7 +84,7 @@ def plan_codec(rows: Any, codec: str) -> Any:
 
 
 def _in_node(row: ArrayPlan) -> ArrayPlan:
-    """Stores an array once per node, unless that would change its padding."""
+    """Stores an array once per node, unless the padding of the array would change."""
     dims = axes_of(row.spec, len(row.shape))
     for size, axes in zip(row.shape, dims, strict=True):
         if REPLICA in axes and size % num_shares(row.stored.mesh, axes):
@@ -88,7 +95,11 @@ def _in_node(row: ArrayPlan) -> ArrayPlan:
 
 
 def abstract_opt_state(tx: Any, params: Any) -> Any:
-    """The abstract state of an optimizer, after a check of one abstract update."""
+    """Traces one update of an optimizer, and returns the abstract optimizer state.
+
+    Refuses an optimizer that rejects the parameters, that needs more than gradient,
+    parameters, loss and loss function, or that changes shapes or dtypes of the state.
+    """
 
     def update(grads: Any, state: Any, params: Any) -> Any:
         return optax.with_extra_args_support(tx).update(
@@ -97,6 +108,7 @@ def abstract_opt_state(tx: Any, params: Any) -> Any:
             params,
             value=jnp.zeros(()),
             grad=grads,
+            # Any scalar of the parameters has the type of the loss.
             value_fn=lambda p: sum(jnp.sum(x) for x in jax.tree.leaves(p)) * 1.0,
         )
 
@@ -107,6 +119,7 @@ def abstract_opt_state(tx: Any, params: Any) -> Any:
         problem, remedy = "fails on the parameters", "correct what it raises"
         raise PlanError(_failure(name, problem, error, remedy)) from error
     try:
+        # Gradients have the shapes and dtypes of the parameters.
         updates, after = jax.eval_shape(update, params, state, params)
     except Exception as error:
         problem = "fails in an update from one mean gradient"
@@ -139,6 +152,8 @@ def optimizer_name(tx: Any) -> str:
 
 
 def _function_name(update: Any) -> str:
+    """Name of the factory of an Optax update function, with the members of a chain."""
+    # Optax defines update functions inside factories: "adam.<locals>.update_fn".
     name = update.__qualname__.split(".")[0]
     inner = []
     for cell in inspect.unwrap(update).__closure__ or ():
@@ -147,12 +162,14 @@ def _function_name(update: Any) -> str:
             members = (members.update,)
         if isinstance(members, tuple):
             inner += [_function_name(m) for m in members if inspect.isfunction(m)]
+    # Wrappers take the name of the transformation inside.
     if name in ("with_extra_args_support", "per_layer", "_on_states"):
         return inner[0]
     return f"{name}({', '.join(inner)})" if inner else name
 
 
 def _failure(name: str, problem: str, error: Exception, remedy: str) -> Problem:
+    """Describes why an optimizer raises, with the remedy for trees of another form."""
     text = str(error)
     if "pytree" in text or "tree structure" in text:
         remedy = "zjax holds parameters as nested dicts of arrays: give masks and "
@@ -162,6 +179,7 @@ def _failure(name: str, problem: str, error: Exception, remedy: str) -> Problem:
 
 
 def _difference(before: Any, after: Any, *, dtypes: bool = True) -> str:
+    """Describes the first leaf whose shape or dtype differs; empty for equal trees."""
     if jax.tree.structure(before) != jax.tree.structure(after):
         return "the structure of its state"
     pairs = zip(
@@ -174,6 +192,7 @@ def _difference(before: Any, after: Any, *, dtypes: bool = True) -> str:
 
 
 _ROUTER = re.compile(r"(^|/)router(/kernel)?$")
+"""Paths of router matrices, which are float32 in every role."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,7 +203,7 @@ class ParamPlans:
         params: Abstract parameters.
         mesh: Devices, or an abstract mesh.
         unsharded: Model-parallel spec of each leaf.
-        sharded: The same specs, extended over the ZeRO axes.
+        sharded: Model-parallel spec of each leaf, extended over the ZeRO axes.
         is_stack: Whether each leaf stacks layers.
         is_by_layer: Whether stacks are planned as one array per layer.
         wide: Paths of parameters that are float32 in every role: matrices of routers,
@@ -209,12 +228,16 @@ class ParamPlans:
         *,
         is_by_layer: bool,
     ) -> "ParamPlans":
-        """Finds the specs of all parameters."""
+        """Finds the model-parallel spec and the ZeRO spec of each parameter.
+
+        `is_by_layer` plans a stack as one array per layer.
+        """
         logical = names_of_dims(model, params, config.mesh, mesh)
         unsharded, sharded = [], []
         leaves = jax.tree_util.tree_leaves_with_path(params)
         for (keys, leaf), names in zip(leaves, logical, strict=True):
             spec = rules.spec_for(names, path_of(keys), mesh)
+            # The spec before ZeRO, which pads a dim that batch axes do not divide.
             rules.check_parts(leaf.shape, spec, path_of(keys), mesh)
             unsharded.append(spec)
             sharded.append(_zero_spec(config, mesh, leaf.shape, spec, names))
@@ -224,7 +247,7 @@ class ParamPlans:
         return cls(params, mesh, unsharded, sharded, is_stack, is_by_layer, wide)
 
     def planned(self, dtype: str, *, is_sharded: bool) -> Any:
-        """A tree of plans in this dtype, of `Layers` where stacks are by layer."""
+        """Plans one array per parameter in a dtype; stacks by layer become `Layers`."""
         cast = _cast(self.params, dtype, self.wide)
         leaves, tree = jax.tree_util.tree_flatten_with_path(cast)
         specs = self.sharded if is_sharded else self.unsharded
@@ -247,7 +270,7 @@ def _array_plan(
     *,
     is_stack: bool = False,
 ) -> ArrayPlan:
-    """The plan of an array stored with `spec` and used with `used`, else `spec`."""
+    """Plans an array that is stored with `spec`, and used with `used` if given."""
     return ArrayPlan(
         path,
         leaf.shape,
@@ -259,7 +282,7 @@ def _array_plan(
 
 
 def replicated_plans(tree: Any, mesh: Any) -> Any:
-    """Plans of arrays that every device stores, such as the model state."""
+    """Plans arrays that every device stores whole, such as the model state."""
     return jax.tree_util.tree_map_with_path(
         lambda keys, leaf: _array_plan(path_of(keys), leaf, PartitionSpec(), mesh), tree
     )
@@ -272,6 +295,7 @@ def _zero_spec(
     spec: PartitionSpec,
     names: tuple[str | None, ...] = (),
 ) -> PartitionSpec:
+    """Extends the spec of an array over the ZeRO axes, never along stacked layers."""
     stacked = [dim for dim, name in enumerate(names) if name in rules.STACKED_DIMS]
     return zero.extend_spec(
         shape,
@@ -284,10 +308,11 @@ def _zero_spec(
 
 
 def plan_opt_state(config: Config, mesh: Any, tx: Any, master: Any) -> Any:
-    """Shards optimizer state as its parameters; state of other shapes by `_zero_spec`.
+    """Shards optimizer state as the parameters; state of other shapes by `_zero_spec`.
 
-    A leaf belongs to the parameter whose path its own path contains. It is sharded like
-    it if their shapes agree but for dims of size 1, which are reductions.
+    A leaf belongs to a parameter if the path of the leaf contains the path of the
+    parameter. Both are sharded alike if the shapes agree but for dims of size 1, which
+    are reductions.
     """
     params = {row.path: row for row in jax.tree.leaves(master)}
     arrays = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), master)
@@ -299,6 +324,8 @@ def plan_opt_state(config: Config, mesh: Any, tx: Any, master: Any) -> Any:
             spec = rules.reduced_spec(owner.spec, owner.shape, leaf.shape)
             if spec is not None:
                 return _array_plan(path, leaf, spec, mesh)
+            # State per layer is stacked as the parameter is: ZeRO must not split the
+            # layers.
             if owner.num_layers and leaf.shape[:1] == (owner.num_layers,):
                 names = ("layers",)
         spec = PartitionSpec()
@@ -310,6 +337,8 @@ def plan_opt_state(config: Config, mesh: Any, tx: Any, master: Any) -> Any:
 
 
 def _cast(tree: Any, dtype: str, wide: Collection[str]) -> Any:
+    """Casts abstract floating arrays to `dtype`, and paths in `wide` to float32."""
+
     def cast(keys: Any, x: Any) -> jax.ShapeDtypeStruct:
         floating = jnp.issubdtype(x.dtype, jnp.floating)
         to = jnp.dtype("float32" if path_of(keys) in wide else dtype)

@@ -7,10 +7,10 @@ import jax
 
 
 class LayerKey(jax.tree_util.DictKey):
-    """The key of one layer of `Layers`.
+    """Key of one layer of `Layers`.
 
-    It equals the key of the stacked array, so that rules that match names find it, and
-    adds nothing to a path: a layer has the path of its stack.
+    A `LayerKey` equals the key of the stacked array, so that rules that match names
+    find the layer. The key adds nothing to a path: a layer has the path of the stack.
 
     Args:
         name: Name of the stacked array.
@@ -23,7 +23,7 @@ class LayerKey(jax.tree_util.DictKey):
 
 
 def path_of(keys: Any) -> str:
-    """A key path of `jax.tree_util` as text, its parts separated by `/`.
+    """Formats a key path of `jax.tree_util` as text with `/` between the parts.
 
     Example:
         >>> path_of((jax.tree_util.DictKey("blocks"), jax.tree_util.SequenceKey(0)))
@@ -34,7 +34,7 @@ def path_of(keys: Any) -> str:
 
 
 def layer_of(keys: Any) -> int | None:
-    """The index of the layer in a key path; None if it has no `LayerKey`.
+    """Index of the layer in a key path; None without a `LayerKey`.
 
     Example:
         >>> layer_of((jax.tree_util.DictKey("blocks"), LayerKey("kernel", 3)))
@@ -45,7 +45,7 @@ def layer_of(keys: Any) -> int | None:
 
 
 def name_of(path: str) -> str:
-    """The last part of a path, which is the name of an array.
+    """Last part of a path, which is the name of an array.
 
     Example:
         >>> name_of("blocks/mlp/bias")
@@ -55,7 +55,10 @@ def name_of(path: str) -> str:
 
 
 def owners(keys: Any, params: Mapping[str, Any]) -> Iterator[Any]:
-    """The parameters that a leaf of optimizer state may belong to.
+    """Yields the parameters that a leaf of optimizer state may belong to.
+
+    `params` holds any value per path. The path of the leaf contains the path of each
+    owner: paths that end last come first, longer paths before shorter paths.
 
     Example:
         >>> keys = map(jax.tree_util.DictKey, ("mu", "blocks", "kernel"))
@@ -73,6 +76,9 @@ def owners(keys: Any, params: Mapping[str, Any]) -> Iterator[Any]:
 def position_finder(params: Any) -> Callable[[Any], int | None]:
     """Makes a function that finds the parameter of a leaf of optimizer state.
 
+    The function maps the key path of a leaf to the position of the parameter among the
+    leaves of `params`, or to None.
+
     Example:
         >>> position = position_finder({"bias": 0, "kernel": 0})
         >>> position((jax.tree_util.DictKey("mu"), jax.tree_util.DictKey("kernel")))
@@ -81,6 +87,7 @@ def position_finder(params: Any) -> Callable[[Any], int | None]:
     leaves = jax.tree_util.tree_leaves_with_path(params)
     names = [(path_of(keys), layer_of(keys)) for keys, _ in leaves]
     positions = {name: i for i, name in enumerate(names)}
+    # `owners` yields values, and here needs paths, which the layers of a stack share.
     paths = {path: path for path, _ in names}
 
     def position(keys: Any) -> int | None:

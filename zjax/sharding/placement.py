@@ -1,8 +1,8 @@
 """The plan of one array: where it is stored, where it is used, and how it is padded.
 
 JAX refuses uneven shards in arguments and results of a program, so an array that does
-not divide is stored with zeros at the end. Programs unpad their arguments and pad their
-results: no computation sees the padding.
+not divide is stored with zeros at the end. Programs unpad arguments and pad results: no
+computation sees the padding.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from zjax.sharding import rules, zero
 
 Follows = Literal["gradient", "totals", "nothing"]
-"""What changes a parameter."""
+"""Source of the changes of a parameter."""
 
 
 class Form(enum.Enum):
@@ -33,7 +33,7 @@ class Form(enum.Enum):
     """As the array is used."""
     SPLIT = "split master weights"
     """The low 16 bits of float32 weights (`zjax.optim.precision`); the compute
-    parameters are the high ones."""
+    parameters are the high 16 bits."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +60,7 @@ class ArrayPlan:
         compute parameter, hpZ and qwZ   data           -           plain  int8
 
     Args:
-        path: Path of the array in its tree, parts separated by `/`.
+        path: Path of the array in the tree, parts separated by `/`.
         shape: Logical shape, without padding.
         dtype: Element type in computations.
         stored: Sharding and memory kind of the stored array.
@@ -69,10 +69,11 @@ class ArrayPlan:
         num_layers: Number of layers stacked along the first dim; 0 without such a dim.
         disks: Directories over which the array is striped; empty for arrays in memory.
         codec: Name in `zjax.comm.coded`, such as `int8`, of the codec by which the
-            array moves across nodes; empty where its own elements move.
-        is_frozen: Whether it is a parameter that is stored as it is used, and has
-            neither a gradient nor optimizer state.
-        follows: What changes a parameter: its gradient, totals of a step, or nothing.
+            array moves across nodes; empty where elements move unchanged.
+        is_frozen: Whether the array is a parameter that is stored as it is used, and
+            has neither a gradient nor optimizer state.
+        follows: Source of changes of a parameter: `gradient`, `totals` of a step, or
+            `nothing`.
     """
 
     path: str
@@ -104,18 +105,20 @@ class ArrayPlan:
 
     @property
     def gathered_axes(self) -> list[tuple[str, ...]]:
-        """Axes of each dim that shard the stored array but not the used one."""
+        """Axes of each dim that shard the stored array but not the used array."""
         rank = len(self.shape)
         dims = zip(
             rules.axes_of(self.spec, rank),
             rules.axes_of(self.used.spec, rank),
             strict=True,
         )
+        # The axes of `used` are the first axes of `stored`.
         return [stored[len(used) :] for stored, used in dims]
 
     @functools.cached_property
     def memory(self) -> str:
-        """Where the array is stored: `device`, `pinned_host` or `nvme`."""
+        """Memory of the stored array: `device`, `pinned_host` or `nvme`."""
+        # Shardings of an abstract mesh have no memory kind.
         return "nvme" if self.disks else self.stored.memory_kind or "device"
 
     @property
@@ -141,7 +144,7 @@ class ArrayPlan:
 
     @property
     def layer(self) -> "ArrayPlan":
-        """The plan of one of the layers."""
+        """Plan of one of the stacked layers."""
         return dataclasses.replace(
             self,
             shape=self.shape[1:],
@@ -152,31 +155,31 @@ class ArrayPlan:
 
     @property
     def on_device(self) -> "ArrayPlan":
-        """The same plan, stored on the devices."""
+        """Equal plan, stored on the devices."""
         return self.stored_in("device")
 
     @property
     def on_host(self) -> "ArrayPlan":
-        """The same plan, stored in pinned memory of the host."""
+        """Equal plan, stored in pinned memory of the host."""
         return self.stored_in("pinned_host")
 
     @property
     def staged(self) -> "ArrayPlan":
-        """The plan of the device copy of any array like this one.
+        """Plan of the device copy of any array with an equal plan.
 
-        It has no path, so that one compiled program serves all of them.
+        The copy has no path, so that one compiled program serves all such arrays.
         """
         return dataclasses.replace(self.on_device, path="")
 
     def stored_in(self, memory: str, disks: tuple[str, ...] = ()) -> "ArrayPlan":
-        """The same plan in another memory.
+        """Equal plan in another memory.
 
         Args:
             memory: `device`, `pinned_host` or `nvme`.
             disks: Directories for `nvme`.
 
         Returns:
-            The plan; the copy on the devices of an array on disks has its sharding.
+            The plan; for `nvme`, `stored` is the sharding of the copy on the devices.
         """
         if memory == "nvme":
             return dataclasses.replace(self.on_device, disks=disks)
@@ -185,24 +188,26 @@ class ArrayPlan:
 
     @property
     def abstract(self) -> jax.ShapeDtypeStruct:
-        """The stored array without its data."""
+        """Stored array without data."""
         return jax.ShapeDtypeStruct(
             self.stored_shape, self.stored_dtype, sharding=self.stored
         )
 
 
 def _of_layer(sharding: NamedSharding) -> NamedSharding:
+    """Sharding of one layer of a stack."""
     return sharding.update(spec=PartitionSpec(*sharding.spec[1:]))
 
 
 def abstract_key() -> jax.ShapeDtypeStruct:
-    """The abstract value of `jax.random.key(0)`; starts none of JAX's devices."""
+    """Abstract value of `jax.random.key(0)`; starts no device."""
     return jax.eval_shape(jax.random.key, 0)
 
 
 def num_distinct_shards(sharding: Any, shape: tuple[int, ...]) -> int:
     """Number of distinct shards of a stored array on local devices, without copies."""
     indices = sharding.addressable_devices_indices_map(shape).values()
+    # As text, since slices are not hashable before Python 3.12.
     return len({str(index) for index in indices})
 
 
@@ -215,6 +220,7 @@ def dtype_bytes(dtype: Any) -> int:
     """
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return (
+            # Key data is uint32.
             jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype)).size
             * 4
         )
@@ -222,7 +228,7 @@ def dtype_bytes(dtype: Any) -> int:
 
 
 def array_bytes(shape: Sequence[int], dtype: Any) -> int:
-    """Bytes of an array on a device, which packs two int4.
+    """Bytes of an array on a device, which packs two int4 into a byte.
 
     Example:
         >>> array_bytes((3, 5), jnp.int4), array_bytes((3, 5), jnp.int8)
@@ -256,18 +262,17 @@ def unpad_tree(tree: Any, rows: Any) -> Any:
 
 
 def constrain(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """Constrains an array inside a program to a sharding of the run.
-
-    Inside `shard_map` the spec concerns the axes that are left to the compiler.
-    """
+    """Constrains an array inside a program to a sharding of the run."""
+    # Inside `shard_map` only a bare spec is legal; it names the Auto axes alone.
     is_mapped = jax.sharding.get_abstract_mesh().manual_axes
     return jax.lax.with_sharding_constraint(x, sharding.spec if is_mapped else sharding)
 
 
 def place_tree(tree: Any, rows: Any) -> Any:
-    """Constrains arrays inside a program to their stored sharding."""
+    """Constrains unpadded arrays inside a program to the stored sharding."""
 
     def place(x: jax.Array, row: ArrayPlan) -> jax.Array:
+        # Only padded arrays divide evenly over the devices.
         stored = constrain(pad(x, row), row.stored)
         return unpad(stored, row)
 
@@ -280,10 +285,10 @@ def use_tree(tree: Any, rows: Any) -> Any:
 
 
 def shardings(rows: Any) -> Any:
-    """The shardings of stored arrays, as `jit` takes them, of a tree of `ArrayPlan`."""
+    """Shardings of stored arrays, as `jit` takes them, of a tree of `ArrayPlan`."""
     return jax.tree.map(lambda row: row.stored, rows)
 
 
 def abstract_tree(rows: Any) -> Any:
-    """Abstract stored arrays with their shardings, of a tree of `ArrayPlan`."""
+    """Abstract stored arrays with shardings, of a tree of `ArrayPlan`."""
     return jax.tree.map(lambda row: row.abstract, rows)

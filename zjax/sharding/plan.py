@@ -9,10 +9,10 @@ model-parallel sharding alone; "sharded" extends it over the ZeRO axes:
       2           sharded               sharded          unsharded
       3           sharded               sharded          sharded
 
-The optimizer gets gradients that are sharded like its state. Frozen parameters are
-stored as compute parameters, and have none of the rest (`zjax.sharding.frozen`).
-Compute parameters of offloaded blocks are stored sharded from stage 1 on, and gathered
-on the devices.
+The optimizer gets gradients that are sharded like optimizer state. Frozen parameters
+are stored as compute parameters, without master weights, gradients and optimizer state
+(`zjax.sharding.frozen`). Compute parameters of offloaded blocks are stored sharded from
+stage 1 on, and gathered on the devices.
 
 Master weights and optimizer state may be offloaded to host memory or disks. Each layer
 is then stored as a separate array, so that layers move one by one, and the state also
@@ -45,12 +45,13 @@ from zjax.sharding.roles import assign_roles
 from zjax.typing import Model
 
 DEVICE, HOST, NVME = "device", "pinned_host", "nvme"
-"""Names of memories in settings; those of the first two are memory kinds of JAX."""
+"""Names of memories in settings; `device` and `pinned_host` are memory kinds of JAX."""
 AUTO = "auto"
-"""Setting for state: fill the devices, then the host, then disks; planned as `HOST`
+"""Setting for state: fill the devices, then the host, then disks. Planned as `HOST`
 until `zjax.fit_plan` knows the machine."""
 MIN_MOVED_BYTES = 1 << 18
-"""Smallest array per device to offload: moving less costs more than it frees."""
+"""Fewest bytes per device of an array to offload: moving less costs more than it
+frees."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +61,8 @@ class Plan:
     Args:
         mesh: Devices, or an abstract mesh for planning alone.
         stage: ZeRO stage, 0 to 3.
-        master: Master weights, or their low bits; of frozen parameters themselves.
+        master: Master weights or the low bits of master weights; for frozen parameters
+            the compute parameters.
         compute: Parameters in the compute dtype.
         grad_sum: Sum of gradients over microbatches; None for frozen parameters.
         grads: Gradients that enter the optimizer; None for frozen parameters.
@@ -69,7 +71,7 @@ class Plan:
         ema: Averaged weights in float32, None for frozen parameters; an empty tuple
             without averaging.
         is_offloaded: Whether state may be offloaded; the state then also holds the
-            compute parameters of those that are trained.
+            compute parameters of trained parameters.
         batch_casts: Dtypes to which arrays of a batch are cast, by path.
         is_of_replica: Whether programs see one replica, inside `shard_map` over
             `replica`.
@@ -91,13 +93,13 @@ class Plan:
     zero_axes: tuple[str, ...] = meshes.ZERO_AXES
 
     def scalar(self, path: str, dtype: Any) -> ArrayPlan:
-        """The plan of a replicated scalar."""
+        """Plans a replicated scalar."""
         place = self.replicated
         return ArrayPlan(path, (), jnp.dtype(dtype), place, place)
 
     @property
     def splits(self) -> zero.Splits:
-        """What the ZeRO stage shards over the ZeRO axes."""
+        """Roles of arrays that the ZeRO stage shards over the ZeRO axes."""
         return zero.splits_of(self.stage)
 
     @property
@@ -119,44 +121,62 @@ class Plan:
 
     @property
     def replicated(self) -> NamedSharding:
-        """The sharding of a replicated array."""
+        """Sharding of a replicated array."""
         return NamedSharding(self.mesh, PartitionSpec())
 
     @property
     def of_replica(self) -> "Plan":
-        """The plan as the programs of one replica see it."""
+        """Plan as the programs of one replica see it."""
         return dataclasses.replace(self, is_of_replica=True)
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
-        """Mesh axes that shard the batch; those of its part for one replica."""
+        """Mesh axes that shard the batch, without `replica` in plans of one replica."""
         outer = {meshes.REPLICA} if self.is_of_replica else set()
         return tuple(axis for axis in meshes.BATCH_AXES if axis not in outer)
 
     @property
     def mapped_mesh(self) -> Any:
-        """The `mesh` of `jax.shard_map`: None, for that in use, inside another one."""
+        """Argument `mesh` of `jax.shard_map`: None inside another `shard_map`.
+
+        None stands for the mesh in use, whose outer axes are manual already.
+        """
         return None if self.is_of_replica else self.mesh
 
     @property
     def num_batch_shares(self) -> int:
-        """Shards of the batch dim."""
+        """Number of shards of the batch dim."""
         return meshes.num_shares(self.mesh, self.batch_axes)
 
     @property
     def num_length_shares(self) -> int:
-        """Shards of the sequence dim."""
+        """Number of shards of the sequence dim."""
         return meshes.num_shares(self.mesh, (meshes.SEQUENCE,))
 
     def batch_sharding(self, leaf: Any) -> NamedSharding:
-        """The sharding of one array [B, L, ...] of a batch; scalars are replicated."""
+        """Sharding of one array [B, L, ...] of a batch; scalars are replicated."""
         entries = (self.batch_axes, meshes.SEQUENCE)[: len(leaf.shape)]
         return NamedSharding(self.mesh, PartitionSpec(*entries))
 
 
 @dtype_promotion()
 def make_plan(config: Config, mesh: Mesh | AbstractMesh, model: Model, tx: Any) -> Plan:
-    """Decides where every array of a run is stored."""
+    """Decides where every array of a run is stored.
+
+    Args:
+        config: Settings; read for `zero`, `precision`, `mesh.names` and `mesh.rules`.
+            "auto" memory is planned as host memory; `zjax.fit_plan` replaces it.
+        mesh: Devices, or an abstract mesh.
+        model: Model that supplies abstract parameters and the names of dims.
+        tx: Optax gradient transformation of `make_optimizer` or `adopt_optimizer`.
+
+    Returns:
+        The plan; print it with `zjax.describe_plan`.
+
+    Raises:
+        PlanError: Parameters that no rule can place, an optimizer that cannot work from
+            one mean gradient per step, or settings that move nothing.
+    """
     params, model_state = jax.eval_shape(model.init, abstract_key())
     splits, dtypes = zero.splits_of(config.zero.stage), config.precision
     planned = ParamPlans.of(
@@ -167,11 +187,13 @@ def make_plan(config: Config, mesh: Mesh | AbstractMesh, model: Model, tx: Any) 
     master = assign_roles(master, config, model.stack)
     master = hold_frozen(master, compute, config)
     opt_state = plan_opt_state(config, mesh, tx, trained(master, master))
+    # Reduced gradients enter the optimizer, and are sharded like optimizer state.
     grads = planned(dtypes.grad_sum_dtype, is_sharded=splits.state)
     grads = assign_roles(grads, config, model.stack)
     grad_sum = planned(dtypes.grad_sum_dtype, is_sharded=splits.grad_sum)
     grads, grad_sum = trained(grads, master), trained(grad_sum, master)
     if splits.compute:
+        # ZeRO++ changes collectives of ZeRO-3 alone.
         rows, compute = compute, param_plans.plan_compute(compute, config)
         grads = param_plans.plan_grads(grads, config)
         param_plans.check_effect(rows, compute, grads, config)
@@ -188,6 +210,7 @@ def make_plan(config: Config, mesh: Mesh | AbstractMesh, model: Model, tx: Any) 
         compute=compute,
         grad_sum=grad_sum,
         grads=grads,
+        # `master` before offload: its paths alone are read.
         opt_state=_offload_moments(opt_state, master, config),
         model_state=replicated_plans(model_state, mesh),
         ema=trained(planned("float32", is_sharded=splits.state), master)
@@ -205,7 +228,10 @@ def stores_layers_apart(config: Config, model: Model) -> bool:
 
 
 def offload_pending(row: ArrayPlan, memory: str, config: Config) -> ArrayPlan:
-    """Plans the storage of a pending gradient or of the input of a block."""
+    """Plans the storage of a pending gradient or of the input of a block.
+
+    On disks, arrays below `MIN_MOVED_BYTES` stay on the devices instead.
+    """
     return (
         _offload(row, row, memory, config) if memory == NVME else row.stored_in(memory)
     )
@@ -214,24 +240,26 @@ def offload_pending(row: ArrayPlan, memory: str, config: Config) -> ArrayPlan:
 def _offload(
     row: ArrayPlan, sharded: ArrayPlan, memory: str, config: Config
 ) -> ArrayPlan:
-    """Stores an array as `sharded` in `memory`, or as `row` if that is too small."""
+    """Stores an array as `sharded` in `memory`, or as `row` if it is too small."""
     is_moved = memory != DEVICE and row.device_bytes >= MIN_MOVED_BYTES
     return sharded.stored_in(memory, config.zero.nvme_paths) if is_moved else row
 
 
 def _state_memory(config: Config) -> str:
+    """Memory of optimizer state, with `auto` as the host."""
     memory = config.zero.optimizer_memory
     return HOST if memory == AUTO else memory
 
 
 def _offload_master(master: Any, compute: Any, config: Config) -> Any:
-    """Offloads master weights; those of bfloat16 parameters are stored as low bits.
+    """Offloads master weights, and stores low bits where parameters are bfloat16.
 
     Frozen parameters are stored where compute parameters are.
     """
     memory = _state_memory(config)
     offloaded = jax.tree.map(lambda row: _offload(row, row, memory, config), master)
     if config.zero.offloads_state:
+        # Again, as `parameter_memory` may differ from the memory of master weights.
         offloaded = hold_frozen(offloaded, compute, config)
     _check_moved("optimizer", config.zero.optimizer_memory, offloaded)
     _check_moved("parameter", config.zero.parameter_memory, compute)
@@ -241,7 +269,7 @@ def _offload_master(master: Any, compute: Any, config: Config) -> Any:
 
 
 def _offload_blocks(compute: Any, sharded: Any, config: Config) -> Any:
-    """Offloads the compute parameters of blocks, with the plans of `sharded`."""
+    """Offloads the compute parameters of blocks, stored as in `sharded`."""
     memory = config.zero.parameter_memory
     return jax.tree_util.tree_map_with_path(
         lambda keys, row, sharded: (
@@ -258,6 +286,8 @@ def _offload_moments(opt_state: Any, master: Any, config: Config) -> Any:
     memory = _state_memory(config)
     return jax.tree_util.tree_map_with_path(
         lambda keys, row: (
+            # Counters and statistics of no parameter are small, and stay on the
+            # devices.
             _offload(row, row, memory, config) if any(owners(keys, paths)) else row
         ),
         opt_state,
@@ -272,9 +302,9 @@ def _split(row: ArrayPlan, compute: ArrayPlan) -> ArrayPlan:
 
 
 def _check_moved(what: str, memory: str, rows: Any) -> None:
-    """Warns of a memory that no array is large enough for, and refuses it elsewhere.
+    """Refuses a memory that stores nothing, and warns where all arrays are too small.
 
-    A trial of a large run with a small model has such arrays.
+    Arrays are too small where a small model tries the settings of a large run.
     """
     rows = jax.tree.leaves(rows)
     is_automatic = memory == AUTO or (what == "parameter" and is_derived(memory))

@@ -12,10 +12,14 @@ from zjax.typing import Model
 
 
 def layerwise_plan(model: Model, plan: Plan) -> Plan:
-    """The plan with a plan for each layer of a stacked array."""
+    """Plans each layer of a stacked array apart, if the model takes layers apart.
+
+    A stack becomes `Layers` if ZeRO shards it, or if no gradient is reduced over
+    devices.
+    """
     if not model.takes_layers_apart:
         return plan
-    # Stacks too small to be sharded are reduced at the end, all layers at once.
+    # Gradients of unsharded stacks are reduced at the end, in one collective per stack.
     is_whole = plan.splits.state and plan.num_batch_shares > 1
     is_apart = jax.tree.map(
         lambda row: row.num_layers > 0 and (any(row.spec) or not is_whole),
@@ -39,13 +43,13 @@ def layerwise_plan(model: Model, plan: Plan) -> Plan:
 
 
 def trained_plan(plan: Plan) -> Plan:
-    """The plan of what an update changes: frozen parameters are None in all trees."""
+    """Plan of an update: frozen parameters are None in all trees."""
     master, compute = (trained(x, plan.master) for x in (plan.master, plan.compute))
     return dataclasses.replace(plan, master=master, compute=compute)
 
 
 def staged_plan(plan: Plan) -> Plan:
-    """The plan of the device copies of offloaded state."""
+    """Plan of the device copies of offloaded state."""
 
     def on_device(rows: Any) -> Any:
         return jax.tree.map(lambda row: row.on_device, rows)

@@ -1,4 +1,4 @@
-"""Decides what changes each parameter: its gradient, totals of a step, or nothing."""
+"""Roles of parameters: each follows a gradient, totals of a step, or nothing."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -15,10 +15,10 @@ from zjax.typing import Move, Params, Stack, Totals
 
 
 class MovedParam(NamedTuple):
-    """How a parameter moves.
+    """How totals move a parameter.
 
     Args:
-        segment: Index of the segment whose totals it follows.
+        segment: Index of the segment of the totals.
         move: Function of `Segment.moves`.
     """
 
@@ -27,11 +27,17 @@ class MovedParam(NamedTuple):
 
 
 def moved_params(stack: Stack | None, params: Params) -> dict[str, MovedParam]:
-    """The parameters in `Segment.moves`, by their path in the model."""
+    """Finds the parameters in `Segment.moves`, by path in the model.
+
+    Leaves of `params` may be None. A move of a parameter that no block has is refused.
+    """
     if stack is None or not any(segment.moves for segment in stack.segments):
         return {}
     paths = jax.tree_util.tree_map_with_path(
-        lambda keys, _: path_of(keys), params, is_leaf=lambda x: x is None
+        # `stack.split` cuts a tree of paths as it cuts parameters.
+        lambda keys, _: path_of(keys),
+        params,
+        is_leaf=lambda x: x is None,
     )
     _, trees, _ = stack.split(paths)
     moved: dict[str, MovedParam] = {}
@@ -54,7 +60,10 @@ def moved_params(stack: Stack | None, params: Params) -> dict[str, MovedParam]:
 def move_params(
     params: Params, updated: Params, moved: Mapping[str, MovedParam], totals: Totals
 ) -> Params:
-    """Replaces parameters by what their moves make of them."""
+    """Replaces moved parameters in `updated` by the moves of `params`.
+
+    `params` are parameters before the step, `totals` are over the global batch.
+    """
 
     def one(keys: tuple, old: jax.Array, new: jax.Array) -> jax.Array:
         found = moved.get(path_of(keys))
@@ -63,7 +72,7 @@ def move_params(
         own, layer = totals[found.segment], layer_of(keys)
         if layer is None:
             return jax.vmap(found.move)(old, own)
-        # A dynamic index: programs of layers that differ in it alone compile once.
+        # A dynamic index: programs of layers that differ in the index compile once.
         of_layer = jax.tree.map(
             lambda x: jax.lax.dynamic_index_in_dim(x, layer, keepdims=False), own
         )
@@ -73,9 +82,9 @@ def move_params(
 
 
 def assign_roles(rows: Any, config: Config, stack: Stack | None) -> Any:
-    """Sets `follows` in the plans of parameters or of their gradients.
+    """Sets `follows` in the plans of parameters or of gradients.
 
-    A frozen parameter stays where it is even if totals would move it.
+    A frozen parameter is fixed even if totals would move it.
     """
     moved = moved_params(stack, rows)
 
@@ -91,7 +100,7 @@ def assign_roles(rows: Any, config: Config, stack: Stack | None) -> Any:
 
 
 def moves_of(rows: Any, stack: Stack | None) -> dict[str, MovedParam]:
-    """Returns how totals move the parameters that follow them, by path."""
+    """Finds how totals move the parameters that follow totals, by path."""
     leaves = jax.tree_util.tree_leaves_with_path(rows)
     follows = {path_of(keys): row.follows for keys, row in leaves}
     moved = moved_params(stack, rows)
@@ -100,14 +109,14 @@ def moves_of(rows: Any, stack: Stack | None) -> dict[str, MovedParam]:
 
 
 def only_followers(tree: Any, rows: Any, follows: Follows) -> Any:
-    """Returns a tree with None for each parameter that follows something else."""
+    """Replaces each parameter that does not follow `follows` by None."""
     return jax.tree.map(
         lambda row, x: x if row.follows == follows else None, rows, tree
     )
 
 
 def with_followers(new: Any, tree: Any, rows: Any, follows: Follows) -> Any:
-    """Replaces the parameters that `only_followers` selects."""
+    """Replaces the parameters that `only_followers` selects by `new` values."""
     return jax.tree.map(
         lambda row, x, new: new if row.follows == follows else x, rows, tree, new
     )

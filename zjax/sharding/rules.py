@@ -22,12 +22,14 @@ RULES: dict[str, tuple[str, ...]] = {
     meshes.TENSOR: (meshes.TENSOR,),
 }
 STACKED_DIMS = ("layers",)
-"""Dims along which layers are stacked; ZeRO never shards them, as one device would then
-hold all of a layer."""
+"""Dims of stacked layers; ZeRO never shards them, as one device would then hold all of
+a layer."""
 
 
 def spec_for(logical: Logical, path: str, mesh: Mesh | AbstractMesh) -> PartitionSpec:
-    """The model-parallel spec of an array from the names of its dims.
+    """Finds the model-parallel spec of an array from the names of dims.
+
+    Axes of size 1 are left out; `path` is for errors.
 
     Example:
         >>> from zjax.settings import schema
@@ -59,7 +61,7 @@ def check_parts(
     """Refuses an array that a batch axis would shard unevenly where it is used.
 
     Uneven dims are padded in storage and gathered for use; experts, which each device
-    uses as its own shard, are not gathered.
+    uses as a local shard, are not gathered.
     """
     for size, axes in zip(shape, axes_of(spec, len(shape)), strict=True):
         for axis in axes:
@@ -71,7 +73,7 @@ def check_parts(
 
 
 def entry(axes: tuple[str, ...]) -> str | tuple[str, ...] | None:
-    """Mesh axes of one dim, major first, as an entry of a PartitionSpec.
+    """Formats the mesh axes of one dim, major first, as an entry of a PartitionSpec.
 
     Example:
         >>> entry(()), entry(("data",)), entry(("tensor", "data"))
@@ -81,12 +83,13 @@ def entry(axes: tuple[str, ...]) -> str | tuple[str, ...] | None:
 
 
 def axes_of(spec: PartitionSpec, num_dims: int) -> list[tuple[str, ...]]:
-    """The mesh axes of each of `num_dims` dims of a spec, the inverse of `entry`.
+    """Lists the mesh axes of each of `num_dims` dims of a spec, the inverse of `entry`.
 
     Example:
         >>> axes_of(PartitionSpec("data"), 2)
         [('data',), ()]
     """
+    # Specs may be shorter than the rank.
     entries = [*spec, *[None] * (num_dims - len(spec))]
     return [
         () if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries
@@ -96,7 +99,10 @@ def axes_of(spec: PartitionSpec, num_dims: int) -> list[tuple[str, ...]]:
 def reduced_spec(
     spec: PartitionSpec, shape: tuple[int, ...], reduced: tuple[int, ...]
 ) -> PartitionSpec | None:
-    """The spec of an array that is reduced over some dims of another.
+    """Finds the spec of an array that keeps dims of size 1 after a reduction.
+
+    `spec` and `shape` belong to the array before the reduction. None if the shape is no
+    reduction.
 
     Example:
         >>> reduced_spec(PartitionSpec("data", "tensor"), (8, 6), (1, 6))

@@ -1,6 +1,6 @@
 """ZeRO as sharding: a group of devices stores an array once, not once per device.
 
-The partitioning is that of Rajbhandari et al. (arXiv:1910.02054, section 5). The paper
+The partitioning follows Rajbhandari et al. (arXiv:1910.02054, section 5). The paper
 schedules gathers and scatters itself; here the compiler derives them from shardings.
 """
 
@@ -17,7 +17,7 @@ from zjax.sharding import rules
 
 @dataclasses.dataclass(frozen=True)
 class Splits:
-    """What a ZeRO stage shards over the ZeRO axes.
+    """Roles of arrays that a ZeRO stage shards over the ZeRO axes.
 
     Args:
         state: Whether master weights, optimizer state, and the gradients that enter the
@@ -32,12 +32,12 @@ class Splits:
 
 
 def splits_of(stage: int) -> Splits:
-    """What a ZeRO stage, 0 to 3, shards; the one place that reads its number."""
+    """Maps a ZeRO stage, 0 to 3, to sharded roles; nothing else reads the number."""
     return Splits(state=stage >= 1, grad_sum=stage >= 2, compute=stage >= 3)
 
 
 def zero_axes(settings: schema.Zero) -> tuple[str, ...]:
-    """Mesh axes over which ZeRO shards state, major first."""
+    """Returns the mesh axes over which ZeRO shards state, major first."""
     return meshes.ALL_ZERO_AXES if settings.shard_over_replica else meshes.ZERO_AXES
 
 
@@ -50,11 +50,12 @@ def extend_spec(
     min_elements: int = 0,
     stacked_dims: Sequence[int] = (),
 ) -> PartitionSpec:
-    """Shards an array over the ZeRO axes that still hold copies of it.
+    """Shards an array over the ZeRO axes that still hold copies of the array.
 
-    Axes in `spec` stay. The other ZeRO axes are appended, as minor axes, to one dim:
-    the one that leaves the fewest elements on a device. If they do not divide this
-    dim, the array is stored padded (`stored_shape`).
+    Axes in `spec` stay. The free ZeRO axes are appended, as minor axes, to the dim that
+    leaves the fewest elements on a device; if they do not divide the dim, the array is
+    stored padded (`stored_shape`). Arrays of fewer than `min_elements` per layer, and
+    arrays that sharding would not shrink, keep `spec`.
 
     Example:
         >>> from zjax.settings import schema
@@ -103,7 +104,7 @@ def extend_spec(
 def stored_shape(
     shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh | AbstractMesh
 ) -> tuple[int, ...]:
-    """A global shape, padded so that all shards are of equal size.
+    """Pads a global shape to shards of equal size.
 
     Example:
         >>> from zjax.settings import schema
