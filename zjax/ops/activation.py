@@ -10,7 +10,7 @@ from zjax_kernels.grouped import reference
 
 
 def soft_cap(x: Float[Array, "*dims"], cap: float) -> Float[Array, "*dims"]:
-    """`cap * tanh(x / cap)`; `x` itself for a cap of 0.
+    """Computes `cap * tanh(x / cap)`; a cap of 0 returns `x`.
 
     Example:
         >>> soft_cap(jnp.array([1e6]), 30.0).tolist()
@@ -20,12 +20,12 @@ def soft_cap(x: Float[Array, "*dims"], cap: float) -> Float[Array, "*dims"]:
 
 
 INPUT = "mlp"
-"""Name, for policies of `jax.checkpoint`, of what the activation functions read."""
+"""Name, for policies of `jax.checkpoint`, of the inputs of activation functions."""
 
 
 @functools.partial(jax.checkpoint, prevent_cse=False)
 def gelu(x: Float[Array, "*dims"]) -> Float[Array, "*dims"]:
-    """GELU in its form with tanh, as in GPT-2 and the original BERT.
+    """Computes GELU with tanh, as GPT-2 and the original BERT do.
 
     Example:
         >>> gelu(jax.numpy.array([-10.0, 0.0, 10.0])).tolist()
@@ -39,7 +39,7 @@ def gelu(x: Float[Array, "*dims"]) -> Float[Array, "*dims"]:
 
 @functools.partial(jax.checkpoint, prevent_cse=False)
 def gelu_exact(x: Float[Array, "*dims"]) -> Float[Array, "*dims"]:
-    """GELU as it is defined, by the error function, as in BERT in PyTorch.
+    """Computes GELU with the error function, as BERT in PyTorch does.
 
     Example:
         >>> gelu_exact(jax.numpy.array([-20.0, 0.0, 20.0])).tolist()
@@ -52,7 +52,7 @@ def gelu_exact(x: Float[Array, "*dims"]) -> Float[Array, "*dims"]:
 def swiglu(
     gate: Float[Array, "*dims"], up: Float[Array, "*dims"]
 ) -> Float[Array, "*dims"]:
-    """`silu(gate) * up`, the gated activation of Llama.
+    """Computes `silu(gate) * up`, the gated activation of Llama.
 
     Example:
         >>> swiglu(jax.numpy.array([0.0, 20.0]), jax.numpy.array([5.0, 2.0])).tolist()
@@ -68,7 +68,7 @@ def swiglu(
 def geglu(
     gate: Float[Array, "*dims"], up: Float[Array, "*dims"]
 ) -> Float[Array, "*dims"]:
-    """`gelu(gate) * up`, the gated activation of Gemma, with the tanh form of GELU.
+    """Computes `gelu(gate) * up` with tanh, the gated activation of Gemma.
 
     Example:
         >>> geglu(jax.numpy.array([0.0, 20.0]), jax.numpy.array([5.0, 2.0])).tolist()
@@ -84,7 +84,7 @@ def geglu(
 def clamped_swiglu(
     gate: Float[Array, "*dims"], up: Float[Array, "*dims"]
 ) -> Float[Array, "*dims"]:
-    """The gated activation of gpt-oss, whose inputs are clamped.
+    """Computes the gated activation of gpt-oss, with clamped inputs.
 
     Example:
         >>> x = jax.numpy.array([0.0, 9.0])
@@ -100,4 +100,4 @@ def clamped_swiglu(
 UNGATED = {"gelu": gelu, "gelu_exact": gelu_exact}
 """Activations of one input, by `model.activation`."""
 GATED = {"swiglu": swiglu, "geglu": geglu, "clamped_swiglu": clamped_swiglu}
-"""The same of two inputs."""
+"""Activations of two inputs, by `model.activation`."""

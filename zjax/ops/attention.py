@@ -1,7 +1,7 @@
-"""Scaled dot-product attention on cuDNN or XLA, or on our kernels under a window.
+"""Scaled dot-product attention on cuDNN or XLA, or on zjax's kernels under a window.
 
 `choose_implementation` decides from shapes, dtype and device; the choice is logged
-once. An implementation requested by name never falls back to another.
+once. An implementation requested by name never falls back to another implementation.
 """
 
 import functools
@@ -24,9 +24,10 @@ from zjax_kernels.device import first_device, why_unsupported
 
 Implementation = Literal["auto", "cudnn", "xla"]
 Chosen = Literal["cudnn", "xla", "mosaic_gpu"]
-"""Kernels that run; `mosaic_gpu` are those of `zjax_kernels`."""
+"""Kernels that run; `mosaic_gpu` are the kernels of `zjax_kernels`."""
 
 _WITH_FLOAT16 = ("cuda", "rocm")
+"""Platforms that multiply float16."""
 _BLOCK = 128
 """Tokens per side of the blocks of attention under a window."""
 
@@ -35,12 +36,13 @@ ATTENTION_OUTPUT = "attention"
 
 
 class Bounds(NamedTuple):
-    """What limits attention in a layer, known to the compiler."""
+    """Static limits of attention in a layer."""
 
     window: int = 0
-    """Keys that a query sees, from its own back; 0 for all."""
+    """Number of keys that a query sees, back from the position of the query; 0 for
+    all."""
     soft_cap: float = 0.0
-    """Bound of the scores, which cuDNN has not; 0 for none."""
+    """Bound of the scores, which cuDNN lacks; 0 for none."""
 
 
 UNBOUNDED = Bounds()
@@ -63,9 +65,14 @@ def dot_product_attention(
 ) -> Float[Array, "B L H D"]:
     """Computes softmax(q k / sqrt(D)) v, with the softmax in float32.
 
-    Masks combine. On cuDNN, `segment_ids`, `mask` and `window` become an additive bias
-    that visits all pairs; `causal` and `lengths` are free there, so prefer them. cuDNN
-    slides windows of a size that is known to the compiler only.
+    H is a multiple of K (grouped-query attention). Masks combine: `mask` is True where
+    a query sees a key, `segment_ids` hide documents from one another, and tokens from
+    `lengths` on are padding. On cuDNN, `segment_ids`, `mask` and `window` become an
+    additive bias that visits all pairs; `causal` and `lengths` are free there: prefer
+    both. cuDNN slides windows of a static size only.
+
+    `sinks` add a score per head that takes part in the softmax and has no value. Soft
+    caps, dropout and sinks run on XLA.
 
     Example:
         >>> x = jax.numpy.ones((1, 3, 2, 4))
@@ -79,6 +86,7 @@ def dot_product_attention(
     if (window is not None or bounds.window) and not causal:
         problem, remedy = "does not fit a window, which looks back", "use causal=True"
         raise ConfigError(Problem("causal", causal, problem, remedy))
+    # The kernels take segments, but no mask of the caller.
     free_mask, mask = mask, _combine(mask, segment_ids)
     platform, capability = first_device()
     chosen, reason = choose_implementation(
@@ -131,10 +139,9 @@ def call_jax(
     sinks: Float[Array, " H"] | None = None,
     **options: Any,
 ) -> Float[Array, "B L H D"]:
-    """`jax.nn.dot_product_attention`, in float32 for float16 inputs on CPUs and TPUs.
+    """Calls `jax.nn.dot_product_attention`, in float32 for float16 on CPUs and TPUs.
 
-    It is within `bounds`; soft caps, dropout and sinks are those of
-    `explicit_attention`.
+    Soft caps, dropout and sinks take `explicit_attention` instead.
 
     Example:
         >>> x = jax.numpy.ones((1, 3, 2, 4), "float16")
@@ -145,6 +152,7 @@ def call_jax(
     if q.dtype == jnp.float16 and first_device()[0] not in _WITH_FLOAT16:
         arrays = (x.astype(jnp.float32) for x in arrays)
     if bounds.window:
+        # JAX counts keys besides the position of the query.
         options["local_window_size"] = (bounds.window - 1, 0)
     attend = jax.nn.dot_product_attention
     if bounds.soft_cap or dropout is not None or sinks is not None:
@@ -168,7 +176,11 @@ def choose_implementation(
     dropped: bool = False,
     has_sinks: bool = False,
 ) -> tuple[Chosen, str]:
-    """Decides which kernel runs, and why.
+    """Chooses the kernel that runs, and returns the reason to log.
+
+    `lengths` are the numbers of queries and keys. `masked` means a mask besides
+    causality and row lengths, `windowed` a traced window without a mask of the caller,
+    `sliding` a static window. A requested `cudnn` that cannot run is refused.
 
     Example:
         >>> choose_implementation(
@@ -192,6 +204,7 @@ def choose_implementation(
         device = platform, compute_capability
         obstacle = why_unsupported(dtype, head_size, device)
         if not obstacle:
+            # Only with `auto`: cuDNN by name never falls back.
             return "mosaic_gpu", f"window, {dtype}, head size {head_size}"
     obstacle, remedy = _cudnn_obstacle(
         platform, compute_capability, dtype, head_size, lengths, masked
@@ -208,6 +221,8 @@ def choose_implementation(
 
 
 def _cudnn_obstacle(platform, capability, dtype, head_size, lengths, masked):
+    """Finds why cuDNN cannot run and the remedy; empty texts if cuDNN can run."""
+    # Limits of cuDNN's fused attention.
     largest_head = 256 if capability >= (9, 0) else 128
     other = "use 'auto' or 'xla'"
     if platform != "cuda":
@@ -230,9 +245,9 @@ def _cudnn_obstacle(platform, capability, dtype, head_size, lengths, masked):
 
 
 def _over_devices(attend, q, k, v, mask, lengths):
-    """Runs `attend` on each device's rows and heads.
+    """Runs `attend` on the rows and heads of each device.
 
-    JAX's own partitioning rule for cuDNN fails inside a `shard_map` over other axes.
+    JAX's partitioning rule for cuDNN fails inside a `shard_map` over other axes.
     """
     axes = jax.sharding.get_abstract_mesh().auto_axes
     if not axes:
@@ -257,7 +272,7 @@ def window_pattern(
     head_size: int,
     length: int,
 ) -> sparse.Sparse | None:
-    """The pattern on which kernels run attention under a window; None for others.
+    """Pattern on which zjax's kernels run attention under a window, else None.
 
     Example:
         >>> sizes = {"num_heads": 2, "head_size": 64, "length": 128}
@@ -279,12 +294,13 @@ def window_pattern(
 
 
 def _dense(num_heads, length):
+    """Causal pattern of all blocks."""
     pattern = Dense(num_heads=num_heads, block=_BLOCK, attention="unidirectional")
     return sparse.Sparse(pattern, length)
 
 
 def _attend_window(q, k, v, segment_ids, lengths, window):
-    """Attention on the kernels, which visit only the blocks of the window."""
+    """Attends on zjax's kernels, which visit only the blocks of the window."""
     key_mask = None
     if lengths is not None:
         tokens = jnp.arange(q.shape[1], dtype=lengths.dtype)
@@ -302,6 +318,7 @@ def _near(window, num_queries, num_keys, mask):
 
 
 def _combine(mask, segment_ids):
+    """Hides other documents from `mask`, and adds a dim of heads."""
     if segment_ids is not None:
         same = segment_ids[:, :, None] == segment_ids[:, None, :]
         mask = same if mask is None else mask & same
@@ -310,4 +327,5 @@ def _combine(mask, segment_ids):
 
 @functools.cache
 def _log_choice(chosen: str, reason: str) -> None:
+    """Logs a choice, once per choice and reason."""
     logging.warning("attention: %s (%s)", chosen, reason)

@@ -1,7 +1,7 @@
 """Token loss from hidden states, computed in chunks to bound the logits in memory.
 
-Each chunk computes its logits, its loss and the gradient of its logits in the forward
-pass: three products with the head per chunk, as without chunks, instead of the four of
+Each chunk computes logits, loss and the gradient of the logits in the forward pass:
+three products with the head per chunk, as without chunks, instead of the four of
 recomputation.
 """
 
@@ -30,24 +30,25 @@ class TokenLoss(NamedTuple):
     """Weight of the tokens whose target has the largest logit (the first of equal
     logits); not differentiated."""
     divergence_sum: Float[Array, ""] | None = None
-    """Divergence from the teacher, times the square of the temperature; None without
-    one. `loss_sum` has it, by the teacher's weight; not differentiated by itself."""
+    """Divergence from the teacher, times the square of the temperature; None without a
+    teacher. `loss_sum` includes it by `Teacher.weight`; not differentiated by
+    itself."""
 
 
 class Teacher(NamedTuple):
-    """Logits that those of a model are to approach, as a product; not differentiated.
+    """Teacher logits that a model is to approach, as a product; not differentiated.
 
     Reference: Hinton et al., arXiv:1503.02531.
     """
 
     hidden: Float[Array, "B L N"]
-    """Outputs of the teacher's last layer."""
+    """Outputs of the last layer of the teacher."""
     head: Float[Array, "V N"]
-    """The teacher's output matrix."""
+    """Output matrix of the teacher."""
     weight: Float[Array, ""]
     """Weight of the divergence beside the cross-entropy."""
     temperature: Float[Array, ""]
-    """Divisor of the logits of both before the softmax."""
+    """Divisor of the logits of model and teacher before the softmax."""
 
 
 def token_loss(
@@ -67,8 +68,12 @@ def token_loss(
     """Sums the cross-entropy of integer targets over tokens.
 
     Logits are computed from operands in the dtype of `hidden` and accumulated in
-    float32; everything after them is float32. Forward-mode differentiation is not
-    defined.
+    float32; all later values are float32. Forward-mode differentiation is not defined.
+
+    `targets` of -100 are ignored. Another invalid target of nonzero weight makes loss
+    and weight NaN. `weights` are not differentiated. `cap` bounds the logits by tanh,
+    and needs `teacher=None`. At most `chunk_tokens` tokens per shard have logits at one
+    time; 0 means all tokens. The numbers of shards divide B and L.
 
     Example:
         >>> loss = token_loss(jnp.zeros((1, 2, 4)), jnp.zeros((8, 4)),
@@ -96,23 +101,25 @@ def token_loss(
 
 
 class _Terms(NamedTuple):
-    """What the loss is made of, known to the compiler."""
+    """Static terms of the loss."""
 
     z_loss: float
     soft_cap: float
 
 
 def _checked_weights(targets, weights, num_ids):
+    """Zeroes weights of ignored targets, and makes weights of invalid targets NaN."""
     weights = jnp.where(targets == IGNORED, 0, weights)
     is_id = (targets >= 0) & (targets < num_ids)
+    # A compiled program cannot raise: NaN is how a bad target shows.
     return jnp.where(is_id | (weights == 0), weights, jnp.nan)
 
 
 def _split_chunks(tokens, *, num_shards, chunk_tokens):
-    """[B, L, ...] -> [chunks, shards, rows, columns, ...], padded with zeros.
+    """Reshapes [B, L, ...] to [chunks, shards, rows, columns, ...], padded with zeros.
 
-    Each chunk takes part of every device's tokens; chunks of the batch or of the global
-    sequence would leave most devices idle.
+    Each chunk takes part of the tokens of every device; chunks of the batch or of the
+    global sequence would leave most devices idle.
     """
     num_rows, length, *rest = tokens.shape
     rows, length = num_rows // num_shards[0], length // num_shards[1]
@@ -127,10 +134,13 @@ def _split_chunks(tokens, *, num_shards, chunk_tokens):
 
 
 def _sum_loss(terms, hidden, head, bias, targets, weights, teacher):
+    """Sums loss, correct predictions and divergence over all chunks."""
+
     def add_chunk(sums, chunk):
         sums_of_chunk, _ = _chunk_loss(terms, head, bias, teacher, *chunk)
         return jax.tree.map(jnp.add, sums, sums_of_chunk), None
 
+    # One sum per shard, so that devices exchange sums once, not per chunk.
     zero = jnp.zeros(hidden.shape[1], jnp.float32)
     sums = zero, zero, None if teacher is None else zero
     chunks = _chunks(hidden, targets, weights, teacher)
@@ -138,6 +148,7 @@ def _sum_loss(terms, hidden, head, bias, targets, weights, teacher):
 
 
 def _summed_loss_forward(terms, hidden, head, bias, targets, weights, teacher):
+    """Sums as `_sum_loss`, and computes the gradients that the backward pass scales."""
     num_shards = hidden.shape[1]
 
     def add_chunk(sums, chunk):
@@ -159,13 +170,15 @@ def _summed_loss_forward(terms, hidden, head, bias, targets, weights, teacher):
     )
     chunks = _chunks(hidden, targets, weights, teacher)
     (*sums, dhead, dbias), dhidden = _over_chunks(add_chunk, sums, chunks)
+    # Named for `ops.remat`, whose policies all save them: else the loss runs twice.
     gradients = checkpoint_name((dhidden, dhead, dbias), GRADIENTS)
     return tuple(jax.tree.map(jnp.sum, sums)), (*gradients, head, bias)
 
 
 def _summed_loss_backward(terms, residuals, cotangents):
+    """Scales the gradients of the forward pass by the cotangent of the loss sum."""
     dhidden, dhead, dbias, head, bias = residuals
-    scale = cotangents[0]
+    scale = cotangents[0]  # the other sums are not differentiated
 
     def scaled(gradient, dtype):
         return (gradient.astype(jnp.float32) * scale).astype(dtype)
@@ -185,11 +198,12 @@ _summed_loss.defvjp(_summed_loss_forward, _summed_loss_backward)
 
 
 def _chunks(hidden, targets, weights, teacher):
-    """Arrays whose first dim is chunks, in the order of `_chunk_loss`."""
+    """Arrays with chunks along the first dim, in the order of `_chunk_loss`."""
     return hidden, targets, weights, None if teacher is None else teacher.hidden
 
 
 def _over_chunks(add_chunk, sums, chunks):
+    """Adds up the sums of all chunks, and stacks the outputs of the chunks."""
     outputs = []
     for number in range(chunks[0].shape[0]):
         chunk = jax.tree.map(lambda x, row=number: x[row], chunks)
@@ -203,7 +217,7 @@ def _over_chunks(add_chunk, sums, chunks):
 
 
 def _chunk_loss(terms, head, bias, teacher, hidden, targets, weights, teacher_hidden):
-    """Sums of one chunk per shard, and the gradient of its logits."""
+    """Sums of one chunk per shard, and the gradient of the logits."""
     logits = _float32_einsum("prcm,vm->prcv", hidden, head)
     if bias is not None:
         logits += bias.astype(jnp.float32)[None, None, None, :]
@@ -211,6 +225,7 @@ def _chunk_loss(terms, head, bias, teacher, hidden, targets, weights, teacher_hi
     # A comparison fuses, and works on a sharded vocabulary; a gather does neither.
     vocabulary = jax.lax.broadcasted_iota(targets.dtype, logits.shape, 3)
     is_target = vocabulary == targets[..., None]
+    # Subtracted for range: exp(logits) may overflow.
     largest = logits.max(-1)
     # The exponentials are recomputed below instead of stored.
     partition = jnp.exp(logits - largest[..., None]).sum(-1)
@@ -220,12 +235,14 @@ def _chunk_loss(terms, head, bias, teacher, hidden, targets, weights, teacher_hi
     slope = 1.0 + 2.0 * terms.z_loss * log_partition
     probabilities = jnp.exp(logits - log_partition[..., None])
     dlogits = (slope[..., None] * probabilities - is_target) * weights[..., None]
+    # The first of equal logits, as argmax.
     first = jnp.where(logits == largest[..., None], vocabulary, head.shape[0]).min(-1)
     hits = first == targets
     loss_sum = jnp.sum(losses * weights, (1, 2))
     correct_sum = jnp.sum(hits * weights, (1, 2))
     if teacher is None:
         if terms.soft_cap:
+            # The derivative of tanh, from the capped logits.
             dlogits *= 1.0 - jnp.square(logits / terms.soft_cap)
         return (loss_sum, correct_sum, None), dlogits.astype(hidden.dtype)
     divergences, slopes = _divergence(logits, teacher_hidden, teacher)
@@ -236,11 +253,12 @@ def _chunk_loss(terms, head, bias, teacher, hidden, targets, weights, teacher_hi
 
 
 def _divergence(logits, teacher_hidden, teacher):
-    """Kullback-Leibler divergence per token from the teacher, and its gradient."""
+    """Kullback-Leibler divergence from the teacher per token, and the logit slope."""
     target = _float32_einsum("prcm,vm->prcv", teacher_hidden, teacher.head)
     target = jax.nn.log_softmax(target / teacher.temperature)
     own = jax.nn.log_softmax(logits / teacher.temperature)
     divergences = jnp.sum(jnp.exp(target) * (target - own), -1)
+    # The chain rule divides by the temperature; its square is the factor of the sum.
     slopes = teacher.temperature * (jnp.exp(own) - jnp.exp(target))
     return jnp.square(teacher.temperature) * divergences, slopes
 

@@ -1,6 +1,6 @@
-"""Attention whose scores are arrays, for soft caps, sinks and dropout.
+"""Attention with all scores in memory, for soft caps, sinks and dropout.
 
-Kernels lack them.
+Kernels lack these three.
 """
 
 import functools
@@ -18,7 +18,7 @@ from zjax.sharding.activations import first_row
 class Dropout(NamedTuple):
     """Dropout of attention weights, after the softmax.
 
-    Each query of each head draws by its place in the microbatch, on any mesh.
+    Each query of each head draws by position in the microbatch, on any mesh.
 
     Reference:
         Vaswani et al. (arXiv:1706.03762) in the code that came with it; BERT
@@ -30,10 +30,10 @@ class Dropout(NamedTuple):
     key: jax.Array
     """Random key of the layer."""
     heads: Int[Array, " H"]
-    """Number of each head, which padding on a mesh may move."""
+    """Number of each head: padding on a mesh may move a head."""
 
     def __call__(self, weights: Float[Array, "B H L S"]) -> Float[Array, "B H L S"]:
-        """Zeroes random weights, and scales up the others."""
+        """Zeroes random weights, and scales up the weights that remain."""
         num_rows, _, length, num_keys = weights.shape
         keep_probability = 1.0 - self.rate
 
@@ -45,6 +45,7 @@ class Dropout(NamedTuple):
             key = jax.random.fold_in(key, head)
             return jax.random.bernoulli(key, keep_probability, (num_keys,))
 
+        # Global rows: a device draws as the unsharded program would.
         rows = first_row(num_rows) + jnp.arange(num_rows)
         kept = draw(rows, self.heads, jnp.arange(length))
         return jnp.where(kept, weights / keep_probability, 0.0)
@@ -66,8 +67,9 @@ def explicit_attention(
 ) -> Float[Array, "B L H D"]:
     """Computes dropout(softmax(soft_cap(q k / sqrt(D)))) v, with all scores in memory.
 
-    The arguments are those of `jax.nn.dot_product_attention`, of which a window looks
-    back alone.
+    H is a multiple of K; a cap of 0 means none. `sinks` add a score per head to the
+    softmax, without a value. Further arguments are from `jax.nn.dot_product_attention`;
+    windows look back only.
 
     Example:
         >>> x = jnp.ones((1, 3, 2, 4))
@@ -91,6 +93,7 @@ def explicit_attention(
     shape = (seen.shape[0], heads, length, num_keys)
     seen = jnp.broadcast_to(seen, shape).reshape(-1, *scores.shape[1:])
     scores = jnp.where(seen, scores, _HIDDEN)
+    # A sink is a key without a value: its column is cut off after the softmax.
     if sinks is not None:
         besides = sinks.astype(_WIDE).reshape(1, *scores.shape[1:3], 1, 1)
         besides = jnp.broadcast_to(besides, (*scores.shape[:-1], 1))

@@ -9,7 +9,7 @@ from jaxtyping import Array, Int
 
 
 def fold_in(key: jax.Array | None, number: int | Int[Array, ""]) -> jax.Array | None:
-    """`jax.random.fold_in` that passes None, the key in evaluation, through.
+    """Folds a number into a key, and passes None, the key in evaluation, through.
 
     Example:
         >>> fold_in(None, 3) is None
@@ -26,6 +26,7 @@ def fold_name(key: jax.Array, name: str) -> jax.Array:
         >>> bool(fold_name(key, "loss") == fold_name(key, "model"))
         False
     """
+    # Not `hash`, which differs between processes.
     return jax.random.fold_in(key, zlib.crc32(name.encode()))
 
 
@@ -45,7 +46,7 @@ def key_from_data(batch: Any) -> jax.Array:
 
 
 def _bits(x: jax.Array) -> jax.Array:
-    """Numbers as unsigned integers, whose sum is exact in any order."""
+    """Views numbers as unsigned integers, to be summed exactly in any order."""
     if jnp.issubdtype(x.dtype, jnp.floating):
         width = jnp.finfo(x.dtype).bits
         x = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{width}"))
@@ -53,7 +54,7 @@ def _bits(x: jax.Array) -> jax.Array:
 
 
 def loss_key(key: jax.Array | None) -> jax.Array | None:
-    """Derives the key of a user's loss from that of the microbatch; None in evaluation.
+    """Derives the key of a user's loss from the microbatch key; None in evaluation.
 
     Example:
         >>> loss_key(None) is None
@@ -63,10 +64,10 @@ def loss_key(key: jax.Array | None) -> jax.Array | None:
 
 
 def block_key(key: jax.Array | None, number: int | Int[Array, ""]) -> jax.Array | None:
-    """Derives the key of a block from that of the microbatch; None in evaluation.
+    """Derives the key of a block from the microbatch key; None in evaluation.
 
-    It equals `fold_in(loss_key(key), number)`; `number` is 0 for the embedding and i +
-    1 for block i.
+    The key equals `fold_in(loss_key(key), number)`; `number` is 0 for the embedding and
+    i + 1 for block i.
 
     Example:
         >>> key = jax.random.key(0)

@@ -1,4 +1,4 @@
-"""Embedding lookup whose gradient is accumulated in float32."""
+"""Embedding lookup with a gradient accumulated in float32."""
 
 import functools
 
@@ -16,10 +16,10 @@ def look_up(
 ) -> Float[Array, "... M"]:
     """Gathers rows of a table; indices other than 0 to V - 1 give zeros.
 
-    The gradient is a float32 sum: a frequent token adds thousands of rows to one, which
-    would stall in bfloat16, and GPUs serialize 16-bit atomic adds. A `deterministic`
-    one is summed in a fixed order, by one-hot products, which take 2 V M operations per
-    index.
+    The gradient is a float32 sum: a frequent token adds thousands of rows to one row,
+    which would stall in bfloat16, and GPUs serialize 16-bit atomic adds. A
+    `deterministic` gradient is summed in a fixed order, by one-hot products, which take
+    2 V M operations per index.
 
     Example:
         >>> look_up(jnp.arange(6.0).reshape(3, 2), jnp.array([2, 0])).tolist()
@@ -38,17 +38,19 @@ def _forward(table, indices, deterministic):
 
 
 def _backward(deterministic, residuals, grads):
+    """Adds cotangents to the rows of the table, in any order or by products."""
     table, indices = residuals
     if deterministic:
         return _sum_by_products(table, indices, grads), None
     total = jnp.zeros(table.shape, jnp.float32)
-    # JAX wraps negative indices, and drops those beyond the end.
+    # JAX wraps negative indices, but drops indices beyond the end.
     indices = jnp.where(_are_rows(table, indices), indices, table.shape[0])
     total = total.at[indices].add(grads.astype(jnp.float32), mode="drop")
     return total.astype(table.dtype), None
 
 
 def _sum_by_products(table, indices, grads):
+    """Sums cotangents by row in a fixed order, as products with one-hot matrices."""
     num_rows, width = table.shape
     indices, grads = indices.reshape(-1), grads.reshape(-1, width)
 
@@ -58,6 +60,7 @@ def _sum_by_products(table, indices, grads):
             is_row.astype(grads.dtype), grads, preferred_element_type=jnp.float32
         ).astype(table.dtype)
 
+    # In chunks: one one-hot matrix of the table would be V by all tokens.
     sums = jax.lax.map(sum_rows, jnp.arange(0, num_rows, ROWS_AT_ONCE))
     return sums.reshape(-1, width)[:num_rows]
 

@@ -1,4 +1,4 @@
-"""Matrix products of float8 operands, and of float32 by units for bfloat16."""
+"""Matrix products in float8, and exact products of bfloat16 and float32 operands."""
 
 import functools
 
@@ -14,7 +14,8 @@ from zjax.typing import Device
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 _TOP = {E4M3: 2.0**8, E5M2: 2.0**15}
-"""Largest power of two of each dtype; the largest number is 1.75 times that."""
+"""Largest power of two of each dtype; the largest finite number is 1.75 times as
+large."""
 _SMALLEST = 2.0**-100
 """Smallest magnitude used as a scale, so that its inverse is finite."""
 
@@ -29,7 +30,9 @@ def dot(
     """Contracts the last dims of `x` with the first of `kernel`, like `jnp.tensordot`.
 
     The residual is `x` in float8; the backward pass makes two float8 products. Operands
-    that are not finite give results that are not finite.
+    that are not finite give results that are not finite. `x` and `kernel` are both
+    bfloat16 or float32. Each of `num_batch_shards` shards of the first dim of `x` has a
+    scale.
 
     Example:
         >>> dot(jnp.full((2, 4), 3.0), jnp.full((4, 2), 0.5)).tolist()
@@ -42,7 +45,7 @@ def dot(
 
 
 def check_device(device: Device) -> None:
-    """Refuses NVIDIA GPUs older than Ada and Hopper; logs where float8 is emulated.
+    """Refuses NVIDIA GPUs older than Ada and Hopper, and logs where float8 is emulated.
 
     Example:
         >>> check_device(jax.devices("cpu")[0])
@@ -58,6 +61,7 @@ def check_device(device: Device) -> None:
 
 
 def _dot_forward(num_contracted, num_batch_shards, x, kernel):
+    """Computes the product in float8, with float8 `x` and the kernel as residuals."""
     rows, row_scale = _quantize(_split_batch(x, num_batch_shards), E4M3, 1)
     # Without this, a loop over layers stores a transposed copy of all weights.
     stored = with_layout_constraint(kernel, Layout(tuple(range(kernel.ndim))))
@@ -70,9 +74,11 @@ def _dot_forward(num_contracted, num_batch_shards, x, kernel):
 
 
 def _dot_backward(num_contracted, num_batch_shards, residuals, dy):
+    """Computes the gradients of `x` and kernel as two products in float8."""
     rows, row_scale, kernel = residuals
     # The tensor cores accumulate with less than float32 precision by default.
     precision = lax.Precision.HIGHEST
+    # Gradients need the range of E5M2 more than a third bit of mantissa.
     grads, grad_scale = _quantize(_split_batch(dy, num_batch_shards), E5M2, 1)
     # Quantized again: as a residual it would be another copy of all weights.
     weights, weight_scale = _quantize(kernel, E4M3, 0)
@@ -91,6 +97,7 @@ def _dot_backward(num_contracted, num_batch_shards, residuals, dy):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _dot(num_contracted, num_batch_shards, x, kernel):
+    """Product in float8 with gradients in float8."""
     return _dot_forward(num_contracted, num_batch_shards, x, kernel)[0]
 
 
@@ -102,7 +109,10 @@ def _split_batch(x, num_batch_shards):
 
 
 def _quantize(x, dtype, num_scaled):
-    """Float8 numbers, and float32 scales per entry of the first `num_scaled` dims."""
+    """Rounds to float8, with float32 scales per entry of the first `num_scaled` dims.
+
+    Returns codes and scales.
+    """
     largest = jnp.max(jnp.abs(x), axis=tuple(range(num_scaled, x.ndim)))
     largest = jnp.maximum(largest.astype(jnp.float32), _SMALLEST)
     # The nearest power of two, so that `x` is scaled to at most 1.5 times the top.
@@ -112,6 +122,7 @@ def _quantize(x, dtype, num_scaled):
 
 
 def _multiply(left, right, dims, scale, dtype, precision):
+    """Multiplies float8 operands into `dtype`, and undoes the scales."""
     y = lax.dot_general(
         left, right, dims, precision=precision, preferred_element_type=dtype
     )
@@ -124,11 +135,12 @@ def _expand(scale, num_dims):
 
 @functools.cache
 def _log_emulation(platform: str) -> None:
+    """Logs once per platform that float8 is emulated."""
     logging.warning("float8: emulated, as %s does not multiply it: slow", platform)
 
 
 _NUM_TERMS = 3
-"""Three significands of 8 bits hold the 24 of a float32 number."""
+"""Three bfloat16 significands of 8 bits hold the 24 bits of a float32 significand."""
 
 
 @jax.custom_vjp
@@ -136,6 +148,9 @@ def split_dot(
     x: Float[Array, "T M"], kernel: Float[Array, "M N"]
 ) -> Float[Array, "T N"]:
     """Multiplies bfloat16 rows by a float32 or bfloat16 matrix, in float32.
+
+    The gradient of the kernel is as exact; the gradient of `x` has 16 bits. A narrow
+    kernel is cheap, as the terms of the kernel are multiplied side by side.
 
     Example:
         >>> x, kernel = jnp.ones((1, 2), jnp.bfloat16), jnp.array([[1.0], [2.0**-20]])
@@ -146,12 +161,14 @@ def split_dot(
 
 
 def _forward(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, tuple]:
+    """Multiplies by all terms of the kernel in one product."""
     terms = jnp.concatenate(_terms(kernel), 1)
     products = jnp.dot(x, terms, preferred_element_type=jnp.float32)
     return _sum_columns(products, kernel.shape[1]), (x, kernel)
 
 
 def _backward(saved: tuple, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Computes the gradients of `x` and kernel from products of bfloat16 terms."""
     x, kernel = saved
     terms, columns = _terms(cotangent), _terms(kernel)
     products = jax.lax.dot_general(
@@ -173,7 +190,7 @@ split_dot.defvjp(_forward, _backward)
 
 
 def _terms(x: jax.Array) -> list[jax.Array]:
-    """bfloat16 arrays that add up to `x`, the largest first."""
+    """Splits an array into bfloat16 arrays that add up to it, the largest first."""
     if x.dtype == jnp.bfloat16:
         return [x]
     terms = []
@@ -186,6 +203,6 @@ def _terms(x: jax.Array) -> list[jax.Array]:
 
 
 def _sum_columns(products: jax.Array, num_columns: int) -> jax.Array:
-    """Adds blocks of columns, those of the smallest terms first."""
+    """Adds blocks of columns, blocks of the smallest terms first."""
     blocks = jnp.split(products, products.shape[1] // num_columns, axis=1)
     return sum(blocks[-2::-1], start=blocks[-1])

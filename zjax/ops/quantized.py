@@ -1,7 +1,7 @@
 """Matrices of int8 or int4 codes, with a scale for each block of inputs of an output.
 
-A matrix is dequantised where it is multiplied, and again in the backward pass, which
-holds none between the two. Qwix rounds and dequantises.
+A matrix is dequantised where it is multiplied, and again in the backward pass; between
+the two no dequantised copy exists. Qwix rounds and dequantises.
 
 References: QLoRA (Dettmers et al., arXiv:2305.14314), whose 4-bit codes are others;
 github.com/google/qwix.
@@ -18,7 +18,11 @@ from zjax.errors import check_installed
 
 
 def quantize(kernel: Array, dim: int, block_size: int, dtype: str) -> Any:
-    """Rounds to multiples of scales, which map the largest value to the last code."""
+    """Rounds a matrix to codes times scales; the largest value maps to the last code.
+
+    Blocks of `block_size`, which divides dim `dim`, share a float32 scale. `dtype` is
+    `int8` or `int4`.
+    """
     check_installed("qwix")
     import qwix  # pyright: ignore[reportMissingImports]
 
@@ -35,7 +39,7 @@ def quantize(kernel: Array, dim: int, block_size: int, dtype: str) -> Any:
 
 
 def dequantize(codes: Array, scales: Array) -> Array:
-    """The matrix in the dtype of its scales; as `quantize` returns both."""
+    """Multiplies codes by scales into a matrix in the dtype of the scales."""
     check_installed("qwix")
     import qwix  # pyright: ignore[reportMissingImports]
 
@@ -45,7 +49,11 @@ def dequantize(codes: Array, scales: Array) -> Array:
 def multiply(
     x: Float[Array, "..."], codes: Array, scales: Array, num_inputs: int
 ) -> Float[Array, "..."]:
-    """The product with a matrix, which has no gradient."""
+    """Multiplies activations by a matrix of codes, which gets no gradient.
+
+    Codes have `num_inputs` input dims, then one output dim; blocks of scales lie along
+    the last input dim.
+    """
     return _multiply(x, codes, scales, num_inputs)
 
 
@@ -59,6 +67,7 @@ def _forward(x: Array, codes: Array, scales: Array, num_inputs: int) -> Any:
 
 
 def _backward(num_inputs: int, saved: Any, cotangent: Array) -> Any:
+    """Multiplies the cotangent by the matrix, dequantised again."""
     # Otherwise the compiler dequantises once, and holds the matrix until here.
     (codes, scales), cotangent = jax.lax.optimization_barrier((saved, cotangent))
     kernel = dequantize(codes, scales)

@@ -1,4 +1,4 @@
-"""Residuals of the backward pass: saved, recomputed, materialised or passed on."""
+"""Residuals of the backward pass: saved, recomputed, or passed between programs."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -17,11 +17,11 @@ from zjax_kernels import norm
 
 @jax.custom_vjp
 def materialize(x: jax.Array) -> jax.Array:
-    """Stores an array in memory before anything reads it; its gradient is not affected.
+    """Stores an array in memory before anything reads it; gradients are unaffected.
 
-    Without it XLA may fuse an addition into a matrix product that becomes slower, or
-    copy the other operand of the addition first. Forward-mode differentiation is not
-    defined.
+    Without the barrier XLA may fuse an addition into a matrix product that becomes
+    slower, or copy the second operand of the addition first. Forward-mode
+    differentiation is not defined.
 
     Example:
         >>> float(jax.grad(lambda x: 3.0 * materialize(x))(1.0))
@@ -39,8 +39,8 @@ materialize.defvjp(
 def materialize_gradient(x: jax.Array) -> jax.Array:
     """Stores the gradient of an array in memory before anything reads it.
 
-    Without it XLA may recompute an expensive gradient for each reader. Forward-mode
-    differentiation is not defined.
+    Without the barrier XLA may recompute an expensive gradient for each reader.
+    Forward-mode differentiation is not defined.
 
     Example:
         >>> float(jax.grad(lambda x: 3.0 * materialize_gradient(x))(1.0))
@@ -58,14 +58,23 @@ Pull = TypeVar("Pull", bound=Callable[..., Any])
 
 
 def residuals_of(pull: Any, operands: Any) -> list[jax.Array]:
-    """The arrays of a `jax.vjp` function that the forward program has to save."""
+    """Lists the arrays of a `jax.vjp` function that the forward program has to save.
+
+    `operands` are arrays that the backward program also gets. Call it while tracing.
+    """
     known = set(map(id, jax.tree.leaves(operands)))
+    # Concrete arrays are constants of both programs.
     traced = [x for x in jax.tree.leaves(pull) if isinstance(x, jax_core.Tracer)]
+    # By identity, as tracers do not compare; a dict keeps the order of both programs
+    # equal.
     return list({id(x): x for x in traced if id(x) not in known}.values())
 
 
 def vjp_with(residuals: Sequence[jax.Array], pull: Pull, operands: Any) -> Pull:
     """Puts the residuals of a forward program into a `jax.vjp` function.
+
+    `pull` comes from `jax.vjp` of the function of the forward program, traced anew;
+    `operands` are as for `residuals_of`.
 
     Example:
         >>> x, y, nothing = map(jax.numpy.float32, (3, 2, 0))
@@ -97,18 +106,18 @@ mark = checkpoint_name
 INPUT = "block_input"
 """The input of a block."""
 MIDDLE = "block_middle"
-"""The stream after attention, and after the feed-forward layer."""
+"""The residual stream after attention, and after the feed-forward layer."""
 PROJECTIONS = "projections"
 """Queries, keys and values as attention reads them."""
 ATTENTION = attention.ATTENTION_OUTPUT
 SPARSE = sparse.ATTENTION_OUTPUT
-"""Outputs of sparse attention, and its softmax sums."""
+"""Outputs of sparse attention, and softmax sums."""
 MLP = activation.INPUT
 """Outputs of the first matrices of a feed-forward layer."""
 EXCHANGED = tokens.EXCHANGED
 """Results of the collectives between devices with different experts."""
 ROUTED = tokens.ROUTED
-"""Experts of all tokens: a few numbers for each, which take a sort."""
+"""Experts of all tokens: a few numbers per token, which take a sort."""
 
 SAVED = {
     "elementwise": (
@@ -140,18 +149,18 @@ def recompute(
     """Wraps a block so that it saves only the residuals of a policy.
 
     - `none` saves all residuals, as far as the compiler does not recompute them; at
-      ZeRO stage 3, those that are expensive to compute;
-    - `elementwise` recomputes norms and activation functions;
-    - `attention_and_mlp` also recomputes the projections;
-    - `dots` saves products with weights and recomputes all else;
-    - `attention` saves the input of the block and the outputs of attention;
-    - `full` saves the input of the block and recomputes all else.
+    ZeRO stage 3, all residuals that are expensive to compute; - `elementwise`
+    recomputes norms and activation functions; - `attention_and_mlp` also recomputes the
+    projections; - `dots` saves products with weights and recomputes all else; -
+    `attention` saves the input of the block and the outputs of attention; - `full`
+    saves the input of the block and recomputes all else.
 
     All but `full` save what devices exchange for experts, and repeat no exchange.
 
     Under the last two policies, and with residuals in another memory, the backward pass
     computes all gradients of a block before it continues with the block before. The
-    function then has no forward-mode derivative.
+    function then has no forward-mode derivative. `in_loop` means a loop of two
+    iterations or more.
 
     Example:
         >>> square = recompute(lambda x: x * x, "full", in_loop=False)
@@ -168,15 +177,16 @@ def recompute(
             args = (*_in_backward_order(args[:2]), *args[2:])
         return block(*args)
 
+    # In a loop the compiler cannot undo the recomputation by common subexpressions.
     return jax.checkpoint(run, policy=saved, prevent_cse=not in_loop)
 
 
 @jax.custom_vjp
 def _in_backward_order(inputs: Any) -> Any:
-    """The same values; the cotangents wait for each other.
+    """Returns the inputs unchanged, and makes the cotangents wait for each other.
 
     Otherwise the compiler defers the gradients of weights to overlap communication, and
-    holds their operands in all blocks until then.
+    holds the operands of deferred products in all blocks until then.
     """
     return inputs
 
@@ -188,7 +198,9 @@ _in_backward_order.defvjp(
 
 
 def within_reach(memory: str) -> Memory:
-    """The memory in which a single program stores residuals.
+    """Memory in which a single program stores residuals.
+
+    Only blocks that run one by one store residuals on disks: `nvme` counts as `device`.
 
     Example:
         >>> within_reach("nvme")
@@ -198,7 +210,7 @@ def within_reach(memory: str) -> Memory:
 
 
 def keeps(policy: Policy, memory: Memory = "device") -> Keeps:
-    """A policy of `jax.checkpoint`.
+    """Makes the policy of `jax.checkpoint` for a named policy and a memory.
 
     Example:
         >>> keeps("none")(jax.lax.conv_general_dilated_p)
@@ -208,6 +220,7 @@ def keeps(policy: Policy, memory: Memory = "device") -> Keeps:
         return _is_expensive
     names = _save_names(SAVED[policy], memory)
     if policy == "dots":
+        # Products with weights have no batch dims; attention scores have.
         dots = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
         return jax.checkpoint_policies.save_from_both_policies(names, dots)
 
@@ -222,16 +235,18 @@ def keeps(policy: Policy, memory: Memory = "device") -> Keeps:
 
 @functools.cache
 def _naming() -> Any:
-    """The primitive that gives a value its name."""
+    """Primitive by which `checkpoint_name` names a value."""
     (equation,) = jax.make_jaxpr(lambda x: checkpoint_name(x, ""))(0.0).eqns
     return equation.primitive
 
 
 def _save_names(names: tuple[str, ...], memory: Memory) -> Keeps:
+    """Makes a policy that saves named residuals on the device or in another memory."""
     policies = jax.checkpoint_policies
     if memory == "device":
         return policies.save_only_these_names(*names, cross_entropy.GRADIENTS)
     return policies.save_and_offload_only_these_names(
+        # Read at once by the backward pass, so a copy to the host would only cost time.
         names_which_can_be_saved=[cross_entropy.GRADIENTS],
         names_which_can_be_offloaded=list(names),
         offload_src="device",
@@ -240,6 +255,7 @@ def _save_names(names: tuple[str, ...], memory: Memory) -> Keeps:
 
 
 def _is_expensive(primitive: Any, *avals: Any, **params: Any) -> bool:
+    """Whether a primitive costs more than reading the operands."""
     if primitive.name == "dot_general":
         # Products wider than their operands are scores inside a softmax.
         return params["preferred_element_type"] in (None, avals[0].dtype)

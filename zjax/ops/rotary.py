@@ -1,4 +1,4 @@
-"""Rotary position embedding, and its frequencies slowed for long sequences."""
+"""Rotary position embedding, and frequencies slowed for long sequences."""
 
 import math
 from typing import Literal
@@ -18,6 +18,11 @@ def scaled_frequencies(
     num_tokens: Int[Array, " B"] | None = None,
 ) -> Float[Array, "#B half"]:
     """Radians per position of each pair of channels, float32.
+
+    `size` is the even number of channels that rotate, `theta` the base of wavelengths.
+    `dynamic` depends on the longest position of a row. `longrope` decides by
+    `num_tokens`, the tokens of each row with tokens to come, by default up to the
+    longest position.
 
     Example:
         >>> scaling = schema.RopeScaling(kind="linear", factor=4.0)
@@ -51,7 +56,7 @@ def scaled_frequencies(
 
 
 def attention_factor(scaling: schema.RopeScaling) -> float:
-    """Factor of rotated queries and of keys.
+    """Factor of rotated queries and of rotated keys.
 
     Example:
         >>> attention_factor(schema.RopeScaling(kind="yarn", factor=1.0))
@@ -71,7 +76,7 @@ def attention_factor(scaling: schema.RopeScaling) -> float:
 
 
 def score_factor(scaling: schema.RopeScaling) -> float:
-    """Factor of attention scores besides that of rotated queries and keys.
+    """Factor of attention scores besides the factor of rotated queries and keys.
 
     Example:
         >>> scaling = schema.RopeScaling(kind="yarn", factor=1.0, mscale_all_dim=1.0)
@@ -84,11 +89,12 @@ def score_factor(scaling: schema.RopeScaling) -> float:
 
 
 def _yarn_scale(scaling: schema.RopeScaling, share: float) -> float:
+    """Factor by which YaRN sharpens attention over longer sequences."""
     return 0.1 * share * math.log(max(scaling.factor, 1.0)) + 1.0
 
 
 def _dynamic_base(positions, size, theta, scaling) -> jax.Array:
-    """The base of each row, [B, 1]: that of NTK-aware scaling, by its length."""
+    """Base of each row, [B, 1], by NTK-aware scaling of the row's length."""
     longest = positions.max(1, keepdims=True).astype(jnp.float32) + 1.0
     ratio = jnp.maximum(longest / scaling.original_length, 1.0)
     growth = scaling.factor * ratio - (scaling.factor - 1.0)
@@ -96,13 +102,15 @@ def _dynamic_base(positions, size, theta, scaling) -> jax.Array:
 
 
 def _llama3_share(frequencies, scaling) -> jax.Array:
-    """Share of each frequency that stays as it is."""
+    """Share of each frequency that is not slowed."""
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
     turns = scaling.original_length * frequencies / (2.0 * math.pi)
     return jnp.clip((turns - low) / (high - low), 0.0, 1.0)
 
 
 def _yarn_share(size, theta, scaling) -> jax.Array:
+    """Share of each frequency that is not slowed, 1 for the fastest channels."""
+
     def channel(turns: float) -> float:
         wavelength = scaling.original_length / (turns * 2.0 * math.pi)
         return size * math.log(wavelength) / (2.0 * math.log(theta))
@@ -111,6 +119,7 @@ def _yarn_share(size, theta, scaling) -> jax.Array:
     if scaling.truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, size - 1)
+    # As transformers: no division by 0.
     last += 0.001 * (first == last)
     channels = jnp.arange(size // 2, dtype=jnp.float32)[None]
     return 1.0 - jnp.clip((channels - first) / (last - first), 0.0, 1.0)
@@ -131,6 +140,9 @@ def make_rotary_tables(
 ) -> tuple[Float[Array, "B L half"], Float[Array, "B L half"]]:
     """Computes cosines and sines of every position, float32, once for all layers.
 
+    Positions are in the document, 0 or more. `head_size` is the even number of channels
+    that rotate.
+
     Example:
         >>> cos, sin = make_rotary_tables(jnp.array([[0, 1]]), head_size=4)
         >>> cos.shape, float(sin[0, 0, 0])
@@ -141,6 +153,7 @@ def make_rotary_tables(
     """
     given = positions, head_size, theta, scaling, num_tokens
     frequencies = scaled_frequencies(*given)
+    # bfloat16 would merge positions above 256.
     angles = positions[..., None].astype(jnp.float32) * frequencies[:, None, :]
     factor = attention_factor(scaling)
     return factor * jnp.cos(angles), factor * jnp.sin(angles)
@@ -152,11 +165,11 @@ def rotate(
     sin: Float[Array, "#B L half"],
     pairs: Pairs = "halves",
 ) -> Float[Array, "B L H D"]:
-    """Rotates the channel pairs of queries or keys by their positions, in float32.
+    """Rotates the channel pairs of queries or keys by position, in float32.
 
-    The tables are those of `make_rotary_tables`; the result has the dtype of `x`.
-    Channels beyond those of the tables stay as they are. Adjacent pairs come out as
-    halves, which scores do not tell apart.
+    The tables come from `make_rotary_tables`; the result has the dtype of `x`. Channels
+    beyond the tables are unchanged. Adjacent pairs come out as halves, which scores do
+    not tell apart.
 
     Example:
         >>> tables = make_rotary_tables(jnp.array([[0]]), head_size=2)

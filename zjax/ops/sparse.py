@@ -1,7 +1,7 @@
 """Block-sparse attention over the devices of the mesh in use.
 
 A pattern is laid out once, for the longest sequence; a shorter sequence uses the first
-blocks of that layout, so that a token sees the same earlier tokens at any length. Plans
+blocks of that layout, so that a token sees equal earlier tokens at any length. Plans
 are made on the host, once per length.
 
 Reference: DeepSpeed's sparse attention, which also slices one longest layout.
@@ -30,7 +30,7 @@ from zjax_kernels.sparse.arguments import Bits, integer_problems
 from zjax_kernels.sparse.cells import TILE
 
 ATTENTION_OUTPUT = api.RESIDUALS
-"""`checkpoint_name` of what the kernel returns."""
+"""`checkpoint_name` of the results of the kernel."""
 
 _PATTERNS = {
     "fixed": zjax_kernels.Fixed,
@@ -41,7 +41,7 @@ _PATTERNS = {
     "dense": zjax_kernels.Dense,
 }
 _MAX_PLANS = 64
-"""Size of the plan cache, whose keys are lengths, heads and token masks."""
+"""Entries of the plan cache; the keys are lengths, heads and token masks."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Sparse:
 
 
 def sparse_of(config: schema.Model) -> Sparse:
-    """Builds the pattern of a model's settings; its `kind` sets the direction.
+    """Builds the pattern of a model's settings; `kind` sets the direction.
 
     Example:
         >>> config = schema.Model(attention="sparse", num_heads=2)
@@ -92,6 +92,7 @@ def sparse_of(config: schema.Model) -> Sparse:
     settings = dataclasses.asdict(config.sparsity)
     rule = _PATTERNS[settings.pop("mode")]
     if settings["num_random_blocks"] == -1:
+        # -1 leaves the default of the rule.
         del settings["num_random_blocks"]
     settings["global_block_end_indices"] = settings["global_block_end_indices"] or None
     known = {field.name for field in dataclasses.fields(rule)}
@@ -119,7 +120,14 @@ def sparse_attention(
     """Computes softmax(q k / sqrt(D)) v over the keys in live blocks.
 
     Under `jax.set_mesh`, the batch is sharded over the batch axes and heads over the
-    tensor and sequence axes, where they divide.
+    tensor and sequence axes, where they divide. L need not fill whole blocks. A query
+    that sees no key gets 0.
+
+    `mask` and `key_mask` are False where no query sees a key; plans are cached by the
+    content of `mask`. A `window` needs a causal pattern. `spread` keeps tokens sharded
+    over the sequence axis, and exchanges blocks between devices; it needs a multiple of
+    128 tokens per device, and neither `mask` nor `window`. None spreads only if heads
+    cannot be sharded over the sequence axis.
 
     Example:
         >>> sparse = sparse_of(schema.Model(num_heads=2, num_kv_heads=2))
@@ -147,6 +155,7 @@ def sparse_attention(
         remedy = "shorten the sequence, or raise model.max_length or max_seq_length"
         raise ConfigError(Problem("length", length, problem, remedy))
     num_padding = num_blocks * block - length
+    # Causal queries see no padding at the end, and a padded `mask` hides it.
     if num_padding and mask is None and not layout.causal:
         key_mask = jnp.ones(q.shape[:2], bool) if key_mask is None else key_mask
     masks = segment_ids, key_mask
@@ -160,6 +169,7 @@ def sparse_attention(
             num_blocks,
             num_devices=open_size(meshes.SEQUENCE) if spread else 0,
             segments=segments,
+            # Bits are hashable, as keys of the plan cache must be.
             mask=None if mask is None else Bits.of(np.pad(mask, (0, num_padding))),
             head_shards=math.prod(map(open_size, heads)),
             **sizes,
@@ -176,7 +186,9 @@ def sparse_attention(
 
 @dataclasses.dataclass(frozen=True)
 class WindowPlans:
-    """Makes plans of a growing window, as `zjax.ops.window.PlanMaker`.
+    """Makes plans of a growing window, as a `zjax.ops.window.PlanMaker`.
+
+    Hashable, since a `Window` holds it as static data.
 
     Args:
         sparse: A causal pattern.
@@ -191,7 +203,7 @@ class WindowPlans:
     segments: bool
 
     def __call__(self, length: int, size: Int[Array, ""]) -> zjax_kernels.Plan:
-        """The plan of so many tokens under a window of `size` keys."""
+        """Plans `length` tokens under a window of `size` keys."""
         shards = math.prod(map(open_size, head_axes(self.num_kv_heads)))
         plan: Any = _plan(
             self.sparse,
@@ -202,6 +214,7 @@ class WindowPlans:
             head_shards=shards,
         )
         limit = zjax_kernels.limit_window
+        # Plans of several head shards are stacked.
         return (limit if shards == 1 else jax.vmap(limit, (0, None)))(plan, size)
 
 
@@ -209,6 +222,8 @@ def visible_keys(
     sparse: Sparse, queries: Int[Array, "B L"], keys: Int[Array, "B S"]
 ) -> Bool[Array, "B H L S"]:
     """Computes token by token which keys each query sees.
+
+    Positions of queries are 0 or more; keys at positions below 0 are hidden.
 
     Example:
         >>> sparse = sparse_of(schema.Model(num_heads=2, num_kv_heads=2))
@@ -236,6 +251,7 @@ def live_fraction(sparse: Sparse, length: int) -> float:
     """
     num_blocks = -(-length // sparse.block)
     layout = _first_blocks(_layout(sparse), num_blocks)
+    # Each block on the diagonal is half visible.
     half_block = 0.5 / num_blocks if layout.causal else 0.0
     return layout.density - half_block
 
@@ -256,6 +272,7 @@ def _spread_problems(length):
 
 
 def _has_hash(pattern):
+    """Whether a pattern can be hashed: a dataclass with arrays cannot."""
     try:
         hash(pattern)
     except TypeError:
@@ -269,6 +286,7 @@ def _live_rows(layout, rows):
     counts = np.concatenate([np.diff(pattern.starts) for pattern in patterns])
     starts = jnp.array(np.cumsum([0, *counts]), jnp.int32)
     columns = np.concatenate([pattern.columns for pattern in patterns])
+    # One entry beyond the end, which `look_up` drops.
     columns = jnp.array(np.append(columns, num_columns), jnp.int32)
 
     def look_up(row):
@@ -284,6 +302,7 @@ def _live_rows(layout, rows):
 
 @functools.cache
 def _layout(sparse: Sparse) -> BlockLayout:
+    """Lays a pattern out for the longest sequence."""
     num_blocks = -(-sparse.max_length // sparse.block)
     return sparse.pattern.layout(num_blocks * sparse.block)
 
@@ -297,14 +316,18 @@ def _plan(
     mask: Bits | None = None,
     **sizes: Any,
 ) -> zjax_kernels.Plan | zjax_kernels.SequencePlan:
+    """Plans the first blocks of a pattern; 0 devices mean no sequence axis."""
     layout = _first_blocks(_layout(sparse), num_blocks)
     if num_devices:
         return zjax_kernels.make_sequence_plan(layout, num_devices, **sizes)
+    # The mask was made hashable for the cache.
     tokens = None if mask is None else mask.array()
     return zjax_kernels.make_plan(layout, mask=tokens, **sizes)
 
 
 def _first_blocks(layout: BlockLayout, num_blocks: int) -> BlockLayout:
+    """Slices a layout to the first blocks."""
+
     def slice_pattern(pattern: Pattern) -> Pattern:
         rows, columns = pattern.rows, pattern.columns
         inside = (rows < num_blocks) & (columns < num_blocks)
@@ -321,12 +344,13 @@ def _first_blocks(layout: BlockLayout, num_blocks: int) -> BlockLayout:
 
 
 def _pad_tokens(x, num_padding):
+    """Pads tokens with zeros at the end."""
     rest = [(0, 0)] * (x.ndim - 2)
     return jnp.pad(x, [(0, 0), (0, num_padding), *rest]) if num_padding else x
 
 
 def _over_devices(q, k, v, masks, plan, heads):
-    """Runs the kernel on each device's shard; kernels have no partitioning rule."""
+    """Runs the kernel on the shard of each device: kernels cannot be partitioned."""
     tokens = (meshes.SEQUENCE,) if isinstance(plan, zjax_kernels.SequencePlan) else ()
     run: Any = api.sparse_attention
     if tokens:
@@ -343,6 +367,7 @@ def _over_devices(q, k, v, masks, plan, heads):
     rows = row_axes(q.shape[0])
     plan_specs = jax.tree.map(lambda _: P((*tokens, *heads)), plan)
     if tokens:
+        # Devices exchange blocks of all heads: sends have no dim of heads.
         plan_specs = dataclasses.replace(
             plan_specs, sends=(P(tokens),) * len(plan.sends)
         )

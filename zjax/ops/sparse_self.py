@@ -1,4 +1,4 @@
-"""DeepSpeed's sparse self-attention and its padding helpers under DeepSpeed's names."""
+"""DeepSpeed's sparse self-attention and padding helpers under DeepSpeed's names."""
 
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
@@ -47,7 +47,8 @@ def pad_to_block_size(
         attention_mask: Mask [B, S], padded with False; all True if None.
         token_type_ids: Segment types, padded with 0.
         position_ids: Positions, padded with `pad_token_id`.
-        inputs_embeds: Embeddings, padded with that of `pad_token_id`, or with 0.
+        inputs_embeds: Embeddings, padded with the embedding of `pad_token_id` if
+            `model_embeddings` is given, else with 0.
         pad_token_id: Id of padding, >= 0.
         model_embeddings: Function from ids to embeddings, for padding `inputs_embeds`.
 
@@ -120,13 +121,13 @@ def extend_position_embedding(
     """Repeats a table of learned positions, so that a trained model reads longer texts.
 
     Args:
-        table: One row per position, after the reserved ones.
+        table: Embeddings, the reserved rows and then one row per position.
         max_position: Number of positions of the result, more than the table has.
         num_reserved: Number of first rows that are not positions, from 0 to N - 1: 0 in
             BERT, 2 in RoBERTa.
 
     Returns:
-        The reserved rows once, then the others repeated.
+        The reserved rows once, then the rows of positions repeated.
 
     Raises:
         ConfigError: The table is long enough already, or has no row to repeat.
@@ -152,13 +153,14 @@ def extend_position_embedding(
 
 
 def _check_integer(name, value, least):
+    """Refuses numbers that are no integers or below `least`."""
     if integer_problems(name, value, least):
         problem, remedy = f"is not an integer >= {least}", f"give {least} or more"
         raise ConfigError(Problem(name, value, problem, remedy))
 
 
 def _common_shape(**inputs):
-    """Batch and length, on which all inputs must agree."""
+    """Finds batch and length, and refuses inputs that disagree."""
     shapes = {name: jnp.shape(x) for name, x in inputs.items() if x is not None}
     if not {"input_ids", "inputs_embeds"} & set(shapes):
         problem, remedy = "leaves nothing to pad", "give ids or vectors"
@@ -178,6 +180,7 @@ def _common_shape(**inputs):
 
 
 def _pad_embeddings(vectors, ids, model_embeddings):
+    """Appends the embeddings of padding, or zeros."""
     shape = *ids.shape, vectors.shape[2]
     if model_embeddings is None:
         added = jnp.zeros(shape, vectors.dtype)
@@ -194,7 +197,7 @@ def _pad_embeddings(vectors, ids, model_embeddings):
 
 Mode = Literal["add", "mul"]
 MASK_THRESHOLD = -9_000.0
-"""Additive masks hide a key at or below this; -10000 is -9984 in bfloat16."""
+"""Additive masks hide a key at this number or below; -10000 is -9984 in bfloat16."""
 
 
 def self_attention(
@@ -209,10 +212,12 @@ def self_attention(
     key_padding_mask_mode: Mode = "add",
     attn_mask_mode: Mode = "mul",
 ) -> Float[Array, "B S H D"]:
-    """Sparse attention with DeepSpeed's masks, multiplicative or additive.
+    """Computes sparse attention with DeepSpeed's masks, multiplicative or additive.
 
     In mode `mul`, 0 masks. In mode `add`, -9000 or less masks, and every other number
-    must be 0.
+    must be 0: in a traced `key_padding_mask` another number makes the row NaN. The mask
+    of keys is [B, S] or [B, 1, 1, S], the mask of pairs a concrete [S, S]; `rpe` is
+    refused.
 
     Example:
         >>> from zjax_kernels import BigBird
@@ -241,6 +246,7 @@ def self_attention(
 
 
 def _check_modes(key_mode, score_mode):
+    """Refuses modes other than `add` and `mul`."""
     modes = {"key_padding_mask_mode": key_mode, "attn_mask_mode": score_mode}
     problems = [
         Problem(name, mode, "is not a mode", "use 'add' or 'mul'")
@@ -252,6 +258,7 @@ def _check_modes(key_mode, score_mode):
 
 
 def _check_heads(query, key, value, num_heads):
+    """Refuses queries, keys or values of other shapes than the pattern has."""
     shape = jnp.shape(query)
     if len(shape) != 4 or 0 in shape or shape[2] != num_heads:
         problem = f"is not [batch, tokens, {num_heads}, channels]"
@@ -265,6 +272,7 @@ def _check_heads(query, key, value, num_heads):
 
 
 def _check_scores(rpe, attn_mask):
+    """Refuses bias and masks that only exist while the program runs."""
     if rpe is not None:
         raise NotImplementedError(
             f"rpe.shape={jnp.shape(rpe)} cannot be added to the scores of blocks; give "
@@ -280,9 +288,10 @@ def _check_scores(rpe, attn_mask):
 
 
 def _read_mask(name, mask, mode, shape):
-    """Where a mask leaves keys visible and, if it is traced, where it is invalid."""
+    """Reads where keys are visible and, for traced masks, where a mask is invalid."""
     is_traced = isinstance(mask, jax_core.Tracer)
     mask = mask if is_traced else np.asarray(mask)
+    # DeepSpeed's masks may have dims of size 1 anywhere.
     if [n for n in mask.shape if n != 1] != [n for n in shape if n != 1]:
         problem, remedy = f"is not {shape}", "give one number for each"
         raise ConfigError(Problem(f"{name}.shape", mask.shape, problem, remedy))

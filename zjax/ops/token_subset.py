@@ -1,4 +1,4 @@
-"""Random subsets of the tokens of a sequence, on which layers run in place of all."""
+"""Random subsets of the tokens of a sequence, for layers that skip most tokens."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,9 +17,10 @@ def draw_subset(
 ) -> Int[Array, "B K"]:
     """Draws sorted token indices for each row, uniformly and without replacement.
 
-    Each row draws by its index in the microbatch, on any mesh. Over a sequence axis
-    each device keeps equally many of its tokens, so that none has to move, and as many
-    in both of its halves if they divide: a ring holds two chunks on each device.
+    Each row draws by index in the microbatch, on any mesh. Over a sequence axis each
+    device keeps equally many local tokens, so that no token moves, and equally many in
+    both halves if the halves divide: a ring holds two chunks on each device. `num_rows`
+    are the rows of the device inside `shard_map`, all rows outside.
 
     Example:
         >>> key = jax.random.key(0)
@@ -35,6 +36,7 @@ def draw_subset(
 
     def draw(row: jax.Array) -> jax.Array:
         bits = jax.random.bits(jax.random.fold_in(key, row), (length,))
+        # Sorting by random bits shuffles each part, without replacement.
         _, shuffled = jax.lax.sort((bits.reshape(parts, -1), tokens), num_keys=1)
         return jnp.sort(shuffled[:, : num_kept // parts]).reshape(-1)
 
@@ -44,10 +46,11 @@ def draw_subset(
 def on_subset(
     run: Callable[[Any], tuple[Any, Any]], x: Any, indices: Int[Array, "B K"]
 ) -> tuple[Any, Any]:
-    """Runs a function on some tokens; the others pass by unchanged.
+    """Runs a function on some tokens; all further tokens pass by unchanged.
 
-    The backward pass reads and writes the rows of the subset alone, as the forward pass
-    does: the cotangent of the other tokens is neither copied nor added up.
+    `run` returns tokens of the shapes given, and anything else. The backward pass reads
+    and writes the rows of the subset alone, as the forward pass does: the cotangent of
+    further tokens is neither copied nor added up.
 
     Example:
         >>> x, indices = jnp.arange(4.0)[None, :, None], jnp.array([[1, 3]])
@@ -65,7 +68,7 @@ def on_subset(
 def take_tokens(
     x: Shaped[Array, "B L *dims"], indices: Int[Array, "B K"]
 ) -> Shaped[Array, "B K *dims"]:
-    """The tokens of a subset from `draw_subset`.
+    """Gathers the tokens of a subset from `draw_subset`.
 
     Example:
         >>> take_tokens(jnp.array([[5, 6, 7]]), jnp.array([[0, 2]])).tolist()
@@ -75,7 +78,7 @@ def take_tokens(
 
 
 def _num_parts(length, num_kept):
-    """Parts of equal length of a row that keep equally many tokens."""
+    """Number of equal parts of a row that keep equally many tokens."""
     devices = open_size(meshes.SEQUENCE)
     halves = 2 * devices
     is_halved = devices > 1 and length % halves == num_kept % halves == 0
@@ -90,7 +93,7 @@ def _replace_tokens(x, new, indices):
 
 
 def _by_part(function, indices, x, *others):
-    """Maps over rows, and over the parts of them that the sequence axis stores."""
+    """Maps over rows, and over the parts of a row that the sequence axis stores."""
     parts = _num_parts(x.shape[1], indices.shape[1])
     if parts == 1:
         return jax.vmap(function)(indices, x, *others)
@@ -98,12 +101,14 @@ def _by_part(function, indices, x, *others):
     def split(x):
         return x.reshape(len(x), parts, -1, *x.shape[2:])
 
+    # Indices in a part: global indices would gather the row over the sequence axis.
     starts = jnp.arange(parts).reshape(1, -1, 1) * (x.shape[1] // parts)
     arrays = split(indices) - starts, *map(split, (x, *others))
     found = jax.vmap(jax.vmap(function))(*arrays)
     return found.reshape(len(x), -1, *found.shape[3:])
 
 
+# True of indices of `draw_subset`; XLA then neither clamps nor sorts indices.
 _HINTS = {
     "mode": "promise_in_bounds",
     "indices_are_sorted": True,
@@ -114,17 +119,18 @@ _HINTS = {
 
 @jax.custom_vjp
 def _split(x, indices):
-    """All tokens, of which `_join` replaces the subset, and the subset."""
+    """Returns all tokens, of which `_join` replaces the subset, and the subset."""
     return x, take_tokens(x, indices)
 
 
 @jax.custom_vjp
 def _join(others, subset, indices):
+    """Replaces the subset in all tokens."""
     return _replace_tokens(others, subset, indices)
 
 
-# The cotangent of `others` is too large in the subset, where it has to be 0. `_split`
-# replaces it there by that of the subset.
+# The cotangent of `others` is wrong in the subset, where it has to be 0. `_split`
+# replaces it there by the cotangent of the subset.
 _join.defvjp(
     lambda others, subset, indices: (_join(others, subset, indices), indices),
     lambda indices, grads: (grads, take_tokens(grads, indices), None),

@@ -1,7 +1,7 @@
-"""Collectives on the tokens of devices inside `jax.shard_map`, along their first dim.
+"""Collectives on the tokens of devices inside `jax.shard_map`, along the first dim.
 
-Policies of `jax.checkpoint` can save their results by name, so that recomputation
-repeats no collective (DeepSpeed-TED, arXiv:2303.06318, section 5).
+Policies of `jax.checkpoint` can save the results by name, so that recomputation repeats
+no collective (DeepSpeed-TED, arXiv:2303.06318, section 5).
 """
 
 from collections.abc import Sequence
@@ -10,9 +10,9 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 EXCHANGED = "exchanged_tokens"
-"""The name of their results, and their scope in compiled programs."""
+"""Name of the results of the collectives, and scope in compiled programs."""
 ROUTED = "routed_tokens"
-"""The name of the experts of all tokens, and of the order of tokens by expert."""
+"""Name of the experts of all tokens, and of the order of tokens by expert."""
 
 
 @jax.named_scope(EXCHANGED)
@@ -25,7 +25,7 @@ def gather(x: jax.Array, axes: Sequence[str]) -> jax.Array:
 
 @jax.named_scope(EXCHANGED)
 def reduce_scatter(x: jax.Array, axes: Sequence[str]) -> jax.Array:
-    """The transpose of `gather`: sums over the last axis first."""
+    """Sums and scatters over the last axis first, the transpose of `gather`."""
     for axis in reversed(axes):
         total = jax.lax.psum_scatter(x, axis, scatter_dimension=0, tiled=True)
         x = checkpoint_name(total, EXCHANGED)
@@ -34,6 +34,6 @@ def reduce_scatter(x: jax.Array, axes: Sequence[str]) -> jax.Array:
 
 @jax.named_scope(EXCHANGED)
 def all_to_all(x: jax.Array, axis: str) -> jax.Array:
-    """Sends an equal part to each device, in order; its own inverse."""
+    """Sends an equal part to each device, in order; a second call undoes the first."""
     exchanged = jax.lax.all_to_all(x, axis, 0, 0, tiled=True)
     return checkpoint_name(exchanged, EXCHANGED)
