@@ -1,1 +1,1 @@
-"""Collectives that we own, to be called inside `jax.shard_map` alone."""
+"""Explicit collectives, to be called inside `jax.shard_map` alone."""

@@ -10,19 +10,19 @@ import jax.numpy as jnp
 from zjax.errors import ConfigError, Problem
 
 _SMALLEST = 2.0**-100
-"""Blocks below it in magnitude are sent as zeros: the inverse of their scale could
+"""Blocks of smaller magnitude are sent as zeros: the inverse of the scale could
 overflow."""
 _BOUNDARY = 1.25
-"""Between the two magnitudes of a block, over its mean magnitude; the best for normal
-numbers is 1.23, for those of two exponential tails 1.59."""
+"""Boundary between the two magnitudes of a block, over the mean magnitude; the best
+boundary is 1.23 for normal numbers, 1.59 for numbers of two exponential tails."""
 
 
 @dataclasses.dataclass(frozen=True)
 class IntegerBlocks:
-    """Rounds numbers to multiples of their block's largest magnitude over 2^(bits-1).
+    """Rounds numbers to multiples of the block's largest magnitude over 2^(bits-1).
 
-    The error is at most half a multiple, and one where a number is the positive
-    maximum, whose code would be 2^(bits-1) and is one less.
+    The error is at most half a multiple. It is a whole multiple for a positive maximum,
+    whose code would be 2^(bits-1) and is one less.
 
     Args:
         bits: 8, or 4 for two codes a byte, the first in the low half.
@@ -39,6 +39,7 @@ class IntegerBlocks:
         """Packs float32[n] to int8[n] or uint8[n / 2], and one scale a block."""
         levels = 2.0 ** (self.bits - 1)
         blocks, scales = _scaled(x, self.block, levels)
+        # The positive maximum rounds to `levels`, which has no code.
         codes = jnp.clip(jnp.round(blocks), -levels, levels - 1).astype(jnp.int8)
         return _pack_nibbles(codes) if self.bits == 4 else codes.reshape(-1), scales
 
@@ -52,7 +53,7 @@ class IntegerBlocks:
 
 @dataclasses.dataclass(frozen=True)
 class Float8Blocks:
-    """Casts numbers to float8_e4m3fn, whose largest, 448, is the block's maximum.
+    """Casts numbers to float8_e4m3fn, scaled to a maximum of 448 in each block.
 
     Args:
         block: Consecutive numbers that share a float32 scale.
@@ -79,14 +80,14 @@ class Float8Blocks:
 
 @dataclasses.dataclass(frozen=True)
 class TwoBitBlocks:
-    """Replaces numbers by a low or a high magnitude of their block, with their sign.
+    """Replaces numbers by a low or a high magnitude of the block, with the sign.
 
-    The two are the mean magnitudes of the numbers below and from a boundary on, so the
-    error is never larger than the block. A code has the sign in its high bit; four go
-    in a byte, the first lowest.
+    The two magnitudes are the mean magnitudes of the numbers below and from a boundary
+    on, so the error is never larger than the block. A code has the sign in the high
+    bit; four codes go in a byte, the first lowest.
 
     Args:
-        block: Consecutive numbers that share the two, which are float32.
+        block: Consecutive numbers that share the two float32 magnitudes.
 
     Reference:
         Therien et al., MuLoCo (arXiv:2505.23725), on statistical quantization.
@@ -117,41 +118,50 @@ class TwoBitBlocks:
 
 
 def mean_where(x: jax.Array, where: jax.Array) -> jax.Array:
-    """Means of rows over some of their numbers; 0 for none."""
+    """Means of rows over selected numbers; 0 where no number is selected."""
     count = jnp.maximum(where.sum(axis=1, keepdims=True), 1)
+    # Divided before the sum, which could overflow.
     return jnp.where(where, x / count, 0).sum(axis=1)
 
 
 def _scaled(x: jax.Array, block: int, largest: float) -> tuple[jax.Array, jax.Array]:
-    """Divides blocks so that their largest magnitude becomes `largest`."""
+    """Divides blocks so that the largest magnitude of each becomes `largest`.
+
+    Returns the blocks and one scale a block.
+    """
     blocks = x.reshape(-1, block)
     magnitudes = _largest_magnitudes(blocks)
     scales = jnp.where(magnitudes < _SMALLEST, 1.0, magnitudes / largest)
+    # One division per block instead of one per number.
     return blocks * (1 / scales)[:, None], scales
 
 
 def _largest_magnitudes(blocks: jax.Array) -> jax.Array:
-    """NaN for blocks with NaN, which the maximum of floats may ignore on CPUs.
+    """Largest magnitudes of blocks; NaN for blocks with NaN.
 
-    The words of floats order as their magnitudes do, with NaN above all.
+    The maximum of floats may ignore NaN on CPUs. The words of floats order as
+    magnitudes do, with NaN above all.
     """
     words = jax.lax.bitcast_convert_type(jnp.abs(blocks), jnp.int32)
     return jax.lax.bitcast_convert_type(words.max(axis=1), jnp.float32)
 
 
 def _rescaled(codes: jax.Array, scales: jax.Array, block: int) -> jax.Array:
+    """Multiplies codes by the scale of the block."""
     numbers = codes.astype(jnp.float32).reshape(-1, block)
     return (numbers * scales[:, None]).reshape(-1)
 
 
 def _pack_nibbles(codes: jax.Array) -> jax.Array:
+    """Packs two 4-bit codes into a byte, the first in the low half."""
     low, high = codes.astype(jnp.uint8).reshape(-1, 2).T
     return low & 15 | high << 4
 
 
 def _unpack_nibbles(pairs: jax.Array) -> jax.Array:
+    """Unpacks bytes into signed 4-bit codes."""
     signed = jax.lax.bitcast_convert_type(pairs, jnp.int8)
-    # A right shift of a signed integer repeats its sign bit.
+    # A right shift of a signed integer repeats the sign bit.
     return (signed[:, None] << jnp.array([[4, 0]], jnp.int8) >> 4).reshape(-1)
 
 
@@ -178,16 +188,16 @@ class Cast:
 
 
 _SHIFTS = range(7, -1, -1)
-"""The first of eight signs is the highest bit of its byte."""
+"""Shifts of the eight signs of a byte: `jnp.packbits` puts the first highest."""
 
 
 @dataclasses.dataclass(frozen=True)
 class OneBit:
-    """Replaces each number by its sign times the root mean square of its block.
+    """Replaces each number by the sign times the root mean square of the block.
 
     The sign of 0 is positive, so a vector needs error feedback to come out right. One
-    scale for arrays of unlike magnitudes would drown the small ones, whose steps are as
-    large as those of others: the scales of blocks add 0.8 % to the bits.
+    scale for arrays of unlike magnitudes would drown the small arrays, whose steps are
+    as large as the steps of large arrays: the scales of blocks add 0.8 % to the bits.
 
     Args:
         block: Numbers per scale, a multiple of 8.
@@ -201,7 +211,7 @@ class OneBit:
     def encode(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Packs float32[n] to uint8[n / 8] and float32[n / block]."""
         squares = (x * x).reshape(-1, 8).sum(axis=1)
-        # Both read x, in one pass: the compiler must not sum all squares in another.
+        # Both read x in one pass: XLA must not sum all squares in a second pass.
         bits, squares = jax.lax.optimization_barrier((jnp.packbits(x >= 0), squares))
         squares = squares.reshape(-1, self.block // 8).sum(axis=1)
         return bits, jnp.sqrt(squares / self.block)
@@ -215,16 +225,16 @@ class OneBit:
 
 
 _INDEX_BITS = 14
-"""A code is a position in the block, a bit of magnitude, and the sign."""
+"""Bits of the position in a block; a code adds a bit of magnitude, and the sign."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TopK:
     """Sends the `kept` largest magnitudes of each block as one of two values.
 
-    The two values of a block are the mean magnitudes of what is above and below the
-    middle between the largest and the smallest kept, so the error is never larger than
-    the vector.
+    The two values of a block are mean magnitudes: of kept numbers above the middle
+    between the largest and the smallest kept magnitude, and of kept numbers below. The
+    error is never larger than the vector.
 
     Args:
         kept: Numbers sent of a block.
@@ -243,8 +253,10 @@ class TopK:
         blocks = x.reshape(-1, self.block)
         magnitudes, positions = jax.lax.top_k(jnp.abs(blocks), self.kept)
         is_negative = jnp.take_along_axis(blocks, positions, axis=1) < 0
-        # No slices of the result, for which XLA would sort whole blocks. NaN is first.
+        # Not `magnitudes[:, 0]`: XLA would sort whole blocks for slices of the result.
+        # NaN is first.
         largest, smallest = magnitudes.max(axis=1), magnitudes.min(axis=1)
+        # Halved before the sum, which could overflow.
         is_high = magnitudes >= (largest / 2 + smallest / 2)[:, None]
         means = [mean_where(magnitudes, ~is_high), mean_where(magnitudes, is_high)]
         scales = jnp.stack(means, axis=1)
@@ -264,7 +276,7 @@ class TopK:
 
 
 Packed = tuple[jax.Array, ...]
-"""A vector on the wire: its codes, then float32 scales where the codec has any. Dim 0
+"""A vector on the wire: codes, then float32 scales where the codec has any. Dim 0
 follows the vector, so an N-th of each array holds an N-th of the vector."""
 
 
@@ -272,12 +284,12 @@ follows the vector, so an N-th of each array holds an N-th of the vector."""
 class Codec(Protocol):
     """A lossy packing of float32 vectors; implementations are frozen dataclasses.
 
-    A vector with a number that is not finite is decoded to one with such a number.
+    A vector with a number that is not finite is decoded to a vector with such a number.
     """
 
     @property
     def block(self) -> int:
-        """The divisor of the lengths that can be packed."""
+        """Divisor of the lengths that can be packed."""
         ...
 
     def encode(self, x: jax.Array) -> Packed:
@@ -302,7 +314,7 @@ _CODECS: dict[str, Codec] = {
 
 
 def make_codec(name: str) -> Codec:
-    """Returns a codec by its name in a config.
+    """Returns a codec by the name in a config.
 
     Args:
         name: `float32`, `bfloat16`, `int8`, `float8`, `int4`, `int2`, `onebit` or

@@ -1,4 +1,4 @@
-"""A mean over workers whose messages are packed, with error feedback on both sides."""
+"""A mean over workers by packed messages, with error feedback on both sides."""
 
 import functools
 import math
@@ -12,11 +12,11 @@ from zjax.comm.messages import all_gather, exchange_chunks
 
 
 class Errors(NamedTuple):
-    """What one worker's messages have lost so far, to be added to the next ones.
+    """Losses of the messages of one worker so far, to be added to the next messages.
 
     Args:
-        worker: float32[n], of the messages with its own vector.
-        server: float32[n / N], of those with the mean of its chunk.
+        worker: float32[n], losses of messages with the worker's vector.
+        server: float32[n / N], losses of messages with the mean of the worker's chunk.
     """
 
     worker: jax.Array
@@ -40,10 +40,12 @@ def compressed_mean(
 ) -> tuple[jax.Array, Errors | None]:
     """Averages a vector over the workers of a mesh axis, inside `jax.shard_map`.
 
-    Each worker sends chunk j of its vector to worker j, which averages the chunks in
-    float32 and sends the mean to all. Both messages are packed by the codec, and what
-    they lose is added to the next ones, so that the sum over many calls is right. A
-    mean that is not finite leaves the errors as they were.
+    Each worker sends chunk j to worker j, which averages the chunks in float32 and
+    sends the mean to all workers. The codec packs both messages, and the losses are
+    added to the next messages, so that the sum over many calls is right. A mean that is
+    not finite leaves the errors unchanged. Every worker gets the same bits.
+
+    The length of `x` is a `padded_size`; None as errors means no error feedback.
 
     Reference:
         Tang et al., 1-bit Adam (arXiv:2102.02888), section 4 and figure 3.
@@ -61,6 +63,7 @@ def compressed_mean(
         return mean, None
     lost = Errors(corrected - codec.decode(packed), chunk - codec.decode(packed_chunk))
     mean = jax.lax.optimization_barrier(mean)  # else XLA for CPUs decodes it again
+    # Else one overflow would stay in the error feedback forever.
     is_finite = jnp.isfinite(mean).all()
     return mean, jax.tree.map(
         lambda new, old: jnp.where(is_finite, new, old), lost, errors
@@ -68,5 +71,6 @@ def compressed_mean(
 
 
 def _mean(vectors: list[jax.Array]) -> jax.Array:
-    # XLA for CPUs is a hundred times slower at a sum over an axis of what it decodes.
+    """Averages vectors in float32."""
+    # XLA for CPUs sums over an axis of decoded values a hundred times more slowly.
     return functools.reduce(jnp.add, vectors) / len(vectors)

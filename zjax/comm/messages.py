@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 
 def all_gather(tree: Any, axes: str | Sequence[str]) -> Any:
-    """Gathers arrays of any dtypes by one collective.
+    """Gathers arrays of any dtypes into arrays [N, ...] by one collective.
 
     Example:
         >>> gather = jax.vmap(lambda x: all_gather((x, x > 1), "i"), axis_name="i")
@@ -27,7 +27,10 @@ def all_gather(tree: Any, axes: str | Sequence[str]) -> Any:
 
 
 def exchange_chunks(tree: Any, axis: str) -> Any:
-    """Sends the j-th of N chunks of each array to device j, by one collective."""
+    """Sends the j-th of N chunks of each array to device j, by one collective.
+
+    Returns the received chunks, flat arrays [N, size / N].
+    """
     parts, form = jax.tree.flatten(tree)
     number = jax.lax.axis_size(axis)
     received = jax.lax.all_to_all(_joined(parts, rows=number), axis, 0, 0)
@@ -36,7 +39,7 @@ def exchange_chunks(tree: Any, axis: str) -> Any:
 
 
 def _joined(parts: Sequence[jax.Array], rows: int) -> jax.Array:
-    """Arrays as [rows, ...]: a single one as it is, several as bytes."""
+    """Joins arrays to [rows, ...]: a single array unchanged, several as bytes."""
     flat = [x.reshape(rows, -1) for x in parts]
     if len(flat) == 1:
         return flat[0]
@@ -49,13 +52,14 @@ def _split(
     parts: Sequence[jax.Array],
     shapes: Sequence[tuple[int, ...]],
 ) -> list[jax.Array]:
-    """The arrays of each row of a message, in the dtypes of `parts`."""
+    """Splits each row of a message into arrays in the dtypes of `parts`."""
     if len(parts) == 1:
         return [message.reshape(len(message), *shapes[0])]
     found, start = [], 0
     for part, shape in zip(parts, shapes, strict=True):
         end = start + math.prod(shape) * part.dtype.itemsize
         own = message[:, start:end]
+        # Arrays without elements are not in the message, and XLA cannot view them.
         own = own.view(part.dtype) if part.size else own.astype(part.dtype)
         found.append(own.reshape(len(message), *shape))
         start = end

@@ -18,7 +18,7 @@ from zjax.sharding.placement import ArrayPlan, pad, unpad
 
 
 def manual_spec(row: ArrayPlan, axes: Sequence[str]) -> PartitionSpec:
-    """The spec of a stored array, restricted to the `axes` that `shard_map` maps."""
+    """Spec of a stored array, restricted to the `axes` that `shard_map` maps."""
     return PartitionSpec(*map(rules.entry, _dims(row.stored, row, axes)))
 
 
@@ -33,13 +33,13 @@ def used_shape(row: ArrayPlan, axes: Sequence[str]) -> tuple[int, ...]:
 
 
 def splitting_axes(row: ArrayPlan, axes: Sequence[str]) -> list[str]:
-    """The axes along which each device uses another part of an array."""
+    """Axes along which devices use different parts of an array."""
     split = {axis for names in _dims(row.used, row, axes) for axis in names}
     return [axis for axis in axes if axis in split]
 
 
 def gather(shard: jax.Array, row: ArrayPlan, axes: Sequence[str]) -> jax.Array:
-    """All-gathers an array from where it is stored to where it is used."""
+    """All-gathers a stored shard to the array of `used_shape`."""
     local_row = _of_device(row, axes)
 
     def run(gathered: jax.Array) -> jax.Array:
@@ -59,8 +59,8 @@ def reduce(x: jax.Array, row: ArrayPlan, axes: Sequence[str]) -> jax.Array:
     """Sums an array over devices, from where it is used to where it is stored.
 
     Reduce-scatters over the axes that shard only the stored array, and all-reduces over
-    the axes that shard neither. Does not sum over axes that shard the used array: along
-    them each device holds another shard.
+    the axes that shard neither. Axes that shard the used array need no sum: along such
+    axes each device holds another shard.
     """
     local_row = _of_device(row, axes)
 
@@ -73,6 +73,7 @@ def reduce(x: jax.Array, row: ArrayPlan, axes: Sequence[str]) -> jax.Array:
                 total = jax.lax.psum_scatter(
                     total, names, scatter_dimension=dim, tiled=True
                 )
+            # psum_scatter has summed over these axes already.
             replicating = [axis for axis in replicating if axis not in names]
         return jax.lax.psum(total, tuple(replicating)) if replicating else total
 
@@ -82,7 +83,10 @@ def reduce(x: jax.Array, row: ArrayPlan, axes: Sequence[str]) -> jax.Array:
 def gather_in_node(
     shard: jax.Array, row: ArrayPlan, compute: ArrayPlan, axes: Sequence[str]
 ) -> jax.Array:
-    """Gathers a parameter over the axes that shard only its master weights (hpZ)."""
+    """Gathers a parameter over the axes that shard only the master weights (hpZ).
+
+    The result is the shard of the compute parameter, by the codec of `compute`.
+    """
     if row.stored == compute.stored:
         return shard
     across = dataclasses.replace(compute, stored=row.stored, used=compute.stored)
@@ -96,7 +100,10 @@ def gather_params(
     grads: ArrayPlan,
     axes: Sequence[str],
 ) -> jax.Array:
-    """`gather` whose transpose is `reduce`, for parameters and their gradients."""
+    """Gathers a parameter with `gather`; the transpose is `reduce`.
+
+    Gradients go to `shard`, whose values are not read; `stored` has the values.
+    """
 
     def forward(_: jax.Array, stored: jax.Array) -> jax.Array:
         return gather(stored, row, axes)
@@ -111,18 +118,23 @@ def gather_params(
 
 
 def mean_over(x: jax.Array, axes: Sequence[str]) -> jax.Array:
-    """Averages floats over devices in float32, and returns them in their dtype."""
+    """Averages floats over devices in float32, and returns the dtype of `x`.
+
+    Arrays of other dtypes get the value of the first device.
+    """
     if not axes:
         return x
+    # Counters and random keys have no mean.
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return jax.lax.all_gather(x, tuple(axes))[0]
     return jax.lax.pmean(x.astype(jnp.float32), tuple(axes)).astype(x.dtype)
 
 
 def broadcast_from(tree: Any, is_source: jax.Array, axes: Sequence[str]) -> Any:
-    """Sends the arrays of one device to all."""
+    """Sends the arrays of the one device with `is_source` to all devices."""
 
     def run(tree: Any, is_source: jax.Array) -> Any:
+        # A product with `is_source` would spread NaN of other devices.
         terms = jax.tree.map(lambda x: jnp.where(is_source, x, jnp.zeros_like(x)), tree)
         return jax.lax.psum(terms, tuple(axes))
 
@@ -133,8 +145,9 @@ def broadcast_from(tree: Any, is_source: jax.Array, axes: Sequence[str]) -> Any:
 def _by_share(
     run: Callable[[jax.Array], jax.Array], row: ArrayPlan, axes: Sequence[str]
 ) -> Callable[[jax.Array], jax.Array]:
-    # Map the other axes, too, or the compiler gathers the array over them first. Leave
-    # out dims that `axes` also shard: their shards would come in another order.
+    """Runs a collective on the shards of all mesh axes of a stored array."""
+    # Map all further axes, too, or the compiler gathers the array over them first.
+    # Leave out dims that `axes` also shard: shards would come in another order.
     others = _others(axes)
     dims = rules.axes_of(row.spec, len(row.shape))
     split = [dim if set(dim) <= others else () for dim in dims]
@@ -144,7 +157,10 @@ def _by_share(
 def _by_hand(
     run: Callable[..., Any], spec: PartitionSpec, axes: Sequence[str]
 ) -> Callable[..., Any]:
-    """Maps the other axes, too: XLA for CPUs fails on 16-bit sums that it splits."""
+    """Maps all further mesh axes by hand.
+
+    XLA for CPUs fails on 16-bit sums that it splits.
+    """
     others = _others(axes)
     if not others:
         return run
@@ -154,12 +170,12 @@ def _by_hand(
 
 
 def _others(axes: Sequence[str]) -> set[str]:
-    """Mesh axes that the compiler splits."""
+    """Mesh axes that are left to the compiler."""
     return set(jax.sharding.get_abstract_mesh().auto_axes).difference(axes)
 
 
 def _of_device(row: ArrayPlan, axes: Sequence[str]) -> ArrayPlan:
-    """The plan of the shard that one device uses, as if it were a global array."""
+    """Plan of the shard that one device uses, as if it were a global array."""
     split = splitting_axes(row, axes)
 
     def of_device(sharding: NamedSharding) -> NamedSharding:
@@ -172,13 +188,13 @@ def _of_device(row: ArrayPlan, axes: Sequence[str]) -> ArrayPlan:
 
 
 def _gathered(row: ArrayPlan, axes: Sequence[str]) -> list[tuple[str, ...]]:
-    """The axes of each dim over which `shard_map` gathers an array for use."""
+    """Axes of each dim over which `shard_map` gathers an array for use."""
     dims = row.gathered_axes
     return [tuple(axis for axis in names if axis in axes) for names in dims]
 
 
 def _replicating(row: ArrayPlan, axes: Sequence[str]) -> list[str]:
-    """The axes over which every device uses the same part of an array."""
+    """Axes along which every device uses an equal part of an array."""
     split = splitting_axes(row, axes)
     return [axis for axis in axes if axis not in split]
 
@@ -189,6 +205,7 @@ def _divided(
     row: ArrayPlan,
     axes: Sequence[str],
 ) -> tuple[int, ...]:
+    """Divides a shape by the shards over the axes that `shard_map` maps."""
     split = zip(shape, _dims(sharding, row, axes), strict=True)
     return tuple(size // num_shares(sharding.mesh, names) for size, names in split)
 
@@ -196,6 +213,6 @@ def _divided(
 def _dims(
     sharding: NamedSharding, row: ArrayPlan, axes: Sequence[str]
 ) -> list[tuple[str, ...]]:
-    """The axes of each dim that `shard_map` maps."""
+    """Axes of each dim that `shard_map` maps."""
     dims = rules.axes_of(sharding.spec, len(row.shape))
     return [tuple(axis for axis in names if axis in axes) for names in dims]
