@@ -1,4 +1,4 @@
-"""Interprets a jaxpr with a rule for its equations, by sets of primitives."""
+"""Interprets a jaxpr with a rule for equations, and names sets of primitives."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -14,10 +14,10 @@ def _names(text: str) -> frozenset[str]:
 
 
 CALLS = _names("jit pjit closed_call custom_jvp_call custom_vjp_call remat2")
-"""Only run their inner program."""
+"""Primitives that only run an inner program."""
 
 ARITHMETIC = _names("add sub mul div max min pow select_n")
-"""Combine or select entries of several operands."""
+"""Primitives that combine or select entries of several operands."""
 
 COMPARISONS = _names("eq ne lt le gt ge")
 ROUNDINGS = _names("floor ceil round")
@@ -27,7 +27,7 @@ EXACT = (
     | ROUNDINGS
     | _names("sin cos tan exp exp2 expm1 log log1p rem sign is_finite")
 )
-"""Their results depend on the last digits of their operands."""
+"""Primitives whose results depend on the last digits of the operands."""
 
 ELEMENTWISE = (
     ARITHMETIC
@@ -38,17 +38,17 @@ ELEMENTWISE = (
         stop_gradient tanh"""
     )
 )
-"""Each entry of the result depends on the same entry of each operand."""
+"""Primitives of which each entry depends on one entry of each operand."""
 
 REDUCTIONS = _names("reduce_max reduce_min reduce_sum")
 
 RESHAPES = _names("reshape squeeze transpose")
-"""Return all entries of the operand in another shape or order."""
+"""Primitives that return all entries of the operand in another shape or order."""
 
 MOVES = RESHAPES | _names(
     "broadcast_in_dim concatenate dynamic_slice pad reshard rev slice split stack"
 )
-"""Return entries of their operands unchanged."""
+"""Primitives that return entries of the operands unchanged."""
 
 CHEAP = (
     ELEMENTWISE
@@ -56,7 +56,7 @@ CHEAP = (
     | MOVES
     | _names("all_gather bitcast_convert_type iota optimization_barrier")
 )
-"""Cost no more than reading their operands, or gathering parameters."""
+"""Primitives that cost no more than reading the operands, or gathering parameters."""
 
 
 Equation = Any
@@ -66,6 +66,7 @@ T = TypeVar("T")
 
 def apply(equation: Equation, inputs: Sequence[Any]) -> list[Any]:
     """Evaluates one equation: the rule that runs a program."""
+    # `bind` takes functions where equations hold jaxprs.
     settings = equation.primitive.get_bind_params(equation.params)
     results = equation.primitive.bind(*inputs, **settings)
     return list(results) if equation.primitive.multiple_results else [results]
@@ -77,7 +78,10 @@ def interpret(
     rule: Callable[[Equation, list[T]], Sequence[T]],
     constant: Callable[[Any], T] = lambda value: value,
 ) -> list[T]:
-    """Propagates values, or facts about them, from inputs to outputs.
+    """Propagates values, or facts about values, from inputs to outputs.
+
+    `rule(equation, inputs) -> outputs` handles equations that are no calls. `constant`
+    maps a literal or constant, each time it is read, in the order of the equations.
 
     Example:
         >>> program = jax.make_jaxpr(jax.jit(lambda x, y: (2 * x, x + y)))(1.0, 1.0)
@@ -106,10 +110,10 @@ def interpret(
 
 
 def called_by(equation: Equation) -> Closed | None:
-    """The program that an equation only calls; None for other equations.
+    """Returns the program that an equation only calls; None for other equations.
 
     A block that `jax.checkpoint` recomputes starts with a barrier, so that the compiler
-    does not merge it with the forward pass.
+    does not merge the block with the forward pass.
     """
     if equation.primitive.name not in CALLS:
         return None
@@ -122,12 +126,12 @@ def called_by(equation: Equation) -> Closed | None:
 
 
 def programs_in(equation: Equation) -> list[Closed]:
-    """The jaxprs among the parameters of an equation: calls, branches and bodies."""
+    """Lists the jaxprs among the parameters of an equation, such as branches."""
     return [close(x) for x in jax.tree.leaves(equation.params) if is_program(x)]
 
 
 def walk(program: Closed) -> Iterator[Equation]:
-    """All equations, each followed by those of its inner jaxprs."""
+    """Yields all equations, each followed by the equations of inner jaxprs."""
     for equation in program.eqns:
         yield equation
         for inner in programs_in(equation):
@@ -135,6 +139,7 @@ def walk(program: Closed) -> Iterator[Equation]:
 
 
 def _behind_barrier(program: Closed) -> Closed:
+    """Puts a barrier before a program, as `jax.checkpoint` does when it lowers."""
     run = core.jaxpr_as_fun(program)
 
     def run_hidden(*inputs: Any) -> list[Any]:

@@ -20,7 +20,7 @@ Name = core.Var
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
-    """Equations in topological order, none of which is a call.
+    """Equations in topological order, without calls.
 
     Args:
         closed: The jaxpr; constants are literals without a name.
@@ -40,7 +40,7 @@ class Program:
 
     @property
     def equations(self) -> list[Equation]:
-        """All equations."""
+        """Equations in topological order."""
         return self.closed.eqns
 
     @property
@@ -55,12 +55,16 @@ class Program:
         return list(core.jaxpr_as_fun(self.closed)(*values))
 
     def compute(self, outputs: Sequence[Any], known: Mapping[Name, Any]) -> list[Any]:
-        """Computes some values from others, and nothing else."""
+        """Computes outputs from known values, and nothing else."""
         part = self.part(known, outputs)
         return part(*(known[x] for x in part.inputs))
 
     def part(self, inputs: Iterable[Name], outputs: Sequence[Any]) -> "Program":
-        """The program that computes some values from others."""
+        """Extracts the program that computes `outputs` from `inputs`.
+
+        The inputs of the part are the needed `inputs`, in order, then further inputs of
+        this program.
+        """
         stops = dict.fromkeys(inputs)
         equations = [self.equations[number] for number in self.needed(outputs, stops)]
         atoms = itertools.chain(outputs, *(each.invars for each in equations))
@@ -76,6 +80,8 @@ class Program:
         """Indices of the equations that compute outputs from known values."""
         stops = {*known}
         wanted, numbers = {*names_among(outputs)} - stops, []
+        # Backwards, so that all readers of a value come before the equation of the
+        # value.
         for number in reversed(range(len(self.equations))):
             equation = self.equations[number]
             if wanted.intersection(equation.outvars):
@@ -88,12 +94,12 @@ class Program:
         return {x for number in numbers for x in self.equations[number].outvars}
 
     def reached(self, names: Iterable[Name]) -> set[Name]:
-        """These names and all that depend on any of them."""
+        """Finds all names that depend on any of `names`, which are included."""
         sources_by_name = self.sources(dict.fromkeys(names, frozenset({True})))
         return {x for x, sources in sources_by_name.items() if sources}
 
     def sources(self, labels: Mapping[Name, frozenset]) -> dict[Name, frozenset]:
-        """The labels of each value, and of all values that it depends on."""
+        """Joins the labels of each value with the labels of all values before it."""
         labels_by_name = collections.defaultdict(frozenset, labels)
         for equation in self.equations:
             joined = frozenset().union(
@@ -105,7 +111,11 @@ class Program:
         return labels_by_name
 
     def normal_form(self) -> tuple[str, list[Any]]:
-        """A text that is equal for programs that differ only in names and scalars."""
+        """Writes a text that is equal for programs that differ only in names or
+        scalars.
+
+        Returns the text and the scalar literals in order.
+        """
         count = itertools.count()
         scalars: list[Any] = []
         lines: list[str] = []
@@ -118,6 +128,7 @@ class Program:
 
         def write(equation: Equation, operands: list[str]) -> list[str]:
             names = [str(next(count)) for _ in equation.outvars]
+            # Sorted, as the order of params is no part of a program.
             params = sorted((key, str(x)) for key, x in equation.params.items())
             text = f"{equation.primitive.name} {params} {' '.join(operands)}"
             lines.append(f"{' '.join(names)} = {text}")
@@ -129,11 +140,15 @@ class Program:
         return "\n".join([str(kinds), *lines, " ".join(outputs)]), scalars
 
     def lift(self, positions: Sequence[int]) -> Callable[..., list[Any]]:
-        """A function of the inputs and, after them, of some scalar literals."""
+        """Makes a function of the inputs followed by some scalar literals.
+
+        Positions are ascending positions in the scalars of `normal_form`.
+        """
 
         def run(*values: Any) -> list[Any]:
             size = len(self.inputs)
             others = dict(zip(positions, values[size:], strict=True))
+            # `interpret` reads constants in the order of `normal_form`.
             count = itertools.count()
 
             def value_of(constant: Any) -> Any:
@@ -152,6 +167,8 @@ def trace(
 ) -> tuple[Program, Any]:
     """Traces a function to a program, with calls and recomputed blocks inlined.
 
+    Returns the program of the leaves, and the tree of shapes of the results.
+
     Example:
         >>> program, _ = trace(jax.jit(lambda x, y: (x + 1, x * y)), 2.0, 3.0)
         >>> [str(each.primitive) for each in program.equations]
@@ -165,31 +182,32 @@ def trace(
     def run(*values: Any) -> list[Any]:
         return interpret(closed, values, rule)
 
+    # Traced again, since `interpret` runs the equations inside calls one by one.
     inlined = jax.make_jaxpr(run)(*(x.aval for x in closed.jaxpr.invars))
     return Program(inlined), shapes
 
 
 def names_among(atoms: Iterable[Any]) -> list[Name]:
-    """The atoms that are not literals."""
+    """Selects the atoms that are not literals."""
     return [x for x in atoms if isinstance(x, Name)]
 
 
 def is_in(x: Any, names: Set[Name]) -> bool:
-    """Whether an atom is one of these names."""
+    """Whether an atom is one of the names."""
     return isinstance(x, Name) and x in names
 
 
 def text_of_constant(value: Any) -> str:
-    """A text that is equal for equal constants."""
+    """Formats a constant; equal constants have equal texts."""
     x = np.asarray(value)
     return f"{x.dtype}{x.shape}{x.tobytes().hex()}"
 
 
 def sizes(*trees: Any) -> list[int]:
-    """The number of arrays in each tree."""
+    """Counts the arrays of each tree."""
     return [len(jax.tree.leaves(tree)) for tree in trees]
 
 
 def like(tree: Any, leaves: Sequence[Any]) -> Any:
-    """A tree of the same structure with other leaves."""
+    """Rebuilds the structure of a tree with other leaves."""
     return jax.tree.unflatten(jax.tree.structure(tree), leaves)

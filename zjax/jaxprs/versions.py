@@ -13,7 +13,7 @@ from jax.interpreters import partial_eval
 def dtype_promotion(kind: str = "standard") -> Iterator[None]:
     """Sets `jax_numpy_dtype_promotion` inside a block.
 
-    Optax, and programs built on it, need the standard rules.
+    Optax, and programs built on Optax, need the standard rules.
 
     Example:
         >>> with jax.numpy_dtype_promotion("strict"), dtype_promotion():
@@ -37,9 +37,9 @@ def is_program(x: Any) -> bool:
 
 
 def close(program: Any) -> Closed:
-    """A jaxpr with its constants; as of JAX 0.11 every jaxpr holds its own.
+    """Closes a jaxpr with its constants; as of JAX 0.11 every jaxpr holds constants.
 
-    Constants of a kernel are known when it is called: here they are its first inputs.
+    Constants of a kernel are known at the call: here they are the first inputs.
     """
     if hasattr(program, "consts"):
         return program
