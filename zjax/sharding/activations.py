@@ -51,6 +51,7 @@ def first_row(num_rows: int) -> jax.Array | int:
         0
     """
     mesh = jax.sharding.get_abstract_mesh()
+    # Inside `shard_map` devices hold rows in the order of these axes.
     axes = tuple(axis for axis in meshes.BATCH_AXES if axis in mesh.manual_axes)
     return jax.lax.axis_index(axes) * num_rows if axes else 0
 
@@ -102,7 +103,7 @@ def pin_whole(table: Shaped[Array, "V M"]) -> Shaped[Array, "V M"]:
 
 
 def pin(x: Shaped[Array, "*dims"], *entries: object) -> Shaped[Array, "*dims"]:
-    """Constrains an array and the gradient of the array on the current mesh."""
+    """Constrains an array and the cotangent to a sharding on the current mesh."""
     return jax.lax.with_sharding_constraint(x, P(*entries))
 
 

@@ -77,6 +77,7 @@ def _batch_casts(plan: Plan) -> list[str]:
 
 
 def _title(plan: Plan) -> str:
+    """Names the ZeRO stage and the mesh axes of more than one device."""
     mesh = ", ".join(f"{k}={n}" for k, n in plan.mesh.shape.items() if n > 1)
     return f"plan: ZeRO {plan.stage} on mesh ({mesh or 'one device'})"
 
@@ -104,7 +105,7 @@ def _roles(
 
 
 def describe_unsharded(plan: Plan) -> str:
-    """Tables the parameters that the tensor axis does not shard, the largest first.
+    """Lists the parameters that the tensor axis does not shard, the largest first.
 
     Each line ends with the setting that would shard the parameter. The text is empty
     without a tensor axis or where all parameters are sharded.

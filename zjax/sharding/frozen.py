@@ -22,6 +22,7 @@ def hold_frozen(master: Any, compute: Any, config: Config) -> Any:
     def one(row: ArrayPlan, used: ArrayPlan) -> ArrayPlan:
         if not is_held_frozen(row.path, config):
             return row
+        # Stored as used, so that no step casts or gathers it from a master weight.
         return dataclasses.replace(used, is_frozen=True, follows="nothing")
 
     return jax.tree.map(one, master, compute)
@@ -37,7 +38,7 @@ def trained(tree: Any, rows: Any) -> Any:
 
 
 def frozen(tree: Any, rows: Any) -> Any:
-    """Replaces each trained parameter of a tree by None, as `trained` does frozen."""
+    """Replaces each trained parameter of a tree by None, the reverse of `trained`."""
 
     def one(row: Any, x: Any) -> Any:
         return x if _is_frozen(row) else None

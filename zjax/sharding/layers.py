@@ -135,7 +135,7 @@ class LayerOf:
 
 
 def read_layer(params: Params) -> Params:
-    """Slices the parameters of a layer if they are a `LayerOf`.
+    """Slices a layer out of a `LayerOf`; any other tree is returned unchanged.
 
     Example:
         >>> read_layer(LayerOf({"w": jnp.arange(3)}, 2))["w"].item()

@@ -129,6 +129,7 @@ def plan_bytes(plan: Plan, kept: Any = ()) -> StageBytes:
         parameters=tree_bytes(plan.compute),
         gradients=tree_bytes(plan.grad_sum),
         optimizer=tree_bytes(
+            # Frozen parameters are counted in `compute`.
             (trained(plan.master, plan.master), plan.opt_state, plan.ema, kept)
         ),
     )

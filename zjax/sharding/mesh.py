@@ -123,6 +123,7 @@ def trace(function: Callable[..., Any], *args: Any) -> ClosedJaxpr:
     try:
         return jax.make_jaxpr(function)(*args)
     except (RuntimeError, ValueError):  # JAX raises either where a mesh is missing
+        # With a mesh the error has another cause.
         if not jax.sharding.get_abstract_mesh().empty:
             raise
     with jax.sharding.use_abstract_mesh(abstract_mesh(schema.Mesh(), 1)):

@@ -167,7 +167,7 @@ def _log_unused(names: str) -> None:
 def _table_problems(
     table: dict[str, str], logical_dims: Sequence[tuple[Any, ...]]
 ) -> Iterator[Problem]:
-    """Yields the problems of `mesh.names`: unknown meanings, and names of no model."""
+    """Yields the problems of `mesh.names`: meanings or names that are unknown."""
     used = {
         name: None for dims in logical_dims for x in dims for name in _translate(x, {})
     }

@@ -308,7 +308,7 @@ def _zero_spec(
 
 
 def plan_opt_state(config: Config, mesh: Any, tx: Any, master: Any) -> Any:
-    """Shards optimizer state as the parameters; state of other shapes by `_zero_spec`.
+    """Shards optimizer state like the parameters, and other shapes by `_zero_spec`.
 
     A leaf belongs to a parameter if the path of the leaf contains the path of the
     parameter. Both are sharded alike if the shapes agree but for dims of size 1, which

@@ -66,6 +66,7 @@ def owners(keys: Any, params: Mapping[str, Any]) -> Iterator[Any]:
         [2, 1]
     """
     names = [path_of((key,)) for key in keys]
+    # State nests the tree of parameters under names such as `mu`: paths end alike.
     for end in range(len(names), -1, -1):
         for start in range(end + 1):
             path = "/".join(names[start:end])

@@ -182,6 +182,7 @@ class ArrayPlan:
             The plan; for `nvme`, `stored` is the sharding of the copy on the devices.
         """
         if memory == "nvme":
+            # `stored` then tells how the copy on the devices is sharded.
             return dataclasses.replace(self.on_device, disks=disks)
         stored = self.stored.with_memory_kind(memory)
         return dataclasses.replace(self, stored=stored, disks=())

@@ -177,6 +177,7 @@ def make_plan(config: Config, mesh: Mesh | AbstractMesh, model: Model, tx: Any) 
         PlanError: Parameters that no rule can place, an optimizer that cannot work from
             one mean gradient per step, or settings that move nothing.
     """
+    # Abstract, as the model may fit on no device before it is planned.
     params, model_state = jax.eval_shape(model.init, abstract_key())
     splits, dtypes = zero.splits_of(config.zero.stage), config.precision
     planned = ParamPlans.of(
@@ -213,6 +214,7 @@ def make_plan(config: Config, mesh: Mesh | AbstractMesh, model: Model, tx: Any) 
         # `master` before offload: its paths alone are read.
         opt_state=_offload_moments(opt_state, master, config),
         model_state=replicated_plans(model_state, mesh),
+        # float32 whatever the master dtype: small steps of an average would round away.
         ema=trained(planned("float32", is_sharded=splits.state), master)
         if config.optimizer.ema_decay
         else (),

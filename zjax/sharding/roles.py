@@ -71,6 +71,7 @@ def move_params(
             return new
         own, layer = totals[found.segment], layer_of(keys)
         if layer is None:
+            # A stack: each layer moves by the totals of that layer.
             return jax.vmap(found.move)(old, own)
         # A dynamic index: programs of layers that differ in the index compile once.
         of_layer = jax.tree.map(

@@ -14,12 +14,12 @@ RULES: dict[str, tuple[str, ...]] = {
     "kv_heads": (meshes.TENSOR,),
     "head_dim": (),
     "mlp": (meshes.TENSOR,),
-    "vocab": (meshes.PIPELINE, meshes.TENSOR),
+    "vocab": (meshes.PIPELINE, meshes.TENSOR),  # stages share embedding and head
     "experts": (meshes.EXPERT,),
     "gates": (),
     "capacity": (),
     "layers": (meshes.PIPELINE,),
-    meshes.TENSOR: (meshes.TENSOR,),
+    meshes.TENSOR: (meshes.TENSOR,),  # what `mesh.names` maps foreign names to
 }
 STACKED_DIMS = ("layers",)
 """Dims of stacked layers; ZeRO never shards them, as one device would then hold all of

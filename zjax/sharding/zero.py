@@ -69,6 +69,7 @@ def extend_spec(
     used = rules.axes_of(spec, len(shape))
     spec_axes = {axis for dim in used for axis in dim}
     free = tuple(a for a in axes if a not in spec_axes and mesh.shape[a] > 1)
+    # Stacks are gathered layer by layer, so one layer decides.
     layer = (size for dim, size in enumerate(shape) if dim not in stacked_dims)
     if not free or math.prod(layer) < min_elements:
         return spec
