@@ -155,6 +155,7 @@ def _rescaled(codes: jax.Array, scales: jax.Array, block: int) -> jax.Array:
 def _pack_nibbles(codes: jax.Array) -> jax.Array:
     """Packs two 4-bit codes into a byte, the first in the low half."""
     low, high = codes.astype(jnp.uint8).reshape(-1, 2).T
+    # Masked: the upper half of a negative code is all ones.
     return low & 15 | high << 4
 
 

@@ -145,7 +145,7 @@ def broadcast_from(tree: Any, is_source: jax.Array, axes: Sequence[str]) -> Any:
 def _by_share(
     run: Callable[[jax.Array], jax.Array], row: ArrayPlan, axes: Sequence[str]
 ) -> Callable[[jax.Array], jax.Array]:
-    """Runs a collective on the shards of all mesh axes of a stored array."""
+    """Maps a collective over all further mesh axes that shard a stored array."""
     # Map all further axes, too, or the compiler gathers the array over them first.
     # Leave out dims that `axes` also shard: shards would come in another order.
     others = _others(axes)

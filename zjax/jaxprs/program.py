@@ -63,7 +63,7 @@ class Program:
         """Extracts the program that computes `outputs` from `inputs`.
 
         The inputs of the part are the needed `inputs`, in order, then further inputs of
-        this program.
+        the program.
         """
         stops = dict.fromkeys(inputs)
         equations = [self.equations[number] for number in self.needed(outputs, stops)]
@@ -111,8 +111,7 @@ class Program:
         return labels_by_name
 
     def normal_form(self) -> tuple[str, list[Any]]:
-        """Writes a text that is equal for programs that differ only in names or
-        scalars.
+        """Writes a text that programs share if only names or scalars differ.
 
         Returns the text and the scalar literals in order.
         """

@@ -23,6 +23,7 @@ INPUT = "mlp"
 """Name, for policies of `jax.checkpoint`, of the inputs of activation functions."""
 
 
+# Recomputed, so that only inputs are saved: intermediates would be several arrays more.
 @functools.partial(jax.checkpoint, prevent_cse=False)
 def gelu(x: Float[Array, "*dims"]) -> Float[Array, "*dims"]:
     """Computes GELU with tanh, as GPT-2 and the original BERT do.

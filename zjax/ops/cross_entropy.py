@@ -154,6 +154,7 @@ def _summed_loss_forward(terms, hidden, head, bias, targets, weights, teacher):
     def add_chunk(sums, chunk):
         found, dlogits = _chunk_loss(terms, head, bias, teacher, *chunk)
         dhidden = jnp.einsum("prcv,vm->prcm", dlogits, head)
+        # By shard p, so that devices add up once, in the backward pass, not per chunk.
         dhead = _float32_einsum("prcv,prcm->pvm", dlogits, chunk[0])
         dbias = None if bias is None else dlogits.sum((1, 2), dtype=jnp.float32)
         return jax.tree.map(jnp.add, sums, (*found, dhead, dbias)), dhidden
@@ -253,7 +254,7 @@ def _chunk_loss(terms, head, bias, teacher, hidden, targets, weights, teacher_hi
 
 
 def _divergence(logits, teacher_hidden, teacher):
-    """Kullback-Leibler divergence from the teacher per token, and the logit slope."""
+    """KL divergence from the teacher per token, and the gradient of the logits."""
     target = _float32_einsum("prcm,vm->prcv", teacher_hidden, teacher.head)
     target = jax.nn.log_softmax(target / teacher.temperature)
     own = jax.nn.log_softmax(logits / teacher.temperature)

@@ -17,7 +17,7 @@ _TOP = {E4M3: 2.0**8, E5M2: 2.0**15}
 """Largest power of two of each dtype; the largest finite number is 1.75 times as
 large."""
 _SMALLEST = 2.0**-100
-"""Smallest magnitude used as a scale, so that its inverse is finite."""
+"""Smallest magnitude used as a scale: the inverse of a scale has to be finite."""
 
 
 def dot(

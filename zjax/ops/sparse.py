@@ -60,6 +60,7 @@ class Sparse:
     max_length: int
 
     def __post_init__(self):
+        """Refuses patterns that are not hashable, as plans are cached by pattern."""
         name, problems = "sparsity_config", []
         if not isinstance(self.pattern, SparsityConfig):
             problem = "is not a sparsity pattern"
@@ -234,6 +235,7 @@ def visible_keys(
     layout, block = _layout(sparse), sparse.block
     live = _live_rows(layout, queries // block)
     columns = keys[:, None, None] // block
+    # Hidden keys have negative columns, whose values the next statement clears.
     seen = jnp.take_along_axis(live, columns, axis=3, mode="clip")
     seen &= keys[:, None, None] >= 0
     if layout.causal:

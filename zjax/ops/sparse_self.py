@@ -39,7 +39,7 @@ def pad_to_block_size(
 ) -> Padded:
     """Pads the inputs of a model to a multiple of the block size.
 
-    `SparseSelfAttention` pads by itself; other layers may need this.
+    `SparseSelfAttention` pads by itself; other layers may need padded inputs.
 
     Args:
         block_size: Tokens per block, >= 1.
@@ -242,6 +242,7 @@ def self_attention(
     out = sparse_attention(query, key, value, sparse, **masks)
     if invalid is None:
         return out
+    # A compiled program cannot raise: NaN is how a bad mask shows.
     return jnp.where(invalid.any(axis=1)[:, None, None, None], jnp.nan, out)
 
 

@@ -38,6 +38,7 @@ def draw_subset(
         bits = jax.random.bits(jax.random.fold_in(key, row), (length,))
         # Sorting by random bits shuffles each part, without replacement.
         _, shuffled = jax.lax.sort((bits.reshape(parts, -1), tokens), num_keys=1)
+        # Ascending, as causal attention and `_HINTS` need.
         return jnp.sort(shuffled[:, : num_kept // parts]).reshape(-1)
 
     return jax.vmap(draw)(first_row(num_rows) + jnp.arange(num_rows))
@@ -86,6 +87,8 @@ def _num_parts(length, num_kept):
 
 
 def _replace_tokens(x, new, indices):
+    """Writes the tokens of a subset into all tokens."""
+
     def one(index, row, new):
         return row.at[index].set(new, **_HINTS)
 
