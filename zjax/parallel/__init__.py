@@ -1,1 +1,1 @@
-"""How a model is spread over devices and over the passes of training."""
+"""Splitting a model over devices: pipelines, tensor and sequence parallelism."""

@@ -1,8 +1,8 @@
 """Forward and backward pass of some blocks as separate functions.
 
 A pipeline runs other passes between the two: residuals wait in a buffer, and gradients
-of weights may be computed later than those of the stream. The derivative is traced
-once, and its operations are distributed over the passes.
+of weights may be computed later than gradients of the stream. The derivative is traced
+once; each of the traced operations goes to one or more passes.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from zjax.typing import Params
 
 @dataclasses.dataclass(frozen=True)
 class BlockPasses:
-    """The passes of `function(params, stream, nondiff) -> stream`.
+    """Passes of `function(params, stream, nondiff) -> stream`.
 
     Args:
         forward: `forward(params, stream, nondiff) -> (stream, residuals)`; residuals
@@ -41,7 +41,9 @@ def differentiate_in_passes(
     stream: Any,
     nondiff: Any,
 ) -> BlockPasses:
-    """Traces a function and its derivative.
+    """Traces a function and the derivative by `params` and `stream`.
+
+    The passes take arrays of the shapes given here.
 
     Example:
         >>> x = jnp.float32(3)
@@ -60,6 +62,7 @@ def differentiate_in_passes(
     # Backward recreates arrays without elements, such as the absent mask of a kernel:
     # a GPU compiler fails on them in the buffers of a pipeline.
     empty = {x for x in saved if not x.aval.size}
+    # A residual that several products read is saved once.
     residual_names = list(
         dict.fromkeys(x for x in saved if is_in(x, from_stream - empty))
     )
@@ -91,12 +94,16 @@ def differentiate_in_passes(
 def _trace_vjp(
     function: Callable[..., Any], params: Params, stream: Any, nondiff: Any
 ) -> tuple[Program, Any, Any]:
-    """Program of outputs and residuals, output shapes, tree structure of the vjp."""
+    """Traces outputs and residuals of a function and the vjp.
+
+    Returns the program, output shapes, and the tree structure of the vjp.
+    """
     pulls: list[Any] = []
 
     def run(params: Params, stream: Any, nondiff: Any) -> Any:
         out, pull = jax.vjp(lambda p, x: function(p, x, nondiff), params, stream)
         leaves, tree = jax.tree.flatten(pull)
+        # A tree structure is no array: `trace` cannot return it.
         pulls[:] = [tree]
         return out, leaves
 
@@ -107,7 +114,7 @@ def _trace_vjp(
 def without_params(
     function: Callable[..., Any], params: Params, *inputs: Any
 ) -> Callable[..., Any] | None:
-    """Removes the argument `params` of a function if no result depends on it.
+    """Removes the argument `params` of a function; None if a result depends on it.
 
     Example:
         >>> x = jnp.ones(2)
@@ -119,6 +126,7 @@ def without_params(
     """
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(params, *inputs)
     num_params, *nums_inputs = sizes(params, *inputs)
+    # Unread inputs stay, as callers pass all of them.
     must_stay = [False] * num_params + [True] * sum(nums_inputs)
     program, are_read = without_dead_code(closed, must_stay)
     if any(are_read[:num_params]):
@@ -149,6 +157,10 @@ def split_backward(
 ) -> SplitBackward:
     """Moves the gradients of parameters to a later pass.
 
+    The later pass runs the matmuls and kernels that only gradients of parameters need,
+    with the operations behind. The first pass hands over the operands, except operands
+    that cheap operations recompute from `residuals`.
+
     Reference:
         Zero Bubble Pipeline Parallelism (arXiv:2401.10241, section 2).
     """
@@ -171,6 +183,7 @@ def split_backward(
         if delayed.intersection(program.equations[i].outvars)
         for x in program.equations[i].invars
     ]
+    # Values of cheap operations on residuals are recomputed, not stored.
     passed_on = costly - delayed
     operands = list(
         dict.fromkeys(x for x in [*read_later, *grad_outputs] if is_in(x, passed_on))
@@ -190,10 +203,12 @@ def split_backward(
 
 
 def _by_name(names: list[Name], *trees: Any) -> dict[Name, Any]:
+    """Maps names to the leaves of trees."""
     return dict(zip(names, jax.tree.leaves(trees), strict=True))
 
 
 def _is_cheap(equation: Equation) -> bool:
+    """Whether an equation, with all programs inside it, runs cheap primitives alone."""
     inside = [each for program in programs_in(equation) for each in walk(program)]
     kinds = [each.primitive.name for each in inside if not programs_in(each)]
     return CHEAP.issuperset(kinds if inside else [equation.primitive.name])

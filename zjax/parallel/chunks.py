@@ -18,10 +18,10 @@ def by_chunks(
     x: Float[Array, "B L M"],
     chunk_tokens: int,
 ) -> Float[Array, "B L M"]:
-    """Applies a function of each token, and recomputes it in the backward pass.
+    """Applies a function of each token chunk by chunk, recomputed in the backward pass.
 
-    What it holds for its gradient then exists for one chunk alone. Each chunk takes
-    part of every device's tokens.
+    Residuals of the function then exist for one chunk alone. Each chunk takes part of
+    the tokens of every device, at most `chunk_tokens`; 0 takes all tokens.
 
     Example:
         >>> x = jnp.arange(6.0).reshape(1, 3, 2)
@@ -41,10 +41,12 @@ def by_chunks(
         return run(x)
     width = math.ceil(columns / num_chunks)
     padding = num_chunks * width - columns
+    # Chunks cut the local tokens of each device, or tokens would move between devices.
     x = x.reshape(num_rows, shards, columns, size)
     x = jnp.pad(x, [(0, 0), (0, 0), (0, padding), (0, 0)])
     x = x.reshape(num_rows, shards, num_chunks, width, size)
     chunks = jnp.moveaxis(x, 2, 0).reshape(num_chunks, num_rows, -1, size)
+    # Else the map would stack the residuals of all chunks.
     y: Any = jax.lax.map(jax.checkpoint(run), chunks)
     y = y.reshape(num_chunks, num_rows, shards, width, size)
     y = jnp.moveaxis(y, 0, 2).reshape(num_rows, shards, -1, size)
@@ -52,7 +54,7 @@ def by_chunks(
 
 
 def count_chunks(rows: int, columns: int, chunk_tokens: int) -> int:
-    """Chunks of the tokens of a device.
+    """Number of chunks of the tokens of a device; `columns` are tokens per row.
 
     Example:
         >>> [count_chunks(2, 8, n) for n in (0, 16, 8, 1)]

@@ -1,14 +1,14 @@
-"""Runs a schedule: all stages in one program, which sends results on after each tick.
+"""Runs a pipeline schedule: all stages in one program, which sends after each tick.
 
-Blocks run where their parameters are stored, mapped by hand over the `pipeline` axis.
-Every stage runs every pass of a tick. An idle stage computes what nobody reads, and
-adds gradients of 0. Collectives are never under a condition that differs between
+Blocks run where the parameters are stored, mapped by hand over the `pipeline` axis.
+Every stage runs every pass of a tick. An idle stage computes values that nobody reads,
+and adds gradients of 0. Collectives are never under a condition that differs between
 stages.
 
-Embedding and head run outside of the map, in the ticks that have a microbatch for them,
-on the devices that store their parameters. All devices know these ticks, so embedding
-and head may communicate under this condition. Where the vocabulary is split over the
-stages, these share the work and the memory.
+Embedding and head run outside of the map, in the ticks that have a microbatch for
+either, on the devices that store the parameters. All devices know these ticks, so
+embedding and head may communicate under this condition. Where the vocabulary is split
+over the stages, the stages share work and memory of embedding and head.
 
 Reference: vocabulary parallelism in pipelines (arXiv:2411.05288).
 """
@@ -46,7 +46,7 @@ from zjax.sharding.mesh import PIPELINE
 from zjax.typing import Batch, Loss, Params
 
 ChunkLayers = list[list[Params]]
-"""The layers of a chunk, by segment."""
+"""Layers of a chunk, by segment."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,9 +57,10 @@ class StageChain:
         embed: `embed(params, batch, key) -> (stream, context)`.
         chunk: `chunk(layers, stream, context, key, number) -> stream`, of the
             `ChunkLayers` of a chunk; int32[] `number` counts the chunks of the model.
-        head: `head(params, stream, batch, weight) -> (objective, loss)`: what to
-            differentiate, and what to report, of a microbatch of float32[] `weight`.
-        gathers: Whether these functions all-gather the parameters, for one pass each.
+        head: `head(params, stream, batch, weight) -> (objective, loss)`: the number to
+            differentiate, and the loss to report, of a microbatch of float32[]
+            `weight`.
+        gathers: Whether the three functions all-gather parameters, anew in each pass.
         communicates: Whether chunks exchange anything between devices.
     """
 
@@ -97,16 +98,18 @@ class MicrobatchFeed:
     sources: jax.Array
 
     def batch(self, number: jax.Array) -> Batch:
-        """The arrays computed as microbatch `number`, int32[]."""
+        """Reads the arrays computed as microbatch `number`, int32[]."""
         return arrays.read_slot(self.microbatches, self.sources[number])
 
 
 def make_feed(
     microbatches: Batch, weights: jax.Array, axes: Sequence[str] = ()
 ) -> MicrobatchFeed:
-    """Replaces microbatches of weight 0 by the heaviest one.
+    """Replaces microbatches of weight 0 by the heaviest microbatch.
 
     On padding alone, a block may have a gradient of 0 / 0, which no weight of 0 clears.
+    Devices along `axes`, mapped by hand, have different microbatches; a device without
+    weight takes the heaviest microbatch of all devices.
 
     Example:
         >>> weights = jnp.array([3.0, 0.0, 5.0])
@@ -124,7 +127,7 @@ def make_feed(
 def _with_borrowed(
     microbatches: Batch, heaviest: jax.Array, weight: jax.Array, axes: Sequence[str]
 ) -> Batch:
-    """Replaces microbatch `heaviest` by another device's if its weight is 0."""
+    """Replaces microbatch `heaviest` by one of another device if the weight is 0."""
     axes = tuple(axes)
     source = jnp.argmax(jax.lax.all_gather(weight, axes))
     local = arrays.read_slot(microbatches, heaviest)
@@ -139,14 +142,15 @@ class Pipeline:
 
     Args:
         chain: The model.
-        rows: Plans of the parameters, those of stages by segment and slot of a chunk.
-            Frozen ones have no gradient: None stands for it.
+        rows: Plans of the parameters; plans of stages are by segment and slot of a
+            chunk. Frozen parameters have the gradient None.
         schedule: The passes of each tick.
-        recomputes: Whether a stage saves only its input for the backward pass.
-        reduce: For each part, `reduce(grads) -> grads` before they are added to their
-            sum; gradients of stages are `ChunkLayers`.
+        recomputes: Whether a stage saves only the input of a chunk for the backward
+            pass.
+        reduce: For each part, `reduce(grads) -> grads`, called before gradients are
+            added to the sum; gradients of stages are `ChunkLayers`.
         adds_in_products: Whether matrix products add to the sums of stages; `reduce`
-            then only places these.
+            then only places the sums.
     """
 
     chain: StageChain
@@ -159,9 +163,13 @@ class Pipeline:
     def differentiate(
         self, params: StackTree, zeros: StackTree, feed: MicrobatchFeed, key: jax.Array
     ) -> tuple[StackTree, Loss]:
-        """Sums the gradients of the objectives of all microbatches."""
+        """Sums the gradients of the objectives of all microbatches.
+
+        Adds to `zeros`; returns the sums and the losses, [microbatches].
+        """
         step = _Step(self, params, feed, key)
         state = step.start(zeros)
+        # One loop per phase: a tick then runs no kind of pass that all stages idle in.
         for phase in self.schedule.phases:
             ticks = slice(phase.start, phase.end)
             tables = {kind: step.tables[kind] for kind in phase.kinds}
@@ -174,9 +182,13 @@ class Pipeline:
     def evaluate(
         self, params: StackTree, feed: MicrobatchFeed, key: jax.Array | None
     ) -> Loss:
-        """Losses of all microbatches, [microbatches], without gradients."""
+        """Computes the losses of all microbatches, [microbatches], without gradients.
+
+        A key of None means evaluation.
+        """
         step = _Step(self, params, feed, key)
         busy = (self.schedule.passes["forward"].microbatch != IDLE).any(1)
+        # Forward passes fill the first ticks; later ticks run backward passes alone.
         table = jax.tree.map(lambda x: x[: busy.sum()], step.tables["forward"])
         start = step.empty_stream(), step.no_losses()
         run = functools.partial(step.forward_alone, table)
@@ -186,18 +198,18 @@ class Pipeline:
 
 @dataclasses.dataclass(frozen=True)
 class StageTick:
-    """What a stage runs in a tick: its chunk, and the inputs of that.
+    """The pass of a stage in a tick: a chunk, and the inputs of the chunk.
 
     Args:
         chunks: The layers of each chunk.
         schedule: The pass of the stage.
         nondiff: Context, key, and int32[], the index of the chunk in the model.
-        is_due: bool[], whether the stage has a pass. If not, nobody reads its stream,
-            and its gradients must be 0.
+        is_due: bool[], whether the stage has a pass. If not, nobody reads the stream,
+            and gradients must be 0.
         is_first: bool[], whether the chunk is the first of the model.
-        is_last: bool[], whether it is the last.
+        is_last: bool[], whether the chunk is the last of the model.
         rows: Plans of the layers.
-        gathers: Whether layers all-gather their parameters.
+        gathers: Whether layers all-gather parameters.
         communicates: Whether layers exchange anything between devices.
         chunk: Index of the chunk, in a program for that chunk alone.
         layers: Layers of the chunk, inside `in_chunk`.
@@ -216,9 +228,9 @@ class StageTick:
     layers: ChunkLayers | None = None
 
     def in_chunk(self, run: Callable[..., Any], *args: Any) -> Any:
-        """Calls `run(tick, *args)`, where `tick` has the layers of its chunk.
+        """Calls `run(tick, *args)`, with the layers of the chunk in `tick`.
 
-        Each chunk has its own program, which reads the layers in place. Chunks that
+        Each chunk has a separate program, which reads the layers in place. Chunks that
         communicate must run one program, which copies the layers of the chosen chunk.
         """
 
@@ -239,27 +251,29 @@ class StageTick:
         return run(dataclasses.replace(self, layers=by_chunk(layers_of)), *args)
 
     def args(self, values: Any) -> tuple[ChunkLayers, Any, Any]:
-        """Arguments of a pass: layers, `values`, and what is not differentiated.
+        """Arguments of a pass: layers, `values`, and a tuple without gradients.
 
-        Layers have None for frozen parameters, which are not differentiated.
+        Frozen parameters are None among the layers; the tuple has all layers.
         """
         layers = self.layers
         assert layers is not None
         if self.gathers:
-            # Else the compiler gathers once, and keeps all layers for all ticks.
+            # Else the compiler gathers once, and holds all layers for all ticks.
             layers, values = jax.lax.optimization_barrier((layers, values))
         return trained(layers, self.rows), values, (layers, *self.nondiff)
 
 
 def due(number: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """A valid number for int32[] or `IDLE`, and whether there is a microbatch."""
+    """Returns a valid number for int32[] or `IDLE`, and whether a microbatch is due."""
     return jnp.maximum(number, 0), number != IDLE
 
 
 def where_due(
     ticks: np.ndarray, number: jax.Array, run: Callable[..., Any], start: Any
 ) -> Any:
-    """Runs something in the ticks that have a microbatch for it.
+    """Runs `run(number, start)` in ticks with a microbatch, else returns `start`.
+
+    `ticks` has the microbatch, or `IDLE`, of each tick of the loop.
 
     Example:
         >>> ticks, add = np.array([5, IDLE]), lambda number, total: total + number
@@ -269,6 +283,8 @@ def where_due(
     microbatch, is_due = due(number)
     if (ticks != IDLE).all():
         return run(microbatch, start)
+    # Also if all ticks are idle: JAX 0.10 fails to compile some programs in which
+    # nobody reads what stages send.
     return jax.lax.cond(is_due, functools.partial(run, microbatch), lambda x: x, start)
 
 
@@ -298,7 +314,7 @@ jax.tree_util.register_dataclass(_State, _FIELDS, [])
 
 
 class _Step:
-    """The passes of one step, on its parameters and microbatches."""
+    """Passes of one step, on the parameters and microbatches of the step."""
 
     def __init__(
         self,
@@ -307,6 +323,7 @@ class _Step:
         feed: MicrobatchFeed,
         key: jax.Array | None,
     ):
+        """Slices the layers of stages, and embeds all microbatches for the contexts."""
         self.chain, self.schedule = pipeline.chain, pipeline.schedule
         self.rows = pipeline.rows
         self.reduce, self.recomputes = pipeline.reduce, pipeline.recomputes
@@ -317,6 +334,7 @@ class _Step:
         self.tables = self.schedule.tables
         numbers = jnp.arange(self.schedule.num_microbatches)
         self.stream, _ = jax.eval_shape(self.embed, params.embed, numbers[0])
+        # All at once: in a tick each stage reads the context of another microbatch.
         self.contexts = jax.lax.map(lambda i: self.embed(params.embed, i)[1], numbers)
 
     @property
@@ -325,9 +343,11 @@ class _Step:
         return [len(slots) for slots in self.rows.stages]
 
     def unstack(self, stages: Any) -> list[list[list[Any]]]:
+        """Slices the layers of stages by chunk and segment."""
         return arrays.unstack(stages, self.num_layers, self.schedule.num_chunks)
 
     def start(self, zeros: StackTree) -> _State:
+        """Makes the carry before the first tick, with empty streams and buffers."""
         stages = jax.tree.map(lambda x: x[0], self.tables["forward"].stages)
 
         def save(tick, stream):
@@ -339,6 +359,7 @@ class _Step:
 
         empty = self.empty_stream()
         mapped = functools.partial(self.mapped, save, stages, (STAGED, STAGED))
+        # Only tracing a stage tells which residuals and operands there are.
         saved, operands = jax.eval_shape(mapped, staged=(empty,))
         saved = arrays.make_buffers(saved, self.schedule.num_slots)
         operands = arrays.make_buffers(operands, self.schedule.num_operands)
@@ -352,6 +373,7 @@ class _Step:
         state: _State,
         tables: dict[Kind, TickTable],
     ) -> tuple[_State, None]:
+        """Runs the passes of a tick, in the order of `KINDS`."""
         if "forward" in tables:
             state = self.forward(state, tables["forward"])
         if "backward" in tables:
@@ -361,6 +383,8 @@ class _Step:
         return state, None
 
     def forward(self, state: _State, table: TickTable) -> _State:
+        """Runs the forward passes of a tick, and sends streams to the next stages."""
+
         def run(tick, received, saved, embedded):
             stream = arrays.where(tick.is_first, embedded, received)
             out, residuals = tick.in_chunk(self.run_forward, stream)
@@ -375,6 +399,8 @@ class _Step:
     def forward_alone(
         self, phase: TickTable, state: Any, table: TickTable
     ) -> tuple[Any, None]:
+        """Runs a tick without residuals, and computes the loss of the last chunk."""
+
         def run(tick, received, embedded):
             stream = arrays.where(tick.is_first, embedded, received)
             out = tick.in_chunk(self.run_alone, stream)
@@ -391,6 +417,8 @@ class _Step:
         return (stream, where_due(phase.last, table.last, note, losses)), None
 
     def backward(self, phase: TickTable, state: _State, table: TickTable) -> _State:
+        """Runs head, backward passes and embedding of a tick; sends cotangents back."""
+
         def recall(tick, saved):
             slot = arrays.read_slot(saved, tick.schedule.residuals)
             residuals, out = (
@@ -400,6 +428,7 @@ class _Step:
 
         def run(tick, residuals, received, total, operands, head_cotangent):
             cotangent = arrays.where(tick.is_last, head_cotangent, received)
+            # An idle stage adds gradients of 0, since the backward pass is linear.
             zeros = jax.tree.map(jnp.zeros_like, cotangent)
             cotangent = arrays.where(tick.is_due, cotangent, zeros)
             if self.splits_backward:
@@ -416,6 +445,8 @@ class _Step:
             return self.sent(stream, -1), total, operands, first
 
         outs = EVERYWHERE, STAGED
+        # Before the backward passes: the head turns the last output into their
+        # cotangent.
         last, residuals = self.mapped(recall, table.stages, outs, (state.saved,))
         state, head_cotangent = self.through_head(phase, state, last, table)
         staged = residuals, state.cotangent, state.grads.stages, state.operands
@@ -437,7 +468,10 @@ class _Step:
     def through_head(
         self, phase: TickTable, state: _State, last: Any, table: TickTable
     ) -> tuple[_State, Any]:
-        """Adds the gradients of the head; returns the cotangent of its stream, too."""
+        """Adds the gradients of the head; returns the cotangent that enters the stages.
+
+        The cotangent is 0 in a tick without a microbatch.
+        """
         params, rows = self.params.head, self.rows.head
 
         def objective(learned, last, number):
@@ -459,7 +493,9 @@ class _Step:
         return dataclasses.replace(state, grads=grads, losses=losses), cotangent
 
     def weights(self, state: _State, table: TickTable) -> _State:
-        # Add without a condition: no stage is idle in these ticks.
+        """Adds the gradients of weights that backward passes have delayed."""
+
+        # Without a condition: no stage is idle in these ticks.
         def run(tick, saved, operands, total):
             residuals, _ = arrays.read_slot(saved, tick.schedule.residuals)
             own = arrays.read_slot(operands, tick.schedule.operands)
@@ -474,31 +510,35 @@ class _Step:
         return self.chunk(*tick.args(stream))
 
     def run_forward(self, tick: StageTick, stream: Any) -> tuple[Any, Any]:
-        """The stream after a chunk, and the residuals for the backward pass."""
+        """Runs a chunk; returns the stream and the residuals for the backward pass."""
         if self.recomputes:
             return self.run_alone(tick, stream), stream
         residuals, out = self.recomputed(tick, stream)
         return out, (residuals, out)
 
     def recomputed(self, tick: StageTick, stream: Any) -> tuple[Any, Any]:
+        """Runs a chunk; returns all residuals of the chunk, and the stream."""
         out, residuals = self.passes(tick, stream).forward(*tick.args(stream))
         return residuals, out
 
     def run_backward(
         self, tick: StageTick, residuals: Any, cotangent: Any
     ) -> tuple[Any, Any]:
+        """Computes the gradients of the layers and the cotangent of the stream."""
         passes = self.passes(tick, cotangent)
         return passes.backward(*tick.args(residuals), cotangent)
 
     def run_stream(
         self, tick: StageTick, residuals: Any, cotangent: Any
     ) -> tuple[Any, Any]:
+        """Computes the cotangent of the stream, and operands for the weights pass."""
         split = self.split(tick, residuals, cotangent)
         return split.stream(*tick.args(residuals), cotangent)
 
     def run_params(
         self, tick: StageTick, residuals: Any, operands: Any
     ) -> tuple[Any, Any]:
+        """Computes the gradients of the weights from saved operands."""
         split = self.split(tick, residuals, self.stream)
         return split.params(*tick.args(residuals), operands), ()
 
@@ -510,6 +550,7 @@ class _Step:
         return split_backward(backward, *tick.args(residuals), cotangent)
 
     def chunk(self, learned: ChunkLayers, stream: Any, nondiff: Any) -> Any:
+        """Runs a chunk with frozen layers filled in."""
         layers, *nondiff = nondiff
         layers = joined(learned, layers, self.rows.stages)
         return self.chain.chunk(layers, stream, *nondiff)
@@ -517,7 +558,7 @@ class _Step:
     def added(
         self, tick: StageTick, run: Callable[..., Any], total: Any, *args: Any
     ) -> tuple[Any, Any]:
-        """Calls `run(tick, *args) -> (grads, other)`; adds gradients to their sum."""
+        """Adds the gradients of `run(tick, *args) -> (grads, other)` to `total`."""
 
         def run_adding(tick, total, *args):
             function = functools.partial(run, tick)
@@ -535,6 +576,7 @@ class _Step:
         """Sends a stream to the stage `by` further on, in a ring for several chunks."""
         size, is_ring = self.schedule.num_stages, self.schedule.num_chunks > 1
         ends = [(stage, stage + by) for stage in range(size)]
+        # A stage without a sender receives zeros.
         pairs = [(a, b % size) for a, b in ends if is_ring or 0 <= b < size]
         send = functools.partial(jax.lax.ppermute, axis_name=PIPELINE, perm=pairs)
         return jax.tree.map(functools.partial(by_parts, send), stream)
@@ -576,14 +618,16 @@ class _Step:
         )
 
     def embedded(self, table: TickTable) -> Any:
-        """What enters the first stage in a tick."""
+        """Stream that enters the first stage in a tick."""
         return self.embed(self.params.embed, due(table.first)[0])[0]
 
     def embed(self, params: Params, number: jax.Array) -> tuple[Any, Any]:
+        """Embeds a microbatch."""
         batch = self.feed.batch(number)
         return self.chain.embed(params, batch, fold_in(self.key, number))
 
     def embed_backward(self, number: jax.Array, cotangent: Any) -> Params:
+        """Computes the gradients of the embedding from the cotangent of the stream."""
         params, rows = self.params.embed, self.rows.embed
 
         def stream(learned):
@@ -592,16 +636,19 @@ class _Step:
         return jax.vjp(stream, trained(params, rows))[1](cotangent)[0]
 
     def head(self, params: Params, stream: Any, number: jax.Array) -> Any:
+        """Computes objective and loss of a microbatch."""
         batch, weight = self.feed.batch(number), self.feed.weights[number]
         return self.chain.head(params, stream, batch, weight)
 
     def empty_stream(self) -> Any:
+        """Makes a stream of zeros on every stage."""
         size = self.schedule.num_stages
         return jax.tree.map(
             lambda x: arrays.full((size, *x.shape), x.dtype), self.stream
         )
 
     def no_losses(self) -> Loss:
+        """Makes losses of zeros, [microbatches]."""
         first = jnp.int32(0)
         _, loss = jax.eval_shape(self.head, self.params.head, self.stream, first)
         size = self.schedule.num_microbatches

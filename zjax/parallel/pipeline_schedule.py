@@ -1,12 +1,12 @@
-"""When each stage of a pipeline works on which microbatch: schedules as tables.
+"""Pipeline schedules as tables: when each stage works on which microbatch.
 
 All stages run one program in lock step. In a tick each stage runs at most one forward
 pass, one backward pass and one pass for the gradients of weights, in this order; then
-all send their results on. A tick takes as long as the passes that any stage runs in it,
-so a good schedule puts its passes into few ticks.
+all stages send the results on. A tick takes as long as the passes that any stage runs,
+so a good schedule puts passes into few ticks.
 
-A stage may hold several chunks of layers: chunk c of stage s follows chunk c of stage
-s - 1; on the first stage it follows chunk c - 1 of the last stage.
+A stage may hold several chunks of layers: chunk c of stage s follows chunk c of stage s
+- 1; on the first stage it follows chunk c - 1 of the last stage.
 """
 
 import dataclasses
@@ -28,17 +28,18 @@ IDLE = -1
 class StageSchedule:
     """The passes of one kind: of all stages, of one tick, or of one stage in a tick.
 
-    An idle stage computes, too. Its forward pass runs on arbitrary values and writes to
-    the last buffer slot. Its backward pass reads the residuals and the context of its
-    latest forward pass; with other ones the result might not be finite.
+    An idle stage computes, too. An idle forward pass runs on arbitrary values and
+    writes to the last buffer slot. An idle backward pass reads the residuals and the
+    context of the latest forward pass; on arbitrary residuals the result might not be
+    finite.
 
     Args:
         microbatch: int32[ticks, stages]; `IDLE` where a stage has no pass.
-        context: int32[ticks, stages], the microbatch whose context and key are read.
+        context: int32[ticks, stages], the microbatch of the context and the key read.
         chunk: int32[ticks, stages], the chunk of layers.
         residuals: int32[ticks, stages], buffer slot of the residuals of a forward pass.
         operands: int32[ticks, stages], buffer slot of the operands of the pass of
-            weights; the last slot where there are none.
+            weights; the last slot in ticks without operands.
     """
 
     microbatch: Any
@@ -53,13 +54,14 @@ class TickTable:
     """The passes of one kind, and the microbatches at both ends of the pipeline.
 
     Embedding and loss run outside of the stages, in the ticks that have a microbatch
-    for them.
+    for either.
 
     Args:
         stages: The passes.
         first: int32[ticks], the microbatch in the first chunk of the first stage, or
             `IDLE`.
-        last: int32[ticks], the one in the last chunk of the last stage, or `IDLE`.
+        last: int32[ticks], the microbatch in the last chunk of the last stage, or
+            `IDLE`.
     """
 
     stages: StageSchedule
@@ -74,7 +76,7 @@ for _record in (StageSchedule, TickTable):
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """Ticks from `start` to below `end`, which run the same kinds of passes."""
+    """Ticks from `start` to below `end`, with equal kinds of passes."""
 
     start: int
     end: int
@@ -86,13 +88,14 @@ class Schedule:
     """The passes of all stages.
 
     Args:
-        name: How it was made.
+        name: Name of the schedule in the config.
         num_stages: Stages, 1 or more.
         num_microbatches: Microbatches, 1 or more.
         num_chunks: Chunks of layers of each stage, 1 or more.
-        passes: Tables by kind; `weights` only where the schedule separates these.
-        num_slots: Forward passes of a stage whose residuals are held at once, at most.
-        num_operands: Backward passes that wait for the pass of weights, at most.
+        passes: Tables by kind; `weights` only where the schedule separates the
+            gradients of weights.
+        num_slots: Most forward passes of a stage with residuals held at once.
+        num_operands: Most backward passes that wait for the pass of weights.
     """
 
     name: Name
@@ -105,7 +108,7 @@ class Schedule:
 
     @functools.cached_property
     def phases(self) -> tuple[Phase, ...]:
-        """Consecutive ticks that run the same kinds of passes."""
+        """Consecutive ticks that run equal kinds of passes."""
         busy = {
             k: (table.microbatch != IDLE).any(1) for k, table in self.passes.items()
         }
@@ -123,7 +126,7 @@ class Schedule:
 
     @functools.cached_property
     def tables(self) -> dict[Kind, TickTable]:
-        """Tables by kind, each NumPy array with the ticks first.
+        """Tables by kind, each NumPy array with ticks along the first dim.
 
         Example:
             >>> schedule = make_schedule("1f1b", num_stages=2, num_microbatches=3)
@@ -142,7 +145,10 @@ class Schedule:
         return {kind: table(passes) for kind, passes in self.passes.items()}
 
     def time(self, costs: Mapping[Kind, int | float]) -> float:
-        """How long all ticks take, in the unit of the costs; communication is free.
+        """Time of all ticks, in the unit of the costs; communication is free.
+
+        Costs are for a pass of a whole stage. The cost of `weights` joins `backward`
+        where the schedule does not separate the two.
 
         Example:
             >>> schedule = make_schedule("1f1b", num_stages=4, num_microbatches=8)
@@ -157,10 +163,11 @@ class Schedule:
             for phase in self.phases
             for kind in phase.kinds
         )
+        # Costs are of a whole stage; a pass runs one of its chunks.
         return sum(ticks) / self.num_chunks
 
     def bubble(self, costs: Mapping[Kind, int | float]) -> float:
-        """The share of the time in which a stage is idle, 0 to below 1.
+        """Share of the time in which a stage is idle, 0 to below 1.
 
         Example:
             >>> schedule = make_schedule("gpipe", num_stages=2, num_microbatches=3)
@@ -175,12 +182,15 @@ def make_schedule(
 ) -> Schedule:
     """Lays out the passes of a step.
 
-    - `gpipe` runs all forward passes first, and holds residuals of all microbatches;
-    - `1f1b` runs a backward pass with each forward pass once the first microbatch has
-      reached the last stage, and holds at most 2 * num_stages - 1;
-    - `interleaved` is `1f1b` with several chunks per stage, and idles that much less;
-    - `zb_h1` is `1f1b` with separate passes for the gradients of weights, none of which
-      falls into the time in which the pipeline fills or drains.
+    - `gpipe` runs all forward passes first, and holds residuals of all microbatches; -
+    `1f1b` runs a backward pass with each forward pass once the first microbatch has
+    reached the last stage, and holds at most 2 * num_stages - 1; - `interleaved` is
+    `1f1b` with several chunks per stage, and idles that much less; - `zb_h1` is `1f1b`
+    with separate passes for the gradients of weights, none of which falls into the time
+    in which the pipeline fills or drains.
+
+    Under several chunks, which `interleaved` alone has, `num_microbatches` is a
+    multiple of `num_stages`.
 
     Example:
         >>> schedule = make_schedule("1f1b", num_stages=2, num_microbatches=3)
@@ -208,6 +218,8 @@ def make_schedule(
             tables.table(kind, tables.microbatches(kind), IDLE),
             tables.table(kind, tables.microbatches(kind), 0),
             tables.table(kind, tables.chunks_of(kind), 0),
+            # Idle forward passes write to the extra slot `num_slots`, which nobody
+            # reads.
             tables.table(kind, slots[kind], num_slots if kind == "forward" else 0),
             tables.table(kind, operands.get(kind, 0 * ticks[kind]), num_operands),
         )
@@ -222,7 +234,7 @@ def make_schedule(
 def _ticks(
     name: Name, num_stages: int, num_microbatches: int, num_chunks: int
 ) -> dict[Kind, np.ndarray]:
-    """The tick of each pass by kind, int[units, stages]."""
+    """Tick of each pass by kind, int[units, stages]."""
     num_units = num_microbatches * num_chunks
     unit = np.arange(num_units)[:, None]
     stage = np.arange(num_stages)[None]
@@ -234,12 +246,13 @@ def _ticks(
         "backward": first + unit + num_stages - 1 - stage,
     }
     if name == "zb_h1":
+        # Once the backward pass has reached stage 0: no stage waits for this pass.
         ticks["weights"] = first + unit + num_stages - 1 + 0 * stage
     return ticks
 
 
 def _with_idle_reads(backward: StageSchedule, forward: StageSchedule) -> StageSchedule:
-    """Has idle stages read the residuals and the context of their last forward pass."""
+    """Makes idle stages read residuals and context of the last forward pass."""
     ticks = np.arange(len(forward.microbatch))[:, None]
     latest = np.maximum.accumulate(np.where(forward.microbatch != IDLE, ticks, 0))
     columns = {
@@ -254,12 +267,13 @@ def _with_idle_reads(backward: StageSchedule, forward: StageSchedule) -> StageSc
 
 
 def _units(num_stages, num_microbatches, num_chunks):
-    """Microbatch and chunk of the forward passes of a stage, in their order."""
+    """Microbatch and chunk of the forward passes of a stage, in order."""
     group, place = np.divmod(
         np.arange(num_microbatches * num_chunks), num_stages * num_chunks
     )
     if num_chunks == 1:
         return np.arange(num_microbatches), np.zeros(num_microbatches, int)
+    # Each group of `num_stages` microbatches runs chunk 0, then chunk 1, and so on.
     return group * num_stages + place % num_stages, place // num_stages
 
 
@@ -273,6 +287,7 @@ class _Tables:
     num_ticks: int
 
     def table(self, kind: Kind, values: np.ndarray, idle: int) -> np.ndarray:
+        """Scatters values by unit and stage into a table; idle stages get `idle`."""
         ticks = self.ticks[kind]
         table = np.full((self.num_ticks, ticks.shape[1]), idle, np.int32)
         table[ticks, np.arange(ticks.shape[1])[None]] = values
@@ -285,7 +300,11 @@ class _Tables:
         return self.chunks[kind][:, None] + 0 * self.ticks[kind]
 
     def slots(self, source: Kind, last: Kind) -> tuple[dict[Kind, np.ndarray], int]:
-        """Buffer slots of what passes of one kind save for the later ones."""
+        """Assigns buffer slots to the values that passes of kind `source` save.
+
+        Returns slots by kind, and the most slots in use; a slot is free after the pass
+        `last`.
+        """
         kinds = [k for k in self.ticks if KINDS.index(source) <= KINDS.index(k)]
         slots = {kind: np.zeros_like(self.ticks[kind]) for kind in kinds}
         most = 0

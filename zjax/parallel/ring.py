@@ -19,12 +19,13 @@ from zjax.sharding.activations import open_size, row_axes
 from zjax_kernels.device import why_unsupported
 
 CHUNK = 1024
-"""Keys whose scores are in memory at the same time, at most."""
+"""Most keys with scores in memory at one time."""
 BLOCK = 128
-"""The kernels take multiples of this number of tokens."""
+"""Tokens per block of the kernels, which take whole blocks."""
 
 Ids = tuple[Int[Array, "B L"], Int[Array, "B S"]] | None
-"""Document of each query and key; queries see keys of their document. None: all."""
+"""Document of each query and key; queries see keys of equal documents. None: all
+keys."""
 
 
 def attend(
@@ -36,7 +37,10 @@ def attend(
     causal: bool,
     implementation: Implementation = "auto",
 ) -> tuple[Float[Array, "B L H D"], Float[Array, "B L H"]]:
-    """Averages of the values, and logarithms of the sums of exponentials of scores.
+    """Averages the values; also returns logarithms of sums of exponentials of scores.
+
+    A query that sees no key gets 0 and -inf. Causal queries and keys have equal
+    positions. `implementation="auto"` uses kernels where they run, `"xla"` never.
 
     Example:
         >>> x = jnp.ones((1, 2, 1, 4))
@@ -56,6 +60,7 @@ def attend(
         keys, values, mask = chunk
         scores = jnp.where(mask, _scores(queries, keys), -jnp.inf)
         higher = jnp.maximum(top, scores.max(-1))
+        # -inf - -inf would be NaN where a query has seen no key yet.
         level = jnp.where(jnp.isneginf(higher), 0.0, higher)
         shrink, p = jnp.exp(top - level), jnp.exp(scores - level[..., None])
         out = out * shrink[..., None] + _dot("blkgs,bskd->blkgd", p, values)
@@ -82,7 +87,10 @@ def gradients(
     causal: bool,
     implementation: Implementation = "auto",
 ) -> tuple[Float[Array, "B L H D"], Float[Array, "B S K D"], Float[Array, "B S K D"]]:
-    """Gradients of attention over these keys and others, as far as these give them.
+    """Computes float32 gradients of attention by some of the keys.
+
+    `lse` and `delta` are over all keys: logarithms of the sums of exponentials, and
+    sums over D of `d_out` times the averages.
 
     Example:
         >>> x, zeros = jnp.ones((1, 2, 1, 4)), jnp.zeros((1, 2, 1))
@@ -102,6 +110,7 @@ def gradients(
 
     def add(dq: Any, chunk: Any) -> Any:
         keys, values, mask = chunk
+        # Masked after exp: a query that sees no key has lse = -inf.
         p = jnp.where(mask, jnp.exp(_scores(queries, keys) - lse), 0.0)
         ds = p * (_dot("blkgd,bskd->blkgs", d_out, values) - delta)
         ds *= q.shape[-1] ** -0.5
@@ -116,6 +125,7 @@ def gradients(
 
 
 def _has_kernel(q, k, implementation):
+    """Whether the kernels can run; logs the choice."""
     reason = "asked for" if implementation == "xla" else ""
     reason = reason or why_unsupported(q.dtype.name, q.shape[-1])
     odd = [x.shape[1] for x in (q, k) if x.shape[1] % BLOCK]
@@ -127,11 +137,13 @@ def _has_kernel(q, k, implementation):
 
 @functools.cache
 def _log(chosen, reason):
+    """Logs a choice once."""
     logging.warning("ring attention: %s (%s)", chosen, reason)
 
 
 @functools.cache
 def _plan(queries, keys, causal, segments):
+    """Plans attention on all blocks."""
     rows, columns = queries[1] // BLOCK, keys[1] // BLOCK
     layout = zjax_kernels.BlockLayout.from_dense(
         np.ones((rows, columns), bool),
@@ -148,6 +160,7 @@ def _over_keys(add, carry, q, k, v, ids, causal):
     """Runs `add(carry, (keys, values, mask))` over chunks of keys."""
     length = k.shape[1]
     least = -(-length // CHUNK)
+    # Chunks are of equal size: `scan` needs one shape.
     number = next(n for n in range(least, length + 1) if length % n == 0)
 
     def cut(x):
@@ -179,12 +192,16 @@ def _scores(queries, keys):
 
 
 def _dot(equation, x, y):
+    """Multiplies in the dtype of `y`, into float32."""
     x = x.astype(y.dtype)
     return jnp.einsum(equation, x, y, preferred_element_type=jnp.float32)
 
 
 def zigzag(length: int, num_devices: int) -> Int[np.ndarray, " L"]:
-    """The order in which a causal ring holds the tokens of a sequence.
+    """Positions of tokens, device by device, in the order of a causal ring.
+
+    Each device has an early and a late chunk, so that causal work is even. `length` is
+    a multiple of twice `num_devices`.
 
     Example:
         >>> zigzag(8, 2).tolist()
@@ -207,8 +224,9 @@ def ring_attention(
 ) -> Float[Array, "B L H D"]:
     """Averages the values by softmax(q k / sqrt(D)) over a split sequence.
 
-    Rows are split over the batch axes of the mesh in use, heads over its tensor axis,
-    where they divide.
+    Rows are split over the batch axes of the mesh in use, heads over the tensor axis,
+    where they divide. Causal tokens are in `zigzag` order; `lengths` count tokens in
+    the order of the sequence. A query that sees no key gets 0.
 
     Reference:
         Liu et al. (arXiv:2310.01889).
@@ -230,17 +248,18 @@ def _documents(segment_ids, lengths, order, shape):
 
 @dataclasses.dataclass(frozen=True)
 class _Ring:
-    """The program of one device, in as many steps as there are devices."""
+    """Program of one device, in as many steps as there are devices."""
 
     size: int
     causal: bool
     implementation: Implementation
 
     def options(self, *, causal: bool = False) -> Any:
+        """Options of `attend` and `gradients` in a step."""
         return {"causal": causal, "implementation": self.implementation}
 
     def over_devices(self, run: Any, q: Any, k: Any) -> Any:
-        """Maps a program over rows, tokens and heads of its inputs."""
+        """Maps a program over rows, tokens and heads of the inputs."""
         tensor = open_size(meshes.TENSOR)
         heads = meshes.TENSOR if tensor > 1 and k.shape[2] % tensor == 0 else None
         tokens = P(row_axes(q.shape[0]), meshes.SEQUENCE)
@@ -254,10 +273,12 @@ class _Ring:
         )
 
     def forward(self, arrays: Any, ids: Any) -> Any:
+        """Attends to the keys of each device in turn, and sends keys forward."""
         q, k, v = arrays
         held: Any = (k, v, _keys_of(ids))
         total: Any = None
         for step in range(self.size):
+            # Sent before the step computes, so that transfer and products overlap.
             received = self.send(held, 1) if step + 1 < self.size else None
             k, v, of_keys = held
             total = self.attend(step, total, q, k, v, _with_keys(ids, of_keys))
@@ -266,11 +287,13 @@ class _Ring:
         return total[0].astype(q.dtype), total[1]
 
     def backward(self, arrays: Any, ids: Any) -> Any:
+        """Adds gradients over the keys of each device in turn; sends keys backward."""
         q, k, v, *sums = arrays
         held: Any = (k, v, _keys_of(ids))
         dq: Any = 0.0
         dkv: Any = None
         for step in range(self.size):
+            # Sent before the step computes, as in `forward`.
             received = self.send(held, -1) if step + 1 < self.size else None
             own_dq, *own_dkv = self.gradients(
                 step, q, *held[:2], sums, _with_keys(ids, held[2])
@@ -279,19 +302,21 @@ class _Ring:
                 jax.tree.map(jnp.add, self.send(dkv, -1), own_dkv) if step else own_dkv
             )
             held, dq, dkv = jax.lax.optimization_barrier((received, dq + own_dq, dkv))
+        # One more step brings key gradients home.
         grads = dq, *self.send(dkv, -1)
         return tuple(x.astype(y.dtype) for x, y in zip(grads, (q, k, v), strict=True))
 
     def send(self, tree: Any, by: int) -> Any:
-        """Sends to the device `by` further on."""
+        """Sends a tree to the device `by` further on."""
         moves = [(i, (i + by) % self.size) for i in range(self.size)]
         return jax.tree.map(lambda x: jax.lax.ppermute(x, meshes.SEQUENCE, moves), tree)
 
     def attend(self, step: int, total: Any, q: Any, k: Any, v: Any, ids: Any) -> Any:
-        """Merges averages over the keys of a step into those of the steps before."""
+        """Merges averages over the keys of a step into the averages so far."""
         if step == 0:
             options = self.options(causal=self.causal)
             out, lse = attend(q, k, v, ids, **options)
+            # Merged in float32 over all steps.
             return out.astype(jnp.float32), lse
         if not self.causal:
             return _merge(total, attend(q, k, v, ids, **self.options()))
@@ -301,12 +326,13 @@ class _Ring:
         return seen.add(total, result, LATE, _merge)
 
     def gradients(self, step: int, q: Any, k: Any, v: Any, sums: Any, ids: Any) -> Any:
-        """Gradients from the keys of a step, float32."""
+        """Computes float32 gradients from the keys of a step."""
         d_out, lse, delta = sums
         if step == 0 or not self.causal:
             options = self.options(causal=self.causal and step == 0)
             return gradients(q, k, v, d_out, lse, delta, ids, **options)
         zeros = [jnp.zeros(x.shape, jnp.float32) for x in (q, k, v)]
+        # Keys go backward here: after `step` sends they come from `size - step` back.
         seen = self.seen(self.size - step)
         q, k, v, ids = seen.pairs(q, k, v, ids)
         d_out, lse, delta = (seen.pick(x, LATE) for x in sums)
@@ -318,7 +344,7 @@ class _Ring:
         )
 
     def seen(self, distance: int) -> "_Seen":
-        """The pairs of chunks with the keys of the device `distance` back."""
+        """Pairs of chunks with the keys of the device `distance` back."""
         return _Seen(jax.lax.axis_index(meshes.SEQUENCE) >= distance)
 
 
@@ -328,7 +354,7 @@ EARLY, LATE = 0, 1
 
 @dataclasses.dataclass(frozen=True)
 class _Seen:
-    """The two pairs of chunks that attend to each other, on keys of another device.
+    """Two pairs of chunks, each queries and visible keys, on keys of another device.
 
     Late queries always see early keys. In addition, early queries see the early keys of
     an earlier device, or late queries see the late keys of a later device. The two
@@ -339,11 +365,13 @@ class _Seen:
     """bool[], whether the keys are of an earlier device."""
 
     def pairs(self, q: Any, k: Any, v: Any, ids: Any) -> tuple[Any, ...]:
+        """Selects the chunks of queries, keys, values and documents that attend."""
         if ids is not None:
             ids = self.pick(ids[0], LATE), self.pick(ids[1], EARLY)
         return self.pick(q, LATE), self.pick(k, EARLY), self.pick(v, EARLY), ids
 
     def pick(self, x: jax.Array, half: int) -> jax.Array:
+        """Stacks the chunk `half` of the first pair on the chunk of the second pair."""
         halves = jnp.split(x, 2, axis=1)
         return jnp.concatenate([halves[half], self._select(*halves)])
 
@@ -357,6 +385,8 @@ class _Seen:
         return jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *halves)
 
     def _select(self, early: Any, late: Any) -> Any:
+        """Selects the early tree for keys of an earlier device, else the late tree."""
+
         def choose(x: jax.Array, y: jax.Array) -> jax.Array:
             return jnp.where(self.is_earlier, x, y)
 
@@ -364,13 +394,16 @@ class _Seen:
 
 
 def _split(tree, axis):
+    """Splits each array of a tree in two."""
     halves = jax.tree.map(lambda x: tuple(jnp.split(x, 2, axis)), tree)
     return jax.tree.transpose(jax.tree.structure(tree), None, halves)
 
 
 def _merge(total, result):
+    """Merges two averages over different keys, by the logarithms of the sums."""
     (out, lse), (other, other_lse) = total, result
     merged = jnp.logaddexp(lse, other_lse)
+    # -inf - -inf would be NaN where a query sees no key at all.
     level = jnp.where(jnp.isneginf(merged), 0.0, merged)
     out = out * jnp.exp(lse - level)[..., None]
     return out + other * jnp.exp(other_lse - level)[..., None], merged
@@ -378,17 +411,22 @@ def _merge(total, result):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(ring: _Ring, q: Any, k: Any, v: Any, ids: Any) -> Any:
+    """Averages the values; the backward pass runs the ring again."""
     return ring.over_devices(ring.forward, q, k)((q, k, v), ids)[0]
 
 
 def _attend_forward(ring, q, k, v, ids):
+    """Averages the values, and saves the averages and the logarithms of the sums."""
     results = ring.over_devices(ring.forward, q, k)((q, k, v), ids)
+    # Saved by policies: recomputation would run the ring again.
     out, lse = (checkpoint_name(x, ATTENTION_OUTPUT) for x in results)
     return out, (q, k, v, ids, out, lse)
 
 
 def _attend_backward(ring, saved, d_out):
+    """Computes the gradients of queries, keys and values around the ring."""
     q, k, v, ids, out, lse = saved
+    # FlashAttention's delta: the softmax gradient then needs no pass over all keys.
     delta = jnp.einsum("blhd,blhd->blh", out, d_out, preferred_element_type=jnp.float32)
     arrays = q, k, v, d_out, lse, delta
     return *ring.over_devices(ring.backward, q, k)(arrays, ids), None

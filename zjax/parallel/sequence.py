@@ -39,7 +39,8 @@ def ulysses_attention(
 ) -> Float[Array, "B L H D"]:
     """Runs attention with heads split over tensor and sequence axis together.
 
-    Heads of keys and values that are too few are repeated.
+    Heads of keys and values that are too few are repeated. `per_token` arrays are
+    gathered, since every head reads them. Tensor and sequence axis together divide H.
 
     Example:
         >>> from zjax.ops.attention import dot_product_attention
@@ -55,6 +56,7 @@ def ulysses_attention(
     heads = (meshes.SEQUENCE,) if tensor is None else (tensor, meshes.SEQUENCE)
     repeats = num_repeats(k.shape[2])
 
+    # Two pins in a row leave one change of sharding between them: an all-to-all.
     def to_heads(x: jax.Array) -> jax.Array:
         x = pin(x, rows, meshes.SEQUENCE, tensor)
         return pin(x, rows, None, rules.entry(heads))
@@ -68,12 +70,12 @@ def ulysses_attention(
 
     k, v = (jnp.repeat(x, repeats, axis=2) for x in (k, v))
     averages = attend(*map(to_heads, (q, k, v)), *map(gathered, per_token))
-    # Saved after the all-to-all, or recomputation would repeat it.
+    # Saved after the all-to-all, or recomputation would repeat the all-to-all.
     return checkpoint_name(to_tokens(averages), ATTENTION_OUTPUT)
 
 
 def num_repeats(num_kv_heads: int) -> int:
-    """How often heads of keys and values are repeated so that devices share them.
+    """Repeats of each head of keys and values, until devices divide the heads.
 
     Example:
         >>> num_repeats(2)
@@ -94,7 +96,11 @@ def sequence_attention(
     lengths: Int[Array, " B"] | None = None,
     window: Window | None = None,
 ) -> Float[Array, "B L H D"]:
-    """Attention by `config.sequence_attention` over the mesh in use.
+    """Attends by `config.sequence_attention` over the mesh in use.
+
+    Tokens are in the order of `arrange`. Calls `attend` on the inputs unchanged where
+    the mesh does not split sequences; sparse attention takes `spread=True` for
+    sequences that stay split. Heads or a length that do not divide are refused.
 
     Example:
         >>> x = jnp.ones((1, 4, 2, 8))
@@ -126,7 +132,7 @@ def sequence_attention(
 
 
 def num_kv_heads(config: schema.Model) -> int:
-    """Heads of keys and values of attention over whole sequences on the mesh in use.
+    """Heads of keys and values of attention over gathered sequences on the mesh in use.
 
     Example:
         >>> num_kv_heads(schema.Model(num_kv_heads=2))
@@ -148,7 +154,7 @@ def is_split() -> bool:
 
 
 def token_order(length: int, config: schema.Model) -> Int[np.ndarray, " L"] | None:
-    """The order in which devices hold the tokens of a sequence, if not 0, 1, ...
+    """Positions of tokens, device by device; None for the order 0, 1, ...
 
     Example:
         >>> token_order(8, schema.Model()) is None
@@ -165,7 +171,7 @@ def token_order(length: int, config: schema.Model) -> Int[np.ndarray, " L"] | No
 def arrange(
     x: Shaped[Array, "B L *dims"], config: schema.Model
 ) -> Shaped[Array, "B L *dims"]:
-    """Permutes tokens to `token_order`, and pins them to their devices."""
+    """Permutes tokens to `token_order`, and pins tokens to devices."""
     order = token_order(x.shape[1], config)
     return pin_tokens(x if order is None else _in_order(x, order))
 
@@ -173,12 +179,13 @@ def arrange(
 def restore(
     x: Shaped[Array, "B L *dims"], config: schema.Model
 ) -> Shaped[Array, "B L *dims"]:
-    """The inverse of `arrange`."""
+    """Undoes `arrange`."""
     order = token_order(x.shape[1], config)
     return x if order is None else _in_order(x, np.argsort(order))
 
 
 def _in_order(x, order):
+    """Permutes tokens, by slices."""
     # Slices of gathered sequences: XLA cannot split a gather inside `shard_map` over
     # other axes, and would send slices of split sequences one by one.
     gathered = rules.entry(row_axes(x.shape[0])), None
@@ -190,10 +197,12 @@ def _in_order(x, order):
 
 
 def _sizes():
+    """Sizes of sequence and tensor axis."""
     return {axis: open_size(axis) for axis in (meshes.SEQUENCE, meshes.TENSOR)}
 
 
 def _check(config, length):
+    """Refuses a method or a length that the mesh cannot split."""
     problems = [*method_problems(config, **_sizes())]
     problems = problems or [*length_problems("length", length, config, **_sizes())]
     if problems:
@@ -201,10 +210,12 @@ def _check(config, length):
 
 
 def _log_way(way, heads):
+    """Logs the method and the axes that split."""
     sizes = " x ".join(f"{axis}={size}" for axis, size in _sizes().items() if size > 1)
     _log(way, f"{heads} over {sizes}")
 
 
 @functools.cache
 def _log(way, reason):
+    """Logs a choice once."""
     logging.warning("sequence attention: %s (%s)", way, reason)

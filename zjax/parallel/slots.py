@@ -1,4 +1,4 @@
-"""Which blocks each chunk of a pipeline runs, and arrays with one entry per stage."""
+"""Assignment of blocks to the chunks of a pipeline, and arrays [stages, ...]."""
 
 import dataclasses
 import functools
@@ -17,13 +17,13 @@ from zjax.sharding.mesh import PIPELINE
 
 @dataclasses.dataclass(frozen=True)
 class SegmentSlots:
-    """The slots for the blocks of one segment.
+    """Slots for the blocks of one segment.
 
     Args:
         num_blocks: Blocks of the segment, 1 or more.
         size: Slots in each chunk, 1 or more.
-        first_chunk: Index of the chunk that runs its first block.
-        first_block: Blocks of the segments before it.
+        first_chunk: Index of the chunk that runs the first block of the segment.
+        first_block: Number of blocks of the segments before.
         num_chunks: Chunks of all stages.
     """
 
@@ -39,17 +39,23 @@ class SegmentSlots:
         return self.num_blocks == self.size * self.num_chunks
 
     def block(self, chunk: Any, slot: int) -> Any:
-        """Number in the segment of the block in a slot; out of range if it is empty."""
+        """Number in the segment of the block in a slot; out of range for an empty slot.
+
+        `chunk`, int32[] or int, counts over all stages.
+        """
         first = chunk - self.first_chunk if self.first_chunk else chunk
         return first * self.size + slot
 
     def spread(self, x: jax.Array) -> jax.Array:
-        """Puts stacked blocks into their slots, [chunks * size, ...]."""
+        """Puts stacked blocks into slots, [chunks * size, ...].
+
+        There may be zeros behind the blocks of `x`.
+        """
         before = self.first_chunk * self.size
         return _padded(x, before, self.num_chunks * self.size - before - len(x))
 
     def collect(self, x: jax.Array, length: int) -> jax.Array:
-        """Stacks blocks again, [length, ...]: the inverse of `spread`."""
+        """Stacks the blocks of slots again, [length, ...]: the inverse of `spread`."""
         before = self.first_chunk * self.size
         return _padded(x, -before, length + before - len(x))
 
@@ -59,8 +65,9 @@ def assign_slots(
 ) -> tuple[SegmentSlots, ...]:
     """Gives every block a slot, with as few slots in a chunk as there can be.
 
-    A segment that runs in n chunks needs its blocks / n slots, rounded up, in every
-    chunk. The next segment begins in the chunk where it ends.
+    A segment that runs in n chunks needs blocks / n slots, rounded up, in every chunk.
+    The next segment begins in the chunk where the segment before ends. Of equally many
+    slots, the assignment with fewer parameters (`block_sizes` per block) is taken.
 
     Example:
         >>> [x.size for x in assign_slots([3, 58], 16, [1, 10])]
@@ -71,9 +78,9 @@ def assign_slots(
 
     @functools.cache
     def best(segment: int, more: int) -> tuple[int, int, tuple[int, ...]]:
-        """Fewest slots from a segment on, their parameters, and slots by segment.
+        """Fewest slots from a segment on, parameters of the slots, slots by segment.
 
-        Each segment runs in one chunk, and in up to `more` others between them.
+        Each segment runs in one chunk; the segments share up to `more` further chunks.
         """
         if segment == len(num_blocks):
             return 0, 0, ()
@@ -83,6 +90,7 @@ def assign_slots(
             slots, params, sizes = best(segment + 1, more - own)
             params += size * block_sizes[segment]
             candidates.append((size + slots, params, (size, *sizes)))
+        # By slots, then by parameters: the order of the tuple.
         return min(candidates)
 
     chunk, block, assigned = 0, 0, []
@@ -94,7 +102,7 @@ def assign_slots(
 
 
 def whole_slots(slots: Sequence[SegmentSlots]) -> frozenset[tuple[int, int]]:
-    """Segment and slot of the first block of the line, and of the last one.
+    """Segment and slot of the first block of the model, and of the last block.
 
     Example:
         >>> sorted(whole_slots(assign_slots([5], 2, [1])))
@@ -105,7 +113,7 @@ def whole_slots(slots: Sequence[SegmentSlots]) -> frozenset[tuple[int, int]]:
 
 
 def _padded(x: jax.Array, before: int, behind: int) -> jax.Array:
-    """Adds zeros in the first dim, or cuts them off where a number is negative."""
+    """Adds zeros in the first dim, or removes entries where a number is negative."""
     if before == behind == 0:
         return x
     widths = [(before, behind, 0), *[(0, 0, 0)] * (x.ndim - 1)]
@@ -113,13 +121,17 @@ def _padded(x: jax.Array, before: int, behind: int) -> jax.Array:
 
 
 STAGED, EVERYWHERE = P(PIPELINE), P()
-"""Specs of an array [stages, ...], and of one that is the same on all stages."""
+"""Specs of an array [stages, ...], and of an array that is equal on all stages."""
 
 
 def map_stages(
     run: Callable[..., Any], outs: Any, staged: tuple[Any, ...], *everywhere: Any
 ) -> Any:
-    """Calls `run(*staged, *everywhere)` on every stage with entries of that stage."""
+    """Calls `run(*staged, *everywhere)` on every stage with entries of that stage.
+
+    `outs` are `STAGED` or `EVERYWHERE`; an `EVERYWHERE` result must be equal on all
+    stages.
+    """
     num_staged = len(staged)
 
     def of_stage(*args: Any) -> Any:
@@ -143,11 +155,12 @@ def map_stages(
 
 
 def _with_stage(tree: Any) -> Any:
+    """Adds a first dim of one stage."""
     return jax.tree.map(lambda x: x[None], tree)
 
 
 def full(shape: tuple[int, ...], dtype: Any, value: int | float = 0) -> jax.Array:
-    """`jnp.full` of a shape [stages, ...], whose other dims the compiler places."""
+    """Calls `jnp.full` for a shape [stages, ...], and shards the stages."""
     spec = P(PIPELINE, *[P.UNCONSTRAINED] * (len(shape) - 1))
     return jax.lax.with_sharding_constraint(jnp.full(shape, value, dtype), spec)
 
@@ -155,7 +168,11 @@ def full(shape: tuple[int, ...], dtype: Any, value: int | float = 0) -> jax.Arra
 def unstack(
     stages: Sequence[Any], num_layers: Sequence[int], num_chunks: int
 ) -> list[list[list[Any]]]:
-    """Slices layers out of their stacks, which a loop would copy in each iteration."""
+    """Slices layers out of stacks, which a loop would copy in each iteration.
+
+    Stacks of a segment are [stages, chunks, layers, ...]. The result is by chunk,
+    segment and layer, of arrays [stages, ...].
+    """
 
     def layers(segment: Any, number: int, chunk: int) -> list[Any]:
         return [
@@ -167,7 +184,7 @@ def unstack(
 
 
 def stack(chunks: list[list[list[Any]]]) -> tuple[Any, ...]:
-    """The inverse of `unstack`."""
+    """Stacks layers again, the inverse of `unstack`."""
 
     def joined(trees: Sequence[Any]) -> Any:
         return jax.tree.map(lambda *x: jnp.stack(x, 1), *trees)
@@ -177,11 +194,13 @@ def stack(chunks: list[list[list[Any]]]) -> tuple[Any, ...]:
 
 
 def make_buffers(shapes: Any, num_slots: int) -> Any:
-    """Buffers for some trees on each stage, and one more slot that nobody reads."""
+    """Makes buffers for trees on each stage, with one more slot that nobody reads."""
     values = itertools.count()
 
     def one(x: Any) -> jax.Array:
         size, *rest = x.shape
+        # Different values, as the compiler merges equal arrays into one, and copies
+        # that.
         value = next(values) if jnp.issubdtype(x.dtype, jnp.floating) else 0
         return full((size, num_slots + 1, *rest), x.dtype, value)
 
@@ -189,7 +208,7 @@ def make_buffers(shapes: Any, num_slots: int) -> Any:
 
 
 def read_slot(buffers: Any, slot: jax.Array) -> Any:
-    """The tree in a slot of arrays [slots, ...].
+    """Reads the tree in a slot of arrays [slots, ...].
 
     Example:
         >>> read_slot({"x": jnp.arange(6).reshape(3, 2)}, jnp.int32(1))["x"].tolist()
@@ -204,7 +223,7 @@ def read_slot(buffers: Any, slot: jax.Array) -> Any:
 
 
 def write_slot(buffers: Any, tree: Any, slot: jax.Array | int) -> Any:
-    """Arrays [slots, ...] with a tree written into a slot."""
+    """Writes a tree into a slot of arrays [slots, ...]."""
 
     def one(x: jax.Array, value: jax.Array) -> jax.Array:
         return jax.lax.dynamic_update_index_in_dim(x, value.astype(x.dtype), slot, 0)
@@ -213,12 +232,12 @@ def write_slot(buffers: Any, tree: Any, slot: jax.Array | int) -> Any:
 
 
 def where(condition: jax.Array, first: Any, second: Any) -> Any:
-    """`jnp.where` of two trees."""
+    """Selects one of two trees."""
     return jax.tree.map(functools.partial(jnp.where, condition), first, second)
 
 
 def broadcast_from(is_source: jax.Array, tree: Any) -> Any:
-    """Sends the tree of one stage to all stages."""
+    """Sends the tree of one stage to all stages; zeros if no stage is the source."""
 
     def add(x: jax.Array) -> jax.Array:
         return jax.lax.psum(x, PIPELINE)
@@ -227,7 +246,8 @@ def broadcast_from(is_source: jax.Array, tree: Any) -> Any:
 
 
 def _in_order(x: jax.Array) -> jax.Array:
-    # A reader that wants another memory layout would have all slots copied.
+    """Fixes the memory layout to the order of the dims."""
+    # Else a reader of another memory layout would have all slots copied.
     mesh = jax.sharding.get_abstract_mesh()
     if any(mesh.shape[name] > 1 for name in mesh.auto_axes):
         return x  # JAX 0.10 would gather what these axes split

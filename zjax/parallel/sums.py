@@ -1,7 +1,7 @@
 """Sums of gradients over microbatches.
 
-The gradient of a matrix is a product over all tokens. Computed alone it is rounded,
-written to memory and read again, to be added to a sum of twice its width. A product
+The gradient of a matrix is a product over all tokens. Computed alone the gradient is
+rounded, written to memory and read again, to be added to a sum twice as wide. A product
 that accumulates into the sum saves this traffic and the rounding.
 """
 
@@ -19,7 +19,7 @@ from zjax.typing import Params
 
 
 def add(totals: Params, grads: Params) -> Params:
-    """Adds gradients to their sums, in the dtype of the sums."""
+    """Adds gradients to sums, in the dtype of the sums."""
     return jax.tree.map(lambda total, x: total + x.astype(total.dtype), totals, grads)
 
 
@@ -29,7 +29,7 @@ def replace_chunk(totals: list[Params], chunk: int, total: Params) -> list[Param
 
 
 def add_to_chunk(totals: list[Params], grads: Params, chunk: jax.Array) -> list[Params]:
-    """Adds gradients to the sums of one chunk, whose index is int32[]."""
+    """Adds gradients to the sums of one chunk, with a traced int32[] index."""
 
     def add_to(number: int, totals: list[Params]) -> list[Params]:
         return replace_chunk(totals, number, add(totals[number], grads))
@@ -41,7 +41,10 @@ def add_to_chunk(totals: list[Params], grads: Params, chunk: jax.Array) -> list[
 def add_in_products(
     function: Callable[..., tuple[Params, Any]], totals: Params, *args: Any
 ) -> tuple[Params, Any]:
-    """Adds gradients to their sums inside the products that compute them.
+    """Adds gradients to sums inside the products that compute the gradients.
+
+    `function(*args)` returns gradients and other results. A gradient that is no
+    product, or that other results depend on, is computed and then added.
 
     Example:
         >>> x = jnp.full((2, 2), 1.5, "bfloat16")
@@ -67,11 +70,11 @@ def add_in_products(
 
 _PRODUCT = "dot_general"
 _MOVES = RESHAPES | {"convert_element_type"}
-"""Operations allowed between a product and the gradient."""
+"""Primitives allowed between a product and the gradient."""
 
 
 def _paths_from_products(program: Program, names: list[Any]) -> list[list[Any]]:
-    """The equations from a product to each result; none where there is no such path.
+    """Finds the equations from a product to each result; empty without such a path.
 
     A result that is rounded to integers or to float8 is rounded on purpose.
     """
@@ -81,6 +84,7 @@ def _paths_from_products(program: Program, names: list[Any]) -> list[list[Any]]:
 
     def path(name: Any) -> list[Any]:
         equations: list[Any] = []
+        # With a second reader the rounded gradient is needed anyway.
         while is_in(name, makers.keys()) and readers[name] == 1 and _is_wide(name):
             equations.insert(0, makers[name])
             kind = equations[0].primitive.name
@@ -95,12 +99,13 @@ def _paths_from_products(program: Program, names: list[Any]) -> list[list[Any]]:
 
 
 def _is_wide(name: Any) -> bool:
+    """Whether a value has a float dtype of 16 bits or more."""
     dtype = name.aval.dtype
     return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits >= 16
 
 
 def _follow(path: list[Any], inputs: list[Any], dtype: Any) -> jax.Array:
-    """Computes a product and what follows it in a wider dtype."""
+    """Computes a product and the moves after it in a wider dtype."""
     (product, *moves), (left, right) = path, inputs
     x = _wide_product(product, left, right, dtype)
     for move in moves:
@@ -110,6 +115,7 @@ def _follow(path: list[Any], inputs: list[Any], dtype: Any) -> jax.Array:
 
 
 def _wide_product(product: Any, x: jax.Array, y: jax.Array, dtype: Any) -> jax.Array:
+    """Computes a product into a wider dtype."""
     dtype = jnp.promote_types(product.outvars[0].aval.dtype, dtype)
     settings = product.params | {"preferred_element_type": dtype}
 

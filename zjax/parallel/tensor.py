@@ -1,10 +1,10 @@
-"""Products with matrices that are split over the tensor axis of the mesh in use.
+"""Tensor parallelism: products with matrices split over the tensor axis of the mesh.
 
 The first matrix of a layer is split by columns, the second by rows, and activations
-between them stay on their device. Between layers the stream is split along its length,
+between the two stay on the device. Between layers the stream is split along the length,
 and so are norms, dropout and residual connections (sequence parallelism). An all-gather
 before the columns and a reduce-scatter after the rows send as much as the all-reduce
-that they replace. A length that does not divide is not split, and all-reduced.
+they replace. A length that does not divide is not split, and all-reduced.
 
 Heads, channels and rows of a table that do not divide over the axis are padded with
 zeros, whose gradients are dropped.
@@ -30,9 +30,10 @@ from zjax.sharding.rules import entry
 Product = Callable[..., jax.Array]
 """`product(x, kernel, *adapter) -> [B, L, channels]`, on one device."""
 Matrix = tuple[jax.Array, ...]
-"""A kernel, alone or with the factors [inputs, rank] and [rank, outputs] of its adapter
-(LoRA, arXiv:2106.09685)."""
+"""A kernel, alone or with the adapter factors [inputs, rank] and [rank, outputs] (LoRA,
+arXiv:2106.09685)."""
 
+# Specs of a kernel and of both factors of the adapter, whose rank is never split.
 _COLUMNS = P(None, meshes.TENSOR), P(), P(None, meshes.TENSOR)
 _ROWS = P(meshes.TENSOR), P(meshes.TENSOR), P()
 
@@ -40,7 +41,7 @@ _ROWS = P(meshes.TENSOR), P(meshes.TENSOR), P()
 def num_shares() -> int:
     """Size of the tensor axis of the mesh in use.
 
-    It is 1 without `jax.set_mesh`, and inside `shard_map` over the axis.
+    The size is 1 without `jax.set_mesh`, and inside `shard_map` over the axis.
 
     Example:
         >>> num_shares()
@@ -65,14 +66,14 @@ def fill_up(
 
 
 class Heads(NamedTuple):
-    """The layout of heads over the tensor axis; each group is on one device.
+    """Layout of heads over the tensor axis; each group is on one device.
 
-    Devices that share a head of keys and values each have a copy of it, and equal parts
-    of its queries. The last parts and the last groups are padded with zeros.
+    Devices that share a head of keys and values each have a copy of the head, and equal
+    parts of the queries. The last parts and the last groups are padded with zeros.
 
     Args:
         kv_heads: Heads of keys and values.
-        copies: Copies of each of these heads.
+        copies: Copies of each head of keys and values.
         group: Heads of queries per copy, padding included.
     """
 
@@ -82,7 +83,7 @@ class Heads(NamedTuple):
 
     @classmethod
     def of(cls, num_heads: int, num_kv_heads: int, shares: int) -> "Heads":
-        """The layout for a model.
+        """Chooses the layout for a model.
 
         Example:
             >>> Heads.of(28, 4, 8)
@@ -96,6 +97,8 @@ class Heads(NamedTuple):
         """Pads the heads of query weights, in dim `dim`, to this layout."""
         before, after = x.shape[:dim], x.shape[dim + 1 :]
         queries = self.copies * self.group
+        # Padding goes to the end of each group: queries must stay with the head of
+        # keys.
         if x.shape[dim] != self.kv_heads * queries:
             groups = x.reshape(*before, self.kv_heads, -1, *after)
             x = fill_up(groups, dim + 1, queries).reshape(*before, -1, *after)
@@ -107,7 +110,7 @@ class Heads(NamedTuple):
 
 
 def laid_heads(num_heads: int, num_kv_heads: int) -> tuple[int, int]:
-    """Heads of queries and of keys as the mesh in use lays them, padding included.
+    """Numbers of query heads and key heads in the layout on the mesh, padding included.
 
     Example:
         >>> laid_heads(8, 2)
@@ -120,7 +123,7 @@ def laid_heads(num_heads: int, num_kv_heads: int) -> tuple[int, int]:
 
 
 def number_heads(num_heads: int, num_kv_heads: int) -> Int[Array, " H"]:
-    """Number of each head of queries as the mesh in use lays them; 0 for padding.
+    """Numbers the heads of queries in the layout on the mesh in use; 0 for padding.
 
     Example:
         >>> number_heads(4, 2).tolist()
@@ -131,7 +134,7 @@ def number_heads(num_heads: int, num_kv_heads: int) -> Int[Array, " H"]:
 
 
 def axes_of_length(x: Float[Array, "B L ..."]) -> tuple[str, ...]:
-    """The axes of the mesh in use that split the length of a stream.
+    """Axes of the mesh in use that split the length of a stream.
 
     Example:
         >>> axes_of_length(jnp.ones((2, 4, 3)))
@@ -141,7 +144,7 @@ def axes_of_length(x: Float[Array, "B L ..."]) -> tuple[str, ...]:
 
 
 def pin_stream(x: Float[Array, "B L M"]) -> Float[Array, "B L M"]:
-    """Pins a stream, split along its length, where the sequence axis splits it."""
+    """Pins a stream, split along the length, where the sequence axis splits it."""
     if open_size(meshes.SEQUENCE) == 1:
         return x
     return pin(x, *_Split.of(x).stream, *[P.UNCONSTRAINED] * (x.ndim - 2))
@@ -150,7 +153,7 @@ def pin_stream(x: Float[Array, "B L M"]) -> Float[Array, "B L M"]:
 def by_parts(run: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
     """Runs a collective over axes mapped by hand on each device's shard of a stream.
 
-    Left to itself, the compiler would gather the stream first.
+    The compiler alone would gather the stream first.
     """
     place = _Split.of(x).stream if x.ndim > 1 else P()
     return _map_open_axes(run, place, place)(x)
@@ -163,11 +166,16 @@ def map_tokens(
     weights: Any,
     specs: Any,
 ) -> tuple[Float[Array, "B L M"], Any]:
-    """Runs a function that compares tokens on the tokens of each device."""
+    """Runs a function that compares tokens, such as a router, on each device's tokens.
+
+    `run(x, masks, weights, part)` returns the stream and numbers; `part` counts the
+    parts of the length. Numbers get a first dim of devices.
+    """
 
     def region(*operands: Any) -> tuple[jax.Array, Any]:
         part = jax.lax.axis_index(split.length) if split.length else 0
         y, numbers = run(*operands, part)
+        # Concatenated over devices, as replicated results would have to be equal.
         return y, jax.tree.map(lambda number: number[None], numbers)
 
     mesh, split = jax.sharding.get_abstract_mesh(), _Split.of(x)
@@ -179,7 +187,7 @@ def map_tokens(
 
 
 def join_stream(x: Float[Array, "B L M"]) -> Float[Array, "B L M"]:
-    """Gathers a stream along its length over the tensor axis."""
+    """Gathers a stream along the length over the tensor axis."""
     if num_shares() == 1:
         return x
     channels = [P.UNCONSTRAINED] * (x.ndim - 2)
@@ -192,8 +200,8 @@ def multiply_columns(
 ) -> tuple[Float[Array, "B L N"], ...]:
     """Multiplies a stream by matrices that are split by columns.
 
-    The stream is gathered once for all of them; the backward pass adds their cotangents
-    before it scatters the sum.
+    The stream is gathered once for all matrices; the backward pass adds the cotangents
+    before it scatters the sum. The second dims of kernels divide over the tensor axis.
     """
     split = _Split.of(x)
 
@@ -214,7 +222,10 @@ def multiply_columns(
 def multiply_rows(
     product: Product, x: Float[Array, "B L *N"], matrix: Matrix
 ) -> Float[Array, "B L M"]:
-    """Multiplies activations by a matrix that is split by rows."""
+    """Multiplies activations, split along the third dim, by a matrix split by rows.
+
+    The first dim of the kernel divides over the tensor axis.
+    """
     split = _Split.of(x)
     return split.sum(product, (split.columns, *_ROWS[: len(matrix)]))(x, *matrix)
 
@@ -248,6 +259,7 @@ class _Split(NamedTuple):
 
     @classmethod
     def of(cls, x: jax.Array) -> "_Split":
+        """Splits rows over batch axes, and length over sequence and tensor axis."""
         return cls(
             _axes_for(meshes.BATCH_AXES, x.shape[0]),
             _axes_for((meshes.SEQUENCE, meshes.TENSOR), x.shape[1]),
@@ -255,22 +267,27 @@ class _Split(NamedTuple):
 
     @property
     def is_scattered(self) -> bool:
+        """Whether the tensor axis splits the length."""
         return meshes.TENSOR in self.length
 
     @property
     def others(self) -> tuple[str, ...]:
+        """Axes that split the length besides the tensor axis."""
         return tuple(axis for axis in self.length if axis != meshes.TENSOR)
 
     @property
     def rows(self) -> str | tuple[str, ...] | None:
+        """Entry of a spec for the rows."""
         return entry(self.batch)
 
     @property
     def stream(self) -> P:
+        """Spec of a stream between layers."""
         return P(self.rows, entry(self.length))
 
     @property
     def columns(self) -> P:
+        """Spec of activations inside a layer, split by channels."""
         return P(self.rows, entry(self.others), meshes.TENSOR)
 
     def sum(
@@ -279,7 +296,7 @@ class _Split(NamedTuple):
         specs: Any,
         axes: tuple[str, ...] = (meshes.TENSOR,),
     ) -> Any:
-        """Sums the results of the devices along some axes."""
+        """Sums the results of the devices along mesh axes."""
         scatters = self.is_scattered and meshes.TENSOR in axes
         stacked = tuple(a for a in axes if not (scatters and a == meshes.TENSOR))
         stacked = tuple(a for a in stacked if open_size(a) > 1)
@@ -302,7 +319,8 @@ class _Split(NamedTuple):
 
 
 def _map_open_axes(body: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
-    # All of them, as the compiler would gather over an axis that is left to it.
+    """Maps a function over all mesh axes that are left to the compiler."""
+    # All axes, as the compiler would gather over an axis that is left out.
     axes = set(jax.sharding.get_abstract_mesh().auto_axes)
     return jax.shard_map(
         body, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False
@@ -310,7 +328,7 @@ def _map_open_axes(body: Callable[..., Any], in_specs: Any, out_specs: Any) -> A
 
 
 def _axes_for(candidates: Sequence[str], size: int) -> tuple[str, ...]:
-    """The longest prefix of some mesh axes over which a dim divides."""
+    """Longest prefix of mesh axes over which a dim divides."""
     mesh = jax.sharding.get_abstract_mesh()
     axes: tuple[str, ...] = ()
     for axis in candidates:
