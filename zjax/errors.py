@@ -19,9 +19,9 @@ class Problem:
 
     Args:
         field: Setting, array path or file at fault, as the user would type it.
-        value: Its value.
-        problem: Why it cannot work, naming the other number involved.
-        remedy: What would work.
+        value: Value of the setting, array or file.
+        problem: Reason why the value cannot work, with the number it conflicts with.
+        remedy: Imperative that names a value or an action that works.
 
     Example:
         >>> print(Problem("mesh.tensor", 3, "does not divide 16", "use 1, 2 or 4"))
@@ -37,10 +37,12 @@ class Problem:
         return f"{self.field}={self._shown()} {self.problem}; {self.remedy}"
 
     def _shown(self) -> str:
+        """Formats the value, shortened in the middle."""
         try:
             text = repr(self.value)
         except (RecursionError, ValueError):  # nested too deep, or too many digits
             return f"<{type(self.value).__name__}>"
+        # Both ends of a long value help; all of it would hide the problem.
         half = _MAX_SHOWN // 2
         return text if len(text) <= _MAX_SHOWN else f"{text[:half]}...{text[-half:]}"
 
@@ -57,7 +59,7 @@ class ZjaxError(ValueError):
         self.problems = problems
         super().__init__("\n".join(map(str, problems)))
 
-    def __reduce__(self):  # as an error of another process
+    def __reduce__(self):  # else pickle would pass the text as a `Problem`
         return type(self), self.problems
 
 
@@ -121,15 +123,16 @@ NEEDED_FOR = {
     "tensorboardX": "event files of TensorBoard",
     "tokenizers": "vocabularies of byte pairs",
 }
-"""Features by package."""
+"""Feature that needs each optional package, by import name."""
 _DISTRIBUTIONS = {"orbax": "orbax-checkpoint"}
-"""Names to install, if not the import name."""
+"""Names to install, where the import name differs."""
 OLDEST = {"jinja2": "3.1.6"}
-"""Oldest versions that are safe: templates break out of the sandboxes of older ones."""
+"""Oldest versions that are safe: templates break out of the sandboxes of older
+versions."""
 
 
 def check_installed(name: str) -> None:
-    """Checks that a package is installed before it is imported.
+    """Refuses a package of `NEEDED_FOR` that is missing or older than `OLDEST`.
 
     Example:
         >>> check_installed("grain")
@@ -147,7 +150,7 @@ def check_installed(name: str) -> None:
 
 
 def _release(version: str) -> list[int]:
-    """Parses the numbers of a version, without what marks a pre-release.
+    """Parses the numbers of a version, without the mark of a pre-release.
 
     Example:
         >>> _release("3.1.6rc1")
@@ -164,7 +167,7 @@ PROCESS_REMEDIES = {
     errno.EMFILE: _LIMIT,
     errno.ENFILE: _LIMIT,
 }
-"""The file may be intact; this process cannot open it."""
+"""Remedies by errno where the file may be intact, and this process cannot open it."""
 _PATH_REMEDIES = {
     errno.EROFS: "make the file system writable",
     errno.ENOTDIR: "move the file that is in its way",
@@ -174,6 +177,7 @@ _PATH_REMEDIES = {
     errno.ENAMETOOLONG: "use a shorter path",
     errno.ELOOP: "fix the links in its path",
 }
+"""Remedies by errno where the path is at fault."""
 _ELSEWHERE = {errno.EACCES, errno.EPERM, errno.ENOENT, *_PATH_REMEDIES}
 """Errors that another path may avoid."""
 _IN_TEXT = re.compile(r"OS error (\d+)")
@@ -186,7 +190,10 @@ def find_remedy(
     elsewhere: str = "",
     default: str = "free disk space or repair the file system",
 ) -> str:
-    """What to do about a file that cannot be written, in the imperative.
+    """Finds the remedy for a file that cannot be written, in the imperative.
+
+    `elsewhere` is the remedy if another path would help and the user may choose a path;
+    `default` if the disk is full or broken, or the cause is unknown.
 
     Example:
         >>> find_remedy(IsADirectoryError(errno.EISDIR, "Is a directory"))
@@ -201,8 +208,8 @@ def find_remedy(
 
 
 def find_errno(error: BaseException) -> int:
-    """The errno of an error, or of the error it was raised from; 0 if there is none."""
-    while error.__cause__ is not None:
+    """Finds the errno of an error, or of the error that caused it; 0 without errno."""
+    while error.__cause__ is not None:  # the innermost error is from the system
         error = error.__cause__
     if isinstance(error, OSError):
         return error.errno or 0
@@ -211,7 +218,7 @@ def find_errno(error: BaseException) -> int:
 
 
 def find_fault(path: str | os.PathLike[str]) -> str:
-    """Why a path is not a readable regular file.
+    """Describes why a path is not a readable regular file.
 
     Returns:
         Text to follow the path; empty for a regular file, or a link to one.
@@ -232,7 +239,7 @@ def find_fault(path: str | os.PathLike[str]) -> str:
 
 
 def describe_exit(code: int) -> str:
-    """Describes how a process ended, by its exit code.
+    """Describes how a process ended; a negative `code` is a signal, as in `subprocess`.
 
     Example:
         >>> describe_exit(-9)

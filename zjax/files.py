@@ -26,13 +26,14 @@ def read_text(path: str | os.PathLike[str], max_bytes: int = MAX_TEXT_BYTES) -> 
     """Reads a whole UTF-8 file of at most `max_bytes`.
 
     Raises:
-        OSError: It is missing, not a regular file, or cannot be read.
-        ValueError: It is larger, or not UTF-8.
+        OSError: The file is missing, not a regular file, or cannot be read.
+        ValueError: The file is larger, or not UTF-8.
     """
+    # Opening a FIFO would wait forever.
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise OSError(None, "it is not a regular file")
     with open(path, "rb") as file:
-        content = file.read(max_bytes + 1)
+        content = file.read(max_bytes + 1)  # one more tells that the file is too large
     if len(content) > max_bytes:
         raise ValueError(f"it has more than {max_bytes:,} bytes")
     try:
@@ -44,7 +45,7 @@ def read_text(path: str | os.PathLike[str], max_bytes: int = MAX_TEXT_BYTES) -> 
 def read_lines(
     path: str | os.PathLike[str], max_bytes: int = MAX_TEXT_BYTES
 ) -> list[str]:
-    """Reads the lines of a file, and warns of a last line that was cut off."""
+    """Reads the lines of a file, and warns of a last line that was truncated."""
     *lines, torn = read_text(path, max_bytes).split("\n")
     if torn:
         logging.warning("%s: the last line was cut off and is left out", path)
@@ -52,10 +53,11 @@ def read_lines(
 
 
 def append_line(path: pathlib.Path, line: str) -> None:
-    """Adds a line to a file, in place of a last line that was cut off."""
+    """Appends a line to a file, in place of a last line that was truncated."""
     with path.open("a+b") as file:
         file.seek(0)
         size = sum(len(each) for each in file if each.endswith(b"\n"))
+        # A crash may leave half a line, which would join the new line.
         file.truncate(size)
         file.write(line.encode() + b"\n")
 
@@ -64,7 +66,7 @@ def parse_json(text: str | bytes) -> Any:
     """Parses JSON.
 
     Raises:
-        ValueError: It is not JSON, or nested too deep.
+        ValueError: The text is not JSON, or nested too deep.
 
     Example:
         >>> parse_json("[1]")
@@ -92,24 +94,29 @@ def sync_tree(path: pathlib.Path) -> None:
 
 
 def make_directory(path: pathlib.Path) -> None:
-    """Creates a directory, durably: a crash leaves it, and its parents, in place."""
+    """Creates a directory and missing parents durably: all outlive a crash."""
     missing = _missing(path)
     path.mkdir(parents=True, exist_ok=True)
     for each in missing:
+        # The name of a directory is an entry of the parent.
         sync_directory(each.parent)
 
 
 @contextlib.contextmanager
 def new_file(path: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Yields the path of a file to write, which replaces `path` once it is on disk."""
+    """Yields a path to write beside `path`, which replaces `path` once it is on disk.
+
+    The written file is removed if the enclosed work raises.
+    """
     partial = path.with_name(f".{path.name}.partial")
     try:
         make_directory(path.parent)
         yield partial
+        # Before the rename: else a crash could leave `path` empty.
         _sync(partial)
         os.replace(partial, path)
         sync_directory(path.parent)
-    except BaseException:
+    except BaseException:  # also where the user interrupts
         with contextlib.suppress(OSError):
             partial.unlink()
         raise
@@ -119,8 +126,9 @@ def new_file(path: pathlib.Path) -> Iterator[pathlib.Path]:
 def new_directory(path: pathlib.Path) -> Iterator[pathlib.Path]:
     """Yields a directory to fill, which becomes `path` once it is on disk.
 
-    First removes what killed processes have left of the same directory. A lock tells
-    them from processes that live, also on other hosts.
+    `path` is missing or empty. First removes directories that killed processes left
+    beside `path`; a lock tells dead from live processes, also on other hosts. If the
+    enclosed work raises, the directory and the created parents are removed.
     """
     missing, partial = _missing(path.parent), None
     try:
@@ -131,7 +139,7 @@ def new_directory(path: pathlib.Path) -> Iterator[pathlib.Path]:
             sync_tree(partial)
             os.replace(partial, path)
         sync_directory(path.parent)
-    except BaseException:
+    except BaseException:  # also where the user interrupts
         if partial is not None:
             shutil.rmtree(partial, ignore_errors=True)
         for folder in missing:
@@ -141,7 +149,7 @@ def new_directory(path: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 def _missing(path: pathlib.Path) -> list[pathlib.Path]:
-    """Lists a directory and those of its parents that do not exist, innermost first."""
+    """Lists a directory and the parents that do not exist, innermost first."""
     return [each for each in (path, *path.parents) if not os.path.lexists(each)]
 
 
@@ -149,10 +157,11 @@ def _missing(path: pathlib.Path) -> list[pathlib.Path]:
 def _locked_directory(path: pathlib.Path) -> Iterator[pathlib.Path]:
     """Yields a new directory beside `path`, locked while it is filled."""
     while True:
+        # A random name, as several processes may fill directories for one path.
         partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
         partial.mkdir()
         with _opened(partial) as folder:
-            # NFS gives a shared lock alone to what is open for reading.
+            # NFS grants only shared locks on descriptors open for reading.
             with contextlib.suppress(OSError):  # a file system without locks
                 fcntl.flock(folder, fcntl.LOCK_SH)
             if os.path.lexists(partial):  # else removed before it was locked
@@ -166,6 +175,8 @@ def _remove_leftovers(path: pathlib.Path) -> None:
     for other in path.parent.iterdir():
         if pattern.fullmatch(other.name) and other.is_dir():
             with contextlib.suppress(OSError), _opened(other) as folder:
+                # Fails, and suppresses the removal, while a live process holds the
+                # shared lock.
                 fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(other, ignore_errors=True)
 
@@ -195,19 +206,19 @@ SETTINGS = (
     "distill.teacher",
     "curriculum.metrics.index",
 )
-"""Settings that are paths; those of each entry of a tuple are named without its number.
-"""
+"""Settings that are paths; each entry of a tuple is named without a number."""
 OPTIONAL = (
     *("data.path", "checkpoint.init_from", "lora.init_from"),
     "distill.teacher",
 )
-"""Settings among them that may be empty."""
+"""Settings of `SETTINGS` that may be empty."""
 CHECKED_LATER = ("curriculum.metrics.index",)
-"""Settings among them whose checks name the file that is missing."""
+"""Settings of `SETTINGS` whose checks name the file that is missing."""
 
+# Linux allows 255 bytes a name and 4,096 a path.
 _MAX_NAME, _MAX_PATH = 255, 4_000
 _SCHEME = re.compile(r"\s*[A-Za-z](:/|[A-Za-z0-9+.-]+:)/")
-"""Also with one slash, as `pathlib` drops the second; `c:/` does not match."""
+"""Start of a URL, also with one slash, as `pathlib` drops the second; not `c:/`."""
 _VARIABLE = re.compile(r"\$(?:([A-Za-z_][A-Za-z0-9_]*)|\{([^}]*)\})")
 
 
@@ -218,7 +229,10 @@ def local_path(
     *,
     creates: bool = False,
 ) -> str:
-    """Expands `~`, `~user`, `$VAR` and `${VAR}`, and refuses what is no path of a disk.
+    """Expands `~`, `~user`, `$VAR` and `${VAR}`, and refuses URLs and impossible paths.
+
+    `field` names the setting in errors; `creates` means that the caller creates the
+    path and reports if it is too long.
 
     Example:
         >>> local_path("directory", "runs/a")
@@ -251,7 +265,7 @@ system; give one on a disk, or where the bucket is mounted
 
 
 def _variable_problems(field: str, path: str) -> list[Problem]:
-    """Refuses variables that are unset or empty, or whose values name others."""
+    """Lists variables that are unset or empty, or that name another variable."""
     problems = []
     for found in _VARIABLE.finditer(path):
         name = found[1] or found[2]
@@ -268,7 +282,7 @@ def _variable_problems(field: str, path: str) -> list[Problem]:
 
 
 def _fault(path: str, creates: bool) -> str:
-    """Why the operating system refuses a path; empty if it does not."""
+    """Describes why the operating system refuses a path; empty for a valid path."""
     if "\0" in path:
         return "holds a NUL"
     try:

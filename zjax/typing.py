@@ -17,8 +17,8 @@ Params = Any
 ModelState = Any
 """A tree of a model's variables besides parameters: BatchNorm statistics, caches."""
 Batch = Any
-"""A tree of arrays whose first dim is the batch; scalars, and arrays without rows by
-`Model.entries`, are replicated."""
+"""A tree of arrays with the batch along the first dim; scalars, and arrays without rows
+by `Model.entries`, are replicated."""
 Metrics = dict[str, jax.Array]
 """Named scalars, and int32 arrays of `Totals`."""
 Totals = tuple[Mapping[str, jax.Array], ...]
@@ -32,31 +32,31 @@ experts, gates, capacity, layers, tensor`, or None."""
 
 
 IGNORED = -100
-"""The target of a token without loss, as in other libraries."""
+"""Target of a token without loss, as in PyTorch and Hugging Face libraries."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """What a loss requires of one array of a batch."""
+    """Requirements of a loss on one array of a batch."""
 
     shape: tuple[int | str, ...] | None = None
     """Size of each dim; a letter is any size, equal in all entries. A first dim of `B`
-    is split over devices and microbatches; arrays without it are replicated. None
+    is split over devices and microbatches; arrays without `B` are replicated. None
     accepts any shape, with the batch first."""
     dtype: Any = None
     """Dtype, or a kind such as `numpy.integer`; None accepts any."""
     is_optional: bool = False
-    """Whether a batch may lack it."""
+    """Whether a batch may lack the array."""
     num_ids: int = 0
     """Number of valid ids, from 0; 0 does not check them."""
     may_be_ignored: bool = False
-    """Whether `IGNORED` is valid, too."""
+    """Whether the id `IGNORED` is also valid."""
     may_be_negative: bool = True
-    """Whether values below 0 are valid; ids never are."""
+    """Whether values below 0 are valid; negative ids never are."""
 
     @property
     def has_rows(self) -> bool:
-        """Whether its first dim is the batch; False for a replicated array."""
+        """Whether the first dim is the batch; False for a replicated array."""
         return self.shape is None or self.shape[:1] == ("B",)
 
 
@@ -69,9 +69,9 @@ class Loss(NamedTuple):
 
     The loss is a mean over `weight` units, so that accumulation gives the weighted mean
     over the global batch, and float16 gradients keep their range whatever the number of
-    tokens. Each device splits its rows into microbatches of adjacent rows: a loss may
-    compare neighbours within a microbatch, but which rows share one depends on the
-    number of devices.
+    tokens. Each device splits local rows into microbatches of adjacent rows: a loss may
+    compare neighbours within a microbatch, but which rows share a microbatch depends on
+    the number of devices.
     """
 
     value: jax.Array
@@ -81,35 +81,36 @@ class Loss(NamedTuple):
     model_state: ModelState
     """The model state after this microbatch, of unchanged structure."""
     metrics: Metrics
-    """Scalars averaged over microbatches with the same weights."""
+    """Scalars, averaged over microbatches by `weight`."""
     totals: Totals = ()
-    """Added up over microbatches and over the devices that split the batch."""
+    """Sums over microbatches and over the devices that split the batch."""
 
 
 class Auxiliary(NamedTuple):
-    """What a block returns besides its carry; equal blocks return the same."""
+    """Results of a block besides the carry; equal blocks return equal trees."""
 
     loss: jax.Array | None = None
     """float32[]: added to the mean loss of the microbatch, summed over blocks, and
     logged as `auxiliary_loss`. None adds nothing."""
     metrics: Mapping[str, jax.Array] = {}
-    """float32[] by name, averaged over the blocks that return them and that ran, and
-    over microbatches."""
+    """float32[] by name, averaged over microbatches and over the blocks that return the
+    name and that ran."""
     totals: Mapping[str, jax.Array] = {}
-    """int32 arrays by name, of the shapes in `Segment.totals`: each block's are added
-    up over the global batch of a step and returned with its metrics. In a pipeline,
-    microbatches of a device that have no weight add nothing."""
+    """int32 arrays by name, of the shapes in `Segment.totals`. The arrays of each block
+    are added up over the global batch of a step and returned with the metrics of the
+    step. In a pipeline, microbatches of a device that have no weight add nothing."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """A block split into a trunk and tiles, whose outputs are added to its carry."""
+    """A block split into a trunk and tiles; outputs of tiles are added to the carry."""
 
     split: Callable[[Params], tuple[Params, tuple[Params, ...]]]
-    """Parameters of a block -> (trunk's, each tile's); all tiles are equal."""
+    """Maps parameters of a block to (parameters of the trunk, parameters of each tile);
+    all tiles are equal."""
     trunk: Callable[..., Any]
     """`trunk(params, carry, context, key) -> ((carry, tile_input), Auxiliary)`: the
-    block without its tiles, and the input of every tile."""
+    block without tiles, and the input of every tile."""
     tile: Callable[..., Any]
     """`tile(params, tile_input, key) -> addition to the carry`."""
 
@@ -122,18 +123,18 @@ class Segment:
     """`block(params, carry, context, key) -> (carry, Auxiliary)`."""
     num_blocks: int
     tiles: Tiles | None = None
-    """The same block as trunk and tiles, if its parameters exceed one device."""
+    """The block as trunk and tiles, if the parameters exceed one device."""
     totals: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     """Shape of each array in `Auxiliary.totals` of a block, by name."""
     moves: Mapping[str, Move] = dataclasses.field(default_factory=dict)
     """Functions that set parameters of a block, by path, after each optimizer step that
-    is not skipped. These parameters are float32 in the block, too. They get no gradient
+    is not skipped. Moved parameters are float32 in the block, too, and get no gradient
     and no update of the optimizer."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CachedBlock:
-    """How a block of a segment continues text, with its own cache.
+    """Functions by which a block of a segment continues text, each block with a cache.
 
     `starts` int32[B] is the first column of each prompt.
     """
@@ -143,39 +144,40 @@ class CachedBlock:
     tile_input), cache)`: prompts through a block or, with tiles, through its trunk."""
     read_token: Callable[..., Any]
     """`read_token(params, carry, context, starts, column, cache) -> ((carry,
-    tile_input), cache)`: the same for one more column."""
+    tile_input), cache)`: one more column through the block or trunk."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Continuation:
-    """How a stack continues text; `settings` are those of `zjax.models.generate`."""
+    """Functions that continue text by the `settings` of `zjax.models.generate`."""
 
     check: Callable[..., None]
     """`check(tokens, lengths, settings, key)` raises for prompts and settings that
     cannot work."""
     embed: Callable[..., Any]
-    """`embed(params, tokens, starts, column, num_columns) -> (carry, context)`, for
+    """`embed(params, tokens, starts, column, num_columns) -> (carry, context)`: embeds
     tokens whose first column is `column`, of a text of `num_columns`."""
     blocks: tuple[CachedBlock, ...]
-    """One per segment."""
+    """One `CachedBlock` per segment."""
     score: Callable[..., Any]
     """`score(params, carry) -> float32[B, V]`: logits of the next token, from the
-    head's parameters."""
+    parameters of the head."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Dropping:
-    """What a training step leaves out of its blocks; part of its batch.
+    """Blocks and tokens that a training step leaves out; part of the batch of the step.
 
-    A step without it, such as an evaluation, runs all blocks on all tokens.
+    A step without `Dropping`, such as an evaluation, runs all blocks on all tokens.
     """
 
     num_kept: int = dataclasses.field(default=0, metadata={"static": True})
     """Tokens of each row that the blocks between the first and the last run on; 0 is
     all. Another number is another program."""
     once: bool = dataclasses.field(default=False, metadata={"static": True})
-    """Whether all these blocks run on the same tokens, not each on other ones."""
+    """Whether all blocks with dropped tokens run on one subset, not on a subset
+    each."""
     theta: Any = None
     """float32[]: probability that the last block runs; None runs all blocks."""
 
@@ -188,9 +190,9 @@ DROPPING = "dropping"
 class Stack:
     """A model as a sequence of blocks, as pipelines, offload and layer drop need it.
 
-    `zjax.loss_of` makes its loss. Its functions take no model state. From the key of
-    the loss, the embedding gets `fold_in(key, 0)` and block i of all segments
-    `fold_in(key, i + 1)`.
+    `zjax.loss_of` makes the loss of a stack. The functions take no model state. From
+    the key of the loss, the embedding gets `fold_in(key, 0)` and block i of all
+    segments `fold_in(key, i + 1)`.
     """
 
     embed: Callable[..., Any]
@@ -198,79 +200,83 @@ class Stack:
     which depends on the batch alone and gets no gradient."""
     segments: tuple[Segment, ...]
     head: Callable[..., Any]
-    """`head(params, carry, batch) -> (loss_sum, weight, metric_sums)`; divided by the
-    weight they give `Loss`. In a pipeline the weight must depend on the batch alone."""
+    """`head(params, carry, batch) -> (loss_sum, weight, metric_sums)`; sums divided by
+    the weight make a `Loss`. In a pipeline the weight must depend on the batch
+    alone."""
     split: Callable[[Params], tuple[Params, tuple[Params, ...], Params]]
-    """Model parameters -> (embed's, each segment's, head's). A segment has the tree of
-    one block, with the arrays of all its blocks stacked, or as
+    """Maps model parameters to (embedding, each segment, head). A segment has the tree
+    of one block, with the arrays of all blocks stacked, or as
     `zjax.sharding.layers.Layers`. It selects leaves and computes nothing."""
     join: Callable[[Params, tuple[Params, ...], Params], Params]
-    """The transpose of `split`, for gradients: its inverse, summing shared leaves."""
+    """The transpose of `split`, for gradients: the inverse of `split`, summing shared
+    leaves."""
     shared: tuple[str, ...] = ()
     """Paths of leaves that both embed and head use, such as tied embeddings."""
     continuation: Continuation | None = None
-    """How it continues text, if it does."""
+    """Functions that continue text; None for a model that cannot."""
     factors: Callable[..., Any] | None = None
-    """`factors(params, carry) -> (hidden, matrix)`, from the head's parameters: logits
-    are the product of hidden [B, L, N] and matrix [V, N]. A teacher needs it."""
+    """`factors(params, carry) -> (hidden, matrix)`, from the parameters of the head:
+    logits are the product of hidden [B, L, N] and matrix [V, N]. A teacher needs this
+    function."""
     take_tokens: Callable[..., Any] | None = None
     """`take_tokens(context, indices) -> context`, of the tokens int32[B, K] in
-    ascending order. Random token dropping needs it, and a carry of arrays [B, L, ...]
-    that blocks map to the same shapes."""
+    ascending order. Random token dropping needs this function, and a carry of arrays
+    [B, L, ...] that blocks map to equal shapes."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A model and its loss as pure functions, whatever library wrote it."""
+    """A model and a loss as pure functions, whatever library wrote the model."""
 
     init: Callable[[jax.Array], tuple[Params, ModelState]]
     """`init(key) -> (params, model_state)`; runs under jit with sharded outputs."""
     loss: Callable[[Params, ModelState, Batch, jax.Array | None], Loss]
     """`loss(params, model_state, batch, key)`; a key of None means evaluation. With a
-    stack it is `zjax.loss_of(stack)`: another is refused where a run trains stacks."""
+    stack the loss is `zjax.loss_of(stack)`: another loss is refused where a run trains
+    stacks."""
     bind: Callable[[Params, ModelState], Any]
     """`bind(params, model_state) -> module` of the user's library, in evaluation
     mode."""
     logical: Callable[[Params], Any]
-    """Abstract params -> tree of `Logical`, or None for unknown arrays."""
+    """Maps abstract params to a tree of `Logical`, or None for unknown arrays."""
     given: Callable[[], tuple[Params, ModelState]] | None = None
     """Existing weights (a loaded NNX instance), placed leaf by leaf instead of
     `init`."""
     stack: Stack | None = None
     separable: bool = False
-    """Whether devices may compute gradients of their rows independently. The loss must
+    """Whether devices may compute gradients of local rows independently. The loss must
     be the weighted mean of losses of single rows, be 0 without weight, use no model
     state, and draw random numbers by a row's index in the microbatch. Row i is then in
-    microbatch i mod N on every mesh, so all meshes draw the same. A router may compare
-    the tokens of a device. At ZeRO stage 3 all parameters are gathered at once, so it
-    must not loop over stacked layers. A parameter with a dim `experts` holds the
-    device's experts, if the mesh splits them."""
+    microbatch i mod N on every mesh, so all meshes draw equal numbers. A router may
+    compare the tokens of a device. At ZeRO stage 3 all parameters are gathered at once,
+    so the loss must not loop over stacked layers. A parameter with a dim `experts`
+    holds the experts of the device, if the mesh splits experts."""
     takes_layers_apart: bool = False
-    """Whether the loss accepts `zjax.sharding.layers.Layers` for arrays whose first dim
-    is `layers`, so that each layer is gathered and reduced separately."""
+    """Whether the loss accepts `zjax.sharding.layers.Layers` for arrays with a first
+    dim `layers`, so that each layer is gathered and reduced separately."""
     loops_over_layers: bool = False
-    """Whether the loss loops over its layers, gathering the parameters of each in
+    """Whether the loss loops over layers, gathering the parameters of each layer in
     turn."""
     init_layer: Callable[[jax.Array, jax.Array], Params] | None = None
-    """`init_layer(key, number) -> params`: as `init`, with only that layer in each
+    """`init_layer(key, number) -> params`: as `init`, with only layer `number` in each
     array that stacks layers, for models that must be initialised layer by layer."""
     keeps: Callable[..., bool] | None = None
     """Policy of `jax.checkpoint` for the residuals to save besides parameters; None
-    saves what is expensive to compute. Under offload, blocks save these residuals on
-    the devices, casts of parameters included; they save only their inputs if this is
-    None, with `model.remat="full"`, or if `model.activation_memory` is not the
+    saves residuals that are expensive to compute. Under offload, blocks save these
+    residuals on the devices, casts of parameters included. Blocks save only inputs if
+    this is None, with `model.remat="full"`, or if `model.activation_memory` is not the
     device."""
     inputs: Batch | None = None
     """Shapes of a batch for `loss`, if known; used to detect that a resumed run has
     another loss."""
     entries: Entries = dataclasses.field(default_factory=dict)
-    """What the loss requires of each array of a batch; if empty, any batch is accepted
-    and all arrays except scalars have rows."""
+    """Requirements of the loss on each array of a batch; if empty, any batch is
+    accepted and all arrays except scalars have rows."""
     cast: tuple[str, ...] | None = None
-    """Paths of the floating-point arrays of a batch to cast to the compute dtype. For
-    None, `zjax.initialize` finds them and all others cast nothing."""
+    """Paths of the floating-point arrays of a batch to cast to the compute dtype. None
+    lets `zjax.initialize` find the paths; every other caller casts nothing for None."""
 
     @property
     def runs_by_block(self) -> bool:
-        """Whether offload runs it as programs of single blocks."""
+        """Whether offload runs the model as programs of single blocks."""
         return self.stack is not None and self.takes_layers_apart
