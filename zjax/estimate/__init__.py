@@ -1,1 +1,1 @@
-"""Bytes of a run before anything runs, and the mesh on which they fit."""
+"""Estimates bytes before a run, and chooses the mesh on which a step fits."""

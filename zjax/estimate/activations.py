@@ -1,4 +1,4 @@
-"""Bytes of activations of a built-in model on a device, by formula."""
+"""Bytes of activations and expert exchanges of a built-in model, by formula."""
 
 import math
 from collections.abc import Mapping
@@ -22,9 +22,10 @@ from zjax.sharding.placement import dtype_bytes
 def tokens_of_device(
     config: schema.Config, sizes: Mapping[str, int], batch: BatchSizes
 ) -> int:
-    """Tokens of a microbatch that a device routes."""
+    """Tokens of a microbatch that a device routes to experts."""
     length = config.data.length
     for axis in (SEQUENCE, TENSOR):
+        # A length that an axis does not divide is routed by every device of the axis.
         length = length if length % sizes[axis] else length // sizes[axis]
     return batch.microbatch_size * length
 
@@ -32,7 +33,7 @@ def tokens_of_device(
 def layer_exchanges(
     config: schema.Config, sizes: Mapping[str, int], batch: BatchSizes
 ) -> dict[int, Choice]:
-    """The exchange of the layers with each number of experts.
+    """Chooses the exchange of experts, by number of experts of a layer.
 
     Example:
         >>> from zjax.settings.axes import axis_sizes
@@ -54,6 +55,7 @@ def layer_exchanges(
             capacity=capacity if router.has_capacity else None,
         )
 
+    # 0 stands for dense layers, which exchange nothing.
     return {n: choose(n) for n in sorted({*experts_by_layer(config.model)} - {0})}
 
 
@@ -73,7 +75,7 @@ def describe_active(model: schema.Model) -> str:
 def describe_exchanges(
     config: schema.Config, sizes: Mapping[str, int], batch: BatchSizes
 ) -> str:
-    """Names the exchange of each kind of layer, what it sends, and why."""
+    """Table of the exchange, sent bytes and reason of each kind of expert layer."""
     if sizes[EXPERT] == 1 or not config.model.moe.num_experts:
         return ""
     width = config.model.embed_size * dtype_bytes(config.precision.compute_dtype)
@@ -88,13 +90,13 @@ def describe_exchanges(
 
 
 class Rows(NamedTuple):
-    """Rows of a device per token that it routes.
+    """Expert rows of a device, per token that the device routes.
 
     Args:
-        arrived: Rows that arrive from other devices.
-        saved: Rows of the local experts whose pre-activations are saved, over all
-            devices of the tensor axis.
-        computed: Most rows of the local experts, over these devices.
+        arrived: Rows that arrive from other devices, summed over the tensor axis.
+        saved: Rows of the local experts with saved pre-activations, summed over the
+            tensor axis.
+        computed: Most rows that the local experts can get, summed over the tensor axis.
     """
 
     arrived: float
@@ -105,11 +107,12 @@ class Rows(NamedTuple):
 def rows_per_token(
     config: schema.Config, sizes: Mapping[str, int], batch: BatchSizes
 ) -> dict[int, Rows]:
-    """Rows of the layers with each number of experts; see `layer_exchanges`."""
+    """Expert rows per token, by number of experts of a layer."""
     num_tokens = tokens_of_device(config, sizes, batch)
     shares = math.prod(sizes[axis] for axis in (EXPERT, TENSOR))
 
     def count(choice: Choice) -> Rows:
+        # Without an exchange, the tensor axis alone gathers the tokens of a device.
         arrived = choice.sent if choice.exchange != "none" else num_tokens
         arrived = shares * arrived if shares > 1 else 0
         return Rows(*(n / num_tokens for n in (arrived, choice.usual, choice.most)))
@@ -122,6 +125,8 @@ def activation_bytes(
     config: schema.Config, sizes: Mapping[str, int], batch: BatchSizes
 ) -> float:
     """Bytes of activations on the fullest device during the backward pass.
+
+    State and gradients are not included.
 
     Example:
         >>> from zjax.settings.axes import axis_sizes
@@ -136,19 +141,24 @@ def activation_bytes(
     shares = sizes[TENSOR]
     per_value = tokens / shares * itemsize
     rows = rows_per_token(config, sizes, batch)
+    # Offloaded block inputs are in host memory.
     saved = 0 if model.offloads_inputs else saved_values(model, model.remat, rows)
     most_rows = {n: each._replace(saved=each.computed) for n, each in rows.items()}
+    # The block in the backward pass is recomputed in full, at the highest expert load.
     block = saved_values(model, "none", most_rows)
-    if rows:  # the rows of experts, and their outputs
+    if rows:  # inputs and outputs of the experts
         most = max(each.computed for each in rows.values())
         block += math.ceil(2 * shares * most * model.embed_size)
     scores = scores_per_token(config, sizes)
     block += scores
+    # All remat policies recompute attention scores.
     saved += scores if model.remat == "none" else 0
     columns = math.ceil(config.data.length / sizes[SEQUENCE] / shares)
     chunks = count_chunks(batch.microbatch_size, columns, model.mlp_chunk_tokens)
     hidden = _hidden_values(model.mlp_size, model)
+    # A chunked MLP holds the hidden values of one chunk at a time.
     block -= math.floor((1 - 1 / chunks) * hidden)
+    # 2 blocks: the recomputed residuals and about as many cotangents.
     values = _saved_by_all(config, sizes[PIPELINE], batch, saved) + 2 * block
     loss_tokens = min(tokens, model.loss_chunk_tokens or tokens)
     vocabulary = model.vocab_size / shares / sizes[PIPELINE]
@@ -160,8 +170,9 @@ def activation_bytes(
 def scores_per_token(config: schema.Config, sizes: Mapping[str, int]) -> int:
     """Values of attention per token that a layer holds for each pair of tokens.
 
-    They are the scores and weights in float32, and the weights in the compute dtype;
-    dropout has random bits besides, a soft cap its tanh. Kernels hold none.
+    These are the scores and weights in float32, and the weights in the compute dtype;
+    dropout adds random bits, a soft cap adds tanh. The unit is one value of the compute
+    dtype, before heads are sharded. Kernels hold none.
 
     Example:
         >>> from zjax.settings.axes import axis_sizes
@@ -177,19 +188,20 @@ def scores_per_token(config: schema.Config, sizes: Mapping[str, int]) -> int:
         return 0
     extras = 4 * (model.attention_dropout_rate > 0) + 4 * (model.attention_soft_cap > 0)
     itemsize = dtype_bytes(dtype)
+    # float32 scores and weights, and weights in the compute dtype.
     num_bytes = 8 + itemsize + extras
     return math.ceil(model.num_heads * config.data.length * num_bytes / itemsize)
 
 
 def _has_scores(config: schema.Config) -> bool:
-    """Whether no kernel for attention fits, even on a recent NVIDIA GPU."""
+    """Whether no attention kernel fits, even on a recent NVIDIA GPU."""
     model, length = config.model, config.data.length
     if model.attention in ("sparse", "cudnn"):
         return False
     kernel, _ = choose_implementation(
         model.attention,
         platform="cuda",
-        compute_capability=(9, 0),
+        compute_capability=(9, 0),  # Hopper: plans are made without GPUs
         dtype=config.precision.compute_dtype,
         head_size=model.head_size,
         lengths=(length, length),
@@ -205,6 +217,8 @@ def saved_values(
     model: schema.Model, policy: str, rows: Mapping[int, Rows] = {}
 ) -> int:
     """Residuals per token that a layer saves under a policy of `model.remat`.
+
+    The input of the block is included. By default each device has all experts.
 
     Example:
         >>> model = schema.Model(embed_size=1, mlp_size=4, num_heads=1, num_kv_heads=1)
@@ -231,14 +245,14 @@ def saved_values(
 
 
 def _hidden_values(width: int, model: schema.Model) -> int:
-    """Values of a token inside a feed-forward with so many hidden channels."""
-    return width * (3 if model.is_gated else 2)
+    """Values per token in a feed-forward layer with `width` hidden channels."""
+    return width * (3 if model.is_gated else 2)  # gate, up, product; or up, activated
 
 
 def _values_of_experts(
     model: schema.Model, rows: Mapping[int, Rows]
 ) -> tuple[int, int]:
-    """Values of a token that arrive for experts, and hidden channels: layers' means."""
+    """Values per token that arrive for experts, and hidden channels, as layer means."""
     moe, experts = model.moe, experts_by_layer(model)
     arrived, hidden = 0.0, 0.0
     for number in experts:
@@ -247,13 +261,14 @@ def _values_of_experts(
         active = own.saved + moe.num_shared + moe.residual
         arrived += own.arrived * model.embed_size if number else 0
         hidden += active * moe.expert_size if number else model.mlp_size
+    # Means, as the caller multiplies by the number of layers.
     return math.ceil(arrived / len(experts)), math.ceil(hidden / len(experts))
 
 
 def _saved_by_all(
     config: schema.Config, num_stages: int, batch: BatchSizes, saved: int
 ) -> int:
-    """Values saved per token, over the blocks and microbatches that a stage holds."""
+    """Saved values per token over the blocks and microbatches that a stage holds."""
     if num_stages == 1:
         return config.model.num_layers * saved
     given = config.pipeline
@@ -267,4 +282,6 @@ def _saved_by_all(
     chunk_values = -(-config.model.num_layers // num_chunks) * saved
     if not given.recompute:
         return schedule.num_slots * chunk_values
+    # With recompute, a slot holds only the input of a chunk, and one chunk is
+    # recomputed at a time.
     return schedule.num_slots * config.model.embed_size + chunk_values

@@ -1,4 +1,4 @@
-"""The mesh of `mesh="auto"`: the simplest on which a step fits, and why."""
+"""Proposes the mesh of `mesh="auto"`: the simplest on which a step fits, and why."""
 
 import dataclasses
 import functools
@@ -41,10 +41,10 @@ class Proposal:
     """A proposed mesh with its reasons.
 
     Args:
-        mesh: The mesh; all sizes are 1 or more.
-        reasons: Sentences for a reader.
-        trials: Meshes that were tried, in order; the last one is proposed.
-        machine: The machine it is for.
+        mesh: Proposed mesh; all sizes are 1 or more.
+        reasons: Sentences that explain the proposal to the user.
+        trials: Meshes in the order in which they were tried; the last is proposed.
+        machine: Devices that the mesh is proposed for.
     """
 
     mesh: schema.Mesh
@@ -54,7 +54,7 @@ class Proposal:
 
 
 def describe_proposal(proposal: Proposal) -> str:
-    """The meshes that were tried, the reasons and the flags, in 100 columns."""
+    """Text of the trials as a table, the reasons and the flags, in 100 columns."""
     shown = [
         axis
         for axis in axes.AXES
@@ -74,7 +74,7 @@ def describe_proposal(proposal: Proposal) -> str:
 
 
 def explicit_setting(mesh: schema.Mesh) -> str:
-    """Flags that set the axes of a mesh that have several devices.
+    """Flags that set the axes of a mesh with several devices.
 
     Example:
         >>> explicit_setting(schema.Mesh(data=4, tensor=2))
@@ -88,7 +88,7 @@ def explicit_setting(mesh: schema.Mesh) -> str:
 def reasons(
     config: schema.Config, trials: Sequence[Trial], machine: Machine
 ) -> Iterator[str]:
-    """Sentences that say why the last mesh of `trials` is proposed."""
+    """Yields sentences that say why the last mesh of `trials` is proposed."""
     mesh = trials[-1].mesh
     if math.isinf(machine.device_bytes):
         yield "The memory of these devices is not known: every mesh is assumed to fit."
@@ -97,6 +97,7 @@ def reasons(
         yield f"A step may take {usable} of the {size} of a device."
     for axis, why in _WHY.items():
         size = getattr(mesh, axis)
+        # Axes that the user set need no reason.
         if size > 1 and not getattr(config.mesh, axis):
             yield f"{axis}={size}: {why}; {_with_less(axis, trials)}."
     if config.model.moe.num_experts and mesh.expert == 1:
@@ -117,7 +118,7 @@ def reasons(
 def no_room(
     config: schema.Config, trials: Sequence[Trial], machine: Machine
 ) -> Problem:
-    """The problem that a step fits on no mesh, with settings that need less."""
+    """Problem of a step that fits on no mesh, with settings that need less memory."""
     best = min((x for x in trials if not x.obstacle), key=lambda x: x.total)
     parts = (
         f"state {best.state / 1e9:.1f} GB, activations {best.activations / 1e9:.1f} GB"
@@ -145,6 +146,7 @@ def no_room(
 
 
 def _with_less(axis: str, trials: Sequence[Trial]) -> str:
+    """Reason why smaller sizes of an axis do not fit: an obstacle, or the bytes."""
     *before, taken = trials
     less = [x for x in before if getattr(x.mesh, axis) < getattr(taken.mesh, axis)]
     weighed = [x for x in less if not x.obstacle]
@@ -155,7 +157,7 @@ def _with_less(axis: str, trials: Sequence[Trial]) -> str:
 
 
 def is_open(mesh: schema.Mesh) -> bool:
-    """Whether a mesh has axes for zjax to choose, as `mesh="auto"` has.
+    """Whether a mesh has axes for zjax to choose, as with `mesh="auto"`.
 
     Example:
         >>> is_open(schema.Mesh()), is_open(schema.Mesh(tensor=0))
@@ -167,7 +169,11 @@ def is_open(mesh: schema.Mesh) -> bool:
 def choose_mesh(
     config: schema.Config, devices: Sequence[Device], tx: Any = None
 ) -> schema.Config:
-    """Sets the axes that `mesh="auto"` leaves open, and logs why."""
+    """Sets the axes that `mesh="auto"` leaves open, and logs why.
+
+    A collective call. Returns `config` itself if no axis is open. `tx` is the optimizer
+    of the user; None for the optimizer of the config.
+    """
     if not is_open(config.mesh):
         return config
     proposal = propose_mesh(config, this_machine(devices), tx)
@@ -177,10 +183,14 @@ def choose_mesh(
 
 
 def this_machine(devices: Sequence[Device]) -> Machine:
-    """The machine that these devices are; a collective call of all processes."""
+    """Describes the devices of a run by the smallest host and the smallest device.
+
+    A collective call of all processes.
+    """
     num_local = sum(each.process_index == jax.process_index() for each in devices)
     mesh = meshes.make_mesh(schema.Mesh(), devices)
     per_host = local_processes(num_local).num_devices
+    # The minimum over processes, so that all choose one mesh.
     least = np.array([per_host, meshes.device_capacity_bytes(mesh)])
     if jax.process_count() > 1:
         least = multihost_utils.process_allgather(least).min(0)
@@ -199,7 +209,7 @@ def propose_mesh(config: schema.Config, machine: Machine, tx: Any = None) -> Pro
 
     @functools.cache
     def parts() -> tuple[Model, Any]:
-        """The model and the optimizer, made once settings have passed their check."""
+        """Makes model and optimizer, once the settings have passed the check."""
         model = make_model(config)
         return model, make_optimizer(config, model) if tx is None else tx
 
@@ -222,11 +232,14 @@ def propose_mesh(config: schema.Config, machine: Machine, tx: Any = None) -> Pro
 
 
 def possible_meshes(config: schema.Config, machine: Machine) -> Iterator[schema.Mesh]:
-    """Meshes that fill the devices, the simplest first."""
+    """Yields the meshes that fill the devices, the simplest first."""
     number = machine.num_devices
     divisors = [n for n in range(1, number + 1) if number % n == 0]
+    # In the order of product() below: the last axis grows first, pipelines last.
     options = {
         meshes.PIPELINE: divisors,
+        # Tensor parallelism communicates in each layer: it stays on the links of a
+        # host.
         meshes.TENSOR: [n for n in divisors if machine.devices_per_host % n == 0],
         meshes.SEQUENCE: divisors,
     }
@@ -244,6 +257,7 @@ def possible_meshes(config: schema.Config, machine: Machine) -> Iterator[schema.
 def _problems(
     config: schema.Config, mesh: schema.Mesh, machine: Machine, tx: Any
 ) -> tuple[Problem, ...]:
+    """Problems that the config check finds for a mesh."""
     try:
         candidate = dataclasses.replace(config, mesh=mesh)
         check_config(
@@ -258,13 +272,14 @@ def _problems(
 
 
 def _refusal(config: schema.Config, machine: Machine, tx: Any) -> ConfigError:
+    """Error for settings that work on no mesh, checked with all open axes at 1."""
     return ConfigError(*_problems(config, axes.close_axes(config.mesh), machine, tx))
 
 
 def _may_split_sequences(
     config: schema.Config, mesh: schema.Mesh, trials: list[Trial], machine: Machine
 ) -> bool:
-    """Whether activations of one sequence, not the state, are what does not fit."""
+    """Whether the activations of one sequence, not the state, exceed the memory."""
     if config.mesh.sequence or mesh.sequence == 1:
         return True
     alike = [
@@ -276,13 +291,14 @@ def _may_split_sequences(
     if not alike:
         return False
     free = machine.usable_bytes - alike[-1].state
+    # More state than activations calls for other splits first: tensors, then stages.
     return alike[-1].of_one > max(free, alike[-1].state)
 
 
 def find_obstacle(
     config: schema.Config, mesh: schema.Mesh, machine: Machine, tx: Any
 ) -> str:
-    """Why a mesh cannot work, or is not proposed; empty where there is no reason."""
+    """Reason why a mesh cannot work, or is not proposed; empty if it can."""
     problems = _problems(config, mesh, machine, tx)
     if problems:
         return str(problems[0]).partition(";")[0]
@@ -290,6 +306,7 @@ def find_obstacle(
     heads = "" if config.mesh.tensor else uneven_heads(model, mesh.tensor)
     if heads:
         return f"tensor={mesh.tensor} does not divide {heads}"
+    # The config check judges stages of the user; these limits are for proposals.
     if config.mesh.pipeline:
         return ""
     stages = f"pipeline={mesh.pipeline}"

@@ -1,4 +1,4 @@
-"""State in the fastest memory that has room, and how much of it a step moves."""
+"""Places state in the fastest memory with free bytes; counts traffic of a step."""
 
 import dataclasses
 import math
@@ -23,8 +23,8 @@ class FreeBytes(NamedTuple):
     """Bytes per device that state may take.
 
     Args:
-        device: Bytes of the device.
-        host: Bytes of its host.
+        device: Free bytes of a device.
+        host: Free bytes of the host, per device.
     """
 
     device: int | float
@@ -34,7 +34,11 @@ class FreeBytes(NamedTuple):
 def spill_state(
     plan: Plan, order: Sequence[int], free: FreeBytes, disks: tuple[str, ...]
 ) -> Plan:
-    """Stores the state of each parameter in the fastest memory that has room for it."""
+    """Stores the state of each parameter in the fastest memory with free bytes.
+
+    `plan` has all state offloaded to the host; parameters that come earlier in `order`
+    get faster memory. Without disks the overflow stays on the host.
+    """
     position = position_finder(plan.master)
     trees = (plan.master, plan.opt_state)
     owners = [
@@ -44,6 +48,7 @@ def spill_state(
     sizes = [0] * len(order)
     for tree, of in zip(trees, owners, strict=True):
         for row, i in zip(jax.tree.leaves(tree), of, strict=True):
+            # Leaves that belong to no parameter, such as step counts, are not moved.
             if i is not None and not row.is_on_device:
                 sizes[i] += row.device_bytes
     chosen = _choose(sizes, order, free, NVME if disks else HOST)
@@ -65,9 +70,10 @@ def spill_state(
 def _choose(
     sizes: Sequence[int], order: Sequence[int], free: FreeBytes, last: str
 ) -> list[str]:
-    """The memory of each parameter's state; `last` has room for everything."""
+    """Memory name of the state of each parameter; `last` takes any number of bytes."""
     left = {DEVICE: free.device, HOST: free.host}
     chosen = [last] * len(order)
+    # First fit, so that a small parameter still takes the bytes that a large one left.
     for i in order:
         memory = next((name for name in left if sizes[i] <= left[name]), None)
         if memory:
@@ -81,11 +87,11 @@ class Traffic:
     """Bytes per device of the arrays of one kind in one memory.
 
     Args:
-        what: Name of the arrays.
-        memory: `pinned_host` or `nvme`.
-        stored: Bytes of the arrays.
-        up: Bytes that a step moves to the device.
-        down: Bytes that a step moves back.
+        what: Name of the kind of arrays, for the table.
+        memory: Name of the memory, `pinned_host` or `nvme`.
+        stored: Bytes per device that the arrays take.
+        up: Bytes per device that a step moves to the device.
+        down: Bytes per device that a step moves back.
     """
 
     what: str
@@ -98,7 +104,10 @@ class Traffic:
 def traffic_of_step(
     plan: Plan, config: Config, inputs: Sequence[ArrayPlan] = ()
 ) -> list[Traffic]:
-    """Everything stored off the devices, and how many bytes of it a step moves."""
+    """Lists the offloaded arrays by kind and memory, with the bytes that a step moves.
+
+    Traffic of pending gradients is an upper bound: small gradients stay on the device.
+    """
     found = [*_of_state(plan, config), _of_gradients(plan, config)]
     stored = memory.bytes_by_memory(inputs).offloaded_by_memory
     for where, size in stored.items():
@@ -108,12 +117,14 @@ def traffic_of_step(
 
 
 def updates_wait(config: Config) -> bool:
-    """Whether an update needs the global gradient norm or its finiteness."""
+    """Whether updates need the norm or the finiteness of all gradients."""
     clips = math.isfinite(config.optimizer.clip_norm)
     return clips or config.precision.on_nonfinite != "update"
 
 
 def _of_state(plan: Plan, config: Config) -> Iterator[Traffic]:
+    """Yields the traffic of master weights, optimizer state and compute parameters."""
+    # Parameters move up once for the forward and once for the backward pass.
     passes = 2 * _num_microbatches(plan, config)
     waits_for_norm = updates_wait(config) and config.zero.delay_updates_from < 0
     # Joining split master weights reads the compute parameters, their high bits. An
@@ -132,6 +143,7 @@ def _of_state(plan: Plan, config: Config) -> Iterator[Traffic]:
 
 
 def _of_gradients(plan: Plan, config: Config) -> Traffic:
+    """Traffic of offloaded gradients."""
     size = memory.bytes_by_memory(memory.stored_gradients(plan, config)).offloaded
     # The sum between microbatches, and once more while it is pending for the norm.
     times = _num_microbatches(plan, config) - 1 + updates_wait(config)

@@ -21,7 +21,10 @@ from zjax.train.state import state_rows
 
 
 def kept_rows(plan: Plan, config: Config) -> dict[str, Any]:
-    """The plans of what a state holds besides its weights and their moments."""
+    """Plans of the arrays that compressed or local-step communication adds to a state.
+
+    By name; an entry is empty if the run does not keep such arrays.
+    """
     state = state_rows(plan, config)
     if make_rounds(config) is None:
         return {"errors of the codec": state.extra}
@@ -40,7 +43,10 @@ LINK_BYTES_PER_SECOND = 42.5e9
 def describe_memories(
     plan: Plan, config: Config, inputs: Sequence[ArrayPlan] = ()
 ) -> str:
-    """What is stored in each memory, and what a step moves between them."""
+    """Table of the bytes stored in each memory and moved by a step.
+
+    Empty without offload.
+    """
     if not plan.is_offloaded:
         return ""
     traffic = traffic_of_step(plan, config, inputs)
@@ -57,6 +63,7 @@ def describe_memories(
         [("device", "", on_device, "", ""), *rows, (speed, "", "", *seconds)],
         right=(2, 3, 4),
     )
+    # Disks read and write at the same time, hence the larger of both.
     moved = sum(max(x.up, x.down) for x in traffic if x.memory == "nvme")
     if moved:
         table += f"\nat 1 GB/s each way the disks take {moved / 1e9:.0f} s; "
@@ -66,7 +73,10 @@ def describe_memories(
 
 
 def describe_stages(plans: Sequence[Plan], kept: Sequence[Any]) -> str:
-    """Bytes per device under each ZeRO stage, beside the closed form."""
+    """Table of bytes per device under each ZeRO stage, beside the closed form.
+
+    `plans` are of ZeRO 0 to 3 on one mesh. `kept` holds the replica arrays of each.
+    """
     psi = memory.num_params(plans[0])
     per_param = [part / psi for part in memory.plan_bytes(plans[0], kept[0]).parts]
     rows = []
@@ -90,7 +100,7 @@ def describe_stages(plans: Sequence[Plan], kept: Sequence[Any]) -> str:
 def _closed_form(unsharded: Plan, kept: Any, stage: int) -> int | float:
     """Bytes per device if a stage splits arrays evenly, experts over fewer devices.
 
-    What is kept for exchanges is split as the state is.
+    Arrays for the communication of replicas are split like the state.
     """
     splits = splits_of(stage)
     master = trained(unsharded.master, unsharded.master)
@@ -104,6 +114,8 @@ def _closed_form(unsharded: Plan, kept: Any, stage: int) -> int | float:
     def bytes_of(row: ArrayPlan, is_split: bool) -> int | float:
         if not is_split:
             return row.device_bytes
+        # Experts are already split over some ZeRO axes, so ZeRO divides by the
+        # remaining axes.
         axes = {axis for axes in axes_of(row.spec, len(row.shape)) for axis in axes}
         zero_axes = [axis for axis in unsharded.zero_axes if axis in axes]
         used = num_shares(unsharded.mesh, zero_axes)
@@ -122,7 +134,9 @@ def describe_zero_table(
     device_counts: Iterable[int],
     optimizer_bytes: int | float = 12.0,
 ) -> str:
-    """The memory table of the ZeRO paper for a model of any size.
+    """Memory table of the ZeRO paper for a model of any size, in GB of 1e9 bytes.
+
+    `optimizer_bytes` is the K of the paper: 12 for Adam with float32 master weights.
 
     Example:
         >>> print(describe_zero_table(7.5e9, [64]).splitlines()[2].split())
@@ -143,13 +157,14 @@ def describe_zero_table(
 
 
 def format_gigabytes(num_bytes: int | float) -> str:
-    """GB as the ZeRO paper prints them: one decimal from 2 GB on, two below.
+    """GB in the digits of the ZeRO paper: one decimal from 2 GB on, two below.
 
     Example:
         >>> format_gigabytes(16.640625e9), format_gigabytes(1.875e9)
         ('16.6', '1.88')
     """
     digits = decimal.Decimal("0.1" if num_bytes >= 2e9 else "0.01")
+    # Decimal rounds halves up, where Python's float format rounds halves to even.
     gigabytes = decimal.Decimal(num_bytes) / decimal.Decimal(10**9)
     text = str(gigabytes.quantize(digits, decimal.ROUND_HALF_UP))
     return text.rstrip("0").rstrip(".")

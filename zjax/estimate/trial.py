@@ -30,7 +30,7 @@ class Machine:
     Args:
         num_devices: Devices of the run over all hosts.
         devices_per_host: Devices joined by fast links.
-        device_bytes: Memory of one device; infinite where it is not known.
+        device_bytes: Memory of one device in bytes; infinite if unknown.
     """
 
     num_devices: int
@@ -39,7 +39,7 @@ class Machine:
 
     @property
     def usable_bytes(self) -> int | float:
-        """Bytes of a device that a step may take."""
+        """Bytes of a device that a predicted step may take."""
         return DEVICE_SHARE * self.device_bytes
 
 
@@ -48,11 +48,11 @@ class Trial:
     """A mesh that was tried, with the bytes of a step.
 
     Args:
-        mesh: The mesh; all sizes are 1 or more.
+        mesh: Mesh that was tried; all sizes are 1 or more.
         state: Bytes per device of parameters, gradients and optimizer state.
         activations: Bytes per device of activations.
-        of_one: Bytes of activations with microbatches of one sequence.
-        obstacle: Why the mesh cannot work; bytes are then not counted.
+        of_one: Bytes per device of activations with microbatches of one sequence.
+        obstacle: Reason why the mesh cannot work, with bytes of 0; or empty.
     """
 
     mesh: schema.Mesh
@@ -67,12 +67,12 @@ class Trial:
         return self.state + self.activations
 
     def fits(self, machine: Machine) -> bool:
-        """Whether the mesh can work and a step fits."""
+        """Whether the mesh has no obstacle and a step fits on each device."""
         return not self.obstacle and self.total <= machine.usable_bytes
 
 
 def weigh(config: schema.Config, mesh: schema.Mesh, model: Model, tx: Any) -> Trial:
-    """Counts the bytes that a step takes on a mesh."""
+    """Counts the bytes per device that a step takes on a mesh."""
     config = dataclasses.replace(config, mesh=mesh)
     sizes = {axis: getattr(mesh, axis) for axis in axes.AXES}
     batch = batch_on(config, mesh)
@@ -89,12 +89,13 @@ def weigh(config: schema.Config, mesh: schema.Mesh, model: Model, tx: Any) -> Tr
 
 
 def _plan(config: schema.Config, model: Model, tx: Any) -> Plan:
+    """Plan of a run on an abstract mesh, without devices."""
     number = math.prod(getattr(config.mesh, axis) for axis in axes.AXES)
     return make_plan(config, meshes.abstract_mesh(config.mesh, number), model, tx)
 
 
 def batch_on(config: schema.Config, mesh: schema.Mesh) -> BatchSizes:
-    """The batch sizes of a run on a mesh whose sizes are 1 or more."""
+    """Batch sizes of a run on a mesh with sizes of 1 or more."""
     shares = math.prod(getattr(mesh, axis) for axis in axes.BATCH_AXES)
     return resolve_batch(config, shares)
 
@@ -108,12 +109,13 @@ def _state_bytes(
         on_device = memory.bytes_by_memory(gradients).device
         return memory.stored_bytes(plan).device + on_device
     state = memory.plan_bytes(plan, kept_rows(plan, config))
+    # A single microbatch needs no sum: gradients are reduced to the optimizer's shards.
     grads = plan.grad_sum if num_microbatches > 1 else plan.grads
     return state.parameters + state.optimizer + memory.tree_bytes(grads)
 
 
 def _gradient_buffer_bytes(plan: Plan, num_microbatches: int) -> int:
-    """Bytes of gradients beside their sum; a pipeline also copies both by stage."""
+    """Bytes of gradients beside the sum; a pipeline also copies parameters and sums."""
     params, sums = map(memory.tree_bytes, (plan.compute, plan.grad_sum))
     grads = memory.tree_bytes(trained(plan.compute, plan.master))
     if plan.mesh.shape[meshes.PIPELINE] > 1:
@@ -123,10 +125,11 @@ def _gradient_buffer_bytes(plan: Plan, num_microbatches: int) -> int:
 
 
 def _gathered_bytes(config: schema.Config, model: Model, tx: Any) -> int | float:
-    """Bytes of one gathered block and the largest table, with their gradients."""
+    """Bytes of one gathered block and the largest table, with gradients."""
     zero = config.zero
     if not (zero.offloads_blocks or splits_of(zero.stage).compute):
         return 0
+    # The plan of ZeRO 2 has the gathered sizes: compute parameters are unsharded.
     gathered = dataclasses.replace(config, zero=schema.Zero(stage=2))
     plan = _plan(gathered, model, tx)
     grads = trained(plan.compute, plan.master)
