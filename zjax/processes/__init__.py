@@ -1,4 +1,4 @@
-"""Several processes as one run: connecting them, their devices, their failures."""
+"""Several processes as one run: connections, devices, locks and failures."""
 
 from zjax.processes.barrier import explain_timeouts
 from zjax.processes.lock import hold

@@ -1,4 +1,4 @@
-"""Checks that all processes of a run have the same settings and software."""
+"""Checks that the processes of a run agree in settings, software and data."""
 
 import hashlib
 import importlib.metadata
@@ -41,12 +41,13 @@ def versions() -> dict[str, str]:
 
 
 def source_digest() -> str:
-    """A digest of the source files of zjax, which may change without a new version."""
+    """Hashes the sources of zjax, which may change without a new version."""
     digest = hashlib.sha256()
     for name in _SOURCES:
         spec = importlib.util.find_spec(name)
         for folder in (spec and spec.submodule_search_locations) or ():
             for path in sorted(pathlib.Path(folder).rglob("*.py")):
+                # Relative, as hosts may install zjax at different paths.
                 digest.update(str(path.relative_to(folder)).encode())
                 digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
@@ -62,8 +63,8 @@ LOCAL = (
     "processes.coordinator",
     "processes.process_id",
 )
-"""Settings that may differ between processes: paths, also those of indexes, since hosts
-mount disks at different places, and the process id and coordinator address."""
+"""Settings that may differ between processes: paths, as hosts mount disks at different
+places, the process id, and the coordinator address."""
 _JAX_OPTIONS = (
     "jax_enable_x64",
     "jax_default_matmul_precision",
@@ -71,15 +72,15 @@ _JAX_OPTIONS = (
     "jax_threefry_partitionable",
     "jax_numpy_dtype_promotion",
 )
-"""Options that change numerical results."""
+"""JAX options that change numerical results."""
 _LOCAL_FLAGS = ("dump", "host_platform_device_count")
 """XLA flags that may differ: dump paths, and the number of simulated devices."""
 
 
 def check_agreement(config: Config) -> None:
-    """Refuses to train with processes whose settings or software differ.
+    """Refuses to train with processes that differ in settings or software.
 
-    A collective call; all processes raise the same error.
+    A collective call; all processes raise equal errors.
     """
     if jax.process_count() > 1:
         _compare(describe_process(config))
@@ -88,13 +89,15 @@ def check_agreement(config: Config) -> None:
 def check_same_data(position: Mapping[str, Any]) -> None:
     """Refuses to train with processes that read other data, or in another order.
 
-    A collective call; all processes raise the same error.
+    `position` is the state of a loader. A collective call; all processes raise equal
+    errors.
     """
     if jax.process_count() > 1:
         _compare(position)
 
 
 def _compare(described: Mapping[str, Any]) -> None:
+    """Raises the differences between the descriptions of all processes."""
     texts = _gather(json.dumps(described, sort_keys=True).encode())
     if problems := disagreements([json.loads(text) for text in texts]):
         raise ProcessError(*problems)
@@ -109,6 +112,7 @@ def describe_process(config: Config) -> dict[str, Any]:
         for inner in sections:
             section = section[inner]
         del section[name]
+    # Paths of indexes are local, too; `check_same_data` compares the checksums.
     for metric in settings["curriculum"]["metrics"]:
         del metric["index"]
     options = {name: getattr(jax.config, name) for name in _JAX_OPTIONS}
@@ -123,7 +127,7 @@ def describe_process(config: Config) -> dict[str, Any]:
 def disagreements(by_process: Sequence[Mapping[str, Any]]) -> list[Problem]:
     """Compares results of `describe_process`, ordered by process, with process 0.
 
-    Returns one problem per differing value, with the processes that have it.
+    Returns one problem per differing value, with the processes that have the value.
 
     Example:
         >>> [str(x) for x in disagreements([{"seed": 0}, {"seed": 1}, {"seed": 1}])]
@@ -133,6 +137,7 @@ def disagreements(by_process: Sequence[Mapping[str, Any]]) -> list[Problem]:
     values: dict[tuple[str, str], tuple[Any, Any]] = {}
     for process_id, described in enumerate(by_process):
         for setting, value, first in differences(described, by_process[0]):
+            # By repr, as values such as lists are not hashable.
             key = setting, repr(value)
             ids_by_value.setdefault(key, []).append(process_id)
             values[key] = value, first
@@ -148,12 +153,14 @@ def disagreements(by_process: Sequence[Mapping[str, Any]]) -> list[Problem]:
 
 
 def _gather(text: bytes) -> list[bytes]:
-    """The texts of all processes; only one if they are equal."""
+    """Texts of all processes; only one if all are equal."""
+    # Digests first: equal texts, the usual case, are never sent.
     digest = np.frombuffer(hashlib.sha256(text).digest(), np.uint8)
     digests = multihost_utils.process_allgather(digest)
     if (digests == digests[0]).all():
         return [text]
     sizes = multihost_utils.process_allgather(np.array(len(text), np.int32))
+    # All-gather needs equal shapes.
     padded = np.zeros(int(sizes.max()), np.uint8)
     padded[: len(text)] = np.frombuffer(text, np.uint8)
     rows = multihost_utils.process_allgather(padded)

@@ -21,7 +21,8 @@ _PATTERNS = (
 _LEADER = re.compile(
     r"Failed to send RPC to coordination service|RPC: /\S+CoordinationService/Heartbeat"
 )
-"""An RPC to process 0, which runs the service that collects heartbeats, failed."""
+"""Matches a failed RPC to process 0, which runs the service that collects
+heartbeats."""
 
 
 def find_unresponsive(text: str) -> int | None:
@@ -34,6 +35,8 @@ def find_unresponsive(text: str) -> int | None:
     matches = [match for pattern in _PATTERNS if (match := pattern.search(text))]
     if matches:
         return int(matches[0][1])
+    # Process 0 runs the service, which cannot report the missing heartbeats of process
+    # 0.
     return 0 if _LEADER.search(text) else None
 
 
@@ -47,10 +50,13 @@ _connections = itertools.count(1)
 def connect(mesh: Mesh) -> None:
     """Connects all device groups along the axes of a mesh; a collective call.
 
-    Does nothing in a run of one process, and on devices other than CPUs.
+    The first collective of a group connects it and fails if a process is 30 s late, as
+    compiling a step can make it. Nothing happens in a run of one process, or on other
+    devices than CPUs.
     """
     if jax.process_count() == 1 or mesh.devices.flat[0].platform != "cpu":
         return
+    # The barrier waits up to 10 minutes, Gloo only 30 s.
     with barrier(f"zjax-connect-{next(_connections)}"):
         pass
     axes = [name for name, size in mesh.shape.items() if size > 1]
@@ -60,6 +66,7 @@ def connect(mesh: Mesh) -> None:
 
 
 def _sum_over(mesh: Mesh, axes: tuple[str, ...]) -> jax.Array:
+    """Runs a collective over some axes of a mesh."""
     size = math.prod(mesh.shape[axis] for axis in axes)
     split = NamedSharding(mesh, PartitionSpec(axes))
     ones = jax.jit(lambda: jax.numpy.ones(size), out_shardings=split)()
@@ -92,7 +99,7 @@ _CAUSE_LENGTH = 200
 
 
 class PeerError(OSError):
-    """Another process failed, with this one-line cause and `errno` (or 0)."""
+    """Another process failed, with a cause of one line and an `errno` (or 0)."""
 
     def __init__(self, process_id: int, cause: str, number: int):
         super().__init__(number, cause)
@@ -106,7 +113,8 @@ class PeerError(OSError):
 def barrier(name: str) -> Iterator[None]:
     """Waits until all processes have done the enclosed work, or one has failed.
 
-    May be used in any thread; the name must be unique in the run.
+    If one fails, all processes raise: a ZjaxError that names the failed process, or a
+    PeerError. May be used in any thread; the name must be unique in the run.
     """
     if jax.process_count() == 1:
         yield
@@ -117,18 +125,22 @@ def barrier(name: str) -> Iterator[None]:
         yield
     except Exception as error:
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # must not hide `error`
+            # The error is stored before the barrier, so that every peer finds it behind
+            # the barrier.
             client.key_value_set(f"{name}/{jax.process_index()}", _to_json(error))
             client.wait_at_barrier(name, _BARRIER_MILLISECONDS)
         raise
     client.wait_at_barrier(name, _BARRIER_MILLISECONDS)
     failures = client.key_value_dir_get(name)
     if failures:
+        # The failed process with the lowest number, so that all processes raise equal
+        # errors.
         key, text = min(failures, key=lambda pair: _process_of(pair[0]))
         raise _from_json(_process_of(key), text)
 
 
 def root_of(error: BaseException) -> BaseException:
-    """The first error of a chain of causes."""
+    """First error of a chain of causes."""
     while error.__cause__ is not None:  # Orbax wraps errors of TensorStore
         error = error.__cause__
     return error
@@ -144,6 +156,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def _to_json(error: Exception) -> str:
+    """Encodes an error for peers."""
     problems = error.problems if isinstance(error, ZjaxError) else ()
     record = {
         "cause": describe_error(error),
@@ -151,7 +164,7 @@ def _to_json(error: Exception) -> str:
         "kind": type(error).__name__,
         "problems": [vars(problem) for problem in problems],
     }
-    return json.dumps(record, default=str)
+    return json.dumps(record, default=str)  # values may be of any type
 
 
 def _process_of(key: str) -> int:
@@ -159,6 +172,7 @@ def _process_of(key: str) -> int:
 
 
 def _from_json(process_id: int, text: str) -> Exception:
+    """Decodes the error of a peer; a ZjaxError keeps the type and the problems."""
     record = json.loads(text)
     peer = PeerError(process_id, record["cause"], record["errno"])
     if not record["problems"]:

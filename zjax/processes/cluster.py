@@ -1,4 +1,4 @@
-"""Detects what started this process, its peers, devices, and address of process 0."""
+"""Detects the launcher of this process, the peers, GPUs and address of process 0."""
 
 import contextlib
 import dataclasses
@@ -14,19 +14,19 @@ from zjax.settings import schema
 
 
 class Address(NamedTuple):
-    """Where process 0 listens."""
+    """Host and port on which process 0 listens."""
 
     host: str
     port: int
 
     def __str__(self) -> str:
-        """The address as it is written in a config."""
+        """Text `host:port`, as in a config; an IPv6 host is in brackets."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{host}:{self.port}"
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only processes of the same machine can reach it."""
+        """Whether only processes of this machine can reach the address."""
         with contextlib.suppress(ValueError):
             return ipaddress.ip_address(self.host).is_loopback
         return self.host == "localhost"
@@ -44,9 +44,9 @@ def parse_address(text: str) -> Address:
 
 
 def bind_address(coordinator: str) -> str | None:
-    """The address on which JAX's coordinator listens; None for all interfaces.
+    """Address on which JAX's coordinator listens; None for all interfaces.
 
-    A loopback address is kept, so that no other machine can reach it.
+    A loopback address is kept, so that no other machine can reach the coordinator.
 
     Example:
         >>> bind_address("127.0.0.1:5757"), bind_address("node1:5757")
@@ -65,21 +65,22 @@ _SLURM = (
 )
 _OPEN_MPI_URI = "OMPI_MCA_orte_hnp_uri"
 _FIRST_PORT, _PORTS = 61_440, 4_096
-"""Ports for jobs, above Linux's ephemeral range."""
+"""First port and number of ports for jobs, above Linux's ephemeral range."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """The processes of a run as seen from one of them.
+    """The processes of a run as seen from this process.
 
     Args:
-        name: `alone`, `address`, `zjax launch`, `slurm`, `open_mpi` or `kubernetes`.
+        name: Launcher: `alone`, `address`, `zjax launch`, `slurm`, `open_mpi` or
+            `kubernetes`.
         num_processes: Number of processes; None if JAX asks Kubernetes.
-        process_id: Number of this process.
-        coordinator: `host:port` of process 0; empty if JAX asks Kubernetes.
-        local_id: Number of this process on its host, if known.
+        process_id: Rank of this process, from 0 on.
+        coordinator: Address `host:port` of process 0; empty if JAX asks Kubernetes.
+        local_id: Rank of this process on the host, if known.
         num_local: Number of processes on this host, if known.
-        owns_visible: Whether the scheduler shows each process only its own devices.
+        owns_visible: Whether the scheduler shows each process only the devices to use.
     """
 
     name: str = "alone"
@@ -100,9 +101,11 @@ def find_cluster(settings: schema.Processes, environ: Mapping[str, str]) -> Clus
     """Finds the processes of the run from settings and environment variables.
 
     `settings.coordinator` selects detection ("auto"), an address, or no peers ("none").
+    Raises a ProcessError if the environment lacks an address.
     """
     if settings.coordinator == "none":
         return Cluster()
+    # With an address in the config, the scheduler still says who shares the host.
     scheduler = find_scheduler(environ)
     if settings.coordinator != "auto":
         return dataclasses.replace(
@@ -122,7 +125,7 @@ def find_cluster(settings: schema.Processes, environ: Mapping[str, str]) -> Clus
 
 
 def find_scheduler(environ: Mapping[str, str]) -> Cluster:
-    """Finds the scheduler that started this process; `alone` if there is none.
+    """Finds the scheduler that started this process; `alone` without one.
 
     Example:
         >>> find_scheduler({}).is_alone
@@ -139,6 +142,7 @@ def find_scheduler(environ: Mapping[str, str]) -> Cluster:
             local_id=process_id,
             num_local=num_processes,
         )
+    # All variables: an allocation without `srun` sets only some, and is one process.
     if all(name in environ for name in _SLURM):
         return _slurm(environ)
     if "OMPI_COMM_WORLD_SIZE" in environ:
@@ -161,6 +165,9 @@ def visible_gpus(
 ) -> tuple[str, ...]:
     """Names of the NVIDIA GPUs that this process may use, without starting a backend.
 
+    Entries of `CUDA_VISIBLE_DEVICES`, or else numbers of the files in `/dev`. JAX must
+    be told the devices before the backend starts.
+
     Example:
         >>> visible_gpus({"CUDA_VISIBLE_DEVICES": "4,5"})
         ('4', '5')
@@ -174,7 +181,9 @@ def visible_gpus(
 
 
 def assign_gpus(cluster: Cluster, num_visible: int) -> tuple[int, ...]:
-    """Divides the visible GPUs of a host among its processes.
+    """Divides the visible GPUs of a host among the local processes.
+
+    Returns indices among the visible GPUs.
 
     Example:
         >>> assign_gpus(Cluster(num_processes=2, local_id=1, num_local=2), 8)
@@ -197,6 +206,7 @@ def assign_gpus(cluster: Cluster, num_visible: int) -> tuple[int, ...]:
 
 
 def _slurm(environ: Mapping[str, str]) -> Cluster:
+    """Reads the environment of a Slurm step."""
     num_local = _tasks_on_node(
         environ.get("SLURM_STEP_TASKS_PER_NODE", "1"),
         int(environ.get("SLURM_NODEID", "0")),
@@ -210,12 +220,13 @@ def _slurm(environ: Mapping[str, str]) -> Cluster:
         coordinator=_slurm_address(environ),
         local_id=int(environ["SLURM_LOCALID"]),
         num_local=num_local,
+        # Fewer visible GPUs than the node has: Slurm has divided the GPUs already.
         owns_visible=0 < shown < on_node,
     )
 
 
 def _slurm_address(environ: Mapping[str, str]) -> str:
-    """The first node of the step: `node7` for `node[7-9,12],other`."""
+    """Address on the first node of the step: `node7` for `node[7-9,12],other`."""
     prefix, _, rest = environ["SLURM_STEP_NODELIST"].partition("[")
     node = prefix.split(",")[0]
     if "," not in prefix:
@@ -224,7 +235,7 @@ def _slurm_address(environ: Mapping[str, str]) -> str:
 
 
 def _open_mpi_address(environ: Mapping[str, str]) -> str:
-    """The host of `mpirun`, as in `1531576320.0;tcp://10.96.0.1,10.148.0.1:34911`."""
+    """Address of `mpirun`, as in `1531576320.0;tcp://10.96.0.1,10.148.0.1:34911`."""
     uri = environ.get(_OPEN_MPI_URI, "")
     match = re.match(r"(\d+)\.\d+;tcp6?://\[?([^\],]+?)(?=[\],]|:\d+$)", uri)
     if match is None:
@@ -234,13 +245,13 @@ def _open_mpi_address(environ: Mapping[str, str]) -> str:
 
 
 def _job_address(environ: Mapping[str, str], host: str, job: int) -> str:
-    """The address that JAX chooses: a port by job number, or two override variables."""
+    """Address that JAX, too, would derive: a port by job number, or two variables."""
     port = environ.get("JAX_COORDINATOR_PORT", f"{_FIRST_PORT + job % _PORTS}")
     return environ.get("JAX_COORDINATOR_ADDRESS", f"{host}:{port}")
 
 
 def _tasks_on_node(layout: str, node: int) -> int:
-    """Parses `4(x2),3`: four tasks on each of two nodes, three on the next."""
+    """Parses `4(x2),3`: four tasks on each of two nodes, three on the next node."""
     counts = []
     for part in layout.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
@@ -250,6 +261,7 @@ def _tasks_on_node(layout: str, node: int) -> int:
 
 
 def _not_found(problem: str) -> ProcessError:
+    """Error for an environment that does not give an address."""
     return ProcessError(
         Problem(
             "processes.coordinator",

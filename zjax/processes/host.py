@@ -1,4 +1,4 @@
-"""Memory of this host, and how much of it JAX may pin."""
+"""Memory of this host, the share that JAX may pin, and the local processes."""
 
 import math
 import os
@@ -18,7 +18,8 @@ _PROCESS_GROUPS = pathlib.Path("/proc/self/cgroup")
 _PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 """Variable with the GiB that JAX may pin."""
 _ZJAX_LIMIT = "ZJAX_PINNED_LIMIT_GB"
-"""Variable with the same number if zjax has set it, here or in the parent process."""
+"""Variable with the limit that zjax has set, here or in a parent process: if equal to
+the limit above, no user has set one."""
 RESERVED_SHARE = 0.12
 """Share of host memory that is never pinned, unless the bytes below are fewer."""
 RESERVED_BYTES, PINNED_OVERHEAD = 12 * 2**30, 0.05
@@ -34,18 +35,20 @@ _SLOW_BYTES = 8 * 2**30
 
 
 def host_memory_bytes() -> int:
-    """Bytes of memory that this process may use: the machine's, or its cgroup limit."""
+    """Bytes of memory that this process may use, of the machine or a cgroup limit."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([memory, *_limits()])
 
 
 def _limits() -> Iterator[int]:
-    """Memory limits of this process's control groups, versions 1 and 2."""
+    """Yields the memory limits of the current control groups, versions 1 and 2."""
+    # Inside a container, the limit is at the root, whatever path /proc names.
     groups = {(_GROUPS, "memory.max", pathlib.PurePath("/"))}
     lines = _PROCESS_GROUPS.read_text().splitlines() if _PROCESS_GROUPS.exists() else []
     for number, controllers, path in (line.split(":", 2) for line in lines):
         own = pathlib.PurePath(path)
         for group in (own, *own.parents):
+            # Hierarchy 0 is cgroup v2.
             if number == "0":
                 groups.add((_GROUPS, "memory.max", group))
             elif "memory" in controllers.split(","):
@@ -60,7 +63,10 @@ def _limits() -> Iterator[int]:
 def pinnable_bytes(
     host_bytes: int, num_processes: int = 1, unpinned_bytes: int = 0
 ) -> int:
-    """Bytes that pinned arrays may take of a host's memory.
+    """Bytes of host memory that the pinned arrays of all local processes may take.
+
+    Without the reserved bytes (12 %, or less on a large host) and `unpinned_bytes`;
+    less if the environment limits JAX.
 
     Example:
         >>> [pinnable_bytes(size * 2**30) >> 30 for size in (100, 256, 1024)]
@@ -75,7 +81,7 @@ def pinnable_bytes(
 
 
 def _given_limit() -> str | None:
-    """The limit per process in GiB that was set outside of zjax."""
+    """Limit per process in GiB that was set outside of zjax, or None."""
     limit = os.environ.get(_PINNED_LIMIT)
     return None if not limit or limit == os.environ.get(_ZJAX_LIMIT) else limit
 
@@ -90,17 +96,20 @@ def warn_of_small_pages(num_bytes: int, platform: str) -> None:
 
 
 class LocalProcesses(NamedTuple):
-    """The processes of this host, this one included."""
+    """Number of devices and processes of this host, this process included."""
 
     num_devices: int
     num_processes: int
 
 
 def local_processes(num_local: int) -> LocalProcesses:
-    """Counts the processes of this host and their devices."""
+    """Counts the processes and devices of this host; a collective call.
+
+    `num_local` is the number of devices of this process.
+    """
     if jax.process_count() == 1:
         return LocalProcesses(num_local, 1)
-    name = zlib.crc32(socket.gethostname().encode())
+    name = zlib.crc32(socket.gethostname().encode())  # all-gather takes numbers only
     hosts = multihost_utils.process_allgather(np.array([name, num_local], np.uint32))
     counts = [count for host, count in hosts.tolist() if host == name]
     return LocalProcesses(int(sum(counts)), len(counts))
@@ -109,17 +118,19 @@ def local_processes(num_local: int) -> LocalProcesses:
 def limit_pinned_memory(
     num_bytes: float = math.inf, unpinned_bytes: int = 0, num_processes: int = 1
 ) -> None:
-    """Sets how much JAX may pin; JAX reads it once, when it starts its devices.
+    """Sets the GiB that JAX may pin, which JAX reads once, when the devices start.
 
-    A limit set outside of zjax takes precedence.
+    A limit set outside of zjax takes precedence. `num_bytes` and `unpinned_bytes` are
+    per process.
     """
     if _given_limit() is None:
         earlier = os.environ.get(_ZJAX_LIMIT)
         unpinned = num_processes * unpinned_bytes
         host = pinnable_bytes(host_memory_bytes(), num_processes, unpinned)
         most = max(1, host // num_processes >> 30)
+        # An earlier limit, of this process or of a parent, is only lowered.
         limit = str(math.ceil(min(num_bytes / 2**30, most, int(earlier or most))))
         os.environ.update({_PINNED_LIMIT: limit, _ZJAX_LIMIT: limit})
 
 
-limit_pinned_memory()  # JAX's default is 64 GB
+limit_pinned_memory()  # on import, before devices start: JAX's default is 64 GB

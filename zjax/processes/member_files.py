@@ -1,7 +1,7 @@
-"""Member files: small records of who runs where and how each process ended.
+"""Member files: small records of the host and the end of each process of a run.
 
-They outlive the processes. The runtime ends the survivors of a dead process from a C++
-thread, which Python cannot catch; these files tell what really happened.
+The files outlive the processes. The runtime ends the survivors of a dead process from a
+C++ thread, which Python cannot catch; member files tell what happened.
 """
 
 import dataclasses
@@ -18,7 +18,8 @@ from absl import logging
 from zjax.files import parse_json, read_text
 
 MEMBERS_VARIABLE = "ZJAX_MEMBERS_DIRECTORY"
-"""Environment variable with the directory that a parent process watches."""
+"""Environment variable with the directory of member files that a parent process
+watches."""
 T = TypeVar("T")
 _MAX_LISTED = 3
 """Maximum number of processes that a message lists."""
@@ -29,11 +30,11 @@ class Member:
     """A process of a run.
 
     Args:
-        process_id: Number in the run.
+        process_id: Rank in the run.
         host: Host name.
         pid: Process id on the host.
         directory: Absolute path of the run's directory.
-        gpus: Names of its GPUs; empty if it owns all it sees.
+        gpus: Names of the GPUs in use; empty if the process owns all visible GPUs.
     """
 
     process_id: int
@@ -48,7 +49,7 @@ class End:
     """How a process ended.
 
     Args:
-        process_id: Number in the run.
+        process_id: Rank in the run.
         rank: Order of causes before consequences: 0 killed or hung, 1 failed in Python,
             2 lost its peers, 3 aborted by the runtime.
         reason: Text for the user.
@@ -62,12 +63,12 @@ class End:
 
     @property
     def is_cause(self) -> bool:
-        """Whether it is not a consequence of another end."""
+        """Whether the end is not a consequence of another process's end."""
         return self.rank < 2
 
 
 def name_processes(process_ids: Sequence[int]) -> str:
-    """The first few of some processes, for a message.
+    """Names the first few of some processes, for a message.
 
     Example:
         >>> name_processes([1]), name_processes([1, 2, 5, 6, 7])
@@ -81,7 +82,7 @@ def name_processes(process_ids: Sequence[int]) -> str:
 
 
 def shared_directory(directory: str) -> pathlib.Path:
-    """Directory of the member files of a run, shared by its processes."""
+    """Directory of the member files of a run, shared by all processes."""
     return pathlib.Path(directory).absolute() / "processes"
 
 
@@ -92,16 +93,16 @@ def watched_directory() -> pathlib.Path | None:
 
 
 def write_member(member: Member, directory: pathlib.Path) -> None:
-    """Writes a member file, and deletes the process's end of an earlier run."""
+    """Writes a member file, and deletes the end of the process in an earlier run."""
     _write(directory / f"{member.process_id}.member.json", member)
     (directory / f"{member.process_id}.end.json").unlink(missing_ok=True)
 
 
 def write_end(end: End, member: Member | None, directory: pathlib.Path) -> None:
-    """Writes how a process ended to the directory of its parent.
+    """Writes how a process ended to the directory of the parent.
 
-    It is also written to the run's directory if the process took part in the run, and
-    was not refused.
+    The run's directory gets a copy if the process took part in the run: a process that
+    was refused must not report into another run.
     """
     paths = [directory]
     if member is not None:
@@ -112,8 +113,9 @@ def write_end(end: End, member: Member | None, directory: pathlib.Path) -> None:
 
 
 def _write(target: pathlib.Path, record: Member | End) -> None:
-    """Writes atomically."""
+    """Writes a record atomically."""
     target.parent.mkdir(parents=True, exist_ok=True)
+    # By process id: parent and child may write the record at once.
     partial = target.with_name(f"{target.name}.{os.getpid()}")
     partial.write_text(json.dumps(dataclasses.asdict(record)))
     os.replace(partial, target)
@@ -132,6 +134,7 @@ def read_ends(path: pathlib.Path, since_seconds: float) -> list[End]:
     """Reads the ends since `since_seconds`, the most likely cause first."""
     ends = _read(path, "end", lambda record: End(**record))
     fresh = [end for end in ends if end.at_seconds >= since_seconds]
+    # Causes first, then the earliest.
     return sorted(fresh, key=lambda end: (end.rank, end.at_seconds))
 
 
@@ -143,6 +146,7 @@ def last_checkpoint(directory: str) -> int | None:
 
 
 def _read(path: pathlib.Path, kind: str, make: Callable[[dict], T]) -> list[T]:
+    """Reads the valid records of one kind in a directory."""
     records = []
     for file in sorted(path.glob(f"*.{kind}.json")):
         try:
@@ -159,10 +163,12 @@ def _read(path: pathlib.Path, kind: str, make: Callable[[dict], T]) -> list[T]:
 
 @functools.cache
 def _warn_once(file: pathlib.Path) -> None:
+    """Warns of a file that is no valid record, once per file."""
     logging.warning("%s is not a record of this version and is ignored", file)
 
 
 def _check_types(record: Any) -> None:
+    """Raises TypeError if a field of a record has another type than declared."""
     hints = get_type_hints(type(record))
     for name, value in vars(record).items():
         kind = get_origin(hints[name]) or hints[name]

@@ -1,4 +1,4 @@
-"""Programs that print one line `RESULT {json}`: writes, runs and reads them."""
+"""Runs programs that print one line `RESULT {json}`, and reads the results."""
 
 import contextlib
 import dataclasses
@@ -12,13 +12,13 @@ from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
 _STOP_SECONDS = 20
-"""How long a stopped program may take to end its own children."""
+"""Seconds that a stopped program may take to end child processes."""
 _OUT_OF_MEMORY = re.compile("out of memory|RESOURCE_EXHAUSTED", re.IGNORECASE)
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """The result of a program or why there is none, one of them empty; its output."""
+    """Output of a program with a result, or with the failure that prevented one."""
 
     result: dict[str, Any]
     failure: str
@@ -26,7 +26,7 @@ class Outcome:
 
 
 def result_line(values: Mapping[str, Any]) -> str:
-    """The line `RESULT {json}` that `run_program` reads from a program's output.
+    """Formats the line `RESULT {json}` that `run_program` reads.
 
     Args:
         values: JSON values by name; `dataclasses.asdict` of a `Measurement`.
@@ -49,7 +49,7 @@ def run_program(
     """Runs a program, appends title and output to a log, and reads the result."""
     with log.open("a+", errors="replace") as output:
         output.write(f"\n=== {title}\n")
-        output.flush()  # before the program writes to the same file
+        output.flush()  # before the program writes to this file
         first = output.tell()
         failure = _run(words, environment, output, timeout_seconds)
         output.seek(first)
@@ -58,7 +58,7 @@ def run_program(
 
 
 def find_result(text: str, failure: str) -> tuple[dict[str, Any], str]:
-    """Reads the result in a program's output, and why there is none."""
+    """Finds the result in a program's output, or says why there is none."""
     if failure:
         return {}, "out of memory" if _OUT_OF_MEMORY.search(text) else failure
     lines = re.findall(r"^RESULT (.*)$", text, re.MULTILINE)
@@ -79,7 +79,7 @@ def _run(
     output: IO[str],
     timeout_seconds: int | float,
 ) -> str:
-    """Runs a program; returns why it failed, or an empty string."""
+    """Runs a program; returns the reason of a failure, or an empty string."""
     try:
         program = subprocess.Popen(
             words,
@@ -87,7 +87,7 @@ def _run(
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            process_group=0,  # so that its children end with it
+            process_group=0,  # lets _stop end the children, too
         )
     except OSError as error:
         return f"could not start: {error.strerror}"
@@ -96,12 +96,13 @@ def _run(
     except subprocess.TimeoutExpired:
         return f"ran past {timeout_seconds:g} s"
     finally:
+        # Also after success: a child may have outlived the program.
         _stop(program)
     return f"exit code {code}" if code else ""
 
 
 def _stop(program: subprocess.Popen) -> None:
-    """Ends a program and its children."""
+    """Ends a program and all children."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(program.pid, number)

@@ -1,8 +1,8 @@
-"""Rendezvous of a run's processes over plain sockets, before JAX connects them.
+"""Rendezvous of a run's processes over plain sockets, before JAX connects.
 
-JAX's coordinator crashes if its port is taken, and waits for minutes for a process that
-is missing or was started twice, without naming it. So process 0 first listens on the
-same port itself, hears which processes there are, and tells all whether the run starts.
+JAX's coordinator crashes if the port is taken, and waits for minutes for a process that
+is missing or was started twice, without naming the process. Therefore process 0 first
+listens on that port, collects all processes, and tells each whether the run starts.
 """
 
 import contextlib
@@ -27,10 +27,10 @@ from zjax.processes.rendezvous_server import (
 )
 
 RENDEZVOUS_SECONDS = 60.0
-"""How long processes wait for each other."""
+"""Seconds that processes wait for peers."""
 _RETRY_SECONDS = 0.2
 _PROBE_SECONDS = 2.0
-"""How long a listener on the port may take to prove that it belongs to a run."""
+"""Seconds that a listener on the port may take to prove that a run owns the port."""
 
 
 def wait_for_peers(
@@ -41,13 +41,17 @@ def wait_for_peers(
     refused: Sequence[Problem] = (),
     seconds: float = RENDEZVOUS_SECONDS,
 ) -> None:
-    """Waits until all processes of a run have reported to process 0."""
+    """Waits until all processes of a run have reported to process 0.
+
+    `refused` are problems of process 0 for which the run must not start; every process
+    raises the problems.
+    """
     address = parse_address(coordinator)
     greeting = dataclasses.asdict(member) | {"num_processes": num_processes}
     line = GREETING + json.dumps(greeting).encode() + b"\n"
     with contextlib.ExitStack() as held:
         if member.process_id or not _claims_port(address, held):
-            # The first process 0 tells a second one that it was started twice.
+            # A second process 0 joins the first, which reports the double start.
             _join(address, member.process_id, line, seconds)
             return
         _check_free(address, line)
@@ -55,7 +59,7 @@ def wait_for_peers(
         server = RendezvousServer(
             address, member.host, num_processes, tuple(refused), seconds
         )
-        # Process 0 also connects to itself, to check that its address leads to it.
+        # Process 0 also joins as a client, to check that the address leads here.
         thread = threading.Thread(target=server.receive, args=(servers,))
         thread.start()
         try:
@@ -67,8 +71,9 @@ def wait_for_peers(
 def _claims_port(address: Address, held: contextlib.ExitStack) -> bool:
     """Whether this is the only process 0 at the port on this host.
 
-    Two could listen at one port, and each would hear some of the others. A name in
-    Linux's abstract socket namespace has one owner.
+    With SO_REUSEPORT two could listen at one port, and each would hear some processes.
+    A name in Linux's abstract socket namespace has one owner, and ends with the
+    process.
     """
     if sys.platform != "linux":
         return True
@@ -81,7 +86,7 @@ def _claims_port(address: Address, held: contextlib.ExitStack) -> bool:
 
 
 def _join(address: Address, process_id: int, line: bytes, seconds: float) -> None:
-    """Greets process 0 until it answers, and raises the problems of its verdict."""
+    """Greets process 0 until an answer comes, and raises the reported problems."""
     deadline, reasons = time.monotonic() + seconds, dict[str, str]()
     while True:
         for target in _targets(address, reasons):
@@ -89,6 +94,7 @@ def _join(address: Address, process_id: int, line: bytes, seconds: float) -> Non
             try:
                 with socket.create_connection(target, timeout=ANSWER_SECONDS) as joined:
                     joined.sendall(line)
+                    # Process 0 answers only once all have come, or time is up.
                     joined.settimeout(seconds + ANSWER_SECONDS)
                     problems = _read_verdict(joined)
             except OSError as error:
@@ -100,13 +106,14 @@ def _join(address: Address, process_id: int, line: bytes, seconds: float) -> Non
                 raise ProcessError(*problems)
             else:
                 return
+        # Checked after a try, so that a late process still tries once.
         if time.monotonic() > deadline:
             raise _not_reached(address, process_id, reasons, seconds)
         time.sleep(_RETRY_SECONDS)
 
 
 def _targets(address: Address, reasons: dict[str, str]) -> list[tuple[str, int]]:
-    """The addresses to which the host name resolves now."""
+    """Addresses to which the host name resolves now."""
     try:
         addresses = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -118,11 +125,12 @@ def _targets(address: Address, reasons: dict[str, str]) -> list[tuple[str, int]]
 
 
 def _read_verdict(connection: socket.socket) -> list[Problem] | None:
-    """The problems that process 0 reports; None if this is not process 0."""
+    """Problems that process 0 reports; None if the listener is not process 0."""
     text = b""
     while not text.endswith(b"\n"):
         received = connection.recv(LINE_BYTES)
         text += received
+        # Compared as bytes arrive, so that a foreign server is recognised at once.
         is_verdict = text.startswith(GREETING[: len(text)])
         if not received or not is_verdict or len(text) > LINE_BYTES:
             return None
@@ -135,6 +143,7 @@ def _read_verdict(connection: socket.socket) -> list[Problem] | None:
 def _not_reached(
     address: Address, process_id: int, reasons: dict[str, str], seconds: float
 ) -> ProcessError:
+    """Error of a process that did not reach process 0, with all that was tried."""
     tried = "; ".join(f"{where}: {reason}" for where, reason in reasons.items())
     problem = f"was not reached by process {process_id} within {seconds:g} s ({tried})"
     remedy = "name the host and a free port of process 0, and start it with the others"
@@ -159,6 +168,7 @@ def _check_free(address: Address, line: bytes) -> None:
 
 
 def _port_taken(address: Address, reason: str) -> Problem:
+    """Problem of a port on which process 0 cannot listen."""
     return Problem(
         "processes.coordinator",
         str(address),
@@ -169,7 +179,7 @@ def _port_taken(address: Address, reason: str) -> Problem:
 
 @contextlib.contextmanager
 def _listen(address: Address) -> Iterator[list[socket.socket]]:
-    """Listens at the port: on the loopback interface if the address is on it."""
+    """Listens at the port, on the loopback interface for a loopback address."""
     with contextlib.ExitStack() as opened:
         servers: list[socket.socket] = []
         error = OSError("no such address")
@@ -180,11 +190,14 @@ def _listen(address: Address) -> Iterator[list[socket.socket]]:
                 server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
                 server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 if family == socket.AF_INET6:
+                    # Dual-stack for all interfaces; on the loopback, IPv4 has its own
+                    # socket.
                     only = int(address.is_loopback)
                     server.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, only)
                 server.bind(where)
                 server.listen(socket.SOMAXCONN)
             except OSError as failed:
+                # One address family may be unavailable; one socket suffices.
                 error = failed
                 continue
             servers.append(server)
@@ -194,6 +207,7 @@ def _listen(address: Address) -> Iterator[list[socket.socket]]:
 
 
 def _bind_addresses(address: Address) -> list[tuple[int, Any]]:
+    """Socket families and addresses on which to listen."""
     if address.is_loopback:
         addresses = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
         return [(family, where) for family, *_, where in addresses]
@@ -203,6 +217,7 @@ def _bind_addresses(address: Address) -> list[tuple[int, Any]]:
 
 
 def _describe(error: OSError) -> str:
+    """Reason of a failed connection, in lower case."""
     if isinstance(error, TimeoutError):
         return "no answer"
     text = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)

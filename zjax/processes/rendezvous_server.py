@@ -1,6 +1,6 @@
-"""Process 0's side of the rendezvous.
+"""Server of the rendezvous, in process 0.
 
-Each client sends one line, its greeting, and receives one line, the verdict.
+Each client sends one line, the greeting, and receives one line, the verdict.
 Connections that send anything else, such as port scanners, are closed.
 """
 
@@ -18,19 +18,19 @@ from zjax.processes.cluster import Address
 from zjax.processes.member_files import name_processes
 
 GREETING = b"zjax meeting 1 "
-"""Prefix of every line."""
+"""Prefix of every line; the number is the version of the protocol."""
 LINE_BYTES = 1 << 16
-"""Maximum length of a line."""
+"""Maximum length of a line in bytes."""
 ANSWER_SECONDS = 5.0
-"""How long a connection may take to open, or to receive the verdict."""
+"""Seconds that a connection may take to open, or to receive the verdict."""
 _LATE_SECONDS = 5.0
-"""How long to wait for late processes once there is a problem to report."""
+"""Seconds to wait for late processes once there is a problem to report."""
 _POLL_SECONDS = 0.05
 
 
 @dataclasses.dataclass
 class _Client:
-    """A connection and what it has sent so far."""
+    """A connection, the bytes received so far, and the parsed greeting."""
 
     connection: socket.socket
     text: bytes = b""
@@ -42,10 +42,10 @@ class RendezvousServer:
 
     Args:
         address: Address of process 0.
-        host: Host of process 0.
+        host: Host name of process 0.
         num_processes: Number of processes in the run.
         refused: Problems for which the run must not start.
-        seconds: How long to wait for all.
+        seconds: Seconds to wait for all processes.
     """
 
     def __init__(
@@ -70,6 +70,8 @@ class RendezvousServer:
             for server in servers:
                 server.setblocking(False)
                 self._selector.register(server, selectors.EVENT_READ)
+            # Unique numbers, so that a process started twice does not stand for a
+            # missing process.
             while len(self._present()) < self._num_processes:
                 if time.monotonic() > deadline:
                     problems = problems or [self._missing()]
@@ -77,11 +79,14 @@ class RendezvousServer:
                 self._poll()
                 if not problems:
                     problems = self._contradictions()
+                    # Late processes shall hear the problem, too, and not wait for a
+                    # minute.
                     soon = time.monotonic() + _LATE_SECONDS
                     deadline = min(deadline, soon) if problems else deadline
             self._send_verdict([*self._refused] or problems or self._contradictions())
 
     def _poll(self) -> None:
+        """Accepts connections and reads greetings that have arrived."""
         for key, _ in self._selector.select(_POLL_SECONDS):
             if key.data is None:
                 self._accept(key.fileobj)
@@ -89,6 +94,7 @@ class RendezvousServer:
                 self._read(key.data)
 
     def _accept(self, server: Any) -> None:
+        """Accepts a connection, which may already be gone."""
         with contextlib.suppress(OSError):
             connection, _ = server.accept()
             connection.setblocking(False)
@@ -96,6 +102,7 @@ class RendezvousServer:
             self._selector.register(connection, selectors.EVENT_READ, self._clients[-1])
 
     def _read(self, client: _Client) -> None:
+        """Reads from a client; drops the client if the text is no greeting."""
         try:
             received = client.connection.recv(LINE_BYTES)
         except OSError:
@@ -107,6 +114,7 @@ class RendezvousServer:
             self._clients.remove(client)
 
     def _is_valid(self, client: _Client) -> bool:
+        """Whether the bytes so far may become a greeting; parses a complete line."""
         is_greeting = client.text.startswith(GREETING[: len(client.text)])
         if not is_greeting or len(client.text) > LINE_BYTES:
             return False
@@ -137,6 +145,7 @@ class RendezvousServer:
         return []
 
     def _missing(self) -> Problem:
+        """Problem of processes that did not report in time."""
         present = self._present()
         missing = [i for i in range(self._num_processes) if i not in present]
         who = f"{name_processes(missing)} of {self._num_processes}"
@@ -150,6 +159,7 @@ class RendezvousServer:
         )
 
     def _send_verdict(self, problems: Sequence[Problem]) -> None:
+        """Sends the problems to all processes, and closes all connections."""
         fields = [dataclasses.astuple(problem) for problem in problems]
         line = GREETING + json.dumps(fields).encode() + b"\n"
         for client in self._clients:
@@ -162,12 +172,13 @@ class RendezvousServer:
 
 
 def _parse_greeting(text: bytes) -> dict:
-    """A parsed greeting; empty if it is malformed."""
+    """Parses a greeting; empty if malformed."""
     try:
         greeting = json.loads(text)
         found: dict[str, Any] = {n: str(greeting[n]) for n in ("host", "directory")}
         for name in ("process_id", "num_processes", "pid"):
             found[name] = int(greeting[name])
+    # Anybody may connect: deep nesting, too, must not end process 0.
     except (ValueError, KeyError, TypeError, RecursionError):
         return {}
     return found if 0 <= found["process_id"] < found["num_processes"] else {}

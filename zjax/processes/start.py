@@ -1,4 +1,4 @@
-"""Connects the processes of a run and checks that no device stays idle."""
+"""Connects the processes of a run, checks the devices, and records failures."""
 
 import ctypes
 import dataclasses
@@ -29,7 +29,7 @@ from zjax.processes.member_files import End, Member
 from zjax.processes.rendezvous import RENDEZVOUS_SECONDS, wait_for_peers
 from zjax.settings import schema
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,10 +38,10 @@ class ProcessInfo:
 
     Args:
         num_processes: Number of processes.
-        process_id: Number of this process.
-        cluster: What started them: `alone`, `address`, `zjax launch`, `slurm`,
-            `open_mpi` or `kubernetes`.
-        hosts: Host of each process.
+        process_id: Rank of this process, from 0 on.
+        cluster: Launcher: `alone`, `address`, `zjax launch`, `slurm`, `open_mpi` or
+            `kubernetes`.
+        hosts: Host name of each process.
     """
 
     num_processes: int
@@ -55,10 +55,16 @@ def start(
     *,
     prepare: Callable[[Cluster], None] = lambda cluster: None,
 ) -> ProcessInfo:
-    """Connects to the other processes of the run; call it before using any device."""
+    """Connects all processes of the run; call it before using any device.
+
+    `prepare` is called with the cluster before devices are started. The directory of
+    the config must be on a file system that all processes share.
+    """
     settings, directory = config.processes, config.directory
     cluster = find_cluster(settings, os.environ)
     gpus = visible_gpus(os.environ)
+    # Environment variables such as the pinned memory limit act only before devices
+    # start.
     prepare(cluster)
     if cluster.is_alone:
         _check_used(len(gpus))
@@ -73,12 +79,16 @@ def start(
     )
     watched = member_files.watched_directory()
     shared = member_files.shared_directory(directory)
+    # Before the rendezvous can fail, so that the parent knows this process by number.
     if watched is not None:
         member_files.write_member(member, watched)
         die_with_parent()
         _report_failures()
         _use_line_buffering()
+    # JAX is initialized only once all processes have come: a failure there aborts
+    # Python.
     _rendezvous(cluster, member)
+    # After the rendezvous: a refused process must not replace the file of a member.
     member_files.write_member(member, shared)
     _initialize(cluster, gpu_ids, settings.heartbeat_seconds)
     _check_used(len(gpu_ids))
@@ -90,14 +100,14 @@ def start(
 
 
 def finish(info: ProcessInfo) -> None:
-    """Waits for all processes and disconnects, so that no slow one loses its peers."""
+    """Waits for all processes and disconnects, so that no slow process loses peers."""
     if info.num_processes > 1:
         multihost_utils.sync_global_devices("zjax: all done")
         jax.distributed.shutdown()
 
 
 def describe_processes(info: ProcessInfo) -> str:
-    """A table of processes and their devices."""
+    """Table of processes, hosts and devices."""
     rows = [("process", "host", "devices")]
     owners = [device.process_index for device in jax.devices()]
     for process_id, host in enumerate(info.hosts):
@@ -112,10 +122,10 @@ def describe_processes(info: ProcessInfo) -> str:
 
 
 def record_failure(error: BaseException) -> None:
-    """Tells the parent process why this one is about to end.
+    """Records for the parent process why this process is about to end.
 
-    The runtime makes a process that leaves wait for the others and then aborts them
-    all, so exit codes do not show which failed first. Uncaught exceptions are recorded
+    The runtime makes a process that leaves wait for all peers and then aborts every
+    process; exit codes do not show which failed first. Uncaught exceptions are recorded
     anyway. Without a parent nothing happens.
     """
     watched = member_files.watched_directory()
@@ -132,7 +142,7 @@ def record_failure(error: BaseException) -> None:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and its causes."""
+    """Yields an error and all causes."""
     while error is not None:
         yield error
         error = error.__cause__
@@ -169,7 +179,10 @@ def check_members(
 
 
 def check_platform(num_gpus: int, platform: str, num_used: int, asked: str) -> None:
-    """Refuses to leave GPUs idle."""
+    """Refuses to leave GPUs idle: JAX chose the CPU, or found fewer GPUs.
+
+    `asked` are platforms chosen by the user; empty if JAX chose.
+    """
     if num_gpus and platform == "cpu" and not asked:
         raise ProcessError(
             Problem(
@@ -191,17 +204,20 @@ def check_platform(num_gpus: int, platform: str, num_used: int, asked: str) -> N
 
 
 def _check_used(num_gpus: int) -> None:
+    """Refuses to leave any of this process's GPUs idle."""
     asked = jax.config.jax_platforms or ""  # pyright: ignore[reportAttributeAccessIssue]
     check_platform(num_gpus, jax.default_backend(), jax.local_device_count(), asked)
 
 
 def _rendezvous(cluster: Cluster, member: Member) -> None:
-    """Locks the run's directory, and waits for the other processes unless JAX does."""
+    """Locks the run's directory, and waits for all processes unless JAX does."""
     refused: tuple[Problem, ...] = ()
     if member.process_id == 0:
         try:
             lock.acquire(member.directory)
         except ProcessError as error:
+            # Not raised yet: the peers, which wait for process 0, shall hear the
+            # reason.
             refused = error.problems
     if cluster.coordinator and cluster.num_processes:
         wait_for_peers(
@@ -214,17 +230,19 @@ def _rendezvous(cluster: Cluster, member: Member) -> None:
 def _initialize(
     cluster: Cluster, gpu_ids: Sequence[int], heartbeat_seconds: int
 ) -> None:
+    """Initializes JAX's distributed runtime."""
     try:
         jax.distributed.initialize(
             coordinator_address=cluster.coordinator or None,
             num_processes=cluster.num_processes,
             process_id=cluster.process_id,
             local_device_ids=list(gpu_ids) or None,
+            # JAX's own detection could find another cluster than zjax did.
             cluster_detection_method="deactivate" if cluster.coordinator else None,
             coordinator_bind_address=bind_address(cluster.coordinator),
             initialization_timeout=int(RENDEZVOUS_SECONDS),
             heartbeat_timeout_seconds=heartbeat_seconds,
-            # A process that raises waits this long for the others.
+            # A process that raises waits this long for its peers.
             shutdown_timeout_seconds=heartbeat_seconds,
         )
     except RuntimeError as error:
@@ -239,7 +257,7 @@ def _initialize(
 
 
 def _report_failures() -> None:
-    """Records an exception that ends this process."""
+    """Records an exception that ends this process, before it is printed."""
     report = sys.excepthook
 
     def record_and_report(
@@ -256,12 +274,17 @@ def _report_failures() -> None:
 def _use_line_buffering() -> None:
     """Flushes per line, so that output of C++ does not split a line of Python."""
     if isinstance(sys.stdout, io.TextIOWrapper):
+        # Unbuffered (PYTHONUNBUFFERED), Python writes a line and the line end apart.
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
 
 
 def die_with_parent(parent: int = 0) -> None:
-    """Lets Linux kill this process once its parent ends, however that ends."""
+    """Lets Linux kill this process once the parent ends, even by SIGKILL.
+
+    `parent` is the process id of a parent that may have ended already; 0 if unknown.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        # The parent may have ended before prctl, which then sends no signal.
         if parent and os.getppid() != parent:
             os.kill(os.getpid(), signal.SIGKILL)

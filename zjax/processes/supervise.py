@@ -1,4 +1,4 @@
-"""A parent process that outlives its children and reports which one died."""
+"""Parent process that starts the processes of a run and reports which one died."""
 
 import collections
 import contextlib
@@ -25,10 +25,11 @@ from zjax.settings import schema
 
 _POLL_SECONDS = 0.05
 _CAUSE_SECONDS = 5
-"""How long to wait for the cause while only consequences are known."""
+"""Seconds to wait for the cause while only consequences are known."""
 _STOP_SECONDS = 10
-"""How long children may take to stop."""
+"""Seconds that children may take to stop."""
 _MAX_LINES = 200
+"""Lines of output per child in which lost heartbeats are searched."""
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 STOPPED = tuple(128 + number for number in _FORWARDED)
 """Exit codes of processes that saved and stopped on a signal."""
@@ -37,11 +38,13 @@ _INTERRUPTED = (
     "command again to resume from the last one"
 )
 _LOOPBACK = "127.0.0.1"
-"""Processes of one host connect where no other host can reach them."""
+"""Processes of one host connect by the loopback, which no other host can reach."""
 
 
 @dataclasses.dataclass
 class _Child:
+    """A child process, the last lines of output, and the threads that copy lines."""
+
     process_id: int
     process: subprocess.Popen
     text: collections.deque
@@ -49,16 +52,21 @@ class _Child:
 
 
 def needs_parent(settings: schema.Processes) -> bool:
-    """Whether this process should run its command under `supervise`."""
+    """Whether this process should run the command under `supervise`.
+
+    True if a scheduler started several processes, and no parent watches yet.
+    """
     watched = member_files.MEMBERS_VARIABLE in os.environ
     return not watched and not find_cluster(settings, os.environ).is_alone
 
 
 def supervise(command: Sequence[str], num_processes: int = 0) -> int:
-    """Runs a command as child processes and reports the one that died.
+    """Runs a command as child processes and reports the process that died.
 
     Call it from the main thread. SIGTERM, SIGINT and SIGHUP are forwarded to the
-    children; a second SIGINT kills them.
+    children; a second SIGINT kills the children. With `num_processes=0` one child keeps
+    the identity that the scheduler gave this process. Returns 0, or 128 plus the number
+    of the forwarded signal, or the exit code of the process that died.
     """
     since = time.time()
     with tempfile.TemporaryDirectory(prefix="zjax-") as watched, _hold_port() as port:
@@ -66,6 +74,7 @@ def supervise(command: Sequence[str], num_processes: int = 0) -> int:
         if num_processes:
             addresses = {
                 "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", "lo"),
+                # Piped output would come in blocks otherwise.
                 "PYTHONUNBUFFERED": "1",
                 "ZJAX_COORDINATOR": f"{_LOOPBACK}:{port}",
                 "ZJAX_NUM_PROCESSES": str(num_processes),
@@ -80,6 +89,8 @@ def supervise(command: Sequence[str], num_processes: int = 0) -> int:
         try:
             with _forward_signals(children) as forwarded:
                 for number, variables in numbered:
+                    # Appended one by one, so that a signal, or a failed start, reaches
+                    # started children.
                     children.append(_start(command, number, variables))
                 return _watch(children, pathlib.Path(watched), since, forwarded)
         finally:
@@ -87,7 +98,7 @@ def supervise(command: Sequence[str], num_processes: int = 0) -> int:
 
 
 def describe_end(end: End, member: Member | None) -> str:
-    """Says in one line which process died, and how to continue."""
+    """Describes in one line which process died, and how to continue."""
     who, remedy = "", "there is no checkpoint yet: fix the cause and start again"
     if member is not None:
         who = f"on host {member.host} (pid {member.pid}) "
@@ -102,7 +113,7 @@ def describe_end(end: End, member: Member | None) -> str:
 
 @contextlib.contextmanager
 def _hold_port() -> Iterator[int]:
-    """Keeps a free port bound; only sockets with SO_REUSEPORT can share it."""
+    """Keeps a free port bound, which only sockets with SO_REUSEPORT can share."""
     with socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         held.bind((_LOOPBACK, 0))
@@ -112,14 +123,17 @@ def _hold_port() -> Iterator[int]:
 def _start(
     command: Sequence[str], process_id: int | None, environ: Mapping[str, str]
 ) -> _Child:
+    """Starts a child, and threads that copy the output with a label."""
     labelled = process_id is not None
     process = subprocess.Popen(
         command,
         env=dict(environ),
         stdout=subprocess.PIPE if labelled else None,
+        # stderr is always read: lost heartbeats are reported there.
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
+        # A Ctrl-C of the terminal then reaches only the parent, which forwards it once.
         start_new_session=True,
     )
     if process_id is None:
@@ -136,10 +150,11 @@ def _start(
 
 
 _printing = threading.Lock()
-"""Python's streams lose lines that two threads write at once."""
+"""Guards Python's streams, which lose lines that two threads write at once."""
 
 
 def _copy(source: Any, sink: Any, label: str, lines: collections.deque) -> None:
+    """Copies the lines of a stream with a label, and keeps the last lines."""
     with source:
         for line in source:
             lines.append(line)
@@ -150,9 +165,9 @@ def _copy(source: Any, sink: Any, label: str, lines: collections.deque) -> None:
 
 @contextlib.contextmanager
 def _forward_signals(children: Sequence[_Child]) -> Iterator[list[int]]:
-    """Forwards signals that stop a run to the children, and lists those received.
+    """Forwards signals that stop a run to the children, and lists received signals.
 
-    The second Ctrl-C kills: children that raise would wait for each other.
+    The second Ctrl-C kills: children that raise would wait for peers.
     """
     forwarded: list[int] = []
 
@@ -165,6 +180,7 @@ def _forward_signals(children: Sequence[_Child]) -> Iterator[list[int]]:
     before = {
         number: signal.signal(number, forward)
         for number in _FORWARDED
+        # Under nohup SIGHUP is ignored and must stay ignored.
         if signal.getsignal(number) is not signal.SIG_IGN or number != signal.SIGHUP
     }
     try:
@@ -185,6 +201,7 @@ def _watch(
         codes = [child.process.poll() for child in children]
         ended = [code for code in codes if code is not None]
         failed = [code for code in ended if _has_failed(code)]
+        # After a signal, every child may take the time to save and stop.
         if failed and not forwarded:
             break
         if len(ended) == len(children):
@@ -205,7 +222,7 @@ def _watch(
 def _find_cause(
     children: Sequence[_Child], watched: pathlib.Path, since: float
 ) -> tuple[End, dict[int, Member]]:
-    """The process end, on this host or another, that explains the other ones."""
+    """Finds the end, on this host or another, that caused all ends."""
     deadline = time.monotonic() + _CAUSE_SECONDS
     while True:
         members = member_files.read_members(watched)
@@ -216,6 +233,7 @@ def _find_cause(
             if _has_failed(child.process.poll()):
                 _record_end(child, members.get(child.process_id), watched, since)
         shared = {member_files.shared_directory(m.directory) for m in members.values()}
+        # The run's directory has the ends of processes on other hosts.
         paths = [watched, *shared]
         ends = [end for path in paths for end in member_files.read_ends(path, since)]
         cause = min(ends, key=lambda end: (end.rank, end.at_seconds))
@@ -227,6 +245,7 @@ def _find_cause(
     unresponsive = find_unresponsive(
         "".join(line for c in children for line in [*c.text])
     )
+    # A hung process records no end: only the survivors' stderr names it.
     if not cause.is_cause and unresponsive is not None:
         cause = End(unresponsive, 0, "stopped sending heartbeats")
     return cause, members
@@ -235,19 +254,20 @@ def _find_cause(
 def _record_end(
     child: _Child, member: Member | None, watched: pathlib.Path, since: float
 ) -> None:
-    """Records how a child ended, unless it has done so itself."""
+    """Records how a child ended, unless the child has done so."""
     if child.process_id in {
         end.process_id for end in member_files.read_ends(watched, since)
     }:
         return
     code = child.process.returncode
+    # The runtime aborts survivors by SIGABRT; another signal is a cause.
     rank = 3 if code == -signal.SIGABRT else 0 if code < 0 else 1
     end = End(child.process_id, rank, describe_exit(code))
     member_files.write_end(end, member, watched)
 
 
 def _stop(children: Sequence[_Child]) -> None:
-    """Terminates the children, kills those that remain, and drains their output."""
+    """Terminates the children, kills survivors, and drains all output."""
     for child in children:
         child.process.terminate()
     deadline = time.monotonic() + _STOP_SECONDS
@@ -258,11 +278,12 @@ def _stop(children: Sequence[_Child]) -> None:
             child.process.kill()
             child.process.wait()
         for copier in child.copiers:
+            # With a timeout, as a grandchild may hold the pipe open.
             copier.join(timeout=1)
 
 
 def _has_failed(code: int | None) -> bool:
-    """Whether a child has ended, neither successfully nor because it was stopped."""
+    """Whether a child has ended, neither successfully nor because of a stop signal."""
     return code not in (None, 0, *STOPPED)
 
 
