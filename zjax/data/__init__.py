@@ -1,4 +1,4 @@
-"""Token data: sources, sampling order, and placement on devices."""
+"""Token data: preparation, sources, sampling order, and placement on devices."""
 
 from zjax.data.batches import batches_problems, end_by_epochs, wrap_batches
 from zjax.data.evaluation import EvaluationSet, find_evaluation

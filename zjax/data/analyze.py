@@ -1,8 +1,9 @@
 """Measures all samples of a dataset before training: `zjax data analyze`.
 
-A map over shards of consecutive samples, in processes, then a reduce that sorts them.
-Each finished shard is a file, so that a killed run resumes with the unfinished ones.
-Metrics of rarity take two maps: one counts tokens, the other measures samples.
+A map over shards of consecutive samples, in processes, then a reduce that sorts the
+samples. Each finished shard is a file, so that a killed run resumes with the unfinished
+shards. Metrics of rarity take two maps: the first counts tokens, the second measures
+samples.
 """
 
 import contextlib
@@ -32,10 +33,12 @@ from zjax.files import local_path, make_directory
 from zjax.processes import lock
 
 BATCH_ROWS = 64
-"""Samples read at a time."""
+"""Samples that a worker reads at a time."""
+# Small shards cost files, large shards lose more work when a run is killed.
 MIN_SHARD_ROWS, MAX_SHARDS = 64, 256
 _COUNT, _TOTAL, _MEASURE = "counts", "total", "values"
-"""Files of shards: token counts, their sum over all shards, values of samples."""
+"""Kinds of shards: token counts, the sum of counts over all shards, values of
+samples."""
 
 MapShards = Callable[[str, Sequence[int]], Iterable[int]]
 """Function from a map and its shards to the numbers of samples, as they finish."""
@@ -43,7 +46,7 @@ MapShards = Callable[[str, Sequence[int]], Iterable[int]]
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What determines the content of every shard."""
+    """Inputs that determine the content of every shard."""
 
     rows: packing.Rows
     metrics: tuple[str, ...]
@@ -55,9 +58,10 @@ class Job:
 
     @functools.cached_property
     def key(self) -> str:
-        """Checksum of all that determines the shards; a module counts by its source."""
+        """Checksum of all inputs of the shards; user modules count by source."""
         settings = [self.metrics, self.vocab_size, self.digest, self.shard_rows]
         checksum = hashlib.sha256(json.dumps(settings).encode())
+        # A changed function must not continue with values of the old function.
         for name in self.metrics:
             if ":" in name:
                 module = importlib.import_module(name.partition(":")[0])
@@ -77,16 +81,16 @@ class Job:
 
     @property
     def num_shards(self) -> int:
-        """Number of shards."""
+        """Number of shards, of which the last may be shorter."""
         return -(-len(self.rows) // self.shard_rows)
 
     def span(self, shard: int) -> range:
-        """Samples of a shard."""
+        """Numbers of the samples of a shard."""
         start = shard * self.shard_rows
         return range(start, min(start + self.shard_rows, len(self.rows)))
 
     def path(self, kind: str, shard: int) -> pathlib.Path:
-        """File of a shard."""
+        """File of a shard of one kind."""
         return self.folder / f"{kind}-{shard:04}"
 
     def write(self, kind: str, shard: int, columns: Sequence[np.ndarray]) -> None:
@@ -100,12 +104,13 @@ class Job:
         dtypes = ["<f8"] * len(self.metrics) if kind == _MEASURE else ["<i8"]
         path, remedy = self.path(kind, shard), "the same command computes it anew"
         opened = metric_index.open_columns(path, dtypes, field="shard", remedy=remedy)
+        # A shard that was renamed, or is of another job, has intact checksums, too.
         if (opened.digest, opened.name) != (self.key, f"{kind} {shard}"):
             raise DataError(Problem("shard", str(path), "is that of another", remedy))
         return opened.arrays
 
     def is_finished(self, kind: str, shard: int) -> bool:
-        """Whether a shard is there and intact; one that is damaged is computed anew."""
+        """Whether a shard exists and is intact; a damaged shard is computed anew."""
         if not self.path(kind, shard).exists():
             return False
         try:
@@ -128,19 +133,19 @@ def analyze(
 ) -> dict[str, Index]:
     """Measures every sample and writes an index per metric into a folder.
 
-    The same call continues where a killed one stopped. With more than one process,
-    guard the script by `if __name__ == "__main__":`, since each of them imports it.
+    A repeated call continues where a killed call stopped. With several processes, guard
+    the script by `if __name__ == "__main__":`, since each process imports the script.
 
     Args:
-        rows: Samples; see `zjax.data.source.open_rows`.
-        output: Folder, created if need be.
+        rows: Samples of the dataset; see `zjax.data.source.open_rows`.
+        output: Folder of the indexes, created if missing.
         metric_names: Names of `zjax.data.metrics.METRICS`, or `module:function` of the
             caller: from the tokens of a sample, int32[n] without padding, to a number
             of 0 or more.
-        vocab_size: Number of token ids.
+        vocab_size: Number of token ids; all ids are below it.
         digest: Digest of the dataset, at most 32 bytes, which `open_index` compares;
             see `zjax.data.source.digest_samples`.
-        num_processes: 1 works in this process.
+        num_processes: Number of worker processes; 1 works in this process.
         shard_rows: Samples per shard; 0 makes at most `MAX_SHARDS` shards.
 
     Returns:
@@ -148,9 +153,9 @@ def analyze(
 
     Raises:
         DataError: A metric is unknown, or gives NaN, infinity or a negative number; the
-            folder holds such an index already, or cannot be written.
+            folder holds an index of a metric already, or cannot be written.
         ProcessError: A process died, and finished shards remain; or another run works
-            on the same.
+            on these shards.
     """
     output = pathlib.Path(local_path("output", output, DataError, creates=True))
     _check(rows, metric_names, digest, num_processes, shard_rows)
@@ -158,19 +163,24 @@ def analyze(
     job = Job(rows, tuple(metric_names), vocab_size, digest, shard_rows, output)
     paths = {name: index_path(output, name) for name in job.metrics}
     with _output_errors(output):
+        # A folder of shards means a killed run, which may have written some indexes.
         if not job.folder.exists():
             _refuse_existing(paths)
         make_directory(job.folder)
+        # Two runs of one job would write the same shards.
         lock.acquire(str(job.folder))
         with (
             _start_processes(job, num_processes) as map_shards,
             progress.Progress(console=console.Console(stderr=True)) as bar,
         ):
+            # Rarity needs counts of the whole dataset before the first sample is
+            # measured.
             if job.needs_counts and not job.is_finished(_TOTAL, 0):
                 _map(job, _COUNT, map_shards, bar)
                 job.write(_TOTAL, 0, [_sum_counts(job)])
             _map(job, _MEASURE, map_shards, bar)
         _reduce(job, paths)
+        # Last: a run killed during the reduce repeats the reduce from the shards.
         shutil.rmtree(job.folder)
     return {name: open_index(path, digest) for name, path in paths.items()}
 
@@ -182,6 +192,7 @@ def _check(
     num_processes: int,
     shard_rows: int,
 ) -> None:
+    """Raises all problems of the arguments of `analyze` at once."""
     problems = list[Problem]()
     if not metric_names:
         remedy = f"use some of {', '.join(metrics.METRICS)}"
@@ -215,6 +226,7 @@ def _check(
 
 
 def _refuse_existing(paths: dict[str, pathlib.Path]) -> None:
+    """Refuses to replace indexes."""
     problems = [
         Problem(
             "output",
@@ -231,6 +243,7 @@ def _refuse_existing(paths: dict[str, pathlib.Path]) -> None:
 
 @contextlib.contextmanager
 def _output_errors(output: pathlib.Path) -> Iterator[None]:
+    """Turns an OSError in the enclosed code into an error that names the output."""
     try:
         yield
     except OSError as error:
@@ -263,12 +276,14 @@ def _reduce(job: Job, paths: dict[str, pathlib.Path]) -> None:
 
 @contextlib.contextmanager
 def _start_processes(job: Job, num_processes: int) -> Iterator[MapShards]:
+    """Yields a function that computes shards, here or in worker processes."""
     if num_processes == 1:
+        # Lazy, so that the progress bar advances by shard.
         yield lambda kind, shards: (_compute(job, kind, shard) for shard in shards)
         return
     pool = futures.ProcessPoolExecutor(
         num_processes,
-        multiprocessing.get_context("spawn"),
+        multiprocessing.get_context("spawn"),  # JAX has threads, which fork would break
         initializer=_start_worker,
         initargs=(job,),
     )
@@ -287,6 +302,7 @@ def _start_processes(job: Job, num_processes: int) -> Iterator[MapShards]:
             Problem("num_processes", num_processes, problem, remedy)
         ) from error
     finally:
+        # Without cancel_futures, an error would wait for all submitted shards.
         pool.shutdown(cancel_futures=True)
 
 
@@ -296,15 +312,16 @@ _worker_jobs: list[Job] = []
 
 def _start_worker(job: Job) -> None:
     _worker_jobs.append(job)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent reports it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent reports a Ctrl-C
     threading.Thread(target=_exit_with_parent, daemon=True).start()
 
 
 def _exit_with_parent() -> None:
-    """Ends this process when the parent was killed; the pool would wait for ever."""
+    """Ends this process once the parent was killed; the pool would wait for ever."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
+    # sys.exit would end this thread only.
     os._exit(1)
 
 
@@ -313,7 +330,7 @@ def _compute_in_worker(kind: str, shard: int) -> int:
 
 
 def _compute(job: Job, kind: str, shard: int) -> int:
-    """Computes and writes a shard; returns its number of samples."""
+    """Computes and writes a shard; returns the number of samples."""
     if kind == _COUNT:
         job.write(kind, shard, [_count(job, shard)])
     else:
@@ -322,7 +339,7 @@ def _compute(job: Job, kind: str, shard: int) -> int:
 
 
 def _count(job: Job, shard: int) -> np.ndarray:
-    """Count of each token id in the samples of a shard."""
+    """Counts each token id in the samples of a shard, int64[V]."""
     total = np.zeros(job.vocab_size, np.int64)
     for batch in _read_batches(job, shard):
         counts = np.bincount(batch.tokens[batch.is_token], minlength=job.vocab_size)
@@ -336,7 +353,7 @@ def _count(job: Job, shard: int) -> np.ndarray:
 
 
 def _measure(job: Job, shard: int) -> list[np.ndarray]:
-    """Values of the samples of a shard, by metric."""
+    """Values of the samples of a shard, one float64[n] per metric."""
     counts = job.read(_TOTAL, 0)[0] if job.needs_counts else None
     length = job.rows.read(np.zeros(1, np.int64))["tokens"].shape[1]
     functions = [
@@ -356,10 +373,12 @@ def _sum_counts(job: Job) -> np.ndarray:
 
 
 def _read_batches(job: Job, shard: int) -> Iterator[metrics.Batch]:
+    """Reads the samples of a shard in batches."""
     span = job.span(shard)
     for start in range(span.start, span.stop, BATCH_ROWS):
         numbers = np.arange(start, min(start + BATCH_ROWS, span.stop))
         fields = job.rows.read(numbers)
         tokens = fields["tokens"]
+        # Rows without segments have no padding.
         segments = fields.get("segment_ids", np.ones_like(tokens))
         yield metrics.Batch(numbers, tokens, segments != 0)

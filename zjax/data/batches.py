@@ -1,4 +1,4 @@
-"""Data of the caller: datasets with columns, iterables of batches, and epochs."""
+"""Data of the user: datasets with columns, iterables of batches, and epochs."""
 
 import dataclasses
 import itertools
@@ -50,7 +50,7 @@ def batches_problems(field: str, batches: Any) -> Iterator[Problem]:
         yield Problem(field, kind, problem, remedy)
     elif isinstance(batches, str | bytes):
         yield Problem(field, batches, "is a text", remedy)
-    elif isinstance(batches, type):  # it has the methods of its instances
+    elif isinstance(batches, type):  # a class has the methods of instances
         remedy = "call it, and give what it returns"
         yield Problem(field, batches.__name__, "is a class", remedy)
     elif batches is None or isinstance(batches, ColumnDataset):
@@ -75,9 +75,9 @@ def wrap_batches(
 
     A dataset (`column_names`, `len`, `dataset[[3, 1]] -> dict of columns`) is sampled
     by (seed, step) like built-in data, and so is a list of rows: dicts of lists of
-    numbers. Anything else must yield global batches, the
-    same in every process; resuming draws and drops those before `start_step`, and warns
-    if they differ from those of the saved run.
+    numbers. Any other iterable must yield global batches, equal in every process. To
+    resume, it is read from the start, and a warning tells if the batches before
+    `start_step` differ from the saved run.
     """
     batches = with_columns(batches)
     if isinstance(batches, ColumnDataset):
@@ -97,6 +97,8 @@ def wrap_batches(
 
     def open_at(step: int) -> Any:
         iterator = iter(batches)
+        # An iterator returns itself: reading from the start is impossible the second
+        # time.
         if iterator is batches and opened:
             raise DataError(
                 Problem(
@@ -111,7 +113,9 @@ def wrap_batches(
 
         def draw() -> Iterator[tuple[int, Any]]:
             for number, batch in enumerate(itertools.islice(iterator, end)):
+                # Keyed by the step after the batch, the `step` of a saved position.
                 drawn[number + 1] = chain.add(batch)
+                # Earlier batches are drawn for the digest, and to advance the iterator.
                 if number >= step:
                     yield number, batch
 
@@ -129,7 +133,7 @@ def wrap_batches(
 
 
 def with_columns(batches: Any, field: str = "batches") -> Any:
-    """Gives a list of rows the methods of a dataset; returns anything else as it is.
+    """Wraps a list of rows as a dataset; returns any other argument unchanged.
 
     Example:
         >>> rows = [{"tokens": [1, 2], "label": 0}, {"tokens": [3, 4], "label": 1}]
@@ -144,7 +148,7 @@ def with_columns(batches: Any, field: str = "batches") -> Any:
 
 
 def _are_rows(batches: Any) -> bool:
-    """Whether a list holds rows, whose fields are flat lists, which no array is."""
+    """Whether a list holds rows: dicts with a field that is a flat list."""
     if not isinstance(batches, list | tuple) or not batches:
         return False
     first = batches[0]
@@ -158,7 +162,7 @@ def _is_flat(value: Any) -> bool:
 
 
 def _row_problems(field: str, rows: Sequence[Any]) -> Iterator[Problem]:
-    """Yields a problem for the first row that has not the shape of row 0."""
+    """Yields a problem for the first row with another shape than row 0."""
     shape = _shape_of(rows[0])
     for number, row in enumerate(rows):
         if (other := _shape_of(row)) != shape:
@@ -169,7 +173,7 @@ def _row_problems(field: str, rows: Sequence[Any]) -> Iterator[Problem]:
 
 
 def _shape_of(row: Any) -> dict[str, tuple[int, ...]] | str:
-    """Lists the shape of each field of a row; gives the type of anything else."""
+    """Shapes of the fields of a row, by name; the type of any other value."""
     if not isinstance(row, Mapping):
         return type(row).__name__
     return {name: np.shape(value) for name, value in sorted(row.items())}
@@ -206,7 +210,7 @@ def prefetch(
 
 
 class ColumnRows:
-    """Rows of a dataset with columns, of which there must be some."""
+    """Rows of a dataset with columns; an empty dataset is refused."""
 
     def __init__(self, dataset: ColumnDataset):
         if len(dataset) == 0:
@@ -231,14 +235,14 @@ class ColumnRows:
 
 
 def _as_dataset(iterator: Iterator[Any]) -> Any:
-    """Wraps an iterator for grain's prefetching; read once."""
+    """Wraps an iterator for grain's prefetching; can be read once."""
     import grain
 
     class GivenIterator(grain.DatasetIterator):
         def __next__(self) -> Any:
             return next(iterator)
 
-        def get_state(self) -> dict[str, Any]:
+        def get_state(self) -> dict[str, Any]:  # grain's prefetch asks for a state
             return {}
 
         def set_state(self, state: dict[str, Any]) -> None:
@@ -252,19 +256,25 @@ def _as_dataset(iterator: Iterator[Any]) -> Any:
 
 
 def _stack(values: Any) -> np.ndarray:
+    """Stacks values; rows of unequal length give an array of objects."""
     try:
         return np.asarray(values)
-    except ValueError:  # rows of unequal length
+    except ValueError:  # unequal lengths, which `check_batch` refuses by name
         return np.asarray(values, object)
 
 
 def end_by_epochs(
     config: schema.Config, batches: Any, num_devices: int
 ) -> tuple[schema.Config, str]:
-    """Replaces `num_epochs` by the `num_steps` that draw as many rows."""
+    """Replaces `num_epochs` by the `num_steps` that draw as many rows.
+
+    Returns the settings with `num_epochs=0` and a description of the count; unchanged
+    settings and an empty text without epochs.
+    """
     epochs = config.num_epochs
     if not epochs:
         return config, ""
+    # Runs before the config is checked.
     problems = [*range_problems(config), *beside_problems(config)]
     problems += epoch_problems(config, user_batches=batches is not None)
     problems += batches_problems("batches", batches)
@@ -272,6 +282,7 @@ def end_by_epochs(
         raise ConfigError(*problems)
     num_rows = _count_rows(config, batches)
     size = config.global_batch_size
+    # 0 leaves the batch size to the number of devices.
     size = size or with_batch_sizes(config, num_devices).global_batch_size
     num_steps = steps_of(epochs, num_rows, size)
     counted = dataclasses.replace(config, num_steps=num_steps, num_epochs=0.0)

@@ -1,4 +1,4 @@
-"""Documents in buckets of one length each, none of whose rows holds two documents.
+"""Buckets of documents by length: each row holds tokens of one document.
 
 `cut` splits each document into pieces of powers of two, the longest first, so that no
 token is padding; `pad` takes documents whole, up to the longest row. A batch comes from
@@ -22,7 +22,8 @@ from zjax.schedule.pacing import settings_read
 from zjax.settings import schema
 
 _EPOCHS, _ROWS = 3, 4
-"""Purposes of random numbers."""
+"""Domains of random numbers, so that draws for different purposes are independent."""
+# Threads that prefetch may read the end of one epoch and the start of the next.
 _EPOCHS_KEPT = 2
 _SEARCHED_STEPS = 10_000
 """Steps searched for the first batch of each bucket."""
@@ -30,7 +31,7 @@ _SEARCHED_STEPS = 10_000
 
 @dataclasses.dataclass(frozen=True)
 class Pieces:
-    """Parts of documents.
+    """Parts of documents in a token stream.
 
     Example:
         >>> pieces = cut_documents(np.array([0, 7, 8]), shortest=2, longest=4)
@@ -39,11 +40,11 @@ class Pieces:
     """
 
     starts: Int64[np.ndarray, " pieces"]
-    """First token."""
+    """Index of the first token in the stream."""
     sizes: Int64[np.ndarray, " pieces"]
-    """Tokens."""
+    """Number of tokens."""
     ends: Bool[np.ndarray, " pieces"]
-    """Whether its document ends there."""
+    """Whether the document ends with the piece."""
 
 
 def cut_documents(
@@ -51,8 +52,9 @@ def cut_documents(
 ) -> Pieces:
     """Cuts documents into pieces of `shortest` times powers of two.
 
-    A document has as many of `longest` as fit, then at most one of each shorter length;
-    a tail shorter than `shortest` is left out.
+    A document has as many pieces of `longest` tokens as fit, then at most one of each
+    shorter length; a tail shorter than `shortest` is left out. `longest` is `shortest`
+    times a power of two.
     """
     sizes = np.diff(offsets)
     documents = np.arange(len(sizes))
@@ -62,7 +64,9 @@ def cut_documents(
     found = [(firsts, within * longest, np.full(len(firsts), longest))]
     length = longest // 2
     while length >= shortest:
+        # The binary digits of the length say which pieces a document has.
         chosen = documents[sizes // length % 2 == 1]
+        # Behind all longer pieces of the document.
         places = sizes[chosen] // (2 * length) * (2 * length)
         found.append((chosen, places, np.full(len(chosen), length)))
         length //= 2
@@ -74,11 +78,11 @@ def cut_documents(
 
 
 class BucketRows:
-    """Rows of one bucket: one piece each, with padding if it is shorter.
+    """Rows of one bucket, with one piece each; shorter pieces are padded.
 
     Args:
         tokens: Token stream.
-        pieces: Pieces of at most `length` tokens.
+        pieces: Pieces of at most `length` tokens, one per row.
         length: Tokens per row.
     """
 
@@ -93,6 +97,7 @@ class BucketRows:
         columns = self._pieces.starts, self._pieces.sizes, self._pieces.ends
         pieces = zip(*(column[indices].tolist() for column in columns), strict=True)
         rows = [
+            # A piece inside a document has one more token, the last target.
             [(self._tokens[start : start + size + (not is_end)], is_end)]
             for start, size, is_end in pieces
         ]
@@ -100,19 +105,19 @@ class BucketRows:
         return {name: batch[name] for name in ("tokens", "targets", "weights")}
 
     def digest(self) -> str:
-        """Checksum of the stream."""
+        """Checksum of the token stream."""
         return digest_tokens(self._tokens)
 
 
 class EpochOrder:
-    """Each batch of an epoch once; the pieces that fill none differ by epoch.
+    """Order that takes each batch of an epoch once; left-over pieces differ by epoch.
 
     Args:
-        seed: Seed, 0 or more.
-        num_pieces: Pieces of each bucket, enough for a batch.
-        batch_rows: Rows of a batch of each bucket.
-        odds: While a cycle has batches of a bucket, its odds to be next; None draws all
-            batches of an epoch in random order.
+        seed: Seed of the run, 0 or more.
+        num_pieces: Number of pieces of each bucket, enough for a batch.
+        batch_rows: Rows per batch of each bucket.
+        odds: Odds of each bucket to be drawn next, while a cycle has batches of the
+            bucket; None draws all batches of an epoch in random order.
         num_cycles: Equal parts of an epoch, each of which draws from all buckets.
     """
 
@@ -132,7 +137,7 @@ class EpochOrder:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Batches of all buckets."""
+        """Batches of all buckets in an epoch."""
         return sum(self._num_batches)
 
     def bucket(self, step: int) -> int:
@@ -141,18 +146,19 @@ class EpochOrder:
         return int(self._order(epoch)[place])
 
     def rows(self, step: int) -> Int64[np.ndarray, " B"]:
-        """Rows of that bucket."""
+        """Rows of the step's bucket, in batch order."""
         epoch, place = divmod(step, self.steps_per_epoch)
         order = self._order(epoch)
         bucket = int(order[place])
         first = int((order[:place] == bucket).sum()) * self._batch_rows[bucket]
         places = np.arange(first, first + self._batch_rows[bucket])
+        # By bucket, so that buckets are shuffled independently.
         key = (self._seed, _ROWS, bucket)
         return permute_rows(places, self._num_pieces[bucket], key, epoch)
 
     def _order(self, epoch: int) -> np.ndarray:
-        """Buckets of the steps of an epoch."""
-        known = dict(self._epochs)  # threads may change the other
+        """Bucket of each step of an epoch, int64[steps]."""
+        known = dict(self._epochs)  # a copy: other threads may replace the attribute
         if epoch not in known:
             generator = np.random.default_rng([self._seed, _EPOCHS, epoch])
             if self._odds is None:
@@ -162,7 +168,9 @@ class EpochOrder:
                 drawn = _draw_cycles(
                     generator, self._num_batches, self._odds, self._num_cycles
                 )
+            # The new epoch is one of the kept epochs, hence 1 -.
             recent = sorted(known)[1 - _EPOCHS_KEPT :]
+            # Replaced, never changed in place, hence safe without a lock.
             self._epochs = {e: known[e] for e in recent} | {epoch: drawn}
             return drawn
         return known[epoch]
@@ -174,15 +182,16 @@ def _draw_cycles(
     odds: tuple[float, ...],
     num_cycles: int,
 ) -> Int64[np.ndarray, " steps"]:
-    """Buckets by step: in a cycle each is next by its odds while it has batches.
+    """Buckets by step; in a cycle, odds draw the next bucket with batches left.
 
-    That is the order of events of independent Poisson processes whose rates are the
-    odds, each of which stops after its batches.
+    This is the order of events of independent Poisson processes with the odds as rates,
+    each of which stops after the batches of the bucket.
     """
     parts = []
     for cycle in range(num_cycles):
         times, buckets = [], []
         for bucket, (number, rate) in enumerate(zip(num_batches, odds, strict=True)):
+            # Differences of floors add up to the number of batches exactly.
             count = number * (cycle + 1) // num_cycles - number * cycle // num_cycles
             times.append(np.cumsum(generator.exponential(1 / rate, count)))
             buckets.append(np.full(count, bucket))
@@ -191,11 +200,11 @@ def _draw_cycles(
 
 
 class MixtureOrder:
-    """A bucket by its weight in each step; each bucket has epochs of its own.
+    """Order that draws a bucket by weight in each step; epochs differ by bucket.
 
     Args:
-        config: Read for `buckets`, `data.length`, `seed` and `global_batch_size`.
-        num_pieces: Pieces of each bucket, enough for a batch.
+        config: Settings; reads `buckets`, `data.length`, `seed`, `global_batch_size`.
+        num_pieces: Number of pieces of each bucket, enough for a batch.
     """
 
     def __init__(self, config: schema.Config, num_pieces: tuple[int, ...]):
@@ -212,7 +221,7 @@ class MixtureOrder:
         return int(self._picks.at(step).parts[0])
 
     def rows(self, step: int) -> Int64[np.ndarray, " B"]:
-        """Rows of that bucket."""
+        """Rows of the step's bucket, in batch order."""
         picked = self._picks.at(step)
         return self._samplers[picked.parts[0]].indices(int(picked.ordinals[0]))
 
@@ -221,9 +230,9 @@ class Buckets:
     """The buckets of a run, as `Draws`.
 
     Args:
-        tokens: Token stream.
+        tokens: Token stream of all documents.
         offsets: Start of each document, and the end of the last.
-        config: Read for `buckets`, `data.length`, `seed` and `global_batch_size`.
+        config: Settings; reads `buckets`, `data.length`, `seed`, `global_batch_size`.
 
     Raises:
         DataError: A bucket has no document, or too few for a batch.
@@ -241,6 +250,7 @@ class Buckets:
         self._lengths, self._batch_rows = lengths, bucket_rows(config)
         self._form = settings.form
         self._buckets: list[BucketRows] = []
+        # The shortest bucket that holds the piece.
         of_piece = np.searchsorted(lengths, pieces.sizes)
         for number, length in enumerate(lengths):
             chosen = of_piece == number
@@ -250,7 +260,7 @@ class Buckets:
         num_pieces = tuple(map(len, self._buckets))
         self._order = _make_order(config, num_pieces, self._batch_rows)
         self.position: dict[str, Any] = {"buckets.shortest": settings.shortest}
-        """Values that determine the batches, compared at resume."""
+        """Settings that determine the batches, compared at resume."""
         for name in ("form", "order", "num_cycles"):
             self.position[f"buckets.{name}"] = getattr(settings, name)
         self.position["buckets.weights"] = list(settings.weights)
@@ -259,19 +269,22 @@ class Buckets:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Numbers of rows that batches have."""
+        """Numbers of rows that batches can have."""
         return self._batch_rows
 
     def draw(self, step: int) -> Draw:
-        """The batch of a step, from 0 on."""
+        """Draws the batch of a step, from 0 on."""
         return Draw(self._buckets[self._order.bucket(step)], self._order.rows(step))
 
     def values(self, step: int) -> dict[str, float]:
-        """Tokens per row of a step, from 1 on."""
+        """Metrics of a step, from 1 on: tokens per row."""
         return {"sequence_length": float(self._lengths[self._order.bucket(step - 1)])}
 
     def shapes(self, step: int) -> dict[int, tuple[int, int]]:
-        """Rows and tokens per row, by the first step after some that has them."""
+        """Rows and tokens per row of each bucket, by first step after `step` steps.
+
+        The keys count from 1.
+        """
         found: dict[int, int] = {}
         for number in range(step, step + _SEARCHED_STEPS):
             if len(found) == len(self._lengths):
@@ -283,7 +296,7 @@ class Buckets:
         }
 
     def describe(self) -> str:
-        """Rows by length, and the tokens that are left out."""
+        """Describes in one line the rows by length, and the tokens left out."""
         rows = zip(map(len, self._buckets), self._lengths, strict=True)
         listed = ", ".join(f"{number:,} x {length}" for number, length in rows)
         left = self._num_tokens - self._num_used
@@ -299,6 +312,7 @@ class Buckets:
         return f"{text}; {spare:,} rows fill no batch of an epoch, others in each"
 
     def _check_filled(self) -> None:
+        """Refuses buckets with fewer rows than a batch."""
         problems = [
             Problem(
                 *(
@@ -332,10 +346,12 @@ def _find_pieces(
 def _make_order(
     config: schema.Config, num_pieces: tuple[int, ...], batch_rows: tuple[int, ...]
 ) -> EpochOrder | MixtureOrder:
+    """Makes the order of `buckets.order`."""
     settings, odds = config.buckets, None
     if settings.order in ("mixture", "pacing"):
         return MixtureOrder(config, num_pieces)
     if settings.order == "grow":
+        # Short rows are twice as likely to come next as rows of double length.
         falling = tuple(2.0**-number for number in range(len(batch_rows)))
         odds = settings.weights or falling
     return EpochOrder(config.seed, num_pieces, batch_rows, odds, settings.num_cycles)

@@ -1,10 +1,10 @@
-"""Conversations as text: the chat template of a tokenizer, and which text is an answer.
+"""Encodes conversations by a chat template, and finds which tokens are answers.
 
-A template is a Jinja program in `chat_template.jinja` or `tokenizer_config.json`; it
-runs in a process with limits. The answer of a turn is what the conversation up to it
-has beyond the prompt that asks for it, the same conversation before it: its end of turn
-is part of it. Answers share a text where a template only appends turns. One that
-rewrites earlier turns has a text for each answer.
+A template is a Jinja program in `chat_template.jinja` or `tokenizer_config.json`, which
+runs in a process with limits. An answer is the text that a turn adds to the prompt,
+which is the rendered conversation before the turn; the end of turn belongs to the
+answer. Answers share a text if the template only appends turns. A template that
+rewrites earlier turns gives a text for each answer.
 """
 
 import dataclasses
@@ -35,18 +35,18 @@ _MAX_SHOWN = 100
 
 Spans = list[tuple[int, int]]
 Prefix = tuple[int, bool]
-"""Number of messages of a text, and whether the prompt for an answer follows them."""
+"""Number of messages of a text, and whether the prompt for an answer follows."""
 
 
 class Encoded(NamedTuple):
     """A conversation as token ids.
 
     Args:
-        samples: Ids, int32, and whether each is part of an answer, uint8; several pairs
-            where the template writes earlier answers otherwise than they were
-            generated. All that follows the last answer is left out.
-        ends: Special token that ends each answer with a loss, its id; None where an
-            answer ends without one.
+        samples: Pairs of ids, int32[n], and answer flags, uint8[n]; several pairs if
+            the template rewrites earlier answers. Text behind the last answer is left
+            out.
+        ends: Id of the special token that ends each answer with a loss; None for an
+            answer that ends without a special token.
     """
 
     samples: list[tuple[np.ndarray, np.ndarray]]
@@ -55,16 +55,16 @@ class Encoded(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Chat:
-    """A template, with the tokenizer that it is for.
+    """A chat template, with the tokenizer of the checkpoint.
 
     Args:
-        folder: Where they come from, for messages.
+        folder: Directory of the checkpoint, for messages.
         is_marked: Whether the template marks answers, with the tag `generation`.
-        templates: The compiled templates.
-        encode: `encode(text) -> (ids, first character of each token)`.
+        templates: Compiled templates.
+        encode: Function `encode(text) -> (ids, first character of each token)`.
         special_tokens: Ids of special tokens by name.
-        marker: Marker of the user's turn, where the template ends answers with it
-            alone; empty for other templates.
+        marker: Marker of the user's turn, if nothing else ends an answer; empty for
+            other templates.
     """
 
     folder: str
@@ -75,13 +75,13 @@ class Chat:
     marker: str = ""
 
     def render(self, talk: Conversation, number: int, asks: bool) -> str:
-        """Renders the first messages, with the prompt for an answer if `asks`."""
+        """Renders the first `number` messages, then the answer's prompt if `asks`."""
         prefixes = [(number, asks)]
         [rendered] = self.templates.render_each([talk], lambda _: prefixes)
         return self.templates.texts_of(talk, prefixes, rendered)[number, asks]
 
     def render_each(self, talks: Iterable[Conversation]) -> Iterator[Rendered]:
-        """Renders what `samples_of` needs of each conversation, in order."""
+        """Renders the texts that `samples_of` needs of each conversation, in order."""
         return self.templates.render_each(talks, _prefixes_of)
 
     def text_of(self, talk: Conversation, *, asks: bool) -> str:
@@ -89,16 +89,17 @@ class Chat:
         return _take_marks(self.render(talk, len(talk.messages), asks))[0]
 
     def prompt_of(self, talk: Conversation) -> np.ndarray:
-        """Encodes a conversation and the prompt for the next answer."""
+        """Encodes a conversation and the prompt for the next answer, int32[n]."""
         return self._encode(talk, self.text_of(talk, asks=True), [])[0]
 
     def samples_of(self, talk: Conversation, rendered: Rendered) -> Encoded:
-        """Encodes a conversation."""
+        """Encodes a conversation from the texts of `render_each`."""
         if ANSWERS not in (message["role"] for message in talk.messages):
             roles = ", ".join(dict.fromkeys(each["role"] for each in talk.messages))
             problem = f"has no message of the role {ANSWERS!r}, only of {roles},"
             talk.refuse(problem, "give it an answer, or leave it out")
         contents = "".join(str(message.get("content")) for message in talk.messages)
+        # Marks within a content could pass any text off as an answer.
         if self.is_marked and {OPEN, CLOSE} & set(contents):
             talk.refuse(
                 "has U+FDD0 or U+FDD1, which are no characters,", "leave them out"
@@ -106,9 +107,12 @@ class Chat:
         texts = self.templates.texts_of(talk, _prefixes_of(talk), rendered)
         samples: list[tuple[str, Spans]] = []
         ends: list[int | None] = []
+        # From the last answer: a longer text takes in the answers of all texts that
+        # begin it.
         for number in reversed(np.flatnonzero(talk.trained).tolist()):
             prompt, whole = texts[number, True], texts[number + 1, False]
             whole, spans = self._answer(talk, number, prompt, whole)
+            # After tool calls comes the tool's turn, not the user's marker.
             if self.marker and not talk.messages[number].get("tool_calls"):
                 [(begin, end)], whole = spans, whole + self.marker
                 spans = [(begin, end + len(self.marker))]
@@ -119,6 +123,7 @@ class Chat:
                     break
             else:
                 samples.append((whole, spans))
+        # Back in the order of the conversation.
         encoded = [self._encode(talk, *sample) for sample in reversed(samples)]
         if not any(answers.any() for _, answers in encoded):
             talk.refuse("has no token of an answer with a loss", "leave it out")
@@ -127,10 +132,11 @@ class Chat:
     def _answer(
         self, talk: Conversation, number: int, prompt: str, whole: str
     ) -> tuple[str, Spans]:
-        """Finds the text up to and with the answer, and its characters with a loss."""
+        """Finds the text up to the end of an answer, and the spans with a loss."""
         if self.is_marked:
             (prompt, _), (whole, marks) = _take_marks(prompt), _take_marks(whole)
             shared = _shared_part(prompt, whole)
+            # Marks of earlier answers end within the prompt.
             spans = [(first, end) for first, end in marks if end > shared]
             if not spans:
                 problem = (
@@ -139,6 +145,7 @@ class Chat:
                 problem += f"of {self.folder} does not mark,"
                 talk.refuse(problem, "correct the template, or give it weight 0")
             return whole, spans
+        # The template cut the start of the answer that the prompt holds.
         if not whole.startswith(prompt):
             whole = self._continue(talk, number, prompt, whole)
         return whole, [(len(prompt), len(whole))]
@@ -146,14 +153,15 @@ class Chat:
     def _continue(
         self, talk: Conversation, number: int, prompt: str, whole: str
     ) -> str:
-        """The prompt that begins an answer, with the rest of it as it was given.
+        """Text of the prompt that begins an answer, continued by the given answer.
 
-        The template cuts what it has in the prompt, such as the start of a thought,
-        from answers. It is theirs, with all that follows; the end of turn is that of
-        the template.
+        The template puts the start of the answer, such as the start of a thought, into
+        the prompt, and cuts that start from answers. The content is taken as the user
+        wrote it; the template adds the end of turn.
         """
         content = talk.messages[number].get("content") or ""
         shared = _shared_part(prompt, whole)
+        # Tries how many characters of the content the prompt already holds.
         for size in range(len(prompt) - shared, min(len(prompt), len(content)) + 1):
             is_begun = prompt.endswith(content[:size])
             if is_begun and whole.startswith(prompt[: len(prompt) - size]):
@@ -169,7 +177,9 @@ class Chat:
     def _encode(
         self, talk: Conversation, whole: str, spans: Spans
     ) -> tuple[np.ndarray, np.ndarray]:
+        """Encodes a text, and flags the tokens within spans."""
         try:
+            # Finds lone surrogates, which JSON can spell and no tokenizer can encode.
             whole.encode()
         except UnicodeEncodeError:
             problem = "has half a character (a lone surrogate)"
@@ -177,24 +187,27 @@ class Chat:
         ids, starts = self.encode(whole)
         answers = np.zeros(len(ids), np.uint8)
         for begin, end in spans:
+            # A token belongs to the span of the first character.
             answers |= (begin <= starts) & (starts < end)
         return ids, answers
 
 
 def _find_end(text: str, special_tokens: Mapping[str, int]) -> int | None:
-    """Finds the special token with which a text ends, before spaces."""
+    """Id of the special token at the end of a text, ignoring spaces, or None."""
     text = text.rstrip()
     return special_tokens.get(
+        # The longest, as the name of one token may end with the name of another.
         max(filter(text.endswith, special_tokens), key=len, default="")
     )
 
 
 def _find_marker(chat: Chat, end_ids: Sequence[int]) -> str:
-    """Finds the marker of the user's turn with which alone a template ends answers.
+    """Finds the marker of the user's turn, if the template ends answers with it alone.
 
-    The checkpoint stops to generate at this marker, as GLM does at `<|user|>`: the
+    The checkpoint stops generation at this marker, as GLM does at `<|user|>`: the
     marker then is the end of an answer, and has a loss.
     """
+    # A probe: the text between an answer and the next user turn shows the marker.
     roles = ("user", ANSWERS, "user")
     messages = [{"role": role, "content": "?"} for role in roles]
     talk = Conversation(messages, [False, True, False], None, {}, chat.folder, "")
@@ -210,23 +223,25 @@ def _find_marker(chat: Chat, end_ids: Sequence[int]) -> str:
 
 
 def _shared_part(one: str, other: str) -> int:
-    """Characters of the longest start that both have."""
+    """Length in characters of the longest common prefix."""
     pairs = enumerate(zip(one, other, strict=False))
     ends = (n for n, (mine, its) in pairs if mine != its)
     return next(ends, min(len(one), len(other)))
 
 
 def _seen_part(content: str, turn: str) -> int:
-    """Characters of the longest end of `content` with which `turn` begins."""
+    """Length in characters of the longest end of `content` that begins `turn`."""
+    # Templates often strip trailing white space.
     for kept in dict.fromkeys((content, content.rstrip())):
         for first in range(max(0, len(kept) - len(turn)), len(kept)):
+            # turn[0] first: slicing at every position would be quadratic.
             if kept[first] == turn[0] and turn.startswith(kept[first:]):
                 return len(kept) - first
     return 0
 
 
 def _take_marks(rendered: str) -> tuple[str, Spans]:
-    """The text without marks, and the spans that were in them.
+    """Splits a text into the unmarked text and the spans within marks.
 
     Example:
         >>> _take_marks(f"ask {OPEN}answer{CLOSE} end")
@@ -234,11 +249,15 @@ def _take_marks(rendered: str) -> tuple[str, Spans]:
     """
     pieces = re.split(f"[{OPEN}{CLOSE}]", rendered)
     ends = np.cumsum([len(piece) for piece in pieces]).tolist()
+    # Not strict: behind the last piece there is no mark.
     return "".join(pieces), list(zip(ends[0::2], ends[1::2], strict=False))
 
 
 def load_chat(folder: str) -> Chat:
-    """Reads the template and the tokenizer of a Hugging Face checkpoint."""
+    """Reads the template and the tokenizer of a Hugging Face checkpoint.
+
+    The template is in `tokenizer_config.json` or `chat_template.jinja`.
+    """
     check_installed("jinja2")
     path = pathlib.Path(folder) / TOKENIZER_NAME
     library, files = text.load_library(path), TokenizerFiles(path)
@@ -247,6 +266,7 @@ def load_chat(folder: str) -> Chat:
         raise DataError(_problem(folder, "has no chat template"))
 
     def encode(whole: str) -> tuple[np.ndarray, np.ndarray]:
+        # The template has written BOS already.
         encoding = library.encode(whole, add_special_tokens=False)
         starts = [start for start, _ in encoding.offsets]
         return np.array(encoding.ids, np.int32), np.array(starts, np.int64)
@@ -264,12 +284,12 @@ def load_chat(folder: str) -> Chat:
 
 
 class Templates:
-    """Compiled templates of a checkpoint, with the special tokens of its tokenizer.
+    """Compiled templates of a checkpoint, with the special tokens of the tokenizer.
 
     Args:
         folder: Directory of the checkpoint, for messages.
         sources: Text of each template by name.
-        special: Special tokens by the names of their variables.
+        special: Special tokens by variable name, such as `eos_token`.
 
     Raises:
         DataError: A template cannot be compiled.
@@ -295,7 +315,9 @@ class Templates:
         return self._process.render_each(
             Request(
                 self._name_of(talk),
+                # As in transformers, templates find both names even without a value.
                 {"tools": talk.tools, "documents": None}
+                # Options of the record win over special tokens.
                 | {**self._special, **talk.options},
                 talk.messages,
                 prefixes_of(talk),
@@ -306,7 +328,7 @@ class Templates:
     def texts_of(
         self, talk: Conversation, prefixes: Sequence[Prefix], rendered: Rendered
     ) -> dict[Prefix, str]:
-        """Names the texts of a conversation by their prefixes."""
+        """Texts of a conversation by prefix; raises if the template did not render."""
         source = self._sources[self._name_of(talk)]
         keys = {key for message in talk.messages for key in message} - self._told
         if new := sorted(key for key in keys if key not in source):
@@ -334,7 +356,7 @@ class Templates:
 
 
 def _prefixes_of(talk: Conversation) -> list[Prefix]:
-    """Lists the prompt of each answer with a loss, and the text up to its end."""
+    """Lists for each answer with a loss the prompt, and the text up to the end."""
     numbers = np.flatnonzero(talk.trained).tolist()
     return [pair for n in numbers for pair in ((n, True), (n + 1, False))]
 

@@ -1,4 +1,4 @@
-"""Conversations: records of the usual layouts, in the one form that templates take."""
+"""Reads conversations: records of the usual layouts become OpenAI messages."""
 
 import dataclasses
 import os
@@ -18,29 +18,29 @@ SPEAKERS = {
     ANSWERS: ANSWERS,
     "tool": "tool",
 }
-"""Roles of the names in `from`."""
+"""Roles by the names that ShareGPT writes in `from`."""
 OPTIONAL = ("tools", "chat_template_kwargs")
-"""Fields that every layout may have."""
+"""Fields that a record of any layout may have."""
 NO_OPTIONS = ("messages", "tools", "documents", "add_generation_prompt")
 """Names that `chat_template_kwargs` cannot give."""
 
 MAX_DEPTH = 100
-"""Nesting of a conversation, which goes to another process."""
+"""Maximum nesting of a conversation, which is pickled for another process."""
 
 Message = Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class Conversation:
-    """One conversation, and where it is.
+    """One conversation, with the position of the record.
 
     Args:
-        messages: Dicts with `role`, `content` and what else the template reads.
-        trained: Whether each message is an answer with a loss.
-        tools: Definitions of functions for the template; None for none.
+        messages: Dicts with `role`, `content` and more keys for the template.
+        trained: Flags of the messages that are answers with a loss.
+        tools: Definitions of functions for the template; None without tools.
         options: More variables of the template.
-        path: File of its record.
-        where: The record, such as `line 3`.
+        path: File of the record.
+        where: Position in the file, such as `line 3`.
         unread: Fields of the record that are not read.
     """
 
@@ -53,19 +53,19 @@ class Conversation:
     unread: Sequence[str] = ()
 
     def refuse(self, problem: str, remedy: str) -> NoReturn:
-        """Raises an error that names the file and the record."""
+        """Raises a DataError that names the file and the record."""
         refuse(self.path, self.where, problem, remedy)
 
 
 def refuse(path: str | os.PathLike, where: str, problem: str, remedy: str) -> NoReturn:
-    """Raises an error that names the file and the record."""
+    """Raises a DataError that names the file and the record."""
     raise DataError(Problem("input", str(path), f"{problem} in {where}", remedy))
 
 
 def read_conversation(
     record: Mapping[str, Any], path: str | os.PathLike, where: str
 ) -> Conversation:
-    """Reads a record by its fields, those of the first of `LAYOUTS` that it has.
+    """Reads a record by the first of `LAYOUTS` that fits the fields.
 
     Example:
         >>> record = {"prompt": "Two and two?", "answer": "Four"}
@@ -102,12 +102,12 @@ Fail = Callable[[str, str], NoReturn]
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Fields of a record, and the messages that they mean.
+    """Fields of a record, and a function that makes messages of the fields.
 
     Args:
-        names: Fields that it must have, and that are not null.
-        messages: `messages(record, fail)`, dicts of OpenAI's format.
-        more: Fields that it may have.
+        names: Fields that a record must have, and that are not null.
+        messages: Function `messages(record, fail)` to dicts of OpenAI's format.
+        more: Fields that a record may have.
     """
 
     names: Sequence[str]
@@ -121,7 +121,8 @@ class Layout:
 
 
 def _find_layout(record: Mapping[str, Any], fail: Fail) -> Layout:
-    """The first of `LAYOUTS` all of whose names the record has."""
+    """First of `LAYOUTS` with all required names in the record."""
+    # Tables fill missing fields with nulls.
     given = {name for name, value in record.items() if value is not None}
     for layout in LAYOUTS:
         if given.issuperset(layout.names):
@@ -145,12 +146,13 @@ def without_nulls(value: Any) -> Any:
     return {
         name: without_nulls(each)
         for name, each in value.items()
+        # `content: null` with tool calls is a valid answer.
         if each is not None or (name == "content" and "role" in value)
     }
 
 
 def _is_deeper(value: Any, depth: int) -> bool:
-    """Tells whether lists and dicts are nested in more than `depth` levels."""
+    """Whether lists and dicts are nested in more than `depth` levels."""
     if not isinstance(value, list | dict):
         return False
     inner = value.values() if isinstance(value, dict) else value
@@ -158,7 +160,7 @@ def _is_deeper(value: Any, depth: int) -> bool:
 
 
 def _read_message(message: Any, number: int, fail: Fail) -> tuple[Message, bool]:
-    """A message as templates take it, and whether it is an answer with a loss."""
+    """Checked message without `weight`, and whether it is an answer with a loss."""
     remedy = 'write {"role": "user", "content": "..."}'
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         fail(f"has no role in message {number}", remedy)
@@ -177,6 +179,7 @@ def _read_message(message: Any, number: int, fail: Fail) -> tuple[Message, bool]
         fail(f"has a {kind} as the content of message {number}", remedy)
     weight = message.get("weight")
     if weight is not None and (
+        # By type, as `isinstance(True, int)` holds.
         type(weight) not in (int, float) or weight not in (0, 1)
     ):
         fail(f"has weight {weight!r} in message {number}", "use 0 or 1")
@@ -190,6 +193,7 @@ def _read_message(message: Any, number: int, fail: Fail) -> tuple[Message, bool]
 
 
 def _join_parts(parts: Sequence[Any], number: int, fail: Fail) -> str:
+    """Joins the parts of a content, which must all be text."""
     texts = []
     for part in parts:
         if not isinstance(part, dict) or not isinstance(part.get("text"), str):
@@ -201,6 +205,7 @@ def _join_parts(parts: Sequence[Any], number: int, fail: Fail) -> str:
 
 
 def _read_tools(record: Mapping[str, Any], fail: Fail) -> list[Any] | None:
+    """Reads the definitions of functions, or None."""
     tools = _read_json(record.get("tools"), "tools", fail) or None
     is_list = isinstance(tools, list) and all(isinstance(x, dict) for x in tools)
     if tools is not None and not is_list:
@@ -209,6 +214,7 @@ def _read_tools(record: Mapping[str, Any], fail: Fail) -> list[Any] | None:
 
 
 def _read_options(record: Mapping[str, Any], fail: Fail) -> Mapping[str, Any]:
+    """Reads the variables that a record gives to the template."""
     name = "chat_template_kwargs"
     options = _read_json(record.get(name), name, fail) or {}
     if not isinstance(options, dict):
@@ -219,7 +225,7 @@ def _read_options(record: Mapping[str, Any], fail: Fail) -> Mapping[str, Any]:
 
 
 def _read_json(value: Any, name: str, fail: Fail) -> Any:
-    """A value that tables may hold as JSON."""
+    """Value of a field that tables may hold as JSON text."""
     if not isinstance(value, str):
         return value
     try:
@@ -236,6 +242,7 @@ def _from_turns(record: Mapping[str, Any], fail: Fail) -> Any:
     messages = _system(record, fail)
     for number, turn in enumerate(turns, start=1):
         if isinstance(turn, dict) and "from" in turn:
+            # A list, as `speaker` may be of a type without a hash.
             if (speaker := turn["from"]) not in [*SPEAKERS]:
                 problem = f"has a turn from {speaker!r} in message {number}"
                 fail(problem, f"use {', '.join(SPEAKERS)}")
@@ -247,19 +254,20 @@ def _from_turns(record: Mapping[str, Any], fail: Fail) -> Any:
 
 
 def _from_completion(record: Mapping[str, Any], fail: Fail) -> Any:
-    """Texts, or lists of messages, those of the prompt without a loss."""
+    """Messages of `prompt` and `completion`: two texts, or two lists of messages."""
     prompt, completion = record["prompt"], record["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
         return [*_system(record, fail), *_exchange(prompt, completion)]
     if not (isinstance(prompt, list) and isinstance(completion, list)):
         remedy = "write two strings, or two lists of messages"
         fail("has a prompt and a completion of different kinds", remedy)
+    # Answers inside the prompt have no loss.
     asked = [x | {"weight": 0} if isinstance(x, dict) else x for x in prompt]
     return [*_system(record, fail), *asked, *completion]
 
 
 def _from_instruction(record: Mapping[str, Any], fail: Fail) -> Any:
-    """Messages of Alpaca: the input follows the instruction on a line of its own."""
+    """Messages of Alpaca: the input follows the instruction on a new line."""
     if record.get("history"):
         fail("has a history", "write the earlier turns as messages")
     names = ("instruction", "input", "output")
@@ -284,12 +292,14 @@ def _system(record: Mapping[str, Any], fail: Fail) -> list[Message]:
 
 
 def _read_text(record: Mapping[str, Any], name: str, fail: Fail) -> str:
+    """Text of a field; empty if missing or null."""
     value = record.get(name)
     if not isinstance(value, str | None):
         fail(f"has a {type(value).__name__} as {name!r}", "make it a string")
     return value or ""
 
 
+# The first layout that fits wins: `messages` before fields that may stand beside it.
 LAYOUTS = (
     Layout(("messages",), lambda record, _: record["messages"]),
     Layout(("conversations",), _from_turns, ("system",)),
@@ -300,4 +310,4 @@ LAYOUTS = (
     ),
 )
 FIELDS = set().union(*(layout.fields for layout in LAYOUTS))
-"""Fields of all layouts."""
+"""Fields that some layout reads."""

@@ -1,12 +1,14 @@
-"""Curriculum sampling: easy samples first, by indexes of their difficulty.
+"""Curriculum sampling: easy samples first, by indexes of difficulty.
 
-At each new difficulty the samples that it admits form a cluster. A batch draws clusters
-in proportion to their sizes, and takes the next samples of each in its shuffled order.
+At each new difficulty the newly admitted samples form a cluster. A batch draws clusters
+in proportion to the number of samples, and takes the next samples of each cluster in
+shuffled order.
 
-The reference draws from one generator in order, whose state and whose files of clusters
-it would have to save. Here each cluster is shuffled by a permutation of (seed, cluster,
-epoch), and each block of steps draws by a generator of (seed, block), so that a batch
-is a pure function of (seed, step): same distribution, other numbers.
+The reference draws from one generator in order; a checkpoint would have to save the
+state of the generator and files of clusters. Here each cluster is shuffled by a
+permutation of (seed, cluster, epoch), and each block of steps draws by a generator of
+(seed, block). A batch is a pure function of (seed, step): the distribution equals the
+reference, the numbers differ.
 
 Reference: Li et al., DeepSpeed Data Efficiency (arXiv:2212.03597), section 3.1.
 """
@@ -29,16 +31,16 @@ from zjax.schedule.pacing import Pacing, make_pacing, pacing_problems, settings_
 from zjax.settings import schema
 
 _CLUSTERS, _DRAWS = 1, 2
-"""Purposes of random numbers."""
+"""Domains of random numbers, so that draws for different purposes are independent."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Difficulty:
-    """The samples of a metric, and how many of them each step admits.
+    """Samples sorted by a metric, and the difficulty that each step admits.
 
     Args:
         index: Samples from the easiest to the hardest.
-        pacing: Difficulties; steps count from 1.
+        pacing: Difficulty by step, from 1 on.
         is_percentile: Whether a difficulty is a percentile, not a value.
     """
 
@@ -47,7 +49,7 @@ class Difficulty:
     is_percentile: bool
 
     def num_admitted(self, step: int) -> int:
-        """Counts the samples that a step admits."""
+        """Counts the samples that a step, from 1 on, admits."""
         difficulty = self.pacing.at(step)
         if self.is_percentile:
             return self.index.num_admitted_percentile(difficulty)
@@ -55,10 +57,10 @@ class Difficulty:
 
 
 class Clusters:
-    """Samples in the order in which they are admitted; pickled as their difficulties.
+    """Samples in the order of admission; pickled as the difficulties.
 
     Args:
-        difficulties: One or more; a sample is admitted once all of them admit it.
+        difficulties: One or more; all must admit a sample.
 
     Example:
         >>> index = Index("voc", np.array([1.0, 1.0, 5.0]), np.array([2, 0, 1]))
@@ -69,41 +71,46 @@ class Clusters:
     """
 
     samples: Int64[np.ndarray, " n"]
-    """Cluster by cluster."""
+    """Numbers of samples, cluster by cluster."""
     ends: Int64[np.ndarray, " clusters"]
     """End of each cluster in `samples`; none is empty."""
     firsts: tuple[int, ...]
-    """First step of each cluster."""
+    """First step of each cluster, from 1 on."""
 
     def __init__(self, difficulties: Sequence[Difficulty]):
         self._difficulties = difficulties
         steps = sorted({step for d in difficulties for step in d.pacing.changes()})
         counts = [[d.num_admitted(step) for step in steps] for d in difficulties]
         if len(difficulties) == 1:
+            # The index is in the order of admission: samples stay mapped.
             self.samples, ends = difficulties[0].index.samples, np.array(counts[0])
         else:
+            # Phase of a sample: number of the first step that admits it by all metrics.
             phases = np.zeros(len(difficulties[0].index.samples), np.int64)
             for difficulty, admitted in zip(difficulties, counts, strict=True):
                 places = np.arange(len(phases))
                 of_place = np.searchsorted(admitted, places, "right")
                 samples = difficulty.index.samples
                 phases[samples] = np.maximum(phases[samples], of_place)
+            # Stable: the order within a cluster must not depend on the platform.
             self.samples = np.argsort(phases, kind="stable")
+            # Samples that no step admits have the phase len(steps), and are cut off.
             ends = np.cumsum(np.bincount(phases, minlength=len(steps))[: len(steps)])
         is_new = np.diff(ends, prepend=0) > 0
         self.ends = ends[is_new]
         self.firsts = tuple(np.array(steps)[is_new].tolist())
 
+    # Workers map the index files instead of receiving the samples.
     def __reduce__(self):
         return Clusters, (self._difficulties,)
 
 
 class CurriculumSampler:
-    """The samples of the global batch of each step.
+    """Samples of the global batch of each step.
 
     Args:
-        seed: Seed, 0 or more.
-        clusters: Samples in the order in which they are admitted; some in step 1.
+        seed: Seed of the run, 0 or more.
+        clusters: Samples in the order of admission; step 1 admits some.
         global_batch_size: Samples per step, 1 or more.
     """
 
@@ -132,23 +139,24 @@ class CurriculumSampler:
 def _unique_pairs(
     some: Int64[np.ndarray, " n"], others: Int64[np.ndarray, " n"]
 ) -> tuple[Int64[np.ndarray, "pairs 2"], Int64[np.ndarray, " n"]]:
-    """The pairs of numbers of 0 or more without repeats, and which each of them is."""
+    """Distinct pairs of numbers of 0 or more, and the pair number of each element."""
     span = int(others.max()) + 1
     found, which = np.unique(some * span + others, return_inverse=True)
     return np.stack(np.divmod(found, span), axis=1), which
 
 
 class Curriculum:
-    """The curriculum of a run: its sampler, and what its metrics and resume tell.
+    """The curriculum of a run: sampler, metrics, and the position for resuming.
 
     Args:
-        config: Read for `curriculum`, `seed`, `num_steps` and `global_batch_size`.
+        config: Settings; reads `curriculum`, `seed`, `num_steps`, `global_batch_size`.
         digest: Digest of the samples; see `zjax.data.source.digest_samples`.
 
     Raises:
-        DataError: An index is missing, damaged, that of other samples, or holds values
-            that are not finite or too large; or no sample is admitted in step 1.
-        ConfigError: A difficulty does not fit the values of the index.
+        DataError: An index is missing, damaged, of another dataset, or holds values
+            that are not finite or too large.
+        ConfigError: A difficulty does not fit the values of the index, or admits no
+            sample in step 1.
     """
 
     def __init__(self, config: schema.Config, digest: str):
@@ -159,6 +167,7 @@ class Curriculum:
         ]
         self._names = [metric_name(metric) for metric in metrics]
         clusters = Clusters(self._difficulties)
+        # A slice, as no step at all may admit a sample.
         if clusters.firsts[:1] != (1,):
             num, names = (
                 len(clusters.samples),
@@ -174,7 +183,7 @@ class Curriculum:
         self.sampler = CurriculumSampler(config.seed, clusters, size)
         names = [difficulty.index.metric for difficulty in self._difficulties]
         self.position: dict[str, Any] = {"curriculum.metrics": names}
-        """Values that determine the order, compared at resume."""
+        """Settings and checksums that determine the order, compared at resume."""
         for number, metric in enumerate(metrics):
             field, index = metric_field(number), self._difficulties[number].index
             self.position |= settings_read(f"{field}.pacing", metric.pacing)
@@ -184,7 +193,7 @@ class Curriculum:
             }
 
     def values(self, step: int) -> dict[str, float]:
-        """The difficulty of each metric in a step, from 1 on."""
+        """Difficulty of each metric in a step, from 1 on."""
         return {
             name: float(difficulty.pacing.at(step))
             for name, difficulty in zip(self._names, self._difficulties, strict=True)
@@ -194,6 +203,7 @@ class Curriculum:
 def _open_difficulty(
     number: int, metric: schema.CurriculumMetric, digest: str, config: schema.Config
 ) -> Difficulty:
+    """Opens the index of a metric and makes the pacing."""
     field = metric_field(number)
     index = open_index(metric.index, digest, field=f"{field}.index")
     ends = float(index.values[0]), float(index.values[-1])  # NaN is sorted to the end
@@ -205,12 +215,14 @@ def _open_difficulty(
     pacing = in_steps(config, metric.pacing)
     is_percentile = metric.difficulty == "percentile"
     grows = pacing.kind in ("linear", "root")
+    # An end of 0 stands for the largest value of the index.
     if grows and not is_percentile and pacing.end == 0:
         if ends[1] > MAX_EXACT:
             problem = f"holds {ends[1]} as a value of {index.metric}, above the "
             problem += f"{MAX_EXACT:,} up to which a difficulty grows exactly"
             remedy = f"use {field}.difficulty='percentile', or set {field}.pacing.end"
             raise DataError(Problem(f"{field}.index", metric.index, problem, remedy))
+        # Rounded up, so that the last difficulty admits the hardest sample.
         largest = math.ceil(ends[1] / pacing.multiple) * pacing.multiple
         pacing = dataclasses.replace(pacing, end=largest)
         problems = pacing_problems(

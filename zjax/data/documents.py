@@ -27,10 +27,10 @@ from zjax.errors import DataError, Problem, find_fault
 from zjax.files import parse_json
 
 BLOCK_BYTES = 64 << 10
-"""Longer text files are read in blocks of about this size, cut at line ends."""
+"""Size in bytes of the blocks of text files, cut at line ends."""
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 MAX_LINE_BYTES = 1 << 28
-"""Longest line of a JSON Lines file, and largest JSON array."""
+"""Maximum bytes of a line of a JSON Lines file, or of a JSON array."""
 _BLANK = b"\xef\xbb\xbf \t\r\n"
 """Bytes of a byte order mark and white space, before the first record."""
 _DECOMPRESSORS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
@@ -42,22 +42,22 @@ _NOT_READ = {
     ".tgz": "tar -xf",
     ".7z": "7z x",
 }
-"""Commands that decompress what is not read, by suffix."""
+"""Commands that decompress files of unsupported forms, by suffix."""
 NUM_NAMED = 10
-"""Most fields or columns that a message lists."""
+"""Maximum number of fields or columns that a message lists."""
 
 
 class Document(NamedTuple):
     """One text, or a block of a long one.
 
     Args:
-        text: The text; of a conversation, its messages.
-        num_bytes: Size in the file.
-        talk: The conversation, if it is one.
+        text: Text; the messages as JSON for a conversation.
+        num_bytes: Bytes of the file that hold the document.
+        talk: Conversation, or None for a text.
         begins: Whether the text begins here, and does not continue the block before.
         ends: Whether the text ends here, and does not go on in the next block.
-        tokens: Ids that the file holds instead of text. Of a stream, whose blocks do
-            not all begin and end, an end token ends a document.
+        tokens: Ids that the file holds instead of text. In a block of a stream, where
+            `begins` and `ends` are false, end tokens end documents.
     """
 
     text: str
@@ -69,14 +69,14 @@ class Document(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Characters, or ids."""
+        """Number of characters, or of ids."""
         return len(self.text) if self.tokens is None else len(self.tokens.ids)
 
 
 def list_files(inputs: Sequence[str | pathlib.Path]) -> list[pathlib.Path]:
     """Lists files, and the files of directories, sorted by name and not empty.
 
-    Of a directory that the `datasets` library saved it lists the files of rows.
+    For a directory of `Dataset.save_to_disk`, these are the files of rows.
     """
     files: list[pathlib.Path] = []
     problems = []
@@ -98,13 +98,14 @@ def list_files(inputs: Sequence[str | pathlib.Path]) -> list[pathlib.Path]:
 
 
 def _files_in(folder: pathlib.Path) -> list[pathlib.Path]:
-    """All files, sorted; of a dataset that `datasets` saved, those of its rows."""
+    """Lists all files of a directory, sorted; only row files of a saved dataset."""
     if (files := tables.saved_files(folder)) is not None:
         return files
     found = []
     for path in sorted(folder.iterdir()):
         if path.is_file():
             found.append(path)
+        # A linked directory could contain itself.
         elif path.is_dir() and not path.is_symlink():
             found += _files_in(path)
     return found
@@ -113,7 +114,10 @@ def _files_in(folder: pathlib.Path) -> list[pathlib.Path]:
 def read_conversations(
     path: pathlib.Path, told: set[str], broken: BrokenRecords = REFUSED
 ) -> Iterator[Document]:
-    """Reads conversations of JSON Lines, Parquet or Arrow files."""
+    """Reads conversations of JSON Lines, Parquet or Arrow files.
+
+    `told` are field names that the log has reported as not read, and grows.
+    """
     suffix = _form_of(path)
     if suffix in tables.SUFFIXES:
         records = _read_rows(path, told)
@@ -134,6 +138,7 @@ def read_conversations(
 def _read_rows(
     path: pathlib.Path, told: set[str]
 ) -> Iterator[tuple[str, dict[str, Any], int]]:
+    """Yields position, record and bytes of each row of a table."""
     with tables.open_table(path) as table:
         columns = [name for name in table.names if name in FIELDS]
         if not columns:
@@ -142,6 +147,7 @@ def _read_rows(
         _tell_unread(path, [n for n in table.names if n not in FIELDS], told)
         rows = (row for batch in table.batches(columns) for row in batch)
         for number, row in enumerate(rows, start=1):
+            # Tables have every key in every row, filled with nulls.
             yield f"row {number}", without_nulls(row), table.row_bytes
 
 
@@ -154,7 +160,10 @@ def _tell_unread(path: pathlib.Path, names: Sequence[str], told: set[str]) -> No
 def read_documents(
     path: pathlib.Path, text_field: str, broken: BrokenRecords = REFUSED
 ) -> Iterator[Document]:
-    """Reads JSON, Parquet, Arrow or else plain text, by the file's suffix."""
+    """Reads JSON, Parquet, Arrow or else plain text, by the file's suffix.
+
+    `text_field` is the field or column with the text or the token ids.
+    """
     suffix = _form_of(path)
     if suffix in JSON_SUFFIXES:
         return _read_json(path, text_field, broken)
@@ -170,7 +179,8 @@ def _problem(path: pathlib.Path, problem: str, remedy: str) -> Problem:
 
 
 def _form_of(path: pathlib.Path) -> str:
-    """Gives the suffix that says how a file is read, without that of a compression."""
+    """Suffix that says how a file is read, without the suffix of a compression."""
+    # Two suffixes: of the form, and of a compression.
     suffixes = [suffix.lower() for suffix in path.suffixes[-2:]] or [""]
     if suffixes[-1] in _NOT_READ:
         remedy = f"decompress it ({_NOT_READ[suffixes[-1]]}) or leave it out"
@@ -184,7 +194,7 @@ def _form_of(path: pathlib.Path) -> str:
 
 
 class _Content:
-    """The decompressed bytes of an open file, and how far the file itself was read."""
+    """Decompressed bytes of an open file, and the position in the file itself."""
 
     def __init__(self, raw: BinaryIO, file: Any):
         self._raw, self.file = raw, file
@@ -192,13 +202,14 @@ class _Content:
 
     def advance(self) -> int:
         """Counts the bytes of the file that were read since the last call."""
+        # Of the raw file, as the progress bar counts bytes on disk.
         before, self._position = self._position, self._raw.tell()
         return self._position - before
 
 
 @contextlib.contextmanager
 def _open(path: pathlib.Path) -> Iterator[_Content]:
-    """Opens a file, and decompresses what it holds while it is read."""
+    """Opens a file, and decompresses the content while reading."""
     decompress = _DECOMPRESSORS.get(path.suffix.lower())
     with open(path, "rb") as raw:
         if decompress is None:
@@ -218,7 +229,7 @@ def _read_text(path: pathlib.Path) -> Iterator[Document]:
     with _open(path) as content:
         file = content.file
         while block := remainder + file.read(BLOCK_BYTES - len(remainder)):
-            is_last = not file.peek(1)
+            is_last = not file.peek(1)  # the last block may be full
             size = len(block) if is_last else _block_end(block)
             text = _decode(block[:size], path, offset)
             yield Document(text, content.advance(), begins=not offset, ends=is_last)
@@ -228,6 +239,7 @@ def _read_text(path: pathlib.Path) -> Iterator[Document]:
 def _block_end(block: bytes) -> int:
     """Finds the end of a block: after the last line, else before a torn character."""
     after_line = block.rfind(b"\n") + 1
+    # A line end in the first half would give many small blocks.
     if after_line > len(block) // 2:
         return after_line
     _, consumed = codecs.utf_8_decode(block, "replace", False)
@@ -247,6 +259,7 @@ def _decode(block: bytes, path: pathlib.Path, offset: int) -> str:
 def _read_json(
     path: pathlib.Path, text_field: str, broken: BrokenRecords
 ) -> Iterator[Document]:
+    """Reads the documents of a JSON file."""
     for where, record, num_bytes in _read_records(path, broken):
         document = broken.read(_document_of, record, path, where, text_field, num_bytes)
         if document is not None:
@@ -260,7 +273,7 @@ def _document_of(
     text_field: str,
     num_bytes: int,
 ) -> Document:
-    """Makes a document of a record, whose field is text or a list of token ids."""
+    """Makes a document of a record; the field is text or a list of token ids."""
     if text_field not in record:
         problem = f"has no field {text_field!r} in {where}, only {_named(record)}"
         raise DataError(_problem(path, problem, "choose another text_field"))
@@ -281,11 +294,16 @@ def _read_stream(path: pathlib.Path) -> Iterator[Document]:
 def _read_records(
     path: pathlib.Path, broken: BrokenRecords
 ) -> Iterator[tuple[str, dict[str, Any], int]]:
-    """Reads the objects of the lines, or of one array over the whole file."""
+    """Reads the objects of the lines, or of one array over the whole file.
+
+    Yields position, such as `line 3`, object, and bytes read since the object before.
+    """
     offset, is_array = 0, None
     with _open(path) as content:
+        # One byte more than allowed tells a long line, in bounded memory.
         lines = iter(lambda: content.file.readline(MAX_LINE_BYTES + 1), b"")
         for number, line in enumerate(lines, start=1):
+            # The first visible character tells an array from JSON Lines.
             if is_array is None and (start := line.lstrip(_BLANK)):
                 is_array = start.startswith(b"[")
             if is_array:
@@ -314,7 +332,7 @@ def _parse_line(
 def _read_array(
     path: pathlib.Path, content: _Content, start: bytes, broken: BrokenRecords
 ) -> Iterator[tuple[str, dict[str, Any], int]]:
-    """Reads the objects of one array, whose first line is given."""
+    """Reads the objects of one array that begins with the line `start`."""
     whole = start + content.file.read(MAX_LINE_BYTES + 1 - len(start))
     if len(whole) > MAX_LINE_BYTES:
         problem = f"is a JSON array of more than {MAX_LINE_BYTES:,} bytes"
@@ -328,6 +346,7 @@ def _read_array(
 
 
 def _parse(text: str, path: pathlib.Path, where: str = "its array") -> Any:
+    """Parses JSON of a file; names the position of a fault."""
     try:
         return parse_json(text)
     except ValueError as error:
@@ -337,6 +356,7 @@ def _parse(text: str, path: pathlib.Path, where: str = "its array") -> Any:
 
 
 def _object_of(value: Any, path: pathlib.Path, where: str) -> dict[str, Any]:
+    """Refuses a JSON value that is no object."""
     if not isinstance(value, dict):
         problem = f"has no object in {where}, but a {type(value).__name__}"
         remedy = "write one JSON object per line, or an array of objects"
@@ -347,11 +367,13 @@ def _object_of(value: Any, path: pathlib.Path, where: str) -> dict[str, Any]:
 def _read_table(
     path: pathlib.Path, text_field: str, broken: BrokenRecords
 ) -> Iterator[Document]:
+    """Reads the documents of a table, with labels and masks beside ids."""
     with tables.open_table(path) as table:
         if text_field not in table.names:
             problem = f"has no column {text_field!r}, only {_named(table.names)}"
             raise DataError(_problem(path, problem, "choose another text_field"))
         beside = [n for n in (tables.LABELS, tables.MASK) if n in table.names]
+        # A repeated name would select the column twice.
         columns = [text_field, *(name for name in beside if name != text_field)]
         rows = (row for batch in table.batches(columns) for row in batch)
         for number, row in enumerate(rows, start=1):
@@ -364,6 +386,7 @@ def _read_table(
 
 
 def _named(names: Collection[str]) -> str:
+    """Lists the first few names, for a message."""
     if not names:
         return "none"
     shown = ", ".join(itertools.islice(names, NUM_NAMED))
@@ -372,10 +395,12 @@ def _named(names: Collection[str]) -> str:
 
 
 def _check_text(value: object, path: pathlib.Path, where: str, text_field: str) -> str:
+    """Refuses a field that is no text, or has half a character."""
     if not isinstance(value, str):
         problem = f"has a {type(value).__name__} as {text_field!r} in {where}"
         raise DataError(_problem(path, problem, "make it a string or leave it out"))
     try:
+        # JSON can spell a lone surrogate, which no tokenizer can encode.
         value.encode()
     except UnicodeEncodeError as error:
         problem = f"has half a character (a lone surrogate) in {where}"

@@ -1,4 +1,7 @@
-"""Rows of each step as a pure function of (seed, step): resuming is arithmetic."""
+"""Rows of each step as a pure function of (seed, step); rows cut for length warm-up.
+
+Resuming is arithmetic: nothing but the step is saved.
+"""
 
 import dataclasses
 import functools
@@ -11,17 +14,18 @@ from jaxtyping import Int64, UInt64
 from zjax.data.packing import Rows
 from zjax.schedule.pacing import Pacing
 
+# With fewer rounds some orders of few rows never come; resumed runs need this number.
 NUM_ROUNDS = 8
 _MAX_CIPHERS = 65_536
-"""Permutations whose keys are kept."""
+"""Permutations with cached keys."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Sampler:
-    """The rows of the global batch of each step.
+    """Rows of the global batch of each step, shuffled anew in each epoch.
 
     Args:
-        seed: Seed, 0 or more; or several numbers, such as a seed and that of a part.
+        seed: Seed, 0 or more; or several numbers, such as a seed and a part number.
         num_rows: Rows per epoch, 1 or more.
         global_batch_size: Rows per step, 1 or more; a batch may straddle two epochs.
 
@@ -75,6 +79,9 @@ def permute_parts(
 ) -> Int64[np.ndarray, " n"]:
     """Applies one of several permutations to each position; see `permute_rows`.
 
+    Each position is below the size of the permutation. `keys` choose the permutations,
+    by numbers such as a seed, a part and an epoch.
+
     Example:
         >>> which, sizes = np.array([0, 0, 0, 1]), np.array([3, 1])
         >>> rows = permute_parts(np.array([0, 1, 2, 0]), which, sizes, [(0, 0), (0, 1)])
@@ -85,6 +92,7 @@ def permute_parts(
     half_bits, round_keys = (np.stack(x, axis=-1) for x in zip(*ciphers, strict=True))
     values, ends = positions.astype(np.uint64), sizes.astype(np.uint64)[permutations]
     todo = np.arange(len(values))
+    # Cycle walking: values beyond the size are encrypted again, until all are rows.
     while len(todo):
         each = permutations[todo]
         values[todo] = _feistel(values[todo], half_bits[each], round_keys[:, each])
@@ -96,7 +104,8 @@ def permute_parts(
 def _cipher(
     size: int, key: tuple[int, ...]
 ) -> tuple[np.uint64, UInt64[np.ndarray, " rounds"]]:
-    """Bits of the halves of a position, and the keys of the rounds."""
+    """Bits of half a position, and the keys of the rounds."""
+    # The network permutes the next power of 4: a row takes 4 tries on average at most.
     half_bits = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
     return half_bits, np.random.SeedSequence(key).generate_state(NUM_ROUNDS, np.uint64)
 
@@ -106,6 +115,7 @@ def _feistel(
     half_bits: UInt64[np.ndarray, " n"],
     round_keys: UInt64[np.ndarray, "rounds n"],
 ) -> UInt64[np.ndarray, " n"]:
+    """Encrypts positions by a Feistel network, a bijection of 2 * half_bits bits."""
     mask = (np.uint64(1) << half_bits) - np.uint64(1)
     left, right = values >> half_bits, values & mask
     for key in round_keys:
@@ -114,7 +124,8 @@ def _feistel(
 
 
 def _mix(values: UInt64[np.ndarray, " n"]) -> UInt64[np.ndarray, " n"]:
-    """The finalizer of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)."""
+    """Mixes bits by the finalizer of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014)."""
+    # uint64 constants: with int64, NumPy would promote to float64.
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
@@ -124,14 +135,14 @@ class Draw(NamedTuple):
     """Rows of one global batch."""
 
     rows: Rows
-    """Where they are read."""
+    """Source that reads the rows."""
     indices: Int64[np.ndarray, " B"]
-    """Their numbers there, in batch order."""
+    """Numbers of the rows in the source, in batch order."""
 
 
 @runtime_checkable
 class Order(Protocol):
-    """The rows of the global batch of each step."""
+    """Rows of the global batch of each step."""
 
     def indices(self, step: int) -> Int64[np.ndarray, " B"]:
         """Rows of one step, in batch order."""
@@ -140,57 +151,57 @@ class Order(Protocol):
 
 @runtime_checkable
 class Draws(Protocol):
-    """The global batch of each step."""
+    """Global batch of each step, from rows that may differ by step."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Numbers of rows that batches have."""
+        """Numbers of rows that batches can have."""
         ...
 
     def draw(self, step: int) -> Draw:
-        """The batch of a step, from 0 on."""
+        """Draws the batch of a step, from 0 on."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class WholeRows:
-    """Whole rows in an order."""
+    """Draws whole rows in an order."""
 
     rows: Rows
     order: Order
     sizes: tuple[int, ...]
 
     def draw(self, step: int) -> Draw:
-        """The rows of the order."""
+        """Draws the rows of the order."""
         return Draw(self.rows, self.order.indices(step))
 
 
 @dataclasses.dataclass(frozen=True)
 class TruncatedRows:
-    """The first tokens of rows in an order: `seqtru` of arXiv:2212.03597."""
+    """Draws the first tokens of rows in an order: `seqtru` of arXiv:2212.03597."""
 
     rows: Rows
     order: Order
     sizes: tuple[int, ...]
     lengths: Pacing
-    """Tokens per row; steps count from 1."""
+    """Tokens per row, by step from 1 on."""
 
     def draw(self, step: int) -> Draw:
-        """The rows of the order, cut to the length of the step."""
+        """Draws the rows of the order, cut to the length of the step."""
         length = self.lengths.at(step + 1)
         return Draw(FirstTokens(self.rows, length), self.order.indices(step))
 
 
 @dataclasses.dataclass(frozen=True)
 class ReshapedRows:
-    """Rows in an order, cut into short ones: `seqres` of arXiv:2212.03597."""
+    """Draws rows in an order, cut into short rows: `seqres` of arXiv:2212.03597."""
 
     rows: Rows
     order: Order
     full: int
     """Tokens per whole row."""
     shapes: dict[int, tuple[int, int]]
-    """Rows and tokens per row of batches, by their first step, which counts from 1."""
+    """Rows and tokens per row of batches, by first step, which counts from 1."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -198,9 +209,9 @@ class ReshapedRows:
         return tuple(rows for rows, _ in self.shapes.values())
 
     def draw(self, step: int) -> Draw:
-        """The pieces of the rows of the order, as many as their tokens fill.
+        """Draws pieces of the rows of the order, as many as the shape has rows.
 
-        First pieces come first, so that those left out are the last of their rows.
+        The first pieces of all rows come first; pieces left out are the last of a row.
         """
         first = max(first for first in self.shapes if first <= step + 1)
         num_rows, length = self.shapes[first]
@@ -212,7 +223,7 @@ class ReshapedRows:
 
 @dataclasses.dataclass(frozen=True)
 class FirstTokens:
-    """The first tokens of each row."""
+    """Rows cut to the first tokens."""
 
     rows: Rows
     length: int
@@ -221,22 +232,22 @@ class FirstTokens:
         return len(self.rows)
 
     def read(self, indices: Int64[np.ndarray, " n"], /) -> dict[str, np.ndarray]:
-        """Reads the rows and cuts them."""
+        """Reads rows and cuts each field."""
         read = self.rows.read(indices)
         return {name: x[:, : self.length] for name, x in read.items()}
 
     def digest(self) -> str:
-        """Checksum of the rows."""
+        """Checksum of the uncut rows."""
         return self.rows.digest()
 
 
 @dataclasses.dataclass(frozen=True)
 class Pieces:
-    """Rows cut into pieces, whose numbers begin with those of the first row.
+    """Rows cut into pieces, numbered row by row.
 
-    A row of n tokens, with its last target, has floor(n / (length + 1)) pieces of
-    `length` inputs and a target; one more at its end overlaps them if they leave a
-    remainder.
+    A row of n tokens, with the last target, has floor(n / (length + 1)) pieces of
+    `length` inputs and a target. If n leaves a remainder, one more piece at the end
+    overlaps the piece before.
 
     Args:
         rows: Rows of `full` inputs.
@@ -257,14 +268,15 @@ class Pieces:
         return len(self.rows) * self.per_row
 
     def read(self, indices: Int64[np.ndarray, " n"], /) -> dict[str, np.ndarray]:
-        """Reads each row of the pieces once."""
+        """Reads pieces; each row is read once."""
         numbers, places = np.divmod(indices, self.per_row)
         unique, inverse = np.unique(numbers, return_inverse=True)
+        # The last piece starts earlier, so that it has full length.
         starts = np.minimum(places * (self.length + 1), self.full - self.length)
         columns = starts[:, None] + np.arange(self.length)
         read = self.rows.read(unique)
         return {name: x[inverse[:, None], columns] for name, x in read.items()}
 
     def digest(self) -> str:
-        """Checksum of the rows."""
+        """Checksum of the uncut rows."""
         return self.rows.digest()

@@ -1,4 +1,4 @@
-"""The arrays that a loss expects in a batch, and checks of batches against them."""
+"""Arrays that a loss expects in a batch, and checks of batches on host and devices."""
 
 import functools
 from collections import Counter
@@ -19,7 +19,7 @@ from zjax.typing import IGNORED, Batch, Entries, Entry
 
 
 def abstract_batch(config: Config, plan: Plan) -> Batch:
-    """The global batch of a built-in model: shapes [B, L] and dtypes without data."""
+    """Global batch of a built-in model: shapes [B, L] and dtypes without data."""
     size = resolve_batch(config, plan.num_batch_shares).global_batch_size
     shape = (size, config.data.length)
     dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
@@ -29,11 +29,15 @@ def abstract_batch(config: Config, plan: Plan) -> Batch:
 def entries_of(batch: Batch, *, replicated: Sequence[str] = ()) -> Entries:
     """Derives the arrays that a loss expects from an example batch.
 
+    `replicated` are paths of arrays, or of dicts of arrays, without rows: every device
+    and microbatch gets these arrays whole. Raises all problems at once.
+
     Example:
         >>> batch = {"x": np.ones((8, 2), np.float32), "table": np.ones(3, np.int32)}
         >>> entries_of(batch, replicated=["table"])["table"].has_rows
         False
     """
+    # Rows are compared below, with all array names and the remedy `replicated`.
     batch = check_batch(batch, {}, rows_differ=True)
     entries, problems = {}, []
     leaves = {path_of(k): x for k, x in jax.tree_util.tree_leaves_with_path(batch)}
@@ -51,6 +55,7 @@ def entries_of(batch: Batch, *, replicated: Sequence[str] = ()) -> Entries:
         entries[path] = Entry(shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
     sizes = Counter(x.shape[0] for p, x in leaves.items() if entries[p].has_rows)
     if len(sizes) > 1:
+        # The most common number of rows, and the largest of equally common numbers.
         common = max(sizes, key=lambda size: (sizes[size], size))
         problems += [
             Problem(
@@ -76,7 +81,11 @@ def check_batch(
     num_rows: int = 0,
     rows_differ: bool = False,
 ) -> Batch:
-    """Refuses a batch that its loss does not expect.
+    """Refuses a batch that the loss does not expect.
+
+    Returns the batch with NumPy arrays in the dtypes of JAX. Values are read of NumPy
+    arrays only. Without entries, any numeric arrays pass; with `num_rows=0`, any number
+    of rows that all arrays share. Raises all problems at once.
 
     Example:
         >>> check_batch({"x": np.arange(3)}, {})["x"].dtype
@@ -137,6 +146,7 @@ def _type_of(x: Any) -> str:
 
 
 def _type_problem(field: str, leaf: Any) -> Problem | None:
+    """Problem of a leaf that is no numeric array, or does not fit JAX's dtypes."""
     known = np.ndarray | np.generic | jax.Array | jax.ShapeDtypeStruct
     if not isinstance(leaf, known):
         kind = type(leaf).__name__
@@ -147,11 +157,13 @@ def _type_problem(field: str, leaf: Any) -> Problem | None:
         problem = "is not a dtype of numbers (text, or rows of unequal length)"
         remedy = "turn it into token ids and pad them, or remove it"
         return Problem(field, str(leaf.dtype), problem, remedy)
+    # 64 bits become 32, unless jax_enable_x64 is set.
     dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
-    if leaf.dtype == dtype or leaf.size == 0:
+    if leaf.dtype == dtype or leaf.size == 0:  # min() of nothing raises
         return None
     if jnp.issubdtype(dtype, jnp.floating):
         info, problem = jnp.finfo(dtype), f"does not fit {dtype}"
+        # Infinity and NaN survive narrowing; only finite values can overflow.
         values = leaf[np.isfinite(leaf)]
     else:
         info, problem, values = jnp.iinfo(dtype), "does not fit 32 bits", leaf
@@ -172,7 +184,7 @@ def _narrow(array: Any) -> np.ndarray:
 def _shape_problems(
     arrays: dict[str, Any], entries: Entries, name: str, num_rows: int
 ) -> Iterator[Problem]:
-    """Arrays that do not match their entry, or whose sizes do not match each other."""
+    """Yields problems of arrays that do not match an entry, or differ in size."""
     sizes: dict[tuple[str, bool], tuple[int, str]] = {}
     for path, x in arrays.items():
         entry, field = entries.get(path, Entry()), field_of(path, name)
@@ -189,7 +201,7 @@ def _shape_problems(
             yield Problem(field, _type_of(x), "has no rows", "leave such batches out")
             continue
         for letter, size in zip(_letters(entry), x.shape, strict=False):
-            # With several processes, a NumPy array may hold the rows of one of them.
+            # With several processes, a NumPy array may hold the rows of one process.
             is_part = letter == "B" and jax.process_count() > 1 and not _is_placed(x)
             other, of = sizes.setdefault((letter, is_part), (size, field))
             if letter and size != other:
@@ -204,6 +216,7 @@ def _letters(entry: Entry) -> Iterable[str]:
 
 
 def _matches(x: Any, entry: Entry) -> bool:
+    """Whether an array has the dtype and shape of an entry."""
     if entry.dtype is not None and not jnp.issubdtype(x.dtype, entry.dtype):
         return False
     if entry.shape is None:
@@ -214,6 +227,7 @@ def _matches(x: Any, entry: Entry) -> bool:
 
 
 def _expected(entry: Entry) -> str:
+    """Describes the dtype and shape of an entry, such as `int32[B, L]`."""
     dtype, dims = entry.dtype, ""
     name = getattr(dtype, "name", None) or getattr(dtype, "__name__", "array")
     if entry.shape is not None:
@@ -222,8 +236,10 @@ def _expected(entry: Entry) -> str:
 
 
 def _host_value_problem(field: str, x: Any, entry: Entry | None) -> Problem | None:
+    """Problem of the values of a NumPy array; None if in range or not on the host."""
     if entry is None or not _has_range(entry) or _is_placed(x) or not x.size:
         return None
+    # Copies only if some value may be IGNORED.
     counted = x[x != IGNORED] if entry.may_be_ignored and x.min() < 0 else x
     if not counted.size:
         return None
@@ -237,7 +253,7 @@ def _has_range(entry: Entry) -> bool:
 def _value_problem(
     field: str, minimum: int | float, maximum: int | float, entry: Entry
 ) -> Problem | None:
-    """Checks the smallest and the largest value."""
+    """Problem of the smallest and largest value; None if both are in range."""
     if not entry.num_ids:
         if not minimum < 0:
             return None
@@ -251,13 +267,14 @@ def _value_problem(
 
 
 def check_placed_values(batch: Batch, entries: Entries) -> None:
-    """Refuses values out of range in arrays on devices; waits for them."""
+    """Refuses values out of range in arrays on devices; waits for the arrays."""
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     arrays = {path_of(keys): x for keys, x in leaves}
     arrays = {
         p: x for p, x in arrays.items() if p in entries and _has_range(entries[p])
     }
     ignores = {path: entries[path].may_be_ignored for path in arrays}
+    # One transfer for all arrays.
     ranges = jax.device_get(_ranges(arrays, tuple(ignores.items())))
     problems = [
         _value_problem(field_of(path), least.item(), most.item(), entries[path])
@@ -268,8 +285,10 @@ def check_placed_values(batch: Batch, entries: Entries) -> None:
         raise DataError(*problems)
 
 
+# `ignores` is a tuple of pairs, as static arguments must be hashable.
 @functools.partial(jax.jit, static_argnums=1)
 def _ranges(arrays: dict[str, jax.Array], ignores: Any) -> Any:
+    """Smallest and largest value of each array, ignored tokens as 0."""
     ignores = dict(ignores)
 
     def one(path: str, x: jax.Array) -> tuple[jax.Array, jax.Array]:

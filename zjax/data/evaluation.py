@@ -1,10 +1,10 @@
-"""Evaluation data: each row once, in one order, whatever the run's seed.
+"""Evaluation data: each row once, in one order for runs of every seed.
 
 All batches have `global_batch_size` rows, so that one compiled program serves on every
-mesh. The remaining rows at the end are split into groups whose sizes divide the batch
-size, and a group is repeated to fill a batch: the mean over that batch is the mean over
-the group, for weighted and plain means alike. Weighted by the rows of their groups, the
-batches give the mean over all rows.
+mesh. The remaining rows at the end are split into groups with sizes that divide the
+batch size, and a group is repeated to fill a batch: the mean over that batch is the
+mean over the group, for weighted and plain means alike. Weighted by the rows of the
+groups, the batches give the mean over all rows.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from zjax.sharding.activations import map_rows, rows_of
 from zjax.typing import Entries
 
 ALL = -1
-"""`evaluation.num_batches` that takes all rows."""
+"""Value of `evaluation.num_batches` that takes all rows."""
 SEED = 0
 """Seed of the order of evaluation rows, in every run."""
 
@@ -52,20 +52,25 @@ class EvaluationSet:
     Args:
         open_batches: Function that returns a context manager of the batches of one
             evaluation.
-        description: Description of the rows.
+        description: Text for the log that says which rows are evaluated.
     """
 
     open_batches: Callable[[], contextlib.AbstractContextManager[Iterator[FilledBatch]]]
     description: str
 
     def mean(self, evaluate: Callable[[Any], Mapping[str, Any]]) -> dict[str, float]:
-        """Averages the metrics of batches over the rows of the set, each row once."""
+        """Averages the metrics of batches over the rows of the set, each row once.
+
+        `evaluate(batch)` returns scalars on the device, means over `weight` units. The
+        result has `eval_<name>` of each mean, NaN without weight, and `evaluated_rows`.
+        """
         with self.open_batches() as batches:
             results = [(filled.num_rows, evaluate(filled.batch)) for filled in batches]
         if not results:
             problem = "gave no batch"
             remedy = "give an iterable that starts anew, such as a list"
             raise DataError(Problem("evaluation_batches", "given", problem, remedy))
+        # One transfer at the end, so that batches are computed without waiting.
         means = mean_over_rows(jax.device_get(results))
         num_rows = float(sum(num_rows for num_rows, _ in results))
         named = {f"eval_{name}": value for name, value in means.items()}
@@ -74,12 +79,12 @@ class EvaluationSet:
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationOrder:
-    """The rows of each batch of an evaluation.
+    """Rows of each batch of an evaluation.
 
     Args:
-        num_rows: Rows to evaluate, 1 or more.
-        num_all: Rows of the data.
-        global_batch_size: Rows of a batch, 1 or more.
+        num_rows: Number of rows to evaluate, 1 or more.
+        num_all: Number of rows of the data.
+        global_batch_size: Rows per batch, 1 or more.
 
     Example:
         >>> whole = EvaluationOrder(num_rows=13, num_all=13, global_batch_size=8)
@@ -106,9 +111,10 @@ class EvaluationOrder:
         return tuple(itertools.accumulate(self.sizes, initial=0))
 
     def indices(self, step: int) -> Int64[np.ndarray, " B"]:
-        """Rows of one batch, repeated to fill it."""
+        """Rows of one batch, repeated to fill the batch."""
         first, size = self.starts[step], self.sizes[step]
         positions = np.arange(first, first + size, dtype=np.int64)
+        # Of all rows, so that a smaller set is the start of a larger set.
         rows = draws.permute_rows(positions, self.num_all, SEED, epoch=0)
         return np.tile(rows, self.global_batch_size // size)
 
@@ -116,7 +122,7 @@ class EvaluationOrder:
 def group_sizes(num_rows: int, batch_size: int) -> tuple[int, ...]:
     """Splits rows into groups that fill a batch by repetition, largest first.
 
-    The sizes divide `batch_size`, and add up to `num_rows`, which is at most that.
+    The sizes divide `batch_size`, and add up to `num_rows`, at most `batch_size`.
 
     Example:
         >>> group_sizes(7, 8), group_sizes(7, 12), group_sizes(8, 8)
@@ -136,9 +142,9 @@ def find_evaluation(
     batches: Any = None,
     evaluation_batches: Any = None,
 ) -> EvaluationSet | None:
-    """Finds the evaluation data of a run; None if there is none.
+    """Finds the evaluation data of a run, or None.
 
-    Training `batches` of the caller are not evaluated on; then only
+    Training `batches` of the user are not evaluated on: with such batches, only
     `evaluation_batches` count.
     """
     if not config.evaluation.num_batches:
@@ -158,7 +164,7 @@ def make_evaluation(
         remedy = "use a number of batches, such as 8"
         raise ConfigError(Problem("evaluation.num_batches", ALL, problem, remedy))
     rows = source.open_rows(config, "validation")
-    if config.model.kind == "encoder":  # the same masks in every evaluation
+    if config.model.kind == "encoder":  # step 0: equal masks in every evaluation
         rows = masking.MaskedRows(rows, masking.make_rule(config, SEED), step=0)
     return _evaluate_rows(rows, config, shardings)
 
@@ -168,8 +174,8 @@ def wrap_evaluation(
 ) -> EvaluationSet:
     """Evaluates on a dataset with columns, or an iterable of batches that can restart.
 
-    Batches are trees of numeric arrays whose first dim is at most `global_batch_size`
-    (scalars are allowed).
+    Batches are trees of numeric arrays with at most `global_batch_size` rows in the
+    first dim (scalars are allowed).
     """
     batches = wrapping.with_columns(batches, "evaluation_batches")
     if isinstance(batches, wrapping.ColumnDataset):
@@ -198,6 +204,7 @@ def wrap_evaluation(
                 batch, batch_size, f"evaluation_batches[{number}]", entries
             )
         sums.append(total)
+        # Every evaluation is compared with the first.
         if len(sums) == 2 and sums[0] != sums.pop():
             logging.warning(
                 "evaluation_batches are other ones than at the first evaluation: "
@@ -207,6 +214,7 @@ def wrap_evaluation(
     @contextlib.contextmanager
     def open_batches() -> Iterator[Iterator[FilledBatch]]:
         read = wrapping.prefetch(draw(), place, config.data)
+        # Ends the prefetching thread, even if the evaluation fails.
         with contextlib.closing(read):
             yield read
 
@@ -217,6 +225,7 @@ def wrap_evaluation(
 def _evaluate_rows(
     rows: packing.Rows, config: schema.Config, shardings: placement.Shardings
 ) -> EvaluationSet:
+    """Evaluation set of rows that can be read by number."""
     number, num_all = config.evaluation.num_batches, len(rows)
     loader.check_batch_size(config)
     num_wanted = num_all if number == ALL else number * config.global_batch_size
@@ -242,7 +251,7 @@ def _evaluate_rows(
 def fill_batches(
     batch: Any, batch_size: int, name: str, entries: Entries
 ) -> Iterator[FilledBatch]:
-    """Yields the batch if it is full, else full batches of its groups of rows.
+    """Yields a full batch as it is; else full batches made of groups of rows.
 
     Example:
         >>> filled = fill_batches({"x": np.arange(3)}, 4, "batch", {})
@@ -267,14 +276,15 @@ def fill_batches(
 
 
 def _fill(array: Any, rows: slice, times: int) -> Any:
+    # jax.numpy.tile would put a host array on one device.
     tile = jax.numpy.tile if isinstance(array, jax.Array) else np.tile
     return tile(array[rows], (times, *[1] * (array.ndim - 1)))
 
 
 def mean_over_rows(results: Iterable[tuple[int, Mapping[str, Any]]]) -> dict[str, Any]:
-    """Averages metrics of batches by their distinct rows; each row counts once.
+    """Averages metrics of batches by distinct rows; each row counts once.
 
-    Metrics are means over `weight` units; they are NaN if no row has weight.
+    Metrics are means over `weight` units, and NaN if no row has weight.
 
     Example:
         >>> whole, rest = {"loss": 2.0, "weight": 1.0}, {"loss": 5.0, "weight": 1.0}
@@ -287,6 +297,7 @@ def mean_over_rows(results: Iterable[tuple[int, Mapping[str, Any]]]) -> dict[str
         weight = num_rows * float(metrics["weight"])
         total += weight
         for name in metrics.keys() - {"weight"}:
+            # A batch without weight has a mean of NaN, which 0 * NaN would spread.
             value = weight * float(metrics[name]) if weight else 0.0
             totals[name] = totals.get(name, 0.0) + value
     return {

@@ -1,8 +1,8 @@
-"""Batches on the devices, prefetched; the position is a step number.
+"""Loader of batches on the devices, prefetched; the position is a step number.
 
 grain reads the rows, in threads or worker processes, and runs the thread that places
-them. Its state is not used: the batch of step n is a pure function of n, so a loader
-resumes by restarting at its step.
+the batches. The state of grain is not used: the batch of step n is a pure function of
+n, and a loader resumes by restarting at a step.
 """
 
 import re
@@ -28,7 +28,7 @@ from zjax.schedule.lengths import make_lengths, make_shapes
 from zjax.settings import schema
 
 _LOST_WORKER = re.compile(r"Worker process was terminated .* exit code (-?\d+)")
-"""What grain says of a process that has ended."""
+"""Matches grain's error for a worker process that has ended."""
 READ_THREADS = 2
 """Batches that each worker process reads at a time."""
 
@@ -37,17 +37,17 @@ class Loader:
     """Iterator of batches of global arrays that knows its step.
 
     Args:
-        open_at: Function that starts reading at a step; its iterator has a `close`.
+        open_at: Function from a step to an iterator of batches with a `close` method.
         position: Values besides the step that determine the samples, compared at
             resume.
-        start_step: Step of the first batch.
-        values_at: Function from a step, from 1 on, to what the metrics tell of it.
-        shapes_after: Function from the steps taken to rows and tokens per row of later
-            batches, by the first step that has them.
-        description: What is told of the data before the run.
-        drawn: Digests of the batches before each step, filled in by an iterator that
-            draws them in order.
-        num_workers: Number of processes that read.
+        start_step: Step of the first batch, from 0 on.
+        values_at: Function from a step, from 1 on, to metrics of the step by name.
+        shapes_after: Function from the steps taken to the rows and tokens per row of
+            later batches, by first step.
+        description: Text for the log that describes the data before the run.
+        drawn: Digests of all batches before each step, filled in by an iterator that
+            draws batches in order.
+        num_workers: Number of worker processes that read.
     """
 
     def __init__(
@@ -83,12 +83,14 @@ class Loader:
             self._open.append(self._open_at(self._step))
         try:
             batch = next(self._open[0])
+        # Ctrl-C and the end of the data close the threads, too.
         except BaseException as error:
             self.close()
             if lost := _LOST_WORKER.search(str(error)):
                 raise _lost_worker(self._num_workers, int(lost[1])) from error
             raise
         self._check_drawn()
+        # list(): the prefetching thread adds digests meanwhile.
         for step in [step for step in list(self._drawn) if step <= self._step]:
             del self._drawn[step]
         self._step += 1
@@ -101,7 +103,7 @@ class Loader:
         self.close()
 
     def close(self) -> None:
-        """Stops all threads and processes; the next batch restarts them."""
+        """Stops all threads and processes; the next batch restarts all."""
         _close_all(self._open)
 
     def rewind(self) -> None:
@@ -110,19 +112,24 @@ class Loader:
         self._step = 0
 
     def state(self) -> dict[str, Any]:
-        """Position of the loader: next `step`, and what determines the data."""
+        """Position of the loader: next `step`, and values that determine the data."""
         drawn = {"drawn": self._drawn[self._step]} if self._step in self._drawn else {}
         return {"step": self._step} | self._position | drawn
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Moves to the position of another loader of the same data."""
+        """Moves to the position of another loader of equal data.
+
+        Raises if the data, the order or the batch size differ, as steps would be other
+        samples.
+        """
         step = state.get("step") if isinstance(state, dict) else None
+        # A checkpoint may be damaged, and True is an int, too.
         if type(step) is not int or not 0 <= step < 2**31:
             problem, remedy = "is not a data position", "start from another checkpoint"
             raise DataError(Problem("data/step", step, problem, remedy))
         saved = {name: x for name, x in state.items() if name not in ("step", "drawn")}
         changed = [n for n in sorted(saved) if self._position.get(n) != saved[n]]
-        # What is switched off has no settings: it suffices to say that it is off.
+        # A feature that is switched off has no settings: naming the switch suffices.
         known = [name for name in changed if name in self._position] or changed
         problems = [
             Problem(
@@ -135,6 +142,7 @@ class Loader:
         ]
         if problems:
             raise DataError(*problems)
+        # Checkpoints of an earlier zjax hold fewer values.
         unknown = [name for name in self._position if name not in saved]
         if unknown:
             logging.warning("the checkpoint does not say its %s", ", ".join(unknown))
@@ -143,6 +151,8 @@ class Loader:
         self._saved_digest = state.get("drawn")
 
     def _check_drawn(self) -> None:
+        """Warns if the batches drawn to resume differ from the saved run."""
+        # Only the first batch after a resume is compared.
         saved, self._saved_digest = self._saved_digest, None
         if saved is not None and saved != self._drawn.get(self._step):
             logging.warning(
@@ -159,8 +169,10 @@ def make_loader(
 ) -> Loader:
     """Makes the loader of the training data that `config` names.
 
-    With `data.num_workers`, guard the script by `if __name__ == "__main__":`, since
-    each worker process imports it.
+    Batches have `tokens, targets` (int32[B, L]) and `weights` (float32[B, L]), and
+    `segment_ids, positions` (int32[B, L]) if documents are packed. With
+    `data.num_workers`, guard the script by `if __name__ == "__main__":`, since each
+    worker process imports the script.
     """
     check_batch_size(config)
     if config.buckets.form != "none":
@@ -205,6 +217,7 @@ def make_loader(
 
 
 def _open_buckets(config: schema.Config) -> Buckets:
+    """Opens the buckets of a run, with all values of the position."""
     opened = source.open_documents(config, "train")
     source.check_no_answers(opened, "buckets.form", config.buckets.form, "none")
     buckets = Buckets(opened.tokens, opened.offsets, config)
@@ -218,6 +231,7 @@ def _open_buckets(config: schema.Config) -> Buckets:
 
 
 def _make_draws(rows: packing.Rows, order: Order, config: schema.Config) -> Draws:
+    """Makes the draws of `sequence_warmup.form`."""
     sizes = (config.global_batch_size,)
     match config.sequence_warmup.form:
         case "truncate":
@@ -228,6 +242,7 @@ def _make_draws(rows: packing.Rows, order: Order, config: schema.Config) -> Draw
 
 
 def _row_position(rows: packing.Rows, config: schema.Config) -> dict[str, Any]:
+    """Values that determine the rows and the order, compared at resume."""
     return {
         "seed": config.seed,
         "num_rows": len(rows),
@@ -277,10 +292,15 @@ def load_draws(
     start_step: int = 0,
     num_batches: int | None = None,
 ) -> Loader:
-    """Makes the loader of any rows that can be read by number."""
+    """Makes the loader of any rows that can be read by number.
+
+    `config` gives workers and prefetching, `position` the values compared at resume.
+    """
     example = draws.draw(start_step).rows
     sizes = set(draws.sizes)
+    # Computed once per batch size, in this process: workers see no devices.
     local_rows = {size: find_local_rows(example, size, shardings) for size in sizes}
+    # grain's sources need a length, so endless data has the largest number.
     end = sys.maxsize if num_batches is None else start_step + num_batches
 
     def place(read: tuple[int, dict[str, np.ndarray]]) -> dict[str, jax.Array]:
@@ -311,14 +331,14 @@ def load_draws(
 
 
 def _lost_worker(num_workers: int, code: int) -> DataError:
-    """Makes the error for a process of the loader that has ended."""
+    """Makes the error for a worker process that has ended."""
     problem = f"lost a worker process ({describe_exit(code)})"
     remedy = "use fewer or give them more memory, and run again"
     return DataError(Problem("data.num_workers", num_workers, problem, remedy))
 
 
 def _close_all(opened: list[Any]) -> None:
-    """Drops all references: grain's iterators cannot be deleted late during exit."""
+    """Closes and drops iterators: grain's iterators cannot be deleted late at exit."""
     while opened:
         opened.pop().close()
 
@@ -332,12 +352,12 @@ def check_batch_size(config: schema.Config) -> None:
 
 
 class StepSource:
-    """Random-access source for grain: a process's part of the batch of each step.
+    """Random-access source for grain: the local rows of the batch of each step.
 
     Args:
-        draws: Rows of each step.
-        local_rows: Positions in the global batch that this process holds, by the number
-            of its rows.
+        draws: Draws of the rows of each step.
+        local_rows: Positions in the global batch that this process holds, by number of
+            rows in the batch.
         start_step: Step of element 0.
         end_step: Step after the last element.
     """
@@ -372,6 +392,7 @@ def find_local_rows(
     process, as with a pipeline over processes.
     """
     example = rows.read(np.zeros(1, np.int64))
+    # Faults of columns are told before the first batch, by one row.
     check_batch(example, placement.entries_in(shardings), name="batches")
     shapes = {
         name: jax.ShapeDtypeStruct((num_rows, *array.shape[1:]), array.dtype)
@@ -384,6 +405,7 @@ def find_local_rows(
 
 
 def _read_batches(steps: Any, data: schema.Data) -> Any:
+    """Reads elements in threads, of this process or of worker processes."""
     import grain
 
     read = steps.to_iter_dataset(

@@ -1,8 +1,8 @@
-"""Masked tokens of an encoder: which are hidden, by seed, step and row alone.
+"""Masked language modelling: hides tokens of an encoder by seed, step and row alone.
 
-Of the tokens to predict, 80 % are hidden, 10 % are replaced by random ones, and 10 %
-stay (arXiv:1810.04805, section 3.1). Each step draws anew, so that every epoch hides
-others.
+Of the tokens to predict, 80 % become the mask token, 10 % random tokens, and 10 % stay
+(arXiv:1810.04805, section 3.1). Each step draws anew, so that every epoch hides
+different tokens.
 """
 
 import dataclasses
@@ -17,11 +17,11 @@ from zjax.errors import DataError, Problem
 from zjax.settings import schema
 
 HIDDEN, REPLACED = 0.8, 0.1
-"""Shares of the tokens to predict."""
+"""Shares of the tokens to predict that are hidden, and replaced by random tokens."""
 NAMES = ("[MASK]", "<mask>")
-"""Names of the token that hides others, as in BERT and RoBERTa."""
+"""Names of the mask token, as in BERT and RoBERTa."""
 _STREAM = 0x4D4C4D
-"""Keeps the numbers apart from those of synthetic rows."""
+"""Separates the random numbers from the numbers of synthetic rows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,10 +29,10 @@ class Rule:
     """How rows are masked.
 
     Args:
-        seed: Seed of the run.
-        fraction: Share of the tokens to predict.
-        mask_id: Token that hides others.
-        num_ids: Number of ids that replace others.
+        seed: Seed of the masks.
+        fraction: Share of the tokens to predict, 0 to 1.
+        mask_id: Id of the mask token.
+        num_ids: Number of ids from which random tokens are drawn.
         kept_ids: Ids that are never predicted, such as the end of a text.
     """
 
@@ -45,7 +45,7 @@ class Rule:
     def apply(
         self, tokens: Int32[np.ndarray, " L"], step: int, row: int
     ) -> tuple[Int32[np.ndarray, " L"], Bool[np.ndarray, " L"]]:
-        """Masks one row.
+        """Masks one row; returns the tokens to read, and which are to be predicted.
 
         Example:
             >>> rule = Rule(0, 1.0, mask_id=9, num_ids=9, kept_ids=(8,))
@@ -53,10 +53,13 @@ class Rule:
             >>> chosen.tolist(), int(tokens[2])
             ([True, True, False], 8)
         """
+        # By row, so that masks do not depend on the number of processes.
         generator = np.random.default_rng([_STREAM, self.seed, step, row])
         chosen = generator.random(len(tokens)) < self.fraction
         chosen &= ~np.isin(tokens, self.kept_ids)
+        # Drawn for all tokens, so that the numbers do not depend on the tokens chosen.
         fate = generator.random(len(tokens))
+        # Only ids of the tokenizer, not the padding of the vocabulary.
         others = generator.integers(self.num_ids, size=len(tokens))
         masked = np.where(chosen & (fate < HIDDEN), self.mask_id, tokens)
         masked = np.where(chosen & (fate >= 1 - REPLACED), others, masked)
@@ -65,7 +68,7 @@ class Rule:
 
 @dataclasses.dataclass(frozen=True)
 class MaskedRows:
-    """Rows as one step masks them."""
+    """Rows with the masks of one step."""
 
     rows: Rows
     rule: Rule
@@ -75,7 +78,7 @@ class MaskedRows:
         return len(self.rows)
 
     def read(self, indices: Int64[np.ndarray, " n"], /) -> dict[str, np.ndarray]:
-        """Reads the rows and masks them; padding is never predicted."""
+        """Reads and masks rows; padding is never predicted."""
         batch = self.rows.read(indices)
         tokens = batch["tokens"]
         pairs = zip(tokens, indices.tolist(), strict=True)
@@ -90,24 +93,24 @@ class MaskedRows:
         return batch | fields | {"weights": weights.astype(np.float32)}
 
     def digest(self) -> str:
-        """Checksum of the rows."""
+        """Checksum of the unmasked rows."""
         return self.rows.digest()
 
 
 @dataclasses.dataclass(frozen=True)
 class MaskedDraws:
-    """The batches of some draws, masked anew in each step."""
+    """Draws batches and masks the rows anew in each step."""
 
     draws: Draws
     rule: Rule
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Numbers of rows that batches have."""
+        """Numbers of rows that batches can have."""
         return self.draws.sizes
 
     def draw(self, step: int) -> Draw:
-        """The batch of a step, masked."""
+        """Draws the batch of a step, masked."""
         rows, indices = self.draws.draw(step)
         return Draw(MaskedRows(rows, self.rule, step), indices)
 
@@ -121,6 +124,7 @@ def make_rule(config: schema.Config, seed: int) -> Rule:
         raise DataError(Problem("data.path", config.data.path, problem, remedy))
     ids = {name: tokenizer.special_tokens.get(name) for name in NAMES}
     found = [id_ for id_ in ids.values() if id_ is not None]
+    # The first id beyond the tokenizer may be free in a padded vocabulary.
     given, free = config.data.masking.mask_id, tokenizer.vocab_size
     if given != -1:
         found = [given]
@@ -133,6 +137,7 @@ def make_rule(config: schema.Config, seed: int) -> Rule:
         if config.data.source != "synthetic":
             remedy += f", or model.vocab_size={free + 1}"
         raise DataError(Problem("data.masking.mask_id", -1, problem, remedy))
+    # Special tokens structure a text and are not predicted.
     special = {*tokenizer.special_tokens.values(), *tokenizer.end_ids, found[0]}
     special |= set() if tokenizer.bos_id is None else {tokenizer.bos_id}
     fraction = config.data.masking.fraction

@@ -1,4 +1,4 @@
-"""The index of a metric: a memory-mapped file of samples, the easiest first."""
+"""Index of a metric, sorted from easy to hard, in memory-mapped files of columns."""
 
 import dataclasses
 import os
@@ -17,17 +17,18 @@ from zjax.files import new_file
 MAGIC = b"ZJAXCOLS"
 FORMAT = 1
 MAX_ROWS = 1 << 40
-"""Most rows of a file."""
+"""Maximum number of rows of a file."""
 DIGEST_BYTES, NAME_BYTES = 32, 256
+# Magic, format, number of columns and rows, digest, name, checksum of the columns.
 _HEADER = struct.Struct(f"<8sIIQ{DIGEST_BYTES}s{NAME_BYTES}sI")
 _SUM = struct.Struct("<I")
 HEADER_BYTES = _HEADER.size + _SUM.size
 _BLOCK_NUMBERS = 1 << 19
-"""Numbers written or checked at a time."""
+"""Numbers that are written or checked at a time."""
 
 
 class Columns(NamedTuple):
-    """An opened file: what it says of itself, and its memory-mapped columns."""
+    """Header values of an opened file, and the memory-mapped columns."""
 
     digest: str
     name: str
@@ -38,8 +39,12 @@ class Columns(NamedTuple):
 def write_columns(
     path: pathlib.Path, columns: Sequence[np.ndarray], *, digest: str, name: str
 ) -> None:
-    """Writes a file that appears only when it is complete and on the disk."""
+    """Writes a file that appears only when it is complete and on the disk.
+
+    Columns are int64[n] or float64[n], with equal n of 1 or more.
+    """
     with new_file(path) as partial, open(partial, "wb") as file:
+        # The header, with the checksum, is written last.
         file.seek(HEADER_BYTES)
         crc = 0
         for block in _blocks(columns):
@@ -56,7 +61,10 @@ def write_columns(
 def open_columns(
     path: pathlib.Path, dtypes: Sequence[str], *, field: str, remedy: str
 ) -> Columns:
-    """Maps a file of `write_columns` once all of it matches its checksums."""
+    """Maps a file of `write_columns` once all bytes match the checksums.
+
+    `dtypes` has `<f8` or `<i8` for each column.
+    """
     try:
         fault = find_fault(path) or _find_damage(path, len(dtypes))
     except OSError as error:
@@ -67,8 +75,9 @@ def open_columns(
 
 
 def map_columns(path: pathlib.Path, dtypes: Sequence[str]) -> Columns:
-    """Maps a file that `open_columns` found to be whole, without reading it."""
+    """Maps a file that `open_columns` has verified, without reading the columns."""
     _, _, num_columns, num_rows, digest, name, crc = _HEADER.unpack(_read_header(path))
+    # Both dtypes have 8 bytes; the file does not name dtypes.
     content = np.memmap(path, "<i8", "r", HEADER_BYTES, (num_columns, num_rows))
     arrays = [row.view(dtype) for row, dtype in zip(content, dtypes, strict=True)]
     digest, name = (text.rstrip(b"\0").decode() for text in (digest, name))
@@ -81,7 +90,7 @@ def _read_header(path: pathlib.Path) -> bytes:
 
 
 def _find_damage(path: pathlib.Path, expected_columns: int) -> str:
-    """Why a regular file cannot be used; empty if it can."""
+    """Reason why a regular file cannot be used; empty if the file is intact."""
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         start = file.read(HEADER_BYTES)
@@ -93,6 +102,7 @@ def _find_damage(path: pathlib.Path, expected_columns: int) -> str:
         _, version, num_columns, num_rows, _, _, crc = _HEADER.unpack(header)
         if version != FORMAT:
             return f"is of format {version}, but this zjax reads format {FORMAT}"
+        # After the version: another format may have another header.
         if _SUM.pack(crc32c.crc32c(header)) != stored:
             return "is damaged: its header does not match its checksum"
         if num_columns != expected_columns or not 0 < num_rows <= MAX_ROWS:
@@ -118,7 +128,7 @@ _DTYPES = "<f8", "<i8"
 
 @dataclasses.dataclass(frozen=True)
 class Index:
-    """Samples sorted by the value of a metric; memory-mapped, and pickled as its file.
+    """Samples sorted by the value of a metric; memory-mapped, and pickled as a path.
 
     Example:
         >>> index = Index("voc", np.array([1.0, 4.0, 4.0]), np.array([2, 0, 1]))
@@ -130,13 +140,13 @@ class Index:
 
     metric: str
     values: Float64[np.ndarray, " n"]
-    """Ascending."""
+    """Value of each sample, ascending."""
     samples: Int64[np.ndarray, " n"]
     """Number of the sample of each value; equal values have ascending numbers."""
     checksum: int = 0
-    """CRC-32C of both; 0 if they are not read from a file."""
+    """CRC-32C of values and samples; 0 if not read from a file."""
     path: pathlib.Path | None = None
-    """The file, from which other processes map what they get of it."""
+    """Path of the file, which other processes map after unpickling."""
 
     def __reduce__(self):
         if self.path is not None:
@@ -144,30 +154,31 @@ class Index:
         return Index, (self.metric, self.values, self.samples)
 
     def num_admitted(self, difficulty: int | float) -> int:
-        """Counts the samples whose value is at most `difficulty`: a prefix."""
+        """Counts the samples of at most value `difficulty`, which form a prefix."""
         return int(np.searchsorted(self.values, difficulty, "right"))
 
     def admitted(self, difficulty: int | float) -> Int64[np.ndarray, " admitted"]:
-        """The samples whose value is at most `difficulty`, the easiest first."""
+        """Samples of at most value `difficulty`, the easiest first."""
         return self.samples[: self.num_admitted(difficulty)]
 
     def num_admitted_percentile(self, percentile: int, last: int = 100) -> int:
         """Counts the easiest samples up to a percentile.
 
         Args:
-            percentile: 0 to `last`.
+            percentile: Percentile, 0 to `last`.
             last: Percentile at which all samples are admitted, 1 or more.
 
         Reference:
             DeepSpeed's sampler: `n // last` samples per percentile, and all at the end.
         """
         n = len(self.samples)
+        # Floor before the product, as in DeepSpeed: percentiles have equal sizes.
         return n if percentile >= last else n // last * percentile
 
     def admitted_percentile(
         self, percentile: int, last: int = 100
     ) -> Int64[np.ndarray, " admitted"]:
-        """The easiest samples up to a percentile; see `num_admitted_percentile`."""
+        """Easiest samples up to a percentile; see `num_admitted_percentile`."""
         return self.samples[: self.num_admitted_percentile(percentile, last)]
 
 
@@ -184,7 +195,8 @@ def index_path(output: str | os.PathLike[str], metric: str) -> pathlib.Path:
 def write_index(
     path: pathlib.Path, metric: str, values: Float64[np.ndarray, " n"], digest: str
 ) -> None:
-    """Sorts samples by value and writes their index atomically."""
+    """Sorts samples by value and writes the index atomically."""
+    # Stable: samples of equal value stay in the order of the dataset.
     order = np.argsort(values, kind="stable")
     columns = [values[order], order]
     write_columns(path, columns, digest=digest, name=metric)
@@ -193,15 +205,15 @@ def write_index(
 def open_index(
     path: str | os.PathLike[str], digest: str, field: str = "index"
 ) -> Index:
-    """Maps the index of a metric once it is known to be whole and of this dataset.
+    """Maps the index of a metric once it is known to be intact and of this dataset.
 
     Args:
-        path: File of `zjax data analyze`.
+        path: Path of a file of `zjax data analyze`.
         digest: Digest of the dataset; see `zjax.data.source.digest_samples`.
-        field: Name of the file in messages.
+        field: Name of the setting in messages.
 
     Returns:
-        The index; its arrays stay on the disk.
+        Index with memory-mapped arrays.
 
     Raises:
         DataError: The file is missing, truncated or damaged, or belongs to another
@@ -216,7 +228,7 @@ def open_index(
 
 
 def _map_index(path: pathlib.Path, checksum: int) -> Index:
-    """Maps an index that was found to be whole, in another process."""
+    """Maps an index that another process has verified."""
     mapped = map_columns(path, _DTYPES)
     if mapped.checksum != checksum:
         problem, remedy = "was replaced while the run started", "start the run again"

@@ -1,6 +1,6 @@
 """Metrics of samples for a curriculum: numbers of 0 or more that grow with difficulty.
 
-A sample is a row of a loader. The names are those of DeepSpeed Data Efficiency
+A sample is a row of a loader. The names are from DeepSpeed Data Efficiency
 (arXiv:2212.03597): `seqreo` is the effective length, `voc` the vocabulary's rarity.
 """
 
@@ -18,12 +18,12 @@ from zjax.settings.convert import Fault, find_function, is_function_name
 
 METRICS = ("seqreo", "voc", "seqreo_voc", "compression")
 MAX_EXACT = 1 << 53
-"""Float64 represents all integers up to this one."""
+"""Largest integer up to which float64 represents all integers."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Samples as they are read."""
+    """Samples that are measured together."""
 
     numbers: Int64[np.ndarray, " n"]
     """Number of each sample in its dataset."""
@@ -51,12 +51,13 @@ def effective_lengths(
 
 
 def surprisals(counts: Int64[np.ndarray, " V"]) -> Float64[np.ndarray, " V"]:
-    """Computes -ln p of each token id from its count in a corpus; counts of 0 are 1.
+    """Computes -ln p of each token id from counts in a corpus; counts of 0 are 1.
 
     Example:
         >>> surprisals(np.array([4, 0, 3])).round(3).tolist()
         [0.693, 2.079, 0.981]
     """
+    # -ln 0 would be infinite.
     counts = np.maximum(counts, 1)
     return np.log(counts.sum() / counts)
 
@@ -94,8 +95,9 @@ def compression_ratios(
 ) -> Float64[np.ndarray, " n"]:
     """Divides the compressed by the original size of each sample: repetition is easy.
 
-    What zlib (level 6) compresses is not text but token ids, as little-endian numbers
-    of 1, 2 or 4 bytes, the least that hold the vocabulary: no tokenizer is needed.
+    zlib (level 6) compresses token ids, as little-endian numbers of 1, 2 or 4 bytes,
+    the least that hold the vocabulary: no tokenizer is needed. A sample of padding
+    alone has ratio 0.
 
     Example:
         >>> tokens = np.array([[7] * 100, list(range(100))])
@@ -107,6 +109,7 @@ def compression_ratios(
     for sample, (row, kept) in enumerate(zip(tokens, is_token, strict=True)):
         original = row[kept].astype(dtype).tobytes()
         if original:
+            # Another level would give other values than indexes on disk have.
             ratios[sample] = len(zlib.compress(original, 6)) / len(original)
     return ratios
 
@@ -128,7 +131,10 @@ def make_metric(
     vocab_size: int,
     counts: Int64[np.ndarray, " V"] | None = None,
 ) -> Metric:
-    """Makes the function of a metric; its values are checked.
+    """Makes the function of a metric, which checks every value.
+
+    `length` is tokens per sample, with padding. `counts` is needed for `voc` and
+    `seqreo_voc`.
 
     Example:
         >>> metric = make_metric("seqreo", length=3, vocab_size=9)
@@ -151,7 +157,7 @@ def make_metric(
 
 
 def load_function(name: str) -> Callable[[Any], Any]:
-    """Imports the caller's function `module:function`.
+    """Imports the user's function `module:function`.
 
     Example:
         >>> load_function("math:fsum")([1, 2])
@@ -169,6 +175,7 @@ def load_function(name: str) -> Callable[[Any], Any]:
 def _choose(
     name: str, length: int, vocab_size: int, counts: Int64[np.ndarray, " V"] | None
 ) -> Metric:
+    """Chooses the function of a metric by name."""
     match name:
         case "seqreo":
             return lambda batch: effective_lengths(batch.is_token).astype(np.float64)
@@ -185,7 +192,9 @@ def _choose(
 def _make_rarity(
     name: str, length: int, surprisal: Float64[np.ndarray, " V"]
 ) -> Metric:
+    """Makes the function of `voc` or `seqreo_voc`."""
     scale = length_scale(length * surprisal.max()) if name == "seqreo_voc" else 0
+    # Beyond, float64 would round the rarity away.
     if (length + 1) * scale > MAX_EXACT:
         problem = f"reaches {length * scale:,} with samples of {length} tokens"
         remedy = f"use shorter samples: numbers above {MAX_EXACT:,} are not exact"
@@ -193,12 +202,14 @@ def _make_rarity(
 
     def compute(batch: Batch) -> Float64[np.ndarray, " n"]:
         rarity = vocabulary_rarity(batch.tokens, batch.is_token, surprisal)
+        # Sorts by length first, then by rarity.
         return effective_lengths(batch.is_token) * scale + rarity
 
     return compute
 
 
 def _wrap_function(name: str) -> Metric:
+    """Makes a metric of the user's function, with errors that name the sample."""
     function = load_function(name)
 
     def call(number: int, tokens: np.ndarray) -> float:

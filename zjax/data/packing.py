@@ -1,8 +1,8 @@
 """Rows of equal length from a stream of tokens, readable by number.
 
-Blocks split the stream without looking at it. Documents are packed whole, several to a
-row, with segment ids that confine attention. The index of pieces per row is computed
-once, by first-fit in windows of documents, all windows in lockstep.
+Blocks split the stream without regard to documents. Documents are packed whole, several
+to a row, with segment ids that confine attention. The index of pieces per row is
+computed once, by first-fit in windows of documents, all windows in lockstep.
 """
 
 from collections.abc import Sequence
@@ -14,16 +14,17 @@ from jaxtyping import Bool, Int, Int64
 from zjax.data.sums import digest_tokens, token_parts
 
 WINDOW_ROWS = 128
-"""Rows per first-fit window."""
+"""Rows that a first-fit window fills, about."""
+# Bounds the time: each document of a window is compared with all open rows.
 MAX_WINDOW_DOCUMENTS = 4_096
 ANSWER_BLOCK = 1 << 22
-"""Tokens whose answers are searched at a time."""
+"""Tokens in which answers are searched at a time."""
 NO_ANSWER = np.iinfo(np.int64).max
 
 
 @runtime_checkable
 class TokenArray(Protocol):
-    """Unsigned token ids that are sliced without reading the rest."""
+    """Unsigned token ids that are sliced without reading the whole stream."""
 
     def __len__(self) -> int: ...
 
@@ -46,10 +47,10 @@ class Rows(Protocol):
 
 
 class BlockRows:
-    """The stream split into rows; a row's last target is the next one's first token.
+    """Stream split into rows; a row's last target is the first token of the next row.
 
     Args:
-        tokens: Token stream.
+        tokens: Token stream of all documents.
         length: Tokens per row, 1 or more.
 
     Example:
@@ -78,22 +79,22 @@ class BlockRows:
         }
 
     def digest(self) -> str:
-        """Checksum of the stream."""
+        """Checksum of the token stream."""
         return digest_tokens(self._tokens)
 
 
 class DocumentRows:
-    """Documents packed into rows; longer ones are split into pieces of a row.
+    """Documents packed into rows; long documents are split into pieces of a row.
 
-    Targets stay within a document: its last token, and padding, have weight 0. Padding
-    has segment 0 and token 0. Conversations are cut instead, as an answer behind the
-    cut would have no prompt, and left out if they have no answer before it.
+    Targets stay within a document: the last token, and padding, have weight 0. Padding
+    has segment 0 and token 0. Long conversations are cut instead, as an answer behind
+    the cut would have no prompt, and left out without an answer before the cut.
 
     Args:
-        tokens: Token stream, each document ending in its end token.
+        tokens: Token stream, each document ending in an end token.
         offsets: Start of each document, and the end of the last.
         length: Tokens per row, 1 or more.
-        answers: 1 for each token of conversations that has a loss; None for all.
+        answers: Flags, 1 for each token with a loss; None if all tokens have one.
 
     Attributes:
         num_cut: Number of conversations that are longer than a row.
@@ -126,12 +127,13 @@ class DocumentRows:
             has_loss = first_answers(answers, offsets) <= length
             self.num_cut = int((np.diff(offsets) > length).sum())
             self.num_left_out = int((~has_loss).sum())
-            kept = np.append(True, ends_document)[:-1]  # the first piece of each
+            kept = np.append(True, ends_document)[:-1]  # first piece of each document
             kept[kept] = has_loss
             starts, sizes, ends_document = (
                 column[kept] for column in (starts, sizes, ends_document)
             )
         rows = pack_first_fit(sizes, length)
+        # Sorted by row, so that the pieces of a row are one slice.
         order = np.argsort(rows, kind="stable")
         self._starts, self._sizes, self._closes = (
             column[order] for column in (starts, sizes, ends_document)
@@ -151,7 +153,7 @@ class DocumentRows:
         return batch
 
     def digest(self) -> str:
-        """Checksum of the stream and of the document boundaries."""
+        """Checksum of the token stream, the document boundaries and the answers."""
         answers = () if self._answers is None else token_parts(self._answers)
         return digest_tokens(self._tokens, self._offsets, *answers)
 
@@ -162,8 +164,10 @@ class DocumentRows:
         return stack_pieces(rows, self._length)
 
     def _pieces(self, stream: TokenArray, row: int) -> list[tuple[np.ndarray, bool]]:
+        """Reads the pieces of a row."""
         pieces = slice(self._first_piece[row], self._first_piece[row + 1])
         return [
+            # A piece inside a document has one more token, the last target.
             (stream[start : start + size + (not ends_document)], ends_document)
             for start, size, ends_document in zip(
                 self._starts[pieces].tolist(),
@@ -177,7 +181,11 @@ class DocumentRows:
 def stack_pieces(
     rows: Sequence[Sequence[tuple[np.ndarray, bool]]], length: int
 ) -> dict[str, np.ndarray]:
-    """Concatenates pieces of documents into rows of `length` tokens."""
+    """Concatenates pieces of documents into rows of `length` tokens.
+
+    A piece is a pair of tokens and whether the document ends there. A piece that does
+    not end a document has one more token, the last target.
+    """
     names = ("tokens", "targets", "segment_ids", "positions")
     batch = {name: np.zeros((len(rows), length), np.int32) for name in names}
     weights = np.zeros((len(rows), length), np.float32)
@@ -205,6 +213,8 @@ def split_documents(
 ]:
     """Splits every document into pieces of at most `length` tokens.
 
+    Returns start and size of each piece, and whether the document ends there.
+
     Example:
         >>> [column.tolist() for column in split_documents(np.array([0, 5, 7]), 3)]
         [[0, 3, 5], [3, 2, 2], [False, True, True]]
@@ -221,7 +231,7 @@ def split_documents(
 def first_answers(
     answers: TokenArray, offsets: Int64[np.ndarray, " offsets"]
 ) -> Int64[np.ndarray, " documents"]:
-    """Position in each document of its first target with a loss; NO_ANSWER for none.
+    """Position of the first target with a loss in each document, or NO_ANSWER.
 
     Example:
         >>> answers = np.array([1, 0, 1, 1, 0, 1], np.uint8)
@@ -234,7 +244,9 @@ def first_answers(
         positions = np.flatnonzero(part) + start
         documents = np.searchsorted(offsets, positions, side="right") - 1
         within = positions - offsets[documents]
+        # The first token of a document is no target.
         is_target = within > 0
+        # Unbuffered, as several positions may lie in one document.
         np.minimum.at(found, documents[is_target], within[is_target])
     return found
 
@@ -244,8 +256,9 @@ def pack_first_fit(
 ) -> Int64[np.ndarray, " pieces"]:
     """Assigns a row, numbered without gaps, to each piece of 1 to `length` tokens.
 
-    Pieces of a full row come first. The others are taken in windows; within one, from
-    the longest to the shortest, each goes to the first row with enough space.
+    Pieces of a full row come first. Shorter pieces are taken in windows; within a
+    window, from the longest to the shortest, each piece goes to the first row with
+    enough space.
 
     Example:
         >>> pack_first_fit(np.array([2, 4, 3, 1, 2]), length=4).tolist()
@@ -261,8 +274,10 @@ def pack_first_fit(
     width = _window_documents(sizes[shorter], length)
     table = np.zeros((-(-len(shorter) // width), width), np.int64)
     table.reshape(-1)[: len(shorter)] = sizes[shorter]
+    # Longest first, which fills rows best; the padding of the last window comes last.
     order = np.argsort(-table, axis=1, kind="stable")
     placed, num_used = _fit_windows(np.take_along_axis(table, order, axis=1), length)
+    # Rows of a window follow the rows of all windows before.
     placed += (np.cumsum(num_used) - num_used)[:, None]
     result = np.empty_like(placed)
     np.put_along_axis(result, order, placed, axis=1)
@@ -278,7 +293,7 @@ def _window_documents(sizes: Int[np.ndarray, " pieces"], length: int) -> int:
 def _fit_windows(
     sizes: Int64[np.ndarray, "windows width"], length: int
 ) -> tuple[Int64[np.ndarray, "windows width"], Int64[np.ndarray, " windows"]]:
-    """First-fit in each window; pieces of size 0 are padding and open no row."""
+    """Runs first-fit in each window; pieces of size 0 are padding and open no row."""
     num_windows, width = sizes.shape
     windows = np.arange(num_windows)
     space = np.full((num_windows, width), length, np.int64)
@@ -286,7 +301,9 @@ def _fit_windows(
     num_used = np.zeros(num_windows, np.int64)
     for column in range(width):
         size = sizes[:, column]
+        # Rows in use and one empty row: a piece always fits there.
         num_open = min(int(num_used.max()) + 1, width)
+        # argmax finds the first row with enough space.
         row = (space[:, :num_open] >= size[:, None]).argmax(axis=1)
         space[windows, row] -= size
         placed[:, column] = row

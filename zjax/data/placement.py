@@ -1,4 +1,4 @@
-"""Places host rows as global arrays; each process places the rows of its devices."""
+"""Places host rows as global arrays; each process places the rows of local devices."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -14,7 +14,7 @@ from zjax.sharding.activations import map_rows
 from zjax.typing import Entries
 
 Shardings = Callable[[jax.ShapeDtypeStruct], NamedSharding]
-"""Function from shape and dtype of a global array to its sharding."""
+"""Function from shape and dtype of a global array to the sharding."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,8 +22,8 @@ class BatchPlacement:
     """Shardings of a batch, and the arrays that the loss expects.
 
     Args:
-        shardings: Sharding of arrays of rows; scalars are replicated.
-        entries: Expected arrays; batches are checked before they are placed.
+        shardings: Function to the sharding of an array of rows; scalars are replicated.
+        entries: Expected arrays by path; batches are checked before placement.
     """
 
     shardings: Shardings
@@ -52,7 +52,7 @@ def needed_rows(
     for sharding, shape in shardings:
         indices = sharding.devices_indices_map(shape)
         for device in devices:
-            if device in indices:
+            if device in indices:  # a sharding may use some devices only
                 rows.update(range(shape[0])[indices[device][0]])
     return np.array(sorted(rows), np.int64)
 
@@ -68,6 +68,7 @@ def device_rows(
     `local` has the rows `rows`, ascending, of the `num_rows` of the global array.
     """
     wanted = range(num_rows)[index[0]]
+    # This process has read all rows of the shard, so the rows lie side by side.
     first = int(np.searchsorted(rows, wanted.start))
     return local[(slice(first, first + len(wanted)), *index[1:])]
 
@@ -106,6 +107,8 @@ def place_batch(batch: Any, shardings: Shardings, num_rows: int, name: str) -> A
 
 
 def _place(array: Any, sharding: NamedSharding) -> jax.Array:
+    """Places an array that is on the host or already on devices."""
+    # An array on devices moves without a copy through the host.
     if isinstance(array, jax.Array):
         return jax.device_put(array, sharding)
     return jax.make_array_from_callback(

@@ -1,4 +1,4 @@
-"""Converts text files to token files before training: `zjax data prepare`."""
+"""Converts text, conversations and token ids to token files: `zjax data prepare`."""
 
 import collections
 import contextlib
@@ -30,16 +30,20 @@ from zjax.errors import DataError, Problem
 from zjax.files import local_path, new_directory
 
 BPE_TRAINING_BYTES = 1 << 30
-"""Most text from which a BPE is learnt, the first of the training split."""
+"""Maximum bytes of text, from the start of the training split, that a BPE learns
+from."""
+# 256 bytes, an end token and one merge at least.
 MIN_BPE, MAX_BPE = text.NUM_BYTES + 2, 1 << 20
 ENCODE_DOCUMENTS = 256
-"""Documents encoded at a time, in threads of the tokenizer."""
+"""Documents that are encoded at a time, in threads of the tokenizer."""
 
 _MAX_NAMED = 5
-"""Most special tokens that a warning names."""
+"""Maximum number of special tokens that a warning names."""
 
 
 class _Assigned(NamedTuple):
+    """A document and the split that receives it."""
+
     split: str
     document: documents.Document
 
@@ -60,31 +64,31 @@ def prepare(
     Documents are the objects of JSON Lines and JSON arrays, the rows of Parquet files
     and of a directory that `datasets.Dataset.save_to_disk` wrote, and text files. JSON
     and text may be compressed (`.gz`, `.bz2`, `.xz`). Each document begins with BOS, if
-    the tokenizer begins texts so, and ends with its end token. Validation takes the
-    second document, then one whenever it has less than `validation_fraction` of the
-    text; a text file counts as blocks of about 64 KiB.
+    the tokenizer begins texts so, and ends with an end token. Validation takes the
+    second document, then a document whenever it has less than `validation_fraction` of
+    the text; a text file counts as blocks of about 64 KiB.
 
     Args:
-        inputs: Files, or directories, all of whose files are read.
+        inputs: Paths of files, or of directories with files that are all read.
         output: Directory to create; it appears only when it is complete.
-        tokenizer: `bytes`, `bpe:<vocab_size>` to learn one from the training text, the
-            path of a `tokenizer.json`, or `ids:<vocab_size>` for token ids of no known
-            tokenizer, whose last id ends documents.
+        tokenizer: Name `bytes`, `bpe:<vocab_size>` to learn a BPE from the training
+            text, the path of a `tokenizer.json`, or `ids:<vocab_size>` for token ids of
+            no known tokenizer, with the last id as end token.
         validation_fraction: Fraction of the text to hold out, 0 to less than 1.
         text_field: Field of JSON objects, or column of tables, with the text or a list
-            of token ids. `labels` beside ids say which have a loss, and
+            of token ids. `labels` beside ids say which ids have a loss, and
             `attention_mask` which are padding. Files `.bin` are streams of uint16 ids.
-        chat: Directory of a Hugging Face checkpoint, whose tokenizer and chat template
-            encode conversations, instead of `tokenizer` and `text_field`: records of
-            a layout of `zjax.data.conversations`. Only answers then have a loss, and
-            no document an end token that the template does not write.
-        special_tokens: Whether names of special tokens in a text are these tokens, as
-            in conversations that were rendered before; else they are ordinary text.
+        chat: Directory of a Hugging Face checkpoint with the tokenizer and the chat
+            template for conversations, instead of `tokenizer` and `text_field`; the
+            records have a layout of `zjax.data.conversations`. Only answers then have
+            a loss, and documents have no end token that the template does not write.
+        special_tokens: Whether names of special tokens in a text are encoded as special
+            tokens, as in conversations rendered before; else as ordinary text.
         skip_broken: Whether records that cannot be used are left out, and counted in
             the log, instead of refused. Files that cannot be read are always refused.
 
     Returns:
-        Vocabulary and sizes of what was written.
+        Vocabulary, and sizes of the splits that were written.
 
     Raises:
         DataError: An input, the tokenizer or the output is unusable; no files remain.
@@ -126,9 +130,12 @@ def prepare(
         _output_directory(output) as partial,
         progress.Progress(console=console.Console(stderr=True)) as bar,
     ):
+        # Lazy: only a BPE reads the documents twice; broken records are counted once,
+        # below.
         learning = read(bar, "Learning", BrokenRecords(skip_broken))
         vocabulary = _make_tokenizer(tokenizer, partial, learning)
         assigned, record = read(bar, "Encoding", broken), vocabulary.record
+        # The first document says what all documents hold: text, ids or labels.
         first = [*itertools.islice(assigned, 1)]
         assigned = _of_one_kind(itertools.chain(first, assigned))
         tokens = first[0].document.tokens if first else None
@@ -200,6 +207,7 @@ def check_types(
 def _check_settings(
     output: str | pathlib.Path, tokenizer: str, validation_fraction: float
 ) -> list[Problem]:
+    """Problems of the arguments of `prepare`."""
     problems = []
     if not str(output):
         problems.append(Problem("output", "", "is not given", "name a folder to make"))
@@ -246,6 +254,7 @@ def _read_all(
     label: str,
     broken: BrokenRecords,
 ) -> Iterator[documents.Document]:
+    """Reads the documents of all files, with a progress bar; skips empty documents."""
     total = sum(file.stat().st_size for file in files)
     task = bar.add_task(label, total=total)
     told: set[str] = set()
@@ -254,6 +263,7 @@ def _read_all(
             read_documents = documents.read_conversations(file, told, broken)
         else:
             read_documents = documents.read_documents(file, text_field, broken)
+        # By hand, as a read error must name the file.
         while document := _read_next(file, read_documents):
             bar.advance(task, document.num_bytes)
             if document.size:
@@ -263,6 +273,7 @@ def _read_all(
 def _read_next(
     file: pathlib.Path, documents_in: Iterator[documents.Document]
 ) -> documents.Document | None:
+    """Reads the next document of a file; None at the end."""
     try:
         return next(documents_in, None)
     except OSError as error:
@@ -275,8 +286,10 @@ def _read_next(
 def _assign_splits(
     documents_in: Iterator[documents.Document], validation_fraction: float
 ) -> Iterator[_Assigned]:
+    """Assigns each document to a split, by size."""
     num_seen, num_held_out = 0, 0
     for document in documents_in:
+        # Strictly less: the first document is for training, the second for validation.
         held_out = num_held_out < validation_fraction * num_seen
         size = document.size
         num_seen += size
@@ -287,7 +300,7 @@ def _assign_splits(
 def _make_tokenizer(
     tokenizer: str, directory: pathlib.Path, assigned: Iterator[_Assigned]
 ) -> text.Tokenizer:
-    """Makes the tokenizer, and writes its files beside the tokens."""
+    """Makes the tokenizer, and writes the tokenizer files beside the tokens."""
     if tokenizer == "bytes":
         return text.make_bytes()
     if tokenizer.startswith("ids:"):
@@ -300,6 +313,7 @@ def _make_tokenizer(
     with text.data_errors(tokenizer, "cannot be learnt", "use a smaller one"):
         library = text.train_bpe(_training_texts(assigned), size)
     write_files(directory, library.to_str(pretty=True), {"eos_token": END_TOKENS[0]})
+    # Named by the choice, as this directory is temporary.
     found = text.load_tokenizer(directory / TOKENIZER_NAME)
     return dataclasses.replace(
         found, record=dataclasses.replace(found.record, name=tokenizer)
@@ -307,6 +321,7 @@ def _make_tokenizer(
 
 
 def _training_texts(assigned: Iterator[_Assigned]) -> Iterator[str]:
+    """Yields texts of the training split, up to `BPE_TRAINING_BYTES`."""
     num_bytes = 0
     for split, document in assigned:
         if num_bytes >= BPE_TRAINING_BYTES:
@@ -321,7 +336,7 @@ def _token_dtype(vocabulary: text.Tokenizer) -> str:
 
 
 class _Writers(dict[str, store.SplitWriter]):
-    """Writers by split, which are opened when they are first asked for."""
+    """Writers by split, opened on first use."""
 
     def __init__(
         self, directory: pathlib.Path, vocabulary: text.Tokenizer, has_answers: bool
@@ -336,18 +351,19 @@ class _Writers(dict[str, store.SplitWriter]):
 
     def close(self) -> None:
         """Flushes all splits to disk."""
+        # Closes all writers even if one fails, as on a full disk.
         with contextlib.ExitStack() as stack:
             for writer in self.values():
                 stack.callback(writer.close)
 
     def sizes(self) -> dict[str, store.Split]:
-        """Gives the sizes of the splits."""
+        """Sizes of the splits, by name."""
         pairs = self.items()
         return {x: store.Split(y.num_tokens, y.num_documents) for x, y in pairs}
 
 
 def _of_one_kind(assigned: Iterator[_Assigned]) -> Iterator[_Assigned]:
-    """Refuses documents of text among token ids, and labels for some of them only."""
+    """Refuses documents of text among token ids, and labels in some documents only."""
     kinds = set()
     for each in assigned:
         tokens = each.document.tokens
@@ -373,7 +389,7 @@ def _write_texts(
 ) -> None:
     """Encodes texts, with BOS and end token where a text begins and ends.
 
-    Blocks of one text that follow each other in a split are one document.
+    Consecutive blocks of one text in a split are one document.
     """
     num_texts, num_spelling, names = 0, 0, dict[str, None]()
     before, is_counted = "", False
@@ -410,7 +426,7 @@ def _write_ids(
     vocabulary: text.Tokenizer,
     assigned: Iterator[_Assigned],
 ) -> None:
-    """Writes ids as they are; end tokens of a stream end its documents."""
+    """Writes ids unchanged; end tokens of a stream end documents."""
     before = ""
     for split, document in assigned:
         assert document.tokens is not None
@@ -430,11 +446,13 @@ def _write_ids(
             writers[split].append(ids)
             writers[split].end_document()
         else:
+            # A stream has no other boundaries of documents.
             is_end = np.isin(ids, vocabulary.record.end_ids)
             for piece in np.split(ids, np.flatnonzero(is_end) + 1):
                 writers[split].append(piece)
                 if piece.size and piece[-1] in vocabulary.record.end_ids:
                     writers[split].end_document()
+    # A stream may end without an end token.
     if before:
         writers[before].end_document()
 
@@ -445,7 +463,7 @@ def _write_talks(
     assigned: Iterator[_Assigned],
     broken: BrokenRecords,
 ) -> tuple[int, ...]:
-    """Encodes conversations; gives the ids that end their answers."""
+    """Encodes conversations; returns the ids that end answers."""
     num_talks, num_samples, ends = 0, 0, collections.Counter[int | None]()
     for chunk in _chunks(assigned):
         talks = [document.talk for _, document in chunk if document.talk is not None]
@@ -483,6 +501,7 @@ def _check_splits(
     inputs: Sequence[str | pathlib.Path],
     validation_fraction: float,
 ) -> None:
+    """Refuses empty splits; warns if the held-out fraction is far off."""
     if not splits:
         paths = ", ".join(map(str, inputs))
         raise DataError(Problem("input", paths, "holds no text", "give some"))

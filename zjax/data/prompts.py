@@ -19,9 +19,9 @@ from zjax.errors import ConfigError, Problem
 from zjax.settings import schema
 
 Given = str | Conversation | Sequence[int] | np.ndarray
-"""A text, a conversation, or ids."""
+"""Text, conversation, or ids, int[n]."""
 NUM_SEARCHED = 100
-"""Conversations among which a sample is searched."""
+"""Conversations that are searched for a sample."""
 _REMEDY = "name a checkpoint of this tokenizer that has one"
 
 
@@ -29,8 +29,8 @@ class Prompts:
     """Encodes prompts with one tokenizer, and decodes continuations.
 
     Args:
-        tokenizer: The tokenizer.
-        folder: Directory with its files and a chat template, or empty.
+        tokenizer: Tokenizer of the data.
+        folder: Directory with the tokenizer files and a chat template, or empty.
         has_answers: Whether the tokenizer encoded conversations for training.
     """
 
@@ -42,7 +42,7 @@ class Prompts:
         self._warned: set[str] = set()
 
     def encode(self, given: Given, *, special_tokens: bool = False) -> np.ndarray:
-        """Encodes a prompt of any kind."""
+        """Encodes a prompt of any kind, int32[L]."""
         if isinstance(given, str):
             return self.encode_text(given, special_tokens=special_tokens)
         if isinstance(given, Conversation):
@@ -66,18 +66,18 @@ class Prompts:
         return self.tokenizer.encode(text, special_tokens=special_tokens)
 
     def encode_talk(self, talk: Conversation) -> np.ndarray:
-        """Encodes a conversation up to where the next answer begins."""
+        """Encodes a conversation up to the start of the next answer."""
         if talk.messages[-1]["role"] == ANSWERS:
             problem = "ends with an answer"
             talk.refuse(problem, "end with the message that is to be answered")
         return self.chat.prompt_of(talk)
 
     def decode(self, prompt: Any, new: Any) -> str:
-        """Decodes what follows a prompt, up to the first token that ends a text."""
+        """Decodes the ids behind a prompt, up to the first token that ends a text."""
         ends = self.tokenizer.end_ids
         size = next((n for n, id_ in enumerate(new) if id_ in ends), len(new))
         before = self.tokenizer.decode([*prompt])
-        # Many decoders drop the space before the first token of what they decode.
+        # Many decoders drop a space before the first token: decode with the prompt.
         whole = self.tokenizer.decode([*prompt, *new[:size]])
         if whole.startswith(before):
             return whole[len(before) :]
@@ -85,7 +85,7 @@ class Prompts:
 
     @functools.cached_property
     def chat(self) -> Chat:
-        """The chat template."""
+        """Chat template of `folder`, loaded on first use."""
         if not self._folder:
             name = self.tokenizer.name
             problem = f"has no chat template: the tokenizer of the data is {name!r}"
@@ -100,7 +100,11 @@ class Prompts:
 
 
 def make_prompts(config: schema.Config, chat: str = "") -> Prompts:
-    """Makes what encodes prompts for a run."""
+    """Makes the encoder of prompts for a run.
+
+    `chat` is the directory of a checkpoint with a chat template; empty for the template
+    stored beside the tokens.
+    """
     tokenizer = make_tokenizer(config)
     prepared = config.data.path if config.data.source == "tokens" else ""
     if chat:
@@ -109,7 +113,7 @@ def make_prompts(config: schema.Config, chat: str = "") -> Prompts:
 
 
 def _with_ends_of(tokenizer: Tokenizer, chat: str) -> Tokenizer:
-    """Adds the end ids of a checkpoint, whose template may end answers with them."""
+    """Adds the end ids of a checkpoint: the template may end answers with these."""
     record = load_tokenizer(pathlib.Path(chat) / TOKENIZER_NAME).record
     if record.digest != tokenizer.record.digest:
         problem = f"has another tokenizer than the data, {tokenizer.name!r}"
@@ -119,7 +123,7 @@ def _with_ends_of(tokenizer: Tokenizer, chat: str) -> Tokenizer:
 
 
 def has_answers(config: schema.Config) -> bool:
-    """Says whether a run is trained on the answers of conversations."""
+    """Whether a run is trained on the answers of conversations."""
     is_prepared = config.data.source == "tokens"
     return is_prepared and store.read_meta(config.data.path).has_answers
 
@@ -138,7 +142,7 @@ def as_talk(messages: Any) -> Conversation:
 
 
 def describe_prompt(given: Given) -> str:
-    """Names a prompt in messages by how it begins.
+    """Names a prompt in messages by the first characters.
 
     Example:
         >>> describe_prompt("def f(): pass"), describe_prompt([3, 4])
@@ -150,13 +154,18 @@ def describe_prompt(given: Given) -> str:
 
 
 def find_question(config: schema.Config, most: int) -> np.ndarray | None:
-    """Finds the prompt of a conversation of the data, as a sample."""
+    """Finds the prompt of a conversation of the data, as a sample.
+
+    Held-out conversations are preferred. None if the first prompts are longer than
+    `most` tokens.
+    """
     splits = store.read_meta(config.data.path).splits
     split = "validation" if "validation" in splits else "train"
     talks = open_documents(config, split)
     assert talks.answers is not None
     starts = talks.offsets[:-1][:NUM_SEARCHED]
     for start, stop in zip(starts, talks.offsets[1:], strict=False):
+        # The first answer token; 0 also without any answer.
         size = int(np.argmax(talks.answers[start:stop]))
         if 0 < size <= most:
             return np.asarray(talks.tokens[start : start + size], np.int32)

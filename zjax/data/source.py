@@ -60,7 +60,7 @@ def open_rows(config: schema.Config, split: str) -> packing.Rows:
 
 
 def open_documents(config: schema.Config, split: str) -> store.Store:
-    """Opens the documents of a split, `train` or `validation`."""
+    """Opens the documents of a split, `train` or `validation`; not synthetic data."""
     data = config.data
     if data.source == "standard_library":
         opened = synthetic.open_standard_library(split)
@@ -85,9 +85,10 @@ def row_settings(config: schema.Config) -> dict[str, Any]:
 
 
 def order_settings(config: schema.Config) -> dict[str, Any]:
-    """Settings by path that determine which tokens each step reads, of these rows.
+    """Settings by path that determine which tokens of the rows each step reads.
 
-    They name what is switched off, too, so that a run that continues with it is told.
+    Switched-off features are named, too, so that resuming with another switch is
+    noticed.
 
     Example:
         >>> order_settings(schema.Config())
@@ -107,18 +108,19 @@ def order_settings(config: schema.Config) -> dict[str, Any]:
 
 
 def digest_samples(config: schema.Config, rows: packing.Rows) -> str:
-    """16 hexadecimal digits of the data and of how it is cut into rows.
+    """Hashes the data and the settings of rows; 16 hexadecimal digits.
 
-    An index of samples carries them, so that it is not used for other rows.
+    An index of samples carries the digest, so that other rows refuse the index.
     """
     content = [len(rows), rows.digest(), row_settings(config)]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
 def check_vocabulary(opened: store.Store, source: str, vocab_size: int) -> None:
-    """Refuses data whose vocabulary is larger than `vocab_size`."""
+    """Refuses data with a vocabulary larger than `vocab_size`."""
     if opened.vocab_size <= vocab_size:
         return
+    # For the message: a padded vocabulary may be larger than all ids of the data.
     largest = store.largest_id(opened.tokens)
     field, value = "data.path", opened.name
     if source == "standard_library":
@@ -144,6 +146,7 @@ def check_no_answers(
 
 
 def _make_rows(opened: store.Store, data: schema.Data, split: str) -> packing.Rows:
+    """Makes the rows of `data.packing`."""
     if data.packing == "documents":
         documents = packing.DocumentRows(
             opened.tokens, opened.offsets, data.length, opened.answers
@@ -166,7 +169,7 @@ def _make_rows(opened: store.Store, data: schema.Data, split: str) -> packing.Ro
 
 
 def _tell_cut(rows: packing.DocumentRows, opened: store.Store, length: int) -> None:
-    """Warns of conversations longer than a row; refuses if none has a loss."""
+    """Warns of conversations longer than a row; refuses data without a loss."""
     longest = int(np.diff(opened.offsets).max(initial=0))
     if len(rows) == 0:
         problem = (

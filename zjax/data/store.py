@@ -1,12 +1,12 @@
-"""Token files: a directory whose streams are memory-mapped.
+"""Token files: a directory of memory-mapped token streams.
 
 - `meta.json`: sizes, dtype, and the record of the tokenizer
 - `tokenizer.json` and the files beside it in a checkpoint, unless it is `bytes`
 - `train.bin`: token ids, little-endian uint16 or uint32
 - `train.idx`: int64, start of each document, and the end of the last
-- `train.answers`: uint8, 1 for tokens of answers, if only these have a loss
-- `validation.*`: the same for held-out documents, if there are any
-- `*.sums`: checksums of each of these files, by chunk
+- `train.answers`: uint8, 1 for tokens of answers, if only answers have a loss
+- `validation.*`: files of held-out documents, if there are any
+- `*.sums`: checksums of each file, by chunk
 """
 
 import contextlib
@@ -35,14 +35,14 @@ FORMAT = 2
 EARLIER_FORMAT = 1
 """Format without a tokenizer record and checksums, which is still read."""
 SUM_KEY = "checksum"
-"""Where `meta.json` holds a CRC-32C of all other keys."""
+"""Key of `meta.json` with the CRC-32C of all other keys."""
 MAX_BYTES = 1 << 60
-"""Largest plausible size of a stream."""
+"""Largest plausible size of a stream in bytes."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """Size of one stream."""
+    """Numbers of tokens and documents of one stream."""
 
     num_tokens: int
     num_documents: int
@@ -54,7 +54,7 @@ class Meta:
 
     tokenizer: TokenizerRecord
     dtype: str
-    """`uint16` or `uint32`."""
+    """Dtype of the token ids, `uint16` or `uint32`."""
     splits: dict[str, Split]
     has_answers: bool = False
     """Whether only the tokens of answers have a loss."""
@@ -62,17 +62,17 @@ class Meta:
 
     @property
     def vocab_size(self) -> int:
-        """Largest id that the tokenizer has, plus 1."""
+        """Largest id of the tokenizer, plus 1."""
         return self.tokenizer.vocab_size
 
 
 class MappedTokens:
-    """A memory-mapped stream; pickled as the name of the file.
+    """A memory-mapped stream; pickled as the path of the file.
 
     Args:
         path: Path of the file, not empty.
-        dtype: `uint8`, `uint16`, `uint32` or `int64`.
-        has_sums: Whether what is read is verified by the checksums beside the file.
+        dtype: Name of the dtype: `uint8`, `uint16`, `uint32` or `int64`.
+        has_sums: Whether reads are verified by the checksums beside the file.
 
     Raises:
         DataError: The checksums cannot be used; at an access, a chunk is damaged.
@@ -87,19 +87,21 @@ class MappedTokens:
         return len(self._array)
 
     def __getitem__(self, index: slice, /) -> np.ndarray:
+        # Verified as chunks are read: checking whole files would delay the start.
         if self._sums is not None:
             start, stop, _ = index.indices(len(self._array))
             item_bytes = self._array.itemsize
             self._sums.verify(start * item_bytes, stop * item_bytes)
         return self._array[index]
 
+    # Worker processes map the file instead of receiving tokens.
     def __reduce__(self):
         return MappedTokens, self._source
 
 
 @dataclasses.dataclass(frozen=True)
 class Store:
-    """One opened stream of tokens, and its documents."""
+    """One opened stream of tokens, with document boundaries."""
 
     name: str
     """Name of the file or source, for messages."""
@@ -108,7 +110,7 @@ class Store:
     """Start of each document, and the end of the last."""
     vocab_size: int
     answers: MappedTokens | None = None
-    """1 for each token of an answer; None where all tokens have a loss."""
+    """Flags, 1 for each token of an answer; None if all tokens have a loss."""
 
 
 class SplitWriter:
@@ -117,7 +119,7 @@ class SplitWriter:
     Args:
         directory: Directory of the files.
         split: Name of the split.
-        dtype: `uint16` or `uint32`.
+        dtype: Name of the dtype of ids, `uint16` or `uint32`.
         answers: Whether documents are conversations, added by `append_answers`.
     """
 
@@ -127,41 +129,41 @@ class SplitWriter:
         self._dtype = np.dtype(dtype).newbyteorder("<")
         self._tokens = SummedFile(directory / f"{split}.bin")
         self._offsets = SummedFile(directory / f"{split}.idx")
-        self._offsets.write(np.zeros(1, "<i8").tobytes())
+        self._offsets.write(np.zeros(1, "<i8").tobytes())  # start of document 0
         self._answers = SummedFile(directory / f"{split}.answers") if answers else None
         self.num_tokens = 0
         self.num_documents = 0
         self._document_start = 0
 
     def append(self, ids: np.ndarray) -> None:
-        """Writes ids of a document."""
+        """Writes ids of the current document."""
         self._tokens.write(ids.astype(self._dtype).tobytes())
         self.num_tokens += len(ids)
 
     def end_document(self) -> None:
-        """Ends a document, or does nothing if it has no tokens."""
+        """Ends a document, or does nothing without tokens."""
         if self.num_tokens > self._document_start:
             self.num_documents += 1
             self._document_start = self.num_tokens
             self._offsets.write(np.array(self.num_tokens, "<i8").tobytes())
 
     def append_answers(self, ids: np.ndarray, answers: np.ndarray) -> None:
-        """Writes the ids of one conversation, and which belong to answers."""
+        """Writes the ids of one conversation, and flags of the answers."""
         assert self._answers is not None
         self._answers.write(answers.astype(np.uint8).tobytes())
         self.append(ids)
         self.end_document()
 
     def close(self) -> None:
-        """Syncs all files to disk, and writes their checksums."""
-        with contextlib.ExitStack() as stack:  # closes all also where the disk is full
+        """Syncs all files to disk, and writes the checksums."""
+        with contextlib.ExitStack() as stack:  # closes all, even if the disk is full
             for file in (self._tokens, self._offsets, self._answers):
                 if file is not None:
                     stack.callback(file.close)
 
 
 def _sum_of(content: Mapping[str, Any]) -> int:
-    """Computes the CRC-32C of JSON values, in any layout of their file."""
+    """Computes the CRC-32C of JSON values, in any layout of the file."""
     return crc32c.crc32c(json.dumps(content, sort_keys=True).encode())
 
 
@@ -199,7 +201,7 @@ def read_meta(path: str) -> Meta:
             content = _with_record(path, content)
         record = TokenizerRecord.from_mapping(content.pop(KEY, None))
         _check_meta(content)
-    except DataError:  # of the tokenizer, which is a ValueError, too
+    except DataError:  # of the tokenizer; a DataError is a ValueError, too
         raise
     except (KeyError, TypeError, ValueError) as error:
         problem = Problem("data.path", path, f"has a broken {META_NAME}", remedy)
@@ -209,7 +211,7 @@ def read_meta(path: str) -> Meta:
 
 
 def _with_record(path: str, content: dict[str, Any]) -> dict[str, Any]:
-    """Makes the record of a directory that was prepared without one."""
+    """Adds a tokenizer record to the `meta.json` of the earlier format."""
     _warn_of_format(path)
     content = dict(content)
     size, end_id = content.pop("vocab_size"), content.pop("end_id")
@@ -217,6 +219,7 @@ def _with_record(path: str, content: dict[str, Any]) -> dict[str, Any]:
         record = text.make_bytes().record
     elif kind == TOKENIZER_NAME:
         record = text.load_tokenizer(pathlib.Path(path) / TOKENIZER_NAME).record
+        # Texts of the earlier format have no BOS, and one end token.
         record = dataclasses.replace(record, bos_id=None, end_ids=(end_id,))
     else:
         raise ValueError(f"{kind} is no tokenizer")
@@ -238,7 +241,7 @@ def _warn_of_format(path: str) -> None:
 
 
 def _check_meta(content: dict[str, Any]) -> None:
-    """Raises ValueError where `meta.json` has other fields or values out of range."""
+    """Raises ValueError if `meta.json` has other fields or values out of range."""
     splits = content["splits"]
     sizes = {field.name for field in dataclasses.fields(Split)}
     is_valid = (
@@ -246,6 +249,7 @@ def _check_meta(content: dict[str, Any]) -> None:
         and isinstance(splits, dict)
         and all(isinstance(x, dict) and x.keys() == sizes for x in splits.values())
         and all(
+            # By type, as True is an int, too.
             type(n) is int and 0 < n < MAX_BYTES
             for split in splits.values()
             for n in split.values()
@@ -272,6 +276,7 @@ def open_store(path: str, split: str) -> Store:
     sizes = meta.splits[split]
     file = pathlib.Path(path) / f"{split}.bin"
     index, answers = file.with_suffix(".idx"), file.with_suffix(".answers")
+    # A truncated file would be mapped as a shorter stream.
     _check_size(file, sizes.num_tokens * np.dtype(meta.dtype).itemsize)
     _check_size(index, (sizes.num_documents + 1) * 8)
     if meta.has_answers:
@@ -279,6 +284,7 @@ def open_store(path: str, split: str) -> Store:
     has_sums = meta.format != EARLIER_FORMAT
     try:
         tokens = MappedTokens(file, meta.dtype, has_sums)
+        # An id beyond the vocabulary would index an embedding out of range.
         largest = largest_id(tokens)
         offsets = MappedTokens(index, "int64", has_sums)[:].astype(np.int64)
     except OSError as error:
@@ -311,8 +317,8 @@ def open_tokenizer(path: str) -> text.Tokenizer:
 def digest_tokenizer(path: str) -> str:
     """Hashes the `tokenizer.json` of a directory made by `zjax data prepare`.
 
-    Checkpoints hold this checksum of the file to tell the rows of one directory from
-    those of another. The digest of the record tells the meaning of ids instead.
+    The position in a checkpoint holds this hash, to tell the rows of one directory from
+    another. The digest of the record hashes the meaning of ids instead.
     """
     record = read_meta(path).tokenizer
     is_file = record.name not in ("bytes", text.NUMBERS)
@@ -322,11 +328,12 @@ def digest_tokenizer(path: str) -> str:
 
 
 def largest_id(tokens: np.ndarray | MappedTokens) -> int:
-    """The largest id of a stream, or of 64 equally spaced parts of a long one."""
+    """Largest id of a stream, or of 64 equally spaced parts of a long stream."""
     return max(int(part.max()) for part in sums.token_parts(tokens))
 
 
 def _check_size(file: pathlib.Path, expected_bytes: int) -> None:
+    """Refuses a file that is missing or of another size."""
     state = f"holds {file.stat().st_size} bytes" if file.is_file() else "is missing"
     if state == f"holds {expected_bytes} bytes":
         return

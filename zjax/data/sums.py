@@ -1,4 +1,4 @@
-"""Checksums of prepared data, and of batches that a resumed run draws again."""
+"""Checksums of token files by chunk, and digests of streams, rows and batches."""
 
 import hashlib
 import json
@@ -16,16 +16,16 @@ from zjax.errors import DataError, Problem
 from zjax.sharding.paths import path_of
 
 CHUNK_BYTES = 1 << 16
-"""Bytes of a chunk. Linux reads 128 KiB around a first access to a mapped file, so that
-smaller chunks would not save reads."""
+"""Bytes of a chunk. Linux reads 128 KiB around a first access to a mapped file: smaller
+chunks would not save reads."""
 REMEDY = "copy it again, or prepare it again"
 
 
 class SummedFile:
-    """A new file whose checksums are computed while it is written.
+    """A new file, with checksums computed while writing.
 
     Args:
-        path: Path of the file, replaced if there is one.
+        path: Path of the file; an existing file is replaced.
     """
 
     def __init__(self, path: pathlib.Path):
@@ -37,6 +37,7 @@ class SummedFile:
     def write(self, content: bytes) -> None:
         """Appends bytes."""
         self._file.write(content)
+        # Slices of a memoryview copy nothing.
         view = memoryview(content)
         while view:
             part = view[: CHUNK_BYTES - self._chunk_size]
@@ -51,21 +52,22 @@ class SummedFile:
         self._sum, self._chunk_size = 0, 0
 
     def close(self) -> None:
-        """Syncs the file to disk, then writes its checksums; does nothing twice."""
+        """Syncs the file to disk, then writes the checksums; does nothing twice."""
         if self._file.closed:
             return
-        with self._file as file:  # closes it also where the disk is full
+        with self._file as file:  # closes the file even if the disk is full
             file.flush()
             os.fsync(file.fileno())
         if self._chunk_size:
             self._end_chunk()
+        # After the sync: checksums on disk vouch for a file on disk.
         column = np.array(self._sums, np.int64)
         path = sums_path(self._path)
         write_columns(path, [column], digest="", name=self._path.name)
 
 
 def sums_path(path: pathlib.Path) -> pathlib.Path:
-    """Names the file of the checksums of a file.
+    """Path of the checksums of a file.
 
     Example:
         >>> sums_path(pathlib.Path("data/train.bin")).name
@@ -75,11 +77,11 @@ def sums_path(path: pathlib.Path) -> pathlib.Path:
 
 
 class ChunkSums:
-    """Checksums of a mapped file, and which chunks match.
+    """Checksums of a mapped file, with flags of verified chunks.
 
     Args:
         path: Path of the file.
-        content: Its bytes, uint8[n].
+        content: Bytes of the file, uint8[n].
 
     Raises:
         DataError: The checksums are missing, damaged, or of another number of chunks.
@@ -100,7 +102,7 @@ class ChunkSums:
         self._is_verified = np.zeros(expected, bool)
 
     def verify(self, start: int, stop: int) -> None:
-        """Verifies the chunks of a range of bytes that no range had before."""
+        """Verifies the chunks of a range of bytes that are not verified yet."""
         first, end = start // CHUNK_BYTES, -(-stop // CHUNK_BYTES)
         if self._is_verified[first:end].all():
             return
@@ -115,15 +117,15 @@ class ChunkSums:
 
 
 SCAN_TOKENS = 1 << 26
-"""Longest stream that is read completely."""
+"""Number of tokens of the longest stream that is read completely."""
 NUM_SAMPLED = 64
 WHOLE_BYTES = 1 << 20
-"""Largest array of a given batch that is read completely."""
+"""Bytes of the largest array of a user's batch that is read completely."""
 PIECE_BYTES = 1 << 14
 
 
 def token_parts(tokens: Any) -> Iterator[np.ndarray]:
-    """Reads a stream completely, or 64 equally spaced parts if it is long."""
+    """Reads a stream completely, or 64 equally spaced parts of a long stream."""
     size = SCAN_TOKENS // NUM_SAMPLED
     if len(tokens) <= SCAN_TOKENS:
         starts = range(0, len(tokens), size)
@@ -134,7 +136,7 @@ def token_parts(tokens: Any) -> Iterator[np.ndarray]:
 
 
 def digest_tokens(tokens: Any, *others: np.ndarray) -> str:
-    """16 hexadecimal digits of a stream (length, dtype, parts) and other arrays."""
+    """Hashes a stream (length, dtype, parts) and arrays; 16 hexadecimal digits."""
     checksum = hashlib.sha256(f"{len(tokens)} {tokens[:1].dtype.name}".encode())
     for part in (*token_parts(tokens), *others):
         checksum.update(np.ascontiguousarray(part).data)
@@ -142,13 +144,14 @@ def digest_tokens(tokens: Any, *others: np.ndarray) -> str:
 
 
 def digest_columns(read: Any, num_rows: int) -> str:
-    """16 hexadecimal digits of rows, which `read(indices)` gives as dicts of arrays.
+    """Hashes a sample of rows from `read(indices)`; 16 hexadecimal digits.
 
-    Rows that differ when read twice, as with random crops, count by the names, dtypes
-    and shapes of their columns alone.
+    Columns that differ when read twice, as with random crops, count by name, dtype and
+    shape alone.
     """
     number = min(num_rows, NUM_SAMPLED)
     indices = np.linspace(0, num_rows - 1, number).astype(np.int64)
+    # Twice, to find columns that are random.
     first, again = read(indices), read(indices)
     forms = {name: [x.dtype.name, x.shape[1:]] for name, x in first.items()}
     checksum = hashlib.sha256(json.dumps([num_rows, forms]).encode())
@@ -187,6 +190,7 @@ class BatchChain:
 
 
 def _pieces(array: np.ndarray) -> Iterator[Any]:
+    """Yields the bytes of an array, or of spaced pieces of a large array."""
     if array.dtype == object:  # refused when it is placed
         return
     data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)

@@ -13,7 +13,7 @@ from zjax.data import tokenizer as text
 from zjax.errors import DataError, Problem
 
 LIMIT_BYTES = 32 << 20
-"""Most text to read; CPython 3.11 has 12 MB."""
+"""Maximum bytes of text to read; CPython 3.11 has 12 MB."""
 VALIDATION_FRACTION = 0.05
 """Fraction of the files that is held out."""
 SKIPPED = {
@@ -24,7 +24,8 @@ SKIPPED = {
     "test",
     "tests",
 }
-"""Third-party packages, and tests, which are larger than everything else."""
+"""Folders that are skipped: third-party packages, and tests, the larger part of the
+library."""
 
 
 def open_standard_library(split: str, root: str = "") -> store.Store:
@@ -49,6 +50,7 @@ def open_standard_library(split: str, root: str = "") -> store.Store:
 
 def _choose_files(root: str, split: str) -> list[pathlib.Path]:
     """Files of one split, in hash order, within the limit of both splits."""
+    # By hash of the name: the split does not depend on the order of the file system.
     hashed = sorted((_hash_name(path, root), path) for path in _list_files(root))
     chosen, num_bytes = [], 0
     for hashed_name, path in hashed:
@@ -62,12 +64,15 @@ def _choose_files(root: str, split: str) -> list[pathlib.Path]:
 
 
 def _list_files(root: str) -> list[pathlib.Path]:
+    """Lists the Python sources under a folder, without empty files."""
     files = []
     for directory, subdirectories, names in os.walk(root):
+        # In place, so that os.walk does not enter the skipped folders.
         subdirectories[:] = [name for name in subdirectories if name not in SKIPPED]
         files += [
             pathlib.Path(directory, name)
             for name in names
+            # _sysconfigdata differs between builds of one Python version.
             if name.endswith(".py") and not name.startswith("_sysconfigdata")
         ]
     return [path for path in files if path.stat().st_size > 0]
@@ -84,7 +89,7 @@ def _with_end(path: pathlib.Path) -> np.ndarray:
 
 
 NUM_ROWS = 1 << 40
-"""Rows per epoch; no run finishes one."""
+"""Rows per epoch; no run finishes an epoch."""
 JUMP_PROBABILITY = 1 / 8
 DOCUMENTS_PER_ROW = 4
 
@@ -94,8 +99,8 @@ class SyntheticRows:
 
     Args:
         seed: Seed of the sample, 0 or more; the stride depends on the vocabulary alone.
-        split: `train` or `validation`, whose rows differ.
-        vocab_size: Number of tokens.
+        split: Name of the split, `train` or `validation`, with different rows.
+        vocab_size: Number of token ids.
         length: Tokens per row.
         num_documents: Documents per row; 0 gives blocks, without segments.
     """
@@ -106,7 +111,7 @@ class SyntheticRows:
         self._entropy = [seed, int(split == "validation")]
         self._vocab_size = vocab_size
         self._length = length
-        self._num_documents = min(num_documents, length)
+        self._num_documents = min(num_documents, length)  # one token each at least
 
     def __len__(self) -> int:
         return NUM_ROWS
@@ -124,15 +129,16 @@ class SyntheticRows:
         }
 
     def digest(self) -> str:
-        """The arguments as text."""
+        """Text of the arguments, in place of a checksum."""
         numbers = [*self._entropy, self._vocab_size, self._length, self._num_documents]
         return "-".join(map(str, ["synthetic", *numbers]))
 
     def _walk(self, row: int) -> np.ndarray:
-        """`length + 1` tokens: random jumps, and steps of the stride between them."""
+        """Computes `length + 1` tokens: random jumps, and runs of equal stride."""
         generator = np.random.default_rng([*self._entropy, row])
         positions = np.arange(self._length + 1)
         jumps = generator.random(self._length + 1) < JUMP_PROBABILITY
+        # Position of the last jump at or before each token.
         last_jump = np.maximum.accumulate(np.where(jumps, positions, 0))
         random_tokens = generator.integers(self._vocab_size, size=self._length + 1)
         stride = self._vocab_size // 3 + 1
@@ -140,6 +146,8 @@ class SyntheticRows:
         return (walk % self._vocab_size).astype(np.int32)
 
     def _documents(self, row: int) -> list[tuple[np.ndarray, bool]]:
+        """Cuts a row at random places into documents."""
+        # The 1 separates these numbers from the numbers of `_walk`.
         generator = np.random.default_rng([*self._entropy, row, 1])
         inside = np.arange(1, self._length)
         cuts = generator.choice(inside, self._num_documents - 1, replace=False)

@@ -1,4 +1,4 @@
-"""Rows of Parquet and Arrow files, token ids of others, and unusable records."""
+"""Reads rows of Parquet and Arrow files and streams of ids; skips broken records."""
 
 import contextlib
 import dataclasses
@@ -19,7 +19,7 @@ class BrokenRecords:
     """Counts the records that are left out.
 
     Args:
-        skips: Whether broken records are left out; else the first ends the reading.
+        skips: Whether broken records are left out; else the first raises an error.
 
     Example:
         >>> broken = BrokenRecords(skips=False)
@@ -32,7 +32,7 @@ class BrokenRecords:
         self._num_broken, self._first = 0, ""
 
     def read(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Calls a function on a record; gives None if the record is left out."""
+        """Calls a function on a record; returns None if the record is left out."""
         try:
             return function(*args)
         except DataError as error:
@@ -53,28 +53,30 @@ class BrokenRecords:
 
 
 REFUSED = BrokenRecords(skips=False)
-"""For readers that leave out none."""
+"""Default for readers: the first broken record raises an error."""
 
 
 SUFFIXES = (".parquet", ".arrow")
 BATCH_ROWS = 1_024
 STATE_NAME, SPLITS_NAME = "state.json", "dataset_dict.json"
-"""What `Dataset.save_to_disk` and `DatasetDict.save_to_disk` write beside the rows."""
+"""Files that `Dataset.save_to_disk` and `DatasetDict.save_to_disk` write beside the
+rows."""
 MAX_STATE_BYTES = 1 << 26
 _END = b"\xff\xff\xff\xff\0\0\0\0"
-"""Last bytes of an Arrow stream, without which a reader takes it for a shorter one."""
+"""Last bytes of an Arrow stream; readers take a cut stream for a complete stream."""
 
 Rows = list[dict[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """An open file.
+    """An open table.
 
     Args:
         names: Names of the columns.
         row_bytes: Mean bytes of a row in the file.
-        batches: `batches(columns)` yields at most `BATCH_ROWS` rows at a time.
+        batches: Function `batches(columns)` that yields up to `BATCH_ROWS` rows at a
+            time.
     """
 
     names: Sequence[str]
@@ -84,7 +86,7 @@ class Table:
 
 @contextlib.contextmanager
 def open_table(path: pathlib.Path) -> Iterator[Table]:
-    """Opens a file by its suffix, in bounded memory."""
+    """Opens a Parquet or Arrow file by suffix, in bounded memory."""
     check_installed("pyarrow")
     import pyarrow
 
@@ -98,6 +100,7 @@ def open_table(path: pathlib.Path) -> Iterator[Table]:
         raise DataError(_problem(path, f"is not {form}")) from error
 
     def checked(columns: Sequence[str]) -> Iterator[Rows]:
+        # Rows are dicts, in which columns of one name would overwrite each other.
         if repeated := [name for name in columns if names.count(name) > 1]:
             number = names.count(repeated[0])
             problem = f"has {number} columns {repeated[0]!r}"
@@ -105,6 +108,7 @@ def open_table(path: pathlib.Path) -> Iterator[Table]:
         try:
             yield from batches(columns)
         except (pyarrow.ArrowException, UnicodeDecodeError) as error:
+            # Errors of pyarrow may span several lines.
             reason = " ".join(str(error).split())
             problem = f"is a damaged {kind} file ({reason})"
             raise DataError(_problem(path, problem)) from error
@@ -114,6 +118,7 @@ def open_table(path: pathlib.Path) -> Iterator[Table]:
 
 
 def _open_parquet(path: pathlib.Path) -> tuple[Any, list[str], int, Any]:
+    """Opens a Parquet file; returns file, column names, number of rows, and reader."""
     from pyarrow import parquet
 
     file = parquet.ParquetFile(path)
@@ -126,7 +131,7 @@ def _open_parquet(path: pathlib.Path) -> tuple[Any, list[str], int, Any]:
 
 
 def _open_arrow(path: pathlib.Path) -> tuple[Any, list[str], int, Any]:
-    """A stream of batches, which is mapped into memory and not read before use."""
+    """Opens an Arrow stream, mapped into memory and not read before use."""
     import pyarrow
 
     file = pyarrow.memory_map(str(path))
@@ -151,7 +156,7 @@ def _open_arrow(path: pathlib.Path) -> tuple[Any, list[str], int, Any]:
 
 
 def saved_files(folder: pathlib.Path) -> list[pathlib.Path] | None:
-    """The files of rows in a directory that `Dataset.save_to_disk` wrote, in order."""
+    """Files of rows in a directory of `Dataset.save_to_disk`, in order; else None."""
     if (folder / SPLITS_NAME).is_file():
         splits = sorted(x.parent.name for x in folder.glob(f"*/{STATE_NAME}"))
         problem = f"holds the splits {', '.join(splits)}"
@@ -165,8 +170,10 @@ def saved_files(folder: pathlib.Path) -> list[pathlib.Path] | None:
     except (OSError, ValueError, KeyError, TypeError) as error:
         problem = f"has a broken {STATE_NAME} ({type(error).__name__}: {error})"
         raise DataError(_problem(folder, problem)) from error
+    # Names only: a state file must not lead to other folders.
     files = [folder / pathlib.PurePath(name).name for name in names]
     missing = [file.name for file in files if not file.is_file()]
+    # An indices file, as after `shuffle` or `select`, gives the rows another order.
     if missing or state.get("_indices_data_files"):
         problem = f"lacks {missing[0]}" if missing else "has rows in another order"
         raise DataError(_problem(folder, problem))
@@ -189,8 +196,8 @@ class TokenIds(NamedTuple):
     """Ids of one document.
 
     Args:
-        ids: int64[n].
-        answers: uint8[n], 1 for tokens with a loss; None if all have one.
+        ids: Token ids, int64[n].
+        answers: Flags, uint8[n], 1 for tokens with a loss; None if all have a loss.
     """
 
     ids: np.ndarray
@@ -212,6 +219,7 @@ def read_ids(
         refuse(path, where, f"has a negative id in {field!r}", "leave it out")
     answers = None
     if record.get(LABELS) is not None:
+        # Labels shifted by one, a common mistake, differ from the ids and are refused.
         labels = _list_of(record, LABELS, path, where)
         if labels.shape != ids.shape or np.any((labels != ids) & (labels != IGNORED)):
             problem = (
@@ -236,6 +244,7 @@ def _list_of(
     """Makes an array of a list of integers; int64[0] of an empty list."""
     values = record[field]
     found = np.asarray(values) if isinstance(values, list) else np.zeros(())
+    # NumPy makes an empty list an array of floats.
     if found.size == 0 and found.ndim == 1:
         return np.zeros(0, np.int64)
     if found.ndim != 1 or found.dtype.kind not in "iu":

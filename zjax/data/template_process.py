@@ -17,23 +17,24 @@ from typing import Any, NamedTuple
 from zjax.data import template_worker
 
 MAX_SECONDS = 10
-"""Most processor time for the text of one prefix."""
+"""Maximum processor time in seconds for the text of one prefix."""
 MAX_BYTES = 1 << 30
-"""Most memory (address space) of the process."""
+"""Maximum memory (address space) of the process in bytes."""
 MAX_CHARACTERS = 1 << 22
-"""Longest text of one prefix: the tokenizer needs up to 350 bytes for a character."""
+"""Maximum length of the text of one prefix: the tokenizer needs up to 350 bytes for a
+character."""
 
 BATCH_BYTES = 1 << 22
-"""Size of a message with several conversations."""
+"""Bytes of a message with several conversations, about."""
 
 
 class Request(NamedTuple):
-    """One conversation, and the prefixes of it to render.
+    """One conversation, and the prefixes to render.
 
     Args:
         template: Name of the template.
-        variables: All variables besides the messages.
-        messages: All messages of the conversation.
+        variables: Variables of the template besides the messages.
+        messages: Messages of the whole conversation.
         prefixes: Number of messages, and `add_generation_prompt`, of each text.
     """
 
@@ -47,9 +48,9 @@ class Rendered(NamedTuple):
     """Texts of the prefixes of one conversation, or why there are none.
 
     Args:
-        texts: One for each prefix; empty after a fault.
-        refusal: What the template says of messages that it does not take.
-        error: Why the template failed.
+        texts: Text of each prefix; empty after a fault.
+        refusal: Message with which the template refused the conversation, or None.
+        error: Reason why the template failed, or None.
     """
 
     texts: Sequence[str] = ()
@@ -65,7 +66,7 @@ class TemplateProcess:
     """A process with the compiled templates of one checkpoint.
 
     Args:
-        sources: Text of each template, by name.
+        sources: Texts of the templates, by name.
 
     Raises:
         TemplateError: A template is not valid, or too large for the limits.
@@ -76,22 +77,23 @@ class TemplateProcess:
         self._start()
 
     def render_each(self, requests: Iterable[Request]) -> Iterator[Rendered]:
-        """Renders conversations in order; reads each answer when it is asked for.
+        """Renders conversations in order; reads each answer on demand.
 
-        The process works on later conversations meanwhile. A conversation that it does
-        not survive has an error; a new process renders the others.
+        The process works on later conversations meanwhile. A conversation that ends the
+        process has an error; a new process renders the following conversations.
         """
         for batch in _batches(requests):
             try:
                 yield from self._render_batch(batch)
             finally:
-                if batch:  # nobody reads their answers
+                if batch:  # the caller stopped: nobody reads the pending answers
                     self._close()
 
     def _render_batch(self, batch: list[bytes]) -> Iterator[Rendered]:
-        """Sends a batch, and drops each request once its answer has come."""
+        """Sends a batch, and drops each request once the answer has come."""
         is_sent = False
         while batch:
+            # A new process gets the pending requests again.
             if not self._close.alive:
                 self._start()
                 is_sent = False
@@ -101,14 +103,17 @@ class TemplateProcess:
             answer = self._receive()
             if answer is None:
                 answer = {"error": self._end()}
+            # The faulty request is dropped, too, before a new process gets the batch.
             del batch[0]
             yield Rendered(**answer)
 
     def _start(self) -> None:
+        """Starts the process, and compiles the templates there."""
         # -P: modules beside the program must not hide those of the standard library.
         program = [sys.executable, "-P", template_worker.__file__]
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(program, stdin=pipe, stdout=pipe)
+        # Ends the process with this object, or at exit.
         self._close = weakref.finalize(self, _end_process, self._process)
         self._send((self._sources, (MAX_SECONDS, MAX_BYTES, MAX_CHARACTERS)))
         answer = self._receive()
@@ -137,7 +142,7 @@ class TemplateProcess:
         return json.loads(content) if len(content) == size else None
 
     def _end(self) -> str:
-        """Ends the process, and says why it ended if it did so before."""
+        """Waits for the process to end, and returns the reason."""
         status = self._process.wait()
         self._close()
         if status == -signal.SIGXCPU:
@@ -146,9 +151,11 @@ class TemplateProcess:
 
 
 def _batches(requests: Iterable[Request]) -> Iterator[list[bytes]]:
-    """Pickles requests, and splits them into messages of about `BATCH_BYTES`."""
+    """Pickles requests, and groups the pickles into messages of about `BATCH_BYTES`."""
     batch: list[bytes] = []
     for request in requests:
+        # A tuple, as the worker cannot import Request; a pickle each, to contain
+        # faults.
         batch.append(pickle.dumps(tuple(request)))
         if sum(map(len, batch)) >= BATCH_BYTES:
             yield batch

@@ -1,6 +1,6 @@
 """Program of the process that renders chat templates: `TemplateProcess` starts it.
 
-It imports nothing of zjax, so that it starts fast. It reads pickles from its standard
+The program imports nothing of zjax, to start fast. It reads pickles from standard
 input, which a trusted process writes, and answers in JSON, since a template that breaks
 out of the sandbox could write any pickle.
 """
@@ -19,15 +19,16 @@ from collections.abc import Mapping
 from typing import Any, BinaryIO, NoReturn
 
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
-"""What the tag `generation` writes around its body: no characters of any text."""
+"""Marks that the tag `generation` writes around the body: noncharacters, which no text
+has."""
 SIZE = struct.Struct("<Q")
-"""Bytes of the message that follows."""
+"""Size in bytes of the message that follows."""
 _MAX_SHOWN = 1_000
 """Maximum number of characters of a reason."""
 
 
 class Refusal(Exception):
-    """What a template says of messages that it does not take."""
+    """A template does not take the messages."""
 
 
 def main() -> None:
@@ -35,6 +36,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
     sources, (seconds, num_bytes, num_characters) = pickle.load(requests)
+    # SIGXCPU, the end of a template that runs too long, would dump core.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(ValueError):  # the process has a lower limit already
         resource.setrlimit(resource.RLIMIT_AS, (num_bytes, num_bytes))
@@ -62,9 +64,10 @@ def main() -> None:
 def _render(
     templates: Mapping[str, Any], request: bytes, seconds: float, num_characters: int
 ) -> dict[str, Any]:
-    """Renders all prefixes of one conversation, or says why that failed."""
+    """Renders all prefixes of one conversation, or returns the reason of a fault."""
     texts = []
     try:
+        # Inside the try: the messages alone may exceed the memory limit.
         name, variables, messages, prefixes = pickle.loads(request)
         for number, asks in prefixes:
             _limit_seconds(seconds)
@@ -75,7 +78,7 @@ def _render(
                 return {"error": reason}
     except Refusal as error:
         return {"refusal": str(error)[:_MAX_SHOWN]}
-    except Exception as error:  # of any kind: a template computes what it likes
+    except Exception as error:  # of any kind: a template may compute anything
         return {"error": _reason(error)}
     return {"texts": texts}
 
@@ -105,15 +108,16 @@ def _limit_seconds(seconds: float) -> None:
     end = math.ceil(time.process_time() + seconds)
     if most != resource.RLIM_INFINITY:
         end = min(end, most)
+    # The hard limit stays: a lowered limit could not be raised for the next text.
     resource.setrlimit(resource.RLIMIT_CPU, (end, most))
 
 
 def _environment() -> Any:
-    """A sandbox with the functions and tags that transformers gives a template."""
+    """Makes a sandbox with the functions and tags that transformers offers."""
     from jinja2 import ext, nodes, sandbox
 
     class Generation(ext.Extension):
-        """The tag around an answer, which writes marks around its body."""
+        """Tag around an answer, which writes marks around the body."""
 
         def __init__(self, environment: Any):
             super().__init__(environment)
@@ -131,6 +135,7 @@ def _environment() -> Any:
     def raise_exception(message: str) -> NoReturn:
         raise Refusal(message)
 
+    # Jinja's own tojson escapes HTML.
     def tojson(
         value: Any,
         ensure_ascii: bool = False,

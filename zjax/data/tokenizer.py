@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, numbers, and those of the `tokenizers` library, in one form."""
+"""Tokenizers of bytes, of numbers, and of the `tokenizers` library, in one form."""
 
 import contextlib
 import dataclasses
@@ -34,7 +34,8 @@ class Tokenizer:
     """Digest, sizes, and the ids that begin and end texts."""
     encode_texts: Callable[[Sequence[str], bool], list[np.ndarray]]
     """Function from texts to int32 ids of each, without BOS and end token; names of
-    special tokens are these tokens if the second argument is true, else text."""
+    special tokens are encoded as special tokens if the second argument is true, else as
+    text."""
     decode: Callable[[Any], str]
     """Function from ids, any 1-d integer array, to text; skips special tokens."""
     special_tokens: Mapping[str, int] = dataclasses.field(default_factory=dict)
@@ -42,7 +43,7 @@ class Tokenizer:
 
     @property
     def name(self) -> str:
-        """`bytes`, `numbers`, `bpe:<vocab_size>`, or the path that a user gave."""
+        """Name `bytes`, `numbers`, `bpe:<vocab_size>`, or the path that a user gave."""
         return self.record.name
 
     @property
@@ -57,12 +58,12 @@ class Tokenizer:
 
     @property
     def end_ids(self) -> tuple[int, ...]:
-        """Ids that end a text, the end token of documents first; often one."""
+        """Ids that end a text, the end token of documents first; often one id."""
         return self.record.end_ids
 
     @property
     def end_id(self) -> int:
-        """Token that ends each document."""
+        """Id of the token that ends each document."""
         if not self.end_ids:
             problem = "has no token that ends a document"
             remedy = "name one as eos_token in the tokenizer_config.json beside it "
@@ -74,7 +75,10 @@ class Tokenizer:
     def encode(
         self, text: str, *, special_tokens: bool = False
     ) -> Int32[np.ndarray, " T"]:
-        """Encodes the beginning of a text, with BOS if texts begin with one."""
+        """Encodes the beginning of a text, with BOS if texts begin with BOS.
+
+        Names of special tokens are text unless `special_tokens`.
+        """
         return self.encode_batch([text], special_tokens=special_tokens)[0]
 
     def encode_batch(
@@ -84,7 +88,7 @@ class Tokenizer:
         return [self.begin(ids) for ids in self.encode_texts(texts, special_tokens)]
 
     def begin(self, ids: Int32[np.ndarray, " T"]) -> Int32[np.ndarray, " begun"]:
-        """Puts BOS before the ids of a text, if texts begin with one that they lack."""
+        """Puts BOS before the ids of a text that lacks it, if texts begin with BOS."""
         if self.bos_id is None or self.bos_id in ids[:1]:
             return ids
         return np.insert(ids, 0, self.bos_id)
@@ -95,11 +99,12 @@ class Tokenizer:
 
     @functools.cached_property
     def _starts(self) -> set[str]:
-        """First characters of all special tokens, of which most texts have none."""
+        """First two characters of all special tokens, which most texts lack."""
         return {name[:2] for name in self.special_tokens}
 
     def find_special_tokens(self, text: str) -> list[str]:
-        """Finds the names of special tokens that a text spells."""
+        """Names of special tokens that a text spells, in vocabulary order."""
+        # There may be hundreds of special tokens, with few distinct starts.
         if not any(start in text for start in self._starts):
             return []
         return [name for name in self.special_tokens if name in text]
@@ -120,6 +125,7 @@ def make_bytes() -> Tokenizer:
 
     def decode(ids: Any) -> str:
         ids = np.asarray(ids)
+        # The end token is no byte, and generation may stop inside a character.
         return bytes(ids[ids < NUM_BYTES].tolist()).decode(errors="replace")
 
     digest = digest_vocabulary(byte_vocabulary())
@@ -128,12 +134,12 @@ def make_bytes() -> Tokenizer:
 
 
 def write_bytes_tokenizer(folder: pathlib.Path) -> None:
-    """Writes `bytes` as the files of a tokenizer."""
+    """Writes the tokenizer `bytes` as files of the `tokenizers` library."""
     check_installed("tokenizers")
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     vocabulary = byte_vocabulary()
-    del vocabulary[END_TOKENS[0]]
+    del vocabulary[END_TOKENS[0]]  # added below, as a special token
     library = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()
@@ -143,7 +149,7 @@ def write_bytes_tokenizer(folder: pathlib.Path) -> None:
 
 
 def byte_vocabulary() -> dict[str, int]:
-    """Gives the ids of `bytes` by the characters that stand for bytes in a BPE.
+    """Ids of `bytes` by the characters that stand for bytes in a BPE.
 
     Reference:
         `bytes_to_unicode` of GPT-2: printable bytes are their characters, the others
@@ -159,7 +165,7 @@ def byte_vocabulary() -> dict[str, int]:
 
 
 def make_numbers(vocab_size: int) -> Tokenizer:
-    """Makes the tokenizer whose tokens are decimal numbers, for synthetic data.
+    """Makes the tokenizer of decimal numbers, for synthetic data.
 
     Example:
         >>> make_numbers(100).decode([3, 14, 15])
@@ -184,7 +190,10 @@ def make_numbers(vocab_size: int) -> Tokenizer:
 def load_tokenizer(
     path: str | pathlib.Path, record: TokenizerRecord | None = None
 ) -> Tokenizer:
-    """Reads a `tokenizer.json` of the `tokenizers` library, and the files beside it."""
+    """Reads a `tokenizer.json` of the `tokenizers` library, and the files beside it.
+
+    With a `record`, the vocabulary must match; without, a record is made of the files.
+    """
     path = local_path("tokenizer", path, DataError)
     library = load_library(path)
     if record is None:
@@ -203,7 +212,7 @@ def make_library_record(library: Any, path: str | pathlib.Path) -> TokenizerReco
 
 
 def special_tokens_of(library: Any) -> dict[str, int]:
-    """Gives the ids of special tokens by name."""
+    """Ids of the special tokens of a library tokenizer, by name."""
     added = library.get_added_tokens_decoder().items()
     return {token.content: number for number, token in added if token.special}
 
@@ -217,6 +226,7 @@ def load_library(path: str | pathlib.Path) -> Any:
     problem, remedy = "is not a file of the tokenizers library", "give a tokenizer.json"
     with data_errors(str(path), problem, remedy):
         library = tokenizers.Tokenizer.from_buffer(content)
+    # A file may ask for both, which would change the ids of long and short texts.
     library.no_truncation()
     library.no_padding()
     return library
@@ -229,13 +239,14 @@ def _prefix_of(library: Any) -> list[int]:
         whole = library.encode("a").ids
     except Exception:  # a vocabulary without this letter and without unknown tokens
         return []
+    # The ids before the first occurrence of the bare text are the prefix.
     starts = range(len(whole) - len(alone) + 1)
     found = (n for n in starts if whole[n : n + len(alone)] == alone)
     return whole[: next(found, 0)]
 
 
 def read_file(path: pathlib.Path) -> bytes:
-    """Reads a `tokenizer.json`."""
+    """Reads a `tokenizer.json` within a size limit."""
     if not path.is_file():
         raise DataError(
             Problem("tokenizer", str(path), "is not a file", "give a tokenizer.json")
@@ -256,6 +267,7 @@ def data_errors(name: str, text: str, remedy: str) -> Iterator[None]:
     except ZjaxError:
         raise
     except BaseException as error:
+        # By name: a panic of Rust is a BaseException of a class that is not importable.
         is_panic = type(error).__name__ == "PanicException"
         if not is_panic and not isinstance(error, Exception):
             raise
@@ -266,7 +278,7 @@ def data_errors(name: str, text: str, remedy: str) -> Iterator[None]:
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Any:
     """Learns byte-pair merges, with a vocabulary of `vocab_size`, 258 or more.
 
-    A small text may give fewer. Returns a tokenizer of the `tokenizers` library.
+    A small text may give fewer merges. Returns a tokenizer of the `tokenizers` library.
 
     Reference:
         Sennrich, Haddow and Birch (arXiv:1508.07909), over bytes as in GPT-2.
@@ -280,6 +292,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Any:
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[END_TOKENS[0]],
+        # All bytes, so that any text can be encoded.
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -292,8 +305,10 @@ def _wrap_library(library: Any, record: TokenizerRecord) -> Tokenizer:
     name = record.name
 
     def encode_texts(texts: Sequence[str], special_tokens: bool) -> list[np.ndarray]:
+        # The library's flag means: encode the names as text.
         library.encode_special_tokens = not special_tokens
         with data_errors(name, "cannot encode a text", "give one that can"):
+            # Fast: without offsets. BOS and end tokens come from `begin` and `end`.
             encodings = library.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 

@@ -1,4 +1,4 @@
-"""The files of a tokenizer, and the record of which ids mean what."""
+"""Files of a tokenizer, and the record that identifies a tokenizer."""
 
 import dataclasses
 import hashlib
@@ -14,24 +14,25 @@ from zjax.errors import DataError, Problem
 from zjax.files import parse_json, read_text
 
 KEY = "tokenizer"
-"""Where `meta.json` and the `extra` of a checkpoint hold a record."""
+"""Key of a record in `meta.json` and in the `extra` of a checkpoint."""
 MAX_VOCAB = 1 << 24
-"""Largest vocabulary, also of a model."""
+"""Maximum vocabulary size of a tokenizer or a model."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenizerRecord:
-    """What tells one tokenizer from another, and where its texts begin and end.
+    """Identity of a tokenizer, with the ids that begin and end texts.
 
     Args:
-        name: `bytes`, `numbers`, `bpe:<vocab_size>`, or the path that a user gave.
-        digest: 16 hexadecimal digits of the token of each id; empty for `numbers`,
-            whose ids mean what the data makes of them.
+        name: Name `bytes`, `numbers`, `bpe:<vocab_size>`, or the path that a user gave.
+        digest: Hash of the token of each id, 16 hexadecimal digits; empty for
+            `numbers`, as the data alone gives ids a meaning.
         vocab_size: Largest id plus 1.
-        bos_id: Id with which each text begins, or None if texts begin without one.
+        bos_id: Id with which each text begins, or None if texts begin without BOS.
         end_ids: Ids that end a text. The first ends each document in training;
-            generation stops at any of them.
-        template_digest: 16 hexadecimal digits of the chat template; empty for none.
+            generation stops at any end id.
+        template_digest: Hash of the chat template, 16 hexadecimal digits; empty without
+            a template.
 
     Example:
         >>> record = TokenizerRecord("numbers", "", 100, None, (99,))
@@ -47,17 +48,18 @@ class TokenizerRecord:
     template_digest: str = ""
 
     def with_ends(self, end_ids: Sequence[int]) -> "TokenizerRecord":
-        """Adds ids that end a text, such as those that ended answers in training.
+        """Adds ids that end a text, such as ids that ended answers in training.
 
         Example:
             >>> TokenizerRecord("numbers", "", 9, None, (8,)).with_ends([7, 8]).end_ids
             (8, 7)
         """
+        # dict.fromkeys keeps the order: the first id ends documents.
         ends = tuple(dict.fromkeys((*self.end_ids, *end_ids)))
         return dataclasses.replace(self, end_ids=ends)
 
     def config_ids(self) -> dict[str, Any]:
-        """Gives the ids that begin and end texts, as JSON files of checkpoints do.
+        """Ids that begin and end texts, by key as in JSON files of checkpoints.
 
         Example:
             >>> TokenizerRecord("numbers", "", 9, None, (8,)).config_ids()
@@ -71,12 +73,16 @@ class TokenizerRecord:
         return ids
 
     def to_mapping(self) -> dict[str, Any]:
-        """Gives the fields as JSON values."""
+        """Fields as JSON values."""
         return dataclasses.asdict(self) | {"end_ids": [*self.end_ids]}
 
     @classmethod
     def from_mapping(cls, values: Any) -> "TokenizerRecord":
-        """Reads the fields from JSON values."""
+        """Reads the fields from JSON values, which may be damaged.
+
+        Raises ValueError if a field is missing, unknown, of another type or out of
+        range.
+        """
         names = {field.name for field in dataclasses.fields(cls)}
         if not isinstance(values, dict) or values.keys() != names:
             raise ValueError(f"a tokenizer record has the fields {sorted(names)}")
@@ -97,17 +103,18 @@ class TokenizerRecord:
 
 
 def is_id(value: Any, vocab_size: int) -> bool:
-    """Says whether a JSON value is a token id.
+    """Whether a JSON value is a token id.
 
     Example:
         >>> is_id(3, 4), is_id(4, 4), is_id(True, 4)
         (True, False, False)
     """
+    # By type, as True is an int, too.
     return type(value) is int and 0 <= value < vocab_size
 
 
 def digest_vocabulary(vocabulary: Mapping[str, int]) -> str:
-    """Hashes the token of each id.
+    """Hashes the token of each id, in any order of the vocabulary.
 
     Example:
         >>> one, other = {"a": 0, "b": 1}, {"b": 1, "a": 0}
@@ -120,7 +127,7 @@ def digest_vocabulary(vocabulary: Mapping[str, int]) -> str:
 
 
 def digest_of(content: Any) -> str:
-    """Hashes JSON values; gives 16 hexadecimal digits."""
+    """Hashes JSON values; returns 16 hexadecimal digits."""
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
@@ -129,10 +136,10 @@ TEMPLATE_NAME, GENERATION_NAME = "chat_template.jinja", "generation_config.json"
 SPECIAL_NAME, MODEL_NAME = "special_tokens_map.json", "config.json"
 TOOL_TEMPLATE_NAME = "additional_chat_templates/tool_use.jinja"
 DEFAULT, TOOLS = "default", "tool_use"
-"""Names of chat templates where a checkpoint has several."""
+"""Names of chat templates in a checkpoint with several templates."""
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "<|eos|>", "<eos>", "</s>")
 """Names of the end-of-document token, first match wins, for a tokenizer without a
-config that names one."""
+config that names an end token."""
 RUN_FOLDER = "tokenizer"
 """Folder beside the checkpoints of a run with the files of its tokenizer."""
 FILES = (
@@ -140,11 +147,12 @@ FILES = (
     TOOL_TEMPLATE_NAME,
     *("added_tokens.json", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model"),
 )
-"""Files that belong to a tokenizer, where they exist."""
+"""Files that belong to a tokenizer, all optional."""
 MAX_FILE_BYTES = 1 << 29
-"""Largest of the files."""
+"""Maximum size in bytes of a file of a tokenizer."""
 _MAX_CONFIG_BYTES = 1 << 26
-"""Largest JSON file beside a `tokenizer.json`, which may hold chat templates."""
+"""Maximum size in bytes of a JSON file beside a `tokenizer.json`, which may hold chat
+templates."""
 _REMEDY = "correct it, or give the tokenizer files of a checkpoint"
 
 
@@ -154,9 +162,9 @@ def make_record(
     """Makes the record of a `tokenizer.json` from the files beside it.
 
     The first end id is the `eos_token` of `tokenizer_config.json`. The ids of
-    `generation_config.json` follow, or of `config.json` where there is none.
-    `add_bos_token` decides whether texts begin with BOS, and the post-processor where a
-    config does not say.
+    `generation_config.json` follow, or of `config.json` without a generation config.
+    `add_bos_token` decides whether texts begin with BOS; without this key, the
+    post-processor decides by the `prefix` that it writes.
     """
     files = TokenizerFiles(path)
     ends = [*files.end_tokens(vocabulary), *files.generation_end_ids()]
@@ -183,10 +191,10 @@ def make_record(
 
 
 class TokenizerFiles:
-    """The JSON files and the chat template beside a `tokenizer.json`.
+    """JSON files and chat templates beside a `tokenizer.json`.
 
     Args:
-        path: The `tokenizer.json`. Under another name it has no files beside it.
+        path: Path of the `tokenizer.json`. Under another name it stands alone.
 
     Raises:
         DataError: A file cannot be read, or is not a JSON object.
@@ -195,11 +203,12 @@ class TokenizerFiles:
     def __init__(self, path: pathlib.Path):
         self.folder = path.parent
         self._is_alone = path.name != TOKENIZER_NAME
+        # `tokenizer_config.json` wins over the older `special_tokens_map.json`.
         self.config = self._read(SPECIAL_NAME) | self._read(CONFIG_NAME)
         self.generation = self._read(GENERATION_NAME)
 
     def special_tokens(self) -> dict[str, str]:
-        """Gives the special tokens by key, such as `eos_token`."""
+        """Special tokens by key, such as `eos_token`."""
         return {
             name: text
             for name, value in self.config.items()
@@ -207,7 +216,7 @@ class TokenizerFiles:
         }
 
     def end_tokens(self, vocabulary: Mapping[str, int]) -> list[int]:
-        """Gives the id of `eos_token`, or none."""
+        """Id of `eos_token` in a list, which is empty without such a token."""
         token = self.special_tokens().get("eos_token")
         if token is None:
             return []
@@ -218,7 +227,7 @@ class TokenizerFiles:
         return [vocabulary[token]]
 
     def generation_end_ids(self) -> list[int]:
-        """Gives the ids at which the checkpoint stops to generate."""
+        """Ids at which the checkpoint stops generation."""
         name = GENERATION_NAME if self.generation else MODEL_NAME
         given = self._read(name).get("eos_token_id")
         if given is None:
@@ -232,7 +241,7 @@ class TokenizerFiles:
     def bos_id(
         self, vocabulary: Mapping[str, int], prefix: Sequence[int]
     ) -> int | None:
-        """Gives the id with which texts begin, or None."""
+        """Id with which texts begin, or None."""
         adds_bos = self.config.get("add_bos_token")
         if adds_bos is None:
             if len(prefix) > 1:
@@ -250,7 +259,7 @@ class TokenizerFiles:
         return vocabulary[token]
 
     def templates(self) -> dict[str, str]:
-        """Gives the chat templates by name, `default` first; none without a default.
+        """Chat templates by name, `default` first; empty without a default.
 
         A `chat_template.jinja`, with the `tool_use.jinja` in a folder beside it,
         replaces the templates of `tokenizer_config.json`.
@@ -267,7 +276,7 @@ class TokenizerFiles:
         return named if DEFAULT in named else {}
 
     def _read_template(self, name: str) -> str | None:
-        """Reads the file of a chat template; None if there is none."""
+        """Reads the file of a chat template; None if missing."""
         path = self.folder / name
         if self._is_alone or not path.is_file():
             return None
@@ -278,7 +287,7 @@ class TokenizerFiles:
             raise DataError(self._problem(name, problem)) from error
 
     def _read(self, name: str) -> dict[str, Any]:
-        """Reads a JSON object; an absent file is an empty one."""
+        """Reads a JSON object; a missing file gives an empty object."""
         path = self.folder / name
         if self._is_alone or not path.exists():
             return {}
@@ -292,17 +301,19 @@ class TokenizerFiles:
         return content
 
     def _problem(self, name: str, problem: str) -> Problem:
-        """Makes a problem of one of the files."""
+        """Makes a problem that names one of the files."""
         return Problem("tokenizer", str(self.folder / name), problem, _REMEDY)
 
 
 def _content_of(value: Any) -> Any:
-    """Gives the text of a special token, which may be an object with `content`."""
+    """Text of a special token, which may be an object with `content`."""
     return value.get("content") if isinstance(value, dict) else value
 
 
 def copy_files(path: pathlib.Path, folder: pathlib.Path) -> list[str]:
     """Copies a `tokenizer.json` and the files of a tokenizer beside it.
+
+    A file of another name is copied alone, as `tokenizer.json`. Returns the names.
 
     Example:
         >>> copy_files(pathlib.Path("missing/tokenizer.json"), pathlib.Path("."))
@@ -337,7 +348,10 @@ def write_files(
 
 
 def write_ends(folder: pathlib.Path, record: TokenizerRecord) -> None:
-    """Writes the end ids of a record into `generation_config.json`."""
+    """Writes the end ids of a record into `generation_config.json`.
+
+    Other values of the file stay.
+    """
     values = TokenizerFiles(folder / TOKENIZER_NAME).generation
     values = values | record.config_ids()
     (folder / GENERATION_NAME).write_text(json.dumps(values, indent=2) + "\n")
