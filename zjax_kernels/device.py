@@ -1,4 +1,4 @@
-"""Chooses Hopper kernels or the reference; registers and warpgroups of kernels."""
+"""Choice between Hopper kernels and reference; loads and warpgroups of a kernel."""
 
 import functools
 import inspect
@@ -15,11 +15,13 @@ from zjax_kernels.errors import invalid
 
 _LOG = logging.getLogger("zjax_kernels")
 HEAD_SIZES = (64, 96, 128, 256)
+"""Channels per head of the attention kernels."""
 DTYPES = ("bfloat16", "float16")
+"""Dtypes of the arrays of all kernels but quantisation."""
 
 
 def check_implementation(requested: str, *, dtype: str, head_size: int) -> str:
-    """Chooses the implementation of sparse attention; see `choose_implementation`.
+    """Returns `mosaic_gpu` or `reference` for attention of a dtype and head size.
 
     Example:
         >>> check_implementation("auto", dtype="float32", head_size=64)
@@ -35,7 +37,11 @@ def check_implementation(requested: str, *, dtype: str, head_size: int) -> str:
 def choose_implementation(
     requested: str, operation: str, arrays: str, *, problem: str, remedy: str
 ) -> str:
-    """Chooses an implementation; logs the choice of `auto` once.
+    """Returns `mosaic_gpu` or `reference`; logs each choice of `auto` once.
+
+    `problem` says why the kernels do not support the arrays (empty if supported),
+    `remedy` how to help. Unless `auto` is requested, an unusable device raises
+    `NotImplementedError` and unusable arrays `ValueError`.
 
     Example:
         >>> choose_implementation("reference", "a sum", "int8", problem="", remedy="")
@@ -62,7 +68,9 @@ def choose_implementation(
 def why_unsupported(
     dtype: str, head_size: int, device: tuple[str, tuple[int, int]] | None = None
 ) -> str:
-    """Says why a device cannot run the Hopper kernels; empty if it can.
+    """Returns why a device cannot run the Hopper kernels, or an empty string.
+
+    `device` is a result of `first_device`, which is also the default.
 
     Example:
         >>> why_unsupported("bfloat16", 64)
@@ -78,7 +86,9 @@ _REFUSAL = (
 
 
 def first_device() -> tuple[str, tuple[int, int]]:
-    """Platform (`cuda`, `rocm`, `tpu`, `cpu`) and NVIDIA compute capability, or (0, 0).
+    """Returns the platform (`cuda`, `rocm`, `tpu`, `cpu`) and compute capability.
+
+    The capability is (0, 0) on all platforms but `cuda`.
 
     Example:
         >>> first_device()
@@ -94,6 +104,7 @@ def first_device() -> tuple[str, tuple[int, int]]:
 
 
 def _array_obstacle(dtype, head_size):
+    """Returns problem and remedy of arrays without a kernel, or empty strings."""
     if dtype not in DTYPES:
         problem = f"it needs bfloat16 or float16 and the arrays are {dtype}"
         return problem, "cast them"
@@ -107,34 +118,40 @@ def _array_obstacle(dtype, head_size):
 
 
 def _mesh_obstacle():
+    """Returns a problem where XLA partitions the program over devices."""
     mesh = jax.sharding.get_abstract_mesh()
+    # XLA cannot partition a kernel: it would gather the arrays on every device.
     if any(mesh.shape[axis] > 1 for axis in mesh.auto_axes):
         return "it is for one device and the compiler splits this program"
     return ""
 
 
 def _device_obstacle(platform, capability):
+    """Returns why a device cannot run the kernels, or an empty string."""
     if platform != "cuda":
         return f"it needs a Hopper GPU and this is {platform}"
+    # wgmma instructions exist on compute capability 9.0 alone.
     if capability[0] != 9:
         found = ".".join(map(str, capability))
         return f"it needs compute capability 9.0 and this GPU has {found}"
     return ""
 
 
+# Cached, so that a choice that every trace makes is logged once.
 @functools.cache
 def _log_choice(operation, chosen, reason):
     _LOG.warning("%s: %s (%s)", operation, chosen, reason)
 
 
 _INDEX = inspect.signature(plgpu.load).parameters["idx"]
-"""Required before JAX 0.11, absent afterwards."""
+"""`idx` of `plgpu.load`: required before JAX 0.11, absent afterwards."""
 
 
 def load(ref: Any, layout: Any, *, interpret: Any, optimized: bool = True) -> jax.Array:
     """Reads an array inside a kernel; the interpreter ignores `layout`.
 
-    `interpret` holds the interpreter's parameters, None on a GPU.
+    `interpret` holds the interpreter's parameters, None on a GPU. `optimized` makes a
+    load without a fast implementation an error of compilation.
     """
     if interpret is not None:
         return ref[...]
@@ -143,15 +160,18 @@ def load(ref: Any, layout: Any, *, interpret: Any, optimized: bool = True) -> ja
 
 
 NUM_COMPUTE = 2
+"""Warpgroups that compute; one more copies."""
 AXIS = "warpgroup"
+"""Name of the warpgroups' axis."""
 
 
 def specialize_warpgroups(
     compute: Callable[[], None], copy: Callable[[], None]
 ) -> None:
-    """Runs `compute` on two warpgroups, `copy` on the third, with few registers."""
+    """Runs `compute` on two warpgroups, and `copy` with few registers on the third."""
     warpgroup = lax.axis_index(AXIS)
 
+    # An SM has 65,536 registers, 512 for each lane of a warpgroup: 2 * 240 + 24 = 504.
     @pl.when(warpgroup < NUM_COMPUTE)
     def _():
         plgpu.set_max_registers(240, action="increase")

@@ -1,4 +1,4 @@
-"""One format for all errors: what is wrong, and the remedy."""
+"""Errors of one format, `field=value problem; remedy`."""
 
 from collections.abc import Sequence
 

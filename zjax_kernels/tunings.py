@@ -1,4 +1,4 @@
-"""Tunings that were measured on this kind of GPU: how, and where they are stored."""
+"""Tunings measured on this kind of GPU: timing, and a file in the user's cache."""
 
 import dataclasses
 import json
@@ -14,6 +14,7 @@ import jax
 
 T = TypeVar("T")
 ROUNDS, CALLS = 5, 10
+"""Timed rounds, of which the median counts, and calls per round."""
 _LOG = logging.getLogger("zjax_kernels")
 
 
@@ -22,8 +23,8 @@ class TuningFile(Generic[T]):
 
     Args:
         name: Name of the file.
-        make: Makes a tuning of the fields that the file has, and raises `ValueError` or
-            `TypeError` for what is none.
+        make: Function from the fields of an entry to a tuning; raises `ValueError` or
+            `TypeError` for unusable fields.
     """
 
     def __init__(self, name: str, make: Callable[..., T]) -> None:
@@ -32,19 +33,21 @@ class TuningFile(Generic[T]):
 
     @property
     def path(self) -> pathlib.Path:
-        """Where the tunings are stored."""
+        """Path of the file."""
         cache = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
         return pathlib.Path(cache) / "zjax_kernels" / self._name
 
     def get(self, *key: Any) -> T | None:
-        """The tuning of a kernel and shape on this kind of GPU, if it was measured."""
+        """Returns the tuning of a kernel and shape on this kind of GPU, or None."""
         return self._load().get(_name(key))
 
     def save(self, best: dict[tuple[Any, ...], T]) -> None:
-        """Adds tunings by kernel and shape; warns if the file cannot be written."""
+        """Adds tunings, by kernel and shape, to the file; warns if writing fails."""
+        # Another process may have added tunings since the last read.
         self.forget()
         found = self._load() | {_name(key): tuning for key, tuning in best.items()}
         fields = {key: dataclasses.asdict(x) for key, x in found.items()}  # pyright: ignore[reportArgumentType]
+        # Written beside the file and renamed, so that no reader sees half a file.
         temporary = self.path.with_suffix(f".{os.getpid()}")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -56,7 +59,7 @@ class TuningFile(Generic[T]):
         self.forget()
 
     def forget(self) -> None:
-        """Reads the file again when it is next needed."""
+        """Drops the cached content; the next use reads the file again."""
         self._read = None
 
     def _load(self) -> dict[str, T]:
@@ -65,6 +68,7 @@ class TuningFile(Generic[T]):
         return self._read
 
     def _parse(self) -> dict[str, T]:
+        """Returns the tunings of the file; an unreadable file warns and is empty."""
         try:
             found = json.loads(self.path.read_text())
             return {key: self._make(**fields) for key, fields in found.items()}
@@ -75,7 +79,7 @@ class TuningFile(Generic[T]):
             ValueError,
             TypeError,
             AttributeError,
-            RecursionError,
+            RecursionError,  # JSON that is nested too deep
         ) as error:
             text = "%s cannot be read (%s); delete it and tune again"
             _LOG.warning(text, self.path, error)
@@ -89,22 +93,29 @@ def _name(key: tuple[Any, ...]) -> str:
 def rank(
     candidates: Iterable[T], compile_with: Callable[[T], Callable[[], Any]]
 ) -> list[tuple[T, float]]:
-    """Measures tunings, without any that need more shared memory than there is."""
+    """Returns tunings and seconds per call, fastest first.
+
+    `compile_with` compiles a kernel with a tuning and returns a call of it. Tunings
+    that need more shared memory than the GPU has are dropped.
+    """
     tried = []
     for tuning in candidates:
         try:
             tried.append((tuning, _seconds(compile_with(tuning))))
         except ValueError as error:
+            # Mosaic raises a plain ValueError where a kernel exceeds shared memory.
             if "shared memory" not in str(error):
                 raise
     return sorted(tried, key=lambda each: each[1])
 
 
 def _seconds(call: Callable[[], Any]) -> float:
+    """Returns the seconds of a call: the median of rounds, after a call to warm up."""
     jax.block_until_ready(call())
     seconds = []
     for _ in range(ROUNDS):
         start = time.perf_counter()
+        # Calls are queued together, so that launches overlap with kernels.
         jax.block_until_ready([call() for _ in range(CALLS)])
         seconds.append((time.perf_counter() - start) / CALLS)
     return statistics.median(seconds)

@@ -1,4 +1,4 @@
-"""Normalisation of rows."""
+"""Layer norm and RMS norm."""
 
 from zjax_kernels.norm.api import STATISTICS, layer_norm, rms_norm
 

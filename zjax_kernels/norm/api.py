@@ -1,7 +1,7 @@
-"""Normalisation over the last dim, computed in float32 whatever the input.
+"""Layer norm and RMS norm over the last dim, computed in float32 for any input dtype.
 
-Residuals besides the input are the mean and inverse deviation of each row, or the
-latter alone for `rms_norm`. Forward-mode differentiation is not defined.
+The residuals are the input and each row's mean and inverse deviation (the inverse
+deviation alone for `rms_norm`). Forward-mode differentiation is not defined.
 """
 
 import functools
@@ -16,7 +16,7 @@ from zjax_kernels.norm import reference
 from zjax_kernels.norm.reference import MAX_CHANNELS, THREADS
 
 STATISTICS = "norm_statistics"
-"""`checkpoint_name` of the mean and inverse deviation of each row."""
+"""`checkpoint_name` of the residuals: mean and inverse deviation of each row."""
 
 
 def layer_norm(
@@ -27,7 +27,7 @@ def layer_norm(
     eps: float = 1e-5,
     implementation: str = "auto",
 ) -> Array:
-    """Subtracts the mean and divides by the standard deviation.
+    """Normalises the last dim to mean 0 and standard deviation 1, scales and shifts.
 
     Args:
         x: [..., C], any floating dtype.
@@ -36,13 +36,13 @@ def layer_norm(
         eps: Number added to the variance, above 0.
         implementation: `mosaic_gpu` (one Hopper GPU, 16-bit input, a multiple of 128
             channels up to 4096), `reference` (anywhere, any sharding), or `auto`, which
-            takes the latter where the compiler shards the program.
+            takes `reference` where the compiler shards the program.
 
     Returns:
         [..., C] in the dtype of `x`.
 
     Raises:
-        ValueError: Unknown implementation, or arrays that it does not support.
+        ValueError: Unknown implementation, or arrays that the kernel does not support.
         NotImplementedError: This device cannot run `mosaic_gpu`.
 
     Example:
@@ -77,13 +77,16 @@ def _normalize(eps, centre, implementation, x, scale, bias):
 
 
 def _forward(eps, centre, implementation, x, scale, bias):
+    """Returns the output and the residuals."""
     run = _module(implementation).forward
     out, mean, inverse = run(x, scale, bias, eps=eps, centre=centre)
+    # RMS norm saves no mean: zeros would be stored on every device.
     statistics = (mean, inverse) if centre else (inverse,)
     return out, (x, checkpoint_name(statistics, STATISTICS), scale, bias)
 
 
 def _backward(eps, centre, implementation, residuals, d_out):
+    """Returns the cotangents of input, scale and bias."""
     x, (*means, inverse), scale, bias = residuals
     mean = means[0] if centre else jnp.zeros_like(inverse)
     run = _module(implementation).backward
@@ -99,14 +102,16 @@ _normalize.defvjp(_forward, _backward)
 
 
 def _module(implementation: str) -> types.ModuleType:
+    """Returns the module of an implementation."""
     if implementation == "reference":
         return reference
-    from zjax_kernels.norm import mosaic_gpu  # imports a compiler of kernels
+    from zjax_kernels.norm import mosaic_gpu  # slow: imports the kernel compiler
 
     return mosaic_gpu
 
 
 def _choose(implementation, x):
+    """Returns the implementation for an array, or refuses the array."""
     dtype, channels = jnp.dtype(x.dtype).name, x.shape[-1]
     problem = remedy = ""
     if dtype not in DTYPES:

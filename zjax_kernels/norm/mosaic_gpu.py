@@ -1,8 +1,8 @@
-"""Normalisation over the last dim on a Hopper GPU.
+"""Kernels of layer norm and RMS norm over the last dim on a Hopper GPU.
 
-Each program is one warpgroup that holds a row in registers and prefetches the next one.
-The backward pass accumulates the gradients of scale and bias in registers over all its
-rows, so that `x` and `d_out` are read once for all three gradients.
+Each program is one warpgroup that holds a row in registers and prefetches the next row.
+The backward pass accumulates the gradients of scale and bias in registers over all rows
+of a program, so that `x` and `d_out` are read once for all three gradients.
 """
 
 import functools
@@ -18,8 +18,9 @@ from zjax_kernels.device import load
 from zjax_kernels.norm.reference import MAX_CHANNELS, THREADS
 
 _NUM_SMS = 132
+"""Streaming multiprocessors of an H100 or H200."""
 _MAX_PROGRAMS_PER_SM = 8
-"""Fewer for long rows, which take more registers."""
+"""Programs per SM; long rows take more registers, and get fewer programs."""
 
 
 def forward(
@@ -31,11 +32,12 @@ def forward(
     centre: bool,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`reference.forward` for 16-bit arrays [..., C], C a multiple of 128.
+    """Runs `reference.forward` for 16-bit arrays [..., C], C a multiple of 128.
 
     `interpret` holds the interpreter's parameters; None on a GPU.
     """
     rows, channels = _rows(x)
+    # The registers of an SM hold three programs with the longest rows.
     programs = _num_programs(rows, 3 * MAX_CHANNELS // channels)
     weights = [w.astype(jnp.float32) for w in (scale, bias) if w is not None]
 
@@ -46,6 +48,7 @@ def forward(
         def normalize(row, narrow):
             wide = narrow[0].astype(jnp.float32)
             mean = jnp.sum(wide) / channels if centre else jnp.float32(0)
+            # The row is in registers: a second pass is free and does not cancel.
             centred = wide - mean
             inverse = lax.rsqrt(jnp.sum(centred * centred) / channels + eps)
             result = centred * inverse * read(weight_refs[0])
@@ -74,8 +77,9 @@ def backward(
     centre: bool,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """`reference.backward` for 16-bit arrays [..., C], C a multiple of 128."""
+    """Runs `reference.backward` for 16-bit arrays [..., C], C a multiple of 128."""
     rows, channels = _rows(x)
+    # Two rows and the sums at a time: one program fewer than in the forward pass.
     programs = _num_programs(rows, 2 * MAX_CHANNELS // channels)
     num_sums = 2 if centre else 1
 
@@ -100,9 +104,11 @@ def backward(
 
         zero = jnp.zeros(channels, jnp.float32)
         if interpret is None:
+            # The sums that the loop carries need the layout of the rows.
             zero = plgpu.layout_cast(zero, _layout(channels))
         sums = _each_row(rows, programs, fetch, differentiate, [zero] * num_sums)
         for ref, each in zip(sum_refs, sums, strict=True):
+            # One partial sum per program, added by XLA: atomics would add in any order.
             ref[lax.axis_index("program")] = each
 
     partial = jax.ShapeDtypeStruct((programs, channels), jnp.float32)
@@ -130,6 +136,7 @@ def _call(
     programs: int,
     interpret: Any,
 ) -> Callable[..., Any]:
+    """Returns `body` as a kernel whose programs are one warpgroup each."""
     return plgpu.kernel(
         body,
         out_type=list(outputs),
@@ -143,12 +150,13 @@ def _call(
 
 
 def _each_row(rows, programs, fetch, act, sums=None):
-    """Runs `act` on each row of this program; rows are fetched one ahead."""
+    """Runs `act` on each row of a program; rows are fetched one ahead."""
     program = lax.axis_index("program")
 
     def step(i, carried):
         fetched, sums = carried
         row = program + i * programs
+        # The last prefetch, which nobody uses, must not read beyond the array.
         prefetched = fetch(jnp.minimum(row + programs, rows - 1))
         return prefetched, act(row, fetched, *([sums] if sums else ()))
 
@@ -157,7 +165,9 @@ def _each_row(rows, programs, fetch, act, sums=None):
 
 
 def _layout(channels):
+    """Returns the layout of a row in registers: strided over the warpgroup."""
     each = channels // THREADS
+    # 8 numbers of 16 bits fill the widest load, 16 bytes.
     vector = next(size for size in (8, 4, 2, 1) if each % size == 0)
     return plgpu.Layout.WG_STRIDED((channels,), vec_size=vector)
 

@@ -1,11 +1,11 @@
-"""Normalisation over the last dim in jax.numpy, and the rows that the kernels take."""
+"""Layer norm and RMS norm in jax.numpy; limits of the rows that the kernels take."""
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 THREADS = 128
-"""Of a warpgroup; the channels of a row are a multiple."""
+"""Threads of a warpgroup; the kernels take multiples of so many channels."""
 MAX_CHANNELS = 32 * THREADS
 """Largest row whose values and sums fit in registers."""
 
@@ -29,10 +29,10 @@ def forward(
 def backward(
     x: Array, mean: Array, inverse: Array, scale: Array, d_out: Array, *, centre: bool
 ) -> tuple[Array, Array, Array | None]:
-    """Gradients of the input, the scale and the bias, which is None without `centre`.
+    """Returns gradients of input, scale and bias (None for the bias without `centre`).
 
     `mean` and `inverse`, float32[..., 1], come from `forward`; `d_out` is the cotangent
-    of its output.
+    of the output.
     """
     normal = _normal(x, mean, inverse)
     wide = d_out.astype(jnp.float32)
@@ -48,11 +48,13 @@ def backward(
 
 
 def _variance(wide, mean, dtype):
+    """Returns the variance of each row, float32[..., 1]."""
     if dtype != jnp.bfloat16:
         return jnp.square(wide - mean).mean(-1, keepdims=True)
-    # One pass over x for both sums. They cancel only where the mean is so large that
+    # One pass over x for both sums, which cancel only where the mean is so large that
     # bfloat16 input has lost the deviation already.
     difference = jnp.square(wide).mean(-1, keepdims=True) - jnp.square(mean)
+    # Rounding may leave a difference below 0, whose root is NaN.
     return jnp.maximum(difference, 0.0)
 
 

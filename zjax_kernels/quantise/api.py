@@ -1,4 +1,4 @@
-"""Block-wise int8 quantisation and its inverse."""
+"""Block-wise int8 quantisation and dequantisation."""
 
 import jax.numpy as jnp
 from jax import Array
@@ -12,14 +12,14 @@ from zjax_kernels.quantise.reference import BLOCKS_PER_STEP, SIZES
 def quantise_blocks(
     x: Array, *, block: int = 256, implementation: str = "auto"
 ) -> tuple[Array, Array]:
-    """Rounds each block to integer multiples of its largest magnitude over 127.
+    """Rounds a block to int8 multiples of a scale, the largest magnitude over 127.
 
     Args:
-        x: [...] floats; their number N is a multiple of `block`.
+        x: [...] floats, N numbers in all; N is a multiple of `block`.
         block: Consecutive numbers that share a scale, 1 or more.
-        implementation: `mosaic_gpu` (one Hopper GPU, float32 blocks of 64, 128 or 256,
-            a multiple of 64 of them), `reference` (anywhere, any sharding), or `auto`,
-            which takes the latter where the compiler shards the program.
+        implementation: `mosaic_gpu` (one Hopper GPU, float32, a multiple of 64 blocks
+            of 64, 128 or 256 numbers), `reference` (anywhere, any sharding), or `auto`,
+            which takes `reference` where the compiler shards the program.
 
     Returns:
         int8[N / block, block] from -127 to 127, and float32[N / block] scales, not
@@ -27,7 +27,7 @@ def quantise_blocks(
 
     Raises:
         ValueError: `block` does not divide N, an unknown implementation, or arrays that
-            it does not support.
+            the kernel does not support.
         NotImplementedError: This device cannot run `mosaic_gpu`.
 
     Example:
@@ -59,7 +59,7 @@ def quantise_blocks(
     )
     if chosen == "reference":
         return reference.quantise_blocks(x, block)
-    from zjax_kernels.quantise import mosaic_gpu  # imports a compiler of kernels
+    from zjax_kernels.quantise import mosaic_gpu  # slow: imports the kernel compiler
 
     return mosaic_gpu.quantise_blocks(x, block)
 

@@ -1,4 +1,4 @@
-"""Block-wise int8 quantisation on a Hopper GPU, in one pass over the numbers."""
+"""Kernel of block-wise int8 quantisation on a Hopper GPU: one pass over the numbers."""
 
 from typing import Any
 
@@ -12,14 +12,16 @@ from zjax_kernels.device import load
 from zjax_kernels.quantise.reference import BLOCKS_PER_STEP, MAX_INTEGER, MIN_SCALE
 
 _PROGRAMS = 3 * 132
+"""Three programs for each of the 132 SMs."""
 
 
 def quantise_blocks(
     x: jax.Array, block: int, *, interpret: Any = None
 ) -> tuple[jax.Array, jax.Array]:
-    """`reference.quantise_blocks` for float32[N], N a multiple of 64 blocks of `SIZES`.
+    """Runs `reference.quantise_blocks` for float32[N], N a multiple of 64 blocks.
 
-    `interpret` holds the interpreter's parameters; None on a GPU.
+    `block` is one of `SIZES`; `interpret` holds the interpreter's parameters, None on a
+    GPU.
     """
     num_blocks = x.size // block
     tiles = num_blocks // BLOCKS_PER_STEP
@@ -30,13 +32,17 @@ def quantise_blocks(
 
         def step(i, _):
             rows = pl.ds((program + i * programs) * BLOCKS_PER_STEP, BLOCKS_PER_STEP)
+            # Four lanes share a row of this layout: a maximum stays within a warp.
             numbers = load(
                 x_ref.at[rows], plgpu.Layout.WGMMA, interpret=interpret, optimized=False
             )
             magnitudes = jnp.max(jnp.abs(numbers), axis=1)
             scales = jnp.maximum(magnitudes / MAX_INTEGER, MIN_SCALE)
             wide = lax.broadcast_in_dim(scales, numbers.shape, (0,))
+            # A division, as in the reference: a factor 1 / scale would round
+            # differently.
             rounded = lax.round(numbers / wide, lax.RoundingMethod.TO_NEAREST_EVEN)
+            # `staged` is free once the copy of the tile before has read it.
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             staged[...] = rounded.astype(jnp.int32).astype(jnp.int8)
             plgpu.commit_smem()
@@ -45,6 +51,7 @@ def quantise_blocks(
 
         num_tiles = lax.div(tiles - 1 - program, programs) + 1
         lax.fori_loop(0, num_tiles, step, None)
+        # Shared memory must outlive the last copy.
         plgpu.wait_smem_to_gmem(0)
 
     run = plgpu.kernel(

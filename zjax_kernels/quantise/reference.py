@@ -6,13 +6,11 @@ from jax import Array
 BLOCKS_PER_STEP = 64
 """Blocks that a warpgroup holds in its registers."""
 SIZES = (64, 128, 256)
-"""Numbers of a block."""
-
-
+"""Numbers per block that the kernel takes."""
 MAX_INTEGER = 127
 """Largest magnitude of a code; -128 is not used."""
 MIN_SCALE = 1e-12
-"""Scale of a block of zeros."""
+"""Smallest scale, so that a block of zeros does not divide 0 by 0."""
 
 
 def quantise_blocks(x: Array, block: int) -> tuple[Array, Array]:
