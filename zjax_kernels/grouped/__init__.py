@@ -1,4 +1,4 @@
-"""Matrix products of groups of rows, as of the experts of a mixture."""
+"""Grouped matrix products: one matrix per group of rows, as in a mixture of experts."""
 
 from zjax_kernels.grouped.api import (
     grouped_activation,

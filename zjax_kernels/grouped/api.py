@@ -1,4 +1,4 @@
-"""Products of groups of rows with a matrix for each, differentiable."""
+"""Public functions of grouped products: checks, choice of implementation, gradients."""
 
 import functools
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from zjax_kernels.grouped import reference
 from zjax_kernels.grouped.reference import ACTIVATIONS, Activation, activate, num_parts
 
 _SIDE = 128
-"""The kernels take matrices whose sides are multiples of it."""
+"""Side of a matrix: the kernels take multiples."""
 
 
 def grouped_matmul(
@@ -26,34 +26,33 @@ def grouped_matmul(
     transpose: bool = False,
     implementation: str = "auto",
 ) -> Array:
-    """Multiplies rows by the matrix of their group, `activation(x @ weights + bias)`.
+    """Multiplies each row by the matrix of the group: `activation(x @ weights + bias)`.
 
     Rows of a group are adjacent, and groups follow one another: rows `[0, sizes[0])`
-    are of group 0. Memory is of the order of the operands; no row is multiplied by
-    matrices of other groups. The kernels add the bias and apply the activation before
-    they store a result.
+    belong to group 0. Memory is proportional to the operands; each row is multiplied by
+    one matrix alone. The kernels add the bias and apply the activation before a result
+    is stored.
 
     Args:
         x: [M, K], floats.
-        weights: [G, K, N], or [G, N, K] if `transpose`, of the same dtype.
-        sizes: int32[G], rows of each group, 0 or more; their sum is at most M.
-        bias: [G, N] of the same dtype; None for none.
-        activation: `gelu` (by tanh), `relu`, or `swiglu`, which multiplies the SiLU of
-            the first half of the columns by the second half, or `clamped_swiglu`, that
-            of gpt-oss; None for none.
-        transpose: Whether to multiply by transposed matrices.
+        weights: [G, K, N], or [G, N, K] if `transpose`, in the dtype of `x`.
+        sizes: int32[G], rows of each group, 0 or more, at most M in all.
+        bias: [G, N] in the dtype of `x`, or None.
+        activation: `gelu` (tanh approximation), `relu`, `swiglu` (SiLU of the first
+            half of the columns times the second half), `clamped_swiglu` (the variant of
+            gpt-oss), or None.
+        transpose: Whether the matrices are stored transposed.
         implementation: `mosaic_gpu` (one Hopper GPU, 16-bit arrays, K and N multiples
-            of 128), `reference` (anywhere), or `auto`, which takes the former where it
-            can run.
+            of 128), `reference` (anywhere), or `auto`: `mosaic_gpu` where possible.
 
     Returns:
-        [M, N], or [M, N / 2] for `swiglu`, in the dtype of `x`, summed in float32. Rows
-        beyond the last group are 0, and so is the gradient of a matrix whose group is
-        empty.
+        [M, N], or [M, N / 2] for both kinds of SwiGLU, in the dtype of `x`, summed in
+        float32. Rows beyond the last group are 0, and so is the gradient of the matrix
+        of an empty group.
 
     Raises:
         ValueError: Shapes or dtypes that do not match, an unknown activation or
-            implementation, or arrays that it does not support.
+            implementation, or arrays that the kernels do not support.
         NotImplementedError: This device cannot run `mosaic_gpu`.
 
     Example:
@@ -79,13 +78,14 @@ def grouped_activation(
     bias: Array | None = None,
     implementation: str = "auto",
 ) -> tuple[Array, Array]:
-    """Returns what `grouped_matmul` applies its activation to, and the result.
+    """Returns the pre-activations and the activations of `grouped_matmul`.
 
-    It has no gradient of its own: it is for functions that have one.
+    Defines no gradient rule: callers with a rule save the pre-activations for
+    `grouped_activation_backward`.
 
     Args:
         x: [M, K], floats.
-        weights: [G, K, N], of the same dtype.
+        weights: [G, K, N], in the dtype of `x`.
         sizes: int32[G], as for `grouped_matmul`.
         activation: As for `grouped_matmul`.
         bias: [G, N]; None for none.
@@ -121,24 +121,27 @@ def grouped_activation_backward(
 ) -> tuple[Array, Array, Array]:
     """Differentiates `scale * grouped_matmul(activate(inputs), weights, sizes)`.
 
-    What the kernel needs of `activate(inputs)` is computed again from `inputs`, while
-    the gradient of the product is in registers.
+    The kernel recomputes `activate(inputs)` while the gradient of the product is in
+    registers.
 
     Args:
-        cotangent: [M, K], of the scaled product.
-        weights: [G, F, K], of the same dtype.
+        cotangent: [M, K] cotangent of the scaled product.
+        weights: [G, F, K], in the dtype of `cotangent`.
         sizes: int32[G], as for `grouped_matmul`.
-        inputs: [M, F], or [M, 2 F] for `swiglu`; finite in rows without a group.
-        scale: float32[M], of each row.
+        inputs: [M, F] pre-activations, or [M, 2 F] for both kinds of SwiGLU; finite in
+            rows without a group.
+        scale: float32[M], a factor per row.
         activation: As for `grouped_matmul`.
         implementation: As for `grouped_matmul`.
 
     Returns:
-        The cotangent of `inputs`; `scale * activate(inputs)`, whose `grouped_outer`
-        with `cotangent` is that of `weights`; and the cotangent of `scale`, float32[M].
+        The cotangent of `inputs`; `scale * activate(inputs)`, which `grouped_outer`
+        multiplies by `cotangent` for the gradient of `weights`; and the cotangent of
+        `scale`, float32[M].
 
     Raises:
-        ValueError: An unknown implementation, or arrays that it does not support.
+        ValueError: An unknown implementation, or arrays that the kernels do not
+            support.
         NotImplementedError: This device cannot run `mosaic_gpu`.
 
     Example:
@@ -158,18 +161,18 @@ def grouped_activation_backward(
 def grouped_outer(
     x: Array, y: Array, sizes: Array, *, implementation: str = "auto"
 ) -> Array:
-    """Multiplies transposed rows by rows of the same group: a gradient of weights.
+    """Multiplies `x` transposed by `y` within each group: the gradient of the matrices.
 
     Args:
         x: [M, K], floats.
-        y: [M, N], of the same dtype.
+        y: [M, N], in the dtype of `x`.
         sizes: int32[G], as for `grouped_matmul`.
         implementation: As for `grouped_matmul`. With `mosaic_gpu`, a number in `y` that
             is not finite may reach the neighbouring groups.
 
     Returns:
-        [G, K, N] in the dtype of `x`, summed in float32; 0 for an empty group. It has
-        no gradient of its own.
+        [G, K, N] in the dtype of `x`, summed in float32; 0 for an empty group. There is
+        no gradient rule.
 
     Example:
         >>> x = jnp.array([[1.0], [2.0], [3.0]])
@@ -187,18 +190,18 @@ def grouped_sum(
     scale: Array | None = None,
     implementation: str = "auto",
 ) -> Array:
-    """Sums the rows of each group, always in the same order: a gradient of biases.
+    """Sums the rows of each group in a fixed order: the gradient of biases.
 
     Args:
         x: [M, N], floats.
         sizes: int32[G], as for `grouped_matmul`.
-        scale: [M], a factor of each row; 1 by default. The kernel rounds it to the
+        scale: [M], a factor per row; 1 by default. The kernel rounds the factors to the
             dtype of `x`.
         implementation: As for `grouped_outer`.
 
     Returns:
-        [G, N] in the dtype of `x`, summed in float32; 0 for an empty group. It has no
-        gradient of its own.
+        [G, N] in the dtype of `x`, summed in float32; 0 for an empty group. There is no
+        gradient rule.
 
     Example:
         >>> grouped_sum(jnp.array([[1.0], [2.0], [3.0]]), jnp.array([1, 2])).tolist()
@@ -209,6 +212,8 @@ def grouped_sum(
 
 
 class _Product(NamedTuple):
+    """Static arguments of a product: module of the implementation and settings."""
+
     module: Any
     transpose: bool
     activation: Activation | None
@@ -230,7 +235,7 @@ def _run(
     *,
     saves: bool,
 ) -> tuple[Array, ...]:
-    """What the backward pass needs of the result, and the result."""
+    """Returns the residuals of the activation, if `saves`, and the result."""
     module, transpose, activation = product
     operands, settings = (x, weights, sizes, bias), {"transpose": transpose}
     if activation is None:
@@ -242,6 +247,7 @@ def _run(
 def _forward(
     product: _Product, x: Array, weights: Array, bias: Array | None, sizes: Array
 ) -> tuple[Array, tuple]:
+    """Returns the result and the residuals."""
     *inputs, out = _run(product, x, weights, bias, sizes, saves=True)
     return out, (inputs, x, weights, bias, sizes)
 
@@ -249,11 +255,14 @@ def _forward(
 def _backward(
     product: _Product, saved: tuple, cotangent: Array
 ) -> tuple[Array, Array, Array | None, None]:
+    """Returns the cotangents of rows, matrices and bias; None for the sizes."""
     inputs, x, weights, bias, sizes = saved
     module, transpose, activation = product
     if activation is not None:
         activated, pull = jax.vjp(functools.partial(activate, activation), *inputs)
+        # Activations are float32, even of 16-bit arrays; so must be the cotangent.
         (cotangent,) = pull(cotangent.astype(activated.dtype))
+    # The kernel reads the weights as stored: no transposed copy is made.
     of_x = module.grouped_matmul(cotangent, weights, sizes, transpose=not transpose)
     pair = (cotangent, x) if transpose else (x, cotangent)
     of_bias = None if bias is None else module.grouped_sum(cotangent, sizes)
@@ -271,6 +280,7 @@ def check_kernels(num_rows: int, sides: tuple[int, ...], dtype: Any) -> None:
 def _choose(
     implementation: str, num_rows: int, sides: tuple[int, ...], dtype: Any
 ) -> Any:
+    """Returns the module of an implementation for rows, matrices and a dtype."""
     problem = remedy = ""
     if dtype.name not in DTYPES:
         problem = f"it needs {' or '.join(DTYPES)} and the arrays are {dtype.name}"
@@ -289,7 +299,7 @@ def _choose(
     )
     if chosen == "reference":
         return reference
-    from zjax_kernels.grouped import mosaic_gpu  # imports a compiler of kernels
+    from zjax_kernels.grouped import mosaic_gpu  # slow: imports the kernel compiler
 
     return mosaic_gpu
 
@@ -302,6 +312,7 @@ def _check(
     activation: Activation | None,
     transpose: bool,
 ) -> None:
+    """Refuses arrays of wrong shapes or dtypes, and unknown activations."""
     problems, contracted = [], 2 if transpose else 1
     is_matrices = x.ndim == 2 and weights.ndim == 3
     if not is_matrices or x.shape[1] != weights.shape[contracted]:
@@ -330,6 +341,7 @@ def _check(
 
 
 def _bias_problems(bias: Array | None, shape: tuple[int, int], dtype: Any) -> list[str]:
+    """Reports a bias that is not one row per group in the dtype of the products."""
     if bias is None or (bias.shape, bias.dtype) == (shape, dtype):
         return []
     found = f"{bias.dtype.name}{list(bias.shape)}"
@@ -338,6 +350,7 @@ def _bias_problems(bias: Array | None, shape: tuple[int, int], dtype: Any) -> li
 
 
 def _activation_problems(activation: str | None, columns: int) -> list[str]:
+    """Reports an unknown activation, or columns that SwiGLU cannot halve."""
     if activation is None:
         return []
     if activation not in ACTIVATIONS:

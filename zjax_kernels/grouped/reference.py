@@ -1,4 +1,4 @@
-"""Grouped products tile by tile, in memory of the order of their operands."""
+"""Grouped products in jax.numpy, tile by tile: the specification of the kernels."""
 
 import dataclasses
 import functools
@@ -11,11 +11,11 @@ from jax import Array
 Activation = Literal["swiglu", "clamped_swiglu", "gelu", "relu"]
 ACTIVATIONS = get_args(Activation)
 SLOPE, LIMIT = 1.702, 7.0
-"""Slope of the sigmoid of `clamped_swiglu`, and bound of its gates and values."""
+"""Slope of the sigmoid of `clamped_swiglu`, and bound of gates and values."""
 
 
 def num_parts(activation: str) -> int:
-    """Columns that one column of the result follows from: 2 with gates."""
+    """Returns the columns that one column of the activation reads: 2 with gates."""
     return 2 if activation.endswith("swiglu") else 1
 
 
@@ -31,7 +31,9 @@ def activate(activation: str, inputs: Array) -> Array:
 
 
 def clamped_swiglu(gate: Array, value: Array) -> Array:
-    """`min(gate, 7) * sigmoid(1.702 * min(gate, 7)) * (clip(value, -7, 7) + 1)`.
+    """Applies the SwiGLU of gpt-oss: `g * sigmoid(1.702 * g) * (v + 1)`.
+
+    `g` is `min(gate, 7)` and `v` is `clip(value, -7, 7)`.
 
     Reference:
         gpt-oss (arXiv:2508.10925), section 2.
@@ -43,12 +45,12 @@ def clamped_swiglu(gate: Array, value: Array) -> Array:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """Where each tile begins, and how many of its rows belong to its group.
+    """Tiles of rows, each within one group.
 
     Args:
-        group: int32[tiles], of each tile.
-        start: int32[tiles], its first row.
-        rows: int32[tiles], 0 for tiles that no group needs.
+        group: int32[tiles], group of the tile.
+        start: int32[tiles], first row of the tile.
+        rows: int32[tiles], rows of the tile; 0 for tiles that no group needs.
     """
 
     group: Array
@@ -57,7 +59,9 @@ class Tiles:
 
 
 def make_tiles(sizes: Array, num_rows: int, tile_rows: int) -> Tiles:
-    """Divides groups of adjacent rows into tiles.
+    """Divides groups of adjacent rows into tiles of at most `tile_rows` rows.
+
+    `sizes` may be traced, so the number of tiles is the most that any sizes need.
 
     Example:
         >>> tiles = make_tiles(jnp.array([3, 0, 2]), num_rows=5, tile_rows=2)
@@ -88,7 +92,7 @@ def grouped_matmul(
     *,
     transpose: bool = False,
 ) -> Array:
-    """Multiplies the rows of each group by its matrix, and adds its bias."""
+    """Multiplies each row by the matrix of the group and adds the bias of the group."""
     rows = _tile_rows(x, sizes)
     offsets = jnp.arange(rows)[:, None]
 
@@ -99,13 +103,16 @@ def grouped_matmul(
         if bias is not None:
             product += bias[tile.group][None]
         product = product.astype(x.dtype)
+        # Rows beyond the tile belong to later tiles, or to no group and stay 0.
         before = jax.lax.dynamic_slice_in_dim(out, tile.start, rows)
         product = jnp.where(offsets < tile.rows, product, before)
         return jax.lax.dynamic_update_slice_in_dim(out, product, tile.start, 0), None
 
+    # Padded, as `dynamic_slice` shifts slices that reach beyond the end.
     padded = jnp.pad(x, ((0, rows), (0, 0)))
     columns = weights.shape[1 if transpose else 2]
     out = jnp.zeros((len(padded), columns), x.dtype)
+    # One tile at a time: a batched product would copy a matrix for every tile.
     out, _ = jax.lax.scan(multiply, out, make_tiles(sizes, len(x), rows))
     return out[: len(x)]
 
@@ -120,7 +127,7 @@ def grouped_activation(
     transpose: bool = False,
     saves: bool = True,
 ) -> tuple[Array, ...]:
-    """Applies an activation to `grouped_matmul`."""
+    """Applies an activation to `grouped_matmul`; returns pre-activations if `saves`."""
     inputs = grouped_matmul(x, weights, sizes, bias, transpose=transpose)
     return *[inputs] * saves, activate(activation, inputs).astype(x.dtype)
 
@@ -134,18 +141,23 @@ def grouped_activation_backward(
     *,
     activation: str,
 ) -> tuple[Array, Array, Array]:
-    """Differentiates `scale * grouped_matmul(activate(inputs), weights)`."""
+    """Differentiates `scale * grouped_matmul(activate(inputs), weights)`.
+
+    Returns the cotangents of `inputs`, the scaled activations, and float32 cotangents
+    of `scale`.
+    """
     product = grouped_matmul(cotangent, weights, sizes, transpose=True)
     run = functools.partial(activate, activation)
     activated, differentiate = jax.vjp(run, inputs)
     scales, product = scale[:, None], product.astype(activated.dtype)
     (gradients,) = differentiate((product * scales).astype(activated.dtype))
+    # The cotangent of `scale` without a product: <c, a @ W> = <c @ W.T, a>.
     products = (activated * product).sum(1).astype(jnp.float32)
     return gradients, (activated * scales).astype(inputs.dtype), products
 
 
 def grouped_outer(x: Array, y: Array, sizes: Array) -> Array:
-    """Multiplies the transposed rows of each group in `x` by those in `y`."""
+    """Multiplies `x` transposed by `y` within each group: [G, K, N], 0 if empty."""
     rows = _tile_rows(x, sizes)
     offsets = jnp.arange(rows)[:, None]
 
@@ -165,8 +177,9 @@ def grouped_outer(x: Array, y: Array, sizes: Array) -> Array:
 
 
 def grouped_sum(x: Array, sizes: Array, scale: Array | None = None) -> Array:
-    """Sums the scaled rows of each group."""
+    """Sums the rows of each group, times `scale`, in float32: [G, N], 0 if empty."""
     row = jnp.arange(len(x))
+    # Rows without a group get number len(sizes), which `segment_sum` drops.
     group = jnp.searchsorted(jnp.cumsum(sizes), row, side="right")
     rows = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     rows = rows if scale is None else rows * scale[:, None]
@@ -175,12 +188,12 @@ def grouped_sum(x: Array, sizes: Array, scale: Array | None = None) -> Array:
 
 
 def copy_rows(x: Array, sources: Array, targets: Array) -> Array:
-    """Copies rows."""
+    """Returns `x[sources]`; the kernels alone read `targets`."""
     del targets
     return jnp.take(x, sources, axis=0, mode="clip")
 
 
 def _tile_rows(x: Array, sizes: Array) -> int:
-    """Few rows where groups are small: what pads the last tile is computed, too."""
+    """Returns the rows of a tile: few for small groups, as padding is computed too."""
     even = -(-len(x) // sizes.size)
     return max(1, min(TILE_ROWS, even))

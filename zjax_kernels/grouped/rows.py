@@ -1,4 +1,4 @@
-"""Rows copied into the order of their groups."""
+"""Copies of rows into the order of groups, as of tokens to experts."""
 
 from jax import Array
 
@@ -7,32 +7,33 @@ from zjax_kernels.grouped import reference
 
 _LANES = 128
 _MOST = 32768
-"""Numbers of a row, of which shared memory holds a few."""
+"""Most numbers of a row: a copy takes 256 elements per dim, [256, 128]."""
 _MOST_PLACES = 16
-"""Places of a row, each of which is code of its own."""
+"""Most copies of a row, each of which is unrolled code."""
 
 
 def copy_rows(
     x: Array, sources: Array, targets: Array, *, implementation: str = "auto"
 ) -> Array:
-    """Returns `x[sources]`, where it is known where each row of `x` goes.
+    """Returns `x[sources]`, given the inverse too: where each row of `x` goes.
 
-    The kernel reads each row once, and writes it to all of its places.
+    The kernel reads each row once and writes every copy of the row.
 
     Args:
-        x: [T, M].
-        sources: int32[R], the row of `x` that each row of the result is.
-        targets: int32[T, K], the rows of the result that each row of `x` is; R or more
-            for none. Each row of the result is there once.
-        implementation: `mosaic_gpu` (one Hopper GPU, 16-bit arrays, K up to
-            16, M a multiple of 128 up to 32768), `reference` (anywhere), or `auto`,
-            which takes the former where it can run.
+        x: [T, M] rows.
+        sources: int32[R], row of `x` for each row of the result.
+        targets: int32[T, K], rows of the result that copy each row of `x`; R or more
+            for none. Each row of the result is listed once.
+        implementation: `mosaic_gpu` (one Hopper GPU, 16-bit arrays, K up to 16, M a
+            multiple of 128 up to 32768), `reference` (anywhere), or `auto`:
+            `mosaic_gpu` where possible.
 
     Returns:
-        [R, M]. It has no gradient of its own.
+        [R, M]. There is no gradient rule.
 
     Raises:
-        ValueError: An unknown implementation, or arrays that it does not support.
+        ValueError: An unknown implementation, or arrays that the kernel does not
+            support.
         NotImplementedError: This device cannot run `mosaic_gpu`.
 
     Example:
@@ -61,6 +62,6 @@ def copy_rows(
     )
     if chosen == "reference":
         return reference.copy_rows(x, sources, targets)
-    from zjax_kernels.grouped import mosaic_gpu  # imports a compiler of kernels
+    from zjax_kernels.grouped import mosaic_gpu  # slow: imports the kernel compiler
 
     return mosaic_gpu.copy_rows(x, sources, targets)

@@ -1,4 +1,4 @@
-"""Measures which tuning of the kernels is fastest on this GPU."""
+"""Measures which tuning of the grouped kernels is fastest on this GPU."""
 
 import functools
 import itertools
@@ -26,22 +26,24 @@ def tune_grouped_matmul(
     dtype: Any = jnp.bfloat16,
     activation: Activation | None = None,
 ) -> dict[Kernel, list[tuple[Tuning, float]]]:
-    """Measures which tuning runs grouped products fastest; all later ones use it.
+    """Measures which tuning runs grouped products fastest, for all later calls.
 
-    It is stored in the user's cache folder, for this kind of GPU and these matrices.
+    The fastest tuning is stored in the user's cache folder, for this kind of GPU and
+    matrices of this shape.
 
     Args:
-        sizes: int32[G], rows of each group, as they will be.
+        sizes: int32[G], rows of each group, as in later calls.
         k: Rows of each matrix, a multiple of 128.
         n: Columns of each matrix, a multiple of 128.
         dtype: bfloat16 or float16.
-        activation: As for `grouped_matmul`: `grouped_activation` of these matrices and
-            its backward pass from the next ones are measured, too. None for none.
+        activation: As for `grouped_matmul`. With an activation, `grouped_activation` is
+            measured too, and `grouped_activation_backward` with matrices back to K
+            columns.
 
     Returns:
-        Tunings and their seconds, fastest first, of the product, the product with
-        transposed matrices, and the gradient of the matrices. Those that need more
-        shared memory than there is are left out.
+        Tunings and seconds, fastest first, of the product, the product with transposed
+        matrices, the gradient of the matrices, and both passes of an activation.
+        Tunings that need more shared memory than the GPU has are left out.
 
     Raises:
         NotImplementedError: This GPU cannot run the kernels.
@@ -77,7 +79,8 @@ def tune_grouped_matmul(
 
 
 def _products(x: Array, weights: Array, y: Array, sizes: Array) -> dict[Kernel, _Case]:
-    from zjax_kernels.grouped import mosaic_gpu  # imports a compiler of kernels
+    """Returns the kernels without an activation, and arrays to measure with."""
+    from zjax_kernels.grouped import mosaic_gpu  # slow: imports the kernel compiler
 
     transposed = functools.partial(mosaic_gpu.grouped_matmul, transpose=True)
     cases: dict[Kernel, tuple[Callable[..., Any], tuple[Array, ...]]] = {
@@ -91,7 +94,7 @@ def _products(x: Array, weights: Array, y: Array, sizes: Array) -> dict[Kernel, 
 def _passes(
     activation: Activation, x: Array, weights: Array, y: Array, sizes: Array
 ) -> dict[Kernel, _Case]:
-    """Both passes of an activation; the next matrices lead back to rows of x."""
+    """Returns both passes of an activation, as of an MLP from K columns back to K."""
     from zjax_kernels.grouped import mosaic_gpu
 
     forward, backward = (
@@ -102,6 +105,7 @@ def _passes(
         )
     )
     groups, k, n = weights.shape
+    # Numbers do not matter: the weights in another shape take no more memory.
     down = weights.reshape(groups, n, k)[:, : n // num_parts(activation)]
     arrays = x, down, sizes, y, jnp.ones(len(x), jnp.float32)
     return {
@@ -111,6 +115,8 @@ def _passes(
 
 
 def _candidates(kernel: str) -> list[Tuning]:
+    """Returns the tunings to measure."""
+    # `grouped_outer` ignores bands.
     bands = (8,) if kernel == "outer" else (4, 8, 16, 32)
     return [
         Tuning(tile_columns=width, stages=stages, band=band)

@@ -1,4 +1,4 @@
-"""Tuning of the kernels."""
+"""Tuning of the grouped kernels: the default, or measured by `tune_grouped_matmul`."""
 
 import dataclasses
 from typing import Any, Literal
@@ -10,14 +10,14 @@ Kernel = Literal["matmul", "transposed", "outer", "activation", "activation_back
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """How a kernel runs; results do not depend on it.
+    """Sizes that set how fast a kernel runs; results do not depend on the tuning.
 
     Args:
-        tile_columns: Columns of an output tile: 64, 128 or 256. Where they do not
-            divide the columns of the output, the next smaller number is taken.
+        tile_columns: Columns of an output tile: 64, 128 or 256; the next smaller number
+            where the columns of the output are no multiple.
         stages: Steps of the contraction in shared memory at a time, 2 or more.
         band: Tiles of rows that are computed before the next tile of columns, 1 or
-            more; `grouped_outer` ignores it.
+            more; `grouped_outer` ignores the band.
     """
 
     tile_columns: int = 256
@@ -26,6 +26,8 @@ class Tuning:
 
     def width(self, columns: int, num_parts: int = 1) -> int:
         """Returns the columns of a tile of an output with `columns`.
+
+        `num_parts` products, of so many columns each, share the registers of a tile.
 
         Example:
             >>> Tuning().width(1536), Tuning().width(1536, 2), Tuning().width(192)
@@ -37,11 +39,12 @@ class Tuning:
 
 
 def choose_tuning(kernel: Kernel, num_groups: int, k: int, n: int) -> Tuning:
-    """The tuning that was measured for a kernel and its matrices, or the default."""
+    """Returns the tuning measured for a kernel and matrices, or the default."""
     return MEASURED.get(kernel, num_groups, k, n) or Tuning()
 
 
 def _make(**fields: Any) -> Tuning:
+    """Builds a tuning from fields of the file; refuses numbers that are too small."""
     tuning = Tuning(**fields)
     least = {"tile_columns": 64, "stages": 2, "band": 1}
     if any(getattr(tuning, name) < count for name, count in least.items()):

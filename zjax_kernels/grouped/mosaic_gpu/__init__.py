@@ -1,4 +1,4 @@
-"""Grouped products on Hopper GPUs."""
+"""Kernels of grouped products on Hopper GPUs."""
 
 from zjax_kernels.grouped.mosaic_gpu.activation import (
     grouped_activation,

@@ -1,4 +1,4 @@
-"""Products with an activation, and derivatives in instructions of a GPU."""
+"""Kernels of grouped products with an activation, forward and backward."""
 
 import math
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from zjax_kernels.grouped.reference import LIMIT, SLOPE, num_parts
 from zjax_kernels.grouped.tuning import Tuning, choose_tuning
 
 _SLOPE, _CUBE = 2 * math.sqrt(2 / math.pi), 0.044715
-"""`gelu(x)` is `x * sigmoid(_SLOPE * (x + _CUBE * x**3))`."""
+"""`gelu(x)` is `x * sigmoid(_SLOPE * (x + _CUBE * x**3))`: no `tanh`."""
 
 
 def activate(activation: str, parts: Sequence[Array]) -> Array:
@@ -41,7 +41,7 @@ def activate(activation: str, parts: Sequence[Array]) -> Array:
 def differentiate(
     activation: str, parts: Sequence[Array], cotangent: Array
 ) -> tuple[Array, tuple[Array, ...]]:
-    """Returns the activation, and the cotangents of its parts."""
+    """Returns the activation and the cotangents of the parts."""
     x = parts[0]
     if activation == "relu":
         return jnp.maximum(x, 0.0), (jnp.where(x > 0.0, cotangent, 0.0),)
@@ -60,6 +60,7 @@ def differentiate(
 def _differentiate_clamped(
     gate: Array, value: Array, cotangent: Array
 ) -> tuple[Array, tuple[Array, ...]]:
+    """Returns clamped SwiGLU, and cotangents of gate and value: 0 where clamped."""
     x, factor = _at_most(gate, LIMIT), 1.0 + _clipped(value)
     share = _sigmoid(SLOPE * x)
     silu, slope = x * share, share * (1.0 + SLOPE * x * (1.0 - share))
@@ -82,6 +83,7 @@ def _gelu_share(x: Array) -> Array:
 
 
 def _sigmoid(x: Array) -> Array:
+    # 1 / (1 + exp(-x)): rsqrt is one instruction, a division is many.
     root = lax.rsqrt(1.0 + jnp.exp(-x))
     return root * root
 
@@ -98,13 +100,14 @@ def grouped_activation(
     tuning: Tuning | None = None,
     interpret: Any = None,
 ) -> tuple[Array, ...]:
-    """`reference.grouped_activation` for 16-bit arrays, K and F multiples of 64."""
+    """Runs `reference.grouped_activation` for 16 bits, K and F multiples of 64."""
     tuning = tuning or choose_tuning("activation", *weights.shape)
     parts, dtype = num_parts(activation), x.dtype
     columns = weights.shape[1 if transpose else 2] // parts
 
     def store(half: HalfTile) -> None:
         *saved, activated = half.refs.outputs
+        # Rounded first: the backward pass differentiates at the saved 16-bit numbers.
         sums = [each.astype(dtype) for each in add_bias(half)]
         for start in half.starts:
             chunks = [each[:, start : start + CHUNK] for each in sums]
@@ -144,7 +147,7 @@ def grouped_activation_backward(
     tuning: Tuning | None = None,
     interpret: Any = None,
 ) -> tuple[Array, Array, Array]:
-    """`reference.grouped_activation_backward` in 16 bits; K, F multiples of 64."""
+    """Runs `reference.grouped_activation_backward`; 16 bits, K, F multiples of 64."""
     tuning = tuning or choose_tuning("activation_backward", *weights.shape)
     (num_rows, _), columns, dtype = cotangent.shape, weights.shape[1], inputs.dtype
     parts = num_parts(activation)
@@ -155,10 +158,12 @@ def grouped_activation_backward(
         total = jnp.float32(0.0)
         for number, start in enumerate(half.starts):
             chunk = half.sums[0][:, start : start + CHUNK]
+            # In the order in which the producer copies: by chunk, then by part.
             read = [half.read(number * parts + part) for part in range(parts)]
             activated, found = differentiate(
                 activation, [x.astype(jnp.float32) for x in read], chunk * scales
             )
+            # The cotangent of `scale` is of the product before scaling.
             total = total + (activated * chunk).sum(axis=1)
             for part, each in enumerate(found):
                 half.store(gradients, part * columns + start, each.astype(dtype))
@@ -178,6 +183,7 @@ def grouped_activation_backward(
             jax.ShapeDtypeStruct(sums, jnp.float32),
         ],
         num_stores=parts + 1,
+        # Padded, as the tile of the last rows may reach beyond the end.
         inputs=(inputs, jnp.pad(scale, (0, TILE_ROWS))),
         num_reads=parts,
         sums_rows=True,
@@ -191,4 +197,5 @@ def grouped_activation_backward(
         tuning=tuning,
         interpret=interpret,
     )
+    # Tiles side by side store sums apart: atomics would add in any order.
     return gradients, scaled, values_of_rows(products.sum(0), sizes, num_rows)

@@ -1,7 +1,7 @@
-"""Rows of tokens copied to the rows of their experts.
+"""Kernel that copies rows of tokens to the rows of experts.
 
-A token is read once and written to each of its rows, so that of all the traffic only
-the result is large. Reading a token for each row would double it.
+A token is read once and written to all target rows: reading the token for each row
+would double the traffic.
 """
 
 from typing import Any, NamedTuple
@@ -16,18 +16,24 @@ from zjax_kernels.grouped.mosaic_gpu.pipeline import run
 
 _LANES = 128
 _BATCH_BYTES = 16 * 1024
+"""Bytes of the tokens that one copy loads."""
 _MAX_STAGES = 8
 _MEMORY_BYTES = 192 * 1024
+"""Shared memory of all stages."""
 
 
 def copy_rows(
     x: Array, sources: Array, targets: Array, *, interpret: Any = None
 ) -> Array:
-    """`reference.copy_rows` for rows of a multiple of 128 numbers."""
+    """Runs `reference.copy_rows` for rows of a multiple of 128 numbers.
+
+    Of `sources` the kernel needs the length alone: `targets` is the inverse.
+    """
     num_tokens, width = x.shape
     num_rows = len(sources)
     row_bytes = width * x.dtype.itemsize
     batch = min(num_tokens, max(1, _BATCH_BYTES // row_bytes))
+    # Two stages at least: one is loaded while the other is stored.
     stages = max(2, min(_MAX_STAGES, _MEMORY_BYTES // (batch * row_bytes)))
     scratch = _Memory(
         rows=plgpu.SMEM((stages, batch, width // _LANES, _LANES), x.dtype),
@@ -55,6 +61,7 @@ def copy_rows(
         def store(number, _):
             stage = lax.rem(number, jnp.int32(stages))
             start = first_token(number)
+            # Targets are read before the wait, while the tokens are on the way.
             places = [
                 (token, targets_ref[start + token, choice])
                 for token in range(batch)
@@ -66,6 +73,7 @@ def copy_rows(
                 @pl.when(row < num_rows)
                 def _(token=token, row=row):
                     source = memory.rows.at[stage, token]
+                    # One group for the copies of a batch: the wait below counts groups.
                     plgpu.copy_smem_to_gmem(source, output.at[row], commit_group=False)
 
             plgpu.commit_smem_to_gmem_group()
@@ -73,12 +81,14 @@ def copy_rows(
             plgpu.wait_smem_to_gmem(stages - ahead, wait_read_only=True)
             pl.when(number + ahead < count)(lambda: load(number + ahead))
 
+        # Half of the stages hold loads ahead, half hold stores that may still read.
         ahead = stages // 2
         lax.fori_loop(0, jnp.minimum(ahead, count), lambda i, _: load(i), None)
         lax.fori_loop(0, count, store, None)
         plgpu.wait_smem_to_gmem(0)
 
     def in_lanes(length):
+        # A copy takes at most 256 elements per dim.
         return length, width // _LANES, _LANES
 
     output = jax.ShapeDtypeStruct(in_lanes(num_rows), x.dtype)
@@ -88,5 +98,7 @@ def copy_rows(
 
 
 class _Memory(NamedTuple):
+    """Shared memory and the barriers of copies into each stage."""
+
     rows: Any
     ready: Any

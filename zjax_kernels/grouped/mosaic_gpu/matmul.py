@@ -1,4 +1,4 @@
-"""Rows of each group times its matrix, plus a bias."""
+"""Kernel of grouped products, plus a bias."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ def grouped_matmul(
     tuning: Tuning | None = None,
     interpret: Any = None,
 ) -> Array:
-    """`reference.grouped_matmul` for 16-bit arrays with K and N multiples of 64."""
+    """Runs `reference.grouped_matmul` for 16-bit arrays, K and N multiples of 64."""
     kernel = "transposed" if transpose else "matmul"
     tuning = tuning or choose_tuning(kernel, *weights.shape)
     columns = weights.shape[1 if transpose else 2]
@@ -46,12 +46,12 @@ def grouped_matmul(
 
 
 def bias_inputs(bias: Array | None) -> tuple[Array, ...]:
-    """The bias, with 0 for rows without a group, as an input of an epilogue."""
+    """Returns the bias, with 0 for rows without a group, as an input of an epilogue."""
     return () if bias is None else (jnp.pad(bias, ((0, 1), (0, 0))),)
 
 
 def add_bias(half: HalfTile) -> list[Array]:
-    """The sums of each part, plus the bias that `bias_inputs` gave, if any."""
+    """Returns the sums of each part, plus the bias from `bias_inputs`, if any."""
     if not half.refs.inputs:
         return list(half.sums)
     (bias,) = half.refs.inputs

@@ -1,4 +1,4 @@
-"""Transposed rows of each group times rows of the same group: a gradient of weights."""
+"""Kernels of `x` transposed times `y` per group (a gradient of weights); row sums."""
 
 import functools
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ from zjax_kernels.grouped.mosaic_gpu.pipeline import (
 from zjax_kernels.grouped.tuning import Tuning, choose_tuning
 
 _ALIGNMENT = 8
-"""Rows of a swizzled tile: a copy begins at a multiple."""
+"""Rows of a swizzled tile: copies begin at multiples."""
 
 
 def grouped_outer(
@@ -36,8 +36,13 @@ def grouped_outer(
     tuning: Tuning | None = None,
     interpret: Any = None,
 ) -> Array:
-    """`reference.grouped_outer` for 16-bit arrays, K a multiple of 128 and N of 64."""
+    """Runs `reference.grouped_outer` for 16-bit arrays, K a multiple of 128, N of 64.
+
+    Rows of `x` next to a group are multiplied as 0, so that a number in `y` that is not
+    finite reaches the neighbouring group.
+    """
     tuning = tuning or choose_tuning("outer", len(sizes), x.shape[1], y.shape[1])
+    # Copies move whole tiles of 8 rows.
     padding = (0, -len(x) % _ALIGNMENT), (0, 0)
     x, y = jnp.pad(x, padding), jnp.pad(y, padding)
     width, stages = tuning.width(y.shape[1]), tuning.stages
@@ -69,16 +74,20 @@ def grouped_outer(
 def grouped_sum(
     x: Array, sizes: Array, scale: Array | None = None, *, interpret: Any = None
 ) -> Array:
-    """`reference.grouped_sum` for 16-bit arrays: a product with equal columns."""
+    """Runs `reference.grouped_sum` as a product with equal columns of factors."""
     scale = jnp.ones(len(x)) if scale is None else scale
+    # 128 columns, the fewest that the kernel takes, of which one is used: a scatter
+    # would add rows in any order.
     columns = jnp.broadcast_to(scale.astype(x.dtype)[:, None], (len(x), TILE_ROWS))
     return grouped_outer(columns, x, sizes, interpret=interpret)[:, 0]
 
 
 class _Shape(NamedTuple):
+    """Numbers of groups and of tiles per matrix, and columns of a tile."""
+
     num_groups: int
     num_rows: int
-    """Tiles of a matrix above each other."""
+    """Tiles of a matrix above one another."""
     num_columns: int
     width: int
 
@@ -88,6 +97,8 @@ class _Shape(NamedTuple):
 
 
 class _Memory(NamedTuple):
+    """Shared memory: stages of both operands, and buffers of results."""
+
     x: Any
     y: Any
     out: Any
@@ -105,16 +116,18 @@ class _Tile(NamedTuple):
 
     @property
     def first(self) -> Array:
-        """The first row that is copied."""
+        """First row that is copied: `start`, rounded down to the alignment."""
         return self.start & ~(_ALIGNMENT - 1)
 
     @property
     def steps(self) -> Array:
         steps = lax.div(self.end - self.first + (DEPTH - 1), jnp.int32(DEPTH))
+        # An empty group takes no steps, also where `first` is before `start`.
         return jnp.where(self.end > self.start, steps, 0)
 
 
 def _tile(shape: _Shape, bounds: Any, number: Array) -> _Tile:
+    """Returns the tile of a number: by group, then by column, then by row."""
     per_group = shape.num_rows * shape.num_columns
     group = lax.div(number, jnp.int32(per_group))
     within = number - group * per_group
@@ -129,12 +142,15 @@ def _tile(shape: _Shape, bounds: Any, number: Array) -> _Tile:
 
 
 def _copy(shape, get_tile, memory, x_ref, y_ref):
+    """Copies the operands of each step, in the warpgroup that copies."""
+
     def copy_tile(number, before):
         tile = get_tile(number)
 
         def copy(step, stage, ready):
             first = pl.multiple_of(tile.first + step * DEPTH, _ALIGNMENT)
             rows = pl.ds(first, DEPTH)
+            # One buffer per warpgroup, which sets rows of other groups to 0.
             for half in range(NUM_COMPUTE):
                 place = pl.ds(tile.row * TILE_ROWS + half * HALF, HALF)
                 plgpu.copy_gmem_to_smem(
@@ -150,6 +166,7 @@ def _copy(shape, get_tile, memory, x_ref, y_ref):
 
 
 def _compute(shape, get_tile, memory, out_ref, *, interpret):
+    """Computes half of each tile, in one of two warpgroups."""
     half = lax.axis_index(AXIS)
 
     def compute_tile(number, before):
@@ -159,6 +176,7 @@ def _compute(shape, get_tile, memory, out_ref, *, interpret):
             x = memory.x.at[stage, half]
             row = tile.first + step * DEPTH
             low, high = tile.start - row, tile.end - row
+            # Only the first and the last step of a group hold rows of other groups.
             is_shared = (low > 0) | (high < DEPTH)
             pl.when(is_shared)(lambda: _clear_outside(x, low, high, interpret))
             plgpu.wgmma(totals[0], x.transpose((1, 0)), memory.y.at[stage])
@@ -172,7 +190,7 @@ def _compute(shape, get_tile, memory, out_ref, *, interpret):
 
 
 def _clear_outside(ref, low, high, interpret):
-    """Sets the rows of other groups to 0."""
+    """Sets the rows of a step outside [low, high) to 0."""
     layout = plgpu.Layout.WGMMA
     values = load(ref, layout, interpret=interpret, optimized=False)
     if interpret is None:
@@ -181,10 +199,11 @@ def _clear_outside(ref, low, high, interpret):
         rows = lax.broadcasted_iota(jnp.int32, ref.shape, 0)
     is_inside = (rows >= low) & (rows < high)
     ref[...] = jnp.where(is_inside, values, 0).astype(ref.dtype)
-    plgpu.commit_smem()
+    plgpu.commit_smem()  # tensor cores must see the writes
 
 
 def _store(tile, buffer, out_ref, result):
+    """Stores half of a tile, chunk by chunk."""
     half, num_buffers = lax.axis_index(AXIS), buffer.shape[1]
     rows = pl.ds(tile.row * TILE_ROWS + half * HALF, HALF)
     for start in range(0, result.shape[1], CHUNK):

@@ -1,4 +1,4 @@
-"""A persistent kernel whose copies run ahead of its products, also into the next tile.
+"""Skeleton of persistent kernels: copies run ahead of products, also into later tiles.
 
 Each program computes one output tile of 128 rows after another. A tile is a sum over
 steps; the operands of a step fill one of several stages of shared memory.
@@ -24,9 +24,12 @@ DEPTH = 64
 CHUNK = 64
 """Columns of a tile that are stored at a time."""
 SWIZZLED = (plgpu.SwizzleTransform(128),)
+"""Order of rows of 128 bytes in which reads of tensor cores meet no bank conflicts."""
 TILED = (plgpu.TilingTransform((8, 64)), *SWIZZLED)
+"""Tiles of 8 swizzled rows, as wgmma addresses operands."""
 _ACC: Any = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 _NUM_SMS = 132
+"""SMs of an H100 or H200, one program each."""
 _SIMULATED_SMS = 2
 
 
@@ -38,7 +41,12 @@ def run(
     interpret: Any,
     num_threads: int = device.NUM_COMPUTE + 1,
 ) -> tuple[Array, ...]:
-    """Runs `body(input references, output references, scratch)` as a kernel."""
+    """Runs `body(input references, output references, scratch)` as a kernel.
+
+    `body` runs in each of `num_threads` warpgroups of a program. `scratch` is a pytree
+    of shared memory and barriers; `interpret` holds the interpreter's parameters, None
+    on a GPU.
+    """
     leaves, structure = jax.tree.flatten(scratch)
     first, end = len(inputs), len(inputs) + len(outputs)
 
@@ -65,11 +73,13 @@ def run(
 
 
 def for_each_tile(total: Any, act: Callable[[Array, Array], Array]) -> Array:
-    """Calls `act(number of the tile, steps before)` for the tiles of this program."""
+    """Calls `act(tile, steps before)` for the tiles of a program; returns all steps."""
     program = lax.axis_index("program")
+    # int32 throughout: the default integer of JAX may have 64 bits.
     programs = jnp.int32(lax.axis_size("program"))
     count = lax.div(total - program + (programs - 1), programs)
     first = jnp.int32(0)
+    # Steps are counted over all tiles: stages and barriers carry on.
     return lax.fori_loop(
         0, count, lambda i, steps: act(program + i * programs, steps), first
     )
@@ -83,7 +93,7 @@ class Stages(NamedTuple):
 
     @classmethod
     def allocate(cls, count: int, num_copies: int) -> "Stages":
-        """Barriers of `count` stages, each filled by `num_copies` copies."""
+        """Creates barriers of `count` stages, each filled by `num_copies` copies."""
         return cls(
             ready=plgpu.Barrier(num_arrivals=num_copies, num_barriers=count),
             free=plgpu.Barrier(num_arrivals=device.NUM_COMPUTE, num_barriers=count),
@@ -95,12 +105,13 @@ class Stages(NamedTuple):
     def fill(
         self, before: Array, count: Array, copy: Callable[[Array, Array, Any], None]
     ) -> Array:
-        """Starts the copies `copy(step, stage, barrier)` of a tile's steps."""
+        """Starts `copy(step, stage, barrier)` of each step; returns all steps so far."""
         num_stages = self.ready.shape[0]
 
         def fill_stage(step, _):
             stage = self._stage(before + step)
 
+            # Stages are empty at first: nobody frees the first round.
             @pl.when(before + step >= num_stages)
             def _():
                 plgpu.barrier_wait(self.free.at[stage])
@@ -111,7 +122,7 @@ class Stages(NamedTuple):
         return before + count
 
     def drain(self, filled: Array) -> None:
-        """Waits until all stages are read, as barriers must be at the end."""
+        """Waits until all stages are read: a kernel must observe every arrival."""
 
         @pl.loop(jnp.maximum(filled - self.ready.shape[0], 0), filled)
         def _(step):
@@ -125,13 +136,18 @@ class Stages(NamedTuple):
         multiply: Callable[[Any, Array, Array], None],
         num_sums: int = 1,
     ) -> tuple[Array, ...]:
-        """Sums the products of a tile's steps: each float32[HALF, width]."""
+        """Returns the sums over the steps of a tile, each float32[HALF, width].
+
+        `multiply(sums, step, stage)` starts the products of a step; without steps the
+        sums are 0.
+        """
 
         def accumulate(*totals):
             def add(step, _):
                 stage = self._stage(before + step)
                 plgpu.barrier_wait(self.ready.at[stage])
                 multiply(totals, step, stage)
+                # Products of this step stay under way: the step before is done.
                 plgpu.wgmma_wait(num_sums)
 
                 @pl.when(step > 0)
@@ -162,13 +178,14 @@ class Stages(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Views:
-    """The same shared memory, read in three ways.
+    """Three views of one piece of shared memory.
 
     Args:
-        by_rows: Swizzled rows. Copies of these begin at any row of global memory, those
-            of tiles at a multiple of 8 rows alone.
-        tiled: The same order, as tensor cores and registers address it.
-        plain: Rows that are not swizzled, which can be copied one by one.
+        by_rows: Swizzled rows: a copy begins at any row of global memory, where a copy
+            of tiles begins at a multiple of 8 rows.
+        tiled: Tiles in the byte order of `by_rows`, as tensor cores and registers
+            address shared memory.
+        plain: Rows without a swizzle, which can be copied one by one.
     """
 
     by_rows: Any
@@ -177,20 +194,20 @@ class Views:
 
     @classmethod
     def allocate(cls, shape: tuple[int, ...], dtype: Any, *, simulated: bool) -> Any:
-        """Memory of matrices of 64 columns, for `of`."""
+        """Allocates matrices of 64 columns, to be viewed by `of`."""
         views = [plgpu.SMEM(shape, dtype, transforms=x) for x in (SWIZZLED, TILED, ())]
         return views[-1] if simulated else plgpu.RefUnion(*views)
 
     @classmethod
     def of(cls, ref: Any, *, simulated: bool) -> "Views":
-        """Views of a reference; the interpreter knows no order of memory."""
+        """Returns the views of a reference; the interpreter has one order of memory."""
         return cls(ref, ref, ref) if simulated else cls(*ref)
 
 
 def num_store_buffers(num_chunks: int) -> int:
-    """Buffers for the chunks of a tile: one is stored while the next is written.
+    """Returns the buffers of a warpgroup: a chunk is stored while the next is written.
 
-    They divide the chunks, so that each tile begins with the first buffer.
+    The number divides the chunks, so that each tile begins with the first buffer.
     """
     return 2 if num_chunks % 2 == 0 else 1
 
@@ -198,8 +215,13 @@ def num_store_buffers(num_chunks: int) -> int:
 def store_chunk(
     chunk: Array, number: int, tiled: Any, copied: Any, num_buffers: int, target: Any
 ) -> None:
-    """Starts to store a chunk of this warpgroup's half of a tile."""
+    """Starts to store chunk `number` of a warpgroup's half of a tile.
+
+    `tiled` and `copied` are views of the buffers [halves, num_buffers, HALF, CHUNK], as
+    registers write and as copies read.
+    """
     place = lax.axis_index(device.AXIS), number % num_buffers
+    # The buffer is free once all copies but the latest `num_buffers - 1` have read.
     plgpu.wait_smem_to_gmem(num_buffers - 1, wait_read_only=True)
     tiled[place] = chunk
     plgpu.commit_smem()

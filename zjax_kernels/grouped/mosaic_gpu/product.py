@@ -1,8 +1,8 @@
-"""Rows of each group times its matrix, and what an epilogue stores of each tile.
+"""Kernel of grouped products, with an epilogue that stores each tile.
 
-Tiles begin at the first row of a group, wherever it is. The last tile of a group
-begins earlier if the group has the rows to fill it: two tiles then write the same
-numbers to the same rows, in place of a tile that must store some of its rows alone.
+Tiles begin at the first row of a group, wherever it is. The last tile of a group begins
+earlier if the group has the rows to fill the tile: two tiles then write equal numbers
+to shared rows, where a partial tile would have to store single rows.
 """
 
 import dataclasses
@@ -34,21 +34,22 @@ from zjax_kernels.grouped.reference import make_tiles
 from zjax_kernels.grouped.tuning import Tuning
 
 _ROWS = plgpu.Layout.WGMMA.reduce(1)
+"""Layout of one number per row of a matrix in registers."""
 _COLUMNS = plgpu.Layout.WGMMA.reduce(0)
+"""Layout of one number per column of a matrix in registers."""
 
 
 class Epilogue(NamedTuple):
-    """What a kernel stores of each tile.
+    """Function that stores each tile of a product, with inputs and outputs.
 
     Args:
-        store: Called with the `HalfTile` of each warpgroup.
+        store: Function of the `HalfTile` of a warpgroup.
         outputs: Shapes and dtypes of the results.
         num_stores: Chunks that `store` stores for every `CHUNK` columns of a tile.
         inputs: Arrays that `store` reads.
-        num_parts: Equal blocks of columns in each matrix; a tile has the same columns
-            of each block.
-        num_reads: Equal blocks of columns in the first of `inputs`, [M, ...], of which
-            each tile reads its rows and columns while the products are under way.
+        num_parts: Equal blocks of columns in each matrix; a tile has columns of all.
+        num_reads: Equal blocks of columns in the first of `inputs`, [M, ...]; the rows
+            and columns of a tile in each block are copied during the products.
         sums_rows: Whether `store` calls `HalfTile.store_rows`.
     """
 
@@ -71,7 +72,7 @@ def multiply(
     tuning: Tuning,
     interpret: Any,
 ) -> tuple[Array, ...]:
-    """Runs `epilogue` on tiles of the product; returns its outputs."""
+    """Multiplies rows by the matrix of the group; returns the outputs of `epilogue`."""
     columns = weights.shape[1 if transpose else 2] // epilogue.num_parts
     width = tuning.width(columns, epilogue.num_parts)
     shape = _Shape(
@@ -101,25 +102,27 @@ def multiply(
 
 
 def tile_columns(tuning: Tuning, columns: int, num_parts: int) -> int:
-    """Tiles next to each other, of results with `columns`."""
+    """Returns the number of tiles side by side, in results of `columns`."""
     return columns // tuning.width(columns, num_parts)
 
 
 def num_tiles(num_rows: int, num_groups: int) -> int:
-    """Most tiles above each other, which `HalfTile.store_rows` counts."""
+    """Returns the most tiles above one another, a dim of `HalfTile.store_rows`."""
     return -(-num_rows // TILE_ROWS) + num_groups + 1
 
 
 def values_of_rows(values: Array, sizes: Array, num_rows: int) -> Array:
-    """Moves values of rows of tiles, [tiles, TILE_ROWS], to the rows, [num_rows]."""
+    """Moves values from rows of tiles, [tiles, TILE_ROWS], to rows: [num_rows]."""
     _, start, rows, count = _cover(sizes, num_rows)
     offset = jnp.arange(TILE_ROWS)[None]
     exists = (jnp.arange(len(rows)) < count)[:, None] & (offset < rows[:, None])
     place = jnp.where(exists, start[:, None] + offset, num_rows)
+    # Where tiles overlap, both values of a row are equal: any may win.
     return jnp.zeros(num_rows, values.dtype).at[place].set(values, mode="drop")
 
 
 def _allocate(shape, epilogue, stages, dtype, simulated):
+    """Returns the shared memory and barriers of a program."""
     operand = (shape.width, DEPTH) if shape.transpose else (DEPTH, shape.width)
     num_buffers = num_store_buffers(epilogue.num_stores * shape.width // CHUNK)
     views = functools.partial(Views.allocate, dtype=dtype, simulated=simulated)
@@ -135,19 +138,22 @@ def _allocate(shape, epilogue, stages, dtype, simulated):
 
 
 def _cover(sizes: Array, num_rows: int) -> tuple[Array, ...]:
-    """Group, first row and number of rows of each tile, and the number of tiles.
+    """Returns group, first row and rows of each tile, and the number of tiles.
 
-    Rows beyond the last group are a group of their own.
+    Rows beyond the last group form one more group, which is stored as zeros.
     """
     sizes = jnp.append(sizes, num_rows - sizes.sum()).astype(jnp.int32)
     tiles = make_tiles(sizes, num_rows, TILE_ROWS)
     rows = jnp.minimum(sizes[tiles.group], TILE_ROWS)
+    # First row of a last tile that is shifted back until it is full.
     filled = jnp.cumsum(sizes, dtype=jnp.int32)[tiles.group] - rows
     count = (-(-sizes // TILE_ROWS)).sum(keepdims=True, dtype=jnp.int32)
     return tiles.group, jnp.minimum(tiles.start, filled), rows, count
 
 
 class _Shape(NamedTuple):
+    """Sizes of a product; `steps` are of K, `columns` and `width` of a part."""
+
     num_groups: int
     steps: int
     columns: int
@@ -157,11 +163,13 @@ class _Shape(NamedTuple):
 
     @property
     def num_columns(self) -> int:
-        """Tiles next to each other."""
+        """Number of tiles side by side."""
         return self.columns // self.width
 
 
 class _Memory(NamedTuple):
+    """Shared memory and barriers of a program."""
+
     x: Any
     weights: Any
     out: Any
@@ -178,23 +186,27 @@ class _Refs(NamedTuple):
 
 
 class _Tile(NamedTuple):
+    """Position of a tile, and steps of the product."""
+
     number: Array
-    """Of all tiles above each other."""
+    """Index among the tiles above one another."""
     group: Array
     start: Array
     rows: Array
     steps: Array
     """0 for rows without a group."""
     column: Array
-    """Of all tiles next to each other."""
+    """Index among the tiles side by side."""
     width: int
 
     def columns(self, first: int = 0) -> Any:
-        """Columns of the tile in a block that begins at column `first`."""
+        """Returns the columns of the tile in a block that begins at column `first`."""
         return pl.ds(first + self.column * self.width, self.width)
 
 
 class _Work(NamedTuple):
+    """The tiles of all programs, by references to global memory."""
+
     shape: _Shape
     group: Any
     start: Any
@@ -206,9 +218,9 @@ class _Work(NamedTuple):
         return self.count[0] * self.shape.num_columns
 
     def tile(self, number: Array) -> _Tile:
-        """The tiles of a band of rows are computed column by column.
+        """Returns the tile of a number: a band of rows is computed column by column.
 
-        So the programs that run at a time read few rows and few columns.
+        Programs that run at a time then read few rows and few columns.
         """
         shape = self.shape
         per_band = jnp.int32(shape.band * shape.num_columns)
@@ -223,6 +235,7 @@ class _Work(NamedTuple):
             group=group,
             start=self.start[row],
             rows=self.rows[row],
+            # Rows without a group have no matrix, which a step would copy.
             steps=jnp.where(group < shape.num_groups, shape.steps, 0),
             column=column,
             width=shape.width,
@@ -230,11 +243,12 @@ class _Work(NamedTuple):
 
 
 def _num_reads(shape: _Shape, epilogue: Epilogue) -> int:
-    """Chunks that the epilogue of a tile reads."""
+    """Returns the chunks that the epilogue of a tile reads."""
     return epilogue.num_reads * shape.width // CHUNK
 
 
 def _copy(work, memory, epilogue, x_ref, weights_ref, inputs):
+    """Copies the operands and reads of each tile, in the warpgroup that copies."""
     shape = work.shape
     num_reads = _num_reads(shape, epilogue)
 
@@ -261,6 +275,7 @@ def _copy(work, memory, epilogue, x_ref, weights_ref, inputs):
             chunk = lax.div(number, jnp.int32(epilogue.num_reads))
             part = number - chunk * epilogue.num_reads
             first = part * shape.columns + tile.column * shape.width + chunk * CHUNK
+            # Two copies, as many as of a step with one matrix: `ready` counts copies.
             for half in range(2):
                 rows = pl.ds(tile.start + half * HALF, HALF)
                 plgpu.copy_gmem_to_smem(
@@ -269,6 +284,7 @@ def _copy(work, memory, epilogue, x_ref, weights_ref, inputs):
                     ready,
                 )
 
+        # Reads pass through the stages of x, as further steps of the tile.
         before = memory.stages.fill(before, tile.steps, copy)
         return memory.stages.fill(before, num_reads, copy_read) if num_reads else before
 
@@ -276,6 +292,7 @@ def _copy(work, memory, epilogue, x_ref, weights_ref, inputs):
 
 
 def _compute(work, memory, epilogue, refs):
+    """Computes half of each tile and runs the epilogue, in one of two warpgroups."""
     half = lax.axis_index(AXIS)
     num_reads = _num_reads(work.shape, epilogue)
 
@@ -307,11 +324,11 @@ class HalfTile:
 
     Args:
         shape: Sizes of the product.
-        tile: Tile.
+        tile: Tile of which this is one half.
         sums: float32[HALF, width] for each part.
         refs: Arrays of the epilogue.
         memory: Shared memory.
-        before: int32, steps up to the end of the tile's product.
+        before: int32, steps before the reads of the tile.
         num_stored: Chunks stored so far.
     """
 
@@ -329,19 +346,19 @@ class HalfTile:
         return range(0, self.shape.width, CHUNK)
 
     def load_columns(self, matrix: Any, part: int) -> Array:
-        """Row `group` of a matrix [G + 1, N], repeated: float32[HALF, width]."""
+        """Loads row `group` of a matrix [G + 1, N], repeated: float32[HALF, width]."""
         columns = self.tile.columns(part * self.shape.columns)
         source = matrix.at[self.tile.group, columns]
         values = self._load(source, _COLUMNS).astype(jnp.float32)
         return lax.broadcast_in_dim(values, (HALF, self.shape.width), (1,))
 
     def load_rows(self, vector: Any) -> Array:
-        """The values of these rows in float32[M + TILE_ROWS], as [HALF, CHUNK]."""
+        """Loads the values of the rows from float32[M + TILE_ROWS]: [HALF, CHUNK]."""
         values = self._load(vector.at[pl.ds(self._first, HALF)], _ROWS)
         return lax.broadcast_in_dim(values, (HALF, CHUNK), (0,))
 
     def read(self, number: int) -> Array:
-        """The next chunk of the first input, [HALF, CHUNK]; `number` before it."""
+        """Reads chunk `number` of the first input, [HALF, CHUNK], in rising order."""
         place = pl.ds(lax.axis_index(AXIS) * HALF, HALF)
 
         def use(stage):
@@ -351,7 +368,7 @@ class HalfTile:
         return self.memory.stages.read(self.before + number, use)
 
     def store(self, output: Any, column: int, chunk: Array) -> None:
-        """Stores [HALF, CHUNK] from `column` of the tile's columns in an output."""
+        """Stores [HALF, CHUNK] in an output, from `column` of the tile's columns."""
         half, buffer = lax.axis_index(AXIS), self.memory.out
         num_buffers, number = buffer.tiled.shape[1], self.num_stored
         self.num_stored += 1
@@ -364,6 +381,7 @@ class HalfTile:
             views = buffer.tiled, buffer.by_rows
             store_chunk(chunk, number, *views, num_buffers, target)
 
+        # A full copy would overwrite rows of the next group.
         @pl.when((rows > 0) & (rows < HALF))
         def _():
             # The last buffer, as the next tile begins with the first.
@@ -374,9 +392,9 @@ class HalfTile:
             _store_rows(plain, output, self._first, rows, columns)
 
     def store_rows(self, output: Any, values: Array) -> None:
-        """Stores a value for each row in [tiles next to each other, tiles, TILE_ROWS].
+        """Stores a value per row in [tiles side by side, tiles, TILE_ROWS].
 
-        The chunks of the next tile wait until it is read.
+        Stores of chunks of the next tile wait until the values are read.
         """
         half = lax.axis_index(AXIS)
         self.memory.rows[half] = values
@@ -394,7 +412,7 @@ class HalfTile:
 
 
 def _store_rows(source, output, first, count, columns):
-    """Stores fewer than `HALF` rows, in copies of powers of two."""
+    """Stores fewer than `HALF` rows by copies of powers of two: sizes are static."""
     size = HALF // 2
     while size:
         done = count & ~(2 * size - 1)
