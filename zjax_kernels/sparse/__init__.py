@@ -1,4 +1,4 @@
-"""Block-sparse attention: layouts, plans, and the kernels that run them."""
+"""Block-sparse attention: layouts, plans and kernels."""
 
 from zjax_kernels.sparse.api import sparse_attention, sparse_attention_gradients
 from zjax_kernels.sparse.layout import BlockLayout, Pattern

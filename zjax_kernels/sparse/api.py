@@ -1,4 +1,4 @@
-"""Block-sparse attention of a plan, and its gradients."""
+"""Public functions of block-sparse attention: checks, padding, gradients."""
 
 import dataclasses
 import functools
@@ -22,8 +22,9 @@ from zjax_kernels.sparse.reference import Options
 Implementation = Literal["auto", "mosaic_gpu", "reference"]
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 _NO_DOCUMENT, _LAST_DOCUMENT = -(2**31), 2**31 - 1
+"""Document of hidden keys, which no query can have, and the largest document."""
 RESIDUALS = "sparse_attention"
-"""`checkpoint_name` of the outputs that the backward pass reads."""
+"""`checkpoint_name` of the residuals that are outputs: `out` and `lse`."""
 
 
 def sparse_attention(
@@ -51,20 +52,20 @@ def sparse_attention(
         scale: Factor of the scores, above 0; None is 1 / sqrt(D).
         soft_cap: Bound of the scores, by `soft_cap * tanh(score / soft_cap)`; 0 is
             none.
-        segment_ids: int32[B, S] and int32[B, T], documents of queries and of keys;
-            documents do not see each other. Other integers are cast to int32 and must
-            lie from -(2**31 - 1) to 2**31 - 1, which is checked unless they are traced.
+        segment_ids: int32[B, S] and int32[B, T], documents of queries and of keys; a
+            query sees keys of equal number alone. Other integers are cast to int32 and
+            must lie from -(2**31 - 1) to 2**31 - 1, which is checked unless traced.
         key_mask: bool[B, T], False for keys that no query sees, such as padding.
         return_lse: Whether to return the log-sum-exp of the scores too.
         implementation: `mosaic_gpu` (Hopper GPUs), `reference` (anywhere), or `auto`:
-            the first of these that the first device can run, logged once.
+            `mosaic_gpu` if the first device can run it, logged once.
 
     Returns:
         [B, S, H, D] in the dtype of `q`, and float32[B, H, S] if `return_lse`. A query
         that sees no key gets 0 and -inf, and no gradient.
 
     Raises:
-        ValueError: Shapes or dtypes do not fit each other or the plan.
+        ValueError: Shapes or dtypes do not fit the plan or one another.
         NotImplementedError: This device cannot run the implementation.
 
     Example:
@@ -106,19 +107,19 @@ def sparse_attention_gradients(
     key_mask: jax.Array | None = None,
     implementation: Implementation = "auto",
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Contribution of one set of keys to the gradients of attention over several sets.
+    """Returns the part of one set of keys in the gradients of attention over several.
 
     For ring attention; `sparse_attention` itself is differentiable.
 
     Args:
         q: [B, S, H, D] queries.
-        k: [B, T, K, D] keys of this set.
-        v: [B, T, K, D] values of this set.
-        plan: Plan from `make_plan`, for this set.
+        k: [B, T, K, D] keys of the set.
+        v: [B, T, K, D] values of the set.
+        plan: Plan from `make_plan`, for the set.
         d_out: [B, S, H, D] cotangent of the output over all sets.
         lse: float32[B, H, S] log-sum-exp over all sets.
         delta: float32[B, H, S] sum over D of `d_out` times the output over all sets.
-        scale: As in `sparse_attention`, like all that follow.
+        scale: As in `sparse_attention`, like all further arguments.
         soft_cap: Bound of the scores.
         segment_ids: Documents of the queries and of the keys.
         key_mask: False for keys that no query sees.
@@ -128,7 +129,7 @@ def sparse_attention_gradients(
         Gradients in the shapes and dtypes of `q`, `k` and `v`.
 
     Raises:
-        ValueError: Shapes or dtypes do not fit each other or the plan.
+        ValueError: Shapes or dtypes do not fit the plan or one another.
         NotImplementedError: This device cannot run the implementation.
 
     Example:
@@ -148,7 +149,9 @@ def sparse_attention_gradients(
         q, k, v, plan, scale, soft_cap, segment_ids, key_mask, implementation
     )
     missing = plan.queries.num_rows - q.shape[1]
+    # Padding queries are in no live cell: any number will do.
     lse, delta = (jnp.pad(x, [(0, 0), (0, 0), (0, missing)]) for x in (lse, delta))
+    # Tensor cores multiply matrices of one dtype.
     d_out = _pad_tokens(d_out.astype(q.dtype), plan.queries.num_rows)
     dq, dk, dv = static.gradients(*padded, d_out, lse, delta, segments, plan)
     return dq[:, : q.shape[1]], dk[:, : k.shape[1]], dv[:, : k.shape[1]]
@@ -157,7 +160,7 @@ def sparse_attention_gradients(
 def _prepare(
     q, k, v, plan, scale, soft_cap, segment_ids, key_mask, implementation
 ) -> Any:
-    """Implementation, and its arguments padded to whole tiles."""
+    """Returns static settings, arrays padded to whole tiles, segments and plan."""
     chosen = check_implementation(
         implementation, dtype=q.dtype.name, head_size=q.shape[-1]
     )
@@ -167,6 +170,7 @@ def _prepare(
     )
     lengths = plan.queries.num_rows, plan.keys.num_rows
     segments = _segments(segment_ids, key_mask, q.shape[:2], k.shape[:2])
+    # The reference gathers blocks of any size.
     if chosen == "mosaic_gpu":
         check_plan(plan, head_size=q.shape[-1], segmented=segments is not None)
     if segments is not None:
@@ -177,18 +181,22 @@ def _prepare(
 
 @dataclasses.dataclass(frozen=True)
 class _Static:
+    """Implementation and options: hashable, as static arguments of `custom_vjp` are."""
+
     implementation: str
     options: Options
 
     @property
     def passes(self):
+        """Module of the implementation."""
         if self.implementation == "reference":
             return reference
-        from zjax_kernels.sparse import mosaic_gpu
+        from zjax_kernels.sparse import mosaic_gpu  # slow: imports the kernel compiler
 
         return mosaic_gpu
 
     def gradients(self, q, k, v, d_out, lse, delta, segments, plan):
+        """Returns the gradients of queries, keys and values."""
         args = q, k, v, d_out, lse, delta, segments
         dq = self.passes.backward_queries(*args, plan.queries, self.options)
         return dq, *self.passes.backward_keys(*args, plan.keys, self.options)
@@ -200,15 +208,20 @@ def _attend(static: Any, q: Any, k: Any, v: Any, segments: Any, plan: Any) -> An
 
 
 def _attend_forward(static, q, k, v, segments, plan):
+    """Returns the outputs and the residuals."""
     found: Any = _attend(static, q, k, v, segments, plan)
+    # Named, so that a checkpoint policy can save outputs instead of a second pass.
     out, lse = (checkpoint_name(x, RESIDUALS) for x in found)
     return (out, lse), (q, k, v, out, lse, segments, plan)
 
 
 def _attend_backward(static, residuals, cotangents):
+    """Returns the cotangents of q, k and v."""
     q, k, v, out, lse, segments, plan = residuals
     d_out, d_lse = cotangents
     delta = jnp.einsum("bshd,bshd->bhs", out, d_out, preferred_element_type=jnp.float32)
+    # d_scores = p * (d_p - delta + d_lse): d_lse is part of delta. Without keys p is 0,
+    # but 0 times NaN is NaN.
     delta -= jnp.where(jnp.isneginf(lse), 0.0, d_lse)
     args = q, k, v, d_out.astype(q.dtype), lse, delta, segments
     return *static.gradients(*args, plan), None, None
@@ -218,6 +231,7 @@ _attend.defvjp(_attend_forward, _attend_backward)
 
 
 def _segments(segment_ids, key_mask, queries, keys):
+    """Returns int32 documents of queries and of keys, or None."""
     if segment_ids is None and key_mask is None:
         return None
     if segment_ids is None:
@@ -248,13 +262,15 @@ def _segments(segment_ids, key_mask, queries, keys):
     if key_mask.shape != keys:
         problem = f"does not fit keys of shape {keys}"
         raise invalid("key_mask.shape", key_mask.shape, problem, "give one per key")
+    # A hidden key is in a document without queries: kernels need no further mask.
     return query_ids, jnp.where(key_mask, key_ids, _NO_DOCUMENT)
 
 
 def _check_segment_ids(ids):
-    """Refuses numbers that int32 cannot represent, unless they are traced."""
+    """Refuses concrete numbers that int32 cannot represent."""
     if isinstance(ids, Tracer):
         return
+    # Under `jit`, operations on constants would be traced.
     with jax.ensure_compile_time_eval():
         ends = int(ids.min()), int(ids.max())
     if not _NO_DOCUMENT < ends[0] <= ends[1] <= _LAST_DOCUMENT:
@@ -268,6 +284,7 @@ def _pad_tokens(x, length):
 
 
 def _check(q, k, v, plan, scale, soft_cap):
+    """Refuses a plan or arrays that do not fit one another."""
     check_plan(plan)
     for name, x in (("q", q), ("k", k), ("v", v)):
         refuse(array_problems(name, x, "[batch, tokens, heads, channels]"))
@@ -304,6 +321,7 @@ def _check(q, k, v, plan, scale, soft_cap):
 
 
 def _check_gradients(q, d_out, lse, delta):
+    """Refuses `d_out`, `lse` or `delta` of another shape than the queries need."""
     batch, length, heads, _ = q.shape
     sums = batch, heads, length
     for name, x, expected in (
@@ -318,7 +336,9 @@ def _check_gradients(q, d_out, lse, delta):
 
 
 def _check_factors(scale, soft_cap):
+    """Refuses factors that are traced, no numbers, or out of range."""
     for name, x in (("scale", scale), ("soft_cap", soft_cap)):
+        # Kernels have factors as constants.
         if isinstance(x, Tracer):
             problem, remedy = "is traced", "give a number known before compilation"
             raise invalid(name, "...", problem, remedy)
@@ -334,7 +354,7 @@ def _check_factors(scale, soft_cap):
 
 
 def _is_number(x):
-    """Accepts scalar arrays, too."""
+    """Whether a value is a real number, or a scalar array of one."""
     if isinstance(x, jax.Array | np.ndarray):
         kinds = jnp.integer, jnp.floating
         return x.ndim == 0 and any(jnp.issubdtype(x.dtype, kind) for kind in kinds)

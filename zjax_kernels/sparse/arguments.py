@@ -1,4 +1,4 @@
-"""Checks of arguments, and boolean arrays as hashable values for caches."""
+"""Checks of arguments; boolean arrays as hashable values for caches."""
 
 import dataclasses
 import numbers
@@ -57,7 +57,7 @@ def array_problems(field: str, value: Any, shape: str) -> list[str]:
 
 
 def range_problems(indices: Sequence[int], ends: Sequence[int] | None) -> list[str]:
-    """Reports malformed global blocks, or ranges of them.
+    """Reports malformed global blocks, or malformed ranges of global blocks.
 
     Example:
         >>> print(*range_problems((0, 4), (2, 4)))
@@ -82,6 +82,7 @@ give each range an end after its start
 
 
 def _is_integer(value: object, minimum: int) -> bool:
+    """Whether a value is an integer of at least `minimum`; bools are not."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         return False
     return int(value) >= minimum
@@ -112,4 +113,5 @@ class Bits:
         """Unpacks to bool[shape]."""
         values = np.frombuffer(self.packed, np.uint8)
         count = int(np.prod(self.shape))
+        # `count` leaves out the padding of the last byte.
         return np.unpackbits(values, count=count).view(bool).reshape(self.shape)

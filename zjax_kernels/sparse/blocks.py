@@ -1,6 +1,6 @@
 """Windows, global blocks and random blocks, of which patterns are built.
 
-Row r may see the blocks before `visible[r]`.
+`visible[r]` counts the blocks that row r may see, from block 0 on.
 """
 
 from collections.abc import Sequence
@@ -10,11 +10,11 @@ import numpy as np
 from zjax_kernels.sparse.layout import Pattern
 
 Spans = tuple[np.ndarray, np.ndarray]
-"""First block of each row, and one past its last."""
+"""First block of each row, and one past the last block."""
 
 
 def windows(num_blocks: int, sizes: Sequence[int]) -> Spans:
-    """Adjacent windows of the given sizes in blocks; the last size repeats.
+    """Returns adjacent windows of the given sizes in blocks; the last size repeats.
 
     Example:
         >>> starts, stops = windows(6, [1, 2])
@@ -29,15 +29,16 @@ def windows(num_blocks: int, sizes: Sequence[int]) -> Spans:
 
 
 def sliding_window(num_blocks: int, width: int) -> Spans:
-    """A window around each row, `width // 2` blocks to either side."""
+    """Returns a window around each row, `width // 2` blocks to either side."""
     rows = np.arange(num_blocks)
+    # Ends beyond the sequence are cut where `visible` is known.
     return np.maximum(rows - width // 2, 0), rows + width // 2 + 1
 
 
 def global_blocks(
     indices: Sequence[int], ends: Sequence[int] | None, num_blocks: int
 ) -> np.ndarray:
-    """Numbers of the listed blocks, or of those in ranges up to `ends`, ascending.
+    """Returns the listed blocks, or all blocks of ranges up to `ends`, ascending.
 
     Example:
         >>> global_blocks([6, 0], [9, 2], 8).tolist()
@@ -51,7 +52,7 @@ def global_blocks(
 
 
 def span_pattern(spans: Spans, visible: np.ndarray) -> Pattern:
-    """Pattern of one span per row."""
+    """Builds the pattern of one span per row, cut at `visible`."""
     starts, stops = spans
     lengths = np.minimum(stops, visible) - starts
     bounds = np.concatenate([[0], np.cumsum(lengths)])
@@ -62,11 +63,12 @@ def span_pattern(spans: Spans, visible: np.ndarray) -> Pattern:
 def global_pattern(
     spans: Spans, columns: np.ndarray, visible: np.ndarray, *, horizontal: bool
 ) -> Pattern:
-    """Pattern of one span per row, and of blocks that all rows see.
+    """Builds the pattern of one span per row and of blocks that all rows see.
 
-    `horizontal` lets the rows of these blocks see all blocks.
+    `horizontal` lets the rows of global blocks see all blocks.
     """
     if horizontal:
+        # Copied: patterns of several heads are made from these spans.
         starts, stops = (side.copy() for side in spans)
         starts[columns], stops[columns] = 0, len(visible)
         spans = starts, stops
@@ -81,7 +83,7 @@ def global_pattern(
 def random_pattern(
     visible: np.ndarray, count: int, generator: np.random.Generator
 ) -> Pattern:
-    """Draws `count` distinct visible blocks per row, or all of them if there are fewer.
+    """Draws `count` distinct visible blocks per row, or all if fewer are visible.
 
     Reference:
         Bentley and Floyd, "A sample of brilliance", Communications of the ACM 30 (9),
@@ -93,6 +95,7 @@ def random_pattern(
         last = visible - count + step
         picks = generator.integers(0, np.maximum(last, 0) + 1)
         taken = (drawn[:step] == picks).any(axis=0)
+        # Rows with fewer visible blocks skip early steps, and draw every block.
         drawn[step] = np.where(last < 0, -1, np.where(taken, last, picks))
     steps, rows = np.nonzero(drawn >= 0)
     return Pattern.from_entries(rows, drawn[steps, rows], num_blocks, num_blocks)
@@ -101,15 +104,16 @@ def random_pattern(
 def random_heads(
     base: Pattern, visible: np.ndarray, count: int, *, seed: int, num_patterns: int
 ) -> list[Pattern]:
-    """Adds `count` random blocks per row to a pattern, different ones for each head."""
+    """Adds `count` random blocks per row to a pattern, drawn anew for each head."""
     if not count:
         return [base] * num_patterns
+    # A seed per head: a head draws alike whatever the number of heads.
     generators = [np.random.default_rng((seed, head)) for head in range(num_patterns)]
     return [union(base, random_pattern(visible, count, rng)) for rng in generators]
 
 
 def union(first: Pattern, second: Pattern) -> Pattern:
-    """Blocks that live in either of two square patterns of one size."""
+    """Returns the blocks that live in either of two square patterns of one size."""
     num_blocks = len(first.starts) - 1
     rows = np.concatenate([first.rows, second.rows])
     columns = np.concatenate([first.columns, second.columns])

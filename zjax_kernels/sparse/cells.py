@@ -16,7 +16,7 @@ HALF = 64
 Mask = Callable[[np.ndarray, np.ndarray], np.ndarray]
 """Function from numbers of queries and of keys, which broadcast, to visibility."""
 _MASK_BATCH = 2**24
-"""Pairs of tokens for which a mask is evaluated at a time."""
+"""Pairs of tokens for which a mask is evaluated at a time, to bound memory."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -24,10 +24,10 @@ class Cells:
     """Live cells of one pattern, as coordinates.
 
     Args:
-        rows: int32[cells] row of each.
-        columns: int32[cells] column of each.
-        diagonal: bool[cells], whether causality hides some of its tokens.
-        masked: bool[cells], whether `mask` hides some of its tokens.
+        rows: int32[cells], row of the cell.
+        columns: int32[cells], column of the cell.
+        diagonal: bool[cells], whether causality hides tokens of the cell.
+        masked: bool[cells], whether `mask` hides tokens of the cell.
         num_rows: Number of rows of cells, a multiple of a tile.
         num_columns: Number of columns of cells, a multiple of a tile.
         size: Tokens per side.
@@ -49,12 +49,14 @@ class Cells:
     ) -> "Cells":
         """Splits the blocks of one pattern of `layout` into cells."""
         cell = min(layout.block, HALF)
+        # int32, as plans of a million tokens have many cells.
         fine = np.arange(layout.block // cell, dtype=np.int32)
         rows = pattern.rows[:, None] * np.int32(len(fine)) + fine[:, None, None]
         columns = pattern.columns[:, None] * np.int32(len(fine)) + fine
         rows, columns = (x.reshape(-1) for x in np.broadcast_arrays(rows, columns))
         seen = columns <= rows if layout.causal else np.ones(len(rows), bool)
         sizes = layout.num_rows, layout.num_columns
+        # Kernels compute whole tiles; no cell lives in the padding.
         tokens = [-(-size * layout.block // TILE) * TILE for size in sizes]
         masked = np.zeros(len(rows), bool)
         if mask is not None:
@@ -68,11 +70,12 @@ class Cells:
 
     @classmethod
     def transposed(cls, heads: Sequence["Cells"]) -> "Cells":
-        """Transposes the heads that share keys, and concatenates their queries."""
+        """Transposes heads that share keys, and concatenates queries of the heads."""
         first = heads[0]
         return cls(
             _concatenate([head.columns for head in heads]),
             _concatenate(
+                # The first head, often the only one, is not copied.
                 [x.rows + i * x.num_rows if i else x.rows for i, x in enumerate(heads)]
             ),
             _concatenate([head.diagonal for head in heads]),
@@ -89,7 +92,7 @@ def _concatenate(parts):
 
 
 def _evaluate(mask, rows, columns, cell):
-    """Whether any, and whether all, tokens of each cell see each other."""
+    """Whether any, and whether all, pairs of tokens of each cell are visible."""
     within = np.arange(cell)
     any_seen, all_seen = np.zeros((2, len(rows)), bool)
     step = _MASK_BATCH // cell**2
@@ -104,4 +107,5 @@ def _evaluate(mask, rows, columns, cell):
 
 
 def _transpose(mask, num_queries):
+    # The queries are concatenated heads, of which the mask knows one.
     return lambda keys, queries: mask(queries % num_queries, keys)

@@ -1,4 +1,4 @@
-"""Groups the live columns of each tile of rows into chunks."""
+"""Chunks: live columns of each tile of rows, grouped for the kernels."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -30,13 +30,13 @@ class Chunks:
     """All chunks of one pattern, ordered by tile; a tile's full chunks come first.
 
     Args:
-        rows: [tiles, units]: units of rows of each tile.
-        counts: [tiles]: number of chunks.
-        full: [tiles]: number of chunks without dead cells.
-        columns: [chunks, units]: units of columns of each chunk.
-        live: int32[chunks, 2]: one bit per cell, for each half of a tile.
-        diagonal: int32[chunks, 2]: the same, for cells on the causal diagonal.
-        masks: int32[chunks, 2, chunk / 32, HALF]: one bit per token; None without a
+        rows: int64[tiles, units], units of rows of each tile.
+        counts: int64[tiles], number of chunks.
+        full: int64[tiles], number of chunks without dead cells.
+        columns: int32[chunks, units], units of columns of each chunk.
+        live: int32[chunks, 2], one bit per live cell, for each half of a tile.
+        diagonal: int32[chunks, 2], one bit per cell on the causal diagonal, per half.
+        masks: int32[chunks, 2, chunk / 32, HALF], one bit per token; None without a
             mask.
     """
 
@@ -50,9 +50,10 @@ class Chunks:
 
 
 def make_chunks(cells: Cells, sizes: Sizes) -> Chunks:
-    """Groups the live columns of each tile."""
+    """Groups the live columns of each tile into chunks."""
     places, rows = _cluster(cells, sizes)
     row_keys, column_keys = _cell_keys(cells, places, sizes)
+    # One integer key per cell, in place: plans of a million tokens have many cells.
     keys = row_keys[cells.rows]
     keys += column_keys[cells.columns]
     bits = _bits(sizes)
@@ -61,6 +62,7 @@ def make_chunks(cells: Cells, sizes: Sizes) -> Chunks:
     special = cells.diagonal | cells.masked
     keys = row_keys[cells.rows[special]] + column_keys[cells.columns[special]]
     pair = np.searchsorted(pairs, keys // len(bits))
+    # A cell that is masked token by token needs the code with masks.
     full[pair] = False
     tiles = pairs // num_units
     chunk, lane, counts = _chunk_positions(
@@ -85,7 +87,10 @@ def make_chunks(cells: Cells, sizes: Sizes) -> Chunks:
 
 
 def _cluster(cells, sizes):
-    """Order of row units that puts dense rows side by side, to share tiles."""
+    """Orders row units by density, so that dense rows share tiles.
+
+    Returns the place of each unit, and the units of each tile.
+    """
     rows = cells.rows // sizes.row_unit
     if sizes.row_unit * sizes.column_unit > 1:
         num_units = cells.num_columns // sizes.column_unit
@@ -94,6 +99,7 @@ def _cluster(cells, sizes):
         keys.sort(kind="stable")  # sorted already unless transposed
         rows = keys[_run_starts(keys)] // num_units
     counts = np.bincount(rows, minlength=cells.num_rows // sizes.row_unit)
+    # Outliers alone move: all else keeps the order of tokens.
     sparse = counts <= 2 * np.median(counts)
     order = np.argsort(sparse, kind="stable")
     places = np.argsort(order)
@@ -101,7 +107,7 @@ def _cluster(cells, sizes):
 
 
 def _cell_keys(cells, places, sizes):
-    """Sort keys: a cell's key is the sum of those of its row and its column.
+    """Returns terms of sort keys: a cell has the term of the row plus of the column.
 
     Cells are sorted by tile, then unit of columns, then row, then column.
     """
@@ -114,7 +120,7 @@ def _cell_keys(cells, places, sizes):
 
 
 def _bits(sizes):
-    """The bit of each cell of a tile and unit of columns; 32 bits per half."""
+    """Returns the bit of each cell of a tile and unit of columns; 32 bits per half."""
     row, column = np.divmod(
         np.arange(sizes.tile * sizes.column_unit), sizes.column_unit
     )
@@ -124,7 +130,7 @@ def _bits(sizes):
 
 
 def _merge_cells(keys, bits):
-    """Distinct pairs of tile and column unit, whether they are full, and bits."""
+    """Returns distinct pairs of tile and column unit, full or not, and live bits."""
     if not len(keys):
         return keys, np.zeros(0, bool), bits[:0]
     keys.sort(kind="stable")
@@ -132,20 +138,22 @@ def _merge_cells(keys, bits):
     firsts = _run_starts(pairs)
     pairs = pairs[firsts]
     keys %= len(bits)
+    # Bits of a pair are distinct: adding them is `or`.
     live = np.add.reduceat(bits[keys], firsts)
     return pairs, live == bits.sum(), live
 
 
 def _run_starts(keys):
-    """Start of each run of equal keys."""
+    """Returns the start of each run of equal keys."""
     return np.flatnonzero(np.append(True, keys[1:] != keys[:-1])[: len(keys)])
 
 
 def _chunk_positions(tiles, full, num_tiles, per_chunk):
-    """Chunk and lane of each pair of tile and column unit, and chunks per tile."""
+    """Returns chunk and lane of each pair of tile and column unit; chunks per tile."""
     numbers = np.bincount(tiles, minlength=num_tiles)
-    # A tile that sees nothing has one dead chunk.
+    # A tile that sees nothing has one dead chunk, so that its rows are stored.
     counts = np.maximum(-(-numbers // per_chunk), 1)
+    # Full pairs first: kernels run full chunks without masks.
     order = np.lexsort((~full, tiles))
     rank = np.empty(len(tiles), np.int64)
     starts = np.cumsum(numbers) - numbers
@@ -158,7 +166,9 @@ def _chunk_positions(tiles, full, num_tiles, per_chunk):
 
 
 def _pack_bits(chunk, bits, num_chunks):
+    """Returns the bits of each chunk, int32[chunks, 2]."""
     words = np.zeros(num_chunks, np.uint64)
+    # `add.at` counts repeated chunks, and bits are distinct: adding is `or`.
     np.add.at(words, chunk, bits)
     halves = np.empty((num_chunks, 2), np.uint32)
     halves[:, 0] = words & np.uint64(2**32 - 1)
@@ -168,7 +178,7 @@ def _pack_bits(chunk, bits, num_chunks):
 
 
 def _masks(cells, rows, counts, columns, masked, sizes):
-    """One bit per token of each chunk; only the chunks `masked` evaluate the mask."""
+    """Returns a bit per token of each chunk; only the chunks `masked` call the mask."""
     if cells.mask is None:
         return None
     cell = cells.size
@@ -181,14 +191,19 @@ def _masks(cells, rows, counts, columns, masked, sizes):
     for index, chunk in enumerate(chunks):
         live = cells.mask(row[index, :, None], column[index, None])
         live = np.broadcast_to(live, (TILE, sizes.chunk * cell))
+        # Bit i is column i, as kernels shift words to the right.
         words[chunk] = np.packbits(live, axis=-1, bitorder="little").view("<i4")
+    # Rows last: a warpgroup loads a word for each row at once.
     return words.reshape(len(columns), 2, HALF, width).swapaxes(2, 3)
 
 
 def deduplicate_masks(
     chunk_lists: Sequence[Chunks],
 ) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """Mask of each half chunk, int32[chunks, 2], and the distinct masks, or None."""
+    """Returns the mask number of each half chunk, int32[chunks, 2], and the masks.
+
+    Half chunks share equal masks; both results are None without any mask.
+    """
     if all(part.masks is None for part in chunk_lists):
         return None, None
     width = next(part.masks.shape[2] for part in chunk_lists if part.masks is not None)
@@ -202,6 +217,7 @@ def deduplicate_masks(
     masks, numbers = np.unique(
         np.concatenate([all_ones, *all_masks]), axis=0, return_inverse=True
     )
+    # The first number is of `all_ones`, which belongs to no half chunk.
     return numbers.reshape(-1)[1:].reshape(-1, 2), masks
 
 

@@ -1,4 +1,4 @@
-"""Live blocks of the attention matrix in compressed sparse rows."""
+"""Layouts: live blocks of the attention matrix in compressed sparse rows."""
 
 import dataclasses
 import functools
@@ -13,6 +13,7 @@ BLOCKS = (16, 32, 64, 128)
 """Block sizes of the kernels, in tokens per side."""
 
 
+# Patterns hash by identity, as keys of dictionaries.
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pattern:
     """Live blocks of one attention matrix in compressed sparse rows.
@@ -29,7 +30,7 @@ class Pattern:
     def from_entries(
         cls, rows: np.ndarray, columns: np.ndarray, num_rows: int, num_columns: int
     ) -> "Pattern":
-        """Builds a pattern from the coordinates of live blocks; any order, repeats.
+        """Builds a pattern from coordinates of live blocks, in any order, with repeats.
 
         Raises:
             ValueError: A block lies outside.
@@ -66,7 +67,7 @@ class BlockLayout:
         patterns: Distinct patterns.
         head_patterns: Index of each head's pattern.
         causal: Whether a token sees no later one: blocks above the diagonal are dead,
-            and those on it are masked token by token.
+            and blocks on the diagonal are masked token by token.
 
     Raises:
         ValueError: Patterns of another shape, heads without a pattern, or another block
@@ -110,7 +111,7 @@ class BlockLayout:
         num_columns: int,
         causal: bool = False,
     ) -> "BlockLayout":
-        """Builds a layout from one pattern per head, storing equal ones once.
+        """Builds a layout from one pattern per head, storing equal patterns once.
 
         `causal` drops blocks above the diagonal.
 
@@ -121,6 +122,7 @@ class BlockLayout:
         numbers: dict[Pattern, int] = {}
         distinct: dict[tuple[bytes, bytes], int] = {}
         patterns: list[Pattern] = []
+        # Heads often share the object: bytes are compared once per object.
         for pattern in dict.fromkeys(heads):
             lower = _lower(pattern, num_columns) if causal else pattern
             key = lower.starts.tobytes(), lower.columns.tobytes()
@@ -158,6 +160,7 @@ class BlockLayout:
         if not np.can_cast(live.dtype, float):
             problem, remedy = "is not bool", "give True where a block lives"
             raise invalid("live.dtype", live.dtype, problem, remedy)
+        # NaN, which differs from itself, would count as live.
         if (live != live).any():
             problem, remedy = "is neither True nor False", "give True or False"
             raise invalid("live", "nan", problem, remedy)
@@ -170,6 +173,7 @@ class BlockLayout:
                 problem = f"is not a layout of {num_heads} heads"
             raise invalid("live.shape", live.shape, problem, remedy)
         _, num_rows, num_columns = live.shape
+        # Equal heads are converted once.
         same = all(np.array_equal(head, live[0]) for head in live[1:])
         heads = []
         for head in live[:1] if same else live:
@@ -195,7 +199,7 @@ class BlockLayout:
         """Splits the layout into `num_shards` layouts of consecutive heads.
 
         Returns:
-            One layout per device; equal ones are the same object.
+            One layout per device; equal layouts are one object.
 
         Raises:
             ValueError: `num_shards` does not divide the heads.
@@ -217,6 +221,7 @@ class BlockLayout:
         return [found[numbers] for numbers in parts]
 
     def _with_heads(self, numbers):
+        """Returns the layout of heads with these pattern numbers."""
         used = list(dict.fromkeys(numbers))
         return dataclasses.replace(
             self,
@@ -225,7 +230,7 @@ class BlockLayout:
         )
 
     def to_dense(self) -> np.ndarray:
-        """The layout as bool[heads, rows, columns]."""
+        """Returns the layout as bool[heads, rows, columns]."""
         live = np.zeros((len(self.patterns), self.num_rows, self.num_columns), bool)
         for number, pattern in enumerate(self.patterns):
             live[number, pattern.rows, pattern.columns] = True
@@ -233,7 +238,7 @@ class BlockLayout:
 
 
 def check_layout(layout: object) -> None:
-    """Refuses everything but a layout, such as a rule that makes one.
+    """Refuses everything but a layout, such as a rule that makes layouts.
 
     Example:
         >>> check_layout(BlockLayout.from_dense(np.eye(2), block=16, num_heads=1))
@@ -244,6 +249,7 @@ def check_layout(layout: object) -> None:
 
 
 def _check(name, patterns, num_columns):
+    """Refuses patterns that are missing, of different shapes, or too wide."""
     if not patterns:
         raise invalid(name, "[]", "is empty", "give one pattern per head")
     rows = sorted({len(pattern.starts) - 1 for pattern in patterns})
@@ -257,8 +263,10 @@ def _check(name, patterns, num_columns):
 
 
 def _lower(pattern: Pattern, num_columns: int) -> Pattern:
+    """Drops the blocks above the diagonal."""
     rows = pattern.rows
     lower = pattern.columns <= rows
+    # As given, so that heads that share the pattern go on sharing.
     if lower.all():
         return pattern
     num_rows = len(pattern.starts) - 1

@@ -1,7 +1,7 @@
 """Sparsity rules, with DeepSpeed's names of rules and arguments.
 
 Unidirectional layouts have no live block above the diagonal, and draw random blocks
-from the visible ones. Draws are seeded: one configuration gives one layout in all
+from the visible blocks. Draws are seeded: one configuration gives one layout in all
 processes.
 """
 
@@ -53,9 +53,9 @@ class Dense(SparsityConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fixed(SparsityConfig):
-    """Adjacent windows, the last blocks of which are global.
+    """Adjacent windows with global blocks at the end of each.
 
-    A shorter last window has its global blocks at the same place, or at the end of the
+    A shorter last window has global blocks at the usual place, or at the end of the
     sequence if that is earlier.
 
     Args:
@@ -67,9 +67,9 @@ class Fixed(SparsityConfig):
         horizontal_global_attention: Whether global blocks see all blocks; bidirectional
             only.
         num_different_global_patterns: Number of places for global blocks, from 1 to
-            `num_local_blocks / num_global_blocks`. Heads cycle through them: head 0 has
-            the last blocks of the window, head 1 those before, and so on. Above 1 needs
-            `different_layout_per_head`.
+            `num_local_blocks / num_global_blocks`. Heads take the places in turn: head
+            0 the last blocks of the window, head 1 the blocks before, and so on. Above
+            1 needs `different_layout_per_head`.
 
     Example:
         >>> from zjax_kernels.sparse.picture import draw_layout
@@ -109,6 +109,7 @@ class Fixed(SparsityConfig):
             for line in integer_problems(name, getattr(self, name), 1)
         ]
         found = super().problems() + wrong + _horizontal_problems(self)
+        # Checks of windows divide by these numbers.
         return found if wrong else found + self._window_problems()
 
     def heads(self, num_blocks: int) -> Sequence[Pattern]:
@@ -127,12 +128,14 @@ class Fixed(SparsityConfig):
         return [patterns[head % len(patterns)] for head in range(self.num_heads)]
 
     def _global_blocks(self, num_blocks: int, number: int) -> np.ndarray:
+        """Returns the global blocks at place `number` of each window, ascending."""
         width, count = self.num_local_blocks, self.num_global_blocks
         starts = np.arange(0, num_blocks, width) + width - (1 + number) * count
         starts = np.minimum(starts, num_blocks - count)
         return np.unique(starts[:, None] + np.arange(count))
 
     def _window_problems(self) -> list[str]:
+        """Reports global blocks that do not fit the windows."""
         width, count = self.num_local_blocks, self.num_global_blocks
         number = self.num_different_global_patterns
         name, found = "num_different_global_patterns", []
@@ -160,10 +163,10 @@ class Variable(SparsityConfig):
     Args:
         num_heads: As in `SparsityConfig`, like `block`, `attention` and `token_causal`.
         different_layout_per_head: Whether each head draws different random blocks.
-        num_random_blocks: Random blocks per row, >= 0; all visible ones if there are
+        num_random_blocks: Random blocks per row, >= 0; all visible blocks if there are
             fewer.
         local_window_blocks: Blocks of each window, >= 1; the last size repeats.
-        global_block_indices: Global blocks, >= 0; those beyond the sequence are
+        global_block_indices: Global blocks, >= 0; blocks beyond the sequence are
             ignored.
         global_block_end_indices: One past the end of each range of global blocks, which
             starts at `global_block_indices`; None for single blocks.
@@ -223,6 +226,7 @@ class Variable(SparsityConfig):
         return _add_random_blocks(self, base, visible)
 
     def _window_problems(self) -> list[str]:
+        """Reports sizes of windows that are no positive integers."""
         name, sizes = "local_window_blocks", self.local_window_blocks
         if isinstance(sizes, tuple) and not sizes:
             return [describe(name, sizes, "is empty", "give one like [4]")]
@@ -236,10 +240,10 @@ class BigBird(SparsityConfig):
     Args:
         num_heads: As in `SparsityConfig`, like `block`, `attention` and `token_causal`.
         different_layout_per_head: Whether each head draws different random blocks.
-        num_random_blocks: Random blocks per row, >= 0; all visible ones if there are
+        num_random_blocks: Random blocks per row, >= 0; all visible blocks if there are
             fewer.
-        num_sliding_window_blocks: Blocks of the window, >= 1; half of them, rounded
-            down, on either side of the row.
+        num_sliding_window_blocks: Blocks of the window, >= 1; half, rounded down, on
+            either side of the row.
         num_global_blocks: First blocks, which see all and are seen by all, >= 0.
         seed: Seed of the random blocks, >= 0.
 
@@ -302,9 +306,9 @@ class BSLongformer(SparsityConfig):
     Args:
         num_heads: As in `SparsityConfig`, like `block`, `attention` and `token_causal`.
         different_layout_per_head: Accepted for DeepSpeed; has no effect.
-        num_sliding_window_blocks: Blocks of the window, >= 1; half of them, rounded
-            down, on either side of the row.
-        global_block_indices: Blocks that see all and are seen by all, >= 0; those
+        num_sliding_window_blocks: Blocks of the window, >= 1; half, rounded down, on
+            either side of the row.
+        global_block_indices: Blocks that see all and are seen by all, >= 0; blocks
             beyond the sequence are ignored.
         global_block_end_indices: One past the end of each range of global blocks, which
             starts at `global_block_indices`; None for single blocks.
@@ -362,8 +366,8 @@ class LocalSlidingWindow(SparsityConfig):
 
     Args:
         num_heads: As in `SparsityConfig`, like `block`, `attention` and `token_causal`.
-        num_sliding_window_blocks: Blocks of the window, >= 1; half of them, rounded
-            down, on either side of the row.
+        num_sliding_window_blocks: Blocks of the window, >= 1; half, rounded down, on
+            either side of the row.
 
     Example:
         >>> from zjax_kernels.sparse.picture import draw_layout
@@ -403,6 +407,7 @@ class LocalSlidingWindow(SparsityConfig):
 def _add_random_blocks(
     config: Variable | BigBird, base: Pattern, visible: np.ndarray
 ) -> list[Pattern]:
+    """Adds random blocks, drawn for each head or once for all heads."""
     num_patterns = config.num_heads if config.different_layout_per_head else 1
     return blocks.random_heads(
         base,
@@ -414,6 +419,7 @@ def _add_random_blocks(
 
 
 def _horizontal_problems(config: Fixed | Variable) -> list[str]:
+    """Reports horizontal global blocks of unidirectional attention."""
     if not config.horizontal_global_attention or config.attention == "bidirectional":
         return []
     problem = f"cannot be used with attention={config.attention}"

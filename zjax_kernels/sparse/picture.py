@@ -59,15 +59,15 @@ def plot_layout(
     axes: Any = None,
     path: str | os.PathLike[str] | None = None,
 ) -> Any:
-    """Plots one head: live blocks, those on the causal diagonal, and dead ones.
+    """Plots one head: live blocks, blocks on the causal diagonal, and dead blocks.
 
-    More than 512 blocks per side share pixels, shaded by how many of them live.
+    More than 512 blocks per side share pixels, shaded by the number of live blocks.
 
     Args:
         layout: Layout to plot.
         head: Index of the head.
         axes: Matplotlib Axes to draw in; None makes a figure.
-        path: File to write; its suffix sets the format.
+        path: File to write, in the format of the suffix.
 
     Returns:
         The Matplotlib Figure.
@@ -90,6 +90,7 @@ def plot_layout(
     from matplotlib.patches import Patch
 
     if axes is None:
+        # Without pyplot: no window, and no global list of figures.
         axes = Figure(figsize=(7, 7), layout="constrained").subplots()
     side = -(-max(layout.num_rows, layout.num_columns) // MAX_PIXELS)
     density, on_diagonal = _gather(layout, pattern, side)
@@ -114,6 +115,7 @@ def plot_layout(
 
 
 def _shade(density: np.ndarray, on_diagonal: np.ndarray) -> np.ndarray:
+    """Returns RGB colours [rows, columns, 3], white where nothing lives."""
     color = np.where(on_diagonal[..., None], _DIAGONAL, _LIVE)
     strength = np.where(density > 0, _MIN_SHADE + (1 - _MIN_SHADE) * density, 0)[
         ..., None
@@ -124,12 +126,13 @@ def _shade(density: np.ndarray, on_diagonal: np.ndarray) -> np.ndarray:
 def _gather(
     layout: BlockLayout, pattern: Pattern, side: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Fraction of live blocks of each cell, and whether the diagonal crosses it."""
+    """Returns the live fraction of each pixel, and whether the diagonal crosses."""
     num_rows, num_columns = layout.num_rows, layout.num_columns
     shape = -(-num_rows // side), -(-num_columns // side)
     rows, columns = pattern.rows, pattern.columns
     cells = rows // side * shape[1] + columns // side
     live = np.bincount(cells, minlength=shape[0] * shape[1]).reshape(shape)
+    # The last pixels of a side cover fewer blocks.
     heights = np.minimum(side, num_rows - side * np.arange(shape[0]))
     widths = np.minimum(side, num_columns - side * np.arange(shape[1]))
     on_diagonal = np.zeros(shape[0] * shape[1], bool)
@@ -144,6 +147,7 @@ def _on_diagonal(
 
 
 def _title(layout: BlockLayout, pattern: Pattern) -> str:
+    """Returns tokens, block size and density."""
     block, num_rows, num_columns = layout.block, layout.num_rows, layout.num_columns
     tokens = f"{num_rows * block:,}"
     if num_rows != num_columns:
@@ -153,6 +157,7 @@ def _title(layout: BlockLayout, pattern: Pattern) -> str:
 
 
 def _pattern_of(layout: BlockLayout, head: int) -> Pattern:
+    """Returns the pattern of a head; refuses other values than a layout and head."""
     check_layout(layout)
     if integer_problems("head", head, 0) or head >= layout.num_heads:
         problem = f"is not one of {layout.num_heads} heads"

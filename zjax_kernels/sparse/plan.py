@@ -26,7 +26,7 @@ class Plan:
     Args:
         queries: Tiles of queries over keys, for the forward pass and dq.
         keys: Tiles of keys over queries, for dk and dv. The columns of a key head are
-            the queries of all heads of its group, concatenated.
+            the concatenated queries of all heads of the group.
         num_queries: Number of queries.
         num_keys: Number of keys.
     """
@@ -54,11 +54,11 @@ def make_plan(
         head_size: Channels per head, which sets the size of chunks.
         segments: Whether segments or a key mask will be given: blocks of 16 are then
             gathered in pairs.
-        mask: bool[S, T] of tokens that see each other, besides the layout; or a
-            function from numbers of queries and of keys, NumPy arrays that broadcast.
-            Blocks that it hides entirely are not visited.
+        mask: bool[S, T], False for hidden pairs of query and key in live blocks; or a
+            function from numbers of queries and of keys, NumPy arrays that broadcast,
+            to bools. Blocks that are hidden entirely are not visited.
         head_shards: Devices over which heads are sharded; divides the key heads. If
-            above 1, shard the first dim of every array of the plan over them, as by
+            above 1, shard the first dim of every array of the plan, as by
             `jax.shard_map`.
 
     Returns:
@@ -85,6 +85,7 @@ def make_plan(
         shards = layout.split_heads(head_shards)
         num_kv_heads = split_kv_heads(layout, num_kv_heads, head_shards)
         given = {"num_kv_heads": num_kv_heads, "head_size": head_size, "mask": mask}
+        # Equal shards are one object, with one plan.
         plans = {part: make_plan(part, segments=segments, **given) for part in shards}
         return stack_plans([plans[part] for part in shards])
     tokens = layout.num_rows * layout.block, layout.num_columns * layout.block
@@ -107,7 +108,7 @@ def make_plan(
 def split_kv_heads(
     layout: BlockLayout, num_kv_heads: int | None, head_shards: int
 ) -> int:
-    """Key heads of one of `head_shards` devices; refuses numbers that do not divide."""
+    """Returns the key heads of one device; refuses numbers that do not divide."""
     number = layout.num_heads if num_kv_heads is None else num_kv_heads
     if number % head_shards:
         problem = f"does not divide num_kv_heads={number}"
@@ -125,7 +126,8 @@ def stack_plans(plans: Sequence[Plan]) -> Plan:
 
 
 def device_plan(plan: Any) -> Any:
-    """Takes the single plan of a stack; refuses a stack of several devices' plans."""
+    """Returns the single plan of a stack; refuses a stack of several devices' plans."""
+    # Items of one plan have 3 dims; a stack has one dim more.
     if not isinstance(plan, Plan) or plan.queries.items.ndim == 3:
         return plan
     number = len(plan.queries.items)
@@ -138,6 +140,8 @@ def device_plan(plan: Any) -> Any:
 
 def check_plan(plan: object, *, head_size: int = 1, segmented: bool = False) -> None:
     """Refuses everything but a plan that the kernels can run.
+
+    `segmented` says whether there are segments or a key mask.
 
     Example:
         >>> live = np.ones((1, 1), bool)
@@ -170,7 +174,7 @@ def plan_cells(
     head_size: int,
     segments: bool,
 ) -> Plan:
-    """`make_plan` from live cells of each pattern, for `tokens` queries and keys."""
+    """Makes a plan from live cells of each pattern, for `tokens` queries and keys."""
     _check(num_kv_heads, head_size)
     heads = len(head_patterns)
     num_kv_heads = heads if num_kv_heads is None else num_kv_heads
@@ -185,14 +189,18 @@ def plan_cells(
     groups = [
         tuple(head_patterns[first : first + group]) for first in range(0, heads, group)
     ]
+    # Key heads share a pattern if the query heads of both have equal patterns.
     distinct = list(dict.fromkeys(groups))
     cell = patterns[0].size
+    # Above 128 channels, two stages of 128 columns exceed shared memory.
     narrow = HALF if head_size > 128 else TILE
+    # Segments are copied with the columns, 4 bytes a token.
     min_unit = MIN_COPY if segments else cell
     return Plan(
         queries=make_schedule(
             patterns,
             head_patterns,
+            # `lse` and `delta` are copied by units of queries, 4 bytes a token.
             row_unit=max(cell, MIN_COPY),
             column_unit=max(min(block, narrow), min_unit),
             chunk=narrow,
@@ -202,7 +210,9 @@ def plan_cells(
             [Cells.transposed([patterns[i] for i in each]) for each in distinct],
             [distinct.index(each) for each in groups],
             row_unit=max(cell, min_unit),
+            # The columns are queries, with `lse` and `delta` again.
             column_unit=max(cell, MIN_COPY),
+            # At 128 channels, dk, dv and scores of 128 columns exceed the registers.
             chunk=HALF,
             transposed=True,
         ),
@@ -212,6 +222,7 @@ def plan_cells(
 
 
 def _check(num_kv_heads, head_size):
+    """Refuses numbers of heads or channels that are no positive integers."""
     found = (
         []
         if num_kv_heads is None
@@ -221,7 +232,7 @@ def _check(num_kv_heads, head_size):
 
 
 def _mask_function(mask: Any, tokens: tuple[int, int]) -> Any:
-    """A mask, which may be an array, as a function."""
+    """Returns a mask, which may be an array, as a function."""
     if callable(mask):
         return mask
     mask = np.asarray(mask)

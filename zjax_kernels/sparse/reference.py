@@ -1,7 +1,7 @@
 """Block-sparse attention in jax.numpy: the specification of the kernels, on any device.
 
-Memory grows linearly with the length. It visits the schedule item by item, as the
-kernels do; heads and sequences are batched.
+Memory grows linearly with the length. The schedule is visited item by item, as in the
+kernels; heads and sequences are batched.
 """
 
 import dataclasses
@@ -36,7 +36,11 @@ def forward(
     schedule: Schedule,
     options: Options,
 ) -> tuple[jax.Array, jax.Array]:
-    """Outputs and log-sum-exps."""
+    """Returns outputs [B, S, H, D] and log-sum-exps float32[B, H, S].
+
+    H is a multiple of the key heads. A query sees keys of equal segment; a query that
+    sees no key gets 0 and -inf.
+    """
 
     def head(q, k, v, segments, pattern):
         def item(tile, chunks, carry):
@@ -49,12 +53,14 @@ def forward(
                 mask = _mask(schedule, number, segments, rows, columns)
                 scores = jnp.where(mask, scores, -jnp.inf)
                 new_max = jnp.maximum(row_max, scores.max(axis=1))
+                # -inf minus -inf is NaN, in rows that have seen no key yet.
                 level = jnp.where(jnp.isneginf(new_max), 0.0, new_max)
                 correction = jnp.exp(row_max - level)
                 p = jnp.exp(scores - level[:, None])
                 row_sum = row_sum * correction + p.sum(axis=1)
                 return new_max, row_sum, out * correction[:, None] + _dot(p, v[columns])
 
+            # Items of a split tile go on where the item before ended.
             results = lax.fori_loop(
                 chunks[0], chunks[1], chunk, tuple(x[rows] for x in carry)
             )
@@ -69,6 +75,7 @@ def forward(
         return (out / divisor[:, None]).astype(q.dtype), lse
 
     group = q.shape[2] // k.shape[2]
+    # Kernels read a key head for several query heads instead.
     k, v = (jnp.repeat(x, group, axis=2) for x in (k, v))
     out, lse = _batch_over_heads(head, schedule)(q, k, v, segments)
     return out.swapaxes(1, 2), lse
@@ -85,7 +92,11 @@ def backward_queries(
     schedule: Schedule,
     options: Options,
 ) -> jax.Array:
-    """Gradient of the queries, [B, S, H, D]."""
+    """Returns the gradient of the queries, [B, S, H, D].
+
+    `lse` is from `forward`; `delta`, float32[B, H, S], is the sum of `d_out` times the
+    output, minus the cotangent of `lse`.
+    """
 
     def head(q, d_out, k, v, lse, delta, segments, pattern):
         def item(tile, chunks, dq):
@@ -102,6 +113,7 @@ def backward_queries(
             return dq.at[rows].set(lax.fori_loop(chunks[0], chunks[1], chunk, dq[rows]))
 
         start = jnp.zeros(q.shape, jnp.float32)
+        # The factor of scores is a factor of the gradient, applied once.
         dq = _over_items(schedule, pattern, item, start)
         return (dq * options.scale).astype(q.dtype)
 
@@ -123,9 +135,9 @@ def backward_keys(
     schedule: Schedule,
     options: Options,
 ) -> tuple[jax.Array, jax.Array]:
-    """Gradients of the keys and the values, [B, T, K, D] each.
+    """Returns the gradients of the keys and the values, [B, T, K, D] each.
 
-    The arguments are those of `backward_queries`, but `schedule` has tiles of keys.
+    Arguments are as in `backward_queries`, but `schedule` has tiles of keys.
     """
 
     def head(k, v, q, d_out, lse, delta, segments, pattern):
@@ -163,7 +175,7 @@ def backward_keys(
 
 
 def _concatenate_group(x, num_kv_heads):
-    """[B, S, H, ...] to [B, G * S, K, ...]: the queries of all heads of a group."""
+    """Reshapes [B, S, H, ...] to [B, G * S, K, ...]: queries of a group of heads."""
     batch, length, heads, *rest = x.shape
     x = x.reshape(batch, length, num_kv_heads, heads // num_kv_heads, *rest)
     return jnp.moveaxis(x, 3, 1).reshape(batch, -1, num_kv_heads, *rest)
@@ -174,6 +186,7 @@ def _batch_over_heads(head, schedule):
 
     def run(*arrays_and_segments: Any):
         *arrays, segments = arrays_and_segments
+        # One pattern for all heads stays out of the batch: indices are then shared.
         shared = len(schedule.items) == 1
         patterns = 0 if shared else schedule.head_patterns
         axes = [1] * len(arrays)
@@ -185,6 +198,8 @@ def _batch_over_heads(head, schedule):
 
 
 def _over_items(schedule, pattern, run, carry):
+    """Folds `run(tile, chunks, carry)` over the items of a pattern."""
+
     def body(number, carry):
         tile, first, count = (schedule.items[pattern, number, i] for i in range(3))
         return run(tile, (first, first + count), carry)
@@ -197,7 +212,7 @@ def _tokens(units, size):
 
 
 def _mask(schedule, chunk, segments, rows, columns):
-    """bool[TILE, chunk]: which tokens of a chunk see each other."""
+    """Returns bool[TILE, chunk], the visible pairs of tokens of a chunk."""
     cells_per_row, cells_per_column = (
         schedule.chunk // schedule.cell,
         HALF // schedule.cell,
@@ -228,6 +243,7 @@ def _mask(schedule, chunk, segments, rows, columns):
 
 
 def _element_mask(schedule, chunk):
+    """Returns the token mask of a chunk, bool[TILE, chunk]."""
     words = schedule.masks[schedule.elements[chunk]].swapaxes(1, 2).reshape(TILE, -1)
     bits = words.astype(jnp.uint32)[..., None] >> jnp.arange(
         32, dtype=jnp.uint32
@@ -236,7 +252,7 @@ def _element_mask(schedule, chunk):
 
 
 def _scores(x, y, options):
-    """Scores after the cap, and their derivative with respect to those before."""
+    """Returns capped scores, and the derivative of the cap."""
     scores = _dot(x, y.T) * options.scale
     if not options.soft_cap:
         return scores, 1.0
@@ -245,6 +261,7 @@ def _scores(x, y, options):
 
 
 def _d_scores(pairs, stats, mask, options):
+    """Returns the weights and the gradients of the scores."""
     (x, y), (dx, dy) = pairs
     lse, delta = stats
     scores, slope = _scores(x, y, options)
@@ -253,4 +270,5 @@ def _d_scores(pairs, stats, mask, options):
 
 
 def _dot(x, y):
+    # Rounded to the dtype of the operands, as tensor cores read x.
     return jnp.dot(x.astype(y.dtype), y, preferred_element_type=jnp.float32)

@@ -1,9 +1,9 @@
-"""The schedule of a kernel: which chunks of columns each tile of rows visits, and when.
+"""Schedules: the chunks of columns that each tile of rows visits, and the order.
 
 A tile is `TILE` rows and a chunk some columns, both gathered from units of consecutive
 tokens, so that a tile visits few dead cells even if blocks are small. Work is split
-into items, ordered so that all programs end at about the same time: a row that sees
-everything must not start last.
+into items, ordered so that all programs end together: a row that sees everything must
+not start last.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from zjax_kernels.sparse.chunks import Chunks, Sizes, deduplicate_masks, make_ch
 NUM_SMS = 132
 """Streaming multiprocessors of an H100 or H200, one program each."""
 EMPTY_ITEM = np.array([-1, 0, 0, 0, -1], np.int32)
-"""Padding of items."""
+"""Padding of items: no tile, no chunks, no slot."""
 MAX_ITEM_FRACTION = 1.0
 """Largest item, relative to the mean work of a program."""
 MIN_SPLIT = 2048
@@ -43,13 +43,13 @@ class Schedule:
         items: int32[patterns, items, 5]: tile, first chunk, number of chunks, number of
             full chunks, and slot of the partial result (-1 if the item is a whole
             tile).
-        num_items: int32[1]: items per pattern; later ones are padding.
+        num_items: int32[1]: items per pattern; further items are padding.
         rows: int32[patterns, tiles, units]: units of tokens of each tile.
         columns: int32[chunks, units]: units of tokens of each chunk.
         live: int32[chunks, 2]: one bit per cell of the chunk, for each half of a tile.
-        diagonal: int32[chunks, 2]: the same, for cells on the causal diagonal.
+        diagonal: int32[chunks, 2]: one bit per cell on the causal diagonal, per half.
         splits: int32[patterns, split tiles, 1 + pieces]: a split tile, and the slots of
-            its partial results; -1 is padding.
+            the partial results; -1 is padding.
         head_patterns: int32[num_heads]: pattern of each head.
         order: int32[heads * items, 3]: head, pattern and item, by program and time.
         ends: int32[programs + 1]: boundaries of the programs in `order`.
@@ -65,9 +65,10 @@ class Schedule:
         num_slots: Partial results per head.
         causal: Whether cells on the diagonal are masked token by token.
         transposed: Whether rows are keys.
-        edges: int32[chunks, 2, 2]: for each half of a chunk one bit per cell that the
-            end of the window crosses, and per cell after it; None without a window.
-        edge_offset: int32[1]: tokens of the window in the cells of the first bits.
+        edges: int32[chunks, 2, 2]: for each half of a chunk, one bit per cell that the
+            end of the window crosses: `window // cell` cells before the query, and one
+            cell more; None without a window.
+        edge_offset: int32[1]: tokens of the window beyond whole cells.
     """
 
     items: jax.Array | np.ndarray
@@ -124,6 +125,7 @@ def make_schedule(
     items, splits, order, ends = _balance(parts, chunk, head_patterns)
     elements, masks = deduplicate_masks(parts)
     return Schedule(
+        # Padding of -1 becomes an item of 0 chunks.
         items=np.maximum(_stack(items), EMPTY_ITEM),
         num_items=np.array([max(map(len, items))], np.int32),
         rows=np.stack([part.rows for part in parts]).astype(np.int32),
@@ -143,15 +145,16 @@ def make_schedule(
         num_rows=patterns[0].num_rows * cell,
         num_columns=patterns[0].num_columns * cell,
         num_slots=_bucket(int(max(each[:, 4].max() for each in items)) + 1),
+        # Without cells on the diagonal, kernels compare no tokens.
         causal=any(each.diagonal.any() for each in patterns),
         transposed=transposed,
     )
 
 
 def assign_round_robin(heads: int, items: int) -> tuple[np.ndarray, np.ndarray]:
-    """`order` and `ends` for items of unknown length, sorted longest first.
+    """Returns `order` and `ends` for items of unknown length, sorted longest first.
 
-    Every other round is reversed, to balance the lengths.
+    Every second round is reversed, to balance the lengths.
     """
     nth, place = np.divmod(np.arange(heads * items), NUM_SMS)
     program = np.where(nth % 2 == 0, place, NUM_SMS - 1 - place)
@@ -183,6 +186,7 @@ def stack_schedules(schedules: Sequence[Schedule]) -> Schedule:
     names = ("num_items", "rows", "columns", "live", "diagonal")
     padding |= dict.fromkeys((*names, "head_patterns", "order", "ends"), 0)
     if masked[0].masks is not None:
+        # Padding of masks, all ones, hides nothing.
         padding |= {"elements": 0, "masks": -1}
     stacked = {name: stack(name, value) for name, value in padding.items()}
     stacked["items"] = np.maximum(stacked["items"], EMPTY_ITEM)
@@ -195,10 +199,11 @@ def stack_schedules(schedules: Sequence[Schedule]) -> Schedule:
 
 
 def _with_equal_masks(schedules: Sequence[Schedule]) -> Sequence[Schedule]:
-    """Gives every schedule token masks if any has some."""
+    """Gives every schedule token masks if any schedule has some."""
     masks = next((x.masks for x in schedules if x.masks is not None), None)
     if masks is None:
         return schedules
+    # Devices run one program, which reads masks or reads none.
     no_mask = np.full((1, *masks.shape[1:]), -1, np.int32)
     return [
         x
@@ -209,14 +214,15 @@ def _with_equal_masks(schedules: Sequence[Schedule]) -> Sequence[Schedule]:
 
 
 def _balance(parts: Sequence[Chunks], chunk: int, head_patterns: Sequence[int]):
-    """Items and splits of each pattern, `order` and `ends`.
+    """Returns items, splits, `order` and `ends` of the assignment that ends first.
 
-    An item longer than the remaining work delays the end. Candidates start such items
-    first, split them further, or split a few tiles of each head to fill the last round;
-    the one that ends first is taken.
+    An item longer than the remaining work delays the end. Candidates start long items
+    first, split long items further, or split a few tiles of each head to fill the last
+    round.
     """
     heads = [parts[pattern].counts * chunk + _ITEM_COST for pattern in head_patterns]
     mean_work = sum(int(times.sum()) for times in heads) / NUM_SMS
+    # Tiles of each head in a last round that leaves programs idle.
     last_round = -(-(sum(map(len, heads)) % NUM_SMS) // len(heads))
     starts = np.cumsum([0, *(len(part.columns) for part in parts)])
     best: tuple[float, Any] = math.inf, None
@@ -229,9 +235,11 @@ def _balance(parts: Sequence[Chunks], chunk: int, head_patterns: Sequence[int]):
         items, splits = zip(*(_items(*each) for each in split), strict=True)
         times = [each[:, 2] * chunk + _ITEM_COST for each in items]
         for late in (math.inf, *(n * mean_work / len(heads) for n in (1, 2, 4))):
+            # Nothing ends before the mean work: further candidates gain too little.
             if best[0] <= (1 + _MIN_GAIN) * mean_work:
                 continue
             end, *assignment = _assign_items(times, head_patterns, late)
+            # Split items are merged by operations after the kernel.
             end += _MERGE_COST * any(map(len, splits))
             if end < (1 - _MIN_GAIN) * best[0]:
                 best = end, (items, splits, *assignment)
@@ -239,7 +247,7 @@ def _balance(parts: Sequence[Chunks], chunk: int, head_patterns: Sequence[int]):
 
 
 def _num_splits(columns: np.ndarray, longest: float, num_split: int) -> np.ndarray:
-    """Number of items per tile; the `num_split` shortest tiles are split further."""
+    """Returns the items per tile; the `num_split` shortest tiles are split further."""
     pieces = np.maximum(np.ceil(columns / longest), 1)
     shortest = np.argsort(-columns, kind="stable")[len(columns) - num_split :]
     pieces[shortest] = np.maximum(
@@ -251,13 +259,14 @@ def _num_splits(columns: np.ndarray, longest: float, num_split: int) -> np.ndarr
 def _items(
     chunks: Chunks, start: int, pieces: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Items of a pattern, longest first, and its split tiles."""
+    """Returns the items of a pattern, longest first, and the split tiles."""
     tile = np.repeat(np.arange(len(pieces)), pieces)
     piece = np.arange(len(tile)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
     before = chunks.counts[tile] * piece // pieces[tile]
     count = chunks.counts[tile] * (piece + 1) // pieces[tile] - before
     first = (np.cumsum(chunks.counts) - chunks.counts)[tile] + before
     full = np.clip(chunks.full[tile] - before, 0, count)
+    # Only items of split tiles store partial results, and need slots.
     split = pieces[tile] > 1
     slot = np.where(split, np.cumsum(split) - 1, -1)
     items = np.stack([tile, first + start, count, full, slot], axis=1)
@@ -270,8 +279,9 @@ def _items(
 def _assign_items(times, head_patterns, late):
     """Assigns each item to the program that is free first, head after head.
 
-    The keys and values of one head then stay in the cache until all have read them.
-    Items longer than `late` come before those of all heads.
+    Keys and values of a head then stay in the cache until all programs have read the
+    head. Items longer than `late` come first. Returns the time of the last program,
+    `order` and `ends`.
     """
     free = [(0, program) for program in range(NUM_SMS)]
     assigned: list[list[tuple[int, int, int]]] = [[] for _ in free]
@@ -288,6 +298,7 @@ def _assign_items(times, head_patterns, late):
 
 
 def _stack(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Stacks arrays of patterns, padded with -1."""
     width = max(part.shape[1] for part in parts)
     parts = [_pad(part, -1, max(map(len, parts)), width) for part in parts]
     return np.stack(parts)

@@ -1,6 +1,6 @@
-"""Measures which tuning of the kernels is fastest on this GPU.
+"""Measures which tuning of the sparse kernels is fastest on this GPU.
 
-Results are stored in the user's cache folder. They override the shipped tuning for this
+Results are stored in the user's cache folder, and override the shipped tuning for this
 kind of GPU and head size, unless segments are used.
 """
 
@@ -27,13 +27,13 @@ def tune(
     """Measures which tuning runs a plan fastest, and stores it for this kind of GPU.
 
     Args:
-        plan: Plan like those that will be run.
+        plan: Plan like the plans of later calls.
         head_size: Channels per head: 64, 96, 128 or 256.
         batch: Sequences per call, >= 1.
         dtype: bfloat16 or float16.
 
     Returns:
-        Tunings and their seconds per kernel, fastest first.
+        Tunings and seconds per kernel (`forward`, `queries`, `keys`), fastest first.
 
     Raises:
         NotImplementedError: This GPU cannot run the kernels.
@@ -66,6 +66,7 @@ def tune(
 
 
 def _candidates() -> Iterator[Tuning]:
+    """Returns the tunings to measure."""
     stages, tiles, has_producer = (1, 2, 3, 4), (1, 2), (False, True)
     return itertools.starmap(Tuning, itertools.product(stages, tiles, has_producer))
 
@@ -73,7 +74,8 @@ def _candidates() -> Iterator[Tuning]:
 def _kernels(
     plan, head_size, batch, dtype
 ) -> dict[str, Callable[[Tuning], Callable[[], Any]]]:
-    from zjax_kernels.sparse import mosaic_gpu
+    """Returns functions that compile a kernel, with random arrays, for a tuning."""
+    from zjax_kernels.sparse import mosaic_gpu  # slow: imports the kernel compiler
 
     heads, kv_heads = (x.num_heads for x in (plan.queries, plan.keys))
     q_shape = (batch, plan.queries.num_rows, heads, head_size)
@@ -83,6 +85,7 @@ def _kernels(
         jax.random.normal(key, shape, dtype)
         for key, shape in zip(keys, (q_shape, k_shape, k_shape, q_shape), strict=True)
     )
+    # Statistics do not change the time.
     sums = jnp.zeros((batch, heads, plan.queries.num_rows))
     options = Options(head_size**-0.5)
     backward = q, k, v, d_out, sums, sums, None

@@ -1,4 +1,4 @@
-"""Plans of windows and of blocks that are chosen on the device."""
+"""Plans from traced values: windows, and blocks that are selected on the device."""
 
 import dataclasses
 
@@ -12,7 +12,7 @@ from zjax_kernels.sparse.plan import Plan, device_plan
 from zjax_kernels.sparse.schedule import Schedule, assign_round_robin
 
 _FULL, _PARTIAL, _DEAD, _PADDING = range(4)
-"""Chunks by how many of their tokens the window leaves, in their order in an item."""
+"""Kinds of chunks by the tokens that a window leaves, in order within an item."""
 _TILE, _FIRST, _COUNT, _NUM_FULL = range(4)
 """Fields of an item."""
 
@@ -22,11 +22,11 @@ def limit_window(plan: Plan, window: jax.Array | int) -> Plan:
 
     Args:
         plan: Plan from `make_plan`, of a causal layout.
-        window: int32[], 1 or more: the query itself and the keys before it that it may
-            see. The length of the sequence, or more, changes nothing.
+        window: int32[], 1 or more: number of keys that a query may see, from the query
+            itself backwards. The length of the sequence, or more, changes nothing.
 
     Returns:
-        The plan, whose shapes do not depend on the window.
+        The plan, in shapes that do not depend on the window.
 
     Raises:
         ValueError: The plan is of a layout that is not causal.
@@ -60,10 +60,12 @@ def limit_window(plan: Plan, window: jax.Array | int) -> Plan:
 
 
 def _limit(schedule: Schedule, window: jax.Array, num_queries: int) -> Schedule:
-    """Limits one direction of a plan."""
+    """Limits one direction of a plan to a window."""
     schedule = jax.tree.map(jnp.asarray, schedule)
     item = _items_of_chunks(schedule)
     distance, cell = _distances(schedule, item, num_queries), schedule.cell
+    # Pairs of a cell are up to `cell - 1` tokens nearer or farther than its corner: the
+    # nearest decides whether the cell lives, the farthest whether it is full.
     live = schedule.live & _pack(distance * cell - (cell - 1) < window)
     within = _pack(distance * cell + (cell - 1) < window)
     place = jnp.arange(len(item)) - _field(schedule, item, _FIRST)
@@ -73,7 +75,7 @@ def _limit(schedule: Schedule, window: jax.Array, num_queries: int) -> Schedule:
         is_full, _FULL, jnp.where((live != 0).any(axis=1), _PARTIAL, _DEAD)
     )
     kind = jnp.where(place < _field(schedule, item, _COUNT), kind, _PADDING)
-    # The chunks of an item are consecutive, and stay in their item.
+    # Sorted by item and then by kind: chunks of an item stay consecutive.
     order = jnp.argsort(_firsts(schedule)[item] * 4 + kind, stable=True)
     edges = [_pack(distance == window // cell + later) for later in (0, 1)]
     return dataclasses.replace(
@@ -89,9 +91,9 @@ def _limit(schedule: Schedule, window: jax.Array, num_queries: int) -> Schedule:
 
 
 def _shorten(items: jax.Array, item: jax.Array, kind: jax.Array) -> jax.Array:
-    """Items that end before their dead chunks; one chunk is left of those of no other.
+    """Ends items before the dead chunks; an item without live chunks keeps one.
 
-    `item` and `kind` are those of each chunk.
+    `item` and `kind` have an entry per chunk.
     """
     size = items[..., 0].size
     full, partial = (
@@ -99,18 +101,19 @@ def _shorten(items: jax.Array, item: jax.Array, kind: jax.Array) -> jax.Array:
         for each in (_FULL, _PARTIAL)
     )
     full, partial = (x.reshape(items.shape[:-1]) for x in (full, partial))
+    # Kernels run one chunk at least, to store zeros; padding items keep 0.
     count = jnp.minimum(jnp.maximum(full + partial, 1), items[..., _COUNT])
     return items.at[..., _COUNT].set(count).at[..., _NUM_FULL].set(full)
 
 
 def _firsts(schedule: Schedule) -> jax.Array:
-    """First chunk of each item of all patterns; padding comes after all chunks."""
+    """Returns the first chunk of each item of all patterns; padding comes last."""
     first, count = schedule.items[..., _FIRST], schedule.items[..., _COUNT]
     return jnp.where(count > 0, first, len(schedule.columns)).reshape(-1)
 
 
 def _items_of_chunks(schedule: Schedule) -> jax.Array:
-    """int32[chunks]: the item of each chunk, counted over all patterns."""
+    """Returns the item of each chunk, int32[chunks], counted over all patterns."""
     firsts = _firsts(schedule)
     order = jnp.argsort(firsts)
     chunks = jnp.arange(len(schedule.columns))
@@ -123,7 +126,7 @@ def _field(schedule: Schedule, item: jax.Array, field: int) -> jax.Array:
 
 
 def _distances(schedule: Schedule, item: jax.Array, num_queries: int) -> jax.Array:
-    """int32[chunks, 2, rows, columns]: cells from each key back to its query."""
+    """Returns cells from each key back to a query, int32[chunks, 2, rows, columns]."""
     cell, num_items = schedule.cell, schedule.items.shape[1]
     tile = jnp.maximum(_field(schedule, item, _TILE), 0)
     units = jnp.asarray(schedule.rows)[item // num_items, tile]
@@ -139,13 +142,13 @@ def _distances(schedule: Schedule, item: jax.Array, num_queries: int) -> jax.Arr
 
 
 def _cells(units: jax.Array, size: int) -> jax.Array:
-    """Numbers of the cells of units that have `size` each, [chunks, cells]."""
+    """Returns the numbers of the cells of units of `size` cells, [chunks, cells]."""
     within = jnp.arange(size).reshape(1, 1, -1)
     return (units[..., None] * size + within).reshape(len(units), -1)
 
 
 def _pack(cells: jax.Array) -> jax.Array:
-    """bool[chunks, 2, rows, columns] as int32[chunks, 2], one bit per cell."""
+    """Packs bool[chunks, 2, rows, columns] as int32[chunks, 2], one bit per cell."""
     bits = cells.reshape(*cells.shape[:2], -1).astype(jnp.uint32)
     places = jnp.arange(bits.shape[2], dtype=jnp.uint32).reshape(1, 1, -1)
     words = (bits << places).sum(axis=2, dtype=jnp.uint32)
@@ -155,6 +158,7 @@ def _pack(cells: jax.Array) -> jax.Array:
 BLOCK = TILE
 """Tokens per side of a selected block."""
 _PER_BLOCK = BLOCK // HALF
+"""Cells along a side of a block."""
 
 
 def make_selected_plan(
@@ -163,11 +167,12 @@ def make_selected_plan(
     """Plans attention over selected blocks of 128 tokens.
 
     Call it under `jax.jit`; `jax.vmap` it over the sequences of a batch, together with
-    `sparse_attention`. Selections are discrete: no gradient passes through them.
+    `sparse_attention`. Selections are discrete and have no gradient.
 
     Args:
-        selected: int32[H, n, k]: numbers of key blocks for each head and query block, 0
-            to n - 1 in any order; others, such as -1, are ignored, and so are repeats.
+        selected: int32[H, n, k]: key blocks selected by each head and query block, 0 to
+            n - 1 in any order; numbers beyond, such as -1, are ignored, and so are
+            repeats.
         num_kv_heads: Heads of keys and values; divides H.
         causal: Whether a token sees no later one; later blocks are ignored.
 
@@ -175,7 +180,7 @@ def make_selected_plan(
         The plan of n * 128 queries and keys, for head sizes up to 128.
 
     Raises:
-        ValueError: `selected` has another shape or dtype, or its heads do not divide.
+        ValueError: `selected` has another shape or dtype, or heads that do not divide.
 
     Example:
         >>> near = jnp.array([[[0, -1], [0, 1], [1, 2]]])
@@ -190,6 +195,7 @@ def make_selected_plan(
     _check(selected, num_kv_heads)
     num_blocks = selected.shape[1]
     selected = jnp.sort(jnp.asarray(selected, jnp.int32), axis=2)
+    # Sorted, a repeat follows an equal number: it becomes -1, a dead block.
     selected = jnp.where(jnp.diff(selected, axis=2, prepend=-1) == 0, -1, selected)
     rows = jnp.arange(num_blocks)[None, :, None]
     last = rows if causal else num_blocks - 1
@@ -205,6 +211,7 @@ def make_selected_plan(
 
 
 def _check(selected, num_kv_heads):
+    """Refuses selections of another shape or dtype, and heads that do not divide."""
     refuse(array_problems("selected", selected, "[H, n, k]"))
     if not jnp.issubdtype(selected.dtype, jnp.integer):
         problem, remedy = "is not an integer dtype", "number the blocks"
@@ -220,7 +227,7 @@ def _check(selected, num_kv_heads):
 
 
 def _queries(selected, is_live, on_diagonal, causal):
-    """Chunks of each query block: full ones, the diagonal one, padding."""
+    """Returns tiles of queries: full chunks, then the diagonal chunk, then padding."""
     heads, num_blocks, width = selected.shape
     order = jnp.argsort(on_diagonal + 2 * ~is_live, axis=2, stable=True)
     selected, on_diagonal = (
@@ -233,6 +240,7 @@ def _queries(selected, is_live, on_diagonal, causal):
         counts - on_diagonal.sum(axis=2),
         first,
         columns=jnp.maximum(selected, 0).reshape(-1, 1),
+        # On the diagonal, the first half of the rows sees the first 64 keys alone.
         live=jnp.where(on_diagonal.reshape(-1, 1), jnp.array([[0b01, 0b11]]), 0b11),
         diagonal=jnp.where(on_diagonal.reshape(-1, 1), jnp.array([[0b01, 0b10]]), 0),
         column_unit=BLOCK,
@@ -243,10 +251,11 @@ def _queries(selected, is_live, on_diagonal, causal):
 
 
 def _keys(selected, is_live, on_diagonal, num_kv_heads, causal):
-    """The same pairs by key block; a pair is two chunks of 64 queries."""
+    """Returns tiles of keys: a selected pair of blocks is two chunks of 64 queries."""
     heads, num_blocks, width = selected.shape
     group = heads // num_kv_heads
     pairs = group * num_blocks * width
+    # Sort key: by key block, full before diagonal pairs, dead pairs last.
     rank = jnp.where(is_live, 2 * selected + on_diagonal, 2 * num_blocks)
     rank = rank.reshape(num_kv_heads, pairs)
     order = jnp.argsort(rank, axis=1, stable=True)
@@ -254,6 +263,7 @@ def _keys(selected, is_live, on_diagonal, num_kv_heads, causal):
     halves = jnp.arange(_PER_BLOCK).reshape(1, 1, -1)
     query = (order // width)[..., None] * _PER_BLOCK + halves
     on_diagonal = (rank % 2 == 1)[..., None, None]
+    # Halves of 64 queries and of 64 keys of a block on the diagonal.
     late, early = halves[..., None], halves[..., None, :]
     ranks = jnp.arange(2 * num_blocks + 1)
     edges = jax.vmap(lambda x: jnp.searchsorted(x, ranks))(rank)
@@ -274,8 +284,10 @@ def _keys(selected, is_live, on_diagonal, num_kv_heads, causal):
 
 
 def _schedule(counts, full, first, *, columns, live, diagonal, **static):
+    """Builds one direction of a plan; the longest tiles of a head come first."""
     heads, num_blocks = counts.shape
-    first = jnp.where(counts > 0, first, len(columns))  # the last chunk is empty
+    # Tiles without blocks run the last chunk, which is empty, to store zeros.
+    first = jnp.where(counts > 0, first, len(columns))
     counts = jnp.maximum(counts, 1)
     columns, live, diagonal = (
         jnp.pad(x, ((0, 1), (0, 0))) for x in (columns, live, diagonal)
@@ -302,6 +314,7 @@ def _schedule(counts, full, first, *, columns, live, diagonal, **static):
         row_unit=HALF,
         cell=HALF,
         num_rows=num_blocks * BLOCK,
+        # Lengths are traced: no tile is split.
         num_slots=0,
         **static,
     )

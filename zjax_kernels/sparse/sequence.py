@@ -26,18 +26,18 @@ from zjax_kernels.sparse.plan import Plan, plan_cells, split_kv_heads, stack_pla
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SequencePlan:
-    """Plans of all devices; shard the first dim of each array over them.
+    """Plans of all devices; shard the first dim of every array over the devices.
 
-    Arrays of `plan` have one entry per sequence shard and head shard, those of `sends`
-    one per sequence shard.
+    Arrays of `plan` have one entry per sequence shard and head shard, arrays of `sends`
+    have one per sequence shard.
 
     Args:
         plan: Stack of one plan per device; if heads are sharded, too, one per sequence
             shard and head shard, in this order.
-        sends: int32[devices, blocks] per distance: the blocks that a device sends to
-            the one `distance` places after it.
+        sends: int32[devices, blocks] per distance: blocks that a device sends to the
+            device `distance` places later.
         distances: Distance of each of `sends`.
-        receivers: Devices that need any of these blocks, per distance.
+        receivers: Devices that need any of the sent blocks, per distance.
         block: Tokens per block.
         num_devices: Devices along the sequence.
     """
@@ -102,6 +102,7 @@ def make_sequence_plan(
     per_device = layout.num_rows // num_devices
     needs = _needed_blocks(layout, num_devices, per_device)
     distances = [d for d in range(1, num_devices) if any(len(x) for x in needs[d])]
+    # One program runs on all devices: shapes are of the device with most needs.
     widths = {d: max(map(len, needs[d])) for d in distances}
     shards = [
         (shard, [Cells.of(pattern, layout) for pattern in shard.patterns])
@@ -139,8 +140,9 @@ def make_sequence_plan(
 
 
 def _needed_blocks(layout, num_devices, per_device):
-    """Blocks that each device needs of the device `distance` places before it."""
+    """Returns, by distance, the blocks that each device needs of an earlier device."""
     seen = np.zeros((num_devices, layout.num_columns), bool)
+    # One exchange of blocks serves all heads.
     for pattern in layout.patterns:
         seen[pattern.rows // per_device, pattern.columns] = True
 
@@ -155,16 +157,17 @@ def _needed_blocks(layout, num_devices, per_device):
 
 
 def _blocks_to_send(needs, distance, width):
-    """Blocks that each device sends over a distance, padded with 0."""
+    """Returns the blocks that each device sends over a distance, padded with 0."""
     sends = np.zeros((len(needs), width), np.int32)
     for receiver, blocks in enumerate(needs):
         sender = (receiver - distance) % len(needs)
+        # Padding sends block 0, which no cell of the receiver reads.
         sends[sender, : len(blocks)] = blocks
     return sends
 
 
 def _device_cells(cells, layout, device, per_device, needs, widths):
-    """Cells of a device's queries, over its own and its received keys."""
+    """Returns cells of a device's queries, over local and received keys."""
     position = np.zeros(layout.num_columns, np.int64)
     first = device * per_device
     position[first : first + per_device] = np.arange(per_device)
@@ -183,11 +186,13 @@ def _device_cells(cells, layout, device, per_device, needs, widths):
         diagonal=cells.diagonal[local],
         masked=cells.masked[local],
         num_rows=per_device * fine,
+        # Up to a whole tile; no cell lives in the padding.
         num_columns=-(-start * layout.block // TILE) * (TILE // cells.size),
     )
 
 
 def _axis_size(axis):
+    """Returns the size of a mesh axis; refuses names outside of the program."""
     try:
         return lax.axis_size(axis)
     except NameError:
@@ -213,17 +218,17 @@ def sequence_attention(
     Call it inside `jax.shard_map`, with the plan sharded as `SequencePlan` describes.
 
     Args:
-        q: [B, S / devices, H, D] queries of this device.
-        k: [B, S / devices, K, D] keys.
-        v: [B, S / devices, K, D] values.
+        q: [B, S / devices, H, D] local queries.
+        k: [B, S / devices, K, D] local keys.
+        v: [B, S / devices, K, D] local values.
         plan: Plan from `make_sequence_plan`, for the size of `axis`.
         axis: Name of the mesh axis.
-        segment_ids: int32[B, S / devices] twice, of these queries and keys.
-        key_mask: bool[B, S / devices], False for keys that no query sees.
+        segment_ids: int32[B, S / devices] twice, of the local queries and keys.
+        key_mask: bool[B, S / devices], False for local keys that no query sees.
         **options: As in `sparse_attention`.
 
     Returns:
-        What `sparse_attention` returns, for the queries of this device.
+        Result of `sparse_attention`, for the local queries.
 
     Raises:
         ValueError: `plan` is not a SequencePlan or is for another number of devices,
@@ -302,9 +307,10 @@ class _Halo:
         return [((to - distance) % self.size, to) for to in self.receivers[nth]]
 
 
+# A rule of gradients, as transposes of JAX would add in the dtype of x.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gather(halo, x, sends):
-    """Appends the received blocks to the local ones."""
+    """Appends the received blocks to the local blocks."""
     blocks = halo.split_blocks(x)
     received = [halo.send(blocks[:, send], nth) for nth, send in enumerate(sends)]
     blocks = jnp.concatenate([blocks, *received], axis=1)
@@ -316,7 +322,7 @@ def _gather_forward(halo, x, sends):
 
 
 def _gather_backward(halo, sends, gradient):
-    """Sums in float32: many devices may see one block."""
+    """Sums gradients of local blocks in float32: many devices may see one block."""
     blocks = halo.split_blocks(gradient)
     widths = [send.shape[0] for send in sends]
     starts = np.cumsum([blocks.shape[1] - sum(widths), *widths])

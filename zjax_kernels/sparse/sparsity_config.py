@@ -1,4 +1,4 @@
-"""Base class of sparsity rules: arguments, checks, `layout`; the rule of an array."""
+"""Base class of sparsity rules, and the rule of an array of live blocks."""
 
 import abc
 import dataclasses
@@ -28,7 +28,7 @@ class _FieldsOnly:
 class SparsityConfig(_FieldsOnly, abc.ABC):
     """A rule that says which blocks live, for sequences of any length.
 
-    A subclass defines `heads`; with arguments of its own, it is a frozen dataclass that
+    A subclass defines `heads`; a subclass with arguments is a frozen dataclass that
     extends `problems`. `Custom` takes an array instead.
 
     Args:
@@ -37,7 +37,7 @@ class SparsityConfig(_FieldsOnly, abc.ABC):
         attention: "bidirectional", or "unidirectional": no block above the diagonal
             lives.
         token_causal: Whether unidirectional attention also masks the blocks on the
-            diagonal token by token. If False, tokens of such a block see each other, as
+            diagonal token by token. If False, tokens see all of the diagonal block, as
             in DeepSpeed. No effect on bidirectional attention.
 
     Raises:
@@ -78,6 +78,7 @@ class SparsityConfig(_FieldsOnly, abc.ABC):
     def __post_init__(self):
         for field in dataclasses.fields(self):
             value = _list_as_tuple(getattr(self, field.name))
+            # A frozen dataclass; tuples, unlike lists, can be hashed.
             object.__setattr__(self, field.name, value)
         refuse(self.problems())
 
@@ -94,7 +95,7 @@ class SparsityConfig(_FieldsOnly, abc.ABC):
         """
 
     def problems(self) -> list[str]:
-        """Problems of the arguments, one line each; subclasses add theirs."""
+        """Returns problems of the arguments, one line each; subclasses add problems."""
         found = integer_problems("num_heads", self.num_heads, 1)
         if integer_problems("block", self.block, 1) or self.block not in BLOCKS:
             remedy = "use 16, 32, 64 or 128"
@@ -112,12 +113,13 @@ class SparsityConfig(_FieldsOnly, abc.ABC):
             seq_len: Tokens, a multiple of `block`.
 
         Raises:
-            ValueError: The length is invalid, or `heads` returned no patterns of that
+            ValueError: The length is invalid, or `heads` returned patterns of another
                 length.
         """
         num_blocks = self._num_blocks(seq_len)
         heads = self.heads(num_blocks)
         self._check_heads(heads, num_blocks)
+        # `from_heads` drops blocks above the diagonal, also without `token_causal`.
         causal = self.attention == "unidirectional"
         layout = BlockLayout.from_heads(
             list(heads) * (self.num_heads if len(heads) == 1 else 1),
@@ -128,12 +130,13 @@ class SparsityConfig(_FieldsOnly, abc.ABC):
         return dataclasses.replace(layout, causal=causal and self.token_causal)
 
     def visible(self, num_blocks: int) -> np.ndarray:
-        """int64[num_blocks]: each row sees this many blocks, all or up to itself."""
+        """Counts blocks that a row may see, all or up to the row: int64[num_blocks]."""
         if self.attention == "unidirectional":
             return np.arange(1, num_blocks + 1)
         return np.full(num_blocks, num_blocks)
 
     def _flag_problems(self) -> list[str]:
+        """Reports flags that are not bools."""
         found = []
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -143,6 +146,7 @@ class SparsityConfig(_FieldsOnly, abc.ABC):
         return found
 
     def _num_blocks(self, seq_len: int) -> int:
+        """Returns the blocks of a sequence; refuses lengths that do not fit."""
         block = self.block
         if integer_problems("seq_len", seq_len, 1):
             remedy = f"give a multiple of block={block}"
@@ -157,6 +161,7 @@ class SparsityConfig(_FieldsOnly, abc.ABC):
         return num_blocks
 
     def _counts_above(self, num_blocks: int, seq_len: int) -> list[str]:
+        """Reports arguments that count more blocks than the sequence has."""
         found = []
         for field in self.counts_of_blocks:
             count = getattr(self, field)
@@ -168,6 +173,7 @@ class SparsityConfig(_FieldsOnly, abc.ABC):
         return found
 
     def _check_heads(self, heads: Sequence[Pattern], num_blocks: int) -> None:
+        """Refuses results of `heads` that are not patterns of the sequence."""
         if not isinstance(heads, Sequence):
             problem = "is the result of heads, not a list of patterns"
             remedy = "return [Pattern.from_entries(...)], or give an array to Custom"
@@ -184,6 +190,7 @@ class SparsityConfig(_FieldsOnly, abc.ABC):
 
 
 def _list_as_tuple(value):
+    """Returns lists, ranges and vectors as tuples, other values as given."""
     if isinstance(value, list | range):
         return tuple(value)
     if getattr(value, "ndim", None) == 1:
@@ -192,6 +199,7 @@ def _list_as_tuple(value):
 
 
 def _is_square(pattern, num_blocks):
+    """Whether a value is a pattern of `num_blocks` rows and columns."""
     if not isinstance(pattern, Pattern) or len(pattern.starts) != num_blocks + 1:
         return False
     return not np.any(pattern.columns >= num_blocks)
@@ -199,13 +207,13 @@ def _is_square(pattern, num_blocks):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Custom(SparsityConfig):
-    """Live blocks as an array; a shorter sequence takes its first blocks.
+    """Live blocks as an array; a shorter sequence takes the first blocks.
 
     Args:
         num_heads: As in `SparsityConfig`, like `block`, `attention` and `token_causal`.
         live: bool[blocks, blocks] for all heads, or bool[num_heads, blocks, blocks]:
-            row r marks the blocks that tokens of block r see. 0 and 1, as of DeepSpeed,
-            do too.
+            row r marks the blocks that tokens of block r see. 0 and 1, as in DeepSpeed,
+            stand for False and True.
 
     Example:
         >>> from zjax_kernels.sparse.picture import draw_layout
@@ -230,6 +238,7 @@ class Custom(SparsityConfig):
 
     def __post_init__(self):
         live = np.array(self.live)
+        # Rules are compared by `bits`, which must not fall behind the array.
         live.setflags(write=False)
         object.__setattr__(self, "live", live)
         object.__setattr__(self, "bits", Bits.of(live))

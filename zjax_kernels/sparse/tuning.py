@@ -1,4 +1,4 @@
-"""Tuning of the kernels: a table for the H200, or what `tune` measured on this GPU."""
+"""Tuning of the sparse kernels: a table for the H200, or measured by `tune`."""
 
 import dataclasses
 from typing import Any
@@ -8,7 +8,7 @@ from zjax_kernels.tunings import TuningFile
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """How a kernel runs; results do not depend on it.
+    """Choices that set how fast a kernel runs; results do not depend on the tuning.
 
     Args:
         stages: Chunks in shared memory at a time, 1 or more.
@@ -45,7 +45,10 @@ H200 = {
 
 
 def choose_tuning(kernel: str, head_size: int, *, segmented: bool) -> Tuning:
-    """The measured tuning of this kind of GPU, or the shipped one.
+    """Returns the measured tuning of this kind of GPU, or the shipped tuning.
+
+    `kernel` is `forward`, `queries` or `keys`. Segments take shared memory, and have
+    the shipped tuning.
 
     Example:
         >>> choose_tuning("forward", 128, segmented=False).stages
@@ -54,11 +57,13 @@ def choose_tuning(kernel: str, head_size: int, *, segmented: bool) -> Tuning:
     shipped = H200[kernel][head_size]
     if not segmented:
         return MEASURED.get(kernel, head_size) or shipped
+    # Segments leave no memory for two tiles of 128 channels.
     lacks_memory = kernel == "queries" and head_size == 128
     return dataclasses.replace(shipped, tiles=1) if lacks_memory else shipped
 
 
 def _make(**fields: Any) -> Tuning:
+    """Builds a tuning from fields of the file; refuses counts below 1."""
     tuning = Tuning(**fields)
     counts = tuning.stages, tuning.tiles
     if any(not isinstance(count, int) or count < 1 for count in counts):

@@ -105,7 +105,7 @@ class Stages(NamedTuple):
     def fill(
         self, before: Array, count: Array, copy: Callable[[Array, Array, Any], None]
     ) -> Array:
-        """Starts `copy(step, stage, barrier)` of each step; returns all steps so far."""
+        """Starts `copy(step, stage, barrier)` of each step; returns all steps."""
         num_stages = self.ready.shape[0]
 
         def fill_stage(step, _):

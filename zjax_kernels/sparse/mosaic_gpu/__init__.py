@@ -1,4 +1,4 @@
-"""Block-sparse attention on Hopper GPUs."""
+"""Kernels of block-sparse attention on Hopper GPUs."""
 
 from zjax_kernels.sparse.mosaic_gpu.forward import forward
 from zjax_kernels.sparse.mosaic_gpu.keys import backward_keys

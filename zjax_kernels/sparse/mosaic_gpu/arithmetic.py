@@ -16,19 +16,22 @@ from zjax_kernels.sparse.reference import Options
 from zjax_kernels.sparse.schedule import Schedule
 
 ROWS = plgpu.Layout.WGMMA.reduce(1)
+"""Layout of one number per row of a [HALF, n] matrix in registers."""
 COLUMNS = plgpu.Layout.WGMMA.reduce(0)
+"""Layout of one number per column of a [HALF, n] matrix in registers."""
 ACC: Any = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 _NEWER = hasattr(plgpu, "InterpretGPUParams")
+"""Whether the interpreter simulates wgmma, and loads take no index."""
 
 
 def index(x: Any) -> jax.Array:
-    """An int32 scalar, whatever JAX's default integer is."""
+    """Returns an int32 scalar, whatever the default integer of JAX is."""
     return jnp.asarray(x, jnp.int32)
 
 
 @dataclasses.dataclass(frozen=True)
 class Arithmetic:
-    """Operations on registers, for GPUs or as the interpreter can simulate them.
+    """Operations on registers, on a GPU or under the interpreter.
 
     Args:
         simulated: Whether the interpreter runs the kernel.
@@ -41,11 +44,11 @@ class Arithmetic:
         return x if self.simulated else plgpu.layout_cast(x, layout)
 
     def full(self, shape: tuple[int, ...], value: float, layout: Any) -> jax.Array:
-        """float32[shape], filled with `value`."""
+        """Returns float32[shape], filled with `value`."""
         return self.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
     def load(self, ref: Any, layout: Any, *, optimized: bool = True) -> jax.Array:
-        """Reads a vector from shared memory; from global if not `optimized`."""
+        """Reads a vector from shared memory; from global memory if not `optimized`."""
         if self.simulated:
             return ref[...]
         where = () if _NEWER else ((),)
@@ -54,15 +57,17 @@ class Arithmetic:
     def product(
         self, x: Any, y: Any, meanwhile: Callable[[], Any] = lambda: None
     ) -> tuple[jax.Array, Any]:
-        """Product of [m, d] and [n, d] transposed, in shared memory: float32[m, n].
+        """Returns [m, d] times [n, d] transposed, from shared memory: float32[m, n].
 
-        `meanwhile` runs while the tensor cores do; its result is returned, too.
+        `meanwhile` runs while the tensor cores do; the second result is from
+        `meanwhile`.
         """
         if self.simulated and not _NEWER:
             return _dot(x[...], y[...].T), meanwhile()
 
         def run(total):
             _start_product(total, x, y)
+            # Before `total[...]`, which waits for the tensor cores.
             result = meanwhile()
             return total[...], result
 
@@ -87,6 +92,7 @@ class Arithmetic:
         def run(first, second):
             _start_product(first, *pair)
             _start_product(second, *get_other())
+            # Waits for the first product alone.
             found = use(plgpu.wgmma_accumulator_load(first, wait_n=1))
             return found, second[...]
 
@@ -113,14 +119,14 @@ class Arithmetic:
         return run_with(tuple(ACC.init(total) for total, _, _ in sums))
 
     def iota(self, shape: tuple[int, ...], axis: int) -> jax.Array:
-        """int32[shape] of indices along an axis."""
+        """Returns the indices along an axis, int32[shape]."""
         if self.simulated:
             return lax.broadcasted_iota(jnp.int32, shape, axis)
         layout = plgpu.Layout.WGMMA
         return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout)
 
     def broadcast(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """A scalar, repeated over a tile."""
+        """Repeats a scalar over a tile."""
         return self.layout_cast(jnp.broadcast_to(x, shape), plgpu.Layout.WGMMA)
 
 
@@ -137,6 +143,7 @@ def _dot(x, y):
 
 
 LOG2E = math.log2(math.e)
+"""Factor of scores in base 2: the exponential instruction of GPUs is exp2."""
 
 
 def per_row(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -190,12 +197,14 @@ def mask_cells(
     after = _modulo(column, schedule.cell) - _modulo(row, schedule.cell)
     after = -after if schedule.transposed else after
     if schedule.causal:
+        # A product above 0 is `and` without Booleans.
         x = jnp.where(cell_bit(words.diagonal) * jnp.maximum(after, 0) > 0, fill, x)
     if words.edges:
         first, second = map(cell_bit, words.edges)
         # Tokens by which a key is out of reach, in cells that the window's end crosses.
         beyond = second * index(schedule.cell) - after
         beyond -= arithmetic.broadcast(words.edge_offset - index(1), x.shape)
+        # One select for both cells: two would spill registers.
         x = jnp.where((first + second) * jnp.maximum(beyond, 0) > 0, fill, x)
     if words.element is not None:
         word, *others = (per_row(word, x.shape) for word in words.element)
@@ -216,7 +225,7 @@ def _modulo(x, power_of_2):
 def read_words(
     arithmetic: Arithmetic, schedule: Schedule, chunk: jax.Array, half: jax.Array
 ) -> Words:
-    """Reads the bits of half a chunk."""
+    """Reads the bits of half a chunk from global memory."""
     element, edges, offset = None, (), None
     masks: Any = schedule.masks
     if schedule.elements is not None:
@@ -235,7 +244,7 @@ def read_words(
 def scale_and_cap(
     scores: jax.Array, options: Options
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Scores in base 2, and the derivative of the cap, or None without one."""
+    """Returns scores in base 2, and the derivative of the cap or None."""
     if not options.soft_cap:
         return scores * (options.scale * LOG2E), None
     capped = jnp.tanh(scores * (options.scale / options.soft_cap))
@@ -243,7 +252,7 @@ def scale_and_cap(
 
 
 def base_2(lse: jax.Array) -> jax.Array:
-    """Log-sum-exps in base 2; inf for queries without keys, so that weights are 0."""
+    """Returns log-sum-exps in base 2; inf without keys, so that weights are 0."""
     return jnp.where(jnp.isneginf(lse), jnp.inf, lse * LOG2E)
 
 

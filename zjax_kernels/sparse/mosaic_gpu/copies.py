@@ -1,4 +1,4 @@
-"""Copies of tokens between global and shared memory, by the producer warpgroup."""
+"""Copies of tokens between global and shared memory."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,11 +25,11 @@ def produce(
 ) -> None:
     """Fills shared memory with the tile and the chunks of one item after another.
 
-    `copy_tile` and `copy_chunk` start a copy, given the number of copies before, and
-    wait for a free slot. `tile_free` are barriers that free a slot of a tile, with
-    their numbers of slots, and `chunk_free` those of chunks.
+    `copy_tile` and `copy_chunk` wait for a free slot and start a copy; the last
+    argument counts earlier copies. `tile_free` has barriers that free slots of tiles,
+    each with the number of slots; `chunk_free` has barriers that free slots of chunks.
     """
-    # Chunks whose slots are free before that of the tile.
+    # With one slot for tiles, a slot for chunks is free before: copy a chunk first.
     early = int(tuning.tiles == 1 < tuning.stages)
 
     def copy_item(number, item, copied):
@@ -51,15 +51,16 @@ def produce(
 
 
 def wait_for_free_slot(free: Any, number: jax.Array, slots: int) -> None:
-    """Waits until the slot of the copy `number` has been consumed."""
+    """Waits until the consumers have freed the slot of copy `number`."""
 
+    # Slots are free at first: nobody arrives for the first round.
     @pl.when(number >= index(slots))
     def _():
         plgpu.barrier_wait(free.at[lax.rem(number, index(slots))])
 
 
 def _drain(free, filled, slots):
-    """Waits for the last copies to be consumed, as barriers must be at the end."""
+    """Waits for the last copies to be consumed: a kernel must observe every arrival."""
 
     @pl.loop(jnp.maximum(filled - index(slots), 0), filled)
     def _(number):
@@ -67,7 +68,7 @@ def _drain(free, filled, slots):
 
 
 def read_rows(work: Work, item: Item, first: jax.Array, count: int) -> list[jax.Array]:
-    """First tokens of the row units of a tile, from row `first` on, `count` rows."""
+    """Returns the first token of each row unit, for `count` rows from row `first`."""
     size = work.static.row_unit
     units: Any = work.schedule.rows
     start = lax.div(first, index(size))
@@ -83,11 +84,11 @@ def copy_rows(
     ready: Any,
     moves: Sequence[tuple[Callable[[Any], Any], Any]],
 ) -> None:
-    """Starts to copy the tokens of a tile, whose units begin at `rows`.
+    """Starts to copy the tokens of a tile from units that begin at `rows`.
 
     `ready` is the barrier on which each copy arrives. `moves` has, per array, a
-    function from tokens to its slice, and the target in shared memory, [halves, HALF,
-    ...].
+    function from tokens to a slice of global memory, and the target in shared memory,
+    [halves, HALF, ...].
     """
     size = work.static.row_unit
     for number, row in enumerate(rows):
@@ -102,13 +103,13 @@ def store_rows(
     rows: Sequence[jax.Array],
     moves: Sequence[tuple[Any, Callable[[Any], Any]]],
 ) -> None:
-    """Starts to copy the results of half a tile, whose units begin at `rows`.
+    """Starts to store the results of half a tile to units that begin at `rows`.
 
     `moves` has, per array, the results in shared memory, [HALF, ...], and a function
-    from tokens to their target in global memory.
+    from tokens to a slice of global memory.
     """
     size = work.static.row_unit
-    plgpu.commit_smem()
+    plgpu.commit_smem()  # copies must see the writes of registers
     for number, row in enumerate(rows):
         for buffer, target in moves:
             piece = buffer.at[pl.ds(number * size, size)]
@@ -123,12 +124,12 @@ def wait_for_stores() -> None:
 def token_rows(
     ref: Any, item: Item, channels: slice = slice(None)
 ) -> Callable[[Any], Any]:
-    """Function from tokens to their rows in [sequences, tokens, heads, channels]."""
+    """Returns a function from tokens to [sequences, tokens, heads, channels] rows."""
     return lambda tokens: ref.at[item.sequence, tokens, item.head, channels]
 
 
 def token_scalars(ref: Any, item: Item) -> Callable[[Any], Any]:
-    """Function from tokens to their scalars in [sequences, heads, tokens]."""
+    """Returns a function from tokens to [sequences, heads, tokens] scalars."""
     return lambda tokens: ref.at[item.sequence, item.head, tokens]
 
 
@@ -136,7 +137,7 @@ def store_partial(item: Item, moves: Sequence[tuple[Any, jax.Array]]) -> None:
     """Writes the partial result of a tile that several items make up.
 
     `moves` has, per array, the target [sequences, heads, slots, TILE, ...], and the
-    half of this warpgroup.
+    half of a warpgroup.
     """
 
     @pl.when(item.slot >= 0)
@@ -147,13 +148,14 @@ def store_partial(item: Item, moves: Sequence[tuple[Any, jax.Array]]) -> None:
 
 
 def read_columns(work: Work, chunk: jax.Array) -> list[tuple[Any, jax.Array]]:
-    """Tokens of each column unit of a chunk, and their head in the group."""
+    """Returns the tokens of each column unit of a chunk, and the head in the group."""
     sizes = work.static
     size = sizes.column_unit
     per_head = index(sizes.num_columns // size // work.group)
     found = []
     for lane in range(sizes.chunk // size):
         unit = work.schedule.columns[chunk, lane]
+        # Columns of a key head are the queries of a group, one head after another.
         member = lax.div(unit, per_head) if work.group > 1 else index(0)
         first = (unit - member * per_head) * index(size)
         found.append((_tokens(first, size), member))
@@ -165,11 +167,11 @@ def copy_columns(
     ready: Any,
     moves: Sequence[tuple[Callable[..., Any], Any]],
 ) -> None:
-    """Starts to copy the tokens of a chunk, as `read_columns` gives them.
+    """Starts to copy the tokens of a chunk, from the result of `read_columns`.
 
     `ready` is the barrier on which each copy arrives. `moves` has, per array, a
-    function from tokens and head to its slice, and the target in shared memory, [chunk,
-    ...].
+    function from tokens and head to a slice of global memory, and the target in shared
+    memory, [chunk, ...].
     """
     for lane, (tokens, member) in enumerate(columns):
         for source, buffer in moves:

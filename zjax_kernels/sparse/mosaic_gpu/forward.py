@@ -1,4 +1,4 @@
-"""The forward pass: outputs and log-sum-exps."""
+"""Kernel of the forward pass: outputs and log-sum-exps."""
 
 import functools
 from typing import Any, NamedTuple
@@ -31,7 +31,7 @@ def forward(
     tuning: Tuning | None = None,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`reference.forward` on a Hopper GPU, for 16-bit arrays.
+    """Runs `reference.forward` on a Hopper GPU, for 16-bit arrays.
 
     A `tuning` of None is chosen by head size; `interpret` holds the interpreter's
     parameters, None on a GPU.
@@ -51,6 +51,7 @@ def forward(
     stages, chunk = tuning.stages, schedule.chunk
     lanes = chunk // schedule.column_unit
     rows = TILE // schedule.row_unit
+    # Segments arrive on the barriers of q and k, which count copies.
     vectors = 1 + segmented
     slices = launch.channel_slices(size, segmented=segmented)
     scratch = _Memory(
@@ -98,6 +99,7 @@ class _Memory(NamedTuple):
 
 
 def _body(sizes, options, tuning, simulated, schedule, inputs, outputs, memory):
+    """Divides the work of a program between the warpgroups."""
     work = find_work(schedule, sizes, inputs[0].shape[0])
     arithmetic = Arithmetic(simulated)
     specialize_warpgroups(
@@ -107,6 +109,7 @@ def _body(sizes, options, tuning, simulated, schedule, inputs, outputs, memory):
 
 
 def _copy(work, tuning, inputs, memory):
+    """Copies queries, keys and values, in the warpgroup that copies."""
     q_ref, k_ref, v_ref, *segment_refs = inputs
     group = q_ref.shape[2] // k_ref.shape[2]
     stages = tuning.stages
@@ -149,10 +152,10 @@ def _copy(work, tuning, inputs, memory):
 
 
 def _compute(work, options, tuning, arithmetic, outputs, memory):
-    """Computes the outputs of each item for one half of its tile.
+    """Computes the outputs of half of each tile, in one of two warpgroups.
 
-    The scores of a chunk are computed while the previous chunk, of this item or the
-    last, is added to the output.
+    The scores of a chunk are computed while the chunk before, of the current or the
+    last item, is added to the output.
     """
     out_ref, lse_ref, *partial_refs = outputs
     sizes, half = work.static, lax.axis_index("warpgroup")
@@ -161,7 +164,7 @@ def _compute(work, options, tuning, arithmetic, outputs, memory):
     size = memory.q.shape[-1]
 
     def compute_scores(number, num_consumed, meanwhile=lambda: None, exists=True):
-        """Scores of a chunk against the tile of an item; garbage unless it `exists`."""
+        """Returns scores of a chunk and a tile; garbage unless the item `exists`."""
         slot, stage = lax.rem(number, index(tuning.tiles)), _stage(num_consumed, tuning)
 
         @pl.when(exists)
@@ -195,6 +198,7 @@ def _compute(work, options, tuning, arithmetic, outputs, memory):
             row_sum = row_sum * correction + p.sum(axis=1)
             out = out * logits.per_row(correction, out.shape)
             p = p.astype(memory.v.dtype)
+            # Only here: the softmax runs while values are on the way.
             plgpu.barrier_wait(memory.v_ready.at[stage])
             [out] = arithmetic.accumulate((out, p, memory.v.at[stage]))
             plgpu.barrier_arrive(memory.v_free.at[stage])
@@ -210,14 +214,18 @@ def _compute(work, options, tuning, arithmetic, outputs, memory):
                 column_segments = arithmetic.load(
                     memory.column_segments.at[stage], COLUMNS
                 )
-                plgpu.commit_smem()
+                plgpu.commit_smem()  # the producer may overwrite what was loaded
+            # The scores are in registers: k is free before the softmax.
             plgpu.barrier_arrive(memory.k_free.at[stage])
             run = functools.partial(
                 update, state, scores, stage, words, column_segments
             )
             if not is_last:
                 return compute_scores(number, position + 1, run)
+            # The last scores of the item are done: the next tile may be copied.
             plgpu.barrier_arrive(memory.q_free.at[slot])
+            # After the last item, scores are of an old tile, and nobody reads the
+            # scores.
             has_next = number + 1 < work.count
             pl.when(has_next)(lambda: wait_for_tile(number + 1))
             return compute_scores(number + 1, position + 1, run, has_next)
@@ -230,6 +238,7 @@ def _compute(work, options, tuning, arithmetic, outputs, memory):
         last = item.count - 1
         full_chunk = functools.partial(chunk, masked=False)
         masked_chunk = functools.partial(chunk, masked=True)
+        # The last chunk, full or not, is apart: it begins the next item.
         num_full = jnp.minimum(item.full, last)
         carry = lax.fori_loop(0, num_full, full_chunk, (scores, start))
         carry = lax.fori_loop(num_full, last, masked_chunk, carry)
@@ -249,6 +258,7 @@ def _compute(work, options, tuning, arithmetic, outputs, memory):
                 copies.wait_for_stores()
                 buffer[...] = out[:, part].astype(memory.q.dtype)
                 moves = [(buffer, copies.token_rows(out_ref, item, part))]
+                # With the last slice: `lse` must be stored once.
                 if part.stop == size:
                     sums[...] = lse
                     moves.append((sums, copies.token_scalars(lse_ref, item)))
@@ -266,16 +276,18 @@ def _compute(work, options, tuning, arithmetic, outputs, memory):
 
 
 def _softmax_step(scores, row_max, options, masked):
-    """Weights relative to the new maximum, that maximum, correction of sums."""
+    """Returns weights relative to the new maximum, the maximum, and a correction."""
+    # Without a cap the factor is folded into the exponent, one fused multiply-add.
     factor = 1.0 if options.soft_cap else options.scale * logits.LOG2E
     new_max = jnp.maximum(row_max, scores.max(axis=1) * factor)
+    # -inf minus -inf is NaN; without masks every row has a maximum.
     level = jnp.where(new_max == -jnp.inf, 0.0, new_max) if masked else new_max
     p = jnp.exp2(scores * factor - logits.per_row(level, scores.shape))
     return p, new_max, jnp.exp2(row_max - level)
 
 
 def _normalize(out, row_max, row_sum):
-    """Outputs and log-sum-exps; 0 and -inf for queries that see nothing."""
+    """Returns outputs and log-sum-exps; 0 and -inf for queries that see nothing."""
     divisor = jnp.where(row_sum == 0.0, 1.0, row_sum)
     lse = jnp.where(
         row_sum == 0.0, -jnp.inf, row_max * (1 / logits.LOG2E) + jnp.log(divisor)

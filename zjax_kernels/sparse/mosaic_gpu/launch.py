@@ -1,4 +1,4 @@
-"""Persistent kernels: one program per SM, work items, and partial results merged."""
+"""Launch of persistent kernels, one program per SM; work items; merged results."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -16,6 +16,7 @@ from zjax_kernels.sparse.schedule import Schedule
 from zjax_kernels.sparse.tuning import Tuning
 
 NUM_HALVES = TILE // HALF
+"""Warpgroups that compute, each half a tile."""
 assert NUM_HALVES == NUM_COMPUTE
 
 
@@ -55,7 +56,7 @@ def call(
         scratch_types=scratch_leaves,
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
-            reduction_scratch_bytes=0,
+            reduction_scratch_bytes=0,  # rows are reduced within a warp
             lowering_semantics=(
                 semantics.Warpgroup if tuning.warpgroup else semantics.Lane
             ),
@@ -66,13 +67,14 @@ def call(
 
 
 def _without_unread(schedule: Schedule) -> Schedule:
-    """Drops arrays that the kernel does not read; XLA would copy them per call."""
+    """Drops arrays that the kernel does not read; XLA would copy each per call."""
     unused = dict.fromkeys(("num_items", "splits", "head_patterns"))
     return dataclasses.replace(schedule, **unused)
 
 
 def smem_matrix(shape: Sequence[int], dtype: Any) -> Any:
-    """Shared memory of 16-bit matrices, tiled and swizzled for tensor cores."""
+    """Allocates 16-bit matrices, tiled and swizzled for tensor cores."""
+    # 64 numbers are 128 bytes, the widest swizzle; 96 channels take 32.
     width = 64 if shape[-1] % 64 == 0 else 32
     transforms = (
         plgpu.TilingTransform((8, width)),
@@ -82,7 +84,7 @@ def smem_matrix(shape: Sequence[int], dtype: Any) -> Any:
 
 
 def channel_slices(head_size: int, *, segmented: bool) -> list[slice]:
-    """Equal slices of the channels of a result, small enough for shared memory.
+    """Returns equal slices of the channels of a result, which fit in shared memory.
 
     Segments take shared memory, too.
     """
@@ -95,8 +97,8 @@ class Work:
     """The items of one program, read from the arrays of a schedule.
 
     Args:
-        schedule: Schedule whose fields are references to global memory.
-        static: The same schedule outside of the kernel; read for shapes and sizes.
+        schedule: Schedule of references to global memory.
+        static: Schedule outside of the kernel; read for shapes and sizes.
         batch: Number of sequences.
         group: Query heads per key head if columns are queries, else 1.
         start: Position in `order` of the first item of the program.
@@ -114,6 +116,7 @@ class Work:
         """Calls `run(number, item, carry) -> carry`; loads the next item meanwhile."""
 
         def body(number, state):
+            # Two dependent loads, an item apart: `order` says which item is next.
             item, after, carry = state
             following = self._item(number + 1, after), self._order_entry(number + 2)
             return *following, run(number, Item(*item), carry)
@@ -126,16 +129,18 @@ class Work:
 
     @property
     def count(self) -> jax.Array:
-        """Number of items of this program."""
+        """Number of items of the program, for all sequences."""
         return self.size * index(self.batch)
 
     def _order_entry(self, number):
-        """Head, pattern, and index of an item within the pattern's items."""
+        """Returns head, pattern, and index of an item within the pattern's items."""
         nth = lax.rem(number, jnp.maximum(self.size, 1))
+        # Loads run ahead, also in a program without items, which may begin at the end.
         at = jnp.minimum(self.start + nth, index(self.static.order.shape[0] - 1))
         return tuple(self.schedule.order[at, field] for field in range(3))
 
     def _item(self, number, entry):
+        """Returns the fields of an `Item`, as the loop carries no dataclass."""
         head, pattern, nth = entry
         fields = (self.schedule.items[pattern, nth, field] for field in range(5))
         sequence = lax.div(number, jnp.maximum(self.size, 1))
@@ -143,7 +148,7 @@ class Work:
 
 
 def find_work(schedule: Schedule, static: Schedule, batch: int, group: int = 1) -> Work:
-    """The items of this program."""
+    """Returns the items of the current program."""
     program = lax.axis_index("program")
     ends: Any = schedule.ends
     start = ends[program]
@@ -182,10 +187,10 @@ def merge_outputs(
     partial: Sequence[jax.Array],
     schedule: Schedule,
 ) -> tuple[jax.Array, jax.Array]:
-    """Adds split tiles to `out` [B, S, H, D] and `lse` [B, H, S].
+    """Merges the partial results of split tiles into `out` and `lse`.
 
-    `partial` are outputs over some of the keys, float32[B, H, slots, TILE, D], and
-    their log-sum-exps, float32[B, H, slots, TILE].
+    `out` is [B, S, H, D] and `lse` [B, H, S]. `partial` are outputs over some of the
+    keys, float32[B, H, slots, TILE, D], and log-sum-exps, float32[B, H, slots, TILE].
     """
     partial_out, partial_lse = partial
     slots, tokens = _splits(schedule)
@@ -193,18 +198,20 @@ def merge_outputs(
     exists = slots >= 0
     lses = jnp.where(exists[None, ..., None], partial_lse[:, heads, slots], -jnp.inf)
     merged = jax.nn.logsumexp(lses, axis=3)
+    # -inf minus -inf is NaN, in rows without keys.
     level = jnp.where(jnp.isneginf(merged), 0.0, merged)
     weights = jnp.exp(lses - level[:, :, :, None])
     outputs = jnp.where(
         exists[None, ..., None, None], partial_out[:, heads, slots], 0.0
     )
     outputs = (outputs * weights[..., None]).sum(axis=3)
+    # Set: the kernel has not written rows of split tiles.
     out = out.at[:, tokens, heads].set(outputs.astype(out.dtype), mode="drop")
     return out, lse.at[:, heads, tokens].set(merged, mode="drop")
 
 
 def merge_gradients(x: jax.Array, partial: jax.Array, schedule: Schedule) -> jax.Array:
-    """Adds split tiles, float32[B, H, slots, TILE, D], to `x` [B, S, H, D]."""
+    """Merges partial sums, float32[B, H, slots, TILE, D], into `x` [B, S, H, D]."""
     slots, tokens = _splits(schedule)
     heads = jnp.arange(len(slots))[:, None, None]
     exists = (slots >= 0)[None, ..., None, None]
@@ -213,7 +220,7 @@ def merge_gradients(x: jax.Array, partial: jax.Array, schedule: Schedule) -> jax
 
 
 def _splits(schedule):
-    """Slots [H, tiles, pieces] and tokens [H, tiles, TILE] of split tiles."""
+    """Returns slots [H, tiles, pieces] and tokens [H, tiles, TILE] of split tiles."""
     splits = schedule.splits[schedule.head_patterns]
     tiles, slots = splits[..., 0], splits[..., 1:]
     patterns = schedule.head_patterns[:, None]
@@ -221,4 +228,5 @@ def _splits(schedule):
     within = jnp.arange(schedule.row_unit).reshape(1, 1, 1, -1)
     tokens = units[..., None] * schedule.row_unit + within
     tokens = tokens.reshape(*tiles.shape, -1)
+    # Padding gets a token beyond the last, which `mode="drop"` drops.
     return slots, jnp.where(tiles[..., None] >= 0, tokens, schedule.num_rows)

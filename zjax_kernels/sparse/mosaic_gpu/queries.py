@@ -1,4 +1,4 @@
-"""Gradients of the queries, dq, as a kernel."""
+"""Kernel of the gradients of the queries, dq."""
 
 import functools
 from typing import Any, NamedTuple
@@ -34,10 +34,10 @@ def backward_queries(
     tuning: Tuning | None = None,
     interpret: Any = None,
 ) -> jax.Array:
-    """`reference.backward_queries` on a Hopper GPU, for 16-bit arrays.
+    """Runs `reference.backward_queries` on a Hopper GPU, for 16-bit arrays.
 
-    tuning: None chooses one by head size. interpret: parameters of the interpreter,
-    None on a GPU.
+    A `tuning` of None is chosen by head size; `interpret` holds the interpreter's
+    parameters, None on a GPU.
 
     Reference:
         Dao (arXiv:2307.08691), algorithm 2, its loop over keys.
@@ -54,7 +54,8 @@ def backward_queries(
     lanes = chunk // schedule.column_unit
     vectors = 1 + segmented
     tiles = tuning.tiles
-    d_tiles = tiles if size < 128 else 1  # d_out is copied after q
+    # One slot saves shared memory: d_out is needed, and copied, after q.
+    d_tiles = tiles if size < 128 else 1
     halves = launch.NUM_HALVES, HALF
     scratch = _Memory(
         q=launch.smem_matrix((tiles, *halves, size), q.dtype),
@@ -63,6 +64,7 @@ def backward_queries(
         delta=plgpu.SMEM((d_tiles, *halves), jnp.float32),
         k=launch.smem_matrix((stages, chunk, size), q.dtype),
         v=launch.smem_matrix((stages, chunk, size), q.dtype),
+        # Arrivals are copies: of q, lse and segments, and of d_out and delta.
         q_ready=plgpu.Barrier(num_arrivals=rows * (1 + vectors), num_barriers=tiles),
         d_ready=plgpu.Barrier(num_arrivals=rows * 2, num_barriers=d_tiles),
         k_ready=plgpu.Barrier(num_arrivals=lanes * vectors, num_barriers=stages),
@@ -108,6 +110,7 @@ class _Memory(NamedTuple):
 
 
 def _body(sizes, options, tuning, simulated, schedule, inputs, outputs, memory):
+    """Divides the work of a program between the warpgroups."""
     work = find_work(schedule, sizes, inputs[0].shape[0])
     arithmetic = Arithmetic(simulated)
     specialize_warpgroups(
@@ -117,6 +120,7 @@ def _body(sizes, options, tuning, simulated, schedule, inputs, outputs, memory):
 
 
 def _copy(work, tuning, inputs, memory):
+    """Copies queries, keys, values and cotangents, in the warpgroup that copies."""
     q_ref, k_ref, v_ref, d_ref, lse_ref, delta_ref, *segment_refs = inputs
     group = q_ref.shape[2] // k_ref.shape[2]
 
@@ -147,6 +151,7 @@ def _copy(work, tuning, inputs, memory):
         moves = [
             (lambda tokens, _: v_ref.at[sequence, tokens, head], memory.v.at[slot])
         ]
+        # Values first: the slot of v is free before the slot of k, which dq reads last.
         copies.wait_for_free_slot(memory.v_free, copied, tuning.stages)
         copies.copy_columns(columns, memory.v_ready.at[slot], moves)
         moves = [
@@ -169,7 +174,7 @@ def _copy(work, tuning, inputs, memory):
 
 
 def _compute(work, options, tuning, arithmetic, outputs, memory):
-    """Computes the gradients of each item's queries for one half of its tile."""
+    """Computes the gradients of half of each tile, in one of two warpgroups."""
     dq_ref, *partial_refs = outputs
     segmented = memory.row_segments is not None
     schedule, sizes = work.schedule, work.static
@@ -199,6 +204,7 @@ def _compute(work, options, tuning, arithmetic, outputs, memory):
             words = read_words(item.first + nth, half) if masked else None
 
             def wait_for_d_out_and_v():
+                # The store of the last item ends while the first scores are computed.
                 if tiles > 1:
                     pl.when((nth == 0) & (number > 0))(lambda: release(number - 1))
                 pl.when(nth == 0)(lambda: plgpu.barrier_wait(memory.d_ready.at[d_slot]))
@@ -208,12 +214,13 @@ def _compute(work, options, tuning, arithmetic, outputs, memory):
             def compute_weights(scores):
                 scores, slope = logits.scale_and_cap(scores, options)
                 p = jnp.exp2(scores - logits.per_row(lse, shape))
+                # Weights are masked, not scores: there is no maximum to keep finite.
                 p = logits.mask_cells(arithmetic, p, sizes, words, 0.0)
                 if segmented:
                     ref = memory.column_segments.at[stage]
                     column_segments = arithmetic.load(ref, COLUMNS)
                     p = logits.mask_segments(p, row_segments, column_segments, 0.0)
-                    plgpu.commit_smem()
+                    plgpu.commit_smem()  # the producer may overwrite what was loaded
                 return p, slope
 
             plgpu.barrier_wait(memory.k_ready.at[stage])
@@ -242,6 +249,7 @@ def _compute(work, options, tuning, arithmetic, outputs, memory):
 
         @pl.when(item.slot < 0)
         def _():
+            # dq takes the place of q, which nobody reads any more: two tiles fit.
             buffer = memory.q.at[slot, half]
             buffer[...] = dq.astype(memory.q.dtype)
             copies.store_rows(work, rows, [(buffer, copies.token_rows(dq_ref, item))])
