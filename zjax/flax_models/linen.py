@@ -359,6 +359,7 @@ def _zeros(x: Any) -> Any:
     """Replaces shape and dtype by zeros, or by keys."""
     if not isinstance(x, jax.ShapeDtypeStruct):
         return x
+    # `jnp.zeros` makes no keys.
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return jnp.broadcast_to(jax.random.key(0), x.shape)
     return jnp.zeros(x.shape, x.dtype)

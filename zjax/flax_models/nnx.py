@@ -336,6 +336,7 @@ def _on_states(tx: Any, abstract_params: Any) -> optax.GradientTransformationExt
         updates: Params, state: Any, params: Params | None = None, **extra: Any
     ) -> tuple[Params, Any]:
         converted = dict(extra)
+        # Line searches of Optax get parameters in extra arguments, too.
         if "grad" in extra:
             converted["grad"] = _states(extra["grad"], abstract_params)
         if "value_fn" in extra:

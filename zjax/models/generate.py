@@ -124,6 +124,7 @@ def generate(
     return _generate(state, tokens, lengths, key, graph=graph, settings=settings)
 
 
+# The module's structure is static: the weights of another step reuse the program.
 @functools.partial(jax.jit, static_argnames=("graph", "settings"))
 def _generate(state, tokens, lengths, key, *, graph, settings: Settings):
     """Generates in one program, which stops early where all rows have ended."""

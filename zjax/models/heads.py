@@ -49,6 +49,7 @@ class Head(nnx.Module):
         self, x: Float[Array, "B L M"], table: Float[Array, "V M"] | None
     ) -> Float[Array, "B L V"]:
         """Returns logits in float32; `table` is the token table of tied models."""
+        # Products of bfloat16 are summed in float32: the softmax needs the digits.
         logits = jnp.einsum(
             "blm,vm->blv",
             self._features(x),

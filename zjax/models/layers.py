@@ -169,7 +169,7 @@ class Linear(nnx.Module):
         self.kernel = make_param(inputs + outputs, make_normal(rngs.params(), std))
         self.bias = make_param(outputs, jnp.zeros) if use_bias else None
         self.lora: Any = nnx.data(None)  # an adapter of `zjax.models.lora`, if any
-        self.scales: Any = nnx.data(None)  # of codes, as of `zjax.models.qlora`
+        self.scales: Any = nnx.data(None)  # of codes, see `zjax.models.qlora`
 
     def __call__(
         self,

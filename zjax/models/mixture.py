@@ -337,4 +337,5 @@ def _auxiliary(numbers: dict[str, jax.Array], moe: schema.MoE) -> Auxiliary:
     loss = moe.z_loss * means["router_z_loss"]
     if "balance_loss" in means:
         loss += moe.balance_loss * means["balance_loss"]
+    # Only the loss has a gradient: the means are metrics.
     return Auxiliary(loss, jax.lax.stop_gradient(means), {"load": load})

@@ -65,7 +65,7 @@ def _order(scores: jax.Array, drop: Drop, key: jax.Array | None) -> jax.Array:
 
 
 _MOST_AT_ONCE = 16
-"""Most choices of a token whose rows one gather reads together."""
+"""Most choices of a token that one gather reads."""
 
 
 @jax.tree_util.register_dataclass
@@ -219,7 +219,7 @@ class Placement(NamedTuple):
         )
 
     def spec(self, hidden_dim: int | None = None) -> P:
-        """Returns the spec of a parameter [E, ...] whose hidden dim is `hidden_dim`."""
+        """Returns the spec of a parameter [E, ...] with hidden dim `hidden_dim`."""
         if hidden_dim is None:
             return P(entry(self.experts))
         between = (None,) * (hidden_dim - 1)

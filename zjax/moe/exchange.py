@@ -43,7 +43,7 @@ _SLACK = 1.25
 
 
 class Choice(NamedTuple):
-    """An exchange and its numbers of rows.
+    """An exchange and the numbers of rows.
 
     Args:
         exchange: Name of the collective; `none` where every device has all experts.
@@ -170,11 +170,11 @@ class AllGather:
         return self.dispatch.expert
 
     def send(self, x: Float[Array, "T M"]) -> Float[Array, "S M"]:
-        """Sends tokens, or their cotangents, to the devices of the chosen experts."""
+        """Sends tokens, or token cotangents, to the devices of the chosen experts."""
         return tokens.gather(x, self.axes)
 
     def share_weights(self, weights: Float[Array, "T K"]) -> Float[Array, "S K"]:
-        """Sends routing weights to the devices that apply them in `sum_rows`."""
+        """Sends routing weights to the devices that weight rows in `sum_rows`."""
         return tokens.gather(weights, self.axes)
 
     def rows_of(self, arrived: Float[Array, "S M"]) -> Float[Array, "R M"]:
@@ -188,7 +188,7 @@ class AllGather:
     def by_load(self, run: Callable[..., Any], *operands: Any) -> Any:
         """Calls `run(exchange, *operands)` with `usual` rows if the load allows.
 
-        `run` may use no collectives, and its results have equal shapes for any number
+        `run` uses no collectives, and returns equal shapes for any number
         of rows.
         """
         if self.usual == self.dispatch.token.size:
@@ -265,7 +265,7 @@ class AllToAll:
         return self._by_expert(arrived)
 
     def row_weights(self, shared: Float[Array, "T K"]) -> Float[Array, " R"]:
-        """Sends the weight of each row to the device of its expert."""
+        """Sends the weight of each row to the device of the row's expert."""
         return self._by_expert(self._send(self.dispatch.values_of(shared)))
 
     def by_load(self, run: Callable[..., Any], *operands: Any) -> Any:

@@ -1,7 +1,7 @@
 """Feed-forward experts: rows sorted by expert, two grouped products, weighted sums.
 
 The backward pass reads the tokens, the pre-activations and the routing. The gradient of
-a routing weight follows from the activations and their cotangents; neither the outputs
+a routing weight follows from the activations and cotangents; neither the outputs
 of the experts nor the cotangents of the outputs are stored.
 
 References: MegaBlocks, arXiv:2211.15841; SonicMoE, arXiv:2512.14080, section 4.

@@ -144,13 +144,13 @@ class Routing:
     capacity: int | None = dataclasses.field(default=None, metadata={"static": True})
 
     def only(self, tokens: Bool[Array, " T"]) -> "Routing":
-        """Masks tokens, so that losses and metrics do not count the other tokens."""
+        """Masks tokens, so that losses and metrics skip all other tokens."""
         chosen, kept = (x & tokens[:, None] for x in (self.chosen, self.kept))
         return dataclasses.replace(self, chosen=chosen, kept=kept)
 
     @property
     def shares(self) -> Float[Array, "T E"]:
-        """Scores of each token divided by their sum; 0 where the scores underflow."""
+        """Scores of each token divided by the sum; 0 where the scores underflow."""
         return self.scores / jnp.maximum(self.scores.sum(1, keepdims=True), _LEAST)
 
     @property
@@ -262,13 +262,14 @@ def route(
     # Weights are taken from the scores without bias and noise, as in DeepSeek-V3.
     weights = jnp.where(kept, own, 0)
     if router.normalise and router.top_k > 1:
+        # A token that all experts dropped has weights of 0 / `_LEAST`, not 0 / 0.
         weights /= jnp.maximum(weights.sum(1, keepdims=True), _LEAST)
     weights *= router.scale
     return Routing(experts, weights, kept, chosen, scores, logits, capacity)
 
 
 def _check(router: Router, num_logits: int) -> None:
-    """Refuses a router whose numbers do not fit each other or the logits."""
+    """Refuses a router with numbers that contradict one another or the logits."""
     problems, number = [], router.num_experts
     if number != num_logits:
         problem = f"is not the number of logits of a token, {num_logits}"

@@ -182,6 +182,7 @@ def run_stack(
     embed, blocks, _ = stack.split(params)
     carry, context = stack.embed(embed, batch, fold_in(key, 0))
     num_blocks = sum(segment.num_blocks for segment in stack.segments)
+    # 0 belongs to the embedding.
     keys = None if key is None else _fold_in(key, jnp.arange(1, num_blocks + 1))
     run = functools.partial(_run_range, stack, execution)
     given = make_inputs(keys, dropping)
