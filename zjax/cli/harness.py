@@ -50,6 +50,7 @@ def evaluate_with_harness(
         ConfigError: The run has no decoder or no such weights.
     """
     check_installed("lm_eval")
+    # An optional package: importing it above would require it for all commands.
     import lm_eval  # pyright: ignore[reportMissingImports]
 
     model = _make_model(Scorer(trainer, part=part, num_rows=num_rows))

@@ -202,6 +202,7 @@ def train() -> None:
         if text and info.process_id == 0:
             print(f"sample:\n{text}")
         trainer.close()
+    # After the processes have disconnected, which an exit inside would skip.
     if trainer.exit_status:
         sys.exit(trainer.exit_status)
 

@@ -81,6 +81,7 @@ def tune(
             predicted = predictor.num_bytes(candidate)
             found, failure = runner.measure(candidate.apply(config))
             outcomes.append(_outcome(candidate, predicted, found, failure))
+            # Saved after each trial: a killed command loses no finished trial.
             records.append(outcomes[-1])
             progress.end(outcomes[-1])
     best = fastest(outcomes)

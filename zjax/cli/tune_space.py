@@ -259,6 +259,7 @@ class Predictor:
         seconds += _layers_seconds(config, mesh, tokens)
         # Idle time of 1F1B, relative to the busy time.
         bubble = 1 + (mesh.pipeline - 1) / number
+        # ZeRO shards over the devices of a sequence, too.
         copies = shards * mesh.sequence
         owned = learned / (copies if candidate.stage else 1)
         return (
@@ -328,6 +329,8 @@ def _zero_traffic(
     stage: int, number: int, params: int | float, learned: int | float, copies: int
 ) -> float:
     """Seconds of ZeRO's gradient reduction and parameter gathering."""
+    # An all-reduce passes gradients twice. Stages 2 and 3 reduce-scatter per
+    # microbatch; stage 2 gathers parameters once.
     passes = {0: 2, 1: 2, 2: number + 1, 3: number}[stage]
     sent = passes * learned + (2 * number * params if stage == 3 else 0)
     return 2 * sent * (copies - 1) / copies / _LINK_BYTES

@@ -119,6 +119,7 @@ def _mesh(config: schema.Config, num_devices: int) -> Iterator[Problem]:
 def _batch(config: schema.Config, num_devices: int) -> Iterator[Problem]:
     """Yields contradictory batch sizes, and a wide sum of one microbatch."""
     sizes = axes.axis_sizes(config, num_devices)
+    # `_mesh` reports wrong sizes.
     if not axes.mesh_fills(config, num_devices):
         return
     num_shards = math.prod(sizes[axis] for axis in axes.BATCH_AXES)

@@ -19,10 +19,13 @@ class Needs(NamedTuple):
     choices: tuple[Any, ...]
 
 
+# Settings that apply to a user's optimizer, too.
 _BESIDE_USER_OPTIMIZER = ("clip_norm", "ema_decay")
 _WARMUPS = ("warmup_lr", "warmup_decay_lr", "warmup_cosine_lr")
+# Schedules with a warm-up.
 _WARM = ("constant", "linear", "cosine", "wsd", *_WARMUPS)
 _OFFLOADED = ("pinned_host", "nvme", "auto")
+# Optimizers by the settings that they read.
 _MOMENTS = ("adamw", "adam", "lamb", "muon")
 _ONEBIT = ("onebit_adam", "onebit_lamb", "zero_one_adam")
 _ADAMS = (*_MOMENTS, *_ONEBIT)

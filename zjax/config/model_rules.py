@@ -79,6 +79,7 @@ def _heads(config: schema.Config, num_devices: int) -> Iterator[Problem]:
 def _tensor(config: schema.Config, num_devices: int) -> Iterator[Problem]:
     """Yields a tensor axis that cannot shard the heads."""
     size = axes.axis_sizes(config, num_devices)["tensor"]
+    # The rule of the mesh reports wrong sizes.
     if not axes.mesh_fills(config, num_devices):
         return
     problem = _split_problem(config, size)

@@ -95,6 +95,7 @@ class Conversion:
             _NAMES.get(k, k.__name__) for k in kinds or (type(default),)
         )
         fault = Problem(key, value, f"is not {names}", f"write {names}")
+        # Converters may read a key several times: the first fault is reported.
         self._faults.setdefault(key, fault)
         return default
 

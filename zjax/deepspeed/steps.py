@@ -58,6 +58,7 @@ def _convert_batch(found: Conversion) -> None:
     if not sizes[GLOBAL] and not sizes[MICRO]:
         found.require(GLOBAL, "is not given", f"give it, or {MICRO}")
     elif not sizes[GLOBAL]:
+        # 0 derives the size from the device batch, in place of zjax's default.
         found.settings["global_batch_size"] = 0
     if not sizes[SUMS] and not (sizes[GLOBAL] and sizes[MICRO]):
         found.set(SUMS, default=1, num_microbatches=1)
@@ -249,6 +250,7 @@ def convert_others(found: Conversion) -> None:
             found.refuse_section(section, remedy)
         for key in inside:
             found.skip(key, "its section is off")
+    # Keys that were converted above keep their verdict.
     for section, why in SECTIONS.items():
         found.skip_rest(section, why)
         found.skip(section, why)

@@ -66,6 +66,7 @@ def convert_zero(found: Conversion) -> None:
     _convert_offload(found, "offload_param", "parameter_memory")
     _convert_aliases(found)
     _convert_across_nodes(found)
+    # Keys that were converted above keep their verdict.
     for name, why in NO_EFFECT.items():
         found.skip(f"{ZERO}.{name}", why)
         found.skip(f"{ZERO}.{name.removeprefix(STAGE_3)}", why)

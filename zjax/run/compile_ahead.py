@@ -25,7 +25,7 @@ class CompileAhead:
             programs of a step.
         compile: Function of a batch, the name of a program and a step, that compiles
             the program, as `Step.compile` does.
-        shapes: Rows and tokens per row of batches, by the first step of that shape.
+        shapes: Rows and tokens per row of batches, by the first step of each shape.
     """
 
     def __init__(
@@ -72,9 +72,9 @@ class CompileAhead:
     def _batches_at(self, step: int, batch: Batch) -> list[Batch]:
         """Shapes of the batches that are new at a step.
 
-        With buckets the change at `step` may be another than a length: then every
-        bucket is new, and if only random-LTD keeps more tokens, the buckets longer than
-        it kept before.
+        With buckets, a step may bring a new bucket, or more kept tokens, which change
+        the buckets longer than the number kept before, or another change that affects
+        all buckets.
         """
         sizes = {self._shapes[step]} if step in self._shapes else set[tuple[int, int]]()
         if self._config.buckets.form != "none":

@@ -129,7 +129,7 @@ class Patience:
         """Step and loss of the evaluation with the lowest loss; None before any."""
 
     def count(self, step: int, loss: float) -> bool:
-        """Counts the evaluation of a step; returns whether no loss was lower so far.
+        """Counts the evaluation of a step; returns whether the loss is a new minimum.
 
         `lowest` ignores `min_improvement`, which only patience reads. NaN is no
         improvement.
@@ -192,7 +192,7 @@ def exit_on_signals() -> None:
     """Makes signals raise exceptions, for cleanup in programs without a training loop.
 
     Without a handler unfinished files would remain. The first process of a container
-    would ignore SIGTERM, and be killed once its grace period is over.
+    would ignore SIGTERM, and be killed after the grace period.
     """
     for number in SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:  # set by `nohup`
@@ -219,7 +219,7 @@ def _exit(number: int, frame: types.FrameType | None) -> None:
 
 
 class Stop:
-    """A request to stop a run, by a signal or by `request`."""
+    """Request to stop a run, by a signal or by `request`."""
 
     def __init__(self):
         self._caught: list[int] = []
@@ -237,7 +237,7 @@ class Stop:
         return 128 + (self._caught or [signal.SIGTERM])[0]
 
     def request(self) -> None:
-        """Stops the run as SIGTERM does: all processes at the same step."""
+        """Stops the run as SIGTERM does: all processes stop at one step."""
         if not self._caught:
             self._caught.append(signal.SIGTERM)
             self._signal_others()

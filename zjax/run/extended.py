@@ -71,7 +71,7 @@ class ExtendedExecutor(abc.ABC):
         return self._executor.compile(program, batch, number)
 
     def predict_peak(self, batch: Batch) -> Peak | None:
-        """Compiles a step on an extended batch and adds up its device memory."""
+        """Compiles a step on an extended batch and predicts peak device memory."""
         return self._executor.predict_peak(self.abstract(batch))
 
 
@@ -82,7 +82,7 @@ class DistilledExecutor(ExtendedExecutor):
 
     Args:
         executor: Executor of the student.
-        teacher: Teacher; predicted memory does not count its parameters.
+        teacher: Teacher; predicted memory excludes the teacher's parameters.
         num_steps: Number of steps that learn from the teacher.
     """
 
@@ -91,7 +91,7 @@ class DistilledExecutor(ExtendedExecutor):
         self.teacher, self.num_steps = teacher, num_steps
 
     def extend(self, batch: Batch, number: int) -> Batch:
-        """Adds the teacher's logits, or frees the teacher after its last step."""
+        """Adds the teacher's logits, or frees the teacher after `num_steps`."""
         if number <= self.num_steps:
             return self.teacher.teach(batch)
         self.teacher.release()
@@ -120,7 +120,7 @@ class ScheduledExecutor(ExtendedExecutor):
 
     Args:
         executor: Executor that runs the programs.
-        values: Function from the number of a step, 1 or more, to its values by name.
+        values: Function from the number of a step, 1 or more, to values by name.
         plan: Plan of the run; places the scalars.
     """
 
@@ -176,7 +176,7 @@ class DroppingExecutor(ExtendedExecutor):
     def abstract(self, batch: Batch, number: int = 1) -> Batch:
         """Shapes of a batch with layers dropped and all tokens kept.
 
-        A batch that already has a `Dropping` is returned unchanged.
+        Unchanged if the batch has a `Dropping` already, or the run drops no layers.
         """
         if DROPPING in batch or self._config.layer_drop.theta == 1:
             return batch

@@ -134,7 +134,7 @@ def fit_memories(
 ) -> Plan:
     """Chooses the memories of the state where `zero.optimizer_memory` is "auto".
 
-    A step with all state offloaded is compiled to predict its peak. State then fills
+    A step with all state offloaded is compiled to predict peak memory. State then fills
     the free memory of the devices, then of the host, then disks, in the order in which
     the forward pass reads parameters.
     """
@@ -172,7 +172,7 @@ def _log_memories(plan: Plan) -> None:
 
 
 def host_budget(plan: Plan, disk_bytes: int, processes: LocalProcesses) -> int:
-    """Bytes of this host, over all processes, that stored arrays may take.
+    """Bytes of this host that stored arrays of all local processes may take.
 
     `disk_bytes` per device pass through the host. Negative where transfer buffers need
     more than the host has.
@@ -182,7 +182,7 @@ def host_budget(plan: Plan, disk_bytes: int, processes: LocalProcesses) -> int:
     pinnable = pinnable_bytes(host_memory_bytes(), processes.num_processes, buffers)
     moved = memory.stored_bytes(plan).offloaded
     in_flight = min(IN_FLIGHT_BYTES, moved) + staging.to_disks
-    # The pinned pool has gaps: stored arrays take POOL_OVERHEAD times their bytes.
+    # The pinned pool has gaps: stored arrays take POOL_OVERHEAD times as many bytes.
     return int((pinnable - number * in_flight) / POOL_OVERHEAD)
 
 

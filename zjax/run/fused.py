@@ -50,7 +50,7 @@ class Weights:
         self._unpad = jax.jit(unpad, out_shardings=places)
 
     def __call__(self, state: TrainState) -> Params:
-        """Averaged weights where the state holds them, else the current weights.
+        """Averaged weights if the state has an average, else the current weights.
 
         Arrays in the compute dtype and logical shapes, placed as in a step. The state
         is not consumed; offloaded averages are refused.
@@ -63,6 +63,7 @@ class Weights:
                 return self._compute(only_weights(state, self._plan))
             return self._unpad(
                 jax.tree.map(
+                    # The state stays in use: its arrays must not be donated.
                     lambda x, row: to_devices(x, row, is_consumed=False),
                     stored_compute(state, self._plan),
                     self._plan.compute,
@@ -153,8 +154,8 @@ def fused_executor(
 ) -> FusedExecutor:
     """Builds the executor of a run whose gradients the compiler reduces.
 
-    The programs are `train` and `evaluate`, and for callers that act between them the
-    halves of `train`: `gradients` and `update`.
+    The programs are `train` and `evaluate`, and the halves of `train`, `gradients` and
+    `update`, for callers that act in between.
     """
     pure = make_programs(model, tx, plan, config, schedule)
     jit = functools.partial(jax.jit, compiler_options=step_options(config, plan))

@@ -1,6 +1,6 @@
-"""Limits JAX's pool of pinned host memory before JAX starts its devices.
+"""Limits JAX's pool of pinned host memory before JAX starts devices.
 
-The pool grows by doubling: without a limit it takes up to twice the bytes of its
+The pool grows by doubling: without a limit it takes up to twice the bytes of the
 arrays, and a process that pins more than the host has is killed.
 """
 

@@ -63,7 +63,7 @@ from zjax.typing import Batch, Device, Entries, Metrics, Model
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A planned run with its first state; frozen, as `step` returns the next state.
+    """Planned run with the first state; frozen, as `step` returns the next state.
 
     Args:
         config: Checked settings.
@@ -321,7 +321,7 @@ def _check_adapters(lora: Lora, model: Model) -> None:
 
 
 def _check_loss(model: Any, loss_fn: Callable[..., Any] | None) -> None:
-    """Refuses a `zjax.Model` with a loss function, and other models without."""
+    """Refuses a `zjax.Model` with a loss function, and any other model without."""
     if isinstance(model, Model) != (loss_fn is None):
         problem = "is not needed" if loss_fn else "does not say what to train"
         remedy = "give loss_fn(model, batch, key), or a zjax.Model that has its own"

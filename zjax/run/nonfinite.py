@@ -47,6 +47,7 @@ def find_nonfinite(
     ):
         if "gradients" in step.programs:
             results = step.programs["gradients"](state, batch)
+            # Errors of the device must be raised here, where they are suppressed.
             gradients, _ = jax.block_until_ready(results)
             arrays |= {"weights": state.master, "gradients": gradients}
     with jax.set_mesh(step.mesh):

@@ -241,8 +241,9 @@ def fingerprint_functions(
 ) -> dict[str, str]:
     """Fingerprints of the user's code, which no setting describes, by name.
 
-    `model` and `tx` where they can be traced, and settings that name functions. The
-    loss is traced on `model.inputs` in `compute_dtype`.
+    Entries `model` and `tx` exist if the functions can be traced, and one for each
+    setting that names a function. The loss is traced on `model.inputs` in
+    `compute_dtype`.
     """
     pacings = {
         f"{field}{_FUNCTION}": _fingerprint_pacing(pacing)
@@ -329,7 +330,7 @@ def report_changes(saved: Mapping[str, Any], config: Config, step: int) -> None:
     """Warns on process 0 of each setting that differs from the value saved at `step`.
 
     Settings that the saved version of zjax did not have are only counted if at
-    defaults, because defaults compute the results of that version.
+    defaults, because defaults compute the results of the saved version.
     """
     changed = changes(saved, config)
     told = [d for d in changed if not _is_new_default(d)]

@@ -1,4 +1,4 @@
-"""Saves and restores checkpoints of a run whose training loop is the user's."""
+"""Saves and restores checkpoints of runs with the user's own training loop."""
 
 import functools
 import os
@@ -113,6 +113,7 @@ def restore(
         rows,
         step,
         keeps_errors=functools.partial(exchange.fit, rows, run.config),
+        # Called after all checks: an error leaves `run.state` intact.
         free_memory=free_memory,
     )
     state = with_params(saved, run.plan)

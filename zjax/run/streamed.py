@@ -93,7 +93,7 @@ class StreamedExecutor:
     def compile(
         self, program: str, batch: Batch, number: int = 1
     ) -> jax.stages.Compiled:
-        """Refuses: no single program is a step; `predict_peak` compiles them."""
+        """Refuses: no single program is a step; `predict_peak` compiles all."""
         raise PlanError(
             Problem(
                 "program",

@@ -1,7 +1,7 @@
 """Frozen decoder that teaches a student by distillation.
 
 The teacher's forward pass is a separate program, and the logits join the batch of the
-student. Programs of the student, and whatever splits or streams them, need no change.
+student. Programs of the student, split or streamed, need no change.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ NAME = "teacher"
 
 
 class Teacher:
-    """Trained run whose logits are added to each batch of the student.
+    """Trained decoder whose logits are added to each batch of the student.
 
     Parameters are read at the first batch, and again after `release`.
 
@@ -113,6 +113,7 @@ class Teacher:
 
     def teach(self, batch: Batch) -> Batch:
         """Adds the two factors of the teacher's logits to a batch on the devices."""
+        # The next batch reads the stored parameters again: do not consume them.
         params = jax.tree.map(
             lambda x, row: to_devices(x, row, is_consumed=False), self.params, self.rows
         )
@@ -188,7 +189,7 @@ def _open(path: str) -> Store:
 def _zero(config: schema.Config) -> schema.Zero:
     """ZeRO settings of the teacher: offloaded parameters are sharded.
 
-    No program reads offloaded parameters before they are gathered on the devices.
+    Programs read offloaded parameters only after a transfer to the devices.
     """
     stage = config.zero.stage if config.distill.memory == "device" else 3
     least = config.zero.min_shard_elements

@@ -303,6 +303,7 @@ class Trainer:
                     self.save()
                 self.store.wait()
         if data_ended:
+            # The state is saved by now: only then may the error end the run.
             remedy = f"give more, or set num_steps={step}; the run is saved"
             problem = f"end after step {step} of num_steps={config.num_steps}"
             raise DataError(Problem("batches", "given", problem, remedy))

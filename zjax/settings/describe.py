@@ -102,6 +102,7 @@ def _docstrings() -> dict[str, dict[str, str]]:
 def _literal(value: Any) -> str:
     """Formats a value as Gin reads it."""
     if value == math.inf:
+        # Gin has no literal for infinity: the loader defines this macro.
         return "%inf"
     if dataclasses.is_dataclass(value):
         fields = dataclasses.fields(value)

@@ -129,12 +129,13 @@ def _groups(
 ) -> Iterator[Problem]:
     """Yields a number of microbatches that interleaving cannot group by stages."""
     sizes = axes.axis_sizes(config, num_devices)
+    # The rule of the mesh reports wrong sizes.
     if not axes.mesh_fills(config, num_devices):
         return
     try:
         num_shards = math.prod(sizes[axis] for axis in axes.BATCH_AXES)
         number = batch.resolve_batch(config, num_shards).num_microbatches
-    except ConfigError:
+    except ConfigError:  # the rule of batch sizes reports the error
         return
     if number % num_stages:
         problem = f"does not divide into groups of {num_stages}, as"

@@ -46,6 +46,7 @@ class Range(NamedTuple):
 
 def _from(low: int, maximum: int = MAX_STEPS) -> Range:
     """Range of finite numbers from `low` on."""
+    # Comparisons with NaN are false, so NaN is out of every range.
     return Range(lambda x: low <= x < math.inf, f"use {low} or more", maximum)
 
 

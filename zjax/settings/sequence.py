@@ -141,6 +141,7 @@ def sequence_problems(config: schema.Config, num_devices: int) -> Iterator[Probl
 at 'auto', or set mesh.sequence above 1
     """
     sizes = axes.axis_sizes(config, num_devices)
+    # The rule of the mesh reports wrong sizes.
     if not axes.mesh_fills(config, num_devices):
         return
     model, num_shards = (
