@@ -100,6 +100,7 @@ class TwoBitBlocks:
         blocks = x.reshape(-1, self.block)
         magnitudes = jnp.abs(blocks)
         mean = (magnitudes / self.block).sum(axis=1, keepdims=True)  # may not overflow
+        # Multiples of the largest magnitude would send most numbers of a block as 0.
         is_high = magnitudes >= _BOUNDARY * mean
         means = [mean_where(magnitudes, ~is_high), mean_where(magnitudes, is_high)]
         codes = is_high.astype(jnp.uint8) | (blocks < 0).astype(jnp.uint8) << 1

@@ -149,6 +149,7 @@ def call_jax(
         dtype('float16')
     """
     arrays = q, k, v
+    # Compilers for CPUs refuse products of float16 with sums in float32.
     if q.dtype == jnp.float16 and first_device()[0] not in _WITH_FLOAT16:
         arrays = (x.astype(jnp.float32) for x in arrays)
     if bounds.window:

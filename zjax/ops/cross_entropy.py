@@ -236,7 +236,7 @@ def _chunk_loss(terms, head, bias, teacher, hidden, targets, weights, teacher_hi
     slope = 1.0 + 2.0 * terms.z_loss * log_partition
     probabilities = jnp.exp(logits - log_partition[..., None])
     dlogits = (slope[..., None] * probabilities - is_target) * weights[..., None]
-    # The first of equal logits, as argmax.
+    # The first of equal logits, as argmax: constant logits are not always right.
     first = jnp.where(logits == largest[..., None], vocabulary, head.shape[0]).min(-1)
     hits = first == targets
     loss_sum = jnp.sum(losses * weights, (1, 2))

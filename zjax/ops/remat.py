@@ -148,12 +148,13 @@ def recompute(
 ) -> Callable[..., Any]:
     """Wraps a block so that it saves only the residuals of a policy.
 
-    - `none` saves all residuals, as far as the compiler does not recompute them; at
-    ZeRO stage 3, all residuals that are expensive to compute; - `elementwise`
-    recomputes norms and activation functions; - `attention_and_mlp` also recomputes the
-    projections; - `dots` saves products with weights and recomputes all else; -
-    `attention` saves the input of the block and the outputs of attention; - `full`
-    saves the input of the block and recomputes all else.
+    - `none` saves all residuals, unless the compiler recomputes some; at ZeRO stage 3,
+      all residuals that are expensive to compute;
+    - `elementwise` recomputes norms and activation functions;
+    - `attention_and_mlp` also recomputes the projections;
+    - `dots` saves products with weights and recomputes all else;
+    - `attention` saves the input of the block and the outputs of attention;
+    - `full` saves the input of the block and recomputes all else.
 
     All but `full` save what devices exchange for experts, and repeat no exchange.
 

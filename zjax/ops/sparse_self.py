@@ -99,6 +99,13 @@ def unpad_sequence_output(
 ) -> Float[Array, "B T *dims"]:
     """Removes the last `pad_len` tokens, which `pad_to_block_size` added.
 
+    Args:
+        pad_len: Number of tokens added, from 0 to S - 1.
+        sequence_output: Outputs of a model on the padded inputs.
+
+    Returns:
+        The outputs of the first S - `pad_len` tokens.
+
     Raises:
         ConfigError: `pad_len` is not below the number of tokens.
 

@@ -283,6 +283,7 @@ def where_due(
     microbatch, is_due = due(number)
     if (ticks != IDLE).all():
         return run(microbatch, start)
+    # Under a condition, as idle ticks would run the vocabulary's products for nothing.
     # Also if all ticks are idle: JAX 0.10 fails to compile some programs in which
     # nobody reads what stages send.
     return jax.lax.cond(is_due, functools.partial(run, microbatch), lambda x: x, start)

@@ -182,12 +182,12 @@ def make_schedule(
 ) -> Schedule:
     """Lays out the passes of a step.
 
-    - `gpipe` runs all forward passes first, and holds residuals of all microbatches; -
-    `1f1b` runs a backward pass with each forward pass once the first microbatch has
-    reached the last stage, and holds at most 2 * num_stages - 1; - `interleaved` is
-    `1f1b` with several chunks per stage, and idles that much less; - `zb_h1` is `1f1b`
-    with separate passes for the gradients of weights, none of which falls into the time
-    in which the pipeline fills or drains.
+    - `gpipe` runs all forward passes first, and holds residuals of all microbatches;
+    - `1f1b` runs a backward pass with each forward pass once the first microbatch has
+      reached the last stage, and holds at most 2 * num_stages - 1;
+    - `interleaved` is `1f1b` with several chunks per stage, and idles that much less;
+    - `zb_h1` is `1f1b` with separate passes for the gradients of weights, none of which
+      falls into the time in which the pipeline fills or drains.
 
     Under several chunks, which `interleaved` alone has, `num_microbatches` is a
     multiple of `num_stages`.
@@ -254,6 +254,8 @@ def _ticks(
 def _with_idle_reads(backward: StageSchedule, forward: StageSchedule) -> StageSchedule:
     """Makes idle stages read residuals and context of the last forward pass."""
     ticks = np.arange(len(forward.microbatch))[:, None]
+    # In the context of another pass exponentials of saved logarithms overflow, and
+    # infinity times a cotangent of 0 would spoil the sum of gradients.
     latest = np.maximum.accumulate(np.where(forward.microbatch != IDLE, ticks, 0))
     columns = {
         name: np.where(

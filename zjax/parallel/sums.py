@@ -34,6 +34,7 @@ def add_to_chunk(totals: list[Params], grads: Params, chunk: jax.Array) -> list[
     def add_to(number: int, totals: list[Params]) -> list[Params]:
         return replace_chunk(totals, number, add(totals[number], grads))
 
+    # Branches add in place; an indexed sum would be sliced out and written back.
     branches = [functools.partial(add_to, number) for number in range(len(totals))]
     return jax.lax.switch(chunk, branches, totals)
 

@@ -49,7 +49,8 @@ class Layers(tuple[Any, ...]):
         ], self.name
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], str]:
-        """Flattens for JAX into layers and the name."""
+        """Flattens for JAX without keys."""
+        # Apart from keys, as a plain flatten would else make the key of every layer.
         return tuple(self), self.name
 
     @classmethod

@@ -192,7 +192,7 @@ def _difference(before: Any, after: Any, *, dtypes: bool = True) -> str:
 
 
 _ROUTER = re.compile(r"(^|/)router(/kernel)?$")
-"""Paths of router matrices, which are float32 in every role."""
+"""Paths of router matrices, which are float32 in every role, as router logits are."""
 
 
 @dataclasses.dataclass(frozen=True)
