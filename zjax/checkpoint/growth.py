@@ -138,7 +138,7 @@ def initial_values(model: Model, key: jax.Array) -> Initial:
 def upcycled(
     source: Source, wanted: Mapping[str, Entry], config: Config, initial: Initial
 ) -> Source:
-    """Grows experts (layers stacked) from a dense model; returns others unchanged."""
+    """Grows experts (layers stacked) from a dense model; else returns `source`."""
     if not config.model.moe.num_experts:
         return source
     if any(_EXPERTS in name for name in source.entries):

@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints: their settings, and their weights in and out."""
+"""Hugging Face checkpoints: settings, and weights in and out."""
 
 from zjax.huggingface.peft_source import adapter_settings
 from zjax.huggingface.settings import model_settings

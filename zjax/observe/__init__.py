@@ -1,4 +1,4 @@
-"""What a run reports: metrics, throughput, its machine, traces and plots."""
+"""Reports of a run: metrics, throughput, machine, traces and plots."""
 
 from zjax.models.flops import describe_flops, flops_per_token, num_params, peak_flops
 from zjax.observe.collectives import Collective, list_collectives

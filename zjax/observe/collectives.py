@@ -1,8 +1,9 @@
 """The collectives of a compiled program, counted from its HLO text.
 
 Two units, never mixed. Volume counts elements as the ZeRO paper does: 2 X for an
-all-reduce of X elements, X for every other collective. Wire bytes are what one device
-sends in a ring of n: (n - 1) / n of the full buffer, twice that for an all-reduce.
+all-reduce of X elements, X for every other collective. Wire bytes are the bytes that
+one device sends in a ring of n: (n - 1) / n of the full buffer, twice as many for an
+all-reduce.
 """
 
 import collections
@@ -23,7 +24,7 @@ OPS = (
     "collective-permute",
     "collective-broadcast",
 )
-"""The opcodes counted; `send` and `recv` are not."""
+"""Opcodes that are counted; `send` and `recv` are not."""
 _COMPUTE_OPS = (
     "fusion",
     "dot",
@@ -33,11 +34,12 @@ _COMPUTE_OPS = (
     "conditional",
     "call",
 )
+"""Opcodes of work that may hide a collective."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One collective instruction, restricted to one dtype.
+    """Collective instruction, restricted to one dtype.
 
     Args:
         op: One of `OPS`.
@@ -50,9 +52,9 @@ class Collective:
             sends most is counted.
         is_bounded: Whether the trip count of every enclosing loop is known; an unknown
             one counts as 1.
-        overlap: Compute instructions scheduled between its start and its end; None for
-            a synchronous collective.
-        op_name: Its place in the Python program.
+        overlap: Compute instructions scheduled between start and end; None for a
+            synchronous collective.
+        op_name: Place in the Python program.
     """
 
     op: str
@@ -77,6 +79,7 @@ class Collective:
     @property
     def wire_bytes(self) -> float:
         """Bytes that one device sends per run of the program."""
+        # Each sender sends the buffer once, whatever the number of devices.
         if self.op == "collective-permute":
             return float(self.times * self.num_bytes)
         n, passes = self.group_size, 2 if self.op == "all-reduce" else 1
@@ -85,13 +88,14 @@ class Collective:
     @property
     def volume(self) -> int:
         """Elements moved per run of the program, by the paper's convention."""
+        # An all-reduce counts as a reduce-scatter and an all-gather.
         passes = 2 if self.op == "all-reduce" else 1
         return self.times * self.elements * passes
 
 
 @dataclasses.dataclass(frozen=True)
 class _Context:
-    """The loops and asynchronous operations around a computation."""
+    """Loops and asynchronous operations around a computation."""
 
     times: int = 1
     is_bounded: bool = True
@@ -99,7 +103,7 @@ class _Context:
 
 
 def list_collectives(text: str) -> list[Collective]:
-    """Lists the collectives of a program.
+    """Lists collectives in optimised HLO, one entry per instruction and dtype.
 
     Example:
         >>> import jax
@@ -112,7 +116,7 @@ def list_collectives(text: str) -> list[Collective]:
 
 
 def mesh_axes(groups: hlo.Groups, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
-    """The axes of a mesh along which groups of devices communicate.
+    """Names of the mesh axes along which groups of devices communicate.
 
     Example:
         >>> mesh = AbstractMesh((2, 4), ("data", "tensor"))
@@ -129,7 +133,7 @@ def mesh_axes(groups: hlo.Groups, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
 def bytes_leaving_node(
     collectives: Iterable[Collective], mesh: Mesh | AbstractMesh, axis: str
 ) -> float:
-    """Bytes that one node sends to others per run of the program.
+    """Bytes that one node sends to other nodes per run of the program.
 
     Example:
         >>> mesh = AbstractMesh((2, 4), ("replica", "data"))
@@ -142,6 +146,7 @@ def bytes_leaving_node(
 
     def of_group(each: Collective, group: tuple[int, ...]) -> float:
         nodes = np.unravel_index(group, shape)[dim]
+        # Nodes are alike: node 0 stands for any node.
         inside = int((nodes == 0).sum())
         outside = len(group) - inside
         if not inside or not outside:
@@ -149,7 +154,9 @@ def bytes_leaving_node(
         if each.op == "collective-permute":
             return each.wire_bytes * (nodes[0] == 0)
         if each.op in ("all-to-all", "ragged-all-to-all"):
+            # Each device inside sends the shares of all devices outside.
             return each.times * each.num_bytes * inside * outside / len(group)
+        # A ring leaves a node once, with the bytes that one device sends.
         return each.wire_bytes
 
     return sum(of_group(each, group) for each in collectives for group in each.groups)
@@ -158,7 +165,7 @@ def bytes_leaving_node(
 def bytes_inside_node(
     collectives: Iterable[Collective], mesh: Mesh | AbstractMesh, axis: str
 ) -> float:
-    """Bytes that the devices of one node send each other per run of the program.
+    """Bytes that devices of one node send one another per run of the program.
 
     Example:
         >>> mesh = AbstractMesh((2, 4), ("replica", "data"))
@@ -173,6 +180,7 @@ def bytes_inside_node(
     def of_group(each: Collective, group: tuple[int, ...]) -> float:
         nodes = np.unravel_index(group, shape)[dim]
         is_pair = each.op == "collective-permute"
+        # Of a pair, only the first device sends.
         senders = nodes[:1] if is_pair else nodes
         return each.wire_bytes * float((senders == 0).sum())
 
@@ -183,6 +191,7 @@ def bytes_inside_node(
 def _list_in_computation(
     module: hlo.Module, name: str, context: _Context
 ) -> list[Collective]:
+    """Lists collectives of a computation and of the computations it calls."""
     collectives: list[Collective] = []
     body = module.computations[name]
     for index, instruction in enumerate(body):
@@ -195,12 +204,14 @@ def _list_in_computation(
                 is_bounded=context.is_bounded and trip_count is not None,
             )
         if instruction.opcode.endswith("-start"):
+            # Also for collectives that an asynchronous start wraps in a computation.
             inner = dataclasses.replace(context, overlap=_overlap(body, index))
         if instruction.opcode.removesuffix("-start") in OPS:
             collectives += _list_in_instruction(module, instruction, inner)
             continue
         called = [_list_in_computation(module, c, inner) for c in instruction.called]
         if instruction.opcode == "conditional":
+            # One branch runs: the most expensive one counts.
             called = [max(called, key=lambda branch: sum(c.wire_bytes for c in branch))]
         collectives += [collective for branch in called for collective in branch]
     return collectives
@@ -209,9 +220,11 @@ def _list_in_computation(
 def _list_in_instruction(
     module: hlo.Module, instruction: hlo.Instruction, context: _Context
 ) -> list[Collective]:
+    """Returns one entry for each dtype in the result of a collective."""
     op = instruction.opcode.removesuffix("-start")
     text = instruction.operands_and_attributes
     groups = hlo.device_groups(text, module.num_partitions)
+    # The result of a reduce-scatter is a shard; `elements` counts the full buffer.
     inputs_per_output = max(map(len, groups)) if op == "reduce-scatter" else 1
     elements: dict[str, int] = collections.Counter()
     for dtype, size in hlo.shape_arrays(_result_shape(instruction)):
@@ -230,7 +243,7 @@ def _list_in_instruction(
 
 
 def _result_shape(instruction: hlo.Instruction) -> str:
-    """The type of the result; an asynchronous start is (operands, results, ...)."""
+    """Type of the result; an asynchronous start has (operands, results, ...)."""
     members = hlo.tuple_members(instruction.shape)
     is_pair = members[0].startswith("(") or instruction.opcode in (
         "all-gather-start",
@@ -240,10 +253,11 @@ def _result_shape(instruction: hlo.Instruction) -> str:
 
 
 def _overlap(body: list[hlo.Instruction], start: int) -> int:
+    """Number of compute instructions between a start and the matching end."""
     work = 0
     for instruction in body[start + 1 :]:
         is_done = instruction.opcode.endswith("-done")
         if is_done and body[start].name in instruction.operands:
             return work
         work += instruction.opcode in _COMPUTE_OPS
-    return 0
+    return 0  # no end in this computation

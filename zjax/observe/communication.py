@@ -1,4 +1,4 @@
-"""The communication of a train step by link, and what its ZeRO stage should move."""
+"""The communication of a train step by link, beside the volume of the ZeRO stage."""
 
 import collections
 import math
@@ -37,8 +37,8 @@ class LinkBytes(NamedTuple):
     """Bytes that one node sends.
 
     Args:
-        inside: From device to device of the node.
-        between: To other nodes.
+        inside: Bytes between devices of the node.
+        between: Bytes to other nodes.
     """
 
     inside: float
@@ -48,7 +48,7 @@ class LinkBytes(NamedTuple):
 def link_bytes(
     collectives: Sequence[Collective], mesh: Mesh | AbstractMesh
 ) -> LinkBytes:
-    """What one node sends in one run of a program."""
+    """Counts the bytes that one node sends in one run of a program."""
     return LinkBytes(
         bytes_inside_node(collectives, mesh, REPLICA),
         bytes_leaving_node(collectives, mesh, REPLICA),
@@ -58,7 +58,7 @@ def link_bytes(
 def describe_links(
     programs: Mapping[str, LinkBytes], times: Mapping[str, int], num_steps: int
 ) -> str:
-    """Bytes by link of each program of a run, and of its mean step.
+    """Table of bytes by link, for each program of a run and for the mean step.
 
     Example:
         >>> sent = {"local": LinkBytes(8e6, 0.0), "exchange": LinkBytes(0.0, 2e6)}
@@ -109,7 +109,9 @@ def zero_volume(plan: Plan, num_microbatches: int) -> int:
     """
     if plan.num_batch_shares * plan.num_length_shares == 1:
         return 0
+    # A sharded gradient sum is reduced for every microbatch, any other sum once.
     reductions = num_microbatches if plan.splits.grad_sum else 1
+    # Sharded parameters are gathered for the forward and the backward pass.
     gathers = 2 * num_microbatches if plan.splits.compute else 1
     total = 0
     computed = trained(plan.compute, plan.master)
@@ -120,14 +122,16 @@ def zero_volume(plan: Plan, num_microbatches: int) -> int:
         if shares > 1:
             total += shard * shares * (reductions + gathers)
         if num_shares(plan.mesh, _all_reduced_axes(grad)) > 1:
+            # An all-reduce counts twice.
             total += 2 * shard * reductions
+        # A secondary partition is filled once per step.
         if plan.splits.compute and compute.stored != grad.stored:
             total += math.prod(compute.stored.shard_shape(compute.stored_shape))
     return total
 
 
 def _all_reduced_axes(grad: ArrayPlan) -> list[str]:
-    """Axes of the batch and the length that shard neither the sum nor its terms."""
+    """Batch and length axes that shard neither a gradient sum nor a term of the sum."""
     sharding = sum(axes_of(grad.spec, len(grad.shape)), ())
     axes = dict.fromkeys((*BATCH_AXES, *ZERO_AXES))
     return [axis for axis in axes if axis not in sharding]
@@ -140,10 +144,10 @@ def describe_communication(
     *,
     sends_messages: bool = False,
 ) -> str:
-    """Sums up what a train step sends, by kind and in total.
+    """Sums up the bytes that a train step sends, by kind and in total.
 
-    Column `overlap` counts collectives with compute between their start and their end;
-    `Psi` is the volume in units of the number of parameters.
+    Column `overlap` counts collectives with compute between start and end; `Psi` is the
+    volume in units of the number of parameters.
     """
     psi = memory.num_params(plan)
     kinds: dict[tuple[str, ...], list[Collective]] = collections.defaultdict(list)
@@ -172,6 +176,7 @@ def describe_communication(
 
 
 def _sums(parts: Sequence[Collective], psi: int) -> tuple[str, ...]:
+    """Cells of a row of the table: count, overlap, bytes and volume."""
     return (
         f"{sum(each.times for each in parts):,}",
         f"{sum(each.times for each in parts if each.overlap):,}",
@@ -186,9 +191,11 @@ def _describe_volume(
     num_microbatches: int,
     sends_messages: bool,
 ) -> str:
+    """Table of moved elements, beside the volume of the ZeRO stage."""
     axes = [a for a in (*BATCH_AXES, *ZERO_AXES) if plan.mesh.shape[a] > 1]
     volume = exchanged = 0
     for each in collectives:
+        # Exchanges of tokens share axes with ZeRO, but belong to no stage.
         if EXCHANGED in each.op_name:
             exchanged += each.volume
         elif set(axes).intersection(mesh_axes(each.groups, plan.mesh)):
@@ -208,10 +215,12 @@ def _describe_volume(
 
 
 def _communicates_in_ticks(plan: Plan) -> bool:
+    """Whether every pipeline tick reduces gradients."""
     return plan.mesh.shape[PIPELINE] > 1 and plan.splits.grad_sum
 
 
 def _pipeline_notes(plan: Plan) -> list[str]:
+    """Notes on communication that a pipeline adds or hides."""
     notes = [STAGES_NOTE] if plan.mesh.shape[PIPELINE] > 1 else []
     if _communicates_in_ticks(plan):
         notes.append(TICKS_NOTE.format(stage=plan.stage))

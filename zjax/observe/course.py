@@ -1,4 +1,4 @@
-"""What changes from step to step in a run, before it: as a table and as a plot."""
+"""Schedules of a run, known before the start: as a table and as a plot."""
 
 import functools
 import os
@@ -17,16 +17,16 @@ from zjax.settings.schema import Config
 from zjax.sharding.describe import render_table
 
 _NUM_ROWS = 11
-"""Rows of the table, besides that of the first step."""
+"""Rows of the table, besides the row of the first step."""
 _NUM_POINTS = 500
-"""Steps that a curve of the picture is drawn from."""
+"""Steps from which a curve of the picture is drawn."""
 
 Course = Mapping[str, Callable[[int], float]]
-"""Functions of the number of a step, 1 or more, by the name of the metric."""
+"""Functions of the number of a step, 1 or more, by name of the metric."""
 
 
 def make_course(config: Config, num_devices: int = 1) -> Course:
-    """The schedules of a run, by the names that its metrics have.
+    """Returns the schedules that the settings vary, by name of the metric.
 
     Example:
         >>> course = make_course(Config())
@@ -35,6 +35,7 @@ def make_course(config: Config, num_devices: int = 1) -> Course:
     """
     rate, tokens = make_schedule(config), make_tokens(config)
     course: dict[str, Callable[[int], float]] = {
+        # The optimizer counts updates from 0.
         "learning_rate": lambda step: float(rate(step - 1)),
         "consumed_tokens": lambda step: float(tokens.sum_until(step)),
     }
@@ -44,8 +45,9 @@ def make_course(config: Config, num_devices: int = 1) -> Course:
     dropping = functools.partial(dropping_values, config, make_dropping(config))
     for values in (make_step_values(config), dropping):
         for name in values(1):
+            # Defaults bind the values of this iteration.
             course[name] = lambda step, name=name, values=values: values(step)[name]
-    # Which bucket a batch is from, the data tell alone.
+    # With buckets, only the data tell the length of a step.
     if config.random_ltd.form != "none" and config.buckets.form == "none":
         until = make_layer_tokens(config, num_devices, make_lengths(config).at)
         course["consumed_layer_tokens"] = lambda step: float(until(step))
@@ -54,10 +56,10 @@ def make_course(config: Config, num_devices: int = 1) -> Course:
 
 
 def _difficulties(config: Config) -> Course:
-    """Difficulties by the file of their index, as far as settings alone tell them."""
+    """Difficulties of the curriculum, as far as settings alone give the values."""
     course: dict[str, Callable[[int], float]] = {}
     for metric in config.curriculum.metrics:
-        # The last value of a growth without an end is that of the index.
+        # A growth without an end takes the last value from the index file.
         if metric.pacing.end or metric.pacing.kind in ("discrete", "custom"):
             at = make_pacing(in_steps(config, metric.pacing)).at
             course[metric_name(metric)] = lambda step, at=at: float(at(step))
@@ -65,7 +67,7 @@ def _difficulties(config: Config) -> Course:
 
 
 def describe_course(config: Config, num_devices: int = 1) -> str:
-    """A table of the schedules of a run at some of its steps.
+    """Table of the schedules of a run at some of the steps.
 
     Args:
         config: Checked settings; the batch size is known.
@@ -82,6 +84,7 @@ def describe_course(config: Config, num_devices: int = 1) -> str:
     shown = np.linspace(1, config.num_steps, _NUM_ROWS + 1).round().astype(int)
     rows = [
         [f"{step:,}", *(_format(at(step)) for at in course.values())]
+        # A short run has fewer steps than rows.
         for step in dict.fromkeys(map(int, shown))
     ]
     names = [name.replace("_", " ") for name in course]
@@ -91,7 +94,7 @@ def describe_course(config: Config, num_devices: int = 1) -> str:
 def plot_course(
     config: Config, path: str | os.PathLike[str], num_devices: int = 1
 ) -> None:
-    """Plots the schedules of a run against its steps."""
+    """Plots the schedules of a run against the step."""
     course = make_course(config, num_devices)
     steps = np.unique(np.linspace(1, config.num_steps, _NUM_POINTS).round().astype(int))
     figure = plot.make_figure(8, 0.6 + 1.5 * len(course))
@@ -100,6 +103,7 @@ def plot_course(
         values = [at(int(step)) for step in steps]
         axes.step(steps, values, where="post", color=plot.BLUE, linewidth=1.5)
         axes.set_ylabel(name.replace("_", "\n"))
+        # A curve of zeros needs some height.
         axes.set_ylim(0, 1.05 * max(values) or 1)
         plot.style_axes(axes)
     panels[-1].set_xlabel("step")

@@ -1,7 +1,7 @@
-"""Metrics on their way to network services: one thread sends them, no step waits.
+"""Sends metrics to network services from one thread, so that no step waits.
 
-What a service does not take is kept in a file of the run's directory, and sent when the
-run ends or is continued.
+Rows that a service does not take are kept in a file of the run's directory, and sent
+when the run ends or is continued.
 """
 
 import collections
@@ -22,20 +22,20 @@ from zjax.observe.metrics import Value, scalars
 MAX_PENDING = 1_000
 """Maximum number of rows in memory; more go to the file."""
 OPEN_SECONDS = 60.0
-"""How long a run waits for its services before the first step."""
+"""Seconds that a run waits for services before the first step."""
 SLOW_SECONDS = 60.0
-"""How long a service may be silent before a warning."""
+"""Seconds that a service may be silent before a warning."""
 CLOSE_SECONDS = 60.0
-"""How long a run that has ended, and saved, waits for its services."""
+"""Seconds that a run that has ended, and saved, waits for services."""
 
 
 @runtime_checkable
 class Service(Protocol):
-    """A network service; one thread calls its methods, and any of them may hang."""
+    """Network service; one thread calls the methods, and each call may hang."""
 
     name: str
     settings: str
-    """What to look at if the service cannot be reached."""
+    """Settings to look at if the service cannot be reached."""
 
     def open(self) -> None:
         """Connects to the service, and starts or continues its run."""
@@ -47,7 +47,7 @@ class Service(Protocol):
         """Ends the run of the service."""
 
     def sync_command(self) -> str:
-        """A shell command that sends what the package itself keeps on disk, or ""."""
+        """Shell command that sends data which the package keeps on disk, or ""."""
         ...
 
 
@@ -68,8 +68,8 @@ class Delivery:
     Args:
         services: The services.
         directory: Directory of the run.
-        last_step: Last step of the run that is continued: its unsent rows are sent
-            first. 0 starts a new run.
+        last_step: Last step of the run that is continued: unsent rows up to that step
+            are sent first. 0 starts a new run.
 
     Raises:
         OutputError: A service refuses the run within `OPEN_SECONDS`.
@@ -86,14 +86,16 @@ class Delivery:
         self._unsent = {x.name: _UnsentRows(directory, x, last_step) for x in services}
         self._pending = collections.deque[_Row]()
         self._changed = threading.Condition(threading.RLock())
-        """Guards `_pending`, the files and what follows."""
+        """Guards `_pending`, the files and the fields below."""
         self._called, self._called_at = self._services[0], math.inf
-        """The service that was called last, and since when the call runs."""
+        """Service that was called last, and start of the running call; infinite for
+        none."""
         self._open = set[str]()
         self._warned = set[tuple[str, str]]()
         self._has_started = self._is_closing = False
         self._error: Exception | None = None
         self._ready = threading.Event()
+        # A daemon: a call that hangs must not keep the program alive.
         self._thread = threading.Thread(target=self._work, daemon=True)
         self._thread.start()
         if not self._ready.wait(OPEN_SECONDS):
@@ -103,12 +105,13 @@ class Delivery:
             self._raise_error()
 
     def write(self, step: int, values: Mapping[str, Value]) -> None:
-        """Hands the values of one step to the thread."""
+        """Hands values of one step to the thread; raises an error of the thread."""
         numbers = scalars(values)
         with self._changed:
             self._raise_error()
             is_full = len(self._pending) >= MAX_PENDING
             rows = [_Row(service, step, numbers) for service in self._services]
+            # To the file: memory stays bounded while a service hangs.
             if is_full:
                 for row in rows:
                     self._keep(row)
@@ -122,12 +125,13 @@ class Delivery:
     def close(self) -> None:
         """Waits until the services have taken all, for at most `CLOSE_SECONDS`."""
         with self._changed:
-            # A kill while the services take their time may lose the first row alone.
+            # On disk first: a kill during the wait loses at most the row being sent.
             for row in itertools.islice(self._pending, 1, None):
                 self._keep(row)
             self._pending = collections.deque(itertools.islice(self._pending, 1))
             self._is_closing = True
             self._changed.notify()
+        # Without the lock, which the thread needs.
         self._thread.join(CLOSE_SECONDS)
         with self._changed:
             if self._thread.is_alive():
@@ -139,7 +143,7 @@ class Delivery:
             self._raise_error()
 
     def _work(self) -> None:
-        """Opens the services, sends them each row, and closes them."""
+        """Opens the services, sends all rows, and closes the services."""
         try:
             for service in self._services:
                 self._start(service)
@@ -157,6 +161,7 @@ class Delivery:
                     self._close(service)
         except OutputError as error:
             self._error = error
+            # Also after a refusal, or the constructor would wait in vain.
             self._ready.set()
 
     def _start(self, service: Service) -> None:
@@ -175,14 +180,14 @@ class Delivery:
                 self._warn(service, _refused(error))
 
     def _close(self, service: Service) -> None:
-        """Ends the run of a service; warns if the service refuses that."""
+        """Ends the run of a service; warns if the service refuses."""
         error = self._call(service, service.close)
         if error is not None:
             problem = f"has not ended its run ({_first_line(error)})"
             self._warn(service, problem)
 
     def _next_rows(self) -> Iterator[_Row]:
-        """Yields the first pending row, again and again, until the run has ended."""
+        """Yields the first pending row until the run ends; the caller removes rows."""
         while True:
             with self._changed:
                 while not (self._pending or self._is_closing):
@@ -193,7 +198,7 @@ class Delivery:
             yield row
 
     def _send(self, row: _Row) -> bool:
-        """Returns whether a service takes a row; a closed service is opened first."""
+        """Sends a row, after opening a closed service; returns whether it was taken."""
         if row.service.name not in self._open:
             self._start(row.service)
         if row.service.name not in self._open:
@@ -213,19 +218,19 @@ class Delivery:
             unsent.replace_first(len(rows), refused)
 
     def _call(self, service: Service, call: Callable[[], None]) -> BaseException | None:
-        """Calls a service and returns the error that it raises, of whatever kind."""
+        """Calls a service and returns the error that it raises, of any kind."""
         with self._changed:
             self._called, self._called_at = service, time.monotonic()
         try:
             call()
-        except BaseException as error:  # SystemExit would end the thread alone
+        except BaseException as error:  # SystemExit would end only the thread
             return error
         finally:
             self._called_at = math.inf
         return None
 
     def _keep(self, row: _Row) -> None:
-        """Writes a row to the file of its service."""
+        """Writes a row to the file of the service."""
         self._unsent[row.service.name].add(row.step, row.values)
 
     def _raise_error(self) -> None:
@@ -251,7 +256,7 @@ class Delivery:
             )
 
     def _warn_of_unsent(self, service: Service) -> None:
-        """Warns of what a service has not taken, and says how to send it."""
+        """Warns of rows that a service has not taken, and says how to send the rows."""
         num_rows = len(self._unsent[service.name].read())
         remedies = ["run the same command again to send them"] if num_rows else []
         has_failed = any(name == service.name for name, _ in self._warned)
@@ -267,13 +272,14 @@ class Delivery:
 
 
 class _UnsentRows:
-    """The rows in the file of one service."""
+    """Rows in the file of one service."""
 
     def __init__(
         self, directory: pathlib.Path, service: Service, last_step: int
     ) -> None:
         self.path = directory / f"{service.name}_unsent.jsonl"
         rows = self.read()
+        # Steps after `last_step` run again, and send new rows.
         earlier = [row for row in rows if last_step and row[0] <= last_step]
         self.replace_first(len(rows), earlier)
 
@@ -291,7 +297,8 @@ class _UnsentRows:
     def replace_first(
         self, num_rows: int, rows: Sequence[tuple[int, Mapping[str, float]]]
     ) -> None:
-        """Replaces the first rows of the file; a file without rows is removed."""
+        """Replaces the first rows of the file; removes a file without rows."""
+        # Further rows were added while the first rows were sent.
         rows = [*rows, *self.read()[num_rows:]]
         with writing(self.path):
             if rows:
@@ -307,5 +314,5 @@ def _refused(error: BaseException) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    """Returns the first line of an error of a service, or the name of its class."""
+    """Returns the first line of an error, or the name of the error's class."""
     return str(error).partition("\n")[0] or type(error).__name__

@@ -1,4 +1,4 @@
-"""Parser of optimised HLO: computations, instructions, shapes and device groups."""
+"""Parses optimised HLO: computations, instructions, shapes and device groups."""
 
 import dataclasses
 import math
@@ -20,17 +20,20 @@ _CALLED = re.compile(
 )
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)*)\}")
+"""Groups as lists of devices, such as {{0,1},{2,3}}."""
 _IOTA = r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?"
+"""Groups as a transposed grid, such as [2,2]<=[2,2]T(1,0)."""
 _MESH = re.compile(
     r"replica_groups=mesh\[(?P<sizes>[^\]]*)\]"
     r"(?:, device_ids=\((?P<ids>\[[\d,]+\](?:T\([\d,]+\))?|[\d,{}]+)\))?"
     r" \{(?P<axes>[^}]*)\}"
 )
+"""Groups along axes of a mesh, such as mesh['a'=2,'b'=2] {'b'}."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One instruction of a computation.
+    """Instruction of a computation.
 
     Args:
         name: Name without the percent sign.
@@ -52,33 +55,33 @@ class Instruction:
 
     @property
     def called(self) -> list[str]:
-        """Names of the computations it calls: bodies, conditions, branches."""
+        """Names of called computations: bodies, conditions, branches."""
         matches = _CALLED.findall(self.operands_and_attributes)
         names = [one or several for one, several in matches]
         return [name.strip(" %") for text in names for name in text.split(",")]
 
     @property
     def trip_count(self) -> int | None:
-        """Iterations of a loop; None if the compiler does not know."""
+        """Iterations of a loop; None if the compiler does not know the number."""
         match = _TRIP_COUNT.search(self.operands_and_attributes)
         return int(match[1]) if match else None
 
     @property
     def op_name(self) -> str:
-        """Its place in the Python program; empty if unknown."""
+        """Place in the Python program; empty if unknown."""
         match = re.search(r'op_name="([^"]*)"', self.operands_and_attributes)
         return match[1] if match else ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """A compiled program.
+    """Compiled program.
 
     Args:
-        computations: Instructions by name of their computation, in schedule order if
+        computations: Instructions by name of the computation, in schedule order if
             scheduled.
         entry: Name of the entry computation.
-        num_partitions: Number of devices it was compiled for.
+        num_partitions: Number of devices of the program.
     """
 
     computations: dict[str, list[Instruction]]
@@ -98,18 +101,20 @@ def parse_module(text: str) -> Module:
             entry = header[2] if header[1] else entry
         elif instruction:
             body.append(Instruction(**instruction.groupdict()))
+    # The first line holds the attributes of the module.
     devices = re.search(r"num_partitions=(\d+)", text.partition("\n")[0])
     return Module(computations, entry, int(devices[1]) if devices else 1)
 
 
 def shape_arrays(shape: str) -> list[tuple[str, int]]:
-    """Dtype and number of elements of each array in a type; tokens are left out.
+    """Dtype and number of elements of each array in a type, without tokens.
 
     Example:
         >>> shape_arrays("(bf16[2,8]{1,0:T(8,128)S(1)}, (u32[], token[]))")
         [('bf16', 16), ('u32', 1)]
     """
     return [
+        # `<=8` is a dynamic dim, counted by its bound.
         (dtype, math.prod(int(n.lstrip("<=")) for n in dims.split(",") if n))
         for dtype, dims in _ARRAY.findall(shape)
         if dtype != "token"
@@ -117,7 +122,7 @@ def shape_arrays(shape: str) -> list[tuple[str, int]]:
 
 
 def tuple_members(shape: str) -> list[str]:
-    """Splits a tuple type into its members; an array type is returned alone.
+    """Splits a tuple type into members; an array type is returned alone.
 
     Example:
         >>> tuple_members("((f32[4]{0}, s32[]), f32[1,4]{1,0})")
@@ -127,6 +132,7 @@ def tuple_members(shape: str) -> list[str]:
         return [shape]
     members, depth = [""], 0
     for letter in shape[1:-1]:
+        # Layouts and nested tuples contain commas as well.
         depth += (letter in "([{") - (letter in ")]}")
         if letter == "," and depth == 0:
             members.append("")
@@ -143,11 +149,12 @@ def dtype_bits(dtype: str) -> int:
         [16, 8, 4, 8]
     """
     digits = re.search(r"\d+", dtype)
+    # `pred` has no digits and takes a byte.
     return int(digits[0]) if digits else 8
 
 
 def device_groups(attributes: str, num_partitions: int) -> Groups:
-    """The groups of devices over which a collective communicates.
+    """Groups of devices over which a collective communicates.
 
     Example:
         >>> device_groups("replica_groups=[2,2]<=[2,2]T(1,0)", 4)
@@ -158,6 +165,7 @@ def device_groups(attributes: str, num_partitions: int) -> Groups:
     if match := _LISTED.search(attributes):
         groups = re.findall(r"\{([\d,]+)\}", match[1])
         all_devices = tuple(range(num_partitions))
+        # {} stands for one group of all devices.
         return tuple(tuple(_numbers(group)) for group in groups) or (all_devices,)
     if match := re.search(f"replica_groups={_IOTA}", attributes):
         shape, dims, order = match.groups()
@@ -171,7 +179,7 @@ def device_groups(attributes: str, num_partitions: int) -> Groups:
 def _mesh_groups(sizes: str, ids: str, axes: str) -> Groups:
     """Groups along named axes, where `'a':(2)4` is a sub-axis of axis `a`.
 
-    Its size is 4, and 2 is the product of the sub-axes to its left.
+    The sub-axis has size 4, and 2 is the product of the sub-axes to the left.
     """
     names = re.findall(r"'([^']*)'=(\d+)", sizes)
     shape = [int(size) for _, size in names]
@@ -185,6 +193,7 @@ def _mesh_groups(sizes: str, ids: str, axes: str) -> Groups:
     for name, outer, inner in re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", axes):
         size = int(inner or size_of[name])
         step = stride[name] // (int(outer or 1) * size)
+        # Members of a group differ only along `axes`: 0 there names the group.
         group_of -= positions // step % size * step
     devices = _device_order(ids, len(positions))
     return tuple(
@@ -193,6 +202,7 @@ def _mesh_groups(sizes: str, ids: str, axes: str) -> Groups:
 
 
 def _device_order(ids: str, num_devices: int) -> np.ndarray:
+    """Device at each position of a mesh."""
     if not ids:
         return np.arange(num_devices)
     if ids.startswith("["):
@@ -202,6 +212,7 @@ def _device_order(ids: str, num_devices: int) -> np.ndarray:
 
 
 def _permuted(dims: str, order: str | None) -> np.ndarray:
+    """Positions of a grid after a transposition."""
     grid = np.arange(math.prod(_numbers(dims))).reshape(_numbers(dims))
     return grid.transpose(_numbers(order) if order else None).ravel()
 

@@ -1,7 +1,7 @@
-"""Load of experts: a table of its last values, and a heat map over the steps of a run.
+"""Load of experts: a line about the last step, and a heat map over the steps of a run.
 
-The total `load` of a step, or `load/0`, `load/1`, ... by segment, has the tokens that
-chose each expert, int[layers, experts].
+The total `load` of a step, or `load/0`, `load/1`, ... by segment, is the number of
+tokens that chose each expert, int[layers, experts].
 """
 
 import os
@@ -18,18 +18,20 @@ from zjax.observe.plot import make_figure, save_figure
 _NAME = re.compile(r"load(/\d+)?")
 _WIDTH = 100
 _TICKS = 16
-"""Most layers that have a number beside the picture."""
+"""Most layers with a number beside the picture."""
 
 
 def relative_load(values: Mapping[str, Value]) -> list[np.ndarray]:
-    """Tokens of each expert over their mean, in the layers that have experts.
+    """Tokens of each expert over the mean of the layer, by layer with experts.
 
     Example:
         >>> [x.tolist() for x in relative_load({"load": [[3, 1], [2, 2]]})]
         [[1.5, 0.5], [1.0, 1.0]]
     """
+    # By length first, so that load/10 follows load/9.
     names = sorted(filter(_NAME.fullmatch, values), key=lambda name: (len(name), name))
     layers = [np.ravel(row) for name in names for row in _rows(values[name])]
+    # A layer without tokens has no mean.
     return [x / x.mean() if x.any() else np.full(x.size, np.nan) for x in layers]
 
 
@@ -59,9 +61,9 @@ def plot_load(
     *,
     title: str,
 ) -> None:
-    """Plots the load of each expert against the step: white is the mean of its layer.
+    """Plots the load of each expert against the step; white is the layer's mean.
 
-    Beside each layer stands the load of its fullest expert at the last step.
+    The load of the fullest expert at the last step stands beside each layer.
     """
     steps, layers = _load_by_step(history)
     sizes = [len(x) for x in layers]
@@ -72,6 +74,7 @@ def plot_load(
         _edges(steps),
         np.arange(ends[-1] + 1),
         np.concatenate(layers),
+        # White, the middle of the colours, is the mean: limits lie evenly around 1.
         cmap="RdBu_r",
         vmin=0,
         vmax=2,
@@ -96,6 +99,7 @@ def plot_load(
 
 
 def _rows(value: Value) -> list[Any]:
+    """Rows of the layers with experts; a load of one dim has none."""
     return value if isinstance(value, list) and np.ndim(value) > 1 else []
 
 
@@ -105,6 +109,7 @@ def _load_by_step(
     """Steps, and float[experts, steps] by layer."""
     columns = [(row["step"], relative_load(row)) for row in history]
     columns = [(step, layers) for step, layers in columns if layers]
+    # Rows of a run with other numbers of experts are left out.
     shape = [len(x) for x in columns[-1][1]]
     same = [(s, x) for s, x in columns if [len(layer) for layer in x] == shape]
     layers = [np.stack(each, 1) for each in zip(*(x for _, x in same), strict=True)]

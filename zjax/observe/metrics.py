@@ -16,12 +16,12 @@ from zjax.train.microbatches import mean_metrics
 from zjax.typing import Metrics
 
 Value = int | float | list[Any]
-"""A number, or an array as nested lists."""
+"""Number, or array as nested lists."""
 Values = dict[str, Value]
 
 
 def scalars(values: Mapping[str, Value]) -> dict[str, int | float]:
-    """The numbers among the values of a step.
+    """Numbers among the values of a step.
 
     Example:
         >>> scalars({"loss": 2.5, "load": [[3, 1]]})
@@ -31,9 +31,9 @@ def scalars(values: Mapping[str, Value]) -> dict[str, int | float]:
 
 
 class LateMetrics:
-    """Holds the metrics of the newest step on the device, and returns the ones before.
+    """Holds the metrics of the newest step on the device; returns earlier metrics.
 
-    Pushing step n waits for step n - 1 only, so the device always has its next program
+    Pushing step n waits for step n - 1 only, so the device always has a next program
     and the host runs at most one step ahead. Metrics that replicas do not share are
     averaged over the replicas of this process.
 
@@ -53,22 +53,23 @@ class LateMetrics:
     def push(
         self, step: int, metrics: Metrics, *, is_shared: bool = True
     ) -> tuple[int, Values] | None:
-        """Stores the metrics of the step just dispatched, still being computed."""
+        """Stores metrics still being computed; returns the step before, if any."""
         parts = [metrics] if is_shared else _by_replica(metrics)
         for part in parts:
             for array in part.values():
+                # The copy overlaps with the next step, after which it is read.
                 array.copy_to_host_async()
         earlier, self._pending = self._pending, (step, parts)
         return None if earlier is None else _read(*earlier)
 
     def flush(self) -> tuple[int, Values] | None:
-        """Waits for the newest step; call it before evaluating or saving, and last."""
+        """Waits for the newest step; call before evaluating or saving, and last."""
         newest, self._pending = self._pending, None
         return None if newest is None else _read(*newest)
 
 
 def _by_replica(metrics: Metrics) -> list[Metrics]:
-    """Returns the metrics of each replica of this process, from its first device."""
+    """Splits metrics by local replica, each from the replica's first device."""
     parts: dict[int, Metrics] = {}
     for name, x in metrics.items():
         for shard in x.addressable_shards:
@@ -78,6 +79,7 @@ def _by_replica(metrics: Metrics) -> list[Metrics]:
 
 
 def _replica_of(device: Any, sharding: Any) -> int:
+    """Index of the replica of a device; 0 without a named mesh."""
     if not isinstance(sharding, NamedSharding):
         return 0
     mesh = sharding.mesh
@@ -86,6 +88,7 @@ def _replica_of(device: Any, sharding: Any) -> int:
 
 
 def _read(step: int, parts: list[Metrics]) -> tuple[int, Values]:
+    """Converts metrics of a step to values, averaged over replicas."""
     found = [{name: np.asarray(x) for name, x in part.items()} for part in parts]
     if len(found) == 1:
         return step, {name: _value(x) for name, x in found[0].items()}
@@ -99,11 +102,11 @@ def _value(array: np.ndarray) -> Value:
 
 
 NUM_SKIPPED_LAPS = 2
-"""Uncounted first steps: they compile, and fill the queue of the device."""
+"""Laps that do not count at first, which compile and fill the queue of the device."""
 
 
 class Throughput:
-    """Averages time per step over the laps since it was last read.
+    """Averages time per step over the laps since the last reading.
 
     A lap ends when the metrics of the step before arrive, so laps last as long as steps
     on the device although the host never waits for the newest step.
@@ -111,7 +114,7 @@ class Throughput:
     Args:
         num_devices: Devices of the mesh.
         peak_flops: Peak FLOP/s of one device; None omits MFU.
-        flops_per_token: FLOPs with causal attention counted half, then full.
+        flops_per_token: FLOPs per token with causal attention counted half, then full.
         clock: Monotonic clock in seconds.
 
     Example:
@@ -143,9 +146,9 @@ class Throughput:
         self._num_laps, self._num_tokens, self._seconds = 0, 0, 0.0
 
     def lap(self, num_tokens: int, *, compiled: bool = False) -> None:
-        """Ends a lap, which does not count if it compiled a program.
+        """Ends a lap; a lap that compiled a program does not count.
 
-        Call it once per step, after reading the metrics of the step before.
+        Call once per step, after reading the metrics of the step before.
         """
         now = self._clock()
         seconds, self._mark = now - self._mark, now
@@ -158,18 +161,19 @@ class Throughput:
 
     @contextlib.contextmanager
     def excluded(self) -> Iterator[None]:
-        """Excludes the time of the enclosed work (evaluation, saving) from the lap.
+        """Excludes the time of enclosed work (evaluation, saving) from the lap.
 
-        Wait for the newest step before entering, or its time is excluded as well.
+        Wait for the newest step before, or the time of that step is excluded as well.
         """
         start = self._clock()
         try:
             yield
         finally:
+            # Moves the start of the lap, as if the work took no time.
             self._mark += self._clock() - start
 
     def read(self) -> dict[str, float]:
-        """Returns the averages since the last reading, and resets them."""
+        """Returns averages since the last reading, and resets; empty without laps."""
         if not self._num_laps or not self._seconds:
             return {}
         tokens_per_second = self._num_tokens / self._seconds

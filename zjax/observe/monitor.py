@@ -1,4 +1,4 @@
-"""Logging of a training loop behind three calls, without making the device wait."""
+"""Logs a training loop through three calls, without making the device wait."""
 
 import contextlib
 import pathlib
@@ -33,17 +33,19 @@ Callback = Callable[[int, Mapping[str, Value]], None]
 
 
 class Monitor:
-    """Sends the metrics of a run to its sinks and callbacks.
+    """Sends the metrics of a run to sinks and callbacks.
 
     Args:
-        config: The run; reads `observe`, `precision`, `num_steps` and `directory`.
-        last_step: Steps already taken; files lose their entries of later steps.
-        num_skipped: How many of those steps were skipped.
+        config: Settings of the run: `observe`, `precision`, `num_steps` and
+            `directory`.
+        last_step: Steps already taken; files lose entries of later steps.
+        num_skipped: Number of skipped steps among the steps taken.
         rows_per_step: Sequences of a global batch; 0 for a model without tokens, which
             logs only seconds per step.
         num_devices: Devices of the mesh.
         callbacks: Functions called after the sinks.
-        values_at: Function from a step, from 1 on, to what its data tell of it.
+        values_at: Function from a step, from 1 on, to values that only the data of the
+            step tell.
     """
 
     def __init__(
@@ -80,9 +82,9 @@ class Monitor:
         self._compiles = CompileReport()
         self._throughput = _make_throughput(config, rows_per_step, num_devices)
         self.known_step = last_step
-        """The newest step whose metrics were read."""
+        """Newest step with metrics that were read."""
         self.newest: Values = {}
-        """Metrics of that step."""
+        """Metrics of step `known_step`."""
         self._failure: OutputError | None = None
 
     def __enter__(self) -> "Monitor":
@@ -94,6 +96,7 @@ class Monitor:
         # an error while closing must not hide the one that ended the run
         ignored = () if error is None else (Exception,)
         with contextlib.suppress(*ignored), contextlib.ExitStack() as stack:
+            # In reverse order: watchers end, sinks close, then a failure is raised.
             stack.callback(self._raise_failure)
             for sink in self._sinks:
                 stack.callback(sink.close)
@@ -107,19 +110,20 @@ class Monitor:
 
     @property
     def skipped_in_a_row(self) -> int:
-        """Newest skipped steps in a row, among those whose metrics were read."""
+        """Newest skipped steps in a row, among steps with metrics that were read."""
         return self._skipped.in_a_row
 
     @contextlib.contextmanager
     def step(
         self, step: int, state: Any, batch: Any, expected: Sequence[str] = ()
     ) -> Iterator[list[Metrics]]:
-        """Watches one step; append its metrics to the list that is yielded."""
+        """Watches one step; append the metrics to the list that is yielded."""
         metrics: list[Metrics] = []
         watch = self._compiles.watch(step, batch, expected)
         with self._trace.step(step, state), watch as compiled:
             yield metrics
         is_shared = shares_metrics(self._config, step)
+        # After the dispatch: the host reads the step before while the device works.
         earlier = self._late.push(step, metrics[0], is_shared=is_shared)
         if compiled.line and jax.process_index() == 0:
             print(compiled.line, flush=True)
@@ -130,7 +134,7 @@ class Monitor:
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Excludes enclosed work from the throughput; logs the newest step first."""
+        """Logs the newest step, and excludes enclosed work from the throughput."""
         newest = self._late.flush()
         if newest is not None:
             self._log_step(*newest)
@@ -138,7 +142,7 @@ class Monitor:
             yield
 
     def log(self, step: int, values: Mapping[str, Value]) -> None:
-        """Sends values such as `eval_loss` to the sinks and callbacks, unless empty.
+        """Sends values such as `eval_loss` to sinks and callbacks, unless empty.
 
         The error of a file that cannot be written is raised when the monitor closes.
         """
@@ -148,12 +152,13 @@ class Monitor:
             try:
                 sink.write(step, values)
             except OutputError as error:
+                # Not raised here: the run saves a checkpoint first.
                 self._failure = self._failure or error
         for callback in self._callbacks:
             callback(step, values)
 
     def save_plots(self) -> tuple[pathlib.Path, ...]:
-        """Plots loss and throughput of the run, and the load of its experts, if any."""
+        """Plots loss and throughput, and the load of experts, if any; returns files."""
         directory, observe = self._directory, self._config.observe
         if jax.process_index() or not observe.plot or "jsonl" not in observe.sinks:
             return ()
@@ -173,6 +178,7 @@ class Monitor:
             raise self._failure
 
     def _log_step(self, step: int, values: Values) -> None:
+        """Logs a due or skipped step, and raises if the step ends the run."""
         self.known_step, self.newest = step, values
         is_shared = shares_metrics(self._config, step)
         is_skipped = self._skipped.count(step, scalars(values), is_shared=is_shared)
@@ -182,10 +188,12 @@ class Monitor:
             length = self._length_at(step)
             values |= dropping_values(self._config, self._dropping, step, length)
             self.log(step, values)
+        # Only where all processes have equal values, so that all end together.
         if is_shared:
             self._skipped.check(step, scalars(values))
 
     def _speed(self) -> dict[str, float]:
+        """Averages of the throughput; without MFU where steps are not whole."""
         speed = self._throughput.read()
         if not self._rows_per_step:
             speed.pop("tokens_per_second", None)
@@ -194,11 +202,12 @@ class Monitor:
         seen = min(window or full, dropping.num_kept(self.known_step))
         cuts = seen < full or self._config.buckets.form != "none"
         if cuts or dropping.theta < 1:
-            speed.pop("mfu", None)  # its FLOPs are those of whole steps
+            speed.pop("mfu", None)  # counted for whole steps
             speed.pop("mfu_full_attention", None)
         return speed
 
     def _tokens(self, step: int) -> dict[str, float]:
+        """Values of a step that tokens, lengths and the data determine."""
         if not self._rows_per_step:
             return {}
         values = self._step_values(step)
@@ -210,7 +219,7 @@ class Monitor:
         return values | self._values_at(step)
 
     def _length_at(self, step: int) -> int:
-        """Tokens per row; those of a batch of length buckets are told by the data."""
+        """Tokens per row; with length buckets, the data tell the number."""
         if self._config.buckets.form == "none":
             return self._dropping.lengths.at(step)
         return int(self._values_at(step)["sequence_length"])
@@ -219,6 +228,7 @@ class Monitor:
 def _make_throughput(
     config: Config, rows_per_step: int, num_devices: int
 ) -> Throughput:
+    """Starts the throughput; without tokens, only seconds per step are known."""
     if not rows_per_step:
         return Throughput(num_devices, None, (0.0, 0.0))
     kind = jax.devices()[0].device_kind

@@ -17,9 +17,11 @@ from zjax.sharding.memory import StageBytes
 
 BLUE, ORANGE, GREEN, GRAY = "#3366aa", "#dd7722", "#339977", "#888888"
 _MIN_FOR_AVERAGE = 50
+"""Points from which on a mean is drawn."""
 _NUM_BINS = 50
 _MAX_COUNTED = 1 << 20
-"""Samples of a metric in a histogram; of more, equally spaced ones are taken."""
+"""Most samples of a metric in a histogram; of more, equally spaced samples are
+taken."""
 _MAX_DRAWN = 1e30
 """Matplotlib cannot place tick labels beyond this value."""
 _STAGES = (
@@ -36,7 +38,7 @@ def plot_run(
     *,
     title: str,
 ) -> None:
-    """Plots loss and speed against the step."""
+    """Plots loss and speed of a run against the step."""
     figure = make_figure(8, 6)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     figure.suptitle(title, fontsize=12)
@@ -85,6 +87,7 @@ def plot_memory_per_stage(
         axes.text(total, float(row), text, va="center", fontsize=10)
     axes.set_yticks(rows, _STAGES[: len(stages)])
     axes.invert_yaxis()
+    # Room for the text behind the longest bar.
     axes.set_xlim(0, 1.15 * float(start.max()))
     axes.xaxis.set_major_formatter(lambda x, _: f"{x / size:g}")
     axes.set_xlabel(f"{unit} per device")
@@ -98,13 +101,14 @@ def plot_memory_per_stage(
 def plot_metrics(
     values: Mapping[str, np.ndarray], path: str | os.PathLike[str], *, title: str
 ) -> None:
-    """Plots a histogram of each metric of samples, with its median."""
+    """Plots a histogram of each metric of samples, ascending, with the median."""
     figure = make_figure(8, 0.6 + 1.9 * len(values))
     figure.suptitle(title, fontsize=12)
     panels = figure.subplots(len(values), 1, squeeze=False)[:, 0]
     for axes, (name, ascending) in zip(panels, values.items(), strict=True):
         shown = ascending[:: -(-len(ascending) // _MAX_COUNTED)]
         axes.hist(shown, bins=_bins(shown), color=BLUE)
+        # The lower median, which is one of the samples.
         median = float(shown[(len(shown) - 1) // 2])
         axes.axvline(median, color=ORANGE, linewidth=1.5)
         axes.set_title(f"median {median:,.6g}", fontsize=9, loc="right")
@@ -115,31 +119,36 @@ def plot_metrics(
 
 
 def make_figure(width: int, height: int | float) -> Any:
-    """An empty Matplotlib figure that needs no display; width and height in inches."""
+    """Returns an empty figure that needs no display; width and height in inches."""
     check_installed("matplotlib")
+    # Not pyplot, which chooses a display and keeps every figure.
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
 
 
 def _bins(ascending: np.ndarray) -> int | np.ndarray:
-    """Bins of a histogram; of integers, each holds equally many of them."""
+    """Bins of a histogram; for integers, each bin holds equally many integers."""
     if np.any(ascending % 1):
         return _NUM_BINS
     first, last = float(ascending[0]), float(ascending[-1])
     width = (last - first) // _NUM_BINS + 1
+    # Edges lie between integers.
     return np.arange(first - 0.5, last + width + 0.5, width)
 
 
 def _draw_loss(axes: Any, steps: np.ndarray, losses: np.ndarray) -> None:
+    """Draws the training loss, and a centred mean of many points."""
     if not len(steps):
         return
     if len(steps) < _MIN_FOR_AVERAGE:
         axes.plot(steps, losses, color=BLUE, linewidth=1.5, label="training")
         return
     axes.plot(steps, losses, color=BLUE, linewidth=0.8, alpha=0.35, label="training")
+    # The window is 4 % of the points.
     half = len(steps) // 50
     window = np.full(2 * half + 1, 1 / (2 * half + 1))
+    # No mean at both ends, where the window would be cut.
     means = np.convolve(losses, window, mode="valid")
     label = f"training, mean of {len(window)} points"
     axes.plot(steps[half:-half], means, color=BLUE, linewidth=1.8, label=label)
@@ -148,7 +157,7 @@ def _draw_loss(axes: Any, steps: np.ndarray, losses: np.ndarray) -> None:
 def _draw_speed(
     axes: Any, steps: np.ndarray, speeds: np.ndarray, unit: str, digits: str
 ) -> None:
-    """Draws a speed and its median, from 0 upwards."""
+    """Draws a speed and the median, from 0 upwards."""
     axes.plot(steps, speeds, color=GREEN, linewidth=1.2)
     if np.isfinite(speeds).any():
         median = float(np.nanmedian(speeds))
@@ -163,7 +172,7 @@ def _draw_speed(
 def _curve(
     history: Sequence[Mapping[str, Value]], label: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and values; a value too large to draw becomes NaN, which leaves a gap."""
+    """Steps and values of a metric; a value too large to draw leaves a gap."""
     points = [(row["step"], row[label]) for row in history if label in row]
     values = np.array([y for _, y in points], float)
     drawable = np.where(np.abs(values) <= _MAX_DRAWN, values, np.nan)

@@ -1,4 +1,4 @@
-"""The console of a run: a progress bar on a terminal, plain lines elsewhere."""
+"""Console of a run: a progress bar on a terminal, plain lines elsewhere."""
 
 import datetime
 import math
@@ -26,9 +26,10 @@ _SHOWN = {
     "mfu_full_attention": "({:.1%} full)",
     "step_seconds": "{:.3g} s/step",
 }
+"""Formats of familiar values, in the order of a line."""
 _ON_BAR = ("loss", "tokens_per_second", "mfu", "mfu_full_attention", "step_seconds")
 _LINES = 20
-"""Lines of training that a whole run leaves above the bar of a terminal."""
+"""Lines of training that a run leaves above the bar of a terminal."""
 _HIDDEN = ("consumed_tokens", "weight", "loss_scale_spent")
 
 RESUME = "run the same command again to resume"
@@ -44,7 +45,7 @@ def describe_end(
     reason: str = "",
     resume: str = RESUME,
 ) -> str:
-    """Describes in a few lines how a run ended and where its results are.
+    """Describes in a few lines how a run ended and where to find results.
 
     Example:
         >>> print(describe_end(8, 8, 0, pathlib.Path("runs/a/checkpoints/8")))
@@ -65,14 +66,14 @@ def describe_end(
 
 
 class Progress:
-    """The console sink.
+    """Console sink.
 
     On a terminal a bar stays at the bottom; evaluations, a line for each twentieth of
-    the run and other output appear above it. Elsewhere every write prints a line.
+    the run and other output appear above the bar. Elsewhere every write prints a line.
 
     Args:
         num_steps: Steps of the whole run.
-        console: Where to print; standard output by default.
+        console: Console to print on; standard output by default.
     """
 
     def __init__(self, num_steps: int, *, console: Console | None = None) -> None:
@@ -80,7 +81,7 @@ class Progress:
         self._console = Console() if console is None else console
         self._values: dict[str, int | float] = {}
         self._live: Live | None = None
-        self._num_lines = -1
+        self._num_lines = -1  # the first step leaves a line
         self._bar = Bar(
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
@@ -99,6 +100,7 @@ class Progress:
     def write(self, step: int, values: Mapping[str, Value]) -> None:
         """Shows the numbers of a step; `step_seconds` gives the time left."""
         values = scalars(values)
+        # The bar keeps values that later writes do not repeat.
         self._values |= values
         if not self._console.is_terminal:
             self._print(step, values)
@@ -110,6 +112,7 @@ class Progress:
         num_lines = step * _LINES // self._num_steps
         if "eval_loss" in values or num_lines > self._num_lines:
             self._print(step, values)
+        # An evaluation does not replace the line of training.
         if "loss" in values:
             self._num_lines = num_lines
         self._bar.update(
@@ -125,13 +128,16 @@ class Progress:
             self._live = None
 
     def _print(self, step: int, values: Mapping[str, int | float]) -> None:
+        """Prints the values of a step on one line."""
         width = len(str(self._num_steps))
         parts = [f"step {step:>{width}}/{self._num_steps}", *describe_values(values)]
         parts.append(self._time_left(step, values))
         line = "  ".join(filter(None, parts))
+        # Brackets in names are no markup of rich.
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _time_left(self, step: int, values: Mapping[str, int | float]) -> str:
+        """Time to the last step as a text; empty if unknown."""
         num_left = self._num_steps - step
         if not num_left or "step_seconds" not in values:
             return ""
@@ -139,7 +145,7 @@ class Progress:
 
 
 def describe_values(values: Mapping[str, int | float]) -> list[str]:
-    """Formats values, the familiar ones first; a few internal ones are left out.
+    """Formats values, familiar values first; a few internal values are left out.
 
     Example:
         >>> describe_values({"step_seconds": 0.25, "loss": 3.14159, "accuracy": 0.5})

@@ -1,4 +1,4 @@
-"""Compilations while training and their causes, and profiles of a window of steps."""
+"""Compilations of a run with causes, and profiles of a window of steps."""
 
 import contextlib
 import dataclasses
@@ -19,7 +19,7 @@ _COMPILED = "/jax/core/compile/backend_compile_duration"
 
 @dataclasses.dataclass
 class Compiled:
-    """What one step compiled: seconds (0.0 for nothing) and a line for the user."""
+    """Compilation in one step: seconds (0.0 for none) and a line for the user."""
 
     seconds: float = 0.0
     line: str = ""
@@ -28,10 +28,8 @@ class Compiled:
 class CompileReport:
     """Notices when a step compiles, and reports why.
 
-    Only the thread that dispatches the step counts: others compile too, such as the one
-    that writes a checkpoint.
-
-    Leave it as a context manager, or call `close`, to stop listening.
+    Only the thread that dispatches the step counts: other threads compile too, such as
+    the writer of a checkpoint. Leave the context, or call `close`, to stop listening.
     """
 
     def __init__(self) -> None:
@@ -56,6 +54,7 @@ class CompileReport:
         try:
             yield compiled
         finally:
+            # Compilations between steps do not count.
             self._thread = None
         compiled.seconds = self._seconds
         if compiled.seconds:
@@ -69,6 +68,7 @@ class CompileReport:
         jax.monitoring.unregister_event_duration_listener(self._listen)
 
     def _listen(self, event: str, duration_secs: float, **_: str | int) -> None:
+        # JAX calls listeners in every thread that compiles.
         if event == _COMPILED and threading.get_ident() == self._thread:
             self._seconds += duration_secs
 
@@ -85,7 +85,7 @@ def describe_arrays(tree: Any) -> dict[str, str]:
 
 
 def describe_change(old: Mapping[str, str], new: Mapping[str, str]) -> str:
-    """The differences between two results of `describe_arrays`, in one line.
+    """Describes the differences of two results of `describe_arrays` in one line.
 
     Example:
         >>> describe_change({"x": "int32[8,128]"}, {"x": "int32[8,64]"})
@@ -108,6 +108,7 @@ def _line(
     new: dict[str, str],
     expected: Sequence[str],
 ) -> str:
+    """Describes why a step compiled."""
     if old is None:
         return f"compiled the first step in {seconds:.1f} s"
     change = describe_change(old, new)
@@ -127,11 +128,11 @@ def _signature(leaf: Any) -> str:
 class Trace:
     """Profiles the steps from `observe.profile_start_step` on.
 
-    Enter it around the loop, so that a run that ends inside the window closes the
-    trace.
+    Enter the context around the loop, so that a run that ends inside the window closes
+    the trace.
 
     Args:
-        observe: The window of steps; a start of -1 records nothing.
+        observe: Window of steps; a start of -1 records nothing.
         directory: Directory of the run; the trace goes to `<directory>/trace`.
     """
 
@@ -153,9 +154,10 @@ class Trace:
     def step(
         self, step: int, pending: Any
     ) -> contextlib.AbstractContextManager[object]:
-        """Enters a step; starts or ends the recording at the edges of the window."""
+        """Returns the context of a step; starts or ends recording at window edges."""
         inside = step in self._window
         if inside != self._running:
+            # Both edges wait, so that the trace holds exactly the steps of the window.
             jax.block_until_ready(pending)
         if inside and not self._running:
             jax.profiler.start_trace(str(self.path))

@@ -1,4 +1,4 @@
-"""A table of the machine as a run sees it, for bug reports."""
+"""Table of the machine as a run sees it, for bug reports."""
 
 import importlib.metadata
 import os
@@ -21,6 +21,7 @@ _CUDA_PACKAGES = (
     r"(jax-cuda\d+-plugin|nvidia-(cuda-runtime|cudnn|nccl|cublas)(-cu\d+)?)"
 )
 _VARIABLES = r"(XLA|JAX|NCCL|CUDA|TF_GPU|LIBTPU|SLURM_(NNODES|NTASKS|PROCID))(_.*)?"
+"""Environment variables that matter to a run; other variables stay private."""
 _DRIVER = pathlib.Path("/proc/driver/nvidia/version")
 
 
@@ -42,6 +43,7 @@ def _software() -> Iterator[tuple[str, str]]:
 
 
 def _system() -> str:
+    """Name of the distribution, if known, and of the kernel."""
     kernel = f"{platform.system()} {platform.release()}"
     try:
         return f"{platform.freedesktop_os_release()['PRETTY_NAME']}, {kernel}"
@@ -50,7 +52,9 @@ def _system() -> str:
 
 
 def _host(directory: str | os.PathLike[str]) -> Iterator[tuple[str, str]]:
+    """Yields rows on cores, memory and free disk space."""
     cores = os.cpu_count() or 1
+    # A container may use fewer cores than the machine has.
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
     yield "CPU cores", f"{cores}" if usable == cores else f"{usable} of {cores}"
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -61,6 +65,7 @@ def _host(directory: str | os.PathLike[str]) -> Iterator[tuple[str, str]]:
 
 
 def _devices() -> Iterator[tuple[str, str]]:
+    """Yields rows on processes, devices, memories and drivers."""
     device = jax.local_devices()[0]
     yield "process", f"{jax.process_index()} of {jax.process_count()}"
     yield "devices", f"{jax.local_device_count()} here of {jax.device_count()} in all"
@@ -77,6 +82,7 @@ def _devices() -> Iterator[tuple[str, str]]:
         yield "NVIDIA driver", version.group() if version else "unknown"
     installed = importlib.metadata.distributions()
     found = {package.metadata["Name"]: package.version for package in installed}
+    # A broken installation has no name.
     for name in sorted(filter(None, found)):
         if re.fullmatch(_CUDA_PACKAGES, name):
             yield name, found[name]
@@ -88,6 +94,7 @@ def _attention() -> Iterator[tuple[str, str]]:
 
 
 def _describe_attention(name: Implementation) -> str:
+    """Says whether an implementation runs here, or why it does not."""
     platform, capability = first_device()
     try:
         chosen, reason = choose_implementation(

@@ -1,4 +1,4 @@
-"""Destinations of metrics: one protocol for the console, files and services."""
+"""Destinations of metrics: one protocol for console, files and services."""
 
 import contextlib
 import csv
@@ -37,13 +37,14 @@ from zjax.settings.convert import to_mapping
 from zjax.settings.schema import Config
 
 _FLUSH_SECONDS = 10
+"""Seconds between flushes of TensorBoard's events."""
 _PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow"}
 """Packages by sink."""
 
 
 @runtime_checkable
 class Sink(Protocol):
-    """Receives the metrics of a step; those that take numbers alone ignore arrays."""
+    """Receives the metrics of a step; a sink for numbers ignores arrays."""
 
     def write(self, step: int, values: Mapping[str, Value]) -> None:
         """Writes the values of one step; steps never decrease."""
@@ -55,7 +56,11 @@ class Sink(Protocol):
 def make_sinks(
     config: Config, directory: str | os.PathLike[str], *, last_step: int = 0
 ) -> tuple[Sink, ...]:
-    """Opens the sinks of a run."""
+    """Opens the sinks of a run, in the order named; none but on process 0.
+
+    Files of a continued run lose entries of steps after `last_step`; 0 starts a new
+    run. One `Delivery`, the last sink, serves all services.
+    """
     check_sinks(config)
     if jax.process_index() != 0:
         return ()
@@ -70,6 +75,7 @@ def make_sinks(
     services = {"wandb": WeightsAndBiases, "mlflow": MLflow}
     named = [services[x] for x in config.observe.sinks if x in services]
     sinks: list[Sink] = []
+    # If one sink cannot be opened, the sinks before are closed.
     with contextlib.ExitStack() as opened:
         for name in config.observe.sinks:
             if name in make:
@@ -103,7 +109,7 @@ def check_sinks(config: Config) -> None:
 
 
 class JsonLines:
-    """One JSON object per line, flushed at once.
+    """Writes one JSON object per line, flushed at once.
 
     Numbers that JSON lacks are written as "NaN", "Infinity" and "-Infinity", arrays as
     nested lists.
@@ -135,7 +141,7 @@ class JsonLines:
 
 
 class Csv:
-    """One table; a new label adds a column at the right.
+    """Writes one table; a new label adds a column at the right.
 
     Args:
         path: The file; a copy is kept if it has damaged rows.
@@ -157,6 +163,7 @@ class Csv:
         new = [label for label in values if label not in self._columns]
         with writing(self._path):
             if new:
+                # A new column changes the header, so the file is written anew.
                 self._file.close()
                 self._columns += new
                 self._rewrite(read_csv(self._path).rows)
@@ -169,6 +176,7 @@ class Csv:
             self._file.close()
 
     def _rewrite(self, rows: Iterable[Mapping[str, str]]) -> None:
+        """Replaces the file by a table of the rows, and opens it for appending."""
         table = io.StringIO()
         writer = csv.DictWriter(table, self._columns, lineterminator="\n")
         writer.writeheader()
@@ -179,12 +187,12 @@ class Csv:
 
 
 class TensorBoard:
-    """Event files for TensorBoard, flushed every ten seconds.
+    """Writes event files for TensorBoard, flushed every ten seconds.
 
-    Written without a thread: on a full disk the thread would die and block the run.
+    There is no writer thread: on a full disk the thread would die and block the run.
 
     Args:
-        directory: Where the event files go.
+        directory: Directory of the event files.
         last_step: Later steps of earlier files are hidden; 0 hides all.
     """
 
@@ -202,10 +210,12 @@ class TensorBoard:
         with writing(directory):
             directory.mkdir(parents=True, exist_ok=True)
             self._file = RecordWriter(str(directory / name))
+            # Readers expect the version in the first event.
             self._add(step=first, file_version="brain.Event:2")
             log = self._events.SessionLog
+            # The start of a session hides later steps in earlier files.
             self._add(step=first, session_log=log(status=log.START))
-        self._flushed = -math.inf
+        self._flushed = -math.inf  # flushes at the first write
 
     def write(self, step: int, values: Mapping[str, Value]) -> None:
         """Adds one point to each label's curve."""
@@ -242,16 +252,16 @@ _MAX_LETTERS = 500
 
 
 class WeightsAndBiases:
-    """A run of Weights & Biases; the package is imported only here.
+    """Run of Weights & Biases; the package is imported only here.
 
     `WANDB_MODE=offline` writes into the directory, for `wandb sync`. Curves are drawn
-    over the metric `step`: the service drops rows whose own count of steps decreases,
-    as it would after a return to an earlier checkpoint.
+    over the metric `step`, since the service drops rows when the built-in count of
+    steps decreases, as after a return to an earlier checkpoint.
 
     Args:
-        config: Settings shown with the run; `observe.project` names its project.
-        directory: Directory of the run, which names it.
-        last_step: 0 starts a new run; otherwise the run of this directory continues.
+        config: Settings shown with the run; `observe.project` names the project.
+        directory: Directory of the run, which gives the name.
+        last_step: 0 starts a new run; otherwise the run in `directory` continues.
 
     Raises:
         ConfigError: The file with the identity of the run is damaged.
@@ -275,6 +285,7 @@ class WeightsAndBiases:
         os.environ.setdefault("WANDB_FINISH_TIMEOUT", str(CLOSE_SECONDS))
         if not self._known:
             self._known = uuid.uuid4().hex
+            # Before `init`, so that the next start finds a run that crashed there.
             _write_id(self._path, self._known)
         self._run = wandb.init(
             project=self._config.observe.project,
@@ -295,20 +306,20 @@ class WeightsAndBiases:
         self._run.finish()
 
     def sync_command(self) -> str:
-        """The command that uploads what the package has written to disk."""
+        """Command that uploads data which the package has written to disk."""
         return f"wandb sync {self._directory / 'wandb'}/*run-*-{self._known}"
 
 
 class MLflow:
-    """A run of MLflow; the package is imported only here.
+    """Run of MLflow; the package is imported only here.
 
     `MLFLOW_TRACKING_URI` names the server or the database.
 
     Args:
-        config: Settings, the parameters of a new run; `observe.project` names its
+        config: Settings, the parameters of a new run; `observe.project` names the
             experiment.
-        directory: Directory of the run, which names it.
-        last_step: 0 starts a new run; otherwise the run of this directory continues.
+        directory: Directory of the run, which gives the name.
+        last_step: 0 starts a new run; otherwise the run in `directory` continues.
 
     Raises:
         ConfigError: The file with the identity of the run is damaged.
@@ -338,6 +349,7 @@ class MLflow:
 
     def send(self, step: int, values: Mapping[str, float]) -> None:
         """Logs the values of a step."""
+        # MLflow takes milliseconds.
         now = int(time.time() * 1_000)
         metrics = [self._metric(name, x, now, step) for name, x in values.items()]
         self._client.log_batch(self._run_id, metrics=metrics)
@@ -347,11 +359,11 @@ class MLflow:
         self._client.set_terminated(self._run_id)
 
     def sync_command(self) -> str:
-        """Nothing: the package keeps no metrics."""
+        """Returns "", since the package keeps no metrics on disk."""
         return ""
 
     def _start(self, param: Any) -> str:
-        """Makes a run with the settings as parameters; returns its identity."""
+        """Makes a run with the settings as parameters; returns the id."""
         client, project = self._client, self._config.observe.project
         found = client.get_experiment_by_name(project)
         experiment = found.experiment_id if found else client.create_experiment(project)
@@ -365,6 +377,7 @@ class MLflow:
 
 
 def _flatten(settings: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str]]:
+    """Yields path and text of each setting."""
     for name, value in settings.items():
         if isinstance(value, Mapping):
             yield from _flatten(value, f"{path}{name}.")
@@ -373,7 +386,7 @@ def _flatten(settings: Mapping[str, Any], path: str = "") -> Iterator[tuple[str,
 
 
 def _read_id(path: pathlib.Path, sink: str) -> str:
-    """The identity of the directory's run; empty if it has none."""
+    """Id of the directory's run; empty if the directory has none."""
     with writing(path):
         if not path.exists():
             return ""

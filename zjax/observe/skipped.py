@@ -1,8 +1,8 @@
-"""Steps that are not finite, or train nothing: which of them end the run, and why.
+"""Steps that are not finite, or train nothing: which steps end the run, and why.
 
-A skipped step changes no weight, so weights that give NaN would skip for ever. The
-overflows of float16 while the loss scale is searched are different: their loss is
-finite, and the minimum scale bounds them.
+A skipped step changes no weight, so weights that give NaN would skip for ever.
+Overflows of float16 while the loss scale is searched are different: the loss is finite,
+and the minimum scale bounds the number of overflows.
 """
 
 import math
@@ -20,7 +20,7 @@ class SkippedSteps:
     """Counts skipped steps in a row.
 
     Args:
-        precision: Policy for such steps.
+        precision: Policy for steps that are not finite.
         num_steps: Steps of the whole run.
         num_skipped: Steps skipped so far.
         last_step: Steps taken so far.
@@ -51,17 +51,21 @@ class SkippedSteps:
         self._num_skipped = num_skipped
         self._shared_step = last_step
         self._seen: _Cause | None = None
-        """The first step that was not finite since replicas shared their metrics."""
+        """First step that was not finite since replicas shared metrics."""
         self._found: _Cause | None = None
-        """The cause of the newest skipped or lost step, while no step was fine."""
+        """Cause of the newest skipped or lost step, while no step was fine."""
         self._first = _Cause("", "", 0.0)
         self.in_a_row = 0
-        """Newest skipped steps in a row that a lower loss scale would not mend."""
+        """Newest skipped steps in a row that a lower loss scale would not cure."""
 
     def count(
         self, step: int, values: Mapping[str, float], *, is_shared: bool = True
     ) -> bool:
-        """Counts a step by its metrics, and the local steps before it."""
+        """Counts a step by metrics; returns whether the step was skipped.
+
+        Steps without shared metrics count with the next step that has shared metrics.
+        """
+        # The first cause explains later steps.
         self._seen = self._seen or _cause(step, values)
         if not is_shared:
             return False
@@ -74,6 +78,7 @@ class SkippedSteps:
             return False
         self._found = seen or _of_other_process(step, since, total)
         if self._is_scale_search(values):
+            # No fault: the search finds the largest scale by overflows.
             self._found = None
         elif new < since:  # every replica took a step
             self.in_a_row = 0
@@ -83,7 +88,7 @@ class SkippedSteps:
         return True
 
     def check(self, step: int, values: Mapping[str, float]) -> None:
-        """Raises if the run should end at this step, the one counted last."""
+        """Raises if the run should end at this step, which was counted last."""
         policy, found = self._precision.on_nonfinite, self._found
         if found is None:
             return
@@ -113,11 +118,13 @@ class SkippedSteps:
                 )
             field = "precision.loss_scale.minimum"
             raise NonFiniteError(Problem(field, minimum, problem, remedy))
+        # A run without any update must not pass as done.
         is_all = step == self._num_steps == self._num_skipped
         if is_all or self.in_a_row >= self._precision.max_skipped_in_a_row:
             raise NonFiniteError(self._too_many(step, is_all))
 
     def _too_many(self, step: int, is_all: bool) -> Problem:
+        """Problem of a run with too many skipped steps, and the first cause."""
         first = self._first
         skipped = f"all {step} steps" if is_all else f"{self.in_a_row} steps in a row"
         cause = f"{first.name}={first.value} at {first.steps}"
@@ -134,10 +141,10 @@ class SkippedSteps:
 
 
 class _Cause(NamedTuple):
-    """The number of a step that was not finite.
+    """Metric of a step that was not finite.
 
     Args:
-        steps: The step, as text; several where only another process knows which.
+        steps: Step as text; several steps where only another process knows the step.
         name: Name of the metric.
         value: Value of the metric.
     """
@@ -148,12 +155,12 @@ class _Cause(NamedTuple):
 
     @property
     def remedy(self) -> str:
-        """What may make such steps count."""
+        """Advice on how to make such steps count."""
         return _MASKS if self.name == "weight" else _LOWER
 
 
 def _cause(step: int, values: Mapping[str, float]) -> _Cause | None:
-    """Finds why a step was skipped; None if it trains something, and is finite."""
+    """Finds why a step was skipped; None for a finite step that trains something."""
     for name in ("loss", "grad_norm"):
         if not math.isfinite(values.get(name, 0)):
             return _Cause(f"step {step}", name, values[name])
@@ -163,7 +170,7 @@ def _cause(step: int, values: Mapping[str, float]) -> _Cause | None:
 
 
 def _of_other_process(step: int, since: int, total: int) -> _Cause:
-    """Names the steps among which a replica of another process has skipped some."""
+    """Names the steps among which a replica of another process skipped some."""
     first = step - since + 1
     steps = f"step {step}" if since == 1 else f"one of steps {first} to {step}"
     return _Cause(steps, "skipped_steps", float(total))
