@@ -97,6 +97,7 @@ def first_device() -> tuple[str, tuple[int, int]]:
     device: Any = jax.devices()[0]
     if device.platform != "gpu":
         return device.platform, (0, 0)
+    # GPUs of AMD have the platform `gpu`, too.
     if "cuda" not in device.client.platform_version:
         return "rocm", (0, 0)
     major, minor = device.compute_capability.split(".")

@@ -71,7 +71,7 @@ def make_chunks(cells: Cells, sizes: Sizes) -> Chunks:
     columns = np.full((counts.sum(), sizes.chunk // sizes.column_unit), -1, np.int32)
     columns[chunk, lane] = pairs % num_units
     columns = np.where(columns < 0, columns[:, :1], columns)  # padding repeats a column
-    columns = np.maximum(columns, 0)
+    columns = np.maximum(columns, 0)  # a dead chunk has no column: any will do
     shift = (lane * sizes.column_unit).astype(np.uint64)
     on_diagonal, masked = cells.diagonal[special], cells.masked[special]
     diagonal = bits[keys[on_diagonal] % len(bits)] << shift[pair[on_diagonal]]

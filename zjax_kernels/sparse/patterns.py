@@ -46,7 +46,7 @@ class Dense(SparsityConfig):
     different_layout_per_head: bool = False
 
     def heads(self, num_blocks: int) -> Sequence[Pattern]:
-        """One pattern of all visible blocks."""
+        """Returns one pattern of all visible blocks."""
         visible = self.visible(num_blocks)
         return [blocks.span_pattern((np.zeros_like(visible), visible), visible)]
 
@@ -113,7 +113,7 @@ class Fixed(SparsityConfig):
         return found if wrong else found + self._window_problems()
 
     def heads(self, num_blocks: int) -> Sequence[Pattern]:
-        """One pattern per head."""
+        """Returns one pattern per head."""
         visible = self.visible(num_blocks)
         windows = blocks.windows(num_blocks, [self.num_local_blocks])
         patterns = [
@@ -132,6 +132,7 @@ class Fixed(SparsityConfig):
         width, count = self.num_local_blocks, self.num_global_blocks
         starts = np.arange(0, num_blocks, width) + width - (1 + number) * count
         starts = np.minimum(starts, num_blocks - count)
+        # Places of the last windows may coincide at the end of the sequence.
         return np.unique(starts[:, None] + np.arange(count))
 
     def _window_problems(self) -> list[str]:
@@ -213,7 +214,7 @@ class Variable(SparsityConfig):
         ]
 
     def heads(self, num_blocks: int) -> Sequence[Pattern]:
-        """One pattern per head, or one for all."""
+        """Returns one pattern per head, or one for all."""
         visible = self.visible(num_blocks)
         base = blocks.global_pattern(
             blocks.windows(num_blocks, self.local_window_blocks),
@@ -288,7 +289,7 @@ class BigBird(SparsityConfig):
         ]
 
     def heads(self, num_blocks: int) -> Sequence[Pattern]:
-        """One pattern per head, or one for all."""
+        """Returns one pattern per head, or one for all."""
         visible = self.visible(num_blocks)
         base = blocks.global_pattern(
             blocks.sliding_window(num_blocks, self.num_sliding_window_blocks),
@@ -347,7 +348,7 @@ class BSLongformer(SparsityConfig):
         ]
 
     def heads(self, num_blocks: int) -> Sequence[Pattern]:
-        """One pattern for all heads."""
+        """Returns one pattern for all heads."""
         return [
             blocks.global_pattern(
                 blocks.sliding_window(num_blocks, self.num_sliding_window_blocks),
@@ -399,7 +400,7 @@ class LocalSlidingWindow(SparsityConfig):
         )
 
     def heads(self, num_blocks: int) -> Sequence[Pattern]:
-        """One pattern for all heads."""
+        """Returns one pattern for all heads."""
         window = blocks.sliding_window(num_blocks, self.num_sliding_window_blocks)
         return [blocks.span_pattern(window, self.visible(num_blocks))]
 

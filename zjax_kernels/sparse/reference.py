@@ -70,6 +70,7 @@ def forward(
         zeros = jnp.zeros((length,), jnp.float32)
         start = zeros - jnp.inf, zeros, jnp.zeros((length, q.shape[1]), jnp.float32)
         row_max, row_sum, out = _over_items(schedule, pattern, item, start)
+        # Queries without keys divide 0 by 1.
         divisor = jnp.where(row_sum == 0, 1.0, row_sum)
         lse = jnp.where(row_sum == 0, -jnp.inf, row_max + jnp.log(divisor))
         return (out / divisor[:, None]).astype(q.dtype), lse

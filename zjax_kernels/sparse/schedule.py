@@ -226,6 +226,7 @@ def _balance(parts: Sequence[Chunks], chunk: int, head_patterns: Sequence[int]):
     last_round = -(-(sum(map(len, heads)) % NUM_SMS) // len(heads))
     starts = np.cumsum([0, *(len(part.columns) for part in parts)])
     best: tuple[float, Any] = math.inf, None
+    # Simplest first: a later candidate must end sooner by `_MIN_GAIN`.
     for most, num_split in ((1, 0), (1, last_round), (1 / 4, 0)):
         longest = max(MIN_SPLIT, most * MAX_ITEM_FRACTION * mean_work)
         pieces = [
@@ -283,6 +284,7 @@ def _assign_items(times, head_patterns, late):
     head. Items longer than `late` come first. Returns the time of the last program,
     `order` and `ends`.
     """
+    # A heap of end and number: ties have one order, so that plans are equal anywhere.
     free = [(0, program) for program in range(NUM_SMS)]
     assigned: list[list[tuple[int, int, int]]] = [[] for _ in free]
     for is_early in (True, False):

@@ -213,7 +213,7 @@ def sequence_attention(
     key_mask: jax.Array | None = None,
     **options: Any,
 ) -> Any:
-    """`sparse_attention` of a sequence that is sharded over a mesh axis.
+    """Computes `sparse_attention` of a sequence that is sharded over a mesh axis.
 
     Call it inside `jax.shard_map`, with the plan sharded as `SequencePlan` describes.
 
@@ -304,6 +304,7 @@ class _Halo:
 
     def _moves(self, nth):
         distance = self.distances[nth]
+        # Devices that lack no block are left out, and get zeros from `ppermute`.
         return [((to - distance) % self.size, to) for to in self.receivers[nth]]
 
 

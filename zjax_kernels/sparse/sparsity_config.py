@@ -84,7 +84,7 @@ class SparsityConfig(_FieldsOnly, abc.ABC):
 
     @abc.abstractmethod
     def heads(self, num_blocks: int) -> Sequence[Pattern]:
-        """The live blocks of each head.
+        """Returns the live blocks of each head.
 
         Args:
             num_blocks: Blocks of the sequence.

@@ -148,6 +148,7 @@ def _copy(shape, get_tile, memory, x_ref, y_ref):
         tile = get_tile(number)
 
         def copy(step, stage, ready):
+            # Mosaic must know that copies begin at whole tiles.
             first = pl.multiple_of(tile.first + step * DEPTH, _ALIGNMENT)
             rows = pl.ds(first, DEPTH)
             # One buffer per warpgroup, which sets rows of other groups to 0.
@@ -186,6 +187,7 @@ def _compute(shape, get_tile, memory, out_ref, *, interpret):
         return before + tile.steps
 
     for_each_tile(shape.total, compute_tile)
+    # Shared memory must outlive the stores.
     plgpu.wait_smem_to_gmem(0)
 
 

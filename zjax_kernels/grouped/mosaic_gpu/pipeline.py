@@ -54,6 +54,7 @@ def run(
         memory = jax.tree.unflatten(structure, refs[end:])
         body(refs[:first], refs[first:end], memory)
 
+    # A program per SM, for all tiles: barriers and shared memory are set up once.
     kernel = plgpu.kernel(
         unflatten,
         out_type=tuple(outputs),
@@ -64,7 +65,7 @@ def run(
         scratch_types=leaves,
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane,
-            approx_math=True,
+            approx_math=True,  # rsqrt is a single instruction
             reduction_scratch_bytes=0,  # rows are reduced within a warp
         ),
         **({} if interpret is None else {"interpret": interpret}),

@@ -108,6 +108,7 @@ def tile_columns(tuning: Tuning, columns: int, num_parts: int) -> int:
 
 def num_tiles(num_rows: int, num_groups: int) -> int:
     """Returns the most tiles above one another, a dim of `HalfTile.store_rows`."""
+    # As many as `make_tiles` makes with one more group, of rows without a group.
     return -(-num_rows // TILE_ROWS) + num_groups + 1
 
 
@@ -315,6 +316,7 @@ def _compute(work, memory, epilogue, refs):
         return before + num_reads
 
     for_each_tile(work.total, compute_tile)
+    # Shared memory must outlive the stores.
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -371,6 +373,7 @@ class HalfTile:
         """Stores [HALF, CHUNK] in an output, from `column` of the tile's columns."""
         half, buffer = lax.axis_index(AXIS), self.memory.out
         num_buffers, number = buffer.tiled.shape[1], self.num_stored
+        # Counted while the kernel is traced: chunks take buffers in turn.
         self.num_stored += 1
         rows = self.tile.rows - half * HALF
         columns = pl.ds(self.tile.columns(column).start, CHUNK)

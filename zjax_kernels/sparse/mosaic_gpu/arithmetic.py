@@ -207,6 +207,7 @@ def mask_cells(
         # One select for both cells: two would spill registers.
         x = jnp.where((first + second) * jnp.maximum(beyond, 0) > 0, fill, x)
     if words.element is not None:
+        # A word has 32 columns: the column decides on the word.
         word, *others = (per_row(word, x.shape) for word in words.element)
         for number, other in enumerate(others, start=1):
             word = jnp.where(column < number * 32, word, other)
@@ -215,6 +216,7 @@ def mask_cells(
 
 
 def _divide(x, power_of_2):
+    # GPUs have no instruction for integer division.
     return lax.shift_right_logical(x, index(power_of_2.bit_length() - 1))
 
 

@@ -181,4 +181,5 @@ def copy_columns(
 
 
 def _tokens(first, size):
+    # Mosaic must know that copies begin at multiples of their size.
     return pl.ds(pl.multiple_of(first, size), size)

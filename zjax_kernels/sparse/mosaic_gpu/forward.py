@@ -133,6 +133,7 @@ def _copy(work, tuning, inputs, memory):
         if segment_refs:
             ref, tile = segment_refs[1], memory.column_segments
             moves.append((lambda tokens, _: ref.at[sequence, tokens], tile.at[slot]))
+        # Keys first: the scores need keys alone.
         copies.wait_for_free_slot(memory.k_free, copied, stages)
         copies.copy_columns(columns, memory.k_ready.at[slot], moves)
         moves = [
@@ -255,6 +256,7 @@ def _compute(work, options, tuning, arithmetic, outputs, memory):
         @pl.when(item.slot < 0)
         def _():
             for part in launch.channel_slices(size, segmented=segmented):
+                # One buffer for all slices: the copy before must have read.
                 copies.wait_for_stores()
                 buffer[...] = out[:, part].astype(memory.q.dtype)
                 moves = [(buffer, copies.token_rows(out_ref, item, part))]

@@ -253,8 +253,10 @@ def _compute(work, options, tuning, arithmetic, channels, outputs, memory):
 
             @pl.when(nth == 0)
             def _():
+                # The store of the last item ends while the first scores are computed.
                 if tuning.tiles > 1:
                     pl.when(number > 0)(lambda: release(number - 1))
+                # Only here: the scores need k and q alone.
                 plgpu.barrier_wait(memory.v_ready.at[slot])
 
             plgpu.barrier_wait(memory.d_ready.at[stage])

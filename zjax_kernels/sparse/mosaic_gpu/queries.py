@@ -231,6 +231,7 @@ def _compute(work, options, tuning, arithmetic, outputs, memory):
             plgpu.barrier_arrive(memory.v_free.at[stage])
             delta = arithmetic.load(memory.delta.at[d_slot, half], ROWS)
 
+            # d_out is free before q, which keeps dq until the store ends.
             @pl.when(is_last)
             def _():
                 plgpu.commit_smem()
