@@ -1,4 +1,4 @@
-"""A backward pass that yields the gradients of each transfer unit at once.
+"""A backward pass that yields gradients unit by unit, as soon as they exist.
 
 The model runs as compiled programs of one transfer unit each, called from Python.
 Between the passes the residuals of each block are stored, by default the block's input:
@@ -112,6 +112,7 @@ class BlockwiseBackward:
             part = self.programs.split_batch(batch, number)
             microbatch_key = jax.random.fold_in(key, number)
             arriving = self.differentiate(params, part, microbatch_key, scale, dropping)
+            # The loss comes first: the last microbatch needs all weights for the means.
             losses.append(next(arriving))
             if self.num_microbatches == 1:
                 yield from arriving
@@ -159,6 +160,7 @@ class BlockwiseBackward:
         )
         for i in reversed(range(len(self.units.blocks))):
             cotangent = route.narrow(cotangent) if i == route.last else cotangent
+            # A block that did not run saved nothing.
             if i in trees:
                 inputs = route.inputs_of(i)
                 cotangent = yield from self.block_backward(

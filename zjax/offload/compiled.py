@@ -82,7 +82,7 @@ class Peak:
 
     Args:
         moment: Name of the program that runs.
-        parts: Bytes by name of what takes memory.
+        parts: Bytes by kind of use, such as residuals or gradients.
     """
 
     moment: str

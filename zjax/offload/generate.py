@@ -1,10 +1,8 @@
 """Text generation by a decoder with blocks that are stored off the devices.
 
 Each token is one forward pass, for which the units are prefetched in turn: the devices
-hold a few units, the embedding, the head and the KV caches. The first units of the next
+hold a few units, the embedding, the head and the caches. The first units of the next
 pass are prefetched while a token is chosen.
-
-Reference: ZeRO-Inference, in DeepSpeed Inference, arXiv:2207.00032.
 
 Reference: ZeRO-Inference, in DeepSpeed Inference, arXiv:2207.00032.
 """
@@ -163,7 +161,7 @@ class _Writing:
         return self.units.loads(self.stored, names)
 
     def read(self, column: int) -> jax.Array:
-        """Returns the stream's last column, which chooses the token of `column`."""
+        """Returns the stream's last column, which scores the token of `column`."""
         programs, is_prompt = self.programs, column == self.tokens.shape[1]
         # The first pass reads the whole prompt, every further pass the newest token.
         tokens = self.tokens if is_prompt else self.text.new[:, None]

@@ -104,6 +104,7 @@ class WholeBackward:
         self, state: TrainState, batch: Batch, key: jax.Array
     ) -> Iterator[GroupGradients | Loss]:
         """Yields all gradients as one group, then the loss; see `Backward`."""
+        # Arrays that only the update reads are not on the devices.
         grads, model_state, loss = self.gradients(
             without_update(state, self.plan), batch, key
         )

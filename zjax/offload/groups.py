@@ -140,6 +140,7 @@ class _Flow:
             if x not in late and not shape.shape and x not in self.groups
         }
         met = [x for x, sources in scalars.items() if len(sources) > 1]
+        # An ordered set: the order of outputs must not depend on hashes.
         self.global_numbers = dict.fromkeys(met)
         self.measures = {
             x: min(sources)

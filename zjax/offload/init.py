@@ -84,7 +84,7 @@ def _first_weights(created: Iterable[tuple[int, jax.Array]], plan: Plan) -> list
 
 
 def _by_parameter(rows: Any, masters: Sequence[ArrayPlan]) -> list[ArrayPlan | None]:
-    """Lists the plan of each parameter in a tree without frozen parameters, or None."""
+    """Lists the plan of each parameter in another tree; None if it is frozen."""
     leaves = iter(jax.tree.leaves(rows))
     return [None if row.is_frozen else next(leaves, None) for row in masters]
 

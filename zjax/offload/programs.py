@@ -83,6 +83,8 @@ class BlockPrograms:
         self.grad_rows = pending_gradients(self.plan, num_microbatches)
         self._rows = rows_by_part(self.stack, self.plan.compute)
         self._masters = rows_by_part(self.stack, self.plan.master)
+        # Frozen parameters have no gradient; plans stand in, so that the stack can
+        # split them.
         grad_rows = joined(self.grad_rows, self.plan.compute, self.plan.master)
         self._grad_rows = {
             part: trained(rows, self._masters[part])

@@ -13,8 +13,7 @@ from zjax.storage.move import store, to_devices
 from zjax.storage.transfers import READ_AHEAD_BYTES
 
 WRITE_BACK_SHARE = 8
-"""Divisor of a stream's limit: arrays that are written back may exceed the limit by
-1/8."""
+"""Arrays that are written back may exceed a stream's limit by 1 / WRITE_BACK_SHARE."""
 
 
 def moved_bytes(rows: Iterable[ArrayPlan]) -> int:
@@ -107,6 +106,7 @@ class Stream:
     ) -> None:
         """Adds arrays to a load; stores each if the load is not prefetched yet."""
         if name in self.arrived:
+            # The load is on the devices already, where the gradients stay, too.
             self.arrived[name][0].extend(arrays)
             return
         load = next(load for load in self.waiting if load.name == name)
@@ -187,6 +187,7 @@ class Stream:
     def _copy_next(self) -> None:
         """Starts to copy the next load to the devices."""
         load = self.waiting.popleft()
+        # Start all reads at once: `to_devices` waits for each in turn.
         load.read_ahead()
         arrays = [
             to_devices(x, row, is_consumed=load.is_consumed)

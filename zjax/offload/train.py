@@ -8,8 +8,6 @@ equals a step without offload. Only delayed updates apply a gradient one step la
 during the next backward pass.
 
 Reference: ZeRO-Offload, arXiv:2101.06840; ZeRO-Infinity, arXiv:2104.07857, section 5.
-
-Reference: ZeRO-Offload, arXiv:2101.06840; ZeRO-Infinity, arXiv:2104.07857, section 5.
 """
 
 import dataclasses
@@ -279,6 +277,7 @@ class _Running:
 
     def settle(self, state: TrainState) -> TrainState:
         """Applies the pending gradient without a backward pass."""
+        # No pass hands parameters over here.
         self.has_params = False
         self.prefetch()
         for number in self.order:
@@ -333,6 +332,7 @@ class _Running:
             _, grads, params = item
             for number in self.train.updates_of[item.group]:
                 size = len(self.train.groups[number].update.grads)
+                # Groups of the update split the leaves of a group in order.
                 self.receive_group(number, grads[:size], params[:size])
                 grads, params = grads[size:], params[size:]
         raise AssertionError("a backward pass ends with its loss")
@@ -385,6 +385,7 @@ class _Running:
     def run_update(self, number: int, params: Sequence[jax.Array] = ()) -> None:
         """Updates one group, and stores the new arrays."""
         group = self.train.groups[number]
+        # Not strict: `params` is empty unless the pass handed parameters over.
         staged = dict(zip(group.update.params, params, strict=False))
         num_bytes = 0
         if not self.has_params and group.params:
@@ -396,6 +397,7 @@ class _Running:
             self.known.pop(
                 name
             ).delete()  # the update replaces it and no program reads it
+        # Not strict: gradients are in the load only if they were stored.
         self.read.update(zip(names, arrays, strict=False))
         self.read.update((name, staged[name]) for name in group.params)
         results = group.update.update(self.read)

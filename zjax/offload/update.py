@@ -102,10 +102,9 @@ class GroupedUpdate:
         )
         group_of, num_groups = _grouping(plan, groups), max(groups) + 1
         input_groups = dict(zip(names, map(group_of, input_keys), strict=True))
+        # Output 0 is the state, output 1 the metrics, which belong to no group.
         output_groups = [
-            # Output 0 is the state, output 1 the metrics, which belong to no group.
-            group_of(keys) if keys[0].idx == 0 else SHARED
-            for keys in output_keys
+            group_of(keys) if keys[0].idx == 0 else SHARED for keys in output_keys
         ]
         programs = group_programs(
             program,
@@ -128,6 +127,7 @@ class GroupedUpdate:
         late = {*programs.global_numbers, *self.loss_names}
         self.waits = any(late & {*part.inputs} for part in programs.updates)
         self.shared = [i for i, group in enumerate(output_groups) if group == SHARED]
+        # Outputs after the state, the metrics, have no place.
         places = dict(enumerate(row.stored for row in row_leaves))
         combined = [*map(places.get, self.shared), *(None for _ in self.global_numbers)]
         (self.combine,) = compile_groups(

@@ -69,10 +69,13 @@ def make_optimizer(
         params, names = groups.named_params(model, config.mesh)
         groups.check_groups(settings, params, names)
         if stores_layers_apart(config, model):
+            # The parameters of layers stored apart have no dim of layers, which the
+            # model names.
             names = groups.without_layers(names)
     schedule = make_schedule(config)
     tx = _make_rules(settings, schedule, names)
     dtypes = {settings.moment_dtype, config.precision.master_dtype}
+    # Adafactor's factored moments are small already.
     if settings.name == "adafactor" or dtypes == {"float32"}:
         return tx
     return moments.store_moments(tx, settings.moment_dtype, names)
@@ -189,6 +192,7 @@ def _direction(
         case "lion":
             return lion(b1=b1)
         case "sgd" | "sgd_l2":
+            # `optax.trace` would store a momentum even for a decay of 0.
             return optax.trace(decay=b1) if b1 else optax.identity()
         case "adafactor":
             downhill = per_layer(optax.adafactor(learning_rate=None), names)

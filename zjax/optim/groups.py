@@ -181,6 +181,7 @@ def _no_match(
         remedy = "move this group before them"
     else:
         problem = f"matches none of {len(paths)} parameters"
+        # A cutoff of 0 lists paths even if none is similar.
         near = difflib.get_close_matches(group.pattern, paths, n=3, cutoff=0.0)
         remedy = f"paths look like {', '.join(near)}"
     return Problem(f"{field}.pattern", group.pattern, problem, remedy)

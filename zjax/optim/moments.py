@@ -219,11 +219,13 @@ def _init_stored(
     keys: Any, leaf: Any, shapes: Mapping[str, Any], dtype: str, names: Names
 ) -> Any:
     """Returns the stored form of a leaf of the inner state, filled with zeros."""
+    # Counters, scalars and factored state are in no parameter's shape, and stay.
     path = next((p for p, s in owners(keys, shapes) if s == leaf.shape), None)
     if path is None or not jnp.issubdtype(leaf.dtype, jnp.floating):
         return leaf
     if dtype != "int8":
         return jnp.zeros(leaf.shape, dtype)
+    # Vectors take little memory, and have no rows and columns to scale.
     if not is_matrix(path, leaf.ndim, names):
         return leaf
     # Second moments are never negative: uint8 spends the sign bit on a wider range.

@@ -107,6 +107,7 @@ def needs_layers(
     apart = jax.eval_shape(lambda params: _apart(params, names), params)
     try:
         return results(apart) != results(params)
+    # A program that the rules do not understand counts as needing layers: always right.
     except _NeedsLayersError:
         return True
 
@@ -211,6 +212,7 @@ class _Flow:
         values = [self.finish_sum(value) for value in values]
         is_array = [bool(atom.aval.shape) for atom in eqn.invars]
         arrays = [value for value, array in zip(values, is_array, strict=True) if array]
+        # One number all over an array is alike for layers and stacks.
         if name == "broadcast_in_dim" and not is_array[0]:
             return [_Uniform(values[0].expression)]
         expression_key = (

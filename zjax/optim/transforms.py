@@ -89,12 +89,9 @@ def nesterov(
         DiLoCo, arXiv:2311.08105, algorithm 1; Sutskever et al., 2013.
     """
     momentum = jax.tree.map(lambda m, g: decay * m + g, momentum, grads)
+    # The look-ahead of Nesterov: the new momentum counts once more.
     moved = jax.tree.map(
-        # The look-ahead of Nesterov: the new momentum counts once more.
-        lambda p, m, g: p - learning_rate * (g + decay * m),
-        params,
-        momentum,
-        grads,
+        lambda p, m, g: p - learning_rate * (g + decay * m), params, momentum, grads
     )
     return moved, momentum
 

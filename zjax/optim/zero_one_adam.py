@@ -77,6 +77,7 @@ class Intervals:
         # Beyond 64 doublings any interval is clipped.
         doublings = min((number - 1) // self.local_step_scaler, 64)
         interval = min(self.local_step_clipper, 2**doublings)
+        # The last step exchanges, so that a run ends with shared parameters.
         return step % interval == 0 or step == self.num_steps
 
     def forgets_errors_after(self, step: int) -> bool:
@@ -197,6 +198,7 @@ def zero_one_adam(
 
     def merge(moved: Any, state: Any, params: Any) -> Any:
         moved = where_known(moved, state.nu)
+        # `moved` is the anchor minus the parameters, whereas updates are added.
         downhill = jax.tree.map(jnp.negative, moved)
         updates = decayed(downhill, params, state.rate_sum)
         # Where every replica skipped every step, the momentum is still that of all.
@@ -232,6 +234,7 @@ def zero_one_adam(
 
 def next_steps(grads: Any, opt_state: Any, steps: AdamSteps) -> Any:
     """Returns the steps that one replica would take: the message in `ONE_BIT`."""
+    # The state may sit inside a chain or a partition.
     (state,) = filter(_is_own, jax.tree.leaves(opt_state, is_leaf=_is_own))
     momentum = optax.tree_utils.tree_update_moment(grads, state.mu, steps.b1, 1)
     number = optax.safe_increment(state.steps)

@@ -8,9 +8,6 @@ anchor and to the replicas.
 
 Reference: DiLoCo, arXiv:2311.08105; Streaming DiLoCo, arXiv:2501.18512; MuLoCo,
 arXiv:2505.23725; 0/1 Adam, arXiv:2202.06009.
-
-Reference: DiLoCo, arXiv:2311.08105; Streaming DiLoCo, arXiv:2501.18512; MuLoCo,
-arXiv:2505.23725; 0/1 Adam, arXiv:2202.06009.
 """
 
 import dataclasses
@@ -322,7 +319,7 @@ def make_outer_step(
 def end_of_round(
     averaged: Any, num_skipped: jax.Array, metrics: Metrics, plan: Plan
 ) -> tuple[Any, Any, Any, Metrics]:
-    """Shares the arrays that no fragment holds at the end of a round.
+    """Shares, at the end of a round, all arrays that no fragment holds.
 
     `averaged` has the model state and the parameters that follow totals, arrays [N,
     ...], and `num_skipped` is int32[N]. Returns the means of `averaged`; the means and

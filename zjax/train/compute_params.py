@@ -32,6 +32,7 @@ def join_param(
     """Applies `join_master` to one array."""
     if row.form is Form.PLAIN:
         return x
+    # The high bits are placed like compute parameters; the bits join on master shards.
     return join_bits(pad(place_tree(unpad(high, compute), row), row), x)
 
 

@@ -113,6 +113,7 @@ class Exchange:
             next(rest) if is_one else x
             for x, is_one in zip(leaves, is_sent, strict=True)
         ]
+        # An exact codec leaves the errors of other phases alone.
         return form.unflatten(leaves), new if self.feeds_back else errors
 
     def _mean(

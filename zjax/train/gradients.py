@@ -307,6 +307,7 @@ class LocalGradients:
         """Averages the loss over all devices, weighted by share; adds up totals."""
 
         def over_devices(x: jax.Array) -> jax.Array:
+            # Shares of many devices would lose digits in bfloat16.
             wide = jnp.asarray(x, jnp.float32)
             return self.sum(microbatches.scaled(wide, part))
 

@@ -147,6 +147,8 @@ class Outer(NamedTuple):
 def make_exchange(plan: Plan, config: Config, fragment: Fragment) -> Exchange:
     """Builds the exchange of a fragment, for the shards that a device stores."""
     rows = fragment.rows(jax.tree.leaves(plan.master))
+    # An exchange sends arrays in the placement of gradients: the fragment stands for
+    # these.
     codec = make_codec(_codec_name(config))
     return Exchange(dataclasses.replace(plan, grads=rows), codec)
 

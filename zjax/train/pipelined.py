@@ -162,6 +162,8 @@ class PipelinedGradients:
         inverse = jnp.where(loss.weight > 0, unit / loss.weight, 0)
         grads = jax.tree.map(lambda g: microbatches.scaled(g, inverse), grads)
         grads = self.staged.partition.join(self.staged.unstaged(grads))
+        # `join` makes 0 of the missing gradients of frozen parameters; drop these
+        # again.
         grads = trained(grads, self.local.plan.master)
         # Already reduced in the ticks, or by the transpose of each tick's gathers.
         return grads if self.local.reduces_each else self.local.reduce(grads), loss
@@ -222,7 +224,7 @@ class PipelinedGradients:
 
 
 def check_sizes(staged: StagedModel) -> None:
-    """Raises PlanError where `zjax.settings.layers` refuses a built-in model."""
+    """Raises PlanError for a user's model by the rules of `zjax.settings.layers`."""
     schedule = staged.schedule
     number = sum(slots.num_blocks for slots in staged.slots)
     size, chunks = schedule.num_stages, schedule.num_chunks

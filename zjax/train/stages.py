@@ -146,6 +146,7 @@ class StagedModel:
             scalars = auxiliary._replace(totals={})
             if drops_layers:
                 scalars = scalars._replace(metrics=tallies(scalars.metrics))
+            # Shapes are enough: the block is not run for them.
             sums.append(jax.tree.map(lambda _: jnp.zeros((), jnp.float32), scalars))
         return tuple(sums)
 
@@ -254,6 +255,7 @@ class StagedModel:
         carry, sums, stacks = stream
         block = self.blocks[segment]
         carry, auxiliary = run_block(block, layer, carry, context, given)
+        # Totals are written per block, not added up.
         scalars = auxiliary._replace(totals={})
         added = jax.tree.map(jnp.add, sums[segment], scalars)
         sums = (*sums[:segment], added, *sums[segment + 1 :])
@@ -263,6 +265,7 @@ class StagedModel:
         self, segment: int, params: Params, carry: Any, context: Any, given: BlockInput
     ) -> tuple[Any, Auxiliary]:
         """Runs one block on the tokens of `given`."""
+        # Inside the checkpointed function: gathered parameters are no residuals.
         params = self.gathered(params, self.block_rows[segment])
         of_segment = self.partition.stack.segments[segment]
         block = block_on_tokens(self.partition.stack, of_segment)

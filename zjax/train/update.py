@@ -174,6 +174,7 @@ class Update:
             grads,
             trained(self.plan.master, self.plan.master),
         )
+        # Parameters that follow totals must not count in the norm.
         return jax.tree.map(
             lambda g, t: g if t else jnp.zeros_like(g), grads, self.counted
         )
@@ -219,6 +220,7 @@ class Update:
             ema = keep(new, ema, applies)
         if params != ():
             logical = unpad_tree(master, plan.master)
+            # `master` has old weights in a skipped step: no further select is needed.
             params = pad_tree(compute_params(logical, plan), plan.compute)
         opt_state = pad_tree(opt_state, plan.opt_state)
         return TrainState(
