@@ -56,8 +56,8 @@ def measure_disks(
 ) -> DiskSpeed:
     """Measures writes and reads of arrays, in turn with plain files of equal bytes.
 
-    `paths` are existing directories, one per disk. Arrays below 16 MiB, or not a
-    multiple, give no meaningful numbers.
+    `paths` are existing directories, one per disk. `array_bytes` should be a multiple
+    of 16 MiB, else the numbers say little about a step.
     """
     plan = _make_plan(paths, array_bytes)
     # Arrays and plain files are on the disks at the same time.

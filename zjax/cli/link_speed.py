@@ -37,7 +37,7 @@ _SILENT = ("outer_gradients_", "merge_", "without_errors")
 
 
 def report_links(step: Step, config: Config, batch: Batch) -> str:
-    """Compiles every program of a run that communicates, and tables bytes by link.
+    """Compiles every program of a run that communicates, and reports bytes by link.
 
     Programs of the fragments of local steps share a row, which shows the mean.
     """

@@ -21,7 +21,7 @@ from zjax.train.exchange import Exchange
 from zjax.train.outer_state import make_exchange, make_fragments
 
 ROUND = 40
-"""Steps of a DiLoCo round, unless the run sets another or has no such divisor."""
+"""Longest DiLoCo round, in steps, unless the run sets a length."""
 FRAGMENTS, DELAY = 4, 5
 """Number of fragments, and steps of delay, of Streaming DiLoCo."""
 

@@ -328,7 +328,7 @@ def describe_collectives(
 ) -> str:
     """Compares the collectives of a compiled step with the formulas of the ZeRO stage.
 
-    Programs for CPUs get a note on the difference from further devices.
+    Programs for CPUs get a note on what other devices do differently.
     """
     program = compiled.as_text()
     if program is None:

@@ -113,7 +113,8 @@ def check_command(
 ) -> None:
     """Refuses an unknown or incomplete command, and names the nearest one.
 
-    `words` are all words of the command line; `name` is the first without a match.
+    `words` are all words of the command line; `name` is the command, or the first word
+    if there is none.
 
     Example:
         >>> check_command("trian", ["trian"], {"train": Command(print, "", "")})

@@ -1,4 +1,4 @@
-"""Yields settings that were changed but that this run does not read."""
+"""Finds settings that were changed but that this run does not read."""
 
 import dataclasses
 import functools

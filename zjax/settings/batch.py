@@ -21,10 +21,10 @@ _MAX_LISTED = 40
 
 
 def elastic_batch(settings: schema.Elasticity, num_shards: int) -> tuple[int, int]:
-    """Global batch size for any valid number of shards, and the largest microbatch.
+    """Elastic global batch size, and the largest microbatch size that divides it.
 
-    Every valid number of shards trains with the returned global batch size. Refuses a
-    number of shards that does not divide it.
+    Numbers of shards that divide the batch train with equal batch sizes. Further
+    numbers are refused; with `shards_per_node` they get a separate batch size.
 
     Example:
         >>> sizes = schema.Elasticity(microbatch_sizes=(2, 4, 6), max_batch_size=100)
