@@ -1,4 +1,4 @@
-"""Array functions of general use: attention, positions, token loss."""
+"""Array functions of models: attention, positions, token loss, matmuls, remat."""
 
 from zjax.ops.attention import choose_implementation, dot_product_attention
 from zjax.ops.cross_entropy import TokenLoss, token_loss
