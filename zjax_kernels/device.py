@@ -70,8 +70,6 @@ def why_unsupported(
 ) -> str:
     """Returns why a device cannot run the Hopper kernels, or an empty string.
 
-    `device` is a result of `first_device`, which is also the default.
-
     Example:
         >>> why_unsupported("bfloat16", 64)
         'it needs a Hopper GPU and this is cpu'

@@ -141,11 +141,7 @@ def grouped_activation_backward(
     *,
     activation: str,
 ) -> tuple[Array, Array, Array]:
-    """Differentiates `scale * grouped_matmul(activate(inputs), weights)`.
-
-    Returns the cotangents of `inputs`, the scaled activations, and float32 cotangents
-    of `scale`.
-    """
+    """Returns cotangents of `inputs`, scaled activations, and cotangents of `scale`."""
     product = grouped_matmul(cotangent, weights, sizes, transpose=True)
     run = functools.partial(activate, activation)
     activated, differentiate = jax.vjp(run, inputs)

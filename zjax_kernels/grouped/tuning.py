@@ -27,12 +27,11 @@ class Tuning:
     def width(self, columns: int, num_parts: int = 1) -> int:
         """Returns the columns of a tile of an output with `columns`.
 
-        `num_parts` products, of so many columns each, share the registers of a tile.
-
         Example:
             >>> Tuning().width(1536), Tuning().width(1536, 2), Tuning().width(192)
             (256, 128, 64)
         """
+        # Products of a tile share the registers.
         widest = max(64, self.tile_columns // num_parts)
         sizes = (n for n in (256, 128, 64) if n <= widest)
         return next(n for n in sizes if columns % n == 0)

@@ -87,10 +87,7 @@ def make_chunks(cells: Cells, sizes: Sizes) -> Chunks:
 
 
 def _cluster(cells, sizes):
-    """Orders row units by density, so that dense rows share tiles.
-
-    Returns the place of each unit, and the units of each tile.
-    """
+    """Returns the place of each row unit, dense rows first, and units of each tile."""
     rows = cells.rows // sizes.row_unit
     if sizes.row_unit * sizes.column_unit > 1:
         num_units = cells.num_columns // sizes.column_unit
@@ -200,10 +197,7 @@ def _masks(cells, rows, counts, columns, masked, sizes):
 def deduplicate_masks(
     chunk_lists: Sequence[Chunks],
 ) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """Returns the mask number of each half chunk, int32[chunks, 2], and the masks.
-
-    Half chunks share equal masks; both results are None without any mask.
-    """
+    """Returns mask numbers of half chunks, int32[chunks, 2], and masks; or None."""
     if all(part.masks is None for part in chunk_lists):
         return None, None
     width = next(part.masks.shape[2] for part in chunk_lists if part.masks is not None)

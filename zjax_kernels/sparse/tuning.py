@@ -47,14 +47,12 @@ H200 = {
 def choose_tuning(kernel: str, head_size: int, *, segmented: bool) -> Tuning:
     """Returns the measured tuning of this kind of GPU, or the shipped tuning.
 
-    `kernel` is `forward`, `queries` or `keys`. Segments take shared memory, and have
-    the shipped tuning.
-
     Example:
         >>> choose_tuning("forward", 128, segmented=False).stages
         2
     """
     shipped = H200[kernel][head_size]
+    # Segments take shared memory, and are not tuned.
     if not segmented:
         return MEASURED.get(kernel, head_size) or shipped
     # Segments leave no memory for two tiles of 128 channels.

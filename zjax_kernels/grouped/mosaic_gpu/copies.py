@@ -25,12 +25,9 @@ _MEMORY_BYTES = 192 * 1024
 def copy_rows(
     x: Array, sources: Array, targets: Array, *, interpret: Any = None
 ) -> Array:
-    """Runs `reference.copy_rows` for rows of a multiple of 128 numbers.
-
-    Of `sources` the kernel needs the length alone: `targets` is the inverse.
-    """
+    """Runs `reference.copy_rows` for rows of a multiple of 128 numbers."""
     num_tokens, width = x.shape
-    num_rows = len(sources)
+    num_rows = len(sources)  # `targets` is the inverse of `sources`
     row_bytes = width * x.dtype.itemsize
     batch = min(num_tokens, max(1, _BATCH_BYTES // row_bytes))
     # Two stages at least: one is loaded while the other is stored.

@@ -36,11 +36,7 @@ def grouped_outer(
     tuning: Tuning | None = None,
     interpret: Any = None,
 ) -> Array:
-    """Runs `reference.grouped_outer` for 16-bit arrays, K a multiple of 128, N of 64.
-
-    Rows of `x` next to a group are multiplied as 0, so that a number in `y` that is not
-    finite reaches the neighbouring group.
-    """
+    """Runs `reference.grouped_outer` for 16 bits, K a multiple of 128 and N of 64."""
     tuning = tuning or choose_tuning("outer", len(sizes), x.shape[1], y.shape[1])
     # Copies move whole tiles of 8 rows.
     padding = (0, -len(x) % _ALIGNMENT), (0, 0)
@@ -200,6 +196,7 @@ def _clear_outside(ref, low, high, interpret):
     else:
         rows = lax.broadcasted_iota(jnp.int32, ref.shape, 0)
     is_inside = (rows >= low) & (rows < high)
+    # Of x alone: 0 times a number in y that is not finite reaches another group.
     ref[...] = jnp.where(is_inside, values, 0).astype(ref.dtype)
     plgpu.commit_smem()  # tensor cores must see the writes
 

@@ -137,11 +137,7 @@ class Stages(NamedTuple):
         multiply: Callable[[Any, Array, Array], None],
         num_sums: int = 1,
     ) -> tuple[Array, ...]:
-        """Returns the sums over the steps of a tile, each float32[HALF, width].
-
-        `multiply(sums, step, stage)` starts the products of a step; without steps the
-        sums are 0.
-        """
+        """Sums products of `multiply(sums, step, stage)`, each float32[HALF, width]."""
 
         def accumulate(*totals):
             def add(step, _):

@@ -57,10 +57,9 @@ class Arithmetic:
     def product(
         self, x: Any, y: Any, meanwhile: Callable[[], Any] = lambda: None
     ) -> tuple[jax.Array, Any]:
-        """Returns [m, d] times [n, d] transposed, from shared memory: float32[m, n].
+        """Returns [m, d] times [n, d] transposed, float32[m, n], and `meanwhile()`.
 
-        `meanwhile` runs while the tensor cores do; the second result is from
-        `meanwhile`.
+        The matrices are in shared memory; `meanwhile` runs while the tensor cores do.
         """
         if self.simulated and not _NEWER:
             return _dot(x[...], y[...].T), meanwhile()
