@@ -103,7 +103,7 @@ def write_file(path: str, content: np.ndarray) -> None:
     file = os.open(path, flags, 0o600)
     try:
         _transfer_all(os.pwritev, file, content[:num_direct], 0)
-        # The tail is shorter than a block, which O_DIRECT refuses.
+        # The tail does not fill whole blocks, which O_DIRECT demands.
         _clear_direct_flag(file)
         _transfer_all(os.pwritev, file, np.frombuffer(tail, np.uint8), num_direct)
     finally:

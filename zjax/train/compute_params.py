@@ -82,7 +82,7 @@ def compute_param(x: jax.Array, stored: ArrayPlan, row: ArrayPlan) -> jax.Array:
 
 
 def compute_params_by_layer(model: Model, plan: Plan, master: Params) -> Params:
-    """Applies `compute_params` to one array per layer, for models that loop."""
+    """Applies `compute_params` by layer, for models that take layers apart."""
     layerwise = layerwise_plan(model, plan)
     return compute_params(take_apart(master, layerwise.master), layerwise)
 

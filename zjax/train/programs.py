@@ -87,7 +87,7 @@ def is_local(settings: GradientSettings) -> bool:
     """Whether devices differentiate local rows, and reduce by `shard_map`.
 
     True if `precision.reduce_dtype` asks for float32, or if the communication is then
-    exactly that in the ZeRO paper.
+    exactly as in the ZeRO paper.
     """
     model, plan = settings.model, settings.plan
     if plan.is_offloaded or plan.num_batch_shares == 1:
