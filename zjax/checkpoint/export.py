@@ -52,10 +52,10 @@ def export_safetensors(
 ) -> int:
     """Writes the weights of a checkpoint, frozen and tied arrays included, to one file.
 
-    The file gets its name once complete. Only one process may call this.
+    The file is renamed once complete. Only one process may call this.
 
     Args:
-        store: The checkpoints.
+        store: Checkpoints of a run.
         path: Output file; an existing one is replaced.
         part: Kind of weights: `raw`, `ema` or `schedule_free`; `auto` prefers averaged
             weights.

@@ -40,6 +40,7 @@ def adapted_extra(
         if name.startswith(_CODECS):
             readers[name] = _zeros(entry)
         elif name.startswith(_REPLICAS) and saved and _differs_in_number(saved, entry):
+            # Replicas continue as right after an exchange, where the sum is 0.
             meets = name.endswith(_RATE_SUM)
             first = _first_replica(source, name, entry)
             readers[name] = _zeros(entry) if meets else first

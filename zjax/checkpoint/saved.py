@@ -117,7 +117,7 @@ def without_padding(spans: Spans, plan: ArrayPlan) -> Index | None:
 
 
 def to_storage(x: jax.Array, plan: ArrayPlan) -> Any:
-    """Moves a device array to its storage; waits for host and disk storage."""
+    """Moves a device array to storage; waits for host and disk storage."""
     stored = store(x, plan)
     # Waits, so that staged arrays do not pile up on the device.
     return stored if plan.is_on_device else jax.block_until_ready(stored)

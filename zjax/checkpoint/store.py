@@ -238,7 +238,7 @@ class Store:
         return jax.tree.unflatten(jax.tree.structure(plans), leaves)
 
     def extra(self, step: int | None = None) -> dict[str, Any]:
-        """The `extra` values of a checkpoint, by default of the newest checkpoint."""
+        """Values saved as `extra` with a checkpoint, by default the newest."""
         return self._reader.index(self._reader.resolve(step))["extra"]
 
     def entries(self, step: int | None = None) -> dict[str, Entry]:

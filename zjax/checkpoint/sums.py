@@ -45,13 +45,14 @@ class Task:
         return self._error is not None
 
     def result(self) -> Any:
-        """Waits for the thread; returns the function's result or raises its error."""
+        """Waits for the thread; returns the result or raises the error."""
         self._thread.join()
         if self._error is not None:
             raise self._error
         return self._result
 
     def _run(self) -> None:
+        """Calls the function, and keeps the result or the error."""
         # Drops the reference, so that arrays of the closure are freed with the call.
         call, self._call = self._call, None
         assert call is not None
@@ -255,7 +256,7 @@ def _is_chunk(name: str) -> bool:
 
 
 def _sum_of(root: pathlib.Path, name: str) -> Sum:
-    """Reads a file and computes the checksum; a chunk is compared with its own."""
+    """Reads a file and computes the checksum; compares a chunk with the stored one."""
     path = root / name
     if _is_chunk(name):
         crc = check_file(str(path))

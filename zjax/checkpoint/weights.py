@@ -39,7 +39,7 @@ class TensorFile:
     """Reads slices of an open file; the library has checked the header.
 
     Args:
-        path: A file that the safetensors library can open.
+        path: File that the safetensors library can open.
 
     Raises:
         OSError: The file cannot be opened.

@@ -154,6 +154,7 @@ def _write(
                 )
         with barrier(barrier_name(partial, "commit")):
             if jax.process_index() == 0:
+                # Before checksums: Orbax merges the files of all processes here.
                 handler.finalize(epath.Path(state))
                 _finish(partial, index)
                 commit()

@@ -126,6 +126,7 @@ def _find_start(config: schema.Config) -> pathlib.Path | None:
 def new_folder(path: str) -> Iterator[pathlib.Path]:
     """Yields a folder that is renamed once complete, and removed on errors."""
     target = pathlib.Path(path)
+    # An empty directory may be replaced.
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         problem, remedy = "exists and is not empty", "name a new directory"
         raise CheckpointError(Problem("output", path, problem, remedy))
@@ -264,6 +265,7 @@ def _collect(
     # Cached, so that a stack is read once for all layers.
     found = views.retiled(views.cached(source), 1)
     found = views.restacked(found, list(layouts))
+    # Any floating dtype: `cast_entries` sets the dtypes of the files.
     expected = {n: Entry(layout.shape, "float32") for n, layout in layouts.items()}
     check_same(expected, found.entries, place, cast=expected)
     parts = dict[str, dict[int, _Piece]]()

@@ -195,8 +195,8 @@ _LLAMA_KEYS = {
     "hidden_size": Key("embed_size", int),
     "intermediate_size": Key("mlp_size", int),
     "num_attention_heads": Key("num_heads", int),
-    "num_key_value_heads": Key("num_kv_heads", int, None),
-    "head_dim": Key("head_size", int, None),
+    "num_key_value_heads": Key("num_kv_heads", int, None),  # one per head
+    "head_dim": Key("head_size", int, None),  # embed_size / num_heads
     "vocab_size": Key("vocab_size", int),
     "max_position_embeddings": Key("max_positions", int),
     "rms_norm_eps": Key("norm_eps", float, 1e-6),

@@ -239,6 +239,7 @@ def _places(model: schema.Model) -> Iterator[tuple[str, int]]:
     """Yields, for each layer, the name of the stack and the index in the stack."""
     shapes = segment_shapes(model)
     for segment, shape in enumerate(shapes):
+        # Segments and layers of a block have names only where there are several.
         name = f"blocks.segment{segment}." if shapes[1:] else "blocks."
         for block in range(shape.num_blocks):
             for layer in range(len(shape.slides)):

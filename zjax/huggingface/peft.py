@@ -150,6 +150,7 @@ def _values(
 ) -> Mapping[str, Any]:
     """Content of adapter_config.json."""
     lora = config.lora
+    # PEFT compares the end of a path, so that one name serves all layers.
     modules = {re.sub(r"^.*\.\d+\.", "", matrix.module) for matrix in matrices}
     return {
         "peft_type": "LORA",
@@ -163,7 +164,7 @@ def _values(
         # True for GPT-2, where kernels have inputs first.
         "fan_in_fan_out": not all(m.layout.row.is_transposed for m in matrices),
         "use_dora": lora.form == "dora",
-        "use_rslora": False,
+        "use_rslora": False,  # alpha is divided by the rank
         "bias": "none",
         "inference_mode": True,
     }

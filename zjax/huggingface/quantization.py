@@ -56,6 +56,7 @@ class Fp8:
         *outer, length = factors.shape
         factors = factors.reshape(math.prod(outer), length)
         factors = _spread(factors, 1, index[-1], sizes[-1])
+        # Indices of rows take less memory than repeated factors.
         numbers = np.arange(len(factors)).reshape(outer)  # the factors of each row
         for dim, size in enumerate(sizes[:-1]):
             numbers = _spread(numbers, dim, index[dim], size)
@@ -66,6 +67,7 @@ class Fp8:
         # In chunks: indices into the table take 8 bytes for each code of 1 byte.
         for some in _chunks(*rows.shape):
             plain = _float8_values()[rows[some]]
+            # Into `values`, without a further array of the size of the slice.
             np.multiply(plain, factors[numbers[some]], out=values[some])
         return values.reshape(stored.shape)
 

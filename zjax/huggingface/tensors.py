@@ -169,7 +169,7 @@ _HEAD = (
     Row("head.kernel", "lm_head.weight", "vocab | embed", unless="tied_head"),
 )
 _DENSE_MLP = tuple(dataclasses.replace(row, layers="dense") for row in _MLP)
-"""The feed-forward of layers without experts."""
+"""Feed-forward of layers without experts."""
 LLAMA: tuple[Row, ...] = (
     *(*_EMBEDDING, *_INPUT_NORMS, *_ATTENTION),
     *(*_query_key_norms("head", "head"), *_MLP, *_HEAD),

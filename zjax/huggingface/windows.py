@@ -146,6 +146,7 @@ def _slides(values, windows, num_layers) -> list[bool]:
         first = values.get("max_window_layers", _FIRST_OF_SWITCH)
         return [number >= first for number in numbers]
     period = values.get("sliding_window_pattern", windows.period)
+    # Every n-th layer, counted from 1, has full attention.
     return [bool((number + 1) % period) for number in numbers]
 
 

@@ -1,4 +1,4 @@
-"""The collectives of a compiled program, counted from its HLO text.
+"""Lists the collectives of a compiled program, and counts bytes, from HLO text.
 
 Two units, never mixed. Volume counts elements as the ZeRO paper does: 2 X for an
 all-reduce of X elements, X for every other collective. Wire bytes are the bytes that
@@ -42,7 +42,7 @@ class Collective:
     """Collective instruction, restricted to one dtype.
 
     Args:
-        op: One of `OPS`.
+        op: Opcode, one of `OPS`.
         dtype: HLO name, such as `bf16`.
         elements: Elements of the full buffer: the input of an all-reduce or
             reduce-scatter, else the output; summed over the members of a tuple.

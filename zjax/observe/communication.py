@@ -1,4 +1,4 @@
-"""The communication of a train step by link, beside the volume of the ZeRO stage."""
+"""Communication of a train step by link, beside the volume of the ZeRO stage."""
 
 import collections
 import math

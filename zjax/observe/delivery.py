@@ -38,7 +38,7 @@ class Service(Protocol):
     """Settings to look at if the service cannot be reached."""
 
     def open(self) -> None:
-        """Connects to the service, and starts or continues its run."""
+        """Connects to the service, and starts or continues the run there."""
 
     def send(self, step: int, values: Mapping[str, float]) -> None:
         """Sends the values of one step."""
@@ -66,7 +66,7 @@ class Delivery:
     `<service>_unsent.jsonl`.
 
     Args:
-        services: The services.
+        services: Services, opened in this order.
         directory: Directory of the run.
         last_step: Last step of the run that is continued: unsent rows up to that step
             are sent first. 0 starts a new run.
@@ -98,6 +98,7 @@ class Delivery:
         # A daemon: a call that hangs must not keep the program alive.
         self._thread = threading.Thread(target=self._work, daemon=True)
         self._thread.start()
+        # A run starts without a service that hangs, but not if a service refuses.
         if not self._ready.wait(OPEN_SECONDS):
             self._warn_of_silence()
         with self._changed:
@@ -213,6 +214,7 @@ class Delivery:
         unsent = self._unsent[service.name]
         with self._changed:
             rows = unsent.read()
+        # Without the lock, so that no step waits.
         refused = [row for row in rows if not self._send(_Row(service, *row))]
         with self._changed:
             unsent.replace_first(len(rows), refused)

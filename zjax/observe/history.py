@@ -1,4 +1,4 @@
-"""The run's directory and its metric files; damaged lines are skipped and counted."""
+"""Directory and metric files of a run; damaged lines are skipped and counted."""
 
 import contextlib
 import csv

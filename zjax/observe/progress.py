@@ -133,7 +133,7 @@ class Progress:
         parts = [f"step {step:>{width}}/{self._num_steps}", *describe_values(values)]
         parts.append(self._time_left(step, values))
         line = "  ".join(filter(None, parts))
-        # Brackets in names are no markup of rich.
+        # Brackets in names are no markup of rich; files get lines of any width.
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _time_left(self, step: int, values: Mapping[str, int | float]) -> str:

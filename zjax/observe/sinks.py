@@ -115,7 +115,7 @@ class JsonLines:
     nested lists.
 
     Args:
-        path: The file; a copy is kept if it has damaged lines.
+        path: JSON lines file; a copy is kept if lines are damaged.
         last_step: Lines of later steps are dropped first; 0 drops all.
     """
 
@@ -144,7 +144,7 @@ class Csv:
     """Writes one table; a new label adds a column at the right.
 
     Args:
-        path: The file; a copy is kept if it has damaged rows.
+        path: CSV file; a copy is kept if rows are damaged.
         last_step: Rows of later steps are dropped first; 0 drops all.
     """
 
