@@ -485,6 +485,11 @@ def test_compressed_text_is_read(tmp_path):
             "is compressed in a form not read; decompress it (zstd -d) or leave it out",
         ),
         (
+            "a.tar.gz",
+            gzip.compress(b"a.txt" + b"\0" * 507 + b"text"),
+            "is compressed in a form not read; decompress it (tar -xf) or leave it out",
+        ),
+        (
             "a.parquet.gz",
             b"x",
             "is compressed as a whole, and is read at several places; decompress it",

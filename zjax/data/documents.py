@@ -182,8 +182,9 @@ def _form_of(path: pathlib.Path) -> str:
     """Suffix that says how a file is read, without the suffix of a compression."""
     # Two suffixes: of the form, and of a compression.
     suffixes = [suffix.lower() for suffix in path.suffixes[-2:]] or [""]
-    if suffixes[-1] in _NOT_READ:
-        remedy = f"decompress it ({_NOT_READ[suffixes[-1]]}) or leave it out"
+    # The second to last one, too: a .tar.gz holds headers of an archive, not text.
+    if unread := [suffix for suffix in suffixes if suffix in _NOT_READ]:
+        remedy = f"decompress it ({_NOT_READ[unread[0]]}) or leave it out"
         raise DataError(_problem(path, "is compressed in a form not read", remedy))
     if suffixes[-1] not in _DECOMPRESSORS:
         return suffixes[-1]
