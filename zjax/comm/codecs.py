@@ -126,10 +126,7 @@ def mean_where(x: jax.Array, where: jax.Array) -> jax.Array:
 
 
 def _scaled(x: jax.Array, block: int, largest: float) -> tuple[jax.Array, jax.Array]:
-    """Divides blocks so that the largest magnitude of each becomes `largest`.
-
-    Returns the blocks and one scale a block.
-    """
+    """Scales blocks to a maximum of `largest`; returns blocks and scales."""
     blocks = x.reshape(-1, block)
     magnitudes = _largest_magnitudes(blocks)
     scales = jnp.where(magnitudes < _SMALLEST, 1.0, magnitudes / largest)

@@ -27,10 +27,7 @@ def all_gather(tree: Any, axes: str | Sequence[str]) -> Any:
 
 
 def exchange_chunks(tree: Any, axis: str) -> Any:
-    """Sends the j-th of N chunks of each array to device j, by one collective.
-
-    Returns the received chunks, flat arrays [N, size / N].
-    """
+    """Sends the j-th of N chunks of each array to device j; returns [N, size / N]."""
     parts, form = jax.tree.flatten(tree)
     number = jax.lax.axis_size(axis)
     received = jax.lax.all_to_all(_joined(parts, rows=number), axis, 0, 0)

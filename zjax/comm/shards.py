@@ -83,10 +83,7 @@ def reduce(x: jax.Array, row: ArrayPlan, axes: Sequence[str]) -> jax.Array:
 def gather_in_node(
     shard: jax.Array, row: ArrayPlan, compute: ArrayPlan, axes: Sequence[str]
 ) -> jax.Array:
-    """Gathers a parameter over the axes that shard only the master weights (hpZ).
-
-    The result is the shard of the compute parameter, by the codec of `compute`.
-    """
+    """Gathers a parameter over the axes that shard only the master weights (hpZ)."""
     if row.stored == compute.stored:
         return shard
     across = dataclasses.replace(compute, stored=row.stored, used=compute.stored)
@@ -118,10 +115,7 @@ def gather_params(
 
 
 def mean_over(x: jax.Array, axes: Sequence[str]) -> jax.Array:
-    """Averages floats over devices in float32, and returns the dtype of `x`.
-
-    Arrays of other dtypes get the value of the first device.
-    """
+    """Averages floats over devices in float32; other dtypes take the first device's."""
     if not axes:
         return x
     # Counters and random keys have no mean.
@@ -157,10 +151,7 @@ def _by_share(
 def _by_hand(
     run: Callable[..., Any], spec: PartitionSpec, axes: Sequence[str]
 ) -> Callable[..., Any]:
-    """Maps all further mesh axes by hand.
-
-    XLA for CPUs fails on 16-bit sums that it splits.
-    """
+    """Maps all further axes by hand: XLA for CPUs fails on 16-bit sums it splits."""
     others = _others(axes)
     if not others:
         return run

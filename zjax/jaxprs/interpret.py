@@ -104,6 +104,7 @@ def interpret(
         if call is None:
             results = rule(equation, operands)
         else:
+            # Entered, so that no rule has to know calls.
             results = interpret(call, operands, rule, constant)
         known.update(zip(equation.outvars, results, strict=True))
     return [read(atom) for atom in program.jaxpr.outvars]

@@ -18,6 +18,7 @@ Name = core.Var
 """The variable of one value of a program."""
 
 
+# Compared by identity, as jaxprs of equal programs do not compare equal.
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
     """Equations in topological order, without calls.
@@ -120,7 +121,7 @@ class Program:
         lines: list[str] = []
 
         def text_of(constant: Any) -> str:
-            if np.ndim(constant):
+            if np.ndim(constant):  # only scalars become arguments of a shared program
                 return text_of_constant(constant)
             scalars.append(constant)
             return f"scalar {jnp.result_type(constant)}"
@@ -139,10 +140,7 @@ class Program:
         return "\n".join([str(kinds), *lines, " ".join(outputs)]), scalars
 
     def lift(self, positions: Sequence[int]) -> Callable[..., list[Any]]:
-        """Makes a function of the inputs followed by some scalar literals.
-
-        Positions are ascending positions in the scalars of `normal_form`.
-        """
+        """Makes a function of the inputs and the scalars at ascending `positions`."""
 
         def run(*values: Any) -> list[Any]:
             size = len(self.inputs)

@@ -110,10 +110,7 @@ def _split_batch(x, num_batch_shards):
 
 
 def _quantize(x, dtype, num_scaled):
-    """Rounds to float8, with float32 scales per entry of the first `num_scaled` dims.
-
-    Returns codes and scales.
-    """
+    """Rounds to float8 codes, with float32 scales of the first `num_scaled` dims."""
     largest = jnp.max(jnp.abs(x), axis=tuple(range(num_scaled, x.ndim)))
     largest = jnp.maximum(largest.astype(jnp.float32), _SMALLEST)
     # The nearest power of two, so that `x` is scaled to at most 1.5 times the top.

@@ -222,9 +222,7 @@ class WindowPlans:
 def visible_keys(
     sparse: Sparse, queries: Int[Array, "B L"], keys: Int[Array, "B S"]
 ) -> Bool[Array, "B H L S"]:
-    """Computes token by token which keys each query sees.
-
-    Positions of queries are 0 or more; keys at positions below 0 are hidden.
+    """Computes which keys each query sees; keys at negative positions are hidden.
 
     Example:
         >>> sparse = sparse_of(schema.Model(num_heads=2, num_kv_heads=2))

@@ -43,8 +43,6 @@ def differentiate_in_passes(
 ) -> BlockPasses:
     """Traces a function and the derivative by `params` and `stream`.
 
-    The passes take arrays of the shapes given here.
-
     Example:
         >>> x = jnp.float32(3)
         >>> passes = differentiate_in_passes(lambda w, x, _: w * x * x, x, x, ())
@@ -94,10 +92,7 @@ def differentiate_in_passes(
 def _trace_vjp(
     function: Callable[..., Any], params: Params, stream: Any, nondiff: Any
 ) -> tuple[Program, Any, Any]:
-    """Traces outputs and residuals of a function and the vjp.
-
-    Returns the program, output shapes, and the tree structure of the vjp.
-    """
+    """Traces outputs and residuals; returns the program, shapes and tree of the vjp."""
     pulls: list[Any] = []
 
     def run(params: Params, stream: Any, nondiff: Any) -> Any:

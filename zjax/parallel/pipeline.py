@@ -163,10 +163,7 @@ class Pipeline:
     def differentiate(
         self, params: StackTree, zeros: StackTree, feed: MicrobatchFeed, key: jax.Array
     ) -> tuple[StackTree, Loss]:
-        """Sums the gradients of the objectives of all microbatches.
-
-        Adds to `zeros`; returns the sums and the losses, [microbatches].
-        """
+        """Adds the gradients of all microbatches to `zeros`, and returns the losses."""
         step = _Step(self, params, feed, key)
         state = step.start(zeros)
         # One loop per phase: a tick then runs no kind of pass that all stages idle in.
@@ -182,10 +179,7 @@ class Pipeline:
     def evaluate(
         self, params: StackTree, feed: MicrobatchFeed, key: jax.Array | None
     ) -> Loss:
-        """Computes the losses of all microbatches, [microbatches], without gradients.
-
-        A key of None means evaluation.
-        """
+        """Computes the losses of all microbatches, [microbatches]; no key evaluates."""
         step = _Step(self, params, feed, key)
         busy = (self.schedule.passes["forward"].microbatch != IDLE).any(1)
         # Forward passes fill the first ticks; later ticks run backward passes alone.
@@ -469,10 +463,7 @@ class _Step:
     def through_head(
         self, phase: TickTable, state: _State, last: Any, table: TickTable
     ) -> tuple[_State, Any]:
-        """Adds the gradients of the head; returns the cotangent that enters the stages.
-
-        The cotangent is 0 in a tick without a microbatch.
-        """
+        """Adds the gradients of the head; returns the cotangent of the last stage."""
         params, rows = self.params.head, self.rows.head
 
         def objective(learned, last, number):
@@ -487,6 +478,7 @@ class _Step:
             losses = arrays.write_slot(losses, loss, number)
             return sums.add(head, self.reduce.head(grads)), losses, cotangent
 
+        # The cotangent of a tick without a microbatch.
         zeros = jax.tree.map(jnp.zeros_like, last)
         start = state.grads.head, state.losses, zeros
         head, losses, cotangent = where_due(phase.last, table.last, run, start)

@@ -39,18 +39,12 @@ class SegmentSlots:
         return self.num_blocks == self.size * self.num_chunks
 
     def block(self, chunk: Any, slot: int) -> Any:
-        """Number in the segment of the block in a slot; out of range for an empty slot.
-
-        `chunk`, int32[] or int, counts over all stages.
-        """
+        """Number in the segment of the block in a slot; out of range if it is empty."""
         first = chunk - self.first_chunk if self.first_chunk else chunk
         return first * self.size + slot
 
     def spread(self, x: jax.Array) -> jax.Array:
-        """Puts stacked blocks into slots, [chunks * size, ...].
-
-        There may be zeros behind the blocks of `x`.
-        """
+        """Puts stacked blocks, with zeros behind, into slots, [chunks * size, ...]."""
         before = self.first_chunk * self.size
         return _padded(x, before, self.num_chunks * self.size - before - len(x))
 

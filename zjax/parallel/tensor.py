@@ -222,10 +222,7 @@ def multiply_columns(
 def multiply_rows(
     product: Product, x: Float[Array, "B L *N"], matrix: Matrix
 ) -> Float[Array, "B L M"]:
-    """Multiplies activations, split along the third dim, by a matrix split by rows.
-
-    The first dim of the kernel divides over the tensor axis.
-    """
+    """Multiplies activations, split along the third dim, by a matrix split by rows."""
     split = _Split.of(x)
     return split.sum(product, (split.columns, *_ROWS[: len(matrix)]))(x, *matrix)
 

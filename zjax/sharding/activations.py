@@ -42,9 +42,7 @@ def row_axes(num_rows: int) -> tuple[str, ...]:
 
 
 def first_row(num_rows: int) -> jax.Array | int:
-    """Index in the microbatch of the first local row, int32[].
-
-    Outside `shard_map` all rows are local and the index is 0.
+    """Index in the microbatch of the first local row, int32[]; 0 outside `shard_map`.
 
     Example:
         >>> first_row(8)
@@ -113,9 +111,7 @@ def map_rows(
     batch: Batch,
     entries: Entries,
 ) -> Any:
-    """Maps `of_rows` over arrays of rows, and `of_others` over replicated arrays.
-
-    The first dim of an array of rows is the batch.
+    """Maps `of_rows` over arrays with rows, `of_others` over replicated arrays.
 
     Example:
         >>> import numpy as np

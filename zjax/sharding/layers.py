@@ -148,9 +148,7 @@ def read_layer(params: Params) -> Params:
 
 
 def cut_layers(params: Params, sizes: Sequence[int]) -> list[Params]:
-    """Splits a tree of stacked arrays or `Layers` into ranges of adjacent layers.
-
-    `sizes` are layers per range, and add up to all layers.
+    """Splits stacked arrays or `Layers` into ranges of `sizes` adjacent layers.
 
     Example:
         >>> [x["w"].tolist() for x in cut_layers({"w": jnp.arange(3)}, (1, 2))]

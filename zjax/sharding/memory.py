@@ -55,8 +55,6 @@ def zero_bytes(
 ) -> StageBytes:
     """Computes bytes of model state per device by the closed form of the ZeRO paper.
 
-    `optimizer_bytes` is K of the paper.
-
     Example:
         >>> round(zero_bytes(7.5e9, 64, 2).total / 1e9, 1)
         16.6
@@ -110,11 +108,8 @@ def bytes_by_memory(rows: Any) -> MemoryBytes:
 
 
 def stored_bytes(plan: Plan) -> MemoryBytes:
-    """Bytes per device that a plan stores between steps.
-
-    Compute parameters are stored between steps only under offload.
-    """
-    # Frozen compute parameters are already in `master`.
+    """Bytes per device that a plan stores between steps."""
+    # Only offload stores compute parameters; frozen ones are already in `master`.
     params = trained(plan.compute, plan.master) if plan.is_offloaded else ()
     return bytes_by_memory((plan.master, plan.opt_state, plan.ema, params))
 

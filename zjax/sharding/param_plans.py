@@ -30,10 +30,7 @@ MIN_CODED_ELEMENTS = 2_048
 
 
 def plan_compute(rows: Any, config: Config) -> Any:
-    """Plans the compute parameters of ZeRO-3 by the settings of ZeRO++.
-
-    `rows` are stored as the master weights are.
-    """
+    """Plans the compute parameters of ZeRO-3 by the settings of ZeRO++."""
     zero = config.zero
     coded = plan_codec(rows, "int8") if zero.quantized_weights else rows
     return jax.tree.map(_in_node, coded) if zero.secondary_partition else coded
@@ -45,10 +42,7 @@ def plan_grads(rows: Any, config: Config) -> Any:
 
 
 def check_effect(rows: Any, compute: Any, grads: Any, config: Config) -> None:
-    """Refuses settings of ZeRO++ that change the plan of no array.
-
-    `rows` is the argument of `plan_compute`, and `compute` is the result.
-    """
+    """Refuses settings of ZeRO++ that change the plan of no array in `rows`."""
     pairs = zip(*map(jax.tree.leaves, (rows, compute)), strict=True)
     coded = f"codes nothing: no matrix has shards of {MIN_CODED_ELEMENTS:,} elements"
     whole = "moves nothing: no array is sharded in a dim that the devices divide"
@@ -228,10 +222,7 @@ class ParamPlans:
         *,
         is_by_layer: bool,
     ) -> "ParamPlans":
-        """Finds the model-parallel spec and the ZeRO spec of each parameter.
-
-        `is_by_layer` plans a stack as one array per layer.
-        """
+        """Finds the model-parallel spec and the ZeRO spec of each parameter."""
         logical = names_of_dims(model, params, config.mesh, mesh)
         unsharded, sharded = [], []
         leaves = jax.tree_util.tree_leaves_with_path(params)

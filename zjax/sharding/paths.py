@@ -75,10 +75,7 @@ def owners(keys: Any, params: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def position_finder(params: Any) -> Callable[[Any], int | None]:
-    """Makes a function that finds the parameter of a leaf of optimizer state.
-
-    The function maps the key path of a leaf to the position of the parameter among the
-    leaves of `params`, or to None.
+    """Makes a function from the key path of optimizer state to the parameter's index.
 
     Example:
         >>> position = position_finder({"bias": 0, "kernel": 0})

@@ -27,10 +27,7 @@ class MovedParam(NamedTuple):
 
 
 def moved_params(stack: Stack | None, params: Params) -> dict[str, MovedParam]:
-    """Finds the parameters in `Segment.moves`, by path in the model.
-
-    Leaves of `params` may be None. A move of a parameter that no block has is refused.
-    """
+    """Finds the parameters in `Segment.moves`, by path in the model."""
     if stack is None or not any(segment.moves for segment in stack.segments):
         return {}
     paths = jax.tree_util.tree_map_with_path(
@@ -60,10 +57,7 @@ def moved_params(stack: Stack | None, params: Params) -> dict[str, MovedParam]:
 def move_params(
     params: Params, updated: Params, moved: Mapping[str, MovedParam], totals: Totals
 ) -> Params:
-    """Replaces moved parameters in `updated` by the moves of `params`.
-
-    `params` are parameters before the step, `totals` are over the global batch.
-    """
+    """Replaces moved parameters in `updated` by the moves of old `params`."""
 
     def one(keys: tuple, old: jax.Array, new: jax.Array) -> jax.Array:
         found = moved.get(path_of(keys))

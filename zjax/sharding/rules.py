@@ -29,8 +29,6 @@ a layer."""
 def spec_for(logical: Logical, path: str, mesh: Mesh | AbstractMesh) -> PartitionSpec:
     """Finds the model-parallel spec of an array from the names of dims.
 
-    Axes of size 1 are left out; `path` is for errors.
-
     Example:
         >>> from zjax.settings import schema
         >>> mesh = meshes.abstract_mesh(schema.Mesh(tensor=2), 8)
@@ -99,10 +97,7 @@ def axes_of(spec: PartitionSpec, num_dims: int) -> list[tuple[str, ...]]:
 def reduced_spec(
     spec: PartitionSpec, shape: tuple[int, ...], reduced: tuple[int, ...]
 ) -> PartitionSpec | None:
-    """Finds the spec of an array that keeps dims of size 1 after a reduction.
-
-    `spec` and `shape` belong to the array before the reduction. None if the shape is no
-    reduction.
+    """Finds the spec of an array reduced to dims of size 1; None for other shapes.
 
     Example:
         >>> reduced_spec(PartitionSpec("data", "tensor"), (8, 6), (1, 6))
