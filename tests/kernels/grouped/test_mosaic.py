@@ -105,6 +105,15 @@ def test_rows_need_not_fill_the_last_tile():
     assert_close(found, reference.grouped_outer(x[:rows], y[:rows], sizes))
 
 
+@pytest.mark.parametrize("parts", [(np.nan, 1.0), (1.0, np.nan)])
+def test_numbers_that_are_not_finite_stay_so_where_inputs_are_clamped(parts):
+    """Fails if a kernel replaces NaN by the bound, and a step looks finite."""
+    parts = tuple(map(jnp.float32, parts))
+    assert jnp.isnan(derivatives.activate("clamped_swiglu", parts))
+    value, _ = derivatives.differentiate("clamped_swiglu", parts, jnp.float32(1.0))
+    assert jnp.isnan(value)
+
+
 @pytest.mark.parametrize("activation", ["swiglu", "clamped_swiglu", "gelu", "relu"])
 def test_derivatives_in_registers_are_those_of_jax(activation):
     rng, parts = np.random.default_rng(0), num_parts(activation)

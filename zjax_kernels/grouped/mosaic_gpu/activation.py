@@ -75,7 +75,9 @@ def _clipped(value: Array) -> Array:
 
 
 def _at_most(x: Array, bound: float) -> Array:
-    return jnp.where(x < bound, x, bound)
+    """Returns the smaller of an array and a bound, and NaN where the array is NaN."""
+    # NaN is not above the bound; `x < bound` would replace NaN by the bound.
+    return jnp.where(x > bound, bound, x)
 
 
 def _gelu_share(x: Array) -> Array:
