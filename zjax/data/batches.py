@@ -78,6 +78,19 @@ def wrap_batches(
     numbers. Any other iterable must yield global batches, equal in every process. To
     resume, it is read from the start, and a warning tells if the batches before
     `start_step` differ from the saved run.
+
+    Args:
+        batches: Dataset, list of rows, or iterable of trees of numeric arrays whose
+            first dim is `global_batch_size` (scalars are allowed).
+        config: Config; reads `seed`, `global_batch_size`, and `data` for workers and
+            prefetching.
+        shardings: Sharding of each array of a batch.
+        start_step: Step of the first batch.
+        num_batches: Number of batches; None is as many as there are.
+
+    Raises:
+        DataError: A dataset without rows, or with a column that is not numeric; rows of
+            unequal lengths; a batch of another size, when it is drawn.
     """
     batches = with_columns(batches)
     if isinstance(batches, ColumnDataset):

@@ -173,6 +173,22 @@ def make_loader(
     `segment_ids, positions` (int32[B, L]) if documents are packed. With
     `data.num_workers`, guard the script by `if __name__ == "__main__":`, since each
     worker process imports the script.
+
+    Args:
+        config: Config; reads `data`, `seed`, `global_batch_size` (1 or more), and
+            `kind` and `vocab_size` of `model`.
+        shardings: Sharding of each array of a batch.
+        start_step: Step of the first batch.
+        num_batches: Number of batches; None is endless.
+
+    Returns:
+        Iterator of `tokens, targets` (int32[B, L]) and `weights` (float32[B, L]), with
+        `segment_ids, positions` (int32[B, L]) if documents are packed. For an encoder,
+        targets are the tokens before they were masked.
+
+    Raises:
+        DataError: The data is missing, damaged, too short for one row, or has a larger
+            vocabulary than the model; or no token can hide the tokens of an encoder.
     """
     check_batch_size(config)
     if config.buckets.form != "none":

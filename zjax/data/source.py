@@ -19,6 +19,9 @@ from zjax.settings import schema
 def make_tokenizer(config: schema.Config) -> text.Tokenizer:
     """Makes the tokenizer of the data of a run.
 
+    Raises:
+        DataError: `data.path` is not a directory made by `zjax data prepare`.
+
     Example:
         >>> make_tokenizer(schema.Config()).vocab_size
         257

@@ -54,7 +54,20 @@ class MoE(nn.Module):
         *,
         deterministic: bool | None = None,
     ) -> tuple[Float[Array, "... M"], Float[Array, ""]]:
-        """Transforms each token as `zjax.nnx.MoE` does; returns outputs and loss."""
+        """Transforms each token as `zjax.nnx.MoE` does; returns outputs and loss.
+
+        Args:
+            x: Tokens; the first dim is the batch.
+            counts: False for padding, which no expert computes; None for no padding.
+            deterministic: Value in place of that of the module; None for the same.
+
+        Returns:
+            The outputs, and the weighted sum of balance loss and z-loss, to add to the
+            loss.
+
+        Raises:
+            ConfigError: Settings are out of range, or do not fit each other.
+        """
         mixture = Mixture(
             router=self.router,
             expert_size=self.expert_size,

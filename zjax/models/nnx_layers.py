@@ -102,6 +102,17 @@ class MoE(nnx.Module):
         The first dim of `x` is the batch; `counts` is False for padding, which no
         expert computes. The loss, float32[], is the weighted sum of balance loss and
         z-loss.
+
+        Args:
+            x: Tokens; the first dim is the batch.
+            counts: False for padding, which no expert computes; None for no padding.
+
+        Returns:
+            The outputs, and the weighted sum of balance loss and z-loss, to add to the
+            loss.
+
+        Raises:
+            ConfigError: There is no token, or the arrays do not fit each other.
         """
         key = None if self.rngs is None or self.deterministic else self.rngs()
         return self.mixture.apply(x, self._params(), counts, key, self.dtype)
@@ -163,6 +174,23 @@ class SparseSelfAttention(nnx.Module):
         S] or [B, 1, 1, S]; if it is traced, a number that is neither 0 nor masks under
         `add` makes the row NaN. `attn_mask` is [S, S] and concrete, `rpe` is refused. A
         query that sees no key gets 0.
+
+        Args:
+            query: [B, S, H, D] queries; H is that of the pattern.
+            key: [B, S, K, D] keys; K divides H.
+            value: [B, S, K, D] values.
+            rpe: Relative position bias; refused.
+            key_padding_mask: [B, S] or [B, 1, 1, S] mask of keys. If it is traced, a
+                number that is neither 0 nor masks under `add` makes its row NaN.
+            attn_mask: [S, S] mask of pairs, a concrete array such as NumPy's.
+
+        Returns:
+            [B, S, H, D], 0 where a query sees no key.
+
+        Raises:
+            NotImplementedError: `rpe` is given, or `attn_mask` is traced.
+            ConfigError: A setting, a shape or a mask is unusable, or the sequence is
+                longer than `max_seq_length`.
         """
         return self_attention(
             query,

@@ -163,6 +163,17 @@ def init_state(
     `model.given` supplies existing weights, placed leaf by leaf, else `model.init`
     creates weights, equal on every mesh. `master` are stored parameters on the shards,
     in place of the model's parameters; consumed.
+
+    Args:
+        key: Random key of the initial parameters, which are the same on every mesh.
+        model: Supplies existing weights (`given`), placed leaf by leaf, else `init`.
+        tx: Optax gradient transformation.
+        plan: Places every array.
+        config: Read for `precision` and `optimizer.ema_decay`.
+        master: Stored parameters on their shards, in place of the model's; consumed.
+
+    Returns:
+        The state of step 0.
     """
     on_device = staged_plan(plan)
     places = shardings(state_rows(on_device, config))
