@@ -18,7 +18,7 @@ class NameTable(tuple[tuple[str, str], ...]):
 
 @section
 class DimRule:
-    """Names for the dims of parameters whose path matches; the first match wins."""
+    """Names for the dims of parameters by path; the first rule that matches wins."""
 
     pattern: str = ".*"
     """Regular expression searched in paths like `blocks/attention/query/kernel`."""
@@ -29,7 +29,7 @@ class DimRule:
 
 @section
 class Mesh:
-    """Devices along each mesh axis, slowest link first; -1 takes the remaining ones.
+    """Devices along each mesh axis, slowest link first; -1 takes the remaining devices.
 
     `mesh="auto"` sets pipeline, sequence and tensor to 0: zjax chooses them.
     """
@@ -128,7 +128,7 @@ class Pipeline:
 
 @section
 class LossScale:
-    """Loss scaling for float16 (arXiv:1710.03740); unused by the other dtypes."""
+    """Loss scaling for float16 (arXiv:1710.03740); unused by bfloat16 and float32."""
 
     initial: float = 65_536.0
     """First scale; a power of two."""
@@ -229,7 +229,7 @@ class RangeTest:
 
 @section
 class Optimizer:
-    """The update rule and its schedule."""
+    """The update rule and the learning rate by step."""
 
     name: Literal[
         "adamw",
@@ -314,7 +314,7 @@ class Optimizer:
 
 @section
 class Communication:
-    """What the copies of the model along `mesh.replica` send each other."""
+    """Communication between the copies of the model along `mesh.replica`."""
 
     codec: Literal[
         "none", "bfloat16", "float8", "int8", "int4", "int2", "top_k", "onebit"
@@ -341,7 +341,7 @@ class Communication:
 
 @section
 class RopeScaling:
-    """Slower rotations, for sequences longer than those a model was trained on."""
+    """Slower rotations, for sequences longer than in the training of the model."""
 
     kind: Literal["none", "linear", "dynamic", "yarn", "llama3", "longrope"] = "none"
     """`linear` divides positions by `factor` (arXiv:2306.15595); `dynamic` raises the
@@ -426,8 +426,8 @@ class Latent:
     """Latents of attention: narrow vectors that keys, values and queries come from.
 
     It is the attention of DeepSeek-V2 and -V3 (arXiv:2405.04434, section 2.1). The
-    channels of a head that rotate, `model.rotary_size`, are its last ones, and those of
-    keys are the same in all heads. Off without `key_rank`.
+    last `model.rotary_size` channels of a head rotate, and all heads share the rotating
+    channels of keys. Off without `key_rank`.
     """
 
     key_rank: int = 0
@@ -687,7 +687,7 @@ class Model:
 class Masking:
     """Tokens that an encoder predicts (arXiv:1810.04805), chosen anew in each step.
 
-    Of these, 80 % are hidden, 10 % are replaced by random ones, and 10 % stay.
+    80 % of the predicted tokens are hidden, 10 % become random tokens, and 10 % stay.
     """
 
     fraction: float = 0.15
@@ -751,7 +751,7 @@ class Pacing:
 class SequenceWarmup:
     """Shorter contexts in the first steps (arXiv:2108.06084, arXiv:2503.15450).
 
-    They keep large batches and learning rates stable, and cost less. The learning rate
+    Short contexts keep large batches and learning rates stable, and cost less. The rate
     decays with the tokens that were consumed, not with the steps.
     """
 
@@ -844,8 +844,8 @@ class LayerDrop:
     """Progressive layer drop (arXiv:2010.13369), for decoders.
 
     In step t, from 0, layer l of L trains with the probability 1 - l / L (1 - theta_t),
-    with theta_t = theta + (1 - theta) exp(-gamma t). What it adds to the stream is
-    divided by that. One draw decides for all sequences of a microbatch.
+    with theta_t = theta + (1 - theta) exp(-gamma t). The probability divides the output
+    of a layer that runs. One draw decides for all sequences of a microbatch.
     """
 
     theta: float = 1.0
@@ -929,7 +929,7 @@ class Lora:
 class Distill:
     """Staged distillation from a trained decoder (MoS, arXiv:2201.05596).
 
-    Its divergence from the student is added to the loss until the stage ends.
+    The divergence of teacher and student is added to the loss until the stage ends.
     """
 
     teacher: str = ""
