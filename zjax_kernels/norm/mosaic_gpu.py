@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from zjax_kernels.device import load
 from zjax_kernels.norm.reference import MAX_CHANNELS, THREADS
+from zjax_kernels.warpgroups import load
 
 _NUM_SMS = 132
 """Streaming multiprocessors of an H100 or H200."""

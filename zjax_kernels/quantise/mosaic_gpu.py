@@ -8,8 +8,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from zjax_kernels.device import load
 from zjax_kernels.quantise.reference import BLOCKS_PER_STEP, MAX_INTEGER, MIN_SCALE
+from zjax_kernels.warpgroups import load
 
 _PROGRAMS = 3 * 132
 """Three programs for each of the 132 SMs."""

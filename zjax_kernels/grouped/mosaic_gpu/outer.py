@@ -9,7 +9,6 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from zjax_kernels.device import AXIS, NUM_COMPUTE, load, specialize_warpgroups
 from zjax_kernels.grouped.mosaic_gpu.pipeline import (
     CHUNK,
     DEPTH,
@@ -23,6 +22,7 @@ from zjax_kernels.grouped.mosaic_gpu.pipeline import (
     store_chunk,
 )
 from zjax_kernels.grouped.tuning import Tuning, choose_tuning
+from zjax_kernels.warpgroups import AXIS, NUM_COMPUTE, load, specialize_warpgroups
 
 _ALIGNMENT = 8
 """Rows of a swizzled tile: copies begin at multiples."""

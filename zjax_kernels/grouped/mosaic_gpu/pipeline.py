@@ -14,11 +14,11 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from zjax_kernels import device
+from zjax_kernels import warpgroups
 
 HALF = 64
 """Rows of a tile that a warpgroup computes."""
-TILE_ROWS = device.NUM_COMPUTE * HALF
+TILE_ROWS = warpgroups.NUM_COMPUTE * HALF
 DEPTH = 64
 """Contracted elements of a step: 128 bytes, the width of the swizzle."""
 CHUNK = 64
@@ -39,7 +39,7 @@ def run(
     outputs: Sequence[jax.ShapeDtypeStruct],
     scratch: Any,
     interpret: Any,
-    num_threads: int = device.NUM_COMPUTE + 1,
+    num_threads: int = warpgroups.NUM_COMPUTE + 1,
 ) -> tuple[Array, ...]:
     """Runs `body(input references, output references, scratch)` as a kernel.
 
@@ -61,7 +61,7 @@ def run(
         grid=(_NUM_SMS if interpret is None else _SIMULATED_SMS,),
         grid_names=("program",),
         num_threads=num_threads,
-        thread_name=device.AXIS,
+        thread_name=warpgroups.AXIS,
         scratch_types=leaves,
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane,
@@ -97,7 +97,7 @@ class Stages(NamedTuple):
         """Creates barriers of `count` stages, each filled by `num_copies` copies."""
         return cls(
             ready=plgpu.Barrier(num_arrivals=num_copies, num_barriers=count),
-            free=plgpu.Barrier(num_arrivals=device.NUM_COMPUTE, num_barriers=count),
+            free=plgpu.Barrier(num_arrivals=warpgroups.NUM_COMPUTE, num_barriers=count),
         )
 
     def _stage(self, step: Array) -> Array:
@@ -217,7 +217,7 @@ def store_chunk(
     `tiled` and `copied` are views of the buffers [halves, num_buffers, HALF, CHUNK], as
     registers write and as copies read.
     """
-    place = lax.axis_index(device.AXIS), number % num_buffers
+    place = lax.axis_index(warpgroups.AXIS), number % num_buffers
     # The buffer is free once all copies but the latest `num_buffers - 1` have read.
     plgpu.wait_smem_to_gmem(num_buffers - 1, wait_read_only=True)
     tiled[place] = chunk

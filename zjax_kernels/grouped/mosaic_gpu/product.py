@@ -16,7 +16,6 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from zjax_kernels.device import AXIS, load, specialize_warpgroups
 from zjax_kernels.grouped.mosaic_gpu.pipeline import (
     CHUNK,
     DEPTH,
@@ -32,6 +31,7 @@ from zjax_kernels.grouped.mosaic_gpu.pipeline import (
 )
 from zjax_kernels.grouped.reference import make_tiles
 from zjax_kernels.grouped.tuning import Tuning
+from zjax_kernels.warpgroups import AXIS, load, specialize_warpgroups
 
 _ROWS = plgpu.Layout.WGMMA.reduce(1)
 """Layout of one number per row of a matrix in registers."""

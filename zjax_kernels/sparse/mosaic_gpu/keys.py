@@ -9,7 +9,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from zjax_kernels.device import specialize_warpgroups
 from zjax_kernels.sparse.cells import HALF, TILE
 from zjax_kernels.sparse.mosaic_gpu import arithmetic as logits
 from zjax_kernels.sparse.mosaic_gpu import copies, launch
@@ -18,6 +17,7 @@ from zjax_kernels.sparse.mosaic_gpu.launch import find_work, merge_gradients
 from zjax_kernels.sparse.reference import Options
 from zjax_kernels.sparse.schedule import Schedule
 from zjax_kernels.sparse.tuning import Tuning, choose_tuning
+from zjax_kernels.warpgroups import specialize_warpgroups
 
 
 def backward_keys(

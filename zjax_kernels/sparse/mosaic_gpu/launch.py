@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from zjax_kernels.device import AXIS, NUM_COMPUTE
 from zjax_kernels.sparse.cells import HALF, TILE
 from zjax_kernels.sparse.mosaic_gpu.arithmetic import index
 from zjax_kernels.sparse.schedule import Schedule
 from zjax_kernels.sparse.tuning import Tuning
+from zjax_kernels.warpgroups import AXIS, NUM_COMPUTE
 
 NUM_HALVES = TILE // HALF
 """Warpgroups that compute, each half a tile."""
