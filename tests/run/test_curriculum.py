@@ -41,7 +41,7 @@ class FewRows:
         return self._rows.digest()
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def index(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     opened = source.open_rows
@@ -84,7 +84,7 @@ def test_a_run_draws_easy_rows_and_tells_the_difficulty(tmp_path, index):
 
 
 @pytest.mark.parametrize("stop", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_a_run_that_continues_is_the_run_without_a_stop(tmp_path, stop):
+def test_a_run_that_continues_is_the_run_without_a_stop(tmp_path, index, stop):
     whole = small_run.fit(tmp_path / "a", *DATA, CURRICULUM)
     saved = small_run.make_trainer(tmp_path / "b", *DATA, CURRICULUM)
     with saved.loader as batches:
@@ -99,7 +99,7 @@ def test_a_run_that_continues_is_the_run_without_a_stop(tmp_path, stop):
     assert f"{FIELD}.pacing.num_steps=7 was 6 in the saved run" in str(error.value)
 
 
-def test_given_batches_have_no_curriculum(tmp_path):
+def test_given_batches_have_no_curriculum(tmp_path, index):
     with pytest.raises(ConfigError) as error:
         small_run.make_trainer(tmp_path, *DATA, CURRICULUM, batches=[])
     assert str(error.value) == (

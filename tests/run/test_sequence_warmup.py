@@ -131,10 +131,15 @@ def test_tokens_are_counted_once_the_batch_is_known(tmp_path):
     )
 
 
-def test_longer_sequences_are_compiled_ahead(tmp_path, capsys, monkeypatch, whole):
+def test_longer_sequences_are_compiled_ahead(whole):
     """Each once; fails if a step compiles, or does not find what was compiled."""
     assert "compiled the first step" in whole[2]
     assert "compiles again" not in whole[2]
+
+
+@pytest.mark.slow
+def test_each_length_is_one_program(tmp_path, capsys, monkeypatch):
+    """Fails if the test above looks for the wrong words."""
     monkeypatch.setattr(CompileAhead, "after", lambda *_: None)
     small_run.fit(tmp_path, *WARMUP)
     assert capsys.readouterr().out.count("compiles again") == 2
