@@ -11,6 +11,7 @@ import pytest
 from flax import linen
 
 import zjax
+from tests.support.cases import some_by_hand
 from tests.support.offload import (
     GPT,
     UNDER_BACKWARD,
@@ -31,17 +32,24 @@ from zjax.run import step as steps
 from zjax.run.initialize import make_run
 
 ON_HOST = {"zero": {"parameter_memory": "pinned_host"}}
+CASES = {
+    "state on the host": {},
+    "under the backward pass": UNDER_BACKWARD,
+    "parameters on the host": ON_HOST,
+    "parameters on the host, under the backward pass": ON_HOST | UNDER_BACKWARD,
+}
+BY_HAND = CASES.keys() - {"parameters on the host, under the backward pass"}
+"""What the other case holds among more."""
 
 
 def copy_of(state):
     return jax.tree.map(np.asarray, state)
 
 
-@pytest.mark.parametrize(
-    "changes", [pytest.param({}, marks=pytest.mark.slow), UNDER_BACKWARD, ON_HOST]
-)
-def test_a_batch_that_does_not_suit_the_model_leaves_the_state(changes):
+@pytest.mark.parametrize("name", some_by_hand(CASES, BY_HAND))
+def test_a_batch_that_does_not_suit_the_model_leaves_the_state(name):
     """Fails if arrays are moved, and so consumed, before the batch is looked at."""
+    changes = CASES[name]
     run = start(make_config("pinned_host", **changes))
     before = copy_of(run.state)
     wrong = make_batch(0) | {"targets": np.zeros((16, 3), np.int32)}
@@ -87,17 +95,16 @@ def test_evaluation_uses_averaged_weights():
     np.testing.assert_allclose(*losses, rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "changes", [pytest.param({}, marks=pytest.mark.slow), UNDER_BACKWARD, ON_HOST]
-)
-def test_steps_that_nothing_waits_for(monkeypatch, changes):
+@pytest.mark.parametrize("name", some_by_hand(CASES, BY_HAND))
+def test_steps_that_nothing_waits_for(monkeypatch, name):
     """Fails if a step gives up an array that a program in flight still reads."""
+    changes = CASES[name]
     for module in (steps, programs):
         monkeypatch.setattr(module, "is_simulated", lambda mesh: False)
     found = []
     for memory in ("device", "pinned_host"):
         config = make_config(memory, **(changes if memory != "device" else {}))
-        optimizer = UNDER_BACKWARD["optimizer"] if changes is UNDER_BACKWARD else {}
+        optimizer = changes.get("optimizer", {})
         settings = dataclasses.replace(config.optimizer, **optimizer)
         config = dataclasses.replace(config, optimizer=settings)
         model = make_model(config)

@@ -100,13 +100,14 @@ CASES = {
         "model": LLAMA,
         **UNDER_BACKWARD,
     },
-    "frozen and scaled groups": {
+    "stage 0, frozen and scaled groups": {
+        "stage": 0,
         "optimizer": {
             "groups": (
                 schema.ParamGroup(pattern="^embedding", learning_rate_scale=0.0),
                 schema.ParamGroup(pattern="query/kernel$", learning_rate_scale=3.0),
             )
-        }
+        },
     },
 }
 
@@ -122,6 +123,7 @@ BY_HAND = {
     "no clipping, under the backward pass",
     "parameters on the host",
     "parameters on the host, under the backward pass",
+    "stage 0",
     "stage 1, two microbatches",
     "stage 2",
     "stage 3",
