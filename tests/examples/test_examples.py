@@ -31,7 +31,9 @@ COLAB = "https://colab.research.google.com/github"
         ("your_own_linen_model", "accuracy on new points: "),
         ("your_own_nnx_model", ""),
         ("image_classifier", "accuracy in an unseen typeface: "),
-        ("long_document --model=encoder", "step 2: "),
+        pytest.param(
+            "long_document --model=encoder", "step 2: ", marks=pytest.mark.slow
+        ),
         pytest.param("long_context --length=64", "step 2: ", marks=pytest.mark.slow),
         pytest.param(
             "tensor_and_pipeline --way=pipeline", "step 2: ", marks=pytest.mark.slow

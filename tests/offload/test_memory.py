@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import zjax
+from tests.support.cases import some_by_hand
 from tests.support.offload import (
     GPT,
     UNDER_BACKWARD,
@@ -128,7 +129,7 @@ def test_blocks_are_stored_on_the_host():
     assert memories(state.params["embedding"]) == {"device"}
 
 
-@pytest.mark.parametrize("num_layers", [4, 8])
+@pytest.mark.parametrize("num_layers", some_by_hand([4, 8], [4]))
 def test_a_few_blocks_are_on_the_devices_whatever_the_depth(monkeypatch, num_layers):
     """Fails if blocks stay after their use, or come up without bound."""
     monkeypatch.setattr(units, "AHEAD_BYTES", 0)

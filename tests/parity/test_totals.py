@@ -107,7 +107,9 @@ def assert_as_by_hand(loads, biases):
         np.testing.assert_array_equal(bias, expected_bias)
 
 
-@pytest.mark.parametrize("path", some_by_hand(PATHS, {"one device", "stage 2"}))
+@pytest.mark.parametrize(
+    "path", some_by_hand(PATHS, {"one device", "stage 0", "stage 2"})
+)
 def test_every_path_counts_and_moves_as_by_hand(path):
     """Fails for counts of one device or microbatch, and a bias moved by each of them.
 

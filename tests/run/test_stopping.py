@@ -12,6 +12,7 @@ import time
 import pytest
 
 from tests.support import small_run
+from tests.support.cases import some_by_hand
 from zjax.cli import main
 from zjax.config import describe_config
 from zjax.run.ending import stop_signals
@@ -106,7 +107,9 @@ def test_a_run_may_be_asked_to_stop_without_a_signal():
         assert stopped(1)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", some_by_hand((signal.SIGTERM, signal.SIGINT), {signal.SIGINT})
+)
 def test_a_stopped_program_saves_and_ends_with_the_conventional_status(
     tmp_path, number
 ):
