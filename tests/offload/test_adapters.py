@@ -28,6 +28,9 @@ from zjax.sharding import memory
 from zjax.sharding.layers import put_together
 
 ADAPTERS = schema.Lora(rank=4, alpha=8.0)
+DROPPED = dataclasses.replace(
+    ADAPTERS, dropout=0.25, targets=("/query", "/up"), also_train=("^head",)
+)
 ON_HOST = {"parameter_memory": "pinned_host"}
 QUICK = {"peak_learning_rate": 0.01}
 
@@ -70,17 +73,19 @@ CASES = {
         "stage": 3,
         "num_microbatches": 2,
         "zero": ON_HOST | {"gradient_memory": "pinned_host"},
+        "lora": DROPPED,
     },
     "parameters, under the backward pass": {
         "zero": ON_HOST,
         "optimizer": UNDER_BACKWARD["optimizer"] | QUICK,
         "precision": UNDER_BACKWARD["precision"] | {"compute_dtype": "bfloat16"},
-        "lora": dataclasses.replace(
-            ADAPTERS, dropout=0.25, targets=("/query", "/up"), also_train=("^head",)
-        ),
+        "lora": DROPPED,
     },
     "dora": {"lora": dataclasses.replace(ADAPTERS, form="dora"), "model": LLAMA},
 }
+
+BY_HAND = {"dora", "parameters, under the backward pass"}
+"""What other cases hold among more."""
 
 
 def assert_near(found, wanted, before, part):
@@ -90,7 +95,7 @@ def assert_near(found, wanted, before, part):
     assert np.linalg.norm(found - wanted) <= part * way, (found, wanted)
 
 
-@pytest.mark.parametrize("case", some_by_hand(CASES, {"dora"}))
+@pytest.mark.parametrize("case", some_by_hand(CASES, BY_HAND))
 def test_trajectory_is_that_of_a_run_on_the_device(case):
     """Fails if an adapter gets another gradient, or a frozen weight any."""
     config = config_of(**CASES[case])
@@ -190,7 +195,7 @@ def test_checkpoints_and_texts_are_those_of_the_device(tmp_path):
     batch = make_batch(9)
     wanted = float(run.evaluate(state, batch)["loss"])
     save(tmp_path / "host", state, run)
-    back, _ = restore(tmp_path / "host", start(config))
+    back, _ = restore(tmp_path / "host", run)
     np.testing.assert_allclose(run.evaluate(back, batch)["loss"], wanted, rtol=1e-6)
     there, _ = restore(tmp_path / "host", other)
     np.testing.assert_allclose(other.evaluate(there, batch)["loss"], wanted, rtol=1e-5)

@@ -31,8 +31,11 @@ from tests.support.offload import (
 from zjax.checkpoint import export_safetensors
 from zjax.checkpoint.store import Store
 from zjax.estimate.spill import traffic_of_step
+from zjax.models.build import make_model
+from zjax.optim.build import make_optimizer
 from zjax.settings import schema
 from zjax.sharding import memory
+from zjax.sharding import mesh as meshes
 from zjax.sharding import plan as plans
 from zjax.sharding.placement import Form
 from zjax.sharding.plan import DEVICE, HOST, NVME
@@ -45,7 +48,17 @@ def halves(stage=2, state_memory="pinned_host", **sections):
 
 
 def lower_halves(run):
-    return [row for row in jax.tree.leaves(run.plan.master) if row.form is Form.SPLIT]
+    return halves_of(run.plan)
+
+
+def halves_of(plan):
+    return [row for row in jax.tree.leaves(plan.master) if row.form is Form.SPLIT]
+
+
+def plan_of(config):
+    model = make_model(config)
+    mesh = meshes.make_mesh(config.mesh)
+    return plans.make_plan(config, mesh, model, make_optimizer(config, model))
 
 
 @pytest.fixture
@@ -124,9 +137,10 @@ def test_other_weights_stay_whole():
     """Fails if a half is taken of what is in use in another type."""
     for dtype in ("float32", "float16"):
         other = make_config("pinned_host", precision={"compute_dtype": dtype})
-        assert not lower_halves(start(other))
-    assert not lower_halves(start(halves(precision={"master_dtype": "bfloat16"})))
-    assert not lower_halves(start(halves(state_memory="device")))
+        assert not halves_of(plan_of(other))
+    assert not halves_of(plan_of(halves(precision={"master_dtype": "bfloat16"})))
+    assert not halves_of(plan_of(halves(state_memory="device")))
+    assert halves_of(plan_of(halves())), "nothing to see"
 
 
 CASES = {
@@ -143,7 +157,8 @@ CASES = {
         **BLOCKS_ON_HOST,
         **UNDER_BACKWARD,
     },
-    "tiles on the host, two microbatches": {
+    "tiles on the host, stage 3, two microbatches": {
+        "stage": 3,
         "model": dataclasses.replace(LLAMA, mlp_tiles=3),
         "num_microbatches": 2,
         **BLOCKS_ON_HOST,
@@ -168,6 +183,7 @@ BY_HAND = {
     "delayed",
     "blocks on the host",
     "blocks on the host, delayed",
+    "blocks on the host, stage 3, under the backward pass",
     "disks",
 }
 """What other cases hold among more."""

@@ -55,11 +55,12 @@ CASES = {
     "optimizer, under the backward pass": UNDER_BACKWARD,
     "optimizer, whole on every device": {"stage": 0},
     "parameters too": {"zero": {"parameter_memory": "nvme"}, "model": THREE},
-    "parameters too, stage 3, two microbatches": {
+    "parameters too, stage 3, two microbatches, under the backward pass": {
         "zero": {"parameter_memory": "nvme"},
         "stage": 3,
         "num_microbatches": 2,
         "model": LLAMA,
+        **UNDER_BACKWARD,
     },
     "parameters on the host, gradients too": {
         "zero": {"parameter_memory": "pinned_host", "gradient_memory": "pinned_host"}
@@ -73,6 +74,7 @@ CASES = {
 
 BY_HAND = {
     "optimizer",
+    "optimizer, under the backward pass",
     "optimizer, whole on every device",
     "parameters on the host, gradients too",
     "parameters too",
@@ -134,6 +136,7 @@ def test_steps_take_no_more_of_the_disks_than_the_state(tmp_path, monkeypatch):
     assert 0.8 * asked < max(found) <= asked
 
 
+@pytest.mark.slow
 def test_parameters_on_disks_generate(tmp_path):
     scores = []
     for config in (
@@ -220,7 +223,13 @@ def test_checkpoints_link_what_rests_on_disks(tmp_path):
     )
 
 
-@pytest.mark.parametrize("parts", [1, 6], ids=["all at once", "part by part"])
+@pytest.mark.parametrize(
+    "parts",
+    [
+        pytest.param(1, id="all at once", marks=pytest.mark.slow),
+        pytest.param(6, id="part by part"),
+    ],
+)
 def test_a_step_writes_over_files_but_not_over_checkpoints(tmp_path, parts):
     """Fails if a step makes new files, or if a checkpoint follows later steps."""
     run = start(on_disk(tmp_path / "disks"))
