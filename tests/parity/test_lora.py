@@ -33,6 +33,11 @@ CASES = {
     "stage 2, microbatches": {"zero": ZERO | {"stage": 2}, "num_microbatches": 2},
     "stage 3, microbatches": {"zero": ZERO | {"stage": 3}, "num_microbatches": 2},
     "sequence": {"mesh": {"sequence": 2}, "zero": ZERO | {"stage": 1}},
+    "sequence, stage 3, microbatches": {
+        "mesh": {"sequence": 2},
+        "zero": ZERO | {"stage": 3},
+        "num_microbatches": 2,
+    },
     "tensor": {"mesh": {"tensor": 4}, "zero": ZERO | {"stage": 3}},
     "pipeline, tensor, stage 2": {
         "mesh": {"pipeline": 2, "tensor": 2},
@@ -45,10 +50,23 @@ CASES = {
         "pipeline": {"schedule": "zb_h1", "recompute": False},
         "num_microbatches": 2,
     },
+    "pipeline, weights apart, tensor, stage 2": {
+        "mesh": {"pipeline": 2, "tensor": 2},
+        "model": SHAPE | {"remat": "none"},
+        "pipeline": {"schedule": "zb_h1", "recompute": False},
+        "zero": ZERO | {"stage": 2},
+        "num_microbatches": 2,
+    },
 }
-BY_HAND = {"stage 2, microbatches"}
-"""Held by stage 3 with microbatches, and by stage 2 in a pipeline."""
-LORA_TOO = {"stage 0", "tensor"}
+BY_HAND = {
+    "stage 2, microbatches",
+    "stage 3, microbatches",
+    "sequence",
+    "pipeline, tensor, stage 2",
+    "pipeline, weights apart",
+}
+"""What other cases hold among more."""
+LORA_TOO = {"stage 0"}
 """Cases without magnitudes; in others DoRA holds what LoRA is."""
 
 
