@@ -37,6 +37,7 @@ while True:
 """
 
 
+@pytest.mark.usefixtures("heard")
 def test_the_second_ctrl_c_ends_all_at_once_in_one_line(capfd):
     """Fails if children that do not stop, or wait for each other, are waited for."""
     command = [sys.executable, "-c", INTERRUPT]
