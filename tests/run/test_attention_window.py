@@ -1,5 +1,7 @@
 """A growing attention window in a run: what a token sees, and one program."""
 
+import contextlib
+import io
 import json
 
 import jax
@@ -24,40 +26,48 @@ def assert_equal(some, others):
     jax.tree.map(np.testing.assert_array_equal, some, others)
 
 
-def test_each_step_has_the_window_of_its_number_until_the_plain_model(tmp_path):
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run without a stop, its directory, and what it printed."""
+    directory = tmp_path_factory.mktemp("whole")
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        trainer = small_run.fit(directory, *WINDOW)
+    return trainer, directory, out.getvalue()
+
+
+def test_each_step_has_the_window_of_its_number_until_the_plain_model(tmp_path, whole):
     """Bit for bit; fails for the window of another step, or a mask after the end."""
-    trainer = small_run.fit(tmp_path / "a", *WINDOW)
-    by_hand = small_run.make_trainer(tmp_path / "b")
+    by_hand = small_run.make_trainer(tmp_path)
     run, state = by_hand.run, by_hand.state
     with by_hand.loader as batches:
         for window, batch in zip(WINDOWS, batches, strict=False):
             given = {"schedule": {"attention_window": np.float32(window)}}
             state, _ = run.step(state, batch | (given if window < 16 else {}))
-    assert_equal(small_run.arrays(trainer), jax.tree.map(np.asarray, state.master))
+    assert_equal(small_run.arrays(whole[0]), jax.tree.map(np.asarray, state.master))
 
 
-def test_one_program_runs_all_windows_and_the_metrics_tell_them(tmp_path, capsys):
-    trainer = small_run.fit(tmp_path, *WINDOW)
-    assert "compiles again" not in capsys.readouterr().out
+def test_one_program_runs_all_windows_and_the_metrics_tell_them(whole):
+    trainer, directory, out = whole
+    assert "compiled the first step" in out
+    assert "compiles again" not in out
     assert trainer.run.step.programs["train"]._cache_size() == 1
-    lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    lines = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
     found = [line for line in lines if "loss" in line]
     assert [line["attention_window"] for line in found] == WINDOWS
     assert [line["consumed_tokens"] for line in found] == [*range(256, 2049, 256)]
     assert not any("sequence_length" in line for line in found)
 
 
-def test_a_run_that_continues_is_the_run_without_a_stop(tmp_path):
+def test_a_run_that_continues_is_the_run_without_a_stop(tmp_path, whole):
     """Inside the warm-up; fails if the windows start again."""
-    whole = small_run.fit(tmp_path / "a", *WINDOW)
-    saved = small_run.make_trainer(tmp_path / "b", *WINDOW)
+    saved = small_run.make_trainer(tmp_path, *WINDOW)
     with saved.loader as batches:
         for _ in range(3):
             saved.state, _ = saved.run.step(saved.state, next(batches))
         saved.save()
     saved.close()
-    continued = small_run.fit(tmp_path / "b", *WINDOW)
-    assert_equal(small_run.arrays(whole), small_run.arrays(continued))
+    continued = small_run.fit(tmp_path, *WINDOW)
+    assert_equal(small_run.arrays(whole[0]), small_run.arrays(continued))
 
 
 @pytest.mark.parametrize(
