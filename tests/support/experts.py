@@ -57,10 +57,13 @@ def make_model(router=DROPLESS, num_groups=1, *, separable=True):
         return jnp.mean((x + out - y) ** 2) + 0.01 * balance_loss(routing)
 
     def loss(params, model_state, batch, key):
-        groups = [jnp.split(batch[name], num_groups) for name in ("x", "y")]
-        losses = [loss_of(params, *group) for group in zip(*groups, strict=True)]
-        counts = batch["weight"].sum()
-        return Loss(sum(losses) / num_groups, counts, model_state, {})
+        rows = batch["x"], batch["y"]
+        if num_groups == 1:
+            value = loss_of(params, *rows)
+        else:  # one program for all of them
+            groups = [jnp.stack(jnp.split(x, num_groups)) for x in rows]
+            value = jax.lax.map(lambda group: loss_of(params, *group), groups).mean()
+        return Loss(value, batch["weight"].sum(), model_state, {})
 
     return Model(
         init=lambda key: (init(key), {}),
