@@ -5,9 +5,9 @@ import numpy as np
 from tests.support import small_run
 
 SETTINGS = (
-    "model.num_layers=3",
+    "model.num_layers=2",
     "model.dropout_rate=0",
-    "model.moe.num_experts=(2,4,4)",
+    "model.moe.num_experts=(2,4)",
     "model.moe.balance_scope=sequence",
     "optimizer.schedule=constant",
     "checkpoint.every_steps=0",

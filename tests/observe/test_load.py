@@ -16,7 +16,8 @@ MOE = ("num_layers=2", "moe.num_experts=4", "moe.top_k=2", "moe.bias_rate=0.01")
 def test_a_run_draws_and_prints_the_load_of_its_history(tmp_path, drawn, capsys):
     """Fails if the load of a step, layer or expert is lost or in another place."""
     settings = (f"model.{setting}" for setting in MOE)
-    small_run.fit(tmp_path, "num_steps=3", "observe.plot=True", *settings)
+    told = "num_steps=3", "observe.plot=True"
+    small_run.fit(tmp_path, *told, *settings, num_devices=1)
     rows = [json.loads(line) for line in (tmp_path / HISTORY).read_text().splitlines()]
     loads = np.array([row["load"] for row in rows if "load" in row])
     steps, layers, experts = loads.shape

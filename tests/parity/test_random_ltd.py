@@ -147,9 +147,9 @@ def test_training_equals_one_device(name):
 def test_kept_tokens_stay_on_their_devices():
     """Fails if a subset gathers the stream over the sequence axis."""
     sent = {}
+    _, num_devices, *settings = CASES["layerwise, heads by all-to-all"]
     for form in ("none", "layerwise"):
-        settings = "model.num_layers=3", "mesh.sequence=2", "num_microbatches=1"
-        run, batch = make(form, 2, *settings)
+        run, batch = make(form, num_devices, *settings)
         if form != "none":
             batch = with_dropping(batch, Dropping(num_kept=8))
         text = run.step.compile(batch, "train").as_text()
