@@ -1,10 +1,13 @@
 """What a parent makes of the ends of its children."""
 
+import collections
+import signal
 import sys
 
 import pytest
 
 from zjax import processes
+from zjax.processes.supervise import _Child, _Signals
 
 PROGRAM = "import os, sys; sys.exit(({0}, {1})[int(os.environ['ZJAX_PROCESS_ID'])])"
 
@@ -37,7 +40,6 @@ while True:
 """
 
 
-@pytest.mark.usefixtures("heard")
 def test_the_second_ctrl_c_ends_all_at_once_in_one_line(capfd):
     """Fails if children that do not stop, or wait for each other, are waited for."""
     command = [sys.executable, "-c", INTERRUPT]
@@ -46,6 +48,34 @@ def test_the_second_ctrl_c_ends_all_at_once_in_one_line(capfd):
         "killed by the second Ctrl-C, without a checkpoint of this step; run the same "
         "command again to resume from the last one\n"
     )
+
+
+def test_signals_reach_a_child_that_is_being_started_once():
+    """Fails if a Ctrl-C between the start of a child and the note of it is lost."""
+    sent = []
+    children = []
+    signals = _Signals(children)
+
+    class Process:
+        def __init__(self, name):
+            self.name = name
+
+        def send_signal(self, number):
+            sent.append((self.name, number))
+
+    def child(name):
+        return _Child(0, Process(name), collections.deque(), [])
+
+    signals.add(child("first"))
+    signals.forward(signal.SIGINT, None)  # while the second child is started
+    signals.add(child("second"))
+    signals.forward(signal.SIGINT, None)
+    assert sent == [
+        ("first", signal.SIGINT),
+        ("second", signal.SIGINT),
+        ("first", signal.SIGKILL),
+        ("second", signal.SIGKILL),
+    ]
 
 
 MEMBER = """

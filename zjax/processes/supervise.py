@@ -87,12 +87,12 @@ def supervise(command: Sequence[str], num_processes: int = 0) -> int:
             numbered = [(None, environ)]
         children: list[_Child] = []
         try:
-            with _forward_signals(children) as forwarded:
+            with _forward_signals(children) as signals:
                 for number, variables in numbered:
-                    # Appended one by one, so that a signal, or a failed start, reaches
+                    # Added one by one, so that a signal, or a failed start, reaches
                     # started children.
-                    children.append(_start(command, number, variables))
-                return _watch(children, pathlib.Path(watched), since, forwarded)
+                    signals.add(_start(command, number, variables))
+                return _watch(children, pathlib.Path(watched), since, signals.numbers)
         finally:
             _stop(children)
 
@@ -163,28 +163,51 @@ def _copy(source: Any, sink: Any, label: str, lines: collections.deque) -> None:
                 sink.flush()
 
 
-@contextlib.contextmanager
-def _forward_signals(children: Sequence[_Child]) -> Iterator[list[int]]:
-    """Forwards signals that stop a run to the children, and lists received signals.
+class _Signals:
+    """Signals that stop a run, forwarded to every child once.
 
     The second Ctrl-C kills: children that raise would wait for peers.
     """
-    forwarded: list[int] = []
 
-    def forward(number: int, frame: types.FrameType | None) -> None:
-        forwarded.append(number)
-        is_second = forwarded.count(signal.SIGINT) > 1
-        for child in children:
-            child.process.send_signal(signal.SIGKILL if is_second else number)
+    def __init__(self, children: list[_Child]):
+        self.numbers: list[int] = []
+        self._children, self._reached = children, list[int]()
 
+    def forward(self, number: int, frame: types.FrameType | None) -> None:
+        """Handles a signal of this process."""
+        self.numbers.append(number)
+        self._reached.append(len(self._children))
+        for child in self._children:
+            self._send(child, len(self.numbers))
+
+    def add(self, child: _Child) -> None:
+        """Adds a child, and sends the signals that came while it was started."""
+        index = len(self._children)
+        # Appended first: a signal from now on reaches the child by `forward`.
+        self._children.append(child)
+        for place, reached in enumerate(self._reached, start=1):
+            if reached <= index:
+                self._send(child, place)
+
+    def _send(self, child: _Child, place: int) -> None:
+        """Sends the signal with a number of the order of arrival, from 1 on."""
+        is_second = self.numbers[:place].count(signal.SIGINT) > 1
+        number = signal.SIGKILL if is_second else self.numbers[place - 1]
+        child.process.send_signal(number)
+
+
+@contextlib.contextmanager
+def _forward_signals(children: list[_Child]) -> Iterator[_Signals]:
+    """Forwards signals that stop a run to the children, and restores the handlers."""
+    signals = _Signals(children)
     before = {
-        number: signal.signal(number, forward)
+        number: signal.signal(number, signals.forward)
         for number in _FORWARDED
         # Under nohup SIGHUP is ignored and must stay ignored.
         if signal.getsignal(number) is not signal.SIG_IGN or number != signal.SIGHUP
     }
     try:
-        yield forwarded
+        yield signals
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
