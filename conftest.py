@@ -16,7 +16,6 @@ import importlib
 import itertools
 import os
 import pathlib
-import signal
 
 import jaxlib.version
 import jaxtyping
@@ -125,19 +124,6 @@ def few_programs():
 def only_new_garbage():
     """`gc.collect` skips what exists by now: those of earlier tests take seconds."""
     gc.freeze()
-
-
-@pytest.fixture
-def heard():
-    """`nohup`, or a shell without job control, has programs ignore signals."""
-    defaults = {
-        signal.SIGHUP: signal.SIG_DFL,
-        signal.SIGINT: signal.default_int_handler,
-    }
-    before = {number: signal.signal(number, x) for number, x in defaults.items()}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 @pytest.fixture

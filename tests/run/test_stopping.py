@@ -35,6 +35,19 @@ main.run()
 """
 
 
+@pytest.fixture
+def heard():
+    """`nohup`, or a shell without job control, has programs ignore signals."""
+    defaults = {
+        signal.SIGHUP: signal.SIG_DFL,
+        signal.SIGINT: signal.default_int_handler,
+    }
+    before = {number: signal.signal(number, x) for number, x in defaults.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.mark.usefixtures("heard")
 @pytest.mark.parametrize(
     ("number", "status"), STATUS.items(), ids=[number.name for number in STATUS]

@@ -435,7 +435,7 @@ def record_plan(plan):
         for role in roles
         for keys, row in jax.tree_util.tree_leaves_with_path(getattr(plan, role))
     ]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+    return text_of("\n".join(lines))
 
 
 def work(name, folder, *, restores=False):

@@ -27,6 +27,10 @@ from zjax.settings.describe import describe_config
 
 WARM_UP_STEPS = 2
 TIMED_ROUNDS = 3
+TRIAL_SECONDS = 1_800
+"""Seconds after which a trial has failed."""
+_MAX_REASON = 60
+"""Number of characters of an error that a failure quotes."""
 
 
 def main() -> None:
@@ -46,20 +50,6 @@ def main() -> None:
     config = load_config(paths[0])
     found = measure(config, num_warm_up=WARM_UP_STEPS, num_rounds=TIMED_ROUNDS)
     print(result_line(dataclasses.asdict(found)))
-
-
-if __name__ == "__main__":
-    try:
-        main()
-    except ZjaxError as error:
-        print(f"zjax: {error}")
-        sys.exit(2)
-
-
-TRIAL_SECONDS = 1_800
-"""Seconds after which a trial has failed."""
-_MAX_REASON = 60
-"""Number of characters of an error that a failure quotes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,3 +117,11 @@ class Runner:
         if failure.startswith("exit code") and said:
             failure = said[-1][:_MAX_REASON]
         return outcome.result, failure
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except ZjaxError as error:
+        print(f"zjax: {error}")
+        sys.exit(2)

@@ -161,7 +161,7 @@ class Records:
             remedy = "remove it to begin anew"
             raise BenchError(
                 Problem("records", str(self._path), problem, remedy)
-            ) from (error)
+            ) from error
 
     def append(self, outcome: Outcome) -> None:
         """Appends a trial to the file."""

@@ -169,10 +169,8 @@ def make_loader(
 ) -> Loader:
     """Makes the loader of the training data that `config` names.
 
-    Batches have `tokens, targets` (int32[B, L]) and `weights` (float32[B, L]), and
-    `segment_ids, positions` (int32[B, L]) if documents are packed. With
-    `data.num_workers`, guard the script by `if __name__ == "__main__":`, since each
-    worker process imports the script.
+    With `data.num_workers`, guard the script by `if __name__ == "__main__":`, since
+    each worker process imports the script.
 
     Args:
         config: Config; reads `data`, `seed`, `global_batch_size` (1 or more), and

@@ -170,7 +170,7 @@ def _columns(rows: dict[str, tuple[Any, ...]]) -> tuple[Any, ...]:
     return tuple(dict(zip(rows, column, strict=True)) for column in values)
 
 
-def make_submodel(init: Any, apply: Callable[..., Any]) -> Submodel:
+def submodel_of_functions(init: Any, apply: Callable[..., Any]) -> Submodel:
     """Makes a submodel of `init(key)`, or parameters, and `apply(params, ...)`.
 
     The loss function calls `partial(apply, params)`, in training and in evaluation.

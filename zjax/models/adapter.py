@@ -13,7 +13,6 @@ from flax import nnx as flax_nnx
 from zjax.data.entries import entries_of
 from zjax.errors import ModelError, Problem
 from zjax.flax_models import linen, nnx
-from zjax.flax_models import submodel as plain
 from zjax.flax_models.contract import (
     call_loss,
     check_model_state,
@@ -22,7 +21,13 @@ from zjax.flax_models.contract import (
     without_weak_types,
 )
 from zjax.flax_models.inputs import with_cast
-from zjax.flax_models.submodel import Started, Submodel, combine, names_only
+from zjax.flax_models.submodel import (
+    Started,
+    Submodel,
+    combine,
+    names_only,
+    submodel_of_functions,
+)
 from zjax.jaxprs.versions import dtype_promotion
 from zjax.models import lora
 from zjax.ops.keys import fold_name, loss_key
@@ -204,7 +209,7 @@ def _make_submodel(
         return nnx.make_submodel(model, field, change)
     init, apply = _init_and_apply(model)
     if init is not None and callable(apply):
-        return plain.make_submodel(init, apply)
+        return submodel_of_functions(init, apply)
     if callable(model):
         return nnx.make_submodel(model, field, change)
     text, remedy = "is not a model", f"use {KINDS}"

@@ -99,17 +99,12 @@ class MoE(nnx.Module):
     ) -> tuple[Float[Array, "... M"], Float[Array, ""]]:
         """Transforms each token; returns outputs, and a loss to add to the model's.
 
-        The first dim of `x` is the batch; `counts` is False for padding, which no
-        expert computes. The loss, float32[], is the weighted sum of balance loss and
-        z-loss.
-
         Args:
             x: Tokens; the first dim is the batch.
             counts: False for padding, which no expert computes; None for no padding.
 
         Returns:
-            The outputs, and the weighted sum of balance loss and z-loss, to add to the
-            loss.
+            The outputs, and the weighted sum of balance loss and z-loss, float32[].
 
         Raises:
             ConfigError: There is no token, or the arrays do not fit each other.
@@ -169,11 +164,6 @@ class SparseSelfAttention(nnx.Module):
         attn_mask: ArrayLike | None = None,
     ) -> Float[Array, "B S H D"]:
         """Computes softmax(q k / sqrt(D)) v over the keys in live blocks.
-
-        H is the pattern's number of heads, and K divides H. `key_padding_mask` is [B,
-        S] or [B, 1, 1, S]; if it is traced, a number that is neither 0 nor masks under
-        `add` makes the row NaN. `attn_mask` is [S, S] and concrete, `rpe` is refused. A
-        query that sees no key gets 0.
 
         Args:
             query: [B, S, H, D] queries; H is that of the pattern.
