@@ -32,7 +32,7 @@ MEMORIES = {"pinned_host", "nvme"}
 MEMORY_MODULES = {
     "zjax.checkpoint.arrays",
     "zjax.cli.main",
-    "zjax.cli.tune_space",
+    "zjax.estimate.candidates",
     "zjax.estimate.spill",
     "zjax.estimate.tables",
     "zjax.offload.blockwise",

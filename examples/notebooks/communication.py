@@ -46,8 +46,8 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 import zjax
-from zjax.cli.link_speed import parse_speed, report_link
-from zjax.cli.methods import sent_per_step
+from zjax.estimate.link_speed import parse_speed, report_link
+from zjax.estimate.methods import sent_per_step
 
 # Four simulated devices on the CPU; on a machine with GPUs these are used instead.
 jax.config.update("jax_num_cpu_devices", 4)

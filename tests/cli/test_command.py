@@ -15,10 +15,12 @@ from zjax.cli import tune as command
 from zjax.cli.tune import tune
 from zjax.cli.tune_machine import Facts, Runner
 from zjax.cli.tune_search import OUT_OF_MEMORY
-from zjax.cli.tune_space import given_candidate
 from zjax.config import load_config
+from zjax.config.gin import from_gin
 from zjax.errors import BenchError, ConfigError, PlanError
+from zjax.estimate.candidates import given_candidate
 from zjax.processes.programs import Outcome, find_result
+from zjax.settings.describe import describe_config
 
 TINY = ("model.num_layers=1", "model.embed_size=32", "model.num_heads=1")
 TINY += ("model.max_length=32", "model.vocab_size=64", "data.source=synthetic")
@@ -36,7 +38,8 @@ class Fake:
     def facts(self):
         return self._facts
 
-    def measure(self, config):
+    def measure(self, settings):
+        config = from_gin(bindings=[settings])
         self.tried.append(config)
         if self._fails or config.microbatch_size > 4:
             return {}, OUT_OF_MEMORY
@@ -95,7 +98,7 @@ def test_trials_of_other_settings_or_machines_do_not_count(config):
 
 def test_a_trial_that_was_cut_off_is_tried_again(config):
     class CutOff(Fake):
-        def measure(self, config):
+        def measure(self, settings):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -228,7 +231,8 @@ def test_what_a_trial_gives(printed, code, expected, config, tmp_path, monkeypat
         return Outcome(*find_result(text, code), text)
 
     monkeypatch.setattr(tune_machine, "run_program", run_program)
-    found = Runner(tmp_path / "tune.log", simulated_devices=2).measure(config)
+    runner = Runner(tmp_path / "tune.log", simulated_devices=2)
+    found = runner.measure(describe_config(config))
     assert found == (expected if isinstance(expected, tuple) else ({}, expected))
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 
 from zjax.cli.tune_search import OUT_OF_MEMORY, Outcome, fastest, next_candidate
-from zjax.cli.tune_space import Candidate
+from zjax.estimate.candidates import Candidate
 
 SIZES = (1, 2, 4, 8, 16)
 REMATS = ("none", "elementwise", "full")

@@ -3,11 +3,11 @@
 import pytest
 
 from tests.support import small_run
-from zjax.cli.plan_report import report_plan
 from zjax.estimate import trial
 from zjax.models import build
 from zjax.run import fit, host
 from zjax.run.host import limit_pinned_pool
+from zjax.run.plan_report import report_plan
 from zjax.sharding import plan as plans
 
 

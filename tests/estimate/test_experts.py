@@ -7,13 +7,13 @@ import re
 import pytest
 
 from tests.support import tensor
-from zjax.cli.plan_report import report_plan
 from zjax.estimate.activations import (
     activation_bytes,
     describe_exchanges,
     layer_exchanges,
 )
 from zjax.observe.collectives import list_collectives, mesh_axes
+from zjax.run.plan_report import report_plan
 from zjax.settings import schema
 from zjax.settings.axes import axis_sizes
 from zjax.settings.batch import resolve_batch

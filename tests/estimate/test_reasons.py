@@ -4,9 +4,9 @@ import pytest
 
 from tests.support import small_run
 from tests.support.proposals import config_of, machine_of
-from zjax.cli.plan_report import report_plan
 from zjax.errors import ConfigError
 from zjax.estimate.mesh import describe_proposal, propose_mesh
+from zjax.run.plan_report import report_plan
 
 ONE = {"zero.stage": 1}
 TABLE = """\

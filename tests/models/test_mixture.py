@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 from tests.reference import mixture as reference
 from tests.support import language
 from tests.support.cases import some_by_hand
-from zjax.cli.plan_report import report_plan
 from zjax.errors import ConfigError
 from zjax.models import mixture
 from zjax.models.build import make_model
@@ -22,6 +21,7 @@ from zjax.models.embedding import trained_tokens
 from zjax.models.generate import generate
 from zjax.models.mixture import MixtureOfExperts
 from zjax.models.segments import layers_of, segments_of
+from zjax.run.plan_report import report_plan
 from zjax.settings import schema
 from zjax.settings.mixture import describe_future
 from zjax.sharding.mesh import make_mesh

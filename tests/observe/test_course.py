@@ -4,11 +4,11 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from zjax.cli.plan_report import report_plan
 from zjax.config import load_config
 from zjax.data.curriculum import Curriculum
 from zjax.data.metric_index import write_index
 from zjax.observe.course import describe_course, make_course
+from zjax.run.plan_report import report_plan
 
 SETTINGS = {
     "num_steps": 1_000,

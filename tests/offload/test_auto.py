@@ -26,10 +26,10 @@ from tests.support.offload import (
     start,
     train,
 )
-from zjax.cli.plan_report import report_plan
 from zjax.errors import ConfigError, PlanError
 from zjax.processes import host
 from zjax.run import fit
+from zjax.run.plan_report import report_plan
 from zjax.sharding import memory
 from zjax.sharding import plan as plans
 from zjax.sharding.plan import DEVICE, HOST, NVME

@@ -7,9 +7,9 @@ import jax
 import pytest
 
 from tests.support.offload import GPT, UNDER_BACKWARD, make_batch, make_config, start
-from zjax.cli.plan_report import describe_peak
 from zjax.offload import train as offload
 from zjax.offload import units
+from zjax.run.plan_report import describe_peak
 from zjax.sharding import plan as plans
 
 SHARE = 8

@@ -5,9 +5,9 @@ import pytest
 
 import zjax
 from zjax.cli.bench import measure
-from zjax.cli.plan_report import report_plan
 from zjax.config import check_config, gin, load_config
 from zjax.errors import ConfigError
+from zjax.run.plan_report import report_plan
 from zjax.schedule.lengths import steps_of
 from zjax.settings import convert, describe, schema
 

@@ -27,7 +27,7 @@ from zjax.run.host import limit_pinned_pool
 from zjax.run.initialize import Run, make_run
 from zjax.schedule.learning_rate import make_schedule
 from zjax.settings.batch import resolve_batch
-from zjax.settings.schema import Config
+from zjax.settings.schema import Config, Model
 from zjax.sharding.describe import format_bytes, render_table
 from zjax.sharding.memory import num_params, stored_bytes
 from zjax.sharding.placement import array_bytes
@@ -179,7 +179,16 @@ def measure(
     devices = jax.devices() if devices is None else devices
     config = choose_mesh(config, devices)
     check_config(config, len(devices))
-    config = _shorten(config, num_warm_up + num_rounds * STEPS_PER_ROUND)
+    num_steps = num_warm_up + num_rounds * STEPS_PER_ROUND
+    # The compute of a step is that of the run.
+    config = dataclasses.replace(
+        config,
+        num_steps=num_steps,
+        optimizer=dataclasses.replace(
+            config.optimizer, schedule="constant", num_warmup_steps=num_steps
+        ),
+        data=dataclasses.replace(config.data, source="synthetic"),
+    )
     model = make_model(config)
     tx = make_optimizer(config, model)
     schedule = make_schedule(config)
@@ -191,11 +200,20 @@ def measure(
     with explain_out_of_memory(config, run.plan, user_model=False):
         seconds, losses, state = _take_steps(run, batch, num_warm_up, num_rounds)
     check_losses(losses)
+    kind, dtype = devices[0].device_kind, config.precision.compute_dtype
+    configured_peak = config.observe.peak_tflops * 1e12
     return Measurement(
         name=name,
-        device=devices[0].device_kind,
+        device=kind,
         num_devices=len(devices),
-        **_speed(config, devices, batch["tokens"].size, seconds),
+        **_speed(
+            seconds,
+            batch["tokens"].size / len(devices),
+            config.model,
+            config.data.length,
+            per_weight=flops_per_weight(config),
+            peak=configured_peak or flops.peak_flops(kind, dtype),
+        ),
         peak_bytes=peak_bytes(run.mesh.local_devices),
         predicted_peak_bytes=peak.total if peak else None,
         state_bytes=state_bytes(state, run.mesh.local_devices[0]),
@@ -258,20 +276,6 @@ def check_losses(losses: Sequence[float]) -> None:
     raise BenchError(Problem("loss", losses[-1], problem, remedy))
 
 
-def _shorten(config: Config, num_steps: int) -> Config:
-    """Config of `num_steps` steps on synthetic tokens, with a constant schedule.
-
-    The compute per step is unchanged.
-    """
-    optimizer = dataclasses.replace(
-        config.optimizer, schedule="constant", num_warmup_steps=num_steps
-    )
-    data = dataclasses.replace(config.data, source="synthetic")
-    return dataclasses.replace(
-        config, num_steps=num_steps, optimizer=optimizer, data=data
-    )
-
-
 def _place_batch(run: Run) -> Batch:
     """Places one global batch on the devices."""
     rows, shardings = open_rows(run.config, "train"), run.plan.batch_sharding
@@ -309,24 +313,27 @@ def steps_per_round(step_seconds: float) -> int:
 
 
 def _speed(
-    config: Config, devices: Sequence[Device], num_tokens: int, seconds: list[float]
+    seconds: list[float],
+    num_tokens: float,
+    model: Model,
+    length: int,
+    *,
+    per_weight: float,
+    peak: float | None,
 ) -> dict[str, Any]:
-    """Fields of a `Measurement` that follow from the seconds per step of each round."""
-    speed = Spread.of([num_tokens / len(devices) / each for each in seconds])
-    dtype = config.precision.compute_dtype
-    configured_peak = config.observe.peak_tflops * 1e12
-    peak = configured_peak or flops.peak_flops(devices[0].device_kind, dtype)
+    """Fields of a `Measurement` that follow from the seconds per step of each round.
+
+    A device takes `num_tokens` in a step, and computes `peak` FLOP/s at most.
+    """
+    speed = Spread.of([num_tokens / each for each in seconds])
 
     def share(causal_attention: flops.CausalAttention) -> float | None:
         work = flops.flops_per_token(
-            config.model,
-            config.data.length,
-            causal_attention=causal_attention,
-            per_weight=flops_per_weight(config),
+            model, length, causal_attention=causal_attention, per_weight=per_weight
         )
         return speed.median * work / peak if peak else None
 
-    work = flops_per_weight(config) * flops.matmul_params(config.model)
+    work = per_weight * flops.matmul_params(model)
     return {
         "tokens_per_second_per_device": speed,
         "step_seconds": Spread.of(seconds),

@@ -16,7 +16,6 @@ from zjax import data, processes
 from zjax.cli import commands, data_commands
 from zjax.cli.bench import describe_measurement, measure
 from zjax.cli.disks import describe_disks, measure_disks
-from zjax.cli.plan_report import PAPER_DEVICES, report_plan
 from zjax.cli.tune import MAX_TRIALS, tune
 from zjax.cli.usage import (
     HELP_WORDS,
@@ -40,6 +39,7 @@ from zjax.processes.programs import result_line
 from zjax.run.compiler import simulation, use_program_cache
 from zjax.run.ending import exit_on_signals
 from zjax.run.host import limit_pinned_pool
+from zjax.run.plan_report import PAPER_DEVICES, report_plan
 from zjax.run.trainer import Trainer
 from zjax.settings.describe import describe_settings
 from zjax.settings.schema import Config

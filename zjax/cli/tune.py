@@ -12,14 +12,14 @@ from rich.progress import Progress as Bar
 
 from zjax.cli.tune_machine import Facts, Runner
 from zjax.cli.tune_search import Outcome, Predictions, Records, fastest, next_candidate
-from zjax.cli.tune_space import (
+from zjax.errors import ConfigError, PlanError, Problem
+from zjax.estimate.candidates import (
     Candidate,
     Predictor,
     candidates,
     given_candidate,
     with_batch,
 )
-from zjax.errors import ConfigError, PlanError, Problem
 from zjax.files import local_path
 from zjax.observe.history import check_directory
 from zjax.schedule.lengths import uncounted_problems
@@ -38,8 +38,8 @@ class Trials(Protocol):
         """Describes the devices."""
         ...
 
-    def measure(self, config: schema.Config) -> tuple[dict[str, Any], str]:
-        """Measures a few steps; returns the measurement, or the failure."""
+    def measure(self, settings: str) -> tuple[dict[str, Any], str]:
+        """Measures a few steps of a Gin config; returns the result, or the failure."""
         ...
 
 
@@ -61,7 +61,10 @@ def tune(
     """
     folder = pathlib.Path(local_path("directory", config.directory))
     path = pathlib.Path(local_path("output", output or folder / "tuned.gin"))
-    _check(config, path)
+    problems = [*uncounted_problems(config, 1), *_output_problems(path)]
+    problems += _process_problems(config.processes.coordinator)
+    if problems:
+        raise ConfigError(*problems)
     check_directory(str(folder))
     jax.config.update("jax_platforms", "cpu")  # the trials' processes need the GPUs
     runner = runner or Runner(folder / "tune.log", simulated_devices)
@@ -69,7 +72,8 @@ def tune(
     machine = facts.machine(device_gb)
     given, config = given_candidate(config, machine), with_batch(config, machine)
     predictor = Predictor(config, machine, facts.kind)
-    records = Records(folder / "tune.jsonl", config, facts)
+    given_lines = describe_config(config)
+    records = Records(folder / "tune.jsonl", given_lines, facts)
     outcomes = records.read()
     ranked = sorted(candidates(config, machine), key=predictor.seconds)
     with _Progress(num_trials, len(outcomes)) as progress:
@@ -79,7 +83,8 @@ def tune(
                 break
             progress.begin(describe_candidate(candidate))
             predicted = predictor.num_bytes(candidate)
-            found, failure = runner.measure(candidate.apply(config))
+            settings = describe_config(candidate.apply(config))
+            found, failure = runner.measure(settings)
             outcomes.append(_outcome(candidate, predicted, found, failure))
             # Saved after each trial: a killed command loses no finished trial.
             records.append(outcomes[-1])
@@ -87,12 +92,13 @@ def tune(
     best = fastest(outcomes)
     if best is None:
         raise PlanError(_no_settings(outcomes, ranked, predictor, device_gb))
-    path.write_text(describe_config(best.candidate.apply(config)))
+    fastest_lines = describe_config(best.candidate.apply(config))
+    path.write_text(fastest_lines)
     return "\n".join(
         [
             describe_outcomes(outcomes, given),
             "",
-            *_changes(config, best.candidate),
+            *_changes(given_lines, fastest_lines),
             f"wrote {path}",
             f"next: zjax train --config={shlex.quote(str(path))}",
         ]
@@ -154,17 +160,18 @@ def _describe_mesh(candidate: Candidate) -> str:
     return ", ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
 
 
-def _check(config: schema.Config, path: pathlib.Path) -> None:
-    """Refuses settings and outputs that no trial could use."""
-    problems = list(uncounted_problems(config, 1))
+def _output_problems(path: pathlib.Path) -> Iterator[Problem]:
+    """Yields a problem for an output that is not a Gin file."""
     if path.suffix != ".gin":
         problem, remedy = "is not a Gin file", "use a name that ends in .gin"
-        problems += [Problem("--output", str(path), problem, remedy)]
-    if (coordinator := config.processes.coordinator) not in ("auto", "none"):
+        yield Problem("--output", str(path), problem, remedy)
+
+
+def _process_problems(coordinator: str) -> Iterator[Problem]:
+    """Yields a problem for processes of other machines, which no trial could use."""
+    if coordinator not in ("auto", "none"):
         problem, remedy = "joins other machines, and trials are of one", "use none"
-        problems += [Problem("processes.coordinator", coordinator, problem, remedy)]
-    if problems:
-        raise ConfigError(*problems)
+        yield Problem("processes.coordinator", coordinator, problem, remedy)
 
 
 def _outcome(
@@ -177,20 +184,19 @@ def _outcome(
     return Outcome(candidate, predicted, speed, found["peak_bytes"] or 0)
 
 
-def _changes(config: schema.Config, candidate: Candidate) -> Iterator[str]:
-    """Yields settings that differ from the given ones, as flags."""
-    before, after = _lines(config), _lines(candidate.apply(config))
-    for line in after:
+def _changes(given: str, chosen: str) -> Iterator[str]:
+    """Yields settings of a chosen Gin config that differ from a given one, as flags."""
+    before = _lines(given)
+    for line in _lines(chosen):
         name, _, value = line.partition(" = ")
         if line not in before:
             # chr(39) is a single quote: Python 3.11 allows no backslash in an f-string.
             yield f"  --{name}={value.strip(chr(39))}"
 
 
-def _lines(config: schema.Config) -> list[str]:
-    """Lines of a config without comments."""
-    lines = describe_config(config).splitlines()
-    return [line.partition("  #")[0] for line in lines]
+def _lines(settings: str) -> list[str]:
+    """Lines of a Gin config without comments."""
+    return [line.partition("  #")[0] for line in settings.splitlines()]
 
 
 def _no_settings(

@@ -22,8 +22,6 @@ from zjax.estimate.trial import Machine
 from zjax.processes.programs import result_line, run_program
 from zjax.processes.start import die_with_parent
 from zjax.run.compiler import simulation
-from zjax.settings import schema
-from zjax.settings.describe import describe_config
 
 WARM_UP_STEPS = 2
 TIMED_ROUNDS = 3
@@ -93,11 +91,11 @@ class Runner:
             raise BenchError(Problem("devices", "jax.devices()", problem, remedy))
         return Facts(**found)
 
-    def measure(self, config: schema.Config) -> tuple[dict[str, Any], str]:
-        """Measures a few steps; returns the measurement, or the failure."""
+    def measure(self, settings: str) -> tuple[dict[str, Any], str]:
+        """Measures a few steps of a Gin config; returns the result, or the failure."""
         with tempfile.TemporaryDirectory() as folder:
             path = pathlib.Path(folder) / "trial.gin"
-            path.write_text(describe_config(config))
+            path.write_text(settings)
             return self._run(str(path))
 
     def _run(self, *words: str) -> tuple[dict[str, Any], str]:

@@ -9,11 +9,9 @@ from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 from zjax.cli.tune_machine import Facts
-from zjax.cli.tune_space import Candidate
 from zjax.errors import BenchError, Problem
+from zjax.estimate.candidates import Candidate
 from zjax.files import append_line, parse_json, read_lines
-from zjax.settings import schema
-from zjax.settings.describe import describe_config
 
 OUT_OF_MEMORY = "out of memory"
 _PLAUSIBLE = 1.15
@@ -141,12 +139,12 @@ class Records:
 
     Args:
         path: File of JSON lines, which may also hold trials of further runs.
-        config: Settings of the run, from `with_batch`.
+        settings: Gin config of the run, from `with_batch`.
         facts: Facts about the devices.
     """
 
-    def __init__(self, path: pathlib.Path, config: schema.Config, facts: Facts):
-        text = f"{describe_config(config)}{facts.kind} x {facts.num_devices}"
+    def __init__(self, path: pathlib.Path, settings: str, facts: Facts):
+        text = f"{settings}{facts.kind} x {facts.num_devices}"
         self._path, self._key = path, hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def read(self) -> list[Outcome]:

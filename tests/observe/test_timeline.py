@@ -3,10 +3,10 @@
 import matplotlib.image
 import numpy as np
 
-from zjax.cli import timeline
-from zjax.cli.plan_report import report_plan
 from zjax.config import load_config
+from zjax.observe import timeline
 from zjax.parallel.pipeline_schedule import make_schedule
+from zjax.run.plan_report import report_plan
 
 
 def test_schedules_are_compared_for_the_same_stages():

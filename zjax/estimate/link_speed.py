@@ -1,6 +1,5 @@
-"""Bytes that programs send over slow and fast links, and step time over slow links."""
+"""Predicts the step of a run over slow links by each method of communication."""
 
-import collections
 import dataclasses
 import math
 import re
@@ -9,66 +8,19 @@ from typing import Any
 
 import jax
 
-from zjax.cli.methods import baseline_of, methods_of, sent_per_step
 from zjax.config.check import check_config
 from zjax.errors import ConfigError, PlanError, Problem
+from zjax.estimate.methods import baseline_of, methods_of, sent_per_step
 from zjax.models import flops
 from zjax.models.build import make_model
 from zjax.models.flops import flops_per_weight
-from zjax.observe.collectives import list_collectives
-from zjax.observe.communication import LinkBytes, describe_links, link_bytes
 from zjax.optim.build import make_optimizer
-from zjax.optim.phases import count_programs
-from zjax.optim.rounds import make_rounds
-from zjax.run.step import Step
 from zjax.settings import axes, schema
 from zjax.settings.batch import resolve_batch
-from zjax.settings.schema import Config
 from zjax.sharding import mesh as meshes
 from zjax.sharding.describe import format_bytes, render_table
 from zjax.sharding.plan import Plan, make_plan
-from zjax.typing import Batch, Model
-
-NAMES = {"train": "train step", "end_of_round": "end of a round"}
-LOCAL = {"train": "local step"}
-EXCHANGE = "exchange"
-_SILENT = ("outer_gradients_", "merge_", "without_errors")
-"""Prefixes of the names of programs that send nothing to other replicas."""
-
-
-def report_links(step: Step, config: Config, batch: Batch) -> str:
-    """Compiles every program of a run that communicates, and reports bytes by link.
-
-    Programs of the fragments of local steps share a row, which shows the mean.
-    """
-    times = {
-        name: number
-        for name, number in count_programs(config).items()
-        if not name.startswith(_SILENT)
-    }
-    sent: dict[str, list[tuple[int, LinkBytes]]] = collections.defaultdict(list)
-    for program, number in times.items():
-        text = step.compile(batch, program).as_text()
-        assert text is not None
-        found = link_bytes(list_collectives(text), step.mesh)
-        sent[_label(program, config)].append((number, found))
-    totals = {name: sum(n for n, _ in parts) for name, parts in sent.items()}
-    means = {
-        name: LinkBytes(
-            *(sum(n * x[i] for n, x in parts) / totals[name] for i in range(2))
-        )
-        for name, parts in sent.items()
-    }
-    return describe_links(means, totals, config.num_steps)
-
-
-def _label(program: str, config: Config) -> str:
-    """Name of a program in the table."""
-    if program.startswith("mean_"):
-        return EXCHANGE
-    names = NAMES | (LOCAL if make_rounds(config) is not None else {})
-    return names.get(program, program.replace("_", " "))
-
+from zjax.typing import Model
 
 ASSUMED_MFU = 0.4
 """Fraction of peak FLOP/s that a step is assumed to reach without communication."""

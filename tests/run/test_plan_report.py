@@ -5,10 +5,10 @@ import re
 import pytest
 
 from tests.support import small_run
-from zjax.cli.plan_report import describe_on_gpus, report_plan
 from zjax.errors import OutputError
 from zjax.estimate.trial import Trial
 from zjax.models.flops import num_params as count_params
+from zjax.run.plan_report import describe_on_gpus, report_plan
 from zjax.settings import schema
 
 

@@ -4,15 +4,15 @@ import dataclasses
 
 import pytest
 
-from zjax.cli.tune_space import (
+from zjax.config import load_config
+from zjax.errors import ConfigError
+from zjax.estimate.candidates import (
     Candidate,
     Predictor,
     candidates,
     given_candidate,
     with_batch,
 )
-from zjax.config import load_config
-from zjax.errors import ConfigError
 from zjax.estimate.trial import Machine, weigh
 from zjax.models.build import make_model
 from zjax.optim.build import make_optimizer

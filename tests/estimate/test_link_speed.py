@@ -6,23 +6,23 @@ import dataclasses
 import pytest
 
 from tests.support import small_run
-from zjax.cli import link_speed
-from zjax.cli.link_speed import (
+from zjax.config import load_config
+from zjax.data.entries import abstract_batch
+from zjax.errors import ConfigError, Problem
+from zjax.estimate import link_speed
+from zjax.estimate.link_speed import (
     Prediction,
     describe_predictions,
     parse_speed,
     report_link,
 )
-from zjax.cli.methods import methods_of, sent_per_step
-from zjax.cli.plan_report import report_plan
-from zjax.config import load_config
-from zjax.data.entries import abstract_batch
-from zjax.errors import ConfigError, Problem
+from zjax.estimate.methods import methods_of, sent_per_step
 from zjax.models.build import make_model
 from zjax.observe.collectives import bytes_leaving_node, list_collectives
 from zjax.optim import phases
 from zjax.optim.build import make_optimizer
 from zjax.optim.phases import programs_at
+from zjax.run.plan_report import report_plan
 from zjax.sharding import memory
 from zjax.sharding.mesh import abstract_mesh
 from zjax.sharding.plan import make_plan

@@ -1,5 +1,6 @@
 """Reports what a run would take before it runs: the text of `zjax plan`."""
 
+import collections
 import contextlib
 import dataclasses
 import os
@@ -10,13 +11,12 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from zjax.cli import timeline
-from zjax.cli.link_speed import check_link, report_link, report_links
 from zjax.config.check import check_config
 from zjax.data.entries import abstract_batch
 from zjax.errors import ConfigError, OutputError, Problem, ZjaxError, find_remedy
 from zjax.estimate import tables
 from zjax.estimate.activations import describe_active, describe_exchanges
+from zjax.estimate.link_speed import check_link, report_link
 from zjax.estimate.mesh import (
     Proposal,
     describe_proposal,
@@ -28,13 +28,19 @@ from zjax.estimate.tables import kept_rows
 from zjax.estimate.trial import Machine, Trial, weigh
 from zjax.files import local_path
 from zjax.models.build import make_model
-from zjax.observe import course, plot
+from zjax.observe import course, plot, timeline
 from zjax.observe.collectives import list_collectives
-from zjax.observe.communication import CPU_NOTE, describe_communication
+from zjax.observe.communication import (
+    CPU_NOTE,
+    LinkBytes,
+    describe_communication,
+    describe_links,
+    link_bytes,
+)
 from zjax.offload.compiled import Peak
 from zjax.offload.gradients import offloaded_inputs
 from zjax.optim.build import make_optimizer
-from zjax.optim.phases import make_phases
+from zjax.optim.phases import count_programs, make_phases
 from zjax.optim.rounds import make_rounds
 from zjax.run.fit import check_fits, fit_memories
 from zjax.run.step import Step, make_step
@@ -48,7 +54,7 @@ from zjax.sharding import mesh as meshes
 from zjax.sharding import plan as plans
 from zjax.sharding.placement import ArrayPlan
 from zjax.train.programs import make_pipeline_schedule
-from zjax.typing import Model
+from zjax.typing import Batch, Model
 
 _NO_MACHINE = (
     "zero.optimizer_memory=auto is shown as pinned_host: there are no devices to fill"
@@ -64,6 +70,11 @@ GPU_TITLE = (
 DEVICES_PER_HOST = 8
 """Devices per host that are assumed if the devices are not on this machine."""
 PAPER_DEVICES = (1, 4, 16, 64, 256, 1024)
+NAMES = {"train": "train step", "end_of_round": "end of a round"}
+LOCAL = {"train": "local step"}
+EXCHANGE = "exchange"
+_SILENT = ("outer_gradients_", "merge_", "without_errors")
+"""Prefixes of the names of programs that send nothing to other replicas."""
 
 
 def report_plan(
@@ -341,3 +352,37 @@ def describe_collectives(
         sends_messages=bool(make_phases(config) or make_rounds(config)),
     )
     return f"{text}\n{CPU_NOTE}" if meshes.is_simulated(step.mesh) else text
+
+
+def report_links(step: Step, config: Config, batch: Batch) -> str:
+    """Compiles every program of a run that communicates, and reports bytes by link.
+
+    Programs of the fragments of local steps share a row, which shows the mean.
+    """
+    times = {
+        name: number
+        for name, number in count_programs(config).items()
+        if not name.startswith(_SILENT)
+    }
+    sent: dict[str, list[tuple[int, LinkBytes]]] = collections.defaultdict(list)
+    for program, number in times.items():
+        text = step.compile(batch, program).as_text()
+        assert text is not None
+        found = link_bytes(list_collectives(text), step.mesh)
+        sent[_label(program, config)].append((number, found))
+    totals = {name: sum(n for n, _ in parts) for name, parts in sent.items()}
+    means = {
+        name: LinkBytes(
+            *(sum(n * x[i] for n, x in parts) / totals[name] for i in range(2))
+        )
+        for name, parts in sent.items()
+    }
+    return describe_links(means, totals, config.num_steps)
+
+
+def _label(program: str, config: Config) -> str:
+    """Name of a program in the table."""
+    if program.startswith("mean_"):
+        return EXCHANGE
+    names = NAMES | (LOCAL if make_rounds(config) is not None else {})
+    return names.get(program, program.replace("_", " "))

@@ -8,8 +8,6 @@ import pytest
 from jax.sharding import AbstractMesh
 
 from tests.support import small_run
-from zjax.cli.link_speed import report_links
-from zjax.cli.plan_report import describe_collectives
 from zjax.comm.codecs import make_codec, packed_bytes
 from zjax.data.entries import abstract_batch
 from zjax.observe.collectives import Collective
@@ -21,6 +19,7 @@ from zjax.observe.communication import (
 )
 from zjax.optim.phases import programs_at
 from zjax.run import local_steps
+from zjax.run.plan_report import describe_collectives, report_links
 from zjax.settings import schema
 from zjax.train.exchange import Exchange
 from zjax.train.outer_state import make_exchange, make_fragments
