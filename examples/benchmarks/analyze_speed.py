@@ -32,7 +32,7 @@ def samples_per_second(config, rows, num_processes):
             folder,
             METRICS,
             vocab_size=source.make_tokenizer(config).vocab_size,
-            digest=source.digest_samples(config, rows),
+            digest=source.digest_samples(config.data, rows),
             num_processes=num_processes,
         )
         return len(rows) / (time.perf_counter() - start)

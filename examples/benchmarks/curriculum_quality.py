@@ -92,7 +92,7 @@ def measure_metrics(config, output):
         output,
         list(METRICS),
         vocab_size=source.make_tokenizer(config).vocab_size,
-        digest=source.digest_samples(config, rows),
+        digest=source.digest_samples(config.data, rows),
     )
 
 

@@ -23,8 +23,8 @@ import jax
 
 import zjax
 from zjax.cli.bench import measure
-from zjax.data.entries import abstract_batch
 from zjax.processes.programs import result_line
+from zjax.run.step import abstract_batch
 
 PROBES = (4, 8)
 """Units."""

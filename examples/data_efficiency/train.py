@@ -40,7 +40,7 @@ def measure_samples(config, folder):
     """Writes the index of how well each sample compresses."""
     rows = source.open_rows(config, "train")
     size = source.make_tokenizer(config).vocab_size
-    digest = source.digest_samples(config, rows)
+    digest = source.digest_samples(config.data, rows)
     analyze(rows, folder, ["compression"], vocab_size=size, digest=digest)
     return index_path(folder, "compression")
 

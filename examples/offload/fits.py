@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 import zjax
-from zjax.data.entries import abstract_batch
+from zjax.run.step import abstract_batch
 from zjax.settings.schema import Config
 from zjax.sharding import memory
 from zjax.storage.transfers import in_flight_bytes

@@ -14,7 +14,6 @@ from zjax.checkpoint.store import Store
 from zjax.checkpoint.views import Source
 from zjax.huggingface import export
 from zjax.run.saving import restore, save
-from zjax.settings import schema
 
 TOKENS = np.random.default_rng(0).integers(0, 60, (8, 9)).astype(np.int32)
 BATCH = {"tokens": TOKENS[:, :-1], "targets": TOKENS[:, 1:]}
@@ -122,8 +121,6 @@ def test_lengths_at_the_start_are_of_the_matrix_that_runs():
         }.items()
     }
     given = Source({"up/kernel": wanted["up/kernel"]}, lambda _, index: kernel[index])
-    settings = schema.Lora(rank=1, form="dora")
-    config = schema.Config(lora=settings)
-    source = with_adapters(given, wanted, config, lambda _: Future)
+    source = with_adapters(given, wanted, "bfloat16", lambda _: Future)
     lengths = source.read_all("up/lora/magnitude")
     np.testing.assert_array_equal(lengths, np.sqrt(np.float32([3])))

@@ -187,16 +187,18 @@ def test_a_source_with_an_array_that_the_mixture_lacks_is_refused(
 NEW = {
     "adapters": (
         adapters.with_adapters,
-        schema.Config(lora=schema.Lora(rank=4)),
+        ("bfloat16",),
         {"kernel": (3, 2, 5), "lora.a": (3, 2, 4), "lora.b": (3, 4, 5)},
         "kernel",
     ),
     "mixture": (
         growth.upcycled,
-        schema.Config(
-            model=dataclasses.replace(
+        (
+            dataclasses.replace(
                 GPT, embed_size=2, mlp_size=5, moe=schema.MoE(num_experts=4)
-            )
+            ),
+            schema.Checkpoint(),
+            0,
         ),
         {"experts.up.kernel": (3, 4, 2, 5), "router.kernel": (3, 2, 4)},
         "experts.up.kernel",
@@ -207,7 +209,7 @@ NEW = {
 @pytest.mark.parametrize("kind", NEW)
 def test_new_arrays_are_drawn_from_the_first_read_on(kind):
     """Fails if a checkpoint that is refused draws them, or others do not start to."""
-    adapt, config, shapes, old = NEW[kind]
+    adapt, settings, shapes, old = NEW[kind]
     prefix = "blocks.mlp.up." if kind == "adapters" else "blocks.mlp."
     wanted = {f"{prefix}{n}": Entry(shape, "float32") for n, shape in shapes.items()}
     kernel = {"blocks.mlp.up.kernel": Entry((3, 2, 5), "float32")}
@@ -218,7 +220,7 @@ def test_new_arrays_are_drawn_from_the_first_read_on(kind):
         drawn.append(kind)
         return concurrent.futures.Future()
 
-    found = adapt(source, wanted, config, lambda names: draw)
+    found = adapt(source, wanted, *settings, lambda names: draw)
     assert found.entries.keys() == wanted.keys() and not drawn
     found.read(f"{prefix}{old}", tuple(slice(0, n) for n in shapes[old]))
     assert drawn

@@ -120,7 +120,7 @@ def test_no_table_to_grow_is_refused():
     source = Source(entries, lambda name, index: np.ones((4, 3))[index])
     checkpoint = schema.Checkpoint(init_from="old", resize_vocabulary=True)
     with pytest.raises(ConfigError) as error:
-        growth.resized(source, entries, schema.Config(checkpoint=checkpoint))
+        growth.resized(source, entries, checkpoint, 8, lambda name: False)
     assert str(error.value) == (
         "checkpoint.resize_vocabulary=True finds no table of tokens in "
         "checkpoint.init_from='old' that the model has; set it to False"

@@ -391,10 +391,10 @@ def test_the_digest_is_of_rows_and_not_only_of_text(monkeypatch, change):
 
     def digest(**data):
         config = schema.Config(data=schema.Data(**{"length": 8} | data))
-        return source.digest_samples(config, make_rows())
+        return source.digest_samples(config.data, make_rows())
 
     monkeypatch.setattr(source.store, "digest_tokenizer", lambda path: "words")
     assert digest() == digest()
     assert digest(**change) != digest()
     config = schema.Config(data=schema.Data(length=8))
-    assert source.digest_samples(config, make_rows(seed=1)) != digest()
+    assert source.digest_samples(config.data, make_rows(seed=1)) != digest()

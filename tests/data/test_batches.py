@@ -61,11 +61,15 @@ def test_columns_of_unequal_rows_are_refused():
     )
 
 
+def wrap_evaluation(batches, config, shardings):
+    return evaluation.find_evaluation(config, shardings, evaluation_batches=batches)
+
+
 @pytest.mark.parametrize(
     ("wrap", "field"),
     [
         (wrapping.wrap_batches, "batches"),
-        (evaluation.wrap_evaluation, "evaluation_batches"),
+        (wrap_evaluation, "evaluation_batches"),
     ],
 )
 def test_rows_of_other_fields_are_refused(wrap, field):

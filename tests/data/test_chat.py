@@ -844,6 +844,14 @@ def config_of(path, **model):
     return load_config(settings | {"model": {"max_length": 256} | model})
 
 
+def prompts_of(config, chat=""):
+    return prompts.make_prompts(config.data, config.model.vocab_size, chat)
+
+
+def question_of(config, most):
+    return prompts.find_question(config.data, config.model.vocab_size, most)
+
+
 def first_prompt(path):
     """The ids of the first training document up to its first answer."""
     opened = store.open_store(str(path), "train")
@@ -853,24 +861,24 @@ def first_prompt(path):
 
 def test_a_prompt_of_messages_is_what_training_has_before_the_answer(prepared):
     """Fails if special tokens of the template become text in a prompt."""
-    made = prompts.make_prompts(config_of(prepared))
+    made = prompts_of(config_of(prepared))
     ids = made.encode(prompts.as_talk(QUESTION)).tolist()
     assert ids == first_prompt(prepared)
-    assert prompts.find_question(config_of(prepared), 256).tolist() == ids
+    assert question_of(config_of(prepared), 256).tolist() == ids
     assert made.encode(prompts.as_talk({"messages": QUESTION})).tolist() == ids
     text = as_text(QUESTION) + "<s>assistant\n"
     assert (len(made.encode(text)), len(ids)) == (40, 32)
     assert made.encode(text, special_tokens=True).tolist() == ids
     assert made.encode([3, 4]).tolist() == [3, 4]
-    short = prompts.find_question(config_of(prepared), len(ids) - 1)
+    short = question_of(config_of(prepared), len(ids) - 1)
     assert short is not None and len(short) < len(ids)
-    assert prompts.find_question(config_of(prepared), 3) is None
+    assert question_of(config_of(prepared), 3) is None
 
 
 def test_the_sample_of_a_run_on_conversations_is_one_of_them(prepared):
     """Fails if a chat model is shown as it continues `def `."""
     config = config_of(prepared)
-    made = prompts.make_prompts(config)
+    made = prompts_of(config)
 
     trainer = object.__new__(Trainer)  # untrained: prompts depend on settings alone
     trainer.config, trainer._is_language_model = config, True
@@ -885,7 +893,7 @@ def test_the_sample_of_a_run_on_conversations_is_one_of_them(prepared):
 
 def test_an_answer_ends_at_any_end_id_and_has_no_prompt(prepared):
     """Fails if the text ends at one name of a table, or at an end in the prompt."""
-    made = prompts.make_prompts(config_of(prepared))
+    made = prompts_of(config_of(prepared))
     end = made.tokenizer.end_ids[0]
     ids = made.encode(prompts.as_talk(QUESTION)).tolist()
     assert end in ids
@@ -898,7 +906,7 @@ def test_an_answer_ends_at_any_end_id_and_has_no_prompt(prepared):
 
 
 def test_texts_that_may_be_meant_as_conversations_are_told_once(prepared, caplog):
-    made = prompts.make_prompts(config_of(prepared))
+    made = prompts_of(config_of(prepared))
     for text in ("<s>user", "<s>user", "plain"):
         made.encode(text)
     made.encode("<s>user", special_tokens=True)
@@ -915,18 +923,18 @@ def test_prompts_without_a_template_or_with_another_one_are_refused(
 ):
     talk = prompts.as_talk(QUESTION)
     with pytest.raises(ConfigError) as error:
-        prompts.make_prompts(load_config({})).encode(talk)
+        prompts_of(load_config({})).encode(talk)
     assert str(error.value) == (
         "chat='' has no chat template: the tokenizer of the data is 'bytes'; name a "
         "checkpoint of this tokenizer that has one"
     )
     with pytest.raises(ConfigError) as error:
-        prompts.make_prompts(load_config({}), str(checkpoint))
+        prompts_of(load_config({}), str(checkpoint))
     assert str(error.value) == (
         f"chat='{checkpoint}' has another tokenizer than the data, 'bytes'; name a "
         "checkpoint of this tokenizer that has one"
     )
-    same = prompts.make_prompts(config_of(prepared), str(checkpoint))
+    same = prompts_of(config_of(prepared), str(checkpoint))
     assert same.encode(talk).tolist() == first_prompt(prepared)
     with pytest.raises(DataError) as error:
         same.encode(prompts.as_talk(TALKS[0]))
@@ -948,6 +956,6 @@ def test_an_answer_ends_where_the_checkpoint_of_the_template_says(
     ends = {"eos_token_id": [7, 9]}
     (tmp_path / "other" / "generation_config.json").write_text(json.dumps(ends))
     config = config_of(prepared)
-    mine = prompts.make_prompts(config).tokenizer.end_ids
-    both = prompts.make_prompts(config, str(tmp_path / "other")).tokenizer.end_ids
+    mine = prompts_of(config).tokenizer.end_ids
+    both = prompts_of(config, str(tmp_path / "other")).tokenizer.end_ids
     assert both == (*mine, 7, 9)

@@ -20,6 +20,11 @@ def make_config(num_batches, seed=0, **settings):
     return schema.Config(seed=seed, global_batch_size=8, evaluation=number, **settings)
 
 
+def wrap(given, num_batches, seed=0):
+    config = make_config(num_batches, seed)
+    return evaluation.find_evaluation(config, shardings, evaluation_batches=given)
+
+
 def read(opened):
     with opened.open_batches() as parts:
         return [(part.num_rows, part.batch["x"].tolist()) for part in parts]
@@ -38,8 +43,7 @@ def rows_of(parts):
 
 @pytest.mark.parametrize("num_rows", range(1, 20))
 def test_every_row_comes_once(num_rows):
-    config = make_config(evaluation.ALL)
-    columns = evaluation.wrap_evaluation(squares.rows(num_rows), config, shardings)
+    columns = wrap(squares.rows(num_rows), evaluation.ALL)
     assert rows_of(read(columns)) == list(range(num_rows))
     assert columns.description == f"{num_rows} of {num_rows} rows"
 
@@ -58,31 +62,24 @@ def test_the_parts_of_what_is_left_divide_the_batch(batch_size):
 )
 def test_a_number_of_batches_takes_the_first_rows_of_one_order(num_batches, num_rows):
     """Fails if the seed of the run reaches the order, or rows come twice."""
-    found = [
-        read(
-            evaluation.wrap_evaluation(
-                squares.rows(20), make_config(num_batches, seed), shardings
-            )
-        )
-        for seed in (0, 5)
-    ]
-    whole = evaluation.wrap_evaluation(squares.rows(20), make_config(-1), shardings)
+    found = [read(wrap(squares.rows(20), num_batches, seed)) for seed in (0, 5)]
+    whole = wrap(squares.rows(20), -1)
     assert found[0] == found[1]
     assert len(rows_of(found[0])) == num_rows
     assert read(whole)[: num_rows // 8] == found[0][: num_rows // 8]
 
 
 def test_a_set_is_read_anew_each_time():
-    opened = evaluation.wrap_evaluation(squares.rows(11), make_config(8), shardings)
+    opened = wrap(squares.rows(11), 8)
     assert read(opened) == read(opened)
 
 
 def test_batches_of_a_list_may_be_small():
     given = [{"x": np.arange(8.0)}, {"x": np.arange(8.0, 15.0), "scale": 2.0}]
-    opened = evaluation.wrap_evaluation(given, make_config(8), shardings)
+    opened = wrap(given, 8)
     assert [size for size, _ in read(opened)] == [8, 4, 2, 1]
     assert rows_of(read(opened)) == list(range(15))
-    one = evaluation.wrap_evaluation(given, make_config(1), shardings)
+    one = wrap(given, 1)
     assert rows_of(read(one)) == list(range(8))
     assert one.description == "up to 1 batches of evaluation_batches"
 
@@ -102,7 +99,7 @@ class Shuffled:
     ("given", "is_told"), [(Shuffled(), True), (Shuffled().batches, False)]
 )
 def test_batches_that_change_between_evaluations_are_told(given, is_told, caplog):
-    opened = evaluation.wrap_evaluation(given, make_config(8), shardings)
+    opened = wrap(given, 8)
     with caplog.at_level(logging.WARNING, logger="absl"):
         read(opened)
         assert caplog.messages == []
@@ -125,9 +122,7 @@ def test_arrays_without_rows_stay_whole_in_a_small_batch():
 
 
 def test_a_batch_that_is_too_large_is_refused():
-    opened = evaluation.wrap_evaluation(
-        [{"x": np.zeros(8)}, {"x": np.zeros((9, 2))}], make_config(8), shardings
-    )
+    opened = wrap([{"x": np.zeros(8)}, {"x": np.zeros((9, 2))}], 8)
     with pytest.raises(DataError) as error:
         read(opened)
     assert str(error.value) == (
@@ -146,7 +141,7 @@ def test_a_batch_that_is_too_large_is_refused():
 )
 def test_an_iterator_is_refused_by_name(given, name):
     with pytest.raises(DataError) as error:
-        evaluation.wrap_evaluation(given, make_config(8), shardings)
+        wrap(given, 8)
     assert str(error.value) == (
         f"evaluation_batches='{name}' is an iterator, which gives other batches at "
         "each evaluation; give an iterable that starts anew, such as a list"
@@ -156,7 +151,7 @@ def test_an_iterator_is_refused_by_name(given, name):
 def test_rows_that_never_end_cannot_all_be_taken():
     config = make_config(-1, data=schema.Data(source="synthetic", length=4))
     with pytest.raises(ConfigError) as error:
-        evaluation.make_evaluation(config, shardings)
+        evaluation.find_evaluation(config, shardings)
     assert str(error.value) == (
         "evaluation.num_batches=-1 asks for all of 1,099,511,627,776 synthetic rows; "
         "use a number of batches, such as 8"
@@ -167,7 +162,7 @@ def test_synthetic_rows_of_evaluation_are_those_of_every_seed():
     def tokens(seed):
         data = schema.Data(source="synthetic", length=8)
         config = make_config(2, seed, data=data)
-        with evaluation.make_evaluation(config, shardings).open_batches() as parts:
+        with evaluation.find_evaluation(config, shardings).open_batches() as parts:
             return [part.batch["tokens"].tolist() for part in parts]
 
     assert tokens(0) == tokens(7)

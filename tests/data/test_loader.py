@@ -139,7 +139,7 @@ def with_order(name):
 def voc(token_directory):
     config = make_config()
     rows = source.open_rows(config, "train")
-    digest, path = source.digest_samples(config, rows), index_path("", "voc")
+    digest, path = source.digest_samples(config.data, rows), index_path("", "voc")
     write_index(path, "voc", np.arange(float(len(rows))), digest)
 
 
@@ -232,7 +232,9 @@ class TornRows(packing.BlockRows):
 
 def test_an_error_of_the_reading_thread_arrives_with_its_traceback():
     rows = TornRows(np.zeros(100, np.uint16), 16)
-    batches = loader.sample_rows(rows, make_config(), make_shardings())
+    batches = loader.sample_rows(
+        rows, schema.Data(), make_shardings(), seed=3, batch_size=8
+    )
     with pytest.raises(OSError, match="Input/output error") as error:
         next(batches)
     assert "read" in [entry.name for entry in error.traceback]

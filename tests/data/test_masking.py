@@ -88,7 +88,7 @@ def test_shares_are_80_10_and_10_percent_and_each_step_hides_others():
 
 def test_every_evaluation_has_the_same_masks():
     config = load_config(SMALL, {"evaluation.num_batches": 1})
-    data = evaluation.make_evaluation(config, shardings_of(2))
+    data = evaluation.find_evaluation(config, shardings_of(2))
     seen = []
     for _ in range(2):
         with data.open_batches() as batches:
@@ -106,7 +106,7 @@ def test_every_evaluation_has_the_same_masks():
 )
 def test_token_that_hides_others(changes, expected):
     config = load_config({"model": {"kind": "encoder"}}, changes)
-    rule = masking.make_rule(config, 0)
+    rule = masking.make_rule(config.data, config.model.vocab_size, 0)
     assert (rule.mask_id, rule.num_ids) == (expected, 257)
     assert set(rule.kept_ids) == {256, expected}
 
@@ -114,7 +114,7 @@ def test_token_that_hides_others(changes, expected):
 def test_no_token_that_hides_others_is_refused():
     config = load_config({"model": {"kind": "encoder"}})
     with pytest.raises(DataError) as error:
-        masking.make_rule(config, 0)
+        masking.make_rule(config.data, config.model.vocab_size, 0)
     assert str(error.value) == (
         "data.masking.mask_id=-1 finds no [MASK] or <mask> in the tokenizer, nor an id "
         "of the model beyond the 257 of the tokenizer; set the id of a token that "

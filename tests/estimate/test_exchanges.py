@@ -6,7 +6,6 @@ import pytest
 
 from tests.support import small_run
 from zjax.cli.bench import state_bytes
-from zjax.data.entries import abstract_batch
 from zjax.errors import PlanError
 from zjax.estimate.tables import describe_stages, kept_rows
 from zjax.estimate.trial import weigh
@@ -14,6 +13,7 @@ from zjax.models.build import make_model
 from zjax.optim.build import make_optimizer
 from zjax.run.fit import check_device_memory
 from zjax.run.plan_report import report_plan
+from zjax.run.step import abstract_batch
 from zjax.sharding import memory
 
 MESH = ("mesh.replica=2", "mesh.data=2", "zero.stage=1", "model.dropout_rate=0.0")

@@ -7,7 +7,6 @@ import pytest
 
 from tests.support import small_run
 from zjax.config import load_config
-from zjax.data.entries import abstract_batch
 from zjax.errors import ConfigError, Problem
 from zjax.estimate import link_speed
 from zjax.estimate.link_speed import (
@@ -23,6 +22,7 @@ from zjax.optim import phases
 from zjax.optim.build import make_optimizer
 from zjax.optim.phases import programs_at
 from zjax.run.plan_report import report_plan
+from zjax.run.step import abstract_batch
 from zjax.sharding import memory
 from zjax.sharding.mesh import abstract_mesh
 from zjax.sharding.plan import make_plan

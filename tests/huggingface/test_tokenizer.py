@@ -33,9 +33,12 @@ def checkpoint(tmp_path):
 
 
 def check(folder, **settings):
-    tokenizer.check_start(
-        load_config({"checkpoint.init_from": str(folder), **settings})
-    )
+    config = load_config(settings)
+    starts = {
+        "checkpoint.init_from": str(folder),
+        "distill.teacher": config.distill.teacher,
+    }
+    tokenizer.check_start(starts, config.data, config.model.vocab_size)
 
 
 def test_data_of_another_tokenizer_is_refused(checkpoint, tmp_path):
@@ -111,7 +114,7 @@ def test_an_export_has_the_tokenizer_that_was_trained(checkpoint, tmp_path, capl
     tokens.write_checkpoint(new, (*MARKS, "<|user|>"))
     (new / "chat_template.jinja").write_text("new")
     config = load_config(prepared(tmp_path, tokenizer=str(new / "tokenizer.json")))
-    tokenizer.keep_tokenizer(config, tmp_path / "run")
+    tokenizer.keep_tokenizer(config.data, tmp_path / "run")
     record = load_tokenizer(new / "tokenizer.json").record.with_ends([258])
     out = tmp_path / "out"
     values, names = exported(out, record, tmp_path / "run", checkpoint)
@@ -137,7 +140,7 @@ def test_an_export_has_the_tokenizer_that_was_trained(checkpoint, tmp_path, capl
 def test_a_run_from_scratch_goes_out_with_its_tokenizer(tmp_path, caplog):
     """Fails if a learnt vocabulary, or that of bytes, stays behind."""
     config = load_config(prepared(tmp_path, tokenizer="bpe:258"))
-    tokenizer.keep_tokenizer(config, tmp_path / "run")
+    tokenizer.keep_tokenizer(config.data, tmp_path / "run")
     record = load_tokenizer(tmp_path / "data" / "tokenizer.json").record
     values, names = exported(tmp_path / "out", record, tmp_path / "run")
     assert values == {"eos_token_id": 0}

@@ -42,7 +42,8 @@ def test_the_config_is_read_once(monkeypatch):
     read = settings.read_text
     monkeypatch.setattr(settings, "read_text", lambda x: paths.append(x) or read(x))
     source = weights.open_source(str(LLAMA))
-    adapted(source, {TOKENS: Entry((61, 16), "float32")}, config)
+    wanted = {TOKENS: Entry((61, 16), "float32")}
+    adapted(source, wanted, config.model, config.checkpoint)
     assert paths == [LLAMA / "config.json"]
 
 

@@ -64,7 +64,7 @@ def draw_batches(mesh):
     gather = jax.jit(lambda x: x, out_shardings=replicated(mesh))
     found = []
     for each in draws:
-        with load_draws(each, config, lambda leaf: split) as batches:
+        with load_draws(each, config.data, lambda leaf: split) as batches:
             for _ in range(5):
                 whole = gather(next(batches)["tokens"])
                 found.append(np.asarray(whole).tolist())

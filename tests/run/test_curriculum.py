@@ -48,7 +48,7 @@ def index(tmp_path, monkeypatch):
     monkeypatch.setattr(source, "open_rows", lambda *given: FewRows(opened(*given)))
     config = load_config(small_run.SETTINGS, *DATA)
     rows = source.open_rows(config, "train")
-    digest = source.digest_samples(config, rows)
+    digest = source.digest_samples(config.data, rows)
     return analyze(rows, ".", ["voc"], vocab_size=257, digest=digest)["voc"]
 
 

@@ -9,7 +9,6 @@ from jax.sharding import AbstractMesh
 
 from tests.support import small_run
 from zjax.comm.codecs import make_codec, packed_bytes
-from zjax.data.entries import abstract_batch
 from zjax.observe.collectives import Collective
 from zjax.observe.communication import (
     MESSAGES_NOTE,
@@ -20,6 +19,7 @@ from zjax.observe.communication import (
 from zjax.optim.phases import programs_at
 from zjax.run import local_steps
 from zjax.run.plan_report import describe_collectives, report_links
+from zjax.run.step import abstract_batch
 from zjax.settings import schema
 from zjax.train.exchange import Exchange
 from zjax.train.outer_state import make_exchange, make_fragments

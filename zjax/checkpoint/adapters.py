@@ -91,14 +91,14 @@ def merged(source: Source, settings: schema.Lora) -> Source:
 
 
 def with_adapters(
-    source: Source, wanted: Mapping[str, Entry], config: schema.Config, initial: Initial
+    source: Source, wanted: Mapping[str, Entry], compute_dtype: str, initial: Initial
 ) -> Source:
     """Adds newly initialised adapters where a checkpoint lacks wanted adapters.
 
     Magnitudes start as the column lengths of the kernels in the compute dtype.
     """
     wanted = layers.stack_all(wanted)
-    found = adapter_names(wanted) if config.lora.rank else {}
+    found = adapter_names(wanted)
     names = {n: (k, m) for k, own in found.items() for m, n in own.items()}
     missing = {n: place for n, place in names.items() if n not in source.entries}
     if not missing:
@@ -114,7 +114,7 @@ def with_adapters(
         count = len(wanted[kernel].shape) - len(wanted[name].shape)
         kernels = _of_stack(stacked, kernel, index[:depth])
         # The model measures columns of kernels in the compute dtype.
-        kernels = kernels.astype(jnp.dtype(config.precision.compute_dtype))
+        kernels = kernels.astype(jnp.dtype(compute_dtype))
         dims = tuple(range(depth, depth + count))
         squares = np.square(kernels, dtype=np.float32)
         return np.sqrt(squares.sum(axis=dims))[(..., *index[depth:])]

@@ -5,7 +5,6 @@ import functools
 import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -19,8 +18,6 @@ from zjax.checkpoint.views import Index, Source
 from zjax.errors import ConfigError, Problem
 from zjax.settings import schema
 from zjax.settings.mixture import experts_by_layer, segment_shapes
-from zjax.settings.parameters import is_held_frozen
-from zjax.settings.schema import Config
 from zjax.typing import Model
 
 TABLES = ("embedding/tokens", "head/kernel", "head/bias")
@@ -30,27 +27,32 @@ _SLAB_ROWS = 4_096
 
 
 def resized(
-    source: Source, wanted: Mapping[str, Entry], config: schema.Config
+    source: Source,
+    wanted: Mapping[str, Entry],
+    checkpoint: schema.Checkpoint,
+    size: int,
+    is_frozen: Callable[[str], bool],
 ) -> Source:
-    """Adds rows (means of saved rows) up to `model.vocab_size` to tables, if asked."""
-    path = config.checkpoint.init_from
+    """Adds rows (means of saved rows) to tables of tokens up to a size, if asked."""
+    path = checkpoint.init_from
     names = {tensor_name(x): x for x in TABLES if tensor_name(x) in source.entries}
     names = {name: x for name, x in names.items() if name in wanted}
-    if not config.checkpoint.resize_vocabulary:
+    if not checkpoint.resize_vocabulary:
         return source
     if not names:
         raise _useless(
             f"finds no table of tokens in checkpoint.init_from={path!r} "
             "that the model has"
         )
-    size, (old, *_) = config.model.vocab_size, map(source.entries.get, names)
+    old, *_ = map(source.entries.get, names)
     assert old is not None
     if old.shape[0] >= size:
         raise _useless(
             f"has no new rows: checkpoint.init_from={path!r} has "
             f"{old.shape[0]} tokens, model.vocab_size is {size}"
         )
-    _report(path, old.shape[0], [*names.values()], config)
+    frozen = [name for name in names.values() if is_frozen(name)]
+    _report(path, old.shape[0], size, [*names.values()], frozen)
 
     @functools.cache
     def mean(name: str) -> np.ndarray:
@@ -86,12 +88,12 @@ def _useless(problem: str) -> ConfigError:
     return ConfigError(Problem("checkpoint.resize_vocabulary", True, problem, remedy))
 
 
-def _report(path: str, num_old: int, tables: list[str], config: schema.Config) -> None:
+def _report(
+    path: str, num_old: int, size: int, tables: list[str], frozen: list[str]
+) -> None:
     """Warns on process 0 of new rows, and of grown tables that stay frozen."""
     if jax.process_index() != 0:
         return
-    size = config.model.vocab_size
-    frozen = [name for name in tables if is_held_frozen(name, config)]
     note = f"; frozen are {', '.join(frozen)}: lora.also_train trains them"
     logging.warning(
         "checkpoint.init_from=%r has %d tokens, and model.vocab_size=%d: new rows of "
@@ -136,18 +138,27 @@ def initial_values(model: Model, key: jax.Array) -> Initial:
 
 
 def upcycled(
-    source: Source, wanted: Mapping[str, Entry], config: Config, initial: Initial
+    source: Source,
+    wanted: Mapping[str, Entry],
+    model: schema.Model,
+    checkpoint: schema.Checkpoint,
+    seed: int,
+    initial: Initial,
 ) -> Source:
-    """Grows experts (layers stacked) from a dense model; else returns `source`."""
-    if not config.model.moe.num_experts:
+    """Grows experts (layers stacked) from a dense model; else returns `source`.
+
+    `seed` is that of the noise on the experts.
+    """
+    if not model.moe.num_experts:
         return source
     if any(_EXPERTS in name for name in source.entries):
-        _check_noise(config.checkpoint)
+        _check_noise(checkpoint)
         return source
     dense = views.retiled(source, 1)
     dense = views.restacked(dense, list(layers.stack_all(dense.entries)))
-    _check_shape(dense.entries, config)
-    view = _Upcycled(dense, layers.stack_all(wanted), config, initial)
+    _check_shape(dense.entries, model, checkpoint.init_from)
+    new = layers.stack_all(wanted)
+    view = _Upcycled(dense, new, model, checkpoint, seed, initial)
     if jax.process_index() == 0:
         logging.warning("%s", view.describe())
     return Source(view.entries, view.read)
@@ -162,12 +173,11 @@ def _check_noise(checkpoint: schema.Checkpoint) -> None:
         raise ConfigError(Problem("checkpoint.expert_noise", noise, problem, remedy))
 
 
-def _check_shape(dense: Mapping[str, Entry], config: Config) -> None:
+def _check_shape(dense: Mapping[str, Entry], model: schema.Model, path: str) -> None:
     """Refuses a dense model with another depth or width than the mixture needs."""
     kernel = dense.get("blocks.mlp.up.kernel")
     if kernel is None or len(kernel.shape) != 3:
         return  # not a built-in model, as a check of names reports
-    model, path = config.model, config.checkpoint.init_from
     num_layers, width, hidden = kernel.shape
     pairs = [
         ("num_layers", model.num_layers, num_layers, "number of layers"),
@@ -198,11 +208,14 @@ class _Upcycled:
         self,
         dense: Source,
         wanted: Mapping[str, Entry],
-        config: Config,
+        model: schema.Model,
+        checkpoint: schema.Checkpoint,
+        seed: int,
         initial: Initial,
     ):
-        self.dense, self.config = dense, config
-        self.numbers = _layer_numbers(config.model)
+        self.dense, self.model, self.seed = dense, model, seed
+        self.noise, self.path = checkpoint.expert_noise, checkpoint.init_from
+        self.numbers = _layer_numbers(model)
         self.new = [n for n in wanted if _array_of(n).startswith(_NEW)]
         drawn = [n for n in self.new if not _array_of(n).startswith(_SILENT)]
         self.draw = initial(drawn)
@@ -223,7 +236,7 @@ class _Upcycled:
             array = array.replace(_RESIDUAL, "mlp.")
         elif array.startswith(_EXPERTS):
             array = array.replace(_EXPERTS, "mlp.")
-            if self.config.model.is_gated and ".up." in array:
+            if self.model.is_gated and ".up." in array:
                 return [f"blocks.{x}" for x in (array.replace(".up.", ".gate."), array)]
         return [f"blocks.{array}"]
 
@@ -246,15 +259,15 @@ class _Upcycled:
 
     def describe(self) -> str:
         """Says which arrays are copies, which are new, and how the outputs differ."""
-        moe, path = self.config.model.moe, self.config.checkpoint.init_from
-        experts = [n for n in experts_by_layer(self.config.model) if n]
+        moe, path = self.model.moe, self.path
+        experts = [n for n in experts_by_layer(self.model) if n]
         new = ", ".join(self.new)
         return (
             f"checkpoint.init_from={path!r} is a dense model: the {_span(experts)} "
             "experts of a layer are copies of its feed-forward"
             f"{', and so is the residual branch' if moe.residual else ''}; new are "
             f"{new}; all other arrays are copied; "
-            f"{_describe_function(self.config)}"
+            f"{_describe_function(moe, self.noise)}"
         )
 
     def _entry(self, name: str, wanted: Entry) -> Entry:
@@ -276,7 +289,7 @@ class _Upcycled:
         self, parts: Sequence[str], number: int, experts: slice, *index: slice
     ) -> np.ndarray:
         """Reads a slice [experts, ...] of the experts of one layer."""
-        if self.config.checkpoint.expert_noise and parts[0].endswith("kernel"):
+        if self.noise and parts[0].endswith("kernel"):
             return self._noisy(parts, number, experts, index)
         if len(parts) > 1:
             *outer, gates, hidden = index
@@ -298,11 +311,11 @@ class _Upcycled:
             matrix = self._layer(part, number, everything)
             wide = matrix.astype(np.float32)
             # crc32, since `hash` of a text differs between processes.
-            words = self.config.seed, zlib.crc32(part.encode()), number, expert
+            words = self.seed, zlib.crc32(part.encode()), number, expert
             noise = np.random.default_rng(words).standard_normal(
                 matrix.shape, np.float32
             )
-            scale = self.config.checkpoint.expert_noise * wide.std()
+            scale = self.noise * wide.std()
             return (wide + scale * noise).astype(matrix.dtype)
 
         copies = []
@@ -349,17 +362,16 @@ def _span(numbers: Sequence[int]) -> str:
     return f"{low}" if low == high else f"{low} to {high}"
 
 
-def _describe_function(config: Config) -> str:
+def _describe_function(moe: schema.MoE, noise: float) -> str:
     """Says whether the mixture computes the dense model at first, and if not, why."""
-    reasons = [*_differences(config)]
+    reasons = [*_differences(moe, noise)]
     if reasons:
         return f"it differs from the dense model at first, by {' and '.join(reasons)}"
     return "it computes what the dense model does at first"
 
 
-def _differences(config: Config) -> Iterator[str]:
+def _differences(moe: schema.MoE, noise: float) -> Iterator[str]:
     """Yields the settings by which a mixture differs from the dense model at first."""
-    moe: Any = config.model.moe
     if moe.choice == "experts":
         yield "model.moe.choice='experts'"
     elif moe.top_k == 1:
@@ -370,5 +382,5 @@ def _differences(config: Config) -> Iterator[str]:
         yield f"model.moe.scale={moe.scale}"
     if moe.drop != "none":
         yield f"model.moe.drop={moe.drop!r}"
-    if config.checkpoint.expert_noise:
-        yield f"checkpoint.expert_noise={config.checkpoint.expert_noise}"
+    if noise:
+        yield f"checkpoint.expert_noise={noise}"

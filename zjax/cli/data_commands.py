@@ -88,7 +88,7 @@ def analyze_data() -> None:
     output = flags.FLAGS.output
     num_processes = flags.FLAGS.num_processes or len(os.sched_getaffinity(0))
     rows = source.open_rows(config, "train")
-    digest = source.digest_samples(config, rows)
+    digest = source.digest_samples(config.data, rows)
     start = time.monotonic()
     indexes = analyze(
         rows,

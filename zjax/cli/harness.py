@@ -70,12 +70,13 @@ class Scorer:
     """
 
     def __init__(self, trainer: Trainer, *, part: str = "auto", num_rows: int = 8):
-        kind, stack = trainer.config.model.kind, trainer.run.model.stack
+        config, stack = trainer.config, trainer.run.model.stack
+        kind = config.model.kind
         if kind != "decoder" or stack is None or stack.continuation is None:
             problem, remedy = "writes no text", "give a run of the built-in decoder"
             raise ConfigError(Problem("model.kind", kind, problem, remedy))
-        self._bound, self.max_length = longest_text(trainer.config.model)
-        self.prompts = make_prompts(trainer.config)
+        self._bound, self.max_length = longest_text(config.model)
+        self.prompts = make_prompts(config.data, config.model.vocab_size)
         self.tokenizer = self.prompts.tokenizer
         self._has_template = False
         self._run, self._num_rows = trainer.run, num_rows

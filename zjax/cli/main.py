@@ -239,10 +239,12 @@ def sample_prompt(trainer: Trainer) -> np.ndarray | None:
     text = str(flag.value)
     if flag.present:
         message = {"role": "user", "content": text}
-        given = as_talk([message]) if has_answers(config) else text
+        given = as_talk([message]) if has_answers(config.data) else text
         return trainer.encode_prompts([given])[0]
-    if has_answers(config):
-        return find_question(config, config.model.max_length // 2)
+    if has_answers(config.data):
+        return find_question(
+            config.data, config.model.vocab_size, config.model.max_length // 2
+        )
     encoded = data.make_tokenizer(config).encode(text)
     return encoded if len(encoded) < config.model.max_length else None
 

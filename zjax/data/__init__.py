@@ -1,6 +1,6 @@
 """Token data: preparation, sources, sampling order, and placement on devices."""
 
-from zjax.data.batches import batches_problems, end_by_epochs, wrap_batches
+from zjax.data.batches import batches_problems, wrap_batches
 from zjax.data.evaluation import EvaluationSet, find_evaluation
 from zjax.data.loader import Loader, make_loader
 from zjax.data.source import make_tokenizer, read_record
@@ -11,7 +11,6 @@ __all__ = [
     "Loader",
     "Tokenizer",
     "batches_problems",
-    "end_by_epochs",
     "find_evaluation",
     "make_loader",
     "make_tokenizer",

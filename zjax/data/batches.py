@@ -1,6 +1,5 @@
-"""Data of the user: datasets with columns, iterables of batches, and epochs."""
+"""Data of the user: datasets with columns, and iterables of batches."""
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -8,13 +7,10 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Int64
 
-from zjax.data import loader, placement, source, sums
+from zjax.data import loader, placement, sums
 from zjax.data.entries import check_batch
-from zjax.errors import ConfigError, DataError, Problem, check_installed
-from zjax.schedule.lengths import beside_problems, epoch_problems, steps_of
+from zjax.errors import DataError, Problem, check_installed
 from zjax.settings import schema
-from zjax.settings.ranges import range_problems
-from zjax.sharding.mesh import with_batch_sizes
 
 
 @runtime_checkable
@@ -96,13 +92,15 @@ def wrap_batches(
     if isinstance(batches, ColumnDataset):
         return loader.sample_rows(
             ColumnRows(batches),
-            config,
+            config.data,
             shardings,
+            seed=config.seed,
+            batch_size=config.global_batch_size,
             start_step=start_step,
             num_batches=num_batches,
         )
 
-    loader.check_batch_size(config)
+    loader.check_batch_size(config.global_batch_size)
     end = None if num_batches is None else start_step + num_batches
     num_rows = config.global_batch_size
     opened: list[Any] = []
@@ -138,7 +136,7 @@ def wrap_batches(
                 batch, shardings, num_rows, f"batches[{number}]"
             )
 
-        return prefetch(draw(), place, config.data)
+        return prefetch(draw(), place, config.data.prefetch_batches)
 
     return loader.Loader(
         open_at, {"global_batch_size": num_rows}, start_step, drawn=drawn
@@ -208,16 +206,16 @@ class RowList:
 
 
 def prefetch(
-    iterator: Iterator[Any], place: Callable[[Any], Any], data: schema.Data
+    iterator: Iterator[Any], place: Callable[[Any], Any], num_batches: int
 ) -> Any:
-    """Maps `place` over an iterator in a thread that reads `prefetch_batches` ahead."""
+    """Maps `place` over an iterator in a thread that reads `num_batches` ahead."""
     check_installed("grain")
     import grain
 
     return iter(
         grain.experimental.ThreadPrefetchIterDataset(
             _as_dataset(iterator).map(place),
-            prefetch_buffer_size=data.prefetch_batches,
+            prefetch_buffer_size=num_batches,
         )
     )
 
@@ -274,42 +272,3 @@ def _stack(values: Any) -> np.ndarray:
         return np.asarray(values)
     except ValueError:  # unequal lengths, which `check_batch` refuses by name
         return np.asarray(values, object)
-
-
-def end_by_epochs(
-    config: schema.Config, batches: Any, num_devices: int
-) -> tuple[schema.Config, str]:
-    """Replaces `num_epochs` by the `num_steps` that draw as many rows.
-
-    Returns the settings with `num_epochs=0` and a description of the count; unchanged
-    settings and an empty text without epochs.
-    """
-    epochs = config.num_epochs
-    if not epochs:
-        return config, ""
-    # Runs before the config is checked.
-    problems = [*range_problems(config), *beside_problems(config)]
-    problems += epoch_problems(config, user_batches=batches is not None)
-    problems += batches_problems("batches", batches)
-    if problems:
-        raise ConfigError(*problems)
-    num_rows = _count_rows(config, batches)
-    size = config.global_batch_size
-    # 0 leaves the batch size to the number of devices.
-    size = size or with_batch_sizes(config, num_devices).global_batch_size
-    num_steps = steps_of(epochs, num_rows, size)
-    counted = dataclasses.replace(config, num_steps=num_steps, num_epochs=0.0)
-    text = f"num_epochs={epochs:g} of {num_rows:,} rows: {num_steps:,} steps"
-    return counted, text
-
-
-def _count_rows(config: schema.Config, batches: Any) -> int:
-    """Counts the training rows of a run."""
-    if batches is None:
-        return len(source.open_rows(config, "train"))
-    given = with_columns(batches)
-    if isinstance(given, ColumnDataset):
-        return len(ColumnRows(given))
-    problem = "needs the number of rows, which ready batches do not say"
-    remedy = "set num_steps, or give a dataset or a list of rows"
-    raise ConfigError(Problem("num_epochs", config.num_epochs, problem, remedy))

@@ -10,20 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from zjax.errors import DataError, Problem
-from zjax.settings.batch import resolve_batch
-from zjax.settings.schema import Config
 from zjax.sharding.activations import field_of
 from zjax.sharding.paths import path_of
-from zjax.sharding.plan import Plan
 from zjax.typing import IGNORED, Batch, Entries, Entry
-
-
-def abstract_batch(config: Config, plan: Plan) -> Batch:
-    """Global batch of a built-in model: shapes [B, L] and dtypes without data."""
-    size = resolve_batch(config, plan.num_batch_shares).global_batch_size
-    shape = (size, config.data.length)
-    dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
-    return {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in dtypes.items()}
 
 
 def entries_of(batch: Batch, *, replicated: Sequence[str] = ()) -> Entries:

@@ -147,46 +147,48 @@ def find_evaluation(
     Training `batches` of the user are not evaluated on: with such batches, only
     `evaluation_batches` count.
     """
-    if not config.evaluation.num_batches:
+    data, batch_size = config.data, config.global_batch_size
+    number = config.evaluation.num_batches
+    if not number:
         return None
     if evaluation_batches is not None:
-        return wrap_evaluation(evaluation_batches, config, shardings)
-    return make_evaluation(config, shardings) if batches is None else None
-
-
-def make_evaluation(
-    config: schema.Config, shardings: placement.Shardings
-) -> EvaluationSet:
-    """Opens the held-out rows of the data that `config` names."""
-    number = config.evaluation.num_batches
-    if number == ALL and config.data.source == "synthetic":
+        return _wrap(evaluation_batches, data, shardings, number, batch_size)
+    if batches is not None:
+        return None
+    if number == ALL and data.source == "synthetic":
         problem = f"asks for all of {synthetic.NUM_ROWS:,} synthetic rows"
         remedy = "use a number of batches, such as 8"
         raise ConfigError(Problem("evaluation.num_batches", ALL, problem, remedy))
     rows = source.open_rows(config, "validation")
-    if config.model.kind == "encoder":  # step 0: equal masks in every evaluation
-        rows = masking.MaskedRows(rows, masking.make_rule(config, SEED), step=0)
-    return _evaluate_rows(rows, config, shardings)
+    if config.model.kind == "encoder":
+        rule = masking.make_rule(data, config.model.vocab_size, SEED)
+        # Step 0: equal masks in every evaluation.
+        rows = masking.MaskedRows(rows, rule, step=0)
+    return _evaluate_rows(rows, data, shardings, number, batch_size)
 
 
-def wrap_evaluation(
-    batches: Any, config: schema.Config, shardings: placement.Shardings
+def _wrap(
+    batches: Any,
+    data: schema.Data,
+    shardings: placement.Shardings,
+    num_batches: int,
+    batch_size: int,
 ) -> EvaluationSet:
     """Evaluates on a dataset with columns, or an iterable of batches that can restart.
 
-    Batches are trees of numeric arrays with at most `global_batch_size` rows in the
-    first dim (scalars are allowed).
+    Batches are trees of numeric arrays with at most `batch_size` rows in the first dim
+    (scalars are allowed).
     """
     batches = wrapping.with_columns(batches, "evaluation_batches")
     if isinstance(batches, wrapping.ColumnDataset):
-        return _evaluate_rows(wrapping.ColumnRows(batches), config, shardings)
+        rows = wrapping.ColumnRows(batches)
+        return _evaluate_rows(rows, data, shardings, num_batches, batch_size)
     if isinstance(batches, Iterator):
         name = type(batches).__name__
         problem = "is an iterator, which gives other batches at each evaluation"
         remedy = "give an iterable that starts anew, such as a list"
         raise DataError(Problem("evaluation_batches", name, problem, remedy))
-    number, batch_size = config.evaluation.num_batches, config.global_batch_size
-    end = None if number == ALL else number
+    end = None if num_batches == ALL else num_batches
     entries = placement.entries_in(shardings)
 
     def place(filled: FilledBatch) -> FilledBatch:
@@ -213,7 +215,7 @@ def wrap_evaluation(
 
     @contextlib.contextmanager
     def open_batches() -> Iterator[Iterator[FilledBatch]]:
-        read = wrapping.prefetch(draw(), place, config.data)
+        read = wrapping.prefetch(draw(), place, data.prefetch_batches)
         # Ends the prefetching thread, even if the evaluation fails.
         with contextlib.closing(read):
             yield read
@@ -223,18 +225,21 @@ def wrap_evaluation(
 
 
 def _evaluate_rows(
-    rows: packing.Rows, config: schema.Config, shardings: placement.Shardings
+    rows: packing.Rows,
+    data: schema.Data,
+    shardings: placement.Shardings,
+    num_batches: int,
+    batch_size: int,
 ) -> EvaluationSet:
     """Evaluation set of rows that can be read by number."""
-    number, num_all = config.evaluation.num_batches, len(rows)
-    loader.check_batch_size(config)
-    num_wanted = num_all if number == ALL else number * config.global_batch_size
-    order = EvaluationOrder(min(num_wanted, num_all), num_all, config.global_batch_size)
-    # Starting worker processes would take longer than reading few batches.
-    data = dataclasses.replace(config.data, num_workers=0)
+    num_all = len(rows)
+    loader.check_batch_size(batch_size)
+    num_wanted = num_all if num_batches == ALL else num_batches * batch_size
+    order = EvaluationOrder(min(num_wanted, num_all), num_all, batch_size)
     batches = loader.load_draws(
-        WholeRows(rows, order, (config.global_batch_size,)),
-        dataclasses.replace(config, data=data),
+        WholeRows(rows, order, (batch_size,)),
+        # Starting worker processes would take longer than reading few batches.
+        dataclasses.replace(data, num_workers=0),
         shardings,
         num_batches=len(order.sizes),
     )

@@ -188,14 +188,14 @@ def make_loader(
         DataError: The data is missing, damaged, too short for one row, or has a larger
             vocabulary than the model; or no token can hide the tokens of an encoder.
     """
-    check_batch_size(config)
+    check_batch_size(config.global_batch_size)
     if config.buckets.form != "none":
         buckets = _open_buckets(config)
         return load_draws(
             buckets,
-            config,
+            config.data,
             shardings,
-            position=source.row_settings(config)
+            position=source.row_settings(config.data)
             | source.order_settings(config)
             | buckets.position,
             values_at=buckets.values,
@@ -205,22 +205,22 @@ def make_loader(
             num_batches=num_batches,
         )
     rows = source.open_rows(config, "train")
-    position = _row_position(rows, config)
-    position |= source.row_settings(config) | source.order_settings(config)
+    position = _row_position(rows, config.seed, config.global_batch_size)
+    position |= source.row_settings(config.data) | source.order_settings(config)
     order: Order = sampler.Sampler(config.seed, len(rows), config.global_batch_size)
     values_at = _no_values
     if config.curriculum.metrics:
-        opened = Curriculum(config, source.digest_samples(config, rows))
+        opened = Curriculum(config, source.digest_samples(config.data, rows))
         order, values_at = opened.sampler, opened.values
         position |= opened.position
     draws = _make_draws(rows, order, config)
     if config.model.kind == "encoder":
-        rule = masking.make_rule(config, config.seed)
+        rule = masking.make_rule(config.data, config.model.vocab_size, config.seed)
         draws = masking.MaskedDraws(draws, rule)
         position |= {"data.masking": [rule.fraction, rule.mask_id]}
     return load_draws(
         draws,
-        config,
+        config.data,
         shardings,
         position=position,
         values_at=values_at,
@@ -232,7 +232,7 @@ def make_loader(
 
 def _open_buckets(config: schema.Config) -> Buckets:
     """Opens the buckets of a run, with all values of the position."""
-    opened = source.open_documents(config, "train")
+    opened = source.open_documents(config.data, "train", config.model.vocab_size)
     source.check_no_answers(opened, "buckets.form", config.buckets.form, "none")
     buckets = Buckets(opened.tokens, opened.offsets, config)
     buckets.position |= {
@@ -255,12 +255,12 @@ def _make_draws(rows: packing.Rows, order: Order, config: schema.Config) -> Draw
     return WholeRows(rows, order, sizes)
 
 
-def _row_position(rows: packing.Rows, config: schema.Config) -> dict[str, Any]:
+def _row_position(rows: packing.Rows, seed: int, batch_size: int) -> dict[str, Any]:
     """Values that determine the rows and the order, compared at resume."""
     return {
-        "seed": config.seed,
+        "seed": seed,
         "num_rows": len(rows),
-        "global_batch_size": config.global_batch_size,
+        "global_batch_size": batch_size,
         "data.digest": rows.digest(),
     }
 
@@ -275,20 +275,22 @@ def _no_shapes(step: int) -> dict[int, tuple[int, int]]:
 
 def sample_rows(
     rows: packing.Rows,
-    config: schema.Config,
+    data: schema.Data,
     shardings: placement.Shardings,
     *,
+    seed: int,
+    batch_size: int,
     start_step: int = 0,
     num_batches: int | None = None,
 ) -> Loader:
-    """Makes the loader of any rows, in the order of `config.seed`; see `load_draws`."""
-    check_batch_size(config)
-    seed, size = config.seed, config.global_batch_size
+    """Makes the loader of any rows, in the order of `seed`; see `load_draws`."""
+    check_batch_size(batch_size)
+    order = sampler.Sampler(seed, len(rows), batch_size)
     return load_draws(
-        WholeRows(rows, sampler.Sampler(seed, len(rows), size), (size,)),
-        config,
+        WholeRows(rows, order, (batch_size,)),
+        data,
         shardings,
-        position=_row_position(rows, config),
+        position=_row_position(rows, seed, batch_size),
         start_step=start_step,
         num_batches=num_batches,
     )
@@ -296,7 +298,7 @@ def sample_rows(
 
 def load_draws(
     draws: Draws,
-    config: schema.Config,
+    data: schema.Data,
     shardings: placement.Shardings,
     *,
     position: dict[str, Any] | None = None,
@@ -308,7 +310,7 @@ def load_draws(
 ) -> Loader:
     """Makes the loader of any rows that can be read by number.
 
-    `config` gives workers and prefetching, `position` the values compared at resume.
+    `data` gives workers and prefetching, `position` the values compared at resume.
     """
     example = draws.draw(start_step).rows
     sizes = set(draws.sizes)
@@ -326,10 +328,10 @@ def load_draws(
 
         _mark_flags_as_parsed()
         steps = StepSource(draws, local_rows, step, end)
-        dataset = _read_batches(grain.MapDataset.source(steps), config.data)
+        dataset = _read_batches(grain.MapDataset.source(steps), data.num_workers)
         return iter(
             grain.experimental.ThreadPrefetchIterDataset(
-                dataset.map(place), prefetch_buffer_size=config.data.prefetch_batches
+                dataset.map(place), prefetch_buffer_size=data.prefetch_batches
             )
         )
 
@@ -340,7 +342,7 @@ def load_draws(
         values_at=values_at,
         shapes_after=shapes_after,
         description=description,
-        num_workers=config.data.num_workers,
+        num_workers=data.num_workers,
     )
 
 
@@ -357,9 +359,9 @@ def _close_all(opened: list[Any]) -> None:
         opened.pop().close()
 
 
-def check_batch_size(config: schema.Config) -> None:
+def check_batch_size(global_batch_size: int) -> None:
     """Refuses a batch size of 0, which has not been derived yet."""
-    if config.global_batch_size == 0:
+    if global_batch_size == 0:
         problem = "is not a number of rows until it is derived"
         remedy = "give the config that `zjax.initialize` returns, or set it"
         raise ConfigError(Problem("global_batch_size", 0, problem, remedy))
@@ -418,16 +420,16 @@ def find_local_rows(
     )
 
 
-def _read_batches(steps: Any, data: schema.Data) -> Any:
+def _read_batches(steps: Any, num_workers: int) -> Any:
     """Reads elements in threads, of this process or of worker processes."""
     import grain
 
     read = steps.to_iter_dataset(
         grain.ReadOptions(num_threads=READ_THREADS, prefetch_buffer_size=READ_THREADS)
     )
-    if data.num_workers == 0:
+    if num_workers == 0:
         return read
-    return read.mp_prefetch(grain.MultiprocessingOptions(num_workers=data.num_workers))
+    return read.mp_prefetch(grain.MultiprocessingOptions(num_workers=num_workers))
 
 
 def _mark_flags_as_parsed() -> None:

@@ -115,30 +115,30 @@ class MaskedDraws:
         return Draw(MaskedRows(rows, self.rule, step), indices)
 
 
-def make_rule(config: schema.Config, seed: int) -> Rule:
+def make_rule(data: schema.Data, vocab_size: int, seed: int) -> Rule:
     """Makes the rule that masks the data of an encoder."""
-    tokenizer = source.make_tokenizer(config)
-    if config.data.source == "tokens" and store.read_meta(config.data.path).has_answers:
+    tokenizer = source.open_tokenizer(data, vocab_size)
+    if data.source == "tokens" and store.read_meta(data.path).has_answers:
         problem = "holds conversations, of which answers alone have a loss"
         remedy = "prepare them as texts, or use model.kind='decoder'"
-        raise DataError(Problem("data.path", config.data.path, problem, remedy))
+        raise DataError(Problem("data.path", data.path, problem, remedy))
     ids = {name: tokenizer.special_tokens.get(name) for name in NAMES}
     found = [id_ for id_ in ids.values() if id_ is not None]
     # The first id beyond the tokenizer may be free in a padded vocabulary.
-    given, free = config.data.masking.mask_id, tokenizer.vocab_size
+    given, free = data.masking.mask_id, tokenizer.vocab_size
     if given != -1:
         found = [given]
-    elif not found and free < config.model.vocab_size:
+    elif not found and free < vocab_size:
         found = [free]
     if not found:
         problem = f"finds no {' or '.join(NAMES)} in the tokenizer, nor an id of the "
         problem += f"model beyond the {free} of the tokenizer"
         remedy = "set the id of a token that hides others"
-        if config.data.source != "synthetic":
+        if data.source != "synthetic":
             remedy += f", or model.vocab_size={free + 1}"
         raise DataError(Problem("data.masking.mask_id", -1, problem, remedy))
     # Special tokens structure a text and are not predicted.
     special = {*tokenizer.special_tokens.values(), *tokenizer.end_ids, found[0]}
     special |= set() if tokenizer.bos_id is None else {tokenizer.bos_id}
-    fraction = config.data.masking.fraction
+    fraction = data.masking.fraction
     return Rule(seed, fraction, found[0], free, tuple(sorted(special)))

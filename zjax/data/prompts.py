@@ -12,7 +12,7 @@ from absl import logging
 from zjax.data import store
 from zjax.data.chat import Chat, load_chat
 from zjax.data.conversations import ANSWERS, Conversation, read_conversation
-from zjax.data.source import make_tokenizer, open_documents
+from zjax.data.source import open_documents, open_tokenizer
 from zjax.data.tokenizer import Tokenizer, load_tokenizer
 from zjax.data.tokenizer_files import TOKENIZER_NAME
 from zjax.errors import ConfigError, Problem
@@ -99,17 +99,17 @@ class Prompts:
             logging.warning(text)
 
 
-def make_prompts(config: schema.Config, chat: str = "") -> Prompts:
-    """Makes the encoder of prompts for a run.
+def make_prompts(data: schema.Data, vocab_size: int, chat: str = "") -> Prompts:
+    """Makes the encoder of prompts for a model of some data.
 
     `chat` is the directory of a checkpoint with a chat template; empty for the template
     stored beside the tokens.
     """
-    tokenizer = make_tokenizer(config)
-    prepared = config.data.path if config.data.source == "tokens" else ""
+    tokenizer = open_tokenizer(data, vocab_size)
+    prepared = data.path if data.source == "tokens" else ""
     if chat:
         tokenizer = _with_ends_of(tokenizer, chat)
-    return Prompts(tokenizer, chat or prepared, has_answers=has_answers(config))
+    return Prompts(tokenizer, chat or prepared, has_answers=has_answers(data))
 
 
 def _with_ends_of(tokenizer: Tokenizer, chat: str) -> Tokenizer:
@@ -122,10 +122,9 @@ def _with_ends_of(tokenizer: Tokenizer, chat: str) -> Tokenizer:
     return dataclasses.replace(tokenizer, record=ends)
 
 
-def has_answers(config: schema.Config) -> bool:
-    """Whether a run is trained on the answers of conversations."""
-    is_prepared = config.data.source == "tokens"
-    return is_prepared and store.read_meta(config.data.path).has_answers
+def has_answers(data: schema.Data) -> bool:
+    """Whether some data trains on the answers of conversations."""
+    return data.source == "tokens" and store.read_meta(data.path).has_answers
 
 
 def as_talk(messages: Any) -> Conversation:
@@ -153,15 +152,15 @@ def describe_prompt(given: Given) -> str:
     return str(given)[:20]
 
 
-def find_question(config: schema.Config, most: int) -> np.ndarray | None:
-    """Finds the prompt of a conversation of the data, as a sample.
+def find_question(data: schema.Data, vocab_size: int, most: int) -> np.ndarray | None:
+    """Finds the prompt of a conversation of prepared data, as a sample.
 
     Held-out conversations are preferred. None if the first prompts are longer than
     `most` tokens.
     """
-    splits = store.read_meta(config.data.path).splits
+    splits = store.read_meta(data.path).splits
     split = "validation" if "validation" in splits else "train"
-    talks = open_documents(config, split)
+    talks = open_documents(data, split, vocab_size)
     assert talks.answers is not None
     starts = talks.offsets[:-1][:NUM_SEARCHED]
     for start, stop in zip(starts, talks.offsets[1:], strict=False):

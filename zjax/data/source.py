@@ -26,25 +26,30 @@ def make_tokenizer(config: schema.Config) -> text.Tokenizer:
         >>> make_tokenizer(schema.Config()).vocab_size
         257
     """
-    match config.data.source:
+    return open_tokenizer(config.data, config.model.vocab_size)
+
+
+def open_tokenizer(data: schema.Data, vocab_size: int) -> text.Tokenizer:
+    """Opens the tokenizer of some data; synthetic data has `vocab_size` tokens."""
+    match data.source:
         case "standard_library":
             return text.make_bytes()
         case "tokens":
-            return store.open_tokenizer(config.data.path)
+            return store.open_tokenizer(data.path)
         case "synthetic":
-            return text.make_numbers(config.model.vocab_size)
+            return text.make_numbers(vocab_size)
 
 
-def read_record(config: schema.Config) -> TokenizerRecord:
-    """Reads the record of the tokenizer of the data of a run.
+def read_record(data: schema.Data, vocab_size: int) -> TokenizerRecord:
+    """Reads the record of the tokenizer of some data.
 
     Example:
-        >>> read_record(schema.Config()).end_ids
+        >>> read_record(schema.Data(), 257).end_ids
         (256,)
     """
-    if config.data.source == "tokens":
-        return store.read_meta(config.data.path).tokenizer
-    return make_tokenizer(config).record
+    if data.source == "tokens":
+        return store.read_meta(data.path).tokenizer
+    return open_tokenizer(data, vocab_size).record
 
 
 def open_rows(config: schema.Config, split: str) -> packing.Rows:
@@ -59,31 +64,31 @@ def open_rows(config: schema.Config, split: str) -> packing.Rows:
             data.length,
             synthetic.DOCUMENTS_PER_ROW if documents else 0,
         )
-    return _make_rows(open_documents(config, split), data, split)
+    documents = open_documents(data, split, config.model.vocab_size)
+    return _make_rows(documents, data, split)
 
 
-def open_documents(config: schema.Config, split: str) -> store.Store:
+def open_documents(data: schema.Data, split: str, vocab_size: int) -> store.Store:
     """Opens the documents of a split, `train` or `validation`; not synthetic data."""
-    data = config.data
     if data.source == "standard_library":
         opened = synthetic.open_standard_library(split)
     else:
         opened = store.open_store(data.path, split)
-    check_vocabulary(opened, data.source, config.model.vocab_size)
+    check_vocabulary(opened, data.source, vocab_size)
     return opened
 
 
-def row_settings(config: schema.Config) -> dict[str, Any]:
+def row_settings(data: schema.Data) -> dict[str, Any]:
     """Settings by path that determine, together with the data, the content of each row.
 
     Example:
-        >>> row_settings(schema.Config())["data.packing"]
+        >>> row_settings(schema.Data())["data.packing"]
         'blocks'
     """
     names = ("source", "length", "packing")
-    settings = {f"data.{name}": getattr(config.data, name) for name in names}
-    if config.data.source == "tokens":
-        settings["data.tokenizer"] = store.digest_tokenizer(config.data.path)
+    settings = {f"data.{name}": getattr(data, name) for name in names}
+    if data.source == "tokens":
+        settings["data.tokenizer"] = store.digest_tokenizer(data.path)
     return settings
 
 
@@ -110,12 +115,12 @@ def order_settings(config: schema.Config) -> dict[str, Any]:
     return off | {"sequence_warmup.form": warmup.form} | read
 
 
-def digest_samples(config: schema.Config, rows: packing.Rows) -> str:
+def digest_samples(data: schema.Data, rows: packing.Rows) -> str:
     """Hashes the data and the settings of rows; 16 hexadecimal digits.
 
     An index of samples carries the digest, so that other rows refuse the index.
     """
-    content = [len(rows), rows.digest(), row_settings(config)]
+    content = [len(rows), rows.digest(), row_settings(data)]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 

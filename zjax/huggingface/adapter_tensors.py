@@ -146,14 +146,15 @@ def not_apart(
 def check_saved(
     names: Collection[str],
     saved: Mapping[str, Layout],
-    config: schema.Config,
+    lora: schema.Lora,
+    model: schema.Model,
     path: pathlib.Path,
 ) -> None:
     """Refuses saved modules that a run freezes, or that PEFT trains otherwise."""
-    lora, where = config.lora, f"of {path}"
+    where = f"of {path}"
     problems = [
         Problem(KEY, [*names], f"{where} {reason}", WITHOUT)
-        for reason in not_apart(saved, config.model, ())
+        for reason in not_apart(saved, model, ())
     ]
     frozen = dict.fromkeys(_path_of(x) for x in saved if not _is_trained(x, lora))
     if frozen:

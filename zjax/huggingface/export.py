@@ -90,7 +90,7 @@ def export_huggingface(
     """
     step = store.latest() if step is None else step
     config = load_config(store.extra(step).get("config", {}))
-    model, start = config.model, _find_start(config)
+    model, start = config.model, _find_start(config.checkpoint.init_from)
     kind = find_kind(model)
     report_dropouts(model, kind)
     source, _ = open_weights(store, part, step)
@@ -105,11 +105,11 @@ def export_huggingface(
     return sum(file.stat().st_size for file in pathlib.Path(path).iterdir())
 
 
-def _find_start(config: schema.Config) -> pathlib.Path | None:
+def _find_start(start: str) -> pathlib.Path | None:
     """Finds the Hugging Face checkpoint at the beginning of a chain of runs."""
     # Ends a cycle of runs that start from one another.
     seen = set[str]()
-    while (start := config.checkpoint.init_from) not in {"", *seen}:
+    while start not in {"", *seen}:
         if (path := find_config(start)) is not None:
             return path.parent
         steps = find_steps(pathlib.Path(local_path("checkpoint.init_from", start)))
@@ -119,6 +119,7 @@ def _find_start(config: schema.Config) -> pathlib.Path | None:
             return None
         seen.add(start)
         config = load_config(Store(str(steps)).extra().get("config", {}))
+        start = config.checkpoint.init_from
     return None
 
 

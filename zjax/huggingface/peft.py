@@ -52,12 +52,14 @@ def export_peft(
     """
     step = store.latest() if step is None else step
     config = load_config(store.extra(step).get("config", {}))
-    _check_settings(config)
+    _check_settings(config.lora, resizes=config.checkpoint.resize_vocabulary)
     kind = find_kind(config.model, "leave out --format=peft")
     source, _ = open_weights(store, part, step, merges_adapters=False)
-    matrices = _find_matrices(source, config, kind)
-    names = names_of_trained(config.lora, config.model, kind)
-    tensors = _of_adapters(matrices) | _of_modules(names, matrices, config, kind)
+    model, lora = config.model, config.lora
+    matrices = _find_matrices(source, model, lora, kind)
+    names = names_of_trained(lora, model, kind)
+    tensors = _of_adapters(matrices)
+    tensors |= _of_modules(names, matrices, model, lora, kind)
     source = views.restacked(source, [tensor.ours for tensor in tensors.values()])
     found = {
         name: Entry(
@@ -73,8 +75,13 @@ def export_peft(
         yield tensor.convert(source.read_all(tensor.ours))
 
     with new_folder(path) as folder:
-        text = json.dumps(_values(config, matrices, names), indent=2) + "\n"
-        (folder / CONFIG_NAME).write_text(text)
+        values = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM" if model.kind == "decoder" else None,
+            "base_model_name_or_path": config.checkpoint.init_from or None,
+            **_values(lora, matrices, names),
+        }
+        (folder / CONFIG_NAME).write_text(json.dumps(values, indent=2) + "\n")
         file = folder / TENSORS_NAME
         write_file(file, entries, {"format": "pt"}, read)
     return sum(file.stat().st_size for file in pathlib.Path(path).iterdir())
@@ -88,13 +95,15 @@ class _Tensor(NamedTuple):
     convert: Callable[[np.ndarray], np.ndarray]
 
 
-def _find_matrices(source: Source, config: schema.Config, kind: str) -> list[Matrix]:
+def _find_matrices(
+    source: Source, model: schema.Model, lora: schema.Lora, kind: str
+) -> list[Matrix]:
     """Finds all adapter matrices, and refuses adapters on parts of a module."""
-    matrices = [*find_matrices(source.entries, config.model, kind)]
+    matrices = [*find_matrices(source.entries, model, kind)]
     for matrix in matrices:
         # PEFT adapts a joined module as a whole.
         if matrix.layout.row.parts:
-            raise part_error(matrix, config.lora, kind, _MERGES)
+            raise part_error(matrix, lora, kind, _MERGES)
     return matrices
 
 
@@ -111,12 +120,16 @@ def _of_adapters(matrices: Iterable[Matrix]) -> dict[str, _Tensor]:
 
 
 def _of_modules(
-    names: Sequence[str], matrices: Iterable[Matrix], config: schema.Config, kind: str
+    names: Sequence[str],
+    matrices: Iterable[Matrix],
+    model: schema.Model,
+    lora: schema.Lora,
+    kind: str,
 ) -> dict[str, _Tensor]:
     """Tensors of modules that are trained in full, by tensor name."""
-    saved, lora = find_saved(names, config.model, kind), config.lora
+    saved = find_saved(names, model, kind)
     adapted = {matrix.module for matrix in matrices}
-    if reasons := [*not_apart(saved, config.model, adapted)]:
+    if reasons := [*not_apart(saved, model, adapted)]:
         problems = (
             Problem("lora.also_train", lora.also_train, reason, _MERGES)
             for reason in reasons
@@ -132,30 +145,25 @@ def _of_modules(
     return {tensor_of(x): tensor(ours, x) for ours, x in saved.items()}
 
 
-def _check_settings(config: schema.Config) -> None:
+def _check_settings(lora: schema.Lora, *, resizes: bool) -> None:
     """Refuses runs without adapters, and runs with a resized vocabulary."""
-    lora = config.lora
     if not lora.rank:
         problem = "has no adapters to export"
         remedy = "leave out --format=peft"
         raise ConfigError(Problem("lora.rank", 0, problem, remedy))
-    if config.checkpoint.resize_vocabulary:
+    if resizes:
         problem = "gives tables rows that the base of an adapter lacks"
         field = "checkpoint.resize_vocabulary"
         raise ConfigError(Problem(field, True, problem, _MERGES))
 
 
 def _values(
-    config: schema.Config, matrices: Sequence[Matrix], saved: Sequence[str]
+    lora: schema.Lora, matrices: Sequence[Matrix], saved: Sequence[str]
 ) -> Mapping[str, Any]:
-    """Content of adapter_config.json."""
-    lora = config.lora
+    """Content of adapter_config.json on the adapters."""
     # PEFT compares the end of a path, so that one name serves all layers.
     modules = {re.sub(r"^.*\.\d+\.", "", matrix.module) for matrix in matrices}
     return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM" if config.model.kind == "decoder" else None,
-        "base_model_name_or_path": config.checkpoint.init_from or None,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_dropout": lora.dropout,

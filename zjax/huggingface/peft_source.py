@@ -192,26 +192,30 @@ _NEW = "leave it empty, for new adapters"
 
 
 def with_peft(
-    source: Source, wanted: Mapping[str, Entry], config: schema.Config
+    source: Source,
+    wanted: Mapping[str, Entry],
+    lora: schema.Lora,
+    model: schema.Model,
+    init_from: str,
 ) -> Source:
-    """Adds the adapters of `lora.init_from` to the arrays of a base model."""
-    given, wanted = config.lora.init_from, layers.stack_all(wanted)
+    """Adds the adapters of `lora.init_from` to the model at `init_from`."""
+    given, wanted = lora.init_from, layers.stack_all(wanted)
     folder = pathlib.Path(local_path("lora.init_from", given))
     if TOKENS not in wanted:
         problem = "has adapters of a built-in model, and this is another one"
         raise ConfigError(Problem("lora.init_from", given, problem, _NEW))
     values = read_values(folder)
-    if problems := [*_differences(config.lora, values, folder)]:
+    if problems := [*_differences(lora, values, folder)]:
         raise ConfigError(*problems)
     report_unread(values, folder / CONFIG_NAME)
     names = {name.replace(".", "/"): name for name in wanted}
-    kind = _kind(config)
-    found = find_matrices([*names], config.model, kind)
+    kind = _kind(model, init_from)
+    found = find_matrices([*names], model, kind)
     matrices = {matrix.ours.replace("/", "."): matrix for matrix in found}
-    _check_parts(matrices.values(), config.lora, kind)
+    _check_parts(matrices.values(), lora, kind)
     modules = values.get(KEY) or []
-    saved = find_saved(modules, config.model, kind)
-    check_saved(modules, saved, config, folder / CONFIG_NAME)
+    saved = find_saved(modules, model, kind)
+    check_saved(modules, saved, lora, model, folder / CONFIG_NAME)
     shapes = {ours: _shape_of(x.ours, names, wanted) for ours, x in matrices.items()}
     file = open_file(folder / TENSORS_NAME, "lora.init_from", REMEDY)
     expected = {
@@ -282,9 +286,9 @@ def _differences(
             yield Problem(f"lora.{name}", mine, problem, f"use {theirs!r}")
 
 
-def _kind(config: schema.Config) -> str:
+def _kind(model: schema.Model, init_from: str) -> str:
     """Family of the base model, by config.json or by the model's settings."""
-    path = find_config(config.checkpoint.init_from)
+    path = find_config(init_from)
     if path is None:
-        return find_kind(config.model, "leave lora.init_from empty")
+        return find_kind(model, "leave lora.init_from empty")
     return read_config(path)["model_type"]

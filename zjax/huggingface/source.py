@@ -3,7 +3,7 @@
 import dataclasses
 import pathlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,17 +28,26 @@ _LAYER = re.compile(r"(model\.)?layers\.(?P<number>\d+)\.")
 
 
 def adapted(
-    source: Source, wanted: Mapping[str, Entry], config: schema.Config
+    source: Source,
+    wanted: Mapping[str, Entry],
+    given: schema.Model,
+    checkpoint: schema.Checkpoint,
 ) -> Source:
     """Maps a Hugging Face source to a built-in model; returns other sources as is."""
-    path = find_config(config.checkpoint.init_from)
+    path = find_config(checkpoint.init_from)
     # A run, another model than the built-in ones, or names of zjax already.
     if path is None or TOKENS not in wanted or TOKENS in source.entries:
         return source
     values = read_config(path)
     settings, family = shape_of(values, path)
     model = convert.from_mapping(schema.Model, settings)
-    _check_model(config, model, settings, family, path)
+    free = set(family.free)
+    if given.max_positions > model.max_positions:
+        free.add("max_positions")  # the run extends the context
+    if checkpoint.resize_vocabulary:
+        free.add("vocab_size")
+    mine, theirs = (entries_of(each, settings) for each in (given, model))
+    _check_model(mine, theirs, free, path)
     prefix = _find_prefix(source, family)
     layouts = dict(layouts_of(_renamed(source, family, prefix), model))
     ignored = _find_ignored(source, family, model)
@@ -53,12 +62,12 @@ def adapted(
     check_same(
         stored,
         {name: x for name, x in source.entries.items() if name not in ignored},
-        config.checkpoint.init_from,
+        checkpoint.init_from,
         cast=stored,
     )
     short = (_shortened(name, model.num_layers) for name in ignored)
-    _report(config.checkpoint.init_from, prefix, tuple(dict.fromkeys(short)))
-    quantized.report(config.checkpoint.init_from)
+    _report(checkpoint.init_from, prefix, tuple(dict.fromkeys(short)))
+    quantized.report(checkpoint.init_from)
     return _translated(quantized.dequantized(source), layouts)
 
 
@@ -72,20 +81,14 @@ def find_config(init_from: str) -> pathlib.Path | None:
 
 
 def _check_model(
-    config: schema.Config,
-    found: schema.Model,
-    settings: Mapping[str, Any],
-    family: Family,
+    given: Mapping[str, Any],
+    expected: Mapping[str, Any],
+    free: Collection[str],
     path: pathlib.Path,
 ) -> None:
-    """Refuses `model` settings that differ from a config.json."""
-    problems, expected = [], entries_of(found, settings)
-    free = set(family.free)
-    if config.model.max_positions > found.max_positions:
-        free.add("max_positions")  # the run extends the context
-    if config.checkpoint.resize_vocabulary:
-        free.add("vocab_size")
-    for name, mine in entries_of(config.model, settings).items():
+    """Refuses `model` settings that differ from a config.json, but for free ones."""
+    problems = []
+    for name, mine in given.items():
         theirs = expected[name]
         if mine != theirs and name not in free:
             problem, remedy = f"is not the {theirs!r} of {path}", f"use {theirs!r}"

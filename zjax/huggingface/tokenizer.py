@@ -3,15 +3,16 @@
 import dataclasses
 import pathlib
 import shutil
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 from absl import logging
 
-from zjax import data
 from zjax.checkpoint.steps import find_steps
 from zjax.checkpoint.store import Store
 from zjax.data import tokenizer as text
+from zjax.data.source import read_record
 from zjax.data.tokenizer_files import (
     KEY,
     RUN_FOLDER,
@@ -68,26 +69,25 @@ def tokenizer_of_start(field: str, start: str) -> CheckpointTokenizer:
     return CheckpointTokenizer(record, path)
 
 
-def check_start(config: schema.Config) -> None:
+def check_start(starts: Mapping[str, str], data: schema.Data, vocab_size: int) -> None:
     """Refuses to train or distil a checkpoint on tokens of another tokenizer.
 
-    Process 0 warns where the data or the checkpoint has no tokenizer, and where texts
-    begin with different ids. The data may have tokens that the checkpoint lacks.
+    `starts` maps settings to checkpoints, or to '' for no checkpoint. Process 0 warns
+    where the data or the checkpoint has no tokenizer, and where texts begin with
+    different ids. The data may have tokens that the checkpoint lacks.
     """
-    starts = {
-        "checkpoint.init_from": config.checkpoint.init_from,
-        "distill.teacher": config.distill.teacher,
-    }
     for field, start in starts.items():
         if start:
-            _check_checkpoint(config, field, start)
+            _check_checkpoint(data, read_record(data, vocab_size), field, start)
 
 
-def _check_checkpoint(config: schema.Config, field: str, start: str) -> None:
+def _check_checkpoint(
+    data: schema.Data, mine: TokenizerRecord, field: str, start: str
+) -> None:
     """Compares the tokenizer of the data with the tokenizer of one checkpoint."""
-    mine, theirs = data.read_record(config), tokenizer_of_start(field, start)
-    key = "path" if config.data.source == "tokens" else "source"
-    value = getattr(config.data, key)
+    theirs = tokenizer_of_start(field, start)
+    key = "path" if data.source == "tokens" else "source"
+    value = getattr(data, key)
     names = f"data.{key}={value!r}", f"{field}={start!r}"
     if theirs.record is None:
         message = "%s has no tokenizer that zjax reads: nothing compares it with %s"
@@ -104,7 +104,7 @@ def _check_checkpoint(config: schema.Config, field: str, start: str) -> None:
             (names[0], mine.name, names[1], theirs.record.name),
         )
     else:
-        path = pathlib.Path(config.data.path) / TOKENIZER_NAME
+        path = pathlib.Path(data.path) / TOKENIZER_NAME
         found = _find_difference(path, theirs.path)
         if found:
             problem = f"has another tokenizer than {names[1]}: {found}"
@@ -136,10 +136,10 @@ def _warn(message: str, values: tuple[Any, ...]) -> None:
         logging.warning(message, *values)
 
 
-def keep_tokenizer(config: schema.Config, directory: pathlib.Path) -> None:
+def keep_tokenizer(data: schema.Data, directory: pathlib.Path) -> None:
     """Copies tokenizer files of the data beside the checkpoints of a run."""
-    path = pathlib.Path(config.data.path) / TOKENIZER_NAME
-    if config.data.source != "tokens" or not path.exists():
+    path = pathlib.Path(data.path) / TOKENIZER_NAME
+    if data.source != "tokens" or not path.exists():
         return
     folder = directory / RUN_FOLDER
     partial = folder.with_name(f".{RUN_FOLDER}.partial")

@@ -10,7 +10,6 @@ from absl import logging
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from zjax.data.entries import abstract_batch
 from zjax.errors import PlanError, Problem
 from zjax.estimate.spill import DEVICE_SHARE, FreeBytes, spill_state
 from zjax.estimate.tables import kept_rows
@@ -25,7 +24,7 @@ from zjax.processes.host import (
     local_processes,
     pinnable_bytes,
 )
-from zjax.run.step import make_step
+from zjax.run.step import abstract_batch, make_step
 from zjax.settings.batch import resolve_batch
 from zjax.settings.schema import Config
 from zjax.sharding import memory

@@ -9,13 +9,13 @@ import math
 import os
 from collections.abc import Sequence
 
-from zjax.data.entries import abstract_batch
 from zjax.errors import ZjaxError
 from zjax.models.build import make_model
 from zjax.offload.gradients import offloaded_inputs
 from zjax.optim.build import make_optimizer
 from zjax.processes.cluster import Cluster, assign_gpus, visible_gpus
 from zjax.processes.host import POOL_OVERHEAD, limit_pinned_memory
+from zjax.run.step import abstract_batch
 from zjax.settings.axes import close_axes
 from zjax.settings.schema import Config
 from zjax.sharding import memory

@@ -11,13 +11,12 @@ import numpy as np
 from jax.sharding import Mesh
 
 from zjax.checkpoint import adapters, growth, layout, weights
-from zjax.checkpoint.growth import resized
 from zjax.checkpoint.model_state import load_model_state
 from zjax.checkpoint.quantized import with_codes
 from zjax.checkpoint.views import Source
 from zjax.config.check import check_config
 from zjax.config.load import load_config
-from zjax.data.entries import abstract_batch, check_batch, entries_of
+from zjax.data.entries import check_batch, entries_of
 from zjax.data.placement import BatchPlacement
 from zjax.deepspeed import check_optimizer_is_given
 from zjax.errors import ConfigError, ModelError, Problem
@@ -36,11 +35,11 @@ from zjax.processes.barrier import connect
 from zjax.processes.host import warn_of_small_pages
 from zjax.run.fit import check_fits, fit_plan
 from zjax.run.resume import fingerprint_functions
-from zjax.run.step import Step, make_step
+from zjax.run.step import Step, abstract_batch, make_step
 from zjax.run.without_effect import check_axes, check_has_effect, check_loss_acts
 from zjax.schedule.learning_rate import make_schedule
 from zjax.settings.derived import is_offered
-from zjax.settings.parameters import is_adapter
+from zjax.settings.parameters import is_adapter, is_held_frozen
 from zjax.settings.schema import Config, Lora
 from zjax.sharding import memory
 from zjax.sharding import mesh as meshes
@@ -448,16 +447,21 @@ def make_run(
 def _make_adapt(model: Model, config: Config, key: jax.Array) -> weights.Adapt:
     """Returns a function that fits weights of `checkpoint.init_from` to the model."""
     initial = growth.initial_values(model, key)
+    shape, start, lora = config.model, config.checkpoint, config.lora
+    dtype = config.precision.compute_dtype
+    is_frozen = functools.partial(is_held_frozen, config=config)
 
     def adapt(source: Source, wanted: Mapping[str, layout.Entry]) -> Source:
         # The order matters: each conversion reads names and shapes that the last one
         # made.
-        source = huggingface.adapted(source, wanted, config)
-        source = resized(source, wanted, config)
-        source = growth.upcycled(source, wanted, config, initial)
+        source = huggingface.adapted(source, wanted, shape, start)
+        source = growth.resized(source, wanted, start, shape.vocab_size, is_frozen)
+        source = growth.upcycled(source, wanted, shape, start, config.seed, initial)
         source = with_codes(source, wanted)
-        if config.lora.init_from:
-            return peft_source.with_peft(source, wanted, config)
-        return adapters.with_adapters(source, wanted, config, initial)
+        if lora.init_from:
+            return peft_source.with_peft(source, wanted, lora, shape, start.init_from)
+        if lora.rank:
+            return adapters.with_adapters(source, wanted, dtype, initial)
+        return source
 
     return adapt

@@ -12,7 +12,6 @@ import jax
 from jax.sharding import Mesh
 
 from zjax.config.check import check_config
-from zjax.data.entries import abstract_batch
 from zjax.errors import ConfigError, OutputError, Problem, ZjaxError, find_remedy
 from zjax.estimate import tables
 from zjax.estimate.activations import describe_active, describe_exchanges
@@ -43,7 +42,7 @@ from zjax.optim.build import make_optimizer
 from zjax.optim.phases import count_programs, make_phases
 from zjax.optim.rounds import make_rounds
 from zjax.run.fit import check_fits, fit_memories
-from zjax.run.step import Step, make_step
+from zjax.run.step import Step, abstract_batch, make_step
 from zjax.schedule.lengths import end_by_tokens
 from zjax.settings.axes import axis_sizes
 from zjax.settings.batch import resolve_batch

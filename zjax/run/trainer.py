@@ -45,6 +45,7 @@ from zjax.run.ending import (
     finish_save_on_error,
     stop_signals,
 )
+from zjax.run.epochs import end_by_epochs
 from zjax.run.fit import explain_out_of_memory
 from zjax.run.host import limit_pinned_pool
 from zjax.run.initialize import adopt_optimizer, make_run, unread_schedule
@@ -130,7 +131,7 @@ class Trainer:
         devices = jax.devices() if devices is None else devices
         if problems := [*_unread_loss(loss_fn), *unread_schedule(tx, schedule)]:
             raise ConfigError(*problems)
-        config, self._epochs = data.end_by_epochs(config, batches, len(devices))
+        config, self._epochs = end_by_epochs(config, batches, len(devices))
         self.config = _checked(config, model, tx, batches, evaluation_batches, devices)
         self._batches = batches
         self._is_language_model = _is_of_settings(model, self.config)
@@ -145,7 +146,11 @@ class Trainer:
         )
         start = first_step(self.store, settings.resume, step)
         if not start and batches is None:
-            check_start(self.config)
+            starts = {
+                "checkpoint.init_from": settings.init_from,
+                "distill.teacher": self.config.distill.teacher,
+            }
+            check_start(starts, self.config.data, self.config.model.vocab_size)
         if step is None:
             check_directory(str(self._directory))
         if start:
@@ -169,7 +174,8 @@ class Trainer:
             )
         self.state: TrainState = self.run.state
         extra = self.store.extra(start) if start else {}
-        self._tokenizer = None if batches is not None else data.read_record(self.config)
+        text = self.config.data, self.config.model.vocab_size
+        self._tokenizer = None if batches is not None else data.read_record(*text)
         if self._tokenizer is not None:
             check_tokenizer(extra, self._tokenizer, self.config)
         self.loader = self._make_loader()
@@ -187,7 +193,7 @@ class Trainer:
         )
         if self._evaluation:
             check_average(self.state, self.run.plan)
-        self._prompts = functools.cache(functools.partial(make_prompts, self.config))
+        self._prompts = functools.cache(functools.partial(make_prompts, *text))
         self.exit_status = 0
         self._last_evaluation = -1, 0.0
         """Step and loss of the newest evaluation."""
@@ -225,7 +231,7 @@ class Trainer:
         check_newest(self.store, step)
         self._move_loader()
         if self._tokenizer is not None and jax.process_index() == 0:
-            keep_tokenizer(config, self.store.directory)
+            keep_tokenizer(config.data, self.store.directory)
         monitor = self._monitor()
         if config.checkpoint.every_steps:
             self.store.prepare(saved_rows(self.run.plan, config))
