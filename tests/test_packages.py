@@ -11,7 +11,6 @@ from zjax import errors
 from zjax.checkpoint import load_weights
 from zjax.checkpoint.store import Store
 from zjax.cli.harness import evaluate_with_harness
-from zjax.config import load_config
 from zjax.data import chat, documents, tokenizer, wrap_batches
 from zjax.errors import ConfigError, PackageError
 from zjax.observe import check_sinks, plot
@@ -109,4 +108,4 @@ def test_a_run_that_lacks_its_sinks_does_not_start(hidden):
         "observe.plot=True needs a package that is not installed; "
         "pip install matplotlib, or set it to False"
     )
-    check_sinks(load_config({"observe": {"sinks": ("console", "csv")}}))
+    check_sinks(schema.Observe(sinks=("console", "csv")))

@@ -45,7 +45,7 @@ import jax
 import matplotlib.pyplot as plt
 
 import zjax
-from zjax.observe.course import describe_course
+from zjax.run.course import describe_course
 from zjax.schedule.lengths import make_tokens
 
 # Two simulated devices on the CPU; on a machine with GPUs these are used instead.

@@ -10,15 +10,15 @@ import pytest
 from tensorboardX.proto import event_pb2
 
 from tests.observe.disk import full_disk
-from zjax.config import load_config
 from zjax.errors import ConfigError, OutputError
 from zjax.observe import Progress, make_sinks, read_history
 from zjax.observe.sinks import HISTORY, check_directory
+from zjax.settings import schema
 
 
 def open_sink(name, directory, last_step=0):
-    config = load_config({"observe": {"sinks": (name,)}})
-    (sink,) = make_sinks(config, directory, last_step=last_step)
+    observe = schema.Observe(sinks=(name,))
+    (sink,) = make_sinks(observe, directory, {}, num_steps=1_000, last_step=last_step)
     return sink
 
 
@@ -140,8 +140,8 @@ def test_the_console_is_the_progress_bar(tmp_path):
 
 
 def test_sinks_come_in_the_order_they_are_named(tmp_path):
-    config = load_config({"observe": {"sinks": ("csv", "console", "jsonl")}})
-    sinks = make_sinks(config, tmp_path / "new")
+    observe = schema.Observe(sinks=("csv", "console", "jsonl"))
+    sinks = make_sinks(observe, tmp_path / "new", {}, num_steps=1_000)
     names = [type(sink).__name__ for sink in sinks]
     for sink in sinks:
         sink.close()

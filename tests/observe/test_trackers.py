@@ -12,6 +12,8 @@ import pytest
 from zjax.config import load_config
 from zjax.errors import ConfigError, OutputError
 from zjax.observe import check_sinks, make_sinks
+from zjax.settings import schema
+from zjax.settings.convert import to_mapping
 
 SERVICES = ("wandb", "mlflow")
 INSTALLED = {name: importlib.util.find_spec(name) is not None for name in SERVICES}
@@ -21,12 +23,16 @@ def needs(name):
     return pytest.mark.skipif(not INSTALLED[name], reason=f"needs pip install {name}")
 
 
-def make_config(name, **observe):
-    return load_config({"observe": {"sinks": (name,), **observe}})
+def open_sinks(name, directory, last_step=0, **observe):
+    config = load_config({"observe": {"sinks": (name,), **observe}})
+    settings = to_mapping(config)
+    return make_sinks(
+        config.observe, directory, settings, num_steps=1_000, last_step=last_step
+    )
 
 
 def write(name, directory, rows, last_step=0, **observe):
-    (sink,) = make_sinks(make_config(name, **observe), directory, last_step=last_step)
+    (sink,) = open_sinks(name, directory, last_step, **observe)
     for step, values in rows:
         sink.write(step, values)
     sink.close()
@@ -37,9 +43,13 @@ def test_a_missing_package_is_found_in_every_process(name, tmp_path, monkeypatch
     monkeypatch.setitem(sys.modules, name, None)
     for process in (0, 1):
         monkeypatch.setattr("jax.process_index", lambda process=process: process)
-        for use in (check_sinks, lambda config: make_sinks(config, tmp_path)):
+        checks = (
+            lambda: check_sinks(schema.Observe(sinks=(name,))),
+            lambda: open_sinks(name, tmp_path),
+        )
+        for check in checks:
             with pytest.raises(ConfigError) as error:
-                use(make_config(name))
+                check()
             assert str(error.value) == (
                 f"observe.sinks='{name}' needs a package that is not installed; "
                 f"pip install {name}, or leave it out"
@@ -238,7 +248,7 @@ def test_a_run_starts_without_a_server_that_hangs(tmp_path, fake_mlflow, monkeyp
 
     monkeypatch.setattr(fake_mlflow, "create_run", create_run)
     monkeypatch.setattr("zjax.observe.delivery.OPEN_SECONDS", 0.01)
-    (sink,) = make_sinks(make_config("mlflow"), tmp_path)
+    (sink,) = open_sinks("mlflow", tmp_path)
     sink.write(1, {"loss": 2.5})
     answers.set()
     sink.close()
@@ -247,7 +257,7 @@ def test_a_run_starts_without_a_server_that_hangs(tmp_path, fake_mlflow, monkeyp
 
 def test_a_core_of_wandb_that_died_ends_no_run(tmp_path, fake_wandb, caplog):
     """Fails if an error of a kind that no package documents ends the run."""
-    (sink,) = make_sinks(make_config("wandb"), tmp_path)
+    (sink,) = open_sinks("wandb", tmp_path)
     sys.modules["wandb"].init(project="").log = lambda values: 1 / 0
     with caplog.at_level("WARNING", logger="absl"):
         sink.write(1, {"loss": 2.5})
@@ -271,7 +281,7 @@ def test_no_error_of_a_service_loses_a_row_or_is_silent(
     def fail(*values):
         raise error
 
-    (sink,) = make_sinks(make_config("wandb"), tmp_path)
+    (sink,) = open_sinks("wandb", tmp_path)
     run = sys.modules["wandb"].init(project="")
     run.log = run.finish = fail
     with caplog.at_level("WARNING", logger="absl"):

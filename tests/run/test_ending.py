@@ -154,7 +154,7 @@ def test_a_service_that_hangs_keeps_no_signal_from_saving(tmp_path, monkeypatch)
     """Fails if a step, the checkpoint or the end waits for the service."""
     monkeypatch.setattr("zjax.observe.delivery.CLOSE_SECONDS", 0.01)
     sink = Delivery([Unreachable()], tmp_path)
-    monkeypatch.setattr("zjax.observe.monitor.make_sinks", lambda *_, **__: (sink,))
+    monkeypatch.setattr("zjax.run.monitor.make_sinks", lambda *_, **__: (sink,))
 
     def stop_at_two(step, state, batch, metrics):
         if step == 2:
@@ -174,7 +174,7 @@ def test_a_file_of_metrics_that_cannot_be_written_costs_no_step(tmp_path, monkey
                 raise OutputError(Problem("directory", "runs/a", "is full", "free it"))
 
     sink = FullDisk(tmp_path / "metrics.jsonl")
-    monkeypatch.setattr("zjax.observe.monitor.make_sinks", lambda *_, **__: (sink,))
+    monkeypatch.setattr("zjax.run.monitor.make_sinks", lambda *_, **__: (sink,))
     trainer = squares.make_trainer(tmp_path, *EACH, "observe.log_every_steps=1")
     with pytest.raises(OutputError, match="directory='runs/a' is full"):
         trainer.fit()

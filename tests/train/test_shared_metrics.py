@@ -10,7 +10,7 @@ import pytest
 from tests.support import models, runs
 from zjax.config import load_config
 from zjax.errors import NonFiniteError
-from zjax.observe.monitor import Monitor
+from zjax.run.monitor import Monitor
 from zjax.settings import schema
 
 LOWER = "lower optimizer.peak_learning_rate or look at the data"

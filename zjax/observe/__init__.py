@@ -5,7 +5,7 @@ from zjax.observe.collectives import Collective, list_collectives
 from zjax.observe.communication import describe_communication, zero_volume
 from zjax.observe.history import check_directory, read_history
 from zjax.observe.load import plot_load
-from zjax.observe.metrics import LateMetrics, Throughput, make_throughput
+from zjax.observe.metrics import LateMetrics, Throughput
 from zjax.observe.plot import (
     plot_memory_per_stage,
     plot_metrics,
@@ -32,7 +32,6 @@ __all__ = [
     "flops_per_token",
     "list_collectives",
     "make_sinks",
-    "make_throughput",
     "num_params",
     "peak_flops",
     "plot_load",

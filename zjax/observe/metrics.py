@@ -8,9 +8,6 @@ from typing import Any
 import numpy as np
 from jax.sharding import NamedSharding
 
-from zjax.models import flops
-from zjax.models.flops import flops_per_weight
-from zjax.settings.schema import Config
 from zjax.sharding.mesh import REPLICA
 from zjax.train.microbatches import mean_metrics
 from zjax.typing import Metrics
@@ -187,24 +184,3 @@ class Throughput:
             values["mfu_full_attention"] = tokens_per_second * full / self._peak
         self._num_laps, self._num_tokens, self._seconds = 0, 0, 0.0
         return values
-
-
-def make_throughput(
-    config: Config, *, device_kind: str, num_devices: int
-) -> Throughput:
-    """Starts the timer of a built-in model; `observe.peak_tflops` sets the peak."""
-    table = flops.peak_flops(device_kind, config.precision.compute_dtype)
-    configured = config.observe.peak_tflops * 1e12
-    half = flops.flops_per_token(
-        config.model,
-        config.data.length,
-        causal_attention="half",
-        per_weight=flops_per_weight(config),
-    )
-    full = flops.flops_per_token(
-        config.model,
-        config.data.length,
-        causal_attention="full",
-        per_weight=flops_per_weight(config),
-    )
-    return Throughput(num_devices, configured or table, (half, full))

@@ -2,7 +2,6 @@
 
 import contextlib
 import csv
-import dataclasses
 import importlib.util
 import io
 import math
@@ -33,8 +32,7 @@ from zjax.observe.history import (
 )
 from zjax.observe.metrics import Value, scalars
 from zjax.observe.progress import Progress
-from zjax.settings.convert import to_mapping
-from zjax.settings.schema import Config
+from zjax.settings.schema import Observe
 
 _FLUSH_SECONDS = 10
 """Seconds between flushes of TensorBoard's events."""
@@ -54,53 +52,62 @@ class Sink(Protocol):
 
 
 def make_sinks(
-    config: Config, directory: str | os.PathLike[str], *, last_step: int = 0
+    observe: Observe,
+    directory: str | os.PathLike[str],
+    settings: Mapping[str, Any],
+    *,
+    num_steps: int,
+    last_step: int = 0,
 ) -> tuple[Sink, ...]:
     """Opens the sinks of a run, in the order named; none but on process 0.
 
-    Files of a continued run lose entries of steps after `last_step`; 0 starts a new
-    run. One `Delivery`, the last sink, serves all services.
+    Services show the nested `settings` of the run. Files of a continued run lose
+    entries of steps after `last_step`; 0 starts a new run. One `Delivery`, the last
+    sink, serves all services.
     """
-    check_sinks(config)
+    check_sinks(observe)
     if jax.process_index() != 0:
         return ()
     check_directory(os.fspath(directory))
     root = pathlib.Path(directory)
     make = {
-        "console": lambda: Progress(config.num_steps),
+        "console": lambda: Progress(num_steps),
         "jsonl": lambda: JsonLines(root / HISTORY, last_step=last_step),
         "csv": lambda: Csv(root / "metrics.csv", last_step=last_step),
         "tensorboard": lambda: TensorBoard(root / "tensorboard", last_step=last_step),
     }
     services = {"wandb": WeightsAndBiases, "mlflow": MLflow}
-    named = [services[x] for x in config.observe.sinks if x in services]
+    named = [services[x] for x in observe.sinks if x in services]
     sinks: list[Sink] = []
     # If one sink cannot be opened, the sinks before are closed.
     with contextlib.ExitStack() as opened:
-        for name in config.observe.sinks:
+        for name in observe.sinks:
             if name in make:
                 sinks.append(make[name]())
                 opened.callback(sinks[-1].close)
         if named:
-            trackers = [service(config, root, last_step=last_step) for service in named]
+            trackers = [
+                service(observe.project, settings, root, last_step=last_step)
+                for service in named
+            ]
             sinks.append(Delivery(trackers, root, last_step=last_step))
         opened.pop_all()
     return tuple(sinks)
 
 
-def check_sinks(config: Config) -> None:
+def check_sinks(observe: Observe) -> None:
     """Checks that the packages of the sinks and of the plot are installed.
 
     Example:
-        >>> check_sinks(Config())
+        >>> check_sinks(Observe())
     """
-    sinks, problem = config.observe.sinks, "needs a package that is not installed"
+    sinks, problem = observe.sinks, "needs a package that is not installed"
     problems = []
     for sink, package in _PACKAGES.items():
         if sink in sinks and importlib.util.find_spec(package) is None:
             remedy = f"pip install {package}, or leave it out"
             problems.append(Problem("observe.sinks", sink, problem, remedy))
-    is_drawn = config.observe.plot and "jsonl" in sinks
+    is_drawn = observe.plot and "jsonl" in sinks
     if is_drawn and importlib.util.find_spec("matplotlib") is None:
         remedy = "pip install matplotlib, or set it to False"
         problems.append(Problem("observe.plot", True, problem, remedy))
@@ -259,7 +266,8 @@ class WeightsAndBiases:
     steps decreases, as after a return to an earlier checkpoint.
 
     Args:
-        config: Settings shown with the run; `observe.project` names the project.
+        project: Name of the project.
+        shown: Nested settings that are shown with the run.
         directory: Directory of the run, which gives the name.
         last_step: 0 starts a new run; otherwise the run in `directory` continues.
 
@@ -270,9 +278,14 @@ class WeightsAndBiases:
     name, settings = "wandb", "WANDB_MODE and the API key"
 
     def __init__(
-        self, config: Config, directory: pathlib.Path, *, last_step: int = 0
+        self,
+        project: str,
+        shown: Mapping[str, Any],
+        directory: pathlib.Path,
+        *,
+        last_step: int = 0,
     ) -> None:
-        self._config, self._directory = config, directory
+        self._project, self._shown, self._directory = project, shown, directory
         self._path = directory / "wandb_id.txt"
         self._known = _read_id(self._path, "wandb") if last_step else ""
         self._run: Any = None
@@ -288,12 +301,12 @@ class WeightsAndBiases:
             # Before `init`, so that the next start finds a run that crashed there.
             _write_id(self._path, self._known)
         self._run = wandb.init(
-            project=self._config.observe.project,
+            project=self._project,
             name=self._directory.name,
             id=self._known,
             resume="allow",
             dir=str(self._directory),
-            config=dataclasses.asdict(self._config),
+            config=dict(self._shown),
         )
         self._run.define_metric("*", step_metric="step")
 
@@ -316,8 +329,8 @@ class MLflow:
     `MLFLOW_TRACKING_URI` names the server or the database.
 
     Args:
-        config: Settings, the parameters of a new run; `observe.project` names the
-            experiment.
+        project: Name of the experiment.
+        shown: Nested settings, the parameters of a new run.
         directory: Directory of the run, which gives the name.
         last_step: 0 starts a new run; otherwise the run in `directory` continues.
 
@@ -328,9 +341,14 @@ class MLflow:
     name, settings = "mlflow", "MLFLOW_TRACKING_URI"
 
     def __init__(
-        self, config: Config, directory: pathlib.Path, *, last_step: int = 0
+        self,
+        project: str,
+        shown: Mapping[str, Any],
+        directory: pathlib.Path,
+        *,
+        last_step: int = 0,
     ) -> None:
-        self._config, self._directory = config, directory
+        self._project, self._shown, self._directory = project, shown, directory
         self._path = directory / "mlflow_id.txt"
         self._run_id = _read_id(self._path, "mlflow") if last_step else ""
         self._client: Any = None
@@ -364,11 +382,11 @@ class MLflow:
 
     def _start(self, param: Any) -> str:
         """Makes a run with the settings as parameters; returns the id."""
-        client, project = self._client, self._config.observe.project
+        client, project = self._client, self._project
         found = client.get_experiment_by_name(project)
         experiment = found.experiment_id if found else client.create_experiment(project)
         run = client.create_run(experiment, run_name=self._directory.name)
-        settings = _flatten(to_mapping(self._config))
+        settings = _flatten(self._shown)
         params = [param(name, text[:_MAX_LETTERS]) for name, text in settings]
         for first in range(0, len(params), _MAX_PARAMS):
             batch = params[first : first + _MAX_PARAMS]

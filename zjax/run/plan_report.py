@@ -27,7 +27,7 @@ from zjax.estimate.tables import kept_rows
 from zjax.estimate.trial import Machine, Trial, weigh
 from zjax.files import local_path
 from zjax.models.build import make_model
-from zjax.observe import course, plot, timeline
+from zjax.observe import plot, timeline
 from zjax.observe.collectives import list_collectives
 from zjax.observe.communication import (
     CPU_NOTE,
@@ -41,6 +41,7 @@ from zjax.offload.gradients import offloaded_inputs
 from zjax.optim.build import make_optimizer
 from zjax.optim.phases import count_programs, make_phases
 from zjax.optim.rounds import make_rounds
+from zjax.run import course
 from zjax.run.fit import check_fits, fit_memories
 from zjax.run.step import Step, abstract_batch, make_step
 from zjax.schedule.lengths import end_by_tokens

@@ -26,7 +26,6 @@ from zjax.models.build import make_model
 from zjax.models.generate import longest_text
 from zjax.observe.history import check_directory
 from zjax.observe.load import describe_load
-from zjax.observe.monitor import Callback, Monitor
 from zjax.observe.progress import RESUME, describe_end
 from zjax.observe.sinks import check_sinks
 from zjax.ops import matmul
@@ -49,6 +48,7 @@ from zjax.run.epochs import end_by_epochs
 from zjax.run.fit import explain_out_of_memory
 from zjax.run.host import limit_pinned_pool
 from zjax.run.initialize import adopt_optimizer, make_run, unread_schedule
+from zjax.run.monitor import Callback, Monitor
 from zjax.run.nonfinite import find_nonfinite, report_nonfinite
 from zjax.run.resume import (
     check_messages,
@@ -607,7 +607,7 @@ def _checked(
         config = with_clipping_as_set(config)
     if config.precision.matmul_dtype == "float8":
         matmul.check_device(devices[0])
-    check_sinks(config)
+    check_sinks(config.observe)
     return with_batch_sizes(config, len(devices))
 
 

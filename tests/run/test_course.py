@@ -7,7 +7,7 @@ import pytest
 from zjax.config import load_config
 from zjax.data.curriculum import Curriculum
 from zjax.data.metric_index import write_index
-from zjax.observe.course import describe_course, make_course
+from zjax.run.course import describe_course, make_course
 from zjax.run.plan_report import report_plan
 
 SETTINGS = {

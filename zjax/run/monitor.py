@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from zjax.errors import OutputError
+from zjax.models import flops
 from zjax.observe import load, plot
 from zjax.observe.history import HISTORY, read_history, writing
 from zjax.observe.metrics import (
@@ -15,7 +16,6 @@ from zjax.observe.metrics import (
     Throughput,
     Value,
     Values,
-    make_throughput,
     scalars,
 )
 from zjax.observe.recompile import CompileReport, Trace
@@ -25,6 +25,7 @@ from zjax.optim.rounds import shares_metrics
 from zjax.schedule.dropping import dropping_values, make_dropping, make_layer_tokens
 from zjax.schedule.lengths import CUTS, make_tokens
 from zjax.schedule.step_values import ATTENTION_WINDOW, make_step_values
+from zjax.settings.convert import to_mapping
 from zjax.settings.schema import Config
 from zjax.typing import Metrics
 
@@ -77,7 +78,13 @@ class Monitor:
         self._late = LateMetrics()
         # absolute: a function of the user may change the working directory
         self._directory = pathlib.Path(config.directory).absolute()
-        self._sinks = make_sinks(config, self._directory, last_step=last_step)
+        self._sinks = make_sinks(
+            observe,
+            self._directory,
+            to_mapping(config),
+            num_steps=config.num_steps,
+            last_step=last_step,
+        )
         self._trace = Trace(config.observe, self._directory)
         self._compiles = CompileReport()
         self._throughput = _make_throughput(config, rows_per_step, num_devices)
@@ -233,3 +240,21 @@ def _make_throughput(
         return Throughput(num_devices, None, (0.0, 0.0))
     kind = jax.devices()[0].device_kind
     return make_throughput(config, device_kind=kind, num_devices=num_devices)
+
+
+def make_throughput(
+    config: Config, *, device_kind: str, num_devices: int
+) -> Throughput:
+    """Starts the timer of a built-in model; `observe.peak_tflops` sets the peak."""
+    table = flops.peak_flops(device_kind, config.precision.compute_dtype)
+    configured = config.observe.peak_tflops * 1e12
+    half, full = (
+        flops.flops_per_token(
+            config.model,
+            config.data.length,
+            causal_attention=counted,
+            per_weight=flops.flops_per_weight(config),
+        )
+        for counted in ("half", "full")
+    )
+    return Throughput(num_devices, configured or table, (half, full))

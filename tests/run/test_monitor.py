@@ -10,11 +10,12 @@ import pytest
 from tests.observe.disk import full_disk, open_files
 from zjax.config import load_config
 from zjax.errors import NonFiniteError, OutputError
-from zjax.observe import monitor as monitors
+from zjax.models.flops import flops_per_token, matmul_params
 from zjax.observe import read_history
 from zjax.observe.metrics import Throughput
-from zjax.observe.monitor import Monitor
 from zjax.observe.sinks import HISTORY
+from zjax.run import monitor as monitors
+from zjax.run.monitor import Monitor, make_throughput
 
 BATCH = {"x": jnp.zeros((2, 3))}
 
@@ -221,3 +222,44 @@ def test_a_run_without_history_says_that_it_saves_no_picture(tmp_path, capsys):
     with make_monitor(tmp_path, sinks=("csv",)) as monitor:
         assert monitor.save_plots() == ()
     assert capsys.readouterr().out == ("no plot is saved: it needs the sink 'jsonl'\n")
+
+
+def mfu(config, device_kind):
+    """Seconds per token and MFU of a run whose clock is the real one."""
+    speed = make_throughput(config, device_kind=device_kind, num_devices=4)
+    for _ in range(3):
+        speed.lap(1000)
+    values = speed.read()
+    return values["tokens_per_second"], values.get("mfu")
+
+
+@pytest.mark.parametrize(
+    ("given", "device_kind", "peak"),
+    [
+        pytest.param(0.0, "NVIDIA H200", 989.4e12, id="table"),
+        pytest.param(50.0, "NVIDIA H200", 50e12, id="setting-wins"),
+        pytest.param(50.0, "cpu", 50e12, id="setting-alone"),
+    ],
+)
+def test_the_peak_is_the_setting_or_the_table(given, device_kind, peak):
+    config = load_config({"observe": {"peak_tflops": given}})
+    tokens_per_second, value = mfu(config, device_kind)
+    per_token = flops_per_token(
+        config.model, config.data.length, causal_attention="half"
+    )
+    assert value == pytest.approx(tokens_per_second * per_token / (4 * peak))
+
+
+def test_a_cpu_shows_no_mfu():
+    assert mfu(load_config({}), "cpu")[1] is None
+
+
+def test_gradients_of_frozen_weights_do_not_count():
+    """Under adapters a weight costs 4 FLOPs, not 6; attention as ever."""
+    config = load_config({"lora": {"rank": 8}, "observe": {"peak_tflops": 1.0}})
+    tokens_per_second, value = mfu(config, "cpu")
+    per_token = flops_per_token(
+        config.model, config.data.length, causal_attention="half"
+    )
+    per_token -= 2 * matmul_params(config.model)
+    assert value == pytest.approx(tokens_per_second * per_token / 4e12)
