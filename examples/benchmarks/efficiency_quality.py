@@ -29,7 +29,7 @@ import zjax
 from zjax.data.metric_index import index_path
 from zjax.data.store import digest_tokenizer
 from zjax.run.compiler import use_program_cache
-from zjax.schedule.dropping import make_dropping
+from zjax.schedule.training import TrainingSchedule
 
 DIRECTORY = pathlib.Path("runs/efficiency_quality")
 TEXT = pathlib.Path("runs/package_text")
@@ -108,8 +108,8 @@ def make_method(config):
     """A method whose lengths are all compiled; a window needs no more than one."""
     method = Method(make_run(config), NUM_POINTS, part="ema")
     run = method.run
-    # A schedule of kept tokens knows the lengths, too.
-    for first in make_dropping(config).firsts():
+    changes = TrainingSchedule(config).changes(1)
+    for first in (1, *(steps.start for steps in changes)):
         state = method.start(0)
         done = jax.device_put(np.int32(first - 1), state.step.sharding)
         state = dataclasses.replace(state, step=done)

@@ -20,8 +20,9 @@ import timing
 import zjax
 from zjax.data import find_evaluation
 from zjax.run.compiler import use_program_cache
-from zjax.run.extended import DistilledExecutor
+from zjax.run.step_inputs import StepInputs
 from zjax.run.teacher import Teacher
+from zjax.schedule.training import TrainingSchedule
 from zjax.sharding.memory import num_params
 
 SETTINGS = {
@@ -97,9 +98,8 @@ def with_teacher(run, path):
     distill = dataclasses.replace(run.config.distill, teacher=path)
     config = dataclasses.replace(run.config, distill=distill)
     teacher = Teacher(config, run.plan, run.model)
-    num_steps = distill.num_steps(config.num_steps)
-    executor = DistilledExecutor(run.step.executor, teacher, num_steps)
-    step = dataclasses.replace(run.step, executor=executor)
+    inputs = StepInputs(TrainingSchedule(config), run.plan.replicated, teacher)
+    step = dataclasses.replace(run.step, inputs=inputs)
     return dataclasses.replace(run, step=step)
 
 

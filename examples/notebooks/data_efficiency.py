@@ -45,8 +45,8 @@ import jax
 import matplotlib.pyplot as plt
 
 import zjax
-from zjax.run.course import describe_course
-from zjax.schedule.lengths import make_tokens
+from zjax.observe.schedule import describe_schedule
+from zjax.schedule.training import TrainingSchedule
 
 # Two simulated devices on the CPU; on a machine with GPUs these are used instead.
 jax.config.update("jax_num_cpu_devices", 2)
@@ -81,10 +81,10 @@ configs = {name: zjax.load_config(run, settings) for name, settings in ways.item
 # `zjax plan --schedule` prints and draws what changes from step to step.
 
 # %%
-print(describe_course(configs["truncate"]))
+print(describe_schedule(TrainingSchedule(configs["truncate"])))
 
 # %%
-print(describe_course(configs["window"]))
+print(describe_schedule(TrainingSchedule(configs["window"])))
 
 # %% [markdown]
 # ## Train
@@ -96,7 +96,7 @@ curves = {}
 for name, config in configs.items():
     model = zjax.make_model(config)
     made = zjax.make_run(config, model, zjax.make_optimizer(config, model))
-    state, tokens, points = made.state, make_tokens(made.config), []
+    state, tokens, points = made.state, TrainingSchedule(made.config).tokens, []
     place = made.batch_placement
     with zjax.make_loader(made.config, place, num_batches=num_steps) as batches:
         start = time.perf_counter()

@@ -107,7 +107,7 @@ def test_a_batch_has_one_length_and_rows_of_one_document(form, order):
         for name, x in read(again, step).items():
             np.testing.assert_array_equal(x, batch[name])
         length = batch["tokens"].shape[1]
-        assert length == opened.values(step + 1)["sequence_length"]
+        assert length == opened.shape_at(step + 1)[1]
         columns = (batch[name] for name in ("tokens", "targets", "weights"))
         for tokens, targets, weights in zip(*columns, strict=True):
             size = int((tokens[1:] > 0).sum()) + 1
@@ -137,7 +137,7 @@ def test_padded_documents_are_whole():
 def test_short_rows_come_first_in_a_cycle():
     """Fails if the odds are ignored, or turned around."""
     opened, steps = open_buckets(order="grow", num_cycles=2), steps_per_epoch()
-    lengths = [opened.values(step + 1)["sequence_length"] for step in range(steps)]
+    lengths = [opened.shape_at(step + 1)[1] for step in range(steps)]
     for cycle in np.array_split(lengths, 2):
         thirds = np.array_split(cycle, 3)
         assert thirds[0].mean() < 0.8 * thirds[2].mean()
@@ -145,7 +145,7 @@ def test_short_rows_come_first_in_a_cycle():
 
 def test_a_mixture_follows_its_weights():
     opened = open_buckets(order="mixture", weights=(1.0, 1.0, 2.0))
-    lengths = [opened.values(step + 1)["sequence_length"] for step in range(2_000)]
+    lengths = [opened.shape_at(step + 1)[1] for step in range(2_000)]
     shares = [lengths.count(length) / 2_000 for length in LENGTHS]
     np.testing.assert_allclose(shares, [0.25, 0.25, 0.5], atol=0.04)
 
@@ -155,7 +155,7 @@ def test_pieces_of_a_mixture_come_once_per_epoch_of_their_bucket():
     num = sum(length == 8 for _, length in pieces)
     found = []
     for step in range(3 * num):
-        if opened.values(step + 1)["sequence_length"] == 8:
+        if opened.shape_at(step + 1)[1] == 8:
             found += read(opened, step)["tokens"][:, 0].tolist()
     assert len(set(found[:num])) == num
 
@@ -163,19 +163,11 @@ def test_pieces_of_a_mixture_come_once_per_epoch_of_their_bucket():
 def test_no_bucket_is_longer_than_its_pacing():
     settings = schema.Pacing(num_steps=40, start=4, multiple=4)
     opened = open_buckets(order="pacing", pacing=settings)
-    lengths = [int(opened.values(step)["sequence_length"]) for step in range(1, 120)]
+    lengths = [opened.shape_at(step)[1] for step in range(1, 120)]
     bounds = Pacing((0, 14, 40), (4, 8, 16))
     assert all(n <= bounds.at(step) for step, n in enumerate(lengths, start=1))
     assert {*lengths[:13]} == {4} and {*lengths[13:39]} == {4, 8}
     assert {*lengths[39:]} == {4, 8, 16}
-
-
-def test_the_first_batch_of_each_shape_is_known():
-    opened = open_buckets()
-    for start in (0, 9):
-        lengths = [opened.values(start + n)["sequence_length"] for n in range(1, 60)]
-        firsts = {start + 1 + lengths.index(n): (32 // n, n) for n in LENGTHS}
-        assert opened.shapes(start) == firsts
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from zjax.data import draws, packing
-from zjax.schedule.lengths import make_shapes, make_tokens
+from zjax.schedule.training import TrainingSchedule
 from zjax.settings import schema
 
 FULL, ROWS, SIZE = 16, 9, 4
@@ -24,7 +24,7 @@ def make_config(microbatch_size=1):
 def make_draws(config):
     rows = packing.BlockRows(STREAM, FULL)
     order = draws.Sampler(3, ROWS, SIZE)
-    return draws.ReshapedRows(rows, order, FULL, make_shapes(config))
+    return draws.ReshapedRows(rows, order, FULL, TrainingSchedule(config))
 
 
 def pieces_by_hand(numbers, length, unit):
@@ -54,7 +54,7 @@ def test_reshaped_rows_are_the_pieces_of_rows_in_order(microbatch_size):
         assert batch["targets"].tolist() == [piece[1:] for piece in expected]
         assert len(indices) in made.sizes
         tokens += batch["tokens"].size
-        assert make_tokens(config).sum_until(step + 1) == tokens
+        assert made.schedule.tokens.sum_until(step + 1) == tokens
 
 
 def test_every_row_of_a_reshaped_batch_is_seen():

@@ -18,7 +18,6 @@ from tests.support.runs import make_small_run
 from zjax.checkpoint.layout import name_leaves
 from zjax.checkpoint.store import Store
 from zjax.errors import CheckpointError, ConfigError
-from zjax.run.extended import DistilledExecutor
 from zjax.run.saving import restore, save
 from zjax.settings import schema
 from zjax.settings.convert import to_mapping
@@ -75,8 +74,7 @@ def start(config, num_devices=1):
 
 
 def teacher_of(run):
-    assert isinstance(run.step.executor, DistilledExecutor)
-    return run.step.executor.teacher
+    return run.step.inputs.teacher
 
 
 def train(run, steps=STAGE, state=None):

@@ -18,8 +18,8 @@ from zjax.ops import token_subset
 from zjax.ops.token_subset import draw_subset
 from zjax.optim.build import make_optimizer
 from zjax.parallel.ring import zigzag
-from zjax.run.extended import with_dropping
 from zjax.run.initialize import make_run
+from zjax.run.step_inputs import with_dropping
 from zjax.sharding import plan
 from zjax.sharding.layers import put_together
 from zjax.stack import dropping

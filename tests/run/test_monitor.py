@@ -16,6 +16,7 @@ from zjax.observe.metrics import Throughput
 from zjax.observe.sinks import HISTORY
 from zjax.run import monitor as monitors
 from zjax.run.monitor import Monitor, make_throughput
+from zjax.schedule.training import TrainingSchedule
 
 BATCH = {"x": jnp.zeros((2, 3))}
 
@@ -25,8 +26,10 @@ def make_monitor(
 ):
     observe = {"sinks": sinks, "log_every_steps": log_every_steps}
     settings = {"directory": str(directory), "num_steps": 100, "observe": observe}
+    config = load_config(settings | {"precision": precision or {}})
     return Monitor(
-        load_config(settings | {"precision": precision or {}}),
+        config,
+        schedule=TrainingSchedule(config),
         last_step=0,
         num_skipped=0,
         rows_per_step=0,

@@ -17,8 +17,8 @@ from zjax.errors import ConfigError, DataError, PlanError
 from zjax.models.build import make_model
 from zjax.ops.token_subset import take_tokens
 from zjax.run.compile_ahead import CompileAhead
-from zjax.run.extended import SCHEDULE, check_model, with_dropping
-from zjax.schedule.step_values import ATTENTION_WINDOW
+from zjax.run.step_inputs import SCHEDULE, check_model, with_dropping
+from zjax.schedule.training import ATTENTION_WINDOW, TrainingSchedule
 from zjax.sharding import plan
 from zjax.stack.forward import run_stack
 from zjax.typing import Dropping, Tiles
@@ -61,9 +61,8 @@ def test_steps_after_the_run_are_not_compiled(tmp_path):
     pacing = {"random_ltd.pacing.multiple": 4, "random_ltd.pacing.num_steps": 6}
     config = small_run.make_config(tmp_path, *RANDOM_LTD, pacing)
     compiled, batch = [], {"tokens": np.zeros((16, 16), np.int32)}
-    with CompileAhead(
-        config, lambda *program: compiled.append(program[2]), {1: (16, 16)}
-    ) as ahead:
+    schedule = TrainingSchedule(config)
+    with CompileAhead(schedule, lambda *x: compiled.append(x[2]), 1) as ahead:
         for number in range(1, config.num_steps + 1):
             ahead.after(number, batch)
             if ahead.started(number):

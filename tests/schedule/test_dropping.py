@@ -4,9 +4,8 @@ import pytest
 
 from tests.support.refusals import case, refusal
 from zjax.parallel.slots import assign_slots, whole_slots
-from zjax.run.extended import dropping_at
-from zjax.schedule.dropping import DroppingSchedule, make_dropping, num_middle_layers
-from zjax.schedule.pacing import grow, hold
+from zjax.schedule.dropping import num_middle_layers
+from zjax.schedule.training import TrainingSchedule
 from zjax.settings import schema
 
 LTD, PLD = "random_ltd.form=layerwise", "layer_drop.theta=0.5"
@@ -127,10 +126,26 @@ def test_what_does_not_fit_is_refused(overrides, num_devices, message):
     assert refusal(overrides, num_devices) == message
 
 
+def make_schedule(length, kept, lengths=None, *, num_layers=24, **settings):
+    """The schedule of kept tokens, and of lengths that are cut, in one pacing each."""
+    warmup = schema.SequenceWarmup()
+    if lengths:
+        warmup = schema.SequenceWarmup(form="truncate", pacing=schema.Pacing(**lengths))
+    config = schema.Config(
+        global_batch_size=1,
+        model=schema.Model(num_layers=num_layers),
+        data=schema.Data(length=length),
+        random_ltd=schema.RandomLTD(form="layerwise", pacing=schema.Pacing(**kept)),
+        sequence_warmup=warmup,
+        **settings,
+    )
+    return TrainingSchedule(config)
+
+
 def test_kept_tokens_have_the_golden_values():
     """Linear from 128 to 2048 in multiples of 16, counted from 0."""
-    kept = grow(128, 2048, 200_000, multiple=16)
-    schedule = DroppingSchedule(kept, hold(2048))
+    kept = {"start": 128, "num_steps": 200_000, "multiple": 16}
+    schedule = make_schedule(2048, kept, num_steps=286_102)
     golden = {
         0: 128,
         1_666: 128,
@@ -139,38 +154,62 @@ def test_kept_tokens_have_the_golden_values():
         199_999: 2032,
         200_000: 2048,
     }
-    assert {t: schedule.num_kept(t + 1) for t in golden} == golden
-    config = schema.Config(random_ltd=schema.RandomLTD(form="layerwise"))
-    batches = {t: dropping_at(config, schedule, t + 1, 2048) for t in golden}
-    del golden[200_000]
-    assert {t: batches[t].num_kept for t in golden} == golden
-    assert batches[200_000].num_kept == 0  # all of them
-    tokens = schedule.sum_until(286_102) / (286_102 * 2048)
-    assert round((2 + 22 * tokens) / 24, 3) == 0.697
+    assert {t: schedule.at(t + 1).num_kept for t in golden} == golden
+    tokens = schedule.values(286_102)["consumed_layer_tokens"] / (286_102 * 2048)
+    assert round(tokens / 24, 3) == 0.697
 
 
 def test_theta_has_the_golden_values():
-    schedule = DroppingSchedule(hold(8), hold(8), theta=0.5, gamma=0.001)
+    drop = schema.LayerDrop(theta=0.5, gamma=0.001)
+    schedule = TrainingSchedule(schema.Config(layer_drop=drop))
     golden = {0: 1.0, 1_000: 0.683940, 5_000: 0.503369, 10_000: 0.500023}
-    assert {t: round(schedule.theta_at(t + 1), 6) for t in golden} == golden
+    found = {t: schedule.at(t + 1).theta for t in golden}
+    assert {t: round(theta or 0, 6) for t, theta in found.items()} == golden
     limit = schema.Config(num_steps=2_000, layer_drop=schema.LayerDrop(theta=0.5))
-    assert make_dropping(limit).gamma == 0.05
+    assert TrainingSchedule(limit).gamma == 0.05
 
 
 def test_sums_are_those_of_the_steps_when_lengths_grow_too():
-    schedule = DroppingSchedule(
-        grow(4, 32, 9, multiple=4), grow(8, 32, 6, multiple=8), theta=1.0
-    )
+    """In any order of steps; three layers, of which the middle one drops tokens."""
+    kept_pacing = {"start": 4, "num_steps": 9, "multiple": 4}
+    length_pacing = {"start": 8, "num_steps": 6, "multiple": 8}
+    schedule = make_schedule(32, kept_pacing, length_pacing, num_layers=3, num_steps=12)
     kept = [min(4 + 28 * t // 9 // 4 * 4, 32) for t in range(12)]
     lengths = [min(8 + 24 * n // 6 // 8 * 8, 32) for n in range(1, 13)]
     wanted = [*map(min, kept, lengths)]
-    assert [schedule.num_kept(n) for n in range(1, 13)] == wanted
-    assert [schedule.sum_until(n) for n in range(13)] == [
-        sum(wanted[:n]) for n in range(13)
-    ]
+    assert [schedule.at(n).num_kept for n in range(1, 13)] == wanted
+    for n in (*range(1, 13), 3):
+        in_layers = 2 * sum(lengths[:n]) + sum(wanted[:n])
+        assert schedule.values(n)["consumed_layer_tokens"] == in_layers
     pairs = [*zip(wanted, lengths, strict=True)]
-    changes = [1, *(n + 1 for n in range(1, 12) if pairs[n] != pairs[n - 1])]
-    assert schedule.firsts() == changes
+    changes = [n + 1 for n in range(1, 12) if pairs[n] != pairs[n - 1]]
+    found = [*schedule.changes(1)]
+    assert [steps.start for steps in found] == changes
+    assert [steps.stop for steps in found] == [*changes[1:], 13]
+
+
+def test_changes_after_a_step_are_those_of_buckets_that_are_new():
+    """Lengths come back, and longer ones change with the tokens that layers keep."""
+    config = schema.Config(
+        num_steps=9,
+        global_batch_size=1,
+        data=schema.Data(length=32),
+        buckets=schema.Buckets(form="cut", shortest=8),
+        random_ltd=schema.RandomLTD(
+            form="span",
+            pacing=schema.Pacing(
+                kind="discrete", values=(8, 16, 32), last_steps=(3, 20)
+            ),
+        ),
+    )
+    lengths = [8, 16, 8, 16, 16, 8, 32, 16, 32]
+    schedule = TrainingSchedule(
+        config, shape_at=lambda step: (32 // lengths[step - 1], lengths[step - 1])
+    )
+    found = [*schedule.changes(1)]
+    # From step 5 on, layers keep 16 tokens: rows of 16 and 32 are new.
+    assert [steps.start for steps in found] == [2, 5, 7]
+    assert {steps.stop for steps in found} == {10}
 
 
 def test_first_and_last_block_are_whole():

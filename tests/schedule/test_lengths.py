@@ -3,8 +3,8 @@
 import pytest
 
 from tests.support.refusals import case, refusal
-from zjax.schedule.dropping import make_dropping
-from zjax.schedule.lengths import end_by_tokens, make_lengths, make_tokens, make_windows
+from zjax.schedule.lengths import end_by_tokens
+from zjax.schedule.training import TrainingSchedule
 from zjax.settings import schema
 
 FIELD = "sequence_warmup.pacing"
@@ -129,8 +129,9 @@ def test_what_does_not_fit_is_refused(overrides, num_devices, message):
 
 
 def test_without_warm_up_all_sequences_are_whole():
-    lengths = make_lengths(schema.Config(data=schema.Data(length=96)))
-    assert lengths.changes() == {1: 96} and lengths.sum_until(5) == 480
+    schedule = TrainingSchedule(schema.Config(data=schema.Data(length=96)))
+    assert schedule.shapes == ((32, 96),) and not list(schedule.changes(1))
+    assert schedule.tokens.sum_until(5) == 32 * 480
 
 
 TOKENS = 200_000
@@ -145,14 +146,17 @@ def test_tokens_end_a_pacing_at_the_step_that_reaches_them(form):
         sequence_warmup=schema.SequenceWarmup(form=form, pacing=pacing),
         random_ltd=schema.RandomLTD(form="span", pacing=pacing),
     )
-    tokens, end = make_tokens(config), make_dropping(config).kept.num_steps
+    schedule = TrainingSchedule(config)
+    tokens, length = schedule.tokens, config.data.length
+    steps = range(1, config.num_steps + 1)
+    # Kept tokens count earlier steps: the step after the end is the first whole one.
+    whole = next(n for n in steps if schedule.at(n, length).num_kept == length)
+    end = whole - 1
     assert tokens.sum_until(end - 1) < TOKENS <= tokens.sum_until(end)
-    if form == "none":
-        assert end == 7
-    else:
-        grown = make_lengths(config) if form != "window" else make_windows(config)
-        assert grown.num_steps == end
-        assert (end == 7) == (form == "window")
+    assert (end == 7) == (form in ("none", "window"))
+    if form != "none":
+        grown = [schedule.at(n).window or schedule.at(n).length for n in steps]
+        assert grown.index(length) + 1 == end
 
 
 def test_windows_leave_sequences_whole():
@@ -160,9 +164,10 @@ def test_windows_leave_sequences_whole():
     pacing = schema.Pacing(start=8, multiple=8, num_steps=15_000)
     warmup = schema.SequenceWarmup(form="window", pacing=pacing)
     config = schema.Config(sequence_warmup=warmup)
-    assert make_lengths(config).changes() == {1: 1024}
-    found = map(make_windows(config).at, (1, 119, 500, 7_500, 14_999, 15_000))
-    assert list(found) == [8, 16, 40, 512, 1016, 1024]
+    schedule = TrainingSchedule(config)
+    assert {schedule.at(n).length for n in (1, 500, 15_000)} == {1024}
+    found = [schedule.at(n).window for n in (1, 119, 500, 7_500, 14_999, 15_000)]
+    assert found == [8, 16, 40, 512, 1016, 1024]
 
 
 @pytest.mark.parametrize(("form", "last"), [("none", 4), ("truncate", 9)])

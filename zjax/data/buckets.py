@@ -25,8 +25,6 @@ _EPOCHS, _ROWS = 3, 4
 """Domains of random numbers, so that draws for different purposes are independent."""
 # Threads that prefetch may read the end of one epoch and the start of the next.
 _EPOCHS_KEPT = 2
-_SEARCHED_STEPS = 10_000
-"""Steps searched for the first batch of each bucket."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -276,24 +274,10 @@ class Buckets:
         """Draws the batch of a step, from 0 on."""
         return Draw(self._buckets[self._order.bucket(step)], self._order.rows(step))
 
-    def values(self, step: int) -> dict[str, float]:
-        """Metrics of a step, from 1 on: tokens per row."""
-        return {"sequence_length": float(self._lengths[self._order.bucket(step - 1)])}
-
-    def shapes(self, step: int) -> dict[int, tuple[int, int]]:
-        """Rows and tokens per row of each bucket, by first step after `step` steps.
-
-        The keys count from 1.
-        """
-        found: dict[int, int] = {}
-        for number in range(step, step + _SEARCHED_STEPS):
-            if len(found) == len(self._lengths):
-                break
-            found.setdefault(self._order.bucket(number), number + 1)
-        return {
-            first: (self._batch_rows[bucket], self._lengths[bucket])
-            for bucket, first in found.items()
-        }
+    def shape_at(self, step: int) -> tuple[int, int]:
+        """Rows and tokens per row of the batch of a step, from 1 on."""
+        bucket = self._order.bucket(step - 1)
+        return self._batch_rows[bucket], self._lengths[bucket]
 
     def describe(self) -> str:
         """Describes in one line the rows by length, and the tokens left out."""

@@ -25,9 +25,15 @@ from zjax.data.draws import permute_parts
 from zjax.data.metric_index import Index, open_index
 from zjax.data.metrics import MAX_EXACT
 from zjax.errors import ConfigError, DataError, Problem
-from zjax.schedule.curriculum import Picks, metric_field, metric_name
+from zjax.schedule.curriculum import Picks, metric_name
 from zjax.schedule.lengths import in_steps
-from zjax.schedule.pacing import Pacing, make_pacing, pacing_problems, settings_read
+from zjax.schedule.pacing import (
+    Pacing,
+    make_pacing,
+    metric_field,
+    pacing_problems,
+    settings_read,
+)
 from zjax.settings import schema
 
 _CLUSTERS, _DRAWS = 1, 2

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Int64, UInt64
 
 from zjax.data.packing import Rows
-from zjax.schedule.pacing import Pacing
+from zjax.schedule.training import TrainingSchedule
 
 # With fewer rounds some orders of few rows never come; resumed runs need this number.
 NUM_ROUNDS = 8
@@ -182,13 +182,16 @@ class TruncatedRows:
 
     rows: Rows
     order: Order
-    sizes: tuple[int, ...]
-    lengths: Pacing
-    """Tokens per row, by step from 1 on."""
+    schedule: TrainingSchedule
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Number of rows of all batches."""
+        return tuple({rows for rows, _ in self.schedule.shapes})
 
     def draw(self, step: int) -> Draw:
         """Draws the rows of the order, cut to the length of the step."""
-        length = self.lengths.at(step + 1)
+        length = self.schedule.at(step + 1).length
         return Draw(FirstTokens(self.rows, length), self.order.indices(step))
 
 
@@ -200,21 +203,19 @@ class ReshapedRows:
     order: Order
     full: int
     """Tokens per whole row."""
-    shapes: dict[int, tuple[int, int]]
-    """Rows and tokens per row of batches, by first step, which counts from 1."""
+    schedule: TrainingSchedule
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """Numbers of rows of all shapes."""
-        return tuple(rows for rows, _ in self.shapes.values())
+        return tuple(rows for rows, _ in self.schedule.shapes)
 
     def draw(self, step: int) -> Draw:
         """Draws pieces of the rows of the order, as many as the shape has rows.
 
         The first pieces of all rows come first; pieces left out are the last of a row.
         """
-        first = max(first for first in self.shapes if first <= step + 1)
-        num_rows, length = self.shapes[first]
+        num_rows, length, *_ = self.schedule.at(step + 1)
         pieces = Pieces(self.rows, length, self.full)
         places = np.arange(pieces.per_row)[:, None]
         numbers = self.order.indices(step) * pieces.per_row + places

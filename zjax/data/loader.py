@@ -24,7 +24,7 @@ from zjax.data.draws import Draws, Order, ReshapedRows, TruncatedRows, WholeRows
 from zjax.data.entries import check_batch
 from zjax.data.sums import digest_tokens
 from zjax.errors import ConfigError, DataError, Problem, check_installed, describe_exit
-from zjax.schedule.lengths import make_lengths, make_shapes
+from zjax.schedule.training import TrainingSchedule
 from zjax.settings import schema
 
 _LOST_WORKER = re.compile(r"Worker process was terminated .* exit code (-?\d+)")
@@ -42,8 +42,8 @@ class Loader:
             resume.
         start_step: Step of the first batch, from 0 on.
         values_at: Function from a step, from 1 on, to metrics of the step by name.
-        shapes_after: Function from the steps taken to the rows and tokens per row of
-            later batches, by first step.
+        shape_at: Function from a step, from 1 on, to rows and tokens per row of the
+            batch, if the data decide both.
         description: Text for the log that describes the data before the run.
         drawn: Digests of all batches before each step, filled in by an iterator that
             draws batches in order.
@@ -57,7 +57,7 @@ class Loader:
         start_step: int,
         *,
         values_at: Callable[[int], dict[str, float]] = lambda step: {},
-        shapes_after: Callable[[int], dict[int, tuple[int, int]]] = lambda step: {},
+        shape_at: Callable[[int], tuple[int, int]] | None = None,
         description: str = "",
         drawn: dict[int, str] | None = None,
         num_workers: int = 0,
@@ -65,7 +65,7 @@ class Loader:
         self._num_workers = num_workers
         check_installed("grain")
         self._open_at = open_at
-        self.values_at, self.shapes_after = values_at, shapes_after
+        self.values_at, self.shape_at = values_at, shape_at
         self.description = description
         self._position = position
         self._step = start_step
@@ -198,8 +198,7 @@ def make_loader(
             position=source.row_settings(config.data)
             | source.order_settings(config)
             | buckets.position,
-            values_at=buckets.values,
-            shapes_after=buckets.shapes,
+            shape_at=buckets.shape_at,
             description=buckets.describe(),
             start_step=start_step,
             num_batches=num_batches,
@@ -224,7 +223,6 @@ def make_loader(
         shardings,
         position=position,
         values_at=values_at,
-        shapes_after=lambda step: make_shapes(config),
         start_step=start_step,
         num_batches=num_batches,
     )
@@ -246,13 +244,13 @@ def _open_buckets(config: schema.Config) -> Buckets:
 
 def _make_draws(rows: packing.Rows, order: Order, config: schema.Config) -> Draws:
     """Makes the draws of `sequence_warmup.form`."""
-    sizes = (config.global_batch_size,)
+    schedule = TrainingSchedule(config)
     match config.sequence_warmup.form:
         case "truncate":
-            return TruncatedRows(rows, order, sizes, make_lengths(config))
+            return TruncatedRows(rows, order, schedule)
         case "reshape":
-            return ReshapedRows(rows, order, config.data.length, make_shapes(config))
-    return WholeRows(rows, order, sizes)
+            return ReshapedRows(rows, order, config.data.length, schedule)
+    return WholeRows(rows, order, (config.global_batch_size,))
 
 
 def _row_position(rows: packing.Rows, seed: int, batch_size: int) -> dict[str, Any]:
@@ -266,10 +264,6 @@ def _row_position(rows: packing.Rows, seed: int, batch_size: int) -> dict[str, A
 
 
 def _no_values(step: int) -> dict[str, float]:
-    return {}
-
-
-def _no_shapes(step: int) -> dict[int, tuple[int, int]]:
     return {}
 
 
@@ -303,7 +297,7 @@ def load_draws(
     *,
     position: dict[str, Any] | None = None,
     values_at: Callable[[int], dict[str, float]] = _no_values,
-    shapes_after: Callable[[int], dict[int, tuple[int, int]]] = _no_shapes,
+    shape_at: Callable[[int], tuple[int, int]] | None = None,
     description: str = "",
     start_step: int = 0,
     num_batches: int | None = None,
@@ -340,7 +334,7 @@ def load_draws(
         position or {},
         start_step,
         values_at=values_at,
-        shapes_after=shapes_after,
+        shape_at=shape_at,
         description=description,
         num_workers=data.num_workers,
     )

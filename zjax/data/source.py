@@ -11,8 +11,9 @@ from zjax.data import packing, store, synthetic
 from zjax.data import tokenizer as text
 from zjax.data.tokenizer_files import TokenizerRecord
 from zjax.errors import DataError, Problem
-from zjax.schedule.lengths import CUTS, make_shapes
+from zjax.schedule.lengths import CUTS
 from zjax.schedule.pacing import settings_read
+from zjax.schedule.training import TrainingSchedule
 from zjax.settings import schema
 
 
@@ -110,8 +111,8 @@ def order_settings(config: schema.Config) -> dict[str, Any]:
         return off
     read = settings_read("sequence_warmup.pacing", warmup.pacing)
     if warmup.form == "reshape":
-        rows = [rows for rows, _ in make_shapes(config).values()]
-        read["sequence_warmup rows"] = rows
+        shapes = TrainingSchedule(config).shapes
+        read["sequence_warmup rows"] = [rows for rows, _ in shapes]
     return off | {"sequence_warmup.form": warmup.form} | read
 
 

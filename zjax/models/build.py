@@ -18,7 +18,7 @@ from zjax.models.layers import MatmulDtype
 from zjax.models.stack import Decoder, Encoder, execution_of, make_stack
 from zjax.ops import remat
 from zjax.ops.keys import fold_name
-from zjax.schedule.step_values import ATTENTION_WINDOW
+from zjax.schedule.training import ATTENTION_WINDOW
 from zjax.settings import schema
 from zjax.settings.layers import layers_per_scan
 from zjax.settings.mixture import describe_future

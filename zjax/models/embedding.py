@@ -16,7 +16,7 @@ from zjax.ops.lookup import look_up
 from zjax.ops.token_subset import take_tokens
 from zjax.ops.window import Window
 from zjax.parallel import sequence, tensor
-from zjax.schedule.step_values import ATTENTION_WINDOW
+from zjax.schedule.training import ATTENTION_WINDOW
 from zjax.settings import schema
 from zjax.sharding.activations import pin_tokens, pin_whole
 from zjax.typing import IGNORED

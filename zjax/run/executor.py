@@ -91,10 +91,8 @@ class Executor(Protocol):
         """Applies a pending gradient and donates the state."""
         ...
 
-    def compile(
-        self, program: str, batch: Batch, number: int = 1
-    ) -> jax.stages.Compiled:
-        """Compiles one of `programs` for ShapeDtypeStructs of step `number`'s batch."""
+    def compile(self, program: str, batch: Batch) -> jax.stages.Compiled:
+        """Compiles one of `programs` for ShapeDtypeStructs of a batch."""
         ...
 
     def predict_peak(self, batch: Batch) -> Peak | None:

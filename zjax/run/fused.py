@@ -122,9 +122,7 @@ class FusedExecutor:
         """Returns the state itself: a fused step leaves no pending gradient."""
         return state
 
-    def compile(
-        self, program: str, batch: Batch, number: int = 1
-    ) -> jax.stages.Compiled:
+    def compile(self, program: str, batch: Batch) -> jax.stages.Compiled:
         """Compiles a program for ShapeDtypeStructs of a batch, once per shape."""
         leaves, tree = jax.tree.flatten(batch)
         key = program, tree, tuple(leaves)

@@ -22,9 +22,7 @@ from zjax.observe.recompile import CompileReport, Trace
 from zjax.observe.sinks import make_sinks
 from zjax.observe.skipped import SkippedSteps
 from zjax.optim.rounds import shares_metrics
-from zjax.schedule.dropping import dropping_values, make_dropping, make_layer_tokens
-from zjax.schedule.lengths import CUTS, make_tokens
-from zjax.schedule.step_values import ATTENTION_WINDOW, make_step_values
+from zjax.schedule.training import TrainingSchedule
 from zjax.settings.convert import to_mapping
 from zjax.settings.schema import Config
 from zjax.typing import Metrics
@@ -44,6 +42,7 @@ class Monitor:
         rows_per_step: Sequences of a global batch; 0 for a model without tokens, which
             logs only seconds per step.
         num_devices: Devices of the mesh.
+        schedule: Schedule of the run.
         callbacks: Functions called after the sinks.
         values_at: Function from a step, from 1 on, to values that only the data of the
             step tell.
@@ -57,6 +56,7 @@ class Monitor:
         num_skipped: int,
         rows_per_step: int,
         num_devices: int,
+        schedule: TrainingSchedule,
         callbacks: Sequence[Callback] = (),
         values_at: Callable[[int], dict[str, float]] = lambda step: {},
     ):
@@ -65,10 +65,8 @@ class Monitor:
             print("no plot is saved: it needs the sink 'jsonl'")
         self._config = config
         self._callbacks = callbacks
-        self._rows_per_step, self._dropping = rows_per_step, make_dropping(config)
-        self._tokens_at, self._values_at = make_tokens(config), values_at
-        self._layer_tokens = make_layer_tokens(config, num_devices, self._length_at)
-        self._step_values = make_step_values(config)
+        self._rows_per_step, self._schedule = rows_per_step, schedule
+        self._values_at = values_at
         self._skipped = SkippedSteps(
             config.precision,
             num_steps=config.num_steps,
@@ -134,7 +132,7 @@ class Monitor:
         earlier = self._late.push(step, metrics[0], is_shared=is_shared)
         if compiled.line and jax.process_index() == 0:
             print(compiled.line, flush=True)
-        tokens = self._tokens_at.at(step) if self._rows_per_step else 0
+        tokens = self._schedule.tokens.at(step) if self._rows_per_step else 0
         self._throughput.lap(tokens, compiled=bool(compiled.seconds))
         if earlier is not None:
             self._log_step(*earlier)
@@ -191,9 +189,7 @@ class Monitor:
         is_skipped = self._skipped.count(step, scalars(values), is_shared=is_shared)
         due = step % self._config.observe.log_every_steps == 0
         if due or is_skipped or step == self._config.num_steps:
-            values |= self._speed() | self._tokens(step)
-            length = self._length_at(step)
-            values |= dropping_values(self._config, self._dropping, step, length)
+            values |= self._speed() | self._scheduled(step)
             self.log(step, values)
         # Only where all processes have equal values, so that all end together.
         if is_shared:
@@ -204,32 +200,16 @@ class Monitor:
         speed = self._throughput.read()
         if not self._rows_per_step:
             speed.pop("tokens_per_second", None)
-        dropping, full = self._dropping, self._config.data.length
-        window = self._step_values(self.known_step).get(ATTENTION_WINDOW)
-        seen = min(window or full, dropping.num_kept(self.known_step))
-        cuts = seen < full or self._config.buckets.form != "none"
-        if cuts or dropping.theta < 1:
+        if self._schedule.is_partial(self.known_step):
             speed.pop("mfu", None)  # counted for whole steps
             speed.pop("mfu_full_attention", None)
         return speed
 
-    def _tokens(self, step: int) -> dict[str, float]:
-        """Values of a step that tokens, lengths and the data determine."""
+    def _scheduled(self, step: int) -> dict[str, float]:
+        """Values of a step that the schedule and the data decide."""
         if not self._rows_per_step:
-            return {}
-        values = self._step_values(step)
-        values["consumed_tokens"] = float(self._tokens_at.sum_until(step))
-        if self._config.sequence_warmup.form in CUTS:
-            values["sequence_length"] = float(self._dropping.lengths.at(step))
-        if self._config.random_ltd.form != "none":
-            values["consumed_layer_tokens"] = float(self._layer_tokens(step))
-        return values | self._values_at(step)
-
-    def _length_at(self, step: int) -> int:
-        """Tokens per row; with length buckets, the data tell the number."""
-        if self._config.buckets.form == "none":
-            return self._dropping.lengths.at(step)
-        return int(self._values_at(step)["sequence_length"])
+            return self._schedule.dropping_values(step)
+        return self._schedule.values(step) | self._values_at(step)
 
 
 def _make_throughput(

@@ -36,15 +36,16 @@ from zjax.observe.communication import (
     describe_links,
     link_bytes,
 )
+from zjax.observe.schedule import describe_schedule, plot_schedule
 from zjax.offload.compiled import Peak
 from zjax.offload.gradients import offloaded_inputs
 from zjax.optim.build import make_optimizer
 from zjax.optim.phases import count_programs, make_phases
 from zjax.optim.rounds import make_rounds
-from zjax.run import course
 from zjax.run.fit import check_fits, fit_memories
 from zjax.run.step import Step, abstract_batch, make_step
 from zjax.schedule.lengths import end_by_tokens
+from zjax.schedule.training import TrainingSchedule
 from zjax.settings.axes import axis_sizes
 from zjax.settings.batch import resolve_batch
 from zjax.settings.mixture import describe_future
@@ -137,10 +138,10 @@ def report_plan(
         parts.append(describe_on_gpus(weigh(config, mesh, model, tx)))
     if schedule:
         pictures.append(pictures[0].with_name("steps.png"))
-        parts.append(_report_course(config, num_devices, pictures[-1]))
+        parts.append(_report_steps(config, num_devices, pictures[-1]))
     if schedule and axis_sizes(config, num_devices)[meshes.PIPELINE] > 1:
         pictures.append(pictures[0].with_name("schedule.png"))
-        parts.append(report_schedule(config, plan, pictures[-1]))
+        parts.append(report_pipeline(config, plan, pictures[-1]))
     if link:
         parts.append(report_link(config, num_devices, link))
     parts.append(f"picture: {' and '.join(map(str, pictures))}")
@@ -161,12 +162,13 @@ def _check_collectives(config: Config, num_devices: int) -> None:
     raise ConfigError(Problem("collectives", True, problem, remedy))
 
 
-def _report_course(config: Config, num_devices: int, picture: pathlib.Path) -> str:
+def _report_steps(config: Config, num_devices: int, picture: pathlib.Path) -> str:
     """Describes and plots settings that change from step to step."""
     config = meshes.with_batch_sizes(config, num_devices)
+    schedule = TrainingSchedule(config, num_devices)
     with _drawing(picture):
-        course.plot_course(config, picture, num_devices)
-    return course.describe_course(config, num_devices)
+        plot_schedule(schedule, picture)
+    return describe_schedule(schedule)
 
 
 def _plan_each_zero_stage(
@@ -290,7 +292,7 @@ def _drawing(path: pathlib.Path) -> Iterator[None]:
         raise OutputError(Problem("output", str(path), problem, remedy)) from error
 
 
-def report_schedule(config: Config, plan: plans.Plan, picture: pathlib.Path) -> str:
+def report_pipeline(config: Config, plan: plans.Plan, picture: pathlib.Path) -> str:
     """Draws when the stages of a pipeline are busy, and compares all schedules."""
     batch = resolve_batch(config, plan.num_batch_shares)
     schedule = make_pipeline_schedule(config, plan, batch.num_microbatches)

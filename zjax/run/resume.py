@@ -23,9 +23,8 @@ from zjax.jaxprs.versions import is_program
 from zjax.optim.phases import make_phases
 from zjax.optim.precision import cast_floating
 from zjax.optim.rounds import Rounds, make_rounds
-from zjax.schedule.dropping import make_dropping
-from zjax.schedule.pacing import make_pacing
-from zjax.schedule.step_pacings import used_pacings
+from zjax.schedule.pacing import make_pacing, used_pacings
+from zjax.schedule.training import TrainingSchedule
 from zjax.settings.convert import to_mapping
 from zjax.settings.derived import is_derived, without_unused
 from zjax.settings.describe import ABSENT, Difference, differences
@@ -212,7 +211,7 @@ def _freeze_step(config: Config) -> int:
 
 
 def _layer_drop_rate(config: Config) -> float:
-    return make_dropping(config).gamma if config.layer_drop.theta < 1 else 0.0
+    return TrainingSchedule(config).gamma if config.layer_drop.theta < 1 else 0.0
 
 
 _FROM_NUM_STEPS = (

@@ -14,15 +14,14 @@ from zjax.jaxprs.versions import dtype_promotion
 from zjax.offload.compiled import Peak
 from zjax.optim.phases import make_phases
 from zjax.optim.rounds import make_rounds
-from zjax.run import extended
-from zjax.run.executor import Executor
-from zjax.run.extended import DistilledExecutor, ScheduledExecutor
+from zjax.run.executor import Executor, StepNumber
 from zjax.run.fused import fused_executor
 from zjax.run.local_steps import LocalStepsExecutor
 from zjax.run.replicated import ReplicatedExecutor
+from zjax.run.step_inputs import StepInputs, check_model
 from zjax.run.streamed import StreamedExecutor
 from zjax.run.teacher import Teacher
-from zjax.schedule.step_values import make_step_values
+from zjax.schedule.training import TrainingSchedule
 from zjax.settings.batch import resolve_batch
 from zjax.settings.schema import Config
 from zjax.sharding import plan as plans
@@ -47,6 +46,7 @@ class Step:
         model: Model as pure functions; read for the requirements on batches.
         num_microbatches: Number of gradient accumulation steps, 1 or more.
         executor: Executor that runs the compiled programs.
+        inputs: Adds to each batch what the schedule says of the step.
         checks_ids: Whether token ids are checked in batches on the devices, too.
     """
 
@@ -55,7 +55,9 @@ class Step:
     model: Model
     num_microbatches: int
     executor: Executor
+    inputs: StepInputs
     checks_ids: bool = False
+    _number: StepNumber = dataclasses.field(default_factory=StepNumber)
 
     @property
     def programs(self) -> Mapping[str, Any]:
@@ -76,7 +78,18 @@ class Step:
             PlanError: The batch does not divide over the devices.
             StateError: The state was consumed before.
         """
-        return self._run(self.executor.train, state, self.place_batch(batch))
+        return self._run(self._train, state, self.place_batch(batch))
+
+    def _train(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        """Trains on a placed batch, extended by the inputs of the step."""
+        # Numbers of states from elsewhere wait for the device: ask only if needed.
+        if self.inputs.adds_nothing:
+            return self.executor.train(state, batch)
+        number = self._number.before(state) + 1
+        batch = self.inputs.extend(batch, number)
+        state, metrics = self.executor.train(state, batch)
+        self._number.after(state, number)
+        return state, metrics
 
     def evaluate(self, state: TrainState, batch: Batch) -> Metrics:
         """Computes loss and metrics without gradients, dropout or state change.
@@ -192,14 +205,14 @@ class Step:
         return batch_shardings(self.plan, batch, self.model.entries)
 
     def compile(
-        self, batch: Batch, program: str = "train", number: int = 1
+        self, batch: Batch, program: str = "train", number: int | None = None
     ) -> jax.stages.Compiled:
         """Compiles a program without running it, for memory analysis and HLO text.
 
         Args:
             batch: Arrays or ShapeDtypeStructs of the global batch.
             program: A name in `programs`.
-            number: Number of the step, 1 or more: the first steps may have a teacher.
+            number: Number of the step, 1 or more; None for step 1 with all tokens.
 
         Returns:
             The compiled program; ask it for `memory_analysis()`.
@@ -210,7 +223,10 @@ class Step:
         """
         batch = self._abstract_batch(batch)
         with jax.set_mesh(self.mesh), dtype_promotion():
-            return self.executor.compile(program, batch, number)
+            if program != "evaluate":
+                self.inputs.compile_teacher(batch, number)
+                batch = self.inputs.abstract(batch, number)
+            return self.executor.compile(program, batch)
 
     def predict_peak(self, batch: Batch) -> Peak | None:
         """Compiles the step without running it, and predicts peak memory of a device.
@@ -226,7 +242,7 @@ class Step:
         """
         batch = self._abstract_batch(batch)
         with jax.set_mesh(self.mesh), dtype_promotion():
-            return self.executor.predict_peak(batch)
+            return self.executor.predict_peak(self.inputs.abstract(batch))
 
     def _abstract_batch(self, batch: Batch) -> Batch:
         """ShapeDtypeStructs of a checked batch, with shardings."""
@@ -287,21 +303,17 @@ def make_step(
         raise PlanError(Problem("plan.mesh", plan.mesh.axis_sizes, problem, remedy))
     num_microbatches = resolve_batch(config, plan.num_batch_shares).num_microbatches
     executor = _make_executor(model, tx, plan, config, schedule)
-    if config.random_ltd.form != "none" or config.layer_drop.theta < 1:
-        extended.check_model(model, config)
-        executor = extended.DroppingExecutor(executor, config, plan)
-    if config.distill.teacher:
-        teacher = Teacher(config, plan, model)
-        num_steps = config.distill.num_steps(config.num_steps)
-        executor = DistilledExecutor(executor, teacher, num_steps)
-    if (values := make_step_values(config))(1):
-        executor = ScheduledExecutor(executor, values, plan)
+    training = TrainingSchedule(config)
+    if training.drops:
+        check_model(model, config)
+    teacher = Teacher(config, plan, model) if config.distill.teacher else None
     return Step(
         mesh=plan.mesh,
         plan=plan,
         model=model,
         num_microbatches=num_microbatches,
         executor=executor,
+        inputs=StepInputs(training, plan.replicated, teacher),
         checks_ids=_checks_ids(config, model),
     )
 

@@ -90,9 +90,7 @@ class StreamedExecutor:
         """Applies a pending gradient that a delayed update left for the next step."""
         return self.step.settle(state)
 
-    def compile(
-        self, program: str, batch: Batch, number: int = 1
-    ) -> jax.stages.Compiled:
+    def compile(self, program: str, batch: Batch) -> jax.stages.Compiled:
         """Refuses: no single program is a step; `predict_peak` compiles all."""
         raise PlanError(
             Problem(

@@ -62,7 +62,8 @@ from zjax.run.resume import (
 )
 from zjax.schedule.learning_rate import make_schedule
 from zjax.schedule.lengths import CUTS, end_by_tokens
-from zjax.schedule.step_pacings import used_pacings
+from zjax.schedule.pacing import used_pacings
+from zjax.schedule.training import TrainingSchedule
 from zjax.settings.batch import resolve_batch
 from zjax.settings.schema import Config
 from zjax.sharding.describe import describe_plan_totals
@@ -179,6 +180,9 @@ class Trainer:
         if self._tokenizer is not None:
             check_tokenizer(extra, self._tokenizer, self.config)
         self.loader = self._make_loader()
+        self._schedule = TrainingSchedule(
+            self.config, self.run.mesh.size, self.loader.shape_at
+        )
         self._patience = Patience(self.config.evaluation)
         self._position: Any = None
         """Position of the loader from a checkpoint, until the loader moves there."""
@@ -255,9 +259,7 @@ class Trainer:
             stop_signals() as stopped,
             monitor,
             self.loader,
-            CompileAhead(
-                config, self._compile, self.loader.shapes_after(step)
-            ) as ahead,
+            CompileAhead(self._schedule, self._compile, step + 1) as ahead,
         ):
             last_saved, data_ended, save_due = step, False, False
             reason = self._patience.reason
@@ -329,6 +331,7 @@ class Trainer:
             num_skipped=int(self.state.num_skipped),
             rows_per_step=self._rows_per_step(),
             num_devices=self.run.mesh.size,
+            schedule=self._schedule,
             callbacks=self._callbacks,
             values_at=self.loader.values_at,
         )

@@ -8,20 +8,10 @@ import numpy as np
 from jaxtyping import Float64, Int64
 
 from zjax.errors import Problem
-from zjax.schedule.pacing import Pacing, pacing_problems
+from zjax.schedule.pacing import Pacing, metric_field, pacing_problems
 from zjax.settings import schema
 
 PERCENTILES = 100
-
-
-def metric_field(number: int) -> str:
-    """Path of the settings of a curriculum metric.
-
-    Example:
-        >>> metric_field(0)
-        'curriculum.metrics[0]'
-    """
-    return f"curriculum.metrics[{number}]"
 
 
 def metric_name(metric: schema.CurriculumMetric) -> str:

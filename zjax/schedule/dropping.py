@@ -1,136 +1,14 @@
-"""Schedules of random token dropping and of progressive layer dropping."""
+"""Checks of random token dropping and of progressive layer dropping."""
 
-import dataclasses
-import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from zjax.errors import Problem
-from zjax.schedule.lengths import (
-    in_steps,
-    make_lengths,
-    make_shapes,
-    make_tokens,
-    shape_problems,
-    token_problems,
-)
-from zjax.schedule.pacing import Pacing, hold, make_pacing
+from zjax.schedule.lengths import shape_problems, token_problems
 from zjax.settings import axes, mixture, schema
 from zjax.settings.layers import cannot_unroll
 
 _TOKENS, _LAYERS = "random_ltd.form", "layer_drop.theta"
-_ONE_ROW = hold(1)
-
-
-@dataclasses.dataclass(frozen=True)
-class DroppingSchedule:
-    """Tokens that middle layers run on, and probabilities of layers, by step.
-
-    Steps are 1 or more; the schedules of the papers count from 0.
-
-    Args:
-        kept: Tokens of each row that middle layers run on, by the number of earlier
-            steps.
-        lengths: Tokens per row by step.
-        rows: Rows of a batch by step.
-        theta: Limit of the probability of the last layer, above 0 to 1; 1 drops no
-            layer.
-        gamma: Rate at which the probability of the last layer falls to `theta`.
-
-    Example:
-        >>> from zjax.schedule.pacing import grow
-        >>> kept = grow(128, 2048, 200_000, multiple=16)
-        >>> schedule = DroppingSchedule(kept, hold(2048))
-        >>> [schedule.num_kept(step + 1) for step in (0, 1_666, 1_667, 100_000)]
-        [128, 128, 144, 1088]
-        >>> schedule = DroppingSchedule(kept, kept, theta=0.5, gamma=0.001)
-        >>> round(schedule.theta_at(1_001), 6)
-        0.68394
-
-    Reference:
-        Yao et al., Random-LTD (arXiv:2211.11586), section 3.2; Zhang and He,
-        Progressive Layer Dropping (arXiv:2010.13369), section 4.2.
-    """
-
-    kept: Pacing
-    lengths: Pacing
-    rows: Pacing = _ONE_ROW
-    theta: float = 1.0
-    gamma: float = 0.0
-
-    def num_kept(self, step: int) -> int:
-        """Tokens of each row that middle layers run on, at most the row's length."""
-        return min(self.kept.at(step - 1), self.lengths.at(step))
-
-    def theta_at(self, step: int) -> float:
-        """Probability that the last layer runs; earlier layers run more often."""
-        return self.theta + (1 - self.theta) * math.exp(-self.gamma * (step - 1))
-
-    def firsts(self) -> list[int]:
-        """First step of each pair of length and number of kept tokens, ascending."""
-        # `kept` counts earlier steps, from 0.
-        kept = [1, *(first + 1 for first in self.kept.changes())]
-        numbers = sorted({*kept, *self.lengths.changes()})
-        pairs = [(self.num_kept(n), self.lengths.at(n)) for n in numbers]
-        changes = (i == 0 or pairs[i] != pairs[i - 1] for i in range(len(pairs)))
-        return [*itertools.compress(numbers, changes)]
-
-    def sum_until(self, step: int) -> int:
-        """Tokens that a middle layer runs on, summed over steps 1 to `step`.
-
-        Example:
-            >>> from zjax.schedule.pacing import grow
-            >>> schedule = DroppingSchedule(grow(4, 8, 2, multiple=4), hold(8))
-            >>> [schedule.sum_until(step) for step in (1, 2, 3, 4)]
-            [4, 8, 16, 24]
-        """
-        ends = itertools.pairwise([*self.firsts(), step + 1])
-        return sum(
-            self.rows.at(first)
-            * self.num_kept(first)
-            * max(0, min(after, step + 1) - first)
-            for first, after in ends
-        )
-
-
-def make_dropping(config: schema.Config) -> DroppingSchedule:
-    """Makes the dropping schedule of a run.
-
-    Example:
-        >>> make_dropping(schema.Config()).num_kept(1)
-        1024
-    """
-    given, lengths = config.random_ltd, make_lengths(config)
-    kept = hold(config.data.length)
-    if given.form != "none":
-        kept = make_pacing(in_steps(config, given.pacing))
-    # The paper's default: the probability has settled after a few percent of the run.
-    gamma = config.layer_drop.gamma or 100 / config.num_steps
-    firsts, shapes = zip(*make_shapes(config).items(), strict=True)
-    # A pacing begins at step 0; the first shape also holds there.
-    rows = Pacing((0, *firsts[1:]), tuple(number for number, _ in shapes))
-    return DroppingSchedule(kept, lengths, rows, config.layer_drop.theta, gamma)
-
-
-def dropping_values(
-    config: schema.Config,
-    dropping: DroppingSchedule,
-    step: int,
-    length: int | None = None,
-) -> dict[str, float]:
-    """Returns the dropping metrics of a step by name; empty if the run drops nothing.
-
-    Example:
-        >>> config = schema.Config(random_ltd=schema.RandomLTD(form="span"))
-        >>> dropping_values(config, make_dropping(config), 1)
-        {'kept_tokens': 128.0}
-    """
-    drops_tokens, drops_layers = _used(config)
-    num_kept = min(dropping.num_kept(step), length or config.data.length)
-    values = {"kept_tokens": float(num_kept)} if drops_tokens else {}
-    if drops_layers:
-        values["layer_drop_theta"] = dropping.theta_at(step)
-    return values
 
 
 def num_middle_layers(config: schema.Config, num_devices: int) -> int:
@@ -151,44 +29,6 @@ def num_middle_layers(config: schema.Config, num_devices: int) -> int:
     num_slots = -(-len(blocks) // _num_chunks(config, num_devices))
     whole = {0, (len(blocks) - 1) % num_slots}
     return sum(size for i, size in enumerate(blocks) if i % num_slots not in whole)
-
-
-def make_layer_tokens(
-    config: schema.Config, num_devices: int, length_at: Callable[[int], int]
-) -> Callable[[int], int]:
-    """Returns a function from a step to the tokens summed over layers and steps so far.
-
-    Example:
-        >>> make_layer_tokens(schema.Config(num_steps=1), 1, int)(1)  # 12 of 32 * 1,024
-        393216
-    """
-    tokens, dropping = make_tokens(config), make_dropping(config)
-    middle = num_middle_layers(config, num_devices)
-    num_whole = config.model.num_layers - middle
-
-    def kept_at(step: int) -> int:
-        length = length_at(step)
-        return tokens.at(step) // length * min(dropping.num_kept(step), length)
-
-    has_buckets = config.buckets.form != "none"
-    kept_until = _make_sum(kept_at) if has_buckets else dropping.sum_until
-    return lambda step: tokens.sum_until(step) * num_whole + kept_until(step) * middle
-
-
-def _make_sum(at: Callable[[int], int]) -> Callable[[int], int]:
-    """Returns a cached prefix sum over steps, fast for steps that mostly grow."""
-    step, total = 0, 0
-
-    def until(last: int) -> int:
-        nonlocal step, total
-        # A caller may go back to an earlier step.
-        if last < step:
-            step, total = 0, 0
-        total += sum(map(at, range(step + 1, last + 1)))
-        step = last
-        return total
-
-    return until
 
 
 def _num_chunks(config: schema.Config, num_devices: int) -> int:

@@ -9,12 +9,11 @@ from collections.abc import Iterator
 from zjax.errors import Problem
 from zjax.schedule.pacing import (
     Pacing,
-    hold,
     make_pacing,
     pacing_problems,
+    used_pacings,
     whole_problems,
 )
-from zjax.schedule.step_pacings import used_pacings
 from zjax.settings import axes, derived, schema, sequence
 
 
@@ -80,39 +79,6 @@ CUTS = ("truncate", "reshape")
 _FIELD = "sequence_warmup.pacing"
 
 
-def make_lengths(config: schema.Config) -> Pacing:
-    """Makes the pacing of tokens per row; steps are 1 or more.
-
-    Example:
-        >>> config = schema.Config(data=schema.Data(length=512))
-        >>> make_lengths(config).at(1)
-        512
-
-    Reference:
-        Li et al., The Stability-Efficiency Dilemma (arXiv:2108.06084), section 4.1.
-    """
-    if config.sequence_warmup.form not in CUTS:
-        return hold(config.data.length)
-    return make_pacing(in_steps(config, config.sequence_warmup.pacing))
-
-
-def make_windows(config: schema.Config) -> Pacing:
-    """Makes the pacing of attention windows in tokens; steps are 1 or more.
-
-    Example:
-        >>> warmup = schema.SequenceWarmup(form="window")
-        >>> config = schema.Config(sequence_warmup=warmup)
-        >>> [make_windows(config).at(step) for step in (1, 500, 1_000)]
-        [64, 512, 1024]
-
-    Reference:
-        Zhu et al., SkyLadder (arXiv:2503.15450), section 3.
-    """
-    if config.sequence_warmup.form != "window":
-        return hold(config.data.length)
-    return make_pacing(in_steps(config, config.sequence_warmup.pacing))
-
-
 def reshaped_rows(length: int, full: int, num_rows: int, unit: int) -> int:
     """Rows of a batch whose `num_rows` rows of `full` tokens are cut into pieces.
 
@@ -131,14 +97,22 @@ def reshaped_rows(length: int, full: int, num_rows: int, unit: int) -> int:
 
 
 def make_shapes(config: schema.Config) -> dict[int, tuple[int, int]]:
-    """Returns (rows, tokens per row) of a batch by the first step with this shape."""
-    lengths, num_rows = make_lengths(config), config.global_batch_size
-    if config.sequence_warmup.form != "reshape":
-        return {step: (num_rows, length) for step, length in lengths.changes().items()}
-    unit = batch_unit(config)
+    """Returns (rows, tokens per row) of a batch by the first step with this shape.
+
+    Example:
+        >>> make_shapes(schema.Config(data=schema.Data(length=512)))
+        {1: (32, 512)}
+    """
+    warmup, full = config.sequence_warmup, config.data.length
+    num_rows, unit = config.global_batch_size, batch_unit(config)
+    if warmup.form not in CUTS:
+        return {1: (num_rows, full)}
+    lengths = make_pacing(in_steps(config, warmup.pacing)).changes()
+    if warmup.form == "truncate":
+        return {step: (num_rows, length) for step, length in lengths.items()}
     return {
-        step: (reshaped_rows(length, config.data.length, num_rows, unit), length)
-        for step, length in lengths.changes().items()
+        step: (reshaped_rows(length, full, num_rows, unit), length)
+        for step, length in lengths.items()
     }
 
 

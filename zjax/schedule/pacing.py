@@ -138,6 +138,34 @@ def _floor_root(step: int, num_steps: int, span: int, degree: int) -> int:
     return grown
 
 
+def metric_field(number: int) -> str:
+    """Path of the settings of a curriculum metric.
+
+    Example:
+        >>> metric_field(0)
+        'curriculum.metrics[0]'
+    """
+    return f"curriculum.metrics[{number}]"
+
+
+def used_pacings(config: schema.Config) -> Iterator[tuple[str, schema.Pacing]]:
+    """Yields the path and the settings of each pacing that a run reads.
+
+    Example:
+        >>> config = schema.Config(random_ltd=schema.RandomLTD(form="span"))
+        >>> [field for field, _ in used_pacings(config)]
+        ['random_ltd.pacing']
+    """
+    if config.sequence_warmup.form != "none":
+        yield "sequence_warmup.pacing", config.sequence_warmup.pacing
+    for number, metric in enumerate(config.curriculum.metrics):
+        yield f"{metric_field(number)}.pacing", metric.pacing
+    if config.buckets.form != "none" and config.buckets.order == "pacing":
+        yield "buckets.pacing", config.buckets.pacing
+    if config.random_ltd.form != "none":
+        yield "random_ltd.pacing", config.random_ltd.pacing
+
+
 # Cached: checks and the run call a user's function again.
 @functools.lru_cache
 def _call_each(name: str, num_steps: int) -> tuple[int, ...] | Fault:

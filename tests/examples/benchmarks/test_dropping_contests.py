@@ -7,7 +7,7 @@ import pytest
 from contests.contest import load_contest
 
 from tests.support.benchmarks import FOLDER, load
-from zjax.schedule.dropping import make_dropping
+from zjax.schedule.training import TrainingSchedule
 
 SIZES = ("num_layers=3", "embed_size=16", "num_heads=2", "vocab_size=61", "length=16")
 
@@ -37,9 +37,9 @@ def test_the_mean_step_is_that_of_the_runs_of_quality():
     """Fails if one drops tokens longer, or its sizes have another mean."""
     schedule, quality = load("kept_schedule"), load("random_ltd_quality")
     config = quality.make_config("layerwise", "data.path=x")
-    kept, length = make_dropping(config), config.data.length
+    kept, length = TrainingSchedule(config), config.data.length
     steps = range(1, config.num_steps + 1)
-    share = sum(kept.num_kept(step) for step in steps) / len(steps) / length
+    share = sum(kept.at(step).num_kept for step in steps) / len(steps) / length
     sizes = schedule.kept_tokens(2048)
     assert sizes == [1024]
     assert schedule.mean_of_run(sizes, 2048) == pytest.approx(share, abs=1e-3)

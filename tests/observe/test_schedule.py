@@ -7,8 +7,13 @@ import pytest
 from zjax.config import load_config
 from zjax.data.curriculum import Curriculum
 from zjax.data.metric_index import write_index
+<<<<<<<< HEAD:tests/run/test_course.py
 from zjax.run.course import describe_course, make_course
+========
+from zjax.observe.schedule import describe_schedule
+>>>>>>>> bb131f38 (What each step trains on is one training schedule, which loader, step, monitor, compile-ahead, plots and plan read; inputs of a step are added in one place):tests/observe/test_schedule.py
 from zjax.run.plan_report import report_plan
+from zjax.schedule.training import TrainingSchedule
 
 SETTINGS = {
     "num_steps": 1_000,
@@ -30,21 +35,22 @@ def make_config(*overrides):
     ],
 )
 def test_schedules_are_those_of_the_metrics(form, name, tokens):
-    course = make_course(make_config(f"sequence_warmup.form={form}"))
-    assert list(course) == ["learning_rate", "consumed_tokens", name]
-    found = [course[name](step) for step in (1, 200, 399, 400, 1_000)]
+    planned = TrainingSchedule(make_config(f"sequence_warmup.form={form}")).planned
+    assert list(planned(1)) == ["learning_rate", "consumed_tokens", name]
+    found = [planned(step)[name] for step in (1, 200, 399, 400, 1_000)]
     assert found == [64, 256, 448, 512, 512]
-    assert course["learning_rate"](1) == 0.0
-    assert course["consumed_tokens"](1_000) == tokens
+    assert planned(1)["learning_rate"] == 0.0
+    assert planned(1_000)["consumed_tokens"] == tokens
 
 
 def test_dropped_tokens_and_layers_are_among_them():
     drops = "random_ltd.form=span", "layer_drop.theta=0.5", "layer_drop.gamma=1"
-    course = make_course(make_config(*drops))
+    planned = TrainingSchedule(make_config(*drops)).planned
     names = ["kept_tokens", "layer_drop_theta", "consumed_layer_tokens"]
-    assert list(course)[2:] == names
-    assert [course["kept_tokens"](step) for step in (1, 500, 1_000)] == [128, 256, 384]
-    assert [course["layer_drop_theta"](step) for step in (1, 100)] == [1.0, 0.5]
+    assert list(planned(1))[2:] == names
+    found = [planned(step)["kept_tokens"] for step in (1, 500, 1_000)]
+    assert found == [128, 256, 384]
+    assert [planned(step)["layer_drop_theta"] for step in (1, 100)] == [1.0, 0.5]
 
 
 def test_difficulties_have_the_names_of_the_metrics(tmp_path):
@@ -53,27 +59,29 @@ def test_difficulties_have_the_names_of_the_metrics(tmp_path):
     pacing = {"start": 5, "num_steps": 400}
     metric = {"index": str(tmp_path / "easy.index"), "pacing": pacing}
     config = make_config({"curriculum": {"metrics": (metric,)}})
-    course, opened = make_course(config), Curriculum(config, "abcd")
-    assert {"difficulty_easy": course["difficulty_easy"](200)} == opened.values(200)
+    planned, opened = TrainingSchedule(config).planned(200), Curriculum(config, "abcd")
+    assert {"difficulty_easy": planned["difficulty_easy"]} == opened.values(200)
 
 
 def test_listed_values_are_drawn_without_the_index():
     values = {"kind": "discrete", "values": (5, 9), "last_steps": (400,)}
     metric = {"index": "voc.index", "difficulty": "value", "pacing": values}
-    course = make_course(make_config({"curriculum": {"metrics": (metric,)}}))
-    assert [course["difficulty_voc"](step) for step in (400, 401)] == [5, 9]
+    config = make_config({"curriculum": {"metrics": (metric,)}})
+    planned = TrainingSchedule(config).planned
+    assert [planned(step)["difficulty_voc"] for step in (400, 401)] == [5, 9]
 
 
 def test_layers_of_stages_that_run_whole_count_so():
     """Of 6 layers in a stage, 2 are whole; of 12 without stages, 2."""
     for stages, wanted in ((1, 2 * 512 + 10 * 128), (2, 4 * 512 + 8 * 128)):
         config = make_config("random_ltd.form=span", f"mesh.pipeline={stages}")
-        assert make_course(config, 2)["consumed_layer_tokens"](1) == 32 * wanted
+        planned = TrainingSchedule(config, 2).planned(1)
+        assert planned["consumed_layer_tokens"] == 32 * wanted
 
 
 def test_the_table_fits_a_terminal_and_ends_with_the_run(tmp_path):
     config = make_config("sequence_warmup.form=window")
-    lines = describe_course(config).splitlines()
+    lines = describe_schedule(TrainingSchedule(config)).splitlines()
     assert max(map(len, lines)) <= 100
     first, last = lines[2].split(), lines[-1].split()
     assert (first[0], first[-1]) == ("1", "64")
@@ -93,8 +101,8 @@ def test_the_plan_draws_it(tmp_path):
 
 def test_dropped_tokens_and_layers_are_schedules_too():
     dropping = "random_ltd.form=span", "layer_drop.theta=0.5", "layer_drop.gamma=0.001"
-    course = make_course(make_config(*dropping))
-    found = [course["kept_tokens"](step) for step in (1, 1_000, 1_001)]
+    planned = TrainingSchedule(make_config(*dropping)).planned
+    found = [planned(step)["kept_tokens"] for step in (1, 1_000, 1_001)]
     assert found == [128, 384, 512]  # the paper counts steps from 0
-    assert course["layer_drop_theta"](1) == 1.0
-    assert 0.68 < course["layer_drop_theta"](1_001) < 0.69
+    assert planned(1)["layer_drop_theta"] == 1.0
+    assert 0.68 < planned(1_001)["layer_drop_theta"] < 0.69
