@@ -8,9 +8,9 @@ from jaxtyping import Float32
 
 from zjax.errors import Problem
 from zjax.schedule.curriculum import Picks
-from zjax.schedule.lengths import CUTS, in_steps, token_problems
-from zjax.schedule.pacing import Pacing, hold, make_pacing
-from zjax.settings import axes, schema, sequence
+from zjax.schedule.lengths import CUTS, divisor_problems, in_steps, token_problems
+from zjax.schedule.pacing import Pacing, below_problems, hold, make_pacing
+from zjax.settings import schema
 
 _MIXTURE = 5
 """Purpose in the random key of bucket draws; `zjax.data` uses other numbers."""
@@ -91,7 +91,7 @@ def bucket_problems(config: schema.Config, num_devices: int) -> Iterator[Problem
         remedy = "halve data.length once or more"
         yield Problem(field, shortest, problem, remedy)
         return
-    yield from _shape_problems(config, num_devices)
+    yield from divisor_problems(field, shortest, config, num_devices)
     yield from _weight_problems(config)
     yield from _rate_problems(config)
     yield from _conflicts(config)
@@ -100,38 +100,8 @@ def bucket_problems(config: schema.Config, num_devices: int) -> Iterator[Problem
         yield from found
         # Only these kinds have a start that is safe to read beside other problems.
         if not found or settings.pacing.kind in ("linear", "root"):
-            yield from _start_problems(settings)
-
-
-def _start_problems(settings: schema.Buckets) -> Iterator[Problem]:
-    """Yields a problem if the pacing begins below the shortest bucket."""
-    pacing, shortest = settings.pacing, settings.shortest
-    names = {"discrete": "values", "custom": "function"}
-    name = names.get(pacing.kind, "start")
-    first = pacing.start if name == "start" else make_pacing(pacing).start
-    if first < shortest:
-        begins = "is" if name == "start" else f"begins with {first},"
-        problem = f"{begins} below buckets.shortest={shortest}"
-        value, remedy = getattr(pacing, name), f"use {shortest}"
-        yield Problem(f"{_PACING}.{name}", value, problem, remedy)
-
-
-def _shape_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
-    """Yields problems of the shortest length on the mesh and with sparse blocks."""
-    field, shortest = "buckets.shortest", config.buckets.shortest
-    if axes.mesh_fills(config, num_devices):
-        sizes = axes.axis_sizes(config, num_devices)
-        yield from sequence.length_problems(
-            field,
-            shortest,
-            config.model,
-            sequence=sizes["sequence"],
-            tensor=sizes["tensor"],
-        )
-    block = config.model.sparsity.block
-    if config.model.attention == "sparse" and shortest % block:
-        problem = f"is not a multiple of model.sparsity.block={block}"
-        yield Problem(field, shortest, problem, f"use {block} or a multiple of it")
+            least = field, shortest
+            yield from below_problems(_PACING, settings.pacing, "start", least)
 
 
 def _weight_problems(config: schema.Config) -> Iterator[Problem]:

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from zjax.errors import Problem
 from zjax.schedule.pacing import (
     Pacing,
+    below_problems,
     make_pacing,
     pacing_problems,
     used_pacings,
-    whole_problems,
 )
 from zjax.settings import axes, derived, schema, sequence
 
@@ -236,7 +236,14 @@ def token_problems(
     found = [
         *pacing_problems(field, pacing, num_steps=config.num_steps, longest=longest)
     ]
-    yield from found or whole_problems(field, pacing, longest)
+    yield from found or below_problems(
+        field,
+        pacing,
+        "end",
+        longest,
+        effect=": no step would be whole",
+        remedy="end with {0}, or set {1}={2}",
+    )
 
 
 def _window_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
@@ -258,25 +265,24 @@ def shape_problems(
 ) -> Iterator[Problem]:
     """Yields lengths that devices or sparse blocks do not divide, each field once."""
     for name, length in _units(pacing):
-        field, found = f"{prefix}.{name}", list[Problem]()
-        if axes.mesh_fills(config, num_devices):
-            sizes = axes.axis_sizes(config, num_devices)
-            found += sequence.length_problems(
-                field,
-                length,
-                config.model,
-                sequence=sizes["sequence"],
-                tensor=sizes["tensor"],
-            )
-        block = config.model.sparsity.block
-        if config.model.attention == "sparse" and length % block:
-            problem = f"is not a multiple of model.sparsity.block={block}"
-            found.append(
-                Problem(field, length, problem, f"use {block} or a multiple of it")
-            )
+        found = [*divisor_problems(f"{prefix}.{name}", length, config, num_devices)]
         if found:
             yield from found
             return
+
+
+def divisor_problems(
+    field: str, length: int, config: schema.Config, num_devices: int
+) -> Iterator[Problem]:
+    """Yields devices and sparse blocks that do not divide a number of tokens."""
+    if axes.mesh_fills(config, num_devices):
+        sizes = axes.axis_sizes(config, num_devices)
+        split = {axis: sizes[axis] for axis in ("sequence", "tensor")}
+        yield from sequence.length_problems(field, length, config.model, **split)
+    block = config.model.sparsity.block
+    if config.model.attention == "sparse" and length % block:
+        problem = f"is not a multiple of model.sparsity.block={block}"
+        yield Problem(field, length, problem, f"use {block} or a multiple of it")
 
 
 def _units(pacing: schema.Pacing) -> Iterator[tuple[str, int]]:

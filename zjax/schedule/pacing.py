@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 from zjax.errors import ConfigError, Problem
 from zjax.settings import derived, schema
@@ -283,16 +283,25 @@ def pacing_problems(
         yield Problem(f"{field}.{name}", getattr(settings, name), problem, remedy)
 
 
-def whole_problems(
-    field: str, settings: schema.Pacing, longest: tuple[str, int]
+def below_problems(
+    field: str,
+    settings: schema.Pacing,
+    bound: Literal["start", "end"],
+    least: tuple[str, int],
+    effect: str = "",
+    remedy: str = "use {0}",
 ) -> Iterator[Problem]:
-    """Yields a problem if the last value is below the setting that it must reach."""
-    name = {"discrete": "values", "custom": "function"}.get(settings.kind, "end")
-    last = settings.end if name == "end" else make_pacing(settings).end
-    if last < longest[1]:
-        ends = "is" if name == "end" else f"ends with {last},"
-        problem = f"{ends} below {longest[0]}={longest[1]}: no step would be whole"
-        remedy = f"end with {longest[1]}, or set {longest[0]}={last}"
+    """Yields a problem if the first or the last value is below another setting.
+
+    `remedy` is a format of value and name of the other setting, and of the low value.
+    """
+    name = {"discrete": "values", "custom": "function"}.get(settings.kind, bound)
+    value = getattr(settings if name == bound else make_pacing(settings), bound)
+    if value < least[1]:
+        verb = "begins" if bound == "start" else "ends"
+        problem = "is" if name == bound else f"{verb} with {value},"
+        problem += f" below {least[0]}={least[1]}{effect}"
+        remedy = remedy.format(least[1], least[0], value)
         yield Problem(f"{field}.{name}", getattr(settings, name), problem, remedy)
 
 

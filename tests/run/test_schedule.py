@@ -7,11 +7,7 @@ import pytest
 from zjax.config import load_config
 from zjax.data.curriculum import Curriculum
 from zjax.data.metric_index import write_index
-<<<<<<<< HEAD:tests/run/test_course.py
-from zjax.run.course import describe_course, make_course
-========
 from zjax.observe.schedule import describe_schedule
->>>>>>>> bb131f38 (What each step trains on is one training schedule, which loader, step, monitor, compile-ahead, plots and plan read; inputs of a step are added in one place):tests/observe/test_schedule.py
 from zjax.run.plan_report import report_plan
 from zjax.schedule.training import TrainingSchedule
 
