@@ -31,8 +31,8 @@ def get_config():
     config.model.max_length = 512
     config.model.norm_eps = 1e-12
 
-    config.optimizer.name = "onebit_lamb"
+    config.optimizer.rule = "onebit_lamb"
     config.optimizer.peak_learning_rate = 4e-3
-    config.optimizer.b2 = 0.999
-    config.optimizer.num_warmup_steps = 1_000
+    config.optimizer.rule.b2 = 0.999
+    config.optimizer.schedule.num_warmup_steps = 1_000
     return config

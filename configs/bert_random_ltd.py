@@ -31,7 +31,7 @@ def get_config():
     config.model.norm_eps = 1e-12
 
     config.optimizer.peak_learning_rate = 1e-4
-    config.optimizer.num_warmup_steps = 10_000
+    config.optimizer.schedule.num_warmup_steps = 10_000
 
     config.random_ltd.form = "layerwise"
     return config

@@ -26,7 +26,7 @@ def get_config():
     config.model.max_length = 8_192
 
     config.optimizer.peak_learning_rate = 6e-4
-    config.optimizer.num_warmup_steps = 200
+    config.optimizer.schedule.num_warmup_steps = 200
 
     config.buckets.form = "cut"
     config.buckets.shortest = 256

@@ -3,7 +3,7 @@
 Two replicas take 40 steps on their own and then send each other half a byte per
 parameter, where data parallelism would send two bytes in every step. Four fragments of
 the layers go at different steps, and five more steps run while a fragment is on its way
-(Streaming DiLoCo, arXiv:2501.18512). MuLoCo is --config.optimizer.name=muon.
+(Streaming DiLoCo, arXiv:2501.18512). MuLoCo is --config.optimizer.rule=muon.
 
 Run:     zjax train --config=configs/gpt2_diloco.py
 Needs:   an even number of GPUs that divides 32, joined by a link of any speed.
@@ -35,5 +35,5 @@ def get_config():
     config.model.max_length = 1_024
 
     config.optimizer.peak_learning_rate = 6e-4
-    config.optimizer.num_warmup_steps = 200
+    config.optimizer.schedule.num_warmup_steps = 200
     return config

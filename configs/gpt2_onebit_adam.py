@@ -26,7 +26,7 @@ def get_config():
     config.model.vocab_size = 50_257
     config.model.max_length = 1_024
 
-    config.optimizer.name = "onebit_adam"
+    config.optimizer.rule = "onebit_adam"
     config.optimizer.peak_learning_rate = 6e-4
-    config.optimizer.num_warmup_steps = 200
+    config.optimizer.schedule.num_warmup_steps = 200
     return config

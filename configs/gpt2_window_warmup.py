@@ -26,7 +26,7 @@ def get_config():
     config.model.max_length = 1_024
 
     config.optimizer.peak_learning_rate = 2.4e-3
-    config.optimizer.num_warmup_steps = 200
+    config.optimizer.schedule.num_warmup_steps = 200
 
     config.sequence_warmup.form = "window"
     config.sequence_warmup.pacing.num_steps = 600

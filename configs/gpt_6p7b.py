@@ -31,5 +31,5 @@ def get_config():
     config.data.path = "data/gpt2"
 
     config.optimizer.peak_learning_rate = 1.2e-4
-    config.optimizer.num_warmup_steps = 1_000
+    config.optimizer.schedule.num_warmup_steps = 1_000
     return config

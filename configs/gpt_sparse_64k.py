@@ -32,5 +32,5 @@ def get_config():
     config.model.remat = "attention"
 
     config.optimizer.peak_learning_rate = 6e-4
-    config.optimizer.num_warmup_steps = 200
+    config.optimizer.schedule.num_warmup_steps = 200
     return config

@@ -40,5 +40,5 @@ def get_config():
     config.data.path = "data/llama"
 
     config.optimizer.peak_learning_rate = 1e-5
-    config.optimizer.num_warmup_steps = 100
+    config.optimizer.schedule.num_warmup_steps = 100
     return config

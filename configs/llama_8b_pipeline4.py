@@ -41,5 +41,5 @@ def get_config():
     config.data.path = "data/llama"
 
     config.optimizer.peak_learning_rate = 1e-4
-    config.optimizer.num_warmup_steps = 1_000
+    config.optimizer.schedule.num_warmup_steps = 1_000
     return config

@@ -37,6 +37,6 @@ def get_config():
     config.data.path = "data/gpt2"
 
     config.optimizer.peak_learning_rate = 2e-4
-    config.optimizer.num_warmup_steps = 715
-    config.optimizer.final_learning_rate_fraction = 0.01
+    config.optimizer.schedule.num_warmup_steps = 715
+    config.optimizer.schedule.final_fraction = 0.01
     return config

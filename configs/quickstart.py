@@ -25,7 +25,7 @@ def get_config():
     config.model.max_length = 128
 
     config.optimizer.peak_learning_rate = 2e-3
-    config.optimizer.num_warmup_steps = 40
+    config.optimizer.schedule.num_warmup_steps = 40
     config.evaluation.every_steps = 100
     config.checkpoint.every_steps = 100
     return config

@@ -36,7 +36,7 @@ SETTINGS = {
         "max_length": 8_192,
         "positions": "rotary",
     },
-    "optimizer": {"num_warmup_steps": 20},
+    "optimizer": {"schedule": {"num_warmup_steps": 20}},
     "evaluation": {"num_batches": 0},
 }
 WAYS = {

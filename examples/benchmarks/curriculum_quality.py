@@ -41,9 +41,8 @@ SETTINGS = {
     "data": {"source": "tokens"},
     "model": SMALL_GPT | {"max_length": 512, "loss_chunk_tokens": 0},
     "optimizer": {
-        "peak_learning_rate": 6e-4,
-        "num_warmup_steps": 200,
-        "schedule": "constant",
+        "schedule": {"kind": "constant", "num_warmup_steps": 200},
+        "peak_learning_rate": 0.0006,
         "ema_decay": 0.99,
     },
     "evaluation": {"num_batches": 16},

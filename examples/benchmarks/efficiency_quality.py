@@ -44,9 +44,8 @@ SETTINGS = {
     "data": {"source": "tokens"},
     "model": SMALL_GPT | {"max_length": 2048},
     "optimizer": {
-        "peak_learning_rate": 1e-3,
-        "num_warmup_steps": 100,
-        "schedule": "constant",
+        "schedule": {"kind": "constant", "num_warmup_steps": 100},
+        "peak_learning_rate": 0.001,
         "ema_decay": 0.99,
     },
     "evaluation": {"num_batches": 8},

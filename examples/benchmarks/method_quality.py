@@ -37,10 +37,14 @@ SETTINGS = {
         "remat": "none",
         "loss_chunk_tokens": 0,
     },
-    "optimizer": {"peak_learning_rate": 6e-4, "num_warmup_steps": 200, "b2": 0.99},
+    "optimizer": {
+        "rule": {"b2": 0.99},
+        "schedule": {"num_warmup_steps": 200},
+        "peak_learning_rate": 0.0006,
+    },
     "evaluation": {"num_batches": 16},
 }
-FREEZE = {"optimizer.freeze_step": 600}
+FREEZE = {"optimizer.rule.freeze_step": 600}
 LAMB = {"optimizer.peak_learning_rate": 5e-3}
 TWO_REPLICAS = {"mesh": {"replica": 2, "data": -1}}
 LOCAL = TWO_REPLICAS | {
@@ -57,7 +61,7 @@ STREAMED = LOCAL | {
     "communication.mixing": 0.5,
 }
 MULOCO = {
-    "optimizer.name": "muon",
+    "optimizer.rule": "muon",
     "communication.codec": "int2",
     "communication.outer_learning_rate": 0.7,
     "communication.outer_momentum": 0.5,
@@ -72,14 +76,14 @@ ZEROPP = TWO_REPLICAS | {
 METHODS = {
     "adam": {},
     "adam_int8": {"communication.codec": "int8"},
-    "onebit_adam": {"optimizer.name": "onebit_adam"} | FREEZE,
-    "zero_one_adam": {"optimizer.name": "zero_one_adam"} | FREEZE,
+    "onebit_adam": {"optimizer.rule": "onebit_adam"} | FREEZE,
+    "zero_one_adam": {"optimizer.rule": "zero_one_adam"} | FREEZE,
     "diloco": LOCAL,
     "streaming_diloco": STREAMED,
-    "muon": {"optimizer.name": "muon"},
+    "muon": {"optimizer.rule": "muon"},
     "muloco": LOCAL | MULOCO,
-    "lamb": {"optimizer.name": "lamb"} | LAMB,
-    "onebit_lamb": {"optimizer.name": "onebit_lamb"} | LAMB | FREEZE,
+    "lamb": {"optimizer.rule": "lamb"} | LAMB,
+    "onebit_lamb": {"optimizer.rule": "onebit_lamb"} | LAMB | FREEZE,
     "zeropp": ZEROPP,
 }
 TWINS = {

@@ -8,7 +8,7 @@ from contestants import ONE_DEVICE, compare_speed, zjax
 from contests import Case, Contest, Row
 
 TWO_DEVICES = {"CUDA_VISIBLE_DEVICES": "0,1"}
-SMALL_STATE = ("optimizer.moment_dtype=int8", "global_batch_size=0")
+SMALL_STATE = ("optimizer.rule.moment_dtype=int8", "global_batch_size=0")
 QWEN3 = (
     *SMALL_STATE,
     "model.num_layers=6",

@@ -29,7 +29,7 @@ SETTINGS = {
     "num_steps": 500,
     "global_batch_size": 64,
     "zero": {"stage": 0},
-    "optimizer": {"peak_learning_rate": 1.5e-3, "num_warmup_steps": 50},
+    "optimizer": {"schedule": {"num_warmup_steps": 50}, "peak_learning_rate": 0.0015},
     "model": {
         "num_layers": 6,
         "embed_size": 256,

@@ -13,7 +13,7 @@ from shape import Shape
 SETTINGS = (
     "mesh.expert=1",
     "model.remat=elementwise",
-    "optimizer.moment_dtype=int8",
+    "optimizer.rule.moment_dtype=int8",
     "microbatch_size=8",
     "global_batch_size=0",
 )

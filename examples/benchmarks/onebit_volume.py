@@ -16,7 +16,7 @@ SMALL = (
     "model.num_heads=4",
     "model.vocab_size=8192",
     "model.max_length=64",
-    "optimizer.num_warmup_steps=10",
+    "optimizer.schedule.num_warmup_steps=10",
 )
 """Three million numbers: scales and losses, which do not grow, hardly count."""
 TWO_CPUS = {
@@ -34,7 +34,7 @@ OURS = _contestant("1-bit Adam", "zjax")
 ADAM = _contestant(
     "Adam in bfloat16",
     "peer",
-    "optimizer.name=adamw",
+    "optimizer.rule=adamw",
     "communication.codec=bfloat16",
 )
 

@@ -74,7 +74,10 @@ def main():
             "num_steps": num_steps,
             "global_batch_size": 16,
             "model": MODEL,
-            "optimizer": {"peak_learning_rate": 2e-3, "num_warmup_steps": 1},
+            "optimizer": {
+                "schedule": {"num_warmup_steps": 1},
+                "peak_learning_rate": 0.002,
+            },
         }
     )
     figure, panels = plt.subplots(

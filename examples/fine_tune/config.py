@@ -19,7 +19,7 @@ def get_config():
     config.lora.rank = 8
     config.lora.alpha = 16.0
     config.optimizer.peak_learning_rate = 5e-3
-    config.optimizer.num_warmup_steps = 10
+    config.optimizer.schedule.num_warmup_steps = 10
     config.optimizer.weight_decay = 0.0
     config.precision.compute_dtype = "float32"
 

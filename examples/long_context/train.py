@@ -54,7 +54,7 @@ def main():
         {
             "num_steps": args.steps,
             "model.max_length": args.length,
-            "optimizer.num_warmup_steps": args.steps // 10,
+            "optimizer.schedule.num_warmup_steps": args.steps // 10,
         },
     )
     split = {"mesh": {"data": 1, "sequence": size}, "global_batch_size": 1}

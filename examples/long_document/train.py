@@ -87,7 +87,7 @@ def main():
             "num_steps": args.steps,
             "model.vocab_size": MASK + 1,
             "model.max_length": length,
-            "optimizer.num_warmup_steps": args.steps // 10,
+            "optimizer.schedule.num_warmup_steps": args.steps // 10,
         },
     )
     share = sparse.live_fraction(sparse.sparse_of(config.model), length)

@@ -115,7 +115,10 @@ def main():
     config = zjax.load_config(
         SETTINGS,
         DENSE if args.dense else MIXTURE | {"mesh.expert": expert_axis},
-        {"num_steps": args.steps, "optimizer.num_warmup_steps": args.steps // 10},
+        {
+            "num_steps": args.steps,
+            "optimizer.schedule.num_warmup_steps": args.steps // 10,
+        },
     )
     model = zjax.make_model(config)
     run = zjax.make_run(config, model, zjax.make_optimizer(config, model))

@@ -81,15 +81,14 @@ run = {
         "max_length": 64,
     },
     "optimizer": {
-        "peak_learning_rate": 2e-3,
-        "schedule": "constant",
-        "num_warmup_steps": min(20, num_steps),
+        "schedule": {"kind": "constant", "num_warmup_steps": min(20, num_steps)},
+        "peak_learning_rate": 0.002,
     },
     "evaluation": {"every_steps": 0, "num_batches": 0},
 }
 methods = {
     "Adam, bfloat16": {"communication": {"codec": "bfloat16"}},
-    "1-bit Adam": {"optimizer": {"name": "onebit_adam"}},
+    "1-bit Adam": {"optimizer": {"rule": "onebit_adam"}},
     "DiLoCo": {"communication": {"num_local_steps": round_steps}},
     "Streaming DiLoCo": {
         "communication": {

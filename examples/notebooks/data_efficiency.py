@@ -66,7 +66,7 @@ run = {
     "global_batch_size": 8,
     "precision": {"compute_dtype": "float32"},
     "model": {"num_layers": 2, "embed_size": 64, "num_heads": 2, "max_length": 128},
-    "optimizer": {"peak_learning_rate": 2e-3, "num_warmup_steps": 1},
+    "optimizer": {"schedule": {"num_warmup_steps": 1}, "peak_learning_rate": 0.002},
 }
 ways = {
     "plain": {},

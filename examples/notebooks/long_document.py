@@ -184,8 +184,8 @@ def train(attention):
                 "max_length": 2_048,
             },
             "optimizer": {
-                "peak_learning_rate": 3e-3,
-                "num_warmup_steps": num_steps // 10,
+                "schedule": {"num_warmup_steps": num_steps // 10},
+                "peak_learning_rate": 0.003,
             },
         },
         {"model": attention},

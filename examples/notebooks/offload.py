@@ -126,7 +126,10 @@ def make_config(name, **data):
                 "remat": "full",
             },
             "data": data,
-            "optimizer": {"peak_learning_rate": 3e-4, "num_warmup_steps": 2},
+            "optimizer": {
+                "schedule": {"num_warmup_steps": 2},
+                "peak_learning_rate": 0.0003,
+            },
             "checkpoint": {"every_steps": 0, "init_from": weights},
             "observe": {"sinks": ("jsonl",), "plot": False, "log_every_steps": 1},
         }

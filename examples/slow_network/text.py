@@ -57,10 +57,10 @@ def peer_settings(config: zjax.Config) -> dict[str, Any]:
         },
         "adam": {
             "lr": optimizer.peak_learning_rate,
-            "betas": [optimizer.b1, optimizer.b2],
-            "eps": optimizer.eps,
+            "betas": [optimizer.rule.b1, optimizer.rule.b2],
+            "eps": optimizer.rule.eps,
             "weight_decay": optimizer.weight_decay,
         },
-        "num_warmup_steps": optimizer.num_warmup_steps,
+        "num_warmup_steps": optimizer.schedule.num_warmup_steps,
         "evaluate_every": config.evaluation.every_steps,
     }

@@ -50,7 +50,10 @@ def main():
     args = parser.parse_args()
 
     jax.config.update("jax_num_cpu_devices", 8)  # no effect on a machine with GPUs
-    warmup = {"num_steps": args.steps, "optimizer.num_warmup_steps": args.steps // 10}
+    warmup = {
+        "num_steps": args.steps,
+        "optimizer.schedule.num_warmup_steps": args.steps // 10,
+    }
     config = zjax.load_config(SETTINGS, warmup, WAYS[args.way])
     if config.mesh.pipeline > 1:
         config = zjax.load_config(config, {"pipeline.schedule": args.schedule})

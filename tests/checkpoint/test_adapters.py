@@ -18,7 +18,7 @@ from zjax.run.saving import restore, save
 TOKENS = np.random.default_rng(0).integers(0, 60, (8, 9)).astype(np.int32)
 BATCH = {"tokens": TOKENS[:, :-1], "targets": TOKENS[:, 1:]}
 QUICK = (
-    "optimizer.num_warmup_steps=0",
+    "optimizer.schedule.num_warmup_steps=0",
     "optimizer.peak_learning_rate=0.05",
     "precision.compute_dtype=float32",
 )

@@ -108,7 +108,7 @@ def test_plain_steps_do_not_continue_local_ones(saved, tmp_path):
             zjax.restore(directory, run)
         assert str(error.value).partition(" ")[2] == (
             f"{has} replicas that take local steps, unlike this run; continue with the "
-            "saved communication.num_local_steps and optimizer.name, or start a run "
+            "saved communication.num_local_steps and optimizer.rule, or start a run "
             "from its weights with checkpoint.init_from"
         )
 

@@ -14,13 +14,10 @@ from zjax.run.initialize import make_run as make_planned_run
 from zjax.settings import schema
 
 ZERO_ONE = schema.Optimizer(
-    name="zero_one_adam",
-    num_warmup_steps=0,
-    schedule="constant",
-    freeze_step=6,
-    var_update_scaler=2,
-    local_step_scaler=2,
-    local_step_clipper=4,
+    rule=schema.ZeroOneAdam(
+        freeze_step=6, var_update_scaler=2, local_step_scaler=2, local_step_clipper=4
+    ),
+    schedule=schema.Constant(num_warmup_steps=0),
 )
 
 

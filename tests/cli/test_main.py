@@ -147,7 +147,7 @@ def test_evaluate_says_the_loss_that_the_run_said(tmp_path, settings):
 def test_a_run_describes_itself_and_knows_its_best_step(tmp_path):
     """Fails if --run takes other settings, or best is the newest step."""
     every = ("checkpoint.every_steps=4", "evaluation.every_steps=4")
-    late = ("optimizer.peak_learning_rate=3.0", "optimizer.num_warmup_steps=8")
+    late = ("optimizer.peak_learning_rate=3.0", "optimizer.schedule.num_warmup_steps=8")
     small_run.fit(tmp_path / "run", *every, *late, "checkpoint.resume=never")
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     told = {row["step"]: row for row in map(json.loads, lines) if "eval_loss" in row}
@@ -194,7 +194,7 @@ def test_a_run_from_an_adapter_of_peft_is_evaluated_and_continued(tmp_path):
     lora = {f"lora.{name}": x for name, x in adapter_settings(adapter).items()}
     settings = (
         *("num_steps=2", "evaluation.num_batches=1", "observe.plot=False"),
-        *("optimizer.num_warmup_steps=0", f"directory={tmp_path / 'run'}"),
+        *("optimizer.schedule.num_warmup_steps=0", f"directory={tmp_path / 'run'}"),
     )
     config = golden.make_config("llama", *settings, directory=base)
     trainer = Trainer(load_config(config, lora), devices=jax.devices()[:1])

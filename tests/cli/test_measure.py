@@ -131,7 +131,7 @@ def test_peak_is_that_of_the_fullest_device():
 def test_text_is_not_read_and_a_long_warm_up_is_not_waited_for():
     """Documents that are not there, at rates that would leave the loss as it is."""
     data = {"source": "tokens", "path": "no/where", "packing": "documents"}
-    optimizer = {"num_warmup_steps": 10**8}
+    optimizer = {"schedule": {"num_warmup_steps": 10**8}}
     changes = {"data": data, "optimizer": optimizer, "num_steps": 10**8}
     found = measure(load_config(CONFIG, changes), devices=jax.devices()[:2])
     assert found.first_loss - found.loss > 0.01

@@ -132,8 +132,9 @@ TRAINING = [
         id="float16-never-skipping",
     ),
     case(
-        "num_steps=110;optimizer.schedule=wsd;optimizer.num_warmup_steps=100",
-        "optimizer.num_warmup_steps=100 overlaps optimizer.decay_fraction=0.2 "
+        "num_steps=110;optimizer.schedule=wsd;optimizer.schedule.num_warmup_steps=100",
+        "optimizer.schedule.num_warmup_steps=100 overlaps "
+        "optimizer.schedule.decay_fraction=0.2 "
         "of 110 steps; use at most 88",
         id="warmup-overlaps-decay",
     ),
@@ -380,7 +381,9 @@ def test_problems_are_reported_together():
         pytest.param(["global_batch_size=1024"], 1024, id="many-devices"),
         pytest.param(["observe.profile_start_step=1000"], 8, id="profile-last-step"),
         pytest.param(
-            ["num_steps=10", "optimizer.num_warmup_steps=10"], 8, id="all-warmup"
+            ["num_steps=10", "optimizer.schedule.num_warmup_steps=10"],
+            8,
+            id="all-warmup",
         ),
     ],
 )

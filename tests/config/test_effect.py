@@ -47,50 +47,48 @@ EFFECT = [
         id="loss-scale-in-bfloat16",
     ),
     case(
-        "optimizer.schedule=constant;optimizer.final_learning_rate_fraction=0",
-        "optimizer.final_learning_rate_fraction=0.0 has no effect with "
-        "optimizer.schedule='constant'; leave it at 0.1, or set "
-        "optimizer.schedule to 'linear' or 'cosine' or 'wsd' or 'warmup_cosine_lr'",
+        "optimizer.schedule=constant;optimizer.schedule.final_fraction=0",
+        "optimizer.schedule.final_fraction=0.0 has no effect with "
+        "optimizer.schedule='constant'; leave it out, or set optimizer.schedule to "
+        "'linear' or 'cosine' or 'wsd' or 'warmup_cosine_lr'",
         id="final-rate-of-constant",
     ),
     case(
-        "optimizer.decay_fraction=0.3",
-        "optimizer.decay_fraction=0.3 has no effect with "
-        "optimizer.schedule='cosine'; leave it at 0.2, or set "
-        "optimizer.schedule to 'wsd'",
+        "optimizer.schedule.decay_fraction=0.3",
+        "optimizer.schedule.decay_fraction=0.3 has no effect with "
+        "optimizer.schedule='cosine'; leave it out, or set optimizer.schedule to "
+        "'wsd'",
         id="decay-fraction-of-cosine",
     ),
     case(
-        "optimizer.name=adafactor;optimizer.b1=0.5",
-        "optimizer.b1=0.5 has no effect with optimizer.name='adafactor'; "
-        "leave it at 0.9, or set optimizer.name to "
-        "'adamw' or 'adam' or 'lamb' or 'muon' or 'onebit_adam' or "
-        "'onebit_lamb' or 'zero_one_adam' or 'lion' or 'sgd' or 'sgd_l2'",
+        "optimizer.rule=adafactor;optimizer.rule.b1=0.5",
+        "optimizer.rule.b1=0.5 has no effect with optimizer.rule='adafactor'; leave "
+        "it out, or set optimizer.rule to 'adamw' or 'adam' or 'lamb' or 'lion' or "
+        "'sgd' or 'sgd_l2' or 'muon' or 'onebit_adam' or 'onebit_lamb' or "
+        "'zero_one_adam'",
         id="b1-of-adafactor",
     ),
     case(
-        "optimizer.name=sgd;optimizer.b2=0.5;optimizer.eps=1",
-        "optimizer.b2=0.5 has no effect with optimizer.name='sgd'; "
-        "leave it at 0.95, or set optimizer.name to "
-        "'adamw' or 'adam' or 'lamb' or 'muon' or 'onebit_adam' or "
-        "'onebit_lamb' or 'zero_one_adam' or 'lion'\n"
-        "optimizer.eps=1.0 has no effect with optimizer.name='sgd'; "
-        "leave it at 1e-08, or set optimizer.name to "
-        "'adamw' or 'adam' or 'lamb' or 'muon' or 'onebit_adam' or "
-        "'onebit_lamb' or 'zero_one_adam'",
+        "optimizer.rule=sgd;optimizer.rule.b2=0.5;optimizer.rule.eps=1",
+        "optimizer.rule.b2=0.5 has no effect with optimizer.rule='sgd'; leave it "
+        "out, or set optimizer.rule to 'adamw' or 'adam' or 'lamb' or 'lion' or "
+        "'muon' or 'onebit_adam' or 'onebit_lamb' or 'zero_one_adam'\n"
+        "optimizer.rule.eps=1.0 has no effect with optimizer.rule='sgd'; leave it "
+        "out, or set optimizer.rule to 'adamw' or 'adam' or 'lamb' or 'muon' or "
+        "'onebit_adam' or 'onebit_lamb' or 'zero_one_adam'",
         id="b2-and-eps-of-sgd",
     ),
     case(
-        "optimizer.name=adafactor;optimizer.moment_dtype=int8",
-        "optimizer.moment_dtype='int8' has no effect with optimizer.name='adafactor'; "
-        "leave it at 'float32', or set optimizer.name to "
-        "'adamw' or 'adam' or 'lamb' or 'muon' or 'lion' or 'sgd' or 'sgd_l2'",
+        "optimizer.rule=adafactor;optimizer.rule.moment_dtype=int8",
+        "optimizer.rule.moment_dtype='int8' has no effect with "
+        "optimizer.rule='adafactor'; leave it out, or set optimizer.rule to 'adamw' "
+        "or 'adam' or 'lamb' or 'lion' or 'sgd' or 'sgd_l2' or 'muon'",
         id="moments-of-adafactor",
     ),
     case(
-        "optimizer.name=sgd;optimizer.b1=0;optimizer.moment_dtype=bfloat16",
-        "optimizer.moment_dtype='bfloat16' has no effect with optimizer.b1=0.0; "
-        "leave it at 'float32', or set optimizer.b1 above 0",
+        "optimizer.rule=sgd;optimizer.rule.b1=0;optimizer.rule.moment_dtype=bfloat16",
+        "optimizer.rule.moment_dtype='bfloat16' has no effect with "
+        "optimizer.rule.b1=0.0; leave it at 'float32', or set optimizer.rule.b1 above 0",
         id="moments-without-momentum",
     ),
     case(
@@ -128,15 +126,19 @@ def test_every_need_names_settings_and_choices_of_the_schema():
 
 
 def test_settings_of_an_optimizer_that_is_not_used_are_refused():
-    settings = schema.Optimizer(b1=0.8, moment_dtype="int8", ema_decay=0.9)
+    settings = schema.Optimizer(
+        rule=schema.Adamw(b1=0.8, moment_dtype="int8"), ema_decay=0.9
+    )
     config = schema.Config(optimizer=settings)
     zconfig.check_config(config, 8)
     with pytest.raises(ConfigError) as error:
         zconfig.check_config(config, 8, user_optimizer=True)
     assert str(error.value) == (
-        "optimizer.b1=0.8 has no effect on the optimizer that was given; leave it at "
+        "optimizer.rule.b1=0.8 has no effect on the optimizer that was given; leave it "
+        "at "
         "0.9, or give no optimizer\n"
-        "optimizer.moment_dtype='int8' has no effect on the optimizer that was given; "
+        "optimizer.rule.moment_dtype='int8' has no effect on the optimizer that was "
+        "given; "
         "leave it at 'float32', or give no optimizer"
     )
 

@@ -20,7 +20,9 @@ SYNTAX = "write config.section.name = value, strings in quotes"
         pytest.param("config.seed=3", "seed", 3, id="top-level"),
         pytest.param("config.zero.stage=3", "zero.stage", 3, id="section"),
         pytest.param("config.directory='a'", "directory", "a", id="text"),
-        pytest.param("config.optimizer.eps=1", "optimizer.eps", 1.0, id="int"),
+        pytest.param(
+            "config.optimizer.rule.eps=1", "optimizer.rule.eps", 1.0, id="int"
+        ),
         pytest.param("config.mesh.data=-1", "mesh.data", -1, id="negative"),
         pytest.param(
             "config.optimizer.clip_norm=%inf",

@@ -73,8 +73,10 @@ def test_python_value(source):
         pytest.param("directory='runs/a'", "directory", "runs/a", id="quoted-text"),
         pytest.param("directory=7", "directory", "7", id="number-as-text"),
         pytest.param("data.path=None", "data.path", "None", id="none-as-text"),
-        pytest.param("optimizer.name=lion", "optimizer.name", "lion", id="choice"),
-        pytest.param("optimizer.eps=1e-6", "optimizer.eps", 1e-6, id="float"),
+        pytest.param(
+            "optimizer.rule=lion", "optimizer.rule", schema.Lion(), id="choice"
+        ),
+        pytest.param("optimizer.rule.eps=1e-6", "optimizer.rule.eps", 1e-6, id="float"),
         pytest.param(
             "optimizer.clip_norm=inf", "optimizer.clip_norm", math.inf, id="infinity"
         ),
@@ -157,10 +159,10 @@ def test_source_is_left_as_it_was():
             id="no-value",
         ),
         pytest.param(
-            ["zero.stagee=1", "num_steps=many", "optimizer.eps=nan"],
+            ["zero.stagee=1", "num_steps=many", "optimizer.rule.eps=nan"],
             "zero.stagee=1 is not a setting; did you mean zero.stage?\n"
             "num_steps='many' is a str; expected int\n"
-            "optimizer.eps=nan is not a number; use a number",
+            "optimizer.rule.eps=nan is not a number; use a number",
             id="all-at-once",
         ),
         pytest.param(

@@ -22,9 +22,9 @@ RULES = [
         id="encoder",
     ),
     case(
-        "model.mlp_tiles=2;optimizer.name=muon",
+        "model.mlp_tiles=2;optimizer.rule=muon",
         "model.mlp_tiles=2 makes each tile a separate matrix to "
-        "optimizer.name='muon'; use 1, or adamw, adam, lion or sgd",
+        "optimizer.rule='muon'; use 1, or adamw, adam, lion or sgd",
         id="optimizer-of-matrices",
     ),
     case(

@@ -105,15 +105,15 @@ BIG_BIRD = {
 }
 CASES = [AUTO, HALF, HOST, SAVING, BITS, BIG_BIRD]
 EXPECTED = [
-    {"zero.stage": 3, "optimizer.name": "adamw", "optimizer.schedule": "warmup_lr"},
+    {"zero.stage": 3, "optimizer.rule": "adamw", "optimizer.schedule": "warmup_lr"},
     {
         "global_batch_size": 4_096,
         "microbatch_size": 8,
-        "optimizer.name": "adam",
+        "optimizer.rule": "adam",
         "optimizer.clip_norm": math.inf,
-        "optimizer.b2": 0.999,
+        "optimizer.rule.b2": 0.999,
         "optimizer.weight_decay": 0.0,
-        "optimizer.num_warmup_steps": 0,
+        "optimizer.schedule.num_warmup_steps": 0,
         "precision.compute_dtype": "float16",
         "precision.loss_scale.initial": 4_096.0,
         "zero.stage": 0,
@@ -138,12 +138,12 @@ EXPECTED = [
         "precision.compute_dtype": "float32",
     },
     {
-        "optimizer.name": "onebit_adam",
-        "optimizer.freeze_step": 400,
-        "optimizer.bias_correction": False,
+        "optimizer.rule": "onebit_adam",
+        "optimizer.rule.freeze_step": 400,
+        "optimizer.rule.bias_correction": False,
         "mesh.replica": -1,
         "num_steps": 2_000,
-        "optimizer.warmup": "log",
+        "optimizer.schedule.warmup": "log",
         "optimizer.peak_learning_rate": 1e-3,
         "optimizer.schedule": "warmup_decay_lr",
     },

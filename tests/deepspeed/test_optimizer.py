@@ -16,11 +16,11 @@ from zjax.optim import transforms
 from zjax.optim.build import make_optimizer
 
 MUON = {
-    "optimizer.name": "muon",
+    "optimizer.rule": "muon",
     "optimizer.schedule": "constant",
-    "optimizer.num_warmup_steps": 0,
+    "optimizer.schedule.num_warmup_steps": 0,
     "optimizer.peak_learning_rate": 0.01,
-    "optimizer.b1": 0.95,
+    "optimizer.rule.b1": 0.95,
 }
 
 MODEL = (lambda key: {"w": jnp.zeros((4, 1))}, lambda params, x: x @ params["w"])
@@ -60,16 +60,16 @@ def test_sgd_decays_through_its_momentum_as_torch_does():
     ],
 )
 def test_sgd_without_one_of_them_is_the_same_rule(params, name):
-    assert converted("SGD", lr=0.1, **params).settings["optimizer.name"] == name
+    assert converted("SGD", lr=0.1, **params).settings["optimizer.rule"] == name
 
 
 def test_muon_is_refused_by_the_factor_that_its_steps_have_here():
     """DeepSpeed scales an orthogonal matrix by sqrt(max(1, outputs / inputs))."""
     (problem,) = converted("Muon", lr=0.02).problems()
     assert str(problem) == (
-        "optimizer.type='Muon' has steps of another size: optimizer.name=muon takes "
+        "optimizer.type='Muon' has steps of another size: optimizer.rule=muon takes "
         "steps that are 0.2 * sqrt(inputs of the matrix) times as large; leave the "
-        "section out and set optimizer.name=muon with a rate of its own, or give "
+        "section out and set optimizer.rule=muon with a rate of its own, or give "
         "optax.contrib.muon to zjax.initialize, whose steps have the size of "
         "DeepSpeed's but are computed in float32, not in half precision"
     )
@@ -99,7 +99,7 @@ def test_muon_is_refused_by_the_factor_that_its_steps_have_here():
 def test_moments_are_corrected_where_deepspeed_corrects_them(kind, params, corrects):
     found = converted(kind, lr=1e-3, **params)
     assert not found.problems()
-    assert found.settings["optimizer.bias_correction"] is corrects
+    assert found.settings["optimizer.rule.bias_correction"] is corrects
 
 
 @pytest.mark.parametrize(

@@ -50,12 +50,13 @@ def test_rates_are_those_of_deepspeed(case):
 def test_momenta_and_betas_are_those_of_deepspeed(case):
     optimizer = settings(case).optimizer
     first, second = map(list, zip(*case["betas"], strict=True))
-    if optimizer.cycle.cycles_momentum:
-        got = jax.vmap(cycled_momentum(optimizer.cycle))(jnp.arange(len(first)))
+    if momentum := getattr(optimizer.schedule, "momentum", None):
+        rate = cycled_momentum(optimizer.schedule, momentum)
+        got = jax.vmap(rate)(jnp.arange(len(first)))
         np.testing.assert_allclose(got, first, rtol=2e-6)
-        assert {optimizer.b2} == set(second)
+        assert {optimizer.rule.b2} == set(second)
     else:
-        assert (optimizer.b1, optimizer.b2) == (0.5, 0.999)
+        assert (optimizer.rule.b1, optimizer.rule.b2) == (0.5, 0.999)
 
 
 @pytest.mark.parametrize("case", CASES[:3], ids=ids[:3])
@@ -110,7 +111,7 @@ def test_warmups_that_cannot_be_are_refused_by_name(params, message):
 def test_sgd_has_no_betas_that_cycle():
     found = converted("OneCycle", BOUNDS, rule="SGD")
     assert not found.problems()
-    assert "optimizer.cycle.cycles_momentum" not in found.settings
+    assert "optimizer.schedule.cycles_momentum" not in found.settings
 
 
 @pytest.mark.parametrize(
@@ -155,24 +156,24 @@ def problems(*changes):
 
 def test_cycles_that_cannot_be_are_refused():
     cycle = "optimizer.schedule=one_cycle"
-    assert problems(cycle, "optimizer.cycle.min_learning_rate=1.0") == (
-        "optimizer.cycle.min_learning_rate=1.0 exceeds "
+    assert problems(cycle, "optimizer.schedule.min_learning_rate=1.0") == (
+        "optimizer.schedule.min_learning_rate=1.0 exceeds "
         "optimizer.peak_learning_rate=0.0003; use at most 0.0003"
     )
-    on = "optimizer.cycle.cycles_momentum=True"
-    assert problems(cycle, on, "optimizer.cycle.min_momentum=0.95") == (
-        "optimizer.cycle.min_momentum=0.95 exceeds "
-        "optimizer.cycle.max_momentum=0.9; use at most 0.9"
+    on = "optimizer.schedule.momentum=cycled_momentum"
+    assert problems(cycle, on, "optimizer.schedule.momentum.min_momentum=0.95") == (
+        "optimizer.schedule.momentum.min_momentum=0.95 exceeds "
+        "optimizer.schedule.momentum.max_momentum=0.9; use at most 0.9"
     )
-    grows = "optimizer.cycle.momentum_decay_rate=0.1"
+    grows = "optimizer.schedule.momentum.momentum_decay_rate=0.1"
     assert problems(cycle, on, grows, "num_steps=4011") == (
-        "optimizer.cycle.momentum_decay_rate=0.1 ends at a momentum of 1.8 "
+        "optimizer.schedule.momentum.momentum_decay_rate=0.1 ends at a momentum of 1.8 "
         "after 4011 steps; use less, or fewer num_steps"
     )
-    assert problems("optimizer.range_test.growth=2.0") == (
-        "optimizer.range_test.growth=2.0 has no effect with "
-        "optimizer.schedule='cosine'; leave it at 1.0, or set "
-        "optimizer.schedule to 'range_test'"
+    assert problems("optimizer.schedule.growth=2.0") == (
+        "optimizer.schedule.growth=2.0 has no effect with "
+        "optimizer.schedule='cosine'; leave it out, or set optimizer.schedule to "
+        "'range_test'"
     )
 
 
@@ -180,8 +181,8 @@ def test_a_rate_after_the_end_of_stairs_does_not_overflow():
     config = load_config(
         {},
         "optimizer.schedule=one_cycle",
-        "optimizer.cycle.num_rise_steps=2097151",
-        "optimizer.cycle.num_rise_stairs=1024",
+        "optimizer.schedule.num_rise_steps=2097151",
+        "optimizer.schedule.num_rise_stairs=1024",
     )
     rate = make_schedule(config)
     assert math.isclose(rate(jnp.int32(2_097_151)), 3e-4, rel_tol=1e-6)

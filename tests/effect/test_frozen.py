@@ -28,7 +28,9 @@ def frozen_run(stage, patterns=("up",), model=None, ema_decay=0.0, **settings):
         schema.ParamGroup(pattern=pattern, learning_rate_scale=0.0)
         for pattern in patterns
     )
-    optimizer = schema.Optimizer(groups=groups, num_warmup_steps=0, ema_decay=ema_decay)
+    optimizer = schema.Optimizer(
+        schedule=schema.Cosine(num_warmup_steps=0), groups=groups, ema_decay=ema_decay
+    )
     config = runs.make_config(
         stage,
         optimizer=optimizer,

@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.support import models, runs, small_run
+from tests.support import models, optimizers, runs, small_run
 from zjax.optim.build import make_optimizer
-from zjax.settings import schema
 from zjax.sharding import describe, memory, placement
 from zjax.typing import Loss, Model
 
@@ -22,11 +21,8 @@ each_dtype = pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 
 def make_run(dtype, stage, *, name="adamw", model=None, **settings):
     model = models.make_mlp() if model is None else model
-    optimizer = schema.Optimizer(
-        name=name,
-        moment_dtype=dtype,
-        num_warmup_steps=0,
-        peak_learning_rate=1e-2,
+    optimizer = optimizers.optimizer(
+        name, moment_dtype=dtype, num_warmup_steps=0, peak_learning_rate=0.01
     )
     tx = make_optimizer(runs.make_config(stage, optimizer=optimizer), model)
     return runs.make_small_run(tx, stage, model=model, optimizer=optimizer, **settings)
@@ -152,7 +148,7 @@ def test_step_that_is_not_finite_leaves_the_moments(dtype):
 )
 def test_run_resumes_bit_for_bit_and_on_another_mesh(tmp_path, dtype, scan):
     settings = (
-        f"optimizer.moment_dtype={dtype}",
+        f"optimizer.rule.moment_dtype={dtype}",
         f"model.layers_per_scan={scan}",
         "optimizer.schedule=constant",
         "evaluation.num_batches=0",
@@ -187,7 +183,7 @@ TEXT = (
     "data.source=standard_library",
     "data.length=64",
     "evaluation.num_batches=8",
-    "optimizer.num_warmup_steps=20",
+    "optimizer.schedule.num_warmup_steps=20",
 )
 
 
@@ -196,9 +192,9 @@ TEXT = (
     "settings",
     [
         ("optimizer.peak_learning_rate=2e-3",),
-        ("optimizer.peak_learning_rate=2e-3", "optimizer.b2=0.999"),
-        ("optimizer.name=muon", "optimizer.peak_learning_rate=4e-3"),
-        ("optimizer.name=sgd", "optimizer.peak_learning_rate=0.3"),
+        ("optimizer.peak_learning_rate=2e-3", "optimizer.rule.b2=0.999"),
+        ("optimizer.rule=muon", "optimizer.peak_learning_rate=4e-3"),
+        ("optimizer.rule=sgd", "optimizer.peak_learning_rate=0.3"),
     ],
     ids=["adamw", "adamw-0.999", "muon", "sgd"],
 )
@@ -209,7 +205,7 @@ def test_loss_on_text_is_that_of_float32(tmp_path, settings):
             tmp_path / dtype,
             *TEXT,
             *settings,
-            f"optimizer.moment_dtype={dtype}",
+            f"optimizer.rule.moment_dtype={dtype}",
             num_devices=1,
         )
         losses[dtype] = trainer.evaluate()["eval_loss"]

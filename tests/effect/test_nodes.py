@@ -41,7 +41,9 @@ def final_loss(features: Sequence[str]) -> float:
             max_length=LENGTH,
             attention="xla",
         ),
-        optimizer=schema.Optimizer(peak_learning_rate=1e-3, num_warmup_steps=20),
+        optimizer=schema.Optimizer(
+            schedule=schema.Cosine(num_warmup_steps=20), peak_learning_rate=0.001
+        ),
     )
     model = make_model(config)
     run = make_run(config, model, make_optimizer(config, model))

@@ -23,7 +23,7 @@ DILOCO = (
     "communication.delay=1",
     "communication.codec=int4",
 )
-ONE_BIT = ("optimizer.name=onebit_adam", "optimizer.freeze_step=3")
+ONE_BIT = ("optimizer.rule=onebit_adam", "optimizer.rule.freeze_step=3")
 COUNTERS = 64
 """Bytes of the numbers of steps, at most."""
 

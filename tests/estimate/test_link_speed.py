@@ -172,7 +172,7 @@ HOST = ("mesh.replica=2", "zero.stage=1", "zero.memory=pinned_host")
 
 def test_the_first_method_that_may_be_used_is_the_baseline():
     """Fails if speed-ups are those over a method that is refused, of 0 seconds."""
-    config = load_config({}, *HOST, "optimizer.name=muon")
+    config = load_config({}, *HOST, "optimizer.rule=muon")
     rows = report_link(config, 2, "1gbps").splitlines()[5:15]
     assert rows[0].split()[:2] == ["muon,", "float32"]
     assert rows[0].split()[-2:] == ["1.00", "fastest"]

@@ -174,7 +174,7 @@ def test_optimizer_of_yours_counts_as_it_is():
     assert propose_mesh(config, machine).mesh == schema.Mesh(data=2, tensor=2)
     own = propose_mesh(config, machine, optax.sgd(0.1))
     assert own.mesh == schema.Mesh(data=4)
-    moved = load_config(config, {"optimizer.b1": 0.5})
+    moved = load_config(config, {"optimizer.rule.b1": 0.5})
     with pytest.raises(ConfigError, match=r"optimizer\.b1=0\.5 "):
         propose_mesh(moved, machine, optax.sgd(0.1))
 

@@ -25,7 +25,7 @@ SMALL = (
     "model.embed_size=64",
     "model.max_length=16",
     "evaluation.num_batches=1",
-    "optimizer.num_warmup_steps=1",
+    "optimizer.schedule.num_warmup_steps=1",
 )
 
 

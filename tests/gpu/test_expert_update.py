@@ -33,7 +33,7 @@ SETTINGS = {
 
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 def test_update_of_experts_has_no_copy_in_float32(dtype):
-    config = zjax.load_config(SETTINGS, {"optimizer.moment_dtype": dtype})
+    config = zjax.load_config(SETTINGS, {"optimizer.rule.moment_dtype": dtype})
     model = zjax.make_model(config)
     tx = zjax.make_optimizer(config, model)
     run = zjax.make_run(config, model, tx, devices=jax.devices()[:1])

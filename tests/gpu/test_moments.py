@@ -42,7 +42,9 @@ def make_model():
 
 def make_run(dtype):
     optimizer = schema.Optimizer(
-        moment_dtype=dtype, num_warmup_steps=0, peak_learning_rate=1e-3
+        rule=schema.Adamw(moment_dtype=dtype),
+        schedule=schema.Cosine(num_warmup_steps=0),
+        peak_learning_rate=0.001,
     )
     model = make_model()
     tx = make_optimizer(runs.make_config(2, optimizer=optimizer), model)

@@ -135,7 +135,7 @@ def test_what_an_encoder_may_ask_for_is_refused_at_once(tmp_path):
 
 def test_masked_tokens_are_learned_from_where_a_checkpoint_stands():
     """Fails if dropout, types or ignored targets break training."""
-    quick = "optimizer.num_warmup_steps=0", "optimizer.peak_learning_rate=0.01"
+    quick = "optimizer.schedule.num_warmup_steps=0", "optimizer.peak_learning_rate=0.01"
     run = golden.start(golden.make_config("bert", *quick, "data.length=16"))
     rng = np.random.default_rng(0)
     tokens = rng.integers(4, 61, (8, 16)).astype(np.int32)

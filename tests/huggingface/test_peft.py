@@ -16,7 +16,7 @@ from zjax.run.saving import save
 
 TOKENS = np.random.default_rng(0).integers(0, 60, (8, 9)).astype(np.int32)
 BATCH = {"tokens": TOKENS[:, :-1], "targets": TOKENS[:, 1:]}
-QUICK = ("optimizer.num_warmup_steps=0", "optimizer.peak_learning_rate=0.05")
+QUICK = ("optimizer.schedule.num_warmup_steps=0", "optimizer.peak_learning_rate=0.05")
 LLAMA = [
     "mlp.down_proj",
     "mlp.gate_proj",

@@ -185,7 +185,10 @@ def test_adapter_of_an_encoder_comes_back(tmp_path):
     """Fails if a layer of the head or of a block is lost between the two."""
     tokens = np.random.default_rng(0).integers(0, 60, (8, 9)).astype(np.int32)
     batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
-    quick = ("optimizer.num_warmup_steps=0", "optimizer.peak_learning_rate=0.05")
+    quick = (
+        "optimizer.schedule.num_warmup_steps=0",
+        "optimizer.peak_learning_rate=0.05",
+    )
     run = golden.start(golden.make_config("bert", "lora.rank=2", *quick))
     state = run.state
     for _ in range(2):

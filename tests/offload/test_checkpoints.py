@@ -64,7 +64,7 @@ def test_exported_weights_are_the_same_file_and_start_any_run(tmp_path, here, th
     config = make_config(
         there,
         zero={"parameter_memory": there},
-        optimizer={"name": "muon"},
+        optimizer={"rule": "muon"},
         precision={"compute_dtype": "bfloat16"},
     )
     checkpoint = schema.Checkpoint(init_from=str(path))

@@ -148,7 +148,7 @@ CASES = {
     "stage 1, two microbatches": {"stage": 1, "num_microbatches": 2, "model": LLAMA},
     "stage 2, averaged weights": {"optimizer": {"ema_decay": 0.9}},
     "stage 3, under the backward pass": {"stage": 3, "model": THREE, **UNDER_BACKWARD},
-    "lamb": {"optimizer": {"name": "lamb"}, "model": BERT},
+    "lamb": {"optimizer": {"rule": "lamb"}, "model": BERT},
     "delayed": {"zero": {"delay_updates_from": 2}},
     "blocks on the host": BLOCKS_ON_HOST,
     "blocks on the host, stage 3, under the backward pass": {

@@ -73,9 +73,9 @@ CASES = {
     "untied, rotary": {"model": LLAMA, "stage": 3},
     "encoder": {"model": BERT},
     "no clipping, under the backward pass": {"model": THREE, **UNDER_BACKWARD},
-    "lamb": {"optimizer": {"name": "lamb"}},
-    "adafactor": {"optimizer": {"name": "adafactor"}},
-    "muon": {"optimizer": {"name": "muon"}},
+    "lamb": {"optimizer": {"rule": "lamb"}},
+    "adafactor": {"optimizer": {"rule": "adafactor"}},
+    "muon": {"optimizer": {"rule": "muon"}},
     "averaged weights": {"optimizer": {"ema_decay": 0.9}},
     "parameters on the host": {"zero": {"parameter_memory": "pinned_host"}},
     "parameters on the host, stage 3, two microbatches": {

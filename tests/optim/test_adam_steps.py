@@ -51,12 +51,10 @@ def test_steps_by_moments_of_all_gradients_are_those_of_adam():
 
 FREEZE, NUM_STEPS = 4, 9
 RAW = schema.Optimizer(
-    schedule="constant",
+    rule=schema.Adamw(b2=0.999, bias_correction=False),
+    schedule=schema.Constant(num_warmup_steps=0),
     peak_learning_rate=0.01,
-    num_warmup_steps=0,
-    b2=0.999,
     weight_decay=0.1,
-    bias_correction=False,
 )
 
 
@@ -109,8 +107,8 @@ def test_the_bound_of_raw_steps_clips_what_that_of_corrected_ones_clips():
 
 def test_raw_moments_are_refused_beside_rules_without_the_correction():
     config = schema.Config(
-        optimizer=schema.Optimizer(name="lion", bias_correction=False)
+        optimizer=schema.Optimizer(rule=schema.Lion(bias_correction=False))
     )
     with pytest.raises(ConfigError) as error:
         check_config(config, num_devices=1)
-    assert "optimizer.bias_correction=False has no effect" in str(error.value)
+    assert "optimizer.rule.bias_correction=False has no effect" in str(error.value)

@@ -1,7 +1,6 @@
 """Optimizers of the config against NumPy, their groups, and stacked layers."""
 
 import dataclasses
-from typing import get_args, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -11,23 +10,21 @@ import pytest
 
 from tests.reference import optimizers as reference
 from tests.reference import schedules as closed_form
+from tests.support import optimizers
 from zjax.errors import ConfigError
 from zjax.optim import build
 from zjax.settings import schema
 from zjax.typing import Model
 
-NAMES = get_args(get_type_hints(schema.Optimizer)["name"])
+NAMES = tuple(optimizers.RULES)
 NUM_STEPS, PEAK, DECAY = 100, 3e-3, 0.1
 RTOL = 2e-6
 """Float32 after 100 steps, relative to the parameter."""
 
 
 def make_config(name, groups=(), num_steps=NUM_STEPS, **settings):
-    optimizer = schema.Optimizer(
-        name=name,
-        groups=groups,
-        **{"num_warmup_steps": 10} | settings,
-    )
+    fixed = {"num_warmup_steps": 10}
+    optimizer = optimizers.optimizer(name, groups=groups, **fixed | settings)
     return schema.Config(num_steps=num_steps, optimizer=optimizer)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 
+from tests.support import optimizers
 from zjax.optim import build, moments
 from zjax.settings import schema
 from zjax.sharding.layers import Layers
@@ -21,13 +22,8 @@ each_dtype = pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 
 
 def make_tx(name, dtype, *, master="float32", model=None, **settings):
-    optimizer = schema.Optimizer(
-        name=name,
-        moment_dtype=dtype,
-        num_warmup_steps=0,
-        schedule="constant",
-        **{"peak_learning_rate": 0.01} | settings,
-    )
+    fixed = {"num_warmup_steps": 0, "peak_learning_rate": 0.01, "moment_dtype": dtype}
+    optimizer = optimizers.optimizer(name, "constant", **fixed | settings)
     precision = schema.Precision(master_dtype=master)
     config = schema.Config(optimizer=optimizer, precision=precision)
     return build.make_optimizer(config, model)

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from tests.support import optimizers
 from zjax.optim import precision
 from zjax.settings import schema
 
@@ -91,7 +92,7 @@ def test_precision_is_one_line(settings, expected):
             "bfloat16",
             "master weights and moments bfloat16",
         ),
-        ({"name": "adafactor"}, "bfloat16", "master weights and moments bfloat16"),
+        ({"rule": "adafactor"}, "bfloat16", "master weights and moments bfloat16"),
     ],
     ids=["bfloat16 weights", "int8 moments", "bfloat16 both", "adafactor"],
 )
@@ -99,7 +100,7 @@ def test_moments_are_named_where_they_differ_from_the_weights(
     optimizer, master, expected
 ):
     config = schema.Config(
-        optimizer=schema.Optimizer(**optimizer),
+        optimizer=optimizers.optimizer(**optimizer),
         precision=schema.Precision(master_dtype=master),
     )
     assert precision.describe_precision(config).split(" | ")[0] == expected

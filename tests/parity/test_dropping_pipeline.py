@@ -27,9 +27,9 @@ SETTINGS = (
     "model.remat=none",
     "num_microbatches=2",
     "num_steps=2",
-    "optimizer.name=sgd",
+    "optimizer.rule=sgd",
     "optimizer.peak_learning_rate=0.1",
-    "optimizer.num_warmup_steps=1",
+    "optimizer.schedule.num_warmup_steps=1",
     "zero.min_shard_elements=0",
 )
 TOKENS = "random_ltd.pacing.start=8", "random_ltd.pacing.multiple=8"

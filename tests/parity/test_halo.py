@@ -34,7 +34,9 @@ def make_config(kind, *, stage=0, mesh=None, zero=None, num_microbatches=1, **mo
         data=schema.Data(length=LENGTH, source="synthetic"),
         zero=schema.Zero(stage=stage, **away, **(zero or {})),
         precision=schema.Precision(compute_dtype="float32"),
-        optimizer=schema.Optimizer(eps=1e-3, num_warmup_steps=1),
+        optimizer=schema.Optimizer(
+            rule=schema.Adamw(eps=0.001), schedule=schema.Cosine(num_warmup_steps=1)
+        ),
     )
 
 

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.reference import compression
-from tests.support import models, runs, totals
+from tests.support import models, optimizers, runs, totals
 from tests.support.crossing import crossing
 from zjax.errors import PlanError
 from zjax.optim.build import make_optimizer
@@ -266,7 +266,9 @@ def test_outer_steps_move_only_what_follows_gradients():
     config = runs.make_config(
         0,
         mesh=schema.Mesh(replica=2),
-        optimizer=schema.Optimizer(groups=(frozen,), num_warmup_steps=0),
+        optimizer=schema.Optimizer(
+            schedule=schema.Cosine(num_warmup_steps=0), groups=(frozen,)
+        ),
         communication=schema.Communication(codec="onebit", num_local_steps=2),
     )
     model = totals.make_model()
@@ -327,7 +329,7 @@ def test_more_fragments_than_arrays_are_refused():
 def test_optimizers_of_the_settings_work_inside(name, codec):
     """MuLoCo: fragments in few bits, and what a replica learned counts half."""
     settings = schema.Communication(codec=codec, **STREAMED)
-    optimizer = schema.Optimizer(name=name, num_warmup_steps=0, peak_learning_rate=0.01)
+    optimizer = optimizers.optimizer(name, num_warmup_steps=0, peak_learning_rate=0.01)
     config = runs.make_config(
         2,
         mesh=schema.Mesh(replica=4),

@@ -78,11 +78,9 @@ def make_config(form="lora", **settings):
             "global_batch_size": 16,
             "lora": {"rank": RANK, "alpha": ALPHA, "form": form},
             "optimizer": {
-                "name": "sgd",
-                "b1": 0.0,
+                "rule": {"kind": "sgd", "b1": 0.0},
+                "schedule": {"kind": "constant", "num_warmup_steps": 0},
                 "peak_learning_rate": RATE,
-                "schedule": "constant",
-                "num_warmup_steps": 0,
                 "weight_decay": 0.0,
                 "clip_norm": float("inf"),
             },
@@ -193,9 +191,9 @@ def test_stages_may_have_nothing_to_train():
                 make_config(
                     lora={},
                     optimizer={
-                        "name": "sgd",
+                        "rule": "sgd",
+                        "schedule": {"num_warmup_steps": 0},
                         "peak_learning_rate": 0.1,
-                        "num_warmup_steps": 0,
                         "groups": (frozen,),
                     },
                     num_microbatches=2,

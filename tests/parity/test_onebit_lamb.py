@@ -6,7 +6,7 @@ import numpy as np
 from jax.flatten_util import ravel_pytree
 
 from tests.reference.onebit_lamb import OnebitLamb
-from tests.support import runs
+from tests.support import optimizers, runs
 from tests.support.crossing import is_large
 from tests.support.replicas import (
     REPLICAS,
@@ -24,12 +24,13 @@ RATE, DECAY = 1e-2, 0.1
 
 
 def make_lamb_run(name="onebit_lamb"):
-    optimizer = schema.Optimizer(
-        name=name,
-        peak_learning_rate=RATE,
-        schedule="constant",
+    freeze = {"freeze_step": FREEZE} if name == "onebit_lamb" else {}
+    optimizer = optimizers.optimizer(
+        name,
+        "constant",
+        **freeze,
         num_warmup_steps=0,
-        freeze_step=FREEZE if name == "onebit_lamb" else 0,
+        peak_learning_rate=RATE,
         clip_norm=float("inf"),
         weight_decay=DECAY,
     )

@@ -34,8 +34,8 @@ SETTINGS = (
     "random_ltd.pacing.start=8",
     "random_ltd.pacing.multiple=8",
     "num_steps=2",
-    "optimizer.name=sgd",
-    "optimizer.num_warmup_steps=1",
+    "optimizer.rule=sgd",
+    "optimizer.schedule.num_warmup_steps=1",
 )
 CASES = {
     "layerwise, stage 3": ("layerwise", 8, "zero.stage=3"),

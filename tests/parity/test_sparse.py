@@ -30,7 +30,7 @@ def make_config(stage, *, zero=None, mesh=None, num_microbatches=1, **model):
         data=schema.Data(length=small.LENGTH, source="synthetic"),
         zero=schema.Zero(stage=stage, **away, **(zero or {})),
         precision=schema.Precision(compute_dtype="float32"),
-        optimizer=schema.Optimizer(num_warmup_steps=1),
+        optimizer=schema.Optimizer(schedule=schema.Cosine(num_warmup_steps=1)),
     )
 
 

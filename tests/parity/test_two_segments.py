@@ -53,7 +53,11 @@ def metrics_of(num_devices, settings, model=None, num_microbatches=1, weights=No
     batch = two_segments.make_batch(weights)
     fixed = {
         "num_microbatches": num_microbatches,
-        "optimizer": {"name": "sgd", "num_warmup_steps": 0, "clip_norm": 1.0},
+        "optimizer": {
+            "rule": "sgd",
+            "schedule": {"num_warmup_steps": 0},
+            "clip_norm": 1.0,
+        },
         "precision": {"compute_dtype": "float32"},
     }
     zero = {"min_shard_elements": 0} | settings.get("zero", {})

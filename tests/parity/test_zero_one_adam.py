@@ -11,7 +11,7 @@ import pytest
 from jax.flatten_util import ravel_pytree
 
 from tests.reference.zero_one_adam import ZeroOneAdam, schedule
-from tests.support import models, pipelines, runs
+from tests.support import models, optimizers, pipelines, runs
 from tests.support.cases import some_by_hand
 from tests.support.crossing import SCALARS, crossing_bytes
 from tests.support.replicas import (
@@ -44,7 +44,7 @@ RATE, DECAY, CLIP = 1e-2, 0.1, 2.0
 
 def settings(**changes):
     values = {
-        "name": "zero_one_adam",
+        "rule": "zero_one_adam",
         "peak_learning_rate": RATE,
         "schedule": "linear",
         "num_warmup_steps": 0,
@@ -55,7 +55,7 @@ def settings(**changes):
         "clip_norm": CLIP,
         "weight_decay": DECAY,
     }
-    return schema.Optimizer(**values | changes)
+    return optimizers.optimizer(**values | changes)
 
 
 def make_zero_one_run(model=None, num_devices=REPLICAS, mesh=None, stage=0, **changes):
@@ -147,7 +147,7 @@ def test_every_phase_takes_the_steps_of_explicit_workers():
 def test_with_an_update_of_moments_in_every_step_it_is_adam():
     """With the bias corrections of the warm-up of 1-bit Adam."""
     states = []
-    for changes in ({"var_update_scaler": STEPS}, {"name": "onebit_adam"}):
+    for changes in ({"var_update_scaler": STEPS}, {"rule": "onebit_adam"}):
         run = make_zero_one_run(optimizer=settings(freeze_step=STEPS - 1, **changes))
         _, state = runs.train(run, 10)
         states.append(flat(state.master))

@@ -106,7 +106,11 @@ def test_a_trainer_has_the_steps_and_tells_how_they_were_counted(tmp_path):
     batch = {"x": np.zeros((8, 1), np.float32)}
     params = (lambda key: {"w": jnp.ones(8)}, lambda params, x: x * params["w"][0])
     trainer = zjax.Trainer(
-        BASE | {"directory": str(tmp_path), "optimizer": {"num_warmup_steps": -1}},
+        BASE
+        | {
+            "directory": str(tmp_path),
+            "optimizer": {"schedule": {"num_warmup_steps": -1}},
+        },
         model=zjax.adapt(params, squares.plain_loss, batch),
         tx=optax.sgd(0.0),
         batches=ROWS,

@@ -107,7 +107,7 @@ def test_the_loss_of_a_token_stream_is_that_of_each_row_alone(
 def test_a_run_is_evaluated_on_other_data_of_its_tokenizer_alone(tmp_path, stream):
     """Fails if other held-out text is refused, or trained on as if it were the same."""
     overrides = (*stream, "model.vocab_size=300", "num_steps=1")
-    overrides += ("optimizer.num_warmup_steps=0",)
+    overrides += ("optimizer.schedule.num_warmup_steps=0",)
     small_run.fit(tmp_path / "run", *overrides, num_devices=1)
     prepare.prepare(["text.jsonl"], "other", validation_fraction=0.4)
     prepare.prepare(

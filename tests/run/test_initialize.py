@@ -327,7 +327,8 @@ def test_bad_input_is_refused_before_anything_compiles():
         settings = {"optimizer": {"b1": 0.5}}
         zjax.initialize(Tied, optax.sgd(0.1), squared_error, batch, settings)
     assert str(error.value) == (
-        "optimizer.b1=0.5 has no effect on the optimizer that was given; leave it at "
+        "optimizer.rule.b1=0.5 has no effect on the optimizer that was given; leave it "
+        "at "
         "0.9, or give no optimizer"
     )
     with pytest.raises(ConfigError) as error:

@@ -172,7 +172,7 @@ def train(num_devices, *overrides):
         "runs/none",
         *SETTINGS,
         "model.dropout_rate=0",
-        "optimizer.name=sgd",
+        "optimizer.rule=sgd",
         *overrides,
     )
     model = make_model(config)

@@ -31,12 +31,12 @@ DILOCO = (
     "communication.delay=1",
     "communication.codec=int4",
 )
-ONE_BIT = ("optimizer.name=onebit_adam", "optimizer.freeze_step=2")
+ONE_BIT = ("optimizer.rule=onebit_adam", "optimizer.rule.freeze_step=2")
 ZERO_ONE = (
-    "optimizer.name=zero_one_adam",
-    "optimizer.freeze_step=3",
-    "optimizer.var_update_scaler=1",
-    "optimizer.local_step_scaler=1",
+    "optimizer.rule=zero_one_adam",
+    "optimizer.rule.freeze_step=3",
+    "optimizer.rule.var_update_scaler=1",
+    "optimizer.rule.local_step_scaler=1",
 )
 SMALL = 200
 """Bytes of losses and norms."""

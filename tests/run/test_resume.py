@@ -112,14 +112,19 @@ def test_the_same_data_elsewhere_is_taken_and_told(saved, tmp_path, caplog):
 
 def test_every_setting_that_differs_is_told_with_both_values(saved, caplog):
     """Fails if another optimizer, model or length of the run is taken in silence."""
-    others = ("num_steps=3", "model.norm_eps=0.1", "optimizer.b2=0.99", "zero.stage=3")
+    others = (
+        "num_steps=3",
+        "model.norm_eps=0.1",
+        "optimizer.rule.b2=0.99",
+        "zero.stage=3",
+    )
     with caplog.at_level(logging.WARNING, logger="absl"):
         resume(saved, saved / "a", *others)
     assert settings_told(caplog) == [
         "settings that differ from step 2:\n"
         "  num_steps: 2 -> 3\n"
         "  zero.stage: 2 -> 3\n"
-        "  optimizer.b2: 0.95 -> 0.99\n"
+        "  optimizer.rule.b2: 0.95 -> 0.99\n"
         "  model.norm_eps: 1e-05 -> 0.1"
     ]
     caplog.clear()
@@ -203,9 +208,9 @@ def grow_by_hand(step):
     ("settings", "numbers", "told"),
     [
         (
-            {"optimizer": schema.Optimizer(name="onebit_adam")},
+            {"optimizer": schema.Optimizer(rule=schema.OnebitAdam())},
             (20, 200),
-            ("optimizer.freeze_step", 3, 30),
+            ("optimizer.rule.freeze_step", 3, 30),
         ),
         (
             {"layer_drop": schema.LayerDrop(theta=0.5)},

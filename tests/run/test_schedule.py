@@ -86,7 +86,10 @@ def test_the_table_fits_a_terminal_and_ends_with_the_run(tmp_path):
 
 def test_the_plan_draws_it(tmp_path):
     """With the end by tokens."""
-    short = "sequence_warmup.pacing.num_steps=40", "optimizer.num_warmup_steps=10"
+    short = (
+        "sequence_warmup.pacing.num_steps=40",
+        "optimizer.schedule.num_warmup_steps=10",
+    )
     settings = "sequence_warmup.form=window", "num_tokens=1000000", *short
     config = make_config(f"directory={tmp_path}", *settings)
     text = report_plan(config, num_devices=8, schedule=True)

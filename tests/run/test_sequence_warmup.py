@@ -22,7 +22,7 @@ WARMUP = (
     "sequence_warmup.pacing.multiple=4",
     "sequence_warmup.pacing.num_steps=6",
     "optimizer.schedule=linear",
-    "optimizer.num_warmup_steps=1",
+    "optimizer.schedule.num_warmup_steps=1",
 )
 LENGTHS = [8, 8, 12, 12, 12, 16, 16, 16]
 """8 + 8 t / 6 in step t, rounded down to multiples of 4."""
@@ -148,9 +148,9 @@ def test_each_length_is_one_program(tmp_path, capsys, monkeypatch):
 ZERO_ONE = (
     "mesh.replica=2",
     "zero.stage=1",
-    "optimizer.name=zero_one_adam",
-    "optimizer.freeze_step=6",
-    "optimizer.var_update_scaler=1",
+    "optimizer.rule=zero_one_adam",
+    "optimizer.rule.freeze_step=6",
+    "optimizer.rule.var_update_scaler=1",
 )
 """Steps 2 and 3, and 4 and 5, have one length and run two programs."""
 

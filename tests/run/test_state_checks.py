@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from tests.support import models, runs
+from tests.support import models, optimizers, runs
 from zjax.errors import NonFiniteError, StateError
 from zjax.optim.build import make_optimizer
 from zjax.settings import schema
@@ -14,7 +14,7 @@ FREEZE = 2
 
 
 def make_run(name, freeze_step=FREEZE, communication=None, **changes):
-    optimizer = schema.Optimizer(name=name, freeze_step=freeze_step, num_warmup_steps=1)
+    optimizer = optimizers.optimizer(name, freeze_step=freeze_step, num_warmup_steps=1)
     settings = {
         "communication": communication or schema.Communication(),
         "optimizer": dataclasses.replace(optimizer, **changes),
@@ -45,7 +45,8 @@ def test_a_warm_up_of_skipped_steps_ends_the_run(name):
     with pytest.raises(NonFiniteError) as error:
         run.step(state, models.make_batch())
     assert str(error.value) == (
-        "optimizer.freeze_step=2 ends a warm-up whose updates of second moments were "
+        "optimizer.rule.freeze_step=2 ends a warm-up whose updates of second moments "
+        "were "
         "all skipped, and nothing would move; use more, or a smaller "
         "precision.loss_scale.initial"
     )
@@ -96,7 +97,8 @@ def test_replicas_that_stepped_apart_do_not_step_together():
     with pytest.raises(StateError) as error:
         later.step(state, models.make_batch(5))
     assert str(error.value) == (
-        "optimizer.freeze_step=7 joins replicas at step 6 that have stepped apart; "
+        "optimizer.rule.freeze_step=7 joins replicas at step 6 that have stepped "
+        "apart; "
         "use 5 or less, or a state whose replicas are equal"
     )
     _, state = runs.train(run, 1, first=5, state=state)

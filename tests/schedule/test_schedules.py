@@ -1,6 +1,5 @@
 """Learning rates against their closed forms."""
 
-import dataclasses
 import math
 
 import jax
@@ -9,19 +8,19 @@ import numpy as np
 import pytest
 
 from tests.reference import schedules as reference
+from tests.support import optimizers
 from zjax.schedule import learning_rate
 from zjax.settings import schema
+from zjax.settings.choices import names
 
 PEAK = 3e-4
 
 
 def make(kind, num_steps, num_warmup=100, final=0.0, decay_fraction=0.2):
-    optimizer = schema.Optimizer(
-        schedule=kind,
-        peak_learning_rate=PEAK,
-        num_warmup_steps=num_warmup,
-        final_learning_rate_fraction=final,
-        decay_fraction=decay_fraction,
+    shape = {"final_fraction": final, "decay_fraction": decay_fraction}
+    read = {n: x for n, x in shape.items() if n in names(optimizers.SCHEDULES[kind])}
+    optimizer = optimizers.optimizer(
+        schedule=kind, num_warmup_steps=num_warmup, peak_learning_rate=PEAK, **read
     )
     config = schema.Config(num_steps=num_steps, optimizer=optimizer)
     return jax.jit(jax.vmap(learning_rate.make_schedule(config)))
@@ -40,10 +39,8 @@ def test_schedule_equals_its_closed_form(kind, num_warmup):
 def test_a_log_warmup_is_that_of_deepspeed():
     """Its scheduler steps after the optimizer: update n has the rate of step n - 1."""
     optimizer = schema.Optimizer(
-        schedule="constant",
+        schedule=schema.Constant(num_warmup_steps=100, warmup="log"),
         peak_learning_rate=PEAK,
-        num_warmup_steps=100,
-        warmup="log",
     )
     rate = learning_rate.make_schedule(
         schema.Config(num_steps=300, optimizer=optimizer)
@@ -76,7 +73,7 @@ def test_warmup_ends_exactly_at_the_peak(kind):
 
 
 def test_an_open_warmup_takes_a_tenth_of_a_short_run():
-    steps = [schema.Optimizer().warmup_steps(total) for total in (5, 20, 999, 4_000)]
+    steps = [schema.Cosine().warmup_steps(total) for total in (5, 20, 999, 4_000)]
     assert steps == [0, 2, 99, 100]
 
 
@@ -87,8 +84,8 @@ def test_a_trial_has_the_first_rates_of_the_whole_run(kind, caplog):
     steps = jnp.arange(20)
     np.testing.assert_array_equal(make(kind, 20)(steps), make(kind, 1_000)(steps))
     assert caplog.messages == [
-        "optimizer.num_warmup_steps=100 exceeds num_steps=20: the learning rate does "
-        "not reach its peak"
+        "optimizer.schedule.num_warmup_steps=100 exceeds num_steps=20: the learning "
+        "rate does not reach its peak"
     ]
 
 
@@ -105,9 +102,7 @@ def test_schedule_is_float32_from_python_and_from_traced_counts():
 
 
 def test_schedule_without_a_step_after_warmup_still_rises():
-    config = schema.Config(num_steps=3)
-    config = dataclasses.replace(
-        config, optimizer=dataclasses.replace(config.optimizer, num_warmup_steps=4)
-    )
+    rise = schema.Optimizer(schedule=schema.Cosine(num_warmup_steps=4))
+    config = schema.Config(num_steps=3, optimizer=rise)
     schedule = learning_rate.make_schedule(config)
     np.testing.assert_allclose(schedule(2), 0.5 * 3e-4, rtol=1e-6)

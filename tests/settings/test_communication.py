@@ -5,8 +5,8 @@ import pytest
 from zjax.config import check_config, load_config
 from zjax.errors import ConfigError
 
-ONEBIT = "optimizer.name=onebit_adam"
-ZERO_ONE = "optimizer.name=zero_one_adam"
+ONEBIT = "optimizer.rule=onebit_adam"
+ZERO_ONE = "optimizer.rule=zero_one_adam"
 REPLICAS = "mesh.replica=2"
 
 
@@ -21,8 +21,8 @@ REPLICAS = "mesh.replica=2"
         ),
         pytest.param(
             [ONEBIT],
-            "optimizer.name='onebit_adam' has no effect with mesh.replica=1; use "
-            "mesh.replica=2 or more, or another optimizer",
+            "optimizer.rule='onebit_adam' has no effect with mesh.replica=1; use "
+            "mesh.replica=2 or more, or another rule",
             id="one-replica-of-onebit-adam",
         ),
         pytest.param(
@@ -33,22 +33,23 @@ REPLICAS = "mesh.replica=2"
             id="offload",
         ),
         pytest.param(
-            [ONEBIT, REPLICAS, "optimizer.freeze_step=1000"],
-            "optimizer.freeze_step=1000 leaves none of num_steps=1000 to send less; "
+            [ONEBIT, REPLICAS, "optimizer.rule.freeze_step=1000"],
+            "optimizer.rule.freeze_step=1000 leaves none of num_steps=1000 to send "
+            "less; "
             "use at most 999",
             id="freeze-step-beyond-the-run",
         ),
         pytest.param(
-            [ONEBIT, REPLICAS, "num_steps=1", "optimizer.num_warmup_steps=0"],
+            [ONEBIT, REPLICAS, "num_steps=1", "optimizer.schedule.num_warmup_steps=0"],
             "num_steps=1 leaves no step to send less with "
-            "optimizer.name='onebit_adam'; use 2 or more",
+            "optimizer.rule='onebit_adam'; use 2 or more",
             id="one-step",
         ),
         *(
             pytest.param(
-                [f"optimizer.name={name}", REPLICAS, f"communication.codec={codec}"],
+                [f"optimizer.rule={name}", REPLICAS, f"communication.codec={codec}"],
                 f"communication.codec={codec!r} does not send the warm-up in full with "
-                f"optimizer.name={name!r}; use 'bfloat16' or 'none'",
+                f"optimizer.rule={name!r}; use 'bfloat16' or 'none'",
                 id=f"{codec}-in-the-warm-up-of-{name}",
             )
             for name, codec in (
@@ -58,42 +59,42 @@ REPLICAS = "mesh.replica=2"
             )
         ),
         pytest.param(
-            [ONEBIT, REPLICAS, "optimizer.moment_dtype=int8"],
-            "optimizer.moment_dtype='int8' has no effect with "
-            "optimizer.name='onebit_adam'; leave it at 'float32', or set "
-            "optimizer.name to 'adamw' or 'adam' or 'lamb' or 'muon' or 'lion' or "
-            "'sgd' or 'sgd_l2'",
+            [ONEBIT, REPLICAS, "optimizer.rule.moment_dtype=int8"],
+            "optimizer.rule.moment_dtype='int8' has no effect with "
+            "optimizer.rule='onebit_adam'; leave it out, or set optimizer.rule to "
+            "'adamw' or 'adam' or 'lamb' or 'lion' or 'sgd' or 'sgd_l2' or 'muon'",
             id="small-moments",
         ),
         pytest.param(
             [ONEBIT, REPLICAS, "precision.master_dtype=bfloat16"],
             "precision.master_dtype='bfloat16' is not built with "
-            "optimizer.name='onebit_adam'; use 'float32'",
+            "optimizer.rule='onebit_adam'; use 'float32'",
             id="small-weights",
         ),
         pytest.param(
-            ["optimizer.freeze_step=5"],
-            "optimizer.freeze_step=5 has no effect with optimizer.name='adamw'; leave "
-            "it at 0, or set optimizer.name to 'onebit_adam' or "
-            "'onebit_lamb' or 'zero_one_adam'",
+            ["optimizer.rule.freeze_step=5"],
+            "optimizer.rule.freeze_step=5 has no effect with optimizer.rule='adamw'; "
+            "leave it out, or set optimizer.rule to 'onebit_adam' or 'onebit_lamb' "
+            "or 'zero_one_adam'",
             id="freeze-step-of-adamw",
         ),
         pytest.param(
             [ZERO_ONE],
-            "optimizer.name='zero_one_adam' has no effect with mesh.replica=1; use "
-            "mesh.replica=2 or more, or another optimizer",
+            "optimizer.rule='zero_one_adam' has no effect with mesh.replica=1; use "
+            "mesh.replica=2 or more, or another rule",
             id="one-replica-of-zero-one-adam",
         ),
         pytest.param(
-            [ZERO_ONE, REPLICAS, "optimizer.freeze_step=1000"],
-            "optimizer.freeze_step=1000 leaves none of num_steps=1000 to send less; "
+            [ZERO_ONE, REPLICAS, "optimizer.rule.freeze_step=1000"],
+            "optimizer.rule.freeze_step=1000 leaves none of num_steps=1000 to send "
+            "less; "
             "use at most 999",
             id="no-local-step",
         ),
         pytest.param(
             [ZERO_ONE, REPLICAS, "optimizer.ema_decay=0.9"],
             "optimizer.ema_decay=0.9 is not built with "
-            "optimizer.name='zero_one_adam'; leave it at 0.0",
+            "optimizer.rule='zero_one_adam'; leave it at 0.0",
             id="averages-of-zero-one-adam",
         ),
         pytest.param(
@@ -102,7 +103,7 @@ REPLICAS = "mesh.replica=2"
                 *("model.moe.top_k=2", "model.moe.bias_rate=0.01"),
             ],
             "model.moe.bias_rate=0.01 is not built with "
-            "optimizer.name='zero_one_adam'; leave it at 0.0",
+            "optimizer.rule='zero_one_adam'; leave it at 0.0",
             id="biases-of-experts",
         ),
         pytest.param(
@@ -111,43 +112,46 @@ REPLICAS = "mesh.replica=2"
                 *("model.moe.top_k=2", "model.moe.choice_bias=True"),
             ],
             "model.moe.choice_bias=True is not built with "
-            "optimizer.name='zero_one_adam'; leave it at False",
+            "optimizer.rule='zero_one_adam'; leave it at False",
             id="biases-of-experts-that-stay",
         ),
         pytest.param(
             [ZERO_ONE, REPLICAS, "zero.memory=pinned_host"],
-            "optimizer.name='zero_one_adam' is not built for "
+            "optimizer.rule='zero_one_adam' is not built for "
             "zero.optimizer_memory='pinned_host'; keep the state on the devices, or "
-            "use another optimizer",
+            "use another rule",
             id="offload-of-zero-one-adam",
         ),
         pytest.param(
             [ZERO_ONE, REPLICAS, "communication.num_local_steps=10"],
-            "communication.num_local_steps=10 leaves optimizer.name='zero_one_adam' "
-            "nothing to send; use another optimizer, or 0",
+            "communication.num_local_steps=10 leaves optimizer.rule='zero_one_adam' "
+            "nothing to send; use another rule, or 0",
             id="two-kinds-of-local-steps",
         ),
         pytest.param(
             [ZERO_ONE, REPLICAS, "zero.stage=3", "zero.shard_over_replica=true"],
-            "optimizer.name='zero_one_adam' needs copies of the model, and "
-            "zero.shard_over_replica=True keeps one; use another optimizer, or "
+            "optimizer.rule='zero_one_adam' needs copies of the model, and "
+            "zero.shard_over_replica=True keeps one; use another rule, or "
             "zero.shard_over_replica=False",
             id="one-copy-of-the-model",
         ),
         pytest.param(
-            [ONEBIT, REPLICAS, "optimizer.local_step_clipper=4"],
-            "optimizer.local_step_clipper=4 has no effect with "
-            "optimizer.name='onebit_adam'; leave it at 16, or set optimizer.name to "
+            [ONEBIT, REPLICAS, "optimizer.rule.local_step_clipper=4"],
+            "optimizer.rule.local_step_clipper=4 has no effect with "
+            "optimizer.rule='onebit_adam'; leave it out, or set optimizer.rule to "
             "'zero_one_adam'",
             id="local-steps-of-onebit-adam",
         ),
         pytest.param(
-            ["optimizer.var_update_scaler=4", "optimizer.local_step_scaler=9"],
-            "optimizer.var_update_scaler=4 has no effect with "
-            "optimizer.name='adamw'; leave it at 16, or set optimizer.name to "
+            [
+                "optimizer.rule.var_update_scaler=4",
+                "optimizer.rule.local_step_scaler=9",
+            ],
+            "optimizer.rule.var_update_scaler=4 has no effect with "
+            "optimizer.rule='adamw'; leave it out, or set optimizer.rule to "
             "'zero_one_adam'\n"
-            "optimizer.local_step_scaler=9 has no effect with "
-            "optimizer.name='adamw'; leave it at 0, or set optimizer.name to "
+            "optimizer.rule.local_step_scaler=9 has no effect with "
+            "optimizer.rule='adamw'; leave it out, or set optimizer.rule to "
             "'zero_one_adam'",
             id="intervals-of-adamw",
         ),

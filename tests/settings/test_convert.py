@@ -66,7 +66,7 @@ SINKS = "use one of console, jsonl, csv, tensorboard, wandb, mlflow"
         ),
         pytest.param(
             {"optimizer": {"b1": True}},
-            "optimizer.b1=True is a bool; expected float",
+            "optimizer.rule.b1=True is a bool; expected float",
             id="bool-for-float",
         ),
         pytest.param(
@@ -76,7 +76,7 @@ SINKS = "use one of console, jsonl, csv, tensorboard, wandb, mlflow"
         ),
         pytest.param(
             {"optimizer": {"eps": math.nan}},
-            "optimizer.eps=nan is not a number; use a number",
+            "optimizer.rule.eps=nan is not a number; use a number",
             id="nan",
         ),
         pytest.param(

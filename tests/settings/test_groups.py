@@ -22,8 +22,8 @@ from zjax.settings.parameters import frozen_as_masters
             "communication.num_local_steps=2",
         ),
         (
-            {"optimizer": schema.Optimizer(name="onebit_adam")},
-            "optimizer.name='onebit_adam'",
+            {"optimizer": schema.Optimizer(rule=schema.OnebitAdam())},
+            "optimizer.rule='onebit_adam'",
         ),
     ],
 )

@@ -98,15 +98,15 @@ REPLICAS = "mesh.replica=2"
             id="averages",
         ),
         pytest.param(
-            [REPLICAS, ROUND, "optimizer.name=onebit_adam"],
-            "communication.num_local_steps=10 leaves optimizer.name='onebit_adam' "
-            "nothing to send; use another optimizer, or 0",
+            [REPLICAS, ROUND, "optimizer.rule=onebit_adam"],
+            "communication.num_local_steps=10 leaves optimizer.rule='onebit_adam' "
+            "nothing to send; use another rule, or 0",
             id="onebit-adam",
         ),
         pytest.param(
-            [REPLICAS, ROUND, "optimizer.name=onebit_lamb"],
-            "communication.num_local_steps=10 leaves optimizer.name='onebit_lamb' "
-            "nothing to send; use another optimizer, or 0",
+            [REPLICAS, ROUND, "optimizer.rule=onebit_lamb"],
+            "communication.num_local_steps=10 leaves optimizer.rule='onebit_lamb' "
+            "nothing to send; use another rule, or 0",
             id="onebit-lamb",
         ),
         pytest.param(

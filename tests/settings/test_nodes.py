@@ -55,9 +55,9 @@ NODES = "mesh.replica=2;zero.stage=3;zero.shard_over_replica=true"
             id="codec",
         ),
         case(
-            f"{NODES};optimizer.name=onebit_adam;optimizer.freeze_step=10",
-            "optimizer.name='onebit_adam' needs copies of the model, and "
-            "zero.shard_over_replica=True keeps one; use another optimizer, or "
+            f"{NODES};optimizer.rule=onebit_adam;optimizer.rule.freeze_step=10",
+            "optimizer.rule='onebit_adam' needs copies of the model, and "
+            "zero.shard_over_replica=True keeps one; use another rule, or "
             "zero.shard_over_replica=False",
             id="one-bit",
         ),

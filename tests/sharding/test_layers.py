@@ -40,7 +40,9 @@ def make_config(stage, num_microbatches=1, **model):
         zero=schema.Zero(stage=stage, min_shard_elements=0),
         precision=schema.Precision(compute_dtype="float32"),
         model=dataclasses.replace(SHAPE, **model),
-        optimizer=schema.Optimizer(peak_learning_rate=1e-2, num_warmup_steps=1),
+        optimizer=schema.Optimizer(
+            schedule=schema.Cosine(num_warmup_steps=1), peak_learning_rate=0.01
+        ),
         data=schema.Data(source="synthetic", length=8),
     )
 
@@ -188,7 +190,7 @@ def test_factors_of_layers_are_split_within_layers():
     """Fails if ZeRO gives whole layers of a factored moment to one device."""
     config = dataclasses.replace(
         make_config(1, num_layers=8, embed_size=256, mlp_size=384),
-        optimizer=schema.Optimizer(name="adafactor"),
+        optimizer=schema.Optimizer(rule=schema.Adafactor()),
     )
     model, mesh = make_model(config), meshes.make_mesh(config.mesh)
     plan = plans.make_plan(config, mesh, model, make_optimizer(config, model))

@@ -93,7 +93,7 @@ def train(model, batch, devices=None, also=(), **settings):
     """Losses, norms of gradients and other metrics of four steps."""
     fixed = {
         "num_microbatches": 4,
-        "optimizer": {"name": "sgd", "num_warmup_steps": 0},
+        "optimizer": {"rule": "sgd", "schedule": {"num_warmup_steps": 0}},
         "precision": {"compute_dtype": "float32"},
     }
     if "mesh" in settings:  # one device runs the loop, as the reference

@@ -5,6 +5,7 @@ import functools
 import jax
 import numpy as np
 
+from tests.support import optimizers
 from zjax.models.build import make_model
 from zjax.optim.build import make_optimizer
 from zjax.run.initialize import make_run
@@ -34,10 +35,10 @@ def make_config(
         pipeline=schema.Pipeline(**(pipeline or {})),
         zero=schema.Zero(stage=stage, min_shard_elements=0),
         precision=schema.Precision(compute_dtype=compute_dtype),
-        optimizer=schema.Optimizer(
-            name=optimizer,
+        optimizer=optimizers.optimizer(
+            optimizer,
             num_warmup_steps=0,
-            peak_learning_rate=1e-2,
+            peak_learning_rate=0.01,
             clip_norm=clip_norm,
             ema_decay=ema_decay,
         ),

@@ -56,7 +56,7 @@ SETTINGS = {
     "num_steps": 100,
     "global_batch_size": 16,
     "zero": {"min_shard_elements": 64},
-    "optimizer": {"num_warmup_steps": 2, "peak_learning_rate": 1e-2},
+    "optimizer": {"schedule": {"num_warmup_steps": 2}, "peak_learning_rate": 0.01},
     "model": TINY | {"dropout_rate": 0.1},
     "data": {"source": "synthetic", "length": 32},
 }
@@ -153,10 +153,13 @@ def cases():
         "sparse": {"model": SPARSE, "zero": {"stage": 2}},
         "sparse, host": {"model": SPARSE, "zero": HOST | {"stage": 2}},
         "scanned": {"model": {"layers_per_scan": 2, "remat": "elementwise"}},
-        "muon": {"optimizer": {"name": "muon"}, "zero": {"stage": 3}},
-        "adafactor": {"optimizer": {"name": "adafactor"}, "zero": {"stage": 2}},
-        "int8 moments": {"optimizer": {"moment_dtype": "int8"}, "zero": {"stage": 1}},
-        "lamb, host": {"optimizer": {"name": "lamb"}, "zero": HOST | {"stage": 2}},
+        "muon": {"optimizer": {"rule": "muon"}, "zero": {"stage": 3}},
+        "adafactor": {"optimizer": {"rule": "adafactor"}, "zero": {"stage": 2}},
+        "int8 moments": {
+            "optimizer": {"rule": {"moment_dtype": "int8"}},
+            "zero": {"stage": 1},
+        },
+        "lamb, host": {"optimizer": {"rule": "lamb"}, "zero": HOST | {"stage": 2}},
         "replica groups": {"mesh": {"replica": 2}, "zero": {"stage": 3}},
         "experts": {"model": EXPERTS, "mesh": {"expert": 2}, "zero": {"stage": 3}},
         "experts, biases, host": {
@@ -202,10 +205,10 @@ def cases():
         },
         "1-bit Adam": REPLICAS
         | {
-            "optimizer": {"name": "onebit_adam", "freeze_step": 4},
+            "optimizer": {"rule": {"kind": "onebit_adam", "freeze_step": 4}},
             "communication": {"codec": "onebit"},
         },
-        "0/1 Adam": REPLICAS | {"optimizer": {"name": "zero_one_adam"}},
+        "0/1 Adam": REPLICAS | {"optimizer": {"rule": "zero_one_adam"}},
         "int8 gradients": REPLICAS | {"communication": {"codec": "int8"}},
         "local steps": REPLICAS | {"communication": {"num_local_steps": 3}},
         "local steps, int4, streamed": REPLICAS
@@ -221,8 +224,7 @@ def cases():
         "nodes": {"mesh": {"replica": 2, "data": 4}, "zero": {"stage": 3}},
         "wsd, groups": {
             "optimizer": {
-                "schedule": "wsd",
-                "decay_fraction": 0.2,
+                "schedule": {"kind": "wsd", "decay_fraction": 0.2},
                 "groups": {"embedding": {"learning_rate": 0.5}},
             },
         },

@@ -13,7 +13,7 @@ def case(overrides, message, *, num_devices=8, id):
 
 def refusal(overrides, num_devices):
     """The whole text of the ConfigError."""
-    config = zconfig.load_config({}, *(o for o in overrides if o))
     with pytest.raises(ConfigError) as error:
+        config = zconfig.load_config({}, *(o for o in overrides if o))
         zconfig.check_config(config, num_devices)
     return str(error.value)

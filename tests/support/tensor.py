@@ -51,7 +51,9 @@ def make_config(model, mesh, stage=0, *, length=LENGTH, **settings):
         zero=schema.Zero(stage=stage, **zero),
         precision=precision,
         optimizer=schema.Optimizer(
-            name="sgd", peak_learning_rate=0.5, schedule="constant", num_warmup_steps=0
+            rule=schema.Sgd(),
+            schedule=schema.Constant(num_warmup_steps=0),
+            peak_learning_rate=0.5,
         ),
         **settings,
     )

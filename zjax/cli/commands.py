@@ -80,7 +80,7 @@ def settings_to_evaluate() -> Config:
     directory = local_path("run", flags.FLAGS.run)
     start = {"checkpoint.init_from": directory, "model": model_settings(directory)}
     # Evaluation updates nothing: a rule without moments needs the least memory.
-    start |= {"optimizer.name": "sgd", "optimizer.b1": 0.0}
+    start |= {"optimizer.rule": {"kind": "sgd", "b1": 0.0}}
     return load_config({}, start, *changes_given())
 
 

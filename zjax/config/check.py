@@ -13,7 +13,7 @@ from zjax.errors import ConfigError, Problem
 from zjax.schedule import dropping, lengths
 from zjax.settings import axes, batch, layers, parameters, ranges, replicas, schema
 
-_UNUSED_OPTIMIZER = schema.Optimizer(num_warmup_steps=0)
+_UNUSED_OPTIMIZER = schema.Optimizer(schedule=schema.Constant(num_warmup_steps=0))
 
 
 def check_config(
@@ -200,41 +200,64 @@ def _offload(config: schema.Config, num_devices: int) -> Iterator[Problem]:
 
 
 def _schedule(config: schema.Config, num_devices: int) -> Iterator[Problem]:
-    """Yields a warm-up that overlaps the decay of the learning rate."""
-    warmup, num_steps = config.optimizer.num_warmup_steps, config.num_steps
-    field = "optimizer.num_warmup_steps"
-    if config.optimizer.schedule in ("one_cycle", "range_test"):
-        yield from _cycle(config)
-        return
-    fraction = config.optimizer.decay_fraction
-    stable_end = round(num_steps * (1 - fraction))
-    if config.optimizer.schedule == "wsd" and stable_end < warmup <= num_steps:
-        problem = f"overlaps optimizer.decay_fraction={fraction} of {num_steps} steps"
-        yield Problem(field, warmup, problem, f"use at most {stable_end}")
+    """Yields problems of the learning rate by step."""
+    chosen, num_steps = config.optimizer.schedule, config.num_steps
+    if isinstance(chosen, schema.OneCycle):
+        yield from _cycle(chosen, config.optimizer, num_steps)
+    elif isinstance(chosen, schema.RangeTest):
+        yield from _peak(config.optimizer)
+    elif isinstance(chosen, schema.Wsd):
+        warmup, fraction = chosen.num_warmup_steps, chosen.decay_fraction
+        stable_end = round(num_steps * (1 - fraction))
+        if stable_end < warmup <= num_steps:
+            field = "optimizer.schedule.num_warmup_steps"
+            problem = f"overlaps optimizer.schedule.decay_fraction={fraction} of "
+            problem += f"{num_steps} steps"
+            yield Problem(field, warmup, problem, f"use at most {stable_end}")
 
 
-def _cycle(config: schema.Config) -> Iterator[Problem]:
+def _peak(optimizer: schema.Optimizer) -> Iterator[Problem]:
+    """Yields a peak of a schedule that has none."""
+    peak, default = optimizer.peak_learning_rate, schema.Optimizer().peak_learning_rate
+    if peak != default:
+        problem = "has no effect with optimizer.schedule='range_test'"
+        remedy = "set optimizer.schedule.start_learning_rate, or another schedule"
+        yield Problem("optimizer.peak_learning_rate", peak, problem, remedy)
+
+
+def _cycle(
+    cycle: schema.OneCycle, optimizer: schema.Optimizer, num_steps: int
+) -> Iterator[Problem]:
     """Yields bounds of a one-cycle schedule out of order, and momenta of 1 or more."""
-    peak, cycle = config.optimizer.peak_learning_rate, config.optimizer.cycle
-    if config.optimizer.schedule != "one_cycle":
-        return
+    section, peak = "optimizer.schedule", optimizer.peak_learning_rate
     if (least := cycle.min_learning_rate) > peak:
         problem = f"exceeds optimizer.peak_learning_rate={peak}"
         remedy = f"use at most {peak}"
-        yield Problem("optimizer.cycle.min_learning_rate", least, problem, remedy)
-    if (least := cycle.min_momentum) > cycle.max_momentum:
-        problem = f"exceeds optimizer.cycle.max_momentum={cycle.max_momentum}"
-        remedy = f"use at most {cycle.max_momentum}"
-        yield Problem("optimizer.cycle.min_momentum", least, problem, remedy)
+        yield Problem(f"{section}.min_learning_rate", least, problem, remedy)
+    if not (momentum := cycle.momentum):
+        return
+    section, rule = f"{section}.momentum", optimizer.rule
+    if not isinstance(rule, schema.StoredAdam | schema.Lion):
+        problem = f"has no effect with optimizer.rule={rule.kind!r}"
+        remedy = "leave it out, or set optimizer.rule to 'adamw', 'adam', 'lamb' or "
+        yield Problem(section, "cycled_momentum", problem, remedy + "'lion'")
+    elif rule.b1 != type(rule)().b1:
+        problem = f"has no effect with {section}='cycled_momentum'"
+        remedy = f"leave it out, or set {section} to None"
+        yield Problem("optimizer.rule.b1", rule.b1, problem, remedy)
+    if (least := momentum.min_momentum) > momentum.max_momentum:
+        problem = f"exceeds {section}.max_momentum={momentum.max_momentum}"
+        remedy = f"use at most {momentum.max_momentum}"
+        yield Problem(f"{section}.min_momentum", least, problem, remedy)
     fall = cycle.num_fall_steps
     length = cycle.num_rise_steps + (cycle.num_rise_steps if fall == -1 else fall)
     # Momentum keeps growing after the cycle, and must stay below 1 to the last step.
-    after = max(0, config.num_steps - 1 - length) / cycle.num_decay_steps
-    rate = cycle.momentum_decay_rate
-    if (last := cycle.max_momentum * (1 + rate * after)) >= 1:
-        problem = f"ends at a momentum of {last:.3g} after {config.num_steps} steps"
+    after = max(0, num_steps - 1 - length) / cycle.num_decay_steps
+    rate = momentum.momentum_decay_rate
+    if (last := momentum.max_momentum * (1 + rate * after)) >= 1:
+        problem = f"ends at a momentum of {last:.3g} after {num_steps} steps"
         remedy = "use less, or fewer num_steps"
-        yield Problem("optimizer.cycle.momentum_decay_rate", rate, problem, remedy)
+        yield Problem(f"{section}.momentum_decay_rate", rate, problem, remedy)
 
 
 def _patterns(

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from zjax.errors import Problem
 from zjax.schedule import lengths
-from zjax.settings import attention, derived, schema
+from zjax.settings import attention, choices, derived, schema
 
 
 class Needs(NamedTuple):
@@ -20,17 +20,8 @@ class Needs(NamedTuple):
 
 
 # Settings that apply to a user's optimizer, too.
-_BESIDE_USER_OPTIMIZER = ("clip_norm", "ema_decay")
-_WARMUPS = ("warmup_lr", "warmup_decay_lr", "warmup_cosine_lr")
-# Schedules with a warm-up.
-_WARM = ("constant", "linear", "cosine", "wsd", *_WARMUPS)
+_BESIDE_USER_OPTIMIZER = ("optimizer.clip_norm", "optimizer.ema_decay")
 _OFFLOADED = ("pinned_host", "nvme", "auto")
-# Optimizers by the settings that they read.
-_MOMENTS = ("adamw", "adam", "lamb", "muon")
-_ONEBIT = ("onebit_adam", "onebit_lamb", "zero_one_adam")
-_ADAMS = (*_MOMENTS, *_ONEBIT)
-_CORRECTED = ("adamw", "adam", "lamb", *_ONEBIT)
-_SGD = ("sgd", "sgd_l2")
 _SCALED = {
     "factor": ("linear", "dynamic", "yarn", "llama3", "longrope"),
     "original_length": ("dynamic", "yarn", "llama3", "longrope"),
@@ -67,42 +58,6 @@ NEEDS = (
         )
         for field in dataclasses.fields(schema.LossScale)
     ),
-    Needs(
-        "optimizer.final_learning_rate_fraction",
-        "optimizer.schedule",
-        ("linear", "cosine", "wsd", "warmup_cosine_lr"),
-    ),
-    Needs("optimizer.decay_fraction", "optimizer.schedule", ("wsd",)),
-    Needs("optimizer.peak_learning_rate", "optimizer.schedule", (*_WARM, "one_cycle")),
-    Needs("optimizer.num_warmup_steps", "optimizer.schedule", _WARM),
-    Needs("optimizer.warmup", "optimizer.schedule", _WARM),
-    *(
-        Needs(f"optimizer.cycle.{field.name}", "optimizer.schedule", ("one_cycle",))
-        for field in dataclasses.fields(schema.Cycle)
-    ),
-    *(
-        Needs(f"optimizer.cycle.{name}", "optimizer.cycle.cycles_momentum", (True,))
-        for name in ("min_momentum", "max_momentum", "momentum_decay_rate")
-    ),
-    *(
-        Needs(f"optimizer.range_test.{x.name}", "optimizer.schedule", ("range_test",))
-        for x in dataclasses.fields(schema.RangeTest)
-    ),
-    Needs("optimizer.b1", "optimizer.cycle.cycles_momentum", (False,)),
-    Needs(
-        "optimizer.cycle.cycles_momentum",
-        "optimizer.name",
-        ("adamw", "adam", "lamb", "lion"),
-    ),
-    Needs("optimizer.b1", "optimizer.name", (*_ADAMS, "lion", *_SGD)),
-    Needs("optimizer.b2", "optimizer.name", (*_ADAMS, "lion")),
-    Needs("optimizer.eps", "optimizer.name", _ADAMS),
-    Needs("optimizer.bias_correction", "optimizer.name", _CORRECTED),
-    Needs("optimizer.freeze_step", "optimizer.name", _ONEBIT),
-    Needs("optimizer.var_update_scaler", "optimizer.name", ("zero_one_adam",)),
-    Needs("optimizer.local_step_scaler", "optimizer.name", ("zero_one_adam",)),
-    Needs("optimizer.local_step_clipper", "optimizer.name", ("zero_one_adam",)),
-    Needs("optimizer.moment_dtype", "optimizer.name", (*_MOMENTS, "lion", *_SGD)),
     Needs(
         "model.activation_memory",
         "model.remat",
@@ -171,14 +126,14 @@ def effect_problems(config: schema.Config, num_devices: int) -> Iterator[Problem
         >>> [problem.field for problem in effect_problems(mesh, 1)]
         ['data.path']
     """
-    for setting, other, choices in NEEDS:
+    for setting, other, values in NEEDS:
         value, default = _value_and_default(config, setting)
         given, _ = _value_and_default(config, other)
         # Values that the user did not write need not have an effect.
         may_be_unused = derived.is_derived(value) or derived.is_offered(value)
-        if value != default and not may_be_unused and given not in choices:
+        if value != default and not may_be_unused and given not in values:
             problem = f"has no effect with {other}={given!r}"
-            one_of = " or ".join(map(repr, choices))
+            one_of = " or ".join(map(repr, values))
             remedy = f"leave it at {default!r}, or set {other} to {one_of}"
             yield Problem(setting, value, problem, remedy)
     yield from lengths.beside_problems(config)
@@ -194,17 +149,30 @@ def effect_problems(config: schema.Config, num_devices: int) -> Iterator[Problem
 
 def user_optimizer_problems(config: schema.Config) -> Iterator[Problem]:
     """Yields changed optimizer settings, for runs whose caller brings an optimizer."""
-    for field in dataclasses.fields(schema.Optimizer):
-        value, default = _value_and_default(config, f"optimizer.{field.name}")
-        is_unread = field.name not in _BESIDE_USER_OPTIMIZER
-        if value != default and is_unread and not derived.is_recipe(value):
+    given, default = config.optimizer, schema.Optimizer()
+    for field, value, unset in _changed(given, default, "optimizer"):
+        is_unread = field not in _BESIDE_USER_OPTIMIZER
+        if is_unread and not derived.is_recipe(value):
             problem = "has no effect on the optimizer that was given"
-            remedy = f"leave it at {default!r}, or give no optimizer"
-            yield Problem(f"optimizer.{field.name}", value, problem, remedy)
+            remedy = f"leave it at {unset!r}, or give no optimizer"
+            yield Problem(field, value, problem, remedy)
     if (rate := config.buckets.learning_rate) != "constant":
         problem = "has no effect on the optimizer that was given"
         remedy = "leave it at 'constant', or give no optimizer"
         yield Problem("buckets.learning_rate", rate, problem, remedy)
+
+
+def _changed(section: Any, default: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
+    """Yields path, value and default of each setting that is not at the default."""
+    if isinstance(section, choices.Choice) and section.kind != default.kind:
+        yield path, section.kind, default.kind
+        default = type(section)()
+    for name in choices.names(type(section)):
+        value, unset = getattr(section, name), getattr(default, name)
+        if dataclasses.is_dataclass(value) and dataclasses.is_dataclass(unset):
+            yield from _changed(value, unset, f"{path}.{name}")
+        elif value != unset:
+            yield f"{path}.{name}", value, unset
 
 
 def user_model_problems(config: schema.Config) -> Iterator[Problem]:
@@ -239,11 +207,14 @@ def _elasticity(config: schema.Config) -> Iterator[Problem]:
 
 def _moments(config: schema.Config) -> Iterator[Problem]:
     """Yields a moment dtype of an SGD without momentum."""
-    given = config.optimizer
-    if given.name in _SGD and given.b1 == 0 and given.moment_dtype != "float32":
-        problem = "has no effect with optimizer.b1=0.0"
-        remedy = "leave it at 'float32', or set optimizer.b1 above 0"
-        yield Problem("optimizer.moment_dtype", given.moment_dtype, problem, remedy)
+    rule = config.optimizer.rule
+    if not isinstance(rule, schema.Sgd | schema.SgdL2):
+        return
+    if rule.b1 == 0 and rule.moment_dtype != "float32":
+        problem = "has no effect with optimizer.rule.b1=0.0"
+        remedy = "leave it at 'float32', or set optimizer.rule.b1 above 0"
+        field = "optimizer.rule.moment_dtype"
+        yield Problem(field, rule.moment_dtype, problem, remedy)
 
 
 def _vectors(config: schema.Config) -> Iterator[Problem]:

@@ -70,7 +70,7 @@ def _read(source: Any) -> Mapping[str, Any]:
     if isinstance(source, schema.Config):
         return convert.to_mapping(source)
     if isinstance(source, ml_collections.ConfigDict):
-        return source.to_dict()
+        return convert.with_present_names(source.to_dict())
     if isinstance(source, Mapping):
         _check_is_ours(source)
         return convert.merge({}, source)

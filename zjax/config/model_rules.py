@@ -126,7 +126,7 @@ def uneven_heads(model: schema.Model, size: int) -> str:
 
 def _tiles(config: schema.Config, num_devices: int) -> Iterator[Problem]:
     """Yields tiles of a feed-forward that norms, widths or optimizers rule out."""
-    model, field, name = config.model, "model.mlp_tiles", config.optimizer.name
+    model, field, name = config.model, "model.mlp_tiles", config.optimizer.rule.kind
     if model.mlp_tiles == 1:
         return
     if model.mlp_size % model.mlp_tiles:
@@ -142,7 +142,7 @@ def _tiles(config: schema.Config, num_devices: int) -> Iterator[Problem]:
         problem += f"model.norm_position={model.norm_position!r} normalises the sum"
         yield Problem(field, model.mlp_tiles, problem, "use 1, or 'input' there")
     if name in _MATRIX_OPTIMIZERS:
-        problem = f"makes each tile a separate matrix to optimizer.name={name!r}"
+        problem = f"makes each tile a separate matrix to optimizer.rule={name!r}"
         remedy = "use 1, or adamw, adam, lion or sgd"
         yield Problem(field, model.mlp_tiles, problem, remedy)
 

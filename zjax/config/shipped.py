@@ -72,6 +72,7 @@ def give_way(
         >>> give_way(merged, {"model": {"num_heads": 4}}, "llama_8b")
         {'model': {'num_heads': 4, 'embed_size': 64}}
     """
+    merged = _without_unread(merged, changes, name)
     # Each round may uncover new problems; a setting is tried once, which ends the loop.
     tried = set(_paths(changes))
     while changes:
@@ -97,6 +98,18 @@ def give_way(
                 text, field, *values, other.field, other.value, other.problem
             )
     return merged
+
+
+def _without_unread(
+    merged: dict[str, Any], changes: Mapping[str, Any], name: str
+) -> dict[str, Any]:
+    """Drops settings of a shipped config that choices of the user do not read."""
+    given = set(_paths(changes))
+    dropped = [x for x in convert.unread(merged) if not given & {*_prefixes(x.field)}]
+    for problem in dropped:
+        text = "%s=%r of %s gives way: it %s"
+        logging.warning(text, problem.field, problem.value, name, problem.problem)
+    return _without(merged, [problem.field for problem in dropped])
 
 
 def _follows(config: schema.Config, defaults: schema.Config, field: str) -> bool:

@@ -20,10 +20,10 @@ RULES = {
 GIVE = "give an optax optimizer to zjax.initialize in its place"
 OTHERS = {
     "muon": (
-        "leave the section out and set optimizer.name=muon with a rate of its own, or "
+        "leave the section out and set optimizer.rule=muon with a rate of its own, or "
         "give optax.contrib.muon to zjax.initialize, whose steps have the size of "
         "DeepSpeed's but are computed in float32, not in half precision",
-        "has steps of another size: optimizer.name=muon takes steps that are "
+        "has steps of another size: optimizer.rule=muon takes steps that are "
         "0.2 * sqrt(inputs of the matrix) times as large",
     )
 }
@@ -76,7 +76,7 @@ def _convert_rule(found: Conversion) -> str:
     if name == "sgd" and _decays_with_momentum(found):
         name = "sgd_l2"
     found.skip(f"{PARAMS}.adam_w_mode", f"the rule is {name}")
-    found.set("optimizer.type", optimizer__name=name)
+    found.set("optimizer.type", optimizer__rule=name)
     _convert_numbers(found, name)
     for key, why in NO_EFFECT.items():
         found.skip(_param(key), why)
@@ -99,9 +99,9 @@ def _convert_bias_correction(found: Conversion, name: str) -> None:
     if name in ONE_BIT:
         found.take(key, True)
         why = "1-bit optimizers of DeepSpeed never correct moments"
-        found.set(key, why, default=False, optimizer__bias_correction=False)
+        found.set(key, why, default=False, optimizer__rule__bias_correction=False)
     elif name in CORRECTED and not found.get(_param("torch_adam"), False):
-        found.copy(key, "optimizer__bias_correction", True, tells_default=False)
+        found.copy(key, "optimizer__rule__bias_correction", True, tells_default=False)
 
 
 def _decays_with_momentum(found: Conversion) -> bool:
@@ -118,7 +118,7 @@ def _convert_numbers(found: Conversion, name: str) -> None:
     is_torch = name == "adamw" and found.take(_param("torch_adam"), False)
     _convert_decay(found, TORCH_DECAY if is_torch else 0.0)
     if name in ("sgd", "sgd_l2"):
-        found.copy(_param("momentum"), "optimizer__b1", 0.0)
+        found.copy(_param("momentum"), "optimizer__rule__b1", 0.0)
         return
     betas = found.take(_param("betas"), [0.9, 0.999], list)
     if schedulers.sets_momentum(found, name):
@@ -126,7 +126,7 @@ def _convert_numbers(found: Conversion, name: str) -> None:
     elif betas is not None:
         _convert_betas(found, betas)
     if name != "lion":
-        found.copy(_param("eps"), "optimizer__eps", 1e-8)
+        found.copy(_param("eps"), "optimizer__rule__eps", 1e-8)
 
 
 def _convert_decay(found: Conversion, default: float) -> None:
@@ -147,7 +147,7 @@ def _convert_betas(found: Conversion, betas: list[Any]) -> None:
         found.refuse(key, "write two numbers, as [0.9, 0.999]", "are not two numbers")
         return
     b1, b2 = map(float, betas)
-    found.set(key, default=betas, optimizer__b1=b1, optimizer__b2=b2)
+    found.set(key, default=betas, optimizer__rule__b1=b1, optimizer__rule__b2=b2)
 
 
 def _convert_ratios(found: Conversion, name: str) -> None:
@@ -167,13 +167,13 @@ def _convert_one_bit(found: Conversion, name: str) -> None:
     """Converts 1-bit optimizers: replicas take the place of data shards."""
     found.settings |= {"mesh.replica": -1, "mesh.data": 1}
     key, default = UNTIL[name]
-    found.copy(_param(key), "optimizer__freeze_step", default)
+    found.copy(_param(key), "optimizer__rule__freeze_step", default)
     if name != "zero_one_adam":
         return
     # 32_678 is DeepSpeed's default, not a misspelt power of two.
     scalers = {"var_update_scaler": 16, "local_step_scaler": 32_678}
     for key, default in (scalers | {"local_step_clipper": 16}).items():
-        found.copy(_param(key), f"optimizer__{key}", default)
+        found.copy(_param(key), f"optimizer__rule__{key}", default)
 
 
 def _param(name: str) -> str:

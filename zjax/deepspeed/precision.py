@@ -126,7 +126,7 @@ def _convert_brain(found: Conversion) -> bool:
         found.set(key, precision__master_dtype="bfloat16")
     if found.take(f"{section}.bf16_optimizer_states", False):
         key = f"{section}.bf16_optimizer_states"
-        found.set(key, optimizer__moment_dtype="bfloat16")
+        found.set(key, optimizer__rule__moment_dtype="bfloat16")
     found.skip_rest(section, "float32 is kept")
     return True
 

@@ -25,7 +25,7 @@ def convert_scheduler(found: Conversion, rule: str) -> None:
                 "scheduler",
                 default=None,
                 optimizer__schedule="constant",
-                optimizer__num_warmup_steps=0,
+                optimizer__schedule__num_warmup_steps=0,
             )
         return
     if kind not in SHAPES:
@@ -61,11 +61,11 @@ def _convert_warmup(found: Conversion) -> None:
     number = found.take(key, 1_000)
     if number is not None and number < 1:
         found.refuse(key, "use 1 or more", "is no number of steps")
-    found.copy(key, "optimizer__num_warmup_steps", 1_000)
+    found.copy(key, "optimizer__schedule__num_warmup_steps", 1_000)
     key = f"{PARAMS}.warmup_type"
     if found.take(key, "log") not in ("log", "linear", None):
         found.refuse(key, "use log, which DeepSpeed takes in its place, or linear")
-    found.copy(key, "optimizer__warmup", "log")
+    found.copy(key, "optimizer__schedule__warmup", "log")
     for name in ("warmup_min_lr", "warmup_min_ratio"):
         remedy, why = "use 0: a warm-up starts there", "a warm-up starts at 0"
         found.refuse_if_on(f"{PARAMS}.{name}", remedy, why, default=0.0)
@@ -84,7 +84,7 @@ def _convert_ends(found: Conversion, kind: str) -> None:
         found.require(key, "is not given", f"give it: {kind} ends there")
     if kind == "WarmupCosineLR":
         key = f"{PARAMS}.cos_min_ratio"
-        found.copy(key, "optimizer__final_learning_rate_fraction", 1e-4)
+        found.copy(key, "optimizer__schedule__final_fraction", 1e-4)
 
 
 def _convert_cycle(found: Conversion, rule: str) -> None:
@@ -97,14 +97,14 @@ def _convert_cycle(found: Conversion, rule: str) -> None:
         found.copy(key, setting, 0.0, tells_default=False)
     for name, (setting, default) in _CYCLE.items():
         key = f"{PARAMS}.{name}"
-        found.copy(key, f"optimizer__cycle__{setting}", default, tells_default=False)
+        found.copy(key, f"optimizer__schedule__{setting}", default, tells_default=False)
     _convert_decay(found)
     key = f"{PARAMS}.cycle_momentum"
     cycles = found.take(key, True)
     if sets_momentum(found, rule):
         note = f"b1 cycles, and b2 is {SECOND_DECAY}, in place of betas"
-        settings = {"optimizer__cycle__cycles_momentum": True}
-        found.set(key, note, default=True, **settings, optimizer__b2=SECOND_DECAY)
+        settings = {"optimizer__schedule__momentum": "cycled_momentum"}
+        found.set(key, note, default=True, **settings, optimizer__rule__b2=SECOND_DECAY)
         for name, (setting, default) in _MOMENTUM.items():
             found.copy(f"{PARAMS}.{name}", setting, default, tells_default=False)
     elif cycles and rule in ("sgd", "sgd_l2"):
@@ -124,9 +124,9 @@ def _convert_decay(found: Conversion) -> None:
     key = f"{PARAMS}.decay_step_size"
     steps = found.take(key, 0)
     if steps:
-        found.set(key, optimizer__cycle__num_decay_steps=steps)
+        found.set(key, optimizer__schedule__num_decay_steps=steps)
         key = f"{PARAMS}.decay_lr_rate"
-        found.copy(key, "optimizer__cycle__decay_rate", 0.0, tells_default=False)
+        found.copy(key, "optimizer__schedule__decay_rate", 0.0, tells_default=False)
         return
     for name in ("decay_step_size", "decay_lr_rate", "decay_mom_rate"):
         found.skip(f"{PARAMS}.{name}", "decay_step_size=0 is no decay")
@@ -141,7 +141,7 @@ def _convert_range_test(found: Conversion) -> None:
 
 _WITH_BETAS = ("adamw", "adam", "lamb", "lion")
 _BOUNDS = {
-    "cycle_min_lr": "optimizer__cycle__min_learning_rate",
+    "cycle_min_lr": "optimizer__schedule__min_learning_rate",
     "cycle_max_lr": "optimizer__peak_learning_rate",
 }
 _CYCLE = {
@@ -151,15 +151,15 @@ _CYCLE = {
     "cycle_second_stair_count": ("num_fall_stairs", -1),
 }
 _MOMENTUM = {
-    "cycle_min_mom": ("optimizer__cycle__min_momentum", 0.8),
-    "cycle_max_mom": ("optimizer__cycle__max_momentum", 0.9),
-    "decay_mom_rate": ("optimizer__cycle__momentum_decay_rate", 0.0),
+    "cycle_min_mom": ("optimizer__schedule__momentum__min_momentum", 0.8),
+    "cycle_max_mom": ("optimizer__schedule__momentum__max_momentum", 0.9),
+    "decay_mom_rate": ("optimizer__schedule__momentum__momentum_decay_rate", 0.0),
 }
 _RANGE_TEST = {
-    "min_lr": ("optimizer__range_test__start_learning_rate", 1e-3),
-    "step_size": ("optimizer__range_test__num_steps", 2_000),
-    "step_rate": ("optimizer__range_test__growth", 1.0),
-    "staircase": ("optimizer__range_test__staircase", False),
+    "min_lr": ("optimizer__schedule__start_learning_rate", 1e-3),
+    "step_size": ("optimizer__schedule__num_steps", 2_000),
+    "step_rate": ("optimizer__schedule__growth", 1.0),
+    "staircase": ("optimizer__schedule__staircase", False),
 }
 CYCLE_KEYS = (
     *(*_BOUNDS, *_CYCLE, *_MOMENTUM, "cycle_momentum", "decay_step_size"),

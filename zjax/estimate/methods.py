@@ -10,9 +10,8 @@ from zjax.comm.codecs import make_codec, packed_bytes
 from zjax.comm.coded import CODECS
 from zjax.optim.phases import count_programs, make_phases
 from zjax.optim.rounds import make_rounds
-from zjax.settings import schema
+from zjax.settings import choices, schema
 from zjax.settings.batch import resolve_batch
-from zjax.settings.replicas import COMPRESSED_OPTIMIZERS
 from zjax.sharding.frozen import trained
 from zjax.sharding.mesh import REPLICA
 from zjax.sharding.placement import ArrayPlan, dtype_bytes
@@ -24,14 +23,6 @@ ROUND = 40
 """Longest DiLoCo round, in steps, unless the run sets a length."""
 FRAGMENTS, DELAY = 4, 5
 """Number of fragments, and steps of delay, of Streaming DiLoCo."""
-
-
-_OF_COMPRESSED = (
-    "freeze_step",
-    "var_update_scaler",
-    "local_step_scaler",
-    "local_step_clipper",
-)
 
 
 def methods_of(config: schema.Config) -> dict[str, schema.Config]:
@@ -66,22 +57,21 @@ def methods_of(config: schema.Config) -> dict[str, schema.Config]:
         quantized_weights=True,
         quantized_gradients=True,
     )
-    given = config.optimizer
 
-    def compressed(name: Any) -> schema.Config:
-        others = change(plain.optimizer, name=name, freeze_step=given.freeze_step)
-        return change(plain, optimizer=given if given.name == name else others)
+    def compressed(kind: type[schema.Compressed]) -> schema.Config:
+        rule = choices.as_kind(config.optimizer.rule, kind)
+        return change(plain, optimizer=change(plain.optimizer, rule=rule))
 
     def coded(codec: Any) -> schema.Config:
         return change(plain, communication=schema.Communication(codec=codec))
 
     return {
-        f"{plain.optimizer.name}, float32": plain,
+        f"{plain.optimizer.rule.kind}, float32": plain,
         baseline_of(config): coded("bfloat16"),
-        f"{plain.optimizer.name}, int8": coded("int8"),
-        "1-bit Adam": compressed("onebit_adam"),
-        "0/1 Adam": compressed("zero_one_adam"),
-        "1-bit LAMB": compressed("onebit_lamb"),
+        f"{plain.optimizer.rule.kind}, int8": coded("int8"),
+        "1-bit Adam": compressed(schema.OnebitAdam),
+        "0/1 Adam": compressed(schema.ZeroOneAdam),
+        "1-bit LAMB": compressed(schema.OnebitLamb),
         "DiLoCo": change(plain, communication=diloco),
         "Streaming DiLoCo": change(plain, communication=streaming),
         "ZeRO-3": change(plain, zero=zero3),
@@ -96,22 +86,18 @@ def baseline_of(config: schema.Config) -> str:
         >>> baseline_of(schema.Config())
         'adamw, bfloat16'
     """
-    return f"{_plain(config).optimizer.name}, bfloat16"
+    return f"{_plain(config).optimizer.rule.kind}, bfloat16"
 
 
 def _plain(config: schema.Config) -> schema.Config:
     """Settings of a run without methods that reduce communication."""
-    name, defaults = config.optimizer.name, schema.Optimizer()
-    if name in COMPRESSED_OPTIMIZERS:
-        name = defaults.name
+    rule = config.optimizer.rule
+    if isinstance(rule, schema.Compressed):
+        rule = choices.as_kind(rule, schema.Adamw)
     return dataclasses.replace(
         config,
         communication=schema.Communication(),
-        optimizer=dataclasses.replace(
-            config.optimizer,
-            name=name,
-            **{x: getattr(defaults, x) for x in _OF_COMPRESSED},
-        ),
+        optimizer=dataclasses.replace(config.optimizer, rule=rule),
         zero=dataclasses.replace(
             config.zero,
             stage=min(config.zero.stage, 1),

@@ -17,7 +17,7 @@ import optax
 from zjax.optim import groups, moments, onebit, transforms, zero_one_adam
 from zjax.optim.onebit import make_adam_steps, scale_by_adam
 from zjax.optim.per_layer import per_layer
-from zjax.optim.zero_one_adam import ZERO_ONE_ADAM
+from zjax.optim.precision import moment_dtype
 from zjax.schedule import cycles
 from zjax.schedule.learning_rate import make_schedule
 from zjax.settings import schema
@@ -74,11 +74,11 @@ def make_optimizer(
             names = groups.without_layers(names)
     schedule = make_schedule(config)
     tx = _make_rules(settings, schedule, names)
-    dtypes = {settings.moment_dtype, config.precision.master_dtype}
+    dtype = moment_dtype(settings.rule)
     # Adafactor's factored moments are small already.
-    if settings.name == "adafactor" or dtypes == {"float32"}:
+    if not dtype or {dtype, config.precision.master_dtype} == {"float32"}:
         return tx
-    return moments.store_moments(tx, settings.moment_dtype, names)
+    return moments.store_moments(tx, dtype, names)
 
 
 def with_clipping_as_set(config: schema.Config) -> schema.Config:
@@ -94,17 +94,25 @@ def with_clipping_as_set(config: schema.Config) -> schema.Config:
         >>> default.optimizer.clip_norm, given.optimizer.clip_norm
         (inf, 1.0)
     """
-    given, default = config.optimizer, schema.Optimizer()
-    changes = {
-        field.name: getattr(default, field.name)
-        for field in dataclasses.fields(given)
-        if is_recipe(getattr(given, field.name)) and field.name != "ema_decay"
-    }
+    given = config.optimizer
+    changes = {"ema_decay": given.ema_decay}
     # A `clip_norm` that nobody set must not clip for the caller's optimizer.
-    if is_offered(given.clip_norm) or "clip_norm" in changes:
+    if is_offered(given.clip_norm) or is_recipe(given.clip_norm):
         changes["clip_norm"] = math.inf
-    optimizer = dataclasses.replace(given, **changes)
+    optimizer = dataclasses.replace(_without_recipe(given), **changes)
     return dataclasses.replace(config, optimizer=optimizer)
+
+
+def _without_recipe(section: Any) -> Any:
+    """Copies a section with the numbers of a shipped config reset to defaults."""
+    changes = {}
+    for field in dataclasses.fields(section):
+        value = getattr(section, field.name)
+        if dataclasses.is_dataclass(value):
+            changes[field.name] = _without_recipe(value)
+        elif is_recipe(value):
+            changes[field.name] = field.default
+    return dataclasses.replace(section, **changes)
 
 
 def _make_rules(
@@ -153,64 +161,72 @@ def _make_rule(
     def decay_of(params: Any) -> Any:
         return jax.tree.map(lambda d: weight_decay * d, decayed(params))
 
-    if settings.name == ZERO_ONE_ADAM:
+    rule = settings.rule
+    if isinstance(rule, schema.ZeroOneAdam):
         # 0/1 Adam applies learning rate and decay itself: replicas step on their own.
-        steps = make_adam_steps(settings)
+        steps = make_adam_steps(rule)
         return zero_one_adam.zero_one_adam(schedule, steps, decay_of)
     decay = optax.add_decayed_weights(weight_decay, mask=decayed)
-    rule = (_direction(settings, names), decay)
+    parts = (_direction(settings, names), decay)
     # L2 regularisation: the decay enters the moments, so it precedes the direction.
-    if settings.name in ("adam", "sgd_l2"):
-        rule = (decay, _direction(settings, names))
+    if isinstance(rule, schema.Adam | schema.SgdL2):
+        parts = (decay, _direction(settings, names))
     # The trust ratio of LAMB covers the decayed update, so it follows the decay.
-    if settings.name == "lamb":
-        rule = (*rule, transforms.scale_by_layer(num_stacked))
-    if settings.name == "onebit_lamb":
-        rule = (*rule, onebit.scale_by_kept_norm(num_stacked))
-    return optax.chain(*rule, optax.scale_by_learning_rate(schedule))
+    if isinstance(rule, schema.Lamb):
+        parts = (*parts, transforms.scale_by_layer(num_stacked))
+    if isinstance(rule, schema.OnebitLamb):
+        parts = (*parts, onebit.scale_by_kept_norm(num_stacked))
+    return optax.chain(*parts, optax.scale_by_learning_rate(schedule))
 
 
 def _direction(
     settings: schema.Optimizer, names: groups.Names
 ) -> optax.GradientTransformation:
     """Returns the direction of ascent, before decay and learning rate."""
-    b1, b2, steps = settings.b1, settings.b2, make_adam_steps(settings)
-
-    def adam(b1: Any) -> optax.GradientTransformation:
-        return scale_by_adam(dataclasses.replace(steps, b1=b1))
-
-    lion = functools.partial(optax.scale_by_lion, b2=b2)
-    # A cycled `b1` is traced: the rule is rebuilt from it in every step.
-    if settings.cycle.cycles_momentum:
-        rule = lion if settings.name == "lion" else adam
-        return cycles.with_momentum(rule, cycles.cycled_momentum(settings.cycle))
-    match settings.name:
-        case "adamw" | "adam" | "lamb":
-            return adam(b1=b1)
-        case "onebit_adam" | "onebit_lamb":
-            return onebit.scale_by_onebit_adam(steps)
-        case "lion":
-            return lion(b1=b1)
-        case "sgd" | "sgd_l2":
+    match settings.rule:
+        case schema.StoredAdam() | schema.Lion() as rule:
+            return _cycled(rule, settings.schedule)
+        case schema.OnebitAdam() | schema.OnebitLamb() as rule:
+            return onebit.scale_by_onebit_adam(make_adam_steps(rule))
+        case schema.Sgd() | schema.SgdL2() as rule:
             # `optax.trace` would store a momentum even for a decay of 0.
-            return optax.trace(decay=b1) if b1 else optax.identity()
-        case "adafactor":
-            downhill = per_layer(optax.adafactor(learning_rate=None), names)
-        case _:  # muon
+            return optax.trace(decay=rule.b1) if rule.b1 else optax.identity()
+        case schema.Muon() as rule:
             downhill = optax.contrib.muon(
                 learning_rate=1.0,
-                beta=b1,
-                eps=settings.eps,
-                adam_b1=b1,
-                adam_b2=b2,
+                beta=rule.b1,
+                eps=rule.eps,
+                adam_b1=rule.b1,
+                adam_b2=rule.b2,
                 # The RMS of Adam's updates, so that one learning rate serves both.
                 consistent_rms=0.2,
                 muon_weight_dimension_numbers=lambda params: _map_params(
                     groups.muon_dims, params, names
                 ),
             )
+        case _:  # Adafactor
+            downhill = per_layer(optax.adafactor(learning_rate=None), names)
     # Adafactor and Muon return descent directions; the rules above return ascent.
     return optax.chain(downhill, optax.scale(-1.0))
+
+
+def _cycled(
+    rule: schema.StoredAdam | schema.Lion, schedule: schema.Schedule
+) -> optax.GradientTransformation:
+    """Builds Adam or Lion, whose `b1` may follow the learning rate."""
+    if isinstance(rule, schema.Lion):
+        make = functools.partial(optax.scale_by_lion, b2=rule.b2)
+    else:
+        steps = make_adam_steps(rule)
+
+        def make(b1: Any) -> optax.GradientTransformation:
+            return scale_by_adam(dataclasses.replace(steps, b1=b1))
+
+    # A cycled `b1` is traced: the rule is rebuilt from it in every step.
+    if isinstance(schedule, schema.OneCycle) and schedule.momentum:
+        momentum = cycles.cycled_momentum(schedule, schedule.momentum)
+        return cycles.with_momentum(make, momentum)
+    return make(b1=rule.b1)
 
 
 def _map_params(

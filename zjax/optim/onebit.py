@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from zjax.optim.transforms import layer_norm, ratio_of_norms
-from zjax.settings.schema import Config, Optimizer
+from zjax.settings.schema import AdamMoments, Compressed, Corrected
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,14 +100,15 @@ class AdamSteps:
         return 1.0 if self.corrects_bias else 1 - self.b2 ** jnp.float32(updates)
 
 
-def make_adam_steps(settings: Optimizer) -> AdamSteps:
-    """Builds `AdamSteps` from the moment settings of an optimizer.
+def make_adam_steps(rule: AdamMoments) -> AdamSteps:
+    """Builds `AdamSteps` from the moment settings of an update rule.
 
     Example:
-        >>> make_adam_steps(Optimizer(bias_correction=False)).corrects_bias
+        >>> make_adam_steps(Adamw(bias_correction=False)).corrects_bias
         False
     """
-    return AdamSteps(settings.b1, settings.b2, settings.eps, settings.bias_correction)
+    corrects_bias = not isinstance(rule, Corrected) or rule.bias_correction
+    return AdamSteps(rule.b1, rule.b2, rule.eps, corrects_bias)
 
 
 def scale_by_adam(steps: AdamSteps) -> optax.GradientTransformation:
@@ -148,17 +149,18 @@ def where_known(tree: Any, second: Any) -> Any:
 
 WARM_UP, COMPRESSED = "warm_up", "compressed"
 _SHARE = 0.15
-"""Share of the steps of a run that warm up, if `optimizer.freeze_step` is 0."""
+"""Share of the steps of a run that warm up, if `freeze_step` is 0."""
 
 
-def freeze_step(config: Config) -> int:
-    """Returns the last step of the warm-up.
+def freeze_step(rule: Compressed, total: int) -> int:
+    """Returns the last step of the warm-up of a run with `total` steps.
 
     Example:
-        >>> freeze_step(Config(num_steps=1000))
+        >>> from zjax.settings.schema import OnebitAdam
+        >>> freeze_step(OnebitAdam(), 1000)
         150
     """
-    return config.optimizer.freeze_step or math.ceil(_SHARE * config.num_steps)
+    return rule.freeze_step or math.ceil(_SHARE * total)
 
 
 def next_momentum(grads: Any, opt_state: Any, b1: float) -> Any:

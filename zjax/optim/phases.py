@@ -9,7 +9,7 @@ from zjax.optim import onebit, zero_one_adam
 from zjax.optim.onebit import make_adam_steps
 from zjax.optim.rounds import SYNCHRONOUS, Rounds, make_rounds
 from zjax.optim.zero_one_adam import APART, Intervals
-from zjax.settings.schema import Config, Optimizer
+from zjax.settings.schema import Compressed, Config, ZeroOneAdam
 
 
 class Phase(NamedTuple):
@@ -53,16 +53,17 @@ def make_phases(config: Config) -> Phases | None:
 
     Example:
         >>> from zjax.settings import schema
-        >>> config = schema.Config(optimizer=schema.Optimizer(name="onebit_adam"))
+        >>> config = schema.Config(optimizer=schema.Optimizer(rule=schema.OnebitAdam()))
         >>> phases = make_phases(config)
         >>> phases.at(150), phases.at(151), phases.by_name["compressed"].codec
         ('warm_up', 'compressed', 'onebit')
     """
-    codec = config.communication.codec
-    if config.optimizer.name == zero_one_adam.ZERO_ONE_ADAM:
-        return _zero_one_phases(config)
-    if (message := _compressed_message(config.optimizer)) is not None:
-        freeze_step = onebit.freeze_step(config)
+    codec, rule = config.communication.codec, config.optimizer.rule
+    if isinstance(rule, ZeroOneAdam):
+        return _zero_one_phases(rule, config)
+    if isinstance(rule, Compressed):
+        message = functools.partial(onebit.next_steps, steps=make_adam_steps(rule))
+        freeze_step = onebit.freeze_step(rule, config.num_steps)
         phases = (
             Phase(onebit.WARM_UP, _full_precision(config)),
             Phase(onebit.COMPRESSED, "onebit", message),
@@ -90,25 +91,16 @@ def merged_phase(config: Config) -> Phase | None:
     return phases.by_name.get(zero_one_adam.MERGED) if phases else None
 
 
-def _compressed_message(settings: Optimizer) -> Callable[[Any, Any], Any] | None:
-    """Returns the message function after the warm-up; None for other optimizers."""
-    if settings.name not in ("onebit_adam", "onebit_lamb"):
-        return None
-    steps = make_adam_steps(settings)
-    return functools.partial(onebit.next_steps, steps=steps)
-
-
-def _zero_one_phases(config: Config) -> Phases:
+def _zero_one_phases(rule: ZeroOneAdam, config: Config) -> Phases:
     """Returns the phases of 0/1 Adam."""
-    settings = config.optimizer
-    steps = make_adam_steps(settings)
+    steps = make_adam_steps(rule)
     message = functools.partial(zero_one_adam.next_steps, steps=steps)
     phases = (
         Phase(zero_one_adam.VARIANCE, _full_precision(config)),
         Phase(zero_one_adam.ONE_BIT, "onebit", message),
         Phase(zero_one_adam.MERGED, "onebit"),
     )
-    schedule = zero_one_adam.make_intervals(config)
+    schedule = zero_one_adam.make_intervals(rule, config.num_steps)
     by_name = {phase.name: phase for phase in phases}
     return Phases(by_name, schedule.at, schedule.freeze_step)
 
@@ -147,7 +139,7 @@ def count_programs(config: Config) -> collections.Counter[str]:
 
     Example:
         >>> from zjax.settings import schema
-        >>> config = schema.Config(optimizer=schema.Optimizer(name="onebit_adam"))
+        >>> config = schema.Config(optimizer=schema.Optimizer(rule=schema.OnebitAdam()))
         >>> dict(count_programs(config))
         {'warm_up': 150, 'compressed': 850}
     """
@@ -182,7 +174,7 @@ def batch_programs(config: Config, steps: Iterable[int]) -> list[str]:
 
     Example:
         >>> from zjax.settings import schema
-        >>> config = schema.Config(optimizer=schema.Optimizer(name="onebit_adam"))
+        >>> config = schema.Config(optimizer=schema.Optimizer(rule=schema.OnebitAdam()))
         >>> batch_programs(config, range(100, 200))
         ['warm_up', 'compressed']
     """

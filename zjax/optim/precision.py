@@ -81,10 +81,22 @@ def describe_precision(config: schema.Config) -> str:
     )
 
 
+def moment_dtype(rule: schema.Rule) -> str:
+    """Dtype of stored moments; empty if the rule stores factors of moments.
+
+    Example:
+        >>> moment_dtype(schema.Adamw(moment_dtype="int8"))
+        'int8'
+    """
+    if isinstance(rule, schema.StoredMomentum):
+        return rule.moment_dtype
+    return "" if isinstance(rule, schema.Adafactor) else "float32"
+
+
 def _describe_state(config: schema.Config) -> str:
     """Describes the dtypes of master weights and moments."""
     master, settings = config.precision.master_dtype, config.optimizer
-    moments = master if settings.name == "adafactor" else settings.moment_dtype
+    moments = moment_dtype(settings.rule) or master
     if moments == master:
         return f"master weights and moments {master}"
     return f"master weights {master}, moments {moments}"

@@ -10,11 +10,10 @@ import dataclasses
 from zjax.optim.zero_one_adam import (
     APART,
     LOCAL,
-    ZERO_ONE_ADAM,
     Intervals,
     make_intervals,
 )
-from zjax.settings.schema import Config
+from zjax.settings.schema import Config, ZeroOneAdam
 
 SYNCHRONOUS = "synchronous"
 """The phase of steps in which replicas exchange gradients, before local ones."""
@@ -107,8 +106,8 @@ def make_rounds(config: Config) -> Rounds | Intervals | None:
         >>> make_rounds(Config(communication=settings)).merged_after(60)
         0
     """
-    if config.optimizer.name == ZERO_ONE_ADAM:
-        return make_intervals(config)
+    if isinstance(rule := config.optimizer.rule, ZeroOneAdam):
+        return make_intervals(rule, config.num_steps)
     settings = config.communication
     if not settings.num_local_steps:
         return None

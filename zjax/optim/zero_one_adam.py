@@ -18,9 +18,8 @@ import jax.numpy as jnp
 import optax
 
 from zjax.optim.onebit import AdamSteps, freeze_step, where_known
-from zjax.settings.schema import Config
+from zjax.settings.schema import ZeroOneAdam
 
-ZERO_ONE_ADAM = "zero_one_adam"
 VARIANCE, ONE_BIT, LOCAL, MERGED = "variance", "one_bit", "local", "merged"
 APART = LOCAL, MERGED
 """Phases in which a replica steps on its own gradients; replicas merge after a `MERGED`
@@ -99,20 +98,20 @@ class Intervals:
             interval *= 2
 
 
-def make_intervals(config: Config) -> Intervals:
-    """Returns the schedule of a run with 0/1 Adam.
+def make_intervals(rule: ZeroOneAdam, total: int) -> Intervals:
+    """Returns the schedule of a run of `total` steps with 0/1 Adam.
 
     Example:
-        >>> make_intervals(Config(num_steps=1000)).local_step_scaler
+        >>> make_intervals(ZeroOneAdam(), 1000).local_step_scaler
         150
     """
-    settings, last = config.optimizer, freeze_step(config)
+    last = freeze_step(rule, total)
     return Intervals(
-        config.num_steps,
+        total,
         last,
-        settings.var_update_scaler,
-        settings.local_step_scaler or last,
-        settings.local_step_clipper,
+        rule.var_update_scaler,
+        rule.local_step_scaler or last,
+        rule.local_step_clipper,
     )
 
 

@@ -41,7 +41,7 @@ def check_warm_up(
         problem += "and nothing would move"
         remedy = "use more, or a smaller precision.loss_scale.initial"
         raise NonFiniteError(
-            Problem("optimizer.freeze_step", freeze_step, problem, remedy)
+            Problem("optimizer.rule.freeze_step", freeze_step, problem, remedy)
         )
 
 
@@ -69,7 +69,7 @@ def check_together(state: TrainState, rounds: Rounds | Intervals) -> None:
         field = "communication.num_synchronous_steps"
         value = rounds.num_synchronous_steps
     else:
-        field, value = "optimizer.freeze_step", rounds.freeze_step
+        field, value = "optimizer.rule.freeze_step", rounds.freeze_step
     problem = f"joins replicas at step {done + 1} that have stepped apart"
     remedy = f"use {done} or less, or a state whose replicas are equal"
     raise StateError(Problem(field, value, problem, remedy))

@@ -25,7 +25,7 @@ from zjax.optim.precision import cast_floating
 from zjax.optim.rounds import Rounds, make_rounds
 from zjax.schedule.pacing import make_pacing, used_pacings
 from zjax.schedule.training import TrainingSchedule
-from zjax.settings.convert import to_mapping
+from zjax.settings.convert import current, to_mapping
 from zjax.settings.derived import is_derived, without_unused
 from zjax.settings.describe import ABSENT, Difference, differences
 from zjax.settings.schema import Config, Pacing
@@ -193,13 +193,14 @@ def describe_run(
 
 def changes(saved: Mapping[str, Any], config: Config) -> list[Difference]:
     """Lists settings, and the JAX version, that differ from a checkpoint's `extra`."""
+    before = current(saved.get("config", {}))
     changed = [
         difference
-        for difference in differences(saved.get("config", {}), config)
+        for difference in differences(before, config)
         if difference.setting not in _NOT_COMPARED
         and (difference.setting, difference.other) not in STARTED_FROM.items()
     ]
-    changed += _moved_with_steps(saved.get("config", {}), config)
+    changed += _moved_with_steps(before, config)
     if saved.get("jax") != jax.__version__:
         changed.append(Difference("jax", saved.get("jax"), jax.__version__))
     return changed
@@ -215,10 +216,10 @@ def _layer_drop_rate(config: Config) -> float:
 
 
 _FROM_NUM_STEPS = (
-    ("optimizer", "freeze_step", _freeze_step),
-    ("layer_drop", "gamma", _layer_drop_rate),
+    ("optimizer.rule.freeze_step", _freeze_step),
+    ("layer_drop.gamma", _layer_drop_rate),
 )
-"""Section, name and derived value of settings that follow `num_steps` if left at 0."""
+"""Path and derived value of settings that follow `num_steps` if left at 0."""
 
 
 def _moved_with_steps(before: Mapping[str, Any], config: Config) -> list[Difference]:
@@ -226,13 +227,19 @@ def _moved_with_steps(before: Mapping[str, Any], config: Config) -> list[Differe
     num_steps = before.get("num_steps", config.num_steps)
     earlier = dataclasses.replace(config, num_steps=num_steps)
     found = []
-    for section, name, value_in in _FROM_NUM_STEPS:
-        now = getattr(getattr(config, section), name)
-        given = before.get(section, {}).get(name), now
+    for path, value_in in _FROM_NUM_STEPS:
+        given = _value(before, path), _value(to_mapping(config), path)
         old, new = value_in(earlier), value_in(config)
         if not any(given) and old != new:
-            found.append(Difference(f"{section}.{name}", old, new))
+            found.append(Difference(path, old, new))
     return found
+
+
+def _value(settings: Any, path: str) -> Any:
+    """Value of a setting by path in nested settings; 0 where it is absent."""
+    for name in path.split("."):
+        settings = settings.get(name) if isinstance(settings, Mapping) else None
+    return settings or 0
 
 
 def fingerprint_functions(
@@ -306,7 +313,7 @@ def check_messages(saved: Mapping[str, Any], config: Config, step: int) -> None:
     rounds = make_rounds(config)
     if not isinstance(rounds, Rounds) or not rounds.delay:
         return
-    before = saved.get("config", {}).get("communication", {})
+    before = current(saved.get("config", {})).get("communication", {})
     merges = range(step + 1, step + rounds.delay + 1)
     on_its_way = any(rounds.merged_after(merge) is not None for merge in merges)
     if not on_its_way or not before.get("num_local_steps"):

@@ -15,51 +15,55 @@ from typing import Any
 import jax.numpy as jnp
 import optax
 
-from zjax.settings.schema import Config, Cycle
+from zjax.settings import schema
 
 
-def warmup_lr(config: Config) -> optax.Schedule:
+def warmup_lr(chosen: schema.WarmupLr, peak: float, total: int) -> optax.Schedule:
     """Rises to the peak and holds the peak, as WarmupLR.
 
     Example:
-        >>> from zjax.settings.schema import Optimizer
-        >>> rise = Optimizer(peak_learning_rate=4.0, num_warmup_steps=4)
-        >>> rate = warmup_lr(Config(optimizer=rise))
+        >>> rate = warmup_lr(schema.WarmupLr(num_warmup_steps=4), 4.0, total=100)
         >>> [float(rate(step)) for step in range(7)]
         [0.0, 0.0, 1.0, 2.0, 3.0, 4.0, 4.0]
     """
-    return _after_rise(config, lambda step: 1.0)
+    return _after_rise(chosen, peak, total, lambda step: 1.0)
 
 
-def warmup_decay_lr(config: Config) -> optax.Schedule:
+def warmup_decay_lr(
+    chosen: schema.WarmupDecayLr, peak: float, total: int
+) -> optax.Schedule:
     """Rises to the peak and decays on a line to 0, as WarmupDecayLR.
 
-    The decay ends at step `num_steps` + 1, after the last step of the run.
+    The decay ends at step `total` + 1, after the last step of the run.
 
     Example:
-        >>> from zjax.settings.schema import Optimizer
-        >>> rise = Optimizer(peak_learning_rate=4.0, num_warmup_steps=2)
-        >>> rate = warmup_decay_lr(Config(num_steps=6, optimizer=rise))
+        >>> rate = warmup_decay_lr(schema.WarmupDecayLr(num_warmup_steps=2), 4.0, 6)
         >>> [float(rate(step)) for step in range(6)]
         [0.0, 0.0, 2.0, 4.0, 3.0, 2.0]
     """
-    total, length = config.num_steps, _decay_steps(config)
-    return _after_rise(config, lambda step: jnp.maximum(total + 1 - step, 0) / length)
+    length = _decay_steps(chosen, total)
+
+    def after(step: Any) -> Any:
+        return jnp.maximum(total + 1 - step, 0) / length
+
+    return _after_rise(chosen, peak, total, after)
 
 
-def warmup_cosine_lr(config: Config) -> optax.Schedule:
+def warmup_cosine_lr(
+    chosen: schema.WarmupCosineLr, peak: float, total: int
+) -> optax.Schedule:
     """Rises to the peak and decays by half a cosine, as WarmupCosineLR.
 
-    The decay ends at step `num_steps`, one step after the last.
+    The decay ends at step `total`, one step after the last.
     """
-    start, length = _rise_steps(config), _decay_steps(config)
-    final = config.optimizer.final_learning_rate_fraction
+    start, length = _rise_steps(chosen, total), _decay_steps(chosen, total)
+    final = chosen.final_fraction
 
     def after(step: Any) -> Any:
         share = jnp.minimum((step - start) / length, 1.0)
         return final + (1 - final) * (1 + jnp.cos(math.pi * share)) / 2
 
-    return _after_rise(config, after)
+    return _after_rise(chosen, peak, total, after)
 
 
 def log_rise(step: Any, number: int) -> Any:
@@ -74,39 +78,37 @@ def log_rise(step: Any, number: int) -> Any:
     return jnp.log(jnp.maximum(step, 1)) / math.log(max(2, number))
 
 
-def one_cycle(config: Config) -> optax.Schedule:
+def one_cycle(cycle: schema.OneCycle, peak: float, total: int) -> optax.Schedule:
     """Rises to the peak, falls back and decays, as OneCycle.
 
     Example:
-        >>> from zjax.settings.schema import Optimizer
-        >>> cycle = Cycle(num_rise_steps=2, decay_rate=1.0, min_learning_rate=1.0)
-        >>> optimizer = Optimizer(peak_learning_rate=3.0, cycle=cycle)
-        >>> rate = one_cycle(Config(optimizer=optimizer))
+        >>> cycle = schema.OneCycle(
+        ...     num_rise_steps=2, decay_rate=1.0, min_learning_rate=1.0
+        ... )
+        >>> rate = one_cycle(cycle, 3.0, total=100)
         >>> [float(rate(step)) for step in range(6)]
         [1.0, 2.0, 3.0, 2.0, 1.0, 0.5]
     """
-    settings = config.optimizer
-    cycle, least = settings.cycle, settings.cycle.min_learning_rate
-    height = settings.peak_learning_rate - least
+    least = cycle.min_learning_rate
 
     def rate(step: Any) -> Any:
         decayed = least / (1 + cycle.decay_rate * _decay(cycle, step))
-        return decayed + height * _phase(cycle, step)
+        return decayed + (peak - least) * _phase(cycle, step)
 
     return rate
 
 
-def range_test(config: Config) -> optax.Schedule:
+def range_test(test: schema.RangeTest, peak: float, total: int) -> optax.Schedule:
     """Grows without end, on a line or in stairs, as LRRangeTest.
 
     Example:
-        >>> from zjax.settings.schema import Optimizer, RangeTest
-        >>> test = RangeTest(start_learning_rate=1.0, num_steps=2, staircase=True)
-        >>> rate = range_test(Config(optimizer=Optimizer(range_test=test)))
+        >>> test = schema.RangeTest(
+        ...     start_learning_rate=1.0, num_steps=2, staircase=True
+        ... )
+        >>> rate = range_test(test, 3e-4, total=100)
         >>> [float(rate(step)) for step in range(5)]
         [1.0, 1.0, 2.0, 2.0, 3.0]
     """
-    test = config.optimizer.range_test
 
     def rate(step: Any) -> Any:
         number = test.num_steps
@@ -116,16 +118,18 @@ def range_test(config: Config) -> optax.Schedule:
     return rate
 
 
-def cycled_momentum(cycle: Cycle) -> optax.Schedule:
+def cycled_momentum(
+    cycle: schema.OneCycle, momentum: schema.CycledMomentum
+) -> optax.Schedule:
     """Momentum that mirrors `one_cycle`; step 0 has the least one, as in DeepSpeed."""
-    least, most = cycle.min_momentum, cycle.max_momentum
+    least, most = momentum.min_momentum, momentum.max_momentum
 
-    def momentum(step: Any) -> Any:
-        grown = most * (1 + cycle.momentum_decay_rate * _decay(cycle, step))
+    def rate(step: Any) -> Any:
+        grown = most * (1 + momentum.momentum_decay_rate * _decay(cycle, step))
         cycled = grown - (most - least) * _phase(cycle, step)
         return jnp.where(step == 0, least, cycled)
 
-    return momentum
+    return rate
 
 
 def with_momentum(
@@ -140,41 +144,42 @@ def with_momentum(
     return optax.GradientTransformation(make(b1=0.0).init, update)
 
 
-DEEPSPEED: Mapping[str, Callable[[Config], optax.Schedule]] = {
-    "warmup_lr": warmup_lr,
-    "warmup_decay_lr": warmup_decay_lr,
-    "warmup_cosine_lr": warmup_cosine_lr,
-    "one_cycle": one_cycle,
-    "range_test": range_test,
+DEEPSPEED: Mapping[type, Callable[[Any, float, int], optax.Schedule]] = {
+    schema.WarmupLr: warmup_lr,
+    schema.WarmupDecayLr: warmup_decay_lr,
+    schema.WarmupCosineLr: warmup_cosine_lr,
+    schema.OneCycle: one_cycle,
+    schema.RangeTest: range_test,
 }
-"""Schedules of DeepSpeed by `optimizer.schedule`."""
+"""Schedules of DeepSpeed, made of settings, peak and number of steps."""
 
 
-def _after_rise(config: Config, after: optax.Schedule) -> optax.Schedule:
+def _after_rise(
+    chosen: schema.Warm, peak: float, total: int, after: optax.Schedule
+) -> optax.Schedule:
     """Builds a schedule from the fractions of the peak after the warm-up."""
-    settings, number = config.optimizer, _rise_steps(config)
+    number = _rise_steps(chosen, total)
 
     def rate(step: Any) -> Any:
         # The first two updates of DeepSpeed both have rate 0.
         line = jnp.maximum(step - 1, 0) / number
-        rise = log_rise(step, number) if settings.warmup == "log" else line
-        fraction = jnp.where(step <= number, rise, after(step))
-        return settings.peak_learning_rate * fraction
+        rise = log_rise(step, number) if chosen.warmup == "log" else line
+        return peak * jnp.where(step <= number, rise, after(step))
 
     return rate
 
 
-def _rise_steps(config: Config) -> int:
+def _rise_steps(chosen: schema.Warm, total: int) -> int:
     """Returns the last step of the warm-up, which is step 2 or a later one."""
-    return max(2, config.optimizer.warmup_steps(config.num_steps))
+    return max(2, chosen.warmup_steps(total))
 
 
-def _decay_steps(config: Config) -> int:
+def _decay_steps(chosen: schema.Warm, total: int) -> int:
     """Returns the number of steps from the end of the warm-up to the end of the run."""
-    return max(1, config.num_steps - _rise_steps(config))
+    return max(1, total - _rise_steps(chosen, total))
 
 
-def _phase(cycle: Cycle, step: Any) -> Any:
+def _phase(cycle: schema.OneCycle, step: Any) -> Any:
     """Height in the cycle: 0 at both ends and after the cycle, 1 at the peak."""
     rise, fall = _or_rise(cycle.num_fall_steps, cycle.num_rise_steps)
     stairs_up, stairs_down = _or_rise(cycle.num_fall_stairs, cycle.num_rise_stairs)
@@ -198,7 +203,7 @@ def _climb(steps: Any, number: int, stairs: int) -> Any:
     return (steps * stairs // number) / stairs
 
 
-def _decay(cycle: Cycle, step: Any) -> Any:
+def _decay(cycle: schema.OneCycle, step: Any) -> Any:
     """Decay intervals since the end of the cycle, 0 during the cycle."""
     rise, fall = _or_rise(cycle.num_fall_steps, cycle.num_rise_steps)
     return jnp.maximum(step - rise - fall, 0) / cycle.num_decay_steps

@@ -16,7 +16,15 @@ from jaxtyping import Array, Float, Int
 from zjax.schedule.buckets import bucket_picks, rate_factors
 from zjax.schedule.cycles import DEEPSPEED, log_rise
 from zjax.schedule.lengths import CUTS, make_tokens
-from zjax.settings.schema import Config
+from zjax.settings.schema import (
+    Config,
+    Constant,
+    Cosine,
+    Decaying,
+    Linear,
+    Warm,
+    Wsd,
+)
 
 
 def make_schedule(
@@ -35,7 +43,7 @@ def make_schedule(
         >>> import dataclasses
         >>> from zjax.settings import schema
         >>> linear = schema.Optimizer(
-        ...     schedule="linear", peak_learning_rate=1.0, num_warmup_steps=4
+        ...     schedule=schema.Linear(num_warmup_steps=4), peak_learning_rate=1.0
         ... )
         >>> schedule = make_schedule(schema.Config(num_steps=11, optimizer=linear))
         >>> [round(float(schedule(step)), 2) for step in (0, 2, 4, 7, 10, 99)]
@@ -45,18 +53,20 @@ def make_schedule(
         Cosine: Loshchilov and Hutter, arXiv:1608.03983. Warm-up, stable, decay: Hu et
         al., arXiv:2404.06395.
     """
-    settings, factor = config.optimizer, _by_rows(config)
-    num_warmup = settings.warmup_steps(config.num_steps)
-    if num_warmup > config.num_steps:
-        _log_unreached(num_warmup, config.num_steps)
-    if settings.schedule in DEEPSPEED:
-        whole = DEEPSPEED[settings.schedule](config)
+    chosen, peak = config.optimizer.schedule, config.optimizer.peak_learning_rate
+    total, factor = config.num_steps, _by_rows(config)
+    num_warmup = chosen.warmup_steps(total) if isinstance(chosen, Warm) else 0
+    if num_warmup > total:
+        _log_unreached(num_warmup, total)
+    if not isinstance(chosen, Constant | Linear | Cosine | Wsd):
+        whole = DEEPSPEED[type(chosen)](chosen, peak, total)
         return lambda step: jnp.asarray(whole(step) * factor(step), jnp.float32)
-    pieces = [(_warmup(config), num_warmup)]
-    pieces += _after_warmup(config, num_decay=config.num_steps - 1 - num_warmup)
+    pieces = [(_warmup(chosen, peak, num_warmup), num_warmup)]
+    pieces += _after_warmup(chosen, peak, total, num_decay=total - 1 - num_warmup)
     # `optax.linear_schedule` of 0 steps would warn and hold the start value.
     pieces = [piece for piece in pieces if piece[1] > 0]
-    pieces.append((optax.constant_schedule(_end(config)), 0))
+    last = peak * chosen.final_fraction if isinstance(chosen, Decaying) else peak
+    pieces.append((optax.constant_schedule(last), 0))
 
     ends = [sum(length for _, length in pieces[: i + 1]) for i in range(len(pieces))]
     joined = optax.join_schedules([piece for piece, _ in pieces], ends[:-1])
@@ -64,22 +74,20 @@ def make_schedule(
     def schedule(step: Int[Array, ""] | int) -> Float[Array, ""]:
         return jnp.asarray(joined(position(step)) * factor(step), jnp.float32)
 
-    position = _by_tokens(config)
+    position = _by_tokens(config, num_warmup)
     return schedule
 
 
 @functools.cache  # once per run: schedules are built several times
 def _log_unreached(num_warmup: int, num_steps: int) -> None:
     """Logs that a run, such as a trial, ends during the warm-up."""
-    text = "optimizer.num_warmup_steps=%d exceeds num_steps=%d: the learning rate does "
-    logging.warning(text + "not reach its peak", num_warmup, num_steps)
+    text = "optimizer.schedule.num_warmup_steps=%d exceeds num_steps=%d: the learning "
+    logging.warning(text + "rate does not reach its peak", num_warmup, num_steps)
 
 
-def _warmup(config: Config) -> optax.Schedule:
-    """Builds the rise to the peak."""
-    settings = config.optimizer
-    peak, number = settings.peak_learning_rate, settings.warmup_steps(config.num_steps)
-    if settings.warmup == "linear":
+def _warmup(chosen: Warm, peak: float, number: int) -> optax.Schedule:
+    """Builds the rise to the peak in a number of steps."""
+    if chosen.warmup == "linear":
         return optax.linear_schedule(0.0, peak, number)
     return lambda step: peak * log_rise(step, number)
 
@@ -100,11 +108,10 @@ def _by_rows(config: Config) -> Callable[[Any], Any]:
     return factor
 
 
-def _by_tokens(config: Config) -> Callable[[Any], Any]:
+def _by_tokens(config: Config, first: int) -> Callable[[Any], Any]:
     """Maps a step to the step with an equal rate in a run without length warm-up."""
     consumed = make_tokens(config)
     last = config.num_steps - 1
-    first = config.optimizer.warmup_steps(config.num_steps)
     # The warm-up counts steps: only changes after the warm-up bend the decay.
     changes = [step for step in consumed.changes() if first < step <= last]
     if not changes or config.sequence_warmup.form not in CUTS:
@@ -122,31 +129,18 @@ def _by_tokens(config: Config) -> Callable[[Any], Any]:
     return lambda step: jnp.where(step <= first, step, position(step))
 
 
-def _after_warmup(config: Config, num_decay: int) -> list[tuple[optax.Schedule, int]]:
+def _after_warmup(
+    chosen: Warm, peak: float, total: int, num_decay: int
+) -> list[tuple[optax.Schedule, int]]:
     """Builds the pieces of the schedule after the warm-up, with lengths in steps."""
-    settings = config.optimizer
-    peak, fraction = (
-        settings.peak_learning_rate,
-        settings.final_learning_rate_fraction,
-    )
-    if num_decay < 1 or settings.schedule == "constant":
+    if num_decay < 1 or not isinstance(chosen, Decaying):
         return []
-    if settings.schedule == "cosine":
-        cosine = optax.cosine_decay_schedule(peak, num_decay, fraction)
-        return [(cosine, num_decay)]
-    if settings.schedule == "linear":
-        num_stable = 0
-    else:
-        num_wanted = round(settings.decay_fraction * config.num_steps)
-        num_stable = max(0, num_decay - num_wanted)
+    if isinstance(chosen, Cosine):
+        decay = optax.cosine_decay_schedule(peak, num_decay, chosen.final_fraction)
+        return [(decay, num_decay)]
+    num_stable = 0
+    if isinstance(chosen, Wsd):
+        num_stable = max(0, num_decay - round(chosen.decay_fraction * total))
     num_decay -= num_stable
-    decay = optax.linear_schedule(peak, peak * fraction, num_decay)
+    decay = optax.linear_schedule(peak, peak * chosen.final_fraction, num_decay)
     return [(optax.constant_schedule(peak), num_stable), (decay, num_decay)]
-
-
-def _end(config: Config) -> float:
-    """Returns the rate after the last piece."""
-    settings = config.optimizer
-    if settings.schedule == "constant":
-        return settings.peak_learning_rate
-    return settings.peak_learning_rate * settings.final_learning_rate_fraction

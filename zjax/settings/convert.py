@@ -3,24 +3,50 @@
 import ast
 import dataclasses
 import difflib
+import functools
 import importlib
 import math
+import operator
 import re
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import ml_collections
 
 from zjax import files
 from zjax.errors import ConfigError, Problem
-from zjax.settings import axes, derived, schema
+from zjax.settings import axes, choices, derived, renamed, schema
+from zjax.settings.choices import KIND, NONE
 
 Section = TypeVar("Section")
 
 _MAX_ENTRIES = 10_000
 """Largest number of entries of a list-valued setting."""
+
+
+class Settings(ml_collections.ConfigDict):
+    """Settings that a config file changes; a choice may be set by kind alone.
+
+    Example:
+        >>> config = base()
+        >>> config.optimizer.schedule = "wsd"
+        >>> config.optimizer.schedule.decay_fraction = 0.1
+        >>> config.optimizer.schedule.kind
+        'wsd'
+    """
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        before = self.get(key) if isinstance(value, str | None) else None
+        if isinstance(before, _Chosen):
+            before.update(choices.as_mapping(value))
+        else:
+            super().__setitem__(key, value)
+
+
+class _Chosen(Settings):
+    """Settings of a choice, which is empty if the choice is None."""
 
 
 def base() -> ml_collections.ConfigDict:
@@ -33,7 +59,24 @@ def base() -> ml_collections.ConfigDict:
         >>> base().zero.stage
         1
     """
-    return ml_collections.ConfigDict(to_mapping(schema.Config()), type_safe=False)
+    config = _changeable(schema.Config(), schema.Config)
+    for path in renamed.SECTIONS:
+        section, _, name = path.rpartition(".")
+        operator.attrgetter(section)(config)[name] = Settings(type_safe=False)
+    return config
+
+
+def _changeable(section: Any, hint: Any) -> Settings:
+    """Settings of a section, or of a choice between sections, for a config file."""
+    settings = (_Chosen if choices.kinds(hint) else Settings)(type_safe=False)
+    values = {} if section is None else to_mapping(section)
+    hints = {} if section is None else _hints(type(section))
+    for name, value in values.items():
+        inner = hints.get(name)
+        is_section = bool(choices.sections(inner))
+        value = _changeable(getattr(section, name), inner) if is_section else value
+        settings[name] = value
+    return settings
 
 
 def from_mapping(section: type[Section], values: Mapping[str, Any]) -> Section:
@@ -50,10 +93,29 @@ def from_mapping(section: type[Section], values: Mapping[str, Any]) -> Section:
         zjax.errors.ConfigError: stagee=1 is not a setting; did you mean stage?
     """
     problems: list[Problem] = []
+    values = with_present_names(values) if section is schema.Config else values
     built = _section(section, values, "", problems)
     if problems:
         raise ConfigError(*problems)
     return built
+
+
+_NO_EFFECT = "has no effect with"
+"""How the problem of a setting that a choice does not read begins."""
+
+
+def unread(values: Mapping[str, Any]) -> list[Problem]:
+    """Problems of changed settings that the choices of a config do not read.
+
+    Example:
+        >>> print(*unread({"optimizer": {"rule": {"kind": "sgd", "b2": 0.5}}}))
+        optimizer.rule.b2=0.5 has no effect with optimizer.rule='sgd'; leave it out, \
+or set optimizer.rule to 'adamw' or 'adam' or 'lamb' or 'lion' or 'muon' or \
+'onebit_adam' or 'onebit_lamb' or 'zero_one_adam'
+    """
+    problems: list[Problem] = []
+    _section(schema.Config, values, "", problems)
+    return [x for x in problems if x.problem.startswith(_NO_EFFECT)]
 
 
 def to_mapping(section: Any) -> dict[str, Any]:
@@ -62,18 +124,50 @@ def to_mapping(section: Any) -> dict[str, Any]:
     Tuples stay tuples, and derived values stay marked.
 
     Example:
-        >>> to_mapping(schema.Config())["zero"]["stage"]
-        1
+        >>> to_mapping(schema.Optimizer())["schedule"]["kind"]
+        'cosine'
     """
-    return dataclasses.asdict(section, dict_factory=_tables_to_dicts)
-
-
-def _tables_to_dicts(fields: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Dict factory that turns name tables into dicts."""
-    return {
-        name: dict(value) if isinstance(value, schema.NameTable) else value
-        for name, value in fields
+    kind = {KIND: section.kind} if isinstance(section, choices.Choice) else {}
+    return kind | {
+        name: _plain(getattr(section, name)) for name in choices.names(type(section))
     }
+
+
+def _plain(value: Any) -> Any:
+    """Value of a setting without sections and name tables."""
+    if dataclasses.is_dataclass(value):
+        return to_mapping(value)
+    if isinstance(value, schema.NameTable):
+        return dict(value)
+    return tuple(map(_plain, value)) if isinstance(value, tuple) else value
+
+
+def current(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a saved run by their present names, without what nothing reads.
+
+    Example:
+        >>> current({"optimizer": {"name": "sgd", "b2": 0.95}})
+        {'optimizer': {'rule': {'kind': 'sgd'}}}
+    """
+    return _readable(schema.Config, with_present_names(values))
+
+
+def _readable(section: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Copies nested settings of a section without settings of choices not taken."""
+    result: dict[str, Any] = {}
+    for name, value in values.items():
+        hint = _hints(section).get(name)
+        if (kinds := choices.kinds(hint)) and isinstance(value, Mapping):
+            default = choices.default_of(section, name)
+            kind = value.get(KIND) or _implied(kinds, value, default)
+            hint, known = kinds.get(kind), _all_settings_of(kinds)
+            unread = {*known} - {*_settings_of(hint)}
+            value = {n: x for n, x in value.items() if n not in unread}
+            value = value if hint else None
+        if dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
+            value = _readable(hint, value)
+        result[name] = value
+    return result
 
 
 def expand_auto(path: str, value: Any) -> Any:
@@ -96,16 +190,22 @@ def type_of(path: str) -> Any:
     """
     hint: Any = schema.Config
     for name in path.split("."):
-        hints = typing.get_type_hints(hint) if dataclasses.is_dataclass(hint) else {}
-        hint = hints.get(name)
+        if name == KIND and choices.kinds(hint):
+            return str
+        found = (_hints(one).get(name) for one in choices.sections(hint))
+        hint = next(filter(None, found), None)
     return hint
+
+
+@functools.cache
+def _hints(section: type) -> dict[str, Any]:
+    """Type annotations of the settings of a section."""
+    return typing.get_type_hints(section)
 
 
 def _section(section: Any, values: Any, path: str, problems: list[Problem]) -> Any:
     """Builds a section from a mapping or instance; appends problems."""
-    if isinstance(values, section):
-        values = {f.name: getattr(values, f.name) for f in dataclasses.fields(values)}
-    values, hints = expand_auto(path, values), typing.get_type_hints(section)
+    values, hints = expand_auto(path, _fields(values, section)), _hints(section)
     if not isinstance(values, Mapping):
         word = f"{axes.AUTO!r}, or " if section is schema.Mesh else ""
         expected = f"{word}a mapping with any of {', '.join(hints)}"
@@ -115,16 +215,100 @@ def _section(section: Any, values: Any, path: str, problems: list[Problem]) -> A
     defaults = {field.name: field.default for field in dataclasses.fields(section)}
     for name, value in values.items():
         field = f"{path}.{name}" if path else f"{name}"
-        if isinstance(value, Mapping) and dataclasses.is_dataclass(hints.get(name)):
+        hint = hints.get(name)
+        if isinstance(value, Mapping) and dataclasses.is_dataclass(hint):
             # A mapping changes the default of this field, not of the section's class.
             value = _special_defaults(defaults[name]) | dict(value)
         if name in hints:
-            arguments[name] = _value(hints[name], value, field, problems)
+            default = defaults[name]
+            arguments[name] = _value(hints[name], value, field, problems, default)
         else:
             remedy = _nearest(f"{name}", list(hints), path)
             problems.append(Problem(field, value, "is not a setting", remedy))
     # A section of wrong types could fail in `__post_init__`.
     return section(**arguments) if len(problems) == before else section()
+
+
+def _fields(value: Any, section: type) -> Any:
+    """Settings of an instance of a section; other values pass unchanged."""
+    if not isinstance(value, section):
+        return value
+    return {name: getattr(value, name) for name in choices.names(section)}
+
+
+def _choose(
+    hint: Any, value: Any, path: str, problems: list[Problem], default: Any
+) -> Any:
+    """Converts a choice between sections; appends what the choice does not read."""
+    kinds = choices.kinds(hint)
+    given = choices.as_mapping(value)
+    if type(value) in kinds.values():
+        given = {KIND: choices.kind_of(type(value)), **_fields(value, type(value))}
+    if not isinstance(given, Mapping):
+        expected = f"one of {', '.join(kinds)}, or a mapping with a {KIND}"
+        _refuse_type(path, value, expected, problems)
+        return default
+    given = dict(given)
+    kind = given.pop(KIND, None) or _implied(kinds, given, default)
+    if kind not in kinds:
+        remedy = f"use one of {', '.join(kinds)}"
+        problems.append(Problem(path, kind, "is not a choice", remedy))
+        return default
+    section, known = kinds[kind], _all_settings_of(kinds)
+    unread = {*known} - {*_settings_of(section)}
+    for name in [name for name in given if name in unread]:
+        problems += _unread(kinds, kind, f"{path}.{name}", given.pop(name))
+    if section is None:
+        for name, x in given.items():
+            problem, remedy = "is not a setting", _nearest(name, known, path)
+            problems.append(Problem(f"{path}.{name}", x, problem, remedy))
+        return None
+    if type(default) is section:
+        given = _special_defaults(default) | given
+    return _section(section, given, path, problems)
+
+
+def _unread(
+    kinds: Mapping[str, type | None], kind: str, path: str, value: Any
+) -> Iterator[Problem]:
+    """Yields problems of a changed setting that a choice does not read."""
+    choice, _, name = path.rpartition(".")
+    readers = choices.readers(kinds, name)
+    reader = typing.cast(type, kinds[readers[0]])
+    default = choices.default_of(reader, name)
+    for field, x in _changed(_hints(reader)[name], value, default, path):
+        problem = f"{_NO_EFFECT} {choice}={None if kind == NONE else kind!r}"
+        remedy = f"leave it out, or set {choice} to {' or '.join(map(repr, readers))}"
+        yield Problem(field, x, problem, remedy)
+
+
+def _settings_of(section: type | None) -> list[str]:
+    """Names of the settings of a section; none of None."""
+    return choices.names(section) if section else []
+
+
+def _all_settings_of(kinds: Mapping[str, type | None]) -> list[str]:
+    """Names of the settings of all sections of a choice."""
+    return sorted({name for one in kinds.values() for name in _settings_of(one)})
+
+
+def _implied(kinds: Mapping[str, Any], given: Mapping[str, Any], default: Any) -> str:
+    """Kind of a choice that names none: the default, or the only section."""
+    if default is not None:
+        return choices.kind_of(type(default))
+    sections = [kind for kind in kinds if kind != NONE]
+    return sections[0] if given and len(sections) == 1 else NONE
+
+
+def _changed(hint: Any, value: Any, default: Any, path: str) -> list[tuple[str, Any]]:
+    """Path and value of each setting in a value that is not the default."""
+    problems: list[Problem] = []
+    converted = _value(hint, value, path, problems, default)
+    if not problems and converted == default:
+        return []
+    if isinstance(value, Mapping):
+        return [(f"{path}.{name}", x) for name, x in value.items() if name != KIND]
+    return [(path, value if problems else converted)]
 
 
 def _special_defaults(section: Any) -> dict[str, Any]:
@@ -142,10 +326,14 @@ def _nearest(name: str, known: list[str], path: str) -> str:
     return f"use one of {', '.join(known)}"
 
 
-def _value(hint: Any, value: Any, field: str, problems: list[Problem]) -> Any:
+def _value(
+    hint: Any, value: Any, field: str, problems: list[Problem], default: Any = None
+) -> Any:
     """Converts a value to the annotated type; appends a problem if it does not fit."""
     # Derived values are derived anew, from the settings of this config.
     value = derived.reset(value)
+    if choices.kinds(hint):
+        return _choose(hint, value, field, problems, default)
     if dataclasses.is_dataclass(hint):
         return _section(hint, value, field, problems)
     if typing.get_origin(hint) is typing.Literal:
@@ -307,18 +495,41 @@ def parse_override(text: str) -> tuple[str, Any]:
 def merge(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Merges nested settings, or dotted paths, into nested settings; changes win.
 
+    A choice by kind alone keeps the settings of the choice. Old names are replaced.
+
     Example:
         >>> merge({"zero": {"stage": 1}}, {"zero.stage": 3, "seed": 2})
         {'zero': {'stage': 3}, 'seed': 2}
     """
+    kept, moved = renamed.moved(changes)
+    merged = _merge(values, kept, schema.Config)
+    return _merge(merged, moved, schema.Config)
+
+
+def with_present_names(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Moves settings under old names to their places; other values stay as they are."""
+    kept, moved = renamed.moved(values)
+    return merge(kept, moved)
+
+
+def _merge(
+    values: Mapping[str, Any], changes: Mapping[str, Any], section: Any
+) -> dict[str, Any]:
+    """Merges nested settings of a section, or of a choice between sections."""
     merged = dict(values)
     for path, change in changes.items():
-        name, _, inner_path = path.partition(".")
-        inner = {inner_path: change} if inner_path else change
-        if isinstance(inner, Mapping):
-            merged[name] = merge(_nested(name, merged.get(name)), inner)
+        name, _, rest = path.partition(".")
+        change = {rest: change} if rest else change
+        found = (_hints(one).get(name) for one in choices.sections(section))
+        hint = next(filter(None, found), None)
+        is_choice = bool(choices.kinds(hint))
+        change = choices.as_mapping(change) if is_choice else change
+        if isinstance(change, Mapping):
+            before = expand_auto(name, merged.get(name, {}))
+            before = choices.as_mapping(before) if is_choice else before
+            merged[name] = _merge(_nested(before), change, hint)
         else:
-            merged[name] = derived.as_set(inner)
+            merged[name] = derived.as_set(change)
     return merged
 
 
@@ -348,9 +559,8 @@ def merge_overrides(
     return merged
 
 
-def _nested(name: str, value: Any) -> Mapping[str, Any]:
+def _nested(value: Any) -> Mapping[str, Any]:
     """Settings of a section as a mapping; empty for a value that is no section."""
-    value = expand_auto(name, value)
     if dataclasses.is_dataclass(value):
         return to_mapping(value)
     return value if isinstance(value, Mapping) else {}

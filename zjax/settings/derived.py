@@ -64,7 +64,7 @@ def as_recipe(section: Mapping[str, Any]) -> dict[str, Any]:
         >>> [is_recipe(value) for value in marked.values()]
         [True, False]
     """
-    kinds = {int: RecipeInt, float: RecipeFloat}
+    kinds = {int: RecipeInt, float: RecipeFloat, dict: as_recipe}
     return {
         name: kinds[type(value)](value) if type(value) in kinds else value
         for name, value in section.items()

@@ -9,7 +9,7 @@ import typing
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from zjax.settings import convert, derived, schema
+from zjax.settings import choices, convert, derived, schema
 
 
 def describe_config(config: schema.Config) -> str:
@@ -37,13 +37,16 @@ def describe_settings() -> str:
     """
     lines = []
     last = None
-    rules = _settings(schema.DimRule(), "mesh.rules[i]")
-    groups = _settings(schema.ParamGroup(), "optimizer.groups[i]")
-    for path, section, value in (*_settings(schema.Config(), ""), *rules, *groups):
-        if section is not last:
-            lines += ["", (section.__doc__ or "").strip()]
-            last = section
-        lines += _describe_setting(path, section, derived.reset(value))
+    listed = (
+        *_documented(schema.Config, ""),
+        *_documented(schema.DimRule, "mesh.rules[i]"),
+        *_documented(schema.ParamGroup, "optimizer.groups[i]"),
+    )
+    for setting in listed:
+        if setting.section is not last and not setting.kinds:
+            lines += ["", inspect.cleandoc(setting.section.__doc__ or "")]
+            last = setting.section
+        lines += _describe_setting(setting)
     return "\n".join(lines).strip() + "\n"
 
 
@@ -54,33 +57,94 @@ def setting_paths() -> list[str]:
         >>> setting_paths()[:2]
         ['seed', 'num_steps']
     """
-    return [path for path, _, _ in _settings(schema.Config(), "")]
+    return [setting.path for setting in _documented(schema.Config, "")]
 
 
 def _settings(section: Any, path: str) -> Iterator[tuple[str, type, Any]]:
-    """Yields path, section class and value of each setting."""
+    """Yields path, section class and value of each setting, and of each choice."""
     for field in dataclasses.fields(section):
         name = f"{path}.{field.name}" if path else field.name
         value = getattr(section, field.name)
+        if isinstance(value, choices.Choice):
+            yield name, type(section), value.kind
         if dataclasses.is_dataclass(value):
             yield from _settings(value, name)
         else:
             yield name, type(section), value
 
 
-def _describe_setting(path: str, section: type, value: Any) -> list[str]:
-    """Formats one setting with default, attribute docstring and choices."""
+class _Documented(NamedTuple):
+    """Setting with what a list of all settings tells of it."""
+
+    path: str
+    section: type
+    value: Any
+    kinds: tuple[str, ...] = ()
+    """Kinds of a choice that read it; () for a setting outside choices."""
+
+
+def _documented(
+    section: type, path: str, kinds: tuple[str, ...] = (), instance: Any = None
+) -> Iterator[_Documented]:
+    """Yields every setting of a section, and of the choices inside, once.
+
+    Defaults are values of the instance, where a section has defaults of its own.
+    """
+    for field in dataclasses.fields(section):
+        name = f"{path}.{field.name}" if path else field.name
+        value = getattr(instance, field.name) if instance else field.default
+        hint = typing.get_type_hints(section)[field.name]
+        found = choices.kinds(hint)
+        if found or not dataclasses.is_dataclass(value):
+            kind = choices.kind_of(type(value)) if found and value else value
+            yield _Documented(name, section, kind, kinds)
+        if dataclasses.is_dataclass(hint):
+            yield from _documented(typing.cast(type, hint), name, kinds, value)
+        yield from _documented_choice(found, name)
+
+
+def _documented_choice(
+    found: Mapping[str, type | None], path: str
+) -> Iterator[_Documented]:
+    """Yields the settings of a choice, each with the kinds that read the setting."""
+    seen = set()
+    for one in filter(None, found.values()):
+        for setting in _documented(one, path, (choices.kind_of(one),)):
+            if setting.path not in seen:
+                name = setting.path[len(path) + 1 :].partition(".")[0]
+                readers = [
+                    k for k, x in found.items() if x and name in choices.names(x)
+                ]
+                yield setting._replace(kinds=tuple(readers))
+                seen.add(setting.path)
+
+
+def _describe_setting(setting: _Documented) -> list[str]:
+    """Formats one setting with default, documentation, choices and readers."""
+    path, section, value, kinds = setting
     name = path.rpartition(".")[2]
     hint = typing.get_type_hints(section)[name]
     if typing.get_origin(hint) is tuple:
         hint = typing.get_args(hint)[0]
-    is_choice = typing.get_origin(hint) is typing.Literal
-    choices = ", ".join(map(str, typing.get_args(hint)))
-    lines = [f"  {path} = {_literal(value)}"]
-    text = _docstrings()[section.__name__].get(name, "")
-    text += f" [{choices}]" if is_choice else ""
+    is_literal = typing.get_origin(hint) is typing.Literal
+    known = ", ".join(map(str, typing.get_args(hint) if is_literal else ()))
+    documented = (_docstrings().get(x.__name__, {}).get(name) for x in section.__mro__)
+    parts = [next(filter(None, documented), "")]
+    parts += [f"[{known}]"] if known else []
+    parts += [f"Of {', '.join(kinds)}."] if kinds else []
+    lines = [f"  {path} = {_literal(derived.reset(value))}"]
+    lines += _wrapped(" ".join(filter(None, parts)))
+    for kind, one in choices.kinds(hint).items():
+        lines += _wrapped(
+            f"{kind}: {inspect.cleandoc(one.__doc__ or '')}" if one else kind
+        )
+    return lines
+
+
+def _wrapped(text: str) -> list[str]:
+    """Wraps text in lines that are indented below a setting."""
     indent = " " * 6
-    return lines + textwrap.wrap(
+    return textwrap.wrap(
         " ".join(text.split()), 88, initial_indent=indent, subsequent_indent=indent
     )
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from zjax.errors import Problem
 from zjax.settings import axes, schema
-from zjax.settings.replicas import COMPRESSED_OPTIMIZERS
 
 DEFAULT, FROZEN = "default", "frozen"
 Groups = tuple[schema.ParamGroup, ...]
@@ -51,9 +50,9 @@ def frozen_as_masters(config: schema.Config) -> str:
             config.communication.num_local_steps,
             config.communication.num_local_steps > 0,
         ),
-        "optimizer.name": (
-            config.optimizer.name,
-            config.optimizer.name in COMPRESSED_OPTIMIZERS,
+        "optimizer.rule": (
+            config.optimizer.rule.kind,
+            isinstance(config.optimizer.rule, schema.Compressed),
         ),
     }
     return next(

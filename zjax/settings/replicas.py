@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from zjax.errors import Problem
 from zjax.settings import axes, schema
 
-COMPRESSED_OPTIMIZERS = ("onebit_adam", "onebit_lamb", "zero_one_adam")
-"""Optimizers that compress messages between replicas."""
 _IN_FULL = ("none", "bfloat16")
 """Codecs without error feedback."""
 
@@ -16,11 +14,10 @@ def communication_problems(
     config: schema.Config, num_devices: int
 ) -> Iterator[Problem]:
     """Yields problems of `communication`, and of optimizers that compress messages."""
-    settings, codec = config.optimizer, config.communication.codec
-    is_compressed = settings.name in COMPRESSED_OPTIMIZERS
-    if is_compressed:
-        field, value, other = "optimizer.name", settings.name, "another optimizer"
-        yield from _optimizer_problems(config)
+    rule, codec = config.optimizer.rule, config.communication.codec
+    if isinstance(rule, schema.Compressed):
+        field, value, other = "optimizer.rule", rule.kind, "another rule"
+        yield from _optimizer_problems(rule, config)
     elif codec != "none":
         field, value, other = "communication.codec", codec, "'none'"
     else:
@@ -34,18 +31,19 @@ def communication_problems(
         yield Problem(field, value, problem, remedy)
 
 
-def _optimizer_problems(config: schema.Config) -> Iterator[Problem]:
-    """Yields settings that contradict a compressed optimizer."""
-    settings = config.optimizer
-    name = f"with optimizer.name={settings.name!r}"
+def _optimizer_problems(
+    rule: schema.Compressed, config: schema.Config
+) -> Iterator[Problem]:
+    """Yields settings that contradict an optimizer that compresses messages."""
+    name = f"with optimizer.rule={rule.kind!r}"
     if config.num_steps == 1:
         problem = f"leaves no step to send less {name}"
         yield Problem("num_steps", 1, problem, "use 2 or more")
-    elif settings.freeze_step >= config.num_steps:
+    elif rule.freeze_step >= config.num_steps:
         problem = f"leaves none of num_steps={config.num_steps} to send less"
         remedy = f"use at most {config.num_steps - 1}"
-        field = "optimizer.freeze_step"
-        yield Problem(field, settings.freeze_step, problem, remedy)
+        field = "optimizer.rule.freeze_step"
+        yield Problem(field, rule.freeze_step, problem, remedy)
     if (codec := config.communication.codec) not in _IN_FULL:
         # Error feedback of gradients would be added to steps, which have other units.
         problem = f"does not send the warm-up in full {name}"
@@ -54,17 +52,17 @@ def _optimizer_problems(config: schema.Config) -> Iterator[Problem]:
         problem, field = f"is not built {name}", "precision.master_dtype"
         yield Problem(field, config.precision.master_dtype, problem, "use 'float32'")
     for field, value in (
-        ("optimizer.ema_decay", settings.ema_decay),
+        ("optimizer.ema_decay", config.optimizer.ema_decay),
         # Biases have no gradients: an exchange would undo the changes of local steps.
         ("model.moe.bias_rate", config.model.moe.bias_rate),
         ("model.moe.choice_bias", config.model.moe.choice_bias),
     ):
-        if settings.name == "zero_one_adam" and value:
+        if isinstance(rule, schema.ZeroOneAdam) and value:
             remedy = f"leave it at {type(value)()}"
             yield Problem(field, value, f"is not built {name}", remedy)
-    if settings.groups:
+    if groups := config.optimizer.groups:
         problem, remedy = f"is not built {name}", "leave it at ()"
-        yield Problem("optimizer.groups", settings.groups, problem, remedy)
+        yield Problem("optimizer.groups", groups, problem, remedy)
 
 
 _OF_LOCAL_STEPS = (
@@ -97,9 +95,9 @@ def local_steps_problems(config: schema.Config, num_devices: int) -> Iterator[Pr
         if value != needed:
             remedy = f"use {other}={needed}, or 0"
             yield Problem(field, length, f"is not built for {other}={value!r}", remedy)
-    if (name := config.optimizer.name) in COMPRESSED_OPTIMIZERS:
-        problem = f"leaves optimizer.name={name!r} nothing to send"
-        yield Problem(field, length, problem, "use another optimizer, or 0")
+    if isinstance(rule := config.optimizer.rule, schema.Compressed):
+        problem = f"leaves optimizer.rule={rule.kind!r} nothing to send"
+        yield Problem(field, length, problem, "use another rule, or 0")
 
 
 def _without_local_steps(settings: schema.Communication) -> Iterator[Problem]:
@@ -182,11 +180,11 @@ False, or set mesh.replica to the number of nodes
 
 def _messages(config: schema.Config) -> Iterator[Problem]:
     """Yields codecs between copies of the model, if all nodes share one copy."""
-    codec, name = config.communication.codec, config.optimizer.name
+    codec, rule = config.communication.codec, config.optimizer.rule
     problem = "needs copies of the model, and zero.shard_over_replica=True keeps one"
     if codec != "none":
         remedy = "use 'none', or zero.shard_over_replica=False"
         yield Problem("communication.codec", codec, problem, remedy)
-    if name in COMPRESSED_OPTIMIZERS:
-        remedy = "use another optimizer, or zero.shard_over_replica=False"
-        yield Problem("optimizer.name", name, problem, remedy)
+    if isinstance(rule, schema.Compressed):
+        remedy = "use another rule, or zero.shard_over_replica=False"
+        yield Problem("optimizer.rule", rule.kind, problem, remedy)

@@ -1,15 +1,47 @@
 """Every setting of a run, in one frozen tree. Nothing else in zjax is configurable."""
 
-import dataclasses
-from typing import Literal, dataclass_transform
+import math
+from typing import Annotated, Literal
 
 from zjax.settings import derived
-
-
-@dataclass_transform(frozen_default=True, kw_only_default=True)
-def section(cls):
-    """Declares a section: immutable, keyword-only, hashable."""
-    return dataclasses.dataclass(frozen=True, kw_only=True, slots=True)(cls)
+from zjax.settings.choices import Choice, section
+from zjax.settings.ranges import (
+    MAX_CYCLE_STEPS,
+    MAX_DEVICES,
+    MAX_LAYERS,
+    MAX_STAIRS,
+    MAX_STEPS,
+    MAX_TOKENS,
+    Axis,
+    Count,
+    Decay,
+    Devices,
+    Fraction,
+    Layers,
+    Limit,
+    Natural,
+    NonNegative,
+    OpenAxis,
+    OpenTokens,
+    PacedValue,
+    Positive,
+    PowerOfTwo,
+    Range,
+    Rows,
+    Seed,
+    Share,
+    SomeDevices,
+    SomeLayers,
+    SomeRows,
+    SomeTokens,
+    SomeWidth,
+    Step,
+    Tokens,
+    Width,
+    Workers,
+    at_least,
+    or_derived,
+)
 
 
 class NameTable(tuple[tuple[str, str], ...]):
@@ -34,17 +66,17 @@ class Mesh:
     `mesh="auto"` sets pipeline, sequence and tensor to 0: zjax chooses them.
     """
 
-    pipeline: int = 1
+    pipeline: OpenAxis = 1
     """Stages of consecutive layers."""
-    replica: int = 1
+    replica: Axis = 1
     """Copies of the whole sharded model (hybrid sharding, HSDP)."""
-    data: int = -1
+    data: Axis = -1
     """Shards of the batch, over which ZeRO shards the state."""
-    expert: int = 1
+    expert: Axis = 1
     """Shards of the experts of a mixture; they shard the batch, too."""
-    sequence: int = 1
+    sequence: OpenAxis = 1
     """Shards of each sequence."""
-    tensor: int = 1
+    tensor: OpenAxis = 1
     """Shards of each weight matrix."""
     names: NameTable = NameTable()
     """Translates dim names in the metadata of your model, such as {"tp": "tensor",
@@ -60,7 +92,7 @@ class Zero:
     stage: Literal[0, 1, 2, 3] = 1
     """0 shards nothing, 1 optimizer state and master weights, 2 also gradients, 3 also
     parameters."""
-    min_shard_elements: int = 16_384
+    min_shard_elements: Annotated[int, at_least(0, 2**63 - 1)] = 16_384
     """Smaller arrays are not sharded: gathering them costs more than it saves."""
     memory: Literal["device", "pinned_host", "nvme", "auto"] = "device"
     """Memory of offloaded state: `pinned_host` for optimizer state and gradients;
@@ -80,7 +112,7 @@ class Zero:
     """Memory of gradients between microbatches, and of pending gradients of offloaded
     updates until the norm is known. Pending ones stay on the device if they fit beside
     the block inputs or, in place of `nvme`, are small."""
-    delay_updates_from: int = -1
+    delay_updates_from: Step = -1
     """First step, counted from 1, whose gradients are applied one step late, during the
     next backward pass, so that no update waits for a norm (arXiv:2101.06840, section
     5.2, where it is 40); -1 for never. Pending gradients are stored in
@@ -119,7 +151,7 @@ class Pipeline:
     passes; `interleaved` gives each device `num_chunks` chunks of layers; `zb_h1`
     computes weight gradients separately. The first two take equally long; the last two
     have smaller bubbles and take more memory."""
-    num_chunks: int = 2
+    num_chunks: Annotated[int, at_least(2, MAX_LAYERS)] = 2
     """Chunks of layers per device under `interleaved`."""
     recompute: bool = True
     """Whether a stage saves only its input for the backward pass and recomputes the
@@ -130,15 +162,15 @@ class Pipeline:
 class LossScale:
     """Loss scaling for float16 (arXiv:1710.03740); unused by bfloat16 and float32."""
 
-    initial: float = 65_536.0
+    initial: PowerOfTwo = 65_536.0
     """First scale; a power of two."""
-    window: int = 1_000
+    window: Natural = 1_000
     """Clean steps before the scale doubles; 0 keeps the scale fixed."""
-    hysteresis: int = 2
+    hysteresis: Count = 2
     """Overflows tolerated before the scale halves."""
     consecutive_hysteresis: bool = False
     """Whether a clean step restores the tolerance at once."""
-    minimum: float = 1.0
+    minimum: PowerOfTwo = 1.0
     """The scale never falls below this."""
 
 
@@ -162,7 +194,7 @@ class Precision:
     look for them, so that updates need not wait for all gradients, and ends the run at
     the first such loss. Overflows that a lower loss scale may cure are skipped, not
     counted."""
-    max_skipped_in_a_row: int = 20
+    max_skipped_in_a_row: Count = 20
     """Skipped steps in a row that end a run."""
     loss_scale: LossScale = LossScale()
 
@@ -173,143 +205,294 @@ class ParamGroup:
 
     pattern: str = ".*"
     """Regular expression searched in paths like `blocks/attention/query/kernel`."""
-    learning_rate_scale: float = 1.0
+    learning_rate_scale: NonNegative = 1.0
     """Factor on the learning rate; 0 freezes the parameters: they are stored once, in
     the compute dtype, without gradients or moments; under offload, in pipelines and
     with steps by replica they keep master weights and gradients."""
-    weight_decay: float = -1.0
+    weight_decay: Annotated[
+        float,
+        Range(
+            lambda x: 0 <= x < math.inf or x == -1,
+            "use 0 or more, or -1 for optimizer.weight_decay",
+        ),
+    ] = -1.0
     """Weight decay of the matrices of this group, and of its vectors under
     `optimizer.decay_vectors`; -1 takes `optimizer.weight_decay`."""
 
 
 @section
-class Cycle:
-    """Shape of `optimizer.schedule="one_cycle"` (arXiv:1803.09820), as in DeepSpeed.
+class Warm(Choice):
+    """Schedule that begins with a warm-up."""
+
+    num_warmup_steps: Annotated[
+        int, or_derived(0, MAX_STEPS, "a tenth of the run")
+    ] = -1
+    """Steps until the learning rate has risen from 0 to the peak; -1 takes 100, or a
+    tenth of the steps of a shorter run than 1,000."""
+    warmup: Literal["linear", "log"] = "linear"
+    """Shape of the rise; `log` rises in the logarithm of the step, as in DeepSpeed."""
+
+    def warmup_steps(self, total: int) -> int:
+        """Steps of the warm-up, out of all steps of a run."""
+        open_steps = min(100, total // 10)
+        return open_steps if self.num_warmup_steps == -1 else self.num_warmup_steps
+
+
+@section
+class Constant(Warm):
+    """Learning rate that stays at the peak."""
+
+
+@section
+class Decaying(Warm):
+    """Schedule that ends below the peak."""
+
+    final_fraction: Fraction = 0.1
+    """Learning rate of the last step, as a fraction of the peak."""
+
+
+@section
+class Linear(Decaying):
+    """Learning rate that falls on a line."""
+
+
+@section
+class Cosine(Decaying):
+    """Learning rate that falls by half a cosine (arXiv:1608.03983)."""
+
+
+@section
+class Wsd(Decaying):
+    """Warm-up, stable, then linear decay (arXiv:2404.06395)."""
+
+    decay_fraction: Fraction = 0.2
+    """Fraction of the steps that decay."""
+
+
+@section
+class WarmupLr(Warm):
+    """WarmupLR of DeepSpeed, step by step: the rate stays at the peak."""
+
+
+@section
+class WarmupDecayLr(Warm):
+    """WarmupDecayLR of DeepSpeed, step by step: the rate falls on a line to 0."""
+
+
+@section
+class WarmupCosineLr(Decaying):
+    """WarmupCosineLR of DeepSpeed, step by step."""
+
+
+@section
+class CycledMomentum:
+    """Momentum in place of `b1` that falls while the learning rate rises."""
+
+    min_momentum: Decay = 0.8
+    """Momentum of step 0, and at the peak of the rate."""
+    max_momentum: Decay = 0.9
+    """Momentum of step 1, and at the end of the cycle."""
+    momentum_decay_rate: NonNegative = 0.0
+    """After the cycle the momentum grows as 1 + `momentum_decay_rate` x."""
+
+
+@section
+class OneCycle(Choice):
+    """OneCycle of DeepSpeed, step by step (arXiv:1803.09820).
 
     The rate rises from `min_learning_rate` to `peak_learning_rate`, falls back, and
     then decays as 1 / (1 + `decay_rate` x).
     """
 
-    min_learning_rate: float = 0.0
+    min_learning_rate: NonNegative = 0.0
     """Learning rate of step 0, and at the end of the cycle."""
-    num_rise_steps: int = 2_000
-    num_fall_steps: int = -1
+    num_rise_steps: Annotated[int, at_least(1, MAX_CYCLE_STEPS)] = 2_000
+    num_fall_steps: Annotated[int, or_derived(0, MAX_CYCLE_STEPS, "the rise")] = -1
     """Steps back to the minimum; -1 takes `num_rise_steps`."""
-    num_rise_stairs: int = 0
+    num_rise_stairs: Annotated[int, at_least(0, MAX_STAIRS)] = 0
     """Stairs of equal length on which the rate rises; 0 for a line."""
-    num_fall_stairs: int = -1
+    num_fall_stairs: Annotated[int, or_derived(0, MAX_STAIRS, "the rise")] = -1
     """The same for the fall; -1 takes `num_rise_stairs`."""
-    decay_rate: float = 0.0
-    num_decay_steps: int = 1
+    decay_rate: NonNegative = 0.0
+    num_decay_steps: Count = 1
     """Steps after the cycle in which x grows by 1."""
-    cycles_momentum: bool = False
-    """Whether the momentum replaces `b1`: it falls while the rate rises."""
-    min_momentum: float = 0.8
-    """Momentum of step 0, and at the peak of the rate."""
-    max_momentum: float = 0.9
-    """Momentum of step 1, and at the end of the cycle."""
-    momentum_decay_rate: float = 0.0
-    """After the cycle the momentum grows as 1 + `momentum_decay_rate` x."""
+    momentum: CycledMomentum | None = None
 
 
 @section
-class RangeTest:
-    """Growth of the learning rate under `optimizer.schedule="range_test"`.
+class RangeTest(Choice):
+    """LRRangeTest of DeepSpeed, step by step (arXiv:1803.09820).
 
-    It is start_learning_rate (1 + growth x); x grows by 1 in `num_steps` steps
-    (arXiv:1803.09820), as in DeepSpeed.
+    The rate is start_learning_rate (1 + growth x), in place of the peak; x grows by 1
+    in `num_steps` steps.
     """
 
-    start_learning_rate: float = 1e-3
-    growth: float = 1.0
-    num_steps: int = 2_000
+    start_learning_rate: Positive = 1e-3
+    growth: NonNegative = 1.0
+    num_steps: Count = 2_000
     staircase: bool = False
     """Whether x is a whole number."""
+
+
+@section
+class FirstMoment(Choice):
+    """Rule with a first moment."""
+
+    b1: Decay = 0.9
+    """First moment decay, or momentum."""
+
+
+@section
+class StoredMomentum(FirstMoment):
+    """Rule that stores moments in a dtype of choice."""
+
+    moment_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
+    """Stored moments, rounded stochastically; `int8` leaves vectors in float32."""
+
+
+@section
+class AdamMoments(FirstMoment):
+    """Rule with a first and a second moment."""
+
+    b2: Decay = 0.95
+    """Second moment decay."""
+    eps: Positive = 1e-8
+
+
+@section
+class Corrected(AdamMoments):
+    """Rule whose moments may be corrected."""
+
+    bias_correction: bool = True
+    """Whether Adam's moments are corrected for their start at 0. DeepSpeed's 1-bit
+    optimizers do not correct them."""
+
+
+@section
+class StoredAdam(Corrected, StoredMomentum):
+    """Rule of Adam's moments, stored in a dtype of choice."""
+
+
+@section
+class Adamw(StoredAdam):
+    """AdamW (arXiv:1711.05101)."""
+
+
+@section
+class Adam(StoredAdam):
+    """Adam (arXiv:1412.6980), which adds the weight decay to the gradient."""
+
+
+@section
+class Lamb(StoredAdam):
+    """LAMB (arXiv:1904.00962)."""
+
+
+@section
+class Lion(StoredMomentum):
+    """Lion (arXiv:2302.06675)."""
+
+    b2: Decay = 0.95
+    """Second moment decay."""
+
+
+@section
+class Sgd(StoredMomentum):
+    """SGD with momentum `b1`."""
+
+
+@section
+class SgdL2(StoredMomentum):
+    """SGD with momentum `b1` that adds the weight decay to the gradient."""
+
+
+@section
+class Adafactor(Choice):
+    """Adafactor (arXiv:1804.04235)."""
+
+
+@section
+class Muon(AdamMoments, StoredMomentum):
+    """Muon (arXiv:2502.16982) with momentum `b1`; embeddings and vectors have Adam."""
+
+
+@section
+class Compressed(Corrected):
+    """Rule whose replicas send few bits after a warm-up in full precision."""
+
+    freeze_step: Natural = 0
+    """Last step that sends gradients; then second moments are kept. 0 for 15 % of the
+    steps."""
+
+
+@section
+class OnebitAdam(Compressed):
+    """1-bit Adam (arXiv:2102.02888), one bit per number after `freeze_step` steps."""
+
+
+@section
+class OnebitLamb(Compressed):
+    """1-bit LAMB (arXiv:2104.06069), one bit per number after `freeze_step` steps."""
+
+
+@section
+class ZeroOneAdam(Compressed):
+    """0/1 Adam (arXiv:2202.06009): few gradients in full, then local steps."""
+
+    var_update_scaler: Count = 16
+    """Updates of second moments until the interval between them doubles."""
+    local_step_scaler: Natural = 0
+    """Local steps until the interval between exchanges doubles; 0 for `freeze_step`."""
+    local_step_clipper: Count = 16
+    """Longest interval between exchanges."""
+
+
+Schedule = (
+    Constant
+    | Linear
+    | Cosine
+    | Wsd
+    | WarmupLr
+    | WarmupDecayLr
+    | WarmupCosineLr
+    | OneCycle
+    | RangeTest
+)
+Rule = (
+    Adamw
+    | Adam
+    | Lamb
+    | Lion
+    | Sgd
+    | SgdL2
+    | Adafactor
+    | Muon
+    | OnebitAdam
+    | OnebitLamb
+    | ZeroOneAdam
+)
 
 
 @section
 class Optimizer:
     """The update rule and the learning rate by step."""
 
-    name: Literal[
-        "adamw",
-        "adam",
-        "lamb",
-        "lion",
-        "sgd",
-        "sgd_l2",
-        "adafactor",
-        "muon",
-        "onebit_adam",
-        "onebit_lamb",
-        "zero_one_adam",
-    ] = "adamw"
-    """`onebit_adam` and `onebit_lamb` send one bit per number after `freeze_step`
-    steps; `zero_one_adam` sends few gradients in full before, and its
-    replicas take local steps after."""
-    peak_learning_rate: float = 3e-4
-    schedule: Literal[
-        "constant",
-        "linear",
-        "cosine",
-        "wsd",
-        "warmup_lr",
-        "warmup_decay_lr",
-        "warmup_cosine_lr",
-        "one_cycle",
-        "range_test",
-    ] = "cosine"
-    """Shape after warm-up; `wsd` is warm-up, stable, then linear decay. The last five
-    are those of DeepSpeed, step by step; `one_cycle` and `range_test` read `cycle` and
-    `range_test`."""
-    num_warmup_steps: int = -1
-    """Steps until the learning rate has risen from 0 to the peak; -1 takes 100, or a
-    tenth of the steps of a shorter run than 1,000."""
-    warmup: Literal["linear", "log"] = "linear"
-    """Shape of the rise; `log` is that of DeepSpeed, in the logarithm of the step."""
-    final_learning_rate_fraction: float = 0.1
-    """Learning rate of the last step, as a fraction of the peak."""
-    decay_fraction: float = 0.2
-    """Fraction of the steps that decay under `wsd`."""
-    b1: float = 0.9
-    """First moment decay; momentum of sgd, sgd_l2 and muon."""
-    b2: float = 0.95
-    """Second moment decay."""
-    eps: float = 1e-8
-    bias_correction: bool = True
-    """Whether Adam's moments are corrected for their start at 0. DeepSpeed's 1-bit
-    optimizers do not correct them."""
-    moment_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
-    """Stored moments, rounded stochastically; `int8` leaves vectors in float32."""
-    weight_decay: float = 0.1
+    rule: Rule = Adamw()
+    peak_learning_rate: Positive = 3e-4
+    schedule: Schedule = Cosine()
+    """Learning rate by step."""
+    weight_decay: NonNegative = 0.1
     """Decay of matrices, decoupled except under `adam` and `sgd_l2`, which add it to
     the gradient."""
     decay_vectors: bool = False
     """Whether biases, norm scales and other vectors decay as well, as in DeepSpeed."""
-    clip_norm: float = derived.OfferedFloat(1.0)
+    clip_norm: Limit = derived.OfferedFloat(1.0)
     """Global gradient norm limit; `inf` turns clipping off. A gradient
     transformation that you give is clipped only if this is set."""
-    ema_decay: float = 0.0
+    ema_decay: Decay = 0.0
     """Exponential moving average of the parameters; 0 keeps none."""
     groups: tuple[ParamGroup, ...] = ()
     """Exceptions to the learning rate and the decay, by parameter path."""
-    freeze_step: int = 0
-    """Last step of 1-bit optimizers that sends gradients; then they keep their second
-    moments. 0 for 15 % of the steps."""
-    var_update_scaler: int = 16
-    """Updates of second moments by 0/1 Adam until the interval between them doubles."""
-    local_step_scaler: int = 0
-    """Local steps of 0/1 Adam until the interval between exchanges doubles; 0 for
-    `freeze_step`."""
-    local_step_clipper: int = 16
-    """Longest interval between exchanges of 0/1 Adam."""
-    cycle: Cycle = Cycle()
-    range_test: RangeTest = RangeTest()
-
-    def warmup_steps(self, total: int) -> int:
-        """Steps of the warm-up, out of all steps of a run."""
-        open_steps = min(100, total // 10)
-        return open_steps if self.num_warmup_steps == -1 else self.num_warmup_steps
 
 
 @section
@@ -322,20 +505,20 @@ class Communication:
     """Form of the numbers on the wire, beside float32 sums and with error feedback from
     8 bits down; `none` leaves the reduction to `precision.reduce_dtype`, and outer
     gradients in float32."""
-    num_local_steps: int = 0
+    num_local_steps: Natural = 0
     """Steps that replicas take before they exchange outer gradients; 0 exchanges
     gradients in every step."""
-    num_synchronous_steps: int = 0
+    num_synchronous_steps: Natural = 0
     """Steps in which replicas still exchange gradients, before they take local ones; as
     DiLoCo starts from a trained model."""
-    outer_learning_rate: float = 0.7
-    outer_momentum: float = 0.9
+    outer_learning_rate: Positive = 0.7
+    outer_momentum: Decay = 0.9
     """Nesterov momentum of outer gradients."""
-    num_fragments: int = 1
+    num_fragments: Count = 1
     """Parts of the model that are exchanged at different steps of a round."""
-    delay: int = 0
+    delay: Natural = 0
     """Steps that replicas take while a fragment is on its way."""
-    mixing: float = 0.0
+    mixing: Decay = 0.0
     """Share of its own parameters that a replica keeps when it merges a fragment."""
 
 
@@ -349,33 +532,33 @@ class RopeScaling:
     the positions of slow channels (arXiv:2309.00071), and so does `llama3`, by other
     bounds (arXiv:2407.21783); `longrope` divides those of each pair of channels by a
     number of its own (arXiv:2402.13753)."""
-    factor: float = 1.0
+    factor: Annotated[float, at_least(1)] = 1.0
     """How many times longer sequences may be."""
-    original_length: int = 0
+    original_length: Tokens = 0
     """Longest sequence before, for all but `linear`."""
     short_factors: tuple[float, ...] = ()
     """Divisors under `longrope`, one for each pair of channels that rotate, in rows of
     at most `original_length` positions."""
     long_factors: tuple[float, ...] = ()
     """Those in longer rows; text that is generated counts with all its tokens."""
-    low_frequency_factor: float = 1.0
+    low_frequency_factor: Positive = 1.0
     """Channels with fewer turns than this in `original_length` are divided by `factor`
     under `llama3`."""
-    high_frequency_factor: float = 4.0
+    high_frequency_factor: Positive = 4.0
     """Those with more turns than this stay as they are."""
-    beta_fast: float = 32.0
+    beta_fast: Positive = 32.0
     """The same bounds of `yarn`: more turns than this stay as they are."""
-    beta_slow: float = 1.0
+    beta_slow: Positive = 1.0
     """Fewer turns than this are divided."""
-    attention_factor: float = 0.0
+    attention_factor: NonNegative = 0.0
     """Factor of rotated queries and of keys; 0 takes 0.1 ln(`factor`) + 1 under `yarn`,
     and the root of 1 + ln(`factor`) / ln(`original_length`) under `longrope`."""
     truncate: bool = True
     """Whether the bounds of `yarn` are rounded to channels, outwards."""
-    mscale: float = 0.0
+    mscale: NonNegative = 0.0
     """The `attention_factor` of `yarn` is s(`mscale`) / s(`mscale_all_dim`) where both
     are set, with s(x) = 0.1 x ln(`factor`) + 1, as in DeepSeek."""
-    mscale_all_dim: float = 0.0
+    mscale_all_dim: NonNegative = 0.0
     """Attention scores under `yarn` are multiplied by s(`mscale_all_dim`) squared; 0
     leaves them."""
 
@@ -397,19 +580,19 @@ class Sparsity:
     block: Literal[16, 32, 64, 128] = 64
     """Tokens per side of a block; DeepSpeed's 16 is slower on Hopper GPUs."""
     different_layout_per_head: bool = False
-    num_local_blocks: int = 4
+    num_local_blocks: SomeTokens = 4
     """Blocks per window of `fixed`."""
-    num_global_blocks: int = 1
+    num_global_blocks: Tokens = 1
     """Blocks that all see: the last of each window of `fixed`, the first of a sequence
     under `bigbird`."""
     horizontal_global_attention: bool = False
     """Whether global blocks of an encoder see everything, too; they always do under
     `bigbird` and `bslongformer`."""
-    num_different_global_patterns: int = 1
+    num_different_global_patterns: SomeTokens = 1
     """Places of the global blocks of `fixed`, through which heads cycle."""
-    num_random_blocks: int = -1
+    num_random_blocks: OpenTokens = -1
     """Random blocks per row; -1 is 1 under `bigbird` and 0 under `variable`."""
-    num_sliding_window_blocks: int = 3
+    num_sliding_window_blocks: SomeTokens = 3
     """Width of the window, centred on the row."""
     local_window_blocks: tuple[int, ...] = (4,)
     """Blocks of each window of `variable`; the last size repeats."""
@@ -417,7 +600,7 @@ class Sparsity:
     """Blocks that all see, under `variable` and `bslongformer`."""
     global_block_end_indices: tuple[int, ...] = ()
     """One past the end of each range that starts at them; () for single blocks."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of the random blocks."""
 
 
@@ -430,13 +613,13 @@ class Latent:
     channels of keys. Off without `key_rank`.
     """
 
-    key_rank: int = 0
+    key_rank: Width = 0
     """Channels of the latent of keys and values; 0 has no latents."""
-    query_rank: int = 0
+    query_rank: Width = 0
     """Channels of the latent of queries; 0 takes queries from the stream."""
-    plain_size: int = 0
+    plain_size: Width = 0
     """Channels of a head of queries and keys that do not rotate."""
-    value_size: int = 0
+    value_size: Width = 0
     """Channels of a head of values, at most `model.head_size`."""
 
 
@@ -458,15 +641,15 @@ class MoE:
     best tokens, as many as its capacity (arXiv:2202.09368). It is for training: later
     tokens of a sequence compete with earlier ones, so that the losses of a decoder see
     the future, and a decoder writes no text."""
-    top_k: int = 1
+    top_k: SomeWidth = 1
     """Experts of each token."""
-    every: int = 1
+    every: SomeLayers = 1
     """1 puts experts in every layer, 2 in the second, fourth, ... as DeepSpeed does."""
-    first_dense: int = 0
+    first_dense: Layers = 0
     """Layers without experts before `every` counts."""
-    expert_size: int = 0
+    expert_size: Width = 0
     """Feed-forward width of an expert; 0 takes `model.mlp_size`."""
-    num_shared: int = 0
+    num_shared: Width = 0
     """Experts that all tokens use besides (arXiv:2401.06066)."""
     shared_gate: bool = False
     """Whether a sigmoid of each token scales the output of the shared experts."""
@@ -482,38 +665,38 @@ class MoE:
     """Whether the logits of the router have a bias, as in gpt-oss."""
     normalise: bool = True
     """Whether the weights of a token's experts add up to `scale`, if `top_k` > 1."""
-    scale: float = 1.0
+    scale: Positive = 1.0
     """Factor of the weights."""
-    num_groups: int = 1
+    num_groups: SomeWidth = 1
     """Groups of adjacent experts (arXiv:2412.19437)."""
-    top_groups: int = 1
+    top_groups: SomeWidth = 1
     """Groups that a token may choose from."""
     sampling: Literal["none", "first", "second"] = "none"
     """Gumbel noise on the logits of the `first` choice (DeepSpeed's RSample), or of the
     `second` (GShard), while training."""
-    jitter: float = 0.0
+    jitter: Decay = 0.0
     """Uniform noise of 1 - jitter to 1 + jitter on the router's input while training;
     0.01 in Switch (arXiv:2101.03961)."""
     drop: Literal["none", "position", "first_choices", "probability", "random"] = "none"
     """Tokens that stay if more choose an expert than its capacity: all, the first, all
     first choices before second ones, those of the best scores, or a random subset.
     Generation drops none."""
-    capacity_factor: float = 1.0
+    capacity_factor: Positive = 1.0
     """Capacity of an expert while training, over an even share of the tokens; with
     `choice="experts"` the mean number of experts of a token."""
-    eval_capacity_factor: float = 1.0
+    eval_capacity_factor: Positive = 1.0
     """The same in evaluation."""
-    min_capacity: int = 4
+    min_capacity: SomeTokens = 4
     """Least capacity, in tokens."""
-    balance_loss: float = 0.01
+    balance_loss: NonNegative = 0.01
     """Coefficient of the loss that evens the load of the experts."""
     balance_scope: BalanceScope = "microbatch"
     """Tokens with an even load: those of a device's microbatch, or of each sequence."""
-    bias_rate: float = 0.0
+    bias_rate: NonNegative = 0.0
     """Step of a bias on the scores, which evens the load without a loss: after each
     optimizer step it lowers that of experts above the mean load of the global batch,
     and raises the others' (arXiv:2408.15664). 0 moves none; DeepSeek-V3 took 0.001."""
-    z_loss: float = 0.0
+    z_loss: NonNegative = 0.0
     """Coefficient of the squared log-sum-exp of the logits (arXiv:2202.08906)."""
 
     @property
@@ -527,18 +710,18 @@ class Model:
     """Shape of the built-in decoder or encoder."""
 
     kind: Literal["decoder", "encoder"] = "decoder"
-    num_layers: int = 12
-    embed_size: int = 768
-    mlp_size: int = 0
+    num_layers: SomeLayers = 12
+    embed_size: SomeWidth = 768
+    mlp_size: Width = 0
     """0 takes 4 times `embed_size`, or 8/3, up to a multiple of 256, for a gated
     `activation`."""
-    mlp_tiles: int = 1
+    mlp_tiles: SomeWidth = 1
     """Tiles of the feed-forward that are loaded, run and updated one after another, for
     layers that do not fit on a device (arXiv:2104.07857, section 5.1.3)."""
-    num_heads: int = 12
-    num_kv_heads: int = 0
+    num_heads: SomeWidth = 12
+    num_kv_heads: Width = 0
     """Fewer than `num_heads` is grouped-query attention, 1 multi-query; 0 takes all."""
-    head_size: int = 0
+    head_size: Width = 0
     """Channels per head; 0 takes `embed_size` over `num_heads`, or what `latent` and
     `rotary_size` add up to."""
     query_key_norm: bool = False
@@ -546,49 +729,51 @@ class Model:
     query_key_norm_scope: Literal["head", "heads"] = "head"
     """Channels that it normalises together: those of each head, or of all heads, as in
     OLMo 2."""
-    vocab_size: int = 0
+    vocab_size: Annotated[
+        int, Range(lambda x: x >= 2, "use 2 or more, or 0 to derive it", MAX_TOKENS)
+    ] = 0
     """0 takes that of `data.path`, the 257 of the standard library, or the 50,257 of
     GPT-2."""
-    max_length: int = 1_024
+    max_length: SomeTokens = 1_024
     """Longest sequence of this run."""
-    max_positions: int = 0
+    max_positions: Tokens = 0
     """Longest sequence that a rotary model is for, which exports state and
     `checkpoint.init_from` brings (`max_position_embeddings`); 0 takes `max_length`."""
     norm: Literal["layer_norm", "rms_norm"] = "layer_norm"
-    norm_eps: float = 1e-5
+    norm_eps: Positive = 1e-5
     norm_position: Literal["input", "output", "both"] = "input"
     """What a decoder normalises of attention and feed-forward: the input, or, as OLMo
     2, the output before it is added to the residual stream, or, as Gemma 2, both."""
     zero_centered_norm: bool = False
     """Whether norms multiply by 1 + scale, with scales that start at 0, as in Gemma."""
     positions: Literal["learned", "rotary"] = "learned"
-    first_position: int = 0
+    first_position: Tokens = 0
     """Row of the table of learned positions for the first token: 2 in RoBERTa."""
-    num_token_types: int = 0
+    num_token_types: Tokens = 0
     """Rows of a table for `token_types` of a batch, such as first and second sentence;
     a batch without them has type 0. 0 has no table."""
-    rope_theta: float = 10_000.0
+    rope_theta: Positive = 10_000.0
     rope_scaling: RopeScaling = RopeScaling()
-    rotary_size: int = 0
+    rotary_size: Width = 0
     """Channels of each head that rotate, the first; 0 takes all."""
     rotary_pairs: Literal["halves", "adjacent"] = "halves"
     """Channels that rotate together: i of the first half and i of the second, as in
     Llama, or 2 i and 2 i + 1, as in DeepSeek."""
-    local_rope_theta: float = 0.0
+    local_rope_theta: NonNegative = 0.0
     """The base in sliding layers, whose rotations are then not scaled; 0 rotates as in
     the others."""
-    sliding_window: int = 0
+    sliding_window: Tokens = 0
     """Keys that a token sees in sliding layers, from its own back; 0 for all."""
-    full_attention_every: int = 0
+    full_attention_every: Layers = 0
     """Layers that do not slide: every second for 2, as in Gemma 2; none for 0."""
-    attention_soft_cap: float = 0.0
+    attention_soft_cap: NonNegative = 0.0
     """Bound of attention scores, by tanh before the softmax; 0 for none."""
     attention_sinks: bool = False
     """Whether each head has a score besides those of its keys, without a value, that
     takes part of the softmax, as in gpt-oss."""
-    logit_soft_cap: float = 0.0
+    logit_soft_cap: NonNegative = 0.0
     """Bound of the logits of the next token; 0 for none."""
-    query_scale_size: int = 0
+    query_scale_size: Width = 0
     """Number whose root divides attention scores; 0 takes `head_size`."""
     scaled_embedding: bool = False
     """Whether embeddings are multiplied by the root of `embed_size`."""
@@ -604,11 +789,14 @@ class Model:
     keys and values, as in Qwen 2; `all` has that of the output, too."""
     tied_head: bool = True
     """The output matrix is the embedding table."""
-    dropout_rate: float = 0.0
+    dropout_rate: Decay = 0.0
     """Dropout of the outputs of attention and feed-forward."""
-    embedding_dropout_rate: float = -1.0
+    embedding_dropout_rate: Annotated[
+        float,
+        Range(lambda x: x == -1 or 0 <= x < 1, "use 0 or more and less than 1, or -1"),
+    ] = -1.0
     """Dropout of the sum of embeddings; -1 takes `dropout_rate`."""
-    attention_dropout_rate: float = 0.0
+    attention_dropout_rate: Decay = 0.0
     """Dropout of attention weights; needs them in memory, and so XLA."""
     attention: Literal["auto", "cudnn", "xla", "sparse"] = "auto"
     """Attention kernel; `auto` logs its choice, a named one runs or fails; `sparse`
@@ -618,7 +806,7 @@ class Model:
     heads (arXiv:2309.14509), `ring` passes keys around (arXiv:2310.01889), `halo` sends
     the blocks that sparse attention needs; `auto` takes `ulysses` if heads divide, and
     logs its choice."""
-    layers_per_scan: int = 0
+    layers_per_scan: Layers = 0
     """0 unrolls the layers; k scans over blocks of k layers (compiles faster), as
     `deterministic` and `mlp_chunk_tokens` do with 1."""
     remat: Literal[
@@ -629,14 +817,14 @@ class Model:
     """Memory of the saved activations until the backward pass. If blocks are separate
     programs, as under offload, it stores their inputs and needs `remat="full"`; `nvme`
     needs such blocks."""
-    loss_chunk_tokens: int = 4_096
+    loss_chunk_tokens: Natural = 4_096
     """Tokens whose logits exist at one time; 0 computes them all at once."""
-    mlp_chunk_tokens: int = 0
+    mlp_chunk_tokens: Natural = 0
     """Tokens on a device whose hidden values in a feed-forward exist at one time; 0
     takes all. The sequence axis and the tensor axis both split tokens. For long
     sequences, under a `remat` that recomputes these values: `full` or `attention`
     (arXiv:2506.13996, section 3.1)."""
-    z_loss: float = 0.0
+    z_loss: NonNegative = 0.0
     """Weight of the squared log-partition penalty."""
     sparsity: Sparsity = Sparsity()
     latent: Latent = Latent()
@@ -690,9 +878,9 @@ class Masking:
     80 % of the predicted tokens are hidden, 10 % become random tokens, and 10 % stay.
     """
 
-    fraction: float = 0.15
+    fraction: Share = 0.15
     """Share of the tokens that are predicted."""
-    mask_id: int = -1
+    mask_id: OpenTokens = -1
     """Token that hides others; -1 takes `[MASK]` or `<mask>` of the tokenizer, or the
     first id beyond its vocabulary."""
 
@@ -705,13 +893,13 @@ class Data:
     """Python's own source on this machine, files of `zjax data prepare`, or noise."""
     path: str = ""
     """Directory made by `zjax data prepare`, for `tokens`."""
-    length: int = 0
+    length: Tokens = 0
     """Tokens per sequence; 0 takes `model.max_length`."""
     packing: Literal["blocks", "documents"] = "blocks"
     """`documents` keeps attention inside each document by segment ids."""
-    num_workers: int = 0
+    num_workers: Workers = 0
     """Loader processes; 0 reads in a thread of this process."""
-    prefetch_batches: int = 2
+    prefetch_batches: Workers = 2
     """Batches placed on the devices ahead of their use."""
     check_ids: Literal["host", "device"] = "host"
     """Where token ids are checked against the vocabulary: as batches leave the host, or
@@ -726,18 +914,18 @@ class Pacing:
     kind: Literal["linear", "root", "discrete", "custom"] = "linear"
     """`linear` in the step; `root` in a root of it, which rises fast at first;
     `discrete` lists the values; `custom` calls your function."""
-    start: int = 0
+    start: PacedValue = 0
     """First value; 0 takes 64 tokens, or a difficulty of 1."""
-    end: int = 0
+    end: PacedValue = 0
     """Last value; 0 takes `data.length`, 100 percent, or the largest difficulty."""
-    num_steps: int = 1_000
+    num_steps: Count = 1_000
     """First step of the last value."""
-    num_tokens: int = 0
+    num_tokens: Natural = 0
     """Consumed tokens that end the growth in place of `num_steps`: the step that
     reaches them is the first of the last value. 0 counts steps."""
-    multiple: int = 0
+    multiple: PacedValue = 0
     """Values are multiples of it; 0 takes 64 tokens, or 1."""
-    degree: int = 2
+    degree: Annotated[int, at_least(1, 64)] = 2
     """2 is the square root."""
     values: tuple[int, ...] = ()
     """Values of `discrete`, ascending."""
@@ -799,7 +987,7 @@ class Buckets:
     form: Literal["none", "cut", "pad"] = "none"
     """`cut` splits documents into powers of two, without padding; `pad` takes them
     whole, in the shortest bucket that holds them."""
-    shortest: int = 256
+    shortest: SomeTokens = 256
     """Tokens per row of the shortest bucket; each next one is twice as long, up to
     `data.length`."""
     order: Literal["shuffle", "grow", "mixture", "pacing"] = "shuffle"
@@ -809,7 +997,7 @@ class Buckets:
     weights: tuple[float, ...] = ()
     """Odds of the buckets, the shortest first; () for 1, 1/2, 1/4, ... under `grow`,
     and equal ones otherwise."""
-    num_cycles: int = 8
+    num_cycles: SomeRows = 8
     """Equal parts of an epoch under `grow`."""
     learning_rate: Literal["constant", "linear", "sqrt"] = "constant"
     """Whether the learning rate of a batch grows with its rows over
@@ -848,9 +1036,9 @@ class LayerDrop:
     of a layer that runs. One draw decides for all sequences of a microbatch.
     """
 
-    theta: float = 1.0
+    theta: Share = 1.0
     """Limit of the probability of the last layer; 0.5 in the paper, 1 drops none."""
-    gamma: float = 0.0
+    gamma: NonNegative = 0.0
     """Rate at which probabilities fall; 0 takes 100 / `num_steps`, as the paper."""
 
 
@@ -858,14 +1046,14 @@ class LayerDrop:
 class Evaluation:
     """Loss on held-out data during training."""
 
-    every_steps: int = 500
+    every_steps: Natural = 500
     """0 evaluates only at the end."""
-    num_batches: int = 8
+    num_batches: Annotated[int, at_least(-1)] = 8
     """Most batches of `global_batch_size` rows, the same for every seed and each row
     once; -1 takes all rows, and 0 never evaluates."""
-    patience: int = 0
+    patience: Natural = 0
     """Evaluations in a row without a lower loss that end the run early; 0 is never."""
-    min_improvement: float = 0.0
+    min_improvement: NonNegative = 0.0
     """Least decrease of the best loss that counts as lower."""
 
 
@@ -873,10 +1061,10 @@ class Evaluation:
 class Checkpoint:
     """Checkpoints under `<directory>/checkpoints`."""
 
-    every_steps: int = 500
+    every_steps: Natural = 500
     """0 saves only at the end and on a signal."""
-    keep_last: int = 2
-    keep_best: int = 1
+    keep_last: Count = 2
+    keep_best: Natural = 1
     """Checkpoints of lowest validation loss to keep besides the last. With
     `evaluation.patience` a run also saves at each new lowest loss."""
     resume: Literal["auto", "never", "required"] = "auto"
@@ -885,7 +1073,7 @@ class Checkpoint:
     """Safetensors file, or directory of a run or of a Hugging Face checkpoint, whose
     weights start a new run; those of a dense model also start one with `model.moe`,
     whose experts are copies (arXiv:2212.05055)."""
-    expert_noise: float = 0.0
+    expert_noise: NonNegative = 0.0
     """Noise on these copies, as a fraction of the standard deviation of each matrix."""
     resize_vocabulary: bool = False
     """Whether `init_from` has fewer tokens than `model.vocab_size`; the new rows of its
@@ -900,9 +1088,9 @@ class Lora:
     parameters `lora/a` and `lora/b` of a layer, and `optimizer.groups` finds them so.
     """
 
-    rank: int = 0
+    rank: Natural = 0
     """Inner dim of the adapters; 0 has none and trains all parameters."""
-    alpha: float = 16.0
+    alpha: Positive = 16.0
     """Adapters are multiplied by `alpha / rank`."""
     targets: tuple[str, ...] = (".*",)
     """Regular expressions searched in paths of linear layers, such as
@@ -910,7 +1098,7 @@ class Lora:
     form: Literal["lora", "dora"] = "lora"
     """`dora` also trains the length of each column of the sum of matrix and adapter
     (arXiv:2402.09353)."""
-    dropout: float = 0.0
+    dropout: Decay = 0.0
     """Probability to zero an entry of what enters an adapter alone, in training."""
     also_train: tuple[str, ...] = ()
     """Regular expressions searched in paths of other parameters to train in full."""
@@ -920,7 +1108,7 @@ class Lora:
     quantize: Literal["", "int8", "int4"] = ""
     """Type in which the frozen matrices of blocks are stored (QLoRA, arXiv:2305.14314),
     with scales in the compute dtype; empty for the compute dtype."""
-    block_size: int = 64
+    block_size: Annotated[int, at_least(2)] = 64
     """Most inputs that share a scale, for each output of a matrix: blocks are as large
     as divide its inputs, such as 40 of heads of 80 channels."""
 
@@ -935,11 +1123,11 @@ class Distill:
     teacher: str = ""
     """Directory of the teacher's run, whose newest weights for evaluation are used;
     empty for no distillation."""
-    weight: float = 1.0
+    weight: Positive = 1.0
     """Weight of the divergence beside the cross-entropy."""
-    temperature: float = 1.0
+    temperature: Positive = 1.0
     """Divisor of the logits of both (arXiv:1503.02531)."""
-    fraction: float = 0.7
+    fraction: Fraction = 0.7
     """Fraction of `num_steps` after which the stage ends."""
     memory: Literal["device", "pinned_host"] = "device"
     """Memory of the teacher's parameters between its passes."""
@@ -958,13 +1146,13 @@ class Observe:
     ] = ("console", "jsonl", "tensorboard")
     project: str = "zjax"
     """Project of Weights & Biases, and experiment of MLflow."""
-    log_every_steps: int = 10
+    log_every_steps: Count = 10
     plot: bool = True
     """Saves a picture of loss and speed at the end."""
-    profile_start_step: int = -1
+    profile_start_step: Step = -1
     """First step, from 1 on, of a jax.profiler trace; -1 takes none."""
-    profile_num_steps: int = 3
-    peak_tflops: float = 0.0
+    profile_num_steps: Count = 3
+    peak_tflops: NonNegative = 0.0
     """Peak of one device for MFU; 0 looks it up by device name."""
 
 
@@ -974,11 +1162,11 @@ class Processes:
 
     coordinator: str = "auto"
     """`auto` asks Slurm, Open MPI or Kubernetes; `none` runs alone; or `host:port`."""
-    num_processes: int = 0
+    num_processes: Devices = 0
     """Number of processes, with `host:port`."""
-    process_id: int = -1
+    process_id: Annotated[int, at_least(-1, MAX_DEVICES)] = -1
     """Number of this process, with `host:port`."""
-    heartbeat_seconds: int = 20
+    heartbeat_seconds: Annotated[int, at_least(1, 86_400)] = 20
     """Seconds without a heartbeat after which a process counts as dead."""
 
 
@@ -993,14 +1181,14 @@ class Elasticity:
     microbatch_sizes: tuple[int, ...] = ()
     """Sizes to choose `microbatch_size` from; () leaves the batch to the three settings
     above, which are otherwise 0."""
-    max_batch_size: int = 2_000
+    max_batch_size: SomeRows = 2_000
     """Largest global batch."""
-    min_shards: int = 1
-    max_shards: int = 10_000
+    min_shards: SomeDevices = 1
+    max_shards: SomeDevices = 10_000
     """Range of the numbers of batch shards of which as many as possible shall fit."""
     prefer_larger: bool = True
     """Whether the larger of two batches that fit equally many is taken."""
-    shards_per_node: int = 0
+    shards_per_node: Devices = 0
     """0 counts shards (version 0.1). A number of devices counts nodes (version 0.2),
     and gives shards that do not fit a batch of their own."""
 
@@ -1009,20 +1197,20 @@ class Elasticity:
 class Config:
     """One run of zjax."""
 
-    seed: int = 0
-    num_steps: int = derived.OfferedInt(1_000)
-    num_epochs: float = 0.0
+    seed: Seed = 0
+    num_steps: Count = derived.OfferedInt(1_000)
+    num_epochs: NonNegative = 0.0
     """Passes over the training rows, which `zjax.Trainer` counts, in place of
     `num_steps`; 0 is none."""
-    num_tokens: int = 0
+    num_tokens: Natural = 0
     """Consumed tokens that end the run of a built-in model before `num_steps`, at the
     end of a step; 0 is none."""
-    global_batch_size: int = derived.OfferedInt(32)
+    global_batch_size: Rows = derived.OfferedInt(32)
     """Sequences per optimizer step, over all devices and microbatches; 0 derives it
     from the two settings below. The batch of `zjax.initialize` replaces the default."""
-    num_microbatches: int = 0
+    num_microbatches: Rows = 0
     """Gradient accumulation steps; 0 derives it (1 by default)."""
-    microbatch_size: int = 0
+    microbatch_size: Rows = 0
     """Sequences per device and microbatch; 0 derives it."""
     elasticity: Elasticity = Elasticity()
     directory: str = "runs/default"

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from zjax.comm.codecs import Codec, make_codec
 from zjax.comm.compressed_mean import Errors, compressed_mean, padded_size
 from zjax.optim.phases import Phase, make_phases
-from zjax.settings.schema import Config
+from zjax.settings.schema import Compressed, Config
 from zjax.sharding.mesh import REPLICA
 from zjax.sharding.placement import ArrayPlan, pad_tree, unpad_tree
 from zjax.sharding.plan import Plan
@@ -202,8 +202,9 @@ def describe_errors(rows: Any, config: Config, step: int) -> str:
     phases = make_phases(config)
     units = None
     if phases is not None and phases.freeze_step:
-        optimizer, is_frozen = config.optimizer, step >= phases.freeze_step
-        units = optimizer.name, optimizer.bias_correction, is_frozen
+        rule, is_frozen = config.optimizer.rule, step >= phases.freeze_step
+        corrects_bias = isinstance(rule, Compressed) and rule.bias_correction
+        units = rule.kind, corrects_bias, is_frozen
     settings = config.communication
     masters = jax.tree.leaves(rows.master)
     places = [(row.path, row.stored_shape, str(row.stored)) for row in masters]

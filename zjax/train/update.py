@@ -10,8 +10,7 @@ import optax
 
 from zjax.optim import precision, transforms
 from zjax.optim.transforms import update_ema
-from zjax.settings.replicas import COMPRESSED_OPTIMIZERS
-from zjax.settings.schema import Config
+from zjax.settings.schema import Compressed, Config
 from zjax.sharding.frozen import joined, trained
 from zjax.sharding.placement import constrain, pad_tree, place_tree, unpad_tree
 from zjax.sharding.plan import Plan
@@ -155,7 +154,7 @@ class Update:
     @property
     def phase(self) -> dict[str, str]:
         """The name of the phase, for optimizers that send compressed messages."""
-        takes_phase = self.config.optimizer.name in COMPRESSED_OPTIMIZERS
+        takes_phase = isinstance(self.config.optimizer.rule, Compressed)
         if self.sent is None or not takes_phase:
             return {}
         return {"phase": self.sent.phase.name}

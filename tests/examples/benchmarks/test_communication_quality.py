@@ -15,7 +15,7 @@ from zjax.settings import schema
 TINY = (
     "num_steps=4",
     "global_batch_size=8",
-    "optimizer.num_warmup_steps=1",
+    "optimizer.schedule.num_warmup_steps=1",
     "precision.compute_dtype=float32",
     "evaluation.num_batches=1",
     "model.num_layers=2",
@@ -69,12 +69,12 @@ def test_methods_and_twins_differ_in_what_they_send_alone(program, num_devices):
         ours, exact = (program.make_config(name, vocabulary) for name in (method, twin))
         zjax.check_config(ours, num_devices)
         zjax.check_config(exact, num_devices)
-        names = {ours.optimizer.name, exact.optimizer.name}
+        names = {ours.optimizer.rule, exact.optimizer.rule}
         assert len(names) == 1 or method.startswith(("onebit", "zero_one"))
         same = dataclasses.replace(
             ours.optimizer,
-            name=exact.optimizer.name,
-            freeze_step=exact.optimizer.freeze_step,
+            name=exact.optimizer.rule,
+            freeze_step=exact.optimizer.rule.freeze_step,
         )
         stored = ours.model.layers_per_scan
         exact = zjax.load_config(exact, {"model.layers_per_scan": stored})
@@ -114,5 +114,5 @@ def test_finished_runs_are_not_run_again(measure, program, tmp_path, monkeypatch
     monkeypatch.setitem(program.METHODS, "diloco", {"communication.num_local_steps": 1})
     _, trained = measure("--methods=adam,diloco", "--seeds=0")
     assert len(trained) == 1 and trained[0].startswith("diloco")
-    _, trained = measure("--methods=adam", "--seeds=0", "optimizer.b1=0.8")
+    _, trained = measure("--methods=adam", "--seeds=0", "optimizer.rule.b1=0.8")
     assert len(trained) == 1

@@ -12,7 +12,7 @@ from zjax.data.prepare import prepare
 
 TINY = (
     "global_batch_size=8",
-    "optimizer.num_warmup_steps=1",
+    "optimizer.schedule.num_warmup_steps=1",
     "precision.compute_dtype=float32",
     "model.num_layers=1",
     "model.embed_size=16",

@@ -145,7 +145,7 @@ def test_dense_and_experts_have_the_same_settings(on_two):
     for section in ("zero", "precision"):
         assert getattr(experts, section) == getattr(dense, section)
     assert experts.data.length == dense.data.length == 2048
-    assert experts.optimizer.moment_dtype == dense.optimizer.moment_dtype
+    assert experts.optimizer.rule.moment_dtype == dense.optimizer.rule.moment_dtype
     assert experts.model.remat == dense.model.remat
 
 
@@ -196,7 +196,7 @@ def test_the_quality_of_smaller_mixtures_is_measured(program, monkeypatch, capsy
         {"num_steps": 4, "global_batch_size": 8, "zero": {"stage": 0}},
         {"model": {"num_layers": 2, "embed_size": 16, "num_heads": 2}},
         {"model.max_length": 16, "model.moe.num_experts": 2},
-        {"evaluation.num_batches": 1, "optimizer.num_warmup_steps": 1},
+        {"evaluation.num_batches": 1, "optimizer.schedule.num_warmup_steps": 1},
     )
     monkeypatch.setattr(module, "SETTINGS", settings)
     found = printed(module, monkeypatch, capsys, "--seeds=2")

@@ -24,7 +24,7 @@ SMALL = (
     "model.vocab_size=64",
     "model.max_length=16",
     "data.length=16",
-    "optimizer.num_warmup_steps=1",
+    "optimizer.schedule.num_warmup_steps=1",
 )
 
 

@@ -1,0 +1,146 @@
+"""A choice takes the settings that it reads, whatever the choice and the setting."""
+
+import dataclasses
+import itertools
+import typing
+
+import pytest
+
+from tests.support.refusals import refusal
+from zjax import config as zconfig
+from zjax.settings import choices, convert, derived, renamed, schema
+
+
+def all_choices(section=schema.Config, path=""):
+    """Path and annotation of every choice, in every section."""
+    for field in dataclasses.fields(section):
+        hint = typing.get_type_hints(section)[field.name]
+        name = f"{path}.{field.name}" if path else field.name
+        if choices.kinds(hint):
+            yield name, hint
+        for one in choices.sections(hint):
+            yield from all_choices(one, name)
+
+
+CHOICES = dict(all_choices())
+each_choice = pytest.mark.parametrize("path", CHOICES)
+
+
+def settings_of(path, kind):
+    """Overrides that make a choice, and the choices around it."""
+    *around, name = path.split(".")
+    overrides = []
+    for end in range(1, len(around) + 1):
+        outer, inner = ".".join(around[:end]), path.split(".")[end]
+        if outer in CHOICES:
+            fits = (
+                k
+                for k, one in choices.kinds(CHOICES[outer]).items()
+                if one and inner in choices.names(one)
+            )
+            overrides.append(f"{outer}={next(fits)}")
+    return [*overrides, f"{path}={kind}"]
+
+
+@each_choice
+def test_every_kind_is_chosen_by_name_and_printed(path):
+    for kind, section in choices.kinds(CHOICES[path]).items():
+        config = zconfig.load_config({}, *settings_of(path, kind))
+        chosen = config
+        for name in path.split("."):
+            chosen = getattr(chosen, name)
+        assert type(chosen) is (section or type(None))
+        assert convert.from_mapping(schema.Config, convert.to_mapping(config)) == config
+
+
+@each_choice
+def test_a_setting_of_another_kind_is_refused_by_name(path):
+    """Fails where a choice takes, or drops, what it does not read."""
+    kinds = choices.kinds(CHOICES[path])
+    for (kind, section), (other, read) in itertools.permutations(kinds.items(), 2):
+        unread = {*choices.names(read or object)} if read else set()
+        unread -= {*choices.names(section)} if section else set()
+        for name in sorted(unread):
+            if type(value := choices.default_of(read, name)) not in (int, float):
+                continue
+            changed = value + 1
+            given = [*settings_of(path, kind), f"{path}.{name}={changed}"]
+            shown = None if section is None else kind
+            start = f"{path}.{name}={changed} has no effect with {path}={shown!r}; "
+            assert refusal(given, 8).startswith(start + "leave it out, or set "), other
+
+
+@each_choice
+def test_settings_of_one_name_have_one_type_and_one_default(path):
+    """A change of the kind alone keeps them, and a default that is left is no wish."""
+    found = {}
+    for section in choices.sections(CHOICES[path]):
+        hints = typing.get_type_hints(section, include_extras=True)
+        for name in choices.names(section):
+            now = hints[name], choices.default_of(section, name)
+            assert found.setdefault(name, now) == now
+
+
+def test_a_kind_that_does_not_exist_is_refused_with_all_kinds():
+    assert refusal(["optimizer.schedule=cosin"], 8) == (
+        "optimizer.schedule='cosin' is not a choice; use one of constant, linear, "
+        "cosine, wsd, warmup_lr, warmup_decay_lr, warmup_cosine_lr, one_cycle, "
+        "range_test"
+    )
+    assert refusal(["optimizer.rule=3"], 8) == (
+        "optimizer.rule=3 is an int; expected one of adamw, adam, lamb, lion, sgd, "
+        "sgd_l2, adafactor, muon, onebit_adam, onebit_lamb, zero_one_adam, or a "
+        "mapping with a kind"
+    )
+
+
+def test_an_unknown_setting_of_a_choice_is_refused_with_the_nearest():
+    assert refusal(["optimizer.rule.bb1=0.5"], 8) == (
+        "optimizer.rule.bb1=0.5 is not a setting; did you mean optimizer.rule.b1?"
+    )
+
+
+def test_defaults_of_other_kinds_are_no_wish():
+    """Files that list every setting, such as records of runs, read back."""
+    values = {"optimizer": {"rule": {"kind": "sgd", "b2": 0.95, "eps": 1e-8}}}
+    rule = convert.from_mapping(schema.Config, values).optimizer.rule
+    assert rule == schema.Sgd()
+
+
+def test_a_config_file_sets_a_choice_by_kind_and_then_what_is_inside():
+    config = zconfig.base()
+    config.optimizer.schedule = "one_cycle"
+    config.optimizer.schedule.num_rise_steps = 5
+    config.optimizer.schedule.momentum = {"max_momentum": 0.7}
+    assert zconfig.load_config(config).optimizer.schedule == schema.OneCycle(
+        num_rise_steps=5, momentum=schema.CycledMomentum(max_momentum=0.7)
+    )
+    config.mesh = "auto"
+    assert zconfig.load_config(config).mesh.tensor == 0
+
+
+@pytest.mark.parametrize("old", [*renamed.MOVED, *renamed.SECTIONS])
+def test_an_old_name_leads_to_a_setting(old):
+    new = renamed.MOVED[old].path if old in renamed.MOVED else renamed.SECTIONS[old]
+    assert convert.type_of(new) is not None
+    assert convert.type_of(old) is None
+
+
+def test_an_old_name_is_read_and_told_once(caplog):
+    renamed._tell.cache_clear()
+    for _ in range(2):
+        config = zconfig.load_config({"optimizer": {"name": "lion", "b1": 0.8}})
+    assert config.optimizer.rule == schema.Lion(b1=0.8)
+    assert caplog.messages == [
+        "optimizer.name is now optimizer.rule; the old name is read in this release "
+        "only",
+        "optimizer.b1 is now optimizer.rule.b1; the old name is read in this release "
+        "only",
+    ]
+
+
+def test_a_later_override_by_the_new_name_wins_over_an_old_one():
+    old = {"optimizer": {"b1": 0.8}}
+    config = zconfig.load_config(old, "optimizer.rule.b1=0.7")
+    assert config.optimizer.rule.b1 == 0.7
+    assert not derived.is_derived(config.optimizer.rule.b1)

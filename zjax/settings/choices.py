@@ -1,0 +1,101 @@
+"""Sections of settings, and choices between sections.
+
+The sections that a setting chooses from are a union in the annotation. Each has a kind,
+the name of the class in snake case. A setting exists only in sections that read it.
+"""
+
+import dataclasses
+import re
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, ClassVar, dataclass_transform
+
+KIND = "kind"
+"""Key of a mapping that names the section."""
+NONE = "none"
+"""Kind of a choice of no section, which is None."""
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+def section(cls):
+    """Declares a section: immutable, keyword-only, hashable."""
+    return dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+
+
+class Choice:
+    """Base of a section that is one of several."""
+
+    kind: ClassVar[str]
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if KIND not in vars(cls):
+            cls.kind = _snake_case(cls.__name__)
+
+
+def _snake_case(name: str) -> str:
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+
+
+def kinds(hint: Any) -> dict[str, type | None]:
+    """Sections that an annotation chooses from, by kind; empty if it is no choice.
+
+    Example:
+        >>> @section
+        ... class Line(Choice):
+        ...     steps: int = 1
+        >>> list(kinds(Line | None)), kinds(int | str)
+        (['line', 'none'], {})
+    """
+    if not isinstance(hint, types.UnionType):
+        return {}
+    members = [None if one is types.NoneType else one for one in typing.get_args(hint)]
+    if not any(map(dataclasses.is_dataclass, members)):
+        return {}
+    return {kind_of(one): one for one in members}
+
+
+def kind_of(one: type | None) -> str:
+    """Kind of a section, or of None."""
+    return NONE if one is None else getattr(one, KIND, _snake_case(one.__name__))
+
+
+def sections(hint: Any) -> tuple[type, ...]:
+    """Section classes of an annotation: one, several of a choice, or none."""
+    if dataclasses.is_dataclass(hint):
+        return (typing.cast(type, hint),)
+    return tuple(one for one in kinds(hint).values() if one)
+
+
+def readers(found: Mapping[str, type | None], name: str) -> list[str]:
+    """Kinds of a choice whose section has a setting."""
+    return [kind for kind, one in found.items() if one and name in names(one)]
+
+
+def as_mapping(value: Any) -> Any:
+    """Choice by kind alone, or by None, as a mapping; other values pass unchanged.
+
+    Example:
+        >>> as_mapping("wsd"), as_mapping(None)
+        ({'kind': 'wsd'}, {'kind': 'none'})
+    """
+    if value is None or isinstance(value, str):
+        return {KIND: NONE if value is None else value}
+    return value
+
+
+def as_kind(section: Any, kind: type) -> Any:
+    """Section of another kind that keeps the settings that both kinds have."""
+    shared = {name for name in names(kind) if hasattr(section, name)}
+    return kind(**{name: getattr(section, name) for name in shared})
+
+
+def names(one: type) -> list[str]:
+    """Names of the settings of a section."""
+    return [field.name for field in dataclasses.fields(one)]
+
+
+def default_of(one: Any, name: str) -> Any:
+    """Default of a setting of a section."""
+    return {field.name: field.default for field in dataclasses.fields(one)}[name]

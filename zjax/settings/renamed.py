@@ -1,0 +1,95 @@
+"""Old names of settings, which are read for one release, and told."""
+
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from absl import logging
+
+
+class Moved(NamedTuple):
+    """Place to which a setting has moved."""
+
+    path: str
+    values: Mapping[Any, Any] = {}
+    """New values of old ones that are written differently."""
+
+
+def _moved(old: str, new: str, *names: str) -> dict[str, Moved]:
+    """Settings of a section that moved under their names."""
+    return {f"{old}.{name}": Moved(f"{new}.{name}") for name in names}
+
+
+MOVED: dict[str, Moved] = {
+    "optimizer.name": Moved("optimizer.rule"),
+    **_moved(
+        "optimizer",
+        "optimizer.rule",
+        *("b1", "b2", "eps", "bias_correction", "moment_dtype", "freeze_step"),
+        *("var_update_scaler", "local_step_scaler", "local_step_clipper"),
+    ),
+    **_moved(
+        "optimizer",
+        "optimizer.schedule",
+        *("num_warmup_steps", "warmup", "decay_fraction"),
+    ),
+    "optimizer.final_learning_rate_fraction": Moved(
+        "optimizer.schedule.final_fraction"
+    ),
+    "optimizer.cycle.cycles_momentum": Moved(
+        "optimizer.schedule.momentum", {True: "cycled_momentum", False: None}
+    ),
+    **_moved(
+        "optimizer.cycle",
+        "optimizer.schedule.momentum",
+        *("min_momentum", "max_momentum", "momentum_decay_rate"),
+    ),
+}
+"""Places of settings by old paths."""
+
+SECTIONS = {
+    "optimizer.cycle": "optimizer.schedule",
+    "optimizer.range_test": "optimizer.schedule",
+}
+"""Sections by old paths, for settings that kept their names."""
+
+
+def moved(
+    values: Mapping[str, Any], section: str = ""
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Splits nested settings into settings under known names, and moved ones by path.
+
+    Example:
+        >>> moved({"optimizer": {"name": "lion", "weight_decay": 0.0}})
+        ({'optimizer': {'weight_decay': 0.0}}, {'optimizer.rule': 'lion'})
+    """
+    kept, found = dict[str, Any](), dict[str, Any]()
+    for name, value in values.items():
+        path = f"{section}{name}"
+        if isinstance(value, Mapping):
+            inner, below = moved(value, f"{path}.")
+            found |= below
+            if inner or path not in SECTIONS:
+                kept[name] = inner
+        elif new := _place(path):
+            _tell(path, new.path)
+            is_known = isinstance(value, bool | int | str) and value in new.values
+            found[new.path] = new.values[value] if is_known else value
+        else:
+            kept[name] = value
+    return kept, found
+
+
+def _place(path: str) -> Moved | None:
+    """Place of a setting under an old name, or in a section that moved."""
+    if path in MOVED:
+        return MOVED[path]
+    section, _, name = path.rpartition(".")
+    return Moved(f"{SECTIONS[section]}.{name}") if section in SECTIONS else None
+
+
+@functools.cache  # once per process
+def _tell(old: str, new: str) -> None:
+    """Logs that a setting has another name."""
+    text = "%s is now %s; the old name is read in this release only"
+    logging.warning(text, old, new)
