@@ -56,7 +56,8 @@ def test_errors_of_gradients_are_not_those_of_movements(tmp_path, caplog):
     state = after(run, 5)
     assert any(np.asarray(x).any() for x in jax.tree.leaves(state.extra.errors))
     zjax.save(tmp_path, state, run)
-    other = make_run(optimizer=dataclasses.replace(ZERO_ONE, freeze_step=4))
+    rule = dataclasses.replace(ZERO_ONE.rule, freeze_step=4)
+    other = make_run(optimizer=dataclasses.replace(ZERO_ONE, rule=rule))
     with caplog.at_level(logging.WARNING):
         state, _ = zjax.restore(tmp_path, other)
     assert not any(np.asarray(x).any() for x in jax.tree.leaves(state.extra.errors))

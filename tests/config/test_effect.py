@@ -88,7 +88,8 @@ EFFECT = [
     case(
         "optimizer.rule=sgd;optimizer.rule.b1=0;optimizer.rule.moment_dtype=bfloat16",
         "optimizer.rule.moment_dtype='bfloat16' has no effect with "
-        "optimizer.rule.b1=0.0; leave it at 'float32', or set optimizer.rule.b1 above 0",
+        "optimizer.rule.b1=0.0; leave it at 'float32', or set optimizer.rule.b1 above "
+        "0",
         id="moments-without-momentum",
     ),
     case(

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.support import models, optimizers, runs, small_run
+from tests.support import models, rules, runs, small_run
 from zjax.optim.build import make_optimizer
 from zjax.sharding import describe, memory, placement
 from zjax.typing import Loss, Model
@@ -21,7 +21,7 @@ each_dtype = pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 
 def make_run(dtype, stage, *, name="adamw", model=None, **settings):
     model = models.make_mlp() if model is None else model
-    optimizer = optimizers.optimizer(
+    optimizer = rules.optimizer(
         name, moment_dtype=dtype, num_warmup_steps=0, peak_learning_rate=0.01
     )
     tx = make_optimizer(runs.make_config(stage, optimizer=optimizer), model)

@@ -103,10 +103,8 @@ def test_steps_that_nothing_waits_for(monkeypatch, name):
         monkeypatch.setattr(module, "is_simulated", lambda mesh: False)
     found = []
     for memory in ("device", "pinned_host"):
-        config = make_config(memory, **(changes if memory != "device" else {}))
-        optimizer = changes.get("optimizer", {})
-        settings = dataclasses.replace(config.optimizer, **optimizer)
-        config = dataclasses.replace(config, optimizer=settings)
+        alone = {"optimizer": changes.get("optimizer", {})}
+        config = make_config(memory, **(changes if memory != "device" else alone))
         model = make_model(config)
         tx = make_optimizer(config, model)
         run = make_run(config, model, tx, devices=jax.devices()[:1])

@@ -10,13 +10,13 @@ import pytest
 
 from tests.reference import optimizers as reference
 from tests.reference import schedules as closed_form
-from tests.support import optimizers
+from tests.support import rules
 from zjax.errors import ConfigError
 from zjax.optim import build
 from zjax.settings import schema
 from zjax.typing import Model
 
-NAMES = tuple(optimizers.RULES)
+NAMES = tuple(rules.RULES)
 NUM_STEPS, PEAK, DECAY = 100, 3e-3, 0.1
 RTOL = 2e-6
 """Float32 after 100 steps, relative to the parameter."""
@@ -24,7 +24,7 @@ RTOL = 2e-6
 
 def make_config(name, groups=(), num_steps=NUM_STEPS, **settings):
     fixed = {"num_warmup_steps": 10}
-    optimizer = optimizers.optimizer(name, groups=groups, **fixed | settings)
+    optimizer = rules.optimizer(name, groups=groups, **fixed | settings)
     return schema.Config(num_steps=num_steps, optimizer=optimizer)
 
 
@@ -93,7 +93,7 @@ def test_hundred_steps_equal_float64(name, b2):
     config = make_config(name, b2=b2, peak_learning_rate=PEAK)
     got = train(build.make_optimizer(config), *narrow)
 
-    settings = config.optimizer
+    settings = config.optimizer.rule
     shape = dict(kind="cosine", num_steps=NUM_STEPS, num_warmup=10, final=0.1)
     rates = [
         PEAK * closed_form.fraction(step, decay_fraction=0.0, **shape)

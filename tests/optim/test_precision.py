@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tests.support import optimizers
+from tests.support import rules
 from zjax.optim import precision
 from zjax.settings import schema
 
@@ -100,7 +100,7 @@ def test_moments_are_named_where_they_differ_from_the_weights(
     optimizer, master, expected
 ):
     config = schema.Config(
-        optimizer=optimizers.optimizer(**optimizer),
+        optimizer=rules.optimizer(**optimizer),
         precision=schema.Precision(master_dtype=master),
     )
     assert precision.describe_precision(config).split(" | ")[0] == expected

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.reference import compression
-from tests.support import models, optimizers, runs, totals
+from tests.support import models, rules, runs, totals
 from tests.support.crossing import crossing
 from zjax.errors import PlanError
 from zjax.optim.build import make_optimizer
@@ -329,7 +329,7 @@ def test_more_fragments_than_arrays_are_refused():
 def test_optimizers_of_the_settings_work_inside(name, codec):
     """MuLoCo: fragments in few bits, and what a replica learned counts half."""
     settings = schema.Communication(codec=codec, **STREAMED)
-    optimizer = optimizers.optimizer(name, num_warmup_steps=0, peak_learning_rate=0.01)
+    optimizer = rules.optimizer(name, num_warmup_steps=0, peak_learning_rate=0.01)
     config = runs.make_config(
         2,
         mesh=schema.Mesh(replica=4),

@@ -9,7 +9,7 @@ import pytest
 from jax.flatten_util import ravel_pytree
 
 from tests.reference.onebit_adam import OnebitAdam
-from tests.support import models, optimizers, pipelines, runs
+from tests.support import models, pipelines, rules, runs
 from tests.support.crossing import SCALARS, crossing_bytes
 from tests.support.replicas import (
     REPLICAS,
@@ -36,7 +36,7 @@ def settings(**changes):
         "clip_norm": 2.0,
         "weight_decay": DECAY,
     }
-    return optimizers.optimizer(**values | changes)
+    return rules.optimizer(**values | changes)
 
 
 def make_onebit_run(model=None, num_devices=REPLICAS, mesh=None, **changes):

@@ -6,7 +6,7 @@ import numpy as np
 from jax.flatten_util import ravel_pytree
 
 from tests.reference.onebit_lamb import OnebitLamb
-from tests.support import optimizers, runs
+from tests.support import rules, runs
 from tests.support.crossing import is_large
 from tests.support.replicas import (
     REPLICAS,
@@ -24,11 +24,10 @@ RATE, DECAY = 1e-2, 0.1
 
 
 def make_lamb_run(name="onebit_lamb"):
-    freeze = {"freeze_step": FREEZE} if name == "onebit_lamb" else {}
-    optimizer = optimizers.optimizer(
+    optimizer = rules.optimizer(
         name,
         "constant",
-        **freeze,
+        freeze_step=FREEZE,
         num_warmup_steps=0,
         peak_learning_rate=RATE,
         clip_norm=float("inf"),

@@ -11,7 +11,7 @@ import pytest
 from jax.flatten_util import ravel_pytree
 
 from tests.reference.zero_one_adam import ZeroOneAdam, schedule
-from tests.support import models, optimizers, pipelines, runs
+from tests.support import models, pipelines, rules, runs
 from tests.support.cases import some_by_hand
 from tests.support.crossing import SCALARS, crossing_bytes
 from tests.support.replicas import (
@@ -55,7 +55,7 @@ def settings(**changes):
         "clip_norm": CLIP,
         "weight_decay": DECAY,
     }
-    return optimizers.optimizer(**values | changes)
+    return rules.optimizer(**values | changes)
 
 
 def make_zero_one_run(model=None, num_devices=REPLICAS, mesh=None, stage=0, **changes):

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from tests.support import models, optimizers, runs
+from tests.support import models, rules, runs
 from zjax.errors import NonFiniteError, StateError
 from zjax.optim.build import make_optimizer
 from zjax.settings import schema
@@ -14,10 +14,11 @@ FREEZE = 2
 
 
 def make_run(name, freeze_step=FREEZE, communication=None, **changes):
-    optimizer = optimizers.optimizer(name, freeze_step=freeze_step, num_warmup_steps=1)
+    changes |= {"freeze_step": freeze_step, "num_warmup_steps": 1}
+    optimizer = rules.optimizer(name, **changes)
     settings = {
         "communication": communication or schema.Communication(),
-        "optimizer": dataclasses.replace(optimizer, **changes),
+        "optimizer": optimizer,
         "mesh": schema.Mesh(replica=2),
         "num_steps": 8,
     }

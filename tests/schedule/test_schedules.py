@@ -8,19 +8,20 @@ import numpy as np
 import pytest
 
 from tests.reference import schedules as reference
-from tests.support import optimizers
+from tests.support import rules
 from zjax.schedule import learning_rate
 from zjax.settings import schema
-from zjax.settings.choices import names
 
 PEAK = 3e-4
 
 
 def make(kind, num_steps, num_warmup=100, final=0.0, decay_fraction=0.2):
-    shape = {"final_fraction": final, "decay_fraction": decay_fraction}
-    read = {n: x for n, x in shape.items() if n in names(optimizers.SCHEDULES[kind])}
-    optimizer = optimizers.optimizer(
-        schedule=kind, num_warmup_steps=num_warmup, peak_learning_rate=PEAK, **read
+    optimizer = rules.optimizer(
+        schedule=kind,
+        num_warmup_steps=num_warmup,
+        peak_learning_rate=PEAK,
+        final_fraction=final,
+        decay_fraction=decay_fraction,
     )
     config = schema.Config(num_steps=num_steps, optimizer=optimizer)
     return jax.jit(jax.vmap(learning_rate.make_schedule(config)))

@@ -28,10 +28,9 @@ each_choice = pytest.mark.parametrize("path", CHOICES)
 
 def settings_of(path, kind):
     """Overrides that make a choice, and the choices around it."""
-    *around, name = path.split(".")
-    overrides = []
-    for end in range(1, len(around) + 1):
-        outer, inner = ".".join(around[:end]), path.split(".")[end]
+    names, overrides = path.split("."), []
+    for end in range(1, len(names)):
+        outer, inner = ".".join(names[:end]), names[end]
         if outer in CHOICES:
             fits = (
                 k

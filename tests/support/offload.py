@@ -9,7 +9,7 @@ import numpy as np
 from flax import linen
 
 import zjax
-from tests.support import language, optimizers
+from tests.support import language, rules
 from zjax.models.build import make_model
 from zjax.optim.build import make_optimizer
 from zjax.optim.precision import join_bits
@@ -50,7 +50,7 @@ def make_config(memory, stage=2, *, num_microbatches=1, model=GPT, **sections):
         data=schema.Data(length=LENGTH, source="synthetic"),
         zero=zero if stage else dataclasses.replace(zero, min_shard_elements=16_384),
         precision=schema.Precision(**{"compute_dtype": "float32"} | precision),
-        optimizer=optimizers.optimizer(**{"num_warmup_steps": 1} | optimizer),
+        optimizer=rules.optimizer(**{"num_warmup_steps": 1} | optimizer),
         **sections,
     )
 

@@ -5,7 +5,7 @@ import functools
 import jax
 import numpy as np
 
-from tests.support import optimizers
+from tests.support import rules
 from zjax.models.build import make_model
 from zjax.optim.build import make_optimizer
 from zjax.run.initialize import make_run
@@ -35,7 +35,7 @@ def make_config(
         pipeline=schema.Pipeline(**(pipeline or {})),
         zero=schema.Zero(stage=stage, min_shard_elements=0),
         precision=schema.Precision(compute_dtype=compute_dtype),
-        optimizer=optimizers.optimizer(
+        optimizer=rules.optimizer(
             optimizer,
             num_warmup_steps=0,
             peak_learning_rate=0.01,

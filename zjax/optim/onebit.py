@@ -104,6 +104,7 @@ def make_adam_steps(rule: AdamMoments) -> AdamSteps:
     """Builds `AdamSteps` from the moment settings of an update rule.
 
     Example:
+        >>> from zjax.settings.schema import Adamw
         >>> make_adam_steps(Adamw(bias_correction=False)).corrects_bias
         False
     """
