@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import zjax
 from zjax.data import find_evaluation
+from zjax.settings.convert import to_mapping
 
 
 def write_text(path: pathlib.Path, settings: Sequence[str]) -> None:
@@ -47,6 +48,8 @@ def sequences(batches: Iterable[dict[str, Any]]) -> np.ndarray:
 def peer_settings(config: zjax.Config) -> dict[str, Any]:
     """Shape of the model, optimizer, and steps between evaluations."""
     model, optimizer = config.model, config.optimizer
+    settings = to_mapping(optimizer)
+    rule, schedule = settings["rule"], settings["schedule"]
     return {
         "shape": {
             "num_layers": model.num_layers,
@@ -57,10 +60,10 @@ def peer_settings(config: zjax.Config) -> dict[str, Any]:
         },
         "adam": {
             "lr": optimizer.peak_learning_rate,
-            "betas": [optimizer.rule.b1, optimizer.rule.b2],
-            "eps": optimizer.rule.eps,
+            "betas": [rule["b1"], rule["b2"]],
+            "eps": rule["eps"],
             "weight_decay": optimizer.weight_decay,
         },
-        "num_warmup_steps": optimizer.schedule.num_warmup_steps,
+        "num_warmup_steps": schedule["num_warmup_steps"],
         "evaluate_every": config.evaluation.every_steps,
     }
