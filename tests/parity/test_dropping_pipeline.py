@@ -15,7 +15,7 @@ from zjax.ops import token_subset
 from zjax.ops.keys import fold_name
 from zjax.ops.token_subset import draw_subset
 from zjax.optim.build import make_optimizer
-from zjax.run import extended
+from zjax.run import step as steps
 from zjax.run.initialize import make_run
 from zjax.sharding.layers import layers_of
 from zjax.stack.dropping import split_dropping
@@ -149,7 +149,7 @@ def test_training_equals_a_loop_over_layers(name, monkeypatch):
     layers = f"model.num_layers={known['num_layers']}"
     losses, weights = train(make_model, 8, layers, *settings)
     of_one = [x for x in settings if x.startswith(("random_ltd", "layer_drop"))]
-    monkeypatch.setattr(extended, "check_model", lambda *_: None)
+    monkeypatch.setattr(steps, "check_model", lambda *_: None)
     monkeypatch.setattr(token_subset, "open_size", lambda _: known.get("num_parts", 1))
     model = functools.partial(plainly, whole=known.get("whole", ()))
     wanted_losses, wanted = train(model, 1, layers, *of_one)

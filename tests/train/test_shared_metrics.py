@@ -11,6 +11,7 @@ from tests.support import models, runs
 from zjax.config import load_config
 from zjax.errors import NonFiniteError
 from zjax.run.monitor import Monitor
+from zjax.schedule.training import TrainingSchedule
 from zjax.settings import schema
 
 LOWER = "lower optimizer.peak_learning_rate or look at the data"
@@ -119,7 +120,12 @@ def test_a_run_ends_with_a_round(policy, last, text, tmp_path):
         }
     )
     monitor = Monitor(
-        config, last_step=0, num_skipped=0, rows_per_step=0, num_devices=1
+        config,
+        last_step=0,
+        num_skipped=0,
+        rows_per_step=0,
+        num_devices=1,
+        schedule=TrainingSchedule(config),
     )
     with monitor:
         take(monitor, 1)
