@@ -57,6 +57,8 @@ def test_a_setting_of_another_kind_is_refused_by_name(path):
     """Fails where a choice takes, or drops, what it does not read."""
     kinds = choices.kinds(CHOICES[path])
     for (kind, section), (other, read) in itertools.permutations(kinds.items(), 2):
+        if section is None and len(kinds) == 2:  # the setting chooses the section
+            continue
         unread = {*choices.names(read or object)} if read else set()
         unread -= {*choices.names(section)} if section else set()
         for name in sorted(unread):
@@ -78,6 +80,34 @@ def test_settings_of_one_name_have_one_type_and_one_default(path):
         for name in choices.names(section):
             now = hints[name], choices.default_of(section, name)
             assert found.setdefault(name, now) == now
+
+
+@each_choice
+def test_a_setting_inside_chooses_the_only_section(path):
+    kinds = choices.kinds(CHOICES[path])
+    if {*kinds} != {choices.NONE, other := next(iter(kinds))}:
+        return
+    for name in choices.names(kinds[other]):
+        value = choices.default_of(kinds[other], name)
+        given = [*settings_of(path, "none"), {f"{path}.{name}": value}]
+        off = zconfig.load_config({}, *given[:-1])
+        assert zconfig.load_config({}, *given) != off
+        assert zconfig.load_config(off, given[-1]) != off
+        assert zconfig.load_config({}, *given, f"{path}=none") == off
+
+
+@pytest.mark.parametrize("switch", renamed.SWITCHES)
+def test_an_old_value_that_switched_a_section_off_is_none(switch, caplog):
+    renamed._tell.cache_clear()
+    path, _, name = switch.rpartition(".")
+    section = convert.to_mapping(choices.sections(CHOICES[path])[0]())
+    for off in renamed.SWITCHES[switch]:
+        record = {path: section | {name: off}}
+        assert zconfig.load_config(record) == schema.Config()
+        assert zconfig.load_config(record, {path: section}, {switch: off}) == (
+            schema.Config()
+        )
+        assert f"{switch}={off!r} is now {path}=None; " in caplog.text
 
 
 def test_a_kind_that_does_not_exist_is_refused_with_all_kinds():

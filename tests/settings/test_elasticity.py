@@ -83,6 +83,10 @@ def test_devices_that_do_not_fit_are_refused_before_anything_is_compiled():
     ("changes", "message"),
     [
         (
+            {"microbatch_sizes": ()},
+            "elasticity.microbatch_sizes=() names no size; name some",
+        ),
+        (
             {"microbatch_sizes": (2, 0)},
             "elasticity.microbatch_sizes=(2, 0) has one below 1; use 1 or more",
         ),
@@ -122,16 +126,6 @@ def test_other_batch_sizes_must_agree():
     )
     config = load_config(config, "global_batch_size=9792", "microbatch_size=17")
     assert resolve_batch(config, 36).num_microbatches == 16
-
-
-def test_settings_of_a_batch_that_is_not_elastic_have_no_effect():
-    with pytest.raises(ConfigError) as error:
-        check_config(load_config({}, "elasticity.max_batch_size=9"), num_devices=1)
-    assert str(error.value) == (
-        "elasticity.max_batch_size=9 has no effect with "
-        "elasticity.microbatch_sizes=(); leave it at 2000, or set "
-        "elasticity.microbatch_sizes"
-    )
 
 
 @pytest.mark.parametrize(

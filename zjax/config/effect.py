@@ -137,7 +137,6 @@ def effect_problems(config: schema.Config, num_devices: int) -> Iterator[Problem
             remedy = f"leave it at {default!r}, or set {other} to {one_of}"
             yield Problem(setting, value, problem, remedy)
     yield from lengths.beside_problems(config)
-    yield from _elasticity(config)
     yield from _moments(config)
     yield from _vectors(config)
     yield from _reduction(config)
@@ -191,18 +190,6 @@ def user_model_problems(config: schema.Config) -> Iterator[Problem]:
             problem = "has no effect on the model that was given"
             remedy = f"leave it at {default!r}, or give no model"
             yield Problem(setting, value, problem, remedy)
-
-
-def _elasticity(config: schema.Config) -> Iterator[Problem]:
-    """Yields elasticity settings without microbatch sizes."""
-    if config.elasticity.microbatch_sizes:
-        return
-    for field in dataclasses.fields(schema.Elasticity):
-        value, default = _value_and_default(config, f"elasticity.{field.name}")
-        if value != default:
-            problem = "has no effect with elasticity.microbatch_sizes=()"
-            remedy = f"leave it at {default}, or set elasticity.microbatch_sizes"
-            yield Problem(f"elasticity.{field.name}", value, problem, remedy)
 
 
 def _moments(config: schema.Config) -> Iterator[Problem]:

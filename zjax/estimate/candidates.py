@@ -77,7 +77,7 @@ class Candidate:
 
 def with_batch(config: schema.Config, machine: Machine) -> schema.Config:
     """Config with a global batch size only, from which microbatch sizes follow."""
-    if config.elasticity.microbatch_sizes or config.global_batch_size:
+    if config.elasticity or config.global_batch_size:
         return dataclasses.replace(config, num_microbatches=0, microbatch_size=0)
     closed = dataclasses.replace(config, mesh=axes.close_axes(config.mesh))
     sizes = resolve_batch(config, _num_shards(closed, machine))
@@ -113,7 +113,7 @@ def microbatch_sizes(config: schema.Config, num_shards: int) -> list[int]:
         >>> microbatch_sizes(schema.Config(global_batch_size=48), num_shards=4)
         [1, 2, 3, 4, 6, 12]
     """
-    if config.elasticity.microbatch_sizes:
+    if config.elasticity:
         return [0]
     rows, rest = divmod(config.global_batch_size, num_shards)
     return [] if rest else [n for n in range(1, rows + 1) if rows % n == 0]
@@ -129,9 +129,8 @@ def given_candidate(config: schema.Config, machine: Machine) -> Candidate | None
         batch = resolve_batch(config, _num_shards(config, machine))
     except ConfigError:
         return None
-    elastic = bool(config.elasticity.microbatch_sizes)
     return Candidate(
-        0 if elastic else batch.microbatch_size,
+        0 if config.elasticity else batch.microbatch_size,
         config.zero.stage,
         config.model.remat,
         **sizes,

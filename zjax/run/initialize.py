@@ -275,7 +275,7 @@ def unread_schedule(tx: Any, schedule: Schedule | None) -> list[Problem]:
 def _takes_rows(config: Config) -> bool:
     """Whether the settings leave the number of rows per step to the example batch."""
     gives_all = config.num_microbatches and config.microbatch_size
-    if config.elasticity.microbatch_sizes or gives_all:
+    if config.elasticity or gives_all:
         return is_offered(config.global_batch_size)
     return not config.global_batch_size or is_offered(config.global_batch_size)
 

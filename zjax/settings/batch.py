@@ -48,7 +48,10 @@ def elastic_batch(settings: schema.Elasticity, num_shards: int) -> tuple[int, in
 def _check_sizes(settings: schema.Elasticity) -> None:
     """Refuses microbatch sizes and limits that no batch can satisfy."""
     sizes, limit = settings.microbatch_sizes, settings.max_batch_size
-    field, least = "elasticity.microbatch_sizes", max(sizes) * _per_node(settings)
+    field = "elasticity.microbatch_sizes"
+    if not sizes:
+        raise ConfigError(Problem(field, sizes, "names no size", "name some"))
+    least = max(sizes) * _per_node(settings)
     if min(sizes) < 1:
         raise ConfigError(Problem(field, sizes, "has one below 1", "use 1 or more"))
     if (multiple := math.lcm(*sizes)) > MAX_ROWS:
@@ -148,8 +151,8 @@ def resolve_batch(config: schema.Config, num_shards: int) -> BatchSizes:
         >>> resolve_batch(schema.Config(global_batch_size=32), num_shards=8)
         BatchSizes(global_batch_size=32, num_microbatches=1, microbatch_size=4)
     """
-    if config.elasticity.microbatch_sizes:
-        return _resolve_elastic(config, num_shards)
+    if config.elasticity:
+        return _resolve_elastic(config.elasticity, config, num_shards)
     global_size = config.global_batch_size
     count, size = config.num_microbatches, config.microbatch_size
     shards = f"{num_shards} batch shards"
@@ -181,9 +184,11 @@ def resolve_batch(config: schema.Config, num_shards: int) -> BatchSizes:
     return BatchSizes(global_size, *((derived, size) if size else (known, derived)))
 
 
-def _resolve_elastic(config: schema.Config, num_shards: int) -> BatchSizes:
+def _resolve_elastic(
+    elasticity: schema.Elasticity, config: schema.Config, num_shards: int
+) -> BatchSizes:
     """Batch sizes by `elasticity`; refuses batch settings that differ."""
-    total, size = elastic_batch(config.elasticity, num_shards)
+    total, size = elastic_batch(elasticity, num_shards)
     sizes = BatchSizes(total, total // (size * num_shards), size)
     given = {name: getattr(config, name) for name in dataclasses.asdict(sizes)}
     problems = [

@@ -495,7 +495,8 @@ def parse_override(text: str) -> tuple[str, Any]:
 def merge(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Merges nested settings, or dotted paths, into nested settings; changes win.
 
-    A choice by kind alone keeps the settings of the choice. Old names are replaced.
+    A choice by kind alone keeps the settings of the choice, None drops them, and a
+    setting inside a choice of None makes the choice anew. Old names are replaced.
 
     Example:
         >>> merge({"zero": {"stage": 1}}, {"zero.stage": 3, "seed": 2})
@@ -512,6 +513,10 @@ def with_present_names(values: Mapping[str, Any]) -> dict[str, Any]:
     return merge(kept, moved)
 
 
+_OFF = choices.as_mapping(None)
+"""Choice of no section, as a mapping."""
+
+
 def _merge(
     values: Mapping[str, Any], changes: Mapping[str, Any], section: Any
 ) -> dict[str, Any]:
@@ -524,9 +529,12 @@ def _merge(
         hint = next(filter(None, found), None)
         is_choice = bool(choices.kinds(hint))
         change = choices.as_mapping(change) if is_choice else change
-        if isinstance(change, Mapping):
+        if is_choice and change == _OFF:
+            merged[name] = None
+        elif isinstance(change, Mapping):
             before = expand_auto(name, merged.get(name, {}))
             before = choices.as_mapping(before) if is_choice else before
+            before = {} if is_choice and before == _OFF else before
             merged[name] = _merge(_nested(before), change, hint)
         else:
             merged[name] = derived.as_set(change)

@@ -54,6 +54,12 @@ SECTIONS = {
 """Sections by old paths, for settings that kept their names."""
 
 
+SWITCHES: dict[str, tuple[Any, ...]] = {
+    "elasticity.microbatch_sizes": ((), []),
+}
+"""Old values of settings that stood for a section of None."""
+
+
 def moved(
     values: Mapping[str, Any], section: str = ""
 ) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -71,13 +77,19 @@ def moved(
             found |= below
             if inner or path not in SECTIONS:
                 kept[name] = inner
+        # Types are compared as well: False == 0, but False is refused.
+        elif (type(value), value) in [(type(x), x) for x in SWITCHES.get(path, ())]:
+            off = path.rpartition(".")[0]
+            _tell(f"{path}={value!r}", f"{off}=None")
+            found[off] = None
         elif new := _place(path):
             _tell(path, new.path)
             is_known = isinstance(value, bool | int | str) and value in new.values
             found[new.path] = new.values[value] if is_known else value
         else:
             kept[name] = value
-    return kept, found
+    # Last, as None drops the settings of its section.
+    return kept, dict(sorted(found.items(), key=lambda item: item[1] is None))
 
 
 def _place(path: str) -> Moved | None:
@@ -90,6 +102,6 @@ def _place(path: str) -> Moved | None:
 
 @functools.cache  # once per process
 def _tell(old: str, new: str) -> None:
-    """Logs that a setting has another name."""
+    """Logs that a setting has another name, or is written differently."""
     text = "%s is now %s; the old name is read in this release only"
     logging.warning(text, old, new)

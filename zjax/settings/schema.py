@@ -1178,9 +1178,8 @@ class Elasticity:
     start to start while the global batch stays.
     """
 
-    microbatch_sizes: tuple[int, ...] = ()
-    """Sizes to choose `microbatch_size` from; () leaves the batch to the three settings
-    above, which are otherwise 0."""
+    microbatch_sizes: tuple[int, ...] = (2, 4, 6)
+    """Sizes to choose `microbatch_size` from, in place of the three settings above."""
     max_batch_size: SomeRows = 2_000
     """Largest global batch."""
     min_shards: SomeDevices = 1
@@ -1212,7 +1211,7 @@ class Config:
     """Gradient accumulation steps; 0 derives it (1 by default)."""
     microbatch_size: Rows = 0
     """Sequences per device and microbatch; 0 derives it."""
-    elasticity: Elasticity = Elasticity()
+    elasticity: Elasticity | None = None
     directory: str = "runs/default"
     """Output directory of the run."""
     deterministic: bool = False
