@@ -39,7 +39,7 @@ def test_settings_of_llama():
         "zero_centered_norm": False,
         "query_scale_size": 0,
         "rotary_pairs": "halves",
-        "latent": {"key_rank": 0},
+        "latent": None,
         "attention_soft_cap": 0.0,
         "attention_sinks": False,
         "logit_soft_cap": 0.0,

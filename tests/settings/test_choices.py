@@ -57,17 +57,14 @@ def test_a_setting_of_another_kind_is_refused_by_name(path):
     """Fails where a choice takes, or drops, what it does not read."""
     kinds = choices.kinds(CHOICES[path])
     for (kind, section), (other, read) in itertools.permutations(kinds.items(), 2):
-        if section is None and len(kinds) == 2:  # the setting chooses the section
+        if section is None or read is None:  # None is turned on by what is inside
             continue
-        unread = {*choices.names(read or object)} if read else set()
-        unread -= {*choices.names(section)} if section else set()
-        for name in sorted(unread):
+        for name in sorted({*choices.names(read)} - {*choices.names(section)}):
             if type(value := choices.default_of(read, name)) not in (int, float):
                 continue
             changed = value + 1
             given = [*settings_of(path, kind), f"{path}.{name}={changed}"]
-            shown = None if section is None else kind
-            start = f"{path}.{name}={changed} has no effect with {path}={shown!r}; "
+            start = f"{path}.{name}={changed} has no effect with {path}={kind!r}; "
             assert refusal(given, 8).startswith(start + "leave it out, or set "), other
 
 
@@ -146,6 +143,13 @@ def test_a_config_file_sets_a_choice_by_kind_and_then_what_is_inside():
     )
     config.mesh = "auto"
     assert zconfig.load_config(config).mesh.tensor == 0
+
+
+def test_none_in_a_config_file_drops_what_the_file_set_before():
+    config = zconfig.base()
+    config.model.latent.query_rank = 8
+    config.model.latent = None
+    assert zconfig.load_config(config).model.latent is None
 
 
 @pytest.mark.parametrize("old", [*renamed.MOVED, *renamed.SECTIONS])

@@ -12,22 +12,15 @@ WHOLE = SIZES + "model.positions=rotary;model.use_bias=False;"
 
 RULES = [
     case(
-        "model.latent.query_rank=4;model.latent.value_size=8",
-        "model.latent.query_rank=4 has no effect with model.latent.key_rank=0; leave "
-        "it at 0, or set model.latent.key_rank\n"
-        "model.latent.value_size=8 has no effect with model.latent.key_rank=0; leave "
-        "it at 0, or set model.latent.key_rank",
-        id="off",
+        ON + "model.positions=rotary;model.use_bias=False",
+        "model.rotary_size=0 is missing beside model.latent; give the channels of a "
+        "head that rotate",
+        id="sizes",
     ),
     case(
-        ON + "model.positions=rotary;model.use_bias=False",
-        "model.latent.plain_size=0 is missing beside model.latent.key_rank=16; give "
-        "the channels of a head that do not rotate\n"
-        "model.rotary_size=0 is missing beside model.latent.key_rank=16; give the "
-        "channels of a head that rotate\n"
-        "model.latent.value_size=0 is missing beside model.latent.key_rank=16; give "
-        "the channels of a head of values",
-        id="sizes",
+        WHOLE + "model.latent.key_rank=-1",
+        "model.latent.key_rank=-1 is out of range; use 1 or more",
+        id="no-channels",
     ),
     case(
         WHOLE + "model.latent.value_size=13",
@@ -45,22 +38,19 @@ RULES = [
         "model.attention_sinks=True",
         "model.rotary_size=4 has no effect with model.positions='learned'; leave it at "
         "0, or set model.positions to 'rotary'\n"
-        "model.positions='learned' rotates no channels, as model.latent.key_rank=16 "
-        "needs; use 'rotary'\n"
-        "model.num_kv_heads=4 is not model.num_heads=12, as model.latent.key_rank=16 "
-        "needs; use 0\n"
+        "model.positions='learned' rotates no channels, as model.latent needs; use "
+        "'rotary'\n"
+        "model.num_kv_heads=4 is not model.num_heads=12, as model.latent needs; use 0\n"
         "model.use_bias=True adds biases to queries, keys and values, which "
-        "model.latent.key_rank=16 has not; use model.attention_bias='none'\n"
-        "model.query_key_norm=True is not built for model.latent.key_rank=16; use "
-        "False\n"
-        "model.attention_sinks=True is not built for model.latent.key_rank=16; use "
-        "False",
+        "model.latent has not; use model.attention_bias='none'\n"
+        "model.query_key_norm=True is not built for model.latent; use False\n"
+        "model.attention_sinks=True is not built for model.latent; use False",
         id="what-latents-have-not",
     ),
     case(
         WHOLE + "model.attention_bias=inputs",
         "model.attention_bias='inputs' adds biases to queries, keys and values, which "
-        "model.latent.key_rank=16 has not; use model.attention_bias='none'",
+        "model.latent has not; use model.attention_bias='none'",
         id="biases-of-inputs",
     ),
 ]

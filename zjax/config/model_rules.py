@@ -60,7 +60,7 @@ def _heads(config: schema.Config, num_devices: int) -> Iterator[Problem]:
         if is_rotary_and_odd:
             problem = "is odd, which rotary positions cannot use"
             yield Problem("model.head_size", model.head_size, problem, "make it even")
-    elif width % heads and not model.latent.key_rank:
+    elif width % heads and not model.latent:
         problem = f"does not divide model.embed_size={width}"
         remedy = f"{axes.suggest_divisors(width)}, or set model.head_size"
         yield Problem("model.num_heads", heads, problem, remedy)

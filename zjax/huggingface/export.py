@@ -3,7 +3,6 @@
 import contextlib
 import json
 import math
-import operator
 import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -31,7 +30,7 @@ from zjax.huggingface.source import find_config
 from zjax.huggingface.tokenizer import tokenizer_of_run, write_tokenizer
 from zjax.huggingface.windows import window_values
 from zjax.ops.rotary import attention_factor
-from zjax.settings import convert, schema
+from zjax.settings import choices, convert, schema
 from zjax.settings.derived import as_set
 from zjax.settings.mixture import experts_by_layer
 
@@ -201,7 +200,9 @@ def config_of(model: schema.Model, kind: str) -> dict[str, Any]:
         "eos_token_id": None,
     }
     for name, key in family.keys.items():
-        values[name] = key.to_value(_value_of(model, key.setting))
+        # None in a section that the model does not have: the default stays.
+        if (setting := _value_of(model, key.setting)) is not None:
+            values[name] = key.to_value(setting)
     values |= family.written
     values |= {x: values[usual] for x, usual in family.aliases.items()}
     for name, fixed in family.fixed.items():
@@ -255,7 +256,7 @@ def _value_of(model: schema.Model, setting: str) -> Any:
     if setting == "moe.normalise":
         # transformers would normalise the weight of one expert to 1, zjax does not.
         return model.moe.normalise and model.moe.top_k > 1
-    return operator.attrgetter(setting)(model)
+    return choices.value_at(model, setting)
 
 
 def _collect(

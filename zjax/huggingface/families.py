@@ -136,7 +136,7 @@ class Family:
     @property
     def has_latents(self) -> bool:
         """Whether keys and values come from latents."""
-        return any(key.setting == "latent.key_rank" for key in self.keys.values())
+        return self.constant["latent"] is not None
 
     @property
     def is_rotary(self) -> bool:
@@ -173,7 +173,7 @@ _PLAIN = {
     "query_key_norm_scope": "head",
     "query_scale_size": 0,
     "rotary_pairs": "halves",
-    "latent": {"key_rank": 0},
+    "latent": None,
     "attention_soft_cap": 0.0,
     "attention_sinks": False,
     "logit_soft_cap": 0.0,
@@ -468,7 +468,12 @@ FAMILIES = {
     "deepseek_v3": dataclasses.replace(
         _LLAMA,
         rows=tensors.DEEPSEEK_V3,
-        constant={**_LLAMA_CONSTANT, **_NO_BIAS, "head_size": 0, "moe": _DEEPSEEK_MOE},
+        constant={
+            **(_LLAMA_CONSTANT | _NO_BIAS),
+            "head_size": 0,
+            "latent": {},
+            "moe": _DEEPSEEK_MOE,
+        },
         # `head_dim` repeats the rotary size here.
         keys={name: x for name, x in _LLAMA_KEYS.items() if name != "head_dim"}
         | {

@@ -15,11 +15,18 @@ from typing import Any, Literal
 import numpy as np
 
 from zjax.checkpoint.views import Index
-from zjax.settings import schema
+from zjax.settings import choices, schema
 from zjax.settings.mixture import experts_by_layer, segment_shapes
 
 Read = Callable[[str, Index], np.ndarray]
 """Function that reads a slice of a tensor by its name."""
+
+
+def _sum_of(*settings: str) -> Callable[[schema.Model], int]:
+    """Function from a model to the sum of settings."""
+    return lambda model: sum(operator.attrgetter(*settings)(model))
+
+
 _SIZES: Mapping[str, Callable[[schema.Model], int]] = {
     "embed": operator.attrgetter("embed_size"),
     "mlp": operator.attrgetter("mlp_size"),
@@ -36,8 +43,8 @@ _SIZES: Mapping[str, Callable[[schema.Model], int]] = {
     "shared": lambda model: model.moe.num_shared * model.moe.expert_size,
     "query_latent": operator.attrgetter("latent.query_rank"),
     "key_latent": operator.attrgetter("latent.key_rank"),
-    "turned_key_latent": lambda model: model.latent.key_rank + model.rotary_size,
-    "key_value": lambda model: model.latent.plain_size + model.latent.value_size,
+    "turned_key_latent": _sum_of("latent.key_rank", "rotary_size"),
+    "key_value": _sum_of("latent.plain_size", "latent.value_size"),
     "value": operator.attrgetter("value_size"),
 }
 """Sizes of dims by name; `gates` are the gate and the value of a gated expert, `hidden`
@@ -108,7 +115,7 @@ class Row:
         """Whether a model has the array."""
 
         def has(name: str) -> bool:
-            return bool(operator.attrgetter(name)(model))
+            return bool(choices.value_at(model, name))
 
         is_there = not self.needs or has(self.needs)
         return is_there and not (self.unless and has(self.unless))

@@ -1,7 +1,6 @@
 """Converts a Hugging Face config.json to settings of the built-in models."""
 
 import copy
-import operator
 import os
 import pathlib
 from collections.abc import Iterator, Mapping
@@ -22,7 +21,7 @@ from zjax.huggingface.families import (
     Key,
 )
 from zjax.huggingface.windows import KNOWN, window_problems, window_settings
-from zjax.settings import convert, schema
+from zjax.settings import choices, convert, schema
 from zjax.settings.ranges import MAX_LAYERS
 
 CONFIG_NAME = "config.json"
@@ -143,7 +142,7 @@ def entries_of(model: schema.Model, settings: Mapping[str, Any]) -> dict[str, An
     entries = dict[str, Any]()
     for name, value in settings.items():
         names = [f"{name}.{x}" for x in value] if isinstance(value, dict) else [name]
-        entries |= {x: operator.attrgetter(x)(model) for x in names}
+        entries |= {x: choices.value_at(model, x) for x in names}
     return entries
 
 

@@ -66,15 +66,15 @@ class Block(nnx.Module):
         num_writers = 1 if norm_position == "stream" else 2 * config.num_layers
         out_std = layers.INIT_STD / num_writers**0.5
         self.attention_norm = layers.Norm(config)
-        make_attention = LatentAttention if config.latent.key_rank else layers.Attention
-        self.attention = make_attention(
-            config, out_std=out_std, matmul_dtype=matmul_dtype, rngs=rngs
-        )
+        options = {"out_std": out_std, "matmul_dtype": matmul_dtype, "rngs": rngs}
+        if config.latent:
+            self.attention = LatentAttention(config, config.latent, **options)
+        else:
+            self.attention = layers.Attention(config, **options)
         self.mlp_norm = layers.Norm(config)
         has_both = norm_position == "both"
         self.attention_output_norm = layers.Norm(config) if has_both else None
         self.mlp_output_norm = layers.Norm(config) if has_both else None
-        options = {"out_std": out_std, "matmul_dtype": matmul_dtype, "rngs": rngs}
         if num_experts:
             self.mlp = MixtureOfExperts(config, num_experts, **options)
         elif config.mlp_tiles > 1:

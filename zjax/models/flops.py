@@ -216,8 +216,8 @@ def _attention_params(model: schema.Model) -> int:
     """Counts the parameters of an attention layer."""
     width, heads, size = model.embed_size, model.num_heads, model.head_size
     out = (heads * model.value_size + model.has_output_bias) * width
-    if model.latent.key_rank:
-        return out + _latent_params(model)
+    if model.latent:
+        return out + _latent_params(model, model.latent)
     queries, keys = heads * size, model.num_kv_heads * size
     inputs = (width + model.has_input_bias) * (queries + 2 * keys)
     inputs += model.attention_sinks * heads
@@ -228,9 +228,9 @@ def _attention_params(model: schema.Model) -> int:
     return out + inputs
 
 
-def _latent_params(model: schema.Model) -> int:
+def _latent_params(model: schema.Model, latent: schema.Latent) -> int:
     """Counts the parameters of latent attention without the output matrix."""
-    width, heads, latent = model.embed_size, model.num_heads, model.latent
+    width, heads = model.embed_size, model.num_heads
     queries, norm = heads * model.head_size, _norm_vectors(model)
     params = (latent.key_rank + model.rotary_size) * width
     params += (heads * (latent.plain_size + latent.value_size) + norm) * latent.key_rank

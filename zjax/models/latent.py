@@ -28,6 +28,7 @@ class LatentAttention(nnx.Module):
 
     Args:
         config: Shape of the model.
+        latent: Sizes of the latents.
         out_std: Standard deviation of the matrix that writes to the residual stream.
         matmul_dtype: Dtype of the operands of the projections.
         rngs: Source of the initial values.
@@ -36,6 +37,7 @@ class LatentAttention(nnx.Module):
     def __init__(
         self,
         config: schema.Model,
+        latent: schema.Latent,
         *,
         out_std: float,
         matmul_dtype: layers.MatmulDtype = "compute",
@@ -50,12 +52,12 @@ class LatentAttention(nnx.Module):
         def norm(size: int) -> layers.Norm:
             return layers.Norm(config, narrow(size), eps=NORM_EPS)
 
-        latent, embed = config.latent, (("embed", config.embed_size),)
+        embed = (("embed", config.embed_size),)
         key_rank, query_rank = latent.key_rank, latent.query_rank
         linear = functools.partial(
             layers.Linear, use_bias=False, matmul_dtype=matmul_dtype, rngs=rngs
         )
-        self.config = config
+        self.config, self.latent = config, latent
         self.query_scale = layers.query_scale(config)
         self.query_latent = linear(embed, narrow(query_rank)) if query_rank else None
         self.query_norm = norm(query_rank) if query_rank else None
@@ -109,21 +111,21 @@ class LatentAttention(nnx.Module):
             narrow = self.query_latent(x, remat.PROJECTIONS, adapter_dropout=dropout)
             x = self.query_norm(narrow)
         q = self.query(x, adapter_dropout=dropout)
-        plain, turning = _split(q, self.config.latent.plain_size)
+        plain, turning = _split(q, self.latent.plain_size)
         q = jnp.concatenate([plain, self._rotate(turning, rotation)], axis=-1)
         return (q * self.query_scale).astype(q.dtype) if self.query_scale != 1.0 else q
 
     def _latents(self, x, rotation, dropout):
         """Projects latents, and the rotating channels of keys that all heads share."""
         joined = self.key_latent(x, remat.PROJECTIONS, adapter_dropout=dropout)
-        narrow, turning = _split(joined, self.config.latent.key_rank)
+        narrow, turning = _split(joined, self.latent.key_rank)
         turning = self._rotate(tensor.join_stream(turning)[:, :, None], rotation)
         return self.key_norm(narrow), turning
 
     def _keys_and_values(self, narrow, turning, dropout):
         """Projects latents to keys and values of all heads."""
         joined = self.key_value(narrow, adapter_dropout=dropout)
-        plain, values = _split(joined, self.config.latent.plain_size)
+        plain, values = _split(joined, self.latent.plain_size)
         turning = jnp.broadcast_to(turning, (*plain.shape[:3], turning.shape[-1]))
         return jnp.concatenate([plain, turning], axis=-1), values
 
@@ -132,7 +134,7 @@ class LatentAttention(nnx.Module):
 
         Reference: DeepSeek-V2, arXiv:2405.04434, section 2.1.2.
         """
-        latent, head_size = self.config.latent, self.config.head_size
+        latent, head_size = self.latent, self.config.head_size
         # The layer applied to unit vectors is its matrix, adapters and codes included.
         units = jnp.eye(latent.key_rank, dtype=q.dtype)[None]
         to_keys, to_values = _split(self.key_value(units)[0], latent.plain_size)

@@ -1,6 +1,5 @@
 """Checks attention settings: latents, rotary positions, windows and sparse layouts."""
 
-import dataclasses
 import math
 from collections.abc import Iterator
 
@@ -9,42 +8,28 @@ from zjax.settings import axes, schema
 
 
 def latent_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
-    """Yields settings that contradict `model.latent`, or have no effect beside it.
+    """Yields settings that contradict `model.latent`.
 
     Example:
-        >>> model = schema.Model(latent=schema.Latent(value_size=8))
+        >>> model = schema.Model(positions="rotary", rotary_size=4, use_bias=False)
+        >>> latent = schema.Latent(plain_size=8, value_size=13)
+        >>> model = dataclasses.replace(model, latent=latent)
         >>> print(*latent_problems(schema.Config(model=model), 1))
-        model.latent.value_size=8 has no effect with model.latent.key_rank=0; leave it \
-at 0, or set model.latent.key_rank
+        model.latent.value_size=13 exceeds model.head_size=12; use at most 12
     """
-    model, latent = config.model, config.model.latent
-    if latent.key_rank:
-        yield from _sizes(model)
-        yield from _unsupported(model)
-        return
-    for name in (field.name for field in dataclasses.fields(latent)):
-        if value := getattr(latent, name):
-            problem = "has no effect with model.latent.key_rank=0"
-            remedy = "leave it at 0, or set model.latent.key_rank"
-            yield Problem(f"model.latent.{name}", value, problem, remedy)
+    if latent := config.model.latent:
+        yield from _sizes(config.model, latent)
+        yield from _unsupported(config.model)
 
 
-def _sizes(model: schema.Model) -> Iterator[Problem]:
+def _sizes(model: schema.Model, latent: schema.Latent) -> Iterator[Problem]:
     """Yields missing or contradictory head sizes of latent attention."""
-    latent, turning = model.latent, model.rotary_size
-    needed = {
-        "model.latent.plain_size": (latent.plain_size, "that do not rotate"),
-        "model.rotary_size": (turning, "that rotate"),
-        "model.latent.value_size": (latent.value_size, "of values"),
-    }
-    missing = {name: what for name, (size, what) in needed.items() if not size}
-    for name, what in missing.items():
-        problem = f"is missing beside model.latent.key_rank={latent.key_rank}"
-        yield Problem(name, 0, problem, f"give the channels of a head {what}")
-    if missing:
-        return
-    size = latent.plain_size + turning
-    if model.head_size != size:
+    size = latent.plain_size + model.rotary_size
+    if not model.rotary_size:
+        problem = "is missing beside model.latent"
+        remedy = "give the channels of a head that rotate"
+        yield Problem("model.rotary_size", 0, problem, remedy)
+    elif model.head_size != size:
         problem = f"is not the {size} of model.latent.plain_size and model.rotary_size"
         yield Problem("model.head_size", model.head_size, problem, "use 0")
     elif latent.value_size > size:
@@ -55,7 +40,7 @@ def _sizes(model: schema.Model) -> Iterator[Problem]:
 
 def _unsupported(model: schema.Model) -> Iterator[Problem]:
     """Yields settings that latent attention does not support."""
-    beside = f"model.latent.key_rank={model.latent.key_rank}"
+    beside = "model.latent"
     if model.positions != "rotary":
         problem = f"rotates no channels, as {beside} needs"
         yield Problem("model.positions", model.positions, problem, "use 'rotary'")

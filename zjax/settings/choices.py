@@ -15,6 +15,8 @@ KIND = "kind"
 """Key of a mapping that names the section."""
 NONE = "none"
 """Kind of a choice of no section, which is None."""
+OFF = {KIND: NONE}
+"""Mapping that stands for None."""
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
@@ -89,6 +91,18 @@ def as_kind(section: Any, kind: type) -> Any:
     """Section of another kind that keeps the settings that both kinds have."""
     shared = {name for name in names(kind) if hasattr(section, name)}
     return kind(**{name: getattr(section, name) for name in shared})
+
+
+def value_at(section: Any, path: str) -> Any:
+    """Setting of a section by path; None inside a choice that is None.
+
+    Example:
+        >>> value_at(types.SimpleNamespace(lora=None), "lora.rank") is None
+        True
+    """
+    for name in path.split("."):
+        section = None if section is None else getattr(section, name)
+    return section
 
 
 def names(one: type) -> list[str]:

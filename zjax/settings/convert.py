@@ -40,9 +40,12 @@ class Settings(ml_collections.ConfigDict):
     def __setitem__(self, key: str, value: Any) -> None:
         before = self.get(key) if isinstance(value, str | None) else None
         if isinstance(before, _Chosen):
-            before.update(choices.as_mapping(value))
-        else:
-            super().__setitem__(key, value)
+            given = choices.as_mapping(value)
+            # None drops the settings of the section that was chosen before.
+            chosen = _Chosen(type_safe=False) if given == choices.OFF else before
+            chosen.update(given)
+            value = chosen
+        super().__setitem__(key, value)
 
 
 class _Chosen(Settings):
@@ -513,10 +516,6 @@ def with_present_names(values: Mapping[str, Any]) -> dict[str, Any]:
     return merge(kept, moved)
 
 
-_OFF = choices.as_mapping(None)
-"""Choice of no section, as a mapping."""
-
-
 def _merge(
     values: Mapping[str, Any], changes: Mapping[str, Any], section: Any
 ) -> dict[str, Any]:
@@ -529,12 +528,12 @@ def _merge(
         hint = next(filter(None, found), None)
         is_choice = bool(choices.kinds(hint))
         change = choices.as_mapping(change) if is_choice else change
-        if is_choice and change == _OFF:
+        if is_choice and change == choices.OFF:
             merged[name] = None
         elif isinstance(change, Mapping):
             before = expand_auto(name, merged.get(name, {}))
             before = choices.as_mapping(before) if is_choice else before
-            before = {} if is_choice and before == _OFF else before
+            before = {} if is_choice and before == choices.OFF else before
             merged[name] = _merge(_nested(before), change, hint)
         else:
             merged[name] = derived.as_set(change)

@@ -160,7 +160,7 @@ def fill_sizes(model: Any) -> None:
 
 def _head_size(model: Any) -> int:
     """Channels per head: from latent sizes, or `embed_size` over heads."""
-    if model.latent.key_rank:
+    if model.latent:
         return model.latent.plain_size + model.rotary_size
     return model.embed_size // max(1, model.num_heads)
 

@@ -56,6 +56,7 @@ SECTIONS = {
 
 SWITCHES: dict[str, tuple[Any, ...]] = {
     "elasticity.microbatch_sizes": ((), []),
+    "model.latent.key_rank": (0,),
 }
 """Old values of settings that stood for a section of None."""
 

@@ -610,16 +610,16 @@ class Latent:
 
     It is the attention of DeepSeek-V2 and -V3 (arXiv:2405.04434, section 2.1). The
     last `model.rotary_size` channels of a head rotate, and all heads share the rotating
-    channels of keys. Off without `key_rank`.
+    channels of keys.
     """
 
-    key_rank: Width = 0
-    """Channels of the latent of keys and values; 0 has no latents."""
+    key_rank: SomeWidth = 512
+    """Channels of the latent of keys and values."""
     query_rank: Width = 0
     """Channels of the latent of queries; 0 takes queries from the stream."""
-    plain_size: Width = 0
+    plain_size: SomeWidth = 128
     """Channels of a head of queries and keys that do not rotate."""
-    value_size: Width = 0
+    value_size: SomeWidth = 128
     """Channels of a head of values, at most `model.head_size`."""
 
 
@@ -827,7 +827,7 @@ class Model:
     z_loss: NonNegative = 0.0
     """Weight of the squared log-partition penalty."""
     sparsity: Sparsity = Sparsity()
-    latent: Latent = Latent()
+    latent: Latent | None = None
     moe: MoE = MoE()
 
     __post_init__ = derived.fill_sizes
@@ -840,7 +840,7 @@ class Model:
     @property
     def value_size(self) -> int:
         """Channels of a head of values."""
-        return self.latent.value_size if self.latent.key_rank else self.head_size
+        return self.latent.value_size if self.latent else self.head_size
 
     @property
     def num_positions(self) -> int:
