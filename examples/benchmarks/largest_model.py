@@ -24,7 +24,7 @@ import jax
 import zjax
 from zjax.cli.bench import measure
 from zjax.processes.programs import result_line
-from zjax.run.step import abstract_batch
+from zjax.run.batch import abstract_batch
 
 PROBES = (4, 8)
 """Units."""

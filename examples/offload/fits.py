@@ -16,7 +16,8 @@ from rich.console import Console
 from rich.table import Table
 
 import zjax
-from zjax.run.step import abstract_batch
+from zjax.estimate.spill import num_microbatches
+from zjax.run.batch import abstract_batch
 from zjax.settings.schema import Config
 from zjax.sharding import memory
 from zjax.storage.transfers import in_flight_bytes
@@ -76,7 +77,9 @@ def needs(name: str, place: str, length: int) -> Needs:
     peak = step.predict_peak(abstract_batch(config, plan))
     passing = peak.parts["groups in transfer"]
     _, host, disks = memory.stored_bytes(plan)
-    host += memory.bytes_by_memory(memory.stored_gradients(plan, config)).host
+    number = num_microbatches(plan, config)
+    gradients = memory.stored_gradients(plan, config.zero, number)
+    host += memory.bytes_by_memory(gradients).host
     return Needs(name, peak.total - passing, passing, host, disks)
 
 

@@ -11,9 +11,9 @@ from zjax.estimate.tables import describe_stages, kept_rows
 from zjax.estimate.trial import weigh
 from zjax.models.build import make_model
 from zjax.optim.build import make_optimizer
+from zjax.run.batch import abstract_batch
 from zjax.run.fit import check_device_memory
 from zjax.run.plan_report import report_plan
-from zjax.run.step import abstract_batch
 from zjax.sharding import memory
 
 MESH = ("mesh.replica=2", "mesh.data=2", "zero.stage=1", "model.dropout_rate=0.0")

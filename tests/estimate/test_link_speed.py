@@ -21,8 +21,8 @@ from zjax.observe.collectives import bytes_leaving_node, list_collectives
 from zjax.optim import phases
 from zjax.optim.build import make_optimizer
 from zjax.optim.phases import programs_at
+from zjax.run.batch import abstract_batch
 from zjax.run.plan_report import report_plan
-from zjax.run.step import abstract_batch
 from zjax.sharding import memory
 from zjax.sharding.mesh import abstract_mesh
 from zjax.sharding.plan import make_plan

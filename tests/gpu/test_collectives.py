@@ -11,7 +11,8 @@ from zjax.models.build import make_model
 from zjax.observe.collectives import list_collectives
 from zjax.observe.communication import zero_volume
 from zjax.optim.build import make_optimizer
-from zjax.run.step import abstract_batch, make_step
+from zjax.run.batch import abstract_batch
+from zjax.run.step import make_step
 from zjax.sharding import memory
 from zjax.sharding import mesh as meshes
 from zjax.sharding.plan import make_plan

@@ -11,7 +11,7 @@ import pytest
 
 import zjax
 from tests.support.gpu import NEEDS_GPU
-from zjax.run.step import abstract_batch
+from zjax.run.batch import abstract_batch
 
 pytestmark = NEEDS_GPU
 

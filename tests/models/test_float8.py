@@ -13,7 +13,8 @@ from tests.support import language, small_run
 from zjax.errors import ConfigError
 from zjax.models.build import make_model
 from zjax.optim.build import make_optimizer
-from zjax.run.step import abstract_batch, make_step
+from zjax.run.batch import abstract_batch
+from zjax.run.step import make_step
 from zjax.run.trainer import Trainer
 from zjax.settings import schema
 from zjax.sharding import mesh as meshes

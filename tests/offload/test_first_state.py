@@ -9,6 +9,7 @@ import pytest
 
 import zjax
 from tests.support.cases import some_by_hand
+from tests.support.disks import rows_on_disk
 from tests.support.offload import (
     BERT,
     GPT,
@@ -55,7 +56,7 @@ def test_a_users_model_goes_to_disks_in_turn(tmp_path, monkeypatch):
         {"x": np.ones((8, 24), np.float32)},
         {"zero": zero | {"min_shard_elements": 0}},
     )
-    number = len(memory.rows_on_disk(run.plan, run.config))
+    number = len(rows_on_disk(run))
     assert number > 2
     assert events[: 2 * number] == ["write", "block_until_ready"] * number
 

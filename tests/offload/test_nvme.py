@@ -19,7 +19,7 @@ import zjax
 from tests.offload.test_train import assert_same_run
 from tests.support import programs, small_run
 from tests.support.cases import some_by_hand
-from tests.support.disks import block_bytes
+from tests.support.disks import block_bytes, rows_on_disk
 from tests.support.offload import (
     GPT,
     LLAMA,
@@ -123,7 +123,7 @@ def test_state_rests_on_disks(tmp_path):
 def test_steps_take_no_more_of_the_disks_than_the_state(tmp_path, monkeypatch):
     """Fails if old files stay beside the new ones."""
     run = start(on_disk(tmp_path), devices=jax.devices()[:1])
-    asked = sum(map(chunks.disk_bytes, memory.rows_on_disk(run.plan, run.config)))
+    asked = sum(map(chunks.disk_bytes, rows_on_disk(run)))
     write, found = os.pwritev, []
 
     def watched(*args):

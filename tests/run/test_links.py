@@ -18,8 +18,8 @@ from zjax.observe.communication import (
 )
 from zjax.optim.phases import programs_at
 from zjax.run import local_steps
+from zjax.run.batch import abstract_batch
 from zjax.run.plan_report import describe_collectives, report_links
-from zjax.run.step import abstract_batch
 from zjax.settings import schema
 from zjax.train.exchange import Exchange
 from zjax.train.outer_state import make_exchange, make_fragments

@@ -111,7 +111,7 @@ def traffic_of_step(
     found = [*_of_state(plan, config), _of_gradients(plan, config)]
     stored = memory.bytes_by_memory(inputs).offloaded_by_memory
     for where, size in stored.items():
-        moved = size * _num_microbatches(plan, config)
+        moved = size * num_microbatches(plan, config)
         found.append(Traffic("inputs of blocks", where, size, moved, moved))
     return [x for x in found if x.stored]
 
@@ -125,7 +125,7 @@ def updates_wait(config: Config) -> bool:
 def _of_state(plan: Plan, config: Config) -> Iterator[Traffic]:
     """Yields the traffic of master weights, optimizer state and compute parameters."""
     # Parameters move up once for the forward and once for the backward pass.
-    passes = 2 * _num_microbatches(plan, config)
+    passes = 2 * num_microbatches(plan, config)
     waits_for_norm = updates_wait(config) and config.zero.delay_updates_from < 0
     # Joining split master weights reads the compute parameters, their high bits. An
     # update that waits for the norm runs after the backward pass and moves them again.
@@ -144,12 +144,15 @@ def _of_state(plan: Plan, config: Config) -> Iterator[Traffic]:
 
 def _of_gradients(plan: Plan, config: Config) -> Traffic:
     """Traffic of offloaded gradients."""
-    size = memory.bytes_by_memory(memory.stored_gradients(plan, config)).offloaded
+    number = num_microbatches(plan, config)
+    rows = memory.stored_gradients(plan, config.zero, number)
+    size = memory.bytes_by_memory(rows).offloaded
     # The sum between microbatches, and once more while it is pending for the norm.
-    times = _num_microbatches(plan, config) - 1 + updates_wait(config)
+    times = number - 1 + updates_wait(config)
     where = config.zero.gradient_memory
     return Traffic("gradients", where, size, times * size, times * size)
 
 
-def _num_microbatches(plan: Plan, config: Config) -> int:
+def num_microbatches(plan: Plan, config: Config) -> int:
+    """Number of gradient accumulation steps of a planned run."""
     return resolve_batch(config, plan.num_batch_shares).num_microbatches

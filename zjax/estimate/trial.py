@@ -105,7 +105,7 @@ def _state_bytes(
 ) -> int | float:
     """Bytes of parameters, gradients and optimizer state on a device during a step."""
     if plan.is_offloaded:
-        gradients = memory.stored_gradients(plan, config)
+        gradients = memory.stored_gradients(plan, config.zero, num_microbatches)
         on_device = memory.bytes_by_memory(gradients).device
         return memory.stored_bytes(plan).device + on_device
     state = memory.plan_bytes(plan, kept_rows(plan, config))

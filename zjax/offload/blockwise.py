@@ -93,7 +93,7 @@ class BlockwiseBackward:
         self.sums = GradientSums(
             self.groups,
             self.grad_rows,
-            config,
+            config.zero,
             num_microbatches,
             num_groups=len(self.order),
             limit_bytes=max(3 * unit_bytes, transfer_units.AHEAD_BYTES),

@@ -11,7 +11,7 @@ from zjax.offload.groups import by_group
 from zjax.offload.stream import Load, Stream
 from zjax.offload.units import units_of
 from zjax.settings.batch import resolve_batch
-from zjax.settings.schema import Config
+from zjax.settings.schema import Config, Zero
 from zjax.sharding.memory import tree_bytes
 from zjax.sharding.placement import (
     ArrayPlan,
@@ -131,7 +131,7 @@ class GradientSums:
         self,
         groups: Sequence[int],
         grad_rows: Any,
-        config: Config,
+        settings: Zero,
         num_microbatches: int,
         *,
         num_groups: int,
@@ -140,8 +140,8 @@ class GradientSums:
     ):
         self.num_microbatches = num_microbatches
         self.stream = Stream(limit_bytes)
-        memory = config.zero.gradient_memory
-        rows = [offload_pending(x, memory, config) for x in jax.tree.leaves(grad_rows)]
+        memory, disks = settings.gradient_memory, settings.nvme_paths
+        rows = [offload_pending(x, memory, disks) for x in jax.tree.leaves(grad_rows)]
         pairs = zip(rows, groups, strict=True)
         self.rows: list[list[ArrayPlan]] = by_group(pairs, num_groups)
         self._scale = jit(_scaled)
@@ -215,7 +215,8 @@ def input_plan(
     """Plans an input of a block, sharded like a batch, until the backward pass."""
     place = plan.batch_sharding(x)
     row = ArrayPlan("an input of a block", x.shape, x.dtype, place, place)
-    return offload_pending(row, config.model.activation_memory, config)
+    memory, disks = config.model.activation_memory, config.zero.nvme_paths
+    return offload_pending(row, memory, disks)
 
 
 def offloaded_inputs(

@@ -141,7 +141,7 @@ class OffloadedTrain:
         self.rows = dict(zip(self.update.state_names, rows, strict=True))
         memory = config.zero.gradient_memory
         self.stored_grads = [
-            offload_pending(row, memory, config)
+            offload_pending(row, memory, config.zero.nvme_paths)
             for row in jax.tree.leaves(self.backward.grad_rows)
         ]
         self.groups = [*map(self._group, self.update.groups)]

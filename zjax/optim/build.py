@@ -68,7 +68,7 @@ def make_optimizer(
     if model is not None:
         params, names = groups.named_params(model, config.mesh)
         groups.check_groups(settings, params, names)
-        if stores_layers_apart(config, model):
+        if stores_layers_apart(config.zero, model):
             # The parameters of layers stored apart have no dim of layers, which the
             # model names.
             names = groups.without_layers(names)

@@ -11,10 +11,10 @@ from zjax.data.batches import (
 )
 from zjax.data.source import open_rows
 from zjax.errors import ConfigError, Problem
+from zjax.run.batch import with_batch_sizes
 from zjax.schedule.lengths import beside_problems, epoch_problems, steps_of
 from zjax.settings import schema
 from zjax.settings.ranges import range_problems
-from zjax.sharding.mesh import with_batch_sizes
 
 
 def end_by_epochs(

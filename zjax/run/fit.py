@@ -11,7 +11,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from zjax.errors import PlanError, Problem
-from zjax.estimate.spill import DEVICE_SHARE, FreeBytes, spill_state
+from zjax.estimate.spill import DEVICE_SHARE, FreeBytes, num_microbatches, spill_state
 from zjax.estimate.tables import kept_rows
 from zjax.jaxprs.versions import dtype_promotion
 from zjax.offload.compiled import Peak
@@ -24,7 +24,8 @@ from zjax.processes.host import (
     local_processes,
     pinnable_bytes,
 )
-from zjax.run.step import abstract_batch, make_step
+from zjax.run.batch import abstract_batch
+from zjax.run.step import make_step
 from zjax.settings.batch import resolve_batch
 from zjax.settings.schema import Config
 from zjax.sharding import memory
@@ -194,9 +195,10 @@ def check_fits(
     """
     kept = kept_rows(plan, config)
     check_device_memory(plan, device_capacity_bytes(mesh), kept)
-    on_disk = memory.rows_on_disk(plan, config)
+    number = num_microbatches(plan, config)
+    on_disk = memory.rows_on_disk(plan, config.zero, number)
     on_disk += [row for row in inputs if row.is_on_disk]
-    gradients = memory.stored_gradients(plan, config)
+    gradients = memory.stored_gradients(plan, config.zero, number)
     processes = local_processes(len(mesh.local_devices))
     check_host_memory(
         plan,
@@ -253,7 +255,8 @@ def _free_for_state(
     on_disks = memory.stored_bytes(plan).offloaded if config.zero.nvme_paths else 0
     on_disks += memory.bytes_by_memory(inputs).disks
     host = host_budget(plan, on_disks, processes) / max(1, processes.num_devices)
-    gradients = memory.stored_gradients(plan, config)
+    number = num_microbatches(plan, config)
+    gradients = memory.stored_gradients(plan, config.zero, number)
     taken = memory.bytes_by_memory((plan.compute, inputs, gradients)).host
     free = np.array([on_device, host - taken])
     if jax.process_count() > 1:

@@ -10,12 +10,13 @@ import os
 from collections.abc import Sequence
 
 from zjax.errors import ZjaxError
+from zjax.estimate.spill import num_microbatches
 from zjax.models.build import make_model
 from zjax.offload.gradients import offloaded_inputs
 from zjax.optim.build import make_optimizer
 from zjax.processes.cluster import Cluster, assign_gpus, visible_gpus
 from zjax.processes.host import POOL_OVERHEAD, limit_pinned_memory
-from zjax.run.step import abstract_batch
+from zjax.run.batch import abstract_batch
 from zjax.settings.axes import close_axes
 from zjax.settings.schema import Config
 from zjax.sharding import memory
@@ -68,7 +69,8 @@ def _most_on_disks(config: Config, num_devices: int) -> int:
     input_bytes = memory.bytes_by_memory(inputs).disks
     if config.zero.optimizer_memory == AUTO and config.zero.nvme_paths:
         return memory.stored_bytes(plan).offloaded + input_bytes
-    return memory.tree_bytes(memory.rows_on_disk(plan, config)) + input_bytes
+    rows = memory.rows_on_disk(plan, config.zero, num_microbatches(plan, config))
+    return memory.tree_bytes(rows) + input_bytes
 
 
 def pinned_bytes(config: Config, num_devices: int) -> int:
@@ -78,7 +80,9 @@ def pinned_bytes(config: Config, num_devices: int) -> int:
     Mesh axes left open count as 1.
     """
     plan, inputs = _planned(config, num_devices)
-    gradients = memory.stored_gradients(plan, config)
+    gradients = memory.stored_gradients(
+        plan, config.zero, num_microbatches(plan, config)
+    )
     stored = memory.stored_bytes(plan)
     pending = memory.bytes_by_memory((gradients, inputs)).host
     return (stored.host or stored.device) + pending

@@ -33,9 +33,10 @@ from zjax.optim.per_layer import per_layer_if_needed
 from zjax.processes.agreement import check_agreement
 from zjax.processes.barrier import connect
 from zjax.processes.host import warn_of_small_pages
+from zjax.run.batch import abstract_batch, with_batch_sizes
 from zjax.run.fit import check_fits, fit_plan
 from zjax.run.resume import fingerprint_functions
-from zjax.run.step import Step, abstract_batch, make_step
+from zjax.run.step import Step, make_step
 from zjax.run.without_effect import check_axes, check_has_effect, check_loss_acts
 from zjax.schedule.learning_rate import make_schedule
 from zjax.settings.derived import is_offered
@@ -282,7 +283,7 @@ def _takes_rows(config: Config) -> bool:
 
 def _with_rows(config: Config, num_rows: int, num_devices: int) -> Config:
     """Sets the rows of the batch, or refuses settings of a different number."""
-    total = meshes.with_batch_sizes(config, num_devices).global_batch_size
+    total = with_batch_sizes(config, num_devices).global_batch_size
     if total != num_rows:
         problem = f"is not the {num_rows} rows of the batch"
         remedy = f"give batches of {total}, or change the batch sizes"
@@ -355,7 +356,7 @@ def adopt_optimizer(tx: Any, model: Model, config: Config) -> Any:
     Raises:
         PlanError: The transformation cannot update from one mean gradient.
     """
-    if plans.stores_layers_apart(config, model):
+    if plans.stores_layers_apart(config.zero, model):
         return tx
     return per_layer_if_needed(tx, *named_params(model, config.mesh))
 

@@ -42,8 +42,9 @@ from zjax.offload.gradients import offloaded_inputs
 from zjax.optim.build import make_optimizer
 from zjax.optim.phases import count_programs, make_phases
 from zjax.optim.rounds import make_rounds
+from zjax.run.batch import abstract_batch, with_batch_sizes
 from zjax.run.fit import check_fits, fit_memories
-from zjax.run.step import Step, abstract_batch, make_step
+from zjax.run.step import Step, make_step
 from zjax.schedule.lengths import end_by_tokens
 from zjax.schedule.training import TrainingSchedule
 from zjax.settings.axes import axis_sizes
@@ -107,7 +108,7 @@ def report_plan(
     num_devices = num_devices or jax.device_count()
     check_config(config, num_devices)
     if config.num_tokens:
-        config = end_by_tokens(meshes.with_batch_sizes(config, num_devices))
+        config = end_by_tokens(with_batch_sizes(config, num_devices))
         check_config(config, num_devices)
     if link:
         check_link(config, num_devices, link)
@@ -164,7 +165,7 @@ def _check_collectives(config: Config, num_devices: int) -> None:
 
 def _report_steps(config: Config, num_devices: int, picture: pathlib.Path) -> str:
     """Describes and plots settings that change from step to step."""
-    config = meshes.with_batch_sizes(config, num_devices)
+    config = with_batch_sizes(config, num_devices)
     schedule = TrainingSchedule(config, num_devices)
     with _drawing(picture):
         plot_schedule(schedule, picture)

@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from zjax.data.entries import check_batch, check_placed_values
@@ -340,11 +339,3 @@ def _checks_ids(config: Config, model: Model) -> bool:
         remedy = "leave it at 'host', or set num_ids in the entries of the zjax.Model"
         raise ConfigError(Problem("data.check_ids", "device", problem, remedy))
     return checks
-
-
-def abstract_batch(config: Config, plan: plans.Plan) -> Batch:
-    """Global batch of a built-in model: shapes [B, L] and dtypes without data."""
-    size = resolve_batch(config, plan.num_batch_shares).global_batch_size
-    shape = (size, config.data.length)
-    dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
-    return {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in dtypes.items()}

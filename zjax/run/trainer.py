@@ -34,6 +34,7 @@ from zjax.optim.phases import programs_at
 from zjax.optim.precision import describe_precision
 from zjax.processes.agreement import check_same_data
 from zjax.processes.lock import hold
+from zjax.run.batch import with_batch_sizes
 from zjax.run.compile_ahead import CompileAhead
 from zjax.run.ending import KEY as PATIENCE
 from zjax.run.ending import REMEDY as PATIENCE_REMEDY
@@ -67,7 +68,6 @@ from zjax.schedule.training import TrainingSchedule
 from zjax.settings.batch import resolve_batch
 from zjax.settings.schema import Config
 from zjax.sharding.describe import describe_plan_totals
-from zjax.sharding.mesh import with_batch_sizes
 from zjax.sharding.placement import abstract_key
 from zjax.train import exchange
 from zjax.train.average import check_average, parts_of, with_part

@@ -6,21 +6,20 @@ gradients and of optimizer state None stands for it, which JAX counts as no leaf
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
-from zjax.settings.parameters import is_held_frozen
-from zjax.settings.schema import Config
 from zjax.sharding.layers import is_layers
 from zjax.sharding.placement import ArrayPlan
 
 
-def hold_frozen(master: Any, compute: Any, config: Config) -> Any:
-    """Replaces the plans of frozen parameters in `master` by `compute` plans."""
+def hold_frozen(master: Any, compute: Any, is_held: Callable[[str], bool]) -> Any:
+    """Replaces plans of `master` by `compute` plans where a path is held frozen."""
 
     def one(row: ArrayPlan, used: ArrayPlan) -> ArrayPlan:
-        if not is_held_frozen(row.path, config):
+        if not is_held(row.path):
             return row
         # Stored as used, so that no step casts or gathers it from a master weight.
         return dataclasses.replace(used, is_frozen=True, follows="nothing")

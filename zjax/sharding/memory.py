@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from zjax.settings.batch import resolve_batch
-from zjax.settings.schema import Config
+from zjax.settings.schema import Zero
 from zjax.sharding.frozen import trained
 from zjax.sharding.mesh import num_shares
 from zjax.sharding.placement import ArrayPlan, array_bytes
@@ -162,17 +161,22 @@ def pending_gradients(plan: Plan, num_microbatches: int) -> Any:
     )
 
 
-def stored_gradients(plan: Plan, config: Config) -> list[ArrayPlan]:
+def stored_gradients(
+    plan: Plan, settings: Zero, num_microbatches: int
+) -> list[ArrayPlan]:
     """Plans of pending gradients in `zero.gradient_memory`, in parameter order."""
-    batch = resolve_batch(config, plan.num_batch_shares)
-    rows = jax.tree.leaves(pending_gradients(plan, batch.num_microbatches))
-    return [offload_pending(row, config.zero.gradient_memory, config) for row in rows]
+    memory, disks = settings.gradient_memory, settings.nvme_paths
+    rows = jax.tree.leaves(pending_gradients(plan, num_microbatches))
+    return [offload_pending(row, memory, disks) for row in rows]
 
 
-def rows_on_disk(plan: Plan, config: Config) -> list[ArrayPlan]:
+def rows_on_disk(plan: Plan, settings: Zero, num_microbatches: int) -> list[ArrayPlan]:
     """Plans of all arrays that a run stores on disks: state, then pending gradients."""
     state = (plan.master, plan.opt_state, plan.ema, plan.compute)
-    rows = [*jax.tree.leaves(state), *stored_gradients(plan, config)]
+    rows = [
+        *jax.tree.leaves(state),
+        *stored_gradients(plan, settings, num_microbatches),
+    ]
     return [row for row in rows if row.is_on_disk]
 
 

@@ -3,7 +3,6 @@
 Axes of size 1 cost nothing.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +13,6 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from zjax.errors import ConfigError, Problem
 from zjax.settings import axes, schema
-from zjax.settings.batch import resolve_batch
 from zjax.typing import Device
 
 PIPELINE, REPLICA, DATA, EXPERT, SEQUENCE, TENSOR = AXES = axes.AXES
@@ -30,13 +28,6 @@ ALL_ZERO_AXES = (*ZERO_AXES, REPLICA)
 its devices gather one contiguous shard over `replica`."""
 
 _AUTO = (AxisType.Auto,) * len(AXES)
-
-
-def with_batch_sizes(config: schema.Config, num_devices: int) -> schema.Config:
-    """Fills in the three batch sizes of a config for a number of devices."""
-    sizes = mesh_sizes(config.mesh, num_devices)
-    batch = resolve_batch(config, math.prod(sizes[axis] for axis in BATCH_AXES))
-    return dataclasses.replace(config, **dataclasses.asdict(batch))
 
 
 def mesh_sizes(mesh: schema.Mesh, num_devices: int) -> dict[str, int]:

@@ -14,7 +14,8 @@ import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from zjax.errors import PlanError, Problem
-from zjax.settings.schema import Config
+from zjax.settings.schema import Mesh as MeshSettings
+from zjax.settings.schema import Zero
 from zjax.sharding import rules, zero
 from zjax.sharding.layers import layer_by_layer
 from zjax.sharding.mesh import REPLICA, num_shares
@@ -29,19 +30,18 @@ MIN_CODED_ELEMENTS = 2_048
 """Fewest elements of a shard, per layer, that a codec moves: one block of int8."""
 
 
-def plan_compute(rows: Any, config: Config) -> Any:
+def plan_compute(rows: Any, settings: Zero) -> Any:
     """Plans the compute parameters of ZeRO-3 by the settings of ZeRO++."""
-    zero = config.zero
-    coded = plan_codec(rows, "int8") if zero.quantized_weights else rows
-    return jax.tree.map(_in_node, coded) if zero.secondary_partition else coded
+    coded = plan_codec(rows, "int8") if settings.quantized_weights else rows
+    return jax.tree.map(_in_node, coded) if settings.secondary_partition else coded
 
 
-def plan_grads(rows: Any, config: Config) -> Any:
-    """Plans the reduced gradients of ZeRO-3 by the settings of ZeRO++."""
-    return plan_codec(rows, "int4") if config.zero.quantized_gradients else rows
+def plan_grads(rows: Any, *, is_coded: bool) -> Any:
+    """Plans the reduced gradients of ZeRO-3, as int4 blocks if coded (qgZ)."""
+    return plan_codec(rows, "int4") if is_coded else rows
 
 
-def check_effect(rows: Any, compute: Any, grads: Any, config: Config) -> None:
+def check_effect(rows: Any, compute: Any, grads: Any, settings: Zero) -> None:
     """Refuses settings of ZeRO++ that change the plan of no array in `rows`."""
     pairs = zip(*map(jax.tree.leaves, (rows, compute)), strict=True)
     coded = f"codes nothing: no matrix has shards of {MIN_CODED_ELEMENTS:,} elements"
@@ -55,7 +55,7 @@ def check_effect(rows: Any, compute: Any, grads: Any, config: Config) -> None:
     problems = [
         Problem(f"zero.{name}", True, problem, remedy)
         for name, problem, has_effect in effects
-        if getattr(config.zero, name) and not has_effect
+        if getattr(settings, name) and not has_effect
     ]
     if problems:
         raise PlanError(*problems)
@@ -215,15 +215,19 @@ class ParamPlans:
     @classmethod
     def of(
         cls,
-        config: Config,
+        settings: Zero,
+        dims: MeshSettings,
         mesh: Mesh | AbstractMesh,
         model: Model,
         params: Params,
         *,
         is_by_layer: bool,
     ) -> "ParamPlans":
-        """Finds the model-parallel spec and the ZeRO spec of each parameter."""
-        logical = names_of_dims(model, params, config.mesh, mesh)
+        """Finds the model-parallel spec and the ZeRO spec of each parameter.
+
+        `dims` are settings that name dims.
+        """
+        logical = names_of_dims(model, params, dims, mesh)
         unsharded, sharded = [], []
         leaves = jax.tree_util.tree_leaves_with_path(params)
         for (keys, leaf), names in zip(leaves, logical, strict=True):
@@ -231,7 +235,7 @@ class ParamPlans:
             # The spec before ZeRO, which pads a dim that batch axes do not divide.
             rules.check_parts(leaf.shape, spec, path_of(keys), mesh)
             unsharded.append(spec)
-            sharded.append(_zero_spec(config, mesh, leaf.shape, spec, names))
+            sharded.append(_zero_spec(settings, mesh, leaf.shape, spec, names))
         is_stack = [names[:1] == ("layers",) for names in logical]
         routers = (path_of(keys) for keys, _ in leaves if _ROUTER.search(path_of(keys)))
         wide = {*moved_params(model.stack, params), *routers}
@@ -280,7 +284,7 @@ def replicated_plans(tree: Any, mesh: Any) -> Any:
 
 
 def _zero_spec(
-    config: Config,
+    settings: Zero,
     mesh: Any,
     shape: tuple[int, ...],
     spec: PartitionSpec,
@@ -292,13 +296,13 @@ def _zero_spec(
         shape,
         spec,
         mesh,
-        axes=zero.zero_axes(config.zero),
-        min_elements=config.zero.min_shard_elements,
+        axes=zero.zero_axes(settings),
+        min_elements=settings.min_shard_elements,
         stacked_dims=stacked,
     )
 
 
-def plan_opt_state(config: Config, mesh: Any, tx: Any, master: Any) -> Any:
+def plan_opt_state(settings: Zero, mesh: Any, tx: Any, master: Any) -> Any:
     """Shards optimizer state like the parameters, and other shapes by `_zero_spec`.
 
     A leaf belongs to a parameter if the path of the leaf contains the path of the
@@ -307,7 +311,7 @@ def plan_opt_state(config: Config, mesh: Any, tx: Any, master: Any) -> Any:
     """
     params = {row.path: row for row in jax.tree.leaves(master)}
     arrays = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), master)
-    is_sharded = zero.splits_of(config.zero.stage).state
+    is_sharded = zero.splits_of(settings.stage).state
 
     def plan_leaf(keys: Any, leaf: Any) -> ArrayPlan:
         path, names = path_of(keys), ()
@@ -321,7 +325,7 @@ def plan_opt_state(config: Config, mesh: Any, tx: Any, master: Any) -> Any:
                 names = ("layers",)
         spec = PartitionSpec()
         if is_sharded and jnp.issubdtype(leaf.dtype, jnp.floating):
-            spec = _zero_spec(config, mesh, leaf.shape, spec, names)
+            spec = _zero_spec(settings, mesh, leaf.shape, spec, names)
         return _array_plan(path, leaf, spec, mesh)
 
     return jax.tree_util.tree_map_with_path(plan_leaf, abstract_opt_state(tx, arrays))

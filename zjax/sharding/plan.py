@@ -23,7 +23,7 @@ in `master` alone, where compute parameters would be stored.
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -34,7 +34,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from zjax.errors import PlanError, Problem
 from zjax.jaxprs.versions import dtype_promotion
 from zjax.settings.derived import is_derived
-from zjax.settings.schema import Config
+from zjax.settings.parameters import is_held_frozen
+from zjax.settings.schema import Config, Zero
 from zjax.sharding import mesh as meshes
 from zjax.sharding import param_plans, zero
 from zjax.sharding.frozen import hold_frozen, trained
@@ -179,118 +180,127 @@ def make_plan(config: Config, mesh: Mesh | AbstractMesh, model: Model, tx: Any) 
     """
     # Abstract, as the model may fit on no device before it is planned.
     params, model_state = jax.eval_shape(model.init, abstract_key())
-    splits, dtypes = zero.splits_of(config.zero.stage), config.precision
+    settings, dtypes, groups = config.zero, config.precision, config.optimizer.groups
+    splits = zero.splits_of(settings.stage)
+    is_held = functools.partial(is_held_frozen, config=config)
     planned = ParamPlans.of(
-        config, mesh, model, params, is_by_layer=stores_layers_apart(config, model)
+        settings,
+        config.mesh,
+        mesh,
+        model,
+        params,
+        is_by_layer=stores_layers_apart(settings, model),
     ).planned
     compute = planned(dtypes.compute_dtype, is_sharded=splits.compute)
     master = planned(dtypes.master_dtype, is_sharded=splits.state)
-    master = assign_roles(master, config, model.stack)
-    master = hold_frozen(master, compute, config)
-    opt_state = plan_opt_state(config, mesh, tx, trained(master, master))
+    master = assign_roles(master, model.stack, groups, is_held)
+    master = hold_frozen(master, compute, is_held)
+    opt_state = plan_opt_state(settings, mesh, tx, trained(master, master))
     # Reduced gradients enter the optimizer, and are sharded like optimizer state.
     grads = planned(dtypes.grad_sum_dtype, is_sharded=splits.state)
-    grads = assign_roles(grads, config, model.stack)
+    grads = assign_roles(grads, model.stack, groups, is_held)
     grad_sum = planned(dtypes.grad_sum_dtype, is_sharded=splits.grad_sum)
     grads, grad_sum = trained(grads, master), trained(grad_sum, master)
     if splits.compute:
         # ZeRO++ changes collectives of ZeRO-3 alone.
-        rows, compute = compute, param_plans.plan_compute(compute, config)
-        grads = param_plans.plan_grads(grads, config)
-        param_plans.check_effect(rows, compute, grads, config)
-        grad_sum = param_plans.plan_grads(grad_sum, config)
+        rows, compute = compute, param_plans.plan_compute(compute, settings)
+        is_coded = settings.quantized_gradients
+        grads = param_plans.plan_grads(grads, is_coded=is_coded)
+        param_plans.check_effect(rows, compute, grads, settings)
+        grad_sum = param_plans.plan_grads(grad_sum, is_coded=is_coded)
     compute = _offload_blocks(
         compute,
         planned(dtypes.compute_dtype, is_sharded=splits.state),
-        config,
+        settings,
     )
     return Plan(
         mesh=mesh,
-        stage=config.zero.stage,
-        master=_offload_master(master, compute, config),
+        stage=settings.stage,
+        master=_offload_master(master, compute, settings, is_held),
         compute=compute,
         grad_sum=grad_sum,
         grads=grads,
         # `master` before offload: its paths alone are read.
-        opt_state=_offload_moments(opt_state, master, config),
+        opt_state=_offload_moments(opt_state, master, settings),
         model_state=replicated_plans(model_state, mesh),
         # float32 whatever the master dtype: small steps of an average would round away.
         ema=trained(planned("float32", is_sharded=splits.state), master)
         if config.optimizer.ema_decay
         else (),
-        is_offloaded=config.zero.offloads_state,
+        is_offloaded=settings.offloads_state,
         batch_casts=dict.fromkeys(model.cast or (), dtypes.compute_dtype),
-        zero_axes=zero.zero_axes(config.zero),
+        zero_axes=zero.zero_axes(settings),
     )
 
 
-def stores_layers_apart(config: Config, model: Model) -> bool:
+def stores_layers_apart(settings: Zero, model: Model) -> bool:
     """Whether each layer is stored as a separate array, as under offload."""
-    return model.takes_layers_apart and config.zero.offloads_state
+    return model.takes_layers_apart and settings.offloads_state
 
 
-def offload_pending(row: ArrayPlan, memory: str, config: Config) -> ArrayPlan:
+def offload_pending(row: ArrayPlan, memory: str, disks: tuple[str, ...]) -> ArrayPlan:
     """Plans the storage of a pending gradient or of the input of a block.
 
     On disks, arrays below `MIN_MOVED_BYTES` stay on the devices instead.
     """
     return (
-        _offload(row, row, memory, config) if memory == NVME else row.stored_in(memory)
+        _offload(row, row, memory, disks) if memory == NVME else row.stored_in(memory)
     )
 
 
 def _offload(
-    row: ArrayPlan, sharded: ArrayPlan, memory: str, config: Config
+    row: ArrayPlan, sharded: ArrayPlan, memory: str, disks: tuple[str, ...]
 ) -> ArrayPlan:
     """Stores an array as `sharded` in `memory`, or as `row` if it is too small."""
     is_moved = memory != DEVICE and row.device_bytes >= MIN_MOVED_BYTES
-    return sharded.stored_in(memory, config.zero.nvme_paths) if is_moved else row
+    return sharded.stored_in(memory, disks) if is_moved else row
 
 
-def _state_memory(config: Config) -> str:
-    """Memory of optimizer state, with `auto` as the host."""
-    memory = config.zero.optimizer_memory
+def _planned_memory(memory: str) -> str:
+    """Memory in which state is planned, with `auto` as the host."""
     return HOST if memory == AUTO else memory
 
 
-def _offload_master(master: Any, compute: Any, config: Config) -> Any:
+def _offload_master(
+    master: Any, compute: Any, settings: Zero, is_held: Callable[[str], bool]
+) -> Any:
     """Offloads master weights, and stores low bits where parameters are bfloat16.
 
     Frozen parameters are stored where compute parameters are.
     """
-    memory = _state_memory(config)
-    offloaded = jax.tree.map(lambda row: _offload(row, row, memory, config), master)
-    if config.zero.offloads_state:
+    memory, disks = _planned_memory(settings.optimizer_memory), settings.nvme_paths
+    offloaded = jax.tree.map(lambda row: _offload(row, row, memory, disks), master)
+    if settings.offloads_state:
         # Again, as `parameter_memory` may differ from the memory of master weights.
-        offloaded = hold_frozen(offloaded, compute, config)
-    _check_moved("optimizer", config.zero.optimizer_memory, offloaded)
-    _check_moved("parameter", config.zero.parameter_memory, compute)
-    if not config.zero.offloads_state:
+        offloaded = hold_frozen(offloaded, compute, is_held)
+    _check_moved("optimizer", settings.optimizer_memory, offloaded)
+    _check_moved("parameter", settings.parameter_memory, compute)
+    if not settings.offloads_state:
         return offloaded
     return jax.tree.map(_split, offloaded, compute)
 
 
-def _offload_blocks(compute: Any, sharded: Any, config: Config) -> Any:
+def _offload_blocks(compute: Any, sharded: Any, settings: Zero) -> Any:
     """Offloads the compute parameters of blocks, stored as in `sharded`."""
-    memory = config.zero.parameter_memory
+    memory, disks = settings.parameter_memory, settings.nvme_paths
     return jax.tree_util.tree_map_with_path(
         lambda keys, row, sharded: (
-            row if layer_of(keys) is None else _offload(row, sharded, memory, config)
+            row if layer_of(keys) is None else _offload(row, sharded, memory, disks)
         ),
         compute,
         sharded,
     )
 
 
-def _offload_moments(opt_state: Any, master: Any, config: Config) -> Any:
+def _offload_moments(opt_state: Any, master: Any, settings: Zero) -> Any:
     """Offloads the arrays of optimizer state that belong to a parameter."""
     paths = {row.path: row for row in jax.tree.leaves(master)}
-    memory = _state_memory(config)
+    memory, disks = _planned_memory(settings.optimizer_memory), settings.nvme_paths
     return jax.tree_util.tree_map_with_path(
         lambda keys, row: (
             # Counters and statistics of no parameter are small, and stay on the
             # devices.
-            _offload(row, row, memory, config) if any(owners(keys, paths)) else row
+            _offload(row, row, memory, disks) if any(owners(keys, paths)) else row
         ),
         opt_state,
     )

@@ -1,14 +1,13 @@
 """Roles of parameters: each follows a gradient, totals of a step, or nothing."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 
 from zjax.errors import ModelError, Problem
-from zjax.settings.parameters import FROZEN, is_held_frozen, label_of
-from zjax.settings.schema import Config
+from zjax.settings.parameters import FROZEN, Groups, label_of
 from zjax.sharding.paths import layer_of, path_of
 from zjax.sharding.placement import ArrayPlan, Follows
 from zjax.typing import Move, Params, Stack, Totals
@@ -76,7 +75,9 @@ def move_params(
     return jax.tree_util.tree_map_with_path(one, params, updated)
 
 
-def assign_roles(rows: Any, config: Config, stack: Stack | None) -> Any:
+def assign_roles(
+    rows: Any, stack: Stack | None, groups: Groups, is_held: Callable[[str], bool]
+) -> Any:
     """Sets `follows` in the plans of parameters or of gradients.
 
     A frozen parameter is fixed even if totals would move it.
@@ -86,8 +87,7 @@ def assign_roles(rows: Any, config: Config, stack: Stack | None) -> Any:
     def one(keys: Any, row: ArrayPlan) -> ArrayPlan:
         path = path_of(keys)
         follows = "totals" if path in moved else "gradient"
-        is_frozen = label_of(path, config.optimizer.groups) == FROZEN
-        if is_frozen or is_held_frozen(path, config):
+        if label_of(path, groups) == FROZEN or is_held(path):
             follows = "nothing"
         return dataclasses.replace(row, follows=follows)
 
