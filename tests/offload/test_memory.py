@@ -25,8 +25,8 @@ from tests.support.offload import (
 from zjax.errors import PlanError
 from zjax.offload import train as offload
 from zjax.offload import units
-from zjax.offload.gradients import offloaded_inputs
 from zjax.run import fit
+from zjax.run.fit import offloaded_inputs
 from zjax.sharding import memory
 from zjax.sharding import plan as plans
 from zjax.storage.array import DiskArray

@@ -16,7 +16,7 @@ from tests.support.offload import (
 )
 from zjax.estimate import tables
 from zjax.estimate.spill import traffic_of_step
-from zjax.offload.gradients import offloaded_inputs
+from zjax.run.fit import offloaded_inputs
 from zjax.sharding import describe, memory
 from zjax.storage import move as moves
 

@@ -274,7 +274,8 @@ def test_outer_steps_move_only_what_follows_gradients():
     model = totals.make_model()
     tx = make_optimizer(config, model)
     run = make_planned_run(config, model, tx, devices=jax.devices()[:2])
-    update = make_update(tx, run.plan, config, None, model.stack)
+    settings = config.optimizer, config.precision
+    update = make_update(tx, run.plan, *settings, None, model.stack)
     with jax.set_mesh(run.mesh):
         ones = jax.tree.map(jnp.ones_like, run.state.master)
         counted = jax.tree.map(np.max, jax.jit(update.unscaled)(ones, jnp.float32(1)))

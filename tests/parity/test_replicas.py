@@ -174,7 +174,10 @@ def test_clipping_reads_the_norm_of_what_arrived():
     run = runs.make_small_run(optax.sgd(0.1), 0, optimizer=settings)
     codec = make_codec("int8")
     sent = Sent(Phase("train", "int8"), Halves(run.plan, codec))
-    update = make_update(optax.sgd(0.1), run.plan, run.config, None, None, sent)
+    precision = run.config.precision
+    update = make_update(
+        optax.sgd(0.1), run.plan, run.config.optimizer, precision, None, None, sent
+    )
     loss = Loss(jnp.float32(1), jnp.float32(1), (), {}, ())
     clipped = jax.vmap(
         lambda grads: update.clipped(grads, (), (), loss)[:2], axis_name=REPLICA

@@ -87,7 +87,7 @@ def test_local_steps_send_nothing_between_nodes_and_fragments_share_a_line(table
     assert found["local step"][::2] == (8, 0)
     assert found["local step"][1] > 10_000
     fragments = make_fragments(run.plan.master, 2)
-    exchanges = [make_exchange(run.plan, run.config, each) for each in fragments]
+    exchanges = [make_exchange(run.plan, "int4", each) for each in fragments]
     expected = sum(map(exchanged, exchanges))
     times, _, between = found["exchange"]
     assert times == 4

@@ -8,7 +8,7 @@ import jax
 
 from zjax.comm.codecs import make_codec, packed_bytes
 from zjax.comm.coded import CODECS
-from zjax.optim.phases import count_programs, make_phases
+from zjax.optim.phases import count_programs, make_phases, merged_phase
 from zjax.optim.rounds import make_rounds
 from zjax.settings import choices, schema
 from zjax.settings.batch import resolve_batch
@@ -17,7 +17,7 @@ from zjax.sharding.mesh import REPLICA
 from zjax.sharding.placement import ArrayPlan, dtype_bytes
 from zjax.sharding.plan import Plan
 from zjax.train.exchange import Exchange
-from zjax.train.outer_state import make_exchange, make_fragments
+from zjax.train.outer_state import make_exchange, make_fragments, outer_codec
 
 ROUND = 40
 """Longest DiLoCo round, in steps, unless the run sets a length."""
@@ -144,8 +144,9 @@ def _exchanges(plan: Plan, config: schema.Config) -> dict[str, Exchange]:
         fragments = []
     else:
         fragments = make_fragments(plan.master, config.communication.num_fragments)
+    codec = outer_codec(config.communication.codec, merged_phase(config))
     return {name: Exchange(plan, make_codec(x)) for name, x in codecs.items()} | {
-        f"mean_{i}": make_exchange(plan, config, fragment)
+        f"mean_{i}": make_exchange(plan, codec, fragment)
         for i, fragment in enumerate(fragments)
     }
 

@@ -31,7 +31,8 @@ from zjax.offload.units import (
     groups_of,
     units_of,
 )
-from zjax.settings.schema import Config
+from zjax.settings.schema import Model as Shape
+from zjax.settings.schema import Zero
 from zjax.sharding.frozen import trained
 from zjax.sharding.memory import bytes_by_memory, tree_bytes
 from zjax.sharding.placement import ArrayPlan
@@ -67,15 +68,22 @@ class BlockwiseBackward:
     """
 
     def __init__(
-        self, model: Model, plan: Plan, config: Config, num_microbatches: int, jit: Jit
+        self,
+        model: Model,
+        plan: Plan,
+        zero: Zero,
+        shape: Shape,
+        num_microbatches: int,
+        jit: Jit,
     ):
         assert model.stack is not None
-        where = config.zero.optimizer_memory
+        where = zero.optimizer_memory
         check_no_model_state(plan, "zero.optimizer_memory", where, DEVICE)
         self.stack, self.entries = model.stack, model.entries
-        self.plan, self.config = plan, config
+        self.plan = plan
+        self.inputs_rest = shape.activation_memory, zero.nvme_paths
         self.num_microbatches = num_microbatches
-        policy = saving_policy(model, config)
+        policy = saving_policy(model, shape)
         self.programs = BlockPrograms(model, plan, num_microbatches, policy, jit)
         self.grad_rows = self.programs.grad_rows
         self.units = UnitStream(self.stack, plan)
@@ -93,7 +101,7 @@ class BlockwiseBackward:
         self.sums = GradientSums(
             self.groups,
             self.grad_rows,
-            config.zero,
+            zero,
             num_microbatches,
             num_groups=len(self.order),
             limit_bytes=max(3 * unit_bytes, transfer_units.AHEAD_BYTES),
@@ -332,7 +340,7 @@ class BlockwiseBackward:
         ]
 
     def _input_row(self, x: Any) -> ArrayPlan:
-        return input_plan(x, self.plan, self.config)
+        return input_plan(x, self.plan, *self.inputs_rest)
 
     def _residual_row(self, x: Any) -> ArrayPlan:
         """Plans a residual on one device; raises PlanError if it is offloaded."""

@@ -9,9 +9,8 @@ import jax.numpy as jnp
 from zjax.offload.compiled import Jit, Peak, added_bytes, like_batch
 from zjax.offload.groups import by_group
 from zjax.offload.stream import Load, Stream
-from zjax.offload.units import units_of
-from zjax.settings.batch import resolve_batch
-from zjax.settings.schema import Config, Zero
+from zjax.settings.schema import Model as Shape
+from zjax.settings.schema import Zero
 from zjax.sharding.memory import tree_bytes
 from zjax.sharding.placement import (
     ArrayPlan,
@@ -25,7 +24,6 @@ from zjax.sharding.placement import (
 from zjax.sharding.plan import Plan, offload_pending
 from zjax.storage.move import store
 from zjax.train import microbatches
-from zjax.train.compute_params import compute_dtype
 from zjax.train.gradients import AutomaticGradients
 from zjax.train.state import TrainState, stored_compute, without_update
 from zjax.train.update import loss_scale_of
@@ -200,50 +198,21 @@ def _mean_loss(losses: list[Loss]) -> Loss:
     return microbatches.mean_loss(stacked, ())
 
 
-def saving_policy(model: Model, config: Config) -> Callable[..., Any] | None:
+def saving_policy(model: Model, shape: Shape) -> Callable[..., Any] | None:
     """Returns the policy of `jax.checkpoint` for residuals that stay on devices.
 
     None if a block saves the block's input alone, which may be offloaded.
     """
-    goes = config.model.offloads_inputs
-    return None if goes or config.model.remat == "full" else model.keeps
+    return None if shape.offloads_inputs or shape.remat == "full" else model.keeps
 
 
 def input_plan(
-    x: jax.Array | jax.ShapeDtypeStruct, plan: Plan, config: Config
+    x: jax.Array | jax.ShapeDtypeStruct,
+    plan: Plan,
+    memory: str,
+    disks: tuple[str, ...],
 ) -> ArrayPlan:
     """Plans an input of a block, sharded like a batch, until the backward pass."""
     place = plan.batch_sharding(x)
     row = ArrayPlan("an input of a block", x.shape, x.dtype, place, place)
-    memory, disks = config.model.activation_memory, config.zero.nvme_paths
     return offload_pending(row, memory, disks)
-
-
-def offloaded_inputs(
-    model: Model, plan: Plan, config: Config, batch: Batch
-) -> Sequence[ArrayPlan]:
-    """Plans the inputs of blocks that are stored off the devices, for one microbatch.
-
-    One input per block, or two if the block has tiles; none if inputs stay on the
-    devices, or if the model does not run block by block.
-    """
-    stack = model.stack
-    stays = not (config.model.offloads_inputs and plan.is_offloaded)
-    if stays or stack is None or not model.runs_by_block:
-        return ()
-    number = resolve_batch(config, plan.num_batch_shares).num_microbatches
-    params = jax.tree.map(
-        lambda row: jax.ShapeDtypeStruct(row.shape, row.dtype), plan.compute
-    )
-
-    def enter(params: Any, batch: Batch, key: jax.Array) -> Any:
-        batch = microbatches.cast_batch(batch, model, compute_dtype(plan))
-        parts = microbatches.split_batch(batch, model, number, plan.num_batch_shares)
-        return stack.embed(params, jax.tree.map(lambda x: x[0], parts), key)[0]
-
-    embed, _, _ = stack.split(params)
-    # A trunk saves the block's input, and the first tile stands for the input of all
-    # tiles.
-    num_inputs = sum(unit.tile <= 1 for unit, _ in units_of(stack, params))
-    entering = jax.tree.leaves(jax.eval_shape(enter, embed, batch, abstract_key()))
-    return num_inputs * [input_plan(x, plan, config) for x in entering]

@@ -10,7 +10,7 @@ from zjax.jaxprs.program import Name, Program
 from zjax.offload.compiled import CompiledGroup, compile_groups
 from zjax.offload.groups import trace
 from zjax.offload.units import positions_in, units_of
-from zjax.settings.schema import Config
+from zjax.settings.schema import Precision
 from zjax.sharding.frozen import trained
 from zjax.sharding.paths import layer_of
 from zjax.sharding.placement import ArrayPlan, Form, pad, place_tree, unpad
@@ -33,7 +33,7 @@ def init_layer_by_layer(
     model: Model,
     tx: Any,
     plan: Plan,
-    config: Config,
+    precision: Precision,
     *,
     weights: Iterable[jax.Array] | None = None,
 ) -> TrainState:
@@ -45,7 +45,7 @@ def init_layer_by_layer(
     created = _created(key, model, plan) if weights is None else enumerate(weights)
     master, params, ema = _first_weights(created, plan)
     return TrainState(
-        **jax.device_put(first_scalars(config), plan.replicated),
+        **jax.device_put(first_scalars(precision), plan.replicated),
         master=master,
         opt_state=_init_opt_state(tx, master, params, plan),
         model_state=first_model_state(key, model, plan),

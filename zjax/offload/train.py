@@ -33,7 +33,7 @@ from zjax.sharding.frozen import joined, trained
 from zjax.sharding.memory import bytes_by_memory, stored_bytes, tree_bytes
 from zjax.sharding.placement import ArrayPlan
 from zjax.sharding.plan import Plan, offload_pending
-from zjax.sharding.program_plan import trained_plan
+from zjax.sharding.program_plan import staged_plan, trained_plan
 from zjax.storage.array import DiskArray
 from zjax.storage.move import store
 from zjax.storage.transfers import transfer_budget
@@ -108,7 +108,9 @@ class OffloadedTrain:
         num_microbatches = resolve_batch(config, plan.num_batch_shares).num_microbatches
         self.num_microbatches = num_microbatches
         self.backward: Backward = (
-            BlockwiseBackward(model, plan, config, num_microbatches, jit)
+            BlockwiseBackward(
+                model, plan, config.zero, config.model, num_microbatches, jit
+            )
             if model.runs_by_block
             else WholeBackward(model, plan, num_microbatches, jit)
         )
@@ -118,7 +120,9 @@ class OffloadedTrain:
         self.update = GroupedUpdate(
             tx,
             learned,
-            config,
+            state_rows(staged_plan(learned), config),
+            config.optimizer,
+            config.precision,
             schedule,
             model.stack,
             groups=smaller,

@@ -17,13 +17,13 @@ from zjax.offload.groups import (
     group_programs,
     trace,
 )
-from zjax.settings.schema import Config
+from zjax.settings.schema import Optimizer, Precision
 from zjax.sharding.param_plans import optimizer_name
 from zjax.sharding.paths import path_of, position_finder
 from zjax.sharding.placement import unpad_tree
 from zjax.sharding.plan import Plan
 from zjax.sharding.program_plan import staged_plan
-from zjax.train.state import TrainState, state_rows
+from zjax.train.state import TrainState
 from zjax.train.update import Schedule, make_update
 from zjax.typing import Loss, Metrics, Params, Stack
 
@@ -64,7 +64,9 @@ class GroupedUpdate:
     Args:
         tx: Optax gradient transformation.
         plan: Placement of every array.
-        config: Config; reads `optimizer` and `precision`.
+        rows: Plans of the state, all on the devices.
+        optimizer: Settings that an update reads.
+        precision: Settings of loss scaling.
         schedule: Learning rate by applied step, for the metrics.
         stack: The model as a line of blocks, if it is one.
         groups: Group of each parameter.
@@ -79,7 +81,9 @@ class GroupedUpdate:
         self,
         tx: Any,
         plan: Plan,
-        config: Config,
+        rows: TrainState,
+        optimizer: Optimizer,
+        precision: Precision,
         schedule: Schedule | None,
         stack: Stack | None,
         *,
@@ -88,11 +92,12 @@ class GroupedUpdate:
         jit: Jit,
     ):
         on_device = staged_plan(plan)
-        rows = state_rows(on_device, config)
         state, totals = _arrays(plan.model_state), _totals(stack)
         loss = Loss(_number(), _number(), state, {}, totals)
         inputs = (_arrays(rows), _arrays(grad_rows), loss)
-        update = _of_stored_gradients(tx, on_device, config, schedule, stack)
+        update = _of_stored_gradients(
+            tx, on_device, optimizer, precision, schedule, stack
+        )
         program, outputs = trace(update, *inputs)
         names, input_keys, output_keys = program.inputs, _keys(inputs), _keys(outputs)
         leaves = iter(names)
@@ -200,12 +205,13 @@ def _is_param(keys: Any) -> bool:
 def _of_stored_gradients(
     tx: Any,
     plan: Plan,
-    config: Config,
+    optimizer: Optimizer,
+    precision: Precision,
     schedule: Schedule | None,
     stack: Stack | None,
 ) -> Callable[[TrainState, Params, Loss], tuple[TrainState, Metrics]]:
     """Returns the update as a function of gradients in stored shapes."""
-    update = make_update(tx, plan, config, schedule, stack)
+    update = make_update(tx, plan, optimizer, precision, schedule, stack)
 
     def no_loss_function(params: Params) -> jax.Array:
         raise PlanError(

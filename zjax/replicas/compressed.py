@@ -15,23 +15,18 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from zjax.comm import messages, shards
-from zjax.comm.codecs import make_codec
 from zjax.ops.keys import fold_in
-from zjax.optim.phases import Phase, Phases
-from zjax.settings.schema import Config
 from zjax.sharding.mesh import REPLICA
 from zjax.sharding.plan import Plan
 from zjax.train import microbatches
-from zjax.train.exchange import Exchange, Sent
-from zjax.train.programs import Programs, make_programs
+from zjax.train.programs import Programs
 from zjax.train.state import TrainState
-from zjax.train.update import Schedule
 from zjax.typing import Batch, Loss, Metrics, Model, Params
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ReplicaPrograms:
-    """Pure functions of arrays; `jit` with `state_shardings`.
+    """Pure functions of arrays; `jit` with shardings of `state_rows`.
 
     Args:
         phases: `Programs` of one replica, by name of the phase.
@@ -42,11 +37,6 @@ class ReplicaPrograms:
     phases: Mapping[str, Programs]
     model: Model
     plan: Plan
-
-    @property
-    def state_shardings(self) -> TrainState:
-        """A TrainState of NamedSharding."""
-        return next(iter(self.phases.values())).state_shardings
 
     def train(
         self, phase: str, state: TrainState, batch: Batch
@@ -164,21 +154,3 @@ def _mean_loss(loss: Loss) -> tuple[Loss, jax.Array]:
     mean = microbatches.mean_loss(gathered, jax.tree.map(average, loss.model_state))
     number = jax.lax.axis_size(REPLICA)
     return mean, loss.weight * number / jnp.where(mean.weight == 0, 1, mean.weight)
-
-
-def make_replica_programs(
-    model: Model,
-    tx: Any,
-    plan: Plan,
-    config: Config,
-    schedule: Schedule | None,
-    phases: Phases,
-) -> ReplicaPrograms:
-    """Builds the uncompiled programs of a run, one for each phase."""
-
-    def programs(phase: Phase) -> Programs:
-        sent = Sent(phase, Exchange(plan, make_codec(phase.codec)))
-        return make_programs(model, tx, plan.of_replica, config, schedule, sent)
-
-    by_name = {name: programs(phase) for name, phase in phases.by_name.items()}
-    return ReplicaPrograms(by_name, model, plan)

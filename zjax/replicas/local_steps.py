@@ -20,7 +20,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from zjax.comm import messages, shards
-from zjax.optim.phases import Phase, merged_phase
+from zjax.optim.phases import Phase
 from zjax.optim.transforms import nesterov
 from zjax.replicas.compressed import (
     key_of_replica,
@@ -28,14 +28,14 @@ from zjax.replicas.compressed import (
     state_spec,
     train_together,
 )
-from zjax.settings.schema import Config
+from zjax.settings.schema import Communication
 from zjax.sharding.mesh import REPLICA
 from zjax.sharding.placement import ArrayPlan, pad_tree, place_tree, unpad_tree
 from zjax.sharding.plan import Plan
 from zjax.sharding.roles import with_followers
 from zjax.train import microbatches
 from zjax.train.exchange import Exchange
-from zjax.train.outer_state import Fragment, make_exchange
+from zjax.train.outer_state import Fragment, make_exchange, outer_codec
 from zjax.train.programs import Programs
 from zjax.train.state import TrainState
 from zjax.typing import Batch, Metrics, Model
@@ -149,7 +149,7 @@ class OuterStep:
     fragment: Fragment
     exchange: Exchange
     plan: Plan
-    config: Config
+    settings: Communication
 
     def outer_gradients(self, anchor: Any, replicas: TrainState) -> list[jax.Array]:
         """Subtracts each replica's parameters from the anchor: float32[N, ...]."""
@@ -198,7 +198,7 @@ class OuterStep:
 
         Returns the anchor, the momentum of the outer optimizer and the replicas.
         """
-        settings, fragment = self.config.communication, self.fragment
+        settings, fragment = self.settings, self.fragment
         # None, for parameters without momentum, must stay a leaf: leaves go by
         # position.
         trees = anchor, momentum, replicas.master
@@ -227,7 +227,7 @@ class OuterStep:
 
     def _mixed(self, local: jax.Array, shared: jax.Array) -> jax.Array:
         """Mixes local into shared parameters, by `communication.mixing`."""
-        share = self.config.communication.mixing
+        share = self.settings.mixing
         if not share:
             return jnp.broadcast_to(shared, local.shape)
         return share * local + (1 - share) * shared[None]
@@ -306,14 +306,20 @@ class MomentumStep(OuterStep):
 
 
 def make_outer_step(
-    plan: Plan, config: Config, fragment: Fragment, tx: Any
+    plan: Plan,
+    settings: Communication,
+    fragment: Fragment,
+    tx: Any,
+    merged: Phase | None,
 ) -> OuterStep:
-    """Builds the exchange of a fragment; `tx` is the optimizer of the replicas."""
-    exchange = make_exchange(plan, config, fragment)
-    merged = merged_phase(config)
+    """Builds the exchange of a fragment; `tx` is the optimizer of the replicas.
+
+    `merged` is the phase in which that optimizer takes outer steps, or None.
+    """
+    exchange = make_exchange(plan, outer_codec(settings.codec, merged), fragment)
     if merged is None:
-        return OuterStep(fragment, exchange, plan, config)
-    return MomentumStep(fragment, exchange, plan, config, tx, merged)
+        return OuterStep(fragment, exchange, plan, settings)
+    return MomentumStep(fragment, exchange, plan, settings, tx, merged)
 
 
 def end_of_round(

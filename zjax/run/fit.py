@@ -15,8 +15,8 @@ from zjax.estimate.spill import DEVICE_SHARE, FreeBytes, num_microbatches, spill
 from zjax.estimate.tables import kept_rows
 from zjax.jaxprs.versions import dtype_promotion
 from zjax.offload.compiled import Peak
-from zjax.offload.gradients import offloaded_inputs, saving_policy
-from zjax.offload.units import forward_order
+from zjax.offload.gradients import input_plan, saving_policy
+from zjax.offload.units import forward_order, units_of
 from zjax.processes.host import (
     POOL_OVERHEAD,
     LocalProcesses,
@@ -32,12 +32,14 @@ from zjax.sharding import memory
 from zjax.sharding.describe import format_bytes
 from zjax.sharding.memory import num_zero_shares
 from zjax.sharding.mesh import PIPELINE, device_capacity_bytes
-from zjax.sharding.placement import ArrayPlan
+from zjax.sharding.placement import ArrayPlan, abstract_key
 from zjax.sharding.plan import AUTO, Plan, make_plan
 from zjax.sharding.program_plan import staged_plan
 from zjax.storage.files import disk_bytes
 from zjax.storage.scratch import check_disks
 from zjax.storage.transfers import IN_FLIGHT_BYTES, staging_bytes
+from zjax.train import microbatches
+from zjax.train.compute_params import compute_dtype
 from zjax.typing import Batch, Model
 
 
@@ -150,7 +152,7 @@ def fit_memories(
         raise PlanError(Problem("zero.optimizer_memory", AUTO, problem, remedy))
     capacity = _free_bytes(plan.mesh)
     if peak.total > capacity:
-        recomputes = saving_policy(model, config) is None
+        recomputes = saving_policy(model, config.model) is None
         raise PlanError(_no_room(peak, capacity, recomputes=recomputes))
     # State on the devices must leave room for a step and for generation.
     needed = max(peak.total, _bytes_to_generate(plan, capacity))
@@ -302,3 +304,34 @@ def _settings(config: Config, plan: Plan, size: int, user_model: bool) -> Iterat
         yield "zero.optimizer_memory=pinned_host"
     elif not (config.zero.offloads_blocks or user_model):
         yield "zero.parameter_memory=pinned_host"
+
+
+def offloaded_inputs(
+    model: Model, plan: Plan, config: Config, batch: Batch
+) -> Sequence[ArrayPlan]:
+    """Plans the inputs of blocks that are stored off the devices, for one microbatch.
+
+    One input per block, or two if the block has tiles; none if inputs stay on the
+    devices, or if the model does not run block by block.
+    """
+    stack = model.stack
+    stays = not (config.model.offloads_inputs and plan.is_offloaded)
+    if stays or stack is None or not model.runs_by_block:
+        return ()
+    number = num_microbatches(plan, config)
+    params = jax.tree.map(
+        lambda row: jax.ShapeDtypeStruct(row.shape, row.dtype), plan.compute
+    )
+
+    def enter(params: Any, batch: Batch, key: jax.Array) -> Any:
+        batch = microbatches.cast_batch(batch, model, compute_dtype(plan))
+        parts = microbatches.split_batch(batch, model, number, plan.num_batch_shares)
+        return stack.embed(params, jax.tree.map(lambda x: x[0], parts), key)[0]
+
+    embed, _, _ = stack.split(params)
+    # A trunk saves the block's input, and the first tile stands for the input of all
+    # tiles.
+    num_inputs = sum(unit.tile <= 1 for unit, _ in units_of(stack, params))
+    entering = jax.tree.leaves(jax.eval_shape(enter, embed, batch, abstract_key()))
+    memory, disks = config.model.activation_memory, config.zero.nvme_paths
+    return num_inputs * [input_plan(x, plan, memory, disks) for x in entering]

@@ -10,15 +10,15 @@ from zjax.jaxprs.versions import dtype_promotion
 from zjax.models.generate import generate
 from zjax.offload.compiled import Peak
 from zjax.run.compiler import step_options
+from zjax.run.programs import make_programs
 from zjax.settings.schema import Config
 from zjax.sharding.memory import tree_bytes
-from zjax.sharding.placement import ArrayPlan, abstract_tree, unpad_tree
+from zjax.sharding.placement import ArrayPlan, abstract_tree, shardings, unpad_tree
 from zjax.sharding.plan import Plan
 from zjax.sharding.program_plan import staged_plan
 from zjax.storage.move import to_devices
 from zjax.train.average import averaged, check_average, only_weights, parts_of
 from zjax.train.compute_params import compute_params
-from zjax.train.programs import make_programs
 from zjax.train.state import TrainState, check_not_consumed, state_rows, stored_compute
 from zjax.train.update import Schedule
 from zjax.typing import Batch, Metrics, Model, Params
@@ -159,7 +159,7 @@ def fused_executor(
     jit = functools.partial(jax.jit, compiler_options=step_options(config, plan))
     replaces_state = {
         "donate_argnums": 0,
-        "out_shardings": (pure.state_shardings, None),
+        "out_shardings": (shardings(state_rows(plan, config)), None),
     }
     programs = {
         "train": jit(pure.train, **replaces_state),

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from zjax.errors import ZjaxError
 from zjax.estimate.spill import num_microbatches
 from zjax.models.build import make_model
-from zjax.offload.gradients import offloaded_inputs
 from zjax.optim.build import make_optimizer
 from zjax.processes.cluster import Cluster, assign_gpus, visible_gpus
 from zjax.processes.host import POOL_OVERHEAD, limit_pinned_memory
 from zjax.run.batch import abstract_batch
+from zjax.run.fit import offloaded_inputs
 from zjax.settings.axes import close_axes
 from zjax.settings.schema import Config
 from zjax.sharding import memory

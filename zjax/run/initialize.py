@@ -25,7 +25,6 @@ from zjax.huggingface import peft_source
 from zjax.huggingface import source as huggingface
 from zjax.jaxprs.versions import dtype_promotion
 from zjax.models import adapter
-from zjax.offload.gradients import offloaded_inputs
 from zjax.offload.init import init_layer_by_layer
 from zjax.optim.build import make_optimizer, with_clipping_as_set
 from zjax.optim.groups import named_params
@@ -34,7 +33,7 @@ from zjax.processes.agreement import check_agreement
 from zjax.processes.barrier import connect
 from zjax.processes.host import warn_of_small_pages
 from zjax.run.batch import abstract_batch, with_batch_sizes
-from zjax.run.fit import check_fits, fit_plan
+from zjax.run.fit import check_fits, fit_plan, offloaded_inputs
 from zjax.run.resume import fingerprint_functions
 from zjax.run.step import Step, make_step
 from zjax.run.without_effect import check_axes, check_has_effect, check_loss_acts
@@ -417,7 +416,9 @@ def make_run(
             here = unsplit_plans(staged_plan(plan).master)
             initial = weights.iter_weights(start, here, adapt) if start else None
             # The unsharded parameters of the full model may not fit on the devices.
-            return init_layer_by_layer(key, model, tx, plan, config, weights=initial)
+            return init_layer_by_layer(
+                key, model, tx, plan, config.precision, weights=initial
+            )
         master = weights.load_weights(start, plan.master, adapt) if start else None
         return init_state(key, model, tx, plan, config, master=master)
 

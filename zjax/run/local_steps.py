@@ -21,6 +21,7 @@ from zjax.replicas.local_steps import (
 from zjax.run.compiler import step_options
 from zjax.run.executor import StepNumber
 from zjax.run.fused import FusedExecutor
+from zjax.run.programs import make_programs
 from zjax.run.replicated import check_together, check_warm_up
 from zjax.settings.schema import Config
 from zjax.sharding.placement import abstract_tree, shardings
@@ -28,7 +29,6 @@ from zjax.sharding.plan import Plan
 from zjax.sharding.roles import only_followers, with_followers
 from zjax.train.exchange import Exchange, Sent
 from zjax.train.outer_state import make_fragments
-from zjax.train.programs import make_programs
 from zjax.train.state import TrainState, state_rows
 from zjax.train.update import Schedule
 from zjax.typing import Batch, Metrics, Model
@@ -237,14 +237,15 @@ def _programs(
         ),
     }
     programs |= _common_steps(model, tx, plan, config, schedule, rows)
-    number = config.communication.num_fragments
-    for i, fragment in enumerate(make_fragments(plan.master, number)):
-        outer = make_outer_step(plan, config, fragment, tx)
+    communication, merged = config.communication, merged_phase(config)
+    fragments = make_fragments(plan.master, communication.num_fragments)
+    for i, fragment in enumerate(fragments):
+        outer = make_outer_step(plan, communication, fragment, tx, merged)
         sent = [row.stored for row in outer.exchange.plan.grads]
         by_replica = [
             jax.tree.leaves(of_replicas.master)[p.leaf] for p in fragment.pieces
         ]
-        merged = places.master, places.extra.momentum, places.extra.replicas
+        after_merge = places.master, places.extra.momentum, places.extra.replicas
         programs |= {
             f"outer_gradients_{i}": jax.jit(
                 outer.outer_gradients, out_shardings=by_replica
@@ -255,7 +256,7 @@ def _programs(
                 out_shardings=(sent, places.extra.errors[i]),
             ),
             f"merge_{i}": jax.jit(
-                outer.merge, donate_argnums=(0, 1, 2), out_shardings=merged
+                outer.merge, donate_argnums=(0, 1, 2), out_shardings=after_merge
             ),
         }
     return programs

@@ -38,12 +38,11 @@ from zjax.observe.communication import (
 )
 from zjax.observe.schedule import describe_schedule, plot_schedule
 from zjax.offload.compiled import Peak
-from zjax.offload.gradients import offloaded_inputs
 from zjax.optim.build import make_optimizer
 from zjax.optim.phases import count_programs, make_phases
 from zjax.optim.rounds import make_rounds
 from zjax.run.batch import abstract_batch, with_batch_sizes
-from zjax.run.fit import check_fits, fit_memories
+from zjax.run.fit import check_fits, fit_memories, offloaded_inputs
 from zjax.run.step import Step, make_step
 from zjax.schedule.lengths import end_by_tokens
 from zjax.schedule.training import TrainingSchedule
@@ -296,7 +295,9 @@ def _drawing(path: pathlib.Path) -> Iterator[None]:
 def report_pipeline(config: Config, plan: plans.Plan, picture: pathlib.Path) -> str:
     """Draws when the stages of a pipeline are busy, and compares all schedules."""
     batch = resolve_batch(config, plan.num_batch_shares)
-    schedule = make_pipeline_schedule(config, plan, batch.num_microbatches)
+    schedule = make_pipeline_schedule(
+        config.pipeline, plan.mesh.shape[meshes.PIPELINE], batch.num_microbatches
+    )
     recompute = config.pipeline.recompute
     costs = timeline.pass_costs(recompute=recompute)
     with _drawing(picture):

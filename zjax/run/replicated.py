@@ -13,13 +13,14 @@ from zjax.optim.onebit import is_of_adam
 from zjax.optim.phases import Phases
 from zjax.optim.rounds import Rounds
 from zjax.optim.zero_one_adam import Intervals
-from zjax.replicas.compressed import make_replica_programs
 from zjax.run.compiler import step_options
 from zjax.run.executor import StepNumber
 from zjax.run.fused import FusedExecutor
+from zjax.run.programs import make_replica_programs
 from zjax.settings.schema import Config
+from zjax.sharding.placement import shardings
 from zjax.sharding.plan import Plan
-from zjax.train.state import TrainState
+from zjax.train.state import TrainState, state_rows
 from zjax.train.update import Schedule
 from zjax.typing import Batch, Metrics, Model
 
@@ -113,7 +114,7 @@ class ReplicatedExecutor(FusedExecutor):
     ):
         pure = make_replica_programs(model, tx, plan, config, schedule, phases)
         jit = functools.partial(jax.jit, compiler_options=step_options(config, plan))
-        places = (pure.state_shardings, None)
+        places = (shardings(state_rows(plan.of_replica, config)), None)
         steps = {
             name: jit(
                 functools.partial(pure.train, name),

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import hashlib
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -28,12 +29,11 @@ from zjax.schedule.training import TrainingSchedule
 from zjax.settings.convert import current, to_mapping
 from zjax.settings.derived import is_derived, without_unused
 from zjax.settings.describe import ABSENT, Difference, differences
-from zjax.settings.schema import Config, Pacing
+from zjax.settings.schema import Compressed, Config, Pacing
 from zjax.sharding.describe import describe_plan
 from zjax.sharding.mesh import trace
 from zjax.sharding.placement import abstract_key
 from zjax.sharding.plan import Plan
-from zjax.train import exchange
 from zjax.train.microbatches import cast_batch
 from zjax.train.state import TrainState
 from zjax.typing import Model, Params
@@ -171,6 +171,39 @@ def check_tokenizer(
     raise DataError(Problem(field, value, f"{problem}{before.name!r}", remedy))
 
 
+CODEC_ERRORS = "codec_errors"
+"""Key of the description of errors in a checkpoint."""
+
+
+def describe_errors(rows: TrainState, config: Config, step: int) -> str:
+    """Returns a checksum of all settings that errors depend on.
+
+    An error belongs to the next message of equal numbers, in equal units and at an
+    equal place of the buffer; a run that sends other messages starts with errors of 0.
+    """
+    phases = make_phases(config)
+    units = None
+    if phases is not None and phases.freeze_step:
+        rule, is_frozen = config.optimizer.rule, step >= phases.freeze_step
+        corrects_bias = isinstance(rule, Compressed) and rule.bias_correction
+        units = rule.kind, corrects_bias, is_frozen
+    settings = config.communication
+    masters = jax.tree.leaves(rows.master)
+    places = [(row.path, row.stored_shape, str(row.stored)) for row in masters]
+    message = [units, settings.codec, settings.num_fragments, config.zero.stage, places]
+    return hashlib.sha256(json.dumps(message).encode()).hexdigest()[:16]
+
+
+def errors_fit(
+    rows: TrainState, config: Config, saved: Mapping[str, Any], step: int
+) -> bool:
+    """Whether the error feedback of a checkpoint at `step` suits the next messages.
+
+    `saved` is the metadata that the checkpoint keeps beside the arrays.
+    """
+    return saved.get(CODEC_ERRORS) == describe_errors(rows, config, step)
+
+
 def describe_run(
     config: Config,
     plan: Plan,
@@ -187,7 +220,7 @@ def describe_run(
         "plan": describe_plan(plan),
         "jax": jax.__version__,
         "functions": dict(functions),
-        exchange.KEY: exchange.describe_errors(rows, config, step),
+        CODEC_ERRORS: describe_errors(rows, config, step),
     }
 
 

@@ -18,10 +18,10 @@ from zjax.run.initialize import Run
 from zjax.run.resume import (
     check_messages,
     describe_run,
+    errors_fit,
     report_changes,
     report_functions,
 )
-from zjax.train import exchange
 from zjax.train.state import TrainState, saved_rows, saved_state, with_params
 
 
@@ -112,7 +112,7 @@ def restore(
     saved, metadata = store.restore(
         rows,
         step,
-        keeps_errors=functools.partial(exchange.fit, rows, run.config),
+        keeps_errors=functools.partial(errors_fit, rows, run.config),
         # Called after all checks: an error leaves `run.state` intact.
         free_memory=free_memory,
     )

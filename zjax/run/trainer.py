@@ -56,6 +56,7 @@ from zjax.run.resume import (
     check_newest,
     check_tokenizer,
     describe_run,
+    errors_fit,
     fingerprint_functions,
     first_step,
     report_changes,
@@ -69,7 +70,6 @@ from zjax.settings.batch import resolve_batch
 from zjax.settings.schema import Config
 from zjax.sharding.describe import describe_plan_totals
 from zjax.sharding.placement import abstract_key
-from zjax.train import exchange
 from zjax.train.average import check_average, parts_of, with_part
 from zjax.train.compute_params import compute_dtype
 from zjax.train.state import TrainState, saved_rows, saved_state
@@ -552,7 +552,7 @@ class Trainer:
         """Returns a function from plans of arrays to the state of step `step`."""
 
         def read(rows: TrainState) -> TrainState:
-            fit = functools.partial(exchange.fit, rows, self.config)
+            fit = functools.partial(errors_fit, rows, self.config)
             return self.store.restore(rows, step, keeps_errors=fit)[0]
 
         return read

@@ -5,10 +5,7 @@ of the other replicas that hold the corresponding shards.
 """
 
 import dataclasses
-import hashlib
-import json
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -18,8 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from zjax.comm.codecs import Codec, make_codec
 from zjax.comm.compressed_mean import Errors, compressed_mean, padded_size
-from zjax.optim.phases import Phase, make_phases
-from zjax.settings.schema import Compressed, Config
+from zjax.optim.phases import Phase, Phases
 from zjax.sharding.mesh import REPLICA
 from zjax.sharding.placement import ArrayPlan, pad_tree, unpad_tree
 from zjax.sharding.plan import Plan
@@ -178,43 +174,11 @@ class Sent:
         return jnp.sqrt(jax.lax.pmean(norm * norm, REPLICA))
 
 
-def error_rows(plan: Plan, config: Config) -> Any:
-    """Returns plans of the error feedback of a run; an empty tuple without feedback."""
-    phases = make_phases(config)
+def error_rows(plan: Plan, phases: Phases | None) -> Any:
+    """Returns plans of the error feedback of phases; () without feedback."""
     if phases is None:
         return ()
     exchanges = (
         Exchange(plan, make_codec(phase.codec)) for phase in phases.by_name.values()
     )
     return next((each.error_rows for each in exchanges if each.feeds_back), ())
-
-
-KEY = "codec_errors"
-"""Key of the description of errors in a checkpoint."""
-
-
-def describe_errors(rows: Any, config: Config, step: int) -> str:
-    """Returns a checksum of all settings that errors depend on.
-
-    An error belongs to the next message of equal numbers, in equal units and at an
-    equal place of the buffer; a run that sends other messages starts with errors of 0.
-    """
-    phases = make_phases(config)
-    units = None
-    if phases is not None and phases.freeze_step:
-        rule, is_frozen = config.optimizer.rule, step >= phases.freeze_step
-        corrects_bias = isinstance(rule, Compressed) and rule.bias_correction
-        units = rule.kind, corrects_bias, is_frozen
-    settings = config.communication
-    masters = jax.tree.leaves(rows.master)
-    places = [(row.path, row.stored_shape, str(row.stored)) for row in masters]
-    message = [units, settings.codec, settings.num_fragments, config.zero.stage, places]
-    return hashlib.sha256(json.dumps(message).encode()).hexdigest()[:16]
-
-
-def fit(rows: Any, config: Config, saved: Mapping[str, Any], step: int) -> bool:
-    """Whether the error feedback of a checkpoint at `step` suits the next messages.
-
-    `saved` is the metadata that the checkpoint keeps beside the arrays.
-    """
-    return saved.get(KEY) == describe_errors(rows, config, step)

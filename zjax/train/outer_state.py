@@ -17,8 +17,8 @@ from jax.sharding import PartitionSpec as P
 
 from zjax.comm.codecs import make_codec
 from zjax.errors import PlanError, Problem
-from zjax.optim.phases import merged_phase
-from zjax.settings.schema import Config
+from zjax.optim.phases import Phase
+from zjax.settings.schema import Communication
 from zjax.sharding.mesh import REPLICA
 from zjax.sharding.paths import layer_of
 from zjax.sharding.placement import ArrayPlan
@@ -144,28 +144,31 @@ class Outer(NamedTuple):
     arriving: tuple[Any, ...]
 
 
-def make_exchange(plan: Plan, config: Config, fragment: Fragment) -> Exchange:
+def make_exchange(plan: Plan, codec: str, fragment: Fragment) -> Exchange:
     """Builds the exchange of a fragment, for the shards that a device stores."""
     rows = fragment.rows(jax.tree.leaves(plan.master))
     # An exchange sends arrays in the placement of gradients: the fragment stands for
     # these.
-    codec = make_codec(_codec_name(config))
-    return Exchange(dataclasses.replace(plan, grads=rows), codec)
+    return Exchange(dataclasses.replace(plan, grads=rows), make_codec(codec))
 
 
-def _codec_name(config: Config) -> str:
-    """Returns the codec of outer gradients."""
-    if (merged := merged_phase(config)) is not None:
+def outer_codec(codec: str, merged: Phase | None) -> str:
+    """Returns the codec of outer gradients, from `communication.codec`.
+
+    `merged` is the phase in which the inner optimizer takes outer steps, or None.
+    """
+    if merged is not None:
         return merged.codec
-    name = config.communication.codec
-    return "float32" if name == "none" else name
+    return "float32" if codec == "none" else codec
 
 
-def outer_rows(rows: Any, plan: Plan, config: Config) -> Any:
+def outer_rows(
+    rows: Any, plan: Plan, settings: Communication, merged: Phase | None
+) -> Any:
     """Returns the plans of a state with local steps, from plans of one replica."""
-    settings = config.communication
+    codec = outer_codec(settings.codec, merged)
     exchanges = [
-        make_exchange(plan, config, fragment)
+        make_exchange(plan, codec, fragment)
         for fragment in make_fragments(plan.master, settings.num_fragments)
     ]
     followers = only_followers(plan.master, plan.master, "gradient")
@@ -173,19 +176,19 @@ def outer_rows(rows: Any, plan: Plan, config: Config) -> Any:
     means = tuple([_float32(r) for r in each.plan.grads] for each in exchanges)
     extra = Outer(
         replicas=jax.tree.map(_by_replica, dataclasses.replace(rows, step=())),
-        momentum=momentum if merged_phase(config) is None else (),
+        momentum=momentum if merged is None else (),
         errors=tuple(e.error_rows if e.feeds_back else () for e in exchanges),
         arriving=means if settings.delay else (),
     )
     return dataclasses.replace(rows, opt_state=(), scaler=(), extra=extra)
 
 
-def first_outer_state(state: Any, rows: Any) -> Any:
-    """Returns the first state, in which all replicas are equal, by `outer_rows`."""
-    number = jax.tree.leaves(rows.extra.replicas)[0].shape[0]
+def first_outer_state(state: Any, rows: Outer) -> Any:
+    """Returns the first state, in which all replicas are equal, by plans of `extra`."""
+    number = jax.tree.leaves(rows.replicas)[0].shape[0]
     zeros = jax.tree.map(
         lambda row: jnp.zeros(row.stored_shape, row.dtype),
-        rows.extra._replace(replicas=()),
+        rows._replace(replicas=()),
     )
     replicas = jax.tree.map(
         lambda x: jnp.broadcast_to(x, (number, *x.shape)),

@@ -10,18 +10,16 @@ import jax.numpy as jnp
 
 from zjax.errors import PlanError, Problem
 from zjax.parallel import pipeline_schedule as schedules
-from zjax.settings.batch import resolve_batch
-from zjax.settings.schema import Config
-from zjax.sharding.mesh import BATCH_AXES, PIPELINE, num_shares
-from zjax.sharding.placement import pad_tree, shardings, unpad_tree
+from zjax.settings.schema import Pipeline, Zero
+from zjax.sharding.mesh import PIPELINE
+from zjax.sharding.placement import pad_tree, unpad_tree
 from zjax.sharding.plan import Plan
 from zjax.train.average import averaged
 from zjax.train.compute_params import compute_dtype, compute_params_by_layer
-from zjax.train.exchange import Sent
 from zjax.train.gradients import AutomaticGradients, local_gradients
 from zjax.train.pipelined import PipelinedModel, pipelined_gradients
-from zjax.train.state import TrainState, state_rows, stored_compute
-from zjax.train.update import Schedule, loss_scale_of, make_update
+from zjax.train.state import TrainState, stored_compute
+from zjax.train.update import loss_scale_of
 from zjax.typing import Batch, Loss, Metrics, Model, Params
 
 
@@ -49,20 +47,22 @@ class GradientSettings:
     Args:
         model: Model with the loss to differentiate.
         plan: Placement of every array.
-        config: Config; reads `precision.reduce_dtype`, `pipeline`, `random_ltd` and,
-            for built-in models, `model.remat`.
         num_microbatches: Number of gradient accumulation steps, 1 or more.
+        reduces_in_float32: Whether gradients are reduced in float32.
+        zero: Settings of ZeRO++, which refusals name.
+        pipeline: Settings of the pipeline.
+        recomputes: Whether backward passes of a built-in model recompute anything.
+        drops_tokens: Whether middle layers train on some tokens (random-LTD).
     """
 
     model: Model
     plan: Plan
-    config: Config
     num_microbatches: int
-
-    @property
-    def reduces_in_float32(self) -> bool:
-        """Whether gradients are reduced in float32."""
-        return self.config.precision.reduce_dtype == "float32"
+    reduces_in_float32: bool
+    zero: Zero
+    pipeline: Pipeline
+    recomputes: bool
+    drops_tokens: bool
 
     @property
     def reduce_dtype(self) -> Any:
@@ -70,11 +70,8 @@ class GradientSettings:
         return jnp.float32 if self.reduces_in_float32 else compute_dtype(self.plan)
 
 
-def make_gradients(
-    model: Model, plan: Plan, config: Config, num_microbatches: int
-) -> GradientPrograms:
+def make_gradients(settings: GradientSettings) -> GradientPrograms:
     """Returns the functions of the first strategy in `STRATEGIES` that applies."""
-    settings = GradientSettings(model, plan, config, num_microbatches)
     return next(make(settings) for applies, make in STRATEGIES if applies(settings))
 
 
@@ -104,7 +101,7 @@ def is_local(settings: GradientSettings) -> bool:
 def _not_exact(settings: GradientSettings) -> Problem:
     """Explains why a run cannot use the collectives of ZeRO++."""
     names = "secondary_partition", "quantized_weights", "quantized_gradients"
-    name = next(name for name in names if getattr(settings.config.zero, name))
+    name = next(name for name in names if getattr(settings.zero, name))
     if settings.model.loops_over_layers:
         problem = "gathers the layers one by one, and the model loops over them"
         remedy = "use False, or model.layers_per_scan=0"
@@ -177,21 +174,21 @@ STRATEGIES = (
 
 def pipelined_model(settings: GradientSettings) -> PipelinedModel:
     """Returns the model of a run with pipeline schedule and residual policy."""
-    config, model = settings.config, settings.model
-    schedule = make_pipeline_schedule(config, settings.plan, settings.num_microbatches)
-    keeps = None if config.model.remat == "none" else model.keeps
-    recomputes, drops = config.pipeline.recompute, config.random_ltd.form != "none"
-    return PipelinedModel(model, schedule, recomputes, keeps, drops)
+    model, pipeline = settings.model, settings.pipeline
+    num_stages = settings.plan.mesh.shape[PIPELINE]
+    schedule = make_pipeline_schedule(pipeline, num_stages, settings.num_microbatches)
+    keeps = model.keeps if settings.recomputes else None
+    drops = settings.drops_tokens
+    return PipelinedModel(model, schedule, pipeline.recompute, keeps, drops)
 
 
 def make_pipeline_schedule(
-    config: Config, plan: Plan, num_microbatches: int
+    pipeline: Pipeline, num_stages: int, num_microbatches: int
 ) -> schedules.Schedule:
-    """Returns the schedule of `config.pipeline` for the stages of a plan's mesh."""
-    pipeline = config.pipeline
+    """Returns the schedule that the settings of a pipeline name."""
     return schedules.make_schedule(
         pipeline.schedule,
-        num_stages=plan.mesh.shape[PIPELINE],
+        num_stages=num_stages,
         num_microbatches=num_microbatches,
         num_chunks=pipeline.num_chunks if pipeline.schedule == "interleaved" else 1,
     )
@@ -206,7 +203,7 @@ def stored_params(model: Model, plan: Plan, state: TrainState) -> Params:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Programs:
-    """Pure functions of arrays; `jit` with `state_shardings`.
+    """Pure functions of arrays; `jit` with shardings of `state_rows`.
 
     The plain case runs `train`, one program. A run with an update elsewhere or at
     another time composes `gradients` and `update`.
@@ -215,22 +212,17 @@ class Programs:
         gradient_programs: Functions of the loss and the gradients.
         apply_gradients: Function that `zjax.train.update.make_update` builds.
         plan: Placement of every array.
-        config: Config; reads `seed`.
+        seed: Seed of the keys of all steps.
     """
 
     gradient_programs: GradientPrograms
     apply_gradients: Callable[..., tuple[TrainState, Metrics]]
     plan: Plan
-    config: Config
-
-    @property
-    def state_shardings(self) -> TrainState:
-        """A TrainState of NamedSharding."""
-        return shardings(state_rows(self.plan, self.config))
+    seed: int
 
     def step_key(self, state: TrainState) -> jax.Array:
         """Returns the random key of a step, from seed and step: equal on all meshes."""
-        return jax.random.fold_in(jax.random.key(self.config.seed), state.step)
+        return jax.random.fold_in(jax.random.key(self.seed), state.step)
 
     def gradients(
         self, state: TrainState, batch: Batch, key: jax.Array | None = None
@@ -276,23 +268,3 @@ class Programs:
         else:
             loss = programs.loss(average, state.model_state, batch, None)
         return loss.metrics | {"loss": loss.value, "weight": loss.weight}
-
-
-def make_programs(
-    model: Model,
-    tx: Any,
-    plan: Plan,
-    config: Config,
-    schedule: Schedule | None = None,
-    sent: Sent | None = None,
-) -> Programs:
-    """Builds the uncompiled programs of a run.
-
-    `schedule` is the learning rate by applied step, for the metrics; `sent` is the
-    message between replicas, None if the compiler reduces gradients.
-    """
-    shares = num_shares(plan.mesh, BATCH_AXES)
-    num_microbatches = resolve_batch(config, shares).num_microbatches
-    gradient_programs = make_gradients(model, plan, config, num_microbatches)
-    update = make_update(tx, plan, config, schedule, model.stack, sent)
-    return Programs(gradient_programs, update, plan, config)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,8 +13,9 @@ import numpy as np
 from zjax.errors import CheckpointError, Problem, StateError
 from zjax.jaxprs.versions import dtype_promotion
 from zjax.optim import precision
+from zjax.optim.phases import make_phases, merged_phase
 from zjax.optim.rounds import make_rounds
-from zjax.settings.schema import Config
+from zjax.settings.schema import Config, Precision
 from zjax.sharding.frozen import frozen, joined, trained
 from zjax.sharding.layers import take_apart
 from zjax.sharding.placement import (
@@ -40,7 +41,7 @@ from zjax.train.compute_params import (
     unsplit_plans,
 )
 from zjax.train.exchange import error_rows
-from zjax.train.outer_state import first_outer_state, outer_rows
+from zjax.train.outer_state import Outer, first_outer_state, outer_rows
 from zjax.typing import Model, ModelState, Params
 
 
@@ -111,7 +112,7 @@ def state_rows(plan: Plan, config: Config) -> TrainState:
     counter = jnp.dtype(jnp.int32)
     scaler = jax.tree.map(
         lambda leaf: plan.scalar("scaler", leaf.dtype),
-        jax.eval_shape(lambda: _init_scaler(config)),
+        jax.eval_shape(lambda: _init_scaler(config.precision)),
     )
     rows = TrainState(
         step=plan.scalar("step", counter),
@@ -124,8 +125,9 @@ def state_rows(plan: Plan, config: Config) -> TrainState:
         params=trained(plan.compute, plan.master) if plan.is_offloaded else (),
     )
     if make_rounds(config) is not None:
-        return outer_rows(rows, plan, config)
-    return dataclasses.replace(rows, extra=error_rows(plan, config))
+        merged = merged_phase(config)
+        return outer_rows(rows, plan, config.communication, merged)
+    return dataclasses.replace(rows, extra=error_rows(plan, make_phases(config)))
 
 
 def saved_rows(plan: Plan, config: Config) -> TrainState:
@@ -175,24 +177,25 @@ def init_state(
     Returns:
         The state of step 0.
     """
-    on_device = staged_plan(plan)
+    on_device, rows = staged_plan(plan), state_rows(plan, config)
     places = shardings(state_rows(on_device, config))
 
     def from_params(params: Params, model_state: ModelState) -> TrainState:
-        return _first_state(params, model_state, tx, plan, config)
+        scalars = first_scalars(config.precision)
+        return _first_state(params, model_state, scalars, tx, plan, rows.extra)
 
     def from_stored(stored: Params, model_state: ModelState) -> TrainState:
         return from_params(unpad_tree(stored, plan.master), model_state)
 
     def offload(state: TrainState) -> TrainState:
-        return store_all(state, state_rows(plan, config), transfer_budget(plan.mesh))
+        return store_all(state, rows, transfer_budget(plan.mesh))
 
     if master is not None:
         model_state = first_model_state(key, model, plan)
     elif model.given is not None:
         params, model_state = model.given()
-        rows = unsplit_plans(on_device.master)
-        master = place_given(take_apart(params, plan.master), rows)
+        masters = unsplit_plans(on_device.master)
+        master = place_given(take_apart(params, plan.master), masters)
     else:
         create = jax.jit(
             lambda key: from_params(*model.init(key)), out_shardings=places
@@ -212,9 +215,17 @@ def first_model_state(key: jax.Array, model: Model, plan: Plan) -> ModelState:
 
 
 def _first_state(
-    params: Params, model_state: ModelState, tx: Any, plan: Plan, config: Config
+    params: Params,
+    model_state: ModelState,
+    scalars: Mapping[str, Any],
+    tx: Any,
+    plan: Plan,
+    extra: Any,
 ) -> TrainState:
-    """Builds the state of step 0 on the devices, from parameters in logical shapes."""
+    """Builds the state of step 0 on the devices, from parameters in logical shapes.
+
+    `scalars` are those of `first_scalars`, and `extra` the plans of `TrainState.extra`.
+    """
     on_device = staged_plan(plan)
     params = take_apart(params, plan.master)
     params = jax.tree.map(lambda x, row: x.astype(row.dtype), params, plan.master)
@@ -230,18 +241,16 @@ def _first_state(
         compute = pad_tree(compute_params(params, on_device), plan.compute)
         compute = trained(compute, plan.master)
     state = TrainState(
-        **first_scalars(config),
+        **scalars,
         master=jax.tree.map(stored_master, stored, plan.master),
         opt_state=opt_state,
         model_state=model_state,
         ema=ema,
         params=compute,
     )
-    if make_rounds(config) is not None:
-        return first_outer_state(state, state_rows(plan, config))
-    errors = jax.tree.map(
-        lambda row: jnp.zeros(row.shape, row.dtype), error_rows(plan, config)
-    )
+    if isinstance(extra, Outer):
+        return first_outer_state(state, extra)
+    errors = jax.tree.map(lambda row: jnp.zeros(row.shape, row.dtype), extra)
     return dataclasses.replace(state, extra=errors)
 
 
@@ -304,12 +313,12 @@ def _cast(x: jax.Array, stored: ArrayPlan, row: ArrayPlan) -> jax.Array:
     return pad(compute_param(unpad(x, stored), stored, row), row)
 
 
-def first_scalars(config: Config) -> dict[str, Any]:
+def first_scalars(settings: Precision) -> dict[str, Any]:
     """Returns counters and loss scale of step 0, as fields of `TrainState` by name."""
     return {
         "step": jnp.zeros((), jnp.int32),
         "num_skipped": jnp.zeros((), jnp.int32),
-        "scaler": _init_scaler(config),
+        "scaler": _init_scaler(settings),
     }
 
 
@@ -329,7 +338,7 @@ def place_given(params: Any, rows: Any) -> Any:
     return jax.tree.map(place, params, rows)
 
 
-def _init_scaler(config: Config) -> Any:
-    if config.precision.compute_dtype != "float16":
+def _init_scaler(settings: Precision) -> Any:
+    if settings.compute_dtype != "float16":
         return ()
-    return precision.init_scaler(config.precision.loss_scale)
+    return precision.init_scaler(settings.loss_scale)

@@ -10,7 +10,7 @@ import optax
 
 from zjax.optim import precision, transforms
 from zjax.optim.transforms import update_ema
-from zjax.settings.schema import Compressed, Config
+from zjax.settings.schema import Compressed, Optimizer, Precision
 from zjax.sharding.frozen import joined, trained
 from zjax.sharding.placement import constrain, pad_tree, place_tree, unpad_tree
 from zjax.sharding.plan import Plan
@@ -38,7 +38,8 @@ def loss_scale_of(state: TrainState) -> jax.Array:
 def make_update(
     tx: Any,
     plan: Plan,
-    config: Config,
+    optimizer: Optimizer,
+    precision: Precision,
     schedule: Schedule | None,
     stack: Stack | None,
     sent: Sent | None = None,
@@ -54,7 +55,7 @@ def make_update(
     rows = trained(plan.master, plan.master)
     counted = jax.tree.map(lambda row: row.follows == "gradient", rows)
     tx = optax.with_extra_args_support(tx)
-    return Update(tx, plan, config, schedule, counted, moved, sent)
+    return Update(tx, plan, optimizer, precision, schedule, counted, moved, sent)
 
 
 class _Checks(NamedTuple):
@@ -75,7 +76,8 @@ class Update:
     Args:
         tx: Optax gradient transformation with extra arguments.
         plan: Placement of gradients and state.
-        config: Config; reads `optimizer` and `precision`.
+        optimizer: Settings of clipping and averaging, and the name of the rule.
+        precision: Settings of loss scaling, and of gradients that are not finite.
         schedule: Learning rate by applied step; None if unknown.
         counted: bool for each parameter with a gradient; False counts it as 0.
         moved: Rules by path of parameters that move with the totals of a step.
@@ -84,7 +86,8 @@ class Update:
 
     tx: Any
     plan: Plan
-    config: Config
+    optimizer: Optimizer
+    precision: Precision
     schedule: Schedule | None
     counted: Any
     moved: Mapping[str, MovedParam]
@@ -145,7 +148,7 @@ class Update:
         if sent is not None and sent.phase.message is None:
             grads, errors = sent.exchange(grads, errors, applies)
             norm = transforms.global_norm(grads)
-        grads = transforms.clip_by_norm(grads, norm, self.config.optimizer.clip_norm)
+        grads = transforms.clip_by_norm(grads, norm, self.optimizer.clip_norm)
         if sent is not None and sent.phase.message is not None:
             message = sent.phase.message(grads, opt_state)
             grads, errors = sent.exchange(message, errors, applies)
@@ -154,7 +157,7 @@ class Update:
     @property
     def phase(self) -> dict[str, str]:
         """The name of the phase, for optimizers that send compressed messages."""
-        takes_phase = isinstance(self.config.optimizer.rule, Compressed)
+        takes_phase = isinstance(self.optimizer.rule, Compressed)
         if self.sent is None or not takes_phase:
             return {}
         return {"phase": self.sent.phase.name}
@@ -162,7 +165,7 @@ class Update:
     @property
     def updates_always(self) -> bool:
         """Whether a step is applied even if gradients are not finite."""
-        return self.config.precision.on_nonfinite == "update"
+        return self.precision.on_nonfinite == "update"
 
     def unscaled(self, grads: Params, scale: jax.Array) -> Params:
         """Divides gradients by the loss scale, in the dtype of the optimizer."""
@@ -209,12 +212,12 @@ class Update:
         applies, keep = checks.applies, self.kept_if_applied
         plan, scaler, ema, params = self.plan, state.scaler, state.ema, state.params
         if scaler != ():
-            settings = self.config.precision.loss_scale
+            settings = self.precision.loss_scale
             scaler = precision.update_scaler(scaler, ~checks.is_finite, settings)
         if ema != ():
             # Skipped steps do not age the average.
             applied = state.step - state.num_skipped
-            decay = self.config.optimizer.ema_decay
+            decay = self.optimizer.ema_decay
             new = update_ema(ema, trained(master, plan.master), decay, applied)
             ema = keep(new, ema, applies)
         if params != ():
@@ -251,7 +254,7 @@ class Update:
             )
         if state.scaler != ():
             step_metrics["loss_scale"] = state.scaler.scale
-            settings = self.config.precision.loss_scale
+            settings = self.precision.loss_scale
             step_metrics["loss_scale_spent"] = precision.at_minimum(
                 state.scaler, settings
             )
