@@ -18,6 +18,7 @@ from zjax.data.packing import TokenArray, split_documents, stack_pieces
 from zjax.data.sums import digest_tokens
 from zjax.errors import DataError, Problem
 from zjax.schedule.buckets import bucket_lengths, bucket_picks, bucket_rows
+from zjax.schedule.curriculum import Picks
 from zjax.schedule.pacing import settings_read
 from zjax.settings import schema
 
@@ -201,16 +202,24 @@ class MixtureOrder:
     """Order that draws a bucket by weight in each step; epochs differ by bucket.
 
     Args:
-        config: Settings; reads `buckets`, `data.length`, `seed`, `global_batch_size`.
+        picks: Draws of the buckets.
+        seed: Seed of the order of the pieces.
         num_pieces: Number of pieces of each bucket, enough for a batch.
+        batch_rows: Rows of a batch of each bucket.
     """
 
-    def __init__(self, config: schema.Config, num_pieces: tuple[int, ...]):
-        self._picks = bucket_picks(config)
+    def __init__(
+        self,
+        picks: Picks,
+        seed: int,
+        num_pieces: tuple[int, ...],
+        batch_rows: tuple[int, ...],
+    ):
+        self._picks = picks
         self._samplers = [
-            Sampler((config.seed, _ROWS, bucket), num, rows)
+            Sampler((seed, _ROWS, bucket), num, rows)
             for bucket, (num, rows) in enumerate(
-                zip(num_pieces, bucket_rows(config), strict=True)
+                zip(num_pieces, batch_rows, strict=True)
             )
         ]
 
@@ -256,7 +265,15 @@ class Buckets:
             self._buckets.append(BucketRows(tokens, Pieces(*columns), length))
         self._check_filled()
         num_pieces = tuple(map(len, self._buckets))
-        self._order = _make_order(config, num_pieces, self._batch_rows)
+        sizes = config.seed, num_pieces, self._batch_rows
+        self._order: EpochOrder | MixtureOrder
+        if settings.order in ("mixture", "pacing"):
+            self._order = MixtureOrder(bucket_picks(config), *sizes)
+        else:
+            # Short rows are twice as likely to come next as rows of double length.
+            falling = tuple(2.0**-number for number in range(len(lengths)))
+            odds = (settings.weights or falling) if settings.order == "grow" else None
+            self._order = EpochOrder(*sizes, odds, settings.num_cycles)
         self.position: dict[str, Any] = {"buckets.shortest": settings.shortest}
         """Settings that determine the batches, compared at resume."""
         for name in ("form", "order", "num_cycles"):
@@ -325,17 +342,3 @@ def _find_pieces(
     if form == "cut":
         return cut_documents(offsets, lengths[0], lengths[-1])
     return Pieces(*split_documents(offsets, lengths[-1]))
-
-
-def _make_order(
-    config: schema.Config, num_pieces: tuple[int, ...], batch_rows: tuple[int, ...]
-) -> EpochOrder | MixtureOrder:
-    """Makes the order of `buckets.order`."""
-    settings, odds = config.buckets, None
-    if settings.order in ("mixture", "pacing"):
-        return MixtureOrder(config, num_pieces)
-    if settings.order == "grow":
-        # Short rows are twice as likely to come next as rows of double length.
-        falling = tuple(2.0**-number for number in range(len(batch_rows)))
-        odds = settings.weights or falling
-    return EpochOrder(config.seed, num_pieces, batch_rows, odds, settings.num_cycles)

@@ -168,7 +168,13 @@ class Curriculum:
     def __init__(self, config: schema.Config, digest: str):
         metrics = config.curriculum.metrics
         self._difficulties = [
-            _open_difficulty(number, metric, digest, config)
+            _open_difficulty(
+                number,
+                metric,
+                digest,
+                in_steps(config, metric.pacing),
+                config.num_steps,
+            )
             for number, metric in enumerate(metrics)
         ]
         self._names = [metric_name(metric) for metric in metrics]
@@ -207,9 +213,13 @@ class Curriculum:
 
 
 def _open_difficulty(
-    number: int, metric: schema.CurriculumMetric, digest: str, config: schema.Config
+    number: int,
+    metric: schema.CurriculumMetric,
+    digest: str,
+    pacing: schema.Pacing,
+    num_steps: int,
 ) -> Difficulty:
-    """Opens the index of a metric and makes the pacing."""
+    """Opens the index of a metric and makes the pacing, whose steps are known."""
     field = metric_field(number)
     index = open_index(metric.index, digest, field=f"{field}.index")
     ends = float(index.values[0]), float(index.values[-1])  # NaN is sorted to the end
@@ -218,7 +228,6 @@ def _open_difficulty(
             problem = f"holds {value} as a value of {index.metric}"
             remedy = "measure finite numbers, by `zjax data analyze`"
             raise DataError(Problem(f"{field}.index", metric.index, problem, remedy))
-    pacing = in_steps(config, metric.pacing)
     is_percentile = metric.difficulty == "percentile"
     grows = pacing.kind in ("linear", "root")
     # An end of 0 stands for the largest value of the index.
@@ -234,7 +243,7 @@ def _open_difficulty(
         problems = pacing_problems(
             f"{field}.pacing",
             pacing,
-            num_steps=config.num_steps,
+            num_steps=num_steps,
             longest=(f"the largest {index.metric}", largest),
         )
         if found := list(problems):

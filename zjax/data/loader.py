@@ -188,38 +188,50 @@ def make_loader(
         DataError: The data is missing, damaged, too short for one row, or has a larger
             vocabulary than the model; or no token can hide the tokens of an encoder.
     """
-    check_batch_size(config.global_batch_size)
-    if config.buckets.form != "none":
-        buckets = _open_buckets(config)
+    data, vocab_size, seed = config.data, config.model.vocab_size, config.seed
+    warmup, size = config.sequence_warmup, config.global_batch_size
+    check_batch_size(size)
+    if (form := config.buckets.form) != "none":
+        opened = source.open_documents(data, "train", vocab_size)
+        source.check_no_answers(opened, "buckets.form", form, "none")
+        buckets = Buckets(opened.tokens, opened.offsets, config)
+        digest = digest_tokens(opened.tokens, opened.offsets)
         return load_draws(
             buckets,
-            config.data,
+            data,
             shardings,
-            position=source.row_settings(config.data)
-            | source.order_settings(config)
-            | buckets.position,
+            position=source.row_settings(data)
+            | source.order_settings(warmup)
+            | buckets.position
+            | _position(seed, len(opened.offsets) - 1, size, digest),
             shape_at=buckets.shape_at,
             description=buckets.describe(),
             start_step=start_step,
             num_batches=num_batches,
         )
     rows = source.open_rows(config, "train")
-    position = _row_position(rows, config.seed, config.global_batch_size)
-    position |= source.row_settings(config.data) | source.order_settings(config)
-    order: Order = sampler.Sampler(config.seed, len(rows), config.global_batch_size)
+    schedule = TrainingSchedule(config)
+    position = _position(seed, len(rows), size, rows.digest())
+    position |= source.row_settings(data)
+    position |= source.order_settings(warmup, schedule.shapes)
+    order: Order = sampler.Sampler(seed, len(rows), size)
     values_at = _no_values
     if config.curriculum.metrics:
-        opened = Curriculum(config, source.digest_samples(config.data, rows))
-        order, values_at = opened.sampler, opened.values
-        position |= opened.position
-    draws = _make_draws(rows, order, config)
+        curriculum = Curriculum(config, source.digest_samples(data, rows))
+        order, values_at = curriculum.sampler, curriculum.values
+        position |= curriculum.position
+    draws: Draws = WholeRows(rows, order, (size,))
+    if warmup.form == "truncate":
+        draws = TruncatedRows(rows, order, schedule)
+    elif warmup.form == "reshape":
+        draws = ReshapedRows(rows, order, data.length, schedule)
     if config.model.kind == "encoder":
-        rule = masking.make_rule(config.data, config.model.vocab_size, config.seed)
+        rule = masking.make_rule(data, vocab_size, seed)
         draws = masking.MaskedDraws(draws, rule)
         position |= {"data.masking": [rule.fraction, rule.mask_id]}
     return load_draws(
         draws,
-        config.data,
+        data,
         shardings,
         position=position,
         values_at=values_at,
@@ -228,38 +240,13 @@ def make_loader(
     )
 
 
-def _open_buckets(config: schema.Config) -> Buckets:
-    """Opens the buckets of a run, with all values of the position."""
-    opened = source.open_documents(config.data, "train", config.model.vocab_size)
-    source.check_no_answers(opened, "buckets.form", config.buckets.form, "none")
-    buckets = Buckets(opened.tokens, opened.offsets, config)
-    buckets.position |= {
-        "seed": config.seed,
-        "num_rows": len(opened.offsets) - 1,
-        "global_batch_size": config.global_batch_size,
-        "data.digest": digest_tokens(opened.tokens, opened.offsets),
-    }
-    return buckets
-
-
-def _make_draws(rows: packing.Rows, order: Order, config: schema.Config) -> Draws:
-    """Makes the draws of `sequence_warmup.form`."""
-    schedule = TrainingSchedule(config)
-    match config.sequence_warmup.form:
-        case "truncate":
-            return TruncatedRows(rows, order, schedule)
-        case "reshape":
-            return ReshapedRows(rows, order, config.data.length, schedule)
-    return WholeRows(rows, order, (config.global_batch_size,))
-
-
-def _row_position(rows: packing.Rows, seed: int, batch_size: int) -> dict[str, Any]:
+def _position(seed: int, num_rows: int, batch_size: int, digest: str) -> dict[str, Any]:
     """Values that determine the rows and the order, compared at resume."""
     return {
         "seed": seed,
-        "num_rows": len(rows),
+        "num_rows": num_rows,
         "global_batch_size": batch_size,
-        "data.digest": rows.digest(),
+        "data.digest": digest,
     }
 
 
@@ -284,7 +271,7 @@ def sample_rows(
         WholeRows(rows, order, (batch_size,)),
         data,
         shardings,
-        position=_row_position(rows, seed, batch_size),
+        position=_position(seed, len(rows), batch_size, rows.digest()),
         start_step=start_step,
         num_batches=num_batches,
     )

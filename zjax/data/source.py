@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,6 @@ from zjax.data.tokenizer_files import TokenizerRecord
 from zjax.errors import DataError, Problem
 from zjax.schedule.lengths import CUTS
 from zjax.schedule.pacing import settings_read
-from zjax.schedule.training import TrainingSchedule
 from zjax.settings import schema
 
 
@@ -93,25 +93,25 @@ def row_settings(data: schema.Data) -> dict[str, Any]:
     return settings
 
 
-def order_settings(config: schema.Config) -> dict[str, Any]:
+def order_settings(
+    warmup: schema.SequenceWarmup, shapes: Iterable[tuple[int, int]] = ()
+) -> dict[str, Any]:
     """Settings by path that determine which tokens of the rows each step reads.
 
     Switched-off features are named, too, so that resuming with another switch is
-    noticed.
+    noticed. `shapes` are rows and tokens per row of the batches of a run.
 
     Example:
-        >>> order_settings(schema.Config())
+        >>> order_settings(schema.SequenceWarmup())
         {'buckets.form': 'none', 'curriculum.metrics': [], \
 'sequence_warmup.form': 'none'}
     """
     off = {"buckets.form": "none", "curriculum.metrics": []}
     off |= {"sequence_warmup.form": "none"}
-    warmup = config.sequence_warmup
     if warmup.form not in CUTS:
         return off
     read = settings_read("sequence_warmup.pacing", warmup.pacing)
     if warmup.form == "reshape":
-        shapes = TrainingSchedule(config).shapes
         read["sequence_warmup rows"] = [rows for rows, _ in shapes]
     return off | {"sequence_warmup.form": warmup.form} | read
 
