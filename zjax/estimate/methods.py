@@ -8,8 +8,9 @@ import jax
 
 from zjax.comm.codecs import make_codec, packed_bytes
 from zjax.comm.coded import CODECS
-from zjax.optim.phases import count_programs, make_phases, merged_phase
-from zjax.optim.rounds import make_rounds
+from zjax.optim.phases import Phases, count_programs, make_phases, merged_phase
+from zjax.optim.rounds import Rounds, make_rounds
+from zjax.optim.zero_one_adam import Intervals
 from zjax.settings import choices, schema
 from zjax.settings.batch import resolve_batch
 from zjax.sharding.frozen import trained
@@ -124,7 +125,9 @@ def sent_per_step(plan: Plan, config: schema.Config) -> float:
     """
     if config.zero.shard_over_replica:
         return _sent_by_shards(plan, config)
-    times, exchanges = count_programs(config), _exchanges(plan, config)
+    phases, rounds = make_phases(config), make_rounds(config)
+    times = count_programs(config.num_steps, phases, rounds)
+    exchanges = _exchanges(plan, config.communication, phases, rounds)
     sent = (
         number * _sent_by(exchanges[program])
         for program, number in times.items()
@@ -133,18 +136,22 @@ def sent_per_step(plan: Plan, config: schema.Config) -> float:
     return sum(sent) / config.num_steps
 
 
-def _exchanges(plan: Plan, config: schema.Config) -> dict[str, Exchange]:
+def _exchanges(
+    plan: Plan,
+    settings: schema.Communication,
+    phases: Phases | None,
+    rounds: Rounds | Intervals | None,
+) -> dict[str, Exchange]:
     """Exchanges between replicas by the name of the program."""
-    phases = make_phases(config)
     codecs = (
         {name: each.codec for name, each in phases.by_name.items()} if phases else {}
     )
-    if make_rounds(config) is None:
+    if rounds is None:
         codecs = codecs or {"train": "float32"}
         fragments = []
     else:
-        fragments = make_fragments(plan.master, config.communication.num_fragments)
-    codec = outer_codec(config.communication.codec, merged_phase(config))
+        fragments = make_fragments(plan.master, settings.num_fragments)
+    codec = outer_codec(settings.codec, merged_phase(phases))
     return {name: Exchange(plan, make_codec(x)) for name, x in codecs.items()} | {
         f"mean_{i}": make_exchange(plan, codec, fragment)
         for i, fragment in enumerate(fragments)

@@ -9,7 +9,7 @@ from zjax.optim import onebit, zero_one_adam
 from zjax.optim.onebit import make_adam_steps
 from zjax.optim.rounds import SYNCHRONOUS, Rounds, make_rounds
 from zjax.optim.zero_one_adam import APART, Intervals
-from zjax.settings.schema import Compressed, Config, ZeroOneAdam
+from zjax.settings.schema import Compressed, Config, Precision, ZeroOneAdam
 
 
 class Phase(NamedTuple):
@@ -60,12 +60,14 @@ def make_phases(config: Config) -> Phases | None:
     """
     codec, rule = config.communication.codec, config.optimizer.rule
     if isinstance(rule, ZeroOneAdam):
-        return _zero_one_phases(rule, config)
+        return _zero_one_phases(
+            rule, _full_precision(codec, config.precision), config.num_steps
+        )
     if isinstance(rule, Compressed):
         message = functools.partial(onebit.next_steps, steps=make_adam_steps(rule))
         freeze_step = onebit.freeze_step(rule, config.num_steps)
         phases = (
-            Phase(onebit.WARM_UP, _full_precision(config)),
+            Phase(onebit.WARM_UP, _full_precision(codec, config.precision)),
             Phase(onebit.COMPRESSED, "onebit", message),
         )
         return Phases(
@@ -78,84 +80,57 @@ def make_phases(config: Config) -> Phases | None:
         # Without synchronous steps every step is local, and sends nothing itself.
         if not config.communication.num_synchronous_steps:
             return None
-        phase = Phase(SYNCHRONOUS, _uncompressed(config))
+        phase = Phase(SYNCHRONOUS, _uncompressed(config.precision))
         return Phases({SYNCHRONOUS: phase}, rounds.at)
     if codec == "none":
         return None
     return Phases({PLAIN: Phase(PLAIN, codec)}, lambda step: PLAIN)
 
 
-def merged_phase(config: Config) -> Phase | None:
+def merged_phase(phases: Phases | None) -> Phase | None:
     """Returns the phase in which the inner optimizer takes outer steps, or None."""
-    phases = make_phases(config)
     return phases.by_name.get(zero_one_adam.MERGED) if phases else None
 
 
-def _zero_one_phases(rule: ZeroOneAdam, config: Config) -> Phases:
-    """Returns the phases of 0/1 Adam."""
+def _zero_one_phases(rule: ZeroOneAdam, full_precision: str, num_steps: int) -> Phases:
+    """Returns the phases of 0/1 Adam, with the codec of uncompressed gradients."""
     steps = make_adam_steps(rule)
     message = functools.partial(zero_one_adam.next_steps, steps=steps)
     phases = (
-        Phase(zero_one_adam.VARIANCE, _full_precision(config)),
+        Phase(zero_one_adam.VARIANCE, full_precision),
         Phase(zero_one_adam.ONE_BIT, "onebit", message),
         Phase(zero_one_adam.MERGED, "onebit"),
     )
-    schedule = zero_one_adam.make_intervals(rule, config.num_steps)
+    schedule = zero_one_adam.make_intervals(rule, num_steps)
     by_name = {phase.name: phase for phase in phases}
     return Phases(by_name, schedule.at, schedule.freeze_step)
 
 
-def _full_precision(config: Config) -> str:
+def _full_precision(codec: str, precision: Precision) -> str:
     """Returns the codec of gradients before compression starts."""
-    codec = config.communication.codec
-    return _uncompressed(config) if codec == "none" else codec
+    return _uncompressed(precision) if codec == "none" else codec
 
 
-def _uncompressed(config: Config) -> str:
+def _uncompressed(precision: Precision) -> str:
     """Returns the codec in whose dtype the compiler would reduce gradients."""
-    precision = config.precision
     is_wide = "float32" in (precision.reduce_dtype, precision.compute_dtype)
     return "float32" if is_wide else "bfloat16"
 
 
-def programs_at(config: Config, step: int) -> Iterator[str]:
+def programs_at(
+    step: int, phases: Phases | None, rounds: Rounds | Intervals | None
+) -> Iterator[str]:
     """Yields the names of the programs of a step, in starting order.
 
     Example:
-        >>> from zjax.settings import schema
-        >>> settings = schema.Communication(num_local_steps=10, delay=1)
-        >>> config = schema.Config(communication=settings)
+        >>> rounds = Rounds(num_local_steps=10, delay=1)
         >>> for step in (8, 9, 10):
-        ...     print(step, *programs_at(config, step))
+        ...     print(step, *programs_at(step, None, rounds))
         8 train
         9 train outer_gradients_0 mean_0
         10 train merge_0 end_of_round
     """
-    yield from _programs_at(step, make_phases(config), make_rounds(config))
-
-
-def count_programs(config: Config) -> collections.Counter[str]:
-    """Counts how often each program starts in a run.
-
-    Example:
-        >>> from zjax.settings import schema
-        >>> config = schema.Config(optimizer=schema.Optimizer(rule=schema.OnebitAdam()))
-        >>> dict(count_programs(config))
-        {'warm_up': 150, 'compressed': 850}
-    """
-    phases, rounds = make_phases(config), make_rounds(config)
-    return collections.Counter(
-        program
-        for step in range(1, config.num_steps + 1)
-        for program in _programs_at(step, phases, rounds)
-    )
-
-
-def _programs_at(
-    step: int, phases: Phases | None, rounds: Rounds | Intervals | None
-) -> Iterator[str]:
-    """Yields the names of the programs of a step in starting order."""
-    yield from _batch_programs([step], phases)
+    yield from batch_programs([step], phases)
     if rounds is None:
         return
     if (fragment := rounds.sent_after(step)) is not None:
@@ -169,20 +144,31 @@ def _programs_at(
         yield "without_errors"
 
 
-def batch_programs(config: Config, steps: Iterable[int]) -> list[str]:
+def count_programs(
+    num_steps: int, phases: Phases | None, rounds: Rounds | Intervals | None
+) -> collections.Counter[str]:
+    """Counts how often each program starts in a run.
+
+    Example:
+        >>> dict(count_programs(20, None, Rounds(num_local_steps=10)))
+        {'train': 20, 'outer_gradients_0': 2, 'mean_0': 2, 'merge_0': 2, \
+'end_of_round': 2}
+    """
+    return collections.Counter(
+        program
+        for step in range(1, num_steps + 1)
+        for program in programs_at(step, phases, rounds)
+    )
+
+
+def batch_programs(steps: Iterable[int], phases: Phases | None) -> list[str]:
     """Lists the programs that read the batches of some steps, in order of first use.
 
     Example:
-        >>> from zjax.settings import schema
-        >>> config = schema.Config(optimizer=schema.Optimizer(rule=schema.OnebitAdam()))
-        >>> batch_programs(config, range(100, 200))
-        ['warm_up', 'compressed']
+        >>> phases = Phases({}, lambda step: "early" if step < 150 else "late")
+        >>> batch_programs(range(100, 200), phases)
+        ['early', 'late']
     """
-    return _batch_programs(steps, make_phases(config))
-
-
-def _batch_programs(steps: Iterable[int], phases: Phases | None) -> list[str]:
-    """Lists the distinct programs that read the batches of some steps."""
     if phases is None:
         return ["train"]
     names = dict.fromkeys(phases.at(step) for step in steps)

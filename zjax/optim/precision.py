@@ -60,18 +60,18 @@ def cast_floating(tree: Any, dtype: Any) -> Any:
     return jax.tree.map(cast, tree)
 
 
-def describe_precision(config: schema.Config) -> str:
+def describe_precision(precision: schema.Precision, rule: schema.Rule) -> str:
     """Describes all dtypes of a run, in the line that is printed at the start.
 
     Example:
-        >>> describe_precision(schema.Config()).split(" | ")[0]
+        >>> line = describe_precision(schema.Precision(), schema.Adamw())
+        >>> line.split(" | ")[0]
         'master weights and moments float32'
     """
-    precision = config.precision
     dtypes = make_dtypes(precision)
     return " | ".join(
         (
-            _describe_state(config),
+            _describe_state(precision.master_dtype, rule),
             f"compute {dtypes.compute}{_describe_matmul(precision)}",
             f"gradients over devices {dtypes.reduce}, over microbatches "
             f"{dtypes.grad_sum}",
@@ -93,10 +93,9 @@ def moment_dtype(rule: schema.Rule) -> str:
     return "" if isinstance(rule, schema.Adafactor) else "float32"
 
 
-def _describe_state(config: schema.Config) -> str:
+def _describe_state(master: str, rule: schema.Rule) -> str:
     """Describes the dtypes of master weights and moments."""
-    master, settings = config.precision.master_dtype, config.optimizer
-    moments = moment_dtype(settings.rule) or master
+    moments = moment_dtype(rule) or master
     if moments == master:
         return f"master weights and moments {master}"
     return f"master weights {master}, moments {moments}"

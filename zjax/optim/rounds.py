@@ -76,19 +76,16 @@ class Rounds:
         return step - self.num_synchronous_steps
 
 
-def shares_metrics(config: Config, step: int) -> bool:
+def shares_metrics(step: int, rounds: Rounds | Intervals | None) -> bool:
     """Whether every replica holds the metrics of all replicas after a step.
 
     Example:
-        >>> from zjax.settings import schema
-        >>> settings = schema.Communication(num_local_steps=30)
-        >>> config = Config(communication=settings)
-        >>> shares_metrics(Config(), 29), shares_metrics(config, 29)
+        >>> rounds = Rounds(num_local_steps=30)
+        >>> shares_metrics(29, None), shares_metrics(29, rounds)
         (True, False)
-        >>> shares_metrics(config, 30)
+        >>> shares_metrics(30, rounds)
         True
     """
-    rounds = make_rounds(config)
     if rounds is None or rounds.at(step) not in APART:
         return True
     return rounds.ends_after(step)

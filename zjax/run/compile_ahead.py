@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from zjax.optim.phases import batch_programs
+from zjax.optim.phases import batch_programs, make_phases
 from zjax.schedule.training import TrainingSchedule
 from zjax.typing import Batch
 
@@ -32,6 +32,7 @@ class CompileAhead:
         first_step: int,
     ):
         self._schedule, self._compile = schedule, compile
+        self._phases = make_phases(schedule.config)
         self._changes = schedule.changes(first_step)
         # Programs of several buckets are needed soon after the same change.
         self._most = len(schedule.shapes) if schedule.has_buckets else 1
@@ -63,7 +64,7 @@ class CompileAhead:
 
     def _compile_all(self, steps: range, batch: Batch) -> None:
         """Compiles all programs that read batches of some steps."""
-        for program in batch_programs(self._schedule.config, steps):
+        for program in batch_programs(steps, self._phases):
             self._compile(batch, program, steps.start)
 
     def started(self, number: int) -> bool:

@@ -237,7 +237,8 @@ def _programs(
         ),
     }
     programs |= _common_steps(model, tx, plan, config, schedule, rows)
-    communication, merged = config.communication, merged_phase(config)
+    communication = config.communication
+    merged = merged_phase(make_phases(config))
     fragments = make_fragments(plan.master, communication.num_fragments)
     for i, fragment in enumerate(fragments):
         outer = make_outer_step(plan, communication, fragment, tx, merged)
@@ -264,7 +265,7 @@ def _programs(
 
 def _in_local_steps(tx: Any, config: Config) -> Any:
     """Optimizer whose update has the local phase bound, if it takes a phase."""
-    if merged_phase(config) is None:
+    if merged_phase(make_phases(config)) is None:
         return tx
     update = functools.partial(tx.update, phase=LOCAL)
     return optax.GradientTransformationExtraArgs(tx.init, update)

@@ -363,17 +363,17 @@ def report_links(step: Step, config: Config, batch: Batch) -> str:
 
     Programs of the fragments of local steps share a row, which shows the mean.
     """
+    rounds = make_rounds(config)
+    counts = count_programs(config.num_steps, make_phases(config), rounds)
     times = {
-        name: number
-        for name, number in count_programs(config).items()
-        if not name.startswith(_SILENT)
+        name: number for name, number in counts.items() if not name.startswith(_SILENT)
     }
     sent: dict[str, list[tuple[int, LinkBytes]]] = collections.defaultdict(list)
     for program, number in times.items():
         text = step.compile(batch, program).as_text()
         assert text is not None
         found = link_bytes(list_collectives(text), step.mesh)
-        sent[_label(program, config)].append((number, found))
+        sent[_label(program, is_local=rounds is not None)].append((number, found))
     totals = {name: sum(n for n, _ in parts) for name, parts in sent.items()}
     means = {
         name: LinkBytes(
@@ -384,9 +384,9 @@ def report_links(step: Step, config: Config, batch: Batch) -> str:
     return describe_links(means, totals, config.num_steps)
 
 
-def _label(program: str, config: Config) -> str:
-    """Name of a program in the table."""
+def _label(program: str, *, is_local: bool) -> str:
+    """Name of a program in the table of a run, with or without local steps."""
     if program.startswith("mean_"):
         return EXCHANGE
-    names = NAMES | (LOCAL if make_rounds(config) is not None else {})
+    names = NAMES | (LOCAL if is_local else {})
     return names.get(program, program.replace("_", " "))

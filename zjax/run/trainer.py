@@ -30,8 +30,9 @@ from zjax.observe.progress import RESUME, describe_end
 from zjax.observe.sinks import check_sinks
 from zjax.ops import matmul
 from zjax.optim.build import make_optimizer, with_clipping_as_set
-from zjax.optim.phases import programs_at
+from zjax.optim.phases import make_phases, programs_at
 from zjax.optim.precision import describe_precision
+from zjax.optim.rounds import make_rounds
 from zjax.processes.agreement import check_same_data
 from zjax.processes.lock import hold
 from zjax.run.batch import with_batch_sizes
@@ -261,6 +262,7 @@ class Trainer:
             self.loader,
             CompileAhead(self._schedule, self._compile, step + 1) as ahead,
         ):
+            replicas = make_phases(config), make_rounds(config)
             last_saved, data_ended, save_due = step, False, False
             reason = self._patience.reason
             while step < config.num_steps and not reason and not stopped(step):
@@ -274,7 +276,7 @@ class Trainer:
                     stopped.request()  # stops all processes at one step
                 step += 1
                 recent = {step - 1: recent.get(step - 1), step: batch}
-                programs = [x for x in programs_at(config, step) if x not in known]
+                programs = [x for x in programs_at(step, *replicas) if x not in known]
                 known.update(programs)
                 if ahead.started(step):
                     with monitor.pause():
@@ -519,7 +521,7 @@ class Trainer:
         return "\n".join(
             [
                 describe_plan_totals(plan, kept_rows(plan, self.config)),
-                describe_precision(self.config),
+                describe_precision(self.config.precision, self.config.optimizer.rule),
                 f"batch: {sizes.global_batch_size} = {sizes.microbatch_size} per share "
                 f"x {plan.num_batch_shares} shares x "
                 f"{sizes.num_microbatches} microbatches; {start}, "

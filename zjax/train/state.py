@@ -124,10 +124,10 @@ def state_rows(plan: Plan, config: Config) -> TrainState:
         ema=plan.ema,
         params=trained(plan.compute, plan.master) if plan.is_offloaded else (),
     )
+    phases = make_phases(config)
     if make_rounds(config) is not None:
-        merged = merged_phase(config)
-        return outer_rows(rows, plan, config.communication, merged)
-    return dataclasses.replace(rows, extra=error_rows(plan, make_phases(config)))
+        return outer_rows(rows, plan, config.communication, merged_phase(phases))
+    return dataclasses.replace(rows, extra=error_rows(plan, phases))
 
 
 def saved_rows(plan: Plan, config: Config) -> TrainState:
