@@ -149,7 +149,7 @@ def test_numbers_of_a_named_config_give_way_to_a_given_optimizer():
     config = zconfig.load_config("gpt2_124m", "num_steps=400")
     zconfig.check_config(config, 8, user_optimizer=True)
     assert config.optimizer.peak_learning_rate == 6e-4
-    assert build.with_clipping_as_set(config).optimizer == schema.Optimizer(
+    assert build.with_clipping_as_set(config.optimizer) == schema.Optimizer(
         clip_norm=math.inf
     )
     config = zconfig.load_config(config, "optimizer.peak_learning_rate=0.01")

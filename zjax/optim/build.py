@@ -81,26 +81,23 @@ def make_optimizer(
     return moments.store_moments(tx, dtype, names)
 
 
-def with_clipping_as_set(config: schema.Config) -> schema.Config:
+def with_clipping_as_set(given: schema.Optimizer) -> schema.Optimizer:
     """Clips only if `clip_norm` was set, for runs that bring an optimizer.
 
     Recipe values of a shipped config are reset to defaults: the record of the run must
     not name a learning rate that the run does not use.
 
     Example:
-        >>> default = with_clipping_as_set(schema.Config())
-        >>> config = schema.Config(optimizer=schema.Optimizer(clip_norm=1.0))
-        >>> given = with_clipping_as_set(config)
-        >>> default.optimizer.clip_norm, given.optimizer.clip_norm
+        >>> default = with_clipping_as_set(schema.Optimizer())
+        >>> given = with_clipping_as_set(schema.Optimizer(clip_norm=1.0))
+        >>> default.clip_norm, given.clip_norm
         (inf, 1.0)
     """
-    given = config.optimizer
     changes = {"ema_decay": given.ema_decay}
     # A `clip_norm` that nobody set must not clip for the caller's optimizer.
     if is_offered(given.clip_norm) or is_recipe(given.clip_norm):
         changes["clip_norm"] = math.inf
-    optimizer = dataclasses.replace(_without_recipe(given), **changes)
-    return dataclasses.replace(config, optimizer=optimizer)
+    return dataclasses.replace(_without_recipe(given), **changes)
 
 
 def _without_recipe(section: Any) -> Any:

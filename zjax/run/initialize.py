@@ -252,7 +252,8 @@ def initialize(
             tx = make_optimizer(config, model)
             schedule = make_schedule(config)
         else:
-            config = with_clipping_as_set(config)
+            optimizer = with_clipping_as_set(config.optimizer)
+            config = dataclasses.replace(config, optimizer=optimizer)
             if loss_fn is not None:
                 tx = adapter.adapt_optimizer(tx, user_model, model)
             user_tx = tx

@@ -609,7 +609,8 @@ def _checked(
     if problems:
         raise ConfigError(*problems)
     if tx is not None:
-        config = with_clipping_as_set(config)
+        optimizer = with_clipping_as_set(config.optimizer)
+        config = dataclasses.replace(config, optimizer=optimizer)
     if config.precision.matmul_dtype == "float8":
         matmul.check_device(devices[0])
     check_sinks(config.observe)
