@@ -57,7 +57,7 @@ def test_a_run_in_another_dtype_may_leave_such_a_scale_unused(tmp_path):
 def test_records_of_a_run_have_no_scale_that_it_leaves_unused(tmp_path, monkeypatch):
     """Fails if what a run saves cannot be read back, or differs from it."""
     monkeypatch.setattr(resume, "describe_plan", lambda plan: {})
-    monkeypatch.setattr(resume.exchange, "describe_errors", lambda *rest: {})
+    monkeypatch.setattr(resume, "describe_errors", lambda *rest: {})
     plan, rows = object.__new__(resume.Plan), object.__new__(resume.TrainState)
     found = converted(fp16={"enabled": "auto"} | SCALE)
     for dtype, initial in (("bfloat16", 65_536.0), ("float16", 16.0)):

@@ -16,10 +16,10 @@ from zjax.data.loader import find_local_rows
 from zjax.data.placement import place_rows
 from zjax.data.source import open_rows
 from zjax.errors import BenchError, Problem
+from zjax.estimate.flops import flops_per_weight, run_flops_per_token
 from zjax.estimate.mesh import choose_mesh
 from zjax.models import flops
 from zjax.models.build import make_model
-from zjax.models.flops import flops_per_weight
 from zjax.optim.build import make_optimizer
 from zjax.processes.agreement import versions
 from zjax.run.fit import explain_out_of_memory
@@ -27,7 +27,7 @@ from zjax.run.host import limit_pinned_pool
 from zjax.run.initialize import Run, make_run
 from zjax.schedule.learning_rate import make_schedule
 from zjax.settings.batch import resolve_batch
-from zjax.settings.schema import Config, Model
+from zjax.settings.schema import Config
 from zjax.sharding.describe import format_bytes, render_table
 from zjax.sharding.memory import num_params, stored_bytes
 from zjax.sharding.placement import array_bytes
@@ -209,9 +209,9 @@ def measure(
         **_speed(
             seconds,
             batch["tokens"].size / len(devices),
-            config.model,
-            config.data.length,
-            per_weight=flops_per_weight(config),
+            half=run_flops_per_token(config, "half"),
+            full=run_flops_per_token(config, "full"),
+            matmuls=flops_per_weight(config) * flops.matmul_params(config.model),
             peak=configured_peak or flops.peak_flops(kind, dtype),
         ),
         peak_bytes=peak_bytes(run.mesh.local_devices),
@@ -315,29 +315,22 @@ def steps_per_round(step_seconds: float) -> int:
 def _speed(
     seconds: list[float],
     num_tokens: float,
-    model: Model,
-    length: int,
     *,
-    per_weight: float,
+    half: float,
+    full: float,
+    matmuls: float,
     peak: float | None,
 ) -> dict[str, Any]:
     """Fields of a `Measurement` that follow from the seconds per step of each round.
 
-    A device takes `num_tokens` in a step, and computes `peak` FLOP/s at most.
+    A device takes `num_tokens` in a step, and computes `peak` FLOP/s at most. A token
+    takes `half` or `full` FLOPs, by how causal attention counts, `matmuls` without it.
     """
     speed = Spread.of([num_tokens / each for each in seconds])
-
-    def share(causal_attention: flops.CausalAttention) -> float | None:
-        work = flops.flops_per_token(
-            model, length, causal_attention=causal_attention, per_weight=per_weight
-        )
-        return speed.median * work / peak if peak else None
-
-    work = per_weight * flops.matmul_params(model)
     return {
         "tokens_per_second_per_device": speed,
         "step_seconds": Spread.of(seconds),
-        "model_tflops_per_device": work * speed.median / 1e12,
-        "mfu": share("half"),
-        "mfu_full_attention": share("full"),
+        "model_tflops_per_device": matmuls * speed.median / 1e12,
+        "mfu": speed.median * half / peak if peak else None,
+        "mfu_full_attention": speed.median * full / peak if peak else None,
     }

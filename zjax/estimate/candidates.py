@@ -10,11 +10,11 @@ import jax
 from zjax.config.load import load_config
 from zjax.errors import ConfigError, ZjaxError
 from zjax.estimate.activations import activation_bytes
+from zjax.estimate.flops import run_flops_per_token
 from zjax.estimate.mesh import find_obstacle, possible_meshes
 from zjax.estimate.trial import Machine, batch_on, weigh
 from zjax.models import flops
 from zjax.models.build import make_model
-from zjax.models.flops import flops_per_weight
 from zjax.optim.build import make_optimizer
 from zjax.settings import axes, schema
 from zjax.settings.batch import resolve_batch
@@ -242,12 +242,7 @@ class Predictor:
         number = batch.num_microbatches
         length = config.data.length / mesh.sequence
         tokens = batch.microbatch_size * length
-        work = flops.flops_per_token(
-            config.model,
-            config.data.length,
-            causal_attention="half",
-            per_weight=flops_per_weight(config),
-        )
+        work = run_flops_per_token(config, "half")
         seconds = tokens * work / shares / self._flops
         seconds *= (1 + RECOMPUTED[candidate.remat]) * (
             1 + _FEW_TOKENS * mesh.tensor / tokens

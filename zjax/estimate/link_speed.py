@@ -10,10 +10,10 @@ import jax
 
 from zjax.config.check import check_config
 from zjax.errors import ConfigError, PlanError, Problem
+from zjax.estimate.flops import run_flops_per_token
 from zjax.estimate.methods import baseline_of, methods_of, sent_per_step
 from zjax.models import flops
 from zjax.models.build import make_model
-from zjax.models.flops import flops_per_weight
 from zjax.optim.build import make_optimizer
 from zjax.settings import axes, schema
 from zjax.settings.batch import resolve_batch
@@ -199,12 +199,7 @@ def _compute_seconds(config: schema.Config, num_devices: int) -> tuple[float, st
     sizes = axes.axis_sizes(config, num_devices)
     shares = math.prod(sizes[axis] for axis in axes.BATCH_AXES)
     tokens = resolve_batch(config, shares).global_batch_size * config.data.length
-    work = flops.flops_per_token(
-        config.model,
-        config.data.length,
-        causal_attention="half",
-        per_weight=flops_per_weight(config),
-    )
+    work = run_flops_per_token(config, "half")
     peak, source = _peak_flops(config)
     seconds = tokens * work / (num_devices * peak * ASSUMED_MFU)
     told = _seconds(seconds)

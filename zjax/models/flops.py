@@ -13,34 +13,12 @@ from zjax.ops import sparse
 from zjax.settings import schema
 from zjax.settings.attention import sliding_layers
 from zjax.settings.mixture import experts_by_layer, experts_per_token
-from zjax.settings.parameters import is_held_frozen
 from zjax.sharding.paths import path_of
 from zjax.sharding.placement import abstract_key
 
 _TABLE = re.compile("embedding/(tokens|positions|token_types)")
 _EXPERTS_DIM = 1
 """Dim of the experts in stacked arrays, behind the dim of the layers."""
-
-
-def flops_per_weight(config: schema.Config) -> float:
-    """Averages the FLOPs of forward and backward pass per token and matrix weight.
-
-    The product has 2, the gradient of the input 2 and the gradient of the weight 2,
-    which frozen weights lack. Adapters are left out.
-
-    Example:
-        >>> [flops_per_weight(schema.Config(lora=schema.Lora(rank=n))) for n in (0, 16)]
-        [6.0, 4.0]
-    """
-    groups, lora = config.optimizer.groups, config.lora
-    # Frozen kernels have no weight gradient.
-    if lora.rank and not lora.also_train:
-        return 4.0
-    if not lora.rank and all(group.learning_rate_scale for group in groups):
-        return 6.0
-    weights = multiplied_weights(config.model)
-    trained = (x for path, x in weights.items() if not is_held_frozen(path, config))
-    return 4.0 + 2.0 * sum(trained) / sum(weights.values())
 
 
 @functools.lru_cache

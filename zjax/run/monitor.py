@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from zjax.errors import OutputError
+from zjax.estimate.flops import run_flops_per_token
 from zjax.models import flops
 from zjax.observe import load, plot
 from zjax.observe.history import HISTORY, read_history, writing
@@ -228,13 +229,5 @@ def make_throughput(
     """Starts the timer of a built-in model; `observe.peak_tflops` sets the peak."""
     table = flops.peak_flops(device_kind, config.precision.compute_dtype)
     configured = config.observe.peak_tflops * 1e12
-    half, full = (
-        flops.flops_per_token(
-            config.model,
-            config.data.length,
-            causal_attention=counted,
-            per_weight=flops.flops_per_weight(config),
-        )
-        for counted in ("half", "full")
-    )
+    half, full = (run_flops_per_token(config, x) for x in ("half", "full"))
     return Throughput(num_devices, configured or table, (half, full))
