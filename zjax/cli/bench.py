@@ -27,7 +27,7 @@ from zjax.run.host import limit_pinned_pool
 from zjax.run.initialize import Run, make_run
 from zjax.schedule.learning_rate import make_schedule
 from zjax.settings.batch import resolve_batch
-from zjax.settings.schema import Config
+from zjax.settings.schema import Config, Constant
 from zjax.sharding.describe import format_bytes, render_table
 from zjax.sharding.memory import num_params, stored_bytes
 from zjax.sharding.placement import array_bytes
@@ -185,7 +185,7 @@ def measure(
         config,
         num_steps=num_steps,
         optimizer=dataclasses.replace(
-            config.optimizer, schedule="constant", num_warmup_steps=num_steps
+            config.optimizer, schedule=Constant(num_warmup_steps=num_steps)
         ),
         data=dataclasses.replace(config.data, source="synthetic"),
     )
