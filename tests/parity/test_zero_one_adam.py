@@ -157,7 +157,10 @@ def test_with_an_update_of_moments_in_every_step_it_is_adam():
 def test_replicas_are_equal_but_between_exchanges():
     """Bit for bit; second moments always are."""
     run = make_zero_one_run(make_model())
-    intervals, state = make_intervals(run.config), run.state
+    intervals, state = (
+        make_intervals(run.config.optimizer.rule, run.config.num_steps),
+        run.state,
+    )
     for number in range(1, STEPS + 1):
         state, _ = run.step(state, make_batch(number))
         replicas = state.extra.replicas
@@ -197,7 +200,7 @@ def test_programs_follow_the_schedule_and_errors_start_again_once():
         errors = [np.asarray(x) for x in leaves(state.extra.errors)]
         assert step == FREEZE or step < 5 or all(x.any() for x in errors)
         assert step != FREEZE or not any(x.any() for x in errors)
-    intervals = make_intervals(run.config)
+    intervals = make_intervals(run.config.optimizer.rule, run.config.num_steps)
     for step in range(1, FREEZE + SCALER + 5):
         names, phase = [name for at, name in calls if at == step], intervals.at(step)
         merging = ["outer_gradients_0", "mean_0", "merge_0", "end_of_round"]
@@ -265,7 +268,7 @@ def test_the_published_schedule_sends_less_than_onebit_adam():
         for program in ("variance", "one_bit", "mean_0")
     )
     sizes = {"variance": full, "one_bit": one_bit, "merged": merged, "local": 0}
-    intervals = make_intervals(run.config)
+    intervals = make_intervals(run.config.optimizer.rule, run.config.num_steps)
     kinds = collections.Counter(map(intervals.at, range(1, 20_001)))
     expected = collections.Counter(schedule(20_000, 16, 1000, 1000, 16))
     assert kinds == expected
@@ -371,7 +374,7 @@ def test_local_steps_that_replicas_skip_leave_all_equal(rows):
         )
         rate = 0.75 * float(make_schedule(run.config)(start.steps[0]))
         moved = (bias - np.asarray(state.master["bias"])) / rate
-        expected = make_adam_steps(own).momentum_of(
+        expected = make_adam_steps(own.rule).momentum_of(
             moved, moments.nu["bias"], moments.steps, moments.variances
         )
         np.testing.assert_allclose(after["bias"][0], expected, rtol=1e-4, atol=1e-6)
