@@ -199,9 +199,7 @@ def test_a_failed_export_leaves_nothing(store, tmp_path, monkeypatch):
                 language.LLAMA,
                 rotary_size=2,
                 attention_bias="inputs",
-                rope_scaling=schema.RopeScaling(
-                    kind="dynamic", factor=2.0, original_length=8
-                ),
+                rope_scaling=schema.DynamicRope(factor=2.0, original_length=8),
             ),
             [
                 "model.rope_scaling.original_length=8 is 16 in qwen2",

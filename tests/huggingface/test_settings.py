@@ -14,9 +14,8 @@ from zjax.huggingface.families import DROPOUTS
 from zjax.settings import convert, schema
 
 REMEDY = "use a checkpoint without it"
-
-
-UNSCALED = convert.to_mapping(schema.RopeScaling())
+YARN = convert.to_mapping(schema.Yarn())
+LONGROPE = convert.to_mapping(schema.Longrope())
 
 
 def test_settings_of_llama():
@@ -51,7 +50,7 @@ def test_settings_of_llama():
         "local_rope_theta": 0.0,
         "positions": "rotary",
         "rope_theta": 50.0,
-        "rope_scaling": UNSCALED,
+        "rope_scaling": None,
         "rotary_size": 0,
         "activation": "swiglu",
         "use_bias": False,
@@ -413,7 +412,7 @@ def test_biases_of_attention_and_feed_forward_are_apart(keys, expected, tmp_path
 
 def test_numbers_of_scaled_rotations(tmp_path):
     scaling = golden.settings_of("llama3")["rope_scaling"]
-    assert scaling == UNSCALED | {
+    assert scaling == convert.to_mapping(schema.Llama3()) | {
         "kind": "llama3",
         "factor": 4.0,
         "original_length": 16,
@@ -421,7 +420,7 @@ def test_numbers_of_scaled_rotations(tmp_path):
     }
     rope = {"type": "yarn", "factor": 2, "beta_slow": 3, "new": 1}
     golden.copy("llama", tmp_path, rope_scaling=rope, rope_parameters=golden.REMOVED)
-    assert model_settings(tmp_path)["rope_scaling"] == UNSCALED | {
+    assert model_settings(tmp_path)["rope_scaling"] == YARN | {
         "kind": "yarn",
         "factor": 2.0,
         "original_length": 32,
@@ -439,7 +438,7 @@ def test_numbers_of_longrope(tmp_path):
         original_max_position_embeddings=8,
     )
     found = model_settings(tmp_path)
-    assert found["rope_scaling"] == UNSCALED | {
+    assert found["rope_scaling"] == LONGROPE | {
         "kind": "longrope",
         "factor": 4.0,
         "original_length": 8,
@@ -730,6 +729,6 @@ def test_gpt_oss_says_whether_positions_are_scaled(tmp_path):
     ]
     golden.copy("gpt_oss", tmp_path / "plain", rope_parameters={"rope_type": "default"})
     found = model_settings(tmp_path / "plain")
-    assert found["rope_scaling"] == UNSCALED
+    assert found["rope_scaling"] is None
     values = config_of(convert.from_mapping(schema.Model, found), "gpt_oss")
     assert values["rope_scaling"] == {"rope_type": "default"}

@@ -295,9 +295,9 @@ def test_lengths_that_are_no_integers_are_refused():
 @pytest.mark.parametrize(
     ("scaling", "longest", "name"),
     [
-        (schema.RopeScaling(), 64, "max_positions"),
+        (None, 64, "max_positions"),
         (
-            schema.RopeScaling(kind="dynamic", factor=4.0, original_length=64),
+            schema.DynamicRope(factor=4.0, original_length=64),
             256,
             "max_positions * model.rope_scaling.factor",
         ),

@@ -128,7 +128,7 @@ def test_a_text_says_what_is_derived():
     lines = describe_config(load_config({"model.num_heads": 4})).splitlines()
     assert "config.model.num_heads = 4" in lines
     assert "config.model.num_kv_heads = 4  # derived" in lines
-    assert "config.zero.gradient_memory = 'device'  # derived" in lines
+    assert "config.zero.optimizer_memory = 'device'  # derived" in lines
 
 
 def test_a_saved_config_states_all_values_and_goes_on_unchanged():

@@ -38,7 +38,7 @@ RULES = [
     case(
         ROTARY
         + f"{SCALING}kind=dynamic;{SCALING}original_length=8;model.rotary_size=2",
-        "model.rope_scaling.kind='dynamic' needs more than the 2 channels of a head "
+        "model.rope_scaling='dynamic' needs more than the 2 channels of a head "
         "that rotate; use 'linear'",
         id="dynamic",
     ),
@@ -79,17 +79,15 @@ RULES = [
     ),
     case(
         ROTARY + f"{SCALING}factor=2.0",
-        "model.rope_scaling.factor=2.0 has no effect with "
-        "model.rope_scaling.kind='none'; leave it at 1.0, or set "
-        "model.rope_scaling.kind to 'linear' or 'dynamic' or 'yarn' or 'llama3' or "
-        "'longrope'",
+        "model.rope_scaling.factor=2.0 has no effect with model.rope_scaling=None; "
+        "leave it out, or set model.rope_scaling to 'linear' or 'dynamic' or 'yarn' or "
+        "'llama3' or 'longrope'",
         id="no-kind",
     ),
     case(
         f"{SCALING}kind=linear",
-        "model.rope_scaling.kind='linear' has no effect with "
-        "model.positions='learned'; leave it at 'none', or set model.positions to "
-        "'rotary'",
+        "model.rope_scaling='linear' has no effect with model.positions='learned'; "
+        "leave it at None, or set model.positions to 'rotary'",
         id="learned",
     ),
     case(

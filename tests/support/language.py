@@ -36,8 +36,8 @@ LATENT = dataclasses.replace(
     num_kv_heads=4,
     rotary_size=2,
     rotary_pairs="adjacent",
-    rope_scaling=schema.RopeScaling(
-        kind="yarn", factor=4.0, original_length=8, mscale=0.7, mscale_all_dim=1.3
+    rope_scaling=schema.Yarn(
+        factor=4.0, original_length=8, mscale=0.7, mscale_all_dim=1.3
     ),
     latent=schema.Latent(key_rank=6, query_rank=5, plain_size=3, value_size=4),
 )

@@ -4,118 +4,14 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from zjax.errors import Problem
 from zjax.schedule import lengths
-from zjax.settings import attention, choices, derived, schema
-
-
-class Needs(NamedTuple):
-    """Setting that is read only if a second setting has one of some values."""
-
-    setting: str
-    other: str
-    choices: tuple[Any, ...]
-
+from zjax.settings import choices, derived, needs, schema
 
 # Settings that apply to a user's optimizer, too.
 _BESIDE_USER_OPTIMIZER = ("optimizer.clip_norm", "optimizer.ema_decay")
-_OFFLOADED = ("pinned_host", "nvme", "auto")
-_SCALED = {
-    "factor": ("linear", "dynamic", "yarn", "llama3", "longrope"),
-    "original_length": ("dynamic", "yarn", "llama3", "longrope"),
-    "short_factors": ("longrope",),
-    "long_factors": ("longrope",),
-    "low_frequency_factor": ("llama3",),
-    "high_frequency_factor": ("llama3",),
-    "beta_fast": ("yarn",),
-    "beta_slow": ("yarn",),
-    "attention_factor": ("yarn", "longrope"),
-    "truncate": ("yarn",),
-    "mscale": ("yarn",),
-    "mscale_all_dim": ("yarn",),
-}
-
-NEEDS = (
-    Needs("pipeline.num_chunks", "pipeline.schedule", ("interleaved",)),
-    Needs("zero.memory", "zero.optimizer_memory", _OFFLOADED),
-    Needs("zero.parameter_memory", "zero.optimizer_memory", _OFFLOADED),
-    Needs("zero.gradient_memory", "zero.optimizer_memory", _OFFLOADED),
-    Needs("zero.delay_updates_from", "zero.optimizer_memory", _OFFLOADED),
-    Needs("zero.shard_over_replica", "zero.stage", (3,)),
-    Needs("zero.secondary_partition", "zero.shard_over_replica", (True,)),
-    Needs("zero.quantized_weights", "zero.shard_over_replica", (True,)),
-    Needs("zero.quantized_gradients", "zero.shard_over_replica", (True,)),
-    Needs("lora.block_size", "lora.quantize", ("int8", "int4")),
-    Needs("precision.reduce_dtype", "precision.compute_dtype", ("bfloat16", "float16")),
-    Needs("precision.max_skipped_in_a_row", "precision.on_nonfinite", ("skip",)),
-    *(
-        Needs(
-            f"precision.loss_scale.{field.name}",
-            "precision.compute_dtype",
-            ("float16",),
-        )
-        for field in dataclasses.fields(schema.LossScale)
-    ),
-    Needs(
-        "model.activation_memory",
-        "model.remat",
-        ("elementwise", "attention_and_mlp", "attention", "full"),
-    ),
-    Needs("model.mlp_chunk_tokens", "model.remat", ("attention", "full")),
-    *(
-        Needs(f"model.sparsity.{field.name}", "model.attention", ("sparse",))
-        for field in dataclasses.fields(schema.Sparsity)
-    ),
-    *(
-        Needs(f"model.sparsity.{name}", "model.sparsity.mode", modes)
-        for name, modes in attention.MODES.items()
-    ),
-    Needs("model.first_position", "model.positions", ("learned",)),
-    Needs("model.rope_theta", "model.positions", ("rotary",)),
-    Needs("model.max_positions", "model.positions", ("rotary",)),
-    Needs("model.rotary_size", "model.positions", ("rotary",)),
-    Needs("model.rotary_pairs", "model.positions", ("rotary",)),
-    Needs("model.rope_scaling.kind", "model.positions", ("rotary",)),
-    *(
-        Needs(f"model.rope_scaling.{name}", "model.rope_scaling.kind", kinds)
-        for name, kinds in _SCALED.items()
-    ),
-    Needs("model.local_rope_theta", "model.positions", ("rotary",)),
-    Needs("model.query_key_norm_scope", "model.query_key_norm", (True,)),
-    Needs("model.norm_position", "model.kind", ("decoder",)),
-    Needs("data.path", "data.source", ("tokens",)),
-    Needs("data.masking.fraction", "model.kind", ("encoder",)),
-    Needs("data.masking.mask_id", "model.kind", ("encoder",)),
-    *(
-        Needs(
-            f"sequence_warmup.pacing.{field.name}",
-            "sequence_warmup.form",
-            ("truncate", "reshape", "window"),
-        )
-        for field in dataclasses.fields(schema.Pacing)
-    ),
-    *(
-        Needs(f"buckets.{name}", "buckets.form", ("cut", "pad"))
-        for name in ("shortest", "order", "weights", "num_cycles", "learning_rate")
-    ),
-    Needs("buckets.num_cycles", "buckets.order", ("grow",)),
-    *(
-        Needs(f"buckets.pacing.{field.name}", "buckets.order", ("pacing",))
-        for field in dataclasses.fields(schema.Pacing)
-    ),
-    *(
-        Needs(
-            f"random_ltd.pacing.{field.name}",
-            "random_ltd.form",
-            ("layerwise", "span"),
-        )
-        for field in dataclasses.fields(schema.Pacing)
-        # A printed config holds num_steps of the printed run, and a run may change it.
-        if field.name != "num_steps"
-    ),
-)
 
 
 def effect_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
@@ -126,15 +22,16 @@ def effect_problems(config: schema.Config, num_devices: int) -> Iterator[Problem
         >>> [problem.field for problem in effect_problems(mesh, 1)]
         ['data.path']
     """
-    for setting, other, values in NEEDS:
+    for setting, other, values in needs.NEEDS:
         value, default = _value_and_default(config, setting)
-        given, _ = _value_and_default(config, other)
+        given = choices.value_at(config, other)
         # Values that the user did not write need not have an effect.
         may_be_unused = derived.is_derived(value) or derived.is_offered(value)
         if value != default and not may_be_unused and given not in values:
             problem = f"has no effect with {other}={given!r}"
             one_of = " or ".join(map(repr, values))
             remedy = f"leave it at {default!r}, or set {other} to {one_of}"
+            value = choices.value_at(config, setting)
             yield Problem(setting, value, problem, remedy)
     yield from lengths.beside_problems(config)
     yield from _moments(config)

@@ -7,10 +7,11 @@ from typing import Any
 from zjax.errors import Problem
 from zjax.huggingface.families import Family
 from zjax.ops.rotary import attention_factor
-from zjax.settings import convert, schema
+from zjax.settings import choices, convert, schema
 
 MAPPINGS = ("rope_parameters", "rope_scaling")
 """Keys of a mapping that may scale rotary positions, in new and old checkpoints."""
+_KINDS: Mapping[str, Any] = choices.kinds(schema.RopeScaling)
 PARTIAL = "partial_rotary_factor"
 _LOCAL = "rope_local_base_freq"
 _FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -45,15 +46,15 @@ def rotation_settings(
     """Settings of rotary positions from a config.json without problems."""
     rope, length = _rope(values), model.max_positions
     kind, share = _kind(rope, family), _partial(values, rope)
-    scaling = convert.to_mapping(schema.RopeScaling())
+    scaling = dict[str, Any]()
     if kind != "default":
-        scaling["kind"] = kind
+        scaling = convert.to_mapping(_KINDS[kind]())
         for theirs, ours in _numbers(kind, family).items():
             if rope.get(theirs) is not None:
                 scaling[ours] = float(rope[theirs])
+    if kind == "yarn":
         if scaling["attention_factor"] or not scaling["mscale_all_dim"]:
             scaling["mscale"] = 0.0  # transformers ignores it then
-    if kind == "yarn":
         # Absent and null mean true.
         scaling["truncate"] = rope.get("truncate") is not False
     if kind in ("yarn", "llama3", "longrope"):
@@ -72,7 +73,7 @@ def rotation_settings(
         scaling["factor"] = float(usual)
     return {
         "rope_theta": float(_theta(values, rope, family)),
-        "rope_scaling": scaling,
+        "rope_scaling": scaling or None,
         "rotary_size": model.rotary_size
         if share == 1.0
         # Rounded as in transformers.
@@ -90,7 +91,7 @@ def rotation_values(model: schema.Model, family: Family) -> dict[str, Any]:
     if model.rotary_size and family.is_partial:
         values[PARTIAL] = model.rotary_size / model.head_size
     scaling = model.rope_scaling
-    if scaling.kind == "none":
+    if scaling is None:
         # Without this mapping, the library would scale.
         unscaled = {"rope_scaling": {"rope_type": "default"}}
         return values | (unscaled if family.is_scaled else {})
@@ -98,11 +99,11 @@ def rotation_values(model: schema.Model, family: Family) -> dict[str, Any]:
     for theirs, ours in _numbers(scaling.kind, family).items():
         if value := getattr(scaling, ours):
             rope[theirs] = value
-    if scaling.kind == "yarn" and not scaling.truncate:
+    if isinstance(scaling, schema.Yarn) and not scaling.truncate:
         rope["truncate"] = False
-    if scaling.kind in ("yarn", "llama3", "longrope"):
+    if isinstance(scaling, schema.Yarn | schema.Llama3 | schema.Longrope):
         rope[_ORIGINAL] = scaling.original_length
-    if scaling.kind == "longrope":
+    if isinstance(scaling, schema.Longrope):
         rope |= {theirs: [*getattr(scaling, x)] for theirs, x in _LISTS.items()}
         values[_ORIGINAL] = scaling.original_length
         if model.max_positions != scaling.factor * scaling.original_length:

@@ -261,7 +261,7 @@ def longest_text(config: schema.Model) -> tuple[str, int]:
     if config.positions != "rotary" or config.attention == "sparse":
         return row
     scaling, name, longest = config.rope_scaling, "max_positions", config.max_positions
-    if scaling.kind == "dynamic":
+    if isinstance(scaling, schema.DynamicRope):
         name += " * model.rope_scaling.factor"
         longest = int(longest * scaling.factor)
     return (name, longest) if longest > config.max_length else row

@@ -14,7 +14,7 @@ def scaled_frequencies(
     positions: Int[Array, "B L"],
     size: int,
     theta: float,
-    scaling: schema.RopeScaling,
+    scaling: schema.RopeScaling | None,
     num_tokens: Int[Array, " B"] | None = None,
 ) -> Float[Array, "#B half"]:
     """Radians per position of each pair of channels, float32.
@@ -25,7 +25,7 @@ def scaled_frequencies(
     longest position.
 
     Example:
-        >>> scaling = schema.RopeScaling(kind="linear", factor=4.0)
+        >>> scaling = schema.LinearRope(factor=4.0)
         >>> scaled_frequencies(jnp.array([[0]]), 2, 10.0, scaling).tolist()
         [[0.25]]
 
@@ -36,37 +36,37 @@ def scaled_frequencies(
         github.com/huggingface/transformers, whose LongRoPE decides by the longest row.
     """
     exponents = jnp.arange(0, size, 2, dtype=jnp.float32)[None] / size
-    if scaling.kind == "dynamic":
+    if isinstance(scaling, schema.DynamicRope):
         return _dynamic_base(positions, size, theta, scaling) ** -exponents
     frequencies = theta**-exponents
-    if scaling.kind == "none":
+    if scaling is None:
         return frequencies
-    if scaling.kind == "linear":
+    if isinstance(scaling, schema.LinearRope):
         return frequencies / scaling.factor
-    if scaling.kind == "longrope":
+    if isinstance(scaling, schema.Longrope):
         num_tokens = positions.max(1) + 1 if num_tokens is None else num_tokens
         is_long = num_tokens[:, None] > scaling.original_length
         short, long = jnp.array(scaling.short_factors), jnp.array(scaling.long_factors)
         return frequencies / jnp.where(is_long, long, short)
-    if scaling.kind == "yarn":
+    if isinstance(scaling, schema.Yarn):
         share = _yarn_share(size, theta, scaling)
     else:
         share = _llama3_share(frequencies, scaling)
     return frequencies * (share + (1.0 - share) / scaling.factor)
 
 
-def attention_factor(scaling: schema.RopeScaling) -> float:
+def attention_factor(scaling: schema.RopeScaling | None) -> float:
     """Factor of rotated queries and of rotated keys.
 
     Example:
-        >>> attention_factor(schema.RopeScaling(kind="yarn", factor=1.0))
+        >>> attention_factor(schema.Yarn(factor=1.0))
         1.0
     """
-    if scaling.kind not in ("yarn", "longrope"):
+    if not isinstance(scaling, schema.Yarn | schema.Longrope):
         return 1.0
     if scaling.attention_factor:
         return scaling.attention_factor
-    if scaling.kind == "yarn":
+    if isinstance(scaling, schema.Yarn):
         if scaling.mscale and scaling.mscale_all_dim:
             whole = _yarn_scale(scaling, scaling.mscale_all_dim)
             return _yarn_scale(scaling, scaling.mscale) / whole
@@ -75,20 +75,19 @@ def attention_factor(scaling: schema.RopeScaling) -> float:
     return math.sqrt(1.0 + growth / math.log(scaling.original_length))
 
 
-def score_factor(scaling: schema.RopeScaling) -> float:
+def score_factor(scaling: schema.RopeScaling | None) -> float:
     """Factor of attention scores besides the factor of rotated queries and keys.
 
     Example:
-        >>> scaling = schema.RopeScaling(kind="yarn", factor=1.0, mscale_all_dim=1.0)
-        >>> score_factor(scaling)
+        >>> score_factor(schema.Yarn(factor=1.0, mscale_all_dim=1.0))
         1.0
     """
-    if scaling.kind != "yarn":
+    if not isinstance(scaling, schema.Yarn):
         return 1.0
     return _yarn_scale(scaling, scaling.mscale_all_dim) ** 2
 
 
-def _yarn_scale(scaling: schema.RopeScaling, share: float) -> float:
+def _yarn_scale(scaling: schema.Yarn, share: float) -> float:
     """Factor by which YaRN sharpens attention over longer sequences."""
     return 0.1 * share * math.log(max(scaling.factor, 1.0)) + 1.0
 
@@ -127,7 +126,6 @@ def _yarn_share(size, theta, scaling) -> jax.Array:
 
 Pairs = Literal["halves", "adjacent"]
 """Channels that rotate together, as `model.rotary_pairs` says."""
-UNSCALED = schema.RopeScaling()
 
 
 def make_rotary_tables(
@@ -135,7 +133,7 @@ def make_rotary_tables(
     *,
     head_size: int,
     theta: float = 10_000.0,
-    scaling: schema.RopeScaling = UNSCALED,
+    scaling: schema.RopeScaling | None = None,
     num_tokens: Int[Array, " B"] | None = None,
 ) -> tuple[Float[Array, "B L half"], Float[Array, "B L half"]]:
     """Computes cosines and sines of every position, float32, once for all layers.

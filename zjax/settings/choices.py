@@ -94,15 +94,17 @@ def as_kind(section: Any, kind: type) -> Any:
 
 
 def value_at(section: Any, path: str) -> Any:
-    """Setting of a section by path; None inside a choice that is None.
+    """Value of a setting by path: the kind of a choice, None in a section that is off.
 
     Example:
-        >>> value_at(types.SimpleNamespace(lora=None), "lora.rank") is None
-        True
+        >>> from zjax.settings import schema
+        >>> optimizer = schema.Optimizer()
+        >>> value_at(optimizer, "rule"), value_at(optimizer, "rule.b1")
+        ('adamw', 0.9)
     """
     for name in path.split("."):
-        section = None if section is None else getattr(section, name)
-    return section
+        section = getattr(section, name, None)
+    return section.kind if isinstance(section, Choice) else section
 
 
 def names(one: type) -> list[str]:

@@ -9,23 +9,34 @@ import typing
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from zjax.settings import choices, convert, derived, schema
+from zjax.settings import choices, convert, derived, needs, schema
 
 
 def describe_config(config: schema.Config) -> str:
-    """Formats all settings of a run as a Gin file, which reads back to an equal config.
+    """Formats the settings that a run reads, as Gin that reads back to an equal config.
+
+    Settings at a default of None, (), {} or '' are left out.
 
     Example:
         >>> describe_config(schema.Config()).splitlines()[0]
         'config.seed = 0'
     """
-    return "".join(
-        f"{path} = {_literal(value)}{'  # derived' * derived.is_derived(value)}\n"
-        for path, _, value in _settings(derived.without_unused(config), "config")
-        # Steps derived from epochs would count as set when read back.
-        if not (config.num_epochs and path == "config.num_steps")
-        or not derived.is_offered(value)
-    )
+    left_out = needs.unread(config)
+    # Steps derived from epochs would count as set when read back.
+    if config.num_epochs and derived.is_offered(config.num_steps):
+        left_out.add("num_steps")
+    lines = []
+    for path, section, value in _settings(config, ""):
+        if path not in left_out and not _is_absent(section, path, value):
+            mark = "  # derived" * derived.is_derived(value)
+            lines.append(f"config.{path} = {_literal(value)}{mark}\n")
+    return "".join(lines)
+
+
+def _is_absent(section: type, path: str, value: Any) -> bool:
+    """Whether a setting is at a default that means none."""
+    is_none = value is None or (isinstance(value, tuple | str) and not value)
+    return is_none and choices.default_of(section, path.rpartition(".")[2]) == value
 
 
 def describe_settings() -> str:

@@ -1,7 +1,7 @@
 """Every setting of a run, in one frozen tree. Nothing else in zjax is configurable."""
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from zjax.settings import derived
 from zjax.settings.choices import Choice, section
@@ -523,44 +523,81 @@ class Communication:
 
 
 @section
-class RopeScaling:
+class ScaledRope(Choice):
     """Slower rotations, for sequences longer than in the training of the model."""
 
-    kind: Literal["none", "linear", "dynamic", "yarn", "llama3", "longrope"] = "none"
-    """`linear` divides positions by `factor` (arXiv:2306.15595); `dynamic` raises the
-    base with the longest position of a row, beyond `original_length`; `yarn` divides
-    the positions of slow channels (arXiv:2309.00071), and so does `llama3`, by other
-    bounds (arXiv:2407.21783); `longrope` divides those of each pair of channels by a
-    number of its own (arXiv:2402.13753)."""
     factor: Annotated[float, at_least(1)] = 1.0
     """How many times longer sequences may be."""
+
+
+@section
+class LinearRope(ScaledRope):
+    """Positions divided by `factor` (arXiv:2306.15595)."""
+
+    kind: ClassVar[str] = "linear"
+
+
+@section
+class ExtendedRope(ScaledRope):
+    """Rotations that depend on the longest sequence before."""
+
     original_length: Tokens = 0
-    """Longest sequence before, for all but `linear`."""
-    short_factors: tuple[float, ...] = ()
-    """Divisors under `longrope`, one for each pair of channels that rotate, in rows of
-    at most `original_length` positions."""
-    long_factors: tuple[float, ...] = ()
-    """Those in longer rows; text that is generated counts with all its tokens."""
-    low_frequency_factor: Positive = 1.0
-    """Channels with fewer turns than this in `original_length` are divided by `factor`
-    under `llama3`."""
-    high_frequency_factor: Positive = 4.0
-    """Those with more turns than this stay as they are."""
+    """Longest sequence before."""
+
+
+@section
+class DynamicRope(ExtendedRope):
+    """A base that rises with the row's longest position, beyond `original_length`."""
+
+    kind: ClassVar[str] = "dynamic"
+
+
+@section
+class Yarn(ExtendedRope):
+    """Positions of slow channels divided (YaRN, arXiv:2309.00071)."""
+
     beta_fast: Positive = 32.0
-    """The same bounds of `yarn`: more turns than this stay as they are."""
+    """Channels with more turns than this in `original_length` stay as they are."""
     beta_slow: Positive = 1.0
-    """Fewer turns than this are divided."""
+    """Channels with fewer turns than this are divided by `factor`."""
     attention_factor: NonNegative = 0.0
     """Factor of rotated queries and of keys; 0 takes 0.1 ln(`factor`) + 1 under `yarn`,
     and the root of 1 + ln(`factor`) / ln(`original_length`) under `longrope`."""
     truncate: bool = True
-    """Whether the bounds of `yarn` are rounded to channels, outwards."""
+    """Whether the bounds are rounded to channels, outwards."""
     mscale: NonNegative = 0.0
-    """The `attention_factor` of `yarn` is s(`mscale`) / s(`mscale_all_dim`) where both
-    are set, with s(x) = 0.1 x ln(`factor`) + 1, as in DeepSeek."""
+    """The `attention_factor` is s(`mscale`) / s(`mscale_all_dim`) where both are set,
+    with s(x) = 0.1 x ln(`factor`) + 1, as in DeepSeek."""
     mscale_all_dim: NonNegative = 0.0
-    """Attention scores under `yarn` are multiplied by s(`mscale_all_dim`) squared; 0
-    leaves them."""
+    """Attention scores are multiplied by s(`mscale_all_dim`) squared; 0 leaves them."""
+
+
+@section
+class Llama3(ExtendedRope):
+    """Positions of slow channels divided, by other bounds (arXiv:2407.21783)."""
+
+    low_frequency_factor: Positive = 1.0
+    """Channels with fewer turns than this in `original_length` are divided by
+    `factor`."""
+    high_frequency_factor: Positive = 4.0
+    """Channels with more turns than this stay as they are."""
+
+
+@section
+class Longrope(ExtendedRope):
+    """Positions of each pair of channels divided by a number (arXiv:2402.13753)."""
+
+    short_factors: tuple[float, ...] = ()
+    """Divisors, one for each pair of channels that rotate, in rows of at most
+    `original_length` positions."""
+    long_factors: tuple[float, ...] = ()
+    """Divisors in longer rows; text that is generated counts with all its tokens."""
+    attention_factor: NonNegative = 0.0
+    """Factor of rotated queries and of keys; 0 takes 0.1 ln(`factor`) + 1 under `yarn`,
+    and the root of 1 + ln(`factor`) / ln(`original_length`) under `longrope`."""
+
+
+RopeScaling = LinearRope | DynamicRope | Yarn | Llama3 | Longrope
 
 
 @section
@@ -753,7 +790,8 @@ class Model:
     """Rows of a table for `token_types` of a batch, such as first and second sentence;
     a batch without them has type 0. 0 has no table."""
     rope_theta: Positive = 10_000.0
-    rope_scaling: RopeScaling = RopeScaling()
+    rope_scaling: RopeScaling | None = None
+    """Slower rotations, for sequences longer than in the training of the model."""
     rotary_size: Width = 0
     """Channels of each head that rotate, the first; 0 takes all."""
     rotary_pairs: Literal["halves", "adjacent"] = "halves"

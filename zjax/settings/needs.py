@@ -1,0 +1,105 @@
+"""Settings that are read only if a setting of another section has some values."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+from zjax.settings import attention, choices, schema
+
+
+class Needs(NamedTuple):
+    """Setting that is read only if a second setting has one of some values."""
+
+    setting: str
+    other: str
+    choices: tuple[Any, ...]
+
+
+_OFFLOADED = ("pinned_host", "nvme", "auto")
+
+NEEDS = (
+    Needs("pipeline.num_chunks", "pipeline.schedule", ("interleaved",)),
+    Needs("zero.memory", "zero.optimizer_memory", _OFFLOADED),
+    Needs("zero.parameter_memory", "zero.optimizer_memory", _OFFLOADED),
+    Needs("zero.gradient_memory", "zero.optimizer_memory", _OFFLOADED),
+    Needs("zero.delay_updates_from", "zero.optimizer_memory", _OFFLOADED),
+    Needs("zero.shard_over_replica", "zero.stage", (3,)),
+    Needs("zero.secondary_partition", "zero.shard_over_replica", (True,)),
+    Needs("zero.quantized_weights", "zero.shard_over_replica", (True,)),
+    Needs("zero.quantized_gradients", "zero.shard_over_replica", (True,)),
+    Needs("lora.block_size", "lora.quantize", ("int8", "int4")),
+    Needs("precision.reduce_dtype", "precision.compute_dtype", ("bfloat16", "float16")),
+    Needs("precision.max_skipped_in_a_row", "precision.on_nonfinite", ("skip",)),
+    *(
+        Needs(
+            f"precision.loss_scale.{field.name}",
+            "precision.compute_dtype",
+            ("float16",),
+        )
+        for field in dataclasses.fields(schema.LossScale)
+    ),
+    Needs(
+        "model.activation_memory",
+        "model.remat",
+        ("elementwise", "attention_and_mlp", "attention", "full"),
+    ),
+    Needs("model.mlp_chunk_tokens", "model.remat", ("attention", "full")),
+    *(
+        Needs(f"model.sparsity.{field.name}", "model.attention", ("sparse",))
+        for field in dataclasses.fields(schema.Sparsity)
+    ),
+    *(
+        Needs(f"model.sparsity.{name}", "model.sparsity.mode", modes)
+        for name, modes in attention.MODES.items()
+    ),
+    Needs("model.first_position", "model.positions", ("learned",)),
+    Needs("model.rope_theta", "model.positions", ("rotary",)),
+    Needs("model.max_positions", "model.positions", ("rotary",)),
+    Needs("model.rotary_size", "model.positions", ("rotary",)),
+    Needs("model.rotary_pairs", "model.positions", ("rotary",)),
+    Needs("model.rope_scaling", "model.positions", ("rotary",)),
+    Needs("model.local_rope_theta", "model.positions", ("rotary",)),
+    Needs("model.query_key_norm_scope", "model.query_key_norm", (True,)),
+    Needs("model.norm_position", "model.kind", ("decoder",)),
+    Needs("data.path", "data.source", ("tokens",)),
+    Needs("data.masking.fraction", "model.kind", ("encoder",)),
+    Needs("data.masking.mask_id", "model.kind", ("encoder",)),
+    *(
+        Needs(
+            f"sequence_warmup.pacing.{field.name}",
+            "sequence_warmup.form",
+            ("truncate", "reshape", "window"),
+        )
+        for field in dataclasses.fields(schema.Pacing)
+    ),
+    *(
+        Needs(f"buckets.{name}", "buckets.form", ("cut", "pad"))
+        for name in ("shortest", "order", "weights", "num_cycles", "learning_rate")
+    ),
+    Needs("buckets.num_cycles", "buckets.order", ("grow",)),
+    *(
+        Needs(f"buckets.pacing.{field.name}", "buckets.order", ("pacing",))
+        for field in dataclasses.fields(schema.Pacing)
+    ),
+    *(
+        Needs(
+            f"random_ltd.pacing.{field.name}",
+            "random_ltd.form",
+            ("layerwise", "span"),
+        )
+        for field in dataclasses.fields(schema.Pacing)
+        # A printed config holds num_steps of the printed run, and a run may change it.
+        if field.name != "num_steps"
+    ),
+)
+
+
+def unread(config: schema.Config) -> set[str]:
+    """Paths of settings that a run does not read.
+
+    Example:
+        >>> "model.rope_theta" in unread(schema.Config())
+        True
+    """
+    return {
+        x.setting for x in NEEDS if choices.value_at(config, x.other) not in x.choices
+    }
