@@ -1,6 +1,5 @@
 """Paths of users: `~` is a home wherever one may be given, and buckets are refused."""
 
-import dataclasses
 import pathlib
 
 import pytest
@@ -13,7 +12,9 @@ from zjax.data.tokenizer import load_tokenizer
 from zjax.errors import ConfigError, ZjaxError
 from zjax.files import CHECKED_LATER, OPTIONAL, SETTINGS, local_path
 from zjax.settings import schema
+from zjax.settings.choices import names
 from zjax.settings.convert import to_mapping
+from zjax.settings.describe import setting_paths
 
 
 @pytest.fixture(autouse=True)
@@ -24,21 +25,11 @@ def home(tmp_path, monkeypatch):
     return tmp_path
 
 
-def names_of(section, path=""):
-    for field in dataclasses.fields(section):
-        name, value = f"{path}{field.name}", getattr(section, field.name)
-        if name == "curriculum.metrics":
-            value = schema.CurriculumMetric()
-        if dataclasses.is_dataclass(value):
-            yield from names_of(value, f"{name}.")
-        else:
-            yield name
-
-
 def test_no_setting_that_is_a_path_is_left_out():
     """Fails where a new setting has the name of one."""
     words = ("path", "directory", "file", "folder", "init_from", "teacher", "index")
-    found = {name for name in names_of(schema.Config()) if name.endswith(words)}
+    of_metrics = (f"curriculum.metrics.{x}" for x in names(schema.CurriculumMetric))
+    found = {x for x in (*setting_paths(), *of_metrics) if x.endswith(words)}
     assert found | {"zero.nvme_paths"} == {*SETTINGS}
 
 

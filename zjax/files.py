@@ -207,10 +207,7 @@ SETTINGS = (
     "curriculum.metrics.index",
 )
 """Settings that are paths; each entry of a tuple is named without a number."""
-OPTIONAL = (
-    *("data.path", "checkpoint.init_from", "lora.init_from"),
-    "distill.teacher",
-)
+OPTIONAL = ("data.path", "checkpoint.init_from", "lora.init_from")
 """Settings of `SETTINGS` that may be empty."""
 CHECKED_LATER = ("curriculum.metrics.index",)
 """Settings of `SETTINGS` whose checks name the file that is missing."""

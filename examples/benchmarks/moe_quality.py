@@ -23,6 +23,7 @@ from zjax.run.compiler import use_program_cache
 from zjax.run.step_inputs import StepInputs
 from zjax.run.teacher import Teacher
 from zjax.schedule.training import TrainingSchedule
+from zjax.settings.schema import Distill
 from zjax.sharding.memory import num_params
 
 SETTINGS = {
@@ -95,9 +96,9 @@ def validate(run, state):
 
 def with_teacher(run, path):
     """The run of a student with a teacher; its compiled programs are shared."""
-    distill = dataclasses.replace(run.config.distill, teacher=path)
+    distill = Distill(teacher=path)
     config = dataclasses.replace(run.config, distill=distill)
-    teacher = Teacher(config, run.plan, run.model)
+    teacher = Teacher(distill, config, run.plan, run.model)
     inputs = StepInputs(TrainingSchedule(config), run.plan.replicated, teacher)
     step = dataclasses.replace(run.step, inputs=inputs)
     return dataclasses.replace(run, step=step)

@@ -171,16 +171,12 @@ TRAINING = [
     ),
     case(
         "distill.weight=0.5;distill.memory=pinned_host",
-        "distill.weight=0.5 has no effect with distill.teacher=''; leave it at 1.0, or "
-        "set distill.teacher\n"
-        "distill.memory='pinned_host' has no effect with distill.teacher=''; leave it "
-        "at 'device', or set distill.teacher",
+        "distill.teacher='' names no teacher; give the directory of a run",
         id="distillation-without-teacher",
     ),
     case(
         "distill.teacher=runs/large;distill.fraction=0.0001",
-        "distill.fraction=0.0001 is no step of num_steps=1000; use more, or leave "
-        "distill.teacher empty",
+        "distill.fraction=0.0001 is no step of num_steps=1000; use more",
         id="distillation-of-no-step",
     ),
     case(

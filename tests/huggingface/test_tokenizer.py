@@ -36,7 +36,7 @@ def check(folder, **settings):
     config = load_config(settings)
     starts = {
         "checkpoint.init_from": str(folder),
-        "distill.teacher": config.distill.teacher,
+        "distill.teacher": settings.get("distill.teacher", ""),
     }
     tokenizer.check_start(starts, config.data, config.model.vocab_size)
 

@@ -55,7 +55,7 @@ def teacher(tmp_path_factory):
 
 
 def make_config(path="", stage=0, memory: Any = "device", *, state="device", **more):
-    distill = schema.Distill()
+    distill = None
     if path:
         distill = schema.Distill(
             teacher=path,

@@ -316,18 +316,16 @@ def _checkpoint(config: schema.Config, num_devices: int) -> Iterator[Problem]:
 
 
 def _distill(config: schema.Config, num_devices: int) -> Iterator[Problem]:
-    """Yields distillation settings without effect."""
-    distill, default = config.distill, schema.Distill()
-    for field in dataclasses.fields(distill):
-        value, unset = getattr(distill, field.name), getattr(default, field.name)
-        if not distill.teacher and value != unset:
-            problem = "has no effect with distill.teacher=''"
-            remedy = f"leave it at {unset!r}, or set distill.teacher"
-            yield Problem(f"distill.{field.name}", value, problem, remedy)
-    if distill.teacher and not distill.num_steps(config.num_steps):
+    """Yields distillation without a teacher, or for no step."""
+    distill = config.distill
+    if not distill:
+        return
+    if not distill.teacher:
+        problem, remedy = "names no teacher", "give the directory of a run"
+        yield Problem("distill.teacher", "", problem, remedy)
+    if not distill.num_steps(config.num_steps):
         problem = f"is no step of num_steps={config.num_steps}"
-        remedy = "use more, or leave distill.teacher empty"
-        yield Problem("distill.fraction", distill.fraction, problem, remedy)
+        yield Problem("distill.fraction", distill.fraction, problem, "use more")
 
 
 def _sinks(config: schema.Config, num_devices: int) -> Iterator[Problem]:

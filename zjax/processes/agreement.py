@@ -110,8 +110,8 @@ def describe_process(config: Config) -> dict[str, Any]:
         *sections, name = path.split(".")
         section = settings
         for inner in sections:
-            section = section[inner]
-        del section[name]
+            section = section[inner] or {}  # None lacks the setting
+        section.pop(name, None)
     # Paths of indexes are local, too; `check_same_data` compares the checksums.
     for metric in settings["curriculum"]["metrics"]:
         del metric["index"]

@@ -305,7 +305,8 @@ def make_step(
     training = TrainingSchedule(config)
     if training.drops:
         check_model(model, config)
-    teacher = Teacher(config, plan, model) if config.distill.teacher else None
+    distill = config.distill
+    teacher = Teacher(distill, config, plan, model) if distill else None
     return Step(
         mesh=plan.mesh,
         plan=plan,

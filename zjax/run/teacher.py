@@ -45,6 +45,7 @@ class Teacher:
     Parameters are read at the first batch, and again after `release`.
 
     Args:
+        settings: Settings of the distillation.
         config: Settings of the student.
         plan: Plan of the student; the teacher runs on the student's mesh.
         student: Model of the student; read for the entries of a batch.
@@ -56,12 +57,18 @@ class Teacher:
             sequences; or the student reads no teacher.
     """
 
-    def __init__(self, config: schema.Config, plan: Plan, student: Model):
-        self.settings = config.distill
-        self._path = config.distill.teacher
+    def __init__(
+        self,
+        settings: schema.Distill,
+        config: schema.Config,
+        plan: Plan,
+        student: Model,
+    ):
+        self.settings = settings
+        self._path = settings.teacher
         checkpoints = _open(self._path)
         shape = load_config(checkpoints.extra().get("config", {})).model
-        problems = _misfits(shape, config, student)
+        problems = _misfits(shape, self._path, config, student)
         if problems:
             raise ConfigError(*problems)
         config = dataclasses.replace(
@@ -72,14 +79,15 @@ class Teacher:
                 activation_memory="device",
             ),
             optimizer=schema.Optimizer(),
-            zero=_zero(config),
+            zero=_zero(config.zero, settings.memory),
         )
         self._model = make_model(config)
         self._shape = config.model
         # A teacher is never updated: set_to_zero has no optimizer state to place.
         self._plan = make_plan(config, plan.mesh, self._model, optax.set_to_zero())
-        memory = self.settings.memory
-        self.rows = jax.tree.map(lambda row: row.stored_in(memory), self._plan.compute)
+        self.rows = jax.tree.map(
+            lambda row: row.stored_in(settings.memory), self._plan.compute
+        )
         self._source = open_run(checkpoints)
         # Refuses wrong names and shapes early.
         place_weights(self._source, self.rows, self._path)
@@ -186,23 +194,22 @@ def _open(path: str) -> Store:
     return Store(str(steps))
 
 
-def _zero(config: schema.Config) -> schema.Zero:
+def _zero(student: schema.Zero, memory: str) -> schema.Zero:
     """ZeRO settings of the teacher: offloaded parameters are sharded.
 
     Programs read offloaded parameters only after a transfer to the devices.
     """
-    stage = config.zero.stage if config.distill.memory == "device" else 3
-    least = config.zero.min_shard_elements
-    return schema.Zero(stage=stage, min_shard_elements=least)
+    stage = student.stage if memory == "device" else 3
+    return schema.Zero(stage=stage, min_shard_elements=student.min_shard_elements)
 
 
 def _misfits(
-    teacher: schema.Model, config: schema.Config, student: Model
+    teacher: schema.Model, path: str, config: schema.Config, student: Model
 ) -> list[Problem]:
     """Lists reasons why a teacher cannot teach the student."""
 
     def problem(text: str, remedy: str) -> Problem:
-        return Problem("distill.teacher", config.distill.teacher, text, remedy)
+        return Problem("distill.teacher", path, text, remedy)
 
     if f"{NAME}/hidden" not in student.entries:
         return [

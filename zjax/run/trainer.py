@@ -148,10 +148,9 @@ class Trainer:
         )
         start = first_step(self.store, settings.resume, step)
         if not start and batches is None:
-            starts = {
-                "checkpoint.init_from": settings.init_from,
-                "distill.teacher": self.config.distill.teacher,
-            }
+            starts = {"checkpoint.init_from": settings.init_from}
+            if self.config.distill:
+                starts["distill.teacher"] = self.config.distill.teacher
             check_start(starts, self.config.data, self.config.model.vocab_size)
         if step is None:
             check_directory(str(self._directory))

@@ -94,7 +94,8 @@ class TrainingSchedule:
         # The paper's default: the probability settles after a few percent of the run.
         self.gamma = config.layer_drop.gamma or 100 / config.num_steps
         """Rate at which the probability of the last layer falls."""
-        self._last_taught = config.distill.num_steps(config.num_steps)
+        distill, num_steps = config.distill, config.num_steps
+        self._last_taught = distill.num_steps(num_steps) if distill else 0
         self._counted = 0, 0
         self._shape_at = None
         self._changes = self._static_changes()

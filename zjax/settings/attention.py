@@ -172,10 +172,9 @@ sparsity.mode='local'
         problem = f"bounds scores, which model.attention={model.attention!r} cannot"
         remedy = "use 0, or model.attention='xla'"
         yield Problem("model.attention_soft_cap", value, problem, remedy)
-    if model.logit_soft_cap and (model.kind == "encoder" or config.distill.teacher):
+    if model.logit_soft_cap and (model.kind == "encoder" or config.distill):
         value = model.logit_soft_cap
-        other = "model.kind='encoder'"
-        other = "distill.teacher" if config.distill.teacher else other
+        other = "distill.teacher" if config.distill else "model.kind='encoder'"
         problem = f"bounds logits, which {other} does not"
         yield Problem("model.logit_soft_cap", value, problem, "use 0")
     if model.moe.num_experts and model.activation in ("geglu", "gelu_exact"):

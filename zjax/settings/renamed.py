@@ -57,6 +57,7 @@ SECTIONS = {
 SWITCHES: dict[str, tuple[Any, ...]] = {
     "elasticity.microbatch_sizes": ((), []),
     "model.latent.key_rank": (0,),
+    "distill.teacher": ("",),
 }
 """Old values of settings that stood for a section of None."""
 

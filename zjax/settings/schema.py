@@ -1159,8 +1159,7 @@ class Distill:
     """
 
     teacher: str = ""
-    """Directory of the teacher's run, whose newest weights for evaluation are used;
-    empty for no distillation."""
+    """Directory of the teacher's run, whose newest weights for evaluation are used."""
     weight: Positive = 1.0
     """Weight of the divergence beside the cross-entropy."""
     temperature: Positive = 1.0
@@ -1172,7 +1171,7 @@ class Distill:
 
     def num_steps(self, total: int) -> int:
         """Steps of the stage, out of all steps of a run."""
-        return round(self.fraction * total) if self.teacher else 0
+        return round(self.fraction * total)
 
 
 @section
@@ -1272,7 +1271,7 @@ class Config:
     evaluation: Evaluation = Evaluation()
     checkpoint: Checkpoint = Checkpoint()
     lora: Lora = Lora()
-    distill: Distill = Distill()
+    distill: Distill | None = None
     observe: Observe = Observe()
     processes: Processes = Processes()
 
