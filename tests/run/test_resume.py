@@ -173,7 +173,7 @@ LTD = "random_ltd.form=span"
         pytest.param(
             (),
             ("layer_drop.theta=0.5",),
-            ["layer_drop.theta: 1.0 -> 0.5"],
+            ["layer_drop: None -> {'theta': 0.5, 'gamma': 0.0}"],
             id="layer-drop-on",
         ),
         pytest.param(

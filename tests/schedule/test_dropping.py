@@ -61,17 +61,17 @@ CASES = [
         f"{PLD};mesh.pipeline=2;mesh.tensor=2;zero.stage=3;num_microbatches=2",
         "layer_drop.theta=0.5 has stages of mesh.pipeline=2 skip different layers, and "
         "layers of mesh.tensor=2 communicate in all stages at once; leave mesh.tensor "
-        "out, or use mesh.pipeline=1 or 1.0\n"
+        "out, or use mesh.pipeline=1 or layer_drop=None\n"
         "layer_drop.theta=0.5 has stages of mesh.pipeline=2 skip different layers, and "
         "layers of zero.stage=3 communicate in all stages at once; leave zero.stage "
-        "out, or use mesh.pipeline=1 or 1.0",
+        "out, or use mesh.pipeline=1 or layer_drop=None",
         id="stages-that-communicate",
     ),
     case(
         f"{PLD};mesh.pipeline=2;num_microbatches=2;pipeline.schedule=zb_h1;"
         "pipeline.recompute=False;model.remat=none",
         "layer_drop.theta=0.5 skips a layer as a whole, and pipeline.schedule='zb_h1' "
-        "takes its backward pass apart; use '1f1b' there, or 1.0",
+        "takes its backward pass apart; use '1f1b' there, or layer_drop=None",
         id="weights-apart",
     ),
     case(
@@ -79,13 +79,13 @@ CASES = [
         "random_ltd.form='layerwise' is not built for tiles of model.mlp_tiles=2 with "
         "zero.optimizer_memory='pinned_host'; use 'none', or mlp_tiles=1\n"
         "layer_drop.theta=0.5 is not built for tiles of model.mlp_tiles=2 with "
-        "zero.optimizer_memory='pinned_host'; use 1.0, or mlp_tiles=1",
+        "zero.optimizer_memory='pinned_host'; use layer_drop=None, or mlp_tiles=1",
         id="tiles",
     ),
     case(
         f"{PLD};model.remat=full;model.activation_memory=pinned_host",
         "layer_drop.theta=0.5 is not built for model.activation_memory='pinned_host'; "
-        "use 'device', or 1.0",
+        "use 'device', or layer_drop=None",
         id="activations",
     ),
     case(
@@ -110,13 +110,8 @@ CASES = [
     case(
         f"{PLD};model.kind=encoder",
         "layer_drop.theta=0.5 scales what a layer adds, and model.kind='encoder' "
-        "normalises the sum; use 1.0, or a decoder",
+        "normalises the sum; use layer_drop=None, or a decoder",
         id="encoder",
-    ),
-    case(
-        "layer_drop.gamma=0.1",
-        "layer_drop.gamma=0.1 has no effect with layer_drop.theta=1.0; leave it at 0.0",
-        id="gamma-without-effect",
     ),
 ]
 
@@ -165,8 +160,7 @@ def test_theta_has_the_golden_values():
     golden = {0: 1.0, 1_000: 0.683940, 5_000: 0.503369, 10_000: 0.500023}
     found = {t: schedule.at(t + 1).theta for t in golden}
     assert {t: round(theta or 0, 6) for t, theta in found.items()} == golden
-    limit = schema.Config(num_steps=2_000, layer_drop=schema.LayerDrop(theta=0.5))
-    assert TrainingSchedule(limit).gamma == 0.05
+    assert schema.LayerDrop().rate(2_000) == 0.05
 
 
 def test_sums_are_those_of_the_steps_when_lengths_grow_too():

@@ -25,7 +25,6 @@ from zjax.optim.phases import make_phases
 from zjax.optim.precision import cast_floating
 from zjax.optim.rounds import Rounds, make_rounds
 from zjax.schedule.pacing import make_pacing, used_pacings
-from zjax.schedule.training import TrainingSchedule
 from zjax.settings.convert import current, to_mapping
 from zjax.settings.derived import is_derived, without_unused
 from zjax.settings.describe import ABSENT, Difference, differences
@@ -245,7 +244,7 @@ def _freeze_step(config: Config) -> int:
 
 
 def _layer_drop_rate(config: Config) -> float:
-    return TrainingSchedule(config).gamma if config.layer_drop.theta < 1 else 0.0
+    return config.layer_drop.rate(config.num_steps) if config.layer_drop else 0.0
 
 
 _FROM_NUM_STEPS = (

@@ -125,10 +125,10 @@ def with_dropping(batch: Batch, dropping: Dropping) -> Batch:
 
 def check_model(model: Model, config: Config) -> None:
     """Refuses a model that cannot drop tokens or layers while it trains."""
-    form, theta = config.random_ltd.form, config.layer_drop.theta
-    field, value = "random_ltd.form", form
-    if form == "none":
-        field, value = "layer_drop.theta", theta
+    form, field = config.random_ltd.form, "random_ltd.form"
+    value: str | float = form
+    if form == "none" and config.layer_drop:
+        field, value = "layer_drop.theta", config.layer_drop.theta
     stack = model.stack
     if stack is None or not runs_stack(model):
         problem = "needs a model that is a stack of blocks"

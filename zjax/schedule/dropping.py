@@ -8,7 +8,7 @@ from zjax.schedule.lengths import shape_problems, token_problems
 from zjax.settings import axes, mixture, schema
 from zjax.settings.layers import cannot_unroll
 
-_TOKENS, _LAYERS = "random_ltd.form", "layer_drop.theta"
+_TOKENS, _LAYERS, _ALL_LAYERS = "random_ltd.form", "layer_drop.theta", "layer_drop=None"
 
 
 def num_middle_layers(config: schema.Config, num_devices: int) -> int:
@@ -40,68 +40,60 @@ def _num_chunks(config: schema.Config, num_devices: int) -> int:
 
 def dropping_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
     """Yields problems of `random_ltd` and `layer_drop` in a run of any model."""
-    drops_tokens, drops_layers = _used(config)
-    if drops_tokens:
+    if config.random_ltd.form != "none":
         yield from _pacing_problems(config)
-    yield from _effects(config)
-    if drops_layers and axes.mesh_fills(config, num_devices):
-        yield from _skipped_stages(config, num_devices)
+    if not config.layer_drop:
+        return
+    theta = config.layer_drop.theta
+    if axes.mesh_fills(config, num_devices):
+        yield from _skipped_stages(theta, config, num_devices)
     activations, memory = config.model.activation_memory, config.zero.optimizer_memory
-    if drops_layers and activations != "device" and memory == "device":
+    if activations != "device" and memory == "device":
         problem = f"is not built for model.activation_memory={activations!r}"
-        yield Problem(_LAYERS, config.layer_drop.theta, problem, "use 'device', or 1.0")
+        remedy = f"use 'device', or {_ALL_LAYERS}"
+        yield Problem(_LAYERS, theta, problem, remedy)
 
 
 def model_dropping_problems(
     config: schema.Config, num_devices: int
 ) -> Iterator[Problem]:
     """Yields problems of `random_ltd` and `layer_drop` with a built-in model."""
-    drops_tokens, drops_layers = _used(config)
-    if drops_tokens:
+    if config.random_ltd.form != "none":
         yield from _token_problems(config, num_devices)
-        yield from _tile_problems(config, _TOKENS, config.random_ltd.form)
-    theta, model = config.layer_drop.theta, config.model
-    if drops_layers:
-        yield from _tile_problems(config, _LAYERS, theta)
-    if drops_layers and model.kind == "encoder":
+        yield from _tile_problems(config, _TOKENS, config.random_ltd.form, "'none'")
+    if drop := config.layer_drop:
+        yield from _tile_problems(config, _LAYERS, drop.theta, _ALL_LAYERS)
+    if drop and config.model.kind == "encoder":
         problem = (
             "scales what a layer adds, and model.kind='encoder' normalises the sum"
         )
-        yield Problem(_LAYERS, theta, problem, "use 1.0, or a decoder")
+        remedy = f"use {_ALL_LAYERS}, or a decoder"
+        yield Problem(_LAYERS, drop.theta, problem, remedy)
 
 
 def _pacing_problems(config: schema.Config) -> Iterator[Problem]:
     return token_problems("random_ltd.pacing", config.random_ltd.pacing, config)
 
 
-def _used(config: schema.Config) -> tuple[bool, bool]:
-    """Whether the run drops tokens, and whether it drops layers."""
-    return config.random_ltd.form != "none", config.layer_drop.theta < 1
-
-
-def _effects(config: schema.Config) -> Iterator[Problem]:
-    """Yields a problem for `layer_drop.gamma` without layer dropping."""
-    gamma = config.layer_drop.gamma
-    if gamma and config.layer_drop.theta == 1:
-        problem, remedy = "has no effect with layer_drop.theta=1.0", "leave it at 0.0"
-        yield Problem("layer_drop.gamma", gamma, problem, remedy)
-
-
 def _tile_problems(
-    config: schema.Config, field: str, value: str | float
+    config: schema.Config, field: str, value: str | float, off: str
 ) -> Iterator[Problem]:
-    """Yields a problem for a setting that offloaded MLP tiles do not support."""
+    """Yields a problem for a setting that offloaded MLP tiles do not support.
+
+    `off` is the value that leaves the feature out.
+    """
     tiles, memory = config.model.mlp_tiles, config.zero.optimizer_memory
     if tiles > 1 and memory != "device":
         problem = f"is not built for tiles of model.mlp_tiles={tiles} "
         problem += f"with zero.optimizer_memory={memory!r}"
-        off = "'none'" if field == _TOKENS else "1.0"
         yield Problem(field, value, problem, f"use {off}, or mlp_tiles=1")
 
 
-def _skipped_stages(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+def _skipped_stages(
+    theta: float, config: schema.Config, num_devices: int
+) -> Iterator[Problem]:
     """Yields reasons why pipeline stages cannot skip different layers."""
-    theta, sizes = config.layer_drop.theta, axes.axis_sizes(config, num_devices)
+    sizes = axes.axis_sizes(config, num_devices)
     if sizes["pipeline"] == 1:
         return
     found = [
@@ -114,12 +106,13 @@ def _skipped_stages(config: schema.Config, num_devices: int) -> Iterator[Problem
     for setting in found:
         problem = f"has stages of mesh.pipeline={sizes['pipeline']} skip different "
         problem += f"layers, and layers of {setting} communicate in all stages at once"
-        remedy = f"leave {setting.split('=')[0]} out, or use mesh.pipeline=1 or 1.0"
+        remedy = f"leave {setting.split('=')[0]} out, or use mesh.pipeline=1 or "
+        remedy += _ALL_LAYERS
         yield Problem(_LAYERS, theta, problem, remedy)
     if config.pipeline.schedule == "zb_h1":
         problem = "skips a layer as a whole, and pipeline.schedule='zb_h1' takes its "
         problem += "backward pass apart"
-        yield Problem(_LAYERS, theta, problem, "use '1f1b' there, or 1.0")
+        yield Problem(_LAYERS, theta, problem, f"use '1f1b' there, or {_ALL_LAYERS}")
 
 
 def _middle_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:

@@ -91,9 +91,6 @@ class TrainingSchedule:
             self._windows = make_pacing(in_steps(config, warmup.pacing))
         if dropping.form != "none":
             self._kept = make_pacing(in_steps(config, dropping.pacing))
-        # The paper's default: the probability settles after a few percent of the run.
-        self.gamma = config.layer_drop.gamma or 100 / config.num_steps
-        """Rate at which the probability of the last layer falls."""
         distill, num_steps = config.distill, config.num_steps
         self._last_taught = distill.num_steps(num_steps) if distill else 0
         self._counted = 0, 0
@@ -115,7 +112,7 @@ class TrainingSchedule:
     @property
     def drops(self) -> bool:
         """Whether any step drops tokens or layers."""
-        return self._kept is not None or self.config.layer_drop.theta < 1
+        return self._kept is not None or self.config.layer_drop is not None
 
     @property
     def adds_inputs(self) -> bool:
@@ -140,18 +137,25 @@ class TrainingSchedule:
         rows, scheduled = self._rows.at(step), self._lengths.at(step)
         if self._shape_at is not None:
             rows, scheduled = self._shape_at(step)
-        length, drop = length or scheduled, self.config.layer_drop
-        # The papers on dropping count steps from 0.
+        length = length or scheduled
+        # The paper counts steps from 0.
         num_kept = min(length, self._kept.at(step - 1)) if self._kept else length
-        falling = (1 - drop.theta) * math.exp(-self.gamma * (step - 1))
         return ScheduledStep(
             rows,
             length,
             num_kept,
             step <= self._last_taught,
             self._windows.at(step) if self._windows else None,
-            drop.theta + falling if drop.theta < 1 else None,
+            self._theta(step),
         )
+
+    def _theta(self, step: int) -> float | None:
+        """Probability that the last layer runs; None if all layers run."""
+        if not (drop := self.config.layer_drop):
+            return None
+        rate = drop.rate(self.config.num_steps)
+        # The paper counts steps from 0.
+        return drop.theta + (1 - drop.theta) * math.exp(-rate * (step - 1))
 
     def changes(self, after: int) -> Iterator[range]:
         """Yields the steps of each new program after step `after`, in order.

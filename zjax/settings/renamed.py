@@ -58,6 +58,7 @@ SWITCHES: dict[str, tuple[Any, ...]] = {
     "elasticity.microbatch_sizes": ((), []),
     "model.latent.key_rank": (0,),
     "distill.teacher": ("",),
+    "layer_drop.theta": (1.0, 1),
 }
 """Old values of settings that stood for a section of None."""
 

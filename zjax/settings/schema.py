@@ -1074,10 +1074,17 @@ class LayerDrop:
     of a layer that runs. One draw decides for all sequences of a microbatch.
     """
 
-    theta: Share = 1.0
-    """Limit of the probability of the last layer; 0.5 in the paper, 1 drops none."""
+    theta: Annotated[
+        float, Range(lambda x: 0 < x < 1, "use more than 0 and less than 1")
+    ] = 0.5
+    """Limit of the probability of the last layer, as in the paper."""
     gamma: NonNegative = 0.0
     """Rate at which probabilities fall; 0 takes 100 / `num_steps`, as the paper."""
+
+    def rate(self, total: int) -> float:
+        """Rate at which probabilities fall, out of all steps of a run."""
+        # The paper's default: probabilities settle after a few percent of the run.
+        return self.gamma or 100 / total
 
 
 @section
@@ -1267,7 +1274,7 @@ class Config:
     curriculum: Curriculum = Curriculum()
     buckets: Buckets = Buckets()
     random_ltd: RandomLTD = RandomLTD()
-    layer_drop: LayerDrop = LayerDrop()
+    layer_drop: LayerDrop | None = None
     evaluation: Evaluation = Evaluation()
     checkpoint: Checkpoint = Checkpoint()
     lora: Lora = Lora()
