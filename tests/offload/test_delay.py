@@ -56,9 +56,9 @@ def queued(config, *, spoilt_step=None, flush=False):
         optax.clip_by_global_norm(given.clip_norm),
         optax.adamw(
             zjax.make_schedule(config),
-            b1=given.b1,
-            b2=given.b2,
-            eps=given.eps,
+            b1=given.rule.b1,
+            b2=given.rule.b2,
+            eps=given.rule.eps,
             weight_decay=0.0,
         ),
     )
