@@ -175,7 +175,7 @@ def test_optimizer_of_yours_counts_as_it_is():
     own = propose_mesh(config, machine, optax.sgd(0.1))
     assert own.mesh == schema.Mesh(data=4)
     moved = load_config(config, {"optimizer.rule.b1": 0.5})
-    with pytest.raises(ConfigError, match=r"optimizer\.b1=0\.5 "):
+    with pytest.raises(ConfigError, match=r"optimizer\.rule\.b1=0\.5 "):
         propose_mesh(moved, machine, optax.sgd(0.1))
 
 

@@ -152,7 +152,12 @@ def test_state_is_born_on_its_shards():
 
 
 def test_optimizer_and_schedule_of_the_config_serve_if_none_is_given():
-    settings = {"optimizer": {"num_warmup_steps": 2, "peak_learning_rate": 0.5}}
+    settings = {
+        "optimizer": {
+            "schedule": {"num_warmup_steps": 2},
+            "peak_learning_rate": 0.5,
+        }
+    }
     run = zjax.initialize(
         (models.init, models.apply),
         None,

@@ -13,7 +13,7 @@ from zjax.schedule.training import TrainingSchedule
 
 SETTINGS = {
     "num_steps": 1_000,
-    "optimizer": {"num_warmup_steps": 100},
+    "optimizer": {"schedule": {"num_warmup_steps": 100}},
     "data": {"length": 512},
     "sequence_warmup": {"pacing": {"num_steps": 400}},
 }
