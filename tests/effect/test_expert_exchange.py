@@ -18,18 +18,19 @@ PARAMS = 2 * experts.HIDDEN * (experts.WIDTH + 1) + (experts.HIDDEN + 1) * exper
 """Elements of one expert."""
 
 
-def make_run(degree, stage=0, router=experts.DROPLESS):
+def make_run(degree, stage=0, router=experts.DROPLESS, *, make=runs.make_small_run):
     mesh = schema.Mesh(data=8 // degree, expert=degree)
     model = experts.make_model(router)
-    return runs.make_small_run(optax.sgd(0.5), stage, mesh=mesh, model=model)
+    return make(optax.sgd(0.5), stage, mesh=mesh, model=model)
 
 
-def exchanged(run):
+def exchanged(degree, **changes):
     """Elements that a step sends over `expert`, by collective."""
+    step = make_run(degree, make=runs.make_small_step, **changes)
     batch = jax.eval_shape(lambda: experts.make_batch(0))
     elements = collections.Counter()
-    for each in list_collectives(run.step.compile(batch).as_text()):
-        if mesh_axes(each.groups, run.plan.mesh) == ("expert",):
+    for each in list_collectives(step.compile(batch).as_text()):
+        if mesh_axes(each.groups, step.mesh) == ("expert",):
             elements[each.op] += each.elements * each.times
     return dict(elements)
 
@@ -44,7 +45,7 @@ def test_all_gather_sends_tokens_and_returns_sums(degree):
     tokens, top_k = experts.TOKENS // 8, experts.DROPLESS.top_k
     sent = 2 * experts.WIDTH + 2 * top_k  # tokens, cotangents; experts, weights
     returned = 2 * experts.WIDTH + top_k  # outputs, cotangents; those of weights
-    assert exchanged(make_run(degree)) == {
+    assert exchanged(degree) == {
         "all-gather": degree * tokens * sent,
         "reduce-scatter": degree * tokens * returned,
         "all-reduce": NORM,
@@ -62,8 +63,7 @@ def test_all_to_all_sends_rows_of_experts():
     )
     values = 4 * experts.WIDTH + 2  # tokens, outputs, their cotangents; weights twice
     assert choice.exchange == "all-to-all"
-    run = make_run(4, router=experts.CAPACITY)
-    assert exchanged(run) == {
+    assert exchanged(4, router=experts.CAPACITY) == {
         "all-to-all": 4 * choice.sent * values,
         "all-reduce": NORM,
     }

@@ -52,8 +52,8 @@ def make_batch(step):
     return {"x": x, "y": y}
 
 
-def make_run(stage, num_microbatches=1):
-    return runs.make_small_run(
+def make_run(stage, num_microbatches=1, make=runs.make_small_run):
+    return make(
         optax.sgd(RATE),
         stage,
         mesh=MESH,
@@ -100,20 +100,20 @@ def test_experts_learn_from_the_rows_of_their_devices_alone(stage, num_microbatc
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_kernels_of_experts_never_cross_to_other_experts(stage):
     """Fails if they are gathered for use, or gradients reduced, over `expert`."""
-    run = make_run(stage)
+    step = make_run(stage, make=runs.make_small_step)
     batch = jax.eval_shape(lambda: make_batch(0))
-    found = list_collectives(run.step.compile(batch).as_text())
+    found = list_collectives(step.compile(batch).as_text())
     kernels = [each for each in found if each.elements >= WIDTH * OUT]
-    axes = {(each.op, mesh_axes(each.groups, run.plan.mesh)) for each in kernels}
+    axes = {(each.op, mesh_axes(each.groups, step.plan.mesh)) for each in kernels}
     gathers = {("all-gather", ("data",))} if stage else set()
     reduction = "reduce-scatter" if stage else "all-reduce"
     assert axes == gathers | {(reduction, ("data",))}
     # The compiler sees that the second gather of stage 3 gives what the first gave.
     alone = dataclasses.replace(
-        run.plan,
-        master=run.plan.master["kernel"],
-        grads=run.plan.grads["kernel"],
-        compute=run.plan.compute["kernel"],
+        step.plan,
+        master=step.plan.master["kernel"],
+        grads=step.plan.grads["kernel"],
+        compute=step.plan.compute["kernel"],
         stage=min(stage, 2),
     )
     assert sum(each.volume for each in kernels) == zero_volume(alone, 1)
@@ -122,7 +122,7 @@ def test_kernels_of_experts_never_cross_to_other_experts(stage):
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_an_expert_is_used_where_the_rules_put_it(stage):
     """Fails if the place of use is guessed from the axes over which ZeRO splits."""
-    plan = make_run(stage).plan
+    plan = make_run(stage, make=runs.make_small_plan)
     split = P("expert", None, "data")
     for rows in (plan.master, plan.compute, plan.grad_sum, plan.grads):
         assert rows["kernel"].used.spec == P("expert", None, None)

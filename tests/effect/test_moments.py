@@ -19,13 +19,21 @@ each_stage = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 each_dtype = pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 
 
-def make_run(dtype, stage, *, name="adamw", model=None, **settings):
+def make_run(
+    dtype,
+    stage,
+    *,
+    name="adamw",
+    model=None,
+    make=runs.make_small_run,
+    **settings,
+):
     model = models.make_mlp() if model is None else model
     optimizer = rules.optimizer(
         name, moment_dtype=dtype, num_warmup_steps=0, peak_learning_rate=0.01
     )
     tx = make_optimizer(runs.make_config(stage, optimizer=optimizer), model)
-    return runs.make_small_run(tx, stage, model=model, optimizer=optimizer, **settings)
+    return make(tx, stage, model=model, optimizer=optimizer, **settings)
 
 
 @each_stage
@@ -48,11 +56,11 @@ def test_every_dtype_takes_the_bytes_it_promises(stage):
 
 
 def test_plan_shows_the_smaller_moments():
-    texts = {
-        d: describe.describe_plan(make_run(d, 2).plan) for d in ("bfloat16", "int8")
-    }
+    plans = [make_run(d, 2, make=runs.make_small_plan) for d in ("bfloat16", "int8")]
     lines = {
-        " ".join(line.split()) for text in texts.values() for line in text.splitlines()
+        " ".join(line.split())
+        for plan in plans
+        for line in describe.describe_plan(plan).splitlines()
     }
     assert {
         "state/*/mu/up 16x64 bfloat16 data,- device 256 B",
@@ -90,8 +98,9 @@ def awkward_model():
 
 def communicated(dtype, stage):
     """Elements of each array that a step sends between devices."""
-    run = make_run(dtype, stage, model=awkward_model())
-    text = run.step.compile(models.make_batch()).as_text()
+    model, make = awkward_model(), runs.make_small_step
+    step = make_run(dtype, stage, model=model, make=make)
+    text = step.compile(models.make_batch()).as_text()
     sent = re.findall(r"= (.*?) (?:all-|reduce-scatter|collective-permute)", text)
     return sorted(
         math.prod(int(n) for n in dims.split(",") if n)

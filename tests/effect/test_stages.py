@@ -71,14 +71,14 @@ def layered_model(num_layers=8, width=256):
 
 
 def temporary_bytes(stage, num_microbatches=4):
-    run = runs.make_small_run(
+    step = runs.make_small_step(
         optax.adam(1e-3),
         stage,
         model=layered_model(),
         num_microbatches=num_microbatches,
     )
     batch = {"x": jax.ShapeDtypeStruct((64, 256), jnp.float32)}
-    return run.step.compile(batch).memory_analysis().temp_size_in_bytes
+    return step.compile(batch).memory_analysis().temp_size_in_bytes
 
 
 def test_stage_2_keeps_only_a_share_of_the_gradient_sum():
@@ -90,15 +90,12 @@ def test_stage_2_keeps_only_a_share_of_the_gradient_sum():
 
 def test_stage_3_keeps_only_a_share_of_the_parameters():
     """Fails if stage 3 gathers all layers before the first."""
-    run2, run3 = (
-        runs.make_small_run(optax.sgd(1e-3), stage, model=layered_model())
+    steps = (
+        runs.make_small_step(optax.sgd(1e-3), stage, model=layered_model())
         for stage in (2, 3)
     )
     batch = {"x": jax.ShapeDtypeStruct((64, 256), jnp.float32)}
-    used = [
-        run.step.compile(batch).memory_analysis().temp_size_in_bytes
-        for run in (run2, run3)
-    ]
+    used = [x.compile(batch).memory_analysis().temp_size_in_bytes for x in steps]
     assert used[0] - used[1] >= 4 * 8 * 256 * 256 * (1 - 2 / N)
 
 

@@ -14,6 +14,7 @@ from flax import nnx
 import zjax
 from tests.reference import moe as reference
 from tests.support.cases import some_by_hand
+from tests.support.trees import assert_close
 from zjax.errors import ConfigError
 from zjax.models.mixture_settings import (
     activation_problems,
@@ -205,11 +206,7 @@ def test_training_equals_one_device(model):
     for mesh in ({}, {"expert": 2}):
         run, losses, _, found = train(model, 8, **mesh)
         np.testing.assert_allclose(losses, expected, rtol=1e-5)
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5),
-            found,
-            params,
-        )
+        assert_close(found, params, rtol=1e-3, atol=1e-5)
         specs = [row.spec for row in jax.tree.leaves(run.plan.compute)]
         assert sum("expert" in spec for spec in specs) == (2 if mesh else 0)
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.support import language
+from tests.support.trees import assert_close
 from zjax.models.build import make_model
 from zjax.settings import schema
 from zjax.sharding.layers import layers_of
@@ -48,11 +49,7 @@ def test_block_by_block_equals_the_whole(config):
     parts = jax.jit(jax.value_and_grad(in_parts(stack, batch), (0, 1, 2)))
     parts_loss, part_grads = parts(*stack.split(params))
     np.testing.assert_allclose(parts_loss, loss, rtol=1e-5)
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-5),
-        stack.join(*part_grads),
-        grads,
-    )
+    assert_close(stack.join(*part_grads), grads, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("layers_per_scan", [1, 2])

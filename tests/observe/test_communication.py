@@ -45,8 +45,8 @@ def test_volume_of_a_stage(stage, num_microbatches, settings, volume):
 @pytest.mark.parametrize(("stage", "gathers"), [(0, 0), (1, 1), (2, 1)])
 def test_a_step_gathers_what_its_stage_says(stage, gathers):
     """Fails if a stage does not gather parameters, or gathers them twice."""
-    run = runs.make_small_run(optax.sgd(0.1), stage)
-    found = list_collectives(run.step.compile(models.make_batch()).as_text())
+    step = runs.make_small_step(optax.sgd(0.1), stage)
+    found = list_collectives(step.compile(models.make_batch()).as_text())
     volume = sum(each.volume for each in found if each.op == "all-gather")
     assert volume == gathers * (MATRICES + STORED)
 
@@ -62,11 +62,11 @@ def test_a_step_gathers_what_its_stage_says(stage, gathers):
 )
 def test_tokens_of_experts_are_counted_by_themselves(mesh, stage):
     """Fails if a step is said to reduce experts over devices that have others."""
-    run = runs.make_small_run(
+    step = runs.make_small_step(
         optax.sgd(0.1), stage, mesh=mesh, model=experts.make_model()
     )
-    found = list_collectives(run.step.compile(experts.make_batch(0)).as_text())
-    text = describe_communication(found, run.plan, 1)
+    found = list_collectives(step.compile(experts.make_batch(0)).as_text())
+    text = describe_communication(found, step.plan, 1)
     rows = re.findall(r"(\w[\w ]+?) {2,}([\d,]+) ", text.split("volume")[-1])
     volumes = {name: int(n.replace(",", "")) for name, n in rows}
     tokens, returned = experts.TOKENS // 8 * mesh.expert, 2 * experts.WIDTH + 2

@@ -22,6 +22,7 @@ from tests.support.offload import (
     train,
     weights_of,
 )
+from tests.support.trees import assert_close
 from zjax.errors import PlanError
 from zjax.models.build import make_model
 from zjax.offload.compiled import compile_groups
@@ -112,9 +113,7 @@ def test_steps_that_nothing_waits_for(monkeypatch, name):
         for number in range(4):
             state, _ = run.step(state, make_batch(number))
         found.append(weights_of(state))
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=2e-6), *found
-    )
+    assert_close(*found, rtol=1e-4, atol=2e-6)
 
 
 def test_arrays_stay_in_their_places():

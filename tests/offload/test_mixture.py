@@ -9,6 +9,7 @@ import optax
 import pytest
 
 from tests.support import language, offload
+from tests.support.trees import assert_close
 from zjax.models.generate import generate
 from zjax.settings import schema
 from zjax.sharding.placement import pad
@@ -59,11 +60,7 @@ def test_steps_are_those_of_experts_on_the_devices(num_devices, mesh):
     losses, params = train(run)
     expected, expected_params = train(make_run("device", num_devices, mesh))
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=2e-6),
-        params,
-        expected_params,
-    )
+    assert_close(params, expected_params, rtol=1e-4, atol=2e-6)
 
 
 @pytest.mark.slow
@@ -78,11 +75,7 @@ def test_split_experts_of_slow_memories(memory, dtype, tmp_path):
     expected, expected_params = train(make_run("device", 4, mesh, dtype=dtype))
     rtol = 1e-5 if dtype == "float32" else 2e-3
     np.testing.assert_allclose(found, expected, rtol=rtol)
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=10 * rtol, atol=10 * rtol),
-        params,
-        expected_params,
-    )
+    assert_close(params, expected_params, rtol=10 * rtol, atol=10 * rtol)
 
 
 def test_text_is_that_of_all_blocks_at_once():

@@ -31,6 +31,7 @@ from tests.support.offload import (
     start,
     train,
 )
+from tests.support.trees import assert_close
 from zjax.errors import StorageError
 from zjax.estimate import tables
 from zjax.offload import stream as streams
@@ -216,10 +217,11 @@ def test_checkpoints_link_what_rests_on_disks(tmp_path):
     rows = saved_rows(other.plan, other.config)
     found, _ = store.restore(rows)
     found, _ = other.step(found, make_batch(9))
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=2e-6),
+    assert_close(
         found.master,
         zjax.sharding.layers.put_together(in_memory(expected.master)),
+        rtol=1e-4,
+        atol=2e-6,
     )
 
 

@@ -27,6 +27,7 @@ from tests.support.offload import (
     train,
     weights_of,
 )
+from tests.support.trees import assert_close
 from zjax.errors import ConfigError, PlanError
 from zjax.models.build import make_model
 from zjax.optim.build import make_optimizer
@@ -56,11 +57,7 @@ def assert_same_run(run, tx=None):
     for x, y in zip(found, metrics, strict=True):
         assert x.keys() == y.keys()
         np.testing.assert_allclose([*x.values()], [y[n] for n in x], 1e-5, 1e-6)
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=2e-6),
-        weights_of(state),
-        weights,
-    )
+    assert_close(weights_of(state), weights, rtol=1e-4, atol=2e-6)
     return state
 
 
@@ -183,11 +180,7 @@ def test_any_model_can_be_offloaded(num_microbatches):
         found.append((float(metrics["loss"]), weights_of(state)))
     assert memories(state.master) <= {"pinned_host"}
     np.testing.assert_allclose(found[0][0], found[1][0], rtol=1e-6)
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6),
-        found[0][1],
-        found[1][1],
-    )
+    assert_close(found[0][1], found[1][1], rtol=1e-5, atol=1e-6)
 
 
 def test_optimizer_that_reads_the_loss_again_is_refused():

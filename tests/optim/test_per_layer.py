@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 
+from tests.support.trees import assert_close
 from zjax.errors import PlanError
 from zjax.optim.per_layer import needs_layers, per_layer_if_needed
 from zjax.sharding.layers import Layers, put_together, take_apart
@@ -121,11 +122,7 @@ def test_steps_are_those_of_separate_arrays(name):
     rows = {"blocks": names, "table": 0}
     expected = put_together(take_steps(tx, take_apart(params, rows)))
     found = take_steps(per_layer_if_needed(tx, params, NAMES), params)
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=1e-6),
-        found,
-        expected,
-    )
+    assert_close(found, expected, rtol=2e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", [*ENTRYWISE, *MIXING])

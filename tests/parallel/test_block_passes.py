@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from tests.support.trees import assert_close
 from zjax.ops import remat
 from zjax.parallel.block_passes import (
     differentiate_in_passes,
@@ -54,7 +55,7 @@ def expected(function, params, stream, nondiff, cotangent):
 
 def assert_same(found, wanted):
     assert jax.tree.structure(found) == jax.tree.structure(wanted)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, 1e-6), found, wanted)
+    assert_close(found, wanted, rtol=1e-6)
 
 
 def num_products(function, *args):

@@ -11,6 +11,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from tests.support import language
+from tests.support.trees import assert_close
 from zjax.errors import ConfigError, PlanError
 from zjax.models.stack import make_stack
 from zjax.parallel import sequence
@@ -83,11 +84,7 @@ def test_a_block_runs_where_another_axis_is_split_by_hand(way):
     config = model.config
     assert f"f32[2,{LENGTH // 2},{config.mlp_size // 2}]" in text
     assert f"f32[2,{LENGTH},{config.mlp_size}]" not in text
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6),
-        found,
-        expected,
-    )
+    assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_the_way_is_said_once(monkeypatch):

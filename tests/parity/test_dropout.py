@@ -9,6 +9,7 @@ import pytest
 
 from tests.support import pipelines
 from tests.support.cases import some_by_hand
+from tests.support.trees import assert_close
 from zjax.models.build import make_model
 from zjax.optim.build import make_optimizer
 from zjax.run.initialize import make_run
@@ -61,11 +62,7 @@ def test_training_equals_one_device(name):
     model = {name: x for name, x in case.items() if name.endswith(of_model)}
     wanted_losses, wanted = pipelines.on_one_device(number, **model)
     np.testing.assert_allclose(losses, wanted_losses, rtol=1e-5)
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=2e-5),
-        weights,
-        wanted,
-    )
+    assert_close(weights, wanted, rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import pytest
 
 from tests.support import pipelines, small_run
 from tests.support.cases import some_by_hand
+from tests.support.trees import assert_close
 from zjax.models.build import make_model
 from zjax.ops import token_subset
 from zjax.ops.keys import fold_name
@@ -154,8 +155,4 @@ def test_training_equals_a_loop_over_layers(name, monkeypatch):
     model = functools.partial(plainly, whole=known.get("whole", ()))
     wanted_losses, wanted = train(model, 1, layers, *of_one)
     np.testing.assert_allclose(losses, wanted_losses, rtol=1e-5)
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=2e-5),
-        weights,
-        wanted,
-    )
+    assert_close(weights, wanted, rtol=1e-4, atol=2e-5)

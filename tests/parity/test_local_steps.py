@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from tests.reference import compression
 from tests.support import models, rules, runs, totals
 from tests.support.crossing import crossing
+from tests.support.trees import assert_close
 from zjax.errors import PlanError
 from zjax.optim.build import make_optimizer
 from zjax.run.initialize import make_run as make_planned_run
@@ -192,9 +193,7 @@ def test_rounds_of_one_step_are_data_parallelism(mesh, stage):
             state, _ = run.step(state, make_batch(step))
         states.append(anchor_of(state))
         losses.append(float(run.step.evaluate(state, make_batch(9))["loss"]))
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6), *states
-    )
+    assert_close(*states, rtol=0, atol=1e-6)
     np.testing.assert_allclose(*losses, rtol=1e-6)
 
 

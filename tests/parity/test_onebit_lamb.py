@@ -14,6 +14,7 @@ from tests.support.replicas import (
     make_batch,
     make_model,
 )
+from tests.support.trees import assert_close
 from zjax.observe.collectives import list_collectives
 from zjax.optim.build import make_optimizer
 from zjax.run.initialize import make_run
@@ -90,9 +91,7 @@ def test_the_warm_up_is_lamb():
         for step in range(FREEZE):
             state, _ = run.step(state, make_batch(step))
         states.append(jax.tree.map(np.asarray, state.master))
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6), *states
-    )
+    assert_close(*states, rtol=0, atol=1e-6)
 
 
 def test_all_layers_leave_in_one_exchange():

@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 from tests.support import models
+from tests.support.trees import assert_close
 from zjax.errors import PlanError
 from zjax.observe.collectives import list_collectives, mesh_axes
 from zjax.run.initialize import initialize
@@ -121,11 +122,7 @@ def test_adapters_are_split_as_their_kernels(model, rules):
     expected, expected_weights = train(start(model, schema.Mesh(), 1, lora=adapters))
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
     assert np.abs(expected_weights["up"]["lora"]["b"]).max() > 1e-3
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6),
-        weights,
-        expected_weights,
-    )
+    assert_close(weights, expected_weights, rtol=1e-4, atol=1e-6)
 
 
 def test_split_matrices_send_one_sum():

@@ -10,6 +10,7 @@ import pytest
 
 from tests.support import pipelines
 from tests.support.cases import some_by_hand
+from tests.support.trees import assert_close
 from zjax.parallel import slots
 
 KEPT = {"recompute": False}
@@ -144,11 +145,7 @@ def assert_same(case, num_steps=3, rtol=1e-4, atol=2e-5):
     losses, weights = pipelines.train(run, num_steps)
     wanted_losses, wanted = pipelines.on_one_device(num_steps=num_steps, **shape)
     np.testing.assert_allclose(losses, wanted_losses, rtol=1e-5)
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=rtol, atol=atol),
-        weights,
-        wanted,
-    )
+    assert_close(weights, wanted, rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize("name", some_by_hand(CASES, BY_HAND))

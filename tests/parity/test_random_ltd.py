@@ -12,6 +12,7 @@ import pytest
 
 from tests.support import small_run
 from tests.support.cases import some_by_hand
+from tests.support.trees import assert_close
 from zjax.models.build import make_model
 from zjax.observe.collectives import list_collectives
 from zjax.ops import token_subset
@@ -137,11 +138,7 @@ def test_training_equals_one_device(name):
     is_ring = "model.sequence_attention=ring" in overrides
     wanted_losses, wanted = on_one_device(form, num_parts, is_ring)
     np.testing.assert_allclose(losses, wanted_losses, rtol=1e-5)
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=2e-5),
-        weights,
-        wanted,
-    )
+    assert_close(weights, wanted, rtol=1e-4, atol=2e-5)
 
 
 def test_kept_tokens_stay_on_their_devices():

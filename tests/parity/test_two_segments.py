@@ -12,6 +12,7 @@ import pytest
 import zjax
 from tests.support import two_segments
 from tests.support.cases import some_by_hand
+from tests.support.trees import assert_close
 from zjax.errors import ModelError
 from zjax.ops.keys import block_key
 from zjax.sharding import plan as plans
@@ -174,11 +175,7 @@ def test_the_loss_of_a_stack_is_that_of_its_blocks(layers_per_scan, policy):
     found, expected = (
         jax.jit(jax.value_and_grad(f, has_aux=True))(params) for f in (loss, by_hand)
     )
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6),
-        found,
-        expected,
-    )
+    assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_metrics_of_the_same_name_are_refused():

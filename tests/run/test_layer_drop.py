@@ -10,6 +10,7 @@ import pytest
 
 from tests.support import small_run
 from tests.support.cases import some_by_hand
+from tests.support.trees import assert_close
 from zjax.models.build import make_model
 from zjax.offload import blockwise
 from zjax.optim.build import make_optimizer
@@ -73,10 +74,8 @@ def test_values_and_gradients_of_one_draw(is_kept):
         return jnp.sum(jnp.cos(run_block(block, params, x, None, given)[0]))
 
     for function in (lambda f: f, lambda f: jax.grad(f, (0, 1))):
-        jax.tree.map(
-            lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6),
-            function(found)(0.7, X),
-            function(wanted)(0.7, X),
+        assert_close(
+            function(found)(0.7, X), function(wanted)(0.7, X), rtol=1e-5, atol=1e-6
         )
 
 

@@ -20,7 +20,6 @@ GPT = schema.Model(
     num_kv_heads=4,
     vocab_size=29,
     max_length=16,
-    loss_chunk_tokens=6,
 )
 LLAMA = dataclasses.replace(
     GPT,

@@ -64,15 +64,18 @@ def start(config, devices=None):
     return make_run(config, model, make_optimizer(config, model), devices=devices)
 
 
-def train(run, num_steps=3):
-    """Losses, the loss of an evaluation, and the weights in their logical shapes."""
+def train(run, num_steps=3, *, evaluates=True):
+    """Losses, the loss of an unseen batch, and the weights in their logical shapes.
+
+    Without dropout, a further step has the loss of an evaluation and no new program.
+    """
     state, losses = run.state, []
     for step in range(num_steps):
         state, metrics = run.step(state, make_batch(step))
         losses.append(float(metrics["loss"]))
-    evaluated = float(run.evaluate(state, make_batch(99))["loss"])
-
-    return [*losses, evaluated], whole(state.master, run.plan.master)
+    weights, unseen = whole(state.master, run.plan.master), make_batch(99)
+    metrics = run.evaluate(state, unseen) if evaluates else run.step(state, unseen)[1]
+    return [*losses, float(metrics["loss"])], weights
 
 
 def whole(arrays, rows):
@@ -90,4 +93,5 @@ def on_one_device(num_microbatches=4, optimizer="adamw", num_steps=3, **model):
     config = make_config(
         stage=0, num_microbatches=num_microbatches, optimizer=optimizer, **model
     )
-    return train(start(config, jax.devices()[:1]), num_steps)
+    run = start(config, jax.devices()[:1])
+    return train(run, num_steps, evaluates="dropout_rate" in model)

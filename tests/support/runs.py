@@ -5,6 +5,7 @@ import numpy as np
 
 from tests.support import models
 from zjax.run.initialize import make_run
+from zjax.run.step import make_step
 from zjax.settings import schema
 from zjax.sharding import mesh as meshes
 from zjax.sharding import plan as plans
@@ -27,6 +28,13 @@ def make_small_run(tx, stage=2, *, num_devices=8, model=None, **settings):
     config = make_config(stage, **settings)
     devices = jax.devices()[:num_devices]
     return make_run(config, model or models.make_mlp(), tx, devices=devices)
+
+
+def make_small_step(tx, stage=2, *, num_devices=8, model=None, **settings):
+    """Makes the step of a run without a state, to read its programs."""
+    config, model = make_config(stage, **settings), model or models.make_mlp()
+    mesh = meshes.make_mesh(config.mesh, jax.devices()[:num_devices])
+    return make_step(model, tx, plans.make_plan(config, mesh, model, tx), config)
 
 
 def make_small_plan(tx, stage, model=None, **settings):

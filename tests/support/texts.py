@@ -31,12 +31,16 @@ def start(config, num_devices):
     return make_run(config, model, make_optimizer(config, model), devices=devices)
 
 
-def train(config, num_devices):
-    """Losses, that of an evaluation, and the state after some steps."""
+def train(config, num_devices, *, evaluates=True):
+    """Losses, the loss of an unseen batch, and the weights before that.
+
+    Without dropout, a further step has the loss of an evaluation and no new program.
+    """
     run = start(config, num_devices)
     state, losses = run.state, []
     for step in range(STEPS):
         state, metrics = run.step(state, make_batch(config, step))
         losses.append(float(metrics["loss"]))
-    losses.append(float(run.evaluate(state, make_batch(config, STEPS))["loss"]))
-    return np.array(losses), state
+    weights, unseen = jax.tree.map(np.asarray, state.master), make_batch(config, STEPS)
+    metrics = run.evaluate(state, unseen) if evaluates else run.step(state, unseen)[1]
+    return np.array([*losses, float(metrics["loss"])]), weights

@@ -8,6 +8,7 @@ from optax import contrib
 from safetensors import numpy as safetensors
 
 from tests.support import models, runs
+from tests.support.trees import assert_close
 from zjax.checkpoint.export import export_safetensors
 from zjax.checkpoint.store import Store
 from zjax.errors import ConfigError, PlanError
@@ -52,11 +53,7 @@ def of_half(state, params):
 
 
 def close(found, wanted):
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6),
-        found,
-        wanted,
-    )
+    assert_close(found, wanted, rtol=1e-4, atol=1e-6)
 
 
 @pytest.fixture(

@@ -9,6 +9,7 @@ import optax
 import pytest
 
 from tests.support import models, runs
+from tests.support.trees import assert_close
 from zjax.run.initialize import make_run
 from zjax.settings import schema
 
@@ -198,9 +199,7 @@ def test_two_programs_equal_one():
         losses.append(float(metrics["loss"]))
         states.append(copy(state.master))
     np.testing.assert_allclose(*losses, rtol=1e-6)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), *states
-    )
+    assert_close(*states, rtol=1e-5, atol=1e-7)
 
 
 def test_random_key_of_a_step_does_not_depend_on_the_mesh():

@@ -1,13 +1,12 @@
 """Windows that are known on the device: one program, and nothing outside is visited."""
 
-import functools
-
 import jax
 import numpy as np
 import pytest
 
 from tests.kernels.sparse.dense import attend, make_inputs, mask_of
 from tests.kernels.sparse.test_plan import random_live
+from tests.support.trees import assert_close
 from zjax_kernels.sparse import BlockLayout, limit_window, make_plan, sparse_attention
 from zjax_kernels.sparse import schedule as schedules
 from zjax_kernels.sparse.cells import TILE
@@ -55,11 +54,7 @@ def test_each_window_is_its_mask_in_one_program(
     for window in WINDOWS:
         mask = mask_of(layout) & in_window(384, window)
         expected = gradients(lambda *x, mask=mask: attend(*x, mask)[0], q, k, v)
-        jax.tree.map(
-            functools.partial(np.testing.assert_allclose, atol=2e-5),
-            windowed(window),
-            expected,
-        )
+        assert_close(windowed(window), expected, atol=2e-5)
     assert windowed._cache_size() == 1
 
 

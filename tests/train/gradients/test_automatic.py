@@ -46,8 +46,8 @@ def test_weighted_mean_over_the_global_batch(stage, num_microbatches, reduce_dty
 def reduced_dtypes(reduce_dtype):
     """Dtypes of the compiled program's reductions over devices, scalars aside."""
     precision = schema.Precision(compute_dtype="float16", reduce_dtype=reduce_dtype)
-    run = runs.make_small_run(optax.sgd(0.1), 0, precision=precision)
-    text = run.step.compile(models.make_batch(), "gradients").as_text()
+    step = runs.make_small_step(optax.sgd(0.1), 0, precision=precision)
+    text = step.compile(models.make_batch(), "gradients").as_text()
     reduced = [line for line in text.splitlines() if " all-reduce(" in line]
     results = [line.split(" all-reduce(")[0].split("= ")[1] for line in reduced]
     return {
@@ -62,9 +62,9 @@ def test_reduce_dtype_is_what_crosses_the_devices():
 
 
 def test_batch_that_does_not_divide_is_refused():
-    run = runs.make_small_run(optax.sgd(0.1), num_microbatches=2)
+    step = runs.make_small_step(optax.sgd(0.1), num_microbatches=2)
     with pytest.raises(PlanError) as error:
-        run.step.compile(models.make_batch(batch=24))
+        step.compile(models.make_batch(batch=24))
     assert str(error.value).splitlines()[0] == (
         "batch/weight=(24,) does not divide over 8 shares of 2 microbatches; use a "
         "multiple of 16 as its first dim"
