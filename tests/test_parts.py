@@ -12,6 +12,7 @@ SETTINGS = (
     "optimizer.ema_decay=0.9",
     "checkpoint.every_steps=2",
     "evaluation.every_steps=2",
+    small_run.EVALUATED,
     "num_steps=4",
 )
 

@@ -11,7 +11,6 @@ SETTINGS = (
     "model.moe.balance_scope=sequence",
     "optimizer.schedule=constant",
     "checkpoint.every_steps=0",
-    "evaluation.num_batches=0",
 )
 
 

@@ -21,9 +21,7 @@ STAGES = ("mesh.pipeline=2", "mesh.data=4")
 def saved(tmp_path_factory):
     """Two steps on two stages, of which the last one is filled up with a layer."""
     directory = tmp_path_factory.mktemp("saved")
-    small_run.fit(
-        directory, *SETTINGS, *STAGES, "num_steps=2", "evaluation.num_batches=0"
-    )
+    small_run.fit(directory, *SETTINGS, *STAGES, "num_steps=2")
     return directory
 
 
@@ -31,7 +29,8 @@ def saved(tmp_path_factory):
 def uninterrupted(tmp_path_factory):
     """Four steps on one device."""
     directory = tmp_path_factory.mktemp("uninterrupted")
-    trainer = small_run.fit(directory, *SETTINGS, "num_steps=4", num_devices=1)
+    four = "num_steps=4", small_run.EVALUATED
+    trainer = small_run.fit(directory, *SETTINGS, *four, num_devices=1)
     return small_run.losses(directory), trainer.evaluate()["eval_loss"]
 
 
@@ -48,7 +47,7 @@ def test_losses_go_on(saved, uninterrupted, tmp_path, mesh, num_devices):
     stages are; the loss of the evaluation is that of averaged weights."""
     directory = tmp_path / "run"
     shutil.copytree(saved, directory)
-    more = ("num_steps=4", "checkpoint.resume=required")
+    more = ("num_steps=4", "checkpoint.resume=required", small_run.EVALUATED)
     trainer = small_run.fit(directory, *SETTINGS, *mesh, *more, num_devices=num_devices)
     losses, evaluated = uninterrupted
     found = small_run.losses(directory)

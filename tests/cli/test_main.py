@@ -26,6 +26,12 @@ from zjax.huggingface import adapter_settings
 from zjax.run.trainer import Trainer
 
 ROOT = pathlib.Path(__file__).parents[2]
+TWICE = (
+    "checkpoint.every_steps=4",
+    "evaluation.every_steps=4",
+    small_run.EVALUATED,
+)
+"""Settings of a run that is evaluated, and saved, twice."""
 ZJAX = (sys.executable, "-m", "zjax")
 EACH_IN_A_FORK = """
 import gc, json, os, sys
@@ -129,11 +135,11 @@ def test_train_then_generate_then_export(tmp_path, settings):
 
 def test_evaluate_says_the_loss_that_the_run_said(tmp_path, settings):
     """Fails if the command evaluates other rows, weights or steps than the run did."""
-    every = ("checkpoint.every_steps=4", "evaluation.every_steps=4")
-    small_run.fit(tmp_path / "run", *every, "optimizer.ema_decay=0.5")
+    small_run.fit(tmp_path / "run", *TWICE, "optimizer.ema_decay=0.5")
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     told = {row["step"]: row for row in map(json.loads, lines) if "eval_loss" in row}
-    more = ("--simulated_devices=8", "--gin=config.optimizer.ema_decay=0.5")
+    same = ("optimizer.ema_decay=0.5", small_run.EVALUATED)
+    more = ("--simulated_devices=8", *(f"--gin=config.{each}" for each in same))
     out = run("evaluate", settings, *more, "--step=4")
     assert "weights: ema of step 4\n" in out
     shown, last = out.splitlines()[-2:]
@@ -146,9 +152,8 @@ def test_evaluate_says_the_loss_that_the_run_said(tmp_path, settings):
 
 def test_a_run_describes_itself_and_knows_its_best_step(tmp_path):
     """Fails if --run takes other settings, or best is the newest step."""
-    every = ("checkpoint.every_steps=4", "evaluation.every_steps=4")
     late = ("optimizer.peak_learning_rate=3.0", "optimizer.schedule.num_warmup_steps=8")
-    small_run.fit(tmp_path / "run", *every, *late, "checkpoint.resume=never")
+    small_run.fit(tmp_path / "run", *TWICE, *late, "checkpoint.resume=never")
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     told = {row["step"]: row for row in map(json.loads, lines) if "eval_loss" in row}
     assert told[4]["eval_loss"] < told[8]["eval_loss"]

@@ -155,7 +155,7 @@ def test_run_trains_on_answers(prepared, tmp_path):
     settings = (
         *("data.source=tokens", f"data.path={prepared}", "data.packing=documents"),
         *("data.length=64", "model.max_length=64", "model.vocab_size=400"),
-        *("num_steps=2", "evaluation.num_batches=0", "global_batch_size=2"),
+        *("num_steps=2", "global_batch_size=2"),
     )
     trainer = small_run.make_trainer(tmp_path, *settings, num_devices=1)
     batch = next(iter(trainer.loader))

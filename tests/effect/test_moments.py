@@ -160,7 +160,6 @@ def test_run_resumes_bit_for_bit_and_on_another_mesh(tmp_path, dtype, scan):
         f"optimizer.rule.moment_dtype={dtype}",
         f"model.layers_per_scan={scan}",
         "optimizer.schedule=constant",
-        "evaluation.num_batches=0",
     )
     whole = small_run.fit(tmp_path / "whole", *settings)
     found = {x.dtype for x in jax.tree.leaves(whole.state.opt_state)}

@@ -102,7 +102,7 @@ def test_neighbours_exchange_a_stream_and_its_cotangent_in_each_tick(stage):
 
 def neighbours(schedule):
     """Stages that hand to each other, from and to."""
-    step, text = compiled(1, schedule)
+    step, text = compiled(3, schedule)
     found = set()
     for each in list_collectives(text):
         if each.op == "collective-permute":
@@ -225,7 +225,7 @@ def conditions(text):
         (1, "1f1b"),
         (2, "1f1b"),
         (3, "1f1b"),
-        (1, "interleaved"),
+        pytest.param(1, "interleaved", marks=pytest.mark.slow),
         pytest.param(2, "interleaved", marks=pytest.mark.slow),
         (3, "interleaved"),
     ],

@@ -18,6 +18,7 @@ def test_loss_falls_in_half_precision(tmp_path, compute_dtype, stage):
         f"precision.compute_dtype={compute_dtype}",
         f"zero.stage={stage}",
         "num_steps=40",
+        small_run.EVALUATED,
         "model.dropout_rate=0",
         "model.embed_size=64",
         "model.attention=cudnn",

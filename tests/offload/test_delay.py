@@ -199,7 +199,6 @@ def test_a_run_resumed_is_the_run_that_saved(tmp_path):
         "zero.optimizer_memory=pinned_host",
         f"zero.delay_updates_from={NUM_IMMEDIATE + 1}",
         "checkpoint.every_steps=4",
-        "evaluation.num_batches=0",
         "optimizer.schedule=constant",
     )
     whole = small_run.fit(tmp_path / "whole", *settings)
@@ -268,6 +267,7 @@ def test_a_checkpoint_is_as_good_as_was_evaluated(tmp_path):
         "zero.optimizer_memory=pinned_host",
         f"zero.delay_updates_from={NUM_IMMEDIATE + 1}",
         "num_steps=4",
+        small_run.EVALUATED,
     )
     trainer.fit()
     saved = json.loads((trainer.store.directory / "4/index/metadata").read_text())

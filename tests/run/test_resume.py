@@ -57,7 +57,6 @@ def token_settings(path, *overrides):
         f"data.path={path}",
         "model.vocab_size=300",
         "num_steps=2",
-        "evaluation.num_batches=0",
         *overrides,
     )
 

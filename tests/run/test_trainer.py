@@ -60,6 +60,7 @@ def test_run_leaves_numbers_checkpoint_and_picture(tmp_path):
     told = []
     trainer = small_run.fit(
         tmp_path,
+        small_run.EVALUATED,
         "evaluation.every_steps=4",
         "observe.plot=True",
         "checkpoint.keep_best=1",
@@ -78,7 +79,8 @@ def test_run_leaves_numbers_checkpoint_and_picture(tmp_path):
 
 
 def test_loss_falls_on_text_that_can_be_learnt(tmp_path):
-    trainer = small_run.fit(tmp_path, "num_steps=60", "model.dropout_rate=0")
+    settings = "num_steps=60", "model.dropout_rate=0", small_run.EVALUATED
+    trainer = small_run.fit(tmp_path, *settings)
     losses = small_run.losses(tmp_path)
     assert losses[60] < losses[1] - 0.5
     assert trainer.evaluate()["eval_loss"] < losses[1] - 0.5
@@ -281,6 +283,7 @@ def test_error_right_after_a_save_costs_no_checkpoint(tmp_path):
 def test_checkpoint_has_only_the_loss_of_its_own_weights(tmp_path):
     trainer = small_run.fit(
         tmp_path,
+        small_run.EVALUATED,
         "evaluation.every_steps=3",
         "checkpoint.every_steps=4",
         "checkpoint.keep_last=3",
@@ -293,6 +296,7 @@ def test_validation_data_is_looked_at_before_training(tmp_path):
     settings = (
         *("data.source=standard_library", "model.vocab_size=257"),
         "model.positions=rotary",  # no table of a million
+        small_run.EVALUATED,
     )
     with pytest.raises(DataError, match="but the validation split of"):
         small_run.make_trainer(

@@ -31,10 +31,13 @@ SETTINGS = {
         "dropout_rate": 0.1,
     },
     "data": {"source": "synthetic", "length": 16},
-    "evaluation": {"every_steps": 0, "num_batches": 1},
+    "evaluation": {"every_steps": 0, "num_batches": 0},
     "checkpoint": {"every_steps": 0},
     "observe": {"sinks": ("jsonl",), "log_every_steps": 1, "plot": False},
 }
+
+EVALUATED = "evaluation.num_batches=1"
+"""Setting of the runs that a test evaluates, which compile one more program."""
 
 
 def make_config(directory, *overrides):
