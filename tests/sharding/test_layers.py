@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import zjax
 from tests.support import language
+from tests.support.steps import make_step
 from zjax.errors import ModelError
 from zjax.models.build import make_model
 from zjax.observe.collectives import list_collectives
@@ -146,8 +147,7 @@ def test_every_layer_is_gathered_alone(stage, separable):
     """Fails if layers are not taken apart, by hand or by the compiler."""
     config = make_config(stage, dropout_rate=0.1)
     model = dataclasses.replace(make_model(config), separable=separable)
-    run = make_run(config, model, make_optimizer(config, model))
-    text = run.step.compile(make_batch()).as_text()
+    text = make_step(config, model=model).compile(make_batch()).as_text()
     gathers = [each for each in list_collectives(text) if each.op == "all-gather"]
     assert gathers
     assert max(each.elements for each in gathers) == TABLE

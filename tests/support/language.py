@@ -53,7 +53,8 @@ def make_language_model(config, **options):
 
     def fill(path, leaf):
         mean = "scale" in jax.tree_util.keystr(path)
-        return jnp.array(mean + 0.3 * rng.normal(size=leaf.shape), jnp.float32)
+        x = mean + 0.3 * rng.normal(size=leaf.shape)
+        return jnp.asarray(x.astype(np.float32))  # compiles nothing
 
     return nnx.merge(graph, jax.tree_util.tree_map_with_path(fill, state))
 

@@ -1,5 +1,6 @@
 """Small language models in a pipeline, and the same on one device."""
 
+import dataclasses
 import functools
 
 import jax
@@ -95,3 +96,16 @@ def on_one_device(num_microbatches=4, optimizer="adamw", num_steps=3, **model):
     )
     run = start(config, jax.devices()[:1])
     return train(run, num_steps, evaluates="dropout_rate" in model)
+
+
+def losses_of_replicas(optimizer, num_steps):
+    """Losses of two replicas of a whole model, and of a model in two stages."""
+    for stages in (1, 2):
+        config = make_config(
+            mesh={"replica": 2, "pipeline": stages},
+            stage=0,
+            pipeline={"recompute": False} if stages > 1 else None,
+        )
+        config = dataclasses.replace(config, optimizer=optimizer, num_steps=12)
+        run = start(config, jax.devices()[: 2 * stages])
+        yield train(run, num_steps, evaluates=False)[0]
