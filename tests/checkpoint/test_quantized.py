@@ -15,7 +15,7 @@ from zjax.run.saving import restore, save
 
 pytest.importorskip("qwix", reason="needs qwix")
 
-CODES = ("lora.rank=2", "lora.quantize=int4", "lora.block_size=2")
+CODES = ("lora.rank=2", "lora.quantize=int4", "lora.quantize.block_size=2")
 
 
 @pytest.fixture(scope="module")

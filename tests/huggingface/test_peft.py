@@ -98,7 +98,7 @@ def test_base_with_adapters_is_the_merged_checkpoint(case, tmp_path):
         (
             "llama",
             (),
-            "lora.rank=0 has no adapters to export; leave out --format=peft",
+            "lora=None has no adapters to export; leave out --format=peft",
         ),
         (
             "llama",

@@ -262,14 +262,16 @@ def test_users_matrices_are_not_quantised():
         start(NNX, {"rank": 2, "quantize": "int8"})
     assert str(caught.value) == (
         "lora.quantize='int8' quantises no matrix but those of the built-in models; "
-        "leave it empty, or give zjax.make_model(config)"
+        "leave it out, or give zjax.make_model(config)"
     )
 
 
 def test_blocks_are_as_large_as_divides_the_inputs():
     """The default does for heads of 80 channels, and for a few inputs."""
     shape = schema.Model(num_layers=1, embed_size=160, num_heads=2, mlp_size=23)
-    config = schema.Config(model=shape, lora=schema.Lora(rank=2, quantize="int8"))
+    config = schema.Config(
+        model=shape, lora=schema.Lora(rank=2, quantize=schema.Int8())
+    )
     params, _ = jax.eval_shape(make_model(config).init, jax.random.key(0))
     shapes = {
         jax.tree_util.keystr(path, simple=True, separator="/"): x.shape
@@ -284,20 +286,20 @@ def test_blocks_are_as_large_as_divides_the_inputs():
     ("settings", "expected"),
     [
         (
-            {"block_size": 3},
-            "lora.block_size=3 lets none of the 5 inputs of blocks/attention/out share "
-            "a scale; use 7 or more",
+            {"quantize": schema.Int4(block_size=3)},
+            "lora.quantize.block_size=3 lets none of the 5 inputs of "
+            "blocks/attention/out share a scale; use 7 or more",
         ),
         (
-            {"also_train": ("blocks",)},
+            {"quantize": schema.Int4(), "also_train": ("blocks",)},
             "lora.quantize='int4' quantises no matrix, as lora.also_train names all of "
-            "them; leave it empty",
+            "them; leave it out",
         ),
     ],
 )
 def test_blocks_that_fit_no_matrix_are_refused(settings, expected):
     """Fails if a matrix stays as it is, although codes were asked for."""
-    adapters = schema.Lora(rank=2, quantize="int4", **settings)
+    adapters = schema.Lora(rank=2, **settings)
     shape = schema.Model(num_layers=1, embed_size=10, num_heads=2, mlp_size=77)
     with pytest.raises(ConfigError) as caught:
         make_model(schema.Config(model=shape, lora=adapters))
@@ -316,7 +318,7 @@ def test_model_of_functions_is_refused():
         zjax.initialize(make_model(config), optax.sgd(0.1), None, batch, settings)
     assert str(caught.value) == (
         "lora.rank=2 adds no adapters to a zjax.Model, whose functions are given; use "
-        "zjax.adapt(..., adapters=config.lora), or leave it at 0"
+        "zjax.adapt(..., adapters=config.lora), or leave lora out"
     )
     functions = (lambda key: jnp.ones((6, 3)), lambda w, x: x.mean(axis=1) @ w)
     with pytest.raises((ConfigError, ModelError)) as caught:
@@ -333,7 +335,7 @@ def test_model_of_functions_is_refused():
         (
             None,
             "lora.rank=2 adds no adapters to a zjax.Model, whose functions are given; "
-            "use zjax.adapt(..., adapters=config.lora), or leave it at 0",
+            "use zjax.adapt(..., adapters=config.lora), or leave lora out",
         ),
         (
             schema.Lora(rank=3),

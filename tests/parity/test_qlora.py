@@ -18,7 +18,8 @@ BITS = {"int8": 8, "int4": 4}
 
 def make_config(dtype, **settings):
     adapters = {"rank": lora.RANK, "alpha": lora.ALPHA}
-    adapters |= {"quantize": dtype, "block_size": BLOCK} if dtype else {}
+    codes = {"kind": dtype, "block_size": BLOCK}
+    adapters |= {"quantize": codes} if dtype else {}
     return lora.make_config(lora=adapters, **settings)
 
 

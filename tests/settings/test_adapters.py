@@ -19,10 +19,6 @@ RANK = {"lora": {"rank": 4}}
     ("settings", "expected"),
     [
         (
-            {"lora": {"alpha": 32.0}},
-            "lora.alpha=32.0 has no effect with lora.rank=0; set lora.rank, too",
-        ),
-        (
             {"lora": {"rank": 4, "targets": ()}},
             "lora.targets=() adapts no layer; name some, or all by .*",
         ),
@@ -37,13 +33,9 @@ RANK = {"lora": {"rank": 4}}
             "no frozen parameters; leave one of them out",
         ),
         (
-            {"lora": {"quantize": "int8"}},
-            "lora.quantize='int8' has no effect with lora.rank=0; set lora.rank, too",
-        ),
-        (
-            {"lora": {"rank": 4, "block_size": 32}},
-            "lora.block_size=32 has no effect with lora.quantize=''; leave it at 64, "
-            "or set lora.quantize to 'int8' or 'int4'",
+            {"lora": {"quantize": {"block_size": 32}}},
+            "lora.quantize.block_size=32 has no effect with lora.quantize=None; leave "
+            "it out, or set lora.quantize to 'int8' or 'int4'",
         ),
         (
             {"lora": {"rank": 4, "quantize": "int4", "form": "dora"}}

@@ -111,6 +111,14 @@ def test_an_old_value_that_switched_a_section_off_is_none(switch, caplog):
         assert f"{switch}={off!r} is now {path}=None; " in caplog.text
 
 
+def test_old_settings_of_codes_are_read_as_a_choice():
+    old = {"rank": 4, "quantize": "int8", "block_size": 16}
+    adapters = zconfig.load_config({"lora": old}).lora
+    assert adapters == schema.Lora(rank=4, quantize=schema.Int8(block_size=16))
+    old |= {"quantize": "", "block_size": 64}
+    assert zconfig.load_config({"lora": old}).lora == schema.Lora(rank=4)
+
+
 def test_a_kind_that_does_not_exist_is_refused_with_all_kinds():
     assert refusal(["optimizer.schedule=cosin"], 8) == (
         "optimizer.schedule='cosin' is not a choice; use one of constant, linear, "

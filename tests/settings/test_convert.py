@@ -41,7 +41,7 @@ SINKS = "use one of console, jsonl, csv, tensorboard, wandb, mlflow"
         ),
         pytest.param(
             {"lora": {"quantize": "int2"}},
-            "lora.quantize='int2' is not a choice; use one of '', int8, int4",
+            "lora.quantize='int2' is not a choice; use one of int8, int4, none",
             id="empty-choice",
         ),
         pytest.param(

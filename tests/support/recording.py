@@ -188,7 +188,7 @@ def cases():
         "adapters": {"lora": {"rank": 4}, "zero": {"stage": 3}},
         "adapters on codes": {
             "model": LLAMA,
-            "lora": {"rank": 4, "quantize": "int8", "block_size": 16},
+            "lora": {"rank": 4, "quantize": {"kind": "int8", "block_size": 16}},
         },
         "tokens left out": {
             "random_ltd": {

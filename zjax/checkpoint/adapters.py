@@ -64,8 +64,6 @@ def adapter_names(names: Iterable[str]) -> dict[str, dict[str, str]]:
 
 def merged(source: Source, settings: schema.Lora) -> Source:
     """Returns the model without adapters: kernels are merged in float32 when read."""
-    if not settings.rank:
-        return source
     found = adapter_names(source.entries)
     adapters = {name for own in found.values() for name in own.values()}
     entries = {n: e for n, e in source.entries.items() if n not in adapters}

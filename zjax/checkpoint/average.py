@@ -54,7 +54,8 @@ def open_weights(
     if not merges_adapters:
         return source, chosen
     lora = load_config(store.extra(step).get("config", {})).lora
-    return adapters.merged(without_codes(source), lora), chosen
+    whole = without_codes(source)
+    return adapters.merged(whole, lora) if lora else whole, chosen
 
 
 def read_average(

@@ -76,7 +76,6 @@ def user_model_problems(config: schema.Config) -> Iterator[Problem]:
     for setting in (
         "num_tokens",
         "precision.matmul_dtype",
-        "lora.dropout",
         "sequence_warmup.form",
         "curriculum.metrics",
         "buckets.form",
@@ -87,6 +86,10 @@ def user_model_problems(config: schema.Config) -> Iterator[Problem]:
             problem = "has no effect on the model that was given"
             remedy = f"leave it at {default!r}, or give no model"
             yield Problem(setting, value, problem, remedy)
+    if config.lora and (rate := config.lora.dropout):
+        problem = "has no effect on the model that was given"
+        remedy = "leave it at 0.0, or give no model"
+        yield Problem("lora.dropout", rate, problem, remedy)
 
 
 def _moments(config: schema.Config) -> Iterator[Problem]:

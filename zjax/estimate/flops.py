@@ -24,14 +24,15 @@ def flops_per_weight(config: schema.Config) -> float:
     which frozen weights lack. Adapters are left out.
 
     Example:
-        >>> [flops_per_weight(schema.Config(lora=schema.Lora(rank=n))) for n in (0, 16)]
+        >>> adapters = None, schema.Lora()
+        >>> [flops_per_weight(schema.Config(lora=lora)) for lora in adapters]
         [6.0, 4.0]
     """
     groups, lora = config.optimizer.groups, config.lora
     # Frozen kernels have no weight gradient.
-    if lora.rank and not lora.also_train:
+    if lora and not lora.also_train:
         return 4.0
-    if not lora.rank and all(group.learning_rate_scale for group in groups):
+    if not lora and all(group.learning_rate_scale for group in groups):
         return 6.0
     weights = multiplied_weights(config.model)
     trained = (x for path, x in weights.items() if not is_held_frozen(path, config))

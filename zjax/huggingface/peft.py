@@ -52,10 +52,16 @@ def export_peft(
     """
     step = store.latest() if step is None else step
     config = load_config(store.extra(step).get("config", {}))
-    _check_settings(config.lora, resizes=config.checkpoint.resize_vocabulary)
-    kind = find_kind(config.model, "leave out --format=peft")
-    source, _ = open_weights(store, part, step, merges_adapters=False)
     model, lora = config.model, config.lora
+    if not lora:
+        problem, remedy = "has no adapters to export", "leave out --format=peft"
+        raise ConfigError(Problem("lora", None, problem, remedy))
+    if config.checkpoint.resize_vocabulary:
+        problem = "gives tables rows that the base of an adapter lacks"
+        field = "checkpoint.resize_vocabulary"
+        raise ConfigError(Problem(field, True, problem, _MERGES))
+    kind = find_kind(model, "leave out --format=peft")
+    source, _ = open_weights(store, part, step, merges_adapters=False)
     matrices = _find_matrices(source, model, lora, kind)
     names = names_of_trained(lora, model, kind)
     tensors = _of_adapters(matrices)
@@ -143,18 +149,6 @@ def _of_modules(
         return _Tensor(place, lambda _: layout.tensor_shape, convert)
 
     return {tensor_of(x): tensor(ours, x) for ours, x in saved.items()}
-
-
-def _check_settings(lora: schema.Lora, *, resizes: bool) -> None:
-    """Refuses runs without adapters, and runs with a resized vocabulary."""
-    if not lora.rank:
-        problem = "has no adapters to export"
-        remedy = "leave out --format=peft"
-        raise ConfigError(Problem("lora.rank", 0, problem, remedy))
-    if resizes:
-        problem = "gives tables rows that the base of an adapter lacks"
-        field = "checkpoint.resize_vocabulary"
-        raise ConfigError(Problem(field, True, problem, _MERGES))
 
 
 def _values(

@@ -66,7 +66,7 @@ def _build(
     model: schema.Model,
     matmul_dtype: MatmulDtype,
     length: int,
-    adapters: schema.Lora,
+    adapters: schema.Lora | None,
     *,
     deterministic: bool,
 ) -> Model:
@@ -82,20 +82,20 @@ def _build(
 
     def make(key: jax.Array, only_layer: jax.Array | None = None) -> Any:
         module = make_module(only_layer=only_layer, rngs=nnx.Rngs(key))
-        if adapters.rank:
+        if adapters:
             # A separate key: base weights equal the weights of a run without adapters.
             lora_key = fold_name(key, "lora")
             lora.attach(module, lora_key, settings=adapters, only_layer=only_layer)
         # After `attach`, which for DoRA reads the columns of the exact kernels.
-        if adapters.quantize:
-            qlora.quantize_kernels(module, adapters)
+        if adapters and adapters.quantize:
+            qlora.quantize_kernels(module, adapters.quantize, adapters.also_train)
         return module
 
     # One row: shapes depend on no batch size.
     tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
     abstract = nnx.eval_shape(lambda: make(jax.random.key(0)))
     graph, logical = nnx.graphdef(abstract), nest(logical_of(abstract))
-    if adapters.rank:
+    if adapters:
         leaves = jax.tree_util.tree_leaves_with_path(logical, is_leaf=_is_names)
         lora.check_targets((path_of(keys) for keys, _ in leaves), adapters)
     stack = make_stack(abstract)

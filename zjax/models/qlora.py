@@ -5,7 +5,7 @@ Codes take the place of `kernel`; `scales` stands beside `kernel`. Reference: QL
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from flax import nnx
 
@@ -15,16 +15,18 @@ from zjax.ops.quantized import quantize
 from zjax.settings import schema
 
 
-def quantize_kernels(module: nnx.Module, settings: schema.Lora) -> None:
-    """Quantises the frozen matrices of a model's blocks, in place."""
-    found = [*_frozen_layers(module, settings)]
+def quantize_kernels(
+    module: nnx.Module, settings: schema.Codes, also_train: Sequence[str]
+) -> None:
+    """Quantises the block matrices that `also_train` does not name, in place."""
+    found = [*_frozen_layers(module, also_train)]
     problems = [*_problems(found, settings)]
     if problems:
         raise ConfigError(*problems)
     for _, layer in found:
         dim, names = _blocked_dim(layer), layer.kernel.get_metadata()["logical"]
         size = _largest_block(layer.kernel.shape[dim], settings.block_size)
-        codes, scales = quantize(layer.kernel[...], dim, size, settings.quantize)
+        codes, scales = quantize(layer.kernel[...], dim, size, settings.kind)
         layer.kernel = nnx.Param(codes, logical=names)
         # The number of blocks need not divide over devices: scales are not sharded
         # there.
@@ -33,7 +35,7 @@ def quantize_kernels(module: nnx.Module, settings: schema.Lora) -> None:
 
 
 def _frozen_layers(
-    module: nnx.Module, settings: schema.Lora
+    module: nnx.Module, also_train: Sequence[str]
 ) -> Iterator[tuple[str, layers.Linear]]:
     """Yields path and layer of each block matrix that `also_train` does not name."""
     # A list: the caller changes the layers while it iterates.
@@ -41,8 +43,7 @@ def _frozen_layers(
         path = "/".join(map(str, parts))
         if isinstance(layer, layers.Linear) and path.startswith("blocks/"):
             names = [f"{path}/{name}" for name in ("kernel", "scales")]
-            patterns = settings.also_train
-            if not any(re.search(p, name) for p in patterns for name in names):
+            if not any(re.search(p, name) for p in also_train for name in names):
                 yield path, layer
 
 
@@ -67,7 +68,7 @@ def _blocked_dim(layer: layers.Linear) -> int:
 
 
 def _problems(
-    found: list[tuple[str, layers.Linear]], settings: schema.Lora
+    found: list[tuple[str, layers.Linear]], settings: schema.Codes
 ) -> Iterator[Problem]:
     """Yields problems of the block size, and of a model without frozen matrices."""
     size = settings.block_size
@@ -79,7 +80,8 @@ def _problems(
         path, length = next(iter(single.items()))
         enough = max(_smallest_block(n) for n in single.values())
         problem = f"lets none of the {length} inputs of {path} share a scale"
-        yield Problem("lora.block_size", size, problem, f"use {enough} or more")
+        field = "lora.quantize.block_size"
+        yield Problem(field, size, problem, f"use {enough} or more")
     if not found:
         problem = "quantises no matrix, as lora.also_train names all of them"
-        yield Problem("lora.quantize", settings.quantize, problem, "leave it empty")
+        yield Problem("lora.quantize", settings.kind, problem, "leave it out")

@@ -234,14 +234,13 @@ def initialize(
     _check_loss(model, loss_fn)
     user_model, user_tx = model, None
     if loss_fn is not None:
-        with_adapters = config.lora if config.lora.rank else None
         model = adapter.adapt(
             model,
             loss_fn,
             batch,
             replicated=replicated,
             cast=cast,
-            adapters=with_adapters,
+            adapters=config.lora,
         )
         check_axes(config, len(devices), model, batch)
     else:
@@ -293,14 +292,12 @@ def _with_rows(config: Config, num_rows: int, num_devices: int) -> Config:
 
 def _check_adapters(lora: Lora, model: Model) -> None:
     """Refuses LoRA settings that differ from the adapters of the model."""
-    if not lora.rank:
-        return
     params, _ = jax.eval_shape(model.init, abstract_key())
     leaves = jax.tree_util.tree_leaves_with_path(params)
     adapters = {path_of(k): x for k, x in leaves if is_adapter(path_of(k))}
     if not adapters:
         problem = "adds no adapters to a zjax.Model, whose functions are given"
-        remedy = "use zjax.adapt(..., adapters=config.lora), or leave it at 0"
+        remedy = "use zjax.adapt(..., adapters=config.lora), or leave lora out"
         raise ConfigError(Problem("lora.rank", lora.rank, problem, remedy))
     remedy = "give zjax.adapt and the run the same settings"
     ranks = {x.shape[-1] for path, x in adapters.items() if path.endswith("/a")}
@@ -316,8 +313,9 @@ def _check_adapters(lora: Lora, model: Model) -> None:
     has_codes = any(jnp.issubdtype(x.dtype, jnp.integer) for _, x in leaves)
     if lora.quantize and not has_codes:
         problem = "quantises no matrix but those of the built-in models"
-        remedy = "leave it empty, or give zjax.make_model(config)"
-        raise ConfigError(Problem("lora.quantize", lora.quantize, problem, remedy))
+        remedy = "leave it out, or give zjax.make_model(config)"
+        kind = lora.quantize.kind
+        raise ConfigError(Problem("lora.quantize", kind, problem, remedy))
 
 
 def _check_loss(model: Any, loss_fn: Callable[..., Any] | None) -> None:
@@ -398,7 +396,8 @@ def make_run(
         CheckpointError: `checkpoint.init_from` does not hold this model, or two arrays
             would get the same name in a checkpoint.
     """
-    _check_adapters(config.lora, model)
+    if config.lora:
+        _check_adapters(config.lora, model)
     mesh = meshes.make_mesh(config.mesh, devices)
     check_loss_acts(config, model, mesh.shape[meshes.PIPELINE])
     # On a mesh of some processes a collective of all processes would hang.
@@ -461,9 +460,9 @@ def _make_adapt(model: Model, config: Config, key: jax.Array) -> weights.Adapt:
         source = growth.resized(source, wanted, start, shape.vocab_size, is_frozen)
         source = growth.upcycled(source, wanted, shape, start, config.seed, initial)
         source = with_codes(source, wanted)
-        if lora.init_from:
+        if lora and lora.init_from:
             return peft_source.with_peft(source, wanted, lora, shape, start.init_from)
-        if lora.rank:
+        if lora:
             return adapters.with_adapters(source, wanted, dtype, initial)
         return source
 

@@ -76,14 +76,14 @@ def readers(found: Mapping[str, type | None], name: str) -> list[str]:
 
 
 def as_mapping(value: Any) -> Any:
-    """Choice by kind alone, or by None, as a mapping; other values pass unchanged.
+    """Choice by kind alone, None or '', as a mapping; other values pass unchanged.
 
     Example:
         >>> as_mapping("wsd"), as_mapping(None)
         ({'kind': 'wsd'}, {'kind': 'none'})
     """
     if value is None or isinstance(value, str):
-        return {KIND: NONE if value is None else value}
+        return {KIND: value or NONE}
     return value
 
 

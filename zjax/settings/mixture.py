@@ -339,15 +339,16 @@ def frozen_bias_problems(config: schema.Config, num_devices: int) -> Iterator[Pr
         return
     paths = bias_paths(config.model)
     remedies = {
-        f"lora.rank={lora.rank}": (
-            lambda path: bool(lora.rank) and not _is_named(path, lora),
-            "name the bias in lora.also_train",
-        ),
         "optimizer.groups": (
             lambda path: _is_in_frozen_group(path, config.optimizer),
             "leave the bias out of groups with learning_rate_scale=0.0",
         ),
     }
+    if lora:
+        remedies[f"lora.rank={lora.rank}"] = (
+            lambda path: not _is_named(path, lora),
+            "name the bias in lora.also_train",
+        )
     for setting, (freezes, remedy) in remedies.items():
         if frozen := [path for path in paths if freezes(path)]:
             problem = f"moves {' and '.join(frozen)}, which {setting} freezes"

@@ -26,7 +26,6 @@ NEEDS = (
     Needs("zero.secondary_partition", "zero.shard_over_replica", (True,)),
     Needs("zero.quantized_weights", "zero.shard_over_replica", (True,)),
     Needs("zero.quantized_gradients", "zero.shard_over_replica", (True,)),
-    Needs("lora.block_size", "lora.quantize", ("int8", "int4")),
     Needs("precision.reduce_dtype", "precision.compute_dtype", ("bfloat16", "float16")),
     Needs("precision.max_skipped_in_a_row", "precision.on_nonfinite", ("skip",)),
     *(

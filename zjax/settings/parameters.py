@@ -1,7 +1,6 @@
 """Selects frozen parameters and adapters by path, and checks LoRA settings."""
 
 import contextlib
-import dataclasses
 import operator
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -71,7 +70,7 @@ def is_held_frozen(path: str, config: schema.Config) -> bool:
         >>> is_held_frozen("head/kernel", config), is_held_frozen("norm/scale", config)
         (True, False)
     """
-    if config.lora.rank and not is_adapter(path):
+    if config.lora and not is_adapter(path):
         patterns = config.lora.also_train
         return not any(re.search(pattern, path) for pattern in patterns)
     groups = config.optimizer.groups
@@ -110,8 +109,7 @@ _BESIDE_DROPOUT = {
 def adapter_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
     """Yields `lora` settings without effect, and runs that cannot have adapters."""
     lora = config.lora
-    if not lora.rank:
-        yield from _without_effect(lora)
+    if not lora:
         return
     for name in ("targets", "also_train"):
         for pattern in getattr(lora, name):
@@ -130,14 +128,17 @@ def adapter_problems(config: schema.Config, num_devices: int) -> Iterator[Proble
         problem = f"does not combine with {setting}, which has no frozen parameters"
         yield Problem("lora.rank", lora.rank, problem, _EITHER)
     if lora.quantize:
-        yield from _clashes("lora.quantize", _BESIDE_CODES, config, num_devices)
+        kind = lora.quantize.kind
+        yield from _clashes("lora.quantize", kind, _BESIDE_CODES, config, num_devices)
     if lora.dropout:
-        yield from _clashes("lora.dropout", _BESIDE_DROPOUT, config, num_devices)
-        yield from _head_problems(config)
+        rate = lora.dropout
+        yield from _clashes("lora.dropout", rate, _BESIDE_DROPOUT, config, num_devices)
+        yield from _head_problems(lora, config.model.kind)
 
 
 def _clashes(
     field: str,
+    value: Any,
     beside: Mapping[str, tuple[Any, ...]],
     config: schema.Config,
     num_devices: int,
@@ -151,16 +152,14 @@ def _clashes(
     if axes.mesh_fills(config, num_devices):
         size = axes.axis_sizes(config, num_devices)["tensor"]
         found += [("mesh.tensor", size)] if size > 1 else []
-    value = operator.attrgetter(field)(config)
     for name, other in found:
         problem = f"does not combine with {name}={other!r}"
         yield Problem(field, value, problem, _EITHER)
 
 
-def _head_problems(config: schema.Config) -> Iterator[Problem]:
+def _head_problems(lora: schema.Lora, kind: str) -> Iterator[Problem]:
     """Yields dropout of an adapter in the head of an encoder, which has no dropout."""
-    lora = config.lora
-    if config.model.kind == "encoder" and _adapts(lora.targets, HEAD_LAYER):
+    if kind == "encoder" and _adapts(lora.targets, HEAD_LAYER):
         problem = f"does not reach {HEAD_LAYER}, which lora.targets={lora.targets!r} "
         problem += "adapts"
         remedy = "name layers of blocks there, such as blocks/, or leave it at 0.0"
@@ -172,13 +171,3 @@ def _adapts(patterns: Sequence[str], path: str) -> bool:
     with contextlib.suppress(re.error):  # another rule reports the pattern
         return any(re.search(pattern, path) for pattern in patterns)
     return False
-
-
-def _without_effect(lora: schema.Lora) -> Iterator[Problem]:
-    """Yields `lora` settings of a run without adapters."""
-    default = schema.Lora()
-    for field in dataclasses.fields(lora):
-        value = getattr(lora, field.name)
-        if value != getattr(default, field.name):
-            problem, remedy = "has no effect with lora.rank=0", "set lora.rank, too"
-            yield Problem(f"lora.{field.name}", value, problem, remedy)

@@ -44,6 +44,7 @@ MOVED: dict[str, Moved] = {
         "optimizer.schedule.momentum",
         *("min_momentum", "max_momentum", "momentum_decay_rate"),
     ),
+    "lora.block_size": Moved("lora.quantize.block_size"),
 }
 """Places of settings by old paths."""
 
@@ -59,6 +60,7 @@ SWITCHES: dict[str, tuple[Any, ...]] = {
     "model.latent.key_rank": (0,),
     "distill.teacher": ("",),
     "layer_drop.theta": (1.0, 1),
+    "lora.rank": (0,),
 }
 """Old values of settings that stood for a section of None."""
 

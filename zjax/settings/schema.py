@@ -1126,6 +1126,25 @@ class Checkpoint:
 
 
 @section
+class Codes(Choice):
+    """Codes of frozen matrices, with scales in the compute dtype."""
+
+    block_size: Annotated[int, at_least(2)] = 64
+    """Most inputs that share a scale, for each output of a matrix: blocks are as large
+    as divide its inputs, such as 40 of heads of 80 channels."""
+
+
+@section
+class Int8(Codes):
+    """One byte per weight."""
+
+
+@section
+class Int4(Codes):
+    """Half a byte per weight."""
+
+
+@section
 class Lora:
     """Low-rank adapters, the only parameters to train (LoRA, arXiv:2106.09685).
 
@@ -1133,8 +1152,8 @@ class Lora:
     parameters `lora/a` and `lora/b` of a layer, and `optimizer.groups` finds them so.
     """
 
-    rank: Natural = 0
-    """Inner dim of the adapters; 0 has none and trains all parameters."""
+    rank: Count = 8
+    """Inner dim of the adapters."""
     alpha: Positive = 16.0
     """Adapters are multiplied by `alpha / rank`."""
     targets: tuple[str, ...] = (".*",)
@@ -1150,12 +1169,9 @@ class Lora:
     init_from: str = ""
     """Directory in PEFT's layout whose adapters start the run, beside the weights of
     `checkpoint.init_from`; empty for new ones."""
-    quantize: Literal["", "int8", "int4"] = ""
-    """Type in which the frozen matrices of blocks are stored (QLoRA, arXiv:2305.14314),
-    with scales in the compute dtype; empty for the compute dtype."""
-    block_size: Annotated[int, at_least(2)] = 64
-    """Most inputs that share a scale, for each output of a matrix: blocks are as large
-    as divide its inputs, such as 40 of heads of 80 channels."""
+    quantize: Int8 | Int4 | None = None
+    """Type in which the frozen matrices of blocks are stored (QLoRA, arXiv:2305.14314);
+    None for the compute dtype."""
 
 
 @section
@@ -1277,7 +1293,7 @@ class Config:
     layer_drop: LayerDrop | None = None
     evaluation: Evaluation = Evaluation()
     checkpoint: Checkpoint = Checkpoint()
-    lora: Lora = Lora()
+    lora: Lora | None = None
     distill: Distill | None = None
     observe: Observe = Observe()
     processes: Processes = Processes()
