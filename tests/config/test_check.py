@@ -185,16 +185,9 @@ TRAINING = [
         id="sink-twice",
     ),
     case(
-        "observe.profile_start_step=1001",
-        "observe.profile_start_step=1001 is beyond num_steps=1000; use at most 1000",
+        "observe.profile.start_step=1001",
+        "observe.profile.start_step=1001 is beyond num_steps=1000; use at most 1000",
         id="profile-after-the-end",
-    ),
-    case(
-        "observe.profile_num_steps=5",
-        "observe.profile_num_steps=5 has no effect with "
-        "observe.profile_start_step=-1; "
-        "leave it at 3, or set observe.profile_start_step",
-        id="profile-without-start",
     ),
 ]
 
@@ -375,7 +368,7 @@ def test_problems_are_reported_together():
             id="explicit-processes",
         ),
         pytest.param(["global_batch_size=1024"], 1024, id="many-devices"),
-        pytest.param(["observe.profile_start_step=1000"], 8, id="profile-last-step"),
+        pytest.param(["observe.profile.start_step=1000"], 8, id="profile-last-step"),
         pytest.param(
             ["num_steps=10", "optimizer.schedule.num_warmup_steps=10"],
             8,

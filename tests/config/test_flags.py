@@ -97,8 +97,7 @@ def test_binding_without_a_file():
             ["--config.zero.stagee=1", "--config.mesh.tensor=x", "--config.observe=1"],
             "mesh.tensor='x' is a str; expected int\n"
             "observe=1 is an int; expected a mapping with any of sinks, "
-            "project, log_every_steps, plot, profile_start_step, profile_num_steps, "
-            "peak_tflops\n"
+            "project, log_every_steps, plot, profile, peak_tflops\n"
             "zero.stagee=1 is not a setting; did you mean zero.stage?",
             id="all-mistakes",
         ),

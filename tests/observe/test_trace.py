@@ -13,12 +13,12 @@ from zjax.observe import Trace
 from zjax.settings import schema
 
 
-def run_steps(directory, observe, steps):
+def run_steps(directory, profile, steps):
     """Traces a loop; what lies on disk as each step begins, and after it."""
     seen = []
     x = jnp.ones(16)
     step_fn = jax.jit(lambda x: x + 1)
-    with Trace(observe, directory) as trace:
+    with Trace(profile, directory) as trace:
         for step in steps:
             with trace.step(step, x):
                 x = step_fn(x)
@@ -40,37 +40,37 @@ def recorded_steps(directory):
 
 
 def test_the_window_is_recorded_and_nothing_else(tmp_path):
-    observe = schema.Observe(profile_start_step=2, profile_num_steps=2)
-    seen, at_end = run_steps(tmp_path, observe, range(1, 6))
+    profile = schema.Profile(start_step=2, num_steps=2)
+    seen, at_end = run_steps(tmp_path, profile, range(1, 6))
     assert seen == [False, False, False, True, True] and at_end
     assert recorded_steps(tmp_path) == [2, 3]
     assert all(path.is_relative_to(tmp_path / "trace") for path in files(tmp_path))
 
 
 def test_a_run_that_ends_inside_the_window_keeps_its_trace(tmp_path):
-    observe = schema.Observe(profile_start_step=2, profile_num_steps=9)
-    assert run_steps(tmp_path, observe, range(1, 4)) == ([False] * 3, True)
+    profile = schema.Profile(start_step=2, num_steps=9)
+    assert run_steps(tmp_path, profile, range(1, 4)) == ([False] * 3, True)
     assert recorded_steps(tmp_path) == [2, 3]
 
 
 @pytest.mark.parametrize(
     ("start", "steps"),
     [
-        pytest.param(-1, range(0, 3), id="not asked for"),
+        pytest.param(None, range(0, 3), id="not asked for"),
         pytest.param(9, range(0, 3), id="not reached"),
         pytest.param(2, range(5, 8), id="resumed behind it"),
     ],
 )
 def test_nothing_is_recorded(start, steps, tmp_path):
-    observe = schema.Observe(profile_start_step=start)
-    assert run_steps(tmp_path, observe, steps) == ([False] * 3, False)
+    profile = schema.Profile(start_step=start) if start else None
+    assert run_steps(tmp_path, profile, steps) == ([False] * 3, False)
 
 
 def test_an_error_inside_the_window_ends_the_trace(tmp_path):
     """Fails if the profiler stays on: a second one could not start."""
-    observe = schema.Observe(profile_start_step=0)
+    profile = schema.Profile(start_step=0)
     for name in ("first", "second"):
-        with pytest.raises(OSError), Trace(observe, tmp_path / name) as trace:
+        with pytest.raises(OSError), Trace(profile, tmp_path / name) as trace:
             with trace.step(0, ()):
                 raise OSError
         assert files(tmp_path / name)
@@ -79,8 +79,8 @@ def test_an_error_inside_the_window_ends_the_trace(tmp_path):
 @pytest.mark.parametrize("edge", [1, 2], ids=["start", "end"])
 def test_earlier_work_ends_before_an_edge_of_the_window(edge, tmp_path):
     """Fails if the recording starts or ends in the middle of a step."""
-    observe = schema.Observe(profile_start_step=1, profile_num_steps=1)
-    with Trace(observe, tmp_path) as trace:
+    profile = schema.Profile(start_step=1, num_steps=1)
+    with Trace(profile, tmp_path) as trace:
         for step in range(edge):
             trace.step(step, ())
         pending = start_gated(threading.Event(), patience_seconds=0.3)

@@ -339,10 +339,11 @@ def _sinks(config: schema.Config, num_devices: int) -> Iterator[Problem]:
 
 def _profile(config: schema.Config, num_devices: int) -> Iterator[Problem]:
     """Yields a profile that starts after the last step."""
-    start, field = config.observe.profile_start_step, "observe.profile_start_step"
-    if start > config.num_steps:
-        problem = f"is beyond num_steps={config.num_steps}"
-        yield Problem(field, start, problem, f"use at most {config.num_steps}")
+    profile, last = config.observe.profile, config.num_steps
+    if profile and profile.start_step > last:
+        field, start = "observe.profile.start_step", profile.start_step
+        problem = f"is beyond num_steps={last}"
+        yield Problem(field, start, problem, f"use at most {last}")
 
 
 def _processes(config: schema.Config, num_devices: int) -> Iterator[Problem]:

@@ -39,7 +39,6 @@ def effect_problems(config: schema.Config, num_devices: int) -> Iterator[Problem
     yield from _reduction(config)
     yield from _patience(config)
     yield from _project(config)
-    yield from _profile(config)
     yield from _processes(config)
 
 
@@ -152,15 +151,6 @@ def _project(config: schema.Config) -> Iterator[Problem]:
         problem = "has no effect without a sink that has projects"
         remedy = f"leave it at {default!r}, or add 'wandb' or 'mlflow' to observe.sinks"
         yield Problem("observe.project", value, problem, remedy)
-
-
-def _profile(config: schema.Config) -> Iterator[Problem]:
-    """Yields a number of profiled steps without a profile."""
-    value, default = _value_and_default(config, "observe.profile_num_steps")
-    if value != default and config.observe.profile_start_step == -1:
-        problem = "has no effect with observe.profile_start_step=-1"
-        remedy = f"leave it at {default}, or set observe.profile_start_step"
-        yield Problem("observe.profile_num_steps", value, problem, remedy)
 
 
 def _processes(config: schema.Config) -> Iterator[Problem]:

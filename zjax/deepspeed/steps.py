@@ -196,7 +196,7 @@ def _convert_recomputation(found: Conversion) -> None:
 
 SINKS = {"tensorboard": "tensorboard", "wandb": "wandb", "csv_monitor": "csv"}
 NO_EFFECT = {
-    "wall_clock_breakdown": "metrics have the seconds of a step; see observe.profile_*",
+    "wall_clock_breakdown": "metrics have the seconds of a step; see observe.profile",
     "memory_breakdown": "zjax plan prints the memory of every array",
     "dump_state": "zjax train prints its settings",
     "log_level": "absl flags set it, as --verbosity=1",
@@ -212,7 +212,7 @@ NO_EFFECT = {
 """Reasons why keys are not needed."""
 SECTIONS = {
     "comms_logger": "zjax plan --collectives lists what a step sends",
-    "flops_profiler": "metrics have mfu; observe.profile_start_step takes a trace",
+    "flops_profiler": "metrics have mfu; observe.profile takes a trace",
     "timers": "metrics have the seconds of each step",
     "checkpoint": "a checkpoint opens on any mesh",
     "compile": "XLA compiles the step",

@@ -126,22 +126,23 @@ def _signature(leaf: Any) -> str:
 
 
 class Trace:
-    """Profiles the steps from `observe.profile_start_step` on.
+    """Profiles the steps from `observe.profile.start_step` on.
 
     Enter the context around the loop, so that a run that ends inside the window closes
     the trace.
 
     Args:
-        observe: Window of steps; a start of -1 records nothing.
+        profile: Window of steps; None records nothing.
         directory: Directory of the run; the trace goes to `<directory>/trace`.
     """
 
     def __init__(
-        self, observe: schema.Observe, directory: str | os.PathLike[str]
+        self, profile: schema.Profile | None, directory: str | os.PathLike[str]
     ) -> None:
-        start = observe.profile_start_step
-        stop = start + observe.profile_num_steps
-        self._window = range(start, stop) if start >= 0 else range(0)
+        self._window = range(0)
+        if profile:
+            start = profile.start_step
+            self._window = range(start, start + profile.num_steps)
         self._running = False
         self.path = pathlib.Path(directory) / "trace"
 

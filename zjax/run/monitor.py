@@ -84,7 +84,7 @@ class Monitor:
             num_steps=config.num_steps,
             last_step=last_step,
         )
-        self._trace = Trace(config.observe, self._directory)
+        self._trace = Trace(config.observe.profile, self._directory)
         self._compiles = CompileReport()
         self._throughput = _make_throughput(config, rows_per_step, num_devices)
         self.known_step = last_step

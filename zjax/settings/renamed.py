@@ -45,6 +45,8 @@ MOVED: dict[str, Moved] = {
         *("min_momentum", "max_momentum", "momentum_decay_rate"),
     ),
     "lora.block_size": Moved("lora.quantize.block_size"),
+    "observe.profile_start_step": Moved("observe.profile.start_step"),
+    "observe.profile_num_steps": Moved("observe.profile.num_steps"),
 }
 """Places of settings by old paths."""
 
@@ -61,6 +63,7 @@ SWITCHES: dict[str, tuple[Any, ...]] = {
     "distill.teacher": ("",),
     "layer_drop.theta": (1.0, 1),
     "lora.rank": (0,),
+    "observe.profile.start_step": (-1,),
 }
 """Old values of settings that stood for a section of None."""
 
@@ -82,12 +85,15 @@ def moved(
             found |= below
             if inner or path not in SECTIONS:
                 kept[name] = inner
+            continue
+        new = _place(path)
         # Types are compared as well: False == 0, but False is refused.
-        elif (type(value), value) in [(type(x), x) for x in SWITCHES.get(path, ())]:
-            off = path.rpartition(".")[0]
+        offs = [(type(x), x) for x in SWITCHES.get(new.path, ())]
+        if (type(value), value) in offs:
+            off = new.path.rpartition(".")[0]
             _tell(f"{path}={value!r}", f"{off}=None")
             found[off] = None
-        elif new := _place(path):
+        elif new.path != path:
             _tell(path, new.path)
             is_known = isinstance(value, bool | int | str) and value in new.values
             found[new.path] = new.values[value] if is_known else value
@@ -97,12 +103,12 @@ def moved(
     return kept, dict(sorted(found.items(), key=lambda item: item[1] is None))
 
 
-def _place(path: str) -> Moved | None:
-    """Place of a setting under an old name, or in a section that moved."""
+def _place(path: str) -> Moved:
+    """Place of a setting, which may have an old name or stand in a moved section."""
     if path in MOVED:
         return MOVED[path]
     section, _, name = path.rpartition(".")
-    return Moved(f"{SECTIONS[section]}.{name}") if section in SECTIONS else None
+    return Moved(f"{SECTIONS[section]}.{name}" if section in SECTIONS else path)
 
 
 @functools.cache  # once per process

@@ -1198,6 +1198,15 @@ class Distill:
 
 
 @section
+class Profile:
+    """Trace of some steps by jax.profiler, under `<directory>/trace`."""
+
+    start_step: Count = 10
+    """First step of the trace, from 1 on."""
+    num_steps: Count = 3
+
+
+@section
 class Observe:
     """Metrics, plots and profiles of a run."""
 
@@ -1209,9 +1218,7 @@ class Observe:
     log_every_steps: Count = 10
     plot: bool = True
     """Saves a picture of loss and speed at the end."""
-    profile_start_step: Step = -1
-    """First step, from 1 on, of a jax.profiler trace; -1 takes none."""
-    profile_num_steps: Count = 3
+    profile: Profile | None = None
     peak_tflops: NonNegative = 0.0
     """Peak of one device for MFU; 0 looks it up by device name."""
 
