@@ -154,7 +154,7 @@ def test_the_best_of_what_is_kept_is_not_the_best_without_a_word(tmp_path, caplo
     assert caplog.messages == [
         "--step=best takes step 3, the best checkpoint that is kept: the lowest "
         "eval_loss of the run was 28.5 at step 1, which was not saved or not kept; set "
-        "evaluation.patience, which saves at each new best, or make "
+        "evaluation.early_stopping, which saves at each new best, or make "
         "checkpoint.every_steps divide evaluation.every_steps"
     ]
 

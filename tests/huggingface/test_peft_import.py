@@ -168,7 +168,7 @@ def test_saved_modules_that_are_not_apart_are_refused(tmp_path):
     names = ["wte", "attn"]
     saved = find_saved(names, config.model, "gpt2")
     with pytest.raises(ConfigError) as caught:
-        check_saved(names, saved, config, tmp_path)
+        check_saved(names, saved, config.lora, config.model, tmp_path)
     start, remedy = (
         f"modules_to_save={names} of {tmp_path}",
         "use an adapter without it",

@@ -15,9 +15,11 @@ from zjax.errors import ConfigError, OutputError, Problem
 from zjax.observe.delivery import Delivery
 from zjax.observe.sinks import JsonLines
 from zjax.run.ending import Patience, ask_all
-from zjax.settings.schema import Evaluation
+from zjax.settings.schema import EarlyStopping
 
 EACH = ("num_steps=6", "evaluation.every_steps=1", "checkpoint.every_steps=0")
+STOPPING = "evaluation.early_stopping"
+PATIENCE = f"{STOPPING}.patience"
 
 
 def fit(directory, *overrides, **given):
@@ -29,16 +31,16 @@ def fit(directory, *overrides, **given):
 
 def test_a_run_ends_once_its_loss_no_longer_falls(tmp_path, capsys):
     """Fails if the run goes on, loses its best step, or counts anew if it continues."""
-    trainer = fit(tmp_path, "evaluation.patience=2", "checkpoint.keep_last=1")
+    trainer = fit(tmp_path, f"{PATIENCE}=2", "checkpoint.keep_last=1")
     assert (trainer.step, trainer.exit_status, trainer.store.steps()) == (3, 0, (1, 3))
     assert trainer.store.best() == 1
     assert (
         "stopped at step 3: eval_loss was 28.5 at step 1 and not below 28.5 in 2 "
         f"evaluations since\ncheckpoint: {tmp_path}/checkpoints/3\nraise "
-        "evaluation.patience to go on\n"
+        "evaluation.early_stopping.patience to go on\n"
     ) in capsys.readouterr().out
-    assert fit(tmp_path, "evaluation.patience=2").step == 3
-    assert fit(tmp_path, "evaluation.patience=3").step == 4
+    assert fit(tmp_path, f"{PATIENCE}=2").step == 3
+    assert fit(tmp_path, f"{PATIENCE}=3").step == 4
     assert fit(tmp_path).step == 6
     assert "done at step 6\n" in capsys.readouterr().out
 
@@ -46,13 +48,16 @@ def test_a_run_ends_once_its_loss_no_longer_falls(tmp_path, capsys):
 def test_a_loss_that_falls_enough_ends_nothing(tmp_path):
     """Fails if evaluations count in total, or any decrease is enough."""
     falls = {"tx": optax.sgd(10.0), "batches": [{"x": np.ones(8, np.float32)}] * 6}
-    assert fit(tmp_path / "a", "evaluation.patience=1", **falls).step == 6
-    by_much = ("evaluation.patience=1", "evaluation.min_improvement=100")
+    assert fit(tmp_path / "a", f"{PATIENCE}=1", **falls).step == 6
+    by_much = (
+        f"{PATIENCE}=1",
+        f"{STOPPING}.min_improvement=100",
+    )
     assert fit(tmp_path / "b", *by_much, **falls).step == 2
 
 
 def test_a_loss_that_is_never_finite_ends_the_run_too():
-    patience = Patience(Evaluation(patience=2))
+    patience = Patience(EarlyStopping(patience=2))
     for step in (1, 2):
         assert not patience.reason
         patience.count(step, float("nan"))
@@ -61,9 +66,10 @@ def test_a_loss_that_is_never_finite_ends_the_run_too():
 
 def test_early_stopping_needs_evaluation_data(tmp_path):
     with pytest.raises(ConfigError) as error:
-        fit(tmp_path, "evaluation.patience=2", evaluation_batches=None)
+        fit(tmp_path, f"{PATIENCE}=2", evaluation_batches=None)
     assert str(error.value) == (
-        "evaluation.patience=2 has no evaluation data; give evaluation_batches"
+        "evaluation.early_stopping.patience=2 has no evaluation data; give "
+        "evaluation_batches"
     )
 
 
@@ -71,18 +77,12 @@ def test_early_stopping_needs_evaluation_data(tmp_path):
     ("overrides", "num_devices", "message"),
     [
         case(
-            "evaluation.patience=2;evaluation.every_steps=0;evaluation.num_batches=0",
-            "evaluation.patience=2 has no effect with evaluation.every_steps=0; leave "
-            "it at 0, or set evaluation.every_steps\n"
-            "evaluation.patience=2 has no effect with evaluation.num_batches=0; leave "
-            "it at 0, or set evaluation.num_batches",
+            "evaluation.early_stopping.patience=2;evaluation.every_steps=0;evaluation.num_batches=0",
+            "evaluation.early_stopping.patience=2 has no effect with "
+            "evaluation.every_steps=0; leave it out, or set evaluation.every_steps\n"
+            "evaluation.early_stopping.patience=2 has no effect with "
+            "evaluation.num_batches=0; leave it out, or set evaluation.num_batches",
             id="patience-without-evaluations",
-        ),
-        case(
-            "evaluation.min_improvement=0.1",
-            "evaluation.min_improvement=0.1 has no effect with evaluation.patience=0; "
-            "leave it at 0.0, or set evaluation.patience",
-            id="improvement-without-patience",
         ),
         case(
             "precision.on_nonfinite=stop;precision.max_skipped_in_a_row=3",
@@ -92,9 +92,9 @@ def test_early_stopping_needs_evaluation_data(tmp_path):
             id="skipped-without-skipping",
         ),
         case(
-            "evaluation.patience=-1;precision.max_skipped_in_a_row=0",
+            "evaluation.early_stopping.patience=-1;precision.max_skipped_in_a_row=0",
             "precision.max_skipped_in_a_row=0 is out of range; use 1 or more\n"
-            "evaluation.patience=-1 is out of range; use 0 or more",
+            "evaluation.early_stopping.patience=-1 is out of range; use 1 or more",
             id="out-of-range",
         ),
         case(

@@ -347,14 +347,14 @@ def test_bad_input_is_refused_before_anything_compiles():
     with pytest.raises(ConfigError) as error:
         settings = {
             "precision": {"on_nonfinite": "stop"},
-            "evaluation": {"patience": 2},
+            "evaluation": {"early_stopping": {"patience": 2}},
         }
         zjax.initialize(Tied, optax.sgd(0.1), squared_error, batch, settings)
     assert str(error.value) == (
         "precision.on_nonfinite='stop' is read by zjax.Trainer alone; look at "
         "metrics['skipped_steps'], or leave it at 'skip'\n"
-        "evaluation.patience=2 is read by zjax.Trainer alone; call run.evaluate, or "
-        "leave it at 0"
+        "evaluation.early_stopping.patience=2 is read by zjax.Trainer alone; call "
+        "run.evaluate, or leave it out"
     )
     with pytest.raises(ConfigError) as error:
         settings = {"precision": {"max_skipped_in_a_row": 5}}

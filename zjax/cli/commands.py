@@ -119,8 +119,8 @@ def _report_unsaved_best(store: Store, best: int) -> None:
         return
     text = "--step=best takes step %s, the best checkpoint that is kept: the lowest "
     text += "eval_loss of the run was %.6g at step %s, which was not saved or not "
-    text += "kept; set evaluation.patience, which saves at each new best, or make "
-    text += "checkpoint.every_steps divide evaluation.every_steps"
+    text += "kept; set evaluation.early_stopping, which saves at each new best, or "
+    text += "make checkpoint.every_steps divide evaluation.every_steps"
     logging.warning(text, best, lowest[1], lowest[0])
 
 

@@ -37,7 +37,7 @@ def effect_problems(config: schema.Config, num_devices: int) -> Iterator[Problem
     yield from _moments(config)
     yield from _vectors(config)
     yield from _reduction(config)
-    yield from _patience(config)
+    yield from _early_stopping(config.evaluation)
     yield from _project(config)
     yield from _processes(config)
 
@@ -128,20 +128,15 @@ def _reduction(config: schema.Config) -> Iterator[Problem]:
         yield Problem("precision.reduce_dtype", "float32", problem, remedy)
 
 
-def _patience(config: schema.Config) -> Iterator[Problem]:
+def _early_stopping(given: schema.Evaluation) -> Iterator[Problem]:
     """Yields early stopping without evaluation."""
-    given = config.evaluation
     for name in ("every_steps", "num_batches"):
-        if given.patience and not getattr(given, name):
+        if given.early_stopping and not getattr(given, name):
+            patience = given.early_stopping.patience
             problem = f"has no effect with evaluation.{name}=0"
-            remedy = f"leave it at 0, or set evaluation.{name}"
-            yield Problem("evaluation.patience", given.patience, problem, remedy)
-    if given.min_improvement and not given.patience:
-        problem = "has no effect with evaluation.patience=0"
-        remedy = "leave it at 0.0, or set evaluation.patience"
-        yield Problem(
-            "evaluation.min_improvement", given.min_improvement, problem, remedy
-        )
+            remedy = f"leave it out, or set evaluation.{name}"
+            field = "evaluation.early_stopping.patience"
+            yield Problem(field, patience, problem, remedy)
 
 
 def _project(config: schema.Config) -> Iterator[Problem]:

@@ -18,7 +18,7 @@ from jax.experimental import multihost_utils
 
 from zjax.checkpoint.store import Store
 from zjax.errors import CheckpointError, ConfigError, Problem
-from zjax.settings.schema import Evaluation
+from zjax.settings.schema import EarlyStopping
 from zjax.train.state import TrainState
 from zjax.typing import Batch, Metrics
 
@@ -98,19 +98,19 @@ def _name(function: object) -> str:
 
 KEY = "patience"
 """Name of the counters of `Patience` in a checkpoint's `extra`."""
-REMEDY = "raise evaluation.patience to go on"
+REMEDY = "raise evaluation.early_stopping.patience to go on"
 
 
 class Patience:
     """Counts evaluations in a row that did not improve on the best one.
 
     Args:
-        evaluation: Settings; `patience` and `min_improvement` are read.
+        settings: Evaluations and decrease that count; None never ends a run.
         saved: Counters from a checkpoint, as `state` returned them; None for a new
             run.
 
     Example:
-        >>> patience = Patience(Evaluation(patience=2, min_improvement=0.1))
+        >>> patience = Patience(EarlyStopping(patience=2, min_improvement=0.1))
         >>> for step, loss in ((10, 3.0), (20, 2.95), (30, math.nan)):
         ...     _ = patience.count(step, loss)
         >>> patience.reason
@@ -119,9 +119,14 @@ class Patience:
         (20, 2.95)
     """
 
-    def __init__(self, evaluation: Evaluation, saved: Mapping[str, Any] | None = None):
+    def __init__(
+        self,
+        settings: EarlyStopping | None,
+        saved: Mapping[str, Any] | None = None,
+    ):
         saved = saved or {}
-        self._evaluation = evaluation
+        self._limit = settings.patience if settings else math.inf
+        self._min_improvement = settings.min_improvement if settings else 0.0
         self._best: float | None = saved.get("best")
         self._best_step = int(saved.get("best_step", 0))
         self._num_without = int(saved.get("num_without", 0))
@@ -135,7 +140,7 @@ class Patience:
         improvement.
         """
         best = math.inf if self._best is None else self._best
-        if loss < best - self._evaluation.min_improvement:
+        if loss < best - self._min_improvement:
             self._best, self._best_step, self._num_without = loss, step, 0
         else:
             self._num_without += 1
@@ -147,13 +152,12 @@ class Patience:
     @property
     def reason(self) -> str:
         """Why the run should end; empty if it should not."""
-        limit = self._evaluation.patience
-        if not limit or self._num_without < limit:
+        if self._num_without < self._limit:
             return ""
         number = f"{self._num_without} evaluations"
         if self._best is None:
             return f"eval_loss was not finite in {number}"
-        bound = self._best - self._evaluation.min_improvement
+        bound = self._best - self._min_improvement
         return (
             f"eval_loss was {self._best:.6g} at step {self._best_step} and not below "
             f"{bound:.6g} in {number} since"

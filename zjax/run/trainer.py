@@ -183,7 +183,8 @@ class Trainer:
         self._schedule = TrainingSchedule(
             self.config, self.run.mesh.size, self.loader.shape_at
         )
-        self._patience = Patience(self.config.evaluation)
+        stopping = self.config.evaluation.early_stopping
+        self._patience = Patience(stopping)
         self._position: Any = None
         """Position of the loader from a checkpoint, until the loader moves there."""
         if start:
@@ -191,7 +192,7 @@ class Trainer:
             self._position = extra.get("data", {})
             if step is None:
                 self._move_loader()
-            self._patience = Patience(self.config.evaluation, extra.get(PATIENCE))
+            self._patience = Patience(stopping, extra.get(PATIENCE))
         self._evaluation = data.find_evaluation(
             self.config, self.run.batch_placement, batches, evaluation_batches
         )
@@ -378,9 +379,8 @@ class Trainer:
     @property
     def _saves_best(self) -> bool:
         """Whether a run with early stopping stores the best evaluation's weights."""
-        return bool(
-            self.config.evaluation.patience and self.config.checkpoint.keep_best
-        )
+        stopping = self.config.evaluation.early_stopping
+        return bool(stopping and self.config.checkpoint.keep_best)
 
     def _count_evaluation(self, step: int) -> bool:
         """Counts the evaluation of a step; returns whether no loss was lower yet."""
@@ -600,11 +600,11 @@ def _checked(
     problems = _mismatches(model, batches, config)
     problems += data.batches_problems("batches", batches)
     problems += data.batches_problems("evaluation_batches", evaluation_batches)
-    if config.evaluation.patience and batches is not None:
-        if evaluation_batches is None:
-            problem, remedy = "has no evaluation data", "give evaluation_batches"
-            value = config.evaluation.patience
-            problems += [Problem("evaluation.patience", value, problem, remedy)]
+    stopping = config.evaluation.early_stopping
+    if stopping and batches is not None and evaluation_batches is None:
+        problem, remedy = "has no evaluation data", "give evaluation_batches"
+        field, value = "evaluation.early_stopping.patience", stopping.patience
+        problems += [Problem(field, value, problem, remedy)]
     if problems:
         raise ConfigError(*problems)
     if tx is not None:

@@ -109,12 +109,11 @@ def _log_unread(config: schema.Config) -> None:
 def _read_by_trainer(config: schema.Config) -> list[Problem]:
     """Lists settings that only `zjax.Trainer` reads."""
     policy, limit = config.precision.on_nonfinite, config.precision.max_skipped_in_a_row
-    default, patience = (
-        schema.Precision().max_skipped_in_a_row,
-        config.evaluation.patience,
-    )
+    default = schema.Precision().max_skipped_in_a_row
+    stopping = config.evaluation.early_stopping
+    patience = stopping and stopping.patience
     look = "look at metrics['skipped_steps'], or leave it at"
-    evaluate = "call run.evaluate, or leave it at 0"
+    evaluate = "call run.evaluate, or leave it out"
     unread = (
         (policy == "stop", "precision.on_nonfinite", policy, f"{look} 'skip'"),
         (
@@ -123,7 +122,12 @@ def _read_by_trainer(config: schema.Config) -> list[Problem]:
             limit,
             f"{look} {default}",
         ),
-        (patience > 0, "evaluation.patience", patience, evaluate),
+        (
+            stopping is not None,
+            "evaluation.early_stopping.patience",
+            patience,
+            evaluate,
+        ),
     )
     return [
         Problem(field, value, "is read by zjax.Trainer alone", remedy)

@@ -45,6 +45,7 @@ MOVED: dict[str, Moved] = {
         *("min_momentum", "max_momentum", "momentum_decay_rate"),
     ),
     "lora.block_size": Moved("lora.quantize.block_size"),
+    **_moved("evaluation", "evaluation.early_stopping", "patience", "min_improvement"),
     "observe.profile_start_step": Moved("observe.profile.start_step"),
     "observe.profile_num_steps": Moved("observe.profile.num_steps"),
 }
@@ -63,6 +64,7 @@ SWITCHES: dict[str, tuple[Any, ...]] = {
     "distill.teacher": ("",),
     "layer_drop.theta": (1.0, 1),
     "lora.rank": (0,),
+    "evaluation.early_stopping.patience": (0,),
     "observe.profile.start_step": (-1,),
 }
 """Old values of settings that stood for a section of None."""

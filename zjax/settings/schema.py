@@ -1088,6 +1088,16 @@ class LayerDrop:
 
 
 @section
+class EarlyStopping:
+    """End of a run whose validation loss no longer falls."""
+
+    patience: Count = 3
+    """Evaluations in a row without a lower loss that end the run."""
+    min_improvement: NonNegative = 0.0
+    """Least decrease of the best loss that counts as lower."""
+
+
+@section
 class Evaluation:
     """Loss on held-out data during training."""
 
@@ -1096,10 +1106,7 @@ class Evaluation:
     num_batches: Annotated[int, at_least(-1)] = 8
     """Most batches of `global_batch_size` rows, the same for every seed and each row
     once; -1 takes all rows, and 0 never evaluates."""
-    patience: Natural = 0
-    """Evaluations in a row without a lower loss that end the run early; 0 is never."""
-    min_improvement: NonNegative = 0.0
-    """Least decrease of the best loss that counts as lower."""
+    early_stopping: EarlyStopping | None = None
 
 
 @section
@@ -1111,7 +1118,7 @@ class Checkpoint:
     keep_last: Count = 2
     keep_best: Natural = 1
     """Checkpoints of lowest validation loss to keep besides the last. With
-    `evaluation.patience` a run also saves at each new lowest loss."""
+    `evaluation.early_stopping` a run also saves at each new lowest loss."""
     resume: Literal["auto", "never", "required"] = "auto"
     """Whether to continue a run found in the directory."""
     init_from: str = ""
