@@ -11,9 +11,10 @@ def latent_problems(config: schema.Config, num_devices: int) -> Iterator[Problem
     """Yields settings that contradict `model.latent`.
 
     Example:
-        >>> model = schema.Model(positions="rotary", rotary_size=4, use_bias=False)
         >>> latent = schema.Latent(plain_size=8, value_size=13)
-        >>> model = dataclasses.replace(model, latent=latent)
+        >>> model = schema.Model(
+        ...     positions="rotary", rotary_size=4, use_bias=False, latent=latent
+        ... )
         >>> print(*latent_problems(schema.Config(model=model), 1))
         model.latent.value_size=13 exceeds model.head_size=12; use at most 12
     """
