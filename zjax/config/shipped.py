@@ -2,7 +2,6 @@
 
 import difflib
 import math
-import operator
 import os
 import pathlib
 import re
@@ -13,7 +12,7 @@ from absl import logging
 
 from zjax.config import check, effect
 from zjax.errors import ConfigError, Problem
-from zjax.settings import axes, convert, derived, schema
+from zjax.settings import axes, choices, convert, derived, schema
 
 _PACKAGE = pathlib.Path(__file__).parents[1]
 # Installed packages hold the configs; in a checkout the folder lies beside zjax.
@@ -93,7 +92,11 @@ def give_way(
         merged = _without(merged, dropped)
         for field in sorted(dropped):
             other, text = named[field], "%s=%r of %s gives way and is %r: %s=%r %s"
-            values = _value(config, field), name, _value(without, field)
+            values = (
+                choices.value_at(config, field),
+                name,
+                choices.value_at(without, field),
+            )
             logging.warning(
                 text, field, *values, other.field, other.value, other.problem
             )
@@ -115,9 +118,9 @@ def _without_unread(
 def _follows(config: schema.Config, defaults: schema.Config, field: str) -> bool:
     """Whether a setting would be derived or unread, with another value than now."""
     unread = {problem.field for problem in effect.effect_problems(config, 1)}
-    default = _value(defaults, field)
+    default = choices.value_at(defaults, field)
     follows = field in unread or field in _SIZES or derived.is_derived(default)
-    return follows and default != _value(config, field)
+    return follows and default != choices.value_at(config, field)
 
 
 def _named_in_problems(config: schema.Config) -> Iterator[tuple[str, Problem]]:
@@ -173,8 +176,3 @@ def _without(values: Mapping[str, Any], fields: Iterable[str]) -> dict[str, Any]
         for name, value in values.items()
         if inner.get(name) != [""]
     }
-
-
-def _value(config: schema.Config, field: str) -> Any:
-    """Value of a setting by path."""
-    return operator.attrgetter(field)(config)
