@@ -42,7 +42,7 @@ def write_dense(shape, directory):
 def make_config(shape, path, moe, *overrides, **sections):
     config = schema.Config(
         global_batch_size=8,
-        model=dataclasses.replace(shape, moe=schema.MoE(**moe)),
+        model=dataclasses.replace(shape, moe=schema.TokenChoice(**moe)),
         data=schema.Data(source="synthetic"),
         precision=schema.Precision(compute_dtype="float32"),
         checkpoint=schema.Checkpoint(init_from=str(path)),
@@ -132,7 +132,7 @@ def test_noise_makes_experts_differ_in_the_same_way_on_any_devices(tmp_path):
 
 def test_noise_for_the_experts_of_a_mixture_is_refused(tmp_path):
     moe = {"num_experts": 2}
-    shape = dataclasses.replace(GPT, moe=schema.MoE(**moe))
+    shape = dataclasses.replace(GPT, moe=schema.TokenChoice(**moe))
     path, _ = write_dense(shape, tmp_path)
     config = make_config(GPT, path, moe, "checkpoint.expert_noise=0.1")
     with pytest.raises(ConfigError) as error:
@@ -195,7 +195,7 @@ NEW = {
         growth.upcycled,
         (
             dataclasses.replace(
-                GPT, embed_size=2, mlp_size=5, moe=schema.MoE(num_experts=4)
+                GPT, embed_size=2, mlp_size=5, moe=schema.TokenChoice(num_experts=4)
             ),
             schema.Checkpoint(),
             0,

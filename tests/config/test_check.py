@@ -54,13 +54,13 @@ MESH = [
     ),
     case(
         "mesh.pipeline=2;mesh.expert=2",
-        "mesh.expert=2 splits experts, and model.moe.num_experts=0; use 1, or set "
+        "mesh.expert=2 splits experts, and model.moe=None has none; use 1, or set "
         "model.moe.num_experts",
         id="expert",
     ),
     case(
         "mesh.expert=-1;mesh.data=1",
-        "mesh.expert=-1 splits experts, and model.moe.num_experts=0; use 1, or set "
+        "mesh.expert=-1 splits experts, and model.moe=None has none; use 1, or set "
         "model.moe.num_experts",
         id="expert-as-the-rest",
     ),
@@ -165,7 +165,7 @@ TRAINING = [
     ),
     case(
         "checkpoint.init_from=w.safetensors;checkpoint.expert_noise=0.1",
-        "checkpoint.expert_noise=0.1 has no effect with model.moe.num_experts=0; leave "
+        "checkpoint.expert_noise=0.1 has no effect with model.moe=None; leave "
         "it at 0.0",
         id="noise-without-experts",
     ),

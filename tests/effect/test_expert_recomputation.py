@@ -8,11 +8,11 @@ from tests.support import tensor
 from zjax.observe.collectives import list_collectives, mesh_axes
 from zjax.settings import schema
 
-MOE = schema.MoE(num_experts=8, drop="position", min_capacity=1)
+MOE = schema.TokenChoice(num_experts=8, drop="position", min_capacity=1)
 MODEL = dataclasses.replace(
     tensor.GPT, num_layers=1, embed_size=16, mlp_size=32, vocab_size=64, moe=MOE
 )
-DROPLESS = dataclasses.replace(MODEL, moe=schema.MoE(num_experts=8))
+DROPLESS = dataclasses.replace(MODEL, moe=schema.TokenChoice(num_experts=8))
 
 
 def exchanges(model, remat, mesh, stage):

@@ -40,7 +40,7 @@ def units(num_microbatches=8, ways=None, remat="elementwise", **settings):
             remat=remat,
             activation_memory=memory,
             mlp_chunk_tokens=chunk_tokens,
-            moe=schema.MoE(**moe),
+            moe=schema.TokenChoice(**moe) if moe else None,
             **attention,
         ),
         data=schema.Data(length=LENGTH),

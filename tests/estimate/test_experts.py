@@ -19,7 +19,7 @@ from zjax.settings.axes import axis_sizes
 from zjax.settings.batch import resolve_batch
 
 MESH = schema.Mesh(data=2, expert=4)
-DROPPING = schema.MoE(num_experts=8, top_k=2, drop="position", min_capacity=1)
+DROPPING = schema.TokenChoice(num_experts=8, top_k=2, drop="position", min_capacity=1)
 
 
 def make_config(moe, mesh=MESH, **model):
@@ -57,7 +57,7 @@ def test_the_plan_tells_each_exchange_and_why(tmp_path):
     ("moe", "ops"),
     [
         (DROPPING, {"all-to-all"}),
-        (schema.MoE(num_experts=8, top_k=2), {"all-gather", "reduce-scatter"}),
+        (schema.TokenChoice(num_experts=8, top_k=2), {"all-gather", "reduce-scatter"}),
     ],
     ids=["all-to-all", "all-gather"],
 )
@@ -74,7 +74,7 @@ def test_the_program_sends_what_the_plan_says(moe, ops):
 
 def test_memory_grows_with_the_rows_that_may_arrive():
     """Fails if the plan counts the rows of an even load alone."""
-    moe = schema.MoE(num_experts=8, top_k=2)
+    moe = schema.TokenChoice(num_experts=8, top_k=2)
     alone, split = (
         make_config(moe, mesh, remat="none") for mesh in (schema.Mesh(), MESH)
     )

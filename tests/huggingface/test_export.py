@@ -187,7 +187,9 @@ def test_a_failed_export_leaves_nothing(store, tmp_path, monkeypatch):
         ),
         (
             dataclasses.replace(
-                language.LLAMA, attention="sparse", moe=schema.MoE(num_experts=2)
+                language.LLAMA,
+                attention="sparse",
+                moe=schema.TokenChoice(num_experts=2),
             ),
             [
                 "model.moe.top_k=1 is 2 in mixtral",

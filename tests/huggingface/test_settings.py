@@ -578,7 +578,7 @@ def test_settings_of_experts(tmp_path):
     """Fails if a token is dropped, or weights add up where they do not."""
     assert golden.settings_of("qwen3_moe")["moe"] == {
         "num_experts": 4,
-        "choice": "tokens",
+        "kind": "token_choice",
         "top_k": 3,
         "every": 1,
         "first_dense": 1,

@@ -66,7 +66,7 @@ def test_loss_is_cut_by_the_batch_axes_of_the_mesh_in_use(batch_size, expected):
 @pytest.mark.parametrize("shape", [language.GPT, language.BERT], ids=["gpt", "bert"])
 def test_strict_promotion_holds_for_users_alone(shape):
     """Fails if a built-in model, its loss or optimizer is traced by strict rules."""
-    moe = schema.MoE(num_experts=2)
+    moe = schema.TokenChoice(num_experts=2)
     model = dataclasses.replace(shape, moe=moe)
     config = schema.Config(model=model, data=schema.Data(length=8))
     with jax.numpy_dtype_promotion("strict"):

@@ -20,7 +20,7 @@ from zjax.stack.forward import named_totals
 PYRAMID = FOUR["pyramid-behind-a-dense-one"]
 BIASED = dataclasses.replace(
     FOUR["every-second"],
-    moe=schema.MoE(
+    moe=schema.TokenChoice(
         num_experts=4, every=2, scores="sigmoid", bias_rate=0.1, drop="position"
     ),
 )

@@ -40,7 +40,7 @@ QWEN3_30B = dataclasses.replace(
     head_size=128,
     query_key_norm=True,
     vocab_size=151_936,
-    moe=schema.MoE(num_experts=128, top_k=8, expert_size=768),
+    moe=schema.TokenChoice(num_experts=128, top_k=8, expert_size=768),
 )
 DEEPSEEK_V3 = dataclasses.replace(
     LLAMA_8B,
@@ -52,7 +52,7 @@ DEEPSEEK_V3 = dataclasses.replace(
     rotary_size=64,
     vocab_size=129_280,
     latent=schema.Latent(key_rank=512, query_rank=1536, plain_size=128, value_size=128),
-    moe=schema.MoE(
+    moe=schema.TokenChoice(
         num_experts=256,
         top_k=8,
         first_dense=3,
@@ -85,7 +85,7 @@ SMALL = schema.Model(
     num_layers=2, embed_size=24, mlp_size=40, num_heads=4, num_kv_heads=2, vocab_size=11
 )
 
-MOE = schema.MoE(
+MOE = schema.TokenChoice(
     num_experts=(3, 5),
     expert_size=8,
     num_shared=2,

@@ -26,7 +26,7 @@ from zjax.settings import schema
 from zjax.settings.mixture import describe_future
 from zjax.sharding.mesh import make_mesh
 
-PLAIN = schema.MoE(num_experts=4, top_k=2, balance_loss=0.1, z_loss=0.03)
+PLAIN = schema.TokenChoice(num_experts=4, top_k=2, balance_loss=0.1, z_loss=0.03)
 LAYERS = {
     "top-2": (language.GPT, PLAIN),
     "residual-drops": (
@@ -35,9 +35,8 @@ LAYERS = {
     ),
     "expert-choice": (
         language.GPT,
-        schema.MoE(
+        schema.ExpertChoice(
             num_experts=4,
-            choice="experts",
             eval_capacity_factor=0.75,
             min_capacity=1,
             z_loss=0.03,
@@ -72,7 +71,9 @@ FOUR = {
 def make_layer(config, moe):
     """With weights large enough to matter."""
     config = dataclasses.replace(config, moe=moe)
-    layer = MixtureOfExperts(config, moe.num_experts, out_std=0.02, rngs=nnx.Rngs(0))
+    layer = MixtureOfExperts(
+        config, moe, moe.num_experts, out_std=0.02, rngs=nnx.Rngs(0)
+    )
     graph, state = nnx.split(layer)
     rng = np.random.default_rng(1)
 
@@ -101,7 +102,7 @@ def test_a_layer_is_a_loop_over_tokens(config, moe):
     expected, loss = reference.mixture(params, config, np.float64(x))
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(auxiliary.loss, loss, rtol=1e-5)
-    if moe.choice == "experts":
+    if isinstance(moe, schema.ExpertChoice):
         assert 0.1 < float(auxiliary.metrics["unchosen_fraction"]) < 0.8
         assert auxiliary.totals["load"].tolist() == [3, 3, 3, 3]
         return
@@ -178,7 +179,7 @@ def test_a_bias_stays_where_nothing_moves_it():
 
 def test_padding_uses_no_capacity():
     """Fails if the router counts tokens that the loss does not."""
-    moe = schema.MoE(num_experts=2, drop="position", min_capacity=1)
+    moe = schema.TokenChoice(num_experts=2, drop="position", min_capacity=1)
     layer, _ = make_layer(language.GPT, moe)
     x = make_stream().at[:, 1:].set(make_stream()[:1, :1])
     counts = jnp.zeros(x.shape[:2], bool).at[1].set(True)
@@ -197,7 +198,7 @@ def test_devices_count_by_their_tokens():
         "balance_loss": jnp.array([2.0, 1.0]),
         "load": jnp.array([[1, 0], [2, 1]]),
     }
-    moe = schema.MoE(num_experts=2, z_loss=0.5, balance_loss=0.25)
+    moe = schema.TokenChoice(num_experts=2, z_loss=0.5, balance_loss=0.25)
     found = mixture._auxiliary(numbers, moe)
     assert found.metrics == {"router_z_loss": 7.0, "balance_loss": 1.25}
     assert float(found.loss) == 0.5 * 7.0 + 0.25 * 1.25
@@ -207,7 +208,7 @@ def test_devices_count_by_their_tokens():
 def test_devices_draw_other_noise():
     """Fails if devices, or parts of a sequence, draw alike: equal tokens would have
     equal experts on all of them."""
-    moe = schema.MoE(num_experts=4, sampling="first")
+    moe = schema.TokenChoice(num_experts=4, sampling="first")
     layer, _ = make_layer(language.GPT, moe)
     mesh = make_mesh(schema.Mesh(data=4, sequence=2))
     tokens = NamedSharding(mesh, P("data", "sequence"))
@@ -245,7 +246,7 @@ def test_tokens_of_an_encoder_count_where_their_row_has_a_target():
 
 
 def test_jitter_moves_the_router_alone_and_only_while_training():
-    moe = schema.MoE(num_experts=4, jitter=0.5)
+    moe = schema.TokenChoice(num_experts=4, jitter=0.5)
     layer, _ = make_layer(language.GPT, moe)
     x, still = make_stream(), run(layer, make_stream())
     shaken = run(layer, x, key=jax.random.key(0))
@@ -259,7 +260,7 @@ def test_jitter_moves_the_router_alone_and_only_while_training():
 def test_router_is_initialised_as_in_switch():
     """A truncated normal of variance 0.1 / fan-in."""
     config = dataclasses.replace(language.GPT, embed_size=256, moe=PLAIN)
-    layer = MixtureOfExperts(config, 64, out_std=0.02, rngs=nnx.Rngs(0))
+    layer = MixtureOfExperts(config, PLAIN, 64, out_std=0.02, rngs=nnx.Rngs(0))
     kernel = layer.router.kernel[...]
     std = (0.1 / 256) ** 0.5
     np.testing.assert_allclose(jnp.std(kernel), std, rtol=0.02)
@@ -288,7 +289,7 @@ def test_generation_of_a_row_does_not_depend_on_others():
     np.testing.assert_array_equal(text[:1], alone)
 
 
-FUTURE = schema.MoE(num_experts=4, choice="experts")
+FUTURE = schema.ExpertChoice(num_experts=4)
 
 
 def test_experts_that_choose_tokens_write_no_text():
@@ -298,8 +299,8 @@ def test_experts_that_choose_tokens_write_no_text():
     with pytest.raises(ConfigError) as error:
         generate(model, tokens, max_new_tokens=4)
     assert str(error.value) == (
-        "model.moe.choice='experts' chooses tokens by comparison with later ones, "
-        "which are not written; generate with a model of choice='tokens'"
+        "model.moe='expert_choice' chooses tokens by comparison with later ones, "
+        "which are not written; generate with a model of moe='token_choice'"
     )
 
 
@@ -310,7 +311,7 @@ def test_a_decoder_logs_that_its_experts_see_the_future(caplog, tmp_path):
     (note,) = caplog.messages
     assert note == describe_future(model)
     assert note == (
-        "model.moe.choice='experts': tokens compete with later ones of their "
+        "model.moe='expert_choice': tokens compete with later ones of their "
         "sequence.\nLosses of training and evaluation see the future, and no text is "
         "generated."
     )

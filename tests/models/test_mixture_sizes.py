@@ -12,7 +12,7 @@ from zjax.settings import schema
 
 
 def gpt(width, num_layers, num_experts, *, residual):
-    moe = schema.MoE(num_experts=num_experts, every=2, residual=residual)
+    moe = schema.TokenChoice(num_experts=num_experts, every=2, residual=residual)
     return schema.Model(
         num_layers=num_layers,
         embed_size=width,
@@ -80,7 +80,7 @@ def test_configs(name, total, active):
 
 
 def test_shared_experts_and_their_gate_count():
-    moe = schema.MoE(
+    moe = schema.TokenChoice(
         num_experts=4, first_dense=1, num_shared=2, shared_gate=True, expert_size=24
     )
     model = schema.Model(
@@ -93,7 +93,7 @@ def test_flops_count_the_experts_of_a_token_alone():
     """Fails if MFU grows with the number of experts."""
 
     def per_token(num_experts, top_k):
-        moe = schema.MoE(num_experts=num_experts, top_k=top_k)
+        moe = schema.TokenChoice(num_experts=num_experts, top_k=top_k)
         model = schema.Model(moe=moe)
         return flops.flops_per_token(model, 1024, causal_attention="half")
 

@@ -226,7 +226,7 @@ def test_tiles_that_are_frozen_unlike_others_are_refused():
 
 def test_a_frozen_bias_of_routers_stays_where_it_is():
     """Fails if what totals move is looked for among what is trained alone."""
-    moe = schema.MoE(num_experts=4, top_k=2, expert_size=8, choice_bias=True)
+    moe = schema.TokenChoice(num_experts=4, top_k=2, expert_size=8, choice_bias=True)
     groups = (schema.ParamGroup(pattern="router", learning_rate_scale=0.0),)
     run = start(
         make_config(

@@ -16,7 +16,7 @@ from zjax.sharding.placement import pad
 from zjax.sharding.program_plan import staged_plan
 from zjax.storage.move import store
 
-MOE = schema.MoE(num_experts=4, every=2, first_dense=1, top_k=2, num_shared=1)
+MOE = schema.TokenChoice(num_experts=4, every=2, first_dense=1, top_k=2, num_shared=1)
 MODEL = dataclasses.replace(language.GPT, remat="full", num_layers=3, moe=MOE)
 """A dense block, then one of two layers."""
 

@@ -23,12 +23,12 @@ from zjax.settings import schema
 from zjax.settings.convert import to_mapping
 from zjax.sharding import plan as plans
 
-MOE = schema.MoE(num_experts=4, top_k=2, first_dense=2, residual=True)
+MOE = schema.TokenChoice(num_experts=4, top_k=2, first_dense=2, residual=True)
 TEACHER = dataclasses.replace(offload.THREE, moe=MOE)
 STUDENT = offload.GPT
 """It has a layer less."""
-CHOICE = schema.MoE(num_experts=2, choice="experts", balance_loss=0.0)
-EXPERTS = schema.MoE(num_experts=2, top_k=2, balance_scope="sequence")
+CHOICE = schema.ExpertChoice(num_experts=2)
+EXPERTS = schema.TokenChoice(num_experts=2, top_k=2, balance_scope="sequence")
 MIXTURE = dataclasses.replace(offload.GPT, moe=EXPERTS)
 """A student whose balance losses do not depend on the mesh."""
 STAGE, WEIGHT, TEMPERATURE, RATE = 2, 0.5, 2.0, 0.5
@@ -245,7 +245,7 @@ def save_settings(directory, model=STUDENT):
         pytest.param(offload.BERT, "is an encoder; use a decoder", id="encoder"),
         pytest.param(
             dataclasses.replace(STUDENT, moe=CHOICE),
-            "has model.moe.choice='experts', and sees later tokens; use a teacher "
+            "has model.moe='expert_choice', and sees later tokens; use a teacher "
             "whose tokens choose",
             id="expert-choice",
         ),

@@ -16,7 +16,7 @@ from zjax.settings import schema
 from zjax.sharding import plan as plans
 from zjax.sharding.paths import path_of
 
-MOE = schema.MoE(num_experts=4, every=2, top_k=2, residual=True)
+MOE = schema.TokenChoice(num_experts=4, every=2, top_k=2, residual=True)
 PER_SEQUENCE = dataclasses.replace(MOE, balance_scope="sequence", balance_loss=0.1)
 GPT = dataclasses.replace(language.GPT, remat="full", moe=PER_SEQUENCE)
 """A dense layer and one with experts, whose loss is a mean over sequences."""
@@ -81,7 +81,7 @@ def test_pipeline():
 
 
 BIASED = dataclasses.replace(MOE, bias_rate=0.01, residual=False)
-PYRAMID = schema.MoE(num_experts=(2, 4), bias_rate=0.01)
+PYRAMID = schema.TokenChoice(num_experts=(2, 4), bias_rate=0.01)
 RUNS = {
     "expert": (GPT, PYRAMID, "device", {"mesh": schema.Mesh(expert=2)}),
     "tokens split": (

@@ -9,7 +9,7 @@ import pytest
 from tests.support import tensor
 from zjax.settings import schema
 
-EXPERTS = schema.MoE(num_experts=4, top_k=2, balance_loss=0.0)
+EXPERTS = schema.TokenChoice(num_experts=4, top_k=2, balance_loss=0.0)
 GPT = dataclasses.replace(tensor.GPT, moe=EXPERTS)
 LLAMA = dataclasses.replace(
     tensor.LLAMA,
@@ -56,16 +56,15 @@ def test_steps_are_those_of_one_device(name, mesh, stage):
 
 
 @pytest.mark.parametrize(
-    "changes",
+    "moe",
     [
-        {"top_k": 1, "drop": "position", "min_capacity": 2},
-        {"top_k": 1, "choice": "experts", "min_capacity": 1},
+        dataclasses.replace(EXPERTS, top_k=1, drop="position", min_capacity=2),
+        schema.ExpertChoice(num_experts=4, min_capacity=1),
     ],
     ids=["drops", "expert-choice"],
 )
-def test_devices_that_send_rows_train_as_devices_with_all_experts(changes):
+def test_devices_that_send_rows_train_as_devices_with_all_experts(moe):
     """Tokens have no expert or several; each device routes its own in both runs."""
-    moe = dataclasses.replace(EXPERTS, **changes)
     model = dataclasses.replace(MODELS["gpt"], num_layers=1, moe=moe)
     meshes = schema.Mesh(data=2, expert=4), schema.Mesh(data=8)
     found, expected = (

@@ -5,6 +5,7 @@ import math
 import numpy as np
 
 from tests.reference import moe, transformer
+from zjax.settings import schema
 
 
 def mixture(params, config, x):
@@ -33,7 +34,7 @@ def mixture(params, config, x):
 
 def route(settings, logits):
     factor = settings.eval_capacity_factor
-    if settings.choice == "experts":
+    if isinstance(settings, schema.ExpertChoice):
         capacity = math.ceil(factor * len(logits) / settings.num_experts)
         weights = moe.choose_tokens(logits, max(capacity, settings.min_capacity))
         return np.broadcast_to(np.arange(settings.num_experts), logits.shape), weights
@@ -42,7 +43,7 @@ def route(settings, logits):
 
 def losses(settings, logits, experts, rows):
     z_loss = settings.z_loss * np.mean(np.log(np.exp(logits).sum(1)) ** 2)
-    if settings.choice == "experts":
+    if isinstance(settings, schema.ExpertChoice):
         return z_loss
     # Of two choices the first one counts, as in GShard.
     counted = experts[:, :1] if settings.top_k == 2 else experts

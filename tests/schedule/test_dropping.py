@@ -208,7 +208,7 @@ def test_changes_after_a_step_are_those_of_buckets_that_are_new():
 
 def test_first_and_last_block_are_whole():
     dense = schema.Model(num_layers=6)
-    mixed = schema.Model(num_layers=6, moe=schema.MoE(num_experts=4, every=2))
+    mixed = schema.Model(num_layers=6, moe=schema.TokenChoice(num_experts=4, every=2))
     assert num_middle_layers(schema.Config(model=dense), 1) == 4
     assert num_middle_layers(schema.Config(model=mixed), 1) == 2
 

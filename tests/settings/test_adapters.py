@@ -79,7 +79,7 @@ RANK = {"lora": {"rank": 4}}
         (
             {"lora": {"rank": 4, "quantize": "int4"}}
             | {"model": {"moe": {"num_experts": 4}}, "mesh": {"tensor": 2}},
-            "lora.quantize='int4' does not combine with model.moe.num_experts=4; "
+            "lora.quantize='int4' does not combine with model.moe='token_choice'; "
             "leave one of them out\n"
             "lora.quantize='int4' does not combine with mesh.tensor=2; leave one of "
             "them out",

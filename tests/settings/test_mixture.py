@@ -11,14 +11,6 @@ from zjax.settings.mixture import experts_by_layer, num_blocks, segment_shapes
 MOE = "model.moe"
 REFUSED = [
     case(
-        f"{MOE}.top_k=2;{MOE}.expert_size=8",
-        "model.moe.top_k=2 has no effect with model.moe.num_experts=0; leave it at 1, "
-        "or set model.moe.num_experts\n"
-        "model.moe.expert_size=8 has no effect with model.moe.num_experts=0; leave it "
-        "at 0, or set model.moe.num_experts",
-        id="dense",
-    ),
-    case(
         f"{MOE}.num_experts=-1",
         "model.moe.num_experts=-1 is out of range; use 1 to 65536",
         id="negative",
@@ -147,22 +139,22 @@ REFUSED = [
         id="room-for-all",
     ),
     case(
-        f"{MOE}.num_experts=4;{MOE}.choice=experts;{MOE}.top_k=2;{MOE}.drop=random;"
-        f"{MOE}.bias_rate=0.01;{MOE}.capacity_factor=5.0",
+        f"{MOE}=expert_choice;{MOE}.num_experts=4;{MOE}.capacity_factor=5.0",
         "model.moe.capacity_factor=5.0 gives a token more than all 4 experts; use at "
-        "most 4\n"
-        "model.moe.top_k=2 has no effect with model.moe.choice='experts'; leave it at "
-        "1, or set model.moe.choice\n"
-        "model.moe.drop='random' has no effect with model.moe.choice='experts'; leave "
-        "it at 'none', or set model.moe.choice\n"
-        "model.moe.bias_rate=0.01 has no effect with model.moe.choice='experts'; leave "
-        "it at 0.0, or set model.moe.choice",
+        "most 4",
+        id="more-choices-of-experts",
+    ),
+    case(
+        f"{MOE}=expert_choice;{MOE}.top_k=2;{MOE}.drop=random",
+        "model.moe.top_k=2 has no effect with model.moe='expert_choice'; leave it out, "
+        "or set model.moe to 'token_choice'\n"
+        "model.moe.drop='random' has no effect with model.moe='expert_choice'; leave "
+        "it out, or set model.moe to 'token_choice'",
         id="choices-of-tokens",
     ),
     case(
         f"{MOE}.num_experts=4;model.mlp_tiles=2",
-        "model.mlp_tiles=2 tiles a feed-forward, and model.moe.num_experts replaces "
-        "it; use 1",
+        "model.mlp_tiles=2 tiles a feed-forward, and model.moe replaces it; use 1",
         id="tiles",
     ),
     case(
@@ -224,7 +216,7 @@ def test_number_of_experts_of_another_type():
 
 
 def make_model(num_layers, **moe):
-    return schema.Model(num_layers=num_layers, moe=schema.MoE(**moe))
+    return schema.Model(num_layers=num_layers, moe=schema.TokenChoice(**moe))
 
 
 def shapes_of(model):

@@ -86,7 +86,7 @@ def test_others_run(settings):
 @pytest.mark.parametrize("every", [1, 2])
 def test_paths_are_those_of_the_model(num_experts, every):
     """Fails if a bias is looked for where the model has none."""
-    moe = schema.MoE(num_experts=num_experts, every=every, bias_rate=0.01)
+    moe = schema.TokenChoice(num_experts=num_experts, every=every, bias_rate=0.01)
     model = dataclasses.replace(GPT, num_layers=2 * every, moe=moe)
     built = make_model(schema.Config(model=model))
     params, _ = jax.eval_shape(built.init, jax.random.key(0))

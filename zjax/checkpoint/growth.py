@@ -149,16 +149,16 @@ def upcycled(
 
     `seed` is that of the noise on the experts.
     """
-    if not model.moe.num_experts:
+    if not model.moe:
         return source
     if any(_EXPERTS in name for name in source.entries):
         _check_noise(checkpoint)
         return source
     dense = views.retiled(source, 1)
     dense = views.restacked(dense, list(layers.stack_all(dense.entries)))
-    _check_shape(dense.entries, model, checkpoint.init_from)
+    _check_shape(dense.entries, model, model.moe, checkpoint.init_from)
     new = layers.stack_all(wanted)
-    view = _Upcycled(dense, new, model, checkpoint, seed, initial)
+    view = _Upcycled(dense, new, model, model.moe, checkpoint, seed, initial)
     if jax.process_index() == 0:
         logging.warning("%s", view.describe())
     return Source(view.entries, view.read)
@@ -173,7 +173,9 @@ def _check_noise(checkpoint: schema.Checkpoint) -> None:
         raise ConfigError(Problem("checkpoint.expert_noise", noise, problem, remedy))
 
 
-def _check_shape(dense: Mapping[str, Entry], model: schema.Model, path: str) -> None:
+def _check_shape(
+    dense: Mapping[str, Entry], model: schema.Model, moe: schema.MoE, path: str
+) -> None:
     """Refuses a dense model with another depth or width than the mixture needs."""
     kernel = dense.get("blocks.mlp.up.kernel")
     if kernel is None or len(kernel.shape) != 3:
@@ -182,7 +184,7 @@ def _check_shape(dense: Mapping[str, Entry], model: schema.Model, path: str) -> 
     pairs = [
         ("num_layers", model.num_layers, num_layers, "number of layers"),
         ("embed_size", model.embed_size, width, "width"),
-        ("moe.expert_size", model.moe.expert_size, hidden, "feed-forward width"),
+        ("moe.expert_size", moe.expert_size, hidden, "feed-forward width"),
     ]
     # Layers that stay dense must have the width of the checkpoint, too.
     if 0 in experts_by_layer(model):
@@ -209,11 +211,12 @@ class _Upcycled:
         dense: Source,
         wanted: Mapping[str, Entry],
         model: schema.Model,
+        moe: schema.MoE,
         checkpoint: schema.Checkpoint,
         seed: int,
         initial: Initial,
     ):
-        self.dense, self.model, self.seed = dense, model, seed
+        self.dense, self.model, self.moe, self.seed = dense, model, moe, seed
         self.noise, self.path = checkpoint.expert_noise, checkpoint.init_from
         self.numbers = _layer_numbers(model)
         self.new = [n for n in wanted if _array_of(n).startswith(_NEW)]
@@ -259,7 +262,7 @@ class _Upcycled:
 
     def describe(self) -> str:
         """Says which arrays are copies, which are new, and how the outputs differ."""
-        moe, path = self.model.moe, self.path
+        moe, path = self.moe, self.path
         experts = [n for n in experts_by_layer(self.model) if n]
         new = ", ".join(self.new)
         return (
@@ -343,7 +346,7 @@ def _layer_numbers(model: schema.Model) -> dict[tuple[int, int], range]:
     """Numbers of the layers that an array stacks, by the result of `_place_of`.
 
     Example:
-        >>> moe = schema.MoE(num_experts=8, every=2, first_dense=1)
+        >>> moe = schema.TokenChoice(num_experts=8, every=2, first_dense=1)
         >>> _layer_numbers(schema.Model(num_layers=5, moe=moe))[1, 1]
         range(2, 6, 2)
     """
@@ -372,15 +375,15 @@ def _describe_function(moe: schema.MoE, noise: float) -> str:
 
 def _differences(moe: schema.MoE, noise: float) -> Iterator[str]:
     """Yields the settings by which a mixture differs from the dense model at first."""
-    if moe.choice == "experts":
-        yield "model.moe.choice='experts'"
+    if not isinstance(moe, schema.TokenChoice):
+        yield "model.moe='expert_choice'"
     elif moe.top_k == 1:
         yield "model.moe.top_k=1, which weighs an expert by its score"
     elif not moe.normalise:
         yield "model.moe.normalise=False"
     if moe.scale != 1:
         yield f"model.moe.scale={moe.scale}"
-    if moe.drop != "none":
+    if isinstance(moe, schema.TokenChoice) and moe.drop != "none":
         yield f"model.moe.drop={moe.drop!r}"
     if noise:
         yield f"checkpoint.expert_noise={noise}"

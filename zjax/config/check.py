@@ -302,9 +302,9 @@ def _checkpoint(config: schema.Config, num_devices: int) -> Iterator[Problem]:
         problem = "has no effect with checkpoint.resume='required'"
         remedy = "leave one of them out"
         yield Problem("checkpoint.init_from", path, problem, remedy)
-    noise, num_experts = config.checkpoint.expert_noise, config.model.moe.num_experts
-    if noise and not (path and num_experts):
-        other = "model.moe.num_experts=0" if path else "checkpoint.init_from=''"
+    noise, moe = config.checkpoint.expert_noise, config.model.moe
+    if noise and not (path and moe):
+        other = "model.moe=None" if path else "checkpoint.init_from=''"
         problem, remedy = f"has no effect with {other}", "leave it at 0.0"
         yield Problem("checkpoint.expert_noise", noise, problem, remedy)
     if config.checkpoint.resize_vocabulary and not path:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from zjax.errors import Problem
 from zjax.files import parse_json, read_text
 from zjax.schedule import buckets, curriculum, dropping, lengths
-from zjax.settings import attention, axes, derived, mixture, schema, sequence
+from zjax.settings import attention, axes, choices, derived, mixture, schema, sequence
 from zjax.settings import layers as stages
 from zjax.settings.layers import cannot_unroll
 
@@ -152,7 +152,7 @@ def _chunks(config: schema.Config, num_devices: int) -> Iterator[Problem]:
     tokens, model = config.model.mlp_chunk_tokens, config.model
     settings = {
         "model.mlp_tiles": (model.mlp_tiles, 1),
-        "model.moe.num_experts": (model.moe.num_experts, 0),
+        "model.moe": (choices.value_at(model, "moe"), None),
         "precision.matmul_dtype": (config.precision.matmul_dtype, "compute"),
     }
     for field, (value, allowed) in settings.items():
@@ -172,7 +172,7 @@ def _layers(config: schema.Config, num_devices: int) -> Iterator[Problem]:
     common = math.gcd(*(shape.num_blocks for shape in shapes))
     if block and common % block:
         problem = f"does not divide model.num_layers={layers}"
-        if config.model.moe.num_experts:
+        if config.model.moe:
             numbers = ", ".join(str(shape.num_blocks) for shape in shapes)
             problem = f"does not divide segments of {numbers} blocks"
         yield Problem(

@@ -37,15 +37,17 @@ def layer_exchanges(
 
     Example:
         >>> from zjax.settings.axes import axis_sizes
-        >>> config = schema.Config(model=schema.Model(moe=schema.MoE(num_experts=8)))
+        >>> config = schema.Config(model=schema.Model(moe=schema.TokenChoice()))
         >>> found = layer_exchanges(config, axis_sizes(config, 1), BatchSizes(1, 1, 1))
         >>> found[8].exchange
         'none'
     """
+    if (moe := config.model.moe) is None:
+        return {}
     num_tokens = tokens_of_device(config, sizes, batch)
 
     def choose(num_experts: int) -> Choice:
-        router = router_of(config.model.moe, num_experts)
+        router = router_of(moe, num_experts)
         capacity = router.capacity(num_tokens, is_training=True)
         return choose_exchange(
             num_tokens=num_tokens,
@@ -63,10 +65,10 @@ def describe_active(model: schema.Model) -> str:
     """Counts the parameters that a token uses; empty without experts.
 
     Example:
-        >>> print(describe_active(schema.Model(moe=schema.MoE(num_experts=8))))
+        >>> print(describe_active(schema.Model(moe=schema.TokenChoice())))
         a token uses 124,513,536 of 521,197,824 parameters
     """
-    if not model.moe.num_experts:
+    if not model.moe:
         return ""
     active, total = num_params(model, active=True), num_params(model)
     return f"a token uses {active:,} of {total:,} parameters"
@@ -76,7 +78,7 @@ def describe_exchanges(
     config: schema.Config, sizes: Mapping[str, int], batch: BatchSizes
 ) -> str:
     """Table of the exchange, sent bytes and reason of each kind of expert layer."""
-    if sizes[EXPERT] == 1 or not config.model.moe.num_experts:
+    if sizes[EXPERT] == 1 or not config.model.moe:
         return ""
     width = config.model.embed_size * dtype_bytes(config.precision.compute_dtype)
     rows = []
@@ -253,7 +255,9 @@ def _values_of_experts(
     model: schema.Model, rows: Mapping[int, Rows]
 ) -> tuple[int, int]:
     """Values per token that arrive for experts, and hidden channels, as layer means."""
-    moe, experts = model.moe, experts_by_layer(model)
+    if (moe := model.moe) is None:
+        return 0, model.mlp_size
+    experts = experts_by_layer(model)
     arrived, hidden = 0.0, 0.0
     for number in experts:
         used = experts_per_token(moe)

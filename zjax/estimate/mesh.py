@@ -100,7 +100,7 @@ def reasons(
         # Axes that the user set need no reason.
         if size > 1 and not getattr(config.mesh, axis):
             yield f"{axis}={size}: {why}; {_with_less(axis, trials)}."
-    if config.model.moe.num_experts and mesh.expert == 1:
+    if config.model.moe and mesh.expert == 1:
         yield (
             "expert=1: auto does not split experts, whose best size depends on the "
             "links between devices; set mesh.expert, and compare."

@@ -144,7 +144,7 @@ def find_kind(model: schema.Model, remedy: str = "leave out --format=hf") -> str
         >>> find_kind(schema.Model())
         'gpt2'
     """
-    is_mixture = bool(model.moe.num_experts)
+    is_mixture = bool(model.moe)
     kinds = [x for x in _ARCHITECTURES if FAMILIES[x].is_mixture == is_mixture]
     differences = {kind: _differences(model, kind, remedy) for kind in kinds}
     # A family of another kind, such as encoder, only if there is no other; then the
@@ -165,7 +165,7 @@ def _differences(model: schema.Model, kind: str, remedy: str) -> list[Problem]:
     settings = settings_of(config_of(model, kind), family)
     found = entries_of(convert.from_mapping(schema.Model, settings), settings)
     mine = entries_of(model, settings)
-    if "moe.bias_rate" not in found and "moe.choice_bias" in found:
+    if model.moe and "moe.bias_rate" not in found and "moe.choice_bias" in found:
         # The family fixes only that there is a bias; a run says whether it moves.
         mine["moe.choice_bias"] = model.moe.has_choice_bias
     factor = "rope_scaling.attention_factor"
@@ -177,9 +177,9 @@ def _differences(model: schema.Model, kind: str, remedy: str) -> list[Problem]:
         if name not in family.free
     ]
     settable = {key.setting for key in family.keys.values()}
-    if family.is_mixture and "moe.normalise" not in settable:
-        top_k = model.moe.top_k  # normalised, one expert would weigh 1
-        pairs.append(("moe.top_k", top_k, max(top_k, 2)))
+    top_k = mine.get("moe.top_k")
+    if top_k == 1 and "moe.normalise" not in settable:
+        pairs.append(("moe.top_k", 1, 2))  # normalised, one expert would weigh 1
     if model.attention == "sparse":
         pairs.append(("attention", "sparse", "dense"))
     return [
@@ -220,7 +220,8 @@ def config_of(model: schema.Model, kind: str) -> dict[str, Any]:
     if family.is_rotary:
         values |= rotation_values(model, family)
     values |= window_values(model, family.windows)
-    values |= mixture.layer_values(model) if family.has_steps else {}
+    if family.has_steps and model.moe:
+        values |= mixture.layer_values(model, model.moe)
     biases = model.has_input_bias, model.use_bias
     # strict=False: a family may have the first key alone.
     values |= dict(zip(family.biases, biases, strict=False))
@@ -255,7 +256,8 @@ def _value_of(model: schema.Model, setting: str) -> Any:
         return max(1, model.num_token_types)  # an encoder has 1 at least
     if setting == "moe.normalise":
         # transformers would normalise the weight of one expert to 1, zjax does not.
-        return model.moe.normalise and model.moe.top_k > 1
+        moe = model.moe
+        return isinstance(moe, schema.TokenChoice) and moe.normalise and moe.top_k > 1
     return choices.value_at(model, setting)
 
 

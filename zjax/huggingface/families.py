@@ -11,6 +11,7 @@ from typing import Any
 from zjax.huggingface import tensors
 from zjax.huggingface.layout import Row
 from zjax.huggingface.windows import NO_WINDOWS, Windows
+from zjax.settings.choices import KIND
 
 REQUIRED = "required"
 """Default of a key that must be present."""
@@ -257,7 +258,7 @@ _GEMMA = Family(
     unread=frozenset({"hidden_act", "cache_implementation", "_sliding_window_pattern"}),
 )
 _MIXTURE = {
-    "choice": "tokens",
+    KIND: "token_choice",
     "every": 1,
     "first_dense": 0,
     "num_shared": 0,

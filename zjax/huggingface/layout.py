@@ -40,7 +40,9 @@ _SIZES: Mapping[str, Callable[[schema.Model], int]] = {
     "experts": lambda model: max(experts_by_layer(model)),
     "expert_mlp": operator.attrgetter("moe.expert_size"),
     "gates": lambda _: 2,
-    "shared": lambda model: model.moe.num_shared * model.moe.expert_size,
+    "shared": lambda model: math.prod(
+        operator.attrgetter("moe.num_shared", "moe.expert_size")(model)
+    ),
     "query_latent": operator.attrgetter("latent.query_rank"),
     "key_latent": operator.attrgetter("latent.key_rank"),
     "turned_key_latent": _sum_of("latent.key_rank", "rotary_size"),

@@ -22,9 +22,9 @@ def layer_settings(values: Mapping[str, Any], num_layers: int) -> dict[str, int]
     return found or {"every": 1, "first_dense": 0}
 
 
-def layer_values(model: schema.Model) -> dict[str, Any]:
+def layer_values(model: schema.Model, moe: schema.MoE) -> dict[str, Any]:
     """Keys of a config.json for the layers with experts of a model."""
-    every, first = model.moe.every, model.moe.first_dense
+    every, first = moe.every, moe.first_dense
     # A period counts from layer 0; any other start takes a list of dense layers.
     step = 1 if first % every else every
     experts = enumerate(experts_by_layer(model))

@@ -75,8 +75,8 @@ class Block(nnx.Module):
         has_both = norm_position == "both"
         self.attention_output_norm = layers.Norm(config) if has_both else None
         self.mlp_output_norm = layers.Norm(config) if has_both else None
-        if num_experts:
-            self.mlp = MixtureOfExperts(config, num_experts, **options)
+        if config.moe and num_experts:
+            self.mlp = MixtureOfExperts(config, config.moe, num_experts, **options)
         elif config.mlp_tiles > 1:
             self.mlp = TiledFeedForward(config, **options)
         else:

@@ -73,7 +73,7 @@ def _build(
     """Builds the model of the given shape; equal arguments share the result."""
     if note := describe_future(model):
         logging.warning(note)
-    if matmul_dtype == "float8" and model.moe.num_experts:
+    if matmul_dtype == "float8" and model.moe:
         logging.warning("float8: experts multiply in precision.compute_dtype")
     module_class = {"decoder": Decoder, "encoder": Encoder}[model.kind]
     make_module = functools.partial(

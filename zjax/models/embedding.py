@@ -246,13 +246,13 @@ def trained_tokens(
     depends on the tokens before it, in an encoder on all tokens of the row.
 
     Example:
-        >>> moe = schema.MoE(num_experts=2)
+        >>> moe = schema.TokenChoice(num_experts=2)
         >>> config = schema.Model(moe=moe)
         >>> trained_tokens({"targets": jnp.array([[-100, 5, -100]])}, config).tolist()
         [[True, True, False]]
     """
     names_padding = "segment_ids" in batch or "lengths" in batch
-    if not config.moe.num_experts or "targets" not in batch or names_padding:
+    if not config.moe or "targets" not in batch or names_padding:
         return None
     trained = batch["targets"] != IGNORED
     if "weights" in batch:

@@ -36,7 +36,7 @@ def multiplied_weights(model: schema.Model) -> Mapping[str, float]:
         path, size = path_of(keys), math.prod(array.shape)
         # A tied table is looked up and multiplied; only the product counts.
         is_read_once = path == "embedding/tokens" and model.tied_head
-        if "/experts/" in path:
+        if model.moe and "/experts/" in path:
             number = array.shape[_EXPERTS_DIM]
             size *= min(experts_per_token(model.moe), number) / number
         if is_read_once or not _TABLE.fullmatch(path):
@@ -59,8 +59,8 @@ def num_params(model: schema.Model, *, active: bool = False) -> int:
     num_norms = 4 if model.norm_position == "both" else 2
     blocks = model.num_layers * (_attention_params(model) + num_norms * norm)
     for num_experts in experts_by_layer(model):
-        if num_experts:
-            blocks += _mixture_params(model, num_experts, active)
+        if model.moe and num_experts:
+            blocks += _mixture_params(model, model.moe, num_experts, active)
         else:
             blocks += _mlp_params(model, model.mlp_size)
     head = norm + (0 if model.tied_head else model.vocab_size * width)
@@ -224,9 +224,11 @@ def _mlp_params(model: schema.Model, size: int) -> int:
     return num_inputs * (width + bias) * size + (size + bias) * width
 
 
-def _mixture_params(model: schema.Model, num_experts: int, active: bool) -> int:
+def _mixture_params(
+    model: schema.Model, moe: schema.MoE, num_experts: int, active: bool
+) -> int:
     """Counts the parameters of a mixture of experts."""
-    moe, width = model.moe, model.embed_size
+    width = model.embed_size
     used = min(experts_per_token(moe), num_experts) if active else num_experts
     params = round(used * _mlp_params(model, moe.expert_size))
     # A router has a column of weights, and up to two biases, per expert.

@@ -292,8 +292,8 @@ def _choice_problems(
         yield Problem("end_ids", settings.end_ids, problem, remedy)
     if sees_future(config):
         problem = "chooses tokens by comparison with later ones, which are not written"
-        remedy = "generate with a model of choice='tokens'"
-        yield Problem("model.moe.choice", "experts", problem, remedy)
+        remedy = "generate with a model of moe='token_choice'"
+        yield Problem("model.moe", "expert_choice", problem, remedy)
 
 
 def _without_padding(tokens: Any, lengths: Any) -> Any:

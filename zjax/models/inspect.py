@@ -42,7 +42,7 @@ def chosen_experts(
         >>> from zjax.models.stack import Decoder
         >>> config = schema.Model(num_layers=2, embed_size=8, mlp_size=16, num_heads=2,
         ...                       num_kv_heads=2, vocab_size=11, max_length=8,
-        ...                       moe=schema.MoE(num_experts=4, top_k=2, expert_size=8))
+        ...                       moe=schema.TokenChoice(num_experts=4, top_k=2))
         >>> decoder = Decoder(config, rngs=nnx.Rngs(0))
         >>> [x.shape for x in chosen_experts(decoder, {"tokens": jnp.array([[3, 1]])})]
         [(1, 2, 2), (1, 2, 2)]

@@ -47,16 +47,19 @@ class RouterMatrix(nnx.Module):
     """Parameters of a router.
 
     Args:
-        config: Shape of the model.
+        embed_size: Channels of the stream.
+        moe: Settings of the mixture.
         num_experts: Number of experts.
         rngs: Source of the initial values.
     """
 
-    def __init__(self, config: schema.Model, num_experts: int, *, rngs: nnx.Rngs):
-        moe, key = config.moe, rngs.params()
+    def __init__(
+        self, embed_size: int, moe: schema.MoE, num_experts: int, *, rngs: nnx.Rngs
+    ):
+        key = rngs.params()
         experts: layers.Dims = ((None, num_experts),)
         self.kernel = layers.make_param(
-            (("embed", config.embed_size), *experts),
+            (("embed", embed_size), *experts),
             lambda shape: ROUTER_INIT(key, shape),
         )
         has_bias = moe.has_choice_bias
@@ -80,6 +83,7 @@ class ExpertMatrices(nnx.Module):
 
     Args:
         config: Shape of the model.
+        expert_size: Hidden channels of an expert.
         num_experts: Number of experts.
         out_std: Standard deviation of the matrices that write to the residual stream.
         rngs: Source of the initial values.
@@ -88,6 +92,7 @@ class ExpertMatrices(nnx.Module):
     def __init__(
         self,
         config: schema.Model,
+        expert_size: int,
         num_experts: int,
         *,
         out_std: float,
@@ -95,7 +100,7 @@ class ExpertMatrices(nnx.Module):
     ):
         experts: layers.Dims = (("experts", num_experts),)
         embed: layers.Dims = (("embed", config.embed_size),)
-        mlp: layers.Dims = (("mlp", config.moe.expert_size),)
+        mlp: layers.Dims = (("mlp", expert_size),)
         # Gates and values have a dim, so that the tensor axis splits both equally.
         hidden = (("gates", 2), *mlp) if config.is_gated else mlp
 
@@ -123,6 +128,7 @@ class MixtureOfExperts(nnx.Module):
 
     Args:
         config: Shape of the model.
+        moe: Settings of the mixture.
         num_experts: Number of experts of this layer.
         out_std: Standard deviation of the matrices that write to the residual stream.
         matmul_dtype: Dtype of the operands of the shared and residual feed-forward.
@@ -132,6 +138,7 @@ class MixtureOfExperts(nnx.Module):
     def __init__(
         self,
         config: schema.Model,
+        moe: schema.MoE,
         num_experts: int,
         *,
         out_std: float,
@@ -149,15 +156,17 @@ class MixtureOfExperts(nnx.Module):
         def linear(size: int, use_bias: bool) -> layers.Linear:
             return layers.Linear(embed, ((None, size),), use_bias=use_bias, rngs=rngs)
 
-        moe, embed = config.moe, (("embed", config.embed_size),)
-        self.config = config
+        embed, size = (("embed", config.embed_size),), moe.expert_size
+        self.config, self.moe = config, moe
         self.settings = router_of(moe, num_experts)
-        self.router = RouterMatrix(config, num_experts, rngs=rngs)
-        self.experts = ExpertMatrices(config, num_experts, out_std=out_std, rngs=rngs)
+        self.router = RouterMatrix(config.embed_size, moe, num_experts, rngs=rngs)
+        self.experts = ExpertMatrices(
+            config, size, num_experts, out_std=out_std, rngs=rngs
+        )
         shared, residual = moe.num_shared, moe.residual
-        self.shared = feed_forward(shared * moe.expert_size) if shared else None
+        self.shared = feed_forward(shared * size) if shared else None
         self.shared_gate = linear(1, use_bias=False) if moe.shared_gate else None
-        self.residual = feed_forward(moe.expert_size) if residual else None
+        self.residual = feed_forward(size) if residual else None
         self.coefficient = linear(2, use_bias=True) if residual else None
 
     def __call__(
@@ -187,7 +196,7 @@ class MixtureOfExperts(nnx.Module):
             self.router.values(),
             self.experts.values(),
             settings,
-            self.config.moe,
+            self.moe,
             activation=activation,
             counts=counts,
             trained=trained,
@@ -278,7 +287,9 @@ def chosen_experts(
 def router_of(moe: schema.MoE, num_experts: int) -> Router:
     """Makes the settings of the router of a layer."""
     names = {field.name for field in dataclasses.fields(Router)} - {"num_experts"}
-    return Router(num_experts=num_experts, **{n: getattr(moe, n) for n in names})
+    values = {name: x for name, x in vars(moe).items() if name in names}
+    choice = "tokens" if isinstance(moe, schema.TokenChoice) else "experts"
+    return Router(num_experts=num_experts, choice=choice, **values)
 
 
 def _route(
@@ -307,16 +318,16 @@ def _measure(routing: Routing, moe: schema.MoE, num_rows: int) -> dict[str, jax.
     chosen, kept = routing.num_chosen, routing.num_kept
     # At least one token in all: padding alone must not give 0 / 0.
     mean_load = jnp.maximum(chosen.mean(), 1 / len(chosen))
-    sequences = 1 if moe.balance_scope == "microbatch" else num_rows
     numbers = {
         "num_tokens": counts.sum(),
         "router_z_loss": balance.z_loss(routing),
         "router_entropy": (counts * entropy).sum() / num_tokens,
     }
-    if moe.choice == "experts":
+    if not isinstance(moe, schema.TokenChoice):
         has_expert = routing.kept.any(1).sum()
         unchosen = 1 - has_expert / num_tokens
         return numbers | {"unchosen_fraction": unchosen, "load": kept}
+    sequences = 1 if moe.balance_scope == "microbatch" else num_rows
     # DeepSpeed's and GShard's loss of two choices counts the first one alone.
     return numbers | {
         "balance_loss": balance.balance_loss(
@@ -335,7 +346,7 @@ def _auxiliary(numbers: dict[str, jax.Array], moe: schema.MoE) -> Auxiliary:
     total = jnp.maximum(weights.sum(), 1)
     means = {name: (weights * x).sum() / total for name, x in numbers.items()}
     loss = moe.z_loss * means["router_z_loss"]
-    if "balance_loss" in means:
+    if isinstance(moe, schema.TokenChoice):
         loss += moe.balance_loss * means["balance_loss"]
     # Only the loss has a gradient: the means are metrics.
     return Auxiliary(loss, jax.lax.stop_gradient(means), {"load": load})

@@ -15,10 +15,16 @@ from zjax.models.mixture import ROUTER_INIT, chosen_experts, mix_tokens
 from zjax.moe.experts import Activation, Experts
 from zjax.moe.router import Router, RouterArrays
 from zjax.parallel import tensor
-from zjax.settings import convert, schema
+from zjax.settings import choices, convert, schema
 from zjax.settings.mixture import routing_problems
 from zjax.settings.ranges import range_problems
 from zjax_kernels.grouped.reference import num_parts
+
+_SECTIONS: dict[str, type[schema.MoE]] = {
+    "tokens": schema.TokenChoice,
+    "experts": schema.ExpertChoice,
+}
+"""Sections of a built-in model, by `Router.choice`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,6 +61,7 @@ class Mixture:
         sizes = {"num_experts": self.router.num_experts}
         sizes["expert_size"] = self.expert_size
         problems = [*_size_problems(sizes), *activation_problems(self.activation)]
+        problems += _unread_problems(self.router)
         # Each check needs values that the check before has accepted.
         problems = problems or list(range_problems(self.moe))
         problems = problems or list(map(_without_path, routing_problems(self.moe)))
@@ -64,10 +71,10 @@ class Mixture:
     @functools.cached_property
     def moe(self) -> schema.MoE:
         """Settings in the form of a built-in model."""
-        names = {field.name for field in dataclasses.fields(schema.MoE)}
-        values = {**vars(self), **vars(self.router)}
+        section = _SECTIONS[self.router.choice]
+        names, values = choices.names(section), {**vars(self), **vars(self.router)}
         values = {name: x for name, x in values.items() if name in names}
-        return convert.from_mapping(schema.MoE, values)
+        return convert.from_mapping(section, values)
 
     @property
     def needs_key(self) -> bool:
@@ -181,6 +188,18 @@ def router_problems(router: Any) -> Iterator[Problem]:
     if not isinstance(router, Router):
         remedy = "give zjax.moe.router.Router(num_experts=8)"
         yield Problem("router", router, "is not a Router", remedy)
+
+
+def _unread_problems(router: Router) -> Iterator[Problem]:
+    """Yields changed settings of a router that its side of choice does not read."""
+    read = choices.names(_SECTIONS[router.choice])
+    unread = [x for x in choices.names(schema.TokenChoice) if x not in read]
+    for name in (x for x in unread if hasattr(router, x)):
+        value, default = getattr(router, name), choices.default_of(Router, name)
+        if value != default:
+            problem = f"has no effect with choice={router.choice!r}"
+            remedy = f"leave it at {default!r}, or set choice"
+            yield Problem(name, value, problem, remedy)
 
 
 def activation_problems(activation: Any) -> Iterator[Problem]:

@@ -330,8 +330,8 @@ def _segment(blocks: Block | BlockGroup, num_blocks: int) -> Segment:
             path = "mlp/router/bias"
             # Paths of a group of layers begin with the name of the layer.
             path = path if blocks is layer else f"layer{number}/{path}"
-            if config.moe.has_choice_bias:
-                moves[path] = functools.partial(_even_load, config.moe.bias_rate)
+            if layer.mlp.moe.has_choice_bias:
+                moves[path] = functools.partial(_even_load, config.bias_rate)
     return Segment(block, num_blocks, tiles, totals, moves)
 
 

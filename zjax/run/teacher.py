@@ -225,7 +225,7 @@ def _misfits(
         text = f"bounds its logits by {teacher.logit_soft_cap}"
         problems.append(problem(text, "use a decoder of logit_soft_cap=0"))
     if sees_future(teacher):
-        text = "has model.moe.choice='experts', and sees later tokens"
+        text = "has model.moe='expert_choice', and sees later tokens"
         problems.append(problem(text, "use a teacher whose tokens choose"))
     size = student.entries[f"{NAME}/head"].shape
     assert size is not None

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 
 from zjax.errors import Problem
-from zjax.settings import axes, schema
+from zjax.settings import axes, choices, schema
 
 
 def latent_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
@@ -149,10 +149,10 @@ def period_of_layers(model: schema.Model) -> int:
     """Number of layers per block: the period after which kinds of layers repeat.
 
     Example:
-        >>> period_of_layers(schema.Model(moe=schema.MoE(num_experts=8, every=2)))
+        >>> period_of_layers(schema.Model(moe=schema.TokenChoice(every=2)))
         2
     """
-    return max(model.moe.every, model.full_attention_every)
+    return max(model.moe.every if model.moe else 1, model.full_attention_every)
 
 
 def window_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
@@ -178,7 +178,7 @@ sparsity.mode='local'
         other = "distill.teacher" if config.distill else "model.kind='encoder'"
         problem = f"bounds logits, which {other} does not"
         yield Problem("model.logit_soft_cap", value, problem, "use 0")
-    if model.moe.num_experts and model.activation in ("geglu", "gelu_exact"):
+    if model.moe and model.activation in ("geglu", "gelu_exact"):
         problem, remedy = "is no activation of experts", "use 'swiglu' or 'gelu'"
         yield Problem("model.activation", model.activation, problem, remedy)
 
@@ -210,9 +210,8 @@ def _blocks(model: schema.Model) -> Iterator[Problem]:
     """Yields settings that need other blocks than `full_attention_every` makes."""
     every = model.full_attention_every
     usual = {"moe.every": 1, "moe.first_dense": 0, "mlp_tiles": 1}
-    given = model.moe.every, model.moe.first_dense, model.mlp_tiles
-    for (name, wanted), value in zip(usual.items(), given, strict=True):
-        if value != wanted:
+    for name, wanted in usual.items():
+        if (value := choices.value_at(model, name)) not in (None, wanted):
             problem = f"makes blocks of {every} layers, and model.{name}={value} "
             problem += "needs others"
             remedy = f"use 0, or model.{name}={wanted}"
@@ -221,7 +220,7 @@ def _blocks(model: schema.Model) -> Iterator[Problem]:
 
 def _loads(model: schema.Model) -> Iterator[Problem]:
     """Yields a router bias rate, which needs blocks of one layer."""
-    every, rate = model.full_attention_every, model.moe.bias_rate
+    every, rate = model.full_attention_every, model.bias_rate
     if rate:
         problem = "moves by the load of a block of one layer, and "
         problem += f"model.full_attention_every={every} makes blocks of {every}"

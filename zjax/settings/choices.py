@@ -29,6 +29,8 @@ class Choice:
     """Base of a section that is one of several."""
 
     kind: ClassVar[str]
+    is_usual: ClassVar[bool] = False
+    """Whether a setting inside turns on this section of an optional choice."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -94,7 +96,7 @@ def as_kind(section: Any, kind: type) -> Any:
 
 
 def value_at(section: Any, path: str) -> Any:
-    """Value of a setting by path: the kind of a choice, None in a section that is off.
+    """Value of a setting by path: the kind of a section, None in a section that is off.
 
     Example:
         >>> from zjax.settings import schema
@@ -104,7 +106,7 @@ def value_at(section: Any, path: str) -> Any:
     """
     for name in path.split("."):
         section = getattr(section, name, None)
-    return section.kind if isinstance(section, Choice) else section
+    return kind_of(type(section)) if dataclasses.is_dataclass(section) else section
 
 
 def names(one: type) -> list[str]:

@@ -296,11 +296,13 @@ def _all_settings_of(kinds: Mapping[str, type | None]) -> list[str]:
 
 
 def _implied(kinds: Mapping[str, Any], given: Mapping[str, Any], default: Any) -> str:
-    """Kind of a choice that names none: the default, or the only section."""
+    """Kind of a choice that names none: the default, or the usual or only section."""
     if default is not None:
         return choices.kind_of(type(default))
-    sections = [kind for kind in kinds if kind != NONE]
-    return sections[0] if given and len(sections) == 1 else NONE
+    sections = {kind: one for kind, one in kinds.items() if one}
+    usual = [kind for kind, one in sections.items() if getattr(one, "is_usual", False)]
+    usual += sections if len(sections) == 1 else []
+    return usual[0] if given and usual else NONE
 
 
 def _changed(hint: Any, value: Any, default: Any, path: str) -> list[tuple[str, Any]]:

@@ -153,7 +153,7 @@ def fill_sizes(model: Any) -> None:
     _set(model, **_derive(model, query_scale_size=model.head_size))
     if not model.vocab_size:  # else it is set, or taken from the data
         _set(model, vocab_size=Size(VOCABULARIES["synthetic"]))
-    if model.moe.num_experts:
+    if model.moe:
         size = _derive(model.moe, expert_size=model.mlp_size)
         _set(model, moe=dataclasses.replace(model.moe, **size))
 

@@ -1,15 +1,14 @@
 """Places experts in layers, segments layers into blocks, and checks MoE settings."""
 
 import contextlib
-import dataclasses
 import itertools
 import math
 import re
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from zjax.errors import Problem
-from zjax.settings import axes, derived, schema
+from zjax.settings import axes, choices, schema
 from zjax.settings.attention import period_of_layers, sliding_layers
 from zjax.settings.parameters import FROZEN, label_of
 
@@ -34,22 +33,23 @@ def experts_by_layer(model: schema.Model) -> tuple[int, ...]:
     """Number of experts of each layer; 0 for a dense layer.
 
     Example:
-        >>> moe = schema.MoE(num_experts=(8, 16), every=2)
+        >>> moe = schema.TokenChoice(num_experts=(8, 16), every=2)
         >>> experts_by_layer(schema.Model(num_layers=5, moe=moe))
         (0, 8, 0, 16, 0)
     """
     experts = [0] * model.num_layers
-    places, given = _places(model), model.moe.num_experts
+    if not model.moe:
+        return tuple(experts)
+    places, given = _places(model.moe, model.num_layers), model.moe.num_experts
     numbers = given if isinstance(given, tuple) else [given] * len(places)
     for place, number in zip(places, numbers, strict=False):
         experts[place] = number
     return tuple(experts)
 
 
-def _places(model: schema.Model) -> range:
+def _places(moe: schema.MoE, num_layers: int) -> range:
     """Indices of the layers that have experts."""
-    every = model.moe.every
-    return range(model.moe.first_dense, model.num_layers)[every - 1 :: every]
+    return range(moe.first_dense, num_layers)[moe.every - 1 :: moe.every]
 
 
 def segment_shapes(model: schema.Model) -> tuple[SegmentShape, ...]:
@@ -60,13 +60,13 @@ def segment_shapes(model: schema.Model) -> tuple[SegmentShape, ...]:
     such block are blocks of one layer.
 
     Example:
-        >>> moe = schema.MoE(num_experts=8, every=2, first_dense=1)
+        >>> moe = schema.TokenChoice(num_experts=8, every=2, first_dense=1)
         >>> shape = segment_shapes(schema.Model(num_layers=5, moe=moe))[1]
         >>> shape.num_experts, shape.num_blocks
         ((0, 8), 2)
     """
     layers = [*zip(experts_by_layer(model), sliding_layers(model), strict=True)]
-    size, first = period_of_layers(model), model.moe.first_dense
+    size, first = period_of_layers(model), model.moe.first_dense if model.moe else 0
     end = first + (model.num_layers - first) // size * size
     blocks = [layers[i : i + size] for i in range(first, end, size)]
     before, behind = [[x] for x in layers[:first]], [[x] for x in layers[end:]]
@@ -84,7 +84,7 @@ def num_blocks(model: schema.Model) -> int:
     """Number of blocks of all segments.
 
     Example:
-        >>> num_blocks(schema.Model(moe=schema.MoE(num_experts=8, every=2)))
+        >>> num_blocks(schema.Model(moe=schema.TokenChoice(num_experts=8, every=2)))
         6
     """
     return sum(shape.num_blocks for shape in segment_shapes(model))
@@ -94,15 +94,16 @@ def experts_per_token(moe: schema.MoE) -> float:
     """Mean number of experts per token in training.
 
     Example:
-        >>> experts_per_token(schema.MoE(num_experts=8, choice="experts"))
+        >>> experts_per_token(schema.ExpertChoice())
         1.0
     """
-    return moe.capacity_factor if moe.choice == "experts" else float(moe.top_k)
+    is_of_tokens = isinstance(moe, schema.TokenChoice)
+    return float(moe.top_k) if is_of_tokens else moe.capacity_factor
 
 
 def sees_future(model: schema.Model) -> bool:
     """Whether later tokens of a causal model change the outputs of earlier tokens."""
-    return model.kind == "decoder" and model.moe.choice == "experts"
+    return model.kind == "decoder" and isinstance(model.moe, schema.ExpertChoice)
 
 
 def describe_future(model: schema.Model) -> str:
@@ -110,7 +111,7 @@ def describe_future(model: schema.Model) -> str:
     if not sees_future(model):
         return ""
     return (
-        "model.moe.choice='experts': tokens compete with later ones of their "
+        "model.moe='expert_choice': tokens compete with later ones of their "
         "sequence.\nLosses of training and evaluation see the future, and no text is "
         "generated."
     )
@@ -126,26 +127,24 @@ def describe_blocks(model: schema.Model) -> str:
     every = period_of_layers(model)
     if every == 1:
         return f"model.num_layers={model.num_layers}"
-    name = "moe.every" if model.moe.every == every else "full_attention_every"
+    of_experts = model.moe and model.moe.every == every
+    name = "moe.every" if of_experts else "full_attention_every"
     return f"the {num_blocks(model)} blocks of model.{name}={every}"
 
 
 def mixture_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
     """Yields settings of `model.moe` that contradict each other or the run."""
-    moe = config.model.moe
-    if moe.num_experts in (0, ()):
-        yield from _without_experts(moe)
-        size = axes.axis_sizes(config, num_devices)["expert"]
-        if size > 1:
-            problem = "splits experts, and model.moe.num_experts=0"
+    if (moe := config.model.moe) is None:
+        if axes.axis_sizes(config, num_devices)["expert"] > 1:
+            problem = "splits experts, and model.moe=None has none"
             remedy = "use 1, or set model.moe.num_experts"
             yield Problem("mesh.expert", config.mesh.expert, problem, remedy)
         return
-    wrong = list(_numbers(config.model))
+    wrong = list(_numbers(moe, config.model.num_layers))
     yield from wrong
     if not wrong:
         yield from routing_problems(moe)
-        yield from _run(config, num_devices)
+        yield from _run(config, moe, num_devices)
 
 
 def _given_numbers(moe: schema.MoE) -> tuple[int, ...]:
@@ -154,36 +153,18 @@ def _given_numbers(moe: schema.MoE) -> tuple[int, ...]:
     return given if isinstance(given, tuple) else (given,)
 
 
-def _without_experts(moe: schema.MoE) -> Iterator[Problem]:
-    """Yields MoE settings of a model without experts."""
-    for name, value, default in _changed(moe):
-        if name != "num_experts":
-            problem = "has no effect with model.moe.num_experts=0"
-            remedy = f"leave it at {default!r}, or set model.moe.num_experts"
-            yield Problem(f"model.moe.{name}", value, problem, remedy)
-
-
-def _changed(moe: schema.MoE) -> Iterator[tuple[str, Any, Any]]:
-    """Yields name, value and default of each MoE setting that was changed."""
-    for field in dataclasses.fields(moe):
-        value = derived.reset(getattr(moe, field.name))
-        if value != field.default:
-            yield field.name, value, field.default
-
-
-def _numbers(model: schema.Model) -> Iterator[Problem]:
+def _numbers(moe: schema.MoE, num_layers: int) -> Iterator[Problem]:
     """Yields numbers of experts that are out of range or do not match the layers."""
-    moe, field = model.moe, "model.moe.num_experts"
-    given = moe.num_experts
+    given, field = moe.num_experts, "model.moe.num_experts"
     if any(not 1 <= number <= MAX_EXPERTS for number in _given_numbers(moe)):
         yield Problem(field, given, "is out of range", f"use 1 to {MAX_EXPERTS}")
         return
-    layers = len(_places(model))
+    layers = len(_places(moe, num_layers))
     if not layers:
-        name = "first_dense" if moe.first_dense >= model.num_layers else "every"
-        problem = f"leaves none of model.num_layers={model.num_layers} to experts"
-        value, most = getattr(moe, name), model.num_layers
-        most = most - 1 if name == "first_dense" else most - moe.first_dense
+        name = "first_dense" if moe.first_dense >= num_layers else "every"
+        problem = f"leaves none of model.num_layers={num_layers} to experts"
+        rest = 1 if name == "first_dense" else moe.first_dense
+        value, most = getattr(moe, name), num_layers - rest
         yield Problem(f"model.moe.{name}", value, problem, f"use at most {most}")
     elif isinstance(given, tuple) and len(given) != layers:
         problem = f"has {len(given)} numbers for {layers} MoE layers"
@@ -192,8 +173,10 @@ def _numbers(model: schema.Model) -> Iterator[Problem]:
 
 def routing_problems(moe: schema.MoE) -> Iterator[Problem]:
     """Yields router settings that contradict each other, or have no effect."""
-    is_expert_choice = moe.choice == "experts"
-    yield from _expert_choice(moe) if is_expert_choice else _token_choice(moe)
+    if isinstance(moe, schema.TokenChoice):
+        yield from _token_choice(moe)
+    else:
+        yield from _expert_choice(moe)
     yield from _without_effect(moe)
 
 
@@ -207,7 +190,7 @@ def _expert_choice(moe: schema.MoE) -> Iterator[Problem]:
             yield Problem(f"model.moe.{name}", value, problem, f"use at most {fewest}")
 
 
-def _token_choice(moe: schema.MoE) -> Iterator[Problem]:
+def _token_choice(moe: schema.TokenChoice) -> Iterator[Problem]:
     """Yields settings that contradict top-k routing by tokens."""
     yield from _groups(moe)
     most = max(_given_numbers(moe))
@@ -235,7 +218,7 @@ def _token_choice(moe: schema.MoE) -> Iterator[Problem]:
         yield Problem("model.moe.drop", moe.drop, problem, f"use 'none', or {below}")
 
 
-def _groups(moe: schema.MoE) -> Iterator[Problem]:
+def _groups(moe: schema.TokenChoice) -> Iterator[Problem]:
     """Yields expert groups that do not divide the experts, or leave too few."""
     for number in sorted({*_given_numbers(moe)}):
         group, rest = divmod(number, moe.num_groups)
@@ -258,45 +241,33 @@ def _groups(moe: schema.MoE) -> Iterator[Problem]:
         yield Problem("model.moe.top_groups", moe.top_groups, problem, remedy)
 
 
-_TOKEN_CHOICE = (
-    *("top_k", "normalise", "num_groups", "top_groups", "sampling", "drop"),
-    *("balance_loss", "balance_scope", "bias_rate", "choice_bias"),
-)
-"""Settings without effect if experts choose tokens, where loads are always equal."""
-
-
 def _without_effect(moe: schema.MoE) -> Iterator[Problem]:
-    """Yields MoE settings that the choice of routing does not read."""
-    has_capacity = moe.choice == "experts" or moe.drop != "none"
-    needs = {
-        "normalise": ("top_k", moe.top_k > 1),
-        "capacity_factor": ("drop", has_capacity),
-        "eval_capacity_factor": ("drop", has_capacity),
-        "min_capacity": ("drop", has_capacity),
-        "shared_gate": ("num_shared", moe.num_shared > 0),
-        "balance_scope": ("balance_loss", moe.balance_loss > 0),
-    }
-    if moe.choice == "experts":
-        needs |= dict.fromkeys(_TOKEN_CHOICE, ("choice", False))
-        if moe.balance_loss == 0:
-            del needs["balance_loss"]
+    """Yields MoE settings that a second one makes meaningless."""
+    needs = {"shared_gate": ("num_shared", moe.num_shared > 0)}
+    if isinstance(moe, schema.TokenChoice):
+        capacity = "capacity_factor", "eval_capacity_factor", "min_capacity"
+        needs |= dict.fromkeys(capacity, ("drop", moe.drop != "none"))
+        needs["normalise"] = ("top_k", moe.top_k > 1)
+        needs["balance_scope"] = ("balance_loss", moe.balance_loss > 0)
     if max(_given_numbers(moe)) == 1 and moe.scores == "softmax":
         needs |= dict.fromkeys(("jitter", "sampling"), ("num_experts", False))
-    for name, value, default in _changed(moe):
+    for name in choices.names(type(moe)):
         other, is_read = needs.get(name, ("", True))
-        if not is_read:
+        value, default = getattr(moe, name), choices.default_of(type(moe), name)
+        if not is_read and value != default:
             problem = f"has no effect with model.moe.{other}={getattr(moe, other)!r}"
             remedy = f"leave it at {default!r}, or set model.moe.{other}"
             yield Problem(f"model.moe.{name}", value, problem, remedy)
 
 
-def _run(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+def _run(config: schema.Config, moe: schema.MoE, num_devices: int) -> Iterator[Problem]:
     """Yields MoE settings that contradict the mesh or the feed-forward."""
     model, sizes = config.model, axes.axis_sizes(config, num_devices)
     if model.mlp_tiles > 1:
-        problem = "tiles a feed-forward, and model.moe.num_experts replaces it"
+        problem = "tiles a feed-forward, and model.moe replaces it"
         yield Problem("model.mlp_tiles", model.mlp_tiles, problem, "use 1")
-    if model.moe.balance_scope == "sequence":
+    scope = moe.balance_scope if isinstance(moe, schema.TokenChoice) else "microbatch"
+    if scope == "sequence":
         for axis in ("sequence", "tensor"):
             if sizes[axis] > 1:
                 problem = f"cannot run with mesh.{axis}={sizes[axis]}, which splits"
@@ -318,7 +289,7 @@ def bias_paths(model: schema.Model) -> list[str]:
     """Paths of the router biases of a built-in model.
 
     Example:
-        >>> moe = schema.MoE(num_experts=8, every=2, first_dense=1, bias_rate=0.01)
+        >>> moe = schema.TokenChoice(every=2, first_dense=1, bias_rate=0.01)
         >>> bias_paths(schema.Model(num_layers=5, moe=moe))
         ['blocks/segment1/layer1/mlp/router/bias']
     """
@@ -334,7 +305,7 @@ def bias_paths(model: schema.Model) -> list[str]:
 
 def frozen_bias_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
     """Yields a bias rate for routers whose biases LoRA or groups freeze."""
-    rate, lora = config.model.moe.bias_rate, config.lora
+    rate, lora = config.model.bias_rate, config.lora
     if not rate:
         return
     paths = bias_paths(config.model)

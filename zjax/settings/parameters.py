@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from zjax.errors import Problem
-from zjax.settings import axes, schema
+from zjax.settings import axes, choices, schema
 
 DEFAULT, FROZEN = "default", "frozen"
 Groups = tuple[schema.ParamGroup, ...]
@@ -93,7 +93,7 @@ _EITHER = "leave one of them out"
 _BESIDE_CODES = {
     "lora.form": ("lora",),
     "precision.matmul_dtype": ("compute",),
-    "model.moe.num_experts": (0,),
+    "model.moe": (None,),
     "mesh.pipeline": (0, 1),
     "zero.optimizer_memory": ("device",),
     "zero.shard_over_replica": (False,),
@@ -147,7 +147,7 @@ def _clashes(
 
     `beside` lists the values that do combine, by setting.
     """
-    others = {name: operator.attrgetter(name)(config) for name in beside}
+    others = {name: choices.value_at(config, name) for name in beside}
     found = [(name, x) for name, x in others.items() if x not in beside[name]]
     if axes.mesh_fills(config, num_devices):
         size = axes.axis_sizes(config, num_devices)["tensor"]

@@ -48,6 +48,9 @@ MOVED: dict[str, Moved] = {
     **_moved("evaluation", "evaluation.early_stopping", "patience", "min_improvement"),
     "observe.profile_start_step": Moved("observe.profile.start_step"),
     "observe.profile_num_steps": Moved("observe.profile.num_steps"),
+    "model.moe.choice": Moved(
+        "model.moe", {"tokens": "token_choice", "experts": "expert_choice"}
+    ),
 }
 """Places of settings by old paths."""
 
@@ -66,6 +69,7 @@ SWITCHES: dict[str, tuple[Any, ...]] = {
     "lora.rank": (0,),
     "evaluation.early_stopping.patience": (0,),
     "observe.profile.start_step": (-1,),
+    "model.moe.num_experts": (0, (), []),
 }
 """Old values of settings that stood for a section of None."""
 
@@ -98,7 +102,8 @@ def moved(
         elif new.path != path:
             _tell(path, new.path)
             is_known = isinstance(value, bool | int | str) and value in new.values
-            found[new.path] = new.values[value] if is_known else value
+            # Not over None: a switch beside this setting is off.
+            found.setdefault(new.path, new.values[value] if is_known else value)
         else:
             kept[name] = value
     # Last, as None drops the settings of its section.

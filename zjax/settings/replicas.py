@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from zjax.errors import Problem
-from zjax.settings import axes, schema
+from zjax.settings import axes, choices, schema
 
 _IN_FULL = ("none", "bfloat16")
 """Codecs without error feedback."""
@@ -54,8 +54,8 @@ def _optimizer_problems(
     for field, value in (
         ("optimizer.ema_decay", config.optimizer.ema_decay),
         # Biases have no gradients: an exchange would undo the changes of local steps.
-        ("model.moe.bias_rate", config.model.moe.bias_rate),
-        ("model.moe.choice_bias", config.model.moe.choice_bias),
+        ("model.moe.bias_rate", config.model.bias_rate),
+        ("model.moe.choice_bias", choices.value_at(config, "model.moe.choice_bias")),
     ):
         if isinstance(rule, schema.ZeroOneAdam) and value:
             remedy = f"leave it at {type(value)()}"

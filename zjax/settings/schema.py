@@ -664,22 +664,15 @@ BalanceScope = Literal["microbatch", "sequence"]
 
 
 @section
-class MoE:
-    """Mixture of experts in place of feed-forward layers; off without `num_experts`.
+class MoE(Choice):
+    """Mixture of experts in place of feed-forward layers.
 
     Each device routes its tokens of a microbatch.
     """
 
-    num_experts: int | tuple[int, ...] = 0
+    num_experts: int | tuple[int, ...] = 8
     """Experts of each MoE layer; one number per MoE layer for a pyramid
     (arXiv:2201.05596)."""
-    choice: Literal["tokens", "experts"] = "tokens"
-    """`tokens`: each token chooses `top_k` experts. `experts`: each expert takes its
-    best tokens, as many as its capacity (arXiv:2202.09368). It is for training: later
-    tokens of a sequence compete with earlier ones, so that the losses of a decoder see
-    the future, and a decoder writes no text."""
-    top_k: SomeWidth = 1
-    """Experts of each token."""
     every: SomeLayers = 1
     """1 puts experts in every layer, 2 in the second, fourth, ... as DeepSpeed does."""
     first_dense: Layers = 0
@@ -695,15 +688,42 @@ class MoE:
     softmax of each token weighs the two (PR-MoE, arXiv:2201.05596)."""
     scores: Literal["softmax", "sigmoid"] = "softmax"
     """Scores of the router: `softmax` over all experts, or `sigmoid` of each."""
+    router_bias: bool = False
+    """Whether the logits of the router have a bias, as in gpt-oss."""
+    scale: Positive = 1.0
+    """Factor of the weights."""
+    jitter: Decay = 0.0
+    """Uniform noise of 1 - jitter to 1 + jitter on the router's input while training;
+    0.01 in Switch (arXiv:2101.03961)."""
+    capacity_factor: Positive = 1.0
+    """Capacity of an expert while training, over an even share of the tokens; with
+    `expert_choice` the mean number of experts of a token."""
+    eval_capacity_factor: Positive = 1.0
+    """The same in evaluation."""
+    min_capacity: SomeTokens = 4
+    """Least capacity, in tokens."""
+    z_loss: NonNegative = 0.0
+    """Coefficient of the squared log-sum-exp of the logits (arXiv:2202.08906)."""
+
+    @property
+    def has_choice_bias(self) -> bool:
+        """Whether the scores have a bias for the choice alone."""
+        return False
+
+
+@section
+class TokenChoice(MoE):
+    """Mixture in which each token chooses `top_k` experts."""
+
+    is_usual = True
+
+    top_k: SomeWidth = 1
+    """Experts of each token."""
     choice_bias: bool = False
     """Whether the scores have a bias for the choice alone even if `bias_rate` is 0, as
     checkpoints of DeepSeek-V3 have: training then leaves it as it is."""
-    router_bias: bool = False
-    """Whether the logits of the router have a bias, as in gpt-oss."""
     normalise: bool = True
     """Whether the weights of a token's experts add up to `scale`, if `top_k` > 1."""
-    scale: Positive = 1.0
-    """Factor of the weights."""
     num_groups: SomeWidth = 1
     """Groups of adjacent experts (arXiv:2412.19437)."""
     top_groups: SomeWidth = 1
@@ -711,20 +731,10 @@ class MoE:
     sampling: Literal["none", "first", "second"] = "none"
     """Gumbel noise on the logits of the `first` choice (DeepSpeed's RSample), or of the
     `second` (GShard), while training."""
-    jitter: Decay = 0.0
-    """Uniform noise of 1 - jitter to 1 + jitter on the router's input while training;
-    0.01 in Switch (arXiv:2101.03961)."""
     drop: Literal["none", "position", "first_choices", "probability", "random"] = "none"
     """Tokens that stay if more choose an expert than its capacity: all, the first, all
     first choices before second ones, those of the best scores, or a random subset.
     Generation drops none."""
-    capacity_factor: Positive = 1.0
-    """Capacity of an expert while training, over an even share of the tokens; with
-    `choice="experts"` the mean number of experts of a token."""
-    eval_capacity_factor: Positive = 1.0
-    """The same in evaluation."""
-    min_capacity: SomeTokens = 4
-    """Least capacity, in tokens."""
     balance_loss: NonNegative = 0.01
     """Coefficient of the loss that evens the load of the experts."""
     balance_scope: BalanceScope = "microbatch"
@@ -733,13 +743,21 @@ class MoE:
     """Step of a bias on the scores, which evens the load without a loss: after each
     optimizer step it lowers that of experts above the mean load of the global batch,
     and raises the others' (arXiv:2408.15664). 0 moves none; DeepSeek-V3 took 0.001."""
-    z_loss: NonNegative = 0.0
-    """Coefficient of the squared log-sum-exp of the logits (arXiv:2202.08906)."""
 
     @property
     def has_choice_bias(self) -> bool:
         """Whether the scores have a bias for the choice alone."""
         return self.choice_bias or self.bias_rate > 0
+
+
+@section
+class ExpertChoice(MoE):
+    """Mixture in which each expert takes its best tokens (arXiv:2202.09368).
+
+    An expert takes as many as its capacity, and loads are equal. It is for training:
+    later tokens of a sequence compete with earlier ones, so that the losses of a
+    decoder see the future, and a decoder writes no text.
+    """
 
 
 @section
@@ -866,7 +884,7 @@ class Model:
     """Weight of the squared log-partition penalty."""
     sparsity: Sparsity = Sparsity()
     latent: Latent | None = None
-    moe: MoE = MoE()
+    moe: TokenChoice | ExpertChoice | None = None
 
     __post_init__ = derived.fill_sizes
 
@@ -879,6 +897,11 @@ class Model:
     def value_size(self) -> int:
         """Channels of a head of values."""
         return self.latent.value_size if self.latent else self.head_size
+
+    @property
+    def bias_rate(self) -> float:
+        """Step of the router biases, which evens loads; 0 if none moves."""
+        return self.moe.bias_rate if isinstance(self.moe, TokenChoice) else 0.0
 
     @property
     def num_positions(self) -> int:
