@@ -260,7 +260,7 @@ def test_jitter_moves_the_router_alone_and_only_while_training():
 def test_router_is_initialised_as_in_switch():
     """A truncated normal of variance 0.1 / fan-in."""
     config = dataclasses.replace(language.GPT, embed_size=256, moe=PLAIN)
-    layer = MixtureOfExperts(config, PLAIN, 64, out_std=0.02, rngs=nnx.Rngs(0))
+    layer = MixtureOfExperts(config, config.moe, 64, out_std=0.02, rngs=nnx.Rngs(0))
     kernel = layer.router.kernel[...]
     std = (0.1 / 256) ** 0.5
     np.testing.assert_allclose(jnp.std(kernel), std, rtol=0.02)
