@@ -31,8 +31,8 @@ def get_config():
     config.model.max_length = 16_384
     config.model.norm_eps = 1e-12
     config.model.attention = "sparse"
-    config.model.sparsity.mode = "bslongformer"
-    config.model.sparsity.block = 64
+    config.model.attention.pattern = "bslongformer"
+    config.model.attention.block = 64
 
     config.optimizer.peak_learning_rate = 1e-4
     config.optimizer.schedule.num_warmup_steps = 1_000

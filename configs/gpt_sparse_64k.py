@@ -27,8 +27,8 @@ def get_config():
     config.model.max_length = 65_536
     config.model.positions = "rotary"
     config.model.attention = "sparse"
-    config.model.sparsity.mode = "bigbird"
-    config.model.sparsity.block = 128
+    config.model.attention.pattern = "bigbird"
+    config.model.attention.block = 128
     config.model.remat = "attention"
 
     config.optimizer.peak_learning_rate = 6e-4

@@ -5,8 +5,8 @@ account, against dense attention that writes the scores of all pairs down: the f
 keeps none. Lengths are doubled until one costs more; then the one halfway is tried.
 
 python examples/benchmarks/longest_in_budget.py --base=16384
-    --dense=model.attention=cudnn,model.sparsity.mode=fixed
-    --written=model.attention=xla,model.sparsity.mode=fixed
+    --dense=model.attention=cudnn,model.attention.pattern=fixed
+    --written=model.attention=xla,model.attention.pattern=fixed
     configs/bert_sparse_16k.py microbatch_size=1 global_batch_size=0
 
 Settings of `--dense` and `--written` are those of the dense models alone.

@@ -9,8 +9,8 @@ from contests import Case, Contest, Contestant, Row
 
 CONFIG = "configs/bert_sparse_16k.py"
 SIZES = ("microbatch_size=1", "global_batch_size=0", "model.remat=elementwise")
-DENSE = ("model.attention=cudnn", "model.sparsity.mode=fixed")
-WRITTEN = ("model.attention=xla", "model.sparsity.mode=fixed")
+DENSE = ("model.attention=cudnn", "model.attention.pattern=fixed")
+WRITTEN = ("model.attention=xla", "model.attention.pattern=fixed")
 """Scores of all pairs are written to memory, as before there were fused kernels."""
 BASE = 16_384
 LONGEST = "sparse at the cost of dense 16k"

@@ -90,7 +90,8 @@ def main():
             "optimizer.schedule.num_warmup_steps": args.steps // 10,
         },
     )
-    share = sparse.live_fraction(sparse.sparse_of(config.model), length)
+    pattern = sparse.sparse_of(config.model)
+    share = sparse.live_fraction(pattern, length) if pattern else 1.0
     print("a tiny" if tiny else "the whole", args.model, "on", jax.devices())
     print(f"{len(documents)} files longer than {length:,} tokens")
     print(f"{share:.1%} of all pairs of tokens see each other")

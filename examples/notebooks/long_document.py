@@ -199,7 +199,7 @@ def train(attention):
     return losses
 
 
-bigbird = {"attention": "sparse", "sparsity": {"mode": "bigbird"}}
+bigbird = {"attention": {"kind": "sparse", "pattern": "bigbird"}}
 plt.figure(figsize=(6, 4))
 plt.plot(train({"attention": "auto"}), label="all pairs")
 plt.plot(train(bigbird), label="BigBird, blocks of 64")

@@ -147,7 +147,7 @@ EXPECTED = [
         "optimizer.peak_learning_rate": 1e-3,
         "optimizer.schedule": "warmup_decay_lr",
     },
-    {"model.attention": "sparse", "model.kind": "encoder", "model.sparsity.block": 16},
+    {"model.attention": "sparse", "model.kind": "encoder", "model.attention.block": 16},
 ]
 
 

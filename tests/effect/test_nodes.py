@@ -39,7 +39,7 @@ def final_loss(features: Sequence[str]) -> float:
             num_heads=4,
             vocab_size=257,
             max_length=LENGTH,
-            attention="xla",
+            attention=schema.Xla(),
         ),
         optimizer=schema.Optimizer(
             schedule=schema.Cosine(num_warmup_steps=20), peak_learning_rate=0.001

@@ -85,7 +85,7 @@ SCORES = 4 * LENGTH / WIDTH * 10 / 2
     ("attention", "scores"),
     [
         ({"attention_sinks": True}, SCORES),
-        ({"attention": "xla"}, SCORES),
+        ({"attention": schema.Xla()}, SCORES),
         ({"attention_dropout_rate": 0.1}, 1.4 * SCORES),
         ({"attention_soft_cap": 30.0}, 1.4 * SCORES),
     ],
@@ -101,7 +101,7 @@ def test_scores_of_explicit_attention(attention, scores):
 
 
 def test_a_ring_holds_no_scores():
-    ring = {"attention": "xla", "sequence_attention": "ring"}
+    ring = {"attention": schema.Xla(), "sequence_attention": "ring"}
     assert units(sequence=8, attention=ring) == (LAYERS * KEPT + WORKING) / 8
 
 
@@ -130,7 +130,7 @@ def test_scores_are_what_a_gradient_reads(rate, cap):
     found = sum(x.size * x.dtype.itemsize for x in wide) / pairs
     model = schema.Model(
         num_heads=heads,
-        attention="xla",
+        attention=schema.Xla(),
         attention_dropout_rate=rate,
         attention_soft_cap=cap,
     )

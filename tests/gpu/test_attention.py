@@ -12,6 +12,7 @@ from tests.support import language
 from tests.support.gpu import NEEDS_GPU
 from zjax.ops import remat
 from zjax.ops.attention import dot_product_attention
+from zjax.settings import schema
 
 pytestmark = NEEDS_GPU
 
@@ -110,14 +111,16 @@ def test_packed_rows_of_a_model_equal_each_document_alone(shape):
         embed_size=128,
         mlp_size=256,
         max_length=256,
-        attention="cudnn",
+        attention=schema.Cudnn(),
     )
     text = language.make_text(config, rows=1, length=256)
     graph, state = nnx.split(language.make_language_model(config))
     # Weights of 0.3 are for 16 channels: with 128, scores would saturate the softmax.
     state = jax.tree.map(lambda x: x if x.ndim < 2 else x / 8, state)
     plain, _ = nnx.split(
-        language.make_language_model(dataclasses.replace(config, attention="xla"))
+        language.make_language_model(
+            dataclasses.replace(config, attention=schema.Xla())
+        )
     )
 
     def loss(state, graph, batch):

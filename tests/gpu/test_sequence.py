@@ -113,10 +113,7 @@ def test_devices_that_share_tokens_or_heads_have_their_own(mesh, kind, axis):
         kind=kind,
         num_heads=HEADS,
         max_length=LENGTH,
-        attention="sparse",
-        sparsity=schema.Sparsity(
-            mode="bigbird", block=64, different_layout_per_head=True
-        ),
+        attention=schema.Sparse(pattern=schema.Bigbird(different_layout_per_head=True)),
     )
     pattern = sparse.sparse_of(model)
     positions = jnp.arange(LENGTH)[None]

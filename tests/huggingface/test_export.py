@@ -188,7 +188,7 @@ def test_a_failed_export_leaves_nothing(store, tmp_path, monkeypatch):
         (
             dataclasses.replace(
                 language.LLAMA,
-                attention="sparse",
+                attention=schema.Sparse(),
                 moe=schema.TokenChoice(num_experts=2),
             ),
             [

@@ -72,7 +72,7 @@ def make_layer(config, moe):
     """With weights large enough to matter."""
     config = dataclasses.replace(config, moe=moe)
     layer = MixtureOfExperts(
-        config, moe, moe.num_experts, out_std=0.02, rngs=nnx.Rngs(0)
+        config, config.moe, moe.num_experts, out_std=0.02, rngs=nnx.Rngs(0)
     )
     graph, state = nnx.split(layer)
     rng = np.random.default_rng(1)

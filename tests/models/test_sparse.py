@@ -14,12 +14,13 @@ from tests.support import sparse as small
 from zjax.jaxprs.interpret import programs_in, walk
 from zjax.models import flops, generate
 from zjax.ops import sparse
+from zjax.settings import schema
 
 LOCAL = dataclasses.replace(
     small.GPT,
     num_layers=1,
-    sparsity=dataclasses.replace(
-        small.SPARSITY, mode="local", num_sliding_window_blocks=1
+    attention=dataclasses.replace(
+        small.SPARSE, pattern=schema.Local(num_sliding_window_blocks=1)
     ),
 )
 """Blocks that see themselves alone."""
@@ -97,8 +98,8 @@ def test_tokens_see_live_blocks_alone():
 def test_a_layout_of_fewer_blocks_asks_for_less_work():
     """Fails if dead blocks are visited: chunks of the plan, and FLOPs of the report."""
     config = dataclasses.replace(LOCAL, max_length=1024)
-    everything = dataclasses.replace(config.sparsity, mode="dense")
-    dense = dataclasses.replace(config, sparsity=everything)
+    everything = dataclasses.replace(small.SPARSE, pattern=schema.Dense())
+    dense = dataclasses.replace(config, attention=everything)
 
     def num_chunks(config):
         plan = sparse._plan(
@@ -112,7 +113,7 @@ def test_a_layout_of_fewer_blocks_asks_for_less_work():
         flops.flops_per_token(each, 1024, causal_attention="half")
         for each in (config, dense)
     )
-    half = dataclasses.replace(dense, attention="xla")
+    half = dataclasses.replace(dense, attention=schema.Xla())
     assert all_work == flops.flops_per_token(half, 1024, causal_attention="half")
     assert all_work - work == 6 * config.num_layers * config.embed_size * (1024 - 16)
 

@@ -173,8 +173,7 @@ def test_norms_without_a_mean_keep_one_number_of_a_row():
 
 def test_tables_of_sparse_attention_are_not_kept():
     """Fails if constants, such as which blocks are live, are kept for every block."""
-    sparsity = schema.Sparsity(block=16)
-    sparse = dataclasses.replace(GPT, attention="sparse", sparsity=sparsity)
+    sparse = dataclasses.replace(GPT, attention=schema.Sparse(block=16))
     rows = rows_kept(run_of("attention", stage=1, model=sparse))
     assert {row.dtype for row in rows} == {np.dtype("float32")}
     assert_same_run("attention", stage=1, model=sparse)

@@ -16,12 +16,11 @@ from zjax.sharding import mesh as meshes
 from zjax_kernels import BigBird, Custom, Dense
 
 MODES = {
-    "fixed": schema.Sparsity(mode="fixed", num_local_blocks=2),
-    "fixed, heads": schema.Sparsity(
-        mode="fixed", num_different_global_patterns=2, different_layout_per_head=True
+    "fixed": schema.Fixed(num_local_blocks=2),
+    "fixed, heads": schema.Fixed(
+        num_different_global_patterns=2, different_layout_per_head=True
     ),
-    "variable": schema.Sparsity(
-        mode="variable",
+    "variable": schema.Variable(
         num_random_blocks=1,
         local_window_blocks=(1, 2),
         global_block_indices=(1, 3),
@@ -29,16 +28,16 @@ MODES = {
         different_layout_per_head=True,
         seed=3,
     ),
-    "bigbird": schema.Sparsity(mode="bigbird", different_layout_per_head=True),
-    "bslongformer": schema.Sparsity(mode="bslongformer", global_block_indices=(0, 2)),
-    "local": schema.Sparsity(mode="local", num_sliding_window_blocks=1),
-    "dense": schema.Sparsity(mode="dense"),
+    "bigbird": schema.Bigbird(different_layout_per_head=True),
+    "bslongformer": schema.Bslongformer(global_block_indices=(0, 2)),
+    "local": schema.Local(num_sliding_window_blocks=1),
+    "dense": schema.Dense(),
 }
 
 
 def make_model(mode, kind="decoder", **changes):
-    sparsity = dataclasses.replace(MODES[mode], block=small.BLOCK)
-    return dataclasses.replace(small.GPT, kind=kind, sparsity=sparsity, **changes)
+    attention = schema.Sparse(pattern=MODES[mode], block=small.BLOCK)
+    return dataclasses.replace(small.GPT, kind=kind, attention=attention, **changes)
 
 
 def make_heads(length, *, rows=2, heads=2, kv_heads=2, size=8):

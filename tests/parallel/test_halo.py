@@ -18,15 +18,15 @@ from zjax.settings import schema
 from zjax.sharding import mesh as meshes
 
 LENGTH, HEADS, SIZE, BLOCK = 512, 4, 8, 32
-WINDOW = schema.Sparsity(mode="local", block=BLOCK, num_sliding_window_blocks=3)
-BIGBIRD = schema.Sparsity(mode="bigbird", block=BLOCK)
-HEADS_DIFFER = dataclasses.replace(BIGBIRD, different_layout_per_head=True)
+WINDOW = schema.Local(num_sliding_window_blocks=3)
+BIGBIRD = schema.Bigbird()
+HEADS_DIFFER = schema.Bigbird(different_layout_per_head=True)
 
 
-def make_pattern(sparsity, kind="decoder"):
-    model = dataclasses.replace(
-        patterns.GPT, kind=kind, num_heads=HEADS, max_length=LENGTH, sparsity=sparsity
-    )
+def make_pattern(pattern, kind="decoder"):
+    sizes = {"num_heads": HEADS, "max_length": LENGTH}
+    attention = schema.Sparse(pattern=pattern, block=BLOCK)
+    model = dataclasses.replace(patterns.GPT, kind=kind, attention=attention, **sizes)
     return sparse.sparse_of(model)
 
 

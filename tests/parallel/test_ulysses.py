@@ -14,6 +14,7 @@ from tests.support import sparse as patterns
 from zjax.ops import sparse
 from zjax.ops.attention import dot_product_attention
 from zjax.parallel.sequence import ulysses_attention
+from zjax.settings import schema
 
 SLOW = pytest.mark.slow
 
@@ -76,9 +77,10 @@ def test_numbers_of_tokens_are_all_that_is_gathered():
 @pytest.mark.parametrize("kind", ["decoder", "encoder"])
 def test_sparse_attention_keeps_its_pattern_per_head(kind):
     """Fails if a device takes the pattern of the heads of another one."""
-    sparsity = dataclasses.replace(patterns.SPARSITY, different_layout_per_head=True)
+    pattern = schema.Bigbird(different_layout_per_head=True)
+    attention = dataclasses.replace(patterns.SPARSE, pattern=pattern)
     config = dataclasses.replace(
-        patterns.GPT, kind=kind, num_heads=small.HEADS, sparsity=sparsity
+        patterns.GPT, kind=kind, num_heads=small.HEADS, attention=attention
     )
     live = patterns.mask_of(config)
     length, heads = live.shape[-1], range(small.HEADS)

@@ -26,7 +26,7 @@ def make_config(kind, *, stage=0, mesh=None, zero=None, num_microbatches=1, **mo
     """Two heads, which four devices cannot share: `auto` leaves tokens in place."""
     away = {"min_shard_elements": 0} if stage else {}
     settings = {"num_layers": 2, "max_length": LENGTH, "remat": "full", **model}
-    settings["sparsity"] = schema.Sparsity(mode="bigbird", block=BLOCK)
+    settings["attention"] = schema.Sparse(pattern=schema.Bigbird(), block=BLOCK)
     return schema.Config(
         global_batch_size=ROWS,
         num_microbatches=num_microbatches,

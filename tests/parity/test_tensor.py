@@ -110,7 +110,7 @@ CASES = [
         marks=SLOW,
     ),
     case(
-        replace(GPT, attention="sparse", sparsity=schema.Sparsity(block=16)),
+        replace(GPT, attention=schema.Sparse(block=16)),
         mesh(4, 2),
         1,
         length=32,

@@ -76,8 +76,8 @@ def test_a_run_that_continues_is_the_run_without_a_stop(tmp_path, whole):
         pytest.param(
             (
                 "model.attention=sparse",
-                "model.sparsity.mode=dense",
-                "model.sparsity.block=16",
+                "model.attention.pattern=dense",
+                "model.attention.block=16",
             ),
             id="kernels",
         ),

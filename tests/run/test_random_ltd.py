@@ -180,7 +180,7 @@ CONTEXTS = {
     "encoder, documents": (["model.kind=encoder"], "segment_ids"),
     "encoder, lengths": (["model.kind=encoder"], "lengths"),
     "causal, sparse, documents": (
-        ["model.attention=sparse", "model.sparsity.mode=dense"],
+        ["model.attention=sparse", "model.attention.pattern=dense"],
         "segment_ids",
     ),
 }

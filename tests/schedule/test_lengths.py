@@ -39,8 +39,8 @@ CASES = [
     ),
     case(
         f"{BASE};{FIELD}.multiple=32;model.attention=sparse",
-        f"{FIELD}.multiple=32 is not a multiple of model.sparsity.block=64; use 64 or "
-        "a multiple of it",
+        ".multiple=32 is not a multiple of model.attention.block=64; use 64 or a "
+        "multiple of it",
         id="blocks",
     ),
     case(

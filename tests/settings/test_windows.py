@@ -28,7 +28,7 @@ RULES = [
     case(
         WINDOW + "model.attention=sparse",
         "model.sliding_window=8 is not a pattern of model.attention='sparse'; use 0, "
-        "or sparsity.mode='local'",
+        "or attention.pattern='local'",
         id="sparse",
     ),
     case(

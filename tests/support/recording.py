@@ -69,7 +69,7 @@ LLAMA = {
     "use_bias": False,
     "tied_head": False,
 }
-SPARSE = {"attention": "sparse", "sparsity": {"mode": "fixed", "block": 16}}
+SPARSE = {"attention": {"kind": "sparse", "pattern": "fixed", "block": 16}}
 EXPERTS = {"moe": {"num_experts": 4, "top_k": 2, "every": 2}}
 REPLICAS = {"mesh": {"replica": 2, "data": 4}}
 

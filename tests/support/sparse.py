@@ -9,14 +9,13 @@ from zjax.ops import sparse
 from zjax.settings import schema
 
 BLOCK, LENGTH = 16, 96
-SPARSITY = schema.Sparsity(block=BLOCK, mode="bigbird")
+SPARSE = schema.Sparse(block=BLOCK, pattern=schema.Bigbird())
 GPT = dataclasses.replace(
     language.GPT,
     num_heads=2,
     num_kv_heads=2,
-    attention="sparse",
+    attention=SPARSE,
     max_length=LENGTH,
-    sparsity=SPARSITY,
 )
 LLAMA = dataclasses.replace(
     GPT,

@@ -98,7 +98,7 @@ def _split_problem(config: schema.Config, size: int) -> str:
     a norm over all heads would count padding and copies.
     """
     heads, model = uneven_heads(config.model, size), config.model
-    if heads and model.attention == "sparse":
+    if heads and isinstance(model.attention, schema.Sparse):
         return f"does not divide {heads}, as model.attention='sparse' needs"
     over_heads = model.query_key_norm and model.query_key_norm_scope == "heads"
     if over_heads and (model.num_heads % size or model.num_kv_heads % size):
@@ -212,17 +212,16 @@ def _offload(config: schema.Config, num_devices: int) -> Iterator[Problem]:
 
 def _attention(config: schema.Config, num_devices: int) -> Iterator[Problem]:
     """Yields features that the attention kernel lacks."""
-    dtype = config.precision.compute_dtype
-    if config.model.attention == "cudnn" and dtype == "float32":
+    dtype, kernel = config.precision.compute_dtype, config.model.attention.kind
+    if kernel == "cudnn" and dtype == "float32":
         problem = "cannot run with precision.compute_dtype='float32'"
         remedy = "use xla, or compute in bfloat16 or float16"
         yield Problem("model.attention", "cudnn", problem, remedy)
-    if config.model.attention_sinks and config.model.attention in ("cudnn", "sparse"):
-        kernel = config.model.attention
+    if config.model.attention_sinks and kernel in ("cudnn", "sparse"):
         problem = f"adds scores without keys, which model.attention={kernel!r} cannot"
         remedy = "use False, or model.attention='xla'"
         yield Problem("model.attention_sinks", True, problem, remedy)
-    rate, kernel = config.model.attention_dropout_rate, config.model.attention
+    rate = config.model.attention_dropout_rate
     if rate and kernel in ("cudnn", "sparse"):
         problem = f"drops attention weights, which model.attention={kernel!r} cannot"
         remedy = "use 0, or model.attention='xla'"

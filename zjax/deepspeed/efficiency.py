@@ -157,9 +157,9 @@ def _convert_sparsity(found: Conversion) -> None:
         f"{section}.mode",
         default="fixed",
         model__attention="sparse",
-        model__sparsity__mode=mode,
+        model__attention__pattern=mode,
     )
-    found.copy(f"{section}.block", "model__sparsity__block", 16)
+    found.copy(f"{section}.block", "model__attention__block", 16)
     attention = found.take(f"{section}.attention", "bidirectional")
     kind = "encoder" if attention == "bidirectional" else "decoder"
     found.set(f"{section}.attention", default=attention, model__kind=kind)
@@ -170,4 +170,4 @@ def _convert_sparsity(found: Conversion) -> None:
         if isinstance(value, list):
             value = tuple(value)
         if value is not None:
-            found.set(key, **{f"model__sparsity__{name}": value})
+            found.set(key, **{f"model__attention__pattern__{name}": value})

@@ -198,10 +198,10 @@ def scores_per_token(config: schema.Config, sizes: Mapping[str, int]) -> int:
 def _has_scores(config: schema.Config) -> bool:
     """Whether no attention kernel fits, even on a recent NVIDIA GPU."""
     model, length = config.model, config.data.length
-    if model.attention in ("sparse", "cudnn"):
+    if model.attention.kind in ("sparse", "cudnn"):
         return False
     kernel, _ = choose_implementation(
-        model.attention,
+        model.attention_kernel,
         platform="cuda",
         compute_capability=(9, 0),  # Hopper: plans are made without GPUs
         dtype=config.precision.compute_dtype,

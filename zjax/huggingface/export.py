@@ -180,7 +180,7 @@ def _differences(model: schema.Model, kind: str, remedy: str) -> list[Problem]:
     top_k = mine.get("moe.top_k")
     if top_k == 1 and "moe.normalise" not in settable:
         pairs.append(("moe.top_k", 1, 2))  # normalised, one expert would weigh 1
-    if model.attention == "sparse":
+    if isinstance(model.attention, schema.Sparse):
         pairs.append(("attention", "sparse", "dense"))
     return [
         Problem(f"model.{name}", as_set(mine), f"is {theirs!r} in {kind}", remedy)

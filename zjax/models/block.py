@@ -58,11 +58,8 @@ class Block(nnx.Module):
         self.bounds = attention.Bounds(
             config.sliding_window if slides else 0, config.attention_soft_cap
         )
-        is_sparse = config.attention == "sparse"
-        self.sparse = sparse.sparse_of(config) if is_sparse else None
-        self.implementation: attention.Implementation = (
-            "auto" if config.attention == "sparse" else config.attention
-        )
+        self.sparse = sparse.sparse_of(config)
+        self.implementation: attention.Implementation = config.attention_kernel
         num_writers = 1 if norm_position == "stream" else 2 * config.num_layers
         out_std = layers.INIT_STD / num_writers**0.5
         self.attention_norm = layers.Norm(config)

@@ -50,10 +50,10 @@ def make_window(
 
 def _pattern(config, x):
     """Returns the block pattern of the kernels that run; None without such kernels."""
-    if config.attention == "sparse":
-        return sparse.sparse_of(config)
+    if pattern := sparse.sparse_of(config):
+        return pattern
     return attention.window_pattern(
-        config.attention,
+        config.attention_kernel,
         x.dtype,
         num_heads=tensor.laid_heads(config.num_heads, config.num_kv_heads)[0],
         head_size=config.head_size,

@@ -253,8 +253,8 @@ def _attention_factor(
     model: schema.Model, length: int, causal_attention: CausalAttention
 ) -> float:
     """FLOPs of attention per channel and pair of tokens, averaged over layers."""
-    if model.attention == "sparse":
-        return 12 * sparse.live_fraction(sparse.sparse_of(model), length)
+    if pattern := sparse.sparse_of(model):
+        return 12 * sparse.live_fraction(pattern, length)
     half = model.kind == "decoder" and causal_attention == "half"
     return (6.0 if half else 12.0) * _share_in_windows(model, length)
 

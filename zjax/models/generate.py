@@ -258,7 +258,7 @@ def longest_text(config: schema.Model) -> tuple[str, int]:
     and of sparse blocks end with the rows.
     """
     row = "max_length", config.max_length
-    if config.positions != "rotary" or config.attention == "sparse":
+    if config.positions != "rotary" or isinstance(config.attention, schema.Sparse):
         return row
     scaling, name, longest = config.rope_scaling, "max_positions", config.max_positions
     if isinstance(scaling, schema.DynamicRope):

@@ -40,6 +40,7 @@ _PATTERNS = {
     "local": zjax_kernels.LocalSlidingWindow,
     "dense": zjax_kernels.Dense,
 }
+_OPEN = ("num_random_blocks", -1), ("global_block_end_indices", ())
 _MAX_PLANS = 64
 """Entries of the plan cache; the keys are lengths, heads and token masks."""
 
@@ -82,26 +83,30 @@ class Sparse:
         return self.pattern.block
 
 
-def sparse_of(config: schema.Model) -> Sparse:
+def sparse_of(config: schema.Model) -> Sparse | None:
     """Builds the pattern of a model's settings; `kind` sets the direction.
 
+    None for dense attention.
+
     Example:
-        >>> config = schema.Model(attention="sparse", num_heads=2)
+        >>> config = schema.Model(attention=schema.Sparse(), num_heads=2)
         >>> sparse_of(config).pattern.attention
         'unidirectional'
     """
-    settings = dataclasses.asdict(config.sparsity)
-    rule = _PATTERNS[settings.pop("mode")]
-    if settings["num_random_blocks"] == -1:
-        # -1 leaves the default of the rule.
-        del settings["num_random_blocks"]
-    settings["global_block_end_indices"] = settings["global_block_end_indices"] or None
-    known = {field.name for field in dataclasses.fields(rule)}
+    if not isinstance(given := config.attention, schema.Sparse):
+        return None
+    settings = {
+        name: value
+        for name, value in vars(given.pattern).items()
+        # -1 and () leave the defaults of the rule.
+        if (name, value) not in _OPEN
+    }
     causal = config.kind == "decoder"
-    pattern = rule(
+    pattern = _PATTERNS[given.pattern.kind](
         num_heads=config.num_heads,
+        block=given.block,
         attention="unidirectional" if causal else "bidirectional",
-        **{name: value for name, value in settings.items() if name in known},
+        **settings,
     )
     return Sparse(pattern, config.max_length)
 
@@ -131,7 +136,7 @@ def sparse_attention(
     cannot be sharded over the sequence axis.
 
     Example:
-        >>> sparse = sparse_of(schema.Model(num_heads=2, num_kv_heads=2))
+        >>> sparse = Sparse(zjax_kernels.Fixed(2, attention="unidirectional"), 1024)
         >>> x = jnp.ones((1, 100, 2, 8))
         >>> sparse_attention(x, x, x, sparse).shape
         (1, 100, 2, 8)
@@ -225,7 +230,7 @@ def visible_keys(
     """Computes which keys each query sees; keys at negative positions are hidden.
 
     Example:
-        >>> sparse = sparse_of(schema.Model(num_heads=2, num_kv_heads=2))
+        >>> sparse = Sparse(zjax_kernels.Fixed(2, attention="unidirectional"), 1024)
         >>> positions = jnp.arange(4)[None]
         >>> visible_keys(sparse, positions, positions)[0, 0].sum(1).tolist()
         [1, 2, 3, 4]
@@ -245,8 +250,8 @@ def live_fraction(sparse: Sparse, length: int) -> float:
     """Fraction of the pairs of `length` tokens that see each other, over all heads.
 
     Example:
-        >>> model = schema.Model(sparsity=schema.Sparsity(mode="dense"))
-        >>> live_fraction(sparse_of(model), 1024)
+        >>> rule = zjax_kernels.Dense(2, attention="unidirectional")
+        >>> live_fraction(Sparse(rule, 1024), 1024)
         0.5
     """
     num_blocks = -(-length // sparse.block)

@@ -127,7 +127,7 @@ def sequence_attention(
         causal=config.kind == "decoder",
         segment_ids=segment_ids,
         lengths=lengths,
-        implementation="xla" if config.attention == "xla" else "auto",
+        implementation="xla" if config.attention_kernel == "xla" else "auto",
     )
 
 

@@ -14,7 +14,7 @@ from zjax.schedule.pacing import (
     pacing_problems,
     used_pacings,
 )
-from zjax.settings import axes, derived, schema, sequence
+from zjax.settings import axes, choices, derived, schema, sequence
 
 
 def steps_of(num_epochs: float, num_rows: int, global_batch_size: int) -> int:
@@ -279,9 +279,9 @@ def divisor_problems(
         sizes = axes.axis_sizes(config, num_devices)
         split = {axis: sizes[axis] for axis in ("sequence", "tensor")}
         yield from sequence.length_problems(field, length, config.model, **split)
-    block = config.model.sparsity.block
-    if config.model.attention == "sparse" and length % block:
-        problem = f"is not a multiple of model.sparsity.block={block}"
+    block = choices.value_at(config, "model.attention.block")
+    if block and length % block:
+        problem = f"is not a multiple of model.attention.block={block}"
         yield Problem(field, length, problem, f"use {block} or a multiple of it")
 
 

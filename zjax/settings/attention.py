@@ -159,18 +159,19 @@ def window_problems(config: schema.Config, num_devices: int) -> Iterator[Problem
     """Yields settings that contradict sliding windows or soft caps.
 
     Example:
-        >>> model = schema.Model(attention="sparse", sliding_window=8)
+        >>> model = schema.Model(attention=schema.Sparse(), sliding_window=8)
         >>> print(*window_problems(schema.Config(model=model), 1))
         model.sliding_window=8 is not a pattern of model.attention='sparse'; use 0, or \
-sparsity.mode='local'
+attention.pattern='local'
     """
     model = config.model
     yield from _without_effect(model)
     if model.sliding_window:
         yield from _window_problems(config)
-    if model.attention_soft_cap and model.attention in ("cudnn", "sparse"):
+    kernel = model.attention.kind
+    if model.attention_soft_cap and kernel in ("cudnn", "sparse"):
         value = model.attention_soft_cap
-        problem = f"bounds scores, which model.attention={model.attention!r} cannot"
+        problem = f"bounds scores, which model.attention={kernel!r} cannot"
         remedy = "use 0, or model.attention='xla'"
         yield Problem("model.attention_soft_cap", value, problem, remedy)
     if model.logit_soft_cap and (model.kind == "encoder" or config.distill):
@@ -197,9 +198,9 @@ def _window_problems(config: schema.Config) -> Iterator[Problem]:
     for other in (name for name, is_used in others.items() if is_used):
         problem = f"does not go with {other}"
         yield Problem("model.sliding_window", window, problem, "use 0")
-    if model.attention == "sparse":
+    if isinstance(model.attention, schema.Sparse):
         problem = "is not a pattern of model.attention='sparse'"
-        remedy = "use 0, or sparsity.mode='local'"
+        remedy = "use 0, or attention.pattern='local'"
         yield Problem("model.sliding_window", window, problem, remedy)
     if model.full_attention_every > 1:
         yield from _blocks(model)
@@ -243,64 +244,50 @@ def _without_effect(model: schema.Model) -> Iterator[Problem]:
             yield Problem(f"model.{name}", value, problem, remedy)
 
 
-MODES: dict[str, tuple[str, ...]] = {
-    "different_layout_per_head": ("fixed", "variable", "bigbird"),
-    "num_local_blocks": ("fixed",),
-    "num_global_blocks": ("fixed", "bigbird"),
-    "horizontal_global_attention": ("fixed", "variable"),
-    "num_different_global_patterns": ("fixed",),
-    "num_random_blocks": ("variable", "bigbird"),
-    "num_sliding_window_blocks": ("bigbird", "bslongformer", "local"),
-    "local_window_blocks": ("variable",),
-    "global_block_indices": ("variable", "bslongformer"),
-    "global_block_end_indices": ("variable", "bslongformer"),
-    "seed": ("variable", "bigbird"),
-}
-"""Sparsity modes that read a setting, by setting; all modes read unlisted settings."""
 _COUNTS = ("num_global_blocks", "num_random_blocks", "num_sliding_window_blocks")
 """Settings that count blocks of one row, which must exist at `model.max_length`."""
 
 
 def sparsity_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
-    """Yields sparsity settings that make no block layout of `data.length`.
+    """Yields patterns of sparse attention that make no block layout of `data.length`.
 
     Example:
-        >>> model = schema.Model(attention="sparse")
+        >>> model = schema.Model(attention=schema.Sparse())
         >>> data = schema.Data(length=1000)
         >>> print(*sparsity_problems(schema.Config(model=model, data=data), 1))
-        data.length=1000 is not a multiple of model.sparsity.block=64; use 960 or 1024
+        data.length=1000 is not a multiple of model.attention.block=64; use 960 or 1024
     """
-    if config.model.attention != "sparse":
+    if not isinstance(given := config.model.attention, schema.Sparse):
         return
-    yield from _length(config)
-    given = config.model.sparsity
-    if given.mode == "fixed":
-        yield from _fixed(given)
-    if given.horizontal_global_attention and config.model.kind == "decoder":
+    yield from _length(config.data.length, given.block)
+    pattern = given.pattern
+    if isinstance(pattern, schema.Fixed):
+        yield from _fixed(pattern)
+    is_horizontal = choices.value_at(pattern, "horizontal_global_attention")
+    if is_horizontal and config.model.kind == "decoder":
         problem = "lets tokens see later ones, which model.kind='decoder' rules out"
         yield _problem("horizontal_global_attention", True, problem, "use False")
-    if given.mode == "variable":
-        yield from _windows(given)
-    if given.mode in MODES["global_block_indices"]:
-        yield from _ranges(given)
-    yield from _counts(config.model)
+    if isinstance(pattern, schema.Variable):
+        yield from _windows(pattern)
+    if isinstance(pattern, schema.GlobalRanges):
+        yield from _ranges(pattern)
+    yield from _counts(pattern, given.block, config.model.max_length)
 
 
-def _length(config: schema.Config) -> Iterator[Problem]:
+def _length(length: int, block: int) -> Iterator[Problem]:
     """Yields a sequence length that is not a multiple of the block."""
-    length, block = config.data.length, config.model.sparsity.block
     if length % block:
         below, above = length // block * block, -(-length // block) * block
         remedy = f"use {below} or {above}" if below else f"use {above}"
-        problem = f"is not a multiple of model.sparsity.block={block}"
+        problem = f"is not a multiple of model.attention.block={block}"
         yield Problem("data.length", length, problem, remedy)
 
 
-def _fixed(given: schema.Sparsity) -> Iterator[Problem]:
-    """Yields contradictions of the `fixed` mode."""
+def _fixed(given: schema.Fixed) -> Iterator[Problem]:
+    """Yields contradictions of the `fixed` pattern."""
     width, count = given.num_local_blocks, given.num_global_blocks
     if count == 0 or width % count:
-        problem = f"does not divide model.sparsity.num_local_blocks={width}"
+        problem = f"does not divide model.attention.pattern.num_local_blocks={width}"
         yield _problem(
             "num_global_blocks", count, problem, axes.suggest_divisors(width)
         )
@@ -312,11 +299,11 @@ def _fixed(given: schema.Sparsity) -> Iterator[Problem]:
         yield _problem(name, number, problem, f"use at most {places}")
     if number > 1 and not given.different_layout_per_head:
         problem = "needs heads that differ"
-        remedy = "use 1, or set model.sparsity.different_layout_per_head=True"
+        remedy = "use 1, or set model.attention.pattern.different_layout_per_head=True"
         yield _problem(name, number, problem, remedy)
 
 
-def _windows(given: schema.Sparsity) -> Iterator[Problem]:
+def _windows(given: schema.Variable) -> Iterator[Problem]:
     """Yields local windows of less than one block."""
     sizes = given.local_window_blocks
     if not sizes or min(sizes) < 1:
@@ -324,7 +311,7 @@ def _windows(given: schema.Sparsity) -> Iterator[Problem]:
         yield _problem("local_window_blocks", sizes, problem, "use one like (4,)")
 
 
-def _ranges(given: schema.Sparsity) -> Iterator[Problem]:
+def _ranges(given: schema.GlobalRanges) -> Iterator[Problem]:
     """Yields ranges of global blocks that are negative or do not end."""
     starts, ends = given.global_block_indices, given.global_block_end_indices
     if any(start < 0 for start in starts):
@@ -334,22 +321,22 @@ def _ranges(given: schema.Sparsity) -> Iterator[Problem]:
         return
     pairs = zip(starts, ends, strict=False)
     if len(starts) != len(ends) or any(start >= end for start, end in pairs):
-        problem = f"does not end each of model.sparsity.global_block_indices={starts}"
+        name = "model.attention.pattern.global_block_indices"
+        problem = f"does not end each of {name}={starts}"
         remedy = "give one end after each start, or () for single blocks"
         yield _problem("global_block_end_indices", ends, problem, remedy)
 
 
-def _counts(model: schema.Model) -> Iterator[Problem]:
+def _counts(pattern: choices.Choice, block: int, max_length: int) -> Iterator[Problem]:
     """Yields numbers of blocks above the blocks of a row."""
-    given = model.sparsity
-    num_blocks = -(-model.max_length // given.block)
+    num_blocks = -(-max_length // block)
     for name in _COUNTS:
-        count = getattr(given, name)
-        if given.mode in MODES[name] and count > num_blocks:
+        count = choices.value_at(pattern, name)
+        if count is not None and count > num_blocks:
             problem = f"is more than the {num_blocks} blocks of model.max_length="
-            problem += f"{model.max_length}"
+            problem += f"{max_length}"
             yield _problem(name, count, problem, f"use at most {num_blocks}")
 
 
 def _problem(name: str, value: object, problem: str, remedy: str) -> Problem:
-    return Problem(f"model.sparsity.{name}", value, problem, remedy)
+    return Problem(f"model.attention.pattern.{name}", value, problem, remedy)

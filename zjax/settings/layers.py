@@ -16,7 +16,7 @@ def cannot_unroll(config: schema.Config) -> bool:
     only and finds no kernel for later layers, so the program fails to start.
     """
     may_take_cudnn = (
-        config.model.attention in ("auto", "cudnn")
+        config.model.attention.kind in ("auto", "cudnn")
         and config.precision.compute_dtype != "float32"
     )
     return config.deterministic and may_take_cudnn

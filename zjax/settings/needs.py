@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any, NamedTuple
 
-from zjax.settings import attention, choices, schema
+from zjax.settings import choices, schema
 
 
 class Needs(NamedTuple):
@@ -42,14 +42,6 @@ NEEDS = (
         ("elementwise", "attention_and_mlp", "attention", "full"),
     ),
     Needs("model.mlp_chunk_tokens", "model.remat", ("attention", "full")),
-    *(
-        Needs(f"model.sparsity.{field.name}", "model.attention", ("sparse",))
-        for field in dataclasses.fields(schema.Sparsity)
-    ),
-    *(
-        Needs(f"model.sparsity.{name}", "model.sparsity.mode", modes)
-        for name, modes in attention.MODES.items()
-    ),
     Needs("model.first_position", "model.positions", ("learned",)),
     Needs("model.rope_theta", "model.positions", ("rotary",)),
     Needs("model.max_positions", "model.positions", ("rotary",)),

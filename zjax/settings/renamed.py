@@ -48,6 +48,8 @@ MOVED: dict[str, Moved] = {
     **_moved("evaluation", "evaluation.early_stopping", "patience", "min_improvement"),
     "observe.profile_start_step": Moved("observe.profile.start_step"),
     "observe.profile_num_steps": Moved("observe.profile.num_steps"),
+    "model.sparsity.mode": Moved("model.attention.pattern"),
+    "model.sparsity.block": Moved("model.attention.block"),
     "model.moe.choice": Moved(
         "model.moe", {"tokens": "token_choice", "experts": "expert_choice"}
     ),
@@ -57,6 +59,7 @@ MOVED: dict[str, Moved] = {
 SECTIONS = {
     "optimizer.cycle": "optimizer.schedule",
     "optimizer.range_test": "optimizer.schedule",
+    "model.sparsity": "model.attention.pattern",
 }
 """Sections by old paths, for settings that kept their names."""
 

@@ -601,44 +601,123 @@ RopeScaling = LinearRope | DynamicRope | Yarn | Llama3 | Longrope
 
 
 @section
-class Sparsity:
-    """Live blocks under `model.attention="sparse"`, in DeepSpeed's names.
+class PerHead(Choice):
+    """Pattern of live blocks that may differ from head to head."""
+
+    different_layout_per_head: bool = False
+
+
+@section
+class Horizontal(PerHead):
+    """Pattern whose global blocks may see everything."""
+
+    horizontal_global_attention: bool = False
+    """Whether global blocks of an encoder see everything, too; they always do under
+    `bigbird` and `bslongformer`."""
+
+
+@section
+class Globals(PerHead):
+    """Pattern with a number of global blocks."""
+
+    num_global_blocks: Tokens = 1
+    """Blocks that all see: the last of each window of `fixed`, the first of a sequence
+    under `bigbird`."""
+
+
+@section
+class Random(PerHead):
+    """Pattern with random blocks."""
+
+    num_random_blocks: OpenTokens = -1
+    """Random blocks per row; -1 is 1 under `bigbird` and 0 under `variable`."""
+    seed: Seed = 0
+    """Seed of the random blocks."""
+
+
+@section
+class Sliding(Choice):
+    """Pattern with a window that slides."""
+
+    num_sliding_window_blocks: SomeTokens = 3
+    """Width of the window, centred on the row."""
+
+
+@section
+class GlobalRanges(Choice):
+    """Pattern with listed global blocks."""
+
+    global_block_indices: tuple[int, ...] = (0,)
+    """Blocks that all see."""
+    global_block_end_indices: tuple[int, ...] = ()
+    """One past the end of each range that starts at them; () for single blocks."""
+
+
+@section
+class Fixed(Globals, Horizontal):
+    """Adjacent windows, with global blocks (arXiv:1904.10509)."""
+
+    num_local_blocks: SomeTokens = 4
+    """Blocks per window."""
+    num_different_global_patterns: SomeTokens = 1
+    """Places of the global blocks, through which heads cycle."""
+
+
+@section
+class Variable(Horizontal, Random, GlobalRanges):
+    """Adjacent windows of listed sizes, with global and random blocks."""
+
+    local_window_blocks: tuple[int, ...] = (4,)
+    """Blocks of each window; the last size repeats."""
+
+
+@section
+class Bigbird(Globals, Random, Sliding):
+    """Sliding window with global and random blocks (arXiv:2007.14062)."""
+
+
+@section
+class Bslongformer(Sliding, GlobalRanges):
+    """Sliding window with global blocks (arXiv:2004.05150)."""
+
+
+@section
+class Local(Sliding):
+    """Sliding window alone."""
+
+
+@section
+class Dense(Choice):
+    """All blocks."""
+
+
+@section
+class Auto(Choice):
+    """Attention kernel that zjax chooses; the log names it."""
+
+
+@section
+class Cudnn(Choice):
+    """Attention by cuDNN, or an error."""
+
+
+@section
+class Xla(Choice):
+    """Attention by XLA, with all scores in memory."""
+
+
+@section
+class Sparse(Choice):
+    """Attention to live blocks alone, in DeepSpeed's names.
 
     The layout is made for `model.max_length` tokens; a shorter sequence uses its first
     blocks. A decoder sees no later token.
     """
 
-    mode: Literal["fixed", "variable", "bigbird", "bslongformer", "local", "dense"] = (
-        "fixed"
-    )
-    """`fixed` has adjacent windows (arXiv:1904.10509), `variable` lists their sizes,
-    `bigbird` is arXiv:2007.14062, `bslongformer` arXiv:2004.05150, `local` a sliding
-    window alone."""
+    pattern: Fixed | Variable | Bigbird | Bslongformer | Local | Dense = Fixed()
+    """Live blocks."""
     block: Literal[16, 32, 64, 128] = 64
     """Tokens per side of a block; DeepSpeed's 16 is slower on Hopper GPUs."""
-    different_layout_per_head: bool = False
-    num_local_blocks: SomeTokens = 4
-    """Blocks per window of `fixed`."""
-    num_global_blocks: Tokens = 1
-    """Blocks that all see: the last of each window of `fixed`, the first of a sequence
-    under `bigbird`."""
-    horizontal_global_attention: bool = False
-    """Whether global blocks of an encoder see everything, too; they always do under
-    `bigbird` and `bslongformer`."""
-    num_different_global_patterns: SomeTokens = 1
-    """Places of the global blocks of `fixed`, through which heads cycle."""
-    num_random_blocks: OpenTokens = -1
-    """Random blocks per row; -1 is 1 under `bigbird` and 0 under `variable`."""
-    num_sliding_window_blocks: SomeTokens = 3
-    """Width of the window, centred on the row."""
-    local_window_blocks: tuple[int, ...] = (4,)
-    """Blocks of each window of `variable`; the last size repeats."""
-    global_block_indices: tuple[int, ...] = (0,)
-    """Blocks that all see, under `variable` and `bslongformer`."""
-    global_block_end_indices: tuple[int, ...] = ()
-    """One past the end of each range that starts at them; () for single blocks."""
-    seed: Seed = 0
-    """Seed of the random blocks."""
 
 
 @section
@@ -854,9 +933,8 @@ class Model:
     """Dropout of the sum of embeddings; -1 takes `dropout_rate`."""
     attention_dropout_rate: Decay = 0.0
     """Dropout of attention weights; needs them in memory, and so XLA."""
-    attention: Literal["auto", "cudnn", "xla", "sparse"] = "auto"
-    """Attention kernel; `auto` logs its choice, a named one runs or fails; `sparse`
-    visits only the blocks of `sparsity`."""
+    attention: Auto | Cudnn | Xla | Sparse = Auto()
+    """Attention kernel."""
     sequence_attention: Literal["auto", "ulysses", "ring", "halo"] = "auto"
     """Communication of attention over `mesh.sequence`: `ulysses` exchanges tokens for
     heads (arXiv:2309.14509), `ring` passes keys around (arXiv:2310.01889), `halo` sends
@@ -882,7 +960,6 @@ class Model:
     (arXiv:2506.13996, section 3.1)."""
     z_loss: NonNegative = 0.0
     """Weight of the squared log-partition penalty."""
-    sparsity: Sparsity = Sparsity()
     latent: Latent | None = None
     moe: TokenChoice | ExpertChoice | None = None
 
@@ -897,6 +974,17 @@ class Model:
     def value_size(self) -> int:
         """Channels of a head of values."""
         return self.latent.value_size if self.latent else self.head_size
+
+    @property
+    def attention_kernel(self) -> Literal["auto", "cudnn", "xla"]:
+        """Kernel of dense attention."""
+        match self.attention:
+            case Cudnn():
+                return "cudnn"
+            case Xla():
+                return "xla"
+            case _:
+                return "auto"
 
     @property
     def bias_rate(self) -> float:

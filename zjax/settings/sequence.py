@@ -30,7 +30,7 @@ def sequence_method(model: schema.Model, *, sequence: int, tensor: int) -> Metho
         return model.sequence_attention
     if model.num_heads % (sequence * tensor) == 0:
         return "ulysses"
-    return "halo" if model.attention == "sparse" else "ring"
+    return "halo" if isinstance(model.attention, schema.Sparse) else "ring"
 
 
 def method_problems(
@@ -45,7 +45,7 @@ def method_problems(
 mesh.tensor * mesh.sequence=8; use 'ring', or a multiple of 8 heads
     """
     num_shards, heads = sequence * tensor, model.num_heads
-    method, kernel = model.sequence_attention, model.attention
+    method, kernel = model.sequence_attention, model.attention.kind
     split = (
         f"split model.num_heads={heads} over mesh.tensor * mesh.sequence={num_shards}"
     )
