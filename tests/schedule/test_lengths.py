@@ -39,8 +39,8 @@ CASES = [
     ),
     case(
         f"{BASE};{FIELD}.multiple=32;model.attention=sparse",
-        ".multiple=32 is not a multiple of model.attention.block=64; use 64 or a "
-        "multiple of it",
+        f"{FIELD}.multiple=32 is not a multiple of model.attention.block=64; use 64 or "
+        "a multiple of it",
         id="blocks",
     ),
     case(

@@ -136,7 +136,8 @@ def entries_of(model: schema.Model, settings: Mapping[str, Any]) -> dict[str, An
     """Values of a model for given settings, with sections flattened.
 
     Example:
-        >>> entries_of(schema.Model(), {"num_heads": 1, "moe": {"top_k": 2}})
+        >>> model = schema.Model(moe=schema.TokenChoice())
+        >>> entries_of(model, {"num_heads": 1, "moe": {"top_k": 2}})
         {'num_heads': 12, 'moe.top_k': 1}
     """
     entries = dict[str, Any]()
