@@ -246,3 +246,27 @@ def test_width_of_an_expert_follows_the_model():
         {}, "model.moe.num_experts=4", "model.mlp_size=100", "model.mlp_size=200"
     )
     assert config.model.moe.expert_size == 200
+
+
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        ({"num_experts": 0, "choice": "tokens", "top_k": 1}, None),
+        ({"num_experts": 4, "choice": "tokens"}, schema.TokenChoice(num_experts=4)),
+        (
+            {"num_experts": 4, "choice": "experts", "top_k": 1, "drop": "none"},
+            schema.ExpertChoice(num_experts=4),
+        ),
+    ],
+)
+def test_a_record_that_lists_all_settings_names_the_side_that_chooses(record, expected):
+    found = zconfig.load_config({"model": {"moe": record, "mlp_size": 8}})
+    shape = schema.Model(moe=expected, mlp_size=8)
+    assert found.model.moe == shape.moe
+
+
+def test_a_setting_inside_turns_on_the_choice_of_tokens():
+    config = zconfig.load_config({}, "model.moe.top_k=2")
+    assert isinstance(config.model.moe, schema.TokenChoice)
+    config = zconfig.load_config({}, "model.moe.choice=experts")
+    assert isinstance(config.model.moe, schema.ExpertChoice)

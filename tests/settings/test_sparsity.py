@@ -165,6 +165,17 @@ def test_deepspeed_defaults():
         assert sparse.sparse_of(model).pattern == expected
 
 
+def test_a_record_with_a_section_of_sparsity_is_read():
+    listed = {"mode": "bigbird", "block": 16, "num_local_blocks": 4, "seed": 3}
+    record = {"model": {"attention": "sparse", "sparsity": listed}}
+    pattern = schema.Bigbird(seed=3)
+    expected = schema.Sparse(pattern=pattern, block=16)
+    assert zconfig.load_config(record).model.attention == expected
+    usual = {"mode": "fixed", "block": 64, "num_random_blocks": -1}
+    record = {"model": {"attention": "xla", "sparsity": usual}}
+    assert zconfig.load_config(record).model.attention == schema.Xla()
+
+
 def test_defaults_can_work():
     config = zconfig.load_config({}, "model.attention=sparse")
     zconfig.check_config(config, 8)
