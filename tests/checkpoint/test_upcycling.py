@@ -42,7 +42,9 @@ def write_dense(shape, directory):
 def make_config(shape, path, moe, *overrides, **sections):
     config = schema.Config(
         global_batch_size=8,
-        model=dataclasses.replace(shape, moe=schema.TokenChoice(**moe)),
+        model=dataclasses.replace(
+            shape, moe=schema.TokenChoice(**moe) if moe else None
+        ),
         data=schema.Data(source="synthetic"),
         precision=schema.Precision(compute_dtype="float32"),
         checkpoint=schema.Checkpoint(init_from=str(path)),
