@@ -1,7 +1,6 @@
 """Selects frozen parameters and adapters by path, and checks LoRA settings."""
 
 import contextlib
-import operator
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
