@@ -33,5 +33,5 @@ def get_config():
     config.optimizer.peak_learning_rate = 1e-4
     config.optimizer.schedule.num_warmup_steps = 10_000
 
-    config.random_ltd.form = "layerwise"
+    config.random_ltd = "layerwise"
     return config

@@ -28,7 +28,7 @@ def get_config():
     config.optimizer.peak_learning_rate = 6e-4
     config.optimizer.schedule.num_warmup_steps = 200
 
-    config.buckets.form = "cut"
+    config.buckets = "cut"
     config.buckets.shortest = 256
     config.buckets.order = "grow"
     return config

@@ -32,10 +32,10 @@ def get_config():
     config.optimizer.peak_learning_rate = 6e-4
     config.optimizer.schedule.num_warmup_steps = 200
 
-    config.sequence_warmup.form = "window"
+    config.sequence_warmup = "window"
     config.sequence_warmup.pacing.num_steps = 800
 
-    config.random_ltd.form = "layerwise"
+    config.random_ltd = "layerwise"
     config.random_ltd.pacing.start = 256
     config.random_ltd.pacing.multiple = 256
     config.random_ltd.pacing.num_steps = 800

@@ -28,6 +28,6 @@ def get_config():
     config.optimizer.peak_learning_rate = 2.4e-3
     config.optimizer.schedule.num_warmup_steps = 200
 
-    config.sequence_warmup.form = "truncate"
+    config.sequence_warmup = "truncate"
     config.sequence_warmup.pacing.num_steps = 600
     return config

@@ -41,7 +41,7 @@ SETTINGS = {
 }
 WAYS = {
     "joined": {},
-    "buckets": {"buckets.form": "cut", "buckets.shortest": 256},
+    "buckets": {"buckets": "cut", "buckets.shortest": 256},
 }
 
 
@@ -70,8 +70,8 @@ def time_rounds(config, num_steps):
 def warm_up(run, state, batches):
     """Takes steps until each length has had one, and some more."""
     wanted = 1
-    if run.config.buckets.form != "none":
-        wanted = len(bucket_lengths(run.config))
+    if buckets := run.config.buckets:
+        wanted = len(bucket_lengths(buckets.shortest, run.config.data.length))
     seen = set()
     while len(seen) < wanted:
         batch = next(batches)

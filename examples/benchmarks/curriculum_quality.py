@@ -52,14 +52,14 @@ SHARE = 0.5
 MORE = 1.2
 """Steps of runs whose first samples are short, over those of the shuffled run."""
 METRICS = ("voc", "compression")
-SHORT_FIRST = {"sequence_warmup.form": "truncate"}
+SHORT_FIRST = {"sequence_warmup": "truncate"}
 METHODS = {
     BASELINE: ((), {}),
     "voc": (("voc",), {}),
     "compression": (("compression",), {}),
     "seqtru": ((), SHORT_FIRST),
     "seqtru_voc": (("voc",), SHORT_FIRST),
-    "seqres": ((), {"sequence_warmup.form": "reshape"}),
+    "seqres": ((), {"sequence_warmup": "reshape"}),
 }
 
 

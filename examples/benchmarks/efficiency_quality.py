@@ -58,8 +58,8 @@ NUM_LENGTHS = 5
 """Lengths of truncated sequences, each half of the next."""
 MORE = 1.2
 """Steps of runs whose first steps cost less, over those of the plain run."""
-FORMS = {"plain": None, "truncate": "truncate", "window": "window"}
-METHODS = (*FORMS, "composed", *(f"hot_{form}" for form in FORMS))
+KINDS = {"plain": None, "truncate": "truncate", "window": "window"}
+METHODS = (*KINDS, "composed", *(f"hot_{kind}" for kind in KINDS))
 
 
 def make_config(method, directory, *more):
@@ -79,10 +79,10 @@ def make_changes(method, directory, plain):
         changes["optimizer.peak_learning_rate"] = rate
     elif method != "plain":
         changes["num_steps"] = round(MORE * num_steps)
-    form = FORMS.get(method.removeprefix("hot_"), "truncate")
-    if form:
-        changes["sequence_warmup"] = {"form": form, "pacing": {"num_steps": end}}
-    if form == "truncate":
+    kind = KINDS.get(method.removeprefix("hot_"), "truncate")
+    if kind:
+        changes["sequence_warmup"] = {"kind": kind, "pacing": {"num_steps": end}}
+    if kind == "truncate":
         changes["sequence_warmup"]["pacing"] = doubling(length, end)
     if method == "composed":
         pacing = {"kind": "root", "start": 5, "num_steps": end}
@@ -91,7 +91,7 @@ def make_changes(method, directory, plain):
         values = [length // 4, length // 2, length]
         kept = {"kind": "discrete", "values": values}
         kept["last_steps"] = [end, round(KEPT_SHARE * num_steps)]
-        changes["random_ltd"] = {"form": "layerwise", "pacing": kept}
+        changes["random_ltd"] = {"kind": "layerwise", "pacing": kept}
     return changes
 
 
@@ -145,7 +145,7 @@ def compare(records, seeds):
         if "composed" in times:
             found["composed_over_plain"] = timing.spread(times["composed"])
     if hot := of("hot_plain"):
-        warm = [runs for form in ("truncate", "window") if (runs := of(f"hot_{form}"))]
+        warm = [runs for kind in ("truncate", "window") if (runs := of(f"hot_{kind}"))]
         if warm:
             least = min(([run["unstable"] for run in runs] for runs in warm), key=sum)
             pairs = zip(hot, least, strict=True)

@@ -33,9 +33,7 @@ SETTINGS = {
 }
 NUM_POINTS = 20
 PLAIN = "plain"
-METHODS = {PLAIN: {}} | {
-    form: {"random_ltd.form": form} for form in ("layerwise", "span")
-}
+METHODS = {PLAIN: {}} | {form: {"random_ltd": form} for form in ("layerwise", "span")}
 TWINS = {method: PLAIN for method in METHODS if method != PLAIN}
 
 

@@ -25,12 +25,12 @@ MODEL = {"num_layers": 2, "embed_size": 64, "num_heads": 2, "max_length": 256}
 def settings_of(num_steps, index):
     """Settings by the name of a run; schedules end after 60 % of the steps."""
     pacing = {"start": 32, "multiple": 32, "num_steps": max(1, round(0.6 * num_steps))}
-    window = {"sequence_warmup": {"form": "window", "pacing": pacing}}
+    window = {"sequence_warmup": {"kind": "window", "pacing": pacing}}
     difficulty = {"kind": "root", "start": 20, "num_steps": pacing["num_steps"]}
     metric = {"index": str(index), "pacing": difficulty}
     return {
         "plain": {},
-        "truncate": {"sequence_warmup": {"form": "truncate", "pacing": pacing}},
+        "truncate": {"sequence_warmup": {"kind": "truncate", "pacing": pacing}},
         "window": window,
         "window and curriculum": window | {"curriculum": {"metrics": (metric,)}},
     }

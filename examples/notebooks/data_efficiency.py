@@ -70,8 +70,8 @@ run = {
 }
 ways = {
     "plain": {},
-    "truncate": {"sequence_warmup": {"form": "truncate", "pacing": pacing}},
-    "window": {"sequence_warmup": {"form": "window", "pacing": pacing}},
+    "truncate": {"sequence_warmup": {"kind": "truncate", "pacing": pacing}},
+    "window": {"sequence_warmup": {"kind": "window", "pacing": pacing}},
 }
 configs = {name: zjax.load_config(run, settings) for name, settings in ways.items()}
 

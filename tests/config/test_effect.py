@@ -215,7 +215,7 @@ def test_settings_of_the_built_in_models_are_refused_for_another():
         zconfig.check_config(config, 8, user_model=True)
     assert str(error.value) == (
         "precision.matmul_dtype='float8' has no effect on the model that was given; "
-        "leave it at 'compute', or give no model"
+        "leave it out, or give no model"
     )
 
 

@@ -19,20 +19,20 @@ SHORTEST, LONGEST, ROWS = 4, 16, 2
 LENGTHS, BATCH_ROWS = (4, 8, 16), (8, 4, 2)
 
 
-def make_config(form="cut", **settings):
-    settings = {"form": form, "shortest": SHORTEST} | settings
+def make_config(kind=schema.Cut, **settings):
+    settings = {"shortest": SHORTEST} | settings
     return schema.Config(
         seed=7,
         global_batch_size=ROWS,
         num_steps=400,
         data=schema.Data(length=LONGEST),
-        buckets=schema.Buckets(**settings),
+        buckets=kind(**settings),
     )
 
 
-def open_buckets(form="cut", offsets=OFFSETS, **settings):
-    config = make_config(form, **settings)
-    return buckets.Buckets(TOKENS[: offsets[-1]], offsets, config)
+def open_buckets(kind=schema.Cut, offsets=OFFSETS, **settings):
+    config = make_config(kind, **settings)
+    return buckets.Buckets(TOKENS[: offsets[-1]], offsets, config.buckets, config)
 
 
 def read(opened, step):
@@ -65,11 +65,11 @@ def steps_per_epoch():
     return sum(counts[length] // rows for length, rows in pairs)
 
 
-@pytest.mark.parametrize("order", ["shuffle", "grow"])
+@pytest.mark.parametrize("order", [schema.Shuffle, schema.Grow])
 @pytest.mark.parametrize("epoch", [0, 1])
 def test_an_epoch_uses_each_token_once(order, epoch):
     """Besides tails and the pieces that fill no batch, whose number is told."""
-    opened, steps = open_buckets(order=order), steps_per_epoch()
+    opened, steps = open_buckets(order=order()), steps_per_epoch()
     drawn = [read(opened, epoch * steps + step)["tokens"] for step in range(steps)]
     found = [(row[0], len(row)) for batch in drawn for row in batch.tolist()]
     pieces, tails = all_pieces()
@@ -85,9 +85,9 @@ def test_an_epoch_uses_each_token_once(order, epoch):
     assert f"{spare} rows fill no batch of an epoch" in told
 
 
-@pytest.mark.parametrize("order", ["shuffle", "grow", "mixture"])
+@pytest.mark.parametrize("order", [schema.Shuffle, schema.Grow, schema.Mixture])
 def test_rows_of_a_bucket_are_shuffled_anew_in_each_epoch(order):
-    opened, num = open_buckets(order=order), sum(n == 8 for _, n in all_pieces()[0])
+    opened, num = open_buckets(order=order()), sum(n == 8 for _, n in all_pieces()[0])
     batches = (read(opened, step)["tokens"] for step in range(900))
     firsts = np.concatenate([x[:, 0] for x in batches if x.shape[1] == 8])
     per_epoch = num if order == "mixture" else num // 4 * 4
@@ -97,10 +97,12 @@ def test_rows_of_a_bucket_are_shuffled_anew_in_each_epoch(order):
     assert epochs[0].tolist() != epochs[1].tolist()
 
 
-@pytest.mark.parametrize("form", ["cut", "pad"])
-@pytest.mark.parametrize("order", ["shuffle", "grow", "mixture", "pacing"])
-def test_a_batch_has_one_length_and_rows_of_one_document(form, order):
-    opened, again = open_buckets(form, order=order), open_buckets(form, order=order)
+@pytest.mark.parametrize("kind", [schema.Cut, schema.Pad])
+@pytest.mark.parametrize(
+    "order", [schema.Shuffle, schema.Grow, schema.Mixture, schema.Paced]
+)
+def test_a_batch_has_one_length_and_rows_of_one_document(kind, order):
+    opened, again = (open_buckets(kind, order=order()) for _ in range(2))
     for step in (0, 1, 5, 60, 300, 2):
         batch = read(opened, step)
         assert batch["tokens"].size == ROWS * LONGEST
@@ -118,11 +120,12 @@ def test_a_batch_has_one_length_and_rows_of_one_document(form, order):
             predicted = size - int(ends)
             assert weights.tolist() == [1] * predicted + [0] * (length - predicted)
             assert targets[:predicted].tolist() == (tokens[:predicted] + 1).tolist()
-            assert size == length if form == "cut" else 2 * size > length or length == 4
+            is_cut = kind is schema.Cut
+            assert size == length if is_cut else 2 * size > length or length == 4
 
 
 def test_padded_documents_are_whole():
-    opened, found = open_buckets("pad"), set()
+    opened, found = open_buckets(schema.Pad), set()
     for step in range(150):  # more than an epoch
         batch = read(opened, step)["tokens"]
         found |= {(row[0], sum(x > 0 for x in row[1:]) + 1) for row in batch.tolist()}
@@ -136,7 +139,7 @@ def test_padded_documents_are_whole():
 
 def test_short_rows_come_first_in_a_cycle():
     """Fails if the odds are ignored, or turned around."""
-    opened, steps = open_buckets(order="grow", num_cycles=2), steps_per_epoch()
+    opened, steps = open_buckets(order=schema.Grow(num_cycles=2)), steps_per_epoch()
     lengths = [opened.shape_at(step + 1)[1] for step in range(steps)]
     for cycle in np.array_split(lengths, 2):
         thirds = np.array_split(cycle, 3)
@@ -144,14 +147,14 @@ def test_short_rows_come_first_in_a_cycle():
 
 
 def test_a_mixture_follows_its_weights():
-    opened = open_buckets(order="mixture", weights=(1.0, 1.0, 2.0))
+    opened = open_buckets(order=schema.Mixture(weights=(1.0, 1.0, 2.0)))
     lengths = [opened.shape_at(step + 1)[1] for step in range(2_000)]
     shares = [lengths.count(length) / 2_000 for length in LENGTHS]
     np.testing.assert_allclose(shares, [0.25, 0.25, 0.5], atol=0.04)
 
 
 def test_pieces_of_a_mixture_come_once_per_epoch_of_their_bucket():
-    opened, pieces = open_buckets(order="mixture"), all_pieces()[0]
+    opened, pieces = open_buckets(order=schema.Mixture()), all_pieces()[0]
     num = sum(length == 8 for _, length in pieces)
     found = []
     for step in range(3 * num):
@@ -161,8 +164,8 @@ def test_pieces_of_a_mixture_come_once_per_epoch_of_their_bucket():
 
 
 def test_no_bucket_is_longer_than_its_pacing():
-    settings = schema.Pacing(num_steps=40, start=4, multiple=4)
-    opened = open_buckets(order="pacing", pacing=settings)
+    settings = schema.LinearPacing(num_steps=40, start=4, multiple=4)
+    opened = open_buckets(order=schema.Paced(pacing=settings))
     lengths = [opened.shape_at(step)[1] for step in range(1, 120)]
     bounds = Pacing((0, 14, 40), (4, 8, 16))
     assert all(n <= bounds.at(step) for step, n in enumerate(lengths, start=1))
@@ -192,7 +195,7 @@ def test_a_bucket_without_a_batch_is_refused(offsets, message):
     assert str(error.value) == message
 
 
-BASE = "buckets.form=cut"
+BASE = "buckets=cut"
 CASES = [
     case(
         f"{BASE};buckets.shortest=100",
@@ -201,27 +204,29 @@ CASES = [
         id="no-power-of-two",
     ),
     case(
-        f"{BASE};buckets.order=mixture;buckets.weights=(1.0, 0.0)",
-        "buckets.weights=(1.0, 0.0) has 2 numbers for 3 buckets; give 3, shortest "
-        "first\nbuckets.weights=(1.0, 0.0) is not above 0; use numbers above 0",
+        f"{BASE};buckets.order=mixture;buckets.order.weights=(1.0, 0.0)",
+        "buckets.order.weights=(1.0, 0.0) has 2 numbers for 3 buckets; give 3, "
+        "shortest "
+        "first\nbuckets.order.weights=(1.0, 0.0) is not above 0; use numbers above 0",
         id="weights",
     ),
     case(
-        f"{BASE};buckets.weights=(1.0, 1.0, 1.0)",
-        "buckets.weights=(1.0, 1.0, 1.0) has no effect with buckets.order='shuffle'; "
-        "leave it at (), or use another order",
+        f"{BASE};buckets.order.weights=(1.0, 1.0, 1.0)",
+        "buckets.order.weights=(1.0, 1.0, 1.0) has no effect with "
+        "buckets.order='shuffle'; leave it out, or set buckets.order to 'grow' or "
+        "'mixture' or 'pacing'",
         id="weights-of-shuffle",
     ),
     case(
         f"{BASE};data.source=synthetic",
-        "buckets.form='cut' finds no documents in data.source='synthetic'; use 'none', "
-        "or data of documents",
+        "buckets='cut' finds no documents in data.source='synthetic'; use None, or "
+        "data of documents",
         id="no-documents",
     ),
     case(
-        f"{BASE};sequence_warmup.form=truncate",
-        "sequence_warmup.form='truncate' has no effect with buckets.form='cut'; leave "
-        "it at 'none', or use buckets.order='pacing'",
+        f"{BASE};sequence_warmup=truncate",
+        "sequence_warmup='truncate' has no effect with buckets='cut'; leave "
+        "it at None, or use buckets.order='pacing'",
         id="warm-up",
     ),
     case(
@@ -234,22 +239,25 @@ CASES = [
         id="rate",
     ),
     case(
-        f"{BASE};buckets.order=pacing;buckets.pacing.kind=discrete;"
-        "buckets.pacing.values=(64,1024);buckets.pacing.last_steps=(9,)",
-        "buckets.pacing.values=(64, 1024) begins with 64, below buckets.shortest=256; "
+        f"{BASE};buckets.order=pacing;buckets.order.pacing.kind=discrete;"
+        "buckets.order.pacing.values=(64,1024);buckets.order.pacing.last_steps=(9,)",
+        "buckets.order.pacing.values=(64, 1024) begins with 64, below "
+        "buckets.shortest=256; "
         "use 256",
         id="list",
     ),
     case(
-        f"{BASE};buckets.order=pacing;buckets.pacing.start=128",
-        "buckets.pacing.multiple=256 does not divide buckets.pacing.start=128; use a "
-        "divisor\nbuckets.pacing.start=128 is below buckets.shortest=256; use 256",
+        f"{BASE};buckets.order=pacing;buckets.order.pacing.start=128",
+        "buckets.order.pacing.multiple=256 does not divide "
+        "buckets.order.pacing.start=128; use a "
+        "divisor\nbuckets.order.pacing.start=128 is below buckets.shortest=256; use "
+        "256",
         id="pacing",
     ),
     case(
         "buckets.order=grow",
-        "buckets.order='grow' has no effect with buckets.form='none'; leave it at "
-        "'shuffle', or set buckets.form to 'cut' or 'pad'",
+        "buckets.order='grow' has no effect with buckets=None; leave it out, or "
+        "set buckets to 'cut' or 'pad'",
         id="without-effect",
     ),
 ]

@@ -122,7 +122,7 @@ def index(tmp_path, monkeypatch):
 
 
 def open_with(**settings):
-    pacing = schema.Pacing(**settings.pop("pacing", {}))
+    pacing = schema.LinearPacing(**settings.pop("pacing", {}))
     metric = schema.CurriculumMetric(index="voc.index", pacing=pacing, **settings)
     config = schema.Config(
         seed=SEED,

@@ -12,12 +12,12 @@ STREAM = np.arange(FULL * ROWS + 1, dtype=np.uint16)
 
 
 def make_config(microbatch_size=1):
-    pacing = schema.Pacing(start=4, multiple=2, num_steps=6)
+    pacing = schema.LinearPacing(start=4, multiple=2, num_steps=6)
     return schema.Config(
         global_batch_size=SIZE,
         microbatch_size=microbatch_size,
         data=schema.Data(length=FULL),
-        sequence_warmup=schema.SequenceWarmup(form="reshape", pacing=pacing),
+        sequence_warmup=schema.Reshape(pacing=pacing),
     )
 
 

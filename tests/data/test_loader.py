@@ -126,11 +126,11 @@ def with_order(name):
     pacing = {"start": 8, "multiple": 8}
     settings = {
         "none": {},
-        "warm-up": {"sequence_warmup": {"form": "truncate", "pacing": pacing}},
+        "warm-up": {"sequence_warmup": {"kind": "truncate", "pacing": pacing}},
         "curriculum": {
             "curriculum": {"metrics": ({"index": "voc.index", "difficulty": "value"},)}
         },
-        "buckets": {"buckets": {"form": "cut", "shortest": 8}},
+        "buckets": {"buckets": {"kind": "cut", "shortest": 8}},
     }
     return load_config(make_config(), settings[name])
 
@@ -146,9 +146,9 @@ def voc(token_directory):
 @pytest.mark.parametrize(
     ("saved", "other", "field", "before", "after"),
     [
-        ("none", "warm-up", "sequence_warmup.form", "none", "truncate"),
+        ("none", "warm-up", "sequence_warmup", None, "truncate"),
         ("none", "curriculum", "curriculum.metrics", [], ["voc"]),
-        ("none", "buckets", "buckets.form", "none", "cut"),
+        ("none", "buckets", "buckets", None, "cut"),
     ],
 )
 @pytest.mark.parametrize("switched_on", [True, False], ids=["on", "off"])

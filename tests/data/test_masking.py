@@ -132,7 +132,7 @@ def test_settings_that_mask_nothing_are_refused():
         "data.masking.mask_id=5 has no effect with model.kind='decoder'; leave it at "
         "-1, or set model.kind to 'encoder'"
     )
-    changes = {"model.kind": "encoder", "buckets.form": "cut"}
+    changes = {"model.kind": "encoder", "buckets": "cut"}
     changes |= {"data.masking.mask_id": 60_000, "model.vocab_size": 300}
     with pytest.raises(ConfigError) as error:
         check_config(load_config(changes), 8)
@@ -142,6 +142,6 @@ def test_settings_that_mask_nothing_are_refused():
         in told
     )
     assert (
-        "buckets.form='cut' is not built for the masked tokens of "
-        "model.kind='encoder'; leave it at 'none'" in told
+        "buckets='cut' is not built for the masked tokens of "
+        "model.kind='encoder'; leave it at None" in told
     )

@@ -130,9 +130,9 @@ EXPECTED = [
     },
     {
         "num_microbatches": 1,
-        "sequence_warmup.form": "truncate",
+        "sequence_warmup": "truncate",
         "sequence_warmup.pacing.num_steps": 500,
-        "random_ltd.form": "layerwise",
+        "random_ltd": "layerwise",
         "random_ltd.pacing.num_steps": 700,
         "layer_drop.theta": 0.5,
         "precision.compute_dtype": "float32",

@@ -38,28 +38,28 @@ LAYERS = "layer_drop.theta=0.5", "layer_drop.gamma=5"
 CASES = {
     "layerwise, stage 3, tensors": (
         {"num_layers": 6, "whole": (0, 2, 3, 5)},
-        "random_ltd.form=layerwise",
+        "random_ltd=layerwise",
         "mesh.pipeline=2",
         "mesh.tensor=2",
         "zero.stage=3",
     ),
     "layerwise, stages that are not full, a sequence": (
         {"num_layers": 5, "whole": (0, 1, 3, 4), "num_parts": 2},
-        "random_ltd.form=layerwise",
+        "random_ltd=layerwise",
         "mesh.pipeline=2",
         "mesh.sequence=2",
         "model.remat=full",
     ),
     "span, weights apart": (
         {"num_layers": 6, "whole": (0, 2, 3, 5)},
-        "random_ltd.form=span",
+        "random_ltd=span",
         "mesh.pipeline=2",
         "pipeline.schedule=zb_h1",
         "pipeline.recompute=False",
     ),
     "span, chunks": (
         {"num_layers": 12, "whole": (0, 2, 3, 5, 6, 8, 9, 11)},
-        "random_ltd.form=span",
+        "random_ltd=span",
         "mesh.pipeline=2",
         "pipeline.schedule=interleaved",
     ),
@@ -71,7 +71,7 @@ CASES = {
     ),
     "layers and tokens, stages that are not full": (
         {"num_layers": 3, "whole": (0, 2)},
-        "random_ltd.form=layerwise",
+        "random_ltd=layerwise",
         *LAYERS,
         "mesh.pipeline=2",
         "pipeline.recompute=False",

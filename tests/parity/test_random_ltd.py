@@ -85,7 +85,7 @@ def make(form, num_devices, *overrides):
     """A run and its batch."""
     settings = [x for x in SETTINGS if form != "none" or "pacing" not in x]
     config = small_run.make_config(
-        "runs/none", *settings, f"random_ltd.form={form}", *overrides
+        "runs/none", *settings, f"random_ltd={form}", *overrides
     )
     model = make_model(config)
     run = make_run(

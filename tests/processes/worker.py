@@ -50,15 +50,11 @@ def draw_batches(mesh):
         clusters=curriculum.Clusters([curriculum.Difficulty(index, pacing, False)]),
         global_batch_size=8,
     )
-    config = schema.Config(
-        global_batch_size=8,
-        data=schema.Data(length=16),
-        buckets=schema.Buckets(form="cut", shortest=4),
-    )
+    config = schema.Config(global_batch_size=8, data=schema.Data(length=16))
     offsets = np.concatenate([[0], np.cumsum([28] * 36)])
     draws = (
         WholeRows(packing.BlockRows(tokens, 16), order, (8,)),
-        buckets.Buckets(tokens, offsets, config),
+        buckets.Buckets(tokens, offsets, schema.Cut(shortest=4), config),
     )
     split = NamedSharding(mesh, PartitionSpec("data"))
     gather = jax.jit(lambda x: x, out_shardings=replicated(mesh))

@@ -13,7 +13,7 @@ from zjax.config import load_config
 from zjax.data import make_loader
 
 WINDOW = (
-    "sequence_warmup.form=window",
+    "sequence_warmup=window",
     "sequence_warmup.pacing.start=4",
     "sequence_warmup.pacing.multiple=4",
     "sequence_warmup.pacing.num_steps=6",
@@ -105,7 +105,7 @@ def test_windows_are_those_of_one_device(tmp_path, overrides):
 
 def test_evaluation_sees_everything(tmp_path):
     trainer = small_run.make_trainer(tmp_path, *WINDOW)
-    plain = load_config(trainer.config, "sequence_warmup.form=none")
+    plain = load_config(trainer.config, "sequence_warmup=none")
     with make_loader(plain, trainer.run.batch_placement) as batches:
         batch = next(batches)
     narrow = {"schedule": {"attention_window": np.float32(4)}}

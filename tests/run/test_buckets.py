@@ -17,7 +17,7 @@ from zjax.settings import schema
 BUCKETS = (
     "data.source=standard_library",
     "model.vocab_size=257",
-    "buckets.form=cut",
+    "buckets=cut",
     "buckets.shortest=4",
     "buckets.order=mixture",
     "buckets.learning_rate=sqrt",
@@ -84,14 +84,18 @@ def test_a_run_that_continues_is_the_run_without_a_stop(run, tmp_path):
     arrays = small_run.arrays(run[0]), small_run.arrays(continued)
     jax.tree.map(np.testing.assert_array_equal, *arrays)
     with pytest.raises(DataError) as error:
-        small_run.make_trainer(tmp_path, *BUCKETS, "buckets.weights=(1.0, 1.0, 2.0)")
-    assert "buckets.weights=[1.0, 1.0, 2.0] was [] in the saved run" in str(error.value)
+        small_run.make_trainer(
+            tmp_path, *BUCKETS, "buckets.order.weights=(1.0, 1.0, 2.0)"
+        )
+    assert "buckets.order.weights=[1.0, 1.0, 2.0] was [] in the saved run" in str(
+        error.value
+    )
 
 
 def test_given_batches_have_no_buckets(tmp_path):
     with pytest.raises(ConfigError) as error:
         small_run.make_trainer(tmp_path, *BUCKETS, batches=[])
-    assert "buckets.form='cut' does not cut given batches; leave it at 'none'" in str(
+    assert "buckets='cut' does not cut given batches; leave it at None" in str(
         error.value
     )
 
@@ -100,7 +104,7 @@ LTD = (
     *BUCKETS,
     "buckets.shortest=8",
     "model.num_layers=3",
-    "random_ltd.form=layerwise",
+    "random_ltd=layerwise",
     "random_ltd.pacing.start=8",
     "random_ltd.pacing.multiple=8",
     "random_ltd.pacing.num_steps=5",
@@ -148,6 +152,6 @@ def test_learning_rates_follow_the_rows_of_a_batch():
         ("sqrt", [2, 2**0.5, 1]),
         ("linear", [4, 2, 1]),
     ):
-        buckets = schema.Buckets(form="pad", learning_rate=name)
-        factors = rate_factors(schema.Config(buckets=buckets))
+        buckets = schema.Pad(learning_rate=name)
+        factors = rate_factors(buckets, longest=1024)
         np.testing.assert_allclose(factors, expected, rtol=1e-6)

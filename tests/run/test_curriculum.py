@@ -17,7 +17,7 @@ DATA = ("data.source=standard_library", "model.vocab_size=257")
 METRIC = {"index": "voc.index", "pacing": {"num_steps": 6, "kind": "root"}}
 CURRICULUM = {"curriculum": {"metrics": (METRIC,)}}
 RESHAPE = (
-    "sequence_warmup.form=reshape",
+    "sequence_warmup=reshape",
     "sequence_warmup.pacing.start=4",
     "sequence_warmup.pacing.multiple=4",
     "sequence_warmup.pacing.num_steps=4",

@@ -61,17 +61,17 @@ def test_a_batch_that_the_devices_give_is_counted():
         (
             {
                 "data.source": "synthetic",
-                "buckets.form": "cut",
-                "sequence_warmup.form": "reshape",
+                "buckets": "cut",
+                "sequence_warmup": "reshape",
                 "curriculum.metrics": [{"index": "a"}],
             },
             None,
             "num_epochs=2.0 gives no number of steps with data.source='synthetic'; "
             "set num_steps\n"
-            "num_epochs=2.0 gives no number of steps with buckets.form='cut'; set "
+            "num_epochs=2.0 gives no number of steps with buckets='cut'; set "
             "num_steps\n"
             "num_epochs=2.0 gives no number of steps with "
-            "sequence_warmup.form='reshape'; set num_steps\n"
+            "sequence_warmup='reshape'; set num_steps\n"
             "num_epochs=2.0 gives no number of steps with curriculum.metrics; set "
             "num_steps",
         ),

@@ -26,7 +26,7 @@ from zjax.typing import Dropping, Tiles
 RANDOM_LTD = (
     "model.num_layers=3",
     "num_steps=6",
-    "random_ltd.form=layerwise",
+    "random_ltd=layerwise",
     "random_ltd.pacing.start=8",
     "random_ltd.pacing.multiple=8",
     "random_ltd.pacing.num_steps=4",
@@ -79,7 +79,7 @@ def test_each_number_of_tokens_is_one_program(tmp_path, capsys, monkeypatch):
 
 
 CONTINUED = {
-    "one device": (1, "random_ltd.form=layerwise"),
+    "one device": (1, "random_ltd=layerwise"),
     "stages that skip layers": (
         2,
         "num_steps=2",
@@ -87,13 +87,13 @@ CONTINUED = {
         "mesh.pipeline=2",
         "num_microbatches=2",
         "zero.stage=1",
-        "random_ltd.form=span",
+        "random_ltd=span",
         "layer_drop.theta=0.5",
     ),
     "layers of the host": (
         1,
         "zero.optimizer_memory=pinned_host",
-        "random_ltd.form=span",
+        "random_ltd=span",
         "layer_drop.theta=0.5",
     ),
 }
@@ -273,7 +273,7 @@ SETTINGS = {
     "precision": {"compute_dtype": "float32"},
     "data": {"length": 16},
     "random_ltd": {
-        "form": "layerwise",
+        "kind": "layerwise",
         "pacing": {"start": 8, "multiple": 4, "num_steps": 4},
     },
 }
@@ -283,7 +283,7 @@ SETTINGS = {
 def test_blocks_of_yours_see_the_tokens_that_are_kept(form):
     """Two blocks see 16 tokens of each row, two of them fewer; each gradient counts its
     own, and steps with more tokens are other programs."""
-    settings = SETTINGS | {"random_ltd": SETTINGS["random_ltd"] | {"form": form}}
+    settings = SETTINGS | {"random_ltd": SETTINGS["random_ltd"] | {"kind": form}}
     run = zjax.initialize(make_own(take_tokens), optax.sgd(0.0), None, BATCH, settings)
     kept, state, found = [8, 8, 12, 12, 16, 16], run.state, []
     for _ in kept:
@@ -333,13 +333,13 @@ def test_batches_without_names_are_refused():
     [
         (
             make_own(None),
-            "random_ltd.form='layerwise' needs what blocks read of a subset of the "
+            "random_ltd='layerwise' needs what blocks read of a subset of the "
             "tokens; set take_tokens of the zjax.Stack",
         ),
         (
             make_own(take_tokens, 2),
-            "random_ltd.form='layerwise' has no block between the first and the last "
-            "of 2; use 'none', or more blocks",
+            "random_ltd='layerwise' has no block between the first and the last "
+            "of 2; use None, or more blocks",
         ),
         (
             zjax.adapt(
@@ -347,7 +347,7 @@ def test_batches_without_names_are_refused():
                 lambda model, batch, key: jnp.mean(model(batch["x"])),
                 BATCH,
             ),
-            "random_ltd.form='layerwise' needs a model that is a stack of blocks; set "
+            "random_ltd='layerwise' needs a model that is a stack of blocks; set "
             "stack, and loss=zjax.loss_of(stack), of a zjax.Model",
         ),
     ],
@@ -372,7 +372,7 @@ def test_tiles_of_yours_are_refused_where_blocks_run_one_by_one():
     with pytest.raises(ConfigError) as error:
         check_model(model, config)
     assert str(error.value) == (
-        "random_ltd.form='layerwise' is not built for tiles with "
+        "random_ltd='layerwise' is not built for tiles with "
         "zero.optimizer_memory='pinned_host'; leave Segment.tiles out, or store the "
         "state on the devices"
     )
@@ -386,5 +386,5 @@ def test_stages_of_yours_without_tokens_to_drop_are_refused():
     assert str(error.value) == (
         "mesh.pipeline=2 leaves random_ltd no block to drop tokens of: stages run one "
         "program, and all blocks run whole beside the first or the last one; use fewer "
-        "stages or chunks, or random_ltd.form='none'"
+        "stages or chunks, or random_ltd=None"
     )

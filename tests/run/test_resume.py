@@ -151,18 +151,14 @@ def test_settings_of_newer_versions_are_counted_at_their_defaults(caplog):
 
 
 BEFORE = "num_steps=1000", "data.length=1024"
-LTD = "random_ltd.form=span"
+LTD = "random_ltd=span"
 
 
 @pytest.mark.parametrize(
     ("saved", "other", "lines"),
     [
-        pytest.param(
-            (), (LTD,), ["random_ltd.form: 'none' -> 'span'"], id="random-ltd-on"
-        ),
-        pytest.param(
-            (LTD,), (), ["random_ltd.form: 'span' -> 'none'"], id="random-ltd-off"
-        ),
+        pytest.param((), (LTD,), ["random_ltd: None -> 'span'"], id="random-ltd-on"),
+        pytest.param((LTD,), (), ["random_ltd: 'span' -> None"], id="random-ltd-off"),
         pytest.param(
             (LTD,),
             (LTD, "random_ltd.pacing.start=256"),
@@ -182,8 +178,8 @@ LTD = "random_ltd.form=span"
             id="layer-drop",
         ),
         pytest.param(
-            ("sequence_warmup.form=window",),
-            ("sequence_warmup.form=window", "sequence_warmup.pacing.num_steps=500"),
+            ("sequence_warmup=window",),
+            ("sequence_warmup=window", "sequence_warmup.pacing.num_steps=500"),
             ["sequence_warmup.pacing.num_steps: 1000 -> 500"],
             id="window-pacing",
         ),
@@ -228,7 +224,7 @@ def test_what_follows_from_the_number_of_steps_is_told(settings, numbers, told):
 def test_the_function_of_a_schedule_that_was_changed_is_told(caplog, monkeypatch):
     """Its name is the same: fails if its values are not compared."""
     custom = ".pacing.kind=custom", f".pacing.function={__name__}:grow_by_hand"
-    settings = ("sequence_warmup.form=window", "sequence_warmup.pacing.num_steps=8")
+    settings = ("sequence_warmup=window", "sequence_warmup.pacing.num_steps=8")
     settings += tuple(f"sequence_warmup{x}" for x in custom)
     config = small_run.make_config("x", *settings)
     model, dtype = make_model(config), np.float32

@@ -31,7 +31,7 @@ def make_config(*overrides):
     ],
 )
 def test_schedules_are_those_of_the_metrics(form, name, tokens):
-    planned = TrainingSchedule(make_config(f"sequence_warmup.form={form}")).planned
+    planned = TrainingSchedule(make_config(f"sequence_warmup={form}")).planned
     assert list(planned(1)) == ["learning_rate", "consumed_tokens", name]
     found = [planned(step)[name] for step in (1, 200, 399, 400, 1_000)]
     assert found == [64, 256, 448, 512, 512]
@@ -40,7 +40,7 @@ def test_schedules_are_those_of_the_metrics(form, name, tokens):
 
 
 def test_dropped_tokens_and_layers_are_among_them():
-    drops = "random_ltd.form=span", "layer_drop.theta=0.5", "layer_drop.gamma=1"
+    drops = "random_ltd=span", "layer_drop.theta=0.5", "layer_drop.gamma=1"
     planned = TrainingSchedule(make_config(*drops)).planned
     names = ["kept_tokens", "layer_drop_theta", "consumed_layer_tokens"]
     assert list(planned(1))[2:] == names
@@ -70,13 +70,13 @@ def test_listed_values_are_drawn_without_the_index():
 def test_layers_of_stages_that_run_whole_count_so():
     """Of 6 layers in a stage, 2 are whole; of 12 without stages, 2."""
     for stages, wanted in ((1, 2 * 512 + 10 * 128), (2, 4 * 512 + 8 * 128)):
-        config = make_config("random_ltd.form=span", f"mesh.pipeline={stages}")
+        config = make_config("random_ltd=span", f"mesh.pipeline={stages}")
         planned = TrainingSchedule(config, 2).planned(1)
         assert planned["consumed_layer_tokens"] == 32 * wanted
 
 
 def test_the_table_fits_a_terminal_and_ends_with_the_run(tmp_path):
-    config = make_config("sequence_warmup.form=window")
+    config = make_config("sequence_warmup=window")
     lines = describe_schedule(TrainingSchedule(config)).splitlines()
     assert max(map(len, lines)) <= 100
     first, last = lines[2].split(), lines[-1].split()
@@ -90,7 +90,7 @@ def test_the_plan_draws_it(tmp_path):
         "sequence_warmup.pacing.num_steps=40",
         "optimizer.schedule.num_warmup_steps=10",
     )
-    settings = "sequence_warmup.form=window", "num_tokens=1000000", *short
+    settings = "sequence_warmup=window", "num_tokens=1000000", *short
     config = make_config(f"directory={tmp_path}", *settings)
     text = report_plan(config, num_devices=8, schedule=True)
     assert text.endswith(f"picture: {tmp_path}/plan.png and {tmp_path}/steps.png")
@@ -99,7 +99,7 @@ def test_the_plan_draws_it(tmp_path):
 
 
 def test_dropped_tokens_and_layers_are_schedules_too():
-    dropping = "random_ltd.form=span", "layer_drop.theta=0.5", "layer_drop.gamma=0.001"
+    dropping = "random_ltd=span", "layer_drop.theta=0.5", "layer_drop.gamma=0.001"
     planned = TrainingSchedule(make_config(*dropping)).planned
     found = [planned(step)["kept_tokens"] for step in (1, 1_000, 1_001)]
     assert found == [128, 384, 512]  # the paper counts steps from 0

@@ -17,7 +17,7 @@ from zjax.errors import ConfigError, DataError
 from zjax.run.compile_ahead import CompileAhead
 
 WARMUP = (
-    "sequence_warmup.form=truncate",
+    "sequence_warmup=truncate",
     "sequence_warmup.pacing.start=8",
     "sequence_warmup.pacing.multiple=4",
     "sequence_warmup.pacing.num_steps=6",
@@ -45,7 +45,7 @@ def whole(tmp_path_factory):
 def test_each_step_is_that_of_a_batch_cut_by_hand(tmp_path, whole):
     """Bit for bit; fails if nothing is cut, or the other end of the sequence."""
     by_hand = small_run.make_trainer(tmp_path, *WARMUP)
-    uncut = load_config(by_hand.config, "sequence_warmup.form=none")
+    uncut = load_config(by_hand.config, "sequence_warmup=none")
     run, state = by_hand.run, by_hand.state
     with make_loader(uncut, run.batch_placement, num_batches=8) as batches:
         for length, batch in zip(LENGTHS, batches, strict=True):
@@ -108,7 +108,7 @@ def test_another_warm_up_does_not_continue_a_run(tmp_path, whole):
 
 
 def test_given_batches_end_no_pacing_by_tokens(tmp_path):
-    ended = "sequence_warmup.form=window", "sequence_warmup.pacing.num_tokens=900"
+    ended = "sequence_warmup=window", "sequence_warmup.pacing.num_tokens=900"
     sizes = "sequence_warmup.pacing.start=4", "sequence_warmup.pacing.multiple=4"
     with pytest.raises(ConfigError) as error:
         small_run.make_trainer(tmp_path, *ended, *sizes, batches=[])
@@ -120,7 +120,7 @@ def test_given_batches_end_no_pacing_by_tokens(tmp_path):
 
 def test_tokens_are_counted_once_the_batch_is_known(tmp_path):
     """2,048 tokens in the run; fails if they are counted without a batch, or not."""
-    sizes = "global_batch_size=0", "microbatch_size=2", "sequence_warmup.form=window"
+    sizes = "global_batch_size=0", "microbatch_size=2", "sequence_warmup=window"
     sizes += "sequence_warmup.pacing.start=4", "sequence_warmup.pacing.multiple=4"
     field = "sequence_warmup.pacing.num_tokens"
     small_run.make_trainer(tmp_path / "a", *sizes, f"{field}=2048").close()
@@ -179,12 +179,11 @@ def test_given_batches_and_models_are_not_cut(tmp_path):
     with pytest.raises(ConfigError) as error:
         small_run.make_trainer(tmp_path, *WARMUP, batches=[])
     assert str(error.value) == (
-        "sequence_warmup.form='truncate' does not cut given batches; use 'window' or "
-        "'none'"
+        "sequence_warmup='truncate' does not cut given batches; use 'window' or None"
     )
     with pytest.raises(ConfigError) as error:
         small_run.make_trainer(tmp_path, *WARMUP, model=models.make_mlp(), batches=[])
     assert (
-        "sequence_warmup.form='truncate' has no effect on the model that was given; "
-        "leave it at 'none', or give no model"
+        "sequence_warmup='truncate' has no effect on the model that was given; "
+        "leave it out, or give no model"
     ) in str(error.value)

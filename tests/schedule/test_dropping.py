@@ -8,7 +8,7 @@ from zjax.schedule.dropping import num_middle_layers
 from zjax.schedule.training import TrainingSchedule
 from zjax.settings import schema
 
-LTD, PLD = "random_ltd.form=layerwise", "layer_drop.theta=0.5"
+LTD, PLD = "random_ltd=layerwise", "layer_drop.theta=0.5"
 CASES = [
     case(
         f"{LTD};random_ltd.pacing.start=1024",
@@ -28,8 +28,8 @@ CASES = [
     ),
     case(
         "random_ltd.pacing.start=256",
-        "random_ltd.pacing.start=256 has no effect with random_ltd.form='none'; leave "
-        "it at 128, or set random_ltd.form to 'layerwise' or 'span'",
+        "random_ltd.pacing.start=256 has no effect with random_ltd=None; leave "
+        "it out, or set random_ltd to 'layerwise' or 'span'",
         id="without-effect",
     ),
     case(
@@ -45,16 +45,16 @@ CASES = [
     ),
     case(
         f"{LTD};mesh.pipeline=8;num_microbatches=2",
-        "random_ltd.form='layerwise' has no layer to drop tokens of: as the stages of "
+        "random_ltd='layerwise' has no layer to drop tokens of: as the stages of "
         "mesh.pipeline=8 run one program, all layers run whole beside the first or the "
-        "last one; use 'none', or fewer stages or chunks",
+        "last one; use None, or fewer stages or chunks",
         id="short-stages",
     ),
     case(
         f"{LTD};mesh.pipeline=2;num_microbatches=2;model.moe.num_experts=8;"
         "model.moe.first_dense=1",
-        "random_ltd.form='layerwise' does not count the tokens of 2 kinds of blocks on "
-        "the stages of mesh.pipeline=2; use 'none', or mesh.pipeline=1",
+        "random_ltd='layerwise' does not count the tokens of 2 kinds of blocks on "
+        "the stages of mesh.pipeline=2; use None, or mesh.pipeline=1",
         id="stages-of-two-kinds",
     ),
     case(
@@ -76,8 +76,8 @@ CASES = [
     ),
     case(
         f"{LTD};{PLD};model.mlp_tiles=2;zero.optimizer_memory=pinned_host",
-        "random_ltd.form='layerwise' is not built for tiles of model.mlp_tiles=2 with "
-        "zero.optimizer_memory='pinned_host'; use 'none', or mlp_tiles=1\n"
+        "random_ltd='layerwise' is not built for tiles of model.mlp_tiles=2 with "
+        "zero.optimizer_memory='pinned_host'; use None, or mlp_tiles=1\n"
         "layer_drop.theta=0.5 is not built for tiles of model.mlp_tiles=2 with "
         "zero.optimizer_memory='pinned_host'; use layer_drop=None, or mlp_tiles=1",
         id="tiles",
@@ -90,21 +90,21 @@ CASES = [
     ),
     case(
         f"{LTD};deterministic=True",
-        "random_ltd.form='layerwise' repeats a cuDNN kernel for other numbers of "
-        "tokens, which cannot run with deterministic=True; use 'none', or "
+        "random_ltd='layerwise' repeats a cuDNN kernel for other numbers of "
+        "tokens, which cannot run with deterministic=True; use None, or "
         "model.attention='xla'",
         id="deterministic",
     ),
     case(
         f"{LTD};model.num_layers=2",
-        "random_ltd.form='layerwise' has no layer between the first and the last of 2; "
-        "use 'none', or more layers",
+        "random_ltd='layerwise' has no layer between the first and the last of 2; "
+        "use None, or more layers",
         id="too-few-layers",
     ),
     case(
         f"{LTD};model.layers_per_scan=4",
         "model.layers_per_scan=4 does not divide the 10 layers that "
-        "random_ltd.form='layerwise' drops tokens of; use 1 or 2",
+        "random_ltd='layerwise' drops tokens of; use 1 or 2",
         id="loop",
     ),
     case(
@@ -123,14 +123,14 @@ def test_what_does_not_fit_is_refused(overrides, num_devices, message):
 
 def make_schedule(length, kept, lengths=None, *, num_layers=24, **settings):
     """The schedule of kept tokens, and of lengths that are cut, in one pacing each."""
-    warmup = schema.SequenceWarmup()
+    warmup = None
     if lengths:
-        warmup = schema.SequenceWarmup(form="truncate", pacing=schema.Pacing(**lengths))
+        warmup = schema.Truncate(pacing=schema.LinearPacing(**lengths))
     config = schema.Config(
         global_batch_size=1,
         model=schema.Model(num_layers=num_layers),
         data=schema.Data(length=length),
-        random_ltd=schema.RandomLTD(form="layerwise", pacing=schema.Pacing(**kept)),
+        random_ltd=schema.Layerwise(pacing=schema.LinearPacing(**kept)),
         sequence_warmup=warmup,
         **settings,
     )
@@ -188,12 +188,9 @@ def test_changes_after_a_step_are_those_of_buckets_that_are_new():
         num_steps=9,
         global_batch_size=1,
         data=schema.Data(length=32),
-        buckets=schema.Buckets(form="cut", shortest=8),
-        random_ltd=schema.RandomLTD(
-            form="span",
-            pacing=schema.Pacing(
-                kind="discrete", values=(8, 16, 32), last_steps=(3, 20)
-            ),
+        buckets=schema.Cut(shortest=8),
+        random_ltd=schema.Span(
+            pacing=schema.DiscretePacing(values=(8, 16, 32), last_steps=(3, 20)),
         ),
     )
     lengths = [8, 16, 8, 16, 16, 8, 32, 16, 32]

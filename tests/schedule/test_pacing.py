@@ -9,21 +9,22 @@ from zjax.schedule.pacing import Pacing, grow, hold, make_pacing
 from zjax.settings import schema
 
 FIELD = "sequence_warmup.pacing"
-BASE = "sequence_warmup.form=truncate;num_steps=2000"
+BASE = "sequence_warmup=truncate;num_steps=2000"
 DISCRETE, CUSTOM = f"{BASE};{FIELD}.kind=discrete", f"{BASE};{FIELD}.kind=custom"
 HERE = "tests.schedule.test_pacing"
 KEEP = "return an int of 1 or more that never falls"
 CASES = [
     case(
         f"{BASE};{FIELD}.degree=3;{FIELD}.values=(1,)",
-        f"{FIELD}.degree=3 has no effect with {FIELD}.kind='linear'; leave it at 2, or "
-        f"set {FIELD}.kind to 'root'\n"
-        f"{FIELD}.values=(1,) has no effect with {FIELD}.kind='linear'; leave it at "
-        f"(), or set {FIELD}.kind to 'discrete'",
+        f"{FIELD}.degree=3 has no effect with {FIELD}='linear'; leave it out, or set "
+        f"{FIELD} to 'root'\n"
+        f"{FIELD}.values=(1,) has no effect with {FIELD}='linear'; leave it out, or "
+        f"set "
+        f"{FIELD} to 'discrete'",
         id="without-effect",
     ),
     case(
-        f"sequence_warmup.form=window;{FIELD}.end=512",
+        f"sequence_warmup=window;{FIELD}.end=512",
         f"{FIELD}.end=512 is below data.length=1024: no step would be whole; end with "
         "1024, or set data.length=512",
         id="ends-below",
@@ -117,9 +118,7 @@ def test_what_cannot_be_is_refused(overrides, num_devices, message):
             | {200_000: 2048, 10**9: 2048},
         ),
         (
-            make_pacing(
-                schema.Pacing(kind="discrete", values=(1, 2, 3), last_steps=(5, 10))
-            ),
+            make_pacing(schema.DiscretePacing(values=(1, 2, 3), last_steps=(5, 10))),
             {1: 1, 5: 1, 6: 2, 10: 2, 11: 3},
         ),
         (grow(1, 50, 49), {1: 2, 2: 3, 8: 9}),
@@ -155,6 +154,6 @@ def test_changes_and_sums_are_those_of_the_steps(pacing):
 
 
 def test_a_function_of_the_user_is_followed():
-    settings = schema.Pacing(kind="custom", function=f"{HERE}:doubling", num_steps=10)
+    settings = schema.CustomPacing(function=f"{HERE}:doubling", num_steps=10)
     expected = Pacing(firsts=(0, 3, 6, 9), values=(8, 16, 32, 64))
     assert make_pacing(settings) == expected

@@ -99,7 +99,7 @@ def test_dropout_does_not_reach_modules_of_users():
     with pytest.raises(ConfigError) as caught:
         check_config(config, num_devices=1, user_model=True)
     assert str(caught.value) == (
-        "lora.dropout=0.1 has no effect on the model that was given; leave it at 0.0, "
+        "lora.dropout=0.1 has no effect on the model that was given; leave it out, "
         "or give no model"
     )
 

@@ -113,7 +113,7 @@ def test_a_derived_number_in_a_tuple_of_the_user_counts_as_set():
     """Fails if it is reset to 0, which layers would be cut to."""
     length = schema.Config().data.length
     pacing = {"kind": "discrete", "values": [128, length], "last_steps": [10]}
-    config = load_config({"random_ltd": {"form": "span", "pacing": pacing}})
+    config = load_config({"random_ltd": {"kind": "span", "pacing": pacing}})
     assert config.random_ltd.pacing.values == (128, length)
 
 

@@ -14,14 +14,14 @@ RULES = [
         id="encoder",
     ),
     case(
-        WINDOW + "sequence_warmup.form=window",
-        "model.sliding_window=8 does not go with sequence_warmup.form='window', "
+        WINDOW + "sequence_warmup=window",
+        "model.sliding_window=8 does not go with sequence_warmup='window', "
         "another window; use 0",
         id="another-window",
     ),
     case(
-        WINDOW + "random_ltd.form=span",
-        "model.sliding_window=8 does not go with random_ltd.form='span', which drops "
+        WINDOW + "random_ltd=span",
+        "model.sliding_window=8 does not go with random_ltd='span', which drops "
         "tokens of it; use 0",
         id="dropped-tokens",
     ),

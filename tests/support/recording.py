@@ -192,14 +192,14 @@ def cases():
         },
         "tokens left out": {
             "random_ltd": {
-                "form": "layerwise",
+                "kind": "layerwise",
                 "pacing": {"start": 16, "step": 8, "num_steps": 8},
             },
         },
         "layers left out": {"layer_drop": {"theta": 0.5, "gamma": 0.1}},
         "lengths grow": {
             "sequence_warmup": {
-                "form": "truncate",
+                "kind": "truncate",
                 "pacing": {"start": 16, "step": 8, "num_steps": 8},
             },
         },

@@ -51,9 +51,10 @@ def user_optimizer_problems(config: schema.Config) -> Iterator[Problem]:
             problem = "has no effect on the optimizer that was given"
             remedy = f"leave it at {unset!r}, or give no optimizer"
             yield Problem(field, value, problem, remedy)
-    if (rate := config.buckets.learning_rate) != "constant":
+    if config.buckets and config.buckets.learning_rate != "constant":
         problem = "has no effect on the optimizer that was given"
         remedy = "leave it at 'constant', or give no optimizer"
+        rate = config.buckets.learning_rate
         yield Problem("buckets.learning_rate", rate, problem, remedy)
 
 
@@ -75,20 +76,18 @@ def user_model_problems(config: schema.Config) -> Iterator[Problem]:
     for setting in (
         "num_tokens",
         "precision.matmul_dtype",
-        "sequence_warmup.form",
+        "lora.dropout",
+        "sequence_warmup",
         "curriculum.metrics",
-        "buckets.form",
+        "buckets",
         "random_ltd.pacing.num_tokens",
     ):
-        value, default = _value_and_default(config, setting)
-        if value != default:
+        value = choices.value_at(config, setting)
+        # None is a setting of a section that is off.
+        if value and value != choices.value_at(schema.Config(), setting):
             problem = "has no effect on the model that was given"
-            remedy = f"leave it at {default!r}, or give no model"
+            remedy = "leave it out, or give no model"
             yield Problem(setting, value, problem, remedy)
-    if config.lora and (rate := config.lora.dropout):
-        problem = "has no effect on the model that was given"
-        remedy = "leave it at 0.0, or give no model"
-        yield Problem("lora.dropout", rate, problem, remedy)
 
 
 def _moments(config: schema.Config) -> Iterator[Problem]:

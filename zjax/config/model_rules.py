@@ -266,9 +266,9 @@ def _masking(config: schema.Config, num_devices: int) -> Iterator[Problem]:
         problem = f"is not below model.vocab_size={size}"
         remedy = f"use at most {size - 1}"
         yield Problem("data.masking.mask_id", mask_id, problem, remedy)
-    if (form := config.buckets.form) != "none":
+    if config.buckets:
         problem = "is not built for the masked tokens of model.kind='encoder'"
-        yield Problem("buckets.form", form, problem, "leave it at 'none'")
+        yield Problem("buckets", config.buckets.kind, problem, "leave it at None")
 
 
 MODEL_RULES: tuple[Entry, ...] = (

@@ -20,7 +20,7 @@ from zjax.errors import DataError, Problem
 from zjax.schedule.buckets import bucket_lengths, bucket_picks, bucket_rows
 from zjax.schedule.curriculum import Picks
 from zjax.schedule.pacing import settings_read
-from zjax.settings import schema
+from zjax.settings import choices, schema
 
 _EPOCHS, _ROWS = 3, 4
 """Domains of random numbers, so that draws for different purposes are independent."""
@@ -125,8 +125,8 @@ class EpochOrder:
         seed: int,
         num_pieces: tuple[int, ...],
         batch_rows: tuple[int, ...],
-        odds: tuple[float, ...] | None,
-        num_cycles: int,
+        odds: tuple[float, ...] | None = None,
+        num_cycles: int = 1,
     ):
         self._seed, self._num_pieces, self._batch_rows = seed, num_pieces, batch_rows
         self._odds, self._num_cycles = odds, num_cycles
@@ -239,7 +239,8 @@ class Buckets:
     Args:
         tokens: Token stream of all documents.
         offsets: Start of each document, and the end of the last.
-        config: Settings; reads `buckets`, `data.length`, `seed`, `global_batch_size`.
+        settings: Settings of the buckets.
+        config: Settings; reads `data.length`, `seed`, `global_batch_size`.
 
     Raises:
         DataError: A bucket has no document, or too few for a batch.
@@ -249,13 +250,15 @@ class Buckets:
         self,
         tokens: TokenArray,
         offsets: Int64[np.ndarray, " offsets"],
+        settings: schema.Buckets,
         config: schema.Config,
     ):
-        settings, lengths = config.buckets, bucket_lengths(config)
-        pieces = _find_pieces(offsets, settings.form, lengths)
+        lengths = bucket_lengths(settings.shortest, config.data.length)
+        pieces = _find_pieces(offsets, settings, lengths)
         self._num_tokens, self._num_used = len(tokens), int(pieces.sizes.sum())
-        self._lengths, self._batch_rows = lengths, bucket_rows(config)
-        self._form = settings.form
+        self._lengths = lengths
+        self._batch_rows = bucket_rows(lengths, config.global_batch_size)
+        self._loses_tails = isinstance(settings, schema.Cut)
         self._buckets: list[BucketRows] = []
         # The shortest bucket that holds the piece.
         of_piece = np.searchsorted(lengths, pieces.sizes)
@@ -266,21 +269,29 @@ class Buckets:
         self._check_filled()
         num_pieces = tuple(map(len, self._buckets))
         sizes = config.seed, num_pieces, self._batch_rows
-        self._order: EpochOrder | MixtureOrder
-        if settings.order in ("mixture", "pacing"):
-            self._order = MixtureOrder(bucket_picks(config), *sizes)
-        else:
-            # Short rows are twice as likely to come next as rows of double length.
-            falling = tuple(2.0**-number for number in range(len(lengths)))
-            odds = (settings.weights or falling) if settings.order == "grow" else None
-            self._order = EpochOrder(*sizes, odds, settings.num_cycles)
-        self.position: dict[str, Any] = {"buckets.shortest": settings.shortest}
+        order = settings.order
+        match order:
+            case schema.Mixture() | schema.Paced():
+                picks = bucket_picks(order, lengths, config)
+                self._order = MixtureOrder(picks, *sizes)
+            case schema.Grow():
+                # Short rows are twice as likely to come next as rows of double length.
+                falling = tuple(2.0**-number for number in range(len(lengths)))
+                odds = order.weights or falling
+                self._order = EpochOrder(*sizes, odds, order.num_cycles)
+            case schema.Shuffle():
+                self._order = EpochOrder(*sizes)
+        self.position: dict[str, Any] = {"buckets": settings.kind}
         """Settings that determine the batches, compared at resume."""
-        for name in ("form", "order", "num_cycles"):
-            self.position[f"buckets.{name}"] = getattr(settings, name)
-        self.position["buckets.weights"] = list(settings.weights)
-        if settings.order == "pacing":
-            self.position |= settings_read("buckets.pacing", settings.pacing)
+        self.position["buckets.shortest"] = settings.shortest
+        self.position["buckets.order"] = order.kind
+        # Named for each order, as checkpoints of an earlier zjax name them.
+        for name in ("num_cycles", "weights"):
+            value = getattr(order, name, choices.default_of(schema.Grow, name))
+            is_tuple = isinstance(value, tuple)
+            self.position[f"buckets.order.{name}"] = list(value) if is_tuple else value
+        if isinstance(order, schema.Paced):
+            self.position |= settings_read("buckets.order.pacing", order.pacing)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -304,7 +315,7 @@ class Buckets:
         share = left / self._num_tokens
         text = f"buckets: {listed}; {left:,} tokens ({share:.1%}) are tails shorter "
         text += f"than {self._lengths[0]} and left out"
-        if self._form == "pad":
+        if not self._loses_tails:
             text = f"buckets: {listed}; no token is left out"
         spare = sum(
             len(bucket) % rows
@@ -337,8 +348,10 @@ class Buckets:
 
 
 def _find_pieces(
-    offsets: Int64[np.ndarray, " offsets"], form: str, lengths: tuple[int, ...]
+    offsets: Int64[np.ndarray, " offsets"],
+    settings: schema.Buckets,
+    lengths: tuple[int, ...],
 ) -> Pieces:
-    if form == "cut":
+    if isinstance(settings, schema.Cut):
         return cut_documents(offsets, lengths[0], lengths[-1])
     return Pieces(*split_documents(offsets, lengths[-1]))

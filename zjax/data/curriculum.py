@@ -229,8 +229,8 @@ def _open_difficulty(
             remedy = "measure finite numbers, by `zjax data analyze`"
             raise DataError(Problem(f"{field}.index", metric.index, problem, remedy))
     is_percentile = metric.difficulty == "percentile"
-    grows = pacing.kind in ("linear", "root")
     # An end of 0 stands for the largest value of the index.
+    grows = isinstance(pacing, schema.Growing)
     if grows and not is_percentile and pacing.end == 0:
         if ends[1] > MAX_EXACT:
             problem = f"holds {ends[1]} as a value of {index.metric}, above the "

@@ -25,7 +25,7 @@ from zjax.data.entries import check_batch
 from zjax.data.sums import digest_tokens
 from zjax.errors import ConfigError, DataError, Problem, check_installed, describe_exit
 from zjax.schedule.training import TrainingSchedule
-from zjax.settings import schema
+from zjax.settings import renamed, schema
 
 _LOST_WORKER = re.compile(r"Worker process was terminated .* exit code (-?\d+)")
 """Matches grain's error for a worker process that has ended."""
@@ -127,7 +127,8 @@ class Loader:
         if type(step) is not int or not 0 <= step < 2**31:
             problem, remedy = "is not a data position", "start from another checkpoint"
             raise DataError(Problem("data/step", step, problem, remedy))
-        saved = {name: x for name, x in state.items() if name not in ("step", "drawn")}
+        kept, moved = renamed.moved(state)
+        saved = {n: x for n, x in (kept | moved).items() if n not in ("step", "drawn")}
         changed = [n for n in sorted(saved) if self._position.get(n) != saved[n]]
         # A feature that is switched off has no settings: naming the switch suffices.
         known = [name for name in changed if name in self._position] or changed
@@ -191,10 +192,10 @@ def make_loader(
     data, vocab_size, seed = config.data, config.model.vocab_size, config.seed
     warmup, size = config.sequence_warmup, config.global_batch_size
     check_batch_size(size)
-    if (form := config.buckets.form) != "none":
+    if settings := config.buckets:
         opened = source.open_documents(data, "train", vocab_size)
-        source.check_no_answers(opened, "buckets.form", form, "none")
-        buckets = Buckets(opened.tokens, opened.offsets, config)
+        source.check_no_answers(opened, "buckets", settings.kind, None)
+        buckets = Buckets(opened.tokens, opened.offsets, settings, config)
         digest = digest_tokens(opened.tokens, opened.offsets)
         return load_draws(
             buckets,
@@ -221,9 +222,9 @@ def make_loader(
         order, values_at = curriculum.sampler, curriculum.values
         position |= curriculum.position
     draws: Draws = WholeRows(rows, order, (size,))
-    if warmup.form == "truncate":
+    if isinstance(warmup, schema.Truncate):
         draws = TruncatedRows(rows, order, schedule)
-    elif warmup.form == "reshape":
+    elif isinstance(warmup, schema.Reshape):
         draws = ReshapedRows(rows, order, data.length, schedule)
     if config.model.kind == "encoder":
         rule = masking.make_rule(data, vocab_size, seed)

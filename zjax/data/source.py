@@ -94,7 +94,7 @@ def row_settings(data: schema.Data) -> dict[str, Any]:
 
 
 def order_settings(
-    warmup: schema.SequenceWarmup, shapes: Iterable[tuple[int, int]] = ()
+    warmup: schema.SequenceWarmup | None, shapes: Iterable[tuple[int, int]] = ()
 ) -> dict[str, Any]:
     """Settings by path that determine which tokens of the rows each step reads.
 
@@ -102,18 +102,16 @@ def order_settings(
     noticed. `shapes` are rows and tokens per row of the batches of a run.
 
     Example:
-        >>> order_settings(schema.SequenceWarmup())
-        {'buckets.form': 'none', 'curriculum.metrics': [], \
-'sequence_warmup.form': 'none'}
+        >>> order_settings(None)
+        {'buckets': None, 'curriculum.metrics': [], 'sequence_warmup': None}
     """
-    off = {"buckets.form": "none", "curriculum.metrics": []}
-    off |= {"sequence_warmup.form": "none"}
-    if warmup.form not in CUTS:
+    off = {"buckets": None, "curriculum.metrics": [], "sequence_warmup": None}
+    if not isinstance(warmup, CUTS):
         return off
     read = settings_read("sequence_warmup.pacing", warmup.pacing)
-    if warmup.form == "reshape":
+    if isinstance(warmup, schema.Reshape):
         read["sequence_warmup rows"] = [rows for rows, _ in shapes]
-    return off | {"sequence_warmup.form": warmup.form} | read
+    return off | {"sequence_warmup": warmup.kind} | read
 
 
 def digest_samples(data: schema.Data, rows: packing.Rows) -> str:
@@ -146,7 +144,7 @@ def check_vocabulary(opened: store.Store, source: str, vocab_size: int) -> None:
 
 
 def check_no_answers(
-    opened: store.Store, setting: str, value: str, remedy: str
+    opened: store.Store, setting: str, value: str, remedy: str | None
 ) -> None:
     """Refuses conversations for rows that do not know which tokens are answers."""
     if opened.answers is not None:

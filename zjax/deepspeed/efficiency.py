@@ -30,7 +30,7 @@ def _convert_legacy(found: Conversion) -> None:
         found.skip(f"{section}.enabled", "see its keys")
         kind = found.take(f"{section}.curriculum_type", "seqlen")
         if kind == "seqlen":
-            found.set(f"{section}.curriculum_type", sequence_warmup__form="truncate")
+            found.set(f"{section}.curriculum_type", sequence_warmup="truncate")
             _convert_lengths(found, section)
         else:
             found.refuse(f"{section}.curriculum_type", "use 'seqlen'")
@@ -48,7 +48,7 @@ def _convert_curriculum(found: Conversion) -> None:
         for name in _names(found, METRICS):
             prefix = f"{METRICS}.{name}"
             if name in LENGTHS:
-                found.settings["sequence_warmup.form"] = "truncate"
+                found.settings["sequence_warmup"] = "truncate"
                 _convert_lengths(found, prefix)
                 found.skip_rest(prefix, "sequences are truncated; no index is needed")
             else:
@@ -57,7 +57,7 @@ def _convert_curriculum(found: Conversion) -> None:
                     found.refuse(key, f"{remedy}curriculum.metrics")
     batching = f"{SAMPLING}.dynamic_batching"
     if found.take(f"{batching}.enabled", False):
-        found.refuse(f"{batching}.enabled", "use buckets.form=pad, which does the same")
+        found.refuse(f"{batching}.enabled", "use buckets=pad, which does the same")
     found.skip_rest(SAMPLING, "the loader's settings are data.*")
 
 
@@ -110,7 +110,7 @@ def _convert_random_ltd(found: Conversion) -> None:
     found.skip(f"{routing}.enabled", "see its section")
     if not is_on:
         return
-    found.set(f"{LTD}.enabled", random_ltd__form="layerwise")
+    found.set(f"{LTD}.enabled", random_ltd="layerwise")
     layers = found.take(f"{LTD}.random_ltd_layer_id", [], list)
     total = found.take(f"{LTD}.total_layer_num", 0)
     inner = range(1, total - 1) if total else ()

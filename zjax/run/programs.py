@@ -38,7 +38,7 @@ def make_programs(
         zero=config.zero,
         pipeline=config.pipeline,
         recomputes=config.model.remat != "none",
-        drops_tokens=config.random_ltd.form != "none",
+        drops_tokens=config.random_ltd is not None,
     )
     update = make_update(
         tx, plan, config.optimizer, precision, schedule, model.stack, sent

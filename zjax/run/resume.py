@@ -28,7 +28,7 @@ from zjax.schedule.pacing import make_pacing, used_pacings
 from zjax.settings.convert import current, to_mapping
 from zjax.settings.derived import is_derived, without_unused
 from zjax.settings.describe import ABSENT, Difference, differences
-from zjax.settings.schema import Compressed, Config, Pacing
+from zjax.settings.schema import Compressed, Config, CustomPacing
 from zjax.sharding.describe import describe_plan
 from zjax.sharding.mesh import trace
 from zjax.sharding.placement import abstract_key
@@ -286,7 +286,7 @@ def fingerprint_functions(
     pacings = {
         f"{field}{_FUNCTION}": _fingerprint_pacing(pacing)
         for field, pacing in used_pacings(config)
-        if pacing.kind == "custom"
+        if isinstance(pacing, CustomPacing)
     }
     if model.inputs is None and tx is None:
         return pacings
@@ -306,7 +306,7 @@ def fingerprint_functions(
     return fingerprints
 
 
-def _fingerprint_pacing(settings: Pacing) -> str:
+def _fingerprint_pacing(settings: CustomPacing) -> str:
     """Hashes the values of a user's pacing."""
     pacing = make_pacing(settings)
     return hashlib.sha256(repr(pacing).encode()).hexdigest()

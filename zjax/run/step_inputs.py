@@ -10,6 +10,7 @@ import numpy as np
 from zjax.errors import ConfigError, DataError, Problem
 from zjax.run.teacher import Teacher
 from zjax.schedule.training import ScheduledStep, TrainingSchedule
+from zjax.settings import choices
 from zjax.settings.schema import Config
 from zjax.stack.forward import runs_stack
 from zjax.typing import DROPPING, Batch, Dropping, Model
@@ -125,10 +126,8 @@ def with_dropping(batch: Batch, dropping: Dropping) -> Batch:
 
 def check_model(model: Model, config: Config) -> None:
     """Refuses a model that cannot drop tokens or layers while it trains."""
-    form, field = config.random_ltd.form, "random_ltd.form"
-    value: str | float = form
-    if form == "none" and config.layer_drop:
-        field, value = "layer_drop.theta", config.layer_drop.theta
+    field = "random_ltd" if config.random_ltd else "layer_drop.theta"
+    value = choices.value_at(config, field)
     stack = model.stack
     if stack is None or not runs_stack(model):
         problem = "needs a model that is a stack of blocks"
@@ -140,11 +139,11 @@ def check_model(model: Model, config: Config) -> None:
         remedy = "leave Segment.tiles out, or store the state on the devices"
         raise ConfigError(Problem(field, value, problem, remedy))
     num_blocks = sum(segment.num_blocks for segment in stack.segments)
-    if form != "none" and num_blocks < 3:
+    if config.random_ltd and num_blocks < 3:
         problem = f"has no block between the first and the last of {num_blocks}"
-        remedy = "use 'none', or more blocks"
+        remedy = "use None, or more blocks"
         raise ConfigError(Problem(field, value, problem, remedy))
-    if form != "none" and stack.take_tokens is None:
+    if config.random_ltd and stack.take_tokens is None:
         problem = "needs what blocks read of a subset of the tokens"
         remedy = "set take_tokens of the zjax.Stack"
         raise ConfigError(Problem(field, value, problem, remedy))

@@ -65,7 +65,7 @@ from zjax.run.resume import (
 )
 from zjax.schedule.learning_rate import make_schedule
 from zjax.schedule.lengths import CUTS, end_by_tokens
-from zjax.schedule.pacing import used_pacings
+from zjax.schedule.pacing import tokens_that_end
 from zjax.schedule.training import TrainingSchedule
 from zjax.settings.batch import resolve_batch
 from zjax.settings.schema import Config
@@ -593,8 +593,7 @@ def _checked(
     )
     # Token budgets are turned into steps only once settings are known to be valid.
     check(config)
-    ends_by_tokens = any(pacing.num_tokens for _, pacing in used_pacings(config))
-    if config.num_tokens or ends_by_tokens:
+    if config.num_tokens or any(tokens_that_end(config).values()):
         config = end_by_tokens(with_batch_sizes(config, len(devices)))
         check(config)
     problems = _mismatches(model, batches, config)
@@ -645,20 +644,19 @@ def _mismatches(model: Any, batches: Any, config: Config) -> list[Problem]:
         problem = "cannot be planned for batches that are not known yet"
         remedy = "use 'pinned_host' or 'nvme', or zjax.initialize"
         problems.append(Problem("zero.optimizer_memory", "auto", problem, remedy))
-    if batches is not None and config.sequence_warmup.form in CUTS:
-        problem, remedy = "does not cut given batches", "use 'window' or 'none'"
-        field, form = "sequence_warmup.form", config.sequence_warmup.form
-        problems.append(Problem(field, form, problem, remedy))
-    ends = {"num_tokens": config.num_tokens}
-    ends |= {f"{name}.num_tokens": x.num_tokens for name, x in used_pacings(config)}
+    if batches is not None and isinstance(config.sequence_warmup, CUTS):
+        problem, remedy = "does not cut given batches", "use 'window' or None"
+        kind = config.sequence_warmup.kind
+        problems.append(Problem("sequence_warmup", kind, problem, remedy))
+    ends = {"num_tokens": config.num_tokens} | tokens_that_end(config)
     for field, number in ends.items() if batches is not None else ():
         if number:
             problem = "does not count the tokens of given batches"
             problems.append(Problem(field, number, problem, "leave it at 0"))
-    if batches is not None and config.buckets.form != "none":
-        problem, remedy = "does not cut given batches", "leave it at 'none'"
-        form = config.buckets.form
-        problems.append(Problem("buckets.form", form, problem, remedy))
+    if batches is not None and config.buckets:
+        problem, remedy = "does not cut given batches", "leave it at None"
+        kind = config.buckets.kind
+        problems.append(Problem("buckets", kind, problem, remedy))
     if batches is not None and config.curriculum.metrics:
         problem, remedy = "do not order given batches", "leave it at ()"
         metrics = tuple(metric.index for metric in config.curriculum.metrics)

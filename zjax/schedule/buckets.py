@@ -14,40 +14,39 @@ from zjax.settings import schema
 
 _MIXTURE = 5
 """Purpose in the random key of bucket draws; `zjax.data` uses other numbers."""
-_PACING = "buckets.pacing"
+_PACING = "buckets.order.pacing"
 
 
-def bucket_lengths(config: schema.Config) -> tuple[int, ...]:
+def bucket_lengths(shortest: int, longest: int) -> tuple[int, ...]:
     """Tokens per row of each bucket, ascending, each twice the bucket before.
 
     Example:
-        >>> buckets = schema.Buckets(form="cut", shortest=256)
-        >>> bucket_lengths(schema.Config(buckets=buckets))
+        >>> bucket_lengths(256, 1024)
         (256, 512, 1024)
     """
-    shortest, longest = config.buckets.shortest, config.data.length
     # `bucket_problems` has checked that the ratio is a power of two.
     return tuple(shortest << i for i in range((longest // shortest).bit_length()))
 
 
-def bucket_rows(config: schema.Config) -> tuple[int, ...]:
+def bucket_rows(lengths: tuple[int, ...], num_rows: int) -> tuple[int, ...]:
     """Rows of a batch of each bucket; batches of all buckets have equally many tokens.
 
+    `num_rows` are the rows of the longest bucket.
+
     Example:
-        >>> buckets = schema.Buckets(form="cut", shortest=256)
-        >>> bucket_rows(schema.Config(buckets=buckets, global_batch_size=8))
+        >>> bucket_rows((256, 512, 1024), num_rows=8)
         (32, 16, 8)
     """
-    num_tokens = config.global_batch_size * config.data.length
-    return tuple(num_tokens // length for length in bucket_lengths(config))
+    return tuple(num_rows * lengths[-1] // length for length in lengths)
 
 
-def num_open_buckets(config: schema.Config) -> Pacing:
+def num_open_buckets(
+    order: schema.Weighted, lengths: tuple[int, ...], config: schema.Config
+) -> Pacing:
     """Paces how many buckets, from the shortest on, a step from 1 on may draw."""
-    settings, lengths = config.buckets, bucket_lengths(config)
-    if settings.order != "pacing":
+    if not isinstance(order, schema.Paced):
         return hold(len(lengths))
-    pacing = make_pacing(in_steps(config, settings.pacing))
+    pacing = make_pacing(in_steps(config, order.pacing))
     numbers = [sum(length <= value for length in lengths) for value in pacing.values]
     # Several lengths of the pacing may open the same number of buckets.
     is_new = [i for i in range(len(numbers)) if i == 0 or numbers[i] > numbers[i - 1]]
@@ -55,34 +54,38 @@ def num_open_buckets(config: schema.Config) -> Pacing:
     return Pacing(firsts, tuple(numbers[i] for i in is_new))
 
 
-def bucket_picks(config: schema.Config) -> Picks:
+def bucket_picks(
+    order: schema.Weighted, lengths: tuple[int, ...], config: schema.Config
+) -> Picks:
     """Makes the draws of buckets by weight, for orders other than by epochs."""
-    weights = config.buckets.weights or [1.0] * len(bucket_lengths(config))
-    key = (config.seed, _MIXTURE)
-    return Picks(key, np.array(weights), num_open_buckets(config), num_draws=1)
+    weights = np.array(order.weights or [1.0] * len(lengths))
+    num_open = num_open_buckets(order, lengths, config)
+    return Picks((config.seed, _MIXTURE), weights, num_open, num_draws=1)
 
 
-def rate_factors(config: schema.Config) -> Float32[np.ndarray, " buckets"]:
+def rate_factors(
+    settings: schema.Buckets, longest: int
+) -> Float32[np.ndarray, " buckets"]:
     """Factor of the learning rate for a batch of each bucket.
 
     Example:
-        >>> buckets = schema.Buckets(form="pad", learning_rate="sqrt")
-        >>> config = schema.Config(buckets=buckets)
-        >>> [round(float(factor), 2) for factor in rate_factors(config)]
+        >>> factors = rate_factors(schema.Pad(learning_rate="sqrt"), longest=1024)
+        >>> [round(float(factor), 2) for factor in factors]
         [2.0, 1.41, 1.0]
 
     Reference:
         Linear: Goyal et al., arXiv:1706.02677. Root: Krizhevsky, arXiv:1404.5997.
     """
-    power = {"constant": 0.0, "sqrt": 0.5, "linear": 1.0}[config.buckets.learning_rate]
-    ratios = np.array(bucket_rows(config)) / config.global_batch_size
+    power = {"constant": 0.0, "sqrt": 0.5, "linear": 1.0}[settings.learning_rate]
+    # Batches have equally many tokens: rows grow as lengths fall.
+    ratios = longest / np.array(bucket_lengths(settings.shortest, longest))
     return (ratios**power).astype(np.float32)
 
 
 def bucket_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
     """Yields problems of `buckets` that show without the data."""
     settings, longest = config.buckets, config.data.length
-    if settings.form == "none":
+    if not settings:
         return
     field, shortest = "buckets.shortest", settings.shortest
     ratio, rest = divmod(longest, shortest)
@@ -92,68 +95,67 @@ def bucket_problems(config: schema.Config, num_devices: int) -> Iterator[Problem
         yield Problem(field, shortest, problem, remedy)
         return
     yield from divisor_problems(field, shortest, config, num_devices)
-    yield from _weight_problems(config)
-    yield from _rate_problems(config)
-    yield from _conflicts(config)
-    if settings.order == "pacing":
-        found = [*token_problems(_PACING, settings.pacing, config)]
+    if isinstance(settings.order, schema.Weighted):
+        num_buckets = len(bucket_lengths(shortest, longest))
+        yield from _weight_problems(settings.order.weights, num_buckets)
+    yield from _rate_problems(settings, config.precision)
+    yield from _conflicts(settings.kind, config)
+    if isinstance(settings.order, schema.Paced):
+        pacing = settings.order.pacing
+        found = [*token_problems(_PACING, pacing, config)]
         yield from found
         # Only these kinds have a start that is safe to read beside other problems.
-        if not found or settings.pacing.kind in ("linear", "root"):
+        if not found or isinstance(pacing, schema.Growing):
             least = field, shortest
-            yield from below_problems(_PACING, settings.pacing, "start", least)
+            yield from below_problems(_PACING, pacing, "start", least)
 
 
-def _weight_problems(config: schema.Config) -> Iterator[Problem]:
-    """Yields problems of `buckets.weights`."""
-    weights, num_buckets = config.buckets.weights, len(bucket_lengths(config))
-    field = "buckets.weights"
-    if weights and config.buckets.order == "shuffle":
-        problem = "has no effect with buckets.order='shuffle'"
-        yield Problem(field, weights, problem, "leave it at (), or use another order")
-    elif weights and len(weights) != num_buckets:
+def _weight_problems(weights: tuple[float, ...], num_buckets: int) -> Iterator[Problem]:
+    """Yields problems of the weights of an order."""
+    field = "buckets.order.weights"
+    if weights and len(weights) != num_buckets:
         problem = f"has {len(weights)} numbers for {num_buckets} buckets"
         yield Problem(field, weights, problem, f"give {num_buckets}, shortest first")
     if not all(0 < weight < math.inf for weight in weights):
         yield Problem(field, weights, "is not above 0", "use numbers above 0")
 
 
-def _rate_problems(config: schema.Config) -> Iterator[Problem]:
+def _rate_problems(
+    settings: schema.Buckets, precision: schema.Precision
+) -> Iterator[Problem]:
     """Yields reasons why the schedule cannot know the buckets of the steps."""
-    field, settings = "buckets.learning_rate", config.buckets
+    field = "buckets.learning_rate"
     if settings.learning_rate == "constant":
         return
-    if settings.order in ("shuffle", "grow"):
+    if not isinstance(settings.order, schema.Mixture | schema.Paced):
         problem = "needs the order before the data, and buckets.order="
-        problem += f"{settings.order!r} follows from their sizes"
+        problem += f"{settings.order.kind!r} follows from their sizes"
         remedy = "use 'constant', or buckets.order='mixture' or 'pacing'"
         yield Problem(field, settings.learning_rate, problem, remedy)
-    if config.precision.on_nonfinite == "skip":
+    if precision.on_nonfinite == "skip":
         problem = "counts applied steps, which precision.on_nonfinite='skip' may shift "
         problem += "against the batches"
         remedy = "use 'constant', or precision.on_nonfinite='stop'"
         yield Problem(field, settings.learning_rate, problem, remedy)
-    if config.precision.compute_dtype == "float16":
+    if precision.compute_dtype == "float16":
         problem = "counts applied steps, and precision.compute_dtype='float16' skips "
         problem += "some"
         remedy = "use 'constant', or compute in bfloat16"
         yield Problem(field, settings.learning_rate, problem, remedy)
 
 
-def _conflicts(config: schema.Config) -> Iterator[Problem]:
-    """Yields settings that do not work beside buckets."""
-    settings = config.buckets
+def _conflicts(kind: str, config: schema.Config) -> Iterator[Problem]:
+    """Yields settings that do not work beside buckets of a kind."""
     if config.data.source == "synthetic":
         problem = "finds no documents in data.source='synthetic'"
-        remedy = "use 'none', or data of documents"
-        yield Problem("buckets.form", settings.form, problem, remedy)
-    if config.sequence_warmup.form in CUTS:
-        problem = f"has no effect with buckets.form={settings.form!r}"
-        remedy = "leave it at 'none', or use buckets.order='pacing'"
-        form = config.sequence_warmup.form
-        yield Problem("sequence_warmup.form", form, problem, remedy)
+        remedy = "use None, or data of documents"
+        yield Problem("buckets", kind, problem, remedy)
+    if isinstance(config.sequence_warmup, CUTS):
+        problem = f"has no effect with buckets={kind!r}"
+        remedy = "leave it at None, or use buckets.order='pacing'"
+        yield Problem("sequence_warmup", config.sequence_warmup.kind, problem, remedy)
     if config.curriculum.metrics:
         metrics = tuple(metric.index for metric in config.curriculum.metrics)
-        problem = f"do not order buckets.form={settings.form!r}"
-        remedy = "leave it at (), or use buckets.form='none'"
+        problem = f"do not order buckets={kind!r}"
+        remedy = "leave it at (), or use buckets=None"
         yield Problem("curriculum.metrics", metrics, problem, remedy)

@@ -8,7 +8,7 @@ from zjax.schedule.lengths import shape_problems, token_problems
 from zjax.settings import axes, mixture, schema
 from zjax.settings.layers import cannot_unroll
 
-_TOKENS, _LAYERS, _ALL_LAYERS = "random_ltd.form", "layer_drop.theta", "layer_drop=None"
+_TOKENS, _LAYERS, _ALL_LAYERS = "random_ltd", "layer_drop.theta", "layer_drop=None"
 
 
 def num_middle_layers(config: schema.Config, num_devices: int) -> int:
@@ -40,8 +40,8 @@ def _num_chunks(config: schema.Config, num_devices: int) -> int:
 
 def dropping_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
     """Yields problems of `random_ltd` and `layer_drop` in a run of any model."""
-    if config.random_ltd.form != "none":
-        yield from _pacing_problems(config)
+    if config.random_ltd:
+        yield from _pacing_problems(config.random_ltd, config)
     if not config.layer_drop:
         return
     theta = config.layer_drop.theta
@@ -58,9 +58,9 @@ def model_dropping_problems(
     config: schema.Config, num_devices: int
 ) -> Iterator[Problem]:
     """Yields problems of `random_ltd` and `layer_drop` with a built-in model."""
-    if config.random_ltd.form != "none":
-        yield from _token_problems(config, num_devices)
-        yield from _tile_problems(config, _TOKENS, config.random_ltd.form, "'none'")
+    if dropping := config.random_ltd:
+        yield from _token_problems(dropping, config, num_devices)
+        yield from _tile_problems(config, _TOKENS, dropping.kind, "None")
     if drop := config.layer_drop:
         yield from _tile_problems(config, _LAYERS, drop.theta, _ALL_LAYERS)
     if drop and config.model.kind == "encoder":
@@ -71,8 +71,10 @@ def model_dropping_problems(
         yield Problem(_LAYERS, drop.theta, problem, remedy)
 
 
-def _pacing_problems(config: schema.Config) -> Iterator[Problem]:
-    return token_problems("random_ltd.pacing", config.random_ltd.pacing, config)
+def _pacing_problems(
+    dropping: schema.RandomLTD, config: schema.Config
+) -> Iterator[Problem]:
+    return token_problems("random_ltd.pacing", dropping.pacing, config)
 
 
 def _tile_problems(
@@ -115,42 +117,46 @@ def _skipped_stages(
         yield Problem(_LAYERS, theta, problem, f"use '1f1b' there, or {_ALL_LAYERS}")
 
 
-def _middle_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
-    """Yields problems of the layers that `random_ltd` drops tokens of."""
-    form, model = config.random_ltd.form, config.model
+def _middle_problems(
+    kind: str, config: schema.Config, num_devices: int
+) -> Iterator[Problem]:
+    """Yields problems of the layers that `random_ltd` of a kind drops tokens of."""
+    model = config.model
     num_stages = axes.axis_sizes(config, num_devices)["pipeline"]
     middle, stride = num_middle_layers(config, num_devices), model.layers_per_scan
     shapes = mixture.segment_shapes(model)
     if num_stages > 1 and len(shapes) > 1:
         problem = f"does not count the tokens of {len(shapes)} kinds of blocks on the "
         problem += f"stages of mesh.pipeline={num_stages}"
-        yield Problem(_TOKENS, form, problem, "use 'none', or mesh.pipeline=1")
+        yield Problem(_TOKENS, kind, problem, "use None, or mesh.pipeline=1")
     elif num_stages > 1 and not middle:
         problem = "has no layer to drop tokens of: as the stages of "
         problem += f"mesh.pipeline={num_stages} run one program, all layers run whole "
         problem += "beside the first or the last one"
-        yield Problem(_TOKENS, form, problem, "use 'none', or fewer stages or chunks")
+        yield Problem(_TOKENS, kind, problem, "use None, or fewer stages or chunks")
     elif not middle:
         problem = f"has no layer between the first and the last of {model.num_layers}"
-        yield Problem(_TOKENS, form, problem, "use 'none', or more layers")
+        yield Problem(_TOKENS, kind, problem, "use None, or more layers")
     elif num_stages == 1 and stride and middle % stride:
-        problem = f"does not divide the {middle} layers that random_ltd.form={form!r} "
+        problem = f"does not divide the {middle} layers that random_ltd={kind!r} "
         problem += "drops tokens of"
         remedy = axes.suggest_divisors(math.gcd(middle, model.num_layers))
         yield Problem("model.layers_per_scan", stride, problem, remedy)
 
 
-def _token_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+def _token_problems(
+    dropping: schema.RandomLTD, config: schema.Config, num_devices: int
+) -> Iterator[Problem]:
     """Yields problems of random token dropping with a built-in model."""
-    form, pacing = config.random_ltd.form, config.random_ltd.pacing
-    if not list(_pacing_problems(config)):
+    kind, pacing = dropping.kind, dropping.pacing
+    if not list(_pacing_problems(dropping, config)):
         yield from shape_problems("random_ltd.pacing", pacing, config, num_devices)
     if axes.mesh_fills(config, num_devices):
-        yield from _middle_problems(config, num_devices)
+        yield from _middle_problems(kind, config, num_devices)
     if cannot_unroll(config) and config.zero.optimizer_memory == "device":
         problem = (
             "repeats a cuDNN kernel for other numbers of tokens, which cannot run "
         )
         problem += "with deterministic=True"
-        remedy = "use 'none', or model.attention='xla'"
-        yield Problem(_TOKENS, form, problem, remedy)
+        remedy = "use None, or model.attention='xla'"
+        yield Problem(_TOKENS, kind, problem, remedy)

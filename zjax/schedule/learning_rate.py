@@ -13,7 +13,7 @@ import optax
 from absl import logging
 from jaxtyping import Array, Float, Int
 
-from zjax.schedule.buckets import bucket_picks, rate_factors
+from zjax.schedule.buckets import bucket_lengths, bucket_picks, rate_factors
 from zjax.schedule.cycles import DEEPSPEED, log_rise
 from zjax.schedule.lengths import CUTS, make_tokens
 from zjax.settings.schema import (
@@ -22,6 +22,8 @@ from zjax.settings.schema import (
     Cosine,
     Decaying,
     Linear,
+    Mixture,
+    Paced,
     Warm,
     Wsd,
 )
@@ -95,11 +97,20 @@ def _warmup(chosen: Warm, peak: float, number: int) -> optax.Schedule:
 def _by_rows(config: Config) -> Callable[[Any], Any]:
     """Returns the learning rate factor of a step by the bucket of the step's batch."""
     settings = config.buckets
-    if settings.form == "none" or settings.learning_rate == "constant":
+    if not settings or settings.learning_rate == "constant":
         return lambda step: 1.0
+    order = settings.order
+    # Other orders follow from the data; rules refuse a factor with them.
+    if not isinstance(order, Mixture | Paced):
+        return lambda step: 1.0
+    lengths = bucket_lengths(settings.shortest, config.data.length)
     # A byte each: lengths double from bucket to bucket, far fewer than 256 times.
-    buckets = bucket_picks(config).first_parts(config.num_steps).astype(np.uint8)
-    factors = rate_factors(config)
+    buckets = (
+        bucket_picks(order, lengths, config)
+        .first_parts(config.num_steps)
+        .astype(np.uint8)
+    )
+    factors = rate_factors(settings, config.data.length)
 
     def factor(step: Any) -> Any:
         number = jnp.minimum(step, config.num_steps - 1)
@@ -114,7 +125,7 @@ def _by_tokens(config: Config, first: int) -> Callable[[Any], Any]:
     last = config.num_steps - 1
     # The warm-up counts steps: only changes after the warm-up bend the decay.
     changes = [step for step in consumed.changes() if first < step <= last]
-    if not changes or config.sequence_warmup.form not in CUTS:
+    if not changes or not isinstance(config.sequence_warmup, CUTS):
         return lambda step: step
     # Step n is taken when the tokens of n steps are consumed.
     steps = np.array([first, *(step - 1 for step in changes), last])

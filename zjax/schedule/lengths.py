@@ -5,6 +5,7 @@ import dataclasses
 import fractions
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 from zjax.errors import Problem
 from zjax.schedule.pacing import (
@@ -53,8 +54,8 @@ def epoch_problems(config: schema.Config, *, user_batches: bool) -> Iterator[Pro
     unknown = {
         "data.source='synthetic'": config.data.source == "synthetic"
         and not user_batches,
-        f"buckets.form={config.buckets.form!r}": config.buckets.form != "none",
-        "sequence_warmup.form='reshape'": config.sequence_warmup.form == "reshape",
+        f"buckets={choices.value_at(config, 'buckets')!r}": bool(config.buckets),
+        "sequence_warmup='reshape'": isinstance(config.sequence_warmup, schema.Reshape),
         "curriculum.metrics": bool(config.curriculum.metrics),
     }
     for given, holds in unknown.items():
@@ -74,8 +75,8 @@ def uncounted_problems(config: schema.Config, num_devices: int) -> Iterator[Prob
         yield Problem("num_epochs", config.num_epochs, problem, "set num_steps")
 
 
-CUTS = ("truncate", "reshape")
-"""Values of `sequence_warmup.form` that cut sequences."""
+CUTS = schema.Truncate, schema.Reshape
+"""Sections of `sequence_warmup` that cut sequences."""
 _FIELD = "sequence_warmup.pacing"
 
 
@@ -105,10 +106,10 @@ def make_shapes(config: schema.Config) -> dict[int, tuple[int, int]]:
     """
     warmup, full = config.sequence_warmup, config.data.length
     num_rows, unit = config.global_batch_size, batch_unit(config)
-    if warmup.form not in CUTS:
+    if not isinstance(warmup, CUTS):
         return {1: (num_rows, full)}
     lengths = make_pacing(in_steps(config, warmup.pacing)).changes()
-    if warmup.form == "truncate":
+    if isinstance(warmup, schema.Truncate):
         return {step: (num_rows, length) for step, length in lengths.items()}
     return {
         step: (reshaped_rows(length, full, num_rows, unit), length)
@@ -123,37 +124,46 @@ def make_tokens(config: schema.Config) -> Pacing:
     return Pacing((0, *firsts[1:]), tuple(rows * length for rows, length in shapes))
 
 
-# Cached, as several checks and schedules ask; settings are frozen and hashable.
-@functools.lru_cache
 def in_steps(config: schema.Config, pacing: schema.Pacing) -> schema.Pacing:
     """Converts a pacing that ends by `num_tokens` to one that ends by steps.
 
     The new `num_steps` exceeds the run's where the run does not reach `num_tokens`.
 
     Example:
-        >>> pacing = schema.Pacing(num_tokens=100_000)  # 32 rows of 1,024 in a step
-        >>> in_steps(schema.Config(), pacing).num_steps
+        >>> pacing = schema.LinearPacing(num_tokens=100_000)
+        >>> in_steps(schema.Config(), pacing).num_steps  # 32 rows of 1,024 in a step
         4
     """
-    if not pacing.num_tokens or not config.global_batch_size:
-        return pacing
-    warmup = config.sequence_warmup
+    is_growing = isinstance(pacing, schema.Growing)
+    if is_growing and pacing.num_tokens and config.global_batch_size:
+        return _ended(pacing, _end_step(config, pacing))
+    return pacing
 
-    def ended(step: int) -> schema.Pacing:
-        return dataclasses.replace(pacing, num_steps=step, num_tokens=0)
+
+def _ended(pacing: schema.Growing, step: int) -> Any:
+    """Copies a pacing that ends by tokens so that it ends by steps."""
+    return dataclasses.replace(pacing, num_steps=step, num_tokens=0)
+
+
+# Cached, as several checks and schedules ask; settings are frozen and hashable.
+@functools.lru_cache
+def _end_step(config: schema.Config, pacing: schema.Growing) -> int:
+    """First step that has consumed `num_tokens` of a pacing."""
+    warmup = config.sequence_warmup
+    # A range, not a list: bisection reads few items.
+    steps = range(config.num_steps + 1)
+    search = functools.partial(bisect.bisect_left, steps, pacing.num_tokens)
+    if not isinstance(warmup, CUTS) or pacing != warmup.pacing:
+        return search(key=make_tokens(config).sum_until)
 
     # The tokens of a step follow from the pacing whose end is searched here: each
     # candidate end has its own sum.
-    def consumed_by_itself(step: int) -> int:
-        trial = dataclasses.replace(warmup, pacing=ended(max(1, step)))
+    def consumed(step: int) -> int:
+        trial = dataclasses.replace(warmup, pacing=_ended(pacing, max(1, step)))
         trial = dataclasses.replace(config, sequence_warmup=trial)
         return make_tokens(trial).sum_until(step)
 
-    makes_tokens = warmup.form in CUTS and pacing == warmup.pacing
-    consumed = consumed_by_itself if makes_tokens else make_tokens(config).sum_until
-    # A range, not a list: bisection reads few items.
-    steps = range(config.num_steps + 1)
-    return ended(bisect.bisect_left(steps, pacing.num_tokens, key=consumed))
+    return search(key=consumed)
 
 
 def end_by_tokens(config: schema.Config) -> schema.Config:
@@ -187,14 +197,13 @@ def token_end_problems(config: schema.Config, num_devices: int) -> Iterator[Prob
     """Yields problems of pacings that end by steps and tokens, or after the run."""
     is_known = config.global_batch_size and not any(_pacing_problems(config))
     for field, pacing in used_pacings(config):
-        # Other kinds do not read `num_tokens`.
-        if not pacing.num_tokens or pacing.kind not in ("linear", "root"):
+        if not isinstance(pacing, schema.Growing) or not pacing.num_tokens:
             continue
-        num_steps, usual = pacing.num_steps, schema.Pacing().num_steps
+        num_steps, usual = pacing.num_steps, schema.LinearPacing().num_steps
         if num_steps != usual and not derived.is_derived(num_steps):
             problem = f"ends it, too, besides {field}.num_tokens={pacing.num_tokens}"
             yield Problem(f"{field}.num_steps", num_steps, problem, "leave out one")
-        elif is_known and in_steps(config, pacing).num_steps > config.num_steps:
+        elif is_known and _end_step(config, pacing) > config.num_steps:
             problem = f"is not reached in num_steps={config.num_steps}"
             remedy = "use less, or raise num_steps"
             yield Problem(f"{field}.num_tokens", pacing.num_tokens, problem, remedy)
@@ -211,20 +220,20 @@ def batch_unit(config: schema.Config) -> int:
 def length_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
     """Yields problems of `sequence_warmup`."""
     warmup = config.sequence_warmup
-    if warmup.form == "none":
+    if not warmup:
         return
     found = [*_pacing_problems(config)]
     yield from found
-    if warmup.form == "window":
+    if isinstance(warmup, schema.Window):
         yield from _window_problems(config, num_devices)
     # Values or functions with problems give no lengths to check.
-    elif not found or warmup.pacing.kind in ("linear", "root"):
+    elif not found or isinstance(warmup.pacing, schema.Growing):
         yield from shape_problems(_FIELD, warmup.pacing, config, num_devices)
 
 
 def _pacing_problems(config: schema.Config) -> Iterator[Problem]:
     """Yields problems of the pacing of `sequence_warmup`."""
-    if config.sequence_warmup.form != "none":
+    if config.sequence_warmup:
         yield from token_problems(_FIELD, config.sequence_warmup.pacing, config)
 
 
@@ -248,10 +257,10 @@ def token_problems(
 
 def _window_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
     """Yields problems of growing windows with the model and the mesh."""
-    field, model = "sequence_warmup.form", config.model
+    model = config.model
     if model.kind == "encoder":
         problem = "looks back alone, and tokens of model.kind='encoder' look both ways"
-        yield Problem(field, "window", problem, "use 'none'")
+        yield Problem("sequence_warmup", "window", problem, "use None")
     if axes.mesh_fills(config, num_devices):
         sizes = axes.axis_sizes(config, num_devices)
         split = {axis: sizes[axis] for axis in ("sequence", "tensor")}
@@ -287,10 +296,10 @@ def divisor_problems(
 
 def _units(pacing: schema.Pacing) -> Iterator[tuple[str, int]]:
     """Yields numbers that divide all lengths, after the names of the settings."""
-    match pacing.kind:
-        case "linear" | "root":
+    match pacing:
+        case schema.Growing():
             yield "multiple", pacing.multiple
-        case "discrete":
+        case schema.DiscretePacing():
             yield from (("values", value) for value in pacing.values)
-        case "custom":
+        case schema.CustomPacing():
             yield from (("function", value) for value in make_pacing(pacing).values)

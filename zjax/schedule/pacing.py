@@ -8,16 +8,8 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from zjax.errors import ConfigError, Problem
-from zjax.settings import derived, schema
+from zjax.settings import choices, schema
 from zjax.settings.convert import Fault, find_function, is_function_name
-
-FIELDS_OF_KIND = {
-    "linear": ("start", "end", "num_steps", "num_tokens", "multiple"),
-    "root": ("start", "end", "num_steps", "num_tokens", "multiple", "degree"),
-    "discrete": ("values", "last_steps"),
-    "custom": ("num_steps", "function"),
-}
-"""Names of the settings that each kind of pacing reads."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,18 +144,32 @@ def used_pacings(config: schema.Config) -> Iterator[tuple[str, schema.Pacing]]:
     """Yields the path and the settings of each pacing that a run reads.
 
     Example:
-        >>> config = schema.Config(random_ltd=schema.RandomLTD(form="span"))
+        >>> config = schema.Config(random_ltd=schema.Span())
         >>> [field for field, _ in used_pacings(config)]
         ['random_ltd.pacing']
     """
-    if config.sequence_warmup.form != "none":
+    if config.sequence_warmup:
         yield "sequence_warmup.pacing", config.sequence_warmup.pacing
     for number, metric in enumerate(config.curriculum.metrics):
         yield f"{metric_field(number)}.pacing", metric.pacing
-    if config.buckets.form != "none" and config.buckets.order == "pacing":
-        yield "buckets.pacing", config.buckets.pacing
-    if config.random_ltd.form != "none":
+    if config.buckets and isinstance(config.buckets.order, schema.Paced):
+        yield "buckets.order.pacing", config.buckets.order.pacing
+    if config.random_ltd:
         yield "random_ltd.pacing", config.random_ltd.pacing
+
+
+def tokens_that_end(config: schema.Config) -> dict[str, int]:
+    """Consumed tokens that end each growth of a run, by path; 0 for steps.
+
+    Example:
+        >>> tokens_that_end(schema.Config(random_ltd=schema.Span()))
+        {'random_ltd.pacing.num_tokens': 0}
+    """
+    return {
+        f"{field}.num_tokens": pacing.num_tokens
+        for field, pacing in used_pacings(config)
+        if isinstance(pacing, schema.Growing)
+    }
 
 
 # Cached: checks and the run call a user's function again.
@@ -198,17 +204,15 @@ def make_pacing(settings: schema.Pacing) -> Pacing:
     Raises `ConfigError` if the user's function is missing, fails or falls.
 
     Example:
-        >>> settings = schema.Pacing(
-        ...     kind="discrete", values=(1, 2, 3), last_steps=(5, 10)
-        ... )
+        >>> settings = schema.DiscretePacing(values=(1, 2, 3), last_steps=(5, 10))
         >>> [make_pacing(settings).at(step) for step in (1, 5, 6, 11)]
         [1, 1, 2, 3]
     """
-    match settings.kind:
-        case "discrete":
+    match settings:
+        case schema.DiscretePacing():
             firsts = (0, *(last + 1 for last in settings.last_steps))
             return Pacing(firsts, settings.values)
-        case "custom":
+        case schema.CustomPacing():
             found = _call_each(settings.function, settings.num_steps)
             if isinstance(found, Fault):
                 name = settings.function
@@ -220,7 +224,7 @@ def make_pacing(settings: schema.Pacing) -> Pacing:
         settings.end,
         settings.num_steps,
         multiple=settings.multiple,
-        degree=settings.degree if settings.kind == "root" else 1,
+        degree=settings.degree if isinstance(settings, schema.RootPacing) else 1,
     )
 
 
@@ -228,14 +232,14 @@ def settings_read(field: str, settings: schema.Pacing) -> dict[str, Any]:
     """Settings by path that determine the values, compared where a run continues.
 
     Example:
-        >>> settings_read("pacing", schema.Pacing(start=8, end=64, multiple=8))
+        >>> settings_read("pacing", schema.LinearPacing(start=8, end=64, multiple=8))
         {'pacing.kind': 'linear', 'pacing.start': 8, 'pacing.end': 64, \
 'pacing.num_steps': 1000, 'pacing.num_tokens': 0, 'pacing.multiple': 8}
     """
     read = {"kind": settings.kind} | {
-        name: getattr(settings, name) for name in FIELDS_OF_KIND[settings.kind]
+        name: getattr(settings, name) for name in choices.names(type(settings))
     }
-    if settings.kind == "custom":
+    if isinstance(settings, schema.CustomPacing):
         pacing = make_pacing(settings)
         # A function's name says nothing about its values, which must not change.
         read |= {"values": pacing.values, "firsts": pacing.firsts}
@@ -257,13 +261,12 @@ def pacing_problems(
     `longest` is name and value of the setting that no value may exceed, if there is
     one.
     """
-    yield from _unread(field, settings)
-    match settings.kind:
-        case "discrete":
+    match settings:
+        case schema.DiscretePacing():
             yield from _discrete_problems(field, settings)
             last_step, name = max(settings.last_steps, default=-1) + 1, "last_steps"
             values = settings.values
-        case "custom":
+        case schema.CustomPacing():
             found = _call_each(settings.function, settings.num_steps)
             last_step, name = settings.num_steps, "num_steps"
             values = () if isinstance(found, Fault) else found
@@ -271,13 +274,16 @@ def pacing_problems(
                 yield Problem(f"{field}.function", settings.function, *found)
         case _:
             yield from _growth_problems(field, settings, longest)
-            last_step, name, values = settings.num_steps, "num_steps", ()
-    if last_step > num_steps and not settings.num_tokens:
+            # Tokens end the growth in place of steps.
+            last_step = 0 if settings.num_tokens else settings.num_steps
+            name, values = "num_steps", ()
+    if last_step > num_steps:
         problem, most = f"is beyond num_steps={num_steps}", f"use at most {num_steps}"
         remedy = f"end before step {num_steps}" if name == "last_steps" else most
         yield Problem(f"{field}.{name}", getattr(settings, name), problem, remedy)
     if longest and values and max(values) > longest[1]:
-        name = "values" if settings.kind == "discrete" else "function"
+        is_listed = isinstance(settings, schema.DiscretePacing)
+        name = "values" if is_listed else "function"
         problem = f"reaches {max(values)}, above {longest[0]}={longest[1]}"
         remedy = f"use at most {longest[1]}"
         yield Problem(f"{field}.{name}", getattr(settings, name), problem, remedy)
@@ -305,25 +311,8 @@ def below_problems(
         yield Problem(f"{field}.{name}", getattr(settings, name), problem, remedy)
 
 
-def _unread(field: str, settings: schema.Pacing) -> Iterator[Problem]:
-    """Yields settings that the kind of pacing does not read."""
-    default = schema.Pacing()
-    for name in dict.fromkeys(itertools.chain(*FIELDS_OF_KIND.values())):
-        value, kinds = getattr(settings, name), _kinds_that_read(name)
-        unset = derived.is_derived(value) or value == getattr(default, name)
-        if settings.kind not in kinds and not unset:
-            problem = f"has no effect with {field}.kind={settings.kind!r}"
-            one_of = " or ".join(map(repr, kinds))
-            remedy = f"leave it at {getattr(default, name)!r}, or set {field}.kind to "
-            yield Problem(f"{field}.{name}", value, problem, remedy + one_of)
-
-
-def _kinds_that_read(name: str) -> list[str]:
-    return [kind for kind, names in FIELDS_OF_KIND.items() if name in names]
-
-
 def _growth_problems(
-    field: str, settings: schema.Pacing, longest: tuple[str, int] | None
+    field: str, settings: schema.Growing, longest: tuple[str, int] | None
 ) -> Iterator[Problem]:
     """Yields problems of a linear or root pacing."""
     start, end, multiple = settings.start, settings.end, settings.multiple
@@ -342,7 +331,9 @@ def _growth_problems(
             yield Problem(f"{field}.multiple", multiple, problem, remedy)
 
 
-def _discrete_problems(field: str, settings: schema.Pacing) -> Iterator[Problem]:
+def _discrete_problems(
+    field: str, settings: schema.DiscretePacing
+) -> Iterator[Problem]:
     """Yields problems of a discrete pacing."""
     values, last_steps = settings.values, settings.last_steps
     for name, numbers in (("values", values), ("last_steps", last_steps)):

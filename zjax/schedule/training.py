@@ -57,8 +57,8 @@ class TrainingSchedule:
             if the order of the data decides both, as with length buckets.
 
     Example:
-        >>> pacing = schema.Pacing(start=128, num_steps=200_000, multiple=16)
-        >>> dropping = schema.RandomLTD(form="span", pacing=pacing)
+        >>> pacing = schema.LinearPacing(start=128, num_steps=200_000, multiple=16)
+        >>> dropping = schema.Span(pacing=pacing)
         >>> data = schema.Data(length=2048)
         >>> schedule = TrainingSchedule(schema.Config(data=data, random_ltd=dropping))
         >>> [schedule.at(step + 1).num_kept for step in (0, 1_666, 1_667, 100_000)]
@@ -87,9 +87,9 @@ class TrainingSchedule:
         rows, lengths = zip(*shapes.values(), strict=True)
         self._rows, self._lengths = Pacing(firsts, rows), Pacing(firsts, lengths)
         self._windows = self._kept = None
-        if warmup.form == "window":
+        if isinstance(warmup, schema.Window):
             self._windows = make_pacing(in_steps(config, warmup.pacing))
-        if dropping.form != "none":
+        if dropping:
             self._kept = make_pacing(in_steps(config, dropping.pacing))
         distill, num_steps = config.distill, config.num_steps
         self._last_taught = distill.num_steps(num_steps) if distill else 0
@@ -107,7 +107,7 @@ class TrainingSchedule:
     @property
     def drops_span(self) -> bool:
         """Whether middle layers that drop tokens run on one subset together."""
-        return self.config.random_ltd.form == "span"
+        return isinstance(self.config.random_ltd, schema.Span)
 
     @property
     def drops(self) -> bool:
@@ -122,14 +122,15 @@ class TrainingSchedule:
     @property
     def has_buckets(self) -> bool:
         """Whether the order of the data decides the tokens per row."""
-        return self.config.buckets.form != "none"
+        return self.config.buckets is not None
 
     @property
     def shapes(self) -> tuple[tuple[int, int], ...]:
         """Rows and tokens per row of all batches, the shortest rows first."""
         values = self._rows.values, self._lengths.values
-        if self.has_buckets:
-            values = bucket_rows(self.config), bucket_lengths(self.config)
+        if buckets := self.config.buckets:
+            lengths = bucket_lengths(buckets.shortest, self.config.data.length)
+            values = bucket_rows(lengths, self.config.global_batch_size), lengths
         return tuple(zip(*values, strict=True))
 
     def at(self, step: int, length: int | None = None) -> ScheduledStep:
@@ -182,7 +183,7 @@ class TrainingSchedule:
         """Returns the metrics of a step that the schedule decides, by name."""
         values = {"consumed_tokens": float(self.tokens.sum_until(step))}
         scheduled = self.at(step)
-        if self.config.sequence_warmup.form in CUTS or self._shape_at is not None:
+        if isinstance(self.config.sequence_warmup, CUTS) or self._shape_at is not None:
             values["sequence_length"] = float(scheduled.length)
         values |= scheduled.traced | self.dropping_values(step)
         # With buckets, the data alone decide the lengths.
@@ -212,7 +213,7 @@ class TrainingSchedule:
             metric_name(metric): make_pacing(in_steps(self.config, metric.pacing))
             for metric in self.config.curriculum.metrics
             # A growth without an end takes the last value from the index file.
-            if metric.pacing.end or metric.pacing.kind in ("discrete", "custom")
+            if not isinstance(metric.pacing, schema.Growing) or metric.pacing.end
         }
 
     def is_partial(self, step: int) -> bool:

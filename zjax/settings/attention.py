@@ -187,13 +187,13 @@ attention.pattern='local'
 def _window_problems(config: schema.Config) -> Iterator[Problem]:
     """Yields settings that contradict a sliding window."""
     model, window = config.model, config.model.sliding_window
-    form = config.random_ltd.form
+    dropping = choices.value_at(config, "random_ltd")
     others = {
         "model.kind='encoder', which looks ahead": model.kind == "encoder",
-        "sequence_warmup.form='window', another window": (
-            config.sequence_warmup.form == "window"
+        "sequence_warmup='window', another window": (
+            isinstance(config.sequence_warmup, schema.Window)
         ),
-        f"random_ltd.form={form!r}, which drops tokens of it": form != "none",
+        f"random_ltd={dropping!r}, which drops tokens of it": bool(dropping),
     }
     for other in (name for name, is_used in others.items() if is_used):
         problem = f"does not go with {other}"

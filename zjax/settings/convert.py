@@ -41,15 +41,28 @@ class Settings(ml_collections.ConfigDict):
         before = self.get(key) if isinstance(value, str | None) else None
         if isinstance(before, _Chosen):
             given = choices.as_mapping(value)
-            # None drops the settings of the section that was chosen before.
-            chosen = _Chosen(type_safe=False) if given == choices.OFF else before
-            chosen.update(given)
-            value = chosen
+            if given == choices.OFF:
+                # None drops the settings of the section that was chosen before.
+                for name in list(before):
+                    del before[name]
+            before.update(given)
+            value = before
         super().__setitem__(key, value)
 
 
 class _Chosen(Settings):
-    """Settings of a choice, which is empty if the choice is None."""
+    """Settings of a choice, which is empty if the choice is None.
+
+    A section inside is made when a file reaches into it.
+    """
+
+    _inner: Mapping[str, tuple[Any, Any]] = {}
+    """Default and annotation of each section inside the sections of the choice."""
+
+    def __getitem__(self, key: str) -> Any:
+        if key in self._inner and key not in self:
+            super().__setitem__(key, _changeable(*self._inner[key]))
+        return super().__getitem__(key)
 
 
 def base() -> ml_collections.ConfigDict:
@@ -71,7 +84,10 @@ def base() -> ml_collections.ConfigDict:
 
 def _changeable(section: Any, hint: Any) -> Settings:
     """Settings of a section, or of a choice between sections, for a config file."""
-    settings = (_Chosen if choices.kinds(hint) else Settings)(type_safe=False)
+    kinds = choices.kinds(hint)
+    settings = (_Chosen if kinds else Settings)(type_safe=False)
+    # A ConfigDict takes attributes for settings.
+    object.__setattr__(settings, "_inner", _sections_inside(kinds))
     values = {} if section is None else to_mapping(section)
     hints = {} if section is None else _hints(type(section))
     for name, value in values.items():
@@ -80,6 +96,19 @@ def _changeable(section: Any, hint: Any) -> Settings:
         value = _changeable(getattr(section, name), inner) if is_section else value
         settings[name] = value
     return settings
+
+
+def _sections_inside(
+    kinds: Mapping[str, type | None],
+) -> dict[str, tuple[Any, Any]]:
+    """Default and annotation of each section inside the sections of a choice."""
+    return {
+        name: (choices.default_of(one, name), hint)
+        for one in kinds.values()
+        if one
+        for name, hint in _hints(one).items()
+        if choices.sections(hint)
+    }
 
 
 def from_mapping(section: type[Section], values: Mapping[str, Any]) -> Section:
@@ -169,6 +198,10 @@ def _readable(section: Any, values: Mapping[str, Any]) -> dict[str, Any]:
             value = value if hint else None
         if dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
             value = _readable(hint, value)
+        if typing.get_origin(hint) is tuple and isinstance(value, list | tuple):
+            entry = typing.get_args(hint)[0]
+            is_section = dataclasses.is_dataclass(entry)
+            value = [_readable(entry, x) for x in value] if is_section else value
         result[name] = value
     return result
 
@@ -258,16 +291,17 @@ def _choose(
         problems.append(Problem(path, kind, "is not a choice", remedy))
         return default
     section, known = kinds[kind], _all_settings_of(kinds)
+    special = {} if default is None else _special_defaults(default)
     unread = {*known} - {*_settings_of(section)}
     for name in [name for name in given if name in unread]:
-        problems += _unread(kinds, kind, f"{path}.{name}", given.pop(name))
+        if special.get(name) != derived.reset(x := given.pop(name)):
+            problems += _unread(kinds, kind, f"{path}.{name}", x)
     if section is None:
         for name, x in given.items():
             problem, remedy = "is not a setting", _nearest(name, known, path)
             problems.append(Problem(f"{path}.{name}", x, problem, remedy))
         return None
-    if type(default) is section:
-        given = _special_defaults(default) | given
+    given = {n: x for n, x in special.items() if n in _settings_of(section)} | given
     return _section(section, given, path, problems)
 
 
@@ -312,7 +346,8 @@ def _changed(hint: Any, value: Any, default: Any, path: str) -> list[tuple[str, 
     if not problems and converted == default:
         return []
     if isinstance(value, Mapping):
-        return [(f"{path}.{name}", x) for name, x in value.items() if name != KIND]
+        inside = [(f"{path}.{name}", x) for name, x in value.items() if name != KIND]
+        return inside or [(path, value.get(KIND))]
     return [(path, value if problems else converted)]
 
 

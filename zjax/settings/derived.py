@@ -193,8 +193,8 @@ def fill_memories(zero: Any) -> None:
 
 def fill_length_pacing(section: Any) -> None:
     """Derives start and multiple of a new section's length pacing, in tokens."""
-    sizes = _derive(section.pacing, start=LENGTH_MULTIPLE, multiple=LENGTH_MULTIPLE)
-    _set(section, pacing=dataclasses.replace(section.pacing, **sizes))
+    sizes = {"start": LENGTH_MULTIPLE, "multiple": LENGTH_MULTIPLE}
+    _set(section, pacing=_with_open(section.pacing, **sizes))
 
 
 def fill_difficulty_pacing(section: Any) -> None:
@@ -202,21 +202,19 @@ def fill_difficulty_pacing(section: Any) -> None:
     sizes = {"start": 1, "multiple": 1}
     if section.difficulty == "percentile":
         sizes["end"] = 100
-    sizes = _derive(section.pacing, **sizes)
-    _set(section, pacing=dataclasses.replace(section.pacing, **sizes))
+    _set(section, pacing=_with_open(section.pacing, **sizes))
 
 
 def fill_bucket_pacing(section: Any) -> None:
-    """Derives start and multiple of the pacing of new buckets."""
-    shortest = section.shortest
-    sizes = _derive(section.pacing, start=shortest, multiple=shortest)
-    _set(section, pacing=dataclasses.replace(section.pacing, **sizes))
+    """Derives start and multiple of the pacing of new buckets, if they are paced."""
+    sizes = {"start": section.shortest, "multiple": section.shortest}
+    _set(section, order=_with_pacing(section.order, **sizes))
 
 
 def fill_kept_pacing(section: Any) -> None:
     """Derives start and multiple of the random-LTD pacing, in kept tokens."""
-    sizes = _derive(section.pacing, start=KEPT_MULTIPLE, multiple=KEPT_MULTIPLE)
-    _set(section, pacing=dataclasses.replace(section.pacing, **sizes))
+    sizes = {"start": KEPT_MULTIPLE, "multiple": KEPT_MULTIPLE}
+    _set(section, pacing=_with_open(section.pacing, **sizes))
 
 
 def fill_from_each_other(config: Any) -> None:
@@ -224,19 +222,32 @@ def fill_from_each_other(config: Any) -> None:
     data, model, source = config.data, config.model, config.data.source
     data = dataclasses.replace(data, **_derive(data, length=model.max_length))
     _set(config, data=data)
-    for name in ("sequence_warmup", "buckets", "random_ltd"):
-        section = getattr(config, name)
-        ends = {"end": data.length}
-        if name == "random_ltd":
-            is_used = section.form != "none"
-            usual = type(section.pacing)().num_steps
-            ends["num_steps"] = config.num_steps if is_used else usual
-        ends = _derive(section.pacing, **ends)
-        pacing = dataclasses.replace(section.pacing, **ends)
-        _set(config, **{name: dataclasses.replace(section, pacing=pacing)})
+    warmup = _with_pacing(config.sequence_warmup, end=data.length)
+    kept = {"end": data.length, "num_steps": config.num_steps}
+    _set(
+        config,
+        sequence_warmup=warmup,
+        random_ltd=_with_pacing(config.random_ltd, **kept),
+    )
+    if buckets := config.buckets:
+        order = _with_pacing(buckets.order, end=data.length)
+        _set(config, buckets=dataclasses.replace(buckets, order=order))
     if source in VOCABULARIES:
         size = _derive(model, vocab_size=VOCABULARIES[source])
         _set(config, model=dataclasses.replace(model, **size))
+
+
+def _with_pacing(section: Any, **values: int) -> Any:
+    """Copies a section with open settings of its pacing filled, if it has a pacing."""
+    if not (pacing := getattr(section, "pacing", None)):
+        return section
+    return dataclasses.replace(section, pacing=_with_open(pacing, **values))
+
+
+def _with_open(section: Any, **values: int) -> Any:
+    """Copies a section with derived values for open settings that the section has."""
+    known = {name: x for name, x in values.items() if hasattr(section, name)}
+    return dataclasses.replace(section, **_derive(section, **known))
 
 
 def _derive(section: Any, **values: int | str) -> dict[str, Any]:

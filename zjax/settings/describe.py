@@ -180,8 +180,9 @@ def _literal(value: Any) -> str:
         # Gin has no literal for infinity: the loader defines this macro.
         return "%inf"
     if dataclasses.is_dataclass(value):
-        fields = dataclasses.fields(value)
-        entries = (f"{f.name!r}: {_literal(getattr(value, f.name))}" for f in fields)
+        names = choices.names(type(value))
+        names = [choices.KIND, *names] if isinstance(value, choices.Choice) else names
+        entries = (f"{name!r}: {_literal(getattr(value, name))}" for name in names)
         return "{" + ", ".join(entries) + "}"
     if isinstance(value, schema.NameTable):
         return repr(dict(value))
@@ -245,7 +246,12 @@ def _differences(path: str, value: Any, other: Any) -> Iterator[Difference]:
         for index, entries in enumerate(zip(value, other, strict=True)):
             yield from _differences(f"{path}[{index}]", *entries)
     elif _without_lists(value) != _without_lists(other):
-        yield Difference(path, value, other)
+        yield Difference(path, _by_kind(value), _by_kind(other))
+
+
+def _by_kind(value: Any) -> Any:
+    """Kind of a choice that the second config lacks; other values pass unchanged."""
+    return value.get(choices.KIND, value) if isinstance(value, Mapping) else value
 
 
 def _holds_sections(value: Any) -> bool:

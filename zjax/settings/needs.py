@@ -54,33 +54,6 @@ NEEDS = (
     Needs("data.path", "data.source", ("tokens",)),
     Needs("data.masking.fraction", "model.kind", ("encoder",)),
     Needs("data.masking.mask_id", "model.kind", ("encoder",)),
-    *(
-        Needs(
-            f"sequence_warmup.pacing.{field.name}",
-            "sequence_warmup.form",
-            ("truncate", "reshape", "window"),
-        )
-        for field in dataclasses.fields(schema.Pacing)
-    ),
-    *(
-        Needs(f"buckets.{name}", "buckets.form", ("cut", "pad"))
-        for name in ("shortest", "order", "weights", "num_cycles", "learning_rate")
-    ),
-    Needs("buckets.num_cycles", "buckets.order", ("grow",)),
-    *(
-        Needs(f"buckets.pacing.{field.name}", "buckets.order", ("pacing",))
-        for field in dataclasses.fields(schema.Pacing)
-    ),
-    *(
-        Needs(
-            f"random_ltd.pacing.{field.name}",
-            "random_ltd.form",
-            ("layerwise", "span"),
-        )
-        for field in dataclasses.fields(schema.Pacing)
-        # A printed config holds num_steps of the printed run, and a run may change it.
-        if field.name != "num_steps"
-    ),
 )
 
 

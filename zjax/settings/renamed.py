@@ -53,6 +53,11 @@ MOVED: dict[str, Moved] = {
     "model.moe.choice": Moved(
         "model.moe", {"tokens": "token_choice", "experts": "expert_choice"}
     ),
+    **{
+        f"{name}.form": Moved(name, {"none": None})
+        for name in ("sequence_warmup", "buckets", "random_ltd")
+    },
+    **_moved("buckets", "buckets.order", "weights", "num_cycles"),
 }
 """Places of settings by old paths."""
 
@@ -60,6 +65,7 @@ SECTIONS = {
     "optimizer.cycle": "optimizer.schedule",
     "optimizer.range_test": "optimizer.schedule",
     "model.sparsity": "model.attention.pattern",
+    "buckets.pacing": "buckets.order.pacing",
 }
 """Sections by old paths, for settings that kept their names."""
 

@@ -1057,12 +1057,9 @@ class Data:
 
 
 @section
-class Pacing:
-    """How a number grows over the steps (arXiv:2212.03597, section 3.1)."""
+class Growing(Choice):
+    """Pacing from a first value to a last one."""
 
-    kind: Literal["linear", "root", "discrete", "custom"] = "linear"
-    """`linear` in the step; `root` in a root of it, which rises fast at first;
-    `discrete` lists the values; `custom` calls your function."""
     start: PacedValue = 0
     """First value; 0 takes 64 tokens, or a difficulty of 1."""
     end: PacedValue = 0
@@ -1074,32 +1071,76 @@ class Pacing:
     reaches them is the first of the last value. 0 counts steps."""
     multiple: PacedValue = 0
     """Values are multiples of it; 0 takes 64 tokens, or 1."""
+
+
+@section
+class LinearPacing(Growing):
+    """Number that grows in proportion to the step."""
+
+    kind: ClassVar[str] = "linear"
+
+
+@section
+class RootPacing(Growing):
+    """Number that grows with a root of the step, which rises fast at first."""
+
+    kind: ClassVar[str] = "root"
     degree: Annotated[int, at_least(1, 64)] = 2
     """2 is the square root."""
+
+
+@section
+class DiscretePacing(Choice):
+    """Listed numbers."""
+
+    kind: ClassVar[str] = "discrete"
     values: tuple[int, ...] = ()
-    """Values of `discrete`, ascending."""
+    """Values, ascending."""
     last_steps: tuple[int, ...] = ()
-    """Last step of each of them but the last."""
+    """Last step of each value but the last."""
+
+
+@section
+class CustomPacing(Choice):
+    """Number that a function of yours returns."""
+
+    kind: ClassVar[str] = "custom"
+    num_steps: Count = 1_000
+    """First step of the last value."""
     function: str = ""
     """`module:function` from a step to a value, an int that never falls."""
 
 
+Pacing = LinearPacing | RootPacing | DiscretePacing | CustomPacing
+"""How a number grows over the steps (arXiv:2212.03597, section 3.1)."""
+
+
 @section
-class SequenceWarmup:
-    """Shorter contexts in the first steps (arXiv:2108.06084, arXiv:2503.15450).
+class SequenceWarmup(Choice):
+    """Shorter contexts in the first steps."""
 
-    Short contexts keep large batches and learning rates stable, and cost less. The rate
-    decays with the tokens that were consumed, not with the steps.
-    """
-
-    form: Literal["none", "truncate", "reshape", "window"] = "none"
-    """`truncate` cuts the end off each sequence; `reshape` cuts each into short ones,
-    so that batches have more rows and about as many tokens; each length is compiled.
-    `window` limits how far back a token sees: one program trains on all tokens."""
-    pacing: Pacing = Pacing()
+    pacing: Pacing = LinearPacing()
     """Tokens per sequence, or that a token sees with those before it."""
 
     __post_init__ = derived.fill_length_pacing
+
+
+@section
+class Truncate(SequenceWarmup):
+    """Cuts the end off each sequence; each length is compiled."""
+
+
+@section
+class Reshape(SequenceWarmup):
+    """Cuts each sequence into short ones; each length is compiled.
+
+    Batches have more rows and about as many tokens.
+    """
+
+
+@section
+class Window(SequenceWarmup):
+    """Limits how far back a token sees: one program trains on all tokens."""
 
 
 @section
@@ -1111,7 +1152,7 @@ class CurriculumMetric:
     difficulty: Literal["percentile", "value"] = "percentile"
     """`percentile` admits equally many samples per unit of difficulty, `value` those
     whose value is at most the difficulty."""
-    pacing: Pacing = Pacing()
+    pacing: Pacing = LinearPacing()
     """Difficulties, the last of which is 100 percent or the largest value."""
 
     __post_init__ = derived.fill_difficulty_pacing
@@ -1126,54 +1167,86 @@ class Curriculum:
 
 
 @section
-class Buckets:
-    """Batches of one length each and a constant number of tokens (arXiv:2405.13226).
+class Shuffle(Choice):
+    """Takes each batch of an epoch once."""
 
-    No row holds two documents. `global_batch_size` is the rows of the longest bucket;
-    evaluation sees rows of `data.length`.
-    """
 
-    form: Literal["none", "cut", "pad"] = "none"
-    """`cut` splits documents into powers of two, without padding; `pad` takes them
-    whole, in the shortest bucket that holds them."""
-    shortest: SomeTokens = 256
-    """Tokens per row of the shortest bucket; each next one is twice as long, up to
-    `data.length`."""
-    order: Literal["shuffle", "grow", "mixture", "pacing"] = "shuffle"
-    """`shuffle` and `grow` take each batch of an epoch once, `grow` in cycles that
-    begin with short rows; `mixture` draws buckets by `weights`, `pacing` those that
-    are not longer than `pacing` says."""
+@section
+class Weighted(Choice):
+    """Order with odds of the buckets."""
+
     weights: tuple[float, ...] = ()
     """Odds of the buckets, the shortest first; () for 1, 1/2, 1/4, ... under `grow`,
     and equal ones otherwise."""
+
+
+@section
+class Grow(Weighted):
+    """Takes each batch of an epoch once, in cycles that begin with short rows."""
+
     num_cycles: SomeRows = 8
-    """Equal parts of an epoch under `grow`."""
+    """Equal parts of an epoch."""
+
+
+@section
+class Mixture(Weighted):
+    """Draws buckets by `weights`."""
+
+
+@section
+class Paced(Weighted):
+    """Draws buckets that are not longer than `pacing` says."""
+
+    kind: ClassVar[str] = "pacing"
+    pacing: Pacing = LinearPacing()
+    """Tokens of the longest bucket."""
+
+
+@section
+class Buckets(Choice):
+    """Batches of one length each and a constant number of tokens."""
+
+    shortest: SomeTokens = 256
+    """Tokens per row of the shortest bucket; each next one is twice as long, up to
+    `data.length`."""
+    order: Shuffle | Grow | Mixture | Paced = Shuffle()
+    """Order of the batches."""
     learning_rate: Literal["constant", "linear", "sqrt"] = "constant"
     """Whether the learning rate of a batch grows with its rows over
     `global_batch_size`, or with the square root."""
-    pacing: Pacing = Pacing()
-    """Tokens of the longest bucket under `pacing`."""
 
     __post_init__ = derived.fill_bucket_pacing
 
 
 @section
-class RandomLTD:
-    """Random token dropping (random-LTD, arXiv:2211.11586).
+class Cut(Buckets):
+    """Splits documents into powers of two, without padding."""
 
-    Layers between the first and the last train on a growing random subset of the tokens
-    of each sequence. Where blocks have several layers (`model.moe.every`), the first
-    and the last block train on all tokens.
-    """
 
-    form: Literal["none", "layerwise", "span"] = "none"
-    """Tokens pass by, unchanged, each layer that drops them: `layerwise` draws tokens
-    for each layer, `span` once for all of them (arXiv:2501.04765), which is cheaper."""
-    pacing: Pacing = Pacing(num_steps=0)
+@section
+class Pad(Buckets):
+    """Takes documents whole, in the shortest bucket that holds them."""
+
+
+@section
+class RandomLTD(Choice):
+    """Layers that train on a growing random subset of the tokens."""
+
+    pacing: Pacing = LinearPacing(num_steps=0)
     """Tokens of each sequence that they train on, from 128 by default, in multiples of
     128; each number is compiled. `num_steps=0` takes all steps."""
 
     __post_init__ = derived.fill_kept_pacing
+
+
+@section
+class Layerwise(RandomLTD):
+    """Draws tokens for each layer."""
+
+
+@section
+class Span(RandomLTD):
+    """Draws tokens once for all layers (arXiv:2501.04765), which is cheaper."""
 
 
 @section
@@ -1411,10 +1484,20 @@ class Config:
     communication: Communication = Communication()
     model: Model = Model()
     data: Data = Data()
-    sequence_warmup: SequenceWarmup = SequenceWarmup()
+    sequence_warmup: Truncate | Reshape | Window | None = None
+    """Shorter contexts in the first steps (arXiv:2108.06084, arXiv:2503.15450). They
+    keep large batches and learning rates stable, and cost less. The rate decays with
+    the tokens that were consumed, not with the steps."""
     curriculum: Curriculum = Curriculum()
-    buckets: Buckets = Buckets()
-    random_ltd: RandomLTD = RandomLTD()
+    buckets: Cut | Pad | None = None
+    """Batches of one length each and a constant number of tokens (arXiv:2405.13226). No
+    row holds two documents. `global_batch_size` is the rows of the longest bucket;
+    evaluation sees rows of `data.length`."""
+    random_ltd: Layerwise | Span | None = None
+    """Random token dropping (random-LTD, arXiv:2211.11586): layers between the first
+    and the last train on a growing random subset of the tokens of each sequence. Tokens
+    pass by, unchanged, each layer that drops them. Where blocks have several layers
+    (`model.moe.every`), the first and the last block train on all tokens."""
     layer_drop: LayerDrop | None = None
     evaluation: Evaluation = Evaluation()
     checkpoint: Checkpoint = Checkpoint()

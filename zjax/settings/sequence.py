@@ -95,10 +95,10 @@ def window_problem(method: Method) -> Problem:
     Example:
         >>> print(window_problem("ring"))
         model.sequence_attention='ring' does not limit attention to \
-sequence_warmup.form='window'; use 'ulysses', or form='truncate'
+sequence_warmup='window'; use 'ulysses', or sequence_warmup='truncate'
     """
-    problem = "does not limit attention to sequence_warmup.form='window'"
-    remedy = "use 'ulysses', or form='truncate'"
+    problem = "does not limit attention to sequence_warmup='window'"
+    remedy = "use 'ulysses', or sequence_warmup='truncate'"
     return Problem("model.sequence_attention", method, problem, remedy)
 
 

@@ -254,7 +254,7 @@ def check_slots(staged: StagedModel) -> None:
     if len(whole) == sum(slots.size for slots in staged.slots):
         problem = "leaves random_ltd no block to drop tokens of: stages run one "
         problem += "program, and all blocks run whole beside the first or the last one"
-        remedy = "use fewer stages or chunks, or random_ltd.form='none'"
+        remedy = "use fewer stages or chunks, or random_ltd=None"
         raise PlanError(Problem("mesh.pipeline", size, problem, remedy))
 
 
