@@ -111,22 +111,25 @@ def _documented(
             yield _Documented(name, section, kind, kinds)
         if dataclasses.is_dataclass(hint):
             yield from _documented(typing.cast(type, hint), name, kinds, value)
-        yield from _documented_choice(found, name)
+        yield from _documented_choice(found, name, value)
 
 
 def _documented_choice(
-    found: Mapping[str, type | None], path: str
+    found: Mapping[str, type | None], path: str, default: Any
 ) -> Iterator[_Documented]:
-    """Yields the settings of a choice, each with the kinds that read the setting."""
+    """Yields the settings of a choice, each with the kinds that read the setting.
+
+    A setting of a choice inside keeps the kinds of the choice inside.
+    """
     seen = set()
-    for one in filter(None, found.values()):
-        for setting in _documented(one, path, (choices.kind_of(one),)):
+    for kind, one in found.items():
+        instance = default if type(default) is one else None
+        for setting in _documented(one, path, (kind,), instance) if one else ():
             if setting.path not in seen:
                 name = setting.path[len(path) + 1 :].partition(".")[0]
-                readers = [
-                    k for k, x in found.items() if x and name in choices.names(x)
-                ]
-                yield setting._replace(kinds=tuple(readers))
+                is_direct = setting.kinds == (kind,)
+                readers = tuple(choices.readers(found, name))
+                yield setting._replace(kinds=readers) if is_direct else setting
                 seen.add(setting.path)
 
 
