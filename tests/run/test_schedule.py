@@ -15,8 +15,8 @@ SETTINGS = {
     "num_steps": 1_000,
     "optimizer": {"schedule": {"num_warmup_steps": 100}},
     "data": {"length": 512},
-    "sequence_warmup": {"pacing": {"num_steps": 400}},
 }
+WINDOW = "sequence_warmup=window", "sequence_warmup.pacing.num_steps=400"
 
 
 def make_config(*overrides):
@@ -24,14 +24,15 @@ def make_config(*overrides):
 
 
 @pytest.mark.parametrize(
-    ("form", "name", "tokens"),
+    ("kind", "name", "tokens"),
     [
         ("window", "attention_window", 16_384_000),
         ("truncate", "sequence_length", 13_115_392),
     ],
 )
-def test_schedules_are_those_of_the_metrics(form, name, tokens):
-    planned = TrainingSchedule(make_config(f"sequence_warmup={form}")).planned
+def test_schedules_are_those_of_the_metrics(kind, name, tokens):
+    config = make_config(*WINDOW, f"sequence_warmup={kind}")
+    planned = TrainingSchedule(config).planned
     assert list(planned(1)) == ["learning_rate", "consumed_tokens", name]
     found = [planned(step)[name] for step in (1, 200, 399, 400, 1_000)]
     assert found == [64, 256, 448, 512, 512]
@@ -76,7 +77,7 @@ def test_layers_of_stages_that_run_whole_count_so():
 
 
 def test_the_table_fits_a_terminal_and_ends_with_the_run(tmp_path):
-    config = make_config("sequence_warmup=window")
+    config = make_config(*WINDOW)
     lines = describe_schedule(TrainingSchedule(config)).splitlines()
     assert max(map(len, lines)) <= 100
     first, last = lines[2].split(), lines[-1].split()
@@ -90,7 +91,7 @@ def test_the_plan_draws_it(tmp_path):
         "sequence_warmup.pacing.num_steps=40",
         "optimizer.schedule.num_warmup_steps=10",
     )
-    settings = "sequence_warmup=window", "num_tokens=1000000", *short
+    settings = *WINDOW, "num_tokens=1000000", *short
     config = make_config(f"directory={tmp_path}", *settings)
     text = report_plan(config, num_devices=8, schedule=True)
     assert text.endswith(f"picture: {tmp_path}/plan.png and {tmp_path}/steps.png")
