@@ -1,5 +1,7 @@
 """Inputs of adapters are dropped alike on every mesh, and by nothing else."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +14,7 @@ from zjax.models import layers, lora
 from zjax.models.build import make_model
 from zjax.models.latent import LatentAttention
 from zjax.ops.keys import fold_name
-from zjax.settings import schema
+from zjax.settings import convert, schema
 
 SHAPE = plain.SHAPE | {"remat": "none"}
 ADAPTERS = {"rank": plain.RANK, "alpha": plain.ALPHA}
@@ -94,7 +96,7 @@ def test_mask_zeroes_what_enters_the_adapter_alone():
     """Fails if the frozen product is dropped, or two adapters draw the same mask."""
     settings = schema.Lora(rank=2, alpha=4.0, dropout=0.25)
     x = jax.random.normal(jax.random.key(1), (2, 64, 16))
-    config, key = schema.Model(**SHAPE), jax.random.key(2)
+    config, key = convert.from_mapping(schema.Model, SHAPE), jax.random.key(2)
     masks = []
     dims = (("embed", 16),), (("mlp", 32),)
     for name in ("up", "gate"):
@@ -118,7 +120,10 @@ def test_mask_zeroes_what_enters_the_adapter_alone():
     ("attention", "config"),
     [
         (layers.Attention, language.LLAMA),
-        (LatentAttention, language.LATENT),
+        (
+            functools.partial(LatentAttention, latent=language.LATENT.latent),
+            language.LATENT,
+        ),
     ],
 )
 def test_every_adapter_of_attention_gets_a_mask(attention, config):

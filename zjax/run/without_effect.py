@@ -8,7 +8,7 @@ from absl import logging
 
 from zjax.errors import ConfigError, ModelError, Problem
 from zjax.optim.groups import named_params
-from zjax.settings import schema
+from zjax.settings import choices, schema
 from zjax.sharding import mesh as meshes
 from zjax.sharding.rules import RULES
 from zjax.stack.forward import StackLoss, name_of_loss, runs_stack
@@ -84,9 +84,9 @@ def _read_by_built_in(config: schema.Config) -> list[Problem]:
     return [
         Problem(
             f"model.{name}",
-            getattr(given, name),
+            choices.value_at(given, name),
             "has no effect on the model that was given",
-            f"leave it at {getattr(default, name)!r}, and {remedy}",
+            f"leave it at {choices.value_at(default, name)!r}, and {remedy}",
         )
         for name, remedy in remedies.items()
         if getattr(given, name) != getattr(default, name)
