@@ -43,6 +43,7 @@ from zjax.processes import hold
 from zjax.run.ending import lowest_evaluation
 from zjax.run.resume import STARTED_FROM
 from zjax.run.trainer import Trainer
+from zjax.settings.choices import value_at
 from zjax.settings.schema import Config
 from zjax.stack.forward import AUXILIARY_LOSS
 from zjax.train.average import choose_part, parts_of
@@ -136,7 +137,9 @@ def restored(config: Config) -> tuple[Trainer, str]:
         trainer = Trainer(config, step=0)
     else:  # the initial weights of the run may be gone
         step = chosen_step(open_store(config.directory))
-        trainer = Trainer(load_config(config, STARTED_FROM), step=step)
+        # A setting of adapters would turn them on in a run without adapters.
+        start = {x: unset for x, unset in STARTED_FROM.items() if value_at(config, x)}
+        trainer = Trainer(load_config(config, start), step=step)
     part = choose_part(flags.FLAGS.part, parts_of(trainer.state))
     if jax.process_index() == 0:
         print(f"weights: {part} of step {trainer.step}", file=sys.stderr)
