@@ -147,7 +147,7 @@ def upcycled(
 ) -> Source:
     """Grows experts (layers stacked) from a dense model; else returns `source`.
 
-    `seed` is that of the noise on the experts.
+    `seed` draws the noise on the experts.
     """
     if not model.moe:
         return source

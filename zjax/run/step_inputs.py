@@ -21,7 +21,7 @@ SCHEDULE = "schedule"
 
 @dataclasses.dataclass(frozen=True)
 class StepInputs:
-    """Adds the values of a step to batches: logits, scalars, and what is dropped.
+    """Adds the values of a step to batches: logits, scalars and dropped tokens.
 
     Evaluation and generation read batches without them.
 

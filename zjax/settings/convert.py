@@ -175,7 +175,7 @@ def _plain(value: Any) -> Any:
 
 
 def current(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of a saved run by their present names, without what nothing reads.
+    """Settings of a saved run by present names, without settings that nothing reads.
 
     Example:
         >>> current({"optimizer": {"name": "sgd", "b2": 0.95}})
@@ -228,9 +228,14 @@ def type_of(path: str) -> Any:
     for name in path.split("."):
         if name == KIND and choices.kinds(hint):
             return str
-        found = (_hints(one).get(name) for one in choices.sections(hint))
-        hint = next(filter(None, found), None)
+        hint = _hint_inside(hint, name)
     return hint
+
+
+def _hint_inside(hint: Any, name: str) -> Any:
+    """Type annotation of a setting of a section, or of a choice; None if unknown."""
+    found = (_hints(one).get(name) for one in choices.sections(hint))
+    return next(filter(None, found), None)
 
 
 @functools.cache
@@ -354,7 +359,7 @@ def _changed(hint: Any, value: Any, default: Any, path: str) -> list[tuple[str, 
 def _special_defaults(section: Any) -> dict[str, Any]:
     """Settings with another default in this section than in the section's class."""
     usual = type(section)()
-    values = {x.name: getattr(section, x.name) for x in dataclasses.fields(section)}
+    values = _fields(section, type(section))
     return {n: x for n, x in values.items() if x != getattr(usual, n)}
 
 
@@ -548,7 +553,7 @@ def merge(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
 
 
 def with_present_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Moves settings under old names to their places; other values stay as they are."""
+    """Moves settings under old names to their present places."""
     kept, moved = renamed.moved(values)
     return merge(kept, moved)
 
@@ -561,8 +566,7 @@ def _merge(
     for path, change in changes.items():
         name, _, rest = path.partition(".")
         change = {rest: change} if rest else change
-        found = (_hints(one).get(name) for one in choices.sections(section))
-        hint = next(filter(None, found), None)
+        hint = _hint_inside(section, name)
         is_choice = bool(choices.kinds(hint))
         change = choices.as_mapping(change) if is_choice else change
         if is_choice and change == choices.OFF:

@@ -85,7 +85,7 @@ def _settings(section: Any, path: str) -> Iterator[tuple[str, type, Any]]:
 
 
 class _Documented(NamedTuple):
-    """Setting with what a list of all settings tells of it."""
+    """Setting with the facts that a list of all settings tells."""
 
     path: str
     section: type

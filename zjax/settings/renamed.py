@@ -12,11 +12,11 @@ class Moved(NamedTuple):
 
     path: str
     values: Mapping[Any, Any] = {}
-    """New values of old ones that are written differently."""
+    """Present values by old values, where a value is written differently."""
 
 
 def _moved(old: str, new: str, *names: str) -> dict[str, Moved]:
-    """Settings of a section that moved under their names."""
+    """Places of settings of a section that kept their names."""
     return {f"{old}.{name}": Moved(f"{new}.{name}") for name in names}
 
 
@@ -86,7 +86,7 @@ SWITCHES: dict[str, tuple[Any, ...]] = {
 def moved(
     values: Mapping[str, Any], section: str = ""
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Splits nested settings into settings under known names, and moved ones by path.
+    """Splits nested settings into settings under present names, and moves by path.
 
     Example:
         >>> moved({"optimizer": {"name": "lion", "weight_decay": 0.0}})
