@@ -5,7 +5,6 @@ import collections
 import numpy as np
 import pytest
 
-from tests.support.refusals import case, refusal
 from zjax.data import buckets
 from zjax.errors import DataError
 from zjax.schedule.pacing import Pacing
@@ -193,76 +192,3 @@ def test_a_bucket_without_a_batch_is_refused(offsets, message):
     with pytest.raises(DataError) as error:
         open_buckets(offsets=offsets)
     assert str(error.value) == message
-
-
-BASE = "buckets=cut"
-CASES = [
-    case(
-        f"{BASE};buckets.shortest=100",
-        "buckets.shortest=100 is not data.length=1024 over a power of two; halve "
-        "data.length once or more",
-        id="no-power-of-two",
-    ),
-    case(
-        f"{BASE};buckets.order=mixture;buckets.order.weights=(1.0, 0.0)",
-        "buckets.order.weights=(1.0, 0.0) has 2 numbers for 3 buckets; give 3, "
-        "shortest "
-        "first\nbuckets.order.weights=(1.0, 0.0) is not above 0; use numbers above 0",
-        id="weights",
-    ),
-    case(
-        f"{BASE};buckets.order.weights=(1.0, 1.0, 1.0)",
-        "buckets.order.weights=(1.0, 1.0, 1.0) has no effect with "
-        "buckets.order='shuffle'; leave it out, or set buckets.order to 'grow' or "
-        "'mixture' or 'pacing'",
-        id="weights-of-shuffle",
-    ),
-    case(
-        f"{BASE};data.source=synthetic",
-        "buckets='cut' finds no documents in data.source='synthetic'; use None, or "
-        "data of documents",
-        id="no-documents",
-    ),
-    case(
-        f"{BASE};sequence_warmup=truncate",
-        "sequence_warmup='truncate' has no effect with buckets='cut'; leave "
-        "it at None, or use buckets.order='pacing'",
-        id="warm-up",
-    ),
-    case(
-        f"{BASE};buckets.learning_rate=sqrt",
-        "buckets.learning_rate='sqrt' needs the order before the data, and "
-        "buckets.order='shuffle' follows from their sizes; use 'constant', or "
-        "buckets.order='mixture' or 'pacing'\nbuckets.learning_rate='sqrt' counts "
-        "applied steps, which precision.on_nonfinite='skip' may shift against the "
-        "batches; use 'constant', or precision.on_nonfinite='stop'",
-        id="rate",
-    ),
-    case(
-        f"{BASE};buckets.order=pacing;buckets.order.pacing.kind=discrete;"
-        "buckets.order.pacing.values=(64,1024);buckets.order.pacing.last_steps=(9,)",
-        "buckets.order.pacing.values=(64, 1024) begins with 64, below "
-        "buckets.shortest=256; "
-        "use 256",
-        id="list",
-    ),
-    case(
-        f"{BASE};buckets.order=pacing;buckets.order.pacing.start=128",
-        "buckets.order.pacing.multiple=256 does not divide "
-        "buckets.order.pacing.start=128; use a "
-        "divisor\nbuckets.order.pacing.start=128 is below buckets.shortest=256; use "
-        "256",
-        id="pacing",
-    ),
-    case(
-        "buckets.order=grow",
-        "buckets.order='grow' has no effect with buckets=None; leave it out, or "
-        "set buckets to 'cut' or 'pad'",
-        id="without-effect",
-    ),
-]
-
-
-@pytest.mark.parametrize(("overrides", "num_devices", "message"), CASES)
-def test_what_cannot_be_is_refused(overrides, num_devices, message):
-    assert refusal(overrides, num_devices) == message

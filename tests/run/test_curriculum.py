@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from tests.support import small_run
-from tests.support.refusals import case, refusal
 from zjax.config import load_config
 from zjax.data import source
 from zjax.data.analyze import analyze
@@ -105,44 +104,3 @@ def test_given_batches_have_no_curriculum(tmp_path, index):
     assert str(error.value) == (
         "curriculum.metrics=('voc.index',) do not order given batches; leave it at ()"
     )
-
-
-def with_metric(**settings):
-    return f"curriculum.metrics=({settings!r},)"
-
-
-CASES = [
-    case(
-        with_metric(),
-        f"{FIELD}.index='' names no file; give a file of `zjax data analyze`, such as "
-        "'index/voc.index'",
-        id="no-index",
-    ),
-    case(
-        "curriculum.metrics=({'index': 'a/voc.index'}, {'index': 'b/voc.index'})",
-        f"curriculum.metrics[1].index='b/voc.index' has the name of {FIELD}.index; "
-        "give each index once, in files of different names",
-        id="twice",
-    ),
-    case(
-        with_metric(index="x", pacing={"num_steps": 1001}),
-        f"{FIELD}.pacing.num_steps=1001 is beyond num_steps=1000; use at most 1000",
-        id="beyond-the-run",
-    ),
-    case(
-        with_metric(index="x", pacing={"start": 60, "end": 50}),
-        f"{FIELD}.pacing.start=60 is not below {FIELD}.pacing.end=50; use a smaller "
-        "one",
-        id="bounds-reversed",
-    ),
-    case(
-        with_metric(index="x", pacing={"end": 101}),
-        f"{FIELD}.pacing.end=101 is above percentiles=100; use at most 100",
-        id="above-the-last-percentile",
-    ),
-]
-
-
-@pytest.mark.parametrize(("overrides", "num_devices", "message"), CASES)
-def test_what_cannot_be_is_refused(overrides, num_devices, message):
-    assert refusal(overrides, num_devices) == message

@@ -10,7 +10,6 @@ import optax
 import pytest
 
 from tests.support import squares
-from tests.support.refusals import case, refusal
 from zjax.errors import ConfigError, OutputError, Problem
 from zjax.observe.delivery import Delivery
 from zjax.observe.sinks import JsonLines
@@ -71,42 +70,6 @@ def test_early_stopping_needs_evaluation_data(tmp_path):
         "evaluation.early_stopping.patience=2 has no evaluation data; give "
         "evaluation_batches"
     )
-
-
-@pytest.mark.parametrize(
-    ("overrides", "num_devices", "message"),
-    [
-        case(
-            "evaluation.early_stopping.patience=2;evaluation.every_steps=0;evaluation.num_batches=0",
-            "evaluation.early_stopping.patience=2 has no effect with "
-            "evaluation.every_steps=0; leave it out, or set evaluation.every_steps\n"
-            "evaluation.early_stopping.patience=2 has no effect with "
-            "evaluation.num_batches=0; leave it out, or set evaluation.num_batches",
-            id="patience-without-evaluations",
-        ),
-        case(
-            "precision.on_nonfinite=stop;precision.max_skipped_in_a_row=3",
-            "precision.max_skipped_in_a_row=3 has no effect with "
-            "precision.on_nonfinite='stop'; leave it at 20, or set "
-            "precision.on_nonfinite to 'skip'",
-            id="skipped-without-skipping",
-        ),
-        case(
-            "evaluation.early_stopping.patience=-1;precision.max_skipped_in_a_row=0",
-            "precision.max_skipped_in_a_row=0 is out of range; use 1 or more\n"
-            "evaluation.early_stopping.patience=-1 is out of range; use 1 or more",
-            id="out-of-range",
-        ),
-        case(
-            "observe.project=mine",
-            "observe.project='mine' has no effect without a sink that has projects; "
-            "leave it at 'zjax', or add 'wandb' or 'mlflow' to observe.sinks",
-            id="project-without-sink",
-        ),
-    ],
-)
-def test_settings_that_end_nothing_are_refused(overrides, num_devices, message):
-    assert refusal(overrides, num_devices) == message
 
 
 def test_functions_see_each_step_and_may_save_and_stop(tmp_path, capsys):

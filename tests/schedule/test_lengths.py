@@ -1,129 +1,16 @@
-"""Lengths of sequences by step, and what is refused of them in exact words."""
+"""Lengths of sequences by step, and lengths of runs in epochs and tokens."""
 
+import jax
 import pytest
 
-from tests.support.refusals import case, refusal
-from zjax.schedule.lengths import end_by_tokens
+import zjax
+from tests.support.refusals import config_error
+from zjax.cli.bench import measure
+from zjax.config import check_config, gin, load_config
+from zjax.run.plan_report import report_plan
+from zjax.schedule.lengths import end_by_tokens, steps_of
 from zjax.schedule.training import TrainingSchedule
-from zjax.settings import schema
-
-FIELD = "sequence_warmup.pacing"
-BASE = "sequence_warmup=truncate;num_steps=2000"
-WINDOW = "sequence_warmup=window;num_steps=2000"
-CASES = [
-    case(
-        f"{BASE};{FIELD}.start=1024",
-        f"{FIELD}.start=1024 is not below data.length=1024; use a smaller one",
-        id="bounds-reversed",
-    ),
-    case(
-        f"{BASE};{FIELD}.end=2048",
-        f"{FIELD}.end=2048 is above data.length=1024; use at most 1024",
-        id="beyond-the-sequence",
-    ),
-    case(
-        f"{BASE};{FIELD}.num_steps=2001",
-        f"{FIELD}.num_steps=2001 is beyond num_steps=2000; use at most 2000",
-        id="beyond-the-run",
-    ),
-    case(
-        f"{BASE};{FIELD}.multiple=48",
-        f"{FIELD}.multiple=48 does not divide {FIELD}.start=64; use a divisor\n"
-        f"{FIELD}.multiple=48 does not divide data.length=1024; use a divisor",
-        id="multiple",
-    ),
-    case(
-        f"{BASE};{FIELD}.multiple=2;mesh.sequence=4",
-        f"{FIELD}.multiple=2 is not a multiple of mesh.sequence=4; use 4",
-        id="shards",
-    ),
-    case(
-        f"{BASE};{FIELD}.multiple=32;model.attention=sparse",
-        f"{FIELD}.multiple=32 is not a multiple of model.attention.block=64; use 64 or "
-        "a multiple of it",
-        id="blocks",
-    ),
-    case(
-        f"{BASE};{FIELD}.kind=discrete;{FIELD}.values=(6, 1024);{FIELD}.last_steps=(9,)"
-        ";mesh.sequence=4",
-        f"{FIELD}.values=6 is not a multiple of mesh.sequence=4; use 4 or 8",
-        id="shards-of-a-value",
-    ),
-    case(
-        f"{FIELD}.multiple=32",
-        f"{FIELD}.multiple=32 has no effect with sequence_warmup=None; "
-        "leave it out, or set sequence_warmup to 'truncate' or 'reshape' or "
-        "'window'",
-        id="without-effect",
-    ),
-    case(
-        "num_tokens=100000;sequence_warmup=truncate;sequence_warmup.pacing.end=1000",
-        "sequence_warmup.pacing.multiple=64 does not divide "
-        "sequence_warmup.pacing.end=1000; use a divisor",
-        id="no-end",
-    ),
-    case(
-        "num_steps=100;num_tokens=4000000",
-        "num_tokens=4000000 is above the 3,276,800 of num_steps=100; raise num_steps, "
-        "or leave it at 0",
-        id="tokens-beyond-the-run",
-    ),
-    case(
-        f"{WINDOW};{FIELD}.num_tokens=9000;{FIELD}.num_steps=9",
-        f"{FIELD}.num_steps=9 ends it, too, besides {FIELD}.num_tokens=9000; leave out "
-        "one",
-        id="steps-and-tokens",
-    ),
-    case(
-        f"{WINDOW};{FIELD}.num_tokens=3276801;num_steps=100",
-        f"{FIELD}.num_tokens=3276801 is not reached in num_steps=100; use less, or "
-        "raise num_steps",
-        id="pacing-tokens-beyond-the-run",
-    ),
-    case(
-        "random_ltd=span;random_ltd.pacing.num_tokens=32768001",
-        "random_ltd.pacing.num_tokens=32768001 is not reached in num_steps=1000; use "
-        "less, or raise num_steps",
-        id="kept-tokens-beyond-the-run",
-    ),
-    case(
-        f"{WINDOW};{FIELD}.kind=custom;{FIELD}.function=math:gcd;{FIELD}.num_tokens=9",
-        f"{FIELD}.num_tokens=9 has no effect with {FIELD}='custom'; leave it out, or "
-        f"set {FIELD} to 'linear' or 'root'",
-        id="tokens-of-a-function",
-    ),
-    case(
-        f"{FIELD}.num_tokens=9000;sequence_warmup=reshape;global_batch_size=32;"
-        "microbatch_size=64",
-        "global_batch_size=32 does not divide by 8 batch shards x microbatch_size=64; "
-        "use a multiple of 512",
-        id="tokens-of-no-microbatch",
-    ),
-    case(
-        f"{WINDOW};{FIELD}.multiple=48",
-        f"{FIELD}.multiple=48 does not divide {FIELD}.start=64; use a divisor\n"
-        f"{FIELD}.multiple=48 does not divide data.length=1024; use a divisor",
-        id="window-multiple",
-    ),
-    case(
-        f"{WINDOW};model.kind=encoder",
-        "sequence_warmup='window' looks back alone, and tokens of "
-        "model.kind='encoder' look both ways; use None",
-        id="window-encoder",
-    ),
-    case(
-        f"{WINDOW};mesh.sequence=4;model.sequence_attention=ring",
-        "model.sequence_attention='ring' does not limit attention to "
-        "sequence_warmup='window'; use 'ulysses', or "
-        "sequence_warmup='truncate'",
-        id="window-ring",
-    ),
-]
-
-
-@pytest.mark.parametrize(("overrides", "num_devices", "message"), CASES)
-def test_what_does_not_fit_is_refused(overrides, num_devices, message):
-    assert refusal(overrides, num_devices) == message
+from zjax.settings import convert, describe, schema
 
 
 def test_without_warm_up_all_sequences_are_whole():
@@ -178,3 +65,88 @@ def test_tokens_end_a_run_at_the_step_that_consumes_them(warmup, last):
     for num_tokens, end in ((98_305, last), (98_304, last - (warmup is None))):
         config = schema.Config(num_tokens=num_tokens, sequence_warmup=warmup)
         assert end_by_tokens(config).num_steps == end
+
+
+UNCOUNTED = (
+    "num_epochs=2.0 needs the number of rows, which only zjax.Trainer counts; "
+    "set num_steps"
+)
+
+
+@pytest.mark.parametrize(
+    ("num_epochs", "num_rows", "global_batch_size", "expected"),
+    [
+        (2.0, 1_024, 16, 128),
+        (2.0, 10, 8, 3),  # 2.5 steps, not 2 for each epoch
+        (1.0, 3, 8, 1),
+        (0.5, 1_025, 16, 33),
+        (1e-9, 10, 8, 1),
+        (1.1, 1_000, 100, 11),  # 12 for the float, which is above 1.1
+        (1.0, 2**60 + 1, 1, 2**60 + 1),
+    ],
+)
+def test_steps_draw_each_row_once_per_epoch(
+    num_epochs, num_rows, global_batch_size, expected
+):
+    assert steps_of(num_epochs, num_rows, global_batch_size) == expected
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda config: check_config(config, 1),
+        lambda config: zjax.initialize(
+            None, None, None, {}, config=config, devices=jax.devices()[:1]
+        ),
+        lambda config: report_plan(config, num_devices=8),
+        lambda config: measure(config, devices=jax.devices()[:1]),
+    ],
+    ids=["check", "initialize", "plan", "bench"],
+)
+def test_epochs_are_refused_where_nobody_counts_the_rows(use):
+    with config_error(UNCOUNTED):
+        use(load_config({"num_epochs": 2}))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        # the default, once it is set, counts as set
+        (
+            {"num_steps": 1_000},
+            f"{UNCOUNTED}\n"
+            "num_steps=1000 has no effect with num_epochs=2.0; leave it out, or set "
+            "num_epochs=0",
+        ),
+        (
+            {"num_epochs": -1},
+            "num_epochs=-1.0 is out of range; use 0 or more",
+        ),
+    ],
+    ids=["steps", "range"],
+)
+def test_steps_that_are_set_and_epochs_out_of_range_are_refused(settings, message):
+    with config_error(message):
+        check_config(load_config({"num_epochs": 2} | settings), 1)
+
+
+def test_steps_that_nobody_set_stay_so():
+    """Fails if a file made from the defaults, or a printed one, sets the steps."""
+    changed = convert.base()
+    changed.num_epochs = 2
+    printed = describe.describe_config(load_config({"num_epochs": 2}))
+    for config in (
+        load_config(changed),
+        load_config(load_config(changed), "seed=1"),
+        gin.from_gin(bindings=printed.splitlines()),
+    ):
+        with config_error(UNCOUNTED):
+            check_config(config, 1)
+    assert "config.num_steps = 1000\n" in describe.describe_config(schema.Config())
+
+
+def test_steps_of_a_config_that_comes_with_zjax_give_way_to_epochs(caplog):
+    config = load_config("quickstart", "num_epochs=2")
+    with config_error(UNCOUNTED):
+        check_config(config, 1)
+    assert "num_steps=400 of quickstart gives way" in caplog.text

@@ -4,84 +4,10 @@ import math
 
 import pytest
 
-from tests.support.refusals import case, refusal
 from zjax.schedule.pacing import Pacing, grow, hold, make_pacing
 from zjax.settings import schema
 
-FIELD = "sequence_warmup.pacing"
-BASE = "sequence_warmup=truncate;num_steps=2000"
-DISCRETE, CUSTOM = f"{BASE};{FIELD}.kind=discrete", f"{BASE};{FIELD}.kind=custom"
 HERE = "tests.schedule.test_pacing"
-KEEP = "return an int of 1 or more that never falls"
-CASES = [
-    case(
-        f"{BASE};{FIELD}.degree=3;{FIELD}.values=(1,)",
-        f"{FIELD}.degree=3 has no effect with {FIELD}='linear'; leave it out, or set "
-        f"{FIELD} to 'root'\n"
-        f"{FIELD}.values=(1,) has no effect with {FIELD}='linear'; leave it out, or "
-        f"set "
-        f"{FIELD} to 'discrete'",
-        id="without-effect",
-    ),
-    case(
-        f"sequence_warmup=window;{FIELD}.end=512",
-        f"{FIELD}.end=512 is below data.length=1024: no step would be whole; end with "
-        "1024, or set data.length=512",
-        id="ends-below",
-    ),
-    case(
-        f"{DISCRETE};{FIELD}.values=(64, 512);{FIELD}.last_steps=(9,)",
-        f"{FIELD}.values=(64, 512) ends with 512, below data.length=1024: no step "
-        "would be whole; end with 1024, or set data.length=512",
-        id="values-end-below",
-    ),
-    case(
-        DISCRETE,
-        f"{FIELD}.values=() is empty for kind='discrete'; name each value",
-        id="no-values",
-    ),
-    case(
-        f"{DISCRETE};{FIELD}.values=(64, 1024);{FIELD}.last_steps=(5, 10)",
-        f"{FIELD}.last_steps=(5, 10) has 2 steps for 2 values; name the last step of "
-        "each but the last: 1 steps",
-        id="sizes-differ",
-    ),
-    case(
-        f"{DISCRETE};{FIELD}.values=(128, 64, 2048);{FIELD}.last_steps=(1999, 2000)",
-        f"{FIELD}.values=(128, 64, 2048) does not rise from 1 or more; sort the "
-        f"numbers\n{FIELD}.last_steps=(1999, 2000) is beyond num_steps=2000; end "
-        f"before step 2000\n{FIELD}.values=(128, 64, 2048) reaches 2048, above "
-        "data.length=1024; use at most 1024",
-        id="values-fall",
-    ),
-    case(
-        f"{CUSTOM};{FIELD}.function=nothing",
-        f"{FIELD}.function='nothing' is not the name of a function; use "
-        "module:function",
-        id="no-name",
-    ),
-    case(
-        f"{CUSTOM};{FIELD}.function=math:nothing",
-        f"{FIELD}.function='math:nothing' names no function; define nothing in math",
-        id="no-function",
-    ),
-    case(
-        f"{CUSTOM};{FIELD}.function={HERE}:falling",
-        f"{FIELD}.function='{HERE}:falling' falls from 90 to 89 at step 11; {KEEP}",
-        id="falls",
-    ),
-    case(
-        f"{CUSTOM};{FIELD}.function=math:sqrt",
-        f"{FIELD}.function='math:sqrt' gives 0.0 at step 0; {KEEP}",
-        id="no-int",
-    ),
-    case(
-        f"{CUSTOM};{FIELD}.function={HERE}:failing",
-        f"{FIELD}.function='{HERE}:failing' fails at step 0 (ZeroDivisionError: "
-        f"integer modulo by zero); {KEEP}",
-        id="fails",
-    ),
-]
 
 
 def doubling(step):
@@ -94,11 +20,6 @@ def falling(step):
 
 def failing(step):
     return 1 % step
-
-
-@pytest.mark.parametrize(("overrides", "num_devices", "message"), CASES)
-def test_what_cannot_be_is_refused(overrides, num_devices, message):
-    assert refusal(overrides, num_devices) == message
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Plain values become a Config, or one error that names every mistake."""
+"""Plain values become a Config, or one error; a Config becomes text again."""
 
 import json
 import math
@@ -6,9 +6,12 @@ import math
 import ml_collections
 import pytest
 
+from tests.support.refusals import config_error
+from zjax import config as zconfig
 from zjax.config import gin, load
 from zjax.errors import ConfigError
 from zjax.settings import convert, describe, schema
+from zjax.settings.describe import ABSENT, differences
 
 SINKS = "use one of console, jsonl, csv, tensorboard, wandb, mlflow"
 
@@ -16,113 +19,81 @@ SINKS = "use one of console, jsonl, csv, tensorboard, wandb, mlflow"
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        pytest.param(
+        (
             {"zero": {"stagee": 1}},
             "zero.stagee=1 is not a setting; did you mean zero.stage?",
-            id="misspelt",
         ),
-        pytest.param(
+        (
             {"zero": {"qqq": 1}},
             "zero.qqq=1 is not a setting; use one of stage, min_shard_elements, "
             "memory, optimizer_memory, parameter_memory, nvme_paths, gradient_memory, "
             "delay_updates_from, shard_over_replica, secondary_partition, "
             "quantized_weights, quantized_gradients",
-            id="unlike-any-setting",
         ),
-        pytest.param(
+        (
             {"zer": {"stage": 1}},
             "zer={'stage': 1} is not a setting; did you mean zero?",
-            id="misspelt-section",
         ),
-        pytest.param(
-            {"zero": {"stage": 4}},
-            "zero.stage=4 is not a choice; use one of 0, 1, 2, 3",
-            id="no-choice",
-        ),
-        pytest.param(
+        ({"zero": {"stage": 4}}, "zero.stage=4 is not a choice; use one of 0, 1, 2, 3"),
+        (
             {"lora": {"quantize": "int2"}},
             "lora.quantize='int2' is not a choice; use one of int8, int4, none",
-            id="empty-choice",
         ),
-        pytest.param(
+        (
             {"zero": {"stage": True}},
             "zero.stage=True is not a choice; use one of 0, 1, 2, 3",
-            id="true-is-not-1",
         ),
-        pytest.param(
+        (
             {"zero": {"stage": 2.0}},
             "zero.stage=2.0 is not a choice; use one of 0, 1, 2, 3",
-            id="float-is-not-2",
         ),
-        pytest.param(
-            {"mesh": {"tensor": "2"}},
-            "mesh.tensor='2' is a str; expected int",
-            id="text-for-int",
-        ),
-        pytest.param(
-            {"num_steps": 2.5},
-            "num_steps=2.5 is a float; expected int",
-            id="float-for-int",
-        ),
-        pytest.param(
+        ({"mesh": {"tensor": "2"}}, "mesh.tensor='2' is a str; expected int"),
+        ({"num_steps": 2.5}, "num_steps=2.5 is a float; expected int"),
+        (
             {"optimizer": {"b1": True}},
             "optimizer.rule.b1=True is a bool; expected float",
-            id="bool-for-float",
         ),
-        pytest.param(
+        (
             {"observe": {"plot": 1}},
             "observe.plot=1 is an int; expected bool: True or False",
-            id="int-for-bool",
         ),
-        pytest.param(
+        (
             {"optimizer": {"eps": math.nan}},
             "optimizer.rule.eps=nan is not a number; use a number",
-            id="nan",
         ),
-        pytest.param(
+        (
             {"zero": 3},
-            "zero=3 is an int; "
-            "expected a mapping with any of stage, min_shard_elements, "
-            "memory, optimizer_memory, parameter_memory, nvme_paths, gradient_memory, "
-            "delay_updates_from, shard_over_replica, secondary_partition, "
-            "quantized_weights, quantized_gradients",
-            id="number-for-section",
+            "zero=3 is an int; expected a mapping with any of stage, "
+            "min_shard_elements, memory, optimizer_memory, parameter_memory, "
+            "nvme_paths, gradient_memory, delay_updates_from, shard_over_replica, "
+            "secondary_partition, quantized_weights, quantized_gradients",
         ),
-        pytest.param(
-            {"directory": None},
-            "directory=None is a NoneType; expected str",
-            id="none",
-        ),
-        pytest.param(
+        ({"directory": None}, "directory=None is a NoneType; expected str"),
+        (
             {"observe": {"sinks": "console"}},
             "observe.sinks='console' is a str; expected list or tuple",
-            id="text-for-tuple",
         ),
-        pytest.param(
+        (
             {"observe": {"sinks": ["console", "consle"]}},
             f"observe.sinks[1]='consle' is not a choice; {SINKS}",
-            id="no-choice-inside-tuple",
         ),
-        pytest.param(
+        (
             {"mesh": {"names": {"fsdp": None, 3: "mlp", "tp": "tensor"}}},
             "mesh.names['fsdp']=None is a NoneType; expected str, or '' for a dim that "
             "is not split\n"
             "mesh.names[3]='mlp' has a key that is not a str; use names of dims as "
             "keys",
-            id="no-names-inside-a-table",
         ),
-        pytest.param(
+        (
             {"mesh": {"names": ["tp"]}},
             "mesh.names=['tp'] is a list; expected a mapping of names to names",
-            id="list-for-table",
         ),
-        pytest.param(
+        (
             {"optimizer": {"groups": [{}, {"patern": "x"}]}},
             "optimizer.groups[1].patern='x' is not a setting; "
             "did you mean optimizer.groups[1].pattern?",
-            id="misspelt-inside-group",
         ),
-        pytest.param(
+        (
             {"seed": "a", "mesh": {"date": 1, "data": None}, 5: 1},
             "seed='a' is a str; expected int\n"
             "mesh.date=1 is not a setting; did you mean mesh.data?\n"
@@ -133,23 +104,18 @@ SINKS = "use one of console, jsonl, csv, tensorboard, wandb, mlflow"
             "optimizer, communication, model, data, sequence_warmup, "
             "curriculum, buckets, random_ltd, layer_drop, evaluation, checkpoint, "
             "lora, distill, observe, processes",
-            id="all-at-once",
         ),
     ],
 )
 def test_mistake_is_named_with_the_way_out(values, message):
-    with pytest.raises(ConfigError) as error:
+    with config_error(message):
         convert.from_mapping(schema.Config, values)
-    assert str(error.value) == message
 
 
-def test_int_becomes_float():
-    built = convert.from_mapping(schema.Optimizer, {"clip_norm": 2})
-    assert type(built.clip_norm) is float
-
-
-def test_infinity_is_a_float():
-    assert convert.from_mapping(schema.Optimizer, {"clip_norm": math.inf})
+@pytest.mark.parametrize("given", [2, math.inf])
+def test_numbers_become_floats(given):
+    built = convert.from_mapping(schema.Optimizer, {"clip_norm": given})
+    assert (type(built.clip_norm), built.clip_norm) == (float, given)
 
 
 def test_a_table_of_names_is_a_mapping_on_every_way_in():
@@ -193,13 +159,6 @@ def test_instance_of_a_section_is_checked_inside():
         convert.from_mapping(schema.Config, values)
 
 
-def test_mapping_and_config_are_inverse():
-    groups = (schema.ParamGroup(pattern="norm"),)
-    config = schema.Config(seed=3, optimizer=schema.Optimizer(groups=groups))
-    values = convert.to_mapping(config)
-    assert convert.from_mapping(schema.Config, values) == config
-
-
 def test_base_is_the_defaults_as_a_config_dict():
     base = convert.base()
     assert isinstance(base, ml_collections.ConfigDict)
@@ -220,3 +179,72 @@ def test_base_leaves_types_to_the_conversion():
 @pytest.mark.parametrize("path", ["zero.stagee", "zero.stage.x", "nothing", ""])
 def test_hint_of_an_unknown_path_is_none(path):
     assert convert.type_of(path) is None
+
+
+def test_described_config_is_gin_of_an_equal_config(tmp_path):
+    groups = (schema.ParamGroup(pattern="a'b", weight_decay=0.5), schema.ParamGroup())
+    config = schema.Config(
+        directory="it's",
+        optimizer=schema.Optimizer(clip_norm=math.inf, groups=groups),
+        observe=schema.Observe(sinks=("csv",)),
+    )
+    path = tmp_path / "resolved.gin"
+    path.write_text(describe.describe_config(config))
+    assert gin.from_gin([str(path)]) == config
+
+
+def test_listing_names_every_setting_once_with_its_default():
+    listed = [line.strip() for line in describe.describe_settings().splitlines()]
+    text = describe.describe_config(zconfig.Config())
+    for line in text.splitlines():
+        name, value = line.removeprefix("config.").split(" = ")
+        if value.endswith("  # derived"):
+            value = "'derived'" if value.startswith("'") else "0"
+        assert listed.count(f"{name} = {value}") == 1
+
+
+def test_listing_explains_a_setting_and_its_choices():
+    expected = """\
+  zero.stage = 1
+      0 shards nothing, 1 optimizer state and master weights, 2 also gradients, 3 also
+      parameters. [0, 1, 2, 3]
+"""
+    assert expected in describe.describe_settings()
+
+
+def test_every_setting_that_differs_is_listed_in_order():
+    one = schema.Config(seed=1, optimizer=schema.Optimizer(peak_learning_rate=1e-3))
+    assert differences(one, schema.Config()) == (
+        ("seed", 1, 0),
+        ("optimizer.peak_learning_rate", 1e-3, 3e-4),
+    )
+
+
+def test_a_config_is_itself_again_after_json():
+    """Fails if lists, which JSON has for tuples, or infinity count as differences."""
+    optimizer = schema.Optimizer(clip_norm=math.inf, groups=(schema.ParamGroup(),))
+    config = schema.Config(optimizer=optimizer, xla_options=("a=1",))
+    saved = json.loads(json.dumps(convert.to_mapping(config)))
+    assert convert.from_mapping(schema.Config, convert.to_mapping(config)) == config
+    assert differences(config, saved) == differences(saved, config) == ()
+
+
+def test_an_entry_of_a_list_of_sections_is_named_by_its_place():
+    def with_groups(*decays):
+        groups = tuple(schema.ParamGroup(weight_decay=decay) for decay in decays)
+        return schema.Config(optimizer=schema.Optimizer(groups=groups))
+
+    assert differences(with_groups(0.0, 0.1), with_groups(0.0, 0.2)) == (
+        ("optimizer.groups[1].weight_decay", 0.1, 0.2),
+    )
+    (found,) = differences(with_groups(0.0), with_groups())
+    assert (found.setting, found.other) == ("optimizer.groups", ())
+
+
+def test_a_setting_that_one_side_lacks_is_absent():
+    assert differences({"seed": 1, "zero": {"stage": 1}}, {"zero": {"new": 2}}) == (
+        ("seed", 1, ABSENT),
+        ("zero.stage", 1, ABSENT),
+        ("zero.new", ABSENT, 2),
+    )
+    assert repr(ABSENT) == "absent"
