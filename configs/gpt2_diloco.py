@@ -23,10 +23,10 @@ def get_config():
     config.zero.stage = 1
 
     config.communication.codec = "int4"
-    config.communication.num_local_steps = 40
-    config.communication.num_fragments = 4
-    config.communication.delay = 5
-    config.communication.mixing = 0.5
+    config.communication.local_steps.num_steps = 40
+    config.communication.local_steps.num_fragments = 4
+    config.communication.local_steps.delay = 5
+    config.communication.local_steps.mixing = 0.5
 
     config.model.num_layers = 12
     config.model.embed_size = 768

@@ -20,7 +20,7 @@ def get_config():
     config.num_microbatches = 16
 
     config.mesh.pipeline = 4
-    config.pipeline.schedule = "interleaved"
+    config.pipeline = "interleaved"
     config.zero.stage = 1
 
     config.model.num_layers = 32

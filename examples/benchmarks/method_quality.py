@@ -48,23 +48,23 @@ FREEZE = {"optimizer.rule.freeze_step": 600}
 LAMB = {"optimizer.peak_learning_rate": 5e-3}
 TWO_REPLICAS = {"mesh": {"replica": 2, "data": -1}}
 LOCAL = TWO_REPLICAS | {
-    "communication.num_synchronous_steps": 600,
-    "communication.num_local_steps": 10,
-    "communication.outer_learning_rate": 0.5,
-    "communication.outer_momentum": 0.8,
+    "communication.local_steps.num_synchronous_steps": 600,
+    "communication.local_steps.num_steps": 10,
+    "communication.local_steps.outer_learning_rate": 0.5,
+    "communication.local_steps.outer_momentum": 0.8,
 }
 """Rounds begin where the warm-up of the methods above ends."""
 STREAMED = LOCAL | {
     "communication.codec": "int4",
-    "communication.num_fragments": 4,
-    "communication.delay": 1,
-    "communication.mixing": 0.5,
+    "communication.local_steps.num_fragments": 4,
+    "communication.local_steps.delay": 1,
+    "communication.local_steps.mixing": 0.5,
 }
 MULOCO = {
     "optimizer.rule": "muon",
     "communication.codec": "int2",
-    "communication.outer_learning_rate": 0.7,
-    "communication.outer_momentum": 0.5,
+    "communication.local_steps.outer_learning_rate": 0.7,
+    "communication.local_steps.outer_momentum": 0.5,
 }
 ZEROPP = TWO_REPLICAS | {
     "zero.stage": 3,

@@ -21,7 +21,7 @@ SCHEDULES = {PLAIN: "1f1b", "interleaved": "interleaved", "ZB-H1": "zb_h1"}
 
 def get_contest():
     contestants = tuple(
-        zjax(name, CONFIG, *SETTINGS, f"pipeline.schedule={schedule}")
+        zjax(name, CONFIG, *SETTINGS, f"pipeline={schedule}")
         for name, schedule in SCHEDULES.items()
     )
 

@@ -48,9 +48,10 @@ class Steps:
 
 def without_exchange(config: zconfig.Config) -> zconfig.Config:
     """The same local steps in one round as long as the run."""
-    communication = dataclasses.replace(
-        config.communication, num_local_steps=config.num_steps, num_fragments=1
+    rounds = dataclasses.replace(
+        config.communication.rounds, num_steps=config.num_steps, num_fragments=1
     )
+    communication = dataclasses.replace(config.communication, local_steps=rounds)
     return dataclasses.replace(config, communication=communication)
 
 

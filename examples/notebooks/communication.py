@@ -89,14 +89,16 @@ run = {
 methods = {
     "Adam, bfloat16": {"communication": {"codec": "bfloat16"}},
     "1-bit Adam": {"optimizer": {"rule": "onebit_adam"}},
-    "DiLoCo": {"communication": {"num_local_steps": round_steps}},
+    "DiLoCo": {"communication": {"local_steps": {"num_steps": round_steps}}},
     "Streaming DiLoCo": {
         "communication": {
-            "num_local_steps": round_steps,
-            "num_fragments": 2,
-            "delay": max(0, round_steps // 2 - 2),
             "codec": "int4",
-            "mixing": 0.5,
+            "local_steps": {
+                "num_steps": round_steps,
+                "num_fragments": 2,
+                "delay": max(0, round_steps // 2 - 2),
+                "mixing": 0.5,
+            },
         }
     },
 }

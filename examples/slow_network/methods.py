@@ -52,9 +52,9 @@ METHODS: dict[str, dict[str, Any]] = {
         **COPIES,
         **LONGER,
         "communication.codec": "int4",
-        "communication.num_local_steps": 10,
-        "communication.outer_learning_rate": 1.0,
-        "communication.outer_momentum": 0.0,
+        "communication.local_steps.num_steps": 10,
+        "communication.local_steps.outer_learning_rate": 1.0,
+        "communication.local_steps.outer_momentum": 0.0,
     },
     "zero3": {"zero.stage": 3},
     "zeropp": {

@@ -56,7 +56,7 @@ def main():
     }
     config = zjax.load_config(SETTINGS, warmup, WAYS[args.way])
     if config.mesh.pipeline > 1:
-        config = zjax.load_config(config, {"pipeline.schedule": args.schedule})
+        config = zjax.load_config(config, {"pipeline": args.schedule})
 
     model = zjax.make_model(config)
     run = zjax.make_run(config, model, zjax.make_optimizer(config, model))

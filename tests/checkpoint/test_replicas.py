@@ -13,9 +13,8 @@ from tests.support import models, runs
 from zjax.errors import CheckpointError
 from zjax.settings import schema
 
-STREAMED = schema.Communication(
-    codec="int4", num_local_steps=4, num_fragments=2, delay=1
-)
+ROUNDS = schema.LocalSteps(num_steps=4, num_fragments=2, delay=1)
+STREAMED = schema.Communication(codec="int4", local_steps=ROUNDS)
 
 
 def make_run(replica=8, stage=0, communication=STREAMED):
@@ -69,23 +68,24 @@ def test_another_number_of_replicas_continues_from_the_anchor(saved, replica, ca
 
 
 def test_another_codec_starts_without_errors(saved):
-    communication = schema.Communication(num_local_steps=4, num_fragments=2, delay=1)
-    run = make_run(communication=communication)
+    run = make_run(communication=schema.Communication(local_steps=ROUNDS))
     state, _ = zjax.restore(saved[0], run)
     assert int(after(run, 3, state).step) == 8
 
 
-@pytest.mark.parametrize(("name", "value"), [("delay", 0), ("num_local_steps", 6)])
+@pytest.mark.parametrize(("name", "value"), [("delay", 0), ("num_steps", 6)])
 def test_other_rounds_are_refused_while_a_fragment_is_on_its_way(name, value, tmp_path):
     """Fails if a mean is merged that was never sent, or that was merged before."""
-    old = dataclasses.replace(STREAMED, **{name: value})
+    old = dataclasses.replace(ROUNDS, **{name: value})
+    old = dataclasses.replace(STREAMED, local_steps=old)
     saved, run = make_run(communication=old), make_run()
     zjax.save(tmp_path, after(saved, 5), saved)
     with pytest.raises(CheckpointError) as error:
         zjax.restore(tmp_path, run)
     assert str(error.value) == (
-        f"communication.{name}={getattr(STREAMED, name)} is not {value}, with which "
-        f"step 5 was saved, and a fragment is on its way; continue with {value}"
+        f"communication.local_steps.{name}={getattr(ROUNDS, name)} is not {value}, "
+        "with which step 5 was saved, and a fragment is on its way; continue with "
+        f"{value}"
     )
     assert not any(x.is_deleted() for x in jax.tree.leaves(run.state))
 
@@ -108,8 +108,8 @@ def test_plain_steps_do_not_continue_local_ones(saved, tmp_path):
             zjax.restore(directory, run)
         assert str(error.value).partition(" ")[2] == (
             f"{has} replicas that take local steps, unlike this run; continue with the "
-            "saved communication.num_local_steps and optimizer.rule, or start a run "
-            "from its weights with checkpoint.init_from"
+            "saved communication.local_steps and optimizer.rule, or start a run from "
+            "its weights with checkpoint.init_from"
         )
 
 

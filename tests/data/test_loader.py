@@ -170,6 +170,28 @@ def test_another_order_is_refused_by_the_name_of_what_is_switched(
     ]
 
 
+OLD_NAMES = {
+    "sequence_warmup": "sequence_warmup.form",
+    "buckets": "buckets.form",
+    "buckets.order.num_cycles": "buckets.num_cycles",
+    "buckets.order.weights": "buckets.weights",
+}
+"""Names of the last release, whose positions say 'none' in place of None."""
+
+
+@pytest.mark.parametrize("name", ["none", "warm-up", "buckets"])
+def test_a_position_under_old_names_is_taken(name, caplog):
+    """Fails if a checkpoint of the last release does not continue."""
+    batches = loader.make_loader(with_order(name), make_shardings(1))
+    state = batches.state() | {"step": 3}
+    old = {OLD_NAMES.get(key, key): value for key, value in state.items()}
+    old |= {key: "none" for key in old if key.endswith(".form") and old[key] is None}
+    assert old != state
+    batches.set_state(json.loads(json.dumps(old)))
+    assert batches.state() == state
+    assert "does not say" not in caplog.text
+
+
 @pytest.mark.parametrize("name", ["num_rows", "data.digest", "data.tokenizer"])
 def test_each_word_of_the_position_is_compared(name):
     """Fails if one of them is left out where all else is the same."""

@@ -42,7 +42,7 @@ def on_four_stages(stage, schedule="1f1b"):
     return pipelines.make_config(
         mesh={"pipeline": STAGES, "data": 2},
         stage=stage,
-        pipeline={"schedule": schedule},
+        pipeline={"kind": schedule},
         tied_head=False,
         num_layers=8 if schedule == "interleaved" else 4,
     )
@@ -243,7 +243,7 @@ def test_stages_add_split_gradients_where_they_are():
     config = pipelines.make_config(
         mesh={"pipeline": 2, "sequence": 2, "tensor": 2},
         stage=0,
-        pipeline={"schedule": "interleaved"},
+        pipeline={"kind": "interleaved"},
     )
     found = collections.Counter(conditions(program(config)[1].as_text()))
     assert found[True, False] > 0, "nothing to see"
@@ -276,7 +276,7 @@ def test_chunks_are_read_where_they_are(mesh, copies):
         mesh={"pipeline": 2, **mesh},
         num_layers=4,
         compute_dtype="bfloat16",
-        pipeline={"schedule": "interleaved", "recompute": False},
+        pipeline={"kind": "interleaved", "recompute": False},
     )
     found = {
         each.primitive.name
@@ -293,9 +293,9 @@ def test_chunks_are_read_where_they_are(mesh, copies):
     [
         ({}, True),
         ({"remat": "full", "pipeline": {"recompute": False}}, True),
-        ({"pipeline": {"schedule": "zb_h1", "recompute": False}}, True),
+        ({"pipeline": "zb_h1"}, True),
         ({"mesh": {"pipeline": 2, "data": 2}}, True),
-        ({"num_layers": 4, "pipeline": {"schedule": "interleaved"}}, True),
+        ({"num_layers": 4, "pipeline": "interleaved"}, True),
         ({"mesh": {"pipeline": 2, "data": 2}, "stage": 2}, False),
         ({"mesh": {"pipeline": 2, "sequence": 2}}, False),
     ],
@@ -319,7 +319,7 @@ def test_products_add_to_the_sums_of_gradients(case, adds):
 @pytest.mark.parametrize("name", some_by_hand(("1f1b", "zb_h1"), {"1f1b"}))
 def test_what_waits_is_written_in_place(name):
     """Fails if the compiler makes one array of the first values of all buffers."""
-    pipeline = {"schedule": name, "recompute": False}
+    pipeline = {"kind": name, "recompute": False}
     config = pipelines.make_config(
         mesh={"pipeline": 2}, stage=0, num_layers=2, pipeline=pipeline
     )
@@ -339,7 +339,7 @@ def temporaries(schedule, num_microbatches, monkeypatch):
         mesh={"pipeline": 4, "data": 1},
         stage=0,
         num_microbatches=num_microbatches,
-        pipeline={"schedule": schedule},
+        pipeline={"kind": schedule},
     )
     config = dataclasses.replace(config, global_batch_size=rows)
     _, train = program(config, jax.devices()[:4])

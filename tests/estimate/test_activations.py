@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from tests.support import pipelines
 from zjax.estimate.activations import activation_bytes, saved_values, scores_per_token
 from zjax.ops.explicit_attention import Dropout, explicit_attention
 from zjax.settings import schema
@@ -30,7 +31,7 @@ def units(num_microbatches=8, ways=None, remat="elementwise", **settings):
     attention = settings.pop("attention", {})
     config = schema.Config(
         mesh=schema.Mesh(**settings),
-        pipeline=schema.Pipeline(**(ways or {})),
+        pipeline=pipelines.made_by(ways),
         model=schema.Model(
             num_layers=LAYERS,
             embed_size=WIDTH,
@@ -167,7 +168,7 @@ def test_experts_of_a_token():
 def test_stages_keep_what_waits(schedule, waiting, layers):
     """Two stages of one chunk of four layers, or two of two; what waits is what entered
     a chunk, or all that it keeps."""
-    ways = {"schedule": schedule}
+    ways = {"kind": schedule}
     again = units(pipeline=2, ways=ways)
     assert again == waiting * INPUT + layers * KEPT + WORKING
     kept = units(pipeline=2, ways=ways | {"recompute": False})

@@ -18,9 +18,9 @@ from zjax.sharding import memory
 
 MESH = ("mesh.replica=2", "mesh.data=2", "zero.stage=1", "model.dropout_rate=0.0")
 DILOCO = (
-    "communication.num_local_steps=4",
-    "communication.num_fragments=2",
-    "communication.delay=1",
+    "communication.local_steps.num_steps=4",
+    "communication.local_steps.num_fragments=2",
+    "communication.local_steps.delay=1",
     "communication.codec=int4",
 )
 ONE_BIT = ("optimizer.rule=onebit_adam", "optimizer.rule.freeze_step=3")

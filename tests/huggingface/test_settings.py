@@ -45,9 +45,7 @@ def test_settings_of_llama():
         "scaled_embedding": False,
         "first_position": 0,
         "num_token_types": 0,
-        "sliding_window": 0,
-        "full_attention_every": 0,
-        "local_rope_theta": 0.0,
+        "window": None,
         "positions": "rotary",
         "rope_theta": 50.0,
         "rope_scaling": None,
@@ -552,8 +550,8 @@ def test_dropouts_that_a_family_lacks_are_logged(caplog):
     ("family", "keys", "expected"),
     [
         ("mistral", {"sliding_window": golden.REMOVED}, (4096, 0)),
-        ("mistral", {"sliding_window": None}, (0, 0)),
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 9}, (0, 0)),
+        ("mistral", {"sliding_window": None}, None),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 9}, None),
         (
             "qwen2",
             {
@@ -565,13 +563,14 @@ def test_dropouts_that_a_family_lacks_are_logged(caplog):
             (9, 0),
         ),
         ("gemma2", {"layer_types": golden.REMOVED}, (5, 2)),
-        ("gemma3_text", {"layer_types": ["full_attention"] * 4}, (0, 0)),
+        ("gemma3_text", {"layer_types": ["full_attention"] * 4}, None),
     ],
 )
 def test_windows_of_layers(family, keys, expected, tmp_path):
     golden.copy(family, tmp_path, **keys)
-    found = model_settings(tmp_path)
-    assert (found["sliding_window"], found["full_attention_every"]) == expected
+    window = convert.from_mapping(schema.Model, model_settings(tmp_path)).window
+    found = window and (window.size, window.full_attention_every)
+    assert found == expected
 
 
 def test_settings_of_experts(tmp_path):

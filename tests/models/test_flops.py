@@ -158,11 +158,10 @@ def test_values_of_latents_count_with_their_size():
 
 def test_windows_see_fewer_pairs():
     """Two of three layers see 7 of the 10 pairs of four tokens."""
-    model = dataclasses.replace(
-        SMALL, num_layers=3, sliding_window=2, full_attention_every=3
-    )
+    window = schema.SlidingWindow(size=2, full_attention_every=3)
+    model = dataclasses.replace(SMALL, num_layers=3, window=window)
     full = flops_per_token(
-        dataclasses.replace(model, sliding_window=0), 4, causal_attention="half"
+        dataclasses.replace(model, window=None), 4, causal_attention="half"
     )
     found = flops_per_token(model, 4, causal_attention="half")
     assert full - found == pytest.approx(6 * 24 * 4 * 2 * 0.3)

@@ -35,11 +35,11 @@ CASES = {
     "interleaved": {
         "mesh": {"pipeline": 2, "data": 4},
         "stage": 3,
-        "pipeline": {"schedule": "interleaved"},
+        "pipeline": "interleaved",
     },
     "weights apart, tokens in the order of a ring": {
         "mesh": {"pipeline": 2, "data": 2, "sequence": 2},
-        "pipeline": {"schedule": "zb_h1", "recompute": False},
+        "pipeline": "zb_h1",
         "sequence_attention": "ring",
     },
 }

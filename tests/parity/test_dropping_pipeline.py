@@ -54,20 +54,19 @@ CASES = {
         {"num_layers": 6, "whole": (0, 2, 3, 5)},
         "random_ltd=span",
         "mesh.pipeline=2",
-        "pipeline.schedule=zb_h1",
-        "pipeline.recompute=False",
+        "pipeline=zb_h1",
     ),
     "span, chunks": (
         {"num_layers": 12, "whole": (0, 2, 3, 5, 6, 8, 9, 11)},
         "random_ltd=span",
         "mesh.pipeline=2",
-        "pipeline.schedule=interleaved",
+        "pipeline=interleaved",
     ),
     "layers, chunks": (
         {"num_layers": 4},
         *LAYERS,
         "mesh.pipeline=2",
-        "pipeline.schedule=interleaved",
+        "pipeline=interleaved",
     ),
     "layers and tokens, stages that are not full": (
         {"num_layers": 3, "whole": (0, 2)},

@@ -38,8 +38,13 @@ def make_run(tx=None, stage=0, mesh=REPLICA8, **settings):
         stage,
         mesh=mesh,
         optimizer=NO_CLIPPING,
-        communication=schema.Communication(**settings),
+        communication=with_rounds(**settings),
     )
+
+
+def with_rounds(codec="none", **settings):
+    local_steps = schema.LocalSteps(**settings) if settings else None
+    return schema.Communication(codec=codec, local_steps=local_steps)
 
 
 def make_batch(step):
@@ -66,8 +71,9 @@ class Workers:
     """Streaming DiLoCo with one process per replica, in NumPy."""
 
     def __init__(self, number, settings):
-        self.number, self.settings = number, schema.Communication(**settings)
-        self.wire = functools.partial(sent, codec=self.settings.codec)
+        communication = with_rounds(**settings)
+        self.number, self.settings = number, communication.local_steps
+        self.wire = functools.partial(sent, codec=communication.codec)
         self.anchor = jax.tree.map(np.asarray, models.init(KEY))
         self.momentum = {name: 0 * x for name, x in self.anchor.items()}
         self.params = [dict(self.anchor) for _ in range(number)]
@@ -80,7 +86,7 @@ class Workers:
         if number <= settings.num_synchronous_steps:
             return self.synchronous_step(batch)
         number -= settings.num_synchronous_steps
-        length, fragments = settings.num_local_steps, FRAGMENTS[settings.num_fragments]
+        length, fragments = settings.num_steps, FRAGMENTS[settings.num_fragments]
         for i, params in enumerate(self.params):
             rows = {name: x.reshape(self.number, -1, *x.shape[1:])[i]
                     for name, x in batch.items()}  # fmt: skip
@@ -135,16 +141,16 @@ class Workers:
 
 KEY = jax.random.key(0)
 GRADIENTS = jax.jit(jax.grad(lambda p, rows: models.loss(p, {}, rows, None).value))
-STREAMED = {"num_local_steps": 4, "num_fragments": 2, "delay": 1, "mixing": 0.5}
+STREAMED = {"num_steps": 4, "num_fragments": 2, "delay": 1, "mixing": 0.5}
 
 
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param({"num_local_steps": 3}, id="diloco"),
-        pytest.param({"num_local_steps": 3, "codec": "int4"}, id="diloco-int4"),
-        pytest.param({"num_local_steps": 3, "codec": "int2"}, id="diloco-int2"),
-        pytest.param({"num_local_steps": 4, "delay": 2}, id="delayed"),
+        pytest.param({"num_steps": 3}, id="diloco"),
+        pytest.param({"num_steps": 3, "codec": "int4"}, id="diloco-int4"),
+        pytest.param({"num_steps": 3, "codec": "int2"}, id="diloco-int2"),
+        pytest.param({"num_steps": 4, "delay": 2}, id="delayed"),
         pytest.param({"codec": "int4"} | STREAMED, id="streaming"),
         pytest.param(
             {"codec": "int4", "num_synchronous_steps": 4} | STREAMED, id="synchronous"
@@ -184,7 +190,7 @@ def test_twelve_steps_are_those_of_explicit_workers(settings):
 )
 def test_rounds_of_one_step_are_data_parallelism(mesh, stage):
     """The outer optimizer is SGD with learning rate 1 and no momentum."""
-    one = {"num_local_steps": 1, "outer_learning_rate": 1.0, "outer_momentum": 0.0}
+    one = {"num_steps": 1, "outer_learning_rate": 1.0, "outer_momentum": 0.0}
     states, losses = [], []
     for settings in ({}, one):
         run = make_run(stage=stage, mesh=mesh, **settings)
@@ -198,7 +204,7 @@ def test_rounds_of_one_step_are_data_parallelism(mesh, stage):
 
 
 def test_replicas_are_equal_after_an_exchange_alone():
-    run = make_run(optax.adam(0.01), codec="int4", num_local_steps=3)
+    run = make_run(optax.adam(0.01), codec="int4", num_steps=3)
     state = run.state
     for number in range(1, 7):
         state, _ = run.step(state, models.make_batch(number))
@@ -218,14 +224,14 @@ def test_replicas_are_equal_after_an_exchange_alone():
 )
 def test_a_local_step_sends_nothing_to_other_replicas(mesh, stage):
     """Neither gradients nor losses, norms, or whether they are finite."""
-    run = make_run(optax.adamw(0.01), stage, mesh, num_local_steps=3)
+    run = make_run(optax.adamw(0.01), stage, mesh, num_steps=3)
     assert not crossing(run)
     assert crossing(make_run(optax.adamw(0.01), stage, mesh))
 
 
 def test_a_fragment_sends_its_own_bytes_in_four_bits():
     """Half a byte a number and a scale for 2048; fails if all fragments are sent."""
-    settings = {"codec": "int4", "num_local_steps": 4, "num_fragments": 2}
+    settings = {"codec": "int4", "num_steps": 4, "num_fragments": 2}
     run = make_run(mesh=schema.Mesh(replica=2, tensor=4), **settings)
     for i, names in enumerate(FRAGMENTS[2]):
         grads = [run.state.extra.replicas.master[name] for name in names]
@@ -268,7 +274,7 @@ def test_outer_steps_move_only_what_follows_gradients():
         optimizer=schema.Optimizer(
             schedule=schema.Cosine(num_warmup_steps=0), groups=(frozen,)
         ),
-        communication=schema.Communication(codec="onebit", num_local_steps=2),
+        communication=with_rounds(codec="onebit", num_steps=2),
     )
     model = totals.make_model()
     tx = make_optimizer(config, model)
@@ -318,8 +324,10 @@ def test_outer_steps_move_only_what_follows_gradients():
 
 def test_more_fragments_than_arrays_are_refused():
     with pytest.raises(PlanError) as error:
-        make_run(num_local_steps=8, num_fragments=4)
-    expected = "communication.num_fragments=4 has fragments without any layer or "
+        make_run(num_steps=8, num_fragments=4)
+    expected = (
+        "communication.local_steps.num_fragments=4 has fragments without any layer or "
+    )
     assert str(error.value) == expected + "array; use at most 3"
 
 
@@ -328,7 +336,7 @@ def test_more_fragments_than_arrays_are_refused():
 )
 def test_optimizers_of_the_settings_work_inside(name, codec):
     """MuLoCo: fragments in few bits, and what a replica learned counts half."""
-    settings = schema.Communication(codec=codec, **STREAMED)
+    settings = with_rounds(codec=codec, **STREAMED)
     optimizer = rules.optimizer(name, num_warmup_steps=0, peak_learning_rate=0.01)
     config = runs.make_config(
         2,

@@ -47,13 +47,13 @@ CASES = {
     "pipeline, weights apart": {
         "mesh": {"pipeline": 2},
         "model": SHAPE | {"remat": "none"},
-        "pipeline": {"schedule": "zb_h1", "recompute": False},
+        "pipeline": "zb_h1",
         "num_microbatches": 2,
     },
     "pipeline, weights apart, tensor, stage 2": {
         "mesh": {"pipeline": 2, "tensor": 2},
         "model": SHAPE | {"remat": "none"},
-        "pipeline": {"schedule": "zb_h1", "recompute": False},
+        "pipeline": "zb_h1",
         "zero": ZERO | {"stage": 2},
         "num_microbatches": 2,
     },

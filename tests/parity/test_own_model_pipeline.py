@@ -20,7 +20,7 @@ def normed(params, x, context, key):
 
 @pytest.mark.parametrize(
     ("stage", "pipeline"),
-    [(1, {"schedule": "1f1b"}), (3, {"schedule": "zb_h1", "recompute": False})],
+    [(1, {"kind": "1f1b"}), (3, {"kind": "zb_h1"})],
     ids=["1f1b", "weights-apart"],
 )
 def test_layers_that_fill_up_the_stages_may_have_no_value(stage, pipeline):
@@ -40,7 +40,7 @@ def test_layers_that_fill_up_the_stages_may_have_no_value(stage, pipeline):
 
 @pytest.mark.parametrize(
     ("num_layers", "pipeline"),
-    [(5, {"schedule": "1f1b"}), (4, {"schedule": "zb_h1", "recompute": False})],
+    [(5, {"kind": "1f1b"}), (4, {"kind": "zb_h1"})],
     ids=["1f1b, filled up", "weights-apart"],
 )
 def test_what_blocks_add_to_the_loss_counts(num_layers, pipeline):
@@ -110,7 +110,7 @@ def test_idle_stages_read_what_a_pass_read(schedule):
         batch,
         jax.devices()[:4],
         mesh={"pipeline": 4},
-        pipeline={"schedule": schedule, "recompute": False},
+        pipeline={"kind": schedule, "recompute": False},
         **settings,
     )
     wanted = lines.train(model, batch, jax.devices()[:1], **settings)
@@ -129,16 +129,16 @@ KEPT = {"recompute": False}
 
 
 PADDED = {
-    "microbatch": (0, {"schedule": "1f1b"}, {}, np.s_[2::4]),
-    "device": (1, {"schedule": "gpipe", **KEPT}, {"data": 2}, np.s_[:8]),
-    "device-2": (2, {"schedule": "interleaved", **KEPT}, {"data": 2}, np.s_[:8]),
-    "part-3": (3, {"schedule": "zb_h1", **KEPT}, {"data": 2}, np.s_[1:8:2]),
-    "device-3": (3, {"schedule": "1f1b"}, {"data": 2}, np.s_[:8]),
-    "device-3-gpipe": (3, {"schedule": "gpipe", **KEPT}, {"data": 2}, np.s_[8:]),
-    "device-3-interleaved": (3, {"schedule": "interleaved"}, {"data": 2}, np.s_[8:]),
-    "device-3-zb_h1": (3, {"schedule": "zb_h1", **KEPT}, {"data": 2}, np.s_[:8]),
-    "all": (1, {"schedule": "1f1b", **KEPT}, {"data": 2}, np.s_[:]),
-    "all-3": (3, {"schedule": "1f1b"}, {"data": 2}, np.s_[:]),
+    "microbatch": (0, {"kind": "1f1b"}, {}, np.s_[2::4]),
+    "device": (1, {"kind": "gpipe", **KEPT}, {"data": 2}, np.s_[:8]),
+    "device-2": (2, {"kind": "interleaved", **KEPT}, {"data": 2}, np.s_[:8]),
+    "part-3": (3, {"kind": "zb_h1"}, {"data": 2}, np.s_[1:8:2]),
+    "device-3": (3, {"kind": "1f1b"}, {"data": 2}, np.s_[:8]),
+    "device-3-gpipe": (3, {"kind": "gpipe", **KEPT}, {"data": 2}, np.s_[8:]),
+    "device-3-interleaved": (3, {"kind": "interleaved"}, {"data": 2}, np.s_[8:]),
+    "device-3-zb_h1": (3, {"kind": "zb_h1"}, {"data": 2}, np.s_[:8]),
+    "all": (1, {"kind": "1f1b", **KEPT}, {"data": 2}, np.s_[:]),
+    "all-3": (3, {"kind": "1f1b"}, {"data": 2}, np.s_[:]),
 }
 """Stage, schedule and mesh, and the rows that count nothing."""
 BY_HAND = {"device-3-gpipe", "device-3-interleaved", "device-3-zb_h1", "all"}

@@ -27,28 +27,28 @@ CASES = {
     "gpipe, kept, stage 3": {
         "mesh": {"pipeline": 2, "data": 4},
         "stage": 3,
-        "pipeline": {"schedule": "gpipe", **KEPT},
+        "pipeline": {"kind": "gpipe", **KEPT},
     },
     "interleaved": {
         "mesh": {"pipeline": 2, "data": 4},
         "stage": 1,
-        "pipeline": {"schedule": "interleaved"},
+        "pipeline": "interleaved",
     },
     "interleaved, kept, stage 2": {
         "mesh": {"pipeline": 2, "data": 4},
         "stage": 2,
-        "pipeline": {"schedule": "interleaved", **KEPT},
+        "pipeline": {"kind": "interleaved", **KEPT},
     },
     "interleaved, stage 2, llama": {
         "mesh": {"pipeline": 2, "data": 2, "tensor": 2},
         "stage": 2,
-        "pipeline": {"schedule": "interleaved"},
+        "pipeline": "interleaved",
         **LLAMA,
     },
     "weights apart, tensor": {
         "mesh": {"pipeline": 2, "data": 2, "tensor": 2},
         "stage": 1,
-        "pipeline": {"schedule": "zb_h1", **KEPT},
+        "pipeline": "zb_h1",
     },
     "layers that do not divide, vocabulary neither": {
         "mesh": {"pipeline": 2, "data": 4},
@@ -65,13 +65,13 @@ CASES = {
     "weights apart, heads traded along the sequence": {
         "mesh": {"pipeline": 2, "sequence": 2, "tensor": 2},
         "stage": 1,
-        "pipeline": {"schedule": "zb_h1", **KEPT},
+        "pipeline": "zb_h1",
         "sequence_attention": "ulysses",
     },
     "ring": {
         "mesh": {"pipeline": 2, "data": 2, "sequence": 2},
         "stage": 3,
-        "pipeline": {"schedule": "interleaved", **KEPT},
+        "pipeline": {"kind": "interleaved", **KEPT},
         "sequence_attention": "ring",
         **LLAMA,
     },
@@ -215,7 +215,7 @@ def steps_of(run):
             2,
         ),
         pytest.param(
-            *({"mesh": {"pipeline": 2}, "pipeline": {"schedule": "interleaved"}}, 2),
+            *({"mesh": {"pipeline": 2}, "pipeline": "interleaved"}, 2),
             marks=pytest.mark.slow,
         ),
     ],
@@ -232,7 +232,7 @@ def test_bfloat16_is_close_to_float32(case, num_devices):
 @pytest.mark.slow
 def test_float16_takes_steps_and_writes_text():
     """Fails if the passes of stages overflow at the first scale, or find no product."""
-    weights_apart = {"schedule": "zb_h1", **KEPT}
+    weights_apart = {"kind": "zb_h1"}
     mesh = {"pipeline": 2, "tensor": 2}
     config = pipelines.make_config(
         mesh=mesh, stage=2, pipeline=weights_apart, compute_dtype="float16"
@@ -250,7 +250,7 @@ def test_float16_takes_steps_and_writes_text():
 @pytest.mark.parametrize(("mesh", "stage", "num_microbatches", "schedule"), GRID)
 def test_grid(mesh, stage, num_microbatches, schedule):
     """Ten steps of SGD, as Adam would make rounding errors of small gradients large."""
-    pipeline = {"schedule": schedule, "recompute": schedule == "1f1b"}
+    pipeline = {"kind": schedule, "recompute": schedule == "1f1b"}
     case = {"mesh": mesh, "stage": stage, "pipeline": pipeline, "optimizer": "sgd"}
     case |= {"num_microbatches": num_microbatches}
     assert_same(case, num_steps=10, rtol=1e-5, atol=1e-6)

@@ -122,7 +122,10 @@ def test_the_loss_that_an_optimizer_asks_for_is_that_of_all_replicas(separable):
 
 @pytest.mark.parametrize(
     "communication",
-    [schema.Communication(codec="bfloat16"), schema.Communication(num_local_steps=2)],
+    [
+        schema.Communication(codec="bfloat16"),
+        schema.Communication(local_steps=schema.LocalSteps(num_steps=2)),
+    ],
     ids=["codec", "local-steps"],
 )
 def test_an_optimizer_asks_for_the_loss_that_it_was_given(communication):

@@ -35,7 +35,7 @@ PATHS = {
         PIPELINE
         | {
             "zero": {"stage": 3},
-            "pipeline": {"schedule": "zb_h1", "recompute": False},
+            "pipeline": "zb_h1",
         },
     ),
     "blocks on the host": (8, {"zero": {"stage": 1} | HOST}),

@@ -31,7 +31,7 @@ PATHS = {
         {
             "mesh": {"pipeline": 2, "data": 2},
             "zero": {"stage": 3},
-            "pipeline": {"schedule": "zb_h1", "recompute": False},
+            "pipeline": "zb_h1",
         },
     ),
     "pipeline, 4 stages": (
@@ -39,7 +39,7 @@ PATHS = {
         {
             "mesh": {"pipeline": 4, "data": 2},
             "zero": {"stage": 2},
-            "pipeline": {"schedule": "gpipe", "recompute": False},
+            "pipeline": {"kind": "gpipe", "recompute": False},
         },
     ),
     "blocks on the host": (8, {"zero": {"stage": 1} | HOST}),
@@ -111,7 +111,7 @@ def test_every_path_computes_what_one_device_does(path, num_microbatches):
 @pytest.mark.parametrize(
     ("num_blocks", "mesh", "settings"),
     [
-        ((1, 7), {"pipeline": 2, "data": 2}, {"pipeline.schedule": "interleaved"}),
+        ((1, 7), {"pipeline": 2, "data": 2}, {"pipeline": "interleaved"}),
         ((3, 4), {"pipeline": 4}, {"pipeline.recompute": False}),
     ],
     ids=["interleaved, empty slots", "kept, blocks change their stage"],

@@ -27,9 +27,9 @@ from zjax.train.outer_state import make_exchange, make_fragments
 
 MESH = ("mesh.replica=2", "mesh.data=4", "zero.stage=1", "model.embed_size=64")
 DILOCO = (
-    "communication.num_local_steps=4",
-    "communication.num_fragments=2",
-    "communication.delay=1",
+    "communication.local_steps.num_steps=4",
+    "communication.local_steps.num_fragments=2",
+    "communication.local_steps.delay=1",
     "communication.codec=int4",
 )
 ONE_BIT = ("optimizer.rule=onebit_adam", "optimizer.rule.freeze_step=2")

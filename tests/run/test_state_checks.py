@@ -74,18 +74,19 @@ def test_one_step_of_the_warm_up_is_enough():
 
 def test_rounds_do_not_begin_later_than_they_began():
     """Replicas share parameters after an exchange, but not the moments of Adam."""
-    rounds = schema.Communication(num_local_steps=2, num_synchronous_steps=2)
-    run = make_run("adam", 0, communication=rounds)
+    rounds = schema.LocalSteps(num_steps=2, num_synchronous_steps=2)
+    run = make_run("adam", 0, communication=schema.Communication(local_steps=rounds))
     _, state = runs.train(run, 4)
     rounds = dataclasses.replace(rounds, num_synchronous_steps=6)
-    later = make_run("adam", 0, communication=rounds)
+    communication = schema.Communication(local_steps=rounds)
+    later = make_run("adam", 0, communication=communication)
     with pytest.raises(StateError) as error:
         later.step(state, models.make_batch(4))
     assert str(error.value) == (
-        "communication.num_synchronous_steps=6 joins replicas at step 5 that have "
-        "stepped apart; use 4 or less, or a state whose replicas are equal"
+        "communication.local_steps.num_synchronous_steps=6 joins replicas at step 5 "
+        "that have stepped apart; use 4 or less, or a state whose replicas are equal"
     )
-    _, state = runs.train(make_run("adam", 0, communication=rounds), 2)
+    _, state = runs.train(make_run("adam", 0, communication=communication), 2)
     runs.train(later, 2, first=2, state=state)
 
 

@@ -106,10 +106,10 @@ def test_layers_that_count_are_those_that_stages_cut(num_layers, stages, chunks)
     (slots,) = assign_slots([num_layers], stages * chunks, [1])
     places = [divmod(block, slots.size)[1] for block in range(num_layers)]
     wanted = sum((0, place) not in whole_slots([slots]) for place in places)
-    schedule = "interleaved" if chunks > 1 else "1f1b"
+    pipeline = schema.Interleaved(num_chunks=chunks) if chunks > 1 else schema.Gpipe()
     config = schema.Config(
         model=schema.Model(num_layers=num_layers),
         mesh=schema.Mesh(pipeline=stages),
-        pipeline=schema.Pipeline(schedule=schedule, num_chunks=chunks or 2),
+        pipeline=pipeline,
     )
     assert num_middle_layers(config, 8) == wanted

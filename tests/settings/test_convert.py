@@ -193,6 +193,21 @@ def test_described_config_is_gin_of_an_equal_config(tmp_path):
     assert gin.from_gin([str(path)]) == config
 
 
+def test_what_is_off_is_not_printed():
+    """Fails if a plain run prints schedules of stages, or bounds that bound nothing."""
+    plain = describe.describe_config(schema.Config())
+    assert "soft_cap" not in plain and "config.pipeline" not in plain
+    given = ["model.logit_soft_cap=30.0", "mesh.pipeline=2", "processes.process_id=0"]
+    text = describe.describe_config(zconfig.load_config({}, *given))
+    assert {*text.splitlines()} - {*plain.splitlines()} == {
+        "config.mesh.pipeline = 2",
+        "config.pipeline = '1f1b'",
+        "config.pipeline.recompute = True",
+        "config.model.logit_soft_cap = 30.0",
+        "config.processes.process_id = 0",
+    }
+
+
 def test_listing_names_every_setting_once_with_its_default():
     listed = [line.strip() for line in describe.describe_settings().splitlines()]
     text = describe.describe_config(zconfig.Config())

@@ -49,8 +49,12 @@ def test_codes_leave_axes_for_zjax_to_choose():
             "zero.gradient_memory='nvme'",
         ),
         (
-            {"communication": schema.Communication(num_local_steps=2)},
-            "communication.num_local_steps=2",
+            {
+                "communication": schema.Communication(
+                    local_steps=schema.LocalSteps(num_steps=2)
+                )
+            },
+            "communication.local_steps.num_steps=2",
         ),
         (
             {"optimizer": schema.Optimizer(rule=schema.OnebitAdam())},

@@ -10,9 +10,15 @@ from tests.support import rules
 from zjax.models.build import make_model
 from zjax.optim.build import make_optimizer
 from zjax.run.initialize import make_run
-from zjax.settings import schema
+from zjax.settings import convert, schema
 
 ROWS, LENGTH, WIDTH, VOCABULARY = 16, 8, 16, 40
+
+
+def made_by(pipeline):
+    """Schedule of the stages from a mapping with a kind, or None."""
+    settings = {"pipeline": pipeline or {}}
+    return convert.from_mapping(schema.Config, settings).pipeline
 
 
 def make_config(
@@ -33,7 +39,7 @@ def make_config(
         global_batch_size=ROWS,
         num_microbatches=num_microbatches,
         mesh=schema.Mesh(**(mesh or {})),
-        pipeline=schema.Pipeline(**(pipeline or {})),
+        pipeline=made_by(pipeline),
         zero=schema.Zero(stage=stage, min_shard_elements=0),
         precision=schema.Precision(compute_dtype=compute_dtype),
         optimizer=rules.optimizer(

@@ -136,12 +136,12 @@ def cases():
         "deterministic": {"deterministic": True},
         "interleaved": {
             "mesh": {"pipeline": 2},
-            "pipeline": {"schedule": "interleaved"},
+            "pipeline": "interleaved",
             "num_microbatches": 2,
         },
         "gradients of weights apart": {
             "mesh": {"pipeline": 2, "tensor": 2},
-            "pipeline": {"schedule": "zb_h1", "recompute": False},
+            "pipeline": "zb_h1",
             "model": {"remat": "none"},
             "num_microbatches": 2,
         },
@@ -180,7 +180,7 @@ def cases():
             "model": LLAMA
             | {
                 "attention": "xla",
-                "sliding_window": 8,
+                "window": {"size": 8},
                 "attention_soft_cap": 20.0,
                 "logit_soft_cap": 10.0,
             },
@@ -210,15 +210,17 @@ def cases():
         },
         "0/1 Adam": REPLICAS | {"optimizer": {"rule": "zero_one_adam"}},
         "int8 gradients": REPLICAS | {"communication": {"codec": "int8"}},
-        "local steps": REPLICAS | {"communication": {"num_local_steps": 3}},
+        "local steps": REPLICAS | {"communication": {"local_steps": {"num_steps": 3}}},
         "local steps, int4, streamed": REPLICAS
         | {
             "communication": {
-                "num_local_steps": 4,
-                "num_fragments": 2,
                 "codec": "int4",
-                "delay": 1,
-                "mixing": 0.5,
+                "local_steps": {
+                    "num_steps": 4,
+                    "num_fragments": 2,
+                    "delay": 1,
+                    "mixing": 0.5,
+                },
             },
         },
         "nodes": {"mesh": {"replica": 2, "data": 4}, "zero": {"stage": 3}},

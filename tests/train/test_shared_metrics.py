@@ -15,7 +15,7 @@ from zjax.schedule.training import TrainingSchedule
 from zjax.settings import schema
 
 LOWER = "lower optimizer.peak_learning_rate or look at the data"
-ROUND = schema.Communication(num_local_steps=3)
+ROUND = schema.Communication(local_steps=schema.LocalSteps(num_steps=3))
 
 
 def on_devices(x):
@@ -68,7 +68,9 @@ def test_metrics_at_the_end_of_a_round_are_those_of_all_rows():
             optax.sgd(0.1),
             0,
             mesh=schema.Mesh(replica=8),
-            communication=schema.Communication(num_local_steps=length),
+            communication=schema.Communication(
+                local_steps=schema.LocalSteps(num_steps=length)
+            ),
             model=model,
         )
         _, metrics = run.step(run.state, batch)
@@ -114,7 +116,7 @@ def test_a_run_ends_with_a_round(policy, last, text, tmp_path):
         {
             "directory": str(tmp_path),
             "num_steps": 6,
-            "communication": {"num_local_steps": 3},
+            "communication": {"local_steps": {"num_steps": 3}},
             "precision": {"on_nonfinite": policy},
             "observe": {"plot": False},
         }

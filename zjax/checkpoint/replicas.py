@@ -59,7 +59,7 @@ def check_apart(
         has = "has" if saved else "has no"
         problem = f"{has} replicas that take local steps, unlike this run"
         remedy = (
-            "continue with the saved communication.num_local_steps and optimizer.rule, "
+            "continue with the saved communication.local_steps and optimizer.rule, "
             "or start a run from its weights with checkpoint.init_from"
         )
         raise CheckpointError(Problem("checkpoint", place, problem, remedy))

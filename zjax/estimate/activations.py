@@ -9,7 +9,6 @@ from zjax.models.mixture import router_of
 from zjax.moe.exchange import Choice, choose_exchange
 from zjax.ops.attention import choose_implementation
 from zjax.parallel.chunks import count_chunks
-from zjax.parallel.pipeline_schedule import make_schedule
 from zjax.settings import schema
 from zjax.settings.batch import BatchSizes
 from zjax.settings.mixture import experts_by_layer, experts_per_token
@@ -17,6 +16,7 @@ from zjax.settings.sequence import sequence_method
 from zjax.sharding.describe import format_bytes, render_table
 from zjax.sharding.mesh import EXPERT, PIPELINE, SEQUENCE, TENSOR
 from zjax.sharding.placement import dtype_bytes
+from zjax.train.programs import make_pipeline_schedule
 
 
 def tokens_of_device(
@@ -276,15 +276,10 @@ def _saved_by_all(
     if num_stages == 1:
         return config.model.num_layers * saved
     given = config.pipeline
-    schedule = make_schedule(
-        given.schedule,
-        num_stages=num_stages,
-        num_microbatches=batch.num_microbatches,
-        num_chunks=given.num_chunks if given.schedule == "interleaved" else 1,
-    )
+    schedule = make_pipeline_schedule(given, num_stages, batch.num_microbatches)
     num_chunks = num_stages * schedule.num_chunks
     chunk_values = -(-config.model.num_layers // num_chunks) * saved
-    if not given.recompute:
+    if not given.recomputes:
         return schedule.num_slots * chunk_values
     # With recompute, a slot holds only the input of a chunk, and one chunk is
     # recomputed at a time.

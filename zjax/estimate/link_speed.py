@@ -123,7 +123,7 @@ def report_link(config: schema.Config, num_devices: int, link: str) -> str:
         remedy += predictions[0].obstacle
         raise ConfigError(Problem("link", link, problem, remedy))
     table = describe_predictions(predictions, baseline_of(config))
-    length = methods["DiLoCo"].communication.num_local_steps
+    length = methods["DiLoCo"].communication.rounds.num_steps
     title = (
         f"a step on {nodes} nodes joined by links of {link}, {format_bytes(speed)}/s\n"
         f"computing: {formula}\n"

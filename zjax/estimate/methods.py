@@ -30,26 +30,25 @@ def methods_of(config: schema.Config) -> dict[str, schema.Config]:
     """Settings of a run by each method, by name; a run may refuse some methods.
 
     Settings that reduce communication are reset, except for
-    `communication.num_local_steps`, `num_synchronous_steps` and the options of a
-    compressed optimizer in use.
+    `num_steps` and `num_synchronous_steps` of `communication.local_steps`, and the
+    options of a compressed optimizer in use.
 
     Example:
         >>> methods = methods_of(schema.Config())
-        >>> methods["DiLoCo"].communication.num_local_steps
+        >>> methods["DiLoCo"].communication.local_steps.num_steps
         40
     """
     plain, change = _plain(config), dataclasses.replace
-    sent = config.communication
-    diloco = schema.Communication(
-        num_local_steps=sent.num_local_steps or _round(config.num_steps),
-        num_synchronous_steps=sent.num_synchronous_steps,
+    given = config.communication.local_steps
+    diloco = schema.LocalSteps(
+        num_steps=given.num_steps if given else _round(config.num_steps),
+        num_synchronous_steps=given.num_synchronous_steps if given else 0,
     )
     streaming = change(
         diloco,
-        codec="int4",
         num_fragments=FRAGMENTS,
         # A fragment must be merged before the next is sent.
-        delay=max(0, min(DELAY, diloco.num_local_steps // FRAGMENTS - 1)),
+        delay=max(0, min(DELAY, diloco.num_steps // FRAGMENTS - 1)),
     )
     zero3 = change(plain.zero, stage=3, shard_over_replica=True)
     zeropp = change(
@@ -63,8 +62,11 @@ def methods_of(config: schema.Config) -> dict[str, schema.Config]:
         rule = choices.as_kind(config.optimizer.rule, kind)
         return change(plain, optimizer=change(plain.optimizer, rule=rule))
 
-    def coded(codec: Any) -> schema.Config:
-        return change(plain, communication=schema.Communication(codec=codec))
+    def coded(
+        codec: Any, local_steps: schema.LocalSteps | None = None
+    ) -> schema.Config:
+        sent = schema.Communication(codec=codec, local_steps=local_steps)
+        return change(plain, communication=sent)
 
     return {
         f"{plain.optimizer.rule.kind}, float32": plain,
@@ -73,8 +75,8 @@ def methods_of(config: schema.Config) -> dict[str, schema.Config]:
         "1-bit Adam": compressed(schema.OnebitAdam),
         "0/1 Adam": compressed(schema.ZeroOneAdam),
         "1-bit LAMB": compressed(schema.OnebitLamb),
-        "DiLoCo": change(plain, communication=diloco),
-        "Streaming DiLoCo": change(plain, communication=streaming),
+        "DiLoCo": coded("none", diloco),
+        "Streaming DiLoCo": coded("int4", streaming),
         "ZeRO-3": change(plain, zero=zero3),
         "ZeRO++": change(plain, zero=zeropp),
     }
@@ -150,7 +152,7 @@ def _exchanges(
         codecs = codecs or {"train": "float32"}
         fragments = []
     else:
-        fragments = make_fragments(plan.master, settings.num_fragments)
+        fragments = make_fragments(plan.master, settings.rounds.num_fragments)
     codec = outer_codec(settings.codec, merged_phase(phases))
     return {name: Exchange(plan, make_codec(x)) for name, x in codecs.items()} | {
         f"mean_{i}": make_exchange(plan, codec, fragment)

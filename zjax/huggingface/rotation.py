@@ -78,7 +78,6 @@ def rotation_settings(
         if share == 1.0
         # Rounded as in transformers.
         else int(model.head_size * share),
-        "local_rope_theta": float(_local_theta(values, family)),
     }
 
 
@@ -86,8 +85,8 @@ def rotation_values(model: schema.Model, family: Family) -> dict[str, Any]:
     """Keys of a config.json that all versions of transformers read."""
     # Old keys, which new versions read, too.
     values: dict[str, Any] = {"rope_theta": model.rope_theta}
-    if family.local_theta:
-        values[_LOCAL] = model.local_rope_theta
+    if family.local_theta and model.window:
+        values[_LOCAL] = model.window.rope_theta
     if model.rotary_size and family.is_partial:
         values[PARTIAL] = model.rotary_size / model.head_size
     scaling = model.rope_scaling
@@ -144,7 +143,7 @@ def rotation_problems(
     elif share != 1 and not family.is_partial:
         yield Problem(PARTIAL, share, f"{refused} 1.0 alone", remedy)
     thetas = {"rope_theta": _theta(values, rope, family)}
-    thetas |= {_LOCAL: _local_theta(values, family)}
+    thetas |= {_LOCAL: local_theta(values, family)}
     for key, theta in thetas.items():
         if not _is_number(theta):
             problem = f"{where} is not of type float"
@@ -214,7 +213,7 @@ def _local(values: Mapping[str, Any]) -> Mapping[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _local_theta(values: Mapping[str, Any], family: Family) -> Any:
+def local_theta(values: Mapping[str, Any], family: Family) -> Any:
     """Base of rotary positions in sliding layers; 0 for a family with one base."""
     if not family.local_theta:
         return 0.0

@@ -122,7 +122,9 @@ def settings_of(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
         model = convert.from_mapping(schema.Model, settings)
         settings |= rotation.rotation_settings(values, family, model)
     num_layers = settings["num_layers"]
-    settings |= window_settings(values, family.windows, num_layers)
+    settings["window"] = window_settings(values, family.windows, num_layers)
+    if settings["window"] and family.is_rotary:
+        settings["window"]["rope_theta"] = float(rotation.local_theta(values, family))
     if family.has_steps:
         settings["moe"] |= mixture.layer_settings(values, num_layers)
     if family.is_mixture and settings["moe"]["top_k"] == 1:

@@ -46,13 +46,12 @@ NO_WINDOWS = Windows()
 
 def window_settings(
     values: Mapping[str, Any], windows: Windows, num_layers: int
-) -> dict[str, Any]:
-    """Settings of windows from a config.json without problems."""
+) -> dict[str, Any] | None:
+    """Settings of `model.window` from a config.json without problems."""
     slides = _slides(values, windows, num_layers)
-    every = _period(slides)
     if not any(slides):
-        return {"sliding_window": 0, "full_attention_every": 0}
-    return {"sliding_window": _size(values, windows), "full_attention_every": every}
+        return None
+    return {"size": _size(values, windows), "full_attention_every": _period(slides)}
 
 
 def window_values(model: schema.Model, windows: Windows) -> dict[str, Any]:
@@ -60,7 +59,7 @@ def window_values(model: schema.Model, windows: Windows) -> dict[str, Any]:
     if windows.layers == "none":
         return {}
     # null means no window.
-    values: dict[str, Any] = {"sliding_window": model.sliding_window or None}
+    values: dict[str, Any] = {"sliding_window": model.window_size or None}
     if windows.layers == "all":
         return values
     slides = sliding_layers(model)

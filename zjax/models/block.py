@@ -35,7 +35,7 @@ class Block(nnx.Module):
             `stream`, matrices that write to the stream are initialised smaller, by the
             square root of the number of such matrices, as in GPT-2.
         num_experts: Number of experts in place of the feed-forward; 0 for none.
-        slides: Whether a token sees only `config.sliding_window` keys.
+        slides: Whether a token sees only `config.window_size` keys.
         matmul_dtype: Dtype of the operands of projections and feed-forward.
         rngs: Source of the initial values.
     """
@@ -56,7 +56,7 @@ class Block(nnx.Module):
         self.norm_position = norm_position
         # A window of 0 bounds nothing.
         self.bounds = attention.Bounds(
-            config.sliding_window if slides else 0, config.attention_soft_cap
+            config.window_size if slides else 0, config.attention_soft_cap
         )
         self.sparse = sparse.sparse_of(config)
         self.implementation: attention.Implementation = config.attention_kernel

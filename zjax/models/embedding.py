@@ -230,7 +230,7 @@ class Embedding(nnx.Module):
             )
             return pin_tokens(cos), pin_tokens(sin)
 
-        local = config.local_rope_theta
+        local = config.window.rope_theta if config.window else 0.0
         return (
             tables(config.rope_theta, scaling=config.rope_scaling),
             tables(local) if local else None,

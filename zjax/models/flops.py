@@ -261,7 +261,7 @@ def _attention_factor(
 
 def _share_in_windows(model: schema.Model, length: int) -> float:
     """Share of the unmasked pairs that layers see, averaged over layers."""
-    window = min(model.sliding_window, length)
+    window = min(model.window_size, length)
     # The first tokens of a row see less than a window.
     pairs = window * length - window * (window - 1) / 2
     share = pairs / (length * (length + 1) / 2)

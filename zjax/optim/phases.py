@@ -78,7 +78,7 @@ def make_phases(config: Config) -> Phases | None:
         )
     if (rounds := make_rounds(config)) is not None:
         # Without synchronous steps every step is local, and sends nothing itself.
-        if not config.communication.num_synchronous_steps:
+        if not config.communication.rounds.num_synchronous_steps:
             return None
         phase = Phase(SYNCHRONOUS, _uncompressed(config.precision))
         return Phases({SYNCHRONOUS: phase}, rounds.at)

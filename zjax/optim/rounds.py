@@ -99,17 +99,17 @@ def make_rounds(config: Config) -> Rounds | Intervals | None:
 
     Example:
         >>> from zjax.settings import schema
-        >>> settings = schema.Communication(num_local_steps=30)
+        >>> rounds = schema.LocalSteps(num_steps=30)
+        >>> settings = schema.Communication(local_steps=rounds)
         >>> make_rounds(Config(communication=settings)).merged_after(60)
         0
     """
     if isinstance(rule := config.optimizer.rule, ZeroOneAdam):
         return make_intervals(rule, config.num_steps)
-    settings = config.communication
-    if not settings.num_local_steps:
+    if (settings := config.communication.local_steps) is None:
         return None
     return Rounds(
-        settings.num_local_steps,
+        settings.num_steps,
         settings.num_fragments,
         settings.delay,
         settings.num_synchronous_steps,

@@ -28,7 +28,7 @@ from zjax.replicas.compressed import (
     state_spec,
     train_together,
 )
-from zjax.settings.schema import Communication
+from zjax.settings.schema import Communication, LocalSteps
 from zjax.sharding.mesh import REPLICA
 from zjax.sharding.placement import ArrayPlan, pad_tree, place_tree, unpad_tree
 from zjax.sharding.plan import Plan
@@ -143,13 +143,13 @@ class OuterStep:
         fragment: Subset of the parameters.
         exchange: Mean over replicas of the fragment.
         plan: Placement of every array.
-        config: Config; reads `communication`.
+        settings: Settings of rounds.
     """
 
     fragment: Fragment
     exchange: Exchange
     plan: Plan
-    settings: Communication
+    settings: LocalSteps
 
     def outer_gradients(self, anchor: Any, replicas: TrainState) -> list[jax.Array]:
         """Subtracts each replica's parameters from the anchor: float32[N, ...]."""
@@ -226,7 +226,7 @@ class OuterStep:
         return anchor, momentum, dataclasses.replace(replicas, master=master)
 
     def _mixed(self, local: jax.Array, shared: jax.Array) -> jax.Array:
-        """Mixes local into shared parameters, by `communication.mixing`."""
+        """Mixes local into shared parameters, by `local_steps.mixing`."""
         share = self.settings.mixing
         if not share:
             return jnp.broadcast_to(shared, local.shape)
@@ -318,8 +318,8 @@ def make_outer_step(
     """
     exchange = make_exchange(plan, outer_codec(settings.codec, merged), fragment)
     if merged is None:
-        return OuterStep(fragment, exchange, plan, settings)
-    return MomentumStep(fragment, exchange, plan, settings, tx, merged)
+        return OuterStep(fragment, exchange, plan, settings.rounds)
+    return MomentumStep(fragment, exchange, plan, settings.rounds, tx, merged)
 
 
 def end_of_round(

@@ -239,7 +239,7 @@ def _programs(
     programs |= _common_steps(model, tx, plan, config, schedule, rows)
     communication = config.communication
     merged = merged_phase(make_phases(config))
-    fragments = make_fragments(plan.master, communication.num_fragments)
+    fragments = make_fragments(plan.master, communication.rounds.num_fragments)
     for i, fragment in enumerate(fragments):
         outer = make_outer_step(plan, communication, fragment, tx, merged)
         sent = [row.stored for row in outer.exchange.plan.grads]

@@ -298,7 +298,7 @@ def report_pipeline(config: Config, plan: plans.Plan, picture: pathlib.Path) -> 
     schedule = make_pipeline_schedule(
         config.pipeline, plan.mesh.shape[meshes.PIPELINE], batch.num_microbatches
     )
-    recompute = config.pipeline.recompute
+    recompute = config.pipeline.recomputes
     costs = timeline.pass_costs(recompute=recompute)
     with _drawing(picture):
         timeline.plot_schedule(schedule, picture, costs=costs)

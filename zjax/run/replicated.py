@@ -67,7 +67,7 @@ def check_together(state: TrainState, rounds: Rounds | Intervals) -> None:
         return
     done = int(state.step)
     if isinstance(rounds, Rounds):
-        field = "communication.num_synchronous_steps"
+        field = "communication.local_steps.num_synchronous_steps"
         value = rounds.num_synchronous_steps
     else:
         field, value = "optimizer.rule.freeze_step", rounds.freeze_step

@@ -109,7 +109,7 @@ def _hash_constant(value: Any) -> str:
 
 
 _FUNCTION = ".function"
-_ROUND = ("delay", "num_local_steps", "num_fragments", "num_synchronous_steps")
+_ROUND = ("delay", "num_steps", "num_fragments", "num_synchronous_steps")
 STARTED_FROM = {
     "checkpoint.init_from": "",
     "checkpoint.expert_noise": 0.0,
@@ -189,7 +189,13 @@ def describe_errors(rows: TrainState, config: Config, step: int) -> str:
     settings = config.communication
     masters = jax.tree.leaves(rows.master)
     places = [(row.path, row.stored_shape, str(row.stored)) for row in masters]
-    message = [units, settings.codec, settings.num_fragments, config.zero.stage, places]
+    message = [
+        units,
+        settings.codec,
+        settings.rounds.num_fragments,
+        config.zero.stage,
+        places,
+    ]
     return hashlib.sha256(json.dumps(message).encode()).hexdigest()[:16]
 
 
@@ -345,15 +351,16 @@ def check_messages(saved: Mapping[str, Any], config: Config, step: int) -> None:
     rounds = make_rounds(config)
     if not isinstance(rounds, Rounds) or not rounds.delay:
         return
-    before = current(saved.get("config", {})).get("communication", {})
+    settings = current(saved.get("config", {})).get("communication", {})
+    before = settings.get("local_steps")
     merges = range(step + 1, step + rounds.delay + 1)
     on_its_way = any(rounds.merged_after(merge) is not None for merge in merges)
-    if not on_its_way or not before.get("num_local_steps"):
+    if not on_its_way or not before:
         return
     changed = [
-        (f"communication.{name}", value, before.get(name))
+        (f"communication.local_steps.{name}", value, before.get(name))
         for name in _ROUND
-        if (value := getattr(config.communication, name)) != before.get(name)
+        if (value := getattr(config.communication.rounds, name)) != before.get(name)
     ]
     problem = "is not {}, with which step {} was saved, and a fragment is on its way"
     problems = [

@@ -34,8 +34,7 @@ def num_middle_layers(config: schema.Config, num_devices: int) -> int:
 def _num_chunks(config: schema.Config, num_devices: int) -> int:
     """Number of chunks over all pipeline stages; 1 without a pipeline."""
     stages = max(1, axes.axis_sizes(config, num_devices)["pipeline"])
-    is_interleaved = config.pipeline.schedule == "interleaved"
-    return stages * (config.pipeline.num_chunks if is_interleaved else 1)
+    return stages * config.pipeline.chunks_per_stage
 
 
 def dropping_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
@@ -111,8 +110,8 @@ def _skipped_stages(
         remedy = f"leave {setting.split('=')[0]} out, or use mesh.pipeline=1 or "
         remedy += _ALL_LAYERS
         yield Problem(_LAYERS, theta, problem, remedy)
-    if config.pipeline.schedule == "zb_h1":
-        problem = "skips a layer as a whole, and pipeline.schedule='zb_h1' takes its "
+    if isinstance(config.pipeline, schema.ZbH1):
+        problem = "skips a layer as a whole, and pipeline='zb_h1' takes its "
         problem += "backward pass apart"
         yield Problem(_LAYERS, theta, problem, f"use '1f1b' there, or {_ALL_LAYERS}")
 

@@ -134,15 +134,14 @@ def sliding_layers(model: schema.Model) -> tuple[bool, ...]:
     """Whether each layer uses the sliding window.
 
     Example:
-        >>> model = schema.Model(num_layers=3, sliding_window=8, full_attention_every=2)
-        >>> sliding_layers(model)
+        >>> window = schema.SlidingWindow(full_attention_every=2)
+        >>> sliding_layers(schema.Model(num_layers=3, window=window))
         (True, False, True)
     """
-    every = model.full_attention_every
-    return tuple(
-        model.sliding_window > 0 and not (every and number % every == 0)
-        for number in range(1, model.num_layers + 1)
-    )
+    if model.window is None:
+        return model.num_layers * (False,)
+    every, numbers = model.window.full_attention_every, range(1, model.num_layers + 1)
+    return tuple(not (every and number % every == 0) for number in numbers)
 
 
 def period_of_layers(model: schema.Model) -> int:
@@ -152,22 +151,23 @@ def period_of_layers(model: schema.Model) -> int:
         >>> period_of_layers(schema.Model(moe=schema.TokenChoice(every=2)))
         2
     """
-    return max(model.moe.every if model.moe else 1, model.full_attention_every)
+    by_window = model.window.full_attention_every if model.window else 0
+    return max(model.moe.every if model.moe else 1, by_window)
 
 
 def window_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
     """Yields settings that contradict sliding windows or soft caps.
 
     Example:
-        >>> model = schema.Model(attention=schema.Sparse(), sliding_window=8)
+        >>> window = schema.SlidingWindow(size=8)
+        >>> model = schema.Model(attention=schema.Sparse(), window=window)
         >>> print(*window_problems(schema.Config(model=model), 1))
-        model.sliding_window=8 is not a pattern of model.attention='sparse'; use 0, or \
-attention.pattern='local'
+        model.window.size=8 is not a pattern of model.attention='sparse'; use \
+model.window=None, or attention.pattern='local'
     """
     model = config.model
-    yield from _without_effect(model)
-    if model.sliding_window:
-        yield from _window_problems(config)
+    if model.window:
+        yield from _window_problems(config, model.window)
     kernel = model.attention.kind
     if model.attention_soft_cap and kernel in ("cudnn", "sparse"):
         value = model.attention_soft_cap
@@ -184,9 +184,14 @@ attention.pattern='local'
         yield Problem("model.activation", model.activation, problem, remedy)
 
 
-def _window_problems(config: schema.Config) -> Iterator[Problem]:
+_NO_WINDOW = "use model.window=None"
+
+
+def _window_problems(
+    config: schema.Config, window: schema.SlidingWindow
+) -> Iterator[Problem]:
     """Yields settings that contradict a sliding window."""
-    model, window = config.model, config.model.sliding_window
+    model, every = config.model, window.full_attention_every
     dropping = choices.value_at(config, "random_ltd")
     others = {
         "model.kind='encoder', which looks ahead": model.kind == "encoder",
@@ -197,51 +202,41 @@ def _window_problems(config: schema.Config) -> Iterator[Problem]:
     }
     for other in (name for name, is_used in others.items() if is_used):
         problem = f"does not go with {other}"
-        yield Problem("model.sliding_window", window, problem, "use 0")
+        yield Problem("model.window.size", window.size, problem, _NO_WINDOW)
     if isinstance(model.attention, schema.Sparse):
         problem = "is not a pattern of model.attention='sparse'"
-        remedy = "use 0, or attention.pattern='local'"
-        yield Problem("model.sliding_window", window, problem, remedy)
-    if model.full_attention_every > 1:
-        yield from _blocks(model)
-        yield from _loads(model)
+        remedy = f"{_NO_WINDOW}, or attention.pattern='local'"
+        yield Problem("model.window.size", window.size, problem, remedy)
+    if window.rope_theta and model.positions != "rotary":
+        problem = f"has no effect with model.positions={model.positions!r}"
+        remedy = "leave it at 0, or set model.positions to 'rotary'"
+        yield Problem("model.window.rope_theta", window.rope_theta, problem, remedy)
+    if every == 1:
+        # With 1, every layer would have full attention.
+        problem, remedy = "lets no layer slide", f"{_NO_WINDOW}, or 2 or more"
+        yield Problem("model.window.full_attention_every", 1, problem, remedy)
+    elif every:
+        yield from _blocks(model, every)
+        yield from _loads(model, every)
 
 
-def _blocks(model: schema.Model) -> Iterator[Problem]:
+def _blocks(model: schema.Model, every: int) -> Iterator[Problem]:
     """Yields settings that need other blocks than `full_attention_every` makes."""
-    every = model.full_attention_every
     usual = {"moe.every": 1, "moe.first_dense": 0, "mlp_tiles": 1}
     for name, wanted in usual.items():
         if (value := choices.value_at(model, name)) not in (None, wanted):
             problem = f"makes blocks of {every} layers, and model.{name}={value} "
             problem += "needs others"
             remedy = f"use 0, or model.{name}={wanted}"
-            yield Problem("model.full_attention_every", every, problem, remedy)
+            yield Problem("model.window.full_attention_every", every, problem, remedy)
 
 
-def _loads(model: schema.Model) -> Iterator[Problem]:
+def _loads(model: schema.Model, every: int) -> Iterator[Problem]:
     """Yields a router bias rate, which needs blocks of one layer."""
-    every, rate = model.full_attention_every, model.bias_rate
-    if rate:
+    if rate := model.bias_rate:
         problem = "moves by the load of a block of one layer, and "
-        problem += f"model.full_attention_every={every} makes blocks of {every}"
+        problem += f"model.window.full_attention_every={every} makes blocks of {every}"
         yield Problem("model.moe.bias_rate", rate, problem, "use 0 for either")
-
-
-def _without_effect(model: schema.Model) -> Iterator[Problem]:
-    """Yields window settings without effect."""
-    if model.full_attention_every == 1:
-        # With 1, every layer would have full attention.
-        problem = "lets no layer slide"
-        yield Problem(
-            "model.full_attention_every", 1, problem, "use 0 for both, or 2 or more"
-        )
-    for name in ("full_attention_every", "local_rope_theta"):
-        value = getattr(model, name)
-        if value and not model.sliding_window:
-            problem = "has no effect with model.sliding_window=0"
-            remedy = "leave it at 0, or set model.sliding_window"
-            yield Problem(f"model.{name}", value, problem, remedy)
 
 
 _COUNTS = ("num_global_blocks", "num_random_blocks", "num_sliding_window_blocks")

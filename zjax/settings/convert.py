@@ -37,8 +37,12 @@ class Settings(ml_collections.ConfigDict):
         'wsd'
     """
 
+    _inner: Mapping[str, tuple[Any, Any]] = {}
+    """Default and annotation of each section inside the sections of a choice."""
+
     def __setitem__(self, key: str, value: Any) -> None:
-        before = self.get(key) if isinstance(value, str | None) else None
+        is_known = key in self or key in self._inner
+        before = self[key] if is_known and isinstance(value, str | None) else None
         if isinstance(before, _Chosen):
             given = choices.as_mapping(value)
             if given == choices.OFF:
@@ -55,9 +59,6 @@ class _Chosen(Settings):
 
     A section inside is made when a file reaches into it.
     """
-
-    _inner: Mapping[str, tuple[Any, Any]] = {}
-    """Default and annotation of each section inside the sections of the choice."""
 
     def __getitem__(self, key: str) -> Any:
         if key in self._inner and key not in self:
@@ -299,8 +300,9 @@ def _choose(
     special = {} if default is None else _special_defaults(default)
     unread = {*known} - {*_settings_of(section)}
     for name in [name for name in given if name in unread]:
-        if special.get(name) != derived.reset(x := given.pop(name)):
-            problems += _unread(kinds, kind, f"{path}.{name}", x)
+        x, field = given.pop(name), f"{path}.{name}"
+        if derived.reset(x) not in (special.get(name), renamed.UNREAD.get(field)):
+            problems += _unread(kinds, kind, field, x)
     if section is None:
         for name, x in given.items():
             problem, remedy = "is not a setting", _nearest(name, known, path)
@@ -548,14 +550,32 @@ def merge(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
         {'zero': {'stage': 3}, 'seed': 2}
     """
     kept, moved = renamed.moved(changes)
-    merged = _merge(values, kept, schema.Config)
-    return _merge(merged, moved, schema.Config)
+    return _with_moved(_merge(values, kept, schema.Config), moved)
 
 
 def with_present_names(values: Mapping[str, Any]) -> dict[str, Any]:
     """Moves settings under old names to their present places."""
-    kept, moved = renamed.moved(values)
-    return merge(kept, moved)
+    return _with_moved(*renamed.moved(values))
+
+
+def _with_moved(values: Mapping[str, Any], moved: Mapping[str, Any]) -> dict[str, Any]:
+    """Merges settings that had old names, unless they are defaults of a section off."""
+    needed = {p: x for p, x in moved.items() if not _is_default_of_off(values, p, x)}
+    return _merge(values, needed, schema.Config)
+
+
+def _is_default_of_off(values: Mapping[str, Any], path: str, value: Any) -> bool:
+    """Whether a setting has the default of a section that nested settings lack."""
+    section, _, name = path.rpartition(".")
+    kinds = choices.kinds(type_of(section))
+    given: Any = values
+    for part in section.split("."):
+        is_mapping = isinstance(given, Mapping)
+        given = given.get(part) if is_mapping else getattr(given, part, None)
+    if NONE not in kinds or choices.as_mapping(given) != choices.OFF:
+        return False
+    reader = kinds[choices.readers(kinds, name)[0]]
+    return value == choices.default_of(reader, name)
 
 
 def _merge(

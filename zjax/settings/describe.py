@@ -9,13 +9,14 @@ import typing
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from zjax.settings import choices, convert, derived, needs, schema
+from zjax.settings import choices, convert, derived, needs, ranges, schema
 
 
 def describe_config(config: schema.Config) -> str:
     """Formats the settings that a run reads, as Gin that reads back to an equal config.
 
-    Settings at a default of None, (), {} or '' are left out.
+    Settings at a default that stands for none are left out: None, (), {}, '', and
+    numbers such as `num_tokens=0`.
 
     Example:
         >>> describe_config(schema.Config()).splitlines()[0]
@@ -35,8 +36,9 @@ def describe_config(config: schema.Config) -> str:
 
 def _is_absent(section: type, path: str, value: Any) -> bool:
     """Whether a setting is at a default that means none."""
-    is_none = value is None or (isinstance(value, tuple | str) and not value)
-    return is_none and choices.default_of(section, path.rpartition(".")[2]) == value
+    name = path.rpartition(".")[2]
+    is_default = choices.default_of(section, name) == value
+    return is_default and ranges.is_none(section, name, value)
 
 
 def describe_settings() -> str:

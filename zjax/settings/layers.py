@@ -1,6 +1,5 @@
 """Chooses between a loop over layers and unrolled layers; checks pipeline stages."""
 
-import dataclasses
 import math
 from collections.abc import Iterator
 
@@ -41,31 +40,23 @@ def layers_per_scan(config: schema.Config) -> int:
     return 1 if not chosen and not per_block and loops else chosen
 
 
-_CHUNK_SETTINGS = ("num_chunks",)
-"""Settings of `interleaved` alone, which `effect` checks in all runs."""
-
-
 def stage_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
     """Yields settings that contradict pipeline stages, or need a pipeline."""
     given, size = config.pipeline, _num_stages(config, num_devices)
     if size == 1:
-        for field in dataclasses.fields(schema.Pipeline):
-            value = getattr(given, field.name)
-            if value != field.default and field.name not in _CHUNK_SETTINGS:
-                problem = "has no effect with mesh.pipeline=1"
-                remedy = f"leave it at {field.default!r}, or set mesh.pipeline above 1"
-                yield Problem(f"pipeline.{field.name}", value, problem, remedy)
+        problem = "has no effect with mesh.pipeline=1"
+        remedy = "leave it out, or set mesh.pipeline above 1"
+        if not isinstance(given, schema.OneFOneB):
+            yield Problem("pipeline", given.kind, problem, remedy)
+        elif not given.recompute:
+            yield Problem("pipeline.recompute", False, problem, remedy)
         return
     memory = config.zero.optimizer_memory
     if memory != "device":
         problem = f"moves blocks one by one, and mesh.pipeline={size} runs whole stages"
         remedy = "use 'device', or mesh.pipeline=1"
         yield Problem("zero.optimizer_memory", memory, problem, remedy)
-    if given.schedule == "zb_h1" and given.recompute:
-        problem = "would recompute each stage for the weight gradients"
-        remedy = "set pipeline.recompute to False, or use '1f1b'"
-        yield Problem("pipeline.schedule", "zb_h1", problem, remedy)
-    if given.schedule == "interleaved":
+    if isinstance(given, schema.Interleaved):
         yield from _groups(config, num_devices, size)
 
 
@@ -82,8 +73,8 @@ def model_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]
         problem = f"comes out as {size} and {problem}" if given_size == -1 else problem
         remedy = f"use at most {blocks}"
         yield Problem("mesh.pipeline", given_size, problem, remedy)
-    elif given.schedule == "interleaved":
-        yield from _chunks(config, size)
+    elif isinstance(given, schema.Interleaved):
+        yield from _chunks(config.model, given.num_chunks, size)
     if model.layers_per_scan:
         problem = "has no effect in a pipeline, whose stages unroll their layers"
         yield Problem("model.layers_per_scan", model.layers_per_scan, problem, "use 0")
@@ -94,9 +85,9 @@ def model_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]
         remedy = "leave it at 'device'"
         memory = model.activation_memory
         yield Problem("model.activation_memory", memory, problem, remedy)
-    if given.schedule == "zb_h1" and model.remat != "none":
-        problem = "hides the weight gradients that pipeline.schedule='zb_h1' separates"
-        remedy = "use 'none', or pipeline.schedule='1f1b'"
+    if isinstance(given, schema.ZbH1) and model.remat != "none":
+        problem = "hides the weight gradients that pipeline='zb_h1' separates"
+        remedy = "use 'none', or pipeline='1f1b'"
         yield Problem("model.remat", model.remat, problem, remedy)
     if cannot_unroll(config):
         problem = "cannot repeat a cuDNN kernel in each stage"
@@ -104,16 +95,16 @@ def model_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]
         yield Problem("deterministic", True, problem, remedy)
 
 
-def _chunks(config: schema.Config, num_stages: int) -> Iterator[Problem]:
+def _chunks(model: schema.Model, given: int, num_stages: int) -> Iterator[Problem]:
     """Yields a number of chunks that does not split the blocks equally."""
-    num_layers, given = num_blocks(config.model), config.pipeline.num_chunks
+    num_layers = num_blocks(model)
     if num_layers % (num_stages * given) == 0:
         return
-    problem = f"does not split {describe_blocks(config.model)} equally over"
+    problem = f"does not split {describe_blocks(model)} equally over"
     problem += f" {num_stages} stages"
     sizes = range(2, num_layers // num_stages + 1)
     fits = [size for size in sizes if num_layers % (num_stages * size) == 0]
-    other = "use pipeline.schedule='1f1b', or another number of layers"
+    other = "use pipeline='1f1b', or another number of layers"
     remedy = f"use {fits[0]}" if fits else other
     yield Problem("pipeline.num_chunks", given, problem, remedy)
 
@@ -139,6 +130,6 @@ def _groups(
         return
     if number % num_stages:
         problem = f"does not divide into groups of {num_stages}, as"
-        problem += " pipeline.schedule='interleaved' takes them"
+        problem += " pipeline='interleaved' takes them"
         remedy = f"use a multiple of {num_stages}"
         yield Problem("num_microbatches", number, problem, remedy)

@@ -128,7 +128,7 @@ def describe_blocks(model: schema.Model) -> str:
     if every == 1:
         return f"model.num_layers={model.num_layers}"
     of_experts = model.moe and model.moe.every == every
-    name = "moe.every" if of_experts else "full_attention_every"
+    name = "moe.every" if of_experts else "window.full_attention_every"
     return f"the {num_blocks(model)} blocks of model.{name}={every}"
 
 

@@ -17,7 +17,6 @@ class Needs(NamedTuple):
 _OFFLOADED = ("pinned_host", "nvme", "auto")
 
 NEEDS = (
-    Needs("pipeline.num_chunks", "pipeline.schedule", ("interleaved",)),
     Needs("zero.memory", "zero.optimizer_memory", _OFFLOADED),
     Needs("zero.parameter_memory", "zero.optimizer_memory", _OFFLOADED),
     Needs("zero.gradient_memory", "zero.optimizer_memory", _OFFLOADED),
@@ -48,7 +47,6 @@ NEEDS = (
     Needs("model.rotary_size", "model.positions", ("rotary",)),
     Needs("model.rotary_pairs", "model.positions", ("rotary",)),
     Needs("model.rope_scaling", "model.positions", ("rotary",)),
-    Needs("model.local_rope_theta", "model.positions", ("rotary",)),
     Needs("model.query_key_norm_scope", "model.query_key_norm", (True,)),
     Needs("model.norm_position", "model.kind", ("decoder",)),
     Needs("data.path", "data.source", ("tokens",)),
@@ -64,6 +62,10 @@ def unread(config: schema.Config) -> set[str]:
         >>> "model.rope_theta" in unread(schema.Config())
         True
     """
-    return {
+    found = {
         x.setting for x in NEEDS if choices.value_at(config, x.other) not in x.choices
     }
+    if config.mesh.pipeline == 1:
+        names = choices.names(type(config.pipeline))
+        found |= {"pipeline", *(f"pipeline.{name}" for name in names)}
+    return found

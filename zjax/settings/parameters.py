@@ -44,9 +44,9 @@ def frozen_as_masters(config: schema.Config) -> str:
         if (x := getattr(zero, f"{name}_memory"))
     }
     settings = memories | {
-        "communication.num_local_steps": (
-            config.communication.num_local_steps,
-            config.communication.num_local_steps > 0,
+        "communication.local_steps.num_steps": (
+            config.communication.rounds.num_steps,
+            config.communication.local_steps is not None,
         ),
         "optimizer.rule": (
             config.optimizer.rule.kind,
@@ -96,7 +96,7 @@ _BESIDE_CODES = {
     "mesh.pipeline": (0, 1),
     "zero.optimizer_memory": ("device",),
     "zero.shard_over_replica": (False,),
-    "communication.num_local_steps": (0,),
+    "communication.local_steps": (None,),
 }
 _BESIDE_DROPOUT = {
     "lora.form": ("lora",),

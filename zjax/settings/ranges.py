@@ -45,6 +45,12 @@ class Range(NamedTuple):
         return f"use at least {self.minimum}" if value < self.minimum else ""
 
 
+class NoneAt(NamedTuple):
+    """Value of a setting that stands for none, and is not printed."""
+
+    value: int | float
+
+
 def at_least(low: int, maximum: int = MAX_STEPS) -> Range:
     """Range of finite numbers from `low` on."""
     # Comparisons with NaN are false, so NaN is out of every range.
@@ -131,6 +137,20 @@ def range_of(section: type, name: str) -> Range | None:
     hint = typing.get_type_hints(section, include_extras=True)[name]
     found = [x for x in getattr(hint, "__metadata__", ()) if isinstance(x, Range)]
     return found[0] if found else None
+
+
+def is_none(section: type, name: str, value: Any) -> bool:
+    """Whether a value of a setting stands for none: None, '', () or a marked number.
+
+    Example:
+        >>> from zjax.settings import schema
+        >>> is_none(schema.Config, "num_tokens", 0), is_none(schema.Config, "seed", 0)
+        (True, False)
+    """
+    hint = typing.get_type_hints(section, include_extras=True)[name]
+    marks = [x.value for x in getattr(hint, "__metadata__", ()) if type(x) is NoneAt]
+    is_empty = isinstance(value, tuple | str) and not value
+    return value is None or is_empty or value in marks
 
 
 def range_problems(section: Any, path: str = "") -> Iterator[Problem]:

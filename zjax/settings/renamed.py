@@ -44,10 +44,21 @@ MOVED: dict[str, Moved] = {
         "optimizer.schedule.momentum",
         *("min_momentum", "max_momentum", "momentum_decay_rate"),
     ),
+    "communication.num_local_steps": Moved("communication.local_steps.num_steps"),
+    **_moved(
+        "communication",
+        "communication.local_steps",
+        *("num_synchronous_steps", "outer_learning_rate", "outer_momentum"),
+        *("num_fragments", "delay", "mixing"),
+    ),
+    "pipeline.schedule": Moved("pipeline"),
     "lora.block_size": Moved("lora.quantize.block_size"),
     **_moved("evaluation", "evaluation.early_stopping", "patience", "min_improvement"),
     "observe.profile_start_step": Moved("observe.profile.start_step"),
     "observe.profile_num_steps": Moved("observe.profile.num_steps"),
+    "model.sliding_window": Moved("model.window.size"),
+    "model.full_attention_every": Moved("model.window.full_attention_every"),
+    "model.local_rope_theta": Moved("model.window.rope_theta"),
     "model.sparsity.mode": Moved("model.attention.pattern"),
     "model.sparsity.block": Moved("model.attention.block"),
     "model.moe.choice": Moved(
@@ -73,14 +84,22 @@ SECTIONS = {
 SWITCHES: dict[str, tuple[Any, ...]] = {
     "elasticity.microbatch_sizes": ((), []),
     "model.latent.key_rank": (0,),
+    "model.window.size": (0,),
     "distill.teacher": ("",),
     "layer_drop.theta": (1.0, 1),
     "lora.rank": (0,),
+    "communication.local_steps.num_steps": (0,),
     "evaluation.early_stopping.patience": (0,),
     "observe.profile.start_step": (-1,),
     "model.moe.num_experts": (0, (), []),
 }
 """Old values of settings that stood for a section of None."""
+
+UNREAD = {"model.moe.balance_loss": 0.0, "pipeline.recompute": False}
+"""Values, by settings that a choice does not read, that say what the choice does.
+
+Old configs had to write them.
+"""
 
 
 def moved(

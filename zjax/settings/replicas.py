@@ -1,6 +1,5 @@
 """Checks communication between replicas and nodes: codecs, local steps and ZeRO++."""
 
-import dataclasses
 from collections.abc import Iterator
 
 from zjax.errors import Problem
@@ -65,27 +64,16 @@ def _optimizer_problems(
         yield Problem("optimizer.groups", groups, problem, remedy)
 
 
-_OF_LOCAL_STEPS = (
-    "num_synchronous_steps",
-    "outer_learning_rate",
-    "outer_momentum",
-    "num_fragments",
-    "delay",
-    "mixing",
-)
-
-
 def local_steps_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
-    """Yields problems of `communication.num_local_steps` and the settings of rounds."""
-    settings = config.communication
-    if not settings.num_local_steps:
-        yield from _without_local_steps(settings)
+    """Yields problems of rounds of local steps."""
+    if (settings := config.communication.local_steps) is None:
         return
-    yield from _rounds(config)
-    length, field = settings.num_local_steps, "communication.num_local_steps"
+    yield from _round_problems(settings, config.num_steps)
+    field, length = "communication.local_steps.num_steps", settings.num_steps
+    off = "communication.local_steps=None"
     if axes.axis_sizes(config, num_devices)["replica"] == 1:
         problem = "has no effect with mesh.replica=1"
-        yield Problem(field, length, problem, "use mesh.replica=2 or more, or 0")
+        yield Problem(field, length, problem, f"use mesh.replica=2 or more, or {off}")
     for other, value, needed in (
         ("zero.optimizer_memory", config.zero.optimizer_memory, "device"),
         ("zero.shard_over_replica", config.zero.shard_over_replica, False),
@@ -93,43 +81,28 @@ def local_steps_problems(config: schema.Config, num_devices: int) -> Iterator[Pr
         ("optimizer.ema_decay", config.optimizer.ema_decay, 0.0),
     ):
         if value != needed:
-            remedy = f"use {other}={needed}, or 0"
+            remedy = f"use {other}={needed}, or {off}"
             yield Problem(field, length, f"is not built for {other}={value!r}", remedy)
     if isinstance(rule := config.optimizer.rule, schema.Compressed):
         problem = f"leaves optimizer.rule={rule.kind!r} nothing to send"
-        yield Problem(field, length, problem, "use another rule, or 0")
+        yield Problem(field, length, problem, f"use another rule, or {off}")
 
 
-def _without_local_steps(settings: schema.Communication) -> Iterator[Problem]:
-    """Yields settings of rounds in a run without local steps."""
-    defaults = {x.name: x.default for x in dataclasses.fields(schema.Communication)}
-    for name in _OF_LOCAL_STEPS:
-        value, default = getattr(settings, name), defaults[name]
-        if value != default:
-            problem = "has no effect with communication.num_local_steps=0"
-            remedy = f"leave it at {default}, or set communication.num_local_steps"
-            yield Problem(f"communication.{name}", value, problem, remedy)
-
-
-def _rounds(config: schema.Config) -> Iterator[Problem]:
+def _round_problems(settings: schema.LocalSteps, total: int) -> Iterator[Problem]:
     """Yields lengths of rounds, fragments and delays that do not fit the run."""
-    settings, field = config.communication, "communication.num_local_steps"
-    length, number, delay = (
-        settings.num_local_steps,
-        settings.num_fragments,
-        settings.delay,
-    )
+    section = "communication.local_steps"
+    field, length = f"{section}.num_steps", settings.num_steps
+    number, delay = settings.num_fragments, settings.delay
     together, first = settings.num_synchronous_steps, "num_synchronous_steps"
-    apart = config.num_steps - together
-    run = f"num_steps={config.num_steps}"
+    apart, run = total - together, f"num_steps={total}"
     span = f"{run} after {first}={together}" if together else run
-    if length > config.num_steps:
+    if length > total:
         problem = f"is more than {run}: nothing is exchanged"
-        yield Problem(field, length, problem, f"use at most {config.num_steps}")
+        yield Problem(field, length, problem, f"use at most {total}")
     elif apart < 1:
         problem = f"leaves no local step in {run}"
-        remedy = f"use at most {config.num_steps - length}, or {field}=0"
-        yield Problem(f"communication.{first}", together, problem, remedy)
+        remedy = f"use at most {total - length}, or {section}=None"
+        yield Problem(f"{section}.{first}", together, problem, remedy)
     elif length > apart:
         problem = f"is more than {span}: nothing is exchanged"
         yield Problem(field, length, problem, f"use at most {apart}")
@@ -139,12 +112,12 @@ def _rounds(config: schema.Config) -> Iterator[Problem]:
         yield Problem(field, length, problem, f"use a divisor of {divided}")
     if number > length:
         problem = f"is more than {field}={length}"
-        name, remedy = "communication.num_fragments", f"use at most {length}"
-        yield Problem(name, number, problem, remedy)
+        remedy = f"use at most {length}"
+        yield Problem(f"{section}.num_fragments", number, problem, remedy)
     elif delay >= length // number:
         problem = f"is not less than the {length // number} steps between two merges"
         remedy = f"use at most {length // number - 1}"
-        yield Problem("communication.delay", delay, problem, remedy)
+        yield Problem(f"{section}.delay", delay, problem, remedy)
 
 
 def node_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:

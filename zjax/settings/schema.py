@@ -20,6 +20,7 @@ from zjax.settings.ranges import (
     Layers,
     Limit,
     Natural,
+    NoneAt,
     NonNegative,
     OpenAxis,
     OpenTokens,
@@ -143,19 +144,55 @@ class Zero:
 
 
 @section
-class Pipeline:
-    """Schedule of the pipeline stages of `mesh.pipeline`."""
+class Pipeline(Choice):
+    """Schedule of pipeline stages."""
 
-    schedule: Literal["1f1b", "gpipe", "interleaved", "zb_h1"] = "1f1b"
-    """`gpipe` runs all forward passes first; `1f1b` alternates forward and backward
-    passes; `interleaved` gives each device `num_chunks` chunks of layers; `zb_h1`
-    computes weight gradients separately. The first two take equally long; the last two
-    have smaller bubbles and take more memory."""
-    num_chunks: Annotated[int, at_least(2, MAX_LAYERS)] = 2
-    """Chunks of layers per device under `interleaved`."""
+    @property
+    def chunks_per_stage(self) -> int:
+        """Chunks of layers per device."""
+        return self.num_chunks if isinstance(self, Interleaved) else 1
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether a stage saves only its input for the backward pass."""
+        return isinstance(self, Recomputing) and self.recompute
+
+
+@section
+class Recomputing(Pipeline):
+    """Schedule whose stages may recompute their layers."""
+
     recompute: bool = True
     """Whether a stage saves only its input for the backward pass and recomputes the
     rest; if not, it saves what `model.remat` says."""
+
+
+@section
+class OneFOneB(Recomputing):
+    """Alternates forward and backward passes."""
+
+    kind: ClassVar[str] = "1f1b"
+
+
+@section
+class Gpipe(Recomputing):
+    """Runs all forward passes first, which takes as long as `1f1b`."""
+
+
+@section
+class Interleaved(Recomputing):
+    """Gives each device several chunks of layers; smaller bubbles, more memory."""
+
+    num_chunks: Annotated[int, at_least(2, MAX_LAYERS)] = 2
+    """Chunks of layers per device."""
+
+
+@section
+class ZbH1(Pipeline):
+    """Computes weight gradients separately; smaller bubbles, more memory.
+
+    A stage saves what `model.remat` says.
+    """
 
 
 @section
@@ -489,25 +526,18 @@ class Optimizer:
     clip_norm: Limit = derived.OfferedFloat(1.0)
     """Global gradient norm limit; `inf` turns clipping off. A gradient
     transformation that you give is clipped only if this is set."""
-    ema_decay: Decay = 0.0
+    ema_decay: Annotated[Decay, NoneAt(0)] = 0.0
     """Exponential moving average of the parameters; 0 keeps none."""
     groups: tuple[ParamGroup, ...] = ()
     """Exceptions to the learning rate and the decay, by parameter path."""
 
 
 @section
-class Communication:
-    """Communication between the copies of the model along `mesh.replica`."""
+class LocalSteps:
+    """Rounds of steps that each replica takes alone (DiLoCo, arXiv:2311.08105)."""
 
-    codec: Literal[
-        "none", "bfloat16", "float8", "int8", "int4", "int2", "top_k", "onebit"
-    ] = "none"
-    """Form of the numbers on the wire, beside float32 sums and with error feedback from
-    8 bits down; `none` leaves the reduction to `precision.reduce_dtype`, and outer
-    gradients in float32."""
-    num_local_steps: Natural = 0
-    """Steps that replicas take before they exchange outer gradients; 0 exchanges
-    gradients in every step."""
+    num_steps: Count = 500
+    """Steps that replicas take before they exchange outer gradients."""
     num_synchronous_steps: Natural = 0
     """Steps in which replicas still exchange gradients, before they take local ones; as
     DiLoCo starts from a trained model."""
@@ -520,6 +550,25 @@ class Communication:
     """Steps that replicas take while a fragment is on its way."""
     mixing: Decay = 0.0
     """Share of its own parameters that a replica keeps when it merges a fragment."""
+
+
+@section
+class Communication:
+    """Communication between the copies of the model along `mesh.replica`."""
+
+    codec: Literal[
+        "none", "bfloat16", "float8", "int8", "int4", "int2", "top_k", "onebit"
+    ] = "none"
+    """Form of the numbers on the wire, beside float32 sums and with error feedback from
+    8 bits down; `none` leaves the reduction to `precision.reduce_dtype`, and outer
+    gradients in float32."""
+    local_steps: LocalSteps | None = None
+    """Rounds of local steps; None exchanges gradients in every step."""
+
+    @property
+    def rounds(self) -> LocalSteps:
+        """Settings of rounds; under 0/1 Adam one fragment and no delay, the default."""
+        return self.local_steps or LocalSteps()
 
 
 @section
@@ -739,6 +788,19 @@ class Latent:
     """Channels of a head of values, at most `model.head_size`."""
 
 
+@section
+class SlidingWindow:
+    """Bound of the keys that a token sees, in all layers or all but every n-th."""
+
+    size: SomeTokens = 4_096
+    """Keys that a token sees in sliding layers, from its own back."""
+    full_attention_every: Layers = 0
+    """Layers that do not slide: every second for 2, as in Gemma 2; none for 0."""
+    rope_theta: NonNegative = 0.0
+    """Base of rotary positions in sliding layers, whose rotations are then not scaled;
+    0 rotates as in the other layers."""
+
+
 BalanceScope = Literal["microbatch", "sequence"]
 
 
@@ -781,7 +843,7 @@ class MoE(Choice):
     """The same in evaluation."""
     min_capacity: SomeTokens = 4
     """Least capacity, in tokens."""
-    z_loss: NonNegative = 0.0
+    z_loss: Annotated[NonNegative, NoneAt(0)] = 0.0
     """Coefficient of the squared log-sum-exp of the logits (arXiv:2202.08906)."""
 
     @property
@@ -883,7 +945,7 @@ class Model:
     positions: Literal["learned", "rotary"] = "learned"
     first_position: Tokens = 0
     """Row of the table of learned positions for the first token: 2 in RoBERTa."""
-    num_token_types: Tokens = 0
+    num_token_types: Annotated[Tokens, NoneAt(0)] = 0
     """Rows of a table for `token_types` of a batch, such as first and second sentence;
     a batch without them has type 0. 0 has no table."""
     rope_theta: Positive = 10_000.0
@@ -894,19 +956,13 @@ class Model:
     rotary_pairs: Literal["halves", "adjacent"] = "halves"
     """Channels that rotate together: i of the first half and i of the second, as in
     Llama, or 2 i and 2 i + 1, as in DeepSeek."""
-    local_rope_theta: NonNegative = 0.0
-    """The base in sliding layers, whose rotations are then not scaled; 0 rotates as in
-    the others."""
-    sliding_window: Tokens = 0
-    """Keys that a token sees in sliding layers, from its own back; 0 for all."""
-    full_attention_every: Layers = 0
-    """Layers that do not slide: every second for 2, as in Gemma 2; none for 0."""
-    attention_soft_cap: NonNegative = 0.0
+    window: SlidingWindow | None = None
+    attention_soft_cap: Annotated[NonNegative, NoneAt(0)] = 0.0
     """Bound of attention scores, by tanh before the softmax; 0 for none."""
     attention_sinks: bool = False
     """Whether each head has a score besides those of its keys, without a value, that
     takes part of the softmax, as in gpt-oss."""
-    logit_soft_cap: NonNegative = 0.0
+    logit_soft_cap: Annotated[NonNegative, NoneAt(0)] = 0.0
     """Bound of the logits of the next token; 0 for none."""
     query_scale_size: Width = 0
     """Number whose root divides attention scores; 0 takes `head_size`."""
@@ -958,7 +1014,7 @@ class Model:
     takes all. The sequence axis and the tensor axis both split tokens. For long
     sequences, under a `remat` that recomputes these values: `full` or `attention`
     (arXiv:2506.13996, section 3.1)."""
-    z_loss: NonNegative = 0.0
+    z_loss: Annotated[NonNegative, NoneAt(0)] = 0.0
     """Weight of the squared log-partition penalty."""
     latent: Latent | None = None
     moe: TokenChoice | ExpertChoice | None = None
@@ -990,6 +1046,11 @@ class Model:
     def bias_rate(self) -> float:
         """Step of the router biases, which evens loads; 0 if none moves."""
         return self.moe.bias_rate if isinstance(self.moe, TokenChoice) else 0.0
+
+    @property
+    def window_size(self) -> int:
+        """Keys that a token sees in sliding layers; 0 for all."""
+        return self.window.size if self.window else 0
 
     @property
     def num_positions(self) -> int:
@@ -1309,9 +1370,9 @@ class Checkpoint:
     """Safetensors file, or directory of a run or of a Hugging Face checkpoint, whose
     weights start a new run; those of a dense model also start one with `model.moe`,
     whose experts are copies (arXiv:2212.05055)."""
-    expert_noise: NonNegative = 0.0
+    expert_noise: Annotated[NonNegative, NoneAt(0)] = 0.0
     """Noise on these copies, as a fraction of the standard deviation of each matrix."""
-    resize_vocabulary: bool = False
+    resize_vocabulary: Annotated[bool, NoneAt(False)] = False
     """Whether `init_from` has fewer tokens than `model.vocab_size`; the new rows of its
     tables are the mean of the others."""
 
@@ -1420,9 +1481,9 @@ class Processes:
 
     coordinator: str = "auto"
     """`auto` asks Slurm, Open MPI or Kubernetes; `none` runs alone; or `host:port`."""
-    num_processes: Devices = 0
+    num_processes: Annotated[Devices, NoneAt(0)] = 0
     """Number of processes, with `host:port`."""
-    process_id: Annotated[int, at_least(-1, MAX_DEVICES)] = -1
+    process_id: Annotated[int, at_least(-1, MAX_DEVICES), NoneAt(-1)] = -1
     """Number of this process, with `host:port`."""
     heartbeat_seconds: Annotated[int, at_least(1, 86_400)] = 20
     """Seconds without a heartbeat after which a process counts as dead."""
@@ -1456,10 +1517,10 @@ class Config:
 
     seed: Seed = 0
     num_steps: Count = derived.OfferedInt(1_000)
-    num_epochs: NonNegative = 0.0
+    num_epochs: Annotated[NonNegative, NoneAt(0)] = 0.0
     """Passes over the training rows, which `zjax.Trainer` counts, in place of
     `num_steps`; 0 is none."""
-    num_tokens: Natural = 0
+    num_tokens: Annotated[Natural, NoneAt(0)] = 0
     """Consumed tokens that end the run of a built-in model before `num_steps`, at the
     end of a step; 0 is none."""
     global_batch_size: Rows = derived.OfferedInt(32)
@@ -1477,7 +1538,8 @@ class Config:
     xla_options: tuple[str, ...] = ()
     """Compiler options `name=value` that add to and replace those that zjax derives."""
     mesh: Mesh = Mesh()
-    pipeline: Pipeline = Pipeline()
+    pipeline: OneFOneB | Gpipe | Interleaved | ZbH1 = OneFOneB()
+    """Schedule of the stages of `mesh.pipeline`."""
     zero: Zero = Zero()
     precision: Precision = Precision()
     optimizer: Optimizer = Optimizer()

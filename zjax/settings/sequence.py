@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from zjax.errors import Problem
-from zjax.settings import axes, schema
+from zjax.settings import axes, choices, schema
 
 Method = Literal["ulysses", "ring", "halo"]
 TILE = 128
@@ -55,7 +55,7 @@ mesh.tensor * mesh.sequence=8; use 'ring', or a multiple of 8 heads
     lacking = _ring_lacks(model)
     if chosen == "ring" and lacking:
         problem = f"takes the ring, which {lacking}" if method == "auto" else lacking
-        remedy = f"use 'ulysses' with {multiple}, or 0 there"
+        remedy = f"use 'ulysses' with {multiple}, or leave that out"
         yield Problem(field, method, problem, remedy)
     elif method == "ring" and kernel in ("cudnn", "sparse"):
         problem = (
@@ -79,9 +79,9 @@ mesh.tensor * mesh.sequence=8; use 'ring', or a multiple of 8 heads
 
 def _ring_lacks(model: schema.Model) -> str:
     """Feature of the model that ring attention lacks; empty if there is none."""
-    bounds = "sliding_window", "attention_soft_cap"
-    for name in (name for name in bounds if getattr(model, name)):
-        return f"does not bound attention by model.{name}={getattr(model, name)}"
+    for name in ("window.size", "attention_soft_cap"):
+        if bound := choices.value_at(model, name):
+            return f"does not bound attention by model.{name}={bound}"
     if model.attention_sinks:
         return "has no scores without keys, as model.attention_sinks=True needs"
     if rate := model.attention_dropout_rate:

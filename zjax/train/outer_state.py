@@ -116,7 +116,9 @@ def make_fragments(master: Any, number: int) -> list[Fragment]:
         most = sum(map(bool, pieces))
         problem = "has fragments without any layer or array"
         remedy = f"use at most {most}"
-        raise PlanError(Problem("communication.num_fragments", number, problem, remedy))
+        raise PlanError(
+            Problem("communication.local_steps.num_fragments", number, problem, remedy)
+        )
     return [Fragment(tuple(each)) for each in pieces]
 
 
@@ -169,7 +171,7 @@ def outer_rows(
     codec = outer_codec(settings.codec, merged)
     exchanges = [
         make_exchange(plan, codec, fragment)
-        for fragment in make_fragments(plan.master, settings.num_fragments)
+        for fragment in make_fragments(plan.master, settings.rounds.num_fragments)
     ]
     followers = only_followers(plan.master, plan.master, "gradient")
     momentum = jax.tree.map(_float32, followers)
@@ -178,7 +180,7 @@ def outer_rows(
         replicas=jax.tree.map(_by_replica, dataclasses.replace(rows, step=())),
         momentum=momentum if merged is None else (),
         errors=tuple(e.error_rows if e.feeds_back else () for e in exchanges),
-        arriving=means if settings.delay else (),
+        arriving=means if settings.rounds.delay else (),
     )
     return dataclasses.replace(rows, opt_state=(), scaler=(), extra=extra)
 

@@ -234,7 +234,7 @@ def check_sizes(staged: StagedModel) -> None:
         raise PlanError(Problem("mesh.pipeline", size, problem, remedy))
     if chunks > 1 and number % (size * chunks):
         problem = f"does not cut {number} blocks into equal parts on {size} stages"
-        remedy = "use a number that does, or pipeline.schedule='1f1b'"
+        remedy = "use a number that does, or pipeline='1f1b'"
         raise PlanError(Problem("pipeline.num_chunks", chunks, problem, remedy))
     if chunks * sum(slots.size for slots in staged.slots) >= number:
         segments = len(staged.slots)
@@ -245,7 +245,7 @@ def check_sizes(staged: StagedModel) -> None:
     if schedule.name == "zb_h1" and staged.keeps:
         problem = "cannot take gradients of weights from blocks that are recomputed"
         remedy = "use '1f1b', or a model whose `keeps` is None"
-        raise PlanError(Problem("pipeline.schedule", "zb_h1", problem, remedy))
+        raise PlanError(Problem("pipeline", "zb_h1", problem, remedy))
 
 
 def check_slots(staged: StagedModel) -> None:

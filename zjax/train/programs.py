@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -179,7 +179,7 @@ def pipelined_model(settings: GradientSettings) -> PipelinedModel:
     schedule = make_pipeline_schedule(pipeline, num_stages, settings.num_microbatches)
     keeps = model.keeps if settings.recomputes else None
     drops = settings.drops_tokens
-    return PipelinedModel(model, schedule, pipeline.recompute, keeps, drops)
+    return PipelinedModel(model, schedule, pipeline.recomputes, keeps, drops)
 
 
 def make_pipeline_schedule(
@@ -187,10 +187,10 @@ def make_pipeline_schedule(
 ) -> schedules.Schedule:
     """Returns the schedule that the settings of a pipeline name."""
     return schedules.make_schedule(
-        pipeline.schedule,
+        cast(schedules.Name, pipeline.kind),
         num_stages=num_stages,
         num_microbatches=num_microbatches,
-        num_chunks=pipeline.num_chunks if pipeline.schedule == "interleaved" else 1,
+        num_chunks=pipeline.chunks_per_stage,
     )
 
 

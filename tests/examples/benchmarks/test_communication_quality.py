@@ -96,7 +96,7 @@ def test_an_unknown_method_is_named(program, capsys):
 @pytest.mark.slow
 def test_finished_runs_are_not_run_again(measure, program, tmp_path, monkeypatch):
     """Fails if a program that is killed loses its finished runs."""
-    local = {"communication.num_local_steps": 2}
+    local = {"communication.local_steps.num_steps": 2}
     monkeypatch.setitem(program.METHODS, "diloco", local)
     monkeypatch.setitem(program.TWINS, "diloco", "adam")
     found, trained = measure("--methods=adam,diloco", "--seeds=0")
@@ -107,7 +107,9 @@ def test_finished_runs_are_not_run_again(measure, program, tmp_path, monkeypatch
     assert found["diloco"]["median"] in (first, second) and first < second
     assert "onebit_adam" not in again
     assert (tmp_path / "runs" / "curves.png").stat().st_size > 10_000
-    monkeypatch.setitem(program.METHODS, "diloco", {"communication.num_local_steps": 1})
+    monkeypatch.setitem(
+        program.METHODS, "diloco", {"communication.local_steps.num_steps": 1}
+    )
     _, trained = measure("--methods=adam,diloco", "--seeds=0")
     assert len(trained) == 1 and trained[0].startswith("diloco")
     _, trained = measure("--methods=adam", "--seeds=0", "optimizer.rule.b1=0.8")

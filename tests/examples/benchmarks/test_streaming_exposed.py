@@ -15,9 +15,9 @@ SMALL = (
     "num_steps=64",
     "global_batch_size=4",
     "microbatch_size=2",
-    "communication.num_local_steps=8",
-    "communication.num_fragments=2",
-    "communication.delay=1",
+    "communication.local_steps.num_steps=8",
+    "communication.local_steps.num_fragments=2",
+    "communication.local_steps.delay=1",
     "model.num_layers=2",
     "model.embed_size=32",
     "model.num_heads=2",
@@ -69,10 +69,10 @@ def test_the_row_is_about_four_fragments_in_int4_on_two_replicas(contest, module
     path, *settings = contest.contestants[0].command[2:]
     config = load_config(path, *settings)
     communication = config.communication
-    assert (communication.codec, communication.num_fragments) == ("int4", 4)
-    assert communication.delay > 0
+    assert (communication.codec, communication.local_steps.num_fragments) == ("int4", 4)
+    assert communication.local_steps.delay > 0
     assert config.mesh.replica == 2
     rounds = make_rounds(module.without_exchange(config))
     number = module.WARM_UP_ROUNDS + module.TIMED_ROUNDS
-    steps = range(1, number * communication.num_local_steps + 1)
+    steps = range(1, number * communication.local_steps.num_steps + 1)
     assert not any(rounds.sent_after(step) is not None for step in steps)

@@ -207,10 +207,10 @@ def test_model_state_is_refused():
     ("pipeline", "num_layers", "message"),
     [
         (
-            {"schedule": "interleaved"},
+            {"kind": "interleaved"},
             6,
             "pipeline.num_chunks=2 does not cut 6 blocks into equal parts on 4 stages; "
-            "use a number that does, or pipeline.schedule='1f1b'",
+            "use a number that does, or pipeline='1f1b'",
         ),
         (
             {},
@@ -219,9 +219,9 @@ def test_model_state_is_refused():
             "most 3",
         ),
         (
-            {"schedule": "zb_h1", "recompute": False},
+            {"kind": "zb_h1"},
             4,
-            "pipeline.schedule='zb_h1' cannot take gradients of weights from blocks "
+            "pipeline='zb_h1' cannot take gradients of weights from blocks "
             "that are recomputed; use '1f1b', or a model whose `keeps` is None",
         ),
     ],
