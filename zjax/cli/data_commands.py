@@ -2,7 +2,6 @@
 
 import json
 import os
-import pathlib
 import shlex
 import sys
 import time
@@ -11,6 +10,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 from absl import flags
 
+from zjax import deepspeed
 from zjax.cli.commands import Parser
 from zjax.cli.usage import NO_VALUE
 from zjax.config.flags import config_from_flags
@@ -18,11 +18,8 @@ from zjax.data import source, store
 from zjax.data.analyze import analyze
 from zjax.data.metric_index import Index, index_path
 from zjax.data.prepare import prepare
-from zjax.deepspeed import convert, report
-from zjax.deepspeed.conversion import Conversion
-from zjax.deepspeed.reading import read_file
+from zjax.deepspeed import report
 from zjax.errors import ConfigError, Problem
-from zjax.files import local_path
 from zjax.observe import plot_metrics
 from zjax.settings import ranges
 from zjax.sharding.describe import render_table
@@ -146,7 +143,7 @@ def convert_file() -> None:
     parser = Parser("zjax convert", allow_abbrev=False)
     parser.add_argument("file", help="ds_config.json of DeepSpeed")
     given = parser.parse_args(sys.argv[2:])
-    found = _read(given.file)
+    found = deepspeed.read(given.file)
     print(report.config_file(found), end="")
     columns = ("key of DeepSpeed", "value", "here", "settings, reason or remedy")
     print(render_table(columns, report.table_rows(found)), file=sys.stderr)
@@ -158,8 +155,6 @@ def convert_file() -> None:
 
 def summarise_file(path: str) -> str:
     """Counts the keys of a ds_config.json by result, and names the detailed command."""
-    return f"{path}: {report.summary(_read(path))}; each key: zjax convert {path}"
-
-
-def _read(path: str) -> Conversion:
-    return convert(read_file(pathlib.Path(local_path("ds_config", path))))
+    return (
+        f"{path}: {report.summary(deepspeed.read(path))}; each key: zjax convert {path}"
+    )

@@ -4,18 +4,12 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from zjax.deepspeed.conversion import Conversion
+from zjax.deepspeed.table import Conversion
 from zjax.settings.derived import is_offered
 
 
 def config_file(found: Conversion) -> str:
-    """Formats the settings as a Python config file for `zjax train --config`.
-
-    Example:
-        >>> from zjax.deepspeed import convert
-        >>> print(config_file(convert({"train_batch_size": 8})).splitlines()[6])
-            config.global_batch_size = 8
-    """
+    """Formats the settings as a Python config file for `zjax train --config`."""
     lines = [
         "from zjax.config import base",
         "",
@@ -55,13 +49,7 @@ def table_rows(found: Conversion) -> list[tuple[str, ...]]:
 
 
 def summary(found: Conversion) -> str:
-    """Counts the keys of each verdict.
-
-    Example:
-        >>> from zjax.deepspeed import convert
-        >>> summary(convert({"train_batch_size": 8, "gradient_clipping": 1.0}))
-        '2 mapped'
-    """
+    """Counts the keys of each verdict."""
     verdicts: Sequence[str] = [row.verdict for row in found.rows if not row.is_default]
     counts = {name: verdicts.count(name) for name in dict.fromkeys(verdicts)}
     return ", ".join(f"{number} {name}" for name, number in counts.items())

@@ -1,30 +1,25 @@
-"""Converts ZeRO, offload and ZeRO++."""
+"""Sections of ZeRO, offload and ZeRO++."""
 
-from zjax.deepspeed.conversion import AUTO, Conversion
+from typing import Any
+
+from zjax.deepspeed import table
+from zjax.deepspeed.table import If, Meanings, Section, Values, derived, refusal
 
 ZERO = "zero_optimization"
-MEMORIES = {"none": "device", "cpu": "pinned_host", "nvme": "nvme"}
 STAGE_3 = "stage3_"
 """Prefix of names that DeepSpeed knows without it as well."""
+MEMORIES = {"none": "device", "cpu": "pinned_host", "nvme": "nvme"}
 SCHEDULED = "XLA schedules and combines the messages"
-SHARDED = "shardings replace flat buffers"
-NO_EFFECT = {
+SWITCHES = {
     "overlap_comm": SCHEDULED,
-    "allgather_bucket_size": SCHEDULED,
-    "reduce_bucket_size": SCHEDULED,
-    "stage3_prefetch_bucket_size": SCHEDULED,
-    "stage3_max_live_parameters": SCHEDULED,
-    "stage3_max_reuse_distance": SCHEDULED,
-    "stage3_module_granularity_threshold": SCHEDULED,
     "stage3_use_all_reduce_for_fetch_params": SCHEDULED,
     "stage3_allgather_sequential": SCHEDULED,
     "use_multi_rank_bucket_allreduce": SCHEDULED,
     "allgather_partitions": SCHEDULED,
     "reduce_scatter": SCHEDULED,
-    "contiguous_gradients": SHARDED,
-    "round_robin_gradients": SHARDED,
-    "sub_group_size": "updates run array by array",
-    "stage3_model_persistence_threshold": "small arrays stay whole, however many",
+    "mics_hierarchical_params_gather": SCHEDULED,
+    "contiguous_gradients": "shardings replace flat buffers",
+    "round_robin_gradients": "shardings replace flat buffers",
     "load_from_fp32_weights": "a checkpoint holds the masters",
     "elastic_checkpoint": "a checkpoint opens on any mesh",
     "ignore_unused_parameters": "unused parameters have zero gradients",
@@ -39,13 +34,82 @@ NO_EFFECT = {
     "grad_hooks": "gradients are values",
     "cpu_offload_use_pin_memory": "host memory is pinned",
 }
-COUNTS = (
-    *("allgather_bucket_size", "reduce_bucket_size", "stage3_prefetch_bucket_size"),
-    *("stage3_max_live_parameters", "stage3_max_reuse_distance", "sub_group_size"),
-    *("stage3_module_granularity_threshold", "stage3_model_persistence_threshold"),
-)
-"""Keys of `NO_EFFECT` that are whole numbers; further keys are switches."""
-OFFLOAD_NO_EFFECT = {
+COUNTS = {
+    "allgather_bucket_size": SCHEDULED,
+    "reduce_bucket_size": SCHEDULED,
+    "stage3_prefetch_bucket_size": SCHEDULED,
+    "stage3_max_live_parameters": SCHEDULED,
+    "stage3_max_reuse_distance": SCHEDULED,
+    "stage3_module_granularity_threshold": SCHEDULED,
+    "sub_group_size": "updates run array by array",
+    "stage3_model_persistence_threshold": "small arrays stay whole, however many",
+}
+"""Reasons why switches and whole numbers are not needed."""
+ON_HOST = {
+    "cpu_offload": {"zero.optimizer_memory": "pinned_host"},
+    "cpu_offload_params": {"zero.parameter_memory": "pinned_host"},
+    "cpu_offload_param": {"zero.parameter_memory": "pinned_host"},
+}
+LEAST_SHARDED = f"{STAGE_3}param_persistence_threshold"
+AIO = ("block_size", "queue_depth", "intra_op_parallelism", "thread_count")
+AIO += ("single_submit", "overlap_events", "use_gds")
+DISKS = "requests follow from the disks; see zjax bench --nvme"
+LEAVE = refusal("leave it out")
+ZENFLOW = refusal("leave it out; zero.delay_updates_from overlaps updates, too")
+LOCO = refusal("leave it out: int4 gradients have no error feedback here")
+
+
+def _both(keys: dict[str, Any]) -> dict[str, Any]:
+    """Adds keys without the prefix of stage 3."""
+    return keys | {key.removeprefix(STAGE_3): value for key, value in keys.items()}
+
+
+def _zero(values: Values) -> Meanings | str:
+    stage = derived("a true section is stage 1", {"zero.stage": 1})
+    is_section = values[""] in (None, False)
+    shards = is_section and (values["stage"] == 3 or values.is_auto("stage"))
+    meanings: Meanings = {
+        "": "the section is empty" if is_section else stage,
+        "stage": {"zero.stage": values["stage"]} if is_section else None,
+    }
+    for key in _both({LEAST_SHARDED: 0}):
+        least = {"zero.min_shard_elements": values[key]}
+        if values.given(key):
+            meanings[key] = least if shards else "the stage is below 3"
+    for key in _both(COUNTS):
+        # DeepSpeed takes any granularity.
+        if values[key] < 0 and "granularity" not in key:
+            meanings[key] = _OUTSIDE
+    return meanings | _across_nodes(values)
+
+
+def _across_nodes(values: Values) -> Meanings:
+    """Meanings of ZeRO++ and MiCS: meshes of nodes, with or without a copy per node."""
+    node, size = values["zero_hpz_partition_size"], values["mics_shard_size"]
+    copied = {"zero.shard_over_replica": True, "zero.secondary_partition": True}
+    copied |= {"mesh.replica": -1, "mesh.data": node}
+    shards = {"mesh.data": size, "mesh.replica": -1}
+    meanings: Meanings = {
+        "zero_hpz_partition_size": copied if node > 1 else "nodes hold no copy",
+        "mics_shard_size": shards if size > 0 else "all devices share the shards",
+    }
+    for name in ("quantized_weights", "quantized_gradients"):
+        key = f"zero_{name}"
+        settings = {"zero.shard_over_replica": True, f"zero.{name}": True}
+        meanings[key] = settings if values[key] else "it is off"
+        if values[key] and node <= 1:
+            remedy = "set zero_hpz_partition_size to the GPUs of one"
+            values.found.need(f"{ZERO}.{key}", "needs to know the nodes", remedy)
+    return meanings
+
+
+_OUTSIDE = refusal("use 0 or more", "is out of range")
+_OFFLOAD = {"device": "none", "nvme_path": "", "buffer_count": 5, "pin_memory": True}
+_OPTIMIZER = _OFFLOAD | dict.fromkeys(("pipeline_read", "pipeline_write"), False)
+_OPTIMIZER |= {"fast_init": False, "super_offload": If(LEAVE)}
+_OPTIMIZER |= {"ratio": 1.0, "cpuadam_cores_perc": 0.8}
+_PARAM = _OFFLOAD | {"buffer_size": 100_000_000, "max_in_cpu": 1_000_000_000}
+_OFFLOAD_UNREAD = {
     "pin_memory": "host memory is pinned",
     "buffer_count": "buffers follow from the arrays",
     "buffer_size": "buffers follow from the arrays",
@@ -55,134 +119,75 @@ OFFLOAD_NO_EFFECT = {
     "pipeline_write": "writes overlap the update",
     "cpuadam_cores_perc": "updates run on the device",
 }
-AIO = ("block_size", "queue_depth", "intra_op_parallelism", "thread_count")
-AIO += ("single_submit", "overlap_events", "use_gds")
 
 
-def convert_zero(found: Conversion) -> None:
-    """Converts `zero_optimization` and `aio`."""
-    _convert_persistence(found, _convert_stage(found))
-    _convert_offload(found, "offload_optimizer", "optimizer_memory")
-    _convert_offload(found, "offload_param", "parameter_memory")
-    _convert_aliases(found)
-    _convert_across_nodes(found)
-    # Keys that were converted above keep their verdict.
-    for name, why in NO_EFFECT.items():
-        found.skip(f"{ZERO}.{name}", why)
-        found.skip(f"{ZERO}.{name.removeprefix(STAGE_3)}", why)
-    found.refuse_if_on(f"{ZERO}.legacy_stage1", "leave it out")
-    for key in found.inside(f"{ZERO}.zenflow"):
-        found.refuse(key, "leave it out; zero.delay_updates_from overlaps updates, too")
-    found.skip_rest(f"{ZERO}.leaf_module", "experts are one array")
-    for name in AIO:
-        found.skip(
-            f"aio.{name}", "requests follow from the disks; see zjax bench --nvme"
-        )
+def _offload(name: str, setting: str, keys: dict[str, Any]) -> Section:
+    """Section of the offload of optimizer state or of parameters."""
+    path = f"{ZERO}.{name}"
+
+    def read(values: Values) -> Meanings | str:
+        device, disk = values["device"], values["nvme_path"]
+        dropped = "DeepSpeed drops 'auto' there: " * values.is_auto("")
+        meanings: Meanings = {
+            "": table.Outcome("not needed", f"{dropped}nothing is offloaded"),
+            "device": {f"zero.{setting}": MEMORIES.get(device)},
+            "nvme_path": "nothing is stored on a disk",
+        }
+        if device not in MEMORIES:
+            meanings["device"] = refusal(f"use one of {', '.join(MEMORIES)}")
+        if disk and device == "nvme":
+            meanings["nvme_path"] = {"zero.nvme_paths": (disk,)}
+        if "ratio" in keys:
+            meanings["ratio"] = "all of it"
+            if values["ratio"] != 1 and device == "cpu":
+                note = "as much stays on the devices as is free there"
+                meanings["ratio"] = derived(note, {"zero.optimizer_memory": "auto"})
+                meanings["device"] = derived("see ratio")
+            elif values["ratio"] != 1:
+                meanings["ratio"] = refusal("use 1.0, or the device cpu")
+        for key in keys:
+            value = values[key]
+            if type(value) is int and value < 0:
+                meanings[key] = _OUTSIDE
+            if type(value) is float and not 0 <= value <= 1:
+                meanings[key] = refusal("use 0 to 1", "is out of range")
+        return meanings
+
+    return Section(
+        path,
+        {"": None, **keys},
+        read,
+        unread={key: why for key, why in _OFFLOAD_UNREAD.items() if key in keys},
+        is_strict=True,
+        instead=[None, table.AUTO],
+    )
 
 
-def _convert_persistence(found: Conversion, stage: int | None) -> None:
-    """Converts the threshold below which stage 3 does not shard parameters."""
-    name = f"{STAGE_3}param_persistence_threshold"
-    for key in (f"{ZERO}.{name}", f"{ZERO}.{name.removeprefix(STAGE_3)}"):
-        if stage not in (3, None):
-            found.skip(key, "the stage is below 3")
-        elif found.given(key) and (least := found.take(key, 100_000)) is not None:
-            found.set(key, zero__min_shard_elements=least)
-
-
-def _convert_stage(found: Conversion) -> int | None:
-    """Converts the ZeRO stage; None if the run decides."""
-    if found.get(ZERO, {}, bool) is True:
-        found.set(ZERO, "a true section is stage 1", zero__stage=1)
-        return 1
-    key = f"{ZERO}.stage"
-    stage = found.take(key, 0)
-    if stage is None:
-        return None
-    found.set(key, default=0, zero__stage=stage)
-    found.skip(ZERO, "the section is empty")
-    return stage
-
-
-def _convert_offload(found: Conversion, section: str, setting: str) -> None:
-    """Converts offload of the optimizer state or of parameters."""
-    prefix = f"{ZERO}.{section}"
-    device = found.take(f"{prefix}.device", "none")
-    for name, why in OFFLOAD_NO_EFFECT.items():
-        found.skip(f"{prefix}.{name}", why)
-    if device not in MEMORIES:
-        if device is not None:
-            found.refuse(f"{prefix}.device", f"use one of {', '.join(MEMORIES)}")
-        return
-    ratio = found.take(f"{prefix}.ratio", 1.0)
-    if ratio == 1.0:
-        found.skip(f"{prefix}.ratio", "all of it")
-    elif ratio is not None and device == "cpu":
-        note = "as much stays on the devices as is free there"
-        found.set(f"{prefix}.ratio", note, zero__optimizer_memory="auto")
-        found.derive(f"{prefix}.device", "see ratio")
-        device = ""
-    if device:
-        found.set(f"{prefix}.device", **{f"zero__{setting}": MEMORIES[device]})
-    path = found.take(f"{prefix}.nvme_path", "")
-    if path and device == "nvme":
-        found.set(f"{prefix}.nvme_path", zero__nvme_paths=(path,))
-    else:
-        found.skip(f"{prefix}.nvme_path", "nothing is stored on a disk")
-    found.refuse_if_on(f"{prefix}.super_offload", "leave it out")
-    dropped = "DeepSpeed drops 'auto' there: " * (found.get(prefix, "", str) == AUTO)
-    found.skip(prefix, f"{dropped}nothing is offloaded")
-
-
-def _convert_aliases(found: Conversion) -> None:
-    """Converts names of older releases."""
-    aliases = {
-        "cpu_offload": "zero__optimizer_memory",
-        "cpu_offload_params": "zero__parameter_memory",
-        "cpu_offload_param": "zero__parameter_memory",
-    }
-    for name, setting in aliases.items():
-        key = f"{ZERO}.{name}"
-        if found.take(key, False):
-            found.set(key, **{setting: "pinned_host"})
-        else:
-            found.skip(key, "it is off")
-
-
-def _convert_across_nodes(found: Conversion) -> None:
-    """Converts ZeRO++ and MiCS to meshes of nodes, with or without a copy per node."""
-    node = found.take(f"{ZERO}.zero_hpz_partition_size", 1)
-    if node and node > 1:
-        found.set(
-            f"{ZERO}.zero_hpz_partition_size",
-            mesh__replica=-1,
-            mesh__data=node,
-            zero__shard_over_replica=True,
-            zero__secondary_partition=True,
-        )
-    else:
-        found.skip(f"{ZERO}.zero_hpz_partition_size", "nodes hold no copy")
-    kinds = {
-        "zero_quantized_weights": "zero__quantized_weights",
-        "zero_quantized_gradients": "zero__quantized_gradients",
-    }
-    for name, setting in kinds.items():
-        key = f"{ZERO}.{name}"
-        if not found.take(key, False):
-            found.skip(key, "it is off")
-            continue
-        found.set(key, zero__shard_over_replica=True, **{setting: True})
-        if not node or node <= 1:
-            needs = "needs to know the nodes"
-            found.require(key, needs, "set zero_hpz_partition_size to the GPUs of one")
-    key = f"{ZERO}.zero_quantized_nontrainable_weights"
-    found.refuse_if_on(key, "leave it out")
-    for key in found.inside(f"{ZERO}.zeropp_loco_param"):
-        found.refuse(key, "leave it out: int4 gradients have no error feedback here")
-    found.skip(f"{ZERO}.zeropp_loco_param", "it is off")
-    size = found.take(f"{ZERO}.mics_shard_size", -1)
-    if size and size > 0:
-        found.set(f"{ZERO}.mics_shard_size", mesh__data=size, mesh__replica=-1)
-    else:
-        found.skip(f"{ZERO}.mics_shard_size", "all devices share the shards")
-    found.skip(f"{ZERO}.mics_hierarchical_params_gather", SCHEDULED)
+SECTIONS = (
+    _offload("offload_optimizer", "optimizer_memory", _OPTIMIZER),
+    _offload("offload_param", "parameter_memory", _PARAM),
+    Section(
+        ZERO,
+        _both(dict.fromkeys(SWITCHES, False) | dict.fromkeys(COUNTS, 0))
+        | _both({LEAST_SHARDED: 100_000})
+        | {key: If(settings) for key, settings in ON_HOST.items()}
+        | dict.fromkeys(("zero_quantized_weights", "zero_quantized_gradients"), False)
+        | {"": None, "stage": 0, "zero_hpz_partition_size": 1, "mics_shard_size": -1}
+        | dict.fromkeys(
+            ("legacy_stage1", "zero_quantized_nontrainable_weights"), If(LEAVE)
+        ),
+        _zero,
+        unread=_both(SWITCHES | COUNTS),
+        is_strict=True,
+        instead=[True, False],
+    ),
+    Section(f"{ZERO}.zenflow", rest=ZENFLOW),
+    Section(f"{ZERO}.leaf_module", rest="experts are one array"),
+    Section(
+        f"{ZERO}.zeropp_loco_param",
+        unread={"": "it is off"},
+        rest=LOCO,
+        instead=[None],
+    ),
+    Section("aio", unread=dict.fromkeys(AIO, DISKS)),
+)
