@@ -13,8 +13,8 @@ from zjax.errors import ConfigError, ZjaxError
 from zjax.files import CHECKED_LATER, OPTIONAL, SETTINGS, local_path
 from zjax.settings import schema
 from zjax.settings.choices import names
-from zjax.settings.convert import to_mapping
 from zjax.settings.describe import setting_paths
+from zjax.settings.mappings import to_mapping
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import zjax
 from zjax.data import find_evaluation
-from zjax.settings.convert import to_mapping
+from zjax.settings.mappings import to_mapping
 
 
 def write_text(path: pathlib.Path, settings: Sequence[str]) -> None:

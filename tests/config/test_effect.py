@@ -12,8 +12,8 @@ from zjax import config as zconfig
 from zjax.config import effect, gin
 from zjax.errors import ConfigError
 from zjax.optim import build
-from zjax.settings import convert, needs, schema
-from zjax.settings.convert import to_mapping
+from zjax.settings import mappings, needs, schema
+from zjax.settings.mappings import to_mapping
 
 EFFECT = [
     case(
@@ -122,7 +122,7 @@ def test_every_need_names_settings_and_choices_of_the_schema():
     for need in needs.NEEDS:
         for choice in need.choices:
             zconfig.load_config({}, {need.other: choice})
-        assert convert.type_of(need.setting) is not None
+        assert mappings.type_of(need.setting) is not None
 
 
 def test_settings_of_an_optimizer_that_is_not_used_are_refused():

@@ -2,7 +2,6 @@
 
 import inspect
 import math
-from typing import Any
 
 import ml_collections
 import pytest
@@ -295,42 +294,8 @@ def test_bools_are_read_as_json_and_python_write_them(text):
     assert zconfig.load_config({}, f"deterministic={text}").deterministic is True
 
 
-def nested(kind, depth) -> Any:
-    value = kind()
-    for _ in range(depth):
-        value = {"zero": value} if kind is dict else [value]
-    return value
-
-
-HOSTILE = {
-    "dicts": (lambda: zconfig.load_config(nested(dict, 50_000)), "is nested too deep"),
-    "lists": (
-        lambda: zconfig.load_config({"mesh": {"rules": nested(list, 50_000)}}),
-        "mesh.rules[0]=<list> is a list; expected a mapping",
-    ),
-    "dots": (
-        lambda: zconfig.load_config({}, "a." * 50_000 + "x=1"),
-        "is nested too deep",
-    ),
-    "brackets": (
-        lambda: zconfig.load_config({}, "seed=" + "[" * 50_000),
-        "expected int",
-    ),
-    "signs": (
-        lambda: zconfig.load_config({}, "seed=" + "-" * 50_000 + "1"),
-        "expected int",
-    ),
-    "digits": (lambda: zconfig.load_config({}, "seed=" + "9" * 50_000), "expected int"),
-    "entries": (
-        lambda: zconfig.load_config({"zero": {"nvme_paths": ("a",) * 10_001}}),
-        "zero.nvme_paths='...' has 10,001 entries; use at most 10,000",
-    ),
-}
-
-
-@pytest.mark.parametrize(("load", "message"), HOSTILE.values(), ids=HOSTILE)
-def test_hostile_settings_are_refused_in_few_words(load, message):
-    with pytest.raises(ConfigError) as error:
-        load()
-    assert message in str(error.value)
-    assert len(str(error.value)) < 1_200
+def test_settings_nested_without_end_are_refused():
+    values = {}
+    values["zero"] = values
+    with pytest.raises(ConfigError, match="is nested too deep"):
+        zconfig.load_config(values)

@@ -11,11 +11,11 @@ from zjax.errors import ConfigError
 from zjax.huggingface import model_settings
 from zjax.huggingface.export import config_of, find_kind, report_dropouts
 from zjax.huggingface.families import DROPOUTS
-from zjax.settings import convert, schema
+from zjax.settings import convert, mappings, schema
 
 REMEDY = "use a checkpoint without it"
-YARN = convert.to_mapping(schema.Yarn())
-LONGROPE = convert.to_mapping(schema.Longrope())
+YARN = mappings.to_mapping(schema.Yarn())
+LONGROPE = mappings.to_mapping(schema.Longrope())
 
 
 def test_settings_of_llama():
@@ -410,7 +410,7 @@ def test_biases_of_attention_and_feed_forward_are_apart(keys, expected, tmp_path
 
 def test_numbers_of_scaled_rotations(tmp_path):
     scaling = golden.settings_of("llama3")["rope_scaling"]
-    assert scaling == convert.to_mapping(schema.Llama3()) | {
+    assert scaling == mappings.to_mapping(schema.Llama3()) | {
         "kind": "llama3",
         "factor": 4.0,
         "original_length": 16,

@@ -13,7 +13,7 @@ from zjax.config import load_config
 from zjax.errors import ConfigError, OutputError
 from zjax.observe import check_sinks, make_sinks
 from zjax.settings import schema
-from zjax.settings.convert import to_mapping
+from zjax.settings.mappings import to_mapping
 
 SERVICES = ("wandb", "mlflow")
 INSTALLED = {name: importlib.util.find_spec(name) is not None for name in SERVICES}

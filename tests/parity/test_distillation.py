@@ -20,7 +20,7 @@ from zjax.checkpoint.store import Store
 from zjax.errors import CheckpointError, ConfigError
 from zjax.run.saving import restore, save
 from zjax.settings import schema
-from zjax.settings.convert import to_mapping
+from zjax.settings.mappings import to_mapping
 from zjax.sharding import plan as plans
 
 MOE = schema.TokenChoice(num_experts=4, top_k=2, first_dense=2, residual=True)

@@ -22,7 +22,7 @@ from zjax.run.resume import (
 )
 from zjax.schedule import pacing
 from zjax.settings import schema
-from zjax.settings.convert import to_mapping
+from zjax.settings.mappings import to_mapping
 
 LOST = (
     "so its samples are not these; restore that setting or that data, or start a new "

@@ -10,7 +10,7 @@ from zjax.config import check_config, gin, load_config
 from zjax.run.plan_report import report_plan
 from zjax.schedule.lengths import end_by_tokens, steps_of
 from zjax.schedule.training import TrainingSchedule
-from zjax.settings import convert, describe, schema
+from zjax.settings import describe, mappings, schema
 
 
 def test_without_warm_up_all_sequences_are_whole():
@@ -132,7 +132,7 @@ def test_steps_that_are_set_and_epochs_out_of_range_are_refused(settings, messag
 
 def test_steps_that_nobody_set_stay_so():
     """Fails if a file made from the defaults, or a printed one, sets the steps."""
-    changed = convert.base()
+    changed = mappings.base()
     changed.num_epochs = 2
     printed = describe.describe_config(load_config({"num_epochs": 2}))
     for config in (

@@ -8,11 +8,11 @@ import pytest
 from zjax import config as zconfig
 from zjax.config import check_config, load_config
 from zjax.ops import sparse
-from zjax.settings import attention, choices, convert, schema, sequence
+from zjax.settings import attention, choices, mappings, schema, sequence
 from zjax_kernels import SparsityConfig
 from zjax_kernels.sparse import cells
 
-PATTERNS = choices.kinds(convert.type_of("model.attention.pattern"))
+PATTERNS = choices.kinds(mappings.type_of("model.attention.pattern"))
 VALUES = {
     "num_local_blocks": (1, 4),
     "num_global_blocks": (0, 1, 2, 9),

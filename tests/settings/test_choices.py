@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.refusals import refusal
 from zjax import config as zconfig
-from zjax.settings import choices, convert, derived, ranges, renamed, schema
+from zjax.settings import choices, convert, derived, mappings, ranges, renamed, schema
 
 
 def all_choices(section=schema.Config, path=""):
@@ -51,7 +51,9 @@ def test_every_kind_is_chosen_by_name_and_printed(path):
         for name in path.split("."):
             chosen = getattr(chosen, name)
         assert type(chosen) is (section or type(None))
-        assert convert.from_mapping(schema.Config, convert.to_mapping(config)) == config
+        assert (
+            convert.from_mapping(schema.Config, mappings.to_mapping(config)) == config
+        )
 
 
 @each_choice
@@ -108,7 +110,7 @@ def test_a_setting_inside_chooses_the_only_section(path):
 def test_an_old_value_that_switched_a_section_off_is_none(switch, caplog):
     renamed._tell.cache_clear()
     path, _, name = switch.rpartition(".")
-    section = convert.to_mapping(choices.sections(CHOICES[path])[0]())
+    section = mappings.to_mapping(choices.sections(CHOICES[path])[0]())
     for off in renamed.SWITCHES[switch]:
         record = {path: section | {name: off}}
         assert zconfig.load_config(record) == schema.Config()
@@ -188,8 +190,8 @@ def test_none_in_a_config_file_drops_what_the_file_set_before():
 @pytest.mark.parametrize("old", [*renamed.MOVED, *renamed.SECTIONS])
 def test_an_old_name_leads_to_a_setting(old):
     new = renamed.MOVED[old].path if old in renamed.MOVED else renamed.SECTIONS[old]
-    assert convert.type_of(new) is not None
-    assert convert.type_of(old) is None
+    assert mappings.type_of(new) is not None
+    assert mappings.type_of(old) is None
 
 
 def test_an_old_name_is_read_and_told_once(caplog):

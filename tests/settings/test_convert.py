@@ -10,7 +10,7 @@ from tests.support.refusals import config_error
 from zjax import config as zconfig
 from zjax.config import gin, load
 from zjax.errors import ConfigError
-from zjax.settings import convert, describe, schema
+from zjax.settings import convert, describe, mappings, schema
 from zjax.settings.describe import ABSENT, differences
 
 SINKS = "use one of console, jsonl, csv, tensorboard, wandb, mlflow"
@@ -120,7 +120,7 @@ def test_numbers_become_floats(given):
 
 def test_a_table_of_names_is_a_mapping_on_every_way_in():
     table = {"tp": "tensor", "fsdp": ""}
-    changed = convert.base()
+    changed = mappings.base()
     changed.mesh.names = table
     by_name = "mesh.names.fsdp=''"
     ways = [
@@ -134,7 +134,7 @@ def test_a_table_of_names_is_a_mapping_on_every_way_in():
     again = gin.from_gin(bindings=describe.describe_config(ways[0]).splitlines())
     assert {hash(config) for config in (*ways, again)} == {hash(ways[0])}
     assert ways[0].mesh.names == (("fsdp", ""), ("tp", "tensor"))
-    assert json.loads(json.dumps(convert.to_mapping(again)))["mesh"]["names"] == table
+    assert json.loads(json.dumps(mappings.to_mapping(again)))["mesh"]["names"] == table
 
 
 def test_groups_and_sinks_become_tuples():
@@ -160,14 +160,14 @@ def test_instance_of_a_section_is_checked_inside():
 
 
 def test_base_is_the_defaults_as_a_config_dict():
-    base = convert.base()
+    base = mappings.base()
     assert isinstance(base, ml_collections.ConfigDict)
     assert base.observe.sinks == schema.Observe().sinks
     assert convert.from_mapping(schema.Config, base.to_dict()) == schema.Config()
 
 
 def test_base_leaves_types_to_the_conversion():
-    base = convert.base()
+    base = mappings.base()
     base.num_steps = "many"
     base.zero.stagee = 1
     with pytest.raises(ConfigError) as error:
@@ -178,7 +178,7 @@ def test_base_leaves_types_to_the_conversion():
 
 @pytest.mark.parametrize("path", ["zero.stagee", "zero.stage.x", "nothing", ""])
 def test_hint_of_an_unknown_path_is_none(path):
-    assert convert.type_of(path) is None
+    assert mappings.type_of(path) is None
 
 
 def test_described_config_is_gin_of_an_equal_config(tmp_path):
@@ -239,8 +239,8 @@ def test_a_config_is_itself_again_after_json():
     """Fails if lists, which JSON has for tuples, or infinity count as differences."""
     optimizer = schema.Optimizer(clip_norm=math.inf, groups=(schema.ParamGroup(),))
     config = schema.Config(optimizer=optimizer, xla_options=("a=1",))
-    saved = json.loads(json.dumps(convert.to_mapping(config)))
-    assert convert.from_mapping(schema.Config, convert.to_mapping(config)) == config
+    saved = json.loads(json.dumps(mappings.to_mapping(config)))
+    assert convert.from_mapping(schema.Config, mappings.to_mapping(config)) == config
     assert differences(config, saved) == differences(saved, config) == ()
 
 

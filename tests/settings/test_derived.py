@@ -12,7 +12,7 @@ from tests.support import language
 from zjax.config import load_config
 from zjax.models.build import make_model
 from zjax.run.resume import changes
-from zjax.settings import convert, derived, schema
+from zjax.settings import derived, mappings, schema
 from zjax.settings.describe import describe_config
 from zjax.settings.layers import layers_per_scan
 from zjax.settings.schema import Config, Data, Precision, Zero
@@ -109,7 +109,7 @@ def test_a_derived_setting_follows_changes_of_a_config_and_a_set_one_does_not():
 
 
 def test_a_config_file_that_sets_a_width_sets_what_follows():
-    made = convert.base()
+    made = mappings.base()
     made.model.embed_size = 32
     assert load_config(made).model.mlp_size == 128
 
@@ -139,7 +139,7 @@ def test_a_text_says_what_is_derived():
 def test_a_saved_config_states_all_values_and_goes_on_unchanged():
     """Fails if a run is told of a change where the same values were set before."""
     config = load_config({"zero.memory": "pinned_host", "model.num_heads": 4})
-    saved = json.loads(json.dumps(convert.to_mapping(config)))
+    saved = json.loads(json.dumps(mappings.to_mapping(config)))
     again = load_config(saved)
     assert again == config
     assert "# derived" not in describe_config(again)
@@ -161,7 +161,7 @@ def test_a_derived_value_that_is_given_is_set():
 def test_a_default_that_gives_way_is_known_from_the_same_value_that_is_set():
     config = load_config({})
     assert derived.is_offered(load_config(config, "seed=1").optimizer.clip_norm)
-    assert derived.is_offered(load_config(convert.base()).optimizer.clip_norm)
+    assert derived.is_offered(load_config(mappings.base()).optimizer.clip_norm)
     for given in ({"optimizer.clip_norm": 1.0}, ["optimizer.clip_norm=1.0"]):
         found = load_config(config, *given if isinstance(given, list) else [given])
         assert not derived.is_offered(found.optimizer.clip_norm)

@@ -3,8 +3,9 @@
 from zjax.config.check import check_config, check_processes
 from zjax.config.load import load_config
 from zjax.settings.batch import BatchSizes, resolve_batch
-from zjax.settings.convert import base, from_mapping, to_mapping
+from zjax.settings.convert import from_mapping
 from zjax.settings.describe import describe_config, describe_settings
+from zjax.settings.mappings import base, to_mapping
 from zjax.settings.schema import Config
 
 __all__ = [

@@ -18,7 +18,7 @@ from zjax.config import shipped
 from zjax.config.model_rules import with_vocabulary
 from zjax.config.shipped import shipped_name
 from zjax.errors import ConfigError, Problem
-from zjax.settings import convert, schema
+from zjax.settings import convert, mappings, schema
 
 VALUES_ONLY = "set values only: config.section.name = value"
 Bindings = list[tuple[str, Any]]
@@ -80,12 +80,12 @@ def from_gin(files: Sequence[str] = (), bindings: Sequence[str] = ()) -> schema.
     values = read_gin(files, bindings)
     if len(files) == 1 and (name := shipped_name(files[0])):
         bound = {
-            path.removeprefix(convert.PREFIX): None
+            path.removeprefix(mappings.PREFIX): None
             for binding in bindings
             for path, _ in _read_text(binding, "gin", pathlib.Path(), [])
-            if path.startswith(convert.PREFIX)
+            if path.startswith(mappings.PREFIX)
         }
-        values = shipped.give_way(values, convert.merge({}, bound), name)
+        values = shipped.give_way(values, mappings.merge({}, bound), name)
     return with_vocabulary(convert.from_mapping(schema.Config, values))
 
 
@@ -165,11 +165,14 @@ def _nest(found: Bindings, problems: list[Problem]) -> dict[str, Any]:
         return value
 
     for path, value in found:
-        if path.startswith(convert.PREFIX):
-            setting = path.removeprefix(convert.PREFIX)
-            values = convert.merge(values, {setting: expand(value, path)})
+        if path.startswith(mappings.PREFIX):
+            setting = path.removeprefix(mappings.PREFIX)
+            values = mappings.merge(values, {setting: expand(value, path)})
         elif "." in path:
-            remedy, value = f"did you mean {convert.PREFIX}{path}?", expand(value, path)
+            remedy, value = (
+                f"did you mean {mappings.PREFIX}{path}?",
+                expand(value, path),
+            )
             problems.append(Problem(path, value, "is not a setting", remedy))
     for name in sorted(set(macros) - used):
         remedy = f"write config.{name} if it is a setting"

@@ -16,7 +16,7 @@ from zjax.config import gin, shipped
 from zjax.config.model_rules import with_vocabulary
 from zjax.config.shipped import find_config, shipped_name
 from zjax.errors import ConfigError, Problem, find_fault
-from zjax.settings import convert, derived, schema
+from zjax.settings import convert, derived, mappings, schema
 
 
 def load_config(
@@ -54,9 +54,9 @@ def load_config(
     try:
         values = _read(source)
         changes = [*overrides, settings]
-        merged = convert.merge_overrides(values, changes)
+        merged = mappings.merge_overrides(values, changes)
         if name := shipped_name(source):
-            given = convert.merge_overrides({}, changes)
+            given = mappings.merge_overrides({}, changes)
             merged = shipped.give_way(merged, given, name)
         return with_vocabulary(convert.from_mapping(schema.Config, merged))
     except RecursionError:
@@ -68,12 +68,12 @@ def load_config(
 def _read(source: Any) -> Mapping[str, Any]:
     """Reads a source as nested settings."""
     if isinstance(source, schema.Config):
-        return convert.to_mapping(source)
+        return mappings.to_mapping(source)
     if isinstance(source, ml_collections.ConfigDict):
-        return convert.with_present_names(source.to_dict())
+        return mappings.with_present_names(source.to_dict())
     if isinstance(source, Mapping):
         _check_is_ours(source)
-        return convert.merge({}, source)
+        return mappings.merge({}, source)
     if not isinstance(source, str | os.PathLike):
         problem = f"is a {type(source).__name__}, which holds no settings"
         remedy = "give a .py or .gin file, a dict, a ConfigDict or a Config"

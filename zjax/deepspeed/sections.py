@@ -10,7 +10,7 @@ from zjax.deepspeed import batch, efficiency, optimizer, others, precision, zero
 from zjax.deepspeed.reading import read_file
 from zjax.deepspeed.table import Conversion
 from zjax.errors import ConfigError, Problem
-from zjax.settings.convert import merge
+from zjax.settings.mappings import merge
 
 TABLE = (
     *batch.SECTIONS,

@@ -7,7 +7,7 @@ from typing import Any
 from zjax.errors import Problem
 from zjax.huggingface.families import Family
 from zjax.ops.rotary import attention_factor
-from zjax.settings import choices, convert, schema
+from zjax.settings import choices, mappings, schema
 
 MAPPINGS = ("rope_parameters", "rope_scaling")
 """Keys of a mapping that may scale rotary positions, in new and old checkpoints."""
@@ -48,7 +48,7 @@ def rotation_settings(
     kind, share = _kind(rope, family), _partial(values, rope)
     scaling = dict[str, Any]()
     if kind != "default":
-        scaling = convert.to_mapping(_KINDS[kind]())
+        scaling = mappings.to_mapping(_KINDS[kind]())
         for theirs, ours in _numbers(kind, family).items():
             if rope.get(theirs) is not None:
                 scaling[ours] = float(rope[theirs])

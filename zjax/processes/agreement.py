@@ -16,8 +16,8 @@ from jax.experimental import multihost_utils
 
 from zjax.errors import Problem, ProcessError
 from zjax.processes.member_files import name_processes
-from zjax.settings.convert import to_mapping
 from zjax.settings.describe import differences
+from zjax.settings.mappings import to_mapping
 from zjax.settings.schema import Config
 
 PACKAGES = ("zjax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")

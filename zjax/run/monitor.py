@@ -24,7 +24,7 @@ from zjax.observe.sinks import make_sinks
 from zjax.observe.skipped import SkippedSteps
 from zjax.optim.rounds import make_rounds, shares_metrics
 from zjax.schedule.training import TrainingSchedule
-from zjax.settings.convert import to_mapping
+from zjax.settings.mappings import to_mapping
 from zjax.settings.schema import Config
 from zjax.typing import Metrics
 

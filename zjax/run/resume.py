@@ -25,9 +25,10 @@ from zjax.optim.phases import make_phases
 from zjax.optim.precision import cast_floating
 from zjax.optim.rounds import Rounds, make_rounds
 from zjax.schedule.pacing import make_pacing, used_pacings
-from zjax.settings.convert import current, to_mapping
+from zjax.settings.convert import current
 from zjax.settings.derived import is_derived, without_unused
 from zjax.settings.describe import ABSENT, Difference, differences
+from zjax.settings.mappings import to_mapping
 from zjax.settings.schema import Compressed, Config, CustomPacing
 from zjax.sharding.describe import describe_plan
 from zjax.sharding.mesh import trace

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from zjax.errors import ConfigError, Problem
 from zjax.settings import choices, schema
-from zjax.settings.convert import Fault, find_function, is_function_name
+from zjax.settings.functions import Fault, find_function, is_function_name
 
 
 @dataclasses.dataclass(frozen=True)

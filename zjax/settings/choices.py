@@ -5,6 +5,7 @@ the name of the class in snake case. A setting exists only in sections that read
 """
 
 import dataclasses
+import functools
 import re
 import types
 import typing
@@ -117,3 +118,9 @@ def names(one: type) -> list[str]:
 def default_of(one: Any, name: str) -> Any:
     """Default of a setting of a section."""
     return {field.name: field.default for field in dataclasses.fields(one)}[name]
+
+
+@functools.cache
+def hints(one: type) -> dict[str, Any]:
+    """Type annotations of the settings of a section."""
+    return typing.get_type_hints(one)

@@ -9,7 +9,7 @@ import typing
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from zjax.settings import choices, convert, derived, needs, ranges, schema
+from zjax.settings import choices, derived, mappings, needs, ranges, schema
 
 
 def describe_config(config: schema.Config) -> str:
@@ -237,7 +237,7 @@ def _plain(config: schema.Config | Mapping[str, Any]) -> Mapping[str, Any]:
     """Nested mapping of a config, without unused offers."""
     if isinstance(config, Mapping):
         return config
-    return convert.to_mapping(derived.without_unused(config))
+    return mappings.to_mapping(derived.without_unused(config))
 
 
 def _differences(path: str, value: Any, other: Any) -> Iterator[Difference]:
