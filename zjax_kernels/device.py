@@ -1,12 +1,42 @@
-"""Choice between Hopper kernels and reference; imports no compiler of kernels."""
+"""Choice between Hopper kernels and reference, and refusals in one format."""
 
 import functools
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 
-from zjax_kernels.errors import invalid
+
+def describe(field: str, value: object, problem: str, remedy: str) -> str:
+    """Formats an unusable argument as `field=value problem; remedy`.
+
+    Example:
+        >>> describe("block", 8, "is not a block size", "use 16")
+        'block=8 is not a block size; use 16'
+    """
+    return f"{field}={value} {problem}; {remedy}"
+
+
+def invalid(field: str, value: object, problem: str, remedy: str) -> ValueError:
+    """Creates the error of an unusable argument.
+
+    Example:
+        >>> str(invalid("block", 8, "is not a block size", "use 16"))
+        'block=8 is not a block size; use 16'
+    """
+    return ValueError(describe(field, value, problem, remedy))
+
+
+def refuse(problems: Sequence[str]) -> None:
+    """Raises a ValueError of all problems, one per line, if there are any.
+
+    Example:
+        >>> refuse([])
+    """
+    if problems:
+        raise ValueError("\n".join(problems))
+
 
 _LOG = logging.getLogger("zjax_kernels")
 HEAD_SIZES = (64, 96, 128, 256)

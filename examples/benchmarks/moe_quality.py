@@ -19,8 +19,8 @@ import timing
 
 import zjax
 from zjax.data import find_evaluation
+from zjax.run.batch import StepInputs
 from zjax.run.compiler import use_program_cache
-from zjax.run.step_inputs import StepInputs
 from zjax.run.teacher import Teacher
 from zjax.schedule.training import TrainingSchedule
 from zjax.settings.schema import Distill

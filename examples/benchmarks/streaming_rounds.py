@@ -20,7 +20,7 @@ import timing
 import zjax
 from zjax import config as zconfig
 from zjax.cli.bench import check_losses
-from zjax.optim.rounds import Rounds, make_rounds
+from zjax.optim.phases import Rounds, make_rounds
 from zjax.sharding.describe import render_table
 
 WARM_UP_ROUNDS = 3

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 import zjax
-from zjax.estimate.spill import num_microbatches
+from zjax.estimate.tables import num_microbatches
 from zjax.run.batch import abstract_batch
 from zjax.settings.schema import Config
 from zjax.sharding import memory

@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from zjax.settings import schema
 from zjax.sharding import mesh as meshes
-from zjax.sharding.paths import path_of
+from zjax.sharding.naming import path_of
 from zjax.sharding.placement import ArrayPlan, pad
 from zjax.sharding.zero import extend_spec
 

@@ -8,10 +8,10 @@ import pytest
 
 from tests.support import huggingface as golden
 from zjax.checkpoint.adapters import with_adapters
-from zjax.checkpoint.average import open_weights
+from zjax.checkpoint.layers import Source
 from zjax.checkpoint.layout import Entry
+from zjax.checkpoint.model_state import open_weights
 from zjax.checkpoint.store import Store
-from zjax.checkpoint.views import Source
 from zjax.huggingface import export
 from zjax.run.saving import restore, save
 

@@ -5,7 +5,7 @@ import pathlib
 import jax
 import pytest
 
-from zjax.checkpoint import failures
+from zjax.checkpoint import steps
 from zjax.processes.barrier import PeerError, describe_error
 
 
@@ -30,7 +30,7 @@ from zjax.processes.barrier import PeerError, describe_error
 def test_nobody_makes_room_for_a_process_that_was_killed(cause, remedy):
     error = ValueError("could not save")
     error.__cause__ = cause
-    assert str(failures.unwritten(pathlib.Path("/run"), 4, 2, error)) == (
+    assert str(steps.unwritten(pathlib.Path("/run"), 4, 2, error)) == (
         f"checkpoint.step=4 could not be written to /run ({describe_error(cause)}"
         f"); {remedy}, and run again: step 2 is intact"
     )
@@ -49,4 +49,4 @@ def test_nobody_makes_room_for_a_process_that_was_killed(cause, remedy):
     ],
 )
 def test_nobody_deletes_a_step_that_this_process_cannot_open(cause, remedy):
-    assert f"; {remedy}" in str(failures.damaged(pathlib.Path("/run"), 4, 2, cause))
+    assert f"; {remedy}" in str(steps.damaged(pathlib.Path("/run"), 4, 2, cause))

@@ -4,12 +4,12 @@ import jax
 import numpy as np
 import pytest
 
-from tests.checkpoint import test_adapters as adapters
-from zjax.checkpoint import pieces, quantized
-from zjax.checkpoint.average import open_weights
+from tests.checkpoint import test_adapters as runs
+from zjax.checkpoint import adapters, pieces
+from zjax.checkpoint.layers import Source
 from zjax.checkpoint.layout import Entry
+from zjax.checkpoint.model_state import open_weights
 from zjax.checkpoint.store import Store
-from zjax.checkpoint.views import Source
 from zjax.huggingface import export
 from zjax.run.saving import restore, save
 
@@ -22,12 +22,12 @@ CODES = ("lora.rank=2", "lora.quantize=int4", "lora.quantize.block_size=2")
 def trained(tmp_path_factory):
     """A run from a Hugging Face checkpoint, its loss after three steps, saved."""
     folder = tmp_path_factory.mktemp("quantized") / "run"
-    run = adapters.start(*CODES)
+    run = runs.start(*CODES)
     state = run.state
     for _ in range(3):
-        state, _ = run.step(state, adapters.BATCH)
+        state, _ = run.step(state, runs.BATCH)
     save(folder, state, run)
-    return folder, adapters.loss(run, state)
+    return folder, runs.loss(run, state)
 
 
 def test_matrices_are_quantised_as_they_are_read(monkeypatch):
@@ -42,14 +42,14 @@ def test_matrices_are_quantised_as_they_are_read(monkeypatch):
         return put(x, *args, **kwargs)
 
     monkeypatch.setattr(pieces.jax, "device_put", device_put)
-    run = adapters.start(*CODES)
+    run = runs.start(*CODES)
     blocks = run.state.master["blocks"]
     num_codes = sum(x.size for x in sent if x.dtype == "int4")
     assert num_codes == 2 * 16 * (24 + 12 + 12 + 24 + 3 * 24)
     others = [x for x in jax.tree.leaves(run.state.master) if x.dtype != "int4"]
     assert sum(x.size for x in sent) - num_codes <= sum(x.size for x in others)
     codes, scales = (np.asarray(blocks["mlp"]["down"][n]) for n in ("kernel", "scales"))
-    kernel = adapters.start().state.master["blocks"]["mlp"]["down"]["kernel"]
+    kernel = runs.start().state.master["blocks"]["mlp"]["down"]["kernel"]
     steps = np.repeat(scales, 2, 1)
     error = np.abs(codes.astype(np.float32) * steps - kernel)
     assert error.max() > 0 and (error <= steps / 2 * (1 + 1e-5)).all()
@@ -65,7 +65,7 @@ def test_slices_have_the_codes_of_the_whole():
         "up.kernel": Entry(kernel.shape, "int8"),
         "up.scales": Entry((2, 3, 3), "float32"),
     }
-    view = quantized.with_codes(source, wanted)
+    view = adapters.with_codes(source, wanted)
     codes = view.read_all("up.kernel")
     for start, stop in ((0, 3), (3, 9), (5, 6), (8, 12)):
         index = (slice(1, 2), slice(start, stop), slice(0, 2))
@@ -73,7 +73,7 @@ def test_slices_have_the_codes_of_the_whole():
     scales = view.read_all("up.scales")
     index = (slice(0, 1), slice(1, 3), slice(1, 3))
     np.testing.assert_array_equal(view.read("up.scales", index), scales[index])
-    back = quantized.without_codes(view)
+    back = adapters.without_codes(view)
     assert back.entries == source.entries
     index = (slice(0, 2), slice(3, 10), slice(1, 3))
     expected = codes[index] * np.repeat(scales, 4, 1)[index]
@@ -83,19 +83,19 @@ def test_slices_have_the_codes_of_the_whole():
 def test_state_is_restored(trained):
     """Fails if codes or scales are no part of a checkpoint."""
     folder, expected = trained
-    run = adapters.start(*CODES)
+    run = runs.start(*CODES)
     state, _ = restore(folder, run)
-    np.testing.assert_allclose(adapters.loss(run, state), expected, rtol=1e-6)
+    np.testing.assert_allclose(runs.loss(run, state), expected, rtol=1e-6)
 
 
 def test_merged_weights_have_the_loss_of_the_run(trained, tmp_path):
     """Fails if codes go out in place of matrices, or adapters are lost."""
     folder, expected = trained
-    plain = adapters.start(f"checkpoint.init_from={folder}")
-    np.testing.assert_allclose(adapters.loss(plain), expected, rtol=1e-5)
+    plain = runs.start(f"checkpoint.init_from={folder}")
+    np.testing.assert_allclose(runs.loss(plain), expected, rtol=1e-5)
     export.export_huggingface(Store(str(folder)), str(tmp_path / "out"))
-    run = adapters.start(directory=tmp_path / "out")
-    np.testing.assert_allclose(adapters.loss(run), expected, rtol=1e-5)
+    run = runs.start(directory=tmp_path / "out")
+    np.testing.assert_allclose(runs.loss(run), expected, rtol=1e-5)
     source, _ = open_weights(Store(str(folder)))
     assert not any("scales" in name for name in source.entries)
 
@@ -107,5 +107,5 @@ def test_scales_beside_numbers_are_no_codes():
         "up.scales": Entry((3,), "float32"),
     }
     source = Source(entries, lambda name, index: np.ones(entries[name].shape)[index])
-    assert quantized.without_codes(source).entries == entries
-    assert quantized.with_codes(source, entries).entries == entries
+    assert adapters.without_codes(source).entries == entries
+    assert adapters.with_codes(source, entries).entries == entries

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from zjax.checkpoint.failures import hide_orbax_errors
+from zjax.checkpoint.steps import hide_orbax_errors
 
 ORBAX = ValueError("cannot write 2.orbax-checkpoint-tmp")
 READ = ValueError("OUT_OF_RANGE: Error opening [tensorstore_spec='{}']")

@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.checkpoint import states
-from zjax.checkpoint import arrays, failures, writer
+from zjax.checkpoint import arrays, steps, writer
 from zjax.checkpoint.layout import Entry
 from zjax.checkpoint.store import Store
 from zjax.errors import CheckpointError
@@ -265,7 +265,7 @@ def test_the_cause_is_what_the_innermost_library_said(tmp_path):
         except ValueError as error:
             raise Exception("See details: <bound method pybind11.spec>") from error
     except Exception as error:
-        told = failures.damaged(tmp_path, 2, 1, error)
+        told = steps.damaged(tmp_path, 2, 1, error)
     assert str(told) == (
         f"checkpoint.step=2 cannot be read from {tmp_path} (ValueError: DATA_LOSS: "
         f"file is cut short); delete {tmp_path}/2 to go on from step 1"

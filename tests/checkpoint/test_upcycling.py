@@ -13,8 +13,8 @@ from flax import nnx
 
 from tests.support import language
 from zjax.checkpoint import adapters, growth
+from zjax.checkpoint.layers import Source
 from zjax.checkpoint.layout import Entry, name_leaves
-from zjax.checkpoint.views import Source
 from zjax.config.load import load_config
 from zjax.errors import CheckpointError, ConfigError
 from zjax.models.build import make_model

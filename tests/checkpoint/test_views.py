@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zjax.checkpoint import views
+from zjax.checkpoint import layers
+from zjax.checkpoint.layers import Source
 from zjax.checkpoint.layout import Entry
-from zjax.checkpoint.views import Source
 from zjax.optim.precision import low_bits
 
 LAYERS, WIDTH, HIDDEN = 3, 4, 12
@@ -55,7 +55,7 @@ def source_of(arrays, read=None):
 def test_arrays_of_each_form_are_seen_in_any_other(given, wanted):
     """Fails if a tile or a layer is read from the place of another."""
     expected = stored(*wanted)
-    found = views.match_layout(source_of(stored(*given)), entries_of(expected))
+    found = layers.match_layout(source_of(stored(*given)), entries_of(expected))
     assert found.entries == entries_of(expected)
     for name, x in expected.items():
         np.testing.assert_array_equal(found.read_all(name), x, err_msg=name)
@@ -73,7 +73,7 @@ def test_no_more_is_read_than_is_asked_for():
         return part
 
     wanted = entries_of(stored(3, "apart"))
-    found = views.match_layout(source_of(arrays, read), wanted)
+    found = layers.match_layout(source_of(arrays, read), wanted)
     found.read("mlp/tiles/2/up/kernel[1]", (slice(0, 2), slice(1, 3)))
     assert reads == [("mlp/up/kernel", 4)]
 
@@ -86,9 +86,9 @@ def test_split_master_weights_are_whole_beneath_other_views():
         name.replace("master/", "params/"): x.astype(jnp.bfloat16)
         for name, x in whole.items()
     }
-    found = views.join_masters(source_of(low | high))
+    found = layers.join_masters(source_of(low | high))
     names = {f"master/{n}": x for n, x in stored(2, "apart").items()}
-    found = views.match_layout(found, entries_of(names)).subtree("master")
+    found = layers.match_layout(found, entries_of(names)).subtree("master")
     assert found.entries == entries_of(names)
     for name, x in names.items():
         np.testing.assert_array_equal(found.read_all(name), x, err_msg=name)
@@ -101,8 +101,8 @@ def test_a_cached_source_is_read_once_for_all_parts_of_an_array():
         reads.append(name)
         return arrays[name][index]
 
-    cached = views.cached(source_of(arrays, read))
-    found = views.match_layout(cached, entries_of(stored(2, "apart")))
+    cached = layers.cached(source_of(arrays, read))
+    found = layers.match_layout(cached, entries_of(stored(2, "apart")))
     for layer, tile in itertools.product(range(LAYERS), range(2)):
         found.read_all(f"mlp/tiles/{tile}/up/kernel[{layer}]")
     assert reads == ["mlp/up/kernel"]

@@ -9,9 +9,9 @@ import safetensors.numpy
 from tests.checkpoint.test_adapters import BATCH, start
 from tests.support import huggingface as golden
 from zjax.checkpoint import growth
+from zjax.checkpoint.layers import Source
 from zjax.checkpoint.layout import Entry
 from zjax.checkpoint.store import Store
-from zjax.checkpoint.views import Source
 from zjax.config.check import check_config
 from zjax.config.load import load_config
 from zjax.errors import ConfigError

@@ -10,11 +10,10 @@ import sys
 import pytest
 from absl import flags
 
-from zjax.cli import main, tune_machine
+from zjax.cli import main, tune_search
 from zjax.cli import tune as command
 from zjax.cli.tune import tune
-from zjax.cli.tune_machine import Facts, Runner
-from zjax.cli.tune_search import OUT_OF_MEMORY
+from zjax.cli.tune_search import OUT_OF_MEMORY, Facts, Runner
 from zjax.config import load_config
 from zjax.config.gin import from_gin
 from zjax.errors import BenchError, ConfigError, PlanError
@@ -166,7 +165,7 @@ def test_a_trial_ends_with_the_command_that_started_it(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["child", str(os.getppid()), "0"])
     libc, number = ctypes.CDLL(None), ctypes.c_int()
     try:
-        tune_machine.main()
+        tune_search.main()
         libc.prctl(_PR_GET_PDEATHSIG, ctypes.byref(number))
     finally:
         libc.prctl(_PR_SET_PDEATHSIG, 0)
@@ -176,7 +175,7 @@ def test_a_trial_ends_with_the_command_that_started_it(monkeypatch, capsys):
     monkeypatch.setattr(os, "kill", lambda *given: killed.append(given))
     monkeypatch.setattr(sys, "argv", ["child", "1", "0"])  # has ended before
     try:
-        tune_machine.main()
+        tune_search.main()
     finally:
         libc.prctl(_PR_SET_PDEATHSIG, 0)
     assert killed == [(os.getpid(), signal.SIGKILL)]
@@ -225,12 +224,12 @@ def test_processes_find_the_devices_and_take_real_steps(config, tmp_path):
 )
 def test_what_a_trial_gives(printed, code, expected, config, tmp_path, monkeypatch):
     def run_program(words, *_, **__):
-        assert words[1:5] == ["-m", "zjax.cli.tune_machine", str(os.getpid()), "2"]
+        assert words[1:5] == ["-m", "zjax.cli.tune_search", str(os.getpid()), "2"]
         assert load_config(words[5]) == config
         text = f"a warning\n{printed}\n"
         return Outcome(*find_result(text, code), text)
 
-    monkeypatch.setattr(tune_machine, "run_program", run_program)
+    monkeypatch.setattr(tune_search, "run_program", run_program)
     runner = Runner(tmp_path / "tune.log", simulated_devices=2)
     found = runner.measure(describe_config(config))
     assert found == (expected if isinstance(expected, tuple) else ({}, expected))
@@ -238,7 +237,7 @@ def test_what_a_trial_gives(printed, code, expected, config, tmp_path, monkeypat
 
 def test_without_devices_the_reason_is_told(tmp_path, monkeypatch):
     failed = Outcome({}, "exit code 1", "")
-    monkeypatch.setattr(tune_machine, "run_program", lambda *_, **__: failed)
+    monkeypatch.setattr(tune_search, "run_program", lambda *_, **__: failed)
     with pytest.raises(BenchError) as error:
         Runner(tmp_path / "tune.log").facts()
     assert str(error.value) == (

@@ -5,12 +5,12 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from zjax.comm import coded
+from zjax.comm import packed
 from zjax.settings import schema
 from zjax.sharding import mesh as meshes
 
 NODES, DEVICES = 2, 4
-INT4, INT8 = coded.CODECS["int4"], coded.CODECS["int8"]
+INT4, INT8 = packed.CODECS["int4"], packed.CODECS["int8"]
 RANKS = NODES * DEVICES
 SHAPE = (40, 1_000)
 """Of a term: a shard of 5,000 elements is no whole number of blocks."""
@@ -94,7 +94,7 @@ def test_reduction_equals_every_rank_by_hand(dim):
     shape[dim] //= RANKS
 
     def run(term):
-        return coded.reduce_scatter(term[0], axes, dim, INT4)
+        return packed.reduce_scatter_codes(term[0], axes, dim, INT4)
 
     shards = make_shards(np.prod(shape))
     by_shard = shards.swapaxes(0, 1).reshape(RANKS, RANKS, *shape)
@@ -111,7 +111,7 @@ def test_reduction_is_within_the_two_half_steps():
     terms = make_terms()
 
     def run(term):
-        return coded.reduce_scatter(term[0], axes, 0, INT4)
+        return packed.reduce_scatter_codes(term[0], axes, 0, INT4)
 
     found = np.asarray(mapped(run, P(("replica", "data")), P(axes))(terms))
     # A code is wrong by a half step, and by a step where it is the positive maximum.
@@ -125,7 +125,7 @@ def test_reduction_is_within_the_two_half_steps():
 
 def test_zeros_stay_zeros():
     def run(term):
-        return coded.reduce_scatter(term[0], ("data", "replica"), 0, INT4)
+        return packed.reduce_scatter_codes(term[0], ("data", "replica"), 0, INT4)
 
     terms = np.zeros((RANKS, *SHAPE), np.float32)
     found = mapped(run, P(("replica", "data")), P(("data", "replica")))(terms)
@@ -138,7 +138,7 @@ def test_gather_equals_coded_shards(dim):
     axes = ("data", "replica")
 
     def run(shard):
-        return coded.all_gather(shard, axes, dim, INT8)
+        return packed.all_gather_codes(shard, axes, dim, INT8)
 
     x = make_terms()[0]
     found = np.asarray(mapped(run, spec_of(dim), P())(x))

@@ -14,11 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from tests.reference.compression import Workers
 from zjax.comm.codecs import make_codec
-from zjax.comm.compressed_mean import (
-    Errors,
-    compressed_mean,
-    padded_size,
-)
+from zjax.comm.packed import Errors, compressed_mean, padded_size
 
 LOSSY = ("bfloat16", "int8", "float8", "int4", "int2", "onebit", "top_k")
 SIZES = {"top_k": {"block": 16, "kept": 3}, "bfloat16": {}, "float32": {}}

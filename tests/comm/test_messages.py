@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from zjax.comm import messages
+from zjax.comm import packed
 
 DTYPES = ("uint8", "float32", "int8", "bfloat16", "bool", "int32", "float16", "uint16")
 SHAPES = {"scalar": (), "empty": (0, 3), "vector": (8,), "matrix": (4, 6)}
@@ -50,7 +50,7 @@ def test_gathered_arrays_are_those_of_all_devices(axes):
     """Arrays of all dtypes, without elements and without dims, major axis first."""
     mesh = Mesh(np.array(jax.devices()).reshape(*GRID.values()), tuple(GRID))
     trees = [make_tree(i, DTYPES, SHAPES.values()) for i in range(8)]
-    gather = functools.partial(messages.all_gather, axes=axes)
+    gather = functools.partial(packed.all_gather, axes=axes)
     text, found = on_devices(gather, trees, mesh)
     assert text.count("stablehlo.all_gather") == 1
     numbers = np.arange(8).reshape(2, 4)
@@ -71,7 +71,7 @@ def test_each_device_receives_its_chunk_of_every_array(dtypes):
     names = ("empty", "vector", "matrix") if len(dtypes) > 1 else ("matrix",)
     shapes = [SHAPES[name] for name in names]
     trees = [make_tree(i, dtypes, shapes) for i in range(4)]
-    exchange = functools.partial(messages.exchange_chunks, axis="i")
+    exchange = functools.partial(packed.exchange_chunks, axis="i")
     text, found = on_devices(exchange, trees, mesh)
     assert text.count("stablehlo.all_to_all") == 1
     for device in range(4):
@@ -86,7 +86,7 @@ def test_numbers_that_are_not_finite_arrive_bit_for_bit():
     mesh = Mesh(jax.devices()[:2], "i")
     words = np.array([0x7FC00001, 0xFF800000, 0x80000000, 1], np.uint32)
     tree = {"mark": jnp.uint8(7), "x": jnp.asarray(words.view(np.float32))}
-    gather = functools.partial(messages.all_gather, axes="i")
+    gather = functools.partial(packed.all_gather, axes="i")
     _, found = on_devices(gather, [tree] * 2, mesh)
     np.testing.assert_array_equal(
         found["x"].view(np.uint32), np.broadcast_to(words, (2, 2, 4))

@@ -9,7 +9,7 @@ from tests.reference import curriculum as reference
 from zjax.data import curriculum, draws, metric_index
 from zjax.data.metric_index import Index
 from zjax.errors import ConfigError, DataError
-from zjax.schedule.curriculum import Picks
+from zjax.schedule.dropping import Picks
 from zjax.schedule.pacing import Pacing, grow
 from zjax.settings import schema
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from tests.support import squares
-from zjax.data import batches, packing, synthetic
+from zjax.data import batches, packing, source
 from zjax.data import sums as digest
 
 STREAM = np.arange(1000, dtype=np.uint16)
@@ -49,7 +49,7 @@ def test_rows_of_every_kind_are_known_by_their_data():
     assert packing.DocumentRows(STREAM, offsets, 7).digest() == digest.digest_tokens(
         STREAM, offsets
     )
-    first, other = (synthetic.SyntheticRows(seed, "train", 9, 8, 0) for seed in (0, 1))
+    first, other = (source.SyntheticRows(seed, "train", 9, 8, 0) for seed in (0, 1))
     assert first.digest() != other.digest()
 
 

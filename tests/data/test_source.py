@@ -5,7 +5,7 @@ import crc32c
 import numpy as np
 import pytest
 
-from zjax.data import packing, prepare, source, store, sums, synthetic
+from zjax.data import packing, prepare, source, store, sums
 from zjax.data.tokenizer import make_bytes, train_bpe
 from zjax.errors import DataError
 from zjax.settings import schema
@@ -47,7 +47,7 @@ def test_standard_library_is_split_by_file(tmp_path):
     make_tree(root, wanted + skipped)
     (root / "empty.py").write_text("")
     found = {
-        split: decode_documents(synthetic.open_standard_library(split, str(root)))
+        split: decode_documents(source.open_standard_library(split, str(root)))
         for split in ("train", "validation")
     }
     every = found["train"] + found["validation"]
@@ -57,16 +57,16 @@ def test_standard_library_is_split_by_file(tmp_path):
 
 def test_standard_library_stops_at_its_limit(tmp_path, monkeypatch):
     make_tree(tmp_path / "lib", [f"module{n:03}.py" for n in range(200)])
-    monkeypatch.setattr(synthetic, "LIMIT_BYTES", 50 * len("# module000.py\n"))
+    monkeypatch.setattr(source, "LIMIT_BYTES", 50 * len("# module000.py\n"))
     sizes = [
-        len(synthetic.open_standard_library(split, str(tmp_path / "lib")).offsets)
+        len(source.open_standard_library(split, str(tmp_path / "lib")).offsets)
         for split in ("train", "validation")
     ]
     assert sum(sizes) - 2 == 50
 
 
 def test_this_standard_library_reads_as_python():
-    opened = synthetic.open_standard_library("validation")
+    opened = source.open_standard_library("validation")
     text = "".join(decode_documents(opened))
     assert text.count("\n") > 1000
     assert text.count("def ") > 100
@@ -77,7 +77,7 @@ def test_this_standard_library_reads_as_python():
 
 def test_installation_without_source(tmp_path):
     with pytest.raises(DataError) as error:
-        synthetic.open_standard_library("train", str(tmp_path / "lib"))
+        source.open_standard_library("train", str(tmp_path / "lib"))
     assert str(error.value) == (
         "data.source='standard_library' has no train files: no Python source lies "
         f"under {tmp_path / 'lib'}; use data.source='tokens' and `zjax data prepare`"
@@ -126,7 +126,7 @@ def test_synthetic_documents_do_not_predict_each_other():
             {"source": "tokens", "path": "tokens", "packing": "documents"},
             packing.DocumentRows,
         ),
-        ({"source": "synthetic"}, synthetic.SyntheticRows),
+        ({"source": "synthetic"}, source.SyntheticRows),
     ],
     ids=["standard-library", "blocks", "documents", "synthetic"],
 )

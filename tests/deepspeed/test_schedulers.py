@@ -13,8 +13,7 @@ import pytest
 from zjax.config import check_config, load_config
 from zjax.deepspeed import convert
 from zjax.optim.build import make_optimizer
-from zjax.schedule.cycles import cycled_momentum
-from zjax.schedule.learning_rate import make_schedule
+from zjax.schedule.learning_rate import cycled_momentum, make_schedule
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "schedules.json"
 CASES = json.loads(GOLDEN.read_text())

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from tests.support import small_run
-from zjax.jaxprs.interpret import programs_in
+from zjax.jaxprs.program import programs_in
 from zjax.models.build import make_model
 from zjax.optim.build import make_optimizer
+from zjax.run.batch import with_dropping
 from zjax.run.initialize import make_run
-from zjax.run.step_inputs import with_dropping
 from zjax.typing import Dropping
 
 SETTINGS = (

@@ -13,7 +13,7 @@ import pytest
 from tests.support import pipelines
 from tests.support.cases import some_by_hand
 from tests.support.steps import make_step
-from zjax.jaxprs.interpret import walk
+from zjax.jaxprs.program import walk
 from zjax.observe import hlo
 from zjax.observe.collectives import OPS, list_collectives
 from zjax.observe.communication import describe_communication, zero_volume

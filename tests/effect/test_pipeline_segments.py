@@ -7,7 +7,7 @@ import pytest
 
 import zjax
 from tests.support import two_segments
-from zjax.jaxprs.interpret import walk
+from zjax.jaxprs.program import walk
 from zjax.observe.collectives import list_collectives
 from zjax.sharding import placement
 

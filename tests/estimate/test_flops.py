@@ -3,7 +3,7 @@
 import pytest
 
 from zjax.config import load_config
-from zjax.estimate.flops import flops_per_weight
+from zjax.estimate.activations import flops_per_weight
 from zjax.models.flops import matmul_params
 
 HALF_FROZEN = {

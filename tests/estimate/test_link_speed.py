@@ -19,8 +19,7 @@ from zjax.estimate.methods import methods_of, sent_per_step
 from zjax.models.build import make_model
 from zjax.observe.collectives import bytes_leaving_node, list_collectives
 from zjax.optim.build import make_optimizer
-from zjax.optim.phases import make_phases, programs_at
-from zjax.optim.rounds import make_rounds
+from zjax.optim.phases import make_phases, make_rounds, programs_at
 from zjax.run.batch import abstract_batch
 from zjax.run.plan_report import report_plan
 from zjax.sharding import memory

@@ -13,8 +13,8 @@ import pytest
 from tests.support import huggingface as golden
 from tests.support import quantized
 from zjax.checkpoint import weights
+from zjax.checkpoint.layers import Source
 from zjax.checkpoint.store import Store
-from zjax.checkpoint.views import Source
 from zjax.errors import CheckpointError, ConfigError
 from zjax.huggingface import model_settings
 from zjax.huggingface.export import export_huggingface

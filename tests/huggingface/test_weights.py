@@ -14,8 +14,8 @@ from flax import nnx
 
 from tests.support import huggingface as golden
 from zjax.checkpoint import weights
+from zjax.checkpoint.layers import Source
 from zjax.checkpoint.layout import Entry
-from zjax.checkpoint.views import Source
 from zjax.errors import CheckpointError, ConfigError
 from zjax.huggingface import settings
 from zjax.huggingface.source import TOKENS, adapted

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from zjax.jaxprs import interpret as primitives
-from zjax.jaxprs.interpret import apply, interpret, programs_in, walk
+from zjax.jaxprs import program as primitives
+from zjax.jaxprs.program import apply, interpret, programs_in, walk
 from zjax_kernels import device, grouped_matmul
 
 TABLE = np.arange(3.0, dtype=np.float32)

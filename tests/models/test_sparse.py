@@ -11,7 +11,7 @@ from flax import nnx
 from tests.kernels.sparse.dense import attend
 from tests.support import language
 from tests.support import sparse as small
-from zjax.jaxprs.interpret import programs_in, walk
+from zjax.jaxprs.program import programs_in, walk
 from zjax.models import flops, generate
 from zjax.ops import sparse
 from zjax.settings import schema

@@ -7,7 +7,7 @@ from matplotlib import image
 
 from tests.support import small_run
 from zjax.observe import plot_load, read_history
-from zjax.observe.load import describe_load, has_load, relative_load
+from zjax.observe.plot import describe_load, has_load, relative_load
 from zjax.observe.sinks import HISTORY
 
 MOE = ("num_layers=2", "moe.num_experts=4", "moe.top_k=2", "moe.bias_rate=0.01")

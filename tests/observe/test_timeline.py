@@ -4,14 +4,14 @@ import matplotlib.image
 import numpy as np
 
 from zjax.config import load_config
-from zjax.observe import timeline
+from zjax.observe import schedule as schedules
 from zjax.parallel.pipeline_schedule import make_schedule
 from zjax.run.plan_report import report_plan
 
 
 def test_schedules_are_compared_for_the_same_stages():
     schedule = make_schedule("zb_h1", num_stages=2, num_microbatches=3)
-    lines = timeline.describe_schedules(schedule, recompute=False).splitlines()
+    lines = schedules.describe_pipeline(schedule, recompute=False).splitlines()
     assert lines[0] == "2 stages, 3 microbatches; a forward pass takes 1"
     cells = [line.split() for line in lines[3:]]
     assert cells == [
@@ -24,9 +24,9 @@ def test_schedules_are_compared_for_the_same_stages():
 def test_a_picture_shows_every_kind_of_pass(tmp_path):
     path = tmp_path / "schedule.png"
     schedule = make_schedule("zb_h1", num_stages=2, num_microbatches=3)
-    timeline.plot_schedule(schedule, path, costs=timeline.pass_costs(recompute=False))
+    schedules.plot_pipeline(schedule, path, costs=schedules.pass_costs(recompute=False))
     pixels = (255 * matplotlib.image.imread(path)[..., :3]).round().astype(int)
-    for color in timeline.COLORS.values():
+    for color in schedules.COLORS.values():
         wanted = [int(color[i : i + 2], 16) for i in (1, 3, 5)]
         assert (np.abs(pixels - wanted).max(-1) <= 2).sum() > 1000
 

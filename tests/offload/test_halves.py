@@ -30,7 +30,7 @@ from tests.support.offload import (
 )
 from zjax.checkpoint import export_safetensors
 from zjax.checkpoint.store import Store
-from zjax.estimate.spill import traffic_of_step
+from zjax.estimate.tables import traffic_of_step
 from zjax.models.build import make_model
 from zjax.optim.build import make_optimizer
 from zjax.settings import schema

@@ -15,7 +15,7 @@ from tests.support.offload import (
     train,
 )
 from zjax.estimate import tables
-from zjax.estimate.spill import traffic_of_step
+from zjax.estimate.tables import traffic_of_step
 from zjax.run.fit import offloaded_inputs
 from zjax.sharding import describe, memory
 from zjax.storage import move as moves

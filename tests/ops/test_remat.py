@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
-from zjax.jaxprs.interpret import walk
+from zjax.jaxprs.program import walk
 from zjax.ops import remat
 
 WIDTH, HIDDEN, TOKENS = 8, 32, 16

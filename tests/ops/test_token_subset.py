@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zjax.ops.token_subset import draw_subset, on_subset
+from zjax.ops.tokens import draw_subset, on_subset
 
 ROWS, LENGTH, WIDTH, KEPT = 3, 8, 4, 5
 RNG = np.random.default_rng(0)

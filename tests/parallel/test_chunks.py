@@ -11,7 +11,7 @@ from flax import nnx
 from tests.support import language
 from tests.support.steps import make_step
 from zjax.observe.collectives import list_collectives
-from zjax.parallel.chunks import by_chunks
+from zjax.parallel.sequence import by_chunks
 from zjax.settings import schema
 
 ROWS, LENGTH, HIDDEN = 8, 64, 512

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.support import sequences as small
-from zjax.jaxprs.interpret import programs_in
+from zjax.jaxprs.program import programs_in
 from zjax.ops import remat
 from zjax.parallel import ring
 from zjax.parallel.ring import ring_attention, zigzag

@@ -12,9 +12,9 @@ from tests.support import pipelines, small_run
 from tests.support.cases import some_by_hand
 from tests.support.trees import assert_close
 from zjax.models.build import make_model
-from zjax.ops import token_subset
+from zjax.ops import tokens
 from zjax.ops.keys import fold_name
-from zjax.ops.token_subset import draw_subset
+from zjax.ops.tokens import draw_subset
 from zjax.optim.build import make_optimizer
 from zjax.run import step as steps
 from zjax.run.initialize import make_run
@@ -150,7 +150,7 @@ def test_training_equals_a_loop_over_layers(name, monkeypatch):
     losses, weights = train(make_model, 8, layers, *settings)
     of_one = [x for x in settings if x.startswith(("random_ltd", "layer_drop"))]
     monkeypatch.setattr(steps, "check_model", lambda *_: None)
-    monkeypatch.setattr(token_subset, "open_size", lambda _: known.get("num_parts", 1))
+    monkeypatch.setattr(tokens, "open_size", lambda _: known.get("num_parts", 1))
     model = functools.partial(plainly, whole=known.get("whole", ()))
     wanted_losses, wanted = train(model, 1, layers, *of_one)
     np.testing.assert_allclose(losses, wanted_losses, rtol=1e-5)

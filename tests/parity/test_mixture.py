@@ -14,7 +14,7 @@ from tests.support.cases import some_by_hand
 from zjax.moe.balance import move_bias
 from zjax.settings import schema
 from zjax.sharding import plan as plans
-from zjax.sharding.paths import path_of
+from zjax.sharding.naming import path_of
 
 MOE = schema.TokenChoice(num_experts=4, every=2, top_k=2, residual=True)
 PER_SEQUENCE = dataclasses.replace(MOE, balance_scope="sequence", balance_loss=0.1)

@@ -15,12 +15,12 @@ from tests.support.cases import some_by_hand
 from tests.support.trees import assert_close
 from zjax.models.build import make_model
 from zjax.observe.collectives import list_collectives
-from zjax.ops import token_subset
-from zjax.ops.token_subset import draw_subset
+from zjax.ops import tokens
+from zjax.ops.tokens import draw_subset
 from zjax.optim.build import make_optimizer
 from zjax.parallel.ring import zigzag
+from zjax.run.batch import with_dropping
 from zjax.run.initialize import make_run
-from zjax.run.step_inputs import with_dropping
 from zjax.sharding import plan
 from zjax.sharding.layers import put_together
 from zjax.stack import dropping
@@ -117,11 +117,11 @@ def draw_as_a_ring(*args, length, **settings):
 @functools.cache
 def on_one_device(form, num_parts, is_ring):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(token_subset, "open_size", lambda axis: num_parts)
+        patch.setattr(tokens, "open_size", lambda axis: num_parts)
         if is_ring:
             patch.setattr(dropping, "draw_subset", draw_as_a_ring)
             # Tokens of a ring are taken from anywhere in the row.
-            patch.setattr(token_subset, "_by_part", by_row)
+            patch.setattr(tokens, "_by_part", by_row)
         return train(form, 1)
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.support import small_run
 from zjax.errors import Problem, ProcessError
-from zjax.processes import lock
+from zjax.processes import member_files
 
 OTHER = """
 import fcntl, sys
@@ -25,15 +25,15 @@ sys.stdin.read()
 
 
 def test_a_directory_that_another_run_holds_is_refused_with_its_holder(tmp_path):
-    with lock.hold(str(tmp_path)):
-        path = tmp_path / lock.LOCK_FILE
+    with member_files.hold(str(tmp_path)):
+        path = tmp_path / member_files.LOCK_FILE
         assert json.loads(path.read_text())["pid"] == os.getpid()
         written = path.read_bytes()
     path.write_bytes(written)  # as the other one leaves it
     with path.open("r+") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         with pytest.raises(ProcessError) as error:
-            lock.acquire(str(tmp_path))
+            member_files.acquire(str(tmp_path))
     who = f"host {socket.gethostname()}, pid {os.getpid()}"
     when = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC"
     assert re.fullmatch(
@@ -45,7 +45,7 @@ def test_a_directory_that_another_run_holds_is_refused_with_its_holder(tmp_path)
 
 def test_what_a_killed_run_left_locks_nobody_out(tmp_path):
     """Fails if the file counts, and not whether its writer lives."""
-    path = tmp_path / lock.LOCK_FILE
+    path = tmp_path / member_files.LOCK_FILE
     path.write_text('{"host": "a", "pid": 1, "since": "then"}')
     with subprocess.Popen(
         [sys.executable, "-c", OTHER, str(path)],
@@ -54,16 +54,16 @@ def test_what_a_killed_run_left_locks_nobody_out(tmp_path):
     ) as other:
         assert other.stdout and other.stdout.readline() == b"held\n"
         with pytest.raises(ProcessError, match="host a, pid 1, since then"):
-            lock.acquire(str(tmp_path))
+            member_files.acquire(str(tmp_path))
         other.kill()
         other.wait()
-        with lock.hold(str(tmp_path)):
+        with member_files.hold(str(tmp_path)):
             assert json.loads(path.read_text())["pid"] == os.getpid()
 
 
 def test_a_run_may_hold_its_directory_twice(tmp_path):
-    with lock.hold(str(tmp_path)):
-        with lock.hold(str(tmp_path / "." / ".." / tmp_path.name)):
+    with member_files.hold(str(tmp_path)):
+        with member_files.hold(str(tmp_path / "." / ".." / tmp_path.name)):
             pass
         assert is_locked(tmp_path)
     assert not is_locked(tmp_path)
@@ -72,7 +72,7 @@ def test_a_run_may_hold_its_directory_twice(tmp_path):
 def test_a_forked_child_does_not_keep_the_lock(tmp_path):
     """Fails if a loader's process that outlives its run locks the directory."""
     mine, other = socket.socketpair()
-    with lock.hold(str(tmp_path)), warnings.catch_warnings():
+    with member_files.hold(str(tmp_path)), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of threads: this child only waits
         child = os.fork()
         if child == 0:
@@ -92,18 +92,18 @@ def test_a_forked_child_does_not_keep_the_lock(tmp_path):
 
 def test_training_in_a_directory_in_use_is_refused_and_writes_nothing(tmp_path):
     trainer = small_run.make_trainer(tmp_path)
-    path = tmp_path / lock.LOCK_FILE
+    path = tmp_path / member_files.LOCK_FILE
     path.write_text('{"host": "a", "pid": 1, "since": "then"}')
     with path.open("r+") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         with pytest.raises(ProcessError, match="host a, pid 1, since then"):
             trainer.fit()
-    assert [entry.name for entry in tmp_path.iterdir()] == [lock.LOCK_FILE]
+    assert [entry.name for entry in tmp_path.iterdir()] == [member_files.LOCK_FILE]
     trainer.close()
 
 
 def is_locked(directory):
-    with (directory / lock.LOCK_FILE).open("r+") as probe:
+    with (directory / member_files.LOCK_FILE).open("r+") as probe:
         try:
             fcntl.flock(probe, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -116,11 +116,11 @@ def test_a_disk_that_fails_does_not_hide_why_the_run_ended(tmp_path, monkeypatch
         raise OSError(30, "Read-only file system")
 
     with pytest.raises(ProcessError, match="mend the disk"):
-        with lock.hold(str(tmp_path)):
+        with member_files.hold(str(tmp_path)):
             monkeypatch.setattr(os, "truncate", refuse)
             raise ProcessError(Problem("directory", "x", "failed", "mend the disk"))
     monkeypatch.undo()
-    with lock.hold(str(tmp_path)):
+    with member_files.hold(str(tmp_path)):
         pass
 
 
@@ -131,7 +131,7 @@ def test_a_full_disk_holds_no_run_back_and_no_lock_for_ever(tmp_path, monkeypatc
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "pwrite", refuse)
-    with lock.hold(str(tmp_path)):
+    with member_files.hold(str(tmp_path)):
         assert is_locked(tmp_path)
     assert not is_locked(tmp_path)
 
@@ -140,7 +140,7 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path):
     """Fails if the other processes wait for the first, which ends with a traceback."""
     (tmp_path / "file").write_text("")
     with pytest.raises(ProcessError) as error:
-        lock.acquire(f"{tmp_path}/file/run")
+        member_files.acquire(f"{tmp_path}/file/run")
     assert str(error.value) == (
         f"directory='{tmp_path}/file/run' cannot be used (Not a directory); name a "
         "writable directory"

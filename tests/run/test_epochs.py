@@ -12,7 +12,7 @@ from tests.support import squares
 from zjax.config import load_config
 from zjax.data import prepare, source
 from zjax.errors import ConfigError
-from zjax.run.epochs import end_by_epochs
+from zjax.run.batch import end_by_epochs
 
 ROWS = [{"x": [float(n)]} for n in range(10)]
 BASE = {"num_epochs": 2, "global_batch_size": 8}

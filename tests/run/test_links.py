@@ -16,8 +16,7 @@ from zjax.observe.communication import (
     describe_links,
     link_bytes,
 )
-from zjax.optim.phases import make_phases, programs_at
-from zjax.optim.rounds import make_rounds
+from zjax.optim.phases import make_phases, make_rounds, programs_at
 from zjax.run import local_steps
 from zjax.run.batch import abstract_batch
 from zjax.run.plan_report import describe_collectives, report_links

@@ -15,9 +15,9 @@ from tests.support.cases import some_by_hand
 from zjax.config import load_config
 from zjax.errors import ConfigError, DataError, PlanError
 from zjax.models.build import make_model
-from zjax.ops.token_subset import take_tokens
-from zjax.run.compile_ahead import CompileAhead
-from zjax.run.step_inputs import SCHEDULE, check_model, with_dropping
+from zjax.ops.tokens import take_tokens
+from zjax.run.batch import SCHEDULE, check_model, with_dropping
+from zjax.run.compiler import CompileAhead
 from zjax.schedule.training import ATTENTION_WINDOW, TrainingSchedule
 from zjax.sharding import plan
 from zjax.stack.forward import run_stack

@@ -14,7 +14,7 @@ from tests.support import models, small_run
 from zjax.config import load_config
 from zjax.data import make_loader
 from zjax.errors import ConfigError, DataError
-from zjax.run.compile_ahead import CompileAhead
+from zjax.run.compiler import CompileAhead
 
 WARMUP = (
     "sequence_warmup=truncate",

@@ -10,7 +10,7 @@ from zjax.config import check_config, load_config
 from zjax.ops import sparse
 from zjax.settings import attention, choices, mappings, schema, sequence
 from zjax_kernels import SparsityConfig
-from zjax_kernels.sparse import cells
+from zjax_kernels.sparse import chunks
 
 PATTERNS = choices.kinds(mappings.type_of("model.attention.pattern"))
 VALUES = {
@@ -81,7 +81,7 @@ def test_a_record_with_a_section_of_sparsity_is_read():
 
 
 def test_devices_of_a_sequence_have_tiles_of_the_kernels():
-    assert sequence.TILE == cells.TILE
+    assert sequence.TILE == chunks.TILE
 
 
 def test_heads_have_the_channels_of_latents():

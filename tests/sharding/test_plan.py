@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import optax
 
 from tests.support import runs
-from zjax.sharding.rules import axes_of
+from zjax.sharding.mesh import axes_of
 
 
 def test_state_of_whole_numbers_stays_whole():

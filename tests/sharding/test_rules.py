@@ -5,7 +5,7 @@ from jax.sharding import PartitionSpec as P
 
 from zjax.errors import PlanError
 from zjax.settings import schema
-from zjax.sharding import mesh, rules
+from zjax.sharding import mesh
 
 MESH = mesh.abstract_mesh(schema.Mesh(tensor=2), 8)
 
@@ -20,7 +20,7 @@ MESH = mesh.abstract_mesh(schema.Mesh(tensor=2), 8)
     ],
 )
 def test_spec_for(logical, expected):
-    assert rules.spec_for(logical, "x", MESH) == expected
+    assert mesh.spec_for(logical, "x", MESH) == expected
 
 
 @pytest.mark.parametrize(
@@ -35,5 +35,5 @@ def test_spec_for(logical, expected):
 )
 def test_impossible_names_are_refused(logical, message):
     with pytest.raises(PlanError) as error:
-        rules.spec_for(logical, "w", MESH)
+        mesh.spec_for(logical, "w", MESH)
     assert str(error.value) == message

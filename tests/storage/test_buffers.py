@@ -6,8 +6,8 @@ import weakref
 import numpy as np
 import pytest
 
-from zjax.storage import buffers as buffers_module
-from zjax.storage.buffers import Buffers
+from zjax.storage import io_threads as buffers_module
+from zjax.storage.io_threads import Buffers
 
 pytestmark = pytest.mark.usefixtures("only_new_garbage")
 

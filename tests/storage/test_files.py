@@ -10,8 +10,8 @@ import pytest
 import tensorstore
 
 from zjax.storage import files
-from zjax.storage.buffers import Buffers
 from zjax.storage.files import CHUNK_BYTES
+from zjax.storage.io_threads import Buffers
 
 NUM_BYTES = 4 << 20
 

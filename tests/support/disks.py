@@ -3,7 +3,7 @@
 import contextlib
 import os
 
-from zjax.estimate.spill import num_microbatches
+from zjax.estimate.tables import num_microbatches
 from zjax.sharding import memory
 
 

@@ -1,20 +1,123 @@
-"""Low-rank adapters (LoRA, DoRA) of a checkpoint: merged into kernels, or initialised.
+"""Adapters of a checkpoint (LoRA, DoRA), and kernels as codes and scales for QLoRA."""
 
-`zjax.models.lora` defines the product of an adapter.
-"""
-
+import contextlib
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zjax.checkpoint import layers, views
+from zjax.checkpoint import layers
+from zjax.checkpoint.layers import Index, Source
 from zjax.checkpoint.layout import Entry
-from zjax.checkpoint.views import Index, Source
 from zjax.models.lora import column_lengths
+from zjax.ops.quantized import dequantize, quantize
 from zjax.settings import schema
+
+_SCALES = re.compile(r"(?P<layer>.+[./])scales")
+
+
+def with_codes(source: Source, wanted: Mapping[str, Entry]) -> Source:
+    """Quantises kernels on the host, slice by slice, where a model wants codes."""
+    found = _scales_of(wanted)
+    if not found:
+        return source
+    kernels = {scales: kernel for kernel, scales in found.items()}
+    plain = {name: entry for name, entry in wanted.items() if name not in kernels}
+    matched = layers.match_layout(source, plain)
+
+    def read(name: str, index: Index) -> np.ndarray:
+        kernel = kernels.get(name, name)
+        if kernel not in found:
+            return matched.read(name, index)
+        dim, size = _blocks(wanted[kernel], wanted[found[kernel]])
+        is_scales = name in kernels
+        inside = index[dim]
+        first, last = inside.start, inside.stop
+        if not is_scales:  # a scale needs the whole block
+            first, last = first // size, -(-last // size)
+        spans = (*index[:dim], slice(first * size, last * size), *index[dim + 1 :])
+        with _on_host():
+            both = quantize(
+                jax.numpy.asarray(matched.read(kernel, spans)),
+                dim,
+                size,
+                wanted[kernel].dtype,
+            )
+            codes, scales = map(np.asarray, both)
+        if is_scales:
+            return scales
+        start = inside.start - first * size
+        local = slice(start, start + inside.stop - inside.start)
+        return codes[(*[slice(None)] * dim, local)]
+
+    there = {k: s for k, s in found.items() if k in matched.entries}
+    changed = {n: wanted[n] for pair in there.items() for n in pair}
+    return Source({**matched.entries, **changed}, read)
+
+
+def without_codes(source: Source) -> Source:
+    """Replaces codes and scales by kernels in the dtype of the scales."""
+    found = _scales_of(source.entries)
+    scales = {*found.values()}
+    entries = {
+        name: Entry(entry.shape, source.entries[found[name]].dtype)
+        if name in found
+        else entry
+        for name, entry in source.entries.items()
+        if name not in scales
+    }
+
+    def read(name: str, index: Index) -> np.ndarray:
+        if name not in found:
+            return source.read(name, index)
+        dim, _ = _blocks(source.entries[name], source.entries[found[name]])
+        # Whole along the blocked dim: a slice may begin or end inside a block.
+        around = _whole(source.entries[name].shape, index, dim)
+        blocks = _whole(source.entries[found[name]].shape, index, dim)
+        with _on_host():
+            codes = jax.numpy.asarray(source.read(name, around))
+            factors = jax.numpy.asarray(source.read(found[name], blocks))
+            kernel = np.asarray(dequantize(codes, factors))
+        return kernel[(*[slice(None)] * dim, index[dim])]
+
+    return Source(entries, read)
+
+
+def _scales_of(entries: Mapping[str, Entry]) -> dict[str, str]:
+    """Names of scales, by name of a kernel that holds integer codes."""
+    found = {f"{m['layer']}kernel": n for n in entries if (m := _SCALES.fullmatch(n))}
+    return {
+        kernel: scales
+        for kernel, scales in found.items()
+        if kernel in entries and "int" in f"{entries[kernel].dtype}"
+    }
+
+
+def _blocks(kernel: Entry, scales: Entry) -> tuple[int, int]:
+    """Dim of a kernel along which blocks share scales, and size of a block."""
+    pairs = zip(kernel.shape, scales.shape, strict=True)
+    dim = next((i for i, (n, number) in enumerate(pairs) if n != number), 0)
+    return dim, kernel.shape[dim] // scales.shape[dim]
+
+
+def _whole(shape: tuple[int, ...], index: Index, dim: int) -> Index:
+    """Extends one dim of an index to the whole array."""
+    return (*index[:dim], slice(0, shape[dim]), *index[dim + 1 :])
+
+
+@contextlib.contextmanager
+def _on_host() -> Iterator[None]:
+    """Computes on the host, or on the first device where JAX has no CPU backend."""
+    try:
+        device = jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        device = jax.local_devices()[0]
+    with jax.default_device(device):
+        yield
+
 
 _MATRIX = re.compile(r"(?P<layer>.+[./])lora[./](?P<matrix>a|b|magnitude)")
 
@@ -104,7 +207,7 @@ def with_adapters(
     # Magnitudes are computed from the checkpoint's kernels, not drawn.
     drawn = [n for n, (_, matrix) in missing.items() if matrix != "magnitude"]
     draw = initial(drawn)
-    stacked = views.restacked(source, list(layers.stack_all(source.entries)))
+    stacked = layers.restacked(source, list(layers.stack_all(source.entries)))
 
     def lengths(name: str, index: Index) -> np.ndarray:
         kernel, _ = missing[name]

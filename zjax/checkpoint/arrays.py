@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from zjax.checkpoint import layers, layout, views
+from zjax.checkpoint import layers, layout
 from zjax.checkpoint.layout import Entry
 from zjax.checkpoint.saved import (
     READ_AHEAD_BYTES,
@@ -118,8 +118,8 @@ def read_arrays(saved: SavedArrays, named: Mapping[str, ArrayPlan]) -> list[Any]
     holds the whole state. Results have stored shapes and the order of `named`.
     """
     num_tiles, arrays = layers.count_tiles(named), dict[str, Any]()
-    untiled = views.cached(views.retiled(saved.source, 1))
-    wanted = views.retiled(untiled, num_tiles, saved_tiles=1).entries
+    untiled = layers.cached(layers.retiled(saved.source, 1))
+    wanted = layers.retiled(untiled, num_tiles, saved_tiles=1).entries
     masters = layers.find_split_masters(layout.describe_plans(named))
     masters_saved = layers.find_split_masters(saved.entries)
 
@@ -146,7 +146,7 @@ def read_arrays(saved: SavedArrays, named: Mapping[str, ArrayPlan]) -> list[Any]
                 data = jax.random.wrap_key_data(data, impl=found[name].key_impl)
             arrays[name] = to_storage(data, group[name])
 
-    source = views.match_layout(untiled, layout.describe_plans(named), saved_tiles=1)
+    source = layers.match_layout(untiled, layout.describe_plans(named), saved_tiles=1)
     # This order reads each saved array once, since `untiled` caches only the newest.
     for name in sorted(named, key=lambda n: layers.untiled_name(masters.get(n, n))):
         plan = named[name]

@@ -15,9 +15,9 @@ from typing import IO
 import jax.numpy as jnp
 import numpy as np
 
-from zjax.checkpoint import layers, views
-from zjax.checkpoint.average import open_weights
+from zjax.checkpoint import layers
 from zjax.checkpoint.layout import Entry, is_floating
+from zjax.checkpoint.model_state import open_weights
 from zjax.checkpoint.store import Store
 from zjax.errors import CheckpointError, Problem
 from zjax.files import new_file
@@ -73,7 +73,7 @@ def export_safetensors(
     """
     step = store.latest() if step is None else step
     source, part = open_weights(store, part, step)
-    found = views.retiled(source, 1)
+    found = layers.retiled(source, 1)
     entries = cast_entries(layers.stack_all(found.entries), dtype)
     metadata = {"format": "flax", "part": part, "step": str(step)}
 

@@ -10,11 +10,11 @@ import jax
 import numpy as np
 from absl import logging
 
-from zjax.checkpoint import layers, layout, views
+from zjax.checkpoint import layers, layout
 from zjax.checkpoint.adapters import Drawn, Initial
 from zjax.checkpoint.export import tensor_name
+from zjax.checkpoint.layers import Index, Source
 from zjax.checkpoint.layout import Entry
-from zjax.checkpoint.views import Index, Source
 from zjax.errors import ConfigError, Problem
 from zjax.settings import schema
 from zjax.settings.mixture import experts_by_layer, segment_shapes
@@ -154,8 +154,8 @@ def upcycled(
     if any(_EXPERTS in name for name in source.entries):
         _check_noise(checkpoint)
         return source
-    dense = views.retiled(source, 1)
-    dense = views.restacked(dense, list(layers.stack_all(dense.entries)))
+    dense = layers.retiled(source, 1)
+    dense = layers.restacked(dense, list(layers.stack_all(dense.entries)))
     _check_shape(dense.entries, model, model.moe, checkpoint.init_from)
     new = layers.stack_all(wanted)
     view = _Upcycled(dense, new, model, model.moe, checkpoint, seed, initial)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from zjax.errors import CheckpointError, Problem
-from zjax.sharding.paths import layer_of, path_of
+from zjax.sharding.naming import layer_of, path_of
 from zjax.sharding.placement import ArrayPlan
 
 _NUM_SHOWN = 5

@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zjax.checkpoint.layers import Index
 from zjax.checkpoint.saved import Spans, place_slices, to_storage, without_padding
-from zjax.checkpoint.views import Index
 from zjax.sharding.placement import ArrayPlan
 from zjax.storage.array import spans_of
 

@@ -12,8 +12,8 @@ import jax
 import numpy as np
 from absl import logging
 
+from zjax.checkpoint.layers import Source
 from zjax.checkpoint.layout import Entry
-from zjax.checkpoint.views import Source
 from zjax.errors import CheckpointError, Problem
 
 _REPLICAS, _MASTER, _ANCHOR = "extra/replicas/", "extra/replicas/master/", "master/"

@@ -16,8 +16,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from zjax.checkpoint.layers import Index, Source, join_masters
 from zjax.checkpoint.layout import Entry
-from zjax.checkpoint.views import Index, Source, join_masters
 from zjax.sharding.placement import ArrayPlan
 from zjax.storage.array import DiskArray, open_files, spans_of
 from zjax.storage.move import store

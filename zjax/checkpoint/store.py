@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from absl import logging
 
-from zjax.checkpoint import arrays, failures, layers, layout, replicas, views
+from zjax.checkpoint import arrays, layers, layout, replicas
 from zjax.checkpoint import steps as directories
 from zjax.checkpoint.layout import Entry
 from zjax.checkpoint.saved import link, place_slices
@@ -46,7 +46,7 @@ class Store:
 
     def __init__(self, directory: str, *, keep_last: int = 2, keep_best: int = 1):
         check_installed("orbax")
-        failures.hide_orbax_errors()
+        directories.hide_orbax_errors()
         self.directory = pathlib.Path(directory).absolute()
         self._keep_last = keep_last
         self._keep_best = keep_best
@@ -119,7 +119,7 @@ class Store:
         try:
             index_text = directories.format_index(index)
         except ValueError as error:
-            raise failures.unsaved_extra(extra, error) from error
+            raise directories.unsaved_extra(extra, error) from error
         unpadded = {
             name: arrays.unpadded(leaves[name], plan)
             for name, plan in named.items()
@@ -207,7 +207,7 @@ class Store:
             source, expected, keeps_errors=keeps_errors(index["extra"], step)
         )
         wanted = {n: e for n, e in expected.items() if n not in adapted}
-        found = views.match_layout(source, expected).entries
+        found = layers.match_layout(source, expected).entries
         # Saved codec arrays that the run replaces, or does without, are no difference.
         found = {
             n: e
@@ -231,7 +231,7 @@ class Store:
         named = layout.name_leaves(plans, part)
         expected = layout.describe_plans(named)
         source = self._reader.open(step).source.subtree(part)
-        found = views.match_layout(source, expected)
+        found = layers.match_layout(source, expected)
         place = str(self._reader.path(step))
         layout.check_same(expected, found.entries, place, cast=expected)
         leaves = self._read(step, named, {})
@@ -275,16 +275,16 @@ class Store:
     def _check_directory(self, step: int) -> None:
         """Raises if the step is not the newest, or if the directory disappeared."""
         if self.directory.exists() and not self.directory.is_dir():
-            raise failures.not_a_directory(self.directory)
+            raise directories.not_a_directory(self.directory)
         # Not created again: the disk may be unmounted.
         if self._has_saved and not self.directory.is_dir():
-            raise failures.disappeared(self.directory, step)
+            raise directories.disappeared(self.directory, step)
         named = directories.named_steps(self.directory)
         if any(other >= step for other in named):
             # Incomplete later steps may be overwritten.
             latest = max(self.steps(), default=-1)
             if step <= latest:
-                raise failures.behind(self.directory, step, latest)
+                raise directories.behind(self.directory, step, latest)
 
     def _commit(self, partial: pathlib.Path, step: int) -> None:
         """Renames the written step, and deletes steps that are no longer kept."""
@@ -296,17 +296,17 @@ class Store:
                 directories.remove(self._reader.path(other))
             except OSError as error:
                 # An old step that stays does not harm the new one.
-                logging.warning(failures.undeleted(self.directory, other, error))
+                logging.warning(directories.undeleted(self.directory, other, error))
 
     def _abandon(self, step: int, error: Exception) -> CheckpointError:
         """Removes a failed save, and returns the error to raise."""
         before = self._last_saved
         if before is not None and not self._reader.path(before).exists():
-            return failures.disappeared(self.directory, step)
+            return directories.disappeared(self.directory, step)
         is_file = isinstance(error, NotADirectoryError | FileExistsError)
         if is_file and not self.directory.is_dir():
-            return failures.not_a_directory(self.directory)
+            return directories.not_a_directory(self.directory)
         if jax.process_index() == 0:
             directories.clear(self.directory)
         latest = max(self.steps(), default=None)
-        return failures.unwritten(self.directory, step, latest, error)
+        return directories.unwritten(self.directory, step, latest, error)

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import crc32c
 
-from zjax.storage.buffers import thread_memory
 from zjax.storage.files import SUM_BYTES, check_file, stored_sum
+from zjax.storage.io_threads import thread_memory
 
 
 class Task:

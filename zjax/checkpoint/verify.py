@@ -11,8 +11,8 @@ import numpy as np
 from absl import logging
 from jax.experimental import multihost_utils
 
-from zjax.checkpoint import failures, sums
 from zjax.checkpoint import steps as directories
+from zjax.checkpoint import sums
 from zjax.checkpoint.layout import Entry
 from zjax.checkpoint.saved import SavedArrays
 from zjax.checkpoint.sums import LINKED, SUMS_FILE
@@ -45,7 +45,7 @@ class Reader:
         A step is complete if all files exist with the recorded sizes.
         """
         if self.directory.exists() and not self.directory.is_dir():
-            raise failures.not_a_directory(self.directory)
+            raise directories.not_a_directory(self.directory)
         before, named, missing = None, directories.named_steps(self.directory), {}
         while named != before:  # a run may save and delete steps meanwhile
             missing = {x: directories.find_missing(self.path(x)) for x in named}
@@ -53,7 +53,7 @@ class Reader:
         for step in named:
             if missing[step] and step not in self._reported:
                 self._reported.add(step)
-                problem = failures.incomplete(self.directory, step, missing[step])
+                problem = directories.incomplete(self.directory, step, missing[step])
                 logging.warning(problem)
         return tuple(step for step in named if not missing[step])
 
@@ -65,19 +65,19 @@ class Reader:
         named = directories.named_steps(self.directory)
         if named:
             missing = directories.find_missing(self.path(named[-1]))
-            raise failures.only_incomplete(self.directory, named, missing)
+            raise directories.only_incomplete(self.directory, named, missing)
         return None
 
     def resolve(self, step: int | None) -> int:
         """Number of an existing complete step; None stands for the newest."""
         latest = self.latest()
         if latest is None:
-            raise failures.empty(self.directory)
+            raise directories.empty(self.directory)
         if step is None:
             return latest
         steps = self.steps()
         if step not in steps:
-            raise failures.unknown_step(self.directory, step, steps)
+            raise directories.unknown_step(self.directory, step, steps)
         return step
 
     def verify(self, step: int | None, *, shared: bool) -> int:
@@ -98,7 +98,7 @@ class Reader:
             except (OSError, ValueError) as error:
                 raise self.damaged(step, error) from error
         else:
-            logging.warning(failures.unverified(self.directory, step))
+            logging.warning(directories.unverified(self.directory, step))
         self._verified.add((step, shared))
         return step
 
@@ -131,9 +131,9 @@ class Reader:
     def damaged(self, step: int, error: Exception) -> CheckpointError:
         """Returns the error for an unreadable step, which names the step before."""
         if not self.path(step).is_dir():  # a run has removed the step
-            return failures.deleted(self.directory, step, self.steps())
+            return directories.deleted(self.directory, step, self.steps())
         before = max((other for other in self.steps() if other < step), default=None)
-        return failures.damaged(self.directory, step, before, error)
+        return directories.damaged(self.directory, step, before, error)
 
 
 def _parse(index: Any) -> dict[str, Any]:
@@ -232,14 +232,14 @@ def inspect_steps(directory: str) -> list[Verdict]:
     inside = top / "checkpoints"
     place = inside if inside.is_dir() else top
     if place.exists() and not place.is_dir():
-        raise failures.not_a_directory(place)
+        raise directories.not_a_directory(place)
     linked_sums = sums.LinkedSums()
     verdicts = [
         _inspect(place / str(step), linked_sums)
         for step in directories.named_steps(place)
     ]
     if not verdicts:
-        raise failures.empty(place)
+        raise directories.empty(place)
     return verdicts
 
 

@@ -14,14 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zjax.checkpoint import layout, views
-from zjax.checkpoint.average import open_weights
+from zjax.checkpoint import layers, layout
 from zjax.checkpoint.export import DTYPES, tensor_name
+from zjax.checkpoint.layers import Index, Source
 from zjax.checkpoint.layout import Entry
+from zjax.checkpoint.model_state import open_weights
 from zjax.checkpoint.pieces import Read, place_pieces
 from zjax.checkpoint.steps import find_steps
 from zjax.checkpoint.store import Store
-from zjax.checkpoint.views import Index, Source
 from zjax.errors import CheckpointError, Problem, check_installed, find_fault
 from zjax.files import MAX_INDEX_BYTES, local_path, parse_json, read_text
 from zjax.sharding.placement import ArrayPlan
@@ -153,7 +153,7 @@ def _match(
     """Returns a slice reader and the plan of each array, after a check of all names."""
     named = {tensor_name(name): r for name, r in layout.name_leaves(plans).items()}
     expected = layout.describe_plans(named)
-    found = views.match_layout(adapt(source, expected), expected)
+    found = layers.match_layout(adapt(source, expected), expected)
     layout.check_same(expected, found.entries, path, cast=expected)
     return [(functools.partial(found.read, name), plan) for name, plan in named.items()]
 
@@ -171,7 +171,7 @@ def open_run(store: Store) -> Source:
     """Opens the newest weights of a run for evaluation, by tensor name."""
     source, _ = open_weights(store)
     names = {tensor_name(name): name for name in source.entries}
-    return views.cached(
+    return layers.cached(
         Source(
             {name: source.entries[saved] for name, saved in names.items()},
             lambda name, index: source.read(names[name], index),

@@ -16,7 +16,7 @@ from zjax.data.loader import find_local_rows
 from zjax.data.placement import place_rows
 from zjax.data.source import open_rows
 from zjax.errors import BenchError, Problem
-from zjax.estimate.flops import flops_per_weight, run_flops_per_token
+from zjax.estimate.activations import flops_per_weight, run_flops_per_token
 from zjax.estimate.mesh import choose_mesh
 from zjax.models import flops
 from zjax.models.build import make_model

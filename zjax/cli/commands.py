@@ -17,8 +17,8 @@ import jax
 from absl import flags, logging
 
 from zjax.checkpoint import steps
-from zjax.checkpoint.average import saved_parts
 from zjax.checkpoint.export import export_safetensors
+from zjax.checkpoint.model_state import saved_parts
 from zjax.checkpoint.store import Store
 from zjax.checkpoint.verify import describe_verdicts, exit_status, inspect_steps
 from zjax.cli.usage import NO_VALUE

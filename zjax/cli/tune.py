@@ -10,8 +10,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
-from zjax.cli.tune_machine import Facts, Runner
-from zjax.cli.tune_search import Outcome, Predictions, Records, fastest, next_candidate
+from zjax.cli.tune_search import (
+    Facts,
+    Outcome,
+    Predictions,
+    Records,
+    Runner,
+    fastest,
+    next_candidate,
+)
 from zjax.errors import ConfigError, PlanError, Problem
 from zjax.estimate.candidates import (
     Candidate,

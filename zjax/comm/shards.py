@@ -11,15 +11,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zjax.comm import coded
-from zjax.sharding import rules
+from zjax.comm import packed
+from zjax.sharding import mesh
 from zjax.sharding.mesh import REPLICA, num_shares
 from zjax.sharding.placement import ArrayPlan, pad, unpad
 
 
 def manual_spec(row: ArrayPlan, axes: Sequence[str]) -> PartitionSpec:
     """Spec of a stored array, restricted to the `axes` that `shard_map` maps."""
-    return PartitionSpec(*map(rules.entry, _dims(row.stored, row, axes)))
+    return PartitionSpec(*map(mesh.entry, _dims(row.stored, row, axes)))
 
 
 def shard_shape(row: ArrayPlan, axes: Sequence[str]) -> tuple[int, ...]:
@@ -45,8 +45,8 @@ def gather(shard: jax.Array, row: ArrayPlan, axes: Sequence[str]) -> jax.Array:
     def run(gathered: jax.Array) -> jax.Array:
         for dim, names in enumerate(_gathered(row, axes)):
             if row.codec and REPLICA in names:
-                gathered = coded.all_gather(
-                    gathered, names, dim, coded.CODECS[row.codec]
+                gathered = packed.all_gather_codes(
+                    gathered, names, dim, packed.CODECS[row.codec]
                 )
             elif names:
                 gathered = jax.lax.all_gather(gathered, names, axis=dim, tiled=True)
@@ -68,7 +68,9 @@ def reduce(x: jax.Array, row: ArrayPlan, axes: Sequence[str]) -> jax.Array:
         replicating = _replicating(row, axes)
         for dim, names in enumerate(_gathered(row, axes)):
             if row.codec and REPLICA in names:
-                total = coded.reduce_scatter(total, names, dim, coded.CODECS[row.codec])
+                total = packed.reduce_scatter_codes(
+                    total, names, dim, packed.CODECS[row.codec]
+                )
             elif names:
                 total = jax.lax.psum_scatter(
                     total, names, scatter_dimension=dim, tiled=True
@@ -143,9 +145,9 @@ def _by_share(
     # Map all further axes, too, or the compiler gathers the array over them first.
     # Leave out dims that `axes` also shard: shards would come in another order.
     others = _others(axes)
-    dims = rules.axes_of(row.spec, len(row.shape))
+    dims = mesh.axes_of(row.spec, len(row.shape))
     split = [dim if set(dim) <= others else () for dim in dims]
-    return _by_hand(run, PartitionSpec(*map(rules.entry, split)), axes)
+    return _by_hand(run, PartitionSpec(*map(mesh.entry, split)), axes)
 
 
 def _by_hand(
@@ -170,9 +172,9 @@ def _of_device(row: ArrayPlan, axes: Sequence[str]) -> ArrayPlan:
     split = splitting_axes(row, axes)
 
     def of_device(sharding: NamedSharding) -> NamedSharding:
-        dims = rules.axes_of(sharding.spec, len(row.shape))
+        dims = mesh.axes_of(sharding.spec, len(row.shape))
         others = (tuple(axis for axis in names if axis not in split) for names in dims)
-        return sharding.update(spec=PartitionSpec(*map(rules.entry, others)))
+        return sharding.update(spec=PartitionSpec(*map(mesh.entry, others)))
 
     shape, stored, used = used_shape(row, axes), of_device(row.stored), row.used
     return dataclasses.replace(row, shape=shape, stored=stored, used=of_device(used))
@@ -205,5 +207,5 @@ def _dims(
     sharding: NamedSharding, row: ArrayPlan, axes: Sequence[str]
 ) -> list[tuple[str, ...]]:
     """Axes of each dim that `shard_map` maps."""
-    dims = rules.axes_of(sharding.spec, len(row.shape))
+    dims = mesh.axes_of(sharding.spec, len(row.shape))
     return [tuple(axis for axis in names if axis in axes) for names in dims]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from zjax.errors import Problem
 from zjax.files import parse_json, read_text
-from zjax.schedule import buckets, curriculum, dropping, lengths
+from zjax.schedule import buckets, dropping, lengths
 from zjax.settings import attention, axes, choices, derived, mixture, schema, sequence
 from zjax.settings import layers as stages
 from zjax.settings.layers import cannot_unroll
@@ -296,7 +296,7 @@ MODEL_RULES: tuple[Entry, ...] = (
         ("data", "num_tokens", "num_steps", "global_batch_size", "sequence_warmup"),
         lengths.end_problems,
     ),
-    (("num_steps", "curriculum"), curriculum.curriculum_problems),
+    (("num_steps", "curriculum"), dropping.curriculum_problems),
     (
         ("data", "model", "mesh", "num_steps", "buckets"),
         buckets.bucket_problems,

@@ -30,7 +30,7 @@ from zjax.data import metric_index, metrics, packing
 from zjax.data.metric_index import Index, index_path, open_index, write_index
 from zjax.errors import DataError, Problem, ProcessError
 from zjax.files import local_path, make_directory
-from zjax.processes import lock
+from zjax.processes import member_files
 
 BATCH_ROWS = 64
 """Samples that a worker reads at a time."""
@@ -168,7 +168,7 @@ def analyze(
             _refuse_existing(paths)
         make_directory(job.folder)
         # Two runs of one job would write the same shards.
-        lock.acquire(str(job.folder))
+        member_files.acquire(str(job.folder))
         with (
             _start_processes(job, num_processes) as map_shards,
             progress.Progress(console=console.Console(stderr=True)) as bar,

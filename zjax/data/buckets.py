@@ -18,7 +18,7 @@ from zjax.data.packing import TokenArray, split_documents, stack_pieces
 from zjax.data.sums import digest_tokens
 from zjax.errors import DataError, Problem
 from zjax.schedule.buckets import bucket_lengths, bucket_picks, bucket_rows
-from zjax.schedule.curriculum import Picks
+from zjax.schedule.dropping import Picks
 from zjax.schedule.pacing import settings_read
 from zjax.settings import choices, schema
 

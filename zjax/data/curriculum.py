@@ -25,7 +25,7 @@ from zjax.data.draws import permute_parts
 from zjax.data.metric_index import Index, open_index
 from zjax.data.metrics import MAX_EXACT
 from zjax.errors import ConfigError, DataError, Problem
-from zjax.schedule.curriculum import Picks, metric_name
+from zjax.schedule.dropping import Picks, metric_name
 from zjax.schedule.lengths import in_steps
 from zjax.schedule.pacing import (
     Pacing,

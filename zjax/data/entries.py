@@ -11,7 +11,7 @@ import numpy as np
 
 from zjax.errors import DataError, Problem
 from zjax.sharding.activations import field_of
-from zjax.sharding.paths import path_of
+from zjax.sharding.naming import path_of
 from zjax.typing import IGNORED, Batch, Entries, Entry
 
 

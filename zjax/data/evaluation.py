@@ -21,7 +21,7 @@ from absl import logging
 from jaxtyping import Int64
 
 from zjax.data import batches as wrapping
-from zjax.data import draws, loader, masking, packing, placement, source, synthetic
+from zjax.data import draws, loader, masking, packing, placement, source
 from zjax.data.draws import WholeRows
 from zjax.data.entries import check_batch
 from zjax.data.sums import BatchChain
@@ -156,7 +156,7 @@ def find_evaluation(
     if batches is not None:
         return None
     if number == ALL and data.source == "synthetic":
-        problem = f"asks for all of {synthetic.NUM_ROWS:,} synthetic rows"
+        problem = f"asks for all of {source.NUM_ROWS:,} synthetic rows"
         remedy = "use a number of batches, such as 8"
         raise ConfigError(Problem("evaluation.num_batches", ALL, problem, remedy))
     rows = source.open_rows(config, "validation")

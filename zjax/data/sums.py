@@ -13,7 +13,7 @@ import numpy as np
 
 from zjax.data.metric_index import open_columns, write_columns
 from zjax.errors import DataError, Problem
-from zjax.sharding.paths import path_of
+from zjax.sharding.naming import path_of
 
 CHUNK_BYTES = 1 << 16
 """Bytes of a chunk. Linux reads 128 KiB around a first access to a mapped file: smaller

@@ -9,8 +9,7 @@ import jax
 
 from zjax.config.load import load_config
 from zjax.errors import ConfigError, ZjaxError
-from zjax.estimate.activations import activation_bytes
-from zjax.estimate.flops import run_flops_per_token
+from zjax.estimate.activations import activation_bytes, run_flops_per_token
 from zjax.estimate.mesh import find_obstacle, possible_meshes
 from zjax.estimate.trial import Machine, batch_on, weigh
 from zjax.models import flops
@@ -20,7 +19,7 @@ from zjax.settings import axes, schema
 from zjax.settings.batch import resolve_batch
 from zjax.settings.parameters import is_held_frozen
 from zjax.sharding import mesh as meshes
-from zjax.sharding.paths import path_of
+from zjax.sharding.naming import path_of
 from zjax.sharding.placement import abstract_key
 
 REMATS = ("none", "elementwise", "attention_and_mlp", "attention", "full")

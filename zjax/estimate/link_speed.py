@@ -10,7 +10,7 @@ import jax
 
 from zjax.config.check import check_config
 from zjax.errors import ConfigError, PlanError, Problem
-from zjax.estimate.flops import run_flops_per_token
+from zjax.estimate.activations import run_flops_per_token
 from zjax.estimate.methods import baseline_of, methods_of, sent_per_step
 from zjax.models import flops
 from zjax.models.build import make_model

@@ -7,16 +7,22 @@ from typing import Any
 import jax
 
 from zjax.comm.codecs import make_codec, packed_bytes
-from zjax.comm.coded import CODECS
-from zjax.optim.phases import Phases, count_programs, make_phases, merged_phase
-from zjax.optim.rounds import Rounds, make_rounds
+from zjax.comm.packed import CODECS
+from zjax.optim.phases import (
+    Phases,
+    Rounds,
+    count_programs,
+    make_phases,
+    make_rounds,
+    merged_phase,
+)
 from zjax.optim.zero_one_adam import Intervals
 from zjax.settings import choices, schema
 from zjax.settings.batch import resolve_batch
-from zjax.sharding.frozen import trained
 from zjax.sharding.mesh import REPLICA
 from zjax.sharding.placement import ArrayPlan, dtype_bytes
 from zjax.sharding.plan import Plan
+from zjax.sharding.roles import trained
 from zjax.train.exchange import Exchange
 from zjax.train.outer_state import make_exchange, make_fragments, outer_codec
 

@@ -11,14 +11,13 @@ from typing import Any
 import jax
 
 from zjax.estimate.activations import activation_bytes
-from zjax.estimate.spill import DEVICE_SHARE
-from zjax.estimate.tables import kept_rows
+from zjax.estimate.tables import DEVICE_SHARE, kept_rows
 from zjax.settings import axes, schema
 from zjax.settings.batch import BatchSizes, resolve_batch
 from zjax.sharding import memory
 from zjax.sharding import mesh as meshes
-from zjax.sharding.frozen import trained
 from zjax.sharding.plan import Plan, make_plan
+from zjax.sharding.roles import trained
 from zjax.sharding.zero import splits_of
 from zjax.typing import Model
 

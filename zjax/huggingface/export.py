@@ -11,21 +11,20 @@ import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
-from zjax.checkpoint import views
-from zjax.checkpoint.average import open_weights
+from zjax.checkpoint import layers
 from zjax.checkpoint.export import cast_entries, unwritable, write_file
+from zjax.checkpoint.layers import Source
 from zjax.checkpoint.layout import Entry, check_same
+from zjax.checkpoint.model_state import open_weights
 from zjax.checkpoint.steps import find_steps
 from zjax.checkpoint.store import Store
-from zjax.checkpoint.views import Source
 from zjax.config.load import load_config
 from zjax.errors import CheckpointError, ConfigError, Problem
 from zjax.files import local_path, new_directory
-from zjax.huggingface import mixture
 from zjax.huggingface.families import FAMILIES, Family
 from zjax.huggingface.layout import Layout, layouts_of
 from zjax.huggingface.rotation import rotation_values
-from zjax.huggingface.settings import CONFIG_NAME, entries_of, settings_of
+from zjax.huggingface.settings import CONFIG_NAME, entries_of, layer_values, settings_of
 from zjax.huggingface.source import find_config
 from zjax.huggingface.tokenizer import tokenizer_of_run, write_tokenizer
 from zjax.huggingface.windows import window_values
@@ -221,7 +220,7 @@ def config_of(model: schema.Model, kind: str) -> dict[str, Any]:
         values |= rotation_values(model, family)
     values |= window_values(model, family.windows)
     if family.has_steps and model.moe:
-        values |= mixture.layer_values(model, model.moe)
+        values |= layer_values(model, model.moe)
     biases = model.has_input_bias, model.use_bias
     # strict=False: a family may have the first key alone.
     values |= dict(zip(family.biases, biases, strict=False))
@@ -267,8 +266,8 @@ def _collect(
     """Maps tensors to pieces of arrays, and returns the source with layers apart."""
     layouts = {n.replace(".", "/"): x for n, x in layouts_of(family.rows, model)}
     # Cached, so that a stack is read once for all layers.
-    found = views.retiled(views.cached(source), 1)
-    found = views.restacked(found, list(layouts))
+    found = layers.retiled(layers.cached(source), 1)
+    found = layers.restacked(found, list(layouts))
     # Any floating dtype: `cast_entries` sets the dtypes of the files.
     expected = {n: Entry(layout.shape, "float32") for n, layout in layouts.items()}
     check_same(expected, found.entries, place, cast=expected)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from zjax.checkpoint.views import Index
+from zjax.checkpoint.layers import Index
 from zjax.settings import choices, schema
 from zjax.settings.mixture import experts_by_layer, segment_shapes
 

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from zjax.checkpoint import views
-from zjax.checkpoint.average import open_weights
+from zjax.checkpoint import layers
 from zjax.checkpoint.export import cast_entries, write_file
+from zjax.checkpoint.layers import Source
 from zjax.checkpoint.layout import Entry
+from zjax.checkpoint.model_state import open_weights
 from zjax.checkpoint.store import Store
-from zjax.checkpoint.views import Source
 from zjax.config.load import load_config
 from zjax.errors import ConfigError, Problem
 from zjax.huggingface.adapter_tensors import (
@@ -66,7 +66,7 @@ def export_peft(
     names = names_of_trained(lora, model, kind)
     tensors = _of_adapters(matrices)
     tensors |= _of_modules(names, matrices, model, lora, kind)
-    source = views.restacked(source, [tensor.ours for tensor in tensors.values()])
+    source = layers.restacked(source, [tensor.ours for tensor in tensors.values()])
     found = {
         name: Entry(
             tensor.shape(source.entries[tensor.ours].shape),

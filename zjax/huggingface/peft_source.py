@@ -13,8 +13,8 @@ import numpy as np
 from absl import logging
 
 from zjax.checkpoint import layers
+from zjax.checkpoint.layers import Index, Source
 from zjax.checkpoint.layout import Entry, check_same
-from zjax.checkpoint.views import Index, Source
 from zjax.checkpoint.weights import open_file
 from zjax.errors import ConfigError, Problem
 from zjax.files import local_path
@@ -154,14 +154,14 @@ def report_unread(values: Mapping[str, Any], path: pathlib.Path) -> None:
 
 def _targets(names: Iterable[str], path: pathlib.Path) -> tuple[str, ...]:
     """Patterns of the layers of a built-in model that tensors adapt."""
-    layers = _layers_of_modules()
+    known = _layers_of_modules()
     found, problems = set[str](), list[Problem]()
     for name in names:
         if not name.endswith(ENDINGS["a"]):
             continue
         module = name.removeprefix(PREFIX).removesuffix(f".{ENDINGS['a']}")
         # The first number is the layer.
-        ours = layers.get(re.sub(r"\.\d+\.", ".{layer}.", module, count=1), ())
+        ours = known.get(re.sub(r"\.\d+\.", ".{layer}.", module, count=1), ())
         # `$`, since attention/query begins attention/query_latent, too.
         found.update(f"{layer}$" for layer in ours)
         if not ours:
@@ -177,15 +177,15 @@ def _targets(names: Iterable[str], path: pathlib.Path) -> tuple[str, ...]:
 
 def _layers_of_modules() -> dict[str, set[str]]:
     """Layers of all families that may have an adapter, by name of the module."""
-    layers = collections.defaultdict[str, set[str]](set)
+    known = collections.defaultdict[str, set[str]](set)
     for family in FAMILIES.values():
         for row in family.rows:
             # zjax adapts neither token tables nor experts.
             if row.ours.endswith(".kernel") and not {"vocab", "experts"} & {*row.names}:
                 layer = row.ours.removeprefix("blocks.").removesuffix(".kernel")
                 module = row.theirs.removesuffix(".weight")
-                layers[module].add(layer.replace(".", "/"))
-    return layers
+                known[module].add(layer.replace(".", "/"))
+    return known
 
 
 _NEW = "leave it empty, for new adapters"

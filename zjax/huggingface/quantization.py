@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
+from zjax.checkpoint.layers import Index, Source
 from zjax.checkpoint.layout import Entry
-from zjax.checkpoint.views import Index, Source
 from zjax.errors import Problem
 
 Read = Callable[[Index], np.ndarray]

@@ -10,9 +10,9 @@ import jax
 import numpy as np
 from absl import logging
 
+from zjax.checkpoint.layers import Index, Source
 from zjax.checkpoint.layout import Entry, check_same
 from zjax.checkpoint.steps import find_steps
-from zjax.checkpoint.views import Index, Source
 from zjax.errors import ConfigError, Problem
 from zjax.files import local_path
 from zjax.huggingface.families import Family

@@ -18,9 +18,9 @@ from zjax.flax_models.contract import (
     check_model_state,
     check_params,
     evaluate_loss,
+    with_cast,
     without_weak_types,
 )
-from zjax.flax_models.inputs import with_cast
 from zjax.flax_models.submodel import (
     Started,
     Submodel,
@@ -32,7 +32,7 @@ from zjax.jaxprs.versions import dtype_promotion
 from zjax.models import lora
 from zjax.ops.keys import fold_name, loss_key
 from zjax.settings import schema
-from zjax.sharding.paths import path_of
+from zjax.sharding.naming import path_of
 from zjax.sharding.placement import abstract_key
 from zjax.typing import Batch, Loss, Model, ModelState, Params
 
@@ -79,7 +79,7 @@ def adapt(
             every device and microbatch gets the whole arrays.
         cast: Paths of the floating-point arrays that are cast to the compute dtype.
             None selects arrays of two dims or more to which the model applies
-            parameters, see `zjax.flax_models.inputs`.
+            parameters, see `zjax.flax_models.contract`.
         adapters: Settings of adapters in the linear layers of Flax modules; None adds
             no adapter.
 

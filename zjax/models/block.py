@@ -17,8 +17,7 @@ from zjax.ops import attention, remat, sparse
 from zjax.ops.explicit_attention import Dropout
 from zjax.ops.keys import fold_name
 from zjax.parallel import tensor
-from zjax.parallel.chunks import by_chunks
-from zjax.parallel.sequence import sequence_attention
+from zjax.parallel.sequence import by_chunks, sequence_attention
 from zjax.settings import schema
 from zjax.typing import Auxiliary
 

@@ -13,7 +13,7 @@ from flax import nnx
 from zjax.flax_models.nnx import logical_of, nest, values_of
 from zjax.jaxprs.versions import dtype_promotion
 from zjax.models import lora, qlora
-from zjax.models.continuation import make_continuation
+from zjax.models.generate import make_continuation
 from zjax.models.layers import MatmulDtype
 from zjax.models.stack import Decoder, Encoder, execution_of, make_stack
 from zjax.ops import remat
@@ -23,7 +23,7 @@ from zjax.settings import schema
 from zjax.settings.layers import layers_per_scan
 from zjax.settings.mixture import describe_future
 from zjax.settings.schema import Config
-from zjax.sharding.paths import path_of
+from zjax.sharding.naming import path_of
 from zjax.stack.forward import loss_of
 from zjax.typing import Entries, Entry, Model, Params
 

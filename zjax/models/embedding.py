@@ -13,7 +13,7 @@ from zjax.errors import ConfigError, Problem
 from zjax.models import layers
 from zjax.ops import attention, rotary, sparse
 from zjax.ops.lookup import look_up
-from zjax.ops.token_subset import take_tokens
+from zjax.ops.tokens import take_tokens
 from zjax.ops.window import Window
 from zjax.parallel import sequence, tensor
 from zjax.schedule.training import ATTENTION_WINDOW

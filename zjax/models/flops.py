@@ -13,7 +13,7 @@ from zjax.ops import sparse
 from zjax.settings import schema
 from zjax.settings.attention import sliding_layers
 from zjax.settings.mixture import experts_by_layer, experts_per_token
-from zjax.sharding.paths import path_of
+from zjax.sharding.naming import path_of
 from zjax.sharding.placement import abstract_key
 
 _TABLE = re.compile("embedding/(tokens|positions|token_types)")

@@ -1,8 +1,4 @@
-"""Text generation: the prompt in one pass, then token by token from a KV cache.
-
-One program is compiled per prompt shape and settings. For offloaded blocks,
-`zjax.offload.generate` runs equal passes one block at a time.
-"""
+"""Text generation: the prompt in one pass, then token by token, or block by block."""
 
 import functools
 import math
@@ -19,12 +15,15 @@ from jaxtyping import Array, Bool, Float, Int
 from zjax.data.entries import check_batch
 from zjax.errors import ConfigError, Problem
 from zjax.jaxprs.versions import dtype_promotion
+from zjax.models import cached
+from zjax.models.block import Block
 from zjax.models.cached import decode, prefill, sample_tokens
-from zjax.models.stack import Decoder
+from zjax.models.segments import segments_of
+from zjax.models.stack import Decoder, head_table, without_tiles
 from zjax.settings import schema
 from zjax.settings.mixture import sees_future
 from zjax.settings.ranges import MAX_TOKENS
-from zjax.typing import Entry
+from zjax.typing import CachedBlock, Continuation, Entry
 
 
 class Settings(NamedTuple):
@@ -311,3 +310,39 @@ def _is_on_host(x: Any) -> bool:
     """Whether this process can read the values: neither traced nor partly remote."""
     is_traced = isinstance(x, jax_core.Tracer)
     return not is_traced and getattr(x, "is_fully_addressable", True)
+
+
+def make_continuation(model: Decoder) -> Continuation:
+    """Makes the steps of generation from a decoder with concrete or abstract values."""
+    config, is_tiled = model.config, model.config.mlp_tiles > 1
+    embedding_graph, _ = nnx.split(model.embedding)
+    head_graph, _ = nnx.split(model.head)
+
+    def embed(params, *args):
+        return cached.embed(nnx.merge(embedding_graph, params["embedding"]), *args)
+
+    def cached_block(blocks):
+        # Tiles of offloaded blocks are loaded and run one by one by the caller.
+        graph, _ = nnx.split(without_tiles(blocks) if is_tiled else blocks)
+
+        def read(how, params, *args):
+            if is_tiled:
+                return how(nnx.merge(graph, params), *args, run=Block.trunk_with)
+            x, cache = how(nnx.merge(graph, params), *args)
+            return (x, ()), cache
+
+        return CachedBlock(
+            functools.partial(read, cached.read_prompt),
+            functools.partial(read, cached.read_token),
+        )
+
+    def score(params, carry):
+        head = nnx.merge(head_graph, params["head"])
+        return cached.score(head, carry, head_table(params, config))
+
+    return Continuation(
+        check=functools.partial(check, config),
+        embed=embed,
+        blocks=tuple(map(cached_block, segments_of(model.blocks).values())),
+        score=score,
+    )

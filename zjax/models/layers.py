@@ -22,7 +22,6 @@ from zjax.ops.rotary import score_factor
 from zjax.parallel import sequence, tensor
 from zjax.settings import schema
 from zjax.sharding import mesh as meshes
-from zjax.sharding import rules
 from zjax.sharding.activations import first_row
 from zjax_kernels import norm
 
@@ -259,7 +258,7 @@ def is_tensor_sharded(name: str | None) -> bool:
         >>> is_tensor_sharded("mlp"), is_tensor_sharded("embed")
         (True, False)
     """
-    return name is not None and meshes.TENSOR in rules.RULES[name]
+    return name is not None and meshes.TENSOR in meshes.RULES[name]
 
 
 def project(

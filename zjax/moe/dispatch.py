@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from zjax.sharding import mesh as meshes
 from zjax.sharding.activations import open_size
-from zjax.sharding.rules import entry
+from zjax.sharding.mesh import entry
 from zjax_kernels import copy_rows
 
 Drop = Literal["none", "position", "first_choices", "probability", "random"]

@@ -4,13 +4,8 @@ from zjax.models.flops import describe_flops, flops_per_token, num_params, peak_
 from zjax.observe.collectives import Collective, list_collectives
 from zjax.observe.communication import describe_communication, zero_volume
 from zjax.observe.history import check_directory, read_history
-from zjax.observe.load import plot_load
 from zjax.observe.metrics import LateMetrics, Throughput
-from zjax.observe.plot import (
-    plot_memory_per_stage,
-    plot_metrics,
-    plot_run,
-)
+from zjax.observe.plot import plot_load, plot_memory_per_stage, plot_metrics, plot_run
 from zjax.observe.progress import Progress
 from zjax.observe.recompile import CompileReport, Trace
 from zjax.observe.report import describe_machine

@@ -17,17 +17,17 @@ from zjax.observe.collectives import (
 from zjax.ops.tokens import EXCHANGED
 from zjax.sharding import memory
 from zjax.sharding.describe import format_bytes, render_table
-from zjax.sharding.frozen import trained
 from zjax.sharding.mesh import (
     BATCH_AXES,
     PIPELINE,
     REPLICA,
     ZERO_AXES,
+    axes_of,
     num_shares,
 )
 from zjax.sharding.placement import ArrayPlan
 from zjax.sharding.plan import Plan
-from zjax.sharding.rules import axes_of
+from zjax.sharding.roles import trained
 
 TITLE = "what one node (replica) sends in one run of each program"
 ON_AVERAGE = "a step on average"

@@ -12,7 +12,7 @@ import jax
 import jax.monitoring
 
 from zjax.settings import schema
-from zjax.sharding.paths import path_of
+from zjax.sharding.naming import path_of
 
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 

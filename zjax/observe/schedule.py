@@ -1,10 +1,12 @@
-"""Schedules of a run, known before the start: as a table and as a plot."""
+"""Schedules of a run and of a pipeline, as tables and as plots."""
 
 import os
+from collections.abc import Mapping
 
 import numpy as np
 
 from zjax.observe import plot
+from zjax.parallel.pipeline_schedule import IDLE, Kind, Name, Schedule, make_schedule
 from zjax.schedule.training import TrainingSchedule
 from zjax.sharding.describe import render_table
 
@@ -60,3 +62,112 @@ def _planned(
 def _format(value: float) -> str:
     is_whole = value == int(value) and abs(value) >= 1
     return f"{int(value):,}" if is_whole else f"{value:.3g}"
+
+
+COLORS: dict[Kind, str] = {
+    "forward": plot.BLUE,
+    "backward": plot.ORANGE,
+    "weights": plot.GREEN,
+}
+SCHEDULES: tuple[Name, ...] = ("gpipe", "1f1b", "interleaved", "zb_h1")
+Costs = Mapping[Kind, int | float]
+
+
+def pass_costs(*, recompute: bool) -> Costs:
+    """Relative time of each pass of a stage by matmuls, where a forward pass takes 1.
+
+    Example:
+        >>> dict(pass_costs(recompute=True))
+        {'forward': 1, 'backward': 2, 'weights': 1}
+    """
+    # The input gradient and the weight gradient each need as many FLOPs as a forward.
+    return {"forward": 1, "backward": 2 if recompute else 1, "weights": 1}
+
+
+def describe_pipeline(schedule: Schedule, *, recompute: bool) -> str:
+    """Compares schedules of equal stages and microbatches: time, idle share, storage.
+
+    Example:
+        >>> schedule = make_schedule("1f1b", num_stages=4, num_microbatches=8)
+        >>> print(describe_schedules(schedule, recompute=False).splitlines()[4])
+        * 1f1b            33   27.3 %                7   activations of a stage
+    """
+    num_stages, num_microbatches = schedule.num_stages, schedule.num_microbatches
+    rows = []
+    for name in SCHEDULES:
+        # Interleaving needs full groups of microbatches, one per stage.
+        if name == "interleaved" and num_microbatches % num_stages:
+            continue
+        num_chunks = max(2, schedule.num_chunks) if name == "interleaved" else 1
+        each = make_schedule(
+            name,
+            num_stages=num_stages,
+            num_microbatches=num_microbatches,
+            num_chunks=num_chunks,
+        )
+        # zb_h1 keeps activations between the two halves of the backward pass.
+        recomputes = recompute and name != "zb_h1"
+        costs = pass_costs(recompute=recomputes)
+        part = "a stage" if num_chunks == 1 else f"1/{num_chunks} of a stage"
+        rows.append(
+            (
+                f"{'*' if name == schedule.name else ' '} {name}",
+                f"{each.time(costs):g}",
+                f"{each.bubble(costs):.1%}".replace("%", " %"),
+                str(each.num_slots),
+                f"{'input' if recomputes else 'activations'} of {part}",
+            )
+        )
+    heading = f"{num_stages} stages, {num_microbatches} microbatches; "
+    heading += "a forward pass takes 1\n"
+    columns = ("schedule", "time", "idle", "stored at most", "each")
+    return heading + render_table(columns, rows, right=(1, 2, 3))
+
+
+def plot_pipeline(
+    schedule: Schedule, path: str | os.PathLike[str], *, costs: Costs
+) -> None:
+    """Plots which microbatch each stage computes over time; `costs` are per stage."""
+    figure = plot.make_figure(12, 1.6 + 0.45 * schedule.num_stages)
+    axes = figure.subplots()
+    time = 0.0
+    for phase in schedule.phases:
+        for tick in range(phase.start, phase.end):
+            for kind in phase.kinds:
+                width = _width(schedule, kind, costs)
+                _draw_tick(axes, schedule, kind, tick, time, width)
+                time += width
+    for kind in schedule.passes:
+        # Empty bars give the legend one entry per kind.
+        axes.barh(0, 0, color=COLORS[kind], label=kind)
+    axes.set_yticks(range(schedule.num_stages))
+    axes.set_ylabel("stage")
+    axes.invert_yaxis()
+    axes.set_xlim(0, time)
+    axes.set_xlabel("time, in forward passes of a stage")
+    idle = schedule.bubble(costs)
+    title = f"{schedule.name}: {schedule.num_microbatches} microbatches, "
+    axes.set_title(f"{title}{idle:.1%} of the time idle", fontsize=12)
+    axes.legend(frameon=False, ncols=3, loc="upper right", bbox_to_anchor=(1, -0.12))
+    plot.style_axes(axes)
+    axes.grid(visible=False)
+    plot.save_figure(figure, path)
+
+
+def _width(schedule: Schedule, kind: Kind, costs: Costs) -> float:
+    """Duration of a pass of a chunk; a backward pass includes weights unless split."""
+    includes = kind == "backward" and "weights" not in schedule.passes
+    return (costs[kind] + includes * costs["weights"]) / schedule.num_chunks
+
+
+def _draw_tick(axes, schedule, kind, tick, time, width):
+    """Draws the passes of one kind in a tick, darker for earlier chunks."""
+    passes = schedule.passes[kind]
+    for stage in np.flatnonzero(passes.microbatch[tick] != IDLE):
+        chunk = int(passes.chunk[tick, stage])
+        shade = 1 - 0.5 * chunk / schedule.num_chunks
+        style = {"color": COLORS[kind], "alpha": shade, "edgecolor": "white"}
+        axes.barh(stage, width, left=time, height=0.9, **style)
+        text = str(passes.microbatch[tick, stage])
+        place = {"ha": "center", "va": "center", "color": "white", "fontsize": 8}
+        axes.text(time + width / 2, float(stage), text, **place)

@@ -33,10 +33,10 @@ from zjax.offload.units import (
 )
 from zjax.settings.schema import Model as Shape
 from zjax.settings.schema import Zero
-from zjax.sharding.frozen import trained
 from zjax.sharding.memory import bytes_by_memory, tree_bytes
 from zjax.sharding.placement import ArrayPlan
 from zjax.sharding.plan import DEVICE, HOST, Plan
+from zjax.sharding.roles import trained
 from zjax.stack.dropping import split_dropping
 from zjax.train.partition import check_no_model_state
 from zjax.train.state import TrainState, stored_compute

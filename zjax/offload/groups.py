@@ -17,8 +17,7 @@ import jax.numpy as jnp
 
 from zjax.errors import PlanError, Problem
 from zjax.jaxprs import program as traced
-from zjax.jaxprs.interpret import Equation, apply, interpret, programs_in
-from zjax.jaxprs.program import Name, Program
+from zjax.jaxprs.program import Equation, Name, Program, apply, interpret, programs_in
 
 SHARED = -1
 """The group of arrays that all groups read."""

@@ -15,13 +15,13 @@ from zjax.offload.compiled import Jit
 from zjax.offload.units import gathered, rows_by_part, trunk_of
 from zjax.ops.keys import block_key
 from zjax.ops.remat import residuals_of, vjp_with
-from zjax.ops.token_subset import on_subset, take_tokens
-from zjax.sharding.frozen import joined, trained
+from zjax.ops.tokens import on_subset, take_tokens
 from zjax.sharding.memory import pending_gradients
-from zjax.sharding.paths import path_of
+from zjax.sharding.naming import path_of
 from zjax.sharding.placement import abstract_tree, pad_tree, place_tree
 from zjax.sharding.plan import Plan
 from zjax.sharding.program_plan import staged_plan
+from zjax.sharding.roles import joined, trained
 from zjax.stack.dropping import (
     BlockInput,
     block_on_tokens,

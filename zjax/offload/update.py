@@ -18,8 +18,8 @@ from zjax.offload.groups import (
     trace,
 )
 from zjax.settings.schema import Optimizer, Precision
+from zjax.sharding.naming import path_of, position_finder
 from zjax.sharding.param_plans import optimizer_name
-from zjax.sharding.paths import path_of, position_finder
 from zjax.sharding.placement import unpad_tree
 from zjax.sharding.plan import Plan
 from zjax.sharding.program_plan import staged_plan

@@ -8,7 +8,7 @@ import jax
 import jax.core as jax_core
 from jax.ad_checkpoint import checkpoint_name
 
-from zjax.jaxprs.interpret import CHEAP
+from zjax.jaxprs.program import CHEAP
 from zjax.ops import activation, attention, cross_entropy, sparse, tokens
 from zjax.sharding.layers import read_layer
 from zjax.typing import Params

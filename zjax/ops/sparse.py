@@ -27,7 +27,7 @@ from zjax.sharding.activations import head_axes, open_size, row_axes
 from zjax_kernels import BlockLayout, Pattern, SparsityConfig
 from zjax_kernels.sparse import api
 from zjax_kernels.sparse.arguments import Bits, integer_problems
-from zjax_kernels.sparse.cells import TILE
+from zjax_kernels.sparse.chunks import TILE
 
 ATTENTION_OUTPUT = api.RESIDUALS
 """`checkpoint_name` of the results of the kernel."""

@@ -18,12 +18,12 @@ from zjax.optim import groups, moments, onebit, transforms, zero_one_adam
 from zjax.optim.onebit import make_adam_steps, scale_by_adam
 from zjax.optim.per_layer import per_layer
 from zjax.optim.precision import moment_dtype
-from zjax.schedule import cycles
+from zjax.schedule import learning_rate
 from zjax.schedule.learning_rate import make_schedule
 from zjax.settings import schema
 from zjax.settings.derived import is_offered, is_recipe
 from zjax.settings.parameters import DEFAULT, FROZEN
-from zjax.sharding.paths import path_of
+from zjax.sharding.naming import path_of
 from zjax.sharding.plan import stores_layers_apart
 from zjax.typing import Model
 
@@ -221,8 +221,8 @@ def _cycled(
 
     # A cycled `b1` is traced: the rule is rebuilt from it in every step.
     if isinstance(schedule, schema.OneCycle) and schedule.momentum:
-        momentum = cycles.cycled_momentum(schedule, schedule.momentum)
-        return cycles.with_momentum(make, momentum)
+        momentum = learning_rate.cycled_momentum(schedule, schedule.momentum)
+        return learning_rate.with_momentum(make, momentum)
     return make(b1=rule.b1)
 
 

@@ -10,8 +10,7 @@ import optax
 from zjax.errors import ConfigError, Problem
 from zjax.settings import schema
 from zjax.settings.parameters import FROZEN, Groups, label_of
-from zjax.sharding.naming import names_of_dims
-from zjax.sharding.paths import name_of, path_of
+from zjax.sharding.naming import name_of, names_of_dims, path_of
 from zjax.sharding.placement import abstract_key
 from zjax.typing import Logical, Model, Params
 

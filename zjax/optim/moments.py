@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int8, Int32, UInt8, UInt32
 
 from zjax.optim.groups import Names, is_matrix, num_stacked
 from zjax.optim.precision import cast_floating
-from zjax.sharding.paths import layer_of, owners, path_of
+from zjax.sharding.naming import layer_of, owners, path_of
 
 _DROPPED_BITS = 20
 """Fraction bits of float32 (23) that an eight-bit float (3 fraction bits) lacks."""

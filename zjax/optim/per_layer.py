@@ -14,12 +14,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from zjax.jaxprs.interpret import ELEMENTWISE, Equation, interpret
-from zjax.jaxprs.program import text_of_constant
+from zjax.jaxprs.program import ELEMENTWISE, Equation, interpret, text_of_constant
 from zjax.optim.groups import Names
 from zjax.sharding.layers import Layers, put_together, take_apart
+from zjax.sharding.naming import name_of, path_of
 from zjax.sharding.param_plans import abstract_opt_state
-from zjax.sharding.paths import name_of, path_of
 from zjax.typing import Params
 
 

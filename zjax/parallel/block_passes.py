@@ -13,8 +13,18 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from zjax.jaxprs.interpret import CHEAP, Equation, programs_in, walk
-from zjax.jaxprs.program import Name, Program, is_in, like, sizes, trace
+from zjax.jaxprs.program import (
+    CHEAP,
+    Equation,
+    Name,
+    Program,
+    is_in,
+    like,
+    programs_in,
+    sizes,
+    trace,
+    walk,
+)
 from zjax.jaxprs.versions import without_dead_code
 from zjax.typing import Params
 

@@ -41,8 +41,8 @@ from zjax.parallel.pipeline_schedule import (
 )
 from zjax.parallel.slots import EVERYWHERE, STAGED
 from zjax.parallel.tensor import by_parts
-from zjax.sharding.frozen import joined, trained
 from zjax.sharding.mesh import PIPELINE
+from zjax.sharding.roles import joined, trained
 from zjax.typing import Batch, Loss, Params
 
 ChunkLayers = list[list[Params]]

@@ -13,8 +13,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zjax.jaxprs.interpret import RESHAPES, apply
-from zjax.jaxprs.program import Program, is_in, like, names_among, sizes, trace
+from zjax.jaxprs.program import (
+    RESHAPES,
+    Program,
+    apply,
+    is_in,
+    like,
+    names_among,
+    sizes,
+    trace,
+)
 from zjax.typing import Params
 
 

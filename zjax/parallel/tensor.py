@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Int, Shaped
 from zjax.ops import lookup
 from zjax.sharding import mesh as meshes
 from zjax.sharding.activations import open_size, pin, pin_whole
-from zjax.sharding.rules import entry
+from zjax.sharding.mesh import entry
 
 Product = Callable[..., jax.Array]
 """`product(x, kernel, *adapter) -> [B, L, channels]`, on one device."""

@@ -1,7 +1,7 @@
 """Several processes as one run: connections, devices, locks and failures."""
 
 from zjax.processes.barrier import explain_timeouts
-from zjax.processes.lock import hold
+from zjax.processes.member_files import hold
 from zjax.processes.start import (
     ProcessInfo,
     describe_processes,

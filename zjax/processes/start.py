@@ -15,7 +15,7 @@ import jax
 from jax.experimental import multihost_utils
 
 from zjax.errors import Problem, ProcessError
-from zjax.processes import lock, member_files
+from zjax.processes import member_files
 from zjax.processes.agreement import check_agreement
 from zjax.processes.barrier import PeerError
 from zjax.processes.cluster import (
@@ -214,7 +214,7 @@ def _rendezvous(cluster: Cluster, member: Member) -> None:
     refused: tuple[Problem, ...] = ()
     if member.process_id == 0:
         try:
-            lock.acquire(member.directory)
+            member_files.acquire(member.directory)
         except ProcessError as error:
             # Not raised yet: the peers, which wait for process 0, shall hear the
             # reason.

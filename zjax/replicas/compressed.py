@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from zjax.comm import messages, shards
+from zjax.comm import packed, shards
 from zjax.ops.keys import fold_in
 from zjax.sharding.mesh import REPLICA
 from zjax.sharding.plan import Plan
@@ -149,7 +149,7 @@ def key_of_replica(key: jax.Array, model: Model) -> jax.Array | None:
 
 def _mean_loss(loss: Loss) -> tuple[Loss, jax.Array]:
     """Averages the loss over replicas, and weighs this replica: 1 if all are equal."""
-    gathered = messages.all_gather(loss._replace(model_state=()), REPLICA)
+    gathered = packed.all_gather(loss._replace(model_state=()), REPLICA)
     average = functools.partial(shards.mean_over, axes=(REPLICA,))
     mean = microbatches.mean_loss(gathered, jax.tree.map(average, loss.model_state))
     number = jax.lax.axis_size(REPLICA)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
-from zjax.comm import messages, shards
+from zjax.comm import packed, shards
 from zjax.optim.phases import Phase
 from zjax.optim.transforms import nesterov
 from zjax.replicas.compressed import (
@@ -341,7 +341,7 @@ def end_of_round(
         shared = jax.tree.map(average, averaged)
         most = jax.lax.pmax(num_skipped[0], REPLICA)
         # Every device holds the metrics of one replica, see LocalStep.
-        means = microbatches.mean_metrics(messages.all_gather(metrics, REPLICA))
+        means = microbatches.mean_metrics(packed.all_gather(metrics, REPLICA))
         means["skipped_steps"] = jnp.float32(most)
         own = shared, most[None]
         return jax.tree.map(lambda x: x[0], shared), own, most, means

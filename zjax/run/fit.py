@@ -11,8 +11,13 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from zjax.errors import PlanError, Problem
-from zjax.estimate.spill import DEVICE_SHARE, FreeBytes, num_microbatches, spill_state
-from zjax.estimate.tables import kept_rows
+from zjax.estimate.tables import (
+    DEVICE_SHARE,
+    FreeBytes,
+    kept_rows,
+    num_microbatches,
+    spill_state,
+)
 from zjax.jaxprs.versions import dtype_promotion
 from zjax.offload.compiled import Peak
 from zjax.offload.gradients import input_plan, saving_policy

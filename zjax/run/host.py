@@ -10,7 +10,7 @@ import os
 from collections.abc import Sequence
 
 from zjax.errors import ZjaxError
-from zjax.estimate.spill import num_microbatches
+from zjax.estimate.tables import num_microbatches
 from zjax.models.build import make_model
 from zjax.optim.build import make_optimizer
 from zjax.processes.cluster import Cluster, assign_gpus, visible_gpus

@@ -11,16 +11,16 @@ import numpy as np
 from jax.sharding import Mesh
 
 from zjax.checkpoint import adapters, growth, layout, weights
+from zjax.checkpoint.adapters import with_codes
+from zjax.checkpoint.layers import Source
 from zjax.checkpoint.model_state import load_model_state
-from zjax.checkpoint.quantized import with_codes
-from zjax.checkpoint.views import Source
 from zjax.config.check import check_config
 from zjax.config.load import load_config
 from zjax.data.entries import check_batch, entries_of
 from zjax.data.placement import BatchPlacement
 from zjax.deepspeed import check_optimizer_is_given
 from zjax.errors import ConfigError, ModelError, Problem
-from zjax.flax_models.inputs import with_cast
+from zjax.flax_models.contract import with_cast
 from zjax.huggingface import peft_source
 from zjax.huggingface import source as huggingface
 from zjax.jaxprs.versions import dtype_promotion
@@ -45,7 +45,7 @@ from zjax.sharding import memory
 from zjax.sharding import mesh as meshes
 from zjax.sharding import plan as plans
 from zjax.sharding.activations import rows_of
-from zjax.sharding.paths import path_of
+from zjax.sharding.naming import path_of
 from zjax.sharding.placement import abstract_key
 from zjax.sharding.program_plan import staged_plan
 from zjax.storage.transfers import progress_bar

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from zjax.comm.codecs import make_codec
-from zjax.optim.phases import Phase, make_phases, merged_phase
-from zjax.optim.rounds import Rounds
+from zjax.optim.phases import Phase, Rounds, make_phases, merged_phase
 from zjax.optim.zero_one_adam import APART, LOCAL, Intervals
 from zjax.replicas.local_steps import (
     CommonStep,
@@ -20,9 +19,8 @@ from zjax.replicas.local_steps import (
 )
 from zjax.run.compiler import step_options
 from zjax.run.executor import StepNumber
-from zjax.run.fused import FusedExecutor
-from zjax.run.programs import make_programs
-from zjax.run.replicated import check_together, check_warm_up
+from zjax.run.fused import FusedExecutor, make_programs
+from zjax.run.streamed import check_together, check_warm_up
 from zjax.settings.schema import Config
 from zjax.sharding.placement import abstract_tree, shardings
 from zjax.sharding.plan import Plan

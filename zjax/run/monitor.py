@@ -8,9 +8,9 @@ from typing import Any
 import jax
 
 from zjax.errors import OutputError
-from zjax.estimate.flops import run_flops_per_token
+from zjax.estimate.activations import run_flops_per_token
 from zjax.models import flops
-from zjax.observe import load, plot
+from zjax.observe import plot
 from zjax.observe.history import HISTORY, read_history, writing
 from zjax.observe.metrics import (
     LateMetrics,
@@ -22,7 +22,7 @@ from zjax.observe.metrics import (
 from zjax.observe.recompile import CompileReport, Trace
 from zjax.observe.sinks import make_sinks
 from zjax.observe.skipped import SkippedSteps
-from zjax.optim.rounds import make_rounds, shares_metrics
+from zjax.optim.phases import make_rounds, shares_metrics
 from zjax.schedule.training import TrainingSchedule
 from zjax.settings.mappings import to_mapping
 from zjax.settings.schema import Config
@@ -172,10 +172,10 @@ class Monitor:
         with writing(paths[0]):
             history = read_history(directory / HISTORY)
             plot.plot_run(history, paths[0], title=directory.name)
-        if not load.has_load(history):
+        if not plot.has_load(history):
             return paths[:1]
         with writing(paths[1]):
-            load.plot_load(history, paths[1], title=directory.name)
+            plot.plot_load(history, paths[1], title=directory.name)
         return paths
 
     def _raise_failure(self) -> None:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from zjax.errors import NonFiniteError, Problem
 from zjax.jaxprs.versions import dtype_promotion
 from zjax.run.step import Step
-from zjax.sharding.paths import path_of
+from zjax.sharding.naming import path_of
 from zjax.train.state import TrainState
 from zjax.typing import Batch
 

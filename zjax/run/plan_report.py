@@ -27,7 +27,7 @@ from zjax.estimate.tables import kept_rows
 from zjax.estimate.trial import Machine, Trial, weigh
 from zjax.files import local_path
 from zjax.models.build import make_model
-from zjax.observe import plot, timeline
+from zjax.observe import plot
 from zjax.observe.collectives import list_collectives
 from zjax.observe.communication import (
     CPU_NOTE,
@@ -36,11 +36,16 @@ from zjax.observe.communication import (
     describe_links,
     link_bytes,
 )
-from zjax.observe.schedule import describe_schedule, plot_schedule
+from zjax.observe.schedule import (
+    describe_pipeline,
+    describe_schedule,
+    pass_costs,
+    plot_pipeline,
+    plot_schedule,
+)
 from zjax.offload.compiled import Peak
 from zjax.optim.build import make_optimizer
-from zjax.optim.phases import count_programs, make_phases
-from zjax.optim.rounds import make_rounds
+from zjax.optim.phases import count_programs, make_phases, make_rounds
 from zjax.run.batch import abstract_batch, with_batch_sizes
 from zjax.run.fit import check_fits, fit_memories, offloaded_inputs
 from zjax.run.step import Step, make_step
@@ -299,10 +304,10 @@ def report_pipeline(config: Config, plan: plans.Plan, picture: pathlib.Path) -> 
         config.pipeline, plan.mesh.shape[meshes.PIPELINE], batch.num_microbatches
     )
     recompute = config.pipeline.recomputes
-    costs = timeline.pass_costs(recompute=recompute)
+    costs = pass_costs(recompute=recompute)
     with _drawing(picture):
-        timeline.plot_schedule(schedule, picture, costs=costs)
-    return timeline.describe_schedules(schedule, recompute=recompute)
+        plot_pipeline(schedule, picture, costs=costs)
+    return describe_pipeline(schedule, recompute=recompute)
 
 
 def describe_peak(peak: Peak | None, platform: str) -> str:

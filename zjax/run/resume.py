@@ -21,9 +21,8 @@ from zjax.data.tokenizer_files import KEY as TOKENIZER
 from zjax.data.tokenizer_files import TokenizerRecord
 from zjax.errors import CheckpointError, DataError, Problem
 from zjax.jaxprs.versions import is_program
-from zjax.optim.phases import make_phases
+from zjax.optim.phases import Rounds, make_phases, make_rounds
 from zjax.optim.precision import cast_floating
-from zjax.optim.rounds import Rounds, make_rounds
 from zjax.schedule.pacing import make_pacing, used_pacings
 from zjax.settings.convert import current
 from zjax.settings.derived import is_derived, without_unused

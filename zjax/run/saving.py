@@ -8,12 +8,11 @@ from typing import Any
 
 import jax
 
-from zjax.checkpoint.failures import unsaved_extra
-from zjax.checkpoint.steps import format_index
+from zjax.checkpoint.steps import format_index, unsaved_extra
 from zjax.checkpoint.store import Store
 from zjax.errors import CheckpointError, Problem
 from zjax.files import local_path
-from zjax.processes import lock
+from zjax.processes import member_files
 from zjax.run.initialize import Run
 from zjax.run.resume import (
     check_messages,
@@ -73,7 +72,7 @@ def save(
     step = int(state.step)
     metadata = {"given": dict(extra or {})}
     metadata |= describe_run(run.config, run.plan, rows, run.functions, step)
-    with lock.hold(path):
+    with member_files.hold(path):
         store = Store(path, keep_last=keep_last or sys.maxsize, keep_best=0)
         store.save(step, saved, rows, extra=metadata)
         store.close()

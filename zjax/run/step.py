@@ -11,14 +11,12 @@ from zjax.data.entries import check_batch, check_placed_values
 from zjax.errors import ConfigError, PlanError, Problem
 from zjax.jaxprs.versions import dtype_promotion
 from zjax.offload.compiled import Peak
-from zjax.optim.phases import make_phases
-from zjax.optim.rounds import make_rounds
+from zjax.optim.phases import make_phases, make_rounds
+from zjax.run.batch import StepInputs, check_model
 from zjax.run.executor import Executor, StepNumber
 from zjax.run.fused import fused_executor
 from zjax.run.local_steps import LocalStepsExecutor
-from zjax.run.replicated import ReplicatedExecutor
-from zjax.run.step_inputs import StepInputs, check_model
-from zjax.run.streamed import StreamedExecutor
+from zjax.run.streamed import ReplicatedExecutor, StreamedExecutor
 from zjax.run.teacher import Teacher
 from zjax.schedule.training import TrainingSchedule
 from zjax.settings.batch import resolve_batch

@@ -25,18 +25,17 @@ from zjax.jaxprs.versions import dtype_promotion
 from zjax.models.build import make_model
 from zjax.models.generate import longest_text
 from zjax.observe.history import check_directory
-from zjax.observe.load import describe_load
+from zjax.observe.plot import describe_load
 from zjax.observe.progress import RESUME, describe_end
 from zjax.observe.sinks import check_sinks
 from zjax.ops import matmul
 from zjax.optim.build import make_optimizer, with_clipping_as_set
-from zjax.optim.phases import make_phases, programs_at
+from zjax.optim.phases import make_phases, make_rounds, programs_at
 from zjax.optim.precision import describe_precision
-from zjax.optim.rounds import make_rounds
 from zjax.processes.agreement import check_same_data
-from zjax.processes.lock import hold
-from zjax.run.batch import with_batch_sizes
-from zjax.run.compile_ahead import CompileAhead
+from zjax.processes.member_files import hold
+from zjax.run.batch import end_by_epochs, with_batch_sizes
+from zjax.run.compiler import CompileAhead
 from zjax.run.ending import KEY as PATIENCE
 from zjax.run.ending import REMEDY as PATIENCE_REMEDY
 from zjax.run.ending import (
@@ -46,7 +45,6 @@ from zjax.run.ending import (
     finish_save_on_error,
     stop_signals,
 )
-from zjax.run.epochs import end_by_epochs
 from zjax.run.fit import explain_out_of_memory
 from zjax.run.host import limit_pinned_pool
 from zjax.run.initialize import adopt_optimizer, make_run, unread_schedule

@@ -10,7 +10,7 @@ from zjax.errors import ConfigError, ModelError, Problem
 from zjax.optim.groups import named_params
 from zjax.settings import choices, schema
 from zjax.sharding import mesh as meshes
-from zjax.sharding.rules import RULES
+from zjax.sharding.mesh import RULES
 from zjax.stack.forward import StackLoss, name_of_loss, runs_stack
 from zjax.typing import Batch, Model
 

@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Float32
 
 from zjax.errors import Problem
-from zjax.schedule.curriculum import Picks
+from zjax.schedule.dropping import Picks
 from zjax.schedule.lengths import CUTS, divisor_problems, in_steps, token_problems
 from zjax.schedule.pacing import Pacing, below_problems, hold, make_pacing
 from zjax.settings import schema

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from zjax.schedule.buckets import bucket_lengths, bucket_rows
-from zjax.schedule.curriculum import metric_name
-from zjax.schedule.dropping import num_middle_layers
+from zjax.schedule.dropping import metric_name, num_middle_layers
 from zjax.schedule.learning_rate import make_schedule
 from zjax.schedule.lengths import CUTS, in_steps, make_shapes, make_tokens
 from zjax.schedule.pacing import Pacing, make_pacing

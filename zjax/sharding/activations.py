@@ -8,8 +8,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Shaped
 
 from zjax.sharding import mesh as meshes
-from zjax.sharding import rules
-from zjax.sharding.paths import path_of
+from zjax.sharding.naming import path_of
 from zjax.sharding.plan import Plan
 from zjax.typing import Batch, Entries, Entry
 
@@ -85,7 +84,7 @@ def pin_tokens(x: Shaped[Array, "B L *dims"]) -> Shaped[Array, "B L *dims"]:
         return x
     # None would replicate features that the tensor axis shards.
     free = (P.UNCONSTRAINED,) * (x.ndim - 2)
-    return pin(x, rules.entry(row_axes(x.shape[0])), meshes.SEQUENCE, *free)
+    return pin(x, meshes.entry(row_axes(x.shape[0])), meshes.SEQUENCE, *free)
 
 
 def pin_whole(table: Shaped[Array, "V M"]) -> Shaped[Array, "V M"]:

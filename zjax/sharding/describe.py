@@ -14,10 +14,9 @@ from rich.console import Console
 from rich.table import Table
 
 from zjax.sharding import memory
-from zjax.sharding.mesh import TENSOR
+from zjax.sharding.mesh import TENSOR, axes_of
 from zjax.sharding.placement import ArrayPlan, array_bytes
 from zjax.sharding.plan import Plan
-from zjax.sharding.rules import axes_of
 
 WIDTH = 100
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from zjax.errors import ModelError, Problem
-from zjax.sharding.paths import LayerKey, name_of, path_of
+from zjax.sharding.naming import LayerKey, name_of, path_of
 from zjax.sharding.placement import ArrayPlan
 from zjax.typing import Params
 

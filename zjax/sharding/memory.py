@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import jax
 
 from zjax.settings.schema import Zero
-from zjax.sharding.frozen import trained
 from zjax.sharding.mesh import num_shares
 from zjax.sharding.placement import ArrayPlan, array_bytes
 from zjax.sharding.plan import DEVICE, HOST, NVME, Plan, offload_pending
+from zjax.sharding.roles import trained
 from zjax.sharding.zero import splits_of
 
 STAGES = (0, 1, 2, 3)

@@ -16,14 +16,13 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from zjax.errors import PlanError, Problem
 from zjax.settings.schema import Mesh as MeshSettings
 from zjax.settings.schema import Zero
-from zjax.sharding import rules, zero
+from zjax.sharding import mesh as meshes
+from zjax.sharding import zero
 from zjax.sharding.layers import layer_by_layer
-from zjax.sharding.mesh import REPLICA, num_shares
-from zjax.sharding.naming import names_of_dims
-from zjax.sharding.paths import owners, path_of
+from zjax.sharding.mesh import REPLICA, axes_of, entry, num_shares
+from zjax.sharding.naming import names_of_dims, owners, path_of
 from zjax.sharding.placement import ArrayPlan
 from zjax.sharding.roles import moved_params
-from zjax.sharding.rules import axes_of, entry
 from zjax.typing import Model, Params
 
 MIN_CODED_ELEMENTS = 2_048
@@ -231,9 +230,9 @@ class ParamPlans:
         unsharded, sharded = [], []
         leaves = jax.tree_util.tree_leaves_with_path(params)
         for (keys, leaf), names in zip(leaves, logical, strict=True):
-            spec = rules.spec_for(names, path_of(keys), mesh)
+            spec = meshes.spec_for(names, path_of(keys), mesh)
             # The spec before ZeRO, which pads a dim that batch axes do not divide.
-            rules.check_parts(leaf.shape, spec, path_of(keys), mesh)
+            meshes.check_parts(leaf.shape, spec, path_of(keys), mesh)
             unsharded.append(spec)
             sharded.append(_zero_spec(settings, mesh, leaf.shape, spec, names))
         is_stack = [names[:1] == ("layers",) for names in logical]
@@ -291,7 +290,7 @@ def _zero_spec(
     names: tuple[str | None, ...] = (),
 ) -> PartitionSpec:
     """Extends the spec of an array over the ZeRO axes, never along stacked layers."""
-    stacked = [dim for dim, name in enumerate(names) if name in rules.STACKED_DIMS]
+    stacked = [dim for dim, name in enumerate(names) if name in meshes.STACKED_DIMS]
     return zero.extend_spec(
         shape,
         spec,
@@ -316,7 +315,7 @@ def plan_opt_state(settings: Zero, mesh: Any, tx: Any, master: Any) -> Any:
     def plan_leaf(keys: Any, leaf: Any) -> ArrayPlan:
         path, names = path_of(keys), ()
         for owner in owners(keys, params):
-            spec = rules.reduced_spec(owner.spec, owner.shape, leaf.shape)
+            spec = meshes.reduced_spec(owner.spec, owner.shape, leaf.shape)
             if spec is not None:
                 return _array_plan(path, leaf, spec, mesh)
             # State per layer is stacked as the parameter is: ZeRO must not split the

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zjax.sharding import rules, zero
+from zjax.sharding import mesh, zero
 
 Follows = Literal["gradient", "totals", "nothing"]
 """Source of the changes of a parameter."""
@@ -68,7 +68,7 @@ class ArrayPlan:
         form: Form of the stored elements.
         num_layers: Number of layers stacked along the first dim; 0 without such a dim.
         disks: Directories over which the array is striped; empty for arrays in memory.
-        codec: Name in `zjax.comm.coded`, such as `int8`, of the codec by which the
+        codec: Name in `zjax.comm.packed`, such as `int8`, of the codec by which the
             array moves across nodes; empty where elements move unchanged.
         is_frozen: Whether the array is a parameter that is stored as it is used, and
             has neither a gradient nor optimizer state.
@@ -108,8 +108,8 @@ class ArrayPlan:
         """Axes of each dim that shard the stored array but not the used array."""
         rank = len(self.shape)
         dims = zip(
-            rules.axes_of(self.spec, rank),
-            rules.axes_of(self.used.spec, rank),
+            mesh.axes_of(self.spec, rank),
+            mesh.axes_of(self.used.spec, rank),
             strict=True,
         )
         # The axes of `used` are the first axes of `stored`.

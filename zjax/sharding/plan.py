@@ -11,7 +11,7 @@ model-parallel sharding alone; "sharded" extends it over the ZeRO axes:
 
 The optimizer gets gradients that are sharded like optimizer state. Frozen parameters
 are stored as compute parameters, without master weights, gradients and optimizer state
-(`zjax.sharding.frozen`). Compute parameters of offloaded blocks are stored sharded from
+(`zjax.sharding.roles`). Compute parameters of offloaded blocks are stored sharded from
 stage 1 on, and gathered on the devices.
 
 Master weights and optimizer state may be offloaded to host memory or disks. Each layer
@@ -38,11 +38,10 @@ from zjax.settings.parameters import is_held_frozen
 from zjax.settings.schema import Config, Zero
 from zjax.sharding import mesh as meshes
 from zjax.sharding import param_plans, zero
-from zjax.sharding.frozen import hold_frozen, trained
+from zjax.sharding.naming import layer_of, owners
 from zjax.sharding.param_plans import ParamPlans, plan_opt_state, replicated_plans
-from zjax.sharding.paths import layer_of, owners
 from zjax.sharding.placement import ArrayPlan, Form, abstract_key
-from zjax.sharding.roles import assign_roles
+from zjax.sharding.roles import assign_roles, hold_frozen, trained
 from zjax.typing import Model
 
 DEVICE, HOST, NVME = "device", "pinned_host", "nvme"

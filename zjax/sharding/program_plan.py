@@ -5,9 +5,9 @@ from typing import Any
 
 import jax
 
-from zjax.sharding.frozen import trained
 from zjax.sharding.layers import layer_by_layer
 from zjax.sharding.plan import Plan
+from zjax.sharding.roles import trained
 from zjax.typing import Model
 
 

@@ -12,7 +12,6 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from zjax.settings import schema
 from zjax.sharding import mesh as meshes
-from zjax.sharding import rules
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +65,7 @@ def extend_spec(
     Reference:
         ZeRO, arXiv:1910.02054, section 5.
     """
-    used = rules.axes_of(spec, len(shape))
+    used = meshes.axes_of(spec, len(shape))
     spec_axes = {axis for dim in used for axis in dim}
     free = tuple(a for a in axes if a not in spec_axes and mesh.shape[a] > 1)
     # Stacks are gathered layer by layer, so one layer decides.
@@ -82,7 +81,9 @@ def extend_spec(
         return dim not in stacked_dims and not (is_expert and shape[dim] % shares)
 
     extended = [
-        PartitionSpec(*(rules.entry(a + free * (i == dim)) for i, a in enumerate(used)))
+        PartitionSpec(
+            *(meshes.entry(a + free * (i == dim)) for i, a in enumerate(used))
+        )
         for dim in range(len(shape))
         if may_be_split(dim)
     ]
@@ -91,7 +92,7 @@ def extend_spec(
         stored = stored_shape(shape, candidate, mesh)
         shares = meshes.num_shares(mesh, [*spec_axes, *free])
         # Prefer a dim that no axis of `spec` shards: its gathered shard is contiguous.
-        dims = rules.axes_of(candidate, len(shape))
+        dims = meshes.axes_of(candidate, len(shape))
         has_other_axes = any(set(free) < set(dim) for dim in dims)
         return math.prod(stored) // shares, math.prod(stored), has_other_axes
 
@@ -113,5 +114,7 @@ def stored_shape(
         >>> stored_shape((50257,), PartitionSpec("data"), mesh)
         (50264,)
     """
-    shares = [meshes.num_shares(mesh, axes) for axes in rules.axes_of(spec, len(shape))]
+    shares = [
+        meshes.num_shares(mesh, axes) for axes in meshes.axes_of(spec, len(shape))
+    ]
     return tuple(-(-n // k) * k for n, k in zip(shape, shares, strict=True))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from zjax.ops.keys import fold_name
 from zjax.ops.remat import residuals_of, vjp_with
-from zjax.ops.token_subset import draw_subset, on_subset
+from zjax.ops.tokens import draw_subset, on_subset
 from zjax.typing import (
     DROPPING,
     Auxiliary,

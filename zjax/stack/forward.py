@@ -19,7 +19,7 @@ from zjax.errors import ModelError, Problem
 from zjax.jaxprs.versions import dtype_promotion
 from zjax.ops import remat
 from zjax.ops.keys import fold_in, loss_key
-from zjax.ops.token_subset import on_subset
+from zjax.ops.tokens import on_subset
 from zjax.sharding.layers import LayerOf, cut_layers, layers_of
 from zjax.stack.dropping import (
     BlockInput,

@@ -21,7 +21,6 @@ from jax.sharding import SingleDeviceSharding
 
 from zjax.errors import Problem, StorageError, find_remedy
 from zjax.sharding.placement import ArrayPlan
-from zjax.storage.buffers import Buffers, thread_memory
 from zjax.storage.files import (
     BLOCK_BYTES,
     chunk_shape,
@@ -29,7 +28,14 @@ from zjax.storage.files import (
     read_file,
     write_file,
 )
-from zjax.storage.io_threads import CONCURRENCY, Job, move_chunks, send
+from zjax.storage.io_threads import (
+    CONCURRENCY,
+    Buffers,
+    Job,
+    move_chunks,
+    send,
+    thread_memory,
+)
 from zjax.storage.scratch import Scratch, open_scratch
 from zjax.storage.transfers import FROM_DISKS_BYTES
 

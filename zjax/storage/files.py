@@ -20,7 +20,7 @@ import numpy as np
 from absl import logging
 
 from zjax.sharding.placement import ArrayPlan, dtype_bytes, num_distinct_shards
-from zjax.storage.buffers import thread_memory
+from zjax.storage.io_threads import thread_memory
 
 CHUNK_BYTES = 16 << 20
 """Bytes of a chunk. For much larger ones Linux would map and clear new memory."""

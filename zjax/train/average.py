@@ -15,9 +15,9 @@ import optax
 from optax import contrib
 
 from zjax.errors import ConfigError, PlanError, Problem
-from zjax.sharding.frozen import frozen, joined, trained
 from zjax.sharding.placement import unpad_tree
 from zjax.sharding.plan import Plan
+from zjax.sharding.roles import frozen, joined, trained
 from zjax.train.state import TrainState
 from zjax.typing import Params
 

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 
 from zjax.optim.precision import join_bits, low_bits
-from zjax.sharding.frozen import trained
 from zjax.sharding.layers import take_apart
 from zjax.sharding.placement import ArrayPlan, Form, pad, place_tree, unpad
 from zjax.sharding.plan import Plan
 from zjax.sharding.program_plan import layerwise_plan
+from zjax.sharding.roles import trained
 from zjax.typing import Model, Params
 
 

@@ -14,12 +14,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zjax.comm.codecs import Codec, make_codec
-from zjax.comm.compressed_mean import Errors, compressed_mean, padded_size
+from zjax.comm.packed import Errors, compressed_mean, padded_size
 from zjax.optim.phases import Phase, Phases
-from zjax.sharding.mesh import REPLICA
+from zjax.sharding.mesh import REPLICA, axes_of
 from zjax.sharding.placement import ArrayPlan, pad_tree, unpad_tree
 from zjax.sharding.plan import Plan
-from zjax.sharding.rules import axes_of
 from zjax.typing import Params
 
 _EXACT = {make_codec("float32"), make_codec("bfloat16")}

@@ -12,12 +12,12 @@ from jax.sharding import PartitionSpec as P
 from zjax.comm import shards
 from zjax.ops import remat
 from zjax.ops.keys import fold_in
-from zjax.sharding.frozen import joined, trained
 from zjax.sharding.layers import put_together, take_apart
 from zjax.sharding.mesh import REPLICA
 from zjax.sharding.placement import ArrayPlan, place_tree, unpad_tree
 from zjax.sharding.plan import Plan
 from zjax.sharding.program_plan import layerwise_plan
+from zjax.sharding.roles import joined, trained
 from zjax.train import microbatches
 from zjax.train.compute_params import cast_like, compute_dtype
 from zjax.typing import Batch, Loss, Model, ModelState, Params

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from zjax.errors import ModelError, PlanError, Problem
 from zjax.sharding.activations import field_of, map_rows, rows_of
-from zjax.sharding.paths import path_of
+from zjax.sharding.naming import path_of
 from zjax.stack.forward import named_totals
 from zjax.typing import Batch, Loss, Model, ModelState, Params
 

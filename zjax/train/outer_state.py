@@ -20,7 +20,7 @@ from zjax.errors import PlanError, Problem
 from zjax.optim.phases import Phase
 from zjax.settings.schema import Communication
 from zjax.sharding.mesh import REPLICA
-from zjax.sharding.paths import layer_of
+from zjax.sharding.naming import layer_of
 from zjax.sharding.placement import ArrayPlan
 from zjax.sharding.plan import Plan
 from zjax.sharding.roles import only_followers

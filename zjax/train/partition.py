@@ -12,7 +12,7 @@ from zjax.parallel.block_passes import without_params
 from zjax.parallel.pipeline import StackTree
 from zjax.sharding.layers import Layers
 from zjax.sharding.mesh import PIPELINE
-from zjax.sharding.paths import name_of
+from zjax.sharding.naming import name_of
 from zjax.sharding.placement import ArrayPlan
 from zjax.sharding.plan import Plan
 from zjax.typing import Batch, Model, Params, Segment, Totals

@@ -19,10 +19,10 @@ from zjax.errors import PlanError, Problem
 from zjax.parallel.pipeline import MicrobatchFeed, Pipeline, StackTree, make_feed
 from zjax.parallel.pipeline_schedule import Schedule
 from zjax.parallel.slots import whole_slots
-from zjax.sharding.frozen import trained
 from zjax.sharding.mesh import SEQUENCE
 from zjax.sharding.placement import ArrayPlan, unpad_tree
 from zjax.sharding.plan import Plan
+from zjax.sharding.roles import trained
 from zjax.stack.dropping import split_dropping
 from zjax.train import microbatches
 from zjax.train.compute_params import cast_like, compute_dtype

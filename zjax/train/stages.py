@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from zjax.comm import shards
 from zjax.ops.keys import block_key
-from zjax.ops.token_subset import on_subset
+from zjax.ops.tokens import on_subset
 from zjax.parallel import slots as arrays
 from zjax.parallel.pipeline import ChunkLayers, StackTree, StageChain
 from zjax.parallel.pipeline_schedule import Schedule

@@ -13,10 +13,8 @@ import numpy as np
 from zjax.errors import CheckpointError, Problem, StateError
 from zjax.jaxprs.versions import dtype_promotion
 from zjax.optim import precision
-from zjax.optim.phases import make_phases, merged_phase
-from zjax.optim.rounds import make_rounds
+from zjax.optim.phases import make_phases, make_rounds, merged_phase
 from zjax.settings.schema import Config, Precision
-from zjax.sharding.frozen import frozen, joined, trained
 from zjax.sharding.layers import take_apart
 from zjax.sharding.placement import (
     ArrayPlan,
@@ -29,6 +27,7 @@ from zjax.sharding.placement import (
 )
 from zjax.sharding.plan import Plan
 from zjax.sharding.program_plan import staged_plan, trained_plan
+from zjax.sharding.roles import frozen, joined, trained
 from zjax.storage.array import DiskArray
 from zjax.storage.move import store, store_all, store_in_turn, to_devices
 from zjax.storage.transfers import transfer_budget

@@ -11,10 +11,9 @@ import optax
 from zjax.optim import precision, transforms
 from zjax.optim.transforms import update_ema
 from zjax.settings.schema import Compressed, Optimizer, Precision
-from zjax.sharding.frozen import joined, trained
 from zjax.sharding.placement import constrain, pad_tree, place_tree, unpad_tree
 from zjax.sharding.plan import Plan
-from zjax.sharding.roles import MovedParam, move_params, moves_of
+from zjax.sharding.roles import MovedParam, joined, move_params, moves_of, trained
 from zjax.stack.forward import named_totals
 from zjax.train.average import check_moved
 from zjax.train.compute_params import (

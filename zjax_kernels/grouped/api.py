@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from zjax_kernels.device import DTYPES, choose_implementation
-from zjax_kernels.errors import describe, refuse
+from zjax_kernels.device import DTYPES, choose_implementation, describe, refuse
 from zjax_kernels.grouped import reference
 from zjax_kernels.grouped.reference import ACTIVATIONS, Activation, activate, num_parts
 

@@ -3,8 +3,7 @@
 import jax.numpy as jnp
 from jax import Array
 
-from zjax_kernels.device import choose_implementation
-from zjax_kernels.errors import invalid
+from zjax_kernels.device import choose_implementation, invalid
 from zjax_kernels.quantise import reference
 from zjax_kernels.quantise.reference import BLOCKS_PER_STEP, SIZES
 

@@ -12,8 +12,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 
-from zjax_kernels.device import check_implementation
-from zjax_kernels.errors import invalid, refuse
+from zjax_kernels.device import check_implementation, invalid, refuse
 from zjax_kernels.sparse import reference
 from zjax_kernels.sparse.arguments import array_problems
 from zjax_kernels.sparse.plan import Plan, check_plan, device_plan

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from zjax_kernels.errors import describe
+from zjax_kernels.device import describe
 
 
 def integer_problems(field: str, value: object, minimum: int) -> list[str]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from zjax_kernels.errors import invalid, refuse
+from zjax_kernels.device import invalid, refuse
 from zjax_kernels.sparse.arguments import integer_problems
 
 BLOCKS = (16, 32, 64, 128)

@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from zjax_kernels.errors import describe
+from zjax_kernels.device import describe
 from zjax_kernels.sparse import blocks
 from zjax_kernels.sparse.arguments import (
     integer_problems,

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from zjax_kernels.errors import describe, invalid
+from zjax_kernels.device import describe, invalid
 from zjax_kernels.sparse.arguments import integer_problems
 from zjax_kernels.sparse.layout import BlockLayout, Pattern, check_layout
 

@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from zjax_kernels.errors import invalid, refuse
+from zjax_kernels.device import invalid, refuse
 from zjax_kernels.sparse.arguments import integer_problems
-from zjax_kernels.sparse.cells import HALF, TILE, Cells, Mask
+from zjax_kernels.sparse.chunks import HALF, TILE, Cells, Mask
 from zjax_kernels.sparse.layout import BlockLayout, check_layout
 from zjax_kernels.sparse.schedule import Schedule, make_schedule, stack_schedules
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zjax_kernels.sparse.cells import HALF, TILE
+from zjax_kernels.sparse.chunks import HALF, TILE
 from zjax_kernels.sparse.schedule import Schedule
 
 

@@ -15,8 +15,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from zjax_kernels.sparse.cells import TILE, Cells
-from zjax_kernels.sparse.chunks import Chunks, Sizes, deduplicate_masks, make_chunks
+from zjax_kernels.sparse.chunks import (
+    TILE,
+    Cells,
+    Chunks,
+    Sizes,
+    deduplicate_masks,
+    make_chunks,
+)
 
 NUM_SMS = 132
 """Streaming multiprocessors of an H100 or H200, one program each."""

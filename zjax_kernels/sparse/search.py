@@ -12,8 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zjax_kernels.device import check_implementation
-from zjax_kernels.errors import invalid, refuse
+from zjax_kernels.device import check_implementation, invalid, refuse
 from zjax_kernels.sparse.arguments import integer_problems
 from zjax_kernels.sparse.plan import Plan, check_plan
 from zjax_kernels.sparse.reference import Options

@@ -5,9 +5,9 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from zjax_kernels.errors import invalid, refuse
+from zjax_kernels.device import invalid, refuse
 from zjax_kernels.sparse.arguments import array_problems, integer_problems
-from zjax_kernels.sparse.cells import HALF, TILE
+from zjax_kernels.sparse.chunks import HALF, TILE
 from zjax_kernels.sparse.plan import Plan, device_plan
 from zjax_kernels.sparse.schedule import Schedule, assign_round_robin
 

@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from zjax_kernels.errors import invalid, refuse
+from zjax_kernels.device import invalid, refuse
 from zjax_kernels.sparse.api import sparse_attention
 from zjax_kernels.sparse.arguments import integer_problems
-from zjax_kernels.sparse.cells import TILE, Cells
+from zjax_kernels.sparse.chunks import TILE, Cells
 from zjax_kernels.sparse.layout import BlockLayout, check_layout
 from zjax_kernels.sparse.plan import Plan, plan_cells, split_kv_heads, stack_plans
 

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from zjax_kernels.errors import describe, invalid, refuse
+from zjax_kernels.device import describe, invalid, refuse
 from zjax_kernels.sparse.arguments import Bits, integer_problems
 from zjax_kernels.sparse.layout import BLOCKS, BlockLayout, Pattern
 

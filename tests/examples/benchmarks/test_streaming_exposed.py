@@ -9,7 +9,7 @@ from contests.contest import load_contest
 
 from tests.support.benchmarks import FOLDER, load
 from zjax.config import load_config
-from zjax.optim.rounds import make_rounds
+from zjax.optim.phases import make_rounds
 
 SMALL = (
     "num_steps=64",

@@ -9,7 +9,7 @@ from tests.kernels.sparse.test_plan import random_live
 from tests.support.trees import assert_close
 from zjax_kernels.sparse import BlockLayout, limit_window, make_plan, sparse_attention
 from zjax_kernels.sparse import schedule as schedules
-from zjax_kernels.sparse.cells import TILE
+from zjax_kernels.sparse.chunks import TILE
 
 WINDOWS = (1, 63, 64, 130, 1000)
 

@@ -4,8 +4,7 @@ from zjax_kernels.grouped.mosaic_gpu.activation import (
     grouped_activation,
     grouped_activation_backward,
 )
-from zjax_kernels.grouped.mosaic_gpu.copies import copy_rows
-from zjax_kernels.grouped.mosaic_gpu.matmul import grouped_matmul
+from zjax_kernels.grouped.mosaic_gpu.matmul import copy_rows, grouped_matmul
 from zjax_kernels.grouped.mosaic_gpu.outer import grouped_outer, grouped_sum
 
 __all__ = [

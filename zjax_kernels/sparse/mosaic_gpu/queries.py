@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from zjax_kernels.sparse.cells import HALF, TILE
+from zjax_kernels.sparse.chunks import HALF, TILE
 from zjax_kernels.sparse.mosaic_gpu import arithmetic as logits
 from zjax_kernels.sparse.mosaic_gpu import copies, launch
 from zjax_kernels.sparse.mosaic_gpu.arithmetic import COLUMNS, ROWS, Arithmetic, index
