@@ -72,31 +72,6 @@ def test_records_of_a_run_have_no_scale_that_it_leaves_unused(tmp_path, monkeypa
         assert differences(saved, to_mapping(read)) == ()
 
 
-@pytest.mark.parametrize(
-    ("section", "key", "value"),
-    [
-        ("bf16", "bf16_master_weights_and_grads", True),
-        ("bf16", "check_grad_overflow", False),
-        ("fp16", "consecutive_hysteresis", True),
-    ],
-)
-def test_keys_that_all_dtypes_would_follow_need_a_section_that_is_on(
-    section, key, value
-):
-    found = converted(**{section: {"enabled": "auto", key: value}})
-    assert list(map(str, found.problems())) == [
-        f"{section}.{key}={value} needs to know {section}.enabled; "
-        f"write {section}.enabled as true or false"
-    ]
-
-
-def test_a_power_is_one_of_float32():
-    found = converted(fp16={"enabled": True, "initial_scale_power": 5_000})
-    assert list(map(str, found.problems())) == [
-        "fp16.initial_scale_power=5000 is no power of a float32; use 127 or less"
-    ]
-
-
 def test_small_arrays_stay_whole_where_the_run_has_the_stage():
     key = "stage3_param_persistence_threshold"
     found = converted(zero_optimization={"stage": "auto", key: 5_000})

@@ -88,63 +88,10 @@ def test_what_the_scheduler_replaces_is_told():
     )
 
 
-@pytest.mark.parametrize(
-    ("params", "message"),
-    [
-        (
-            {"warmup_num_steps": 0},
-            "scheduler.params.warmup_num_steps=0 is no number of steps; use 1 or more",
-        ),
-        (
-            {"warmup_type": "cosine"},
-            "scheduler.params.warmup_type='cosine' is not supported; "
-            "use log, which DeepSpeed takes in its place, or linear",
-        ),
-    ],
-)
-def test_warmups_that_cannot_be_are_refused_by_name(params, message):
-    found = converted("WarmupLR", params)
-    assert "\n".join(map(str, found.problems())) == message
-
-
 def test_sgd_has_no_betas_that_cycle():
     found = converted("OneCycle", BOUNDS, rule="SGD")
     assert not found.problems()
     assert "optimizer.schedule.cycles_momentum" not in found.settings
-
-
-@pytest.mark.parametrize(
-    ("params", "rule", "message"),
-    [
-        (
-            {"cycle_min_lr": 0.1},
-            "Adam",
-            "scheduler.params.cycle_max_lr=None is not given; "
-            "give it: OneCycle needs it",
-        ),
-        (
-            BOUNDS | {"cycle_momentum": True},
-            "OneBitAdam",
-            "scheduler.params.cycle_momentum=True is not supported with onebit_adam; "
-            "use false",
-        ),
-        (
-            BOUNDS,
-            "OneBitAdam",
-            "scheduler.params.cycle_momentum=None is on where it is not given; "
-            "write it as false",
-        ),
-        (
-            BOUNDS | {"cycle_momentum": False, "cycle_first_step": 3},
-            "Adam",
-            "scheduler.params.cycle_first_step=3 is not a key of DeepSpeed; "
-            "did you mean cycle_first_step_size?",
-        ),
-    ],
-)
-def test_what_cannot_cycle_is_refused_by_name(params, rule, message):
-    found = converted("OneCycle", params, rule=rule)
-    assert "\n".join(map(str, found.problems())) == message
 
 
 def problems(*changes):

@@ -297,8 +297,10 @@ class Conversion:
         for path, value in self._given.items():
             if path in self._rows:
                 continue
-            if value in (None, {}) and path.rpartition(".")[2] in names:
+            if value == {} and path.rpartition(".")[2] in names:
                 self._record(path, "it is empty")
+            elif path in self._defaults and self[path] == self._default(path):
+                self._record(path, "it is the default")
             elif not _nearest(path.partition(".")[0], names):
                 self._record(path, "not a key of DeepSpeed, which ignores it, too")
             else:
