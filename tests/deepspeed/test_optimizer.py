@@ -51,18 +51,6 @@ def test_sgd_decays_through_its_momentum_as_torch_does():
     assert np.all(np.abs(want) < 0.6 * np.abs(apart))
 
 
-@pytest.mark.parametrize(
-    ("params", "name"),
-    [
-        ({"momentum": 0.9}, "sgd"),
-        ({"weight_decay": 0.1}, "sgd"),
-        ({"weight_decay": "auto", "momentum": 0.9}, "sgd_l2"),
-    ],
-)
-def test_sgd_without_one_of_them_is_the_same_rule(params, name):
-    assert converted("SGD", lr=0.1, **params).settings["optimizer.rule"] == name
-
-
 def test_muon_is_refused_by_the_factor_that_its_steps_have_here():
     """DeepSpeed scales an orthogonal matrix by sqrt(max(1, outputs / inputs))."""
     (problem,) = converted("Muon", lr=0.02).problems()
@@ -83,68 +71,6 @@ def test_muon_is_refused_by_the_factor_that_its_steps_have_here():
             for tx in (ours, theirs)
         )
         np.testing.assert_allclose(got, 0.2 * inputs**0.5 * want, rtol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("kind", "params", "corrects"),
-    [
-        ("Adam", {}, True),
-        ("AdamW", {"bias_correction": False}, False),
-        ("Lamb", {"bias_correction": False}, False),
-        ("OneBitAdam", {}, False),
-        ("OneBitLamb", {"bias_correction": True}, False),
-        ("ZeroOneAdam", {"bias_correction": True}, False),
-    ],
-)
-def test_moments_are_corrected_where_deepspeed_corrects_them(kind, params, corrects):
-    found = converted(kind, lr=1e-3, **params)
-    assert not found.problems()
-    assert found.settings["optimizer.rule.bias_correction"] is corrects
-
-
-@pytest.mark.parametrize(
-    ("kind", "more"),
-    [("SGD", {}), ("Lion", {}), ("AdamW", {"torch_adam": True})],
-)
-def test_other_optimizers_have_no_bias_correction_to_turn_off(kind, more):
-    (problem,) = converted(kind, lr=1e-3, bias_correction=False, **more).problems()
-    assert str(problem) == (
-        f"optimizer.params.bias_correction=False is not a parameter of {kind}; "
-        "leave it out"
-    )
-
-
-@pytest.mark.parametrize(
-    ("decay", "settings"),
-    [
-        (0.1, {"optimizer.weight_decay": 0.1, "optimizer.decay_vectors": True}),
-        ("auto", {"optimizer.decay_vectors": True}),
-        (0.0, {"optimizer.weight_decay": 0.0}),
-    ],
-)
-def test_all_parameters_decay_as_in_deepspeed(decay, settings):
-    found = converted("AdamW", lr=1e-3, weight_decay=decay)
-    assert not found.problems()
-    assert settings == {
-        name: value for name, value in found.settings.items() if "decay" in name
-    }
-    load_config({}, found.settings)
-
-
-@pytest.mark.parametrize(
-    ("kind", "params", "decay"),
-    [
-        ("AdamW", {"torch_adam": True}, 0.01),
-        ("Adam", {"torch_adam": True}, 0.01),
-        ("Adam", {"torch_adam": True, "adam_w_mode": False}, 0.0),
-        ("AdamW", {"torch_adam": True, "weight_decay": 0.2}, 0.2),
-        ("AdamW", {}, 0.0),
-    ],
-)
-def test_torch_adam_has_the_default_decay_of_torch(kind, params, decay):
-    found = converted(kind, lr=1e-3, **params)
-    assert not found.problems()
-    assert found.settings["optimizer.weight_decay"] == decay
 
 
 def test_limits_of_lamb_are_those_that_it_has():
