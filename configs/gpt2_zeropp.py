@@ -22,10 +22,9 @@ def get_config():
 
     config.mesh.replica = 2
     config.zero.stage = 3
-    config.zero.shard_over_replica = True
-    config.zero.secondary_partition = True
-    config.zero.quantized_weights = True
-    config.zero.quantized_gradients = True
+    config.zero.replicas.secondary_partition = True
+    config.zero.replicas.quantized_weights = True
+    config.zero.replicas.quantized_gradients = True
 
     config.model.num_layers = 12
     config.model.embed_size = 768

@@ -2,8 +2,8 @@
 
 Run:     zjax train --config=configs/llama_30b_nvme.py
 Needs:   tokens in data/llama, made by `zjax data prepare`; one GPU, 215 GB of host
-         memory, and 390 GB free under zero.nvme_paths: name a directory on each of
-         your disks, and measure them with `zjax bench --nvme=DIRECTORY,...`.
+         memory, and 390 GB free under zero.offload.nvme_paths: name a directory on
+         each of your disks, and measure them with `zjax bench --nvme=DIRECTORY,...`.
 Expect:  325 GB of state on the disks, 65 GB of parameters and 130 GB of gradient sums
          on the host. A step reads and writes the whole state, about a minute at 6 GB/s
          each way, so the batch is large. Every microbatch streams the parameters
@@ -23,8 +23,10 @@ def get_config():
     config.microbatch_size = 16
 
     config.zero.stage = 2
-    config.zero.memory = "nvme"
-    config.zero.nvme_paths = ("/mnt/nvme0/zjax",)
+    config.zero.offload = "nvme"
+    config.zero.offload.parameter_memory = "pinned_host"
+    config.zero.offload.gradient_memory = "pinned_host"
+    config.zero.offload.nvme_paths = ("/mnt/nvme0/zjax",)
 
     config.model.num_layers = 60
     config.model.embed_size = 6_656

@@ -20,7 +20,8 @@ def get_config():
     config.microbatch_size = 1
 
     config.zero.stage = 2
-    config.zero.memory = "pinned_host"
+    config.zero.offload = "pinned_host"
+    config.zero.offload.gradient_memory = "pinned_host"
 
     config.model.num_layers = 32
     config.model.embed_size = 4_096

@@ -1,5 +1,6 @@
 """Paths of users: `~` is a home wherever one may be given, and buckets are refused."""
 
+import operator
 import pathlib
 
 import pytest
@@ -30,7 +31,7 @@ def test_no_setting_that_is_a_path_is_left_out():
     words = ("path", "directory", "_file", "folder", "init_from", "teacher", "index")
     of_metrics = (f"curriculum.metrics.{x}" for x in names(schema.CurriculumMetric))
     found = {x for x in (*setting_paths(), *of_metrics) if x.endswith(words)}
-    assert found | {"zero.nvme_paths"} == {*SETTINGS}
+    assert found | {"zero.offload.nvme_paths"} == {*SETTINGS}
 
 
 def test_a_home_is_expanded_in_the_index_of_a_metric(home):
@@ -49,11 +50,10 @@ def test_a_home_is_expanded_in_the_index_of_a_metric(home):
     "setting", [name for name in SETTINGS if name not in CHECKED_LATER]
 )
 def test_a_home_is_expanded_in_every_setting(setting, home):
-    section, _, name = setting.rpartition(".")
-    many = setting == "zero.nvme_paths"
+    many = setting == "zero.offload.nvme_paths"
     value = ("~/a",) if many else "~/a"
     config = load_config({}, {setting: value})
-    found = getattr(getattr(config, section), name) if section else config.directory
+    found = operator.attrgetter(setting)(config)
     assert found == ((f"{home}/a",) if many else f"{home}/a")
 
 
@@ -62,11 +62,10 @@ def test_a_home_is_expanded_in_every_setting(setting, home):
 )
 def test_variables_are_expanded_in_every_setting(setting, monkeypatch):
     monkeypatch.setenv("PLACE", "/p")
-    section, _, name = setting.rpartition(".")
     config = load_config({}, f"{setting}=$PLACE/${{PLACE}}_$1")
-    found = getattr(getattr(config, section), name) if section else config.directory
+    found = operator.attrgetter(setting)(config)
     wanted = "/p//p_$1"
-    assert found == ((wanted,) if setting == "zero.nvme_paths" else wanted)
+    assert found == ((wanted,) if setting == "zero.offload.nvme_paths" else wanted)
     assert load_config(config) == config
 
 
@@ -87,7 +86,7 @@ def test_variables_that_say_nothing_are_refused_by_name(monkeypatch):
             {},
             "directory=$NOWHERE/a",
             "data.path=${EMPTY}/$OTHER",
-            "zero.nvme_paths=${}",
+            "zero.offload.nvme_paths=${}",
         )
     assert set(str(error.value).splitlines()) == {
         "directory='$NOWHERE/a' needs $NOWHERE, which is not set; set it, or write the "
@@ -96,7 +95,8 @@ def test_variables_that_say_nothing_are_refused_by_name(monkeypatch):
         "the path",
         "data.path='${EMPTY}/$OTHER' needs $OTHER, whose value '$HOME/x' names another "
         "variable; write the path in it",
-        "zero.nvme_paths[0]='${}' needs $, which is not set; set it, or write the path",
+        "zero.offload.nvme_paths[0]='${}' needs $, which is not set; set it, or write "
+        "the path",
     }
 
 
@@ -160,11 +160,11 @@ def test_an_empty_path_is_none_where_there_need_be_none_and_else_refused():
     assert (config.data.path, config.checkpoint.init_from) == ("", "")
     assert {*OPTIONAL} < {*SETTINGS}
     with pytest.raises(ConfigError) as error:
-        load_config({"directory": "", "zero.nvme_paths": ("a", "")})
+        load_config({"directory": "", "zero.offload.nvme_paths": ("a", "")})
     remedy = "is empty; give a path; . is this directory"
     assert {*str(error.value).splitlines()} == {
         f"directory='' {remedy}",
-        f"zero.nvme_paths[1]='' {remedy}",
+        f"zero.offload.nvme_paths[1]='' {remedy}",
     }
 
 

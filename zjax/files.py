@@ -199,7 +199,7 @@ def _sync(path: pathlib.Path) -> None:
 
 SETTINGS = (
     "directory",
-    "zero.nvme_paths",
+    "zero.offload.nvme_paths",
     "data.path",
     "checkpoint.init_from",
     "lora.init_from",

@@ -3,8 +3,8 @@
 The run takes 20 steps or more, on one device and in bfloat16.
 
 python examples/benchmarks/device_peak.py configs/gpt_6p7b.py zero.stage=2
-    zero.optimizer_memory=pinned_host zero.parameter_memory=pinned_host
-    zero.gradient_memory=pinned_host model.remat=full
+    zero.offload=pinned_host zero.offload.parameter_memory=pinned_host
+    zero.offload.gradient_memory=pinned_host model.remat=full
 """
 
 import dataclasses

@@ -39,9 +39,9 @@ def get_contest():
     depth = next(DEPTHS[least] for least in DEPTHS if num_gib >= least)
     places = (
         f"model.num_layers={depth}",
-        "zero.optimizer_memory=auto",
-        "zero.parameter_memory=pinned_host",
-        f"zero.nvme_paths=('{folder}',)",
+        "zero.offload=auto",
+        "zero.offload.parameter_memory=pinned_host",
+        f"zero.offload.nvme_paths=('{folder}',)",
     )
 
     def contestant(name, script, *changes):

@@ -68,9 +68,8 @@ MULOCO = {
 }
 ZEROPP = TWO_REPLICAS | {
     "zero.stage": 3,
-    "zero.shard_over_replica": True,
-    "zero.quantized_weights": True,
-    "zero.quantized_gradients": True,
+    "zero.replicas.quantized_weights": True,
+    "zero.replicas.quantized_gradients": True,
     "model.layers_per_scan": 0,
 }
 METHODS = {

@@ -20,7 +20,7 @@ DENSE_AND_EXPERTS = (
     *SMALL_STATE,
     "model.remat=elementwise",
     "zero.stage=2",
-    "zero.optimizer_memory=auto",
+    "zero.offload=auto",
     "optimizer.clip_norm=inf",
     "precision.on_nonfinite=update",
     "precision.grad_sum_dtype=bfloat16",

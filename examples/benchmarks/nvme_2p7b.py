@@ -31,7 +31,7 @@ SETTINGS = (
     "global_batch_size=0",
     "model.remat=full",
     "zero.stage=2",
-    "zero.optimizer_memory=nvme",
+    "zero.offload=nvme",
 )
 
 
@@ -42,7 +42,7 @@ def get_contest():
         "zjax",
         "configs/gpt_6p7b.py",
         *SETTINGS,
-        f"zero.nvme_paths=('{folder}',)",
+        f"zero.offload.nvme_paths=('{folder}',)",
         environment=ONE_DEVICE,
     )
     options = ("--offload=nvme", f"--nvme_path={folder}", "--recompute")

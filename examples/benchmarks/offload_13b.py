@@ -23,8 +23,8 @@ GPT_13B = (
     "global_batch_size=0",
     "model.remat=full",
     "zero.stage=2",
-    "zero.optimizer_memory=pinned_host",
-    "zero.parameter_memory=pinned_host",
+    "zero.offload=pinned_host",
+    "zero.offload.parameter_memory=pinned_host",
     "optimizer.clip_norm=inf",
     "precision.on_nonfinite=update",
 )

@@ -24,9 +24,9 @@ SETTINGS = (
     "global_batch_size=0",
     "model.remat=full",
     "zero.stage=2",
-    "zero.optimizer_memory=pinned_host",
+    "zero.offload=pinned_host",
 )
-CLIPPED = ("optimizer.clip_norm=1.0", "zero.gradient_memory=pinned_host")
+CLIPPED = ("optimizer.clip_norm=1.0", "zero.offload.gradient_memory=pinned_host")
 UNCLIPPED = ("optimizer.clip_norm=inf", "precision.on_nonfinite=update")
 BARS = {"clip": (1.15, 1.4), "noclip": (1.3, 1.7)}
 SUPER = {"device": "cpu", "pin_memory": True, "super_offload": True}

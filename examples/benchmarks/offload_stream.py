@@ -14,7 +14,7 @@ SETTINGS = (
     "global_batch_size=0",
     "model.remat=full",
     "zero.stage=2",
-    "zero.optimizer_memory=pinned_host",
+    "zero.offload=pinned_host",
     "optimizer.clip_norm=inf",
     "precision.on_nonfinite=update",
 )

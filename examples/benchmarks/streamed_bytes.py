@@ -4,7 +4,7 @@ A batch so small that computing takes no time leaves the streaming: what a step 
 both ways, over its seconds.
 
 python examples/benchmarks/streamed_bytes.py configs/gpt_6p7b.py model.num_layers=12
-    zero.optimizer_memory=pinned_host
+    zero.offload=pinned_host
 """
 
 import dataclasses

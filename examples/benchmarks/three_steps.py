@@ -1,7 +1,7 @@
 """Three steps of a model that fills the memories of a machine, disks among them.
 
 python examples/benchmarks/three_steps.py configs/gpt_6p7b.py
-    zero.optimizer_memory=auto "zero.nvme_paths=('/nvme',)"
+    zero.offload=auto "zero.offload.nvme_paths=('/nvme',)"
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from zjax.processes.programs import result_line
 
 def main() -> None:
     config = load_config(sys.argv[1], *sys.argv[2:])
-    for path in config.zero.nvme_paths:
+    for path in config.zero.placement.nvme_paths:
         pathlib.Path(path).mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
     measurement = measure(config, num_warm_up=2, num_rounds=1)

@@ -100,8 +100,8 @@ prepare([text], "tokens", validation_fraction=0.1)
 # %% [markdown]
 # ## One setting
 #
-# `zero.optimizer_memory="auto"` fills what the step leaves of the card, then the host,
-# then the disks of `zero.nvme_paths`.
+# `zero.offload="auto"` fills what the step leaves of the card, then the host,
+# then the disks of `zero.offload.nvme_paths`.
 
 
 # %%
@@ -113,8 +113,10 @@ def make_config(name, **data):
             "global_batch_size": 4 * jax.device_count(),
             "zero": {
                 "stage": 2,
-                "optimizer_memory": "auto" if capacity else "pinned_host",
-                "nvme_paths": (os.getcwd(),) if capacity else (),
+                "offload": {
+                    "kind": "auto" if capacity else "pinned_host",
+                    "nvme_paths": (os.getcwd(),) if capacity else (),
+                },
             },
             "precision": {"compute_dtype": half if capacity else "float32"},
             "model": {

@@ -39,12 +39,18 @@ SHAPES = {
 """Layers, width and heads of the models of OPT, by their size."""
 PLACES = {
     "all on the GPU": {},
-    "optimizer on the host": {"optimizer_memory": "pinned_host"},
+    "optimizer on the host": {"kind": "pinned_host"},
     "blocks and gradients too": {
-        "memory": "pinned_host",
+        "kind": "pinned_host",
         "parameter_memory": "pinned_host",
+        "gradient_memory": "pinned_host",
     },
-    "optimizer on disks": {"memory": "nvme", "nvme_paths": ("/tmp",)},
+    "optimizer on disks": {
+        "kind": "nvme",
+        "parameter_memory": "pinned_host",
+        "gradient_memory": "pinned_host",
+        "nvme_paths": ("/tmp",),
+    },
 }
 
 
@@ -83,12 +89,14 @@ def needs(name: str, place: str, length: int) -> Needs:
     return Needs(name, peak.total - passing, passing, host, disks)
 
 
-def make_config(layers: int, width: int, heads: int, length: int, zero: dict) -> Config:
+def make_config(
+    layers: int, width: int, heads: int, length: int, offload: dict
+) -> Config:
     return zjax.load_config(
         {
             "microbatch_size": 1,
             "global_batch_size": 0,
-            "zero": {"stage": 1} | zero,
+            "zero": {"stage": 1, "offload": offload or None},
             "data": {"source": "synthetic"},
             "model": {
                 "num_layers": layers,
@@ -97,7 +105,7 @@ def make_config(layers: int, width: int, heads: int, length: int, zero: dict) ->
                 "vocab_size": 50304,
                 "max_length": length,
                 "remat": "full",
-                "layers_per_scan": 0 if zero else 1,
+                "layers_per_scan": 0 if offload else 1,
             },
         }
     )

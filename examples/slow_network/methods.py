@@ -60,10 +60,9 @@ METHODS: dict[str, dict[str, Any]] = {
     "zeropp": {
         "zero.stage": 3,
         "mesh.replica": 2,
-        "zero.shard_over_replica": True,
-        "zero.secondary_partition": True,
-        "zero.quantized_weights": True,
-        "zero.quantized_gradients": True,
+        "zero.replicas.secondary_partition": True,
+        "zero.replicas.quantized_weights": True,
+        "zero.replicas.quantized_gradients": True,
     },
 }
 PEERS = {

@@ -63,7 +63,8 @@ def test_chunks_that_are_damaged_are_not_committed(disk, tmp_path, is_frozen):
     assert start == (
         f"checkpoint.step=2 could not be written to {tmp_path / 'checkpoints'}"
         if is_frozen
-        else f"zero.nvme_paths={state[NAME].path!r} holds {rows[NAME].path} and "
+        else f"zero.offload.nvme_paths={state[NAME].path!r} holds {rows[NAME].path} "
+        "and "
         "cannot be written or read"
     )
     assert "does not match its checksum" in end

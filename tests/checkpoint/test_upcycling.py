@@ -64,7 +64,11 @@ def logits_of(decoder):
 
 
 SHARDED = schema.Zero(stage=3, min_shard_elements=8)
-HOST = schema.Zero(memory="pinned_host", parameter_memory="pinned_host")
+HOST = schema.Zero(
+    offload=schema.PinnedHost(
+        parameter_memory="pinned_host", gradient_memory="pinned_host"
+    )
+)
 PYRAMID = {"num_experts": (2, 4), "top_k": 2, "first_dense": 1, "residual": True}
 SHARED = {"num_experts": 4, "top_k": 3, "every": 2, "scores": "sigmoid"}
 SHARED |= {"num_shared": 1, "shared_gate": True, "bias_rate": 0.1}

@@ -265,8 +265,8 @@ MODEL = [
         id="tensor-as-the-rest",
     ),
     case(
-        "model.layers_per_scan=5;zero.optimizer_memory=pinned_host;model.remat=full",
-        "model.layers_per_scan=5 has no effect with zero.optimizer_memory='pinned_host'"
+        "model.layers_per_scan=5;zero.offload=pinned_host;model.remat=full",
+        "model.layers_per_scan=5 has no effect with zero.offload='pinned_host'"
         ", which runs blocks one by one; use 0",
         id="loop-over-blocks-that-move",
     ),

@@ -87,16 +87,22 @@ def test_python_value(source):
         pytest.param("observe.sinks=csv", "observe.sinks", ("csv",), id="list-of-one"),
         pytest.param("observe.sinks=", "observe.sinks", (), id="list-of-none"),
         pytest.param(
-            "zero.nvme_paths=/a,/b", "zero.nvme_paths", ("/a", "/b"), id="list-of-paths"
+            "zero.offload.nvme_paths=/a,/b",
+            "zero.offload.nvme_paths",
+            ("/a", "/b"),
+            id="list-of-paths",
         ),
         pytest.param(
-            "zero.nvme_paths='/a,b','/c'",
-            "zero.nvme_paths",
+            "zero.offload.nvme_paths='/a,b','/c'",
+            "zero.offload.nvme_paths",
             ("/a,b", "/c"),
             id="list-of-quoted-paths",
         ),
         pytest.param(
-            "zero.nvme_paths=1,2", "zero.nvme_paths", ("1", "2"), id="list-of-digits"
+            "zero.offload.nvme_paths=1,2",
+            "zero.offload.nvme_paths",
+            ("1", "2"),
+            id="list-of-digits",
         ),
         pytest.param(
             "optimizer.groups=[{'pattern': 'x'}]",
@@ -138,8 +144,8 @@ def test_source_is_left_as_it_was():
     ("overrides", "message"),
     [
         pytest.param(
-            ["zero.nvme_paths=[/a,/b]"],
-            "zero.nvme_paths='[/a,/b]' is a str; expected list or tuple",
+            ["zero.offload.nvme_paths=[/a,/b]"],
+            "zero.offload.nvme_paths='[/a,/b]' is a str; expected list or tuple",
             id="brackets-without-quotes",
         ),
         pytest.param(

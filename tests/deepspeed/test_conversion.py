@@ -72,9 +72,9 @@ EXPECTED = [
     {
         "global_batch_size": 0,
         "num_microbatches": 4,
-        "zero.optimizer_memory": "nvme",
-        "zero.parameter_memory": "pinned_host",
-        "zero.nvme_paths": ("/disk",),
+        "zero.offload": "nvme",
+        "zero.offload.parameter_memory": "pinned_host",
+        "zero.offload.nvme_paths": ("/disk",),
         "observe.sinks": ("console", "jsonl", "wandb"),
         "observe.project": "mine",
         "optimizer.clip_norm": 1.0,

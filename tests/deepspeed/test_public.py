@@ -71,8 +71,13 @@ def test_a_public_configuration_means_what_deepspeed_makes_of_it(name):
     assert problems <= REFUSED
     config = load_config({}, found.settings)
     assert config.zero.stage == computed["stage"]
-    assert config.zero.optimizer_memory == MEMORIES[computed["optimizer_device"]]
-    assert config.zero.parameter_memory == MEMORIES[computed["parameter_device"]]
+    state, params = (
+        MEMORIES[computed[f"{name}_device"]] for name in ("optimizer", "parameter")
+    )
+    # The state leaves the devices wherever parameters do.
+    is_apart = state == "device" != params
+    assert config.zero.optimizer_memory == ("pinned_host" if is_apart else state)
+    assert config.zero.placement.parameter_memory == params
     if keys.get("gradient_clipping") != "auto":
         assert config.optimizer.clip_norm == (computed["clip"] or math.inf)
     if computed["optimizer"]:

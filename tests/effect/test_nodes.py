@@ -31,7 +31,7 @@ def final_loss(features: Sequence[str]) -> float:
         num_steps=STEPS,
         global_batch_size=ROWS,
         mesh=schema.Mesh(replica=2, data=4),
-        zero=schema.Zero(stage=3, shard_over_replica=True, **settings),
+        zero=schema.Zero(stage=3, replicas=schema.Sharded(**settings)),
         precision=schema.Precision(compute_dtype="float32"),
         model=schema.Model(
             num_layers=2,

@@ -39,17 +39,17 @@ def test_a_run_builds_its_model_and_its_plan_once(built, tmp_path):
     """Fails if the command, the proposal of a mesh and the run each build a model. The
     limit of pinned memory takes a plan of its own: JAX reads it before there are
     devices, and so before there is their mesh."""
-    settings = ("mesh=auto", "zero.optimizer_memory=pinned_host")
+    settings = ("mesh=auto", "zero.offload=pinned_host")
     limit_pinned_pool(small_run.make_config(tmp_path, *settings))  # as `zjax train`
     small_run.make_trainer(tmp_path, *settings).close()
     assert built.count("model") == 1
     assert (built.count("host"), built.count("fit")) == (1, 1)
 
 
-@pytest.mark.parametrize("memory", ["device", "auto"])
+@pytest.mark.parametrize("memory", ["none", "auto"])
 def test_a_report_plans_each_stage_once(built, memory, tmp_path):
     """Fails if the plan of the run is made beside that of its ZeRO stage."""
-    config = small_run.make_config(tmp_path, f"zero.optimizer_memory={memory}")
+    config = small_run.make_config(tmp_path, f"zero.offload={memory}")
     report_plan(config, picture=str(tmp_path / "plan.png"))
     assert built.count("model") == 1
     assert (built.count("report"), built.count("fit")) == (4, 0)

@@ -80,7 +80,7 @@ def test_settings_of_a_candidate_and_back():
     ):
         assert given_candidate(changed.apply(config), TWO) == changed
     assert given_candidate(tiny("mesh=auto"), TWO) is None
-    assert given_candidate(tiny("zero.memory=auto"), TWO) is None
+    assert given_candidate(tiny("zero.offload=auto"), TWO) is None
     assert given_candidate(tiny("global_batch_size=9"), TWO) is None
 
 

@@ -30,6 +30,7 @@ def test_gradients_of_trained_weights_count(settings):
 def test_frozen_masters_have_gradients():
     """Fails if a run on disks, which computes them all, counts fewer."""
     config = load_config(
-        HALF_FROZEN["groups"] | {"zero": {"memory": "nvme", "nvme_paths": ["/tmp"]}}
+        HALF_FROZEN["groups"]
+        | {"zero.offload": {"kind": "nvme", "nvme_paths": ["/tmp"]}}
     )
     assert flops_per_weight(config) == 6

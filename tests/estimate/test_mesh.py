@@ -136,7 +136,7 @@ def test_batch_that_nothing_can_split_is_named():
             {},
             "mesh='auto' finds no room on 1 x 80.0 GB: a step takes 128.0 GB (state "
             "121.6 GB, activations 6.4 GB) with --config.mesh.data=1; use "
-            "zero.optimizer_memory='pinned_host', more devices or a smaller model",
+            "zero.offload='pinned_host', more devices or a smaller model",
         ),
         (
             "llama 70b",
@@ -144,7 +144,7 @@ def test_batch_that_nothing_can_split_is_named():
             ONE,
             "mesh='auto' finds no room on 8 x 80.0 GB: a step takes 185.2 GB (state "
             "176.4 GB, activations 8.8 GB) with --config.mesh.tensor=8; use a higher "
-            "zero.stage, zero.optimizer_memory='pinned_host', more devices or a "
+            "zero.stage, zero.offload='pinned_host', more devices or a "
             "smaller model",
         ),
         (
@@ -153,7 +153,7 @@ def test_batch_that_nothing_can_split_is_named():
             {"microbatch_size": 16, "global_batch_size": 256},
             "mesh='auto' finds no room on 4 x 80.0 GB: a step takes 92.2 GB (state "
             "36.9 GB, activations 55.3 GB) with --config.mesh.tensor=4; use "
-            "zero.optimizer_memory='pinned_host', model.remat='full', a smaller "
+            "zero.offload='pinned_host', model.remat='full', a smaller "
             "microbatch_size, more devices or a smaller model",
         ),
     ],

@@ -77,7 +77,7 @@ def test_longrope_decides_by_the_length_of_a_row():
 
 @pytest.mark.parametrize(
     "overrides",
-    [(), ("zero.memory=pinned_host", "model.remat=full")],
+    [(), ("zero.offload=pinned_host", "model.remat=full")],
     ids=["one-program", "block-by-block"],
 )
 def test_longrope_decides_once_for_a_text(overrides, tmp_path, monkeypatch):
@@ -138,13 +138,13 @@ def check(run, expected):
             id="windows-and-caps-of-split-sequences",
         ),
         pytest.param(
-            *("gemma3_text", 1, ("zero.memory=pinned_host", "model.remat=full")),
+            *("gemma3_text", 1, ("zero.offload=pinned_host", "model.remat=full")),
             id="windows-by-layer-on-the-host",
         ),
         pytest.param(
             "qwen3",
             1,
-            ("zero.memory=pinned_host", "zero.parameter_memory=pinned_host"),
+            ("zero.offload=pinned_host", "zero.offload.parameter_memory=pinned_host"),
             id="layers-apart-on-the-host",
         ),
         pytest.param("llama", 1, ("model.mlp_tiles=3",), id="tiles"),

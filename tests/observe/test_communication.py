@@ -15,7 +15,9 @@ BIAS, STORED = 7, 8
 HYBRID = schema.Mesh(replica=2, data=4)
 TENSOR = schema.Mesh(data=4, tensor=2)
 NODES = schema.Zero(
-    stage=3, min_shard_elements=0, shard_over_replica=True, secondary_partition=True
+    stage=3,
+    min_shard_elements=0,
+    replicas=schema.Sharded(secondary_partition=True),
 )
 
 

@@ -16,6 +16,7 @@ from tests.support.offload import (
     make_batch,
     make_config,
     memories,
+    on_device,
     start,
     train,
 )
@@ -38,16 +39,6 @@ QUICK = {"peak_learning_rate": 0.01}
 def config_of(where="pinned_host", lora=ADAPTERS, **settings):
     settings = {"optimizer": QUICK} | settings
     return make_config(where, lora=lora, **settings)
-
-
-def on_device(config):
-    zero = dataclasses.replace(
-        config.zero,
-        optimizer_memory="device",
-        gradient_memory="device",
-        parameter_memory="device",
-    )
-    return dataclasses.replace(config, zero=zero)
 
 
 @functools.cache
@@ -178,8 +169,8 @@ def test_adapters_beside_a_checkpoint_are_those_of_the_device(name):
     if name != "new":
         lora = adapter_settings(golden.FOLDER.parent / "peft" / name)
     settings, states = {f"lora.{n}": x for n, x in lora.items()}, []
-    for where in ("device", "pinned_host"):
-        config = golden.make_config("llama", f"zero.memory={where}")
+    for where in ("none", "pinned_host"):
+        config = golden.make_config("llama", f"zero.offload={where}")
         run = golden.start(load_config(config, settings))
         states.append(weights_of(run, run.state))
     jax.tree.map(np.testing.assert_array_equal, *states)

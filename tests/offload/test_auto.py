@@ -139,8 +139,8 @@ def test_without_disks_a_full_host_refuses(machine):
     machine(0.3, on_host=0.4)
     with pytest.raises(
         PlanError,
-        match=r"^zero.optimizer_memory='auto' needs .* may be pinned; name disks in "
-        r"zero.nvme_paths, use more hosts, or a smaller model$",
+        match=r"^zero.offload='auto' needs .* may be pinned; name disks in "
+        r"zero.offload.nvme_paths, use more hosts, or a smaller model$",
     ):
         start(make_config("auto", model=DEEP))
 
@@ -157,7 +157,7 @@ def test_a_host_without_room_for_what_passes_through_it(monkeypatch, tmp_path):
     with pytest.raises(PlanError) as error:
         start(config)
     assert str(error.value) == (
-        "zero.optimizer_memory='nvme' lacks 0.0 GB for what is on its way to and from "
+        "zero.offload='nvme' lacks 0.0 GB for what is on its way to and from "
         "8 devices on a host of 0.0 GB; use fewer devices on a host, or a host "
         "with more memory"
     )
@@ -172,7 +172,7 @@ def test_a_model_of_your_own_is_asked_with_its_batch(monkeypatch):
 
     def run(kind):
         config = {
-            "zero": {"optimizer_memory": kind, "min_shard_elements": 0},
+            "zero": {"offload": kind, "min_shard_elements": 0},
             "precision": {"compute_dtype": "float32"},
         }
         return zjax.initialize(Perceptron(), optax.adam(0.1), loss_fn, batch, config)
@@ -194,20 +194,20 @@ def test_what_a_step_takes_must_be_known(monkeypatch, tmp_path):
     with pytest.raises(ConfigError) as error:
         small_run.make_trainer(
             tmp_path,
-            "zero.optimizer_memory=auto",
+            "zero.offload=auto",
             "model.remat=full",
             model=models.make_mlp(),
             batches=[],
         )
     assert str(error.value) == (
-        "zero.optimizer_memory='auto' cannot be planned for batches that are not known "
+        "zero.offload='auto' cannot be planned for batches that are not known "
         "yet; use 'pinned_host' or 'nvme', or zjax.initialize"
     )
     monkeypatch.setattr("zjax.run.step.Step.predict_peak", lambda self, batch: None)
     with pytest.raises(PlanError) as error:
         start(make_config("auto"))
     assert str(error.value) == (
-        "zero.optimizer_memory='auto' does not know what a step takes of these "
+        "zero.offload='auto' does not know what a step takes of these "
         "devices; use 'pinned_host' or 'nvme'"
     )
 
@@ -227,10 +227,10 @@ def test_a_step_that_does_not_fit_is_refused(machine, monkeypatch, remat, first)
         model = dataclasses.replace(DEEP, remat=remat)
         start(make_config("auto", model=model))
     assert str(error.value) == (
-        "zero.optimizer_memory='auto' leaves a step that takes 0.0 GB, most of it "
+        "zero.offload='auto' leaves a step that takes 0.0 GB, most of it "
         f"stored state, on devices with 0.0 GB free; use {first}a smaller "
-        "microbatch_size, more devices, or the host for zero.parameter_memory, "
-        "zero.gradient_memory and model.activation_memory"
+        "microbatch_size, more devices, or the host for zero.offload.parameter_memory, "
+        "zero.offload.gradient_memory and model.activation_memory"
     )
 
 

@@ -134,7 +134,7 @@ def test_arrays_stay_in_their_places():
         "zero": {
             "stage": 2,
             "min_shard_elements": 0,
-            "optimizer_memory": "pinned_host",
+            "offload": "pinned_host",
         }
     }
     run = zjax.initialize(Normed(), optax.adam(1e-2), loss_fn, batch, settings)

@@ -48,7 +48,7 @@ def test_a_users_model_goes_to_disks_in_turn(tmp_path, monkeypatch):
     for name in ("write", "block_until_ready"):
         noted = noting(events, name, getattr(DiskArray, name))
         monkeypatch.setattr(DiskArray, name, noted)
-    zero = {"optimizer_memory": "nvme", "nvme_paths": (str(tmp_path),)}
+    zero = {"offload": {"kind": "nvme", "nvme_paths": (str(tmp_path),)}}
     run = zjax.initialize(
         Perceptron(),
         optax.adam(1e-2),

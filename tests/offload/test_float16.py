@@ -37,8 +37,7 @@ def train(memory, paths=()):
         "zero": {
             "stage": 2,
             "min_shard_elements": 0,
-            "optimizer_memory": memory,
-            "nvme_paths": paths,
+            "offload": {"kind": memory, "nvme_paths": paths},
         },
         "num_microbatches": 2,
         "precision": {

@@ -139,8 +139,8 @@ def test_trainers_write_the_same_text_block_by_block(tmp_path, monkeypatch):
 TEXT = ("data.source=standard_library", "model.vocab_size=257", "model.num_layers=3")
 BY_BLOCK = (
     "model.remat=full",
-    "zero.optimizer_memory=pinned_host",
-    "zero.parameter_memory=pinned_host",
+    "zero.offload=pinned_host",
+    "zero.offload.parameter_memory=pinned_host",
 )
 
 

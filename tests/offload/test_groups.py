@@ -109,6 +109,6 @@ def test_refusal_names_the_optimizer_and_the_arrays():
     assert str(error.value) == (
         "optimizer='chain(adam, clip)' updates [0]['a'] and 2 more from the parameters "
         "or the state of other arrays, so that it cannot run group by group; set "
-        "zero.optimizer_memory=device, or use an optimizer that updates each array "
+        "zero.offload=None, or use an optimizer that updates each array "
         "from itself and from the gradients' norm"
     )

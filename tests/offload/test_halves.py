@@ -225,7 +225,7 @@ def test_models_of_the_users_are_halved_too(monkeypatch):
         return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
 
     def trained():
-        zero = {"stage": 3, "min_shard_elements": 0, "optimizer_memory": "pinned_host"}
+        zero = {"stage": 3, "min_shard_elements": 0, "offload": "pinned_host"}
         run = zjax.initialize(
             Perceptron(), optax.adam(1e-2), loss_fn, batch, {"zero": zero}
         )
@@ -324,8 +324,8 @@ def test_a_run_resumed_from_halves_is_the_run_that_saved(tmp_path):
         "model.remat=full",
         "precision.compute_dtype=bfloat16",
         "zero.stage=3",
-        "zero.optimizer_memory=pinned_host",
-        "zero.parameter_memory=pinned_host",
+        "zero.offload=pinned_host",
+        "zero.offload.parameter_memory=pinned_host",
         "mesh.tensor=2",
         "optimizer.schedule=constant",
     )

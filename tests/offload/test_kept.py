@@ -203,7 +203,7 @@ def own_run(block=lines.block, activation_memory="device", **changes):
     own = {"keeps": policies.dots_saveable, "loss": zjax.loss_of(model.stack)}
     own |= {"takes_layers_apart": True}
     model = dataclasses.replace(model, **(own | changes))
-    zero = {"stage": 2, "min_shard_elements": 0, "optimizer_memory": "pinned_host"}
+    zero = {"stage": 2, "min_shard_elements": 0, "offload": "pinned_host"}
     sections = {
         "model": {"activation_memory": activation_memory},
         "precision": {"compute_dtype": "float32"},

@@ -42,7 +42,7 @@ def test_updates_wait_for_the_norm_only_where_they_read_it(waits):
 
 
 def test_state_rests_on_the_host_and_parameters_on_the_device():
-    """Fails if `zero.optimizer_memory` does nothing."""
+    """Fails if `zero.offload` does nothing."""
     run = start(make_config("pinned_host"))
     state, _ = train(run, 1)
     for each in (start(make_config("pinned_host")).state, state):
@@ -80,12 +80,11 @@ def test_groups_come_one_after_another(monkeypatch, bound):
 
 
 def test_gradients_wait_on_the_host(monkeypatch):
-    """Fails if `zero.gradient_memory` does nothing: where the norm is waited for,
-    gradients of groups that have not come up leave the devices, but for as much as the
-    inputs of blocks leave room for."""
+    """Fails if `zero.offload.gradient_memory` does nothing: where the norm is waited
+    for, gradients of groups that have not come up leave the devices, but for as much
+    as the inputs of blocks leave room for."""
     on_device = make_config("pinned_host")
-    zero = dataclasses.replace(on_device.zero, gradient_memory="pinned_host")
-    on_host = dataclasses.replace(on_device, zero=zero)
+    on_host = make_config("pinned_host", zero={"gradient_memory": "pinned_host"})
     found = {}
     for config in (on_device, on_host):
         run = start(config)
@@ -103,7 +102,7 @@ def test_gradients_wait_on_the_host(monkeypatch):
         monkeypatch.setattr(stream, "add", watched)
         _, metrics = train(run, 1)
         kept = run.step.executor.step.backward.residual_bytes
-        found[config.zero.gradient_memory] = resting, kept, metrics
+        found[config.zero.placement.gradient_memory] = resting, kept, metrics
     (host, kept, metrics), (device, _, expected) = found["pinned_host"], found["device"]
     assert host["device"] + host["pinned_host"] == device["device"]
     assert 0 < host["device"] <= kept
@@ -121,7 +120,7 @@ def test_equal_blocks_are_compiled_once():
 
 
 def test_blocks_are_stored_on_the_host():
-    """Fails if `zero.parameter_memory` does nothing."""
+    """Fails if `zero.offload.parameter_memory` does nothing."""
     config = make_config("pinned_host", zero={"parameter_memory": "pinned_host"})
     run = start(config)
     state, _ = train(run, 1)
@@ -171,8 +170,7 @@ def test_blocks_of_models_without_blocks_cannot_rest_on_the_host():
     settings = {
         "zero": {
             "min_shard_elements": 0,
-            "optimizer_memory": "pinned_host",
-            "parameter_memory": "pinned_host",
+            "offload": {"kind": "pinned_host", "parameter_memory": "pinned_host"},
         }
     }
     batch = {"x": np.ones((8, 24), np.float32)}
@@ -185,7 +183,8 @@ def test_blocks_of_models_without_blocks_cannot_rest_on_the_host():
             settings,
         )
     assert str(error.value) == (
-        "zero.parameter_memory='pinned_host' moves nothing: no blocks of such a size "
+        "zero.offload.parameter_memory='pinned_host' moves nothing: no blocks of such "
+        "a size "
         "run one by one; use device, or give a zjax.Model whose stack has them"
     )
 
@@ -194,14 +193,14 @@ def test_one_memory_serves_a_model_without_blocks(tmp_path, monkeypatch):
     """Fails if parameters that nobody asked to move are refused, or state stays."""
     monkeypatch.setattr(plans, "MIN_MOVED_BYTES", 64)
     batch, losses = {"x": np.ones((8, 24), np.float32)}, {}
-    for where in ("device", "nvme"):
-        paths = (str(tmp_path),) if where == "nvme" else ()
+    disks = {"kind": "nvme", "nvme_paths": (str(tmp_path),)}
+    for where, given in (("device", None), ("nvme", disks)):
         run = zjax.initialize(
             Perceptron(),
             optax.adam(1e-2),
             lambda m, b, _: (m(b["x"]) ** 2).mean(),
             batch,
-            {"zero": {"min_shard_elements": 0, "memory": where, "nvme_paths": paths}},
+            {"zero": {"min_shard_elements": 0, "offload": given}},
         )
         state, _ = run.step(run.state, batch)
         losses[where] = float(run.evaluate(state, batch)["loss"])
@@ -255,7 +254,7 @@ def test_state_that_does_not_fit_on_the_host_is_refused():
     with pytest.raises(PlanError) as error:
         check_host_memory(plan, 8, 1000, 900)
     assert str(error.value) == (
-        "zero.optimizer_memory='pinned_host' needs 0.0 GB on a host of 0.0 GB, of "
+        "zero.offload='pinned_host' needs 0.0 GB on a host of 0.0 GB, of "
         "which 0.0 GB may be pinned; use nvme, more hosts, or a smaller model"
     )
 
@@ -306,8 +305,8 @@ def test_what_blocks_keep_is_given_up_as_the_backward_pass_goes(
 
 
 def test_sums_of_gradients_rest_elsewhere(monkeypatch, tmp_path):
-    """Fails if `zero.gradient_memory` leaves sums on the devices between microbatches,
-    or brings all of them up at once."""
+    """Fails if `zero.offload.gradient_memory` leaves sums on the devices between
+    microbatches, or brings all of them up at once."""
     found = {}
     for kind in ("device", "pinned_host", "nvme"):
         disks = {"nvme_paths": (str(tmp_path),)} if kind == "nvme" else {}

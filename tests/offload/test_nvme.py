@@ -264,8 +264,8 @@ def inodes_of(state):
 
 
 SETTINGS = (
-    "zero.optimizer_memory=nvme",
-    "zero.parameter_memory=pinned_host",
+    "zero.offload=nvme",
+    "zero.offload.parameter_memory=pinned_host",
     "model.remat=full",
     "model.num_layers=2",
     "model.embed_size=128",
@@ -288,7 +288,7 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(tmp_path, kills):
     """Fails if what is on disks after a kill is taken for a state."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    settings = (*SETTINGS, f"zero.nvme_paths=('{disk}',)")
+    settings = (*SETTINGS, f"zero.offload.nvme_paths=('{disk}',)")
 
     def run(directory, *, num_steps=0):
         metrics = directory / "metrics.jsonl"
@@ -323,7 +323,12 @@ def test_a_disk_that_fills_up_in_a_step(tmp_path, monkeypatch):
     """Fails if the run goes on, or its checkpoint is lost."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    settings = (*SETTINGS, *SMALL, "num_steps=5", f"zero.nvme_paths=('{disk}',)")
+    settings = (
+        *SETTINGS,
+        *SMALL,
+        "num_steps=5",
+        f"zero.offload.nvme_paths=('{disk}',)",
+    )
     small_run.fit(tmp_path / "whole", *settings, num_devices=1)
     trainer = small_run.make_trainer(tmp_path / "full", *settings, num_devices=1)
     write = os.pwritev
@@ -367,7 +372,7 @@ def test_a_run_for_which_there_is_no_room_leaves_nothing(tmp_path):
     """Fails if files of a step that failed stay on the disk."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    settings = (*SETTINGS, *FEW, "num_steps=2", f"zero.nvme_paths=('{disk}',)")
+    settings = (*SETTINGS, *FEW, "num_steps=2", f"zero.offload.nvme_paths=('{disk}',)")
     command = [sys.executable, "-c", FILLS_UP, str(tmp_path / "full"), *settings]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode

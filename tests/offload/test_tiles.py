@@ -16,6 +16,7 @@ from tests.support.offload import (
     make_batch,
     make_config,
     memories,
+    on_device,
     start,
     train,
     weights_of,
@@ -60,8 +61,8 @@ def with_tiles(config, tiles):
 def assert_same_run(config, directory, *, devices=None, memory="pinned_host"):
     """Fails if a run with tiles computes anything else than one without them."""
     configs = [with_tiles(config, tiles) for tiles in (1, TILES)]
-    zero = dataclasses.replace(config.zero, optimizer_memory=memory)
-    configs[1] = dataclasses.replace(configs[1], zero=zero)
+    if memory == "device":
+        configs[1] = on_device(configs[1])
     runs = [
         start(started_from_the_same(c, directory), devices=devices) for c in configs
     ]

@@ -23,6 +23,7 @@ from tests.support.offload import (
     make_batch,
     make_config,
     memories,
+    on_device,
     start,
     train,
     weights_of,
@@ -44,15 +45,7 @@ def trained(config, tx, num_devices):
 
 def assert_same_run(run, tx=None):
     """Fails if streaming changes what a step computes; returns the last state."""
-    zero = dataclasses.replace(
-        run.config.zero,
-        optimizer_memory="device",
-        gradient_memory="device",
-        parameter_memory="device",
-        nvme_paths=(),
-    )
-    config = dataclasses.replace(run.config, zero=zero)
-    metrics, weights = trained(config, tx, run.mesh.size)
+    metrics, weights = trained(on_device(run.config), tx, run.mesh.size)
     state, found = train(run)
     for x, y in zip(found, metrics, strict=True):
         assert x.keys() == y.keys()
@@ -165,8 +158,8 @@ def test_any_model_can_be_offloaded(num_microbatches):
         return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
 
     found = []
-    for memory in ("device", "pinned_host"):
-        zero = {"stage": 2, "min_shard_elements": 0, "optimizer_memory": memory}
+    for memory in (None, "pinned_host"):
+        zero = {"stage": 2, "min_shard_elements": 0, "offload": memory}
         settings = {
             "zero": zero,
             "precision": {"compute_dtype": "float32"},
@@ -205,13 +198,14 @@ def test_settings_that_offload_cannot_use():
         zjax.config.check.check_config(config, 8)
     assert str(error.value) == (
         "precision.reduce_dtype='float32' is not built for "
-        "zero.optimizer_memory='pinned_host'; use 'compute', or keep the state on the "
+        "zero.offload='pinned_host'; use 'compute', or keep the state on the "
         "devices\n"
         "optimizer.ema_decay=0.9 stores a copy on the devices, despite "
-        "zero.parameter_memory='pinned_host'; use 0, or keep the parameters on the "
+        "zero.offload.parameter_memory='pinned_host'; use 0, or keep the parameters on "
+        "the "
         "devices too\n"
         "model.layers_per_scan=1 has no effect with "
-        "zero.optimizer_memory='pinned_host', which runs blocks one by one; use 0"
+        "zero.offload='pinned_host', which runs blocks one by one; use 0"
     )
 
 
@@ -226,6 +220,6 @@ def test_model_state_beside_a_stack_is_refused():
     with pytest.raises(PlanError) as error:
         make_run(config, other, make_optimizer(config, other))
     assert str(error.value) == (
-        "zero.optimizer_memory='pinned_host' never updates the model state norm/mean, "
+        "zero.offload='pinned_host' never updates the model state norm/mean, "
         "which no Stack takes; use 'device', or a model without model state"
     )

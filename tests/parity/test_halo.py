@@ -53,7 +53,7 @@ def alone():
     return get
 
 
-AWAY = {"optimizer_memory": "pinned_host", "parameter_memory": "pinned_host"}
+AWAY = {"offload": schema.PinnedHost(parameter_memory="pinned_host")}
 IN_FOUR, HALO = schema.Mesh(sequence=4), {"sequence_attention": "halo"}
 
 

@@ -16,7 +16,10 @@ from zjax.sharding import plan as plans
 MESHES = {
     "data": {"mesh": {"data": 4, "tensor": 2}, "stage": 3},
     "pipeline": {"mesh": {"pipeline": 2, "data": 2, "tensor": 2}},
-    "pinned_host": {"mesh": {"data": 4, "tensor": 2}, "memory": "pinned_host"},
+    "pinned_host": {
+        "mesh": {"data": 4, "tensor": 2},
+        "offload": schema.PinnedHost(),
+    },
 }
 
 
@@ -34,10 +37,11 @@ def with_entropy(model):
     return zjax.with_stack(model, head=head)
 
 
-def make_config(mesh=None, memory="device", **settings):
+def make_config(mesh=None, offload=None, **settings):
     config = pipelines.make_config(mesh=mesh, num_layers=2, **settings)
-    zero = {"stage": config.zero.stage, "min_shard_elements": 0, "memory": memory}
-    return dataclasses.replace(config, zero=schema.Zero(**zero))
+    stage = config.zero.stage
+    zero = schema.Zero(stage=stage, min_shard_elements=0, offload=offload)
+    return dataclasses.replace(config, zero=zero)
 
 
 def start(config, change, devices=None):
@@ -93,9 +97,9 @@ REFUSALS = {
     ),
     "own loss, pinned_host": (
         with_loss,
-        {"memory": "pinned_host"},
+        {"offload": schema.PinnedHost()},
         "model.loss='loss' is not the loss of model.stack, which "
-        "zero.optimizer_memory='pinned_host' trains" + REMEDY,
+        "zero.offload='pinned_host' trains" + REMEDY,
     ),
     "own stack": (
         with_stack,

@@ -53,7 +53,7 @@ def alone():
     return get
 
 
-AWAY = {"optimizer_memory": "pinned_host", "parameter_memory": "pinned_host"}
+AWAY = {"offload": schema.PinnedHost(parameter_memory="pinned_host")}
 CASES = {
     "llama-ulysses-3": ("llama", {"stage": 3, "mesh": schema.Mesh(sequence=4)}),
     "llama-ring-2-tensor-accumulated": (

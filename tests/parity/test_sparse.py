@@ -66,7 +66,7 @@ def alone():
     return losses
 
 
-AWAY = {"optimizer_memory": "pinned_host", "parameter_memory": "pinned_host"}
+AWAY = {"offload": schema.PinnedHost(parameter_memory="pinned_host")}
 HOST = {"remat": "attention", "activation_memory": "pinned_host"}
 
 

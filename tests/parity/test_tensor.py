@@ -144,7 +144,7 @@ def test_bfloat16_stays_near_one_device(reduce_dtype):
 @SLOW
 def test_state_on_the_host(monkeypatch):
     monkeypatch.setattr(plans, "MIN_MOVED_BYTES", 64)
-    zero = {"optimizer_memory": "pinned_host", "min_shard_elements": 0}
+    zero = {"offload": schema.PinnedHost(), "min_shard_elements": 0}
     model = replace(TURING, remat="full")
     check(tensor.make_config(model, mesh(4, 2), 2, zero=zero))
 

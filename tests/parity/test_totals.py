@@ -16,7 +16,8 @@ from tests.support.cases import some_by_hand
 from zjax.errors import ModelError, PlanError
 from zjax.sharding import plan as plans
 
-HOST = {"optimizer_memory": "pinned_host", "parameter_memory": "pinned_host"}
+OFFLOAD = {"kind": "pinned_host", "parameter_memory": "pinned_host"}
+HOST = {"offload": OFFLOAD}
 PIPELINE = {"mesh": {"pipeline": 2, "data": 4}}
 PATHS = {
     "one device": (1, {"zero": {"stage": 0}}),
@@ -41,7 +42,7 @@ PATHS = {
     "blocks on the host": (8, {"zero": {"stage": 1} | HOST}),
     "one program, state on the host": (
         8,
-        {"zero": {"stage": 1, "optimizer_memory": "pinned_host"}},
+        {"zero": {"stage": 1, "offload": "pinned_host"}},
     ),
 }
 
@@ -144,7 +145,8 @@ def test_a_skipped_step_and_an_evaluation_move_nothing(path):
 
 def test_a_delayed_update_moves_the_bias_one_step_late():
     """Fails if a delayed update reads the totals of the step it runs in."""
-    run = start({"zero": {"stage": 1, "delay_updates_from": 2} | HOST})
+    offload = OFFLOAD | {"delay_updates_from": 2}
+    run = start({"zero": {"stage": 1, "offload": offload}})
     bias, state = biases(run, run.state)[1][2], run.state
     for step in range(4):
         state, metrics = run.step(state, totals.make_batch(step))

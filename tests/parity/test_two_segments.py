@@ -18,7 +18,7 @@ from zjax.ops.keys import block_key
 from zjax.sharding import plan as plans
 from zjax.stack.forward import Execution, loss_of
 
-HOST = {"optimizer_memory": "pinned_host", "parameter_memory": "pinned_host"}
+HOST = {"offload": {"kind": "pinned_host", "parameter_memory": "pinned_host"}}
 UNEQUAL = np.where(np.arange(two_segments.ROWS) % 4 == 1, 3.0, 0.5)
 """Weights by which four microbatches count for more or less."""
 NAMES = ("loss", "grad_norm", "auxiliary_loss", "up", "size", "error")

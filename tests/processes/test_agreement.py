@@ -42,7 +42,7 @@ def test_paths_and_the_way_to_the_others_may_differ():
         directory="/mnt/runs",
         data=schema.Data(path="/mnt/tokens"),
         checkpoint=schema.Checkpoint(init_from="/mnt/weights"),
-        zero=schema.Zero(nvme_paths=("/mnt/disk",)),
+        zero=schema.Zero(offload=schema.Nvme(nvme_paths=("/mnt/disk",))),
         processes=schema.Processes(coordinator="a:1", process_id=1),
     )
     assert told(CONFIG, other) == []

@@ -67,7 +67,7 @@ def test_a_sequence_of_programs_is_not_compiled_as_one():
         run.step.compile(offload.make_batch(0))
     assert str(caught.value) == (
         "program='train' is a sequence of programs where the state is offloaded; set "
-        "zero.optimizer_memory=device to compile it as one"
+        "zero.offload=None to compile it as one"
     )
 
 

@@ -60,8 +60,8 @@ def test_pool_holds_the_arrays_and_little_more(limit, num_processes, shown):
 
 def test_gradients_that_wait_on_the_host_count():
     """Beside ten bytes a parameter, four of a sum, or two of a single microbatch."""
-    on_host = load_config(CONFIG, "zero.gradient_memory=pinned_host")
-    on_device = load_config(CONFIG, "zero.gradient_memory=device")
+    on_host = load_config(CONFIG, "zero.offload.gradient_memory=pinned_host")
+    on_device = load_config(CONFIG, "zero.offload.gradient_memory=device")
     extra = pinned_bytes(on_host, 2) - pinned_bytes(on_device, 2)
     assert extra == pytest.approx(pinned_bytes(on_device, 2) * 4 / 10, rel=1e-3)
     extra = pinned_bytes(on_host, 32) - pinned_bytes(on_device, 32)
@@ -80,7 +80,7 @@ def test_inputs_of_blocks_that_wait_on_the_host_count():
 @pytest.mark.parametrize(
     "settings",
     [
-        ("zero.optimizer_memory=device", "zero.gradient_memory=device"),
+        ("zero.offload=None",),
         ("mesh.data=7",),
     ],
 )
@@ -95,7 +95,7 @@ def test_other_runs_may_pin_their_share_of_the_host(limit, settings):
     [
         ("zero.stage=0", 2),
         ("mesh.replica=2", 2),
-        ("zero.parameter_memory=pinned_host", 16 / 14),
+        ("zero.offload.parameter_memory=pinned_host", 16 / 14),
     ],
 )
 def test_what_each_device_keeps_for_itself_counts(setting, times):
@@ -108,13 +108,13 @@ def test_what_each_device_keeps_for_itself_counts(setting, times):
 def test_state_on_disks_leaves_the_host_to_what_passes_through_it(limit):
     """Fails if the pool may take the memory that is read into from disks; copies for a
     checkpoint of the 16 GB of parameters on each device have room in it."""
-    settings = ("zero.optimizer_memory=nvme", "zero.nvme_paths=('/nvme',)")
-    pool = limit(1, *settings, "zero.gradient_memory=device") * 2**30
+    settings = ("zero.offload=nvme", "zero.offload.nvme_paths=('/nvme',)")
+    pool = limit(1, *settings, "zero.offload.gradient_memory=device") * 2**30
     assert 2 * 16e9 < pool < 2 * (16.1e9 * 1.05 + 2 * IN_FLIGHT_BYTES) + 2 * 2**30
 
 
 def test_state_of_any_size_leaves_the_others_their_share(limit):
-    settings = ("zero.optimizer_memory=auto", "model.mlp_size=1433600")
+    settings = ("zero.offload=auto", "model.mlp_size=1433600")
     assert limit(2, *settings) <= (0.95 * 1016 - 2 * 12) // 2
 
 
@@ -127,9 +127,9 @@ def test_each_process_of_a_host_leaves_room_to_others():
 
 def test_what_is_read_from_disks_has_room_beside_the_pool(limit):
     """Fails if the pool may grow to all of the host where disks are read, too."""
-    settings = ("zero.optimizer_memory=auto", "model.mlp_size=1433600")
+    settings = ("zero.offload=auto", "model.mlp_size=1433600")
     whole = limit(1, *settings)
-    beside_disks = limit(1, *settings, "zero.nvme_paths=('/nvme',)")
+    beside_disks = limit(1, *settings, "zero.offload.nvme_paths=('/nvme',)")
     buffers = 2 * (READ_AHEAD_BYTES + IN_FLIGHT_BYTES)  # what goes down is in the pool
     assert (whole - beside_disks) * 2**30 == pytest.approx(buffers, abs=2**30)
 

@@ -198,7 +198,7 @@ def test_devices_drop_the_same_layers():
     )
 
 
-HOST = "zero.optimizer_memory=pinned_host", "zero.parameter_memory=pinned_host"
+HOST = "zero.offload=pinned_host", "zero.offload.parameter_memory=pinned_host"
 EXPERTS = (
     "model.moe.num_experts=4",
     "model.moe.bias_rate=0.01",

@@ -6,9 +6,9 @@ import pytest
 
 import zjax.run.step
 from tests.support import models, small_run
+from zjax.config import load_config
 from zjax.errors import PlanError
 from zjax.run.fit import explain_out_of_memory
-from zjax.settings.schema import Config, Zero
 from zjax.sharding import plan as plans
 from zjax.sharding.mesh import make_mesh
 from zjax.sharding.plan import make_plan
@@ -31,7 +31,7 @@ def exhausted(monkeypatch):
         pytest.param(
             (),
             "set microbatch_size=1 (the batch stays, in more microbatches) or "
-            "model.remat=full or zero.stage=3 or zero.optimizer_memory=pinned_host, "
+            "model.remat=full or zero.stage=3 or zero.offload=pinned_host, "
             "or ",
             id="much",
         ),
@@ -40,11 +40,11 @@ def exhausted(monkeypatch):
                 "global_batch_size=8",
                 "model.remat=full",
                 "zero.stage=3",
-                "zero.optimizer_memory=pinned_host",
+                "zero.offload=pinned_host",
                 "model.embed_size=512",
                 "model.mlp_size=2048",
             ),
-            "set zero.parameter_memory=pinned_host, or ",
+            "set zero.offload.parameter_memory=pinned_host, or ",
             id="little",
         ),
         pytest.param(
@@ -73,7 +73,7 @@ def test_remedies_are_what_is_not_done_yet(tmp_path, exhausted, settings, remedy
 
 def told(error, memory="pinned_host"):
     """What is raised of a model of one's own on one device."""
-    config = Config(zero=Zero(optimizer_memory=memory), global_batch_size=1)
+    config = load_config({"zero.offload": memory}, global_batch_size=1)
     mesh = make_mesh(config.mesh, jax.devices()[:1])
     plan = make_plan(config, mesh, models.make_mlp(), optax.sgd(0.1, momentum=0.9))
     with (
@@ -87,7 +87,7 @@ def told(error, memory="pinned_host"):
 @pytest.mark.parametrize(
     ("memory", "remedy"),
     [
-        ("device", "set zero.optimizer_memory=pinned_host, or use more devices"),
+        (None, "set zero.offload=pinned_host, or use more devices"),
         ("pinned_host", "use more devices"),
     ],
 )

@@ -64,7 +64,7 @@ def test_a_picture_that_cannot_be_drawn_is_named(name, reason, tmp_path):
 
 
 def test_a_step_that_moves_its_state_has_no_such_formula(tmp_path):
-    settings = ("zero.optimizer_memory=pinned_host", "model.embed_size=256")
+    settings = ("zero.offload=pinned_host", "model.embed_size=256")
     config = small_run.make_config(tmp_path, *settings)
     text = report_plan(config, num_devices=1, picture=str(tmp_path / "plan.png"))
     assert "rests there" in text

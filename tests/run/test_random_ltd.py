@@ -92,7 +92,7 @@ CONTINUED = {
     ),
     "layers of the host": (
         1,
-        "zero.optimizer_memory=pinned_host",
+        "zero.offload=pinned_host",
         "random_ltd=span",
         "layer_drop.theta=0.5",
     ),
@@ -368,12 +368,12 @@ def test_tiles_of_yours_are_refused_where_blocks_run_one_by_one():
     segments = (dataclasses.replace(segment, tiles=tiles),)
     stack = dataclasses.replace(own.stack, segments=segments)
     model = dataclasses.replace(own, stack=stack, loss=zjax.loss_of(stack))
-    config = load_config(SETTINGS, "zero.optimizer_memory=pinned_host")
+    config = load_config(SETTINGS, "zero.offload=pinned_host")
     with pytest.raises(ConfigError) as error:
         check_model(model, config)
     assert str(error.value) == (
         "random_ltd='layerwise' is not built for tiles with "
-        "zero.optimizer_memory='pinned_host'; leave Segment.tiles out, or store the "
+        "zero.offload='pinned_host'; leave Segment.tiles out, or store the "
         "state on the devices"
     )
 

@@ -61,7 +61,7 @@ def saved(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("num_devices", "zero"),
-    [(8, {"stage": 3}), (2, {"stage": 1}), (1, {"optimizer_memory": "pinned_host"})],
+    [(8, {"stage": 3}), (2, {"stage": 1}), (1, {"offload": "pinned_host"})],
     ids=["as-saved", "others", "offloaded"],
 )
 def test_a_run_goes_on_from_what_was_saved(saved, num_devices, zero):

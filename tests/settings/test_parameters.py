@@ -42,11 +42,11 @@ def test_codes_leave_axes_for_zjax_to_choose():
     [
         ({}, ""),
         ({"mesh": schema.Mesh(pipeline=2, tensor=2)}, ""),
-        ({"zero": schema.Zero(memory="pinned_host")}, ""),
-        ({"zero": schema.Zero(memory="auto")}, "zero.optimizer_memory='auto'"),
+        ({"zero": schema.Zero(offload=schema.PinnedHost())}, ""),
+        ({"zero": schema.Zero(offload=schema.AutoOffload())}, "zero.offload='auto'"),
         (
-            {"zero": schema.Zero(memory="pinned_host", gradient_memory="nvme")},
-            "zero.gradient_memory='nvme'",
+            {"zero": schema.Zero(offload=schema.PinnedHost(gradient_memory="nvme"))},
+            "zero.offload.gradient_memory='nvme'",
         ),
         (
             {

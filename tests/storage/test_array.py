@@ -137,7 +137,8 @@ def test_damage_is_noticed(disks, damage):
         array.to_devices()
     text = str(error.value)
     assert text.startswith(
-        f"zero.nvme_paths='{array.path}' holds blocks/x and cannot be written or read ("
+        f"zero.offload.nvme_paths='{array.path}' holds blocks/x and cannot be written "
+        "or read ("
     )
     assert text.endswith(
         "; make room or mend the disk; the run resumes from its last sound checkpoint"
@@ -163,8 +164,8 @@ def test_paths_that_are_no_directories(disks, tmp_path):
         scratch.Scratch((disks[0], str(file), "/nowhere"))
     remedy = "name directories on the disks of this host, in which files can be written"
     assert str(error.value) == (
-        f"zero.nvme_paths='{file}' is not a directory to write to; {remedy}\n"
-        f"zero.nvme_paths='/nowhere' is not a directory to write to; {remedy}"
+        f"zero.offload.nvme_paths='{file}' is not a directory to write to; {remedy}\n"
+        f"zero.offload.nvme_paths='/nowhere' is not a directory to write to; {remedy}"
     )
 
 
@@ -179,7 +180,8 @@ def test_a_disk_that_is_full_from_the_start(tmp_path, monkeypatch, call):
     with pytest.raises(StorageError) as caught:
         scratch.check_disks((str(tmp_path),), [10**9])
     assert str(caught.value) == (
-        f"zero.nvme_paths='{tmp_path}' takes no files (No space left on device); make "
+        f"zero.offload.nvme_paths='{tmp_path}' takes no files (No space left on "
+        "device); make "
         "room or mend the disk, or name another"
     )
 
@@ -195,8 +197,8 @@ def test_paths_in_the_memory_of_the_host(disks, monkeypatch, tmp_path):
     with pytest.raises(StorageError) as error:
         scratch.Scratch(disks)
     assert str(error.value) == (
-        f"zero.nvme_paths='{disks[1]}' lies in the memory of this host; name "
-        "directories on disks: zero.optimizer_memory=pinned_host is faster"
+        f"zero.offload.nvme_paths='{disks[1]}' lies in the memory of this host; name "
+        "directories on disks: zero.offload=pinned_host is faster"
     )
 
 
@@ -214,7 +216,8 @@ def test_disks_that_are_too_slow(disks, monkeypatch):
     with pytest.raises(StorageError) as error:
         scratch.check_disks(disks, 80 * [10**9])
     assert str(error.value) == (
-        f"zero.nvme_paths='{disks[1]}' writes 0.020 GB/s, so that the 80 GB of a step "
+        f"zero.offload.nvme_paths='{disks[1]}' writes 0.020 GB/s, so that the 80 GB of "
+        "a step "
         "take 0.6 hours; name a faster disk, or more of them"
     )
 
@@ -229,7 +232,8 @@ def test_disks_that_are_too_small(disks, monkeypatch):
     with pytest.raises(StorageError) as error:
         scratch.check_disks(disks, 5 * [10**9])
     assert str(error.value) == (
-        f"zero.nvme_paths={disks!r} have 5.00 GB free for 6.00 GB of files; make room, "
+        f"zero.offload.nvme_paths={disks!r} have 5.00 GB free for 6.00 GB of files; "
+        "make room, "
         "name more disks, or use more hosts"
     )
 

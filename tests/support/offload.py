@@ -15,7 +15,7 @@ from zjax.optim.build import make_optimizer
 from zjax.optim.precision import join_bits
 from zjax.processes.host import RESERVED_SHARE
 from zjax.run.initialize import make_run
-from zjax.settings import schema
+from zjax.settings import convert, schema
 from zjax.storage.array import DiskArray
 
 ROWS, LENGTH, STEPS = 16, 8, 4
@@ -33,15 +33,28 @@ UNDER_BACKWARD = {
 """Settings under which no update waits for all gradients."""
 
 
+INSIDE = ("parameter_memory", "gradient_memory", "nvme_paths", "delay_updates_from")
+"""Settings of `zero.offload`."""
+
+
+def make_zero(memory, **settings):
+    """Section `zero` from flat settings, those of offload among them."""
+    inside = {name: settings.pop(name) for name in INSIDE if name in settings}
+    offload = None if memory == "device" else inside | {"kind": memory}
+    return convert.from_mapping(schema.Zero, settings | {"offload": offload})
+
+
+def on_device(config):
+    """The same run without offload."""
+    zero = dataclasses.replace(config.zero, offload=None)
+    return dataclasses.replace(config, zero=zero)
+
+
 def make_config(memory, stage=2, *, num_microbatches=1, model=GPT, **sections):
     precision = sections.pop("precision", {})
     optimizer = sections.pop("optimizer", {})
-    zero = schema.Zero(
-        stage=stage,
-        min_shard_elements=0,
-        optimizer_memory=memory,
-        **sections.pop("zero", {}),
-    )
+    given = sections.pop("zero", {})
+    zero = make_zero(memory, stage=stage, min_shard_elements=0, **given)
     return schema.Config(
         global_batch_size=ROWS,
         num_microbatches=num_microbatches,

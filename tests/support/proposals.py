@@ -7,8 +7,7 @@ from zjax.estimate.trial import Machine
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 ON_DEVICE = {
-    "zero.memory": "device",
-    "zero.nvme_paths": (),
+    "zero.offload": None,
     "model.remat": "elementwise",
     "microbatch_size": 1,
 }

@@ -39,9 +39,9 @@ AXES = (
 DISK = os.path.join(tempfile.gettempdir(), f"recording_{os.getpid()}")
 MEMORIES = (
     {},
-    {"optimizer_memory": "pinned_host"},
-    {"optimizer_memory": "pinned_host", "parameter_memory": "pinned_host"},
-    {"optimizer_memory": "nvme", "nvme_paths": ("disk",)},
+    {"offload": {"kind": "pinned_host"}},
+    {"offload": {"kind": "pinned_host", "parameter_memory": "pinned_host"}},
+    {"offload": {"kind": "nvme", "nvme_paths": ("disk",)}},
 )
 TINY = {
     "num_layers": 4,
@@ -60,8 +60,8 @@ SETTINGS = {
     "model": TINY | {"dropout_rate": 0.1},
     "data": {"source": "synthetic", "length": 32},
 }
-HOST = {"optimizer_memory": "pinned_host"}
-BLOCKS = HOST | {"parameter_memory": "pinned_host"}
+HOST = {"offload": {"kind": "pinned_host"}}
+BLOCKS = {"offload": {"kind": "pinned_host", "parameter_memory": "pinned_host"}}
 LLAMA = {
     "norm": "rms_norm",
     "positions": "rotary",
@@ -112,19 +112,29 @@ def cases():
             "precision": {"on_nonfinite": "update"},
         },
         "host, gradients wait there, microbatches": {
-            "zero": HOST | {"stage": 2, "gradient_memory": "pinned_host"},
+            "zero": {
+                "stage": 2,
+                "offload": {"kind": "pinned_host", "gradient_memory": "pinned_host"},
+            },
             "num_microbatches": 2,
         },
-        "host, late updates": {"zero": HOST | {"stage": 2, "delay_updates_from": 4}},
+        "host, late updates": {
+            "zero": {
+                "stage": 2,
+                "offload": {"kind": "pinned_host", "delay_updates_from": 4},
+            }
+        },
         "disks": {
-            "zero": {"stage": 2, "optimizer_memory": "nvme", "nvme_paths": (DISK,)}
+            "zero": {"stage": 2, "offload": {"kind": "nvme", "nvme_paths": (DISK,)}}
         },
         "disks, tiles, blocks": {
             "zero": {
                 "stage": 3,
-                "optimizer_memory": "nvme",
-                "parameter_memory": "nvme",
-                "nvme_paths": (DISK,),
+                "offload": {
+                    "kind": "nvme",
+                    "parameter_memory": "nvme",
+                    "nvme_paths": (DISK,),
+                },
             },
             "model": LLAMA | {"mlp_tiles": 2, "remat": "full"},
         },

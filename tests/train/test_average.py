@@ -92,11 +92,11 @@ def test_schedule_free_weights_are_those_that_optax_evaluates(trained, tmp_path)
 
 def test_an_average_whose_parts_rest_elsewhere_is_refused(monkeypatch):
     monkeypatch.setattr(plans, "MIN_MOVED_BYTES", 64)
-    zero = schema.Zero(stage=1, optimizer_memory="pinned_host")
+    zero = schema.Zero(stage=1, offload=schema.PinnedHost())
     run = runs.make_small_run(free(), zero=zero)
     message = (
         "tx='schedule_free' has averaged weights whose parts rest elsewhere; use "
-        "zero.optimizer_memory='device', or part='raw'"
+        "zero.offload=None, or part='raw'"
     )
     with pytest.raises(PlanError) as error:
         run.evaluate(run.state, BATCH)

@@ -169,32 +169,30 @@ def _precision(config: schema.Config, num_devices: int) -> Iterator[Problem]:
 
 def _offload(config: schema.Config, num_devices: int) -> Iterator[Problem]:
     """Yields memories, dtypes and disks that contradict offload."""
-    memory = config.zero.optimizer_memory
-    if memory != "device" and config.precision.reduce_dtype == "float32":
-        problem = f"is not built for zero.optimizer_memory={memory!r}"
+    offload, activations = config.zero.offload, config.model.activation_memory
+    if offload is None:
+        if activations == "nvme":
+            problem = "needs a program per block, and zero.offload=None runs one in all"
+            remedy = "use 'pinned_host', or another zero.offload"
+            yield Problem("model.activation_memory", activations, problem, remedy)
+        return
+    if config.precision.reduce_dtype == "float32":
+        problem = f"is not built for zero.offload={offload.kind!r}"
         remedy = "use 'compute', or keep the state on the devices"
         yield Problem("precision.reduce_dtype", "float32", problem, remedy)
-    zero, activations = config.zero, config.model.activation_memory
-    if activations == "nvme" and memory == "device":
-        problem = "needs a program per block, and zero.optimizer_memory='device' runs "
-        problem += "one in all"
-        remedy = "use 'pinned_host', or another zero.optimizer_memory"
-        yield Problem("model.activation_memory", activations, problem, remedy)
-    memories = memory, zero.parameter_memory, zero.gradient_memory, activations
-    on_disk = "nvme" in memories
-    if on_disk and not config.zero.nvme_paths:
+    memory, paths = offload.parameter_memory, offload.nvme_paths
+    on_disk = "nvme" in (offload.kind, memory, offload.gradient_memory, activations)
+    if on_disk and not paths:
         problem = "names no directory for arrays stored on 'nvme'"
         remedy = "name a directory on each disk, such as ('/mnt/nvme0',)"
-        yield Problem("zero.nvme_paths", (), problem, remedy)
-    if config.zero.nvme_paths and not on_disk and memory != "auto":
+        yield Problem("zero.offload.nvme_paths", (), problem, remedy)
+    if paths and not on_disk and not isinstance(offload, schema.AutoOffload):
         problem = "has no effect, as nothing is stored on 'nvme'"
-        remedy = "leave it at (), or set zero.optimizer_memory to 'nvme' or 'auto'"
-        yield Problem("zero.nvme_paths", config.zero.nvme_paths, problem, remedy)
-    memory, decay = config.zero.parameter_memory, config.optimizer.ema_decay
-    if memory != "device" and decay:
-        problem = (
-            f"stores a copy on the devices, despite zero.parameter_memory={memory!r}"
-        )
+        remedy = "leave it at (), or set zero.offload to 'nvme' or 'auto'"
+        yield Problem("zero.offload.nvme_paths", paths, problem, remedy)
+    if memory != "device" and (decay := config.optimizer.ema_decay):
+        problem = "stores a copy on the devices, despite "
+        problem += f"zero.offload.parameter_memory={memory!r}"
         remedy = "use 0, or keep the parameters on the devices too"
         yield Problem("optimizer.ema_decay", decay, problem, remedy)
 

@@ -200,7 +200,7 @@ def _offload(config: schema.Config, num_devices: int) -> Iterator[Problem]:
     if memory == "device":
         return
     if model.layers_per_scan:
-        problem = f"has no effect with zero.optimizer_memory={memory!r}, which runs "
+        problem = f"has no effect with zero.offload={memory!r}, which runs "
         problem += "blocks one by one"
         yield Problem("model.layers_per_scan", model.layers_per_scan, problem, "use 0")
     if model.remat != "full" and model.activation_memory != "device":

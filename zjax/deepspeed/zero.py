@@ -8,7 +8,7 @@ from zjax.deepspeed.table import If, Meanings, Section, Values, derived, refusal
 ZERO = "zero_optimization"
 STAGE_3 = "stage3_"
 """Prefix of names that DeepSpeed knows without it as well."""
-MEMORIES = {"none": "device", "cpu": "pinned_host", "nvme": "nvme"}
+MEMORIES = {"none": "", "cpu": "pinned_host", "nvme": "nvme"}
 SCHEDULED = "XLA schedules and combines the messages"
 SWITCHES = {
     "overlap_comm": SCHEDULED,
@@ -30,7 +30,7 @@ SWITCHES = {
     "override_module_apply": "models are functions",
     "log_trace_cache_warnings": "nothing is traced at run time",
     "enable_sanity_checks": "shardings are checked before a run",
-    "save_muon_momentum_buffer_in_memory": "zero.optimizer_memory places all state",
+    "save_muon_momentum_buffer_in_memory": "zero.offload places all state",
     "grad_hooks": "gradients are values",
     "cpu_offload_use_pin_memory": "host memory is pinned",
 }
@@ -46,16 +46,16 @@ COUNTS = {
 }
 """Reasons why switches and whole numbers are not needed."""
 ON_HOST = {
-    "cpu_offload": {"zero.optimizer_memory": "pinned_host"},
-    "cpu_offload_params": {"zero.parameter_memory": "pinned_host"},
-    "cpu_offload_param": {"zero.parameter_memory": "pinned_host"},
+    "cpu_offload": {"zero.offload": "pinned_host"},
+    "cpu_offload_params": {"zero.offload.parameter_memory": "pinned_host"},
+    "cpu_offload_param": {"zero.offload.parameter_memory": "pinned_host"},
 }
 LEAST_SHARDED = f"{STAGE_3}param_persistence_threshold"
 AIO = ("block_size", "queue_depth", "intra_op_parallelism", "thread_count")
 AIO += ("single_submit", "overlap_events", "use_gds")
 DISKS = "requests follow from the disks; see zjax bench --nvme"
 LEAVE = refusal("leave it out")
-ZENFLOW = refusal("leave it out; zero.delay_updates_from overlaps updates, too")
+ZENFLOW = refusal("leave it out; zero.offload.delay_updates_from overlaps updates, too")
 LOCO = refusal("leave it out: int4 gradients have no error feedback here")
 
 
@@ -86,7 +86,7 @@ def _zero(values: Values) -> Meanings | str:
 def _across_nodes(values: Values) -> Meanings:
     """Meanings of ZeRO++ and MiCS: meshes of nodes, with or without a copy per node."""
     node, size = values["zero_hpz_partition_size"], values["mics_shard_size"]
-    copied = {"zero.shard_over_replica": True, "zero.secondary_partition": True}
+    copied = {"zero.replicas.secondary_partition": True}
     copied |= {"mesh.replica": -1, "mesh.data": node}
     shards = {"mesh.data": size, "mesh.replica": -1}
     meanings: Meanings = {
@@ -95,7 +95,7 @@ def _across_nodes(values: Values) -> Meanings:
     }
     for name in ("quantized_weights", "quantized_gradients"):
         key = f"zero_{name}"
-        settings = {"zero.shard_over_replica": True, f"zero.{name}": True}
+        settings = {f"zero.replicas.{name}": True}
         meanings[key] = settings if values[key] else "it is off"
         if values[key] and node <= 1:
             remedy = "set zero_hpz_partition_size to the GPUs of one"
@@ -127,21 +127,25 @@ def _offload(name: str, setting: str, keys: dict[str, Any]) -> Section:
 
     def read(values: Values) -> Meanings | str:
         device, disk = values["device"], values["nvme_path"]
+        memory, before = MEMORIES.get(device), values.found.settings
+        is_apart = "zero.offload" not in (*before, setting)
+        note = "optimizer state is stored on the host, too" * is_apart
         dropped = "DeepSpeed drops 'auto' there: " * values.is_auto("")
+        nothing = "nothing is offloaded"
         meanings: Meanings = {
-            "": table.Outcome("not needed", f"{dropped}nothing is offloaded"),
-            "device": {f"zero.{setting}": MEMORIES.get(device)},
+            "": table.Outcome("not needed", f"{dropped}{nothing}"),
+            "device": derived(note, {setting: memory}) if memory else nothing,
             "nvme_path": "nothing is stored on a disk",
         }
         if device not in MEMORIES:
             meanings["device"] = refusal(f"use one of {', '.join(MEMORIES)}")
         if disk and device == "nvme":
-            meanings["nvme_path"] = {"zero.nvme_paths": (disk,)}
+            meanings["nvme_path"] = {"zero.offload.nvme_paths": (disk,)}
         if "ratio" in keys:
             meanings["ratio"] = "all of it"
             if values["ratio"] != 1 and device == "cpu":
                 note = "as much stays on the devices as is free there"
-                meanings["ratio"] = derived(note, {"zero.optimizer_memory": "auto"})
+                meanings["ratio"] = derived(note, {"zero.offload": "auto"})
                 meanings["device"] = derived("see ratio")
             elif values["ratio"] != 1:
                 meanings["ratio"] = refusal("use 1.0, or the device cpu")
@@ -164,8 +168,8 @@ def _offload(name: str, setting: str, keys: dict[str, Any]) -> Section:
 
 
 SECTIONS = (
-    _offload("offload_optimizer", "optimizer_memory", _OPTIMIZER),
-    _offload("offload_param", "parameter_memory", _PARAM),
+    _offload("offload_optimizer", "zero.offload", _OPTIMIZER),
+    _offload("offload_param", "zero.offload.parameter_memory", _PARAM),
     Section(
         ZERO,
         _both(dict.fromkeys(SWITCHES, False) | dict.fromkeys(COUNTS, 0))

@@ -54,17 +54,15 @@ class Candidate:
     @property
     def settings(self) -> dict[str, Any]:
         """Settings of the candidate by path."""
-        state = "derived" if self.offload == "none" else "pinned_host"
-        blocks = "pinned_host" if self.offload == "blocks" else "derived"
+        memory = "pinned_host" if self.offload == "blocks" else "device"
+        host = {"kind": "pinned_host", "parameter_memory": memory}
+        host |= {"gradient_memory": "device"}
         sizes = {axis: getattr(self, axis) for axis in axes.OPEN_AXES}
         return {
             "num_microbatches": 0,
             "microbatch_size": self.microbatch_size,
             "zero.stage": self.stage,
-            "zero.memory": "device",
-            "zero.optimizer_memory": state,
-            "zero.parameter_memory": blocks,
-            "zero.gradient_memory": "derived",
+            "zero.offload": None if self.offload == "none" else host,
             "model.remat": self.remat,
             **{f"mesh.{axis}": size for axis, size in sizes.items()},
         }
@@ -139,7 +137,7 @@ def given_candidate(config: schema.Config, machine: Machine) -> Candidate | None
 
 def _offload_of(zero: schema.Zero) -> Offload | None:
     """Offload choice of ZeRO settings; None for memories that no candidate uses."""
-    memories = zero.optimizer_memory, zero.parameter_memory
+    memories = zero.optimizer_memory, zero.placement.parameter_memory
     known: dict[tuple[str, str], Offload] = {
         ("device", "device"): "none",
         ("pinned_host", "device"): "state",

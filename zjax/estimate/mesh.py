@@ -126,7 +126,7 @@ def no_room(
     state_fits = best.state <= machine.usable_bytes
     offers = {
         "a higher zero.stage": not splits_of(config.zero.stage).compute,
-        "zero.optimizer_memory='pinned_host'": not config.zero.offloads_state,
+        "zero.offload='pinned_host'": not config.zero.offloads_state,
         "model.remat='full'": state_fits and config.model.remat != "full",
         "a smaller microbatch_size": state_fits and best.of_one < best.activations,
         "more microbatches": any(

@@ -56,13 +56,9 @@ def methods_of(config: schema.Config) -> dict[str, schema.Config]:
         # A fragment must be merged before the next is sent.
         delay=max(0, min(DELAY, diloco.num_steps // FRAGMENTS - 1)),
     )
-    zero3 = change(plain.zero, stage=3, shard_over_replica=True)
-    zeropp = change(
-        zero3,
-        secondary_partition=True,
-        quantized_weights=True,
-        quantized_gradients=True,
-    )
+    zero3 = change(plain.zero, stage=3, replicas=schema.Sharded())
+    messages = {field.name: True for field in dataclasses.fields(schema.Sharded)}
+    zeropp = change(zero3, replicas=schema.Sharded(**messages))
 
     def compressed(kind: type[schema.Compressed]) -> schema.Config:
         rule = choices.as_kind(config.optimizer.rule, kind)
@@ -110,10 +106,7 @@ def _plain(config: schema.Config) -> schema.Config:
         zero=dataclasses.replace(
             config.zero,
             stage=min(config.zero.stage, 1),
-            shard_over_replica=False,
-            secondary_partition=False,
-            quantized_weights=False,
-            quantized_gradients=False,
+            replicas=None,
         ),
     )
 
@@ -131,7 +124,7 @@ def sent_per_step(plan: Plan, config: schema.Config) -> float:
         plan: Plan of a run with several replicas; each replica is a node.
         config: Checked settings of the run.
     """
-    if config.zero.shard_over_replica:
+    if config.zero.replicas:
         return _sent_by_shards(plan, config)
     phases, rounds = make_phases(config), make_rounds(config)
     times = count_programs(config.num_steps, phases, rounds)

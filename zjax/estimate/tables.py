@@ -132,7 +132,8 @@ def _of_state(plan: Plan, config: Config) -> Iterator[Traffic]:
     """Yields the traffic of master weights, optimizer state and compute parameters."""
     # Parameters move up once for the forward and once for the backward pass.
     passes = 2 * num_microbatches(plan, config)
-    waits_for_norm = updates_wait(config) and config.zero.delay_updates_from < 0
+    is_late = config.zero.placement.delay_updates_from >= 0
+    waits_for_norm = updates_wait(config) and not is_late
     # Joining split master weights reads the compute parameters, their high bits. An
     # update that waits for the norm runs after the backward pass and moves them again.
     joins = waits_for_norm and plan.splits_master
@@ -155,7 +156,7 @@ def _of_gradients(plan: Plan, config: Config) -> Traffic:
     size = memory.bytes_by_memory(rows).offloaded
     # The sum between microbatches, and once more while it is pending for the norm.
     times = number - 1 + updates_wait(config)
-    where = config.zero.gradient_memory
+    where = config.zero.placement.gradient_memory
     return Traffic("gradients", where, size, times * size, times * size)
 
 
@@ -211,7 +212,7 @@ def describe_memories(
     moved = sum(max(x.up, x.down) for x in traffic if x.memory == "nvme")
     if moved:
         table += f"\nat 1 GB/s each way the disks take {moved / 1e9:.0f} s; "
-        paths = ",".join(config.zero.nvme_paths)
+        paths = ",".join(config.zero.placement.nvme_paths)
         table += f"how fast they are: zjax bench --nvme={paths}"
     return table
 

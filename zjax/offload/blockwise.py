@@ -78,10 +78,10 @@ class BlockwiseBackward:
     ):
         assert model.stack is not None
         where = zero.optimizer_memory
-        check_no_model_state(plan, "zero.optimizer_memory", where, DEVICE)
+        check_no_model_state(plan, "zero.offload", where, DEVICE)
         self.stack, self.entries = model.stack, model.entries
         self.plan = plan
-        self.inputs_rest = shape.activation_memory, zero.nvme_paths
+        self.inputs_rest = shape.activation_memory, zero.placement.nvme_paths
         self.num_microbatches = num_microbatches
         policy = saving_policy(model, shape)
         self.programs = BlockPrograms(model, plan, num_microbatches, policy, jit)

@@ -138,7 +138,10 @@ class GradientSums:
     ):
         self.num_microbatches = num_microbatches
         self.stream = Stream(limit_bytes)
-        memory, disks = settings.gradient_memory, settings.nvme_paths
+        memory, disks = (
+            settings.placement.gradient_memory,
+            settings.placement.nvme_paths,
+        )
         rows = [offload_pending(x, memory, disks) for x in jax.tree.leaves(grad_rows)]
         pairs = zip(rows, groups, strict=True)
         self.rows: list[list[ArrayPlan]] = by_group(pairs, num_groups)

@@ -105,7 +105,7 @@ def _refusal(optimizer: str, paths: list[str]) -> Problem:
         optimizer,
         f"updates {names[0]}{more} from the parameters or the state of other arrays, "
         "so that it cannot run group by group",
-        "set zero.optimizer_memory=device, or use an optimizer that updates each array "
+        "set zero.offload=None, or use an optimizer that updates each array "
         "from itself and from the gradients' norm",
     )
 

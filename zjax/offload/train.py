@@ -129,10 +129,10 @@ class OffloadedTrain:
             grad_rows=self.backward.grad_rows,
             jit=jit,
         )
-        self.delay_from = config.zero.delay_updates_from
+        self.delay_from = config.zero.placement.delay_updates_from
         if self.delay_from >= 0 and not self.update.waits:
             problem = "gains nothing, as no update waits for all gradients"
-            field, remedy = "zero.delay_updates_from", "leave it at -1"
+            field, remedy = "zero.offload.delay_updates_from", "leave it at -1"
             raise PlanError(Problem(field, self.delay_from, problem, remedy))
         # A group of the pass may hold several groups of the update, never the reverse.
         pairs = sorted(set(zip(smaller, groups, strict=True)))
@@ -143,9 +143,9 @@ class OffloadedTrain:
         self.state_rows = state_rows(plan, config)
         rows = jax.tree.leaves(state_rows(learned, config))
         self.rows = dict(zip(self.update.state_names, rows, strict=True))
-        memory = config.zero.gradient_memory
+        memory = config.zero.placement.gradient_memory
         self.stored_grads = [
-            offload_pending(row, memory, config.zero.nvme_paths)
+            offload_pending(row, memory, config.zero.placement.nvme_paths)
             for row in jax.tree.leaves(self.backward.grad_rows)
         ]
         self.groups = [*map(self._group, self.update.groups)]

@@ -219,7 +219,7 @@ def _of_stored_gradients(
                 "optimizer",
                 optimizer_name(tx),
                 "evaluates the loss within its update, when the parameters have gone",
-                "set zero.optimizer_memory=device",
+                "set zero.offload=None",
             )
         )
 

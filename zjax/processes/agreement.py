@@ -59,7 +59,7 @@ LOCAL = (
     "checkpoint.init_from",
     "lora.init_from",
     "distill.teacher",
-    "zero.nvme_paths",
+    "zero.offload.nvme_paths",
     "processes.coordinator",
     "processes.process_id",
 )

@@ -204,7 +204,7 @@ def check_model(model: Model, config: Config) -> None:
         raise ConfigError(Problem(field, value, problem, remedy))
     memory = config.zero.optimizer_memory
     if memory != "device" and any(segment.tiles for segment in stack.segments):
-        problem = f"is not built for tiles with zero.optimizer_memory={memory!r}"
+        problem = f"is not built for tiles with zero.offload={memory!r}"
         remedy = "leave Segment.tiles out, or store the state on the devices"
         raise ConfigError(Problem(field, value, problem, remedy))
     num_blocks = sum(segment.num_blocks for segment in stack.segments)

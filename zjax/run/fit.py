@@ -71,14 +71,14 @@ def check_host_memory(
             f"{num_devices} devices on a host of {capacity_bytes / 1e9:.1f} GB"
         )
         remedy = "use fewer devices on a host, or a host with more memory"
-        raise PlanError(Problem("zero.optimizer_memory", asked, problem, remedy))
+        raise PlanError(Problem("zero.offload", asked, problem, remedy))
     raise PlanError(
         Problem(
-            "zero.optimizer_memory",
+            "zero.offload",
             asked,
             f"needs {needed / 1e9:.1f} GB on a host of {capacity_bytes / 1e9:.1f} GB, "
             f"of which {free_bytes / 1e9:.1f} GB may be pinned",
-            "name disks in zero.nvme_paths, use more hosts, or a smaller model"
+            "name disks in zero.offload.nvme_paths, use more hosts, or a smaller model"
             if asked == AUTO
             else "use nvme, more hosts, or a smaller model",
         )
@@ -99,7 +99,7 @@ def check_device_memory(
         return
     better = "" if plan.splits.compute else "raise zero.stage, "
     if not plan.is_offloaded and not memory.tree_bytes(kept):
-        better += "set zero.optimizer_memory=pinned_host, "
+        better += "set zero.offload=pinned_host, "
     raise PlanError(
         Problem(
             "zero.stage",
@@ -115,7 +115,7 @@ def check_device_memory(
 def fit_plan(
     config: Config, mesh: Mesh, model: Model, tx: Any, batch: Batch | None = None
 ) -> Plan:
-    """Plans a run; `zero.optimizer_memory="auto"` fills the memories of this machine.
+    """Plans a run; `zero.offload="auto"` fills the memories of this machine.
 
     Args:
         config: Checked settings.
@@ -139,7 +139,7 @@ def fit_plan(
 def fit_memories(
     plan: Plan, config: Config, model: Model, tx: Any, batch: Batch | None = None
 ) -> Plan:
-    """Chooses the memories of the state where `zero.optimizer_memory` is "auto".
+    """Chooses the memories of the state where `zero.offload` is "auto".
 
     A step with all state offloaded is compiled to predict peak memory. State then fills
     the free memory of the devices, then of the host, then disks, in the order in which
@@ -154,7 +154,7 @@ def fit_memories(
     if peak is None:
         problem = "does not know what a step takes of these devices"
         remedy = "use 'pinned_host' or 'nvme'"
-        raise PlanError(Problem("zero.optimizer_memory", AUTO, problem, remedy))
+        raise PlanError(Problem("zero.offload", AUTO, problem, remedy))
     capacity = _free_bytes(plan.mesh)
     if peak.total > capacity:
         recomputes = saving_policy(model, config.model) is None
@@ -164,7 +164,7 @@ def fit_memories(
     inputs = offloaded_inputs(model, plan, config, batch)
     free = _free_for_state(plan, config, DEVICE_SHARE * capacity - needed, inputs)
     order = forward_order(model, plan.master)
-    found = spill_state(plan, order, free, config.zero.nvme_paths)
+    found = spill_state(plan, order, free, config.zero.placement.nvme_paths)
     _log_memories(found)
     return found
 
@@ -175,7 +175,7 @@ def _log_memories(plan: Plan) -> None:
     sizes = map(format_bytes, memory.bytes_by_memory(state))
     logging.warning("state per device: %s there, %s on the host, %s on disks", *sizes)
     if all(row.is_on_device for row in jax.tree.leaves(state)):
-        logging.warning("all of it fits: zero.optimizer_memory=device is faster")
+        logging.warning("all of it fits: zero.offload=None is faster")
 
 
 def host_budget(plan: Plan, disk_bytes: int, processes: LocalProcesses) -> int:
@@ -217,7 +217,7 @@ def check_fits(
     )
     if on_disk:
         sizes = [*map(disk_bytes, on_disk)]
-        check_disks(config.zero.nvme_paths, sizes, processes.num_processes)
+        check_disks(config.zero.placement.nvme_paths, sizes, processes.num_processes)
 
 
 def _free_bytes(mesh: Mesh) -> float:
@@ -241,13 +241,14 @@ def _no_room(peak: Peak, capacity: float, *, recomputes: bool) -> Problem:
     """Problem of a step that exceeds the devices even with all state offloaded."""
     more = "" if recomputes else "model.remat=full, "
     return Problem(
-        "zero.optimizer_memory",
+        "zero.offload",
         AUTO,
         f"leaves a step that takes {peak.total / 1e9:.1f} GB, most of it "
         f"{max(peak.parts, key=peak.parts.__getitem__)}, on devices with "
         f"{capacity / 1e9:.1f} GB free",
         f"use {more}a smaller microbatch_size, more devices, or the host for "
-        "zero.parameter_memory, zero.gradient_memory and model.activation_memory",
+        "zero.offload.parameter_memory, zero.offload.gradient_memory and "
+        "model.activation_memory",
     )
 
 
@@ -259,7 +260,9 @@ def _free_for_state(
     assert isinstance(mesh, Mesh)
     processes = local_processes(len(mesh.local_devices))
     # Any offloaded array may end on disk: staging buffers are counted for all of them.
-    on_disks = memory.stored_bytes(plan).offloaded if config.zero.nvme_paths else 0
+    on_disks = (
+        memory.stored_bytes(plan).offloaded if config.zero.placement.nvme_paths else 0
+    )
     on_disks += memory.bytes_by_memory(inputs).disks
     host = host_budget(plan, on_disks, processes) / max(1, processes.num_devices)
     number = num_microbatches(plan, config)
@@ -306,9 +309,9 @@ def _settings(config: Config, plan: Plan, size: int, user_model: bool) -> Iterat
     if plan.mesh.shape[PIPELINE] > 1:
         return  # stages stay where they are
     if not config.zero.offloads_state:
-        yield "zero.optimizer_memory=pinned_host"
+        yield "zero.offload=pinned_host"
     elif not (config.zero.offloads_blocks or user_model):
-        yield "zero.parameter_memory=pinned_host"
+        yield "zero.offload.parameter_memory=pinned_host"
 
 
 def offloaded_inputs(
@@ -338,5 +341,5 @@ def offloaded_inputs(
     # tiles.
     num_inputs = sum(unit.tile <= 1 for unit, _ in units_of(stack, params))
     entering = jax.tree.leaves(jax.eval_shape(enter, embed, batch, abstract_key()))
-    memory, disks = config.model.activation_memory, config.zero.nvme_paths
+    memory, disks = config.model.activation_memory, config.zero.placement.nvme_paths
     return num_inputs * [input_plan(x, plan, memory, disks) for x in entering]

@@ -64,10 +64,10 @@ def _needed_bytes(config: Config, cluster: Cluster) -> tuple[float, int] | None:
 
 
 def _most_on_disks(config: Config, num_devices: int) -> int:
-    """Upper bound of the bytes on disks: all state if `zero.optimizer_memory=auto`."""
+    """Upper bound of the bytes on disks: all state if `zero.offload=auto`."""
     plan, inputs = _planned(config, num_devices)
     input_bytes = memory.bytes_by_memory(inputs).disks
-    if config.zero.optimizer_memory == AUTO and config.zero.nvme_paths:
+    if config.zero.optimizer_memory == AUTO and config.zero.placement.nvme_paths:
         return memory.stored_bytes(plan).offloaded + input_bytes
     rows = memory.rows_on_disk(plan, config.zero, num_microbatches(plan, config))
     return memory.tree_bytes(rows) + input_bytes

@@ -62,9 +62,7 @@ from zjax.sharding.placement import ArrayPlan
 from zjax.train.programs import make_pipeline_schedule
 from zjax.typing import Batch, Model
 
-_NO_MACHINE = (
-    "zero.optimizer_memory=auto is shown as pinned_host: there are no devices to fill"
-)
+_NO_MACHINE = "zero.offload=auto is shown as pinned_host: there are no devices to fill"
 CPU_MEMORY_NOTE = (
     "\nA program for CPUs keeps the scores of attention and computes bf16 in f32: its\n"
     "temporaries are not those of a program for GPUs."
@@ -161,7 +159,7 @@ def _check_collectives(config: Config, num_devices: int) -> None:
         remedy = "use --simulated_devices, or the devices themselves"
     elif config.zero.offloads_state:
         problem = "needs a step of one program; with offloaded state it is several"
-        remedy = "leave it out, or set zero.optimizer_memory=device"
+        remedy = "leave it out, or set zero.offload=None"
     else:
         return
     raise ConfigError(Problem("collectives", True, problem, remedy))

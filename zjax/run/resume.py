@@ -117,8 +117,8 @@ STARTED_FROM = {
     "lora.init_from": "",
 }
 """Settings of the initial weights, with the values that a resumed run has."""
-_NOT_COMPARED = ("checkpoint.resume", "zero.memory")
-"""Settings that do not change results, or that stand for other settings."""
+_NOT_COMPARED = ("checkpoint.resume",)
+"""Settings that do not change results."""
 
 
 def first_step(store: Store, resume: str, step: int | None = None) -> int:

@@ -104,7 +104,7 @@ class StreamedExecutor:
                 "program",
                 program,
                 "is a sequence of programs where the state is offloaded",
-                "set zero.optimizer_memory=device to compile it as one",
+                "set zero.offload=None to compile it as one",
             )
         )
 

@@ -641,7 +641,7 @@ def _mismatches(model: Any, batches: Any, config: Config) -> list[Problem]:
     if batches is not None and config.zero.optimizer_memory == "auto":
         problem = "cannot be planned for batches that are not known yet"
         remedy = "use 'pinned_host' or 'nvme', or zjax.initialize"
-        problems.append(Problem("zero.optimizer_memory", "auto", problem, remedy))
+        problems.append(Problem("zero.offload", "auto", problem, remedy))
     if batches is not None and isinstance(config.sequence_warmup, CUTS):
         problem, remedy = "does not cut given batches", "use 'window' or None"
         kind = config.sequence_warmup.kind

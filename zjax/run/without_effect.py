@@ -66,7 +66,7 @@ def check_loss_acts(config: schema.Config, model: Model, num_stages: int) -> Non
     if num_stages > 1:
         readers.append(f"mesh.pipeline={num_stages}")
     if config.zero.offloads_state and model.runs_by_block:
-        readers.append(f"zero.optimizer_memory={config.zero.optimizer_memory!r}")
+        readers.append(f"zero.offload={config.zero.optimizer_memory!r}")
     if readers:
         cause = " and ".join(readers)
         problem = f"is not the loss of model.stack, which {cause} trains"

@@ -229,7 +229,7 @@ def _tile_problems(
     tiles, memory = config.model.mlp_tiles, config.zero.optimizer_memory
     if tiles > 1 and memory != "device":
         problem = f"is not built for tiles of model.mlp_tiles={tiles} "
-        problem += f"with zero.optimizer_memory={memory!r}"
+        problem += f"with zero.offload={memory!r}"
         yield Problem(field, value, problem, f"use {off}, or mlp_tiles=1")
 
 

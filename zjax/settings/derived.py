@@ -1,8 +1,8 @@
 """Defaults that depend on several settings, and marks of values that nobody set.
 
-Such settings are written as 0 or `derived`, and filled in when a section is made.
-Filled-in values are marked by subclasses of int and str: a change of a setting derives
-dependent values anew, and printed configs show derived values as such. Two more marks
+Such settings are written as 0, and filled in when a section is made. Filled-in values
+are marked by a subclass of int: a change of a setting derives dependent values anew,
+and printed configs show derived values as such. Two more marks
 tell apart values that may have no effect (`offered`) and values of a config shipped
 with zjax (`recipe`); a user's own value without effect is refused.
 """
@@ -11,8 +11,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-DERIVED = "derived"
-"""Written value of a derived name."""
 VOCABULARIES = {"standard_library": 257, "synthetic": 50_257}
 """Vocabulary sizes by `data.source`: bytes, and GPT-2, which is also the default."""
 LENGTH_MULTIPLE = 64
@@ -21,23 +19,10 @@ KEPT_MULTIPLE = 128
 """First value and multiple of a random-LTD pacing, in kept tokens."""
 _MULTIPLE = 256
 """Multiple to which gated feed-forward widths are rounded up (arXiv:2302.13971)."""
-_MEMORIES = {
-    "device": ("device", "device", "device"),
-    "pinned_host": ("pinned_host", "pinned_host", "device"),
-    "nvme": ("nvme", "pinned_host", "pinned_host"),
-    "auto": ("auto", "device", "device"),
-}
-"""Memories of optimizer state, gradients and parameters, by `zero.memory`."""
 
 
 class Size(int):
     """Int that was derived."""
-
-
-class Name(str):
-    """Str that was derived."""
-
-    __slots__ = ()
 
 
 class OfferedFloat(float):
@@ -110,19 +95,17 @@ def without_unused(config: Any) -> Any:
 
 def is_derived(value: Any) -> bool:
     """Whether a value was derived, not set."""
-    return isinstance(value, Size | Name)
+    return isinstance(value, Size)
 
 
 def reset(value: Any) -> Any:
-    """Value as a config file writes it: 0 or `derived` if it was derived.
+    """Value as a config file writes it: 0 if it was derived.
 
     Example:
-        >>> reset(Size(3)), reset(Name("device")), reset(3)
-        (0, 'derived', 3)
+        >>> reset(Size(3)), reset(3)
+        (0, 3)
     """
-    if isinstance(value, Size):
-        return 0
-    return DERIVED if isinstance(value, Name) else value
+    return 0 if isinstance(value, Size) else value
 
 
 def as_set(value: Any) -> Any:
@@ -132,9 +115,7 @@ def as_set(value: Any) -> Any:
         >>> reset(as_set(Size(3)))
         3
     """
-    if isinstance(value, Size):
-        return int(value)
-    return f"{value}" if isinstance(value, Name) else value
+    return int(value) if isinstance(value, Size) else value
 
 
 def fill_sizes(model: Any) -> None:
@@ -178,17 +159,6 @@ def mlp_size(embed_size: int, activation: str) -> int:
     if activation in ("gelu", "gelu_exact"):
         return 4 * embed_size
     return -(-8 * embed_size // (3 * _MULTIPLE)) * _MULTIPLE
-
-
-def fill_memories(zero: Any) -> None:
-    """Derives the open memories of a new `schema.Zero` from `memory`.
-
-    Nothing is offloaded if the optimizer state is set to the devices.
-    """
-    on_device = reset(zero.optimizer_memory) == "device"
-    names = "optimizer_memory", "gradient_memory", "parameter_memory"
-    memories = _MEMORIES["device" if on_device else zero.memory]
-    _set(zero, **_derive(zero, **dict(zip(names, memories, strict=True))))
 
 
 def fill_length_pacing(section: Any) -> None:
@@ -250,12 +220,12 @@ def _with_open(section: Any, **values: int) -> Any:
     return dataclasses.replace(section, **_derive(section, **known))
 
 
-def _derive(section: Any, **values: int | str) -> dict[str, Any]:
+def _derive(section: Any, **values: int) -> dict[str, Any]:
     """Marked values for the settings of a section that are not set."""
     return {
-        name: Name(value) if isinstance(value, str) else Size(value)
+        name: Size(value)
         for name, value in values.items()
-        if reset(getattr(section, name)) in (0, DERIVED)
+        if reset(getattr(section, name)) == 0
     }
 
 

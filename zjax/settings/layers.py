@@ -35,7 +35,7 @@ def layers_per_scan(config: schema.Config) -> int:
         1
     """
     chosen = config.model.layers_per_scan
-    per_block = config.zero.optimizer_memory != "device"
+    per_block = config.zero.offloads_state
     loops = cannot_unroll(config) or config.model.mlp_chunk_tokens > 0
     return 1 if not chosen and not per_block and loops else chosen
 
@@ -51,11 +51,10 @@ def stage_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]
         elif not given.recompute:
             yield Problem("pipeline.recompute", False, problem, remedy)
         return
-    memory = config.zero.optimizer_memory
-    if memory != "device":
+    if offload := config.zero.offload:
         problem = f"moves blocks one by one, and mesh.pipeline={size} runs whole stages"
-        remedy = "use 'device', or mesh.pipeline=1"
-        yield Problem("zero.optimizer_memory", memory, problem, remedy)
+        remedy = "use None, or mesh.pipeline=1"
+        yield Problem("zero.offload", offload.kind, problem, remedy)
     if isinstance(given, schema.Interleaved):
         yield from _groups(config, num_devices, size)
 

@@ -14,17 +14,8 @@ class Needs(NamedTuple):
     choices: tuple[Any, ...]
 
 
-_OFFLOADED = ("pinned_host", "nvme", "auto")
-
 NEEDS = (
-    Needs("zero.memory", "zero.optimizer_memory", _OFFLOADED),
-    Needs("zero.parameter_memory", "zero.optimizer_memory", _OFFLOADED),
-    Needs("zero.gradient_memory", "zero.optimizer_memory", _OFFLOADED),
-    Needs("zero.delay_updates_from", "zero.optimizer_memory", _OFFLOADED),
-    Needs("zero.shard_over_replica", "zero.stage", (3,)),
-    Needs("zero.secondary_partition", "zero.shard_over_replica", (True,)),
-    Needs("zero.quantized_weights", "zero.shard_over_replica", (True,)),
-    Needs("zero.quantized_gradients", "zero.shard_over_replica", (True,)),
+    Needs("zero.replicas", "zero.stage", (3,)),
     Needs("precision.reduce_dtype", "precision.compute_dtype", ("bfloat16", "float16")),
     Needs("precision.max_skipped_in_a_row", "precision.on_nonfinite", ("skip",)),
     *(

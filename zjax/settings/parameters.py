@@ -27,6 +27,13 @@ def label_of(path: str, groups: Groups) -> str:
     return DEFAULT
 
 
+_MEMORIES = (
+    "zero.offload",
+    "zero.offload.parameter_memory",
+    "zero.offload.gradient_memory",
+)
+
+
 def frozen_as_masters(config: schema.Config) -> str:
     """Setting, as text, under which frozen weights stay float32 masters with gradients.
 
@@ -34,14 +41,14 @@ def frozen_as_masters(config: schema.Config) -> str:
     there is no such setting.
 
     Example:
-        >>> frozen_as_masters(schema.Config(zero=schema.Zero(memory="auto")))
-        "zero.optimizer_memory='auto'"
+        >>> zero = schema.Zero(offload=schema.AutoOffload())
+        >>> frozen_as_masters(schema.Config(zero=zero))
+        "zero.offload='auto'"
     """
-    zero = config.zero
     memories = {
-        f"zero.{name}_memory": (x, x in ("nvme", "auto"))
-        for name in ("optimizer", "parameter", "gradient")
-        if (x := getattr(zero, f"{name}_memory"))
+        name: (x, x in ("nvme", "auto"))
+        for name in _MEMORIES
+        if (x := choices.value_at(config, name))
     }
     settings = memories | {
         "communication.local_steps.num_steps": (
@@ -94,8 +101,8 @@ _BESIDE_CODES = {
     "precision.matmul_dtype": ("compute",),
     "model.moe": (None,),
     "mesh.pipeline": (0, 1),
-    "zero.optimizer_memory": ("device",),
-    "zero.shard_over_replica": (False,),
+    "zero.offload": (None,),
+    "zero.replicas": (None,),
     "communication.local_steps": (None,),
 }
 _BESIDE_DROPOUT = {

@@ -52,6 +52,18 @@ MOVED: dict[str, Moved] = {
         *("num_fragments", "delay", "mixing"),
     ),
     "pipeline.schedule": Moved("pipeline"),
+    "zero.optimizer_memory": Moved("zero.offload", {"device": None}),
+    **_moved(
+        "zero",
+        "zero.offload",
+        *("parameter_memory", "gradient_memory", "nvme_paths", "delay_updates_from"),
+    ),
+    "zero.shard_over_replica": Moved("zero.replicas", {True: "sharded", False: None}),
+    **_moved(
+        "zero",
+        "zero.replicas",
+        *("secondary_partition", "quantized_weights", "quantized_gradients"),
+    ),
     "lora.block_size": Moved("lora.quantize.block_size"),
     **_moved("evaluation", "evaluation.early_stopping", "patience", "min_improvement"),
     "observe.profile_start_step": Moved("observe.profile.start_step"),
@@ -80,6 +92,16 @@ SECTIONS = {
 }
 """Sections by old paths, for settings that kept their names."""
 
+
+MEMORIES: Mapping[str, Mapping[str, str] | None] = {
+    memory: {"kind": memory, "gradient_memory": gradients, "parameter_memory": params}
+    for memory, gradients, params in (
+        ("pinned_host", "pinned_host", "device"),
+        ("nvme", "pinned_host", "pinned_host"),
+        ("auto", "device", "device"),
+    )
+} | {"device": None}
+"""Offload by old values of `zero.memory`."""
 
 SWITCHES: dict[str, tuple[Any, ...]] = {
     "elasticity.microbatch_sizes": ((), []),
@@ -134,6 +156,12 @@ def moved(
             found.setdefault(new.path, new.values[value] if is_known else value)
         else:
             kept[name] = value
+    for name in [name for name in kept if f"{section}{name}" == "zero.memory"]:
+        _tell("zero.memory", "zero.offload")
+        # Kept, as other old names of `zero` win over what this one stood for.
+        memory = kept.pop(name)
+        offload = MEMORIES.get(f"{memory}", memory)
+        kept[name.removesuffix("memory") + "offload"] = offload
     # Last, as None drops the settings of its section.
     return kept, dict(sorted(found.items(), key=lambda item: item[1] is None))
 

@@ -25,7 +25,7 @@ def communication_problems(
         problem = "has no effect with mesh.replica=1"
         yield Problem(field, value, problem, f"use mesh.replica=2 or more, or {other}")
     if (memory := config.zero.optimizer_memory) != "device":
-        problem = f"is not built for zero.optimizer_memory={memory!r}"
+        problem = f"is not built for zero.offload={memory!r}"
         remedy = f"keep the state on the devices, or use {other}"
         yield Problem(field, value, problem, remedy)
 
@@ -75,8 +75,8 @@ def local_steps_problems(config: schema.Config, num_devices: int) -> Iterator[Pr
         problem = "has no effect with mesh.replica=1"
         yield Problem(field, length, problem, f"use mesh.replica=2 or more, or {off}")
     for other, value, needed in (
-        ("zero.optimizer_memory", config.zero.optimizer_memory, "device"),
-        ("zero.shard_over_replica", config.zero.shard_over_replica, False),
+        ("zero.offload", choices.value_at(config, "zero.offload"), None),
+        ("zero.replicas", choices.value_at(config, "zero.replicas"), None),
         ("precision.master_dtype", config.precision.master_dtype, "float32"),
         ("optimizer.ema_decay", config.optimizer.ema_decay, 0.0),
     ):
@@ -121,43 +121,43 @@ def _round_problems(settings: schema.LocalSteps, total: int) -> Iterator[Problem
 
 
 def node_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
-    """Yields problems of `zero.shard_over_replica` and of ZeRO++ settings.
+    """Yields problems of `zero.replicas` and of ZeRO++ settings.
 
     Example:
-        >>> zero = schema.Zero(stage=3, shard_over_replica=True)
+        >>> zero = schema.Zero(stage=3, replicas=schema.Sharded())
         >>> print(*node_problems(schema.Config(zero=zero), 8))
-        zero.shard_over_replica=True has no effect with mesh.replica=1; leave it at \
-False, or set mesh.replica to the number of nodes
+        zero.replicas='sharded' has no effect with mesh.replica=1; leave it out, or \
+set mesh.replica to the number of nodes
     """
     zero = config.zero
-    if not zero.shard_over_replica:
+    if not zero.replicas:
         return
-    field, sizes = "zero.shard_over_replica", axes.axis_sizes(config, num_devices)
+    field, sizes = "zero.replicas", axes.axis_sizes(config, num_devices)
     if sizes["replica"] == 1:
         problem = "has no effect with mesh.replica=1"
-        remedy = "leave it at False, or set mesh.replica to the number of nodes"
-        yield Problem(field, True, problem, remedy)
+        remedy = "leave it out, or set mesh.replica to the number of nodes"
+        yield Problem(field, "sharded", problem, remedy)
     for axis in ("pipeline", "expert", "sequence", "tensor"):
         if sizes[axis] > 1:
             problem = f"is not built for mesh.{axis}={sizes[axis]}"
-            yield Problem(field, True, problem, f"use False, or mesh.{axis}=1")
+            yield Problem(field, "sharded", problem, f"use None, or mesh.{axis}=1")
     if zero.offloads_state:
-        problem = f"is not built for zero.optimizer_memory={zero.optimizer_memory!r}"
-        yield Problem(field, True, problem, "use False, or zero.memory='device'")
+        problem = f"is not built for zero.offload={zero.optimizer_memory!r}"
+        yield Problem(field, "sharded", problem, "use None, or zero.offload=None")
     yield from _messages(config)
-    if zero.secondary_partition and sizes["data"] == 1:
+    if zero.messages.secondary_partition and sizes["data"] == 1:
         problem = "stores all parameters on each device of mesh.data=1"
         remedy = "use False, or more devices per node"
-        yield Problem("zero.secondary_partition", True, problem, remedy)
+        yield Problem("zero.replicas.secondary_partition", True, problem, remedy)
 
 
 def _messages(config: schema.Config) -> Iterator[Problem]:
     """Yields codecs between copies of the model, if all nodes share one copy."""
     codec, rule = config.communication.codec, config.optimizer.rule
-    problem = "needs copies of the model, and zero.shard_over_replica=True keeps one"
+    problem = "needs copies of the model, and zero.replicas='sharded' keeps one"
     if codec != "none":
-        remedy = "use 'none', or zero.shard_over_replica=False"
+        remedy = "use 'none', or zero.replicas=None"
         yield Problem("communication.codec", codec, problem, remedy)
     if isinstance(rule, schema.Compressed):
-        remedy = "use another rule, or zero.shard_over_replica=False"
+        remedy = "use another rule, or zero.replicas=None"
         yield Problem("optimizer.rule", rule.kind, problem, remedy)

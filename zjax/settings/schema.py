@@ -87,40 +87,51 @@ class Mesh:
 
 
 @section
-class Zero:
-    """State that is sharded over devices or offloaded."""
+class Offload(Choice):
+    """Optimizer state and master weights stored off the devices between updates."""
 
-    stage: Literal[0, 1, 2, 3] = 1
-    """0 shards nothing, 1 optimizer state and master weights, 2 also gradients, 3 also
-    parameters."""
-    min_shard_elements: Annotated[int, at_least(0, 2**63 - 1)] = 16_384
-    """Smaller arrays are not sharded: gathering them costs more than it saves."""
-    memory: Literal["device", "pinned_host", "nvme", "auto"] = "device"
-    """Memory of offloaded state: `pinned_host` for optimizer state and gradients;
-    `nvme` for optimizer state, with gradients and parameters on the host; `auto` for
-    optimizer state that does not fit on the devices."""
-    optimizer_memory: Literal["derived", "device", "pinned_host", "nvme", "auto"] = (
-        "derived"
-    )
-    """Memory of optimizer state and master weights between updates; `auto` fills free
-    device memory, then the host, then `nvme_paths`; `derived` follows `memory`."""
-    parameter_memory: Literal["derived", "device", "pinned_host", "nvme"] = "derived"
+    parameter_memory: Literal["device", "pinned_host", "nvme"] = "device"
     """Memory of the blocks' compute parameters until a block runs."""
-    nvme_paths: tuple[str, ...] = ()
-    """Directories of arrays stored on `nvme`, one per disk; each process makes a
-    subdirectory, and removes it at its end."""
-    gradient_memory: Literal["derived", "device", "pinned_host", "nvme"] = "derived"
+    gradient_memory: Literal["device", "pinned_host", "nvme"] = "device"
     """Memory of gradients between microbatches, and of pending gradients of offloaded
     updates until the norm is known. Pending ones stay on the device if they fit beside
     the block inputs or, in place of `nvme`, are small."""
+    nvme_paths: tuple[str, ...] = ()
+    """Directories of arrays stored on `nvme`, one per disk; each process makes a
+    subdirectory, and removes it at its end."""
     delay_updates_from: Step = -1
     """First step, counted from 1, whose gradients are applied one step late, during the
     next backward pass, so that no update waits for a norm (arXiv:2101.06840, section
     5.2, where it is 40); -1 for never. Pending gradients are stored in
     `gradient_memory`; a checkpoint applies them first."""
-    shard_over_replica: bool = False
-    """Whether stage 3 shards the state over `mesh.replica` (nodes), too, so that no
-    node holds a copy of it. The next three are ZeRO++ (arXiv:2306.10209)."""
+
+
+@section
+class PinnedHost(Offload):
+    """Host memory."""
+
+    is_usual = True
+
+
+@section
+class Nvme(Offload):
+    """Disks, `nvme_paths`."""
+
+
+@section
+class AutoOffload(Offload):
+    """Free device memory, then the host, then `nvme_paths`."""
+
+    kind: ClassVar[str] = "auto"
+
+
+@section
+class Sharded:
+    """State that is sharded over `mesh.replica` (nodes), too.
+
+    No node holds a copy of it. The settings are ZeRO++ (arXiv:2306.10209).
+    """
+
     secondary_partition: bool = False
     """Whether each node gathers the compute parameters once per step and stores them
     sharded over `mesh.data`, so that passes gather inside the node (hpZ)."""
@@ -130,17 +141,46 @@ class Zero:
     """Whether gradients are reduced as int4 blocks, inside the nodes, then across them
     (qgZ)."""
 
-    __post_init__ = derived.fill_memories
+
+@section
+class Zero:
+    """State that is sharded over devices or offloaded."""
+
+    stage: Literal[0, 1, 2, 3] = 1
+    """0 shards nothing, 1 optimizer state and master weights, 2 also gradients, 3 also
+    parameters."""
+    min_shard_elements: Annotated[int, at_least(0, 2**63 - 1)] = 16_384
+    """Smaller arrays are not sharded: gathering them costs more than it saves."""
+    offload: PinnedHost | Nvme | AutoOffload | None = None
+    """Memory of optimizer state and master weights between updates; None for the
+    devices."""
+    replicas: Sharded | None = None
+    """Shards of stage 3 over `mesh.replica`; None keeps a copy of the state in each."""
+
+    @property
+    def placement(self) -> Offload:
+        """Memories, disks and delay of offload; without it all is on the devices."""
+        return self.offload or Offload()
+
+    @property
+    def messages(self) -> Sharded:
+        """Messages of ZeRO++, which none of the copies sends without `replicas`."""
+        return self.replicas or Sharded()
+
+    @property
+    def optimizer_memory(self) -> str:
+        """Memory of optimizer state and master weights between updates."""
+        return self.offload.kind if self.offload else "device"
 
     @property
     def offloads_state(self) -> bool:
         """Whether master weights and optimizer state may be stored off the devices."""
-        return self.optimizer_memory != "device"
+        return self.offload is not None
 
     @property
     def offloads_blocks(self) -> bool:
         """Whether compute parameters of blocks are stored off the devices."""
-        return self.parameter_memory != "device"
+        return self.placement.parameter_memory != "device"
 
 
 @section

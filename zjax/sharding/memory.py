@@ -164,8 +164,8 @@ def pending_gradients(plan: Plan, num_microbatches: int) -> Any:
 def stored_gradients(
     plan: Plan, settings: Zero, num_microbatches: int
 ) -> list[ArrayPlan]:
-    """Plans of pending gradients in `zero.gradient_memory`, in parameter order."""
-    memory, disks = settings.gradient_memory, settings.nvme_paths
+    """Plans of pending gradients in `gradient_memory`, in parameter order."""
+    memory, disks = settings.placement.gradient_memory, settings.placement.nvme_paths
     rows = jax.tree.leaves(pending_gradients(plan, num_microbatches))
     return [offload_pending(row, memory, disks) for row in rows]
 

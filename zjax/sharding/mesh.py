@@ -22,7 +22,7 @@ are laid out in the order of `AXES`."""
 ZERO_AXES = (DATA, EXPERT, SEQUENCE)
 """Axes over which ZeRO shards state; `replica` holds copies of the shards."""
 ALL_ZERO_AXES = (*ZERO_AXES, REPLICA)
-"""ZeRO axes under `zero.shard_over_replica`. The shards of a node are adjacent, so that
+"""ZeRO axes under `zero.replicas`. The shards of a node are adjacent, so that
 its devices gather one contiguous shard over `replica`."""
 
 _AUTO = (AxisType.Auto,) * len(AXES)

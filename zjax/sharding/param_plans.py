@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from zjax.errors import PlanError, Problem
 from zjax.settings.schema import Mesh as MeshSettings
-from zjax.settings.schema import Zero
+from zjax.settings.schema import Sharded, Zero
 from zjax.sharding import mesh as meshes
 from zjax.sharding import zero
 from zjax.sharding.layers import layer_by_layer
@@ -29,7 +29,7 @@ MIN_CODED_ELEMENTS = 2_048
 """Fewest elements of a shard, per layer, that a codec moves: one block of int8."""
 
 
-def plan_compute(rows: Any, settings: Zero) -> Any:
+def plan_compute(rows: Any, settings: Sharded) -> Any:
     """Plans the compute parameters of ZeRO-3 by the settings of ZeRO++."""
     coded = plan_codec(rows, "int8") if settings.quantized_weights else rows
     return jax.tree.map(_in_node, coded) if settings.secondary_partition else coded
@@ -40,7 +40,7 @@ def plan_grads(rows: Any, *, is_coded: bool) -> Any:
     return plan_codec(rows, "int4") if is_coded else rows
 
 
-def check_effect(rows: Any, compute: Any, grads: Any, settings: Zero) -> None:
+def check_effect(rows: Any, compute: Any, grads: Any, settings: Sharded) -> None:
     """Refuses settings of ZeRO++ that change the plan of no array in `rows`."""
     pairs = zip(*map(jax.tree.leaves, (rows, compute)), strict=True)
     coded = f"codes nothing: no matrix has shards of {MIN_CODED_ELEMENTS:,} elements"
@@ -52,7 +52,7 @@ def check_effect(rows: Any, compute: Any, grads: Any, settings: Zero) -> None:
     )
     remedy = "use False, a smaller zero.min_shard_elements or a larger model"
     problems = [
-        Problem(f"zero.{name}", True, problem, remedy)
+        Problem(f"zero.replicas.{name}", True, problem, remedy)
         for name, problem, has_effect in effects
         if getattr(settings, name) and not has_effect
     ]

@@ -33,7 +33,6 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from zjax.errors import PlanError, Problem
 from zjax.jaxprs.versions import dtype_promotion
-from zjax.settings.derived import is_derived
 from zjax.settings.parameters import is_held_frozen
 from zjax.settings.schema import Config, Zero
 from zjax.sharding import mesh as meshes
@@ -202,10 +201,10 @@ def make_plan(config: Config, mesh: Mesh | AbstractMesh, model: Model, tx: Any) 
     grads, grad_sum = trained(grads, master), trained(grad_sum, master)
     if splits.compute:
         # ZeRO++ changes collectives of ZeRO-3 alone.
-        rows, compute = compute, param_plans.plan_compute(compute, settings)
-        is_coded = settings.quantized_gradients
+        rows, compute = compute, param_plans.plan_compute(compute, settings.messages)
+        is_coded = settings.messages.quantized_gradients
         grads = param_plans.plan_grads(grads, is_coded=is_coded)
-        param_plans.check_effect(rows, compute, grads, settings)
+        param_plans.check_effect(rows, compute, grads, settings.messages)
         grad_sum = param_plans.plan_grads(grad_sum, is_coded=is_coded)
     compute = _offload_blocks(
         compute,
@@ -267,13 +266,15 @@ def _offload_master(
 
     Frozen parameters are stored where compute parameters are.
     """
-    memory, disks = _planned_memory(settings.optimizer_memory), settings.nvme_paths
+    memory = _planned_memory(settings.optimizer_memory)
+    disks = settings.placement.nvme_paths
     offloaded = jax.tree.map(lambda row: _offload(row, row, memory, disks), master)
     if settings.offloads_state:
         # Again, as `parameter_memory` may differ from the memory of master weights.
         offloaded = hold_frozen(offloaded, compute, is_held)
-    _check_moved("optimizer", settings.optimizer_memory, offloaded)
-    _check_moved("parameter", settings.parameter_memory, compute)
+    _check_moved("zero.offload", settings.optimizer_memory, offloaded)
+    memory = settings.placement.parameter_memory
+    _check_moved("zero.offload.parameter_memory", memory, compute)
     if not settings.offloads_state:
         return offloaded
     return jax.tree.map(_split, offloaded, compute)
@@ -281,7 +282,7 @@ def _offload_master(
 
 def _offload_blocks(compute: Any, sharded: Any, settings: Zero) -> Any:
     """Offloads the compute parameters of blocks, stored as in `sharded`."""
-    memory, disks = settings.parameter_memory, settings.nvme_paths
+    memory, disks = settings.placement.parameter_memory, settings.placement.nvme_paths
     return jax.tree_util.tree_map_with_path(
         lambda keys, row, sharded: (
             row if layer_of(keys) is None else _offload(row, sharded, memory, disks)
@@ -294,7 +295,8 @@ def _offload_blocks(compute: Any, sharded: Any, settings: Zero) -> Any:
 def _offload_moments(opt_state: Any, master: Any, settings: Zero) -> Any:
     """Offloads the arrays of optimizer state that belong to a parameter."""
     paths = {row.path: row for row in jax.tree.leaves(master)}
-    memory, disks = _planned_memory(settings.optimizer_memory), settings.nvme_paths
+    memory = _planned_memory(settings.optimizer_memory)
+    disks = settings.placement.nvme_paths
     return jax.tree_util.tree_map_with_path(
         lambda keys, row: (
             # Counters and statistics of no parameter are small, and stay on the
@@ -312,22 +314,21 @@ def _split(row: ArrayPlan, compute: ArrayPlan) -> ArrayPlan:
     return dataclasses.replace(row, form=Form.SPLIT) if is_split else row
 
 
-def _check_moved(what: str, memory: str, rows: Any) -> None:
+def _check_moved(field: str, memory: str, rows: Any) -> None:
     """Refuses a memory that stores nothing, and warns where all arrays are too small.
 
     Arrays are too small where a small model tries the settings of a large run.
     """
     rows = jax.tree.leaves(rows)
-    is_automatic = memory == AUTO or (what == "parameter" and is_derived(memory))
     is_used = any(row.memory == memory for row in rows)
-    if memory == DEVICE or is_automatic or is_used:
+    if memory in (DEVICE, AUTO) or is_used:
         return
     if all(row.device_bytes < MIN_MOVED_BYTES for row in rows):
-        _log_unmoved(f"zero.{what}_memory={memory!r}")
+        _log_unmoved(f"{field}={memory!r}")
         return
     problem = "moves nothing: no blocks of such a size run one by one"
     remedy = "use device, or give a zjax.Model whose stack has them"
-    raise PlanError(Problem(f"zero.{what}_memory", memory, problem, remedy))
+    raise PlanError(Problem(field, memory, problem, remedy))
 
 
 @functools.cache

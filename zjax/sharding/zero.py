@@ -37,7 +37,7 @@ def splits_of(stage: int) -> Splits:
 
 def zero_axes(settings: schema.Zero) -> tuple[str, ...]:
     """Returns the mesh axes over which ZeRO shards state, major first."""
-    return meshes.ALL_ZERO_AXES if settings.shard_over_replica else meshes.ZERO_AXES
+    return meshes.ALL_ZERO_AXES if settings.replicas else meshes.ZERO_AXES
 
 
 def extend_spec(

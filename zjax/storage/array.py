@@ -244,7 +244,7 @@ class DiskArray:
             holds = f"holds {self.row.path} and " if self.row.path else ""
             raise StorageError(
                 Problem(
-                    "zero.nvme_paths",
+                    "zero.offload.nvme_paths",
                     self.path,
                     f"{holds}cannot be written or read ({cause})",
                     f"{remedy}; the run resumes from its last sound checkpoint",

@@ -155,7 +155,7 @@ def check_disks(
     if needed > free:
         raise StorageError(
             Problem(
-                "zero.nvme_paths",
+                "zero.offload.nvme_paths",
                 paths,
                 f"have {format_bytes(free)} free for {format_bytes(needed)} of files",
                 "make room, name more disks, or use more hosts",
@@ -167,13 +167,17 @@ def _check_paths(paths: tuple[str, ...]) -> None:
     """Raises StorageError for paths that are not writable or lie in memory."""
     remedy = "name directories on the disks of this host, in which files can be written"
     problems = [
-        Problem("zero.nvme_paths", path, "is not a directory to write to", remedy)
+        Problem(
+            "zero.offload.nvme_paths", path, "is not a directory to write to", remedy
+        )
         for path in paths
         if not (os.path.isdir(path) and os.access(path, os.W_OK | os.X_OK))
     ]
-    remedy = "name directories on disks: zero.optimizer_memory=pinned_host is faster"
+    remedy = "name directories on disks: zero.offload=pinned_host is faster"
     problems += [
-        Problem("zero.nvme_paths", path, "lies in the memory of this host", remedy)
+        Problem(
+            "zero.offload.nvme_paths", path, "lies in the memory of this host", remedy
+        )
         for path in paths
         if _kind_of_files(path) in _IN_MEMORY
     ]
@@ -207,7 +211,7 @@ def _check_speed(paths: tuple[str, ...], needed_bytes: int) -> None:
     hours = needed_bytes / (len(paths) * max(min(rates), 1)) / 3600
     problems = [
         Problem(
-            "zero.nvme_paths",
+            "zero.offload.nvme_paths",
             path,
             f"writes {rate / 1e9:.3f} GB/s, so that the {needed_bytes / 1e9:.0f} GB of "
             f"a step take {hours:.1f} hours",
@@ -238,7 +242,9 @@ def _named_errors(path: str) -> Iterator[None]:
         problem = f"takes no files ({error.strerror})"
         remedy = find_remedy(error, default="make room or mend the disk")
         remedy += ", or name another"
-        raise StorageError(Problem("zero.nvme_paths", path, problem, remedy)) from error
+        raise StorageError(
+            Problem("zero.offload.nvme_paths", path, problem, remedy)
+        ) from error
 
 
 def _make_place(path: str) -> tuple[str, IO[str]]:

@@ -105,7 +105,7 @@ def check_average(state: TrainState, plan: Plan) -> None:
     """Raises PlanError if `schedule_free` weights depend on offloaded state."""
     if plan.is_offloaded and state.ema == () and _schedule_free(state):
         problem = "has averaged weights whose parts rest elsewhere"
-        remedy = "use zero.optimizer_memory='device', or part='raw'"
+        remedy = "use zero.offload=None, or part='raw'"
         raise PlanError(Problem("tx", "schedule_free", problem, remedy))
 
 

@@ -101,14 +101,14 @@ def is_local(settings: GradientSettings) -> bool:
 def _not_exact(settings: GradientSettings) -> Problem:
     """Explains why a run cannot use the collectives of ZeRO++."""
     names = "secondary_partition", "quantized_weights", "quantized_gradients"
-    name = next(name for name in names if getattr(settings.zero, name))
+    name = next(name for name in names if getattr(settings.zero.messages, name))
     if settings.model.loops_over_layers:
         problem = "gathers the layers one by one, and the model loops over them"
         remedy = "use False, or model.layers_per_scan=0"
     else:
         problem = "needs a loss that is a mean over rows"
         remedy = "use False, or a zjax.Model with separable=True"
-    return Problem(f"zero.{name}", True, problem, remedy)
+    return Problem(f"zero.replicas.{name}", True, problem, remedy)
 
 
 def pipelined_programs(settings: GradientSettings) -> GradientPrograms:

@@ -16,7 +16,7 @@ from zjax.train import microbatches
 from zjax.typing import Entry
 
 TABLE = 3 + np.arange(5, dtype=np.float32)
-HOST = {"optimizer_memory": "pinned_host", "stage": 1}
+HOST = {"offload": "pinned_host", "stage": 1}
 WAYS = {
     "one device": {"num_devices": 1},
     "the compiler adds": {"num_devices": 2},

@@ -30,8 +30,14 @@ def wide(monkeypatch):
     monkeypatch.setattr(models, "HIDDEN", HIDDEN)
 
 
+def sharded(features):
+    """Section `zero.replicas` with some features."""
+    features: dict[str, Any] = dict.fromkeys(features, True)
+    return schema.Sharded(**features)
+
+
 def make_run(*features, num_microbatches=1, dtype: Any = "float32", model=None, **zero):
-    zero = {"shard_over_replica": True, **dict.fromkeys(features, True), **zero}
+    zero = {"replicas": sharded(features), **zero}
     return runs.make_small_run(
         optax.adam(1e-3),
         model=model or separable_model(),
@@ -77,7 +83,7 @@ def plain():
 
 def test_sharding_over_nodes_equals_sharding_inside_them(plain):
     """Fails if nodes average what they should add, or leave each other out."""
-    losses, _ = trained(make_run(shard_over_replica=False))
+    losses, _ = trained(make_run(replicas=None))
     np.testing.assert_allclose(plain[1][0], losses, rtol=1e-6)
 
 
@@ -188,12 +194,14 @@ def test_shards_of_a_node_are_adjacent():
     [
         (
             {"separable": False},
-            "zero.quantized_weights=True needs a loss that is a mean over rows; "
+            "zero.replicas.quantized_weights=True needs a loss that is a mean over "
+            "rows; "
             "use False, or a zjax.Model with separable=True",
         ),
         (
             {"loops_over_layers": True},
-            "zero.quantized_weights=True gathers the layers one by one, and the model "
+            "zero.replicas.quantized_weights=True gathers the layers one by one, and "
+            "the model "
             "loops over them; use False, or model.layers_per_scan=0",
         ),
     ],
@@ -206,11 +214,13 @@ def test_models_whose_collectives_are_not_exact_are_refused(changes, expected):
 
 
 CODES = (
-    "zero.{}=True codes nothing: no matrix has shards of 2,048 elements; use False, a "
+    "zero.replicas.{}=True codes nothing: no matrix has shards of 2,048 elements; use "
+    "False, a "
     "smaller zero.min_shard_elements or a larger model"
 )
 MOVES = (
-    "zero.secondary_partition=True moves nothing: no array is sharded in a dim that "
+    "zero.replicas.secondary_partition=True moves nothing: no array is sharded in a "
+    "dim that "
     "the devices divide; use False, a smaller zero.min_shard_elements or a larger "
     "model"
 )
@@ -230,9 +240,8 @@ def test_settings_that_change_no_array_are_refused(
 ):
     """Fails if a model of small arrays trains as if nothing had been asked for."""
     monkeypatch.setattr(models, "HIDDEN", hidden)
-    settings: dict[str, Any] = dict.fromkeys(features, True)
     zero = schema.Zero(
-        stage=3, min_shard_elements=min_elements, shard_over_replica=True, **settings
+        stage=3, min_shard_elements=min_elements, replicas=sharded(features)
     )
     with pytest.raises(PlanError) as error:
         runs.make_small_plan(
