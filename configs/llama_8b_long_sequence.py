@@ -31,7 +31,7 @@ def get_config():
     config.model.norm = "rms_norm"
     config.model.norm_eps = 1e-5
     config.model.positions = "rotary"
-    config.model.rope_theta = 500_000.0
+    config.model.positions.theta = 500_000.0
     config.model.activation = "swiglu"
     config.model.use_bias = False
     config.model.tied_head = False

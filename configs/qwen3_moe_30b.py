@@ -37,7 +37,7 @@ def get_config():
     config.model.moe.balance_loss = 0.001
     config.model.norm = "rms_norm"
     config.model.positions = "rotary"
-    config.model.rope_theta = 1_000_000.0
+    config.model.positions.theta = 1_000_000.0
     config.model.activation = "swiglu"
     config.model.use_bias = False
     config.model.tied_head = False

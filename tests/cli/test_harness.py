@@ -78,7 +78,8 @@ def test_a_continuation_longer_than_the_model_is_refused(trainer):
 
 def test_a_text_may_be_as_long_as_the_positions(trainer, tmp_path):
     """Fails if scores of a model tuned on short rows read its last row alone."""
-    changes = {"positions": "rotary", "max_positions": 32, "dropout_rate": 0.0}
+    positions = {"kind": "rotary", "max_positions": 32}
+    changes = {"positions": positions, "dropout_rate": 0.0}
     other = small_run.fit(tmp_path, {"model": changes}, num_devices=1)
     row = [*range(20)], [3, 4]
     scorer, short = Scorer(other), Scorer(trainer)

@@ -143,8 +143,8 @@ def test_scores_are_what_a_gradient_reads(rate, cap):
 def test_latents_are_kept_with_what_attention_reads():
     """Queries, keys and filled-up values of 4 heads of 12; 5 + 4 and 7 of latents."""
     latent = schema.Latent(key_rank=5, query_rank=7, plain_size=8, value_size=6)
-    sizes = {"num_heads": 4, "rotary_size": 4, "embed_size": 16, "mlp_size": 32}
-    model = schema.Model(positions="rotary", latent=latent, **sizes)
+    sizes = {"num_heads": 4, "embed_size": 16, "mlp_size": 32}
+    model = schema.Model(positions=schema.Rotary(size=4), latent=latent, **sizes)
     kept = 16 + 48 + 16 + 3 * 48 + 5 + 4 + 7 + 32
     assert saved_values(model, "elementwise") == kept
     assert saved_values(model, "attention") == 16 + 48

@@ -136,8 +136,8 @@ DiLoCo              12.44 MB    99.6 ms   181.3 ms      11.43   pays
 Streaming DiLoCo     1.56 MB    12.5 ms    94.3 ms      21.99   fastest
 ZeRO-3             373.20 MB     2.99 s     3.07 s       0.68   not worth it
 ZeRO++                                                          refused
-ZeRO++: zero.replicas.secondary_partition=True stores all parameters on each device of
-mesh.data=1; use False, or more devices per node
+ZeRO++: zero.replicas.secondary_partition=True stores all parameters on each
+device of mesh.data=1; use False, or more devices per node
 sent: bytes from one node (replica) to others in a step, on average over the run
 (a round of DiLoCo takes 40 steps); no communication is hidden behind
 computation, and latency is not counted"""

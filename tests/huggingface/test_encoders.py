@@ -48,8 +48,9 @@ def test_logits_are_those_of_transformers(family):
 
 def test_settings_of_roberta():
     found = golden.settings_of("roberta")
-    names = "max_length", "first_position", "num_token_types", "activation"
-    assert [found[name] for name in names] == [32, 3, 1, "gelu_exact"]
+    names = "max_length", "num_token_types", "activation"
+    assert [found[name] for name in names] == [32, 1, "gelu_exact"]
+    assert found["positions"] == {"kind": "learned", "first": 3}
     rates = "dropout_rate", "embedding_dropout_rate", "attention_dropout_rate"
     assert [found[name] for name in rates] == [0.1, 0.1, 0.1]
 

@@ -199,13 +199,15 @@ def test_a_failed_export_leaves_nothing(store, tmp_path, monkeypatch):
         (
             dataclasses.replace(
                 language.LLAMA,
-                rotary_size=2,
                 attention_bias="inputs",
-                rope_scaling=schema.DynamicRope(factor=2.0, original_length=8),
+                positions=schema.Rotary(
+                    size=2,
+                    scaling=schema.DynamicRope(factor=2.0, original_length=8),
+                ),
             ),
             [
-                "model.rope_scaling.original_length=8 is 16 in qwen2",
-                "model.rotary_size=2 is 0 in qwen2",
+                "model.positions.scaling.original_length=8 is 16 in qwen2",
+                "model.positions.size=2 is 0 in qwen2",
             ],
         ),
         (

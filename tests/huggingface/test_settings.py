@@ -31,25 +31,26 @@ def test_settings_of_llama():
         "query_key_norm_scope": "head",
         "vocab_size": 61,
         "max_length": 32,
-        "max_positions": 32,
         "norm": "rms_norm",
         "norm_eps": 1e-3,
         "norm_position": "input",
         "zero_centered_norm": False,
         "query_scale_size": 0,
-        "rotary_pairs": "halves",
         "latent": None,
         "attention_soft_cap": 0.0,
         "attention_sinks": False,
         "logit_soft_cap": 0.0,
         "scaled_embedding": False,
-        "first_position": 0,
         "num_token_types": 0,
         "window": None,
-        "positions": "rotary",
-        "rope_theta": 50.0,
-        "rope_scaling": None,
-        "rotary_size": 0,
+        "positions": {
+            "kind": "rotary",
+            "theta": 50.0,
+            "scaling": None,
+            "size": 0,
+            "pairs": "halves",
+            "max_positions": 32,
+        },
         "activation": "swiglu",
         "use_bias": False,
         "attention_bias": "use_bias",
@@ -409,7 +410,7 @@ def test_biases_of_attention_and_feed_forward_are_apart(keys, expected, tmp_path
 
 
 def test_numbers_of_scaled_rotations(tmp_path):
-    scaling = golden.settings_of("llama3")["rope_scaling"]
+    scaling = golden.settings_of("llama3")["positions"]["scaling"]
     assert scaling == mappings.to_mapping(schema.Llama3()) | {
         "kind": "llama3",
         "factor": 4.0,
@@ -418,7 +419,7 @@ def test_numbers_of_scaled_rotations(tmp_path):
     }
     rope = {"type": "yarn", "factor": 2, "beta_slow": 3, "new": 1}
     golden.copy("llama", tmp_path, rope_scaling=rope, rope_parameters=golden.REMOVED)
-    assert model_settings(tmp_path)["rope_scaling"] == YARN | {
+    assert model_settings(tmp_path)["positions"]["scaling"] == YARN | {
         "kind": "yarn",
         "factor": 2.0,
         "original_length": 32,
@@ -436,7 +437,7 @@ def test_numbers_of_longrope(tmp_path):
         original_max_position_embeddings=8,
     )
     found = model_settings(tmp_path)
-    assert found["rope_scaling"] == LONGROPE | {
+    assert found["positions"]["scaling"] == LONGROPE | {
         "kind": "longrope",
         "factor": 4.0,
         "original_length": 8,
@@ -444,7 +445,8 @@ def test_numbers_of_longrope(tmp_path):
         "long_factors": (2.0, 3.0, 4.0),
     }
     model = convert.from_mapping(schema.Model, found)
-    longer = dataclasses.replace(model, max_positions=64)
+    positions = dataclasses.replace(model.positions, max_positions=64)
+    longer = dataclasses.replace(model, positions=positions)
     assert find_kind(longer) == "phi3"
     values = config_of(longer, "phi3")
     assert values["original_max_position_embeddings"] == 8
@@ -515,7 +517,7 @@ def test_yarn_of_phi3_is_longrope_as_in_transformers(tmp_path):
     rope = {"type": "yarn", "factor": 4, **lists}
     changes = {"rope_parameters": golden.REMOVED, "rope_scaling": rope}
     golden.copy("phi3_long", tmp_path, **changes)
-    found = model_settings(tmp_path)["rope_scaling"]
+    found = model_settings(tmp_path)["positions"]["scaling"]
     assert (found["kind"], found["long_factors"]) == ("longrope", (2.0, 2.0, 2.0))
     changes["rope_scaling"] = {"type": "yarn", "factor": 4}
     assert "rope_scaling.short_factor=None" in refusal(tmp_path, "phi3", **changes)[0]
@@ -608,16 +610,17 @@ def test_settings_of_latents(tmp_path):
     found = golden.settings_of("deepseek_v3")
     sizes = {"key_rank": 5, "query_rank": 6, "plain_size": 4, "value_size": 3}
     assert found["latent"] == sizes
-    assert (found["head_size"], found["rotary_size"]) == (0, 6)
-    assert found["rotary_pairs"] == "adjacent"
-    scaling = found["rope_scaling"]
+    positions = found["positions"]
+    assert (found["head_size"], positions["size"]) == (0, 6)
+    assert positions["pairs"] == "adjacent"
+    scaling = positions["scaling"]
     assert (scaling["mscale"], scaling["mscale_all_dim"]) == (0.7, 1.3)
     moe = found["moe"]
     assert moe["choice_bias"] and "bias_rate" not in moe
     assert (moe["scores"], moe["scale"], moe["first_dense"]) == ("sigmoid", 1.5, 1)
     other = golden.settings_of("deepseek_v3_whole_queries")
     assert other["latent"] == sizes | {"query_rank": 0}
-    assert (other["rotary_pairs"], other["moe"]["normalise"]) == ("halves", False)
+    assert (other["positions"]["pairs"], other["moe"]["normalise"]) == ("halves", False)
     model = convert.from_mapping(schema.Model, found)
     moved = dataclasses.replace(model.moe, choice_bias=False, bias_rate=0.1)
     assert find_kind(dataclasses.replace(model, moe=moved)) == "deepseek_v3"
@@ -629,7 +632,7 @@ def test_scales_of_yarn_that_nothing_reads_are_left_out(tmp_path):
     rope = {"type": "yarn", "factor": 2, "mscale": 0.7}
     given = {"rope_scaling": rope, "rope_parameters": golden.REMOVED}
     golden.copy("deepseek_v3", tmp_path, **given)
-    assert model_settings(tmp_path)["rope_scaling"]["mscale"] == 0.0
+    assert model_settings(tmp_path)["positions"]["scaling"]["mscale"] == 0.0
     assert refusal(tmp_path, "llama", **given) == [
         unsupported("rope_scaling.mscale", 0.7, "zjax computes yarn without it")
     ]
@@ -728,6 +731,6 @@ def test_gpt_oss_says_whether_positions_are_scaled(tmp_path):
     ]
     golden.copy("gpt_oss", tmp_path / "plain", rope_parameters={"rope_type": "default"})
     found = model_settings(tmp_path / "plain")
-    assert found["rope_scaling"] is None
+    assert found["positions"]["scaling"] is None
     values = config_of(convert.from_mapping(schema.Model, found), "gpt_oss")
     assert values["rope_scaling"] == {"rope_type": "default"}

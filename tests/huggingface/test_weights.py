@@ -379,14 +379,18 @@ def test_files_that_are_cut_or_missing_are_all_named(tmp_path):
 
 
 def test_another_shape_is_refused_setting_by_setting():
-    overrides = "model.num_layers=3", "model.rope_theta=10000.0", "model.max_length=8"
+    overrides = (
+        "model.num_layers=3",
+        "model.positions.theta=10000.0",
+        "model.max_length=8",
+    )
     config = golden.make_config("llama", *overrides)
     path = LLAMA / "config.json"
     with pytest.raises(ConfigError) as error:
         golden.start(config)
     assert str(error.value) == (
         f"model.num_layers=3 is not the 2 of {path}; use 2\n"
-        f"model.rope_theta=10000.0 is not the 50.0 of {path}; use 50.0"
+        f"model.positions.theta=10000.0 is not the 50.0 of {path}; use 50.0"
     )
     config = golden.make_config("gpt2", "model.max_length=8")
     path = golden.FOLDER / "gpt2" / "config.json"

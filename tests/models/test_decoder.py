@@ -20,7 +20,7 @@ SHAPES = pytest.mark.parametrize(
 )
 LLAMA = {
     "norm": "rms_norm",
-    "positions": "rotary",
+    "positions": schema.Rotary(),
     "activation": "swiglu",
     "use_bias": False,
     "vocab_size": 128_256,

@@ -24,7 +24,7 @@ LLAMA_8B = schema.Model(
     num_kv_heads=8,
     vocab_size=128_256,
     norm="rms_norm",
-    positions="rotary",
+    positions=schema.Rotary(),
     activation="swiglu",
     use_bias=False,
     tied_head=False,
@@ -49,7 +49,7 @@ DEEPSEEK_V3 = dataclasses.replace(
     mlp_size=18_432,
     num_heads=128,
     num_kv_heads=0,
-    rotary_size=64,
+    positions=schema.Rotary(size=64),
     vocab_size=129_280,
     latent=schema.Latent(key_rank=512, query_rank=1536, plain_size=128, value_size=128),
     moe=schema.TokenChoice(
@@ -113,15 +113,14 @@ MOE = schema.TokenChoice(
         ),
         pytest.param({"norm": "rms_norm", "tied_head": False}, id="decoder-rms-untied"),
         pytest.param(
-            {"positions": "rotary", "activation": "swiglu"}, id="decoder-swiglu"
+            {"positions": schema.Rotary(), "activation": "swiglu"}, id="decoder-swiglu"
         ),
         pytest.param({"moe": MOE}, id="experts"),
         *(
             pytest.param(
                 {
                     "num_kv_heads": 4,
-                    "positions": "rotary",
-                    "rotary_size": 2,
+                    "positions": schema.Rotary(size=2),
                     "attention_bias": "none",
                     "latent": schema.Latent(
                         key_rank=5, query_rank=rank, plain_size=6, value_size=7
@@ -150,7 +149,8 @@ def test_num_params_counts_the_arrays_of_the_model(changes):
 def test_values_of_latents_count_with_their_size():
     """Scores of 8 channels and averages of 4 cost as much as 6 of both."""
     size = schema.Latent(key_rank=5, plain_size=6, value_size=4)
-    model = dataclasses.replace(SMALL, num_kv_heads=4, rotary_size=2, latent=size)
+    positions = schema.Rotary(size=2)
+    model = dataclasses.replace(SMALL, num_kv_heads=4, positions=positions, latent=size)
     found = flops_per_token(model, 10, causal_attention="full")
     attention = found - 6 * matmul_params(model)
     assert attention == 12 * 2 * 4 * 6 * 10

@@ -295,11 +295,11 @@ def test_lengths_that_are_no_integers_are_refused():
 @pytest.mark.parametrize(
     ("scaling", "longest", "name"),
     [
-        (None, 64, "max_positions"),
+        (None, 64, "positions.max_positions"),
         (
             schema.DynamicRope(factor=4.0, original_length=64),
             256,
-            "max_positions * model.rope_scaling.factor",
+            "positions.max_positions * model.positions.scaling.factor",
         ),
     ],
     ids=["plain", "dynamic"],
@@ -308,7 +308,8 @@ def test_rotary_models_write_up_to_the_positions_that_they_are_for(
     scaling, longest, name
 ):
     """Fails if the rows of a fine-tuning bound the text."""
-    config = dataclasses.replace(language.LLAMA, max_positions=64, rope_scaling=scaling)
+    positions = schema.Rotary(max_positions=64, scaling=scaling)
+    config = dataclasses.replace(language.LLAMA, positions=positions)
     tokens, free = np.zeros((1, 3), np.int32), longest - 3
     settings = generate.make_settings(max_new_tokens=free)
     generate.check(config, tokens, None, settings, None)

@@ -140,7 +140,7 @@ def test_every_adapter_of_attention_gets_a_mask(attention, config):
     lora.attach(model, jax.random.key(0), settings=settings)
     adapters = {path[0] for path, _ in nnx.iter_modules(model) if "lora" in path}
     x = jnp.ones((1, 4, config.embed_size))
-    turns = (jnp.ones((1, 4, config.rotary_size // 2)),) * 2
+    turns = (jnp.ones((1, 4, config.rotary.size // 2)),) * 2
     drop = Recorded(jax.random.key(0), config)
     model(x, turns, lambda q, k, v, _: (q[..., : v.shape[-1]], None), drop)
     assert len(seen) >= 4 and seen == adapters

@@ -12,11 +12,12 @@ from tests.support import pipelines
 from tests.support.cases import some_by_hand
 from tests.support.trees import assert_close
 from zjax.parallel import slots
+from zjax.settings import schema
 
 KEPT = {"recompute": False}
 LLAMA = {
     "norm": "rms_norm",
-    "positions": "rotary",
+    "positions": schema.Rotary(),
     "activation": "swiglu",
     "use_bias": False,
     "tied_head": False,

@@ -74,7 +74,7 @@ CASES = [
             LLAMA,
             num_heads=6,
             num_kv_heads=6,
-            rotary_size=4,
+            positions=schema.Rotary(size=4),
             latent=schema.Latent(key_rank=5, query_rank=7, plain_size=3, value_size=6),
         ),
         mesh(4, 2),

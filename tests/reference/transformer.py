@@ -48,7 +48,7 @@ def layer(stacked, number):
 
 def embed(params, config, tokens):
     x = np.float64(params["tokens"])[tokens]
-    if config.positions == "learned":
+    if config.positions.kind == "learned":
         x = x + np.float64(params["positions"])[: tokens.shape[1]]
     return x
 
@@ -64,8 +64,8 @@ def attend(params, config, x, positions, visible):
     if config.query_key_norm:
         q = normalise(params["query_norm"], config, q)
         k = normalise(params["key_norm"], config, k)
-    if config.positions == "rotary":
-        q, k = (attention.rotate(a, positions, config.rope_theta) for a in (q, k))
+    if config.positions.kind == "rotary":
+        q, k = (attention.rotate(a, positions, config.rotary.theta) for a in (q, k))
     averages = attention.attend(q, k, v, visible)
     out = np.einsum("blhd,hdm->blm", averages, np.float64(params["out"]["kernel"]))
     return out + params["out"].get("bias", 0)

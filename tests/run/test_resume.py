@@ -140,7 +140,7 @@ def test_settings_of_newer_versions_are_counted_at_their_defaults(caplog):
         del old[section]
     for name in ("seed", "deterministic"):
         del old[name]
-    del old["model"]["max_positions"]  # derived from the length
+    del old["model"]["query_scale_size"]  # derived from the heads
     with caplog.at_level(logging.WARNING, logger="absl"):
         report_changes({"config": old, "jax": jax.__version__}, config, 5)
     assert settings_told(caplog) == [

@@ -309,7 +309,7 @@ def test_validation_data_is_looked_at_before_training(tmp_path):
     [
         ("", (), 15),
         ("x" * 16, (), 15),
-        ("x" * 32, ("model.positions=rotary", "model.max_positions=32"), 31),
+        ("x" * 32, ("model.positions=rotary", "model.positions.max_positions=32"), 31),
     ],
     ids=["empty", "row", "positions"],
 )

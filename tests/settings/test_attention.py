@@ -87,7 +87,7 @@ def test_devices_of_a_sequence_have_tiles_of_the_kernels():
 def test_heads_have_the_channels_of_latents():
     """Fails if `embed_size` over `num_heads` counts, or heads must divide it."""
     latent = {"key_rank": 16, "plain_size": 8, "value_size": 8}
-    rotary = {"positions": "rotary", "rotary_size": 4, "use_bias": False}
+    rotary = {"positions": {"kind": "rotary", "size": 4}, "use_bias": False}
     config = load_config({"model": {"latent": latent, "num_heads": 5} | rotary})
     check_config(config, 1)
     model = config.model

@@ -180,6 +180,15 @@ def test_a_config_file_sets_a_choice_inside_a_section_that_is_off():
     assert zconfig.load_config(config).buckets == schema.Pad(order=order)
 
 
+def test_a_config_file_sets_a_choice_under_an_old_name():
+    config = zconfig.base()
+    config.model.positions = "rotary"
+    config.model.rope_scaling = "linear"
+    config.model.rope_scaling.factor = 4.0
+    found = zconfig.load_config(config).model.positions.scaling
+    assert found == schema.LinearRope(factor=4.0)
+
+
 def test_none_in_a_config_file_drops_what_the_file_set_before():
     config = zconfig.base()
     config.model.latent.query_rank = 8

@@ -25,7 +25,7 @@ LLAMA = dataclasses.replace(
     GPT,
     num_kv_heads=2,
     norm="rms_norm",
-    positions="rotary",
+    positions=schema.Rotary(),
     activation="swiglu",
     use_bias=False,
     tied_head=False,
@@ -33,10 +33,12 @@ LLAMA = dataclasses.replace(
 LATENT = dataclasses.replace(
     LLAMA,
     num_kv_heads=4,
-    rotary_size=2,
-    rotary_pairs="adjacent",
-    rope_scaling=schema.Yarn(
-        factor=4.0, original_length=8, mscale=0.7, mscale_all_dim=1.3
+    positions=schema.Rotary(
+        size=2,
+        pairs="adjacent",
+        scaling=schema.Yarn(
+            factor=4.0, original_length=8, mscale=0.7, mscale_all_dim=1.3
+        ),
     ),
     latent=schema.Latent(key_rank=6, query_rank=5, plain_size=3, value_size=4),
 )

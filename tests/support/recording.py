@@ -183,7 +183,7 @@ def cases():
             | {
                 "num_kv_heads": 4,
                 "latent": {"key_rank": 16, "value_size": 8},
-                "rotary_size": 4,
+                "positions": {"kind": "rotary", "size": 4},
             },
         },
         "windows and soft caps": {

@@ -21,7 +21,7 @@ LLAMA = dataclasses.replace(
     GPT,
     num_kv_heads=1,
     norm="rms_norm",
-    positions="rotary",
+    positions=schema.Rotary(),
     activation="swiglu",
     use_bias=False,
 )

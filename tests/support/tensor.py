@@ -31,7 +31,7 @@ GPT = schema.Model(
 LLAMA = dataclasses.replace(
     GPT,
     norm="rms_norm",
-    positions="rotary",
+    positions=schema.Rotary(),
     activation="swiglu",
     use_bias=False,
     tied_head=False,

@@ -87,7 +87,7 @@ class Scorer:
         """Natural log-probability of each continuation, and whether it is greedy.
 
         A context has one token or more, and loses first tokens where a row exceeds
-        `max_length`. With rotary positions `max_length` is `model.max_positions`.
+        `max_length`, which is `max_positions` of rotary positions.
         """
         longest = max((len(continuation) for _, continuation in rows), default=0)
         if longest > self.max_length:

@@ -54,7 +54,7 @@ def _heads(config: schema.Config, num_devices: int) -> Iterator[Problem]:
     """Yields numbers and sizes of heads that do not divide, or cannot rotate."""
     model = config.model
     width, heads, kv_heads = model.embed_size, model.num_heads, model.num_kv_heads
-    rotates_all = model.positions == "rotary" and not model.rotary_size
+    rotates_all = isinstance(model.positions, schema.Rotary) and not model.rotary.size
     is_rotary_and_odd = rotates_all and model.head_size % 2
     if not derived.is_derived(model.head_size):
         if is_rotary_and_odd:
@@ -234,11 +234,13 @@ def _length(config: schema.Config, num_devices: int) -> Iterator[Problem]:
     if length > longest:
         problem = f"exceeds model.max_length={longest}"
         yield Problem("data.length", length, problem, f"use at most {longest}")
-    positions = config.model.max_positions
-    if config.model.positions == "rotary" and positions < longest:
+    positions = config.model.positions
+    if isinstance(positions, schema.Rotary) and positions.max_positions < longest:
         problem = f"is below model.max_length={longest}"
         remedy = "raise it, or leave it at 0"
-        yield Problem("model.max_positions", positions, problem, remedy)
+        yield Problem(
+            "model.positions.max_positions", positions.max_positions, problem, remedy
+        )
 
 
 def _vocabulary(config: schema.Config, num_devices: int) -> Iterator[Problem]:

@@ -271,7 +271,7 @@ def saved_values(
     queries = model.num_heads * model.head_size
     projections = queries + 2 * model.num_kv_heads * model.head_size
     if latent := model.latent:
-        projections += latent.key_rank + model.rotary_size + latent.query_rank
+        projections += latent.key_rank + model.rotary.size + latent.query_rank
     arrived, width = _values_of_experts(model, rows)
     mlp_inputs = _hidden_values(width, model) - width
     attended = residual + queries

@@ -167,9 +167,9 @@ def _differences(model: schema.Model, kind: str, remedy: str) -> list[Problem]:
     if model.moe and "moe.bias_rate" not in found and "moe.choice_bias" in found:
         # The family fixes only that there is a bias; a run says whether it moves.
         mine["moe.choice_bias"] = model.moe.has_choice_bias
-    factor = "rope_scaling.attention_factor"
+    factor = "positions.scaling.attention_factor"
     if found.get(factor):  # else derived from lengths
-        mine[factor] = attention_factor(model.rope_scaling)
+        mine[factor] = attention_factor(model.rotary.scaling)
     pairs = [
         (name, mine[name], theirs)
         for name, theirs in found.items()
@@ -211,11 +211,12 @@ def config_of(model: schema.Model, kind: str) -> dict[str, Any]:
     if family.padding:
         # transformers counts positions from padding id + 1; the table holds the rows
         # before, too.
-        values[family.padding] = model.first_position - 1
+        first = choices.value_at(model, "positions.first") or 0
+        values[family.padding] = first - 1
         length = next(
             x for x, key in family.keys.items() if key.setting == "max_length"
         )
-        values[length] = model.num_positions
+        values[length] = first + model.max_length
     if family.is_rotary:
         values |= rotation_values(model, family)
     values |= window_values(model, family.windows)
@@ -257,6 +258,8 @@ def _value_of(model: schema.Model, setting: str) -> Any:
         # transformers would normalise the weight of one expert to 1, zjax does not.
         moe = model.moe
         return isinstance(moe, schema.TokenChoice) and moe.normalise and moe.top_k > 1
+    if setting == "positions.max_positions":
+        return model.rotary.max_positions
     return choices.value_at(model, setting)
 
 

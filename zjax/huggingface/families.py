@@ -142,7 +142,7 @@ class Family:
     @property
     def is_rotary(self) -> bool:
         """Whether positions are rotations, with keys for base and scaling."""
-        return self.constant["positions"] == "rotary"
+        return self.constant["positions"] == _ROTARY
 
     @property
     def free(self) -> frozenset[str]:
@@ -166,6 +166,8 @@ BOOKKEEPING = frozenset(
 )
 """Keys that do not change the logits of a language model, unless a family fixes a
 value."""
+_LEARNED = {"kind": "learned", "first": 0}
+_ROTARY = {"kind": "rotary", "pairs": "halves"}
 _PLAIN = {
     "kind": "decoder",
     "norm_position": "input",
@@ -173,19 +175,17 @@ _PLAIN = {
     "query_key_norm": False,
     "query_key_norm_scope": "head",
     "query_scale_size": 0,
-    "rotary_pairs": "halves",
     "latent": None,
     "attention_soft_cap": 0.0,
     "attention_sinks": False,
     "logit_soft_cap": 0.0,
     "scaled_embedding": False,
-    "first_position": 0,
     "num_token_types": 0,
 }
 """Settings of a family without special features."""
 _LLAMA_CONSTANT = _PLAIN | {
     "norm": "rms_norm",
-    "positions": "rotary",
+    "positions": _ROTARY,
     "activation": "swiglu",
 }
 _NO_BIAS = {"use_bias": False, "attention_bias": "use_bias"}
@@ -199,7 +199,7 @@ _LLAMA_KEYS = {
     "num_key_value_heads": Key("num_kv_heads", int, None),  # one per head
     "head_dim": Key("head_size", int, None),  # embed_size / num_heads
     "vocab_size": Key("vocab_size", int),
-    "max_position_embeddings": Key("max_positions", int),
+    "max_position_embeddings": Key("positions.max_positions", int),
     "rms_norm_eps": Key("norm_eps", float, 1e-6),
     "tie_word_embeddings": Key("tied_head", bool, False),
 }
@@ -300,7 +300,7 @@ _BERT = Family(
     | {
         "kind": "encoder",
         "norm": "layer_norm",
-        "positions": "learned",
+        "positions": _LEARNED,
         "num_kv_heads": 0,
         "head_size": 0,
         "use_bias": True,
@@ -405,7 +405,7 @@ FAMILIES = {
         constant={
             **_PLAIN,
             "norm": "layer_norm",
-            "positions": "learned",
+            "positions": _LEARNED,
             "num_kv_heads": 0,
             "head_size": 0,
             "use_bias": True,
@@ -481,10 +481,10 @@ FAMILIES = {
             "q_lora_rank": Key("latent.query_rank", int, 1536, is_nullable=True),
             "kv_lora_rank": Key("latent.key_rank", int, 512),
             "qk_nope_head_dim": Key("latent.plain_size", int, 128),
-            "qk_rope_head_dim": Key("rotary_size", int, 64),
+            "qk_rope_head_dim": Key("positions.size", int, 64),
             "v_head_dim": Key("latent.value_size", int, 128),
             "rope_interleave": Key(
-                *("rotary_pairs", bool, True),
+                *("positions.pairs", bool, True),
                 names={False: "halves", True: "adjacent"},
             ),
             "moe_intermediate_size": Key("moe.expert_size", int, 2048),

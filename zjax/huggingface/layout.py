@@ -45,7 +45,7 @@ _SIZES: Mapping[str, Callable[[schema.Model], int]] = {
     ),
     "query_latent": operator.attrgetter("latent.query_rank"),
     "key_latent": operator.attrgetter("latent.key_rank"),
-    "turned_key_latent": _sum_of("latent.key_rank", "rotary_size"),
+    "turned_key_latent": _sum_of("latent.key_rank", "rotary.size"),
     "key_value": _sum_of("latent.plain_size", "latent.value_size"),
     "value": operator.attrgetter("value_size"),
 }

@@ -44,7 +44,7 @@ def rotation_settings(
     values: Mapping[str, Any], family: Family, model: schema.Model
 ) -> dict[str, Any]:
     """Settings of rotary positions from a config.json without problems."""
-    rope, length = _rope(values), model.max_positions
+    rope, length = _rope(values), model.rotary.max_positions
     kind, share = _kind(rope, family), _partial(values, rope)
     scaling = dict[str, Any]()
     if kind != "default":
@@ -72,9 +72,9 @@ def rotation_settings(
         usual = length / scaling["original_length"] if factor is None else factor
         scaling["factor"] = float(usual)
     return {
-        "rope_theta": float(_theta(values, rope, family)),
-        "rope_scaling": scaling or None,
-        "rotary_size": model.rotary_size
+        "theta": float(_theta(values, rope, family)),
+        "scaling": scaling or None,
+        "size": model.rotary.size
         if share == 1.0
         # Rounded as in transformers.
         else int(model.head_size * share),
@@ -84,12 +84,12 @@ def rotation_settings(
 def rotation_values(model: schema.Model, family: Family) -> dict[str, Any]:
     """Keys of a config.json that all versions of transformers read."""
     # Old keys, which new versions read, too.
-    values: dict[str, Any] = {"rope_theta": model.rope_theta}
+    values: dict[str, Any] = {"rope_theta": model.rotary.theta}
     if family.local_theta and model.window:
         values[_LOCAL] = model.window.rope_theta
-    if model.rotary_size and family.is_partial:
-        values[PARTIAL] = model.rotary_size / model.head_size
-    scaling = model.rope_scaling
+    if model.rotary.size and family.is_partial:
+        values[PARTIAL] = model.rotary.size / model.head_size
+    scaling = model.rotary.scaling
     if scaling is None:
         # Without this mapping, the library would scale.
         unscaled = {"rope_scaling": {"rope_type": "default"}}
@@ -105,7 +105,7 @@ def rotation_values(model: schema.Model, family: Family) -> dict[str, Any]:
     if isinstance(scaling, schema.Longrope):
         rope |= {theirs: [*getattr(scaling, x)] for theirs, x in _LISTS.items()}
         values[_ORIGINAL] = scaling.original_length
-        if model.max_positions != scaling.factor * scaling.original_length:
+        if model.rotary.max_positions != scaling.factor * scaling.original_length:
             # Some versions take another factor from these lengths.
             rope["attention_factor"] = attention_factor(scaling)
     return values | {"rope_scaling": rope}

@@ -187,14 +187,14 @@ def settings_of(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
         target[field] = key.to_setting(value)
     if family.padding:
         first = values.get(family.padding, PADDING) + 1
-        settings["first_position"] = first
+        settings["positions"]["first"] = first
         # The table of positions has unused rows up to the padding id.
         settings["max_length"] -= first
     if family.is_rotary:
         # No table limits rotary models: a run may change the length.
-        settings["max_length"] = settings["max_positions"]
+        settings["max_length"] = settings["positions"]["max_positions"]
         model = convert.from_mapping(schema.Model, settings)
-        settings |= rotation.rotation_settings(values, family, model)
+        settings["positions"] |= rotation.rotation_settings(values, family, model)
     num_layers = settings["num_layers"]
     settings["window"] = window_settings(values, family.windows, num_layers)
     if settings["window"] and family.is_rotary:
@@ -216,11 +216,16 @@ def entries_of(model: schema.Model, settings: Mapping[str, Any]) -> dict[str, An
         >>> entries_of(model, {"num_heads": 1, "moe": {"top_k": 2}})
         {'num_heads': 12, 'moe.top_k': 1}
     """
-    entries = dict[str, Any]()
+    return {path: choices.value_at(model, path) for path in _paths(settings)}
+
+
+def _paths(settings: Mapping[str, Any], section: str = "") -> Iterator[str]:
+    """Yields the paths of nested settings."""
     for name, value in settings.items():
-        names = [f"{name}.{x}" for x in value] if isinstance(value, dict) else [name]
-        entries |= {x: choices.value_at(model, x) for x in names}
-    return entries
+        if isinstance(value, dict):
+            yield from _paths(value, f"{section}{name}.")
+        else:
+            yield f"{section}{name}"
 
 
 def _biases(attention: bool, mlp: bool = False) -> dict[str, Any]:

@@ -42,8 +42,8 @@ def adapted(
     settings, family = shape_of(values, path)
     model = convert.from_mapping(schema.Model, settings)
     free = set(family.free)
-    if given.max_positions > model.max_positions:
-        free.add("max_positions")  # the run extends the context
+    if given.rotary.max_positions > model.rotary.max_positions:
+        free.add("positions.max_positions")  # the run extends the context
     if checkpoint.resize_vocabulary:
         free.add("vocab_size")
     mine, theirs = (entries_of(each, settings) for each in (given, model))

@@ -132,7 +132,7 @@ def _entries(config: schema.Model) -> Entries:
     """Describes the arrays of a batch: dims, dtypes and legal ids."""
     ids, size = functools.partial(Entry, ("B", "L"), np.integer), config.vocab_size
     optional = functools.partial(Entry, is_optional=True, may_be_negative=False)
-    positions = config.max_length if config.positions == "learned" else 0
+    positions = config.max_length if isinstance(config.positions, schema.Learned) else 0
     types = config.num_token_types
     return {
         "tokens": ids(num_ids=size),

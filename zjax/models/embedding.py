@@ -129,11 +129,11 @@ class Embedding(nnx.Module):
             dims = ((name, num_rows), ("embed", config.embed_size))
             return layers.make_param(dims, normal)
 
-        learned = config.positions == "learned"
         self.config = config
         self.deterministic = deterministic
         self.tokens = table("vocab", config.vocab_size)
-        self.positions = table(None, config.num_positions) if learned else None
+        num_positions = config.num_positions
+        self.positions = table(None, num_positions) if num_positions else None
         num_types = config.num_token_types
         self.token_types = table(None, num_types) if num_types else None
         self.norm = layers.Norm(config) if use_norm else None
@@ -172,7 +172,7 @@ class Embedding(nnx.Module):
             x += self._look_up(self.token_types, types)
         x = x if self.norm is None else self.norm(x)
         rotation = local_rotation = None
-        if self.config.positions == "rotary":
+        if isinstance(self.config.positions, schema.Rotary):
             length, num_tokens = tokens.shape[1], batch.get("num_tokens")
             rotations = self._rotations(positions, length, num_tokens)
             rotation, local_rotation = rotations
@@ -198,7 +198,8 @@ class Embedding(nnx.Module):
     def _learned_positions(self, positions, length):
         """Returns embeddings of positions; refuses sequences longer than the table."""
         assert self.positions is not None
-        first, longest = self.config.first_position, self.config.max_length
+        longest = self.config.max_length
+        first = self.config.num_positions - longest
         if length > longest:
             raise ConfigError(
                 Problem(
@@ -215,12 +216,12 @@ class Embedding(nnx.Module):
 
     def _rotations(self, positions, length, num_tokens):
         """Makes the tables of all layers, and of sliding layers if different."""
-        config = self.config
+        config, settings = self.config, self.config.rotary
         if positions is None:
             positions = jnp.arange(length, dtype=jnp.int32)[None]
 
         def tables(theta, **scaling):
-            size = config.rotary_size or config.head_size
+            size = settings.size or config.head_size
             cos, sin = rotary.make_rotary_tables(
                 positions,
                 head_size=size,
@@ -232,7 +233,7 @@ class Embedding(nnx.Module):
 
         local = config.window.rope_theta if config.window else 0.0
         return (
-            tables(config.rope_theta, scaling=config.rope_scaling),
+            tables(settings.theta, scaling=settings.scaling),
             tables(local) if local else None,
         )
 

@@ -210,7 +210,7 @@ def _latent_params(model: schema.Model, latent: schema.Latent) -> int:
     """Counts the parameters of latent attention without the output matrix."""
     width, heads = model.embed_size, model.num_heads
     queries, norm = heads * model.head_size, _norm_vectors(model)
-    params = (latent.key_rank + model.rotary_size) * width
+    params = (latent.key_rank + model.rotary.size) * width
     params += (heads * (latent.plain_size + latent.value_size) + norm) * latent.key_rank
     if latent.query_rank:
         return params + (width + norm + queries) * latent.query_rank
@@ -244,8 +244,7 @@ def _mixture_params(
 
 def _table_params(model: schema.Model) -> int:
     """Counts the parameters of token, position and token type tables."""
-    num_positions = model.num_positions if model.positions == "learned" else 0
-    num_rows = model.vocab_size + num_positions + model.num_token_types
+    num_rows = model.vocab_size + model.num_positions + model.num_token_types
     return num_rows * model.embed_size
 
 

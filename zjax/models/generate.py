@@ -257,11 +257,14 @@ def longest_text(config: schema.Model) -> tuple[str, int]:
     and of sparse blocks end with the rows.
     """
     row = "max_length", config.max_length
-    if config.positions != "rotary" or isinstance(config.attention, schema.Sparse):
+    positions = config.positions
+    is_sparse = isinstance(config.attention, schema.Sparse)
+    if is_sparse or not isinstance(positions, schema.Rotary):
         return row
-    scaling, name, longest = config.rope_scaling, "max_positions", config.max_positions
+    scaling, longest = positions.scaling, positions.max_positions
+    name = "positions.max_positions"
     if isinstance(scaling, schema.DynamicRope):
-        name += " * model.rope_scaling.factor"
+        name += " * model.positions.scaling.factor"
         longest = int(longest * scaling.factor)
     return (name, longest) if longest > config.max_length else row
 

@@ -63,7 +63,7 @@ class LatentAttention(nnx.Module):
         self.query_norm = norm(query_rank) if query_rank else None
         inputs = narrow(query_rank) if query_rank else embed
         self.query = linear(inputs, heads(config.head_size))
-        self.key_latent = linear(embed, narrow(key_rank + config.rotary_size))
+        self.key_latent = linear(embed, narrow(key_rank + config.rotary.size))
         self.key_norm = norm(key_rank)
         outputs = heads(latent.plain_size + latent.value_size)
         self.key_value = linear(narrow(key_rank), outputs)
@@ -153,7 +153,7 @@ class LatentAttention(nnx.Module):
     def _rotate(self, x, rotation):
         """Rotates the channels of heads by position."""
         cos, sin = rotation
-        return rotary.rotate(x, cos, sin, self.config.rotary_pairs)
+        return rotary.rotate(x, cos, sin, self.config.rotary.pairs)
 
 
 def _split(x, size):

@@ -337,7 +337,7 @@ def query_scale(config: schema.Model) -> float:
         2.0
     """
     root = (config.head_size / config.query_scale_size) ** 0.5
-    return root * score_factor(config.rope_scaling)
+    return root * score_factor(config.rotary.scaling)
 
 
 class Attention(nnx.Module):
@@ -369,7 +369,7 @@ class Attention(nnx.Module):
         )
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         self.query_scale = query_scale(config)
-        self.rotary_pairs: rotary.Pairs = config.rotary_pairs
+        self.rotary_pairs: rotary.Pairs = config.rotary.pairs
         self.query = from_stream(heads)
         self.key = from_stream(kv_heads)
         self.value = from_stream(kv_heads)

@@ -125,7 +125,7 @@ def _yarn_share(size, theta, scaling) -> jax.Array:
 
 
 Pairs = Literal["halves", "adjacent"]
-"""Channels that rotate together, as `model.rotary_pairs` says."""
+"""Channels that rotate together, as `model.positions.pairs` says."""
 
 
 def make_rotary_tables(

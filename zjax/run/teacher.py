@@ -233,7 +233,7 @@ def _misfits(
         text = f"has {teacher.vocab_size} tokens, and the model {size[0]}"
         problems.append(problem(text, "use a teacher of the same vocabulary"))
     length = config.data.length
-    if teacher.positions == "learned" and teacher.max_length < length:
+    if isinstance(teacher.positions, schema.Learned) and teacher.max_length < length:
         text = f"reads {teacher.max_length} tokens, and data.length={length}"
         problems.append(problem(text, "use a teacher of longer sequences"))
     return problems

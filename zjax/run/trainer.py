@@ -432,7 +432,7 @@ class Trainer:
             special_tokens: Whether names of special tokens in `prompt` are encoded as
                 special tokens instead of text.
             max_new_tokens: Number of tokens to add; 0 fills `model.max_length`, or
-                after a longer prompt `model.max_positions`.
+                after a longer prompt `model.positions.max_positions`.
             temperature: Softmax temperature; 0 takes the most likely token.
             top_k: Number of most likely tokens to sample from; 0 for all.
             top_p: Probability mass of the most likely tokens to sample from.

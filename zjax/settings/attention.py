@@ -13,7 +13,7 @@ def latent_problems(config: schema.Config, num_devices: int) -> Iterator[Problem
     Example:
         >>> latent = schema.Latent(plain_size=8, value_size=13)
         >>> model = schema.Model(
-        ...     positions="rotary", rotary_size=4, use_bias=False, latent=latent
+        ...     positions=schema.Rotary(size=4), use_bias=False, latent=latent
         ... )
         >>> print(*latent_problems(schema.Config(model=model), 1))
         model.latent.value_size=13 exceeds model.head_size=12; use at most 12
@@ -25,13 +25,15 @@ def latent_problems(config: schema.Config, num_devices: int) -> Iterator[Problem
 
 def _sizes(model: schema.Model, latent: schema.Latent) -> Iterator[Problem]:
     """Yields missing or contradictory head sizes of latent attention."""
-    size = latent.plain_size + model.rotary_size
-    if not model.rotary_size:
+    size = latent.plain_size + model.rotary.size
+    if not model.rotary.size:
         problem = "is missing beside model.latent"
         remedy = "give the channels of a head that rotate"
-        yield Problem("model.rotary_size", 0, problem, remedy)
+        yield Problem("model.positions.size", 0, problem, remedy)
     elif model.head_size != size:
-        problem = f"is not the {size} of model.latent.plain_size and model.rotary_size"
+        problem = (
+            f"is not the {size} of model.latent.plain_size and model.positions.size"
+        )
         yield Problem("model.head_size", model.head_size, problem, "use 0")
     elif latent.value_size > size:
         problem = f"exceeds model.head_size={size}"
@@ -42,9 +44,9 @@ def _sizes(model: schema.Model, latent: schema.Latent) -> Iterator[Problem]:
 def _unsupported(model: schema.Model) -> Iterator[Problem]:
     """Yields settings that latent attention does not support."""
     beside = "model.latent"
-    if model.positions != "rotary":
+    if not isinstance(model.positions, schema.Rotary):
         problem = f"rotates no channels, as {beside} needs"
-        yield Problem("model.positions", model.positions, problem, "use 'rotary'")
+        yield Problem("model.positions", "learned", problem, "use 'rotary'")
     if model.num_kv_heads != model.num_heads:
         problem = f"is not model.num_heads={model.num_heads}, as {beside} needs"
         yield Problem("model.num_kv_heads", model.num_kv_heads, problem, "use 0")
@@ -65,31 +67,33 @@ def rotation_problems(config: schema.Config, num_devices: int) -> Iterator[Probl
 
     Example:
         >>> scaling = schema.Yarn(factor=4.0)
-        >>> model = schema.Model(positions="rotary", rope_scaling=scaling)
+        >>> model = schema.Model(positions=schema.Rotary(scaling=scaling))
         >>> print(*rotation_problems(schema.Config(model=model), 1))
-        model.rope_scaling.original_length=0 is missing for kind='yarn'; give the \
+        model.positions.scaling.original_length=0 is missing for kind='yarn'; give the \
 longest sequence of the training before
     """
-    model = config.model
-    if model.positions != "rotary":
+    model, positions = config.model, config.model.positions
+    if not isinstance(positions, schema.Rotary):
         return
-    size, given, scaling = model.head_size, model.rotary_size, model.rope_scaling
+    size, given, scaling = model.head_size, positions.size, positions.scaling
     if given > size:
         problem = f"exceeds the {size} channels of a head"
-        yield Problem("model.rotary_size", given, problem, f"use at most {size}, or 0")
+        yield Problem(
+            "model.positions.size", given, problem, f"use at most {size}, or 0"
+        )
     elif given % 2:
         problem = "is odd, and channels rotate in pairs"
-        yield Problem("model.rotary_size", given, problem, "make it even")
+        yield Problem("model.positions.size", given, problem, "make it even")
     if isinstance(scaling, schema.ExtendedRope) and not scaling.original_length:
         problem = f"is missing for kind={scaling.kind!r}"
         remedy = "give the longest sequence of the training before"
-        yield Problem("model.rope_scaling.original_length", 0, problem, remedy)
+        yield Problem("model.positions.scaling.original_length", 0, problem, remedy)
     match scaling:
         case schema.DynamicRope() if (given or size) == 2:
             problem = "needs more than the 2 channels of a head that rotate"
-            yield Problem("model.rope_scaling", "dynamic", problem, "use 'linear'")
+            yield Problem("model.positions.scaling", "dynamic", problem, "use 'linear'")
         case schema.Yarn():
-            yield from _yarn(scaling, model.rope_theta)
+            yield from _yarn(scaling, positions.theta)
         case schema.Llama3():
             yield from _bounds(scaling, "low_frequency_factor", "high_frequency_factor")
         case schema.Longrope():
@@ -100,13 +104,13 @@ def _yarn(scaling: schema.Yarn, theta: float) -> Iterator[Problem]:
     """Yields a base, bounds and scales of YaRN that contradict each other."""
     if theta <= 1:
         problem = "gives channels no wavelengths, which yarn compares"
-        yield Problem("model.rope_theta", theta, problem, "use more than 1")
+        yield Problem("model.positions.theta", theta, problem, "use more than 1")
     yield from _bounds(scaling, "beta_slow", "beta_fast")
     whole, given = scaling.mscale_all_dim, scaling.attention_factor
     if scaling.mscale and (given or not whole):
         other = f"attention_factor={given}" if given else f"mscale_all_dim={whole}"
         problem, remedy = f"has no effect with {other}", "leave it at 0.0"
-        yield Problem("model.rope_scaling.mscale", scaling.mscale, problem, remedy)
+        yield Problem("model.positions.scaling.mscale", scaling.mscale, problem, remedy)
 
 
 def _bounds(scaling: schema.RopeScaling, low: str, high: str) -> Iterator[Problem]:
@@ -114,20 +118,24 @@ def _bounds(scaling: schema.RopeScaling, low: str, high: str) -> Iterator[Proble
     least, most = getattr(scaling, low), getattr(scaling, high)
     if least >= most:
         problem = f"is not above {low}={least}"
-        yield Problem(f"model.rope_scaling.{high}", most, problem, "raise it")
+        yield Problem(f"model.positions.scaling.{high}", most, problem, "raise it")
 
 
 def _divisors(scaling: schema.Longrope, num_pairs: int) -> Iterator[Problem]:
     """Yields LongRoPE factors that are not one positive number per rotated pair."""
     if scaling.original_length == 1:
         problem = "gives no factor of queries and keys, which divides by its logarithm"
-        yield Problem("model.rope_scaling.original_length", 1, problem, "use 2 or more")
+        yield Problem(
+            "model.positions.scaling.original_length", 1, problem, "use 2 or more"
+        )
     for name in ("short_factors", "long_factors"):
         given = getattr(scaling, name)
         if len(given) != num_pairs or not all(0 < x < math.inf for x in given):
             problem = f"is not {num_pairs} numbers above 0, one for each pair of "
             problem += "channels that rotate"
-            yield Problem(f"model.rope_scaling.{name}", given, problem, "correct it")
+            yield Problem(
+                f"model.positions.scaling.{name}", given, problem, "correct it"
+            )
 
 
 def sliding_layers(model: schema.Model) -> tuple[bool, ...]:
@@ -207,8 +215,8 @@ def _window_problems(
         problem = "is not a pattern of model.attention='sparse'"
         remedy = f"{_NO_WINDOW}, or attention.pattern='local'"
         yield Problem("model.window.size", window.size, problem, remedy)
-    if window.rope_theta and model.positions != "rotary":
-        problem = f"has no effect with model.positions={model.positions!r}"
+    if window.rope_theta and not isinstance(model.positions, schema.Rotary):
+        problem = "has no effect with model.positions='learned'"
         remedy = "leave it at 0, or set model.positions to 'rotary'"
         yield Problem("model.window.rope_theta", window.rope_theta, problem, remedy)
     if every == 1:

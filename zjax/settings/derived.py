@@ -125,11 +125,9 @@ def fill_sizes(model: Any) -> None:
         "num_kv_heads": model.num_heads,
         "head_size": _head_size(model),
     }
-    if model.positions == "rotary":
-        sizes["max_positions"] = model.max_length
-    elif is_derived(model.max_positions):  # left from rotary positions
-        _set(model, max_positions=0)
     _set(model, **_derive(model, **sizes))
+    longest = _with_open(model.positions, max_positions=model.max_length)
+    _set(model, positions=longest)
     # After head_size, which may itself be derived.
     _set(model, **_derive(model, query_scale_size=model.head_size))
     if not model.vocab_size:  # else it is set, or taken from the data
@@ -142,7 +140,7 @@ def fill_sizes(model: Any) -> None:
 def _head_size(model: Any) -> int:
     """Channels per head: from latent sizes, or `embed_size` over heads."""
     if model.latent:
-        return model.latent.plain_size + model.rotary_size
+        return model.latent.plain_size + model.rotary.size
     return model.embed_size // max(1, model.num_heads)
 
 

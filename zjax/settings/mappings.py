@@ -65,9 +65,9 @@ def base() -> ml_collections.ConfigDict:
         1
     """
     config = _changeable(schema.Config(), schema.Config)
-    for path in renamed.SECTIONS:
+    for path, new in renamed.SECTIONS.items():
         section, _, name = path.rpartition(".")
-        operator.attrgetter(section)(config)[name] = Settings(type_safe=False)
+        operator.attrgetter(section)(config)[name] = _changeable(None, type_of(new))
     return config
 
 
@@ -183,8 +183,8 @@ def _is_default_of_off(values: Mapping[str, Any], path: str, value: Any) -> bool
         given = given.get(part) if is_mapping else getattr(given, part, None)
     if NONE not in kinds or choices.as_mapping(given) != choices.OFF:
         return False
-    reader = kinds[choices.readers(kinds, name)[0]]
-    return value == choices.default_of(reader, name)
+    readers = choices.readers(kinds, name)
+    return any(value == choices.default_of(kinds[kind], name) for kind in readers)
 
 
 def _merge(

@@ -32,12 +32,6 @@ NEEDS = (
         ("elementwise", "attention_and_mlp", "attention", "full"),
     ),
     Needs("model.mlp_chunk_tokens", "model.remat", ("attention", "full")),
-    Needs("model.first_position", "model.positions", ("learned",)),
-    Needs("model.rope_theta", "model.positions", ("rotary",)),
-    Needs("model.max_positions", "model.positions", ("rotary",)),
-    Needs("model.rotary_size", "model.positions", ("rotary",)),
-    Needs("model.rotary_pairs", "model.positions", ("rotary",)),
-    Needs("model.rope_scaling", "model.positions", ("rotary",)),
     Needs("model.query_key_norm_scope", "model.query_key_norm", (True,)),
     Needs("model.norm_position", "model.kind", ("decoder",)),
     Needs("data.path", "data.source", ("tokens",)),
@@ -50,7 +44,7 @@ def unread(config: schema.Config) -> set[str]:
     """Paths of settings that a run does not read.
 
     Example:
-        >>> "model.rope_theta" in unread(schema.Config())
+        >>> "precision.loss_scale.window" in unread(schema.Config())
         True
     """
     found = {

@@ -68,6 +68,12 @@ MOVED: dict[str, Moved] = {
     **_moved("evaluation", "evaluation.early_stopping", "patience", "min_improvement"),
     "observe.profile_start_step": Moved("observe.profile.start_step"),
     "observe.profile_num_steps": Moved("observe.profile.num_steps"),
+    "model.rope_theta": Moved("model.positions.theta"),
+    "model.rope_scaling": Moved("model.positions.scaling"),
+    "model.rotary_size": Moved("model.positions.size"),
+    "model.rotary_pairs": Moved("model.positions.pairs"),
+    "model.max_positions": Moved("model.positions.max_positions"),
+    "model.first_position": Moved("model.positions.first"),
     "model.sliding_window": Moved("model.window.size"),
     "model.full_attention_every": Moved("model.window.full_attention_every"),
     "model.local_rope_theta": Moved("model.window.rope_theta"),
@@ -88,6 +94,7 @@ SECTIONS = {
     "optimizer.cycle": "optimizer.schedule",
     "optimizer.range_test": "optimizer.schedule",
     "model.sparsity": "model.attention.pattern",
+    "model.rope_scaling": "model.positions.scaling",
     "buckets.pacing": "buckets.order.pacing",
 }
 """Sections by old paths, for settings that kept their names."""

@@ -690,6 +690,33 @@ RopeScaling = LinearRope | DynamicRope | Yarn | Llama3 | Longrope
 
 
 @section
+class Learned(Choice):
+    """Table of positions."""
+
+    first: Tokens = 0
+    """Row of the table for the first token: 2 in RoBERTa."""
+
+
+@section
+class Rotary(Choice):
+    """Rotations of queries and keys by position (RoPE, arXiv:2104.09864)."""
+
+    theta: Positive = 10_000.0
+    """Base of the wavelengths."""
+    scaling: RopeScaling | None = None
+    """Slower rotations, for sequences longer than in the training of the model."""
+    size: Width = 0
+    """Channels of each head that rotate, the first; 0 takes all."""
+    pairs: Literal["halves", "adjacent"] = "halves"
+    """Channels that rotate together: i of the first half and i of the second, as in
+    Llama, or 2 i and 2 i + 1, as in DeepSeek."""
+    max_positions: Tokens = 0
+    """Longest sequence that the model is for, which exports state and
+    `checkpoint.init_from` brings (`max_position_embeddings`); 0 takes
+    `model.max_length`."""
+
+
+@section
 class PerHead(Choice):
     """Pattern of live blocks that may differ from head to head."""
 
@@ -814,8 +841,8 @@ class Latent:
     """Latents of attention: narrow vectors that keys, values and queries come from.
 
     It is the attention of DeepSeek-V2 and -V3 (arXiv:2405.04434, section 2.1). The
-    last `model.rotary_size` channels of a head rotate, and all heads share the rotating
-    channels of keys.
+    last `model.positions.size` channels of a head rotate, and all heads share the
+    rotating channels of keys.
     """
 
     key_rank: SomeWidth = 512
@@ -959,7 +986,7 @@ class Model:
     """Fewer than `num_heads` is grouped-query attention, 1 multi-query; 0 takes all."""
     head_size: Width = 0
     """Channels per head; 0 takes `embed_size` over `num_heads`, or what `latent` and
-    `rotary_size` add up to."""
+    `positions.size` add up to."""
     query_key_norm: bool = False
     """Whether `norm` is applied to queries and keys."""
     query_key_norm_scope: Literal["head", "heads"] = "head"
@@ -972,9 +999,6 @@ class Model:
     GPT-2."""
     max_length: SomeTokens = 1_024
     """Longest sequence of this run."""
-    max_positions: Tokens = 0
-    """Longest sequence that a rotary model is for, which exports state and
-    `checkpoint.init_from` brings (`max_position_embeddings`); 0 takes `max_length`."""
     norm: Literal["layer_norm", "rms_norm"] = "layer_norm"
     norm_eps: Positive = 1e-5
     norm_position: Literal["input", "output", "both"] = "input"
@@ -982,20 +1006,10 @@ class Model:
     2, the output before it is added to the residual stream, or, as Gemma 2, both."""
     zero_centered_norm: bool = False
     """Whether norms multiply by 1 + scale, with scales that start at 0, as in Gemma."""
-    positions: Literal["learned", "rotary"] = "learned"
-    first_position: Tokens = 0
-    """Row of the table of learned positions for the first token: 2 in RoBERTa."""
+    positions: Learned | Rotary = Learned()
     num_token_types: Annotated[Tokens, NoneAt(0)] = 0
     """Rows of a table for `token_types` of a batch, such as first and second sentence;
     a batch without them has type 0. 0 has no table."""
-    rope_theta: Positive = 10_000.0
-    rope_scaling: RopeScaling | None = None
-    """Slower rotations, for sequences longer than in the training of the model."""
-    rotary_size: Width = 0
-    """Channels of each head that rotate, the first; 0 takes all."""
-    rotary_pairs: Literal["halves", "adjacent"] = "halves"
-    """Channels that rotate together: i of the first half and i of the second, as in
-    Llama, or 2 i and 2 i + 1, as in DeepSeek."""
     window: SlidingWindow | None = None
     attention_soft_cap: Annotated[NonNegative, NoneAt(0)] = 0.0
     """Bound of attention scores, by tanh before the softmax; 0 for none."""
@@ -1093,9 +1107,16 @@ class Model:
         return self.window.size if self.window else 0
 
     @property
+    def rotary(self) -> Rotary:
+        """Settings of rotary positions; the defaults for learned positions."""
+        return self.positions if isinstance(self.positions, Rotary) else Rotary()
+
+    @property
     def num_positions(self) -> int:
-        """Rows of the table of learned positions."""
-        return self.first_position + self.max_length
+        """Rows of the table of learned positions; 0 without a table."""
+        if isinstance(self.positions, Rotary):
+            return 0
+        return self.positions.first + self.max_length
 
     @property
     def has_input_bias(self) -> bool:
