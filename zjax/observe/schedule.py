@@ -89,7 +89,7 @@ def describe_pipeline(schedule: Schedule, *, recompute: bool) -> str:
 
     Example:
         >>> schedule = make_schedule("1f1b", num_stages=4, num_microbatches=8)
-        >>> print(describe_schedules(schedule, recompute=False).splitlines()[4])
+        >>> print(describe_pipeline(schedule, recompute=False).splitlines()[4])
         * 1f1b            33   27.3 %                7   activations of a stage
     """
     num_stages, num_microbatches = schedule.num_stages, schedule.num_microbatches

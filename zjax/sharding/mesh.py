@@ -185,7 +185,7 @@ def spec_for(logical: Logical, path: str, mesh: Mesh | AbstractMesh) -> Partitio
 
     Example:
         >>> from zjax.settings import schema
-        >>> mesh = meshes.abstract_mesh(schema.Mesh(tensor=2), 8)
+        >>> mesh = abstract_mesh(schema.Mesh(tensor=2), 8)
         >>> spec_for(("embed", "mlp"), "kernel", mesh)
         P(None, 'tensor')
     """
