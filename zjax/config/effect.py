@@ -23,16 +23,17 @@ def effect_problems(config: schema.Config, num_devices: int) -> Iterator[Problem
         ['data.path']
     """
     for setting, other, values in needs.NEEDS:
-        value, default = _value_and_default(config, setting)
-        given = choices.value_at(config, other)
-        # Values that the user did not write need not have an effect.
-        may_be_unused = derived.is_derived(value) or derived.is_offered(value)
-        if value != default and not may_be_unused and given not in values:
+        if (given := choices.value_at(config, other)) in values:
+            continue
+        found = _value_and_default(config, setting)
+        for field, value, default in _changed(*found, setting):
+            # Values that the user did not write need not have an effect.
+            if derived.is_derived(value) or derived.is_offered(value):
+                continue
             problem = f"has no effect with {other}={given!r}"
             one_of = " or ".join(map(repr, values))
             remedy = f"leave it at {default!r}, or set {other} to {one_of}"
-            value = choices.value_at(config, setting)
-            yield Problem(setting, value, problem, remedy)
+            yield Problem(field, choices.value_at(config, field), problem, remedy)
     yield from lengths.beside_problems(config)
     yield from _moments(config)
     yield from _vectors(config)
@@ -58,17 +59,19 @@ def user_optimizer_problems(config: schema.Config) -> Iterator[Problem]:
         yield Problem("buckets.learning_rate", rate, problem, remedy)
 
 
-def _changed(section: Any, default: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
+def _changed(value: Any, default: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
     """Yields path, value and default of each setting that is not at the default."""
-    if isinstance(section, choices.Choice) and section.kind != default.kind:
-        yield path, section.kind, default.kind
-        default = type(section)()
-    for name in choices.names(type(section)):
-        value, unset = getattr(section, name), getattr(default, name)
-        if dataclasses.is_dataclass(value) and dataclasses.is_dataclass(unset):
-            yield from _changed(value, unset, f"{path}.{name}")
-        elif value != unset:
-            yield f"{path}.{name}", value, unset
+    if not (dataclasses.is_dataclass(value) and dataclasses.is_dataclass(default)):
+        if value != default:
+            yield path, value, default
+        return
+    if isinstance(value, choices.Choice) and value.kind != default.kind:
+        yield path, value.kind, default.kind
+        default = type(value)()
+    for name in choices.names(type(value)):
+        yield from _changed(
+            getattr(value, name), getattr(default, name), f"{path}.{name}"
+        )
 
 
 def user_model_problems(config: schema.Config) -> Iterator[Problem]:

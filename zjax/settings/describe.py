@@ -28,7 +28,8 @@ def describe_config(config: schema.Config) -> str:
         left_out.add("num_steps")
     lines = []
     for path, section, value in _settings(config, ""):
-        if path not in left_out and not _is_absent(section, path, value):
+        is_read = not any(f"{path}.".startswith(f"{x}.") for x in left_out)
+        if is_read and not _is_absent(section, path, value):
             mark = "  # derived" * derived.is_derived(value)
             lines.append(f"config.{path} = {_literal(value)}{mark}\n")
     return "".join(lines)
