@@ -61,7 +61,8 @@ def user_optimizer_problems(config: schema.Config) -> Iterator[Problem]:
 
 def _changed(value: Any, default: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
     """Yields path, value and default of each setting that is not at the default."""
-    if not (dataclasses.is_dataclass(value) and dataclasses.is_dataclass(default)):
+    are_sections = all(map(dataclasses.is_dataclass, (value, default)))
+    if not are_sections:
         if value != default:
             yield path, value, default
         return
