@@ -6,7 +6,7 @@ import pytest
 
 from zjax.deepspeed import convert
 from zjax.deepspeed.sections import TABLE
-from zjax.deepspeed.table import If, To
+from zjax.deepspeed.table import If, No, To
 from zjax.settings import mappings
 
 NAMES = {bool: "true or false", int: "a whole number", float: "a number"}
@@ -34,7 +34,7 @@ def keys():
     """Section, path and default of each key of a known type."""
     for section in TABLE:
         for name, key in section.keys.items():
-            default = key.default if isinstance(key, To | If) else key
+            default = key.default if isinstance(key, To | If | No) else key
             if name and type(default) in NAMES:
                 yield section, f"{section.path}.{name}".strip("."), default
 
@@ -47,6 +47,16 @@ STRICT = [section.path for section in TABLE if section.is_strict]
 def test_the_table_has_the_keys_of_deepspeed():
     assert len(KEYS) > 180
     assert {"fp16", "bf16", "zero_optimization", "compile", "wandb"} <= {*STRICT}
+
+
+def test_a_batch_size_alone_sets_what_deepspeed_has_by_default():
+    assert convert({"train_batch_size": 8}).settings == {
+        "global_batch_size": 8,
+        "num_microbatches": 1,
+        "optimizer.clip_norm": 1.0,
+        "precision.compute_dtype": "float32",
+        "zero.stage": 0,
+    }
 
 
 @pytest.mark.parametrize("path", [path for path in KEYS if path not in CHANGED])
@@ -120,15 +130,15 @@ scheduler.params.total_num_steps=None is not given; give it: WarmupDecayLR ends 
 """
 """Problems, and after a bar keys beside the key at fault."""
 MAPPED = """
-zero_optimization.offload_optimizer.ratio=0.5 {'zero.optimizer_memory': 'auto'} | \
+zero_optimization.offload_optimizer.ratio=0.5 {'zero.offload': 'auto'} | \
 {'zero_optimization.offload_optimizer.device': 'cpu'}
 zero_optimization=True {'zero.stage': 1}
-zero_optimization.cpu_offload=True {'zero.optimizer_memory': 'pinned_host'}
-zero_optimization.cpu_offload_param=True {'zero.parameter_memory': 'pinned_host'}
+zero_optimization.cpu_offload=True {'zero.offload': 'pinned_host'}
+zero_optimization.cpu_offload_param=True {'zero.offload.parameter_memory': 'pinned_host'}
 zero_optimization.mics_shard_size=4 {'mesh.replica': -1, 'mesh.data': 4}
-zero_optimization.zero_hpz_partition_size=4 {'zero.shard_over_replica': True, \
-'mesh.replica': -1, 'mesh.data': 4, 'zero.secondary_partition': True}
-zero_optimization.zero_quantized_gradients=True {'zero.quantized_gradients': True} | \
+zero_optimization.zero_hpz_partition_size=4 {'mesh.replica': -1, \
+'mesh.data': 4, 'zero.replicas.secondary_partition': True}
+zero_optimization.zero_quantized_gradients=True {'zero.replicas.quantized_gradients': True} | \
 {'zero_optimization.zero_hpz_partition_size': 4}
 optimizer.params.weight_decay=0.1 {'optimizer.weight_decay': 0.1, \
 'optimizer.decay_vectors': True}

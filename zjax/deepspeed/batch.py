@@ -2,16 +2,7 @@
 
 import math
 
-from zjax.deepspeed.table import (
-    OFF,
-    If,
-    Meanings,
-    Section,
-    To,
-    Values,
-    derived,
-    refusal,
-)
+from zjax.deepspeed.table import If, Meanings, No, Section, To, Values, derived, refusal
 
 GLOBAL = "train_batch_size"
 MICRO = "train_micro_batch_size_per_gpu"
@@ -120,17 +111,16 @@ SECTIONS = (
             "sparse_gradients": If(DENSE, "gradients are dense"),
             "sequence_parallel_size": To(0, "mesh.sequence", least=1),
             "data_parallel_size": To(0, "mesh.data", least=1),
+            "use_data_before_expert_parallelism": No("the mesh has one order of axes"),
         },
         _steps,
-        unread={
-            "use_data_before_expert_parallelism": "the mesh has one order of its axes"
-        },
     ),
     Section(
         "elasticity",
         {
             "enabled": If(OURS),
-            "ignore_non_elastic_batch_info": False,
+            "ignore_non_elastic_batch_info": No("no other size is used", False),
+            "min_time": No("DeepSpeed does not use it"),
             "max_train_batch_size": To(2_000, "elasticity.max_batch_size"),
             "micro_batch_sizes": [2, 4, 6],
             "min_gpus": To(1, "elasticity.min_shards"),
@@ -141,11 +131,6 @@ SECTIONS = (
             "model_parallel_size": If("a batch shard is one device", default=1),
         },
         _elastic,
-        off=OFF,
-        unread={
-            "ignore_non_elastic_batch_info": "no other size is used",
-            "min_time": "DeepSpeed does not use it",
-        },
     ),
     Section(
         "tensor_parallel",

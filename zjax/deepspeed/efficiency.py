@@ -1,6 +1,6 @@
 """Sections of curricula, random-LTD, progressive layer drop and sparse attention."""
 
-from zjax.deepspeed.table import OFF, If, Meanings, Section, To, Values, refusal
+from zjax.deepspeed.table import If, Meanings, No, Section, To, Values, refusal
 
 ROUTING = "data_efficiency.data_routing"
 LTD = f"{ROUTING}.random_ltd"
@@ -147,13 +147,11 @@ SECTIONS = (
         "curriculum_learning",
         {**KEYS, "enabled": If("see its keys"), "curriculum_type": "seqlen"},
         _legacy,
-        off=OFF,
-        rest=OFF,
+        rest="DeepSpeed does not use it",
     ),
     Section(
         "data_efficiency",
         {"enabled": If("see its sections"), "seed": To(1234, "seed")},
-        off=OFF,
     ),
     *(Section(f"{METRICS}.{name}", KEYS, _metric) for name in LENGTHS),
     Section(METRICS, {}, _metrics),
@@ -167,8 +165,8 @@ SECTIONS = (
         },
         _random_ltd,
     ),
-    Section(ROUTING, {"enabled": False}, unread={"enabled": "see its section"}),
-    Section("data_efficiency", {"enabled": False}, rest=OFF),
+    Section(ROUTING, {"enabled": No("see its section", False)}),
+    Section("data_efficiency", {"enabled": False}, rest="its sections are off"),
     Section(
         "progressive_layer_drop",
         {
@@ -176,8 +174,7 @@ SECTIONS = (
             "theta": To(0.5, "layer_drop.theta"),
             "gamma": To(0.001, "layer_drop.gamma"),
         },
-        off=OFF,
-        rest=OFF,
+        rest="DeepSpeed does not use it",
     ),
     Section(
         "sparse_attention",

@@ -1,6 +1,6 @@
 """Sections of the optimizer, and of the scheduler that sets the learning rate."""
 
-from zjax.deepspeed.table import If, Meanings, Section, To, Values, derived, refusal
+from zjax.deepspeed.table import If, Meanings, No, Section, To, Values, derived, refusal
 
 SGD = ("sgd", "sgd_l2")
 ONE_BIT = ("onebit_adam", "zero_one_adam", "onebit_lamb")
@@ -23,14 +23,15 @@ KEPT_RATIOS = (*RATIOS, "coeff_beta", "factor_max", "factor_min", "factor_thresh
 TORCH_DECAY = 0.01
 """Default weight decay of torch.optim.AdamW, which `torch_adam` uses."""
 RULE, PARAMS = "optimizer.rule.", "optimizer.params."
+XLA, BITS = No("XLA compiles the update"), No("XLA sends the bits")
 NO_EFFECT = {
-    "torch_adam": "XLA compiles the update",
-    "fused": "XLA compiles the update",
-    "foreach": "XLA compiles the update",
-    "set_grad_none": "gradients are values",
-    "cuda_aware": "XLA sends the bits",
-    "comm_backend_name": "XLA sends the bits",
-    "": "it is empty",
+    "fused": XLA,
+    "foreach": XLA,
+    "set_grad_none": No("gradients are values"),
+    "cuda_aware": BITS,
+    "comm_backend_name": BITS,
+    "max_grad_norm": No(refusal("write it as gradient_clipping")),
+    "": No("it is empty"),
 }
 
 
@@ -223,9 +224,8 @@ LATE = refusal("use 0: a warm-up starts there"), "a warm-up starts at 0"
 SECTIONS = (
     Section(
         "optimizer",
-        {"type": ""},
+        {"type": "", "legacy_fusion": XLA},
         _optimizer,
-        unread={"legacy_fusion": "XLA compiles the update"},
     ),
     Section(
         "optimizer.params",
@@ -237,7 +237,7 @@ SECTIONS = (
             "eps": To(1e-8, f"{RULE}eps", (*CORRECTED, *ONE_BIT)),
             "momentum": To(0.0, f"{RULE}b1", SGD),
             "bias_correction": To(True, f"{RULE}bias_correction", CORRECTED),
-            "torch_adam": False,
+            "torch_adam": No("XLA compiles the update", False),
             "amsgrad": If(refusal("leave it out")),
             "freeze_step": To(100_000, f"{RULE}freeze_step", ONE_BIT[::2]),
             "var_freeze_step": To(100_000, f"{RULE}freeze_step", ONE_BIT[1:2]),
@@ -246,9 +246,9 @@ SECTIONS = (
             "local_step_scaler": To(32_678, f"{RULE}local_step_scaler", ONE_BIT[1:2]),
             "local_step_clipper": To(16, f"{RULE}local_step_clipper", ONE_BIT[1:2]),
             **RATIOS,
+            **NO_EFFECT,
         },
         _params,
-        unread=NO_EFFECT | {"max_grad_norm": refusal("write it as gradient_clipping")},
         kind=rule_of,
         instead=[None],
     ),

@@ -1,17 +1,10 @@
 """Sections of metric sinks, and keys that zjax does not read or support."""
 
-from zjax.deepspeed.table import (
-    OFF,
-    Meanings,
-    Outcome,
-    Section,
-    Values,
-    derived,
-    refusal,
-)
+from zjax.deepspeed import table
+from zjax.deepspeed.table import If, Meanings, No, Section, Values, derived, refusal
 
 SINKS = {"tensorboard": "tensorboard", "wandb": "wandb", "csv_monitor": "csv"}
-FILES = {"enabled": False, "output_path": "", "job_name": ""}
+FILES = {"enabled": If(None), "output_path": "", "job_name": ""}
 NO_EFFECT = {
     "wall_clock_breakdown": "metrics have the seconds of a step; see observe.profile",
     "memory_breakdown": "zjax plan prints the memory of every array",
@@ -35,7 +28,7 @@ COMPILE = (
 )
 COMET = ("project", "workspace", "api_key", "experiment_name", "experiment_key")
 COMET += ("online", "mode")
-WANDB = {"enabled": False, "group": None, "team": None, "project": ""}
+WANDB = {"enabled": If(None), "group": None, "team": None, "project": ""}
 TUNED = derived("zjax tune --ds_config=FILE tries what it would try")
 UNREAD = {
     "comms_logger": "zjax plan --collectives lists what a step sends",
@@ -97,9 +90,9 @@ def _unsupported(values: Values) -> Meanings | str:
     ]
     is_on = any(switches) or (name in ON_BY_DEFAULT and not switches)
     if not is_on or not found.given(name):
-        return OFF
+        return "it is off"
     found.need(name, "is not supported", UNSUPPORTED[name])
-    refused = Outcome("not supported", UNSUPPORTED[name])
+    refused = table.Outcome("not supported", UNSUPPORTED[name])
     return {"": refused, "*": refused}
 
 
@@ -117,7 +110,6 @@ SECTIONS = (
             name,
             WANDB if name == "wandb" else FILES,
             _sink,
-            off=OFF,
             rest=refusal("leave it out"),
             is_strict=True,
         )
@@ -133,5 +125,5 @@ SECTIONS = (
         Section(name, CHECKED.get(name, {}), rest=why, is_strict=name in CHECKED)
         for name, why in UNREAD.items()
     ),
-    Section("", unread=NO_EFFECT),
+    Section("", {key: No(why) for key, why in NO_EFFECT.items()}),
 )

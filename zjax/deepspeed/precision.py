@@ -2,7 +2,7 @@
 
 import math
 
-from zjax.deepspeed.table import OFF, If, Meanings, Section, Values, derived, refusal
+from zjax.deepspeed.table import If, Meanings, No, Section, Values, derived, refusal
 from zjax.settings.derived import offered
 
 NAMES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
@@ -84,7 +84,7 @@ def _brain(values: Values) -> Meanings | str:
         )
     if values["enabled"] and values.found["fp16.enabled"]:
         values.found.need("bf16.enabled", "is on with fp16.enabled", "keep one of them")
-    return {} if values["enabled"] else OFF
+    return {"enabled": {COMPUTE: "bfloat16"}} if values["enabled"] else "it is off"
 
 
 def _unclear(values: Values, keys: dict[str, If]) -> Meanings:
@@ -118,7 +118,10 @@ def _sent(values: Values) -> Meanings | str:
 
 FEW = refusal("use fp32 or bf16")
 UNKNOWN = refusal(f"use one of {', '.join(NAMES)}", "is not a choice")
-MEANS = "losses are means before they are added"
+SUMS, MEANS = (
+    "sums are as reduce_dtype says",
+    "losses are means before they are added",
+)
 SECTIONS = (
     Section(
         "fp16",
@@ -129,23 +132,22 @@ SECTIONS = (
             "loss_scale_window": 1_000,
             "hysteresis": 2,
             "min_loss_scale": 1,
-            "auto_cast": False,
+            "auto_cast": No("inputs have the dtype of the computation", False),
             **HALF,
         },
         _half,
-        unread={"auto_cast": "inputs have the dtype of the computation"},
         is_strict=True,
     ),
     *(
         Section(
             name,
-            {"enabled": If({COMPUTE: "bfloat16"}), "immediate_grad_update": False}
-            | BRAIN,
-            _brain,
-            unread={
-                "": "it is off",
-                "immediate_grad_update": "gradients are added in any case",
+            {
+                "": No("it is off"),
+                "enabled": False,
+                "immediate_grad_update": No("gradients are added in any case", False),
+                **BRAIN,
             },
+            _brain,
             is_strict=True,
             instead=[None],
         )
@@ -153,23 +155,22 @@ SECTIONS = (
     ),
     Section(
         "torch_autocast",
-        {"enabled": If("see dtype"), "dtype": "bfloat16"},
+        {
+            "enabled": If("see dtype"),
+            "dtype": "bfloat16",
+            "lower_precision_safe_modules": No("norms and softmax are in float32"),
+        },
         _autocast,
-        off=OFF,
-        unread={"lower_precision_safe_modules": "norms and softmax are in float32"},
     ),
     Section(
         "",
         {
             "data_types.grad_accum_dtype": "",
             "communication_data_type": "",
-            "seq_parallel_communication_data_type": "fp32",
+            "seq_parallel_communication_data_type": No(SUMS, "fp32"),
+            "prescale_gradients": No(MEANS),
+            "gradient_predivide_factor": No(MEANS),
         },
         _sent,
-        unread={
-            "seq_parallel_communication_data_type": "sums are as reduce_dtype says",
-            "prescale_gradients": MEANS,
-            "gradient_predivide_factor": MEANS,
-        },
     ),
 )

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from zjax.deepspeed.reading import leaves
 from zjax.errors import Problem
 
-AUTO, OFF = "auto", "its section is off"
+AUTO = "auto"
 _MISSING = object()
 _NAMES = {bool: "true or false", int: "a whole number", float: "a number"}
 _NAMES |= {str: "a text", list: "a list"}
@@ -65,24 +65,29 @@ class If(NamedTuple):
     of: Sequence[str] = ()
 
 
+class No(NamedTuple):
+    """Key with one meaning for all values; numbers are 0 or more, fractions up to 1."""
+
+    why: Meaning
+    default: Any = None
+
+
 @dataclasses.dataclass(frozen=True)
 class Section:
     """Table of a section of a ds_config."""
 
     # Dotted path; "" for the outermost object.
     path: str
-    # What each key becomes, or its default in DeepSpeed, or a function that finds the
-    # default. The type of the default is the type of the key; None takes any value.
+    # Rows of keys, or defaults of DeepSpeed, or functions that find defaults, for keys
+    # that `read` knows. The type of a default is the type of the key; None is any.
     keys: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     # Finds the meanings of keys, or the reason why the section is not read.
     read: Callable[["Values"], Meanings | str] = lambda values: {}
     _: dataclasses.KW_ONLY
-    # Reason why the section is not read if its key `enabled` is off.
-    off: str = ""
+    # Reason why no key is read while the row `enabled` is off.
+    off: str = "its section is off"
     # Meaning of further keys.
     rest: Meaning = None
-    # Meanings of keys that are not read.
-    unread: Mapping[str, Meaning] = dataclasses.field(default_factory=dict)
     # Finds the kind that `To.of` names.
     kind: Callable[["Values"], str] = lambda values: ""
     # Whether DeepSpeed checks names and types even if the section is off.
@@ -138,7 +143,7 @@ class Conversion:
         self._known = dict[str, list[str]]({"": []})
         for section in table:
             known = self._known.setdefault(section.path, [])
-            known += [x.partition(".")[0] for x in (*section.keys, *section.unread)]
+            known += [name.partition(".")[0] for name in section.keys]
             for name, default in section.keys.items():
                 self._defaults[_join(section.path, name)] = default
             parent, _, name = section.path.rpartition(".")
@@ -178,7 +183,7 @@ class Conversion:
     def _default(self, path: str) -> Any:
         """DeepSpeed's value of a missing key."""
         default = self._defaults[path]
-        default = default.default if isinstance(default, To | If) else default
+        default = default.default if isinstance(default, To | If | No) else default
         return default(Values(self, "")) if callable(default) else default
 
     def given(self, path: str) -> bool:
@@ -241,7 +246,8 @@ class Conversion:
             elif path in self._defaults:
                 self[path]  # refuses a wrong type
         values = Values(self, section.path)
-        is_off = section.off and not values["enabled"]
+        is_switched = isinstance(section.keys.get("enabled"), If)
+        is_off = is_switched and not values["enabled"]
         found = section.off if is_off else section.read(values)
         meanings = {} if isinstance(found, str) else self._rows_of(section) | found
         rest = found if isinstance(found, str) else meanings.pop("*", section.rest)
@@ -249,11 +255,21 @@ class Conversion:
             path = _join(section.path, name)
             if meaning is not None or self.is_auto(path):
                 self._judge(path, meaning or AS_THE_RUN)
-        for name, meaning in section.unread.items():
-            self._record(_join(section.path, name), meaning)
+        for name, key in section.keys.items():
+            if isinstance(key, No):
+                path = _join(section.path, name)
+                self._record(path, self._out_of_range(path) or key.why)
         for path in self.inside(section.path) if rest else ():
             is_open = self.is_auto(path) and path.endswith(".enabled")
             self._record(path, AS_THE_RUN if is_open else rest)
+
+    def _out_of_range(self, path: str) -> Outcome | None:
+        """Refusal of a negative number, and of a fraction above 1."""
+        number = self[path]
+        if type(number) is int and number < 0:
+            return refusal("use 0 or more", "is out of range")
+        is_outside = type(number) is float and not 0 <= number <= 1
+        return refusal("use 0 to 1", "is out of range") if is_outside else None
 
     def _rows_of(self, section: Section) -> Meanings:
         """Meanings of keys that need no function."""

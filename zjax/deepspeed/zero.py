@@ -3,57 +3,51 @@
 from typing import Any
 
 from zjax.deepspeed import table
-from zjax.deepspeed.table import If, Meanings, Section, Values, derived, refusal
+from zjax.deepspeed.table import If, Meanings, No, Section, Values, derived, refusal
 
 ZERO = "zero_optimization"
 STAGE_3 = "stage3_"
 """Prefix of names that DeepSpeed knows without it as well."""
 MEMORIES = {"none": "", "cpu": "pinned_host", "nvme": "nvme"}
 SCHEDULED = "XLA schedules and combines the messages"
-SWITCHES = {
-    "overlap_comm": SCHEDULED,
-    "stage3_use_all_reduce_for_fetch_params": SCHEDULED,
-    "stage3_allgather_sequential": SCHEDULED,
-    "use_multi_rank_bucket_allreduce": SCHEDULED,
-    "allgather_partitions": SCHEDULED,
-    "reduce_scatter": SCHEDULED,
-    "mics_hierarchical_params_gather": SCHEDULED,
-    "contiguous_gradients": "shardings replace flat buffers",
-    "round_robin_gradients": "shardings replace flat buffers",
-    "load_from_fp32_weights": "a checkpoint holds the masters",
-    "elastic_checkpoint": "a checkpoint opens on any mesh",
-    "ignore_unused_parameters": "unused parameters have zero gradients",
-    "stage3_gather_16bit_weights_on_model_save": "zjax export gathers weights",
-    "stage3_gather_fp16_weights_on_model_save": "zjax export gathers weights",
-    "memory_efficient_linear": "XLA compiles the layers",
-    "pipeline_loading_checkpoint": "arrays are read onto their shards",
-    "override_module_apply": "models are functions",
-    "log_trace_cache_warnings": "nothing is traced at run time",
-    "enable_sanity_checks": "shardings are checked before a run",
-    "save_muon_momentum_buffer_in_memory": "zero.offload places all state",
-    "grad_hooks": "gradients are values",
-    "cpu_offload_use_pin_memory": "host memory is pinned",
-}
-COUNTS = {
-    "allgather_bucket_size": SCHEDULED,
-    "reduce_bucket_size": SCHEDULED,
-    "stage3_prefetch_bucket_size": SCHEDULED,
-    "stage3_max_live_parameters": SCHEDULED,
-    "stage3_max_reuse_distance": SCHEDULED,
-    "stage3_module_granularity_threshold": SCHEDULED,
-    "sub_group_size": "updates run array by array",
-    "stage3_model_persistence_threshold": "small arrays stay whole, however many",
-}
-"""Reasons why switches and whole numbers are not needed."""
-ON_HOST = {
-    "cpu_offload": {"zero.offload": "pinned_host"},
-    "cpu_offload_params": {"zero.offload.parameter_memory": "pinned_host"},
-    "cpu_offload_param": {"zero.offload.parameter_memory": "pinned_host"},
+EXPORTED = "zjax export gathers weights"
+UNREAD = {
+    "overlap_comm": No(SCHEDULED, False),
+    "stage3_use_all_reduce_for_fetch_params": No(SCHEDULED, False),
+    "stage3_allgather_sequential": No(SCHEDULED, False),
+    "use_multi_rank_bucket_allreduce": No(SCHEDULED, False),
+    "allgather_partitions": No(SCHEDULED, False),
+    "reduce_scatter": No(SCHEDULED, False),
+    "mics_hierarchical_params_gather": No(SCHEDULED, False),
+    "allgather_bucket_size": No(SCHEDULED, 0),
+    "reduce_bucket_size": No(SCHEDULED, 0),
+    "stage3_prefetch_bucket_size": No(SCHEDULED, 0),
+    "stage3_max_live_parameters": No(SCHEDULED, 0),
+    "stage3_max_reuse_distance": No(SCHEDULED, 0),
+    # DeepSpeed takes negative numbers, too.
+    "stage3_module_granularity_threshold": No(SCHEDULED),
+    "sub_group_size": No("updates run array by array", 0),
+    "stage3_model_persistence_threshold": No("small arrays stay whole", 0),
+    "contiguous_gradients": No("shardings replace flat buffers", False),
+    "round_robin_gradients": No("shardings replace flat buffers", False),
+    "load_from_fp32_weights": No("a checkpoint holds the masters", False),
+    "elastic_checkpoint": No("a checkpoint opens on any mesh", False),
+    "ignore_unused_parameters": No("unused parameters have zero gradients", False),
+    "stage3_gather_16bit_weights_on_model_save": No(EXPORTED, False),
+    "stage3_gather_fp16_weights_on_model_save": No(EXPORTED, False),
+    "memory_efficient_linear": No("XLA compiles the layers", False),
+    "pipeline_loading_checkpoint": No("arrays are read onto their shards", False),
+    "override_module_apply": No("models are functions", False),
+    "log_trace_cache_warnings": No("nothing is traced at run time", False),
+    "enable_sanity_checks": No("shardings are checked before a run", False),
+    "save_muon_momentum_buffer_in_memory": No("all state is in one memory", False),
+    "grad_hooks": No("gradients are values", False),
+    "cpu_offload_use_pin_memory": No("host memory is pinned", False),
 }
 LEAST_SHARDED = f"{STAGE_3}param_persistence_threshold"
 AIO = ("block_size", "queue_depth", "intra_op_parallelism", "thread_count")
 AIO += ("single_submit", "overlap_events", "use_gds")
-DISKS = "requests follow from the disks; see zjax bench --nvme"
+DISKS = No("requests follow from the disks; see zjax bench --nvme")
 LEAVE = refusal("leave it out")
 ZENFLOW = refusal("leave it out; zero.offload.delay_updates_from overlaps updates, too")
 LOCO = refusal("leave it out: int4 gradients have no error feedback here")
@@ -65,6 +59,7 @@ def _both(keys: dict[str, Any]) -> dict[str, Any]:
 
 
 def _zero(values: Values) -> Meanings | str:
+    """Meanings of the stage and of older names."""
     stage = derived("a true section is stage 1", {"zero.stage": 1})
     is_section = values[""] in (None, False)
     shards = is_section and (values["stage"] == 3 or values.is_auto("stage"))
@@ -76,10 +71,6 @@ def _zero(values: Values) -> Meanings | str:
         least = {"zero.min_shard_elements": values[key]}
         if values.given(key):
             meanings[key] = least if shards else "the stage is below 3"
-    for key in _both(COUNTS):
-        # DeepSpeed takes any granularity.
-        if values[key] < 0 and "granularity" not in key:
-            meanings[key] = _OUTSIDE
     return meanings | _across_nodes(values)
 
 
@@ -103,21 +94,24 @@ def _across_nodes(values: Values) -> Meanings:
     return meanings
 
 
-_OUTSIDE = refusal("use 0 or more", "is out of range")
-_OFFLOAD = {"device": "none", "nvme_path": "", "buffer_count": 5, "pin_memory": True}
-_OPTIMIZER = _OFFLOAD | dict.fromkeys(("pipeline_read", "pipeline_write"), False)
-_OPTIMIZER |= {"fast_init": False, "super_offload": If(LEAVE)}
-_OPTIMIZER |= {"ratio": 1.0, "cpuadam_cores_perc": 0.8}
-_PARAM = _OFFLOAD | {"buffer_size": 100_000_000, "max_in_cpu": 1_000_000_000}
-_OFFLOAD_UNREAD = {
-    "pin_memory": "host memory is pinned",
-    "buffer_count": "buffers follow from the arrays",
-    "buffer_size": "buffers follow from the arrays",
-    "max_in_cpu": "arrays that fit stay in memory",
-    "fast_init": "arrays are made where they stay",
-    "pipeline_read": "reads overlap the update",
-    "pipeline_write": "writes overlap the update",
-    "cpuadam_cores_perc": "updates run on the device",
+OFFLOAD = {
+    "": None,
+    "device": "none",
+    "nvme_path": "",
+    "pin_memory": No("host memory is pinned", True),
+    "buffer_count": No("buffers follow from the arrays", 5),
+}
+OPTIMIZER = OFFLOAD | {
+    "ratio": 1.0,
+    "super_offload": If(LEAVE),
+    "fast_init": No("arrays are made where they stay", False),
+    "pipeline_read": No("reads overlap the update", False),
+    "pipeline_write": No("writes overlap the update", False),
+    "cpuadam_cores_perc": No("updates run on the device", 0.8),
+}
+PARAM = OFFLOAD | {
+    "buffer_size": No("buffers follow from the arrays", 100_000_000),
+    "max_in_cpu": No("arrays that fit stay in memory", 1_000_000_000),
 }
 
 
@@ -143,45 +137,40 @@ def _offload(name: str, setting: str, keys: dict[str, Any]) -> Section:
             meanings["nvme_path"] = {"zero.offload.nvme_paths": (disk,)}
         if "ratio" in keys:
             meanings["ratio"] = "all of it"
-            if values["ratio"] != 1 and device == "cpu":
+            if not 0 <= values["ratio"] <= 1:
+                meanings["ratio"] = refusal("use 0 to 1", "is out of range")
+            elif values["ratio"] != 1 and device == "cpu":
                 note = "as much stays on the devices as is free there"
                 meanings["ratio"] = derived(note, {"zero.offload": "auto"})
                 meanings["device"] = derived("see ratio")
             elif values["ratio"] != 1:
                 meanings["ratio"] = refusal("use 1.0, or the device cpu")
-        for key in keys:
-            value = values[key]
-            if type(value) is int and value < 0:
-                meanings[key] = _OUTSIDE
-            if type(value) is float and not 0 <= value <= 1:
-                meanings[key] = refusal("use 0 to 1", "is out of range")
         return meanings
 
-    return Section(
-        path,
-        {"": None, **keys},
-        read,
-        unread={key: why for key, why in _OFFLOAD_UNREAD.items() if key in keys},
-        is_strict=True,
-        instead=[None, table.AUTO],
-    )
+    return Section(path, keys, read, is_strict=True, instead=[None, table.AUTO])
 
 
 SECTIONS = (
-    _offload("offload_optimizer", "zero.offload", _OPTIMIZER),
-    _offload("offload_param", "zero.offload.parameter_memory", _PARAM),
+    _offload("offload_optimizer", "zero.offload", OPTIMIZER),
+    _offload("offload_param", "zero.offload.parameter_memory", PARAM),
     Section(
         ZERO,
-        _both(dict.fromkeys(SWITCHES, False) | dict.fromkeys(COUNTS, 0))
-        | _both({LEAST_SHARDED: 100_000})
-        | {key: If(settings) for key, settings in ON_HOST.items()}
-        | dict.fromkeys(("zero_quantized_weights", "zero_quantized_gradients"), False)
-        | {"": None, "stage": 0, "zero_hpz_partition_size": 1, "mics_shard_size": -1}
-        | dict.fromkeys(
-            ("legacy_stage1", "zero_quantized_nontrainable_weights"), If(LEAVE)
-        ),
+        {
+            **_both(UNREAD),
+            **_both({LEAST_SHARDED: 100_000}),
+            "": None,
+            "stage": 0,
+            "cpu_offload": If({"zero.offload": "pinned_host"}),
+            "cpu_offload_params": If({"zero.offload.parameter_memory": "pinned_host"}),
+            "cpu_offload_param": If({"zero.offload.parameter_memory": "pinned_host"}),
+            "zero_hpz_partition_size": 1,
+            "zero_quantized_weights": False,
+            "zero_quantized_gradients": False,
+            "zero_quantized_nontrainable_weights": If(LEAVE),
+            "mics_shard_size": -1,
+            "legacy_stage1": If(LEAVE),
+        },
         _zero,
-        unread=_both(SWITCHES | COUNTS),
         is_strict=True,
         instead=[True, False],
     ),
@@ -189,9 +178,9 @@ SECTIONS = (
     Section(f"{ZERO}.leaf_module", rest="experts are one array"),
     Section(
         f"{ZERO}.zeropp_loco_param",
-        unread={"": "it is off"},
+        {"": No("it is off")},
         rest=LOCO,
         instead=[None],
     ),
-    Section("aio", unread=dict.fromkeys(AIO, DISKS)),
+    Section("aio", dict.fromkeys(AIO, DISKS)),
 )
