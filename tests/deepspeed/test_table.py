@@ -134,12 +134,13 @@ zero_optimization.offload_optimizer.ratio=0.5 {'zero.offload': 'auto'} | \
 {'zero_optimization.offload_optimizer.device': 'cpu'}
 zero_optimization=True {'zero.stage': 1}
 zero_optimization.cpu_offload=True {'zero.offload': 'pinned_host'}
-zero_optimization.cpu_offload_param=True {'zero.offload.parameter_memory': 'pinned_host'}
+zero_optimization.cpu_offload_param=True {'zero.offload.parameter_memory': \
+'pinned_host'}
 zero_optimization.mics_shard_size=4 {'mesh.replica': -1, 'mesh.data': 4}
 zero_optimization.zero_hpz_partition_size=4 {'mesh.replica': -1, \
 'mesh.data': 4, 'zero.replicas.secondary_partition': True}
-zero_optimization.zero_quantized_gradients=True {'zero.replicas.quantized_gradients': True} | \
-{'zero_optimization.zero_hpz_partition_size': 4}
+zero_optimization.zero_quantized_gradients=True {'zero.replicas.quantized_gradients': \
+True} | {'zero_optimization.zero_hpz_partition_size': 4}
 optimizer.params.weight_decay=0.1 {'optimizer.weight_decay': 0.1, \
 'optimizer.decay_vectors': True}
 optimizer.params.weight_decay='auto' {'optimizer.decay_vectors': True}
