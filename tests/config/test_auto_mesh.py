@@ -4,7 +4,6 @@ import ml_collections
 import pytest
 from absl import flags as absl_flags
 
-from tests.support.refusals import case, refusal
 from zjax.config import flags, load_config
 from zjax.errors import ConfigError
 from zjax.settings import schema
@@ -72,34 +71,6 @@ def test_another_word_is_refused():
         "replica, data, expert, sequence, tensor, names, rules"
     )
     assert zero.startswith("zero='auto' is a str; expected a mapping with any of ")
-
-
-RULES = [
-    case(
-        "mesh=auto",
-        "mesh='auto' is chosen by zjax.Trainer, for the built-in models only; give "
-        "sizes, such as mesh.data=-1",
-        id="all",
-    ),
-    case(
-        "mesh.tensor=0",
-        "mesh.tensor=0 is chosen by zjax.Trainer, for the built-in models only; give "
-        "a size",
-        id="one",
-    ),
-    case(
-        "mesh.data=0;mesh.tensor=-2",
-        "mesh.data=0 is out of range; use 1 or more, or -1 for the rest\n"
-        "mesh.tensor=-2 is out of range; use 1 or more, -1 for the rest, or 0 for zjax "
-        "to choose",
-        id="out-of-range",
-    ),
-]
-
-
-@pytest.mark.parametrize(("overrides", "num_devices", "message"), RULES)
-def test_what_nobody_has_chosen_is_refused(overrides, num_devices, message):
-    assert refusal(overrides, num_devices) == message
 
 
 def test_mesh_of_open_axes_cannot_be_laid_out():

@@ -7,115 +7,12 @@ import math
 import pytest
 
 from tests.support.proposals import CONFIGS
-from tests.support.refusals import case, refusal
 from zjax import config as zconfig
 from zjax.config import effect, gin
 from zjax.errors import ConfigError
 from zjax.optim import build
 from zjax.settings import mappings, needs, schema
 from zjax.settings.mappings import to_mapping
-
-EFFECT = [
-    case(
-        "precision.compute_dtype=float32;precision.reduce_dtype=float32",
-        "precision.reduce_dtype='float32' has no effect with "
-        "precision.compute_dtype='float32'; leave it at 'compute', or set "
-        "precision.compute_dtype to 'bfloat16' or 'float16'",
-        id="reduce-dtype-in-float32",
-    ),
-    case(
-        "zero.stage=3;precision.reduce_dtype=float32",
-        "precision.reduce_dtype='float32' cannot reduce gradients of split parameters "
-        "(zero.stage=3); use 'compute', or zero.stage=2",
-        id="reduce-dtype-at-stage-3",
-    ),
-    case(
-        "num_microbatches=2;precision.grad_sum_dtype=bfloat16;"
-        "precision.reduce_dtype=float32",
-        "precision.reduce_dtype='float32' is wider than "
-        "precision.grad_sum_dtype='bfloat16'; make both 'float32'",
-        id="reduce-dtype-wider-than-the-sum",
-    ),
-    case(
-        "precision.loss_scale.window=5;precision.loss_scale.hysteresis=1",
-        "precision.loss_scale.window=5 has no effect with "
-        "precision.compute_dtype='bfloat16'; leave it at 1000, or set "
-        "precision.compute_dtype to 'float16'\n"
-        "precision.loss_scale.hysteresis=1 has no effect with "
-        "precision.compute_dtype='bfloat16'; leave it at 2, or set "
-        "precision.compute_dtype to 'float16'",
-        id="loss-scale-in-bfloat16",
-    ),
-    case(
-        "optimizer.schedule=constant;optimizer.schedule.final_fraction=0",
-        "optimizer.schedule.final_fraction=0.0 has no effect with "
-        "optimizer.schedule='constant'; leave it out, or set optimizer.schedule to "
-        "'linear' or 'cosine' or 'wsd' or 'warmup_cosine_lr'",
-        id="final-rate-of-constant",
-    ),
-    case(
-        "optimizer.schedule.decay_fraction=0.3",
-        "optimizer.schedule.decay_fraction=0.3 has no effect with "
-        "optimizer.schedule='cosine'; leave it out, or set optimizer.schedule to "
-        "'wsd'",
-        id="decay-fraction-of-cosine",
-    ),
-    case(
-        "optimizer.rule=adafactor;optimizer.rule.b1=0.5",
-        "optimizer.rule.b1=0.5 has no effect with optimizer.rule='adafactor'; leave "
-        "it out, or set optimizer.rule to 'adamw' or 'adam' or 'lamb' or 'lion' or "
-        "'sgd' or 'sgd_l2' or 'muon' or 'onebit_adam' or 'onebit_lamb' or "
-        "'zero_one_adam'",
-        id="b1-of-adafactor",
-    ),
-    case(
-        "optimizer.rule=sgd;optimizer.rule.b2=0.5;optimizer.rule.eps=1",
-        "optimizer.rule.b2=0.5 has no effect with optimizer.rule='sgd'; leave it "
-        "out, or set optimizer.rule to 'adamw' or 'adam' or 'lamb' or 'lion' or "
-        "'muon' or 'onebit_adam' or 'onebit_lamb' or 'zero_one_adam'\n"
-        "optimizer.rule.eps=1.0 has no effect with optimizer.rule='sgd'; leave it "
-        "out, or set optimizer.rule to 'adamw' or 'adam' or 'lamb' or 'muon' or "
-        "'onebit_adam' or 'onebit_lamb' or 'zero_one_adam'",
-        id="b2-and-eps-of-sgd",
-    ),
-    case(
-        "optimizer.rule=adafactor;optimizer.rule.moment_dtype=int8",
-        "optimizer.rule.moment_dtype='int8' has no effect with "
-        "optimizer.rule='adafactor'; leave it out, or set optimizer.rule to 'adamw' "
-        "or 'adam' or 'lamb' or 'lion' or 'sgd' or 'sgd_l2' or 'muon'",
-        id="moments-of-adafactor",
-    ),
-    case(
-        "optimizer.rule=sgd;optimizer.rule.b1=0;optimizer.rule.moment_dtype=bfloat16",
-        "optimizer.rule.moment_dtype='bfloat16' has no effect with "
-        "optimizer.rule.b1=0.0; leave it at 'float32', or set optimizer.rule.b1 above "
-        "0",
-        id="moments-without-momentum",
-    ),
-    case(
-        "optimizer.weight_decay=0;optimizer.decay_vectors=True",
-        "optimizer.decay_vectors=True has no effect with optimizer.weight_decay=0.0; "
-        "leave it at False, or set optimizer.weight_decay above 0",
-        id="vectors-without-decay",
-    ),
-    case(
-        "model.positions.theta=1",
-        "model.positions.theta=1.0 has no effect with model.positions='learned'; leave "
-        "it out, or set model.positions to 'rotary'",
-        id="theta-of-learned",
-    ),
-    case(
-        "data.path=x",
-        "data.path='x' has no effect with data.source='standard_library'; "
-        "leave it at '', or set data.source to 'tokens'",
-        id="path-of-standard-library",
-    ),
-]
-
-
-@pytest.mark.parametrize(("overrides", "num_devices", "message"), EFFECT)
-def test_setting_without_effect(overrides, num_devices, message):
-    assert refusal(overrides, num_devices) == message
 
 
 def test_every_need_names_settings_and_choices_of_the_schema():

@@ -76,35 +76,27 @@ def test_binding_without_a_file():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        pytest.param(
-            [],
-            "config='' is not given; use --config=quickstart, or --gin_file",
-            id="nothing",
-        ),
-        pytest.param(
+        ([], "config='' is not given; use --config=quickstart, or --gin_file"),
+        (
             ["--config=a.py", "--gin_file=b.gin"],
             "config='a.py' conflicts with --gin_file=b.gin; "
             "use either --config or Gin, not both",
-            id="two-files",
         ),
-        pytest.param(
+        (
             ["--config.seed=1", "--gin=config.seed=2"],
             "config='config.seed=1' conflicts with --gin=config.seed=2; "
             "use either --config or Gin, not both",
-            id="change-and-binding",
         ),
-        pytest.param(
+        (
             ["--config.zero.stagee=1", "--config.mesh.tensor=x", "--config.observe=1"],
             "mesh.tensor='x' is a str; expected int\n"
             "observe=1 is an int; expected a mapping with any of sinks, "
             "project, log_every_steps, plot, profile, peak_tflops\n"
             "zero.stagee=1 is not a setting; did you mean zero.stage?",
-            id="all-mistakes",
         ),
-        pytest.param(
+        (
             ["--config=x.json"],
             "config='x.json' does not exist; give the path of a file",
-            id="missing-file",
         ),
     ],
 )

@@ -19,41 +19,21 @@ SYNTAX = "write config.section.name = value, strings in quotes"
 @pytest.mark.parametrize(
     ("binding", "path", "value"),
     [
-        pytest.param("config.seed=3", "seed", 3, id="top-level"),
-        pytest.param("config.zero.stage=3", "zero.stage", 3, id="section"),
-        pytest.param("config.directory='a'", "directory", "a", id="text"),
-        pytest.param(
-            "config.optimizer.rule.eps=1", "optimizer.rule.eps", 1.0, id="int"
-        ),
-        pytest.param("config.mesh.data=-1", "mesh.data", -1, id="negative"),
-        pytest.param(
-            "config.optimizer.clip_norm=%inf",
-            "optimizer.clip_norm",
-            math.inf,
-            id="infinity-is-a-macro",
-        ),
-        pytest.param(
-            "config.optimizer.clip_norm=1e999",
-            "optimizer.clip_norm",
-            math.inf,
-            id="overflow-is-infinity",
-        ),
-        pytest.param(
-            "config.observe.sinks=('csv',)", "observe.sinks", ("csv",), id="tuple"
-        ),
-        pytest.param(
-            "config.observe.sinks=['csv', 'jsonl']",
-            "observe.sinks",
-            ("csv", "jsonl"),
-            id="list",
-        ),
-        pytest.param(
+        ("config.seed=3", "seed", 3),
+        ("config.zero.stage=3", "zero.stage", 3),
+        ("config.directory='a'", "directory", "a"),
+        ("config.optimizer.rule.eps=1", "optimizer.rule.eps", 1.0),
+        ("config.mesh.data=-1", "mesh.data", -1),
+        ("config.optimizer.clip_norm=%inf", "optimizer.clip_norm", math.inf),
+        ("config.optimizer.clip_norm=1e999", "optimizer.clip_norm", math.inf),
+        ("config.observe.sinks=('csv',)", "observe.sinks", ("csv",)),
+        ("config.observe.sinks=['csv', 'jsonl']", "observe.sinks", ("csv", "jsonl")),
+        (
             "config.optimizer.groups=({'pattern': 'x'},)",
             "optimizer.groups",
             (schema.ParamGroup(pattern="x"),),
-            id="groups",
         ),
-        pytest.param("config.zero:\n  stage = 3\n", "zero.stage", 3, id="block"),
+        ("config.zero:\n  stage = 3\n", "zero.stage", 3),
     ],
 )
 def test_binding(binding, path, value):
@@ -100,62 +80,44 @@ def test_the_registry_of_gin_is_left_alone():
 @pytest.mark.parametrize(
     ("bindings", "message"),
     [
-        pytest.param(
+        (
             ["config.zero.stagee = 1", "config.seed = 'a'"],
             "zero.stagee=1 is not a setting; did you mean zero.stage?\n"
             "seed='a' is a str; expected int",
-            id="settings-are-checked-like-any",
         ),
-        pytest.param(
+        (
             ["zero.stage = 3"],
             "zero.stage=3 is not a setting; did you mean config.zero.stage?",
-            id="no-prefix",
         ),
-        pytest.param(
+        (
             ["num_steps = 3"],
             "num_steps=3 is an unused macro; write config.num_steps if it is a setting",
-            id="unused-macro",
         ),
-        pytest.param(
-            ["config.seed = %x"],
-            "config.seed='%x' is not a macro; define it: x = ...",
-            id="unknown-macro",
-        ),
-        pytest.param(
-            ["x = %y", "y = %x", "config.seed = %x"],
-            f"gin='x = %y' {DEEP}",
-            id="macro-in-a-circle",
-        ),
-        pytest.param(
+        (["config.seed = %x"], "config.seed='%x' is not a macro; define it: x = ..."),
+        (["x = %y", "y = %x", "config.seed = %x"], f"gin='x = %y' {DEEP}"),
+        (
             ["config.seed = @print()"],
             f"config.seed='@print()' refers to code; {VALUES_ONLY}",
-            id="reference",
         ),
-        pytest.param(
+        (
             ["train/config.seed = 1"],
             f"train/config.seed=1 has a Gin scope; {VALUES_ONLY}",
-            id="scope",
         ),
-        pytest.param(
-            ["import os"], f"import='os' would run code; {VALUES_ONLY}", id="import"
-        ),
-        pytest.param(
+        (["import os"], f"import='os' would run code; {VALUES_ONLY}"),
+        (
             ["config.directory = runs"],
             "gin='config.directory = runs' is not Gin: "
             f"a string lacks its quotes, or a macro its %; {SYNTAX}",
-            id="no-quotes",
         ),
-        pytest.param(
+        (
             ["config.seed"],
             "gin='config.seed' is not Gin: "
             f"Couldn't parse statement, expected ':' or '='; {SYNTAX}",
-            id="no-value",
         ),
-        pytest.param(
+        (
             ["config.seed = (1,", "config.seed = 1 2"],
             f"gin='config.seed = (1,' is not Gin: {{bracket}}; {SYNTAX}\n"
             f"gin='config.seed = 1 2' is not Gin: Expected newline; {SYNTAX}",
-            id="two-syntax-errors",
         ),
     ],
 )

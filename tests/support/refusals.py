@@ -32,11 +32,6 @@ def each_refusal(messages):
     return pytest.mark.parametrize(("overrides", "message"), rows, ids=list(messages))
 
 
-def case(overrides, message, *, num_devices=8, id):
-    """A row of a table of refusals; overrides are separated by `;`."""
-    return pytest.param(overrides.split(";"), num_devices, message, id=id)
-
-
 def refusal(overrides, num_devices=8):
     """The whole text of the ConfigError."""
     with pytest.raises(errors.ConfigError) as error:
