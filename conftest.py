@@ -39,6 +39,7 @@ import pytest  # noqa: E402
 from jax._src import compiler  # noqa: E402
 from jax._src.interpreters import mlir  # noqa: E402
 
+pytest.register_assert_rewrite("tests.support")
 check_types = jaxtyping.jaxtyped
 
 

@@ -5,6 +5,7 @@ import pathlib
 
 import pytest
 
+from tests.support.refusals import config_error
 from zjax.checkpoint.weights import load_weights
 from zjax.config import base, load_config
 from zjax.config.gin import from_gin
@@ -38,12 +39,11 @@ def test_a_home_is_expanded_in_the_index_of_a_metric(home):
     metrics = ({"index": "~/a"}, {"index": "b"})
     found = load_config({"curriculum": {"metrics": metrics}}).curriculum.metrics
     assert [metric.index for metric in found] == [f"{home}/a", "b"]
-    with pytest.raises(ConfigError) as error:
-        load_config({"curriculum": {"metrics": ({"index": "gs://b/a"},)}})
-    assert str(error.value) == (
+    with config_error(
         "curriculum.metrics[0].index='gs://b/a' is not a path of a file system; give "
         "one on a disk, or where the bucket is mounted"
-    )
+    ):
+        load_config({"curriculum": {"metrics": ({"index": "gs://b/a"},)}})
 
 
 @pytest.mark.parametrize(
@@ -141,12 +141,11 @@ def test_what_cannot_be_opened_is_refused(path, problem):
 @pytest.mark.parametrize("url", ["gs://b/run", "s3://b/run"])
 def test_a_url_stays_one_when_pathlib_drops_a_slash(url):
     given = pathlib.Path(url)
-    with pytest.raises(ConfigError) as error:
-        local_path("directory", given)
-    assert str(error.value) == (
+    with config_error(
         f"directory='{given}' is not a path of a file system; give one on a disk, or "
         "where the bucket is mounted"
-    )
+    ):
+        local_path("directory", given)
 
 
 @pytest.mark.parametrize("path", ["a", "./~", "a:b", "c:/d", "x/gs://y"])

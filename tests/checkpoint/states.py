@@ -6,6 +6,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from zjax.checkpoint.store import Store
 from zjax.settings import schema
 from zjax.sharding import mesh as meshes
 from zjax.sharding.naming import path_of
@@ -67,6 +68,16 @@ def place(values, rows):
         return jax.device_put(pad(jnp.asarray(x), row), row.stored)
 
     return jax.tree.map(put, values, rows)
+
+
+def save(directory, values, *steps, keep_last=3, **where):
+    """A store of one state, saved as some steps, on devices of a plan."""
+    rows = make_rows(values, **where)
+    store = Store(str(directory), keep_last=keep_last)
+    for step in steps:
+        store.save(step, place(values, rows), rows, extra={"at": step})
+    store.close()
+    return store
 
 
 def assert_same(state, values, rows):

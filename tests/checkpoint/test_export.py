@@ -10,10 +10,11 @@ import pytest
 import safetensors.numpy
 
 from tests.checkpoint import states
+from tests.support.refusals import checkpoint_error, config_error
 from zjax.checkpoint.export import export_safetensors
 from zjax.checkpoint.store import Store
 from zjax.checkpoint.weights import load_weights
-from zjax.errors import CheckpointError, ConfigError
+from zjax.errors import CheckpointError
 
 PARAMS = states.make_params()
 FLAT = {
@@ -29,11 +30,7 @@ def store(tmp_path_factory):
     values = {"master": PARAMS | {"none": np.zeros((0, 3), np.float32)}}
     values["ema"] = {"embed": PARAMS["embed"] + 1}
     values["opt_state"] = {"embed": PARAMS["embed"] * 2}
-    rows = states.make_rows(values)
-    store = Store(str(tmp_path_factory.mktemp("store")))
-    store.save(1, states.place(values, rows), rows, extra={})
-    store.close()
-    return store
+    return states.save(tmp_path_factory.mktemp("store"), values, 1)
 
 
 @pytest.fixture(scope="module")
@@ -66,20 +63,14 @@ def test_export_casts_floating_point_only(store, tmp_path):
     assert tensors["frozen"].dtype == np.int32
 
 
-def test_averaged_weights_are_exported_where_they_are_kept(store, tmp_path):
+@pytest.mark.parametrize("part", [{}, {"part": "ema", "step": 1}])
+def test_averaged_weights_are_exported_where_they_are_kept(store, tmp_path, part):
     path = tmp_path / "auto.safetensors"
-    export_safetensors(store, str(path))
+    export_safetensors(store, str(path), **part)
     tensors = safetensors.numpy.load_file(path)
     np.testing.assert_array_equal(tensors["embed"], PARAMS["embed"] + 1)
     with safetensors.safe_open(path, framework="numpy") as file:
         assert file.metadata() == {"format": "flax", "part": "ema", "step": "1"}
-
-
-def test_export_of_another_part(store, tmp_path):
-    path = tmp_path / "ema.safetensors"
-    export_safetensors(store, str(path), part="ema", step=1)
-    tensors = safetensors.numpy.load_file(path)
-    np.testing.assert_array_equal(tensors["embed"], PARAMS["embed"] + 1)
 
 
 def test_export_holds_one_tensor_at_a_time(store, tmp_path, monkeypatch):
@@ -100,23 +91,18 @@ def test_export_holds_one_tensor_at_a_time(store, tmp_path, monkeypatch):
     assert most <= 2
 
 
-def test_export_of_a_part_that_is_not_there(store, tmp_path):
-    with pytest.raises(ConfigError) as error:
-        export_safetensors(store, str(tmp_path / "x"), part="schedule_free")
-    assert str(error.value) == (
+def test_export_of_no_such_part_or_where_nothing_can_be_written(store, tmp_path):
+    with config_error(
         "part='schedule_free' is not kept in this run; use auto, or one of ema, raw"
-    )
-
-
-def test_export_where_nothing_can_be_written(store, tmp_path):
+    ):
+        export_safetensors(store, str(tmp_path / "x"), part="schedule_free")
     (tmp_path / "file").write_text("")
     path = f"{tmp_path}/file/model.safetensors"
-    with pytest.raises(CheckpointError) as error:
-        export_safetensors(store, path, part="raw")
-    assert str(error.value) == (
+    with checkpoint_error(
         f"output='{path}' cannot be written (File exists); name a file in a writable "
         "directory with free space"
-    )
+    ):
+        export_safetensors(store, path, part="raw")
 
 
 def test_export_names_what_does_not_fit(tmp_path):
@@ -127,29 +113,17 @@ def test_export_names_what_does_not_fit(tmp_path):
             "small": jnp.zeros(2, jnp.int4),
         }
     }
-    rows = states.make_rows(values, 1)
-    store = Store(str(tmp_path))
-    store.save(1, states.place(values, rows), rows, extra={})
-    store.close()
-    with pytest.raises(CheckpointError) as error:
+    store = states.save(tmp_path, values, 1, num_devices=1)
+    with checkpoint_error(
+        "a.b='float32[2]' has the same name in safetensors as a/b; rename one of them\n"
+        "small='int4' is not a dtype of safetensors; export one of float64, float32, "
+        "float16, bfloat16, int64, int32, int16, int8, uint8, uint16, uint32, uint64, "
+        "bool, float8_e4m3fn, float8_e5m2"
+    ):
         export_safetensors(store, str(tmp_path / "x"))
-    assert str(error.value) == (
-        "a.b='float32[2]' has the same name in safetensors as a/b; "
-        "rename one of them\n"
-        "small='int4' is not a dtype of safetensors; export one of "
-        "float64, float32, float16, bfloat16, int64, int32, int16, int8, "
-        "uint8, uint16, uint32, uint64, bool, float8_e4m3fn, float8_e5m2"
-    )
 
 
-@pytest.mark.parametrize(
-    "target",
-    [
-        pytest.param({}, id="eight-devices"),
-        pytest.param({"num_devices": 1}, id="one-device"),
-        pytest.param({"memory": "pinned_host"}, id="host-memory"),
-    ],
-)
+@pytest.mark.parametrize("target", [{}, {"num_devices": 1}, {"memory": "pinned_host"}])
 def test_load_puts_slices_on_their_shards(exported, target):
     rows = states.make_rows(PARAMS, stage=3, **target)
     states.assert_same(load_weights(str(exported), rows), PARAMS, rows)
@@ -158,7 +132,7 @@ def test_load_puts_slices_on_their_shards(exported, target):
 def test_load_casts_to_the_plan(exported):
     halved = PARAMS | {"embed": PARAMS["embed"].astype(jnp.bfloat16)}
     rows = states.make_rows(halved)
-    states.assert_same(load_weights(str(exported), rows), halved, rows)
+    states.assert_same(load_weights(str(exported.parent), rows), halved, rows)
 
 
 def test_what_is_exported_can_be_loaded(store, tmp_path):
@@ -188,10 +162,7 @@ def test_a_hostile_index_is_refused_at_once(content, tmp_path):
 
 
 def write_shards(directory, weight_map):
-    for file in (
-        "model-00001-of-00002.safetensors",
-        "model-00002-of-00002.safetensors",
-    ):
+    for file in sorted({*weight_map.values()}):
         names = [name for name, place in weight_map.items() if place == file]
         tensors = {name: FLAT[name] for name in names if name in FLAT}
         safetensors.numpy.save_file(tensors, directory / file)
@@ -206,13 +177,7 @@ WEIGHT_MAP = {
 }
 
 
-def test_load_from_a_directory_of_shards(tmp_path):
-    write_shards(tmp_path, WEIGHT_MAP)
-    rows = states.make_rows(PARAMS)
-    states.assert_same(load_weights(str(tmp_path), rows), PARAMS, rows)
-
-
-def test_each_file_is_opened_once(tmp_path, monkeypatch):
+def test_each_file_of_a_directory_of_shards_is_opened_once(tmp_path, monkeypatch):
     """Fails if a file is opened again for each slice that a device needs."""
     write_shards(tmp_path, WEIGHT_MAP)
     opened, safe_open = [], safetensors.safe_open
@@ -222,22 +187,16 @@ def test_each_file_is_opened_once(tmp_path, monkeypatch):
         return safe_open(path, **options)
 
     monkeypatch.setattr(safetensors, "safe_open", counted)
-    load_weights(str(tmp_path), states.make_rows(PARAMS, stage=3))
+    rows = states.make_rows(PARAMS, stage=3)
+    states.assert_same(load_weights(str(tmp_path), rows), PARAMS, rows)
     assert sorted(opened) == sorted({*WEIGHT_MAP.values()})
-
-
-def test_load_from_a_directory_of_one_file(exported):
-    rows = states.make_rows(PARAMS)
-    states.assert_same(load_weights(str(exported.parent), rows), PARAMS, rows)
 
 
 def test_load_of_another_model_names_what_differs(exported):
     other = states.make_params(width=8)
     other["embeds"] = other.pop("embed")
     other["frozen"] = other["frozen"].astype(np.float32)
-    with pytest.raises(CheckpointError) as error:
-        load_weights(str(exported), states.make_rows(other))
-    assert str(error.value) == (
+    with checkpoint_error(
         f"blocks.0.kernel='float32[16,8]' is float32[16,6] in {exported}; make the two "
         "agree\n"
         f"embeds='float32[7,3]' is missing from {exported}; did you mean embed?\n"
@@ -246,7 +205,8 @@ def test_load_of_another_model_names_what_differs(exported):
         "the checkpoint, or add it to the model\n"
         f"checkpoint='{exported}' differs from this model in 4 arrays, 4 of them "
         "shown; use the configuration that wrote it, or another checkpoint"
-    )
+    ):
+        load_weights(str(exported), states.make_rows(other))
 
 
 REMEDY = (
@@ -256,25 +216,19 @@ REMEDY = (
 
 
 def test_load_of_what_is_not_there(tmp_path):
-    with pytest.raises(CheckpointError) as error:
-        load_weights(f"{tmp_path}/none", {})
-    assert str(error.value) == (
+    with checkpoint_error(
         f"checkpoint.init_from='{tmp_path}/none' does not exist; {REMEDY}"
-    )
-    with pytest.raises(CheckpointError) as error:
-        load_weights("/dev/zero", {})
-    assert str(error.value) == (
+    ):
+        load_weights(f"{tmp_path}/none", {})
+    with checkpoint_error(
         f"checkpoint.init_from='/dev/zero' is not a regular file; {REMEDY}"
-    )
-
-
-def test_load_of_a_directory_that_leaves_a_choice(tmp_path):
-    with pytest.raises(CheckpointError) as error:
-        load_weights(str(tmp_path), {})
-    assert str(error.value) == (
+    ):
+        load_weights("/dev/zero", {})
+    with checkpoint_error(
         f"checkpoint.init_from='{tmp_path}' holds 0 safetensors files and 0 indices; "
         f"{REMEDY}"
-    )
+    ):
+        load_weights(str(tmp_path), {})
 
 
 @pytest.mark.parametrize("keep", [0, 7, 60, -1], ids=lambda keep: f"{keep}-bytes")
@@ -284,42 +238,33 @@ def test_load_of_a_truncated_file(exported, tmp_path, keep):
     with pytest.raises(CheckpointError) as error:
         load_weights(str(path), {})
     start, _, end = str(error.value).partition(" (")
-    assert start == (
-        f"checkpoint.init_from='{path}' is not a readable safetensors file"
-    )
+    assert start == f"checkpoint.init_from='{path}' is not a readable safetensors file"
     assert end.endswith(f"; {REMEDY}")
 
 
-def test_load_of_a_broken_index(tmp_path):
+def test_load_of_an_index_that_is_broken_or_leads_elsewhere(tmp_path):
     index = tmp_path / "model.safetensors.index.json"
     index.write_text("{}")
-    with pytest.raises(CheckpointError) as error:
-        load_weights(str(tmp_path), {})
-    assert str(error.value) == (
+    with checkpoint_error(
         f"checkpoint.init_from='{index}' is not an index of safetensors (KeyError: "
         f"'weight_map'); {REMEDY}"
-    )
-
-
-@pytest.mark.parametrize("file", ["../other/model.safetensors", "/model.safetensors"])
-def test_load_of_an_index_that_leads_elsewhere(file, tmp_path):
-    index = tmp_path / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"head": file}}))
-    with pytest.raises(CheckpointError) as error:
+    ):
         load_weights(str(tmp_path), {})
-    assert str(error.value) == (
-        f"checkpoint.init_from='{index}' names {file} for head, which is elsewhere; "
-        f"{REMEDY}"
-    )
+    for file in ("../other/model.safetensors", "/model.safetensors"):
+        index.write_text(json.dumps({"weight_map": {"head": file}}))
+        with checkpoint_error(
+            f"checkpoint.init_from='{index}' names {file} for head, which is "
+            f"elsewhere; {REMEDY}"
+        ):
+            load_weights(str(tmp_path), {})
 
 
 def test_load_of_an_index_that_promises_more(tmp_path):
     first = "model-00001-of-00002.safetensors"
     write_shards(tmp_path, WEIGHT_MAP | {"head": first})
     index = tmp_path / "model.safetensors.index.json"
-    with pytest.raises(CheckpointError) as error:
-        load_weights(str(tmp_path), states.make_rows(PARAMS))
-    assert str(error.value) == (
+    with checkpoint_error(
         f"checkpoint.init_from='{index}' names head, which {tmp_path / first} lacks; "
         f"{REMEDY}"
-    )
+    ):
+        load_weights(str(tmp_path), states.make_rows(PARAMS))

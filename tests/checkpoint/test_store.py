@@ -14,6 +14,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.checkpoint import states
+from tests.support.refusals import checkpoint_error
 from zjax.checkpoint import arrays, steps, writer
 from zjax.checkpoint.layout import Entry
 from zjax.checkpoint.store import Store
@@ -36,7 +37,7 @@ def save(directory, *steps, **options):
 @pytest.fixture(scope="module")
 def damaged(tmp_path_factory):
     """One checkpoint without checksums, whose index each test overwrites."""
-    directory = save(tmp_path_factory.mktemp("damaged"), (1, None)).directory
+    directory = states.save(tmp_path_factory.mktemp("damaged"), VALUES, 1).directory
     (directory / "1" / "sums").unlink()
     return directory
 
@@ -44,18 +45,18 @@ def damaged(tmp_path_factory):
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """One checkpoint written by 8 devices under ZeRO-2; nobody changes it."""
-    return save(tmp_path_factory.mktemp("saved"), (3, None))
+    return states.save(tmp_path_factory.mktemp("saved"), VALUES, 3)
 
 
 @pytest.mark.parametrize(
     "target",
     [
-        pytest.param({}, id="same-mesh"),
-        pytest.param({"num_devices": 4}, id="four-devices"),
-        pytest.param({"num_devices": 1}, id="one-device"),
-        pytest.param({"stage": 0}, id="stage-0"),
-        pytest.param({"memory": "pinned_host"}, id="host-memory"),
-        pytest.param({"replica": 2, "data": 2, "sequence": 2}, id="another-mesh"),
+        {},
+        {"num_devices": 4},
+        {"num_devices": 1},
+        {"stage": 0},
+        {"memory": "pinned_host"},
+        {"replica": 2, "data": 2, "sequence": 2},
     ],
 )
 def test_restores_bit_for_bit(saved, target):
@@ -66,18 +67,10 @@ def test_restores_bit_for_bit(saved, target):
 
 
 @pytest.mark.parametrize(
-    "source",
-    [
-        pytest.param({"num_devices": 2}, id="two-devices"),
-        pytest.param({"stage": 0}, id="stage-0"),
-        pytest.param({"memory": "pinned_host"}, id="host-memory"),
-    ],
+    "source", [{"num_devices": 2}, {"stage": 0}, {"memory": "pinned_host"}]
 )
 def test_restores_what_others_wrote(tmp_path, source):
-    rows = states.make_rows(VALUES, **source)
-    store = Store(str(tmp_path))
-    store.save(1, states.place(VALUES, rows), rows, extra={})
-    store.close()
+    store = states.save(tmp_path, VALUES, 1, **source)
     rows = states.make_rows(VALUES)
     states.assert_same(store.restore(rows)[0], VALUES, rows)
 
@@ -85,15 +78,9 @@ def test_restores_what_others_wrote(tmp_path, source):
 @pytest.mark.parametrize(
     ("losses", "options", "kept", "best"),
     [
-        pytest.param([None] * 4, {"keep_best": 0}, (3, 4), None, id="last-two"),
-        pytest.param([2.0, 1.0, None, 3.0, 4.0], {}, (2, 4, 5), 2, id="and-the-best"),
-        pytest.param(
-            [1.0, float("nan"), 2.0, 3.0],
-            {"keep_last": 1, "keep_best": 2},
-            (1, 3, 4),
-            1,
-            id="nan-is-no-loss",
-        ),
+        ([None] * 4, {"keep_best": 0}, (3, 4), None),
+        ([2.0, 1.0, None, 3.0, 4.0], {}, (2, 4, 5), 2),
+        ([1.0, float("nan"), 2.0, 3.0], {"keep_last": 1, "keep_best": 2}, (1, 3, 4), 1),
     ],
 )
 def test_keeps_the_last_and_the_best(tmp_path, losses, options, kept, best):
@@ -124,10 +111,7 @@ def test_casts_weights_on_request_only(saved):
 
 
 def test_saved_names_and_shapes_do_not_depend_on_the_mesh(saved, tmp_path):
-    rows = states.make_rows(VALUES, 1, stage=0)
-    store = Store(str(tmp_path))
-    store.save(3, states.place(VALUES, rows), rows, extra={})
-    store.close()
+    store = states.save(tmp_path, VALUES, 3, num_devices=1, stage=0)
     assert store.entries() == saved.entries()
     assert saved.entries()["master/embed"] == Entry((7, 3), "float32")
     assert "opt_state/0/mu/blocks/0/kernel" in saved.entries()
@@ -149,11 +133,7 @@ def test_state_may_be_donated_as_soon_as_save_returns(tmp_path):
 
 
 def test_another_model_is_refused_with_what_differs(tmp_path):
-    values = {"master": states.make_params()}
-    rows = states.make_rows(values)
-    store = Store(str(tmp_path))
-    store.save(3, states.place(values, rows), rows, extra={})
-    store.close()
+    store = states.save(tmp_path, {"master": states.make_params()}, 3)
     other = states.make_params(width=8)
     other["embeding"] = other.pop("embed")
     with pytest.raises(CheckpointError) as error:
@@ -174,12 +154,11 @@ def test_another_model_is_refused_with_what_differs(tmp_path):
 def test_a_directory_without_checkpoints(tmp_path):
     store = Store(str(tmp_path / "none"))
     assert (store.steps(), store.latest(), store.best()) == ((), None, None)
-    with pytest.raises(CheckpointError) as error:
-        store.restore(states.make_rows(VALUES))
-    assert str(error.value) == (
+    with checkpoint_error(
         f"checkpoint.directory='{tmp_path}/none' holds no complete checkpoint; give "
         "the directory that a run saved into, or start a new run"
-    )
+    ):
+        store.restore(states.make_rows(VALUES))
     assert not (tmp_path / "none").exists()
 
 
@@ -187,17 +166,11 @@ def test_a_file_is_not_a_directory(tmp_path):
     (tmp_path / "file").write_text("")
     rows = states.make_rows(VALUES)
     stores = Store(str(tmp_path / "file")), Store(str(tmp_path / "file" / "below"))
-    reads = lambda: stores[0].latest()  # noqa: E731
-    writes = lambda: stores[1].save(  # noqa: E731
-        1, states.place(VALUES, rows), rows, extra={}
-    )
-    for use, path in ((reads, "file"), (writes, "file/below")):
-        with pytest.raises(CheckpointError) as error:
-            use()
-        assert str(error.value) == (
-            f"checkpoint.directory='{tmp_path}/{path}' is not a directory; name a "
-            "directory, or one that can be created"
-        )
+    told = "is not a directory; name a directory, or one that can be created"
+    with checkpoint_error(f"checkpoint.directory='{tmp_path}/file' {told}"):
+        stores[0].latest()
+    with checkpoint_error(f"checkpoint.directory='{tmp_path}/file/below' {told}"):
+        stores[1].save(1, states.place(VALUES, rows), rows, extra={})
 
 
 def test_the_disk_is_named_where_the_directory_cannot_be_made(tmp_path, monkeypatch):
@@ -208,31 +181,25 @@ def test_the_disk_is_named_where_the_directory_cannot_be_made(tmp_path, monkeypa
 
     monkeypatch.setattr(os, "mkdir", refuse)
     rows = states.make_rows(VALUES)
-    with pytest.raises(CheckpointError) as error:
-        Store(str(tmp_path / "a")).save(1, states.place(VALUES, rows), rows, extra={})
-    assert str(error.value) == (
+    with checkpoint_error(
         f"checkpoint.step=1 could not be written to {tmp_path}/a (OSError: [Errno 30] "
         f"Read-only file system: '{tmp_path}/a'); make the file system writable, and "
         "run again: there is none before it"
-    )
+    ):
+        Store(str(tmp_path / "a")).save(1, states.place(VALUES, rows), rows, extra={})
 
 
-def test_a_step_that_is_not_there(saved):
-    with pytest.raises(CheckpointError) as error:
-        saved.restore(states.make_rows(VALUES), step=4)
-    assert str(error.value) == (
-        f"checkpoint.step=4 is not a checkpoint in {saved.directory}; use one of 3"
-    )
-
-
-def test_a_run_that_starts_over_in_a_used_directory(saved):
+def test_other_steps_than_the_saved_one(saved):
     rows = states.make_rows(VALUES)
-    with pytest.raises(CheckpointError) as error:
-        saved.save(3, states.place(VALUES, rows), rows, extra={})
-    assert str(error.value) == (
+    with checkpoint_error(
+        f"checkpoint.step=4 is not a checkpoint in {saved.directory}; use one of 3"
+    ):
+        saved.restore(rows, step=4)
+    with checkpoint_error(
         f"checkpoint.step=3 is not after step 3 in {saved.directory}; resume from "
         "there, or start in another directory"
-    )
+    ):
+        saved.save(3, states.place(VALUES, rows), rows, extra={})
 
 
 @pytest.mark.parametrize(
@@ -250,12 +217,11 @@ def test_the_only_step_damaged(damaged, index, cause):
     (damaged / "1" / "index" / "metadata").write_text(index)
     store = Store(str(damaged))
     for use in (store.best, store.extra, store.entries):
-        with pytest.raises(CheckpointError) as error:
-            use()
-        assert str(error.value) == (
+        with checkpoint_error(
             f"checkpoint.step=1 cannot be read from {damaged} ({cause}); there "
             "is no step before it: start in another directory"
-        )
+        ):
+            use()
 
 
 def test_the_cause_is_what_the_innermost_library_said(tmp_path):

@@ -1,6 +1,9 @@
-"""Commands that read checkpoints, and what they read besides."""
+"""Commands besides training: checkpoints, completion, disks."""
 
 import json
+import re
+import shutil
+import subprocess
 import types
 
 import jax
@@ -13,13 +16,19 @@ from tests.checkpoint import states
 from tests.run.test_ending import fit
 from tests.support import huggingface as golden
 from tests.support.command_line import typed
+from tests.support.refusals import config_error
 from zjax.checkpoint.store import Store
-from zjax.cli import commands
+from zjax.cli import commands, disks, main
+from zjax.cli.bench import state_bytes
 from zjax.cli.commands import chosen_step, read_prompts, rewind
+from zjax.cli.main import COMMANDS
+from zjax.cli.usage import completion_script
 from zjax.data import source
 from zjax.data.evaluation import EvaluationOrder
-from zjax.errors import ConfigError
+from zjax.errors import StorageError
 from zjax.files import MAX_TEXT_BYTES
+from zjax.storage.array import DiskArray
+from zjax.train.state import TrainState
 
 
 @pytest.fixture(autouse=True)
@@ -30,17 +39,12 @@ def parsed():
 
 def test_rewind_names_what_it_sets_aside(tmp_path, monkeypatch, capsys):
     """Fails if a run goes on from a later step than the chosen one."""
-    rows = states.make_rows({"w": np.zeros(3, np.float32)})
-    store = Store(str(tmp_path / "checkpoints"))
-    for number in (1, 2):
-        store.save(number, states.place({"w": np.ones(3)}, rows), rows, extra={})
-    store.close()
+    states.save(tmp_path / "checkpoints", {"w": np.ones(3, np.float32)}, 1, 2)
     monkeypatch.setattr(flags.FLAGS["run"], "value", str(tmp_path))
-    with pytest.raises(ConfigError) as error:
-        rewind()
-    assert str(error.value) == (
+    with config_error(
         "--step='latest' is where a run goes on already; use best or a number"
-    )
+    ):
+        rewind()
     monkeypatch.setattr(flags.FLAGS["step"], "value", "1")
     rewind()
     assert capsys.readouterr().out == (
@@ -48,12 +52,6 @@ def test_rewind_names_what_it_sets_aside(tmp_path, monkeypatch, capsys):
         "`zjax train` goes on from step 1; remove what you do not need\n"
     )
     assert Store(str(tmp_path / "checkpoints")).latest() == 1
-
-
-def test_prompts_are_the_lines_of_a_file(tmp_path):
-    path = tmp_path / "prompts.txt"
-    path.write_text(" def f(\nimport\n")
-    assert read_prompts(str(path)) == [" def f(", "import"]
 
 
 @pytest.mark.parametrize(
@@ -73,12 +71,13 @@ def test_prompts_are_the_lines_of_a_file(tmp_path):
     ],
     ids=["empty", "blank-line", "bytes", "large"],
 )
-def test_a_file_that_holds_no_prompts(content, problem, tmp_path):
+def test_prompts_are_the_lines_of_a_file(content, problem, tmp_path):
     path = tmp_path / "prompts.txt"
+    path.write_text(" def f(\nimport\n")
+    assert read_prompts(str(path)) == [" def f(", "import"]
     path.write_bytes(content)
-    with pytest.raises(ConfigError) as error:
+    with config_error(f"--file='{path}' {problem}"):
         read_prompts(str(path))
-    assert str(error.value) == f"--file='{path}' {problem}"
 
 
 def test_chats_are_messages_of_a_user_or_records_of_a_file(tmp_path):
@@ -114,9 +113,8 @@ def test_chats_are_messages_of_a_user_or_records_of_a_file(tmp_path):
     ids=["no-message", "special-tokens"],
 )
 def test_flags_that_conversations_do_not_read_are_refused(words, message):
-    with typed(*words), pytest.raises(ConfigError) as error:
+    with typed(*words), config_error(message):
         commands.chats_given()
-    assert str(error.value) == message
 
 
 def test_a_checkpoint_of_hugging_face_is_evaluated_without_a_run(
@@ -175,3 +173,92 @@ def test_the_checkpoint_that_chat_names_ends_texts_too(monkeypatch, capsys):
     with typed("--chat=checkpoint", "--prompt=Two and two?"):
         commands.generate()
     assert seen == ["checkpoint"] and capsys.readouterr().out == "Four\n"
+
+
+@pytest.mark.skipif(not shutil.which("bash"), reason="needs bash")
+@pytest.mark.parametrize(
+    ("typed", "completed"),
+    [
+        ("tr", "train"),
+        ("data a", "analyze"),
+        ("train --ds", "--ds_config="),
+        ("generate --top", "--top_k= --top_p="),
+        ("generate --top_k=3 --see", "--seed="),
+        ("train --config.zero.sta", "--config.zero.stage="),
+        ("data prepare --val", "--validation_fraction="),
+        ("report --config", ""),
+    ],
+)
+def test_bash_completes(typed, completed):
+    words = ["zjax", *typed.split()]
+    script = completion_script("bash", COMMANDS)
+    quoted = " ".join(f"'{word}'" for word in words)
+    script += f"COMP_WORDS=({quoted}); COMP_CWORD={len(words) - 1}; _zjax\n"
+    script += 'echo "${COMPREPLY[@]}"\n'
+    done = subprocess.run(["bash"], input=script, capture_output=True, text=True)
+    assert (done.stdout.strip(), done.stderr) == (completed, "")
+
+
+def test_zsh_reads_the_script_of_bash():
+    script = completion_script("zsh", COMMANDS)
+    assert script.startswith("autoload -U +X compinit bashcompinit")
+    assert script.endswith(completion_script("bash", COMMANDS))
+
+
+def test_both_sides_move_all_bytes(tmp_path, monkeypatch):
+    """Fails if a side moves less than it is credited with."""
+    moved = {"write": 0, "read": 0}
+    write, read = DiskArray.write, DiskArray.to_devices
+
+    def counted_write(x, row):
+        moved["write"] += x.nbytes
+        return write(x, row)
+
+    def counted_read(self):
+        moved["read"] += self.nbytes
+        return read(self)
+
+    monkeypatch.setattr(DiskArray, "write", counted_write)
+    monkeypatch.setattr(DiskArray, "to_devices", counted_read)
+    size, rounds = 1 << 20, disks.WARM_UP_ROUNDS + disks.TIMED_ROUNDS
+    speed = disks.measure_disks((str(tmp_path),), array_bytes=size, num_arrays=3)
+    assert moved == {"write": 3 * rounds * size, "read": 3 * rounds * size}
+    for spread in (speed.write, speed.read, speed.raw_write, speed.raw_read):
+        assert spread.n == disks.TIMED_ROUNDS
+        assert 0 < spread.min <= spread.median <= spread.max
+    assert re.search(r"write +\S+ \[.*\] +\S+ \[.*\] +\d", disks.describe_disks(speed))
+
+
+def test_plain_files_hold_what_is_counted(tmp_path):
+    with pytest.raises(StorageError, match="'/nowhere' is not a directory"):
+        disks.measure_disks(("/nowhere",))
+    files = disks._Files((str(tmp_path),), 1 << 20, num_files=5)
+    files.write()
+    assert [path.stat().st_size for path in files.files] == [1 << 20] * 5
+    files.read()
+    files.remove()
+    assert not any(path.exists() for path in files.files)
+
+
+def test_command(tmp_path, monkeypatch, capsys):
+    measure = disks.measure_disks
+
+    def small(paths):
+        return measure(paths, array_bytes=1 << 20, num_arrays=2)
+
+    given = flags.FlagValues()
+    flags.DEFINE_list("nvme", [str(tmp_path)], "", flag_values=given)
+    given.mark_as_parsed()
+    monkeypatch.setattr(main, "measure_disks", small)
+    monkeypatch.setattr(main.flags, "FLAGS", given)
+    main.bench()
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert json.loads(line.removeprefix("RESULT "))["name"] == str(tmp_path)
+
+
+def test_two_int4_share_a_byte():
+    """NumPy counts a byte for each, and so would the state of a QLoRA run."""
+    zero = jnp.int32(0)
+    codes = {"codes": jnp.zeros((3, 5), jnp.int4), "scales": jnp.zeros(3, jnp.bfloat16)}
+    state = TrainState(zero, zero, codes, opt_state=(), model_state={})
+    assert state_bytes(state, jax.local_devices()[0]) == 8 + 3 * 2 + 2 * 4

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from tests.support import small_run
+from tests.support.refusals import config_error, package_error
 from zjax.cli.harness import Scorer, evaluate_with_harness
 from zjax.config import load_config
 from zjax.data.prompts import Prompts
 from zjax.data.tokenizer import load_tokenizer, train_bpe
-from zjax.errors import ConfigError, PackageError
 
 ROWS = [
     ([5, 6, 7], [8, 9]),
@@ -68,12 +68,11 @@ def test_what_the_model_writes_is_what_it_finds_most_likely(trainer):
 
 
 def test_a_continuation_longer_than_the_model_is_refused(trainer):
-    with pytest.raises(ConfigError) as error:
-        Scorer(trainer).score([([1], [2] * 17)])
-    assert str(error.value) == (
+    with config_error(
         "continuation='...' has 17 tokens, more than model.max_length=16; "
         "score it in windows"
-    )
+    ):
+        Scorer(trainer).score([([1], [2] * 17)])
 
 
 def test_a_text_may_be_as_long_as_the_positions(trainer, tmp_path):
@@ -129,21 +128,19 @@ def test_a_text_without_context_follows_the_prefix(trainer):
 def test_an_encoder_is_refused(trainer):
     encoder = copy.copy(trainer)
     encoder.config = load_config(trainer.config, "model.kind=encoder")
-    with pytest.raises(ConfigError) as error:
-        Scorer(encoder)
-    assert str(error.value) == (
+    with config_error(
         "model.kind='encoder' writes no text; give a run of the built-in decoder"
-    )
+    ):
+        Scorer(encoder)
 
 
 def test_without_the_harness_the_package_is_named(trainer, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(PackageError) as error:
-        evaluate_with_harness(trainer, ["any"])
-    assert str(error.value) == (
+    with package_error(
         "package='lm_eval' is not installed, and tasks of the evaluation harness need "
         "it; pip install lm_eval"
-    )
+    ):
+        evaluate_with_harness(trainer, ["any"])
 
 
 def test_tasks_of_the_harness_have_the_scores_of_their_rows(trainer, tmp_path):

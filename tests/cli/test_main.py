@@ -20,17 +20,14 @@ from safetensors import numpy as safetensors
 
 from tests.support import huggingface as golden
 from tests.support import programs, small_run
+from tests.support.refusals import listed
 from zjax.cli import main
 from zjax.config import describe_config, load_config
 from zjax.huggingface import adapter_settings
 from zjax.run.trainer import Trainer
 
 ROOT = pathlib.Path(__file__).parents[2]
-TWICE = (
-    "checkpoint.every_steps=4",
-    "evaluation.every_steps=4",
-    small_run.EVALUATED,
-)
+TWICE = ("checkpoint.every_steps=4", "evaluation.every_steps=4", small_run.EVALUATED)
 """Settings of a run that is evaluated, and saved, twice."""
 ZJAX = (sys.executable, "-m", "zjax")
 EACH_IN_A_FORK = """
@@ -274,15 +271,12 @@ def test_plan_for_devices_that_are_not_here_is_an_estimate(tmp_path, settings):
         "--gin=config.global_batch_size=1024",
         "--gin=config.mesh.tensor=2",
     )
+    rows = run("plan", "--num_params=7.5e9").splitlines()
+    assert rows[-3].split() == ["64", "120", "31.4", "16.6", "1.88"]  # of the paper
     out = run("plan", settings, *more, f"--output={tmp_path / 'plan.png'}")
     assert "on 1024 devices (estimate: the devices are not here)" in out
     assert "whole over tensor=2: " in out
     assert "a step compiled" not in out
-
-
-def test_plan_prints_the_table_of_the_paper():
-    rows = run("plan", "--num_params=7.5e9").splitlines()
-    assert rows[-3].split() == ["64", "120", "31.4", "16.6", "1.88"]
 
 
 def test_prepared_text_is_trained_on(tmp_path, settings):
@@ -348,121 +342,12 @@ def test_mistakes_end_with_their_remedies_and_without_a_traceback(settings):
     )
 
 
-REFUSED = {
-    "stray-words": (
-        ("train", "zero.stage=3", "--output=x"),
-        "zjax: command='zero.stage=3' is unknown to zjax train; did you mean "
-        "--config.zero.stage=3?\n--output='x' has no effect on zjax train; leave "
-        "it out; plan and tune and data prepare and data analyze and "
-        "export read it\n",
-    ),
-    "collectives-of-no-devices": (
-        (
-            "plan",
-            "--config=configs/quickstart.py",
-            "--num_devices=64",
-            "--collectives",
-        ),
-        "zjax: collectives=True needs a compiled step, and num_devices=64 compiles "
-        "none; use --simulated_devices, or the devices themselves\n",
-    ),
-    "collectives-of-no-model": (
-        ("plan", "--num_params=7e9", "--collectives"),
-        "zjax: --collectives=True has no effect with --num_params; leave it out\n",
-    ),
-    "numbers-without-bounds": (
-        ("plan", "--num_params=nan", "--num_devices=9999999999"),
-        "zjax: --num_devices=9999999999 is out of range; use 0 to 1048576\n"
-        "--num_params=nan is out of range; use 0 to 1000000000000000000\n",
-    ),
-    "settings-of-no-model": (
-        ("plan", "--num_params=7e9", "--num_devices=64", "--config.zero.stage=9"),
-        "zjax: --num_devices=64 has no effect with --num_params; leave it out\n"
-        "--config.zero.stage='9' has no effect with --num_params; leave it out\n",
-    ),
-    "settings-of-disks": (
-        ("bench", "--nvme=/nope", "--config.zero.stage=3"),
-        "zjax: --config.zero.stage='3' has no effect with --nvme; leave it out\n",
-    ),
-    "settings-beside-the-list-of-settings": (
-        ("config", "--gin_file=mine.gin", "--config.seed=5"),
-        "zjax: --gin_file=['mine.gin'] has no effect on zjax config; leave it out\n"
-        "--config.seed='5' has no effect on zjax config; leave it out\n",
-    ),
-    "settings-of-no-run": (
-        ("data", "prepare", "--input=x", "--output=y", "--config.data.length=8"),
-        "zjax: --config.data.length='8' has no effect on zjax data prepare; leave "
-        "it out\n",
-    ),
-    "settings-beside-those-of-a-run": (
-        ("evaluate", "--run=a", "--config=quickstart"),
-        "zjax: --config='quickstart' has no effect with --run, which has settings; "
-        "leave it out\n",
-    ),
-    "no-step": (
-        ("export", "--run=a", "--step=bset"),
-        "zjax: --step='bset' is not a step; use latest, best or a number\n",
-    ),
-    "no-best-step": (
-        ("export", "--run=/nope", "--step=best"),
-        "zjax: --step='best' has no checkpoint in /nope/checkpoints with a held-out "
-        "loss; use latest, or a number\n",
-    ),
-    "draws-out-of-range": (
-        ("generate", "--run=a", "--temperature=nan", "--top_p=0"),
-        "zjax: --temperature=nan is out of range; use 0 or more\n"
-        "--top_p=0.0 is out of range; use more than 0, and at most 1\n",
-    ),
-    "no-such-weights": (
-        ("evaluate", "--part=foo"),
-        "zjax: --part='foo' is not a choice; use one of auto, ema, schedule_free, "
-        "raw\n",
-    ),
-    "half-a-command": (
-        ("data",),
-        "zjax: command='data' is not complete; use zjax data prepare or zjax data "
-        "analyze\n",
-    ),
-    "nearly-a-command": (
-        ("trian", "--config=configs/quickstart.py"),
-        "zjax: command='trian' is not a command; did you mean train?\n",
-    ),
-    "nearly-two-words": (
-        ("data", "prepar", "--input=x"),
-        "zjax: command='data prepar' is not a command; did you mean data prepare?\n",
-    ),
-    "help-of-no-command": (
-        ("help", "exprt"),
-        "zjax: command='exprt' is not a command; did you mean export?\n",
-    ),
-    "prompt-and-file": (
-        ("generate", "--run=a", "--file=b", "--prompt=c"),
-        "zjax: --prompt='c' has no effect with --file; leave it out\n",
-    ),
-    "no-file": (
-        ("generate", "--run=a", "--file=/nope.txt"),
-        "zjax: --file='/nope.txt' cannot be read (No such file or directory); "
-        "give a text with a prompt a line\n",
-    ),
-    "a-file-of-no-end": (
-        ("generate", "--run=a", "--file=/dev/zero"),
-        "zjax: --file='/dev/zero' cannot be read (it is not a regular file); "
-        "give a text with a prompt a line\n",
-    ),
-    "generate-from-nothing": (
-        ("generate", "--config=configs/quickstart.py", "--config.directory=/nope"),
-        "zjax: checkpoint.directory='/nope/checkpoints' holds no complete checkpoint; "
-        "give the directory that a run saved into, or start a new run\n",
-    ),
-}
-"""What is typed, and what is said to it."""
-
-
 def test_what_a_command_does_not_read_is_refused(tmp_path):
-    typed = {x: (*words, "--simulated_devices=8") for x, (words, _) in REFUSED.items()}
+    refused = listed("cli.txt")
+    typed = {x: (*shlex.split(x), "--simulated_devices=8") for x in refused}
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     found = run_each(tmp_path, typed)
-    assert found == {name: (2, message) for name, (_, message) in REFUSED.items()}
+    assert found == {words: (2, f"{said}\n") for words, said in refused.items()}
     assert not pathlib.Path("/nope").exists()
 
 
@@ -505,9 +390,10 @@ def test_launch_wants_a_number_and_a_command(tmp_path):
 
 def test_commands_are_listed_and_machines_described(tmp_path):
     names = "", "nonsense", "help", "report --simulated_devices=2", "config"
+    names += ("--version",)
     found = run_each(tmp_path, {f"zjax {name}": name.split() for name in names})
     codes, said = zip(*found.values(), strict=True)
-    assert codes == (0, 2, 0, 0, 0)
+    assert codes == (0, 2, 0, 0, 0, 0)
     for name, command in main.COMMANDS.items():
         assert f"\n  {name:14}{command.summary}\n" in said[0]
     assert said[1] == (
@@ -516,6 +402,8 @@ def test_commands_are_listed_and_machines_described(tmp_path):
     assert said[2] == said[0]
     assert "memory kinds" in said[3]
     assert "zero.stage" in said[4]
+    version = importlib.metadata.version
+    assert said[5] == f"zjax {version('zjax')}, jax {version('jax')}\n"
 
 
 def test_each_command_has_help_of_its_own_flags(tmp_path):
@@ -572,9 +460,3 @@ def test_help_of_a_flag_has_its_kind_choices_and_default(tmp_path):
     assert (
         "--input=TEXT Text, JSON, Parquet, Arrow, or a folder; may be repeated. --"
     ) in " ".join(found["prepare"][1].split())
-
-
-def test_versions_are_printed(tmp_path):
-    code, said = run_each(tmp_path, {"version": ("--version",)})["version"]
-    name = importlib.metadata.version
-    assert (code, said) == (0, f"zjax {name('zjax')}, jax {name('jax')}\n")

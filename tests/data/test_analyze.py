@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from tests.support import programs
+from tests.support.refusals import data_error, process_error
 from zjax.data import analyze, metrics, packing, source
-from zjax.errors import DataError, ProcessError
+from zjax.errors import ProcessError
 from zjax.settings import schema
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -263,36 +264,33 @@ def test_a_damaged_shard_is_computed_anew(tmp_path, monkeypatch, caplog):
     first.write_bytes(first.read_bytes()[:-8])
     second.write_bytes((folder / "values-0003").read_bytes())
     written = stop_at(monkeypatch, -1)
-    with caplog.at_level("WARNING", logger="absl"):
-        found = run("out", ["seqreo"])
+    found = run("out", ["seqreo"])
     assert {("values", 1), ("values", 2)} <= set(written)
     assert not {("values", 0), ("values", 3)} & set(written)
     assert pairs(found["seqreo"]) == expected(make_rows(), "seqreo")
     shard = f"shard='out/{folder.name}/values-000"
     remedy = "the same command computes it anew"
-    assert [record.getMessage() for record in caplog.records] == [
+    assert caplog.messages == [
         f"{shard}1' is truncated: 368 bytes, but its header says 376; {remedy}",
         f"{shard}2' is that of another; {remedy}",
     ]
 
 
 def test_a_metric_of_nan_is_named_with_its_sample(scores):
-    with pytest.raises(DataError) as error:
-        run(scores / "out", ["seqreo", "logged_scores:nan"], NumberedRows(45))
-    assert str(error.value) == (
+    with data_error(
         "metrics='logged_scores:nan' gives nan for sample 30; "
         "return a finite number of 0 or more"
-    )
+    ):
+        run(scores / "out", ["seqreo", "logged_scores:nan"], NumberedRows(45))
     assert list(scores.glob("out/*.index")) == []
 
 
 def test_a_process_that_dies_is_reported(scores):
-    with pytest.raises(ProcessError) as error:
-        run(scores / "out", ["logged_scores:die"], NumberedRows(9), num_processes=2)
-    assert str(error.value) == (
+    with process_error(
         "num_processes=2 lost a process, which was killed or could not start; "
         "type the same command again: finished shards remain"
-    )
+    ):
+        run(scores / "out", ["logged_scores:die"], NumberedRows(9), num_processes=2)
 
 
 def test_two_runs_do_not_write_the_same_shards(tmp_path):
@@ -307,22 +305,20 @@ def test_two_runs_do_not_write_the_same_shards(tmp_path):
 
 
 def test_a_token_beyond_the_vocabulary_is_refused(tmp_path):
-    with pytest.raises(DataError) as error:
-        run(tmp_path / "out", ["voc"], NumberedRows(45), vocab_size=40)
-    assert str(error.value) == (
+    with data_error(
         "token=41 in sample 40 is beyond the vocabulary of 40; prepare the data again"
-    )
+    ):
+        run(tmp_path / "out", ["voc"], NumberedRows(45), vocab_size=40)
 
 
 def test_an_index_is_not_replaced(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run("out", ["seqreo"])
     before = (tmp_path / "out" / "seqreo.index").read_bytes()
-    with pytest.raises(DataError) as error:
-        run("out", ["voc", "seqreo"], digest="efgh")
-    assert str(error.value) == (
+    with data_error(
         "output='out' holds seqreo.index already; remove it, or name another folder"
-    )
+    ):
+        run("out", ["voc", "seqreo"], digest="efgh")
     assert (tmp_path / "out" / "seqreo.index").read_bytes() == before
     run("out", ["voc"])
     files = sorted(path.name for path in (tmp_path / "out").iterdir())
@@ -331,56 +327,48 @@ def test_an_index_is_not_replaced(tmp_path, monkeypatch):
 
 def test_all_mistakes_are_named_at_once(tmp_path):
     names = ["seqreo", "rarity", "seqreo"]
-    with pytest.raises(DataError) as error:
-        run(tmp_path / "out", names, NumberedRows(0), num_processes=0, shard_rows=-1)
-    assert str(error.value) == (
+    with data_error(
         "metrics='rarity' is not a metric; use seqreo, voc, seqreo_voc, compression or "
         "module:function\n"
         "metrics='seqreo' is given twice; leave one out\n"
         "num_processes=0 is not a number of processes; use 1 or more\n"
         "shard_rows=-1 is not a number of samples; use 1 or more, or 0\n"
         "rows=0 is no data; use data.source='tokens' or 'standard_library'"
-    )
+    ):
+        run(tmp_path / "out", names, NumberedRows(0), num_processes=0, shard_rows=-1)
     assert not (tmp_path / "out").exists()
-    with pytest.raises(DataError) as error:
+    with data_error(f"digest='{'d' * 33}' is longer than 32 bytes; use a shorter one"):
         run(tmp_path / "out", ["seqreo"], digest="d" * 33)
-    assert str(error.value) == (
-        f"digest='{'d' * 33}' is longer than 32 bytes; use a shorter one"
-    )
-    with pytest.raises(DataError) as error:
-        run(tmp_path / "out", [])
-    assert str(error.value) == (
+    with data_error(
         "metrics='' names none; use some of seqreo, voc, seqreo_voc, compression"
-    )
+    ):
+        run(tmp_path / "out", [])
 
 
 def test_endless_data_is_refused(tmp_path):
     config = schema.Config(data=schema.Data(source="synthetic", length=8))
-    with pytest.raises(DataError) as error:
-        run(tmp_path / "out", ["seqreo"], source.open_rows(config, "train"))
-    assert str(error.value) == (
+    with data_error(
         "rows=1099511627776 is not below 1099511627776; "
         "use data.source='tokens' or 'standard_library'"
-    )
+    ):
+        run(tmp_path / "out", ["seqreo"], source.open_rows(config, "train"))
 
 
 @pytest.mark.parametrize(
     ("output", "problem"),
-    [
-        ("", "is empty; give a path; . is this directory"),
-        (
-            "file/out",
+    {
+        "": "is empty; give a path; . is this directory",
+        "file/out": (
             "cannot be written: Not a directory; name a folder that can be made, on a "
-            "disk with room",
+            "disk with room"
         ),
-    ],
+    }.items(),
 )
 def test_an_output_that_cannot_be_made(tmp_path, monkeypatch, output, problem):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError) as error:
+    with data_error(f"output='{output}' {problem}"):
         run(output, ["seqreo"])
-    assert str(error.value) == f"output='{output}' {problem}"
 
 
 @pytest.mark.parametrize(

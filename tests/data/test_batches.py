@@ -1,3 +1,5 @@
+"""Batches that are given: how they are wrapped, checked and placed."""
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -6,10 +8,13 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.reference import sampling
+from tests.support.refusals import data_error
 from tests.support.squares import Columns
 from zjax.data import batches as wrapping
 from zjax.data import evaluation, placement, sums
+from zjax.data.entries import check_batch, check_placed_values, entries_of
 from zjax.errors import DataError
+from zjax.models.build import make_model
 from zjax.settings import schema
 from zjax.typing import Entry
 
@@ -51,14 +56,15 @@ def test_columns_and_rows_are_sampled_by_seed_and_step(dataset):
             assert batch["x"].sharding.is_equivalent_to(shardings(batch["x"]), 2)
 
 
-def test_columns_of_unequal_rows_are_refused():
+def test_columns_without_rows_or_of_unequal_rows_are_refused():
+    with data_error("batches='Columns' has no rows; give one with rows"):
+        wrapping.wrap_batches(Columns({"x": []}), CONFIG, shardings)
     dataset = Columns({"x": [[1], [2, 3]]})
-    with pytest.raises(DataError) as error:
-        next(wrapping.wrap_batches(dataset, CONFIG, shardings))
-    assert str(error.value) == (
+    with data_error(
         "batches/x='object' is not a dtype of numbers (text, or rows of unequal "
         "length); turn it into token ids and pad them, or remove it"
-    )
+    ):
+        next(wrapping.wrap_batches(dataset, CONFIG, shardings))
 
 
 def wrap_evaluation(batches, config, shardings):
@@ -67,24 +73,14 @@ def wrap_evaluation(batches, config, shardings):
 
 @pytest.mark.parametrize(
     ("wrap", "field"),
-    [
-        (wrapping.wrap_batches, "batches"),
-        (wrap_evaluation, "evaluation_batches"),
-    ],
+    [(wrapping.wrap_batches, "batches"), (wrap_evaluation, "evaluation_batches")],
 )
 def test_rows_of_other_fields_are_refused(wrap, field):
-    with pytest.raises(DataError) as error:
-        wrap([{"x": [1]}, {"y": [1]}], CONFIG, shardings)
-    assert str(error.value) == (
+    with data_error(
         f"{field}[1]={{'y': (1,)}} is not of the shape {{'x': (1,)}} of row 0; give "
         "all rows the same fields and lengths, such as by padding"
-    )
-
-
-def test_dataset_without_rows_is_refused():
-    with pytest.raises(DataError) as error:
-        wrapping.wrap_batches(Columns({"x": []}), CONFIG, shardings)
-    assert str(error.value) == "batches='Columns' has no rows; give one with rows"
+    ):
+        wrap([{"x": [1]}, {"y": [1]}], CONFIG, shardings)
 
 
 class Splits(dict):
@@ -171,12 +167,11 @@ def test_an_iterator_that_was_drawn_from_cannot_go_back():
     batches = wrapping.wrap_batches(iter(make_batches(6)), CONFIG, shardings)
     next(batches)
     batches.set_state({"step": 0})
-    with pytest.raises(DataError) as error:
-        next(batches)
-    assert str(error.value) == (
+    with data_error(
         "batches='list_iterator' is an iterator that has been drawn from; give an "
         "iterable that starts anew, such as a list"
-    )
+    ):
+        next(batches)
 
 
 def test_an_error_of_a_generator_arrives_with_its_traceback():
@@ -210,13 +205,12 @@ def checked(**entries):
 def test_columns_are_checked_before_the_first_batch():
     dataset = Columns({"x": [[0, 1]] * 20, "extra": [0] * 20})
     asked = checked(x=Entry(("B", 3)), y=Entry(("B",), np.dtype("int32")))
-    with pytest.raises(DataError) as error:
-        wrapping.wrap_batches(dataset, CONFIG, asked)
-    assert str(error.value) == (
+    with data_error(
         "batches/y=None is missing; give int32[B]\n"
         "batches/extra='int32[1]' is not read by the loss; leave it out\n"
         "batches/x='int32[1, 2]' is not array[B, 3]; give that shape and dtype"
-    )
+    ):
+        wrapping.wrap_batches(dataset, CONFIG, asked)
 
 
 def test_an_array_without_rows_is_placed_whole():
@@ -226,3 +220,233 @@ def test_an_array_without_rows_is_placed_whole():
         found = next(batches)
     assert found["table"].sharding.is_fully_replicated
     assert found["table"].tolist() == [0, 1, 2]
+
+
+def make_mesh():
+    return jax.make_mesh((4, 2), ("data", "sequence"), axis_types=(AxisType.Auto,) * 2)
+
+
+SPECS = {
+    "rows-and-columns": P("data", "sequence"),
+    "rows-over-all": P(("data", "sequence"), None),
+    "rows-over-the-minor-axis": P("sequence", None),
+    "columns-only": P(None, "data"),
+    "everywhere": P(None, None),
+}
+
+
+@pytest.mark.parametrize("num_processes", [1, 2, 4, 8])
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_each_process_finds_all_its_devices_need_in_the_rows_it_read(
+    spec, num_processes
+):
+    """Fails if rows are shared out by process number instead of by sharding."""
+    whole = np.arange(16 * 8).reshape(16, 8)
+    sharding = NamedSharding(make_mesh(), spec)
+    indices = sharding.devices_indices_map(whole.shape)
+    for devices in np.split(np.array(jax.devices()), num_processes):
+        rows = placement.needed_rows([(sharding, whole.shape)], devices.tolist())
+        local = whole[rows]
+        for device in devices.tolist():
+            found = placement.device_rows(local, rows, 16, indices[device])
+            assert found.tolist() == whole[indices[device]].tolist()
+
+
+def test_a_process_reads_no_row_it_does_not_hold():
+    sharding = NamedSharding(make_mesh(), SPECS["rows-and-columns"])
+    devices = jax.devices()[4:6]
+    rows = placement.needed_rows([(sharding, (16, 8))], devices)
+    assert rows.tolist() == [8, 9, 10, 11]
+    shardings = [
+        (NamedSharding(make_mesh(), P(axis)), (8,)) for axis in ("data", "sequence")
+    ]
+    rows = placement.needed_rows(shardings, jax.devices()[2:3])
+    assert rows.tolist() == [0, 1, 2, 3]
+
+
+def test_rows_become_global_arrays():
+    whole = np.arange(16 * 8, dtype=np.int32).reshape(16, 8)
+    sharding = NamedSharding(make_mesh(), P("data", "sequence"))
+    batch = placement.place_rows(
+        {"tokens": whole}, np.arange(16), 16, lambda leaf: sharding
+    )
+    assert batch["tokens"].sharding == sharding
+    assert np.asarray(batch["tokens"]).tolist() == whole.tolist()
+
+
+@pytest.mark.parametrize(
+    ("leaf", "message"),
+    [
+        (
+            np.array(["a", "b"]),
+            "batches[3]/x='<U1' is not a dtype of numbers (text, or rows of unequal "
+            "length); turn it into token ids and pad them, or remove it",
+        ),
+        (
+            np.array([1, 1 << 40]),
+            "batches[3]/x=1099511627776 does not fit 32 bits; renumber it or remove it",
+        ),
+        (
+            np.zeros((3, 2), np.float32),
+            "batches[3]/x='float32[3, 2]' has 3 rows, but global_batch_size=2; make "
+            "all batches that size and drop the last, partial one",
+        ),
+    ],
+    ids=["text", "large-integer", "partial-batch"],
+)
+def test_arrays_that_cannot_be_placed(leaf, message):
+    sharding = NamedSharding(make_mesh(), P())
+    with data_error(message):
+        placement.place_batch({"x": leaf}, lambda leaf: sharding, 2, "batches[3]")
+
+
+def test_rows_of_files_with_other_ids_are_refused():
+    """Fails if ids of a damaged file reach the devices, which have no row for them."""
+    sharding = NamedSharding(make_mesh(), P())
+    entries = {"tokens": Entry(("B", "L"), np.integer, num_ids=8)}
+    checked = placement.BatchPlacement(lambda leaf: sharding, entries)
+    rows = {"tokens": np.array([[1, 70_000]], np.int32)}
+    with data_error("batch/tokens=70000 is no id of 8; use 0 to 7"):
+        placement.place_rows(rows, np.arange(1), 1, checked)
+
+
+EXAMPLE = {
+    "image": np.zeros((8, 4), np.float32),
+    "label": np.zeros(8, np.int64),
+    "scale": np.float32(1),
+    "table": np.zeros((3, 2), np.float32),
+}
+IDS = {
+    "tokens": Entry(("B", "L"), np.integer, num_ids=10),
+    "targets": Entry(("B", "L"), np.integer, num_ids=10, may_be_ignored=True),
+    "weights": Entry(("B", "L"), is_optional=True),
+}
+
+
+def test_what_an_example_asks():
+    assert entries_of(EXAMPLE, replicated=["table"]) == {
+        "image": Entry(("B", 4), np.dtype("float32")),
+        "label": Entry(("B",), np.dtype("int32")),
+        "scale": Entry((), np.dtype("float32")),
+        "table": Entry((3, 2), np.dtype("float32")),
+    }
+
+
+def test_shapes_and_dicts_can_be_named():
+    batch = {"x": jax.ShapeDtypeStruct((8,), jnp.float32), "of": {"a": jnp.ones(3)}}
+    found = entries_of(batch, replicated=["of"])
+    assert not found["of/a"].has_rows and found["x"].has_rows
+
+
+def test_other_numbers_of_rows_than_most_are_refused():
+    with data_error(
+        "replicated='tables' is not in the batch; use any of image, label, scale, "
+        "table\n"
+        "batch/table='float32[3, 2]' does not have the 8 rows of the others; give it "
+        "as many, or name it in replicated=['table'], which gives it to devices and "
+        "microbatches whole"
+    ):
+        entries_of(EXAMPLE, replicated=["tables"])
+
+
+def test_all_that_is_wrong_is_told_at_once():
+    batch = {
+        "image": np.zeros((8, 3), np.float32),
+        "label": np.array([1 << 40] * 8),
+        "scale": "1.0",
+        "text": np.array(["a"] * 8),
+        "mask": np.ones(8, bool),
+        "large": np.array([1e300] * 8),
+        "list": [1, 2],
+        "rows": np.array([[1], [2, 3]], object),
+    }
+    asked = entries_of(EXAMPLE, replicated=["table"])
+    with data_error(
+        "batches[3]/label=1099511627776 does not fit 32 bits; renumber it or remove "
+        "it\n"
+        "batches[3]/large=1e+300 does not fit float32; renumber it or remove it\n"
+        "batches[3]/list='list' is not an array; use numpy.asarray\n"
+        "batches[3]/rows='object' is not a dtype of numbers (text, or rows of unequal "
+        "length); turn it into token ids and pad them, or remove it\n"
+        "batches[3]/scale='str' is not an array; use numpy.asarray\n"
+        "batches[3]/text='<U1' is not a dtype of numbers (text, or rows of unequal "
+        "length); turn it into token ids and pad them, or remove it\n"
+        "batches[3]/table=None is missing; give float32[3, 2]\n"
+        "batches[3]/mask='bool[8]' is not read by the loss; leave it out\n"
+        "batches[3]/image='float32[8, 3]' is not float32[B, 4]; give that shape and "
+        "dtype"
+    ):
+        check_batch(batch, asked, name="batches[3]")
+
+
+@pytest.mark.parametrize("kind", [np.asarray, jnp.asarray], ids=["host", "device"])
+def test_sizes_must_agree(kind):
+    batch = {
+        "tokens": kind(np.zeros((8, 4), np.int32)),
+        "targets": kind(np.zeros((8, 3), np.int32)),
+        "weights": kind(np.zeros((7, 4), np.float32)),
+    }
+    with data_error(
+        "batch/tokens='int32[8, 4]' does not have the 3 columns of batch/targets; give "
+        "it as many\n"
+        "batch/weights='float32[7, 4]' does not have the 8 rows of batch/targets; give "
+        "it as many\n"
+        "batch/weights='float32[7, 4]' does not have the 3 columns of batch/targets; "
+        "give it as many"
+    ):
+        check_batch(batch, IDS)
+
+
+def test_ids_are_checked_on_the_host():
+    batch = {"tokens": np.full((2, 2), -100), "targets": np.array([[-1, 0], [10, 3]])}
+    with data_error(
+        "batch/targets=-1 is no id of 10; use 0 to 9, or -100 for ignored tokens\n"
+        "batch/tokens=-100 is no id of 10; use 0 to 9"
+    ):
+        check_batch(batch, IDS)
+
+
+def test_what_is_asked_for_passes_in_the_dtypes_of_jax():
+    batch = {
+        "tokens": np.array([[0, 9]], np.int64),
+        "targets": np.array([[-100, 9]], np.int8),
+        "weights": np.array([[1000.5, np.inf]]),
+    }
+    found = check_batch(batch, IDS)
+    assert {name: str(x.dtype) for name, x in found.items()} == {
+        "tokens": "int32",
+        "targets": "int8",
+        "weights": "float32",
+    }
+    assert found["weights"].tolist() == [[1000.5, np.inf]]
+
+
+def test_negative_weights_are_refused_on_the_host_and_on_devices():
+    """Fails if a loss may be negative: -89 with one token of weight -1."""
+    entries = {"weights": Entry(("B", "L"), may_be_negative=False)}
+    for weights, check in (
+        (np.array([[1.0, -0.5]]), check_batch),
+        (jnp.array([[1.0, -0.5]]), check_placed_values),
+    ):
+        with data_error("batch/weights=-0.5 is negative; use 0 or more"):
+            check({"weights": weights}, entries)
+    check_batch({"weights": np.array([[0.0, 2.0]])}, entries)
+    built_in = make_model(schema.Config()).entries
+    names = {name for name, entry in built_in.items() if not entry.may_be_negative}
+    assert names == {"weights", "segment_ids", "lengths"}
+
+
+def test_ids_on_devices_are_checked_where_asked():
+    batch = {"tokens": jnp.array([[9, 10]]), "targets": jnp.array([[-100, 9]])}
+    check_batch(batch, IDS)
+    with data_error("batch/tokens=10 is no id of 10; use 0 to 9"):
+        check_placed_values(batch, IDS)
+    check_placed_values(batch | {"tokens": jnp.array([[9, 0]])}, IDS)
+
+
+def test_a_batch_without_rows_is_refused():
+    """Fails if a mean over no rows, NaN, counts as a step that was skipped."""
+    batch = {"x": np.ones((0, 2), np.float32)}
+    for entries in ({}, entries_of({"x": np.ones((8, 2), np.float32)})):
+        with data_error("batch/x='float32[0, 2]' has no rows; leave such batches out"):
+            check_batch(batch, entries)

@@ -5,8 +5,8 @@ import collections
 import numpy as np
 import pytest
 
+from tests.support.refusals import data_error
 from zjax.data import buckets
-from zjax.errors import DataError
 from zjax.schedule.pacing import Pacing
 from zjax.settings import schema
 
@@ -189,6 +189,5 @@ def test_no_bucket_is_longer_than_its_pacing():
     ids=["none", "few"],
 )
 def test_a_bucket_without_a_batch_is_refused(offsets, message):
-    with pytest.raises(DataError) as error:
+    with data_error(message):
         open_buckets(offsets=offsets)
-    assert str(error.value) == message

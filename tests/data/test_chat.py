@@ -1,5 +1,6 @@
 """Conversations: the template's text, a loss on answers alone, packed without leaks."""
 
+import ast
 import dataclasses
 import itertools
 import json
@@ -14,6 +15,7 @@ from pyarrow import parquet
 
 from tests.support import small_run
 from tests.support.command_line import typed
+from tests.support.refusals import config_error, data_error, listed
 from zjax.cli import data_commands, main
 from zjax.config.load import load_config
 from zjax.data import (
@@ -27,7 +29,7 @@ from zjax.data import (
     template_process,
 )
 from zjax.data.tokenizer import train_bpe
-from zjax.errors import ConfigError, DataError
+from zjax.errors import DataError
 from zjax.huggingface.export import export_huggingface
 from zjax.huggingface.tokenizer import tokenizer_of_run
 from zjax.run.trainer import Trainer
@@ -57,6 +59,10 @@ TALKS = [
     ],
 ]
 PAIR = {"prompt": "Say yes", "answer": "yes"}
+AS_TALK = [
+    {"role": "user", "content": "Say yes"},
+    {"role": "assistant", "content": "yes"},
+]
 
 
 def as_text(messages):
@@ -122,20 +128,16 @@ def test_only_answers_have_a_loss_and_no_segment_holds_two_talks(checkpoint, pre
             text = library.decode(ids[own], skip_special_tokens=False)
             talks.append(text)
             answers.append(texts_where(weights[own] > 0, library, targets[own]))
-    pair = [{"role": "user", "content": "Say yes"}]
-    pair.append({"role": "assistant", "content": "yes"})
     expected = {
         as_text(talk): [f"{m['content']}</s>" for m in talk if m["role"] == "assistant"]
-        for talk in (*TALKS, pair)
+        for talk in (*TALKS, AS_TALK)
     }
     assert dict(zip(talks, answers, strict=True)) == expected
 
 
 def test_parquet_has_the_same_tokens(checkpoint, prepared, tmp_path):
     """Fails if columns of structs are read otherwise than lines."""
-    pair = [{"role": "user", "content": "Say yes"}]
-    pair.append({"role": "assistant", "content": "yes"})
-    table = pyarrow.table({"messages": [*TALKS, pair]})
+    table = pyarrow.table({"messages": [*TALKS, AS_TALK]})
     parquet.write_table(table, tmp_path / "talks.parquet")
     prepare.prepare(
         [tmp_path / "talks.parquet"],
@@ -554,125 +556,23 @@ def test_rewriting_templates_are_told_with_numbers(encode, caplog):
 
 
 DIVIDING = PLAIN + "{% if messages | length == 3 %}{{ 1 / 0 }}{% endif %}"
-CHOICES = "messages; conversations; prompt and completion; prompt and answer; "
-CHOICES += "instruction and output"
+
+
+PLAIN_REFUSALS = [
+    (PLAIN, ast.literal_eval(record), said)
+    for record, said in listed("conversations.txt").items()
+]
+NESTED = f'{{"a": {"[" * 500}1{"]" * 500}}}'
 
 
 @pytest.mark.parametrize(
     ("template", "record", "expected"),
     [
+        *PLAIN_REFUSALS,
         (
             PLAIN,
-            {"text": "x"},
-            "has no conversation, only text, in line 2; name its fields as one of: "
-            f"{CHOICES}",
-        ),
-        (
-            PLAIN,
-            {"messages": []},
-            "has no list of messages in line 2; "
-            'write [{"role": "user", "content": "..."}]',
-        ),
-        (
-            PLAIN,
-            {"messages": [{"role": "user"}]},
-            "has no content in message 1 in line 2; "
-            'write {"role": "user", "content": "..."}',
-        ),
-        (
-            PLAIN,
-            {"messages": [{"content": "x"}]},
-            "has no role in message 1 in line 2; "
-            'write {"role": "user", "content": "..."}',
-        ),
-        (
-            PLAIN,
-            {"messages": [user([{"type": "image_url", "image_url": "x"}])]},
-            "has a part of type 'image_url' in message 1 in line 2; "
-            'write {"type": "text", "text": "..."}, as only text is read',
-        ),
-        (
-            PLAIN,
-            {"messages": [user("a")]},
-            "has no message of the role 'assistant', only of user, in line 2; "
-            "give it an answer, or leave it out",
-        ),
-        (
-            PLAIN,
-            {"messages": [user("a"), answer("b", weight=0)]},
-            "has no token of an answer with a loss in line 2; leave it out",
-        ),
-        (
-            PLAIN,
-            {"messages": [user("a"), answer("b", weight=0.5)]},
-            "has weight 0.5 in message 2 in line 2; use 0 or 1",
-        ),
-        (
-            PLAIN,
-            {"messages": [user("a", weight=1), answer("b")]},
-            "has weight 1 in message 1, of the role 'user', in line 2; "
-            "give one to messages of 'assistant' alone",
-        ),
-        (
-            PLAIN,
-            {"conversations": [{"from": "observation", "value": "x"}]},
-            "has a turn from 'observation' in message 1 in line 2; "
-            "use system, human, user, gpt, assistant, tool",
-        ),
-        (
-            PLAIN,
-            {"conversations": [{"from": ["x"], "value": "x"}]},
-            "has a turn from ['x'] in message 1 in line 2; "
-            "use system, human, user, gpt, assistant, tool",
-        ),
-        (
-            PLAIN,
-            {"prompt": [user("a")], "answer": "b"},
-            "has a list as 'prompt' in line 2; make it a string",
-        ),
-        (
-            PLAIN,
-            {"instruction": "a", "output": "b", "history": [["x", "y"]]},
-            "has a history in line 2; write the earlier turns as messages",
-        ),
-        (
-            PLAIN,
-            {"prompt": "a", "completion": [answer("b")]},
-            "has a prompt and a completion of different kinds in line 2; "
-            "write two strings, or two lists of messages",
-        ),
-        (
-            PLAIN,
-            {"messages": [user("a"), answer("b")], "tools": [{"name": "f"}]},
-            "has tools, which the chat template of FOLDER does not write, in line 2; "
-            "leave them out, or give another template",
-        ),
-        (
-            PLAIN,
-            {"messages": [user("a"), answer("b")], "tools": "{"},
-            "has broken JSON in tools (Expecting property name enclosed in double "
-            "quotes: line 1 column 2 (char 1)) in line 2; correct it",
-        ),
-        (
-            PLAIN,
-            {
-                "messages": [user("a"), answer("b")],
-                "chat_template_kwargs": {"messages": []},
-            },
-            "has 'messages' in chat_template_kwargs in line 2; leave it out",
-        ),
-        (
-            PLAIN,
-            {
-                "messages": [user("a"), answer("b")],
-                "chat_template_kwargs": f'{{"a": {"[" * 500}1{"]" * 500}}}',
-            },
+            {"messages": [user("a"), answer("b")], "chat_template_kwargs": NESTED},
             "has values nested deeper than 100 levels in line 2; leave them out",
-        ),
-        (
-            PLAIN,
-            {"messages": [user("\ud800"), answer("b")]},
-            "has half a character (a lone surrogate) in line 2; write whole characters",
         ),
         (
             TEMPLATE,
@@ -690,9 +590,8 @@ CHOICES += "instruction and output"
         (
             PLAIN + "{% if messages[0].name %}{{ 'x' * 3000000000 }}{% endif %}",
             {"messages": [user("a", name="b"), answer("c")]},
-            "has a conversation on which the chat template of FOLDER fails "
-            "(it needs too much memory) in line 2; correct it, or the template, or "
-            "leave it out",
+            "has a conversation on which the chat template of FOLDER fails (it needs "
+            "too much memory) in line 2; correct it, or the template, or leave it out",
         ),
         (
             PLAIN + "{% if messages[0].name %}{{ 'x' * 4500000 }}{% endif %}",
@@ -732,14 +631,19 @@ def test_unusable_conversation_is_told(template, record, expected, encode, tmp_p
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in.jsonl", "template"]
 
 
-def test_rows_without_documents_are_refused(prepared):
-    """Fails if blocks train on prompts."""
-    with pytest.raises(DataError) as caught:
-        rows_of(prepared, 16)
-    assert str(caught.value) == (
+def test_rows_without_documents_or_without_any_loss_are_refused(prepared):
+    """Fails if blocks train on prompts, or a run takes steps without a loss."""
+    with data_error(
         f"data.packing='blocks' takes all tokens of {prepared}/train.bin for answers; "
         "use 'documents'"
-    )
+    ):
+        rows_of(prepared, 16)
+    longest = np.diff(np.fromfile(prepared / "train.idx", np.int64)).max()
+    with data_error(
+        "data.length=2 is over before the first answer of each conversation of "
+        f"{prepared}/train.bin; use up to {longest}, the longest of them"
+    ):
+        rows_of(prepared, 2, packing="documents")
 
 
 def test_long_conversations_are_cut_and_told(prepared, caplog):
@@ -774,17 +678,6 @@ def test_conversation_without_an_answer_before_the_cut_is_left_out():
     assert batch["tokens"][0].tolist() == [0, 1, 2, 3, 4]
     assert batch["weights"][0].tolist() == [0, 0, 0, 0, 1]
     assert (whole.num_cut, whole.num_left_out) == (1, 0)
-
-
-def test_rows_without_any_loss_are_refused(prepared):
-    """Fails if a run takes steps without a loss."""
-    longest = np.diff(np.fromfile(prepared / "train.idx", np.int64)).max()
-    with pytest.raises(DataError) as caught:
-        rows_of(prepared, 2, packing="documents")
-    assert str(caught.value) == (
-        "data.length=2 is over before the first answer of each conversation of "
-        f"{prepared}/train.bin; use up to {longest}, the longest of them"
-    )
 
 
 def test_prepare_tells_lengths(prepared, monkeypatch, capsys):
@@ -910,7 +803,7 @@ def test_texts_that_may_be_meant_as_conversations_are_told_once(prepared, caplog
     for text in ("<s>user", "<s>user", "plain"):
         made.encode(text)
     made.encode("<s>user", special_tokens=True)
-    assert [record.getMessage() for record in caplog.records] == [
+    assert caplog.messages == [
         "a prompt spells <s> and is encoded as plain text; set special_tokens to "
         "encode the names as tokens, or give messages (--chat) for the chat template",
         "a prompt is plain text, but the run was trained on conversations; give "
@@ -922,18 +815,16 @@ def test_prompts_without_a_template_or_with_another_one_are_refused(
     prepared, checkpoint, tmp_path
 ):
     talk = prompts.as_talk(QUESTION)
-    with pytest.raises(ConfigError) as error:
-        prompts_of(load_config({})).encode(talk)
-    assert str(error.value) == (
+    with config_error(
         "chat='' has no chat template: the tokenizer of the data is 'bytes'; name a "
         "checkpoint of this tokenizer that has one"
-    )
-    with pytest.raises(ConfigError) as error:
-        prompts_of(load_config({}), str(checkpoint))
-    assert str(error.value) == (
+    ):
+        prompts_of(load_config({})).encode(talk)
+    with config_error(
         f"chat='{checkpoint}' has another tokenizer than the data, 'bytes'; name a "
         "checkpoint of this tokenizer that has one"
-    )
+    ):
+        prompts_of(load_config({}), str(checkpoint))
     same = prompts_of(config_of(prepared), str(checkpoint))
     assert same.encode(talk).tolist() == first_prompt(prepared)
     with pytest.raises(DataError) as error:

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from tests.reference import curriculum as reference
+from tests.support.refusals import config_error, data_error
 from zjax.data import curriculum, draws, metric_index
 from zjax.data.metric_index import Index
-from zjax.errors import ConfigError, DataError
+from zjax.errors import DataError
 from zjax.schedule.dropping import Picks
 from zjax.schedule.pacing import Pacing, grow
 from zjax.settings import schema
@@ -170,9 +171,8 @@ def test_the_position_tells_the_index_and_the_pacing(index):
 )
 def test_difficulties_that_do_not_fit_the_index_are_refused(index, settings, message):
     metric_index.write_index(index, "voc", VALUES["voc"].clip(3), "abcd")
-    with pytest.raises(ConfigError) as error:
+    with config_error(message):
         open_with(**settings)
-    assert str(error.value) == message
 
 
 @pytest.mark.parametrize("names", [("voc",), ("voc", "seqreo")])
@@ -194,11 +194,10 @@ def test_worker_processes_get_the_files_and_not_the_samples(index, names):
         found = pickle.loads(sent).indices(step)
         np.testing.assert_array_equal(found, batches.indices(step))
     metric_index.write_index(index, "voc", VALUES["voc"], "abcd")
-    with pytest.raises(DataError) as error:
-        pickle.loads(sent)
-    assert str(error.value) == (
+    with data_error(
         "index='voc.index' was replaced while the run started; start the run again"
-    )
+    ):
+        pickle.loads(sent)
 
 
 def cut(path):

@@ -1,7 +1,6 @@
 import collections
 import dataclasses
 import json
-import logging
 import multiprocessing
 import pathlib
 import subprocess
@@ -16,10 +15,11 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.reference import sampling
+from tests.support.refusals import config_error, data_error
 from zjax.config import load_config
 from zjax.data import loader, packing, prepare, source
 from zjax.data.metric_index import index_path, write_index
-from zjax.errors import ConfigError, DataError
+from zjax.errors import DataError
 from zjax.settings import schema
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -78,12 +78,6 @@ def test_a_batch_lies_where_it_is_told(prefetch_batches):
     assert dtypes == {"tokens": "int32", "targets": "int32", "weights": "float32"}
 
 
-def test_worker_processes_give_the_same_batches():
-    config = make_config(num_workers=2, packing="documents")
-    with loader.make_loader(config, make_shardings(), start_step=5) as batches:
-        assert take(batches, 5) == expected_batches(config, range(5, 10))
-
-
 @pytest.mark.parametrize("num_read", [0, 1, 7])
 def test_a_loader_resumes_at_the_sample_where_another_stopped(num_read):
     """Fails if the position counts batches read ahead instead of batches handed out."""
@@ -105,14 +99,13 @@ def test_another_order_cannot_be_resumed():
         state = first.state()
     changed = dataclasses.replace(config, seed=4, global_batch_size=16)
     second = loader.make_loader(changed, make_shardings())
-    with pytest.raises(DataError) as error:
-        second.set_state(state)
-    assert str(error.value) == (
+    with data_error(
         "global_batch_size=16 was 8 in the saved run, so its samples are not these; "
         "restore that setting or that data, or start a new run\n"
         "seed=4 was 3 in the saved run, so its samples are not these; restore that "
         "setting or that data, or start a new run"
-    )
+    ):
+        second.set_state(state)
 
 
 LOST = (
@@ -205,19 +198,17 @@ def test_each_word_of_the_position_is_compared(name):
 @pytest.mark.parametrize("step", [None, "3", 2.0, True, -1, 2**31])
 def test_a_position_of_another_type_is_refused(step):
     batches = loader.make_loader(make_config(), make_shardings(1))
-    with pytest.raises(DataError) as error:
-        batches.set_state(batches.state() | {"step": step})
-    assert str(error.value) == (
+    with data_error(
         f"data/step={step!r} is not a data position; start from another checkpoint"
-    )
+    ):
+        batches.set_state(batches.state() | {"step": step})
 
 
 def test_a_position_that_says_less_is_taken_and_told(caplog):
     batches = loader.make_loader(make_config(), make_shardings())
     state = batches.state()
     del state["data.digest"]
-    with caplog.at_level(logging.WARNING, logger="absl"):
-        batches.set_state(state | {"step": 3})
+    batches.set_state(state | {"step": 3})
     assert batches.state()["step"] == 3
     assert caplog.messages == ["the checkpoint does not say its data.digest"]
 
@@ -232,12 +223,11 @@ def test_a_finite_loader_ends():
 
 def test_batch_size_that_is_not_derived():
     config = dataclasses.replace(make_config(), global_batch_size=0)
-    with pytest.raises(ConfigError) as error:
-        loader.make_loader(config, make_shardings())
-    assert str(error.value) == (
+    with config_error(
         "global_batch_size=0 is not a number of rows until it is derived; give the "
         "config that `zjax.initialize` returns, or set it"
-    )
+    ):
+        loader.make_loader(config, make_shardings())
 
 
 class TornRows(packing.BlockRows):
@@ -263,24 +253,25 @@ def test_an_error_of_the_reading_thread_arrives_with_its_traceback():
     assert batches.state()["step"] == 0
 
 
-def check_that_a_killed_worker_is_named(batches):
-    """Fails if a process that the system killed ends a run with an error of grain."""
-    next(batches)
+def check_worker_processes(config, batches):
+    """Fails if processes read other rows, or one that the system killed ends a run
+    with an error of grain."""
+    assert take(batches, 5) == expected_batches(config, range(5, 10))
     for worker in multiprocessing.active_children():
         worker.kill()
-    with pytest.raises(DataError) as error:
-        collections.deque(batches, maxlen=0)
-    assert str(error.value) == (
-        "data.num_workers=1 lost a worker process (signal 9, SIGKILL, possibly out of "
+    with data_error(
+        "data.num_workers=2 lost a worker process (signal 9, SIGKILL, possibly out of "
         "memory); use fewer or give them more memory, and run again"
-    )
+    ):
+        collections.deque(batches, maxlen=0)
 
 
-@pytest.mark.parametrize("num_workers", [0, 1], ids=["threads", "process"])
+@pytest.mark.parametrize("num_workers", [0, 2], ids=["threads", "processes"])
 def test_closing_stops_what_was_started(num_workers):
-    batches = loader.make_loader(make_config(num_workers=num_workers), make_shardings())
+    config = make_config(num_workers=num_workers, packing="documents")
+    batches = loader.make_loader(config, make_shardings(), start_step=5)
     if num_workers:
-        check_that_a_killed_worker_is_named(batches)
+        check_worker_processes(config, batches)
     next(batches)
     started = [thread for thread in threading.enumerate() if "grain-" in thread.name]
     assert started

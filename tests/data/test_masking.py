@@ -6,10 +6,11 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from tests.support.refusals import config_error, data_error
 from zjax.config import check_config, load_config
 from zjax.data import draws as sampler
 from zjax.data import evaluation, loader, masking, source
-from zjax.errors import ConfigError, DataError
+from zjax.errors import ConfigError
 
 SMALL = {
     "seed": 3,
@@ -113,25 +114,23 @@ def test_token_that_hides_others(changes, expected):
 
 def test_no_token_that_hides_others_is_refused():
     config = load_config({"model": {"kind": "encoder"}})
-    with pytest.raises(DataError) as error:
-        masking.make_rule(config.data, config.model.vocab_size, 0)
-    assert str(error.value) == (
+    with data_error(
         "data.masking.mask_id=-1 finds no [MASK] or <mask> in the tokenizer, nor an id "
         "of the model beyond the 257 of the tokenizer; set the id of a token that "
         "hides others, or model.vocab_size=258"
-    )
+    ):
+        masking.make_rule(config.data, config.model.vocab_size, 0)
 
 
 def test_settings_that_mask_nothing_are_refused():
     changes = {"data.masking": {"fraction": 0.3, "mask_id": 5}}
-    with pytest.raises(ConfigError) as error:
-        check_config(load_config(changes), 8)
-    assert str(error.value) == (
+    with config_error(
         "data.masking.fraction=0.3 has no effect with model.kind='decoder'; leave it "
         "at 0.15, or set model.kind to 'encoder'\n"
         "data.masking.mask_id=5 has no effect with model.kind='decoder'; leave it at "
         "-1, or set model.kind to 'encoder'"
-    )
+    ):
+        check_config(load_config(changes), 8)
     changes = {"model.kind": "encoder", "buckets": "cut"}
     changes |= {"data.masking.mask_id": 60_000, "model.vocab_size": 300}
     with pytest.raises(ConfigError) as error:

@@ -1,12 +1,15 @@
-"""Metrics of samples against loops over single tokens."""
+"""Metrics of samples against loops over single tokens, and their sorted index."""
 
 import math
+import struct
 import zlib
 
+import crc32c
 import numpy as np
 import pytest
 
-from zjax.data import metrics
+from tests.support.refusals import data_error
+from zjax.data import metric_index, metrics
 from zjax.errors import DataError
 
 VOCAB = 300
@@ -50,12 +53,8 @@ def test_rarity_is_that_of_loops(batch, counts):
     found = make("voc", counts)(batch)
     assert found.tolist() == [rarity(sample, counts) for sample in samples(batch)]
     assert len(set(found.tolist())) > 10
-
-
-def test_a_token_that_never_occurs_is_as_rare_as_one_that_occurs_once():
-    np.testing.assert_array_equal(
-        metrics.surprisals(np.array([6, 0, 1])), np.log([8 / 6, 8, 8])
-    )
+    once = metrics.surprisals(np.array([6, 0, 1]))  # as one that never occurs
+    np.testing.assert_array_equal(once, np.log([8 / 6, 8, 8]))
 
 
 def test_length_comes_before_rarity(batch, counts):
@@ -92,11 +91,8 @@ def test_compression_is_of_the_least_bytes_that_hold_the_vocabulary(
         content = b"".join(token.to_bytes(width, "little") for token in tokens)
         expected.append(len(zlib.compress(content)) / len(content))
     assert found.tolist() == expected
-
-
-def test_padding_alone_has_nothing_to_compress():
-    tokens = np.zeros((1, 4), np.int64)
-    assert metrics.compression_ratios(tokens, tokens > 0, 9).tolist() == [0.0]
+    padding = np.zeros((1, 4), np.int64)
+    assert metrics.compression_ratios(padding, padding > 0, 9).tolist() == [0.0]
 
 
 @pytest.fixture
@@ -127,64 +123,182 @@ FINITE = "return a finite number of 0 or more"
 
 @pytest.mark.parametrize(
     ("name", "problem"),
-    [
-        ("scores_of_tests:nan", f"gives nan for sample 110; {FINITE}"),
-        ("scores_of_tests:inf", f"gives inf for sample 100; {FINITE}"),
-        ("scores_of_tests:negative", f"gives -1.0 for sample 100; {FINITE}"),
-        (
-            "scores_of_tests:text",
+    {
+        "scores_of_tests:nan": f"gives nan for sample 110; {FINITE}",
+        "scores_of_tests:inf": f"gives inf for sample 100; {FINITE}",
+        "scores_of_tests:negative": f"gives -1.0 for sample 100; {FINITE}",
+        "scores_of_tests:text": (
             "fails on sample 100 (ValueError: could not convert string to float: "
-            f"'hard'); {FINITE}",
+            f"'hard'); {FINITE}"
         ),
-        (
-            "scores_of_tests:nothing",
+        "scores_of_tests:nothing": (
             "fails on sample 100 (TypeError: float() argument must be a string or a "
-            f"real number, not 'NoneType'); {FINITE}",
+            f"real number, not 'NoneType'); {FINITE}"
         ),
-        (
-            "scores_of_tests:fault",
-            f"fails on sample 100 (ZeroDivisionError: division by zero); {FINITE}",
+        "scores_of_tests:fault": (
+            f"fails on sample 100 (ZeroDivisionError: division by zero); {FINITE}"
         ),
-        (
-            "vocab",
+        "vocab": (
             "is not a metric; use seqreo, voc, seqreo_voc, compression or "
-            "module:function",
+            "module:function"
         ),
-        (
-            "scores_of_tests:frist",
-            "names no function; define frist in scores_of_tests",
-        ),
-        (
-            "scores_of_tests:number",
-            "names no function; define number in scores_of_tests",
-        ),
-        (
-            "nowhere_at_all:score",
+        "scores_of_tests:frist": "names no function; define frist in scores_of_tests",
+        "scores_of_tests:number": "names no function; define number in scores_of_tests",
+        "nowhere_at_all:score": (
             "cannot be imported (ModuleNotFoundError: No module named "
-            "'nowhere_at_all'); run where Python finds the module, or mend it",
+            "'nowhere_at_all'); run where Python finds the module, or mend it"
         ),
-        (
-            "broken_of_tests:score",
+        "broken_of_tests:score": (
             "cannot be imported (ModuleNotFoundError: No module named "
-            "'nowhere_at_all'); run where Python finds the module, or mend it",
+            "'nowhere_at_all'); run where Python finds the module, or mend it"
         ),
-    ],
+    }.items(),
 )
 def test_what_is_no_metric_is_refused(batch, scores, name, problem):
     tokens = np.tile(np.arange(33), (20, 1))
     is_token = np.arange(33) < np.arange(10, 30)[:, None]
-    with pytest.raises(DataError) as error:
+    with data_error(f"metrics='{name}' {problem}"):
         make(name)(metrics.Batch(batch.numbers, tokens, is_token))
-    assert str(error.value) == f"metrics='{name}' {problem}"
 
 
 def test_lengths_beyond_the_integers_of_float64_are_refused():
-    with pytest.raises(DataError) as error:
-        metrics.make_metric(
-            "seqreo_voc", length=10**8, vocab_size=2, counts=np.array([1, 1])
-        )
-    assert str(error.value) == (
+    with data_error(
         "metrics='seqreo_voc' reaches 100,000,000,000,000,000 with samples of "
         "100000000 tokens; use shorter samples: numbers above 9,007,199,254,740,992 "
         "are not exact"
-    )
+    ):
+        metrics.make_metric(
+            "seqreo_voc", length=10**8, vocab_size=2, counts=np.array([1, 1])
+        )
+
+
+VALUES = np.array([3.0, 1.0, 2.5, 1.0, 0.0, 3.0, 1.0])
+
+
+@pytest.fixture
+def path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = metric_index.index_path("", "voc")
+    metric_index.write_index(path, "voc", VALUES, "abcd")
+    return path
+
+
+def test_samples_are_sorted_and_equal_ones_stay_in_order(path):
+    index = metric_index.open_index(path, "abcd")
+    assert index.metric == "voc"
+    assert index.values.tolist() == sorted(VALUES.tolist())
+    assert index.samples.tolist() == [4, 1, 3, 6, 2, 0, 5]
+    assert isinstance(index.samples.base, np.memmap)
+    assert [entry.name for entry in path.parent.iterdir()] == ["voc.index"]
+
+
+@pytest.mark.parametrize("difficulty", [-1, 0, 0.5, 1, 2.5, 3, 9])
+def test_a_difficulty_admits_what_is_not_above_it(path, difficulty):
+    index = metric_index.open_index(path, "abcd")
+    admitted = index.admitted(difficulty).tolist()
+    assert sorted(admitted) == np.flatnonzero(difficulty >= VALUES).tolist()
+    assert index.num_admitted(difficulty) == len(admitted)
+
+
+@pytest.mark.parametrize(
+    ("percentile", "last", "expected"), [(0, 3, 0), (1, 3, 2), (2, 3, 4), (3, 3, 7)]
+)
+def test_percentiles_are_of_equal_size_and_the_last_takes_all(
+    path, percentile, last, expected
+):
+    index = metric_index.open_index(path, "abcd")
+    assert index.num_admitted_percentile(percentile, last) == expected
+    admitted = index.admitted_percentile(percentile, last)
+    assert admitted.tolist() == [4, 1, 3, 6, 2, 0, 5][:expected]
+
+
+def sum_header(content):
+    """The header with a checksum that fits."""
+    header = content[: metric_index.HEADER_BYTES - 4]
+    end = struct.pack("<I", crc32c.crc32c(header))
+    return header + end + content[metric_index.HEADER_BYTES :]
+
+
+def changed(content, position, new):
+    return content[:position] + new + content[position + len(new) :]
+
+
+SIZE = metric_index.HEADER_BYTES + 16 * len(VALUES)
+DAMAGE = {
+    "empty": (lambda x: b"", "is not a file of checksummed columns"),
+    "another-file": (lambda x: b"PK" + x[2:], "is not a file of checksummed columns"),
+    "header-cut": (lambda x: x[:99], "is truncated: 99 bytes, less than its header"),
+    "one-byte-short": (
+        lambda x: x[:-1],
+        f"is truncated: {SIZE - 1} bytes, but its header says {SIZE}",
+    ),
+    "one-byte-long": (
+        lambda x: x + b"\0",
+        f"is too long: {SIZE + 1} bytes, but its header says {SIZE}",
+    ),
+    "header-damaged": (
+        lambda x: changed(x, 30, b"z"),
+        "is damaged: its header does not match its checksum",
+    ),
+    "a-value-damaged": (
+        lambda x: changed(x, SIZE - 3, b"z"),
+        "is damaged: it does not match its checksum",
+    ),
+    "another-format": (
+        lambda x: changed(x, 8, b"\7"),
+        "is of format 7, but this zjax reads format 1",
+    ),
+    "a-shard": (
+        lambda x: sum_header(changed(x, 12, b"\1")),
+        "holds 1 columns of 7 numbers",
+    ),
+    "any-size": (
+        lambda x: sum_header(changed(x, 16, b"\xff" * 8)),
+        f"holds 2 columns of {2**64 - 1} numbers",
+    ),
+    "no-rows": (
+        lambda x: sum_header(changed(x, 16, bytes(8))),
+        "holds 2 columns of 0 numbers",
+    ),
+}
+REMEDY = "run `zjax data analyze` on this dataset"
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_file_is_refused(path, name):
+    damage, problem = DAMAGE[name]
+    path.write_bytes(damage(path.read_bytes()))
+    with data_error(f"index='voc.index' {problem}; {REMEDY}"):
+        metric_index.open_index(path, "abcd")
+
+
+def test_every_flipped_byte_is_found(path):
+    good = path.read_bytes()
+    for position in range(0, len(good), 3):
+        path.write_bytes(changed(good, position, bytes([good[position] ^ 0x40])))
+        with pytest.raises(DataError, match=r"^index='voc\.index' "):
+            metric_index.open_index(path, "abcd")
+
+
+def test_the_index_of_another_dataset_is_refused(path):
+    with data_error(
+        f"index='voc.index' belongs to dataset abcd, but this one is efgh; {REMEDY}"
+    ):
+        metric_index.open_index(path, "efgh")
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"), [("nowhere", "does not exist"), (".", "is a directory")]
+)
+def test_what_is_no_file_is_refused(path, name, problem):
+    with data_error(f"index='{name}' {problem}; {REMEDY}"):
+        metric_index.open_index(name, "abcd")
+
+
+def test_blocks_of_long_columns_are_joined(path, monkeypatch):
+    """Fails if a block of a column that is larger than one block is lost."""
+    monkeypatch.setattr(metric_index, "_BLOCK_NUMBERS", 3)
+    metric_index.write_index(path, "voc", VALUES, "abcd")
+    monkeypatch.setattr(metric_index, "_BLOCK_NUMBERS", 5)
+    index = metric_index.open_index(path, "abcd")
+    assert index.values.tolist() == sorted(VALUES.tolist())

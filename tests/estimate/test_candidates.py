@@ -1,11 +1,15 @@
-"""Candidates, their settings, and what is predicted of them."""
+"""Candidates, what is predicted of them, and the table of reasons."""
 
 import dataclasses
 
 import pytest
 
+from tests.support import small_run
+from tests.support.proposals import config_of, machine_of
+from tests.support.refusals import config_error
 from zjax.config import load_config
 from zjax.errors import ConfigError
+from zjax.estimate import trial
 from zjax.estimate.candidates import (
     Candidate,
     Predictor,
@@ -13,9 +17,15 @@ from zjax.estimate.candidates import (
     given_candidate,
     with_batch,
 )
+from zjax.estimate.mesh import describe_proposal, propose_mesh
 from zjax.estimate.trial import Machine, weigh
+from zjax.models import build
 from zjax.models.build import make_model
 from zjax.optim.build import make_optimizer
+from zjax.run import fit, host
+from zjax.run.host import limit_pinned_pool
+from zjax.run.plan_report import report_plan
+from zjax.sharding import plan as plans
 
 ONE, TWO = Machine(1, 1, 80e9), Machine(2, 2, 80e9)
 TINY = ("model.num_layers=2", "model.embed_size=64", "model.num_heads=2")
@@ -186,3 +196,153 @@ def test_frozen_weights_have_no_traffic_of_gradients_and_less_work():
     assert part[0] < part[1] < whole[1]
     config = load_config({}, *LARGE, *adapted)
     assert predictor(config).num_bytes(Candidate(1, 0, "full")) < 2.6 * 1.56e9 * 2
+
+
+SINGLE = {"zero.stage": 1}
+TABLE = """\
+data   tensor      state   activations      total
+────────────────────────────────────────────────────────────────
+   8        1   76.29 GB      18.74 GB   95.03 GB   does not fit
+   4        2   44.17 GB       9.37 GB   53.54 GB   taken
+
+A step may take 75.20 GB of the 80.00 GB of a device.
+tensor=2: matrices split within a host; smaller sizes take at least 95.03 GB.
+data=4: the remaining devices; ZeRO 1 shards over them.
+--config.mesh.data=4 --config.mesh.tensor=2"""
+
+
+def test_table_and_sentences():
+    config = config_of("llama 8b", SINGLE)
+    assert describe_proposal(propose_mesh(config, machine_of(8, 80))) == TABLE
+
+
+def test_experts_are_split_by_hand_alone():
+    moe = {"model.moe.num_experts": 8}
+    for given, said in (({}, True), ({"mesh.expert": 2}, False)):
+        config = config_of("gpt 6.7b", SINGLE, moe | given)
+        reasons = propose_mesh(config, machine_of(8, 1000)).reasons
+        expected = (
+            "expert=1: auto does not split experts, whose best size depends on the "
+            "links between devices; set mesh.expert, and compare."
+        )
+        assert (expected in reasons) == said
+
+
+def test_what_cannot_be_has_no_bytes():
+    proposal = propose_mesh(config_of("llama 30b", SINGLE), machine_of(16, 80))
+    lines = describe_proposal(proposal).splitlines()
+    assert max(map(len, lines)) <= 100
+    row, _ = (line.split() for line in lines if "tensor=8" in line)
+    assert row == ["1", "2", "8", "tensor=8", "does", "not", "divide"]
+    (why,) = (line for line in lines if line.startswith("pipeline=4: "))
+    assert why == (
+        "pipeline=4: splits of tensors and sequences alone do not fit; smaller sizes "
+        "take at least 84.05 GB."
+    )
+
+
+def test_axis_that_only_the_batch_asks_for():
+    """Fails if bytes are given as the reason where there are none."""
+    config = config_of("gpt 6.7b", SINGLE, {"global_batch_size": 4})
+    assert propose_mesh(config, machine_of(4, 141)).reasons[1:] == (
+        "tensor=2: matrices split within a host; global_batch_size=4 does not divide "
+        "by 4 batch shards x microbatch_size=2.",
+        "data=2: the remaining devices; ZeRO 1 shards over them.",
+    )
+
+
+def test_stages_that_communicate_in_each_tick_are_said():
+    config = config_of("llama 30b", {"zero.stage": 2, "mesh.pipeline": 2})
+    said = propose_mesh(config, machine_of(16, 141)).reasons
+    assert said[-1] == (
+        "zero.stage=2 communicates in each tick of a pipeline; zero.stage=1 once per "
+        "step, where it fits."
+    )
+
+
+def plan(tmp_path, *overrides, **given):
+    config = small_run.make_config(tmp_path, *overrides)
+    return report_plan(config, picture=str(tmp_path / "plan.png"), **given)
+
+
+def test_plan_ends_with_what_to_type(tmp_path):
+    """Fails if the plan is that of another mesh than the one proposed."""
+    text = plan(tmp_path, "mesh=auto", num_devices=16, device_gb=80)
+    assert text.startswith("plan: ZeRO 2 on mesh (data=16)")
+    assert text.splitlines()[-1] == "--config.mesh.data=16"
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_plan_takes_the_machine_as_it_is_described(tmp_path):
+    given = {"num_devices": 16, "devices_per_host": 2}
+    config = config_of("llama 8b", SINGLE, {"directory": str(tmp_path)})
+    text = report_plan(config, **given, device_gb=110)
+    assert text.splitlines()[-1] == "--config.mesh.data=16"
+    text = report_plan(config, **given, device_gb=80)
+    assert text.splitlines()[-1] == "--config.mesh.data=8 --config.mesh.tensor=2"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "given", "message"),
+    [
+        (
+            ["mesh=auto"],
+            {"num_devices": 16},
+            "device_gb=0 is needed by mesh='auto' for devices that are not here; give "
+            "their memory, such as --device_gb=80",
+        ),
+        (
+            [],
+            {"device_gb": 80, "devices_per_host": 8},
+            "device_gb=80 is used only with mesh='auto'; leave it out\n"
+            "devices_per_host=8 is used only with mesh='auto'; leave it out",
+        ),
+    ],
+)
+def test_machine_that_says_nothing_is_refused(tmp_path, overrides, given, message):
+    with config_error(message):
+        plan(tmp_path, *overrides, **given)
+
+
+@pytest.fixture
+def built(monkeypatch):
+    """What is built from here on, by name."""
+    found = []
+
+    def record(module, function, name):
+        original = getattr(module, function)
+
+        def recorded(*args, **kwargs):
+            found.append(name)
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(module, function, recorded)
+
+    monkeypatch.setattr(plans, "MIN_MOVED_BYTES", 64)
+    build._build.cache_clear()
+    host._planned.cache_clear()
+    record(build, "make_stack", "model")
+    for module in (fit, host, trial):
+        record(module, "make_plan", module.__name__.rpartition(".")[2])
+    record(plans, "make_plan", "report")
+    return found
+
+
+def test_a_run_builds_its_model_and_its_plan_once(built, tmp_path):
+    """Fails if the command, the proposal of a mesh and the run each build a model. The
+    limit of pinned memory takes a plan of its own: JAX reads it before there are
+    devices, and so before there is their mesh."""
+    settings = ("mesh=auto", "zero.offload=pinned_host")
+    limit_pinned_pool(small_run.make_config(tmp_path, *settings))  # as `zjax train`
+    small_run.make_trainer(tmp_path, *settings).close()
+    assert built.count("model") == 1
+    assert (built.count("host"), built.count("fit")) == (1, 1)
+
+
+@pytest.mark.parametrize("memory", ["none", "auto"])
+def test_a_report_plans_each_stage_once(built, memory, tmp_path):
+    """Fails if the plan of the run is made beside that of its ZeRO stage."""
+    config = small_run.make_config(tmp_path, f"zero.offload={memory}")
+    report_plan(config, picture=str(tmp_path / "plan.png"))
+    assert built.count("model") == 1
+    assert (built.count("report"), built.count("fit")) == (4, 0)

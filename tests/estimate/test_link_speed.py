@@ -1,14 +1,22 @@
-"""Steps over a slow link: predicted bytes against compiled programs, and the text."""
+"""What is sent over links: predicted bytes against compiled programs."""
 
 import collections
 import dataclasses
+import re
 
 import pytest
 
-from tests.support import small_run
+from tests.support import small_run, tensor
+from tests.support.refusals import config_error
+from zjax.cli.bench import state_bytes
 from zjax.config import load_config
-from zjax.errors import ConfigError, Problem
+from zjax.errors import ConfigError, PlanError, Problem
 from zjax.estimate import link_speed
+from zjax.estimate.activations import (
+    activation_bytes,
+    describe_exchanges,
+    layer_exchanges,
+)
 from zjax.estimate.link_speed import (
     Prediction,
     describe_predictions,
@@ -16,12 +24,18 @@ from zjax.estimate.link_speed import (
     report_link,
 )
 from zjax.estimate.methods import methods_of, sent_per_step
+from zjax.estimate.tables import describe_stages, kept_rows
+from zjax.estimate.trial import weigh
 from zjax.models.build import make_model
-from zjax.observe.collectives import bytes_leaving_node, list_collectives
+from zjax.observe.collectives import bytes_leaving_node, list_collectives, mesh_axes
 from zjax.optim.build import make_optimizer
 from zjax.optim.phases import make_phases, make_rounds, programs_at
 from zjax.run.batch import abstract_batch
+from zjax.run.fit import check_device_memory
 from zjax.run.plan_report import report_plan
+from zjax.settings import schema
+from zjax.settings.axes import axis_sizes
+from zjax.settings.batch import resolve_batch
 from zjax.sharding import memory
 from zjax.sharding.mesh import abstract_mesh
 from zjax.sharding.plan import make_plan
@@ -57,22 +71,20 @@ def test_speeds_are_bits_or_bytes(text, speed):
     "text", ["fast", "1", "1gb", "1 gbps", "-1gbps", "0gbps", "1gbit", "1bps", "1GBPS"]
 )
 def test_other_speeds_are_refused(text):
-    with pytest.raises(ConfigError) as error:
-        parse_speed(text)
-    assert str(error.value) == (
+    with config_error(
         f"link={text!r} is not a speed above 0; use bits, such as 100mbps or 1gbps, or "
         "bytes, such as 25GBps"
-    )
+    ):
+        parse_speed(text)
 
 
 def test_a_link_that_joins_nothing_is_refused(tmp_path):
     config = small_run.make_config(tmp_path)
-    with pytest.raises(ConfigError) as error:
-        report_plan(config, num_devices=8, link="1gbps")
-    assert str(error.value) == (
+    with config_error(
         "link='1gbps' joins no nodes with mesh.replica=1; leave it out, or set "
         "mesh.replica to the number of nodes"
-    )
+    ):
+        report_plan(config, num_devices=8, link="1gbps")
 
 
 def compiled_bytes(run):
@@ -182,13 +194,164 @@ def test_the_first_method_that_may_be_used_is_the_baseline():
 
 def test_a_link_without_a_method_is_refused(monkeypatch):
     monkeypatch.setattr(link_speed, "check_config", refuse)
-    with pytest.raises(ConfigError) as error:
-        report_link(load_config({}, *HOST[:1]), 2, "1gbps")
-    assert str(error.value) == (
+    with config_error(
         "link='1gbps' compares no methods: all are refused; leave it out, or change "
         "what the first is refused for: seed=1 is odd; use 2"
-    )
+    ):
+        report_link(load_config({}, *HOST[:1]), 2, "1gbps")
 
 
 def refuse(config, num_devices):
     raise ConfigError(Problem("seed", 1, "is odd", "use 2"))
+
+
+MESH = ("mesh.replica=2", "mesh.data=2", "zero.stage=1", "model.dropout_rate=0.0")
+DILOCO = (
+    "communication.local_steps.num_steps=4",
+    "communication.local_steps.num_fragments=2",
+    "communication.local_steps.delay=1",
+    "communication.codec=int4",
+)
+ONE_BIT = ("optimizer.rule=onebit_adam", "optimizer.rule.freeze_step=3")
+COUNTERS = 64
+"""Bytes of the numbers of steps, at most."""
+
+
+@pytest.fixture(params=[DILOCO, DILOCO[:2], ONE_BIT], ids=["diloco", "exact", "onebit"])
+def run(request, tmp_path):
+    settings = (*MESH, *request.param)
+    return small_run.make_trainer(tmp_path, *settings, num_devices=4).run
+
+
+def test_bytes_of_a_plan_are_those_on_a_device(run):
+    """Fails if the anchor, a momentum, an error or a mean on its way is left out."""
+    kept = kept_rows(run.plan, run.config)
+    planned = memory.plan_bytes(run.plan, kept).optimizer
+    found = state_bytes(run.state, run.mesh.local_devices[0])
+    assert 0 <= found - planned < COUNTERS
+
+
+def test_the_peak_of_a_step_has_the_whole_state_once(run):
+    """Fails if what a local step does not read is taken off the batch."""
+    batch = abstract_batch(run.config, run.plan)
+    parts = run.step.predict_peak(batch).parts
+    assert parts["state"] == state_bytes(run.state, run.mesh.local_devices[0])
+    assert parts["batch"] == sum(4 * x.size for x in batch.values()) // 4
+
+
+def test_local_steps_keep_eight_bytes_of_a_parameter_and_more_with_a_delay(tmp_path):
+    """Of an anchor and its momentum; with a delay four of a mean; four of errors."""
+    sizes = {}
+    for name, settings in (("exact", DILOCO[:2]), ("delayed", DILOCO[:3])):
+        settings = (*MESH, "zero.min_shard_elements=0", *settings)
+        run = small_run.make_trainer(tmp_path, *settings, num_devices=4).run
+        kept = kept_rows(run.plan, run.config)
+        sizes[name] = memory.tree_bytes(kept) / memory.num_params(run.plan)
+    assert sizes["exact"] == pytest.approx(8 / 2, rel=0.02)
+    assert sizes["delayed"] == pytest.approx(12 / 2, rel=0.02)
+
+
+def test_a_device_too_small_for_what_replicas_keep_is_refused(run):
+    kept = kept_rows(run.plan, run.config)
+    needed = memory.plan_bytes(run.plan, kept).total
+    check_device_memory(run.plan, needed, kept)
+    with pytest.raises(PlanError) as error:
+        check_device_memory(run.plan, needed - 1, kept)
+    assert str(error.value).endswith(
+        "; raise zero.stage, use more devices, or a smaller model"
+    )
+
+
+def test_a_step_by_formula_counts_it(run):
+    config = run.config
+    model = make_model(config)
+    mesh = weigh(config, config.mesh, model, make_optimizer(config, model))
+    planned = memory.plan_bytes(run.plan, kept_rows(run.plan, config))
+    gradients = memory.tree_bytes(run.plan.grads)
+    assert mesh.state == planned.parameters + planned.optimizer + gradients
+
+
+def test_a_plan_tells_what_replicas_keep(tmp_path):
+    config = small_run.make_config(tmp_path, *MESH, *DILOCO)
+    text = report_plan(config, num_devices=4, picture=str(tmp_path / "plan.png"))
+    for name in ("anchor", "outer momentum", "errors of the codec", "means on their"):
+        assert re.search(rf"^{name} .* kB +.* kB", text, re.MULTILINE), name
+
+
+@pytest.mark.parametrize("settings", [DILOCO, ONE_BIT], ids=["diloco", "onebit"])
+def test_the_closed_form_of_stage_0_has_all_of_it(tmp_path, settings):
+    settings = (*MESH, *settings, "zero.stage=0")
+    run = small_run.make_trainer(tmp_path, *settings, num_devices=4).run
+    kept = kept_rows(run.plan, run.config)
+    *_, line = describe_stages([run.plan], [kept]).splitlines()
+    total, closed = re.findall(r"[\d.]+ kB", line)[-2:]
+    assert total == closed
+
+
+EXPERT_MESH = schema.Mesh(data=2, expert=4)
+DROPPING = schema.TokenChoice(num_experts=8, top_k=2, drop="position", min_capacity=1)
+
+
+def make_config(moe, mesh=EXPERT_MESH, **model):
+    small = {"num_layers": 1, "embed_size": 16, "mlp_size": 32, "vocab_size": 64}
+    shape = dataclasses.replace(tensor.GPT, moe=moe, **(small | model))
+    return tensor.make_config(shape, mesh)
+
+
+def sizes_of(config):
+    sizes = axis_sizes(config, 8)
+    shares = sizes["replica"] * sizes["data"] * sizes["expert"]
+    return sizes, resolve_batch(config, shares)
+
+
+def test_the_plan_tells_each_exchange_and_why(tmp_path):
+    """Small capacities are raised to 4, which fills more than the all-gather."""
+    moe = dataclasses.replace(DROPPING, num_experts=(4, 16), min_capacity=4)
+    config = make_config(moe, num_layers=2)
+    text = (
+        "experts over expert=4: each of the 4 exchanges of a layer and microbatch\n"
+        "experts   exchange     bytes/device   because\n"
+        "X\n"
+        "      4   all-to-all        1.54 kB   experts of a device take 8 rows of 16 "
+        "tokens\n"
+        "     16   all-gather        3.07 kB   experts of a device take 16 rows of 16 "
+        "tokens"
+    )
+    found = describe_exchanges(config, *sizes_of(config))
+    assert re.sub("─+", "X", found) == text
+    picture = str(tmp_path / "plan.png")
+    assert found in report_plan(config, num_devices=8, picture=picture)
+
+
+@pytest.mark.parametrize(
+    ("moe", "ops"),
+    [
+        (DROPPING, {"all-to-all"}),
+        (schema.TokenChoice(num_experts=8, top_k=2), {"all-gather", "reduce-scatter"}),
+    ],
+    ids=["all-to-all", "all-gather"],
+)
+def test_the_program_sends_what_the_plan_says(moe, ops):
+    config = make_config(moe)
+    (choice,) = layer_exchanges(config, *sizes_of(config)).values()
+    step, compiled, _ = tensor.compile_step(config, 8)
+    sent = collections.Counter()
+    for each in list_collectives(compiled.as_text()):
+        if mesh_axes(each.groups, step.mesh) == ("expert",):
+            sent[each.elements] += each.op in ops
+    assert sent[4 * choice.sent * config.model.embed_size] == 4
+
+
+def test_memory_grows_with_the_rows_that_may_arrive():
+    """Fails if the plan counts the rows of an even load alone."""
+    moe = schema.TokenChoice(num_experts=8, top_k=2)
+    alone, split = (
+        make_config(moe, mesh, remat="none") for mesh in (schema.Mesh(), EXPERT_MESH)
+    )
+    less, more = (activation_bytes(each, *sizes_of(each)) for each in (alone, split))
+    # Up to 8 rows per token instead of 2, of which 2.5 are saved: inputs and outputs of
+    # the activation; tokens that arrive; and, as they are computed, the rows.
+    hidden, width = 2 * alone.model.mlp_size, alone.model.embed_size
+    values = (2.5 - 2) * hidden + 2 * (8 - 2) * hidden
+    values += 3 * 4 * width + 2 * 2 * (8 - 2) * width
+    assert more - less == 4 * tensor.LENGTH * values

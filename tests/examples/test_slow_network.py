@@ -282,9 +282,7 @@ def test_two_processes_train_over_a_slow_link(allowed, modules, tmp_path):
     flags = ["--processes=2", "--methods=adam_float32", f"--directory={tmp_path}"]
     script = str(FOLDER / "train.py")
     result = subprocess.run(
-        [sys.executable, script, *flags, *SMALL],
-        capture_output=True,
-        text=True,
+        [sys.executable, script, *flags, *SMALL], capture_output=True, text=True
     )
     assert result.returncode == 0, result.stdout + result.stderr
     last = result.stdout.splitlines()[-1]

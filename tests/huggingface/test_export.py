@@ -10,8 +10,9 @@ import safetensors.numpy
 
 from tests.support import huggingface as golden
 from tests.support import language
+from tests.support.refusals import checkpoint_error, data_error
 from zjax.checkpoint.store import Store
-from zjax.errors import CheckpointError, ConfigError, DataError
+from zjax.errors import CheckpointError, ConfigError
 from zjax.huggingface import export, model_settings
 from zjax.run.saving import save
 from zjax.settings import schema
@@ -128,11 +129,10 @@ def test_the_tokenizer_goes_along_with_its_ids(tmp_path, caplog):
         f"tokenizer: tokenizer.json, chat_template.jinja of {tmp_path / 'start'}"
     )
     (tmp_path / "start" / "vocab.json").mkdir()
-    with pytest.raises(DataError) as error:
-        export.export_huggingface(given, str(tmp_path / "again"))
-    assert str(error.value) == (
+    with data_error(
         f"tokenizer='{tmp_path / 'start' / 'vocab.json'}' is not a file; move it away"
-    )
+    ):
+        export.export_huggingface(given, str(tmp_path / "again"))
     assert not (tmp_path / "again").exists()
 
 
@@ -161,11 +161,10 @@ def test_the_tokenizer_is_that_of_the_run_that_this_one_began_with(tmp_path, cap
 
 def test_a_directory_with_files_is_left_alone(store, tmp_path):
     (tmp_path / "mine").write_text("")
-    with pytest.raises(CheckpointError) as error:
-        export.export_huggingface(store, str(tmp_path))
-    assert str(error.value) == (
+    with checkpoint_error(
         f"output='{tmp_path}' exists and is not empty; name a new directory"
-    )
+    ):
+        export.export_huggingface(store, str(tmp_path))
 
 
 def test_a_failed_export_leaves_nothing(store, tmp_path, monkeypatch):

@@ -19,10 +19,7 @@ from zjax.huggingface.quantization import Fp8, Mxfp4
 from zjax.models.generate import generate
 from zjax.run.saving import save
 
-pytestmark = [
-    pytest.mark.transformers,
-    pytest.mark.filterwarnings("ignore"),
-]
+pytestmark = [pytest.mark.transformers, pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.mark.parametrize("family", golden.FAMILIES)

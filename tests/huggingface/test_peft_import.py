@@ -11,6 +11,7 @@ import safetensors.numpy
 from flax import nnx
 
 from tests.support import huggingface as golden
+from tests.support.refusals import config_error
 from zjax.checkpoint.export import export_safetensors
 from zjax.checkpoint.store import Store
 from zjax.config.check import check_config
@@ -135,9 +136,8 @@ def test_saved_modules_that_zjax_has_not_are_refused(modules, problem, tmp_path)
     for name in ("layers.1.post_attention_layernorm", "rotary"):
         tensors[f"base_model.model.model.{name}.weight"] = np.ones(16)
     safetensors.numpy.save_file(tensors, folder / TENSORS)
-    with pytest.raises(ConfigError) as caught:
+    with config_error(problem.format(folder / "adapter_config.json")):
         adapter_settings(folder)
-    assert str(caught.value) == problem.format(folder / "adapter_config.json")
 
 
 def test_saved_modules_replace_layers_that_a_base_stacks(tmp_path):
@@ -153,13 +153,12 @@ def test_saved_modules_replace_layers_that_a_base_stacks(tmp_path):
 
 def test_saved_modules_that_a_run_freezes_are_refused():
     """Fails if an export would leave out what came in."""
-    with pytest.raises(ConfigError) as caught:
-        start(FOLDER / "saved", also_train=("head/kernel$",))
-    assert str(caught.value) == (
+    with config_error(
         "lora.also_train=('head/kernel$',) freezes embedding/tokens, "
         "blocks/attention_norm/scale, which modules_to_save of "
         f"{FOLDER / 'saved' / 'adapter_config.json'} trains; name them, too"
-    )
+    ):
+        start(FOLDER / "saved", also_train=("head/kernel$",))
 
 
 def test_saved_modules_that_are_not_apart_are_refused(tmp_path):
@@ -207,10 +206,7 @@ def test_adapter_of_an_encoder_comes_back(tmp_path):
     np.testing.assert_allclose(found["loss"], wanted["loss"], rtol=1e-6)
 
 
-JOINED = {
-    "joined": ("phi3", "mlp/gate$ mlp/up$"),
-    "joined_dora": ("gpt2", ""),
-}
+JOINED = {"joined": ("phi3", "mlp/gate$ mlp/up$"), "joined_dora": ("gpt2", "")}
 
 
 @pytest.mark.parametrize("name", JOINED)
@@ -230,12 +226,11 @@ def test_an_adapter_of_joined_matrices_is_one_for_each(name, tmp_path, caplog):
 
 
 def test_a_module_that_is_adapted_in_part_is_refused():
-    with pytest.raises(ConfigError) as caught:
-        start(FOLDER / "joined_dora", "gpt2", targets=("attention/query$",))
-    assert str(caught.value) == (
+    with config_error(
         "lora.targets=('attention/query$',) adapts blocks/attention/query, a part of "
         "transformer.h.0.attn.c_attn in gpt2; adapt the other parts, too"
-    )
+    ):
+        start(FOLDER / "joined_dora", "gpt2", targets=("attention/query$",))
 
 
 def test_keys_that_zjax_does_not_compute_are_refused(tmp_path):
@@ -299,12 +294,11 @@ def test_modules_without_a_layer_are_refused(tmp_path):
         for name in names
     ]
     safetensors.numpy.save_file({"other": np.zeros(3)}, folder / TENSORS)
-    with pytest.raises(ConfigError) as caught:
-        adapter_settings(folder)
-    assert str(caught.value) == (
+    with config_error(
         f"{TENSORS}='{folder / TENSORS}' has no tensor that ends in lora_A.weight; "
         f"{remedy}"
-    )
+    ):
+        adapter_settings(folder)
 
 
 def test_a_model_of_no_family_takes_no_adapters_of_peft(tmp_path):
@@ -317,19 +311,17 @@ def test_a_model_of_no_family_takes_no_adapters_of_peft(tmp_path):
     settings = adapter_settings(FOLDER / "rslora")
     lora = {f"lora.{name}": value for name, value in settings.items()}
     changes = {"checkpoint.init_from": str(base), "model.attention": "sparse"}
-    with pytest.raises(ConfigError) as caught:
-        golden.start(load_config(config, lora | changes))
-    assert str(caught.value) == (
+    with config_error(
         "model.attention='sparse' is 'dense' in llama; leave lora.init_from empty"
-    )
+    ):
+        golden.start(load_config(config, lora | changes))
 
 
 def test_adapters_without_a_base_are_refused():
     """Fails if a directory is named and not read."""
     config = load_config({"lora": {"rank": 4, "init_from": "adapter"}})
-    with pytest.raises(ConfigError) as caught:
-        check_config(config, num_devices=1)
-    assert str(caught.value) == (
+    with config_error(
         "lora.init_from='adapter' adapts the weights of checkpoint.init_from, which is "
         "empty; set that, too"
-    )
+    ):
+        check_config(config, num_devices=1)

@@ -1,6 +1,8 @@
-"""A step that compiles says why, and one that does not says nothing."""
+"""A step that compiles says why, and a trace holds the steps it was asked for."""
 
 import contextlib
+import gzip
+import json
 import threading
 
 import jax
@@ -9,10 +11,12 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from tests.support.gates import start_gated
 from zjax.checkpoint.store import Store
 from zjax.checkpoint.writer import check_finite
-from zjax.observe import CompileReport, recompile
+from zjax.observe import CompileReport, Trace, recompile
 from zjax.observe.recompile import describe_arrays, describe_change
+from zjax.settings import schema
 from zjax.sharding.placement import ArrayPlan
 
 
@@ -109,31 +113,15 @@ def test_a_closed_report_hears_nothing():
 @pytest.mark.parametrize(
     ("old", "new", "expected"),
     [
-        pytest.param(zeros(8, 128), zeros(8, 128), "", id="nothing"),
-        pytest.param(
-            zeros(8, 128),
-            zeros(8, 64),
-            "tokens was int32[8,128], now int32[8,64]",
-            id="shape",
-        ),
-        pytest.param(
-            zeros(2),
-            zeros(2, dtype=np.uint8),
-            "tokens was int32[2], now uint8[2]",
-            id="dtype",
-        ),
-        pytest.param(
+        (zeros(8, 128), zeros(8, 128), ""),
+        (zeros(8, 128), zeros(8, 64), "tokens was int32[8,128], now int32[8,64]"),
+        (zeros(2), zeros(2, dtype=np.uint8), "tokens was int32[2], now uint8[2]"),
+        (
             zeros(2),
             {**zeros(3), "segments": {"ids": np.zeros((), np.float32)}},
             "tokens was int32[2], now int32[3]; segments/ids float32[] is new",
-            id="added",
         ),
-        pytest.param(
-            {**zeros(2), "mask": np.zeros(2, bool)},
-            zeros(2),
-            "mask bool[2] is gone",
-            id="gone",
-        ),
+        ({**zeros(2), "mask": np.zeros(2, bool)}, zeros(2), "mask bool[2] is gone"),
     ],
 )
 def test_the_difference_is_named(old, new, expected):
@@ -153,3 +141,73 @@ def test_a_program_that_runs_for_the_first_time_is_no_surprise():
         f"compiled mean_0, merge_0 for step 2 in {second.seconds:.1f} s"
     )
     assert third.line.startswith("step 3 compiles again")
+
+
+def run_steps(directory, profile, steps):
+    """Traces a loop; what lies on disk as each step begins, and after it."""
+    seen = []
+    x = jnp.ones(16)
+    step_fn = jax.jit(lambda x: x + 1)
+    with Trace(profile, directory) as trace:
+        for step in steps:
+            with trace.step(step, x):
+                x = step_fn(x)
+            seen.append(bool(files(directory)))
+    return seen, bool(files(directory))
+
+
+def files(directory):
+    return [path for path in directory.rglob("*") if path.is_file()]
+
+
+def recorded_steps(directory):
+    (path,) = directory.rglob("*.trace.json.gz")
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    numbers = {
+        event["args"]["step_num"] for event in events if event.get("name") == "step"
+    }
+    return sorted(int(number) for number in numbers)
+
+
+def test_the_window_is_recorded_and_nothing_else(tmp_path):
+    profile = schema.Profile(start_step=2, num_steps=2)
+    seen, at_end = run_steps(tmp_path, profile, range(1, 6))
+    assert seen == [False, False, False, True, True] and at_end
+    assert recorded_steps(tmp_path) == [2, 3]
+    assert all(path.is_relative_to(tmp_path / "trace") for path in files(tmp_path))
+
+
+def test_a_run_that_ends_inside_the_window_keeps_its_trace(tmp_path):
+    profile = schema.Profile(start_step=2, num_steps=9)
+    assert run_steps(tmp_path, profile, range(1, 4)) == ([False] * 3, True)
+    assert recorded_steps(tmp_path) == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("start", "steps"), [(None, range(0, 3)), (9, range(0, 3)), (2, range(5, 8))]
+)
+def test_nothing_is_recorded(start, steps, tmp_path):
+    profile = schema.Profile(start_step=start) if start else None
+    assert run_steps(tmp_path, profile, steps) == ([False] * 3, False)
+
+
+def test_an_error_inside_the_window_ends_the_trace(tmp_path):
+    """Fails if the profiler stays on: a second one could not start."""
+    profile = schema.Profile(start_step=0)
+    for name in ("first", "second"):
+        with pytest.raises(OSError), Trace(profile, tmp_path / name) as trace:
+            with trace.step(0, ()):
+                raise OSError
+        assert files(tmp_path / name)
+
+
+@pytest.mark.parametrize("edge", [1, 2], ids=["start", "end"])
+def test_earlier_work_ends_before_an_edge_of_the_window(edge, tmp_path):
+    """Fails if the recording starts or ends in the middle of a step."""
+    profile = schema.Profile(start_step=1, num_steps=1)
+    with Trace(profile, tmp_path) as trace:
+        for step in range(edge):
+            trace.step(step, ())
+        pending = start_gated(threading.Event(), patience_seconds=0.3)
+        trace.step(edge, pending)
+        assert pending.is_ready()

@@ -9,8 +9,9 @@ import types
 
 import pytest
 
+from tests.support.refusals import config_error, output_error
 from zjax.config import load_config
-from zjax.errors import ConfigError, OutputError
+from zjax.errors import OutputError
 from zjax.observe import check_sinks, make_sinks
 from zjax.settings import schema
 from zjax.settings.mappings import to_mapping
@@ -48,12 +49,11 @@ def test_a_missing_package_is_found_in_every_process(name, tmp_path, monkeypatch
             lambda: open_sinks(name, tmp_path),
         )
         for check in checks:
-            with pytest.raises(ConfigError) as error:
-                check()
-            assert str(error.value) == (
+            with config_error(
                 f"observe.sinks='{name}' needs a package that is not installed; "
                 f"pip install {name}, or leave it out"
-            )
+            ):
+                check()
 
 
 class Refused(Exception):
@@ -97,22 +97,20 @@ def test_wandb_continues_the_run_of_the_directory(tmp_path, fake_wandb):
 
 
 def test_what_wandb_refuses_is_told(tmp_path, fake_wandb):
-    with pytest.raises(OutputError) as error:
-        write("wandb", tmp_path, [], project="locked")
-    assert str(error.value) == (
+    with output_error(
         "observe.sinks='wandb' cannot be written to (no key); look at WANDB_MODE and "
         "the API key, or leave it out"
-    )
+    ):
+        write("wandb", tmp_path, [], project="locked")
 
 
 def test_a_damaged_identity_is_named(tmp_path, fake_wandb):
     (tmp_path / "wandb_id.txt").write_bytes(b"\xff")
-    with pytest.raises(ConfigError) as error:
-        write("wandb", tmp_path, [], last_step=1)
-    assert str(error.value) == (
+    with config_error(
         "observe.sinks='wandb' cannot resume (wandb_id.txt: it is not UTF-8 text); "
         "remove that file"
-    )
+    ):
+        write("wandb", tmp_path, [], last_step=1)
 
 
 class FakeMLflow:
@@ -187,8 +185,7 @@ def test_what_mlflow_refuses_is_kept_and_sent_later(tmp_path, fake_mlflow, caplo
     """Fails if a refusal ends the run, is lost or untold, or later rows wait for it."""
     path = tmp_path / "mlflow_unsent.jsonl"
     nan, fine = (1, {"loss": math.nan}), (2, {"loss": 2.0})
-    with caplog.at_level("WARNING", logger="absl"):
-        write("mlflow", tmp_path, [nan, nan, fine])
+    write("mlflow", tmp_path, [nan, nan, fine])
     assert caplog.messages == [
         "observe.sinks='mlflow' cannot be written to (no such number); look at "
         f"MLFLOW_TRACKING_URI; the run goes on, and {path} keeps what is not sent",
@@ -224,8 +221,7 @@ def test_no_step_waits_for_a_server_that_hangs(tmp_path, hanging, caplog, monkey
     """Fails if a step or the end waits for ever, or a row of any step is lost."""
     monkeypatch.setattr("zjax.observe.delivery.MAX_PENDING", 2)
     monkeypatch.setattr("zjax.observe.delivery.CLOSE_SECONDS", 0.01)
-    with caplog.at_level("WARNING", logger="absl"):
-        write("mlflow", tmp_path, [(n, {"loss": 2.0}) for n in range(5)])
+    write("mlflow", tmp_path, [(n, {"loss": 2.0}) for n in range(5)])
     path = tmp_path / "mlflow_unsent.jsonl"
     assert caplog.messages == [
         "observe.sinks='mlflow' is slow to answer (2 rows wait); look at "
@@ -259,9 +255,8 @@ def test_a_core_of_wandb_that_died_ends_no_run(tmp_path, fake_wandb, caplog):
     """Fails if an error of a kind that no package documents ends the run."""
     (sink,) = open_sinks("wandb", tmp_path)
     sys.modules["wandb"].init(project="").log = lambda values: 1 / 0
-    with caplog.at_level("WARNING", logger="absl"):
-        sink.write(1, {"loss": 2.5})
-        sink.close()
+    sink.write(1, {"loss": 2.5})
+    sink.close()
     known = (tmp_path / "wandb_id.txt").read_text()
     path = tmp_path / "wandb_unsent.jsonl"
     assert caplog.messages[1] == (
@@ -284,9 +279,8 @@ def test_no_error_of_a_service_loses_a_row_or_is_silent(
     (sink,) = open_sinks("wandb", tmp_path)
     run = sys.modules["wandb"].init(project="")
     run.log = run.finish = fail
-    with caplog.at_level("WARNING", logger="absl"):
-        sink.write(1, {"loss": 2.5})
-        sink.close()
+    sink.write(1, {"loss": 2.5})
+    sink.close()
     assert unsent(tmp_path, "wandb") == ['{"step": 1, "loss": 2.5}']
     reason = "3" if isinstance(error, SystemExit) else "no disk"
     for problem in ("cannot be written to", "has not ended its run"):

@@ -34,18 +34,10 @@ def kept_shapes(policy):
 @pytest.mark.parametrize(
     ("policy", "expected"),
     [
-        pytest.param("full", [], id="full-keeps-nothing"),
-        pytest.param("attention", [(TOKENS, WIDTH)], id="one-named-value"),
-        pytest.param(
-            "attention_and_mlp",
-            [(TOKENS, WIDTH), (TOKENS, HIDDEN)],
-            id="named-values-only",
-        ),
-        pytest.param(
-            "elementwise",
-            [(TOKENS, WIDTH)] * 3 + [(TOKENS, HIDDEN)],
-            id="all-but-elementwise",
-        ),
+        ("full", []),
+        ("attention", [(TOKENS, WIDTH)]),
+        ("attention_and_mlp", [(TOKENS, WIDTH), (TOKENS, HIDDEN)]),
+        ("elementwise", [(TOKENS, WIDTH)] * 3 + [(TOKENS, HIDDEN)]),
     ],
 )
 def test_policy_keeps_what_it_names(policy, expected):

@@ -36,11 +36,7 @@ ENTRYWISE = {
     "lion": optax.lion(1e-2),
     "momentum": optax.sgd(optax.cosine_decay_schedule(1e-2, 9), momentum=0.9),
     "rmsprop": optax.rmsprop(1e-2, centered=True),
-    "decay by name": optax.adamw(
-        1e-2,
-        weight_decay=1.0,
-        mask=not_biases,
-    ),
+    "decay by name": optax.adamw(1e-2, weight_decay=1.0, mask=not_biases),
     "clip of some": optax.partition(
         {
             "a": optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(1e-1)),
@@ -60,11 +56,7 @@ MIXING = {
     "novograd": optax.novograd(1e-2),
     "muon": optax.contrib.muon(1e-2),
     "clip by block": optax.chain(optax.clip_by_block_rms(0.1), optax.sgd(1e-1)),
-    "lamb, decay by name": optax.lamb(
-        1e-2,
-        weight_decay=1.0,
-        mask=not_biases,
-    ),
+    "lamb, decay by name": optax.lamb(1e-2, weight_decay=1.0, mask=not_biases),
     "decay by rank": optax.adamw(
         1e-2,
         weight_decay=1.0,

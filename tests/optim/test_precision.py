@@ -1,11 +1,17 @@
-"""Dtypes of a run, and the line that names them."""
+"""Dtypes of a run, the loss scale, and float32 weights in halves."""
+
+import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from tests.reference.loss_scale import LossScale
 from tests.support import rules
 from zjax.optim import precision
+from zjax.optim.precision import join_bits, low_bits
 from zjax.settings import schema
 
 
@@ -103,3 +109,162 @@ def test_moments_are_named_where_they_differ_from_the_weights(
         schema.Precision(master_dtype=master), rules.optimizer(**optimizer).rule
     )
     assert line.split(" | ")[0] == expected
+
+
+NUM_SEQUENCES, LENGTH = 10_000, 24
+
+
+def run(flags, settings):
+    """All states after each update."""
+
+    def step(scaler, overflow):
+        scaler = precision.update_scaler(scaler, overflow, settings)
+        return scaler, scaler
+
+    start = precision.init_scaler(settings)
+    return jax.lax.scan(step, start, jnp.array(flags, bool))[1]
+
+
+def settings_of(window, consecutive=False, hysteresis=2, minimum=1.0):
+    return schema.LossScale(
+        window=window,
+        hysteresis=hysteresis,
+        consecutive_hysteresis=consecutive,
+        minimum=minimum,
+    )
+
+
+def test_golden_sequence():
+    flags = [0, 0, 0, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0, 0, 1]
+    states = run(flags, settings_of(4))
+    scales = [65536] * 4 + [131072] * 3 + [65536] + [32768] * 5 + [65536] * 3
+    assert states.scale.tolist() == scales
+    assert states.hysteresis.tolist() == [2] * 6 + [1] * 7 + [2] * 2 + [1]
+
+
+@pytest.mark.parametrize(
+    ("consecutive", "scales", "hysteresis"),
+    [
+        (True, [65536] * 5, [1, 2, 1, 2, 1]),
+        (False, [65536, 65536, 32768, 32768, 16384], [1] * 5),
+    ],
+    ids=["clean step restores tolerance", "tolerance stays used up"],
+)
+def test_golden_hysteresis(consecutive, scales, hysteresis):
+    states = run([1, 0, 1, 0, 1], settings_of(4, consecutive))
+    assert states.scale.tolist() == scales
+    assert states.hysteresis.tolist() == hysteresis
+
+
+@pytest.mark.parametrize("consecutive", [True, False], ids=["consecutive", "lasting"])
+@pytest.mark.parametrize("window", [1, 2, 4, 1000])
+def test_random_sequences_equal_the_plain_class(window, consecutive):
+    """Each starts a few steps before the window ends, so that scales also grow."""
+    settings = settings_of(window, consecutive, hysteresis=2, minimum=16_384.0)
+    rng = np.random.default_rng(window)
+    rates = rng.choice([0.02, 0.2, 0.6], size=(NUM_SEQUENCES, 1))
+    flags = rng.random((NUM_SEQUENCES, LENGTH)) < rates
+    start = rng.integers(max(0, window - 8), window + 2, NUM_SEQUENCES)
+
+    @jax.jit
+    @functools.partial(jax.vmap, in_axes=(0, 0))
+    def final(iteration, flags):
+        def step(scaler, overflow):
+            return precision.update_scaler(scaler, overflow, settings), None
+
+        scaler = precision.init_scaler(settings)._replace(iteration=iteration)
+        return jax.lax.scan(step, scaler, flags)[0]
+
+    got = final(jnp.asarray(start, jnp.int32), flags)
+    want = []
+    for iteration, sequence in zip(start.tolist(), flags.tolist(), strict=True):
+        oracle = LossScale(65536.0, window, 2, consecutive, 16_384.0)
+        oracle.iteration = iteration
+        for overflow in sequence:
+            oracle.update(overflow)
+        want.append(oracle.fields())
+    for mine, theirs in zip(got, zip(*want, strict=True), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    assert len(set(np.asarray(got.scale).tolist())) > 2
+
+
+def test_scale_grows_first_after_a_window_and_one_more_clean_step():
+    states = run([0] * 10, settings_of(4))
+    assert states.scale.tolist() == [65536] * 4 + [131072] * 4 + [262144] * 2
+
+
+def test_scale_never_falls_below_the_minimum():
+    states = run([1] * 20, settings_of(4, minimum=1024.0))
+    assert states.scale.tolist()[-1] == 1024.0
+    assert min(states.scale.tolist()) == 1024.0
+
+
+def test_window_of_zero_keeps_the_scale_and_counts_on():
+    settings = settings_of(0)
+    states = run([0, 1, 1, 1, 0], settings)
+    assert states.scale.tolist() == [65536] * 5
+    assert states.iteration.tolist() == [1, 2, 3, 4, 5]
+    assert states.last_overflow.tolist() == [-1, 1, 2, 3, 3]
+    least = dataclasses.replace(settings, initial=1.0, minimum=1.0, hysteresis=1)
+    assert not precision.at_minimum(precision.init_scaler(least), least)
+
+
+@pytest.mark.parametrize(
+    ("num_overflows", "expected"),
+    [(0, False), (1, True), (2, True)],
+    ids=["one overflow is tolerated", "then none", "floor reached"],
+)
+def test_at_minimum_foretells_an_overflow_that_cannot_halve(num_overflows, expected):
+    settings = schema.LossScale(initial=4.0, minimum=4.0, hysteresis=2)
+    scaler = precision.init_scaler(settings)
+    for _ in range(num_overflows):
+        scaler = precision.update_scaler(scaler, jnp.bool_(True), settings)
+    assert bool(precision.at_minimum(scaler, settings)) is expected
+
+
+def test_scaler_keeps_its_dtypes():
+    scaler = precision.init_scaler(schema.LossScale())
+    after = precision.update_scaler(scaler, jnp.bool_(False), schema.LossScale())
+    dtypes = ["float32", "int32", "int32", "int32"]
+    assert [x.dtype.name for x in scaler] == [x.dtype.name for x in after] == dtypes
+
+
+EVERY_UPPER = np.arange(2**16, dtype=np.uint32) << 16
+
+
+def halved(x):
+    return join_bits(x.astype(jnp.bfloat16), low_bits(x))
+
+
+@pytest.mark.parametrize("of", [halved, jax.jit(halved)], ids=["NumPy", "compiled"])
+@pytest.mark.parametrize("low", [0, 1, 0x1234, 0x7FFF, 0x8001, 0xBEEF, 0xFFFF])
+def test_weights_come_back_as_they_were(of, low):
+    """Every exponent and both signs; what is no number stays none."""
+    bits = EVERY_UPPER + np.uint32(low)
+    x = bits.view(np.float32)
+    with np.errstate(invalid="ignore"):
+        found = np.asarray(of(x))
+    numbers = ~np.isnan(x)
+    np.testing.assert_array_equal(found.view(np.uint32)[numbers], bits[numbers])
+    assert np.isnan(found[~numbers]).all()
+
+
+@pytest.mark.parametrize("of", [halved, jax.jit(halved)], ids=["NumPy", "compiled"])
+def test_weights_half_way_are_off_by_one_at_most(of):
+    """Fails if a half that is too large for 16 bits wraps round."""
+    bits = EVERY_UPPER + np.uint32(0x8000)
+    x = bits.view(np.float32)
+    numbers = np.isfinite(x)
+    with np.errstate(invalid="ignore"):
+        found = np.asarray(of(x)).view(np.int32)[numbers]
+    away = np.abs(found.astype(np.int64) - bits.view(np.int32)[numbers])
+    assert set(away) == {0, 1}
+
+
+def test_halves_stay_as_they_are():
+    """Fails if a step that changes nothing moves a weight."""
+    lower = np.arange(-(2**15), 2**15, dtype=np.int16)
+    for upper in np.array([1.0, -3e-5, 0.0], jnp.bfloat16):
+        whole = join_bits(np.full(lower.shape, upper), lower)
+        again = halved(whole)
+        np.testing.assert_array_equal(halved(again), again)

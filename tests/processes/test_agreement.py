@@ -6,7 +6,7 @@ import json
 import jax
 import pytest
 
-from zjax.errors import ProcessError
+from tests.support.refusals import process_error
 from zjax.processes import agreement
 from zjax.processes.agreement import (
     check_agreement,
@@ -109,12 +109,11 @@ def test_another_index_on_a_process_is_named(monkeypatch):
     monkeypatch.setattr(
         agreement, "_gather", lambda text: [text, json.dumps(theirs).encode()]
     )
-    with pytest.raises(ProcessError) as error:
-        check_same_data(mine)
-    assert str(error.value) == (
+    with process_error(
         f"{field}='voc 2f' on process 1 is 'voc 1f' on process 0; make all processes "
         "the same"
-    )
+    ):
+        check_same_data(mine)
 
 
 def test_one_process_agrees_with_itself():

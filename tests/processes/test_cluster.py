@@ -1,4 +1,4 @@
-"""What the environment says of the processes, and whose the GPUs are."""
+"""What the environment says of the processes: GPUs, memory, and mistakes in it."""
 
 import os
 import pathlib
@@ -10,8 +10,10 @@ import pytest
 from jax._src.clusters.ompi_cluster import OmpiCluster
 from jax._src.clusters.slurm_cluster import SlurmCluster
 
+from tests.support.refusals import process_error
 from zjax import processes
 from zjax.errors import ProcessError
+from zjax.processes import host
 from zjax.processes.barrier import find_unresponsive
 from zjax.processes.cluster import Cluster, assign_gpus, find_cluster, visible_gpus
 from zjax.processes.member_files import End, Member
@@ -48,33 +50,21 @@ LAUNCH = {
 @pytest.mark.parametrize(
     ("environ", "expected"),
     [
-        pytest.param({}, Cluster(), id="nothing"),
-        pytest.param(SLURM, Cluster("slurm", 6, 5, NODE, 1, 2), id="slurm"),
-        pytest.param(
+        ({}, Cluster()),
+        (SLURM, Cluster("slurm", 6, 5, NODE, 1, 2)),
+        (
             SLURM | {"SLURM_STEP_TASKS_PER_NODE": "4(x2)"},
             Cluster("slurm", 6, 5, NODE, 1, 4),
-            id="slurm-repeated",
         ),
-        pytest.param(
+        (
             SLURM | {"SLURM_GPUS_ON_NODE": "2", "CUDA_VISIBLE_DEVICES": "0"},
             Cluster("slurm", 6, 5, NODE, 1, 2, owns_visible=True),
-            id="slurm-gpus-per-task",
         ),
-        pytest.param(SLURM | {"SLURM_NTASKS": "1"}, Cluster(), id="slurm-one-task"),
-        pytest.param(
-            {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "6"},
-            Cluster(),
-            id="slurm-login-shell",
-        ),
-        pytest.param(
-            OPEN_MPI, Cluster("open_mpi", 4, 2, MPI_HOST, 0, 2), id="open-mpi"
-        ),
-        pytest.param(
-            LAUNCH, Cluster("zjax launch", 2, 1, "localhost:4000", 1, 2), id="launch"
-        ),
-        pytest.param(
-            {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, Cluster(), id="a-lone-pod"
-        ),
+        (SLURM | {"SLURM_NTASKS": "1"}, Cluster()),
+        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "6"}, Cluster()),
+        (OPEN_MPI, Cluster("open_mpi", 4, 2, MPI_HOST, 0, 2)),
+        (LAUNCH, Cluster("zjax launch", 2, 1, "localhost:4000", 1, 2)),
+        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, Cluster()),
     ],
 )
 def test_finds_what_started_it(environ, expected):
@@ -100,20 +90,12 @@ def test_slurm_meets_on_its_first_node(changes, expected):
         assert found == in_jax(SlurmCluster, SLURM | changes)
 
 
-@pytest.mark.parametrize(
-    "uri",
-    [
-        "1531576320.0;tcp://10.96.0.1:34911",
-        "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911",
-    ],
-)
-def test_open_mpi_meets_where_mpirun_runs(uri):
-    environ = OPEN_MPI | {"OMPI_MCA_orte_hnp_uri": uri}
-    found = find_cluster(AUTO, environ).coordinator
-    assert found == MPI_HOST == in_jax(OmpiCluster, environ)
-
-
-def test_open_mpi_meets_at_an_address_of_ipv6():
+def test_open_mpi_meets_where_mpirun_runs():
+    for address in ("10.96.0.1", "10.96.0.1,10.148.0.1"):
+        uri = f"1531576320.0;tcp://{address}:34911"
+        environ = OPEN_MPI | {"OMPI_MCA_orte_hnp_uri": uri}
+        found = find_cluster(AUTO, environ).coordinator
+        assert found == MPI_HOST == in_jax(OmpiCluster, environ)
     uri = "1531576320.0;tcp6://[fe80::b9b,2620:10d::2]:43370"
     environ = OPEN_MPI | {"OMPI_MCA_orte_hnp_uri": uri}
     assert find_cluster(AUTO, environ).coordinator == "[fe80::b9b]:62624"
@@ -138,46 +120,34 @@ def test_an_address_takes_from_the_scheduler_only_who_shares_the_host():
 @pytest.mark.parametrize(
     ("environ", "why"),
     [
-        pytest.param(
+        (
             {k: v for k, v in OPEN_MPI.items() if k != "OMPI_MCA_orte_hnp_uri"},
             "Open MPI 5 does not say where process 0 runs",
-            id="open-mpi-5",
         ),
-        pytest.param(
-            KUBERNETES,
-            "asking Kubernetes needs the package `kubernetes`",
-            id="kubernetes-without-client",
-        ),
+        (KUBERNETES, "asking Kubernetes needs the package `kubernetes`"),
     ],
 )
 def test_a_scheduler_that_says_too_little(environ, why, monkeypatch):
     monkeypatch.setitem(sys.modules, "kubernetes", None)
-    with pytest.raises(ProcessError) as error:
-        find_cluster(AUTO, environ)
-    assert str(error.value) == (
+    with process_error(
         f"processes.coordinator='auto' cannot work here: {why}; set processes."
         "coordinator=host:port, processes.num_processes and processes.process_id"
-    )
+    ):
+        find_cluster(AUTO, environ)
 
 
 @pytest.mark.parametrize(
     ("environ", "files", "expected"),
     [
-        pytest.param({}, [], (), id="no-gpu"),
-        pytest.param(
+        ({}, [], ()),
+        (
             {},
             ["nvidia0", "nvidia10", "nvidia2", "nvidiactl", "nvidia-uvm", "nvme0"],
             ("0", "2", "10"),
-            id="device-files",
         ),
-        pytest.param(
-            {"CUDA_VISIBLE_DEVICES": "GPU-a, GPU-b"},
-            ["nvidia0"],
-            ("GPU-a", "GPU-b"),
-            id="listed",
-        ),
-        pytest.param({"CUDA_VISIBLE_DEVICES": ""}, ["nvidia0"], (), id="hidden"),
-        pytest.param({"CUDA_VISIBLE_DEVICES": "-1"}, ["nvidia0"], (), id="disabled"),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-a, GPU-b"}, ["nvidia0"], ("GPU-a", "GPU-b")),
+        ({"CUDA_VISIBLE_DEVICES": ""}, ["nvidia0"], ()),
+        ({"CUDA_VISIBLE_DEVICES": "-1"}, ["nvidia0"], ()),
     ],
 )
 def test_counts_gpus_without_a_backend(tmp_path, environ, files, expected):
@@ -189,114 +159,72 @@ def test_counts_gpus_without_a_backend(tmp_path, environ, files, expected):
 @pytest.mark.parametrize(
     ("cluster", "num_visible", "expected"),
     [
-        pytest.param(Cluster("slurm", 2), 8, (0, 1, 2, 3, 4, 5, 6, 7), id="per-host"),
-        pytest.param(
-            Cluster("slurm", 8, local_id=3, num_local=8), 8, (3,), id="per-gpu"
-        ),
-        pytest.param(
-            Cluster("slurm", 2, local_id=1, num_local=2), 8, (4, 5, 6, 7), id="halves"
-        ),
-        pytest.param(
-            Cluster("slurm", 8, local_id=3, num_local=8, owns_visible=True),
-            1,
-            (0,),
-            id="gpus-per-task",
-        ),
-        pytest.param(Cluster("slurm", 8, local_id=3, num_local=8), 0, (), id="cpu"),
+        (Cluster("slurm", 2), 8, (0, 1, 2, 3, 4, 5, 6, 7)),
+        (Cluster("slurm", 8, local_id=3, num_local=8), 8, (3,)),
+        (Cluster("slurm", 2, local_id=1, num_local=2), 8, (4, 5, 6, 7)),
+        (Cluster("slurm", 8, local_id=3, num_local=8, owns_visible=True), 1, (0,)),
+        (Cluster("slurm", 8, local_id=3, num_local=8), 0, ()),
     ],
 )
 def test_shares_the_gpus_of_a_host(cluster, num_visible, expected):
     assert assign_gpus(cluster, num_visible) == expected
-
-
-def test_gpus_that_cannot_be_shared_equally():
-    with pytest.raises(ProcessError) as error:
-        assign_gpus(Cluster("slurm", 3, local_id=1, num_local=3), 4)
-    assert str(error.value) == (
+    with process_error(
         "num_processes=3 on this host cannot share its 4 GPUs equally; start one "
         "process per host, or one per GPU"
-    )
+    ):
+        assign_gpus(Cluster("slurm", 3, local_id=1, num_local=3), 4)
 
 
 def member(process_id, host, *gpus):
     return Member(process_id, host, 100 + process_id, "/runs/a", gpus)
 
 
-def test_processes_that_share_nothing():
+def test_processes_share_a_directory_and_no_gpu():
+    folder = pathlib.Path("/runs/a/processes")
     members = {0: member(0, "a", "0", "1"), 1: member(1, "b", "0", "1")}
-    check_members(members, 2, pathlib.Path("/runs/a/processes"))
-
-
-def test_a_gpu_with_two_owners():
-    members = {0: member(0, "a", "0", "1"), 1: member(1, "a", "1")}
-    with pytest.raises(ProcessError) as error:
-        check_members(members, 2, pathlib.Path("/runs/a/processes"))
-    assert str(error.value) == (
+    check_members(members, 2, folder)
+    members[1] = member(1, "a", "1")
+    with process_error(
         "processes.process_id=1 uses GPU 1 of a, which process 0 uses; give each its "
         "own CUDA_VISIBLE_DEVICES, or use `zjax launch`"
-    )
-
-
-def test_a_directory_that_is_not_shared():
-    with pytest.raises(ProcessError) as error:
-        check_members({0: member(0, "a")}, 2, pathlib.Path("/runs/a/processes"))
-    assert str(error.value) == (
+    ):
+        check_members(members, 2, folder)
+    with process_error(
         "directory='/runs/a' is not the same for process 1 as for this one; use a "
         "directory on a file system that all processes see"
-    )
-
-
-@pytest.mark.parametrize(
-    "seen",
-    [
-        pytest.param((0, "cpu", 8, ""), id="cpu-machine"),
-        pytest.param((4, "cpu", 8, "cpu"), id="cpu-asked-for"),
-        pytest.param((4, "gpu", 4, ""), id="all-gpus"),
-    ],
-)
-def test_no_device_is_idle(seen):
-    check_platform(*seen)
+    ):
+        check_members({0: member(0, "a")}, 2, folder)
 
 
 @pytest.mark.parametrize(
     ("seen", "message"),
     [
-        pytest.param(
+        (
             (4, "cpu", 8, ""),
             "devices='cpu' leaves 4 visible GPUs idle; install zjax[cuda13], or set "
             "JAX_PLATFORMS=cpu if you mean it",
-            id="no-cuda",
         ),
-        pytest.param(
+        (
             (4, "gpu", 1, ""),
             "devices=1 leaves 3 of 4 visible GPUs idle; repair the driver, or leave "
-            "them "
-            "out of CUDA_VISIBLE_DEVICES",
-            id="some-gpus",
+            "them out of CUDA_VISIBLE_DEVICES",
         ),
     ],
 )
-def test_idle_devices(seen, message):
-    with pytest.raises(ProcessError) as error:
+def test_idle_devices_are_refused(seen, message):
+    with process_error(message):
         check_platform(*seen)
-    assert str(error.value) == message
+    for busy in ((0, "cpu", 8, ""), (4, "cpu", 8, "cpu"), (4, "gpu", 4, "")):
+        check_platform(*busy)
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        pytest.param("UNAVAILABLE: Task 2 heartbeat timeout. This", 2, id="timeout"),
-        pytest.param(
-            "tasks are unhealthy (stopped sending heartbeats):\n1\nThe tasks",
-            1,
-            id="poll",
-        ),
-        pytest.param(
-            "UNAVAILABLE: Failed to send RPC to coordination service. Either",
-            0,
-            id="leader",
-        ),
-        pytest.param("Segmentation fault", None, id="nobody"),
+        ("UNAVAILABLE: Task 2 heartbeat timeout. This", 2),
+        ("tasks are unhealthy (stopped sending heartbeats):\n1\nThe tasks", 1),
+        ("UNAVAILABLE: Failed to send RPC to coordination service. Either", 0),
+        ("Segmentation fault", None),
     ],
 )
 def test_reads_whom_the_runtime_missed(text, expected):
@@ -334,3 +262,62 @@ def test_a_parent_is_needed_where_a_scheduler_starts_several(monkeypatch):
     assert processes.needs_parent(AUTO)
     monkeypatch.setenv("ZJAX_MEMBERS_DIRECTORY", "/somewhere")
     assert not processes.needs_parent(AUTO)
+
+
+@pytest.mark.parametrize(
+    ("own", "limits", "expected"),
+    [
+        ("0::/", {}, 2**40),
+        ("0::/", {"memory.max": 700}, 700),
+        (
+            "0::/job/step",
+            {"memory.max": 900, "job/memory.max": 500, "job/step/memory.max": "max"},
+            500,
+        ),
+        (
+            "4:cpu:/other\n3:memory:/job",
+            {"memory/job/memory.limit_in_bytes": 300, "memory/other/x": 1},
+            300,
+        ),
+    ],
+)
+def test_the_least_limit_counts(monkeypatch, tmp_path, own, limits, expected):
+    """Fails if a limit of a job is not seen, and arrays are killed in place of told."""
+    for name, limit in limits.items():
+        path = tmp_path / "groups" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{limit}\n")
+    (tmp_path / "own").write_text(own)
+    monkeypatch.setattr(host, "_GROUPS", tmp_path / "groups")
+    monkeypatch.setattr(host, "_PROCESS_GROUPS", tmp_path / "own")
+    monkeypatch.setattr(host.os, "sysconf", lambda name: 2**20)
+    assert host.host_memory_bytes() == expected
+
+
+TOLD = "huge pages would make placing the state faster; as root: echo always > {}"
+
+
+@pytest.mark.parametrize(
+    ("setting", "num_bytes", "platform", "told"),
+    [
+        ("always within_size advise [never] deny force", 8 * 2**30, "gpu", True),
+        ("always within_size [advise] never deny force", 8 * 2**30, "gpu", True),
+        ("[always] within_size advise never deny force", 8 * 2**30, "gpu", False),
+        ("always [within_size] advise never deny force", 8 * 2**30, "gpu", False),
+        ("always within_size advise never deny [force]", 8 * 2**30, "gpu", False),
+        ("always within_size advise [never] deny force", 2**30, "gpu", False),
+        ("always within_size advise [never] deny force", 8 * 2**30, "cpu", False),
+        (None, 8 * 2**30, "gpu", False),
+    ],
+)
+def test_small_pages_are_told(
+    monkeypatch, tmp_path, caplog, setting, num_bytes, platform, told
+):
+    """Fails if a host is slow to pin and nobody says what to type, or told in vain."""
+    file = tmp_path / "shmem_enabled"
+    if setting is not None:
+        file.write_text(f"{setting}\n")
+    monkeypatch.setattr(host, "_PINNED_PAGES", file)
+    host.warn_of_small_pages(num_bytes, platform)
+    said = caplog.messages
+    assert said == ([TOLD.format(file)] if told else [])

@@ -12,6 +12,7 @@ import warnings
 import pytest
 
 from tests.support import small_run
+from tests.support.refusals import process_error
 from zjax.errors import Problem, ProcessError
 from zjax.processes import member_files
 
@@ -139,9 +140,8 @@ def test_a_full_disk_holds_no_run_back_and_no_lock_for_ever(tmp_path, monkeypatc
 def test_a_directory_that_cannot_be_made_is_named(tmp_path):
     """Fails if the other processes wait for the first, which ends with a traceback."""
     (tmp_path / "file").write_text("")
-    with pytest.raises(ProcessError) as error:
-        member_files.acquire(f"{tmp_path}/file/run")
-    assert str(error.value) == (
+    with process_error(
         f"directory='{tmp_path}/file/run' cannot be used (Not a directory); name a "
         "writable directory"
-    )
+    ):
+        member_files.acquire(f"{tmp_path}/file/run")

@@ -78,9 +78,7 @@ def assert_all_gone(directory):
 def test_two_processes_equal_one(tmp_path):
     values = states.make_values()
     rows = states.make_rows(values)
-    given = Store(str(tmp_path / "given"))
-    given.save(1, states.place(values, rows), rows, extra={})
-    given.close()
+    states.save(tmp_path / "given", values, 1)
     launched = launcher("work", tmp_path)
     with ended(launched) as [(_, errors)]:
         assert launched.returncode == 0, errors[-3000:]
@@ -153,8 +151,7 @@ def test_a_save_that_one_process_cannot_do_ends_in_all_with_its_name(tmp_path):
         assert results["written"] == (
             "CheckpointError: checkpoint.step=2 could not be written to "
             f"{tmp_path}/run/checkpoints ({cause}); free disk space or repair the file "
-            "system, "
-            "and run again: there is none before it"
+            "system, and run again: there is none before it"
         )
         assert results["step"] == first["step"]
 
@@ -189,29 +186,13 @@ OBITUARY = (
 @pytest.mark.parametrize(
     ("task", "reason", "code"),
     [
-        pytest.param(  # also where each process has a parent of its own
-            "kill",
-            "signal 9, SIGKILL, possibly out of memory",
-            137,
-            id="kill",
-            marks=pytest.mark.slow,
+        # a process that is killed has a parent of its own below
+        ("refuse", "DataError: data.path='x' is gone; look", 134),
+        pytest.param(
+            *("fail", "ValueError: no more tokens", 134), marks=pytest.mark.slow
         ),
         pytest.param(
-            "fail",
-            "ValueError: no more tokens",
-            134,
-            id="exception",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "refuse", "DataError: data.path='x' is gone; look", 134, id="refusal"
-        ),
-        pytest.param(
-            "freeze",
-            "stopped sending heartbeats",
-            134,
-            id="freeze",
-            marks=pytest.mark.slow,
+            *("freeze", "stopped sending heartbeats", 134), marks=pytest.mark.slow
         ),
     ],
 )

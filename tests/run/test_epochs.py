@@ -9,9 +9,9 @@ import pytest
 
 import zjax
 from tests.support import squares
+from tests.support.refusals import config_error
 from zjax.config import load_config
 from zjax.data import prepare, source
-from zjax.errors import ConfigError
 from zjax.run.batch import end_by_epochs
 
 ROWS = [{"x": [float(n)]} for n in range(10)]
@@ -97,9 +97,8 @@ def test_a_batch_that_the_devices_give_is_counted():
     ids=["second-end", "unknown", "open-mesh", "iterator", "mapping"],
 )
 def test_data_without_a_number_of_rows_is_refused(settings, batches, message):
-    with pytest.raises(ConfigError) as error:
+    with config_error(message):
         end_by_epochs(load_config(BASE | settings), batches, 1)
-    assert str(error.value) == message
 
 
 def test_a_trainer_has_the_steps_and_tells_how_they_were_counted(tmp_path):

@@ -1,16 +1,25 @@
-"""The pool of pinned memory is limited to what a run needs, before JAX starts."""
+"""Memory of the host and of devices: limits before a run, words after it ran out."""
 
 import os
 import subprocess
 import sys
 
+import jax
+import optax
 import pytest
 
+import zjax.run.step
+from tests.support import models, small_run
 from zjax.config import load_config
+from zjax.errors import PlanError
 from zjax.processes import host
 from zjax.processes.cluster import Cluster
 from zjax.processes.host import pinnable_bytes
+from zjax.run.fit import explain_out_of_memory
 from zjax.run.host import limit_pinned_pool, pinned_bytes
+from zjax.sharding import plan as plans
+from zjax.sharding.mesh import make_mesh
+from zjax.sharding.plan import make_plan
 from zjax.storage.transfers import IN_FLIGHT_BYTES, READ_AHEAD_BYTES
 
 CONFIG = "configs/llama_8b_pinned_host.py"
@@ -27,10 +36,7 @@ def limit(monkeypatch):
         monkeypatch.setenv(NAMES[1], "1000")
         monkeypatch.setenv(NAMES[0], users or "1000")
         cluster = Cluster(
-            "slurm",
-            num_processes,
-            num_local=num_processes,
-            owns_visible=owns_visible,
+            "slurm", num_processes, num_local=num_processes, owns_visible=owns_visible
         )
         config = load_config(CONFIG, *settings)
         limit_pinned_pool(config, cluster)
@@ -42,11 +48,7 @@ def limit(monkeypatch):
 
 @pytest.mark.parametrize(
     ("num_processes", "shown"),
-    [
-        pytest.param(1, {}, id="alone"),
-        pytest.param(2, {}, id="all GPUs shown to each"),
-        pytest.param(2, {"gpus": "1", "owns_visible": True}, id="its own"),
-    ],
+    [(1, {}), (2, {}), (2, {"gpus": "1", "owns_visible": True})],
 )
 def test_pool_holds_the_arrays_and_little_more(limit, num_processes, shown):
     """Fails if JAX may pin twice what is needed."""
@@ -79,10 +81,7 @@ def test_inputs_of_blocks_that_wait_on_the_host_count():
 
 @pytest.mark.parametrize(
     "settings",
-    [
-        ("zero.offload=None",),
-        ("mesh.data=7",),
-    ],
+    [("zero.offload=None",), ("mesh.data=7",)],
 )
 def test_other_runs_may_pin_their_share_of_the_host(limit, settings):
     """Fails if each of several processes limits its pool as if it were alone."""
@@ -134,33 +133,18 @@ def test_what_is_read_from_disks_has_room_beside_the_pool(limit):
     assert (whole - beside_disks) * 2**30 == pytest.approx(buffers, abs=2**30)
 
 
-def test_what_the_user_has_set_stays(limit):
-    assert limit(1, users="7") == 7
-
-
-@pytest.mark.parametrize(("users", "gib"), [("7.5", 7.5), ("", 0.95 * 1016 - 12)])
-def test_what_the_user_has_set_may_be_a_part_of_a_gib_or_empty(
-    limit, monkeypatch, users, gib
-):
-    limit(1)
-    monkeypatch.setenv(NAMES[0], users)
-    assert pinnable_bytes(1016 * 2**30) == pytest.approx(gib * 2**30)
-
-
-def test_a_users_limit_is_for_what_is_pinned(limit):
-    """Fails if it is charged with memory that is read into from disks."""
-    limit(1, users="7")
+def test_a_limit_of_the_user_stays_and_is_for_what_is_pinned(limit, monkeypatch):
+    """Fails if it is charged with memory that is read into from disks, or if a state
+    fills the host, and JAX then refuses to pin all of it."""
     gib = 2**30
+    assert limit(1, users="7") == 7
     rooms = [pinnable_bytes(20 * gib, 1, beside * gib) // gib for beside in (0, 9, 15)]
     assert rooms == [7, 7, 2]
-
-
-def test_no_plan_takes_more_than_the_user_lets_jax_pin(limit):
-    """Fails if a state fills the host, and JAX then refuses to pin all of it."""
-    limit(1, users="7")
-    gib = 2**30
     found = [pinnable_bytes(size * gib, 2) / gib for size in (10, 1016)]
     assert found == pytest.approx([8.8, 14])
+    for users, limited in (("7.5", 7.5), ("", 0.95 * 1016 - 12)):
+        monkeypatch.setenv(NAMES[0], users)
+        assert pinnable_bytes(1016 * gib) == pytest.approx(limited * gib)
 
 
 COMMAND = """
@@ -190,3 +174,93 @@ def test_commands_limit_the_pool_before_devices_start(limit, name, tmp_path):
     command = [sys.executable, "-c", COMMAND, *words]
     done = subprocess.run(command, env=given, capture_output=True, text=True)
     assert int(done.stdout) == limit(1), done.stderr
+
+
+ASKED = "Out of memory while trying to allocate 12.00GiB"
+
+
+@pytest.fixture
+def exhausted(monkeypatch):
+    def call(*_):
+        error = f"RESOURCE_EXHAUSTED: {ASKED}.\nBufferAssignment OOM Debugging"
+        raise jax.errors.JaxRuntimeError(error)
+
+    monkeypatch.setattr(zjax.run.step.Step, "__call__", call)
+
+
+@pytest.mark.parametrize(
+    ("settings", "remedy"),
+    [
+        (
+            (),
+            "set microbatch_size=1 (the batch stays, in more microbatches) or "
+            "model.remat=full or zero.stage=3 or zero.offload=pinned_host, "
+            "or ",
+        ),
+        (
+            (
+                "global_batch_size=8",
+                "model.remat=full",
+                "zero.stage=3",
+                "zero.offload=pinned_host",
+                "model.embed_size=512",
+                "model.mlp_size=2048",
+            ),
+            "set zero.offload.parameter_memory=pinned_host, or ",
+        ),
+        (
+            (
+                "global_batch_size=8",
+                "num_microbatches=4",
+                "mesh.pipeline=4",
+                "model.num_layers=4",
+            ),
+            "set model.remat=full or zero.stage=3, or ",
+        ),
+    ],
+)
+def test_remedies_are_what_is_not_done_yet(tmp_path, exhausted, settings, remedy):
+    trainer = small_run.make_trainer(tmp_path, *settings)
+    with pytest.raises(PlanError) as error:
+        trainer.fit()
+    size = trainer.config.microbatch_size
+    assert str(error.value) == (
+        f"microbatch_size={size} takes more memory than devices have ({ASKED}); "
+        f"{remedy}use more devices, or a smaller model"
+    )
+    trainer.close()
+
+
+def told(error, memory="pinned_host"):
+    """What is raised of a model of one's own on one device."""
+    config = load_config({"zero.offload": memory}, global_batch_size=1)
+    mesh = make_mesh(config.mesh, jax.devices()[:1])
+    plan = make_plan(config, mesh, models.make_mlp(), optax.sgd(0.1, momentum=0.9))
+    with (
+        pytest.raises((jax.errors.JaxRuntimeError, PlanError)) as found,
+        explain_out_of_memory(config, plan, user_model=True),
+    ):
+        raise jax.errors.JaxRuntimeError(error)
+    return found.value
+
+
+@pytest.mark.parametrize(
+    ("memory", "remedy"),
+    [
+        (None, "set zero.offload=pinned_host, or use more devices"),
+        ("pinned_host", "use more devices"),
+    ],
+)
+def test_a_model_of_your_own_reads_no_settings_of_models(monkeypatch, memory, remedy):
+    monkeypatch.setattr(plans, "MIN_MOVED_BYTES", 1)
+    error = told(f"RESOURCE_EXHAUSTED: {ASKED}.", memory)
+    assert str(error) == (
+        f"microbatch_size=1 takes more memory than devices have ({ASKED}); "
+        f"{remedy}, or a smaller model"
+    )
+
+
+def test_other_errors_of_devices_stay_as_they_are(monkeypatch):
+    monkeypatch.setattr(plans, "MIN_MOVED_BYTES", 1)
+    error = told("INTERNAL: lost")
+    assert (type(error), str(error)) == (jax.errors.JaxRuntimeError, "INTERNAL: lost")

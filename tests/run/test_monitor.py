@@ -115,27 +115,24 @@ def test_nothing_is_told_of_no_values(tmp_path, told, tell_to):
 @pytest.mark.parametrize(
     ("values", "precision", "text"),
     [
-        pytest.param(
+        (
             {"loss": math.nan},
             {"on_nonfinite": "stop"},
             "loss=nan is not finite at step 1, whose update was not applied; lower "
             "optimizer.peak_learning_rate or look at the data",
-            id="loss",
         ),
-        pytest.param(
+        (
             {"grad_norm": math.inf},
             {"on_nonfinite": "stop"},
             "grad_norm=inf is not finite at step 1, whose update was not applied; "
             "lower optimizer.peak_learning_rate or look at the data",
-            id="gradient",
         ),
-        pytest.param(
+        (
             {"grad_norm": math.inf, "loss_scale_spent": 1.0},
             {"compute_dtype": "float16", "on_nonfinite": "skip"},
             "precision.loss_scale.minimum=1.0 is the minimum and step 1 still "
             "overflows; use precision.compute_dtype='bfloat16' or a lower learning "
             "rate",
-            id="loss-scale",
         ),
     ],
 )
@@ -239,9 +236,9 @@ def mfu(config, device_kind):
 @pytest.mark.parametrize(
     ("given", "device_kind", "peak"),
     [
-        pytest.param(0.0, "NVIDIA H200", 989.4e12, id="table"),
-        pytest.param(50.0, "NVIDIA H200", 50e12, id="setting-wins"),
-        pytest.param(50.0, "cpu", 50e12, id="setting-alone"),
+        (0.0, "NVIDIA H200", 989.4e12),
+        (50.0, "NVIDIA H200", 50e12),
+        (50.0, "cpu", 50e12),
     ],
 )
 def test_the_peak_is_the_setting_or_the_table(given, device_kind, peak):

@@ -1,7 +1,6 @@
 """A run goes on with the data and the settings it was saved with, or says otherwise."""
 
 import json
-import logging
 import shutil
 import sys
 
@@ -11,6 +10,7 @@ import optax
 import pytest
 
 from tests.support import small_run, squares
+from tests.support.refusals import data_error
 from zjax.data import prepare
 from zjax.errors import DataError
 from zjax.models.build import make_model
@@ -67,20 +67,18 @@ def resume(saved, path, *overrides):
 
 
 def settings_told(caplog):
-    told = [record.getMessage() for record in caplog.records]
+    told = caplog.messages
     return [message for message in told if message.startswith("settings")]
 
 
 @pytest.mark.parametrize(
     ("path", "overrides", "named"),
     [
-        pytest.param("b", (), {"data.digest"}, id="another stream of the same length"),
-        pytest.param("a", ("data.length=15",), {"data.length"}, id="length"),
-        pytest.param("a", ("seed=4",), {"seed"}, id="order"),
-        pytest.param(
-            "a", ("global_batch_size=8",), {"global_batch_size"}, id="batch size"
-        ),
-        pytest.param("a", ("data.packing=documents",), {"data.packing"}, id="packing"),
+        ("b", (), {"data.digest"}),
+        ("a", ("data.length=15",), {"data.length"}),
+        ("a", ("seed=4",), {"seed"}),
+        ("a", ("global_batch_size=8",), {"global_batch_size"}),
+        ("a", ("data.packing=documents",), {"data.packing"}),
     ],
 )
 def test_other_data_is_refused_by_name(saved, path, overrides, named):
@@ -91,18 +89,16 @@ def test_other_data_is_refused_by_name(saved, path, overrides, named):
 
 
 def test_data_of_another_tokenizer_is_refused_by_name(saved):
-    with pytest.raises(DataError) as error:
-        resume(saved, saved / "c")
-    assert str(error.value) == (
+    with data_error(
         f"data.path={str(saved / 'c')!r} has tokens of 'bpe:260', and the run was "
         "trained on those of 'bytes'; prepare the text with the tokenizer of the run"
-    )
+    ):
+        resume(saved, saved / "c")
 
 
 def test_the_same_data_elsewhere_is_taken_and_told(saved, tmp_path, caplog):
     shutil.copytree(saved / "a", tmp_path / "moved")
-    with caplog.at_level(logging.WARNING, logger="absl"):
-        assert resume(saved, tmp_path / "moved").step == 2
+    assert resume(saved, tmp_path / "moved").step == 2
     assert settings_told(caplog) == [
         "settings that differ from step 2:\n"
         f"  data.path: '{saved}/a' -> '{tmp_path}/moved'"
@@ -117,8 +113,7 @@ def test_every_setting_that_differs_is_told_with_both_values(saved, caplog):
         "optimizer.rule.b2=0.99",
         "zero.stage=3",
     )
-    with caplog.at_level(logging.WARNING, logger="absl"):
-        resume(saved, saved / "a", *others)
+    resume(saved, saved / "a", *others)
     assert settings_told(caplog) == [
         "settings that differ from step 2:\n"
         "  num_steps: 2 -> 3\n"
@@ -127,8 +122,7 @@ def test_every_setting_that_differs_is_told_with_both_values(saved, caplog):
         "  model.norm_eps: 1e-05 -> 0.1"
     ]
     caplog.clear()
-    with caplog.at_level(logging.WARNING, logger="absl"):
-        resume(saved, saved / "a")
+    resume(saved, saved / "a")
     assert settings_told(caplog) == []
 
 
@@ -141,8 +135,7 @@ def test_settings_of_newer_versions_are_counted_at_their_defaults(caplog):
     for name in ("seed", "deterministic"):
         del old[name]
     del old["model"]["query_scale_size"]  # derived from the heads
-    with caplog.at_level(logging.WARNING, logger="absl"):
-        report_changes({"config": old, "jax": jax.__version__}, config, 5)
+    report_changes({"config": old, "jax": jax.__version__}, config, 5)
     assert settings_told(caplog) == [
         "settings that differ from step 5:\n"
         "  seed: absent -> 3\n"
@@ -157,31 +150,27 @@ LTD = "random_ltd=span"
 @pytest.mark.parametrize(
     ("saved", "other", "lines"),
     [
-        pytest.param((), (LTD,), ["random_ltd: None -> 'span'"], id="random-ltd-on"),
-        pytest.param((LTD,), (), ["random_ltd: 'span' -> None"], id="random-ltd-off"),
-        pytest.param(
+        ((), (LTD,), ["random_ltd: None -> 'span'"]),
+        ((LTD,), (), ["random_ltd: 'span' -> None"]),
+        (
             (LTD,),
             (LTD, "random_ltd.pacing.start=256"),
             ["random_ltd.pacing.start: 128 -> 256"],
-            id="random-ltd-pacing",
         ),
-        pytest.param(
+        (
             (),
             ("layer_drop.theta=0.5",),
             ["layer_drop: None -> {'theta': 0.5, 'gamma': 0.0}"],
-            id="layer-drop-on",
         ),
-        pytest.param(
+        (
             ("layer_drop.theta=0.5",),
             ("layer_drop.theta=0.7", "layer_drop.gamma=0.1"),
             ["layer_drop.theta: 0.5 -> 0.7", "layer_drop.gamma: 0.0 -> 0.1"],
-            id="layer-drop",
         ),
-        pytest.param(
+        (
             ("sequence_warmup=window",),
             ("sequence_warmup=window", "sequence_warmup.pacing.num_steps=500"),
             ["sequence_warmup.pacing.num_steps: 1000 -> 500"],
-            id="window-pacing",
         ),
     ],
 )
@@ -189,8 +178,7 @@ def test_other_schedules_of_the_same_samples_are_told(caplog, saved, other, line
     """As any setting that changes what steps compute, and not what they read."""
     before, after = (small_run.make_config("x", *BEFORE, *x) for x in (saved, other))
     extra = {"config": to_mapping(before), "jax": jax.__version__}
-    with caplog.at_level(logging.WARNING, logger="absl"):
-        report_changes(extra, after, 7)
+    report_changes(extra, after, 7)
     head = "settings that differ from step 7:"
     assert settings_told(caplog) == ["\n".join([head, *(f"  {x}" for x in lines)])]
 
@@ -232,8 +220,7 @@ def test_the_function_of_a_schedule_that_was_changed_is_told(caplog, monkeypatch
     monkeypatch.setattr(sys.modules[__name__], "grow_by_hand", lambda step: 8 + step)
     pacing._call_each.cache_clear()
     after = fingerprint_functions(config, model, compute_dtype=dtype)
-    with caplog.at_level(logging.WARNING, logger="absl"):
-        report_functions({"functions": before, "jax": jax.__version__}, after)
+    report_functions({"functions": before, "jax": jax.__version__}, after)
     told = "sequence_warmup.pacing.function: the computation differs from the saved run"
     assert caplog.messages[-1] == told
     pacing._call_each.cache_clear()
@@ -280,10 +267,9 @@ def test_a_list_of_other_batches_is_told(tmp_path, caplog):
         batches = [{"x": np.full(8, n, np.float32)} for n in numbers]
         trainer = squares.make_trainer(tmp_path, "num_steps=3", batches=batches)
         caplog.clear()
-        with caplog.at_level(logging.WARNING, logger="absl"):
-            next(trainer.loader)
+        next(trainer.loader)
         trainer.close()
-        return [r.getMessage() for r in caplog.records]
+        return caplog.messages
 
     batches = [{"x": np.full(8, n, np.float32)} for n in range(3)]
     squares.make_trainer(tmp_path, batches=batches).fit()
@@ -297,8 +283,7 @@ def test_another_optimizer_or_loss_of_the_caller_is_told(tmp_path, caplog):
 
     def told(**given):
         caplog.clear()
-        with caplog.at_level(logging.WARNING, logger="absl"):
-            squares.make_trainer(tmp_path, **given).close()
+        squares.make_trainer(tmp_path, **given).close()
         return [
             r.getMessage() for r in caplog.records if "computation" in r.getMessage()
         ]

@@ -77,7 +77,7 @@ def test_changes_after_a_step_are_those_of_buckets_that_are_new():
         data=schema.Data(length=32),
         buckets=schema.Cut(shortest=8),
         random_ltd=schema.Span(
-            pacing=schema.DiscretePacing(values=(8, 16, 32), last_steps=(3, 20)),
+            pacing=schema.DiscretePacing(values=(8, 16, 32), last_steps=(3, 20))
         ),
     )
     lengths = [8, 16, 8, 16, 16, 8, 32, 16, 32]

@@ -118,10 +118,7 @@ def test_epochs_are_refused_where_nobody_counts_the_rows(use):
             "num_steps=1000 has no effect with num_epochs=2.0; leave it out, or set "
             "num_epochs=0",
         ),
-        (
-            {"num_epochs": -1},
-            "num_epochs=-1.0 is out of range; use 0 or more",
-        ),
+        ({"num_epochs": -1}, "num_epochs=-1.0 is out of range; use 0 or more"),
     ],
     ids=["steps", "range"],
 )

@@ -29,10 +29,7 @@ def failing(step):
             grow(8, 1024, 15_000, multiple=8),
             {1: 8, 119: 16, 500: 40, 7_500: 512, 14_999: 1016, 15_000: 1024},
         ),
-        (
-            grow(1, 100, 110_000, degree=2),
-            {1: 1, 1_100: 10, 27_500: 50, 110_000: 100},
-        ),
+        (grow(1, 100, 110_000, degree=2), {1: 1, 1_100: 10, 27_500: 50, 110_000: 100}),
         (
             grow(128, 2048, 200_000, multiple=16),
             {0: 128, 1_666: 128, 1_667: 144, 100_000: 1088, 199_999: 2032}
@@ -62,8 +59,7 @@ def test_growth_is_its_formula_at_every_step(end, num_steps, degree):
 
 
 @pytest.mark.parametrize(
-    "pacing",
-    [grow(8, 1024, 997, multiple=8), grow(1, 9_000, 40, degree=2), hold(16)],
+    "pacing", [grow(8, 1024, 997, multiple=8), grow(1, 9_000, 40, degree=2), hold(16)]
 )
 def test_changes_and_sums_are_those_of_the_steps(pacing):
     at = [pacing.at(step) for step in range(1, 1200)]

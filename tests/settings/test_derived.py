@@ -102,8 +102,7 @@ def test_a_derived_setting_follows_changes_of_a_config_and_a_set_one_does_not():
     for other in (
         load_config(config, "model.num_heads=2", "model.embed_size=32"),
         dataclasses.replace(
-            config,
-            model=dataclasses.replace(config.model, num_heads=2, embed_size=32),
+            config, model=dataclasses.replace(config.model, num_heads=2, embed_size=32)
         ),
         pickle.loads(pickle.dumps(load_config(config, "model.num_heads=2"))),
     ):

@@ -1,27 +1,15 @@
 """Settings that cannot work are refused in the words of `tests/golden/refusals`."""
 
-import pathlib
-
 import pytest
 
-from tests.support.refusals import refusal
+from tests.support.refusals import listed, refusal
 from zjax import config as zconfig
 
-GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "refusals"
 BIAS = "model.moe.num_experts=4;model.moe.top_k=2;model.moe.bias_rate=0.01"
 PYRAMID = f"{BIAS};model.num_layers=3;model.moe.num_experts=(4,4,8)"
 
 
-def listed():
-    """Overrides and message of each entry: a line, and the indented lines below it."""
-    for path in sorted(GOLDEN.glob("*.txt")):
-        for entry in path.read_text().split("\n\n"):
-            overrides, *message = entry.splitlines()
-            if not overrides.startswith("#"):
-                yield overrides, "\n".join(line.strip() for line in message)
-
-
-REFUSALS = dict(listed())
+REFUSALS = listed("settings/*.txt")
 
 
 @pytest.mark.parametrize(("overrides", "message"), REFUSALS.items(), ids=REFUSALS)

@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 import zjax
 from tests.support import language
+from tests.support.refusals import model_error
 from tests.support.steps import make_step
-from zjax.errors import ModelError
 from zjax.models.build import make_model
 from zjax.observe.collectives import list_collectives
 from zjax.optim.build import make_optimizer
@@ -20,12 +20,7 @@ from zjax.run.initialize import make_run
 from zjax.settings import schema
 from zjax.sharding import mesh as meshes
 from zjax.sharding import plan as plans
-from zjax.sharding.layers import (
-    Layers,
-    layers_of,
-    put_together,
-    take_apart,
-)
+from zjax.sharding.layers import Layers, layers_of, put_together, take_apart
 from zjax.sharding.placement import ArrayPlan
 from zjax.sharding.program_plan import layerwise_plan
 
@@ -155,10 +150,7 @@ def test_every_layer_is_gathered_alone(stage, separable):
 
 @pytest.mark.parametrize(
     "tx",
-    [
-        optax.lamb(1e-2),
-        pytest.param(optax.contrib.muon(1e-2), marks=pytest.mark.slow),
-    ],
+    [optax.lamb(1e-2), pytest.param(optax.contrib.muon(1e-2), marks=pytest.mark.slow)],
 )
 def test_your_optimizer_sees_layers_on_any_devices_and_in_a_trainer(tx, tmp_path):
     """Fails where the stack is measured as one array, or a shard of it is."""
@@ -201,12 +193,11 @@ def test_factors_of_layers_are_split_within_layers():
 
 def test_another_number_of_layers_is_refused():
     stacked = {"w": jnp.ones((3, 2))}
-    with pytest.raises(ModelError) as error:
-        layers_of(stacked, 2)
-    assert str(error.value) == (
+    with model_error(
         "layers=3 are not the 2 of the model; use the model that these parameters were "
         "made for"
-    )
+    ):
+        layers_of(stacked, 2)
 
 
 @pytest.mark.parametrize(

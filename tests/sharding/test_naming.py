@@ -1,14 +1,24 @@
-"""Rules of the configuration that say what the dims of parameters are."""
+"""Names of dims, rules of the user for them, and what a plan says of them."""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec as P
 
+from tests.support import tensor
+from tests.support.refusals import config_error, plan_error
 from zjax.config import check_config, load_config
-from zjax.errors import ConfigError, PlanError
+from zjax.errors import PlanError
+from zjax.models.build import make_model
+from zjax.optim.build import make_optimizer
 from zjax.settings import schema
-from zjax.sharding import naming
+from zjax.sharding import mesh, naming
+from zjax.sharding import mesh as meshes
+from zjax.sharding.describe import describe_unsharded, render_table
 from zjax.sharding.mesh import abstract_mesh
+from zjax.sharding.plan import make_plan
 from zjax.typing import Model
 
 PARAMS = {
@@ -19,8 +29,6 @@ NAMES = {
     "up": {"kernel": None, "bias": ("mlp",)},
     "blocks": {"kernel": ("layers", "embed", None)},
 }
-
-
 FOREIGN = {
     "up": {"kernel": ("fsdp", ("data", "tp")), "bias": ("tp",)},
     "blocks": {"kernel": ("layers", "embed", "mlp", "kv")},
@@ -60,14 +68,7 @@ def test_first_rule_wins_and_the_dim_of_layers_stays():
 
 
 def test_impossible_rules_are_refused_together():
-    with pytest.raises(PlanError) as error:
-        names_by_path(
-            ("kernel", ("", "", "mlp")),
-            ("up/k", ("mlp",)),
-            ("gate", ("mlp",)),
-            ("bias", ("tensr",)),
-        )
-    assert str(error.value) == (
+    with plan_error(
         "mesh.rules[1].pattern='up/k' matches 1 parameters, all taken by earlier "
         "rules; move this rule before them\n"
         "mesh.rules[2].pattern='gate' matches none of 3 parameters; paths look like "
@@ -79,7 +80,13 @@ def test_impossible_rules_are_refused_together():
         "name each dim once, from the first on\n"
         "mesh.rules[0].dims=('', '', 'mlp') names 3 dims, and up/kernel has 2; "
         "name each dim once, from the first on"
-    )
+    ):
+        names_by_path(
+            ("kernel", ("", "", "mlp")),
+            ("up/k", ("mlp",)),
+            ("gate", ("mlp",)),
+            ("bias", ("tensr",)),
+        )
 
 
 def test_names_of_other_meshes_are_told_once_where_nothing_is_split_by_name(caplog):
@@ -122,14 +129,13 @@ def test_names_that_no_rule_can_place_are_refused_where_names_split(caplog):
         f"mesh.names={table} does not say what tp is, in up/bias=('tp',); give it a "
         f"name of zjax, as in {{'tp': 'tensor'}}: {known}"
     )
-    with pytest.raises(PlanError) as error:
+    with plan_error(
+        "up/kernel=('fsdp', ('data', 'tp')) names one dim mlp and tensor; leave one of "
+        "them, with '' for the other in mesh.names"
+    ):
         names_by_path(
             ("blocks", ()), given=FOREIGN, mesh=mesh, fsdp="", data="mlp", tp="tensor"
         )
-    assert str(error.value) == (
-        "up/kernel=('fsdp', ('data', 'tp')) names one dim mlp and tensor; leave one of "
-        "them, with '' for the other in mesh.names"
-    )
     # A rule wins over what the model says, so that nothing is left to refuse.
     found = names_by_path(("", ("tensor",)), given=FOREIGN, mesh=mesh)
     assert found["up/kernel"] == ("tensor", None)
@@ -137,24 +143,96 @@ def test_names_that_no_rule_can_place_are_refused_where_names_split(caplog):
 
 
 def test_entries_of_the_table_that_change_nothing_are_refused():
-    with pytest.raises(PlanError) as error:
-        names_by_path(mlp="mpl", tp="tensor")
-    assert str(error.value) == (
+    with plan_error(
         "mesh.names['mlp']='mpl' has no rule for mpl; use one of batch, length, "
         "embed, heads, kv_heads, head_dim, mlp, vocab, experts, gates, capacity, "
         "layers, tensor, or ''\n"
         "mesh.names['tp']='tensor' translates no name of the model; remove it; the "
         "model names layers, embed, mlp"
-    )
+    ):
+        names_by_path(mlp="mpl", tp="tensor")
 
 
 def test_patterns_are_checked_before_there_is_a_model():
     rules = "mesh.rules=[{'pattern': '('}, {'pattern': 'x'}, {'pattern': 'x'}]"
-    with pytest.raises(ConfigError) as error:
-        check_config(load_config({}, rules), 8)
-    assert str(error.value) == (
+    with config_error(
         "mesh.rules[0].pattern='(' is not a regular expression: missing ), "
         "unterminated subpattern at position 0; correct it, or escape characters "
         "with \\\n"
         "mesh.rules[2].pattern='x' never matches after mesh.rules[1]; remove one"
+    ):
+        check_config(load_config({}, rules), 8)
+
+
+MESH = mesh.abstract_mesh(schema.Mesh(tensor=2), 8)
+
+
+@pytest.mark.parametrize(
+    ("logical", "expected"),
+    [
+        (("embed", "heads", "head_dim"), P(None, "tensor", None)),
+        (("layers", "mlp", "embed"), P(None, "tensor", None)),
+        (("batch", "length", None), P("data", None, None)),
+        ((), P()),
+    ],
+)
+def test_spec_for(logical, expected):
+    assert mesh.spec_for(logical, "x", MESH) == expected
+
+
+@pytest.mark.parametrize(
+    ("logical", "message"),
+    [
+        (
+            ("heads", "mlp"),
+            "w=('heads', 'mlp') claims the tensor axis twice; name one of the two dims "
+            "None",
+        )
+    ],
+)
+def test_impossible_names_are_refused(logical, message):
+    with plan_error(message):
+        mesh.spec_for(logical, "w", MESH)
+
+
+def make_tensor_plan(size, *overrides):
+    config = tensor.make_config(tensor.GPT, schema.Mesh(tensor=size))
+    config = load_config(config, *overrides)
+    model = make_model(config)
+    mesh = meshes.abstract_mesh(config.mesh, 8)
+    return make_plan(config, mesh, model, make_optimizer(config, model))
+
+
+def test_a_table_is_as_wide_as_the_terminal_and_cuts_nothing(monkeypatch):
+    """Fails if names of arrays are cut, whether or not the terminal has room."""
+    name = "blocks/attention/" + "#" * 120
+    monkeypatch.setenv("COLUMNS", "220")
+    assert name in render_table(("array", "bytes"), [(name, "4 B")])
+    monkeypatch.setenv("COLUMNS", "80")
+    table = render_table(("array", "bytes"), [(name, "4 B")])
+    assert max(map(len, table.splitlines())) == 100
+    assert table.count("#") == 120
+
+
+def test_whole_parameters_are_listed_with_what_would_split_them():
+    lines = describe_unsharded(make_tensor_plan(4)).splitlines()
+    assert lines[0] == "whole over tensor=4: 5.89 kB per device of 38.98 kB in use"
+    assert " ".join(lines[3].split()) == (
+        "embedding/positions 32x32 4.10 kB [{'pattern': 'embedding/positions', 'dims':"
     )
+    assert lines[4].strip() == "('tensor',)}]"
+    assert " ".join(lines[5].split()) == "8 vectors 1.79 kB not worth it"
+
+
+def test_what_it_says_splits_them():
+    """Fails if the setting that is printed is not one, or changes nothing."""
+    plan = make_tensor_plan(
+        4, "mesh.rules=[{'pattern': 'embedding/positions', 'dims': ('tensor',)}]"
+    )
+    assert "positions" not in describe_unsharded(plan)
+
+
+def test_nothing_is_said_without_a_tensor_axis():
+    plan = make_tensor_plan(1)
+    assert describe_unsharded(plan) == ""
+    assert describe_unsharded(dataclasses.replace(plan, compute={})) == ""

@@ -16,6 +16,7 @@ import pytest
 
 from tests.storage.conftest import CHUNK_BYTES, SPECS, make_row
 from tests.support import programs
+from tests.support.refusals import storage_error
 from zjax.errors import StorageError
 from zjax.storage import scratch
 from zjax.storage.array import DiskArray
@@ -177,13 +178,12 @@ def test_a_disk_that_is_full_from_the_start(tmp_path, monkeypatch, call):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(tempfile if call == "mkdtemp" else scratch, call, full)
-    with pytest.raises(StorageError) as caught:
-        scratch.check_disks((str(tmp_path),), [10**9])
-    assert str(caught.value) == (
+    with storage_error(
         f"zero.offload.nvme_paths='{tmp_path}' takes no files (No space left on "
         "device); make "
         "room or mend the disk, or name another"
-    )
+    ):
+        scratch.check_disks((str(tmp_path),), [10**9])
 
 
 def test_paths_in_the_memory_of_the_host(disks, monkeypatch, tmp_path):
@@ -194,12 +194,11 @@ def test_paths_in_the_memory_of_the_host(disks, monkeypatch, tmp_path):
         "".join(f"1 2 3:4 / {point} rw - {kind} none rw\n" for point, kind in lines)
     )
     monkeypatch.setattr(scratch, "_MOUNTS", mounts)
-    with pytest.raises(StorageError) as error:
-        scratch.Scratch(disks)
-    assert str(error.value) == (
+    with storage_error(
         f"zero.offload.nvme_paths='{disks[1]}' lies in the memory of this host; name "
         "directories on disks: zero.offload=pinned_host is faster"
-    )
+    ):
+        scratch.Scratch(disks)
 
 
 def test_disks_that_are_too_slow(disks, monkeypatch):
@@ -213,13 +212,12 @@ def test_disks_that_are_too_slow(disks, monkeypatch):
     monkeypatch.setattr(
         scratch, "_write_rate", lambda place: rates[pathlib.Path(place).parent.name]
     )
-    with pytest.raises(StorageError) as error:
-        scratch.check_disks(disks, 80 * [10**9])
-    assert str(error.value) == (
+    with storage_error(
         f"zero.offload.nvme_paths='{disks[1]}' writes 0.020 GB/s, so that the 80 GB of "
         "a step "
         "take 0.6 hours; name a faster disk, or more of them"
-    )
+    ):
+        scratch.check_disks(disks, 80 * [10**9])
 
 
 def test_disks_that_are_too_small(disks, monkeypatch):
@@ -229,13 +227,12 @@ def test_disks_that_are_too_small(disks, monkeypatch):
     scratch.check_disks(disks, 4 * [10**9])
     with pytest.raises(StorageError, match=r"5\.00 GB free for 6\.00 GB of"):
         scratch.check_disks(disks[:1], 3 * [10**9], num_processes=2)
-    with pytest.raises(StorageError) as error:
-        scratch.check_disks(disks, 5 * [10**9])
-    assert str(error.value) == (
+    with storage_error(
         f"zero.offload.nvme_paths={disks!r} have 5.00 GB free for 6.00 GB of files; "
         "make room, "
         "name more disks, or use more hosts"
-    )
+    ):
+        scratch.check_disks(disks, 5 * [10**9])
 
 
 def test_arrays_of_any_order_are_spread_over_disks(disks):

@@ -1,15 +1,25 @@
-"""Files of chunks: past the page cache, and readable to others."""
+"""Files of chunks: their sizes, their readers, and how far a large state is."""
 
 import ctypes
+import io
+import math
 import mmap
 import os
 
 import crc32c
+import jax
 import numpy as np
 import pytest
 import tensorstore
+from rich.console import Console
 
-from zjax.storage import files
+from tests.storage.conftest import SPECS, make_row
+from tests.support.disks import block_bytes
+from tests.support.offload import make_config, start
+from zjax.sharding import memory
+from zjax.sharding import plan as plans
+from zjax.storage import files, transfers
+from zjax.storage.array import DiskArray
 from zjax.storage.files import CHUNK_BYTES
 from zjax.storage.io_threads import Buffers
 
@@ -162,3 +172,77 @@ def test_a_chunk_is_one_of_zarr(tmp_path):
     (tmp_path / "c").mkdir()
     files.write_file(f"{tmp_path}/c/0", content)
     np.testing.assert_array_equal(opened.read().result(), content)
+
+
+@pytest.mark.parametrize(
+    ("shape", "split", "fewest", "most"),
+    [
+        ((6287, 4096), 1, 6, 7),
+        ((8 * 6287, 4096), 8, 1, 1),
+        ((1 << 26,), 1, 16, 16),
+        ((8 * 131 * 32, 4096), 8, 2, 32),
+        ((3, 5), 1, 1, 1),
+    ],
+)
+def test_chunks_are_neither_tiny_nor_huge(shape, split, fewest, most):
+    """Fails if an awkward number of rows makes thousands of files."""
+    shard = (shape[0] // split, *shape[1:])
+    chunk = files.chunk_shape(shape, shard, 4)
+    number = math.prod(math.ceil(n / c) for n, c in zip(shard, chunk, strict=True))
+    assert fewest <= number <= most
+    if split > 1:
+        assert shard[0] % chunk[0] == 0
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(2560, 32, 80), (32, 80, 2560), (2560, 10240), (50257, 2560), (50257, 768)],
+)
+def test_the_last_chunk_is_nearly_full(shape):
+    """Fails if a state of many such arrays takes a quarter more than its numbers."""
+    chunk = files.chunk_shape(shape, shape, 4)
+    grid = [math.ceil(n / size) for n, size in zip(shape, chunk, strict=True)]
+    assert math.prod(grid) * math.prod(chunk) <= 1.001 * math.prod(shape)
+
+
+@pytest.mark.parametrize("shape", [(16, 12), (96, 4, 40), (40, 1028)])
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.usefixtures("small_chunks")
+def test_what_files_take_is_known(disks, spec, shape):
+    """Fails if an array takes more of a disk than is said, or far less."""
+    row = make_row(disks, SPECS[spec], shape=shape)
+    x = jax.device_put(np.ones(shape, np.float32), row.stored)
+    array = DiskArray.write(x, row).block_until_ready()
+    found = block_bytes(array.path)
+    assert x.nbytes < found <= files.disk_bytes(row) <= 1.6 * found
+
+
+def bar_of(monkeypatch, long_bytes, *, is_terminal=True):
+    text = io.StringIO()
+    console = Console(file=text, force_terminal=is_terminal, width=100)
+    monkeypatch.setattr(transfers, "Console", lambda stderr: console)
+    monkeypatch.setattr(transfers, "_LONG_BYTES", long_bytes)
+    monkeypatch.setattr(plans, "MIN_MOVED_BYTES", 64)
+    run = start(make_config("pinned_host"))
+    return text.getvalue(), 8 * memory.stored_bytes(run.plan).host
+
+
+def test_all_bytes_are_told(monkeypatch):
+    """Fails if the bar stops before its end, or goes beyond it."""
+    text, total = bar_of(monkeypatch, 1)
+    assert "placing the state" in text
+    size = f"{total / 1000:.1f}/{total / 1000:.1f} kB"
+    assert size in text.rpartition("placing the state")[2]
+
+
+def test_short_moves_show_nothing(monkeypatch):
+    assert bar_of(monkeypatch, 10**9)[0] == ""
+
+
+def test_a_log_has_a_line_now_and_then(monkeypatch):
+    """Fails if a job is silent while its state is placed, or a bar fills its log."""
+    assert bar_of(monkeypatch, 1, is_terminal=False)[0] == ""
+    monkeypatch.setattr(transfers, "_LINE_SECONDS", 0)
+    text, total = bar_of(monkeypatch, 1, is_terminal=False)
+    said = f"{total / 1e9:.1f} of {total / 1e9:.1f} GB"
+    assert text.splitlines()[-1] == f"placing the state: {said}"

@@ -29,15 +29,15 @@ def expected_of(family, name="expected"):
 
 
 def copy(family, directory, **changes):
-    """A copy whose config.json has other values; None removes a key."""
+    """A copy whose config.json has other values."""
     shutil.copytree(FOLDER / family, directory, dirs_exist_ok=True)
     values = json.loads((directory / "config.json").read_text()) | changes
-    values = {name: value for name, value in values.items() if value is not REMOVED}
+    values = {name: value for name, value in values.items() if value != REMOVED}
     (directory / "config.json").write_text(json.dumps(values))
     return directory
 
 
-REMOVED = object()
+REMOVED = "REMOVED"
 """Value of a key to remove."""
 
 

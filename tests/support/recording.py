@@ -173,9 +173,7 @@ def cases():
         "replica groups": {"mesh": {"replica": 2}, "zero": {"stage": 3}},
         "experts": {"model": EXPERTS, "mesh": {"expert": 2}, "zero": {"stage": 3}},
         "experts, biases, host": {
-            "model": {
-                "moe": EXPERTS["moe"] | {"scores": "sigmoid", "bias_rate": 0.1},
-            },
+            "model": {"moe": EXPERTS["moe"] | {"scores": "sigmoid", "bias_rate": 0.1}},
             "zero": HOST | {"stage": 2},
         },
         "latents, llama": {
@@ -184,7 +182,7 @@ def cases():
                 "num_kv_heads": 4,
                 "latent": {"key_rank": 16, "value_size": 8},
                 "positions": {"kind": "rotary", "size": 4},
-            },
+            }
         },
         "windows and soft caps": {
             "model": LLAMA
@@ -193,7 +191,7 @@ def cases():
                 "window": {"size": 8},
                 "attention_soft_cap": 20.0,
                 "logit_soft_cap": 10.0,
-            },
+            }
         },
         "adapters": {"lora": {"rank": 4}, "zero": {"stage": 3}},
         "adapters on codes": {
@@ -204,14 +202,14 @@ def cases():
             "random_ltd": {
                 "kind": "layerwise",
                 "pacing": {"start": 16, "step": 8, "num_steps": 8},
-            },
+            }
         },
         "layers left out": {"layer_drop": {"theta": 0.5, "gamma": 0.1}},
         "lengths grow": {
             "sequence_warmup": {
                 "kind": "truncate",
                 "pacing": {"start": 16, "step": 8, "num_steps": 8},
-            },
+            }
         },
         "1-bit Adam": REPLICAS
         | {
@@ -231,14 +229,14 @@ def cases():
                     "delay": 1,
                     "mixing": 0.5,
                 },
-            },
+            }
         },
         "nodes": {"mesh": {"replica": 2, "data": 4}, "zero": {"stage": 3}},
         "wsd, groups": {
             "optimizer": {
                 "schedule": {"kind": "wsd", "decay_fraction": 0.2},
                 "groups": {"embedding": {"learning_rate": 0.5}},
-            },
+            }
         },
     }.items()
 

@@ -4,6 +4,8 @@ As a program, on 8 simulated devices:
 `python -m tests.support.small_run DIRECTORY NUM_STEPS [setting=value ...]`
 """
 
+import contextlib
+import io
 import json
 import pathlib
 import sys
@@ -56,15 +58,40 @@ def fit(directory, *overrides, **given):
     return trainer
 
 
-def losses(directory):
-    """The training loss of each step, as the run wrote it."""
+def told(directory, *overrides, **given):
+    """A run to its end, its directory, and what it printed."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        trainer = fit(directory, *overrides, **given)
+    return trainer, directory, out.getvalue()
+
+
+def stop(directory, *overrides, steps=3, **given):
+    """Saves a run after its first steps."""
+    trainer = make_trainer(directory, *overrides, **given)
+    with trainer.loader as batches:
+        for _ in range(steps):
+            trainer.state, _ = trainer.run.step(trainer.state, next(batches))
+        trainer.save()
+    trainer.close()
+
+
+def records(directory):
+    """The metrics of each training step, as the run wrote them."""
     lines = (pathlib.Path(directory) / "metrics.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
-    return {row["step"]: row["loss"] for row in rows if "loss" in row}
+    return [row for row in map(json.loads, lines) if "loss" in row]
+
+
+def losses(directory):
+    return {row["step"]: row["loss"] for row in records(directory)}
 
 
 def arrays(trainer):
     return jax.tree.map(np.asarray, trainer.state.master)
+
+
+def assert_equal(trainer, other):
+    """Bit for bit the same weights."""
+    jax.tree.map(np.testing.assert_array_equal, arrays(trainer), arrays(other))
 
 
 if __name__ == "__main__":

@@ -11,11 +11,7 @@ from zjax.settings import schema
 BLOCK, LENGTH = 16, 96
 SPARSE = schema.Sparse(block=BLOCK, pattern=schema.Bigbird())
 GPT = dataclasses.replace(
-    language.GPT,
-    num_heads=2,
-    num_kv_heads=2,
-    attention=SPARSE,
-    max_length=LENGTH,
+    language.GPT, num_heads=2, num_kv_heads=2, attention=SPARSE, max_length=LENGTH
 )
 LLAMA = dataclasses.replace(
     GPT,

@@ -62,10 +62,7 @@ def move(bias, totals):
 
 def make_segment(num_blocks, num_experts):
     return zjax.Segment(
-        block,
-        num_blocks,
-        totals={"load": (num_experts,)},
-        moves={"router/bias": move},
+        block, num_blocks, totals={"load": (num_experts,)}, moves={"router/bias": move}
     )
 
 

@@ -13,6 +13,7 @@ from contests.compete import Selection, compete
 from contests.pages import BEGIN, END
 from matplotlib import image
 
+from tests.support.refusals import bench_error
 from tests.support.toy_contests import (
     MACHINE,
     contestant,
@@ -66,22 +67,8 @@ def test_a_result_is_exact(ground):
         "date": TODAY,
         "device": "2 x toy",
         "versions": {"o": "1", "t": "1"},
-        "ours": {
-            "name": "ours",
-            "median": 30.0,
-            "min": 29.0,
-            "max": 31.0,
-            "n": 5,
-            "unit": unit,
-        },
-        "peer": {
-            "name": "theirs",
-            "median": 20.0,
-            "min": 19.0,
-            "max": 21.0,
-            "n": 5,
-            "unit": unit,
-        },
+        "ours": {"name": "ours", "unit": unit, **speed(30.0)},
+        "peer": {"name": "theirs", "unit": unit, **speed(20.0)},
         "must": 1.0,
         "aim": 2.0,
         "ratio": 1.5,
@@ -186,7 +173,7 @@ def test_the_best_of_each_side_counts(ground):
     assert small.cases[0].ratio == 5 / 3
 
 
-def test_another_metric_of_the_same_program_can_be_the_peer(ground):
+def test_another_metric_or_a_number_by_devices_can_be_the_peer(ground):
     program = contestant("a", held=11, formula=10)
     case = Case(
         ("a",), ("a",), "held", "bytes", peer_metric="formula", peer_name="form"
@@ -194,9 +181,6 @@ def test_another_metric_of_the_same_program_can_be_the_peer(ground):
     (found,) = ground.hold([program], [Row("state", "close", (case,))])
     assert (found.cases[0].peer.name, found.cases[0].ratio) == ("form", 1.1)
     assert not list(ground.results.glob("*.png"))  # no speed to draw
-
-
-def test_a_number_may_be_stated_by_the_devices_of_the_machine(ground):
     case = Case(("a",), _share_of_24, "held", "bytes", peer_name="form")
     (found,) = ground.hold([contestant("a", held=15)], [Row("state", "close", (case,))])
     assert (found.cases[0].peer.median, found.cases[0].ratio) == (12, 1.25)
@@ -325,23 +309,20 @@ def test_records_of_two_machines_are_refused(ground):
     pathlib.Path("mixed.jsonl").write_text(
         f"{first}\n{second.replace('toy', 'other')}\n"
     )
-    with pytest.raises(BenchError) as error:
-        ground.hold(pair, rows, records=("mixed.jsonl",))
-    assert str(error.value) == (
+    with bench_error(
         "records=['mixed.jsonl'] come from 2 machines; give records of one machine; "
         "others cannot be compared"
-    )
+    ):
+        ground.hold(pair, rows, records=("mixed.jsonl",))
 
 
 def test_a_file_that_holds_no_records_is_refused(ground):
     rows = [speed_row("speed", ("ours",), ("ours",))]
-    with pytest.raises(BenchError) as error:
-        ground.hold([runner("ours", 30.0)], rows, records=("BENCHMARKS.md",))
-    assert str(error.value) == (
+    with bench_error(
         "records='BENCHMARKS.md' is not a list of records (JSONDecodeError: Expecting "
-        "value: line 1 column 1 (char 0)); give a .jsonl file that a contest "
-        "wrote"
-    )
+        "value: line 1 column 1 (char 0)); give a .jsonl file that a contest wrote"
+    ):
+        ground.hold([runner("ours", 30.0)], rows, records=("BENCHMARKS.md",))
 
 
 def test_a_metric_that_is_not_printed_is_refused(ground):
@@ -354,43 +335,38 @@ def test_a_metric_that_is_not_printed_is_refused(ground):
 
 def test_names_that_mean_nothing_are_refused_together(ground):
     rows = [speed_row("speed", ("ours",), ("ours",))]
-    with pytest.raises(BenchError) as error:
-        ground.hold([runner("ours", 1.0)], rows, only=("us",), rows=("sped",))
-    assert str(error.value) == (
+    with bench_error(
         "--only='us' names no contestant; use ours\n"
         "--rows='sped' names no row; use speed"
-    )
+    ):
+        ground.hold([runner("ours", 1.0)], rows, only=("us",), rows=("sped",))
 
 
 def test_a_contest_that_contradicts_itself_is_refused(ground):
     twice = [runner("ours", 1.0), runner("ours", 2.0)]
     bar = Case(("ours",), 3.0, "peak_bytes", "bytes")
     rows = [speed_row("speed", ("ours",), ("them",)), Row("speed", "again", (bar,))]
-    with pytest.raises(BenchError) as error:
-        ground.hold(twice, rows)
-    assert str(error.value) == (
+    with bench_error(
         "contestants='ours' appears 2 times; give each its own name\n"
         "rows='speed' appears 2 times; give each its own name\n"
         "rows.speed='them' names no contestant; use ours\n"
-        "rows.speed.peer=3.0 has no source; say in peer_name where it comes "
-        "from"
-    )
+        "rows.speed.peer=3.0 has no source; say in peer_name where it comes from"
+    ):
+        ground.hold(twice, rows)
 
 
 @pytest.mark.parametrize(
-    ("text", "problem"),
-    [(None, "does not exist"), ("x = 1", "gives no contest")],
+    ("text", "problem"), [(None, "does not exist"), ("x = 1", "gives no contest")]
 )
 def test_a_file_without_a_contest_is_refused(tmp_path, text, problem):
     path = tmp_path / "toy.py"
     if text:
         path.write_text(text)
-    with pytest.raises(BenchError) as error:
-        compete(str(path), Selection(), output="out")
-    assert str(error.value) == (
+    with bench_error(
         f"contest='{path}' {problem}; give a Python file whose get_contest() returns a "
         "contests.Contest"
-    )
+    ):
+        compete(str(path), Selection(), output="out")
 
 
 def test_a_table_without_a_place_is_refused(ground):
@@ -403,10 +379,7 @@ def test_a_table_without_a_place_is_refused(ground):
 def test_a_result_says_how_many_devices_were_used(ground):
     ours, peer = (
         contestant(
-            name,
-            kind=kind,
-            num_devices=1,
-            tokens_per_second_per_device=speed(20.0),
+            name, kind=kind, num_devices=1, tokens_per_second_per_device=speed(20.0)
         )
         for name, kind in (("ours", "zjax"), ("theirs", "peer"))
     )

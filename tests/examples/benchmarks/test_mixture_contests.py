@@ -1,4 +1,4 @@
-"""The contests of mixtures of experts: what is counted, and small ones to the end."""
+"""The contests of mixtures of experts and pipelines: small ones to the end."""
 
 import dataclasses
 import json
@@ -10,8 +10,10 @@ from contests.contest import load_contest
 
 import zjax
 from tests.support.benchmarks import FOLDER, config_of, load
-from zjax.config import check_config
+from zjax.cli.bench import measure
+from zjax.config import check_config, load_config
 from zjax.models import flops
+from zjax.settings import axes
 
 
 @pytest.fixture
@@ -56,19 +58,17 @@ def test_small_groups_are_measured(program, monkeypatch, capsys):
     assert_are_rates(found, ["copy_bytes_per_second"])
 
 
-def test_uneven_groups_follow_zipf(program):
+def test_uneven_groups_follow_zipf_and_all_count_their_work(program):
     cases = program("grouped_cases")
     for case in cases.ZIPF:
         sizes = sorted(case.sizes(), reverse=True)
         assert sum(sizes) == case.num_rows
         assert sizes[0] / sizes[3] == pytest.approx(4, rel=0.1)
         assert list(case.sizes()) not in (sizes, sizes[::-1])
-    assert set(cases.SMALL.sizes()) == {128}
-
-
-def test_operands_are_read_once(program):
-    case = program("grouped_cases").SMALL
-    # 16,384 rows of 1024 and of 4096 channels, 128 matrices, two bytes a number.
+    case = cases.SMALL
+    assert set(case.sizes()) == {128}
+    # Operands are read once: 16,384 rows of 1024 and of 4096 channels, 128
+    # matrices, two bytes a number.
     assert case.num_bytes == 2 * (16_384 * (1024 + 4096) + 128 * 1024 * 4096)
     assert case.flops == 2 * 16_384 * 1024 * 4096
 
@@ -133,22 +133,17 @@ def on_two():
     return lambda name: config_of(contestants[getattr(module, name)])
 
 
-def test_two_devices_have_as_much_work_each_as_one(on_two):
+def test_mixtures_on_two_devices_are_compared_fairly(on_two):
+    """As much work for each device; the same settings as without experts."""
     alone, both = on_two("ALONE"), on_two("BOTH")
     assert dataclasses.replace(both, mesh=alone.mesh) == alone
     assert (alone.mesh.expert, both.mesh.expert) == (1, 2)
-
-
-def test_dense_and_experts_have_the_same_settings(on_two):
     experts, dense = on_two("EXPERTS"), on_two("DENSE")
     for section in ("zero", "precision"):
         assert getattr(experts, section) == getattr(dense, section)
     assert experts.data.length == dense.data.length == 2048
     assert experts.optimizer.rule.moment_dtype == dense.optimizer.rule.moment_dtype
     assert experts.model.remat == dense.model.remat
-
-
-def test_the_mixture_without_offload_has_13_billion_parameters(on_two):
     config = on_two("LARGE")
     assert flops.num_params(config.model) == 13_149_534_208
     assert not config.zero.offloads_state
@@ -204,3 +199,96 @@ def test_the_quality_of_smaller_mixtures_is_measured(program, monkeypatch, capsy
     assert found["pr_moe_over_moe"]["n"] == found["distilled_over_alone"]["n"] == 2
     losses = found["losses"]
     assert losses[module.DISTILLED] != losses["student"]
+
+
+SMALL = (
+    "model.num_layers=4",
+    "model.embed_size=16",
+    "model.mlp_size=32",
+    "model.num_heads=2",
+    "model.num_kv_heads=2",
+    "model.vocab_size=64",
+    "model.max_length=16",
+    "data.length=16",
+    "optimizer.peak_learning_rate=1e-2",
+    "num_microbatches=8",
+)
+NUM_DEVICES = 4
+
+
+def contestants_of(name):
+    contest = load_contest(FOLDER / f"{name}.py")
+    return {x.name: x for x in contest.contestants if x.kind == "zjax"}
+
+
+@pytest.mark.parametrize("num_devices", [2, 4])
+@pytest.mark.parametrize(
+    "name", ["pipeline_bubble", "pipeline_schedules", "pipeline_vs_deepspeed"]
+)
+def test_there_are_as_many_stages_as_devices(name, num_devices):
+    for contestant in contestants_of(name).values():
+        config = config_of(contestant, num_devices=num_devices)
+        if "--stages={devices}" in contestant.command:
+            check_config(load("stage_alone").one_stage(config, num_devices), 1)
+        else:
+            check_config(config, num_devices)
+            assert axes.axis_sizes(config, num_devices)["pipeline"] == num_devices
+
+
+@pytest.mark.parametrize(("num_devices", "num_shares"), [(4, 1), (8, 2)])
+def test_three_dimensions_take_a_sequence_per_device(num_devices, num_shares):
+    for name, contestant in contestants_of("three_d").items():
+        config = config_of(contestant, num_devices=num_devices)
+        check_config(config, num_devices)
+        assert config.global_batch_size == num_devices
+        sizes = axes.axis_sizes(config, num_devices)
+        found = sizes["pipeline"], sizes["tensor"], sizes["data"], config.zero.stage
+        ours, alone = (2, 2, num_shares, 1), (1, 1, num_devices, 3)
+        assert found == (ours if name == "three dimensions" else alone)
+
+
+@pytest.mark.parametrize(
+    ("contest", "name"),
+    [
+        pytest.param("pipeline_bubble", "8 microbatches", marks=pytest.mark.slow),
+        pytest.param("pipeline_schedules", "1F1B", marks=pytest.mark.slow),
+        pytest.param("pipeline_schedules", "interleaved", marks=pytest.mark.slow),
+        ("pipeline_schedules", "ZB-H1"),
+    ],
+)
+def test_a_small_pipeline_is_measured(contest, name):
+    chunks = 2 if name == "interleaved" else 1
+    layers = f"model.num_layers={NUM_DEVICES * chunks}"
+    config = config_of(contestants_of(contest)[name], *SMALL, layers)
+    devices = jax.devices()[:NUM_DEVICES]
+    found = measure(config, devices=devices, num_warm_up=2, num_rounds=1)
+    assert found.num_devices == NUM_DEVICES
+    step, speed = found.step_seconds, found.tokens_per_second_per_device
+    assert speed.median * step.median == pytest.approx(8 * 16 / NUM_DEVICES)
+
+
+def test_a_stage_alone_has_its_share_and_more_turns():
+    contestant = contestants_of("pipeline_bubble")["a stage alone for 16"]
+    config = config_of(contestant)
+    found = load("stage_alone").one_stage(config, 4)
+    assert (found.model.num_layers, found.model.vocab_size) == (4, 50304 // 4)
+    assert found.num_microbatches == 16 + 3
+    same = "model.num_layers=16", "model.vocab_size=50304", "num_microbatches=16"
+    assert load_config(found, *same) == config
+    largest = load("stage_alone").one_stage(config, 3)
+    assert (largest.model.num_layers, largest.model.vocab_size) == (6, 50304 // 3)
+
+
+def test_a_small_stage_alone_is_measured(capsys):
+    contestant = contestants_of("pipeline_bubble")["a stage alone for 8"]
+    words = contestant.words("python", NUM_DEVICES)[2:]
+    load("stage_alone").main([*words, *SMALL])
+    line = capsys.readouterr().out.splitlines()[-1]
+    found = json.loads(line.removeprefix("RESULT "))
+    assert found["num_devices"] == 1
+    speed = found["tokens_per_second_per_device"]["median"]
+    turns = 8 + NUM_DEVICES - 1
+    assert speed * found["step_seconds"]["median"] == pytest.approx(turns * 16)
+    width, layers, vocabulary = 16, 4 // NUM_DEVICES, 64 // NUM_DEVICES
+    block = 4 * width**2 + 2 * 32 * width + 9 * width + 32
+    assert found["num_params"] == layers * block + (vocabulary + 16 + 2) * width

@@ -10,16 +10,10 @@ import pytest
 from contests.compete import COMMAND
 from contests.contest import THEMES, load_contest
 from contests.pages import PAGES, describe_details, table_rows, update_pages
-from contests.result import (
-    Comparison,
-    Result,
-    Side,
-    read_result,
-    verdict,
-    write_result,
-)
+from contests.result import Comparison, Result, Side, read_result, verdict, write_result
 
 from tests.support.benchmarks import ROOT
+from tests.support.refusals import bench_error
 from zjax.errors import BenchError
 
 FOLDER = ROOT / "examples" / "benchmarks" / "results"
@@ -52,8 +46,7 @@ def result(*cases, **changes):
 
 
 @pytest.mark.parametrize(
-    "cases",
-    [(ONE,), ((*ONE, 1.2, 2),), (("a", OURS, PEER, 1), ("b", PEER, OURS))],
+    "cases", [(ONE,), ((*ONE, 1.2, 2),), (("a", OURS, PEER, 1), ("b", PEER, OURS))]
 )
 def test_what_is_written_is_read(tmp_path, cases):
     written = result(*cases, outdated="before it was faster")
@@ -110,9 +103,8 @@ def test_what_is_written_is_read(tmp_path, cases):
     ],
 )
 def test_what_means_nothing_is_not_written(tmp_path, wrong, message):
-    with pytest.raises(BenchError) as error:
+    with bench_error(message):
         write_result(wrong, tmp_path)
-    assert str(error.value) == message
     assert list(tmp_path.iterdir()) == []
 
 

@@ -9,6 +9,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tests.support.interpreter import InterpretGPUParams
+from tests.support.refusals import value_error
 from zjax_kernels import device, grouped_matmul, grouped_outer
 from zjax_kernels.grouped import mosaic_gpu, reference
 from zjax_kernels.grouped.mosaic_gpu import activation as derivatives
@@ -261,16 +262,14 @@ def test_gradients_run_kernels_without_transposed_copies(monkeypatch, transpose)
 def test_what_kernels_cannot_run_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(device, "first_device", lambda: ("cuda", (9, 0)))
     x, weights, y, sizes = operands([10, 20])
-    with pytest.raises(ValueError) as error:
-        grouped_matmul(x, weights, sizes, implementation="mosaic_gpu")
-    assert str(error.value) == (
+    with value_error(
         "implementation=mosaic_gpu cannot run: it needs rows, and matrices with sides "
         "of 128, 256, ..., not (128, 192); pad them, or use implementation='reference'"
-    )
+    ):
+        grouped_matmul(x, weights, sizes, implementation="mosaic_gpu")
     wide = (each.astype(jnp.float32) for each in (x, y))
-    with pytest.raises(ValueError) as error:
-        grouped_outer(*wide, sizes, implementation="mosaic_gpu")
-    assert str(error.value) == (
+    with value_error(
         "implementation=mosaic_gpu cannot run: it needs bfloat16 or float16 and the "
         "arrays are float32; cast them, or use implementation='reference'"
-    )
+    ):
+        grouped_outer(*wide, sizes, implementation="mosaic_gpu")

@@ -10,6 +10,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from tests.support.interpreter import InterpretGPUParams
+from tests.support.refusals import value_error
 from zjax_kernels import device, layer_norm, rms_norm
 from zjax_kernels.norm import api, mosaic_gpu, reference
 
@@ -187,9 +188,8 @@ def test_auto_takes_the_kernels_for_what_they_can(monkeypatch):
 def test_what_kernels_refuse(monkeypatch, dtype, channels, message):
     monkeypatch.setattr(device, "first_device", lambda: ("cuda", (9, 0)))
     x = jnp.ones((2, channels), dtype)
-    with pytest.raises(ValueError) as error:
-        rms_norm(x, jnp.ones(channels), implementation="mosaic_gpu")
-    assert str(error.value) == (
+    with value_error(
         f"implementation=mosaic_gpu cannot run: {message}, or use "
         "implementation='reference'"
-    )
+    ):
+        rms_norm(x, jnp.ones(channels), implementation="mosaic_gpu")

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.support.interpreter import InterpretGPUParams
+from tests.support.refusals import value_error
 from zjax_kernels import device
 from zjax_kernels.quantise import (
     dequantise_blocks,
@@ -66,11 +67,10 @@ def test_kernel_lowers_for_cuda(block):
 
 
 def test_blocks_that_do_not_divide():
-    with pytest.raises(ValueError) as error:
-        quantise_blocks(jnp.ones(100), block=64)
-    assert str(error.value) == (
+    with value_error(
         "block=64 does not divide 100 numbers; use a divisor, or pad the numbers"
-    )
+    ):
+        quantise_blocks(jnp.ones(100), block=64)
 
 
 @pytest.mark.parametrize(
@@ -95,10 +95,9 @@ def test_blocks_that_do_not_divide():
 )
 def test_what_the_kernel_refuses(monkeypatch, x, block, message):
     monkeypatch.setattr(device, "first_device", lambda: ("cuda", (9, 0)))
-    with pytest.raises(ValueError) as error:
-        quantise_blocks(x, block=block, implementation="mosaic_gpu")
-    assert str(error.value) == (
+    with value_error(
         f"implementation=mosaic_gpu cannot run: {message}, or use "
         "implementation='reference'"
-    )
+    ):
+        quantise_blocks(x, block=block, implementation="mosaic_gpu")
     assert quantise_blocks(x, block=block)[0].dtype == jnp.int8  # by the reference

@@ -10,6 +10,7 @@ import pytest
 
 from tests.kernels.sparse.dense import attend, make_inputs, mask_of
 from tests.kernels.sparse.test_plan import random_live, random_mask
+from tests.support.cases import some_by_hand
 from tests.support.interpreter import InterpretGPUParams
 from zjax_kernels import device
 from zjax_kernels.sparse import (
@@ -25,99 +26,47 @@ from zjax_kernels.sparse import (
 )
 from zjax_kernels.sparse import schedule as schedules
 from zjax_kernels.sparse.api import RESIDUALS
-from zjax_kernels.sparse.mosaic_gpu import (
-    backward_keys,
-    backward_queries,
-    forward,
-)
+from zjax_kernels.sparse.mosaic_gpu import backward_keys, backward_queries, forward
 from zjax_kernels.sparse.reference import Options
 
-SLOW = pytest.mark.slow
-CASES = [
-    pytest.param(
-        {
-            "block": 128,
-            "tokens": 384,
-            "num_kv_heads": 2,
-            "causal": True,
-            "dense": True,
-        },
-        id="128-no-groups-causal",
-        marks=SLOW,
+QUICK = {
+    "16-groups-of-eight": dict(
+        block=16, tokens=128, heads=8, causal=True, segments=True, mask=True
     ),
-    pytest.param(
-        {
-            "block": 16,
-            "tokens": 128,
-            "heads": 8,
-            "causal": True,
-            "segments": True,
-            "mask": True,
-        },
-        id="16-groups-of-eight-all-masks",
+    "64-window": dict(block=64, tokens=192, causal=True, dense=True, window=100),
+}
+CASES = QUICK | {
+    "128-no-groups-causal": dict(
+        block=128, tokens=384, num_kv_heads=2, causal=True, dense=True
     ),
-    pytest.param(
-        {
-            "block": 64,
-            "tokens": 192,
-            "causal": True,
-            "dense": True,
-            "window": 100,
-        },
-        id="64-window",
+    "64-window-split": dict(
+        block=64,
+        tokens=512,
+        causal=True,
+        dense=True,
+        window=70,
+        split=True,
+        segments=True,
     ),
-    pytest.param(
-        {
-            "block": 64,
-            "tokens": 512,
-            "causal": True,
-            "dense": True,
-            "window": 70,
-            "split": True,
-            "segments": True,
-        },
-        id="64-window-split",
-        marks=SLOW,
+    "128-split": dict(block=128, tokens=512, split=True),
+    "64-uneven-heads-on-two-devices": dict(
+        block=64,
+        tokens=512,
+        heads=4,
+        num_kv_heads=2,
+        uneven=True,
+        split=True,
+        tiles=1,
+        shares=2,
     ),
-    pytest.param(
-        {"block": 128, "tokens": 512, "split": True}, id="128-split", marks=SLOW
-    ),
-    pytest.param(
-        {
-            "block": 64,
-            "tokens": 512,
-            "heads": 4,
-            "num_kv_heads": 2,
-            "uneven": True,
-            "split": True,
-            "tiles": 1,
-            "shares": 2,
-        },
-        id="64-uneven-heads-on-two-devices",
-        marks=SLOW,
-    ),
-    pytest.param(
-        {"block": 64, "heads": 4, "uneven": True, "stages": 1},
-        id="64-uneven-one-stage",
-        marks=SLOW,
-    ),
-    pytest.param(
-        {"block": 32, "soft_cap": 2.0, "stages": 3}, id="32-capped", marks=SLOW
-    ),
-    pytest.param(
-        {"block": 64, "empty": True, "dtype": jnp.float16}, id="64-empty", marks=SLOW
-    ),
-    pytest.param(
-        {"block": 64, "alike": True, "programs": 1}, id="64-alike", marks=SLOW
-    ),
-    pytest.param(
-        {"block": 64, "tokens": 320, "head_size": 128, "segments": True},
-        id="64-128-channels",
-        marks=SLOW,
-    ),
-    pytest.param({"block": 32, "head_size": 256}, id="32-256-channels", marks=SLOW),
-    pytest.param({"block": 32, "head_size": 96}, id="32-96-channels", marks=SLOW),
-]
+    "64-uneven-one-stage": dict(block=64, heads=4, uneven=True, stages=1),
+    "32-capped": dict(block=32, soft_cap=2.0, stages=3),
+    "64-empty": dict(block=64, empty=True, dtype=jnp.float16),
+    "64-alike": dict(block=64, alike=True, programs=1),
+    "64-128-channels": dict(block=64, tokens=320, head_size=128, segments=True),
+    "32-256-channels": dict(block=32, head_size=256),
+    "32-96-channels": dict(block=32, head_size=96),
+}
 
 
 def make_case(
@@ -183,9 +132,10 @@ def make_case(
         yield heads, mine, (*parts, None), numbers
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_kernels_are_dense_attention_under_the_mask(monkeypatch, capfd, case):
+@pytest.mark.parametrize("name", some_by_hand(CASES, CASES.keys() - QUICK))
+def test_kernels_are_dense_attention_under_the_mask(monkeypatch, capfd, name):
     """Fails if a kernel leaves out, adds or races for anything."""
+    case = CASES[name]
     monkeypatch.setattr(schedules, "NUM_SMS", case.get("programs", 2))
     if case.get("split"):
         monkeypatch.setattr(schedules, "MIN_SPLIT", 128)

@@ -1,4 +1,4 @@
-"""Rules give the blocks that their words say, drawn ones by seed and within reach."""
+"""Rules give the blocks that their words say; an array is a rule like others."""
 
 import dataclasses
 import hashlib
@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.kernels.sparse import oracle
+from tests.support.refusals import value_error
 from zjax_kernels.sparse import blocks
 from zjax_kernels.sparse.patterns import (
     BigBird,
@@ -18,11 +19,11 @@ from zjax_kernels.sparse.patterns import (
     LocalSlidingWindow,
     Variable,
 )
+from zjax_kernels.sparse.sparsity_config import Custom
 
 ATTENTION = ("bidirectional", "unidirectional")
 NUM_SAMPLES = 150
 MILLION = 1_048_576
-
 each_attention = pytest.mark.parametrize("attention", ATTENTION)
 each_class = pytest.mark.parametrize(
     "rule", [Dense, Fixed, Variable, BigBird, BSLongformer, LocalSlidingWindow]
@@ -143,10 +144,7 @@ GOLDEN = [
     ),
     (
         Fixed(
-            3,
-            num_local_blocks=4,
-            num_global_blocks=2,
-            horizontal_global_attention=True,
+            3, num_local_blocks=4, num_global_blocks=2, horizontal_global_attention=True
         ),
         9,
         "90b85235c769",
@@ -264,47 +262,28 @@ def test_draws_differ_by_head_and_seed_alone(rule):
 
 
 @each_class
-def test_no_block_and_no_token_sees_the_future(rule):
+def test_no_block_and_no_token_sees_the_future_unless_asked(rule):
     layout = rule(3, attention="unidirectional").layout(16 * 13)
     assert layout.causal
     assert not np.triu(layout.to_dense(), 1).any()
     assert layout.to_dense().diagonal(axis1=1, axis2=2).all()
-
-
-@each_class
-def test_tokens_of_a_block_see_each_other_where_asked(rule):
     layout = rule(3, attention="unidirectional", token_causal=False).layout(16 * 13)
     assert not layout.causal
     assert not np.triu(layout.to_dense(), 1).any()
-
-
-@each_class
-def test_layouts_of_both_ways_are_not_causal(rule):
     layout = rule(3, attention="bidirectional").layout(16 * 13)
     assert not layout.causal
     assert np.triu(layout.to_dense(), 1).any()
 
 
 @each_class
-def test_heads_share_one_pattern(rule):
-    layout = rule(3, block=32).layout(32 * 13)
-    assert (layout.block, layout.num_rows, layout.num_columns) == (32, 13, 13)
-    assert layout.head_patterns == (0, 0, 0)
-    assert len(layout.patterns) == 1
-
-
-@each_class
-def test_rules_are_values(rule):
+def test_rules_are_values_whose_heads_share_one_pattern(rule):
     assert rule(3) == rule(3)
     assert hash(rule(3)) == hash(rule(3))
     with pytest.raises(dataclasses.FrozenInstanceError):
         rule(3).block = 32
-
-
-def test_lists_are_kept_as_tuples():
-    config = Variable(1, local_window_blocks=[1, 2], global_block_indices=[])
-    assert config.local_window_blocks == (1, 2)
-    assert hash(config) == hash(dataclasses.replace(config))
+    layout = rule(3, block=32).layout(32 * 13)
+    assert (layout.block, layout.num_rows, layout.num_columns) == (32, 13, 13)
+    assert (layout.head_patterns, len(layout.patterns)) == ((0, 0, 0), 1)
 
 
 @pytest.mark.parametrize(
@@ -326,3 +305,43 @@ def test_a_million_tokens_need_no_square_array(config):
         tracemalloc.stop()
     assert layout.num_rows == MILLION // 16
     assert peak < layout.num_rows**2 / 50
+
+
+LIVE = np.random.default_rng(0).random((2, 4, 4)) < 0.5
+
+
+@pytest.mark.parametrize(
+    "live", [LIVE, LIVE.astype(int), LIVE.tolist()], ids=["bool", "0-and-1", "list"]
+)
+def test_its_layout_is_the_array(live):
+    np.testing.assert_array_equal(Custom(2, live=live).layout(64).to_dense(), LIVE)
+
+
+def test_arrays_serve_several_heads_shorter_sequences_and_one_direction():
+    layout = Custom(3, 32, live=LIVE[0]).layout(128)
+    np.testing.assert_array_equal(layout.to_dense(), [LIVE[0]] * 3)
+    assert len(layout.patterns) == 1
+    shorter = Custom(2, live=LIVE).layout(32).to_dense()
+    np.testing.assert_array_equal(shorter, LIVE[:, :2, :2])
+    layout = Custom(2, live=LIVE, attention="unidirectional").layout(64)
+    np.testing.assert_array_equal(layout.to_dense(), LIVE & np.tri(4, dtype=bool))
+    assert layout.causal
+
+
+def test_what_a_rule_holds_makes_it_equal():
+    """Fails if one array could be given the layout of another, or of a later one."""
+    live = LIVE.copy()
+    rule = Custom(2, live=live)
+    assert rule == Custom(2, live=LIVE.astype(int))
+    assert hash(rule) == hash(dataclasses.replace(rule))
+    assert rule != Custom(2, live=~LIVE)
+    live[:] = True
+    np.testing.assert_array_equal(rule.layout(64).to_dense(), LIVE)
+
+
+def test_longer_than_the_array_is_refused():
+    with value_error(
+        "num_blocks=5 is more than the 4 of live; give a larger array, or up to 64 "
+        "tokens, as by max_seq_length=64"
+    ):
+        Custom(2, live=LIVE).layout(80)

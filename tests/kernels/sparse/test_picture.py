@@ -8,12 +8,9 @@ import pytest
 from matplotlib import image
 from matplotlib.figure import Figure
 
+from tests.support.refusals import value_error
 from zjax_kernels.sparse.layout import BlockLayout
-from zjax_kernels.sparse.patterns import (
-    BSLongformer,
-    Dense,
-    LocalSlidingWindow,
-)
+from zjax_kernels.sparse.patterns import BSLongformer, Dense, LocalSlidingWindow
 from zjax_kernels.sparse.picture import draw_layout, plot_layout
 
 WHITE = 1.0
@@ -124,13 +121,10 @@ def test_picture_is_drawn_where_asked_and_saved(tmp_path):
     assert image.imread(path).ndim == 3
 
 
-def test_no_state_of_pyplot_is_touched(monkeypatch):
+def test_pyplot_is_not_touched_and_a_missing_matplotlib_is_named(monkeypatch):
     monkeypatch.delitem(sys.modules, "matplotlib.pyplot", raising=False)
     plot_layout(Dense(1).layout(64))
     assert "matplotlib.pyplot" not in sys.modules
-
-
-def test_missing_matplotlib_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError) as error:
         plot_layout(Dense(1).layout(64))
@@ -143,15 +137,13 @@ def test_missing_matplotlib_is_named(monkeypatch):
 @pytest.mark.parametrize("draw", [draw_layout, plot_layout])
 @pytest.mark.parametrize("head", [-1, 2, 1.5])
 def test_other_heads_are_refused(draw, head):
-    with pytest.raises(ValueError) as error:
+    with value_error(f"head={head} is not one of 2 heads; give 0 to 1"):
         draw(Dense(2).layout(64), head=head)
-    assert str(error.value) == f"head={head} is not one of 2 heads; give 0 to 1"
 
 
 def test_text_of_many_blocks_is_refused():
-    with pytest.raises(ValueError) as error:
-        draw_layout(Dense(1).layout(16 * 513))
-    assert str(error.value) == (
+    with value_error(
         "layout=(513, 513) is more than 512 blocks a side; use plot_layout, which "
         "merges blocks"
-    )
+    ):
+        draw_layout(Dense(1).layout(16 * 513))

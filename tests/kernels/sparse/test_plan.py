@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.kernels.sparse.decoding import decode
+from tests.support.refusals import value_error
 from zjax_kernels.sparse import schedule as schedules
 from zjax_kernels.sparse.layout import BlockLayout
 from zjax_kernels.sparse.plan import make_plan
@@ -180,46 +181,41 @@ def test_random_layouts_of_one_kind_have_plans_of_one_shape():
     assert len(shapes) <= 2
 
 
-def test_heads_that_do_not_divide():
-    layout = BlockLayout.from_dense(np.ones((2, 2), bool), block=64, num_heads=6)
-    with pytest.raises(ValueError) as caught:
-        make_plan(layout, num_kv_heads=4)
-    assert str(caught.value) == (
-        "num_kv_heads=4 does not divide the 6 heads of the layout; give a divisor, or "
-        "a layout with other heads"
-    )
-
-
 @pytest.mark.parametrize(
-    ("name", "value"), [("num_kv_heads", 1.0), ("num_kv_heads", 0), ("head_size", 0)]
+    ("options", "message"),
+    [
+        (
+            {"num_kv_heads": 4},
+            "num_kv_heads=4 does not divide the 6 heads of the layout; give a divisor, "
+            "or a layout with other heads",
+        ),
+        (
+            {"num_kv_heads": 1.0},
+            "num_kv_heads=1.0 is not an integer >= 1; give 1 or more",
+        ),
+        ({"head_size": 0}, "head_size=0 is not an integer >= 1; give 1 or more"),
+        (
+            {"mask": lambda query, key: np.ones((3, 5), bool)},
+            "mask.shape=(3, 5) is what the function returns, and does not broadcast to "
+            "(4, 64, 64); return one for each pair of a query and a key",
+        ),
+        (
+            # A mask that is added to scores is none of what is seen.
+            {"mask": lambda query, key: np.where(query < key, -1e9, 0)},
+            "mask.dtype=float64 is what the function returns, not bool; return True "
+            "where seen",
+        ),
+        (
+            {"mask": np.ones((64, 128), bool)},
+            "mask.shape=(64, 128) differs from the layout's tokens, (128, 128); give "
+            "one for all tokens",
+        ),
+    ],
 )
-def test_sizes_that_are_none(name, value):
-    layout = BlockLayout.from_dense(np.ones((2, 2), bool), block=64, num_heads=2)
-    with pytest.raises(ValueError) as caught:
-        make_plan(layout, **{name: value})
-    assert str(caught.value) == (
-        f"{name}={value} is not an integer >= 1; give 1 or more"
-    )
-
-
-def test_a_function_that_returns_another_shape_is_refused():
-    layout = BlockLayout.from_dense(np.ones((2, 2), bool), block=64, num_heads=2)
-    with pytest.raises(ValueError) as caught:
-        make_plan(layout, mask=lambda query, key: np.ones((3, 5), bool))
-    assert str(caught.value) == (
-        "mask.shape=(3, 5) is what the function returns, and does not broadcast to "
-        "(4, 64, 64); return one for each pair of a query and a key"
-    )
-
-
-def test_a_mask_of_another_shape():
-    layout = BlockLayout.from_dense(np.ones((2, 2), bool), block=64, num_heads=2)
-    with pytest.raises(ValueError) as caught:
-        make_plan(layout, mask=np.ones((64, 128), bool))
-    assert str(caught.value) == (
-        "mask.shape=(64, 128) differs from the layout's tokens, (128, 128); give one "
-        "for all tokens"
-    )
+def test_what_makes_no_plan_is_refused(options, message):
+    layout = BlockLayout.from_dense(np.ones((2, 2), bool), block=64, num_heads=6)
+    with value_error(message):
+        make_plan(layout, **options)
 
 
 def test_chunks_that_are_masked_alike_share_a_mask():
@@ -241,18 +237,6 @@ def test_a_mask_may_be_a_function():
     np.testing.assert_array_equal(decode(plan.queries), expected)
     np.testing.assert_array_equal(decode(plan.keys), expected.swapaxes(1, 2))
     assert len(plan.queries.columns) < len(make_plan(layout).queries.columns)
-
-
-@pytest.mark.parametrize(("one", "dtype"), [(-1e9, "float64"), (1, "int64")])
-def test_a_function_that_returns_numbers_is_refused(one, dtype):
-    """Fails if a mask that is added to scores is read as one of what is seen."""
-    layout = BlockLayout.from_dense(np.ones((2, 2), bool), block=64, num_heads=2)
-    with pytest.raises(ValueError) as caught:
-        make_plan(layout, mask=lambda query, key: np.where(query < key, one, 0))
-    assert str(caught.value) == (
-        f"mask.dtype={dtype} is what the function returns, not bool; return True "
-        "where seen"
-    )
 
 
 def test_a_mask_may_hide_everything_or_end_early():
