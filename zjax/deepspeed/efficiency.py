@@ -8,30 +8,19 @@ SAMPLING = "data_efficiency.data_sampling"
 CURRICULUM = f"{SAMPLING}.curriculum_learning"
 METRICS = f"{CURRICULUM}.curriculum_metrics"
 KINDS = {"fixed_linear": "linear", "fixed_root": "root", "fixed_discrete": "discrete"}
-LENGTHS = ("seqlen", "seqlen_truncation")
-PACING = {
-    "min_difficulty": ("start", 8),
-    "max_difficulty": ("end", 0),
-    "schedule_config.total_curriculum_step": ("num_steps", 0),
-    "schedule_config.difficulty_step": ("multiple", 8),
-    "schedule_config.root_degree": ("degree", 2),
-}
-"""Settings of the pacing and defaults, by keys of a curriculum of lengths."""
-STEPS = {
-    "schedule_config.difficulty": "values",
-    "schedule_config.max_step": "last_steps",
-}
-KEYS = {
+PACING, RISING = "sequence_warmup.pacing.", ["fixed_linear", "fixed_root"]
+LENGTH_KEYS = {
     "schedule_type": "fixed_linear",
-    **{key: default for key, (_, default) in PACING.items()},
-    **{key: [] for key in STEPS},
+    "min_difficulty": To(8, f"{PACING}start", RISING, 1),
+    "max_difficulty": To(0, f"{PACING}end", RISING, 1),
+    "schedule_config.total_curriculum_step": To(0, f"{PACING}num_steps", RISING, 1),
+    "schedule_config.difficulty_step": To(8, f"{PACING}multiple", RISING, 1),
+    "schedule_config.root_degree": To(2, f"{PACING}degree", RISING[1:], 1),
+    "schedule_config.difficulty": To([], f"{PACING}values", ["fixed_discrete"]),
+    "schedule_config.max_step": To([], f"{PACING}last_steps", ["fixed_discrete"]),
 }
-DROPPED = {
-    "random_ltd_schedule.min_value": "start",
-    "random_ltd_schedule.max_value": "end",
-    "random_ltd_schedule.schedule_config.require_steps": "num_steps",
-    "random_ltd_schedule.schedule_config.seq_per_step": "multiple",
-}
+"""Keys of a curriculum of lengths."""
+SCHEDULE, DROPPED, ON = "random_ltd_schedule.", "random_ltd.pacing.", ["on"]
 LISTS = ("local_window_blocks", "global_block_indices", "global_block_end_indices")
 PATTERN = {key: [] for key in LISTS} | {"different_layout_per_head": False}
 PATTERN |= {"horizontal_global_attention": False}
@@ -48,17 +37,13 @@ def _legacy(values: Values) -> Meanings | str:
 
 def _lengths(values: Values) -> Meanings:
     """Meanings of the pacing of a curriculum of lengths."""
-    kind, pacing = values["schedule_type"], "sequence_warmup.pacing."
+    kind = values["schedule_type"]
     if kind not in KINDS:
         return {"schedule_type": refusal(f"use one of {', '.join(KINDS)}")}
-    meanings: Meanings = {"schedule_type": {f"{pacing}kind": KINDS[kind]}}
+    meanings: Meanings = {"schedule_type": {f"{PACING}kind": KINDS[kind]}}
     if kind == "fixed_discrete":
-        meanings |= {x: {pacing + y: tuple(values[x])} for x, y in STEPS.items()}
         why = "the schedule lists its values"
-        return meanings | dict.fromkeys(("min_difficulty", "max_difficulty"), why)
-    for key, (setting, _) in PACING.items():
-        if values[key] and (setting != "degree" or kind == "fixed_root"):
-            meanings[key] = {pacing + setting: values[key]}
+        meanings |= dict.fromkeys(("min_difficulty", "max_difficulty"), why)
     return meanings
 
 
@@ -68,9 +53,15 @@ def _is_on(values: Values, *sections: str) -> bool:
     return all(values.found[f"{path}.enabled"] for path in paths)
 
 
+def _metric_kind(values: Values) -> str:
+    """Type of the schedule of a metric of lengths; empty if the metric is off."""
+    is_on = _is_on(values, SAMPLING, CURRICULUM) and values.given("")
+    return values["schedule_type"] if is_on else ""
+
+
 def _metric(values: Values) -> Meanings | str:
     """Meanings of a metric of lengths."""
-    if not _is_on(values, SAMPLING, CURRICULUM) or not values.found.given(values.path):
+    if not _metric_kind(values):
         return {}
     values.found.settings |= TRUNCATE
     return _lengths(values) | {"*": "sequences are truncated; no index is needed"}
@@ -115,9 +106,6 @@ def _random_ltd(values: Values) -> Meanings | str:
     if values["layer_token_lr_schedule.enabled"]:
         refused = refusal("leave it out; DeepSpeed refuses it, too")
         meanings["layer_token_lr_schedule.enabled"] = refused
-    for key, setting in DROPPED.items():
-        if values[key]:
-            meanings[key] = {f"random_ltd.pacing.{setting}": values[key]}
     return meanings
 
 
@@ -145,25 +133,38 @@ SWITCHES = ("enabled", "curriculum_learning.enabled", "dynamic_batching.enabled"
 SECTIONS = (
     Section(
         "curriculum_learning",
-        {**KEYS, "enabled": If("see its keys"), "curriculum_type": "seqlen"},
+        {**LENGTH_KEYS, "enabled": If("see its keys"), "curriculum_type": "seqlen"},
         _legacy,
+        kind=lambda values: values["schedule_type"],
         rest="DeepSpeed does not use it",
     ),
     Section(
         "data_efficiency",
         {"enabled": If("see its sections"), "seed": To(1234, "seed")},
     ),
-    *(Section(f"{METRICS}.{name}", KEYS, _metric) for name in LENGTHS),
+    *(
+        Section(f"{METRICS}.{name}", LENGTH_KEYS, _metric, kind=_metric_kind)
+        for name in ("seqlen", "seqlen_truncation")
+    ),
     Section(METRICS, {}, _metrics),
     Section(SAMPLING, dict.fromkeys(SWITCHES, False), _sampling),
     Section(
         LTD,
         {
             **dict.fromkeys(("enabled", "layer_token_lr_schedule.enabled"), False),
-            **dict.fromkeys((*DROPPED, "total_layer_num"), 0),
             "random_ltd_layer_id": [],
+            "total_layer_num": 0,
+            f"{SCHEDULE}min_value": To(0, f"{DROPPED}start", ON, 1),
+            f"{SCHEDULE}max_value": To(0, f"{DROPPED}end", ON, 1),
+            f"{SCHEDULE}schedule_config.require_steps": To(
+                0, f"{DROPPED}num_steps", ON, 1
+            ),
+            f"{SCHEDULE}schedule_config.seq_per_step": To(
+                0, f"{DROPPED}multiple", ON, 1
+            ),
         },
         _random_ltd,
+        kind=lambda values: "on" if _is_on(values, ROUTING, LTD) else "",
     ),
     Section(ROUTING, {"enabled": No("see its section", False)}),
     Section("data_efficiency", {"enabled": False}, rest="its sections are off"),

@@ -10,6 +10,9 @@ import hjson
 
 from zjax.errors import ConfigError, Problem, find_fault
 
+MISSING = object()
+"""Stands for a value that a type cannot take."""
+
 
 def read_file(path: pathlib.Path) -> dict[str, Any]:
     """Reads keys and values of a JSON file, also with comments and trailing commas."""
@@ -87,6 +90,24 @@ def leaves(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             found[path] = value
     return found
+
+
+def coerce(value: Any, kind: type) -> Any:
+    """Coerces a value to a type as DeepSpeed does; `MISSING` if that is impossible."""
+    if kind is bool:
+        words = {"true": True, "false": False, "1": True, "0": False}
+        return words.get(str(value).lower(), MISSING)
+    if isinstance(value, bool):  # a bool is an int to Python
+        return MISSING
+    if kind in (int, float) and isinstance(value, int | float | str):
+        try:
+            number = float(value)
+        except (ValueError, OverflowError):
+            return MISSING
+        if kind is float:
+            return number
+        return int(number) if number.is_integer() else MISSING
+    return value if isinstance(value, kind) else MISSING
 
 
 def _error(name: object, problem: str, remedy: str = "give a readable file"):

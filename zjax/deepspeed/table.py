@@ -5,11 +5,10 @@ import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from zjax.deepspeed.reading import leaves
+from zjax.deepspeed.reading import MISSING, coerce, leaves
 from zjax.errors import Problem
 
 AUTO = "auto"
-_MISSING = object()
 _NAMES = {bool: "true or false", int: "a whole number", float: "a number"}
 _NAMES |= {str: "a text", list: "a list"}
 
@@ -174,7 +173,7 @@ class Conversion:
             return default
         if default is None:
             return value
-        if (coerced := coerce(value, kind)) is _MISSING:
+        if (coerced := coerce(value, kind)) is MISSING:
             name = _NAMES[kind]
             self._refuse(path, refusal(f"write {name}", f"is not {name}"))
             return default
@@ -281,7 +280,9 @@ class Conversion:
             if isinstance(key, If):
                 meanings[name] = key.on if values[name] else key.why
             elif key.least is None or values[name] >= key.least:
-                meanings[name] = {key.setting: values[name]}
+                value = values[name]
+                value = tuple(value) if isinstance(value, list) else value
+                meanings[name] = {key.setting: value}
             else:
                 meanings[name] = key.why
         return meanings
@@ -359,21 +360,3 @@ def _join(section: str, name: str) -> str:
 def _nearest(name: str, names: Iterable[str]) -> str:
     """Most similar name; empty if no name is similar."""
     return next(iter(difflib.get_close_matches(name, names, n=1, cutoff=0.8)), "")
-
-
-def coerce(value: Any, kind: type) -> Any:
-    """Coerces a value to a type as DeepSpeed does; `_MISSING` if that is impossible."""
-    if kind is bool:
-        words = {"true": True, "false": False, "1": True, "0": False}
-        return words.get(str(value).lower(), _MISSING)
-    if isinstance(value, bool):  # a bool is an int to Python
-        return _MISSING
-    if kind in (int, float) and isinstance(value, int | float | str):
-        try:
-            number = float(value)
-        except (ValueError, OverflowError):
-            return _MISSING
-        if kind is float:
-            return number
-        return int(number) if number.is_integer() else _MISSING
-    return value if isinstance(value, kind) else _MISSING
