@@ -159,12 +159,12 @@ class Zero:
 
     @property
     def placement(self) -> Offload:
-        """Memories, disks and delay of offload; without it all is on the devices."""
+        """Settings of offload; without offload all arrays are on the devices."""
         return self.offload or Offload()
 
     @property
     def messages(self) -> Sharded:
-        """Messages of ZeRO++, which none of the copies sends without `replicas`."""
+        """Settings of ZeRO++, all off if each replica has a copy of the state."""
         return self.replicas or Sharded()
 
     @property
@@ -589,7 +589,7 @@ class LocalSteps:
     delay: Natural = 0
     """Steps that replicas take while a fragment is on its way."""
     mixing: Decay = 0.0
-    """Share of its own parameters that a replica keeps when it merges a fragment."""
+    """Weight of the replica's parameters when it merges a fragment."""
 
 
 @section
