@@ -1,3 +1,4 @@
+import ast
 import bz2
 import dataclasses
 import gzip
@@ -11,7 +12,7 @@ import pytest
 from pyarrow import parquet
 from tokenizers import processors
 
-from tests.support.refusals import data_error
+from tests.support.refusals import data_error, listed
 from zjax.data import documents, prepare, store, tables
 from zjax.data.tokenizer import train_bpe
 from zjax.errors import DataError
@@ -204,103 +205,28 @@ def test_no_validation_when_none_is_asked_for(tmp_path):
     }
 
 
-FAULTS = {
-    "missing": (
-        {},
-        {"inputs": ["a.txt", "/dev/zero"]},
-        "input='a.txt' does not exist; check the path\n"
-        "input='/dev/zero' is not a regular file; check the path",
+LARGE_FAULTS = {
+    ("a.txt", b"x" * 70_000 + b"caf\xe9 noir"): (
+        "is not UTF-8 at byte 70003; convert it (iconv -t UTF-8) or leave it out"
     ),
-    "empty": ({"a.txt": b""}, {}, "input='a.txt' is empty; leave it out"),
-    "only-blank-lines": (
-        {"a.jsonl": b"\n\n"},
-        {"inputs": ["a.jsonl"]},
-        "input='a.jsonl' holds no text; give some",
-    ),
-    "not-utf8": (
-        {"a.txt": b"x" * 70_000 + b"caf\xe9 noir"},
-        {},
-        "input='a.txt' is not UTF-8 at byte 70003; convert it (iconv -t UTF-8) or "
-        "leave it out",
-    ),
-    "not-utf8-json": (
-        {"a.jsonl": b'{"text": "a"}\n{"text": "\xe9"}'},
-        {"inputs": ["a.jsonl"]},
-        "input='a.jsonl' is not UTF-8 at byte 24; convert it (iconv -t UTF-8) or "
-        "leave it out",
-    ),
-    "broken-json": (
-        {"a.jsonl": b'{"text": "a"}\n{"text": '},
-        {"inputs": ["a.jsonl"]},
-        "input='a.jsonl' has broken JSON in line 2 (Expecting value: line 1 column 10 "
-        "(char 9)); write one JSON object per line, or an array of objects",
-    ),
-    "json-list": (
-        {"a.jsonl": b"[1]"},
-        {"inputs": ["a.jsonl"]},
-        "input='a.jsonl' has no object in item 1, but a int; write one JSON object "
-        "per line, or an array of objects",
-    ),
-    "field": (
-        {"a.jsonl": b'{"text": "a"}\n{"body": "b", "id": 1}'},
-        {"inputs": ["a.jsonl"]},
-        "input='a.jsonl' has no field 'text' in line 2, only body, id; choose another "
-        "text_field",
-    ),
-    "field-of-another-type": (
-        {"a.jsonl": b'{"text": null}'},
-        {"inputs": ["a.jsonl"]},
-        "input='a.jsonl' has a NoneType as 'text' in line 1; make it a string or leave "
-        "it out",
-    ),
-    "lone-surrogate": (
-        {"a.jsonl": b'{"text": "\\ud800"}'},
-        {"inputs": ["a.jsonl"]},
-        "input='a.jsonl' has half a character (a lone surrogate) in line 1; write "
-        "whole characters",
-    ),
-    "not-parquet": (
-        {"a.parquet": b"PAR0 and so on and on"},
-        {"inputs": ["a.parquet"]},
-        "input='a.parquet' is not a Parquet file; leave it out or make it again",
-    ),
-    "single-document": (
-        {"a.txt": b"one"},
-        {},
-        "validation_fraction=0.01 leaves nothing for validation: the input is a single "
-        "document; use 0, or give the text in several files or lines",
-    ),
-    "all-settings-at-once": (
-        {"out": b"", "a.txt": b"one"},
-        {"tokenizer": "bpe:100", "validation_fraction": 1.0},
-        "output='out' exists already; remove it or name another\n"
-        "tokenizer='bpe:100' is smaller than the 256 bytes, an end token and one "
-        "merge; use bpe:258 or more\n"
-        "validation_fraction=1.0 is not a part of the text; use 0 or more and less "
-        "than 1",
-    ),
-    "no-such-tokenizer": (
-        {"a.txt": b"one"},
-        {"tokenizer": "words"},
-        "tokenizer='words' is not a choice; use bytes, bpe:<vocab_size>, the path of a "
-        "tokenizer.json, or ids:<vocab_size> for token ids",
-    ),
-    "json-nested-too-deep": (
-        {"a.jsonl": b"[" * 100_000},
-        {"inputs": ["a.jsonl"]},
-        "input='a.jsonl' has broken JSON in its array (it is nested too deep); write "
-        "one JSON object per line, or an array of objects",
-    ),
-    "vocabulary-without-end": (
-        {"a.txt": b"one"},
-        {"tokenizer": "bpe:4000000000"},
-        "tokenizer='bpe:4000000000' is more than a text has use for; use at most "
-        "bpe:1048576",
+    ("a.jsonl", b"[" * 100_000): (
+        "has broken JSON in its array (it is nested too deep); write one JSON object "
+        "per line, or an array of objects"
     ),
 }
+FAULTS = [
+    *(
+        (*ast.literal_eval(given), said)
+        for given, said in listed("prepare.txt").items()
+    ),
+    *(
+        ({name: content}, {"inputs": [name]}, f"input='{name}' {said}")
+        for (name, content), said in LARGE_FAULTS.items()
+    ),
+]
 
 
-@pytest.mark.parametrize(("files", "settings", "message"), FAULTS.values(), ids=FAULTS)
+@pytest.mark.parametrize(("files", "settings", "message"), FAULTS)
 def test_fault_is_named_and_nothing_is_left(files, settings, message, tmp_path):
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)

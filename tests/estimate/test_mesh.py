@@ -69,9 +69,6 @@ def test_heads_say_how_wide_tensor_may_be():
     trials = propose_mesh(config, machine_of(16, 80)).trials
     obstacles = {trial.obstacle for trial in trials if trial.obstacle}
     assert obstacles == {"tensor=8 does not divide model.num_heads=52"}
-
-
-def test_kv_heads_say_how_wide_tensor_may_be():
     heads = {"num_heads": 24, "num_kv_heads": 3, "embed_size": 3072}
     config = config_of("llama 8b", ONE, {"model": heads})
     trials = propose_mesh(config, machine_of(8, 30)).trials
@@ -111,7 +108,7 @@ def test_batch_that_data_cannot_split_is_split_otherwise():
     )
 
 
-def test_settings_that_no_mesh_can_mend_are_named():
+def test_settings_and_batches_that_no_mesh_can_mend_are_named():
     """Fails if what is wrong elsewhere is told as if there were no room."""
     config = config_of("gpt 6.7b", {"model.num_heads": 0, "seed": -1})
     with config_error(
@@ -119,9 +116,6 @@ def test_settings_that_no_mesh_can_mend_are_named():
         "model.num_heads=0 is out of range; use 1 or more"
     ):
         propose_mesh(config, machine_of(8, 80))
-
-
-def test_batch_that_nothing_can_split_is_named():
     changes = {"global_batch_size": 2, "microbatch_size": 1}
     config = config_of("llama 30b", changes)
     with config_error(

@@ -58,6 +58,7 @@ def tell_to(told):
 
 def test_numbers_are_told_one_step_late_and_in_order(tmp_path, told, tell_to):
     with make_monitor(tmp_path, callbacks=[tell_to]) as monitor:
+        monitor.log(1, {})  # nothing is told of no values
         take(monitor, 1, loss=3.0)
         assert told == []
         take(monitor, 2, loss=2.0)
@@ -71,25 +72,20 @@ def test_numbers_are_told_one_step_late_and_in_order(tmp_path, told, tell_to):
     assert [(row["step"], row["loss"]) for row in rows] == told
 
 
-def test_only_due_steps_and_newly_skipped_ones_are_told(tmp_path, told, tell_to):
+def test_only_due_and_newly_skipped_steps_and_the_last_are_told(
+    tmp_path, told, tell_to
+):
     skipped = {1: 0, 2: 1, 3: 1, 4: 1, 5: 2, 6: 2}
     arguments = {"callbacks": [tell_to], "log_every_steps": 4}
     skip = {"on_nonfinite": "skip"}
     with make_monitor(tmp_path, precision=skip, **arguments) as monitor:
         for step, number in skipped.items():
             take(monitor, step, num_skipped=number)
+        take(monitor, 99, num_skipped=2)
+        take(monitor, 100, num_skipped=2)
         with monitor.pause():
             pass
-    assert [step for step, _ in told] == [2, 4, 5]
-
-
-def test_the_last_step_is_told(tmp_path, told, tell_to):
-    arguments = {"callbacks": [tell_to], "log_every_steps": 7}
-    with make_monitor(tmp_path, **arguments) as monitor:
-        take(monitor, 100)
-        with monitor.pause():
-            pass
-    assert told == [(100, 2.0)]
+    assert [step for step, _ in told] == [2, 4, 5, 100]
 
 
 def test_every_callback_is_called_after_the_sinks(tmp_path):
@@ -104,12 +100,6 @@ def test_every_callback_is_called_after_the_sinks(tmp_path):
     with make_monitor(tmp_path, callbacks=[first, second]) as monitor:
         monitor.log(3, {"eval_loss": 1.5})
     assert seen == [(3, 3), {"eval_loss": 1.5}]
-
-
-def test_nothing_is_told_of_no_values(tmp_path, told, tell_to):
-    with make_monitor(tmp_path, callbacks=[tell_to]) as monitor:
-        monitor.log(1, {})
-    assert told == read_history(tmp_path / HISTORY) == []
 
 
 @pytest.mark.parametrize(
@@ -207,8 +197,9 @@ def test_a_picture_that_cannot_be_written(tmp_path):
     assert monitor.save_plots() == (tmp_path / "training.png",)
 
 
-def test_files_of_a_run_do_not_follow_the_working_directory(tmp_path, monkeypatch):
-    """Fails if the picture is drawn where a function of the user went."""
+def test_pictures_are_drawn_of_the_history_of_the_run(tmp_path, monkeypatch, capsys):
+    """Fails if one is drawn where a function of the user went, or its lack is not
+    told."""
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
     with make_monitor("run") as monitor:
@@ -216,9 +207,6 @@ def test_files_of_a_run_do_not_follow_the_working_directory(tmp_path, monkeypatc
         monitor.log(1, {"loss": 2.5})
     assert monitor.save_plots() == (tmp_path / "run" / "training.png",)
     assert list((tmp_path / "elsewhere").iterdir()) == []
-
-
-def test_a_run_without_history_says_that_it_saves_no_picture(tmp_path, capsys):
     with make_monitor(tmp_path, sinks=("csv",)) as monitor:
         assert monitor.save_plots() == ()
     assert capsys.readouterr().out == ("no plot is saved: it needs the sink 'jsonl'\n")
@@ -250,12 +238,9 @@ def test_the_peak_is_the_setting_or_the_table(given, device_kind, peak):
     assert value == pytest.approx(tokens_per_second * per_token / (4 * peak))
 
 
-def test_a_cpu_shows_no_mfu():
-    assert mfu(load_config({}), "cpu")[1] is None
-
-
 def test_gradients_of_frozen_weights_do_not_count():
     """Under adapters a weight costs 4 FLOPs, not 6; attention as ever."""
+    assert mfu(load_config({}), "cpu")[1] is None  # its peak is not known
     config = load_config({"lora": {"rank": 8}, "observe": {"peak_tflops": 1.0}})
     tokens_per_second, value = mfu(config, "cpu")
     per_token = flops_per_token(
