@@ -379,8 +379,8 @@ def test_another_shape_is_refused_setting_by_setting():
     config = golden.make_config("llama", *overrides)
     path = LLAMA / "config.json"
     with config_error(
-        f"model.num_layers=3 is not the 2 of {path}; use 2\n"
-        f"model.positions.theta=10000.0 is not the 50.0 of {path}; use 50.0"
+        f"model.positions.theta=10000.0 is not the 50.0 of {path}; use 50.0\n"
+        f"model.num_layers=3 is not the 2 of {path}; use 2"
     ):
         golden.start(config)
     config = golden.make_config("gpt2", "model.max_length=8")
