@@ -72,6 +72,12 @@ def test_instance_of_a_section_is_checked_inside():
         convert.from_mapping(schema.Config, values)
 
 
+def test_settings_that_a_choice_does_not_read_are_told_from_other_mistakes():
+    sgd = {"rule": {"kind": "sgd", "b2": 0.5}}
+    found = convert.unread({"seed": "x", "optimizer": sgd})
+    assert [problem.field for problem in found] == ["optimizer.rule.b2"]
+
+
 def test_base_is_the_defaults_as_a_config_dict():
     base = mappings.base()
     assert isinstance(base, ml_collections.ConfigDict)
