@@ -133,6 +133,14 @@ def test_a_default_under_an_old_name_changes_a_section_that_is_on():
     assert found == schema.LocalSteps()
 
 
+def test_an_override_of_an_old_name_is_parsed_as_the_setting_that_it_was():
+    """Fails if a list without brackets, or a text that looks like a number, is not."""
+    overrides = "zero.memory=nvme", "zero.nvme_paths=/a,1", "model.sliding_window=8"
+    config = zconfig.load_config({}, *overrides)
+    assert config.zero.placement.nvme_paths == ("/a", "1")
+    assert config.model.window == schema.SlidingWindow(size=8)
+
+
 def test_old_experts_that_choose_say_that_they_have_no_balance_loss():
     old = {"choice": "experts", "num_experts": 4, "balance_loss": 0.0}
     moe = zconfig.load_config({"model": {"moe": old}}).model.moe

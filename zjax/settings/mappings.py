@@ -145,7 +145,7 @@ def parse_override(text: str) -> tuple[str, Any]:
     if not equals or not path:
         remedy = "write path=value, such as zero.stage=3"
         raise ConfigError(Problem("override", text, "is not a setting", remedy))
-    return path, _parse_value(type_of(path), value.strip())
+    return path, _parse_value(type_of(renamed.place(path).path), value.strip())
 
 
 def merge(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -149,7 +149,7 @@ def moved(
             if inner or path not in SECTIONS:
                 kept[name] = inner
             continue
-        new = _place(path)
+        new = place(path)
         # Types are compared as well: False == 0, but False is refused.
         offs = [(type(x), x) for x in SWITCHES.get(new.path, ())]
         if (type(value), value) in offs:
@@ -173,7 +173,7 @@ def moved(
     return kept, dict(sorted(found.items(), key=lambda item: item[1] is None))
 
 
-def _place(path: str) -> Moved:
+def place(path: str) -> Moved:
     """Place of a setting, which may have an old name or stand in a moved section."""
     if path in MOVED:
         return MOVED[path]
