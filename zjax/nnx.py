@@ -82,7 +82,8 @@ class MoE(nnx.Module):
         )
         self.dtype = dtype
         self.deterministic = deterministic
-        # A stream is state that changes in calls: only modules that draw have one.
+        # A stream is state that changes in calls: only modules with noise have one, or
+        # with a capacity, for a key selects the capacity of training.
         self.rngs = rngs.dropout.fork() if self.mixture.needs_key else None
 
         def make(name: str, dims: layers.Dims) -> nnx.Param:

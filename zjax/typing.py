@@ -258,8 +258,8 @@ class Model:
     """Whether the loss loops over layers, gathering the parameters of each layer in
     turn."""
     init_layer: Callable[[jax.Array, jax.Array], Params] | None = None
-    """`init_layer(key, number) -> params`: as `init`, with only layer `number` in each
-    array that stacks layers, for models that must be initialised layer by layer."""
+    """`init_layer(key, number) -> params`: as `init`, with only block `number` in each
+    array that stacks blocks, for models that must be initialised block by block."""
     keeps: Callable[..., bool] | None = None
     """Policy of `jax.checkpoint` for the residuals to save besides parameters; None
     saves residuals that are expensive to compute. Under offload, blocks save these

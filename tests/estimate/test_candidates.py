@@ -23,7 +23,7 @@ from zjax.models import build
 from zjax.models.build import make_model
 from zjax.optim.build import make_optimizer
 from zjax.run import fit, host
-from zjax.run.host import limit_pinned_pool
+from zjax.run.pinned_pool import limit_pinned_pool
 from zjax.run.plan_report import report_plan
 from zjax.sharding import plan as plans
 

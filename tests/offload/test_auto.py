@@ -67,7 +67,7 @@ def machine(monkeypatch):
         capacity = (needed + on_devices * whole) / fit.DEVICE_SHARE
         monkeypatch.setattr(fit, "device_capacity_bytes", lambda mesh: capacity)
         if on_host is not None:
-            pinned = fit.POOL_OVERHEAD * on_host * whole
+            pinned = fit.POOL_RATIO * on_host * whole
             monkeypatch.setattr(fit, "IN_FLIGHT_BYTES", 0)
             nothing = transfers.DiskStaging(0, 0)
             monkeypatch.setattr(fit, "staging_bytes", lambda *_: nothing)
@@ -127,7 +127,7 @@ def test_blocks_leave_buffers_of_disks_their_room(monkeypatch, tmp_path):
     plan = start(config).plan
     _, blocks, disks = memory.stored_bytes(plan)
     passing = 2 * disks + memory.stored_bytes(plan).offloaded
-    size = smallest_host(jax.device_count() * (fit.POOL_OVERHEAD * blocks + passing))
+    size = smallest_host(jax.device_count() * (fit.POOL_RATIO * blocks + passing))
     monkeypatch.setattr(fit, "host_memory_bytes", lambda: size)
     start(config)
     monkeypatch.setattr(fit, "host_memory_bytes", lambda: int(0.99 * size))

@@ -317,7 +317,7 @@ def test_small_pages_are_told(
     file = tmp_path / "shmem_enabled"
     if setting is not None:
         file.write_text(f"{setting}\n")
-    monkeypatch.setattr(host, "_PINNED_PAGES", file)
+    monkeypatch.setattr(host, "_SHARED_HUGE_PAGES", file)
     host.warn_of_small_pages(num_bytes, platform)
     said = caplog.messages
     assert said == ([TOLD.format(file)] if told else [])

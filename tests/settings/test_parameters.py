@@ -8,7 +8,7 @@ from zjax.errors import PlanError
 from zjax.estimate.mesh import find_obstacle, propose_mesh
 from zjax.estimate.trial import Machine
 from zjax.settings import schema
-from zjax.settings.parameters import adapter_problems, frozen_as_masters
+from zjax.settings.parameters import adapter_problems, setting_that_trains_frozen
 
 
 def test_dropout_does_not_reach_modules_of_users():
@@ -64,4 +64,4 @@ def test_codes_leave_axes_for_zjax_to_choose():
 )
 def test_settings_whose_programs_handle_all_parameters_alike(settings, expected):
     """Fails if a program without a frozen form gets one."""
-    assert frozen_as_masters(schema.Config(**settings)) == expected
+    assert setting_that_trains_frozen(schema.Config(**settings)) == expected

@@ -1,7 +1,8 @@
 """Arrays of one checkpoint, in Orbax's files or in files linked from disk storage.
 
-Files of disk arrays never change, so a checkpoint hard-links such files, or copies
-between file systems.
+A checkpoint hard-links the files of disk arrays, or copies between file systems. To
+write a file with several hard links, `zjax.storage.files.write_file` makes a new file,
+so that the linked file keeps the content.
 """
 
 import dataclasses
@@ -129,7 +130,7 @@ def link(
     """Hard-links files of disk arrays into a checkpoint; returns relative paths."""
     names = []
     for name, array in arrays.items():
-        # Only complete files never change.
+        # A file may be linked only once it is complete.
         array.block_until_ready()
         for file in sorted(pathlib.Path(array.path).rglob("*")):
             if file.is_file():

@@ -123,7 +123,8 @@ def load_weights(path: str, plans: Any, adapt: Adapt = _unchanged) -> Params:
     which gives the newest weights for evaluation. Tensor names are paths with dots.
     """
     wanted = _match(open_source(path), plans, path, adapt)
-    # Large arrays first: new arrays, which are small, are drawn meanwhile.
+    # Large arrays first: meanwhile a thread draws small arrays that no checkpoint
+    # holds, such as adapters.
     order = sorted(range(len(wanted)), key=lambda i: -wanted[i][1].device_bytes)
     placed = zip(order, place_pieces([wanted[i] for i in order]), strict=True)
     return jax.tree.unflatten(

@@ -38,7 +38,7 @@ from zjax.processes.agreement import versions
 from zjax.processes.programs import result_line
 from zjax.run.compiler import simulation, use_program_cache
 from zjax.run.ending import exit_on_signals
-from zjax.run.host import limit_pinned_pool
+from zjax.run.pinned_pool import limit_pinned_pool
 from zjax.run.plan_report import PAPER_DEVICES, report_plan
 from zjax.run.trainer import Trainer
 from zjax.settings.describe import describe_settings
@@ -174,6 +174,7 @@ def connected(config: Config) -> Iterator[processes.ProcessInfo]:
         print(processes.describe_processes(info))
     with processes.explain_timeouts():
         yield info
+    # Skipped after an error: peers that failed would never come to the barrier.
     processes.finish(info)
 
 
@@ -580,7 +581,7 @@ def _run(words: Sequence[str]) -> None:
             app.run(lambda argv: _call(name, argv[1:]), flags_parser=config_flags.parse)
 
 
-def check_words(name: str, words: Sequence[str]) -> None:
+def check_arguments(name: str, words: Sequence[str]) -> None:
     """Refuses words and flags that the command would not read, all in one error."""
     problems = [
         Problem("command", word, f"is unknown to zjax {name}", _remedy(word))
@@ -610,7 +611,7 @@ def _call(name: str, words: Sequence[str]) -> None:
     # Devices can be simulated only until JAX starts them.
     for option, value in simulation(flags.FLAGS.simulated_devices).items():
         jax.config.update(option, value)
-    check_words(name, words)
+    check_arguments(name, words)
     if not COMMANDS[name].has_settings:
         given = config_flags.settings_given()
         config_flags.refuse_flags(given, f"has no effect on zjax {name}")

@@ -127,18 +127,19 @@ class CurriculumSampler:
         self._picks = Picks(
             (seed, _DRAWS),
             self._sizes.astype(np.float64),
+            # A pacing begins at 0, where the first cluster is open in any case.
             Pacing((0, *clusters.firsts[1:]), tuple(num_open)),
             global_batch_size,
         )
 
     def indices(self, step: int) -> Int64[np.ndarray, " B"]:
         """Samples of one step, from 0 on, in batch order."""
-        parts, ordinals = self._picks.at(step)
-        epochs, places = np.divmod(ordinals, self._sizes[parts])
-        pairs, which = _unique_pairs(parts, epochs)
+        clusters, ordinals = self._picks.at(step)
+        epochs, places = np.divmod(ordinals, self._sizes[clusters])
+        pairs, which = _unique_pairs(clusters, epochs)
         keys = [(self._seed, _CLUSTERS, *pair) for pair in pairs.tolist()]
         rows = permute_parts(places, which, self._sizes[pairs[:, 0]], keys)
-        starts = self._clusters.ends[parts] - self._sizes[parts]
+        starts = self._clusters.ends[clusters] - self._sizes[clusters]
         return self._clusters.samples[starts + rows]
 
 
@@ -222,8 +223,9 @@ def _open_difficulty(
     """Opens the index of a metric and makes the pacing, whose steps are known."""
     field = metric_field(number)
     index = open_index(metric.index, digest, field=f"{field}.index")
-    ends = float(index.values[0]), float(index.values[-1])  # NaN is sorted to the end
-    for value in ends:
+    # NaN is sorted to the end.
+    extremes = float(index.values[0]), float(index.values[-1])
+    for value in extremes:
         if not math.isfinite(value):
             problem = f"holds {value} as a value of {index.metric}"
             remedy = "measure finite numbers, by `zjax data analyze`"
@@ -232,13 +234,13 @@ def _open_difficulty(
     # An end of 0 stands for the largest value of the index.
     grows = isinstance(pacing, schema.Growing)
     if grows and not is_percentile and pacing.end == 0:
-        if ends[1] > MAX_EXACT:
-            problem = f"holds {ends[1]} as a value of {index.metric}, above the "
+        if extremes[1] > MAX_EXACT:
+            problem = f"holds {extremes[1]} as a value of {index.metric}, above the "
             problem += f"{MAX_EXACT:,} up to which a difficulty grows exactly"
             remedy = f"use {field}.difficulty='percentile', or set {field}.pacing.end"
             raise DataError(Problem(f"{field}.index", metric.index, problem, remedy))
         # Rounded up, so that the last difficulty admits the hardest sample.
-        largest = math.ceil(ends[1] / pacing.multiple) * pacing.multiple
+        largest = math.ceil(extremes[1] / pacing.multiple) * pacing.multiple
         pacing = dataclasses.replace(pacing, end=largest)
         problems = pacing_problems(
             f"{field}.pacing",

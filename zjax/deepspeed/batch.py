@@ -149,7 +149,9 @@ SECTIONS = (
         "pipeline",
         {
             "stages": None,
-            "activation_checkpoint_interval": If({"model.remat": "full"}, EQUAL, 0),
+            "activation_checkpoint_interval": If(
+                {"model.remat": "full"}, "model.remat says what is recomputed", 0
+            ),
         },
         _stages,
         rest=EQUAL,

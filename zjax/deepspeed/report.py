@@ -18,7 +18,7 @@ def config_file(found: Conversion) -> str:
         "    config = base()",
         "    # Batch sizes, optimizer, precision and memory are those of DeepSpeed.",
         *(
-            f"    {_USED_IN_HALF * is_offered(value)}config.{path} = {_literal(value)}"
+            f"    {_ONLY_FLOAT16 * is_offered(value)}config.{path} = {_literal(value)}"
             for path, value in found.settings.items()
         ),
         "    return config",
@@ -26,7 +26,8 @@ def config_file(found: Conversion) -> str:
     return "\n".join(lines) + "\n"
 
 
-_USED_IN_HALF = "# Add where compute_dtype is float16: "
+_ONLY_FLOAT16 = "# Add where compute_dtype is float16: "
+"""Precedes settings of loss scales, the only settings offered by a conversion."""
 
 
 def _literal(value: Any) -> str:

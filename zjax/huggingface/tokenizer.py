@@ -188,7 +188,10 @@ def write_tokenizer(
 
 
 def _shares_tokenizer(record: TokenizerRecord | None, start: pathlib.Path) -> bool:
-    """Whether files of a checkpoint belong to the tokenizer of a run."""
+    """Whether files of a checkpoint belong to the tokenizer of a run.
+
+    True where the run has no record, so that an export copies the files of the start.
+    """
     if record is None or record.name == "numbers":
         return True
     path = start / TOKENIZER_NAME

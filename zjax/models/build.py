@@ -80,12 +80,12 @@ def _build(
         module_class, model, matmul_dtype=matmul_dtype, deterministic=deterministic
     )
 
-    def make(key: jax.Array, only_layer: jax.Array | None = None) -> Any:
-        module = make_module(only_layer=only_layer, rngs=nnx.Rngs(key))
+    def make(key: jax.Array, only_block: jax.Array | None = None) -> Any:
+        module = make_module(only_block=only_block, rngs=nnx.Rngs(key))
         if adapters:
             # A separate key: base weights equal the weights of a run without adapters.
             lora_key = fold_name(key, "lora")
-            lora.attach(module, lora_key, settings=adapters, only_layer=only_layer)
+            lora.attach(module, lora_key, settings=adapters, only_block=only_block)
         # After `attach`, which for DoRA reads the columns of the exact kernels.
         if adapters and adapters.quantize:
             qlora.quantize_kernels(module, adapters.quantize, adapters.also_train)
@@ -103,8 +103,8 @@ def _build(
         stack = dataclasses.replace(stack, continuation=make_continuation(abstract))
 
     @dtype_promotion()
-    def init(key: jax.Array, only_layer: jax.Array | None = None) -> Params:
-        module = make(fold_name(key, "model"), only_layer)
+    def init(key: jax.Array, only_block: jax.Array | None = None) -> Params:
+        module = make(fold_name(key, "model"), only_block)
         return nest(values_of(nnx.state(module, nnx.Param)))
 
     return Model(

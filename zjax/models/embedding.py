@@ -37,7 +37,7 @@ def make_window(
     # Step values are float32 in a batch.
     window, length = Window(size.astype(jnp.int32)), x.shape[1]
     pattern = _pattern(config, x)
-    if pattern is None or config.kind == "encoder":
+    if pattern is None or config.kind == "encoder":  # plans need a causal pattern
         return window
     make_plan = sparse.WindowPlans(
         pattern,
@@ -78,7 +78,8 @@ class Context(NamedTuple):
     window: Window | None = None
     """Keys that a token sees; None for all."""
     order: Int[Array, " L"] | None = None
-    """Place of each token in the row; None for 0, 1, ..."""
+    """Place of each token in the row, as ring attention arranges tokens (zigzag); None
+    for 0, 1, ..."""
     trained: Bool[Array, "B L"] | None = None
     """Whether a trained target depends on the token; None for all."""
 
@@ -101,6 +102,8 @@ class Context(NamedTuple):
         window = self.window
         if window is not None:
             window = window.on_tokens(indices.shape[1])
+        # Without `order`: the subset lies in the order of the ring, as devices keep
+        # equally many tokens.
         return Context(
             ids, lengths, rotation, local, positions, window, trained=trained
         )

@@ -40,12 +40,12 @@ def make_matrices(
     num_inputs: int,
     num_outputs: int,
     settings: schema.Lora,
-    only_layer: jax.Array | None = None,
+    only_block: jax.Array | None = None,
 ) -> dict[str, Array]:
     """Makes the first values of an adapter, by the number of the layer in a stack.
 
     Dims of `kernel` are dims of a stack, `num_inputs` input and `num_outputs` output
-    dims. `only_layer` is the number of the one layer in the stack, None for all.
+    dims. `only_block` is the number of the one layer in the stack, None for all.
     Returns `a` [..., *inputs, rank], `b` [..., rank, *outputs] and, for DoRA,
     `magnitude` [..., *outputs], the length of each column of the kernel.
 
@@ -70,7 +70,7 @@ def make_matrices(
         return jax.random.uniform(key, shape, jnp.float32, -bound, bound)
 
     if stack:
-        numbers = jnp.arange(math.prod(stack)) if only_layer is None else only_layer
+        numbers = jnp.arange(math.prod(stack)) if only_block is None else only_block
         # By number, so that a layer made alone equals the layer made in its stack.
         keys = jax.vmap(functools.partial(jax.random.fold_in, key))(numbers.reshape(-1))
         a = jax.vmap(draw)(keys).reshape(*stack, *inputs, settings.rank)
@@ -217,7 +217,7 @@ def attach(
     *,
     settings: schema.Lora,
     prefix: str = "",
-    only_layer: jax.Array | None = None,
+    only_block: jax.Array | None = None,
 ) -> None:
     """Attaches adapters to the target layers of an NNX module, in place.
 
@@ -234,7 +234,7 @@ def attach(
         sides = _sides(layer)
         assert sides is not None
         own = make_matrices(
-            fold_name(key, path), layer.kernel[...], *sides, settings, only_layer
+            fold_name(key, path), layer.kernel[...], *sides, settings, only_block
         )
         layer.lora = nnx.data(Adapter(own, settings, path))
         if not isinstance(layer, layers.Linear):

@@ -124,7 +124,8 @@ class ExpertMatrices(nnx.Module):
 class MixtureOfExperts(nnx.Module):
     """Experts that a router chooses for each token; shared and residual branches.
 
-    The total `load` counts the tokens that chose each expert.
+    The total `load` counts, for each expert, the tokens that chose the expert, or under
+    expert choice the tokens that the expert computes.
 
     Args:
         config: Shape of the model.
@@ -181,8 +182,8 @@ class MixtureOfExperts(nnx.Module):
     ) -> tuple[Float[Array, "B L M"], Auxiliary]:
         """Transforms each token; returns outputs, and losses, metrics and load.
 
-        `counts` is False for padding, which no expert computes, `trained` for tokens
-        that losses, metrics and load leave out. A key of None means evaluation.
+        `counts` is False for padding, which no expert computes. `trained` is False for
+        tokens that losses, metrics and load leave out. A key of None means evaluation.
         """
         settings = self.settings
         if not drops:
@@ -244,13 +245,15 @@ def mix_tokens(
     """Routes each device's tokens; masks and results are as of `MixtureOfExperts`."""
     placement = Placement.of(settings.num_experts, experts.down.shape[1])
 
-    def run(x: jax.Array, masks: Any, weights: Any, part: Any) -> tuple[jax.Array, Any]:
+    def run(
+        x: jax.Array, masks: Any, weights: Any, shard: Any
+    ) -> tuple[jax.Array, Any]:
         router, experts, key = weights
         counts, trained = masks
         experts = experts.joined(placement)
         tokens = x.reshape(-1, x.shape[-1])
-        # Devices with other rows, or other parts of the rows, draw other noise.
-        noise = fold_in(fold_in(key, first_row(len(x))), part)
+        # Devices with other rows, or other shards of the rows, draw other noise.
+        noise = fold_in(fold_in(key, first_row(len(x))), shard)
         routing = _route(tokens, router, settings, moe, counts, noise)
         y = apply_experts(tokens, experts, routing, activation=activation)
         if trained is not None:

@@ -76,7 +76,7 @@ def make_segments(
     config: schema.Model,
     *,
     rngs: nnx.Rngs,
-    only_layer: jax.Array | None = None,
+    only_block: jax.Array | None = None,
 ) -> "Block | BlockGroup | Segments":
     """Makes the blocks of a model, stacked by segment."""
 
@@ -87,7 +87,7 @@ def make_segments(
             # A group of one would add `layer0` to all paths of parameters.
             return blocks[0] if len(blocks) == 1 else BlockGroup(blocks)
 
-        return make_blocks(make, shape.num_blocks, rngs=rngs, only_layer=only_layer)
+        return make_blocks(make, shape.num_blocks, rngs=rngs, only_block=only_block)
 
     segments = [make_stacked(shape) for shape in mixture.segment_shapes(config)]
     return segments[0] if len(segments) == 1 else Segments(segments)
@@ -95,14 +95,15 @@ def make_segments(
 
 def make_blocks(
     make_block: Callable[[nnx.Rngs], Any],
-    num_layers: int,
+    num_blocks: int,
     *,
     rngs: nnx.Rngs,
-    only_layer: jax.Array | None = None,
+    only_block: jax.Array | None = None,
 ) -> Any:
     """Makes a block with stacked parameters, with `layers` as first dim.
 
-    `only_layer`, int32[], makes that layer alone; None makes all.
+    `only_block`, int32[], is the index of a block in its segment: every segment makes
+    this block alone, as offload needs blocks one by one. None makes all blocks.
     """
 
     def init(key: jax.Array):
@@ -111,8 +112,8 @@ def make_blocks(
     def name_layers(variable):
         return variable.replace(logical=("layers", *variable.get_metadata("logical")))
 
-    numbers = jnp.arange(num_layers) if only_layer is None else only_layer[None]
-    # By number: offload makes one layer at a time, with equal values.
+    numbers = jnp.arange(num_blocks) if only_block is None else only_block[None]
+    # By number, so that a block made alone has equal values.
     keys = _fold_in(rngs.params(), numbers)
     graph, _ = nnx.split(nnx.eval_shape(lambda: make_block(nnx.Rngs(params=keys[0]))))
     state = jax.tree.map(

@@ -44,8 +44,8 @@ class Decoder(nnx.Module):
         config: Shape of the model.
         matmul_dtype: Dtype of the operands of the blocks' matrix products.
         deterministic: Whether embedding gradients are summed in a fixed order.
-        only_layer: int32[], index of the only layer to initialise; None means all
-            layers.
+        only_block: int32[], index of the only block of each segment to initialise;
+            None means all blocks.
         rngs: Source of the initial values.
 
     Example:
@@ -62,7 +62,7 @@ class Decoder(nnx.Module):
         *,
         matmul_dtype: layers.MatmulDtype = "compute",
         deterministic: bool = False,
-        only_layer: jax.Array | None = None,
+        only_block: jax.Array | None = None,
         rngs: nnx.Rngs,
     ):
         def make_block(rngs: nnx.Rngs, num_experts: int, slides: bool) -> Block:
@@ -79,7 +79,7 @@ class Decoder(nnx.Module):
         self.config = config
         self.embedding = Embedding(config, deterministic=deterministic, rngs=rngs)
         self.blocks = make_segments(
-            make_block, config, rngs=rngs, only_layer=only_layer
+            make_block, config, rngs=rngs, only_block=only_block
         )
         self.head = Head(config, rngs=rngs)
 
@@ -112,8 +112,8 @@ class Encoder(nnx.Module):
         use_pooling: Whether to create the layer of `pool`.
         matmul_dtype: Dtype of the operands of the blocks' matrix products.
         deterministic: Whether embedding gradients are summed in a fixed order.
-        only_layer: int32[], index of the only layer to initialise; None means all
-            layers.
+        only_block: int32[], index of the only block of each segment to initialise;
+            None means all blocks.
         rngs: Source of the initial values.
 
     Example:
@@ -132,7 +132,7 @@ class Encoder(nnx.Module):
         use_pooling: bool = False,
         matmul_dtype: layers.MatmulDtype = "compute",
         deterministic: bool = False,
-        only_layer: jax.Array | None = None,
+        only_block: jax.Array | None = None,
         rngs: nnx.Rngs,
     ):
         def make_block(rngs: nnx.Rngs, num_experts: int, slides: bool) -> Block:
@@ -154,7 +154,7 @@ class Encoder(nnx.Module):
             rngs=rngs,
         )
         self.blocks = make_segments(
-            make_block, config, rngs=rngs, only_layer=only_layer
+            make_block, config, rngs=rngs, only_block=only_block
         )
         self.head = Head(config, masked=True, rngs=rngs)
         self.pooling = (

@@ -22,14 +22,14 @@ _ZJAX_LIMIT = "ZJAX_PINNED_LIMIT_GB"
 the limit above, no user has set one."""
 RESERVED_SHARE = 0.12
 """Share of host memory that is never pinned, unless the bytes below are fewer."""
-RESERVED_BYTES, PINNED_OVERHEAD = 12 * 2**30, 0.05
+RESERVED_BYTES, PINNING_COST = 12 * 2**30, 0.05
 """Bytes reserved per process, and the share that pinning costs in driver and kernel:
 226 GiB cost 11 GiB beside an H200, and the process took 5 GiB."""
-POOL_OVERHEAD = 1.05
+POOL_RATIO = 1.05
 """Size of the pinned memory pool over the bytes of its arrays, because of gaps."""
-_PINNED_PAGES = pathlib.Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+_SHARED_HUGE_PAGES = pathlib.Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 """Huge page policy of shared memory, which pinned GPU memory is."""
-_LARGE_PAGES = ("[always]", "[within_size]", "[force]")
+_HUGE_PAGE_POLICIES = ("[always]", "[within_size]", "[force]")
 _SLOW_BYTES = 8 * 2**30
 """Takes about four seconds to pin in pages of 4 KiB."""
 
@@ -72,7 +72,7 @@ def pinnable_bytes(
         >>> [pinnable_bytes(size * 2**30) >> 30 for size in (100, 256, 1024)]
         [88, 231, 960]
     """
-    fixed = RESERVED_BYTES * num_processes + PINNED_OVERHEAD * host_bytes
+    fixed = RESERVED_BYTES * num_processes + PINNING_COST * host_bytes
     reserved = min(RESERVED_SHARE * host_bytes, fixed)
     free, limit = max(0, host_bytes - int(reserved) - unpinned_bytes), _given_limit()
     if limit is None:
@@ -88,10 +88,10 @@ def _given_limit() -> str | None:
 
 def warn_of_small_pages(num_bytes: int, platform: str) -> None:
     """Warns if many bytes are pinned for GPUs in pages of 4 KiB, which is slow."""
-    if platform != "gpu" or num_bytes < _SLOW_BYTES or not _PINNED_PAGES.exists():
+    if platform != "gpu" or num_bytes < _SLOW_BYTES or not _SHARED_HUGE_PAGES.exists():
         return
-    if not set(_LARGE_PAGES) & set(_PINNED_PAGES.read_text().split()):
-        how = f"as root: echo always > {_PINNED_PAGES}"
+    if not set(_HUGE_PAGE_POLICIES) & set(_SHARED_HUGE_PAGES.read_text().split()):
+        how = f"as root: echo always > {_SHARED_HUGE_PAGES}"
         logging.warning("huge pages would make placing the state faster; %s", how)
 
 

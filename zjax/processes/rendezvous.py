@@ -50,7 +50,7 @@ def wait_for_peers(
     greeting = dataclasses.asdict(member) | {"num_processes": num_processes}
     line = GREETING + json.dumps(greeting).encode() + b"\n"
     with contextlib.ExitStack() as held:
-        if member.process_id or not _claims_port(address, held):
+        if member.process_id or not _is_only_coordinator(address, held):
             # A second process 0 joins the first, which reports the double start.
             _join(address, member.process_id, line, seconds)
             return
@@ -68,7 +68,7 @@ def wait_for_peers(
             thread.join()
 
 
-def _claims_port(address: Address, held: contextlib.ExitStack) -> bool:
+def _is_only_coordinator(address: Address, held: contextlib.ExitStack) -> bool:
     """Whether this is the only process 0 at the port on this host.
 
     With SO_REUSEPORT two could listen at one port, and each would hear some processes.
@@ -151,7 +151,7 @@ def _not_reached(
 
 
 def _check_free(address: Address, line: bytes) -> None:
-    """Raises if somebody listens at the port, which the kernel may let two share."""
+    """Raises if a server answers at the port: with SO_REUSEPORT, bind would succeed."""
     local = address if address.is_loopback else address._replace(host="localhost")
     for target in _targets(local, {}):
         try:

@@ -109,7 +109,8 @@ def simulation(num_devices: int) -> Options:
         num_devices: Number of CPU devices; 0 for the real devices.
 
     Returns:
-        Values by name in `jax.config`; in capitals the names are environment variables.
+        Values by name in `jax.config`; JAX reads the name in capitals from the
+        environment.
 
     Example:
         >>> simulation(8)["jax_num_cpu_devices"]

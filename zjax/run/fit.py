@@ -23,7 +23,7 @@ from zjax.offload.compiled import Peak
 from zjax.offload.gradients import input_plan, saving_policy
 from zjax.offload.units import forward_order, units_of
 from zjax.processes.host import (
-    POOL_OVERHEAD,
+    POOL_RATIO,
     LocalProcesses,
     host_memory_bytes,
     local_processes,
@@ -189,8 +189,8 @@ def host_budget(plan: Plan, disk_bytes: int, processes: LocalProcesses) -> int:
     pinnable = pinnable_bytes(host_memory_bytes(), processes.num_processes, buffers)
     moved = memory.stored_bytes(plan).offloaded
     in_flight = min(IN_FLIGHT_BYTES, moved) + staging.to_disks
-    # The pinned pool has gaps: stored arrays take POOL_OVERHEAD times as many bytes.
-    return int((pinnable - number * in_flight) / POOL_OVERHEAD)
+    # The pinned pool has gaps: stored arrays take POOL_RATIO times as many bytes.
+    return int((pinnable - number * in_flight) / POOL_RATIO)
 
 
 def check_fits(

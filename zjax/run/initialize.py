@@ -273,7 +273,7 @@ def unread_schedule(tx: Any, schedule: Schedule | None) -> list[Problem]:
 
 
 def _takes_rows(config: Config) -> bool:
-    """Whether the settings leave the number of rows per step to the example batch."""
+    """Whether nobody set the rows per step, so that the example batch decides."""
     gives_all = config.num_microbatches and config.microbatch_size
     if config.elasticity or gives_all:
         return is_offered(config.global_batch_size)
@@ -413,8 +413,8 @@ def make_run(
         start, key = config.checkpoint.init_from, jax.random.key(config.seed)
         adapt = _make_adapt(model, config, key)
         if plan.is_offloaded and (model.init_layer or start):
-            here = unsplit_plans(staged_plan(plan).master)
-            initial = weights.iter_weights(start, here, adapt) if start else None
+            staged = unsplit_plans(staged_plan(plan).master)
+            initial = weights.iter_weights(start, staged, adapt) if start else None
             # The unsharded parameters of the full model may not fit on the devices.
             return init_layer_by_layer(
                 key, model, tx, plan, config.precision, weights=initial

@@ -91,12 +91,12 @@ class LocalStepsExecutor(FusedExecutor):
         """Takes a step, then sends or merges fragments due; donates the state."""
         is_known, number = self._number.knows(state), self._number.before(state) + 1
         check_warm_up(state, number, self._freeze_step, is_known=is_known)
-        together = self.programs.get(self._rounds.at(number))
-        if together is not None and not is_known and number > 1:
+        common_step = self.programs.get(self._rounds.at(number))
+        if common_step is not None and not is_known and number > 1:
             # A state from elsewhere may have stepped apart; comparing replicas waits
             # for the device.
             check_together(state, self._rounds)
-        state, metrics = (together or self._train_apart)(state, batch)
+        state, metrics = (common_step or self._train_apart)(state, batch)
         sent, merged = (
             self._rounds.sent_after(number),
             self._rounds.merged_after(number),
@@ -282,6 +282,7 @@ def _common_steps(
     if phases is None:
         return {}
     places = shardings(rows)
+    # The exchange sends the shards in which master weights are stored.
     by_shard = dataclasses.replace(plan, grads=plan.master)
 
     def common_step(phase: Phase) -> Any:

@@ -46,10 +46,10 @@ from zjax.run.ending import (
     stop_signals,
 )
 from zjax.run.fit import explain_out_of_memory
-from zjax.run.host import limit_pinned_pool
 from zjax.run.initialize import adopt_optimizer, make_run, unread_schedule
 from zjax.run.monitor import Callback, Monitor
 from zjax.run.nonfinite import find_nonfinite, report_nonfinite
+from zjax.run.pinned_pool import limit_pinned_pool
 from zjax.run.resume import (
     check_messages,
     check_newest,

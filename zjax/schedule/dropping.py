@@ -1,4 +1,4 @@
-"""Checks of curriculum learning, random token dropping and layer dropping."""
+"""Checks of curriculum learning and of dropping, and weighted draws of a curriculum."""
 
 import math
 import pathlib

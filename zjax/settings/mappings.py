@@ -168,7 +168,10 @@ def with_present_names(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_moved(values: Mapping[str, Any], moved: Mapping[str, Any]) -> dict[str, Any]:
-    """Merges settings that had old names, unless they are defaults of a section off."""
+    """Merges settings that had old names, unless they are defaults of a section off.
+
+    Old configs wrote the defaults of sections that are off, which would turn them on.
+    """
     needed = {p: x for p, x in moved.items() if not _is_default_of_off(values, p, x)}
     return _merge(values, needed, schema.Config)
 

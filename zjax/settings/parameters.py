@@ -34,7 +34,7 @@ _MEMORIES = (
 )
 
 
-def frozen_as_masters(config: schema.Config) -> str:
+def setting_that_trains_frozen(config: schema.Config) -> str:
     """Setting, as text, under which frozen weights stay float32 masters with gradients.
 
     Disks, and replicas that take local steps, treat all parameters alike. Empty if
@@ -42,7 +42,7 @@ def frozen_as_masters(config: schema.Config) -> str:
 
     Example:
         >>> zero = schema.Zero(offload=schema.AutoOffload())
-        >>> frozen_as_masters(schema.Config(zero=zero))
+        >>> setting_that_trains_frozen(schema.Config(zero=zero))
         "zero.offload='auto'"
     """
     memories = {
@@ -80,7 +80,7 @@ def is_held_frozen(path: str, config: schema.Config) -> bool:
         patterns = config.lora.also_train
         return not any(re.search(pattern, path) for pattern in patterns)
     groups = config.optimizer.groups
-    return label_of(path, groups) == FROZEN and not frozen_as_masters(config)
+    return label_of(path, groups) == FROZEN and not setting_that_trains_frozen(config)
 
 
 def is_adapter(path: str) -> bool:
@@ -96,7 +96,7 @@ def is_adapter(path: str) -> bool:
 HEAD_LAYER = "head/transform"
 """Path of the linear layer in the head of an encoder."""
 _EITHER = "leave one of them out"
-_BESIDE_CODES = {
+_ALLOWED_IN_QLORA = {
     "lora.form": ("lora",),
     "precision.matmul_dtype": ("compute",),
     "model.moe": (None,),
@@ -105,7 +105,7 @@ _BESIDE_CODES = {
     "zero.replicas": (None,),
     "communication.local_steps": (None,),
 }
-_BESIDE_DROPOUT = {
+_ALLOWED_WITH_DROPOUT = {
     "lora.form": ("lora",),
     "model.mlp_chunk_tokens": (0,),
     "model.mlp_tiles": (1,),
@@ -130,15 +130,19 @@ def adapter_problems(config: schema.Config, num_devices: int) -> Iterator[Proble
     if lora.init_from and not config.checkpoint.init_from:
         problem = "adapts the weights of checkpoint.init_from, which is empty"
         yield Problem("lora.init_from", lora.init_from, problem, "set that, too")
-    if setting := frozen_as_masters(config):
+    if setting := setting_that_trains_frozen(config):
         problem = f"does not combine with {setting}, which has no frozen parameters"
         yield Problem("lora.rank", lora.rank, problem, _EITHER)
     if lora.quantize:
         kind = lora.quantize.kind
-        yield from _clashes("lora.quantize", kind, _BESIDE_CODES, config, num_devices)
+        yield from _clashes(
+            "lora.quantize", kind, _ALLOWED_IN_QLORA, config, num_devices
+        )
     if lora.dropout:
         rate = lora.dropout
-        yield from _clashes("lora.dropout", rate, _BESIDE_DROPOUT, config, num_devices)
+        yield from _clashes(
+            "lora.dropout", rate, _ALLOWED_WITH_DROPOUT, config, num_devices
+        )
         yield from _head_problems(lora, config.model.kind)
 
 

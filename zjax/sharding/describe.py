@@ -85,7 +85,7 @@ def _roles(
     plan: Plan, kept: Mapping[str, Any] | None
 ) -> list[tuple[str, list[ArrayPlan]]]:
     """Arrays of a plan by the title of their role, without empty roles."""
-    master = "master weights" + (", lower half" if plan.splits_master else "")
+    master = "master weights" + (", low bits" if plan.splits_master else "")
     rows = jax.tree.leaves(plan.master)
     trees = {
         master: [row for row in rows if not row.is_frozen],

@@ -237,7 +237,7 @@ def stores_layers_apart(settings: Zero, model: Model) -> bool:
 
 
 def offload_pending(row: ArrayPlan, memory: str, disks: tuple[str, ...]) -> ArrayPlan:
-    """Plans the storage of a pending gradient or of the input of a block.
+    """Plans the storage of the input of a block, or of a gradient before the update.
 
     On disks, arrays below `MIN_MOVED_BYTES` stay on the devices instead.
     """

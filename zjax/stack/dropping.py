@@ -40,6 +40,8 @@ class BlockInput(NamedTuple):
 def make_inputs(keys: jax.Array | None, dropping: Dropping) -> BlockInput:
     """Makes the inputs of all N blocks, which run on all tokens; keys are [N] or None.
 
+    `draw_tokens` then sets the indices of blocks that run on a subset.
+
     Reference:
         Zhang and He, Progressive Layer Dropping (arXiv:2010.13369), section 4.2.
     """

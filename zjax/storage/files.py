@@ -99,7 +99,7 @@ def write_file(path: str, content: np.ndarray) -> None:
     flags = os.O_WRONLY | os.O_CREAT | _direct_flag(os.path.dirname(path))
     with contextlib.suppress(FileNotFoundError):
         if os.stat(path).st_nlink > 1:
-            os.unlink(path)
+            os.unlink(path)  # a checkpoint holds the file by a link
     file = os.open(path, flags, 0o600)
     try:
         _transfer_all(os.pwritev, file, content[:num_direct], 0)

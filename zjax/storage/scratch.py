@@ -53,7 +53,7 @@ class Scratch:
             _remove_abandoned(pathlib.Path(path))
         self.places, locks = zip(*map(_make_place, paths), strict=True)
         self._names = itertools.count()
-        self._taken: dict[str, tuple[Hashable, int]] = {}
+        self._directories: dict[str, tuple[Hashable, int]] = {}
         self._held = dict.fromkeys(self.places, 0)
         self._free: dict[Hashable, list[str]] = collections.defaultdict(list)
         self._lock = threading.Lock()
@@ -75,18 +75,21 @@ class Scratch:
                 return self._free[kind].pop()
             place = min(self.places, key=self._held.__getitem__)
             path = f"{place}/{next(self._names)}"
-            self._taken[path] = kind, num_bytes
+            self._directories[path] = kind, num_bytes
             self._held[place] += num_bytes
             return path
 
     def give_back(self, path: str) -> None:
-        """Leaves an array's files, a path of `take`, to the next array of the kind."""
+        """Leaves a deleted array's files to the next array of the kind.
+
+        `path` is of `take`; arrays that are collected as garbage are removed instead.
+        """
         with self._lock:
-            kind, _ = self._taken[path]
+            kind, _ = self._directories[path]
             self._free[kind].append(path)
 
     def remove(self, path: str) -> None:
-        """Starts to remove an array, a path of `take`; the last one clears all files.
+        """Starts to remove an array, a path of `take`; the last array takes all files.
 
         A finalizer may run within any call, so that this method takes no lock.
         """
@@ -105,14 +108,14 @@ class Scratch:
             path = self._to_remove.get()
             with self._lock:
                 self._forget(path)
-                is_last = len(self._taken) == sum(map(len, self._free.values()))
+                is_last = len(self._directories) == sum(map(len, self._free.values()))
             if is_last:
                 self.clear()
 
     def _forget(self, path: str) -> None:
         """Removes a directory from disk and from the count of bytes."""
         shutil.rmtree(path, ignore_errors=True)
-        _, num_bytes = self._taken.pop(path)
+        _, num_bytes = self._directories.pop(path)
         self._held[os.path.dirname(path)] -= num_bytes
 
 

@@ -1,4 +1,4 @@
-"""Block-wise int8 quantisation, for compressed communication."""
+"""Block-wise int8 quantisation."""
 
 from zjax_kernels.quantise.api import dequantise_blocks, quantise_blocks
 

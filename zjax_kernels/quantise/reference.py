@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jax import Array
 
 BLOCKS_PER_STEP = 64
-"""Blocks that a warpgroup holds in its registers."""
+"""Blocks that a warpgroup quantises at once; the kernel takes a multiple."""
 SIZES = (64, 128, 256)
 """Numbers per block that the kernel takes."""
 MAX_INTEGER = 127

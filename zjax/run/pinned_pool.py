@@ -14,7 +14,7 @@ from zjax.estimate.tables import num_microbatches
 from zjax.models.build import make_model
 from zjax.optim.build import make_optimizer
 from zjax.processes.cluster import Cluster, assign_gpus, visible_gpus
-from zjax.processes.host import POOL_OVERHEAD, limit_pinned_memory
+from zjax.processes.host import POOL_RATIO, limit_pinned_memory
 from zjax.run.batch import abstract_batch
 from zjax.run.fit import offloaded_inputs
 from zjax.settings.axes import close_axes
@@ -59,7 +59,7 @@ def _needed_bytes(config: Config, cluster: Cluster) -> tuple[float, int] | None:
         ArithmeticError,
     ):  # such as a mesh that does not fit: check_config reports the error later
         return None
-    needed = POOL_OVERHEAD * arrays + IN_FLIGHT_BYTES + staging.to_disks
+    needed = POOL_RATIO * arrays + IN_FLIGHT_BYTES + staging.to_disks
     return gpus * needed + _SPARE_BYTES, gpus * staging.from_disks
 
 

@@ -16,7 +16,7 @@ from zjax.processes import host
 from zjax.processes.cluster import Cluster
 from zjax.processes.host import pinnable_bytes
 from zjax.run.fit import explain_out_of_memory
-from zjax.run.host import limit_pinned_pool, pinned_bytes
+from zjax.run.pinned_pool import limit_pinned_pool, pinned_bytes
 from zjax.sharding import plan as plans
 from zjax.sharding.mesh import make_mesh
 from zjax.sharding.plan import make_plan
