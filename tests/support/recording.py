@@ -201,14 +201,14 @@ def cases():
         "tokens left out": {
             "random_ltd": {
                 "kind": "layerwise",
-                "pacing": {"start": 16, "step": 8, "num_steps": 8},
+                "pacing": {"start": 16, "multiple": 8, "num_steps": 8},
             }
         },
         "layers left out": {"layer_drop": {"theta": 0.5, "gamma": 0.1}},
         "lengths grow": {
             "sequence_warmup": {
                 "kind": "truncate",
-                "pacing": {"start": 16, "step": 8, "num_steps": 8},
+                "pacing": {"start": 16, "multiple": 8, "num_steps": 8},
             }
         },
         "1-bit Adam": REPLICAS
@@ -235,7 +235,7 @@ def cases():
         "wsd, groups": {
             "optimizer": {
                 "schedule": {"kind": "wsd", "decay_fraction": 0.2},
-                "groups": {"embedding": {"learning_rate": 0.5}},
+                "groups": [{"pattern": "embedding", "learning_rate_scale": 0.5}],
             }
         },
     }.items()
@@ -490,9 +490,13 @@ def folder_of(path):
 
 
 def in_processes(names, folder, *, restores=False):
-    """Yields cases run in two processes; a case that fails is recorded as its error."""
+    """Yields cases, each run in a process; a failed case is recorded as an error.
+
+    A second case of a process would not compile what the first one has compiled.
+    """
     context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(2, mp_context=context) as pool:
+    executor = concurrent.futures.ProcessPoolExecutor
+    with executor(mp_context=context, max_tasks_per_child=1) as pool:
         jobs = [
             (name, pool.submit(work, name, folder, restores=restores)) for name in names
         ]
