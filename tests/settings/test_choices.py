@@ -290,3 +290,30 @@ def test_no_number_is_without_bounds(section):
                     "min_shard_elements",
                     2**62,
                 )
+
+
+LIMITS = [
+    pytest.param(section, name, mark.setting, id=f"{section.__name__}.{name}")
+    for section in SECTIONS
+    for name, hint in typing.get_type_hints(section, include_extras=True).items()
+    for mark in getattr(hint, "__metadata__", ())
+    if isinstance(mark, ranges.AtMost)
+]
+
+
+@pytest.mark.parametrize(("section", "name", "limit"), LIMITS)
+def test_a_number_above_another_setting_is_refused(section, name, limit):
+    """Fails too where a number that is out of range is given as a limit."""
+    config, other = schema.Config(), limit.removeprefix("config.")
+    is_of_run = other != limit
+    given = section()
+    most = getattr(config if is_of_run else given, other)
+    for value in (most, 2 * most):
+        one = dataclasses.replace(given, **{name: value})
+        found = "\n".join(map(str, ranges.range_problems(one, "x", config)))
+        place = "" if is_of_run else "x."
+        message = f"x.{name}={value} is above {place}{other}={most}; use at most {most}"
+        assert found == (message if value > most else "")
+    if is_of_run:
+        config = dataclasses.replace(config, **{other: 0})
+        assert not [*ranges.range_problems(one, "x", config)]

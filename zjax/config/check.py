@@ -140,15 +140,6 @@ def _batch(config: schema.Config, num_devices: int) -> Iterator[Problem]:
         yield Problem("precision.grad_sum_dtype", dtype, problem, remedy)
 
 
-def _loss_scale(config: schema.Config, num_devices: int) -> Iterator[Problem]:
-    """Yields a minimum loss scale above the initial one."""
-    scale = config.precision.loss_scale
-    if scale.minimum > scale.initial:
-        field = "precision.loss_scale.minimum"
-        problem = f"is above precision.loss_scale.initial={scale.initial}"
-        yield Problem(field, scale.minimum, problem, f"use at most {scale.initial}")
-
-
 def _precision(config: schema.Config, num_devices: int) -> Iterator[Problem]:
     """Yields combinations of dtypes that cannot train."""
     precision = config.precision
@@ -335,15 +326,6 @@ def _sinks(config: schema.Config, num_devices: int) -> Iterator[Problem]:
             yield Problem("observe.sinks", sinks, problem, "name it once")
 
 
-def _profile(config: schema.Config, num_devices: int) -> Iterator[Problem]:
-    """Yields a profile that starts after the last step."""
-    profile, last = config.observe.profile, config.num_steps
-    if profile and profile.start_step > last:
-        field, start = "observe.profile.start_step", profile.start_step
-        problem = f"is beyond num_steps={last}"
-        yield Problem(field, start, problem, f"use at most {last}")
-
-
 def _processes(config: schema.Config, num_devices: int) -> Iterator[Problem]:
     """Yields addresses and numbers of processes that cannot meet."""
     given = config.processes
@@ -368,7 +350,6 @@ _RULES: tuple[model_rules.Entry, ...] = (
     (("mesh",), _mesh),
     (("global_batch", "num_microbatches", "microbatch", "mesh"), _batch),
     (("global_batch", "num_microbatches", "microbatch", "mesh"), layers.stage_problems),
-    (("precision.loss_scale",), _loss_scale),
     ((), _precision),
     ((), _offload),
     (("mesh",), replicas.node_problems),
@@ -382,7 +363,6 @@ _RULES: tuple[model_rules.Entry, ...] = (
     ((), _rules),
     ((), _groups),
     (("lora", "mesh"), parameters.adapter_problems),
-    (("num_steps", "observe"), _profile),
     ((), _checkpoint),
     (("num_steps", "distill"), _distill),
     (

@@ -231,11 +231,7 @@ def _groups(moe: schema.TokenChoice) -> Iterator[Problem]:
             problem = f"is above the {choices} experts to choose from"
             remedy = f"use at most {choices}"
             yield Problem("model.moe.top_k", moe.top_k, problem, remedy)
-    if moe.top_groups > moe.num_groups:
-        problem = f"is above model.moe.num_groups={moe.num_groups}"
-        remedy = f"use at most {moe.num_groups}"
-        yield Problem("model.moe.top_groups", moe.top_groups, problem, remedy)
-    elif moe.top_groups == moe.num_groups > 1:
+    if moe.top_groups == moe.num_groups > 1:
         problem = f"leaves out none of model.moe.num_groups={moe.num_groups}"
         remedy = "use fewer, or 1 for both"
         yield Problem("model.moe.top_groups", moe.top_groups, problem, remedy)

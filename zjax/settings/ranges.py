@@ -5,10 +5,11 @@ import functools
 import math
 import typing
 from collections.abc import Callable, Iterator
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 from zjax.errors import Problem
 
+_Mark = TypeVar("_Mark")
 MAX_STEPS = 2**31 - 1
 """Largest number of steps: counters of the state are int32."""
 MAX_DEVICES = 2**20
@@ -43,6 +44,15 @@ class Range(NamedTuple):
         if self.maximum < value < math.inf:
             return f"use at most {self.maximum}"
         return f"use at least {self.minimum}" if value < self.minimum else ""
+
+
+class AtMost(NamedTuple):
+    """Setting with a range that a number may not exceed.
+
+    Named in the section of the number, or `config.num_steps` in the whole config.
+    """
+
+    setting: str
 
 
 class NoneAt(NamedTuple):
@@ -123,7 +133,6 @@ def or_derived(low: int, maximum: int, meaning: str) -> Range:
     )
 
 
-@functools.cache
 def range_of(section: type, name: str) -> Range | None:
     """Range of a setting of a section, or None.
 
@@ -134,8 +143,14 @@ def range_of(section: type, name: str) -> Range | None:
         >>> range_of(Run, "steps").remedy
         'use 1 or more'
     """
+    return _mark(section, name, Range)
+
+
+@functools.cache
+def _mark(section: type, name: str, kind: type[_Mark]) -> _Mark | None:
+    """Mark of a kind in the annotation of a setting, or None."""
     hint = typing.get_type_hints(section, include_extras=True)[name]
-    found = [x for x in getattr(hint, "__metadata__", ()) if isinstance(x, Range)]
+    found = [x for x in getattr(hint, "__metadata__", ()) if isinstance(x, kind)]
     return found[0] if found else None
 
 
@@ -147,29 +162,48 @@ def is_none(section: type, name: str, value: Any) -> bool:
         >>> is_none(schema.Config, "num_tokens", 0), is_none(schema.Config, "seed", 0)
         (True, False)
     """
-    hint = typing.get_type_hints(section, include_extras=True)[name]
-    marks = [x.value for x in getattr(hint, "__metadata__", ()) if type(x) is NoneAt]
+    mark = _mark(section, name, NoneAt)
     is_empty = isinstance(value, tuple | str) and not value
-    return value is None or is_empty or value in marks
+    return value is None or is_empty or (mark is not None and value == mark.value)
 
 
-def range_problems(section: Any, path: str = "") -> Iterator[Problem]:
-    """Yields a problem for each number out of range, in a section and nested sections.
+def range_problems(
+    section: Any, path: str = "", config: Any = None
+) -> Iterator[Problem]:
+    """Yields a problem for each number of a section out of range or above a limit.
 
     Example:
         >>> from zjax.settings import schema
         >>> print(*range_problems(schema.Config(num_steps=0)))
         num_steps=0 is out of range; use 1 or more
     """
+    # Numbers of nested sections may be limited by settings of the outermost section.
+    config = config or section
     for field in dataclasses.fields(section):
         value = getattr(section, field.name)
         name = f"{path}.{field.name}" if path else field.name
         if dataclasses.is_dataclass(value):
-            yield from range_problems(value, name)
+            yield from range_problems(value, name, config)
         elif isinstance(value, tuple):
             for index, entry in enumerate(value):
                 if dataclasses.is_dataclass(entry):
-                    yield from range_problems(entry, f"{name}[{index}]")
+                    yield from range_problems(entry, f"{name}[{index}]", config)
         elif allowed := range_of(type(section), field.name):
             if remedy := allowed.remedy_for(value):
                 yield Problem(name, value, "is out of range", remedy)
+            elif limit := _mark(type(section), field.name, AtMost):
+                yield from _limit_problems(name, value, limit, section, config)
+
+
+def _limit_problems(
+    path: str, value: int | float, limit: AtMost, section: Any, config: Any
+) -> Iterator[Problem]:
+    """Yields a number above the setting that limits the number."""
+    name = limit.setting.removeprefix("config.")
+    is_of_section = name == limit.setting
+    owner = section if is_of_section else config
+    most, allowed = getattr(owner, name), range_of(type(owner), name)
+    other = f"{path.rpartition('.')[0]}.{name}".strip(".") if is_of_section else name
+    is_legal = allowed is not None and not allowed.remedy_for(most)
+    if is_legal and value > most:
+        yield Problem(path, value, f"is above {other}={most}", f"use at most {most}")

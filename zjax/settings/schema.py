@@ -12,6 +12,7 @@ from zjax.settings.ranges import (
     MAX_STAIRS,
     MAX_STEPS,
     MAX_TOKENS,
+    AtMost,
     Axis,
     Count,
     Decay,
@@ -247,7 +248,7 @@ class LossScale:
     """Overflows tolerated before the scale halves."""
     consecutive_hysteresis: bool = False
     """Whether a clean step restores the tolerance at once."""
-    minimum: PowerOfTwo = 1.0
+    minimum: Annotated[PowerOfTwo, AtMost("initial")] = 1.0
     """The scale never falls below this."""
 
 
@@ -584,7 +585,7 @@ class LocalSteps:
     outer_learning_rate: Positive = 0.7
     outer_momentum: Decay = 0.9
     """Nesterov momentum of outer gradients."""
-    num_fragments: Count = 1
+    num_fragments: Annotated[Count, AtMost("num_steps")] = 1
     """Parts of the model that are exchanged at different steps of a round."""
     delay: Natural = 0
     """Steps that replicas take while a fragment is on its way."""
@@ -934,7 +935,7 @@ class TokenChoice(MoE):
     """Whether the weights of a token's experts add up to `scale`, if `top_k` > 1."""
     num_groups: SomeWidth = 1
     """Groups of adjacent experts (arXiv:2412.19437)."""
-    top_groups: SomeWidth = 1
+    top_groups: Annotated[SomeWidth, AtMost("num_groups")] = 1
     """Groups that a token may choose from."""
     sampling: Literal["none", "first", "second"] = "none"
     """Gumbel noise on the logits of the `first` choice (DeepSpeed's RSample), or of the
@@ -1514,7 +1515,7 @@ class Distill:
 class Profile:
     """Trace of some steps by jax.profiler, under `<directory>/trace`."""
 
-    start_step: Count = 10
+    start_step: Annotated[Count, AtMost("config.num_steps")] = 10
     """First step of the trace, from 1 on."""
     num_steps: Count = 3
 
