@@ -11,6 +11,7 @@ from typing import Any
 from zjax.huggingface import tensors
 from zjax.huggingface.layout import Row
 from zjax.huggingface.windows import NO_WINDOWS, Windows
+from zjax.settings import choices, schema
 from zjax.settings.choices import KIND
 
 REQUIRED = "required"
@@ -257,24 +258,19 @@ _GEMMA = Family(
     # transformers reads `hidden_activation` of Gemma, not `hidden_act`.
     unread=frozenset({"hidden_act", "cache_implementation", "_sliding_window_pattern"}),
 )
-_MIXTURE = {
-    KIND: "token_choice",
-    "every": 1,
-    "first_dense": 0,
-    "num_shared": 0,
-    "shared_gate": False,
-    "residual": False,
-    "scores": "softmax",
-    "normalise": True,
-    "scale": 1.0,
-    "num_groups": 1,
-    "top_groups": 1,
-    "drop": "none",
-    "bias_rate": 0.0,
-    "choice_bias": False,
-    "router_bias": False,
+_SET_BY_KEYS = ("num_experts", "top_k", "expert_size")
+_SET_BY_RUNS = (
+    *("jitter", "sampling", "z_loss", "balance_loss", "balance_scope"),
+    *("capacity_factor", "eval_capacity_factor", "min_capacity"),
+)
+"""Settings that change no output of a mixture without `drop` in evaluation."""
+_MIXTURE = {KIND: schema.TokenChoice.kind} | {
+    name: choices.default_of(schema.TokenChoice, name)
+    for name in choices.names(schema.TokenChoice)
+    if name not in _SET_BY_KEYS + _SET_BY_RUNS
 }
-"""Settings of plain experts, which drop no token."""
+"""Settings of plain experts, which drop no token: defaults unless keys or runs set
+them."""
 _DEEPSEEK_MOE = {
     **{name: x for name, x in _MIXTURE.items() if name != "bias_rate"},
     "scores": "sigmoid",
