@@ -3,11 +3,14 @@
 import ast
 import os
 import pathlib
+import re
+import tomllib
 
 import pytest
 
 from zjax import config as zconfig
 from zjax.config import gin
+from zjax.settings.describe import describe_settings
 
 ROOT = pathlib.Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "configs"
@@ -48,20 +51,17 @@ def test_a_described_config_can_work(path):
     zconfig.check_config(described, num_devices=8)
 
 
-def settings_of(text):
-    """Settings of a described config by name."""
-    return dict(line.split(" = ", 1) for line in text.splitlines())
+def settings_of(config):
+    """Values of the settings that a run prints, by name."""
+    lines = zconfig.describe_config(config).splitlines()
+    return dict(line.split(" = ", 1) for line in lines)
 
 
-def changes_of(text, defaults):
-    """Lines of the settings that differ from defaults; `-` where one is not printed."""
-    settings = {name: "-" for name in settings_of(defaults)} | settings_of(text)
-    lines = dict.fromkeys(defaults.splitlines())
-    return [
-        line
-        for name, value in settings.items()
-        if (line := f"{name} = {value}") not in lines
-    ]
+def default_settings():
+    """Defaults of all settings by name: values of a plain run, or of the schema."""
+    lines = describe_settings().splitlines()
+    listed = [line.strip() for line in lines if re.match(r"  \S", line)]
+    return dict(f"config.{line}".split(" = ", 1) for line in listed) | PLAIN
 
 
 def golden_of(lines, stem):
@@ -72,15 +72,27 @@ def golden_of(lines, stem):
     return golden.read_text().splitlines()
 
 
-def test_default_settings_are_known():
-    lines = zconfig.describe_config(zconfig.Config()).splitlines()
-    assert lines == golden_of(lines, "defaults")
+PLAIN = settings_of(zconfig.Config())
+DEFAULTS = default_settings()
+
+
+def test_released_defaults_stay():
+    """A setting and a default that users rely on may not change unseen.
+
+    Settings are added at the next release. A plain run prints lines without `#`.
+    """
+    lines = {x: "# " * (x not in PLAIN) + f"{x} = {DEFAULTS[x]}" for x in DEFAULTS}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    release = f"# zjax {project['version']}"
+    golden, *released = golden_of([release, *lines.values()], "defaults")
+    assert golden == release, "ZJAX_UPDATE_GOLDEN=1 adds the settings of this release"
+    names = [line.removeprefix("# ").partition(" = ")[0] for line in released]
+    assert [lines.get(name) for name in names] == released
 
 
 @each_config
 def test_resolved_settings_are_known(path):
-    """A changed default of zjax shows in one file, a changed config in its own."""
-    text = zconfig.describe_config(zconfig.load_config(path))
-    defaults = zconfig.describe_config(zconfig.Config())
-    changes = changes_of(text, defaults)
-    assert changes == golden_of(changes, path.stem)
+    """Settings that differ from defaults; `-` where a plain run alone prints one."""
+    settings = dict.fromkeys(PLAIN, "-") | settings_of(zconfig.load_config(path))
+    lines = [f"{x} = {settings[x]}" for x in settings if settings[x] != DEFAULTS[x]]
+    assert lines == golden_of(lines, path.stem)
