@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 import re
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +16,10 @@ from jax.sharding import PartitionSpec as P
 from tests.reference.compression import Workers
 from zjax.comm.codecs import make_codec
 from zjax.comm.packed import Errors, compressed_mean, padded_size
+from zjax.settings import choices, schema
 
-LOSSY = ("bfloat16", "int8", "float8", "int4", "int2", "onebit", "top_k")
+CODECS = get_args(choices.hints(schema.Communication)["codec"])
+LOSSY = [name for name in CODECS if name != "none"]
 SIZES = {"top_k": {"block": 16, "kept": 3}, "bfloat16": {}, "float32": {}}
 STEPS = 20
 
