@@ -116,6 +116,10 @@ def test_override_replaces_one_setting_of_a_given_section():
     assert zero == schema.Zero(stage=2, min_shard_elements=1)
 
 
+def test_none_drops_the_settings_of_a_section():
+    assert zconfig.load_config({"lora.rank": 3}, "lora=none").lora is None
+
+
 def test_source_is_left_as_it_was():
     source = {"zero": {"stage": 1}}
     zconfig.load_config(source, "zero.stage=3")
