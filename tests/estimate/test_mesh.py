@@ -142,8 +142,7 @@ def test_settings_and_batches_that_no_mesh_can_mend_are_named():
             ONE,
             "mesh='auto' finds no room on 8 x 80.0 GB: a step takes 185.2 GB (state "
             "176.4 GB, activations 8.8 GB) with --config.mesh.tensor=8; use a higher "
-            "zero.stage, zero.offload='pinned_host', more devices or a "
-            "smaller model",
+            "zero.stage, zero.offload='pinned_host', more devices or a smaller model",
         ),
         (
             "llama 8b",

@@ -4,7 +4,6 @@ import dataclasses
 import json
 
 import jax
-import pytest
 
 from tests.support.refusals import process_error
 from zjax.processes import agreement
@@ -24,11 +23,8 @@ def told(*configs):
     return [str(x) for x in disagreements([describe_process(c) for c in configs])]
 
 
-def test_the_same_settings_agree():
-    assert told(CONFIG, CONFIG, CONFIG) == []
-
-
 def test_each_setting_that_differs_is_named_with_both_values():
+    assert told(CONFIG, CONFIG, CONFIG) == []
     other = schema.Config(seed=3, optimizer=schema.Optimizer(peak_learning_rate=0.5))
     assert told(CONFIG, CONFIG, other, other) == [
         "seed=3 on processes 2, 3 is 0 on process 0; make all processes the same",
@@ -49,21 +45,14 @@ def test_paths_and_the_way_to_the_others_may_differ():
     assert told(config, other) == []
 
 
-@pytest.mark.parametrize(
-    ("section", "name", "value"),
-    [("software", "jax", "0.0.1"), ("software", "zjax_source", "f" * 16)],
-)
-def test_software_that_differs_is_named(section, name, value):
+def test_software_and_options_of_jax_that_differ_are_named():
     own = describe_process(CONFIG)
-    other = own | {section: own[section] | {name: value}}
-    assert [str(x) for x in disagreements([own, other])] == [
-        f"{section}.{name}={value!r} on process 1 is {own[section][name]!r} on process "
-        "0; make all processes the same"
-    ]
-
-
-def test_an_option_of_jax_that_differs_is_named():
-    own = describe_process(CONFIG)
+    for name, value in (("jax", "0.0.1"), ("zjax_source", "f" * 16)):
+        other = own | {"software": own["software"] | {name: value}}
+        assert [str(x) for x in disagreements([own, other])] == [
+            f"software.{name}={value!r} on process 1 is {own['software'][name]!r} on "
+            "process 0; make all processes the same"
+        ]
     with jax.default_matmul_precision("float32"):
         other = describe_process(CONFIG)
     assert [str(x) for x in disagreements([own, other])] == [

@@ -93,15 +93,12 @@ def test_a_process_that_is_missing_is_named_to_all_that_came(port):
     assert found == [told, told]
 
 
-def test_a_coordinator_that_is_missing_is_named_with_what_was_tried(port):
+def test_a_coordinator_or_host_that_is_missing_is_named_with_what_was_tried(port):
     assert gather(f"127.0.0.1:{port}", member(1)) == [
         f"processes.coordinator='127.0.0.1:{port}' was not reached by process 1 within "
         f"1 s (127.0.0.1 port {port}: connection refused); name the host and a free "
         "port of process 0, and start it with the others"
     ]
-
-
-def test_a_host_that_nobody_knows_is_named():
     (found,) = gather("no-such-host.invalid:5757", member(1))
     assert re.match(
         r"processes.coordinator='no-such-host.invalid:5757' was not reached by process "
@@ -167,9 +164,15 @@ def test_a_verdict_that_cannot_be_read_is_none_of_process_0(line):
 @pytest.mark.parametrize("shares", [False, True])
 def test_a_port_that_is_taken_is_named(port, shares):
     """Fails if two share a port, as the kernel lets them do that both ask for it."""
+    remedy = "use another port, or end what uses this one"
     with socket.socket() as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(shares))
         other.bind(("127.0.0.1", port))
+        if not shares:  # held, and nobody listens
+            assert gather(f"127.0.0.1:{port}", member(0)) == [
+                f"processes.coordinator='127.0.0.1:{port}' cannot be listened on by "
+                f"process 0 (address already in use); {remedy}"
+            ]
         other.listen()
 
         def answer():
@@ -182,21 +185,10 @@ def test_a_port_that_is_taken_is_named(port, shares):
         threading.Thread(target=answer, daemon=True).start()
         assert gather(f"localhost:{port}", member(0)) == [
             f"processes.coordinator='localhost:{port}' cannot be listened on by "
-            "process 0 (something answers there); use another port, or end what uses "
-            "this one"
+            f"process 0 (something answers there); {remedy}"
         ]
         (found,) = gather(f"127.0.0.1:{port}", member(1))
         assert "answers, but not as process 0 of a run that starts" in found
-
-
-def test_a_port_that_is_held_by_another_is_named(port):
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", port))
-        assert gather(f"127.0.0.1:{port}", member(0)) == [
-            f"processes.coordinator='127.0.0.1:{port}' cannot be listened on by "
-            "process 0 (address already in use); use another port, or end what uses "
-            "this one"
-        ]
 
 
 def test_all_hear_why_process_0_refuses(port):

@@ -365,8 +365,7 @@ def test_state_that_does_not_fit_is_refused_with_both_numbers():
     plan = runs.make_small_plan(optax.adam(0.1), 2)
     with plan_error(
         "zero.stage=2 needs 0.0 GB of model state on devices of 0.0 GB; raise "
-        "zero.stage, set zero.offload=pinned_host, use more devices, or a "
-        "smaller model"
+        "zero.stage, set zero.offload=pinned_host, use more devices, or a smaller model"
     ):
         fit.check_device_memory(plan, 4_000)
     fit.check_device_memory(plan, 1e9)

@@ -194,8 +194,7 @@ def exhausted(monkeypatch):
         (
             (),
             "set microbatch_size=1 (the batch stays, in more microbatches) or "
-            "model.remat=full or zero.stage=3 or zero.offload=pinned_host, "
-            "or ",
+            "model.remat=full or zero.stage=3 or zero.offload=pinned_host, or ",
         ),
         (
             (
