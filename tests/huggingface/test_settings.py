@@ -19,47 +19,29 @@ YARN = mappings.to_mapping(schema.Yarn())
 LONGROPE = mappings.to_mapping(schema.Longrope())
 
 
+def shape_of(family):
+    return convert.from_mapping(schema.Model, golden.settings_of(family))
+
+
 def test_settings_of_llama():
-    assert golden.settings_of("llama") == {
-        "kind": "decoder",
-        "num_layers": 2,
-        "embed_size": 16,
-        "mlp_size": 24,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "head_size": 6,
-        "query_key_norm": False,
-        "query_key_norm_scope": "head",
-        "vocab_size": 61,
-        "max_length": 32,
-        "norm": "rms_norm",
-        "norm_eps": 1e-3,
-        "norm_position": "input",
-        "zero_centered_norm": False,
-        "query_scale_size": 0,
-        "latent": None,
-        "attention_soft_cap": 0.0,
-        "attention_sinks": False,
-        "logit_soft_cap": 0.0,
-        "scaled_embedding": False,
-        "num_token_types": 0,
-        "window": None,
-        "positions": {
-            "kind": "rotary",
-            "theta": 50.0,
-            "scaling": None,
-            "size": 0,
-            "pairs": "halves",
-            "max_positions": 32,
-        },
-        "activation": "swiglu",
-        "use_bias": False,
-        "attention_bias": "use_bias",
-        "tied_head": False,
-        "dropout_rate": 0.0,
-        "embedding_dropout_rate": 0.0,
-        "attention_dropout_rate": 0.0,
-    }
+    assert shape_of("llama") == schema.Model(
+        num_layers=2,
+        embed_size=16,
+        mlp_size=24,
+        num_heads=4,
+        num_kv_heads=2,
+        head_size=6,
+        vocab_size=61,
+        max_length=32,
+        norm="rms_norm",
+        norm_eps=1e-3,
+        positions=schema.Rotary(theta=50.0, max_positions=32),
+        activation="swiglu",
+        use_bias=False,
+        tied_head=False,
+        dropout_rate=0.0,
+        embedding_dropout_rate=0.0,
+    )
 
 
 def test_settings_of_gpt2():

@@ -14,7 +14,6 @@ from zjax.typing import Model
 
 NAMES = ("adamw", "adam", "lamb", "lion", "sgd", "sgd_l2", "muon")
 SHAPES = {"kernel": (8, 16), "embedding": (31, 8), "bias": (16,)}
-DIMS = {"kernel": ("embed", "mlp"), "embedding": ("vocab", "embed"), "bias": (None,)}
 each_optimizer = pytest.mark.parametrize("name", NAMES)
 each_dtype = pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 
