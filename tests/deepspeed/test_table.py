@@ -96,6 +96,15 @@ bf16.check_grad_overflow=False needs to know bf16.enabled; write bf16.enabled as
 or false | {'fp16.enabled': 'auto', 'bf16.enabled': 'auto'}
 fp16.consecutive_hysteresis=True needs to know fp16.enabled; write fp16.enabled as \
 true or false | {'fp16.enabled': 'auto', 'bf16.enabled': 'auto'}
+steps_per_print=2.5 is not a whole number; write a whole number
+zero_optimization.offload_optimizer.ratio=0.5 is not supported; use 1.0, or the \
+device cpu
+train_batch_size=8 is given by elasticity; leave it out, or set \
+elasticity.ignore_non_elastic_batch_info | {'elasticity.enabled': True, \
+'elasticity.max_train_batch_size': 8, 'elasticity.micro_batch_sizes': [2]}
+curriculum_learning.schedule_type='custom' is not supported; use one of \
+fixed_linear, fixed_root, fixed_discrete | {'curriculum_learning.enabled': True}
+scheduler.params.cycle_min_lr=0.1 has no meaning beside the other keys; leave it out
 optimizer.type='Adagrad' is not supported; give an optax optimizer to zjax.initialize \
 in its place
 optimizer.type='auto' is filled by no run; name one, as AdamW
