@@ -239,6 +239,21 @@ def test_mesh_axes_are_named_in_one_place():
     assert wrong == []
 
 
+def test_functions_take_the_values_that_they_read():
+    """Fails if more functions take a whole `Config` than those which start things."""
+    found = []
+    for path, function in each_node(ast.FunctionDef):
+        hints = [
+            ast.unparse(x.annotation)
+            for x in ast.walk(function.args)
+            if getattr(x, "annotation", None)
+        ]
+        takes_all = {"Config", "schema.Config"} & {h.split(" | ")[0] for h in hints}
+        if takes_all and part_of(name_of(path)) not in SETTINGS | {"run", "estimate"}:
+            found.append(f"{place(path, function)} {function.name}")
+    assert len(found) <= 24, found
+
+
 def test_memories_are_named_in_few_places():
     """Fails if a module compares the name of a memory in place of asking a plan."""
     found = set()
