@@ -158,9 +158,9 @@ def test_memories_that_hold_nothing_are_told_and_the_run_goes_on(monkeypatch, ca
     monkeypatch.setattr(plans, "MIN_MOVED_BYTES", 1 << 18)
     plans._log_unmoved.cache_clear()
     run = start(config)
-    for what in ("optimizer", "parameter"):
-        text = f"zero.{what}_memory='pinned_host' moves nothing: no array has 262,144 "
-        text += "bytes on a device, where all of them stay"
+    for field in ("zero.offload", "zero.offload.parameter_memory"):
+        text = f"{field}='pinned_host' moves nothing: no array has 262,144 bytes on a "
+        text += "device, where all of them stay"
         assert caplog.messages.count(text) == 1
     state, _ = train(run, 1)
     assert memories((state.master, state.opt_state, state.params)) == {"device"}
