@@ -22,7 +22,7 @@ from zjax.estimate.trial import Machine, weigh
 from zjax.models import build
 from zjax.models.build import make_model
 from zjax.optim.build import make_optimizer
-from zjax.run import fit, host
+from zjax.run import fit, pinned_pool
 from zjax.run.pinned_pool import limit_pinned_pool
 from zjax.run.plan_report import report_plan
 from zjax.sharding import plan as plans
@@ -320,9 +320,9 @@ def built(monkeypatch):
 
     monkeypatch.setattr(plans, "MIN_MOVED_BYTES", 64)
     build._build.cache_clear()
-    host._planned.cache_clear()
+    pinned_pool._planned.cache_clear()
     record(build, "make_stack", "model")
-    for module in (fit, host, trial):
+    for module in (fit, pinned_pool, trial):
         record(module, "make_plan", module.__name__.rpartition(".")[2])
     record(plans, "make_plan", "report")
     return found
@@ -336,7 +336,7 @@ def test_a_run_builds_its_model_and_its_plan_once(built, tmp_path):
     limit_pinned_pool(small_run.make_config(tmp_path, *settings))  # as `zjax train`
     small_run.make_trainer(tmp_path, *settings).close()
     assert built.count("model") == 1
-    assert (built.count("host"), built.count("fit")) == (1, 1)
+    assert (built.count("pinned_pool"), built.count("fit")) == (1, 1)
 
 
 @pytest.mark.parametrize("memory", ["none", "auto"])
