@@ -27,8 +27,8 @@ def _batch(values: Values) -> Meanings | str:
         refused = refusal(remedy, "is given by elasticity")
         ignores = found["elasticity.ignore_non_elastic_batch_info"]
         meaning = "elasticity gives it" if ignores else refused
-        return {key: meaning for key in SIZES if values.given(key)}
-    meanings: Meanings = {}
+        return {key: meaning if values.given(key) else None for key in SIZES}
+    meanings: Meanings = {} if values.given(SUMS) else {SUMS: None}
     if any(values.is_auto(key) or found.is_faulty(key) for key in SIZES):
         return meanings
     if not values[GLOBAL] and not values[MICRO]:
@@ -36,8 +36,8 @@ def _batch(values: Values) -> Meanings | str:
     elif not values[GLOBAL]:
         # 0 derives the size from the device batch, in place of zjax's default.
         meanings[GLOBAL] = {SIZES[GLOBAL]: 0}
-    if not values[SUMS] and not (values[GLOBAL] and values[MICRO]):
-        meanings[SUMS] = {SIZES[SUMS]: 1}
+    if not (values[GLOBAL] and values[MICRO]):
+        meanings[SUMS] = {SIZES[SUMS]: values[SUMS] or 1}
     return meanings
 
 
@@ -101,7 +101,11 @@ TENSOR = To(0, "mesh.tensor", least=2, why="one device holds each matrix")
 OURS = derived("the devices give all batch sizes", dict.fromkeys(SIZES.values(), 0))
 ON_HOST = {"model.activation_memory": "pinned_host", "model.remat": "full"}
 SECTIONS = (
-    Section("", {key: To(0, name, least=1) for key, name in SIZES.items()}, _batch),
+    Section(
+        "",
+        {key: To(int(key == SUMS), name, least=1) for key, name in SIZES.items()},
+        _batch,
+    ),
     Section(
         "",
         {
