@@ -212,6 +212,10 @@ def test_sections_that_are_off_and_unknown_ones_need_nothing():
             "write it in quotes",
         ),
         (
+            '{"a":' * 5_000,
+            "ds_config='ds' is nested too deep; give a ds_config.json",
+        ),
+        (
             '{"a": 1',
             "ds_config='ds' is not JSON on line 1 (Bad key name (eof)); "
             "correct it there",
@@ -254,6 +258,24 @@ def test_a_file_must_be_there(tmp_path):
     os.mkfifo(tmp_path / "pipe.json")  # nothing ever writes into it
     with pytest.raises(ConfigError, match="is not a regular file"):
         read_settings(tmp_path / "pipe.json")
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"{}" + b" " * (1 << 20), "it has more than 1,048,576 bytes"),
+        (b"{\xff}", "it is not UTF-8 text"),
+    ],
+)
+def test_what_is_in_a_file_must_be_a_short_text(tmp_path, content, problem):
+    path = tmp_path / "ds.json"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError) as error:
+        read_settings(path)
+    assert str(error.value) == (
+        f"ds_config={str(path)!r} cannot be read ({problem}); "
+        "give a ds_config.json, saved as UTF-8"
+    )
 
 
 def test_a_run_tells_how_many_keys_became_what(tmp_path):

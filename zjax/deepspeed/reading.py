@@ -8,6 +8,7 @@ from typing import Any
 
 import hjson
 
+from zjax import files
 from zjax.errors import ConfigError, Problem, find_fault
 
 MISSING = object()
@@ -19,13 +20,14 @@ def read_file(path: pathlib.Path) -> dict[str, Any]:
     if fault := find_fault(path):
         raise _error(path, fault)
     try:
-        # Editors may write a byte order mark.
-        text = path.read_text("utf-8-sig")
+        text = files.read_text(path)
     except OSError as error:
         raise _error(path, f"cannot be read ({error.strerror})") from error
-    except UnicodeDecodeError as error:
-        raise _error(path, "is not UTF-8 text", "save it as UTF-8") from error
-    return read_text(text, str(path))
+    except ValueError as error:
+        remedy = "give a ds_config.json, saved as UTF-8"
+        raise _error(path, f"cannot be read ({error})", remedy) from error
+    # Editors may write a byte order mark.
+    return read_text(text.removeprefix("\ufeff"), str(path))
 
 
 def read_text(text: str, name: str = "ds_config") -> dict[str, Any]:
@@ -42,6 +44,8 @@ def read_text(text: str, name: str = "ds_config") -> dict[str, Any]:
         raise _error(name, "does not begin with '{'", "keep the object alone")
     try:
         values = hjson.loads(text, object_pairs_hook=to_dict)
+    except RecursionError as error:
+        raise _error(name, "is nested too deep", "give a ds_config.json") from error
     except hjson.HjsonDecodeError as error:
         if found := _find_bare_word(text):
             number, word = found
