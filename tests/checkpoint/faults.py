@@ -17,8 +17,14 @@ from zjax.checkpoint.store import Store
 from zjax.errors import CheckpointError
 
 
-def lose_the_disk(directory, kind):
+def lose_the_disk(directory, *kinds):
     """A disk that goes while a step is written: one error, and no thread that stays."""
+    write = writer._write
+    for kind in kinds:
+        lose_in_one_way(directory.with_name(kind), kind, write)
+
+
+def lose_in_one_way(directory, kind, write):
     rng = np.random.default_rng(0)
     values = {f"w{i}": rng.normal(size=(512, 512)).astype(np.float32) for i in range(8)}
     rows = states.make_rows(values)
@@ -26,7 +32,6 @@ def lose_the_disk(directory, kind):
     store = Store(str(directory))
     store.save(1, state, rows, extra={})
     store.wait()
-    write = writer._write
 
     def lose(partial, *args):
         LOSSES[kind](partial)
@@ -38,6 +43,7 @@ def lose_the_disk(directory, kind):
         store.wait()
     except CheckpointError as error:
         said = str(error)
+    writer._write = write
     assert said.startswith("checkpoint.step=2 could not be written"), said
     assert not [t for t in threading.enumerate() if not t.daemon][1:]
     if kind == "gone":

@@ -106,7 +106,6 @@ def scores(tmp_path, monkeypatch):
         "def inf(tokens): return math.inf\n"
         "def negative(tokens): return -1\n"
         "def text(tokens): return 'hard'\n"
-        "def nothing(tokens): return None\n"
         "def fault(tokens): return 1 / 0\n"
     )
     (tmp_path / "broken_of_tests.py").write_text("import nowhere_at_all\n")
@@ -131,10 +130,6 @@ FINITE = "return a finite number of 0 or more"
             "fails on sample 100 (ValueError: could not convert string to float: "
             f"'hard'); {FINITE}"
         ),
-        "scores_of_tests:nothing": (
-            "fails on sample 100 (TypeError: float() argument must be a string or a "
-            f"real number, not 'NoneType'); {FINITE}"
-        ),
         "scores_of_tests:fault": (
             f"fails on sample 100 (ZeroDivisionError: division by zero); {FINITE}"
         ),
@@ -144,10 +139,6 @@ FINITE = "return a finite number of 0 or more"
         ),
         "scores_of_tests:frist": "names no function; define frist in scores_of_tests",
         "scores_of_tests:number": "names no function; define number in scores_of_tests",
-        "nowhere_at_all:score": (
-            "cannot be imported (ModuleNotFoundError: No module named "
-            "'nowhere_at_all'); run where Python finds the module, or mend it"
-        ),
         "broken_of_tests:score": (
             "cannot be imported (ModuleNotFoundError: No module named "
             "'nowhere_at_all'); run where Python finds the module, or mend it"

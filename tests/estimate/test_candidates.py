@@ -23,7 +23,6 @@ from zjax.models import build
 from zjax.models.build import make_model
 from zjax.optim.build import make_optimizer
 from zjax.run import fit, pinned_pool
-from zjax.run.pinned_pool import limit_pinned_pool
 from zjax.run.plan_report import report_plan
 from zjax.sharding import plan as plans
 
@@ -57,14 +56,11 @@ def test_candidates_keep_the_batch_and_vary_the_rest():
         assert candidate.apply(config).global_batch_size == 8
 
 
-def test_one_device_has_one_stage_and_one_mesh():
+def test_one_device_has_one_mesh_and_axes_that_are_given_stay():
     found = list(candidates(with_batch(tiny("zero.stage=2"), ONE), ONE))
     assert {(x.stage, x.tensor, x.pipeline, x.sequence) for x in found} == {
         (2, 1, 1, 1)
     }
-
-
-def test_axes_that_are_given_stay():
     config = with_batch(tiny("mesh.tensor=2"), TWO)
     assert {x.tensor for x in candidates(config, TWO)} == {2}
     config = with_batch(tiny("mesh.data=2"), TWO)
@@ -333,7 +329,8 @@ def test_a_run_builds_its_model_and_its_plan_once(built, tmp_path):
     limit of pinned memory takes a plan of its own: JAX reads it before there are
     devices, and so before there is their mesh."""
     settings = ("mesh=auto", "zero.offload=pinned_host")
-    limit_pinned_pool(small_run.make_config(tmp_path, *settings))  # as `zjax train`
+    # As `zjax train` does.
+    pinned_pool.limit_pinned_pool(small_run.make_config(tmp_path, *settings))
     small_run.make_trainer(tmp_path, *settings).close()
     assert built.count("model") == 1
     assert (built.count("pinned_pool"), built.count("fit")) == (1, 1)

@@ -217,10 +217,14 @@ COUNTERS = 64
 """Bytes of the numbers of steps, at most."""
 
 
-@pytest.fixture(params=[DILOCO, DILOCO[:2], ONE_BIT], ids=["diloco", "exact", "onebit"])
-def run(request, tmp_path):
-    settings = (*MESH, *request.param)
-    return small_run.make_trainer(tmp_path, *settings, num_devices=4).run
+@pytest.fixture(
+    scope="module",
+    params=[DILOCO, DILOCO[:2], ONE_BIT],
+    ids=["diloco", "exact", "onebit"],
+)
+def run(request, tmp_path_factory):
+    settings, folder = (*MESH, *request.param), tmp_path_factory.mktemp("run")
+    return small_run.make_trainer(folder, *settings, num_devices=4).run
 
 
 def test_bytes_of_a_plan_are_those_on_a_device(run):

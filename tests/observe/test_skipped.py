@@ -43,16 +43,13 @@ def test_twenty_steps_in_a_row_without_an_update_end_the_run():
         "grad_norm=inf at step 3; lower optimizer.peak_learning_rate or look at the "
         "data; earlier checkpoints are unaffected"
     )
+    assert run_through([*[NAN] * 19, FINE, *[NAN] * 19], num_skipped=5).in_a_row == 19
 
 
 def test_the_number_of_steps_in_a_row_is_a_setting():
     assert run_through([NAN] * 2, max_skipped_in_a_row=3).in_a_row == 2
     assert "skipped 3 steps in a row" in told(*[NAN] * 3, max_skipped_in_a_row=3)
     assert run_through([NAN] * 29, max_skipped_in_a_row=30).in_a_row == 29
-
-
-def test_a_step_that_is_applied_begins_the_count_anew():
-    assert run_through([*[NAN] * 19, FINE, *[NAN] * 19], num_skipped=5).in_a_row == 19
 
 
 def test_a_run_of_which_every_step_was_skipped_is_not_done():

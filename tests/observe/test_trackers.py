@@ -96,15 +96,12 @@ def test_wandb_continues_the_run_of_the_directory(tmp_path, fake_wandb):
     assert first["id"] == second["id"] != third["id"]
 
 
-def test_what_wandb_refuses_is_told(tmp_path, fake_wandb):
+def test_what_wandb_refuses_and_a_damaged_identity_are_told(tmp_path, fake_wandb):
     with output_error(
         "observe.sinks='wandb' cannot be written to (no key); look at WANDB_MODE and "
         "the API key, or leave it out"
     ):
         write("wandb", tmp_path, [], project="locked")
-
-
-def test_a_damaged_identity_is_named(tmp_path, fake_wandb):
     (tmp_path / "wandb_id.txt").write_bytes(b"\xff")
     with config_error(
         "observe.sinks='wandb' cannot resume (wandb_id.txt: it is not UTF-8 text); "

@@ -26,20 +26,14 @@ def shapes_of(model):
     return tuple((x.num_experts, x.num_blocks) for x in segment_shapes(model))
 
 
-def test_deepspeed_puts_experts_in_every_second_layer():
+def test_layers_that_have_experts_and_the_segments_of_them():
     model = model_of(6, num_experts=8, every=2)
     assert experts_by_layer(model) == (0, 8, 0, 8, 0, 8)
     assert shapes_of(model) == (((0, 8), 3),)
     assert num_blocks(model) == 3
-
-
-def test_dense_layers_first():
     model = model_of(8, num_experts=8, every=3, first_dense=1)
     assert experts_by_layer(model) == (0, 0, 0, 8, 0, 0, 8, 0)
     assert shapes_of(model) == (((0,), 1), ((0, 0, 8), 2), ((0,), 1))
-
-
-def test_pyramid():
     model = model_of(6, num_experts=(4, 4, 8), every=2)
     assert shapes_of(model) == (((0, 4), 2), ((0, 8), 1))
 

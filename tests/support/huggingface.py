@@ -1,5 +1,6 @@
 """The checkpoints of tests/golden/huggingface, which another library wrote."""
 
+import collections
 import json
 import pathlib
 import shutil
@@ -7,6 +8,8 @@ import shutil
 import jax
 import numpy as np
 
+from zjax.checkpoint import weights
+from zjax.checkpoint.layers import Source
 from zjax.config.load import load_config
 from zjax.huggingface import model_settings
 from zjax.models.build import make_model
@@ -38,6 +41,26 @@ def copy(family, directory, **changes):
 
 
 REMOVED = "REMOVED"
+
+
+def record_reads(monkeypatch):
+    """Sizes of all that is read from here on, by name of the tensor."""
+    open_source, sizes = weights.open_source, collections.defaultdict(list)
+
+    def recorded(path):
+        source = open_source(path)
+
+        def read(name, index):
+            found = source.read(name, index)
+            sizes[name].append(found.size)
+            return found
+
+        return Source(source.entries, read)
+
+    monkeypatch.setattr(weights, "open_source", recorded)
+    return sizes
+
+
 """Value of a key to remove."""
 
 

@@ -224,15 +224,6 @@ def test_one_that_fails_is_told_and_ends_no_other(
     assert [path.name for path in ground.results.glob("*.json")] == ["both_x2.json"]
 
 
-def test_a_row_of_any_number_of_devices_has_one_result(ground):
-    row = dataclasses.replace(
-        speed_row("shares", ("ours",), ("ours",)), by_devices=False
-    )
-    (found,) = ground.hold([runner("ours", 30.0)], [row])
-    assert found.id == "shares"
-    assert ground.read("shares.json")["device"] == "2 x toy"
-
-
 def test_a_program_that_does_not_exist_is_told(ground):
     missing = Contestant("broken", ("/does/not/exist",), "peer")
     rows = [speed_row("both", ("ours",), ("ours", "broken"))]
@@ -286,8 +277,12 @@ def test_parts_are_judged_from_their_records(ground, capsys):
 
 
 def test_the_last_record_of_a_program_counts(ground):
-    rows = [speed_row("speed", ("ours",), ("ours",))]
-    ground.hold([runner("ours", 30.0)], rows)
+    """One result is of a row of any number of devices."""
+    row = speed_row("speed", ("ours",), ("ours",))
+    rows = [dataclasses.replace(row, by_devices=False)]
+    (found,) = ground.hold([runner("ours", 30.0)], rows)
+    assert found.id == "speed"
+    assert ground.read("speed.json")["device"] == "2 x toy"
     ground.hold([runner("ours", 40.0)], rows)
     (found,) = ground.hold([runner("ours", 1.0)], rows, records=("out/toy_x2.jsonl",))
     assert found.cases[0].ours.median == 40
@@ -327,10 +322,10 @@ def test_a_file_that_holds_no_records_is_refused(ground):
 
 def test_a_metric_that_is_not_printed_is_refused(ground):
     case = Case(("a",), ("a",), "speed", "1")
-    with pytest.raises(BenchError) as error:
+    with bench_error(
+        "metric='speed' is not in the result of 'a'; name one of loss, peak"
+    ):
         ground.hold([contestant("a", loss=1, peak=2)], [Row("x", "y", (case,))])
-    message = "metric='speed' is not in the result of 'a'; name one of loss, peak"
-    assert str(error.value) == message
 
 
 def test_names_that_mean_nothing_are_refused_together(ground):

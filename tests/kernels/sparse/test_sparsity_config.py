@@ -1,11 +1,12 @@
 """Rules of one's own need little, and what cannot work is told all at once."""
 
+import ast
 import dataclasses
 
 import numpy as np
 import pytest
 
-from tests.support.refusals import value_error
+from tests.support.refusals import listed, value_error
 from zjax_kernels.sparse.layout import Pattern
 from zjax_kernels.sparse.patterns import (
     BigBird,
@@ -137,119 +138,17 @@ def test_every_problem_of_all_rules_is_told_at_once(rule):
         rule(0, block=8, attention="both")
 
 
-@pytest.mark.parametrize(
-    ("rule", "given", "message"),
-    [
-        (
-            Fixed,
-            {
-                "num_local_blocks": 0,
-                "num_global_blocks": 1.5,
-                "num_different_global_patterns": -1,
-                "attention": "unidirectional",
-                "horizontal_global_attention": True,
-            },
-            "num_local_blocks=0 is not an integer >= 1; give 1 or more\n"
-            "num_global_blocks=1.5 is not an integer >= 1; give 1 or more\n"
-            "num_different_global_patterns=-1 is not an integer >= 1; give 1 or more\n"
-            "horizontal_global_attention=True cannot be used with "
-            "attention=unidirectional; leave it out, or use bidirectional",
-        ),
-        (
-            Fixed,
-            {"num_local_blocks": 5, "num_global_blocks": 2},
-            "num_global_blocks=2 does not divide num_local_blocks=5; give a divisor of "
-            "it",
-        ),
-        (
-            Fixed,
-            {"num_different_global_patterns": 5},
-            "num_different_global_patterns=5 is more than num_local_blocks / "
-            "num_global_blocks=4; give 4 or less\n"
-            "num_different_global_patterns=5 needs heads that differ; set "
-            "different_layout_per_head=True",
-        ),
-        (
-            Variable,
-            {
-                "num_random_blocks": -1,
-                "local_window_blocks": [],
-                "global_block_indices": [0, -1],
-                "global_block_end_indices": [0],
-                "attention": "unidirectional",
-                "horizontal_global_attention": True,
-                "seed": -2,
-            },
-            "num_random_blocks=-1 is not an integer >= 0; give 0 or more\n"
-            "local_window_blocks=() is empty; give one like [4]\n"
-            "global_block_indices=(0, -1) is not a list of integers >= 0; give one "
-            "like [0]\n"
-            "global_block_end_indices=(0,) is not a list of integers >= 1; give one "
-            "like [1]\n"
-            "horizontal_global_attention=True cannot be used with "
-            "attention=unidirectional; leave it out, or use bidirectional\n"
-            "seed=-2 is not an integer >= 0; give 0 or more",
-        ),
-        (
-            Variable,
-            {"local_window_blocks": 4, "global_block_indices": "0"},
-            "local_window_blocks=4 is not a list of integers >= 1; give one like [1]\n"
-            "global_block_indices=0 is not a list of integers >= 0; give one like [0]",
-        ),
-        (
-            BSLongformer,
-            {"global_block_indices": [0, 4], "global_block_end_indices": [2]},
-            "global_block_end_indices=(2,) does not have one end for each of "
-            "global_block_indices=(0, 4); give 2 ends",
-        ),
-        (
-            BSLongformer,
-            {"global_block_indices": [0, 4], "global_block_end_indices": [2, 4]},
-            "global_block_end_indices=(2, 4) is not beyond global_block_indices=(0, 4)"
-            "; give each range an end after its start",
-        ),
-        (
-            BigBird,
-            {
-                "num_random_blocks": -1,
-                "num_sliding_window_blocks": 0,
-                "num_global_blocks": -1,
-                "seed": -1,
-            },
-            "num_random_blocks=-1 is not an integer >= 0; give 0 or more\n"
-            "num_sliding_window_blocks=0 is not an integer >= 1; give 1 or more\n"
-            "num_global_blocks=-1 is not an integer >= 0; give 0 or more\n"
-            "seed=-1 is not an integer >= 0; give 0 or more",
-        ),
-        (
-            Fixed,
-            {
-                "token_causal": "no",
-                "different_layout_per_head": 1,
-                "horizontal_global_attention": "no",
-            },
-            "token_causal=no is not a bool; give True or False\n"
-            "different_layout_per_head=1 is not a bool; give True or False\n"
-            "horizontal_global_attention=no is not a bool; give True or False",
-        ),
-        (
-            Custom,
-            {"live": np.ones((3, 4, 4))},
-            "live.shape=(3, 4, 4) is no layout of 2 heads; give [blocks, blocks] or "
-            "[2, blocks, blocks]",
-        ),
-        (
-            Custom,
-            {"live": [1, 2]},
-            "live.shape=(2,) is no layout of 2 heads; give [blocks, blocks] or [2, "
-            "blocks, blocks]\n"
-            "live=2 is neither 0 nor 1; give True for blocks that live",
-        ),
-    ],
-)
-def test_arguments_that_cannot_work_are_told(rule, given, message):
-    with value_error(message):
-        rule(**{"num_heads": 2, **given})
+RULES = (BigBird, BSLongformer, Custom, Fixed, LocalSlidingWindow, Variable)
+WRONG = listed("sparsity.txt")
+
+
+@pytest.mark.parametrize("given", WRONG)
+def test_arguments_that_cannot_work_are_told(given):
+    """Those of a rule, or its numbers of blocks at the length that is given last."""
+    name, arguments, *length = ast.literal_eval(given)
+    (rule,) = (rule for rule in RULES if rule.__name__ == name)
+    with value_error(WRONG[given]):
+        rule(**{"num_heads": 2} | arguments).layout(*length)
 
 
 @pytest.mark.parametrize("indices", [range(2), np.arange(2), (0, 1)])
@@ -273,41 +172,3 @@ def test_lists_of_any_kind_make_one_rule(indices):
 def test_other_lengths_are_refused(rule, seq_len, message):
     with value_error(message):
         rule(1).layout(seq_len)
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (
-            Fixed(1, num_local_blocks=6, num_global_blocks=3),
-            "num_global_blocks=3 is more than the 2 blocks of seq_len=32; give at most "
-            "2, or seq_len=48 or more",
-        ),
-        (
-            Variable(1, num_random_blocks=4, attention="unidirectional"),
-            "num_random_blocks=4 is more than the 2 blocks of seq_len=32; give at most "
-            "2, or seq_len=64 or more",
-        ),
-        (
-            BigBird(1, num_random_blocks=3, num_global_blocks=4),
-            "num_random_blocks=3 is more than the 2 blocks of seq_len=32; give at most "
-            "2, or seq_len=48 or more\n"
-            "num_sliding_window_blocks=3 is more than the 2 blocks of seq_len=32; give "
-            "at most 2, or seq_len=48 or more\n"
-            "num_global_blocks=4 is more than the 2 blocks of seq_len=32; give at most "
-            "2, or seq_len=64 or more",
-        ),
-        *[
-            (
-                rule(1),
-                "num_sliding_window_blocks=3 is more than the 2 blocks of seq_len=32; "
-                "give at most 2, or seq_len=48 or more",
-            )
-            for rule in (BSLongformer, LocalSlidingWindow)
-        ],
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_sequences_too_short_for_the_counts_are_refused(config, message):
-    with value_error(message):
-        config.layout(32)
