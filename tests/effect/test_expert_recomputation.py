@@ -34,10 +34,9 @@ def exchanges(model, remat, mesh, stage):
     [
         (MODEL, "full", 5),
         (MODEL, "attention", 4),
-        (DROPLESS, "full", 5),
         (DROPLESS, "elementwise", 4),
     ],
-    ids=["rows-full", "rows-attention", "tokens-full", "tokens-elementwise"],
+    ids=["rows-full", "rows-attention", "tokens-elementwise"],
 )
 def test_recomputation_repeats_no_exchange(model, remat, expected):
     """Only `full` sends tokens again, and not outputs, which no gradient reads."""

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from tests.support import pipelines
-from tests.support.cases import some_by_hand
 from tests.support.steps import make_step
 from zjax.jaxprs.program import walk
 from zjax.observe import hlo
@@ -129,11 +128,10 @@ def test_gradients_are_reduced_once_in_a_step():
     assert data["all-reduce"] < 0.05 * own
 
 
-@pytest.mark.parametrize("stage", some_by_hand((1, 2), {1}))
-def test_frozen_layers_have_neither_gradients_nor_masters(stage):
+def test_frozen_layers_have_neither_gradients_nor_masters():
     """Fails if a stage differentiates, sums or reduces more than its adapters."""
     config = dataclasses.replace(
-        on_four_stages(stage),
+        on_four_stages(2),
         lora=schema.Lora(rank=8),
         precision=schema.Precision(compute_dtype="bfloat16"),
     )
@@ -147,13 +145,12 @@ def test_frozen_layers_have_neither_gradients_nor_masters(stage):
     learned = [row for row in rows if not row.is_frozen]
     own = sum(int(np.prod(row.stored_shape)) for row in learned) // STAGES
     data = sent_by(step, train.as_text(), "data")
-    rounds = TICKS if stage == 2 else 1
-    assert data["reduce-scatter"] == pytest.approx(rounds * own, rel=0.05)
+    assert data["reduce-scatter"] == pytest.approx(TICKS * own, rel=0.05)
     assert data["all-gather"] == pytest.approx(own, rel=0.05)
     assert data["all-reduce"] < 0.05 * own
     pipeline = sent_by(step, train.as_text(), "pipeline")
     assert pipeline["collective-permute"] == 2 * TICKS * STREAM
-    all_trained = sent(stage, "pipeline")["all-reduce"]
+    all_trained = sent(2, "pipeline")["all-reduce"]
     assert all_trained - pipeline["all-reduce"] >= STREAM
 
 
@@ -225,8 +222,6 @@ def conditions(text):
         (1, "1f1b"),
         (2, "1f1b"),
         (3, "1f1b"),
-        pytest.param(1, "interleaved", marks=pytest.mark.slow),
-        pytest.param(2, "interleaved", marks=pytest.mark.slow),
         (3, "interleaved"),
     ],
 )
@@ -291,7 +286,6 @@ def test_chunks_are_read_where_they_are(mesh, copies):
 @pytest.mark.parametrize(
     ("case", "adds"),
     [
-        ({}, True),
         ({"remat": "full", "pipeline": {"recompute": False}}, True),
         ({"pipeline": "zb_h1"}, True),
         ({"mesh": {"pipeline": 2, "data": 2}}, True),
@@ -316,15 +310,14 @@ def test_products_add_to_the_sums_of_gradients(case, adds):
     assert {dtype == "float32" for dtype in found} == {adds}
 
 
-@pytest.mark.parametrize("name", some_by_hand(("1f1b", "zb_h1"), {"1f1b"}))
-def test_what_waits_is_written_in_place(name):
+def test_what_waits_is_written_in_place():
     """Fails if the compiler makes one array of the first values of all buffers."""
-    pipeline = {"kind": name, "recompute": False}
+    pipeline = "zb_h1"
     config = pipelines.make_config(
         mesh={"pipeline": 2}, stage=0, num_layers=2, pipeline=pipeline
     )
     text = program(config, jax.devices()[:2])[1].as_text()
-    schedule = make_schedule(name, num_stages=2, num_microbatches=MICROBATCHES)
+    schedule = make_schedule("zb_h1", num_stages=2, num_microbatches=MICROBATCHES)
     for slots in {schedule.num_slots, schedule.num_operands} - {0}:
         stream = f"1,{slots + 1},{pipelines.ROWS // MICROBATCHES},{pipelines.LENGTH}"
         assert re.search(rf"= f32\[{stream},.* dynamic-update-slice\(", text)

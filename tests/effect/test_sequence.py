@@ -8,10 +8,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tests.support import language
+from tests.support import features, language
 from tests.support.steps import make_step
 from zjax.observe.collectives import list_collectives, mesh_axes
+from zjax.ops.sparse import sparse_of
 from zjax.settings import schema
+from zjax_kernels import make_sequence_plan
 
 ROWS, LENGTH, EMBED, VOCAB = 2, 256, 16, 61
 PER_DEVICE = LENGTH // 8
@@ -37,6 +39,7 @@ def compile_step(sequence, *, stage=3, **settings):
         model=model,
         data=schema.Data(length=LENGTH),
         precision=schema.Precision(compute_dtype="float32"),
+        optimizer=schema.Optimizer(rule=schema.Sgd()),
     )
     step = make_step(config, jax.devices()[:sequence])
     tokens = jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.int32)
@@ -88,6 +91,28 @@ def test_activations_are_those_of_a_share_of_the_length(compiled):
     else:  # of one head of two channels, by keys
         assert {x for x in sizes if x % LENGTH**2} <= {ROWS * LENGTH, ROWS * LENGTH * 2}
         assert max(sizes) == ROWS * LENGTH**2
+
+
+def test_sparse_attention_sends_blocks_and_gathers_no_tokens():
+    """Fails if attention takes the tokens of all devices together."""
+    settings = "mesh.sequence=2 mesh.data=1 model.sequence_attention=halo "
+    settings += "model.remat=full"
+    config = features.config_of(features.MODELS["sparse"] + settings)
+    step = make_step(config, jax.devices()[:2])
+    text = step.compile(features.make_batch(config, 0)).as_text()
+    sent = [
+        (each.op, each.elements)
+        for each in list_collectives(text)
+        if mesh_axes(each.groups, step.mesh) == ("sequence",) and each.dtype == "f32"
+    ]
+    length, attention = config.data.length, sparse_of(config.model)
+    assert "all-to-all" not in {op for op, _ in sent}
+    assert max((n for op, n in sent if op == "all-gather"), default=0) < length
+    blocks = make_sequence_plan(attention.pattern.layout(length), 2).num_blocks_sent
+    width = config.model.embed_size * config.model.num_kv_heads // 4
+    each = blocks * features.ROWS * attention.block * width
+    # keys and values: forward, once more for the backward pass, and their gradients
+    assert sum(n for op, n in sent if op == "collective-permute") == 2 * 3 * each
 
 
 def test_memory_falls_with_the_number_of_devices():

@@ -6,6 +6,7 @@ import pytest
 from flax import nnx
 
 from tests.support import language
+from tests.support.first_state import first_weights
 from zjax.models.build import make_model
 from zjax.settings import schema
 
@@ -76,10 +77,8 @@ def test_loop_drops_the_same_entries_as_separate_layers():
     key, batch = jax.random.key(3), language.make_text(apart)
 
     def loss(config):
-        """From initial values, which do not depend on the loop either."""
         model = make_model(schema.Config(model=config))
-        params, _ = jax.jit(model.init)(jax.random.key(0))
-        params = jax.tree.map(lambda leaf: 10 * leaf, params)
+        params = first_weights(model.init)
         return float(jax.jit(model.loss)(params, {}, batch, key).value)
 
     np.testing.assert_allclose(loss(loop), loss(apart), rtol=1e-5)
@@ -93,8 +92,7 @@ def test_recomputed_attention_drops_the_same_weights():
     def gradients(policy):
         config = dataclasses.replace(language.GPT, remat=policy, **rates)
         model = make_model(schema.Config(model=config))
-        params, _ = jax.jit(model.init)(jax.random.key(0))
-        params = jax.tree.map(lambda leaf: 10 * leaf, params)
+        params = first_weights(model.init)
 
         def loss(params):
             return model.loss(params, {}, batch, key).value

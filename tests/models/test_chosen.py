@@ -12,6 +12,7 @@ from flax import nnx
 import zjax
 from tests.models.test_mixture import FOUR, PLAIN
 from tests.support import language
+from tests.support.first_state import first_weights
 from zjax.models.build import make_model
 from zjax.moe.router import Router
 from zjax.settings import schema
@@ -114,7 +115,9 @@ def test_a_run_on_eight_devices_tells_them():
     batch = language.make_text(config.model, rows=8)
     # Tokens behind a row's last target are chosen for, but are no load.
     batch["weights"] = np.ones_like(batch["weights"])
-    run = zjax.initialize(zjax.make_model(config), None, None, batch, config)
+    model = zjax.make_model(config)
+    placed = dataclasses.replace(model, given=lambda: (first_weights(model.init), {}))
+    run = zjax.initialize(placed, None, None, batch, config)
     chosen = zjax.chosen_experts(run.bind(run.state), {"tokens": batch["tokens"]})
     _, metrics = run.step(run.state, batch)
     load = np.asarray(metrics["load"]).tolist()

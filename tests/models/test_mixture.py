@@ -13,7 +13,6 @@ from jax.sharding import PartitionSpec as P
 
 from tests.reference import mixture as reference
 from tests.support import language
-from tests.support.cases import some_by_hand
 from zjax.errors import ConfigError
 from zjax.models import mixture
 from zjax.models.build import make_model
@@ -267,10 +266,9 @@ def test_router_is_initialised_as_in_switch():
     assert float(jnp.abs(kernel).max()) < 2.3 * std
 
 
-@pytest.mark.parametrize("layers_per_scan", some_by_hand((0, 1), {0}))
-def test_generation_continues_as_the_whole_text_would(layers_per_scan):
+def test_generation_continues_as_the_whole_text_would():
     """Fails if a segment is left out, or a cache goes to another layer."""
-    config = dataclasses.replace(FOUR["every-second"], layers_per_scan=layers_per_scan)
+    config = dataclasses.replace(FOUR["every-second"], layers_per_scan=1)
     model = language.make_language_model(config)
     tokens = language.make_text(config)["tokens"][:, :3]
     text = generate(model, tokens, max_new_tokens=4)

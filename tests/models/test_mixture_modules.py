@@ -13,7 +13,6 @@ from flax import nnx
 
 import zjax
 from tests.reference import moe as reference
-from tests.support.cases import some_by_hand
 from tests.support.trees import assert_close
 from zjax.errors import ConfigError
 from zjax.models.mixture_settings import (
@@ -80,9 +79,7 @@ def loop(params, x):
 
 
 @FLAVOURS
-@pytest.mark.parametrize(
-    "shape", some_by_hand([(), (7,), (2, 5), (2, 3, 2)], {(7,), (2, 5)})
-)
+@pytest.mark.parametrize("shape", [(), (2, 3, 2)])
 def test_module_is_a_loop_over_tokens(make, shape):
     given = {"activation": "relu", "use_bias": True, **LOSSES}
     x = make_x(*shape)

@@ -48,8 +48,7 @@ def check_equal(found, expected):
 @pytest.mark.parametrize(
     ("config", "masked"),
     [
-        pytest.param(small.GPT, "segment_ids", id="gpt-documents"),
-        pytest.param(small.LLAMA, "", id="llama"),
+        pytest.param(small.LLAMA, "segment_ids", id="llama-documents"),
         pytest.param(small.BERT, "lengths", id="bert-padding"),
     ],
 )

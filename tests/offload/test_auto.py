@@ -15,10 +15,8 @@ import pytest
 import zjax
 from tests.offload.test_train import assert_same_run
 from tests.support import models, small_run
-from tests.support.cases import some_by_hand
 from tests.support.offload import (
     GPT,
-    UNDER_BACKWARD,
     Perceptron,
     make_batch,
     make_config,
@@ -91,13 +89,10 @@ def test_room_for_all_weights_is_kept_where_they_come_up_at_once():
     assert fit._bytes_to_generate(by_block, 2.0 * size) == 0
 
 
-@pytest.mark.parametrize(
-    "changes", [{}, pytest.param(UNDER_BACKWARD, marks=pytest.mark.slow)]
-)
-def test_devices_keep_what_they_have_room_for(machine, changes):
+def test_devices_keep_what_they_have_room_for(machine):
     """Fails if all of the state moves, or more of it stays than fits."""
     whole = machine(0.5)
-    run = start(make_config("auto", model=DEEP, **changes))
+    run = start(make_config("auto", model=DEEP))
     found = state_bytes(run.plan)
     assert 0.3 * whole < found[DEVICE] <= 0.5 * whole
     assert found[DEVICE] + found[HOST] == whole
@@ -212,34 +207,24 @@ def test_what_a_step_takes_must_be_known(monkeypatch, tmp_path):
     )
 
 
-@pytest.mark.parametrize(
-    ("remat", "first"),
-    [
-        pytest.param("full", "", marks=pytest.mark.slow),
-        ("dots", "model.remat=full, "),
-    ],
-)
-def test_a_step_that_does_not_fit_is_refused(machine, monkeypatch, remat, first):
+def test_a_step_that_does_not_fit_is_refused(machine, monkeypatch):
     machine(0)
     whole = fit.device_capacity_bytes(None)
     monkeypatch.setattr(fit, "device_capacity_bytes", lambda mesh: whole / 10)
     with pytest.raises(PlanError) as error:
-        model = dataclasses.replace(DEEP, remat=remat)
+        model = dataclasses.replace(DEEP, remat="dots")
         start(make_config("auto", model=model))
     assert str(error.value) == (
         "zero.offload='auto' leaves a step that takes 0.0 GB, most of it "
-        f"stored state, on devices with 0.0 GB free; use {first}a smaller "
+        "stored state, on devices with 0.0 GB free; use model.remat=full, a smaller "
         "microbatch_size, more devices, or the host for zero.offload.parameter_memory, "
         "zero.offload.gradient_memory and model.activation_memory"
     )
 
 
-@pytest.mark.parametrize(
-    "gradient_memory", some_by_hand(["device", "pinned_host"], ["device"])
-)
-def test_a_model_too_small_to_move_stays_on_the_devices(monkeypatch, gradient_memory):
+def test_a_model_too_small_to_move_stays_on_the_devices(monkeypatch):
     monkeypatch.setattr(plans, "MIN_MOVED_BYTES", 1 << 18)
-    run = start(make_config("auto", zero={"gradient_memory": gradient_memory}))
+    run = start(make_config("auto", zero={"gradient_memory": "pinned_host"}))
     rows = jax.tree.leaves((run.plan.master, run.plan.opt_state))
     assert {row.memory for row in rows} == {DEVICE}
     train(run, 1)

@@ -11,9 +11,7 @@ import pytest
 from flax import linen
 
 import zjax
-from tests.support.cases import some_by_hand
 from tests.support.offload import (
-    GPT,
     UNDER_BACKWARD,
     make_batch,
     make_config,
@@ -24,40 +22,29 @@ from tests.support.offload import (
 )
 from tests.support.trees import assert_close
 from zjax.errors import PlanError
-from zjax.models.build import make_model
 from zjax.offload.compiled import compile_groups
 from zjax.offload.groups import trace
-from zjax.optim.build import make_optimizer
 from zjax.run import executor as programs
 from zjax.run import step as steps
-from zjax.run.initialize import make_run
 
 ON_HOST = {"zero": {"parameter_memory": "pinned_host"}}
-CASES = {
-    "state on the host": {},
-    "under the backward pass": UNDER_BACKWARD,
-    "parameters on the host": ON_HOST,
-    "parameters on the host, under the backward pass": ON_HOST | UNDER_BACKWARD,
-}
-BY_HAND = CASES.keys() - {"parameters on the host, under the backward pass"}
-"""What the other case holds among more."""
+UNDER_BACKWARD_ON_HOST = ON_HOST | UNDER_BACKWARD
 
 
 def copy_of(state):
     return jax.tree.map(np.asarray, state)
 
 
-@pytest.mark.parametrize("name", some_by_hand(CASES, BY_HAND))
-def test_a_batch_that_does_not_suit_the_model_leaves_the_state(name):
+def test_a_batch_that_does_not_suit_the_model_leaves_the_state():
     """Fails if arrays are moved, and so consumed, before the batch is looked at."""
-    changes = CASES[name]
-    run = start(make_config("pinned_host", **changes))
+    config = make_config("pinned_host", **UNDER_BACKWARD_ON_HOST)
+    run = start(config)
     before = copy_of(run.state)
     wrong = make_batch(0) | {"targets": np.zeros((16, 3), np.int32)}
     with pytest.raises((TypeError, ValueError)):
         run.step(run.state, wrong)
     jax.tree.map(np.testing.assert_array_equal, copy_of(run.state), before)
-    expected, _ = train(start(make_config("pinned_host", **changes)), 1)
+    expected, _ = train(start(config), 1)
     found, _ = train(run, 1)
     jax.tree.map(np.testing.assert_array_equal, copy_of(found), copy_of(expected))
 
@@ -77,16 +64,6 @@ def test_evaluation_after_a_failed_step_reads_the_parameters_of_its_own(monkeypa
     assert backward.units.stream.in_flight == 0 or not backward.units.stream.waiting
 
 
-def test_dropout_draws_what_it_draws_without_offload():
-    """Fails if blocks run by themselves take other keys than the model gives them."""
-    losses = []
-    for memory in ("device", "pinned_host"):
-        model = dataclasses.replace(GPT, dropout_rate=0.5)
-        run = start(make_config(memory, model=model))
-        losses.append([metrics["loss"] for metrics in train(run, 2)[1]])
-    np.testing.assert_allclose(*losses, rtol=1e-6)
-
-
 def test_evaluation_uses_averaged_weights():
     losses = []
     for memory in ("device", "pinned_host"):
@@ -96,23 +73,16 @@ def test_evaluation_uses_averaged_weights():
     np.testing.assert_allclose(*losses, rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", some_by_hand(CASES, BY_HAND))
-def test_steps_that_nothing_waits_for(monkeypatch, name):
+def test_steps_that_nothing_waits_for(monkeypatch):
     """Fails if a step gives up an array that a program in flight still reads."""
-    changes = CASES[name]
     for module in (steps, programs):
         monkeypatch.setattr(module, "is_simulated", lambda mesh: False)
     found = []
     for memory in ("device", "pinned_host"):
-        alone = {"optimizer": changes.get("optimizer", {})}
-        config = make_config(memory, **(changes if memory != "device" else alone))
-        model = make_model(config)
-        tx = make_optimizer(config, model)
-        run = make_run(config, model, tx, devices=jax.devices()[:1])
-        state = run.state
-        for number in range(4):
-            state, _ = run.step(state, make_batch(number))
-        found.append(weights_of(state))
+        optimizer = {"optimizer": UNDER_BACKWARD["optimizer"]}
+        changes = UNDER_BACKWARD_ON_HOST if memory == "pinned_host" else optimizer
+        run = start(make_config(memory, **changes), devices=jax.devices()[:1])
+        found.append(weights_of(train(run)[0]))
     assert_close(*found, rtol=1e-4, atol=2e-6)
 
 
@@ -172,7 +142,9 @@ def test_state_that_belongs_to_no_parameter_stays_on_the_devices():
         return jax.tree.map(lambda u: u * state["table"][0], updates), state
 
     tx = optax.chain(optax.GradientTransformation(init, update), optax.adam(1e-2))
-    run = start(make_config("pinned_host", optimizer={"clip_norm": math.inf}), tx)
+    run = start(
+        make_config("pinned_host", optimizer={"clip_norm": math.inf}), tx, weights=()
+    )
     state, _ = train(run, 2)
     assert memories(state.opt_state[0]) == {"device"}
     assert memories(state.opt_state[1]) == {"pinned_host"}

@@ -11,7 +11,6 @@ import optax
 import pytest
 
 import zjax
-from tests.support.cases import some_by_hand
 from tests.support.offload import (
     GPT,
     UNDER_BACKWARD,
@@ -63,10 +62,9 @@ def watch(monkeypatch, stream, limit):
     return seen
 
 
-@pytest.mark.parametrize("bound", [pytest.param(1 << 30, marks=pytest.mark.slow), 256])
-def test_groups_come_one_after_another(monkeypatch, bound):
+def test_groups_come_one_after_another(monkeypatch):
     """Fails if the whole state is on the devices at once, or groups are not cut."""
-    monkeypatch.setattr(offload, "GROUP_BYTES", bound)
+    monkeypatch.setattr(offload, "GROUP_BYTES", 256)
     config = make_config("pinned_host", model=dataclasses.replace(GPT, num_layers=6))
     run = start(config)
     step = run.step.executor.step
@@ -75,7 +73,7 @@ def test_groups_come_one_after_another(monkeypatch, bound):
     seen = watch(monkeypatch, step.stream, total // 4)
     train(run, 2)
     assert len(seen) == 2 * len(step.groups)
-    assert (len(step.groups) == 8) == (bound > 256)
+    assert len(step.groups) > 8
     assert 0 < max(seen) <= total / 4
 
 
@@ -128,11 +126,10 @@ def test_blocks_are_stored_on_the_host():
     assert memories(state.params["embedding"]) == {"device"}
 
 
-@pytest.mark.parametrize("num_layers", some_by_hand([4, 8], [4]))
-def test_a_few_blocks_are_on_the_devices_whatever_the_depth(monkeypatch, num_layers):
+def test_a_few_blocks_are_on_the_devices_whatever_the_depth(monkeypatch):
     """Fails if blocks stay after their use, or come up without bound."""
     monkeypatch.setattr(units, "AHEAD_BYTES", 0)
-    model = dataclasses.replace(GPT, num_layers=num_layers)
+    model = dataclasses.replace(GPT, num_layers=8)
     config = make_config(
         "pinned_host", model=model, zero={"parameter_memory": "pinned_host"}
     )
@@ -142,9 +139,9 @@ def test_a_few_blocks_are_on_the_devices_whatever_the_depth(monkeypatch, num_lay
     seen = watch(monkeypatch, stream, stream.limit)
     state, _ = train(run, 1)
     assert max(seen) == 3 * block_bytes
-    assert len(seen) == 2 * num_layers
+    assert len(seen) == 2 * 8
     run.step.evaluate(state, make_batch(0))
-    assert len(seen) == 3 * num_layers
+    assert len(seen) == 3 * 8
 
 
 def _moved(step):

@@ -5,9 +5,7 @@ import math
 
 import jax
 import numpy as np
-import pytest
 
-from tests.support.cases import some_by_hand
 from tests.support.offload import (
     GPT,
     LLAMA,
@@ -21,7 +19,7 @@ from tests.support.offload import (
     train,
     weights_of,
 )
-from tests.support.tiles import cut, started_from_the_same
+from tests.support.tiles import cut, first_weights_of
 from zjax.checkpoint.layout import name_leaves
 from zjax.offload import init, units
 from zjax.offload.compiled import added_bytes
@@ -31,26 +29,6 @@ TILES = 3
 ROUNDING = "blocks/attention/key/bias"
 """Adds the same to all scores of a query, so that its gradient is but rounding."""
 AWAY = {"parameter_memory": "pinned_host", "gradient_memory": "pinned_host"}
-CASES = {
-    "stage 1": {"stage": 1, "zero": AWAY},
-    "stage 2, two microbatches": {"stage": 2, "zero": AWAY, "num_microbatches": 2},
-    "stage 3, gated, two microbatches": {
-        "stage": 3,
-        "zero": AWAY,
-        "model": LLAMA,
-        "num_microbatches": 2,
-    },
-    "stage 3, dropout, two microbatches": {
-        "stage": 3,
-        "zero": AWAY,
-        "model": dataclasses.replace(GPT, dropout_rate=0.3),
-        "num_microbatches": 2,
-    },
-    "under the backward pass": {"zero": AWAY, "model": LLAMA, **UNDER_BACKWARD},
-    "parameters and gradients on the devices": {
-        "model": dataclasses.replace(GPT, activation_memory="pinned_host")
-    },
-}
 
 
 def with_tiles(config, tiles):
@@ -58,14 +36,11 @@ def with_tiles(config, tiles):
     return dataclasses.replace(config, model=model)
 
 
-def assert_same_run(config, directory, *, devices=None, memory="pinned_host"):
+def assert_same_run(config, memory="pinned_host"):
     """Fails if a run with tiles computes anything else than one without them."""
-    configs = [with_tiles(config, tiles) for tiles in (1, TILES)]
-    if memory == "device":
-        configs[1] = on_device(configs[1])
-    runs = [
-        start(started_from_the_same(c, directory), devices=devices) for c in configs
-    ]
+    tiled = with_tiles(config, TILES)
+    tiled = on_device(tiled) if memory == "device" else tiled
+    runs = [start(x, weights=first_weights_of(x)) for x in (config, tiled)]
     (expected, metrics), (state, found) = map(train, runs)
     for x, y in zip(found, metrics, strict=True):
         np.testing.assert_allclose([*x.values()], [y[name] for name in x], 1e-6)
@@ -83,37 +58,28 @@ def assert_same_run(config, directory, *, devices=None, memory="pinned_host"):
     return state
 
 
-BY_HAND = CASES.keys() - {"stage 3, dropout, two microbatches"}
-"""What the other case holds among more, and gates below, without offload."""
-
-
-@pytest.mark.parametrize("case", some_by_hand(CASES, BY_HAND))
-def test_tiles_add_up_to_the_layer(tmp_path, case):
+def test_tiles_add_up_to_the_layer():
     """Fails if a tile is left out of the stream, of its cotangent, or of dropout."""
-    state = assert_same_run(make_config("pinned_host", **CASES[case]), tmp_path)
+    model = dataclasses.replace(GPT, dropout_rate=0.3)
+    config = make_config("pinned_host", 3, zero=AWAY, model=model, num_microbatches=2)
+    state = assert_same_run(config)
     assert memories(state.master["blocks"]["mlp"]["tiles"]) == {"pinned_host"}
 
 
-@pytest.mark.slow
-def test_tiles_on_one_device(tmp_path):
-    config = make_config("pinned_host", 0, zero=AWAY, num_microbatches=2)
-    assert_same_run(config, tmp_path, devices=jax.devices()[:1])
-
-
-def test_tiles_without_offload_are_the_same_model(tmp_path):
+def test_tiles_without_offload_are_the_same_model():
     """Fails if a model with tiles cannot be used where its state is on the devices."""
     model = dataclasses.replace(LLAMA, dropout_rate=0.3)
-    assert_same_run(make_config("device", model=model), tmp_path, memory="device")
+    assert_same_run(make_config("device", model=model), "device")
 
 
 HUGE = dataclasses.replace(LLAMA, num_layers=1, mlp_size=2048)
 
 
-def start_huge(monkeypatch, tiles, **changes):
+def start_huge(monkeypatch, tiles, weights=None, **changes):
     """One layer that is nearly all feed-forward, without room but for what runs."""
     monkeypatch.setattr(units, "AHEAD_BYTES", 0)
     config = make_config("pinned_host", 3, zero=AWAY, model=HUGE, **changes)
-    run = start(with_tiles(config, tiles))
+    run = start(with_tiles(config, tiles), weights=weights)
     step = run.step.executor.step
     step.stream.limit = 0
     return run, step
@@ -154,13 +120,11 @@ def bytes_on_first_device(arrays):
     )
 
 
-@pytest.mark.parametrize("waits", [pytest.param(True, marks=pytest.mark.slow), False])
-def test_a_few_tiles_are_on_the_devices_in_a_step(monkeypatch, waits):
+def test_a_few_tiles_are_on_the_devices_in_a_step(monkeypatch):
     """Fails if parameters, gradients or state of tiles stay after their use."""
     largest = {}
     for tiles in (1, 8):
-        changes = {} if waits else UNDER_BACKWARD
-        run, step = start_huge(monkeypatch, tiles, **changes)
+        run, step = start_huge(monkeypatch, tiles, **UNDER_BACKWARD)
         seen, before = [], jax.live_arrays()  # some of earlier tests may go in mid-step
         for owner in (step.backward.programs, step.backward.units.stream, step.stream):
             for name in ("block_backward", "tile_backward", "_copy_next", "release"):
@@ -192,7 +156,7 @@ def test_a_state_starts_tile_by_tile(monkeypatch):
             return creator(model, layers, rows, own)
 
         monkeypatch.setattr(init, "_creator", counted)
-        start_huge(monkeypatch, tiles)
+        start_huge(monkeypatch, tiles, weights=())
         monkeypatch.setattr(init, "_creator", creator)
         largest[tiles] = max(sizes)
     assert largest[8] < largest[1] / 6

@@ -79,7 +79,7 @@ def test_what_a_step_moves_is_shown():
 
 @pytest.mark.parametrize(
     ("stage", "shares"),
-    [(0, 1), *(pytest.param(n, 8, marks=pytest.mark.slow) for n in (1, 2)), (3, 8)],
+    [(0, 1), (3, 8)],
 )
 def test_blocks_rest_split_over_the_devices(stage, shares):
     """Fails if every device keeps, and brings up, all of a block of its own."""

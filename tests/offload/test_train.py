@@ -11,14 +11,10 @@ import optax
 import pytest
 
 import zjax
-from tests.support.cases import some_by_hand
 from tests.support.offload import (
-    BERT,
     GPT,
     LLAMA,
     STEPS,
-    THREE,
-    UNDER_BACKWARD,
     Perceptron,
     make_batch,
     make_config,
@@ -33,7 +29,6 @@ from zjax.errors import ConfigError, PlanError
 from zjax.models.build import make_model
 from zjax.optim.build import make_optimizer
 from zjax.run.initialize import make_run
-from zjax.settings import schema
 
 
 @functools.cache
@@ -54,84 +49,12 @@ def assert_same_run(run, tx=None):
     return state
 
 
-CASES = {
-    "stage 0": {"stage": 0},
-    "stage 1, two microbatches": {"stage": 1, "num_microbatches": 2},
-    "stage 2": {"stage": 2, "model": THREE},
-    "stage 3": {"stage": 3},
-    "stage 3, two microbatches": {"stage": 3, "num_microbatches": 2},
-    "untied, rotary": {"model": LLAMA, "stage": 3},
-    "encoder": {"model": BERT},
-    "no clipping, under the backward pass": {"model": THREE, **UNDER_BACKWARD},
-    "lamb": {"optimizer": {"rule": "lamb"}},
-    "adafactor": {"optimizer": {"rule": "adafactor"}},
-    "muon": {"optimizer": {"rule": "muon"}},
-    "averaged weights": {"optimizer": {"ema_decay": 0.9}},
-    "parameters on the host": {"zero": {"parameter_memory": "pinned_host"}},
-    "parameters on the host, stage 3, two microbatches": {
-        "zero": {"parameter_memory": "pinned_host"},
-        "stage": 3,
-        "num_microbatches": 2,
-        "model": LLAMA,
-    },
-    "parameters on the host, under the backward pass": {
-        "zero": {"parameter_memory": "pinned_host"},
-        **UNDER_BACKWARD,
-    },
-    "inputs of blocks on the host": {
-        "model": dataclasses.replace(GPT, activation_memory="pinned_host"),
-        "num_microbatches": 2,
-    },
-    "gradients on the host": {"zero": {"gradient_memory": "pinned_host"}},
-    "gradients on the host, two microbatches": {
-        "zero": {"gradient_memory": "pinned_host"},
-        "num_microbatches": 2,
-        "stage": 1,
-        "model": LLAMA,
-        **UNDER_BACKWARD,
-    },
-    "stage 0, frozen and scaled groups": {
-        "stage": 0,
-        "optimizer": {
-            "groups": (
-                schema.ParamGroup(pattern="^embedding", learning_rate_scale=0.0),
-                schema.ParamGroup(pattern="query/kernel$", learning_rate_scale=3.0),
-            )
-        },
-    },
-}
-
-
-BY_HAND = {
-    "averaged weights",
-    "encoder",
-    "gradients on the host",
-    "gradients on the host, two microbatches",
-    "inputs of blocks on the host",
-    "lamb",
-    "muon",
-    "no clipping, under the backward pass",
-    "parameters on the host",
-    "parameters on the host, under the backward pass",
-    "stage 0",
-    "stage 1, two microbatches",
-    "stage 2",
-    "stage 3",
-    "stage 3, two microbatches",
-    "untied, rotary",
-}
-"""What other cases hold among more."""
-
-
-@pytest.mark.parametrize("case", some_by_hand(CASES, BY_HAND))
-def test_trajectory_is_that_of_a_run_without_offload(case):
-    assert_same_run(start(make_config("pinned_host", **CASES[case])))
-
-
 def test_optimizers_of_the_users_see_layers_as_without_offload():
     """Fails if a norm per array is taken over a stack, or clipping per group."""
     tx = optax.chain(optax.clip_by_global_norm(0.1), optax.lamb(1e-2))
-    config = make_config("pinned_host", optimizer={"clip_norm": math.inf})
+    # Without biases: that of keys has no gradient but rounding, which a norm enlarges.
+    optimizer = {"clip_norm": math.inf}
+    config = make_config("pinned_host", model=LLAMA, optimizer=optimizer)
     assert_same_run(start(config, tx), tx)
 
 
@@ -148,8 +71,7 @@ def test_evaluation_and_generation_use_the_parameters_in_use():
     np.testing.assert_allclose(*scores, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("num_microbatches", some_by_hand([1, 2], [1]))
-def test_any_model_can_be_offloaded(num_microbatches):
+def test_any_model_can_be_offloaded():
     rng = np.random.default_rng(0)
     batch = {"x": rng.normal(size=(16, 24)), "y": rng.normal(size=(16, 1))}
     batch = jax.tree.map(lambda x: x.astype(np.float32), batch)
@@ -163,7 +85,7 @@ def test_any_model_can_be_offloaded(num_microbatches):
         settings = {
             "zero": zero,
             "precision": {"compute_dtype": "float32"},
-            "num_microbatches": num_microbatches,
+            "num_microbatches": 2,
         }
         tx = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2))
         run = zjax.initialize(Perceptron(), tx, loss_fn, batch, settings)

@@ -16,8 +16,6 @@ from zjax.ops.attention import dot_product_attention
 from zjax.parallel.sequence import ulysses_attention
 from zjax.settings import schema
 
-SLOW = pytest.mark.slow
-
 
 def make_ulysses(**options):
     def attend(q, k, v, documents):
@@ -36,9 +34,7 @@ def _call(attend, q, k, v, documents=None):
     ("sizes", "causal", "masked"),
     [
         ({"sequence": 4}, True, True),
-        pytest.param({"sequence": 8}, False, True, marks=SLOW),
-        pytest.param({"sequence": 2, "tensor": 2}, True, False, marks=SLOW),
-        pytest.param({"sequence": 4, "tensor": 2}, True, True, marks=SLOW),
+        ({"sequence": 2, "tensor": 2}, False, True),
     ],
 )
 def test_ulysses_is_dense_attention(sizes, causal, masked):

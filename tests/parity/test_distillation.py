@@ -117,17 +117,10 @@ SHARDED = {"mesh": schema.Mesh(expert=2), "memory": "pinned_host"}
 @pytest.mark.parametrize(
     ("num_devices", "settings"),
     [
-        pytest.param(1, {}, id="one-device", marks=pytest.mark.slow),
         pytest.param(
             4,
             {"stage": 3, "num_microbatches": 2, **SHARDED},
             id="stage-3-teacher-on-the-host-accumulation",
-        ),
-        pytest.param(
-            2,
-            {"stage": 2, "num_microbatches": 4},
-            id="accumulation",
-            marks=pytest.mark.slow,
         ),
         pytest.param(
             1,

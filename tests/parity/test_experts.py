@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 
 import jax
 import numpy as np
@@ -57,34 +56,14 @@ def assert_equal(found, expected):
         np.testing.assert_allclose(found[1][name], x, rtol=2e-4, atol=2e-6)
 
 
-SPLITS = [
-    (schema.Mesh(data=8), 1),
-    (schema.Mesh(data=4, expert=2), 0),  # E+D
-    (schema.Mesh(data=4, expert=2), 1),
-    (schema.Mesh(data=4, expert=2), 2),
-    (schema.Mesh(data=4, expert=2), 3),  # E+D+Z
-    (schema.Mesh(replica=2, data=1, expert=4), 2),
-    (schema.Mesh(data=1, expert=8), 0),  # E
-    (schema.Mesh(data=1, expert=8), 1),
-    (schema.Mesh(data=1, expert=8), 2),
-    (schema.Mesh(data=1, expert=8), 3),  # E+Z
-]
-BY_HAND = {
-    "dropless": {(2, 1), (2, 2), (8, 0), (8, 1), (8, 2)},
-    "capacity": {(1, 1), (2, 0), (2, 2), (8, 0), (8, 1), (8, 2)},
-}
-"""Degrees of experts and stages that others hold, or the other router."""
-
-
 @pytest.mark.parametrize(
     ("router", "mesh", "stage"),
     [
-        pytest.param(
-            *(router, mesh, stage),
-            id=f"{router}-data{mesh.data}-expert{mesh.expert}-{stage}",
-            marks=[pytest.mark.slow] * ((mesh.expert, stage) in BY_HAND[router]),
-        )
-        for router, (mesh, stage) in itertools.product(ROUTERS, SPLITS)
+        ("dropless", schema.Mesh(data=4, expert=2), 0),  # E+D
+        ("dropless", schema.Mesh(replica=2, data=1, expert=4), 2),
+        ("dropless", schema.Mesh(data=1, expert=8), 3),  # E+Z
+        ("capacity", schema.Mesh(data=4, expert=2), 3),  # E+D+Z
+        ("capacity", schema.Mesh(data=1, expert=8), 1),  # E
     ],
 )
 def test_steps_are_those_of_one_device(router, mesh, stage):
@@ -92,19 +71,14 @@ def test_steps_are_those_of_one_device(router, mesh, stage):
     assert_equal(train(make_run(router, mesh, stage)), on_one_device(router))
 
 
-@pytest.mark.parametrize(
-    ("router", "stage"),
-    [("dropless", 3), pytest.param("capacity", 1, marks=pytest.mark.slow)],
-)
-def test_accumulation_sums_over_all_devices(router, stage):
+def test_accumulation_sums_over_all_devices():
     mesh, two = schema.Mesh(data=2, expert=4), {"num_microbatches": 2}
-    found = train(make_run(router, mesh, stage, **two))
-    assert_equal(found, on_one_device(router, **two))
+    found = train(make_run("dropless", mesh, 3, **two))
+    assert_equal(found, on_one_device("dropless", **two))
 
 
 @pytest.mark.parametrize(
-    ("stage", "reduce_dtype", "groups"),
-    [(1, "compute", 1), (3, "compute", 1), (2, "float32", 4)],
+    ("stage", "reduce_dtype", "groups"), [(3, "compute", 1), (2, "float32", 4)]
 )
 def test_tensor_ranks_share_the_channels_of_experts(stage, reduce_dtype, groups):
     """E+D+M; gradients reduced by the compiler, or by `shard_map` around the layer."""
@@ -130,14 +104,12 @@ def test_experts_of_a_device_without_weight_learn_from_the_others():
     assert_equal(found, expected)
 
 
-@pytest.mark.parametrize("degree", [1, 4, 8])
-def test_a_checkpoint_moves_to_another_degree(degree, tmp_path):
+def test_a_checkpoint_moves_to_another_degree(tmp_path):
     """Fails if experts are restored onto other devices in another order."""
     before = make_run("dropless", schema.Mesh(data=4, expert=2), 2)
     state, _ = before.step(before.state, experts.make_batch(0))
     zjax.save(str(tmp_path), state, before)
-    mesh = schema.Mesh(data=8 // degree, expert=degree)
-    after = make_run("dropless", mesh, 3)
+    after = make_run("dropless", schema.Mesh(data=1, expert=8), 3)
     restored, _ = zjax.restore(str(tmp_path), after)
     for name, x in state.master.items():
         size = tuple(map(slice, restored.master[name].shape))

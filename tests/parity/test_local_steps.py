@@ -181,12 +181,7 @@ def test_twelve_steps_are_those_of_explicit_workers(settings):
 
 @pytest.mark.parametrize(
     ("mesh", "stage"),
-    [
-        (REPLICA8, 0),
-        (schema.Mesh(replica=2), 3),
-        pytest.param(REPLICA8, 3, marks=pytest.mark.slow),
-        pytest.param(schema.Mesh(replica=2), 0, marks=pytest.mark.slow),
-    ],
+    [(REPLICA8, 0), (schema.Mesh(replica=2), 3)],
 )
 def test_rounds_of_one_step_are_data_parallelism(mesh, stage):
     """The outer optimizer is SGD with learning rate 1 and no momentum."""
@@ -215,12 +210,7 @@ def test_replicas_are_equal_after_an_exchange_alone():
 
 @pytest.mark.parametrize(
     ("mesh", "stage"),
-    [
-        (schema.Mesh(replica=2), 3),
-        (schema.Mesh(replica=4, tensor=2), 0),
-        pytest.param(schema.Mesh(replica=2), 0, marks=pytest.mark.slow),
-        pytest.param(schema.Mesh(replica=4, tensor=2), 3, marks=pytest.mark.slow),
-    ],
+    [(schema.Mesh(replica=2), 3), (schema.Mesh(replica=4, tensor=2), 0)],
 )
 def test_a_local_step_sends_nothing_to_other_replicas(mesh, stage):
     """Neither gradients nor losses, norms, or whether they are finite."""

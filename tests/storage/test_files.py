@@ -223,7 +223,7 @@ def bar_of(monkeypatch, long_bytes, *, is_terminal=True):
     monkeypatch.setattr(transfers, "Console", lambda stderr: console)
     monkeypatch.setattr(transfers, "_LONG_BYTES", long_bytes)
     monkeypatch.setattr(plans, "MIN_MOVED_BYTES", 64)
-    run = start(make_config("pinned_host"))
+    run = start(make_config("pinned_host"), weights=())
     return text.getvalue(), 8 * memory.stored_bytes(run.plan).host
 
 

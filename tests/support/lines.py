@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import zjax
+from tests.support.first_state import placed
 from zjax.sharding.layers import layers_of
 from zjax.typing import Auxiliary, Loss, Model, Segment, Stack
 
@@ -61,7 +62,7 @@ def make_model(block, num_layers, embed=embed, head=head):
         metrics = {"auxiliary_loss": sum(added), "size": sum(sizes) / num_layers}
         return Loss(mean + sum(added), weight, model_state, metrics if added else {})
 
-    return Model(
+    model = Model(
         init=init,
         loss=loss,
         bind=lambda params, model_state: functools.partial(embed, params),
@@ -70,6 +71,7 @@ def make_model(block, num_layers, embed=embed, head=head):
         separable=True,
         cast=("x",),
     )
+    return placed(model)
 
 
 def join(embed, segments, head):

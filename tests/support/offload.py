@@ -10,13 +10,14 @@ from flax import linen
 
 import zjax
 from tests.support import language, rules
+from tests.support.first_state import first_state
+from tests.support.trees import stacked
 from zjax.models.build import make_model
 from zjax.optim.build import make_optimizer
 from zjax.optim.precision import join_bits
 from zjax.processes.host import RESERVED_SHARE
 from zjax.run.initialize import make_run
 from zjax.settings import convert, schema
-from zjax.storage.array import DiskArray
 
 ROWS, LENGTH, STEPS = 16, 8, 4
 GPT = dataclasses.replace(language.GPT, remat="full")
@@ -63,7 +64,7 @@ def make_config(memory, stage=2, *, num_microbatches=1, model=GPT, **sections):
         data=schema.Data(length=LENGTH, source="synthetic"),
         zero=zero if stage else dataclasses.replace(zero, min_shard_elements=16_384),
         precision=schema.Precision(**{"compute_dtype": "float32"} | precision),
-        optimizer=rules.optimizer(**{"num_warmup_steps": 1} | optimizer),
+        optimizer=rules.optimizer(**{"num_warmup_steps": 1, "eps": 1e-4} | optimizer),
         **sections,
     )
 
@@ -75,13 +76,16 @@ def make_batch(step, vocab_size=29):
     return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights}
 
 
-def start(config, tx=None, devices=None):
+def start(config, tx=None, devices=None, weights=None):
+    """A run from weights that are placed, or drawn as a user's are if they are `()`."""
     model = make_model(config)
     if tx is None:
         tx = make_optimizer(config, model)
     else:
         tx = zjax.adopt_optimizer(tx, model, config)
-    return make_run(config, model, tx, devices=devices)
+    is_fresh = weights == () or config.checkpoint.init_from
+    restore = None if is_fresh else first_state(config, model, weights)
+    return make_run(config, model, tx, devices=devices, restore=restore)
 
 
 def train(run, steps=STEPS):
@@ -94,10 +98,10 @@ def train(run, steps=STEPS):
 
 def weights_of(state):
     """Whole master weights by path, stacked as without offload."""
-    master = jax.tree.map(np.asarray, in_memory(state.master))
+    master = in_memory(state.master)
     if any(x.dtype == np.int16 for x in jax.tree.leaves(master)):
         master = jax.tree.map(whole, master, state.params)
-    return zjax.sharding.layers.put_together(master)
+    return stacked(master)
 
 
 def whole(x, upper):
@@ -111,13 +115,8 @@ def whole(x, upper):
 
 
 def in_memory(tree):
-    """Arrays on one device, wherever they rest."""
-
-    def bring(x):
-        here = x.to_devices() if isinstance(x, DiskArray) else x
-        return jnp.asarray(np.asarray(here))
-
-    return jax.tree.map(bring, tree)
+    """Arrays of NumPy, wherever they are stored."""
+    return jax.tree.map(np.asarray, tree)
 
 
 def arrays_besides(others):

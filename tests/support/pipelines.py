@@ -1,12 +1,12 @@
 """Small language models in a pipeline, and the same on one device."""
 
 import dataclasses
-import functools
 
 import jax
 import numpy as np
 
 from tests.support import rules
+from tests.support.first_state import first_state
 from zjax.models.build import make_model
 from zjax.optim.build import make_optimizer
 from zjax.run.initialize import make_run
@@ -28,7 +28,7 @@ def make_config(
     num_microbatches=4,
     pipeline=None,
     compute_dtype="float32",
-    optimizer="adamw",
+    optimizer="sgd",
     clip_norm=1.0,
     ema_decay=0.0,
     **model,
@@ -68,40 +68,8 @@ def make_batch(step):
 
 def start(config, devices=None):
     model = make_model(config)
-    return make_run(config, model, make_optimizer(config, model), devices=devices)
-
-
-def train(run, num_steps=3, *, evaluates=True):
-    """Losses, the loss of an unseen batch, and the weights in their logical shapes.
-
-    Without dropout, a further step has the loss of an evaluation and no new program.
-    """
-    state, losses = run.state, []
-    for step in range(num_steps):
-        state, metrics = run.step(state, make_batch(step))
-        losses.append(float(metrics["loss"]))
-    weights, unseen = whole(state.master, run.plan.master), make_batch(99)
-    metrics = run.evaluate(state, unseen) if evaluates else run.step(state, unseen)[1]
-    return [*losses, float(metrics["loss"])], weights
-
-
-def whole(arrays, rows):
-    """Arrays in their logical shapes."""
-
-    def cut(x, row):
-        return np.asarray(x)[tuple(map(slice, row.shape))]
-
-    return jax.tree.map(cut, arrays, rows)
-
-
-@functools.cache
-def on_one_device(num_microbatches=4, optimizer="adamw", num_steps=3, **model):
-    model = {"layers_per_scan": 1} | model  # which compiles in less time
-    config = make_config(
-        stage=0, num_microbatches=num_microbatches, optimizer=optimizer, **model
-    )
-    run = start(config, jax.devices()[:1])
-    return train(run, num_steps, evaluates="dropout_rate" in model)
+    tx, restore = make_optimizer(config, model), first_state(config, model)
+    return make_run(config, model, tx, devices=devices, restore=restore)
 
 
 def losses_of_replicas(optimizer, num_steps):
@@ -113,5 +81,10 @@ def losses_of_replicas(optimizer, num_steps):
             pipeline={"recompute": False} if stages > 1 else None,
         )
         config = dataclasses.replace(config, optimizer=optimizer, num_steps=12)
-        run = start(config, jax.devices()[: 2 * stages])
-        yield train(run, num_steps, evaluates=False)[0]
+        model, devices = make_model(config), jax.devices()[: 2 * stages]
+        run = make_run(config, model, make_optimizer(config, model), devices=devices)
+        state, losses = run.state, []
+        for step in range(num_steps):
+            state, metrics = run.step(state, make_batch(step))
+            losses.append(float(metrics["loss"]))
+        yield losses

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.flatten_util import ravel_pytree
 
 from zjax.typing import Loss, Model
 
@@ -71,3 +72,28 @@ def grads_of_replicas(params, batch):
         for part in parts
     ]
     return jax.tree.map(lambda *g: np.stack(g), *scaled)
+
+
+def grads_of_workers(unravel, params, batch):
+    """Flat gradients of each replica at its own flat parameters, float32[N, P]."""
+    found = []
+    for i, flat in enumerate(params):
+        grads = grads_of_replicas(unravel(flat), batch)
+        found.append(ravel_pytree(jax.tree.map(lambda g, i=i: g[i], grads))[0])
+    return np.stack(found)
+
+
+def decayed_numbers(master):
+    """1 for each number of a matrix, whose weights decay, and 0 for others."""
+    return np.concatenate(
+        [np.full(x.size, x.ndim > 1, "f4") for x in jax.tree.leaves(master)]
+    )
+
+
+def assert_copies_are_equal(tree):
+    """Holds the bits of what several devices store to those of the first of them."""
+    for leaf in jax.tree.leaves(tree):
+        first_of = {}
+        for shard in leaf.addressable_shards:
+            first = first_of.setdefault(str(shard.index), shard.data)
+            np.testing.assert_array_equal(shard.data, first)

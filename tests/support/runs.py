@@ -4,6 +4,7 @@ import jax
 import numpy as np
 
 from tests.support import models
+from tests.support.first_state import placed
 from zjax.run.initialize import make_run
 from zjax.run.step import make_step
 from zjax.settings import schema
@@ -26,8 +27,8 @@ def make_config(stage=2, *, mesh=None, min_elements=0, **settings):
 
 def make_small_run(tx, stage=2, *, num_devices=8, model=None, **settings):
     config = make_config(stage, **settings)
-    devices = jax.devices()[:num_devices]
-    return make_run(config, model or models.make_mlp(), tx, devices=devices)
+    model, devices = placed(model or models.make_mlp()), jax.devices()[:num_devices]
+    return make_run(config, model, tx, devices=devices)
 
 
 def make_small_step(tx, stage=2, *, num_devices=8, model=None, **settings):

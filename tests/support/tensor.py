@@ -7,15 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tests.support.first_state import first_state
 from tests.support.steps import make_step
+from tests.support.trees import stacked, unpadded
 from zjax.config import check_config
 from zjax.models.build import make_model
 from zjax.observe.collectives import list_collectives, mesh_axes
 from zjax.optim.build import make_optimizer
 from zjax.run.initialize import make_run
 from zjax.settings import schema
-from zjax.sharding.layers import put_together
-from zjax.sharding.placement import unpad_tree
 
 ROWS, LENGTH = 8, 16
 GPT = schema.Model(
@@ -62,8 +62,10 @@ def make_config(model, mesh, stage=0, *, length=LENGTH, **settings):
 def start(config, num_devices):
     check_config(config, num_devices)
     model = make_model(config)
-    devices = jax.devices()[:num_devices]
-    return make_run(config, model, make_optimizer(config, model), devices=devices)
+    tx, devices = make_optimizer(config, model), jax.devices()[:num_devices]
+    return make_run(
+        config, model, tx, devices=devices, restore=first_state(config, model)
+    )
 
 
 def make_batch(config, step):
@@ -80,8 +82,7 @@ def train(config, num_devices, num_steps=3):
     for step in range(num_steps):
         state, metrics = run.step(state, make_batch(config, step))
         losses.append(float(metrics["loss"]))
-    held = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), state.master)
-    weights = put_together(unpad_tree(held, run.plan.master))
+    weights = stacked(unpadded(state.master, run.plan.master))
     leaves = jax.tree_util.tree_leaves_with_path(weights)
     return np.array(losses), {jax.tree_util.keystr(keys): x for keys, x in leaves}
 

@@ -2,12 +2,14 @@
 
 import dataclasses
 
+import jax
 import numpy as np
-import safetensors.numpy
 
-from tests.support import language
+from tests.support.first_state import first_weights
 from zjax.checkpoint.layout import name_leaves
-from zjax.settings import schema
+from zjax.models.build import make_model
+from zjax.sharding.naming import path_of
+from zjax.sharding.placement import abstract_key
 
 HIDDEN_DIM = {"up/kernel": 2, "gate/kernel": 2, "down/kernel": 1}
 HIDDEN_DIM |= {"up/bias": 1, "gate/bias": 1}
@@ -28,12 +30,11 @@ def cut(weights, num_tiles):
     return found
 
 
-def started_from_the_same(config, directory):
-    """The settings with large weights to start from, the same for any tiles."""
-    whole = dataclasses.replace(config.model, mlp_tiles=1)
-    weights = language.params_of(language.make_language_model(whole))
-    path = directory / "weights.safetensors"
-    tensors = {n.replace("/", "."): np.asarray(x) for n, x in cut(weights, 1).items()}
-    safetensors.numpy.save_file(tensors, path)
-    checkpoint = schema.Checkpoint(init_from=str(path))
-    return dataclasses.replace(config, checkpoint=checkpoint)
+def first_weights_of(config):
+    """The same weights for any number of tiles."""
+    whole = dataclasses.replace(
+        config, model=dataclasses.replace(config.model, mlp_tiles=1)
+    )
+    flat = cut(first_weights(make_model(whole).init), config.model.mlp_tiles)
+    shapes, _ = jax.eval_shape(make_model(config).init, abstract_key())
+    return jax.tree_util.tree_map_with_path(lambda keys, _: flat[path_of(keys)], shapes)

@@ -11,6 +11,7 @@ import numpy as np
 
 import zjax
 from tests.support import two_segments
+from tests.support.first_state import placed
 from zjax.moe.balance import move_bias
 from zjax.ops.keys import fold_in
 
@@ -99,7 +100,7 @@ def make_model(**changes):
         logical=logical,
         init_layer=init,
     )
-    return dataclasses.replace(model, **changes)
+    return dataclasses.replace(placed(model), **changes)
 
 
 def make_batch(step):

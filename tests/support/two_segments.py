@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import zjax
+from tests.support.first_state import placed
 from zjax.ops.keys import fold_in
 from zjax.stack.forward import ONE_BY_ONE
 
@@ -89,7 +90,7 @@ def logical(params):
 
 
 def make_model(execution=ONE_BY_ONE, stack=STACK):
-    return zjax.Model(
+    model = zjax.Model(
         init=lambda key: (init(key), {}),
         loss=zjax.loss_of(stack, execution),
         bind=lambda params, model_state: params,
@@ -100,6 +101,7 @@ def make_model(execution=ONE_BY_ONE, stack=STACK):
         init_layer=init,
         cast=("x",),
     )
+    return placed(model)
 
 
 def make_batch(weights=None):
