@@ -5,6 +5,7 @@ import json
 import pyarrow
 import pytest
 
+from tests.support.refusals import data_error
 from zjax.data import prepare, tables
 from zjax.errors import DataError
 
@@ -126,48 +127,40 @@ def cut_file(folder):
         assert pyarrow.ipc.open_stream(file).read_all().num_rows == 21
 
 
-SPLITS = "holds the splits test, train; give one of them, such as {}test"
+SPLITS = "holds the splits test, train; give one of them, such as {}/test"
 AGAIN = "leave it out or make it again"
+ROWS = "/data-00000-of-00001.arrow"
 
 
 @pytest.mark.parametrize(
-    ("make", "expected"),
-    {
-        break_splits: SPLITS,
-        break_state: (
+    ("make", "place", "expected"),
+    [
+        (break_splits, "", SPLITS),
+        (
+            break_state,
+            "",
             "has a broken state.json (TypeError: 'int' object is not iterable); "
-            + AGAIN
+            f"{AGAIN}",
         ),
-        break_order: f"has rows in another order; {AGAIN}",
-        lose_file: f"lacks data-00001-of-00002.arrow; {AGAIN}",
-    }.items(),
+        (break_order, "", f"has rows in another order; {AGAIN}"),
+        (lose_file, "", f"lacks data-00001-of-00002.arrow; {AGAIN}"),
+        (
+            lose_column,
+            ROWS,
+            "has no column 'text', only id, body; choose another text_field",
+        ),
+        (repeat_column, ROWS, "has 2 columns 'text'; rename all but one"),
+        (break_file, ROWS, f"is not an Arrow stream, the form of datasets; {AGAIN}"),
+        (cut_file, ROWS, f"is cut off: its stream of rows has no end; {AGAIN}"),
+    ],
 )
-def test_directory_is_refused(make, expected, tmp_path):
-    """Fails if rows are read that the library would not give."""
-    make(tmp_path / "saved")
-    with pytest.raises(DataError) as caught:
-        prepare.prepare([tmp_path / "saved"], tmp_path / "tokens")
-    text = expected.format(f"{tmp_path}/saved/")
-    assert str(caught.value) == f"input='{tmp_path}/saved' {text}"
-    assert not (tmp_path / "tokens").exists()
-
-
-@pytest.mark.parametrize(
-    ("make", "expected"),
-    {
-        lose_column: "has no column 'text', only id, body; choose another text_field",
-        repeat_column: "has 2 columns 'text'; rename all but one",
-        break_file: f"is not an Arrow stream, the form of datasets; {AGAIN}",
-        cut_file: f"is cut off: its stream of rows has no end; {AGAIN}",
-    }.items(),
-)
-def test_file_is_refused(make, expected, tmp_path):
-    """Fails if an error of Arrow's own comes out."""
-    make(tmp_path / "saved")
-    with pytest.raises(DataError) as caught:
-        prepare.prepare([tmp_path / "saved"], tmp_path / "tokens")
-    path = tmp_path / "saved" / "data-00000-of-00001.arrow"
-    assert str(caught.value) == f"input='{path}' {expected}"
+def test_directory_or_its_file_is_refused(make, place, expected, tmp_path):
+    """Fails if rows are read that the library would not give, or an error of Arrow's
+    own comes out."""
+    folder = tmp_path / "saved"
+    make(folder)
+    with data_error(f"input='{folder}{place}' {expected.format(folder)}"):
+        prepare.prepare([folder], tmp_path / "tokens")
     assert not (tmp_path / "tokens").exists()
 
 

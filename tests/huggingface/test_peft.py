@@ -8,7 +8,7 @@ import safetensors.numpy
 
 from tests.support import huggingface as golden
 from tests.support.cases import some_by_hand
-from tests.support.refusals import config_error
+from tests.support.refusals import config_error, listed
 from zjax.checkpoint.store import Store
 from zjax.errors import CheckpointError
 from zjax.huggingface.export import export_huggingface
@@ -93,50 +93,15 @@ def test_base_with_adapters_is_the_merged_checkpoint(case, tmp_path):
     assert used == adapter.keys()
 
 
-@pytest.mark.parametrize(
-    ("family", "overrides", "expected"),
-    [
-        ("llama", (), "lora=None has no adapters to export; leave out --format=peft"),
-        (
-            "llama",
-            ("lora.rank=2", "lora.also_train=query/kernel"),
-            "lora.also_train=('query/kernel',) trains "
-            "model.layers.0.self_attn.q_proj.weight, which has an adapter, too; use "
-            "--format=hf, which merges adapters",
-        ),
-        (
-            "gpt2",
-            ("lora.rank=2", "lora.targets=mlp", "lora.also_train=tokens|attention/key"),
-            "lora.also_train=('tokens|attention/key',) trains an embedding that is the "
-            "head, too, which PEFT has apart; use --format=hf, which merges adapters\n"
-            "lora.also_train=('tokens|attention/key',) trains "
-            "transformer.h.0.attn.c_attn.weight, which is no array of its own; use "
-            "--format=hf, which merges adapters",
-        ),
-        (
-            "llama",
-            ("lora.rank=2", "model.vocab_size=64", "checkpoint.resize_vocabulary=True"),
-            "checkpoint.resize_vocabulary=True gives tables rows that the base of an "
-            "adapter lacks; use --format=hf, which merges adapters",
-        ),
-        (
-            "gpt2",
-            ("lora.rank=2",),
-            "lora.targets=('.*',) adapts blocks/attention/query, a part of "
-            "transformer.h.0.attn.c_attn in gpt2; use --format=hf, which merges "
-            "adapters",
-        ),
-        (
-            "llama",
-            ("lora.rank=2", "model.attention=sparse"),
-            "model.attention='sparse' is 'dense' in llama; leave out --format=peft",
-        ),
-    ],
-)
-def test_what_peft_cannot_hold_is_refused(family, overrides, expected, tmp_path):
+REFUSED = listed("peft.txt")
+
+
+@pytest.mark.parametrize("given", REFUSED)
+def test_what_peft_cannot_hold_is_refused(given, tmp_path):
     """Fails if something that was trained is left out in silence."""
+    family, *overrides = given.split("; ")
     store = trained(tmp_path / "run", family, *overrides, num_steps=0)
-    with config_error(expected):
+    with config_error(REFUSED[given]):
         export_peft(store, str(tmp_path / "adapter"))
     assert not (tmp_path / "adapter").exists()
 

@@ -161,6 +161,15 @@ CONTEXTS = {
 }
 
 
+def first_block_of(model, params, batch):
+    """The stack, what enters its blocks, and one of them as it runs."""
+    stack = model.stack
+    assert stack is not None and stack.take_tokens is not None
+    embed, (blocks,), _ = stack.split(params)
+    block, run = jax.tree.map(lambda x: x[1], blocks), jax.jit(stack.segments[0].block)
+    return stack, *stack.embed(embed, batch, None), lambda *x: run(block, *x, None)
+
+
 @pytest.mark.parametrize("name", CONTEXTS)
 def test_block_sees_the_kept_tokens_where_they_were(name):
     """As a whole block in which they see each other alone: the same positions, order,
@@ -173,19 +182,14 @@ def test_block_sees_the_kept_tokens_where_they_were(name):
         batch["segment_ids"] = (jnp.arange(16) < 11).astype(int)[None].repeat(3, 0)
         batch["lengths"] = jnp.full(3, 11)
     indices = jnp.array([[0, 3, 8, 9, 15], [0, 1, 2, 3, 4], [4, 7, 9, 10, 11]])
-    stack = model.stack
-    assert stack is not None and stack.take_tokens is not None
-    embed, (blocks,), _ = stack.split(params)
-    x, context = stack.embed(embed, batch, None)
-    block = jax.tree.map(lambda x: x[1], blocks)
-    run = jax.jit(stack.segments[0].block)
+    stack, x, context, run = first_block_of(model, params, batch)
     if mask == "lengths":
         context = context._replace(segment_ids=None)
     part = take_tokens(x, indices)
-    found, _ = run(block, part, stack.take_tokens(context, indices), None)
+    found, _ = run(part, stack.take_tokens(context, indices))
     kept = (jnp.arange(16)[None, :, None] == indices[:, None]).any(-1)
     alone = jnp.where(kept, batch["segment_ids"], -1)
-    whole, _ = run(block, x, context._replace(segment_ids=alone, lengths=None), None)
+    whole, _ = run(x, context._replace(segment_ids=alone, lengths=None))
     wanted, seen = (
         take_tokens(whole, indices),
         take_tokens(batch["segment_ids"], indices),
@@ -199,17 +203,12 @@ def test_a_window_counts_kept_tokens():
     model, params, batch = make_parts("model.positions=rotary")
     batch[SCHEDULE] = {ATTENTION_WINDOW: jnp.float32(1)}
     indices = jnp.array([[0, 3, 8, 9, 15], [0, 1, 2, 3, 4], [4, 7, 9, 10, 11]])
-    stack = model.stack
-    assert stack is not None and stack.take_tokens is not None
-    embed, (blocks,), _ = stack.split(params)
-    x, context = stack.embed(embed, batch, None)
-    block = jax.tree.map(lambda x: x[1], blocks)
-    run = jax.jit(stack.segments[0].block)
+    stack, x, context, run = first_block_of(model, params, batch)
     part, narrow = take_tokens(x, indices), stack.take_tokens(context, indices)
-    found, _ = run(block, part, narrow, None)
-    whole, _ = run(block, x, context, None)
+    found, _ = run(part, narrow)
+    whole, _ = run(x, context)
     np.testing.assert_allclose(found, take_tokens(whole, indices), rtol=1e-5, atol=1e-6)
-    free, _ = run(block, part, narrow._replace(window=None), None)
+    free, _ = run(part, narrow._replace(window=None))
     assert np.abs(free - found).max() > 1e-3
 
 
