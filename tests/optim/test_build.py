@@ -143,7 +143,7 @@ def test_lamb_keeps_its_ratio_within_limits(param, grad, update):
     np.testing.assert_allclose(updates["bias"], update, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["adamw", "lamb", "muon"])
+@pytest.mark.parametrize("name", ["adamw", "lamb", "muon", "onebit_lamb"])
 def test_stacked_layers_train_like_separate_ones(name):
     """Fails if decay, LAMB's ratio or Muon's sides take a stack for one layer."""
     rng = np.random.default_rng(2)
