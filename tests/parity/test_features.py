@@ -47,7 +47,8 @@ def assert_as_on_one_device(model, settings):
     assert_acts(run, state)
     expected = features.on_one_device(model)
     if "bfloat16" in settings or model == "float8":
-        rtol = 1e-2 if "bfloat16" in settings else 1e-3
+        # Each share of float8 has its own scale, which drops its own small numbers.
+        rtol = 1e-2 if "bfloat16" in settings else 3e-3
         np.testing.assert_allclose(found.losses, expected.losses, rtol=rtol)
         return
     np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-5)
