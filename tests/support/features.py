@@ -70,7 +70,8 @@ MODELS = {
     "two adapted layers": LLAMA + LORA + "model.num_layers=2 ",
     "two dropped adapters": LLAMA
     + LORA
-    + "model.num_layers=2 lora.dropout=0.25 num_microbatches=2 ",
+    + "lora.targets=('query','up') lora.dropout=0.25 model.num_layers=2 "
+    + "num_microbatches=2 ",
     "sparse": LLAMA
     + "model.attention=sparse model.attention.pattern=bigbird "
     + "model.attention.block=128 data.length=512 model.max_length=512 "
