@@ -110,11 +110,13 @@ def test_a_ds_config_wins_over_the_config_and_changes_win_over_both(tmp_path):
     theirs = tmp_path / "ds_config.json"
     theirs.write_text('{"train_batch_size": 64, "zero_optimization": {"stage": 3}}')
     ours = tmp_path / "ours.gin"
-    ours.write_text("config.zero.stage = 1\nconfig.seed = 7\n")
+    memory = "config.zero.offload.parameter_memory = 'nvme'"
+    ours.write_text(f"config.zero.stage = 1\nconfig.seed = 7\n{memory}\n")
     words = [f"--config={ours}", f"--ds_config={theirs}", "--config.num_steps=9"]
     found = parse(*words, "--config.global_batch_size=8")
     assert (found.zero.stage, found.seed, found.num_steps) == (3, 7, 9)
     assert found.global_batch_size == 8
+    assert found.zero.offload is None
     assert parse(f"--config={theirs}").global_batch_size == 64
 
 

@@ -2,6 +2,7 @@
 
 import math
 import os
+import pathlib
 
 import gin as google_gin
 import pytest
@@ -11,8 +12,7 @@ from zjax.errors import ConfigError
 from zjax.settings import schema
 
 VALUES_ONLY = "set values only: config.section.name = value"
-DEEP = "is nested too deep; "
-DEEP += "remove brackets, and includes and macros that reach themselves"
+DEEP = "is nested too deep; nest fewer brackets, and fewer macros in macros"
 SYNTAX = "write config.section.name = value, strings in quotes"
 
 
@@ -94,7 +94,20 @@ def test_the_registry_of_gin_is_left_alone():
             "num_steps=3 is an unused macro; write config.num_steps if it is a setting",
         ),
         (["config.seed = %x"], "config.seed='%x' is not a macro; define it: x = ..."),
-        (["x = %y", "y = %x", "config.seed = %x"], f"gin='x = %y' {DEEP}"),
+        (
+            ["x = %y", "y = %x", "config.seed = %x"],
+            "config.seed='%x' is a macro that reaches itself; write a value",
+        ),
+        (
+            [f"x{i + 1} = %x{i}" for i in range(2_000)] + ["config.seed = %x2000"],
+            f"gin='x1 = %x0' {DEEP}",
+        ),
+        (
+            ["config.seed = %x30", "x0 = 1"]
+            + [f"x{i + 1} = [%x{i}, %x{i}]" for i in range(30)],
+            "config.seed='...' expands to more than 10,000 values by macros; "
+            "write the values out",
+        ),
         (
             ["config.seed = @print()"],
             f"config.seed='@print()' refers to code; {VALUES_ONLY}",
@@ -159,12 +172,24 @@ def test_file_that_is_not_text(tmp_path):
     )
 
 
-def test_include_in_a_circle(tmp_path):
-    path = tmp_path / "a.gin"
-    path.write_text("include 'a.gin'\n")
+@pytest.mark.parametrize(
+    ("last", "message"),
+    [
+        ("", "include='30.gin' is file 101; include fewer"),
+        (
+            "include '29.gin'",
+            "include='29.gin' includes itself: 29.gin -> 30.gin -> 29.gin; remove one",
+        ),
+    ],
+)
+def test_includes_that_multiply_or_go_in_a_circle(last, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for i in range(30):
+        pathlib.Path(f"{i}.gin").write_text(f"include '{i + 1}.gin'\n" * 2)
+    pathlib.Path("30.gin").write_text(last)
     with pytest.raises(ConfigError) as error:
-        gin.from_gin([str(path)])
-    assert str(error.value) == f"gin_file={str(path)!r} {DEEP}"
+        gin.from_gin(["29.gin" if last else "0.gin"])
+    assert str(error.value).splitlines()[0] == message
 
 
 @pytest.mark.parametrize("kind", ["pipe", "/dev/zero"])

@@ -162,9 +162,22 @@ def test_problems_of_a_file_are_told_at_once():
             {"steps_per_print": math.inf},
             "it never prints; metrics are as the run says",
         ),
+        ({"allgather_size": 5e8}, "XLA combines the messages"),
+        (
+            {"aio": {"block_size": 1e6}},
+            "requests follow from the disks; see zjax bench --nvme",
+        ),
+        (
+            {"zero_optimization": {"stage3_module_granularity_threshold": -1}},
+            "XLA schedules and combines the messages",
+        ),
+        (
+            {"scheduler": {"type": "WarmupLR", "params": {"last_batch_iteration": -1}}},
+            "a run begins",
+        ),
     ],
 )
-def test_nothing_where_deepspeed_takes_it_is_no_problem(values, note):
+def test_what_deepspeed_takes_and_zjax_does_not_need_is_no_problem(values, note):
     found = convert({"train_batch_size": 8} | values)
     assert not found.problems()
     assert note in [row.note for row in found.rows]
@@ -214,6 +227,11 @@ def test_sections_that_are_off_and_unknown_ones_need_nothing():
         (
             '{"a":' * 5_000,
             "ds_config='ds' is nested too deep; give a ds_config.json",
+        ),
+        (
+            "{\"a\": '''x'''}",
+            "ds_config='ds' is not JSON on line 1 (''' begins no text there); "
+            "write the text in double quotes",
         ),
         (
             '{"a": 1',

@@ -1,6 +1,7 @@
 """Each key of the table has the type, the default and the names of DeepSpeed."""
 
 import ast
+import re
 
 import pytest
 
@@ -20,6 +21,9 @@ ON = {
 }
 MISSING = object()
 CHANGED = ("train_batch_size", "optimizer.type", "scheduler.type", "fp16.enabled")
+ABSENT = ("train_micro_batch_size_per_gpu", "data_parallel_size")
+ABSENT += ("sequence_parallel_size", "scheduler.params.total_num_steps")
+"""Keys whose default stands for a missing key, and is refused where it is written."""
 
 
 def written(path, value, base=ON):
@@ -56,10 +60,13 @@ def test_a_batch_size_alone_sets_what_deepspeed_has_by_default():
         "optimizer.clip_norm": 1.0,
         "precision.compute_dtype": "float32",
         "zero.stage": 0,
+        "zero.offload": None,
     }
 
 
-@pytest.mark.parametrize("path", [path for path in KEYS if path not in CHANGED])
+@pytest.mark.parametrize(
+    "path", [path for path in KEYS if path not in CHANGED + ABSENT]
+)
 def test_a_default_that_is_written_changes_nothing(path):
     found = convert(written(path, KEYS[path][1]))
     others = [f"{path}={KEYS[path][1]} is not a parameter of Adam; leave it out"]
@@ -72,6 +79,13 @@ gradient_cliping=1.0 is not a key of DeepSpeed; did you mean gradient_clipping?
 zero_optimization.stages=2 is not a key of DeepSpeed; did you mean stage?
 elastic_checkpoint=True is not a key of the outermost object; it belongs in \
 zero_optimization
+train_batch_size=-8 is out of range; use 1 or more
+train_batch_size=0 is out of range; use 1 or more | \
+{'train_micro_batch_size_per_gpu': 2}
+gradient_accumulation_steps=0 is out of range; use 1 or more
+data_parallel_size=0 is out of range; use 1 or more
+tensor_parallel.autotp_size=-2 is out of range; use 0 or more
+fp16s.enabled=True is not a key of fp16s; it belongs in fp16 or bf16 or bfloat16
 train_batch_size='8.5' is not a whole number; write a whole number
 fp16=None is not an object; write an object, or leave it out
 zero_optimization.offload_param='cpu' is not an object; write an object, or leave it \
@@ -102,6 +116,14 @@ device cpu
 train_batch_size=8 is given by elasticity; leave it out, or set \
 elasticity.ignore_non_elastic_batch_info | {'elasticity.enabled': True, \
 'elasticity.max_train_batch_size': 8, 'elasticity.micro_batch_sizes': [2]}
+data_efficiency.data_routing.random_ltd.random_ltd_layer_id=['a', 1] is not \
+supported; use 1 to 2: all layers but the first and the last | {'data_efficiency': \
+{'enabled': True, 'data_routing': {'enabled': True, 'random_ltd': {'enabled': True, \
+'total_layer_num': 4}}}}
+data_efficiency.data_routing.random_ltd.random_ltd_layer_id=[1] is not supported; use \
+1 to 9999999999998: all layers but the first and the last | {'data_efficiency': \
+{'enabled': True, 'data_routing': {'enabled': True, 'random_ltd': {'enabled': True, \
+'total_layer_num': 10000000000000}}}}
 curriculum_learning.schedule_type='custom' is not supported; use one of \
 fixed_linear, fixed_root, fixed_discrete | {'curriculum_learning.enabled': True}
 scheduler.params.cycle_min_lr=0.1 has no meaning beside the other keys; leave it out
@@ -109,6 +131,7 @@ optimizer.type='Adagrad' is not supported; give an optax optimizer to zjax.initi
 in its place
 optimizer.type='auto' is filled by no run; name one, as AdamW
 optimizer.type=None is not given; name one, as AdamW | {'optimizer.params.lr': 0.0001}
+optimizer.params.max_grad_norm=5.0 is not supported; write it as gradient_clipping
 optimizer.params.amsgrad=True is not supported; leave it out
 optimizer.params.max_coeff=10.0 is not a parameter of Adam; leave it out
 optimizer.params.max_coeff=0.3 is another limit of the ratios of norms than here; use \
@@ -119,6 +142,8 @@ optimizer.params.bias_correction=False is not a parameter of SGD; leave it out |
 {'optimizer.type': 'SGD'}
 optimizer.params.bias_correction=False is not a parameter of AdamW; leave it out | \
 {'optimizer.type': 'AdamW', 'optimizer.params.torch_adam': True}
+scheduler.params.last_batch_iteration=9 is not supported; use -1: a run that resumes \
+continues its schedule
 scheduler.params.warmup_num_steps=0 is no number of steps; use 1 or more
 scheduler.params.warmup_type='cosine' is not supported; use log, which DeepSpeed \
 takes in its place, or linear
@@ -142,9 +167,14 @@ MAPPED = """
 zero_optimization.offload_optimizer.ratio=0.5 {'zero.offload': 'auto'} | \
 {'zero_optimization.offload_optimizer.device': 'cpu'}
 zero_optimization=True {'zero.stage': 1}
-zero_optimization.cpu_offload=True {'zero.offload': 'pinned_host'}
-zero_optimization.cpu_offload_param=True {'zero.offload.parameter_memory': \
-'pinned_host'}
+zero_optimization.offload_param.device='nvme' {'zero.offload': 'pinned_host', \
+'zero.offload.parameter_memory': 'nvme'}
+zero_optimization.offload_optimizer.device='nvme' {'zero.offload': 'nvme', \
+'zero.offload.parameter_memory': 'device'}
+zero_optimization.cpu_offload=True {'zero.offload': 'pinned_host', \
+'zero.offload.parameter_memory': 'device'}
+zero_optimization.cpu_offload_param=True {'zero.offload': 'pinned_host', \
+'zero.offload.parameter_memory': 'pinned_host'}
 zero_optimization.mics_shard_size=4 {'mesh.replica': -1, 'mesh.data': 4}
 zero_optimization.zero_hpz_partition_size=4 {'mesh.replica': -1, \
 'mesh.data': 4, 'zero.replicas.secondary_partition': True}
@@ -201,7 +231,7 @@ def rows(table):
 def read_row(row):
     """Key, value, words of a row, and a file with the key."""
     row, _, beside = row.partition(" | ")
-    key, words = row.split(" ", 1)
+    key, words = re.split("(?<!,) ", row, maxsplit=1)
     path, _, value = key.partition("=")
     value = MISSING if "not given" in words else ast.literal_eval(value)
     values = ON

@@ -5,7 +5,9 @@ registered: a program's own use of Gin is not affected, references (`@name`) rea
 nothing, and all mistakes are reported at once.
 """
 
+import itertools
 import math
+import os
 import pathlib
 import tokenize
 from collections.abc import Iterator, Sequence
@@ -20,6 +22,10 @@ from zjax.config.shipped import shipped_name
 from zjax.errors import ConfigError, Problem
 from zjax.settings import convert, mappings, schema
 
+MAX_FILES = 100
+"""Largest number of files read, counting repeated includes."""
+MAX_VALUES = 10_000
+"""Largest number of values after macro expansion."""
 VALUES_ONLY = "set values only: config.section.name = value"
 Bindings = list[tuple[str, Any]]
 """Path and value of each binding; a path without a dot defines a macro."""
@@ -51,19 +57,19 @@ def read_gin(files: Sequence[str] = (), bindings: Sequence[str] = ()) -> dict[st
         >>> read_gin(bindings=["config.zero.stage = 3"])
         {'zero': {'stage': 3}}
     """
-    problems: list[Problem] = []
-    found: Bindings = []
+    problems, found = list[Problem](), Bindings()
+    reader = _Reader(problems)
     try:
         for path in files:
             local = pathlib.Path(paths.local_path("gin_file", path))
-            found += _read_file(local, problems)
+            found += reader.read_file(local)
         for binding in bindings:
-            found += _read_text(binding, "gin", pathlib.Path(), problems)
+            found += reader.read_text(binding, "gin")
         values = _nest(found, problems)
     except (RecursionError, MemoryError):
         field, given = ("gin_file", files) if files else ("gin", bindings)
         problem = "is nested too deep"
-        remedy = "remove brackets, and includes and macros that reach themselves"
+        remedy = "nest fewer brackets, and fewer macros in macros"
         raise ConfigError(Problem(field, given[0], problem, remedy)) from None
     if problems:
         raise ConfigError(*problems)
@@ -82,46 +88,63 @@ def from_gin(files: Sequence[str] = (), bindings: Sequence[str] = ()) -> schema.
         bound = {
             path.removeprefix(mappings.PREFIX): None
             for binding in bindings
-            for path, _ in _read_text(binding, "gin", pathlib.Path(), [])
+            for path, _ in _Reader([]).read_text(binding, "gin")
             if path.startswith(mappings.PREFIX)
         }
         values = shipped.give_way(values, mappings.merge({}, bound), name)
     return with_vocabulary(convert.from_mapping(schema.Config, values))
 
 
-def _read_file(path: pathlib.Path, problems: list[Problem]) -> Bindings:
-    """Reads the bindings of a file and of included files."""
-    try:
-        text = paths.read_text(path)
-    except (OSError, ValueError) as error:
-        problem = f"cannot be read: {getattr(error, 'strerror', None) or error}"
-        remedy = "give the path of a Gin file"
-        problems.append(Problem("gin_file", str(path), problem, remedy))
-        return []
-    return _read_text(text, str(path), path.parent, problems)
+class _Reader:
+    """Reads bindings of texts and of a limited number of files; appends problems."""
 
+    def __init__(self, problems: list[Problem]):
+        self._problems, self._numbers = problems, itertools.count(1)
 
-def _read_text(
-    text: str, source: str, folder: pathlib.Path, problems: list[Problem]
-) -> Bindings:
-    """Reads the bindings of a text, whose includes lie in a folder."""
-    found: Bindings = []
-    for statement in _statements(text, source, problems):
-        if isinstance(statement, config_parser.BindingStatement):
-            scope, selector, name, value, _ = statement
-            path = f"{selector}.{name}" if name else selector
-            if scope:
-                place = f"{scope}/{path}"
-                problems.append(Problem(place, value, "has a Gin scope", VALUES_ONLY))
-            else:
-                found.append((path, value))
-        elif isinstance(statement, config_parser.IncludeStatement):
-            name = paths.local_path("include", statement.filename)
-            found += _read_file(folder / name, problems)
-        elif isinstance(statement, config_parser.ImportStatement):
-            problem = Problem("import", statement.module, "would run code", VALUES_ONLY)
-            problems.append(problem)
-    return found
+    def read_file(
+        self, path: pathlib.Path, parents: Sequence[pathlib.Path] = ()
+    ) -> Bindings:
+        """Reads the bindings of a file inside others, and of files that it includes."""
+        # Includes can grow exponentially.
+        if (number := next(self._numbers)) > MAX_FILES:
+            problem, remedy = f"is file {number}", "include fewer"
+            raise ConfigError(Problem("include", str(path), problem, remedy))
+        chain = [*parents, path]
+        if os.path.realpath(path) in map(os.path.realpath, parents):
+            problem = f"includes itself: {' -> '.join(map(str, chain))}"
+            self._problems.append(Problem("include", str(path), problem, "remove one"))
+            return []
+        try:
+            text = paths.read_text(path)
+        except (OSError, ValueError) as error:
+            problem = f"cannot be read: {getattr(error, 'strerror', None) or error}"
+            remedy = "give the path of a Gin file"
+            self._problems.append(Problem("gin_file", str(path), problem, remedy))
+            return []
+        return self.read_text(text, str(path), chain)
+
+    def read_text(
+        self, text: str, source: str, files: Sequence[pathlib.Path] = ()
+    ) -> Bindings:
+        """Reads the bindings of a text, whose includes lie beside the last file."""
+        problems, found = self._problems, Bindings()
+        for statement in _statements(text, source, problems):
+            if isinstance(statement, config_parser.BindingStatement):
+                scope, selector, name, value, _ = statement
+                path = f"{selector}.{name}" if name else selector
+                if scope:
+                    place, problem = f"{scope}/{path}", "has a Gin scope"
+                    problems.append(Problem(place, value, problem, VALUES_ONLY))
+                else:
+                    found.append((path, value))
+            elif isinstance(statement, config_parser.IncludeStatement):
+                folder = files[-1].parent if files else pathlib.Path()
+                name = paths.local_path("include", statement.filename)
+                found += self.read_file(folder / name, files)
+            elif isinstance(statement, config_parser.ImportStatement):
+                module, problem = statement.module, "would run code"
+                problems.append(Problem("import", module, problem, VALUES_ONLY))
+        return found
 
 
 def _statements(text: str, source: str, problems: list[Problem]) -> Iterator[Any]:
@@ -146,22 +169,29 @@ def _nest(found: Bindings, problems: list[Problem]) -> dict[str, Any]:
     """Nests bindings by section, with macros expanded; appends problems."""
     # Gin has no literal for infinity.
     macros = {"inf": math.inf} | {path: x for path, x in found if "." not in path}
-    used, values = {"inf"}, dict[str, Any]()
+    used, values, numbers = {"inf"}, dict[str, Any](), itertools.count(1)
 
-    def expand(value: Any, path: str) -> Any:
+    def expand(value: Any, path: str, outer: Sequence[str] = ()) -> Any:
+        # Macros can grow exponentially.
+        if next(numbers) > MAX_VALUES:
+            problem = f"expands to more than {MAX_VALUES:,} values by macros"
+            raise ConfigError(Problem(path, "...", problem, "write the values out"))
         if isinstance(value, dict):
-            return {key: expand(item, path) for key, item in value.items()}
+            return {key: expand(item, path, outer) for key, item in value.items()}
         if isinstance(value, _Name):
             kind, name = value.text[0], value.text[1:]
-            if kind == "%" and name in macros:
+            is_macro = kind == "%" and name in macros
+            if is_macro and name not in outer:
                 used.add(name)
-                return expand(macros[name], path)
+                return expand(macros[name], path, (*outer, name))
             problem, remedy = "is not a macro", f"define it: {name} = ..."
-            if kind == "@":
+            if is_macro:
+                problem, remedy = "is a macro that reaches itself", "write a value"
+            elif kind == "@":
                 problem, remedy = "refers to code", VALUES_ONLY
             problems.append(Problem(path, value.text, problem, remedy))
         elif isinstance(value, list | tuple):
-            return type(value)(expand(item, path) for item in value)
+            return type(value)(expand(item, path, outer) for item in value)
         return value
 
     for path, value in found:

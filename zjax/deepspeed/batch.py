@@ -33,11 +33,11 @@ def _batch(values: Values) -> Meanings | str:
         return meanings
     if not values[GLOBAL] and not values[MICRO]:
         meanings[GLOBAL] = refusal(f"give it, or {MICRO}", "is not given")
-    elif not values[GLOBAL]:
+    elif not found.holds(GLOBAL):
         # 0 derives the size from the device batch, in place of zjax's default.
         meanings[GLOBAL] = {SIZES[GLOBAL]: 0}
-    if not (values[GLOBAL] and values[MICRO]):
-        meanings[SUMS] = {SIZES[SUMS]: values[SUMS] or 1}
+    if not (values[GLOBAL] and values[MICRO]) and values[SUMS] >= 1:
+        meanings[SUMS] = {SIZES[SUMS]: values[SUMS]}
     return meanings
 
 

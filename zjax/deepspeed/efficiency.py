@@ -100,7 +100,11 @@ def _random_ltd(values: Values) -> Meanings | str:
         "enabled": {"random_ltd": "layerwise"},
         "*": "the model says where its tokens are",
     }
-    if layers and total and sorted(layers) != [*range(1, total - 1)]:
+    are_numbers = all(isinstance(x, int | float) for x in layers)
+    # A list in a file is short; a range of layers may not be.
+    is_complete = are_numbers and len(layers) == total - 2
+    is_complete = is_complete and sorted(layers) == [*range(1, total - 1)]
+    if layers and total and not is_complete:
         remedy = f"use 1 to {total - 2}: all layers but the first and the last"
         meanings["random_ltd_layer_id"] = refusal(remedy)
     if values["layer_token_lr_schedule.enabled"]:

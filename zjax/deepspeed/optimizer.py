@@ -169,9 +169,12 @@ def _schedule(values: Values) -> Meanings | str:
     """Meanings of the parameters of the scheduler."""
     if not (kind := schedule_of(values)):
         return "its scheduler is not supported"
+    later = refusal("use -1: a run that resumes continues its schedule")
+    is_new = values["last_batch_iteration"] == -1
+    meanings: Meanings = {"last_batch_iteration": "a run begins" if is_new else later}
     if kind == "OneCycle":
-        return _cycle(values)
-    return _warmup(values, kind) if kind in WARMUPS else {}
+        return meanings | _cycle(values)
+    return meanings | (_warmup(values, kind) if kind in WARMUPS else {})
 
 
 def _warmup(values: Values, kind: str) -> Meanings:
@@ -192,7 +195,7 @@ def _warmup(values: Values, kind: str) -> Meanings:
     return meanings
 
 
-def _cycle(values: Values) -> Meanings | str:
+def _cycle(values: Values) -> Meanings:
     """Meanings of the parameters of OneCycle."""
     meanings: Meanings = {}
     for name in ("cycle_min_lr", "cycle_max_lr"):
@@ -283,6 +286,7 @@ SECTIONS = (
             "lr_range_test_step_size": To(2_000, f"{SCHEDULE}num_steps", RANGE_TEST),
             "lr_range_test_step_rate": To(1.0, f"{SCHEDULE}growth", RANGE_TEST),
             "lr_range_test_staircase": To(False, f"{SCHEDULE}staircase", RANGE_TEST),
+            "last_batch_iteration": -1,
         },
         _schedule,
         kind=schedule_of,

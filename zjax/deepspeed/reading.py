@@ -56,6 +56,9 @@ def read_text(text: str, name: str = "ds_config") -> dict[str, Any]:
         place = f" on line {where}" if where else ""
         problem = f"is not JSON{place} ({str(error).partition(':')[0]})"
         raise _error(name, problem, "correct it there") from error
+    except IndexError as error:  # HJSON looks for the line before '''
+        problem = "is not JSON on line 1 (''' begins no text there)"
+        raise _error(name, problem, "write the text in double quotes") from error
     except (OverflowError, ValueError) as error:  # HJSON calls `int` and `float`
         problem = f"holds a number that is too large ({error})"
         raise _error(name, problem, "write another one") from error

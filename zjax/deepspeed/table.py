@@ -1,8 +1,8 @@
 """Applies a table of sections to a ds_config: each key has one verdict and settings."""
 
 import dataclasses
-import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from difflib import SequenceMatcher, get_close_matches
 from typing import Any, NamedTuple
 
 from zjax.deepspeed.reading import MISSING, coerce, leaves
@@ -189,6 +189,10 @@ class Conversion:
         """Whether the file has a key or section."""
         return any(x == path or x.startswith(f"{path}.") for x in self._given)
 
+    def holds(self, path: str) -> bool:
+        """Whether the file has a key with a value of its own."""
+        return self.value(path, None) is not None
+
     def is_auto(self, path: str) -> bool:
         """Whether the run fills a key."""
         return self._given.get(path) == AUTO
@@ -263,8 +267,8 @@ class Conversion:
             self._record(path, AS_THE_RUN if is_open else rest)
 
     def _out_of_range(self, path: str) -> Outcome | None:
-        """Refusal of a negative number, and of a fraction above 1."""
-        number = self[path]
+        """Refusal of a negative number, or of a fraction above 1, of a typed key."""
+        number = None if self._default(path) is None else self[path]
         if type(number) is int and number < 0:
             return refusal("use 0 or more", "is out of range")
         is_outside = type(number) is float and not 0 <= number <= 1
@@ -277,14 +281,17 @@ class Conversion:
         for name, key in section.keys.items():
             if not isinstance(key, To | If) or (key.of and kind not in key.of):
                 continue
+            value = values[name]
             if isinstance(key, If):
-                meanings[name] = key.on if values[name] else key.why
-            elif key.least is None or values[name] >= key.least:
-                value = values[name]
+                meanings[name] = key.on if value else key.why
+            elif key.least is None or value >= key.least:
                 value = tuple(value) if isinstance(value, list) else value
                 meanings[name] = {key.setting: value}
-            else:
+            elif not self.holds(_join(section.path, name)) or (key.why and value >= 0):
                 meanings[name] = key.why
+            else:
+                remedy = f"use {0 if key.why else key.least} or more"
+                meanings[name] = refusal(remedy, "is out of range")
         return meanings
 
     def _judge(self, path: str, meaning: Meaning) -> None:
@@ -330,6 +337,7 @@ class Conversion:
         near = _nearest(name, self._known.get(section, ())) or _nearest(name, names)
         homes = [home for home, inside in self._known.items() if name in inside]
         homes = [home for home in homes if home not in ("", section)]
+        homes.sort(key=lambda home: -SequenceMatcher(None, section, home).ratio())
         problem, remedy = "is not a key of DeepSpeed", "leave it out"
         if name in self._known.get(section, ()):
             problem = "has no meaning beside the other keys"
@@ -359,4 +367,4 @@ def _join(section: str, name: str) -> str:
 
 def _nearest(name: str, names: Iterable[str]) -> str:
     """Most similar name; empty if no name is similar."""
-    return next(iter(difflib.get_close_matches(name, names, n=1, cutoff=0.8)), "")
+    return next(iter(get_close_matches(name, names, n=1, cutoff=0.8)), "")

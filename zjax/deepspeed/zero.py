@@ -121,8 +121,8 @@ def _offload(name: str, setting: str, keys: dict[str, Any]) -> Section:
 
     def read(values: Values) -> Meanings | str:
         device, disk = values["device"], values["nvme_path"]
-        memory, before = MEMORIES.get(device), values.found.settings
-        is_apart = "zero.offload" not in (*before, setting)
+        memory, state = MEMORIES.get(device), values.found[STATE_DEVICE]
+        is_apart = setting != "zero.offload" and state == "none"
         note = "optimizer state is stored on the host, too" * is_apart
         dropped = "DeepSpeed drops 'auto' there: " * values.is_auto("")
         nothing = "nothing is offloaded"
@@ -150,7 +150,23 @@ def _offload(name: str, setting: str, keys: dict[str, Any]) -> Section:
     return Section(path, keys, read, is_strict=True, instead=[None, table.AUTO])
 
 
+def _memories(values: Values) -> Meanings | str:
+    """Replaces memories of the run by DeepSpeed's defaults, which keys change later."""
+    found, old = values.found, ("cpu_offload_param", "cpu_offload_params")
+    offloads_params = found[PARAM_DEVICE] != "none" or any(values[x] for x in old)
+    if not found.is_auto(STATE_DEVICE):
+        found.settings["zero.offload"] = "pinned_host" if offloads_params else None
+    # Without offload of the state, this setting would turn it on.
+    offloads_state = found[STATE_DEVICE] != "none" or values["cpu_offload"]
+    if offloads_state and not found.is_auto(PARAM_DEVICE):
+        found.settings["zero.offload.parameter_memory"] = "device"
+    return {}
+
+
+STATE_DEVICE = f"{ZERO}.offload_optimizer.device"
+PARAM_DEVICE = f"{ZERO}.offload_param.device"
 SECTIONS = (
+    Section(ZERO, read=_memories, instead=[True, False]),
     _offload("offload_optimizer", "zero.offload", OPTIMIZER),
     _offload("offload_param", "zero.offload.parameter_memory", PARAM),
     Section(
