@@ -1,5 +1,6 @@
 """A run goes on with the data and the settings it was saved with, or says otherwise."""
 
+import dataclasses
 import json
 import shutil
 import sys
@@ -16,6 +17,7 @@ from zjax.errors import DataError
 from zjax.models.build import make_model
 from zjax.run.resume import (
     changes,
+    check_messages,
     fingerprint_functions,
     report_changes,
     report_functions,
@@ -207,6 +209,37 @@ def test_what_follows_from_the_number_of_steps_is_told(settings, numbers, told):
     before, after = (schema.Config(num_steps=x, **settings) for x in numbers)
     saved = {"config": to_mapping(before), "jax": jax.__version__}
     assert changes(saved, after) == [("num_steps", *numbers), told]
+
+
+OLD_RECORDS = [
+    (
+        {"communication": {"num_local_steps": 40, "num_fragments": 4, "delay": 5}}
+        | {"mesh": {"replica": 2}},
+        {"local_steps": schema.LocalSteps(num_steps=40, num_fragments=4, delay=5)},
+    ),
+    (
+        {"zero": {"shard_over_replica": True, "quantized_weights": True}},
+        {"replicas": schema.Sharded(quantized_weights=True)},
+    ),
+    (
+        {"zero": {"optimizer_memory": "auto", "parameter_memory": "device"}},
+        {"offload": schema.AutoOffload()},
+    ),
+    ({"zero": {"optimizer_memory": "device", "nvme_paths": []}}, {"offload": None}),
+]
+
+
+@pytest.mark.parametrize(("record", "settings"), OLD_RECORDS)
+def test_a_record_of_old_names_resumes_without_differences(record, settings, caplog):
+    """Fails if a round that goes on is refused, or a default is told as a change."""
+    section = next(iter(record))
+    changed = dataclasses.replace(getattr(schema.Config(), section), **settings)
+    mesh = schema.Mesh(**record.get("mesh", {}))
+    config = dataclasses.replace(schema.Config(mesh=mesh), **{section: changed})
+    check_messages({"config": record}, config, step=42)
+    report_changes({"config": record, "jax": jax.__version__}, config, 42)
+    (told,) = caplog.messages
+    assert f"  {section}." not in told and "at their defaults" in told
 
 
 def test_the_function_of_a_schedule_that_was_changed_is_told(caplog, monkeypatch):

@@ -129,8 +129,8 @@ def test_a_default_under_an_old_name_does_not_turn_a_section_on(old):
 
 def test_a_default_under_an_old_name_changes_a_section_that_is_on():
     given = "communication.num_fragments=3", "communication.num_fragments=1"
-    found = zconfig.load_config({}, *given).communication.local_steps
-    assert found == schema.LocalSteps()
+    found = zconfig.load_config({}, "communication.num_local_steps=500", *given)
+    assert found.communication.local_steps == schema.LocalSteps()
 
 
 def test_an_override_of_an_old_name_is_parsed_as_the_setting_that_it_was():

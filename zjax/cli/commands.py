@@ -44,6 +44,7 @@ from zjax.run.ending import lowest_evaluation
 from zjax.run.resume import STARTED_FROM
 from zjax.run.trainer import Trainer
 from zjax.settings.choices import value_at
+from zjax.settings.convert import current
 from zjax.settings.schema import Config
 from zjax.stack.forward import AUXILIARY_LOSS
 from zjax.train.average import choose_part, parts_of
@@ -69,7 +70,7 @@ def settings() -> Config:
         raise ConfigError(Problem("run", directory, "holds no settings", remedy))
     # The folder may have moved, and the run may have had more or fewer devices.
     here = {"directory": directory, "checkpoint.resume": "auto", "microbatch_size": 0}
-    return load_config(saved, here, *changes_given())
+    return load_config(current(saved), here, *changes_given())
 
 
 def settings_to_evaluate() -> Config:

@@ -51,7 +51,7 @@ def check_config(
     if user_model:
         problems += effect.user_model_problems(config)
     problems += _open_axes(config)
-    broken = tuple(problem.field for problem in problems)
+    broken = [x.field for x in problems if not isinstance(x, ranges.Above)]
     rules = _RULES + (() if user_model else model_rules.MODEL_RULES)
     rules += () if user_model or user_batches else model_rules.DATA_RULES
     for prefixes, rule in rules:

@@ -70,7 +70,8 @@ def _read(source: Any) -> Mapping[str, Any]:
     if isinstance(source, schema.Config):
         return mappings.to_mapping(source)
     if isinstance(source, ml_collections.ConfigDict):
-        return mappings.with_present_names(source.to_dict())
+        given = _changed(source.to_dict(), mappings.base().to_dict())
+        return mappings.merge({}, given)
     if isinstance(source, Mapping):
         _check_is_ours(source)
         return mappings.merge({}, source)
@@ -89,6 +90,20 @@ def _read(source: Any) -> Mapping[str, Any]:
     if shipped_name(source) and "optimizer" in values:
         values = {**values, "optimizer": derived.as_recipe(values["optimizer"])}
     return values
+
+
+def _changed(values: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a config file that differ from the settings that it began with."""
+    changed = dict[str, Any]()
+    for name, value in values.items():
+        before = base.get(name)
+        if isinstance(value, Mapping) and isinstance(before, Mapping):
+            value = _changed(value, before)
+            if not value:
+                continue
+        if name not in base or type(value) is not type(before) or value != before:
+            changed[name] = value
+    return changed
 
 
 def _check_is_ours(values: Mapping[str, Any]) -> None:

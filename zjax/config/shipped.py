@@ -12,7 +12,7 @@ from absl import logging
 
 from zjax.config import check, effect
 from zjax.errors import ConfigError, Problem
-from zjax.settings import axes, choices, convert, derived, schema
+from zjax.settings import axes, choices, convert, derived, renamed, schema, translate
 
 _PACKAGE = pathlib.Path(__file__).parents[1]
 # Installed packages hold the configs; in a checkout the folder lies beside zjax.
@@ -71,15 +71,20 @@ def give_way(
         >>> give_way(merged, {"model": {"num_heads": 4}}, "llama_8b")
         {'model': {'num_heads': 4, 'embed_size': 64}}
     """
-    merged = _without_unread(merged, changes, name)
+    present, problems = translate.with_present_names(merged)
+    if problems:  # the caller reads the config, which reports all problems at once
+        return merged
+    merged = present
+    given = set(_given(changes))
+    merged = _without_unread(merged, given, name)
     # Each round may uncover new problems; a setting is tried once, which ends the loop.
-    tried = set(_paths(changes))
-    while changes:
+    tried = set(given)
+    while given:
         config = convert.from_mapping(schema.Config, merged)
         named = {
             field: problem
             for field, problem in _named_in_problems(config)
-            if _holds(merged, field) and not tried & set(_prefixes(field))
+            if _holds(merged, field) and not _is_among(tried, field)
         }
         if not named:
             break
@@ -104,10 +109,9 @@ def give_way(
 
 
 def _without_unread(
-    merged: dict[str, Any], changes: Mapping[str, Any], name: str
+    merged: dict[str, Any], given: set[str], name: str
 ) -> dict[str, Any]:
     """Drops settings of a shipped config that choices of the user do not read."""
-    given = set(_paths(changes))
     dropped = [x for x in convert.unread(merged) if not given & {*_prefixes(x.field)}]
     for problem in dropped:
         text = "%s=%r of %s gives way: it %s"
@@ -149,6 +153,13 @@ def _paths(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{name}"
 
 
+def _given(changes: Mapping[str, Any]) -> Iterator[str]:
+    """Yields present paths of the settings that a user changes."""
+    kept, olds = renamed.find(changes)
+    yield from _paths(kept)
+    yield from (old.path for old in olds)
+
+
 def _prefixes(field: str) -> Iterator[str]:
     """Yields a setting and the sections around it."""
     while field:
@@ -157,12 +168,18 @@ def _prefixes(field: str) -> Iterator[str]:
 
 
 def _holds(values: Any, field: str) -> bool:
-    """Whether a nested mapping holds a setting."""
+    """Whether a nested mapping holds a setting or a section."""
     for name in field.split("."):
         if not isinstance(values, Mapping) or name not in values:
             return False
         values = values[name]
-    return not isinstance(values, Mapping)
+    return True
+
+
+def _is_among(fields: Iterable[str], field: str) -> bool:
+    """Whether fields have a setting, a section around it, or a setting inside it."""
+    around = {*_prefixes(field)}
+    return any(x in around or x.startswith(f"{field}.") for x in fields)
 
 
 def _without(values: Mapping[str, Any], fields: Iterable[str]) -> dict[str, Any]:

@@ -127,8 +127,11 @@ class Loader:
         if type(step) is not int or not 0 <= step < 2**31:
             problem, remedy = "is not a data position", "start from another checkpoint"
             raise DataError(Problem("data/step", step, problem, remedy))
-        kept, moved = renamed.moved(state)
-        saved = {n: x for n, x in (kept | moved).items() if n not in ("step", "drawn")}
+        kept, olds = renamed.find(state)
+        # Last, as None says that a section is off.
+        olds.sort(key=lambda old: old.present is None)
+        present = kept | {old.path: old.present for old in olds}
+        saved = {n: x for n, x in present.items() if n not in ("step", "drawn")}
         changed = [n for n in sorted(saved) if self._position.get(n) != saved[n]]
         # A feature that is switched off has no settings: naming the switch suffices.
         known = [name for name in changed if name in self._position] or changed

@@ -28,7 +28,7 @@ from zjax.settings.convert import current
 from zjax.settings.derived import is_derived, without_unused
 from zjax.settings.describe import ABSENT, Difference, differences
 from zjax.settings.mappings import to_mapping
-from zjax.settings.schema import Compressed, Config, CustomPacing
+from zjax.settings.schema import Compressed, Config, CustomPacing, LocalSteps
 from zjax.sharding.describe import describe_plan
 from zjax.sharding.mesh import trace
 from zjax.sharding.placement import abstract_key
@@ -357,10 +357,11 @@ def check_messages(saved: Mapping[str, Any], config: Config, step: int) -> None:
     on_its_way = any(rounds.merged_after(merge) is not None for merge in merges)
     if not on_its_way or not before:
         return
+    before = to_mapping(LocalSteps()) | before
     changed = [
-        (f"communication.local_steps.{name}", value, before.get(name))
+        (f"communication.local_steps.{name}", value, before[name])
         for name in _ROUND
-        if (value := getattr(config.communication.rounds, name)) != before.get(name)
+        if (value := getattr(config.communication.rounds, name)) != before[name]
     ]
     problem = "is not {}, with which step {} was saved, and a fragment is on its way"
     problems = [

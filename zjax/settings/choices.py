@@ -123,4 +123,5 @@ def default_of(one: Any, name: str) -> Any:
 @functools.cache
 def hints(one: type) -> dict[str, Any]:
     """Type annotations of the settings of a section."""
-    return typing.get_type_hints(one)
+    found = typing.get_type_hints(one)
+    return {name: found[name] for name in names(one)}

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from zjax import files
 from zjax.errors import ConfigError, Problem
-from zjax.settings import axes, choices, derived, mappings, renamed, schema
+from zjax.settings import axes, choices, derived, mappings, renamed, schema, translate
 from zjax.settings.choices import KIND, NONE
 
 Section = TypeVar("Section")
@@ -31,7 +31,8 @@ def from_mapping(section: type[Section], values: Mapping[str, Any]) -> Section:
         zjax.errors.ConfigError: stagee=1 is not a setting; did you mean stage?
     """
     problems: list[Problem] = []
-    values = mappings.with_present_names(values) if section is schema.Config else values
+    if section is schema.Config:
+        values, problems = translate.with_present_names(values)
     built = _section(section, values, "", problems)
     if problems:
         raise ConfigError(*problems)
@@ -63,7 +64,8 @@ def current(values: Mapping[str, Any]) -> dict[str, Any]:
         >>> current({"optimizer": {"name": "sgd", "b2": 0.95}})
         {'optimizer': {'rule': {'kind': 'sgd'}}}
     """
-    return _readable(schema.Config, mappings.with_present_names(values))
+    present, _ = translate.with_present_names(values, is_record=True)
+    return _readable(schema.Config, present)
 
 
 def _readable(section: Any, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -76,6 +78,8 @@ def _readable(section: Any, values: Mapping[str, Any]) -> dict[str, Any]:
             kind = value.get(KIND) or _implied(kinds, value, default)
             hint, known = kinds.get(kind), _all_settings_of(kinds)
             unread = {*known} - {*_settings_of(hint)}
+            # Sections that are the only one of a choice have no kind.
+            unread |= set() if hasattr(hint, KIND) else {KIND}
             value = {n: x for n, x in value.items() if n not in unread}
             value = value if hint else None
         if dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
@@ -138,16 +142,19 @@ def _choose(
         return default
     given = dict(given)
     kind = given.pop(KIND, None) or _implied(kinds, given, default)
-    if kind not in kinds:
+    if not isinstance(kind, str) or kind not in kinds:
         remedy = f"use one of {', '.join(kinds)}"
-        problems.append(Problem(path, kind, "is not a choice", remedy))
+        named = value if kind == NONE else kind
+        problems.append(Problem(path, named, "is not a choice", remedy))
         return default
     section, known = kinds[kind], _all_settings_of(kinds)
     special = {} if default is None else _special_defaults(default)
     unread = {*known} - {*_settings_of(section)}
     for name in [name for name in given if name in unread]:
         x, field = given.pop(name), f"{path}.{name}"
-        if derived.reset(x) not in (special.get(name), renamed.UNREAD.get(field)):
+        tables = (special, name), (renamed.UNREAD, field)
+        unset = [table[key] for table, key in tables if key in table]
+        if derived.reset(x) not in unset:
             problems += _unread(kinds, kind, field, x)
     if section is None:
         for name, x in given.items():

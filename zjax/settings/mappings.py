@@ -4,14 +4,14 @@ import ast
 import dataclasses
 import operator
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import ml_collections
 
 from zjax.errors import ConfigError, Problem
 from zjax.settings import axes, choices, derived, renamed, schema
-from zjax.settings.choices import KIND, NONE
+from zjax.settings.choices import KIND
 
 
 class Settings(ml_collections.ConfigDict):
@@ -145,61 +145,95 @@ def parse_override(text: str) -> tuple[str, Any]:
     if not equals or not path:
         remedy = "write path=value, such as zero.stage=3"
         raise ConfigError(Problem("override", text, "is not a setting", remedy))
-    return path, _parse_value(type_of(renamed.place(path).path), value.strip())
+    new = renamed.place(path)
+    hint = bool if True in new.values else type_of(new.path)
+    return path, _parse_value(hint, value.strip())
 
 
 def merge(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Merges nested settings, or dotted paths, into nested settings; changes win.
 
     A choice by kind alone keeps the settings of the choice, None drops them, and a
-    setting inside a choice of None makes the choice anew. Old names are replaced.
+    setting inside a choice of None makes the choice anew. Old names stay, and replace
+    present names of `values`, as present names replace old ones.
 
     Example:
         >>> merge({"zero": {"stage": 1}}, {"zero.stage": 3, "seed": 2})
         {'zero': {'stage': 3}, 'seed': 2}
     """
-    kept, moved = renamed.moved(changes)
-    return _with_moved(_merge(values, kept, schema.Config), moved)
+    return _merge(_without_replaced(values, changes), changes, "")
 
 
-def with_present_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Moves settings under old names to their present places."""
-    return _with_moved(*renamed.moved(values))
+def _without_replaced(
+    values: Mapping[str, Any], changes: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Copies nested settings without settings that changes have by another name."""
+    new, olds = renamed.find(changes)
+    kept = dict(values)
+    for old in olds:
+        is_choice = bool(choices.kinds(type_of(old.path)))
+        path = f"{old.path}.{KIND}" if is_choice and old.present else old.path
+        kept = _without(kept, path, turns_on=is_choice or old.path in renamed.SWITCHES)
+    replaced = [
+        old
+        for path, value in _leaves(new)
+        for old in renamed.find(kept)[1]
+        if _replaces(path, value, old)
+    ]
+    if any(old.name == renamed.MEMORY for old in replaced):
+        kept = renamed.without_presets(kept)
+        return _without_replaced(kept, changes)
+    for old in replaced:
+        kept = _without(kept, old.name)
+    return kept
 
 
-def _with_moved(values: Mapping[str, Any], moved: Mapping[str, Any]) -> dict[str, Any]:
-    """Merges settings that had old names, unless they are defaults of a section off.
+def _leaves(values: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields paths and values of nested settings; a kind has the path of its choice."""
+    for name, value in values.items():
+        path = f"{section}{name}"
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{path}.")
+        else:
+            choice = path.removesuffix(f".{KIND}")
+            is_kind = path != choice and bool(choices.kinds(type_of(choice)))
+            yield (choice if is_kind else path), value
 
-    Old configs wrote the defaults of sections that are off, which would turn them on.
-    """
-    needed = {p: x for p, x in moved.items() if not _is_default_of_off(values, p, x)}
-    return _merge(values, needed, schema.Config)
+
+def _replaces(path: str, value: Any, old: renamed.Old) -> bool:
+    """Whether a setting under a present name replaces one under an old name."""
+    is_all = not isinstance(value, str) or choices.as_mapping(value) == choices.OFF
+    is_inside = is_all and old.path.startswith(f"{path}.")
+    turns_on = old.present is None and path.startswith(f"{old.path}.")
+    return old.path == path or is_inside or turns_on
 
 
-def _is_default_of_off(values: Mapping[str, Any], path: str, value: Any) -> bool:
-    """Whether a setting has the default of a section that nested settings lack."""
-    section, _, name = path.rpartition(".")
-    kinds = choices.kinds(type_of(section))
-    given: Any = values
-    for part in section.split("."):
-        is_mapping = isinstance(given, Mapping)
-        given = given.get(part) if is_mapping else getattr(given, part, None)
-    if NONE not in kinds or choices.as_mapping(given) != choices.OFF:
-        return False
-    readers = choices.readers(kinds, name)
-    return any(value == choices.default_of(kinds[kind], name) for kind in readers)
+def _without(
+    values: Mapping[str, Any], path: str, *, turns_on: bool = False
+) -> dict[str, Any]:
+    """Copies nested settings without one, and without a None that `turns_on` ends."""
+    name, _, rest = path.partition(".")
+    if path in values or name not in values:
+        return {n: x for n, x in values.items() if n != path}
+    inner = values[name]
+    is_kind = rest == KIND and isinstance(inner, str)
+    if is_kind or (inner is None and turns_on):
+        return {n: x for n, x in values.items() if n != name}
+    if isinstance(inner, Mapping) or dataclasses.is_dataclass(inner):
+        inner = _without(_nested(inner), rest, turns_on=turns_on)
+    return {**values, name: inner}
 
 
 def _merge(
-    values: Mapping[str, Any], changes: Mapping[str, Any], section: Any
+    values: Mapping[str, Any], changes: Mapping[str, Any], section: str
 ) -> dict[str, Any]:
     """Merges nested settings of a section, or of a choice between sections."""
     merged = dict(values)
-    for path, change in changes.items():
-        name, _, rest = path.partition(".")
+    for key, change in changes.items():
+        name, _, rest = f"{key}".partition(".")
+        path = f"{section}{name}"
         change = {rest: change} if rest else change
-        hint = _hint_inside(section, name)
-        is_choice = bool(choices.kinds(hint))
+        is_choice = bool(choices.kinds(type_of(renamed.SECTIONS.get(path, path))))
         change = choices.as_mapping(change) if is_choice else change
         if is_choice and change == choices.OFF:
             merged[name] = None
@@ -207,7 +241,7 @@ def _merge(
             before = expand_auto(name, merged.get(name, {}))
             before = choices.as_mapping(before) if is_choice else before
             before = {} if is_choice and before == choices.OFF else before
-            merged[name] = _merge(_nested(before), change, hint)
+            merged[name] = _merge(_nested(before), change, f"{path}.")
         else:
             merged[name] = derived.as_set(change)
     return merged

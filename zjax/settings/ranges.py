@@ -55,6 +55,10 @@ class AtMost(NamedTuple):
     setting: str
 
 
+class Above(Problem):
+    """Problem of a number in range that exceeds another setting."""
+
+
 class NoneAt(NamedTuple):
     """Value of a setting that stands for none, and is not printed."""
 
@@ -206,4 +210,4 @@ def _limit_problems(
     other = f"{path.rpartition('.')[0]}.{name}".strip(".") if is_of_section else name
     is_legal = allowed is not None and not allowed.remedy_for(most)
     if is_legal and value > most:
-        yield Problem(path, value, f"is above {other}={most}", f"use at most {most}")
+        yield Above(path, value, f"is above {other}={most}", f"use at most {most}")

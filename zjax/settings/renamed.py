@@ -1,10 +1,12 @@
 """Old names of settings, which are read for one release, and told."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from absl import logging
+
+from zjax.settings.choices import KIND, NONE
 
 
 class Moved(NamedTuple):
@@ -20,7 +22,13 @@ def _moved(old: str, new: str, *names: str) -> dict[str, Moved]:
     return {f"{old}.{name}": Moved(f"{new}.{name}") for name in names}
 
 
+MEMORY = "zero.memory"
+"""Old name of a preset, whose values are defaults of other old names."""
+_OFF: Mapping[Any, None] = {None: None, "": None, NONE: None}
+"""Values that stand for no section, by old names of a choice that had them."""
+
 MOVED: dict[str, Moved] = {
+    MEMORY: Moved("zero.offload"),
     "optimizer.name": Moved("optimizer.rule"),
     **_moved(
         "optimizer",
@@ -69,7 +77,7 @@ MOVED: dict[str, Moved] = {
     "observe.profile_start_step": Moved("observe.profile.start_step"),
     "observe.profile_num_steps": Moved("observe.profile.num_steps"),
     "model.rope_theta": Moved("model.positions.theta"),
-    "model.rope_scaling": Moved("model.positions.scaling"),
+    "model.rope_scaling": Moved("model.positions.scaling", _OFF),
     "model.rotary_size": Moved("model.positions.size"),
     "model.rotary_pairs": Moved("model.positions.pairs"),
     "model.max_positions": Moved("model.positions.max_positions"),
@@ -100,15 +108,21 @@ SECTIONS = {
 """Sections by old paths, for settings that kept their names."""
 
 
-MEMORIES: Mapping[str, Mapping[str, str] | None] = {
-    memory: {"kind": memory, "gradient_memory": gradients, "parameter_memory": params}
-    for memory, gradients, params in (
+MEMORIES: Mapping[str, Mapping[str, str]] = {
+    memory: {
+        "zero.optimizer_memory": memory,
+        "zero.gradient_memory": gradients,
+        "zero.parameter_memory": parameters,
+    }
+    for memory, gradients, parameters in (
         ("pinned_host", "pinned_host", "device"),
         ("nvme", "pinned_host", "pinned_host"),
         ("auto", "device", "device"),
     )
-} | {"device": None}
-"""Offload by old values of `zero.memory`."""
+} | {"device": {"zero.optimizer_memory": "device"}}
+"""Settings under old names by values of `MEMORY`."""
+_DERIVED = [(name, "derived") for name in MEMORIES["nvme"]]
+"""Old names with values that stood for the preset."""
 
 SWITCHES: dict[str, tuple[Any, ...]] = {
     "elasticity.microbatch_sizes": ((), []),
@@ -131,46 +145,75 @@ Old configs had to write them.
 """
 
 
-def moved(
-    values: Mapping[str, Any], section: str = ""
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Splits nested settings into settings under present names, and moves by path.
+class Old(NamedTuple):
+    """Setting under an old name, or an old value that switched a section off."""
+
+    name: str
+    value: Any
+    path: str
+    """Present path: a setting, or a choice between sections."""
+    present: Any
+    """Present value; None switches the section at `path` off."""
+
+
+def find(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Old]]:
+    """Splits nested settings into settings under present names and old ones.
 
     Example:
-        >>> moved({"optimizer": {"name": "lion", "weight_decay": 0.0}})
-        ({'optimizer': {'weight_decay': 0.0}}, {'optimizer.rule': 'lion'})
+        >>> kept, (old,) = find({"optimizer": {"name": "lion", "weight_decay": 0.0}})
+        >>> kept, old.path, old.present
+        ({'optimizer': {'weight_decay': 0.0}}, 'optimizer.rule', 'lion')
     """
-    kept, found = dict[str, Any](), dict[str, Any]()
+    kept, found = _split(values, "")
+    found = [x for x in found if (x.name, x.value) not in _DERIVED]
+    given = {old.name for old in found}
+    for old in [old for old in found if old.name == MEMORY]:
+        for name, x in MEMORIES.get(f"{old.value}", {}).items():
+            if name not in given:
+                new = place(name)
+                found.append(old._replace(path=new.path, present=_present(new, x)))
+        if f"{old.value}" in MEMORIES:
+            found.remove(old)
+    return kept, found
+
+
+def without_presets(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Replaces `MEMORY` by the settings that it stands for and that are not set."""
+    zero = dict(values["zero"])
+    presets = MEMORIES.get(f"{zero.pop('memory')}", {})
+    named = {name.removeprefix("zero."): x for name, x in presets.items()}
+    return {**values, "zero": named | zero}
+
+
+def _split(values: Mapping[str, Any], section: str) -> tuple[dict[str, Any], list[Old]]:
+    """Splits settings of a section as `find` does, with presets unresolved."""
+    kept, found = dict[str, Any](), list[Old]()
     for name, value in values.items():
         path = f"{section}{name}"
+        new = place(path)
         if isinstance(value, Mapping):
-            inner, below = moved(value, f"{path}.")
-            found |= below
+            inner, below = _split(value, f"{path}.")
+            found += below
             if inner or path not in SECTIONS:
                 kept[name] = inner
-            continue
-        new = place(path)
-        # Types are compared as well: False == 0, but False is refused.
-        offs = [(type(x), x) for x in SWITCHES.get(new.path, ())]
-        if (type(value), value) in offs:
-            off = new.path.rpartition(".")[0]
-            _tell(f"{path}={value!r}", f"{off}=None")
-            found[off] = None
+        elif is_one_of(value, SWITCHES.get(new.path, ())):
+            found.append(Old(path, value, new.path.rpartition(".")[0], None))
         elif new.path != path:
-            _tell(path, new.path)
-            is_known = isinstance(value, bool | int | str) and value in new.values
-            # Not over None: a switch beside this setting is off.
-            found.setdefault(new.path, new.values[value] if is_known else value)
+            found.append(Old(path, value, new.path, _present(new, value)))
         else:
             kept[name] = value
-    for name in [name for name in kept if f"{section}{name}" == "zero.memory"]:
-        _tell("zero.memory", "zero.offload")
-        # Kept, as other old names of `zero` win over what this one stood for.
-        memory = kept.pop(name)
-        offload = MEMORIES.get(f"{memory}", memory)
-        kept[name.removesuffix("memory") + "offload"] = offload
-    # Last, as None drops the settings of its section.
-    return kept, dict(sorted(found.items(), key=lambda item: item[1] is None))
+    return kept, found
+
+
+def _present(new: Moved, value: Any) -> Any:
+    """Present value of a moved setting; a value that is written alike is unchanged."""
+    known = (x for old, x in new.values.items() if is_one_of(value, (old,)))
+    return next(known, value)
+
+
+def is_one_of(value: Any, values: Iterable[Any]) -> bool:
+    """Whether a value is one of some, of the same type: False == 0, but is no int."""
+    return any(type(value) is type(x) and value == x for x in values)
 
 
 def place(path: str) -> Moved:
@@ -178,7 +221,18 @@ def place(path: str) -> Moved:
     if path in MOVED:
         return MOVED[path]
     section, _, name = path.rpartition(".")
-    return Moved(f"{SECTIONS[section]}.{name}" if section in SECTIONS else path)
+    if section not in SECTIONS:
+        return Moved(path)
+    new = SECTIONS[section]
+    return Moved(new, _OFF) if name == KIND else Moved(f"{new}.{name}")
+
+
+def warn(old: Old) -> None:
+    """Logs once that a setting has another name, or is written differently."""
+    if old.path == place(old.name).path.rpartition(".")[0]:  # a switch that is off
+        _tell(f"{old.name}={old.value!r}", f"{old.path}=None")
+    else:
+        _tell(old.name, place(old.name).path)
 
 
 @functools.cache  # once per process

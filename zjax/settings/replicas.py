@@ -110,7 +110,7 @@ def _round_problems(settings: schema.LocalSteps, total: int) -> Iterator[Problem
         problem = f"leaves the last {rest} of {span} unmerged"
         divided = f"num_steps - {first}" if together else "num_steps"
         yield Problem(field, length, problem, f"use a divisor of {divided}")
-    if delay >= length // number:
+    if number <= length and delay >= length // number:
         problem = f"is not less than the {length // number} steps between two merges"
         remedy = f"use at most {length // number - 1}"
         yield Problem(f"{section}.delay", delay, problem, remedy)
