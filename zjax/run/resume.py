@@ -24,10 +24,11 @@ from zjax.jaxprs.versions import is_program
 from zjax.optim.phases import Rounds, make_phases, make_rounds
 from zjax.optim.precision import cast_floating
 from zjax.schedule.pacing import make_pacing, used_pacings
+from zjax.settings.choices import names, sections
 from zjax.settings.convert import current
 from zjax.settings.derived import is_derived, without_unused
 from zjax.settings.describe import ABSENT, Difference, differences
-from zjax.settings.mappings import to_mapping
+from zjax.settings.mappings import to_mapping, type_of
 from zjax.settings.schema import Compressed, Config, CustomPacing, LocalSteps
 from zjax.sharding.describe import describe_plan
 from zjax.sharding.mesh import trace
@@ -390,11 +391,12 @@ def report_changes(saved: Mapping[str, Any], config: Config, step: int) -> None:
 
 def _is_new_default(difference: Difference) -> bool:
     """Whether a setting absent from the checkpoint has its default, or was derived."""
-    default: Any = to_mapping(Config())
-    for name in difference.setting.split("."):
-        default = default.get(name) if isinstance(default, Mapping) else ABSENT
-    is_default = is_derived(difference.other) or _is_within(difference.other, default)
-    return difference.value is ABSENT and is_default
+    section, _, name = difference.setting.rpartition(".")
+    hint = type_of(section) if section else Config
+    defaults = [to_mapping(one())[name] for one in sections(hint) if name in names(one)]
+    is_default = any(_is_within(difference.other, x) for x in defaults)
+    is_absent = difference.value is ABSENT
+    return is_absent and (is_default or is_derived(difference.other))
 
 
 def _is_within(value: Any, default: Any) -> bool:
