@@ -33,6 +33,23 @@ def test_problems_are_reported_together():
     )
 
 
+def test_a_number_above_a_limit_hides_no_other_problem():
+    overrides = "model.moe.top_groups=3;model.moe.num_groups=2;model.num_heads=5"
+    assert refusal([*overrides.split(";"), "data.length=4096"], 8) == (
+        "model.moe.top_groups=3 is above model.moe.num_groups=2; use at most 2\n"
+        "model.num_heads=5 does not divide model.embed_size=768; use a divisor of 768, "
+        "or set model.head_size\n"
+        "data.length=4096 exceeds model.max_length=1024; use at most 1024"
+    )
+    rounds = "communication.local_steps"
+    overrides = [f"{rounds}.num_steps=4", f"{rounds}.num_fragments=8"]
+    assert refusal(overrides, 8) == (
+        f"{rounds}.num_fragments=8 is above {rounds}.num_steps=4; use at most 4\n"
+        f"{rounds}.num_steps=4 has no effect with mesh.replica=1; use mesh.replica=2 "
+        f"or more, or {rounds}=None"
+    )
+
+
 @pytest.mark.parametrize(
     "overrides",
     [

@@ -105,6 +105,21 @@ def test_what_a_user_sets_and_what_follows_from_nothing_does_not_give_way(caplog
     assert not caplog.records
 
 
+def test_a_section_of_a_named_config_gives_way_unless_a_user_sets_something_inside(
+    caplog,
+):
+    config = zconfig.load_config("gpt2_zeropp", "zero.stage=2", "mesh.data=4")
+    assert config.zero.replicas is None
+    zconfig.check_config(config, 8)
+    assert caplog.messages == [
+        "zero.replicas='sharded' of gpt2_zeropp gives way and is None: "
+        "zero.replicas='sharded' has no effect with zero.stage=2"
+    ]
+    mine = "zero.replicas.quantized_weights=True"
+    config = zconfig.load_config("gpt2_zeropp", "zero.stage=2", "mesh.data=4", mine)
+    assert config.zero.replicas is not None
+
+
 def test_settings_of_the_built_in_models_are_refused_for_another():
     config = schema.Config(precision=schema.Precision(matmul_dtype="float8"))
     zconfig.check_config(config, 8)

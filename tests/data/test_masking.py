@@ -142,5 +142,5 @@ def test_settings_that_mask_nothing_are_refused():
     )
     assert (
         "buckets='cut' is not built for the masked tokens of "
-        "model.kind='encoder'; leave it at None" in told
+        "model.kind='encoder'; leave it out" in told
     )

@@ -152,9 +152,7 @@ def test_buckets_continue_as_they_were(run, tmp_path):
 def test_given_batches_have_no_buckets(tmp_path):
     with pytest.raises(ConfigError) as error:
         small_run.make_trainer(tmp_path, *BUCKETS, batches=[])
-    assert "buckets='cut' does not cut given batches; leave it at None" in str(
-        error.value
-    )
+    assert "buckets='cut' does not cut given batches; leave it out" in str(error.value)
 
 
 LTD = (

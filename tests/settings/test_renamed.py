@@ -189,3 +189,7 @@ def test_a_record_is_read_without_a_word(caplog):
         "zero": {"replicas": {"quantized_weights": False}}
     }
     assert not caplog.messages
+
+
+def test_a_name_that_is_no_text_is_refused():
+    assert outcome({"zero": {None: 2}}).startswith("zero.None=2 is not a setting; ")

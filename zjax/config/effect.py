@@ -32,7 +32,8 @@ def effect_problems(config: schema.Config, num_devices: int) -> Iterator[Problem
                 continue
             problem = f"has no effect with {other}={given!r}"
             one_of = " or ".join(map(repr, values))
-            remedy = f"leave it at {default!r}, or set {other} to {one_of}"
+            leave = "leave it out" if default is None else f"leave it at {default!r}"
+            remedy = f"{leave}, or set {other} to {one_of}"
             yield Problem(field, choices.value_at(config, field), problem, remedy)
     yield from lengths.beside_problems(config)
     yield from _moments(config)

@@ -270,7 +270,7 @@ def _masking(config: schema.Config, num_devices: int) -> Iterator[Problem]:
         yield Problem("data.masking.mask_id", mask_id, problem, remedy)
     if config.buckets:
         problem = "is not built for the masked tokens of model.kind='encoder'"
-        yield Problem("buckets", config.buckets.kind, problem, "leave it at None")
+        yield Problem("buckets", config.buckets.kind, problem, "leave it out")
 
 
 MODEL_RULES: tuple[Entry, ...] = (

@@ -652,7 +652,7 @@ def _mismatches(model: Any, batches: Any, config: Config) -> list[Problem]:
             problem = "does not count the tokens of given batches"
             problems.append(Problem(field, number, problem, "leave it at 0"))
     if batches is not None and config.buckets:
-        problem, remedy = "does not cut given batches", "leave it at None"
+        problem, remedy = "does not cut given batches", "leave it out"
         kind = config.buckets.kind
         problems.append(Problem("buckets", kind, problem, remedy))
     if batches is not None and config.curriculum.metrics:

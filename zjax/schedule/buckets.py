@@ -152,7 +152,7 @@ def _conflicts(kind: str, config: schema.Config) -> Iterator[Problem]:
         yield Problem("buckets", kind, problem, remedy)
     if isinstance(config.sequence_warmup, CUTS):
         problem = f"has no effect with buckets={kind!r}"
-        remedy = "leave it at None, or use buckets.order='pacing'"
+        remedy = "leave it out, or use buckets.order='pacing'"
         yield Problem("sequence_warmup", config.sequence_warmup.kind, problem, remedy)
     if config.curriculum.metrics:
         metrics = tuple(metric.index for metric in config.curriculum.metrics)
