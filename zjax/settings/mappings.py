@@ -192,7 +192,7 @@ def _leaves(values: Mapping[str, Any], section: str = "") -> Iterator[tuple[str,
     """Yields paths and values of nested settings; a kind has the path of its choice."""
     for name, value in values.items():
         path = f"{section}{name}"
-        if isinstance(value, Mapping) and value:
+        if isinstance(value, Mapping):
             yield from _leaves(value, f"{path}.")
         else:
             choice = path.removesuffix(f".{KIND}")

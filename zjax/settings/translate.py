@@ -36,15 +36,14 @@ def with_present_names(
         if not off:
             result = mappings.merge(result, {old.path: old.present})
         elif not (is_record or _is_default(old) or _is_dropped(result, old, off)):
-            problem, remedy = (
-                f"has no effect without {off}",
-                f"leave it out, or set {off}",
-            )
+            remedy = f"leave it out, or set {off}"
+            problem = f"has no effect without {off}"
             problems.append(Problem(old.name, old.value, problem, remedy))
     return result, problems
 
 
 _INSIDE = 3
+"""Rank of a setting inside a section."""
 
 
 def _rank(old: Old) -> int:
@@ -109,6 +108,7 @@ def _is_set(values: Mapping[str, Any], old: Old) -> bool:
 
 
 _ABSENT = object()
+"""Value of a setting that nested settings do not have."""
 
 
 def _at(values: Any, path: str) -> Any:
