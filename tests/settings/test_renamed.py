@@ -3,9 +3,9 @@
 import pytest
 
 from zjax import config as zconfig
-from zjax.config import gin
+from zjax.config import gin, load
 from zjax.errors import ConfigError
-from zjax.settings import convert, mappings, renamed
+from zjax.settings import convert, mappings, renamed, schema
 
 NO_ROUNDS = "without communication.local_steps; leave it out, or set \
 communication.local_steps"
@@ -186,4 +186,8 @@ def test_a_record_is_read_without_a_word(caplog):
     assert convert.current({"zero": zero}) == {
         "zero": {"replicas": {"quantized_weights": False}}
     }
+    sizes = {"pacing": {"kind": "linear", "start": 256}, "num_cycles": 4}
+    buckets = {"form": "cut", "order": "grow", **sizes}
+    config = load.saved_config({"config": {"buckets": buckets}})
+    assert config.buckets == schema.Cut(order=schema.Grow(num_cycles=4))
     assert not caplog.messages

@@ -16,7 +16,7 @@ from zjax.checkpoint.layers import Index, Source
 from zjax.checkpoint.saved import place_slices
 from zjax.checkpoint.steps import find_steps
 from zjax.checkpoint.store import Store
-from zjax.config.load import load_config
+from zjax.config.load import saved_config
 from zjax.errors import CheckpointError
 from zjax.files import local_path
 from zjax.train.average import Part, choose_part
@@ -61,7 +61,7 @@ def open_weights(
     source = Source({path: saved[name] for path, name in names.items()}, read)
     if not merges_adapters:
         return source, chosen
-    lora = load_config(store.extra(step).get("config", {})).lora
+    lora = saved_config(store.extra(step)).lora
     whole = without_codes(source)
     return adapters.merged(whole, lora) if lora else whole, chosen
 

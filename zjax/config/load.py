@@ -65,6 +65,11 @@ def load_config(
         raise ConfigError(Problem("config", kind, problem, remedy)) from None
 
 
+def saved_config(extra: Mapping[str, Any]) -> schema.Config:
+    """Settings of a saved run, from the metadata of a checkpoint of any version."""
+    return load_config(convert.current(extra.get("config", {})))
+
+
 def _read(source: Any) -> Mapping[str, Any]:
     """Reads a source as nested settings."""
     if isinstance(source, schema.Config):

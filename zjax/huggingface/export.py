@@ -18,7 +18,7 @@ from zjax.checkpoint.layout import Entry, check_same
 from zjax.checkpoint.model_state import open_weights
 from zjax.checkpoint.steps import find_steps
 from zjax.checkpoint.store import Store
-from zjax.config.load import load_config
+from zjax.config.load import saved_config
 from zjax.errors import CheckpointError, ConfigError, Problem
 from zjax.files import local_path, new_directory
 from zjax.huggingface.families import FAMILIES, Family
@@ -87,7 +87,7 @@ def export_huggingface(
     layers is in memory at a time. Only one process may call this.
     """
     step = store.latest() if step is None else step
-    config = load_config(store.extra(step).get("config", {}))
+    config = saved_config(store.extra(step))
     model, start = config.model, _find_start(config.checkpoint.init_from)
     kind = find_kind(model)
     report_dropouts(model, kind)
@@ -116,7 +116,7 @@ def _find_start(start: str) -> pathlib.Path | None:
             logging.warning("tokenizer: checkpoint.init_from=%r %s", start, problem)
             return None
         seen.add(start)
-        config = load_config(Store(str(steps)).extra().get("config", {}))
+        config = saved_config(Store(str(steps)).extra())
         start = config.checkpoint.init_from
     return None
 

@@ -15,7 +15,7 @@ from zjax.checkpoint.layers import Source
 from zjax.checkpoint.layout import Entry
 from zjax.checkpoint.model_state import open_weights
 from zjax.checkpoint.store import Store
-from zjax.config.load import load_config
+from zjax.config.load import saved_config
 from zjax.errors import ConfigError, Problem
 from zjax.huggingface.adapter_tensors import (
     CONFIG_NAME,
@@ -51,7 +51,7 @@ def export_peft(
     `path` must be empty or missing. Only one process may call this.
     """
     step = store.latest() if step is None else step
-    config = load_config(store.extra(step).get("config", {}))
+    config = saved_config(store.extra(step))
     model, lora = config.model, config.lora
     if not lora:
         problem, remedy = "has no adapters to export", "leave out --format=peft"

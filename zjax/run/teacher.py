@@ -15,7 +15,7 @@ import optax
 from zjax.checkpoint.steps import find_steps
 from zjax.checkpoint.store import Store
 from zjax.checkpoint.weights import open_run, place_weights
-from zjax.config.load import load_config
+from zjax.config.load import saved_config
 from zjax.errors import CheckpointError, ConfigError, Problem
 from zjax.files import local_path
 from zjax.models.build import make_model
@@ -67,7 +67,7 @@ class Teacher:
         self.settings = settings
         self._path = settings.teacher
         checkpoints = _open(self._path)
-        shape = load_config(checkpoints.extra().get("config", {})).model
+        shape = saved_config(checkpoints.extra()).model
         problems = _misfits(shape, self._path, config, student)
         if problems:
             raise ConfigError(*problems)
