@@ -79,10 +79,6 @@ def test_the_vocabulary_is_that_of_prepared_data(content, expected, tmp_path):
         ({"memory": "auto"}, ("auto", "device", "device")),
         ({"optimizer_memory": "nvme"}, ("nvme", "device", "device")),
         (
-            {"memory": "nvme", "optimizer_memory": "device"},
-            ("device", "device", "device"),
-        ),
-        (
             {"memory": "nvme", "gradient_memory": "nvme", "parameter_memory": "device"},
             ("nvme", "nvme", "device"),
         ),

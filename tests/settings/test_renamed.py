@@ -29,6 +29,7 @@ REFUSED = [
     ("zero.parameter_memory=pinned_host", f"has no effect {NO_OFFLOAD}"),
     ("zero.optimizer_memory=device zero.parameter_memory=pinned_host", NO_OFFLOAD),
     ("zero.delay_updates_from=5", NO_OFFLOAD),
+    ("zero.optimizer_memory=device zero.memory=nvme", NO_OFFLOAD),
     ("zero.secondary_partition=True", "without zero.replicas; leave it out"),
     ("model.full_attention_every=2", NO_WINDOW),
     ("model.sliding_window=0 model.full_attention_every=2", NO_WINDOW),

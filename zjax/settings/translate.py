@@ -39,6 +39,7 @@ def with_present_names(
             remedy = f"leave it out, or set {off}"
             problem = f"has no effect without {off}"
             problems.append(Problem(old.name, old.value, problem, remedy))
+            refused.add(old.name)  # a preset stands for several settings
     return result, problems
 
 
@@ -134,13 +135,12 @@ def _section_off(values: Mapping[str, Any], path: str) -> str:
 
 
 def _is_dropped(values: Mapping[str, Any], old: Old, off: str) -> bool:
-    """Whether an old name is a preset, or stood in a section that is set to None."""
-    stood_inside = old.name.startswith(f"{off}.") and _at(values, off) is None
-    return stood_inside or old.name == renamed.MEMORY
+    """Whether an old name stood in a section that is set to None, which drops it."""
+    return old.name.startswith(f"{off}.") and _at(values, off) is None
 
 
 def _is_default(old: Old) -> bool:
-    """Whether an old name has the default of each section that reads the setting."""
+    """Whether an old name, but no preset, has the default of the present setting."""
     section, _, name = old.path.rpartition(".")
     value = tuple(old.present) if isinstance(old.present, list) else old.present
     defaults = [
@@ -149,4 +149,5 @@ def _is_default(old: Old) -> bool:
         if name in choices.names(one)
     ]
     is_bool = isinstance(value, bool)
-    return any(value == x and is_bool == isinstance(x, bool) for x in defaults)
+    is_same = (value == x and is_bool == isinstance(x, bool) for x in defaults)
+    return old.name != renamed.MEMORY and any(is_same)
