@@ -131,7 +131,7 @@ def _fields(value: Any, section: type) -> Any:
 def _choose(
     hint: Any, value: Any, path: str, problems: list[Problem], default: Any
 ) -> Any:
-    """Converts a choice between sections; appends what the choice does not read."""
+    """Converts a choice between sections; appends problems of unread settings."""
     kinds = choices.kinds(hint)
     given = choices.as_mapping(value)
     if type(value) in kinds.values():

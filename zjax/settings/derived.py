@@ -206,7 +206,7 @@ def fill_from_each_other(config: Any) -> None:
 
 
 def _with_pacing(section: Any, **values: int) -> Any:
-    """Copies a section with open settings of its pacing filled, if it has a pacing."""
+    """Copies a section with open settings filled in the pacing, if there is one."""
     if not (pacing := getattr(section, "pacing", None)):
         return section
     return dataclasses.replace(section, pacing=_with_open(pacing, **values))

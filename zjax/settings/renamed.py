@@ -18,7 +18,7 @@ class Moved(NamedTuple):
 
 
 def _moved(old: str, new: str, *names: str) -> dict[str, Moved]:
-    """Places of settings of a section that kept their names."""
+    """Places of settings that moved with the section under equal names."""
     return {f"{old}.{name}": Moved(f"{new}.{name}") for name in names}
 
 
@@ -157,7 +157,7 @@ class Old(NamedTuple):
 
 
 def find(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Old]]:
-    """Splits nested settings into settings under present names and old ones.
+    """Splits nested settings into settings under present names, and under old names.
 
     Example:
         >>> kept, (old,) = find({"optimizer": {"name": "lion", "weight_decay": 0.0}})

@@ -1255,7 +1255,7 @@ class Truncate(SequenceWarmup):
 
 @section
 class Reshape(SequenceWarmup):
-    """Cuts each sequence into short ones; each length is compiled.
+    """Cuts each sequence into short sequences; each length is compiled.
 
     Batches have more rows and about as many tokens.
     """

@@ -1,4 +1,4 @@
-"""Translates old names of nested settings to present ones, all together."""
+"""Translates old names of nested settings to present names, all together."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -60,7 +60,7 @@ def _is_choice(old: Old) -> bool:
 
 
 def _problems(values: Mapping[str, Any], found: list[Old]) -> Iterator[Problem]:
-    """Yields old names beside present ones, and values that choose no section."""
+    """Yields old names beside present names, and values that choose no section."""
     for old in {old.name: old for old in reversed(found)}.values():
         if any(_is_set(values, x) for x in found if x.name == old.name):
             problem = f"is the old name of {renamed.place(old.name).path}, "
