@@ -59,14 +59,14 @@ class MoE(nn.Module):
         Args:
             x: Tokens; the first dim is the batch.
             counts: False for padding, which no expert computes; None for no padding.
-            deterministic: Value in place of that of the module; None for the same.
+            deterministic: Replaces the attribute of the module unless None.
 
         Returns:
             The outputs, and the weighted sum of balance loss and z-loss, to add to the
             loss.
 
         Raises:
-            ConfigError: Settings are out of range, or do not fit each other.
+            ConfigError: Settings are out of range, or contradict other settings.
         """
         mixture = Mixture(
             router=self.router,

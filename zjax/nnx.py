@@ -108,7 +108,7 @@ class MoE(nnx.Module):
             The outputs, and the weighted sum of balance loss and z-loss, float32[].
 
         Raises:
-            ConfigError: There is no token, or the arrays do not fit each other.
+            ConfigError: There is no token, or shapes of arrays do not match.
         """
         key = None if self.rngs is None or self.deterministic else self.rngs()
         return self.mixture.apply(x, self._params(), counts, key, self.dtype)
@@ -167,7 +167,7 @@ class SparseSelfAttention(nnx.Module):
         """Computes softmax(q k / sqrt(D)) v over the keys in live blocks.
 
         Args:
-            query: [B, S, H, D] queries; H is that of the pattern.
+            query: [B, S, H, D] queries; H is the number of heads of the pattern.
             key: [B, S, K, D] keys; K divides H.
             value: [B, S, K, D] values.
             rpe: Relative position bias; refused.

@@ -24,7 +24,7 @@ SCHEDULE, DROPPED, ON = "random_ltd_schedule.", "random_ltd.pacing.", ["on"]
 LISTS = ("local_window_blocks", "global_block_indices", "global_block_end_indices")
 PATTERN = {key: [] for key in LISTS} | {"different_layout_per_head": False}
 PATTERN |= {"horizontal_global_attention": False}
-"""Defaults of keys of sparse attention, of which further ones are whole numbers."""
+"""Defaults of keys of sparse attention; all keys without one are whole numbers."""
 TRUNCATE = {"sequence_warmup": "truncate"}
 
 

@@ -36,7 +36,7 @@ NO_EFFECT = {
 
 
 def rule_of(values: Values) -> str:
-    """Name of the optimizer in zjax; empty if there is none, or no such one."""
+    """Name of the optimizer in zjax; empty without an optimizer that zjax has."""
     found = values.found
     kind = found["optimizer.type"].lower()
     # Weight decay passes through momentum, as in torch.optim.SGD.
@@ -140,7 +140,7 @@ MOMENTUM = ("cycle_min_mom", "cycle_max_mom", "decay_mom_rate")
 
 
 def schedule_of(values: Values) -> str:
-    """Type of the scheduler; empty if there is none, or no such one."""
+    """Type of the scheduler; empty without a scheduler that zjax has."""
     kind = values.found["scheduler.type"]
     return kind if kind in KINDS else ""
 

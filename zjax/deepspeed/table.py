@@ -190,7 +190,7 @@ class Conversion:
         return any(x == path or x.startswith(f"{path}.") for x in self._given)
 
     def holds(self, path: str) -> bool:
-        """Whether the file has a key with a value of its own."""
+        """Whether the file has a key, with a value that is not null."""
         return self.value(path, None) is not None
 
     def is_auto(self, path: str) -> bool:
@@ -312,10 +312,10 @@ class Conversion:
             self._rows.setdefault(path, row)
 
     def _refuse_unread(self) -> None:
-        """Refuses keys without a row in sections that resemble known ones.
+        """Refuses keys without a row in sections that resemble known sections.
 
         DeepSpeed ignores unknown sections, as zjax ignores sections that resemble no
-        known one.
+        known section.
         """
         names = {name for inside in self._known.values() for name in inside}
         for path, value in self._given.items():

@@ -17,7 +17,7 @@ from zjax.optim.zero_one_adam import (
 from zjax.settings.schema import Compressed, Config, Precision, ZeroOneAdam
 
 SYNCHRONOUS = "synchronous"
-"""The phase of steps in which replicas exchange gradients, before local ones."""
+"""The phase of steps in which replicas exchange gradients, before local steps."""
 
 
 @dataclasses.dataclass(frozen=True)

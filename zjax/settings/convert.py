@@ -94,10 +94,8 @@ def _readable(section: Any, values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _section(section: Any, values: Any, path: str, problems: list[Problem]) -> Any:
     """Builds a section from a mapping or instance; appends problems."""
-    values, hints = (
-        mappings.expand_auto(path, _fields(values, section)),
-        choices.hints(section),
-    )
+    values, hints = _fields(values, section), choices.hints(section)
+    values = mappings.expand_auto(path, values)
     if not isinstance(values, Mapping):
         word = f"{axes.AUTO!r}, or " if section is schema.Mesh else ""
         expected = f"{word}a mapping with any of {', '.join(hints)}"

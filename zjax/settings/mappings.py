@@ -154,8 +154,8 @@ def merge(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
     """Merges nested settings, or dotted paths, into nested settings; changes win.
 
     A choice by kind alone keeps the settings of the choice, None drops them, and a
-    setting inside a choice of None makes the choice anew. Old names stay, and replace
-    present names of `values`, as present names replace old ones.
+    setting inside a choice of None makes the choice anew. Old names stay. The
+    later of an old and a present name replaces the earlier.
 
     Example:
         >>> merge({"zero": {"stage": 1}}, {"zero.stage": 3, "seed": 2})
@@ -174,10 +174,11 @@ def _without_replaced(
         is_choice = bool(choices.kinds(type_of(old.path)))
         path = f"{old.path}.{KIND}" if is_choice and old.present else old.path
         kept = _without(kept, path, turns_on=is_choice or old.path in renamed.SWITCHES)
+    _, before = renamed.find(kept)
     replaced = [
         old
         for path, value in _leaves(new)
-        for old in renamed.find(kept)[1]
+        for old in before
         if _replaces(path, value, old)
     ]
     if any(old.name == renamed.MEMORY for old in replaced):

@@ -130,7 +130,7 @@ class AutoOffload(Offload):
 class Sharded:
     """State that is sharded over `mesh.replica` (nodes), too.
 
-    No node holds a copy of it. The settings are ZeRO++ (arXiv:2306.10209).
+    No node holds a whole copy of the state. The settings are ZeRO++ (arXiv:2306.10209).
     """
 
     secondary_partition: bool = False

@@ -10,7 +10,6 @@ from contests.pages import BEGIN, END, describe_results
 from contests.picture import draw_contest
 from contests.result import Comparison, Result, Side
 from contests.turns import Record
-from matplotlib.figure import Figure
 
 from tests.support.benchmarks import ROOT
 from tests.support.toy_contests import MACHINE, contestant
@@ -152,22 +151,14 @@ CONTEST = Contest(
 )
 
 
-def test_bars_of_a_contest_are_speed_and_memory(tmp_path, monkeypatch):
-    figures = []
-    save = Figure.savefig
-
-    def keep(figure, *args, **settings):
-        figures.append(figure)
-        save(figure, *args, **settings)
-
-    monkeypatch.setattr(Figure, "savefig", keep)
+def test_bars_of_a_contest_are_speed_and_memory(tmp_path, drawn):
     records = [
         record("ours", **speed(40_000.0, 39_000.0, 42_000.0), peak_bytes=58 * 10**9),
         record("failed", failure="out of memory"),
         record("theirs", **speed(20_000.0, 20_000.0, 20_000.0), peak_bytes=None),
     ]
     assert draw_contest(CONTEST, records, tmp_path / "new" / "contest.png")
-    (figure,) = figures
+    (figure,) = drawn
     left, right = figure.axes
     speeds, sizes = (
         next(c for c in axes.containers if hasattr(c, "patches"))
