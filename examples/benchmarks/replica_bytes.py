@@ -14,7 +14,7 @@ import jax
 import zjax
 from zjax import config as zconfig
 from zjax.observe.collectives import list_collectives, mesh_axes
-from zjax.optim.phases import make_phases
+from zjax.schedule.exchange import make_exchanges
 from zjax.settings import schema
 
 WIDTHS = {"u8": 1, "s8": 1, "u16": 2, "bf16": 2, "u32": 4, "f32": 4, "s32": 4}
@@ -36,15 +36,17 @@ def count(config: schema.Config) -> dict[str, float]:
     """Parameters per byte of a compressed step, and of a run of all its steps."""
     trainer = zjax.Trainer(config)
     run, batch = trainer.run, next(iter(trainer.loader))
-    phases = make_phases(config)
+    exchanges = make_exchanges(config)
     sizes = {
-        name: sent_bytes(run.step.compile(batch, name), run.mesh)
-        for name in phases.by_name
+        phase.program: sent_bytes(run.step.compile(batch, phase.program), run.mesh)
+        for phase in exchanges.sending
     }
-    steps = range(1, config.num_steps + 1)
-    mean = sum(sizes[phases.at(step)] for step in steps) / config.num_steps
+    programs = [
+        exchanges.at(step + 1).phase.program for step in range(config.num_steps)
+    ]
+    mean = sum(sizes[program] for program in programs) / config.num_steps
     number = sum(x.size for x in jax.tree.leaves(run.state.master))
-    last = sizes[phases.at(config.num_steps)]
+    last = sizes[programs[-1]]
     return {"step": number / last, "run": number / mean}
 
 

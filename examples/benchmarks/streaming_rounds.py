@@ -20,7 +20,7 @@ import timing
 import zjax
 from zjax import config as zconfig
 from zjax.cli.bench import check_losses
-from zjax.optim.phases import Rounds, make_rounds
+from zjax.schedule.exchange import Rounds, make_exchanges
 from zjax.sharding.describe import render_table
 
 WARM_UP_ROUNDS = 3
@@ -67,7 +67,8 @@ def added_by_exchanges(rounds: Rounds, seconds: Sequence[float]) -> float:
     """
     kinds = {}
     for step, each in enumerate(seconds, start=1):
-        kind = rounds.sent_after(step) is None, rounds.merged_after(step) is None
+        exchange = rounds.at(step)
+        kind = exchange.sent is None, exchange.merged is None
         kinds.setdefault(kind, []).append(each)
     local = statistics.median(kinds.pop((True, True)))
     added = (len(x) * (statistics.median(x) - local) for x in kinds.values())
@@ -76,7 +77,7 @@ def added_by_exchanges(rounds: Rounds, seconds: Sequence[float]) -> float:
 
 def measure(config: zconfig.Config) -> dict:
     """Seconds per step, and what exchanges add to them."""
-    rounds = make_rounds(config)
+    rounds = make_exchanges(config)
     assert isinstance(rounds, Rounds)
     length = rounds.num_local_steps
     runs = Steps(config), Steps(without_exchange(config))

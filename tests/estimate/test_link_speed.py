@@ -29,10 +29,10 @@ from zjax.estimate.trial import weigh
 from zjax.models.build import make_model
 from zjax.observe.collectives import bytes_leaving_node, list_collectives, mesh_axes
 from zjax.optim.build import make_optimizer
-from zjax.optim.phases import make_phases, make_rounds, programs_at
 from zjax.run.batch import abstract_batch
 from zjax.run.fit import check_device_memory
 from zjax.run.plan_report import report_plan
+from zjax.schedule.exchange import make_exchanges
 from zjax.settings import schema
 from zjax.settings.axes import axis_sizes
 from zjax.settings.batch import resolve_batch
@@ -89,12 +89,11 @@ def test_a_link_that_joins_nothing_is_refused(tmp_path):
 
 def compiled_bytes(run):
     """What one node sends in a mean step, counted in the programs of a run."""
-    config = run.config
-    replicas = make_phases(config), make_rounds(config)
+    exchanges = make_exchanges(run.config)
     times = collections.Counter(
         name
-        for step in range(1, config.num_steps + 1)
-        for name in programs_at(step, *replicas)
+        for step in range(1, run.config.num_steps + 1)
+        for name in exchanges.at(step).programs
     )
     batch, total = abstract_batch(run.config, run.plan), 0
     for program, number in times.items():

@@ -11,10 +11,17 @@ from tests.reference import raw_moments
 from tests.support import rules
 from tests.support.refusals import config_error, refusal
 from zjax.optim import groups
-from zjax.optim.build import make_optimizer
-from zjax.optim.onebit import WARM_UP, AdamSteps, next_steps, scale_by_onebit_adam
-from zjax.optim.phases import make_phases
-from zjax.optim.zero_one_adam import LOCAL, MERGED, ONE_BIT, VARIANCE, zero_one_adam
+from zjax.optim.build import make_message, make_optimizer
+from zjax.optim.onebit import AdamSteps, next_steps, scale_by_onebit_adam
+from zjax.optim.zero_one_adam import zero_one_adam
+from zjax.schedule.exchange import (
+    LOCAL,
+    MERGED,
+    ONE_BIT,
+    VARIANCE,
+    WARM_UP,
+    make_exchanges,
+)
 from zjax.settings import schema
 from zjax.settings.schema import Optimizer, ParamGroup
 from zjax.typing import Model
@@ -209,12 +216,13 @@ def raw_steps(name, grads, params):
     steps = {"freeze_step": FREEZE, "local_step_scaler": 99}
     optimizer = rules.optimizer(name, **RAW, **steps)
     config = schema.Config(num_steps=NUM_STEPS, optimizer=optimizer)
-    tx, phases = make_optimizer(config), make_phases(config)
+    tx, exchanges = make_optimizer(config), make_exchanges(config)
+    takes_phase = isinstance(optimizer.rule, schema.Compressed)
     state, found = tx.init(params), []
     for number, grad in enumerate(grads, start=1):
-        phase = phases.at(number) if phases else ""
-        kind = {"phase": LOCAL if phase == MERGED else phase} if phases else {}
-        message = phases.by_name[phase].message if phases else None
+        phase = exchanges.at(number).phase.name
+        kind = {"phase": LOCAL if phase == MERGED else phase} if takes_phase else {}
+        message = make_message(optimizer.rule, exchanges.at(number).phase)
         sent = message({"w": grad}, state) if message else {"w": grad}
         updates, state = tx.update(sent, state, params, **kind)
         if phase == MERGED:

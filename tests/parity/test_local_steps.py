@@ -18,7 +18,6 @@ from tests.support.crossing import crossing
 from tests.support.trees import assert_close
 from zjax.errors import PlanError
 from zjax.optim.build import make_optimizer
-from zjax.optim.phases import Rounds
 from zjax.run.initialize import make_run as make_planned_run
 from zjax.settings import schema
 from zjax.sharding import mesh as meshes
@@ -229,13 +228,6 @@ def test_a_fragment_sends_its_own_bytes_in_four_bits():
         sent = crossing(run, f"mean_{i}", grads, run.state.extra.errors[i])
         assert sorted(each.op for each in sent) == ["all-gather", "all-to-all"]
         assert {each.dtype for each in sent} == {"u8"}
-
-
-def test_fragments_of_a_round_end_at_equal_distances():
-    rounds = Rounds(num_local_steps=6, num_fragments=3, num_synchronous_steps=1)
-    merged = {step: rounds.merged_after(step) for step in range(1, 14)}
-    ends = {3: 0, 5: 1, 7: 2, 9: 0, 11: 1, 13: 2}
-    assert {step: part for step, part in merged.items() if part is not None} == ends
 
 
 def test_a_fragment_is_sent_once_a_round_and_merged_after_the_delay():

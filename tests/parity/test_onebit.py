@@ -21,8 +21,8 @@ from tests.support.replicas import (
 from tests.support.trees import assert_close
 from zjax.observe.collectives import list_collectives
 from zjax.optim.build import make_optimizer
-from zjax.optim.phases import make_phases
 from zjax.run.initialize import make_run
+from zjax.schedule.exchange import make_exchanges
 from zjax.settings import schema
 
 FREEZE, STEPS = 20, 50
@@ -145,14 +145,14 @@ def test_a_run_sends_what_its_share_of_warm_up_says():
     """Per number, padding of so few aside; fails if a phase sends more, or lasts
     longer."""
     run = make_onebit_run(precision=schema.Precision(compute_dtype="bfloat16"))
-    phases = make_phases(run.config)
+    exchanges = make_exchanges(run.config)
     warm, compressed = (
         crossing_bytes(run, name)[dtype]
         for name, dtype in (("warm_up", "u16"), ("compressed", "u8"))
     )
     warm /= num_parameters(run)
     sizes = {"warm_up": warm, "compressed": compressed / padded_size(run)}
-    sent = sum(sizes[phases.at(step)] for step in range(1, STEPS + 1))
+    sent = sum(sizes[exchanges.at(step).phase.name] for step in range(1, STEPS + 1))
     share = FREEZE / STEPS
     expected = 1 / (share + (1 - share) / 16)
     assert STEPS * warm / sent == pytest.approx(expected, rel=0.02)

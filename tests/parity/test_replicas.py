@@ -11,7 +11,7 @@ import pytest
 from tests.support import models, runs
 from tests.support.crossing import crossing, is_large
 from zjax.comm.codecs import make_codec
-from zjax.optim.phases import Phase
+from zjax.schedule.exchange import Phase
 from zjax.settings import schema
 from zjax.sharding.mesh import REPLICA
 from zjax.train.exchange import Exchange, Sent
@@ -174,7 +174,7 @@ def test_clipping_reads_the_norm_of_what_arrived():
     settings = schema.Optimizer(clip_norm=1.0)
     run = runs.make_small_run(optax.sgd(0.1), 0, optimizer=settings)
     codec = make_codec("int8")
-    sent = Sent(Phase("train", "int8"), Halves(run.plan, codec))
+    sent = Sent(Phase("train", "gradients", "int8"), Halves(run.plan, codec))
     precision = run.config.precision
     update = make_update(
         optax.sgd(0.1), run.plan, run.config.optimizer, precision, None, None, sent

@@ -25,16 +25,9 @@ from tests.support.replicas import (
 )
 from zjax.optim.build import make_optimizer
 from zjax.optim.onebit import AdamSteps, make_adam_steps
-from zjax.optim.zero_one_adam import (
-    LOCAL,
-    MERGED,
-    ONE_BIT,
-    VARIANCE,
-    Intervals,
-    make_intervals,
-    zero_one_adam,
-)
+from zjax.optim.zero_one_adam import zero_one_adam
 from zjax.run.initialize import make_run
+from zjax.schedule.exchange import LOCAL, MERGED, ONE_BIT, VARIANCE, make_exchanges
 from zjax.schedule.learning_rate import make_schedule
 from zjax.settings import schema
 
@@ -67,28 +60,6 @@ def make_zero_one_run(model=None, num_devices=REPLICAS, mesh=None, stage=0, **ch
     model = placed(model or models.make_mlp())
     tx = make_optimizer(config, model)
     return make_run(config, model, tx, devices=jax.devices()[:num_devices])
-
-
-def test_a_hundred_steps_have_the_golden_schedule():
-    """`var_freeze_step` 40 of the reference freezes after step 41."""
-    intervals = Intervals(100, 41, 4, 10, 4)
-    found = [intervals.at(step) for step in range(1, 101)]
-    assert found == schedule(100, 4, 40, 10, 4)
-    full = [step for step in range(1, 101) if intervals.at(step) == "variance"]
-    assert full == [1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 28, 32, 40]
-    counts = collections.Counter(found)
-    assert counts["one_bit"] + counts["merged"] == 52
-    assert counts["local"] == 34
-
-
-@pytest.mark.parametrize("clipper", [1, 6, 16])
-@pytest.mark.parametrize("kappa", [1, 3, 16])
-def test_schedules_are_those_of_the_counters(kappa, clipper):
-    intervals = Intervals(3000, 500, kappa, 37, clipper)
-    expected = schedule(3000, kappa, 499, 37, clipper)
-    found = [intervals.at(step) for step in range(1, 3001)]
-    assert found[:-1] == expected[:-1]
-    assert found[-1] == "merged"
 
 
 def flat(tree):
@@ -149,10 +120,7 @@ def test_with_an_update_of_moments_in_every_step_it_is_adam():
 def test_replicas_are_equal_but_between_exchanges():
     """Bit for bit; second moments always are."""
     run = make_zero_one_run(make_model())
-    intervals, state = (
-        make_intervals(run.config.optimizer.rule, run.config.num_steps),
-        run.state,
-    )
+    exchanges, state = make_exchanges(run.config), run.state
     for number in range(1, STEPS + 1):
         state, _ = run.step(state, make_batch(number))
         replicas = state.extra.replicas
@@ -166,7 +134,7 @@ def test_replicas_are_equal_but_between_exchanges():
             )
         }
         unlike = {bool((x != x[:1]).any()) for x in map(np.asarray, leaves(moments.mu))}
-        assert apart == unlike == {intervals.at(number) == "local"}, number
+        assert apart == unlike == {exchanges.at(number).phase.name == "local"}, number
         assert_copies_are_equal(state.master)
 
 
@@ -189,9 +157,10 @@ def test_programs_follow_the_schedule_and_errors_start_again_once():
         errors = [np.asarray(x) for x in leaves(state.extra.errors)]
         assert step == FREEZE or step < 5 or all(x.any() for x in errors)
         assert step != FREEZE or not any(x.any() for x in errors)
-    intervals = make_intervals(run.config.optimizer.rule, run.config.num_steps)
+    exchanges = make_exchanges(run.config)
     for step in range(1, FREEZE + SCALER + 5):
-        names, phase = [name for at, name in calls if at == step], intervals.at(step)
+        names = [name for at, name in calls if at == step]
+        phase = exchanges.at(step).phase.name
         merging = ["outer_gradients_0", "mean_0", "merge_0", "end_of_round"]
         expected = {"local": ["train"], "merged": ["train", *merging]}.get(phase)
         ending = ["without_errors"] if step == FREEZE else []
@@ -255,8 +224,8 @@ def test_the_published_schedule_sends_less_than_onebit_adam():
         for program in ("variance", "one_bit", "mean_0")
     )
     sizes = {"variance": full, "one_bit": one_bit, "merged": merged, "local": 0}
-    intervals = make_intervals(run.config.optimizer.rule, run.config.num_steps)
-    kinds = collections.Counter(map(intervals.at, range(1, 20_001)))
+    at = make_exchanges(run.config).at
+    kinds = collections.Counter(at(step).phase.name for step in range(1, 20_001))
     expected = collections.Counter(schedule(20_000, 16, 1000, 1000, 16))
     assert kinds == expected
     sent = sum(sizes[kind] * number for kind, number in kinds.items())

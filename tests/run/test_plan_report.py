@@ -25,7 +25,6 @@ from zjax.observe.communication import (
     link_bytes,
 )
 from zjax.observe.schedule import describe_schedule
-from zjax.optim.phases import make_phases, make_rounds, programs_at
 from zjax.run import local_steps
 from zjax.run.batch import abstract_batch
 from zjax.run.plan_report import (
@@ -188,6 +187,20 @@ def test_the_table_fits_a_terminal_and_ends_with_the_run(tmp_path):
     assert (last[0], last[-2], last[-1]) == ("1,000", "16,384,000", "512")
 
 
+def test_a_run_with_several_programs_says_which_and_how_often():
+    rule = "optimizer.rule=onebit_adam", "optimizer.rule.freeze_step=400"
+    text = describe_schedule(TrainingSchedule(make_config(*rule)))
+    assert text.splitlines()[0].split("  ")[-1].strip() == "program"
+    rows = [line.split() for line in text.splitlines()[2:14]]
+    found = [(int(row[0].replace(",", "")) > 400, row[-1]) for row in rows]
+    assert set(found) == {(False, "warm_up"), (True, "compressed")}
+    assert text.splitlines()[-2:] == [
+        "warm_up                   400",
+        "compressed                600",
+    ]
+    assert "program" not in describe_schedule(TrainingSchedule(make_config()))
+
+
 def test_the_plan_draws_it(tmp_path):
     """With the end by tokens."""
     short = (
@@ -318,9 +331,8 @@ def test_programs_of_a_schedule_are_those_that_run(settings, tmp_path, monkeypat
     batch = next(iter(trainer.loader))
     for _ in range(8):
         state, _ = step(state, batch)
-    steps = range(1, 9)
-    replicas = make_phases(trainer.config), make_rounds(trainer.config)
-    assert names == [name for n in steps for name in programs_at(n, *replicas)]
+    at = TrainingSchedule(trainer.config).at
+    assert names == [x for step in range(1, 9) for x in at(step).exchange.programs]
 
 
 MESH_OF_NODES = AbstractMesh((2, 4), ("replica", "data"))

@@ -8,15 +8,7 @@ import jax
 
 from zjax.comm.codecs import make_codec, packed_bytes
 from zjax.comm.packed import CODECS
-from zjax.optim.phases import (
-    Phases,
-    Rounds,
-    count_programs,
-    make_phases,
-    make_rounds,
-    merged_phase,
-)
-from zjax.optim.zero_one_adam import Intervals
+from zjax.schedule.exchange import TRAIN, Exchanges, make_exchanges
 from zjax.settings import choices, schema
 from zjax.settings.batch import resolve_batch
 from zjax.sharding.mesh import REPLICA
@@ -24,7 +16,7 @@ from zjax.sharding.placement import ArrayPlan, dtype_bytes
 from zjax.sharding.plan import Plan
 from zjax.sharding.roles import trained
 from zjax.train.exchange import Exchange
-from zjax.train.outer_state import make_exchange, make_fragments, outer_codec
+from zjax.train.outer_state import make_exchange, make_fragments
 
 ROUND = 40
 """Longest DiLoCo round, in steps, unless the run sets a length."""
@@ -126,35 +118,26 @@ def sent_per_step(plan: Plan, config: schema.Config) -> float:
     """
     if config.zero.replicas:
         return _sent_by_shards(plan, config)
-    phases, rounds = make_phases(config), make_rounds(config)
-    times = count_programs(config.num_steps, phases, rounds)
-    exchanges = _exchanges(plan, config.communication, phases, rounds)
+    exchanges = make_exchanges(config)
+    by_program = _by_program(plan, exchanges)
     sent = (
-        number * _sent_by(exchanges[program])
-        for program, number in times.items()
-        if program in exchanges
+        number * _sent_by(by_program[program])
+        for program, number in exchanges.count_programs(config.num_steps).items()
+        if program in by_program
     )
     return sum(sent) / config.num_steps
 
 
-def _exchanges(
-    plan: Plan,
-    settings: schema.Communication,
-    phases: Phases | None,
-    rounds: Rounds | Intervals | None,
-) -> dict[str, Exchange]:
+def _by_program(plan: Plan, exchanges: Exchanges) -> dict[str, Exchange]:
     """Exchanges between replicas by the name of the program."""
-    codecs = (
-        {name: each.codec for name, each in phases.by_name.items()} if phases else {}
-    )
-    if rounds is None:
-        codecs = codecs or {"train": "float32"}
-        fragments = []
+    codecs = {phase.program: phase.codec for phase in exchanges.sending}
+    fragments = []
+    if exchanges.steps_apart:
+        fragments = make_fragments(plan.master, exchanges.num_fragments)
     else:
-        fragments = make_fragments(plan.master, settings.rounds.num_fragments)
-    codec = outer_codec(settings.codec, merged_phase(phases))
+        codecs = codecs or {TRAIN: "float32"}
     return {name: Exchange(plan, make_codec(x)) for name, x in codecs.items()} | {
-        f"mean_{i}": make_exchange(plan, codec, fragment)
+        f"mean_{i}": make_exchange(plan, exchanges.outer_codec, fragment)
         for i, fragment in enumerate(fragments)
     }
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from zjax.optim.phases import make_rounds
+from zjax.schedule.exchange import make_exchanges
 from zjax.settings.batch import resolve_batch
 from zjax.settings.schema import Config
 from zjax.sharding import memory
@@ -171,7 +171,7 @@ def kept_rows(plan: Plan, config: Config) -> dict[str, Any]:
     By name; an entry is empty if the run does not keep such arrays.
     """
     state = state_rows(plan, config)
-    if make_rounds(config) is None:
+    if not make_exchanges(config).steps_apart:
         return {"errors of the codec": state.extra}
     return {
         "anchor": state.master,

@@ -19,6 +19,9 @@ _NUM_POINTS = 500
 def describe_schedule(schedule: TrainingSchedule) -> str:
     """Tabulates the schedules of a run at some of the steps.
 
+    A run with several programs gets a column with the program of the step, and a table
+    of how often each program starts.
+
     Example:
         >>> from zjax.settings.schema import Config
         >>> schedule = TrainingSchedule(Config())
@@ -31,7 +34,19 @@ def describe_schedule(schedule: TrainingSchedule) -> str:
         for step, values in planned.items()
     ]
     names = [name.replace("_", " ") for name in planned[1]]
-    return render_table(("step", *names), rows, right=range(len(names) + 1))
+    right = range(len(names) + 1)
+    exchanges = schedule.exchanges
+    if not exchanges.steps_apart and len(exchanges.phases) == 1:
+        return render_table(("step", *names), rows, right=right)
+    times = exchanges.count_programs(schedule.config.num_steps)
+    for step, row in zip(planned, rows, strict=True):
+        row.append(schedule.at(step).exchange.phase.program)
+    counts = [(name, f"{number:,}") for name, number in times.items()]
+    tables = (
+        render_table(("step", *names, "program"), rows, right=right),
+        render_table(("program", "times in the run"), counts, right=(1,)),
+    )
+    return "\n\n".join(tables)
 
 
 def plot_schedule(schedule: TrainingSchedule, path: str | os.PathLike[str]) -> None:

@@ -1,1 +1,1 @@
-"""The optimizer: update rules, parameter groups, phases, precision and loss scale."""
+"""The optimizer: update rules, parameter groups, precision and loss scale."""

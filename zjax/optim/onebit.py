@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import optax
 
 from zjax.optim.transforms import layer_norm, ratio_of_norms
-from zjax.settings.schema import AdamMoments, Compressed, Corrected
+from zjax.schedule.exchange import COMPRESSED, WARM_UP
+from zjax.settings.schema import AdamMoments, Corrected
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,22 +147,6 @@ def where_known(tree: Any, second: Any) -> Any:
         [2.0, 0.0]
     """
     return jax.tree.map(lambda x, v: jnp.where(v > 0, x, 0), tree, second)
-
-
-WARM_UP, COMPRESSED = "warm_up", "compressed"
-_SHARE = 0.15
-"""Share of the steps of a run that warm up, if `freeze_step` is 0."""
-
-
-def freeze_step(rule: Compressed, total: int) -> int:
-    """Returns the last step of the warm-up of a run with `total` steps.
-
-    Example:
-        >>> from zjax.settings.schema import OnebitAdam
-        >>> freeze_step(OnebitAdam(), 1000)
-        150
-    """
-    return rule.freeze_step or math.ceil(_SHARE * total)
 
 
 def next_momentum(grads: Any, opt_state: Any, b1: float) -> Any:

@@ -9,7 +9,6 @@ Moments are corrected for bias, and steps are bounded; the reference implementat
 neither, and sends gradients and sums of momenta in one bit.
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,102 +16,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from zjax.optim.onebit import AdamSteps, freeze_step, where_known
-from zjax.settings.schema import ZeroOneAdam
-
-VARIANCE, ONE_BIT, LOCAL, MERGED = "variance", "one_bit", "local", "merged"
-APART = LOCAL, MERGED
-"""Phases in which a replica steps on its own gradients; replicas merge after a `MERGED`
-step."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Intervals:
-    """The schedule of phases of a run with 0/1 Adam; steps are 1 or more.
-
-    Args:
-        num_steps: Steps of the run; the last step ends with an exchange.
-        freeze_step: Last step before local steps; `var_freeze_step` + 1 in DeepSpeed.
-        var_update_scaler: Updates of second moments until their interval doubles.
-        local_step_scaler: Local steps until the interval between exchanges doubles.
-        local_step_clipper: Longest interval between exchanges, in steps.
-
-    Example:
-        >>> intervals = Intervals(20, 11, 4, 3, 4)
-        >>> [step for step in range(1, 21) if intervals.at(step) == VARIANCE]
-        [1, 2, 3, 4, 6, 8, 10]
-        >>> [step for step in range(1, 21) if intervals.at(step) == MERGED]
-        [12, 13, 14, 16, 20]
-
-    Reference:
-        0/1 Adam, arXiv:2202.06009, section 4; intervals as in DeepSpeed.
-    """
-
-    num_steps: int
-    freeze_step: int
-    var_update_scaler: int
-    local_step_scaler: int
-    local_step_clipper: int
-
-    def at(self, step: int) -> str:
-        """Returns the phase of a step."""
-        if step > self.freeze_step:
-            return MERGED if self.ends_after(step) else LOCAL
-        return ONE_BIT if step % self._variance_interval(step) else VARIANCE
-
-    def sent_after(self, step: int) -> int | None:
-        """Returns the fragment to send after a step: 0, all parameters, or None."""
-        return 0 if self.ends_after(step) else None
-
-    def merged_after(self, step: int) -> int | None:
-        """Returns the fragment to merge after a step: 0, all parameters, or None."""
-        return self.sent_after(step)
-
-    def ends_after(self, step: int) -> bool:
-        """Whether replicas merge after a local step."""
-        number = step - self.freeze_step
-        if number <= 0:
-            return False
-        # Beyond 64 doublings any interval is clipped.
-        doublings = min((number - 1) // self.local_step_scaler, 64)
-        interval = min(self.local_step_clipper, 2**doublings)
-        # The last step exchanges, so that a run ends with shared parameters.
-        return step % interval == 0 or step == self.num_steps
-
-    def forgets_errors_after(self, step: int) -> bool:
-        """Whether the error feedback is reset after a step.
-
-        At the end of ONE_BIT steps messages change from steps to distances, for which
-        the old errors are meaningless.
-        """
-        return step == self.freeze_step
-
-    def _variance_interval(self, step: int) -> int:
-        """Returns the interval between updates of second moments at a step."""
-        interval, last = 1, 0
-        while True:
-            # Each interval serves for `var_update_scaler` updates, then doubles.
-            last = (last // interval + self.var_update_scaler) * interval
-            if step <= last:
-                return interval
-            interval *= 2
-
-
-def make_intervals(rule: ZeroOneAdam, total: int) -> Intervals:
-    """Returns the schedule of a run of `total` steps with 0/1 Adam.
-
-    Example:
-        >>> make_intervals(ZeroOneAdam(), 1000).local_step_scaler
-        150
-    """
-    last = freeze_step(rule, total)
-    return Intervals(
-        total,
-        last,
-        rule.var_update_scaler,
-        rule.local_step_scaler or last,
-        rule.local_step_clipper,
-    )
+from zjax.optim.onebit import AdamSteps, where_known
+from zjax.schedule.exchange import LOCAL, MERGED, ONE_BIT, VARIANCE
 
 
 class ZeroOneAdamState(NamedTuple):

@@ -20,7 +20,6 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from zjax.comm import packed, shards
-from zjax.optim.phases import Phase
 from zjax.optim.transforms import nesterov
 from zjax.replicas.compressed import (
     key_of_replica,
@@ -28,14 +27,15 @@ from zjax.replicas.compressed import (
     state_spec,
     train_together,
 )
-from zjax.settings.schema import Communication, LocalSteps
+from zjax.schedule.exchange import Exchanges, Phase
+from zjax.settings.schema import LocalSteps
 from zjax.sharding.mesh import REPLICA
 from zjax.sharding.placement import ArrayPlan, pad_tree, place_tree, unpad_tree
 from zjax.sharding.plan import Plan
 from zjax.sharding.roles import with_followers
 from zjax.train import microbatches
 from zjax.train.exchange import Exchange
-from zjax.train.outer_state import Fragment, make_exchange, outer_codec
+from zjax.train.outer_state import Fragment, make_exchange
 from zjax.train.programs import Programs
 from zjax.train.state import TrainState
 from zjax.typing import Batch, Metrics, Model
@@ -307,19 +307,16 @@ class MomentumStep(OuterStep):
 
 def make_outer_step(
     plan: Plan,
-    settings: Communication,
+    settings: LocalSteps,
     fragment: Fragment,
     tx: Any,
-    merged: Phase | None,
+    exchanges: Exchanges,
 ) -> OuterStep:
-    """Builds the exchange of a fragment; `tx` is the optimizer of the replicas.
-
-    `merged` is the phase in which that optimizer takes outer steps, or None.
-    """
-    exchange = make_exchange(plan, outer_codec(settings.codec, merged), fragment)
-    if merged is None:
-        return OuterStep(fragment, exchange, plan, settings.rounds)
-    return MomentumStep(fragment, exchange, plan, settings.rounds, tx, merged)
+    """Builds the exchange of a fragment; `tx` is the optimizer of the replicas."""
+    exchange = make_exchange(plan, exchanges.outer_codec, fragment)
+    if exchanges.outer_phase is None:
+        return OuterStep(fragment, exchange, plan, settings)
+    return MomentumStep(fragment, exchange, plan, settings, tx, exchanges.outer_phase)
 
 
 def end_of_round(

@@ -12,7 +12,6 @@ from absl import logging
 from jaxlib import version
 
 from zjax.errors import ConfigError, Problem
-from zjax.optim.phases import batch_programs, make_phases
 from zjax.schedule.training import TrainingSchedule
 from zjax.settings.schema import Config
 from zjax.sharding.memory import num_zero_shares
@@ -206,7 +205,6 @@ class CompileAhead:
         first_step: int,
     ):
         self._schedule, self._compile = schedule, compile
-        self._phases = make_phases(schedule.config)
         self._changes = schedule.changes(first_step)
         # Programs of several buckets are needed soon after the same change.
         self._most = len(schedule.shapes) if schedule.has_buckets else 1
@@ -238,7 +236,7 @@ class CompileAhead:
 
     def _compile_all(self, steps: range, batch: Batch) -> None:
         """Compiles all programs that read batches of some steps."""
-        for program in batch_programs(steps, self._phases):
+        for program in self._schedule.exchanges.batch_programs(steps):
             self._compile(batch, program, steps.start)
 
     def started(self, number: int) -> bool:

@@ -6,13 +6,12 @@ from typing import Any
 
 import jax
 
-from zjax.comm.codecs import make_codec
 from zjax.jaxprs.versions import dtype_promotion
 from zjax.models.generate import generate
 from zjax.offload.compiled import Peak
-from zjax.optim.phases import Phase, Phases
 from zjax.replicas.compressed import ReplicaPrograms
 from zjax.run.compiler import step_options
+from zjax.schedule.exchange import Exchanges, Phase
 from zjax.settings.batch import resolve_batch
 from zjax.settings.schema import Config
 from zjax.sharding.memory import tree_bytes
@@ -23,7 +22,7 @@ from zjax.sharding.program_plan import staged_plan
 from zjax.storage.move import to_devices
 from zjax.train.average import averaged, check_average, only_weights, parts_of
 from zjax.train.compute_params import compute_params
-from zjax.train.exchange import Exchange, Sent
+from zjax.train.exchange import Sent, make_sent
 from zjax.train.programs import GradientSettings, Programs, make_gradients
 from zjax.train.state import TrainState, check_not_consumed, state_rows, stored_compute
 from zjax.train.update import Schedule, make_update
@@ -67,15 +66,15 @@ def make_replica_programs(
     plan: Plan,
     config: Config,
     schedule: Schedule | None,
-    phases: Phases,
+    exchanges: Exchanges,
 ) -> ReplicaPrograms:
     """Builds the uncompiled programs of a run, one for each phase."""
 
     def programs(phase: Phase) -> Programs:
-        sent = Sent(phase, Exchange(plan, make_codec(phase.codec)))
+        sent = make_sent(plan, phase, config.optimizer.rule)
         return make_programs(model, tx, plan.of_replica, config, schedule, sent)
 
-    by_name = {name: programs(phase) for name, phase in phases.by_name.items()}
+    by_name = {phase.program: programs(phase) for phase in exchanges.sending}
     return ReplicaPrograms(by_name, model, plan)
 
 

@@ -8,9 +8,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from zjax.comm.codecs import make_codec
-from zjax.optim.phases import Phase, Rounds, make_phases, merged_phase
-from zjax.optim.zero_one_adam import APART, LOCAL, Intervals
 from zjax.replicas.local_steps import (
     CommonStep,
     LocalStep,
@@ -21,11 +18,12 @@ from zjax.run.compiler import step_options
 from zjax.run.executor import StepNumber
 from zjax.run.fused import FusedExecutor, make_programs
 from zjax.run.streamed import check_together, check_warm_up
+from zjax.schedule.exchange import LOCAL, Exchanges, Phase
 from zjax.settings.schema import Config
 from zjax.sharding.placement import abstract_tree, shardings
 from zjax.sharding.plan import Plan
 from zjax.sharding.roles import only_followers, with_followers
-from zjax.train.exchange import Exchange, Sent
+from zjax.train.exchange import make_sent
 from zjax.train.outer_state import make_fragments
 from zjax.train.state import TrainState, state_rows
 from zjax.train.update import Schedule
@@ -48,7 +46,7 @@ class LocalStepsExecutor(FusedExecutor):
         plan: Plan of every array, all on the devices.
         config: Checked settings.
         schedule: Learning rate by applied step, for the metrics.
-        rounds: Steps at which each fragment is sent and merged.
+        exchanges: What replicas exchange in each step.
     """
 
     def __init__(
@@ -58,14 +56,12 @@ class LocalStepsExecutor(FusedExecutor):
         plan: Plan,
         config: Config,
         schedule: Schedule | None,
-        rounds: Rounds | Intervals,
+        exchanges: Exchanges,
     ):
         rows = state_rows(plan, config)
-        programs = _programs(model, tx, plan, config, schedule, rows)
+        programs = _programs(model, tx, plan, config, schedule, exchanges, rows)
         super().__init__(model, plan, config, programs)
-        self._rounds, self._number = rounds, StepNumber()
-        phases = make_phases(config)
-        self._freeze_step = phases.freeze_step if phases else 0
+        self._exchanges, self._number = exchanges, StepNumber()
 
     def state_of(self, program: str) -> TrainState:
         """ArrayPlans of the state that a program reads."""
@@ -90,17 +86,17 @@ class LocalStepsExecutor(FusedExecutor):
     def train(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Takes a step, then sends or merges fragments due; donates the state."""
         is_known, number = self._number.knows(state), self._number.before(state) + 1
-        check_warm_up(state, number, self._freeze_step, is_known=is_known)
-        common_step = self.programs.get(self._rounds.at(number))
-        if common_step is not None and not is_known and number > 1:
-            # A state from elsewhere may have stepped apart; comparing replicas waits
-            # for the device.
-            check_together(state, self._rounds)
-        state, metrics = (common_step or self._train_apart)(state, batch)
-        sent, merged = (
-            self._rounds.sent_after(number),
-            self._rounds.merged_after(number),
-        )
+        check_warm_up(state, number, self._exchanges.freeze_step, is_known=is_known)
+        exchange = self._exchanges.at(number)
+        if exchange.phase.message == "nothing":
+            state, metrics = self._train_apart(state, batch)
+        else:
+            if not is_known and number > 1:
+                # A state from elsewhere may have stepped apart; comparing replicas
+                # waits for the device.
+                check_together(state, self._exchanges)
+            state, metrics = self.programs[exchange.phase.program](state, batch)
+        sent, merged = exchange.sent, exchange.merged
         arriving = state.extra.arriving
         if sent is not None:
             state, mean = self._send(state, sent)
@@ -109,9 +105,9 @@ class LocalStepsExecutor(FusedExecutor):
             arriving = {**dict(enumerate(arriving)), sent: mean}
         if merged is not None:
             state = self._merge(state, merged, arriving[merged])
-        if self._rounds.ends_after(number):
+        if exchange.ends_round:
             state, metrics = self._end_round(state, metrics)
-        if self._rounds.forgets_errors_after(number):
+        if exchange.resets_errors:
             errors = self.programs["without_errors"](state.extra.errors)
             state = _with_extra(state, errors=errors)
         self._number.after(state, number)
@@ -209,12 +205,13 @@ def _programs(
     plan: Plan,
     config: Config,
     schedule: Schedule | None,
+    exchanges: Exchanges,
     rows: TrainState,
 ) -> dict[str, Any]:
     """Jits the programs of `LocalStepsExecutor` by name."""
     places, of_replicas = shardings(rows), shardings(_of_replicas(rows))
     compiled = functools.partial(jax.jit, compiler_options=step_options(config, plan))
-    local_tx = _in_local_steps(tx, config)
+    local_tx = _in_local_steps(tx, exchanges)
     of_replica = make_programs(model, local_tx, plan.of_replica, config, schedule)
     programs = {
         "train": compiled(
@@ -234,12 +231,11 @@ def _programs(
             ),
         ),
     }
-    programs |= _common_steps(model, tx, plan, config, schedule, rows)
-    communication = config.communication
-    merged = merged_phase(make_phases(config))
-    fragments = make_fragments(plan.master, communication.rounds.num_fragments)
+    programs |= _common_steps(model, tx, plan, config, schedule, exchanges, rows)
+    rounds = config.communication.rounds
+    fragments = make_fragments(plan.master, exchanges.num_fragments)
     for i, fragment in enumerate(fragments):
-        outer = make_outer_step(plan, communication, fragment, tx, merged)
+        outer = make_outer_step(plan, rounds, fragment, tx, exchanges)
         sent = [row.stored for row in outer.exchange.plan.grads]
         by_replica = [
             jax.tree.leaves(of_replicas.master)[p.leaf] for p in fragment.pieces
@@ -261,9 +257,9 @@ def _programs(
     return programs
 
 
-def _in_local_steps(tx: Any, config: Config) -> Any:
+def _in_local_steps(tx: Any, exchanges: Exchanges) -> Any:
     """Optimizer whose update has the local phase bound, if it takes a phase."""
-    if merged_phase(make_phases(config)) is None:
+    if exchanges.outer_phase is None:
         return tx
     update = functools.partial(tx.update, phase=LOCAL)
     return optax.GradientTransformationExtraArgs(tx.init, update)
@@ -275,29 +271,27 @@ def _common_steps(
     plan: Plan,
     config: Config,
     schedule: Schedule | None,
+    exchanges: Exchanges,
     rows: TrainState,
 ) -> dict[str, Any]:
     """Programs of phases in which replicas step together, and the reset of errors."""
-    phases = make_phases(config)
-    if phases is None:
+    if not exchanges.sending:
         return {}
     places = shardings(rows)
     # The exchange sends the shards in which master weights are stored.
     by_shard = dataclasses.replace(plan, grads=plan.master)
 
     def common_step(phase: Phase) -> Any:
-        exchange = Exchange(by_shard, make_codec(phase.codec))
-        sent = Sent(phase, exchange)
+        sent = make_sent(by_shard, phase, config.optimizer.rule)
         of_replica = make_programs(model, tx, plan.of_replica, config, schedule, sent)
         return jax.jit(
-            CommonStep(of_replica, model, plan, exchange.feeds_back),
+            CommonStep(of_replica, model, plan, sent.exchange.feeds_back),
             donate_argnums=0,
             out_shardings=(places, None),
             compiler_options=step_options(config, plan),
         )
 
-    common = [phase for phase in phases.by_name.values() if phase.name not in APART]
-    steps = {phase.name: common_step(phase) for phase in common}
+    steps = {phase.program: common_step(phase) for phase in exchanges.sending}
     without_errors = jax.jit(
         lambda errors: jax.tree.map(jnp.zeros_like, errors),
         donate_argnums=0,

@@ -22,7 +22,6 @@ from zjax.observe.metrics import (
 from zjax.observe.recompile import CompileReport, Trace
 from zjax.observe.sinks import make_sinks
 from zjax.observe.skipped import SkippedSteps
-from zjax.optim.phases import make_rounds, shares_metrics
 from zjax.schedule.training import TrainingSchedule
 from zjax.settings.mappings import to_mapping
 from zjax.settings.schema import Config
@@ -64,7 +63,7 @@ class Monitor:
         observe = config.observe
         if observe.plot and "jsonl" not in observe.sinks and jax.process_index() == 0:
             print("no plot is saved: it needs the sink 'jsonl'")
-        self._config, self._rounds = config, make_rounds(config)
+        self._config = config
         self._callbacks = callbacks
         self._rows_per_step, self._schedule = rows_per_step, schedule
         self._values_at = values_at
@@ -128,7 +127,7 @@ class Monitor:
         watch = self._compiles.watch(step, batch, expected)
         with self._trace.step(step, state), watch as compiled:
             yield metrics
-        is_shared = shares_metrics(step, self._rounds)
+        is_shared = self._schedule.exchanges.at(step).shares_metrics
         # After the dispatch: the host reads the step before while the device works.
         earlier = self._late.push(step, metrics[0], is_shared=is_shared)
         if compiled.line and jax.process_index() == 0:
@@ -186,7 +185,7 @@ class Monitor:
     def _log_step(self, step: int, values: Values) -> None:
         """Logs a due or skipped step, and raises if the step ends the run."""
         self.known_step, self.newest = step, values
-        is_shared = shares_metrics(step, self._rounds)
+        is_shared = self._schedule.exchanges.at(step).shares_metrics
         is_skipped = self._skipped.count(step, scalars(values), is_shared=is_shared)
         due = step % self._config.observe.log_every_steps == 0
         if due or is_skipped or step == self._config.num_steps:

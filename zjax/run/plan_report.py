@@ -45,10 +45,10 @@ from zjax.observe.schedule import (
 )
 from zjax.offload.compiled import Peak
 from zjax.optim.build import make_optimizer
-from zjax.optim.phases import count_programs, make_phases, make_rounds
 from zjax.run.batch import abstract_batch, with_batch_sizes
 from zjax.run.fit import check_fits, fit_memories, offloaded_inputs
 from zjax.run.step import Step, make_step
+from zjax.schedule.exchange import make_exchanges
 from zjax.schedule.lengths import end_by_tokens
 from zjax.schedule.training import TrainingSchedule
 from zjax.settings.axes import axis_sizes
@@ -351,12 +351,12 @@ def describe_collectives(
     program = compiled.as_text()
     if program is None:
         return "this platform gives no text of compiled programs"
-    found = list_collectives(program)
+    found, exchanges = list_collectives(program), make_exchanges(config)
     text = describe_communication(
         found,
         step.plan,
         step.num_microbatches,
-        sends_messages=bool(make_phases(config) or make_rounds(config)),
+        sends_messages=bool(exchanges.sending or exchanges.steps_apart),
     )
     return f"{text}\n{CPU_NOTE}" if meshes.is_simulated(step.mesh) else text
 
@@ -366,8 +366,8 @@ def report_links(step: Step, config: Config, batch: Batch) -> str:
 
     Programs of the fragments of local steps share a row, which shows the mean.
     """
-    rounds = make_rounds(config)
-    counts = count_programs(config.num_steps, make_phases(config), rounds)
+    exchanges = make_exchanges(config)
+    counts = exchanges.count_programs(config.num_steps)
     times = {
         name: number for name, number in counts.items() if not name.startswith(_SILENT)
     }
@@ -376,7 +376,7 @@ def report_links(step: Step, config: Config, batch: Batch) -> str:
         text = step.compile(batch, program).as_text()
         assert text is not None
         found = link_bytes(list_collectives(text), step.mesh)
-        sent[_label(program, is_local=rounds is not None)].append((number, found))
+        sent[_label(program, is_local=exchanges.steps_apart)].append((number, found))
     totals = {name: sum(n for n, _ in parts) for name, parts in sent.items()}
     means = {
         name: LinkBytes(

@@ -21,8 +21,8 @@ from zjax.data.tokenizer_files import KEY as TOKENIZER
 from zjax.data.tokenizer_files import TokenizerRecord
 from zjax.errors import CheckpointError, DataError, Problem
 from zjax.jaxprs.versions import is_program
-from zjax.optim.phases import Rounds, make_phases, make_rounds
 from zjax.optim.precision import cast_floating
+from zjax.schedule.exchange import make_exchanges
 from zjax.schedule.pacing import make_pacing, used_pacings
 from zjax.settings.choices import names, sections
 from zjax.settings.convert import current
@@ -181,10 +181,9 @@ def describe_errors(rows: TrainState, config: Config, step: int) -> str:
     An error belongs to the next message of equal numbers, in equal units and at an
     equal place of the buffer; a run that sends other messages starts with errors of 0.
     """
-    phases = make_phases(config)
-    units = None
-    if phases is not None and phases.freeze_step:
-        rule, is_frozen = config.optimizer.rule, step >= phases.freeze_step
+    freeze_step, units = make_exchanges(config).freeze_step, None
+    if freeze_step:
+        rule, is_frozen = config.optimizer.rule, step >= freeze_step
         corrects_bias = isinstance(rule, Compressed) and rule.bias_correction
         units = rule.kind, corrects_bias, is_frozen
     settings = config.communication
@@ -246,8 +245,7 @@ def changes(saved: Mapping[str, Any], config: Config) -> list[Difference]:
 
 
 def _freeze_step(config: Config) -> int:
-    phases = make_phases(config)
-    return phases.freeze_step if phases else 0
+    return make_exchanges(config).freeze_step
 
 
 def _layer_drop_rate(config: Config) -> float:
@@ -349,13 +347,11 @@ def check_messages(saved: Mapping[str, Any], config: Config, step: int) -> None:
 
     The run would merge a fragment that was not sent, or that belongs to another round.
     """
-    rounds = make_rounds(config)
-    if not isinstance(rounds, Rounds) or not rounds.delay:
-        return
+    exchanges = make_exchanges(config)
     settings = current(saved.get("config", {})).get("communication", {})
     before = settings.get("local_steps")
-    merges = range(step + 1, step + rounds.delay + 1)
-    on_its_way = any(rounds.merged_after(merge) is not None for merge in merges)
+    merges = range(step + 1, step + exchanges.delay + 1)
+    on_its_way = any(exchanges.at(merge).merged is not None for merge in merges)
     if not on_its_way or not before:
         return
     before = to_mapping(LocalSteps()) | before

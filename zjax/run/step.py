@@ -11,13 +11,13 @@ from zjax.data.entries import check_batch, check_placed_values
 from zjax.errors import ConfigError, PlanError, Problem
 from zjax.jaxprs.versions import dtype_promotion
 from zjax.offload.compiled import Peak
-from zjax.optim.phases import make_phases, make_rounds
 from zjax.run.batch import StepInputs, check_model
 from zjax.run.executor import Executor, StepNumber
 from zjax.run.fused import fused_executor
 from zjax.run.local_steps import LocalStepsExecutor
 from zjax.run.streamed import ReplicatedExecutor, StreamedExecutor
 from zjax.run.teacher import Teacher
+from zjax.schedule.exchange import Exchanges
 from zjax.schedule.training import TrainingSchedule
 from zjax.settings.batch import resolve_batch
 from zjax.settings.schema import Config
@@ -299,8 +299,8 @@ def make_step(
         remedy = "make the plan on zjax.make_mesh"
         raise PlanError(Problem("plan.mesh", plan.mesh.axis_sizes, problem, remedy))
     num_microbatches = resolve_batch(config, plan.num_batch_shares).num_microbatches
-    executor = _make_executor(model, tx, plan, config, schedule)
     training = TrainingSchedule(config)
+    executor = _make_executor(model, tx, plan, config, schedule, training.exchanges)
     if training.drops:
         check_model(model, config)
     distill = config.distill
@@ -317,17 +317,21 @@ def make_step(
 
 
 def _make_executor(
-    model: Model, tx: Any, plan: plans.Plan, config: Config, schedule: Schedule | None
+    model: Model,
+    tx: Any,
+    plan: plans.Plan,
+    config: Config,
+    schedule: Schedule | None,
+    exchanges: Exchanges,
 ) -> Executor:
     """Picks the executor: streamed if offloaded, else local steps, phases or fused."""
     if plan.is_offloaded:
         return StreamedExecutor(model, tx, plan, config, schedule)
-    if (rounds := make_rounds(config)) is not None:
-        return LocalStepsExecutor(model, tx, plan, config, schedule, rounds)
-    phases = make_phases(config)
-    if phases is None:
+    if exchanges.steps_apart:
+        return LocalStepsExecutor(model, tx, plan, config, schedule, exchanges)
+    if not exchanges.sending:
         return fused_executor(model, tx, plan, config, schedule)
-    return ReplicatedExecutor(model, tx, plan, config, schedule, phases)
+    return ReplicatedExecutor(model, tx, plan, config, schedule, exchanges)
 
 
 def _checks_ids(config: Config, model: Model) -> bool:

@@ -17,11 +17,10 @@ from zjax.offload.compiled import Peak
 from zjax.offload.generate import Generation
 from zjax.offload.train import OffloadedTrain
 from zjax.optim.onebit import is_of_adam
-from zjax.optim.phases import Phases, Rounds
-from zjax.optim.zero_one_adam import Intervals
 from zjax.run.compiler import step_options
 from zjax.run.executor import StepNumber, make_jit
 from zjax.run.fused import FusedExecutor, Weights, make_programs, make_replica_programs
+from zjax.schedule.exchange import Exchanges, Rounds
 from zjax.settings.schema import Config
 from zjax.sharding.placement import shardings
 from zjax.sharding.plan import Plan
@@ -151,17 +150,17 @@ def _were_updated(numbers: jax.Array) -> jax.Array:
     return jnp.all(numbers > 0)
 
 
-def check_together(state: TrainState, rounds: Rounds | Intervals) -> None:
+def check_together(state: TrainState, exchanges: Exchanges) -> None:
     """Refuses a joint step of replicas whose states differ; waits for the state."""
     replicas = dataclasses.replace(state.extra.replicas, num_skipped=())
     if not bool(_differ(replicas)):
         return
     done = int(state.step)
-    if isinstance(rounds, Rounds):
+    if isinstance(exchanges, Rounds):
         field = "communication.local_steps.num_synchronous_steps"
-        value = rounds.num_synchronous_steps
+        value = exchanges.num_synchronous_steps
     else:
-        field, value = "optimizer.rule.freeze_step", rounds.freeze_step
+        field, value = "optimizer.rule.freeze_step", exchanges.freeze_step
     problem = f"joins replicas at step {done + 1} that have stepped apart"
     remedy = f"use {done} or less, or a state whose replicas are equal"
     raise StateError(Problem(field, value, problem, remedy))
@@ -191,7 +190,7 @@ class ReplicatedExecutor(FusedExecutor):
         plan: Plan of every array, all on the devices.
         config: Checked settings.
         schedule: Learning rate by applied step, for the metrics.
-        phases: Phases of the run, each with the codec of the messages.
+        exchanges: What replicas exchange in each step.
     """
 
     def __init__(
@@ -201,9 +200,9 @@ class ReplicatedExecutor(FusedExecutor):
         plan: Plan,
         config: Config,
         schedule: Schedule | None,
-        phases: Phases,
+        exchanges: Exchanges,
     ):
-        pure = make_replica_programs(model, tx, plan, config, schedule, phases)
+        pure = make_replica_programs(model, tx, plan, config, schedule, exchanges)
         jit = functools.partial(jax.jit, compiler_options=step_options(config, plan))
         places = (shardings(state_rows(plan.of_replica, config)), None)
         steps = {
@@ -212,17 +211,18 @@ class ReplicatedExecutor(FusedExecutor):
                 donate_argnums=0,
                 out_shardings=places,
             )
-            for name in phases.by_name
+            for name in pure.phases
         }
-        last = steps[phases.at(config.num_steps)]
+        last = steps[exchanges.at(config.num_steps).phase.program]
         programs = steps | {"train": last, "evaluate": jit(pure.evaluate)}
         super().__init__(model, plan, config, programs)
-        self._phases, self._number = phases, StepNumber()
+        self._exchanges, self._number = exchanges, StepNumber()
 
     def train(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Takes one optimizer step and donates the state."""
         is_known, number = self._number.knows(state), self._number.before(state) + 1
-        check_warm_up(state, number, self._phases.freeze_step, is_known=is_known)
-        state, metrics = self.programs[self._phases.at(number)](state, batch)
+        check_warm_up(state, number, self._exchanges.freeze_step, is_known=is_known)
+        program = self._exchanges.at(number).phase.program
+        state, metrics = self.programs[program](state, batch)
         self._number.after(state, number)
         return state, metrics

@@ -30,7 +30,6 @@ from zjax.observe.progress import RESUME, describe_end
 from zjax.observe.sinks import check_sinks
 from zjax.ops import matmul
 from zjax.optim.build import make_optimizer, with_clipping_as_set
-from zjax.optim.phases import make_phases, make_rounds, programs_at
 from zjax.optim.precision import describe_precision
 from zjax.processes.agreement import check_same_data
 from zjax.processes.member_files import hold
@@ -260,7 +259,6 @@ class Trainer:
             self.loader,
             CompileAhead(self._schedule, self._compile, step + 1) as ahead,
         ):
-            replicas = make_phases(config), make_rounds(config)
             last_saved, data_ended, save_due = step, False, False
             reason = self._patience.reason
             while step < config.num_steps and not reason and not stopped(step):
@@ -274,7 +272,8 @@ class Trainer:
                     stopped.request()  # stops all processes at one step
                 step += 1
                 recent = {step - 1: recent.get(step - 1), step: batch}
-                programs = [x for x in programs_at(step, *replicas) if x not in known]
+                names = self._schedule.at(step).exchange.programs
+                programs = [name for name in names if name not in known]
                 known.update(programs)
                 if ahead.started(step):
                     with monitor.pause():

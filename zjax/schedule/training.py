@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from zjax.schedule.buckets import bucket_lengths, bucket_rows
 from zjax.schedule.dropping import metric_name, num_middle_layers
+from zjax.schedule.exchange import StepExchange, make_exchanges
 from zjax.schedule.learning_rate import make_schedule
 from zjax.schedule.lengths import CUTS, in_steps, make_shapes, make_tokens
 from zjax.schedule.pacing import Pacing, make_pacing
@@ -34,6 +35,8 @@ class ScheduledStep(NamedTuple):
     """Number of keys that a token sees; None for all."""
     theta: float | None
     """Probability that the last layer runs; None if all layers run."""
+    exchange: StepExchange
+    """What replicas exchange in the step, and the programs of the step."""
 
     @property
     def static(self) -> tuple[int, int, int, bool]:
@@ -47,7 +50,7 @@ class ScheduledStep(NamedTuple):
 
 
 class TrainingSchedule:
-    """Shapes, windows, dropped tokens, layers and learning rates by step, from 1 on.
+    """Shapes, dropped tokens and layers, exchanges and learning rates, by step from 1.
 
     Args:
         config: Checked settings; the batch size is known.
@@ -79,6 +82,8 @@ class TrainingSchedule:
         self.config, self._num_devices = config, num_devices
         self.tokens = make_tokens(config)
         """Tokens of each batch."""
+        self.exchanges = make_exchanges(config)
+        """What replicas exchange in each step."""
         warmup, dropping = config.sequence_warmup, config.random_ltd
         shapes = make_shapes(config)
         # A pacing begins at step 0; shapes count from 1.
@@ -147,6 +152,7 @@ class TrainingSchedule:
             step <= self._last_taught,
             self._windows.at(step) if self._windows else None,
             self._theta(step),
+            self.exchanges.at(step),
         )
 
     def _theta(self, step: int) -> float | None:

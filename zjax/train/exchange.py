@@ -6,6 +6,7 @@ of the other replicas that hold the corresponding shards.
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,7 +16,9 @@ from jax.sharding import PartitionSpec as P
 
 from zjax.comm.codecs import Codec, make_codec
 from zjax.comm.packed import Errors, compressed_mean, padded_size
-from zjax.optim.phases import Phase, Phases
+from zjax.optim.build import make_message
+from zjax.schedule.exchange import Exchanges, Phase
+from zjax.settings.schema import Rule
 from zjax.sharding.mesh import REPLICA, axes_of
 from zjax.sharding.placement import ArrayPlan, pad_tree, unpad_tree
 from zjax.sharding.plan import Plan
@@ -163,21 +166,26 @@ class Sent:
     Args:
         phase: Phase, which says the message and the codec.
         exchange: Exchange between replicas.
+        message: Function from gradients and optimizer state to the tree that is sent;
+            None for the gradients.
     """
 
     phase: Phase
     exchange: Exchange
+    message: Callable[[Any, Any], Any] | None = None
 
     def norm(self, norm: jax.Array) -> jax.Array:
         """Root mean square of the replicas' norms; not finite if any norm is not."""
         return jnp.sqrt(jax.lax.pmean(norm * norm, REPLICA))
 
 
-def error_rows(plan: Plan, phases: Phases | None) -> Any:
-    """Returns plans of the error feedback of phases; () without feedback."""
-    if phases is None:
-        return ()
-    exchanges = (
-        Exchange(plan, make_codec(phase.codec)) for phase in phases.by_name.values()
-    )
-    return next((each.error_rows for each in exchanges if each.feeds_back), ())
+def make_sent(plan: Plan, phase: Phase, rule: Rule) -> Sent:
+    """Builds the message of a phase; arrays are sent in the placement of gradients."""
+    exchange = Exchange(plan, make_codec(phase.codec))
+    return Sent(phase, exchange, make_message(rule, phase))
+
+
+def error_rows(plan: Plan, exchanges: Exchanges) -> Any:
+    """Returns plans of the error feedback of a run; () without feedback."""
+    by_phase = (Exchange(plan, make_codec(x.codec)) for x in exchanges.sending)
+    return next((each.error_rows for each in by_phase if each.feeds_back), ())

@@ -17,8 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from zjax.comm.codecs import make_codec
 from zjax.errors import PlanError, Problem
-from zjax.optim.phases import Phase
-from zjax.settings.schema import Communication
+from zjax.schedule.exchange import Exchanges
 from zjax.sharding.mesh import REPLICA
 from zjax.sharding.naming import layer_of
 from zjax.sharding.placement import ArrayPlan
@@ -146,41 +145,29 @@ class Outer(NamedTuple):
     arriving: tuple[Any, ...]
 
 
-def make_exchange(plan: Plan, codec: str, fragment: Fragment) -> Exchange:
+def make_exchange(plan: Plan, codec: str | None, fragment: Fragment) -> Exchange:
     """Builds the exchange of a fragment, for the shards that a device stores."""
+    assert codec is not None
     rows = fragment.rows(jax.tree.leaves(plan.master))
     # An exchange sends arrays in the placement of gradients: the fragment stands for
     # these.
     return Exchange(dataclasses.replace(plan, grads=rows), make_codec(codec))
 
 
-def outer_codec(codec: str, merged: Phase | None) -> str:
-    """Returns the codec of outer gradients, from `communication.codec`.
-
-    `merged` is the phase in which the inner optimizer takes outer steps, or None.
-    """
-    if merged is not None:
-        return merged.codec
-    return "float32" if codec == "none" else codec
-
-
-def outer_rows(
-    rows: Any, plan: Plan, settings: Communication, merged: Phase | None
-) -> Any:
+def outer_rows(rows: Any, plan: Plan, exchanges: Exchanges) -> Any:
     """Returns the plans of a state with local steps, from plans of one replica."""
-    codec = outer_codec(settings.codec, merged)
-    exchanges = [
-        make_exchange(plan, codec, fragment)
-        for fragment in make_fragments(plan.master, settings.rounds.num_fragments)
+    by_fragment = [
+        make_exchange(plan, exchanges.outer_codec, fragment)
+        for fragment in make_fragments(plan.master, exchanges.num_fragments)
     ]
     followers = only_followers(plan.master, plan.master, "gradient")
     momentum = jax.tree.map(_float32, followers)
-    means = tuple([_float32(r) for r in each.plan.grads] for each in exchanges)
+    means = tuple([_float32(r) for r in each.plan.grads] for each in by_fragment)
     extra = Outer(
         replicas=jax.tree.map(_by_replica, dataclasses.replace(rows, step=())),
-        momentum=momentum if merged is None else (),
-        errors=tuple(e.error_rows if e.feeds_back else () for e in exchanges),
-        arriving=means if settings.rounds.delay else (),
+        momentum=momentum if exchanges.outer_phase is None else (),
+        errors=tuple(e.error_rows if e.feeds_back else () for e in by_fragment),
+        arriving=means if exchanges.delay else (),
     )
     return dataclasses.replace(rows, opt_state=(), scaler=(), extra=extra)
 

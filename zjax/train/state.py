@@ -13,7 +13,7 @@ import numpy as np
 from zjax.errors import CheckpointError, Problem, StateError
 from zjax.jaxprs.versions import dtype_promotion
 from zjax.optim import precision
-from zjax.optim.phases import make_phases, make_rounds, merged_phase
+from zjax.schedule.exchange import make_exchanges
 from zjax.settings.schema import Config, Precision
 from zjax.sharding.layers import take_apart
 from zjax.sharding.placement import (
@@ -123,10 +123,10 @@ def state_rows(plan: Plan, config: Config) -> TrainState:
         ema=plan.ema,
         params=trained(plan.compute, plan.master) if plan.is_offloaded else (),
     )
-    phases = make_phases(config)
-    if make_rounds(config) is not None:
-        return outer_rows(rows, plan, config.communication, merged_phase(phases))
-    return dataclasses.replace(rows, extra=error_rows(plan, phases))
+    exchanges = make_exchanges(config)
+    if exchanges.steps_apart:
+        return outer_rows(rows, plan, exchanges)
+    return dataclasses.replace(rows, extra=error_rows(plan, exchanges))
 
 
 def saved_rows(plan: Plan, config: Config) -> TrainState:

@@ -144,12 +144,12 @@ class Update:
             finite = applies = jnp.bool_(True)
         # Gradients are averaged before clipping, whereas messages are made of clipped
         # gradients.
-        if sent is not None and sent.phase.message is None:
+        if sent is not None and sent.message is None:
             grads, errors = sent.exchange(grads, errors, applies)
             norm = transforms.global_norm(grads)
         grads = transforms.clip_by_norm(grads, norm, self.optimizer.clip_norm)
-        if sent is not None and sent.phase.message is not None:
-            message = sent.phase.message(grads, opt_state)
+        if sent is not None and sent.message is not None:
+            message = sent.message(grads, opt_state)
             grads, errors = sent.exchange(message, errors, applies)
         return grads, norm, errors, _Checks(finite, applies)
 

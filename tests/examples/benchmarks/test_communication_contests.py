@@ -12,7 +12,7 @@ import zjax
 from tests.support.benchmarks import FOLDER, load
 from zjax.config import load_config
 from zjax.data.prepare import prepare
-from zjax.optim.phases import make_rounds
+from zjax.schedule.exchange import make_exchanges
 from zjax.settings import schema
 
 TINY = (
@@ -219,7 +219,7 @@ def test_the_row_is_about_four_fragments_in_int4_on_two_replicas(contest, module
     assert (communication.codec, communication.local_steps.num_fragments) == ("int4", 4)
     assert communication.local_steps.delay > 0
     assert config.mesh.replica == 2
-    rounds = make_rounds(module.without_exchange(config))
+    exchanges = make_exchanges(module.without_exchange(config))
     number = module.WARM_UP_ROUNDS + module.TIMED_ROUNDS
     steps = range(1, number * communication.local_steps.num_steps + 1)
-    assert not any(rounds.sent_after(step) is not None for step in steps)
+    assert not any(exchanges.at(step).sent is not None for step in steps)
