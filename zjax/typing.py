@@ -167,9 +167,9 @@ class Continuation:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Dropping:
-    """Blocks and tokens that a training step leaves out; part of the batch of the step.
+    """Blocks and tokens that a training step leaves out; by default none.
 
-    A step without `Dropping`, such as an evaluation, runs all blocks on all tokens.
+    An evaluation, which has no random key, leaves out nothing.
     """
 
     num_kept: int = dataclasses.field(default=0, metadata={"static": True})
@@ -182,8 +182,20 @@ class Dropping:
     """float32[]: probability that the last block runs; None runs all blocks."""
 
 
-DROPPING = "dropping"
-"""Name of the `Dropping` in a batch."""
+NOTHING_DROPPED = Dropping()
+"""The `Dropping` of steps that run all blocks on all tokens."""
+
+
+class StepBatch(NamedTuple):
+    """The batch of a training step, and what the step leaves out of the model."""
+
+    batch: Batch
+    dropping: Dropping = NOTHING_DROPPED
+
+    @classmethod
+    def of(cls, batch: "Batch | StepBatch") -> "StepBatch":
+        """Returns the batch of a step that leaves out nothing, unless it says so."""
+        return batch if isinstance(batch, cls) else cls(batch)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,9 +11,8 @@ from tests.support import small_run
 from zjax.jaxprs.program import programs_in
 from zjax.models.build import make_model
 from zjax.optim.build import make_optimizer
-from zjax.run.batch import with_dropping
 from zjax.run.initialize import make_run
-from zjax.typing import Dropping
+from zjax.typing import Dropping, StepBatch
 
 SETTINGS = (
     "model.num_layers=6",
@@ -56,7 +55,7 @@ def program():
 
     @functools.cache
     def trace(dropping):
-        inputs = run.state, with_dropping(batch, dropping)
+        inputs = run.state, StepBatch(batch, dropping)
         with jax.set_mesh(run.mesh):
             return jax.make_jaxpr(run.step.executor.programs["train"])(*inputs).jaxpr
 

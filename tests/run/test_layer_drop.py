@@ -18,7 +18,7 @@ from zjax.sharding import plan
 from zjax.stack.dropping import BlockInput, Tally, make_inputs, run_block
 from zjax.stack.forward import Execution, combine, run_stack
 from zjax.train.stages import mean_of_sums
-from zjax.typing import DROPPING, Auxiliary, Dropping, Segment, Stack
+from zjax.typing import Auxiliary, Dropping, Segment, Stack
 
 SETTINGS = "model.num_layers=3", "layer_drop.theta=0.5", "layer_drop.gamma=0.3"
 X = jnp.arange(6.0).reshape(2, 3)
@@ -114,9 +114,9 @@ def test_metrics_are_means_over_the_blocks_that_ran():
         split=lambda params: ((), (params,), ()),
         join=lambda embed, segments, head: segments[0],
     )
-    batch = {"x": X, DROPPING: Dropping(theta=theta)}
+    batch, dropping = {"x": X}, Dropping(theta=theta)
     for execution in (Execution(0), Execution(2)):
-        _, auxiliaries = run_stack(stack, numbers, batch, key, execution)
+        _, auxiliaries = run_stack(stack, numbers, batch, key, execution, dropping)
         found = combine(auxiliaries).metrics["number"]
         assert found == pytest.approx(float(numbers[ran(key)].mean()))
     tally = Tally(jnp.float32(0), jnp.float32(0))

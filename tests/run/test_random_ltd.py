@@ -15,12 +15,12 @@ from tests.support.refusals import config_error, data_error, plan_error
 from zjax.config import load_config
 from zjax.models.build import make_model
 from zjax.ops.tokens import take_tokens
-from zjax.run.batch import SCHEDULE, check_model, with_dropping
+from zjax.run.batch import SCHEDULE, check_model
 from zjax.run.compiler import CompileAhead
 from zjax.schedule.training import ATTENTION_WINDOW, TrainingSchedule
 from zjax.sharding import plan
-from zjax.stack.forward import run_stack
-from zjax.typing import Dropping, Tiles
+from zjax.stack.forward import loss_of_step, run_stack
+from zjax.typing import NOTHING_DROPPED, Dropping, Tiles
 
 RANDOM_LTD = (
     "model.num_layers=3",
@@ -117,9 +117,9 @@ def make_parts(*overrides):
     return model, params, {"tokens": tokens, "targets": jnp.roll(tokens, -1, 1)}
 
 
-def loss_and_gradients(model, params, batch, key):
+def loss_and_gradients(model, params, batch, key, dropping=NOTHING_DROPPED):
     def loss(params):
-        return model.loss(params, {}, batch, key).value
+        return loss_of_step(model, dropping)(params, {}, batch, key).value
 
     return jax.jit(jax.value_and_grad(loss))(params)
 
@@ -130,8 +130,7 @@ def test_whole_sequences_and_evaluation_are_those_of_the_plain_model(key):
     model, params, batch = make_parts()
     plain = loss_and_gradients(model, params, batch, key)
     num_kept = 8 if key is None else 16
-    left_out = batch | {"dropping": Dropping(num_kept=num_kept)}
-    found = loss_and_gradients(model, params, left_out, key)
+    found = loss_and_gradients(model, params, batch, key, Dropping(num_kept=num_kept))
     jax.tree.map(np.testing.assert_array_equal, found, plain)
 
 
@@ -140,8 +139,8 @@ def test_flops_fall_with_the_tokens():
     model, params, batch = make_parts("model.embed_size=64", "model.mlp_size=256")
 
     def count(num_kept):
-        left_out = batch | {"dropping": Dropping(num_kept=num_kept)}
-        run = jax.grad(lambda p: model.loss(p, {}, left_out, jax.random.key(0)).value)
+        loss_of = loss_of_step(model, Dropping(num_kept=num_kept))
+        run = jax.grad(lambda p: loss_of(p, {}, batch, jax.random.key(0)).value)
         costs = jax.jit(run).lower(params).cost_analysis()
         assert costs is not None
         return costs["flops"]
@@ -275,8 +274,8 @@ def test_each_layer_draws_its_own_tokens(form, counts):
     """Fails if all layers drop the same ones, or those of a span do not."""
     stack, params = make_own(take_tokens).stack, {"blocks": {"w": jnp.ones(NUM_LAYERS)}}
     dropping = Dropping(num_kept=8, once=form == "span")
-    batch = jax.tree.map(jnp.asarray, BATCH) | {"dropping": dropping}
-    layers, _ = run_stack(stack, params, batch, jax.random.key(0))
+    inputs = params, jax.tree.map(jnp.asarray, BATCH), jax.random.key(0)
+    layers, _ = run_stack(stack, *inputs, dropping=dropping)
     assert {*np.asarray(layers).ravel().tolist()} == counts
     np.testing.assert_array_equal(layers.sum(axis=1), np.full(8, 2 * 16 + 2 * 8))
 
@@ -293,11 +292,15 @@ def test_batches_of_other_lengths_are_refused():
         run.step(run.state, longer)
 
 
-def test_batches_without_names_are_refused():
-    with data_error(
-        "batch='tuple' is no dict, to which random_ltd can add; name its arrays"
-    ):
-        with_dropping((BATCH["x"],), Dropping(num_kept=4))
+def test_batches_without_names_drop_tokens():
+    """Fails if a batch must be a dict, to which something could be added."""
+    model = make_own(take_tokens)
+    stack = dataclasses.replace(model.stack, embed=lambda params, batch, key: batch)
+    unnamed = dataclasses.replace(model, stack=stack, loss=zjax.loss_of(stack))
+    batch = BATCH["x"], BATCH["scale"]
+    run = zjax.initialize(unnamed, optax.sgd(0.0), None, batch, SETTINGS)
+    _, metrics = run.step(run.state, batch)
+    assert metrics["loss"] == 2 * 16 + 2 * 8
 
 
 @pytest.mark.parametrize(

@@ -37,11 +37,20 @@ from zjax.sharding.memory import bytes_by_memory, tree_bytes
 from zjax.sharding.placement import ArrayPlan
 from zjax.sharding.plan import DEVICE, HOST, Plan
 from zjax.sharding.roles import trained
-from zjax.stack.dropping import split_dropping
 from zjax.train.partition import check_no_model_state
 from zjax.train.state import TrainState, stored_compute
 from zjax.train.update import loss_scale_of
-from zjax.typing import Auxiliary, Batch, Dropping, Loss, Metrics, Model, Params
+from zjax.typing import (
+    NOTHING_DROPPED,
+    Auxiliary,
+    Batch,
+    Dropping,
+    Loss,
+    Metrics,
+    Model,
+    Params,
+    StepBatch,
+)
 
 
 class Saved(NamedTuple):
@@ -109,17 +118,18 @@ class BlockwiseBackward:
         )
 
     def run(
-        self, state: TrainState, batch: Batch, key: jax.Array
+        self, state: TrainState, step: StepBatch, key: jax.Array
     ) -> Iterator[GroupGradients | Loss]:
         """Yields gradients in `order`, then the loss; see `Backward`."""
         params, scale = stored_compute(state, self.plan), loss_scale_of(state)
-        batch, dropping = split_dropping(batch)
         losses: list[Loss] = []
         sums: dict[int, list[Any]] = {}
         for number in range(self.num_microbatches):
-            part = self.programs.split_batch(batch, number)
+            part = self.programs.split_batch(step.batch, number)
             microbatch_key = jax.random.fold_in(key, number)
-            arriving = self.differentiate(params, part, microbatch_key, scale, dropping)
+            arriving = self.differentiate(
+                params, part, microbatch_key, scale, step.dropping
+            )
             # The loss comes first: the last microbatch needs all weights for the means.
             losses.append(next(arriving))
             if self.num_microbatches == 1:
@@ -319,7 +329,7 @@ class BlockwiseBackward:
             part = self.programs.split_batch(batch, number)
             names = [("forward", i) for i in range(len(stored))]
             self.units.stream.prefetch(self.units.loads(stored, names))
-            route = Route(self.programs, len(self.units.blocks), None, Dropping())
+            route = Route(self.programs, len(self.units.blocks), None, NOTHING_DROPPED)
             carry, auxiliaries = self.forward(embed, stored, part, None, route)
             losses.append(self.programs.head_loss(head, carry, part, auxiliaries))
         loss = self.sums.mean_loss(losses)
@@ -351,10 +361,9 @@ class BlockwiseBackward:
         shape, place = x.sharding.shard_shape(x.shape), self.plan.replicated
         return ArrayPlan("a residual of a block", shape, x.dtype, place, place)
 
-    def moments(self, state: TrainState, batch: Batch, pending: Any) -> list[Peak]:
+    def moments(self, state: TrainState, step: StepBatch, pending: Any) -> list[Peak]:
         """Predicts the bytes of each program of the pass; see `Backward`."""
-        batch, _ = split_dropping(batch)
-        shapes = PassShapes(self.programs, self.units, self.saved_rows, batch)
+        shapes = PassShapes(self.programs, self.units, self.saved_rows, step.batch)
         programs = shapes.bytes
         saved = bytes_by_memory(shapes.saved).device
         gradients = pending(saved)

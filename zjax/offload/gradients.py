@@ -27,7 +27,7 @@ from zjax.train import microbatches
 from zjax.train.gradients import AutomaticGradients
 from zjax.train.state import TrainState, stored_compute, without_update
 from zjax.train.update import loss_scale_of
-from zjax.typing import Batch, Loss, Model, Params
+from zjax.typing import Loss, Model, Params, StepBatch
 
 
 class GroupGradients(NamedTuple):
@@ -61,12 +61,12 @@ class Backward(Protocol):
     residual_bytes: int
 
     def run(
-        self, state: TrainState, batch: Batch, key: jax.Array
+        self, state: TrainState, step: StepBatch, key: jax.Array
     ) -> Iterator[GroupGradients | Loss]:
         """Yields gradients in `order`, sharded as they are stored, then the loss."""
         ...
 
-    def moments(self, state: TrainState, batch: Batch, pending: Any) -> list[Peak]:
+    def moments(self, state: TrainState, step: StepBatch, pending: Any) -> list[Peak]:
         """Predicts the bytes on a device while each program runs, `update` last.
 
         `pending` is a function from bytes of residuals to bytes of gradients that wait
@@ -86,11 +86,11 @@ class WholeBackward:
         self.residual_bytes = 0
         automatic = AutomaticGradients(model, plan, num_microbatches)
 
-        def stored_gradients(state: TrainState, batch: Batch, key: jax.Array) -> Any:
+        def stored_gradients(state: TrainState, step: StepBatch, key: jax.Array) -> Any:
             params = unpad_tree(stored_compute(state, plan), plan.compute)
             scale = loss_scale_of(state)
             grads, loss = automatic.gradients(
-                params, state.model_state, batch, key, scale
+                params, state.model_state, step, key, scale
             )
             stored = pad_tree(place_tree(grads, plan.grads), plan.grads)
             return stored, loss.model_state, loss._replace(model_state=())
@@ -99,21 +99,21 @@ class WholeBackward:
         self.gradients = jit(stored_gradients, out_shardings=places)
 
     def run(
-        self, state: TrainState, batch: Batch, key: jax.Array
+        self, state: TrainState, step: StepBatch, key: jax.Array
     ) -> Iterator[GroupGradients | Loss]:
         """Yields all gradients as one group, then the loss; see `Backward`."""
         # Arrays that only the update reads are not on the devices.
         grads, model_state, loss = self.gradients(
-            without_update(state, self.plan), batch, key
+            without_update(state, self.plan), step, key
         )
         yield GroupGradients(0, jax.tree.leaves(grads))
         yield loss._replace(model_state=model_state)
 
-    def moments(self, state: TrainState, batch: Batch, pending: Any) -> list[Peak]:
+    def moments(self, state: TrainState, step: StepBatch, pending: Any) -> list[Peak]:
         """Predicts the bytes of the gradient program and the update; see `Backward`."""
         state = without_update(abstract_tree(state), self.plan)
-        batch = like_batch(self.plan, batch, self.entries)
-        program = added_bytes(self.gradients, state, batch, abstract_key())
+        step = step._replace(batch=like_batch(self.plan, step.batch, self.entries))
+        program = added_bytes(self.gradients, state, step, abstract_key())
         grads = {"gradients": tree_bytes(self.grad_rows)}
         return [Peak("gradients", {"program": program}), Peak("update", grads)]
 

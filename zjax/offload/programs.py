@@ -34,7 +34,15 @@ from zjax.stack.dropping import (
 from zjax.stack.forward import combine, loss_of_sums, stack_totals
 from zjax.train import microbatches
 from zjax.train.compute_params import cast_like, compute_dtype
-from zjax.typing import Auxiliary, Batch, Dropping, Loss, Model, Params
+from zjax.typing import (
+    NOTHING_DROPPED,
+    Auxiliary,
+    Batch,
+    Dropping,
+    Loss,
+    Model,
+    Params,
+)
 
 
 class BlockInputs(NamedTuple):
@@ -51,7 +59,7 @@ class BlockInputs(NamedTuple):
     context: Any
     key: Any
     number: Any
-    dropping: Dropping = Dropping()
+    dropping: Dropping = NOTHING_DROPPED
     probability: Any = None
 
     @property

@@ -7,7 +7,7 @@ import numpy as np
 
 from zjax.offload.programs import BlockInputs, BlockPrograms
 from zjax.stack.dropping import drops_tokens
-from zjax.typing import Dropping
+from zjax.typing import NOTHING_DROPPED, Dropping
 
 
 class Route:
@@ -50,7 +50,7 @@ class Route:
         """Draws the tokens of a span, from the stream that enters the first block."""
         self._context, dropping = context, self._dropping
         # Blocks of a span run on tokens that are selected already.
-        self._dropping = Dropping()
+        self._dropping = NOTHING_DROPPED
         # The first and the last block run on all tokens: fewer than 3 blocks drop
         # nothing.
         if self._num_blocks < 3 or not drops_tokens(dropping, carry, self._key):
@@ -70,7 +70,7 @@ class Route:
             self._span_context if self.first <= block <= self.last else self._context,
             self._key,
             block,
-            self._dropping if is_inner else Dropping(),
+            self._dropping if is_inner else NOTHING_DROPPED,
             None if self._probabilities is None else self._probabilities[block],
         )
 

@@ -40,7 +40,7 @@ from zjax.storage.transfers import transfer_budget
 from zjax.train.compute_params import unsplit_plans
 from zjax.train.state import TrainState, state_rows
 from zjax.train.update import Schedule
-from zjax.typing import Batch, Loss, Metrics, Model
+from zjax.typing import Batch, Loss, Metrics, Model, StepBatch
 
 GROUP_BYTES = 300 << 20
 """Most bytes of master weights on one device in a group of several arrays."""
@@ -171,7 +171,9 @@ class OffloadedTrain:
         grads = group.grad_rows if self.delay_from >= 0 else []
         return moved_bytes([*(self.rows[name] for name in names), *grads])
 
-    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+    def __call__(
+        self, state: TrainState, batch: Batch | StepBatch
+    ) -> tuple[TrainState, Metrics]:
         """Takes one step; the state is consumed. Results may still be computed."""
         number = int(state.step) + 1
         is_delayed = bool(state.pending) or 0 <= self.delay_from <= number
@@ -183,7 +185,7 @@ class OffloadedTrain:
             return state
         return _Running(self, state, is_delayed=True).settle(state)
 
-    def predict_peak(self, batch: Batch) -> Peak | None:
+    def predict_peak(self, batch: Batch | StepBatch) -> Peak | None:
         """Predicts the moment of a step with most memory, from compiled programs.
 
         None if the compiler does not report memory. Only shapes and dtypes of the batch
@@ -191,7 +193,9 @@ class OffloadedTrain:
         """
         try:
             added = [added_bytes(*call) for call in self.update.abstract_calls()]
-            moments = self.backward.moments(self.state_rows, batch, self.waiting_bytes)
+            moments = self.backward.moments(
+                self.state_rows, StepBatch.of(batch), self.waiting_bytes
+            )
         except UnreportedMemoryError:
             return None
         always = {
@@ -252,10 +256,13 @@ class _Running:
         self.delayed_grads: dict[int, list[jax.Array]] = {}
         self.grad_bytes_to_come = tree_bytes(train.stored_grads)
 
-    def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+    def step(
+        self, state: TrainState, batch: Batch | StepBatch
+    ) -> tuple[TrainState, Metrics]:
         """Takes the step: differentiates, then updates, stores or delays each group."""
         train, update = self.train, self.update
-        arriving = train.backward.run(state, batch, _key(train.seed, state.step))
+        key = _key(train.seed, state.step)
+        arriving = train.backward.run(state, StepBatch.of(batch), key)
         form = _form(batch)
         if form not in train.known_forms:
             # A batch that does not suit the model fails here, before anything moves.
@@ -432,7 +439,7 @@ def bounded_groups(groups: Sequence[int], rows: Sequence[ArrayPlan]) -> list[int
     return bounded
 
 
-def _form(batch: Batch) -> Any:
+def _form(batch: Batch | StepBatch) -> Any:
     """Returns the structure, shapes and dtypes of a batch."""
     leaves, tree = jax.tree.flatten(batch)
     return tree, tuple((x.shape, x.dtype) for x in leaves)

@@ -1,4 +1,4 @@
-"""Batches of a run: sizes, rows of epochs, and arrays that the schedule adds."""
+"""Batches of a run: sizes, rows of epochs, and what the schedule says of a step."""
 
 import dataclasses
 import math
@@ -27,7 +27,7 @@ from zjax.settings.schema import Config
 from zjax.sharding.mesh import BATCH_AXES, mesh_sizes
 from zjax.sharding.plan import Plan
 from zjax.stack.forward import runs_stack
-from zjax.typing import DROPPING, Batch, Dropping, Model
+from zjax.typing import Batch, Dropping, Model, StepBatch
 
 
 def with_batch_sizes(config: Config, num_devices: int) -> Config:
@@ -90,9 +90,9 @@ SCHEDULE = "schedule"
 
 @dataclasses.dataclass(frozen=True)
 class StepInputs:
-    """Adds the values of a step to batches: logits, scalars and dropped tokens.
+    """Makes batches of steps: with the teacher's logits, scalars and dropped tokens.
 
-    Evaluation and generation read batches without them.
+    Evaluation and generation read batches of the data.
 
     Args:
         schedule: Schedule of the run.
@@ -109,8 +109,8 @@ class StepInputs:
         """Whether batches of all steps stay as they are."""
         return not self.teacher and not self.schedule.adds_inputs
 
-    def extend(self, batch: Batch, number: int) -> Batch:
-        """Adds the inputs of step `number`, 1 or more, to a placed batch."""
+    def extend(self, batch: Batch, number: int) -> StepBatch:
+        """Makes the batch of step `number`, 1 or more, from a placed batch."""
 
         def place(value: float) -> jax.Array:
             # Every process knows the value: placing it needs no communication.
@@ -123,15 +123,15 @@ class StepInputs:
             extended = self.teacher.teach(extended)
         elif self.teacher:
             self.teacher.release()
-        return with_dropping(extended, self._dropping(step, place))
+        return StepBatch(extended, self._dropping(step, place))
 
-    def abstract(self, batch: Batch, number: int | None = None) -> Batch:
-        """Shapes of an extended batch; `number=None` is step 1 with all tokens."""
+    def abstract(self, batch: Batch, number: int | None = None) -> StepBatch:
+        """Shapes of the batch of a step; `number=None` is step 1 with all tokens."""
         step = self._step(batch, number)
         extended = _with_scalars(batch, step, self._shape)
         if self.teacher and step.has_teacher:
             extended = self.teacher.abstract(extended)
-        return with_dropping(extended, self._dropping(step, self._shape))
+        return StepBatch(extended, self._dropping(step, self._shape))
 
     def compile_teacher(self, batch: Batch, number: int | None = None) -> None:
         """Compiles the teacher's program for shapes of a batch, if the step has one."""
@@ -180,17 +180,6 @@ def _with_scalars(
     if not step.traced:
         return batch
     return batch | {SCHEDULE: {n: scalar(x) for n, x in step.traced.items()}}
-
-
-def with_dropping(batch: Batch, dropping: Dropping) -> Batch:
-    """Adds a `Dropping` to a batch, which must be a dict unless nothing is dropped."""
-    if dropping == Dropping():
-        return batch
-    if not isinstance(batch, dict):
-        name = "random_ltd" if dropping.num_kept else "layer_drop"
-        problem, remedy = f"is no dict, to which {name} can add", "name its arrays"
-        raise DataError(Problem("batch", type(batch).__name__, problem, remedy))
-    return batch | {DROPPING: dropping}
 
 
 def check_model(model: Model, config: Config) -> None:

@@ -12,7 +12,7 @@ from zjax.run.compiler import Options
 from zjax.run.fused import Weights
 from zjax.sharding.mesh import is_simulated
 from zjax.train.state import TrainState
-from zjax.typing import Batch, Metrics
+from zjax.typing import Batch, Metrics, StepBatch
 
 
 class StepNumber:
@@ -75,7 +75,9 @@ class Executor(Protocol):
     parameters: Weights
     programs: Mapping[str, Callable[..., Any]]
 
-    def train(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+    def train(
+        self, state: TrainState, batch: Batch | StepBatch
+    ) -> tuple[TrainState, Metrics]:
         """Takes one optimizer step and donates the state."""
         ...
 
@@ -91,11 +93,11 @@ class Executor(Protocol):
         """Applies a pending gradient and donates the state."""
         ...
 
-    def compile(self, program: str, batch: Batch) -> jax.stages.Compiled:
+    def compile(self, program: str, batch: Batch | StepBatch) -> jax.stages.Compiled:
         """Compiles one of `programs` for ShapeDtypeStructs of a batch."""
         ...
 
-    def predict_peak(self, batch: Batch) -> Peak | None:
+    def predict_peak(self, batch: Batch | StepBatch) -> Peak | None:
         """Compiles a step for ShapeDtypeStructs of a batch and adds up device memory.
 
         Returns None where the compiler does not report memory.

@@ -28,7 +28,7 @@ from zjax.train import microbatches
 from zjax.train.average import check_average
 from zjax.train.state import TrainState, check_not_consumed
 from zjax.train.update import Schedule
-from zjax.typing import Batch, Metrics, Model, Params
+from zjax.typing import Batch, Metrics, Model, Params, StepBatch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,10 +81,10 @@ class Step:
         """Trains on a placed batch, extended by the inputs of the step."""
         # Numbers of states from elsewhere wait for the device: ask only if needed.
         if self.inputs.adds_nothing:
-            return self.executor.train(state, batch)
+            return self.executor.train(state, StepBatch(batch))
         number = self._number.before(state) + 1
-        batch = self.inputs.extend(batch, number)
-        state, metrics = self.executor.train(state, batch)
+        step_batch = self.inputs.extend(batch, number)
+        state, metrics = self.executor.train(state, step_batch)
         self._number.after(state, number)
         return state, metrics
 

@@ -11,9 +11,7 @@ from zjax.ops.keys import fold_name
 from zjax.ops.remat import residuals_of, vjp_with
 from zjax.ops.tokens import draw_subset, on_subset
 from zjax.typing import (
-    DROPPING,
     Auxiliary,
-    Batch,
     Dropping,
     Params,
     Segment,
@@ -61,19 +59,6 @@ def make_input(key: jax.Array, depth: Any, theta: Any) -> BlockInput:
     # A separate key: the block draws dropout from `key`.
     is_kept = jax.random.bernoulli(fold_name(key, "layer"), probability)
     return BlockInput(key, None, is_kept, probability)
-
-
-def split_dropping(batch: Batch) -> tuple[Batch, Dropping]:
-    """Splits the `Dropping` off a batch; a batch without one gets the default.
-
-    Example:
-        >>> split_dropping({"x": 1, "dropping": Dropping(num_kept=4)})[1].num_kept
-        4
-    """
-    if not isinstance(batch, Mapping) or DROPPING not in batch:
-        return batch, Dropping()
-    others = {name: x for name, x in batch.items() if name != DROPPING}
-    return others, batch[DROPPING]
 
 
 def drops_tokens(dropping: Dropping, carry: Any, key: jax.Array | None) -> bool:

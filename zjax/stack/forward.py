@@ -29,9 +29,9 @@ from zjax.stack.dropping import (
     make_inputs,
     mean_metric,
     run_block,
-    split_dropping,
 )
 from zjax.typing import (
+    NOTHING_DROPPED,
     Auxiliary,
     Batch,
     Dropping,
@@ -93,10 +93,11 @@ def loss_of(stack: Stack, execution: Execution = ONE_BY_ONE) -> "StackLoss":
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StackLoss:
-    """Loss of a stack, as `loss_of` describes it."""
+    """Loss of a stack, as `loss_of` describes it, less what a step leaves out."""
 
     stack: Stack
     execution: Execution
+    dropping: Dropping = NOTHING_DROPPED
 
     @dtype_promotion()
     def __call__(
@@ -109,12 +110,12 @@ class StackLoss:
         """Returns the loss of a microbatch."""
         stack = self.stack
         carry, auxiliaries = run_stack(
-            stack, params, batch, loss_key(key), self.execution
+            stack, params, batch, loss_key(key), self.execution, self.dropping
         )
         combined = combine(auxiliaries)
         totals = stack_totals(stack.segments, auxiliaries)
         _, _, head = stack.split(params)
-        total, weight, sums = stack.head(head, carry, split_dropping(batch)[0])
+        total, weight, sums = stack.head(head, carry, batch)
         result = loss_of_sums(total, weight, sums, combined, totals)
         return result._replace(model_state=model_state)
 
@@ -122,6 +123,14 @@ class StackLoss:
 def runs_stack(model: Model) -> bool:
     """Whether the loss of a model is the loss of the model's stack."""
     return isinstance(model.loss, StackLoss) and model.loss.stack is model.stack
+
+
+def loss_of_step(model: Model, dropping: Dropping) -> Callable[..., Loss]:
+    """Returns the loss of a model in a step that leaves out blocks or tokens."""
+    if dropping == NOTHING_DROPPED:
+        return model.loss
+    assert isinstance(model.loss, StackLoss)  # or the step had been refused
+    return dataclasses.replace(model.loss, dropping=dropping)
 
 
 def with_stack(model: Model, **functions: Any) -> Model:
@@ -172,13 +181,13 @@ def run_stack(
     batch: Batch,
     key: jax.Array | None,
     execution: Execution = ONE_BY_ONE,
+    dropping: Dropping = NOTHING_DROPPED,
 ) -> tuple[Any, list[Auxiliary]]:
     """Runs the embedding and all blocks; returns the carry and a result per block.
 
     The embedding uses `fold_in(key, 0)`, block i of all segments `fold_in(key, i + 1)`;
     a key of None means evaluation.
     """
-    batch, dropping = split_dropping(batch)
     embed, blocks, _ = stack.split(params)
     carry, context = stack.embed(embed, batch, fold_in(key, 0))
     num_blocks = sum(segment.num_blocks for segment in stack.segments)

@@ -18,9 +18,10 @@ from zjax.sharding.placement import ArrayPlan, place_tree, unpad_tree
 from zjax.sharding.plan import Plan
 from zjax.sharding.program_plan import layerwise_plan
 from zjax.sharding.roles import joined, trained
+from zjax.stack.forward import loss_of_step
 from zjax.train import microbatches
 from zjax.train.compute_params import cast_like, compute_dtype
-from zjax.typing import Batch, Loss, Model, ModelState, Params
+from zjax.typing import Batch, Loss, Model, ModelState, Params, StepBatch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +44,7 @@ class AutomaticGradients:
         self,
         params: Params,
         state: ModelState,
-        batch: Batch,
+        step: StepBatch,
         key: jax.Array,
         scale: Any,
     ) -> tuple[Params, Loss]:
@@ -54,6 +55,7 @@ class AutomaticGradients:
         number into `key`.
         """
         rows = layerwise_plan(self.model, self.plan).grad_sum
+        loss_of = loss_of_step(self.model, step.dropping)
 
         def pin(grads: Params) -> Params:
             return place_tree(grads, rows)
@@ -61,22 +63,22 @@ class AutomaticGradients:
         def one(
             state: ModelState, microbatch: Batch, key: jax.Array
         ) -> tuple[Params, Loss]:
-            grads, result = self.differentiate(params, state, microbatch, key, scale)
+            inputs = state, microbatch, key
+            grads, result = self.differentiate(loss_of, params, inputs, scale)
             return pin(grads), result
 
         zeros = jax.tree.map(lambda row: jnp.zeros(row.shape, row.dtype), rows)
         grads, loss = microbatches.accumulate(
-            one, zeros, state, self.split(batch), key, pin=pin
+            one, zeros, state, self.split(step.batch), key, pin=pin
         )
         # Placed and stacked before the cast, so that the smaller dtype is moved.
         return cast_like(put_together(grads), self.plan.grad_sum), loss
 
     def differentiate(
         self,
+        loss_of: Callable[..., Loss],
         params: Params,
-        state: ModelState,
-        microbatch: Batch,
-        key: jax.Array,
+        inputs: tuple[ModelState, Batch, jax.Array],
         scale: Any,
     ) -> tuple[Params, Loss]:
         """Differentiates one microbatch; the gradients are not placed yet."""
@@ -84,7 +86,7 @@ class AutomaticGradients:
 
         def scaled(learned: Params) -> tuple[jax.Array, Loss]:
             used = joined(learned, params, rows)
-            result = self.model.loss(used, state, microbatch, key)
+            result = loss_of(used, *inputs)
             # Weight 0 stops the gradient; a weight that is not finite makes it NaN: a
             # skipped step.
             counted = microbatches.counted(result.weight)
@@ -93,17 +95,18 @@ class AutomaticGradients:
         return jax.grad(scaled, has_aux=True)(trained(params, rows))
 
     def loss(
-        self, params: Params, state: ModelState, batch: Batch, key: jax.Array | None
+        self, params: Params, state: ModelState, step: StepBatch, key: jax.Array | None
     ) -> Loss:
         """Returns the mean loss, without gradients; a `key` of None evaluates."""
+        loss_of = loss_of_step(self.model, step.dropping)
 
         def one(state: ModelState, inputs: Any) -> tuple[ModelState, Loss]:
             index, microbatch = inputs
-            result = self.model.loss(params, state, microbatch, fold_in(key, index))
+            result = loss_of(params, state, microbatch, fold_in(key, index))
             microbatches.check_names(result)
             return result.model_state, result._replace(model_state=())
 
-        inputs = jnp.arange(self.num_microbatches), self.split(batch)
+        inputs = jnp.arange(self.num_microbatches), self.split(step.batch)
         state, losses = jax.lax.scan(one, state, inputs)
         return microbatches.mean_loss(losses, state)
 
@@ -121,7 +124,7 @@ def local_gradients(
     *,
     reduce_dtype: Any,
 ) -> Callable[..., tuple[Params, Loss]]:
-    """Builds `gradients(master, model_state, batch, key, scale) -> (grads, loss)`.
+    """Builds `gradients(master, model_state, step, key, scale) -> (grads, loss)`.
 
     `master` are stored parameters; `grads` are gradients of `scale` times the mean
     loss, in logical shapes and the dtype of the gradient sum. A loss that is not
@@ -138,11 +141,11 @@ def local_gradients(
         return put_together(grads), loss
 
     def gradients(
-        master: Params, state: ModelState, batch: Batch, key: jax.Array, scale: Any
+        master: Params, state: ModelState, step: StepBatch, key: jax.Array, scale: Any
     ) -> tuple[Params, Loss]:
         shares = plan.num_batch_shares
-        microbatches.check_batch(batch, model, num_microbatches, shares)
-        by_row = microbatches.row_specs(batch, model, local.axes)
+        microbatches.check_batch(step.batch, model, num_microbatches, shares)
+        by_row = microbatches.row_specs(step, model, local.axes)
         mapped = jax.shard_map(
             of_device,
             mesh=plan.mapped_mesh,
@@ -151,7 +154,7 @@ def local_gradients(
             axis_names=local.mapped_axes,
             check_vma=False,
         )
-        grads, loss = mapped(master, state, batch, key, scale)
+        grads, loss = mapped(master, state, step, key, scale)
         return unpad_tree(grads, plan.grads), loss
 
     return gradients
@@ -217,12 +220,16 @@ class LocalGradients:
         self,
         master: Params,
         state: ModelState,
-        batch: Batch,
+        step: StepBatch,
         key: jax.Array,
         scale: Any,
     ) -> tuple[Params, Loss]:
         """Returns gradients of the weighted mean over all devices and microbatches."""
-        batch = microbatches.cast_batch(batch, self.model, compute_dtype(self.plan))
+        dtype, loss_of = (
+            compute_dtype(self.plan),
+            loss_of_step(self.model, step.dropping),
+        )
+        batch = microbatches.cast_batch(step.batch, self.model, dtype)
         params = cast_like(master, self.plan.compute)
         stored = self.in_node(params)
         params = params if self.regathers else self.gather(params, stored)
@@ -230,7 +237,8 @@ class LocalGradients:
         def one(
             state: ModelState, microbatch: Batch, key: jax.Array
         ) -> tuple[Params, Loss]:
-            return self.differentiate(params, stored, state, microbatch, key, scale)
+            inputs = state, microbatch, self.device_key(key)
+            return self.differentiate(loss_of, params, stored, inputs, scale)
 
         number = self.num_microbatches
         parts = microbatches.split_batch(batch, self.model, number, 1)
@@ -239,20 +247,18 @@ class LocalGradients:
 
     def differentiate(
         self,
+        loss_of: Callable[..., Loss],
         params: Params,
         stored: Params,
-        state: ModelState,
-        batch: Batch,
-        key: jax.Array | None,
+        inputs: tuple[ModelState, Batch, jax.Array | None],
         scale: Any,
     ) -> tuple[Params, Loss]:
         """Returns gradients of one microbatch, and the mean loss over devices."""
-        key = self.device_key(key)
 
         def share_of_mean(learned: Params) -> tuple[jax.Array, Any]:
             used = joined(learned, params, self.plan.master)
             used = self.gather(used, stored) if self.regathers else used
-            result = self.model.loss(used, state, batch, key)
+            result = loss_of(used, *inputs)
             part, total = self.part_of(result)
             return result.value * part * scale, (result, part, total)
 

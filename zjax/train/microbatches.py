@@ -12,7 +12,7 @@ from zjax.errors import ModelError, PlanError, Problem
 from zjax.sharding.activations import field_of, map_rows, rows_of
 from zjax.sharding.naming import path_of
 from zjax.stack.forward import named_totals
-from zjax.typing import Batch, Loss, Model, ModelState, Params
+from zjax.typing import Batch, Loss, Model, ModelState, Params, StepBatch
 
 
 def split_batch(
@@ -42,8 +42,11 @@ def split_batch(
     return map_rows(split, repeat, batch, model.entries)
 
 
-def row_specs(batch: Batch, model: Model, axes: Sequence[str]) -> Any:
+def row_specs(batch: Batch | StepBatch, model: Model, axes: Sequence[str]) -> Any:
     """Returns a tree of PartitionSpec for `shard_map`, with rows split over `axes`."""
+    if isinstance(batch, StepBatch):
+        everywhere = jax.tree.map(lambda x: P(), batch.dropping)
+        return StepBatch(row_specs(batch.batch, model, axes), everywhere)
     return map_rows(lambda x: P(tuple(axes)), lambda x: P(), batch, model.entries)
 
 

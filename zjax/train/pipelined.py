@@ -23,13 +23,20 @@ from zjax.sharding.mesh import SEQUENCE
 from zjax.sharding.placement import ArrayPlan, unpad_tree
 from zjax.sharding.plan import Plan
 from zjax.sharding.roles import trained
-from zjax.stack.dropping import split_dropping
 from zjax.train import microbatches
 from zjax.train.compute_params import cast_like, compute_dtype
 from zjax.train.gradients import LocalGradients
 from zjax.train.partition import StagePartition, check_no_model_state
 from zjax.train.stages import StagedModel, in_place
-from zjax.typing import Batch, Dropping, Loss, Model, ModelState, Params
+from zjax.typing import (
+    Batch,
+    Dropping,
+    Loss,
+    Model,
+    ModelState,
+    Params,
+    StepBatch,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +97,7 @@ class PipelinedGradients:
         self,
         master: Params,
         state: ModelState,
-        batch: Batch,
+        step: StepBatch,
         key: jax.Array,
         scale: Any,
     ) -> tuple[Params, Loss]:
@@ -101,14 +108,14 @@ class PipelinedGradients:
         """
         outs = self.local.specs(self.plan.grads), P()
         mapped = self.mapped(self.device_gradients, outs)
-        stored, loss = mapped(master, state, batch, key, scale)
+        stored, loss = mapped(master, state, step, key, scale)
         return unpad_tree(stored, self.plan.grads), loss
 
     def loss(
-        self, master: Params, state: ModelState, batch: Batch, key: jax.Array | None
+        self, master: Params, state: ModelState, step: StepBatch, key: jax.Array | None
     ) -> Loss:
         """Returns the mean loss, without gradients; a `key` of None evaluates."""
-        return self.mapped(self.device_loss, P())(master, state, batch, key)
+        return self.mapped(self.device_loss, P())(master, state, step, key)
 
     @property
     def local(self) -> LocalGradients:
@@ -132,10 +139,10 @@ class PipelinedGradients:
         """Maps the program of a device by `shard_map` over the batch axes."""
         model, number = self.local.model, self.local.num_microbatches
 
-        def call(master: Params, state: ModelState, batch: Batch, *rest: Any) -> Any:
+        def call(master: Params, state: ModelState, step: StepBatch, *rest: Any) -> Any:
             shares = self.plan.num_batch_shares
-            microbatches.check_batch(batch, model, number, shares)
-            by_row = microbatches.row_specs(batch, model, self.plan.batch_axes)
+            microbatches.check_batch(step.batch, model, number, shares)
+            by_row = microbatches.row_specs(step, model, self.plan.batch_axes)
             by_shard = self.local.specs(self.local.plan.master)
             return jax.shard_map(
                 run,
@@ -144,18 +151,17 @@ class PipelinedGradients:
                 out_specs=outs,
                 axis_names=set(self.plan.batch_axes),
                 check_vma=False,
-            )(master, state, batch, *rest)
+            )(master, state, step, *rest)
 
         return call
 
     def device_gradients(
-        self, master: Params, state: ModelState, batch: Batch, key: Any, scale: Any
+        self, master: Params, state: ModelState, step: StepBatch, key: Any, scale: Any
     ) -> tuple[Params, Loss]:
         """Computes gradients on one device."""
-        batch, dropping = split_dropping(batch)
-        params, feed = self.inputs(master, batch, self.local.axes)
+        params, feed = self.inputs(master, step.batch, self.local.axes)
         unit = microbatches.unit_of(self.local.sum(feed.weights))
-        pipeline = self.pipeline(scale, unit, dropping)
+        pipeline = self.pipeline(scale, unit, step.dropping)
         grads, losses = pipeline.differentiate(params, self.zeros(), feed, key)
         loss = microbatches.mean_loss(losses, state)
         # Microbatches were weighed in `unit`; the mean divides by the total weight.
@@ -169,13 +175,12 @@ class PipelinedGradients:
         return grads if self.local.reduces_each else self.local.reduce(grads), loss
 
     def device_loss(
-        self, master: Params, state: ModelState, batch: Batch, key: Any
+        self, master: Params, state: ModelState, step: StepBatch, key: Any
     ) -> Loss:
         """Computes the loss on one device."""
-        batch, dropping = split_dropping(batch)
-        params, feed = self.inputs(master, batch)
+        params, feed = self.inputs(master, step.batch)
         one = jnp.float32(1)
-        losses = self.pipeline(one, one, dropping).evaluate(params, feed, key)
+        losses = self.pipeline(one, one, step.dropping).evaluate(params, feed, key)
         return microbatches.mean_loss(losses, state)
 
     def inputs(

@@ -20,7 +20,7 @@ from zjax.train.gradients import AutomaticGradients, local_gradients
 from zjax.train.pipelined import PipelinedModel, pipelined_gradients
 from zjax.train.state import TrainState, stored_compute
 from zjax.train.update import loss_scale_of
-from zjax.typing import Batch, Loss, Metrics, Model, Params
+from zjax.typing import Batch, Loss, Metrics, Model, Params, StepBatch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,11 +28,11 @@ class GradientPrograms:
     """The loss of a run and the gradients, as pure functions.
 
     Args:
-        gradients: `gradients(state, batch, key, scale) -> (grads, loss)`; gradients of
+        gradients: `gradients(state, step, key, scale) -> (grads, loss)`; gradients of
             `scale` times the mean loss, in logical shapes, and the unscaled loss.
         evaluate: `evaluate(state, batch) -> Loss`, without gradients or a key.
-        loss: `loss(master, model_state, batch, key) -> Loss`, of any parameters in
-            logical shapes.
+        loss: `loss(master, model_state, step, key) -> Loss`, of any parameters in
+            logical shapes; `step` is a `StepBatch`.
     """
 
     gradients: Callable[..., tuple[Params, Loss]]
@@ -122,7 +122,7 @@ def pipelined_programs(settings: GradientSettings) -> GradientPrograms:
         return pipelined.gradients(state.master, state.model_state, *inputs)
 
     def evaluate(state: TrainState, batch: Batch) -> Loss:
-        return pipelined.loss(state.master, state.model_state, batch, None)
+        return pipelined.loss(state.master, state.model_state, StepBatch(batch), None)
 
     def loss(master: Params, *inputs: Any) -> Loss:
         return pipelined.loss(pad_tree(master, plan.master), *inputs)
@@ -156,7 +156,7 @@ def automatic_programs(settings: GradientSettings) -> GradientPrograms:
 
     def evaluate(state: TrainState, batch: Batch) -> Loss:
         params = stored_params(model, plan, state)
-        return automatic.loss(params, state.model_state, batch, None)
+        return automatic.loss(params, state.model_state, StepBatch(batch), None)
 
     def loss(master: Params, *inputs: Any) -> Loss:
         return automatic.loss(compute_params_by_layer(model, plan, master), *inputs)
@@ -225,7 +225,10 @@ class Programs:
         return jax.random.fold_in(jax.random.key(self.seed), state.step)
 
     def gradients(
-        self, state: TrainState, batch: Batch, key: jax.Array | None = None
+        self,
+        state: TrainState,
+        batch: Batch | StepBatch,
+        key: jax.Array | None = None,
     ) -> tuple[Params, Loss]:
         """Differentiates the mean loss of the global batch.
 
@@ -233,30 +236,35 @@ class Programs:
         of the step.
         """
         key = self.step_key(state) if key is None else key
-        scale = loss_scale_of(state)
-        return self.gradient_programs.gradients(state, batch, key, scale)
+        step, scale = StepBatch.of(batch), loss_scale_of(state)
+        return self.gradient_programs.gradients(state, step, key, scale)
 
     def loss_of(
-        self, state: TrainState, batch: Batch, key: jax.Array | None = None
+        self,
+        state: TrainState,
+        batch: Batch | StepBatch,
+        key: jax.Array | None = None,
     ) -> Callable[[Params], Loss]:
         """Returns the loss of a step as a function of logical master weights."""
         key = self.step_key(state) if key is None else key
-        loss, model_state = self.gradient_programs.loss, state.model_state
-        return lambda master: loss(master, model_state, batch, key)
+        loss, step = self.gradient_programs.loss, StepBatch.of(batch)
+        return lambda master: loss(master, state.model_state, step, key)
 
     def update(
         self,
         state: TrainState,
         grads: Params,
         loss: Loss,
-        batch: Batch,
+        batch: Batch | StepBatch,
         key: jax.Array | None = None,
     ) -> tuple[TrainState, Metrics]:
         """Applies the results of `gradients`; `batch` and `key` serve line searches."""
         loss_of = self.loss_of(state, batch, key)
         return self.apply_gradients(state, grads, loss, lambda x: loss_of(x).value)
 
-    def train(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+    def train(
+        self, state: TrainState, batch: Batch | StepBatch
+    ) -> tuple[TrainState, Metrics]:
         """Takes one step: `gradients` and `update` in one program."""
         return self.update(state, *self.gradients(state, batch), batch)
 
@@ -266,5 +274,5 @@ class Programs:
         if average is None:
             loss = programs.evaluate(state, batch)
         else:
-            loss = programs.loss(average, state.model_state, batch, None)
+            loss = programs.loss(average, state.model_state, StepBatch(batch), None)
         return loss.metrics | {"loss": loss.value, "weight": loss.weight}
