@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 Device = Any
 """A `jax.Device`, which is not a type to type checkers."""
@@ -132,19 +133,24 @@ class Segment:
     and no update of the optimizer."""
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class CachedBlock:
-    """Functions by which a block of a segment continues text, each block with a cache.
+class Columns:
+    """The columns of a text that one pass of generation reads.
 
-    `starts` int32[B] is the first column of each prompt.
+    The first pass reads the prompts from column 0 on, and each later pass one token.
     """
 
-    read_prompt: Callable[..., Any]
-    """`read_prompt(params, carry, context, starts, num_new, padded) -> ((carry,
-    tile_input), cache)`: prompts through a block or, with tiles, through its trunk."""
-    read_token: Callable[..., Any]
-    """`read_token(params, carry, context, starts, column, cache) -> ((carry,
-    tile_input), cache)`: one more column through the block or trunk."""
+    starts: jax.Array | None
+    """int32[B], first column of each prompt; None if all prompts begin at column 0."""
+    first: Any
+    """int32[], first column of the pass."""
+    num_columns: int = dataclasses.field(metadata={"static": True})
+    """Columns of the whole text, with all tokens to come."""
+
+    def starts_of(self, num_rows: int) -> jax.Array:
+        """Returns the first column of each prompt, int32[B]."""
+        return jnp.zeros(num_rows, jnp.int32) if self.starts is None else self.starts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,13 +161,16 @@ class Continuation:
     """`check(tokens, lengths, settings, key)` raises for prompts and settings that
     cannot work."""
     embed: Callable[..., Any]
-    """`embed(params, tokens, starts, column, num_columns) -> (carry, context)`: embeds
-    tokens whose first column is `column`, of a text of `num_columns`."""
-    blocks: tuple[CachedBlock, ...]
-    """One `CachedBlock` per segment."""
+    """`embed(params, tokens, columns) -> (carry, context)`: embeds the tokens of
+    `Columns`."""
+    blocks: tuple[Callable[..., Any], ...]
+    """For each segment, `block(params, carry, context, columns, cache) -> ((carry,
+    tile_input), cache)`: the columns of a pass through a block or, with tiles, through
+    the trunk. `cache` holds what the block stored of earlier columns; None in the first
+    pass."""
     score: Callable[..., Any]
     """`score(params, carry) -> float32[B, V]`: logits of the next token, from the
-    parameters of the head."""
+    parameters of the head and the last column of the carry."""
 
 
 @jax.tree_util.register_dataclass

@@ -9,9 +9,10 @@ import pytest
 
 from tests.support import language
 from zjax.errors import ConfigError, DataError
-from zjax.models import cached, generate
+from zjax.models import generate
 from zjax.models.cached import sample_tokens
 from zjax.settings import schema
+from zjax.typing import Columns
 
 NUM_NEW = 5
 FORMS = {
@@ -23,25 +24,26 @@ FORMS = {
 MODELS = pytest.mark.parametrize("config", FORMS.values(), ids=FORMS)
 
 
+def read_at(model, tokens, column, caches):
+    """Scores and caches of a pass from `column` on."""
+    continuation = generate.make_continuation(model, in_tiles=False)
+    columns = Columns(None, column, 3 + NUM_NEW)
+    return generate.read_columns(model, continuation, tokens, columns, caches)
+
+
 @MODELS
 def test_cached_scores_equal_those_of_the_whole_sequence(config):
     model = language.make_language_model(config)
     batch = language.make_text(config)
-    tokens, starts = batch["tokens"], jnp.zeros(language.ROWS, jnp.int32)
+    tokens, scores, caches = batch["tokens"], [], None
 
     @jax.jit
-    def start(tokens):
-        return cached.prefill(model, tokens, starts, num_new=NUM_NEW, padded=False)
+    def read(tokens, column, caches):
+        return read_at(model, tokens, column, caches)
 
-    @jax.jit
-    def step(tokens, column, caches):
-        given = model, tokens, starts, column, caches
-        return cached.decode(*given, num_columns=3 + NUM_NEW)
-
-    found, caches = start(tokens[:, :3])
-    scores = [found]
-    for column in range(3, language.LENGTH):
-        found, caches = step(tokens[:, column], jnp.int32(column), caches)
+    for end in range(3, language.LENGTH + 1):
+        first = end - 1 if caches else 0
+        found, caches = read(tokens[:, first:end], jnp.int32(first), caches)
         scores.append(found)
     whole = language.logits_of(model, batch)[:, 2:]
     np.testing.assert_allclose(np.stack(scores, 1), whole, rtol=1e-4, atol=1e-4)
@@ -52,9 +54,7 @@ def test_a_cache_holds_latents_alone():
     model = language.make_language_model(language.LATENT)
 
     def start():
-        starts = jnp.zeros(language.ROWS, jnp.int32)
-        tokens = jnp.zeros((language.ROWS, 3), jnp.int32)
-        return cached.prefill(model, tokens, starts, num_new=NUM_NEW, padded=False)
+        return read_at(model, jnp.zeros((language.ROWS, 3), jnp.int32), 0, None)
 
     _, caches = jax.eval_shape(start)
     shapes = {x.shape[-3:] for x in jax.tree.leaves(caches)}

@@ -100,7 +100,9 @@ def _build(
         lora.check_targets((path_of(keys) for keys, _ in leaves), adapters)
     stack = make_stack(abstract)
     if isinstance(abstract, Decoder):
-        stack = dataclasses.replace(stack, continuation=make_continuation(abstract))
+        stack = dataclasses.replace(
+            stack, continuation=make_continuation(abstract, in_tiles=True)
+        )
 
     @dtype_promotion()
     def init(key: jax.Array, only_block: jax.Array | None = None) -> Params:

@@ -1,24 +1,21 @@
-"""Prefill and decode passes of a decoder with a KV cache, and sampling of tokens."""
+"""Blocks with a KV cache, and sampling of tokens."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from zjax.models.block import Block
 from zjax.models.embedding import Context, Embedding
 from zjax.models.heads import Head
 from zjax.models.layers import Stored
-from zjax.models.segments import BlockGroup, layers_of, segments_of
-from zjax.models.stack import Decoder, execution_of
+from zjax.models.segments import BlockGroup, layers_of
 from zjax.ops import attention, sparse
-from zjax.settings.mixture import segment_shapes
-from zjax.sharding.layers import read_layer
-from zjax.stack.forward import run_blocks
+from zjax.typing import Columns
 
 
 def sample_tokens(
@@ -66,159 +63,138 @@ def _trim(scores, minimum):
     return jnp.where(scores >= minimum, scores, -jnp.inf)
 
 
-Cache = tuple[Stored, ...]
-"""Keys and values of each layer of a block, with columns for all tokens to come."""
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Cache:
+    """Keys and values of one layer, with a column for each token of the text.
+
+    Args:
+        stored: Keys and values, each [B, S, K, D] in the compute dtype; one array of
+            latents serves as both.
+    """
+
+    stored: tuple[Any, ...]
+
+    @classmethod
+    def of_prompts(cls, stored: Stored, num_columns: int) -> "Cache":
+        """Makes the cache of a prompt, with room for all columns to come."""
+        # Room for all columns at once: shapes stay equal for every token.
+        room = ((0, 0), (0, num_columns - stored[0].shape[1]), (0, 0), (0, 0))
+        return cls(tuple(jnp.pad(x, room) for x in stored))
+
+    def written(self, stored: Stored, column: Any) -> "Cache":
+        """Returns the cache with the keys and values of `column`."""
+        pairs = zip(self.stored, stored, strict=True)
+        return Cache(
+            tuple(
+                jax.lax.dynamic_update_slice_in_dim(old, new, column, axis=1)
+                for old, new in pairs
+            )
+        )
+
+    @property
+    def keys(self) -> jax.Array:
+        """Keys of all columns."""
+        return self.stored[0]
+
+    @property
+    def values(self) -> jax.Array:
+        """Values of all columns."""
+        return self.stored[-1]
+
+
 RunLayer = Callable[..., Any]
-"""`run(layer, attend, x, context) -> (stream, keys and values)`."""
-
-
-def prefill(
-    model: Decoder,
-    tokens: Int[Array, "B L"],
-    starts: Int[Array, " B"],
-    *,
-    num_new: int,
-    padded: bool,
-) -> tuple[Float[Array, "B V"], Any]:
-    """Runs the prompts through the decoder; returns next logits and caches.
-
-    Prompts begin at columns `starts`, above 0 for some row if `padded`. The caches have
-    room for `num_new` more columns.
-    """
-
-    def step(block, x, _):
-        return read_prompt(block, x, context, starts, num_new, padded)
-
-    num_columns = tokens.shape[1] + num_new
-    x, context = embed(model.embedding, tokens, starts, 0, num_columns)
-    x, caches = _run_blocks(step, model, x)
-    return score(model.head, x[:, -1:], _table(model)), caches
-
-
-def decode(
-    model: Decoder,
-    new: Int[Array, " B"],
-    starts: Int[Array, " B"],
-    column: Int[Array, ""],
-    caches: Any,
-    *,
-    num_columns: int,
-) -> tuple[Float[Array, "B V"], Any]:
-    """Runs token `new` of each row at `column`; returns next logits and new caches.
-
-    `num_columns` counts prompts and all tokens to come.
-    """
-
-    def step(block, x, cache):
-        return read_token(block, x, context, starts, column, cache)
-
-    x, context = embed(model.embedding, new[:, None], starts, column, num_columns)
-    x, caches = _run_blocks(step, model, x, caches)
-    return score(model.head, x, _table(model)), caches
+"""`run(layer, attend, x, context) -> (stream, results of attend)`."""
 
 
 def embed(
-    embedding: Embedding,
-    tokens: Int[Array, "B L"],
-    starts: Int[Array, " B"],
-    column: Any,
-    num_columns: Any,
+    embedding: Embedding, tokens: Int[Array, "B L"], columns: Columns
 ) -> tuple[Float[Array, "B L M"], Context]:
-    """Embeds tokens from `column` on; returns the stream and the blocks' context.
+    """Embeds the tokens of a pass; returns the stream and the blocks' context.
 
-    Rotations that depend on the length of a row take the length of the whole text of
-    `num_columns`, so that all keys of a cache rotate alike.
+    Rotations that depend on the length of a row take the length of the whole text, so
+    that all keys of a cache rotate alike.
     """
-    columns = column + jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    starts = columns.starts_of(tokens.shape[0])
+    numbers = columns.first + jnp.arange(tokens.shape[1], dtype=jnp.int32)
     # Padding before a prompt would have positions below 0; no token sees it.
-    positions = jnp.maximum(columns[None, :] - starts[:, None], 0)
+    positions = jnp.maximum(numbers[None, :] - starts[:, None], 0)
     batch = {"tokens": tokens, "positions": positions}
-    return embedding({**batch, "num_tokens": num_columns - starts})
+    return embedding({**batch, "num_tokens": columns.num_columns - starts})
 
 
-def read_prompt(
+def run_cached(
     block: Block | BlockGroup,
     x: Float[Array, "B L M"],
     context: Context,
-    starts: Int[Array, " B"],
-    num_new: int,
-    padded: bool,
+    columns: Columns,
+    caches: tuple[Cache, ...] | None,
     *,
     run: RunLayer = Block.continue_with,
-) -> tuple[Any, Cache]:
-    """Runs prompts through one block; returns the stream and the block's cache.
+) -> tuple[Any, tuple[Cache, ...]]:
+    """Runs the columns of a pass through one block; returns stream and new caches.
 
+    `caches` has one cache per layer of the block, None in the pass of the prompts.
     `run` is `Block.continue_with`, or `Block.trunk_with` if tiles run separately.
     """
-    visible = None
-    if padded:
-        columns = jnp.arange(x.shape[1], dtype=jnp.int32)[None, None, :]
-        visible = columns >= starts[:, None, None]
-        visible = jnp.broadcast_to(visible, (*x.shape[:2], x.shape[1]))
-
-    def attend(layer, q, k, v, stored):
-        if layer.sparse is not None:
-            outputs = _attend_to_blocks(q, k, v, layer.sparse, starts, padded)
-        else:
-            outputs = attention.dot_product_attention(
-                q,
-                k,
-                v,
-                causal=True,
-                mask=visible,
-                bounds=layer.bounds,
-                sinks=layer.attention.laid_sinks(),
-                implementation="xla" if layer.implementation == "xla" else "auto",
-            )
-        # Room for all columns at once: shapes stay equal for every token.
-        padding = ((0, 0), (0, num_new), (0, 0), (0, 0))
-        return outputs, tuple(jnp.pad(x, padding) for x in stored)
-
-    cache = []
-    for layer in layers_of(block):
-        x, stored = run(layer, functools.partial(attend, layer), x, context)
-        cache.append(stored)
-    return x, tuple(cache)
-
-
-def read_token(
-    block: Block | BlockGroup,
-    x: Float[Array, "B 1 M"],
-    context: Context,
-    starts: Int[Array, " B"],
-    column: Any,
-    cache: Cache,
-    *,
-    run: RunLayer = Block.continue_with,
-) -> tuple[Any, Cache]:
-    """Runs one token per row through one block; returns stream and updated cache.
-
-    Arguments are as of `read_prompt`, with the tokens' `column` and the `cache` of all
-    earlier columns.
-    """
-
-    def attend(layer, earlier, q, k, v, stored):
-        stored = tuple(
-            jax.lax.dynamic_update_slice_in_dim(old, new, column, axis=1)
-            for old, new in zip(earlier, stored, strict=True)
-        )
-        # A latent cache is one array, which serves as keys and values.
-        keys, values = stored[0], stored[-1]
-        # A fused kernel gains nothing for one query.
-        window = layer.bounds.window or keys.shape[1]
-        mask = _visible_columns(starts, column, keys.shape[1], window)[:, None]
-        if layer.sparse is not None:
-            mask &= _visible_in_blocks(layer.sparse, starts, column, keys.shape[1])
-        bounds = layer.bounds._replace(window=0)  # the mask has it
-        options = {"sinks": layer.attention.laid_sinks(), "implementation": "xla"}
-        outputs = attention.call_jax(q, keys, values, bounds, mask=mask, **options)
-        return outputs, stored
-
     updated = []
-    for layer, stored in zip(layers_of(block), cache, strict=True):
-        x, stored = run(layer, functools.partial(attend, layer, stored), x, context)
-        updated.append(stored)
+    for number, layer in enumerate(layers_of(block)):
+        if caches is None:
+            attend = functools.partial(_attend_to_prompt, layer, columns)
+        else:
+            attend = functools.partial(_attend_to_cache, layer, columns, caches[number])
+        x, cache = run(layer, attend, x, context)
+        updated.append(cache)
     return x, tuple(updated)
+
+
+def _attend_to_prompt(
+    layer: Block, columns: Columns, q: Any, k: Any, v: Any, stored: Stored
+) -> tuple[jax.Array, Cache]:
+    """Attends within prompts, by the kernels of training; returns outputs and cache."""
+    cache = Cache.of_prompts(stored, columns.num_columns)
+    if layer.sparse is not None:
+        return _attend_to_blocks(q, k, v, layer.sparse, columns.starts), cache
+    visible = None
+    if columns.starts is not None:
+        numbers = jnp.arange(q.shape[1], dtype=jnp.int32)[None, None, :]
+        visible = numbers >= columns.starts[:, None, None]
+        visible = jnp.broadcast_to(visible, (*q.shape[:2], q.shape[1]))
+    outputs = attention.dot_product_attention(
+        q,
+        k,
+        v,
+        causal=True,
+        mask=visible,
+        bounds=layer.bounds,
+        sinks=layer.attention.laid_sinks(),
+        implementation="xla" if layer.implementation == "xla" else "auto",
+    )
+    return outputs, cache
+
+
+def _attend_to_cache(
+    layer: Block, columns: Columns, cache: Cache, q: Any, k: Any, v: Any, stored: Stored
+) -> tuple[jax.Array, Cache]:
+    """Attends from one column to the cache; returns outputs and the updated cache."""
+    column, starts = columns.first, columns.starts_of(q.shape[0])
+    cache = cache.written(stored, column)
+    num_columns = cache.keys.shape[1]
+    window = layer.bounds.window or num_columns
+    mask = _visible_columns(starts, column, num_columns, window)[:, None]
+    if layer.sparse is not None:
+        mask &= _visible_in_blocks(layer.sparse, starts, column, num_columns)
+    # A fused kernel gains nothing for one query, and the mask has the window.
+    outputs = attention.call_jax(
+        q,
+        cache.keys,
+        cache.values,
+        layer.bounds._replace(window=0),
+        mask=mask,
+        sinks=layer.attention.laid_sinks(),
+        implementation="xla",
+    )
+    return outputs, cache
 
 
 def score(
@@ -235,9 +211,9 @@ def _visible_columns(starts, column, num_columns, window) -> Bool[Array, "B 1 S"
     return (columns >= first[:, None, None]) & (columns <= column)
 
 
-def _attend_to_blocks(q, k, v, pattern, starts, padded):
+def _attend_to_blocks(q, k, v, pattern, starts):
     """Runs sparse attention with padding rolled behind the prompts."""
-    if not padded:
+    if starts is None:
         return sparse.sparse_attention(q, k, v, pattern)
     # Blocks of the layout count from the start of a row.
     roll = jax.vmap(functools.partial(jnp.roll, axis=0))
@@ -250,25 +226,3 @@ def _visible_in_blocks(pattern, starts, column, num_columns) -> Bool[Array, "B H
     columns = jnp.arange(num_columns, dtype=jnp.int32)[None]
     starts = starts[:, None]
     return sparse.visible_keys(pattern, column - starts, columns - starts)
-
-
-def _run_blocks(step, model, x, caches=None):
-    """Runs all blocks; each segment has caches in the form of `run_blocks`."""
-    execution, results = execution_of(model.config), []
-    shapes = segment_shapes(model.config)
-    for number, blocks in enumerate(segments_of(model.blocks).values()):
-        graph, params = nnx.split(blocks)
-        size = execution.scan_size(shapes[number].num_blocks)
-        empty = (None,) * (size or shapes[number].num_blocks)
-
-        def one(params, x, given, graph=graph):
-            return step(nnx.merge(graph, read_layer(params)), x, given)
-
-        inputs = empty if caches is None else caches[number]
-        x, outputs = run_blocks(one, params, x, inputs, scan_size=size)
-        results.append(outputs)
-    return x, tuple(results)
-
-
-def _table(model):
-    return model.embedding.tokens[...] if model.config.tied_head else None

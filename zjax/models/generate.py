@@ -1,5 +1,6 @@
 """Text generation: the prompt in one pass, then token by token, or block by block."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Sequence
@@ -14,16 +15,25 @@ from jaxtyping import Array, Bool, Float, Int
 
 from zjax.data.entries import check_batch
 from zjax.errors import ConfigError, Problem
+from zjax.flax_models.nnx import nest, values_of
 from zjax.jaxprs.versions import dtype_promotion
 from zjax.models import cached
 from zjax.models.block import Block
-from zjax.models.cached import decode, prefill, sample_tokens
+from zjax.models.cached import sample_tokens
 from zjax.models.segments import segments_of
-from zjax.models.stack import Decoder, head_table, without_tiles
+from zjax.models.stack import (
+    Decoder,
+    execution_of,
+    head_table,
+    make_stack,
+    without_tiles,
+)
 from zjax.settings import schema
 from zjax.settings.mixture import sees_future
 from zjax.settings.ranges import MAX_TOKENS
-from zjax.typing import CachedBlock, Continuation, Entry
+from zjax.sharding.layers import read_layer
+from zjax.stack.forward import run_blocks
+from zjax.typing import Columns, Continuation, Entry
 
 
 class Settings(NamedTuple):
@@ -128,10 +138,12 @@ def generate(
 def _generate(state, tokens, lengths, key, *, graph, settings: Settings):
     """Generates in one program, which stops early where all rows have ended."""
     model = nnx.merge(graph, state)
+    read = functools.partial(
+        read_columns, model, make_continuation(model, in_tiles=False)
+    )
     length, num_new = tokens.shape[1], settings.max_new_tokens
-    starts, text = start_text(tokens, lengths, settings)
-    padded = lengths is not None
-    logits, caches = prefill(model, tokens, starts, num_new=num_new, padded=padded)
+    columns, text = start_text(tokens, lengths, settings)
+    logits, caches = read(tokens, columns, None)
     text = add_token(text, logits, key, length, settings)
 
     def is_unfinished(carry):
@@ -141,29 +153,58 @@ def _generate(state, tokens, lengths, key, *, graph, settings: Settings):
     def write(carry):
         column, text, caches = carry
         # The token to read was written one column earlier.
-        given = model, text.new, starts, column - 1, caches
-        logits, caches = decode(*given, num_columns=length + num_new)
+        newest = dataclasses.replace(columns, first=column - 1)
+        logits, caches = read(text.new[:, None], newest, caches)
         return column + 1, add_token(text, logits, key, column, settings), caches
 
     carry = jnp.int32(length + 1), text, caches
     return jax.lax.while_loop(is_unfinished, write, carry)[1].tokens
 
 
+def read_columns(
+    model: Decoder,
+    continuation: Continuation,
+    tokens: Int[Array, "B L"],
+    columns: Columns,
+    caches: Any,
+) -> tuple[Float[Array, "B V"], tuple[Any, ...]]:
+    """Runs a pass; returns the logits of the next token, and the caches by segment.
+
+    A segment has caches in the form of the inputs of `run_blocks`.
+    """
+    stack, execution = make_stack(model), execution_of(model.config)
+    embed, blocks, head = stack.split(nest(values_of(nnx.state(model, nnx.Param))))
+    carry, context = continuation.embed(embed, tokens, columns)
+    updated = []
+    for number, segment in enumerate(stack.segments):
+        size = execution.scan_size(segment.num_blocks)
+
+        def step(params, carry, cache, run=continuation.blocks[number]):
+            inputs = read_layer(params), carry, context, columns, cache
+            (carry, _), cache = run(*inputs)
+            return carry, cache
+
+        empty = (None,) * (size or segment.num_blocks)
+        given = empty if caches is None else caches[number]
+        carry, cache = run_blocks(step, blocks[number], carry, given, scan_size=size)
+        updated.append(cache)
+    return continuation.score(head, carry[:, -1:]), tuple(updated)
+
+
 def start_text(
     tokens: Int[Array, "B L"], lengths: Int[Array, " B"] | None, settings: Settings
-) -> tuple[Int[Array, " B"], Text]:
-    """Allocates the text; returns the first column of each prompt, and the text.
+) -> tuple[Columns, Text]:
+    """Allocates the text; returns the columns of the prompts, and the text.
 
     Prompts are padded on the left; `lengths` counts prompt tokens without padding.
     """
     num_rows, length = tokens.shape
-    starts = jnp.zeros(num_rows, jnp.int32) if lengths is None else length - lengths
+    starts = None if lengths is None else length - lengths
     shape = (num_rows, settings.max_new_tokens)
     filler = jnp.full(shape, settings.filler, jnp.int32)
     padded_tokens = jnp.concatenate([tokens.astype(jnp.int32), filler], axis=1)
-    return starts, Text(
-        padded_tokens, padded_tokens[:, length - 1], jnp.zeros(num_rows, bool)
-    )
+    text = Text(padded_tokens, padded_tokens[:, length - 1], jnp.zeros(num_rows, bool))
+    return Columns(starts, 0, padded_tokens.shape[1]), text
 
 
 def add_token(
@@ -315,9 +356,14 @@ def _is_on_host(x: Any) -> bool:
     return not is_traced and getattr(x, "is_fully_addressable", True)
 
 
-def make_continuation(model: Decoder) -> Continuation:
-    """Makes the steps of generation from a decoder with concrete or abstract values."""
-    config, is_tiled = model.config, model.config.mlp_tiles > 1
+def make_continuation(model: Decoder, *, in_tiles: bool) -> Continuation:
+    """Makes the steps of generation from a decoder with concrete or abstract values.
+
+    `in_tiles` leaves the tiles of a tiled feed-forward to the caller, who loads and
+    runs each.
+    """
+    config = model.config
+    is_tiled = in_tiles and config.mlp_tiles > 1
     embedding_graph, _ = nnx.split(model.embedding)
     head_graph, _ = nnx.split(model.head)
 
@@ -325,19 +371,16 @@ def make_continuation(model: Decoder) -> Continuation:
         return cached.embed(nnx.merge(embedding_graph, params["embedding"]), *args)
 
     def cached_block(blocks):
-        # Tiles of offloaded blocks are loaded and run one by one by the caller.
         graph, _ = nnx.split(without_tiles(blocks) if is_tiled else blocks)
 
-        def read(how, params, *args):
+        def read(params, *args):
             if is_tiled:
-                return how(nnx.merge(graph, params), *args, run=Block.trunk_with)
-            x, cache = how(nnx.merge(graph, params), *args)
+                block = nnx.merge(graph, params)
+                return cached.run_cached(block, *args, run=Block.trunk_with)
+            x, cache = cached.run_cached(nnx.merge(graph, params), *args)
             return (x, ()), cache
 
-        return CachedBlock(
-            functools.partial(read, cached.read_prompt),
-            functools.partial(read, cached.read_token),
-        )
+        return read
 
     def score(params, carry):
         head = nnx.merge(head_graph, params["head"])

@@ -7,6 +7,7 @@ pass are prefetched while a token is chosen.
 Reference: ZeRO-Inference, in DeepSpeed Inference, arXiv:2207.00032.
 """
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,7 +22,7 @@ from zjax.offload.stream import Load
 from zjax.offload.units import UnitStream, gathered, rows_by_part
 from zjax.sharding.program_plan import staged_plan
 from zjax.train.state import TrainState, stored_compute
-from zjax.typing import Continuation, Params
+from zjax.typing import Columns, Continuation, Params
 
 
 class Generation:
@@ -38,9 +39,8 @@ class Generation:
         self._rows = rows_by_part(units.stack, staged_plan(units.plan).compute)
         self.begin = jit(self._begin, static_argnums=2)
         self.embed = jit(self._embed)
-        self.read_prompt = jit(self._read_prompt, static_argnums=(0, 5, 6))
         # The cache is donated, and so is the stream in `add_tile`: both are replaced.
-        self.read_token = jit(self._read_token, static_argnums=0, donate_argnums=6)
+        self.read = jit(self._read, static_argnums=0, donate_argnums=5)
         self.add_tile = jit(self._add_tile, static_argnums=0, donate_argnums=2)
         self.choose = jit(self._choose, static_argnums=5)
 
@@ -66,25 +66,18 @@ class Generation:
         return _Writing(self, state, tokens, lengths, key, chosen).write()
 
     def _begin(self, tokens: Any, lengths: Any, settings: Settings) -> Any:
-        return self._constrained(start_text(tokens, lengths, settings))
+        columns, text = start_text(tokens, lengths, settings)
+        return self._constrained((columns.starts, text))
 
     def _embed(self, params: Params, *args: Any) -> Any:
         params = gathered(params, self._rows["embed"])
         carry, context = self.continuation.embed(params, *args)
         return self._constrained(carry), context
 
-    def _read_prompt(self, segment: int, params: Params, *args: Any) -> Any:
-        read = self.continuation.blocks[segment].read_prompt
-        return self._read(read, segment, params, *args)
-
-    def _read_token(self, segment: int, params: Params, *args: Any) -> Any:
-        read = self.continuation.blocks[segment].read_token
-        return self._read(read, segment, params, *args)
-
-    def _read(self, read: Any, segment: int, params: Params, *args: Any) -> Any:
+    def _read(self, segment: int, params: Params, *args: Any) -> Any:
         """Returns stream, input of the tiles, last column; and the cache."""
         params = gathered(params, self._rows[segment, False])
-        (carry, entering), cache = read(params, *args)
+        (carry, entering), cache = self.continuation.blocks[segment](params, *args)
         return self._constrained((carry, entering, carry[:, -1:])), cache
 
     def _add_tile(
@@ -131,9 +124,9 @@ class _Writing:
         params = stored_compute(state, self.units.plan)
         self.embed, _, self.head = self.units.stack.split(params)
         self.stored = self.units.stored(params)
-        self.tokens, self.is_padded = tokens, lengths is not None
-        self.key, self.settings = key, settings
-        self.starts, self.text = programs.begin(tokens, lengths, settings)
+        self.tokens, self.key, self.settings = tokens, key, settings
+        starts, self.text = programs.begin(tokens, lengths, settings)
+        self.columns = Columns(starts, 0, self.text.tokens.shape[1])
         self.caches: list[Any] = [None] * len(self.units.blocks)
 
     def write(self) -> jax.Array:
@@ -165,11 +158,8 @@ class _Writing:
         programs, is_prompt = self.programs, column == self.tokens.shape[1]
         # The first pass reads the whole prompt, every further pass the newest token.
         tokens = self.tokens if is_prompt else self.text.new[:, None]
-        first = column - tokens.shape[1]
-        num_new = self.settings.max_new_tokens
-        num_columns = self.tokens.shape[1] + num_new
-        operands = tokens, self.starts, first, num_columns
-        carry, context = programs.embed(self.embed, *operands)
+        columns = dataclasses.replace(self.columns, first=column - tokens.shape[1])
+        carry, context = programs.embed(self.embed, tokens, columns)
         last, entering = carry, None
         for unit in self.units.units:
             with self.units.on_device(self.stored, column, unit) as (params, used):
@@ -177,13 +167,9 @@ class _Writing:
                     operands = (unit.segment, params, carry, entering)
                     carry, last = programs.add_tile(*operands)
                 else:
-                    operands = (unit.segment, params, carry, context, self.starts)
-                    if is_prompt:
-                        operands = (*operands, num_new, self.is_padded)
-                        results = programs.read_prompt(*operands)
-                    else:
-                        operands = (*operands, first, self.caches[unit.block])
-                        results = programs.read_token(*operands)
-                    (carry, entering, last), self.caches[unit.block] = results
+                    cache = self.caches[unit.block]
+                    operands = (unit.segment, params, carry, context, columns, cache)
+                    (carry, entering, last), cache = programs.read(*operands)
+                    self.caches[unit.block] = cache
                 used.append(last)
         return last
