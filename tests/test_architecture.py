@@ -14,9 +14,9 @@ FLOORS = (
     ("config", "ops", "comm", "storage", "optim"),
     ("data", "moe", "parallel", "stack", "flax_models"),
     ("models", "linen", "nnx", "train"),
+    ("weights",),
     ("checkpoint", "offload", "replicas", "observe", "estimate"),
-    ("huggingface",),
-    ("run",),
+    ("run", "huggingface"),
     ("cli", "__main__"),
 )
 WITHIN = (

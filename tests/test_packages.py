@@ -18,7 +18,7 @@ import pytest
 from tests.support import wheel as wheels
 from tests.support.refusals import config_error, package_error
 from zjax import errors
-from zjax.checkpoint import load_weights
+from zjax.checkpoint.start import load_weights
 from zjax.checkpoint.store import Store
 from zjax.cli.harness import evaluate_with_harness
 from zjax.config import load_config, shipped

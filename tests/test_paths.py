@@ -6,7 +6,7 @@ import pathlib
 import pytest
 
 from tests.support.refusals import config_error
-from zjax.checkpoint.weights import load_weights
+from zjax.checkpoint.start import load_weights
 from zjax.config import base, load_config
 from zjax.config.gin import from_gin
 from zjax.data.prepare import prepare

@@ -14,7 +14,7 @@ from typing import Any
 
 from absl import logging
 
-from zjax.errors import ConfigError, Problem, ZjaxError
+from zjax.errors import ConfigError, OutputError, Problem, ZjaxError, find_remedy
 
 MAX_TEXT_BYTES = 1 << 20
 """Maximum size of a file written by a person."""
@@ -120,6 +120,19 @@ def new_file(path: pathlib.Path) -> Iterator[pathlib.Path]:
         with contextlib.suppress(OSError):
             partial.unlink()
         raise
+
+
+@contextlib.contextmanager
+def writing(path: pathlib.Path) -> Iterator[None]:
+    """Turns an OSError of the enclosed work into an `OutputError`."""
+    try:
+        yield
+    except OSError as error:
+        problem = f"cannot be written ({path.name}: {error.strerror or error})"
+        remedy = f"{find_remedy(error)}, and run again"
+        raise OutputError(
+            Problem("directory", str(path.parent), problem, remedy)
+        ) from error
 
 
 @contextlib.contextmanager

@@ -16,9 +16,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tests.checkpoint import states
 from tests.support.refusals import checkpoint_error
 from zjax.checkpoint import arrays, steps, writer
-from zjax.checkpoint.layout import Entry
 from zjax.checkpoint.store import Store
 from zjax.errors import CheckpointError
+from zjax.weights.source import Entry
 
 VALUES = states.make_values()
 

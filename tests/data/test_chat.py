@@ -16,6 +16,8 @@ from pyarrow import parquet
 from tests.support import small_run
 from tests.support.command_line import typed
 from tests.support.refusals import config_error, data_error, listed
+from zjax.checkpoint.export import export_huggingface
+from zjax.checkpoint.tokenizer import tokenizer_of_run
 from zjax.cli import data_commands, main
 from zjax.config.load import load_config
 from zjax.data import (
@@ -30,8 +32,6 @@ from zjax.data import (
 )
 from zjax.data.tokenizer import train_bpe
 from zjax.errors import DataError
-from zjax.huggingface.export import export_huggingface
-from zjax.huggingface.tokenizer import tokenizer_of_run
 from zjax.run.trainer import Trainer
 
 TEMPLATE = "".join(

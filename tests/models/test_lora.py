@@ -9,11 +9,11 @@ import pytest
 from flax import nnx
 
 import zjax
-from zjax.checkpoint.adapters import merged_kernel
 from zjax.errors import ConfigError, ModelError
 from zjax.models import lora
 from zjax.models.build import make_model
 from zjax.settings import schema
+from zjax.weights.adapters import merged_kernel
 
 X = np.random.default_rng(0).normal(size=(8, 4, 6)).astype(np.float32)
 BATCH = {"x": X, "y": np.float32(X[:, 0, :3] ** 2)}

@@ -20,12 +20,12 @@ from tests.support.offload import (
 )
 from tests.support.tiles import cut
 from zjax.checkpoint.export import export_safetensors
-from zjax.checkpoint.layout import name_leaves
-from zjax.checkpoint.saved import SavedArrays
 from zjax.checkpoint.store import Store
 from zjax.errors import CheckpointError
 from zjax.settings import schema
 from zjax.train.state import saved_rows, saved_state
+from zjax.weights.saved import SavedArrays
+from zjax.weights.source import name_leaves
 
 MEMORIES = ("device", "pinned_host")
 

@@ -25,7 +25,7 @@ from tests.support.offload import (
     train,
     weights_of,
 )
-from zjax.checkpoint import export_safetensors
+from zjax.checkpoint.export import export_safetensors
 from zjax.checkpoint.store import Store
 from zjax.estimate.tables import traffic_of_step
 from zjax.models.build import make_model

@@ -20,10 +20,10 @@ from tests.support.offload import (
     weights_of,
 )
 from tests.support.tiles import cut, first_weights_of
-from zjax.checkpoint.layout import name_leaves
 from zjax.offload import init, units
 from zjax.offload.compiled import added_bytes
 from zjax.offload.shapes import PassShapes
+from zjax.weights.source import name_leaves
 
 TILES = 3
 ROUNDING = "blocks/attention/key/bias"

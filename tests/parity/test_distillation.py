@@ -15,13 +15,13 @@ import safetensors.numpy
 from tests.checkpoint import states
 from tests.support import language, offload
 from tests.support.runs import make_small_run
-from zjax.checkpoint.layout import name_leaves
 from zjax.checkpoint.store import Store
 from zjax.errors import CheckpointError, ConfigError
 from zjax.run.saving import restore, save
 from zjax.settings import schema
 from zjax.settings.mappings import to_mapping
 from zjax.sharding import plan as plans
+from zjax.weights.source import name_leaves
 
 MOE = schema.TokenChoice(num_experts=4, top_k=2, first_dense=2, residual=True)
 TEACHER = dataclasses.replace(offload.THREE, moe=MOE)

@@ -8,13 +8,13 @@ import shutil
 import jax
 import numpy as np
 
-from zjax.checkpoint import weights
-from zjax.checkpoint.layers import Source
+from zjax.checkpoint import start as weights
 from zjax.config.load import load_config
 from zjax.huggingface import model_settings
 from zjax.models.build import make_model
 from zjax.optim.build import make_optimizer
 from zjax.run.initialize import make_run
+from zjax.weights.source import Source
 
 FOLDER = pathlib.Path(__file__).parents[1] / "golden" / "huggingface"
 FAMILIES = (

@@ -6,10 +6,10 @@ import jax
 import numpy as np
 
 from tests.support.first_state import first_weights
-from zjax.checkpoint.layout import name_leaves
 from zjax.models.build import make_model
 from zjax.sharding.naming import path_of
 from zjax.sharding.placement import abstract_key
+from zjax.weights.source import name_leaves
 
 HIDDEN_DIM = {"up/kernel": 2, "gate/kernel": 2, "down/kernel": 1}
 HIDDEN_DIM |= {"up/bias": 1, "gate/bias": 1}

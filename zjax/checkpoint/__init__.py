@@ -1,7 +1,7 @@
-"""Checkpoints that restore onto any mesh, and weights in the safetensors format."""
+"""Checkpoints of a run that restore onto any mesh; exports, and starts from weights."""
 
 from zjax.checkpoint.export import export_safetensors
+from zjax.checkpoint.start import load_weights
 from zjax.checkpoint.store import Store
-from zjax.checkpoint.weights import load_weights
 
 __all__ = ["Store", "export_safetensors", "load_weights"]

@@ -8,14 +8,6 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from zjax.checkpoint import layers, layout
-from zjax.checkpoint.layout import Entry
-from zjax.checkpoint.saved import (
-    READ_AHEAD_BYTES,
-    SavedArrays,
-    place_slices,
-    to_storage,
-)
 from zjax.processes.host import host_memory_bytes
 from zjax.sharding import placement
 from zjax.sharding.placement import ArrayPlan, dtype_bytes, num_distinct_shards
@@ -23,6 +15,9 @@ from zjax.sharding.plan import HOST
 from zjax.storage.array import DiskArray
 from zjax.train.compute_params import stored_master
 from zjax.train.state import place_given
+from zjax.weights import layers
+from zjax.weights.saved import READ_AHEAD_BYTES, SavedArrays, place_slices, to_storage
+from zjax.weights.source import Entry, cached, describe_plans, is_key
 
 _HOST_GROUP_BYTES = 2**30
 """Most bytes per device of offloaded arrays that are restored together."""
@@ -36,7 +31,7 @@ array once more."""
 def describe(x: jax.Array | DiskArray, plan: ArrayPlan) -> Entry:
     """Returns unpadded shape, dtype and PRNG implementation of an array."""
     impl = ""
-    if isinstance(x, jax.Array) and layout.is_key(x.dtype):
+    if isinstance(x, jax.Array) and is_key(x.dtype):
         impl = str(jax.random.key_impl(x))
     return Entry(tuple(plan.shape), str(x.dtype), impl)
 
@@ -46,7 +41,7 @@ def unpadded(x: jax.Array, plan: ArrayPlan) -> jax.Array:
 
     Padded dims are gathered, since JAX has no uneven shards; other dims stay sharded.
     """
-    if layout.is_key(x.dtype):
+    if is_key(x.dtype):
         return jax.random.key_data(x)
     if plan.shape == plan.stored_shape:
         return x
@@ -80,7 +75,7 @@ def pin(plans: Iterable[ArrayPlan]) -> None:
     moved = [
         (plan.stored, plan.stored_shape, plan.stored_dtype)
         for plan in plans
-        if not plan.disks and not layout.is_key(plan.stored_dtype)
+        if not plan.disks and not is_key(plan.stored_dtype)
     ]
     if not devices or not _can_copy(moved):
         return
@@ -118,9 +113,9 @@ def read_arrays(saved: SavedArrays, named: Mapping[str, ArrayPlan]) -> list[Any]
     holds the whole state. Results have stored shapes and the order of `named`.
     """
     num_tiles, arrays = layers.count_tiles(named), dict[str, Any]()
-    untiled = layers.cached(layers.retiled(saved.source, 1))
+    untiled = cached(layers.retiled(saved.source, 1))
     wanted = layers.retiled(untiled, num_tiles, saved_tiles=1).entries
-    masters = layers.find_split_masters(layout.describe_plans(named))
+    masters = layers.find_split_masters(describe_plans(named))
     masters_saved = layers.find_split_masters(saved.entries)
 
     def has_same_layout(name: str) -> bool:
@@ -146,7 +141,7 @@ def read_arrays(saved: SavedArrays, named: Mapping[str, ArrayPlan]) -> list[Any]
                 data = jax.random.wrap_key_data(data, impl=found[name].key_impl)
             arrays[name] = to_storage(data, group[name])
 
-    source = layers.match_layout(untiled, layout.describe_plans(named), saved_tiles=1)
+    source = layers.match_layout(untiled, describe_plans(named), saved_tiles=1)
     # This order reads each saved array once, since `untiled` caches only the newest.
     for name in sorted(named, key=lambda n: layers.untiled_name(masters.get(n, n))):
         plan = named[name]

@@ -1,45 +1,37 @@
-"""Exports the weights of a checkpoint as one safetensors file.
+"""Exports the weights of a run: one file, a Hugging Face directory, or adapters."""
 
-The file is a length, a JSON header and the tensors end to end. The safetensors library
-needs all tensors at once; here the header comes from the checkpoint's index and tensors
-follow one by one, so host memory holds one tensor.
-"""
-
-import json
-import math
 import pathlib
-import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import IO
 
-import jax.numpy as jnp
-import numpy as np
+from absl import logging
 
-from zjax.checkpoint import layers
-from zjax.checkpoint.layout import Entry, is_floating
-from zjax.checkpoint.model_state import open_weights
+from zjax.checkpoint.start import find_config, open_weights
+from zjax.checkpoint.steps import find_steps
 from zjax.checkpoint.store import Store
-from zjax.errors import CheckpointError, Problem
-from zjax.files import new_file
+from zjax.checkpoint.tokenizer import tokenizer_of_run, write_tokenizer
+from zjax.config.load import saved_config
+from zjax.errors import ConfigError, Problem
+from zjax.files import local_path, new_file
+from zjax.weights import layers, peft
+from zjax.weights.config_json import CONFIG_NAME
+from zjax.weights.export_huggingface import (
+    config_of,
+    find_kind,
+    model_tensors,
+    report_dropouts,
+)
+from zjax.weights.peft_tensors import TENSORS_NAME
+from zjax.weights.source import cached
+from zjax.weights.write import (
+    cast,
+    new_folder,
+    writable,
+    write_file,
+    write_json,
+    write_shards,
+)
 
-DTYPES = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint8": "U8",
-    "uint16": "U16",
-    "uint32": "U32",
-    "uint64": "U64",
-    "bool": "BOOL",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-}
-"""Codes of safetensors, by dtype name."""
+MAX_SHARD_BYTES = 5 * 10**9
+"""Most tensor bytes of one file, the default of transformers."""
 
 
 def export_safetensors(
@@ -73,95 +65,101 @@ def export_safetensors(
     """
     step = store.latest() if step is None else step
     source, part = open_weights(store, part, step)
-    found = layers.retiled(source, 1)
-    entries = cast_entries(layers.stack_all(found.entries), dtype)
+    source = layers.retiled(cached(source), 1)
+    source = layers.restacked(source, list(layers.stack_all(source.entries)))
+    source = cast(source, dtype)
     metadata = {"format": "flax", "part": part, "step": str(step)}
-
-    def read(name: str) -> Iterator[np.ndarray]:
-        return map(found.read_all, layers.sources_of(name, found.entries))
-
     target = pathlib.Path(path)
-    try:
-        with new_file(target) as partial:
-            write_file(partial, entries, metadata, read)
-    except OSError as error:
-        raise unwritable(path, error) from error
+    with writable(path), new_file(target) as partial:
+        write_file(partial, source, metadata)
     return target.stat().st_size
 
 
-def write_file(
-    path: pathlib.Path,
-    entries: Mapping[str, Entry],
-    metadata: Mapping[str, str],
-    read: Callable[[str], Iterable[np.ndarray]],
-) -> None:
-    """Writes one file from the parts of one array at a time; does not sync."""
-    with path.open("wb") as file:
-        file.write(_header(entries, metadata))
-        for name, entry in entries.items():
-            for array in read(name):
-                _write(file, array, entry.dtype)
+def export_huggingface(
+    store: Store,
+    path: str,
+    *,
+    part: str = "auto",
+    step: int | None = None,
+    dtype: str = "",
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> int:
+    """Writes a directory that transformers loads: config.json, safetensors, an index.
 
+    Tokenizer, chat template and end ids come from the data of the run. A run without a
+    tokenizer record, such as a run on given batches, takes the files of the Hugging
+    Face checkpoint with which it started, if still there. The log says which.
 
-def unwritable(path: str, error: OSError) -> CheckpointError:
-    """Returns the error for an output that the file system refuses."""
-    problem = f"cannot be written ({error.strerror})"
-    remedy = "name a file in a writable directory with free space"
-    return CheckpointError(Problem("output", path, problem, remedy))
-
-
-def tensor_name(name: str) -> str:
-    """Returns the safetensors name of an array: dots in place of slashes.
-
-    Example:
-        >>> tensor_name("blocks/0/kernel")
-        'blocks.0.kernel'
+    `path` must be empty or missing, and is renamed once complete. One array with all
+    layers is in memory at a time. Only one process may call this.
     """
-    return name.replace("/", ".")
+    step = store.latest() if step is None else step
+    config = saved_config(store.extra(step))
+    model, start = config.model, _find_start(config.checkpoint.init_from)
+    kind = find_kind(model)
+    report_dropouts(model, kind)
+    source, _ = open_weights(store, part, step)
+    source = cast(model_tensors(source, model, kind, str(store.directory)), dtype)
+    with new_folder(path) as folder:
+        dtype = next(iter(source.entries.values())).dtype
+        values = config_of(model, kind) | {"dtype": dtype}
+        # Replaces the null ids of `config_of`.
+        values |= write_tokenizer(folder, tokenizer_of_run(store, step), start)
+        write_json(folder / CONFIG_NAME, values)
+        # transformers refuses files without a known format.
+        write_shards(folder, source, {"format": "pt"}, max_shard_bytes)
+    return _num_bytes(path)
 
 
-def _write(file: IO[bytes], array: np.ndarray, dtype: str) -> None:
-    """Appends one array to a file, in C order."""
-    cast = np.ascontiguousarray(array.astype(jnp.dtype(dtype)))
-    # Through uint8, as bfloat16 has no buffer; flat, as a scalar has no uint8 view.
-    file.write(cast.reshape(-1).view(np.uint8).data)
+def _find_start(start: str) -> pathlib.Path | None:
+    """Finds the Hugging Face checkpoint at the beginning of a chain of runs."""
+    # Ends a cycle of runs that start from one another.
+    seen = set[str]()
+    while start not in {"", *seen}:
+        if (path := find_config(start)) is not None:
+            return path.parent
+        steps = find_steps(pathlib.Path(local_path("checkpoint.init_from", start)))
+        if steps is None:
+            problem = "has no config.json; its files do not go along"
+            logging.warning("tokenizer: checkpoint.init_from=%r %s", start, problem)
+            return None
+        seen.add(start)
+        config = saved_config(Store(str(steps)).extra())
+        start = config.checkpoint.init_from
+    return None
 
 
-def cast_entries(found: Mapping[str, Entry], dtype: str) -> dict[str, Entry]:
-    """Returns entries with floating-point arrays in `dtype`, or unchanged if empty."""
-    entries = {
-        name: Entry(e.shape, dtype if dtype and is_floating(e.dtype) else e.dtype)
-        for name, e in found.items()
-    }
-    problems = []
-    seen: dict[str, str] = {}
-    for name, entry in entries.items():
-        if entry.dtype not in DTYPES:
-            remedy = f"export one of {', '.join(DTYPES)}"
-            problem = "is not a dtype of safetensors"
-            problems.append(Problem(name, entry.dtype, problem, remedy))
-        other = seen.setdefault(tensor_name(name), name)
-        if other != name:
-            problem = f"has the same name in safetensors as {other}"
-            problems.append(Problem(name, str(entry), problem, "rename one of them"))
-    if problems:
-        raise CheckpointError(*problems)
-    return entries
+def export_peft(
+    store: Store,
+    path: str,
+    *,
+    part: str = "auto",
+    step: int | None = None,
+    dtype: str = "",
+) -> int:
+    """Writes a directory that PEFT loads: adapter_config.json and safetensors.
+
+    `path` must be empty or missing. Only one process may call this.
+    """
+    step = store.latest() if step is None else step
+    config = saved_config(store.extra(step))
+    if not config.lora:
+        problem, remedy = "has no adapters to export", "leave out --format=peft"
+        raise ConfigError(Problem("lora", None, problem, remedy))
+    if config.checkpoint.resize_vocabulary:
+        problem = "gives tables rows that the base of an adapter lacks"
+        field = "checkpoint.resize_vocabulary"
+        raise ConfigError(Problem(field, True, problem, peft.MERGES))
+    kind = find_kind(config.model, "leave out --format=peft")
+    source, _ = open_weights(store, part, step, merges_adapters=False)
+    source, values = peft.adapter_tensors(source, config.model, config.lora, kind)
+    source = cast(source, dtype)
+    values["base_model_name_or_path"] = config.checkpoint.init_from or None
+    with new_folder(path) as folder:
+        write_json(folder / peft.CONFIG_NAME, values)
+        write_file(folder / TENSORS_NAME, source, {"format": "pt"})
+    return _num_bytes(path)
 
 
-def _header(entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> bytes:
-    """Returns the beginning of a file: the length of the header, and the header."""
-    header: dict[str, object] = {"__metadata__": metadata}
-    start = 0
-    for name, entry in entries.items():
-        end = start + math.prod(entry.shape) * jnp.dtype(entry.dtype).itemsize
-        header[tensor_name(name)] = {
-            "dtype": DTYPES[entry.dtype],
-            "shape": entry.shape,
-            "data_offsets": (start, end),
-        }
-        start = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    # The format aligns tensors to 8 bytes by spaces at the end of the header.
-    text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text
+def _num_bytes(path: str) -> int:
+    return sum(file.stat().st_size for file in pathlib.Path(path).iterdir())

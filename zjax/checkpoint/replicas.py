@@ -12,9 +12,8 @@ import jax
 import numpy as np
 from absl import logging
 
-from zjax.checkpoint.layers import Source
-from zjax.checkpoint.layout import Entry
 from zjax.errors import CheckpointError, Problem
+from zjax.weights.source import Entry, Source
 
 _REPLICAS, _MASTER, _ANCHOR = "extra/replicas/", "extra/replicas/master/", "master/"
 _RATE_SUM = "/rate_sum"

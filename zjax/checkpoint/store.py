@@ -13,10 +13,8 @@ import jax
 import numpy as np
 from absl import logging
 
-from zjax.checkpoint import arrays, layers, layout, replicas
+from zjax.checkpoint import arrays, replicas
 from zjax.checkpoint import steps as directories
-from zjax.checkpoint.layout import Entry
-from zjax.checkpoint.saved import link, place_slices
 from zjax.checkpoint.sums import LINKED, Task
 from zjax.checkpoint.verify import Reader
 from zjax.checkpoint.writer import (
@@ -29,6 +27,9 @@ from zjax.errors import CheckpointError, ZjaxError, check_installed
 from zjax.processes.barrier import barrier
 from zjax.sharding.placement import ArrayPlan
 from zjax.storage.array import DiskArray
+from zjax.weights import layers
+from zjax.weights.saved import link, place_slices
+from zjax.weights.source import Entry, check_same, describe_plans, name_leaves
 
 
 class Store:
@@ -100,7 +101,7 @@ class Store:
         # Before any error: all processes count saves alike and meet at named barriers.
         partial = directories.partial_path(self.directory, step)
         self.wait()
-        named = layout.name_leaves(plans)
+        named = name_leaves(plans)
         leaves = dict(zip(named, jax.tree.leaves(state), strict=True))
         on_disk = {n: x for n, x in leaves.items() if isinstance(x, DiskArray)}
         entries = {
@@ -198,8 +199,8 @@ class Store:
         """
         step = self._reader.verify(step, shared=True)
         index = self._reader.index(step)
-        named = layout.name_leaves(plans)
-        expected = layers.joined_entries(layout.describe_plans(named))
+        named = name_leaves(plans)
+        expected = layers.joined_entries(describe_plans(named))
         source = self._reader.open(step).source
         place = str(self._reader.path(step))
         replicas.check_apart(source.entries, expected, place)
@@ -216,7 +217,7 @@ class Store:
         }
         # Frozen parameters are stored in the compute dtype, which is free to change.
         frozen = {name for name, plan in named.items() if plan.is_frozen}
-        layout.check_same(wanted, found, place, cast=frozen)
+        check_same(wanted, found, place, cast=frozen)
         # After all checks: a refused checkpoint leaves the caller's state alive.
         free_memory()
         leaves = self._read(step, named, adapted)
@@ -228,12 +229,12 @@ class Store:
         Floating-point dtypes of `plans` may differ from the saved dtypes.
         """
         step = self._reader.verify(step, shared=True)
-        named = layout.name_leaves(plans, part)
-        expected = layout.describe_plans(named)
+        named = name_leaves(plans, part)
+        expected = describe_plans(named)
         source = self._reader.open(step).source.subtree(part)
         found = layers.match_layout(source, expected)
         place = str(self._reader.path(step))
-        layout.check_same(expected, found.entries, place, cast=expected)
+        check_same(expected, found.entries, place, cast=expected)
         leaves = self._read(step, named, {})
         return jax.tree.unflatten(jax.tree.structure(plans), leaves)
 

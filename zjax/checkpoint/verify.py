@@ -13,12 +13,12 @@ from jax.experimental import multihost_utils
 
 from zjax.checkpoint import steps as directories
 from zjax.checkpoint import sums
-from zjax.checkpoint.layout import Entry
-from zjax.checkpoint.saved import SavedArrays
 from zjax.checkpoint.sums import LINKED, SUMS_FILE
 from zjax.errors import CheckpointError
 from zjax.files import local_path
 from zjax.sharding.describe import format_bytes, render_table
+from zjax.weights.saved import SavedArrays
+from zjax.weights.source import Entry
 
 _KNOWN_FORMATS = directories.WITHOUT_SUMS, directories.FORMAT
 

@@ -17,8 +17,8 @@ import jax
 from absl import flags, logging
 
 from zjax.checkpoint import steps
-from zjax.checkpoint.export import export_safetensors
-from zjax.checkpoint.model_state import saved_parts
+from zjax.checkpoint.export import export_huggingface, export_peft, export_safetensors
+from zjax.checkpoint.start import saved_parts
 from zjax.checkpoint.store import Store
 from zjax.checkpoint.verify import describe_verdicts, exit_status, inspect_steps
 from zjax.cli.usage import NO_VALUE
@@ -35,9 +35,6 @@ from zjax.data.documents import JSON_SUFFIXES, read_conversations
 from zjax.data.prompts import as_talk
 from zjax.errors import ConfigError, Problem
 from zjax.files import local_path, read_text
-from zjax.huggingface.export import export_huggingface
-from zjax.huggingface.peft import export_peft
-from zjax.huggingface.settings import CONFIG_NAME, model_settings
 from zjax.observe.progress import describe_values
 from zjax.processes import hold
 from zjax.run.ending import lowest_evaluation
@@ -48,6 +45,7 @@ from zjax.settings.convert import current
 from zjax.settings.schema import Config
 from zjax.stack.forward import AUXILIARY_LOSS
 from zjax.train.average import choose_part, parts_of
+from zjax.weights.config_json import CONFIG_NAME, model_settings
 
 CONVERSATION_SUFFIXES = (*JSON_SUFFIXES, *tables.SUFFIXES)
 """Suffixes of files that hold conversations instead of texts."""

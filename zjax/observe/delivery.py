@@ -16,7 +16,8 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from absl import logging
 
 from zjax.errors import OutputError, Problem
-from zjax.observe.history import json_line, read_json_lines, replace_text, writing
+from zjax.files import writing
+from zjax.observe.history import json_line, read_json_lines, replace_text
 from zjax.observe.metrics import Value, scalars
 
 MAX_PENDING = 1_000

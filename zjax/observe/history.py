@@ -1,6 +1,5 @@
 """Directory and metric files of a run; damaged lines are skipped and counted."""
 
-import contextlib
 import csv
 import json
 import math
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from absl import logging
 
-from zjax.errors import CHOOSE_DIRECTORY, ConfigError, OutputError, Problem, find_remedy
+from zjax.errors import CHOOSE_DIRECTORY, ConfigError, Problem, find_remedy
 from zjax.files import make_directory, parse_json
 from zjax.observe.metrics import Value, Values
 from zjax.settings.ranges import MAX_STEPS
@@ -30,19 +29,6 @@ def check_directory(directory: str) -> None:
         problem = f"cannot be used ({error.strerror})"
         remedy = find_remedy(error, elsewhere=CHOOSE_DIRECTORY)
         raise ConfigError(Problem("directory", directory, problem, remedy)) from error
-
-
-@contextlib.contextmanager
-def writing(path: pathlib.Path) -> Iterator[None]:
-    """Turns an OSError of the enclosed work into an `OutputError`."""
-    try:
-        yield
-    except OSError as error:
-        problem = f"cannot be written ({path.name}: {error.strerror or error})"
-        remedy = f"{find_remedy(error)}, and run again"
-        raise OutputError(
-            Problem("directory", str(path.parent), problem, remedy)
-        ) from error
 
 
 HISTORY = "metrics.jsonl"

@@ -18,7 +18,7 @@ import jax
 from absl import logging
 
 from zjax.errors import ConfigError, Problem, check_installed
-from zjax.files import read_text
+from zjax.files import read_text, writing
 from zjax.observe.delivery import CLOSE_SECONDS, Delivery
 from zjax.observe.history import (
     HISTORY,
@@ -28,7 +28,6 @@ from zjax.observe.history import (
     read_csv,
     read_json_lines,
     replace_text,
-    writing,
 )
 from zjax.observe.metrics import Value, scalars
 from zjax.observe.progress import Progress

@@ -10,10 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from zjax.checkpoint import adapters, growth, layout, weights
-from zjax.checkpoint.adapters import with_codes
-from zjax.checkpoint.layers import Source
-from zjax.checkpoint.model_state import load_model_state
+from zjax.checkpoint import start as weights
 from zjax.config.check import check_config
 from zjax.config.load import load_config
 from zjax.data.entries import check_batch, entries_of
@@ -21,8 +18,6 @@ from zjax.data.placement import BatchPlacement
 from zjax.deepspeed import check_optimizer_is_given
 from zjax.errors import ConfigError, ModelError, Problem
 from zjax.flax_models.contract import with_cast
-from zjax.huggingface import peft_source
-from zjax.huggingface import source as huggingface
 from zjax.jaxprs.versions import dtype_promotion
 from zjax.models import adapter
 from zjax.offload.init import init_layer_by_layer
@@ -58,6 +53,9 @@ from zjax.train.state import (
 )
 from zjax.train.update import Schedule
 from zjax.typing import Batch, Device, Entries, Metrics, Model
+from zjax.weights import adapters, growth, huggingface, peft
+from zjax.weights.quantized import with_codes
+from zjax.weights.source import Entry, Source, name_leaves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -405,7 +403,7 @@ def make_run(
         check_agreement(config)
         connect(mesh)
     plan = fit_plan(config, mesh, model, tx, batch)
-    layout.name_leaves(saved_rows(plan, config))  # before training, not at a save
+    name_leaves(saved_rows(plan, config))  # before training, not at a save
     shapes = abstract_batch(config, plan) if batch is None else batch
     check_fits(plan, config, mesh, offloaded_inputs(model, plan, config, shapes))
 
@@ -434,7 +432,7 @@ def make_run(
     ):
         state = restored(restore) if restore else fresh()
         if not restore and (start := config.checkpoint.init_from):
-            known = load_model_state(start, state.model_state, plan.model_state)
+            known = weights.load_model_state(start, state.model_state, plan.model_state)
             state = dataclasses.replace(state, model_state=known)
     return Run(
         config=config,
@@ -453,15 +451,16 @@ def _make_adapt(model: Model, config: Config, key: jax.Array) -> weights.Adapt:
     dtype = config.precision.compute_dtype
     is_frozen = functools.partial(is_held_frozen, config=config)
 
-    def adapt(source: Source, wanted: Mapping[str, layout.Entry]) -> Source:
+    def adapt(source: Source, wanted: Mapping[str, Entry]) -> Source:
         # The order matters: each conversion reads names and shapes that the last one
         # made.
-        source = huggingface.adapted(source, wanted, shape, start)
+        config_json = weights.find_config(start.init_from)
+        source = huggingface.adapted(source, wanted, config_json, shape, start)
         source = growth.resized(source, wanted, start, shape.vocab_size, is_frozen)
         source = growth.upcycled(source, wanted, shape, start, config.seed, initial)
         source = with_codes(source, wanted)
         if lora and lora.init_from:
-            return peft_source.with_peft(source, wanted, lora, shape, start.init_from)
+            return peft.with_peft(source, wanted, lora, shape, config_json)
         if lora:
             return adapters.with_adapters(source, wanted, dtype, initial)
         return source

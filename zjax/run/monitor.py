@@ -9,9 +9,10 @@ import jax
 
 from zjax.errors import OutputError
 from zjax.estimate.activations import run_flops_per_token
+from zjax.files import writing
 from zjax.models import flops
 from zjax.observe import plot
-from zjax.observe.history import HISTORY, read_history, writing
+from zjax.observe.history import HISTORY, read_history
 from zjax.observe.metrics import (
     LateMetrics,
     Throughput,

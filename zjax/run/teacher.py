@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from zjax.checkpoint.start import open_run, place_weights
 from zjax.checkpoint.steps import find_steps
 from zjax.checkpoint.store import Store
-from zjax.checkpoint.weights import open_run, place_weights
 from zjax.config.load import saved_config
 from zjax.errors import CheckpointError, ConfigError, Problem
 from zjax.files import local_path

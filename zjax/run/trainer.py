@@ -11,6 +11,7 @@ import numpy as np
 
 from zjax import data
 from zjax.checkpoint.store import Store
+from zjax.checkpoint.tokenizer import check_start, keep_tokenizer
 from zjax.config.check import check_config
 from zjax.config.load import load_config
 from zjax.data.loader import Loader
@@ -20,7 +21,6 @@ from zjax.deepspeed import check_optimizer_is_given
 from zjax.errors import ConfigError, DataError, Problem
 from zjax.estimate.mesh import choose_mesh
 from zjax.estimate.tables import kept_rows
-from zjax.huggingface.tokenizer import check_start, keep_tokenizer
 from zjax.jaxprs.versions import dtype_promotion
 from zjax.models.build import make_model
 from zjax.models.generate import longest_text

@@ -1,0 +1,228 @@
+"""Opens the weights that a run starts from: files of tensors, or another run."""
+
+import functools
+import pathlib
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from absl import logging
+
+from zjax.checkpoint.steps import find_steps
+from zjax.checkpoint.store import Store
+from zjax.config.load import saved_config
+from zjax.errors import CheckpointError
+from zjax.files import local_path
+from zjax.sharding.placement import ArrayPlan
+from zjax.train.average import Part, choose_part
+from zjax.typing import Params
+from zjax.weights import adapters, layers
+from zjax.weights.config_json import CONFIG_NAME
+from zjax.weights.files import open_files
+from zjax.weights.pieces import Read, place_pieces
+from zjax.weights.quantized import without_codes
+from zjax.weights.saved import place_slices
+from zjax.weights.source import (
+    Entry,
+    Index,
+    Source,
+    cached,
+    check_same,
+    describe_plans,
+    is_floating,
+    is_key,
+    name_leaves,
+)
+from zjax.weights.write import tensor_name
+
+Adapt = Callable[[Source, Mapping[str, Entry]], Source]
+"""Function of a source and the expected entries that renames or converts arrays."""
+
+
+def _unchanged(source: Source, expected: Mapping[str, Entry]) -> Source:
+    return source
+
+
+def load_weights(path: str, plans: Any, adapt: Adapt = _unchanged) -> Params:
+    """Reads weights straight onto shards, in the structure and dtypes of `plans`.
+
+    `path` names a safetensors file, a directory with one file or an index, or a run,
+    which gives the newest weights for evaluation. Tensor names are paths with dots.
+    """
+    wanted = _match(open_source(path), plans, path, adapt)
+    # Large arrays first: meanwhile a thread draws small arrays that no checkpoint
+    # holds, such as adapters.
+    order = sorted(range(len(wanted)), key=lambda i: -wanted[i][1].device_bytes)
+    placed = zip(order, place_pieces([wanted[i] for i in order]), strict=True)
+    return jax.tree.unflatten(
+        jax.tree.structure(plans),
+        [x for _, x in sorted(placed, key=lambda pair: pair[0])],
+    )
+
+
+def iter_weights(path: str, plans: Any, adapt: Adapt = _unchanged) -> Iterator[Any]:
+    """Yields weights one by one, in the order of `plans`; see `load_weights`.
+
+    Names and shapes are checked at the call, before the first array is asked for.
+    """
+    return place_weights(open_source(path), plans, path, adapt)
+
+
+def place_weights(
+    source: Source, plans: Any, path: str, adapt: Adapt = _unchanged
+) -> Iterator[Any]:
+    """Yields weights of an open source; `path` is for messages."""
+    return place_pieces(_match(source, plans, path, adapt))
+
+
+def _match(
+    source: Source, plans: Any, path: str, adapt: Adapt
+) -> list[tuple[Read, ArrayPlan]]:
+    """Returns a slice reader and the plan of each array, after a check of all names."""
+    named = {tensor_name(name): r for name, r in name_leaves(plans).items()}
+    expected = describe_plans(named)
+    found = layers.match_layout(adapt(source, expected), expected)
+    check_same(expected, found.entries, path, cast=expected)
+    return [(functools.partial(found.read, name), plan) for name, plan in named.items()]
+
+
+def open_source(path: str) -> Source:
+    """Opens safetensors files or a run, by tensor name."""
+    place = pathlib.Path(local_path("checkpoint.init_from", path, CheckpointError))
+    steps = find_steps(place)
+    if steps is None:
+        return open_files(path, place)
+    return open_run(Store(str(steps)))
+
+
+def open_run(store: Store) -> Source:
+    """Opens the newest weights of a run for evaluation, by tensor name."""
+    source, _ = open_weights(store)
+    names = {tensor_name(name): name for name in source.entries}
+    return cached(
+        Source(
+            {name: source.entries[saved] for name, saved in names.items()},
+            lambda name, index: source.read(names[name], index),
+        )
+    )
+
+
+def find_config(init_from: str) -> pathlib.Path | None:
+    """Finds the config.json beside the weights of `checkpoint.init_from`."""
+    if not init_from:
+        return None
+    place = pathlib.Path(local_path("checkpoint.init_from", init_from))
+    path = (place if place.is_dir() else place.parent) / CONFIG_NAME
+    return path if find_steps(place) is None and path.exists() else None
+
+
+_SCHEDULE_FREE = re.compile(r"(?P<state>opt_state(/.+)?)/max_lr")
+"""Matches the `max_lr` of a `ScheduleFreeState`; `b1` and `z` share the prefix."""
+
+
+def saved_parts(names: Collection[str]) -> tuple[Part, ...]:
+    """Kinds of weights that a checkpoint holds, the best for evaluation first.
+
+    Example:
+        >>> saved_parts(["master/w", "ema/w", "step"])
+        ('ema', 'raw')
+    """
+    ema: tuple[Part, ...] = ("ema",) if any(n.startswith("ema/") for n in names) else ()
+    free: tuple[Part, ...] = ("schedule_free",) if _states(names) else ()
+    return (*ema, *free, "raw")
+
+
+def open_weights(
+    store: Store,
+    part: str = "auto",
+    step: int | None = None,
+    *,
+    merges_adapters: bool = True,
+) -> tuple[Source, Part]:
+    """Opens weights by path in the model, and returns the chosen kind as well."""
+    step = store.latest() if step is None else step  # fixed: newer ones may appear
+    saved = store.entries(step)
+    chosen = choose_part(part, saved_parts(saved))
+    # EMA skips frozen parameters, which are taken from `master`.
+    trees = ("master/", "ema/") if chosen == "ema" else ("master/",)
+    names = {n.removeprefix(t): n for t in trees for n in saved if n.startswith(t)}
+    read_array = functools.partial(store.read_array, step=step)
+    if chosen == "schedule_free":
+        read_array = functools.partial(read_average, saved, read_array)
+
+    def read(name: str, index: Index) -> np.ndarray:
+        return read_array(names[name])[(..., *index)]
+
+    source = Source({path: saved[name] for path, name in names.items()}, read)
+    if not merges_adapters:
+        return source, chosen
+    lora = saved_config(store.extra(step)).lora
+    whole = without_codes(source)
+    return adapters.merged(whole, lora) if lora else whole, chosen
+
+
+def read_average(
+    names: Collection[str], read_array: Callable[[str], np.ndarray], name: str
+) -> np.ndarray:
+    """Reads a parameter as `optax.contrib.schedule_free_eval_params` computes it."""
+    y = read_array(name)
+    for state in _states(names):
+        z_name = f"{state}/z/{name.removeprefix('master/')}"
+        if z_name in names:
+            b1 = np.asarray(read_array(f"{state}/b1"), np.float32)
+            z = read_array(z_name).astype(np.float32)
+            return ((y.astype(np.float32) - (1 - b1) * z) / b1).astype(y.dtype)
+    return y
+
+
+def _states(names: Collection[str]) -> list[str]:
+    """Tree paths of the schedule-free states among the names of saved arrays."""
+    found = (_SCHEDULE_FREE.fullmatch(name) for name in names)
+    states = [match["state"] for match in found if match]
+    return [state for state in states if f"{state}/b1" in names]
+
+
+_TREE = "model_state"
+_NUM_SHOWN = 3
+
+
+def load_model_state(path: str, initial: Any, plans: Any) -> Any:
+    """Loads the model state that a run saved beside the weights.
+
+    Random keys, and arrays that the source lacks, keep initial values. One warning
+    names the statistics among the latter.
+    """
+    named = name_leaves(plans, _TREE)
+    wanted = {n: row for n, row in named.items() if not is_key(row.dtype)}
+    if not wanted:
+        return initial
+    place = pathlib.Path(local_path("checkpoint.init_from", path, CheckpointError))
+    steps = find_steps(place)
+    store = Store(str(steps)) if steps else None
+    saved = store.entries() if store else {}
+    expected = describe_plans(wanted)
+    held = {name: entry for name, entry in expected.items() if name in saved}
+    statistics = [n for n, e in expected.items() if is_floating(e.dtype)]
+    missing = [name for name in statistics if name not in held]
+    if missing and jax.process_index() == 0:
+        _warn(path, missing)
+    check_same(held, {name: saved[name] for name in held}, path, cast=held)
+    first = name_leaves(initial, _TREE)
+    arrays = [
+        place_slices(store.read_array(name).__getitem__, named[name])
+        if store and name in held
+        else x
+        for name, x in first.items()
+    ]
+    return jax.tree.unflatten(jax.tree.structure(initial), arrays)
+
+
+def _warn(path: str, missing: list[str]) -> None:
+    """Warns of statistics that keep initial values."""
+    names = ", ".join(name.removeprefix(f"{_TREE}/") for name in missing[:_NUM_SHOWN])
+    more = len(missing) - _NUM_SHOWN
+    names += f" and {more} more" if more > 0 else ""
+    text = "checkpoint.init_from=%r holds no model state %s, which begins anew"
+    logging.warning(text, path, names)

@@ -1,0 +1,1 @@
+"""Arrays by name in any layout: read, renamed, reshaped, decoded and written."""

@@ -1,0 +1,305 @@
+"""Dequantises FP8 and MXFP4 tensors of a Hugging Face checkpoint while reading."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import logging
+
+from zjax.weights.keys import Fault
+from zjax.weights.source import Entry, Index, Source
+
+Read = Callable[[Index], np.ndarray]
+"""Function that reads a slice of one tensor."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Fp8:
+    """Codes of 8 bits, with a scale for each block of a matrix.
+
+    Values are rounded once, to float32. NaN codes give NaN.
+
+    Args:
+        block: Outputs and inputs of a block; the last blocks of a matrix may be
+            smaller.
+    """
+
+    block: tuple[int, int] = (128, 128)
+    method: ClassVar = "fp8"
+    endings: ClassVar = ("", "_scale_inv")
+    """Endings of the names of codes and of scales."""
+    dtype: ClassVar = "float32"
+    """Dtype of plain values."""
+
+    def holds(self, name: str, entry: Entry, stored: Mapping[str, Entry]) -> bool:
+        """Whether a tensor is stored as codes."""
+        # By dtype: some matrices of a quantised checkpoint are plain.
+        return name in stored and stored[name].dtype == "float8_e4m3fn"
+
+    def entries(self, shape: tuple[int, ...]) -> tuple[Entry, Entry]:
+        """Codes and scales that store a tensor of a plain shape."""
+        blocks = map(_num_blocks, shape, self._sizes(len(shape)))
+        return Entry(shape, "float8_e4m3fn"), Entry(tuple(blocks), "float32")
+
+    def read(self, index: Index, codes: Read, scales: Read) -> np.ndarray:
+        """Reads a slice of plain values from functions that read codes and scales."""
+        sizes = self._sizes(len(index))
+        # Scales may have 16 bits in the file.
+        factors = scales(tuple(map(_blocks_of, index, sizes))).astype(np.float32)
+        *outer, length = factors.shape
+        factors = factors.reshape(math.prod(outer), length)
+        factors = _spread(factors, 1, index[-1], sizes[-1])
+        # Indices of rows take less memory than repeated factors.
+        numbers = np.arange(len(factors)).reshape(outer)  # the factors of each row
+        for dim, size in enumerate(sizes[:-1]):
+            numbers = _spread(numbers, dim, index[dim], size)
+        numbers = numbers.reshape(-1)
+        stored = codes(index).view(np.uint8)
+        rows = stored.reshape(numbers.size, factors.shape[1])
+        values = np.empty(rows.shape, np.float32)
+        # In chunks: indices into the table take 8 bytes for each code of 1 byte.
+        for some in _chunks(*rows.shape):
+            plain = _float8_values()[rows[some]]
+            # Into `values`, without a further array of the size of the slice.
+            np.multiply(plain, factors[numbers[some]], out=values[some])
+        return values.reshape(stored.shape)
+
+    def _sizes(self, num_dims: int) -> tuple[int, ...]:
+        """Elements of a block along each dim."""
+        # Dims before a matrix, such as experts, have a scale per element.
+        return (*[1] * (num_dims - 2), *self.block)[-num_dims:]
+
+
+@dataclasses.dataclass(frozen=True)
+class Mxfp4:
+    """Codes of 4 bits, two in a byte, with a power of two for each 32 inputs.
+
+    Stored matrices of experts are transposed. Values are exact in bfloat16, except
+    values beyond the largest bfloat16, which become infinite. The scale 255 is NaN.
+    """
+
+    method: ClassVar = "mxfp4"
+    endings: ClassVar = ("_blocks", "_scales")
+    dtype: ClassVar = "bfloat16"
+
+    def holds(self, name: str, entry: Entry, stored: Mapping[str, Entry]) -> bool:
+        """Whether codes or scales of experts are stored in place of a plain tensor."""
+        is_stored = any(f"{name}{ending}" in stored for ending in self.endings)
+        return is_stored and len(entry.shape) == 3
+
+    def entries(self, shape: tuple[int, ...]) -> tuple[Entry, Entry]:
+        """Codes and scales that store a tensor [experts, inputs, outputs]."""
+        experts, inputs, outputs = shape
+        blocks = experts, outputs, _num_blocks(inputs, _MX_BLOCK)
+        return Entry((*blocks, _MX_BLOCK // 2), "uint8"), Entry(blocks, "uint8")
+
+    def read(self, index: Index, codes: Read, scales: Read) -> np.ndarray:
+        """Reads a slice of plain values, as a transposed view of file order."""
+        experts, inputs, outputs = index
+        blocks = experts, outputs, _blocks_of(inputs, _MX_BLOCK)
+        low = codes((*blocks, slice(0, _MX_BLOCK // 2)))
+        *shape, num_blocks, num_bytes = low.shape
+        low, high = low.reshape(-1, num_bytes), scales(blocks).reshape(-1, 1)
+        values = np.empty(low.shape, np.uint32)
+        for some in _chunks(*low.shape):
+            # One lookup gives both values of a byte, with the scale applied.
+            pairs = high[some].astype(np.uint16) << 8 | low[some]
+            values[some] = _mx_values()[pairs]
+        values = values.view(jnp.bfloat16).reshape(*shape, num_blocks * _MX_BLOCK)
+        return values[..., _inside(inputs, _MX_BLOCK)].swapaxes(1, 2)
+
+
+Format = Fp8 | Mxfp4
+_CHUNK = 2**17
+"""Codes that are looked up at once."""
+_MX_BLOCK = 32
+"""Inputs per scale."""
+_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Magnitudes of the codes 0 to 7; the highest bit of a code is the sign."""
+
+
+def _num_blocks(size: int, block: int) -> int:
+    return -(-size // block)
+
+
+def _blocks_of(span: slice, block: int) -> slice:
+    """Blocks that hold a slice."""
+    return slice(span.start // block, _num_blocks(span.stop, block))
+
+
+def _spread(x: np.ndarray, dim: int, span: slice, block: int) -> np.ndarray:
+    """Repeats the entries of blocks for the elements of a slice."""
+    numbers = np.arange(span.start, span.stop) // block - span.start // block
+    return x.take(numbers, dim)
+
+
+def _chunks(num_rows: int, length: int) -> Iterator[slice]:
+    """Splits rows into chunks that fit a cache."""
+    step = max(1, _CHUNK // max(1, length))
+    return (slice(first, first + step) for first in range(0, num_rows, step))
+
+
+def _inside(span: slice, block: int) -> slice:
+    """Counts a slice from the beginning of the first block."""
+    start = span.start - span.start // block * block
+    return slice(start, start + span.stop - span.start)
+
+
+@functools.cache
+def _float8_values() -> np.ndarray:
+    """Values of all codes, float32[256]."""
+    return np.arange(256, dtype=np.uint8).view(jnp.float8_e4m3fn).astype(np.float32)
+
+
+@functools.cache
+def _mx_values() -> np.ndarray:
+    """Pairs of bfloat16 values, as uint32, by `scale * 256 + byte`.
+
+    The low half of a byte comes first.
+    """
+    halves = np.array([*_FP4, *(-x for x in _FP4)], np.float32)
+    byte = np.arange(256)
+    pairs = np.stack([halves[byte & 15], halves[byte >> 4]], -1)
+    # Scales are exponents with a bias of 127, without a sign.
+    exponents = np.arange(256)[:, np.newaxis, np.newaxis] - 127
+    # Values beyond bfloat16 become infinite on purpose.
+    with np.errstate(over="ignore"):
+        values = np.ldexp(pairs, exponents)
+    values[255] = np.nan
+    return values.astype(jnp.bfloat16).reshape(-1).view(np.uint32)
+
+
+KEY = "quantization_config"
+"""Key of a config.json."""
+_METHOD, _BLOCK = "quant_method", "weight_block_size"
+_FIXED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
+    Mxfp4.method: {},
+    Fp8.method: {
+        "activation_scheme": ("dynamic",),
+        "fmt": ("e4m3",),
+        "scale_fmt": ("float", "ue8m0", None),
+        "expert_dtype": ("fp8",),
+    },
+}
+"""Accepted values of keys by method; the first value is the default."""
+_UNREAD = frozenset(
+    """
+    modules_to_not_convert ignored_layers modules_to_convert dequantize
+    """.split()
+)
+"""Keys that repeat facts of the tensors, or say how to load a checkpoint."""
+_REMEDY = "use a checkpoint of plain weights, such as one saved in bfloat16"
+
+
+def quantization_faults(values: Mapping[str, Any]) -> Iterator[Fault]:
+    """Yields parts of the quantisation of a config.json that zjax does not read."""
+    found = values.get(KEY)
+    if found is None:
+        return
+    if not isinstance(found, dict):
+        yield Fault(KEY, found, "is not an object")
+        return
+    method = found.get(_METHOD)
+    if not isinstance(method, str) or method not in _FIXED:
+        yield _not_read(_METHOD, method, " and ".join(_FIXED))
+        return
+    for name, accepted in _FIXED[method].items():
+        if (value := found.get(name, accepted[0])) not in accepted:
+            yield _not_read(name, value, " or ".join(map(repr, accepted)))
+    if method == Fp8.method and not _is_block(found.get(_BLOCK, Fp8.block)):
+        yield _not_read(_BLOCK, found[_BLOCK], "two sizes")
+
+
+def unknown_keys(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys, without known meaning, of a quantisation without problems."""
+    found = values.get(KEY) or {}
+    known = {_METHOD, *_UNREAD, *_FIXED.get(found.get(_METHOD, ""), ())}
+    known |= {_BLOCK} if found.get(_METHOD) == Fp8.method else set()
+    return {f"{KEY}.{name}": x for name, x in found.items() if name not in known}
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantized:
+    """Lists the tensors of a checkpoint that are stored as codes and scales.
+
+    Args:
+        format: Format of all quantised tensors; None for a checkpoint without any.
+        shapes: Plain shapes of quantised tensors, by name.
+    """
+
+    format: Format | None
+    shapes: Mapping[str, tuple[int, ...]]
+
+    def stored(self, plain: Mapping[str, Entry]) -> dict[str, Entry]:
+        """Entries that a file holds for plain tensors."""
+        entries = dict[str, Entry]()
+        for name, entry in plain.items():
+            if self.format is None or name not in self.shapes:
+                entries[name] = entry
+                continue
+            names = (f"{name}{ending}" for ending in self.format.endings)
+            both = self.format.entries(entry.shape)
+            entries |= dict(zip(names, both, strict=True))
+        return entries
+
+    def dequantized(self, source: Source) -> Source:
+        """Returns a source that reads quantised tensors as plain tensors."""
+        form = self.format
+        if form is None or not self.shapes:
+            return source
+
+        def read(name: str, index: Index) -> np.ndarray:
+            codes, scales = (f"{name}{ending}" for ending in form.endings)
+            return form.read(
+                index,
+                lambda index: source.read(codes, index),
+                lambda index: source.read(scales, index),
+            )
+
+        plain = {name: Entry(x, form.dtype) for name, x in self.shapes.items()}
+        return source.joined(Source(plain, read))
+
+    def report(self, path: str) -> None:
+        """Warns on process 0 that quantised values become plain."""
+        if self.format is not None and self.shapes and jax.process_index() == 0:
+            logging.warning(
+                "checkpoint.init_from=%r has %d tensors in %s, which are dequantised "
+                "while they are read: the run, its checkpoints and exports are plain",
+                *(path, len(self.shapes), self.format.method),
+            )
+
+
+def find_quantized(
+    values: Mapping[str, Any], plain: Mapping[str, Entry], source: Source
+) -> Quantized:
+    """Finds the quantised tensors of a checkpoint."""
+    found = values.get(KEY)
+    if found is None:
+        return Quantized(None, {})
+    is_fp8 = found[_METHOD] == Fp8.method
+    form = Fp8(tuple(found.get(_BLOCK, Fp8.block))) if is_fp8 else Mxfp4()
+    shapes = {
+        name: entry.shape
+        for name, entry in plain.items()
+        if form.holds(name, entry, source.entries)
+    }
+    return Quantized(form, shapes)
+
+
+def _is_block(sizes: Any) -> bool:
+    """Whether a value is two positive sizes."""
+    return (
+        isinstance(sizes, list | tuple)
+        and len(sizes) == len(Fp8.block)
+        and all(type(x) is int and x > 0 for x in sizes)
+    )
+
+
+def _not_read(name: str, value: Any, what: str) -> Fault:
+    problem = f"is not supported: zjax reads {what} alone"
+    return Fault(f"{KEY}.{name}", value, problem, _REMEDY)
