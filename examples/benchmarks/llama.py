@@ -16,15 +16,16 @@ class Llama:
 
     @property
     def num_params(self) -> int:
-        return self.matmul_params + self.vocab_size * self.embed_size
+        vectors = (2 * self.num_layers + 1) * self.embed_size
+        return self.matmul_params + vectors + self.vocab_size * self.embed_size
 
     @property
     def matmul_params(self) -> int:
-        """Without the table that is looked up."""
+        """The N of 6 N: entries of matrices, without the table that is looked up."""
         width, head = self.embed_size, self.embed_size // self.num_heads
         attention = 2 * width * head * (self.num_heads + self.num_kv_heads)
-        block = attention + 3 * width * self.mlp_size + 2 * width
-        return self.num_layers * block + width + self.vocab_size * width
+        block = attention + 3 * width * self.mlp_size
+        return self.num_layers * block + self.vocab_size * width
 
     def settings(self) -> dict:
         """Arguments of `transformers.LlamaConfig`."""

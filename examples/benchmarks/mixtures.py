@@ -35,20 +35,21 @@ class Mixture:
 
     @property
     def num_params(self) -> int:
-        return self._params(self.num_experts) + self.vocab_size * self.embed_size
+        vectors = self.num_layers * 2 * (self.embed_size + self.head_size)
+        table = self.vocab_size * self.embed_size
+        return self._matrices(self.num_experts) + vectors + self.embed_size + table
 
     @property
     def matmul_params(self) -> int:
-        """The N of 6 N: without the token table; of the experts `top_k` count."""
-        return self._params(self.top_k)
+        """The N of 6 N: entries of matrices; of the experts `top_k` count."""
+        return self._matrices(self.top_k)
 
-    def _params(self, num_experts: int) -> int:
+    def _matrices(self, num_experts: int) -> int:
         width, mlp_size = self.embed_size, self.mlp_size
         heads = 2 * (self.num_heads + self.num_kv_heads)
-        attention = (heads * width + 2) * self.head_size
+        attention = heads * width * self.head_size
         experts = width * (self.num_experts + 3 * num_experts * mlp_size)
-        layers = self.num_layers * (attention + experts + 2 * width)
-        return layers + width + self.vocab_size * width
+        return self.num_layers * (attention + experts) + self.vocab_size * width
 
 
 QWEN3 = Mixture(

@@ -16,18 +16,17 @@ class Shape:
     @property
     def num_params(self) -> int:
         tables = (self.vocab_size + self.length) * self.embed_size
-        return tables + self._block_params + 2 * self.embed_size
+        vectors = (13 * self.num_layers + 2) * self.embed_size
+        return tables + self._block_matrices + vectors
 
     @property
     def matmul_params(self) -> int:
-        """The N of 6 N: without the tables that are looked up; the tied head counts."""
-        head = self.vocab_size * self.embed_size
-        return head + self._block_params + 2 * self.embed_size
+        """The N of 6 N: entries of matrices, the tied head among them."""
+        return self.vocab_size * self.embed_size + self._block_matrices
 
     @property
-    def _block_params(self) -> int:
-        width = self.embed_size
-        return self.num_layers * (12 * width**2 + 13 * width)
+    def _block_matrices(self) -> int:
+        return 12 * self.num_layers * self.embed_size**2
 
 
 GPT_6P7B = Shape(

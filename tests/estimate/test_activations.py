@@ -1,18 +1,15 @@
-"""Activations and FLOPs by formula against sums by hand."""
+"""Activations by formula against sums by hand."""
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from tests.support import pipelines
-from zjax.config import load_config
 from zjax.estimate.activations import (
     activation_bytes,
-    flops_per_weight,
     saved_values,
     scores_per_token,
 )
-from zjax.models.flops import matmul_params
 from zjax.ops.explicit_attention import Dropout, explicit_attention
 from zjax.settings import schema
 from zjax.settings.axes import axis_sizes
@@ -189,33 +186,3 @@ def test_logits_of_one_chunk_of_tokens():
     without_vocabulary(config.model)
     two = activation_bytes(config, sizes, batch)
     assert one - two == 500 * (64 * (4 + 2) + 4 * model.embed_size)
-
-
-HALF_FROZEN = {
-    "adapters-beside-the-head": {"lora": {"rank": 8, "also_train": ["^head/kernel"]}},
-    "groups": {
-        "optimizer.groups": [
-            {"pattern": "^head", "learning_rate_scale": 2.0},
-            {"pattern": ".", "learning_rate_scale": 0.0},
-        ]
-    },
-}
-
-
-@pytest.mark.parametrize("settings", HALF_FROZEN.values(), ids=HALF_FROZEN)
-def test_gradients_of_trained_weights_count(settings):
-    """Fails if all weights count as those of the blocks, which are frozen."""
-    model = {"model": {"tied_head": False, "norm": "rms_norm", "vocab_size": 60_000}}
-    config = load_config(model | settings)
-    trained = 60_000 * 768 + 768 * ("optimizer.groups" in settings)
-    expected = 4 + 2 * trained / matmul_params(config.model)
-    assert flops_per_weight(config) == pytest.approx(expected, rel=1e-9)
-
-
-def test_frozen_masters_have_gradients():
-    """Fails if a run on disks, which computes them all, counts fewer."""
-    config = load_config(
-        HALF_FROZEN["groups"]
-        | {"zero.offload": {"kind": "nvme", "nvme_paths": ["/tmp"]}}
-    )
-    assert flops_per_weight(config) == 6

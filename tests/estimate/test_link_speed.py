@@ -133,8 +133,8 @@ def test_bytes_of_shards_are_those_that_were_counted(method, sent):
 
 TEXT = """\
 a step on 2 nodes joined by links of 1gbps, 125.00 MB/s
-computing: 32,768 tokens x 798.5 MFLOP, by 2 devices at
-40% of 400.0 TFLOP/s (observe.peak_tflops): 81.8 ms
+computing: 32,768 tokens x 797.8 MFLOP, by 2 devices at
+40% of 400.0 TFLOP/s (observe.peak_tflops): 81.7 ms
 method                  sent       link       step   speed-up
 ────────────────────────────────────────────────────────────────────────────
 adamw, float32     497.76 MB     3.98 s     4.06 s       0.51   not worth it
@@ -143,8 +143,8 @@ adamw, int8        124.68 MB   997.5 ms     1.08 s       1.92   pays
 1-bit Adam          50.66 MB   405.3 ms   487.0 ms       4.26   pays
 0/1 Adam            14.82 MB   118.6 ms   200.3 ms      10.35   pays
 1-bit LAMB          50.66 MB   405.3 ms   487.0 ms       4.26   pays
-DiLoCo              12.44 MB    99.6 ms   181.3 ms      11.43   pays
-Streaming DiLoCo     1.56 MB    12.5 ms    94.3 ms      21.99   fastest
+DiLoCo              12.44 MB    99.6 ms   181.2 ms      11.44   pays
+Streaming DiLoCo     1.56 MB    12.5 ms    94.2 ms      22.01   fastest
 ZeRO-3             373.20 MB     2.99 s     3.07 s       0.68   not worth it
 ZeRO++                                                          refused
 ZeRO++: zero.replicas.secondary_partition=True stores all parameters on each

@@ -1,5 +1,6 @@
 """A run tells its numbers late but in order, and what ends it is what is raised."""
 
+import dataclasses
 import functools
 import math
 
@@ -8,9 +9,12 @@ import jax.numpy as jnp
 import pytest
 
 from tests.observe.disk import full_disk, open_files
+from tests.support import models
 from zjax.config import load_config
 from zjax.errors import NonFiniteError, OutputError
-from zjax.models.flops import flops_per_token, matmul_params
+from zjax.estimate.traced import run_flops
+from zjax.models.build import make_model
+from zjax.models.flops import flops_per_token
 from zjax.observe import read_history
 from zjax.observe.metrics import Throughput
 from zjax.observe.sinks import HISTORY
@@ -29,10 +33,11 @@ def make_monitor(
     config = load_config(settings | {"precision": precision or {}})
     return Monitor(
         config,
+        models.make_mlp(),
         schedule=TrainingSchedule(config),
         last_step=0,
         num_skipped=0,
-        rows_per_step=0,
+        has_tokens=False,
         num_devices=1,
         callbacks=callbacks,
     )
@@ -214,7 +219,8 @@ def test_pictures_are_drawn_of_the_history_of_the_run(tmp_path, monkeypatch, cap
 
 def mfu(config, device_kind):
     """Seconds per token and MFU of a run whose clock is the real one."""
-    speed = make_throughput(config, device_kind=device_kind, num_devices=4)
+    model, how = make_model(config), {"device_kind": device_kind, "num_devices": 4}
+    speed = make_throughput(config, model, **how)
     for _ in range(3):
         speed.lap(1000)
     values = speed.read()
@@ -239,12 +245,28 @@ def test_the_peak_is_the_setting_or_the_table(given, device_kind, peak):
 
 
 def test_gradients_of_frozen_weights_do_not_count():
-    """Under adapters a weight costs 4 FLOPs, not 6; attention as ever."""
+    """Under adapters a frozen weight costs 4 FLOPs, not 6; attention as ever."""
     assert mfu(load_config({}), "cpu")[1] is None  # its peak is not known
     config = load_config({"lora": {"rank": 8}, "observe": {"peak_tflops": 1.0}})
     tokens_per_second, value = mfu(config, "cpu")
-    per_token = flops_per_token(
-        config.model, config.data.length, causal_attention="half"
-    )
-    per_token -= 2 * matmul_params(config.model)
+    model = make_model(config)
+    per_row = run_flops(model, model.inputs, config)
+    per_token = per_row.seen / config.data.length
     assert value == pytest.approx(tokens_per_second * per_token / 4e12)
+
+
+def test_a_model_of_the_user_has_mfu_by_row(monkeypatch):
+    """Fails if rows are no unit, or if the gradient of the input counts."""
+    config = load_config({"observe": {"peak_tflops": 1.0}})
+    batch = models.make_batch()
+    model = dataclasses.replace(models.make_mlp(), inputs=batch)
+    how = {"device_kind": "cpu", "num_devices": 2, "has_tokens": False}
+    clock = iter([0.0, 1.0, 2.0, 4.0]).__next__
+    timer = functools.partial(Throughput, clock=clock)
+    monkeypatch.setattr(monitors, "Throughput", timer)
+    speed = make_throughput(config, model, **how)
+    for _ in range(3):
+        speed.lap(models.BATCH)
+    per_row = (4 + 6) * models.WIDTH * models.HIDDEN
+    expected = models.BATCH * per_row / (2.0 * 2e12)
+    assert speed.read()["mfu"] == pytest.approx(expected)

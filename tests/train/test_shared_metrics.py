@@ -123,9 +123,10 @@ def test_a_run_ends_with_a_round(policy, last, text, tmp_path):
     )
     monitor = Monitor(
         config,
+        models.make_mlp(),
         last_step=0,
         num_skipped=0,
-        rows_per_step=0,
+        has_tokens=False,
         num_devices=1,
         schedule=TrainingSchedule(config),
     )

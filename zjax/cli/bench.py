@@ -16,8 +16,9 @@ from zjax.data.loader import find_local_rows
 from zjax.data.placement import place_rows
 from zjax.data.source import open_rows
 from zjax.errors import BenchError, Problem
-from zjax.estimate.activations import flops_per_weight, run_flops_per_token
 from zjax.estimate.mesh import choose_mesh
+from zjax.estimate.traced import run_flops
+from zjax.jaxprs.flops import Flops
 from zjax.models import flops
 from zjax.models.build import make_model
 from zjax.optim.build import make_optimizer
@@ -106,8 +107,8 @@ class Measurement:
         step_seconds: Spread of seconds per step, from the first call of a round until
             the last state is ready. The host does not wait between steps, as in
             training.
-        model_tflops_per_device: 6 N x tokens per second, 4 N under adapters, with N the
-            parameters except embedding tables; without attention and recomputation.
+        model_tflops_per_device: FLOPs of the products outside of attention, forward and
+            backward, without recomputation.
         mfu: Fraction of peak FLOP/s, with causal attention counted half; None if the
             peak is unknown.
         mfu_full_attention: Fraction of peak FLOP/s, with attention counted in full.
@@ -200,6 +201,7 @@ def measure(
     with explain_out_of_memory(config, run.plan, user_model=False):
         seconds, losses, state = _take_steps(run, batch, num_warm_up, num_rounds)
     check_losses(losses)
+    work = run_flops(model, model.inputs, config)
     kind, dtype = devices[0].device_kind, config.precision.compute_dtype
     configured_peak = config.observe.peak_tflops * 1e12
     return Measurement(
@@ -209,9 +211,7 @@ def measure(
         **_speed(
             seconds,
             batch["tokens"].size / len(devices),
-            half=run_flops_per_token(config, "half"),
-            full=run_flops_per_token(config, "full"),
-            matmuls=flops_per_weight(config) * flops.matmul_params(config.model),
+            work * (1 / config.data.length),
             peak=configured_peak or flops.peak_flops(kind, dtype),
         ),
         peak_bytes=peak_bytes(run.mesh.local_devices),
@@ -315,22 +315,20 @@ def steps_per_round(step_seconds: float) -> int:
 def _speed(
     seconds: list[float],
     num_tokens: float,
+    work: Flops,
     *,
-    half: float,
-    full: float,
-    matmuls: float,
     peak: float | None,
 ) -> dict[str, Any]:
     """Fields of a `Measurement` that follow from the seconds per step of each round.
 
-    A device takes `num_tokens` in a step, and computes `peak` FLOP/s at most. A token
-    takes `half` or `full` FLOPs, by how causal attention counts, `matmuls` without it.
+    A device takes `num_tokens` in a step, each of which takes `work`, and computes
+    `peak` FLOP/s at most.
     """
     speed = Spread.of([num_tokens / each for each in seconds])
     return {
         "tokens_per_second_per_device": speed,
         "step_seconds": Spread.of(seconds),
-        "model_tflops_per_device": matmuls * speed.median / 1e12,
-        "mfu": speed.median * half / peak if peak else None,
-        "mfu_full_attention": speed.median * full / peak if peak else None,
+        "model_tflops_per_device": work.products * speed.median / 1e12,
+        "mfu": speed.median * work.seen / peak if peak else None,
+        "mfu_full_attention": speed.median * work.full / peak if peak else None,
     }

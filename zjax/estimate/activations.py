@@ -1,15 +1,10 @@
-"""Bytes of activations and FLOPs of a built-in model, by formula."""
+"""Bytes of activations of a built-in model, by formula."""
 
 import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from zjax.models.flops import (
-    CausalAttention,
-    flops_per_token,
-    multiplied_weights,
-    num_params,
-)
+from zjax.models.flops import num_params
 from zjax.models.mixture import router_of
 from zjax.moe.exchange import Choice, choose_exchange
 from zjax.ops.attention import choose_implementation
@@ -17,46 +12,11 @@ from zjax.parallel.sequence import count_chunks
 from zjax.settings import schema
 from zjax.settings.batch import BatchSizes
 from zjax.settings.mixture import experts_by_layer, experts_per_token
-from zjax.settings.parameters import is_held_frozen
 from zjax.settings.sequence import sequence_method
 from zjax.sharding.describe import format_bytes, render_table
 from zjax.sharding.mesh import EXPERT, PIPELINE, SEQUENCE, TENSOR
 from zjax.sharding.placement import dtype_bytes
 from zjax.train.programs import make_pipeline_schedule
-
-
-def run_flops_per_token(
-    config: schema.Config, causal_attention: CausalAttention
-) -> float:
-    """Computes the FLOPs of forward and backward pass of a run, per token."""
-    return flops_per_token(
-        config.model,
-        config.data.length,
-        causal_attention=causal_attention,
-        per_weight=flops_per_weight(config),
-    )
-
-
-def flops_per_weight(config: schema.Config) -> float:
-    """Averages the FLOPs of forward and backward pass per token and matrix weight.
-
-    The product has 2, the gradient of the input 2 and the gradient of the weight 2,
-    which frozen weights lack. Adapters are left out.
-
-    Example:
-        >>> adapters = None, schema.Lora()
-        >>> [flops_per_weight(schema.Config(lora=lora)) for lora in adapters]
-        [6.0, 4.0]
-    """
-    groups, lora = config.optimizer.groups, config.lora
-    # Frozen kernels have no weight gradient.
-    if lora and not lora.also_train:
-        return 4.0
-    if not lora and all(group.learning_rate_scale for group in groups):
-        return 6.0
-    weights = multiplied_weights(config.model)
-    trained = (x for path, x in weights.items() if not is_held_frozen(path, config))
-    return 4.0 + 2.0 * sum(trained) / sum(weights.values())
 
 
 def tokens_of_device(

@@ -9,8 +9,9 @@ import jax
 
 from zjax.config.load import load_config
 from zjax.errors import ConfigError, ZjaxError
-from zjax.estimate.activations import activation_bytes, run_flops_per_token
+from zjax.estimate.activations import activation_bytes
 from zjax.estimate.mesh import find_obstacle, possible_meshes
+from zjax.estimate.traced import run_flops
 from zjax.estimate.trial import Machine, batch_on, weigh
 from zjax.models import flops
 from zjax.models.build import make_model
@@ -21,6 +22,7 @@ from zjax.settings.parameters import is_held_frozen
 from zjax.sharding import mesh as meshes
 from zjax.sharding.naming import path_of
 from zjax.sharding.placement import abstract_key
+from zjax.typing import Model
 
 REMATS = ("none", "elementwise", "attention_and_mlp", "attention", "full")
 """Policies of `model.remat`, by increasing recomputation."""
@@ -191,7 +193,10 @@ class Predictor:
         dtype = config.precision.compute_dtype
         # Matmuls are assumed to reach half of the peak.
         self._flops = (flops.peak_flops(kind, dtype) or _UNKNOWN_FLOPS) / 2
-        self._share = _share_of_trained(config)
+        model = make_model(config)
+        self._num_params, self._num_trained = _count_params(config, model)
+        work = run_flops(model, model.inputs, config)
+        self._flops_per_token = work.seen / config.data.length
         self._states = dict[Any, int | float | ZjaxError]()
         self._obstacles = dict[Candidate, str]()
 
@@ -234,13 +239,11 @@ class Predictor:
         shards = math.prod(getattr(mesh, axis) for axis in axes.BATCH_AXES)
         batch = batch_on(config, mesh)
         shares = mesh.tensor * mesh.pipeline
-        params = flops.num_params(config.model) / shares
-        learned = self._share * params
+        params, learned = self._num_params / shares, self._num_trained / shares
         number = batch.num_microbatches
         length = config.data.length / mesh.sequence
         tokens = batch.microbatch_size * length
-        work = run_flops_per_token(config, "half")
-        seconds = tokens * work / shares / self._flops
+        seconds = tokens * self._flops_per_token / shares / self._flops
         seconds *= (1 + RECOMPUTED[candidate.remat]) * (
             1 + _FEW_TOKENS * mesh.tensor / tokens
         )
@@ -287,13 +290,13 @@ class Predictor:
         return dataclasses.replace(config.mesh, **sizes)
 
 
-def _share_of_trained(config: schema.Config) -> float:
-    """Fraction of the parameters that are trained."""
-    params, _ = jax.eval_shape(make_model(config).init, abstract_key())
+def _count_params(config: schema.Config, model: Model) -> tuple[int, int]:
+    """Counts the parameters of a run, and the trained ones among them."""
+    params, _ = jax.eval_shape(model.init, abstract_key())
     leaves = jax.tree_util.tree_leaves_with_path(params)
     sizes = {path_of(keys): x.size for keys, x in leaves}
     learned = (n for path, n in sizes.items() if not is_held_frozen(path, config))
-    return sum(learned) / sum(sizes.values())
+    return sum(sizes.values()), sum(learned)
 
 
 def _state_bytes(config: schema.Config, mesh: schema.Mesh) -> int | float | ZjaxError:

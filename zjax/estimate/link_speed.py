@@ -10,8 +10,8 @@ import jax
 
 from zjax.config.check import check_config
 from zjax.errors import ConfigError, PlanError, Problem
-from zjax.estimate.activations import run_flops_per_token
 from zjax.estimate.methods import baseline_of, methods_of, sent_per_step
+from zjax.estimate.traced import run_flops
 from zjax.models import flops
 from zjax.models.build import make_model
 from zjax.optim.build import make_optimizer
@@ -110,8 +110,8 @@ def report_link(config: schema.Config, num_devices: int, link: str) -> str:
             refused.
     """
     speed, nodes = check_link(config, num_devices, link)
-    compute, formula = _compute_seconds(config, num_devices)
     model = make_model(config)
+    compute, formula = _compute_seconds(config, model, num_devices)
     methods = methods_of(config)
     predictions = [
         _predict(name, each, model, num_devices, compute, speed)
@@ -194,12 +194,15 @@ def _plan(config: schema.Config, model: Model, num_devices: int) -> Plan:
     return make_plan(config, mesh, model, tx)
 
 
-def _compute_seconds(config: schema.Config, num_devices: int) -> tuple[float, str]:
+def _compute_seconds(
+    config: schema.Config, model: Model, num_devices: int
+) -> tuple[float, str]:
     """Seconds of a step's FLOPs, and the formula with all numbers."""
     sizes = axes.axis_sizes(config, num_devices)
     shares = math.prod(sizes[axis] for axis in axes.BATCH_AXES)
     tokens = resolve_batch(config, shares).global_batch_size * config.data.length
-    work = run_flops_per_token(config, "half")
+    counted = run_flops(model, model.inputs, config)
+    work = counted.seen / config.data.length
     peak, source = _peak_flops(config)
     seconds = tokens * work / (num_devices * peak * ASSUMED_MFU)
     told = _seconds(seconds)

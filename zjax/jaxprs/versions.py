@@ -53,3 +53,10 @@ def without_dead_code(
     """Drops dead code, also in loops; returns which inputs remain."""
     jaxpr, stayed = partial_eval.dce_jaxpr(program.jaxpr, True, list(must_stay))
     return Closed(jaxpr, program.consts), stayed
+
+
+def mapped_axes(equation: Any) -> frozenset[str]:
+    """Mesh axes that a `shard_map` equation maps, named in two ways by JAX."""
+    params = equation.params
+    name = "newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"
+    return frozenset(params[name])

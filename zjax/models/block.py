@@ -197,6 +197,7 @@ class Block(nnx.Module):
             dropout=dropout,
             sinks=self.attention.laid_sinks(),
             implementation=self.implementation,
+            value_size=self.config.value_size,
         )
 
     def _attend(self, attend, x, context, key, adapter_dropout=None):

@@ -1,50 +1,85 @@
-"""FLOPs of a model by formula, and the peak FLOP/s of devices."""
+"""FLOPs and parameters of a model, counted in its traced loss; FLOP/s of devices."""
 
-import functools
+import dataclasses
 import math
-import re
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Literal
 
 import jax
 
+from zjax.jaxprs.flops import Flops
 from zjax.models.build import make_model
-from zjax.ops import sparse
 from zjax.settings import schema
-from zjax.settings.attention import sliding_layers
-from zjax.settings.mixture import experts_by_layer, experts_per_token
+from zjax.settings.mixture import experts_per_token
+from zjax.sharding.activations import rows_of
 from zjax.sharding.naming import path_of
 from zjax.sharding.placement import abstract_key
+from zjax.stack.traced import flops_of, trace_parts
+from zjax.typing import Batch, Model
 
-_TABLE = re.compile("embedding/(tokens|positions|token_types)")
+CausalAttention = Literal["half", "full"]
 _EXPERTS_DIM = 1
 """Dim of the experts in stacked arrays, behind the dim of the layers."""
 
 
-@functools.lru_cache
-def multiplied_weights(model: schema.Model) -> Mapping[str, float]:
-    """Returns the number of weights that multiply a token, by path.
+def flops_per_row(
+    model: Model, batch: Batch, is_trained: Callable[[str], bool] = lambda path: True
+) -> Flops:
+    """Counts the FLOPs of a training step per row of a batch, as `count_flops`.
+
+    `is_trained(path)` says which parameters get a gradient.
 
     Example:
-        >>> multiplied_weights(schema.Model())["blocks/mlp/up/kernel"] / 12
-        2359296.0
+        >>> model = make_model(schema.Config())
+        >>> flops_per_row(model, model.inputs).products // 10**9
+        523.0
     """
-    built = make_model(schema.Config(model=model))
-    params, _ = jax.eval_shape(built.init, abstract_key())
-    weights = dict[str, float]()
-    for keys, array in jax.tree_util.tree_leaves_with_path(params):
-        path, size = path_of(keys), math.prod(array.shape)
-        # A tied table is looked up and multiplied; only the product counts.
-        is_read_once = path == "embedding/tokens" and model.tied_head
-        if model.moe and "/experts/" in path:
-            number = array.shape[_EXPERTS_DIM]
-            size *= min(experts_per_token(model.moe), number) / number
-        if is_read_once or not _TABLE.fullmatch(path):
-            weights[path] = float(size)
-    return weights
+    parts = trace_parts(model, batch)
+    total = flops_of(parts, is_trained)
+    return total * (1 / _num_rows(model, batch))
 
 
-CausalAttention = Literal["half", "full"]
+def _num_rows(model: Model, batch: Batch) -> int:
+    """Number of rows of a batch; arrays without rows do not count."""
+    return max((x.shape[0] for _, x in rows_of(batch, model.entries)), default=1)
+
+
+def flops_per_token(
+    model: schema.Model, length: int, *, causal_attention: CausalAttention
+) -> float:
+    """Counts the FLOPs of forward and backward pass per token, without recomputation.
+
+    The products of the loss count three times: forward, and the gradients of both
+    operands. Pairs of tokens that causality hides count in full, or not at all ("half")
+    if `causal_attention` says so; an encoder hides none. Sparse attention and sliding
+    windows count the pairs that they leave.
+
+    Example:
+        >>> flops_per_token(schema.Model(), 1024, causal_attention="half") / 1e6
+        797.815296
+
+    Reference:
+        Narayanan et al., arXiv:2104.04473, appendix; PaLM, arXiv:2204.02311, appendix
+        B.
+    """
+    total = _flops_per_token(model, length)
+    return total.seen if causal_attention == "half" else total.full
+
+
+def describe_flops(
+    model: schema.Model, length: int, *, causal_attention: CausalAttention
+) -> str:
+    """Writes the terms of `flops_per_token`, in one line.
+
+    Example:
+        >>> print(describe_flops(schema.Model(), 1024, causal_attention="full"))
+        741.2 products + 113.2 attention = 854.4 MFLOP per token
+    """
+    total = _flops_per_token(model, length)
+    is_half = causal_attention == "half"
+    attention = total.attention if is_half else total.all_attention
+    terms = f"{total.products / 1e6:,.1f} products + {attention / 1e6:,.1f} attention"
+    return f"{terms} = {(total.products + attention) / 1e6:,.1f} MFLOP per token"
 
 
 def num_params(model: schema.Model, *, active: bool = False) -> int:
@@ -54,83 +89,28 @@ def num_params(model: schema.Model, *, active: bool = False) -> int:
         >>> num_params(schema.Model())
         124439808
     """
-    width, bias = model.embed_size, int(model.use_bias)
-    norm = _norm_vectors(model) * width
-    num_norms = 4 if model.norm_position == "both" else 2
-    blocks = model.num_layers * (_attention_params(model) + num_norms * norm)
-    for num_experts in experts_by_layer(model):
-        if model.moe and num_experts:
-            blocks += _mixture_params(model, model.moe, num_experts, active)
-        else:
-            blocks += _mlp_params(model, model.mlp_size)
-    head = norm + (0 if model.tied_head else model.vocab_size * width)
-    if model.kind == "encoder":
-        head += norm + (width + bias) * width + bias * model.vocab_size
-    return _table_params(model) + blocks + head
+    params, _ = jax.eval_shape(_build(model, 1).init, abstract_key())
+    total = 0
+    for keys, array in jax.tree_util.tree_leaves_with_path(params):
+        size = math.prod(array.shape)
+        if active and model.moe and "/experts/" in path_of(keys):
+            number = array.shape[_EXPERTS_DIM]
+            used = min(experts_per_token(model.moe), number)
+            size = round(used * size / number)
+        total += size
+    return total
 
 
-def matmul_params(model: schema.Model) -> int:
-    """Counts the parameters that multiply a token: the N of 6 N.
-
-    Token and position tables do not count; the output matrix counts once, tied or not.
-    Of a layer's experts only as many count as a token has.
-
-    Example:
-        >>> matmul_params(schema.Model())
-        123653376
-    """
-    tied = model.vocab_size * model.embed_size if model.tied_head else 0
-    return num_params(model, active=True) - _table_params(model) + tied
+def _flops_per_token(model: schema.Model, length: int) -> Flops:
+    built = _build(model, length)
+    return flops_per_row(built, built.inputs) * (1 / length)
 
 
-def flops_per_token(
-    model: schema.Model,
-    length: int,
-    *,
-    causal_attention: CausalAttention,
-    per_weight: float = 6.0,
-) -> float:
-    """Computes the FLOPs of forward and backward pass per token: 6 N plus attention.
-
-    Full attention costs 12 x layers x heads x head size x length, and half as much if
-    `causal_attention` is "half". An encoder always counts in full; sparse attention
-    counts the blocks of the layout. Heads with values of another size count with the
-    mean of both sizes.
-
-    Example:
-        >>> flops_per_token(schema.Model(), 1024, causal_attention="half") / 1e6
-        798.54336
-
-    Reference:
-        Narayanan et al., arXiv:2104.04473, appendix; PaLM, arXiv:2204.02311, appendix
-        B.
-    """
-    factor = _attention_factor(model, length, causal_attention)
-    attention = factor * model.num_layers * _attended_channels(model) * length
-    return float(per_weight * matmul_params(model) + attention)
-
-
-def describe_flops(
-    model: schema.Model,
-    length: int,
-    *,
-    causal_attention: CausalAttention,
-    per_weight: float = 6.0,
-) -> str:
-    """Writes the formula of `flops_per_token` with numbers, in one line.
-
-    Example:
-        >>> print(describe_flops(schema.Model(), 1024, causal_attention="full"))
-        6 x 123,653,376 + 12 x 12 layers x 768 x 1,024 = 855.2 MFLOP per token
-    """
-    factor = _attention_factor(model, length, causal_attention)
-    total = flops_per_token(
-        model, length, causal_attention=causal_attention, per_weight=per_weight
-    )
-    channels = _attended_channels(model)
-    attention = f"{model.num_layers} layers x {channels:,} x {length:,}"
-    text = f"{per_weight:.4g} x {matmul_params(model):,} + {factor:.4g} x {attention}"
-    return f"{text} = {total / 1e6:,.1f} MFLOP per token"
+def _build(model: schema.Model, length: int) -> Model:
+    """Makes a model of exactly the given shape, for rows of `length` tokens."""
+    # A vocabulary that was derived, not set, would be derived anew from the data.
+    model = dataclasses.replace(model, vocab_size=int(model.vocab_size))
+    return make_model(schema.Config(model=model, data=schema.Data(length=length)))
 
 
 _PEAKS: dict[str, tuple[float, float, float]] = {
@@ -178,91 +158,3 @@ def peak_flops(device_kind: str, dtype: str) -> float | None:
         if f" {name} ".replace("-", " ") in words:
             return teraflops[column] * 1e12
     return None
-
-
-def _norm_vectors(model: schema.Model) -> int:
-    """Number of vectors of a norm: scale, and bias if there is one."""
-    return 2 if model.norm == "layer_norm" and model.use_bias else 1
-
-
-def _attended_channels(model: schema.Model) -> int:
-    """Channels of all heads, the mean of queries and values."""
-    return model.num_heads * (model.head_size + model.value_size) // 2
-
-
-def _attention_params(model: schema.Model) -> int:
-    """Counts the parameters of an attention layer."""
-    width, heads, size = model.embed_size, model.num_heads, model.head_size
-    out = (heads * model.value_size + model.has_output_bias) * width
-    if model.latent:
-        return out + _latent_params(model, model.latent)
-    queries, keys = heads * size, model.num_kv_heads * size
-    inputs = (width + model.has_input_bias) * (queries + 2 * keys)
-    inputs += model.attention_sinks * heads
-    if model.query_key_norm:
-        over_heads = model.query_key_norm_scope == "heads"
-        normed = queries + keys if over_heads else 2 * size
-        inputs += _norm_vectors(model) * normed
-    return out + inputs
-
-
-def _latent_params(model: schema.Model, latent: schema.Latent) -> int:
-    """Counts the parameters of latent attention without the output matrix."""
-    width, heads = model.embed_size, model.num_heads
-    queries, norm = heads * model.head_size, _norm_vectors(model)
-    params = (latent.key_rank + model.rotary.size) * width
-    params += (heads * (latent.plain_size + latent.value_size) + norm) * latent.key_rank
-    if latent.query_rank:
-        return params + (width + norm + queries) * latent.query_rank
-    return params + width * queries
-
-
-def _mlp_params(model: schema.Model, size: int) -> int:
-    """Counts the parameters of a feed-forward of width `size`."""
-    width, bias = model.embed_size, int(model.use_bias)
-    num_inputs = 2 if model.is_gated else 1
-    return num_inputs * (width + bias) * size + (size + bias) * width
-
-
-def _mixture_params(
-    model: schema.Model, moe: schema.MoE, num_experts: int, active: bool
-) -> int:
-    """Counts the parameters of a mixture of experts."""
-    width = model.embed_size
-    used = min(experts_per_token(moe), num_experts) if active else num_experts
-    params = round(used * _mlp_params(model, moe.expert_size))
-    # A router has a column of weights, and up to two biases, per expert.
-    params += (width + moe.has_choice_bias + moe.router_bias) * num_experts
-    if moe.num_shared:
-        params += _mlp_params(model, moe.num_shared * moe.expert_size)
-    params += width * moe.shared_gate
-    if moe.residual:
-        # The coefficient has 2 outputs.
-        params += _mlp_params(model, moe.expert_size) + 2 * (width + 1)
-    return params
-
-
-def _table_params(model: schema.Model) -> int:
-    """Counts the parameters of token, position and token type tables."""
-    num_rows = model.vocab_size + model.num_positions + model.num_token_types
-    return num_rows * model.embed_size
-
-
-def _attention_factor(
-    model: schema.Model, length: int, causal_attention: CausalAttention
-) -> float:
-    """FLOPs of attention per channel and pair of tokens, averaged over layers."""
-    if pattern := sparse.sparse_of(model):
-        return 12 * sparse.live_fraction(pattern, length)
-    half = model.kind == "decoder" and causal_attention == "half"
-    return (6.0 if half else 12.0) * _share_in_windows(model, length)
-
-
-def _share_in_windows(model: schema.Model, length: int) -> float:
-    """Share of the unmasked pairs that layers see, averaged over layers."""
-    window = min(model.window_size, length)
-    # The first tokens of a row see less than a window.
-    pairs = window * length - window * (window - 1) / 2
-    share = pairs / (length * (length + 1) / 2)
-    sliding = sum(sliding_layers(model)) / model.num_layers
-    return 1.0 - sliding * (1.0 - share)

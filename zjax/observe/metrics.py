@@ -111,7 +111,8 @@ class Throughput:
     Args:
         num_devices: Devices of the mesh.
         peak_flops: Peak FLOP/s of one device; None omits MFU.
-        flops_per_token: FLOPs per token with causal attention counted half, then full.
+        flops_per_token: FLOPs per token with causal attention counted half, then full;
+            per row if laps count rows.
         clock: Monotonic clock in seconds.
 
     Example:

@@ -16,10 +16,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from zjax.errors import ConfigError, Problem
 from zjax.ops import sparse
-from zjax.ops.explicit_attention import Dropout, explicit_attention
+from zjax.ops.abstract_attention import Pairs, abstract_attention
+from zjax.ops.explicit_attention import Dropout, explicit_attention, score_bytes
 from zjax.ops.window import Window
 from zjax.sharding.activations import head_axes, row_axes
-from zjax_kernels import Dense
+from zjax_kernels import Dense, abstract
 from zjax_kernels.device import first_device, why_unsupported
 
 Implementation = Literal["auto", "cudnn", "xla"]
@@ -62,6 +63,7 @@ def dot_product_attention(
     dropout: Dropout | None = None,
     sinks: Float[Array, " H"] | None = None,
     implementation: Implementation = "auto",
+    value_size: int = 0,
 ) -> Float[Array, "B L H D"]:
     """Computes softmax(q k / sqrt(D)) v, with the softmax in float32.
 
@@ -72,7 +74,8 @@ def dot_product_attention(
     both. cuDNN slides windows of a static size only.
 
     `sinks` add a score per head that takes part in the softmax and has no value. Soft
-    caps, dropout and sinks run on XLA.
+    caps, dropout and sinks run on XLA. Values have `value_size` channels, and padding
+    after those, which counts as no FLOPs; 0 means no padding.
 
     Example:
         >>> x = jax.numpy.ones((1, 3, 2, 4))
@@ -86,6 +89,15 @@ def dot_product_attention(
     if (window is not None or bounds.window) and not causal:
         problem, remedy = "does not fit a window, which looks back", "use causal=True"
         raise ConfigError(Problem("causal", causal, problem, remedy))
+    if abstract.is_abstract():
+        size = bounds.window
+        kept = _share_in_window(size, q.shape[1]) if size else 1.0
+        has_scores = _has_scores(implementation, q, k, bounds, dropout, sinks)
+        stored = {"capped": bounds.soft_cap > 0, "dropped": dropout is not None}
+        num_bytes = score_bytes(q.dtype, **stored) if has_scores else 0
+        pairs = Pairs(kept, kept / 2 if causal else kept, num_bytes)
+        named = {"name": ATTENTION_OUTPUT, "value_size": value_size}
+        return abstract_attention(q, k, v, pairs, **named)
     # The kernels take segments, but no mask of the caller.
     free_mask, mask = mask, _combine(mask, segment_ids)
     platform, capability = first_device()
@@ -353,6 +365,31 @@ def _attend_window(q, k, v, segment_ids, lengths, window):
     masks = {"segment_ids": segment_ids, "key_mask": key_mask}
     layout = _dense(q.shape[2], q.shape[1])
     return sparse.sparse_attention(q, k, v, layout, window=window, **masks)
+
+
+def _share_in_window(size: int, length: int) -> float:
+    """Share of the pairs of a causal row that a sliding window leaves."""
+    size = min(size, length)
+    # The first tokens of a row see less than a window.
+    pairs = size * length - size * (size - 1) / 2
+    return pairs / (length * (length + 1) / 2)
+
+
+def _has_scores(implementation, q, k, bounds, dropout, sinks):
+    """Whether no kernel fits even a recent GPU: plans are made without GPUs."""
+    kernel, _ = choose_implementation(
+        "auto" if implementation == "cudnn" else implementation,
+        platform="cuda",
+        compute_capability=(9, 0),
+        dtype=q.dtype.name,
+        head_size=q.shape[-1],
+        lengths=(q.shape[1], k.shape[1]),
+        masked=False,
+        capped=bounds.soft_cap > 0,
+        dropped=dropout is not None,
+        has_sinks=sinks is not None,
+    )
+    return kernel == "xla" and implementation != "cudnn"
 
 
 def _near(window, num_queries, num_keys, mask):

@@ -106,6 +106,19 @@ def explicit_attention(
     return outputs.reshape(q.shape)
 
 
+def score_bytes(dtype: Any, *, capped: bool, dropped: bool) -> int:
+    """Counts the bytes per pair and head that the backward pass reads.
+
+    These are the scores and weights in float32, and the weights in the dtype of the
+    values; dropout adds random bits, a soft cap adds tanh.
+
+    Example:
+        >>> score_bytes("bfloat16", capped=False, dropped=True)
+        14
+    """
+    return 8 + jnp.dtype(dtype).itemsize + 4 * capped + 4 * dropped
+
+
 _WIDE = jnp.float32
 _HIDDEN = -1e30
 """Score of a key that a query does not see; finite, for rows that see none."""

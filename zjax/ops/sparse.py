@@ -20,11 +20,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 import zjax_kernels
 from zjax.errors import ConfigError, Problem
+from zjax.ops.abstract_attention import Pairs, abstract_attention
 from zjax.ops.window import Window
 from zjax.settings import schema
 from zjax.sharding import mesh as meshes
 from zjax.sharding.activations import head_axes, open_size, row_axes
-from zjax_kernels import BlockLayout, Pattern, SparsityConfig
+from zjax_kernels import BlockLayout, Pattern, SparsityConfig, abstract
 from zjax_kernels.sparse import api
 from zjax_kernels.sparse.arguments import Bits, integer_problems
 from zjax_kernels.sparse.chunks import TILE
@@ -160,6 +161,9 @@ def sparse_attention(
         problem = f"exceeds the {sparse.max_length} tokens of the layout"
         remedy = "shorten the sequence, or raise model.max_length or max_seq_length"
         raise ConfigError(Problem("length", length, problem, remedy))
+    if abstract.is_abstract():
+        share = live_fraction(sparse, length)
+        return abstract_attention(q, k, v, Pairs(share, share), name=ATTENTION_OUTPUT)
     num_padding = num_blocks * block - length
     # Causal queries see no padding at the end, and a padded `mask` hides it.
     if num_padding and mask is None and not layout.causal:

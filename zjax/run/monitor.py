@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from zjax.errors import OutputError
-from zjax.estimate.activations import run_flops_per_token
+from zjax.estimate.traced import run_flops
 from zjax.files import writing
 from zjax.models import flops
 from zjax.observe import plot
@@ -26,7 +26,7 @@ from zjax.observe.skipped import SkippedSteps
 from zjax.schedule.training import TrainingSchedule
 from zjax.settings.mappings import to_mapping
 from zjax.settings.schema import Config
-from zjax.typing import Metrics
+from zjax.typing import Metrics, Model
 
 Callback = Callable[[int, Mapping[str, Value]], None]
 """`callback(step, values)`, called for each step that is logged."""
@@ -38,10 +38,11 @@ class Monitor:
     Args:
         config: Settings of the run: `observe`, `precision`, `num_steps` and
             `directory`.
+        model: Model of the run, whose FLOPs count for MFU.
         last_step: Steps already taken; files lose entries of later steps.
         num_skipped: Number of skipped steps among the steps taken.
-        rows_per_step: Sequences of a global batch; 0 for a model without tokens, which
-            logs only seconds per step.
+        has_tokens: Whether batches are sequences of tokens; other models log seconds
+            per step and MFU.
         num_devices: Devices of the mesh.
         schedule: Schedule of the run.
         callbacks: Functions called after the sinks.
@@ -52,10 +53,11 @@ class Monitor:
     def __init__(
         self,
         config: Config,
+        model: Model,
         *,
         last_step: int,
         num_skipped: int,
-        rows_per_step: int,
+        has_tokens: bool,
         num_devices: int,
         schedule: TrainingSchedule,
         callbacks: Sequence[Callback] = (),
@@ -66,7 +68,7 @@ class Monitor:
             print("no plot is saved: it needs the sink 'jsonl'")
         self._config = config
         self._callbacks = callbacks
-        self._rows_per_step, self._schedule = rows_per_step, schedule
+        self._has_tokens, self._schedule = has_tokens, schedule
         self._values_at = values_at
         self._skipped = SkippedSteps(
             config.precision,
@@ -86,7 +88,13 @@ class Monitor:
         )
         self._trace = Trace(config.observe.profile, self._directory)
         self._compiles = CompileReport()
-        self._throughput = _make_throughput(config, rows_per_step, num_devices)
+        self._throughput = make_throughput(
+            config,
+            model,
+            device_kind=jax.devices()[0].device_kind,
+            num_devices=num_devices,
+            has_tokens=has_tokens,
+        )
         self.known_step = last_step
         """Newest step with metrics that were read."""
         self.newest: Values = {}
@@ -133,8 +141,9 @@ class Monitor:
         earlier = self._late.push(step, metrics[0], is_shared=is_shared)
         if compiled.line and jax.process_index() == 0:
             print(compiled.line, flush=True)
-        tokens = self._schedule.tokens.at(step) if self._rows_per_step else 0
-        self._throughput.lap(tokens, compiled=bool(compiled.seconds))
+        rows = self._config.global_batch_size
+        number = self._schedule.tokens.at(step) if self._has_tokens else rows
+        self._throughput.lap(number, compiled=bool(compiled.seconds))
         if earlier is not None:
             self._log_step(*earlier)
 
@@ -199,7 +208,7 @@ class Monitor:
     def _speed(self) -> dict[str, float]:
         """Averages of the throughput; without MFU where steps are not whole."""
         speed = self._throughput.read()
-        if not self._rows_per_step:
+        if not self._has_tokens:
             speed.pop("tokens_per_second", None)
         if self._schedule.is_partial(self.known_step):
             speed.pop("mfu", None)  # counted for whole steps
@@ -208,26 +217,29 @@ class Monitor:
 
     def _scheduled(self, step: int) -> dict[str, float]:
         """Values of a step that the schedule and the data decide."""
-        if not self._rows_per_step:
+        if not self._has_tokens:
             return self._schedule.dropping_values(step)
         return self._schedule.values(step) | self._values_at(step)
 
 
-def _make_throughput(
-    config: Config, rows_per_step: int, num_devices: int
-) -> Throughput:
-    """Starts the throughput; without tokens, only seconds per step are known."""
-    if not rows_per_step:
-        return Throughput(num_devices, None, (0.0, 0.0))
-    kind = jax.devices()[0].device_kind
-    return make_throughput(config, device_kind=kind, num_devices=num_devices)
-
-
 def make_throughput(
-    config: Config, *, device_kind: str, num_devices: int
+    config: Config,
+    model: Model,
+    *,
+    device_kind: str,
+    num_devices: int,
+    has_tokens: bool = True,
 ) -> Throughput:
-    """Starts the timer of a built-in model; `observe.peak_tflops` sets the peak."""
+    """Starts the timer of a run; `observe.peak_tflops` sets the peak.
+
+    Laps count tokens or, without tokens, rows.
+    """
     table = flops.peak_flops(device_kind, config.precision.compute_dtype)
-    configured = config.observe.peak_tflops * 1e12
-    half, full = (run_flops_per_token(config, x) for x in ("half", "full"))
-    return Throughput(num_devices, configured or table, (half, full))
+    peak = config.observe.peak_tflops * 1e12 or table
+    # Traced only where MFU follows; a model may not say what batches look like.
+    if not peak or model.inputs is None:
+        return Throughput(num_devices, None, (0.0, 0.0))
+    work = run_flops(model, model.inputs, config)
+    unit = config.data.length if has_tokens else 1
+    flops_per_unit = work.seen / unit, work.full / unit
+    return Throughput(num_devices, peak, flops_per_unit)

@@ -326,9 +326,10 @@ class Trainer:
         """Makes the monitor that logs steps from the current step on."""
         return Monitor(
             dataclasses.replace(self.config, directory=str(self._directory)),
+            self.run.model,
             last_step=self.step,
             num_skipped=int(self.state.num_skipped),
-            rows_per_step=self._rows_per_step(),
+            has_tokens=self._is_language_model,
             num_devices=self.run.mesh.size,
             schedule=self._schedule,
             callbacks=self._callbacks,
@@ -563,10 +564,6 @@ class Trainer:
         loader = data.make_loader(self.config, shardings)
         check_same_data(loader.state())
         return loader
-
-    def _rows_per_step(self) -> int:
-        """Rows per step, for throughput; 0 for batches without token sequences."""
-        return self.config.global_batch_size if self._is_language_model else 0
 
 
 def _checked(

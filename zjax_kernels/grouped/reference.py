@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from zjax_kernels import abstract
+
 Activation = Literal["swiglu", "clamped_swiglu", "gelu", "relu"]
 ACTIVATIONS = get_args(Activation)
 SLOPE, LIMIT = 1.702, 7.0
@@ -93,6 +95,12 @@ def grouped_matmul(
     transpose: bool = False,
 ) -> Array:
     """Multiplies each row by the matrix of the group and adds the bias of the group."""
+    columns = weights.shape[1 if transpose else 2]
+    if abstract.is_abstract():
+        # Tiles below pad groups; the product needs each row once.
+        flops = abstract.product_flops(*x.shape, columns)
+        result = jax.ShapeDtypeStruct((len(x), columns), x.dtype)
+        return abstract.call((x, weights), [result], flops=flops)[0]
     rows = _tile_rows(x, sizes)
     offsets = jnp.arange(rows)[:, None]
 
@@ -110,7 +118,6 @@ def grouped_matmul(
 
     # Padded, as `dynamic_slice` shifts slices that reach beyond the end.
     padded = jnp.pad(x, ((0, rows), (0, 0)))
-    columns = weights.shape[1 if transpose else 2]
     out = jnp.zeros((len(padded), columns), x.dtype)
     # One tile at a time: a batched product would copy a matrix for every tile.
     out, _ = jax.lax.scan(multiply, out, make_tiles(sizes, len(x), rows))
