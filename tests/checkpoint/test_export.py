@@ -13,8 +13,8 @@ from tests.checkpoint import states
 from tests.support.refusals import checkpoint_error, config_error
 from zjax.checkpoint.export import export_safetensors
 from zjax.checkpoint.start import load_weights
-from zjax.checkpoint.store import Store
 from zjax.errors import CheckpointError
+from zjax.weights.saved import SavedArrays
 
 PARAMS = states.make_params()
 FLAT = {
@@ -76,16 +76,16 @@ def test_averaged_weights_are_exported_where_they_are_kept(store, tmp_path, part
 def test_export_holds_one_tensor_at_a_time(store, tmp_path, monkeypatch):
     """Fails if arrays are collected before they are written."""
     alive, most = [], 0
-    read = Store.read_array
+    read = SavedArrays.read
 
-    def read_and_count(self, name, step):
+    def read_and_count(self, name):
         nonlocal most
-        array = read(self, name, step)
+        array = read(self, name)
         alive.append(weakref.ref(array))
         most = max(most, sum(ref() is not None for ref in alive))
         return array
 
-    monkeypatch.setattr(Store, "read_array", read_and_count)
+    monkeypatch.setattr(SavedArrays, "read", read_and_count)
     export_safetensors(store, str(tmp_path / "model.safetensors"), part="raw")
     assert len(alive) == len(FLAT)  # an array of no elements is not read
     assert most <= 2

@@ -57,8 +57,7 @@ def test_a_bit_that_changes_in_any_file_is_told(directory):
         name = path.relative_to(directory / "2")
         reads = (
             lambda store: store.restore(rows),
-            lambda store: store.restore_part(rows["w"], "w"),
-            lambda store: store.read_array("w"),
+            lambda store: store.source().read_all("w"),
         )
         for read in reads:
             with checkpoint_error(
@@ -74,7 +73,7 @@ def test_a_bit_that_changes_in_any_file_is_told(directory):
 def test_a_damaged_index_is_told_without_reading_the_arrays(directory):
     path = directory / "2/index/metadata"
     path.write_bytes(path.read_bytes().replace(b'"at": 2', b'"at": 3'))
-    for use in (Store.extra, Store.entries, Store.best):
+    for use in (Store.extra, Store.source, Store.best):
         with pytest.raises(CheckpointError, match="index/metadata does not match"):
             use(Store(str(directory)))
 

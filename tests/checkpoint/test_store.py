@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tests.checkpoint import states
 from tests.support.refusals import checkpoint_error
 from zjax.checkpoint import arrays, steps, writer
+from zjax.checkpoint.start import load_weights
 from zjax.checkpoint.store import Store
 from zjax.errors import CheckpointError
 from zjax.weights.source import Entry
@@ -95,7 +96,7 @@ def test_keeps_the_last_and_the_best(tmp_path, losses, options, kept, best):
 
 def test_reads_only_the_weights(saved):
     rows = states.make_rows(VALUES["master"], 4, stage=3)
-    params = saved.restore_part(rows, "master", 3)
+    params = load_weights(str(saved.directory), rows)
     states.assert_same(params, VALUES["master"], rows)
 
 
@@ -105,16 +106,16 @@ def test_casts_weights_on_request_only(saved):
         VALUES["master"],
     )
     rows = states.make_rows(master)
-    states.assert_same(saved.restore_part(rows, "master"), master, rows)
+    states.assert_same(load_weights(str(saved.directory), rows), master, rows)
     with pytest.raises(CheckpointError, match="is float32"):
         saved.restore(states.make_rows(VALUES | {"master": master}))
 
 
 def test_saved_names_and_shapes_do_not_depend_on_the_mesh(saved, tmp_path):
     store = states.save(tmp_path, VALUES, 3, num_devices=1, stage=0)
-    assert store.entries() == saved.entries()
-    assert saved.entries()["master/embed"] == Entry((7, 3), "float32")
-    assert "opt_state/0/mu/blocks/0/kernel" in saved.entries()
+    assert store.source().entries == saved.source().entries
+    assert saved.source().entries["master/embed"] == Entry((7, 3), "float32")
+    assert "opt_state/0/mu/blocks/0/kernel" in saved.source().entries
 
 
 def test_state_may_be_donated_as_soon_as_save_returns(tmp_path):
@@ -216,7 +217,7 @@ def test_other_steps_than_the_saved_one(saved):
 def test_the_only_step_damaged(damaged, index, cause):
     (damaged / "1" / "index" / "metadata").write_text(index)
     store = Store(str(damaged))
-    for use in (store.best, store.extra, store.entries):
+    for use in (store.best, store.extra, store.source):
         with checkpoint_error(
             f"checkpoint.step=1 cannot be read from {damaged} ({cause}); there "
             "is no step before it: start in another directory"

@@ -230,7 +230,9 @@ def test_checkpoints_restore_whole_or_in_halves(tmp_path):
     state, _ = train(run, 1)
     expected = weights_of(state)
     store = saved(run, state, tmp_path / "first")
-    entries = collections.Counter(entry.dtype for entry in store.entries().values())
+    entries = collections.Counter(
+        entry.dtype for entry in store.source().entries.values()
+    )
     assert "int16" not in entries and "bfloat16" not in entries
     files = []
     for number, (place, stage, dtype) in enumerate(FORMS):

@@ -153,7 +153,7 @@ def test_a_tree_of_your_own_may_have_params(tmp_path):
     store = Store(str(tmp_path))
     store.save(1, state, rows, extra={})
     store.wait()
-    assert sorted(store.entries()) == ["opt/m", "params/w"]
+    assert sorted(store.source().entries) == ["opt/m", "params/w"]
     found, _ = store.restore(rows)
     jax.tree.map(np.testing.assert_array_equal, found, state)
 

@@ -13,6 +13,7 @@ from zjax.checkpoint.export import export_huggingface, export_peft
 from zjax.checkpoint.store import Store
 from zjax.errors import CheckpointError
 from zjax.run.saving import save
+from zjax.sharding import plan as plans
 
 TOKENS = np.random.default_rng(0).integers(0, 60, (8, 9)).astype(np.int32)
 BATCH = {"tokens": TOKENS[:, :-1], "targets": TOKENS[:, 1:]}
@@ -90,6 +91,21 @@ def test_base_with_adapters_is_the_merged_checkpoint(case, tmp_path):
             weight = total.T if is_turned else total
         np.testing.assert_allclose(merged[name], weight, rtol=1e-4, atol=1e-5)
     assert used == adapter.keys()
+
+
+def test_adapters_of_blocks_that_are_offloaded_go_out(tmp_path, monkeypatch):
+    """Fails if layers that are stored apart are left out in silence."""
+    monkeypatch.setattr(plans, "MIN_MOVED_BYTES", 64)
+    adapted, memory = ("lora.rank=2", "lora.targets=.*"), "pinned_host"
+    offload = ("zero.stage=3", f"zero.offload.kind={memory}")
+    offload += (f"zero.offload.parameter_memory={memory}",)
+    for name, settings in {"apart": (*adapted, *offload), "stacked": adapted}.items():
+        store = trained(tmp_path / name, "llama", *settings, num_steps=0)
+        export_peft(store, str(tmp_path / f"{name}.peft"))
+    found, expected = (read_all(tmp_path / f"{x}.peft") for x in ("apart", "stacked"))
+    assert found.keys() == expected.keys()
+    for name, x in expected.items():
+        np.testing.assert_array_equal(found[name], x)
 
 
 REFUSED = listed("peft.txt")

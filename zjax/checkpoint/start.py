@@ -100,13 +100,7 @@ def open_source(path: str) -> Source:
 def open_run(store: Store) -> Source:
     """Opens the newest weights of a run for evaluation, by tensor name."""
     source, _ = open_weights(store)
-    names = {tensor_name(name): name for name in source.entries}
-    return cached(
-        Source(
-            {name: source.entries[saved] for name, saved in names.items()},
-            lambda name, index: source.read(names[name], index),
-        )
-    )
+    return cached(source.renamed({tensor_name(name): name for name in source.entries}))
 
 
 def find_config(init_from: str) -> pathlib.Path | None:
@@ -143,19 +137,14 @@ def open_weights(
 ) -> tuple[Source, Part]:
     """Opens weights by path in the model, and returns the chosen kind as well."""
     step = store.latest() if step is None else step  # fixed: newer ones may appear
-    saved = store.entries(step)
-    chosen = choose_part(part, saved_parts(saved))
+    saved = store.source(step)
+    chosen = choose_part(part, saved_parts(saved.entries))
     # EMA skips frozen parameters, which are taken from `master`.
     trees = ("master/", "ema/") if chosen == "ema" else ("master/",)
-    names = {n.removeprefix(t): n for t in trees for n in saved if n.startswith(t)}
-    read_array = functools.partial(store.read_array, step=step)
-    if chosen == "schedule_free":
-        read_array = functools.partial(read_average, saved, read_array)
-
-    def read(name: str, index: Index) -> np.ndarray:
-        return read_array(names[name])[(..., *index)]
-
-    source = Source({path: saved[name] for path, name in names.items()}, read)
+    source = saved if chosen != "schedule_free" else averaged(saved)
+    source = source.renamed(
+        {n.removeprefix(t): n for t in trees for n in saved.entries if n.startswith(t)}
+    )
     if not merges_adapters:
         return source, chosen
     lora = saved_config(store.extra(step)).lora
@@ -163,18 +152,23 @@ def open_weights(
     return adapters.merged(whole, lora) if lora else whole, chosen
 
 
-def read_average(
-    names: Collection[str], read_array: Callable[[str], np.ndarray], name: str
-) -> np.ndarray:
-    """Reads a parameter as `optax.contrib.schedule_free_eval_params` computes it."""
-    y = read_array(name)
-    for state in _states(names):
-        z_name = f"{state}/z/{name.removeprefix('master/')}"
-        if z_name in names:
-            b1 = np.asarray(read_array(f"{state}/b1"), np.float32)
-            z = read_array(z_name).astype(np.float32)
-            return ((y.astype(np.float32) - (1 - b1) * z) / b1).astype(y.dtype)
-    return y
+def averaged(source: Source) -> Source:
+    """Averages parameters as `optax.contrib.schedule_free_eval_params` does."""
+    states, names = _states(source.entries), dict[str, tuple[str, str]]()
+    for name in source.entries:
+        path = name.removeprefix("master/")
+        held = (x for x in states if f"{x}/z/{path}" in source.entries)
+        if path != name and (state := next(held, None)):
+            names[name] = f"{state}/b1", f"{state}/z/{path}"
+
+    def read(name: str, index: Index) -> np.ndarray:
+        b1_name, z_name = names[name]
+        y, z = (source.read(x, index) for x in (name, z_name))
+        b1 = np.asarray(source.read_all(b1_name), np.float32)
+        average = (y.astype(np.float32) - (1 - b1) * z.astype(np.float32)) / b1
+        return average.astype(y.dtype)
+
+    return source.joined(Source({name: source.entries[name] for name in names}, read))
 
 
 def _states(names: Collection[str]) -> list[str]:
@@ -200,19 +194,19 @@ def load_model_state(path: str, initial: Any, plans: Any) -> Any:
         return initial
     place = pathlib.Path(local_path("checkpoint.init_from", path, CheckpointError))
     steps = find_steps(place)
-    store = Store(str(steps)) if steps else None
-    saved = store.entries() if store else {}
+    saved = Store(str(steps)).source() if steps else None
+    entries = saved.entries if saved else {}
     expected = describe_plans(wanted)
-    held = {name: entry for name, entry in expected.items() if name in saved}
+    held = {name: x for name, x in expected.items() if name in entries}
     statistics = [n for n, e in expected.items() if is_floating(e.dtype)]
     missing = [name for name in statistics if name not in held]
     if missing and jax.process_index() == 0:
         _warn(path, missing)
-    check_same(held, {name: saved[name] for name in held}, path, cast=held)
+    check_same(held, {n: entries[n] for n in held}, path, cast=held)
     first = name_leaves(initial, _TREE)
     arrays = [
-        place_slices(store.read_array(name).__getitem__, named[name])
-        if store and name in held
+        place_slices(saved.read_all(name).__getitem__, named[name])
+        if saved and name in held
         else x
         for name, x in first.items()
     ]

@@ -29,10 +29,10 @@ from zjax.sharding.placement import ArrayPlan
 from zjax.storage.array import DiskArray
 from zjax.weights import layers
 from zjax.weights.saved import link, place_slices
-from zjax.weights.source import Entry, check_same, describe_plans, name_leaves
+from zjax.weights.source import Index, Source, check_same, describe_plans, name_leaves
 
 
-class Store:
+class Store(Reader):
     """Saves and restores the checkpoints in one directory.
 
     Reading changes nothing; the first `save` creates the directory and removes
@@ -48,7 +48,7 @@ class Store:
     def __init__(self, directory: str, *, keep_last: int = 2, keep_best: int = 1):
         check_installed("orbax")
         directories.hide_orbax_errors()
-        self.directory = pathlib.Path(directory).absolute()
+        super().__init__(pathlib.Path(directory).absolute())
         self._keep_last = keep_last
         self._keep_best = keep_best
         self._saving = 0
@@ -56,31 +56,15 @@ class Store:
         self._pinning: Task | None = None
         self._has_saved = False
         self._last_saved: int | None = None
-        self._reader = Reader(self.directory)
 
     def prepare(self, plans: Any) -> None:
         """Starts a thread that pins host memory for the first save."""
         leaves = jax.tree.leaves(plans)
         self._pinning = Task("pinning", lambda: arrays.pin(leaves))
 
-    def steps(self) -> tuple[int, ...]:
-        """Complete steps, ascending; warns once about each incomplete step."""
-        return self._reader.steps()
-
-    def latest(self) -> int | None:
-        """Step of the newest complete checkpoint; None without any checkpoint.
-
-        Raises a CheckpointError where all are incomplete, which a new run would hide.
-        """
-        return self._reader.latest()
-
-    def resolve(self, step: int | None) -> int:
-        """Returns a step after a check that it is complete; None is the newest."""
-        return self._reader.resolve(step)
-
     def best(self) -> int | None:
         """Step of the checkpoint of lowest validation loss; None without losses."""
-        losses = {step: self._reader.index(step)["loss"] for step in self.steps()}
+        losses = {step: self.index(step)["loss"] for step in self.steps()}
         known = [step for step, loss in losses.items() if loss is not None]
         return min(known, key=losses.__getitem__, default=None)
 
@@ -197,12 +181,12 @@ class Store:
         `keeps_errors(extra, step)` tells whether saved error feedback fits the run.
         `free_memory` is called after all checks and before arrays are read.
         """
-        step = self._reader.verify(step, shared=True)
-        index = self._reader.index(step)
+        step = self.verify(step, shared=True)
+        index = self.index(step)
         named = name_leaves(plans)
         expected = layers.joined_entries(describe_plans(named))
-        source = self._reader.open(step).source
-        place = str(self._reader.path(step))
+        source = self.open(step).source
+        place = str(self.path(step))
         replicas.check_apart(source.entries, expected, place)
         adapted = replicas.adapted_extra(
             source, expected, keeps_errors=keeps_errors(index["extra"], step)
@@ -223,36 +207,26 @@ class Store:
         leaves = self._read(step, named, adapted)
         return jax.tree.unflatten(jax.tree.structure(plans), leaves), index["extra"]
 
-    def restore_part(self, plans: Any, part: str, step: int | None = None) -> Any:
-        """Reads one subtree of a state, such as `master`, without the optimizer.
-
-        Floating-point dtypes of `plans` may differ from the saved dtypes.
-        """
-        step = self._reader.verify(step, shared=True)
-        named = name_leaves(plans, part)
-        expected = describe_plans(named)
-        source = self._reader.open(step).source.subtree(part)
-        found = layers.match_layout(source, expected)
-        place = str(self._reader.path(step))
-        check_same(expected, found.entries, place, cast=expected)
-        leaves = self._read(step, named, {})
-        return jax.tree.unflatten(jax.tree.structure(plans), leaves)
-
     def extra(self, step: int | None = None) -> dict[str, Any]:
         """Values saved as `extra` with a checkpoint, by default the newest."""
-        return self._reader.index(self._reader.resolve(step))["extra"]
+        return self.index(self.resolve(step))["extra"]
 
-    def entries(self, step: int | None = None) -> dict[str, Entry]:
-        """Shapes and dtypes of saved arrays; split master weights are joined."""
-        return dict(self._reader.open(self._reader.resolve(step)).source.entries)
+    def source(self, step: int | None = None) -> Source:
+        """Opens the arrays of a checkpoint, split master weights joined.
 
-    def read_array(self, name: str, step: int | None = None) -> np.ndarray:
-        """Reads one unpadded array, not a random key, into host memory."""
-        step = self._reader.verify(step, shared=False)
-        try:
-            return self._reader.open(step).source.read_all(name)
-        except Exception as error:
-            raise self._reader.damaged(step, error) from error
+        Files are compared with checksums at the first read; random keys are not read.
+        """
+        step = self.resolve(step)
+        saved = self.open(step).source
+
+        def read(name: str, index: Index) -> np.ndarray:
+            self.verify(step, shared=False)
+            try:
+                return saved.read(name, index)
+            except Exception as error:
+                raise self.damaged(step, error) from error
+
+        return Source(saved.entries, read)
 
     def _read(
         self,
@@ -263,7 +237,7 @@ class Store:
         """Reads planned arrays, and slices of arrays adapted to other replicas."""
         same = {name: plan for name, plan in named.items() if name not in adapted}
         try:
-            read = arrays.read_arrays(self._reader.open(step), same)
+            read = arrays.read_arrays(self.open(step), same)
             leaves = dict(zip(same, read, strict=True))
             for name, read_slice in adapted.items():
                 leaves[name] = place_slices(read_slice, named[name])
@@ -271,7 +245,7 @@ class Store:
         except jax.errors.JaxRuntimeError:  # a device failed, not the files
             raise
         except Exception as error:
-            raise self._reader.damaged(step, error) from error
+            raise self.damaged(step, error) from error
 
     def _check_directory(self, step: int) -> None:
         """Raises if the step is not the newest, or if the directory disappeared."""
@@ -290,11 +264,11 @@ class Store:
     def _commit(self, partial: pathlib.Path, step: int) -> None:
         """Renames the written step, and deletes steps that are no longer kept."""
         directories.commit(partial, step)
-        losses = {other: self._reader.loss(other) for other in self.steps()}
+        losses = {other: self.loss(other) for other in self.steps()}
         kept = directories.select_kept(losses, self._keep_last, self._keep_best)
         for other in losses.keys() - kept:
             try:
-                directories.remove(self._reader.path(other))
+                directories.remove(self.path(other))
             except OSError as error:
                 # An old step that stays does not harm the new one.
                 logging.warning(directories.undeleted(self.directory, other, error))
@@ -302,7 +276,7 @@ class Store:
     def _abandon(self, step: int, error: Exception) -> CheckpointError:
         """Removes a failed save, and returns the error to raise."""
         before = self._last_saved
-        if before is not None and not self._reader.path(before).exists():
+        if before is not None and not self.path(before).exists():
             return directories.disappeared(self.directory, step)
         is_file = isinstance(error, NotADirectoryError | FileExistsError)
         if is_file and not self.directory.is_dir():

@@ -284,7 +284,7 @@ def export() -> None:
     output = local_path("output", flags.FLAGS.output or default)
     store = open_store(config.directory)
     step, dtype = chosen_step(store), flags.FLAGS.dtype
-    part = choose_part(flags.FLAGS.part, saved_parts(store.entries(step)))
+    part = choose_part(flags.FLAGS.part, saved_parts(store.source(step).entries))
     size = write(store, output, part=part, step=step, dtype=dtype)
     print(f"wrote {output}, {size:,} bytes: weights {part} of step {step}")
 

@@ -70,15 +70,15 @@ class Source:
         """Reads a whole array."""
         return self.read(name, tuple(slice(0, n) for n in self.entries[name].shape))
 
-    def subtree(self, part: str) -> "Source":
-        """Returns the arrays under one path."""
-        found = {n: e for n, e in self.entries.items() if n.startswith(f"{part}/")}
-        return Source(found, self.read)
-
     def without(self, names: Collection[str]) -> "Source":
         """Returns the arrays but for some."""
         found = {n: e for n, e in self.entries.items() if n not in names}
         return Source(found, self.read)
+
+    def renamed(self, names: Mapping[str, str]) -> "Source":
+        """Returns some arrays by other names; `names` maps new names to names."""
+        entries = {new: self.entries[name] for new, name in names.items()}
+        return Source(entries, lambda new, index: self.read(names[new], index))
 
     def joined(self, other: "Source") -> "Source":
         """Returns the arrays of both; arrays of `other` replace arrays of a name."""
