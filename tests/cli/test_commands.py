@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl import flags
 
 from tests.checkpoint import states
 from tests.run.test_ending import fit
@@ -31,22 +30,15 @@ from zjax.storage.array import DiskArray
 from zjax.train.state import TrainState
 
 
-@pytest.fixture(autouse=True)
-def parsed():
-    with typed():
-        yield
-
-
-def test_rewind_names_what_it_sets_aside(tmp_path, monkeypatch, capsys):
+def test_rewind_names_what_it_sets_aside(tmp_path, capsys):
     """Fails if a run goes on from a later step than the chosen one."""
     states.save(tmp_path / "checkpoints", {"w": np.ones(3, np.float32)}, 1, 2)
-    monkeypatch.setattr(flags.FLAGS["run"], "value", str(tmp_path))
+    run = f"--run={tmp_path}"
     with config_error(
         "--step='latest' is where a run goes on already; use best or a number"
     ):
-        rewind()
-    monkeypatch.setattr(flags.FLAGS["step"], "value", "1")
-    rewind()
+        rewind(typed("rewind", run))
+    rewind(typed("rewind", run, "--step=1"))
     assert capsys.readouterr().out == (
         f"set aside: {tmp_path}/checkpoints/set-aside-2\n"
         "`zjax train` goes on from step 1; remove what you do not need\n"
@@ -82,15 +74,14 @@ def test_prompts_are_the_lines_of_a_file(content, problem, tmp_path):
 
 def test_chats_are_messages_of_a_user_or_records_of_a_file(tmp_path):
     """Fails if a prompt of --chat is continued as text, or a record loses its turns."""
-    with typed("--chat", "--prompt=Why?"):
-        [talk] = commands.chats_given()
+    [talk] = commands.chats_given(typed("generate", "--chat", "--prompt=Why?"))
     assert talk.messages == [{"role": "user", "content": "Why?"}]
     assert commands.describe_text(talk, "So.", as_json=False) == "So."
     turns = [{"role": role, "content": "x"} for role in ("system", "user")]
     path = tmp_path / "talks.jsonl"
     path.write_text(json.dumps({"messages": turns}) + "\n")
-    with typed("--chat=checkpoint", f"--file={path}"):
-        [talk] = commands.chats_given()
+    given = typed("generate", "--chat=checkpoint", f"--file={path}")
+    [talk] = commands.chats_given(given)
     line = commands.describe_text(talk, "So.", as_json=True)
     answer = {"role": "assistant", "content": "So."}
     assert json.loads(line) == {"messages": [*turns, answer]}
@@ -113,8 +104,8 @@ def test_chats_are_messages_of_a_user_or_records_of_a_file(tmp_path):
     ids=["no-message", "special-tokens"],
 )
 def test_flags_that_conversations_do_not_read_are_refused(words, message):
-    with typed(*words), config_error(message):
-        commands.chats_given()
+    with config_error(message):
+        commands.chats_given(typed("generate", *words))
 
 
 def test_a_checkpoint_of_hugging_face_is_evaluated_without_a_run(
@@ -129,9 +120,9 @@ def test_a_checkpoint_of_hugging_face_is_evaluated_without_a_run(
         *("--config.global_batch_size=8", "--config.evaluation.num_batches=1"),
         "--config.precision.compute_dtype=float32",
     )
-    with typed(*words):
-        config = commands.settings_to_evaluate()
-        commands.evaluate(config)
+    given = typed("evaluate", *words)
+    config = commands.settings_to_evaluate(given)
+    commands.evaluate(config, given)
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [path.name for path in tmp_path.iterdir()] == ["base"]
     rows = source.open_rows(config, "validation")
@@ -147,8 +138,8 @@ def test_the_best_of_what_is_kept_is_not_the_best_without_a_word(tmp_path, caplo
     """Fails if a step with a lower loss was not saved, and nobody says so."""
     trainer = fit(tmp_path, "num_steps=3")
     assert trainer.store.steps() == (3,)
-    with typed("--step=best"), caplog.at_level("WARNING", logger="absl"):
-        assert chosen_step(trainer.store) == 3
+    with caplog.at_level("WARNING", logger="absl"):
+        assert chosen_step(trainer.store, "best") == 3
     assert caplog.messages == [
         "--step=best takes step 3, the best checkpoint that is kept: the lowest "
         "eval_loss of the run was 28.5 at step 1, which was not saved or not kept; set "
@@ -168,16 +159,15 @@ def test_the_checkpoint_that_chat_names_ends_texts_too(monkeypatch, capsys):
     trainer = types.SimpleNamespace(
         encode_prompts=lambda prompts, **_: prompts, generate=generate
     )
-    monkeypatch.setattr(commands, "settings", lambda: None)
-    monkeypatch.setattr(commands, "restored", lambda _: (trainer, "raw"))
-    with typed("--chat=checkpoint", "--prompt=Two and two?"):
-        commands.generate()
+    monkeypatch.setattr(commands, "settings", lambda _: None)
+    monkeypatch.setattr(commands, "restored", lambda *_: (trainer, "raw"))
+    commands.generate(typed("generate", "--chat=checkpoint", "--prompt=Two and two?"))
     assert seen == ["checkpoint"] and capsys.readouterr().out == "Four\n"
 
 
 @pytest.mark.skipif(not shutil.which("bash"), reason="needs bash")
 @pytest.mark.parametrize(
-    ("typed", "completed"),
+    ("begun", "completed"),
     [
         ("tr", "train"),
         ("data a", "analyze"),
@@ -189,8 +179,8 @@ def test_the_checkpoint_that_chat_names_ends_texts_too(monkeypatch, capsys):
         ("report --config", ""),
     ],
 )
-def test_bash_completes(typed, completed):
-    words = ["zjax", *typed.split()]
+def test_bash_completes(begun, completed):
+    words = ["zjax", *begun.split()]
     script = completion_script("bash", COMMANDS)
     quoted = " ".join(f"'{word}'" for word in words)
     script += f"COMP_WORDS=({quoted}); COMP_CWORD={len(words) - 1}; _zjax\n"
@@ -246,12 +236,8 @@ def test_command(tmp_path, monkeypatch, capsys):
     def small(paths):
         return measure(paths, array_bytes=1 << 20, num_arrays=2)
 
-    given = flags.FlagValues()
-    flags.DEFINE_list("nvme", [str(tmp_path)], "", flag_values=given)
-    given.mark_as_parsed()
     monkeypatch.setattr(main, "measure_disks", small)
-    monkeypatch.setattr(main.flags, "FLAGS", given)
-    main.bench()
+    main.bench(typed("bench", f"--nvme={tmp_path}"))
     line = capsys.readouterr().out.splitlines()[-1]
     assert json.loads(line.removeprefix("RESULT "))["name"] == str(tmp_path)
 

@@ -243,11 +243,9 @@ def test_without_devices_the_reason_is_told(tmp_path, monkeypatch):
 
 
 def test_the_command_line():
-    if "trials" not in flags.FLAGS:
-        main.define_flags(["zjax"])
     refused = re.escape("--trials=9: 9 is not an integer in the range [1, 8]")
     with pytest.raises(flags.IllegalFlagValueError, match=refused):
-        flags.FLAGS["trials"].parse("9")
+        main.TUNE.flags["trials"].parse("9")
 
 
 SIZES = (1, 2, 4, 8, 16)

@@ -5,7 +5,6 @@ import dataclasses
 import itertools
 import json
 import shutil
-import types
 
 import jax
 import numpy as np
@@ -683,14 +682,9 @@ def test_conversation_without_an_answer_before_the_cut_is_left_out():
 def test_prepare_tells_lengths(prepared, monkeypatch, capsys):
     """Fails if the lengths of conversations are not printed."""
     meta = store.read_meta(str(prepared))
-    given = types.SimpleNamespace(
-        **dict.fromkeys(("input", "tokenizer", "validation_fraction", "text_field")),
-        **{"special_tokens": False, "skip_broken": False},
-        **{"chat": "x", "output": str(prepared)},
-    )
-    monkeypatch.setattr(data_commands.flags, "FLAGS", given)
     monkeypatch.setattr(data_commands, "prepare", lambda *_, **__: meta)
-    data_commands.prepare_data()
+    given = typed("data prepare", "--chat=x", f"--output={prepared}")
+    data_commands.prepare_data(given)
     sizes = np.diff(np.fromfile(prepared / "train.idx", np.int64))
     assert data_commands.describe_lengths(sizes) in capsys.readouterr().out
 
@@ -776,10 +770,10 @@ def test_the_sample_of_a_run_on_conversations_is_one_of_them(prepared):
     trainer = object.__new__(Trainer)  # untrained: prompts depend on settings alone
     trainer.config, trainer._is_language_model = config, True
     trainer._prompts = lambda chat: made
-    with typed():
-        assert main.sample_prompt(trainer).tolist() == first_prompt(prepared)
-    with typed("--prompt=What is two and two?"):
-        asked = main.sample_prompt(trainer).tolist()
+    flag = typed("train")["prompt"]
+    assert main.sample_prompt(trainer, flag).tolist() == first_prompt(prepared)
+    flag = typed("train", "--prompt=What is two and two?")["prompt"]
+    asked = main.sample_prompt(trainer, flag).tolist()
     message = {"role": "user", "content": "What is two and two?"}
     assert asked == made.encode(prompts.as_talk([message])).tolist()
 

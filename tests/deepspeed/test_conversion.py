@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from tests.support.command_line import typed
 from zjax.cli.data_commands import convert_file, summarise_file
 from zjax.config import load_config
 from zjax.deepspeed import convert, read_settings, report
@@ -310,7 +311,7 @@ def test_convert_prints_a_config_file_and_on_stderr_a_table(
     path.write_text('{"train_batch_size": 8, "amp": {"enabled": true}}')
     monkeypatch.setattr(sys, "argv", ["zjax", "convert", str(path)])
     with pytest.raises(SystemExit) as end:
-        convert_file()
+        convert_file(typed("convert"))
     printed = capsys.readouterr()
     assert end.value.code == 1
     assert "amp.enabled" not in printed.err  # its section is named once

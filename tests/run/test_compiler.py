@@ -127,7 +127,7 @@ import jax
 from zjax.run import compiler
 from zjax.cli import main
 
-def report():
+def report(given):
     print(compiler.use_program_cache())
     jax.jit(lambda x: x + 1)(1)
 

@@ -21,7 +21,16 @@ from zjax.checkpoint.export import export_huggingface, export_peft, export_safet
 from zjax.checkpoint.start import saved_parts
 from zjax.checkpoint.store import Store
 from zjax.checkpoint.verify import describe_verdicts, exit_status, inspect_steps
-from zjax.cli.usage import NO_VALUE
+from zjax.cli.usage import (
+    NO_VALUE,
+    Command,
+    OwnFlag,
+    choice,
+    flag,
+    integer,
+    number,
+    switch,
+)
 from zjax.config.flags import (
     FILE_FLAGS,
     changes_given,
@@ -44,9 +53,18 @@ from zjax.settings.choices import value_at
 from zjax.settings.convert import current
 from zjax.settings.schema import Config
 from zjax.stack.forward import AUXILIARY_LOSS
-from zjax.train.average import choose_part, parts_of
+from zjax.train.average import PARTS, choose_part, parts_of
 from zjax.weights.config_json import CONFIG_NAME, model_settings
 
+DTYPES = ("float32", "bfloat16", "float16")
+RUN = flag("run", "Directory of a run, which has its settings.")
+PART = choice(
+    "part", "Which weights; auto takes averaged ones.", "auto", enum_values=PARTS
+)
+STEP = flag("step", "Checkpoint: latest, best or a number.", "latest")
+SPECIAL_TOKENS = switch(
+    "special_tokens", "Names of special tokens in a text are these tokens."
+)
 CONVERSATION_SUFFIXES = (*JSON_SUFFIXES, *tables.SUFFIXES)
 """Suffixes of files that hold conversations instead of texts."""
 _MAX_DIGITS = 18
@@ -55,46 +73,53 @@ _MAX_EXPONENT = 700
 """Bound of losses whose exponential is a finite number."""
 
 
-def settings() -> Config:
+def chat_flag(text: str) -> OwnFlag:
+    """Describes `--chat`, whose value may be left out, by a help text."""
+    settings = {"parser": flags.ArgumentParser(), "boolean": True}
+    return flag("chat", text, define=flags.DEFINE, **settings)
+
+
+def settings(given: flags.FlagValues) -> Config:
     """Reads the settings of the run that `--run`, or `--config` with others, names."""
-    if not flags.FLAGS.run:
-        return config_from_flags()
-    refuse_flags(FILE_FLAGS, "has no effect with --run, which has settings")
-    directory = local_path("run", flags.FLAGS.run)
+    if not given.run:
+        return config_from_flags(given)
+    refuse_flags(given, FILE_FLAGS, "has no effect with --run, which has settings")
+    directory = local_path("run", given.run)
     store = open_store(directory)
-    saved = store.extra(chosen_step(store)).get("config")
+    step = chosen_step(store, given.step if "step" in given else "latest")
+    saved = store.extra(step).get("config")
     if not saved:
         remedy = "give its settings by --config"
         raise ConfigError(Problem("run", directory, "holds no settings", remedy))
     # The folder may have moved, and the run may have had more or fewer devices.
     here = {"directory": directory, "checkpoint.resume": "auto", "microbatch_size": 0}
-    return load_config(current(saved), here, *changes_given())
+    return load_config(current(saved), here, *changes_given(given))
 
 
-def settings_to_evaluate() -> Config:
+def settings_to_evaluate(given: flags.FlagValues) -> Config:
     """Reads settings as `settings` does, or makes some for Hugging Face weights."""
-    if not names_huggingface():
-        return settings()
-    refuse_flags(FILE_FLAGS, "has no effect on the checkpoint that --run names")
-    refuse_flags(["step", "part"], "has no effect on the checkpoint that --run names")
-    directory = local_path("run", flags.FLAGS.run)
+    if not names_huggingface(given.run):
+        return settings(given)
+    problem = "has no effect on the checkpoint that --run names"
+    refuse_flags(given, FILE_FLAGS, problem)
+    refuse_flags(given, ["step", "part"], problem)
+    directory = local_path("run", given.run)
     start = {"checkpoint.init_from": directory, "model": model_settings(directory)}
     # Evaluation updates nothing: a rule without moments needs the least memory.
     start |= {"optimizer.rule": {"kind": "sgd", "b1": 0.0}}
-    return load_config({}, start, *changes_given())
+    return load_config({}, start, *changes_given(given))
 
 
-def names_huggingface() -> bool:
+def names_huggingface(run: str) -> bool:
     """Whether `--run` names a Hugging Face checkpoint instead of a run."""
-    if not flags.FLAGS.run:
+    if not run:
         return False
-    folder = pathlib.Path(local_path("run", flags.FLAGS.run))
+    folder = pathlib.Path(local_path("run", run))
     return (folder / CONFIG_NAME).is_file() and not (folder / "checkpoints").exists()
 
 
-def chosen_step(store: Store) -> int:
+def chosen_step(store: Store, given: str) -> int:
     """Step of the checkpoint that `--step` names: latest, best or a number."""
-    given = flags.FLAGS.step
     if given == "latest":
         return store.resolve(None)
     if given == "best":
@@ -129,35 +154,34 @@ def open_store(directory: str) -> Store:
     return Store(os.path.join(directory, "checkpoints"))
 
 
-def restored(config: Config) -> tuple[Trainer, str]:
+def restored(config: Config, given: flags.FlagValues) -> tuple[Trainer, str]:
     """Restores a trainer from a checkpoint, and picks the kind of weights to use."""
     # A trainer with a given step creates no directory.
-    if names_huggingface():
+    if names_huggingface(given.run):
         trainer = Trainer(config, step=0)
     else:  # the initial weights of the run may be gone
-        step = chosen_step(open_store(config.directory))
+        step = chosen_step(open_store(config.directory), given.step)
         # A setting of adapters would turn them on in a run without adapters.
         start = {x: unset for x, unset in STARTED_FROM.items() if value_at(config, x)}
         trainer = Trainer(load_config(config, start), step=step)
-    part = choose_part(flags.FLAGS.part, parts_of(trainer.state))
+    part = choose_part(given.part, parts_of(trainer.state))
     if jax.process_index() == 0:
         print(f"weights: {part} of step {trainer.step}", file=sys.stderr)
     return trainer, part
 
 
-def generate() -> None:
+def generate(given: flags.FlagValues) -> None:
     """Continues a prompt, or answers a message, with the weights of a checkpoint.
 
     Each prompt of a file gives one line of JSON, `{"prompt": ..., "text": ...}` or
     `{"messages": ...}` with the answer. The results do not depend on the number of
     prompts.
     """
-    given = flags.FLAGS
     check_sampling(given.temperature, given.top_p)
-    prompts = chats_given() if given.chat else texts_given()
+    prompts = chats_given(given) if given.chat else texts_given(given)
     is_named = given.chat not in ("", NO_VALUE)
     chat = local_path("chat", given.chat) if is_named else ""
-    trainer, part = restored(settings())
+    trainer, part = restored(settings(given), given)
     # All prompts are checked before any text is written.
     encoded = trainer.encode_prompts(
         prompts, chat=chat, special_tokens=given.special_tokens
@@ -176,32 +200,60 @@ def generate() -> None:
         print(describe_text(prompt, text, as_json=bool(given.file)), flush=True)
 
 
-def texts_given() -> list[str]:
+GENERATE = Command(
+    generate,
+    "Continues a prompt with the weights of a checkpoint.",
+    'zjax generate --config=quickstart --prompt="def "\n'
+    "zjax generate --run=runs/quickstart --file=prompts.txt\n"
+    'zjax generate --run=runs/chat --chat --prompt="Who are you?"',
+    (
+        RUN,
+        PART,
+        STEP,
+        flag("prompt", "Text to continue.", "def "),
+        flag("file", "Text with a prompt a line; prints a line of JSON for each."),
+        chat_flag(
+            "Takes prompts for messages, and answers them through the chat template of "
+            "the data, or of this checkpoint."
+        ),
+        SPECIAL_TOKENS,
+        integer("max_new_tokens", "Tokens to add; 0 fills the context.", 0),
+        number("temperature", "0 takes the most likely token.", 0.8),
+        integer(
+            "top_k", "Most likely tokens to draw from; 0 is all.", 40, lower_bound=0
+        ),
+        number("top_p", "Probability of the tokens to draw from.", 1.0),
+        integer("seed", "Seed of the draws.", 0, lower_bound=0),
+    ),
+)
+
+
+def texts_given(given: flags.FlagValues) -> list[str]:
     """Reads the texts to continue: the lines of `--file`, or `--prompt`."""
-    given = flags.FLAGS
-    return read_prompts(given.file) if given.file else [given.prompt]
+    if not given.file:
+        return [given.prompt]
+    refuse_flags(given, ["prompt"], "has no effect with --file")
+    return read_prompts(given.file)
 
 
-def chats_given() -> list[Conversation]:
+def chats_given(given: flags.FlagValues) -> list[Conversation]:
     """Reads the conversations to answer.
 
     `--prompt`, or each line of a text file, is the message of a user. JSON Lines and
     tables hold conversations of several messages.
     """
-    given = flags.FLAGS
-    refuse_flags(
-        ["special_tokens"], "has no effect with --chat, whose template has them"
-    )
+    problem = "has no effect with --chat, whose template has them"
+    refuse_flags(given, ["special_tokens"], problem)
     if not given.file and not given["prompt"].present:
         remedy = "write it as --prompt, or several in a --file"
         raise ConfigError(Problem("--chat", given.chat, "has no message", remedy))
     if pathlib.Path(given.file).suffix.lower() in CONVERSATION_SUFFIXES:
-        refuse_flags(["prompt"], "has no effect with --file")
+        refuse_flags(given, ["prompt"], "has no effect with --file")
         documents = read_conversations(
             pathlib.Path(local_path("file", given.file)), set()
         )
         return [document.talk for document in documents if document.talk is not None]
-    return [as_talk([{"role": "user", "content": text}]) for text in texts_given()]
+    return [as_talk([{"role": "user", "content": text}]) for text in texts_given(given)]
 
 
 def describe_text(given: str | Conversation, text: str, *, as_json: bool) -> str:
@@ -223,7 +275,6 @@ def describe_text(given: str | Conversation, text: str, *, as_json: bool) -> str
 
 def read_prompts(path: str) -> list[str]:
     """Reads the prompts of `--file`, one on each line; no line may be empty."""
-    refuse_flags(["prompt"], "has no effect with --file")
     path = local_path("file", path)
     try:
         lines = read_text(path).splitlines()
@@ -251,7 +302,14 @@ def check_sampling(temperature: float, top_p: float) -> None:
         raise ConfigError(*problems)
 
 
-def evaluate(config: Config) -> None:
+EVALUATE_FLAGS = (
+    flag("run", "Directory of a run, or of a Hugging Face checkpoint."),
+    PART,
+    STEP,
+)
+
+
+def evaluate(config: Config, given: flags.FlagValues) -> None:
     """Prints loss and metrics of a checkpoint on the evaluation data.
 
     Perplexity is exp(cross-entropy) in nats per token. It is printed for decoders
@@ -260,7 +318,7 @@ def evaluate(config: Config) -> None:
     if not config.evaluation.num_batches:
         problem, remedy = "evaluates nothing", "use a number of batches, or -1 for all"
         raise ConfigError(Problem("evaluation.num_batches", 0, problem, remedy))
-    trainer, part = restored(config)
+    trainer, part = restored(config, given)
     values = trainer.evaluate(part)
     entropy = values["eval_loss"] - values.get(f"eval_{AUXILIARY_LOSS}", 0.0)
     is_of_text = config.model.kind == "decoder" and not config.model.z_loss
@@ -272,21 +330,49 @@ def evaluate(config: Config) -> None:
         print(json.dumps({"part": part, "step": trainer.step, **values}))
 
 
-def export() -> None:
+_FORMATS = {
+    "safetensors": ("model.safetensors", export_safetensors),
+    "hf": ("huggingface", export_huggingface),
+    "peft": ("adapter", export_peft),
+}
+"""Default name of what is written, and the writer, by format."""
+
+
+def export(given: flags.FlagValues) -> None:
     """Writes the weights of a checkpoint: safetensors, for transformers or for PEFT."""
-    config = settings()
-    name, write = "model.safetensors", export_safetensors
-    if flags.FLAGS.format == "hf":
-        name, write = "huggingface", export_huggingface
-    elif flags.FLAGS.format == "peft":
-        name, write = "adapter", export_peft
-    default = os.path.join(config.directory, name)
-    output = local_path("output", flags.FLAGS.output or default)
+    config = settings(given)
+    name, write = _FORMATS[given.format]
+    output = local_path("output", given.output or os.path.join(config.directory, name))
     store = open_store(config.directory)
-    step, dtype = chosen_step(store), flags.FLAGS.dtype
-    part = choose_part(flags.FLAGS.part, saved_parts(store.source(step).entries))
-    size = write(store, output, part=part, step=step, dtype=dtype)
+    step = chosen_step(store, given.step)
+    part = choose_part(given.part, saved_parts(store.source(step).entries))
+    size = write(store, output, part=part, step=step, dtype=given.dtype)
     print(f"wrote {output}, {size:,} bytes: weights {part} of step {step}")
+
+
+EXPORT = Command(
+    export,
+    "Writes the weights of a checkpoint as safetensors.",
+    "zjax export --config=quickstart --output=model.safetensors",
+    (
+        RUN,
+        PART,
+        STEP,
+        flag("output", "File or folder to write; in the folder of the run by default."),
+        choice(
+            "dtype",
+            "Dtype of the weights; theirs by default.",
+            enum_values=["", *DTYPES],
+        ),
+        choice(
+            "format",
+            "One file with the names of zjax, or a folder for transformers; "
+            "peft has adapters alone.",
+            "safetensors",
+            enum_values=[*_FORMATS],
+        ),
+    ),
+)
 
 
 class Parser(argparse.ArgumentParser):
@@ -299,14 +385,14 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(Problem("command", self.prog, problem, f"use {usage}"))
 
 
-def rewind() -> None:
+def rewind(given: flags.FlagValues) -> None:
     """Sets aside the checkpoints of a run after a chosen step."""
-    directory = local_path("run", flags.FLAGS.run)
+    directory = local_path("run", given.run)
     store = open_store(directory)
-    if flags.FLAGS.step == "latest":
+    if given.step == "latest":
         problem = "is where a run goes on already"
         raise ConfigError(Problem("--step", "latest", problem, "use best or a number"))
-    step = chosen_step(store)
+    step = chosen_step(store, given.step)
     store.extra(step)  # raises if there is no such step
     with hold(directory):
         moved = steps.set_aside(store.directory, step)
@@ -315,10 +401,27 @@ def rewind() -> None:
     print(f"`zjax train` goes on from step {step}; remove what you do not need")
 
 
-def check() -> None:
+REWIND = Command(
+    rewind,
+    "Sets later checkpoints aside, so that a run goes on from a chosen one.",
+    "zjax rewind --run=runs/quickstart --step=1000",
+    (RUN, flag("step", "Checkpoint to go on from: best or a number.", "latest")),
+    has_settings=False,
+)
+
+
+def check(given: flags.FlagValues) -> None:
     """Verifies the checkpoints of a run, and exits with a status by the verdict."""
     parser = Parser("zjax check", allow_abbrev=False)
     parser.add_argument("directory", help="of a run, or its checkpoints")
     verdicts = inspect_steps(parser.parse_args(sys.argv[2:]).directory)
     print(describe_verdicts(verdicts))
     sys.exit(exit_status(verdicts))
+
+
+CHECK = Command(
+    check,
+    "Says whether the checkpoints of a run are as they were saved.",
+    "zjax check runs/quickstart",
+    arguments="DIRECTORY",
+)

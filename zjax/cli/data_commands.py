@@ -11,12 +11,13 @@ import numpy as np
 from absl import flags
 
 from zjax import deepspeed
-from zjax.cli.commands import Parser
-from zjax.cli.usage import NO_VALUE
+from zjax.cli.commands import SPECIAL_TOKENS, Parser, chat_flag
+from zjax.cli.usage import NO_VALUE, Command, flag, integer, number, switch, texts
 from zjax.config.flags import config_from_flags
 from zjax.data import source, store
 from zjax.data.analyze import analyze
 from zjax.data.metric_index import Index, index_path
+from zjax.data.metrics import METRICS
 from zjax.data.prepare import prepare
 from zjax.deepspeed import report
 from zjax.errors import ConfigError, Problem
@@ -24,38 +25,62 @@ from zjax.observe import plot_metrics
 from zjax.settings import ranges
 from zjax.sharding.describe import render_table
 
+MAX_PROCESSES = 1_024
 PICTURE = "metrics.png"
 _PERCENTILES = (0, 5, 50, 95, 100)
 
 
-def prepare_data() -> None:
+def prepare_data(given: flags.FlagValues) -> None:
     """Turns text into token files."""
-    if flags.FLAGS.chat == NO_VALUE:
+    if given.chat == NO_VALUE:
         remedy = "write --chat=CHECKPOINT"
         raise ConfigError(Problem("--chat", "", "has no value", remedy))
     meta = prepare(
-        flags.FLAGS.input,
-        flags.FLAGS.output,
-        tokenizer=flags.FLAGS.tokenizer,
-        validation_fraction=flags.FLAGS.validation_fraction,
-        text_field=flags.FLAGS.text_field,
-        chat=flags.FLAGS.chat,
-        special_tokens=flags.FLAGS.special_tokens,
-        skip_broken=flags.FLAGS.skip_broken,
+        given.input,
+        given.output,
+        tokenizer=given.tokenizer,
+        validation_fraction=given.validation_fraction,
+        text_field=given.text_field,
+        chat=given.chat,
+        special_tokens=given.special_tokens,
+        skip_broken=given.skip_broken,
     )
-    print(f"wrote {flags.FLAGS.output} with a vocabulary of {meta.vocab_size}")
+    print(f"wrote {given.output} with a vocabulary of {meta.vocab_size}")
     for name, split in meta.splits.items():
         sizes = f"{split.num_tokens:,} tokens in {split.num_documents:,} documents"
         print(f"{name}: {sizes}")
     if meta.has_answers:
-        offsets = store.open_store(flags.FLAGS.output, "train").offsets
+        offsets = store.open_store(given.output, "train").offsets
         print(describe_lengths(np.diff(offsets)))
     print(
         "train on it: zjax train --config.data.source=tokens "
         f"{'--config.data.packing=documents ' if meta.has_answers else ''}"
-        f"{shlex.quote(f'--config.data.path={flags.FLAGS.output}')} "
+        f"{shlex.quote(f'--config.data.path={given.output}')} "
         f"--config.model.vocab_size={meta.vocab_size} --config=FILE"
     )
+
+
+PREPARE = Command(
+    prepare_data,
+    "Turns text into token files.",
+    "zjax data prepare --input=text.jsonl --output=tokens --tokenizer=bpe:8192",
+    (
+        flag(
+            "input",
+            "Text, JSON, Parquet, Arrow, or a folder; may be repeated.",
+            [],
+            flags.DEFINE_multi_string,
+        ),
+        flag("output", "Folder to write."),
+        flag("tokenizer", "bytes, bpe:SIZE, ids:SIZE or a .json file.", "bytes"),
+        flag("text_field", "Field or column with the text.", "text"),
+        chat_flag("Checkpoint whose template encodes conversations."),
+        SPECIAL_TOKENS,
+        switch("skip_broken", "Leave out records that cannot be used; count them."),
+        number("validation_fraction", "Part of the text held out.", 0.01),
+    ),
+    has_settings=False,
+)
 
 
 def describe_lengths(sizes: np.ndarray) -> str:
@@ -75,22 +100,22 @@ def describe_lengths(sizes: np.ndarray) -> str:
     )
 
 
-def analyze_data() -> None:
+def analyze_data(given: flags.FlagValues) -> None:
     """Measures the training samples of a config, for a curriculum."""
-    config = config_from_flags()
+    config = config_from_flags(given)
     if problems := list(ranges.range_problems(config)):
         raise ConfigError(*problems)
     # `--metrics=module:function` may name a module in the working directory.
     sys.path.insert(0, os.getcwd())
-    output = flags.FLAGS.output
-    num_processes = flags.FLAGS.num_processes or len(os.sched_getaffinity(0))
+    output = given.output
+    num_processes = given.num_processes or len(os.sched_getaffinity(0))
     rows = source.open_rows(config, "train")
     digest = source.digest_samples(config.data, rows)
     start = time.monotonic()
     indexes = analyze(
         rows,
         output,
-        flags.FLAGS.metrics,
+        given.metrics,
         vocab_size=source.make_tokenizer(config).vocab_size,
         digest=digest,
         num_processes=num_processes,
@@ -114,6 +139,28 @@ def analyze_data() -> None:
     print(f"the easiest samples: python -c {shlex.quote(code)}")
 
 
+ANALYZE = Command(
+    analyze_data,
+    "Measures how difficult samples are, for a curriculum.",
+    "zjax data analyze --config=quickstart --output=index",
+    (
+        texts(
+            "metrics",
+            f"Some of {', '.join(METRICS)}, module:function.",
+            ["seqreo", "voc"],
+        ),
+        flag("output", "Folder to write."),
+        integer(
+            "num_processes",
+            "Processes; 0 takes one per core.",
+            0,
+            lower_bound=0,
+            upper_bound=MAX_PROCESSES,
+        ),
+    ),
+)
+
+
 def describe_indexes(indexes: Mapping[str, Index]) -> str:
     """Formats a table of percentiles and distinct values of each metric."""
     columns = ("metric", "min", "5 %", "median", "95 %", "max", "distinct")
@@ -135,15 +182,14 @@ def _overlapping(index: Index, size: int = 1 << 20) -> Iterator[np.ndarray]:
         yield index.values[start : start + size + 1]
 
 
-def convert_file() -> None:
+def convert_file(given: flags.FlagValues) -> None:
     """Prints the config of a ds_config.json, and on stderr the fate of each key.
 
     Exits with status 1 if any key is not supported.
     """
     parser = Parser("zjax convert", allow_abbrev=False)
     parser.add_argument("file", help="ds_config.json of DeepSpeed")
-    given = parser.parse_args(sys.argv[2:])
-    found = deepspeed.read(given.file)
+    found = deepspeed.read(parser.parse_args(sys.argv[2:]).file)
     print(report.config_file(found), end="")
     columns = ("key of DeepSpeed", "value", "here", "settings, reason or remedy")
     print(render_table(columns, report.table_rows(found)), file=sys.stderr)
@@ -151,6 +197,14 @@ def convert_file() -> None:
     for problem in found.problems():
         print(f"zjax: {problem}", file=sys.stderr)
     sys.exit(1 if found.problems() else 0)
+
+
+CONVERT = Command(
+    convert_file,
+    "Prints the config of a ds_config.json, and what becomes of each of its keys.",
+    "zjax convert ds_config.json > config.py",
+    arguments="FILE",
+)
 
 
 def summarise_file(path: str) -> str:

@@ -2,10 +2,12 @@
 
 import dataclasses
 import difflib
+import functools
 import re
 import shlex
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from absl import flags
 
@@ -39,34 +41,68 @@ _COMMON = (
 )
 
 
+OwnFlag = functools.partial[Any]
+
+
+def flag(
+    name: str,
+    text: str,
+    default: Any = "",
+    define: Callable[..., Any] = flags.DEFINE_string,
+    **settings: Any,
+) -> OwnFlag:
+    """Describes a flag: the help text, and absl's function with further arguments."""
+    given = {"name": name, "default": default, "help": text}
+    return functools.partial(define, **given, **settings)
+
+
+integer = functools.partial(flag, define=flags.DEFINE_integer)
+number = functools.partial(flag, define=flags.DEFINE_float)
+switch = functools.partial(flag, default=False, define=flags.DEFINE_bool)
+choice = functools.partial(flag, define=flags.DEFINE_enum)
+texts = functools.partial(flag, define=flags.DEFINE_list)
+
+
 @dataclasses.dataclass(frozen=True)
 class Command:
-    """Command of `zjax` with the texts of its help.
+    """Command of `zjax` with the flags that it reads, and the texts of its help.
 
     Attributes:
-        run: Function that runs the command, once the flags are parsed.
+        run: Function of the parsed flags that runs the command.
         summary: Description of the command in one line.
         examples: Command lines, one per line.
-        flags: Help texts by name of the flags that the command reads; an empty text
-            stands for the general help of the flag.
+        own: Flags that the command reads besides settings, as `flag` describes them.
         has_settings: Whether the command reads the settings of a run.
         arguments: Usage of the arguments, for commands that parse words themselves.
     """
 
-    run: Callable[[], None]
+    run: Callable[[flags.FlagValues], None]
     summary: str
     examples: str
-    flags: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    own: Sequence[OwnFlag] = ()
     has_settings: bool = True
     arguments: str = ""
+
+    def define(self, given: flags.FlagValues) -> None:
+        """Defines the command's own flags that `given` lacks."""
+        for each in self.own:
+            if each.keywords["name"] not in given:
+                each(flag_values=given)
+
+    @functools.cached_property
+    def flags(self) -> flags.FlagValues:
+        """The command's own flags, not parsed."""
+        given = flags.FlagValues()
+        self.define(given)
+        return given
 
 
 def flags_of(command: Command) -> list[str]:
     """Names of the flags that a command takes, besides changes of single settings.
 
     Example:
-        >>> flags_of(Command(print, "", "", {"output": ""}, has_settings=False))
-        ['output', 'simulated_devices', 'flagfile']
+        >>> flags_of(Command(print, "", "", has_settings=False))
+        ['simulated_devices', 'flagfile']
     """
     if command.arguments:
         return []
@@ -89,17 +125,13 @@ def describe_commands(commands: Mapping[str, Command]) -> str:
     )
 
 
-def describe_command(
-    name: str, command: Command, flag_values: flags.FlagValues = flags.FLAGS
-) -> str:
+def describe_command(name: str, command: Command) -> str:
     """Formats the help of a command: summary, flags and examples."""
     words = command.arguments or "[--FLAG=VALUE ...]"
     examples = textwrap.indent(command.examples, "  ")
     lines = [f"zjax {name} {words}", "", command.summary, "", "Example:", examples]
-    own = [
-        (_typed(flag_values[flag]), _meaning(flag_values[flag], text))
-        for flag, text in command.flags.items()
-    ]
+    known = [command.flags[flag] for flag in command.flags]
+    own = [(_typed(flag), _meaning(flag)) for flag in known]
     if not command.arguments:
         settings = _SETTINGS if command.has_settings else ()
         lines += _section("Flags:", own)
@@ -164,9 +196,9 @@ def _typed(flag: flags.Flag) -> str:
     return f"--{flag.name}[{value}]" if flag.boolean else f"--{flag.name}{value}"
 
 
-def _meaning(flag: flags.Flag, text: str) -> str:
+def _meaning(flag: flags.Flag) -> str:
     """Formats the meaning of a flag, with choices and default."""
-    parts = [text or _ADDED.sub("", flag.help)]
+    parts = [_ADDED.sub("", flag.help)]
     if isinstance(flag.parser, flags.EnumParser):
         known = [value for value in flag.parser.enum_values if value]
         parts.append(f"One of {', '.join(known)}.")
@@ -198,8 +230,8 @@ def completion_script(shell: str, commands: Mapping[str, Command]) -> str:
     """Writes the completion script of a shell, one of `SHELLS`.
 
     Example:
-        >>> commands = {"train": Command(print, "Trains.", "", {"prompt": ""})}
-        >>> "--prompt=" in completion_script("bash", commands)
+        >>> commands = {"train": Command(print, "Trains.", "")}
+        >>> "--ds_config=" in completion_script("bash", commands)
         True
     """
     settings = " ".join(f"--config.{path}=" for path in setting_paths())

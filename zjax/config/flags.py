@@ -117,13 +117,13 @@ def _value_problem(parser: flags.ArgumentParser) -> tuple[str, str]:
     return f"is not {parser.syntactic_help}", "use one"
 
 
-def settings_given() -> list[str]:
+def settings_given(flag_values: flags.FlagValues) -> list[str]:
     """Names of the given flags that set a run, such as `config` and `config.seed`."""
     return [
         name
-        for name in flags.FLAGS
+        for name in flag_values
         if (name in FILE_FLAGS or name.startswith("config."))
-        and flags.FLAGS[name].present
+        and flag_values[name].present
     ]
 
 
@@ -136,18 +136,20 @@ def changes_given(flag_values: flags.FlagValues = flags.FLAGS) -> list[str]:
     ]
 
 
-def refuse_flags(names: Sequence[str], problem: str) -> None:
+def refuse_flags(
+    flag_values: flags.FlagValues, names: Sequence[str], problem: str
+) -> None:
     """Refuses named flags that were given, because they have no effect."""
     problems = [
-        Problem(f"--{name}", flags.FLAGS[name].value, problem, "leave it out")
+        Problem(f"--{name}", flag_values[name].value, problem, "leave it out")
         for name in names
-        if flags.FLAGS[name].present
+        if flag_values[name].present
     ]
     if problems:
         raise ConfigError(*problems)
 
 
-def check_numbers(flag_values: flags.FlagValues = flags.FLAGS) -> None:
+def check_numbers(flag_values: flags.FlagValues) -> None:
     """Refuses numeric flags that are NaN or out of range, all at once."""
     problems = [
         Problem(
@@ -158,7 +160,7 @@ def check_numbers(flag_values: flags.FlagValues = flags.FLAGS) -> None:
         )
         for name, maximum in MAX_VALUES.items()
         # NaN fails both comparisons.
-        if not 0 <= (flag_values[name].value or 0) <= maximum
+        if name in flag_values and not 0 <= (flag_values[name].value or 0) <= maximum
     ]
     if problems:
         raise ConfigError(*problems)
