@@ -32,6 +32,7 @@ from zjax.data import (
 from zjax.data.tokenizer import train_bpe
 from zjax.errors import DataError
 from zjax.run.trainer import Trainer
+from zjax.run.writer import Writer
 
 TEMPLATE = "".join(
     (
@@ -768,8 +769,8 @@ def test_the_sample_of_a_run_on_conversations_is_one_of_them(prepared):
     made = prompts_of(config)
 
     trainer = object.__new__(Trainer)  # untrained: prompts depend on settings alone
-    trainer.config, trainer._is_language_model = config, True
-    trainer._prompts = lambda chat: made
+    trainer.config = config
+    trainer._writer = Writer(config, lambda *_, **__: None, writes_text=True)
     flag = typed("train")["prompt"]
     assert main.sample_prompt(trainer, flag).tolist() == first_prompt(prepared)
     flag = typed("train", "--prompt=What is two and two?")["prompt"]

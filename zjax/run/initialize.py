@@ -230,7 +230,7 @@ def initialize(
     config = _with_rows(config, num_rows, len(devices))
     check_has_effect(config, model)
     _check_loss(model, loss_fn)
-    user_model, user_tx = model, None
+    user_model = model
     if loss_fn is not None:
         model = adapter.adapt(
             model,
@@ -244,21 +244,34 @@ def initialize(
     else:
         model = dataclasses.replace(model, entries=entries)
         model = with_cast(model, batch, cast)
+    if tx is not None:
+        optimizer = with_clipping_as_set(config.optimizer)
+        config = dataclasses.replace(config, optimizer=optimizer)
     with dtype_promotion():
-        if tx is None:
-            tx = make_optimizer(config, model)
-            schedule = make_schedule(config)
-        else:
-            optimizer = with_clipping_as_set(config.optimizer)
-            config = dataclasses.replace(config, optimizer=optimizer)
-            if loss_fn is not None:
-                tx = adapter.adapt_optimizer(tx, user_model, model)
-            user_tx = tx
-            tx = adopt_optimizer(tx, model, config)
-        run = make_run(
-            config, model, tx, schedule=schedule, devices=devices, batch=batch
-        )
-    return dataclasses.replace(run, tx=user_tx)
+        if tx is not None and loss_fn is not None:
+            tx = adapter.adapt_optimizer(tx, user_model, model)
+    return start_run(config, model, tx, schedule=schedule, devices=devices, batch=batch)
+
+
+@dtype_promotion()
+def start_run(
+    config: Config,
+    model: Model,
+    tx: Any,
+    *,
+    schedule: Schedule | None = None,
+    **options: Any,
+) -> Run:
+    """Makes a run with the user's `tx` and `schedule`, or by the settings if None.
+
+    `options` are further arguments of `make_run`.
+    """
+    if tx is None:
+        made = make_optimizer(config, model)
+        return make_run(config, model, made, schedule=make_schedule(config), **options)
+    adopted = adopt_optimizer(tx, model, config)
+    run = make_run(config, model, adopted, schedule=schedule, **options)
+    return dataclasses.replace(run, tx=tx)
 
 
 def unread_schedule(tx: Any, schedule: Schedule | None) -> list[Problem]:

@@ -20,6 +20,7 @@ from zjax.observe.metrics import (
     Values,
     scalars,
 )
+from zjax.observe.progress import describe_end
 from zjax.observe.recompile import CompileReport, Trace
 from zjax.observe.sinks import make_sinks
 from zjax.observe.skipped import SkippedSteps
@@ -186,6 +187,21 @@ class Monitor:
         with writing(paths[1]):
             plot.plot_load(history, paths[1], title=directory.name)
         return paths
+
+    def print_end(
+        self,
+        step: int,
+        num_skipped: int,
+        checkpoint: pathlib.Path,
+        reason: str,
+        resume: str,
+    ) -> None:
+        """Saves plots, and prints on process 0 how the run ended and how to resume."""
+        pictures = self.save_plots()
+        if jax.process_index() == 0:
+            end = step, self._config.num_steps, num_skipped, checkpoint, pictures
+            load = plot.describe_load(self.newest)
+            print(describe_end(*end, load=load, reason=reason, resume=resume))
 
     def _raise_failure(self) -> None:
         """Raises the error of the first file that could not be written."""

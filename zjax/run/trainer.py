@@ -12,29 +12,19 @@ import numpy as np
 from zjax import data
 from zjax.checkpoint.store import Store
 from zjax.checkpoint.tokenizer import check_start, keep_tokenizer
-from zjax.config.check import check_config
 from zjax.config.load import load_config
 from zjax.data.loader import Loader
-from zjax.data.prompts import Given, as_talk, describe_prompt, make_prompts
 from zjax.data.tokenizer_files import KEY as TOKENIZER
 from zjax.deepspeed import check_optimizer_is_given
 from zjax.errors import ConfigError, DataError, Problem
-from zjax.estimate.mesh import choose_mesh
-from zjax.estimate.tables import kept_rows
-from zjax.jaxprs.versions import dtype_promotion
 from zjax.models.build import make_model
-from zjax.models.generate import longest_text
 from zjax.observe.history import check_directory
-from zjax.observe.plot import describe_load
-from zjax.observe.progress import RESUME, describe_end
-from zjax.observe.sinks import check_sinks
-from zjax.ops import matmul
-from zjax.optim.build import make_optimizer, with_clipping_as_set
-from zjax.optim.precision import describe_precision
+from zjax.observe.progress import RESUME
 from zjax.processes.agreement import check_same_data
 from zjax.processes.member_files import hold
-from zjax.run.batch import end_by_epochs, with_batch_sizes
+from zjax.run.batch import end_by_epochs
 from zjax.run.compiler import CompileAhead
+from zjax.run.describe import describe_start
 from zjax.run.ending import KEY as PATIENCE
 from zjax.run.ending import REMEDY as PATIENCE_REMEDY
 from zjax.run.ending import (
@@ -45,7 +35,7 @@ from zjax.run.ending import (
     stop_signals,
 )
 from zjax.run.fit import explain_out_of_memory
-from zjax.run.initialize import adopt_optimizer, make_run, unread_schedule
+from zjax.run.initialize import start_run, unread_schedule
 from zjax.run.monitor import Callback, Monitor
 from zjax.run.nonfinite import find_nonfinite, report_nonfinite
 from zjax.run.pinned_pool import limit_pinned_pool
@@ -55,21 +45,14 @@ from zjax.run.resume import (
     check_tokenizer,
     describe_run,
     errors_fit,
-    fingerprint_functions,
     first_step,
     report_changes,
     report_functions,
 )
-from zjax.schedule.learning_rate import make_schedule
-from zjax.schedule.lengths import CUTS, end_by_tokens
-from zjax.schedule.pacing import tokens_that_end
+from zjax.run.trainer_settings import checked_settings, is_of_settings, unread_loss
+from zjax.run.writer import Given, Writer
 from zjax.schedule.training import TrainingSchedule
-from zjax.settings.batch import resolve_batch
-from zjax.settings.schema import Config
-from zjax.sharding.describe import describe_plan_totals
-from zjax.sharding.placement import abstract_key
-from zjax.train.average import check_average, parts_of, with_part
-from zjax.train.compute_params import compute_dtype
+from zjax.train.average import check_average, with_part
 from zjax.train.state import TrainState, saved_rows, saved_state
 from zjax.train.update import Schedule
 from zjax.typing import Device, Model
@@ -128,12 +111,14 @@ class Trainer:
         if model is None:
             limit_pinned_pool(config)  # before JAX starts its devices
         devices = jax.devices() if devices is None else devices
-        if problems := [*_unread_loss(loss_fn), *unread_schedule(tx, schedule)]:
+        if problems := [*unread_loss(loss_fn), *unread_schedule(tx, schedule)]:
             raise ConfigError(*problems)
         config, self._epochs = end_by_epochs(config, batches, len(devices))
-        self.config = _checked(config, model, tx, batches, evaluation_batches, devices)
+        self.config = checked_settings(
+            config, model, tx, batches, evaluation_batches, devices
+        )
         self._batches = batches
-        self._is_language_model = _is_of_settings(model, self.config)
+        self._is_language_model = is_of_settings(model, self.config)
         self._callbacks, self._after_step = callbacks, after_step
         # absolute: the program may change its working directory before or during fit
         self._directory = pathlib.Path(self.config.directory).absolute()
@@ -155,21 +140,14 @@ class Trainer:
             saved = self.store.extra(start)
             report_changes(saved, self.config, start)
             check_messages(saved, self.config, start)
-        model = make_model(self.config) if model is None else model
-        with dtype_promotion():
-            self.run = make_run(
-                self.config,
-                model,
-                make_optimizer(self.config, model)
-                if tx is None
-                else adopt_optimizer(tx, model, self.config),
-                schedule=make_schedule(self.config) if tx is None else schedule,
-                devices=devices,
-                restore=self._restore(start) if start else None,
-            )
-            self._functions = fingerprint_functions(
-                self.config, model, tx, compute_dtype=compute_dtype(self.run.plan)
-            )
+        self.run = start_run(
+            self.config,
+            make_model(self.config) if model is None else model,
+            tx,
+            schedule=schedule,
+            devices=devices,
+            restore=self._restore(start) if start else None,
+        )
         self.state: TrainState = self.run.state
         extra = self.store.extra(start) if start else {}
         text = self.config.data, self.config.model.vocab_size
@@ -185,7 +163,7 @@ class Trainer:
         self._position: Any = None
         """Position of the loader from a checkpoint, until the loader moves there."""
         if start:
-            report_functions(extra, self._functions)
+            report_functions(extra, self.run.functions)
             self._position = extra.get("data", {})
             if step is None:
                 self._move_loader()
@@ -195,7 +173,9 @@ class Trainer:
         )
         if self._evaluation:
             check_average(self.state, self.run.plan)
-        self._prompts = functools.cache(functools.partial(make_prompts, *text))
+        self._writer = Writer(
+            self.config, self.run.generate, writes_text=self._is_language_model
+        )
         self.exit_status = 0
         self._last_evaluation = -1, 0.0
         """Step and loss of the newest evaluation."""
@@ -337,15 +317,11 @@ class Trainer:
         )
 
     def _print_end(self, monitor: Monitor, reason: str) -> None:
-        """Saves plots, and prints how the run ended on process 0."""
-        pictures = monitor.save_plots()
-        if jax.process_index() == 0:
-            skipped, latest = int(self.state.num_skipped), self.store.latest()
-            saved_at = self.store.directory / str(latest)
-            end = self.step, self.config.num_steps, skipped, saved_at, pictures
-            load = describe_load(monitor.newest)
-            resume = PATIENCE_REMEDY if self._patience.reason else RESUME
-            print(describe_end(*end, load=load, reason=reason, resume=resume))
+        """Prints how the run ended, and how it goes on."""
+        resume = PATIENCE_REMEDY if self._patience.reason else RESUME
+        saved_at = self.store.directory / str(self.store.latest())
+        skipped = int(self.state.num_skipped)
+        monitor.print_end(self.step, skipped, saved_at, reason, resume)
 
     def evaluate(self, part: str = "auto") -> dict[str, float]:
         """Averages loss and metrics over the evaluation set, counting each row once.
@@ -399,7 +375,7 @@ class Trainer:
         rows = saved_rows(self.run.plan, self.config)
         saved = saved_state(self.state, self.run.plan)
         config, plan = self.config, self.run.plan
-        extra |= describe_run(config, plan, rows, self._functions, self.step)
+        extra |= describe_run(config, plan, rows, self.run.functions, self.step)
         if self._tokenizer is not None:
             extra[TOKENIZER] = self._tokenizer.to_mapping()
         self.store.save(self.step, saved, rows, extra=extra, loss=loss)
@@ -447,25 +423,18 @@ class Trainer:
                 or the data has no chat template.
             DataError: The template refuses the messages.
         """
-        if messages is not None and len(prompt):
-            problem, remedy = "are given beside a prompt", "give one of them"
-            raise ConfigError(Problem("messages", "...", problem, remedy))
-        given = prompt if messages is None else as_talk(messages)
-        [ids] = self.encode_prompts([given], chat=chat, special_tokens=special_tokens)
-        prompts, row = self._prompts(chat), self.config.model.max_length
-        end = row if len(ids) < row else longest_text(self.config.model)[1]
-        out = self.run.generate(
+        return self._writer.generate(
             with_part(self.state, part),
-            ids[None],
-            max_new_tokens=max_new_tokens or end - len(ids),
-            key=jax.random.key(seed),
+            prompt,
+            messages=messages,
+            chat=chat,
+            special_tokens=special_tokens,
+            max_new_tokens=max_new_tokens,
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,
-            end_ids=prompts.tokenizer.end_ids,
+            seed=seed,
         )
-        text = prompts.decode(ids, jax.device_get(out)[0, len(ids) :])
-        return given + text if isinstance(given, str) else text
 
     def encode_prompts(
         self, given: Sequence[Given], *, chat: str = "", special_tokens: bool = False
@@ -484,18 +453,7 @@ class Trainer:
             ConfigError: Prompts that are empty or too long.
             DataError: The template refuses a conversation.
         """
-        most = longest_text(self.config.model)[1] - 1
-        remedy = f"use 1 to {most}, with the built-in decoder"
-        prompts = self._prompts(chat)
-        encoded = [prompts.encode(x, special_tokens=special_tokens) for x in given]
-        problems = [
-            Problem("prompt", describe_prompt(prompt), f"is {len(ids)} tokens", remedy)
-            for prompt, ids in zip(given, encoded, strict=True)
-            if not self._is_language_model or not 0 < len(ids) <= most
-        ]
-        if problems:
-            raise ConfigError(*problems)
-        return encoded
+        return self._writer.encode(given, chat=chat, special_tokens=special_tokens)
 
     def close(self) -> None:
         """Waits for the last checkpoint and ends all threads.
@@ -512,25 +470,9 @@ class Trainer:
         Returns:
             Text of at most 100 columns.
         """
-        plan = self.run.plan
-        sizes = resolve_batch(self.config, plan.num_batch_shares)
-        start = f"continues at step {self.step}" if self.step else "starts from step 0"
-        return "\n".join(
-            [
-                describe_plan_totals(plan, kept_rows(plan, self.config)),
-                describe_precision(self.config.precision, self.config.optimizer.rule),
-                f"batch: {sizes.global_batch_size} = {sizes.microbatch_size} per share "
-                f"x {plan.num_batch_shares} shares x "
-                f"{sizes.num_microbatches} microbatches; {start}, "
-                f"ends at {self.config.num_steps}",
-                *([self._epochs] if self._epochs else []),
-                *([self.loader.description] if self.loader.description else []),
-                f"evaluation: {self._evaluation.description}, "
-                f"weights {parts_of(self.state)[0]}"
-                if self._evaluation
-                else "evaluation: none",
-            ]
-        )
+        evaluation = self._evaluation.description if self._evaluation else ""
+        notes = self._epochs, self.loader.description
+        return describe_start(self.run, self.state, notes, evaluation)
 
     def _move_loader(self) -> None:
         """Moves the loader to the position of the checkpoint, once.
@@ -564,105 +506,6 @@ class Trainer:
         loader = data.make_loader(self.config, shardings)
         check_same_data(loader.state())
         return loader
-
-
-def _checked(
-    config: Config,
-    model: Any,
-    tx: Any,
-    batches: Any,
-    evaluation_batches: Any,
-    devices: Sequence[Device],
-) -> Config:
-    """Returns the settings for these devices, or raises all problems together."""
-    user_model = not _is_of_settings(model, config)
-    if model is None:
-        config = choose_mesh(config, devices, tx)
-    check = functools.partial(
-        check_config,
-        num_devices=len(devices),
-        user_model=user_model,
-        user_optimizer=tx is not None,
-        user_batches=batches is not None,
-    )
-    # Token budgets are turned into steps only once settings are known to be valid.
-    check(config)
-    if config.num_tokens or any(tokens_that_end(config).values()):
-        config = end_by_tokens(with_batch_sizes(config, len(devices)))
-        check(config)
-    problems = _mismatches(model, batches, config)
-    problems += data.batches_problems("batches", batches)
-    problems += data.batches_problems("evaluation_batches", evaluation_batches)
-    stopping = config.evaluation.early_stopping
-    if stopping and batches is not None and evaluation_batches is None:
-        problem, remedy = "has no evaluation data", "give evaluation_batches"
-        field, value = "evaluation.early_stopping.patience", stopping.patience
-        problems += [Problem(field, value, problem, remedy)]
-    if problems:
-        raise ConfigError(*problems)
-    if tx is not None:
-        optimizer = with_clipping_as_set(config.optimizer)
-        config = dataclasses.replace(config, optimizer=optimizer)
-    if config.precision.matmul_dtype == "float8":
-        matmul.check_device(devices[0])
-    check_sinks(config.observe)
-    return with_batch_sizes(config, len(devices))
-
-
-def _is_of_settings(model: Any, config: Config) -> bool:
-    """Whether a model is the decoder of the settings, with any head or loss."""
-    if not isinstance(model, Model):
-        return model is None
-    if model.stack is None or model.stack.continuation is None:
-        return False
-    given, built = (
-        jax.eval_shape(x.init, abstract_key()) for x in (model, make_model(config))
-    )
-    return given == built
-
-
-def _unread_loss(loss_fn: Any) -> list[Problem]:
-    """Lists a loss given apart from the model, with the way to join model and loss."""
-    if loss_fn is None:
-        return []
-    name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
-    problem = "is read as a part of the model"
-    remedy = "give model=zjax.adapt(model, loss_fn, batch)"
-    return [Problem("loss_fn", name, problem, remedy)]
-
-
-def _mismatches(model: Any, batches: Any, config: Config) -> list[Problem]:
-    """Lists settings that the given model or batches cannot follow."""
-    problems = []
-    if batches is not None and config.zero.optimizer_memory == "auto":
-        problem = "cannot be planned for batches that are not known yet"
-        remedy = "use 'pinned_host' or 'nvme', or zjax.initialize"
-        problems.append(Problem("zero.offload", "auto", problem, remedy))
-    if batches is not None and isinstance(config.sequence_warmup, CUTS):
-        problem, remedy = "does not cut given batches", "use 'window' or None"
-        kind = config.sequence_warmup.kind
-        problems.append(Problem("sequence_warmup", kind, problem, remedy))
-    ends = {"num_tokens": config.num_tokens} | tokens_that_end(config)
-    for field, number in ends.items() if batches is not None else ():
-        if number:
-            problem = "does not count the tokens of given batches"
-            problems.append(Problem(field, number, problem, "leave it at 0"))
-    if batches is not None and config.buckets:
-        problem, remedy = "does not cut given batches", "leave it out"
-        kind = config.buckets.kind
-        problems.append(Problem("buckets", kind, problem, remedy))
-    if batches is not None and config.curriculum.metrics:
-        problem, remedy = "do not order given batches", "leave it at ()"
-        metrics = tuple(metric.index for metric in config.curriculum.metrics)
-        problems.append(Problem("curriculum.metrics", metrics, problem, remedy))
-    if model is not None and not isinstance(model, Model):
-        remedy = "use zjax.adapt(model, loss_fn, batch)"
-        name = type(model).__name__
-        problems.append(Problem("model", name, "is not a zjax.Model", remedy))
-    if batches is None and not _is_of_settings(model, config):
-        remedy = "give the batches that its loss reads"
-        problems.append(Problem("batches", None, "leave the model no data", remedy))
-    return problems
 
 
 def _is_due(step: int, every: int) -> bool:

@@ -1,0 +1,122 @@
+"""Checks of the settings of a trainer, beside the model and the batches given."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from zjax import data
+from zjax.config.check import check_config
+from zjax.errors import ConfigError, Problem
+from zjax.estimate.mesh import choose_mesh
+from zjax.models.build import make_model
+from zjax.observe.sinks import check_sinks
+from zjax.ops import matmul
+from zjax.optim.build import with_clipping_as_set
+from zjax.run.batch import with_batch_sizes
+from zjax.schedule.lengths import CUTS, end_by_tokens
+from zjax.schedule.pacing import tokens_that_end
+from zjax.settings.schema import Config
+from zjax.sharding.placement import abstract_key
+from zjax.typing import Device, Model
+
+
+def checked_settings(
+    config: Config,
+    model: Any,
+    tx: Any,
+    batches: Any,
+    evaluation_batches: Any,
+    devices: Sequence[Device],
+) -> Config:
+    """Returns the settings for these devices, or raises all problems together."""
+    user_model = not is_of_settings(model, config)
+    if model is None:
+        config = choose_mesh(config, devices, tx)
+    check = functools.partial(
+        check_config,
+        num_devices=len(devices),
+        user_model=user_model,
+        user_optimizer=tx is not None,
+        user_batches=batches is not None,
+    )
+    # Token budgets are turned into steps only once settings are known to be valid.
+    check(config)
+    if config.num_tokens or any(tokens_that_end(config).values()):
+        config = end_by_tokens(with_batch_sizes(config, len(devices)))
+        check(config)
+    problems = _mismatches(model, batches, config)
+    problems += data.batches_problems("batches", batches)
+    problems += data.batches_problems("evaluation_batches", evaluation_batches)
+    stopping = config.evaluation.early_stopping
+    if stopping and batches is not None and evaluation_batches is None:
+        problem, remedy = "has no evaluation data", "give evaluation_batches"
+        field, value = "evaluation.early_stopping.patience", stopping.patience
+        problems += [Problem(field, value, problem, remedy)]
+    if problems:
+        raise ConfigError(*problems)
+    if tx is not None:
+        optimizer = with_clipping_as_set(config.optimizer)
+        config = dataclasses.replace(config, optimizer=optimizer)
+    if config.precision.matmul_dtype == "float8":
+        matmul.check_device(devices[0])
+    check_sinks(config.observe)
+    return with_batch_sizes(config, len(devices))
+
+
+def is_of_settings(model: Any, config: Config) -> bool:
+    """Whether a model is the decoder of the settings, with any head or loss."""
+    if not isinstance(model, Model):
+        return model is None
+    if model.stack is None or model.stack.continuation is None:
+        return False
+    given, built = (
+        jax.eval_shape(x.init, abstract_key()) for x in (model, make_model(config))
+    )
+    return given == built
+
+
+def unread_loss(loss_fn: Any) -> list[Problem]:
+    """Lists a loss given apart from the model, with the way to join model and loss."""
+    if loss_fn is None:
+        return []
+    name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
+    problem = "is read as a part of the model"
+    remedy = "give model=zjax.adapt(model, loss_fn, batch)"
+    return [Problem("loss_fn", name, problem, remedy)]
+
+
+def _mismatches(model: Any, batches: Any, config: Config) -> list[Problem]:
+    """Lists settings that the given model or batches cannot follow."""
+    problems = []
+    if batches is not None and config.zero.optimizer_memory == "auto":
+        problem = "cannot be planned for batches that are not known yet"
+        remedy = "use 'pinned_host' or 'nvme', or zjax.initialize"
+        problems.append(Problem("zero.offload", "auto", problem, remedy))
+    if batches is not None and isinstance(config.sequence_warmup, CUTS):
+        problem, remedy = "does not cut given batches", "use 'window' or None"
+        kind = config.sequence_warmup.kind
+        problems.append(Problem("sequence_warmup", kind, problem, remedy))
+    ends = {"num_tokens": config.num_tokens} | tokens_that_end(config)
+    for field, number in ends.items() if batches is not None else ():
+        if number:
+            problem = "does not count the tokens of given batches"
+            problems.append(Problem(field, number, problem, "leave it at 0"))
+    if batches is not None and config.buckets:
+        problem, remedy = "does not cut given batches", "leave it out"
+        kind = config.buckets.kind
+        problems.append(Problem("buckets", kind, problem, remedy))
+    if batches is not None and config.curriculum.metrics:
+        problem, remedy = "do not order given batches", "leave it at ()"
+        metrics = tuple(metric.index for metric in config.curriculum.metrics)
+        problems.append(Problem("curriculum.metrics", metrics, problem, remedy))
+    if model is not None and not isinstance(model, Model):
+        remedy = "use zjax.adapt(model, loss_fn, batch)"
+        name = type(model).__name__
+        problems.append(Problem("model", name, "is not a zjax.Model", remedy))
+    if batches is None and not is_of_settings(model, config):
+        remedy = "give the batches that its loss reads"
+        problems.append(Problem("batches", None, "leave the model no data", remedy))
+    return problems
