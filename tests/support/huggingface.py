@@ -14,15 +14,22 @@ from zjax.huggingface import model_settings
 from zjax.models.build import make_model
 from zjax.optim.build import make_optimizer
 from zjax.run.initialize import make_run
+from zjax.weights.families import FAMILIES as table
 from zjax.weights.source import Source
 
 FOLDER = pathlib.Path(__file__).parents[1] / "golden" / "huggingface"
-FAMILIES = (
-    *("llama", "llama_biases", "llama3", "mistral", "qwen2", "qwen3"),
-    *("phi3", "phi3_long", "olmo2", "gpt2", "mistral_window", "gemma2", "gemma3_text"),
-    *("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "deepseek_v3_whole_queries"),
-)
-ENCODERS = ("bert", "roberta")
+
+
+def _of_kind(kind):
+    """Names of the checkpoints that are decoders or encoders."""
+    types = {
+        path.parent.name: json.loads(path.read_text())["model_type"]
+        for path in sorted(FOLDER.glob("*/config.json"))
+    }
+    return tuple(x for x, y in types.items() if table[y].constant["kind"] == kind)
+
+
+FAMILIES, ENCODERS = _of_kind("decoder"), _of_kind("encoder")
 
 
 def expected_of(family, name="expected"):

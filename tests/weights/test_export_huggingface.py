@@ -18,8 +18,8 @@ from zjax.huggingface import model_settings
 from zjax.run.saving import save
 from zjax.settings import schema
 from zjax.settings.convert import from_mapping
-from zjax.weights import write
-from zjax.weights.export_huggingface import find_kind
+from zjax.weights import files
+from zjax.weights.huggingface import find_kind
 
 TABLES = "embed_tokens|wte|word_embeddings"
 """Names of token tables."""
@@ -174,7 +174,7 @@ def test_a_failed_export_leaves_nothing(store, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(write, "write_file", full)
+    monkeypatch.setattr(files, "write_file", full)
     with pytest.raises(CheckpointError, match="No space left on device"):
         export_huggingface(store, str(tmp_path / "out"))
     assert [*tmp_path.iterdir()] == []

@@ -247,7 +247,7 @@ def test_new_arrays_are_drawn_while_others_are_read():
     key = jax.random.key(0)
     with jax.threefry_partitionable(False):
         expected = jax.random.normal(key, (2,))
-        draw = growth.initial_values(model, key)(["a.b"])
+        draw = growth.initial_values(model.init, key)(["a.b"])
     values = draw()
     assert started.wait(300)
     go_on.set()

@@ -9,7 +9,8 @@ from zjax.checkpoint.export import export_huggingface
 from zjax.checkpoint.start import open_weights
 from zjax.checkpoint.store import Store
 from zjax.run.saving import restore, save
-from zjax.weights import pieces, quantized
+from zjax.weights import codes as coding
+from zjax.weights import pieces
 from zjax.weights.source import Entry, Source
 
 pytest.importorskip("qwix", reason="needs qwix")
@@ -64,7 +65,7 @@ def test_slices_have_the_codes_of_the_whole():
         "up.kernel": Entry(kernel.shape, "int8"),
         "up.scales": Entry((2, 3, 3), "float32"),
     }
-    view = quantized.with_codes(source, wanted)
+    view = coding.with_codes(source, wanted)
     codes = view.read_all("up.kernel")
     for start, stop in ((0, 3), (3, 9), (5, 6), (8, 12)):
         index = (slice(1, 2), slice(start, stop), slice(0, 2))
@@ -72,7 +73,7 @@ def test_slices_have_the_codes_of_the_whole():
     scales = view.read_all("up.scales")
     index = (slice(0, 1), slice(1, 3), slice(1, 3))
     np.testing.assert_array_equal(view.read("up.scales", index), scales[index])
-    back = quantized.without_codes(view)
+    back = coding.without_codes(view)
     assert back.entries == source.entries
     index = (slice(0, 2), slice(3, 10), slice(1, 3))
     expected = codes[index] * np.repeat(scales, 4, 1)[index]
@@ -106,5 +107,5 @@ def test_scales_beside_numbers_are_no_codes():
         "up.scales": Entry((3,), "float32"),
     }
     source = Source(entries, lambda name, index: np.ones(entries[name].shape)[index])
-    assert quantized.without_codes(source).entries == entries
-    assert quantized.with_codes(source, entries).entries == entries
+    assert coding.without_codes(source).entries == entries
+    assert coding.with_codes(source, entries).entries == entries

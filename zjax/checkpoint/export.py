@@ -13,15 +13,7 @@ from zjax.errors import ConfigError, Problem
 from zjax.files import local_path, new_file
 from zjax.weights import layers, peft
 from zjax.weights.config_json import CONFIG_NAME
-from zjax.weights.export_huggingface import (
-    config_of,
-    find_kind,
-    model_tensors,
-    report_dropouts,
-)
-from zjax.weights.peft_tensors import TENSORS_NAME
-from zjax.weights.source import cached
-from zjax.weights.write import (
+from zjax.weights.files import (
     cast,
     new_folder,
     writable,
@@ -29,6 +21,14 @@ from zjax.weights.write import (
     write_json,
     write_shards,
 )
+from zjax.weights.huggingface import (
+    config_of,
+    find_kind,
+    model_tensors,
+    report_dropouts,
+)
+from zjax.weights.peft_tensors import TENSORS_NAME
+from zjax.weights.source import cached
 
 MAX_SHARD_BYTES = 5 * 10**9
 """Most tensor bytes of one file, the default of transformers."""

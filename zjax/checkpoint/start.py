@@ -17,12 +17,11 @@ from zjax.errors import CheckpointError
 from zjax.files import local_path
 from zjax.sharding.placement import ArrayPlan
 from zjax.train.average import Part, choose_part
-from zjax.typing import Params
 from zjax.weights import adapters, layers
+from zjax.weights.codes import without_codes
 from zjax.weights.config_json import CONFIG_NAME
-from zjax.weights.files import open_files
+from zjax.weights.files import open_files, tensor_name
 from zjax.weights.pieces import Read, place_pieces
-from zjax.weights.quantized import without_codes
 from zjax.weights.saved import place_slices
 from zjax.weights.source import (
     Entry,
@@ -35,7 +34,6 @@ from zjax.weights.source import (
     is_key,
     name_leaves,
 )
-from zjax.weights.write import tensor_name
 
 Adapt = Callable[[Source, Mapping[str, Entry]], Source]
 """Function of a source and the expected entries that renames or converts arrays."""
@@ -45,7 +43,7 @@ def _unchanged(source: Source, expected: Mapping[str, Entry]) -> Source:
     return source
 
 
-def load_weights(path: str, plans: Any, adapt: Adapt = _unchanged) -> Params:
+def load_weights(path: str, plans: Any, adapt: Adapt = _unchanged) -> Any:
     """Reads weights straight onto shards, in the structure and dtypes of `plans`.
 
     `path` names a safetensors file, a directory with one file or an index, or a run,

@@ -9,7 +9,7 @@ import os
 import pathlib
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -71,35 +71,25 @@ def _is_abandoned(unraisable: Any) -> bool:
 
 def not_a_directory(directory: pathlib.Path) -> CheckpointError:
     """Returns the error for a path that is a file or lies under a file."""
+    problem = "is not a directory"
+    remedy = "name a directory, or one that can be created"
     return CheckpointError(
-        Problem(
-            "checkpoint.directory",
-            str(directory),
-            "is not a directory",
-            "name a directory, or one that can be created",
-        )
+        Problem("checkpoint.directory", str(directory), problem, remedy)
     )
 
 
 def empty(directory: pathlib.Path) -> CheckpointError:
     """Returns the error for a directory without a complete step."""
+    problem = "holds no complete checkpoint"
+    remedy = "give the directory that a run saved into, or start a new run"
     return CheckpointError(
-        Problem(
-            "checkpoint.directory",
-            str(directory),
-            "holds no complete checkpoint",
-            "give the directory that a run saved into, or start a new run",
-        )
+        Problem("checkpoint.directory", str(directory), problem, remedy)
     )
 
 
-def only_incomplete(
-    directory: pathlib.Path, steps: Sequence[int], missing: str
-) -> CheckpointError:
-    """Returns the error for incomplete steps alone; `missing` is about the newest."""
-    problem = f"is not complete in {directory} ({missing}), nor is any other step"
-    remedy = "restore its files, or start in another directory"
-    return CheckpointError(Problem("checkpoint.step", steps[-1], problem, remedy))
+def step_error(step: int, problem: str, remedy: str) -> CheckpointError:
+    """Returns the error about one step."""
+    return CheckpointError(Problem("checkpoint.step", step, problem, remedy))
 
 
 def unsaved_extra(extra: object, error: Exception) -> CheckpointError:
@@ -113,54 +103,7 @@ def disappeared(directory: pathlib.Path, step: int) -> CheckpointError:
     """Returns the error for a directory that disappeared since the last save."""
     problem = f"could not be written: {directory} is gone"
     remedy = "mount or make the directory again, and run again"
-    return CheckpointError(Problem("checkpoint.step", step, problem, remedy))
-
-
-def incomplete(directory: pathlib.Path, step: int, missing: str) -> str:
-    """Returns the warning about a step that lacks files."""
-    place = directory / str(step)
-    return f"{place} is not complete and is not used: {missing}"
-
-
-def unverified(directory: pathlib.Path, step: int) -> str:
-    """Returns the warning about a step of an older version, without checksums."""
-    return (
-        f"{directory / str(step)} was saved without checksums, so damage cannot be "
-        "detected; the next save has them"
-    )
-
-
-def undeleted(directory: pathlib.Path, step: int, error: OSError) -> str:
-    """Returns the warning about an old step that cannot be deleted."""
-    return f"{directory / str(step)} cannot be deleted ({error.strerror})"
-
-
-def unknown_step(
-    directory: pathlib.Path, step: int, steps: Sequence[int]
-) -> CheckpointError:
-    """Returns the error for a step that is not among the existing `steps`."""
-    problem = f"is not a checkpoint in {directory}"
-    remedy = f"use one of {', '.join(map(str, steps))}"
-    return CheckpointError(Problem("checkpoint.step", step, problem, remedy))
-
-
-def deleted(
-    directory: pathlib.Path, step: int, steps: Sequence[int]
-) -> CheckpointError:
-    """Returns the error for a step that a run deleted during a read."""
-    problem = f"was deleted from {directory} while it was read"
-    others = ", ".join(map(str, steps))
-    remedy = f"use one of {others}, or raise checkpoint.keep_last"
-    if not steps:
-        remedy = "name another directory"
-    return CheckpointError(Problem("checkpoint.step", step, problem, remedy))
-
-
-def behind(directory: pathlib.Path, step: int, latest: int) -> CheckpointError:
-    """Returns the error for a save with a step not after the newest step."""
-    problem = f"is not after step {latest} in {directory}"
-    remedy = "resume from there, or start in another directory"
-    return CheckpointError(Problem("checkpoint.step", step, problem, remedy))
+    return step_error(step, problem, remedy)
 
 
 def unwritten(
@@ -172,14 +115,8 @@ def unwritten(
     if isinstance(root_of(error), jax.errors.JaxRuntimeError):
         # JAX's text is about a lost process or device, not about files.
         remedy = "find the process that ended or the device that failed"
-    return CheckpointError(
-        Problem(
-            "checkpoint.step",
-            step,
-            f"could not be written to {directory} ({describe_error(error)})",
-            f"{remedy}, and run again: {before}",
-        )
-    )
+    problem = f"could not be written to {directory} ({describe_error(error)})"
+    return step_error(step, problem, f"{remedy}, and run again: {before}")
 
 
 def damaged(
@@ -195,14 +132,8 @@ def damaged(
         if before is None
         else f"delete {directory / str(step)} to go on from step {before}"
     )
-    return CheckpointError(
-        Problem(
-            "checkpoint.step",
-            step,
-            f"cannot be read from {directory} ({describe_error(error)})",
-            remedy,
-        )
-    )
+    problem = f"cannot be read from {directory} ({describe_error(error)})"
+    return step_error(step, problem, remedy)
 
 
 STATE, INDEX = "state", "index/metadata"

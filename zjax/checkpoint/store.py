@@ -259,7 +259,9 @@ class Store(Reader):
             # Incomplete later steps may be overwritten.
             latest = max(self.steps(), default=-1)
             if step <= latest:
-                raise directories.behind(self.directory, step, latest)
+                problem = f"is not after step {latest} in {self.directory}"
+                remedy = "resume from there, or start in another directory"
+                raise directories.step_error(step, problem, remedy)
 
     def _commit(self, partial: pathlib.Path, step: int) -> None:
         """Renames the written step, and deletes steps that are no longer kept."""
@@ -271,7 +273,8 @@ class Store(Reader):
                 directories.remove(self.path(other))
             except OSError as error:
                 # An old step that stays does not harm the new one.
-                logging.warning(directories.undeleted(self.directory, other, error))
+                text = f"{self.path(other)} cannot be deleted ({error.strerror})"
+                logging.warning(text)
 
     def _abandon(self, step: int, error: Exception) -> CheckpointError:
         """Removes a failed save, and returns the error to raise."""

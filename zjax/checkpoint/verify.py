@@ -53,8 +53,8 @@ class Reader:
         for step in named:
             if missing[step] and step not in self._reported:
                 self._reported.add(step)
-                problem = directories.incomplete(self.directory, step, missing[step])
-                logging.warning(problem)
+                text = f"{self.path(step)} is not complete and is not used: "
+                logging.warning(text + missing[step])
         return tuple(step for step in named if not missing[step])
 
     def latest(self) -> int | None:
@@ -65,7 +65,10 @@ class Reader:
         named = directories.named_steps(self.directory)
         if named:
             missing = directories.find_missing(self.path(named[-1]))
-            raise directories.only_incomplete(self.directory, named, missing)
+            place = self.directory
+            problem = f"is not complete in {place} ({missing}), nor is any other step"
+            remedy = "restore its files, or start in another directory"
+            raise directories.step_error(named[-1], problem, remedy)
         return None
 
     def resolve(self, step: int | None) -> int:
@@ -77,7 +80,9 @@ class Reader:
             return latest
         steps = self.steps()
         if step not in steps:
-            raise directories.unknown_step(self.directory, step, steps)
+            problem = f"is not a checkpoint in {self.directory}"
+            remedy = f"use one of {', '.join(map(str, steps))}"
+            raise directories.step_error(step, problem, remedy)
         return step
 
     def verify(self, step: int | None, *, shared: bool) -> int:
@@ -98,7 +103,8 @@ class Reader:
             except (OSError, ValueError) as error:
                 raise self.damaged(step, error) from error
         else:
-            logging.warning(directories.unverified(self.directory, step))
+            text = f"{self.path(step)} was saved without checksums, so damage cannot "
+            logging.warning(text + "be detected; the next save has them")
         self._verified.add((step, shared))
         return step
 
@@ -131,7 +137,11 @@ class Reader:
     def damaged(self, step: int, error: Exception) -> CheckpointError:
         """Returns the error for an unreadable step, which names the step before."""
         if not self.path(step).is_dir():  # a run has removed the step
-            return directories.deleted(self.directory, step, self.steps())
+            problem = f"was deleted from {self.directory} while it was read"
+            others = ", ".join(map(str, self.steps()))
+            remedy = f"use one of {others}, or raise checkpoint.keep_last"
+            remedy = remedy if others else "name another directory"
+            return directories.step_error(step, problem, remedy)
         before = max((other for other in self.steps() if other < step), default=None)
         return directories.damaged(self.directory, step, before, error)
 

@@ -54,7 +54,7 @@ from zjax.train.state import (
 from zjax.train.update import Schedule
 from zjax.typing import Batch, Device, Entries, Metrics, Model
 from zjax.weights import adapters, growth, huggingface, peft
-from zjax.weights.quantized import with_codes
+from zjax.weights.codes import with_codes
 from zjax.weights.source import Entry, Source, name_leaves
 
 
@@ -459,7 +459,7 @@ def make_run(
 
 def _make_adapt(model: Model, config: Config, key: jax.Array) -> weights.Adapt:
     """Returns a function that fits weights of `checkpoint.init_from` to the model."""
-    initial = growth.initial_values(model, key)
+    initial = growth.initial_values(model.init, key)
     shape, start, lora = config.model, config.checkpoint, config.lora
     dtype = config.precision.compute_dtype
     is_frozen = functools.partial(is_held_frozen, config=config)

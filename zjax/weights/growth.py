@@ -5,6 +5,7 @@ import functools
 import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,11 +14,10 @@ from absl import logging
 from zjax.errors import ConfigError, Problem
 from zjax.settings import schema
 from zjax.settings.mixture import experts_by_layer, segment_shapes
-from zjax.typing import Model
 from zjax.weights import layers
 from zjax.weights.adapters import Drawn, Initial
+from zjax.weights.files import tensor_name
 from zjax.weights.source import Entry, Index, Source, name_leaves
-from zjax.weights.write import tensor_name
 
 TABLES = ("embedding/tokens", "head/kernel", "head/bias")
 """Arrays of the built-in models with one row per token id."""
@@ -111,12 +111,15 @@ _NEW = ("mlp.router.", "mlp.coefficient.", "mlp.shared.", "mlp.shared_gate.")
 """Arrays that no dense model has."""
 
 
-def initial_values(model: Model, key: jax.Array) -> Initial:
-    """Returns a factory of functions that draw arrays of a new model in a thread."""
+def initial_values(init: Callable[[jax.Array], Any], key: jax.Array) -> Initial:
+    """Returns a factory of functions that draw arrays of a new model in a thread.
+
+    `init` returns the parameters of the model first.
+    """
 
     def initial(names: Sequence[str]) -> Callable[[], Drawn]:
         def chosen(key: jax.Array) -> dict[str, jax.Array]:
-            params = name_leaves(model.init(key)[0])
+            params = name_leaves(init(key)[0])
             named = {tensor_name(name): x for name, x in params.items()}
             return {name: named[name] for name in names}
 

@@ -1,4 +1,4 @@
-"""Maps weights of Hugging Face checkpoints to arrays of the built-in models."""
+"""Maps built-in models to the config.json and tensors of Hugging Face, and back."""
 
 import dataclasses
 import pathlib
@@ -10,13 +10,24 @@ import jax
 from absl import logging
 
 from zjax.errors import ConfigError, Problem
-from zjax.settings import convert, schema
+from zjax.ops.rotary import attention_factor
+from zjax.settings import choices, convert, schema
 from zjax.settings.derived import as_set
+from zjax.settings.mixture import experts_by_layer
+from zjax.weights import layers
 from zjax.weights.codes import find_quantized
-from zjax.weights.config_json import entries_of, read_config, shape_of
-from zjax.weights.families import Family
-from zjax.weights.source import Entry, Source, check_same
-from zjax.weights.tensors import Row, from_tensors, layouts_of
+from zjax.weights.config_json import (
+    entries_of,
+    layer_values,
+    read_config,
+    settings_of,
+    shape_of,
+)
+from zjax.weights.families import FAMILIES, Family
+from zjax.weights.rotation import rotation_values
+from zjax.weights.source import Entry, Source, cached, check_same
+from zjax.weights.tensors import Row, from_tensors, layouts_of, to_tensors
+from zjax.weights.windows import window_values
 
 TOKENS = "embedding.tokens"
 """Array that every built-in model has, and no Hugging Face checkpoint."""
@@ -150,3 +161,142 @@ def _report(path: str, prefix: str, ignored: Sequence[str]) -> None:
             f"beginning with {prefix!r}" if prefix else "without a prefix",
             unread if ignored else "",
         )
+
+
+def find_kind(model: schema.Model, remedy: str = "leave out --format=hf") -> str:
+    """Finds the `model_type` of a family that computes the outputs of a model.
+
+    Example:
+        >>> find_kind(schema.Model())
+        'gpt2'
+    """
+    is_mixture = bool(model.moe)
+    kinds = [x for x, family in FAMILIES.items() if family.is_mixture == is_mixture]
+    differences = {kind: _differences(model, kind, remedy) for kind in kinds}
+    # A family of another kind, such as encoder, only if there is no other; then the
+    # fewest differences, which the error shows.
+    kind = min(
+        differences,
+        key=lambda x: (FAMILIES[x].constant["kind"] != model.kind, len(differences[x])),
+    )
+    if problems := differences[kind]:
+        raise ConfigError(*problems)
+    return kind
+
+
+def _differences(model: schema.Model, kind: str, remedy: str) -> list[Problem]:
+    """Lists settings of a model that a family would compute differently."""
+    family = FAMILIES[kind]
+    # Written and read back, so that whatever the keys cannot express differs.
+    settings = settings_of(config_of(model, kind), family)
+    found = entries_of(convert.from_mapping(schema.Model, settings), settings)
+    mine = entries_of(model, settings)
+    if model.moe and "moe.bias_rate" not in found and "moe.choice_bias" in found:
+        # The family fixes only that there is a bias; a run says whether it moves.
+        mine["moe.choice_bias"] = model.moe.has_choice_bias
+    factor = "positions.scaling.attention_factor"
+    if found.get(factor):  # else derived from lengths
+        mine[factor] = attention_factor(model.rotary.scaling)
+    pairs = [
+        (name, mine[name], theirs)
+        for name, theirs in found.items()
+        if name not in family.free
+    ]
+    settable = {key.setting for key in family.keys.values()}
+    top_k = mine.get("moe.top_k")
+    if top_k == 1 and "moe.normalise" not in settable:
+        pairs.append(("moe.top_k", 1, 2))  # normalised, one expert would weigh 1
+    if isinstance(model.attention, schema.Sparse):
+        pairs.append(("attention", "sparse", "dense"))
+    return [
+        Problem(f"model.{name}", as_set(mine), f"is {theirs!r} in {kind}", remedy)
+        for name, mine, theirs in pairs
+        if mine != theirs
+    ]
+
+
+def config_of(model: schema.Model, kind: str) -> dict[str, Any]:
+    """Content of config.json, as far as the family has keys for the settings."""
+    family = FAMILIES[kind]
+    values: dict[str, Any] = {
+        "model_type": kind,
+        "architectures": [family.architecture],
+        # null, since config classes have ids of other tokenizers as defaults.
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    for name, key in family.keys.items():
+        # None in a section that the model does not have: the default stays.
+        if (setting := _value_of(model, key.setting)) is not None:
+            values[name] = key.to_value(setting)
+    values |= family.written
+    values |= {x: values[usual] for x, usual in family.aliases.items()}
+    fixed = {name: accepted[0] for name, accepted in family.fixed.items()}
+    # None stands for an absent key.
+    values |= {name: value for name, value in fixed.items() if value is not None}
+    if family.padding:
+        # transformers counts positions from padding id + 1; the table holds the rows
+        # before, too.
+        first = choices.value_at(model, "positions.first") or 0
+        values[family.padding] = first - 1
+        length = next(
+            x for x, key in family.keys.items() if key.setting == "max_length"
+        )
+        values[length] = first + model.max_length
+    if family.is_rotary:
+        values |= rotation_values(model, family)
+    values |= window_values(model, family.windows)
+    if family.has_steps and model.moe:
+        values |= layer_values(model, model.moe)
+    biases = model.has_input_bias, model.use_bias
+    # strict=False: a family may have the first key alone.
+    values |= dict(zip(family.biases, biases, strict=False))
+    rates = _dropout_rates(model).items()
+    named = [(family.dropouts.get(name), rate) for name, rate in rates]
+    return values | {key: rate for key, rate in named if key is not None}
+
+
+def _dropout_rates(model: schema.Model) -> dict[str, float]:
+    """Dropout rates of a model, by setting of the families."""
+    return {
+        "embedding_dropout_rate": model.embedding_dropout,
+        "attention_dropout_rate": model.attention_dropout_rate,
+        "dropout_rate": model.dropout_rate,
+    }
+
+
+def report_dropouts(model: schema.Model, kind: str) -> None:
+    """Warns of dropout rates that a config.json of the family has no key for."""
+    values, keys = config_of(model, kind), FAMILIES[kind].dropouts
+    for name, rate in _dropout_rates(model).items():
+        if rate != values.get(keys.get(name, ""), 0.0):
+            text = "model.%s=%r does not go out: %s has no key for it"
+            logging.warning(text, name, rate, kind)
+
+
+def _value_of(model: schema.Model, setting: str) -> Any:
+    """Value of a setting in the form of a config.json."""
+    if setting == "moe.num_experts":
+        return max(experts_by_layer(model))  # a pyramid has several
+    if setting == "num_token_types":
+        return max(1, model.num_token_types)  # an encoder has 1 at least
+    if setting == "moe.normalise":
+        # transformers would normalise the weight of one expert to 1, zjax does not.
+        moe = model.moe
+        return isinstance(moe, schema.TokenChoice) and moe.normalise and moe.top_k > 1
+    if setting == "positions.max_positions":
+        return model.rotary.max_positions
+    return choices.value_at(model, setting)
+
+
+def model_tensors(source: Source, model: schema.Model, kind: str, place: str) -> Source:
+    """Returns the tensors of a Hugging Face checkpoint; `place` is for messages."""
+    rows = FAMILIES[kind].rows
+    layouts = {n.replace(".", "/"): x for n, x in layouts_of(rows, model)}
+    # Cached, so that a stack is read once for all layers.
+    source = layers.retiled(cached(source), 1)
+    source = layers.restacked(source, list(layouts))
+    # Any floating dtype: an export sets the dtypes of the files.
+    expected = {n: Entry(layout.shape, "float32") for n, layout in layouts.items()}
+    check_same(expected, source.entries, place, cast=expected)
+    return to_tensors(source, layouts)

@@ -16,9 +16,8 @@ from zjax.files import local_path
 from zjax.settings import schema
 from zjax.weights import layers
 from zjax.weights.config_json import read_config
-from zjax.weights.export_huggingface import find_kind
 from zjax.weights.files import open_file
-from zjax.weights.huggingface import TOKENS
+from zjax.weights.huggingface import TOKENS, find_kind
 from zjax.weights.peft_tensors import (
     CONFIG_NAME,
     ENDINGS,
