@@ -4,6 +4,7 @@ import ast
 import functools
 import graphlib
 import pathlib
+import re
 import sys
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -119,6 +120,16 @@ def test_imports_point_down():
             higher = {other for other in others - room if FLOOR[other] >= FLOOR[own]}
             wrong += [f"{place(path, node)} imports {other}" for other in higher]
     assert wrong == []
+
+
+def test_the_picture_shows_the_floors():
+    """Fails if docs/architecture.md has other floors, or no paragraph for a room."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    picture = page.split("```text\n")[1].split("```")[0]
+    assert [tuple(line.split()) for line in picture.splitlines()] == [*FLOORS[::-1]]
+    described = set(re.findall(r"[a-z_]+", " ".join(re.findall(r"\*\*.+?\*\*", page))))
+    rooms = {x for x in FLOOR if (ROOT / "zjax" / x / "__init__.py").is_file()}
+    assert rooms <= described
 
 
 def test_imports_are_absolute():
