@@ -32,9 +32,10 @@ from zjax.ops.sparse_self import (
     unpad_sequence_output,
 )
 from zjax.optim.build import make_optimizer
+from zjax.run.build import Run, adopt_optimizer, make_run
 from zjax.run.ending import AfterStep
 from zjax.run.fit import fit_plan
-from zjax.run.initialize import Run, adopt_optimizer, initialize, make_run
+from zjax.run.initialize import initialize
 from zjax.run.saving import restore, save
 from zjax.run.step import Step, make_step
 from zjax.run.trainer import Trainer

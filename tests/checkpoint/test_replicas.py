@@ -12,7 +12,7 @@ from tests.support import models, runs
 from tests.support.refusals import checkpoint_error
 from zjax.errors import CheckpointError
 from zjax.optim.build import make_optimizer
-from zjax.run.initialize import make_run as make_planned_run
+from zjax.run.build import make_run as make_planned_run
 from zjax.settings import schema
 
 ROUNDS = schema.LocalSteps(num_steps=4, num_fragments=2, delay=1)

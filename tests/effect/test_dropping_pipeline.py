@@ -11,7 +11,7 @@ from tests.support import small_run
 from zjax.jaxprs.program import programs_in
 from zjax.models.build import make_model
 from zjax.optim.build import make_optimizer
-from zjax.run.initialize import make_run
+from zjax.run.build import make_run
 from zjax.typing import Dropping, StepBatch
 
 SETTINGS = (

@@ -10,7 +10,7 @@ import pytest
 
 from zjax.models.build import make_model
 from zjax.optim.build import make_optimizer
-from zjax.run.initialize import make_run
+from zjax.run.build import make_run
 from zjax.settings import schema
 
 ROWS, LENGTH, STEPS = 16, 64, 500

@@ -60,7 +60,7 @@ def test_a_users_model_goes_to_disks_in_turn(tmp_path, monkeypatch):
 def test_a_run_asks_for_what_its_devices_pin(monkeypatch):
     """Fails if the bytes are those of one device, or of what rests on them."""
     asked = []
-    module = importlib.import_module("zjax.run.initialize")
+    module = importlib.import_module("zjax.run.build")
     monkeypatch.setattr(module, "warn_of_small_pages", lambda *args: asked.append(args))
     run = start(make_config("pinned_host"))
     pinned = memory.stored_bytes(run.plan).host

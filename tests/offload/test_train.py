@@ -28,7 +28,7 @@ from tests.support.trees import assert_close
 from zjax.errors import ConfigError, PlanError
 from zjax.models.build import make_model
 from zjax.optim.build import make_optimizer
-from zjax.run.initialize import make_run
+from zjax.run.build import make_run
 
 
 @functools.cache

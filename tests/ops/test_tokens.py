@@ -15,7 +15,7 @@ from zjax.models.build import make_model
 from zjax.ops import activation, lookup, rotary
 from zjax.ops.lookup import look_up
 from zjax.ops.tokens import draw_subset, on_subset
-from zjax.run.initialize import make_run
+from zjax.run.build import make_run
 from zjax.settings.schema import Config, Data, Mesh, Precision
 from zjax.typing import IGNORED
 

@@ -18,7 +18,7 @@ from tests.support.crossing import crossing
 from tests.support.trees import assert_close
 from zjax.errors import PlanError
 from zjax.optim.build import make_optimizer
-from zjax.run.initialize import make_run as make_planned_run
+from zjax.run.build import make_run as make_planned_run
 from zjax.settings import schema
 from zjax.sharding import mesh as meshes
 from zjax.sharding.placement import ArrayPlan

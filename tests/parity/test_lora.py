@@ -10,7 +10,7 @@ import pytest
 from zjax.config.load import load_config
 from zjax.models.build import make_model
 from zjax.optim.build import make_optimizer
-from zjax.run.initialize import make_run
+from zjax.run.build import make_run
 
 RANK, ALPHA, RATE, STEPS = 2, 8.0, 1.0, 4
 SHAPE = {

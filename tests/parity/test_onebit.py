@@ -21,7 +21,7 @@ from tests.support.replicas import (
 from tests.support.trees import assert_close
 from zjax.observe.collectives import list_collectives
 from zjax.optim.build import make_optimizer
-from zjax.run.initialize import make_run
+from zjax.run.build import make_run
 from zjax.schedule.exchange import make_exchanges
 from zjax.settings import schema
 

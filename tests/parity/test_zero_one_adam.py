@@ -26,7 +26,7 @@ from tests.support.replicas import (
 from zjax.optim.build import make_optimizer
 from zjax.optim.onebit import AdamSteps, make_adam_steps
 from zjax.optim.zero_one_adam import zero_one_adam
-from zjax.run.initialize import make_run
+from zjax.run.build import make_run
 from zjax.schedule.exchange import LOCAL, MERGED, ONE_BIT, VARIANCE, make_exchanges
 from zjax.schedule.learning_rate import make_schedule
 from zjax.settings import schema

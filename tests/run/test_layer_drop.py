@@ -13,7 +13,7 @@ from tests.support.trees import assert_close
 from zjax.models.build import make_model
 from zjax.offload import blockwise
 from zjax.optim.build import make_optimizer
-from zjax.run.initialize import make_run
+from zjax.run.build import make_run
 from zjax.sharding import plan
 from zjax.stack.dropping import BlockInput, Tally, make_inputs, run_block
 from zjax.stack.forward import Execution, combine, run_stack

@@ -16,7 +16,7 @@ from tests.support.steps import make_step
 from zjax.models.build import make_model
 from zjax.observe.collectives import list_collectives
 from zjax.optim.build import make_optimizer
-from zjax.run.initialize import make_run
+from zjax.run.build import make_run
 from zjax.settings import schema
 from zjax.sharding import mesh as meshes
 from zjax.sharding import plan as plans

@@ -15,7 +15,7 @@ from zjax.config import check_config, load_config
 from zjax.models.build import make_model
 from zjax.observe import CompileReport
 from zjax.optim.build import make_optimizer
-from zjax.run.initialize import make_run
+from zjax.run.build import make_run
 
 ROWS, STEPS = 16, 3
 SETTINGS = {

@@ -13,7 +13,7 @@ from zjax.config.load import load_config
 from zjax.huggingface import model_settings
 from zjax.models.build import make_model
 from zjax.optim.build import make_optimizer
-from zjax.run.initialize import make_run
+from zjax.run.build import make_run
 from zjax.weights.families import FAMILIES as table
 from zjax.weights.source import Source
 

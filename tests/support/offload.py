@@ -16,7 +16,7 @@ from zjax.models.build import make_model
 from zjax.optim.build import make_optimizer
 from zjax.optim.precision import join_bits
 from zjax.processes.host import RESERVED_SHARE
-from zjax.run.initialize import make_run
+from zjax.run.build import make_run
 from zjax.settings import convert, schema
 
 ROWS, LENGTH, STEPS = 16, 8, 4

@@ -9,7 +9,7 @@ from tests.support import rules
 from tests.support.first_state import first_state
 from zjax.models.build import make_model
 from zjax.optim.build import make_optimizer
-from zjax.run.initialize import make_run
+from zjax.run.build import make_run
 from zjax.settings import convert, schema
 
 ROWS, LENGTH, WIDTH, VOCABULARY = 16, 8, 16, 40

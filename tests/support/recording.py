@@ -256,7 +256,7 @@ def start_run(changes):
     from zjax.config import load_config
     from zjax.models.build import make_model
     from zjax.optim.build import make_optimizer
-    from zjax.run.initialize import make_run
+    from zjax.run.build import make_run
     from zjax.schedule.learning_rate import make_schedule
     from zjax.sharding import plan
 

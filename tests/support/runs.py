@@ -5,7 +5,7 @@ import numpy as np
 
 from tests.support import models
 from tests.support.first_state import placed
-from zjax.run.initialize import make_run
+from zjax.run.build import make_run
 from zjax.run.step import make_step
 from zjax.settings import schema
 from zjax.sharding import mesh as meshes

@@ -14,7 +14,7 @@ from zjax.config import check_config
 from zjax.models.build import make_model
 from zjax.observe.collectives import list_collectives, mesh_axes
 from zjax.optim.build import make_optimizer
-from zjax.run.initialize import make_run
+from zjax.run.build import make_run
 from zjax.settings import schema
 
 ROWS, LENGTH = 8, 16

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support import models, runs
 from tests.support.trees import assert_close
-from zjax.run.initialize import make_run
+from zjax.run.build import make_run
 from zjax.settings import schema
 
 FLOAT16 = schema.Precision(

@@ -22,7 +22,7 @@ from zjax.config.load import load_config
 from zjax.errors import CheckpointError, ConfigError
 from zjax.models.build import make_model
 from zjax.optim.build import make_optimizer
-from zjax.run.initialize import make_run
+from zjax.run.build import make_run
 from zjax.run.saving import save
 from zjax.settings import schema
 from zjax.sharding import plan as plans

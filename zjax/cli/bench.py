@@ -23,8 +23,8 @@ from zjax.models import flops
 from zjax.models.build import make_model
 from zjax.optim.build import make_optimizer
 from zjax.processes.agreement import versions
+from zjax.run.build import Run, make_run
 from zjax.run.fit import explain_out_of_memory
-from zjax.run.initialize import Run, make_run
 from zjax.run.pinned_pool import limit_pinned_pool
 from zjax.schedule.learning_rate import make_schedule
 from zjax.settings.batch import resolve_batch

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from zjax.estimate.tables import kept_rows
 from zjax.optim.precision import describe_precision
-from zjax.run.initialize import Run
+from zjax.run.build import Run
 from zjax.settings.batch import resolve_batch
 from zjax.sharding.describe import describe_plan_totals
 from zjax.train.average import parts_of

@@ -13,7 +13,7 @@ from zjax.checkpoint.store import Store
 from zjax.errors import CheckpointError, Problem
 from zjax.files import local_path
 from zjax.processes import member_files
-from zjax.run.initialize import Run
+from zjax.run.build import Run
 from zjax.run.resume import (
     check_messages,
     describe_run,

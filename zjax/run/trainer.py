@@ -23,6 +23,7 @@ from zjax.observe.progress import RESUME
 from zjax.processes.agreement import check_same_data
 from zjax.processes.member_files import hold
 from zjax.run.batch import end_by_epochs
+from zjax.run.build import start_run, unread_schedule
 from zjax.run.compiler import CompileAhead
 from zjax.run.describe import describe_start
 from zjax.run.ending import KEY as PATIENCE
@@ -35,7 +36,6 @@ from zjax.run.ending import (
     stop_signals,
 )
 from zjax.run.fit import explain_out_of_memory
-from zjax.run.initialize import start_run, unread_schedule
 from zjax.run.monitor import Callback, Monitor
 from zjax.run.nonfinite import find_nonfinite, report_nonfinite
 from zjax.run.pinned_pool import limit_pinned_pool

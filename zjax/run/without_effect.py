@@ -4,13 +4,17 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from absl import logging
 
 from zjax.errors import ConfigError, ModelError, Problem
 from zjax.optim.groups import named_params
 from zjax.settings import choices, schema
+from zjax.settings.parameters import is_adapter
 from zjax.sharding import mesh as meshes
 from zjax.sharding.mesh import RULES
+from zjax.sharding.naming import path_of
+from zjax.sharding.placement import abstract_key
 from zjax.stack.forward import StackLoss, name_of_loss, runs_stack
 from zjax.typing import Batch, Model
 
@@ -134,3 +138,31 @@ def _read_by_trainer(config: schema.Config) -> list[Problem]:
         for is_unread, field, value, remedy in unread
         if is_unread
     ]
+
+
+def check_adapters(lora: schema.Lora, model: Model) -> None:
+    """Refuses LoRA settings that differ from the adapters of the model."""
+    params, _ = jax.eval_shape(model.init, abstract_key())
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    adapters = {path_of(k): x for k, x in leaves if is_adapter(path_of(k))}
+    if not adapters:
+        problem = "adds no adapters to a zjax.Model, whose functions are given"
+        remedy = "use zjax.adapt(..., adapters=config.lora), or leave lora out"
+        raise ConfigError(Problem("lora.rank", lora.rank, problem, remedy))
+    remedy = "give zjax.adapt and the run the same settings"
+    ranks = {x.shape[-1] for path, x in adapters.items() if path.endswith("/a")}
+    if ranks != {lora.rank}:
+        problem = (
+            f"is not the rank of the model's adapters ({', '.join(map(str, ranks))})"
+        )
+        raise ConfigError(Problem("lora.rank", lora.rank, problem, remedy))
+    is_dora = any(path.endswith("/magnitude") for path in adapters)
+    if is_dora != (lora.form == "dora"):
+        problem = "is not the form of the model's adapters"
+        raise ConfigError(Problem("lora.form", lora.form, problem, remedy))
+    has_codes = any(jnp.issubdtype(x.dtype, jnp.integer) for _, x in leaves)
+    if lora.quantize and not has_codes:
+        problem = "quantises no matrix but those of the built-in models"
+        remedy = "leave it out, or give zjax.make_model(config)"
+        kind = lora.quantize.kind
+        raise ConfigError(Problem("lora.quantize", kind, problem, remedy))

@@ -14,7 +14,7 @@ from tests.support import lines, pipelines, two_segments
 from zjax.errors import PlanError
 from zjax.models.build import make_model
 from zjax.optim.build import make_optimizer
-from zjax.run.initialize import make_run
+from zjax.run.build import make_run
 from zjax.sharding.mesh import abstract_mesh
 from zjax.sharding.plan import make_plan
 from zjax.train.partition import StagePartition
