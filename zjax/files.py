@@ -20,6 +20,8 @@ MAX_TEXT_BYTES = 1 << 20
 """Maximum size of a file written by a person."""
 MAX_INDEX_BYTES = 1 << 28
 """Maximum size of an index of other files."""
+META_NAME = "meta.json"
+"""File that describes the token files in a folder."""
 
 
 def read_text(path: str | os.PathLike[str], max_bytes: int = MAX_TEXT_BYTES) -> str:

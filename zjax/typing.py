@@ -191,6 +191,9 @@ class Dropping:
     """float32[]: probability that the last block runs; None runs all blocks."""
 
 
+ATTENTION_WINDOW = "attention_window"
+"""Name, under `schedule` in a batch, of the number of keys that a token sees, up to its
+own position."""
 NOTHING_DROPPED = Dropping()
 """The `Dropping` of steps that run all blocks on all tokens."""
 

@@ -17,10 +17,10 @@ from zjax.models.build import make_model
 from zjax.ops.tokens import take_tokens
 from zjax.run.batch import SCHEDULE, check_model
 from zjax.run.compiler import CompileAhead
-from zjax.schedule.training import ATTENTION_WINDOW, TrainingSchedule
+from zjax.schedule.training import TrainingSchedule
 from zjax.sharding import plan
 from zjax.stack.forward import loss_of_step, run_stack
-from zjax.typing import NOTHING_DROPPED, Dropping, Tiles
+from zjax.typing import ATTENTION_WINDOW, NOTHING_DROPPED, Dropping, Tiles
 
 RANDOM_LTD = (
     "model.num_layers=3",

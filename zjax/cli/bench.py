@@ -21,12 +21,10 @@ from zjax.estimate.traced import run_flops
 from zjax.jaxprs.flops import Flops
 from zjax.models import flops
 from zjax.models.build import make_model
-from zjax.optim.build import make_optimizer
 from zjax.processes.agreement import versions
-from zjax.run.build import Run, make_run
+from zjax.run.build import Run, start_run
 from zjax.run.fit import explain_out_of_memory
 from zjax.run.pinned_pool import limit_pinned_pool
-from zjax.schedule.learning_rate import make_schedule
 from zjax.settings.batch import resolve_batch
 from zjax.settings.schema import Config, Constant
 from zjax.sharding.describe import format_bytes, render_table
@@ -191,9 +189,7 @@ def measure(
         data=dataclasses.replace(config.data, source="synthetic"),
     )
     model = make_model(config)
-    tx = make_optimizer(config, model)
-    schedule = make_schedule(config)
-    run = make_run(config, model, tx, schedule=schedule, devices=devices)
+    run = start_run(config, model, None, devices=devices)
     batch = _place_batch(run)
     start = time.perf_counter()
     peak = run.step.predict_peak(batch)

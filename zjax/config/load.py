@@ -70,6 +70,13 @@ def saved_config(extra: Mapping[str, Any]) -> schema.Config:
     return load_config(convert.current(extra.get("config", {})))
 
 
+def load_beside(tx: Any, source: Any) -> schema.Config:
+    """Reads settings as `load_config`; refuses an optimizer section beside a `tx`."""
+    if tx is not None:
+        deepspeed.check_optimizer_is_given(source)
+    return load_config(source)
+
+
 def _read(source: Any) -> Mapping[str, Any]:
     """Reads a source as nested settings."""
     if isinstance(source, schema.Config):

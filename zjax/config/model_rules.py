@@ -6,13 +6,12 @@ import pathlib
 from collections.abc import Callable, Iterator
 
 from zjax.errors import Problem
-from zjax.files import parse_json, read_text
+from zjax.files import META_NAME, parse_json, read_text
 from zjax.schedule import buckets, dropping, lengths
 from zjax.settings import attention, axes, choices, derived, mixture, schema, sequence
 from zjax.settings import layers as stages
 from zjax.settings.layers import cannot_unroll
 
-META_NAME = "meta.json"
 """Name of the metadata file that `zjax data prepare` writes."""
 
 

@@ -23,13 +23,12 @@ import numpy as np
 from absl import logging
 from jaxtyping import Int64
 
-from zjax.config.model_rules import META_NAME
 from zjax.data import sums
 from zjax.data import tokenizer as text
 from zjax.data.sums import REMEDY, ChunkSums, SummedFile
 from zjax.data.tokenizer_files import KEY, TOKENIZER_NAME, TokenizerRecord
 from zjax.errors import DataError, Problem, find_remedy
-from zjax.files import parse_json, read_text
+from zjax.files import META_NAME, parse_json, read_text
 
 FORMAT = 2
 EARLIER_FORMAT = 1

@@ -18,14 +18,13 @@ from zjax.models.layers import MatmulDtype
 from zjax.models.stack import Decoder, Encoder, execution_of, make_stack
 from zjax.ops import remat
 from zjax.ops.keys import fold_name
-from zjax.schedule.training import ATTENTION_WINDOW
 from zjax.settings import schema
 from zjax.settings.layers import layers_per_scan
 from zjax.settings.mixture import describe_future
 from zjax.settings.schema import Config
 from zjax.sharding.naming import path_of
 from zjax.stack.forward import loss_of
-from zjax.typing import Entries, Entry, Model, Params
+from zjax.typing import ATTENTION_WINDOW, Entries, Entry, Model, Params
 
 
 def make_model(config: Config) -> Model:

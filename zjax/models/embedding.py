@@ -16,10 +16,9 @@ from zjax.ops.lookup import look_up
 from zjax.ops.tokens import take_tokens
 from zjax.ops.window import Window
 from zjax.parallel import sequence, tensor
-from zjax.schedule.training import ATTENTION_WINDOW
 from zjax.settings import schema
 from zjax.sharding.activations import pin_tokens, pin_whole
-from zjax.typing import IGNORED
+from zjax.typing import ATTENTION_WINDOW, IGNORED
 
 
 def make_window(

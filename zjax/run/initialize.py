@@ -7,9 +7,8 @@ from typing import Any
 import jax
 
 from zjax.config.check import check_config
-from zjax.config.load import load_config
+from zjax.config.load import load_beside
 from zjax.data.entries import check_batch, entries_of
-from zjax.deepspeed import check_optimizer_is_given
 from zjax.errors import ConfigError, ModelError, Problem
 from zjax.flax_models.contract import with_cast
 from zjax.jaxprs.versions import dtype_promotion
@@ -91,11 +90,9 @@ def initialize(
         1.0
     """
     devices = jax.devices() if devices is None else devices
-    if tx is not None:
-        check_optimizer_is_given(config)
     if problems := unread_schedule(tx, schedule):
         raise ConfigError(*problems)
-    config = load_config({} if config is None else config)
+    config = load_beside(tx, {} if config is None else config)
     batch = check_batch(batch, {}, rows_differ=True)
     entries = _entries_of(model, batch, replicated)
     sizes = {leaf.shape[0] for _, leaf in rows_of(batch, entries)}

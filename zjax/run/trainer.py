@@ -12,10 +12,9 @@ import numpy as np
 from zjax import data
 from zjax.checkpoint.store import Store
 from zjax.checkpoint.tokenizer import check_start, keep_tokenizer
-from zjax.config.load import load_config
+from zjax.config.load import load_beside
 from zjax.data.loader import Loader
 from zjax.data.tokenizer_files import KEY as TOKENIZER
-from zjax.deepspeed import check_optimizer_is_given
 from zjax.errors import ConfigError, DataError, Problem
 from zjax.models.build import make_model
 from zjax.observe.history import check_directory
@@ -105,9 +104,7 @@ class Trainer:
         after_step: Sequence[AfterStep] = (),
         devices: Sequence[Device] | None = None,
     ):
-        if tx is not None:
-            check_optimizer_is_given(config)
-        config = load_config(config)
+        config = load_beside(tx, config)
         if model is None:
             limit_pinned_pool(config)  # before JAX starts its devices
         devices = jax.devices() if devices is None else devices

@@ -13,9 +13,8 @@ from zjax.schedule.learning_rate import make_schedule
 from zjax.schedule.lengths import CUTS, in_steps, make_shapes, make_tokens
 from zjax.schedule.pacing import Pacing, make_pacing
 from zjax.settings import schema
+from zjax.typing import ATTENTION_WINDOW
 
-ATTENTION_WINDOW = "attention_window"
-"""Name of the number of keys, up to the token's position, that a token sees."""
 _SEARCHED_STEPS = 10_000
 """Most steps that are searched for the first batch of each bucket."""
 
