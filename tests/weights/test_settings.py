@@ -11,7 +11,7 @@ from tests.support.refusals import listed
 from zjax.errors import ConfigError
 from zjax.huggingface import model_settings
 from zjax.settings import convert, mappings, schema
-from zjax.weights.families import DROPOUTS
+from zjax.weights.family import DROPOUTS
 from zjax.weights.huggingface import config_of, find_kind, report_dropouts
 
 REFUSALS = listed("huggingface.txt")

@@ -14,13 +14,8 @@ from zjax.settings import choices, convert, schema
 from zjax.settings.mixture import experts_by_layer
 from zjax.settings.ranges import MAX_LAYERS
 from zjax.weights import codes, rotation
-from zjax.weights.families import (
-    BOOKKEEPING,
-    DROPOUTS,
-    FAMILIES,
-    PADDING,
-    Family,
-)
+from zjax.weights.families import FAMILIES
+from zjax.weights.family import BOOKKEEPING, DROPOUTS, PADDING, Family
 from zjax.weights.keys import Fault, Key, check, computed_alone, is_accepted, refused
 from zjax.weights.windows import KNOWN, window_faults, window_settings
 

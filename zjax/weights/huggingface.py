@@ -23,7 +23,8 @@ from zjax.weights.config_json import (
     settings_of,
     shape_of,
 )
-from zjax.weights.families import FAMILIES, Family
+from zjax.weights.families import FAMILIES
+from zjax.weights.family import Family
 from zjax.weights.rotation import rotation_values
 from zjax.weights.source import Entry, Source, cached, check_same
 from zjax.weights.tensors import Row, from_tensors, layouts_of, to_tensors

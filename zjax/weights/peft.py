@@ -18,6 +18,7 @@ from zjax.weights import layers
 from zjax.weights.config_json import read_config
 from zjax.weights.files import open_file
 from zjax.weights.huggingface import TOKENS, find_kind
+from zjax.weights.keys import Fault, check, is_accepted
 from zjax.weights.peft_tensors import (
     CONFIG_NAME,
     ENDINGS,
@@ -95,8 +96,7 @@ def read_values(folder: pathlib.Path) -> dict[str, Any]:
     """Reads an adapter_config.json, and refuses unsupported values."""
     path = folder / CONFIG_NAME
     values = read_config(path, "an adapter of PEFT")
-    if problems := [*_wrong(values, path)]:
-        raise ConfigError(*problems)
+    check(_faults(values), path)
     return values
 
 
@@ -113,33 +113,24 @@ def shape_of(values: Mapping[str, Any]) -> dict[str, Any]:
     return {"rank": rank, "alpha": alpha, "form": form, "dropout": dropout}
 
 
-def _wrong(values: Mapping[str, Any], path: pathlib.Path) -> Iterator[Problem]:
-    """Yields a problem for each unsupported value and each wrong type."""
-    where, remedy = f"of {path}", WITHOUT
+def _faults(values: Mapping[str, Any]) -> Iterator[Fault]:
+    """Yields a fault for each unsupported value and each wrong type."""
     for name, accepted in _FIXED.items():
-        value = values.get(name, accepted[0])
-        # In Python 0 == False and 1 == True.
-        if not any(value == x and type(value) is type(x) for x in accepted):
-            problem = f"{where} is not supported"
-            yield Problem(name, value, problem, remedy)
-    kinds = {"r": (int,), "lora_alpha": (int, float)}
-    for name, kind in kinds.items():
-        value: Any = values.get(name)
-        if type(value) not in kind or not 0 < value < math.inf:
-            problem = f"{where} is no positive number"
-            yield Problem(name, value, problem, "correct it there")
+        if not is_accepted(value := values.get(name, accepted[0]), accepted):
+            yield Fault(name, value, "is not supported", WITHOUT)
+    for name, kinds in {"r": (int,), "lora_alpha": (int, float)}.items():
+        number: Any = values.get(name)
+        if type(number) not in kinds or not 0 < number < math.inf:
+            yield Fault(name, number, "is no positive number")
     rate: Any = values.get("lora_dropout", 0.0)
     if type(rate) not in (int, float) or not 0 <= rate < 1:
-        problem = f"{where} is no probability below 1"
-        yield Problem("lora_dropout", rate, problem, "correct it there")
+        yield Fault("lora_dropout", rate, "is no probability below 1")
     names = values.get(KEY) or []
     if not isinstance(names, list) or not all(isinstance(x, str) and x for x in names):
-        problem = f"{where} is no list of modules"
-        yield Problem(KEY, names, problem, "correct it there")
+        yield Fault(KEY, names, "is no list of modules")
     for name in ("use_rslora", "use_dora"):
         if type(values.get(name, False)) is not bool:
-            problem = f"{where} is neither true nor false"
-            yield Problem(name, values[name], problem, "correct it there")
+            yield Fault(name, values[name], "is neither true nor false")
 
 
 def report_unread(values: Mapping[str, Any], path: pathlib.Path) -> None:

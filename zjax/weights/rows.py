@@ -4,6 +4,7 @@ Reference: the model classes of github.com/huggingface/transformers.
 """
 
 import dataclasses
+import functools
 
 from zjax.weights.tensors import Row
 
@@ -22,29 +23,35 @@ def _linear(
     theirs: str,
     dims: str,
     *,
-    bias: str = "use_bias",
+    layer: str = f"{_LAYER}.",
+    is_turned: bool = True,
+    bias: str | None = "use_bias",
+    unless: str = "",
     part: int = 0,
     parts: tuple[str, ...] = (),
 ) -> tuple[Row, ...]:
-    """Kernel and bias of a torch `Linear`, or of a part of a joined `Linear`."""
-    ours, theirs = f"blocks.{ours}", f"{_LAYER}.{theirs}"
-    outputs = dims.rpartition("|")[2]
-    return (
-        Row(f"{ours}.kernel", f"{theirs}.weight", dims, _turned(dims), part, parts),
-        Row(f"{ours}.bias", f"{theirs}.bias", outputs, "", part, parts, needs=bias),
-    )
+    """Kernel and bias of a matrix, or of a part of a joined matrix.
+
+    `is_turned` means outputs first, as in a torch `Linear`. `bias` is the setting of
+    the bias: always there if empty, never if None. `layer` is empty outside of layers.
+    """
+    ours, theirs = f"blocks.{ours}" if layer else ours, f"{layer}{theirs}"
+    outputs, tensor = dims.rpartition("|")[2], _turned(dims) if is_turned else ""
+    kernel = Row(f"{ours}.kernel", f"{theirs}.weight", dims, tensor, part, parts)
+    if bias is None:
+        return (dataclasses.replace(kernel, unless=unless),)
+    added = Row(f"{ours}.bias", f"{theirs}.bias", outputs, "", part, parts, needs=bias)
+    return kernel, added
 
 
-def _conv(
-    ours: str, theirs: str, dims: str, part: int = 0, parts: tuple[str, ...] = ()
-) -> tuple[Row, ...]:
-    """Kernel and bias of GPT-2's `Conv1D`, with inputs first."""
-    ours, theirs = f"blocks.{ours}", f"transformer.h.{{layer}}.{theirs}"
-    outputs = dims.rpartition("|")[2]
-    return (
-        Row(f"{ours}.kernel", f"{theirs}.weight", dims, "", part, parts),
-        Row(f"{ours}.bias", f"{theirs}.bias", outputs, "", part, parts),
-    )
+_conv = functools.partial(
+    _linear, layer="transformer.h.{layer}.", is_turned=False, bias=""
+)
+"""Kernel and bias of GPT-2's `Conv1D`, with inputs first."""
+_plain = functools.partial(_linear, bias=None)
+"""Kernel of a torch `Linear` without a bias."""
+_dense = functools.partial(_linear, layer="", bias="")
+"""Kernel and bias of a torch `Linear`, by full names."""
 
 
 def _layer_norm(ours: str, theirs: str) -> tuple[Row, ...]:
@@ -114,12 +121,6 @@ def _router(theirs: str) -> tuple[Row, ...]:
     """Kernel of a router."""
     ours, theirs = "blocks.mlp.router.kernel", f"{_LAYER}.{theirs}.weight"
     return (Row(ours, theirs, "embed experts", "experts | embed", layers="mixture"),)
-
-
-def _plain(ours: str, theirs: str, dims: str, *, unless: str = "") -> tuple[Row, ...]:
-    """Kernel of a torch `Linear` without a bias."""
-    ours, theirs = f"blocks.{ours}.kernel", f"{_LAYER}.{theirs}.weight"
-    return (Row(ours, theirs, dims, _turned(dims), unless=unless),)
 
 
 _EMBEDDING = (Row("embedding.tokens", "model.embed_tokens.weight", "vocab | embed"),)
@@ -266,7 +267,7 @@ GPT2: tuple[Row, ...] = (
     *(
         row
         for part, (ours, _, dims) in enumerate(_FROM_STREAM)
-        for row in _conv(ours, "attn.c_attn", dims, part, _INPUTS)
+        for row in _conv(ours, "attn.c_attn", dims, part=part, parts=_INPUTS)
     ),
     *_conv("attention.out", "attn.c_proj", "heads head | embed"),
     *_layer_norm("blocks.mlp_norm", "transformer.h.{layer}.ln_2"),
@@ -311,14 +312,6 @@ def _encoder(prefix: str, transform: str, norm: str, bias: str) -> tuple[Row, ..
         *_dense("head.transform", transform, "embed | hidden"),
         *_layer_norm("head.norm", norm),
         Row("head.bias", bias, "vocab"),
-    )
-
-
-def _dense(ours: str, theirs: str, dims: str) -> tuple[Row, ...]:
-    """Kernel and bias of a torch `Linear`, by full names."""
-    return (
-        Row(f"{ours}.kernel", f"{theirs}.weight", dims, _turned(dims)),
-        Row(f"{ours}.bias", f"{theirs}.bias", dims.rpartition("|")[2]),
     )
 
 
