@@ -15,8 +15,8 @@ FLOORS = (
     ("config", "ops", "comm", "storage", "optim"),
     ("data", "moe", "parallel", "stack", "flax_models"),
     ("models", "linen", "nnx", "train"),
-    ("weights",),
-    ("checkpoint", "offload", "replicas", "observe", "estimate"),
+    ("weights", "replicas"),
+    ("checkpoint", "offload", "observe", "estimate"),
     ("run", "huggingface"),
     ("cli", "__main__"),
 )

@@ -32,6 +32,7 @@ from zjax.ops.sparse_self import (
     unpad_sequence_output,
 )
 from zjax.optim.build import make_optimizer
+from zjax.replicas.state import init_state
 from zjax.run.build import Run, adopt_optimizer, make_run
 from zjax.run.ending import AfterStep
 from zjax.run.fit import fit_plan
@@ -43,7 +44,7 @@ from zjax.schedule.learning_rate import make_schedule
 from zjax.sharding import Plan, abstract_mesh, make_mesh, make_plan
 from zjax.sharding.describe import describe_plan, describe_plan_totals
 from zjax.stack.forward import loss_of, with_stack
-from zjax.train import TrainState, init_state
+from zjax.train import TrainState
 from zjax.typing import Auxiliary, Entry, Loss, Model, Segment, Stack
 
 __all__ = [

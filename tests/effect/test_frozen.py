@@ -13,10 +13,10 @@ from tests.support import models, runs
 from zjax.checkpoint.export import export_safetensors
 from zjax.checkpoint.store import Store
 from zjax.optim.build import make_optimizer
+from zjax.replicas.state import saved_rows, saved_state
 from zjax.run.build import make_run
 from zjax.settings import schema
 from zjax.sharding import memory
-from zjax.train.state import saved_rows, saved_state
 
 N = 8
 MATRIX = models.WIDTH * models.HIDDEN

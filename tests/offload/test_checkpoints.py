@@ -22,8 +22,8 @@ from tests.support.tiles import cut
 from zjax.checkpoint.export import export_safetensors
 from zjax.checkpoint.store import Store
 from zjax.errors import CheckpointError
+from zjax.replicas.state import saved_rows, saved_state
 from zjax.settings import schema
-from zjax.train.state import saved_rows, saved_state
 from zjax.weights.saved import SavedArrays
 from zjax.weights.source import name_leaves
 

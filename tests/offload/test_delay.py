@@ -27,7 +27,7 @@ from tests.support.offload import (
 from zjax.config.check import check_config
 from zjax.errors import CheckpointError, ConfigError, PlanError
 from zjax.models.build import make_model
-from zjax.train.state import saved_state
+from zjax.replicas.state import saved_state
 
 NUM_IMMEDIATE, NUM_STEPS, CLIP_NORM = 2, 6, 0.05
 

@@ -30,13 +30,14 @@ from zjax.checkpoint.store import Store
 from zjax.estimate.tables import traffic_of_step
 from zjax.models.build import make_model
 from zjax.optim.build import make_optimizer
+from zjax.replicas.state import saved_rows, saved_state
 from zjax.settings import schema
 from zjax.sharding import memory
 from zjax.sharding import mesh as meshes
 from zjax.sharding import plan as plans
 from zjax.sharding.placement import Form
 from zjax.sharding.plan import DEVICE, HOST, NVME
-from zjax.train.state import saved_rows, saved_state, with_params
+from zjax.train.state import with_params
 
 
 def halves(stage=2, state_memory="pinned_host", **sections):

@@ -30,11 +30,11 @@ from tests.support.trees import assert_close, stacked
 from zjax.errors import StorageError
 from zjax.estimate import tables
 from zjax.offload import stream as streams
+from zjax.replicas.state import saved_rows, saved_state
 from zjax.sharding import describe, memory
 from zjax.storage import files as chunks
 from zjax.storage.array import DiskArray
 from zjax.train.compute_params import high_bits
-from zjax.train.state import saved_rows, saved_state
 
 
 def on_disk(path, stage=2, *, zero=None, **changes):

@@ -9,8 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from tests.reference import compression
 from tests.support import models, rules, runs, totals
@@ -20,9 +18,6 @@ from zjax.errors import PlanError
 from zjax.optim.build import make_optimizer
 from zjax.run.build import make_run as make_planned_run
 from zjax.settings import schema
-from zjax.sharding import mesh as meshes
-from zjax.sharding.placement import ArrayPlan
-from zjax.train.outer_state import make_fragments
 from zjax.train.update import make_update
 
 LEARNING_RATE = 0.5
@@ -342,21 +337,3 @@ def test_optimizers_of_the_settings_work_inside(name, codec):
     for _ in range(40):
         state, _ = run.step(state, batch)
     assert float(run.step.evaluate(state, batch)["loss"]) < 0.9 * before
-
-
-def test_layers_of_a_stack_are_dealt_out_to_fragments():
-    """Fails if layers are lost or sent twice, or come back in another order."""
-    mesh = meshes.make_mesh(schema.Mesh(replica=8))
-    place = NamedSharding(mesh, P())
-    rows = {
-        name: ArrayPlan(name, shape, np.dtype("float32"), place, place, num_layers=n)
-        for name, shape, n in (("blocks", (5, 3), 5), ("head", (2,), 0))
-    }
-    leaves = [jnp.arange(15.0).reshape(5, 3), jnp.array([7.0, 8.0])]
-    first, second = make_fragments(rows, 2)
-    assert [x.tolist() for x in first.take(leaves)] == [leaves[0][::2].tolist()]
-    assert [row.shape for row in second.rows(list(rows.values()))] == [(2, 3), (2,)]
-    zeros = [jnp.zeros_like(x) for x in leaves]
-    for fragment in (first, second):
-        zeros = fragment.put(zeros, fragment.take(leaves))
-    jax.tree.map(np.testing.assert_array_equal, zeros, leaves)

@@ -10,12 +10,9 @@ import pytest
 
 from tests.support import models, runs
 from tests.support.crossing import crossing, is_large
-from zjax.comm.codecs import make_codec
-from zjax.schedule.exchange import Phase
 from zjax.settings import schema
 from zjax.sharding.mesh import REPLICA
-from zjax.train.exchange import Exchange, Sent
-from zjax.train.update import make_update
+from zjax.train.update import Sent, make_update
 from zjax.typing import Loss
 
 MESHES = {
@@ -167,14 +164,12 @@ def test_an_optimizer_with_a_line_search_trains_with_a_codec():
 def test_clipping_reads_the_norm_of_what_arrived():
     """Fails if the norm before the exchange clips: it is 10, and that of the mean 5."""
 
-    class Halves(Exchange):
-        def __call__(self, tree, errors, keep):
-            return jax.tree.map(lambda x: x / 2, tree), errors
+    def halves(tree, errors, applies):
+        return jax.tree.map(lambda x: x / 2, tree), errors
 
     settings = schema.Optimizer(clip_norm=1.0)
     run = runs.make_small_run(optax.sgd(0.1), 0, optimizer=settings)
-    codec = make_codec("int8")
-    sent = Sent(Phase("train", "gradients", "int8"), Halves(run.plan, codec))
+    sent = Sent("train", halves)
     precision = run.config.precision
     update = make_update(
         optax.sgd(0.1), run.plan, run.config.optimizer, precision, None, None, sent

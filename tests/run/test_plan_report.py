@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AbstractMesh
 
 from tests.support import small_run
-from zjax.comm.codecs import make_codec, packed_bytes
+from zjax.comm.codecs import packed_bytes
 from zjax.config import load_config
 from zjax.data.curriculum import Curriculum
 from zjax.data.metric_index import write_index
@@ -25,7 +25,8 @@ from zjax.observe.communication import (
     link_bytes,
 )
 from zjax.observe.schedule import describe_schedule
-from zjax.run import local_steps
+from zjax.replicas.exchange import exchanges_by_program
+from zjax.run import replicas
 from zjax.run.batch import abstract_batch
 from zjax.run.plan_report import (
     describe_collectives,
@@ -33,10 +34,9 @@ from zjax.run.plan_report import (
     report_links,
     report_plan,
 )
+from zjax.schedule.exchange import make_exchanges
 from zjax.schedule.training import TrainingSchedule
 from zjax.settings import schema
-from zjax.train.exchange import Exchange
-from zjax.train.outer_state import make_exchange, make_fragments
 
 
 def test_a_step_on_gpus_is_told_as_text():
@@ -262,11 +262,12 @@ def test_a_compressed_step_sends_what_its_codec_makes_of_the_buffer(table):
     found, run = table(*ONE_BIT)
     times, _, between = found["compressed"]
     assert times == 6
-    expected = exchanged(Exchange(run.plan, make_codec("onebit")))
+    by_program = exchanges_by_program(run.plan, make_exchanges(run.config))
+    expected = exchanged(by_program["compressed"])
     assert expected <= between <= expected + SMALL
     times, _, full = found["warm up"]
     assert times == 2
-    expected = exchanged(Exchange(run.plan, make_codec("float32")))
+    expected = exchanged(by_program["warm_up"])
     assert full == pytest.approx(expected, abs=SMALL, rel=0.01)
     assert found["a step on average"][-1] == pytest.approx(
         (2 * full + 6 * between) / 8, rel=0.01
@@ -277,9 +278,9 @@ def test_local_steps_send_nothing_between_nodes_and_fragments_share_a_line(table
     found, run = table(*DILOCO)
     assert found["local step"][::2] == (8, 0)
     assert found["local step"][1] > 10_000
-    fragments = make_fragments(run.plan.master, 2)
-    exchanges = [make_exchange(run.plan, "int4", each) for each in fragments]
-    expected = sum(map(exchanged, exchanges))
+    by_program = exchanges_by_program(run.plan, make_exchanges(run.config))
+    assert sorted(by_program) == ["mean_0", "mean_1"]
+    expected = sum(map(exchanged, by_program.values()))
     times, _, between = found["exchange"]
     assert times == 4
     assert between == pytest.approx(expected / 2, rel=0.01)
@@ -315,7 +316,7 @@ def results(program, first, *others):
 @pytest.mark.parametrize("settings", [DILOCO, ZERO_ONE], ids=["diloco", "zero-one"])
 def test_programs_of_a_schedule_are_those_that_run(settings, tmp_path, monkeypatch):
     """Fails if a program is left out or named too often; none is compiled."""
-    monkeypatch.setattr(local_steps, "check_warm_up", lambda *_, **__: None)
+    monkeypatch.setattr(replicas, "check_warm_up", lambda *_, **__: None)
     trainer = small_run.make_trainer(tmp_path, *MESH, *settings)
     step, state, names = trainer.run.step, trainer.run.state, []
     programs = step.executor.programs

@@ -12,9 +12,9 @@ from tests.support import models, offload, rules, runs
 from tests.support.refusals import non_finite_error, plan_error, state_error
 from zjax.errors import NonFiniteError, StateError
 from zjax.optim.build import make_optimizer
+from zjax.replicas.state import saved_state
 from zjax.settings import schema
 from zjax.sharding import plan as plans
-from zjax.train.state import saved_state
 
 CONSUMED = re.escape(
     "state='consumed' was passed to a step, which used its memory for the next state; "

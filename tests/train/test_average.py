@@ -12,10 +12,10 @@ from tests.support.trees import assert_close
 from zjax.checkpoint.export import export_safetensors
 from zjax.checkpoint.store import Store
 from zjax.errors import ConfigError, PlanError
+from zjax.replicas.state import saved_rows, saved_state
 from zjax.settings import schema
 from zjax.sharding import plan as plans
 from zjax.train.average import choose_part, parts_of, with_part
-from zjax.train.state import saved_rows, saved_state
 
 NUM_STEPS = 4
 BATCH = models.make_batch(99)

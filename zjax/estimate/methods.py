@@ -6,17 +6,16 @@ from typing import Any
 
 import jax
 
-from zjax.comm.codecs import make_codec, packed_bytes
+from zjax.comm.codecs import packed_bytes
 from zjax.comm.packed import CODECS
-from zjax.schedule.exchange import TRAIN, Exchanges, make_exchanges
+from zjax.replicas.exchange import Exchange, exchanges_by_program
+from zjax.schedule.exchange import Exchanges, make_exchanges
 from zjax.settings import choices, schema
 from zjax.settings.batch import resolve_batch
 from zjax.sharding.mesh import REPLICA
 from zjax.sharding.placement import ArrayPlan, dtype_bytes
 from zjax.sharding.plan import Plan
 from zjax.sharding.roles import trained
-from zjax.train.exchange import Exchange
-from zjax.train.outer_state import make_exchange, make_fragments
 
 ROUND = 40
 """Longest DiLoCo round, in steps, unless the run sets a length."""
@@ -119,27 +118,16 @@ def sent_per_step(plan: Plan, config: schema.Config) -> float:
     if config.zero.replicas:
         return _sent_by_shards(plan, config)
     exchanges = make_exchanges(config)
-    by_program = _by_program(plan, exchanges)
+    if exchanges == Exchanges():
+        # What the compiler reduces is counted as float32.
+        exchanges = Exchanges(codec="float32")
+    by_program = exchanges_by_program(plan, exchanges)
     sent = (
         number * _sent_by(by_program[program])
         for program, number in exchanges.count_programs(config.num_steps).items()
         if program in by_program
     )
     return sum(sent) / config.num_steps
-
-
-def _by_program(plan: Plan, exchanges: Exchanges) -> dict[str, Exchange]:
-    """Exchanges between replicas by the name of the program."""
-    codecs = {phase.program: phase.codec for phase in exchanges.sending}
-    fragments = []
-    if exchanges.steps_apart:
-        fragments = make_fragments(plan.master, exchanges.num_fragments)
-    else:
-        codecs = codecs or {TRAIN: "float32"}
-    return {name: Exchange(plan, make_codec(x)) for name, x in codecs.items()} | {
-        f"mean_{i}": make_exchange(plan, exchanges.outer_codec, fragment)
-        for i, fragment in enumerate(fragments)
-    }
 
 
 def _sent_by(exchange: Exchange) -> float:
@@ -149,7 +137,7 @@ def _sent_by(exchange: Exchange) -> float:
     chunk.
     """
     number = exchange.num_replicas
-    devices = exchange.plan.mesh.size // number
+    devices = exchange.mesh.size // number
     packed = packed_bytes(exchange.codec, exchange.num_elements)
     # Reduce-scatter and all-gather: (N - 1) / N of the packed bytes each.
     return devices * packed * 2 * (number - 1) / number

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from zjax.replicas.state import run_rows
 from zjax.schedule.exchange import make_exchanges
 from zjax.settings.batch import resolve_batch
 from zjax.settings.schema import Config
@@ -19,7 +20,6 @@ from zjax.sharding.placement import ArrayPlan
 from zjax.sharding.plan import DEVICE, HOST, NVME, Plan
 from zjax.sharding.roles import trained
 from zjax.sharding.zero import splits_of
-from zjax.train.state import state_rows
 
 DEVICE_SHARE = 0.94
 """Share of a device's memory that a predicted step may take."""
@@ -170,7 +170,7 @@ def kept_rows(plan: Plan, config: Config) -> dict[str, Any]:
 
     By name; an entry is empty if the run does not keep such arrays.
     """
-    state = state_rows(plan, config)
+    state = run_rows(plan, config)
     if not make_exchanges(config).steps_apart:
         return {"errors of the codec": state.extra}
     return {

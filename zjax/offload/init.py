@@ -37,7 +37,7 @@ def init_layer_by_layer(
     *,
     weights: Iterable[jax.Array] | None = None,
 ) -> TrainState:
-    """Creates the state of `zjax.train.init_state`, one array after another.
+    """Creates the state of `zjax.init_state`, one array after another.
 
     The model has `init_layer`, or `weights` are given: stored parameters on the
     devices, created on demand, in the order and the dtypes of the master weights.

@@ -18,6 +18,7 @@ from zjax.optim.per_layer import per_layer_if_needed
 from zjax.processes.agreement import check_agreement
 from zjax.processes.barrier import connect
 from zjax.processes.host import warn_of_small_pages
+from zjax.replicas.state import saved_rows
 from zjax.run.batch import abstract_batch
 from zjax.run.first_state import first_state
 from zjax.run.fit import check_fits, fit_plan, offloaded_inputs
@@ -36,7 +37,6 @@ from zjax.storage.transfers import progress_bar
 from zjax.train.compute_params import compute_dtype
 from zjax.train.state import (
     TrainState,
-    saved_rows,
     with_params,
 )
 from zjax.train.update import Schedule

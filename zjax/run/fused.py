@@ -9,9 +9,8 @@ import jax
 from zjax.jaxprs.versions import dtype_promotion
 from zjax.models.generate import generate
 from zjax.offload.compiled import Peak
-from zjax.replicas.compressed import ReplicaPrograms
+from zjax.replicas.state import run_rows
 from zjax.run.compiler import step_options
-from zjax.schedule.exchange import Exchanges, Phase
 from zjax.settings.batch import resolve_batch
 from zjax.settings.schema import Config
 from zjax.sharding.memory import tree_bytes
@@ -22,10 +21,9 @@ from zjax.sharding.program_plan import staged_plan
 from zjax.storage.move import to_devices
 from zjax.train.average import averaged, check_average, only_weights, parts_of
 from zjax.train.compute_params import compute_params
-from zjax.train.exchange import Sent, make_sent
 from zjax.train.programs import GradientSettings, Programs, make_gradients
-from zjax.train.state import TrainState, check_not_consumed, state_rows, stored_compute
-from zjax.train.update import Schedule, make_update
+from zjax.train.state import TrainState, check_not_consumed, stored_compute
+from zjax.train.update import Schedule, Sent, make_update
 from zjax.typing import Batch, Metrics, Model, Params
 
 
@@ -58,24 +56,6 @@ def make_programs(
         tx, plan, config.optimizer, precision, schedule, model.stack, sent
     )
     return Programs(make_gradients(settings), update, plan, config.seed)
-
-
-def make_replica_programs(
-    model: Model,
-    tx: Any,
-    plan: Plan,
-    config: Config,
-    schedule: Schedule | None,
-    exchanges: Exchanges,
-) -> ReplicaPrograms:
-    """Builds the uncompiled programs of a run, one for each phase."""
-
-    def programs(phase: Phase) -> Programs:
-        sent = make_sent(plan, phase, config.optimizer.rule)
-        return make_programs(model, tx, plan.of_replica, config, schedule, sent)
-
-    by_name = {phase.program: programs(phase) for phase in exchanges.sending}
-    return ReplicaPrograms(by_name, model, plan)
 
 
 class Weights:
@@ -149,7 +129,7 @@ class FusedExecutor:
     ):
         self._compiled: dict[Any, jax.stages.Compiled] = {}
         self.programs: Mapping[str, Any] = programs
-        self.state_plan = state_rows(plan, config)
+        self.state_plan = run_rows(plan, config)
         self.parameters = Weights(model, plan)
 
     def state_of(self, program: str) -> TrainState:
@@ -213,7 +193,7 @@ def fused_executor(
     jit = functools.partial(jax.jit, compiler_options=step_options(config, plan))
     replaces_state = {
         "donate_argnums": 0,
-        "out_shardings": (shardings(state_rows(plan, config)), None),
+        "out_shardings": (shardings(run_rows(plan, config)), None),
     }
     programs = {
         "train": jit(pure.train, **replaces_state),

@@ -13,6 +13,7 @@ from zjax.checkpoint.store import Store
 from zjax.errors import CheckpointError, Problem
 from zjax.files import local_path
 from zjax.processes import member_files
+from zjax.replicas.state import saved_rows, saved_state
 from zjax.run.build import Run
 from zjax.run.resume import (
     check_messages,
@@ -21,7 +22,7 @@ from zjax.run.resume import (
     report_changes,
     report_functions,
 )
-from zjax.train.state import TrainState, saved_rows, saved_state, with_params
+from zjax.train.state import TrainState, with_params
 
 
 def save(

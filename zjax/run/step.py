@@ -14,8 +14,8 @@ from zjax.offload.compiled import Peak
 from zjax.run.batch import StepInputs, check_model
 from zjax.run.executor import Executor, StepNumber
 from zjax.run.fused import fused_executor
-from zjax.run.local_steps import LocalStepsExecutor
-from zjax.run.streamed import ReplicatedExecutor, StreamedExecutor
+from zjax.run.replicas import ReplicasExecutor
+from zjax.run.streamed import StreamedExecutor
 from zjax.run.teacher import Teacher
 from zjax.schedule.exchange import Exchanges
 from zjax.schedule.training import TrainingSchedule
@@ -324,14 +324,12 @@ def _make_executor(
     schedule: Schedule | None,
     exchanges: Exchanges,
 ) -> Executor:
-    """Picks the executor: streamed if offloaded, else local steps, phases or fused."""
+    """Picks the executor: streamed if offloaded, else of replicas, or fused."""
     if plan.is_offloaded:
         return StreamedExecutor(model, tx, plan, config, schedule)
-    if exchanges.steps_apart:
-        return LocalStepsExecutor(model, tx, plan, config, schedule, exchanges)
-    if not exchanges.sending:
-        return fused_executor(model, tx, plan, config, schedule)
-    return ReplicatedExecutor(model, tx, plan, config, schedule, exchanges)
+    if exchanges.sending or exchanges.steps_apart:
+        return ReplicasExecutor(model, tx, plan, config, schedule, exchanges)
+    return fused_executor(model, tx, plan, config, schedule)
 
 
 def _checks_ids(config: Config, model: Model) -> bool:

@@ -1,31 +1,24 @@
-"""Executors whose step is not one program: an offloaded state, compressed gradients."""
+"""Executor whose step is a sequence of programs, as the state is offloaded."""
 
-import dataclasses
-import functools
 from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import optax
 from jax.sharding import Mesh
 
-from zjax.errors import NonFiniteError, PlanError, Problem, StateError
+from zjax.errors import PlanError, Problem
 from zjax.jaxprs.versions import dtype_promotion
 from zjax.models.generate import generate
 from zjax.offload.compiled import Peak
 from zjax.offload.generate import Generation
 from zjax.offload.train import OffloadedTrain
-from zjax.optim.onebit import is_of_adam
 from zjax.run.compiler import step_options
-from zjax.run.executor import StepNumber, make_jit
-from zjax.run.fused import FusedExecutor, Weights, make_programs, make_replica_programs
-from zjax.schedule.exchange import Exchanges, Rounds
+from zjax.run.executor import make_jit
+from zjax.run.fused import Weights, make_programs
 from zjax.settings.schema import Config
-from zjax.sharding.placement import shardings
 from zjax.sharding.plan import Plan
 from zjax.sharding.program_plan import staged_plan
-from zjax.train.state import TrainState, state_rows, without_update
+from zjax.train.state import TrainState, without_update
 from zjax.train.update import Schedule
 from zjax.typing import Batch, Metrics, Model
 
@@ -113,116 +106,3 @@ class StreamedExecutor:
         Returns None where the compiler does not report memory.
         """
         return self.step.predict_peak(batch)
-
-
-def check_warm_up(
-    state: TrainState, number: int, freeze_step: int, *, is_known: bool
-) -> None:
-    """Refuses to freeze second moments that no gradient has updated.
-
-    Waits for the state at the first step after the freeze, and at later steps if the
-    previous step did not return the state (`is_known`). `freeze_step=0` means no
-    freeze.
-    """
-    is_checked = number == freeze_step + 1 or not is_known
-    if not freeze_step or number <= freeze_step or not is_checked:
-        return
-    if not bool(_were_updated(_updates_of_moments(state))):
-        problem = "ends a warm-up whose updates of second moments were all skipped, "
-        problem += "and nothing would move"
-        remedy = "use more, or a smaller precision.loss_scale.initial"
-        raise NonFiniteError(
-            Problem("optimizer.rule.freeze_step", freeze_step, problem, remedy)
-        )
-
-
-def _updates_of_moments(state: TrainState) -> jax.Array:
-    """Number of steps that updated second moments, int32[]; int32[N] for N replicas."""
-    opt_state = getattr(state.extra, "replicas", state).opt_state
-    number = optax.tree_utils.tree_get(opt_state, "variances")
-    if number is None:
-        return optax.tree_utils.tree_get(opt_state, "count", filtering=is_of_adam)
-    return number
-
-
-@jax.jit
-def _were_updated(numbers: jax.Array) -> jax.Array:
-    return jnp.all(numbers > 0)
-
-
-def check_together(state: TrainState, exchanges: Exchanges) -> None:
-    """Refuses a joint step of replicas whose states differ; waits for the state."""
-    replicas = dataclasses.replace(state.extra.replicas, num_skipped=())
-    if not bool(_differ(replicas)):
-        return
-    done = int(state.step)
-    if isinstance(exchanges, Rounds):
-        field = "communication.local_steps.num_synchronous_steps"
-        value = exchanges.num_synchronous_steps
-    else:
-        field, value = "optimizer.rule.freeze_step", exchanges.freeze_step
-    problem = f"joins replicas at step {done + 1} that have stepped apart"
-    remedy = f"use {done} or less, or a state whose replicas are equal"
-    raise StateError(Problem(field, value, problem, remedy))
-
-
-@jax.jit
-def _differ(replicas: TrainState) -> jax.Array:
-    """Whether any replica differs from the first; NaN equals NaN."""
-
-    def differs(x: jax.Array) -> jax.Array:
-        first = x[:1]
-        # NaN differs from itself: two NaNs count as equal.
-        return jnp.any((x != first) & ((x == x) | (first == first)))
-
-    return jnp.any(jnp.stack([*map(differs, jax.tree.leaves(replicas))]))
-
-
-class ReplicatedExecutor(FusedExecutor):
-    """Executor that picks the program of a step by the step's phase, on the host.
-
-    Programs are one step per phase, by the names of phases; `train`, the step of the
-    last phase; and `evaluate`.
-
-    Args:
-        model: Model and loss as pure functions.
-        tx: Optax gradient transformation whose update takes a phase.
-        plan: Plan of every array, all on the devices.
-        config: Checked settings.
-        schedule: Learning rate by applied step, for the metrics.
-        exchanges: What replicas exchange in each step.
-    """
-
-    def __init__(
-        self,
-        model: Model,
-        tx: Any,
-        plan: Plan,
-        config: Config,
-        schedule: Schedule | None,
-        exchanges: Exchanges,
-    ):
-        pure = make_replica_programs(model, tx, plan, config, schedule, exchanges)
-        jit = functools.partial(jax.jit, compiler_options=step_options(config, plan))
-        places = (shardings(state_rows(plan.of_replica, config)), None)
-        steps = {
-            name: jit(
-                functools.partial(pure.train, name),
-                donate_argnums=0,
-                out_shardings=places,
-            )
-            for name in pure.phases
-        }
-        last = steps[exchanges.at(config.num_steps).phase.program]
-        programs = steps | {"train": last, "evaluate": jit(pure.evaluate)}
-        super().__init__(model, plan, config, programs)
-        self._exchanges, self._number = exchanges, StepNumber()
-
-    def train(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """Takes one optimizer step and donates the state."""
-        is_known, number = self._number.knows(state), self._number.before(state) + 1
-        check_warm_up(state, number, self._exchanges.freeze_step, is_known=is_known)
-        program = self._exchanges.at(number).phase.program
-        state, metrics = self.programs[program](state, batch)
-        self._number.after(state, number)
-        return state, metrics

@@ -21,6 +21,7 @@ from zjax.observe.history import check_directory
 from zjax.observe.progress import RESUME
 from zjax.processes.agreement import check_same_data
 from zjax.processes.member_files import hold
+from zjax.replicas.state import saved_rows, saved_state
 from zjax.run.batch import end_by_epochs
 from zjax.run.build import start_run, unread_schedule
 from zjax.run.compiler import CompileAhead
@@ -52,7 +53,7 @@ from zjax.run.trainer_settings import checked_settings, is_of_settings, unread_l
 from zjax.run.writer import Given, Writer
 from zjax.schedule.training import TrainingSchedule
 from zjax.train.average import check_average, with_part
-from zjax.train.state import TrainState, saved_rows, saved_state
+from zjax.train.state import TrainState
 from zjax.train.update import Schedule
 from zjax.typing import Device, Model
 

@@ -10,10 +10,8 @@ import jax.core as jax_core
 import jax.numpy as jnp
 import numpy as np
 
-from zjax.errors import CheckpointError, Problem, StateError
-from zjax.jaxprs.versions import dtype_promotion
+from zjax.errors import Problem, StateError
 from zjax.optim import precision
-from zjax.schedule.exchange import make_exchanges
 from zjax.settings.schema import Config, Precision
 from zjax.sharding.layers import take_apart
 from zjax.sharding.placement import (
@@ -23,24 +21,19 @@ from zjax.sharding.placement import (
     place_tree,
     shardings,
     unpad,
-    unpad_tree,
 )
 from zjax.sharding.plan import Plan
 from zjax.sharding.program_plan import staged_plan, trained_plan
 from zjax.sharding.roles import frozen, joined, trained
 from zjax.storage.array import DiskArray
-from zjax.storage.move import store, store_all, store_in_turn, to_devices
+from zjax.storage.move import store, store_in_turn, to_devices
 from zjax.storage.transfers import transfer_budget
 from zjax.train.compute_params import (
     compute_param,
     compute_params,
     computed_once,
-    high_bits,
     stored_master,
-    unsplit_plans,
 )
-from zjax.train.exchange import error_rows
-from zjax.train.outer_state import Outer, first_outer_state, outer_rows
 from zjax.typing import Model, ModelState, Params
 
 
@@ -107,13 +100,13 @@ def _is_consumed(state: TrainState) -> bool:
 
 
 def state_rows(plan: Plan, config: Config) -> TrainState:
-    """Returns the plans of all arrays of a state, as a TrainState."""
+    """Returns the plans of the state of one copy of the model, as a TrainState."""
     counter = jnp.dtype(jnp.int32)
     scaler = jax.tree.map(
         lambda leaf: plan.scalar("scaler", leaf.dtype),
         jax.eval_shape(lambda: _init_scaler(config.precision)),
     )
-    rows = TrainState(
+    return TrainState(
         step=plan.scalar("step", counter),
         num_skipped=plan.scalar("num_skipped", counter),
         master=plan.master,
@@ -123,86 +116,6 @@ def state_rows(plan: Plan, config: Config) -> TrainState:
         ema=plan.ema,
         params=trained(plan.compute, plan.master) if plan.is_offloaded else (),
     )
-    exchanges = make_exchanges(config)
-    if exchanges.steps_apart:
-        return outer_rows(rows, plan, exchanges)
-    return dataclasses.replace(rows, extra=error_rows(plan, exchanges))
-
-
-def saved_rows(plan: Plan, config: Config) -> TrainState:
-    """Returns the plans of a checkpoint: of compute parameters, only high bits."""
-    params = high_bits(plan.compute, plan)
-    return dataclasses.replace(state_rows(plan, config), params=params)
-
-
-def saved_state(state: TrainState, plan: Plan) -> TrainState:
-    """Returns the state that a checkpoint holds, in the form of `saved_rows`.
-
-    Raises CheckpointError if gradients are pending, StateError if a step consumed the
-    state.
-    """
-    check_not_consumed(state)
-    if state.pending:
-        problem = "is not applied yet, and a checkpoint does not hold it"
-        remedy = "save what step.settle(state) gives"
-        raise CheckpointError(Problem("state.pending", "gradient", problem, remedy))
-    return dataclasses.replace(state, params=high_bits(state.params, plan))
-
-
-@dtype_promotion()
-def init_state(
-    key: jax.Array,
-    model: Model,
-    tx: Any,
-    plan: Plan,
-    config: Config,
-    *,
-    master: Params | None = None,
-) -> TrainState:
-    """Creates the state of step 0 on the shards; no device holds more than a share.
-
-    `model.given` supplies existing weights, placed leaf by leaf, else `model.init`
-    creates weights, equal on every mesh. `master` are stored parameters on the shards,
-    in place of the model's parameters; consumed.
-
-    Args:
-        key: Random key of the initial parameters, which are the same on every mesh.
-        model: Supplies existing weights (`given`), placed leaf by leaf, else `init`.
-        tx: Optax gradient transformation.
-        plan: Places every array.
-        config: Read for `precision` and `optimizer.ema_decay`.
-        master: Stored parameters on their shards, in place of the model's; consumed.
-
-    Returns:
-        The state of step 0.
-    """
-    on_device, rows = staged_plan(plan), state_rows(plan, config)
-    places = shardings(state_rows(on_device, config))
-
-    def from_params(params: Params, model_state: ModelState) -> TrainState:
-        scalars = first_scalars(config.precision)
-        return _first_state(params, model_state, scalars, tx, plan, rows.extra)
-
-    def from_stored(stored: Params, model_state: ModelState) -> TrainState:
-        return from_params(unpad_tree(stored, plan.master), model_state)
-
-    def offload(state: TrainState) -> TrainState:
-        return store_all(state, rows, transfer_budget(plan.mesh))
-
-    if master is not None:
-        model_state = first_model_state(key, model, plan)
-    elif model.given is not None:
-        params, model_state = model.given()
-        masters = unsplit_plans(on_device.master)
-        master = place_given(take_apart(params, plan.master), masters)
-    else:
-        create = jax.jit(
-            lambda key: from_params(*model.init(key)), out_shardings=places
-        )
-        return offload(create(key))
-    # Donated: parameters and first state do not exist twice on a device.
-    complete = jax.jit(from_stored, out_shardings=places, donate_argnums=0)
-    return offload(complete(master, model_state))
 
 
 def first_model_state(key: jax.Array, model: Model, plan: Plan) -> ModelState:
@@ -213,17 +126,16 @@ def first_model_state(key: jax.Array, model: Model, plan: Plan) -> ModelState:
     return jax.jit(lambda key: model.init(key)[1], out_shardings=places)(key)
 
 
-def _first_state(
+def first_state(
     params: Params,
     model_state: ModelState,
     scalars: Mapping[str, Any],
     tx: Any,
     plan: Plan,
-    extra: Any,
 ) -> TrainState:
     """Builds the state of step 0 on the devices, from parameters in logical shapes.
 
-    `scalars` are those of `first_scalars`, and `extra` the plans of `TrainState.extra`.
+    `scalars` are the fields that `first_scalars` returns.
     """
     on_device = staged_plan(plan)
     params = take_apart(params, plan.master)
@@ -239,7 +151,7 @@ def _first_state(
     if plan.is_offloaded:
         compute = pad_tree(compute_params(params, on_device), plan.compute)
         compute = trained(compute, plan.master)
-    state = TrainState(
+    return TrainState(
         **scalars,
         master=jax.tree.map(stored_master, stored, plan.master),
         opt_state=opt_state,
@@ -247,10 +159,6 @@ def _first_state(
         ema=ema,
         params=compute,
     )
-    if isinstance(extra, Outer):
-        return first_outer_state(state, extra)
-    errors = jax.tree.map(lambda row: jnp.zeros(row.shape, row.dtype), extra)
-    return dataclasses.replace(state, extra=errors)
 
 
 def with_params(state: TrainState, plan: Plan) -> TrainState:

@@ -11,6 +11,7 @@ import optax
 from zjax.optim import precision, transforms
 from zjax.optim.transforms import update_ema
 from zjax.settings.schema import Compressed, Optimizer, Precision
+from zjax.sharding.mesh import REPLICA
 from zjax.sharding.placement import constrain, pad_tree, place_tree, unpad_tree
 from zjax.sharding.plan import Plan
 from zjax.sharding.roles import MovedParam, joined, move_params, moves_of, trained
@@ -22,11 +23,31 @@ from zjax.train.compute_params import (
     join_master,
     stored_master,
 )
-from zjax.train.exchange import Sent
 from zjax.train.state import TrainState
 from zjax.typing import Loss, Metrics, Params, Stack
 
 Schedule = Callable[[jax.Array], jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sent:
+    """The message of a step and the function that averages the message over replicas.
+
+    Args:
+        phase: Name of the phase, which rules of compressed messages read.
+        exchange: `exchange(tree, errors, applies) -> (mean, errors)`, inside
+            `shard_map` over `replica`.
+        message: `message(grads, opt_state)`, the tree that replicas send in place of
+            gradients; None for the gradients.
+    """
+
+    phase: str
+    exchange: Callable[[Params, Any, jax.Array], tuple[Params, Any]]
+    message: Callable[[Any, Any], Any] | None = None
+
+    def norm(self, norm: jax.Array) -> jax.Array:
+        """Root mean square of the replicas' norms; not finite if any norm is not."""
+        return jnp.sqrt(jax.lax.pmean(norm * norm, REPLICA))
 
 
 def loss_scale_of(state: TrainState) -> jax.Array:
@@ -159,7 +180,7 @@ class Update:
         takes_phase = isinstance(self.optimizer.rule, Compressed)
         if self.sent is None or not takes_phase:
             return {}
-        return {"phase": self.sent.phase.name}
+        return {"phase": self.sent.phase}
 
     @property
     def updates_always(self) -> bool:

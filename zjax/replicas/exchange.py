@@ -6,63 +6,57 @@ of the other replicas that hold the corresponding shards.
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zjax.comm.codecs import Codec, make_codec
 from zjax.comm.packed import Errors, compressed_mean, padded_size
-from zjax.optim.build import make_message
-from zjax.schedule.exchange import Exchanges, Phase
-from zjax.settings.schema import Rule
+from zjax.replicas.fragments import Fragment, make_fragments, whole_fragment
+from zjax.schedule.exchange import Exchanges
 from zjax.sharding.mesh import REPLICA, axes_of
 from zjax.sharding.placement import ArrayPlan, pad_tree, unpad_tree
 from zjax.sharding.plan import Plan
 from zjax.typing import Params
 
-_EXACT = {make_codec("float32"), make_codec("bfloat16")}
+EXACT = {make_codec("float32"), make_codec("bfloat16")}
 """Codecs without error feedback."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """Averages arrays in the placement of gradients, inside `shard_map` over `replica`.
-
-    Parameters without a gradient are not sent: codecs have no 0, so that these would
-    move, and would influence the scales of the remaining parameters.
+    """Averages a fragment, inside `shard_map` over `replica`.
 
     Args:
-        plan: Plan of a run.
+        mesh: Mesh of the run.
+        fragment: Arrays that are sent.
+        rows: Plans of these arrays, by whose shards a device sends.
         codec: Wire format of the numbers.
     """
 
-    plan: Plan
+    mesh: Mesh | AbstractMesh
+    fragment: Fragment
+    rows: Sequence[ArrayPlan]
     codec: Codec
 
     @property
     def axes(self) -> tuple[str, ...]:
         """Mesh axes of the devices of one replica."""
-        return tuple(axis for axis in self.plan.mesh.axis_names if axis != REPLICA)
+        return tuple(axis for axis in self.mesh.axis_names if axis != REPLICA)
 
     @property
     def feeds_back(self) -> bool:
         """Whether the quantization error is added to the next message."""
-        return self.codec not in _EXACT
-
-    @property
-    def rows(self) -> list[ArrayPlan]:
-        """Plans of the arrays that are sent."""
-        rows = jax.tree.leaves(self.plan.grads)
-        return [row for row in rows if row.follows == "gradient"]
+        return self.codec not in EXACT
 
     @property
     def num_replicas(self) -> int:
         """Number of replicas that exchange."""
-        return self.plan.mesh.shape[REPLICA]
+        return self.mesh.shape[REPLICA]
 
     @property
     def num_elements(self) -> int:
@@ -73,7 +67,7 @@ class Exchange:
     @property
     def error_rows(self) -> Any:
         """Plans of the error feedback: float32[replicas, devices, elements]."""
-        mesh, number = self.plan.mesh, self.num_replicas
+        mesh, number = self.mesh, self.num_replicas
         place = NamedSharding(mesh, P(REPLICA, self.axes))
         num_devices = math.prod(mesh.shape[axis] for axis in self.axes)
 
@@ -97,28 +91,21 @@ class Exchange:
     def __call__(
         self, tree: Params, errors: Any, keep: jax.Array
     ) -> tuple[Params, Any]:
-        """Averages arrays in logical shapes over replicas.
-
-        `keep`, bool[], says whether the step counts and new errors replace `errors`.
-        Arrays without a gradient come back unchanged.
-        """
+        """Averages the arrays of a tree that the fragment holds, in logical shapes."""
         leaves, form = jax.tree.flatten(tree)
-        is_sent = [r.follows == "gradient" for r in jax.tree.leaves(self.plan.grads)]
-        sent = [x for x, is_one in zip(leaves, is_sent, strict=True) if is_one]
-        means, new = self._mean(sent, errors if self.feeds_back else (), keep)
-        rest = iter(means)
-        leaves = [
-            next(rest) if is_one else x
-            for x, is_one in zip(leaves, is_sent, strict=True)
-        ]
-        # An exact codec leaves the errors of other phases alone.
-        return form.unflatten(leaves), new if self.feeds_back else errors
+        means, errors = self.mean(self.fragment.take(leaves), errors, keep)
+        return form.unflatten(self.fragment.put(leaves, means)), errors
 
-    def _mean(
+    def mean(
         self, sent: list[jax.Array], errors: Any, keep: jax.Array
     ) -> tuple[list[jax.Array], Any]:
-        """Averages the arrays that are sent, as one buffer per device."""
+        """Averages the arrays that are sent, as one buffer per device.
+
+        `keep`, bool[], says whether the step counts and new errors replace `errors`.
+        """
         specs = [row.spec for row in self.rows]
+        # An exact codec leaves the errors of other phases alone.
+        unused, errors = ((), errors) if self.feeds_back else (errors, ())
         by_device = jax.tree.map(lambda _: P(None, self.axes), errors)
 
         def of_device(shards: list[jax.Array], errors: Any, keep: jax.Array) -> Any:
@@ -148,7 +135,7 @@ class Exchange:
             axis_names=set(self.axes),
             check_vma=False,
         )(pad_tree(sent, self.rows), errors, keep)
-        return unpad_tree(means, self.rows), errors
+        return unpad_tree(means, self.rows), errors if self.feeds_back else unused
 
 
 def _of_first_device(x: jax.Array, axes: set[str]) -> jax.Array:
@@ -159,33 +146,33 @@ def _of_first_device(x: jax.Array, axes: set[str]) -> jax.Array:
     return jax.lax.psum(jnp.where(jax.lax.axis_index(order) == 0, x, 0), order)
 
 
-@dataclasses.dataclass(frozen=True)
-class Sent:
-    """The message of a phase and the exchange that averages the message over replicas.
-
-    Args:
-        phase: Phase, which says the message and the codec.
-        exchange: Exchange between replicas.
-        message: Function from gradients and optimizer state to the tree that is sent;
-            None for the gradients.
-    """
-
-    phase: Phase
-    exchange: Exchange
-    message: Callable[[Any, Any], Any] | None = None
-
-    def norm(self, norm: jax.Array) -> jax.Array:
-        """Root mean square of the replicas' norms; not finite if any norm is not."""
-        return jnp.sqrt(jax.lax.pmean(norm * norm, REPLICA))
+def map_replicas(
+    run: Callable[..., Any], mesh: Mesh | AbstractMesh, ins: Any, outs: Any
+) -> Callable[..., Any]:
+    """Maps a function over replicas, by the specs of inputs and outputs."""
+    # The remaining axes stay with the compiler, which shards each replica.
+    axes = {"axis_names": {REPLICA}, "check_vma": False}
+    return jax.shard_map(run, mesh=mesh, in_specs=ins, out_specs=outs, **axes)
 
 
-def make_sent(plan: Plan, phase: Phase, rule: Rule) -> Sent:
-    """Builds the message of a phase; arrays are sent in the placement of gradients."""
-    exchange = Exchange(plan, make_codec(phase.codec))
-    return Sent(phase, exchange, make_message(rule, phase))
-
-
-def error_rows(plan: Plan, exchanges: Exchanges) -> Any:
-    """Returns plans of the error feedback of a run; () without feedback."""
-    by_phase = (Exchange(plan, make_codec(x.codec)) for x in exchanges.sending)
-    return next((each.error_rows for each in by_phase if each.feeds_back), ())
+def exchanges_by_program(plan: Plan, exchanges: Exchanges) -> dict[str, Exchange]:
+    """Returns the exchanges of a run by the name of the program that averages."""
+    # With local steps all exchanges send the shards in which master weights are stored:
+    # messages of a step and outer gradients share errors. No weights are held frozen
+    # then, so that gradients have the tree of the master weights.
+    masters = jax.tree.leaves(plan.master)
+    rows = masters if exchanges.steps_apart else jax.tree.leaves(plan.grads)
+    whole = whole_fragment(rows)
+    found = {
+        phase.program: Exchange(
+            plan.mesh, whole, whole.take(rows), make_codec(phase.codec)
+        )
+        for phase in exchanges.sending
+    }
+    if exchanges.outer_codec is not None:
+        codec = make_codec(exchanges.outer_codec)
+        fragments = make_fragments(plan.master, exchanges.num_fragments)
+        for i, each in enumerate(fragments):
+            rows = each.rows(masters)
+            found[f"mean_{i}"] = Exchange(plan.mesh, each, rows, codec)
+    return found
