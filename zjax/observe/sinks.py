@@ -257,15 +257,11 @@ _MAX_LETTERS = 500
 """Letters of a parameter's value that every MLflow server takes."""
 
 
-class WeightsAndBiases:
-    """Run of Weights & Biases; the package is imported only here.
-
-    `WANDB_MODE=offline` writes into the directory, for `wandb sync`. Curves are drawn
-    over the metric `step`, since the service drops rows when the built-in count of
-    steps decreases, as after a return to an earlier checkpoint.
+class _Service:
+    """Run of a tracking service, whose identity is kept in the directory of the run.
 
     Args:
-        project: Name of the project.
+        project: Name of the project or experiment.
         shown: Nested settings that are shown with the run.
         directory: Directory of the run, which gives the name.
         last_step: 0 starts a new run; otherwise the run in `directory` continues.
@@ -274,7 +270,7 @@ class WeightsAndBiases:
         ConfigError: The file with the identity of the run is damaged.
     """
 
-    name, settings = "wandb", "WANDB_MODE and the API key"
+    name = ""
 
     def __init__(
         self,
@@ -285,9 +281,20 @@ class WeightsAndBiases:
         last_step: int = 0,
     ) -> None:
         self._project, self._shown, self._directory = project, shown, directory
-        self._path = directory / "wandb_id.txt"
-        self._known = _read_id(self._path, "wandb") if last_step else ""
-        self._run: Any = None
+        self._path = directory / f"{self.name}_id.txt"
+        self._known = _read_id(self._path, self.name) if last_step else ""
+
+
+class WeightsAndBiases(_Service):
+    """Run of Weights & Biases; the package is imported only here.
+
+    `WANDB_MODE=offline` writes into the directory, for `wandb sync`. Curves are drawn
+    over the metric `step`, since the service drops rows when the built-in count of
+    steps decreases, as after a return to an earlier checkpoint.
+    """
+
+    name, settings = "wandb", "WANDB_MODE and the API key"
+    _run: Any = None
 
     def open(self) -> None:
         """Starts or continues the run."""
@@ -322,58 +329,37 @@ class WeightsAndBiases:
         return f"wandb sync {self._directory / 'wandb'}/*run-*-{self._known}"
 
 
-class MLflow:
+class MLflow(_Service):
     """Run of MLflow; the package is imported only here.
 
     `MLFLOW_TRACKING_URI` names the server or the database.
-
-    Args:
-        project: Name of the experiment.
-        shown: Nested settings, the parameters of a new run.
-        directory: Directory of the run, which gives the name.
-        last_step: 0 starts a new run; otherwise the run in `directory` continues.
-
-    Raises:
-        ConfigError: The file with the identity of the run is damaged.
     """
 
     name, settings = "mlflow", "MLFLOW_TRACKING_URI"
-
-    def __init__(
-        self,
-        project: str,
-        shown: Mapping[str, Any],
-        directory: pathlib.Path,
-        *,
-        last_step: int = 0,
-    ) -> None:
-        self._project, self._shown, self._directory = project, shown, directory
-        self._path = directory / "mlflow_id.txt"
-        self._run_id = _read_id(self._path, "mlflow") if last_step else ""
-        self._client: Any = None
-        self._metric: Any = None
+    _client: Any = None
+    _metric: Any = None
 
     def open(self) -> None:
         """Starts or continues the run."""
         import mlflow  # pyright: ignore[reportMissingImports]
 
         self._client, self._metric = mlflow.MlflowClient(), mlflow.entities.Metric
-        if self._run_id:
-            self._client.update_run(self._run_id, status="RUNNING")
+        if self._known:
+            self._client.update_run(self._known, status="RUNNING")
         else:
-            self._run_id = self._start(mlflow.entities.Param)
-            _write_id(self._path, self._run_id)
+            self._known = self._start(mlflow.entities.Param)
+            _write_id(self._path, self._known)
 
     def send(self, step: int, values: Mapping[str, float]) -> None:
         """Logs the values of a step."""
         # MLflow takes milliseconds.
         now = int(time.time() * 1_000)
         metrics = [self._metric(name, x, now, step) for name, x in values.items()]
-        self._client.log_batch(self._run_id, metrics=metrics)
+        self._client.log_batch(self._known, metrics=metrics)
 
     def close(self) -> None:
         """Ends the run."""
-        self._client.set_terminated(self._run_id)
+        self._client.set_terminated(self._known)
 
     def sync_command(self) -> str:
         """Returns "", since the package keeps no metrics on disk."""
