@@ -14,7 +14,9 @@ from tests.support.refusals import checkpoint_error, config_error
 from zjax.checkpoint.export import export_safetensors
 from zjax.checkpoint.start import load_weights
 from zjax.errors import CheckpointError
+from zjax.weights import files
 from zjax.weights.saved import SavedArrays
+from zjax.weights.source import Entry, Source
 
 PARAMS = states.make_params()
 FLAT = {
@@ -89,6 +91,34 @@ def test_export_holds_one_tensor_at_a_time(store, tmp_path, monkeypatch):
     export_safetensors(store, str(tmp_path / "model.safetensors"), part="raw")
     assert len(alive) == len(FLAT)  # an array of no elements is not read
     assert most <= 2
+
+
+def test_large_arrays_are_written_slice_by_slice(tmp_path, monkeypatch):
+    """Fails if a cast array, or all layers of a stack, must fit memory at once."""
+    monkeypatch.setattr(files, "_SLICE_BYTES", 3 * 4 * 2)
+    arrays = {
+        "stack": np.arange(5 * 4 * 2, dtype=np.float32).reshape(5, 4, 2),
+        "long row": np.arange(2 * 20, dtype=np.float32).reshape(2, 20),
+        "scalar": np.float32(3.0),
+    }
+    entries = {name: Entry(x.shape, "float32") for name, x in arrays.items()}
+    sizes = []
+
+    def read(name, index):
+        found = arrays[name][index]
+        sizes.append((name, found.size))
+        return found
+
+    path = tmp_path / "model.safetensors"
+    files.write_file(path, files.cast(Source(entries, read), "float16"), {})
+    assert sizes == [
+        *[("stack", 8)] * 5,
+        *[("long row", 20)] * 2,
+        ("scalar", 1),
+    ]
+    found = safetensors.numpy.load_file(path)
+    for name, x in arrays.items():
+        np.testing.assert_array_equal(found[name], x.astype(np.float16))
 
 
 def test_export_of_no_such_part_or_where_nothing_can_be_written(store, tmp_path):

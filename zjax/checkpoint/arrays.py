@@ -113,8 +113,8 @@ def read_arrays(saved: SavedArrays, named: Mapping[str, ArrayPlan]) -> list[Any]
     holds the whole state. Results have stored shapes and the order of `named`.
     """
     num_tiles, arrays = layers.count_tiles(named), dict[str, Any]()
-    untiled = cached(layers.retiled(saved.source, 1))
-    wanted = layers.retiled(untiled, num_tiles, saved_tiles=1).entries
+    untiled = cached(layers.untiled(saved.source))
+    wanted = layers.tiled(untiled, num_tiles).entries
     masters = layers.find_split_masters(describe_plans(named))
     masters_saved = layers.find_split_masters(saved.entries)
 
@@ -141,7 +141,7 @@ def read_arrays(saved: SavedArrays, named: Mapping[str, ArrayPlan]) -> list[Any]
                 data = jax.random.wrap_key_data(data, impl=found[name].key_impl)
             arrays[name] = to_storage(data, group[name])
 
-    source = layers.match_layout(untiled, describe_plans(named), saved_tiles=1)
+    source = layers.match_layout(untiled, describe_plans(named))
     # This order reads each saved array once, since `untiled` caches only the newest.
     for name in sorted(named, key=lambda n: layers.untiled_name(masters.get(n, n))):
         plan = named[name]

@@ -65,7 +65,7 @@ def export_safetensors(
     """
     step = store.latest() if step is None else step
     source, part = open_weights(store, part, step)
-    source = layers.retiled(cached(source), 1)
+    source = layers.untiled(cached(source))
     source = layers.restacked(source, list(layers.stack_all(source.entries)))
     source = cast(source, dtype)
     metadata = {"format": "flax", "part": part, "step": str(step)}

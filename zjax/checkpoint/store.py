@@ -4,6 +4,7 @@ Orbax writes arrays shard by shard into a temporary directory, which is renamed 
 complete. Checksums of all files are compared before restoring.
 """
 
+import functools
 import math
 import pathlib
 from collections.abc import Callable, Mapping
@@ -218,9 +219,11 @@ class Store(Reader):
         """
         step = self.resolve(step)
         saved = self.open(step).source
+        # Once: finding a step looks at all files of all steps.
+        verify = functools.cache(functools.partial(self.verify, step, shared=False))
 
         def read(name: str, index: Index) -> np.ndarray:
-            self.verify(step, shared=False)
+            verify()
             try:
                 return saved.read(name, index)
             except Exception as error:

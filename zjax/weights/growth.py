@@ -154,7 +154,7 @@ def upcycled(
     if any(_EXPERTS in name for name in source.entries):
         _check_noise(checkpoint)
         return source
-    dense = layers.retiled(source, 1)
+    dense = layers.untiled(source)
     dense = layers.restacked(dense, list(layers.stack_all(dense.entries)))
     _check_shape(dense.entries, model, model.moe, checkpoint.init_from)
     new = layers.stack_all(wanted)

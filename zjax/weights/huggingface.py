@@ -295,7 +295,7 @@ def model_tensors(source: Source, model: schema.Model, kind: str, place: str) ->
     rows = FAMILIES[kind].rows
     layouts = {n.replace(".", "/"): x for n, x in layouts_of(rows, model)}
     # Cached, so that a stack is read once for all layers.
-    source = layers.retiled(cached(source), 1)
+    source = layers.untiled(cached(source))
     source = layers.restacked(source, list(layouts))
     # Any floating dtype: an export sets the dtypes of the files.
     expected = {n: Entry(layout.shape, "float32") for n, layout in layouts.items()}

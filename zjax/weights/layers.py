@@ -25,20 +25,53 @@ def join_masters(source: Source) -> Source:
     return source.without(found).joined(masters)
 
 
-def retiled(
-    source: Source, num_tiles: int, *, saved_tiles: int | None = None
-) -> Source:
-    """Returns the arrays with feed-forwards in `num_tiles` tiles (1: untiled)."""
-    saved_tiles = count_tiles(source.entries) if saved_tiles is None else saved_tiles
-    entries = retile(source.entries, num_tiles, saved_tiles)
+def untiled(source: Source) -> Source:
+    """Returns the arrays with the tiles of each feed-forward joined."""
+    tiles, entries = dict[str, list[str]](), dict[str, Entry]()
+    for name, entry in source.entries.items():
+        whole, _ = untiled_name(name)
+        if whole == name or not _is_tiled(whole, entry):
+            entries[name] = entry
+        else:
+            tiles.setdefault(whole, []).append(name)
+            entries[whole] = _resized(entry, whole, len(tiles[whole]), 1)
 
     def read(name: str, index: Index) -> np.ndarray:
-        if entries[name] == source.entries.get(name):
+        if name not in tiles:
             return source.read(name, index)
-        parts = locate(name, index, entries[name].shape, num_tiles, saved_tiles)
-        arrays = [source.read(*part) for part in parts]
+        names, dim = sorted(tiles[name], key=untiled_name), hidden_dim(name)
+        size = entries[name].shape[dim] // len(names)
+        parts = []
+        for tile in range(index[dim].start // size, -(-index[dim].stop // size)):
+            slices, first = list(index), tile * size
+            stop = min(index[dim].stop - first, size)
+            slices[dim] = slice(max(index[dim].start - first, 0), stop)
+            parts.append(source.read(names[tile], tuple(slices)))
         # A single part is returned without a copy.
-        return np.concatenate(arrays, hidden_dim(name)) if arrays[1:] else arrays[0]
+        return np.concatenate(parts, dim) if parts[1:] else parts[0]
+
+    return Source(entries, read)
+
+
+def tiled(source: Source, num_tiles: int) -> Source:
+    """Returns untiled arrays with feed-forwards, if divisible, in tiles (1: none)."""
+    entries = dict[str, Entry]()
+    for name, entry in source.entries.items():
+        is_tiled = num_tiles > 1 and _is_tiled(name, entry)
+        if is_tiled and not entry.shape[hidden_dim(name)] % num_tiles:
+            names = (tile_name(name, number) for number in range(num_tiles))
+            entries |= dict.fromkeys(names, _resized(entry, name, 1, num_tiles))
+        else:
+            entries[name] = entry
+
+    def read(name: str, index: Index) -> np.ndarray:
+        if name in source.entries:
+            return source.read(name, index)
+        (whole, number), slices = untiled_name(name), list(index)
+        dim = hidden_dim(whole)
+        first = number * entries[name].shape[dim]
+        slices[dim] = slice(first + index[dim].start, first + index[dim].stop)
+        return source.read(whole, tuple(slices))
 
     return Source(entries, read)
 
@@ -59,14 +92,10 @@ def restacked(source: Source, names: Collection[str]) -> Source:
     return Source(restack(names, source.entries), read)
 
 
-def match_layout(
-    source: Source, wanted: Mapping[str, Entry], *, saved_tiles: int | None = None
-) -> Source:
+def match_layout(source: Source, wanted: Mapping[str, Entry]) -> Source:
     """Returns the arrays with the tiles and the stacking of a run."""
     names = joined_entries(wanted)
-    return restacked(
-        retiled(source, count_tiles(names), saved_tiles=saved_tiles), names
-    )
+    return restacked(tiled(untiled(source), count_tiles(names)), names)
 
 
 _LAYER = re.compile(r"(?P<stack>.+)\[\d+\]")
@@ -175,8 +204,14 @@ def joined_entries(entries: Mapping[str, Entry]) -> dict[str, Entry]:
     }
 
 
-_HIDDEN_DIMS = {"up": -1, "gate": -1, "down": -2}
-"""Hidden dim of each kernel, counted from the end, as stacked layers come in front."""
+_HIDDEN_DIMS = {
+    ("up", "kernel"): -1,
+    ("gate", "kernel"): -1,
+    ("down", "kernel"): -2,
+    ("up", "bias"): -1,
+    ("gate", "bias"): -1,
+}
+"""Hidden dim of each array, counted from the end, as stacked layers come in front."""
 _TILE = re.compile(
     r"(?P<start>.*\bmlp)(?P<tile>[/.]tiles[/.](?P<number>\d+))(?P<end>.*)"
 )
@@ -208,93 +243,39 @@ def untiled_name(name: str) -> tuple[str, int]:
     return (tile["start"] + tile["end"], int(tile["number"])) if tile else (name, 0)
 
 
-def retile(
-    found: Mapping[str, Entry], num_tiles: int, saved_tiles: int
-) -> dict[str, Entry]:
-    """Returns entries with feed-forwards, if divisible, in `num_tiles` tiles (1: none).
+def tile_name(untiled: str, number: int) -> str:
+    """Name of one tile of an untiled array.
 
     Example:
-        >>> found = {"mlp/up/kernel": Entry((2, 6), "int8")}
-        >>> {name: str(entry) for name, entry in retile(found, 2, 1).items()}
-        {'mlp/tiles/0/up/kernel': 'int8[2,3]', 'mlp/tiles/1/up/kernel': 'int8[2,3]'}
-    """
-    if num_tiles == saved_tiles:
-        return dict(found)
-    entries = dict[str, Entry]()
-    for name, entry in found.items():
-        untiled, _ = untiled_name(name)
-        dim = hidden_dim(untiled)
-        if dim is None or len(entry.shape) < -dim:  # e.g. factored state
-            entries[name] = entry
-            continue
-        joined = _resized(entry, dim, saved_tiles, 1)
-        if joined.shape[dim] % num_tiles:
-            entries[untiled] = joined
-            continue
-        names = [tile_name(untiled, number, num_tiles) for number in range(num_tiles)]
-        entries |= dict.fromkeys(names, _resized(joined, dim, 1, num_tiles))
-    return entries
-
-
-def locate(
-    name: str,
-    index: tuple[slice, ...],
-    shape: tuple[int, ...],
-    num_tiles: int,
-    saved_tiles: int,
-) -> list[tuple[str, tuple[slice, ...]]]:
-    """Finds saved tiles and slices that concatenate, by hidden dim, to a slice.
-
-    Example:
-        >>> index = slice(0, 2), slice(1, 3)
-        >>> locate("mlp/tiles/2/up/kernel", index, (2, 4), 3, 1)
-        [('mlp/up/kernel', (slice(0, 2, None), slice(9, 11, None)))]
-    """
-    untiled, number = untiled_name(name)
-    dim = hidden_dim(name)
-    assert dim is not None
-    size, before = shape[dim] * num_tiles // saved_tiles, number * shape[dim]
-    start, stop = before + index[dim].start, before + index[dim].stop
-    parts = []
-    for tile in range(start // size, -(-stop // size)):
-        slices, first = list(index), tile * size
-        slices[dim] = slice(max(start - first, 0), min(stop - first, size))
-        parts.append((tile_name(untiled, tile, saved_tiles), tuple(slices)))
-    return parts
-
-
-def tile_name(untiled: str, number: int, num_tiles: int) -> str:
-    """Name of one tile of an untiled array; `untiled` itself if there is one tile.
-
-    Example:
-        >>> tile_name("blocks/mlp/up/kernel[7]", 3, 4)
+        >>> tile_name("blocks/mlp/up/kernel[7]", 3)
         'blocks/mlp/tiles/3/up/kernel[7]'
     """
     part = _ARRAY.fullmatch(untiled)
     assert part is not None
-    sep = part["sep"]
-    tile = f"{sep}tiles{sep}{number}" if num_tiles > 1 else ""
-    return f"{part['start']}{tile}{part['end']}"
+    return "{start}{sep}tiles{sep}{number}{end}".format(
+        **part.groupdict(), number=number
+    )
 
 
-def hidden_dim(name: str) -> int | None:
-    """Hidden dim of an array, counted from the end; None without a hidden dim.
+def hidden_dim(untiled: str) -> int:
+    """Hidden dim of an array, counted from the end; 0 without a hidden dim.
 
     Example:
-        >>> hidden_dim("blocks/mlp/tiles/3/down/kernel")
+        >>> hidden_dim("blocks/mlp/down/kernel")
         -2
     """
-    part = _ARRAY.fullmatch(untiled_name(name)[0])
-    if part is None:
-        return None
-    if part["kind"] == "bias":
-        # The bias of `down` has the width of the model.
-        return None if part["matrix"] == "down" else -1
-    return _HIDDEN_DIMS[part["matrix"]]
+    part = _ARRAY.fullmatch(untiled)
+    # The bias of `down` has the width of the model.
+    return _HIDDEN_DIMS.get((part["matrix"], part["kind"]), 0) if part else 0
 
 
-def _resized(entry: Entry, dim: int, times: int, parts: int) -> Entry:
-    """Returns an entry with one dim of `times / parts` the size."""
-    shape = list(entry.shape)
+def _is_tiled(untiled: str, entry: Entry) -> bool:
+    """Whether an array may have tiles; factored state may lack the hidden dim."""
+    return 0 < -hidden_dim(untiled) <= len(entry.shape)
+
+
+def _resized(entry: Entry, untiled: str, times: int, parts: int) -> Entry:
+    """Returns an entry with a hidden dim of `times / parts` the size."""
+    shape, dim = list(entry.shape), hidden_dim(untiled)
     shape[dim] = shape[dim] * times // parts
     return dataclasses.replace(entry, shape=tuple(shape))
