@@ -182,8 +182,8 @@ def test_after_the_stage_a_run_is_one_without_teacher(teacher, tmp_path):
     state, found = train(run, STAGE - 1, state)
     assert "teacher_divergence" in found[0]
     save(tmp_path, state, run)
-    names = Store(str(tmp_path)).entries()
-    assert names == Store(str(tmp_path)).entries(1)
+    names = Store(str(tmp_path)).source().entries
+    assert names == Store(str(tmp_path)).source(1).entries
     state, found = train(run, 2, state)
     assert "teacher_divergence" not in found[0]
     assert not teacher_of(run).is_loaded
