@@ -15,7 +15,7 @@ from zjax.comm.codecs import make_codec
 from zjax.optim.build import make_optimizer
 from zjax.replicas.exchange import exchanges_by_program
 from zjax.replicas.fragments import make_fragments
-from zjax.schedule.exchange import Exchanges, Rounds, WarmUp
+from zjax.schedule.exchange import Exchanges, Phase, Rounds
 from zjax.settings import schema
 from zjax.sharding import mesh as meshes
 from zjax.sharding.placement import ArrayPlan
@@ -89,18 +89,13 @@ def plan():
     ("exchanges", "codecs"),
     [
         (Exchanges(), {}),
-        (Exchanges(codec="int8"), {"train": "int8"}),
-        (
-            WarmUp(codec="bfloat16", freeze_step=2),
-            {"warm_up": "bfloat16", "compressed": "onebit"},
-        ),
+        (Exchanges(phases=(Phase("a", "gradients", "int8"),)), {"a": "int8"}),
         (
             Rounds(
-                codec="float32",
+                phases=(Phase("synchronous", "gradients", "float32"),),
                 outer_codec="int4",
                 num_local_steps=4,
                 num_fragments=2,
-                num_synchronous_steps=1,
             ),
             {"synchronous": "float32", "mean_0": "int4", "mean_1": "int4"},
         ),

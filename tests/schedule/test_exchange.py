@@ -9,16 +9,25 @@ from zjax.config import load_config
 from zjax.schedule.exchange import (
     Exchanges,
     Intervals,
+    Phase,
     Rounds,
     StepExchange,
-    WarmUp,
     make_exchanges,
+    zero_one_phases,
 )
 from zjax.schedule.training import TrainingSchedule
 
 
 def exchanges_of(*overrides):
     return make_exchanges(load_config({"num_steps": 40}, *overrides))
+
+
+def warm_up(codec):
+    return Phase("warm_up", "gradients", codec), Phase("compressed", "steps", "onebit")
+
+
+def synchronous(codec):
+    return Phase("synchronous", "gradients", codec), Phase("local", "nothing")
 
 
 def names_of(exchanges, num_steps):
@@ -29,19 +38,22 @@ def names_of(exchanges, num_steps):
     ("overrides", "found"),
     [
         ((), Exchanges()),
-        (["communication.codec=int8"], Exchanges(codec="int8")),
+        (
+            ["communication.codec=int8"],
+            Exchanges(phases=(Phase("train", "gradients", "int8"),)),
+        ),
         (
             ["optimizer.rule=onebit_lamb"],
-            WarmUp(codec="bfloat16", freeze_step=6),
+            Exchanges(phases=warm_up("bfloat16"), freeze_step=6),
         ),
         (
             ["optimizer.rule=onebit_adam", "communication.codec=float8"],
-            WarmUp(codec="float8", freeze_step=6),
+            Exchanges(phases=warm_up("float8"), freeze_step=6),
         ),
         (
             ["optimizer.rule=zero_one_adam", "precision.reduce_dtype=float32"],
             Intervals(
-                codec="float32",
+                phases=zero_one_phases("float32"),
                 freeze_step=6,
                 num_steps=40,
                 var_update_scaler=16,
@@ -51,7 +63,7 @@ def names_of(exchanges, num_steps):
         ),
         (
             ["communication.local_steps.num_steps=5", "communication.codec=int4"],
-            Rounds(codec="bfloat16", outer_codec="int4", num_local_steps=5),
+            Rounds(outer_codec="int4", num_local_steps=5),
         ),
         (
             [
@@ -61,7 +73,7 @@ def names_of(exchanges, num_steps):
                 "communication.local_steps.num_synchronous_steps=3",
             ],
             Rounds(
-                codec="bfloat16",
+                phases=synchronous("bfloat16"),
                 num_local_steps=5,
                 num_fragments=2,
                 delay=1,
@@ -88,7 +100,7 @@ def test_a_codec_is_the_program_of_every_step():
 
 
 def test_a_warm_up_ends_with_the_freeze():
-    exchanges = WarmUp(codec="float32", freeze_step=3)
+    exchanges = Exchanges(phases=warm_up("float32"), freeze_step=3)
     assert names_of(exchanges, 5) == ["warm_up"] * 3 + ["compressed"] * 2
     messages = [(x.message, x.codec) for x in exchanges.sending]
     assert messages == [("gradients", "float32"), ("steps", "onebit")]
@@ -104,7 +116,7 @@ def test_fragments_of_a_round_end_at_equal_distances():
 
 def test_a_round_after_synchronous_steps_has_the_golden_programs():
     rounds = Rounds(
-        codec="bfloat16",
+        phases=synchronous("bfloat16"),
         num_local_steps=4,
         num_fragments=2,
         delay=2,
@@ -130,7 +142,7 @@ def test_rounds_alone_send_nothing_in_a_step():
 
 def intervals_of(num_steps, freeze_step, kappa, scaler, clipper):
     return Intervals(
-        codec="float32",
+        phases=zero_one_phases("float32"),
         num_steps=num_steps,
         freeze_step=freeze_step,
         var_update_scaler=kappa,

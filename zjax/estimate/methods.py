@@ -9,7 +9,7 @@ import jax
 from zjax.comm.codecs import packed_bytes
 from zjax.comm.packed import CODECS
 from zjax.replicas.exchange import Exchange, exchanges_by_program
-from zjax.schedule.exchange import Exchanges, make_exchanges
+from zjax.schedule.exchange import TRAIN, Exchanges, Phase, make_exchanges
 from zjax.settings import choices, schema
 from zjax.settings.batch import resolve_batch
 from zjax.sharding.mesh import REPLICA
@@ -120,7 +120,7 @@ def sent_per_step(plan: Plan, config: schema.Config) -> float:
     exchanges = make_exchanges(config)
     if exchanges == Exchanges():
         # What the compiler reduces is counted as float32.
-        exchanges = Exchanges(codec="float32")
+        exchanges = Exchanges(phases=(Phase(TRAIN, "gradients", "float32"),))
     by_program = exchanges_by_program(plan, exchanges)
     sent = (
         number * _sent_by(by_program[program])

@@ -33,8 +33,8 @@ from zjax.train.state import (
     check_not_consumed,
     first_model_state,
     first_scalars,
-    first_state,
     place_given,
+    state_of_params,
     state_rows,
 )
 from zjax.typing import Model, ModelState, Params
@@ -178,7 +178,7 @@ def init_state(
 
     def from_params(params: Params, model_state: ModelState) -> TrainState:
         scalars = first_scalars(config.precision)
-        state = first_state(params, model_state, scalars, tx, plan)
+        state = state_of_params(params, model_state, scalars, tx, plan)
         return _with_first_extra(state, rows.extra)
 
     def from_stored(stored: Params, model_state: ModelState) -> TrainState:

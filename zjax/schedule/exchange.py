@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
-from zjax.settings.schema import Compressed, Config, Precision, ZeroOneAdam
+from zjax.settings.schema import Compressed, Config, ZeroOneAdam
 
 TRAIN, SYNCHRONOUS = "train", "synchronous"
 WARM_UP, COMPRESSED = "warm_up", "compressed"
@@ -74,6 +74,7 @@ class StepExchange(NamedTuple):
         return self.phase.message != "nothing" or self.ends_round
 
 
+_COMPRESSED, _ONE_BIT = (Phase(x, "steps", "onebit") for x in (COMPRESSED, ONE_BIT))
 _LOCAL, _MERGED = Phase(LOCAL, "nothing"), Phase(MERGED, "nothing")
 """Phases in which a replica trains on local gradients; the optimizer of 0/1 Adam merges
 replicas after the second one."""
@@ -81,10 +82,10 @@ replicas after the second one."""
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Exchanges:
-    """The exchanges of a run whose replicas send gradients in every step.
+    """The exchanges of a run; here of one whose replicas send a message in every step.
 
     Args:
-        codec: Wire format of gradients; `none` if the compiler reduces gradients.
+        phases: All phases of the run; the last one begins after the freeze.
         freeze_step: Last step that may update second moments; 0 if all steps may.
         outer_codec: Wire format of the outer gradients of fragments; None if replicas
             never step apart.
@@ -94,21 +95,18 @@ class Exchanges:
         delay: Steps from sending to merging, fewer than between two merges.
 
     Example:
-        >>> Exchanges(codec="int8").at(7).phase
-        Phase(name='train', message='gradients', codec='int8')
+        >>> phases = Phase(WARM_UP, "gradients", "float32"), _COMPRESSED
+        >>> onebit_adam = Exchanges(phases=phases, freeze_step=150)
+        >>> onebit_adam.batch_programs(range(100, 200))
+        ['warm_up', 'compressed']
     """
 
-    codec: str = "none"
+    phases: tuple[Phase, ...] = (Phase(TRAIN, "gradients"),)
     freeze_step: int = 0
     outer_codec: str | None = None
     outer_phase: Phase | None = None
     num_fragments: int = 1
     delay: int = 0
-
-    @property
-    def phases(self) -> tuple[Phase, ...]:
-        """All phases of the run."""
-        return (Phase(TRAIN, "gradients", self.codec),)
 
     @property
     def sending(self) -> tuple[Phase, ...]:
@@ -122,16 +120,10 @@ class Exchanges:
 
     def at(self, step: int) -> StepExchange:
         """Returns the exchange of a step, 1 or more."""
-        return StepExchange(self.phases[0])
+        return StepExchange(self.phases[-1 if step > self.freeze_step else 0])
 
     def count_programs(self, num_steps: int) -> collections.Counter[str]:
-        """Counts how often each program starts in a run.
-
-        Example:
-            >>> dict(Rounds(num_local_steps=10).count_programs(20))
-            {'train': 20, 'outer_gradients_0': 2, 'mean_0': 2, 'merge_0': 2, \
-'end_of_round': 2}
-        """
+        """Counts how often each program starts in a run."""
         return collections.Counter(
             program
             for step in range(1, num_steps + 1)
@@ -139,31 +131,8 @@ class Exchanges:
         )
 
     def batch_programs(self, steps: Iterable[int]) -> list[str]:
-        """Lists the programs that read the batches of steps, in order of first use.
-
-        Example:
-            >>> WarmUp(freeze_step=150).batch_programs(range(100, 200))
-            ['warm_up', 'compressed']
-        """
+        """Lists the programs that read the batches of steps, in order of first use."""
         return [*dict.fromkeys(self.at(step).phase.program for step in steps)]
-
-
-class WarmUp(Exchanges):
-    """The exchanges of 1-bit Adam and 1-bit LAMB, steps in place of gradients at last.
-
-    Reference:
-        1-bit Adam, arXiv:2102.02888, algorithm 1.
-    """
-
-    @property
-    def phases(self) -> tuple[Phase, ...]:
-        """The warm-up and the phase after the freeze."""
-        warm_up = Phase(WARM_UP, "gradients", self.codec)
-        return warm_up, Phase(COMPRESSED, "steps", "onebit")
-
-    def at(self, step: int) -> StepExchange:
-        """Returns the exchange of a step, 1 or more."""
-        return StepExchange(self.phases[step > self.freeze_step])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -172,8 +141,7 @@ class Rounds(Exchanges):
 
     Args:
         num_local_steps: Steps of a round, `num_fragments` or more.
-        num_synchronous_steps: Steps before the first round, which send gradients by
-            `codec`.
+        num_synchronous_steps: Steps before the first round, which take the first phase.
 
     Example:
         >>> rounds = Rounds(num_local_steps=4, num_fragments=2, delay=1)
@@ -191,21 +159,16 @@ class Rounds(Exchanges):
         Streaming DiLoCo, arXiv:2501.18512, sections 2.1 and 2.2.
     """
 
+    phases: tuple[Phase, ...] = (_LOCAL,)
     outer_codec: str | None = "float32"
     num_local_steps: int
     num_synchronous_steps: int = 0
-
-    @property
-    def phases(self) -> tuple[Phase, ...]:
-        """Local steps, after synchronous steps if there are any."""
-        synchronous = Phase(SYNCHRONOUS, "gradients", self.codec)
-        return (synchronous,) * bool(self.num_synchronous_steps) + (_LOCAL,)
 
     def at(self, step: int) -> StepExchange:
         """Returns the exchange of a step, 1 or more."""
         local = step - self.num_synchronous_steps
         return StepExchange(
-            self.phases[0] if local <= 0 else _LOCAL,
+            self.phases[-1 if local > 0 else 0],
             # A fragment may be sent before the first round, `delay` steps ahead.
             self._merged_at(local + self.delay),
             self._merged_at(local),
@@ -224,7 +187,7 @@ class Rounds(Exchanges):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Intervals(Exchanges):
-    """The exchanges of 0/1 Adam: `codec` sends the gradients for second moments.
+    """The exchanges of 0/1 Adam: gradients for second moments, steps, then distances.
 
     Local steps begin after `freeze_step`, which is `var_freeze_step` + 1 in DeepSpeed.
 
@@ -236,8 +199,8 @@ class Intervals(Exchanges):
 
     Example:
         >>> intervals = Intervals(
-        ...     num_steps=20, freeze_step=11, var_update_scaler=4,
-        ...     local_step_scaler=3, local_step_clipper=4,
+        ...     phases=zero_one_phases("float32"), num_steps=20, freeze_step=11,
+        ...     var_update_scaler=4, local_step_scaler=3, local_step_clipper=4,
         ... )
         >>> names = [intervals.at(step).phase.name for step in range(1, 21)]
         >>> [step for step, name in enumerate(names, start=1) if name == VARIANCE]
@@ -255,12 +218,6 @@ class Intervals(Exchanges):
     var_update_scaler: int
     local_step_scaler: int
     local_step_clipper: int
-
-    @property
-    def phases(self) -> tuple[Phase, ...]:
-        """Steps with and without second moments, then local steps."""
-        variance = Phase(VARIANCE, "gradients", self.codec)
-        return variance, Phase(ONE_BIT, "steps", "onebit"), _LOCAL, _MERGED
 
     def at(self, step: int) -> StepExchange:
         """Returns the exchange of a step, 1 or more."""
@@ -296,6 +253,11 @@ class Intervals(Exchanges):
             interval *= 2
 
 
+def zero_one_phases(codec: str) -> tuple[Phase, ...]:
+    """Returns the phases of 0/1 Adam; `codec` sends the gradients of second moments."""
+    return Phase(VARIANCE, "gradients", codec), _ONE_BIT, _LOCAL, _MERGED
+
+
 def make_exchanges(config: Config) -> Exchanges:
     """Returns the exchanges of a run.
 
@@ -312,45 +274,32 @@ def make_exchanges(config: Config) -> Exchanges:
         ()
     """
     codec, rule = config.communication.codec, config.optimizer.rule
-    uncompressed = _uncompressed(config.precision)
+    # The codec in whose dtype the compiler would reduce gradients.
+    precision = config.precision
+    is_wide = "float32" in (precision.reduce_dtype, precision.compute_dtype)
+    uncompressed = "float32" if is_wide else "bfloat16"
     full_precision = uncompressed if codec == "none" else codec
-    if isinstance(rule, ZeroOneAdam):
-        last = freeze_step(rule, config.num_steps)
+    if isinstance(rule, Compressed):
+        last = rule.freeze_step or math.ceil(_WARM_UP_SHARE * config.num_steps)
+        if not isinstance(rule, ZeroOneAdam):
+            phases = Phase(WARM_UP, "gradients", full_precision), _COMPRESSED
+            return Exchanges(phases=phases, freeze_step=last)
         return Intervals(
-            codec=full_precision,
+            phases=zero_one_phases(full_precision),
             num_steps=config.num_steps,
             freeze_step=last,
             var_update_scaler=rule.var_update_scaler,
             local_step_scaler=rule.local_step_scaler or last,
             local_step_clipper=rule.local_step_clipper,
         )
-    if isinstance(rule, Compressed):
-        last = freeze_step(rule, config.num_steps)
-        return WarmUp(codec=full_precision, freeze_step=last)
     if (settings := config.communication.local_steps) is None:
-        return Exchanges(codec=codec)
+        return Exchanges(phases=(Phase(TRAIN, "gradients", codec),))
+    synchronous = Phase(SYNCHRONOUS, "gradients", uncompressed)
     return Rounds(
-        codec=uncompressed,
+        phases=(synchronous,) * bool(settings.num_synchronous_steps) + (_LOCAL,),
         num_local_steps=settings.num_steps,
         num_fragments=settings.num_fragments,
         delay=settings.delay,
         num_synchronous_steps=settings.num_synchronous_steps,
         outer_codec="float32" if codec == "none" else codec,
     )
-
-
-def freeze_step(rule: Compressed, total: int) -> int:
-    """Returns the last step of the warm-up of a run with `total` steps.
-
-    Example:
-        >>> from zjax.settings.schema import OnebitAdam
-        >>> freeze_step(OnebitAdam(), 1000)
-        150
-    """
-    return rule.freeze_step or math.ceil(_WARM_UP_SHARE * total)
-
-
-def _uncompressed(precision: Precision) -> str:
-    """Returns the codec in whose dtype the compiler would reduce gradients."""
-    is_wide = "float32" in (precision.reduce_dtype, precision.compute_dtype)
-    return "float32" if is_wide else "bfloat16"

@@ -126,7 +126,7 @@ def first_model_state(key: jax.Array, model: Model, plan: Plan) -> ModelState:
     return jax.jit(lambda key: model.init(key)[1], out_shardings=places)(key)
 
 
-def first_state(
+def state_of_params(
     params: Params,
     model_state: ModelState,
     scalars: Mapping[str, Any],
