@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 
-from zjax.optim.precision import low_bits
+from zjax.ops.weights import low_bits
 from zjax.sharding.layers import take_apart
 from zjax.sharding.placement import Form, abstract_key
 from zjax.sharding.roles import trained

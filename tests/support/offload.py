@@ -13,8 +13,8 @@ from tests.support import language, rules
 from tests.support.first_state import first_state
 from tests.support.trees import stacked
 from zjax.models.build import make_model
+from zjax.ops.weights import join_bits
 from zjax.optim.build import make_optimizer
-from zjax.optim.precision import join_bits
 from zjax.processes.host import RESERVED_SHARE
 from zjax.run.build import make_run
 from zjax.settings import convert, schema

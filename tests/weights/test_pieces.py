@@ -15,7 +15,7 @@ import safetensors.numpy
 
 from tests.checkpoint import states
 from zjax.checkpoint.start import load_weights
-from zjax.optim.precision import low_bits
+from zjax.ops.weights import low_bits
 from zjax.weights import files as weights
 from zjax.weights import layers as views
 from zjax.weights import pieces

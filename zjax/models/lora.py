@@ -12,12 +12,10 @@ import functools
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
-from types import ModuleType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from absl import logging
 from flax import linen as nn
 from flax import nnx
@@ -27,6 +25,7 @@ from jaxtyping import Array, Float
 from zjax.errors import ConfigError, Problem
 from zjax.models import layers
 from zjax.ops.keys import fold_name
+from zjax.ops.weights import column_lengths
 from zjax.settings import schema
 from zjax.settings.parameters import is_adapter
 
@@ -115,19 +114,6 @@ def _gain(kernel: Array, matrices: dict[str, Any], settings: schema.Lora) -> Arr
     squares = _squares(kernel, matrices["a"], matrices["b"], scale)
     squares = jax.lax.stop_gradient(squares).reshape(magnitude.shape)  # as in the paper
     return magnitude / column_lengths(squares, jnp)
-
-
-def column_lengths(squares: Any, numpy: ModuleType = np) -> Any:
-    """Turns sums of squares of columns into the lengths that DoRA divides by.
-
-    A column of zeros, as of a padded vocabulary, gets the smallest positive length.
-
-    Example:
-        >>> column_lengths(np.float32([0, 9])).tolist()
-        [1.0842021724855044e-19, 3.0]
-    """
-    # Not 0, by which the column's magnitude of 0 would be divided.
-    return numpy.sqrt(numpy.maximum(squares, np.finfo(np.float32).tiny))
 
 
 def _flat(b: Array) -> Array:

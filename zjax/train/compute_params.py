@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zjax.optim.precision import join_bits, low_bits
+from zjax.ops.weights import join_bits, low_bits
 from zjax.sharding.layers import take_apart
 from zjax.sharding.placement import ArrayPlan, Form, pad, place_tree, unpad
 from zjax.sharding.plan import Plan

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 import jax.numpy as jnp
 import numpy as np
 
-from zjax.models.lora import column_lengths
+from zjax.ops.weights import column_lengths
 from zjax.settings import schema
 from zjax.weights import layers
 from zjax.weights.source import Entry, Index, Source

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 import numpy as np
 
-from zjax.optim.precision import join_bits
+from zjax.ops.weights import join_bits
 from zjax.weights.source import Entry, Index, Source
 
 
