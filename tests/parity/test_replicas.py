@@ -169,7 +169,7 @@ def test_clipping_reads_the_norm_of_what_arrived():
 
     settings = schema.Optimizer(clip_norm=1.0)
     run = runs.make_small_run(optax.sgd(0.1), 0, optimizer=settings)
-    sent = Sent("train", halves)
+    sent = Sent(halves)
     precision = run.config.precision
     update = make_update(
         optax.sgd(0.1), run.plan, run.config.optimizer, precision, None, None, sent

@@ -19,7 +19,6 @@ from zjax.optim.onebit import make_adam_steps, scale_by_adam
 from zjax.optim.per_layer import per_layer
 from zjax.optim.precision import moment_dtype
 from zjax.schedule import learning_rate
-from zjax.schedule.exchange import Phase
 from zjax.schedule.learning_rate import make_schedule
 from zjax.settings import schema
 from zjax.settings.derived import is_offered, is_recipe
@@ -80,19 +79,6 @@ def make_optimizer(
     if not dtype or {dtype, config.precision.master_dtype} == {"float32"}:
         return tx
     return moments.store_moments(tx, dtype, names)
-
-
-def make_message(rule: schema.Rule, phase: Phase) -> Callable[[Any, Any], Any] | None:
-    """Returns `message(grads, opt_state)`, the tree that replicas average in a phase.
-
-    Returns None where replicas average gradients.
-    """
-    if phase.message != "steps":
-        return None
-    assert isinstance(rule, schema.Compressed)
-    is_zero_one = isinstance(rule, schema.ZeroOneAdam)
-    next_steps = zero_one_adam.next_steps if is_zero_one else onebit.next_steps
-    return functools.partial(next_steps, steps=make_adam_steps(rule))
 
 
 def with_clipping_as_set(given: schema.Optimizer) -> schema.Optimizer:

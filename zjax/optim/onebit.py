@@ -149,36 +149,6 @@ def where_known(tree: Any, second: Any) -> Any:
     return jax.tree.map(lambda x, v: jnp.where(v > 0, x, 0), tree, second)
 
 
-def next_momentum(grads: Any, opt_state: Any, b1: float) -> Any:
-    """Updates the momentum of `opt_state` with the gradients of one replica.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> tx = scale_by_onebit_adam(AdamSteps(0.9, 0.999, 1e-8))
-        >>> state = tx.init(jnp.zeros(2))
-        >>> next_momentum(jnp.array([1.0, 2.0]), state, 0.5).tolist()
-        [0.5, 1.0]
-    """
-    momentum = optax.tree_utils.tree_get(opt_state, "mu")
-    return optax.tree_utils.tree_update_moment(grads, momentum, b1, 1)
-
-
-def next_steps(grads: Any, opt_state: Any, steps: AdamSteps) -> Any:
-    """Returns the steps that one replica would take: the message in `COMPRESSED`."""
-    second, count = (
-        # The state of the schedule has a `count`, too.
-        optax.tree_utils.tree_get(opt_state, name, filtering=is_of_adam)
-        for name in ("nu", "count")
-    )
-    momentum = next_momentum(grads, opt_state, steps.b1)
-    return steps.of_momentum(momentum, second, count, count)
-
-
-def is_of_adam(path: Any, _: Any) -> bool:
-    """Whether a leaf of the state belongs to Adam, and not to the schedule."""
-    return getattr(path[-1], "tuple_name", "") == "ScaleByAdamState"
-
-
 def scale_by_onebit_adam(
     steps: AdamSteps,
 ) -> optax.GradientTransformationExtraArgs:

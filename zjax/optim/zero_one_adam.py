@@ -134,16 +134,3 @@ def zero_one_adam(
         return step(updates, state, params, phase)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def next_steps(grads: Any, opt_state: Any, steps: AdamSteps) -> Any:
-    """Returns the steps that one replica would take: the message in `ONE_BIT`."""
-    # The state may sit inside a chain or a partition.
-    (state,) = filter(_is_own, jax.tree.leaves(opt_state, is_leaf=_is_own))
-    momentum = optax.tree_utils.tree_update_moment(grads, state.mu, steps.b1, 1)
-    number = optax.safe_increment(state.steps)
-    return steps.of_momentum(momentum, state.nu, number, state.variances)
-
-
-def _is_own(state: Any) -> bool:
-    return isinstance(state, ZeroOneAdamState)

@@ -15,13 +15,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from zjax.optim.build import make_message
+from zjax.optim.messages import make_message
 from zjax.replicas.exchange import Exchange, exchanges_by_program
 from zjax.replicas.outer import MomentumStep, OuterStep, end_of_round
 from zjax.replicas.state import after_round, averaged_at_ends, of_replicas, with_extra
 from zjax.replicas.step import ReplicaStep
 from zjax.schedule.exchange import LOCAL, TRAIN, Exchanges, Phase, StepExchange
-from zjax.settings.schema import LocalSteps, Rule
+from zjax.settings.schema import Compressed, LocalSteps, Rule
 from zjax.sharding.placement import shardings
 from zjax.sharding.plan import Plan
 from zjax.train.programs import Programs
@@ -74,7 +74,9 @@ class Engine:
     def _together(self, phase: Phase) -> ReplicaStep:
         """Builds the step of a phase in which replicas send a message."""
         exchange = self._by_program[phase.program]
-        sent = Sent(phase.name, exchange, make_message(self.rule, phase))
+        takes_phase = isinstance(self.rule, Compressed)
+        arguments = {"phase": phase.name} if takes_phase else {}
+        sent = Sent(exchange, make_message(self.rule, phase), arguments)
         of_replica = self.make(self.tx, self.plan.of_replica, sent)
         return ReplicaStep(of_replica, self.model, self.plan, exchange.feeds_back)
 

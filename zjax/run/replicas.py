@@ -6,10 +6,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from zjax.errors import NonFiniteError, Problem, StateError
-from zjax.optim.onebit import is_of_adam
+from zjax.optim.messages import adam_state
+from zjax.optim.zero_one_adam import ZeroOneAdamState
 from zjax.replicas.engine import Engine
 from zjax.replicas.state import averaged_at_ends, of_replicas, run_rows
 from zjax.run.compiler import step_options
@@ -131,11 +131,8 @@ def check_warm_up(
 
 def _updates_of_moments(state: TrainState) -> jax.Array:
     """Number of steps that updated second moments, int32[]; int32[N] for N replicas."""
-    opt_state = getattr(state.extra, "replicas", state).opt_state
-    number = optax.tree_utils.tree_get(opt_state, "variances")
-    if number is None:
-        return optax.tree_utils.tree_get(opt_state, "count", filtering=is_of_adam)
-    return number
+    found = adam_state(getattr(state.extra, "replicas", state).opt_state)
+    return found.variances if isinstance(found, ZeroOneAdamState) else found.count
 
 
 @jax.jit

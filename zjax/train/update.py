@@ -10,7 +10,7 @@ import optax
 
 from zjax.optim import precision, transforms
 from zjax.optim.transforms import update_ema
-from zjax.settings.schema import Compressed, Optimizer, Precision
+from zjax.settings.schema import Optimizer, Precision
 from zjax.sharding.mesh import REPLICA
 from zjax.sharding.placement import constrain, pad_tree, place_tree, unpad_tree
 from zjax.sharding.plan import Plan
@@ -34,16 +34,16 @@ class Sent:
     """The message of a step and the function that averages the message over replicas.
 
     Args:
-        phase: Name of the phase, which rules of compressed messages read.
         exchange: `exchange(tree, errors, applies) -> (mean, errors)`, inside
             `shard_map` over `replica`.
         message: `message(grads, opt_state)`, the tree that replicas send in place of
             gradients; None for the gradients.
+        arguments: Further arguments of the optimizer, such as the phase.
     """
 
-    phase: str
     exchange: Callable[[Params, Any, jax.Array], tuple[Params, Any]]
     message: Callable[[Any, Any], Any] | None = None
+    arguments: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def norm(self, norm: jax.Array) -> jax.Array:
         """Root mean square of the replicas' norms; not finite if any norm is not."""
@@ -142,7 +142,7 @@ class Update:
             value=loss.value,
             grad=grads,
             value_fn=lambda x: value_fn(joined(x, whole, plan.master)),
-            **self.phase,
+            **(self.sent.arguments if self.sent else {}),
         )
         new = optax.apply_updates(master, updates)
         new = move_params(master, new, self.moved, loss.totals)
@@ -173,14 +173,6 @@ class Update:
             message = sent.message(grads, opt_state)
             grads, errors = sent.exchange(message, errors, applies)
         return grads, norm, errors, _Checks(finite, applies)
-
-    @property
-    def phase(self) -> dict[str, str]:
-        """The name of the phase, for optimizers that send compressed messages."""
-        takes_phase = isinstance(self.optimizer.rule, Compressed)
-        if self.sent is None or not takes_phase:
-            return {}
-        return {"phase": self.sent.phase}
 
     @property
     def updates_always(self) -> bool:
