@@ -1,7 +1,9 @@
 """Choice between Hopper kernels and reference, and refusals in one format."""
 
 import functools
+import importlib
 import logging
+import types
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,6 +47,8 @@ HEAD_SIZES = (64, 96, 128, 256)
 """Channels per head of the attention kernels."""
 DTYPES = ("bfloat16", "float16")
 """Dtypes of the arrays of all kernels but quantisation."""
+NUM_SMS = 132
+"""Streaming multiprocessors of an H100 or H200."""
 
 
 def check_implementation(requested: str, *, dtype: str, head_size: int) -> str:
@@ -91,6 +95,18 @@ def choose_implementation(
     if problem:
         raise ValueError(_REFUSAL.format(problem, remedy))
     return requested
+
+
+def load_implementation(package: str, name: str) -> types.ModuleType:
+    """Imports `reference` or `mosaic_gpu` of a package.
+
+    `mosaic_gpu` is slow to import, as it imports the compiler of kernels.
+
+    Example:
+        >>> load_implementation("norm", "reference").__name__
+        'zjax_kernels.norm.reference'
+    """
+    return importlib.import_module(f"zjax_kernels.{package}.{name}")
 
 
 def why_unsupported(

@@ -1,13 +1,14 @@
 """Tunings measured on this kind of GPU: timing, and a file in the user's cache."""
 
 import dataclasses
+import functools
 import json
 import logging
 import os
 import pathlib
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Generic, TypeVar
 
 import jax
@@ -23,12 +24,14 @@ class TuningFile(Generic[T]):
 
     Args:
         name: Name of the file.
-        make: Function from the fields of an entry to a tuning; raises `ValueError` or
-            `TypeError` for unusable fields.
+        make: Dataclass of a tuning.
+        least: Least value of fields that are integers.
     """
 
-    def __init__(self, name: str, make: Callable[..., T]) -> None:
-        self._name, self._make = name, make
+    def __init__(
+        self, name: str, make: Callable[..., T], least: Mapping[str, int]
+    ) -> None:
+        self._name, self._make, self._least = name, make, least
         self._read: dict[str, T] | None = None
 
     @property
@@ -71,7 +74,7 @@ class TuningFile(Generic[T]):
         """Returns the tunings of the file; an unreadable file warns and is empty."""
         try:
             found = json.loads(self.path.read_text())
-            return {key: self._make(**fields) for key, fields in found.items()}
+            return {key: self._tuning(**fields) for key, fields in found.items()}
         except FileNotFoundError:
             return {}
         except (
@@ -85,9 +88,30 @@ class TuningFile(Generic[T]):
             _LOG.warning(text, self.path, error)
             return {}
 
+    def _tuning(self, **fields: Any) -> T:
+        """Makes a tuning; refuses numbers that are too small, or no integers."""
+        tuning = self._make(**fields)
+        for name, least in self._least.items():
+            value = getattr(tuning, name)
+            if not isinstance(value, int) or value < least:
+                raise ValueError(f"{name}={value} is not an integer >= {least}")
+        return tuning
+
 
 def _name(key: tuple[Any, ...]) -> str:
     return ", ".join(map(str, (jax.devices()[0].device_kind, *key)))
+
+
+def compiles(
+    kernel: Callable[..., Any], arrays: tuple[Any, ...]
+) -> Callable[[T], Callable[[], Any]]:
+    """Returns a function that compiles a kernel with a tuning, and returns a call."""
+
+    def compile_with(tuning: T) -> Callable[[], Any]:
+        run = jax.jit(functools.partial(kernel, tuning=tuning))
+        return functools.partial(run.lower(*arrays).compile(), *arrays)
+
+    return compile_with
 
 
 def rank(

@@ -1,7 +1,7 @@
-"""Loads into registers, and the warpgroups of a kernel: two compute, one copies."""
+"""Launch of kernels, loads into registers, and warpgroups: two compute, one copies."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -11,24 +11,61 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 _INDEX = inspect.signature(plgpu.load).parameters["idx"]
 """`idx` of `plgpu.load`: required before JAX 0.11, absent afterwards."""
+NUM_COMPUTE = 2
+"""Warpgroups that compute; one more copies."""
+AXIS = "warpgroup"
+"""Name of the warpgroups' axis."""
+
+
+def launch(
+    body: Callable[[Any, Any, Any], None],
+    inputs: Any,
+    outputs: Sequence[jax.ShapeDtypeStruct],
+    scratch: Any = (),
+    *,
+    num_programs: int,
+    num_warpgroups: int | None = None,
+    interpret: Any,
+    **parameters: Any,
+) -> tuple[Any, ...]:
+    """Runs `body(inputs, outputs, scratch)`, all of references, as a kernel.
+
+    `inputs` and `scratch` (shared memory and barriers) are pytrees, and `parameters`
+    are of Mosaic's compiler. Programs have `num_warpgroups`, or one and no axis of
+    warpgroups. `interpret` holds the interpreter's parameters, None on a GPU.
+    """
+    operands = jax.tree.leaves(inputs)
+    leaves, structure = jax.tree.flatten((inputs, outputs, scratch))
+    options: dict[str, Any] = {} if interpret is None else {"interpret": interpret}
+    # Even an axis of one warpgroup costs barriers around the kernel.
+    if num_warpgroups is not None:
+        options |= {"num_threads": num_warpgroups, "thread_name": AXIS}
+    lane = {"lowering_semantics": plgpu.LoweringSemantics.Lane}
+
+    def run(*refs):
+        body(*jax.tree.unflatten(structure, refs))
+
+    return plgpu.kernel(
+        run,
+        out_type=tuple(outputs),
+        grid=(num_programs,),
+        grid_names=("program",),
+        scratch_types=leaves[len(operands) + len(outputs) :],
+        compiler_params=plgpu.CompilerParams(**lane | parameters),
+        **options,
+    )(*operands)
 
 
 def load(ref: Any, layout: Any, *, interpret: Any, optimized: bool = True) -> jax.Array:
     """Reads an array inside a kernel; the interpreter ignores `layout`.
 
-    `interpret` holds the interpreter's parameters, None on a GPU. `optimized` makes a
-    load without a fast implementation an error of compilation.
+    `interpret` is as for `launch`. `optimized` makes a load without a fast
+    implementation an error of compilation.
     """
     if interpret is not None:
         return ref[...]
     index = {"idx": ()} if _INDEX.default is _INDEX.empty else {}
     return plgpu.load(ref, layout=layout, optimized=optimized, **index)
-
-
-NUM_COMPUTE = 2
-"""Warpgroups that compute; one more copies."""
-AXIS = "warpgroup"
-"""Name of the warpgroups' axis."""
 
 
 def specialize_warpgroups(

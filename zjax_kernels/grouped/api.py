@@ -7,8 +7,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from zjax_kernels.device import DTYPES, choose_implementation, describe, refuse
-from zjax_kernels.grouped import reference
+from zjax_kernels.device import (
+    DTYPES,
+    choose_implementation,
+    describe,
+    load_implementation,
+    refuse,
+)
 from zjax_kernels.grouped.reference import ACTIVATIONS, Activation, activate, num_parts
 
 _SIDE = 128
@@ -296,11 +301,7 @@ def _choose(
         problem=problem,
         remedy=remedy,
     )
-    if chosen == "reference":
-        return reference
-    from zjax_kernels.grouped import mosaic_gpu  # slow: imports the kernel compiler
-
-    return mosaic_gpu
+    return load_implementation("grouped", chosen)
 
 
 def _check(

@@ -2,8 +2,7 @@
 
 from jax import Array
 
-from zjax_kernels.device import DTYPES, choose_implementation
-from zjax_kernels.grouped import reference
+from zjax_kernels.device import DTYPES, choose_implementation, load_implementation
 
 _LANES = 128
 _MOST = 32768
@@ -60,8 +59,4 @@ def copy_rows(
         problem=problem,
         remedy=remedy,
     )
-    if chosen == "reference":
-        return reference.copy_rows(x, sources, targets)
-    from zjax_kernels.grouped import mosaic_gpu  # slow: imports the kernel compiler
-
-    return mosaic_gpu.copy_rows(x, sources, targets)
+    return load_implementation("grouped", chosen).copy_rows(x, sources, targets)

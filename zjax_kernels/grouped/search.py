@@ -12,7 +12,7 @@ from jax import Array
 from zjax_kernels.grouped.api import check_kernels
 from zjax_kernels.grouped.reference import Activation, num_parts
 from zjax_kernels.grouped.tuning import MEASURED, Kernel, Tuning
-from zjax_kernels.tunings import rank
+from zjax_kernels.tunings import compiles, rank
 
 _Case: TypeAlias = tuple[Callable[..., Any], tuple[Array, ...], tuple[int, ...]]
 """A kernel, its arrays, and the shape of the matrices that its tuning is for."""
@@ -67,12 +67,7 @@ def tune_grouped_matmul(
         kernels |= _passes(activation, x, weights, y, sizes)
     results, best = {}, {}
     for name, (kernel, arrays, matrices) in kernels.items():
-
-        def compile_with(tuning, kernel=kernel, arrays=arrays):
-            run = jax.jit(functools.partial(kernel, tuning=tuning))
-            return functools.partial(run.lower(*arrays).compile(), *arrays)
-
-        results[name] = rank(_candidates(name), compile_with)
+        results[name] = rank(_candidates(name), compiles(kernel, arrays))
         best[name, *matrices] = results[name][0][0]
     MEASURED.save(best)
     return results

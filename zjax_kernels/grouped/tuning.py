@@ -1,7 +1,7 @@
 """Tuning of the grouped kernels: the default, or measured by `tune_grouped_matmul`."""
 
 import dataclasses
-from typing import Any, Literal
+from typing import Literal
 
 from zjax_kernels.tunings import TuningFile
 
@@ -42,14 +42,6 @@ def choose_tuning(kernel: Kernel, num_groups: int, k: int, n: int) -> Tuning:
     return MEASURED.get(kernel, num_groups, k, n) or Tuning()
 
 
-def _make(**fields: Any) -> Tuning:
-    """Builds a tuning from fields of the file; refuses numbers that are too small."""
-    tuning = Tuning(**fields)
-    least = {"tile_columns": 64, "stages": 2, "band": 1}
-    if any(getattr(tuning, name) < count for name, count in least.items()):
-        raise ValueError(f"{tuning} has a number below {least}")
-    return tuning
-
-
-MEASURED = TuningFile("grouped_matmul.json", _make)
+_LEAST = {"tile_columns": 64, "stages": 2, "band": 1}
+MEASURED = TuningFile("grouped_matmul.json", Tuning, _LEAST)
 """Tunings by kernel, number, rows and columns of the matrices."""

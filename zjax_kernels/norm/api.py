@@ -5,14 +5,12 @@ deviation alone for `rms_norm`). Forward-mode differentiation is not defined.
 """
 
 import functools
-import types
 
 import jax.numpy as jnp
 from jax import Array, custom_vjp
 from jax.ad_checkpoint import checkpoint_name
 
-from zjax_kernels.device import DTYPES, choose_implementation
-from zjax_kernels.norm import reference
+from zjax_kernels.device import DTYPES, choose_implementation, load_implementation
 from zjax_kernels.norm.reference import MAX_CHANNELS, THREADS
 
 STATISTICS = "norm_statistics"
@@ -78,7 +76,7 @@ def _normalize(eps, centre, implementation, x, scale, bias):
 
 def _forward(eps, centre, implementation, x, scale, bias):
     """Returns the output and the residuals."""
-    run = _module(implementation).forward
+    run = load_implementation("norm", implementation).forward
     out, mean, inverse = run(x, scale, bias, eps=eps, centre=centre)
     # RMS norm saves no mean: zeros would be stored on every device.
     statistics = (mean, inverse) if centre else (inverse,)
@@ -89,7 +87,7 @@ def _backward(eps, centre, implementation, residuals, d_out):
     """Returns the cotangents of input, scale and bias."""
     x, (*means, inverse), scale, bias = residuals
     mean = means[0] if centre else jnp.zeros_like(inverse)
-    run = _module(implementation).backward
+    run = load_implementation("norm", implementation).backward
     dx, d_scale, d_bias = run(x, mean, inverse, scale, d_out, centre=centre)
     return (
         dx,
@@ -99,15 +97,6 @@ def _backward(eps, centre, implementation, residuals, d_out):
 
 
 _normalize.defvjp(_forward, _backward)
-
-
-def _module(implementation: str) -> types.ModuleType:
-    """Returns the module of an implementation."""
-    if implementation == "reference":
-        return reference
-    from zjax_kernels.norm import mosaic_gpu  # slow: imports the kernel compiler
-
-    return mosaic_gpu
 
 
 def _choose(implementation, x):

@@ -6,7 +6,6 @@ of a program, so that `x` and `d_out` are read once for all three gradients.
 """
 
 import functools
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,11 +13,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from zjax_kernels.device import NUM_SMS
 from zjax_kernels.norm.reference import MAX_CHANNELS, THREADS
-from zjax_kernels.warpgroups import load
+from zjax_kernels.warpgroups import launch, load
 
-_NUM_SMS = 132
-"""Streaming multiprocessors of an H100 or H200."""
 _MAX_PROGRAMS_PER_SM = 8
 """Programs per SM; long rows take more registers, and get fewer programs."""
 
@@ -41,8 +39,8 @@ def forward(
     programs = _num_programs(rows, 3 * MAX_CHANNELS // channels)
     weights = [w.astype(jnp.float32) for w in (scale, bias) if w is not None]
 
-    def body(x_ref, *refs):
-        weight_refs, (out_ref, mean_ref, inverse_ref) = refs[:-3], refs[-3:]
+    def body(inputs, outputs, _):
+        (x_ref, *weight_refs), (out_ref, mean_ref, inverse_ref) = inputs, outputs
         read = _loader(channels, interpret)
 
         def normalize(row, narrow):
@@ -62,7 +60,14 @@ def forward(
     statistic = jax.ShapeDtypeStruct((rows,), jnp.float32)
     outputs = jax.ShapeDtypeStruct((rows, channels), x.dtype), statistic, statistic
     flat = x.reshape(rows, channels)
-    out, *statistics = _call(body, outputs, programs, interpret)(flat, *weights)
+    out, *statistics = launch(
+        body,
+        (flat, *weights),
+        outputs,
+        num_programs=programs,
+        approx_math=True,
+        interpret=interpret,
+    )
     mean, inverse = (each.reshape(*x.shape[:-1], 1) for each in statistics)
     return out.reshape(x.shape), mean, inverse
 
@@ -83,7 +88,9 @@ def backward(
     programs = _num_programs(rows, 2 * MAX_CHANNELS // channels)
     num_sums = 2 if centre else 1
 
-    def body(x_ref, d_ref, mean_ref, inverse_ref, scale_ref, dx_ref, *sum_refs):
+    def body(inputs, outputs, _):
+        x_ref, d_ref, mean_ref, inverse_ref, scale_ref = inputs
+        dx_ref, *sum_refs = outputs
         read = _loader(channels, interpret)
 
         def fetch(row):
@@ -116,37 +123,24 @@ def backward(
     outputs = dx, *[partial] * num_sums
     flat = (each.reshape(rows, channels) for each in (x, d_out))
     statistics = (each.reshape(rows) for each in (mean, inverse))
-    run = _call(body, outputs, programs, interpret)
-    dx, *sums = run(*flat, *statistics, scale.astype(jnp.float32))
+    dx, *sums = launch(
+        body,
+        (*flat, *statistics, scale.astype(jnp.float32)),
+        outputs,
+        num_programs=programs,
+        approx_math=True,
+        interpret=interpret,
+    )
     d_scale, *d_bias = (each.sum(0) for each in sums)
     return dx.reshape(x.shape), d_scale, d_bias[0] if centre else None
 
 
 def _num_programs(rows, programs_per_sm):
-    return min(rows, _NUM_SMS * min(programs_per_sm, _MAX_PROGRAMS_PER_SM))
+    return min(rows, NUM_SMS * min(programs_per_sm, _MAX_PROGRAMS_PER_SM))
 
 
 def _rows(x):
     return x.size // x.shape[-1], x.shape[-1]
-
-
-def _call(
-    body: Callable[..., None],
-    outputs: Sequence[jax.ShapeDtypeStruct],
-    programs: int,
-    interpret: Any,
-) -> Callable[..., Any]:
-    """Returns `body` as a kernel whose programs are one warpgroup each."""
-    return plgpu.kernel(
-        body,
-        out_type=list(outputs),
-        grid=(programs,),
-        grid_names=("program",),
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
-        ),
-        **({} if interpret is None else {"interpret": interpret}),
-    )
 
 
 def _each_row(rows, programs, fetch, act, sums=None):

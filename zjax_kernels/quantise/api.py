@@ -3,8 +3,7 @@
 import jax.numpy as jnp
 from jax import Array
 
-from zjax_kernels.device import choose_implementation, invalid
-from zjax_kernels.quantise import reference
+from zjax_kernels.device import choose_implementation, invalid, load_implementation
 from zjax_kernels.quantise.reference import BLOCKS_PER_STEP, SIZES
 
 
@@ -56,11 +55,7 @@ def quantise_blocks(
     chosen = choose_implementation(
         implementation, operation, f"blocks of {block}", problem=problem, remedy=remedy
     )
-    if chosen == "reference":
-        return reference.quantise_blocks(x, block)
-    from zjax_kernels.quantise import mosaic_gpu  # slow: imports the kernel compiler
-
-    return mosaic_gpu.quantise_blocks(x, block)
+    return load_implementation("quantise", chosen).quantise_blocks(x, block)
 
 
 def dequantise_blocks(integers: Array, scales: Array) -> Array:

@@ -8,11 +8,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from zjax_kernels.device import NUM_SMS
 from zjax_kernels.quantise.reference import BLOCKS_PER_STEP, MAX_INTEGER, MIN_SCALE
-from zjax_kernels.warpgroups import load
+from zjax_kernels.warpgroups import launch, load
 
-_PROGRAMS = 3 * 132
-"""Three programs for each of the 132 SMs."""
+_PROGRAMS = 3 * NUM_SMS
 
 
 def quantise_blocks(
@@ -27,7 +27,8 @@ def quantise_blocks(
     tiles = num_blocks // BLOCKS_PER_STEP
     programs = min(tiles, _PROGRAMS)
 
-    def body(x_ref, integers_ref, scales_ref, staged):
+    def body(inputs, outputs, staged):
+        (x_ref,), (integers_ref, scales_ref) = inputs, outputs
         program = lax.axis_index("program")
 
         def step(i, _):
@@ -54,18 +55,13 @@ def quantise_blocks(
         # Shared memory must outlive the last copy.
         plgpu.wait_smem_to_gmem(0)
 
-    run = plgpu.kernel(
+    integers = jax.ShapeDtypeStruct((num_blocks, block), jnp.int8)
+    scales = jax.ShapeDtypeStruct((num_blocks,), jnp.float32)
+    return launch(
         body,
-        out_type=[
-            jax.ShapeDtypeStruct((num_blocks, block), jnp.int8),
-            jax.ShapeDtypeStruct((num_blocks,), jnp.float32),
-        ],
-        grid=(programs,),
-        grid_names=("program",),
-        scratch_types=[plgpu.SMEM((BLOCKS_PER_STEP, block), jnp.int8)],
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane
-        ),
-        **({} if interpret is None else {"interpret": interpret}),
+        [x.reshape(num_blocks, block)],
+        [integers, scales],
+        plgpu.SMEM((BLOCKS_PER_STEP, block), jnp.int8),
+        num_programs=programs,
+        interpret=interpret,
     )
-    return tuple(run(x.reshape(num_blocks, block)))

@@ -12,11 +12,15 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 
-from zjax_kernels.device import check_implementation, invalid, refuse
-from zjax_kernels.sparse import reference
+from zjax_kernels.device import (
+    check_implementation,
+    invalid,
+    load_implementation,
+    refuse,
+)
 from zjax_kernels.sparse.arguments import array_problems
 from zjax_kernels.sparse.plan import Plan, check_plan, device_plan
-from zjax_kernels.sparse.reference import Options
+from zjax_kernels.sparse.reference import BackwardInputs, Options
 
 Implementation = Literal["auto", "mosaic_gpu", "reference"]
 DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -152,7 +156,8 @@ def sparse_attention_gradients(
     lse, delta = (jnp.pad(x, [(0, 0), (0, 0), (0, missing)]) for x in (lse, delta))
     # Tensor cores multiply matrices of one dtype.
     d_out = _pad_tokens(d_out.astype(q.dtype), plan.queries.num_rows)
-    dq, dk, dv = static.gradients(*padded, d_out, lse, delta, segments, plan)
+    inputs = BackwardInputs(*padded, d_out, lse, delta, segments)
+    dq, dk, dv = static.gradients(inputs, plan)
     return dq[:, : q.shape[1]], dk[:, : k.shape[1]], dv[:, : k.shape[1]]
 
 
@@ -188,17 +193,12 @@ class _Static:
     @property
     def passes(self):
         """Module of the implementation."""
-        if self.implementation == "reference":
-            return reference
-        from zjax_kernels.sparse import mosaic_gpu  # slow: imports the kernel compiler
+        return load_implementation("sparse", self.implementation)
 
-        return mosaic_gpu
-
-    def gradients(self, q, k, v, d_out, lse, delta, segments, plan):
+    def gradients(self, inputs, plan):
         """Returns the gradients of queries, keys and values."""
-        args = q, k, v, d_out, lse, delta, segments
-        dq = self.passes.backward_queries(*args, plan.queries, self.options)
-        return dq, *self.passes.backward_keys(*args, plan.keys, self.options)
+        dq = self.passes.backward_queries(inputs, plan.queries, self.options)
+        return dq, *self.passes.backward_keys(inputs, plan.keys, self.options)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -222,8 +222,9 @@ def _attend_backward(static, residuals, cotangents):
     # d_scores = p * (d_p - delta + d_lse): d_lse is part of delta. Without keys p is 0,
     # but 0 times NaN is NaN.
     delta -= jnp.where(jnp.isneginf(lse), 0.0, d_lse)
-    args = q, k, v, d_out.astype(q.dtype), lse, delta, segments
-    return *static.gradients(*args, plan), None, None
+    d_out = d_out.astype(q.dtype)
+    inputs = BackwardInputs(q, k, v, d_out, lse, delta, segments)
+    return *static.gradients(inputs, plan), None, None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

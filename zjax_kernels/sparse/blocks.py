@@ -101,17 +101,6 @@ def random_pattern(
     return Pattern.from_entries(rows, drawn[steps, rows], num_blocks, num_blocks)
 
 
-def random_heads(
-    base: Pattern, visible: np.ndarray, count: int, *, seed: int, num_patterns: int
-) -> list[Pattern]:
-    """Adds `count` random blocks per row to a pattern, drawn anew for each head."""
-    if not count:
-        return [base] * num_patterns
-    # A seed per head: a head draws alike whatever the number of heads.
-    generators = [np.random.default_rng((seed, head)) for head in range(num_patterns)]
-    return [union(base, random_pattern(visible, count, rng)) for rng in generators]
-
-
 def union(first: Pattern, second: Pattern) -> Pattern:
     """Returns the blocks that live in either of two square patterns of one size."""
     num_blocks = len(first.starts) - 1

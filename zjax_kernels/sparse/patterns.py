@@ -7,7 +7,7 @@ processes.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import ClassVar, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from zjax_kernels.sparse.arguments import (
     range_problems,
 )
 from zjax_kernels.sparse.layout import Pattern
-from zjax_kernels.sparse.sparsity_config import SparsityConfig
+from zjax_kernels.sparse.sparsity_config import SparsityConfig, count
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,28 +89,16 @@ class Fixed(SparsityConfig):
     """
 
     different_layout_per_head: bool = False
-    num_local_blocks: int = 4
-    num_global_blocks: int = 1
+    num_local_blocks: int = count(4, least=1, of_blocks=False)
+    num_global_blocks: int = count(1, least=1)
     horizontal_global_attention: bool = False
-    num_different_global_patterns: int = 1
-
-    counts_of_blocks: ClassVar[tuple[str, ...]] = ("num_global_blocks",)
+    num_different_global_patterns: int = count(1, least=1, of_blocks=False)
 
     def problems(self) -> list[str]:
         """Adds problems of the windows."""
-        counts = (
-            "num_local_blocks",
-            "num_global_blocks",
-            "num_different_global_patterns",
-        )
-        wrong = [
-            line
-            for name in counts
-            for line in integer_problems(name, getattr(self, name), 1)
-        ]
-        found = super().problems() + wrong + _horizontal_problems(self)
-        # Checks of windows divide by these numbers.
-        return found if wrong else found + self._window_problems()
+        found = super().problems() + _horizontal_problems(self)
+        # Checks of windows divide by counts.
+        return found + ([] if self._count_problems() else self._window_problems())
 
     def heads(self, num_blocks: int) -> Sequence[Pattern]:
         """Returns one pattern per head."""
@@ -193,20 +181,17 @@ class Variable(SparsityConfig):
     """
 
     different_layout_per_head: bool = False
-    num_random_blocks: int = 0
+    num_random_blocks: int = count(0, least=0)
     local_window_blocks: Sequence[int] = (4,)
     global_block_indices: Sequence[int] = (0,)
     global_block_end_indices: Sequence[int] | None = None
     horizontal_global_attention: bool = False
     seed: int = 0
 
-    counts_of_blocks: ClassVar[tuple[str, ...]] = ("num_random_blocks",)
-
     def problems(self) -> list[str]:
-        """Adds problems of windows, global and random blocks."""
+        """Adds problems of windows, global blocks and the seed."""
         return [
             *super().problems(),
-            *integer_problems("num_random_blocks", self.num_random_blocks, 0),
             *self._window_problems(),
             *range_problems(self.global_block_indices, self.global_block_end_indices),
             *_horizontal_problems(self),
@@ -265,28 +250,10 @@ class BigBird(SparsityConfig):
     """
 
     different_layout_per_head: bool = False
-    num_random_blocks: int = 1
-    num_sliding_window_blocks: int = 3
-    num_global_blocks: int = 1
-    seed: int = 0
-
-    counts_of_blocks: ClassVar[tuple[str, ...]] = (
-        "num_random_blocks",
-        "num_sliding_window_blocks",
-        "num_global_blocks",
-    )
-
-    def problems(self) -> list[str]:
-        """Adds problems of the window, global and random blocks."""
-        return [
-            *super().problems(),
-            *integer_problems("num_random_blocks", self.num_random_blocks, 0),
-            *integer_problems(
-                "num_sliding_window_blocks", self.num_sliding_window_blocks, 1
-            ),
-            *integer_problems("num_global_blocks", self.num_global_blocks, 0),
-            *integer_problems("seed", self.seed, 0),
-        ]
+    num_random_blocks: int = count(1, least=0)
+    num_sliding_window_blocks: int = count(3, least=1)
+    num_global_blocks: int = count(1, least=0)
+    seed: int = count(0, least=0, of_blocks=False)
 
     def heads(self, num_blocks: int) -> Sequence[Pattern]:
         """Returns one pattern per head, or one for all."""
@@ -331,21 +298,14 @@ class BSLongformer(SparsityConfig):
     """
 
     different_layout_per_head: bool = False
-    num_sliding_window_blocks: int = 3
+    num_sliding_window_blocks: int = count(3, least=1)
     global_block_indices: Sequence[int] = (0,)
     global_block_end_indices: Sequence[int] | None = None
 
-    counts_of_blocks: ClassVar[tuple[str, ...]] = ("num_sliding_window_blocks",)
-
     def problems(self) -> list[str]:
-        """Adds problems of the window and global blocks."""
-        return [
-            *super().problems(),
-            *integer_problems(
-                "num_sliding_window_blocks", self.num_sliding_window_blocks, 1
-            ),
-            *range_problems(self.global_block_indices, self.global_block_end_indices),
-        ]
+        """Adds problems of the global blocks."""
+        indices, ends = self.global_block_indices, self.global_block_end_indices
+        return super().problems() + range_problems(indices, ends)
 
     def heads(self, num_blocks: int) -> Sequence[Pattern]:
         """Returns one pattern for all heads."""
@@ -387,17 +347,8 @@ class LocalSlidingWindow(SparsityConfig):
         without its global attention.
     """
 
-    num_sliding_window_blocks: int = 3
+    num_sliding_window_blocks: int = count(3, least=1)
     attention: Literal["bidirectional", "unidirectional"] = "unidirectional"
-
-    counts_of_blocks: ClassVar[tuple[str, ...]] = ("num_sliding_window_blocks",)
-
-    def problems(self) -> list[str]:
-        """Adds problems of the window."""
-        name = "num_sliding_window_blocks"
-        return super().problems() + integer_problems(
-            name, self.num_sliding_window_blocks, 1
-        )
 
     def heads(self, num_blocks: int) -> Sequence[Pattern]:
         """Returns one pattern for all heads."""
@@ -410,13 +361,19 @@ def _add_random_blocks(
 ) -> list[Pattern]:
     """Adds random blocks, drawn for each head or once for all heads."""
     num_patterns = config.num_heads if config.different_layout_per_head else 1
-    return blocks.random_heads(
-        base,
-        visible,
-        config.num_random_blocks,
-        seed=config.seed,
-        num_patterns=num_patterns,
-    )
+    if not config.num_random_blocks:
+        return [base] * num_patterns
+    # A seed per head: a head draws alike whatever the number of heads.
+    seeds = [(config.seed, head) for head in range(num_patterns)]
+    return [
+        blocks.union(
+            base,
+            blocks.random_pattern(
+                visible, config.num_random_blocks, np.random.default_rng(seed)
+            ),
+        )
+        for seed in seeds
+    ]
 
 
 def _horizontal_problems(config: Fixed | Variable) -> list[str]:

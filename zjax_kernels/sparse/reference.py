@@ -5,7 +5,8 @@ kernels; heads and sequences are batched.
 """
 
 import dataclasses
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,29 @@ class Options:
     soft_cap: float = 0.0
 
 
+class BackwardInputs(NamedTuple):
+    """Arrays of the backward pass.
+
+    Args:
+        q: [B, S, H, D] queries.
+        k: [B, T, K, D] keys; H is a multiple of K.
+        v: [B, T, K, D] values.
+        d_out: [B, S, H, D] cotangent of the output.
+        lse: float32[B, H, S] from `forward`.
+        delta: float32[B, H, S], the sum of `d_out` times the output, minus the
+            cotangent of `lse`.
+        segments: int32[B, S] and int32[B, T], or None.
+    """
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    d_out: jax.Array
+    lse: jax.Array
+    delta: jax.Array
+    segments: tuple[jax.Array, jax.Array] | None
+
+
 def forward(
     q: jax.Array,
     k: jax.Array,
@@ -43,33 +67,22 @@ def forward(
     """
 
     def head(q, k, v, segments, pattern):
-        def item(tile, chunks, carry):
-            rows = _tokens(schedule.rows[pattern, tile], schedule.row_unit)
-
-            def chunk(number, carry):
-                row_max, row_sum, out = carry
-                columns = _tokens(schedule.columns[number], schedule.column_unit)
-                scores = _scores(q[rows], k[columns], options)[0]
-                mask = _mask(schedule, number, segments, rows, columns)
-                scores = jnp.where(mask, scores, -jnp.inf)
-                new_max = jnp.maximum(row_max, scores.max(axis=1))
-                # -inf minus -inf is NaN, in rows that have seen no key yet.
-                level = jnp.where(jnp.isneginf(new_max), 0.0, new_max)
-                correction = jnp.exp(row_max - level)
-                p = jnp.exp(scores - level[:, None])
-                row_sum = row_sum * correction + p.sum(axis=1)
-                return new_max, row_sum, out * correction[:, None] + _dot(p, v[columns])
-
-            # Items of a split tile go on where the item before ended.
-            results = lax.fori_loop(
-                chunks[0], chunks[1], chunk, tuple(x[rows] for x in carry)
-            )
-            return tuple(x.at[rows].set(y) for x, y in zip(carry, results, strict=True))
+        def update(rows, columns, get_mask, carry):
+            row_max, row_sum, out = carry
+            scores = _scores(q[rows], k[columns], options)[0]
+            scores = jnp.where(get_mask(), scores, -jnp.inf)
+            new_max = jnp.maximum(row_max, scores.max(axis=1))
+            # -inf minus -inf is NaN, in rows that have seen no key yet.
+            level = jnp.where(jnp.isneginf(new_max), 0.0, new_max)
+            correction = jnp.exp(row_max - level)
+            p = jnp.exp(scores - level[:, None])
+            row_sum = row_sum * correction + p.sum(axis=1)
+            return new_max, row_sum, out * correction[:, None] + _dot(p, v[columns])
 
         length = schedule.num_rows
         zeros = jnp.zeros((length,), jnp.float32)
         start = zeros - jnp.inf, zeros, jnp.zeros((length, q.shape[1]), jnp.float32)
-        row_max, row_sum, out = _over_items(schedule, pattern, item, start)
+        row_max, row_sum, out = _fold(schedule, pattern, segments, update, start)
         # Queries without keys divide 0 by 1.
         divisor = jnp.where(row_sum == 0, 1.0, row_sum)
         lse = jnp.where(row_sum == 0, -jnp.inf, row_max + jnp.log(divisor))
@@ -83,41 +96,23 @@ def forward(
 
 
 def backward_queries(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    d_out: jax.Array,
-    lse: jax.Array,
-    delta: jax.Array,
-    segments: tuple[jax.Array, jax.Array] | None,
-    schedule: Schedule,
-    options: Options,
+    inputs: BackwardInputs, schedule: Schedule, options: Options
 ) -> jax.Array:
-    """Returns the gradient of the queries, [B, S, H, D].
-
-    `lse` is from `forward`; `delta`, float32[B, H, S], is the sum of `d_out` times the
-    output, minus the cotangent of `lse`.
-    """
+    """Returns the gradient of the queries, [B, S, H, D]."""
 
     def head(q, d_out, k, v, lse, delta, segments, pattern):
-        def item(tile, chunks, dq):
-            rows = _tokens(schedule.rows[pattern, tile], schedule.row_unit)
+        def update(rows, columns, get_mask, carry):
+            mask, stats = get_mask(), (lse[rows, None], delta[rows, None])
+            pairs = (q[rows], k[columns]), (d_out[rows], v[columns])
+            _, ds = _d_scores(pairs, stats, mask, options)
+            return (carry[0] + _dot(ds, k[columns]),)
 
-            def chunk(number, dq):
-                columns = _tokens(schedule.columns[number], schedule.column_unit)
-                mask = _mask(schedule, number, segments, rows, columns)
-                stats = lse[rows, None], delta[rows, None]
-                pairs = (q[rows], k[columns]), (d_out[rows], v[columns])
-                _, ds = _d_scores(pairs, stats, mask, options)
-                return dq + _dot(ds, k[columns])
-
-            return dq.at[rows].set(lax.fori_loop(chunks[0], chunks[1], chunk, dq[rows]))
-
-        start = jnp.zeros(q.shape, jnp.float32)
+        start = (jnp.zeros(q.shape, jnp.float32),)
         # The factor of scores is a factor of the gradient, applied once.
-        dq = _over_items(schedule, pattern, item, start)
+        [dq] = _fold(schedule, pattern, segments, update, start)
         return (dq * options.scale).astype(q.dtype)
 
+    q, k, v, d_out, lse, delta, segments = inputs
     group = q.shape[2] // k.shape[2]
     k, v = (jnp.repeat(x, group, axis=2) for x in (k, v))
     stats = (x.swapaxes(1, 2) for x in (lse, delta))
@@ -126,43 +121,26 @@ def backward_queries(
 
 
 def backward_keys(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    d_out: jax.Array,
-    lse: jax.Array,
-    delta: jax.Array,
-    segments: tuple[jax.Array, jax.Array] | None,
-    schedule: Schedule,
-    options: Options,
+    inputs: BackwardInputs, schedule: Schedule, options: Options
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the gradients of the keys and the values, [B, T, K, D] each.
 
-    Arguments are as in `backward_queries`, but `schedule` has tiles of keys.
+    `schedule` has tiles of keys.
     """
 
     def head(k, v, q, d_out, lse, delta, segments, pattern):
-        def item(tile, chunks, carry):
-            rows = _tokens(schedule.rows[pattern, tile], schedule.row_unit)
-
-            def chunk(number, carry):
-                dk, dv = carry
-                columns = _tokens(schedule.columns[number], schedule.column_unit)
-                mask = _mask(schedule, number, segments, rows, columns)
-                stats = lse[None, columns], delta[None, columns]
-                pairs = (k[rows], q[columns]), (v[rows], d_out[columns])
-                p, ds = _d_scores(pairs, stats, mask, options)
-                return dk + _dot(ds, q[columns]), dv + _dot(p, d_out[columns])
-
-            results = lax.fori_loop(
-                chunks[0], chunks[1], chunk, tuple(x[rows] for x in carry)
-            )
-            return tuple(x.at[rows].set(y) for x, y in zip(carry, results, strict=True))
+        def update(rows, columns, get_mask, carry):
+            dk, dv = carry
+            mask, stats = get_mask(), (lse[None, columns], delta[None, columns])
+            pairs = (k[rows], q[columns]), (v[rows], d_out[columns])
+            p, ds = _d_scores(pairs, stats, mask, options)
+            return dk + _dot(ds, q[columns]), dv + _dot(p, d_out[columns])
 
         start = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
-        dk, dv = _over_items(schedule, pattern, item, start)
+        dk, dv = _fold(schedule, pattern, segments, update, start)
         return (dk * options.scale).astype(k.dtype), dv.astype(v.dtype)
 
+    q, k, v, d_out, lse, delta, segments = inputs
     num_kv_heads = k.shape[2]
     q, d_out, lse, delta = (
         _concatenate_group(x, num_kv_heads)
@@ -198,14 +176,28 @@ def _batch_over_heads(head, schedule):
     return run
 
 
-def _over_items(schedule, pattern, run, carry):
-    """Folds `run(tile, chunks, carry)` over the items of a pattern."""
+def _fold(schedule, pattern, segments, update, start):
+    """Folds `update(rows, columns, get_mask, carry)` over the chunks of a pattern.
 
-    def body(number, carry):
+    `start` holds arrays of all rows; `update` takes and returns the rows of a tile.
+    """
+
+    def item(number, carry):
         tile, first, count = (schedule.items[pattern, number, i] for i in range(3))
-        return run(tile, (first, first + count), carry)
+        end = first + count
+        rows = _tokens(schedule.rows[pattern, tile], schedule.row_unit)
 
-    return lax.fori_loop(0, schedule.num_items[0], body, carry)
+        def chunk(number, carry):
+            columns = _tokens(schedule.columns[number], schedule.column_unit)
+            mask = functools.partial(_mask, schedule, number, segments, rows, columns)
+            return update(rows, columns, mask, carry)
+
+        # Items of a split tile go on where the item before ended.
+        tiles = tuple(x[rows] for x in carry)
+        results = lax.fori_loop(first, end, chunk, tiles)
+        return tuple(x.at[rows].set(y) for x, y in zip(carry, results, strict=True))
+
+    return lax.fori_loop(0, schedule.num_items[0], item, start)
 
 
 def _tokens(units, size):

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from zjax_kernels.device import NUM_SMS
 from zjax_kernels.sparse.chunks import (
     TILE,
     Cells,
@@ -24,8 +25,6 @@ from zjax_kernels.sparse.chunks import (
     make_chunks,
 )
 
-NUM_SMS = 132
-"""Streaming multiprocessors of an H100 or H200, one program each."""
 EMPTY_ITEM = np.array([-1, 0, 0, 0, -1], np.int32)
 """Padding of items: no tile, no chunks, no slot."""
 MAX_ITEM_FRACTION = 1.0

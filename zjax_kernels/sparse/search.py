@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from zjax_kernels.device import check_implementation, invalid, refuse
 from zjax_kernels.sparse.arguments import integer_problems
 from zjax_kernels.sparse.plan import Plan, check_plan
-from zjax_kernels.sparse.reference import Options
+from zjax_kernels.sparse.reference import BackwardInputs, Options
 from zjax_kernels.sparse.tuning import MEASURED, Tuning
-from zjax_kernels.tunings import rank
+from zjax_kernels.tunings import compiles, rank
 
 
 def tune(
@@ -87,20 +87,16 @@ def _kernels(
     # Statistics do not change the time.
     sums = jnp.zeros((batch, heads, plan.queries.num_rows))
     options = Options(head_size**-0.5)
-    backward = q, k, v, d_out, sums, sums, None
+    inputs = BackwardInputs(q, k, v, d_out, sums, sums, None)
     arguments = {
         "forward": (mosaic_gpu.forward, (q, k, v, None, plan.queries)),
-        "queries": (mosaic_gpu.backward_queries, (*backward, plan.queries)),
-        "keys": (mosaic_gpu.backward_keys, (*backward, plan.keys)),
+        "queries": (mosaic_gpu.backward_queries, (inputs, plan.queries)),
+        "keys": (mosaic_gpu.backward_keys, (inputs, plan.keys)),
     }
-
-    def runner(kernel, arrays):
-        arrays = jax.tree.map(jnp.asarray, arrays)
-
-        def run(tuning):
-            call = jax.jit(lambda arrays: kernel(*arrays, options, tuning=tuning))
-            return functools.partial(call.lower(arrays).compile(), arrays)
-
-        return run
-
-    return {name: runner(*each) for name, each in arguments.items()}
+    return {
+        name: compiles(
+            functools.partial(kernel, options=options),
+            jax.tree.map(jnp.asarray, arrays),
+        )
+        for name, (kernel, arrays) in arguments.items()
+    }

@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 from collections.abc import Sequence
-from typing import ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -12,6 +12,15 @@ from zjax_kernels.sparse.arguments import Bits, integer_problems
 from zjax_kernels.sparse.layout import BLOCKS, BlockLayout, Pattern
 
 DIRECTIONS = ("bidirectional", "unidirectional")
+
+
+def count(default: int, *, least: int, of_blocks: bool = True) -> Any:
+    """Returns a field of an integer, `least` or more.
+
+    With `of_blocks` it counts blocks of a row, at most those of the sequence.
+    """
+    metadata = {"least": least, "of_blocks": of_blocks}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 class _FieldsOnly:
@@ -63,9 +72,6 @@ class SparsityConfig(_FieldsOnly, abc.ABC):
     attention: Literal["bidirectional", "unidirectional"] = "bidirectional"
     token_causal: bool = True
 
-    counts_of_blocks: ClassVar[tuple[str, ...]] = ()
-    """Arguments that count blocks of a row, at most those of a sequence."""
-
     def __init_subclass__(cls, **given: object):
         super().__init_subclass__(**given)
         if "make_layout" in vars(cls):
@@ -104,7 +110,7 @@ class SparsityConfig(_FieldsOnly, abc.ABC):
             remedy = f"use {' or '.join(DIRECTIONS)}"
             problem = "is not a direction of attention"
             found += [describe("attention", self.attention, problem, remedy)]
-        return found + self._flag_problems()
+        return found + self._flag_problems() + self._count_problems()
 
     def layout(self, seq_len: int) -> BlockLayout:
         """Applies the rule to sequences of one length.
@@ -145,6 +151,17 @@ class SparsityConfig(_FieldsOnly, abc.ABC):
                 found.append(describe(field.name, value, "is not a bool", remedy))
         return found
 
+    def _count_problems(self) -> list[str]:
+        """Reports fields made by `count` that are no integers, or too small."""
+        return [
+            line
+            for field in dataclasses.fields(self)
+            if "least" in field.metadata
+            for line in integer_problems(
+                field.name, getattr(self, field.name), field.metadata["least"]
+            )
+        ]
+
     def _num_blocks(self, seq_len: int) -> int:
         """Returns the blocks of a sequence; refuses lengths that do not fit."""
         block = self.block
@@ -163,13 +180,13 @@ class SparsityConfig(_FieldsOnly, abc.ABC):
     def _counts_above(self, num_blocks: int, seq_len: int) -> list[str]:
         """Reports arguments that count more blocks than the sequence has."""
         found = []
-        for field in self.counts_of_blocks:
-            count = getattr(self, field)
-            if count > num_blocks:
+        for field in dataclasses.fields(self):
+            number = getattr(self, field.name)
+            if field.metadata.get("of_blocks") and number > num_blocks:
                 problem = f"is more than the {num_blocks} blocks of seq_len={seq_len}"
-                tokens = count * self.block
+                tokens = number * self.block
                 remedy = f"give at most {num_blocks}, or seq_len={tokens} or more"
-                found.append(describe(field, count, problem, remedy))
+                found.append(describe(field.name, number, problem, remedy))
         return found
 
     def _check_heads(self, heads: Sequence[Pattern], num_blocks: int) -> None:

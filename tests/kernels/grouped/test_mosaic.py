@@ -9,8 +9,9 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tests.support.interpreter import InterpretGPUParams
+from tests.support.lowering import num_kernels
 from tests.support.refusals import value_error
-from zjax_kernels import device, grouped_matmul, grouped_outer
+from zjax_kernels import grouped_matmul, grouped_outer
 from zjax_kernels.grouped import mosaic_gpu, reference
 from zjax_kernels.grouped.mosaic_gpu import activation as derivatives
 from zjax_kernels.grouped.mosaic_gpu.pipeline import TILE_ROWS
@@ -205,9 +206,7 @@ def lowered_kernels(function, *shapes, dtype=jnp.bfloat16, more=()):
     """Kernels of a function of arrays, the sizes of groups, and `more` arrays."""
     arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes[:-1]]
     sizes = jax.ShapeDtypeStruct(shapes[-1], jnp.int32)
-    traced = jax.jit(function).trace(*arrays, sizes, *more)
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    return text.count("custom_call @mosaic_gpu")
+    return num_kernels(function, *arrays, sizes, *more)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -246,8 +245,7 @@ def test_every_epilogue_lowers_for_cuda(activation, width):
 
 
 @pytest.mark.parametrize("transpose", [False, True])
-def test_gradients_run_kernels_without_transposed_copies(monkeypatch, transpose):
-    monkeypatch.setattr(device, "first_device", lambda: ("cuda", (9, 0)))
+def test_gradients_run_kernels_without_transposed_copies(on_hopper, transpose):
 
     def loss(x, weights, sizes):
         out = grouped_matmul(x, weights, sizes, transpose=transpose)
@@ -259,8 +257,7 @@ def test_gradients_run_kernels_without_transposed_copies(monkeypatch, transpose)
     assert lowered_kernels(loss, (512, 256), matrices, (4,)) == 1
 
 
-def test_what_kernels_cannot_run_is_refused_by_name(monkeypatch):
-    monkeypatch.setattr(device, "first_device", lambda: ("cuda", (9, 0)))
+def test_what_kernels_cannot_run_is_refused_by_name(on_hopper):
     x, weights, y, sizes = operands([10, 20])
     with value_error(
         "implementation=mosaic_gpu cannot run: it needs rows, and matrices with sides "

@@ -6,23 +6,17 @@ import jax.numpy as jnp
 import pytest
 
 from zjax_kernels import tune_grouped_matmul, tunings
-from zjax_kernels.grouped import api, search, tuning
+from zjax_kernels.grouped import search
 from zjax_kernels.grouped.tuning import Tuning, choose_tuning
 
+pytestmark = pytest.mark.usefixtures("cache")
 SIZES = jnp.array([100, 28])
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    tuning.MEASURED.forget()
-    yield tmp_path
-    tuning.MEASURED.forget()
-
-
-def test_measured_tunings_are_for_their_kernel_and_matrices(cache, monkeypatch):
+def test_measured_tunings_are_for_their_kernel_and_matrices(
+    cache, on_hopper, monkeypatch
+):
     fastest, tried = Tuning(tile_columns=128, stages=6, band=32), []
-    monkeypatch.setattr(api, "choose_implementation", lambda *args, **_: "mosaic_gpu")
 
     def rank(candidates, compile_with):
         tried.append(list(candidates))
@@ -41,9 +35,8 @@ def test_measured_tunings_are_for_their_kernel_and_matrices(cache, monkeypatch):
     assert len(json.loads(path.read_text())) == 3
 
 
-def test_both_passes_of_an_activation_are_measured(monkeypatch):
+def test_both_passes_of_an_activation_are_measured(on_hopper, monkeypatch):
     fastest = Tuning(tile_columns=128)
-    monkeypatch.setattr(api, "choose_implementation", lambda *args, **_: "mosaic_gpu")
     monkeypatch.setattr(search, "rank", lambda *_: [(fastest, 1.0)])
     found = tune_grouped_matmul(SIZES, 256, 512, activation="swiglu")
     assert set(found) >= {"activation", "activation_backward"}

@@ -8,7 +8,6 @@ import pytest
 from tests.kernels.sparse.dense import attend, make_inputs, mask_of
 from tests.kernels.sparse.test_plan import random_live, random_mask
 from tests.support.refusals import value_error
-from zjax_kernels import device
 from zjax_kernels.sparse import BigBird, BlockLayout, make_plan, sparse_attention
 
 CASES = {
@@ -247,8 +246,7 @@ def test_segments_and_masks_of_keys_may_be_lists():
         ),
     ],
 )
-def test_plans_that_the_kernels_cannot_run(monkeypatch, head_size, options, message):
-    monkeypatch.setattr(device, "first_device", lambda: ("cuda", (9, 0)))
+def test_plans_that_the_kernels_cannot_run(on_hopper, head_size, options, message):
     x = jnp.zeros((1, 64, 4, head_size), jnp.bfloat16)
     with value_error(message):
         sparse_attention(x, x, x, make_plan(LAYOUT), **options)

@@ -12,7 +12,7 @@ from tests.kernels.sparse.dense import attend, make_inputs, mask_of
 from tests.kernels.sparse.test_plan import random_live, random_mask
 from tests.support.cases import some_by_hand
 from tests.support.interpreter import InterpretGPUParams
-from zjax_kernels import device
+from tests.support.lowering import num_kernels
 from zjax_kernels.sparse import (
     BigBird,
     BlockLayout,
@@ -27,7 +27,7 @@ from zjax_kernels.sparse import (
 from zjax_kernels.sparse import schedule as schedules
 from zjax_kernels.sparse.api import RESIDUALS
 from zjax_kernels.sparse.mosaic_gpu import backward_keys, backward_queries, forward
-from zjax_kernels.sparse.reference import Options
+from zjax_kernels.sparse.reference import BackwardInputs, Options
 
 QUICK = {
     "16-groups-of-eight": dict(
@@ -163,9 +163,9 @@ def assert_dense(mask, plan, inputs, segments, case):
     tiles = case.get("tiles", 1 if qkv[0].shape[-1] > 128 else 2)
     found, sums = run(forward, (*qkv, segments, plan.queries), tiles)
     delta = jnp.einsum("bshd,bshd->bhs", averages, d_out.astype(jnp.float32))
-    args = *qkv, d_out, sums, delta, segments
-    dq = run(backward_queries, (*args, plan.queries), tiles)
-    dk, dv = run(backward_keys, (*args, plan.keys), tiles)
+    backward = BackwardInputs(*qkv, d_out, sums, delta, segments)
+    dq = run(backward_queries, (backward, plan.queries), tiles)
+    dk, dv = run(backward_keys, (backward, plan.keys), tiles)
     np.testing.assert_allclose(sums[..., :tokens], lse, atol=1e-3, rtol=0)
     np.testing.assert_allclose(found[:, :tokens].astype(np.float32), out, atol=2e-2)
     for x, y in zip((dq, dk, dv), expected, strict=True):
@@ -220,15 +220,14 @@ def test_every_variant_lowers_for_cuda(masks, block, head_size):
     sums = jax.ShapeDtypeStruct((2, num_heads, tokens), jnp.float32)
     numbers = jax.ShapeDtypeStruct((2, tokens), jnp.int32)
     segments = (numbers, numbers) if everything else None
-    args = q, k, k, q, sums, sums, segments
+    backward = BackwardInputs(q, k, k, q, sums, sums, segments)
     for kernel, arrays in (
         (forward, (q, k, k, segments, plan.queries)),
-        (backward_queries, (*args, plan.queries)),
-        (backward_keys, (*args, plan.keys)),
+        (backward_queries, (backward, plan.queries)),
+        (backward_keys, (backward, plan.keys)),
     ):
-        run = jax.jit(lambda arrays, kernel=kernel: kernel(*arrays, options))
-        text = run.trace(arrays).lower(lowering_platforms=("cuda",)).as_text()
-        assert "mosaic_gpu" in text
+        run = functools.partial(kernel, options=options)
+        assert num_kernels(run, *arrays) >= 1
 
 
 @pytest.mark.parametrize(
@@ -240,24 +239,18 @@ def test_lowering_by_warpgroups_is_a_choice(kernel, side):
     layout = BlockLayout.from_dense(random_live((8, 8)), block=64, num_heads=2)
     x = jax.ShapeDtypeStruct((1, 512, 2, 64), jnp.bfloat16)
     sums = jax.ShapeDtypeStruct((1, 2, 512), jnp.float32)
-    gradients = () if kernel is forward else (x, sums, sums)
-    arrays = x, x, x, *gradients, None, getattr(make_plan(layout), side)
+    inputs = (x, x, x, None)
+    if kernel is not forward:
+        inputs = (BackwardInputs(x, x, x, x, sums, sums, None),)
+    arrays = *inputs, getattr(make_plan(layout), side)
     how = tuning.Tuning(warpgroup=True)
-    run = jax.jit(lambda arrays: kernel(*arrays, Options(1.0), tuning=how))
-    text = run.trace(arrays).lower(lowering_platforms=("cuda",)).as_text()
-    assert "mosaic_gpu" in text
-
-
-@pytest.fixture
-def on_hopper(monkeypatch):
-    monkeypatch.setattr(device, "first_device", lambda: ("cuda", (9, 0)))
+    run = functools.partial(kernel, options=Options(1.0), tuning=how)
+    assert num_kernels(run, *arrays) == 1
 
 
 def kernels_of(function, *arrays):
-    """How often the lowered program runs a kernel."""
-    traced = jax.jit(jax.value_and_grad(function, argnums=(0, 1, 2))).trace(*arrays)
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    return text.count("custom_call @mosaic_gpu")
+    """How often the lowered program of a function and its gradients runs a kernel."""
+    return num_kernels(jax.value_and_grad(function, argnums=(0, 1, 2)), *arrays)
 
 
 def total(function):

@@ -7,23 +7,11 @@ import pytest
 
 from tests.support.refusals import value_error
 from zjax_kernels import tunings
-from zjax_kernels.sparse import BlockLayout, make_plan, search, tuning
+from zjax_kernels.sparse import BlockLayout, make_plan, search
 from zjax_kernels.sparse.tuning import H200, Tuning, choose_tuning
 
+pytestmark = pytest.mark.usefixtures("cache")
 PLAN = make_plan(BlockLayout.from_dense(np.eye(2, dtype=bool), block=64, num_heads=2))
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    tuning.MEASURED.forget()
-    yield tmp_path
-    tuning.MEASURED.forget()
-
-
-@pytest.fixture
-def on_hopper(monkeypatch):
-    monkeypatch.setattr(search, "check_implementation", lambda *args, **kwargs: None)
 
 
 def measure(monkeypatch, seconds):

@@ -88,7 +88,7 @@ def copy_rows(
 
     output = jax.ShapeDtypeStruct(in_lanes(num_rows), x.dtype)
     inputs = x.reshape(in_lanes(num_tokens)), targets
-    (rows,) = run(body, inputs, [output], scratch, interpret, num_threads=1)
+    (rows,) = run(body, inputs, [output], scratch, interpret, num_warpgroups=1)
     return rows.reshape(num_rows, width)
 
 

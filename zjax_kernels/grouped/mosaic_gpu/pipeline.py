@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from zjax_kernels import warpgroups
+from zjax_kernels.device import NUM_SMS
 
 HALF = 64
 """Rows of a tile that a warpgroup computes."""
@@ -28,8 +29,6 @@ SWIZZLED = (plgpu.SwizzleTransform(128),)
 TILED = (plgpu.TilingTransform((8, 64)), *SWIZZLED)
 """Tiles of 8 swizzled rows, as wgmma addresses operands."""
 _ACC: Any = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
-_NUM_SMS = 132
-"""SMs of an H100 or H200, one program each."""
 _SIMULATED_SMS = 2
 
 
@@ -39,38 +38,23 @@ def run(
     outputs: Sequence[jax.ShapeDtypeStruct],
     scratch: Any,
     interpret: Any,
-    num_threads: int = warpgroups.NUM_COMPUTE + 1,
+    num_warpgroups: int = warpgroups.NUM_COMPUTE + 1,
 ) -> tuple[Array, ...]:
-    """Runs `body(input references, output references, scratch)` as a kernel.
+    """Runs `warpgroups.launch` with one program per SM, for all tiles.
 
-    `body` runs in each of `num_threads` warpgroups of a program. `scratch` is a pytree
-    of shared memory and barriers; `interpret` holds the interpreter's parameters, None
-    on a GPU.
+    Barriers and shared memory are then set up once.
     """
-    leaves, structure = jax.tree.flatten(scratch)
-    first, end = len(inputs), len(inputs) + len(outputs)
-
-    def unflatten(*refs):
-        memory = jax.tree.unflatten(structure, refs[end:])
-        body(refs[:first], refs[first:end], memory)
-
-    # A program per SM, for all tiles: barriers and shared memory are set up once.
-    kernel = plgpu.kernel(
-        unflatten,
-        out_type=tuple(outputs),
-        grid=(_NUM_SMS if interpret is None else _SIMULATED_SMS,),
-        grid_names=("program",),
-        num_threads=num_threads,
-        thread_name=warpgroups.AXIS,
-        scratch_types=leaves,
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-            approx_math=True,  # rsqrt is a single instruction
-            reduction_scratch_bytes=0,  # rows are reduced within a warp
-        ),
-        **({} if interpret is None else {"interpret": interpret}),
+    return warpgroups.launch(
+        body,
+        inputs,
+        outputs,
+        scratch,
+        num_programs=NUM_SMS if interpret is None else _SIMULATED_SMS,
+        num_warpgroups=num_warpgroups,
+        interpret=interpret,
+        approx_math=True,  # rsqrt is a single instruction
+        reduction_scratch_bytes=0,  # rows are reduced within a warp
     )
-    return kernel(*inputs)
 
 
 def for_each_tile(total: Any, act: Callable[[Array, Array], Array]) -> Array:

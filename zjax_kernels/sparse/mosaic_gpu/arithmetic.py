@@ -14,6 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from zjax_kernels.sparse.chunks import HALF
 from zjax_kernels.sparse.reference import Options
 from zjax_kernels.sparse.schedule import Schedule
+from zjax_kernels.warpgroups import load
 
 ROWS = plgpu.Layout.WGMMA.reduce(1)
 """Layout of one number per row of a [HALF, n] matrix in registers."""
@@ -21,7 +22,7 @@ COLUMNS = plgpu.Layout.WGMMA.reduce(0)
 """Layout of one number per column of a [HALF, n] matrix in registers."""
 ACC: Any = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 _NEWER = hasattr(plgpu, "InterpretGPUParams")
-"""Whether the interpreter simulates wgmma, and loads take no index."""
+"""Whether the interpreter simulates wgmma."""
 
 
 def index(x: Any) -> jax.Array:
@@ -34,10 +35,15 @@ class Arithmetic:
     """Operations on registers, on a GPU or under the interpreter.
 
     Args:
-        simulated: Whether the interpreter runs the kernel.
+        interpret: Parameters of the interpreter; None on a GPU.
     """
 
-    simulated: bool
+    interpret: Any
+
+    @property
+    def simulated(self) -> bool:
+        """Whether the interpreter runs the kernel."""
+        return self.interpret is not None
 
     def layout_cast(self, x: jax.Array, layout: Any) -> jax.Array:
         """Distributes `x` over the lanes of a warpgroup."""
@@ -49,10 +55,7 @@ class Arithmetic:
 
     def load(self, ref: Any, layout: Any, *, optimized: bool = True) -> jax.Array:
         """Reads a vector from shared memory; from global memory if not `optimized`."""
-        if self.simulated:
-            return ref[...]
-        where = () if _NEWER else ((),)
-        return plgpu.load(ref, *where, layout=layout, optimized=optimized)
+        return load(ref, layout, interpret=self.interpret, optimized=optimized)
 
     def product(
         self, x: Any, y: Any, meanwhile: Callable[[], Any] = lambda: None

@@ -1,23 +1,22 @@
 """Kernel of the forward pass: outputs and log-sum-exps."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from zjax_kernels.sparse.chunks import HALF, TILE
+from zjax_kernels.sparse.chunks import HALF
 from zjax_kernels.sparse.mosaic_gpu import arithmetic as logits
-from zjax_kernels.sparse.mosaic_gpu import copies, launch
-from zjax_kernels.sparse.mosaic_gpu.arithmetic import COLUMNS, ROWS, Arithmetic, index
-from zjax_kernels.sparse.mosaic_gpu.launch import find_work, merge_outputs
+from zjax_kernels.sparse.mosaic_gpu import copies, skeleton
+from zjax_kernels.sparse.mosaic_gpu.arithmetic import ROWS, index
+from zjax_kernels.sparse.mosaic_gpu.skeleton import NUM_HALVES, Program, Ring
+from zjax_kernels.sparse.mosaic_gpu.work import merge_outputs
 from zjax_kernels.sparse.reference import Options
 from zjax_kernels.sparse.schedule import Schedule
 from zjax_kernels.sparse.tuning import Tuning, choose_tuning
-from zjax_kernels.warpgroups import specialize_warpgroups
 
 
 def forward(
@@ -39,150 +38,58 @@ def forward(
     Reference:
         Shah et al., FlashAttention-3 (arXiv:2407.08608), algorithm 2.
     """
-    segmented = segments is not None
-    tuning = tuning or choose_tuning("forward", q.shape[-1], segmented=segmented)
-    batch, length, heads, size = q.shape
-    slots, tiles = schedule.num_slots, tuning.tiles
-    shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
-    outputs = [jax.ShapeDtypeStruct(q.shape, q.dtype), shape((batch, heads, length))]
-    if slots:
-        outputs.append(shape((batch, heads, slots, TILE, size)))
-        outputs.append(shape((batch, heads, slots, TILE)))
-    stages, chunk = tuning.stages, schedule.chunk
-    lanes = chunk // schedule.column_unit
-    rows = TILE // schedule.row_unit
-    # Segments arrive on the barriers of q and k, which count copies.
-    vectors = 1 + segmented
-    slices = launch.channel_slices(size, segmented=segmented)
-    scratch = _Memory(
-        q=launch.smem_matrix((tiles, launch.NUM_HALVES, HALF, size), q.dtype),
-        k=launch.smem_matrix((stages, chunk, size), q.dtype),
-        v=launch.smem_matrix((stages, chunk, size), q.dtype),
-        result=launch.smem_matrix((launch.NUM_HALVES, HALF, slices[0].stop), q.dtype),
-        lse=plgpu.SMEM((launch.NUM_HALVES, HALF), jnp.float32),
-        q_ready=plgpu.Barrier(num_arrivals=rows * vectors, num_barriers=tiles),
-        k_ready=plgpu.Barrier(num_arrivals=lanes * vectors, num_barriers=stages),
-        v_ready=plgpu.Barrier(num_arrivals=lanes, num_barriers=stages),
-        q_free=plgpu.Barrier(num_arrivals=launch.NUM_HALVES, num_barriers=tiles),
-        k_free=plgpu.Barrier(num_arrivals=launch.NUM_HALVES, num_barriers=stages),
-        v_free=plgpu.Barrier(num_arrivals=launch.NUM_HALVES, num_barriers=stages),
-    )
-    if segmented:
-        scratch = scratch._replace(
-            row_segments=plgpu.SMEM((tiles, launch.NUM_HALVES, HALF), jnp.int32),
-            column_segments=plgpu.SMEM((stages, chunk), jnp.int32),
-        )
-    body = functools.partial(_body, schedule, options, tuning, interpret is not None)
-    inputs = (q, k, v, *(segments or ()))
-    out, lse, *partial = launch.call(
-        body, schedule, inputs, outputs, scratch, tuning, interpret
-    )
-    return merge_outputs(out, lse, partial, schedule) if slots else (out, lse)
-
-
-class _Memory(NamedTuple):
-    """Shared memory and barriers: `ready` when filled, `free` when consumed."""
-
-    q: Any
-    k: Any
-    v: Any
-    result: Any
-    lse: Any
-    q_ready: Any
-    k_ready: Any
-    v_ready: Any
-    q_free: Any
-    k_free: Any
-    v_free: Any
-    row_segments: Any = None
-    column_segments: Any = None
-
-
-def _body(sizes, options, tuning, simulated, schedule, inputs, outputs, memory):
-    """Divides the work of a program between the warpgroups."""
-    work = find_work(schedule, sizes, inputs[0].shape[0])
-    arithmetic = Arithmetic(simulated)
-    specialize_warpgroups(
-        lambda: _compute(work, options, tuning, arithmetic, outputs, memory),
-        lambda: _copy(work, tuning, inputs, memory),
-    )
-
-
-def _copy(work, tuning, inputs, memory):
-    """Copies queries, keys and values, in the warpgroup that copies."""
-    q_ref, k_ref, v_ref, *segment_refs = inputs
-    group = q_ref.shape[2] // k_ref.shape[2]
-    stages = tuning.stages
-
-    def copy_tile(item, rows, number):
-        slot = lax.rem(number, index(tuning.tiles))
-        moves = [(copies.token_rows(q_ref, item), memory.q.at[slot])]
-        if segment_refs:
-            ref, tile = segment_refs[0], memory.row_segments
-            moves.append((lambda tokens: ref.at[item.sequence, tokens], tile.at[slot]))
-        copies.wait_for_free_slot(memory.q_free, number, tuning.tiles)
-        copies.copy_rows(work, rows, memory.q_ready.at[slot], moves)
-
-    def copy_chunk(item, chunk, copied):
-        columns = copies.read_columns(work, chunk)
-        sequence, head = item.sequence, lax.div(item.head, index(group))
-        slot = lax.rem(copied, index(stages))
-        moves = [
-            (lambda tokens, _: k_ref.at[sequence, tokens, head], memory.k.at[slot])
-        ]
-        if segment_refs:
-            ref, tile = segment_refs[1], memory.column_segments
-            moves.append((lambda tokens, _: ref.at[sequence, tokens], tile.at[slot]))
+    size, segmented = q.shape[-1], segments is not None
+    tuning = tuning or choose_tuning("forward", size, segmented=segmented)
+    batch, length, heads, _ = q.shape
+    slices = skeleton.channel_slices(size, segmented=segmented)
+    halves = NUM_HALVES, HALF
+    names = "row_segments", "column_segments"
+    (out, lse), partial = skeleton.run(
+        functools.partial(_compute, slices=slices),
+        {"q": q, "k": k, "v": v} | dict(zip(names, segments or (), strict=False)),
+        [
+            jax.ShapeDtypeStruct(q.shape, q.dtype),
+            jax.ShapeDtypeStruct((batch, heads, length), jnp.float32),
+        ],
+        schedule,
+        options,
+        rows=[Ring(tuning.tiles, [["q", "row_segments"]])],
         # Keys first: the scores need keys alone.
-        copies.wait_for_free_slot(memory.k_free, copied, stages)
-        copies.copy_columns(columns, memory.k_ready.at[slot], moves)
-        moves = [
-            (lambda tokens, _: v_ref.at[sequence, tokens, head], memory.v.at[slot])
-        ]
-        copies.wait_for_free_slot(memory.v_free, copied, stages)
-        copies.copy_columns(columns, memory.v_ready.at[slot], moves)
-
-    copies.produce(
-        work,
-        tuning,
-        copy_tile,
-        copy_chunk,
-        [(memory.q_free, tuning.tiles)],
-        [memory.k_free, memory.v_free],
+        columns=Ring(tuning.stages, [["k", "column_segments"], ["v"]]),
+        scratch={
+            "result": skeleton.smem_matrix((*halves, slices[0].stop), q.dtype),
+            "lse": plgpu.SMEM(halves, jnp.float32),
+        },
+        tuning=tuning,
+        interpret=interpret,
     )
+    return merge_outputs(out, lse, partial, schedule)
 
 
-def _compute(work, options, tuning, arithmetic, outputs, memory):
+def _compute(program: Program, *, slices: list[slice]) -> None:
     """Computes the outputs of half of each tile, in one of two warpgroups.
 
     The scores of a chunk are computed while the chunk before, of the current or the
     last item, is added to the output.
     """
-    out_ref, lse_ref, *partial_refs = outputs
-    sizes, half = work.static, lax.axis_index("warpgroup")
-    segmented = memory.row_segments is not None
-    read_words = functools.partial(logits.read_words, arithmetic, work.schedule)
-    size = memory.q.shape[-1]
+    work, memory, arithmetic = program.work, program.memory, program.arithmetic
+    half, options, sizes = program.half, program.options, program.work.static
+    size = memory.at("q").shape[-1]
 
     def compute_scores(number, num_consumed, meanwhile=lambda: None, exists=True):
         """Returns scores of a chunk and a tile; garbage unless the item `exists`."""
-        slot, stage = lax.rem(number, index(tuning.tiles)), _stage(num_consumed, tuning)
-
-        @pl.when(exists)
-        def _():
-            plgpu.barrier_wait(memory.k_ready.at[stage])
-
+        slot, stage = memory.slot("q", number), memory.slot("k", num_consumed)
+        pl.when(exists)(lambda: memory.wait("k", stage))
         return arithmetic.product(
-            memory.q.at[slot, half], memory.k.at[stage], meanwhile
+            memory.at("q", slot, half), memory.at("k", stage), meanwhile
         )
 
     def compute_item(number, item, carry):
         scores, num_consumed = carry
-        rows = copies.read_rows(work, item, half * index(HALF), HALF)
-        row_segments: Any = None
-        if segmented:
-            slot = lax.rem(number, index(tuning.tiles))
-            row_segments = arithmetic.load(memory.row_segments.at[slot, half], ROWS)
+        rows = program.read_rows(item)
+        row_segments = None
+        if program.segmented:
+            row_segments = program.row_vector("row_segments", memory.slot("q", number))
 
         def update(state, scores, stage, words, column_segments):
             """Adds a chunk to the running softmax."""
@@ -198,33 +105,31 @@ def _compute(work, options, tuning, arithmetic, outputs, memory):
             p, new_max, correction = _softmax_step(scores, row_max, options, masked)
             row_sum = row_sum * correction + p.sum(axis=1)
             out = out * logits.per_row(correction, out.shape)
-            p = p.astype(memory.v.dtype)
+            p = p.astype(program.outputs[0].dtype)
             # Only here: the softmax runs while values are on the way.
-            plgpu.barrier_wait(memory.v_ready.at[stage])
-            [out] = arithmetic.accumulate((out, p, memory.v.at[stage]))
-            plgpu.barrier_arrive(memory.v_free.at[stage])
+            memory.wait("v", stage)
+            [out] = arithmetic.accumulate((out, p, memory.at("v", stage)))
+            memory.release("v", stage)
             return out, new_max, row_sum
 
         def chunk(nth, carry, masked, is_last=False):
             scores, state = carry
-            position, slot = num_consumed + nth, lax.rem(number, index(tuning.tiles))
-            stage = _stage(position, tuning)
-            words = read_words(item.first + nth, half) if masked else None
+            position, slot = num_consumed + nth, memory.slot("q", number)
+            stage = memory.slot("k", position)
+            words = program.read_words(item.first + nth) if masked else None
             column_segments = None
             if row_segments is not None:
-                column_segments = arithmetic.load(
-                    memory.column_segments.at[stage], COLUMNS
-                )
+                column_segments = program.column_vector("column_segments", stage)
                 plgpu.commit_smem()  # the producer may overwrite what was loaded
             # The scores are in registers: k is free before the softmax.
-            plgpu.barrier_arrive(memory.k_free.at[stage])
+            memory.release("k", stage)
             run = functools.partial(
                 update, state, scores, stage, words, column_segments
             )
             if not is_last:
                 return compute_scores(number, position + 1, run)
             # The last scores of the item are done: the next tile may be copied.
-            plgpu.barrier_arrive(memory.q_free.at[slot])
+            memory.release("q", slot)
             # After the last item, scores are of an old tile, and nobody reads the
             # scores.
             has_next = number + 1 < work.count
@@ -237,37 +142,34 @@ def _compute(work, options, tuning, arithmetic, outputs, memory):
             arithmetic.full((HALF,), 0.0, ROWS),
         )
         last = item.count - 1
-        full_chunk = functools.partial(chunk, masked=False)
-        masked_chunk = functools.partial(chunk, masked=True)
         # The last chunk, full or not, is apart: it begins the next item.
         num_full = jnp.minimum(item.full, last)
-        carry = lax.fori_loop(0, num_full, full_chunk, (scores, start))
-        carry = lax.fori_loop(num_full, last, masked_chunk, carry)
-        scores, (out, row_max, row_sum) = masked_chunk(last, carry, is_last=True)
+        carry = skeleton.fold_chunks(chunk, (scores, start), num_full, last)
+        scores, (out, row_max, row_sum) = chunk(last, carry, masked=True, is_last=True)
         store(item, rows, *_normalize(out, row_max, row_sum))
         return scores, num_consumed + item.count
 
     def wait_for_tile(number):
-        plgpu.barrier_wait(memory.q_ready.at[lax.rem(number, index(tuning.tiles))])
+        memory.wait("q", memory.slot("q", number))
 
     def store(item, rows, out, lse):
-        buffer, sums = memory.result.at[half], memory.lse.at[half]
+        buffer, sums = memory.at("result", half), memory.at("lse", half)
+        out_ref, lse_ref = program.outputs
 
         @pl.when(item.slot < 0)
         def _():
-            for part in launch.channel_slices(size, segmented=segmented):
+            for part in slices:
                 # One buffer for all slices: the copy before must have read.
                 copies.wait_for_stores()
-                buffer[...] = out[:, part].astype(memory.q.dtype)
-                moves = [(buffer, copies.token_rows(out_ref, item, part))]
+                buffer[...] = out[:, part].astype(out_ref.dtype)
+                moves = [(buffer, out_ref)]
                 # With the last slice: `lse` must be stored once.
                 if part.stop == size:
                     sums[...] = lse
-                    moves.append((sums, copies.token_scalars(lse_ref, item)))
-                copies.store_rows(work, rows, moves)
+                    moves.append((sums, lse_ref))
+                copies.store_rows(work, item, rows, moves, part)
 
-        if partial_refs:
-            copies.store_partial(item, list(zip(partial_refs, (out, lse), strict=True)))
+        program.store_partial(item, out, lse)
 
     @pl.when(work.count > 0)
     def _():
@@ -295,7 +197,3 @@ def _normalize(out, row_max, row_sum):
         row_sum == 0.0, -jnp.inf, row_max * (1 / logits.LOG2E) + jnp.log(divisor)
     )
     return out * logits.per_row(1.0 / divisor, out.shape), lse
-
-
-def _stage(number, tuning):
-    return lax.rem(number, index(tuning.stages))

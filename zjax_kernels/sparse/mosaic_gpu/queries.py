@@ -1,33 +1,25 @@
 """Kernel of the gradients of the queries, dq."""
 
-import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from zjax_kernels.sparse.chunks import HALF, TILE
+from zjax_kernels.sparse.chunks import HALF
 from zjax_kernels.sparse.mosaic_gpu import arithmetic as logits
-from zjax_kernels.sparse.mosaic_gpu import copies, launch
-from zjax_kernels.sparse.mosaic_gpu.arithmetic import COLUMNS, ROWS, Arithmetic, index
-from zjax_kernels.sparse.mosaic_gpu.launch import find_work, merge_gradients
-from zjax_kernels.sparse.reference import Options
+from zjax_kernels.sparse.mosaic_gpu import copies, skeleton
+from zjax_kernels.sparse.mosaic_gpu.arithmetic import index
+from zjax_kernels.sparse.mosaic_gpu.skeleton import Program, Ring
+from zjax_kernels.sparse.mosaic_gpu.work import merge_gradients
+from zjax_kernels.sparse.reference import BackwardInputs, Options
 from zjax_kernels.sparse.schedule import Schedule
 from zjax_kernels.sparse.tuning import Tuning, choose_tuning
-from zjax_kernels.warpgroups import specialize_warpgroups
 
 
 def backward_queries(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    d_out: jax.Array,
-    lse: jax.Array,
-    delta: jax.Array,
-    segments: tuple[jax.Array, jax.Array] | None,
+    inputs: BackwardInputs,
     schedule: Schedule,
     options: Options,
     *,
@@ -42,221 +34,95 @@ def backward_queries(
     Reference:
         Dao (arXiv:2307.08691), algorithm 2, its loop over keys.
     """
-    segmented = segments is not None
-    tuning = tuning or choose_tuning("queries", q.shape[-1], segmented=segmented)
-    batch, _, heads, size = q.shape
-    slots, stages, chunk = schedule.num_slots, tuning.stages, schedule.chunk
-    outputs = [jax.ShapeDtypeStruct(q.shape, q.dtype)]
-    if slots:
-        partial = (batch, heads, slots, TILE, size)
-        outputs.append(jax.ShapeDtypeStruct(partial, jnp.float32))
-    rows = TILE // schedule.row_unit
-    lanes = chunk // schedule.column_unit
-    vectors = 1 + segmented
-    tiles = tuning.tiles
+    q, size = inputs.q, inputs.q.shape[-1]
+    segmented = inputs.segments is not None
+    tuning = tuning or choose_tuning("queries", size, segmented=segmented)
     # One slot saves shared memory: d_out is needed, and copied, after q.
-    d_tiles = tiles if size < 128 else 1
-    halves = launch.NUM_HALVES, HALF
-    scratch = _Memory(
-        q=launch.smem_matrix((tiles, *halves, size), q.dtype),
-        d_out=launch.smem_matrix((d_tiles, *halves, size), q.dtype),
-        lse=plgpu.SMEM((tiles, *halves), jnp.float32),
-        delta=plgpu.SMEM((d_tiles, *halves), jnp.float32),
-        k=launch.smem_matrix((stages, chunk, size), q.dtype),
-        v=launch.smem_matrix((stages, chunk, size), q.dtype),
-        # Arrivals are copies: of q, lse and segments, and of d_out and delta.
-        q_ready=plgpu.Barrier(num_arrivals=rows * (1 + vectors), num_barriers=tiles),
-        d_ready=plgpu.Barrier(num_arrivals=rows * 2, num_barriers=d_tiles),
-        k_ready=plgpu.Barrier(num_arrivals=lanes * vectors, num_barriers=stages),
-        v_ready=plgpu.Barrier(num_arrivals=lanes, num_barriers=stages),
-        q_free=plgpu.Barrier(num_arrivals=launch.NUM_HALVES, num_barriers=tiles),
-        d_free=plgpu.Barrier(num_arrivals=launch.NUM_HALVES, num_barriers=d_tiles),
-        k_free=plgpu.Barrier(num_arrivals=launch.NUM_HALVES, num_barriers=stages),
-        v_free=plgpu.Barrier(num_arrivals=launch.NUM_HALVES, num_barriers=stages),
-    )
-    if segmented:
-        scratch = scratch._replace(
-            row_segments=plgpu.SMEM((tiles, *halves), jnp.int32),
-            column_segments=plgpu.SMEM((stages, chunk), jnp.int32),
-        )
-    body = functools.partial(_body, schedule, options, tuning, interpret is not None)
-    stats = logits.base_2(lse), delta
-    inputs = (q, k, v, d_out, *stats, *(segments or ()))
-    dq, *partial = launch.call(
-        body, schedule, inputs, outputs, scratch, tuning, interpret
-    )
-    return merge_gradients(dq, partial[0], schedule) if slots else dq
-
-
-class _Memory(NamedTuple):
-    """Shared memory and barriers: `ready` when filled, `free` when consumed."""
-
-    q: Any
-    d_out: Any
-    lse: Any
-    delta: Any
-    k: Any
-    v: Any
-    q_ready: Any
-    d_ready: Any
-    k_ready: Any
-    v_ready: Any
-    q_free: Any
-    d_free: Any
-    k_free: Any
-    v_free: Any
-    row_segments: Any = None
-    column_segments: Any = None
-
-
-def _body(sizes, options, tuning, simulated, schedule, inputs, outputs, memory):
-    """Divides the work of a program between the warpgroups."""
-    work = find_work(schedule, sizes, inputs[0].shape[0])
-    arithmetic = Arithmetic(simulated)
-    specialize_warpgroups(
-        lambda: _compute(work, options, tuning, arithmetic, outputs, memory),
-        lambda: _copy(work, tuning, inputs, memory),
-    )
-
-
-def _copy(work, tuning, inputs, memory):
-    """Copies queries, keys, values and cotangents, in the warpgroup that copies."""
-    q_ref, k_ref, v_ref, d_ref, lse_ref, delta_ref, *segment_refs = inputs
-    group = q_ref.shape[2] // k_ref.shape[2]
-
-    def copy_tile(item, rows, number):
-        slot = lax.rem(number, index(tuning.tiles))
-        moves = [
-            (copies.token_rows(q_ref, item), memory.q.at[slot]),
-            (copies.token_scalars(lse_ref, item), memory.lse.at[slot]),
-        ]
-        if segment_refs:
-            ref, tile = segment_refs[0], memory.row_segments
-            moves.append((lambda tokens: ref.at[item.sequence, tokens], tile.at[slot]))
-        copies.wait_for_free_slot(memory.q_free, number, tuning.tiles)
-        copies.copy_rows(work, rows, memory.q_ready.at[slot], moves)
-        d_tiles = memory.d_out.shape[0]
-        slot = lax.rem(number, index(d_tiles))
-        moves = [
-            (copies.token_rows(d_ref, item), memory.d_out.at[slot]),
-            (copies.token_scalars(delta_ref, item), memory.delta.at[slot]),
-        ]
-        copies.wait_for_free_slot(memory.d_free, number, d_tiles)
-        copies.copy_rows(work, rows, memory.d_ready.at[slot], moves)
-
-    def copy_chunk(item, chunk, copied):
-        columns = copies.read_columns(work, chunk)
-        sequence, head = item.sequence, lax.div(item.head, index(group))
-        slot = lax.rem(copied, index(tuning.stages))
-        moves = [
-            (lambda tokens, _: v_ref.at[sequence, tokens, head], memory.v.at[slot])
-        ]
+    d_tiles = tuning.tiles if size < 128 else 1
+    found, partial = skeleton.run(
+        _compute,
+        skeleton.name_arrays(inputs, "row_segments", "column_segments"),
+        [jax.ShapeDtypeStruct(q.shape, q.dtype)],
+        schedule,
+        options,
+        rows=[
+            Ring(tuning.tiles, [["q", "lse", "row_segments"]]),
+            Ring(d_tiles, [["d_out", "delta"]]),
+        ],
         # Values first: the slot of v is free before the slot of k, which dq reads last.
-        copies.wait_for_free_slot(memory.v_free, copied, tuning.stages)
-        copies.copy_columns(columns, memory.v_ready.at[slot], moves)
-        moves = [
-            (lambda tokens, _: k_ref.at[sequence, tokens, head], memory.k.at[slot])
-        ]
-        if segment_refs:
-            ref, tile = segment_refs[1], memory.column_segments
-            moves.append((lambda tokens, _: ref.at[sequence, tokens], tile.at[slot]))
-        copies.wait_for_free_slot(memory.k_free, copied, tuning.stages)
-        copies.copy_columns(columns, memory.k_ready.at[slot], moves)
-
-    copies.produce(
-        work,
-        tuning,
-        copy_tile,
-        copy_chunk,
-        [(memory.q_free, tuning.tiles), (memory.d_free, memory.d_out.shape[0])],
-        [memory.k_free, memory.v_free],
+        columns=Ring(tuning.stages, [["k", "column_segments"], ["v"]], last_first=True),
+        scratch={},
+        tuning=tuning,
+        interpret=interpret,
     )
+    return merge_gradients(found, partial, schedule)[0]
 
 
-def _compute(work, options, tuning, arithmetic, outputs, memory):
+def _compute(program: Program) -> None:
     """Computes the gradients of half of each tile, in one of two warpgroups."""
-    dq_ref, *partial_refs = outputs
-    segmented = memory.row_segments is not None
-    schedule, sizes = work.schedule, work.static
-    half = lax.axis_index("warpgroup")
-    read_words = functools.partial(logits.read_words, arithmetic, schedule)
-    shape, size = (HALF, sizes.chunk), memory.q.shape[-1]
-    tiles, d_tiles = tuning.tiles, memory.d_out.shape[0]
+    work, memory, arithmetic = program.work, program.memory, program.arithmetic
+    half, options, tiles = program.half, program.options, memory.num_slots("q")
+    shape, size = (HALF, work.static.chunk), memory.at("q").shape[-1]
 
     def release(number):
         """Waits for the store of dq from the memory of q, then frees the tile."""
         copies.wait_for_stores()
-        plgpu.barrier_arrive(memory.q_free.at[lax.rem(number, index(tiles))])
+        memory.release("q", memory.slot("q", number))
 
     def compute_item(number, item, num_consumed):
-        slot, d_slot = (lax.rem(number, index(slots)) for slots in (tiles, d_tiles))
-        rows = copies.read_rows(work, item, half * index(HALF), HALF)
-        plgpu.barrier_wait(memory.q_ready.at[slot])
-        lse = arithmetic.load(memory.lse.at[slot, half], ROWS)
-        row_segments: Any = None
-        if segmented:
-            row_segments = arithmetic.load(memory.row_segments.at[slot, half], ROWS)
+        slot, d_slot = memory.slot("q", number), memory.slot("d_out", number)
+        rows = program.read_rows(item)
+        memory.wait("q", slot)
+        lse = program.row_vector("lse", slot)
+        row_segments = (
+            program.row_vector("row_segments", slot) if program.segmented else None
+        )
         plgpu.commit_smem()  # fence: loads finish before the producer may overwrite
 
         def chunk(nth, dq, masked):
-            stage = lax.rem(num_consumed + nth, index(tuning.stages))
+            stage = memory.slot("k", num_consumed + nth)
             is_last = nth == item.count - 1
-            words = read_words(item.first + nth, half) if masked else None
+            words = program.read_words(item.first + nth) if masked else None
 
             def wait_for_d_out_and_v():
                 # The store of the last item ends while the first scores are computed.
                 if tiles > 1:
                     pl.when((nth == 0) & (number > 0))(lambda: release(number - 1))
-                pl.when(nth == 0)(lambda: plgpu.barrier_wait(memory.d_ready.at[d_slot]))
-                plgpu.barrier_wait(memory.v_ready.at[stage])
-                return memory.d_out.at[d_slot, half], memory.v.at[stage]
+                pl.when(nth == 0)(lambda: memory.wait("d_out", d_slot))
+                memory.wait("v", stage)
+                return memory.at("d_out", d_slot, half), memory.at("v", stage)
 
             def compute_weights(scores):
                 scores, slope = logits.scale_and_cap(scores, options)
                 p = jnp.exp2(scores - logits.per_row(lse, shape))
-                # Weights are masked, not scores: there is no maximum to keep finite.
-                p = logits.mask_cells(arithmetic, p, sizes, words, 0.0)
-                if segmented:
-                    ref = memory.column_segments.at[stage]
-                    column_segments = arithmetic.load(ref, COLUMNS)
-                    p = logits.mask_segments(p, row_segments, column_segments, 0.0)
+                p = program.mask_weights(p, words, row_segments, stage)
+                if row_segments is not None:
                     plgpu.commit_smem()  # the producer may overwrite what was loaded
                 return p, slope
 
-            plgpu.barrier_wait(memory.k_ready.at[stage])
-            pair = memory.q.at[slot, half], memory.k.at[stage]
+            memory.wait("k", stage)
+            pair = memory.at("q", slot, half), memory.at("k", stage)
             (p, slope), dp = arithmetic.overlapped_products(
                 pair, wait_for_d_out_and_v, compute_weights
             )
-            plgpu.barrier_arrive(memory.v_free.at[stage])
-            delta = arithmetic.load(memory.delta.at[d_slot, half], ROWS)
+            memory.release("v", stage)
+            delta = program.row_vector("delta", d_slot)
 
             # d_out is free before q, which keeps dq until the store ends.
             @pl.when(is_last)
             def _():
                 plgpu.commit_smem()
-                plgpu.barrier_arrive(memory.d_free.at[d_slot])
+                memory.release("d_out", d_slot)
 
             ds = p * (dp - logits.per_row(delta, shape))
             ds = ds if slope is None else ds * slope
-            [dq] = arithmetic.accumulate((dq, ds, memory.k.at[stage]))
-            plgpu.barrier_arrive(memory.k_free.at[stage])
+            [dq] = arithmetic.accumulate((dq, ds, memory.at("k", stage)))
+            memory.release("k", stage)
             return dq
 
         dq = arithmetic.full((HALF, size), 0.0, plgpu.Layout.WGMMA)
-        dq = lax.fori_loop(0, item.full, functools.partial(chunk, masked=False), dq)
-        masked = functools.partial(chunk, masked=True)
-        dq = lax.fori_loop(item.full, item.count, masked, dq) * options.scale
-
-        @pl.when(item.slot < 0)
-        def _():
-            # dq takes the place of q, which nobody reads any more: two tiles fit.
-            buffer = memory.q.at[slot, half]
-            buffer[...] = dq.astype(memory.q.dtype)
-            copies.store_rows(work, rows, [(buffer, copies.token_rows(dq_ref, item))])
-
-        if partial_refs:
-            copies.store_partial(item, [(partial_refs[0], dq)])
+        dq = skeleton.fold_chunks(chunk, dq, item.full, item.count) * options.scale
+        program.store_gradients(item, rows, slot, {"q": dq})
         if tiles == 1:
             release(number)
         return num_consumed + item.count

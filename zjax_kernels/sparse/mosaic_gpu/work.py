@@ -1,95 +1,15 @@
-"""Launch of persistent kernels, one program per SM; work items; merged results."""
+"""Work items of a program, read from a schedule; merged results of split tiles."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from zjax_kernels.sparse.chunks import HALF, TILE
 from zjax_kernels.sparse.mosaic_gpu.arithmetic import index
 from zjax_kernels.sparse.schedule import Schedule
-from zjax_kernels.sparse.tuning import Tuning
-from zjax_kernels.warpgroups import AXIS, NUM_COMPUTE
-
-NUM_HALVES = TILE // HALF
-"""Warpgroups that compute, each half a tile."""
-assert NUM_HALVES == NUM_COMPUTE
-
-
-def call(
-    body: Callable[..., None],
-    schedule: Schedule,
-    inputs: Sequence[jax.Array],
-    outputs: Sequence[jax.ShapeDtypeStruct],
-    scratch: Any,
-    tuning: Tuning,
-    interpret: Any,
-) -> Sequence[jax.Array]:
-    """Runs `body(schedule references, inputs, outputs, scratch)` as a kernel.
-
-    `scratch` is a pytree of shared memory and barriers; `interpret` holds the
-    interpreter's parameters, None on a GPU.
-    """
-    arrays, structure = jax.tree.flatten(_without_unread(schedule))
-    scratch_leaves, scratch_structure = jax.tree.flatten(scratch)
-    counts = len(arrays), len(inputs), len(outputs)
-
-    def run(*refs):
-        refs = list(refs)
-        groups = [[refs.pop(0) for _ in range(count)] for count in counts]
-        plan = jax.tree.unflatten(structure, groups[0])
-        scratch = jax.tree.unflatten(scratch_structure, refs)
-        body(plan, groups[1], groups[2], scratch)
-
-    semantics = plgpu.LoweringSemantics
-    kernel = plgpu.kernel(
-        run,
-        out_type=list(outputs),
-        grid=(schedule.num_programs,),
-        grid_names=("program",),
-        num_threads=NUM_HALVES + 1,
-        thread_name=AXIS,
-        scratch_types=scratch_leaves,
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,  # exp2 and tanh are single instructions
-            reduction_scratch_bytes=0,  # rows are reduced within a warp
-            lowering_semantics=(
-                semantics.Warpgroup if tuning.warpgroup else semantics.Lane
-            ),
-        ),
-        **({} if interpret is None else {"interpret": interpret}),
-    )
-    return kernel(*arrays, *inputs)
-
-
-def _without_unread(schedule: Schedule) -> Schedule:
-    """Drops arrays that the kernel does not read; XLA would copy each per call."""
-    unused = dict.fromkeys(("num_items", "splits", "head_patterns"))
-    return dataclasses.replace(schedule, **unused)
-
-
-def smem_matrix(shape: Sequence[int], dtype: Any) -> Any:
-    """Allocates 16-bit matrices, tiled and swizzled for tensor cores."""
-    # 64 numbers are 128 bytes, the widest swizzle; 96 channels take 32.
-    width = 64 if shape[-1] % 64 == 0 else 32
-    transforms = (
-        plgpu.TilingTransform((8, width)),
-        plgpu.SwizzleTransform(2 * width),
-    )
-    return plgpu.SMEM(tuple(shape), dtype, transforms=transforms)
-
-
-def channel_slices(head_size: int, *, segmented: bool) -> list[slice]:
-    """Returns equal slices of the channels of a result, which fit in shared memory.
-
-    Segments take shared memory, too.
-    """
-    size = min(head_size, 64 if segmented and head_size >= 128 else 128)
-    return [slice(start, start + size) for start in range(0, head_size, size)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +20,7 @@ class Work:
         schedule: Schedule of references to global memory.
         static: Schedule outside of the kernel; read for shapes and sizes.
         batch: Number of sequences.
-        group: Query heads per key head if columns are queries, else 1.
+        group: Query heads per key head.
         start: Position in `order` of the first item of the program.
         size: Number of items of the program per sequence.
     """
@@ -119,7 +39,7 @@ class Work:
             # Two dependent loads, an item apart: `order` says which item is next.
             item, after, carry = state
             following = self._item(number + 1, after), self._order_entry(number + 2)
-            return *following, run(number, Item(*item), carry)
+            return *following, run(number, item, carry)
 
         first = (
             self._item(index(0), self._order_entry(index(0))),
@@ -140,14 +60,14 @@ class Work:
         return tuple(self.schedule.order[at, field] for field in range(3))
 
     def _item(self, number, entry):
-        """Returns the fields of an `Item`, as the loop carries no dataclass."""
+        """Returns an item of an entry of `order`."""
         head, pattern, nth = entry
         fields = (self.schedule.items[pattern, nth, field] for field in range(5))
         sequence = lax.div(number, jnp.maximum(self.size, 1))
-        return sequence, head, pattern, *fields
+        return Item(sequence, head, pattern, *fields)
 
 
-def find_work(schedule: Schedule, static: Schedule, batch: int, group: int = 1) -> Work:
+def find_work(schedule: Schedule, static: Schedule, batch: int, group: int) -> Work:
     """Returns the items of the current program."""
     program = lax.axis_index("program")
     ends: Any = schedule.ends
@@ -156,8 +76,7 @@ def find_work(schedule: Schedule, static: Schedule, batch: int, group: int = 1) 
     return Work(schedule, static, batch, group, start, size)
 
 
-@dataclasses.dataclass(frozen=True)
-class Item:
+class Item(NamedTuple):
     """Some chunks of a tile, for one sequence and head.
 
     Args:
@@ -187,11 +106,13 @@ def merge_outputs(
     partial: Sequence[jax.Array],
     schedule: Schedule,
 ) -> tuple[jax.Array, jax.Array]:
-    """Merges the partial results of split tiles into `out` and `lse`.
+    """Merges the partial results of split tiles, if any, into `out` and `lse`.
 
     `out` is [B, S, H, D] and `lse` [B, H, S]. `partial` are outputs over some of the
     keys, float32[B, H, slots, TILE, D], and log-sum-exps, float32[B, H, slots, TILE].
     """
+    if not partial:
+        return out, lse
     partial_out, partial_lse = partial
     slots, tokens = _splits(schedule)
     heads = jnp.arange(len(slots))[:, None, None]
@@ -210,8 +131,19 @@ def merge_outputs(
     return out, lse.at[:, heads, tokens].set(merged, mode="drop")
 
 
-def merge_gradients(x: jax.Array, partial: jax.Array, schedule: Schedule) -> jax.Array:
-    """Merges partial sums, float32[B, H, slots, TILE, D], into `x` [B, S, H, D]."""
+def merge_gradients(
+    gradients: Sequence[jax.Array], partial: Sequence[jax.Array], schedule: Schedule
+) -> list[jax.Array]:
+    """Merges partial sums, if any, float32[B, H, slots, TILE, D], into [B, S, H, D]."""
+    if not partial:
+        return list(gradients)
+    return [
+        _add_parts(*each, schedule) for each in zip(gradients, partial, strict=True)
+    ]
+
+
+def _add_parts(x, partial, schedule):
+    """Puts the sums of partial results in the rows of split tiles of `x`."""
     slots, tokens = _splits(schedule)
     heads = jnp.arange(len(slots))[:, None, None]
     exists = (slots >= 0)[None, ..., None, None]
