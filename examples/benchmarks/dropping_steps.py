@@ -18,7 +18,7 @@ from kept_schedule import kept_tokens, mean_of_run
 from shape import Shape, make_parser, shape_of
 
 import zjax
-from zjax.typing import DROPPING, Dropping
+from zjax.typing import Dropping, StepBatch
 
 ROUNDS, STEPS_PER_ROUND = 5, 8
 LAYER_DROP_STEPS = 24
@@ -61,12 +61,19 @@ class Steps:
         self.run = make_run(shape, **settings)
         self.batch, self.state = make_batch(self.run, shape), self.run.state
 
-    def seconds(self, dropping: Dropping, number: int) -> float:
+    def train(self, dropping: Dropping | None):
+        """Takes one step, which drops as the settings say if `dropping` is None."""
+        if dropping is None:
+            return self.run.step(self.state, self.batch)
+        with jax.set_mesh(self.run.mesh):
+            batch = StepBatch(self.batch, dropping)
+            return self.run.step.executor.train(self.state, batch)
+
+    def seconds(self, dropping: Dropping | None, number: int) -> float:
         """Seconds per step of a round."""
-        batch = self.batch | {DROPPING: dropping}
         start = time.perf_counter()
         for _ in range(number):
-            self.state, metrics = self.run.step(self.state, batch)
+            self.state, metrics = self.train(dropping)
         loss = float(metrics["loss"])
         seconds = (time.perf_counter() - start) / number
         if not np.isfinite(loss):
@@ -111,8 +118,7 @@ def measure_layer_drop(shape: Shape):
     dropped = Steps(shape, layer_drop={"theta": 0.5, "gamma": 100.0})
     ratios = []
     for number in (2, *[LAYER_DROP_STEPS] * ROUNDS):
-        seconds = dropped.seconds(Dropping(), number)
-        ratios.append(seconds / whole.seconds(Dropping(), number))
+        ratios.append(dropped.seconds(None, number) / whole.seconds(None, number))
     return timing.spread(ratios[1:])
 
 
