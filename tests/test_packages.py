@@ -1,7 +1,10 @@
 """Packages: what is installed, what is imported, and what a wheel holds."""
 
+import ast
 import email
+import importlib
 import importlib.metadata
+import importlib.util
 import json
 import pathlib
 import re
@@ -77,6 +80,29 @@ def test_a_model_of_yours_takes_a_step_without_them():
     """Fails if one of them is imported on the way, or a public name is missing."""
     names = {*errors.NEEDED_FOR, "array_record"}
     execute(f"import sys\nsys.modules |= dict.fromkeys({names})\n{STEP}")
+
+
+def is_named(module, name):
+    """Whether a module of the library has a name, or is a package with the module."""
+    found = importlib.import_module(module)
+    if hasattr(found, name) or not hasattr(found, "__path__"):
+        return hasattr(found, name)
+    return importlib.util.find_spec(f"{module}.{name}") is not None
+
+
+@pytest.mark.parametrize("folder", ["examples", "tests/gpu"])
+def test_names_that_programs_import_exist(folder):
+    """Fails if a name is gone that only programs read which no fast test runs."""
+    gone = []
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.ImportFrom) or node.level:
+                continue
+            module = node.module or ""
+            if module.partition(".")[0] in ("zjax", "zjax_kernels"):
+                missing = [x.name for x in node.names if not is_named(module, x.name)]
+                gone += [f"{path.name}: {module}.{name}" for name in missing]
+    assert gone == []
 
 
 @pytest.fixture
