@@ -130,17 +130,20 @@ class ReplicaStep:
 
 
 def _of_one(state: TrainState) -> TrainState:
-    """Drops the leading dim of replicas from a replica's state, except from errors."""
-    stacked = dataclasses.replace(state, step=(), extra=())
-    own = jax.tree.map(lambda x: x[0], stacked)
-    return dataclasses.replace(own, step=state.step, extra=state.extra)
+    """Drops the leading dim of replicas from a replica's state."""
+    return _each(lambda x: x[0], state)
 
 
 def _stacked(state: TrainState) -> TrainState:
     """Adds the leading dim of replicas, the inverse of `_of_one`."""
-    own = dataclasses.replace(state, step=(), extra=())
-    stacked = jax.tree.map(lambda x: x[None], own)
-    return dataclasses.replace(stacked, step=state.step, extra=state.extra)
+    return _each(lambda x: x[None], state)
+
+
+def _each(function: Callable[[jax.Array], jax.Array], state: TrainState) -> TrainState:
+    """Applies a function to all arrays of a state except the step and errors."""
+    stacked = dataclasses.replace(state, step=(), extra=())
+    own = jax.tree.map(function, stacked)
+    return dataclasses.replace(own, step=state.step, extra=state.extra)
 
 
 def _key_of_replica(key: jax.Array, model: Model) -> jax.Array | None:
