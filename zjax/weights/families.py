@@ -2,6 +2,9 @@
 
 Every key that changes the outputs of a model is either a setting of zjax or must have
 the one value that zjax computes. Any other key is known, or unknown and reported.
+
+A family whose mathematics zjax has is one entry of `FAMILIES`, with rows of tensors
+where names differ, and a checkpoint in tests/golden/huggingface.
 """
 
 import dataclasses

@@ -181,7 +181,7 @@ class Layout:
         # One tensor is not copied.
         array = np.stack(found) if found[1:] else found[0]
         array = array.reshape(*map(len, ranges), *found[0].shape)
-        # A view: `checkpoint.pieces` transposes on the device.
+        # A view: `weights.pieces` transposes on the device.
         return array.transpose([self.row.order.index(name) for name in self.sizes])
 
     def _read_tensor(
