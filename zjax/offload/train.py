@@ -120,7 +120,7 @@ class OffloadedTrain:
         self.update = GroupedUpdate(
             tx,
             learned,
-            state_rows(staged_plan(learned), config),
+            state_rows(staged_plan(learned), config.precision),
             config.optimizer,
             config.precision,
             schedule,
@@ -140,8 +140,8 @@ class OffloadedTrain:
         self.arriving = [
             n for group in self.backward.order for n in self.updates_of[group]
         ]
-        self.state_rows = state_rows(plan, config)
-        rows = jax.tree.leaves(state_rows(learned, config))
+        self.state_rows = state_rows(plan, config.precision)
+        rows = jax.tree.leaves(state_rows(learned, config.precision))
         self.rows = dict(zip(self.update.state_names, rows, strict=True))
         memory = config.zero.placement.gradient_memory
         self.stored_grads = [

@@ -87,7 +87,7 @@ def after_round(
 
 def run_rows(plan: Plan, config: Config) -> TrainState:
     """Returns the plans of all arrays of a run's state, with what replicas add."""
-    rows, exchanges = state_rows(plan, config), make_exchanges(config)
+    rows, exchanges = state_rows(plan, config.precision), make_exchanges(config)
     by_program = exchanges_by_program(plan, exchanges)
     if not exchanges.steps_apart:
         coded = (x.error_rows for x in by_program.values() if x.feeds_back)

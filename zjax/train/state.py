@@ -12,7 +12,7 @@ import numpy as np
 
 from zjax.errors import Problem, StateError
 from zjax.optim import precision
-from zjax.settings.schema import Config, Precision
+from zjax.settings.schema import Precision
 from zjax.sharding.layers import take_apart
 from zjax.sharding.placement import (
     ArrayPlan,
@@ -99,12 +99,12 @@ def _is_consumed(state: TrainState) -> bool:
     )
 
 
-def state_rows(plan: Plan, config: Config) -> TrainState:
+def state_rows(plan: Plan, settings: Precision) -> TrainState:
     """Returns the plans of the state of one copy of the model, as a TrainState."""
     counter = jnp.dtype(jnp.int32)
     scaler = jax.tree.map(
         lambda leaf: plan.scalar("scaler", leaf.dtype),
-        jax.eval_shape(lambda: _init_scaler(config.precision)),
+        jax.eval_shape(lambda: _init_scaler(settings)),
     )
     return TrainState(
         step=plan.scalar("step", counter),
