@@ -206,7 +206,7 @@ class StepBatch(NamedTuple):
 
     @classmethod
     def of(cls, batch: "Batch | StepBatch") -> "StepBatch":
-        """Returns the batch of a step that leaves out nothing, unless it says so."""
+        """Returns a `StepBatch` as it is; makes one of a batch, to drop nothing."""
         return batch if isinstance(batch, cls) else cls(batch)
 
 

@@ -113,6 +113,35 @@ def settings(tmp_path):
     return f"--gin_file={path}"
 
 
+def test_flags_have_the_defaults_that_runs_were_made_with():
+    found = {
+        f"{name} --{flag}": command.flags[flag].default
+        for name, command in main.COMMANDS.items()
+        for flag in command.flags
+        if command.flags[flag].default
+    }
+    assert found == {
+        "train --prompt": "def ",
+        "tune --trials": 4,
+        "generate --part": "auto",
+        "generate --step": "latest",
+        "generate --prompt": "def ",
+        "generate --temperature": 0.8,
+        "generate --top_k": 40,
+        "generate --top_p": 1.0,
+        "evaluate --part": "auto",
+        "evaluate --step": "latest",
+        "data prepare --tokenizer": "bytes",
+        "data prepare --text_field": "text",
+        "data prepare --validation_fraction": 0.01,
+        "data analyze --metrics": ["seqreo", "voc"],
+        "export --part": "auto",
+        "export --step": "latest",
+        "export --format": "safetensors",
+        "rewind --step": "latest",
+    }
+
+
 def test_train_then_generate_then_export(tmp_path, settings):
     out = run("train", settings, "--simulated_devices=8")
     assert "plan: ZeRO 2 on mesh (data=8)" in out

@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 import logging
 import math
 
@@ -83,6 +84,32 @@ def test_prompts_of_different_lengths_continue_as_alone():
             model, tokens[row : row + 1, 4 - length :], max_new_tokens=NUM_NEW
         )
         np.testing.assert_array_equal(found[row, 4:], alone[0, length:])
+
+
+WINDOW = dataclasses.replace(language.LLAMA, window=schema.SlidingWindow(size=3))
+
+
+@pytest.mark.parametrize("config", [language.GPT, WINDOW], ids=["gpt", "window"])
+def test_scores_behind_padding_are_those_without(config):
+    """Fails if padding is seen, which may leave the most likely token as it is."""
+    model = language.make_language_model(config)
+    continuation = generate.make_continuation(model, in_tiles=False)
+    read = functools.partial(generate.read_columns, model, continuation)
+    tokens = language.make_text(config, length=6)["tokens"]
+
+    @functools.partial(jax.jit, static_argnums=2)
+    def scores(tokens, starts, length):
+        columns = Columns(starts, 0, tokens.shape[1])
+        found, caches = read(tokens[:, :length], columns, None)
+        columns = dataclasses.replace(columns, first=length)
+        return found, read(tokens[:, length : length + 1], columns, caches)[0]
+
+    starts = [1, 3]
+    padded = scores(tokens, jnp.array(starts), 4)
+    for row, start in enumerate(starts):
+        alone = scores(tokens[row : row + 1, start:], None, 4 - start)
+        for found, wanted in zip(padded, alone, strict=True):
+            np.testing.assert_allclose(found[row], wanted[0], rtol=1e-4, atol=1e-4)
 
 
 def test_rows_end_at_the_first_of_the_end_ids():

@@ -320,6 +320,11 @@ def test_bad_input_is_refused_before_anything_compiles():
             Tied, optax.sgd(0.1), squared_error, {"x": [1.0], "y": batch["y"]}
         )
     with config_error(
+        "schedule='given' is the learning rate of tx, which is not given; give tx, or "
+        "leave it out and set optimizer.schedule"
+    ):
+        zjax.initialize(Tied, None, squared_error, batch, schedule=lambda step: 0.1)
+    with config_error(
         "optimizer.rule.b1=0.5 has no effect on the optimizer that was given; leave it "
         "at 0.9, or give no optimizer"
     ):

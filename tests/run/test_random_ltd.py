@@ -267,6 +267,19 @@ def test_blocks_of_yours_see_the_tokens_that_are_kept(form):
     assert run.evaluate(state, BATCH)["loss"] == 4 * 16
 
 
+def test_a_line_search_drops_the_tokens_of_the_step():
+    """Fails if `value_fn` computes the loss of another step than the gradients."""
+
+    def update(grads, state, params, *, value, value_fn, **others):
+        return grads, jnp.stack([value, value_fn(params)])
+
+    tx = optax.GradientTransformationExtraArgs(lambda params: jnp.zeros(2), update)
+    run = zjax.initialize(make_own(take_tokens), tx, None, BATCH, SETTINGS)
+    state, _ = run.step(run.state, BATCH)
+    [values] = jax.tree.leaves(state.opt_state)
+    assert values.tolist() == [2 * 16 + 2 * 8] * 2
+
+
 @pytest.mark.parametrize(
     ("form", "counts"), [("layerwise", {2, 3, 4}), ("span", {2, 4})]
 )

@@ -86,7 +86,7 @@ def settings(given: flags.FlagValues) -> Config:
     refuse_flags(given, FILE_FLAGS, "has no effect with --run, which has settings")
     directory = local_path("run", given.run)
     store = open_store(directory)
-    step = chosen_step(store, given.step if "step" in given else "latest")
+    step = chosen_step(store, given.step)
     saved = store.extra(step).get("config")
     if not saved:
         remedy = "give its settings by --config"

@@ -455,10 +455,11 @@ SIMULATED_DEVICES = integer(
 
 
 def flags_given(name: str, argv: Sequence[str]) -> flags.FlagValues:
-    """Defines the flags that a command line may have, not parsed.
+    """Defines all flags of a command line, before they are parsed.
 
-    They are the flags of the command, of all commands, and, to be refused by name, of
-    other commands; changes of settings in `argv`; and absl's own flags.
+    The command's own flags come first, as other commands may define a flag of the same
+    name with another default. Flags of other commands follow, so that
+    `check_arguments` can refuse them by name; then changes of settings in `argv`.
     """
     given = flags.FlagValues()
     COMMANDS[name].define(given)

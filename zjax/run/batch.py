@@ -90,9 +90,9 @@ SCHEDULE = "schedule"
 
 @dataclasses.dataclass(frozen=True)
 class StepInputs:
-    """Makes batches of steps: with the teacher's logits, scalars and dropped tokens.
+    """Makes the `StepBatch` of each step: adds logits of the teacher and scalars.
 
-    Evaluation and generation read batches of the data.
+    Evaluation reads batches as the data gives them, and drops nothing.
 
     Args:
         schedule: Schedule of the run.

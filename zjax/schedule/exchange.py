@@ -76,8 +76,8 @@ class StepExchange(NamedTuple):
 
 _COMPRESSED, _ONE_BIT = (Phase(x, "steps", "onebit") for x in (COMPRESSED, ONE_BIT))
 _LOCAL, _MERGED = Phase(LOCAL, "nothing"), Phase(MERGED, "nothing")
-"""Phases in which a replica trains on local gradients; the optimizer of 0/1 Adam merges
-replicas after the second one."""
+"""Phases in which a replica trains on local gradients; after a step of `_MERGED`, 0/1
+Adam merges the replicas."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -93,7 +93,7 @@ def loss_of(stack: Stack, execution: Execution = ONE_BY_ONE) -> "StackLoss":
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StackLoss:
-    """Loss of a stack, as `loss_of` describes it, less what a step leaves out."""
+    """Loss of a stack, as `loss_of` describes it, without what `dropping` drops."""
 
     stack: Stack
     execution: Execution
