@@ -132,6 +132,15 @@ def test_the_picture_shows_the_floors():
     assert rooms <= described
 
 
+def test_no_module_reaches_for_everything():
+    """Fails if one module knows so many others that a change anywhere concerns it."""
+    known = {name: set() for name in NAMES}
+    for path, node in each_node(ast.Import, ast.ImportFrom):
+        known[name_of(path)] |= {module_of(x) for x in imported(node)} & NAMES
+    wide = {name: len(others) for name, others in known.items() if len(others) > 30}
+    assert wide == {}
+
+
 def test_imports_are_absolute():
     imports = each_node(ast.ImportFrom, modules=PACKAGES)
     assert [place(path, node) for path, node in imports if node.level] == []

@@ -28,12 +28,8 @@ from zjax.observe.schedule import describe_schedule
 from zjax.replicas.exchange import exchanges_by_program
 from zjax.run import replicas
 from zjax.run.batch import abstract_batch
-from zjax.run.plan_report import (
-    describe_collectives,
-    describe_on_gpus,
-    report_links,
-    report_plan,
-)
+from zjax.run.collectives_report import describe_collectives, report_links
+from zjax.run.plan_report import describe_on_gpus, report_plan
 from zjax.schedule.exchange import make_exchanges
 from zjax.schedule.training import TrainingSchedule
 from zjax.settings import schema

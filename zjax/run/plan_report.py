@@ -1,6 +1,5 @@
 """Reports what a run would take before it runs: the text of `zjax plan`."""
 
-import collections
 import contextlib
 import dataclasses
 import os
@@ -28,14 +27,6 @@ from zjax.estimate.trial import Machine, Trial, weigh
 from zjax.files import local_path
 from zjax.models.build import make_model
 from zjax.observe import plot
-from zjax.observe.collectives import list_collectives
-from zjax.observe.communication import (
-    CPU_NOTE,
-    LinkBytes,
-    describe_communication,
-    describe_links,
-    link_bytes,
-)
 from zjax.observe.schedule import (
     describe_pipeline,
     describe_schedule,
@@ -46,9 +37,9 @@ from zjax.observe.schedule import (
 from zjax.offload.compiled import Peak
 from zjax.optim.build import make_optimizer
 from zjax.run.batch import abstract_batch, with_batch_sizes
+from zjax.run.collectives_report import describe_collectives, report_links
 from zjax.run.fit import check_fits, fit_memories, offloaded_inputs
 from zjax.run.step import Step, make_step
-from zjax.schedule.exchange import make_exchanges
 from zjax.schedule.lengths import end_by_tokens
 from zjax.schedule.training import TrainingSchedule
 from zjax.settings.axes import axis_sizes
@@ -60,7 +51,7 @@ from zjax.sharding import mesh as meshes
 from zjax.sharding import plan as plans
 from zjax.sharding.placement import ArrayPlan
 from zjax.train.programs import make_pipeline_schedule
-from zjax.typing import Batch, Model
+from zjax.typing import Model
 
 _NO_MACHINE = "zero.offload=auto is shown as pinned_host: there are no devices to fill"
 CPU_MEMORY_NOTE = (
@@ -74,11 +65,6 @@ GPU_TITLE = (
 DEVICES_PER_HOST = 8
 """Devices per host that are assumed if the devices are not on this machine."""
 PAPER_DEVICES = (1, 4, 16, 64, 256, 1024)
-NAMES = {"train": "train step", "end_of_round": "end of a round"}
-LOCAL = {"train": "local step"}
-EXCHANGE = "exchange"
-_SILENT = ("outer_gradients_", "merge_", "without_errors")
-"""Prefixes of the names of programs that send nothing to other replicas."""
 
 
 def report_plan(
@@ -339,57 +325,3 @@ def describe_on_gpus(trial: Trial) -> str:
 
 def _devices(platform: str) -> str:
     return f"{platform.upper()}s"
-
-
-def describe_collectives(
-    step: Step, config: Config, compiled: jax.stages.Compiled
-) -> str:
-    """Compares the collectives of a compiled step with the formulas of the ZeRO stage.
-
-    Programs for CPUs get a note on what other devices do differently.
-    """
-    program = compiled.as_text()
-    if program is None:
-        return "this platform gives no text of compiled programs"
-    found, exchanges = list_collectives(program), make_exchanges(config)
-    text = describe_communication(
-        found,
-        step.plan,
-        step.num_microbatches,
-        sends_messages=bool(exchanges.sending or exchanges.steps_apart),
-    )
-    return f"{text}\n{CPU_NOTE}" if meshes.is_simulated(step.mesh) else text
-
-
-def report_links(step: Step, config: Config, batch: Batch) -> str:
-    """Compiles every program of a run that communicates, and reports bytes by link.
-
-    Programs of the fragments of local steps share a row, which shows the mean.
-    """
-    exchanges = make_exchanges(config)
-    counts = exchanges.count_programs(config.num_steps)
-    times = {
-        name: number for name, number in counts.items() if not name.startswith(_SILENT)
-    }
-    sent: dict[str, list[tuple[int, LinkBytes]]] = collections.defaultdict(list)
-    for program, number in times.items():
-        text = step.compile(batch, program).as_text()
-        assert text is not None
-        found = link_bytes(list_collectives(text), step.mesh)
-        sent[_label(program, is_local=exchanges.steps_apart)].append((number, found))
-    totals = {name: sum(n for n, _ in parts) for name, parts in sent.items()}
-    means = {
-        name: LinkBytes(
-            *(sum(n * x[i] for n, x in parts) / totals[name] for i in range(2))
-        )
-        for name, parts in sent.items()
-    }
-    return describe_links(means, totals, config.num_steps)
-
-
-def _label(program: str, *, is_local: bool) -> str:
-    """Name of a program in the table of a run, with or without local steps."""
-    if program.startswith("mean_"):
-        return EXCHANGE
-    names = NAMES | (LOCAL if is_local else {})
-    return names.get(program, program.replace("_", " "))
