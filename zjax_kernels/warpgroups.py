@@ -40,7 +40,7 @@ def launch(
     # Even an axis of one warpgroup costs barriers around the kernel.
     if num_warpgroups is not None:
         options |= {"num_threads": num_warpgroups, "thread_name": AXIS}
-    lane = {"lowering_semantics": plgpu.LoweringSemantics.Lane}
+    parameters = {"lowering_semantics": plgpu.LoweringSemantics.Lane} | parameters
 
     def run(*refs):
         body(*jax.tree.unflatten(structure, refs))
@@ -51,7 +51,7 @@ def launch(
         grid=(num_programs,),
         grid_names=("program",),
         scratch_types=leaves[len(operands) + len(outputs) :],
-        compiler_params=plgpu.CompilerParams(**lane | parameters),
+        compiler_params=plgpu.CompilerParams(**parameters),
         **options,
     )(*operands)
 

@@ -10,12 +10,11 @@ from tests.reference import attention as reference
 from tests.support.lowering import num_kernels
 from tests.support.refusals import config_error
 from zjax.errors import ConfigError
-from zjax.ops import attention, sparse
+from zjax.ops import attention
 from zjax.ops.explicit_attention import Dropout
 from zjax.ops.window import Window
 from zjax.settings import schema
 from zjax.sharding import mesh as meshes
-from zjax_kernels import LocalSlidingWindow
 from zjax_kernels import device as kernels
 
 RNG = np.random.default_rng(0)
@@ -346,23 +345,3 @@ def test_a_window_of_a_known_or_traced_size_runs_on_the_kernels(monkeypatch):
 def test_what_runs_under_a_window(change, chosen, reason):
     given = {"requested": "auto", "windowed": True, "masked": True} | change
     assert attention.choose_implementation(**H100 | given) == (chosen, reason)
-
-
-@pytest.mark.parametrize("window", [0, 3, 8, 99])
-@pytest.mark.parametrize("causal", [True, False])
-def test_flops_count_visible_pairs(causal, window):
-    """Fails if a window or causality counts pairs that no query sees, or too few."""
-    length, channels = 8, 10
-    back = np.arange(length)[:, None] - np.arange(length)
-    share = ((back >= 0) & (back < (window or length))).sum() / (back >= 0).sum()
-    expected = 12 * channels * length**2 * share * (0.5 if causal else 1.0)
-    found = attention.attention_flops(length, channels, causal=causal, window=window)
-    assert found == pytest.approx(expected)
-
-
-def test_flops_of_a_pattern_are_of_the_live_blocks():
-    rule = LocalSlidingWindow(num_heads=2, num_sliding_window_blocks=3)
-    pattern = sparse.Sparse(rule, 64)
-    # Of 16 blocks four lie on the diagonal, half seen, and three below.
-    found = attention.attention_flops(64, 10, causal=True, pattern=pattern)
-    assert found == pytest.approx(12 * 10 * 64**2 * 5 / 16)

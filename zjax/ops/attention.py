@@ -277,50 +277,6 @@ def _over_devices(attend, q, k, v, mask, lengths):
     )(q, k, v, mask, lengths)
 
 
-def attention_flops(
-    length: int,
-    channels: int,
-    *,
-    causal: bool,
-    window: int = 0,
-    pattern: sparse.Sparse | None = None,
-) -> float:
-    """Counts the FLOPs of one sequence in forward and backward pass.
-
-    Causality counts half of all pairs of tokens, as in Narayanan et al., where exact
-    counts and kernels visit the diagonal too. Recomputed scores do not count.
-
-    Args:
-        length: Number of tokens.
-        channels: Channels of all query heads; if values have another head size, the
-            mean of both.
-        causal: Whether only half of the pairs count. A `pattern` has a direction.
-        window: Number of keys that a query sees; 0 for all earlier ones.
-        pattern: Blocks that live; None for all.
-
-    Returns:
-        FLOPs of the six products of scores and values, 2 for each visible pair and
-        channel.
-
-    Example:
-        >>> attention_flops(1024, 768, causal=True) / 1024
-        4718592.0
-
-    Reference:
-        Narayanan et al., arXiv:2104.04473, appendix; PaLM, arXiv:2204.02311, appendix
-        B.
-    """
-    if pattern is not None:
-        share = sparse.live_fraction(pattern, length)
-    else:
-        window = min(window or length, length)
-        # The first tokens of a sequence see less than a window.
-        pairs = window * length - window * (window - 1) / 2
-        share = pairs / (length * (length + 1) / 2) * (0.5 if causal else 1.0)
-    # Two products in the forward pass and four in the backward pass.
-    return 12.0 * share * channels * length**2
-
-
 def window_pattern(
     requested: Implementation,
     dtype: Any,

@@ -156,7 +156,8 @@ def sparse_attention_gradients(
     lse, delta = (jnp.pad(x, [(0, 0), (0, 0), (0, missing)]) for x in (lse, delta))
     # Tensor cores multiply matrices of one dtype.
     d_out = _pad_tokens(d_out.astype(q.dtype), plan.queries.num_rows)
-    inputs = BackwardInputs(*padded, d_out, lse, delta, segments)
+    sums = {"lse": lse, "delta": delta}
+    inputs = BackwardInputs(*padded, d_out=d_out, **sums, segments=segments)
     dq, dk, dv = static.gradients(inputs, plan)
     return dq[:, : q.shape[1]], dk[:, : k.shape[1]], dv[:, : k.shape[1]]
 

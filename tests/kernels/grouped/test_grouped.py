@@ -241,7 +241,7 @@ def row_operands(num_tokens, num_copies=2, num_rows=None, width=128):
 
 
 def test_the_kernel_copies_each_row_to_its_places(capfd, monkeypatch):
-    monkeypatch.setattr(mosaic_gpu.matmul, "_BATCH_BYTES", 512)
+    monkeypatch.setattr(mosaic_gpu.rows, "_BATCH_BYTES", 512)
     x, sources, targets = row_operands(num_tokens=24, num_rows=40)
     run = functools.partial(
         mosaic_gpu.copy_rows, interpret=InterpretGPUParams(detect_races=True)
@@ -254,7 +254,7 @@ def test_the_kernel_copies_each_row_to_its_places(capfd, monkeypatch):
 
 def test_rows_need_not_fill_the_last_batch(monkeypatch):
     """It copies rows of the batch before again, which the interpreter calls a race."""
-    monkeypatch.setattr(mosaic_gpu.matmul, "_BATCH_BYTES", 1024)
+    monkeypatch.setattr(mosaic_gpu.rows, "_BATCH_BYTES", 1024)
     x, sources, targets = row_operands(num_tokens=7)
     run = functools.partial(mosaic_gpu.copy_rows, interpret=InterpretGPUParams())
     np.testing.assert_array_equal(jax.jit(run)(x, sources, targets), x[sources])

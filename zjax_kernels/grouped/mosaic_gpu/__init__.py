@@ -3,9 +3,10 @@
 from zjax_kernels.grouped.mosaic_gpu.activation import (
     grouped_activation,
     grouped_activation_backward,
+    grouped_matmul,
 )
-from zjax_kernels.grouped.mosaic_gpu.matmul import copy_rows, grouped_matmul
 from zjax_kernels.grouped.mosaic_gpu.outer import grouped_outer, grouped_sum
+from zjax_kernels.grouped.mosaic_gpu.rows import copy_rows
 
 __all__ = [
     "copy_rows",

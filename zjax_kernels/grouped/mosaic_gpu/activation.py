@@ -1,4 +1,4 @@
-"""Kernels of grouped products with an activation, forward and backward."""
+"""Kernels of grouped products with a bias and an activation, forward and backward."""
 
 import math
 from collections.abc import Sequence
@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from zjax_kernels.grouped.mosaic_gpu.matmul import add_bias, bias_inputs
 from zjax_kernels.grouped.mosaic_gpu.pipeline import CHUNK, TILE_ROWS
 from zjax_kernels.grouped.mosaic_gpu.product import (
     Epilogue,
@@ -90,41 +89,73 @@ def _sigmoid(x: Array) -> Array:
     return root * root
 
 
+def grouped_matmul(
+    x: Array,
+    weights: Array,
+    sizes: Array,
+    bias: Array | None = None,
+    *,
+    transpose: bool = False,
+    tuning: Tuning | None = None,
+    interpret: Any = None,
+) -> Array:
+    """Runs `reference.grouped_matmul` for 16-bit arrays, K and N multiples of 64."""
+    kernel = "transposed" if transpose else "matmul"
+    return grouped_activation(
+        x,
+        weights,
+        sizes,
+        bias,
+        activation=None,
+        transpose=transpose,
+        saves=False,
+        tuning=tuning or choose_tuning(kernel, *weights.shape),
+        interpret=interpret,
+    )[0]
+
+
 def grouped_activation(
     x: Array,
     weights: Array,
     sizes: Array,
     bias: Array | None = None,
     *,
-    activation: str,
+    activation: str | None,
     transpose: bool = False,
     saves: bool = True,
     tuning: Tuning | None = None,
     interpret: Any = None,
 ) -> tuple[Array, ...]:
-    """Runs `reference.grouped_activation` for 16 bits, K and F multiples of 64."""
+    """Runs `reference.grouped_activation` for 16 bits, K and F multiples of 64.
+
+    Without an activation the result is the product.
+    """
     tuning = tuning or choose_tuning("activation", *weights.shape)
-    parts, dtype = num_parts(activation), x.dtype
+    parts, dtype = num_parts(activation) if activation else 1, x.dtype
     columns = weights.shape[1 if transpose else 2] // parts
 
     def store(half: HalfTile) -> None:
         *saved, activated = half.refs.outputs
         # Rounded first: the backward pass differentiates at the saved 16-bit numbers.
-        sums = [each.astype(dtype) for each in add_bias(half)]
+        sums = [each.astype(dtype) for each in _add_bias(half)]
         for start in half.starts:
             chunks = [each[:, start : start + CHUNK] for each in sums]
             for output in saved:
                 for part, chunk in enumerate(chunks):
                     half.store(output, part * columns + start, chunk)
-            result = activate(activation, [x.astype(jnp.float32) for x in chunks])
-            half.store(activated, start, result.astype(dtype))
+            result = chunks[0]
+            if activation:
+                wide = activate(activation, [x.astype(jnp.float32) for x in chunks])
+                result = wide.astype(dtype)
+            half.store(activated, start, result)
 
     widths = [parts * columns] * saves + [columns]
     epilogue = Epilogue(
         store,
         [jax.ShapeDtypeStruct((len(x), width), dtype) for width in widths],
         num_stores=parts * saves + 1,
-        inputs=bias_inputs(bias),
+        # The bias of rows without a group is 0.
+        inputs=() if bias is None else (jnp.pad(bias, ((0, 1), (0, 0))),),
         num_parts=parts,
     )
     return multiply(
@@ -136,6 +167,14 @@ def grouped_activation(
         tuning=tuning,
         interpret=interpret,
     )
+
+
+def _add_bias(half: HalfTile) -> list[Array]:
+    """Returns the sums of each part, plus the bias, if any."""
+    if not half.refs.inputs:
+        return list(half.sums)
+    (bias,) = half.refs.inputs
+    return [total + half.load_columns(bias, i) for i, total in enumerate(half.sums)]
 
 
 def grouped_activation_backward(

@@ -112,7 +112,7 @@ def produce(
 
         copied = lax.fori_loop(0, early, copy, copied)
         _copy_tile(work, arrays, memory, rows, item, units, number)
-        return lax.fori_loop(early, item.count, copy, copied)
+        return lax.fori_loop(early, item.num_chunks, copy, copied)
 
     copied = work.for_each(copy_item, index(0))
     for ring in rows:

@@ -87,7 +87,7 @@ def _compute(program: Program, *, slices: list[slice]) -> None:
     def compute_item(number, item, carry):
         scores, num_consumed = carry
         rows = program.read_rows(item)
-        row_segments = None
+        row_segments: Any = None
         if program.segmented:
             row_segments = program.row_vector("row_segments", memory.slot("q", number))
 
@@ -141,13 +141,13 @@ def _compute(program: Program, *, slices: list[slice]) -> None:
             arithmetic.full((HALF,), -jnp.inf, ROWS),
             arithmetic.full((HALF,), 0.0, ROWS),
         )
-        last = item.count - 1
+        last = item.num_chunks - 1
         # The last chunk, full or not, is apart: it begins the next item.
         num_full = jnp.minimum(item.full, last)
         carry = skeleton.fold_chunks(chunk, (scores, start), num_full, last)
         scores, (out, row_max, row_sum) = chunk(last, carry, masked=True, is_last=True)
         store(item, rows, *_normalize(out, row_max, row_sum))
-        return scores, num_consumed + item.count
+        return scores, num_consumed + item.num_chunks
 
     def wait_for_tile(number):
         memory.wait("q", memory.slot("q", number))

@@ -133,13 +133,13 @@ def _compute(program: Program, *, channels: slice) -> None:
             return dk, dv
 
         zeros = arithmetic.full((HALF, width), 0.0, plgpu.Layout.WGMMA)
-        grads = skeleton.fold_chunks(chunk, (zeros, zeros), item.full, item.count)
+        grads = skeleton.fold_chunks(chunk, (zeros, zeros), item.full, item.num_chunks)
         dk, dv = grads
         dk *= options.scale
         program.store_gradients(item, rows, slot, {"k": dk, "v": dv})
         if tiles == 1:
             release(number)
-        return num_consumed + item.count
+        return num_consumed + item.num_chunks
 
     work.for_each(compute_item, index(0))
     if tiles > 1:

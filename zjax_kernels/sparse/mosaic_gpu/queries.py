@@ -81,7 +81,7 @@ def _compute(program: Program) -> None:
 
         def chunk(nth, dq, masked):
             stage = memory.slot("k", num_consumed + nth)
-            is_last = nth == item.count - 1
+            is_last = nth == item.num_chunks - 1
             words = program.read_words(item.first + nth) if masked else None
 
             def wait_for_d_out_and_v():
@@ -121,11 +121,11 @@ def _compute(program: Program) -> None:
             return dq
 
         dq = arithmetic.full((HALF, size), 0.0, plgpu.Layout.WGMMA)
-        dq = skeleton.fold_chunks(chunk, dq, item.full, item.count) * options.scale
+        dq = skeleton.fold_chunks(chunk, dq, item.full, item.num_chunks) * options.scale
         program.store_gradients(item, rows, slot, {"q": dq})
         if tiles == 1:
             release(number)
-        return num_consumed + item.count
+        return num_consumed + item.num_chunks
 
     work.for_each(compute_item, index(0))
     if tiles > 1:

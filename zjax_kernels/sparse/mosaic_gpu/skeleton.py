@@ -180,7 +180,10 @@ def run(
         schedule_refs, array_refs = inputs
         work = find_work(schedule_refs, schedule, batch, group)
         named = dict(zip(arrays, array_refs, strict=True))
-        memory = Memory(*map(dict, map(zip, types[:3], refs)), types.vectors)
+        buffers, ready, free = (
+            dict(zip(*x, strict=True)) for x in zip(types[:3], refs, strict=True)
+        )
+        memory = Memory(buffers, ready, free, types.vectors)
         given = work, options, Arithmetic(interpret), memory
         halves = results[: len(outputs)], results[len(outputs) :]
         specialize_warpgroups(

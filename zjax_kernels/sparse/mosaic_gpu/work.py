@@ -85,7 +85,7 @@ class Item(NamedTuple):
         pattern: Pattern of the head.
         tile: Index of the tile.
         first: First chunk.
-        count: Number of chunks, 1 or more.
+        num_chunks: Number of chunks, 1 or more.
         full: Number of full chunks, which come first.
         slot: Slot of the partial result, or -1.
     """
@@ -95,7 +95,7 @@ class Item(NamedTuple):
     pattern: jax.Array
     tile: jax.Array
     first: jax.Array
-    count: jax.Array
+    num_chunks: jax.Array
     full: jax.Array
     slot: jax.Array
 
