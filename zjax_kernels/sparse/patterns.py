@@ -7,7 +7,7 @@ processes.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 
@@ -89,10 +89,12 @@ class Fixed(SparsityConfig):
     """
 
     different_layout_per_head: bool = False
-    num_local_blocks: int = count(4, least=1, of_blocks=False)
+    num_local_blocks: int = count(4, least=1)
     num_global_blocks: int = count(1, least=1)
     horizontal_global_attention: bool = False
-    num_different_global_patterns: int = count(1, least=1, of_blocks=False)
+    num_different_global_patterns: int = count(1, least=1)
+
+    counts_of_blocks: ClassVar[tuple[str, ...]] = ("num_global_blocks",)
 
     def problems(self) -> list[str]:
         """Adds problems of the windows."""
@@ -188,6 +190,8 @@ class Variable(SparsityConfig):
     horizontal_global_attention: bool = False
     seed: int = 0
 
+    counts_of_blocks: ClassVar[tuple[str, ...]] = ("num_random_blocks",)
+
     def problems(self) -> list[str]:
         """Adds problems of windows, global blocks and the seed."""
         return [
@@ -253,7 +257,13 @@ class BigBird(SparsityConfig):
     num_random_blocks: int = count(1, least=0)
     num_sliding_window_blocks: int = count(3, least=1)
     num_global_blocks: int = count(1, least=0)
-    seed: int = count(0, least=0, of_blocks=False)
+    seed: int = count(0, least=0)
+
+    counts_of_blocks: ClassVar[tuple[str, ...]] = (
+        "num_random_blocks",
+        "num_sliding_window_blocks",
+        "num_global_blocks",
+    )
 
     def heads(self, num_blocks: int) -> Sequence[Pattern]:
         """Returns one pattern per head, or one for all."""
@@ -302,6 +312,8 @@ class BSLongformer(SparsityConfig):
     global_block_indices: Sequence[int] = (0,)
     global_block_end_indices: Sequence[int] | None = None
 
+    counts_of_blocks: ClassVar[tuple[str, ...]] = ("num_sliding_window_blocks",)
+
     def problems(self) -> list[str]:
         """Adds problems of the global blocks."""
         indices, ends = self.global_block_indices, self.global_block_end_indices
@@ -349,6 +361,8 @@ class LocalSlidingWindow(SparsityConfig):
 
     num_sliding_window_blocks: int = count(3, least=1)
     attention: Literal["bidirectional", "unidirectional"] = "unidirectional"
+
+    counts_of_blocks: ClassVar[tuple[str, ...]] = ("num_sliding_window_blocks",)
 
     def heads(self, num_blocks: int) -> Sequence[Pattern]:
         """Returns one pattern for all heads."""

@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -14,13 +14,9 @@ from zjax_kernels.sparse.layout import BLOCKS, BlockLayout, Pattern
 DIRECTIONS = ("bidirectional", "unidirectional")
 
 
-def count(default: int, *, least: int, of_blocks: bool = True) -> Any:
-    """Returns a field of an integer, `least` or more.
-
-    With `of_blocks` it counts blocks of a row, at most those of the sequence.
-    """
-    metadata = {"least": least, "of_blocks": of_blocks}
-    return dataclasses.field(default=default, metadata=metadata)
+def count(default: int, *, least: int) -> Any:
+    """Returns a field of an integer, `least` or more."""
+    return dataclasses.field(default=default, metadata={"least": least})
 
 
 class _FieldsOnly:
@@ -71,6 +67,9 @@ class SparsityConfig(_FieldsOnly, abc.ABC):
     _: dataclasses.KW_ONLY
     attention: Literal["bidirectional", "unidirectional"] = "bidirectional"
     token_causal: bool = True
+
+    counts_of_blocks: ClassVar[tuple[str, ...]] = ()
+    """Arguments that count blocks of a row, at most those of a sequence."""
 
     def __init_subclass__(cls, **given: object):
         super().__init_subclass__(**given)
@@ -180,13 +179,13 @@ class SparsityConfig(_FieldsOnly, abc.ABC):
     def _counts_above(self, num_blocks: int, seq_len: int) -> list[str]:
         """Reports arguments that count more blocks than the sequence has."""
         found = []
-        for field in dataclasses.fields(self):
-            number = getattr(self, field.name)
-            if field.metadata.get("of_blocks") and number > num_blocks:
+        for field in self.counts_of_blocks:
+            number = getattr(self, field)
+            if number > num_blocks:
                 problem = f"is more than the {num_blocks} blocks of seq_len={seq_len}"
                 tokens = number * self.block
                 remedy = f"give at most {num_blocks}, or seq_len={tokens} or more"
-                found.append(describe(field.name, number, problem, remedy))
+                found.append(describe(field, number, problem, remedy))
         return found
 
     def _check_heads(self, heads: Sequence[Pattern], num_blocks: int) -> None:
