@@ -22,6 +22,7 @@ from zjax.errors import (
     StateError,
     ZjaxError,
 )
+from zjax.estimate.traced import Cost, count
 from zjax.models.adapter import adapt
 from zjax.models.build import make_model
 from zjax.models.generate import generate
@@ -54,6 +55,7 @@ __all__ = [
     "CheckpointError",
     "Config",
     "ConfigError",
+    "Cost",
     "DataError",
     "Entry",
     "Loss",
@@ -78,6 +80,7 @@ __all__ = [
     "adopt_optimizer",
     "check_config",
     "chosen_experts",
+    "count",
     "describe_plan",
     "describe_plan_totals",
     "evaluate_with_harness",

@@ -285,7 +285,7 @@ def test_plan_prints_arrays_stages_and_the_compiled_program(tmp_path, settings):
         "\nA program for CPUs keeps the scores of attention and computes bf16 in f32: "
         "its\ntemporaries are not those of a program for GPUs.\n"
     ) in out
-    assert "\na step on GPUs by formula, attention as a kernel" in out
+    assert "\na step on GPUs by its traced program, attention as a kernel" in out
     assert "what one device sends in a train step, Psi = " in out
     assert "\nZeRO 2 should move " in out
     assert "\nCompiled for CPUs: bf16 is sent as f32" in out

@@ -132,8 +132,8 @@ def test_settings_and_batches_that_no_mesh_can_mend_are_named():
             "gpt 6.7b",
             1,
             {},
-            "mesh='auto' finds no room on 1 x 80.0 GB: a step takes 128.0 GB (state "
-            "121.6 GB, activations 6.4 GB) with --config.mesh.data=1; use "
+            "mesh='auto' finds no room on 1 x 80.0 GB: a step takes 128.1 GB (state "
+            "121.6 GB, activations 6.5 GB) with --config.mesh.data=1; use "
             "zero.offload='pinned_host', more devices or a smaller model",
         ),
         (
@@ -148,8 +148,8 @@ def test_settings_and_batches_that_no_mesh_can_mend_are_named():
             "llama 8b",
             4,
             {"microbatch_size": 16, "global_batch_size": 256},
-            "mesh='auto' finds no room on 4 x 80.0 GB: a step takes 92.2 GB (state "
-            "36.9 GB, activations 55.3 GB) with --config.mesh.tensor=4; use "
+            "mesh='auto' finds no room on 4 x 80.0 GB: a step takes 92.5 GB (state "
+            "36.9 GB, activations 55.6 GB) with --config.mesh.tensor=4; use "
             "zero.offload='pinned_host', model.remat='full', a smaller "
             "microbatch_size, more devices or a smaller model",
         ),

@@ -7,10 +7,15 @@ from flax import linen, nnx
 
 import zjax
 from tests.estimate.built_in import RECORDED, RUNS
+from tests.support import models
 from zjax.config import load_config
+from zjax.estimate.activations import activation_bytes
 from zjax.estimate.traced import run_flops
 from zjax.models.build import make_model
+from zjax.settings.axes import axis_sizes
+from zjax.settings.batch import BatchSizes
 from zjax.sharding.activations import rows_of
+from zjax.sharding.placement import abstract_key
 
 ADAPTERS = {"llama-lora"}
 """Runs whose adapters the formula left out."""
@@ -142,3 +147,71 @@ def test_a_transformer_of_nnx_has_flops():
     matrices = LAYERS * 12 * WIDTH**2 + VOCABULARY * WIDTH
     pairs = LAYERS * 2 * LENGTH * WIDTH
     assert flops_of_row(transformer()) == 6 * LENGTH * (matrices + pairs)
+
+
+def compiled_bytes(model, batch):
+    """Temporaries of the compiled gradient of a loss on one CPU."""
+    params, state = jax.eval_shape(model.init, abstract_key())
+
+    def loss(params, state, batch, key):
+        return model.loss(params, state, batch, key).value
+
+    lowered = jax.jit(jax.grad(loss)).lower(params, state, batch, abstract_key())
+    return lowered.compile().memory_analysis().temp_size_in_bytes
+
+
+def test_a_cnn_of_linen_has_a_predicted_peak():
+    """Fails if its activations, or gradients between two products, do not count."""
+    batch = {"image": jnp.ones((64, 64, 64, 3)), "label": jnp.zeros((64, 1), int)}
+    cost = zjax.count(zjax.adapt(Images(), classify, batch), batch)
+    found = compiled_bytes(zjax.adapt(Images(), classify, batch), batch)
+    assert cost.activation_bytes == pytest.approx(found, rel=0.2)
+    first, second = 64 * 64 * 64 * 8, 64 * 32 * 32 * 16
+    # Result of the first convolution, operand of the second one, signs of both.
+    signs = first + second
+    assert cost.saved_bytes == pytest.approx(4 * 2 * first + signs, rel=0.001)
+
+
+def test_a_transformer_of_nnx_saves_the_input_of_each_layer():
+    """Fails if recomputation, or the length of the scan, is ignored."""
+
+    width = 64
+
+    def costs(num_layers):
+        def make(rngs):
+            return Words(num_layers, width, VOCABULARY, rngs)
+
+        batch = {name: jnp.ones((8, 256), jnp.int32) for name in WORDS}
+        model = zjax.adapt(make, predict, batch)
+        return zjax.count(model, batch), compiled_bytes(model, batch)
+
+    (few, few_compiled), (more, more_compiled) = costs(2), costs(6)
+    stream = 8 * 256 * width * 4
+    assert more.saved_bytes - few.saved_bytes == 4 * stream
+    assert more_compiled - few_compiled == pytest.approx(4 * stream, rel=0.01)
+    assert more.working_bytes == few.working_bytes > 10 * stream
+    assert more.params - few.params == 4 * (12 * width**2 + 13 * width)
+
+
+def test_plain_functions_have_costs_in_the_compute_dtype():
+    """Fails if inputs of the loss, or parameters, keep float32."""
+    model, batch = models.make_mlp(), models.make_batch()
+    wide = zjax.count(model, batch)
+    narrow = zjax.count(model, batch, dtype="bfloat16")
+    assert wide.params == 2 * models.WIDTH * models.HIDDEN + 7
+    assert wide.flops == narrow.flops
+    # The pre-activations and the activations; the output is float32 in both.
+    hidden = models.BATCH * models.HIDDEN
+    assert wide.saved_bytes - narrow.saved_bytes >= 2 * 2 * hidden
+
+
+def test_a_built_in_model_costs_what_its_run_does():
+    config, _ = RUNS["gpt-attention"]
+    model, rows = make_model(config), config.microbatch_size
+    tokens = jax.ShapeDtypeStruct((rows, config.data.length), jnp.int32)
+    batch = {"tokens": tokens, "targets": tokens}
+    cost = zjax.count(model, batch, dtype=config.precision.compute_dtype)
+    sizes = BatchSizes(rows, 1, rows)
+    found = activation_bytes(config, axis_sizes(config, 1), sizes, model)
+    assert cost.activation_bytes == pytest.approx(found)
+    assert cost.flops == run_flops(model, model.inputs, config) * rows

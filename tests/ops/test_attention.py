@@ -10,11 +10,13 @@ from tests.reference import attention as reference
 from tests.support.lowering import num_kernels
 from tests.support.refusals import config_error
 from zjax.errors import ConfigError
+from zjax.jaxprs.flops import Flops, count_flops
 from zjax.ops import attention
-from zjax.ops.explicit_attention import Dropout
+from zjax.ops.explicit_attention import Dropout, explicit_attention, score_bytes
 from zjax.ops.window import Window
 from zjax.settings import schema
 from zjax.sharding import mesh as meshes
+from zjax_kernels import abstract
 from zjax_kernels import device as kernels
 
 RNG = np.random.default_rng(0)
@@ -345,3 +347,52 @@ def test_a_window_of_a_known_or_traced_size_runs_on_the_kernels(monkeypatch):
 def test_what_runs_under_a_window(change, chosen, reason):
     given = {"requested": "auto", "windowed": True, "masked": True} | change
     assert attention.choose_implementation(**H100 | given) == (chosen, reason)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.1])
+@pytest.mark.parametrize("cap", [0.0, 30.0])
+def test_scores_are_what_a_gradient_reads(rate, cap):
+    """Against the residuals that JAX saves of explicit attention, without a compile.
+
+    `score_bytes` leaves out two of these, which XLA makes where they are read: masks,
+    of a byte, and the slope of a soft cap, which follows from its tanh. For dropout JAX
+    saves a float32 that is constant, and XLA holds as many random bits.
+    """
+    heads, length = 2, 32
+
+    def attend(q, key):
+        dropout = Dropout(rate, key, jnp.arange(heads)) if rate else None
+        return explicit_attention(q, q, q, cap=cap, dropout=dropout)
+
+    def residuals(q, key):
+        return jax.vjp(lambda q: attend(q, key), q)[1]
+
+    q = jax.ShapeDtypeStruct((1, length, heads, 8), jnp.bfloat16)
+    leaves = jax.tree.leaves(jax.eval_shape(residuals, q, jax.random.key(0)))
+    pairs = heads * length**2
+    wide = [x for x in leaves if x.size >= pairs and x.dtype != bool]
+    found = sum(x.size * x.dtype.itemsize for x in wide) / pairs
+    counted = score_bytes("bfloat16", capped=cap > 0, dropped=rate > 0)
+    assert found - 4 * (cap > 0) == counted
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", [0, 3])
+def test_counted_attention_leaves_hidden_pairs_out(causal, window):
+    """Fails if a program that is counted has another shape, or counts other pairs."""
+    q, kv = jnp.ones((2, 8, 4, 16)), jnp.ones((2, 8, 2, 16))
+    if window and not causal:
+        pytest.skip("windows look back")
+    bounds = attention.Bounds(window=window)
+
+    def attend(q, k, v):
+        return attention.dot_product_attention(q, k, v, causal=causal, bounds=bounds)
+
+    with abstract.abstract_kernels():
+        program = jax.make_jaxpr(attend)(q, kv, kv)
+    assert program.out_avals[0].shape == attend(q, kv, kv).shape
+    found, _ = count_flops(program, [False] * 3)
+    # Of 8 queries, in a window of 3: 1, 2, 3, 3, ... of 36 pairs in all.
+    share = (1 + 2 + 6 * 3) / 36 if window else 1.0
+    every = share * 2 * (2 * 4 * 8 * 8) * (16 + 16)
+    assert found == Flops(0.0, every / 2 if causal else every, every)

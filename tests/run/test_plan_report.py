@@ -38,7 +38,7 @@ from zjax.settings import schema
 def test_a_step_on_gpus_is_told_as_text():
     trial = Trial(schema.Mesh(), state=2.5e9, activations=1.25e9)
     assert describe_on_gpus(trial) == (
-        "a step on GPUs by formula, attention as a kernel that keeps no scores\n"
+        "a step on GPUs by its traced program, attention as a kernel without scores\n"
         "(an upper estimate: two measured peaks were up to 10 % lower)\n"
         "                      bytes/device\n"
         "──────────────────────────────────\n"
@@ -61,12 +61,17 @@ def test_what_a_step_takes_of_gpus_needs_none(tmp_path):
     assert told == f"{state / 1e3:.2f}"
     tokens, vocabulary, width, hidden = 16 * 16, 61, 16, 32
     # Of the one block, `elementwise` and what computing it again takes; then logits.
-    kept = 2 * width + 3 * width + width + hidden
+    sums, statistics = 2, 2 * 2  # of the softmax of each head; of two norms
+    kept = 2 * width + 3 * width + width + hidden + sums + statistics
     scores = 2 * 16 * 3  # in float32 no kernel has attention: three of 4 bytes each
-    block = kept + 2 * width + hidden + scores
+    mask = width / 4  # of dropout, a byte each
+    block = kept + 2 * width + hidden + scores + 2 * mask
+    # The head keeps its input with two statistics, and the gradient of the output.
+    ends = mask + 2 * width + 2
     found = re.findall(r"activations +([\d.]+) kB", text)
     logits = vocabulary * (tokens * 8 + 4 * width)
-    assert found == [f"{(4 * tokens * (kept + 2 * block) + logits) / 1e3:.2f}"]
+    total = 4 * tokens * (kept + 2 * block + ends) + logits
+    assert found == [f"{total / 1e3:.2f}"]
 
 
 @pytest.mark.parametrize(
@@ -88,7 +93,7 @@ def test_a_step_that_moves_its_state_has_no_such_formula(tmp_path):
     config = small_run.make_config(tmp_path, *settings)
     text = report_plan(config, num_devices=1, picture=str(tmp_path / "plan.png"))
     assert "rests there" in text
-    assert "by formula" not in text
+    assert "by its traced program" not in text
 
 
 def test_closed_form_of_experts_splits_them_over_fewer_devices(tmp_path):

@@ -193,7 +193,7 @@ class Predictor:
         dtype = config.precision.compute_dtype
         # Matmuls are assumed to reach half of the peak.
         self._flops = (flops.peak_flops(kind, dtype) or _UNKNOWN_FLOPS) / 2
-        model = make_model(config)
+        self._model = model = make_model(config)
         self._num_params, self._num_trained = _count_params(config, model)
         work = run_flops(model, model.inputs, config)
         self._flops_per_token = work.seen / config.data.length
@@ -230,7 +230,7 @@ class Predictor:
         if isinstance(state, ZjaxError):
             raise state
         sizes = {axis: getattr(mesh, axis) for axis in axes.AXES}
-        return state + activation_bytes(config, sizes, batch)
+        return state + activation_bytes(config, sizes, batch, self._model)
 
     def seconds(self, candidate: Candidate) -> float:
         """Predicted seconds of a step, to rank candidates by."""

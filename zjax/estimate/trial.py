@@ -1,4 +1,4 @@
-"""Bytes per device that a step takes on a mesh, by formula and without devices.
+"""Bytes per device that a step takes on a mesh, by abstract tracing, without devices.
 
 Measured peaks of data-parallel GPUs lie up to a tenth below. The buffers of pipeline
 stages follow programs compiled for CPUs and were not measured on GPUs.
@@ -82,8 +82,8 @@ def weigh(config: schema.Config, mesh: schema.Mesh, model: Model, tx: Any) -> Tr
         _state_bytes(plan, config, batch.num_microbatches)
         + _gradient_buffer_bytes(plan, batch.num_microbatches)
         + _gathered_bytes(config, model, tx),
-        activation_bytes(config, sizes, batch),
-        activation_bytes(config, sizes, one),
+        activation_bytes(config, sizes, batch, model),
+        activation_bytes(config, sizes, one, model),
     )
 
 

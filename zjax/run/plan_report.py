@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from zjax.config.check import check_config
 from zjax.errors import ConfigError, OutputError, Problem, ZjaxError, find_remedy
 from zjax.estimate import tables
-from zjax.estimate.activations import describe_active, describe_exchanges
+from zjax.estimate.exchanges import describe_active, describe_exchanges
 from zjax.estimate.link_speed import check_link, report_link
 from zjax.estimate.mesh import (
     Proposal,
@@ -59,7 +59,7 @@ CPU_MEMORY_NOTE = (
     "temporaries are not those of a program for GPUs."
 )
 GPU_TITLE = (
-    "a step on GPUs by formula, attention as a kernel that keeps no scores\n"
+    "a step on GPUs by its traced program, attention as a kernel without scores\n"
     "(an upper estimate: two measured peaks were up to 10 % lower)"
 )
 DEVICES_PER_HOST = 8

@@ -1,14 +1,18 @@
 """The loss of a model as traced programs, to be counted before anything runs."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
 
 from zjax.jaxprs.flops import Flops, count_flops
 from zjax.jaxprs.versions import Closed, dtype_promotion
-from zjax.sharding.mesh import trace
+from zjax.sharding.mesh import BATCH_AXES, EXPERT, trace
 from zjax.sharding.naming import path_of
 from zjax.sharding.placement import abstract_key
 from zjax.stack.forward import runs_stack
@@ -34,21 +38,81 @@ class Part:
     number: int = 1
 
 
-def trace_parts(model: Model, batch: Batch, cast: Any = lambda x: x) -> list[Part]:
-    """Traces the loss of a model on shapes: one part, or the parts of its stack.
+def trace_parts(
+    model: Model, batch: Batch, dtype: Any = None, mesh: AbstractMesh | None = None
+) -> list[Part]:
+    """Traces the loss of a model on shapes: one part, or the parts of a stack.
 
-    Equal blocks are traced once. `cast` maps the shapes of parameters to the shapes
-    that the loss gets.
+    Equal blocks are traced once.
+
+    Args:
+        model: Model as pure functions.
+        batch: Shapes of a microbatch; of one device if there is a `mesh`.
+        dtype: Floating-point dtype of the parameters; None for the initial dtypes.
+        mesh: Mesh whose batch axes the program maps, as a device that has part of the
+            experts; None for a program of one device.
     """
     with abstract_kernels(), dtype_promotion():
         params, state = jax.eval_shape(model.init, abstract_key())
         paths = jax.tree_util.tree_map_with_path(lambda keys, _: path_of(keys), params)
-        params = jax.tree.map(cast, params)
-        if runs_stack(model):
-            return _trace_stack(model, params, paths, batch)
-        key, loss = abstract_key(), lambda *inputs: model.loss(*inputs).value
-        program = trace(loss, params, state, batch, key)
-        return [Part(program, tuple(jax.tree.leaves(paths)))]
+        logical = model.logical(params)
+        params = jax.tree.map(lambda x: _cast(x, dtype), params)
+        if mesh is not None:
+            share = functools.partial(_share_of_experts, mesh.shape[EXPERT])
+            params = jax.tree.map(share, params, logical)
+        return on_devices(mesh, lambda: _trace(model, params, state, paths, batch))
+
+
+def _trace(
+    model: Model, params: Any, state: Any, paths: Any, batch: Batch
+) -> list[Part]:
+    """Traces the loss, or the parts of the stack."""
+    if runs_stack(model):
+        return _trace_stack(model, params, paths, batch)
+    key, loss = abstract_key(), lambda *inputs: model.loss(*inputs).value
+    program = trace(loss, params, state, batch, key)
+    return [Part(program, tuple(jax.tree.leaves(paths)))]
+
+
+T = TypeVar("T")
+
+
+def on_devices(mesh: AbstractMesh | None, trace: Callable[[], T]) -> T:
+    """Calls a function that traces the program of one device.
+
+    A mesh maps the batch axes, as `shard_map` of a step does; None has one device.
+
+    Example:
+        >>> mesh = jax.sharding.AbstractMesh((2, 4, 1), BATCH_AXES)
+        >>> on_devices(mesh, lambda: jax.lax.axis_size(EXPERT))
+        1
+    """
+    if mesh is None:
+        return trace()
+    found: list[T] = []
+
+    def run() -> jax.Array:
+        found.append(trace())
+        return jnp.zeros(())
+
+    names = set(BATCH_AXES)
+    mapped = jax.shard_map(
+        run, in_specs=(), out_specs=P(), axis_names=names, check_vma=False
+    )
+    with jax.sharding.use_abstract_mesh(mesh):
+        jax.eval_shape(mapped)
+    return found[0]
+
+
+def _cast(x: Any, dtype: Any) -> Any:
+    floats = dtype is not None and jnp.issubdtype(x.dtype, jnp.floating)
+    return _shape(x.shape, dtype) if floats else x
+
+
+def _share_of_experts(shares: int, x: Any, names: Any) -> Any:
+    """Cuts the dim of experts to the experts of one device."""
+    dims = zip(x.shape, names or [None] * len(x.shape), strict=True)
+    return _shape([n // shares if d == "experts" else n for n, d in dims], x.dtype)
 
 
 def _trace_stack(model: Model, params: Any, paths: Any, batch: Batch) -> list[Part]:
