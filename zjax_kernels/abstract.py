@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import batching
 
@@ -73,7 +74,7 @@ def call(
 
 
 def _shapes_of_results(*_: Any, shapes: Any, **__: Any) -> list[Any]:
-    return [jax.core.ShapedArray(*shape) for shape in shapes]
+    return [ShapedArray(*shape) for shape in shapes]
 
 
 def _batch(operands: Any, dims: Any, *, shapes: Any, **costs: Any) -> Any:

@@ -55,8 +55,8 @@ def activation_bytes(
     mesh, length, shares = None, config.data.length, sizes[SEQUENCE] * sizes[TENSOR]
     if settings.moe and sizes[EXPERT] * shares > 1:
         # Routers compare the tokens of a device.
-        axes = {axis: sizes[axis] for axis in (EXPERT, TENSOR)}
-        mesh = abstract_mesh(schema.Mesh(data=1, **axes), sizes[EXPERT] * sizes[TENSOR])
+        given = schema.Mesh(data=1, expert=sizes[EXPERT], tensor=sizes[TENSOR])
+        mesh = abstract_mesh(given, sizes[EXPERT] * sizes[TENSOR])
         length, shares = local, sizes[TENSOR]
     shape = _shape_of(config, is_ring)
     model = make_model(shape) if is_ring else model

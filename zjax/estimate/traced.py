@@ -61,14 +61,15 @@ def part_bytes(part: Part, execution: Execution | None = None) -> PartBytes:
         return PartBytes(saved, 2 * found.recomputed + between, found.carry)
     # Residuals of a block that is recomputed, and about as many cotangents.
     working = 2 * (found.working + found.recomputed)
-    if execution.policy == "none":
-        is_exact = 0 < execution.scan_size(part.number) < part.number
-        given = {"is_exact": is_exact}
-    else:
-        given = {"keeps": remat.keeps(execution.policy)}
-    saved = residuals.residual_bytes(found.forward, found.is_free, **given)
+    policy = execution.policy
+    saved = residuals.residual_bytes(
+        found.forward,
+        found.is_free,
+        is_exact=0 < execution.scan_size(part.number) < part.number,
+        keeps=None if policy == "none" else remat.keeps(policy),
+    )
     # In another memory, a block saves nothing on the device.
-    is_here = execution.memory == "device" or execution.policy == "none"
+    is_here = execution.memory == "device" or policy == "none"
     return PartBytes(saved if is_here else 0.0, working, found.carry)
 
 
