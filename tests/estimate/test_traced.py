@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from flax import linen, nnx
 
@@ -12,6 +13,8 @@ from zjax.config import load_config
 from zjax.estimate.activations import activation_bytes
 from zjax.estimate.traced import run_flops
 from zjax.models.build import make_model
+from zjax.observe import read_history
+from zjax.observe.sinks import HISTORY
 from zjax.settings.axes import axis_sizes
 from zjax.settings.batch import BatchSizes
 from zjax.sharding.activations import rows_of
@@ -215,3 +218,22 @@ def test_a_built_in_model_costs_what_its_run_does():
     found = activation_bytes(config, axis_sizes(config, 1), sizes, model)
     assert cost.activation_bytes == pytest.approx(found)
     assert cost.flops == run_flops(model, model.inputs, config) * rows
+
+
+def test_a_run_of_a_cnn_logs_mfu(tmp_path):
+    """Fails if a model of the user logs seconds alone, or counts FLOPs per token."""
+    config = {
+        "directory": str(tmp_path),
+        "num_steps": 5,
+        "global_batch_size": 6,
+        "observe": {"peak_tflops": 1e-3, "plot": False},
+    }
+    batches, devices = iter([IMAGES] * 5), jax.devices()[:1]
+    trainer = zjax.Trainer(
+        config, model=cnn(), tx=optax.sgd(0.1), batches=batches, devices=devices
+    )
+    trainer.fit()
+    last = read_history(tmp_path / HISTORY)[-1]
+    rows_per_second = 6 / last["step_seconds"]
+    expected = rows_per_second * flops_of_row(cnn()) / 1e9
+    assert last["mfu"] == pytest.approx(expected)
