@@ -168,7 +168,8 @@ def test_a_pallas_kernel_says_what_it_costs():
 
 
 def test_each_device_of_a_mesh_counts():
-    mesh = jax.sharding.AbstractMesh((2,), ("data",))
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.sharding.AbstractMesh((2,), ("data",), axis_types=auto)
     with jax.sharding.use_abstract_mesh(mesh):
         mapped = jax.shard_map(
             jnp.matmul, in_specs=(P("data"), P()), out_specs=P("data")

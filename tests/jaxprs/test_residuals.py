@@ -103,8 +103,9 @@ def test_scans_stack_residuals():
     def run(x, w):
         return jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, length=5)[0]
 
-    # Operand, slope and result of each: no compiler takes a stacked array apart.
-    assert kept(run, X, W) == 5 * 3
+    # Operand and result of each, and up to JAX 0.10 the slope: no compiler takes a
+    # stacked array apart.
+    assert kept(run, X, W) in (5 * 2, 5 * 3)
 
 
 def test_scans_hold_one_iteration_of_recomputed_values():
@@ -144,7 +145,8 @@ def test_conditionals_work_in_the_largest_branch():
 
 
 def test_values_count_once_per_device():
-    mesh = jax.sharding.AbstractMesh((2,), ("data",))
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.sharding.AbstractMesh((2,), ("data",), axis_types=auto)
 
     def run(x, w):
         return jnp.tanh(x @ w)

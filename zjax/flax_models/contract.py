@@ -11,7 +11,7 @@ from absl import logging
 
 from zjax.errors import DataError, ModelError, Problem
 from zjax.jaxprs.program import ARITHMETIC, EXACT, Equation, interpret, programs_in
-from zjax.jaxprs.versions import Closed
+from zjax.jaxprs.versions import Closed, scan_sizes
 from zjax.ops.keys import key_from_data
 from zjax.sharding.mesh import trace
 from zjax.sharding.naming import path_of
@@ -102,15 +102,15 @@ class _Walk:
             return [_joined(case) for case in zip(*cases, strict=True)]
         if len(programs) == 1 and _has_operands_of(programs[0], equation):
             if name == "scan":
-                return self.loop(programs[0], equation.params, origins)
+                return self.loop(programs[0], scan_sizes(equation), origins)
             return self.visit(programs[0], origins)
         return self.operation(equation, origins)
 
     def loop(
-        self, body: Closed, params: dict[str, Any], origins: list[Origin]
+        self, body: Closed, sizes: tuple[int, int], origins: list[Origin]
     ) -> list[Origin]:
         """Returns the origins of a scan's outputs."""
-        first, number = params["num_consts"], params["num_carry"]
+        first, number = sizes
         # Reaches a fixed point, as the sets of arrays only grow.
         while True:
             outputs = self.visit(body, origins)

@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from zjax.jaxprs.program import Equation, interpret, programs_in
-from zjax.jaxprs.versions import Closed, mapped_axes
+from zjax.jaxprs.versions import Closed, mapped_axes, scan_sizes
 from zjax_kernels import abstract
 
 
@@ -167,8 +167,8 @@ _PRODUCTS: dict[str, Callable[[Equation], Flops]] = {
 
 
 def _scan(count: _Count, equation: Equation, trained: list[bool]) -> list[bool]:
-    (program,), params = programs_in(equation), equation.params
-    sizes = params["num_consts"], params["num_carry"], params["length"]
+    (program,) = programs_in(equation)
+    sizes = *scan_sizes(equation), equation.params["length"]
     return count.loop(equation, trained, program, sizes)
 
 

@@ -22,7 +22,7 @@ from zjax.jaxprs.program import (
     programs_in,
     walk,
 )
-from zjax.jaxprs.versions import Closed, mapped_axes
+from zjax.jaxprs.versions import Closed, mapped_axes, scan_sizes
 from zjax_kernels import abstract
 
 _ALIASES = RESHAPES | frozenset(
@@ -295,12 +295,11 @@ class _Storage:
 
     def _enter_body(self, equation: Equation, inputs: list[Value]) -> None:
         """Enters one iteration of a scan."""
-        (program,), params = programs_in(equation), equation.params
-        sliced = inputs[params["num_consts"] + params["num_carry"] :]
+        (program,), length = programs_in(equation), equation.params["length"]
+        sliced = inputs[sum(scan_sizes(equation)) :]
         whole = inputs[: len(inputs) - len(sliced)]
         slices = [
-            dataclasses.replace(x, num_bytes=x.num_bytes / params["length"])
-            for x in sliced
+            dataclasses.replace(x, num_bytes=x.num_bytes / length) for x in sliced
         ]
         self.visit(program, [*whole, *slices])
 

@@ -55,6 +55,15 @@ def without_dead_code(
     return Closed(jaxpr, program.consts), stayed
 
 
+def scan_sizes(equation: Any) -> tuple[int, int]:
+    """Numbers of constants and of carried values of a scan, told in two ways by JAX."""
+    params = equation.params
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    constants, carry, _ = params["ft_in"].unpack()
+    return len([*constants.vals]), len([*carry.vals])
+
+
 def mapped_axes(equation: Any) -> frozenset[str]:
     """Mesh axes that a `shard_map` equation maps, named in two ways by JAX."""
     params = equation.params
