@@ -39,7 +39,7 @@ def test_a_state_started_layer_by_layer_is_the_state(model):
 
 def test_a_users_model_goes_to_disks_in_turn(tmp_path, monkeypatch):
     """Fails if all of it is pinned at once, where a little would do."""
-    monkeypatch.setattr("zjax.train.state.transfer_budget", lambda mesh: 0)
+    monkeypatch.setattr("zjax.replicas.state.transfer_budget", lambda mesh: 0)
     events = []
     for name in ("write", "block_until_ready"):
         noted = noting(events, name, getattr(DiskArray, name))

@@ -22,7 +22,7 @@ from zjax.errors import ConfigError, PlanError
 from zjax.offload.shapes import PassShapes
 from zjax.settings import schema
 from zjax.sharding import plan as plans
-from zjax.typing import Auxiliary
+from zjax.typing import Auxiliary, StepBatch
 
 DEVICES = 8
 STREAM, HEADS, MLP, NORM = (2, 8, 16), (2, 8, 4, 4), (2, 8, 24), 2 * [(2, 8, 1)]
@@ -243,7 +243,8 @@ def test_gradients_of_the_head_come_before_blocks_give_anything_up():
     train, passes = run.step.executor.step, passes_of(run)
     with jax.set_mesh(run.mesh):
         shapes = shapes_of(passes)
-        moments = passes.moments(train.state_rows, make_batch(0), train.waiting_bytes)
+        step = StepBatch(make_batch(0))
+        moments = passes.moments(train.state_rows, step, train.waiting_bytes)
     (backward,) = (each for each in moments if each.moment == "backward")
     inputs = sum(row.device_bytes for row in shapes.saved)
     of_head = (200 + 1) * LLAMA.embed_size * 4 // DEVICES  # with the norm before it
