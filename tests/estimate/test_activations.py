@@ -292,4 +292,4 @@ def test_compiled_blocks_of_four_layers_are_held_at_once():
     how = {"num_layers": 8, "remat": "full"}
     one, four = compiled_bytes(**how), compiled_bytes(window=window, **how)
     # Compilers differ by a seventh in what they hold beside the four layers.
-    assert four - 2 == pytest.approx(4 * (one - 8), rel=0.2)
+    assert four - 2 == pytest.approx(4 * (one - 8), rel=0.15)

@@ -27,9 +27,8 @@ MODELS = pytest.mark.parametrize("config", FORMS.values(), ids=FORMS)
 
 def read_at(model, tokens, column, caches):
     """Scores and caches of a pass from `column` on."""
-    continuation = generate.make_continuation(model, in_tiles=False)
     columns = Columns(None, column, 3 + NUM_NEW)
-    return generate.read_columns(model, continuation, tokens, columns, caches)
+    return generate.make_reader(model)(tokens, columns, caches)
 
 
 @MODELS
@@ -93,8 +92,7 @@ WINDOW = dataclasses.replace(language.LLAMA, window=schema.SlidingWindow(size=3)
 def test_scores_behind_padding_are_those_without(config):
     """Fails if padding is seen, which may leave the most likely token as it is."""
     model = language.make_language_model(config)
-    continuation = generate.make_continuation(model, in_tiles=False)
-    read = functools.partial(generate.read_columns, model, continuation)
+    read = generate.make_reader(model)
     tokens = language.make_text(config, length=6)["tokens"]
 
     @functools.partial(jax.jit, static_argnums=2)

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -32,8 +32,8 @@ from zjax.settings import schema
 from zjax.settings.mixture import sees_future
 from zjax.settings.ranges import MAX_TOKENS
 from zjax.sharding.layers import read_layer
-from zjax.stack.forward import run_blocks
-from zjax.typing import Columns, Continuation, Entry
+from zjax.stack.forward import Execution, run_blocks
+from zjax.typing import Columns, Continuation, Entry, Params, Stack
 
 
 class Settings(NamedTuple):
@@ -138,9 +138,7 @@ def generate(
 def _generate(state, tokens, lengths, key, *, graph, settings: Settings):
     """Generates in one program, which stops early where all rows have ended."""
     model = nnx.merge(graph, state)
-    read = functools.partial(
-        read_columns, model, make_continuation(model, in_tiles=False)
-    )
+    read = make_reader(model)
     length, num_new = tokens.shape[1], settings.max_new_tokens
     columns, text = start_text(tokens, lengths, settings)
     logits, caches = read(tokens, columns, None)
@@ -161,9 +159,18 @@ def _generate(state, tokens, lengths, key, *, graph, settings: Settings):
     return jax.lax.while_loop(is_unfinished, write, carry)[1].tokens
 
 
-def read_columns(
-    model: Decoder,
-    continuation: Continuation,
+def make_reader(model: Decoder) -> Callable[..., Any]:
+    """Returns `read(tokens, columns, caches)`, a pass through a decoder."""
+    continuation = make_continuation(model, in_tiles=False)
+    stack = dataclasses.replace(make_stack(model), continuation=continuation)
+    params = nest(values_of(nnx.state(model, nnx.Param)))
+    return functools.partial(_read_columns, stack, execution_of(model.config), params)
+
+
+def _read_columns(
+    stack: Stack,
+    execution: Execution,
+    params: Params,
     tokens: Int[Array, "B L"],
     columns: Columns,
     caches: Any,
@@ -172,8 +179,9 @@ def read_columns(
 
     A segment has caches in the form of the inputs of `run_blocks`.
     """
-    stack, execution = make_stack(model), execution_of(model.config)
-    embed, blocks, head = stack.split(nest(values_of(nnx.state(model, nnx.Param))))
+    continuation = stack.continuation
+    assert continuation is not None
+    embed, blocks, head = stack.split(params)
     carry, context = continuation.embed(embed, tokens, columns)
     updated = []
     for number, segment in enumerate(stack.segments):
