@@ -335,7 +335,7 @@ _FORMATS = {
     "hf": ("huggingface", export_huggingface),
     "peft": ("adapter", export_peft),
 }
-"""Default name of what is written, and the writer, by format."""
+"""Default name of the output, and the function that writes it, by format."""
 
 
 def export(given: flags.FlagValues) -> None:

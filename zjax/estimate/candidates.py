@@ -291,7 +291,7 @@ class Predictor:
 
 
 def _count_params(config: schema.Config, model: Model) -> tuple[int, int]:
-    """Counts the parameters of a run, and the trained ones among them."""
+    """Counts the parameters of a run, and the trained parameters."""
     params, _ = jax.eval_shape(model.init, abstract_key())
     leaves = jax.tree_util.tree_leaves_with_path(params)
     sizes = {path_of(keys): x.size for keys, x in leaves}

@@ -1,7 +1,7 @@
 """Attention as one operation with its FLOPs, in programs that are traced to be counted.
 
-All kinds of attention say here what they cost, whatever device runs them: a program
-that is counted shows no kernel, and no mask shows that half of the pairs are hidden.
+Every kind of attention states its cost here, on all devices alike: a traced program
+shows no kernel, and no mask shows that half of the pairs are hidden.
 """
 
 import functools
@@ -21,7 +21,7 @@ class Pairs(NamedTuple):
     computed: float
     """Fraction of all pairs whose scores are needed, all later keys included."""
     seen: float
-    """Fraction of all pairs that see each other."""
+    """Fraction of all pairs in which the query sees the key."""
     num_bytes: int = 0
     """Bytes stored per pair and head for the backward pass; 0 for a kernel."""
 
@@ -35,10 +35,9 @@ def abstract_attention(
     name: str,
     value_size: int = 0,
 ) -> Float[Array, "B L H D"]:
-    """Traces attention as one operation; `name` is the name of what it saves.
+    """Traces attention as one operation; `name` is the name of the residuals.
 
-    A head has `value_size` channels of values, and padding after those; 0 means no
-    padding.
+    A head has `value_size` channels of values, then padding; 0 means no padding.
 
     Example:
         >>> x = jax.ShapeDtypeStruct((1, 4, 2, 8), "bfloat16")

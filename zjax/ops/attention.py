@@ -74,8 +74,8 @@ def dot_product_attention(
     both. cuDNN slides windows of a static size only.
 
     `sinks` add a score per head that takes part in the softmax and has no value. Soft
-    caps, dropout and sinks run on XLA. Values have `value_size` channels, and padding
-    after those, which counts as no FLOPs; 0 means no padding.
+    caps, dropout and sinks run on XLA. Values have `value_size` channels, then padding,
+    which counts as no FLOPs; 0 means no padding.
 
     Example:
         >>> x = jax.numpy.ones((1, 3, 2, 4))

@@ -34,7 +34,7 @@ class Exchange:
     Args:
         mesh: Mesh of the run.
         fragment: Arrays that are sent.
-        rows: Plans of these arrays, by whose shards a device sends.
+        rows: Plans of the sent arrays; each device sends the stored shards.
         codec: Wire format of the numbers.
     """
 

@@ -158,17 +158,14 @@ def init_state(
 ) -> TrainState:
     """Creates the state of step 0 on the shards; no device holds more than a share.
 
-    `model.given` supplies existing weights, placed leaf by leaf, else `model.init`
-    creates weights, equal on every mesh. `master` are stored parameters on the shards,
-    in place of the model's parameters; consumed.
-
     Args:
         key: Random key of the initial parameters, which are the same on every mesh.
         model: Supplies existing weights (`given`), placed leaf by leaf, else `init`.
         tx: Optax gradient transformation.
         plan: Places every array.
         config: Read for `precision`, `optimizer` and `communication`.
-        master: Stored parameters on their shards, in place of the model's; consumed.
+        master: Stored parameters on the shards, used instead of the parameters of the
+            model; consumed.
 
     Returns:
         The state of step 0.

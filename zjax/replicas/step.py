@@ -33,7 +33,7 @@ def _specs(common: P, **others: P) -> TrainState:
 
 
 _SHARED = _specs(P(), extra=P(REPLICA))
-"""Every replica has an error feedback of its own; all other arrays are equal."""
+"""Replicas differ in the error feedback; all further arrays are equal."""
 _STACKED = _specs(P(REPLICA), step=P())
 """Every array has a leading dim of replicas, except the step counter."""
 
