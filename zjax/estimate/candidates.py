@@ -12,7 +12,7 @@ from zjax.errors import ConfigError, ZjaxError
 from zjax.estimate.activations import activation_bytes
 from zjax.estimate.mesh import find_obstacle, possible_meshes
 from zjax.estimate.traced import run_flops
-from zjax.estimate.trial import Machine, batch_on, weigh
+from zjax.estimate.trial import Machine, batch_on, state_bytes
 from zjax.models import flops
 from zjax.models.build import make_model
 from zjax.optim.build import make_optimizer
@@ -198,7 +198,9 @@ class Predictor:
         work = run_flops(model, model.inputs, config)
         self._flops_per_token = work.seen / config.data.length
         self._states = dict[Any, int | float | ZjaxError]()
+        self._made = dict[bool, tuple[Model, Any]]()
         self._obstacles = dict[Candidate, str]()
+        self._bytes = dict[Candidate, int | float]()
 
     @property
     def usable_bytes(self) -> int | float:
@@ -217,6 +219,12 @@ class Predictor:
 
     def num_bytes(self, candidate: Candidate) -> int | float:
         """Predicted bytes per device of a step of a candidate that can work."""
+        if candidate not in self._bytes:
+            self._bytes[candidate] = self._count_bytes(candidate)
+        return self._bytes[candidate]
+
+    def _count_bytes(self, candidate: Candidate) -> int | float:
+        """Counts the bytes of the state and of the activations."""
         config = candidate.apply(self._config)
         mesh = self._mesh(config)
         batch = batch_on(config, mesh)
@@ -225,7 +233,7 @@ class Predictor:
         alike = dataclasses.replace(candidate, microbatch_size=0, remat="")
         key = alike, batch.num_microbatches > 1
         if key not in self._states:
-            self._states[key] = _state_bytes(config, mesh)
+            self._states[key] = self._state_bytes(config, mesh)
         state = self._states[key]
         if isinstance(state, ZjaxError):
             raise state
@@ -263,6 +271,21 @@ class Predictor:
             + _HIDDEN * _host_traffic(candidate, number, params, owned)
         )
 
+    def _state_bytes(
+        self, config: schema.Config, mesh: schema.Mesh
+    ) -> int | float | ZjaxError:
+        """Bytes of the state, or the error of arrays that cannot be placed."""
+        is_offloaded = config.zero.offloads_state
+        # Offload stores layers apart, which changes model and optimizer.
+        if is_offloaded not in self._made:
+            model = make_model(config)
+            self._made[is_offloaded] = model, make_optimizer(config, model)
+        try:
+            config = dataclasses.replace(config, mesh=mesh)
+            return state_bytes(config, *self._made[is_offloaded])
+        except ZjaxError as error:
+            return error
+
     def _misfit(self, candidate: Candidate) -> str:
         """Reason why arrays of a candidate cannot be placed; empty if they can."""
         try:
@@ -297,15 +320,6 @@ def _count_params(config: schema.Config, model: Model) -> tuple[int, int]:
     sizes = {path_of(keys): x.size for keys, x in leaves}
     learned = (n for path, n in sizes.items() if not is_held_frozen(path, config))
     return sum(sizes.values()), sum(learned)
-
-
-def _state_bytes(config: schema.Config, mesh: schema.Mesh) -> int | float | ZjaxError:
-    """Bytes of the state, or the error of arrays that cannot be placed."""
-    model = make_model(config)
-    try:
-        return weigh(config, mesh, model, make_optimizer(config, model)).state
-    except ZjaxError as error:
-        return error
 
 
 def _layers_seconds(

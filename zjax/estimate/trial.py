@@ -76,14 +76,24 @@ def weigh(config: schema.Config, mesh: schema.Mesh, model: Model, tx: Any) -> Tr
     sizes = {axis: getattr(mesh, axis) for axis in axes.AXES}
     batch = batch_on(config, mesh)
     one = dataclasses.replace(batch, microbatch_size=1)
-    plan = _plan(config, model, tx)
     return Trial(
         mesh,
-        _state_bytes(plan, config, batch.num_microbatches)
-        + _gradient_buffer_bytes(plan, batch.num_microbatches)
-        + _gathered_bytes(config, model, tx),
+        state_bytes(config, model, tx),
         activation_bytes(config, sizes, batch, model),
         activation_bytes(config, sizes, one, model),
+    )
+
+
+def state_bytes(config: schema.Config, model: Model, tx: Any) -> int | float:
+    """Counts the bytes per device of state, gradients and gathered parameters.
+
+    All sizes of the mesh of `config` are 1 or more.
+    """
+    plan, number = _plan(config, model, tx), batch_on(config, config.mesh)
+    return (
+        _state_bytes(plan, config, number.num_microbatches)
+        + _gradient_buffer_bytes(plan, number.num_microbatches)
+        + _gathered_bytes(config, model, tx)
     )
 
 

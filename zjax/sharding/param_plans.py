@@ -1,6 +1,7 @@
 """Plans of parameters and optimizer state by sharding, before offload."""
 
 import dataclasses
+import functools
 import inspect
 import math
 import re
@@ -87,23 +88,27 @@ def _in_node(row: ArrayPlan) -> ArrayPlan:
     return dataclasses.replace(row, stored=stored)
 
 
+# JAX traces equal calls once, as for plans of several stages or meshes.
+@functools.partial(jax.jit, static_argnums=0)
+def _update(tx: Any, grads: Any, state: Any, params: Any) -> Any:
+    """Updates parameters by an optimizer with all that a step gives."""
+    return optax.with_extra_args_support(tx).update(
+        grads,
+        state,
+        params,
+        value=jnp.zeros(()),
+        grad=grads,
+        # Any scalar of the parameters has the type of the loss.
+        value_fn=lambda p: sum(jnp.sum(x) for x in jax.tree.leaves(p)) * 1.0,
+    )
+
+
 def abstract_opt_state(tx: Any, params: Any) -> Any:
     """Traces one update of an optimizer, and returns the abstract optimizer state.
 
     Refuses an optimizer that rejects the parameters, that needs more than gradient,
     parameters, loss and loss function, or that changes shapes or dtypes of the state.
     """
-
-    def update(grads: Any, state: Any, params: Any) -> Any:
-        return optax.with_extra_args_support(tx).update(
-            grads,
-            state,
-            params,
-            value=jnp.zeros(()),
-            grad=grads,
-            # Any scalar of the parameters has the type of the loss.
-            value_fn=lambda p: sum(jnp.sum(x) for x in jax.tree.leaves(p)) * 1.0,
-        )
 
     name = optimizer_name(tx)
     try:
@@ -113,7 +118,7 @@ def abstract_opt_state(tx: Any, params: Any) -> Any:
         raise PlanError(_failure(name, problem, error, remedy)) from error
     try:
         # Gradients have the shapes and dtypes of the parameters.
-        updates, after = jax.eval_shape(update, params, state, params)
+        updates, after = _update.eval_shape(tx, params, state, params)
     except Exception as error:
         problem = "fails in an update from one mean gradient"
         remedy = "use a transformation that needs only gradient, params, value, grad "
