@@ -109,7 +109,6 @@ def abstract_opt_state(tx: Any, params: Any) -> Any:
     Refuses an optimizer that rejects the parameters, that needs more than gradient,
     parameters, loss and loss function, or that changes shapes or dtypes of the state.
     """
-
     name = optimizer_name(tx)
     try:
         state = jax.eval_shape(tx.init, params)
