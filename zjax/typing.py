@@ -155,11 +155,8 @@ class Columns:
 
 @dataclasses.dataclass(frozen=True)
 class Continuation:
-    """Functions that continue text by the `settings` of `zjax.models.generate`."""
+    """Functions that continue text."""
 
-    check: Callable[..., None]
-    """`check(tokens, lengths, settings, key)` raises for prompts and settings that
-    cannot work."""
     embed: Callable[..., Any]
     """`embed(params, tokens, columns) -> (carry, context)`: embeds the tokens of
     `Columns`."""

@@ -176,11 +176,11 @@ def test_each_program_is_compiled_once(caplog):
             run.generate(state, prompts(3), max_new_tokens=4, **SAMPLED)
         texts = (record.getMessage() for record in caplog.records)
         texts = (x.split()[1] for x in texts if x.startswith("Compiling"))
-        kinds = ("_begin", "_embed", "_read", "_choose")
+        kinds = ("start_text", "_embed", "_read", "_choose")
         return sorted(x[4:-1] for x in texts if x[4:-1] in kinds)
 
     # Embedding and block read prompts, and a token.
-    assert compiled() == ["_begin", "_choose", "_embed", "_embed", "_read", "_read"]
+    assert compiled() == ["_choose", "_embed", "_embed", "_read", "_read", "start_text"]
     assert compiled() == []
 
 

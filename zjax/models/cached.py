@@ -15,6 +15,8 @@ from zjax.models.heads import Head
 from zjax.models.layers import Stored
 from zjax.models.segments import BlockGroup, layers_of
 from zjax.ops import attention, sparse
+from zjax.sharding import mesh as meshes
+from zjax.sharding.activations import head_axes, pin_rows
 from zjax.typing import Columns
 
 
@@ -68,39 +70,42 @@ def _trim(scores, minimum):
 class Cache:
     """Keys and values of one layer, with a column for each token of the text.
 
+    No other code knows the layout, the dtype or the sharding: [B, S, heads, channels]
+    each in the dtype of the keys; rows split over the batch axes of the mesh in use,
+    heads over the tensor and sequence axes.
+
     Args:
-        stored: Keys and values, each [B, S, K, D] in the compute dtype; one array of
-            latents serves as both.
+        stored: Keys and values; one array of latents serves as both.
     """
 
     stored: tuple[Any, ...]
 
     @classmethod
-    def of_prompts(cls, stored: Stored, num_columns: int) -> "Cache":
-        """Makes the cache of a prompt, with room for all columns to come."""
-        # Room for all columns at once: shapes stay equal for every token.
-        room = ((0, 0), (0, num_columns - stored[0].shape[1]), (0, 0), (0, 0))
-        return cls(tuple(jnp.pad(x, room) for x in stored))
+    def empty(cls, like: Stored, num_columns: int) -> "Cache":
+        """Makes a cache of zeros with room for all columns of a text."""
+        # All columns at once: shapes stay equal for every token.
+        shapes = [(x.shape[0], num_columns, *x.shape[2:]) for x in like]
+        pairs = zip(shapes, like, strict=True)
+        return cls(tuple(jnp.zeros(shape, x.dtype) for shape, x in pairs))
 
-    def written(self, stored: Stored, column: Any) -> "Cache":
-        """Returns the cache with the keys and values of `column`."""
-        pairs = zip(self.stored, stored, strict=True)
+    def append(self, new: Stored, first: Any) -> "Cache":
+        """Returns the cache with new columns from column `first` on."""
+        pairs = zip(self.stored, new, strict=True)
         return Cache(
             tuple(
-                jax.lax.dynamic_update_slice_in_dim(old, new, column, axis=1)
-                for old, new in pairs
+                # Pinned, as the compiler may replicate what a loop carries.
+                pin_rows(
+                    jax.lax.dynamic_update_slice_in_dim(old, x, first, axis=1),
+                    None,
+                    meshes.entry(head_axes(x.shape[2])),
+                )
+                for old, x in pairs
             )
         )
 
-    @property
-    def keys(self) -> jax.Array:
-        """Keys of all columns."""
-        return self.stored[0]
-
-    @property
-    def values(self) -> jax.Array:
-        """Values of all columns."""
-        return self.stored[-1]
+    def read(self) -> tuple[jax.Array, jax.Array]:
+        """Returns keys and values of all columns, [B, S, heads, channels]."""
+        return self.stored[0], self.stored[-1]
 
 
 RunLayer = Callable[..., Any]
@@ -119,7 +124,10 @@ def embed(
     numbers = columns.first + jnp.arange(tokens.shape[1], dtype=jnp.int32)
     # Padding before a prompt would have positions below 0; no token sees it.
     positions = jnp.maximum(numbers[None, :] - starts[:, None], 0)
-    batch = {"tokens": tokens, "positions": positions}
+    batch = {"tokens": pin_rows(tokens), "positions": positions}
+    # In order, as a cache attends by columns: rings of training permute the tokens.
+    config = dataclasses.replace(embedding.config, sequence_attention="ulysses")
+    embedding.config = config
     return embedding({**batch, "num_tokens": columns.num_columns - starts})
 
 
@@ -152,7 +160,7 @@ def _attend_to_prompt(
     layer: Block, columns: Columns, q: Any, k: Any, v: Any, stored: Stored
 ) -> tuple[jax.Array, Cache]:
     """Attends within prompts, by the kernels of training; returns outputs and cache."""
-    cache = Cache.of_prompts(stored, columns.num_columns)
+    cache = Cache.empty(stored, columns.num_columns).append(stored, 0)
     if layer.sparse is not None:
         return _attend_to_blocks(q, k, v, layer.sparse, columns.starts), cache
     visible = None
@@ -178,17 +186,15 @@ def _attend_to_cache(
 ) -> tuple[jax.Array, Cache]:
     """Attends from one column to the cache; returns outputs and the updated cache."""
     column, starts = columns.first, columns.starts_of(q.shape[0])
-    cache = cache.written(stored, column)
-    num_columns = cache.keys.shape[1]
-    window = layer.bounds.window or num_columns
-    mask = _visible_columns(starts, column, num_columns, window)[:, None]
+    cache = cache.append(stored, column)
+    window = layer.bounds.window or columns.num_columns
+    mask = _visible_columns(starts, column, columns.num_columns, window)[:, None]
     if layer.sparse is not None:
-        mask &= _visible_in_blocks(layer.sparse, starts, column, num_columns)
+        mask &= _visible_in_blocks(layer.sparse, starts, column, columns.num_columns)
     # A fused kernel gains nothing for one query, and the mask has the window.
     outputs = attention.call_jax(
         q,
-        cache.keys,
-        cache.values,
+        *cache.read(),
         layer.bounds._replace(window=0),
         mask=mask,
         sinks=layer.attention.laid_sinks(),

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.core as jax_core
@@ -31,6 +31,7 @@ from zjax.models.stack import (
 from zjax.settings import schema
 from zjax.settings.mixture import sees_future
 from zjax.settings.ranges import MAX_TOKENS
+from zjax.sharding.activations import pin_everywhere
 from zjax.sharding.layers import read_layer
 from zjax.stack.forward import Execution, run_blocks
 from zjax.typing import Columns, Continuation, Entry, Params, Stack
@@ -70,11 +71,26 @@ class Text(NamedTuple):
     """Last token of each row."""
     ended: Bool[Array, " B"]
     """Whether a row has ended."""
+    goes_on: Bool[Array, ""] | None = None
+    """Whether a row has not ended; None where no token ends rows."""
+
+
+@runtime_checkable
+class StoredDecoder(Protocol):
+    """A decoder whose blocks are stored off the devices."""
+
+    config: schema.Model
+
+    def write(
+        self, tokens: jax.Array, lengths: Any, key: jax.Array, settings: Settings
+    ) -> Int[Array, "B total"]:
+        """Continues prompts that have been checked, as `generate` describes it."""
+        ...
 
 
 @dtype_promotion()
 def generate(
-    model: Decoder,
+    model: Decoder | StoredDecoder,
     tokens: Int[Array | np.ndarray, "B L"],
     *,
     max_new_tokens: int,
@@ -129,6 +145,8 @@ def generate(
     tokens = jnp.asarray(tokens, jnp.int32)
     # Unused: `check` has refused temperatures above 0 without a key.
     key = jax.random.key(0) if key is None else key
+    if not isinstance(model, Decoder):
+        return model.write(tokens, lengths, key, settings)
     graph, state = nnx.split(model)
     return _generate(state, tokens, lengths, key, graph=graph, settings=settings)
 
@@ -137,26 +155,46 @@ def generate(
 @functools.partial(jax.jit, static_argnames=("graph", "settings"))
 def _generate(state, tokens, lengths, key, *, graph, settings: Settings):
     """Generates in one program, which stops early where all rows have ended."""
-    model = nnx.merge(graph, state)
-    read = make_reader(model)
-    length, num_new = tokens.shape[1], settings.max_new_tokens
-    columns, text = start_text(tokens, lengths, settings)
-    logits, caches = read(tokens, columns, None)
-    text = add_token(text, logits, key, length, settings)
+    read = make_reader(nnx.merge(graph, state))
+    choose = functools.partial(add_token, key=key, settings=settings)
+    start = start_text(tokens, lengths, settings)
+    return write_text(read, choose, *start, tokens, jax.lax.while_loop)
 
-    def is_unfinished(carry):
-        column, text, _ = carry
-        return (column < length + num_new) & ~text.ended.all()
+
+def write_text(
+    read: Callable[..., Any],
+    choose: Callable[..., Text],
+    columns: Columns,
+    text: Text,
+    prompts: Int[Array, "B L"],
+    loop: Callable[..., Any],
+) -> Int[Array, "B total"]:
+    """Writes tokens column by column, until every row has ended.
+
+    `read(tokens, columns, caches) -> (scores, caches)` is a pass of `columns` through
+    the model, and `choose(text, scores, column)` adds the next token of each row.
+    `loop` is `jax.lax.while_loop`, or a loop of the host.
+    """
+
+    def step(column, tokens, text, caches):
+        read_columns = dataclasses.replace(columns, first=column - tokens.shape[1])
+        scores, caches = read(tokens, read_columns, caches)
+        return column + 1, choose(text, scores, column), caches
 
     def write(carry):
         column, text, caches = carry
         # The token to read was written one column earlier.
-        newest = dataclasses.replace(columns, first=column - 1)
-        logits, caches = read(text.new[:, None], newest, caches)
-        return column + 1, add_token(text, logits, key, column, settings), caches
+        return step(column, text.new[:, None], text, caches)
 
-    carry = jnp.int32(length + 1), text, caches
-    return jax.lax.while_loop(is_unfinished, write, carry)[1].tokens
+    def is_unfinished(carry):
+        column, text, _ = carry
+        is_short = column < columns.num_columns
+        # The host need not wait for a token that cannot end the text.
+        return is_short if text.goes_on is None else is_short & text.goes_on
+
+    # NumPy's int32 is one in programs, too, and known to the host.
+    carry = step(np.int32(prompts.shape[1]), prompts, text, None)
+    return loop(is_unfinished, write, carry)[1].tokens
 
 
 def make_reader(model: Decoder) -> Callable[..., Any]:
@@ -211,15 +249,19 @@ def start_text(
     shape = (num_rows, settings.max_new_tokens)
     filler = jnp.full(shape, settings.filler, jnp.int32)
     padded_tokens = jnp.concatenate([tokens.astype(jnp.int32), filler], axis=1)
-    text = Text(padded_tokens, padded_tokens[:, length - 1], jnp.zeros(num_rows, bool))
-    return Columns(starts, 0, padded_tokens.shape[1]), text
+    ended = jnp.zeros(num_rows, bool)
+    goes_on = jnp.array(True) if settings.end_ids else None
+    text = Text(padded_tokens, padded_tokens[:, length - 1], ended, goes_on)
+    columns = Columns(starts, 0, padded_tokens.shape[1])
+    return columns, jax.tree.map(pin_everywhere, text)
 
 
 def add_token(
     text: Text,
     logits: Float[Array, "B V"],
-    key: jax.Array,
     column: Any,
+    *,
+    key: jax.Array,
     settings: Settings,
 ) -> Text:
     """Chooses the next token of each row from the logits, and writes `column`.
@@ -237,8 +279,10 @@ def add_token(
     tokens = jax.lax.dynamic_update_slice_in_dim(
         text.tokens, new[:, None], column, axis=1
     )
-    is_end = jnp.isin(new, jnp.array(settings.end_ids, jnp.int32))
-    return Text(tokens, new, text.ended | is_end)
+    ended = text.ended | jnp.isin(new, jnp.array(settings.end_ids, jnp.int32))
+    goes_on = ~ended.all() if settings.end_ids else None
+    # Every device, and so every process, has all text.
+    return jax.tree.map(pin_everywhere, Text(tokens, new, ended, goes_on))
 
 
 def check(
@@ -395,7 +439,6 @@ def make_continuation(model: Decoder, *, in_tiles: bool) -> Continuation:
         return cached.score(head, carry, head_table(params, config))
 
     return Continuation(
-        check=functools.partial(check, config),
         embed=embed,
         blocks=tuple(map(cached_block, segments_of(model.blocks).values())),
         score=score,

@@ -4,13 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
 
 from zjax.errors import PlanError, Problem
-from zjax.jaxprs.versions import dtype_promotion
 from zjax.models.generate import generate
 from zjax.offload.compiled import Peak
-from zjax.offload.generate import Generation
+from zjax.offload.generate import Generation, OffloadedDecoder
 from zjax.offload.train import OffloadedTrain
 from zjax.run.compiler import step_options
 from zjax.run.executor import make_jit
@@ -56,7 +54,7 @@ class StreamedExecutor:
         self.state_plan = self.step.state_rows
         self.parameters = Weights(model, plan)
         self.generation = None
-        self._plan, self._mesh = plan, plan.mesh
+        self._plan, self._shape = plan, config.model
         self._passes: Any = self.step.backward
         self._streams_blocks = config.zero.offloads_blocks and model.runs_by_block
         self.programs: Mapping[str, Any] = {}
@@ -80,9 +78,8 @@ class StreamedExecutor:
     def generate(self, state: TrainState, tokens: Any, **settings: Any) -> jax.Array:
         """Continues prompts; `settings` are arguments of `zjax.generate`."""
         if self.generation:
-            assert isinstance(self._mesh, Mesh)
-            with jax.set_mesh(self._mesh), dtype_promotion():
-                return self.generation(state, tokens, **settings)
+            decoder = OffloadedDecoder(self.generation, state, self._shape)
+            return generate(decoder, tokens, **settings)
         return generate(self.parameters.bind(state), tokens, **settings)
 
     def settle(self, state: TrainState) -> TrainState:

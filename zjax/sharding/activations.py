@@ -104,6 +104,30 @@ def pin(x: Shaped[Array, "*dims"], *entries: object) -> Shaped[Array, "*dims"]:
     return jax.lax.with_sharding_constraint(x, P(*entries))
 
 
+def pin_rows(x: Shaped[Array, "*dims"], *entries: object) -> Shaped[Array, "*dims"]:
+    """Constrains rows to the batch axes of the mesh in use, as far as the axes divide.
+
+    `entries` are the mesh axes of the next dims. Without a mesh nothing is constrained.
+
+    Example:
+        >>> pin_rows(jax.numpy.ones((2, 4))).shape
+        (2, 4)
+    """
+    if jax.sharding.get_abstract_mesh().empty:
+        return x
+    return pin(x, meshes.entry(row_axes(x.shape[0])), *entries)
+
+
+def pin_everywhere(x: Shaped[Array, "*dims"]) -> Shaped[Array, "*dims"]:
+    """Constrains all devices of the mesh in use, if there is one, to hold all of `x`.
+
+    Example:
+        >>> pin_everywhere(jax.numpy.ones((2, 4))).shape
+        (2, 4)
+    """
+    return x if jax.sharding.get_abstract_mesh().empty else pin(x)
+
+
 def map_rows(
     of_rows: Callable[[Any], Any],
     of_others: Callable[[Any], Any],

@@ -1,0 +1,75 @@
+"""The devices of a mesh must split the cache of a text that is generated."""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from tests.support import features
+from zjax.models import generate
+
+ROWS, PROMPT, NUM_NEW = 8, 4, 7
+MESHES = pytest.mark.parametrize(
+    ("settings", "rows", "heads"),
+    [
+        ("mesh.data=4 mesh.tensor=2", 2, 2),
+        (features.EXPERTS + "mesh.data=2 mesh.expert=2 mesh.tensor=2", 2, 2),
+        ("mesh.data=2 mesh.sequence=2 mesh.tensor=2 zero.stage=3", 4, 1),
+        ("model.num_kv_heads=1 mesh.data=4 mesh.tensor=2", 2, 1),
+    ],
+    ids=["rows and heads", "experts", "sequence", "copied heads"],
+)
+"""Rows and heads of 8 rows and 4 heads that a device holds."""
+
+
+def start(settings):
+    """A run, and the prompts of a text."""
+    run = features.start(features.config_of(settings))
+    return run, np.random.default_rng(0).integers(0, 41, (ROWS, PROMPT))
+
+
+@MESHES
+def test_devices_split_a_cache_in_the_loop(settings, rows, heads, monkeypatch):
+    """Fails if a device carries rows or heads of other devices from token to token."""
+    run, prompts = start(settings)
+    real, texts = generate._generate, []
+
+    def watched(*args, **settings):
+        texts.append(real.lower(*args, **settings).compile().as_text())
+        return real(*args, **settings)
+
+    monkeypatch.setattr(generate, "_generate", watched)
+    run.generate(run.state, prompts, max_new_tokens=NUM_NEW)
+    loops = (x for x in texts[0].splitlines() if " while(" in x and "[8,11]" in x)
+    carried = re.findall(r"f32\[(\d+),11,(\d+),4\]", next(loops).split(" while(")[0])
+    assert carried == 2 * run.config.model.num_layers * [(str(rows), str(heads))]
+
+
+@MESHES
+def test_devices_split_caches_of_offloaded_blocks(settings, rows, heads, monkeypatch):
+    """Fails if a cache is replicated after the prompts, or after a token."""
+    run, prompts = start(features.HOST + settings)
+    programs, shapes = run.step.executor.generation, []
+    real = programs.read
+
+    def watched(*args):
+        results = real(*args)
+        caches = jax.tree.leaves(results[1])
+        shapes.extend(x.sharding.shard_shape(x.shape) for x in caches)
+        return results
+
+    monkeypatch.setattr(programs, "read", watched)
+    run.generate(run.state, prompts, max_new_tokens=3)
+    assert shapes == 3 * 2 * run.config.model.num_layers * [(rows, 7, heads, 4)]
+
+
+@pytest.mark.parametrize("where", ["", features.HOST], ids=["device", "host"])
+def test_rings_leave_the_order_of_a_text(where):
+    """Fails if the prompts lie in the order of ring attention, which hides tokens."""
+    texts = []
+    for mesh in ("mesh.data=8", "mesh.data=2 mesh.sequence=4"):
+        ring = "model.sequence_attention=ring " if "sequence" in mesh else ""
+        run, prompts = start(where + features.LLAMA + ring + mesh)
+        texts.append(np.asarray(run.generate(run.state, prompts, max_new_tokens=8)))
+    np.testing.assert_array_equal(*texts)
