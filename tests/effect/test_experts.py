@@ -108,15 +108,16 @@ def test_kernels_of_experts_never_cross_to_other_experts(stage):
     gathers = {("all-gather", ("data",))} if stage else set()
     reduction = "reduce-scatter" if stage else "all-reduce"
     assert axes == gathers | {(reduction, ("data",))}
-    # The compiler sees that the second gather of stage 3 gives what the first gave.
     alone = dataclasses.replace(
         step.plan,
         master=step.plan.master["kernel"],
         grads=step.plan.grads["kernel"],
         compute=step.plan.compute["kernel"],
-        stage=min(stage, 2),
     )
-    assert sum(each.volume for each in kernels) == zero_volume(alone, 1)
+    volume = sum(each.volume for each in kernels)
+    # Some compilers see that the second gather of stage 3 gives what the first gave.
+    once = dataclasses.replace(alone, stage=min(stage, 2))
+    assert volume in (zero_volume(alone, 1), zero_volume(once, 1))
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
