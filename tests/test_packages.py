@@ -29,8 +29,8 @@ from zjax.data import chat, documents, tokenizer, wrap_batches
 from zjax.errors import ConfigError
 from zjax.observe import check_sinks, plot
 from zjax.observe.sinks import TensorBoard
-from zjax.ops.quantized import dequantize
 from zjax.ops.rotary import rotate
+from zjax.ops.weights import dequantize
 from zjax.processes.host import pinnable_bytes
 from zjax.run.trainer import Trainer
 from zjax.settings import schema

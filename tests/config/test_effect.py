@@ -11,12 +11,12 @@ from zjax import config as zconfig
 from zjax.config import effect, gin
 from zjax.errors import ConfigError
 from zjax.optim import build
-from zjax.settings import mappings, needs, schema
+from zjax.settings import describe, mappings, schema
 from zjax.settings.mappings import to_mapping
 
 
 def test_every_need_names_settings_and_choices_of_the_schema():
-    for need in needs.NEEDS:
+    for need in describe.NEEDS:
         for choice in need.choices:
             zconfig.load_config({}, {need.other: choice})
         assert mappings.type_of(need.setting) is not None

@@ -9,7 +9,7 @@ import pytest
 from tests.support.command_line import typed
 from zjax.cli.data_commands import convert_file, summarise_file
 from zjax.config import load_config
-from zjax.deepspeed import convert, read_settings, report
+from zjax.deepspeed import convert, read_settings, sections
 from zjax.deepspeed.reading import leaves, read_text
 from zjax.errors import ConfigError
 
@@ -130,7 +130,7 @@ def test_auto_leaves_the_run_as_it_is():
 def test_the_config_file_has_the_same_settings(tmp_path):
     found = convert(read_text(HOST))
     path = tmp_path / "ours.py"
-    path.write_text(report.config_file(found))
+    path.write_text(sections.config_file(found))
     assert load_config(path) == load_config({}, found.settings)
 
 

@@ -5,15 +5,15 @@ import json
 import pytest
 
 from zjax.config import check_config, describe_config, load_config, to_mapping
-from zjax.deepspeed import convert, report
+from zjax.deepspeed import convert, sections
 from zjax.run import resume
 from zjax.settings.describe import differences
 
 SCALE = {"initial_scale_power": 4, "min_loss_scale": 8, "hysteresis": 3}
 
 
-def converted(**sections):
-    return convert({"train_batch_size": 8} | sections)
+def converted(**keys):
+    return convert({"train_batch_size": 8} | keys)
 
 
 def told(found, key):
@@ -46,7 +46,7 @@ def test_a_run_in_another_dtype_may_leave_such_a_scale_unused(tmp_path):
     found = converted(fp16={"enabled": "auto"} | SCALE)
     check_config(load_config({}, found.settings), num_devices=8)
     path = tmp_path / "ours.py"
-    path.write_text(report.config_file(found))
+    path.write_text(sections.config_file(found))
     assert (
         "    # Add where compute_dtype is float16: "
         "config.precision.loss_scale.initial = 16.0\n" in path.read_text()

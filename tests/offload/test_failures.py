@@ -24,7 +24,7 @@ from tests.support.trees import assert_close
 from zjax.errors import PlanError
 from zjax.offload.compiled import compile_groups
 from zjax.offload.groups import trace
-from zjax.run import executor as programs
+from zjax.run import fused as programs
 from zjax.run import step as steps
 
 ON_HOST = {"zero": {"parameter_memory": "pinned_host"}}

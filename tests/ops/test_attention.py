@@ -13,7 +13,7 @@ from zjax.errors import ConfigError
 from zjax.jaxprs.flops import Flops, count_flops
 from zjax.ops import attention
 from zjax.ops.explicit_attention import Dropout, explicit_attention, score_bytes
-from zjax.ops.window import Window
+from zjax.ops.sparse import Window
 from zjax.settings import schema
 from zjax.sharding import mesh as meshes
 from zjax_kernels import abstract

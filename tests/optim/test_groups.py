@@ -12,9 +12,8 @@ from tests.support import rules
 from tests.support.refusals import config_error, refusal
 from zjax.optim import groups
 from zjax.optim.build import make_optimizer
-from zjax.optim.messages import make_message, next_steps
 from zjax.optim.onebit import AdamSteps, scale_by_onebit_adam
-from zjax.optim.zero_one_adam import zero_one_adam
+from zjax.optim.zero_one_adam import make_message, next_steps, zero_one_adam
 from zjax.schedule.exchange import (
     LOCAL,
     MERGED,

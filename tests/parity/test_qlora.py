@@ -105,7 +105,7 @@ def test_bytes_per_weight(dtype):
 
 def test_backward_pass_saves_no_matrix():
     """Fails if a product saves its dequantised matrix for the gradient."""
-    from zjax.ops.quantized import multiply, quantize
+    from zjax.ops.weights import multiply, quantize
 
     codes, scales = quantize(jnp.ones((64, 32)), 0, 64, "int4")
     _, pull = jax.vjp(lambda x: multiply(x, codes, scales, 1), jnp.ones((4, 64)))
@@ -116,7 +116,7 @@ def test_backward_pass_saves_no_matrix():
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 def test_error_is_half_a_scale(dtype):
     """Fails if codes are cut off, or scales are larger than they must be."""
-    from zjax.ops.quantized import dequantize, quantize
+    from zjax.ops.weights import dequantize, quantize
 
     kernel = np.random.default_rng(0).normal(size=(3, 16, 5)).astype(np.float32)
     codes, scales = quantize(jnp.asarray(kernel), 1, 8, dtype)

@@ -21,14 +21,15 @@ from zjax.observe.collectives import Collective
 from zjax.observe.communication import (
     MESSAGES_NOTE,
     LinkBytes,
+    describe_collectives,
     describe_links,
     link_bytes,
+    report_links,
 )
 from zjax.observe.schedule import describe_schedule
 from zjax.replicas.exchange import exchanges_by_program
 from zjax.run import replicas
 from zjax.run.batch import abstract_batch
-from zjax.run.collectives_report import describe_collectives, report_links
 from zjax.run.plan_report import describe_on_gpus, report_plan
 from zjax.schedule.exchange import make_exchanges
 from zjax.schedule.training import TrainingSchedule
@@ -241,7 +242,12 @@ def table(tmp_path):
 
     def read(*settings):
         run = small_run.make_trainer(tmp_path, *MESH, *settings).run
-        text = report_links(run.step, run.config, abstract_batch(run.config, run.plan))
+        batch = abstract_batch(run.config, run.plan)
+        text = report_links(
+            lambda name: run.step.compile(batch, name).as_text(),
+            run.plan.mesh,
+            run.config,
+        )
         found = {}
         for line in text.splitlines()[3:]:
             name, *cells = re.split(r"\s{2,}", line)
@@ -292,12 +298,12 @@ def test_local_steps_send_nothing_between_nodes_and_fragments_share_a_line(table
 def test_a_local_step_is_not_held_against_a_stage_of_zero(tmp_path):
     """Fails if a step that sends nothing reads as a fault."""
     run = small_run.make_trainer(tmp_path, *MESH, *DILOCO).run
-    compiled = jax.jit(lambda x: x + 1).lower(1.0).compile()
-    text = describe_collectives(run.step, run.config, compiled)
+    program = jax.jit(lambda x: x + 1).lower(1.0).compile().as_text()
+    text = describe_collectives(program, run.plan, 1, run.config)
     assert MESSAGES_NOTE in text
     assert "should move" not in text
     plain = dataclasses.replace(run.config, communication=schema.Communication())
-    assert "should move" in describe_collectives(run.step, plain, compiled)
+    assert "should move" in describe_collectives(program, run.plan, 1, plain)
 
 
 def results(program, first, *others):

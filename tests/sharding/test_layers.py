@@ -22,7 +22,7 @@ from zjax.sharding import mesh as meshes
 from zjax.sharding import plan as plans
 from zjax.sharding.layers import Layers, layers_of, put_together, take_apart
 from zjax.sharding.placement import ArrayPlan
-from zjax.sharding.program_plan import layerwise_plan
+from zjax.sharding.plan import layerwise_plan
 
 SHAPE = language.GPT
 TABLE = SHAPE.vocab_size * SHAPE.embed_size

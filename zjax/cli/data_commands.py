@@ -19,7 +19,7 @@ from zjax.data.analyze import analyze
 from zjax.data.metric_index import Index, index_path
 from zjax.data.metrics import METRICS
 from zjax.data.prepare import prepare
-from zjax.deepspeed import report
+from zjax.deepspeed.sections import config_file, summary, table_rows
 from zjax.errors import ConfigError, Problem
 from zjax.observe import plot_metrics
 from zjax.settings import ranges
@@ -190,10 +190,10 @@ def convert_file(given: flags.FlagValues) -> None:
     parser = Parser("zjax convert", allow_abbrev=False)
     parser.add_argument("file", help="ds_config.json of DeepSpeed")
     found = deepspeed.read(parser.parse_args(sys.argv[2:]).file)
-    print(report.config_file(found), end="")
+    print(config_file(found), end="")
     columns = ("key of DeepSpeed", "value", "here", "settings, reason or remedy")
-    print(render_table(columns, report.table_rows(found)), file=sys.stderr)
-    print(report.summary(found), file=sys.stderr)
+    print(render_table(columns, table_rows(found)), file=sys.stderr)
+    print(summary(found), file=sys.stderr)
     for problem in found.problems():
         print(f"zjax: {problem}", file=sys.stderr)
     sys.exit(1 if found.problems() else 0)
@@ -209,6 +209,4 @@ CONVERT = Command(
 
 def summarise_file(path: str) -> str:
     """Counts the keys of a ds_config.json by result, and names the detailed command."""
-    return (
-        f"{path}: {report.summary(deepspeed.read(path))}; each key: zjax convert {path}"
-    )
+    return f"{path}: {summary(deepspeed.read(path))}; each key: zjax convert {path}"

@@ -8,7 +8,7 @@ from typing import Any
 
 from zjax.errors import Problem
 from zjax.schedule import lengths
-from zjax.settings import choices, derived, needs, schema
+from zjax.settings import choices, derived, describe, schema
 
 # Settings that apply to a user's optimizer, too.
 _BESIDE_USER_OPTIMIZER = ("optimizer.clip_norm", "optimizer.ema_decay")
@@ -22,7 +22,7 @@ def effect_problems(config: schema.Config, num_devices: int) -> Iterator[Problem
         >>> [problem.field for problem in effect_problems(mesh, 1)]
         ['data.path']
     """
-    for setting, other, values in needs.NEEDS:
+    for setting, other, values in describe.NEEDS:
         if (given := choices.value_at(config, other)) in values:
             continue
         found = _value_and_default(config, setting)

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Bool, Float64, Int, Int64
 
 from zjax.errors import DataError, Problem
-from zjax.settings.functions import Fault, find_function, is_function_name
+from zjax.schedule.pacing import Fault, find_function, is_function_name
 
 METRICS = ("seqreo", "voc", "seqreo_voc", "compression")
 MAX_EXACT = 1 << 53

@@ -9,11 +9,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from zjax.models.block import Block
+from zjax.models.block import Block, BlockGroup, layers_of
 from zjax.models.embedding import Context, Embedding
 from zjax.models.heads import Head
 from zjax.models.layers import Stored
-from zjax.models.segments import BlockGroup, layers_of
 from zjax.ops import attention, sparse
 from zjax.sharding import mesh as meshes
 from zjax.sharding.activations import head_axes, pin_rows

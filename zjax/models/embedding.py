@@ -13,8 +13,8 @@ from zjax.errors import ConfigError, Problem
 from zjax.models import layers
 from zjax.ops import attention, rotary, sparse
 from zjax.ops.lookup import look_up
+from zjax.ops.sparse import Window
 from zjax.ops.tokens import take_tokens
-from zjax.ops.window import Window
 from zjax.parallel import sequence, tensor
 from zjax.settings import schema
 from zjax.sharding.activations import pin_tokens, pin_whole

@@ -18,9 +18,8 @@ from zjax.errors import ConfigError, Problem
 from zjax.flax_models.nnx import nest, values_of
 from zjax.jaxprs.versions import dtype_promotion
 from zjax.models import cached
-from zjax.models.block import Block
+from zjax.models.block import Block, segments_of
 from zjax.models.cached import sample_tokens
-from zjax.models.segments import segments_of
 from zjax.models.stack import (
     Decoder,
     execution_of,

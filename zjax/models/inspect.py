@@ -10,8 +10,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from zjax.errors import ModelError, Problem
 from zjax.jaxprs.versions import dtype_promotion
+from zjax.models.block import layers_of, segments_of
 from zjax.models.mixture import MixtureOfExperts
-from zjax.models.segments import layers_of, segments_of
 from zjax.models.stack import Decoder, StackedModel
 from zjax.parallel import sequence
 from zjax.settings.mixture import segment_shapes

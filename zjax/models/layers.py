@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from zjax.ops import matmul, quantized, remat, rotary
+from zjax.ops import matmul, remat, rotary, weights
 from zjax.ops.keys import fold_name
 from zjax.ops.remat import materialize, materialize_gradient
 from zjax.ops.rotary import score_factor
@@ -201,7 +201,7 @@ class Linear(nnx.Module):
         if self.scales is not None:
             scales = self.scales[...]
             scales = scales.reshape(*scales.shape[: self.num_inputs], -1)
-            y = quantized.multiply(x, kernel, scales, self.num_inputs)
+            y = weights.multiply(x, kernel, scales, self.num_inputs)
         elif self.matmul_dtype == "compute":
             y = jnp.tensordot(x, kernel, axes=self.num_inputs)
         else:

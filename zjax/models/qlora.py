@@ -11,7 +11,7 @@ from flax import nnx
 
 from zjax.errors import ConfigError, Problem
 from zjax.models import layers
-from zjax.ops.quantized import quantize
+from zjax.ops.weights import quantize
 from zjax.settings import schema
 
 

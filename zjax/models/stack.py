@@ -12,18 +12,19 @@ from jaxtyping import Array, Float, Int
 from zjax.flax_models.nnx import nest, values_of
 from zjax.jaxprs.versions import dtype_promotion
 from zjax.models import layers
-from zjax.models.block import Block, run_tile
-from zjax.models.embedding import Context, Embedding
-from zjax.models.feed_forward import TiledFeedForward
-from zjax.models.heads import Head
-from zjax.models.mixture import MixtureOfExperts
-from zjax.models.segments import (
+from zjax.models.block import (
+    Block,
     BlockGroup,
     Segments,
     layers_of,
     make_segments,
+    run_tile,
     segments_of,
 )
+from zjax.models.embedding import Context, Embedding
+from zjax.models.feed_forward import TiledFeedForward
+from zjax.models.heads import Head
+from zjax.models.mixture import MixtureOfExperts
 from zjax.moe.balance import move_bias
 from zjax.ops import remat
 from zjax.parallel import sequence

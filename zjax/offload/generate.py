@@ -19,7 +19,7 @@ from zjax.offload.stream import Load
 from zjax.offload.units import UnitStream, gathered, rows_by_part
 from zjax.settings import schema
 from zjax.sharding.activations import pin_rows
-from zjax.sharding.program_plan import staged_plan
+from zjax.sharding.plan import staged_plan
 from zjax.train.state import TrainState, stored_compute
 from zjax.typing import Columns, Continuation, Params
 

@@ -13,8 +13,7 @@ from zjax.offload.units import positions_in, units_of
 from zjax.settings.schema import Precision
 from zjax.sharding.naming import layer_of
 from zjax.sharding.placement import ArrayPlan, Form, pad, place_tree, unpad
-from zjax.sharding.plan import Plan
-from zjax.sharding.program_plan import trained_plan
+from zjax.sharding.plan import Plan, trained_plan
 from zjax.sharding.roles import trained
 from zjax.storage.move import store_in_turn, to_devices
 from zjax.storage.transfers import transfer_budget

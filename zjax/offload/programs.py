@@ -19,8 +19,7 @@ from zjax.ops.tokens import on_subset, take_tokens
 from zjax.sharding.memory import pending_gradients
 from zjax.sharding.naming import path_of
 from zjax.sharding.placement import abstract_tree, pad_tree, place_tree
-from zjax.sharding.plan import Plan
-from zjax.sharding.program_plan import staged_plan
+from zjax.sharding.plan import Plan, staged_plan
 from zjax.sharding.roles import joined, trained
 from zjax.stack.dropping import (
     BlockInput,

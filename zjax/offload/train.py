@@ -31,8 +31,7 @@ from zjax.settings.batch import resolve_batch
 from zjax.settings.schema import Config
 from zjax.sharding.memory import bytes_by_memory, stored_bytes, tree_bytes
 from zjax.sharding.placement import ArrayPlan
-from zjax.sharding.plan import Plan, offload_pending
-from zjax.sharding.program_plan import staged_plan, trained_plan
+from zjax.sharding.plan import Plan, offload_pending, staged_plan, trained_plan
 from zjax.sharding.roles import joined, trained
 from zjax.storage.array import DiskArray
 from zjax.storage.move import store

@@ -21,8 +21,7 @@ from zjax.settings.schema import Optimizer, Precision
 from zjax.sharding.naming import path_of, position_finder
 from zjax.sharding.param_plans import optimizer_name
 from zjax.sharding.placement import unpad_tree
-from zjax.sharding.plan import Plan
-from zjax.sharding.program_plan import staged_plan
+from zjax.sharding.plan import Plan, staged_plan
 from zjax.train.state import TrainState
 from zjax.train.update import Schedule, make_update
 from zjax.typing import Loss, Metrics, Params, Stack

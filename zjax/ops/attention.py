@@ -18,7 +18,7 @@ from zjax.errors import ConfigError, Problem
 from zjax.ops import sparse
 from zjax.ops.abstract_attention import Pairs, abstract_attention
 from zjax.ops.explicit_attention import Dropout, explicit_attention, score_bytes
-from zjax.ops.window import Window
+from zjax.ops.sparse import Window
 from zjax.sharding.activations import head_axes, row_axes
 from zjax_kernels import Dense, abstract
 from zjax_kernels.device import first_device, why_unsupported

@@ -10,6 +10,7 @@ Reference: DeepSpeed's sparse attention, which also slices one longest layout.
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,14 +22,51 @@ from jaxtyping import Array, Bool, Float, Int
 import zjax_kernels
 from zjax.errors import ConfigError, Problem
 from zjax.ops.abstract_attention import Pairs, abstract_attention
-from zjax.ops.window import Window
 from zjax.settings import schema
 from zjax.sharding import mesh as meshes
 from zjax.sharding.activations import head_axes, open_size, row_axes
-from zjax_kernels import BlockLayout, Pattern, SparsityConfig, abstract
+from zjax_kernels import BlockLayout, Pattern, Plan, SparsityConfig, abstract
 from zjax_kernels.sparse import api
 from zjax_kernels.sparse.arguments import Bits, integer_problems
 from zjax_kernels.sparse.chunks import TILE
+
+PlanMaker = Callable[[int, Int[Array, ""]], Plan]
+"""`make_plan(length, size)` plans `length` tokens under a window; hashable."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """Keys that a token sees, back from the position of the token.
+
+    The size may be traced: one program runs all sizes. A window made outside of a loop
+    over layers makes one plan for all layers.
+
+    Args:
+        size: int32[], number of keys, 1 or more.
+        plan: Plan of the kernels for this size; None where other kernels run.
+        make_plan: Function that plans another number of tokens; None where other
+            kernels run.
+
+    Example:
+        >>> window = Window(jax.numpy.int32(3))
+        >>> window.on_tokens(8).plan is None
+        True
+    """
+
+    size: Any  # JAX also builds windows of shapes or shardings
+    plan: Any = None
+    make_plan: PlanMaker | None = dataclasses.field(
+        default=None, metadata={"static": True}
+    )
+
+    def on_tokens(self, length: int) -> "Window":
+        """Plans the window over another number of tokens."""
+        if self.make_plan is None:
+            return self
+        plan = self.make_plan(length, self.size)
+        return dataclasses.replace(self, plan=plan)
+
 
 ATTENTION_OUTPUT = api.RESIDUALS
 """`checkpoint_name` of the results of the kernel."""
@@ -196,7 +234,7 @@ def sparse_attention(
 
 @dataclasses.dataclass(frozen=True)
 class WindowPlans:
-    """Makes plans of a growing window, as a `zjax.ops.window.PlanMaker`.
+    """Makes plans of a growing window, as a `zjax.ops.sparse.PlanMaker`.
 
     Hashable, since a `Window` holds it as static data.
 

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int, Shaped
 from zjax.errors import ConfigError
 from zjax.ops import remat
 from zjax.ops.attention import ATTENTION_OUTPUT
-from zjax.ops.window import Window
+from zjax.ops.sparse import Window
 from zjax.parallel import tensor
 from zjax.parallel.ring import ring_attention, zigzag
 from zjax.settings import schema

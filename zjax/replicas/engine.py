@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from zjax.optim.messages import make_message
+from zjax.optim.zero_one_adam import make_message
 from zjax.replicas.exchange import Exchange, exchanges_by_program
 from zjax.replicas.outer import MomentumStep, OuterStep, end_of_round
 from zjax.replicas.state import after_round, averaged_at_ends, of_replicas, with_extra

@@ -22,8 +22,7 @@ from zjax.settings.schema import Config
 from zjax.sharding.layers import take_apart
 from zjax.sharding.mesh import REPLICA
 from zjax.sharding.placement import ArrayPlan, shardings, unpad_tree
-from zjax.sharding.plan import Plan
-from zjax.sharding.program_plan import staged_plan
+from zjax.sharding.plan import Plan, staged_plan
 from zjax.sharding.roles import only_followers, with_followers
 from zjax.storage.move import store_all
 from zjax.storage.transfers import transfer_budget

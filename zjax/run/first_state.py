@@ -12,8 +12,7 @@ from zjax.offload.init import init_layer_by_layer
 from zjax.replicas.state import init_state
 from zjax.settings.parameters import is_held_frozen
 from zjax.settings.schema import Config
-from zjax.sharding.plan import Plan
-from zjax.sharding.program_plan import staged_plan
+from zjax.sharding.plan import Plan, staged_plan
 from zjax.train.compute_params import unsplit_plans
 from zjax.train.state import TrainState
 from zjax.typing import Model

@@ -38,8 +38,7 @@ from zjax.sharding.describe import format_bytes
 from zjax.sharding.memory import num_zero_shares
 from zjax.sharding.mesh import PIPELINE, device_capacity_bytes
 from zjax.sharding.placement import ArrayPlan, abstract_key
-from zjax.sharding.plan import AUTO, Plan, make_plan
-from zjax.sharding.program_plan import staged_plan
+from zjax.sharding.plan import AUTO, Plan, make_plan, staged_plan
 from zjax.storage.files import disk_bytes
 from zjax.storage.scratch import check_disks
 from zjax.storage.transfers import IN_FLIGHT_BYTES, staging_bytes

@@ -1,30 +1,30 @@
 """Executor whose step is one program, and the parameters of a state for the model."""
 
 import functools
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, runtime_checkable
 
 import jax
+from jax.sharding import AbstractMesh, Mesh
 
 from zjax.jaxprs.versions import dtype_promotion
 from zjax.models.generate import generate
-from zjax.offload.compiled import Peak
+from zjax.offload.compiled import Jit, Peak
 from zjax.replicas.state import run_rows
-from zjax.run.compiler import step_options
+from zjax.run.compiler import Options, step_options
 from zjax.settings.batch import resolve_batch
 from zjax.settings.schema import Config
 from zjax.sharding.memory import tree_bytes
-from zjax.sharding.mesh import BATCH_AXES, num_shares
+from zjax.sharding.mesh import BATCH_AXES, is_simulated, num_shares
 from zjax.sharding.placement import ArrayPlan, abstract_tree, shardings, unpad_tree
-from zjax.sharding.plan import Plan
-from zjax.sharding.program_plan import staged_plan
+from zjax.sharding.plan import Plan, staged_plan
 from zjax.storage.move import to_devices
 from zjax.train.average import averaged, check_average, only_weights, parts_of
 from zjax.train.compute_params import compute_params
 from zjax.train.programs import GradientSettings, Programs, make_gradients
 from zjax.train.state import TrainState, check_not_consumed, stored_compute
 from zjax.train.update import Schedule, Sent, make_update
-from zjax.typing import Batch, Metrics, Model, Params
+from zjax.typing import Batch, Metrics, Model, Params, StepBatch
 
 
 def make_programs(
@@ -202,3 +202,93 @@ def fused_executor(
         "evaluate": jit(pure.evaluate),
     }
     return FusedExecutor(model, plan, config, programs)
+
+
+class StepNumber:
+    """Tracks the step number on the host, to wait for the device only when unknown."""
+
+    def __init__(self):
+        self._step, self._number = None, 0
+
+    def knows(self, state: TrainState) -> bool:
+        """Whether a state is the result of the previous step, not from elsewhere."""
+        # Identity of the array: comparing values would wait for the device.
+        return state.step is self._step
+
+    def before(self, state: TrainState) -> int:
+        """Number of steps a state has taken; waits for the device if unknown."""
+        if not self.knows(state):
+            self._step, self._number = state.step, int(state.step)
+        return self._number
+
+    def after(self, state: TrainState, number: int) -> None:
+        """Stores the number of steps that a new state has taken."""
+        self._step, self._number = state.step, number
+
+
+def make_jit(mesh: Mesh | AbstractMesh, options: Options) -> Jit:
+    """Returns `jax.jit` with the compiler options of a run.
+
+    On simulated devices the host waits for each program before it calls the next:
+    collectives of two programs would share threads and could deadlock.
+    """
+    jit = functools.partial(jax.jit, compiler_options=options)
+    if not is_simulated(mesh):
+        return jit
+
+    def jit_alone(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
+        program = jit(function, **settings)
+
+        @functools.wraps(program)
+        def run_alone(*args: Any) -> Any:
+            return jax.block_until_ready(program(*args))
+
+        # Steps are also compiled without being run.
+        run_alone.lower = program.lower  # type: ignore[attr-defined]
+        return run_alone
+
+    return jit_alone
+
+
+@runtime_checkable
+class Executor(Protocol):
+    """Runs the programs of a run on placed batches and states not yet consumed.
+
+    Args:
+        state_plan: TrainState of ArrayPlan: where each array of the state is stored.
+        parameters: Function from a state to the parameters as the model takes them.
+        programs: Jitted functions by name.
+    """
+
+    state_plan: TrainState
+    parameters: Weights
+    programs: Mapping[str, Callable[..., Any]]
+
+    def train(
+        self, state: TrainState, batch: Batch | StepBatch
+    ) -> tuple[TrainState, Metrics]:
+        """Takes one optimizer step and donates the state."""
+        ...
+
+    def evaluate(self, state: TrainState, batch: Batch) -> Metrics:
+        """Computes loss and metrics without gradients, dropout or state change."""
+        ...
+
+    def generate(self, state: TrainState, tokens: Any, **settings: Any) -> jax.Array:
+        """Continues prompts; `settings` are arguments of `zjax.generate`."""
+        ...
+
+    def settle(self, state: TrainState) -> TrainState:
+        """Applies a pending gradient and donates the state."""
+        ...
+
+    def compile(self, program: str, batch: Batch | StepBatch) -> jax.stages.Compiled:
+        """Compiles one of `programs` for ShapeDtypeStructs of a batch."""
+        ...
+
+    def predict_peak(self, batch: Batch | StepBatch) -> Peak | None:
+        """Compiles a step for ShapeDtypeStructs of a batch and adds up device memory.
+
+        Returns None where the compiler does not report memory.
+        """
+        ...

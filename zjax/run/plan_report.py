@@ -27,6 +27,7 @@ from zjax.estimate.trial import Machine, Trial, weigh
 from zjax.files import local_path
 from zjax.models.build import make_model
 from zjax.observe import plot
+from zjax.observe.communication import describe_collectives, report_links
 from zjax.observe.schedule import (
     describe_pipeline,
     describe_schedule,
@@ -37,7 +38,6 @@ from zjax.observe.schedule import (
 from zjax.offload.compiled import Peak
 from zjax.optim.build import make_optimizer
 from zjax.run.batch import abstract_batch, with_batch_sizes
-from zjax.run.collectives_report import describe_collectives, report_links
 from zjax.run.fit import check_fits, fit_memories, offloaded_inputs
 from zjax.run.step import Step, make_step
 from zjax.schedule.lengths import end_by_tokens
@@ -216,9 +216,14 @@ def _describe_step(step: Step, config: Config, *, collectives: bool) -> list[str
     batch = abstract_batch(config, step.plan)
     parts = [describe_peak(step.predict_peak(batch), platform)]
     if collectives:
-        parts.append(describe_collectives(step, config, step.compile(batch)))
+        text, number = step.compile(batch).as_text(), step.num_microbatches
+        parts.append(describe_collectives(text, step.plan, number, config))
         if step.mesh.shape[meshes.REPLICA] > 1:
-            parts.append(report_links(step, config, batch))
+            parts.append(
+                report_links(
+                    lambda name: step.compile(batch, name).as_text(), step.mesh, config
+                )
+            )
     return parts
 
 

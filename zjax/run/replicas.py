@@ -8,13 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from zjax.errors import NonFiniteError, Problem, StateError
-from zjax.optim.messages import adam_state
-from zjax.optim.zero_one_adam import ZeroOneAdamState
+from zjax.optim.zero_one_adam import ZeroOneAdamState, adam_state
 from zjax.replicas.engine import Engine
 from zjax.replicas.state import averaged_at_ends, of_replicas, run_rows
 from zjax.run.compiler import step_options
-from zjax.run.executor import StepNumber
-from zjax.run.fused import FusedExecutor, make_programs
+from zjax.run.fused import FusedExecutor, StepNumber, make_programs
 from zjax.schedule.exchange import TRAIN, Exchanges, Rounds
 from zjax.settings.schema import Config
 from zjax.sharding.placement import abstract_tree

@@ -12,8 +12,7 @@ from zjax.errors import ConfigError, PlanError, Problem
 from zjax.jaxprs.versions import dtype_promotion
 from zjax.offload.compiled import Peak
 from zjax.run.batch import StepInputs, check_model
-from zjax.run.executor import Executor, StepNumber
-from zjax.run.fused import fused_executor
+from zjax.run.fused import Executor, StepNumber, fused_executor
 from zjax.run.replicas import ReplicasExecutor
 from zjax.run.streamed import StreamedExecutor
 from zjax.run.teacher import Teacher

@@ -11,11 +11,9 @@ from zjax.offload.compiled import Peak
 from zjax.offload.generate import Generation, OffloadedDecoder
 from zjax.offload.train import OffloadedTrain
 from zjax.run.compiler import step_options
-from zjax.run.executor import make_jit
-from zjax.run.fused import Weights, make_programs
+from zjax.run.fused import Weights, make_jit, make_programs
 from zjax.settings.schema import Config
-from zjax.sharding.plan import Plan
-from zjax.sharding.program_plan import staged_plan
+from zjax.sharding.plan import Plan, staged_plan
 from zjax.train.state import TrainState, without_update
 from zjax.train.update import Schedule
 from zjax.typing import Batch, Metrics, Model

@@ -21,15 +21,14 @@ from zjax.files import local_path
 from zjax.models.build import make_model
 from zjax.models.stack import execution_of
 from zjax.run.compiler import step_options
-from zjax.run.executor import make_jit
+from zjax.run.fused import make_jit
 from zjax.settings import schema
 from zjax.settings.batch import resolve_batch
 from zjax.settings.mixture import sees_future
 from zjax.sharding.activations import batch_shardings
 from zjax.sharding.layers import take_apart
 from zjax.sharding.placement import place_tree, unpad_tree
-from zjax.sharding.plan import Plan, make_plan
-from zjax.sharding.program_plan import layerwise_plan
+from zjax.sharding.plan import Plan, layerwise_plan, make_plan
 from zjax.stack.forward import run_stack
 from zjax.storage.move import store, to_devices
 from zjax.train.microbatches import split_batch

@@ -25,7 +25,6 @@ from zjax.replicas.state import saved_rows, saved_state
 from zjax.run.batch import end_by_epochs
 from zjax.run.build import start_run, unread_schedule
 from zjax.run.compiler import CompileAhead
-from zjax.run.describe import describe_start
 from zjax.run.ending import KEY as PATIENCE
 from zjax.run.ending import REMEDY as PATIENCE_REMEDY
 from zjax.run.ending import (
@@ -49,7 +48,12 @@ from zjax.run.resume import (
     report_changes,
     report_functions,
 )
-from zjax.run.trainer_settings import checked_settings, is_of_settings, unread_loss
+from zjax.run.trainer_settings import (
+    checked_settings,
+    describe_start,
+    is_of_settings,
+    unread_loss,
+)
 from zjax.run.writer import Given, Writer
 from zjax.schedule.training import TrainingSchedule
 from zjax.train.average import check_average, with_part

@@ -1,4 +1,4 @@
-"""Checks of the settings of a trainer, beside the model and the batches given."""
+"""Checks of the settings of a trainer, and the description of a run at the start."""
 
 import dataclasses
 import functools
@@ -11,15 +11,22 @@ from zjax import data
 from zjax.config.check import check_config
 from zjax.errors import ConfigError, Problem
 from zjax.estimate.mesh import choose_mesh
+from zjax.estimate.tables import kept_rows
 from zjax.models.build import make_model
 from zjax.observe.sinks import check_sinks
 from zjax.ops import matmul
 from zjax.optim.build import with_clipping_as_set
+from zjax.optim.precision import describe_precision
 from zjax.run.batch import with_batch_sizes
+from zjax.run.build import Run
 from zjax.schedule.lengths import CUTS, end_by_tokens
 from zjax.schedule.pacing import tokens_that_end
+from zjax.settings.batch import resolve_batch
 from zjax.settings.schema import Config
+from zjax.sharding.describe import describe_plan_totals
 from zjax.sharding.placement import abstract_key
+from zjax.train.average import parts_of
+from zjax.train.state import TrainState
 from zjax.typing import Device, Model
 
 
@@ -120,3 +127,28 @@ def _mismatches(model: Any, batches: Any, config: Config) -> list[Problem]:
         remedy = "give the batches that its loss reads"
         problems.append(Problem("batches", None, "leave the model no data", remedy))
     return problems
+
+
+def describe_start(
+    run: Run, state: TrainState, notes: Sequence[str], evaluation: str
+) -> str:
+    """Describes a run in lines of at most 100 columns.
+
+    `notes` describe the data, and `evaluation` the evaluation data; each may be empty.
+    """
+    config, plan, step = run.config, run.plan, int(state.step)
+    sizes = resolve_batch(config, plan.num_batch_shares)
+    start = f"continues at step {step}" if step else "starts from step 0"
+    part = f"evaluation: {evaluation}, weights {parts_of(state)[0]}"
+    return "\n".join(
+        [
+            describe_plan_totals(plan, kept_rows(plan, config)),
+            describe_precision(config.precision, config.optimizer.rule),
+            f"batch: {sizes.global_batch_size} = {sizes.microbatch_size} per share "
+            f"x {plan.num_batch_shares} shares x "
+            f"{sizes.num_microbatches} microbatches; {start}, "
+            f"ends at {config.num_steps}",
+            *(note for note in notes if note),
+            part if evaluation else "evaluation: none",
+        ]
+    )

@@ -9,7 +9,7 @@ import typing
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from zjax.settings import choices, derived, mappings, needs, ranges, schema
+from zjax.settings import choices, derived, mappings, ranges, schema
 
 
 def describe_config(config: schema.Config) -> str:
@@ -22,7 +22,7 @@ def describe_config(config: schema.Config) -> str:
         >>> describe_config(schema.Config()).splitlines()[0]
         'config.seed = 0'
     """
-    left_out = needs.unread(config)
+    left_out = unread(config)
     # Steps derived from epochs would count as set when read back.
     if config.num_epochs and derived.is_offered(config.num_steps):
         left_out.add("num_steps")
@@ -268,3 +268,42 @@ def _holds_sections(value: Any) -> bool:
 
 def _without_lists(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
+
+
+class Needs(NamedTuple):
+    """Setting or section that is read only if a setting has one of some values."""
+
+    setting: str
+    other: str
+    choices: tuple[Any, ...]
+
+
+NEEDS = (
+    Needs("zero.replicas", "zero.stage", (3,)),
+    Needs("precision.reduce_dtype", "precision.compute_dtype", ("bfloat16", "float16")),
+    Needs("precision.max_skipped_in_a_row", "precision.on_nonfinite", ("skip",)),
+    Needs("precision.loss_scale", "precision.compute_dtype", ("float16",)),
+    Needs(
+        "model.activation_memory",
+        "model.remat",
+        ("elementwise", "attention_and_mlp", "attention", "full"),
+    ),
+    Needs("model.mlp_chunk_tokens", "model.remat", ("attention", "full")),
+    Needs("model.query_key_norm_scope", "model.query_key_norm", (True,)),
+    Needs("model.norm_position", "model.kind", ("decoder",)),
+    Needs("data.path", "data.source", ("tokens",)),
+    Needs("data.masking", "model.kind", ("encoder",)),
+)
+
+
+def unread(config: schema.Config) -> set[str]:
+    """Paths of settings and sections that a run does not read.
+
+    Example:
+        >>> "precision.loss_scale" in unread(schema.Config())
+        True
+    """
+    found = {
+        x.setting for x in NEEDS if choices.value_at(config, x.other) not in x.choices
+    }
+    return found | ({"pipeline"} if config.mesh.pipeline == 1 else set())

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from zjax.ops.weights import join_bits, low_bits
 from zjax.sharding.layers import take_apart
 from zjax.sharding.placement import ArrayPlan, Form, pad, place_tree, unpad
-from zjax.sharding.plan import Plan
-from zjax.sharding.program_plan import layerwise_plan
+from zjax.sharding.plan import Plan, layerwise_plan
 from zjax.sharding.roles import trained
 from zjax.typing import Model, Params
 

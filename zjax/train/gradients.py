@@ -15,8 +15,7 @@ from zjax.ops.keys import fold_in
 from zjax.sharding.layers import put_together, take_apart
 from zjax.sharding.mesh import REPLICA
 from zjax.sharding.placement import ArrayPlan, place_tree, unpad_tree
-from zjax.sharding.plan import Plan
-from zjax.sharding.program_plan import layerwise_plan
+from zjax.sharding.plan import Plan, layerwise_plan
 from zjax.sharding.roles import joined, trained
 from zjax.stack.forward import loss_of_step
 from zjax.train import microbatches

@@ -22,8 +22,7 @@ from zjax.sharding.placement import (
     shardings,
     unpad,
 )
-from zjax.sharding.plan import Plan
-from zjax.sharding.program_plan import staged_plan, trained_plan
+from zjax.sharding.plan import Plan, staged_plan, trained_plan
 from zjax.sharding.roles import frozen, joined, trained
 from zjax.storage.array import DiskArray
 from zjax.storage.move import store, store_in_turn, to_devices

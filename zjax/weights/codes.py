@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
-from zjax.ops.quantized import dequantize, quantize
+from zjax.ops.weights import dequantize, quantize
 from zjax.weights import layers
-from zjax.weights.keys import Fault
+from zjax.weights.family import Fault
 from zjax.weights.source import Entry, Index, Source
 
 Read = Callable[[Index], np.ndarray]

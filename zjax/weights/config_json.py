@@ -15,9 +15,21 @@ from zjax.settings.mixture import experts_by_layer
 from zjax.settings.ranges import MAX_LAYERS
 from zjax.weights import codes, rotation
 from zjax.weights.families import FAMILIES
-from zjax.weights.family import BOOKKEEPING, DROPOUTS, PADDING, Family
-from zjax.weights.keys import Fault, Key, check, computed_alone, is_accepted, refused
-from zjax.weights.windows import KNOWN, window_faults, window_settings
+from zjax.weights.family import (
+    BOOKKEEPING,
+    DROPOUTS,
+    KNOWN,
+    PADDING,
+    Family,
+    Fault,
+    Key,
+    check,
+    computed_alone,
+    is_accepted,
+    refused,
+    window_faults,
+    window_settings,
+)
 
 STEP, DENSE = "decoder_sparse_step", "mlp_only_layers"
 """Keys for the period of layers with experts, and for listed dense layers."""

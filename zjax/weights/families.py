@@ -12,9 +12,7 @@ import dataclasses
 from zjax.settings import choices, schema
 from zjax.settings.choices import KIND
 from zjax.weights import rows
-from zjax.weights.family import DROPOUTS, ROTARY, Family
-from zjax.weights.keys import Key
-from zjax.weights.windows import Windows
+from zjax.weights.family import DROPOUTS, ROTARY, Family, Key, Windows
 
 _PLAIN = {
     "kind": "decoder",

@@ -24,11 +24,10 @@ from zjax.weights.config_json import (
     shape_of,
 )
 from zjax.weights.families import FAMILIES
-from zjax.weights.family import Family
+from zjax.weights.family import Family, window_values
 from zjax.weights.rotation import rotation_values
 from zjax.weights.source import Entry, Source, cached, check_same
 from zjax.weights.tensors import Row, from_tensors, layouts_of, to_tensors
-from zjax.weights.windows import window_values
 
 TOKENS = "embedding.tokens"
 """Array that every built-in model has, and no Hugging Face checkpoint."""

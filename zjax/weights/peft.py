@@ -16,9 +16,9 @@ from zjax.files import local_path
 from zjax.settings import schema
 from zjax.weights import layers
 from zjax.weights.config_json import read_config
+from zjax.weights.family import Fault, check, is_accepted
 from zjax.weights.files import open_file
 from zjax.weights.huggingface import TOKENS, find_kind
-from zjax.weights.keys import Fault, check, is_accepted
 from zjax.weights.peft_tensors import (
     CONFIG_NAME,
     ENDINGS,

@@ -5,8 +5,7 @@ from typing import Any
 
 from zjax.ops.rotary import attention_factor
 from zjax.settings import choices, mappings, schema
-from zjax.weights.family import Family
-from zjax.weights.keys import Fault, refused, wrong_type
+from zjax.weights.family import Family, Fault, refused, wrong_type
 
 MAPPINGS = ("rope_parameters", "rope_scaling")
 """Keys of a mapping that may scale rotary positions, in new and old checkpoints."""

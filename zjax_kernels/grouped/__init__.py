@@ -1,13 +1,13 @@
 """Grouped matrix products: one matrix per group of rows, as in a mixture of experts."""
 
 from zjax_kernels.grouped.api import (
+    copy_rows,
     grouped_activation,
     grouped_activation_backward,
     grouped_matmul,
     grouped_outer,
     grouped_sum,
 )
-from zjax_kernels.grouped.rows import copy_rows
 from zjax_kernels.grouped.search import tune_grouped_matmul
 
 __all__ = [

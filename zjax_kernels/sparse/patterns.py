@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from zjax_kernels.device import describe
-from zjax_kernels.sparse import blocks
+from zjax_kernels.sparse import layout as layouts
 from zjax_kernels.sparse.arguments import (
     integer_problems,
     integers_problems,
@@ -48,7 +48,7 @@ class Dense(SparsityConfig):
     def heads(self, num_blocks: int) -> Sequence[Pattern]:
         """Returns one pattern of all visible blocks."""
         visible = self.visible(num_blocks)
-        return [blocks.span_pattern((np.zeros_like(visible), visible), visible)]
+        return [layouts.span_pattern((np.zeros_like(visible), visible), visible)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,9 +105,9 @@ class Fixed(SparsityConfig):
     def heads(self, num_blocks: int) -> Sequence[Pattern]:
         """Returns one pattern per head."""
         visible = self.visible(num_blocks)
-        windows = blocks.windows(num_blocks, [self.num_local_blocks])
+        windows = layouts.windows(num_blocks, [self.num_local_blocks])
         patterns = [
-            blocks.global_pattern(
+            layouts.global_pattern(
                 windows,
                 self._global_blocks(num_blocks, number),
                 visible,
@@ -205,9 +205,9 @@ class Variable(SparsityConfig):
     def heads(self, num_blocks: int) -> Sequence[Pattern]:
         """Returns one pattern per head, or one for all."""
         visible = self.visible(num_blocks)
-        base = blocks.global_pattern(
-            blocks.windows(num_blocks, self.local_window_blocks),
-            blocks.global_blocks(
+        base = layouts.global_pattern(
+            layouts.windows(num_blocks, self.local_window_blocks),
+            layouts.global_blocks(
                 self.global_block_indices, self.global_block_end_indices, num_blocks
             ),
             visible,
@@ -268,8 +268,8 @@ class BigBird(SparsityConfig):
     def heads(self, num_blocks: int) -> Sequence[Pattern]:
         """Returns one pattern per head, or one for all."""
         visible = self.visible(num_blocks)
-        base = blocks.global_pattern(
-            blocks.sliding_window(num_blocks, self.num_sliding_window_blocks),
+        base = layouts.global_pattern(
+            layouts.sliding_window(num_blocks, self.num_sliding_window_blocks),
             np.arange(self.num_global_blocks),
             visible,
             horizontal=True,
@@ -322,9 +322,9 @@ class BSLongformer(SparsityConfig):
     def heads(self, num_blocks: int) -> Sequence[Pattern]:
         """Returns one pattern for all heads."""
         return [
-            blocks.global_pattern(
-                blocks.sliding_window(num_blocks, self.num_sliding_window_blocks),
-                blocks.global_blocks(
+            layouts.global_pattern(
+                layouts.sliding_window(num_blocks, self.num_sliding_window_blocks),
+                layouts.global_blocks(
                     self.global_block_indices, self.global_block_end_indices, num_blocks
                 ),
                 self.visible(num_blocks),
@@ -366,8 +366,8 @@ class LocalSlidingWindow(SparsityConfig):
 
     def heads(self, num_blocks: int) -> Sequence[Pattern]:
         """Returns one pattern for all heads."""
-        window = blocks.sliding_window(num_blocks, self.num_sliding_window_blocks)
-        return [blocks.span_pattern(window, self.visible(num_blocks))]
+        window = layouts.sliding_window(num_blocks, self.num_sliding_window_blocks)
+        return [layouts.span_pattern(window, self.visible(num_blocks))]
 
 
 def _add_random_blocks(
@@ -380,9 +380,9 @@ def _add_random_blocks(
     # A seed per head: a head draws alike whatever the number of heads.
     seeds = [(config.seed, head) for head in range(num_patterns)]
     return [
-        blocks.union(
+        layouts.union(
             base,
-            blocks.random_pattern(
+            layouts.random_pattern(
                 visible, config.num_random_blocks, np.random.default_rng(seed)
             ),
         )

@@ -10,7 +10,7 @@ import pytest
 
 from tests.kernels.sparse import oracle
 from tests.support.refusals import value_error
-from zjax_kernels.sparse import blocks
+from zjax_kernels.sparse import layout as layouts
 from zjax_kernels.sparse.patterns import (
     BigBird,
     BSLongformer,
@@ -216,7 +216,7 @@ def test_layouts_are_those_of_deepspeed(config, num_blocks, digest):
 @pytest.mark.parametrize("count", [0, 1, 3, 12])
 def test_random_blocks_are_as_many_as_asked_and_in_reach(count, attention):
     visible = Dense(1, attention=attention).visible(12)
-    pattern = blocks.random_pattern(visible, count, np.random.default_rng(0))
+    pattern = layouts.random_pattern(visible, count, np.random.default_rng(0))
     live = np.zeros((12, 12), bool)
     live[pattern.rows, pattern.columns] = True
     np.testing.assert_array_equal(live.sum(axis=1), np.minimum(count, visible))
@@ -226,7 +226,7 @@ def test_random_blocks_are_as_many_as_asked_and_in_reach(count, attention):
 def test_every_draw_is_as_likely():
     num_rows = 20_000
     visible = np.full(num_rows, 5)
-    pattern = blocks.random_pattern(visible, 2, np.random.default_rng(0))
+    pattern = layouts.random_pattern(visible, 2, np.random.default_rng(0))
     pairs = pattern.columns.reshape(num_rows, 2)
     _, counts = np.unique(pairs, axis=0, return_counts=True)
     assert len(counts) == 10
