@@ -12,8 +12,8 @@ FLOORS = (
     ("errors", "files", "typing", "jaxprs"),
     ("settings",),
     ("schedule", "deepspeed", "sharding", "processes"),
-    ("config", "ops", "comm", "storage", "optim"),
-    ("data", "moe", "parallel", "stack", "flax_models"),
+    ("config", "ops", "storage", "optim"),
+    ("data", "moe", "parallel", "stack"),
     ("models", "linen", "nnx", "train"),
     ("weights", "replicas"),
     ("checkpoint", "offload", "observe", "estimate"),
@@ -46,7 +46,7 @@ MEMORY_MODULES = {
 `zjax.cli.main` are named so, too."""
 SETTINGS = {"settings", "config", "schedule", "deepspeed"}
 """Parts that read the words of settings."""
-FLAX = {"models", "flax_models", "linen", "nnx"}
+FLAX = {"models", "linen", "nnx"}
 MODULES = sorted((ROOT / "zjax").rglob("*.py"))
 KERNELS = sorted((ROOT / "zjax_kernels").rglob("*.py"))
 CONTESTS = sorted((ROOT / "examples" / "benchmarks" / "contests").rglob("*.py"))

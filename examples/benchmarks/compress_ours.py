@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import timing
 
-from zjax.comm.codecs import make_codec
+from zjax.ops.codecs import make_codec
 
 
 def time_codec(codec, numbers):

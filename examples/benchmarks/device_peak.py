@@ -13,8 +13,8 @@ import sys
 from model_flops import model_tflops
 
 import zjax
-from zjax.cli.bench import describe_measurement, measure
 from zjax.processes.programs import result_line
+from zjax.run.bench import describe_measurement, measure
 
 NUM_ROUNDS = 17
 """Of one step, after three steps to warm up."""

@@ -22,9 +22,9 @@ import sys
 import jax
 
 import zjax
-from zjax.cli.bench import measure
 from zjax.processes.programs import result_line
 from zjax.run.batch import abstract_batch
+from zjax.run.bench import measure
 
 PROBES = (4, 8)
 """Units."""

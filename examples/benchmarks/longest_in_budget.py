@@ -19,10 +19,10 @@ from collections.abc import Callable, Sequence
 from jax.errors import JaxRuntimeError
 from largest_model import NO_ROOM, peak_bytes
 
-from zjax.cli.bench import measure
 from zjax.config import Config, load_config
 from zjax.errors import PlanError
 from zjax.processes.programs import result_line
+from zjax.run.bench import measure
 
 MOST_TIMES = 64
 """The base, where the search ends."""

@@ -6,10 +6,10 @@ python examples/benchmarks/model_flops.py configs/llama_8b.py zero.stage=3
 import dataclasses
 import sys
 
-from zjax.cli.bench import Measurement, describe_measurement, measure
 from zjax.config import Config, load_config
 from zjax.observe import flops_per_token
 from zjax.processes.programs import result_line
+from zjax.run.bench import Measurement, describe_measurement, measure
 
 
 def model_tflops(config: Config, measurement: Measurement) -> dict[str, float]:

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 
 import jax
 
-from zjax.cli.bench import describe_measurement, measure
 from zjax.config import Config, load_config
 from zjax.processes.programs import result_line
+from zjax.run.bench import describe_measurement, measure
 
 
 def one_stage(config: Config, num_stages: int) -> Config:

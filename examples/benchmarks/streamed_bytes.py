@@ -10,9 +10,9 @@ python examples/benchmarks/streamed_bytes.py configs/gpt_6p7b.py model.num_layer
 import dataclasses
 import sys
 
-from zjax.cli.bench import Spread, describe_measurement, measure
 from zjax.config import load_config
 from zjax.processes.programs import result_line
+from zjax.run.bench import Spread, describe_measurement, measure
 
 
 def main() -> None:

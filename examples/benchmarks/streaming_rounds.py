@@ -19,7 +19,7 @@ import timing
 
 import zjax
 from zjax import config as zconfig
-from zjax.cli.bench import check_losses
+from zjax.run.bench import check_losses
 from zjax.schedule.exchange import Rounds, make_exchanges
 from zjax.sharding.describe import render_table
 

@@ -9,9 +9,9 @@ import pathlib
 import sys
 import time
 
-from zjax.cli.bench import describe_measurement, measure
 from zjax.config import load_config
 from zjax.processes.programs import result_line
+from zjax.run.bench import describe_measurement, measure
 
 
 def main() -> None:

@@ -32,9 +32,9 @@ def main():
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         number, path = tune(pathlib.Path(name), given.trials, given.settings)
-        from zjax.cli.bench import measure
         from zjax.config import load_config
         from zjax.processes.programs import result_line
+        from zjax.run.bench import measure
 
         found = measure(load_config(path))
     print(result_line(dataclasses.asdict(found) | {"trials": number}))

@@ -45,7 +45,7 @@ import jax
 import matplotlib.pyplot as plt
 
 import zjax
-from zjax.observe.schedule import describe_schedule
+from zjax.run.reports import describe_schedule
 from zjax.schedule.training import TrainingSchedule
 
 # Two simulated devices on the CPU; on a machine with GPUs these are used instead.

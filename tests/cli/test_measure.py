@@ -12,12 +12,12 @@ import pytest
 
 from tests.support import small_run
 from tests.support.refusals import bench_error
-from zjax.cli.bench import check_losses, describe_measurement, measure, peak_bytes
 from zjax.config import load_config
 from zjax.errors import ConfigError
 from zjax.models import flops
+from zjax.run.bench import check_losses, describe_measurement, measure, peak_bytes
 
-measuring = importlib.import_module("zjax.cli.bench")  # not the function
+measuring = importlib.import_module("zjax.run.bench")  # not the function
 CONFIG = small_run.make_config(
     "never/written", "zero.min_shard_elements=0", "observe.peak_tflops=1e-3"
 )

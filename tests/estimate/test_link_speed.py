@@ -8,7 +8,6 @@ import pytest
 
 from tests.support import small_run, tensor
 from tests.support.refusals import config_error
-from zjax.cli.bench import state_bytes
 from zjax.config import load_config
 from zjax.errors import ConfigError, PlanError, Problem
 from zjax.estimate import link_speed
@@ -27,6 +26,7 @@ from zjax.models.build import make_model
 from zjax.observe.collectives import bytes_leaving_node, list_collectives, mesh_axes
 from zjax.optim.build import make_optimizer
 from zjax.run.batch import abstract_batch
+from zjax.run.bench import state_bytes
 from zjax.run.fit import check_device_memory
 from zjax.run.plan_report import report_plan
 from zjax.schedule.exchange import make_exchanges

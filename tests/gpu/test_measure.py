@@ -11,11 +11,11 @@ import jax
 import pytest
 
 from tests.support.gpu import NEEDS_GPU
-from zjax.cli.bench import measure
 from zjax.config import load_config
 from zjax.estimate.trial import weigh
 from zjax.models.build import make_model
 from zjax.optim.build import make_optimizer
+from zjax.run.bench import measure
 from zjax.settings import schema
 from zjax.settings.axes import axis_sizes
 

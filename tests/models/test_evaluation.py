@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zjax.flax_models.contract import evaluate_loss
 from zjax.models.adapter import adapt
+from zjax.models.contract import evaluate_loss
 
 BATCH = {"x": jnp.arange(24.0).reshape(4, 6) / 10}
 

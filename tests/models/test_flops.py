@@ -11,7 +11,7 @@ from zjax.config import load_config
 from zjax.estimate.traced import run_flops
 from zjax.models import Decoder, Encoder
 from zjax.models.build import make_model
-from zjax.observe import describe_flops, flops_per_token, num_params, peak_flops
+from zjax.models.flops import describe_flops, flops_per_token, num_params, peak_flops
 from zjax.settings import schema
 
 GPT2 = schema.Model()

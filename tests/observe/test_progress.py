@@ -13,7 +13,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from rich.console import Console
 
 from tests.support.gates import start_gated
-from zjax.observe import LateMetrics, Progress, Throughput, describe_machine
+from zjax.observe import LateMetrics, Progress, Throughput
+from zjax.run.machine import describe_machine
 from zjax.settings import schema
 from zjax.sharding import mesh as meshes
 

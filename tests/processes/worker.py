@@ -19,12 +19,12 @@ from tests.support import offload, squares
 from zjax import processes
 from zjax.checkpoint import sums
 from zjax.checkpoint.store import Store
-from zjax.cli.bench import measure
 from zjax.data import buckets, curriculum, metric_index, packing
 from zjax.data.draws import WholeRows
 from zjax.data.loader import load_draws
 from zjax.errors import DataError, Problem, ZjaxError
 from zjax.processes import barrier
+from zjax.run.bench import measure
 from zjax.schedule.pacing import grow
 from zjax.settings import schema
 from zjax.sharding import plan as plans

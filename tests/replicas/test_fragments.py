@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.support import models, runs, totals
-from zjax.comm.codecs import make_codec
+from zjax.ops.codecs import make_codec
 from zjax.optim.build import make_optimizer
 from zjax.replicas.exchange import exchanges_by_program
 from zjax.replicas.fragments import make_fragments

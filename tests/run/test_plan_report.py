@@ -10,7 +10,6 @@ import pytest
 from jax.sharding import AbstractMesh
 
 from tests.support import small_run
-from zjax.comm.codecs import packed_bytes
 from zjax.config import load_config
 from zjax.data.curriculum import Curriculum
 from zjax.data.metric_index import write_index
@@ -21,16 +20,15 @@ from zjax.observe.collectives import Collective
 from zjax.observe.communication import (
     MESSAGES_NOTE,
     LinkBytes,
-    describe_collectives,
     describe_links,
     link_bytes,
-    report_links,
 )
-from zjax.observe.schedule import describe_schedule
+from zjax.ops.codecs import packed_bytes
 from zjax.replicas.exchange import exchanges_by_program
 from zjax.run import replicas
 from zjax.run.batch import abstract_batch
 from zjax.run.plan_report import describe_on_gpus, report_plan
+from zjax.run.reports import describe_collectives, describe_schedule, report_links
 from zjax.schedule.exchange import make_exchanges
 from zjax.schedule.training import TrainingSchedule
 from zjax.settings import schema
@@ -242,12 +240,7 @@ def table(tmp_path):
 
     def read(*settings):
         run = small_run.make_trainer(tmp_path, *MESH, *settings).run
-        batch = abstract_batch(run.config, run.plan)
-        text = report_links(
-            lambda name: run.step.compile(batch, name).as_text(),
-            run.plan.mesh,
-            run.config,
-        )
+        text = report_links(run.step, run.config, abstract_batch(run.config, run.plan))
         found = {}
         for line in text.splitlines()[3:]:
             name, *cells = re.split(r"\s{2,}", line)
@@ -298,12 +291,12 @@ def test_local_steps_send_nothing_between_nodes_and_fragments_share_a_line(table
 def test_a_local_step_is_not_held_against_a_stage_of_zero(tmp_path):
     """Fails if a step that sends nothing reads as a fault."""
     run = small_run.make_trainer(tmp_path, *MESH, *DILOCO).run
-    program = jax.jit(lambda x: x + 1).lower(1.0).compile().as_text()
-    text = describe_collectives(program, run.plan, 1, run.config)
+    compiled = jax.jit(lambda x: x + 1).lower(1.0).compile()
+    text = describe_collectives(run.step, run.config, compiled)
     assert MESSAGES_NOTE in text
     assert "should move" not in text
     plain = dataclasses.replace(run.config, communication=schema.Communication())
-    assert "should move" in describe_collectives(program, run.plan, 1, plain)
+    assert "should move" in describe_collectives(run.step, plain, compiled)
 
 
 def results(program, first, *others):

@@ -5,8 +5,8 @@ import pytest
 
 import zjax
 from tests.support.refusals import config_error
-from zjax.cli.bench import measure
 from zjax.config import check_config, gin, load_config
+from zjax.run.bench import measure
 from zjax.run.plan_report import report_plan
 from zjax.schedule.lengths import end_by_tokens, steps_of
 from zjax.schedule.training import TrainingSchedule

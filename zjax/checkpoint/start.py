@@ -19,7 +19,7 @@ from zjax.sharding.placement import ArrayPlan
 from zjax.train.average import Part, choose_part
 from zjax.weights import adapters, layers
 from zjax.weights.codes import without_codes
-from zjax.weights.config_json import CONFIG_NAME
+from zjax.weights.config_json import CONFIG_NAME, model_settings
 from zjax.weights.files import open_files, tensor_name
 from zjax.weights.pieces import Read, place_pieces
 from zjax.weights.saved import place_slices
@@ -41,6 +41,19 @@ Adapt = Callable[[Source, Mapping[str, Entry]], Source]
 
 def _unchanged(source: Source, expected: Mapping[str, Entry]) -> Source:
     return source
+
+
+def names_huggingface(run: str) -> bool:
+    """Whether `--run` names a Hugging Face checkpoint instead of a run."""
+    if not run:
+        return False
+    folder = pathlib.Path(local_path("run", run))
+    return (folder / CONFIG_NAME).is_file() and not (folder / "checkpoints").exists()
+
+
+def settings_of_weights(directory: str) -> dict[str, Any]:
+    """Settings of a run that starts from a Hugging Face checkpoint."""
+    return {"checkpoint.init_from": directory, "model": model_settings(directory)}
 
 
 def load_weights(path: str, plans: Any, adapt: Adapt = _unchanged) -> Any:

@@ -18,7 +18,7 @@ from absl import flags, logging
 
 from zjax.checkpoint import steps
 from zjax.checkpoint.export import export_huggingface, export_peft, export_safetensors
-from zjax.checkpoint.start import saved_parts
+from zjax.checkpoint.start import names_huggingface, saved_parts, settings_of_weights
 from zjax.checkpoint.store import Store
 from zjax.checkpoint.verify import describe_verdicts, exit_status, inspect_steps
 from zjax.cli.usage import (
@@ -54,7 +54,6 @@ from zjax.settings.convert import current
 from zjax.settings.schema import Config
 from zjax.stack.forward import AUXILIARY_LOSS
 from zjax.train.average import PARTS, choose_part, parts_of
-from zjax.weights.config_json import CONFIG_NAME, model_settings
 
 DTYPES = ("float32", "bfloat16", "float16")
 RUN = flag("run", "Directory of a run, which has its settings.")
@@ -104,18 +103,10 @@ def settings_to_evaluate(given: flags.FlagValues) -> Config:
     refuse_flags(given, FILE_FLAGS, problem)
     refuse_flags(given, ["step", "part"], problem)
     directory = local_path("run", given.run)
-    start = {"checkpoint.init_from": directory, "model": model_settings(directory)}
+    start = settings_of_weights(directory)
     # Evaluation updates nothing: a rule without moments needs the least memory.
     start |= {"optimizer.rule": {"kind": "sgd", "b1": 0.0}}
     return load_config({}, start, *changes_given(given))
-
-
-def names_huggingface(run: str) -> bool:
-    """Whether `--run` names a Hugging Face checkpoint instead of a run."""
-    if not run:
-        return False
-    folder = pathlib.Path(local_path("run", run))
-    return (folder / CONFIG_NAME).is_file() and not (folder / "checkpoints").exists()
 
 
 def chosen_step(store: Store, given: str) -> int:

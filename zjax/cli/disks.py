@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zjax.cli.bench import Spread
+from zjax.run.bench import Spread
 from zjax.settings.schema import Mesh
 from zjax.sharding.describe import render_table
 from zjax.sharding.mesh import make_mesh

@@ -14,7 +14,6 @@ from absl import app, flags, logging
 
 from zjax import data, processes
 from zjax.cli import commands, data_commands
-from zjax.cli.bench import describe_measurement, measure
 from zjax.cli.data_commands import MAX_PROCESSES
 from zjax.cli.disks import describe_disks, measure_disks
 from zjax.cli.tune import MAX_TRIALS, tune
@@ -38,11 +37,12 @@ from zjax.data.prompts import as_talk, find_question, has_answers
 from zjax.errors import ConfigError, Problem, ZjaxError
 from zjax.estimate.tables import describe_zero_table
 from zjax.files import local_path
-from zjax.observe.report import describe_machine
 from zjax.processes.agreement import versions
 from zjax.processes.programs import result_line
+from zjax.run.bench import describe_measurement, measure
 from zjax.run.compiler import simulation, use_program_cache
 from zjax.run.ending import exit_on_signals
+from zjax.run.machine import describe_machine
 from zjax.run.pinned_pool import limit_pinned_pool
 from zjax.run.plan_report import PAPER_DEVICES, report_plan
 from zjax.run.trainer import Trainer

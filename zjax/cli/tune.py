@@ -19,6 +19,7 @@ from zjax.cli.tune_search import (
     fastest,
     next_candidate,
 )
+from zjax.config.check import uncounted_problems
 from zjax.errors import ConfigError, PlanError, Problem
 from zjax.estimate.candidates import (
     Candidate,
@@ -29,7 +30,6 @@ from zjax.estimate.candidates import (
 )
 from zjax.files import local_path
 from zjax.observe.history import check_directory
-from zjax.schedule.lengths import uncounted_problems
 from zjax.settings import axes, schema
 from zjax.settings.describe import describe_config
 from zjax.sharding.describe import format_bytes, render_table

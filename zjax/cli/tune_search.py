@@ -15,7 +15,6 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 
-from zjax.cli.bench import measure
 from zjax.config.load import load_config
 from zjax.errors import BenchError, Problem, ZjaxError
 from zjax.estimate.candidates import Candidate
@@ -24,6 +23,7 @@ from zjax.estimate.trial import Machine
 from zjax.files import append_line, parse_json, read_lines
 from zjax.processes.programs import result_line, run_program
 from zjax.processes.start import die_with_parent
+from zjax.run.bench import measure
 from zjax.run.compiler import simulation
 
 WARM_UP_STEPS = 2

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from zjax.config import effect, model_rules
 from zjax.errors import ConfigError, Problem
-from zjax.schedule import dropping, lengths
+from zjax.schedule import dropping
 from zjax.settings import axes, batch, layers, parameters, ranges, replicas, schema
 
 _UNUSED_OPTIMIZER = schema.Optimizer(schedule=schema.Constant(num_warmup_steps=0))
@@ -346,6 +346,13 @@ def _processes(config: schema.Config, num_devices: int) -> Iterator[Problem]:
         yield Problem("processes.process_id", given.process_id, problem, remedy)
 
 
+def uncounted_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    """Yields a problem for `num_epochs` in a run that never counts the rows."""
+    if config.num_epochs:
+        problem = "needs the number of rows, which only zjax.Trainer counts"
+        yield Problem("num_epochs", config.num_epochs, problem, "set num_steps")
+
+
 _RULES: tuple[model_rules.Entry, ...] = (
     (("mesh",), _mesh),
     (("global_batch", "num_microbatches", "microbatch", "mesh"), _batch),
@@ -353,7 +360,7 @@ _RULES: tuple[model_rules.Entry, ...] = (
     ((), _precision),
     ((), _offload),
     (("mesh",), replicas.node_problems),
-    (("num_epochs",), lengths.uncounted_problems),
+    (("num_epochs",), uncounted_problems),
     (("num_steps", "optimizer"), _schedule),
     (("num_steps", "optimizer", "mesh"), replicas.communication_problems),
     (

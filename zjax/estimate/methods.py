@@ -6,8 +6,8 @@ from typing import Any
 
 import jax
 
-from zjax.comm.codecs import packed_bytes
-from zjax.comm.packed import CODECS
+from zjax.ops.codecs import packed_bytes
+from zjax.ops.packed import CODECS
 from zjax.replicas.exchange import Exchange, exchanges_by_program
 from zjax.schedule.exchange import TRAIN, Exchanges, Phase, make_exchanges
 from zjax.settings import choices, schema

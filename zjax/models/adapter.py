@@ -12,8 +12,9 @@ from flax import nnx as flax_nnx
 
 from zjax.data.entries import entries_of
 from zjax.errors import ModelError, Problem
-from zjax.flax_models import linen, nnx
-from zjax.flax_models.contract import (
+from zjax.jaxprs.versions import dtype_promotion
+from zjax.models import linen, lora, nnx
+from zjax.models.contract import (
     call_loss,
     check_model_state,
     check_params,
@@ -21,15 +22,13 @@ from zjax.flax_models.contract import (
     with_cast,
     without_weak_types,
 )
-from zjax.flax_models.submodel import (
+from zjax.models.submodel import (
     Started,
     Submodel,
     combine,
     names_only,
     submodel_of_functions,
 )
-from zjax.jaxprs.versions import dtype_promotion
-from zjax.models import lora
 from zjax.ops.keys import fold_name, loss_key
 from zjax.settings import schema
 from zjax.sharding.naming import path_of
@@ -79,7 +78,7 @@ def adapt(
             every device and microbatch gets the whole arrays.
         cast: Paths of the floating-point arrays that are cast to the compute dtype.
             None selects arrays of two dims or more to which the model applies
-            parameters, see `zjax.flax_models.contract`.
+            parameters, see `zjax.models.contract`.
         adapters: Settings of adapters in the linear layers of Flax modules; None adds
             no adapter.
 

@@ -10,11 +10,11 @@ import numpy as np
 from absl import logging
 from flax import nnx
 
-from zjax.flax_models.nnx import logical_of, nest, values_of
 from zjax.jaxprs.versions import dtype_promotion
 from zjax.models import lora, qlora
 from zjax.models.generate import make_continuation
 from zjax.models.layers import MatmulDtype
+from zjax.models.nnx import logical_of, nest, values_of
 from zjax.models.stack import Decoder, Encoder, execution_of, make_stack
 from zjax.ops import remat
 from zjax.ops.keys import fold_name

@@ -15,11 +15,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from zjax.data.entries import check_batch
 from zjax.errors import ConfigError, Problem
-from zjax.flax_models.nnx import nest, values_of
 from zjax.jaxprs.versions import dtype_promotion
 from zjax.models import cached
 from zjax.models.block import Block, segments_of
 from zjax.models.cached import sample_tokens
+from zjax.models.nnx import nest, values_of
 from zjax.models.stack import (
     Decoder,
     execution_of,

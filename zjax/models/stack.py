@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from zjax.flax_models.nnx import nest, values_of
 from zjax.jaxprs.versions import dtype_promotion
 from zjax.models import layers
 from zjax.models.block import (
@@ -25,6 +24,7 @@ from zjax.models.embedding import Context, Embedding
 from zjax.models.feed_forward import TiledFeedForward
 from zjax.models.heads import Head
 from zjax.models.mixture import MixtureOfExperts
+from zjax.models.nnx import nest, values_of
 from zjax.moe.balance import move_bias
 from zjax.ops import remat
 from zjax.parallel import sequence

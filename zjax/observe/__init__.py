@@ -1,6 +1,5 @@
 """Reports of a run: metrics, throughput, machine, traces and plots."""
 
-from zjax.models.flops import describe_flops, flops_per_token, num_params, peak_flops
 from zjax.observe.collectives import Collective, list_collectives
 from zjax.observe.communication import describe_communication, zero_volume
 from zjax.observe.history import check_directory, read_history
@@ -8,7 +7,6 @@ from zjax.observe.metrics import LateMetrics, Throughput
 from zjax.observe.plot import plot_load, plot_memory_per_stage, plot_metrics, plot_run
 from zjax.observe.progress import Progress
 from zjax.observe.recompile import CompileReport, Trace
-from zjax.observe.report import describe_machine
 from zjax.observe.sinks import Sink, check_sinks, make_sinks
 
 __all__ = [
@@ -22,13 +20,8 @@ __all__ = [
     "check_directory",
     "check_sinks",
     "describe_communication",
-    "describe_flops",
-    "describe_machine",
-    "flops_per_token",
     "list_collectives",
     "make_sinks",
-    "num_params",
-    "peak_flops",
     "plot_load",
     "plot_memory_per_stage",
     "plot_metrics",

@@ -2,7 +2,7 @@
 
 import collections
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -12,12 +12,9 @@ from zjax.observe.collectives import (
     Collective,
     bytes_inside_node,
     bytes_leaving_node,
-    list_collectives,
     mesh_axes,
 )
 from zjax.ops.tokens import EXCHANGED
-from zjax.schedule.exchange import make_exchanges
-from zjax.settings.schema import Config
 from zjax.sharding import memory
 from zjax.sharding.describe import format_bytes, render_table
 from zjax.sharding.mesh import (
@@ -26,7 +23,6 @@ from zjax.sharding.mesh import (
     REPLICA,
     ZERO_AXES,
     axes_of,
-    is_simulated,
     num_shares,
 )
 from zjax.sharding.placement import ArrayPlan
@@ -229,66 +225,3 @@ def _pipeline_notes(plan: Plan) -> list[str]:
     if _communicates_in_ticks(plan):
         notes.append(TICKS_NOTE.format(stage=plan.stage))
     return notes
-
-
-NAMES = {"train": "train step", "end_of_round": "end of a round"}
-LOCAL = {"train": "local step"}
-EXCHANGE = "exchange"
-_SILENT = ("outer_gradients_", "merge_", "without_errors")
-"""Prefixes of the names of programs that send nothing to other replicas."""
-
-
-def describe_collectives(
-    program: str | None, plan: Plan, num_microbatches: int, config: Config
-) -> str:
-    """Compares the collectives of a compiled step with the formulas of the ZeRO stage.
-
-    Programs for CPUs get a note on what other devices do differently.
-    """
-    if program is None:
-        return "this platform gives no text of compiled programs"
-    found, exchanges = list_collectives(program), make_exchanges(config)
-    text = describe_communication(
-        found,
-        plan,
-        num_microbatches,
-        sends_messages=bool(exchanges.sending or exchanges.steps_apart),
-    )
-    return f"{text}\n{CPU_NOTE}" if is_simulated(plan.mesh) else text
-
-
-def report_links(
-    text_of: Callable[[str], str | None], mesh: Mesh | AbstractMesh, config: Config
-) -> str:
-    """Compiles every program of a run that communicates, and reports bytes by link.
-
-    `text_of` compiles a program by name and returns the text of the compiled program.
-    Programs of the fragments of local steps share a row, which shows the mean.
-    """
-    exchanges = make_exchanges(config)
-    counts = exchanges.count_programs(config.num_steps)
-    times = {
-        name: number for name, number in counts.items() if not name.startswith(_SILENT)
-    }
-    sent: dict[str, list[tuple[int, LinkBytes]]] = collections.defaultdict(list)
-    for program, number in times.items():
-        text = text_of(program)
-        assert text is not None
-        found = link_bytes(list_collectives(text), mesh)
-        sent[_label(program, is_local=exchanges.steps_apart)].append((number, found))
-    totals = {name: sum(n for n, _ in parts) for name, parts in sent.items()}
-    means = {
-        name: LinkBytes(
-            *(sum(n * x[i] for n, x in parts) / totals[name] for i in range(2))
-        )
-        for name, parts in sent.items()
-    }
-    return describe_links(means, totals, config.num_steps)
-
-
-def _label(program: str, *, is_local: bool) -> str:
-    """Name of a program in the table of a run, with or without local steps."""
-    if program.startswith("mean_"):
-        return EXCHANGE
-    names = NAMES | (LOCAL if is_local else {})
-    return names.get(program, program.replace("_", " "))

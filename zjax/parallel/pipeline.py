@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zjax.comm import shards
+from zjax.ops import shards
 from zjax.ops.keys import fold_in
 from zjax.parallel import slots as arrays
 from zjax.parallel import sums

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zjax.comm.codecs import Codec, make_codec
-from zjax.comm.packed import Errors, compressed_mean, padded_size
+from zjax.ops.codecs import Codec, make_codec
+from zjax.ops.packed import Errors, compressed_mean, padded_size
 from zjax.replicas.fragments import Fragment, make_fragments, whole_fragment
 from zjax.schedule.exchange import Exchanges
 from zjax.sharding.mesh import REPLICA, axes_of

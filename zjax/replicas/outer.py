@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
-from zjax.comm import packed, shards
+from zjax.ops import packed, shards
 from zjax.optim.transforms import nesterov
 from zjax.replicas.exchange import Exchange, map_replicas
 from zjax.replicas.fragments import EXCHANGED

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from zjax.comm import packed, shards
+from zjax.ops import packed, shards
 from zjax.ops.keys import fold_in
 from zjax.replicas.exchange import map_replicas
 from zjax.replicas.state import Outer, of_replicas, with_extra

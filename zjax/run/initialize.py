@@ -10,9 +10,9 @@ from zjax.config.check import check_config
 from zjax.config.load import load_beside
 from zjax.data.entries import check_batch, entries_of
 from zjax.errors import ConfigError, ModelError, Problem
-from zjax.flax_models.contract import with_cast
 from zjax.jaxprs.versions import dtype_promotion
 from zjax.models import adapter
+from zjax.models.contract import with_cast
 from zjax.optim.build import with_clipping_as_set
 from zjax.run.batch import with_batch_sizes
 from zjax.run.build import Run, start_run, unread_schedule

@@ -27,18 +27,19 @@ from zjax.estimate.trial import Machine, Trial, weigh
 from zjax.files import local_path
 from zjax.models.build import make_model
 from zjax.observe import plot
-from zjax.observe.communication import describe_collectives, report_links
-from zjax.observe.schedule import (
+from zjax.offload.compiled import Peak
+from zjax.optim.build import make_optimizer
+from zjax.run.batch import abstract_batch, with_batch_sizes
+from zjax.run.fit import check_fits, fit_memories, offloaded_inputs
+from zjax.run.reports import (
+    describe_collectives,
     describe_pipeline,
     describe_schedule,
     pass_costs,
     plot_pipeline,
     plot_schedule,
+    report_links,
 )
-from zjax.offload.compiled import Peak
-from zjax.optim.build import make_optimizer
-from zjax.run.batch import abstract_batch, with_batch_sizes
-from zjax.run.fit import check_fits, fit_memories, offloaded_inputs
 from zjax.run.step import Step, make_step
 from zjax.schedule.lengths import end_by_tokens
 from zjax.schedule.training import TrainingSchedule
@@ -216,14 +217,9 @@ def _describe_step(step: Step, config: Config, *, collectives: bool) -> list[str
     batch = abstract_batch(config, step.plan)
     parts = [describe_peak(step.predict_peak(batch), platform)]
     if collectives:
-        text, number = step.compile(batch).as_text(), step.num_microbatches
-        parts.append(describe_collectives(text, step.plan, number, config))
+        parts.append(describe_collectives(step, config, step.compile(batch)))
         if step.mesh.shape[meshes.REPLICA] > 1:
-            parts.append(
-                report_links(
-                    lambda name: step.compile(batch, name).as_text(), step.mesh, config
-                )
-            )
+            parts.append(report_links(step, config, batch))
     return parts
 
 

@@ -22,7 +22,7 @@ class Phase(NamedTuple):
         name: Name of the phase, which rules of compressed messages read.
         message: What the program of the step averages over replicas: gradients, the
             steps of the optimizer, or nothing.
-        codec: Name of the wire format, of `zjax.comm.codecs`; `none` if the compiler
+        codec: Name of the wire format, of `zjax.ops.codecs`; `none` if the compiler
             reduces gradients.
     """
 

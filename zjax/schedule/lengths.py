@@ -68,13 +68,6 @@ def epoch_problems(config: schema.Config, *, user_batches: bool) -> Iterator[Pro
         yield Problem("num_epochs", epochs, problem, "set global_batch_size")
 
 
-def uncounted_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
-    """Yields a problem for `num_epochs` in a run that never counts the rows."""
-    if config.num_epochs:
-        problem = "needs the number of rows, which only zjax.Trainer counts"
-        yield Problem("num_epochs", config.num_epochs, problem, "set num_steps")
-
-
 CUTS = schema.Truncate, schema.Reshape
 """Sections of `sequence_warmup` that cut sequences."""
 _FIELD = "sequence_warmup.pacing"

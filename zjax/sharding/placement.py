@@ -68,7 +68,7 @@ class ArrayPlan:
         form: Form of the stored elements.
         num_layers: Number of layers stacked along the first dim; 0 without such a dim.
         disks: Directories over which the array is striped; empty for arrays in memory.
-        codec: Name in `zjax.comm.codecs`, such as `int8`, of the codec by which the
+        codec: Name in `zjax.ops.codecs`, such as `int8`, of the codec by which the
             array moves across nodes; empty where elements move unchanged.
         is_frozen: Whether the array is a parameter that is stored as it is used, and
             has neither a gradient nor optimizer state.

@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from zjax.comm import shards
-from zjax.ops import remat
+from zjax.ops import remat, shards
 from zjax.ops.keys import fold_in
 from zjax.sharding.layers import put_together, take_apart
 from zjax.sharding.mesh import REPLICA

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from zjax.comm import shards
+from zjax.ops import shards
 from zjax.ops.keys import block_key
 from zjax.ops.tokens import on_subset
 from zjax.parallel import slots as arrays

@@ -18,9 +18,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from contests.contest import THEMES
-from zjax.cli.bench import Spread
 from zjax.errors import BenchError, Problem
 from zjax.files import parse_json, read_text
+from zjax.run.bench import Spread
 from zjax.sharding.describe import format_bytes
 
 _ID = re.compile(r"[a-z0-9_]+")

@@ -10,10 +10,10 @@ from contests.contest import load_contest
 
 import zjax
 from tests.support.benchmarks import FOLDER, config_of, load
-from zjax.cli.bench import measure
 from zjax.config import check_config, load_config
 from zjax.models import flops
 from zjax.models.build import make_model
+from zjax.run.bench import measure
 from zjax.settings import axes
 
 

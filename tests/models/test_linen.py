@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from zjax.errors import ModelError
-from zjax.flax_models import submodel
-from zjax.models import adapter
+from zjax.models import adapter, submodel
 
 X = np.arange(12, dtype=np.float32).reshape(3, 4) / 12
 

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from zjax.comm import packed
+from zjax.ops import packed
 
 DTYPES = ("uint8", "float32", "int8", "bfloat16", "bool", "int32", "float16", "uint16")
 SHAPES = {"scalar": (), "empty": (0, 3), "vector": (8,), "matrix": (4, 6)}

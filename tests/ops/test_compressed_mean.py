@@ -14,8 +14,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from tests.reference.compression import Workers
-from zjax.comm.codecs import make_codec
-from zjax.comm.packed import Errors, compressed_mean, padded_size
+from zjax.ops.codecs import make_codec
+from zjax.ops.packed import Errors, compressed_mean, padded_size
 from zjax.settings import choices, schema
 
 CODECS = get_args(choices.hints(schema.Communication)["codec"])

@@ -12,7 +12,7 @@ import optax
 from flax import nnx
 
 from zjax.errors import ModelError, Problem
-from zjax.flax_models.submodel import Started, Submodel, names_of_sharding, names_only
+from zjax.models.submodel import Started, Submodel, names_of_sharding, names_only
 from zjax.ops.keys import fold_name
 from zjax.sharding.placement import abstract_key
 from zjax.typing import ModelState, Params

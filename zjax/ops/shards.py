@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zjax.comm import packed
+from zjax.ops import packed
 from zjax.sharding import mesh
 from zjax.sharding.mesh import REPLICA, num_shares
 from zjax.sharding.placement import ArrayPlan, pad, unpad

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from zjax.comm.codecs import Codec, IntegerBlocks
+from zjax.ops.codecs import Codec, IntegerBlocks
 
 
 def all_gather(tree: Any, axes: str | Sequence[str]) -> Any:
@@ -143,7 +143,7 @@ def padded_size(n: int, codec: Codec, num_workers: int) -> int:
     """Rounds up to whole blocks of the codec for every worker.
 
     Example:
-        >>> from zjax.comm.codecs import make_codec
+        >>> from zjax.ops.codecs import make_codec
         >>> padded_size(100, make_codec("onebit"), num_workers=4)
         16384
     """

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from zjax.comm import shards
+from zjax.ops import shards
 from zjax.settings import schema
 from zjax.sharding import mesh as meshes
 

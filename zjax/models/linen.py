@@ -18,7 +18,7 @@ from absl import logging
 from flax.core import meta, tracers
 
 from zjax.errors import ModelError, Problem
-from zjax.flax_models.submodel import Started, Submodel, names_of_boxes
+from zjax.models.submodel import Started, Submodel, names_of_boxes
 from zjax.ops.keys import fold_name
 from zjax.sharding.naming import path_of
 from zjax.typing import ModelState, Params

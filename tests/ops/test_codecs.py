@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zjax.comm.codecs import make_codec, packed_bytes
 from zjax.errors import ConfigError
+from zjax.ops.codecs import make_codec, packed_bytes
 
 NAMES = ("float32", "bfloat16", "int8", "float8", "int4", "int2", "onebit", "top_k")
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from zjax.comm import packed
+from zjax.ops import packed
 from zjax.settings import schema
 from zjax.sharding import mesh as meshes
 

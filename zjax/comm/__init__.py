@@ -1,1 +1,0 @@
-"""Explicit collectives, to be called inside `jax.shard_map` alone."""

@@ -1,1 +1,0 @@
-"""Linen and NNX modules of users as pure functions."""
