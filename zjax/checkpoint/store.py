@@ -40,7 +40,6 @@ class Store(Reader):
     unfinished saves. All processes of a run call each method, on a shared file system.
 
     Args:
-        directory: Directory of the steps.
         keep_last: Number of newest checkpoints to keep, 1 or more.
         keep_best: Number of further checkpoints to keep, of lowest validation loss; 0
             or more.

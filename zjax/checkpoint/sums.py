@@ -20,10 +20,6 @@ from zjax.storage.io_threads import thread_memory
 class Task:
     """Calls a function in a new daemon thread.
 
-    Args:
-        name: Name of the thread.
-        call: Function without arguments.
-
     Example:
         >>> Task("sum", lambda: 1 + 1).result()
         2
@@ -104,7 +100,6 @@ class Sum(NamedTuple):
     """Size and checksum of a file.
 
     Args:
-        size: Size in bytes.
         crc: CRC-32C of all but the last 4 bytes.
         tail: Last 4 bytes as a little-endian number; in a chunk, the stored checksum.
     """

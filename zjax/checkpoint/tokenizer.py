@@ -34,12 +34,7 @@ _WITHOUT_FILES = ("bytes", "numbers")
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointTokenizer:
-    """Tokenizer that belongs to the weights of a checkpoint.
-
-    Args:
-        record: Record of the tokenizer; None if the checkpoint has none.
-        path: Path of the `tokenizer.json`, which may not exist.
-    """
+    """Tokenizer that belongs to the weights of a checkpoint."""
 
     record: TokenizerRecord | None
     path: pathlib.Path

@@ -24,11 +24,7 @@ _KNOWN_FORMATS = directories.WITHOUT_SUMS, directories.FORMAT
 
 
 class Reader:
-    """Finds steps, compares files with checksums, and opens arrays.
-
-    Args:
-        directory: Directory of the steps, which may not exist.
-    """
+    """Finds steps, compares files with checksums, and opens arrays."""
 
     def __init__(self, directory: pathlib.Path):
         self.directory = directory
@@ -218,9 +214,6 @@ class Verdict:
     """Result of inspecting one step.
 
     Args:
-        path: Directory of the step.
-        num_files: Number of files.
-        num_bytes: Bytes of all files.
         problem: `INTACT`, `UNVERIFIABLE`, or the first problem and a count of more.
         is_offered: Whether a run would try to resume from the step.
     """

@@ -33,7 +33,6 @@ class DiskSpeed:
     """Bytes per second of several disks together.
 
     Args:
-        name: Directories of the disks, joined by commas.
         write: Bytes per second from device arrays to complete files.
         read: Bytes per second from files to device arrays.
         raw_write: Bytes per second of `pwrite` to files opened with O_DIRECT, with the

@@ -60,11 +60,6 @@ def evaluate_with_harness(
 class Scorer:
     """Computes log-probabilities and continuations of texts by the decoder of a run.
 
-    Args:
-        trainer: Trainer, as restored from a checkpoint.
-        part: Kind of weights, as for `Trainer.evaluate`.
-        num_rows: Number of rows scored at a time, 1 or more.
-
     Raises:
         ConfigError: The run has no decoder, or no such weights.
     """

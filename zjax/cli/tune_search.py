@@ -55,14 +55,7 @@ def main() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """Devices that trials run on.
-
-    Args:
-        kind: Kind of the devices, such as "NVIDIA H100".
-        num_devices: Number of devices of this machine.
-        devices_per_host: Number of devices per host, as one process sees.
-        device_bytes: Bytes of memory of a device; None if unknown.
-    """
+    """Devices that trials run on."""
 
     kind: str
     num_devices: int
@@ -79,7 +72,6 @@ class Runner:
     """Runs trials in child processes.
 
     Args:
-        log: File to which the output of all trials is appended.
         simulated_devices: Number of CPU devices to simulate; 0 for real devices.
     """
 
@@ -141,8 +133,6 @@ class Outcome:
     """Result of a trial of a candidate.
 
     Args:
-        candidate: Settings that were tried.
-        predicted_bytes: Predicted bytes per device.
         tokens_per_second: Tokens per second and device; 0 if the trial failed.
         peak_bytes: Measured bytes per device; 0 if unknown.
         failure: Reason of a failure; empty if the trial succeeded.
@@ -250,13 +240,7 @@ def _differs_in_size(one: Candidate, other: Candidate) -> bool:
 
 
 class Records:
-    """Recorded trials of one run on one kind of machine.
-
-    Args:
-        path: File of JSON lines, which may also hold trials of further runs.
-        settings: Gin config of the run, from `with_batch`.
-        facts: Facts about the devices.
-    """
+    """Recorded trials of one run on one kind of machine."""
 
     def __init__(self, path: pathlib.Path, settings: str, facts: Facts):
         text = f"{settings}{facts.kind} x {facts.num_devices}"

@@ -77,13 +77,7 @@ def cut_documents(
 
 
 class BucketRows:
-    """Rows of one bucket, with one piece each; shorter pieces are padded.
-
-    Args:
-        tokens: Token stream.
-        pieces: Pieces of at most `length` tokens, one per row.
-        length: Tokens per row.
-    """
+    """Rows of one bucket, with one piece each; shorter pieces are padded."""
 
     def __init__(self, tokens: TokenArray, pieces: Pieces, length: int):
         self._tokens, self._pieces, self._length = tokens, pieces, length
@@ -112,7 +106,6 @@ class EpochOrder:
     """Order that takes each batch of an epoch once; left-over pieces differ by epoch.
 
     Args:
-        seed: Seed of the run, 0 or more.
         num_pieces: Number of pieces of each bucket, enough for a batch.
         batch_rows: Rows per batch of each bucket.
         odds: Odds of each bucket to be drawn next, while a cycle has batches of the
@@ -199,14 +192,7 @@ def _draw_cycles(
 
 
 class MixtureOrder:
-    """Order that draws a bucket by weight in each step; epochs differ by bucket.
-
-    Args:
-        picks: Draws of the buckets.
-        seed: Seed of the order of the pieces.
-        num_pieces: Number of pieces of each bucket, enough for a batch.
-        batch_rows: Rows of a batch of each bucket.
-    """
+    """Order that draws a bucket by weight in each step; epochs differ by bucket."""
 
     def __init__(
         self,
@@ -237,9 +223,7 @@ class Buckets:
     """The buckets of a run, as `Draws`.
 
     Args:
-        tokens: Token stream of all documents.
         offsets: Start of each document, and the end of the last.
-        settings: Settings of the buckets.
         config: Settings; reads `data.length`, `seed`, `global_batch_size`.
 
     Raises:

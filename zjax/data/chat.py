@@ -58,9 +58,7 @@ class Chat:
     """A chat template, with the tokenizer of the checkpoint.
 
     Args:
-        folder: Directory of the checkpoint, for messages.
         is_marked: Whether the template marks answers, with the tag `generation`.
-        templates: Compiled templates.
         encode: Function `encode(text) -> (ids, first character of each token)`.
         special_tokens: Ids of special tokens by name.
         marker: Marker of the user's turn, if nothing else ends an answer; empty for
@@ -285,11 +283,6 @@ def load_chat(folder: str) -> Chat:
 
 class Templates:
     """Compiled templates of a checkpoint, with the special tokens of the tokenizer.
-
-    Args:
-        folder: Directory of the checkpoint, for messages.
-        sources: Text of each template by name.
-        special: Special tokens by variable name, such as `eos_token`.
 
     Raises:
         DataError: A template cannot be compiled.

@@ -107,7 +107,6 @@ class Layout:
     Args:
         names: Fields that a record must have, and that are not null.
         messages: Function `messages(record, fail)` to dicts of OpenAI's format.
-        more: Fields that a record may have.
     """
 
     names: Sequence[str]

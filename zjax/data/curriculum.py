@@ -112,13 +112,7 @@ class Clusters:
 
 
 class CurriculumSampler:
-    """Samples of the global batch of each step.
-
-    Args:
-        seed: Seed of the run, 0 or more.
-        clusters: Samples in the order of admission; step 1 admits some.
-        global_batch_size: Samples per step, 1 or more.
-    """
+    """Samples of the global batch of each step."""
 
     def __init__(self, seed: int, clusters: Clusters, global_batch_size: int):
         self._seed, self._clusters = seed, clusters
@@ -156,7 +150,6 @@ class Curriculum:
     """The curriculum of a run: sampler, metrics, and the position for resuming.
 
     Args:
-        config: Settings; reads `curriculum`, `seed`, `num_steps`, `global_batch_size`.
         digest: Digest of the samples; see `zjax.data.source.digest_samples`.
 
     Raises:

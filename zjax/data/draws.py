@@ -25,7 +25,6 @@ class Sampler:
     """Rows of the global batch of each step, shuffled anew in each epoch.
 
     Args:
-        seed: Seed, 0 or more; or several numbers, such as a seed and a part number.
         num_rows: Rows per epoch, 1 or more.
         global_batch_size: Rows per step, 1 or more; a batch may straddle two epochs.
 
@@ -249,11 +248,6 @@ class Pieces:
     A row of n tokens, with the last target, has floor(n / (length + 1)) pieces of
     `length` inputs and a target. If n leaves a remainder, one more piece at the end
     overlaps the piece before.
-
-    Args:
-        rows: Rows of `full` inputs.
-        length: Inputs per piece, `full` or less.
-        full: Inputs per row.
     """
 
     rows: Rows

@@ -47,13 +47,7 @@ class FilledBatch(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationSet:
-    """The evaluation data of a run, read from the start at each evaluation.
-
-    Args:
-        open_batches: Function that returns a context manager of the batches of one
-            evaluation.
-        description: Text for the log that says which rows are evaluated.
-    """
+    """The evaluation data of a run, read from the start at each evaluation."""
 
     open_batches: Callable[[], contextlib.AbstractContextManager[Iterator[FilledBatch]]]
     description: str
@@ -80,11 +74,6 @@ class EvaluationSet:
 @dataclasses.dataclass(frozen=True)
 class EvaluationOrder:
     """Rows of each batch of an evaluation.
-
-    Args:
-        num_rows: Number of rows to evaluate, 1 or more.
-        num_all: Number of rows of the data.
-        global_batch_size: Rows per batch, 1 or more.
 
     Example:
         >>> whole = EvaluationOrder(num_rows=13, num_all=13, global_batch_size=8)

@@ -40,14 +40,12 @@ class Loader:
         open_at: Function from a step to an iterator of batches with a `close` method.
         position: Values besides the step that determine the samples, compared at
             resume.
-        start_step: Step of the first batch, from 0 on.
         values_at: Function from a step, from 1 on, to metrics of the step by name.
         shape_at: Function from a step, from 1 on, to rows and tokens per row of the
             batch, if the data decide both.
         description: Text for the log that describes the data before the run.
         drawn: Digests of all batches before each step, filled in by an iterator that
             draws batches in order.
-        num_workers: Number of worker processes that read.
     """
 
     def __init__(
@@ -359,8 +357,6 @@ class StepSource:
         draws: Draws of the rows of each step.
         local_rows: Positions in the global batch that this process holds, by number of
             rows in the batch.
-        start_step: Step of element 0.
-        end_step: Step after the last element.
     """
 
     def __init__(

@@ -29,9 +29,6 @@ class Rule:
     """How rows are masked.
 
     Args:
-        seed: Seed of the masks.
-        fraction: Share of the tokens to predict, 0 to 1.
-        mask_id: Id of the mask token.
         num_ids: Number of ids from which random tokens are drawn.
         kept_ids: Ids that are never predicted, such as the end of a text.
     """

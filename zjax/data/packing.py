@@ -49,10 +49,6 @@ class Rows(Protocol):
 class BlockRows:
     """Stream split into rows; a row's last target is the first token of the next row.
 
-    Args:
-        tokens: Token stream of all documents.
-        length: Tokens per row, 1 or more.
-
     Example:
         >>> rows = BlockRows(np.arange(7, dtype=np.uint16), length=3)
         >>> len(rows), rows.read(np.array([1]))["targets"].tolist()
@@ -91,9 +87,7 @@ class DocumentRows:
     the cut would have no prompt, and left out without an answer before the cut.
 
     Args:
-        tokens: Token stream, each document ending in an end token.
         offsets: Start of each document, and the end of the last.
-        length: Tokens per row, 1 or more.
         answers: Flags, 1 for each token with a loss; None if all tokens have one.
 
     Attributes:

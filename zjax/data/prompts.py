@@ -26,13 +26,7 @@ _REMEDY = "name a checkpoint of this tokenizer that has one"
 
 
 class Prompts:
-    """Encodes prompts with one tokenizer, and decodes continuations.
-
-    Args:
-        tokenizer: Tokenizer of the data.
-        folder: Directory with the tokenizer files and a chat template, or empty.
-        has_answers: Whether the tokenizer encoded conversations for training.
-    """
+    """Encodes prompts with one tokenizer, and decodes continuations."""
 
     def __init__(
         self, tokenizer: Tokenizer, folder: str = "", *, has_answers: bool = False

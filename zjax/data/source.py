@@ -108,8 +108,6 @@ class SyntheticRows:
     Args:
         seed: Seed of the sample, 0 or more; the stride depends on the vocabulary alone.
         split: Name of the split, `train` or `validation`, with different rows.
-        vocab_size: Number of token ids.
-        length: Tokens per row.
         num_documents: Documents per row; 0 gives blocks, without segments.
     """
 

@@ -69,7 +69,6 @@ class MappedTokens:
     """A memory-mapped stream; pickled as the path of the file.
 
     Args:
-        path: Path of the file, not empty.
         dtype: Name of the dtype: `uint8`, `uint16`, `uint32` or `int64`.
         has_sums: Whether reads are verified by the checksums beside the file.
 
@@ -116,8 +115,6 @@ class SplitWriter:
     """Appends documents to `<split>.bin` and `<split>.idx` of a directory.
 
     Args:
-        directory: Directory of the files.
-        split: Name of the split.
         dtype: Name of the dtype of ids, `uint16` or `uint32`.
         answers: Whether documents are conversations, added by `append_answers`.
     """

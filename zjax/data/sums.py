@@ -22,11 +22,7 @@ REMEDY = "copy it again, or prepare it again"
 
 
 class SummedFile:
-    """A new file, with checksums computed while writing.
-
-    Args:
-        path: Path of the file; an existing file is replaced.
-    """
+    """A new file, with checksums computed while writing."""
 
     def __init__(self, path: pathlib.Path):
         self._path = path
@@ -78,10 +74,6 @@ def sums_path(path: pathlib.Path) -> pathlib.Path:
 
 class ChunkSums:
     """Checksums of a mapped file, with flags of verified chunks.
-
-    Args:
-        path: Path of the file.
-        content: Bytes of the file, uint8[n].
 
     Raises:
         DataError: The checksums are missing, damaged, or of another number of chunks.

@@ -73,7 +73,6 @@ class Table:
     """An open table.
 
     Args:
-        names: Names of the columns.
         row_bytes: Mean bytes of a row in the file.
         batches: Function `batches(columns)` that yields up to `BATCH_ROWS` rows at a
             time.
@@ -193,12 +192,7 @@ BLOCK_TOKENS = 1 << 15
 
 
 class TokenIds(NamedTuple):
-    """Ids of one document.
-
-    Args:
-        ids: Token ids, int64[n].
-        answers: Flags, uint8[n], 1 for tokens with a loss; None if all have a loss.
-    """
+    """Ids of one document."""
 
     ids: np.ndarray
     answers: np.ndarray | None = None

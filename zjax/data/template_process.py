@@ -32,9 +32,7 @@ class Request(NamedTuple):
     """One conversation, and the prefixes to render.
 
     Args:
-        template: Name of the template.
         variables: Variables of the template besides the messages.
-        messages: Messages of the whole conversation.
         prefixes: Number of messages, and `add_generation_prompt`, of each text.
     """
 
@@ -64,9 +62,6 @@ class TemplateError(Exception):
 
 class TemplateProcess:
     """A process with the compiled templates of one checkpoint.
-
-    Args:
-        sources: Texts of the templates, by name.
 
     Raises:
         TemplateError: A template is not valid, or too large for the limits.

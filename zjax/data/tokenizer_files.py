@@ -27,7 +27,6 @@ class TokenizerRecord:
         name: Name `bytes`, `numbers`, `bpe:<vocab_size>`, or the path that a user gave.
         digest: Hash of the token of each id, 16 hexadecimal digits; empty for
             `numbers`, as the data alone gives ids a meaning.
-        vocab_size: Largest id plus 1.
         bos_id: Id with which each text begins, or None if texts begin without BOS.
         end_ids: Ids that end a text. The first ends each document in training;
             generation stops at any end id.

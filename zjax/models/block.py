@@ -28,7 +28,6 @@ class Block(nnx.Module):
     """Attention and feed-forward around a residual stream.
 
     Args:
-        config: Shape of the model.
         causal: Whether a token sees no later token.
         norm_position: Place of the norms: `input` normalises the input of attention and
             feed-forward (GPT-2, Llama), `output` the terms added to the stream (OLMo
@@ -38,7 +37,6 @@ class Block(nnx.Module):
         num_experts: Number of experts in place of the feed-forward; 0 for none.
         slides: Whether a token sees only `config.window_size` keys.
         matmul_dtype: Dtype of the operands of projections and feed-forward.
-        rngs: Source of the initial values.
     """
 
     def __init__(
@@ -262,11 +260,7 @@ def _keys(key):
 
 
 class BlockGroup(nnx.Module):
-    """Several layers that run as one block, such as a dense one and one with experts.
-
-    Args:
-        blocks: Layers in order, named `layer0`, `layer1`, ...
-    """
+    """Several layers that run as one block, such as a dense one and one with experts."""
 
     def __init__(self, blocks: Sequence[Block]):
         self.num_layers = len(blocks)
@@ -293,11 +287,7 @@ def layers_of(block: Block | BlockGroup) -> tuple[Block, ...]:
 
 
 class Segments(nnx.Module):
-    """Several segments, named `segment0`, `segment1`, ...
-
-    Args:
-        segments: Stacked blocks of each segment.
-    """
+    """Several segments, named `segment0`, `segment1`, ..."""
 
     def __init__(self, segments: "Sequence[Block | BlockGroup]"):
         self.num_segments = len(segments)

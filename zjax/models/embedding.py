@@ -112,10 +112,8 @@ class Embedding(nnx.Module):
     """Token table, with learned or rotary positions.
 
     Args:
-        config: Shape of the model.
         use_norm: Whether the sum of the embeddings is normalised, as in BERT.
         deterministic: Whether gradients of the tables are summed in a fixed order.
-        rngs: Source of the initial values.
     """
 
     def __init__(

@@ -30,11 +30,8 @@ class FeedForward(nnx.Module):
     """Two matrices around a GELU, or three with a gated SiLU or GELU.
 
     Args:
-        config: Shape of the model.
         out_std: Standard deviation of the matrix that writes to the residual stream.
-        matmul_dtype: Dtype of the operands of matrix products.
         is_tile: Whether the layer is one summand of several, without an output bias.
-        rngs: Source of the initial values.
     """
 
     def __init__(
@@ -81,12 +78,6 @@ class TiledFeedForward(nnx.Module):
     Activations are elementwise over hidden channels, hence feed-forwards over groups of
     channels add up to the full layer: memory-centric tiling (arXiv:2104.07857, section
     5.1.3).
-
-    Args:
-        config: Shape of the model, with `mlp_tiles` tiles.
-        out_std: Standard deviation of the matrices that write to the residual stream.
-        matmul_dtype: Dtype of the operands of matrix products.
-        rngs: Source of the initial values.
     """
 
     def __init__(

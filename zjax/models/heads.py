@@ -21,10 +21,8 @@ class Head(nnx.Module):
     """Last normalisation, and the output matrix unless the head is tied.
 
     Args:
-        config: Shape of the model.
         masked: Whether states pass through a dense layer first, and logits have a bias,
             as in BERT.
-        rngs: Source of the initial values.
     """
 
     def __init__(self, config: schema.Model, *, masked: bool = False, rngs: nnx.Rngs):

@@ -25,13 +25,6 @@ class LatentAttention(nnx.Module):
     Devices of the tensor axis split heads, and each holds the matrices to latents,
     applied to the device's part of the tokens. Values are padded with zeros to the
     channels of keys, so that all kernels and all splits of sequences run.
-
-    Args:
-        config: Shape of the model.
-        latent: Sizes of the latents.
-        out_std: Standard deviation of the matrix that writes to the residual stream.
-        matmul_dtype: Dtype of the operands of the projections.
-        rngs: Source of the initial values.
     """
 
     def __init__(

@@ -101,12 +101,7 @@ def dropout(
 
 
 class AdapterDropout(NamedTuple):
-    """Dropout of the inputs of adapters alone, as `lora.dropout` asks.
-
-    Args:
-        key: Random key of a block; each adapter draws by path.
-        config: Shape of the model.
-    """
+    """Dropout of the inputs of adapters alone, as `lora.dropout` asks."""
 
     key: jax.Array
     config: schema.Model
@@ -141,12 +136,10 @@ class Linear(nnx.Module):
     Args:
         inputs: Contracted last dims of the input.
         outputs: Dims that replace `inputs`.
-        std: Standard deviation of the initial kernel.
         use_bias: Whether to add a bias, initially 0.
         fuse_bias: Whether the product adds the bias, which pays if the next kernel
             cannot.
         matmul_dtype: Dtype of the operands of the product.
-        rngs: Source of the initial values.
     """
 
     def __init__(
@@ -293,7 +286,6 @@ class Norm(nnx.Module):
     """Normalisation of `config.norm`, over the last dims of a token.
 
     Args:
-        config: Shape of the model.
         dims: Dims that are normalised together; None for the width of the model.
         eps: Term added to the variance; None for `config.norm_eps`.
     """
@@ -341,14 +333,7 @@ def query_scale(config: schema.Model) -> float:
 
 
 class Attention(nnx.Module):
-    """Projections to queries, keys and values, and back.
-
-    Args:
-        config: Shape of the model.
-        out_std: Standard deviation of the matrix that writes to the residual stream.
-        matmul_dtype: Dtype of the operands of the projections.
-        rngs: Source of the initial values.
-    """
+    """Projections to queries, keys and values, and back."""
 
     def __init__(
         self,

@@ -81,11 +81,7 @@ class View:
     """Linen module with variables, called like the module.
 
     Args:
-        module: Linen module.
-        params: Parameters.
         model_state: Collections other than parameters, updated by calls in training.
-        key: Source of random streams; None in evaluation.
-        context: Function that makes the context of the module's calls.
     """
 
     def __init__(
@@ -160,14 +156,7 @@ class View:
 
 
 class FirstView:
-    """Linen module that creates variables when called.
-
-    Args:
-        module: Linen module.
-        initial: Existing variables.
-        key: Source of parameters and random streams.
-        context: Function that makes the context of the module's calls.
-    """
+    """Linen module that creates variables when called."""
 
     train = True
 

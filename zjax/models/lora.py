@@ -138,8 +138,6 @@ class Adapter(nnx.Module):
     """Matrices of an adapter.
 
     Args:
-        matrices: Result of `make_matrices`.
-        settings: Rank, alpha, form and dropout.
         path: Path of the layer, stored only if adapters draw by path: otherwise equal
             layers keep equal structures.
     """

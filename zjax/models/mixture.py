@@ -30,13 +30,7 @@ ROUTER_INIT = jax.nn.initializers.variance_scaling(0.1, "fan_in", "truncated_nor
 
 
 class Matrix(nnx.Module):
-    """Matrix, or one per expert, with an optional bias, initially 0.
-
-    Args:
-        kernel: Dims of the matrix.
-        initial: Initialiser of the matrix.
-        bias: Dims of the bias; () for none.
-    """
+    """Matrix, or one per expert, with an optional bias, initially 0."""
 
     def __init__(self, kernel: layers.Dims, initial: Any, bias: layers.Dims = ()):
         self.kernel = layers.make_param(kernel, initial)
@@ -44,14 +38,7 @@ class Matrix(nnx.Module):
 
 
 class RouterMatrix(nnx.Module):
-    """Parameters of a router.
-
-    Args:
-        embed_size: Channels of the stream.
-        moe: Settings of the mixture.
-        num_experts: Number of experts.
-        rngs: Source of the initial values.
-    """
+    """Parameters of a router."""
 
     def __init__(
         self, embed_size: int, moe: schema.MoE, num_experts: int, *, rngs: nnx.Rngs
@@ -79,15 +66,7 @@ class RouterMatrix(nnx.Module):
 
 
 class ExpertMatrices(nnx.Module):
-    """Parameters of all experts.
-
-    Args:
-        config: Shape of the model.
-        expert_size: Hidden channels of an expert.
-        num_experts: Number of experts.
-        out_std: Standard deviation of the matrices that write to the residual stream.
-        rngs: Source of the initial values.
-    """
+    """Parameters of all experts."""
 
     def __init__(
         self,
@@ -126,14 +105,6 @@ class MixtureOfExperts(nnx.Module):
 
     The total `load` counts, for each expert, the tokens that chose the expert, or under
     expert choice the tokens that the expert computes.
-
-    Args:
-        config: Shape of the model.
-        moe: Settings of the mixture.
-        num_experts: Number of experts of this layer.
-        out_std: Standard deviation of the matrices that write to the residual stream.
-        matmul_dtype: Dtype of the operands of the shared and residual feed-forward.
-        rngs: Source of the initial values.
     """
 
     def __init__(

@@ -32,7 +32,6 @@ class Mixture:
     """Settings of a mixture of experts in a Flax model.
 
     Args:
-        router: Settings of the router.
         expert_size: Number of hidden channels of an expert, 1 or more.
         activation: Name of the function between the two products of an expert.
         use_bias: Whether experts have biases.

@@ -23,14 +23,7 @@ Flat = dict[tuple[Any, ...], Any]
 
 @dataclasses.dataclass(frozen=True)
 class Skeleton:
-    """Module without arrays.
-
-    Args:
-        graphdef: Graph definition.
-        params: Paths of the parameters.
-        other_state: Paths of all arrays besides parameters and random state.
-        streams: Type and shape of the random state, by path.
-    """
+    """Module without arrays."""
 
     graphdef: Any
     params: tuple[tuple[Any, ...], ...]

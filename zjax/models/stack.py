@@ -42,12 +42,9 @@ class Decoder(nnx.Module):
     with 1.
 
     Args:
-        config: Shape of the model.
-        matmul_dtype: Dtype of the operands of the blocks' matrix products.
         deterministic: Whether embedding gradients are summed in a fixed order.
         only_block: int32[], index of the only block of each segment to initialise;
             None means all blocks.
-        rngs: Source of the initial values.
 
     Example:
         >>> config = schema.Model(num_layers=1, embed_size=8, mlp_size=16, num_heads=2,
@@ -109,13 +106,10 @@ class Encoder(nnx.Module):
     Weights are initialised normally with deviation 0.02, biases with 0, scales with 1.
 
     Args:
-        config: Shape of the model.
         use_pooling: Whether to create the layer of `pool`.
-        matmul_dtype: Dtype of the operands of the blocks' matrix products.
         deterministic: Whether embedding gradients are summed in a fixed order.
         only_block: int32[], index of the only block of each segment to initialise;
             None means all blocks.
-        rngs: Source of the initial values.
 
     Example:
         >>> config = schema.Model(kind="encoder", num_layers=1, embed_size=8,

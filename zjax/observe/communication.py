@@ -34,12 +34,7 @@ ON_AVERAGE = "a step on average"
 
 
 class LinkBytes(NamedTuple):
-    """Bytes that one node sends.
-
-    Args:
-        inside: Bytes between devices of the node.
-        between: Bytes to other nodes.
-    """
+    """Bytes that one node sends."""
 
     inside: float
     between: float

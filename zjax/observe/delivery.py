@@ -67,8 +67,6 @@ class Delivery:
     `<service>_unsent.jsonl`.
 
     Args:
-        services: Services, opened in this order.
-        directory: Directory of the run.
         last_step: Last step of the run that is continued: unsent rows up to that step
             are sent first. 0 starts a new run.
 

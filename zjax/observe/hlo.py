@@ -36,9 +36,7 @@ class Instruction:
     """Instruction of a computation.
 
     Args:
-        name: Name without the percent sign.
         shape: Type of the result as text.
-        opcode: Opcode, such as `fusion` or `all-gather-start`.
         operands_and_attributes: Text after the opening parenthesis.
     """
 
@@ -80,7 +78,6 @@ class Module:
     Args:
         computations: Instructions by name of the computation, in schedule order if
             scheduled.
-        entry: Name of the entry computation.
         num_partitions: Number of devices of the program.
     """
 

@@ -109,11 +109,9 @@ class Throughput:
     on the device although the host never waits for the newest step.
 
     Args:
-        num_devices: Devices of the mesh.
         peak_flops: Peak FLOP/s of one device; None omits MFU.
         flops_per_token: FLOPs per token with causal attention counted half, then full;
             per row if laps count rows.
-        clock: Monotonic clock in seconds.
 
     Example:
         >>> clock = iter([0.0, 9.0, 10.0, 10.5, 11.0]).__next__

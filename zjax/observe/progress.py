@@ -70,10 +70,6 @@ class Progress:
 
     On a terminal a bar stays at the bottom; evaluations, a line for each twentieth of
     the run and other output appear above the bar. Elsewhere every write prints a line.
-
-    Args:
-        num_steps: Steps of the whole run.
-        console: Console to print on; standard output by default.
     """
 
     def __init__(self, num_steps: int, *, console: Console | None = None) -> None:

@@ -133,7 +133,6 @@ class Trace:
 
     Args:
         profile: Window of steps; None records nothing.
-        directory: Directory of the run; the trace goes to `<directory>/trace`.
     """
 
     def __init__(

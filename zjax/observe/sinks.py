@@ -198,7 +198,6 @@ class TensorBoard:
     There is no writer thread: on a full disk the thread would die and block the run.
 
     Args:
-        directory: Directory of the event files.
         last_step: Later steps of earlier files are hidden; 0 hides all.
     """
 
@@ -261,9 +260,7 @@ class _Service:
     """Run of a tracking service, whose identity is kept in the directory of the run.
 
     Args:
-        project: Name of the project or experiment.
         shown: Nested settings that are shown with the run.
-        directory: Directory of the run, which gives the name.
         last_step: 0 starts a new run; otherwise the run in `directory` continues.
 
     Raises:

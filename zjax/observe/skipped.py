@@ -19,12 +19,6 @@ _MASKS = "look at masks and weights of the data, or at sequence_warmup"
 class SkippedSteps:
     """Counts skipped steps in a row.
 
-    Args:
-        precision: Policy for steps that are not finite.
-        num_steps: Steps of the whole run.
-        num_skipped: Steps skipped so far.
-        last_step: Steps taken so far.
-
     Example:
         >>> skipped = SkippedSteps(
         ...     Precision(), num_steps=100, num_skipped=0, last_step=6
@@ -141,13 +135,7 @@ class SkippedSteps:
 
 
 class _Cause(NamedTuple):
-    """Metric of a step that was not finite.
-
-    Args:
-        steps: Step as text; several steps where only another process knows the step.
-        name: Name of the metric.
-        value: Value of the metric.
-    """
+    """Metric of a step that was not finite."""
 
     steps: str
     name: str

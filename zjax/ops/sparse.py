@@ -237,12 +237,6 @@ class WindowPlans:
     """Makes plans of a growing window, as a `zjax.ops.sparse.PlanMaker`.
 
     Hashable, since a `Window` holds it as static data.
-
-    Args:
-        sparse: A causal pattern.
-        num_kv_heads: Heads of keys and values, as `sparse_attention` gets them.
-        head_size: Channels per head.
-        segments: Whether there are segments or a key mask.
     """
 
     sparse: Sparse

@@ -152,7 +152,6 @@ class StoredMoments(NamedTuple):
 
     Args:
         count: int32[]; number of updates, which seeds the stochastic rounding.
-        state: State of the inner transformation, with moments in the storage dtype.
     """
 
     count: Any

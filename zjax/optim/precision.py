@@ -13,14 +13,7 @@ from zjax.settings import schema
 
 @dataclasses.dataclass(frozen=True)
 class Dtypes:
-    """The dtypes of a run.
-
-    Args:
-        master: Dtype of the parameters that the optimizer updates.
-        compute: Dtype of parameters and activations in the forward and backward pass.
-        grad_sum: Dtype in which gradients are added over microbatches.
-        reduce: Dtype in which gradients are added over devices.
-    """
+    """The dtypes of a run."""
 
     master: np.dtype
     compute: np.dtype

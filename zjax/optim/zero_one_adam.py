@@ -28,8 +28,6 @@ class ZeroOneAdamState(NamedTuple):
     Args:
         steps: int32[]; number of steps taken.
         variances: int32[]; number of updates of the second moments.
-        mu: Momentum, in the tree of the parameters.
-        nu: Second moments, in the tree of the parameters.
         rate_sum: float32[]; sum of the learning rates since replicas merged.
     """
 

@@ -146,7 +146,6 @@ class SplitBackward:
 
     Args:
         stream: `stream(params, residuals, nondiff, cotangent) -> (cotangent, operands)`
-        params: `params(params, residuals, nondiff, operands) -> grads`.
     """
 
     stream: Callable[..., tuple[Any, list[jax.Array]]]

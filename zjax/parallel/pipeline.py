@@ -88,8 +88,6 @@ class MicrobatchFeed:
     """Microbatches, and the weight of each in the mean loss.
 
     Args:
-        microbatches: Arrays [microbatches, ...].
-        weights: float32[microbatches].
         sources: int32[microbatches], the microbatch computed in place of each.
     """
 
@@ -141,7 +139,6 @@ class Pipeline:
     """The program of a step.
 
     Args:
-        chain: The model.
         rows: Plans of the parameters; plans of stages are by segment and slot of a
             chunk. Frozen parameters have the gradient None.
         schedule: The passes of each tick.
@@ -195,14 +192,11 @@ class StageTick:
     """The pass of a stage in a tick: a chunk, and the inputs of the chunk.
 
     Args:
-        chunks: The layers of each chunk.
-        schedule: The pass of the stage.
         nondiff: Context, key, and int32[], the index of the chunk in the model.
         is_due: bool[], whether the stage has a pass. If not, nobody reads the stream,
             and gradients must be 0.
         is_first: bool[], whether the chunk is the first of the model.
         is_last: bool[], whether the chunk is the last of the model.
-        rows: Plans of the layers.
         gathers: Whether layers all-gather parameters.
         communicates: Whether layers exchange anything between devices.
         chunk: Index of the chunk, in a program for that chunk alone.
@@ -292,8 +286,6 @@ class _State:
         cotangent: [stages, ...], cotangents that the next stages sent.
         saved: [stages, slots, ...], residuals of forward passes for backward passes.
         operands: [stages, slots, ...], operands of the passes of weights.
-        grads: Sums of gradients.
-        losses: [microbatches].
     """
 
     stream: Any

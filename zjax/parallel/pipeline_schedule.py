@@ -88,9 +88,6 @@ class Schedule:
     """The passes of all stages.
 
     Args:
-        name: Name of the schedule in the config.
-        num_stages: Stages, 1 or more.
-        num_microbatches: Microbatches, 1 or more.
         num_chunks: Chunks of layers of each stage, 1 or more.
         passes: Tables by kind; `weights` only where the schedule separates the
             gradients of weights.

@@ -72,7 +72,6 @@ class Heads(NamedTuple):
     parts of the queries. The last parts and the last groups are padded with zeros.
 
     Args:
-        kv_heads: Heads of keys and values.
         copies: Copies of each head of keys and values.
         group: Heads of queries per copy, padding included.
     """

@@ -144,15 +144,7 @@ _MAX_LISTED = 3
 
 @dataclasses.dataclass(frozen=True)
 class Member:
-    """A process of a run.
-
-    Args:
-        process_id: Rank in the run.
-        host: Host name.
-        pid: Process id on the host.
-        directory: Absolute path of the run's directory.
-        gpus: Names of the GPUs in use; empty if the process owns all visible GPUs.
-    """
+    """A process of a run."""
 
     process_id: int
     host: str
@@ -166,7 +158,6 @@ class End:
     """How a process ended.
 
     Args:
-        process_id: Rank in the run.
         rank: Order of causes before consequences: 0 killed or hung, 1 failed in Python,
             2 lost its peers, 3 aborted by the runtime.
         reason: Text for the user.

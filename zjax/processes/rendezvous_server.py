@@ -38,15 +38,7 @@ class _Client:
 
 
 class RendezvousServer:
-    """Collects the greetings of all processes and sends each the verdict.
-
-    Args:
-        address: Address of process 0.
-        host: Host name of process 0.
-        num_processes: Number of processes in the run.
-        refused: Problems for which the run must not start.
-        seconds: Seconds to wait for all processes.
-    """
+    """Collects the greetings of all processes and sends each the verdict."""
 
     def __init__(
         self,

@@ -34,15 +34,7 @@ _PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 
 @dataclasses.dataclass(frozen=True)
 class ProcessInfo:
-    """The connected processes of a run.
-
-    Args:
-        num_processes: Number of processes.
-        process_id: Rank of this process, from 0 on.
-        cluster: Launcher: `alone`, `address`, `zjax launch`, `slurm`, `open_mpi` or
-            `kubernetes`.
-        hosts: Host name of each process.
-    """
+    """The connected processes of a run."""
 
     num_processes: int
     process_id: int

@@ -37,13 +37,7 @@ class Engine:
     Args:
         make: `make(tx, plan, sent)`, the uncompiled programs of a run; `sent` is the
             message between replicas, or None.
-        model: Model with the loss to differentiate.
-        tx: Optax gradient transformation; `update` takes the phase if the rule does.
-        plan: Placement of every array, all on the devices.
-        rows: Plans of the state.
-        exchanges: What replicas exchange in each step.
         rule: Update rule, which knows the messages.
-        rounds: Settings of rounds of local steps.
     """
 
     make: Callable[..., Programs]

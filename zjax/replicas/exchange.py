@@ -32,8 +32,6 @@ class Exchange:
     """Averages a fragment, inside `shard_map` over `replica`.
 
     Args:
-        mesh: Mesh of the run.
-        fragment: Arrays that are sent.
         rows: Plans of the sent arrays; each device sends the stored shards.
         codec: Wire format of the numbers.
     """

@@ -23,7 +23,6 @@ class Piece(NamedTuple):
     """An array of a fragment.
 
     Args:
-        leaf: Index of the array among all parameters.
         layers: Layers along the first dim; None for the whole array.
     """
 
@@ -33,11 +32,7 @@ class Piece(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Fragment:
-    """A subset of the `EXCHANGED` parameters.
-
-    Args:
-        pieces: Arrays, or layers of arrays, that the fragment holds.
-    """
+    """A subset of the `EXCHANGED` parameters."""
 
     pieces: tuple[Piece, ...]
 

@@ -34,13 +34,7 @@ from zjax.typing import Metrics
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class OuterStep:
-    """One exchange of a fragment between replicas; pure functions of arrays.
-
-    Args:
-        exchange: Mean over replicas of the fragment.
-        plan: Placement of every array.
-        settings: Settings of rounds.
-    """
+    """One exchange of a fragment between replicas; pure functions of arrays."""
 
     exchange: Exchange
     plan: Plan
@@ -131,12 +125,7 @@ def _without_padding(x: jax.Array, row: ArrayPlan, whole: ArrayPlan) -> jax.Arra
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MomentumStep(OuterStep):
-    """An outer step that the optimizer of the replicas takes, as in 0/1 Adam.
-
-    Args:
-        tx: Optax gradient transformation; `update` takes the phase.
-        phase: Phase of the exchange and of the merge.
-    """
+    """An outer step that the optimizer of the replicas takes, as in 0/1 Adam."""
 
     tx: Any
     phase: Phase

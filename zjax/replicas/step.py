@@ -43,9 +43,6 @@ class ReplicaStep:
     """The steps of all replicas as pure functions of arrays.
 
     Args:
-        programs: `Programs` of one replica.
-        model: Model with the loss to differentiate.
-        plan: Placement of every array.
         feeds_back: Whether the messages have an error feedback; with local steps the
             outer gradients share it, and are in one fragment.
     """

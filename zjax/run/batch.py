@@ -93,11 +93,6 @@ class StepInputs:
     """Makes the `StepBatch` of each step: adds logits of the teacher and scalars.
 
     Evaluation reads batches as the data gives them, and drops nothing.
-
-    Args:
-        schedule: Schedule of the run.
-        replicated: Sharding of the scalars.
-        teacher: Teacher of the first steps, if the run distils one.
     """
 
     schedule: TrainingSchedule

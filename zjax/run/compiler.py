@@ -192,7 +192,6 @@ class CompileAhead:
     the context manager waits for the thread.
 
     Args:
-        schedule: Schedule of the run.
         compile: Function of a batch, the name of a program and a step, that compiles
             the program, as `Step.compile` does.
         first_step: First step of the loop, whose programs are not compiled ahead.

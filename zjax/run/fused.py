@@ -59,12 +59,7 @@ def make_programs(
 
 
 class Weights:
-    """Turns states into parameters, by programs that compile once.
-
-    Args:
-        model: Model as pure functions.
-        plan: Plan of every array.
-    """
+    """Turns states into parameters, by programs that compile once."""
 
     def __init__(self, model: Model, plan: Plan):
         self._model, self._plan = model, plan
@@ -115,14 +110,7 @@ class Weights:
 
 
 class FusedExecutor:
-    """Executor whose step is one program, with all state on the devices.
-
-    Args:
-        model: Model and loss as pure functions.
-        plan: Plan of every array, all on the devices.
-        config: Settings; read for `precision`.
-        programs: Jitted functions by name, with `train` and `evaluate`.
-    """
+    """Executor whose step is one program, with all state on the devices."""
 
     def __init__(
         self, model: Model, plan: Plan, config: Config, programs: Mapping[str, Any]
@@ -257,7 +245,6 @@ class Executor(Protocol):
     Args:
         state_plan: TrainState of ArrayPlan: where each array of the state is stored.
         parameters: Function from a state to the parameters as the model takes them.
-        programs: Jitted functions by name.
     """
 
     state_plan: TrainState

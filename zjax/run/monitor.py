@@ -37,15 +37,10 @@ class Monitor:
     """Sends the metrics of a run to sinks and callbacks.
 
     Args:
-        config: Settings of the run: `observe`, `precision`, `num_steps` and
-            `directory`.
-        model: Model of the run, whose FLOPs count for MFU.
         last_step: Steps already taken; files lose entries of later steps.
         num_skipped: Number of skipped steps among the steps taken.
         has_tokens: Whether batches are sequences of tokens; other models log seconds
             per step and MFU.
-        num_devices: Devices of the mesh.
-        schedule: Schedule of the run.
         callbacks: Functions called after the sinks.
         values_at: Function from a step, from 1 on, to values that only the data of the
             step tell.

@@ -23,16 +23,7 @@ from zjax.typing import Batch, Metrics, Model
 
 
 class ReplicasExecutor(FusedExecutor):
-    """Executor whose replicas send little: codecs, 1-bit and 0/1 Adam, DiLoCo.
-
-    Args:
-        model: Model and loss as pure functions.
-        tx: Optax gradient transformation; `update` takes the phase if the rule does.
-        plan: Plan of every array, all on the devices.
-        config: Checked settings.
-        schedule: Learning rate by applied step, for the metrics.
-        exchanges: What replicas exchange in each step.
-    """
+    """Executor whose replicas send little: codecs, 1-bit and 0/1 Adam, DiLoCo."""
 
     def __init__(
         self,

@@ -26,14 +26,6 @@ class StreamedExecutor:
     read parameters stored on the devices in one program, and offloaded blocks one by
     one.
 
-    Args:
-        model: Model and loss as pure functions.
-        tx: Optax gradient transformation.
-        plan: Plan of every array; some arrays are offloaded.
-        config: Settings; read for `seed`, `zero`, `optimizer`, `precision` and
-            `xla_options`.
-        schedule: Learning rate by applied step, for the metrics.
-
     Raises:
         PlanError: The optimizer cannot be updated group by group, or gains nothing from
             delayed updates; or the model has a state that blocks cannot update.

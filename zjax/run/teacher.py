@@ -43,12 +43,6 @@ class Teacher:
 
     Parameters are read at the first batch, and again after `release`.
 
-    Args:
-        settings: Settings of the distillation.
-        config: Settings of the student.
-        plan: Plan of the student; the teacher runs on the student's mesh.
-        student: Model of the student; read for the entries of a batch.
-
     Raises:
         CheckpointError: `distill.teacher` is not the directory of a run, or the saved
             weights do not fit the saved model.

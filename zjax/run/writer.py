@@ -15,13 +15,7 @@ from zjax.train.state import TrainState
 
 
 class Writer:
-    """Continues texts and answers messages with the decoder of a run.
-
-    Args:
-        config: Settings of the run; read for the model and the data.
-        generate: `Run.generate`.
-        writes_text: Whether the model is the decoder of the settings.
-    """
+    """Continues texts and answers messages with the decoder of a run."""
 
     def __init__(
         self, config: Config, generate: Callable[..., jax.Array], *, writes_text: bool

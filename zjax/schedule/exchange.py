@@ -41,7 +41,6 @@ class StepExchange(NamedTuple):
     """What replicas exchange in one step.
 
     Args:
-        phase: Phase of the step.
         sent: Fragment of the parameters that is sent after the step, or None.
         merged: Fragment that is merged after the step, or None.
         ends_round: Whether the step is the last one of a round of local steps.
@@ -91,7 +90,6 @@ class Exchanges:
             never step apart.
         outer_phase: Phase in which the optimizer of the replicas takes outer steps, or
             None.
-        num_fragments: Number of fragments of the parameters, 1 or more.
         delay: Steps from sending to merging, fewer than between two merges.
 
     Example:
@@ -192,7 +190,6 @@ class Intervals(Exchanges):
     Local steps begin after `freeze_step`, which is `var_freeze_step` + 1 in DeepSpeed.
 
     Args:
-        num_steps: Steps of the run; the last step ends with an exchange.
         var_update_scaler: Updates of second moments until their interval doubles.
         local_step_scaler: Local steps until the interval between exchanges doubles.
         local_step_clipper: Longest interval between exchanges, in steps.

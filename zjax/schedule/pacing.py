@@ -57,10 +57,6 @@ def find_function(name: str) -> Callable[..., Any] | Fault:
 class Pacing:
     """Values that never fall, each from a first step on.
 
-    Args:
-        firsts: First step of each value, ascending from 0.
-        values: Values, ascending.
-
     Example:
         >>> pacing = Pacing(firsts=(0, 6, 11), values=(1, 2, 3))
         >>> [pacing.at(step) for step in (1, 5, 6, 10, 11, 99)]

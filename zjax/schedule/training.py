@@ -52,8 +52,6 @@ class TrainingSchedule:
     """Shapes, dropped tokens and layers, exchanges and learning rates, by step from 1.
 
     Args:
-        config: Checked settings; the batch size is known.
-        num_devices: Devices of the run.
         shape_at: Function from a step to the rows and the tokens per row of the batch,
             if the order of the data decides both, as with length buckets.
 

@@ -20,7 +20,6 @@ class SegmentShape(NamedTuple):
 
     Args:
         num_experts: Number of experts of each layer of a block; 0 for a dense layer.
-        num_blocks: Number of blocks.
         slides: Whether each layer of a block uses the sliding window.
     """
 

@@ -25,7 +25,6 @@ class Layers(tuple[Any, ...]):
     """The layers of a stacked array, as a node of a tree with one leaf per layer.
 
     Args:
-        layers: Leaves in the order of the layers.
         name: Name of the stacked array, the last key in the path of every layer; rules
             that match names find the layers by it.
 
@@ -125,10 +124,6 @@ class LayerOf:
     The backward pass of a loop saves the inputs of a recomputed block. A group is saved
     as the array that the loop runs over; a slice would be saved as a copy of all
     layers.
-
-    Args:
-        group: Stacked arrays of a few layers.
-        number: Index in the group.
     """
 
     group: Params

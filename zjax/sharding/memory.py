@@ -22,8 +22,6 @@ class StageBytes:
     """Bytes of model state on one device.
 
     Args:
-        parameters: Bytes of compute parameters.
-        gradients: Bytes of gradients or of their sum.
         optimizer: Bytes of master weights, optimizer state, averaged weights and arrays
             for compressed communication.
     """
@@ -70,13 +68,7 @@ def zero_bytes(
 
 
 class MemoryBytes(NamedTuple):
-    """Bytes per device of some arrays, by the memory that stores them.
-
-    Args:
-        device: Bytes on the device.
-        host: Bytes in pinned memory of the host.
-        disks: Bytes on disks.
-    """
+    """Bytes per device of some arrays, by the memory that stores them."""
 
     device: int
     host: int

@@ -23,10 +23,6 @@ class LayerKey(jax.tree_util.DictKey):
 
     A `LayerKey` equals the key of the stacked array, so that rules that match names
     find the layer. The key adds nothing to a path: a layer has the path of the stack.
-
-    Args:
-        name: Name of the stacked array.
-        layer: Index of the layer.
     """
 
     def __init__(self, name: str, layer: int):

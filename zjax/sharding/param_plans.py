@@ -197,8 +197,6 @@ class ParamPlans:
     """Plans of trees with one array per parameter.
 
     Args:
-        params: Abstract parameters.
-        mesh: Devices, or an abstract mesh.
         unsharded: Model-parallel spec of each leaf.
         sharded: Model-parallel spec of each leaf, extended over the ZeRO axes.
         is_stack: Whether each leaf stacks layers.

@@ -60,7 +60,6 @@ class ArrayPlan:
         compute parameter, hpZ and qwZ   data           -           plain  int8
 
     Args:
-        path: Path of the array in the tree, parts separated by `/`.
         shape: Logical shape, without padding.
         dtype: Element type in computations.
         stored: Sharding and memory kind of the stored array.

@@ -59,12 +59,7 @@ def _is_frozen(row: Any) -> bool:
 
 
 class MovedParam(NamedTuple):
-    """How totals move a parameter.
-
-    Args:
-        segment: Index of the segment of the totals.
-        move: Function of `Segment.moves`.
-    """
+    """How totals move a parameter."""
 
     segment: int
     move: Move

@@ -21,8 +21,6 @@ class Splits:
     Args:
         state: Whether master weights, optimizer state, and the gradients that enter the
             optimizer are sharded.
-        grad_sum: Whether the sum of gradients over microbatches is sharded.
-        compute: Whether compute parameters are sharded.
     """
 
     state: bool

@@ -44,10 +44,6 @@ class DiskArray:
     """A leaf of a state, stored on a disk in place of a `jax.Array`.
 
     `path` is the directory of the files, set once writing has started.
-
-    Args:
-        row: Plan of the array: the disks, and the sharding over devices.
-        shards: Shards of this process, each with the bounds of the shard's dims.
     """
 
     def __init__(self, row: ArrayPlan, shards: Sequence[tuple[Any, Any]]):

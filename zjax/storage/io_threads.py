@@ -151,7 +151,6 @@ class Job(NamedTuple):
     Args:
         act: Function that reads or writes a chunk; called in any order.
         pieces: Arguments of `act`, one tuple per chunk; one chunk or more.
-        result: Result of the job.
     """
 
     act: Callable[..., None]

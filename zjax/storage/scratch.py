@@ -40,9 +40,6 @@ class Scratch:
     faster than removing files and creating new files. The next process removes the
     files of a process that was killed.
 
-    Args:
-        paths: Directories that exist, one per disk.
-
     Raises:
         StorageError: Names every path in which nothing can be written.
     """

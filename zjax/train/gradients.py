@@ -27,11 +27,6 @@ class AutomaticGradients:
     """Gradients that the compiler reduces; pure functions of the compute parameters.
 
     This is right for every loss, including a loss that couples the rows of a batch.
-
-    Args:
-        model: Model with the loss to differentiate.
-        plan: Placement of parameters, gradients and sums of gradients.
-        num_microbatches: Number of gradient accumulation steps, 1 or more.
     """
 
     model: Model
@@ -175,9 +170,6 @@ class LocalGradients:
     Gathers use the compute dtype, reductions the compute dtype or `reduce_dtype`.
 
     Args:
-        model: Model with the loss to differentiate.
-        plan: Placement of parameters, gradients and sums, as the program uses each.
-        num_microbatches: Number of gradient accumulation steps, 1 or more.
         reduce_dtype: Dtype in which gradients are added over devices.
         reduces_each: Whether gradients are reduced after each microbatch, not once.
     """

@@ -21,10 +21,6 @@ from zjax.typing import Batch, Model, Params, Segment, Totals
 class StagePartition:
     """Splits trees of a model into embedding, the blocks of each segment, and head.
 
-    Args:
-        model: Model that has a stack.
-        plan: Plan, which says which arrays stack layers.
-
     Raises:
         PlanError: The model is not a line of blocks with stacked arrays, or the stack
             does more than select leaves and put leaves back.

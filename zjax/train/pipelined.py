@@ -44,8 +44,6 @@ class PipelinedModel:
     """A model, the schedule of the pipeline and the residuals to save.
 
     Args:
-        model: Model that has a stack, with arrays that stack layers.
-        schedule: Order of the passes of a step.
         recomputes: Whether a stage saves only the stage's input for the backward pass.
         keeps: Policy of `jax.checkpoint` for the residuals of a block; None saves all.
         drops_tokens: Whether some blocks of a step run on some of the tokens.
@@ -81,13 +79,7 @@ def pipelined_gradients(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PipelinedGradients:
-    """Pure functions of the stored master parameters.
-
-    Args:
-        plan: Placement of parameters and gradients.
-        staged: Model on the stages of the mesh.
-        recomputes: Whether a stage saves only the stage's input for the backward pass.
-    """
+    """Pure functions of the stored master parameters."""
 
     plan: Plan
     staged: StagedModel

@@ -45,12 +45,7 @@ class GradientSettings:
     """The inputs of every strategy.
 
     Args:
-        model: Model with the loss to differentiate.
-        plan: Placement of every array.
-        num_microbatches: Number of gradient accumulation steps, 1 or more.
         reduces_in_float32: Whether gradients are reduced in float32.
-        zero: Settings of ZeRO++, which refusals name.
-        pipeline: Settings of the pipeline.
         recomputes: Whether backward passes of a built-in model recompute anything.
         drops_tokens: Whether middle layers train on some tokens (random-LTD).
     """
@@ -207,12 +202,6 @@ class Programs:
 
     The plain case runs `train`, one program. A run with an update elsewhere or at
     another time composes `gradients` and `update`.
-
-    Args:
-        gradient_programs: Functions of the loss and the gradients.
-        apply_gradients: Function that `zjax.train.update.make_update` builds.
-        plan: Placement of every array.
-        seed: Seed of the keys of all steps.
     """
 
     gradient_programs: GradientPrograms

@@ -94,11 +94,8 @@ class Update:
     `step` and `num_skipped`. If `precision.on_nonfinite` is `update`, all steps apply.
 
     Args:
-        tx: Optax gradient transformation with extra arguments.
-        plan: Placement of gradients and state.
         optimizer: Settings of clipping and averaging, and the name of the rule.
         precision: Settings of loss scaling, and of gradients that are not finite.
-        schedule: Learning rate by applied step; None if unknown.
         counted: bool for each parameter with a gradient; False counts it as 0.
         moved: Rules by path of parameters that move with the totals of a step.
         sent: Message averaged over replicas; None for gradients that are averaged.

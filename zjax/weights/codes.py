@@ -232,7 +232,6 @@ class Quantized:
     """Lists the tensors of a checkpoint that are stored as codes and scales.
 
     Args:
-        format: Format of all quantised tensors; None for a checkpoint without any.
         shapes: Plain shapes of quantised tensors, by name.
     """
 

@@ -269,19 +269,15 @@ class Family:
     """Describes how a kind of checkpoint becomes a decoder or an encoder.
 
     Args:
-        architecture: Class of transformers.
-        rows: Table of arrays and tensors.
         prefix: Start of tensor names, missing in checkpoints without a head.
         buffers: Pattern of tensors that outputs do not depend on.
         spellings: Endings of tensor names in old checkpoints, by usual ending.
         constant: Settings of every model of the family.
-        keys: Keys that are settings.
         fixed: Keys with one meaning in zjax, and the values with that meaning; the
             first value is the default.
         biases: Keys of the biases of attention and of the feed-forward, False by
             default; empty if `constant` sets the biases.
         is_partial: Whether rotary positions may rotate only some channels of a head.
-        windows: Layers with sliding windows.
         theta: Base of rotary positions, if a config.json has none.
         local_theta: Base of rotary positions in sliding layers; 0 for one base in all
             layers.

@@ -60,9 +60,6 @@ _NUM_THREADS = 8
 class TensorFile:
     """Reads slices of an open file; the library has checked the header.
 
-    Args:
-        path: File that the safetensors library can open.
-
     Raises:
         OSError: The file cannot be opened.
         ValueError: The header is larger than an index may be.

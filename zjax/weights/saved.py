@@ -34,8 +34,6 @@ class SavedArrays:
     """Arrays of a checkpoint.
 
     Args:
-        directory: Directory that Orbax wrote.
-        entries: Shapes and dtypes of all arrays, by name.
         linked: Directories with the files of disk arrays, by name of the array.
     """
 

@@ -56,12 +56,7 @@ Index = tuple[slice, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Arrays that are read by name, slice by slice.
-
-    Args:
-        entries: Shape and dtype by name.
-        read: Function that reads a slice of one array.
-    """
+    """Arrays that are read by name, slice by slice."""
 
     entries: Mapping[str, Entry]
     read: Callable[[str, Index], np.ndarray]

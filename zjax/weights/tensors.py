@@ -136,7 +136,6 @@ class Layout:
     """Maps the elements of one array to tensors.
 
     Args:
-        row: Row of the table.
         sizes: Sizes of the array's dims by name, in order.
         joined: Sizes of all arrays of a tensor along the joined dim; () for one array.
         tensors: Names of the tensors, by indices along the dims that tensors lack.

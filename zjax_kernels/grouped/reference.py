@@ -50,8 +50,6 @@ class Tiles:
     """Tiles of rows, each within one group.
 
     Args:
-        group: int32[tiles], group of the tile.
-        start: int32[tiles], first row of the tile.
         rows: int32[tiles], rows of the tile; 0 for tiles that no group needs.
     """
 

@@ -92,10 +92,6 @@ def _is_integer(value: object, minimum: int) -> bool:
 class Bits:
     """A hashable Boolean array.
 
-    Args:
-        shape: Shape of the array.
-        packed: Values, eight to a byte.
-
     Example:
         >>> Bits.of(np.eye(3)) == Bits.of(np.eye(3, dtype=bool))
         True

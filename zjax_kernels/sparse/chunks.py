@@ -24,12 +24,8 @@ class Cells:
     """Live cells of one pattern, as coordinates.
 
     Args:
-        rows: int32[cells], row of the cell.
-        columns: int32[cells], column of the cell.
         diagonal: bool[cells], whether causality hides tokens of the cell.
         masked: bool[cells], whether `mask` hides tokens of the cell.
-        num_rows: Number of rows of cells, a multiple of a tile.
-        num_columns: Number of columns of cells, a multiple of a tile.
         size: Tokens per side.
         mask: Visibility of tokens within live cells; None if all are visible.
     """

@@ -325,11 +325,7 @@ class HalfTile:
     """A warpgroup's half of a tile, while a kernel is traced.
 
     Args:
-        shape: Sizes of the product.
-        tile: Tile of which this is one half.
         sums: float32[HALF, width] for each part.
-        refs: Arrays of the epilogue.
-        memory: Shared memory.
         before: int32, steps before the reads of the tile.
         num_stored: Chunks stored so far.
     """
