@@ -132,11 +132,7 @@ versions."""
 
 
 def check_installed(name: str) -> None:
-    """Refuses a package of `NEEDED_FOR` that is missing or older than `OLDEST`.
-
-    Example:
-        >>> check_installed("grain")
-    """
+    """Refuses a package of `NEEDED_FOR` that is missing or older than `OLDEST`."""
     install = _DISTRIBUTIONS.get(name, name)
     if importlib.util.find_spec(name) is None:
         problem = f"is not installed, and {NEEDED_FOR[name]} need it"
@@ -194,12 +190,6 @@ def find_remedy(
 
     `elsewhere` is the remedy if another path would help and the user may choose a path;
     `default` if the disk is full or broken, or the cause is unknown.
-
-    Example:
-        >>> find_remedy(IsADirectoryError(errno.EISDIR, "Is a directory"))
-        'move the directory that is in its way'
-        >>> find_remedy(OSError(errno.ENOSPC, "No space left on device"))
-        'free disk space or repair the file system'
     """
     number = find_errno(error)
     if elsewhere and number in _ELSEWHERE:
@@ -222,10 +212,6 @@ def find_fault(path: str | os.PathLike[str]) -> str:
 
     Returns:
         Text to follow the path; empty for a regular file, or a link to one.
-
-    Example:
-        >>> find_fault("/dev/null"), find_fault("/"), find_fault("/nowhere/a")
-        ('is not a regular file', 'is a directory', 'does not exist')
     """
     try:
         mode = os.stat(path).st_mode

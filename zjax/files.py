@@ -69,13 +69,6 @@ def parse_json(text: str | bytes) -> Any:
 
     Raises:
         ValueError: The text is not JSON, or nested too deep.
-
-    Example:
-        >>> parse_json("[1]")
-        [1]
-        >>> parse_json("[" * 100_000)
-        Traceback (most recent call last):
-        ValueError: it is nested too deep
     """
     try:
         return json.loads(text)
@@ -245,14 +238,6 @@ def local_path(
 
     `field` names the setting in errors; `creates` means that the caller creates the
     path and reports if it is too long.
-
-    Example:
-        >>> local_path("directory", "runs/a")
-        'runs/a'
-        >>> local_path("directory", "gs://bucket/a")
-        Traceback (most recent call last):
-        zjax.errors.ConfigError: directory='gs://bucket/a' is not a path of a file \
-system; give one on a disk, or where the bucket is mounted
     """
     given = os.fspath(path)
     if not given:

@@ -52,12 +52,7 @@ NUM_SMS = 132
 
 
 def check_implementation(requested: str, *, dtype: str, head_size: int) -> str:
-    """Returns `mosaic_gpu` or `reference` for attention of a dtype and head size.
-
-    Example:
-        >>> check_implementation("auto", dtype="float32", head_size=64)
-        'reference'
-    """
+    """Returns `mosaic_gpu` or `reference` for attention of a dtype and head size."""
     problem, remedy = _array_obstacle(dtype, head_size)
     arrays = f"{dtype}, head size {head_size}"
     return choose_implementation(
@@ -73,10 +68,6 @@ def choose_implementation(
     `problem` says why the kernels do not support the arrays (empty if supported),
     `remedy` how to help. Unless `auto` is requested, an unusable device raises
     `NotImplementedError` and unusable arrays `ValueError`.
-
-    Example:
-        >>> choose_implementation("reference", "a sum", "int8", problem="", remedy="")
-        'reference'
     """
     if requested not in ("auto", "mosaic_gpu", "reference"):
         known = "use auto, mosaic_gpu or reference"
@@ -101,10 +92,6 @@ def load_implementation(package: str, name: str) -> types.ModuleType:
     """Imports `reference` or `mosaic_gpu` of a package.
 
     `mosaic_gpu` is slow to import, as it imports the compiler of kernels.
-
-    Example:
-        >>> load_implementation("norm", "reference").__name__
-        'zjax_kernels.norm.reference'
     """
     return importlib.import_module(f"zjax_kernels.{package}.{name}")
 
@@ -131,10 +118,6 @@ def first_device() -> tuple[str, tuple[int, int]]:
     """Returns the platform (`cuda`, `rocm`, `tpu`, `cpu`) and compute capability.
 
     The capability is (0, 0) on all platforms but `cuda`.
-
-    Example:
-        >>> first_device()
-        ('cpu', (0, 0))
     """
     device: Any = jax.devices()[0]
     if device.platform != "gpu":

@@ -18,12 +18,7 @@ from zjax.storage.io_threads import thread_memory
 
 
 class Task:
-    """Calls a function in a new daemon thread.
-
-    Example:
-        >>> Task("sum", lambda: 1 + 1).result()
-        2
-    """
+    """Calls a function in a new daemon thread."""
 
     def __init__(self, name: str, call: Callable[[], Any]):
         self._call: Callable[[], Any] | None = call
@@ -62,12 +57,7 @@ class Task:
 def map_in_threads(
     act: Callable[[Any], Any], items: Sequence[Any], num_threads: int
 ) -> list[Any]:
-    """Calls a function with each item, several at a time; keeps the order.
-
-    Example:
-        >>> map_in_threads(lambda x: x * x, [1, 2, 3], 2)
-        [1, 4, 9]
-    """
+    """Calls a function with each item, several at a time; keeps the order."""
     results: list[Any] = [None] * len(items)
     numbers = itertools.count()  # `next` is atomic: no lock
 
@@ -202,13 +192,7 @@ def find_damage(
 
 
 def partition(sums: Mapping[str, Sum], part: int, num_parts: int) -> list[str]:
-    """Names of the files that one process reads; all processes get about equal bytes.
-
-    Example:
-        >>> sums = {name: Sum(size, 0, 0) for name, size in zip("abcd", (9, 5, 4, 1))}
-        >>> [partition(sums, part, 2) for part in range(2)]
-        [['a', 'd'], ['b', 'c']]
-    """
+    """Names of the files that one process reads; processes get about equal bytes."""
     filled = [0] * num_parts
     names = []
     for name in sorted(sums, key=lambda name: (-sums[name].size, name)):

@@ -33,9 +33,6 @@ def check_finite(
     An optimizer or a model may keep infinity on purpose, such as a best loss. Frozen
     parameters do not change, and are not read. Offloaded arrays are staged on the
     devices one after another.
-
-    Example:
-        >>> check_finite({}, {}, 10)
     """
     floating = {
         name: plan

@@ -248,14 +248,7 @@ def chats_given(given: flags.FlagValues) -> list[Conversation]:
 
 
 def describe_text(given: str | Conversation, text: str, *, as_json: bool) -> str:
-    """Formats a prompt with the generated text, as plain text or as a line of JSON.
-
-    Example:
-        >>> describe_text("one", " two", as_json=True)
-        '{"prompt": "one", "text": "one two"}'
-        >>> describe_text("one", " two", as_json=False)
-        'one two'
-    """
+    """Formats a prompt with the generated text, as plain text or as a line of JSON."""
     if isinstance(given, Conversation):
         answer = {"role": ANSWERS, "content": text}
         shown, record = text, {"messages": [*given.messages, answer]}

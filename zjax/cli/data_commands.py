@@ -84,13 +84,7 @@ PREPARE = Command(
 
 
 def describe_lengths(sizes: np.ndarray) -> str:
-    """Describes percentiles of conversation lengths, for a choice of `data.length`.
-
-    Example:
-        >>> describe_lengths(np.array([30, 20, 1_000, 40]))
-        'data.length cuts longer ones: 50 % have up to 30 tokens, 90 % up to 1,000, \
-99 % up to 1,000, the longest 1,000'
-    """
+    """Describes percentiles of conversation lengths, for a choice of `data.length`."""
     shares = (50, 90, 99, 100)
     found = np.percentile(sizes, shares, method="inverted_cdf").tolist()
     half, most, nearly, longest = (f"{size:,}" for size in found)

@@ -395,12 +395,7 @@ COMMANDS = {
 
 
 def command_name(words: Sequence[str]) -> str:
-    """Name of the command that the words begin with: one or two words.
-
-    Example:
-        >>> command_name(["data", "prepare", "--input=a"]), command_name(["train"])
-        ('data prepare', 'train')
-    """
+    """Name of the command that the words begin with: one or two words."""
     two = " ".join(words[:2])
     return two if two in COMMANDS else "".join(words[:1])
 

@@ -98,12 +98,7 @@ class Command:
 
 
 def flags_of(command: Command) -> list[str]:
-    """Names of the flags that a command takes, besides changes of single settings.
-
-    Example:
-        >>> flags_of(Command(print, "", "", has_settings=False))
-        ['simulated_devices', 'flagfile']
-    """
+    """Names of the flags that a command takes, besides changes of single settings."""
     if command.arguments:
         return []
     rows = (*(_SETTINGS if command.has_settings else ()), *_COMMON)
@@ -227,13 +222,7 @@ _ZSH = "autoload -U +X compinit bashcompinit && compinit && bashcompinit\n"
 
 
 def completion_script(shell: str, commands: Mapping[str, Command]) -> str:
-    """Writes the completion script of a shell, one of `SHELLS`.
-
-    Example:
-        >>> commands = {"train": Command(print, "Trains.", "")}
-        >>> "--ds_config=" in completion_script("bash", commands)
-        True
-    """
+    """Writes the completion script of a shell, one of `SHELLS`."""
     settings = " ".join(f"--config.{path}=" for path in setting_paths())
     firsts = " ".join(dict.fromkeys(name.partition(" ")[0] for name in commands))
     script = _FUNCTION.format(

@@ -15,13 +15,7 @@ _BESIDE_USER_OPTIMIZER = ("optimizer.clip_norm", "optimizer.ema_decay")
 
 
 def effect_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
-    """Yields a problem for each changed setting that nothing reads.
-
-    Example:
-        >>> mesh = schema.Config(data=schema.Data(path="x"))
-        >>> [problem.field for problem in effect_problems(mesh, 1)]
-        ['data.path']
-    """
+    """Yields a problem for each changed setting that nothing reads."""
     for setting, other, values in describe.NEEDS:
         if (given := choices.value_at(config, other)) in values:
             continue

@@ -52,10 +52,6 @@ def read_gin(files: Sequence[str] = (), bindings: Sequence[str] = ()) -> dict[st
 
     Infinity is written `%inf`, tuples as in Python. Paths of includes are relative to
     the including file. The result is nested by section, and not yet checked.
-
-    Example:
-        >>> read_gin(bindings=["config.zero.stage = 3"])
-        {'zero': {'stage': 3}}
     """
     problems, found = list[Problem](), Bindings()
     reader = _Reader(problems)
@@ -77,12 +73,7 @@ def read_gin(files: Sequence[str] = (), bindings: Sequence[str] = ()) -> dict[st
 
 
 def from_gin(files: Sequence[str] = (), bindings: Sequence[str] = ()) -> schema.Config:
-    """Builds a Config from Gin files and bindings, as `read_gin` reads them.
-
-    Example:
-        >>> from_gin(bindings=["config.zero.stage = 3"]).zero.stage
-        3
-    """
+    """Builds a Config from Gin files and bindings, as `read_gin` reads them."""
     values = read_gin(files, bindings)
     if len(files) == 1 and (name := shipped_name(files[0])):
         bound = {

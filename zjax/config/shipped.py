@@ -40,12 +40,7 @@ def find_config(source: str) -> pathlib.Path:
 
 
 def shipped_name(source: object) -> str:
-    """Name of a shipped config, given by name or path; empty for any other source.
-
-    Example:
-        >>> shipped_name("quickstart"), shipped_name("mine/quickstart.py")
-        ('quickstart', '')
-    """
+    """Name of a shipped config, given by name or path; empty for any other source."""
     if not isinstance(source, str | os.PathLike):
         return ""
     path = find_config(os.fspath(source)).absolute()

@@ -25,12 +25,7 @@ class ColumnDataset(Protocol):
 
 
 def batches_problems(field: str, batches: Any) -> Iterator[Problem]:
-    """Yields a problem for an argument that is no dataset and no iterable of batches.
-
-    Example:
-        >>> print(*batches_problems("batches", {"train": [], "test": []}))
-        batches='dict' is a mapping; give one of its values, such as batches['train']
-    """
+    """Yields a problem for an argument that is neither a dataset nor batches."""
     kind, remedy = type(batches).__name__, "give a dataset or a list of batches"
     if _are_rows(batches):
         yield from _row_problems(field, batches)
@@ -144,13 +139,7 @@ def wrap_batches(
 
 
 def with_columns(batches: Any, field: str = "batches") -> Any:
-    """Wraps a list of rows as a dataset; returns any other argument unchanged.
-
-    Example:
-        >>> rows = [{"tokens": [1, 2], "label": 0}, {"tokens": [3, 4], "label": 1}]
-        >>> with_columns(rows)[[1, 0]]
-        {'tokens': [[3, 4], [1, 2]], 'label': [1, 0]}
-    """
+    """Wraps a list of rows as a dataset; returns any other argument unchanged."""
     if not _are_rows(batches):
         return batches
     if problems := list(_row_problems(field, batches)):

@@ -30,13 +30,7 @@ _EPOCHS_KEPT = 2
 
 @dataclasses.dataclass(frozen=True)
 class Pieces:
-    """Parts of documents in a token stream.
-
-    Example:
-        >>> pieces = cut_documents(np.array([0, 7, 8]), shortest=2, longest=4)
-        >>> pieces.starts.tolist(), pieces.sizes.tolist(), pieces.ends.tolist()
-        ([0, 4], [4, 2], [False, False])
-    """
+    """Parts of documents in a token stream."""
 
     starts: Int64[np.ndarray, " pieces"]
     """Index of the first token in the stream."""

@@ -65,14 +65,7 @@ def refuse(path: str | os.PathLike, where: str, problem: str, remedy: str) -> No
 def read_conversation(
     record: Mapping[str, Any], path: str | os.PathLike, where: str
 ) -> Conversation:
-    """Reads a record by the first of `LAYOUTS` that fits the fields.
-
-    Example:
-        >>> record = {"prompt": "Two and two?", "answer": "Four"}
-        >>> talk = read_conversation(record, "talks.jsonl", "line 1")
-        >>> [message["role"] for message in talk.messages], talk.trained
-        (['user', 'assistant'], [False, True])
-    """
+    """Reads a record by the first of `LAYOUTS` that fits the fields."""
 
     def fail(problem: str, remedy: str) -> NoReturn:
         refuse(path, where, problem, remedy)

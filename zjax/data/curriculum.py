@@ -67,13 +67,6 @@ class Clusters:
 
     Args:
         difficulties: One or more; all must admit a sample.
-
-    Example:
-        >>> index = Index("voc", np.array([1.0, 1.0, 5.0]), np.array([2, 0, 1]))
-        >>> pacing = Pacing((0, 3), (1, 5))
-        >>> clusters = Clusters([Difficulty(index, pacing, is_percentile=False)])
-        >>> clusters.samples.tolist(), clusters.ends.tolist(), clusters.firsts
-        ([2, 0, 1], [2, 3], (1, 3))
     """
 
     samples: Int64[np.ndarray, " n"]

@@ -27,11 +27,6 @@ class Sampler:
     Args:
         num_rows: Rows per epoch, 1 or more.
         global_batch_size: Rows per step, 1 or more; a batch may straddle two epochs.
-
-    Example:
-        >>> sampler = Sampler(seed=0, num_rows=5, global_batch_size=5)
-        >>> sorted(sampler.indices(7).tolist())
-        [0, 1, 2, 3, 4]
     """
 
     seed: int | tuple[int, ...]

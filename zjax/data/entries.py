@@ -20,11 +20,6 @@ def entries_of(batch: Batch, *, replicated: Sequence[str] = ()) -> Entries:
 
     `replicated` are paths of arrays, or of dicts of arrays, without rows: every device
     and microbatch gets these arrays whole. Raises all problems at once.
-
-    Example:
-        >>> batch = {"x": np.ones((8, 2), np.float32), "table": np.ones(3, np.int32)}
-        >>> entries_of(batch, replicated=["table"])["table"].has_rows
-        False
     """
     # Rows are compared below, with all array names and the remedy `replicated`.
     batch = check_batch(batch, {}, rows_differ=True)
@@ -75,10 +70,6 @@ def check_batch(
     Returns the batch with NumPy arrays in the dtypes of JAX. Values are read of NumPy
     arrays only. Without entries, any numeric arrays pass; with `num_rows=0`, any number
     of rows that all arrays share. Raises all problems at once.
-
-    Example:
-        >>> check_batch({"x": np.arange(3)}, {})["x"].dtype
-        dtype('int32')
     """
     leaves, tree = jax.tree_util.tree_flatten_with_path(batch, is_leaf=_is_list)
     leaves = {path_of(keys): _as_scalar(leaf) for keys, leaf in leaves}

@@ -73,15 +73,7 @@ class EvaluationSet:
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationOrder:
-    """Rows of each batch of an evaluation.
-
-    Example:
-        >>> whole = EvaluationOrder(num_rows=13, num_all=13, global_batch_size=8)
-        >>> whole.sizes
-        (8, 4, 1)
-        >>> sorted({row for step in range(3) for row in whole.indices(step).tolist()})
-        [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]
-    """
+    """Rows of each batch of an evaluation."""
 
     num_rows: int
     num_all: int
@@ -245,13 +237,7 @@ def _evaluate_rows(
 def fill_batches(
     batch: Any, batch_size: int, name: str, entries: Entries
 ) -> Iterator[FilledBatch]:
-    """Yields a full batch as it is; else full batches made of groups of rows.
-
-    Example:
-        >>> filled = fill_batches({"x": np.arange(3)}, 4, "batch", {})
-        >>> [(one.num_rows, one.batch["x"].tolist()) for one in filled]
-        [(2, [0, 1, 0, 1]), (1, [2, 2, 2, 2])]
-    """
+    """Yields a full batch as it is; else full batches made of groups of rows."""
     batch = check_batch(batch, entries, name=name)
     num_rows = next((x.shape[0] for _, x in rows_of(batch, entries)), batch_size)
     if not 1 <= num_rows <= batch_size:
@@ -279,11 +265,6 @@ def mean_over_rows(results: Iterable[tuple[int, Mapping[str, Any]]]) -> dict[str
     """Averages metrics of batches by distinct rows; each row counts once.
 
     Metrics are means over `weight` units, and NaN if no row has weight.
-
-    Example:
-        >>> whole, rest = {"loss": 2.0, "weight": 1.0}, {"loss": 5.0, "weight": 1.0}
-        >>> mean_over_rows([(8, whole), (4, rest)])
-        {'loss': 3.0}
     """
     totals: dict[str, float] = {}
     total = 0.0

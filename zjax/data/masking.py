@@ -42,14 +42,7 @@ class Rule:
     def apply(
         self, tokens: Int32[np.ndarray, " L"], step: int, row: int
     ) -> tuple[Int32[np.ndarray, " L"], Bool[np.ndarray, " L"]]:
-        """Masks one row; returns the tokens to read, and which are to be predicted.
-
-        Example:
-            >>> rule = Rule(0, 1.0, mask_id=9, num_ids=9, kept_ids=(8,))
-            >>> tokens, chosen = rule.apply(np.array([1, 2, 8], np.int32), 0, 0)
-            >>> chosen.tolist(), int(tokens[2])
-            ([True, True, False], 8)
-        """
+        """Masks one row; returns the tokens to read, and which are to be predicted."""
         # By row, so that masks do not depend on the number of processes.
         generator = np.random.default_rng([_STREAM, self.seed, step, row])
         chosen = generator.random(len(tokens)) < self.fraction

@@ -183,12 +183,7 @@ class Index:
 
 
 def index_path(output: str | os.PathLike[str], metric: str) -> pathlib.Path:
-    """Path of the index of a metric in the folder of `zjax data analyze`.
-
-    Example:
-        >>> index_path("index", "voc").name, index_path("index", "mine:score").name
-        ('voc.index', 'mine.score.index')
-    """
+    """Path of the index of a metric in the folder of `zjax data analyze`."""
     return pathlib.Path(output) / f"{metric.replace(':', '.')}.index"
 
 

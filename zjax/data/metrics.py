@@ -51,12 +51,7 @@ def effective_lengths(
 
 
 def surprisals(counts: Int64[np.ndarray, " V"]) -> Float64[np.ndarray, " V"]:
-    """Computes -ln p of each token id from counts in a corpus; counts of 0 are 1.
-
-    Example:
-        >>> surprisals(np.array([4, 0, 3])).round(3).tolist()
-        [0.693, 2.079, 0.981]
-    """
+    """Computes -ln p of each token id from counts in a corpus; counts of 0 are 1."""
     # -ln 0 would be infinite.
     counts = np.maximum(counts, 1)
     return np.log(counts.sum() / counts)
@@ -98,11 +93,6 @@ def compression_ratios(
     zlib (level 6) compresses token ids, as little-endian numbers of 1, 2 or 4 bytes,
     the least that hold the vocabulary: no tokenizer is needed. A sample of padding
     alone has ratio 0.
-
-    Example:
-        >>> tokens = np.array([[7] * 100, list(range(100))])
-        >>> compression_ratios(tokens, tokens >= 0, 256).tolist()
-        [0.12, 1.08]
     """
     dtype = np.min_scalar_type(vocab_size - 1).newbyteorder("<")
     ratios = np.zeros(len(tokens))
@@ -115,12 +105,7 @@ def compression_ratios(
 
 
 def needs_counts(name: str) -> bool:
-    """Whether a metric reads how often each token occurs in the dataset.
-
-    Example:
-        >>> needs_counts("voc"), needs_counts("seqreo")
-        (True, False)
-    """
+    """Whether a metric reads how often each token occurs in the dataset."""
     return name in ("voc", "seqreo_voc")
 
 
@@ -135,12 +120,6 @@ def make_metric(
 
     `length` is tokens per sample, with padding. `counts` is needed for `voc` and
     `seqreo_voc`.
-
-    Example:
-        >>> metric = make_metric("seqreo", length=3, vocab_size=9)
-        >>> tokens = np.array([[1, 2, 0]])
-        >>> metric(Batch(np.array([0]), tokens, tokens > 0)).tolist()
-        [2.0]
     """
     compute = _choose(name, length, vocab_size, counts)
 
@@ -157,12 +136,7 @@ def make_metric(
 
 
 def load_function(name: str) -> Callable[[Any], Any]:
-    """Imports the user's function `module:function`.
-
-    Example:
-        >>> load_function("math:fsum")([1, 2])
-        3.0
-    """
+    """Imports the user's function `module:function`."""
     if not is_function_name(name):
         remedy = f"use {', '.join(METRICS)} or module:function"
         raise DataError(Problem("metrics", name, "is not a metric", remedy))

@@ -47,13 +47,7 @@ class Rows(Protocol):
 
 
 class BlockRows:
-    """Stream split into rows; a row's last target is the first token of the next row.
-
-    Example:
-        >>> rows = BlockRows(np.arange(7, dtype=np.uint16), length=3)
-        >>> len(rows), rows.read(np.array([1]))["targets"].tolist()
-        (2, [[4, 5, 6]])
-    """
+    """Stream split into rows; the last target of a row begins the next row."""
 
     def __init__(self, tokens: TokenArray, length: int):
         self._tokens = tokens
@@ -93,14 +87,6 @@ class DocumentRows:
     Attributes:
         num_cut: Number of conversations that are longer than a row.
         num_left_out: Number of conversations that have no loss within a row.
-
-    Example:
-        >>> rows = DocumentRows(np.array([7, 8, 9, 5, 6, 9]), np.array([0, 3, 6]), 7)
-        >>> row = rows.read(np.array([0]))
-        >>> row["targets"].tolist(), row["segment_ids"].tolist()
-        ([[8, 9, 0, 6, 9, 0, 0]], [[1, 1, 1, 2, 2, 2, 0]])
-        >>> row["weights"].astype(int).tolist()
-        [[1, 1, 0, 1, 1, 0, 0]]
     """
 
     def __init__(
@@ -208,10 +194,6 @@ def split_documents(
     """Splits every document into pieces of at most `length` tokens.
 
     Returns start and size of each piece, and whether the document ends there.
-
-    Example:
-        >>> [column.tolist() for column in split_documents(np.array([0, 5, 7]), 3)]
-        [[0, 3, 5], [3, 2, 2], [False, True, True]]
     """
     ends = offsets[1:]
     counts = -(-np.diff(offsets) // length)

@@ -525,11 +525,6 @@ def _check_splits(
 
 
 def held_out(splits: Mapping[str, store.Split]) -> float:
-    """Fraction of the tokens that is held out.
-
-    Example:
-        >>> held_out({"train": store.Split(3, 1), "validation": store.Split(1, 1)})
-        0.25
-    """
+    """Fraction of the tokens that is held out."""
     sizes = {name: split.num_tokens for name, split in splits.items()}
     return sizes.get("validation", 0) / sum(sizes.values())

@@ -122,12 +122,7 @@ def has_answers(data: schema.Data) -> bool:
 
 
 def as_talk(messages: Any) -> Conversation:
-    """Reads messages, or a record with `messages`, `tools` and the like.
-
-    Example:
-        >>> as_talk([{"role": "user", "content": "Why?"}]).messages
-        [{'role': 'user', 'content': 'Why?'}]
-    """
+    """Reads messages, or a record with `messages`, `tools` and the like."""
     if isinstance(messages, Sequence) and not isinstance(messages, str):
         messages = [*messages]  # a tuple is as good as a list
     record = messages if isinstance(messages, Mapping) else {"messages": messages}
@@ -135,12 +130,7 @@ def as_talk(messages: Any) -> Conversation:
 
 
 def describe_prompt(given: Given) -> str:
-    """Names a prompt in messages by the first characters.
-
-    Example:
-        >>> describe_prompt("def f(): pass"), describe_prompt([3, 4])
-        ('def f(): pass', '[3, 4]')
-    """
+    """Names a prompt in messages by the first characters."""
     if isinstance(given, Conversation):
         given = str(given.messages[-1].get("content"))
     return str(given)[:20]

@@ -186,12 +186,7 @@ def open_tokenizer(data: schema.Data, vocab_size: int) -> text.Tokenizer:
 
 
 def read_record(data: schema.Data, vocab_size: int) -> TokenizerRecord:
-    """Reads the record of the tokenizer of some data.
-
-    Example:
-        >>> read_record(schema.Data(), 257).end_ids
-        (256,)
-    """
+    """Reads the record of the tokenizer of some data."""
     if data.source == "tokens":
         return store.read_meta(data.path).tokenizer
     return open_tokenizer(data, vocab_size).record
@@ -224,12 +219,7 @@ def open_documents(data: schema.Data, split: str, vocab_size: int) -> store.Stor
 
 
 def row_settings(data: schema.Data) -> dict[str, Any]:
-    """Settings by path that determine, together with the data, the content of each row.
-
-    Example:
-        >>> row_settings(schema.Data())["data.packing"]
-        'blocks'
-    """
+    """Settings by path that determine, with the data, the content of each row."""
     names = ("source", "length", "packing")
     settings = {f"data.{name}": getattr(data, name) for name in names}
     if data.source == "tokens":
@@ -244,10 +234,6 @@ def order_settings(
 
     Switched-off features are named, too, so that resuming with another switch is
     noticed. `shapes` are rows and tokens per row of the batches of a run.
-
-    Example:
-        >>> order_settings(None)
-        {'buckets': None, 'curriculum.metrics': [], 'sequence_warmup': None}
     """
     off = {"buckets": None, "curriculum.metrics": [], "sequence_warmup": None}
     if not isinstance(warmup, CUTS):

@@ -20,11 +20,6 @@ class BrokenRecords:
 
     Args:
         skips: Whether broken records are left out; else the first raises an error.
-
-    Example:
-        >>> broken = BrokenRecords(skips=False)
-        >>> broken.read(int, "3")
-        3
     """
 
     def __init__(self, skips: bool):

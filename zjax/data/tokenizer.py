@@ -111,13 +111,7 @@ class Tokenizer:
 
 
 def make_bytes() -> Tokenizer:
-    """Makes the tokenizer of the 256 bytes of UTF-8 and an end token.
-
-    Example:
-        >>> tokenizer = make_bytes()
-        >>> tokenizer.encode("hé").tolist(), tokenizer.decode([104, 195, 169, 256])
-        ([104, 195, 169], 'hé')
-    """
+    """Makes the tokenizer of the 256 bytes of UTF-8 and an end token."""
 
     def encode_texts(texts: Sequence[str], special_tokens: bool) -> list[np.ndarray]:
         encoded = (text.encode() for text in texts)
@@ -165,12 +159,7 @@ def byte_vocabulary() -> dict[str, int]:
 
 
 def make_numbers(vocab_size: int) -> Tokenizer:
-    """Makes the tokenizer of decimal numbers, for synthetic data.
-
-    Example:
-        >>> make_numbers(100).decode([3, 14, 15])
-        '3 14 15'
-    """
+    """Makes the tokenizer of decimal numbers, for synthetic data."""
 
     def encode_texts(texts: Sequence[str], special_tokens: bool) -> list[np.ndarray]:
         try:

@@ -32,11 +32,6 @@ class TokenizerRecord:
             generation stops at any end id.
         template_digest: Hash of the chat template, 16 hexadecimal digits; empty without
             a template.
-
-    Example:
-        >>> record = TokenizerRecord("numbers", "", 100, None, (99,))
-        >>> TokenizerRecord.from_mapping(record.to_mapping()) == record
-        True
     """
 
     name: str
@@ -58,12 +53,7 @@ class TokenizerRecord:
         return dataclasses.replace(self, end_ids=ends)
 
     def config_ids(self) -> dict[str, Any]:
-        """Ids that begin and end texts, by key as in JSON files of checkpoints.
-
-        Example:
-            >>> TokenizerRecord("numbers", "", 9, None, (8,)).config_ids()
-            {'eos_token_id': 8}
-        """
+        """Ids that begin and end texts, by key as in JSON files of checkpoints."""
         ids: dict[str, Any] = {}
         if self.bos_id is not None:
             ids["bos_token_id"] = self.bos_id
@@ -313,10 +303,6 @@ def copy_files(path: pathlib.Path, folder: pathlib.Path) -> list[str]:
     """Copies a `tokenizer.json` and the files of a tokenizer beside it.
 
     A file of another name is copied alone, as `tokenizer.json`. Returns the names.
-
-    Example:
-        >>> copy_files(pathlib.Path("missing/tokenizer.json"), pathlib.Path("."))
-        []
     """
     found = {name: path.parent / name for name in FILES}
     if path.name != TOKENIZER_NAME:

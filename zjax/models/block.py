@@ -260,7 +260,7 @@ def _keys(key):
 
 
 class BlockGroup(nnx.Module):
-    """Several layers that run as one block, such as a dense one and one with experts."""
+    """Layers that run as one block, such as a dense layer and one with experts."""
 
     def __init__(self, blocks: Sequence[Block]):
         self.num_layers = len(blocks)

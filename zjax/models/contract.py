@@ -297,12 +297,7 @@ def _change(old: str | None, new: str | None) -> str:
 
 
 def without_weak_types(tree: Any) -> Any:
-    """Converts leaves to arrays without weak types, which would change in a scan.
-
-    Example:
-        >>> jnp.asarray(1.0).weak_type, without_weak_types(1.0).weak_type
-        (True, False)
-    """
+    """Converts leaves to arrays without weak types, which would change in a scan."""
 
     def one(x: Any) -> jax.Array:
         x = jnp.asarray(x)

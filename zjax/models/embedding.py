@@ -24,12 +24,7 @@ from zjax.typing import ATTENTION_WINDOW, IGNORED
 def make_window(
     config: schema.Model, batch: Mapping[str, Any], x: Float[Array, "B L M"]
 ) -> Window | None:
-    """Makes the attention window that a batch asks for; None if the batch has none.
-
-    Example:
-        >>> make_window(schema.Model(), {}, jnp.zeros((1, 8, 4))) is None
-        True
-    """
+    """Makes the attention window that a batch asks for; None if the batch has none."""
     size = batch.get("schedule", {}).get(ATTENTION_WINDOW)
     if size is None:
         return None
@@ -245,12 +240,6 @@ def trained_tokens(
 
     Rows may be padded by targets of -100, or weights of 0, alone. In a decoder a target
     depends on the tokens before it, in an encoder on all tokens of the row.
-
-    Example:
-        >>> moe = schema.TokenChoice(num_experts=2)
-        >>> config = schema.Model(moe=moe)
-        >>> trained_tokens({"targets": jnp.array([[-100, 5, -100]])}, config).tolist()
-        [[True, True, False]]
     """
     names_padding = "segment_ids" in batch or "lengths" in batch
     if not config.moe or "targets" not in batch or names_padding:

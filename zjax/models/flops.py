@@ -28,11 +28,6 @@ def flops_per_row(
     """Counts the FLOPs of a training step per row of a batch, as `count_flops`.
 
     `is_trained(path)` says which parameters get a gradient.
-
-    Example:
-        >>> model = make_model(schema.Config())
-        >>> flops_per_row(model, model.inputs).products // 10**9
-        523.0
     """
     parts = trace_parts(model, batch)
     total = flops_of(parts, is_trained)
@@ -54,10 +49,6 @@ def flops_per_token(
     if `causal_attention` says so; an encoder hides none. Sparse attention and sliding
     windows count the pairs that they leave.
 
-    Example:
-        >>> flops_per_token(schema.Model(), 1024, causal_attention="half") / 1e6
-        797.815296
-
     Reference:
         Narayanan et al., arXiv:2104.04473, appendix; PaLM, arXiv:2204.02311, appendix
         B.
@@ -69,12 +60,7 @@ def flops_per_token(
 def describe_flops(
     model: schema.Model, length: int, *, causal_attention: CausalAttention
 ) -> str:
-    """Writes the terms of `flops_per_token`, in one line.
-
-    Example:
-        >>> print(describe_flops(schema.Model(), 1024, causal_attention="full"))
-        741.2 products + 113.2 attention = 854.4 MFLOP per token
-    """
+    """Writes the terms of `flops_per_token`, in one line."""
     total = _flops_per_token(model, length)
     is_half = causal_attention == "half"
     attention = total.attention if is_half else total.all_attention
@@ -83,12 +69,7 @@ def describe_flops(
 
 
 def num_params(model: schema.Model, *, active: bool = False) -> int:
-    """Counts parameters of a built-in model; `active` counts the experts of one token.
-
-    Example:
-        >>> num_params(schema.Model())
-        124439808
-    """
+    """Counts parameters of a built-in model; `active` counts what a token uses."""
     params, _ = jax.eval_shape(_build(model, 1).init, abstract_key())
     total = 0
     for keys, array in jax.tree_util.tree_leaves_with_path(params):
@@ -145,12 +126,7 @@ where the device lacks bfloat16 units. First match wins."""
 
 
 def peak_flops(device_kind: str, dtype: str) -> float | None:
-    """Returns peak FLOP/s by `jax.Device.device_kind`; None for a device like a CPU.
-
-    Example:
-        >>> peak_flops("NVIDIA H200", "bfloat16"), peak_flops("cpu", "bfloat16")
-        (989400000000000.0, None)
-    """
+    """Returns peak FLOP/s by `jax.Device.device_kind`; None for a device like a CPU."""
     column = ("bfloat16", "float16", "float32").index(dtype)
     # Spaces keep L4 from matching L40 and A10 from matching A100.
     words = f" {device_kind} ".replace("-", " ")

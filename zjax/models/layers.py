@@ -44,23 +44,13 @@ INIT_STD = 0.02
 
 
 def make_param(dims: Dims, initial: Callable[[tuple[int, ...]], Array]) -> nnx.Param:
-    """Makes a parameter with the logical names of the dims as metadata `logical`.
-
-    Example:
-        >>> make_param((("embed", 2),), jnp.zeros).logical
-        ('embed',)
-    """
+    """Makes a parameter with the logical names of the dims as metadata `logical`."""
     names, sizes = zip(*dims, strict=True)
     return nnx.Param(initial(sizes), logical=names)
 
 
 def make_normal(key: jax.Array, std: float) -> Callable[[tuple[int, ...]], Array]:
-    """Returns an initialiser of normal float32 values with standard deviation `std`.
-
-    Example:
-        >>> make_normal(jax.random.key(0), 0.02)((2, 3)).shape
-        (2, 3)
-    """
+    """Returns an initialiser of normal float32 values with standard deviation `std`."""
     return lambda shape: std * jax.random.normal(key, shape, jnp.float32)
 
 
@@ -74,10 +64,6 @@ def dropout(
 
     Each token draws by position in the microbatch, on any mesh; `x` is in the token
     order of `sequence.arrange`. A rate of None is `config.dropout_rate`.
-
-    Example:
-        >>> dropout(jnp.ones((1, 2, 2)), schema.Model(dropout_rate=0.5), None).tolist()
-        [[[1.0, 1.0], [1.0, 1.0]]]
 
     Reference:
         Srivastava et al. (JMLR 15, 2014).
@@ -119,12 +105,7 @@ class AdapterDropout(NamedTuple):
 
 
 def num_batch_shards(batch_size: int) -> int:
-    """Counts the shards of a batch over the Auto axes of the mesh in use.
-
-    Example:
-        >>> num_batch_shards(8)
-        1
-    """
+    """Counts the shards of a batch over the Auto axes of the mesh in use."""
     mesh = jax.sharding.get_abstract_mesh()
     axes = [axis for axis in meshes.BATCH_AXES if axis in mesh.auto_axes]
     return math.gcd(batch_size, meshes.num_shares(mesh, axes))
@@ -245,12 +226,7 @@ class Linear(nnx.Module):
 
 
 def is_tensor_sharded(name: str | None) -> bool:
-    """Whether a dim of this logical name is sharded over the tensor axis.
-
-    Example:
-        >>> is_tensor_sharded("mlp"), is_tensor_sharded("embed")
-        (True, False)
-    """
+    """Whether a dim of this logical name is sharded over the tensor axis."""
     return name is not None and meshes.TENSOR in meshes.RULES[name]
 
 
@@ -322,12 +298,7 @@ class Norm(nnx.Module):
 
 
 def query_scale(config: schema.Model) -> float:
-    """Factor of queries besides the division of scores by the root of `head_size`.
-
-    Example:
-        >>> query_scale(schema.Model(head_size=16, query_scale_size=4))
-        2.0
-    """
+    """Factor of queries besides the division of scores by the root of `head_size`."""
     root = (config.head_size / config.query_scale_size) ** 0.5
     return root * score_factor(config.rotary.scaling)
 

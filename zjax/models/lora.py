@@ -47,12 +47,6 @@ def make_matrices(
     dims. `only_block` is the number of the one layer in the stack, None for all.
     Returns `a` [..., *inputs, rank], `b` [..., rank, *outputs] and, for DoRA,
     `magnitude` [..., *outputs], the length of each column of the kernel.
-
-    Example:
-        >>> settings = schema.Lora(rank=2)
-        >>> made = make_matrices(jax.random.key(0), jnp.ones((4, 3)), 1, 1, settings)
-        >>> made["a"].shape, made["b"].shape
-        ((4, 2), (2, 3))
     """
     last = kernel.ndim - num_outputs
     first = last - num_inputs

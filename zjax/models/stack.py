@@ -45,13 +45,6 @@ class Decoder(nnx.Module):
         deterministic: Whether embedding gradients are summed in a fixed order.
         only_block: int32[], index of the only block of each segment to initialise;
             None means all blocks.
-
-    Example:
-        >>> config = schema.Model(num_layers=1, embed_size=8, mlp_size=16, num_heads=2,
-        ...                       num_kv_heads=2, vocab_size=11, max_length=4)
-        >>> decoder = Decoder(config, rngs=nnx.Rngs(0))
-        >>> decoder(jax.numpy.array([[3, 1, 4]])).shape
-        (1, 3, 11)
     """
 
     def __init__(
@@ -110,14 +103,6 @@ class Encoder(nnx.Module):
         deterministic: Whether embedding gradients are summed in a fixed order.
         only_block: int32[], index of the only block of each segment to initialise;
             None means all blocks.
-
-    Example:
-        >>> config = schema.Model(kind="encoder", num_layers=1, embed_size=8,
-        ...                       mlp_size=16, num_heads=2, num_kv_heads=2,
-        ...                       vocab_size=11, max_length=4)
-        >>> encoder = Encoder(config, rngs=nnx.Rngs(0))
-        >>> encoder({"tokens": jnp.array([[3, 1, 4]])}).shape
-        (1, 3, 8)
     """
 
     def __init__(

@@ -21,13 +21,7 @@ _only_read = contextvars.ContextVar("only_read", default=False)
 
 @contextlib.contextmanager
 def names_only() -> Iterator[None]:
-    """Keeps Flax from applying sharding metadata while user code runs.
-
-    Example:
-        >>> with names_only():
-        ...     nn.Partitioned(1.0, ("a dim",)).unbox()
-        1.0
-    """
+    """Keeps Flax from applying sharding metadata while user code runs."""
     token = _only_read.set(True)
     try:
         with nnx.use_eager_sharding(False):
@@ -67,12 +61,7 @@ def names_of_boxes(tree: Any, *, boxed: bool = False) -> Any:
 
 
 def names_of_sharding(sharding: Any) -> tuple[Any, ...]:
-    """Returns names of dims in the sharding of an NNX variable.
-
-    Example:
-        >>> names_of_sharding(jax.P("embed", None))
-        ('embed', None)
-    """
+    """Returns names of dims in the sharding of an NNX variable."""
     return tuple(
         (sharding.spec if isinstance(sharding, NamedSharding) else sharding) or ()
     )
@@ -109,13 +98,7 @@ class Submodel:
 
 
 class Views(dict[str, Any]):
-    """Views of several models by name, as items and as attributes.
-
-    Example:
-        >>> views = Views(generator=1, critic=2)
-        >>> views.critic, views["critic"]
-        (2, 2)
-    """
+    """Views of several models by name, as items and as attributes."""
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -26,12 +26,6 @@ def balance_loss(
 
     Returns:
         Loss, float32[]; 0 if `chosen` counts no token.
-
-    Example:
-        >>> from zjax.moe.router import Router, route
-        >>> even = route(jnp.eye(4), Router(num_experts=4))
-        >>> round(float(balance_loss(even)), 6)
-        1.0
     """
     num_experts = routing.scores.shape[1]
     choices = choices or routing.experts.shape[1]
@@ -53,14 +47,7 @@ def balance_loss(
 
 
 def z_loss(routing: Routing) -> Float[Array, ""]:
-    """Averages the squared log-sum-exp of the router logits over the counted tokens.
-
-    Example:
-        >>> from zjax.moe.router import Router, route
-        >>> routing = route(jnp.zeros((2, 4)), Router(num_experts=4))
-        >>> round(float(z_loss(routing)), 4)  # log(4) ** 2
-        1.9218
-    """
+    """Averages the squared log-sum-exp of the router logits over the counted tokens."""
     used = routing.chosen[:, 0].astype(jnp.float32)
     squares = jax.nn.logsumexp(routing.logits, axis=1) ** 2
     return (used * squares).sum() / jnp.maximum(used.sum(), 1)
@@ -73,10 +60,6 @@ def move_bias(
 
     `load` counts the tokens that chose each expert in the global batch of a step. The
     mean of the bias over the experts stays, and all meshes give equal bits.
-
-    Example:
-        >>> move_bias(jnp.zeros(3), jnp.array([4, 2, 0]), 0.5).tolist()
-        [-0.5, 0.0, 0.5]
     """
     # The load is compared with its mean in integers, exactly, on any mesh.
     whole, part = jnp.divmod(load.sum(-1, keepdims=True), load.shape[-1])

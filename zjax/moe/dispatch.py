@@ -145,11 +145,6 @@ def sort_by_expert(
 
     Choices of expert `num_experts` or more come last; `max_rows` bounds the number of
     lower choices.
-
-    Example:
-        >>> dispatch = sort_by_expert(jnp.array([[1], [0], [2]]), 2)
-        >>> dispatch.token.tolist(), dispatch.sizes.tolist()
-        ([1, 0, 2], [1, 1])
     """
     # `segment_sum` drops the one index that all choices without an expert share.
     flat = jnp.minimum(experts.ravel(), num_experts)
@@ -167,13 +162,7 @@ def sort_by_expert(
 
 
 def pad_experts(dispatch: Dispatch, num_tokens: int, capacity: int) -> Dispatch:
-    """Pads the rows of every expert, at most `capacity`, to `capacity` rows.
-
-    Example:
-        >>> dispatch = sort_by_expert(jnp.array([[1], [0], [2]]), 2)
-        >>> pad_experts(dispatch, 3, 2).token.tolist()
-        [1, 3, 0, 3]
-    """
+    """Pads the rows of every expert, at most `capacity`, to `capacity` rows."""
     num_experts = dispatch.sizes.size
     first = jnp.cumsum(dispatch.sizes) - dispatch.sizes
     position = jnp.arange(dispatch.token.size) - first[dispatch.expert]

@@ -106,14 +106,6 @@ def apply_experts(
     Raises:
         PlanError: The routing has another number of tokens than `x`, or more experts
             than the devices have.
-
-    Example:
-        >>> from zjax.moe.router import Router, route
-        >>> experts = Experts(up=jnp.ones((2, 1, 1)), down=jnp.ones((2, 1, 1)))
-        >>> routing = route(jnp.array([[0.0, 0.0]]), Router(num_experts=2, top_k=2))
-        >>> x = jnp.array([[3.0]])
-        >>> float(apply_experts(x, experts, routing, activation="relu")[0, 0])
-        3.0
     """
     num_tokens, num_experts = routing.scores.shape
     if len(x) != num_tokens:

@@ -89,10 +89,6 @@ class Router:
 
         Raises:
             ConfigError: The capacity would be 0.
-
-        Example:
-            >>> Router(num_experts=4, top_k=2).capacity(64, is_training=True)
-            32
         """
         name = "capacity_factor" if is_training else "eval_capacity_factor"
         factor = getattr(self, name)
@@ -182,10 +178,6 @@ def router_logits(
             uniform numbers from 1 - jitter to 1 + jitter.
         key: Random key; None means evaluation, without noise.
 
-    Example:
-        >>> router_logits(jnp.ones((2, 3)), jnp.ones((3, 4))).shape
-        (2, 4)
-
     Reference:
         Switch, arXiv:2101.03961, section 2.4.
     """
@@ -232,11 +224,6 @@ def route(
     Raises:
         ConfigError: The router has another number of experts than the logits, or fewer
             than a token chooses.
-
-    Example:
-        >>> logits = jnp.array([[2.0, 1.0, 0.0], [0.0, 1.0, 2.0]])
-        >>> route(logits, Router(num_experts=3, top_k=2)).experts.tolist()
-        [[0, 1], [2, 1]]
     """
     _check(router, logits.shape[1])
     logits = logits.astype(jnp.float32)

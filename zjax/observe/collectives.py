@@ -103,26 +103,13 @@ class _Context:
 
 
 def list_collectives(text: str) -> list[Collective]:
-    """Lists collectives in optimised HLO, one entry per instruction and dtype.
-
-    Example:
-        >>> import jax
-        >>> compiled = jax.jit(lambda x: x + 1).lower(1.0).compile()
-        >>> list_collectives(compiled.as_text())
-        []
-    """
+    """Lists collectives in optimised HLO, one entry per instruction and dtype."""
     module = hlo.parse_module(text)
     return _list_in_computation(module, module.entry, _Context())
 
 
 def mesh_axes(groups: hlo.Groups, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
-    """Names of the mesh axes along which groups of devices communicate.
-
-    Example:
-        >>> mesh = AbstractMesh((2, 4), ("data", "tensor"))
-        >>> mesh_axes(((0, 1), (2, 3)), mesh), mesh_axes(((0, 4), (1, 5)), mesh)
-        (('tensor',), ('data',))
-    """
+    """Names of the mesh axes along which groups of devices communicate."""
     differs = np.zeros(len(mesh.axis_names), bool)
     for group in groups:
         coordinates = np.array(np.unravel_index(group, tuple(mesh.shape.values())))
@@ -133,15 +120,7 @@ def mesh_axes(groups: hlo.Groups, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
 def bytes_leaving_node(
     collectives: Iterable[Collective], mesh: Mesh | AbstractMesh, axis: str
 ) -> float:
-    """Bytes that one node sends to other nodes per run of the program.
-
-    Example:
-        >>> mesh = AbstractMesh((2, 4), ("replica", "data"))
-        >>> groups = (tuple(range(8)),)
-        >>> each = Collective("all-gather", "f16", 80, groups, 1, True, None, "")
-        >>> bytes_leaving_node([each], mesh, "replica")
-        140.0
-    """
+    """Bytes that one node sends to other nodes per run of the program."""
     shape, dim = tuple(mesh.shape.values()), mesh.axis_names.index(axis)
 
     def of_group(each: Collective, group: tuple[int, ...]) -> float:

@@ -53,14 +53,7 @@ def link_bytes(
 def describe_links(
     programs: Mapping[str, LinkBytes], times: Mapping[str, int], num_steps: int
 ) -> str:
-    """Table of bytes by link, for each program of a run and for the mean step.
-
-    Example:
-        >>> sent = {"local": LinkBytes(8e6, 0.0), "exchange": LinkBytes(0.0, 2e6)}
-        >>> text = describe_links(sent, {"local": 100, "exchange": 10}, 100)
-        >>> print(text.splitlines()[-1])
-        a step on average                          8.00 MB       200.00 kB
-    """
+    """Table of bytes by link, for each program of a run and for the mean step."""
     rows = [
         (name, f"{times[name]:,}", *map(format_bytes, programs[name]))
         for name in programs

@@ -33,15 +33,6 @@ class LateMetrics:
     Pushing step n waits for step n - 1 only, so the device always has a next program
     and the host runs at most one step ahead. Metrics that replicas do not share are
     averaged over the replicas of this process.
-
-    Example:
-        >>> import jax
-        >>> late = LateMetrics()
-        >>> late.push(1, {"loss": jax.numpy.float32(2.5)})
-        >>> late.push(2, {"loss": jax.numpy.float32(2.0)})
-        (1, {'loss': 2.5})
-        >>> late.flush()
-        (2, {'loss': 2.0})
     """
 
     def __init__(self) -> None:
@@ -112,18 +103,6 @@ class Throughput:
         peak_flops: Peak FLOP/s of one device; None omits MFU.
         flops_per_token: FLOPs per token with causal attention counted half, then full;
             per row if laps count rows.
-
-    Example:
-        >>> clock = iter([0.0, 9.0, 10.0, 10.5, 11.0]).__next__
-        >>> speed = Throughput(2, 1e12, (1e9, 2e9), clock=clock)
-        >>> for _ in range(4):
-        ...     speed.lap(num_tokens=100)
-        >>> for label, value in speed.read().items():
-        ...     print(label, value)
-        step_seconds 0.5
-        tokens_per_second 200.0
-        mfu 0.1
-        mfu_full_attention 0.2
     """
 
     def __init__(

@@ -203,12 +203,7 @@ _TICKS = 16
 
 
 def relative_load(values: Mapping[str, Value]) -> list[np.ndarray]:
-    """Tokens of each expert over the mean of the layer, by layer with experts.
-
-    Example:
-        >>> [x.tolist() for x in relative_load({"load": [[3, 1], [2, 2]]})]
-        [[1.5, 0.5], [1.0, 1.0]]
-    """
+    """Tokens of each expert over the mean of the layer, by layer with experts."""
     # By length first, so that load/10 follows load/9.
     names = sorted(filter(_NAME.fullmatch, values), key=lambda name: (len(name), name))
     layers = [np.ravel(row) for name in names for row in _rows(values[name])]
@@ -217,12 +212,7 @@ def relative_load(values: Mapping[str, Value]) -> list[np.ndarray]:
 
 
 def describe_load(values: Mapping[str, Value]) -> str:
-    """Describes how even the load of a step is; empty without experts.
-
-    Example:
-        >>> print(describe_load({"load": [[3, 1], [2, 2]]}))
-        fullest expert over the mean, by layer: 1.50 1.00
-    """
+    """Describes how even the load of a step is; empty without experts."""
     layers = relative_load(values)
     if not layers:
         return ""

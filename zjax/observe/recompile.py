@@ -74,23 +74,13 @@ class CompileReport:
 
 
 def describe_arrays(tree: Any) -> dict[str, str]:
-    """Dtype and shape of each array or abstract array in a tree, by path.
-
-    Example:
-        >>> describe_arrays({"tokens": jax.ShapeDtypeStruct((8, 128), "int32")})
-        {'tokens': 'int32[8,128]'}
-    """
+    """Dtype and shape of each array or abstract array in a tree, by path."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {path_of(path): _signature(leaf) for path, leaf in leaves}
 
 
 def describe_change(old: Mapping[str, str], new: Mapping[str, str]) -> str:
-    """Describes the differences of two results of `describe_arrays` in one line.
-
-    Example:
-        >>> describe_change({"x": "int32[8,128]"}, {"x": "int32[8,64]"})
-        'x was int32[8,128], now int32[8,64]'
-    """
+    """Describes the differences of two results of `describe_arrays` in one line."""
     changed = [
         f"{path} was {old[path]}, now {new[path]}"
         for path in old

@@ -95,11 +95,7 @@ def make_sinks(
 
 
 def check_sinks(observe: Observe) -> None:
-    """Checks that the packages of the sinks and of the plot are installed.
-
-    Example:
-        >>> check_sinks(Observe())
-    """
+    """Checks that the packages of the sinks and of the plot are installed."""
     sinks, problem = observe.sinks, "needs a package that is not installed"
     problems = []
     for sink, package in _PACKAGES.items():

@@ -17,20 +17,7 @@ _MASKS = "look at masks and weights of the data, or at sequence_warmup"
 
 
 class SkippedSteps:
-    """Counts skipped steps in a row.
-
-    Example:
-        >>> skipped = SkippedSteps(
-        ...     Precision(), num_steps=100, num_skipped=0, last_step=6
-        ... )
-        >>> bad = {"loss": math.nan, "grad_norm": math.nan, "skipped_steps": 1.0}
-        >>> skipped.count(7, bad), skipped.in_a_row
-        (True, 1)
-        >>> skipped.count(8, {"loss": 2.5, "grad_norm": 1.0, "skipped_steps": 1.0})
-        False
-        >>> skipped.in_a_row
-        0
-    """
+    """Counts skipped steps in a row."""
 
     def __init__(
         self,

@@ -38,12 +38,6 @@ def abstract_attention(
     """Traces attention as one operation; `name` is the name of the residuals.
 
     A head has `value_size` channels of values, then padding; 0 means no padding.
-
-    Example:
-        >>> x = jax.ShapeDtypeStruct((1, 4, 2, 8), "bfloat16")
-        >>> attend = functools.partial(abstract_attention, pairs=Pairs(1, 0.5), name="")
-        >>> jax.eval_shape(attend, x, x, x).shape
-        (1, 4, 2, 8)
     """
     return _attend(pairs, name, value_size or v.shape[-1], q, k, v)
 

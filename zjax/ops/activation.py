@@ -28,10 +28,6 @@ INPUT = "mlp"
 def gelu(x: Float[Array, "*dims"]) -> Float[Array, "*dims"]:
     """Computes GELU with tanh, as GPT-2 and the original BERT do.
 
-    Example:
-        >>> gelu(jax.numpy.array([-10.0, 0.0, 10.0])).tolist()
-        [-0.0, 0.0, 10.0]
-
     Reference:
         Hendrycks and Gimpel (arXiv:1606.08415).
     """
@@ -54,10 +50,6 @@ def swiglu(
     gate: Float[Array, "*dims"], up: Float[Array, "*dims"]
 ) -> Float[Array, "*dims"]:
     """Computes `silu(gate) * up`, the gated activation of Llama.
-
-    Example:
-        >>> swiglu(jax.numpy.array([0.0, 20.0]), jax.numpy.array([5.0, 2.0])).tolist()
-        [0.0, 40.0]
 
     Reference:
         Shazeer, GLU Variants Improve Transformer (arXiv:2002.05202).

@@ -77,11 +77,6 @@ def dot_product_attention(
     caps, dropout and sinks run on XLA. Values have `value_size` channels, then padding,
     which counts as no FLOPs; 0 means no padding.
 
-    Example:
-        >>> x = jax.numpy.ones((1, 3, 2, 4))
-        >>> dot_product_attention(x, x, x, causal=True).shape
-        (1, 3, 2, 4)
-
     Reference:
         Vaswani et al. (arXiv:1706.03762); grouped queries: Ainslie et al.
         (arXiv:2305.13245).
@@ -154,11 +149,6 @@ def call_jax(
     """Calls `jax.nn.dot_product_attention`, in float32 for float16 on CPUs and TPUs.
 
     Soft caps, dropout and sinks take `explicit_attention` instead.
-
-    Example:
-        >>> x = jax.numpy.ones((1, 3, 2, 4), "float16")
-        >>> jax.jit(call_jax)(x, x, x).dtype
-        dtype('float16')
     """
     arrays = q, k, v
     # Compilers for CPUs refuse products of float16 with sums in float32.
@@ -194,12 +184,6 @@ def choose_implementation(
     `lengths` are the numbers of queries and keys. `masked` means a mask besides
     causality and row lengths, `windowed` a traced window without a mask of the caller,
     `sliding` a static window. A requested `cudnn` that cannot run is refused.
-
-    Example:
-        >>> choose_implementation(
-        ...     "auto", platform="cpu", compute_capability=(0, 0), dtype="bfloat16",
-        ...     head_size=64, lengths=(8, 8), masked=False)
-        ('xla', 'cudnn needs an NVIDIA GPU and this is cpu')
     """
     if requested == "xla":
         return "xla", "asked for"
@@ -285,13 +269,7 @@ def window_pattern(
     head_size: int,
     length: int,
 ) -> sparse.Sparse | None:
-    """Pattern on which zjax's kernels run attention under a window, else None.
-
-    Example:
-        >>> sizes = {"num_heads": 2, "head_size": 64, "length": 128}
-        >>> window_pattern("xla", "bfloat16", **sizes) is None
-        True
-    """
+    """Pattern on which zjax's kernels run attention under a window, else None."""
     platform, capability = first_device()
     chosen, _ = choose_implementation(
         requested,

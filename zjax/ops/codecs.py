@@ -321,10 +321,6 @@ def make_codec(name: str) -> Codec:
 
     Raises:
         ConfigError: There is no such codec.
-
-    Example:
-        >>> make_codec("int4").block
-        2048
     """
     if name not in _CODECS:
         remedy = f"use one of {', '.join(_CODECS)}"
@@ -333,11 +329,6 @@ def make_codec(name: str) -> Codec:
 
 
 def packed_bytes(codec: Codec, n: int) -> int:
-    """Bytes of a packed vector of `n` numbers, `n` a multiple of the codec's block.
-
-    Example:
-        >>> packed_bytes(make_codec("onebit"), 8192)
-        1032
-    """
+    """Bytes of a packed vector of `n` numbers, `n` a multiple of the codec's block."""
     packed = jax.eval_shape(codec.encode, jax.ShapeDtypeStruct((n,), jnp.float32))
     return sum(math.prod(part.shape) * part.dtype.itemsize for part in packed)

@@ -75,12 +75,6 @@ def token_loss(
     and needs `teacher=None`. At most `chunk_tokens` tokens per shard have logits at one
     time; 0 means all tokens. The numbers of shards divide B and L.
 
-    Example:
-        >>> loss = token_loss(jnp.zeros((1, 2, 4)), jnp.zeros((8, 4)),
-        ...                   jnp.array([[3, 5]]), jnp.ones((1, 2)))
-        >>> round(float(loss.loss_sum / loss.weight_sum), 3)  # log(8)
-        2.079
-
     Reference:
         z-loss: Chowdhery et al., PaLM (arXiv:2204.02311, section 5).
     """

@@ -70,11 +70,6 @@ def explicit_attention(
     H is a multiple of K; a cap of 0 means none. `sinks` add a score per head to the
     softmax, without a value. Further arguments are from `jax.nn.dot_product_attention`;
     windows look back only.
-
-    Example:
-        >>> x = jnp.ones((1, 3, 2, 4))
-        >>> explicit_attention(x, x, x, cap=50.0).shape
-        (1, 3, 2, 4)
     """
     rows, length, heads, size = q.shape
     num_keys, kv_heads = k.shape[1:3]
@@ -111,10 +106,6 @@ def score_bytes(dtype: Any, *, capped: bool, dropped: bool) -> int:
 
     These are the scores and weights in float32, and the weights in the dtype of the
     values; dropout adds random bits, a soft cap adds tanh.
-
-    Example:
-        >>> score_bytes("bfloat16", capped=False, dropped=True)
-        14
     """
     return 8 + jnp.dtype(dtype).itemsize + 4 * capped + 4 * dropped
 

@@ -9,23 +9,12 @@ from jaxtyping import Array, Int
 
 
 def fold_in(key: jax.Array | None, number: int | Int[Array, ""]) -> jax.Array | None:
-    """Folds a number into a key, and passes None, the key in evaluation, through.
-
-    Example:
-        >>> fold_in(None, 3) is None
-        True
-    """
+    """Folds a number into a key, and passes None, the key in evaluation, through."""
     return None if key is None else jax.random.fold_in(key, number)
 
 
 def fold_name(key: jax.Array, name: str) -> jax.Array:
-    """Derives a key from `key` and a name; two names collide with probability 2**-32.
-
-    Example:
-        >>> key = jax.random.key(0)
-        >>> bool(fold_name(key, "loss") == fold_name(key, "model"))
-        False
-    """
+    """Derives a key from a name; two names collide with probability 2**-32."""
     # Not `hash`, which differs between processes.
     return jax.random.fold_in(key, zlib.crc32(name.encode()))
 
@@ -54,12 +43,7 @@ def _bits(x: jax.Array) -> jax.Array:
 
 
 def loss_key(key: jax.Array | None) -> jax.Array | None:
-    """Derives the key of a user's loss from the microbatch key; None in evaluation.
-
-    Example:
-        >>> loss_key(None) is None
-        True
-    """
+    """Derives the key of a user's loss from the microbatch key; None in evaluation."""
     return None if key is None else fold_name(key, "loss")
 
 
@@ -68,10 +52,5 @@ def block_key(key: jax.Array | None, number: int | Int[Array, ""]) -> jax.Array 
 
     The key equals `fold_in(loss_key(key), number)`; `number` is 0 for the embedding and
     i + 1 for block i.
-
-    Example:
-        >>> key = jax.random.key(0)
-        >>> bool(block_key(key, 2) == fold_in(loss_key(key), 2))
-        True
     """
     return fold_in(loss_key(key), number)

@@ -20,10 +20,6 @@ def look_up(
     which would stall in bfloat16, and GPUs serialize 16-bit atomic adds. A
     `deterministic` gradient is summed in a fixed order, by one-hot products, which take
     2 V M operations per index.
-
-    Example:
-        >>> look_up(jnp.arange(6.0).reshape(3, 2), jnp.array([2, 0])).tolist()
-        [[4.0, 5.0], [0.0, 1.0]]
     """
     rows = table[indices]
     return jnp.where(_are_rows(table, indices)[..., None], rows, jnp.zeros_like(rows))

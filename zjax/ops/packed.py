@@ -12,13 +12,7 @@ from zjax.ops.codecs import Codec, IntegerBlocks
 
 
 def all_gather(tree: Any, axes: str | Sequence[str]) -> Any:
-    """Gathers arrays of any dtypes into arrays [N, ...] by one collective.
-
-    Example:
-        >>> gather = jax.vmap(lambda x: all_gather((x, x > 1), "i"), axis_name="i")
-        >>> [found[0].tolist() for found in gather(jnp.array([1, 2]))]
-        [[1, 2], [False, True]]
-    """
+    """Gathers arrays of any dtypes into arrays [N, ...] by one collective."""
     parts, form = jax.tree.flatten(tree)
     message = _joined(parts, rows=1)
     gathered = jax.lax.all_gather(message, axes, tiled=True)
@@ -140,13 +134,7 @@ class Errors(NamedTuple):
 
 
 def padded_size(n: int, codec: Codec, num_workers: int) -> int:
-    """Rounds up to whole blocks of the codec for every worker.
-
-    Example:
-        >>> from zjax.ops.codecs import make_codec
-        >>> padded_size(100, make_codec("onebit"), num_workers=4)
-        16384
-    """
+    """Rounds up to whole blocks of the codec for every worker."""
     multiple = codec.block * num_workers
     return math.ceil(n / multiple) * multiple
 

@@ -22,10 +22,6 @@ def materialize(x: jax.Array) -> jax.Array:
     Without the barrier XLA may fuse an addition into a matrix product that becomes
     slower, or copy the second operand of the addition first. Forward-mode
     differentiation is not defined.
-
-    Example:
-        >>> float(jax.grad(lambda x: 3.0 * materialize(x))(1.0))
-        3.0
     """
     return jax.lax.optimization_barrier(x)
 
@@ -41,10 +37,6 @@ def materialize_gradient(x: jax.Array) -> jax.Array:
 
     Without the barrier XLA may recompute an expensive gradient for each reader.
     Forward-mode differentiation is not defined.
-
-    Example:
-        >>> float(jax.grad(lambda x: 3.0 * materialize_gradient(x))(1.0))
-        3.0
     """
     return x
 
@@ -162,11 +154,6 @@ def recompute(
     computes all gradients of a block before it continues with the block before. The
     function then has no forward-mode derivative. `in_loop` means a loop of two
     iterations or more.
-
-    Example:
-        >>> square = recompute(lambda x: x * x, "full", in_loop=False)
-        >>> float(jax.grad(square)(3.0))
-        6.0
     """
     if policy == "none":
         return lambda params, *args: block(read_layer(params), *args)
@@ -202,21 +189,12 @@ def within_reach(memory: str) -> Memory:
     """Memory in which a single program stores residuals.
 
     Only blocks that run one by one store residuals on disks: `nvme` counts as `device`.
-
-    Example:
-        >>> within_reach("nvme")
-        'device'
     """
     return "pinned_host" if memory == "pinned_host" else "device"
 
 
 def keeps(policy: Policy, memory: Memory = "device") -> Keeps:
-    """Makes the policy of `jax.checkpoint` for a named policy and a memory.
-
-    Example:
-        >>> keeps("none")(jax.lax.conv_general_dilated_p)
-        True
-    """
+    """Makes the policy of `jax.checkpoint` for a named policy and a memory."""
     if policy == "none":
         return _is_expensive
     names = _save_names(SAVED[policy], memory)

@@ -141,11 +141,6 @@ def make_rotary_tables(
     Positions are in the document, 0 or more. `head_size` is the even number of channels
     that rotate.
 
-    Example:
-        >>> cos, sin = make_rotary_tables(jnp.array([[0, 1]]), head_size=4)
-        >>> cos.shape, float(sin[0, 0, 0])
-        ((1, 2, 2), 0.0)
-
     Reference:
         Su et al., RoFormer (arXiv:2104.09864).
     """
@@ -168,14 +163,6 @@ def rotate(
     The tables come from `make_rotary_tables`; the result has the dtype of `x`. Channels
     beyond the tables are unchanged. Adjacent pairs come out as halves, which scores do
     not tell apart.
-
-    Example:
-        >>> tables = make_rotary_tables(jnp.array([[0]]), head_size=2)
-        >>> rotate(jnp.ones((1, 1, 1, 3)), *tables).tolist()
-        [[[[1.0, 1.0, 1.0]]]]
-        >>> rotate(jnp.arange(4.0).reshape(1, 1, 1, 4), *make_rotary_tables(
-        ...     jnp.array([[0]]), head_size=4), "adjacent").tolist()
-        [[[[0.0, 2.0, 1.0, 3.0]]]]
     """
     half = cos.shape[-1]
     first, second, others = jnp.split(x, (half, 2 * half), axis=-1)

@@ -47,11 +47,6 @@ class Window:
         plan: Plan of the kernels for this size; None where other kernels run.
         make_plan: Function that plans another number of tokens; None where other
             kernels run.
-
-    Example:
-        >>> window = Window(jax.numpy.int32(3))
-        >>> window.on_tokens(8).plan is None
-        True
     """
 
     size: Any  # JAX also builds windows of shapes or shardings
@@ -126,11 +121,6 @@ def sparse_of(config: schema.Model) -> Sparse | None:
     """Builds the pattern of a model's settings; `kind` sets the direction.
 
     None for dense attention.
-
-    Example:
-        >>> config = schema.Model(attention=schema.Sparse(), num_heads=2)
-        >>> sparse_of(config).pattern.attention
-        'unidirectional'
     """
     if not isinstance(given := config.attention, schema.Sparse):
         return None
@@ -263,14 +253,7 @@ class WindowPlans:
 def visible_keys(
     sparse: Sparse, queries: Int[Array, "B L"], keys: Int[Array, "B S"]
 ) -> Bool[Array, "B H L S"]:
-    """Computes which keys each query sees; keys at negative positions are hidden.
-
-    Example:
-        >>> sparse = Sparse(zjax_kernels.Fixed(2, attention="unidirectional"), 1024)
-        >>> positions = jnp.arange(4)[None]
-        >>> visible_keys(sparse, positions, positions)[0, 0].sum(1).tolist()
-        [1, 2, 3, 4]
-    """
+    """Computes which keys each query sees; keys at negative positions are hidden."""
     layout, block = _layout(sparse), sparse.block
     live = _live_rows(layout, queries // block)
     columns = keys[:, None, None] // block
@@ -283,13 +266,7 @@ def visible_keys(
 
 
 def live_fraction(sparse: Sparse, length: int) -> float:
-    """Fraction of the pairs of `length` tokens that see each other, over all heads.
-
-    Example:
-        >>> rule = zjax_kernels.Dense(2, attention="unidirectional")
-        >>> live_fraction(Sparse(rule, 1024), 1024)
-        0.5
-    """
+    """Fraction of the pairs of `length` tokens that see each other, over all heads."""
     num_blocks = -(-length // sparse.block)
     layout = _first_blocks(_layout(sparse), num_blocks)
     # Each block on the diagonal is half visible.

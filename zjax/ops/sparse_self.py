@@ -225,13 +225,6 @@ def self_attention(
     must be 0: in a traced `key_padding_mask` another number makes the row NaN. The mask
     of keys is [B, S] or [B, 1, 1, S], the mask of pairs a concrete [S, S]; `rpe` is
     refused.
-
-    Example:
-        >>> from zjax_kernels import BigBird
-        >>> x = jnp.ones((1, 100, 2, 8))
-        >>> earlier = np.tri(100)
-        >>> self_attention(x, x, x, Sparse(BigBird(2), 128), attn_mask=earlier).shape
-        (1, 100, 2, 8)
     """
     _check_modes(key_padding_mask_mode, attn_mask_mode)
     _check_heads(query, key, value, sparse.pattern.num_heads)

@@ -52,11 +52,6 @@ def draw_subset(
     both halves if the halves divide: a ring holds two chunks on each device. `num_rows`
     are the rows of the device inside `shard_map`, all rows outside.
 
-    Example:
-        >>> key = jax.random.key(0)
-        >>> draw_subset(key, num_rows=1, length=3, num_kept=3).tolist()
-        [[0, 1, 2]]
-
     Reference:
         Yao et al., Random-LTD (arXiv:2211.11586), section 3.1.
     """
@@ -82,12 +77,6 @@ def on_subset(
     `run` returns tokens of the shapes given, and anything else. The backward pass reads
     and writes the rows of the subset alone, as the forward pass does: the cotangent of
     further tokens is neither copied nor added up.
-
-    Example:
-        >>> x, indices = jnp.arange(4.0)[None, :, None], jnp.array([[1, 3]])
-        >>> y, _ = on_subset(lambda x: (10 * x, ()), x, indices)
-        >>> y[0, :, 0].tolist()
-        [0.0, 10.0, 2.0, 30.0]
     """
     split = jax.tree.map(lambda x: _split(x, indices), x)
     others, subset = jax.tree.transpose(jax.tree.structure(x), None, split)
@@ -99,12 +88,7 @@ def on_subset(
 def take_tokens(
     x: Shaped[Array, "B L *dims"], indices: Int[Array, "B K"]
 ) -> Shaped[Array, "B K *dims"]:
-    """Gathers the tokens of a subset from `draw_subset`.
-
-    Example:
-        >>> take_tokens(jnp.array([[5, 6, 7]]), jnp.array([[0, 2]])).tolist()
-        [[5, 7]]
-    """
+    """Gathers the tokens of a subset from `draw_subset`."""
     return _by_part(lambda index, row: row.at[index].get(**_HINTS), indices, x)
 
 

@@ -17,10 +17,6 @@ def low_bits(x: Any) -> Any:
 
     A weight half-way between two bfloat16 numbers may be restored one step off; all
     other weights are restored exactly. Takes and returns arrays of JAX or NumPy.
-
-    Example:
-        >>> low_bits(np.float32([1.0, 1.0 + 2**-20, 1.0 - 2**-20]))
-        array([  0,   8, -16], dtype=int16)
     """
     # Neighbouring floats of one sign have adjacent bit patterns.
     difference = x.view(np.int32) - _as_float32(x.astype(jnp.bfloat16)).view(np.int32)
@@ -29,13 +25,7 @@ def low_bits(x: Any) -> Any:
 
 
 def join_bits(high: Any, low: Any) -> Any:
-    """Restores float32[...] weights from bfloat16 and the int16 of `low_bits`.
-
-    Example:
-        >>> x = np.float32([0.1, -3e-5, 7e30])
-        >>> bool((join_bits(x.astype(jnp.bfloat16), low_bits(x)) == x).all())
-        True
-    """
+    """Restores float32[...] weights from bfloat16 and the int16 of `low_bits`."""
     bits = _as_float32(high).view(np.int32) + low.astype(np.int32)
     return bits.view(np.float32)
 

@@ -86,12 +86,6 @@ def with_clipping_as_set(given: schema.Optimizer) -> schema.Optimizer:
 
     Recipe values of a shipped config are reset to defaults: the record of the run must
     not name a learning rate that the run does not use.
-
-    Example:
-        >>> default = with_clipping_as_set(schema.Optimizer())
-        >>> given = with_clipping_as_set(schema.Optimizer(clip_norm=1.0))
-        >>> default.clip_norm, given.clip_norm
-        (inf, 1.0)
     """
     changes = {"ema_decay": given.ema_decay}
     # A `clip_norm` that nobody set must not clip for the caller's optimizer.

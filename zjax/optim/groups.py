@@ -31,12 +31,7 @@ def named_params(model: Model, mesh: schema.Mesh) -> tuple[Params, Names]:
 
 
 def without_layers(names: Names) -> Names:
-    """Drops the dim of stacked layers, for parameters stored layer by layer.
-
-    Example:
-        >>> without_layers({"norm/scale": ("layers", "embed")})
-        {'norm/scale': ('embed',)}
-    """
+    """Drops the dim of stacked layers, for parameters stored layer by layer."""
     return {
         path: dims[1:] if dims[:1] == ("layers",) else dims
         for path, dims in names.items()
@@ -44,12 +39,7 @@ def without_layers(names: Names) -> Names:
 
 
 def num_stacked(path: str, names: Names) -> int:
-    """Counts the leading dims that only stack parameters; 0 for a path without names.
-
-    Example:
-        >>> num_stacked("norm/scale", {"norm/scale": ("layers", "embed")})
-        1
-    """
+    """Counts leading dims that only stack parameters; 0 for a path without names."""
     count = 0
     for name in names.get(path, ()):
         if name not in STACKED:
@@ -63,10 +53,6 @@ def is_matrix(path: str, num_dims: int, names: Names) -> bool:
 
     `heads` and `head_dim`, or `gates` and `mlp`, count as one side. A path that ends in
     `bias` or `scale` is a vector.
-
-    Example:
-        >>> is_matrix("query/kernel", 2, {}), is_matrix("query/bias", 2, {})
-        (True, False)
     """
     if name_of(path) in VECTORS:
         return False
@@ -80,10 +66,6 @@ def muon_dims(
 
     None leaves a parameter to Adam: embeddings, the output matrix and parameters
     without exactly two sides, as `is_matrix` counts sides.
-
-    Example:
-        >>> muon_dims("query", 3, {"query": ("embed", "heads", "head_dim")})
-        MuonDimensionNumbers(reduction_axis=(0,), output_axis=(1, 2))
 
     Reference:
         Jordan et al., 2024, https://kellerjordan.github.io/posts/muon
@@ -110,27 +92,14 @@ def _sides(path: str, num_dims: int, names: Names) -> list[tuple[int, ...]]:
 
 
 def label_params(params: Any, groups: Groups) -> Any:
-    """Labels every parameter of a tree with a group, by `label_of`.
-
-    Example:
-        >>> frozen = schema.ParamGroup(pattern="a", learning_rate_scale=0.0)
-        >>> label_params({"a": 1.0, "b": 2.0}, (frozen,))
-        {'a': 'frozen', 'b': 'default'}
-    """
+    """Labels every parameter of a tree with a group, by `label_of`."""
     return jax.tree_util.tree_map_with_path(
         lambda keys, _: label_of(path_of(keys), groups), params
     )
 
 
 def decay_of(group: schema.ParamGroup, default: float) -> float:
-    """Returns the weight decay of a group, or `optimizer.weight_decay` as default.
-
-    Example:
-        >>> decay_of(schema.ParamGroup(), 0.1)
-        0.1
-        >>> decay_of(schema.ParamGroup(weight_decay=0.0), 0.1)
-        0.0
-    """
+    """Returns the weight decay of a group, or `optimizer.weight_decay` as default."""
     # -1.0 in the settings stands for the default.
     return default if group.weight_decay < 0 else group.weight_decay
 

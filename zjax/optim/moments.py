@@ -167,11 +167,6 @@ def store_moments(
     Floating state in the shape of a parameter counts as a moment, and under `nu` as a
     second moment. The update itself is computed in float32, and returned in the dtypes
     of the gradients.
-
-    Example:
-        >>> tx = store_moments(optax.trace(0.9), "bfloat16", {})
-        >>> tx.init({"w": jnp.ones((2, 3))}).state.trace["w"].dtype
-        dtype(bfloat16)
     """
     inner = optax.with_extra_args_support(tx)
 

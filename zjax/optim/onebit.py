@@ -35,18 +35,6 @@ class AdamSteps:
             are below 1 in early steps. Without it, a step by frozen second moments is
             `1 / sqrt(1 - b2**updates)` times as large.
 
-    Example:
-        >>> steps = AdamSteps(0.0, 0.75, 1e-8)
-        >>> momentum, second = jnp.array([2.0, 9.0, 1.0]), jnp.array([4.0, 4.0, 0.0])
-        >>> found = steps.of_momentum(momentum, second, 1, 1)
-        >>> found.tolist()
-        [0.5, 2.0, 0.0]
-        >>> steps.momentum_of(found, second, 1, 1).tolist()
-        [2.0, 8.0, 0.0]
-        >>> raw = dataclasses.replace(steps, corrects_bias=False)
-        >>> raw.unbounded(momentum, second, 1, 1).tolist()
-        [1.0, 4.5, 0.0]
-
     Reference:
         Kingma and Ba, Adam (arXiv:1412.6980), section 2.1: the bounds.
     """
@@ -102,13 +90,7 @@ class AdamSteps:
 
 
 def make_adam_steps(rule: AdamMoments) -> AdamSteps:
-    """Builds `AdamSteps` from the moment settings of an update rule.
-
-    Example:
-        >>> from zjax.settings.schema import Adamw
-        >>> make_adam_steps(Adamw(bias_correction=False)).corrects_bias
-        False
-    """
+    """Builds `AdamSteps` from the moment settings of an update rule."""
     corrects_bias = not isinstance(rule, Corrected) or rule.bias_correction
     return AdamSteps(rule.b1, rule.b2, rule.eps, corrects_bias)
 
@@ -157,14 +139,6 @@ def scale_by_onebit_adam(
     In `COMPRESSED`, `updates` are the mean steps of all replicas, and `count` stays at
     the end of the warm-up. Elements without a gradient in the warm-up do not move, as
     one bit cannot say 0.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> tx = scale_by_onebit_adam(AdamSteps(0.0, 0.75, 1e-8))
-        >>> grads = jnp.array([4.0, 0.0])
-        >>> updates, _ = tx.update(grads, tx.init(grads), phase=WARM_UP)
-        >>> updates.tolist()
-        [1.0, 0.0]
 
     Reference:
         1-bit Adam, arXiv:2102.02888, algorithm 1.

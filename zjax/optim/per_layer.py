@@ -28,14 +28,6 @@ def per_layer_if_needed(
     """Makes a transformation treat stacked layers as separate arrays, if that matters.
 
     An array is a stack if the first of its dim names is `layers`.
-
-    Example:
-        >>> params, names = {"w": jnp.ones((2, 3))}, {"w": ("layers", "embed")}
-        >>> adam, lamb = optax.adam(0.1), optax.lamb(0.1)
-        >>> per_layer_if_needed(adam, params, names) is adam
-        True
-        >>> per_layer_if_needed(lamb, params, names) is lamb
-        False
     """
     leaves = jax.tree_util.tree_leaves_with_path(params)
     if not any(_is_stack(path_of(keys), names) for keys, _ in leaves):

@@ -22,12 +22,7 @@ class Dtypes:
 
 
 def make_dtypes(precision: schema.Precision) -> Dtypes:
-    """Returns the dtypes that `config.precision` names.
-
-    Example:
-        >>> make_dtypes(schema.Precision(compute_dtype="float16")).reduce
-        dtype('float16')
-    """
+    """Returns the dtypes that `config.precision` names."""
     reduce = precision.reduce_dtype
     return Dtypes(
         master=jnp.dtype(precision.master_dtype),
@@ -38,13 +33,7 @@ def make_dtypes(precision: schema.Precision) -> Dtypes:
 
 
 def cast_floating(tree: Any, dtype: Any) -> Any:
-    """Casts floating arrays; integers, booleans, complex numbers and keys stay.
-
-    Example:
-        >>> tree = {"x": jnp.ones(2), "n": jnp.arange(2)}
-        >>> jax.tree.map(lambda x: x.dtype.name, cast_floating(tree, "bfloat16"))
-        {'n': 'int32', 'x': 'bfloat16'}
-    """
+    """Casts floating arrays; integers, booleans, complex numbers and keys stay."""
 
     def cast(leaf: Any) -> Any:
         floating = jnp.issubdtype(leaf.dtype, jnp.floating)
@@ -54,13 +43,7 @@ def cast_floating(tree: Any, dtype: Any) -> Any:
 
 
 def describe_precision(precision: schema.Precision, rule: schema.Rule) -> str:
-    """Describes all dtypes of a run, in the line that is printed at the start.
-
-    Example:
-        >>> line = describe_precision(schema.Precision(), schema.Adamw())
-        >>> line.split(" | ")[0]
-        'master weights and moments float32'
-    """
+    """Describes all dtypes of a run, in the line that is printed at the start."""
     dtypes = make_dtypes(precision)
     return " | ".join(
         (
@@ -75,12 +58,7 @@ def describe_precision(precision: schema.Precision, rule: schema.Rule) -> str:
 
 
 def moment_dtype(rule: schema.Rule) -> str:
-    """Dtype of stored moments; empty if the rule stores factors of moments.
-
-    Example:
-        >>> moment_dtype(schema.Adamw(moment_dtype="int8"))
-        'int8'
-    """
+    """Dtype of stored moments; empty if the rule stores factors of moments."""
     if isinstance(rule, schema.StoredMomentum):
         return rule.moment_dtype
     return "" if isinstance(rule, schema.Adafactor) else "float32"
@@ -122,12 +100,7 @@ class LossScaler(NamedTuple):
 
 
 def init_scaler(settings: schema.LossScale) -> LossScaler:
-    """Returns the loss scale of step 0.
-
-    Example:
-        >>> float(init_scaler(schema.LossScale(initial=8.0)).scale)
-        8.0
-    """
+    """Returns the loss scale of step 0."""
     return LossScaler(
         scale=jnp.float32(settings.initial),
         iteration=jnp.int32(0),
@@ -143,11 +116,6 @@ def update_scaler(
 
     Divide gradients by the scale from before this update, which their backward pass
     used. A window of 0 fixes the scale.
-
-    Example:
-        >>> settings = schema.LossScale(initial=8.0, hysteresis=1)
-        >>> float(update_scaler(init_scaler(settings), jnp.bool_(True), settings).scale)
-        4.0
     """
     if settings.window == 0:
         return scaler._replace(
@@ -181,11 +149,6 @@ def at_minimum(scaler: LossScaler, settings: schema.LossScale) -> Bool[Array, ""
     """Whether an overflow now would need a scale below the minimum: bool[].
 
     Never True for a fixed scale.
-
-    Example:
-        >>> settings = schema.LossScale(initial=1.0, hysteresis=1)
-        >>> bool(at_minimum(init_scaler(settings), settings))
-        True
     """
     lowest = scaler.scale <= settings.minimum
     return lowest & (scaler.hysteresis <= 1) & (settings.window > 0)

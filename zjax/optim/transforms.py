@@ -15,10 +15,6 @@ def global_norm(tree: Any) -> Float[Array, ""]:
     """Euclidean norm of all elements of a tree of floating arrays, summed in float32.
 
     Infinite if the sum of squares overflows, even if every element is finite.
-
-    Example:
-        >>> float(global_norm({"a": jnp.array([3.0]), "b": jnp.array([4.0])}))
-        5.0
     """
     squares = [
         jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(tree)
@@ -30,10 +26,6 @@ def clip_by_norm(tree: Any, norm: Float[Array, ""], max_norm: float) -> Any:
     """Divides a tree by `max(1, (norm + 1e-6) / max_norm)`, keeping dtypes.
 
     `norm` is the global norm of the tree. A `max_norm` of `inf` changes nothing.
-
-    Example:
-        >>> clip_by_norm(jnp.array([3.0, 4.0]), jnp.float32(5), 1.0).round(3).tolist()
-        [0.6000000238418579, 0.800000011920929]
 
     Reference:
         Pascanu et al., arXiv:1211.5063.
@@ -51,11 +43,6 @@ def update_ema(ema: Any, params: Any, decay: float, step: Int[Array, ""]) -> Any
     the initial parameters do not dominate a short run; `step` counts the steps applied
     before. Store the average in float32: in bfloat16 a step of `1 - decay` below 1/256
     is lost in rounding.
-
-    Example:
-        >>> start, target = jnp.zeros(()), jnp.ones(())
-        >>> round(float(update_ema(start, target, 0.999, jnp.int32(0))), 6)
-        0.9
 
     Reference:
         Polyak and Juditsky, 1992, doi:10.1137/0330046; the ramp of the decay is that
@@ -80,10 +67,6 @@ def nesterov(
     """Takes one step with Nesterov momentum; returns the parameters and the momentum.
 
     `momentum` is the decayed sum of earlier gradients, zeros at first.
-
-    Example:
-        >>> nesterov(1.0, 0.0, 1.0, learning_rate=0.5, decay=0.0)
-        (0.5, 1.0)
 
     Reference:
         DiLoCo, arXiv:2311.08105, algorithm 1; Sutskever et al., 2013.

@@ -54,14 +54,6 @@ def zero_one_adam(
     the learning rates, so that the momentum is free of decay. Elements without a
     gradient at every update of second moments do not move, as one bit cannot say 0.
 
-    Example:
-        >>> steps = AdamSteps(0.0, 0.75, 1e-8)
-        >>> tx = zero_one_adam(lambda step: 0.5, steps, lambda p: 0.0)
-        >>> params = grads = jnp.array([4.0])
-        >>> updates, _ = tx.update(grads, tx.init(params), params, phase=VARIANCE)
-        >>> updates.tolist()
-        [-0.5]
-
     Reference:
         0/1 Adam, arXiv:2202.06009, algorithm 1.
     """

@@ -51,15 +51,7 @@ def differentiate_in_passes(
     stream: Any,
     nondiff: Any,
 ) -> BlockPasses:
-    """Traces a function and the derivative by `params` and `stream`.
-
-    Example:
-        >>> x = jnp.float32(3)
-        >>> passes = differentiate_in_passes(lambda w, x, _: w * x * x, x, x, ())
-        >>> y, residuals = passes.forward(x, 2 * x, ())
-        >>> [float(g) for g in passes.backward(x, residuals, (), jnp.float32(1))]
-        [36.0, 36.0]
-    """
+    """Traces a function and the derivative by `params` and `stream`."""
     program, out, pull = _trace_vjp(function, params, stream, nondiff)
     num_outs, num_params, num_stream = sizes(out, params, stream)
     inputs, outputs = program.inputs, program.outputs
@@ -119,16 +111,7 @@ def _trace_vjp(
 def without_params(
     function: Callable[..., Any], params: Params, *inputs: Any
 ) -> Callable[..., Any] | None:
-    """Removes the argument `params` of a function; None if a result depends on it.
-
-    Example:
-        >>> x = jnp.ones(2)
-        >>> size = without_params(lambda w, x: jnp.sum(0 * x) + (w * x).size, x, x)
-        >>> float(size(x))
-        2.0
-        >>> without_params(lambda w, x: w * x, x, x) is None
-        True
-    """
+    """Removes the argument `params` of a function; None if a result depends on it."""
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(params, *inputs)
     num_params, *nums_inputs = sizes(params, *inputs)
     # Unread inputs stay, as callers pass all of them.

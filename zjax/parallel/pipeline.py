@@ -108,11 +108,6 @@ def make_feed(
     On padding alone, a block may have a gradient of 0 / 0, which no weight of 0 clears.
     Devices along `axes`, mapped by hand, have different microbatches; a device without
     weight takes the heaviest microbatch of all devices.
-
-    Example:
-        >>> weights = jnp.array([3.0, 0.0, 5.0])
-        >>> make_feed({"x": jnp.arange(3)}, weights).sources.tolist()
-        [0, 2, 2]
     """
     numbers, heaviest = jnp.arange(weights.size), jnp.argmax(weights)
     sources = jnp.where(weights > 0, numbers, heaviest)
@@ -262,11 +257,6 @@ def where_due(
     """Runs `run(number, start)` in ticks with a microbatch, else returns `start`.
 
     `ticks` has the microbatch, or `IDLE`, of each tick of the loop.
-
-    Example:
-        >>> ticks, add = np.array([5, IDLE]), lambda number, total: total + number
-        >>> [int(where_due(ticks, jnp.int32(tick), add, 1)) for tick in ticks]
-        [6, 1]
     """
     microbatch, is_due = due(number)
     if (ticks != IDLE).all():

@@ -40,13 +40,6 @@ def ulysses_attention(
 
     Heads of keys and values that are too few are repeated. `per_token` arrays are
     gathered, since every head reads them. Tensor and sequence axis together divide H.
-
-    Example:
-        >>> from zjax.ops.attention import dot_product_attention
-        >>> x = jnp.ones((1, 3, 2, 4))
-        >>> attend = lambda *qkv: dot_product_attention(*qkv, causal=True)
-        >>> ulysses_attention(attend, x, x, x).shape
-        (1, 3, 2, 4)
     """
     if open_size(meshes.SEQUENCE) == 1:
         return attend(q, k, v, *per_token)
@@ -74,12 +67,7 @@ def ulysses_attention(
 
 
 def num_repeats(num_kv_heads: int) -> int:
-    """Repeats of each head of keys and values, until devices divide the heads.
-
-    Example:
-        >>> num_repeats(2)
-        1
-    """
+    """Repeats of each head of keys and values, until devices divide the heads."""
     shares = open_size(meshes.TENSOR) * open_size(meshes.SEQUENCE)
     return shares // math.gcd(num_kv_heads, shares)
 
@@ -131,34 +119,19 @@ def sequence_attention(
 
 
 def num_kv_heads(config: schema.Model) -> int:
-    """Heads of keys and values of attention over gathered sequences on the mesh in use.
-
-    Example:
-        >>> num_kv_heads(schema.Model(num_kv_heads=2))
-        2
-    """
+    """Number of key heads of attention over gathered sequences on the current mesh."""
     _, given = tensor.laid_heads(config.num_heads, config.num_kv_heads)
     uses_heads = is_split() and sequence_method(config, **_sizes()) == "ulysses"
     return given * num_repeats(given) if uses_heads else given
 
 
 def is_split() -> bool:
-    """Whether the mesh in use splits sequences outside of any `shard_map`.
-
-    Example:
-        >>> is_split()
-        False
-    """
+    """Whether the mesh in use splits sequences outside of any `shard_map`."""
     return open_size(meshes.SEQUENCE) > 1
 
 
 def token_order(length: int, config: schema.Model) -> Int[np.ndarray, " L"] | None:
-    """Positions of tokens, device by device; None for the order 0, 1, ...
-
-    Example:
-        >>> token_order(8, schema.Model()) is None
-        True
-    """
+    """Positions of tokens, device by device; None for the order 0, 1, ..."""
     if not is_split() or config.kind != "decoder":
         return None
     if sequence_method(config, **_sizes()) != "ring":
@@ -229,11 +202,6 @@ def by_chunks(
 
     Residuals of the function then exist for one chunk alone. Each chunk takes part of
     the tokens of every device, at most `chunk_tokens`; 0 takes all tokens.
-
-    Example:
-        >>> x = jnp.arange(6.0).reshape(1, 3, 2)
-        >>> by_chunks(lambda part: 2 * part, x, 2).tolist()
-        [[[0.0, 2.0], [4.0, 6.0], [8.0, 10.0]]]
 
     Reference:
         Arctic Long Sequence Training (arXiv:2506.13996, section 3.1).

@@ -62,12 +62,6 @@ def assign_slots(
     A segment that runs in n chunks needs blocks / n slots, rounded up, in every chunk.
     The next segment begins in the chunk where the segment before ends. Of equally many
     slots, the assignment with fewer parameters (`block_sizes` per block) is taken.
-
-    Example:
-        >>> [x.size for x in assign_slots([3, 58], 16, [1, 10])]
-        [2, 4]
-        >>> assign_slots([5], 4, [1])[0].size
-        2
     """
 
     @functools.cache
@@ -96,12 +90,7 @@ def assign_slots(
 
 
 def whole_slots(slots: Sequence[SegmentSlots]) -> frozenset[tuple[int, int]]:
-    """Segment and slot of the first block of the model, and of the last block.
-
-    Example:
-        >>> sorted(whole_slots(assign_slots([5], 2, [1])))
-        [(0, 0), (0, 1)]
-    """
+    """Segment and slot of the first block of the model, and of the last block."""
     last = slots[-1]
     return frozenset({(0, 0), (len(slots) - 1, (last.num_blocks - 1) % last.size)})
 
@@ -202,12 +191,7 @@ def make_buffers(shapes: Any, num_slots: int) -> Any:
 
 
 def read_slot(buffers: Any, slot: jax.Array) -> Any:
-    """Reads the tree in a slot of arrays [slots, ...].
-
-    Example:
-        >>> read_slot({"x": jnp.arange(6).reshape(3, 2)}, jnp.int32(1))["x"].tolist()
-        [2, 3]
-    """
+    """Reads the tree in a slot of arrays [slots, ...]."""
 
     def one(x: jax.Array) -> jax.Array:
         # With one slot this is a view and not a copy.

@@ -54,12 +54,6 @@ def add_in_products(
 
     `function(*args)` returns gradients and other results. A gradient that is no
     product, or that other results depend on, is computed and then added.
-
-    Example:
-        >>> x = jnp.full((2, 2), 1.5, "bfloat16")
-        >>> total, _ = add_in_products(lambda x: (x @ x, ()), jnp.ones((2, 2)), x)
-        >>> str(total.dtype), total.tolist()
-        ('float32', [[5.5, 5.5], [5.5, 5.5]])
     """
     program, (grads, other) = trace(function, *args)
     (num_grads,) = sizes(grads)

@@ -53,12 +53,7 @@ def num_shares() -> int:
 def fill_up(
     x: Shaped[Array, "..."], dim: int, shares: int | None = None
 ) -> Shaped[Array, "..."]:
-    """Pads a dim with zeros to a multiple of `shares`.
-
-    Example:
-        >>> fill_up(jnp.ones((2, 3)), 1).shape
-        (2, 3)
-    """
+    """Pads a dim with zeros to a multiple of `shares`."""
     missing = -x.shape[dim] % (shares or num_shares())
     if not missing:
         return x
@@ -109,12 +104,7 @@ class Heads(NamedTuple):
 
 
 def laid_heads(num_heads: int, num_kv_heads: int) -> tuple[int, int]:
-    """Numbers of query heads and key heads in the layout on the mesh, padding included.
-
-    Example:
-        >>> laid_heads(8, 2)
-        (8, 2)
-    """
+    """Numbers of query and key heads in the layout on the mesh, padding included."""
     shares = num_shares()
     layout = Heads.of(num_heads, num_kv_heads, shares)
     keys = -(-num_kv_heads * layout.copies // shares) * shares
@@ -133,12 +123,7 @@ def number_heads(num_heads: int, num_kv_heads: int) -> Int[Array, " H"]:
 
 
 def axes_of_length(x: Float[Array, "B L ..."]) -> tuple[str, ...]:
-    """Axes of the mesh in use that split the length of a stream.
-
-    Example:
-        >>> axes_of_length(jnp.ones((2, 4, 3)))
-        ()
-    """
+    """Axes of the mesh in use that split the length of a stream."""
     return _Split.of(x).length
 
 

@@ -128,10 +128,6 @@ def disagreements(by_process: Sequence[Mapping[str, Any]]) -> list[Problem]:
     """Compares results of `describe_process`, ordered by process, with process 0.
 
     Returns one problem per differing value, with the processes that have the value.
-
-    Example:
-        >>> [str(x) for x in disagreements([{"seed": 0}, {"seed": 1}, {"seed": 1}])]
-        ['seed=1 on processes 1, 2 is 0 on process 0; make all processes the same']
     """
     ids_by_value: dict[tuple[str, str], list[int]] = {}
     values: dict[tuple[str, str], tuple[Any, Any]] = {}

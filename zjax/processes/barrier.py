@@ -26,12 +26,7 @@ heartbeats."""
 
 
 def find_unresponsive(text: str) -> int | None:
-    """Finds the process that stopped sending heartbeats in a survivor's stderr.
-
-    Example:
-        >>> find_unresponsive("UNAVAILABLE: Task 3 heartbeat timeout.")
-        3
-    """
+    """Finds the process that stopped sending heartbeats in a survivor's stderr."""
     matches = [match for pattern in _PATTERNS if (match := pattern.search(text))]
     if matches:
         return int(matches[0][1])

@@ -125,12 +125,7 @@ def find_cluster(settings: schema.Processes, environ: Mapping[str, str]) -> Clus
 
 
 def find_scheduler(environ: Mapping[str, str]) -> Cluster:
-    """Finds the scheduler that started this process; `alone` without one.
-
-    Example:
-        >>> find_scheduler({}).is_alone
-        True
-    """
+    """Finds the scheduler that started this process; `alone` without one."""
     if "ZJAX_COORDINATOR" in environ:
         process_id = int(environ["ZJAX_PROCESS_ID"])
         num_processes = int(environ["ZJAX_NUM_PROCESSES"])
@@ -167,10 +162,6 @@ def visible_gpus(
 
     Entries of `CUDA_VISIBLE_DEVICES`, or else numbers of the files in `/dev`. JAX must
     be told the devices before the backend starts.
-
-    Example:
-        >>> visible_gpus({"CUDA_VISIBLE_DEVICES": "4,5"})
-        ('4', '5')
     """
     listed = environ.get("CUDA_VISIBLE_DEVICES")
     if listed is not None:
@@ -184,10 +175,6 @@ def assign_gpus(cluster: Cluster, num_visible: int) -> tuple[int, ...]:
     """Divides the visible GPUs of a host among the local processes.
 
     Returns indices among the visible GPUs.
-
-    Example:
-        >>> assign_gpus(Cluster(num_processes=2, local_id=1, num_local=2), 8)
-        (4, 5, 6, 7)
     """
     if cluster.owns_visible:
         return tuple(range(num_visible))

@@ -260,9 +260,6 @@ def check_losses(losses: Sequence[float]) -> None:
     """Refuses losses of two or more repeated steps on one batch that do not fall.
 
     The speed of a program that does not train means nothing.
-
-    Example:
-        >>> check_losses([2.5, 2.0])
     """
     if np.isfinite(losses).all() and losses[-1] < losses[0]:
         return

@@ -53,12 +53,7 @@ def step_options(config: Config, plan: Plan) -> Options:
 
 
 def parse_options(pairs: tuple[str, ...]) -> Options:
-    """Parses compiler options of a config; `true` and `false` become booleans.
-
-    Example:
-        >>> parse_options(("xla_gpu_autotune_level=0",))
-        {'xla_gpu_autotune_level': '0'}
-    """
+    """Parses compiler options of a config; `true` and `false` become booleans."""
     options: Options = {}
     problems = []
     for pair in pairs:
@@ -110,10 +105,6 @@ def simulation(num_devices: int) -> Options:
     Returns:
         Values by name in `jax.config`; JAX reads the name in capitals from the
         environment.
-
-    Example:
-        >>> simulation(8)["jax_num_cpu_devices"]
-        8
     """
     if not num_devices:
         return {}

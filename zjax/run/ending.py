@@ -61,12 +61,6 @@ def ask_all(
 
     With several processes all agree, which waits for the step; without functions
     nothing waits. Every process needs the same number of functions.
-
-    Example:
-        >>> def stop_at_three(step, state, batch, metrics):
-        ...     return "stop" if step == 3 else None
-        >>> [ask_all([stop_at_three], n, None, {}, {}) for n in (2, 3)]
-        [{}, {'stop': 'stop_at_three'}]
     """
     if not functions:
         return {}
@@ -108,15 +102,6 @@ class Patience:
         settings: Evaluations and decrease that count; None never ends a run.
         saved: Counters from a checkpoint, as `state` returned them; None for a new
             run.
-
-    Example:
-        >>> patience = Patience(EarlyStopping(patience=2, min_improvement=0.1))
-        >>> for step, loss in ((10, 3.0), (20, 2.95), (30, math.nan)):
-        ...     _ = patience.count(step, loss)
-        >>> patience.reason
-        'eval_loss was 3 at step 10 and not below 2.9 in 2 evaluations since'
-        >>> patience.lowest
-        (20, 2.95)
     """
 
     def __init__(

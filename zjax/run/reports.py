@@ -36,12 +36,6 @@ def describe_schedule(schedule: TrainingSchedule) -> str:
 
     A run with several programs gets a column with the program of the step, and a table
     of how often each program starts.
-
-    Example:
-        >>> from zjax.settings.schema import Config
-        >>> schedule = TrainingSchedule(Config())
-        >>> print(describe_schedule(schedule).splitlines()[-1])
-        1,000           3e-05        32,768,000
     """
     planned = _planned(schedule, _NUM_ROWS + 1)
     rows = [

@@ -68,11 +68,6 @@ def rate_factors(
 ) -> Float32[np.ndarray, " buckets"]:
     """Factor of the learning rate for a batch of each bucket.
 
-    Example:
-        >>> factors = rate_factors(schema.Pad(learning_rate="sqrt"), longest=1024)
-        >>> [round(float(factor), 2) for factor in factors]
-        [2.0, 1.41, 1.0]
-
     Reference:
         Linear: Goyal et al., arXiv:1706.02677. Root: Krizhevsky, arXiv:1404.5997.
     """

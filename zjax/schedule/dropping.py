@@ -75,12 +75,6 @@ class Picks:
         num_open: Number of parts, from the first on, that a step may draw; steps count
             from 1.
         num_draws: Number of draws of each step, 1 or more.
-
-    Example:
-        >>> from zjax.schedule.pacing import Pacing
-        >>> picks = Picks((0,), np.ones(2), Pacing((0, 2), (1, 2)), num_draws=3)
-        >>> [picks.at(0).parts.tolist(), picks.at(0).ordinals.tolist()]
-        [[0, 0, 0], [0, 1, 2]]
     """
 
     def __init__(
@@ -160,11 +154,6 @@ def num_middle_layers(config: schema.Config, num_devices: int) -> int:
     Middle layers are the layers of all blocks but the first and the last. All chunks of
     a pipeline are one program, and run the slots of these two blocks whole in every
     chunk.
-
-    Example:
-        >>> config = schema.Config(mesh=schema.Mesh(pipeline=4))
-        >>> num_middle_layers(schema.Config(), 1), num_middle_layers(config, 4)
-        (10, 4)
     """
     shapes = mixture.segment_shapes(config.model)
     blocks = [len(x.num_experts) for x in shapes for _ in range(x.num_blocks)]

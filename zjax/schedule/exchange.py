@@ -91,12 +91,6 @@ class Exchanges:
         outer_phase: Phase in which the optimizer of the replicas takes outer steps, or
             None.
         delay: Steps from sending to merging, fewer than between two merges.
-
-    Example:
-        >>> phases = Phase(WARM_UP, "gradients", "float32"), _COMPRESSED
-        >>> onebit_adam = Exchanges(phases=phases, freeze_step=150)
-        >>> onebit_adam.batch_programs(range(100, 200))
-        ['warm_up', 'compressed']
     """
 
     phases: tuple[Phase, ...] = (Phase(TRAIN, "gradients"),)
@@ -260,15 +254,6 @@ def make_exchanges(config: Config) -> Exchanges:
 
     Args:
         config: Config; reads `communication`, `optimizer`, `precision` and `num_steps`.
-
-    Example:
-        >>> from zjax.settings import schema
-        >>> config = schema.Config(optimizer=schema.Optimizer(rule=schema.OnebitAdam()))
-        >>> exchanges = make_exchanges(config)
-        >>> [exchanges.at(step).phase.name for step in (150, 151)]
-        ['warm_up', 'compressed']
-        >>> make_exchanges(schema.Config()).sending
-        ()
     """
     codec, rule = config.communication.codec, config.optimizer.rule
     # The codec in whose dtype the compiler would reduce gradients.

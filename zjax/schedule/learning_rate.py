@@ -44,11 +44,6 @@ def warmup_decay_lr(
     """Rises to the peak and decays on a line to 0, as WarmupDecayLR.
 
     The decay ends at step `total` + 1, after the last step of the run.
-
-    Example:
-        >>> rate = warmup_decay_lr(schema.WarmupDecayLr(num_warmup_steps=2), 4.0, 6)
-        >>> [float(rate(step)) for step in range(6)]
-        [0.0, 0.0, 2.0, 4.0, 3.0, 2.0]
     """
     length = _decay_steps(chosen, total)
 

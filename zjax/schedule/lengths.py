@@ -91,12 +91,7 @@ def reshaped_rows(length: int, full: int, num_rows: int, unit: int) -> int:
 
 
 def make_shapes(config: schema.Config) -> dict[int, tuple[int, int]]:
-    """Returns (rows, tokens per row) of a batch by the first step with this shape.
-
-    Example:
-        >>> make_shapes(schema.Config(data=schema.Data(length=512)))
-        {1: (32, 512)}
-    """
+    """Returns (rows, tokens per row) of a batch by the first step with this shape."""
     warmup, full = config.sequence_warmup, config.data.length
     num_rows, unit = config.global_batch_size, batch_unit(config)
     if not isinstance(warmup, CUTS):
@@ -160,13 +155,7 @@ def _end_step(config: schema.Config, pacing: schema.Growing) -> int:
 
 
 def end_by_tokens(config: schema.Config) -> schema.Config:
-    """Sets `num_steps` to the number of steps that consume `num_tokens`.
-
-    Example:
-        >>> config = schema.Config(num_tokens=100_000)  # 32 rows of 1,024 in a step
-        >>> end_by_tokens(config).num_steps
-        4
-    """
+    """Sets `num_steps` to the number of steps that consume `num_tokens`."""
     if not config.num_tokens:
         return config
     steps, tokens = range(config.num_steps + 1), make_tokens(config)

@@ -33,14 +33,7 @@ def is_function_name(name: str) -> bool:
 
 
 def find_function(name: str) -> Callable[..., Any] | Fault:
-    """Imports a function by the name `module:function`, or returns the fault.
-
-    Example:
-        >>> find_function("math:fsum")([1, 2])
-        3.0
-        >>> find_function("math:nothing").problem
-        'names no function'
-    """
+    """Imports a function by the name `module:function`, or returns the fault."""
     module, _, attribute = name.partition(":")
     try:
         function = getattr(importlib.import_module(module), attribute, None)
@@ -55,13 +48,7 @@ def find_function(name: str) -> Callable[..., Any] | Fault:
 
 @dataclasses.dataclass(frozen=True)
 class Pacing:
-    """Values that never fall, each from a first step on.
-
-    Example:
-        >>> pacing = Pacing(firsts=(0, 6, 11), values=(1, 2, 3))
-        >>> [pacing.at(step) for step in (1, 5, 6, 10, 11, 99)]
-        [1, 1, 2, 2, 3, 3]
-    """
+    """Values that never fall, each from a first step on."""
 
     firsts: tuple[int, ...]
     values: tuple[int, ...]
@@ -86,24 +73,13 @@ class Pacing:
         return self.values[bisect.bisect_right(self.firsts, step) - 1]
 
     def changes(self) -> dict[int, int]:
-        """Maps first steps, counted from 1, to values, in order.
-
-        Example:
-            >>> grow(8, 24, num_steps=4, multiple=8).changes()
-            {1: 8, 2: 16, 4: 24}
-        """
+        """Maps first steps, counted from 1, to values, in order."""
         pairs = zip(self.firsts, self.values, strict=True)
         # A value of step 0 alone is overwritten by the value from step 1 on.
         return {max(1, first): value for first, value in pairs}
 
     def sum_until(self, step: int) -> int:
-        """Sums the values of steps 1 to `step`.
-
-        Example:
-            >>> pacing = grow(8, 16, num_steps=4, multiple=8)
-            >>> [pacing.sum_until(step) for step in (0, 3, 4, 6)]
-            [0, 24, 40, 72]
-        """
+        """Sums the values of steps 1 to `step`."""
         ends = itertools.pairwise([*self.changes().items(), (step + 1, 0)])
         return sum(
             value * max(0, min(after, step + 1) - first)
@@ -168,23 +144,12 @@ def _floor_root(step: int, num_steps: int, span: int, degree: int) -> int:
 
 
 def metric_field(number: int) -> str:
-    """Path of the settings of a curriculum metric.
-
-    Example:
-        >>> metric_field(0)
-        'curriculum.metrics[0]'
-    """
+    """Path of the settings of a curriculum metric."""
     return f"curriculum.metrics[{number}]"
 
 
 def used_pacings(config: schema.Config) -> Iterator[tuple[str, schema.Pacing]]:
-    """Yields the path and the settings of each pacing that a run reads.
-
-    Example:
-        >>> config = schema.Config(random_ltd=schema.Span())
-        >>> [field for field, _ in used_pacings(config)]
-        ['random_ltd.pacing']
-    """
+    """Yields the path and the settings of each pacing that a run reads."""
     if config.sequence_warmup:
         yield "sequence_warmup.pacing", config.sequence_warmup.pacing
     for number, metric in enumerate(config.curriculum.metrics):
@@ -196,12 +161,7 @@ def used_pacings(config: schema.Config) -> Iterator[tuple[str, schema.Pacing]]:
 
 
 def tokens_that_end(config: schema.Config) -> dict[str, int]:
-    """Consumed tokens that end each growth of a run, by path; 0 for steps.
-
-    Example:
-        >>> tokens_that_end(schema.Config(random_ltd=schema.Span()))
-        {'random_ltd.pacing.num_tokens': 0}
-    """
+    """Consumed tokens that end each growth of a run, by path; 0 for steps."""
     return {
         f"{field}.num_tokens": pacing.num_tokens
         for field, pacing in used_pacings(config)
@@ -239,11 +199,6 @@ def make_pacing(settings: schema.Pacing) -> Pacing:
     """Makes the pacing of checked settings that end in steps, not in tokens.
 
     Raises `ConfigError` if the user's function is missing, fails or falls.
-
-    Example:
-        >>> settings = schema.DiscretePacing(values=(1, 2, 3), last_steps=(5, 10))
-        >>> [make_pacing(settings).at(step) for step in (1, 5, 6, 11)]
-        [1, 1, 2, 3]
     """
     match settings:
         case schema.DiscretePacing():

@@ -55,14 +55,6 @@ class TrainingSchedule:
         shape_at: Function from a step to the rows and the tokens per row of the batch,
             if the order of the data decides both, as with length buckets.
 
-    Example:
-        >>> pacing = schema.LinearPacing(start=128, num_steps=200_000, multiple=16)
-        >>> dropping = schema.Span(pacing=pacing)
-        >>> data = schema.Data(length=2048)
-        >>> schedule = TrainingSchedule(schema.Config(data=data, random_ltd=dropping))
-        >>> [schedule.at(step + 1).num_kept for step in (0, 1_666, 1_667, 100_000)]
-        [128, 128, 144, 1088]
-
     Reference:
         Li et al., The Stability-Efficiency Dilemma (arXiv:2108.06084), section 4.1;
         Zhu et al., SkyLadder (arXiv:2503.15450), section 3; Yao et al., Random-LTD

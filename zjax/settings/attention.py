@@ -252,14 +252,7 @@ _COUNTS = ("num_global_blocks", "num_random_blocks", "num_sliding_window_blocks"
 
 
 def sparsity_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
-    """Yields patterns of sparse attention that make no block layout of `data.length`.
-
-    Example:
-        >>> model = schema.Model(attention=schema.Sparse())
-        >>> data = schema.Data(length=1000)
-        >>> print(*sparsity_problems(schema.Config(model=model, data=data), 1))
-        data.length=1000 is not a multiple of model.attention.block=64; use 960 or 1024
-    """
+    """Yields sparse patterns that make no block layout of `data.length`."""
     if not isinstance(given := config.model.attention, schema.Sparse):
         return
     yield from _length(config.data.length, given.block)

@@ -25,11 +25,6 @@ def elastic_batch(settings: schema.Elasticity, num_shards: int) -> tuple[int, in
 
     Numbers of shards that divide the batch train with equal batch sizes. Further
     numbers are refused; with `shards_per_node` they get a separate batch size.
-
-    Example:
-        >>> sizes = schema.Elasticity(microbatch_sizes=(2, 4, 6), max_batch_size=100)
-        >>> elastic_batch(sizes, num_shards=12)
-        (96, 4)
     """
     _check_sizes(settings)
     sizes, nodes = settings.microbatch_sizes, _per_node(settings)
@@ -146,10 +141,6 @@ def resolve_batch(config: schema.Config, num_shards: int) -> BatchSizes:
     """Derives batch settings that are 0, and refuses contradictions.
 
     `num_shards` is the product of the mesh axes that shard the batch, 1 or more.
-
-    Example:
-        >>> resolve_batch(schema.Config(global_batch_size=32), num_shards=8)
-        BatchSizes(global_batch_size=32, num_microbatches=1, microbatch_size=4)
     """
     if config.elasticity:
         return _resolve_elastic(config.elasticity, config, num_shards)

@@ -44,15 +44,7 @@ def _snake_case(name: str) -> str:
 
 
 def kinds(hint: Any) -> dict[str, type | None]:
-    """Sections that an annotation chooses from, by kind; empty if it is no choice.
-
-    Example:
-        >>> @section
-        ... class Line(Choice):
-        ...     steps: int = 1
-        >>> list(kinds(Line | None)), kinds(int | str)
-        (['line', 'none'], {})
-    """
+    """Sections that an annotation chooses from, by kind; empty if it is no choice."""
     if not isinstance(hint, types.UnionType):
         return {}
     members = [None if one is types.NoneType else one for one in typing.get_args(hint)]
@@ -79,12 +71,7 @@ def readers(found: Mapping[str, type | None], name: str) -> list[str]:
 
 
 def as_mapping(value: Any) -> Any:
-    """Choice by kind alone, None or '', as a mapping; other values pass unchanged.
-
-    Example:
-        >>> as_mapping("wsd"), as_mapping(None)
-        ({'kind': 'wsd'}, {'kind': 'none'})
-    """
+    """Choice by kind alone, None or '', as a mapping; other values pass unchanged."""
     if value is None or isinstance(value, str):
         return {KIND: value or NONE}
     return value

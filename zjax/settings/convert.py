@@ -22,13 +22,6 @@ def from_mapping(section: type[Section], values: Mapping[str, Any]) -> Section:
 
     An int is accepted for a float; otherwise types must match exactly. Nested sections
     may be mappings or instances.
-
-    Example:
-        >>> from_mapping(schema.Zero, {"stage": 3}).stage
-        3
-        >>> from_mapping(schema.Zero, {"stagee": 1})
-        Traceback (most recent call last):
-        zjax.errors.ConfigError: stagee=1 is not a setting; did you mean stage?
     """
     problems: list[Problem] = []
     if section is schema.Config:
@@ -44,26 +37,14 @@ class Unread(Problem):
 
 
 def unread(values: Mapping[str, Any]) -> list[Problem]:
-    """Problems of changed settings that the choices of a config do not read.
-
-    Example:
-        >>> print(*unread({"optimizer": {"rule": {"kind": "sgd", "b2": 0.5}}}))
-        optimizer.rule.b2=0.5 has no effect with optimizer.rule='sgd'; leave it out, \
-or set optimizer.rule to 'adamw' or 'adam' or 'lamb' or 'lion' or 'muon' or \
-'onebit_adam' or 'onebit_lamb' or 'zero_one_adam'
-    """
+    """Problems of changed settings that the choices of a config do not read."""
     problems: list[Problem] = []
     _section(schema.Config, values, "", problems)
     return [problem for problem in problems if isinstance(problem, Unread)]
 
 
 def current(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of a saved run by present names, without settings that nothing reads.
-
-    Example:
-        >>> current({"optimizer": {"name": "sgd", "b2": 0.95}})
-        {'optimizer': {'rule': {'kind': 'sgd'}}}
-    """
+    """Settings of a saved run by present names, without settings that nothing reads."""
     present, _ = translate.with_present_names(values, is_record=True)
     return _readable(schema.Config, present)
 

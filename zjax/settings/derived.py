@@ -42,13 +42,7 @@ class RecipeInt(int):
 
 
 def as_recipe(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Marks the numbers of a section of a config shipped with zjax.
-
-    Example:
-        >>> marked = as_recipe({"peak_learning_rate": 6e-4, "schedule": "linear"})
-        >>> [is_recipe(value) for value in marked.values()]
-        [True, False]
-    """
+    """Marks the numbers of a section of a config shipped with zjax."""
     kinds = {int: RecipeInt, float: RecipeFloat, dict: as_recipe}
     return {
         name: kinds[type(value)](value) if type(value) in kinds else value
@@ -62,12 +56,7 @@ def is_recipe(value: Any) -> bool:
 
 
 def offered(value: int | float) -> int | float:
-    """Marks a number that need not have an effect, as in a section a run may turn on.
-
-    Example:
-        >>> is_offered(offered(128.0)), is_offered(128.0)
-        (True, False)
-    """
+    """Marks a number that need not have an effect, as in a section that may be off."""
     return OfferedInt(value) if isinstance(value, int) else OfferedFloat(value)
 
 
@@ -99,22 +88,12 @@ def is_derived(value: Any) -> bool:
 
 
 def reset(value: Any) -> Any:
-    """Value as a config file writes it: 0 if it was derived.
-
-    Example:
-        >>> reset(Size(3)), reset(3)
-        (0, 3)
-    """
+    """Value as a config file writes it: 0 if it was derived."""
     return 0 if isinstance(value, Size) else value
 
 
 def as_set(value: Any) -> Any:
-    """Value without the mark of a derived one, which then counts as set.
-
-    Example:
-        >>> reset(as_set(Size(3)))
-        3
-    """
+    """Value without the mark of a derived one, which then counts as set."""
     return int(value) if isinstance(value, Size) else value
 
 
@@ -149,10 +128,6 @@ def mlp_size(embed_size: int, activation: str) -> int:
 
     4 `embed_size`, or 8/3 `embed_size` for the three matrices of a gated feed-forward,
     rounded up to a multiple of 256.
-
-    Example:
-        >>> mlp_size(768, "gelu"), mlp_size(4_096, "swiglu")
-        (3072, 11008)
     """
     if activation in ("gelu", "gelu_exact"):
         return 4 * embed_size

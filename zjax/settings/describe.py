@@ -17,10 +17,6 @@ def describe_config(config: schema.Config) -> str:
 
     Settings at a default that stands for none are left out: None, (), {}, '', and
     numbers such as `num_tokens=0`.
-
-    Example:
-        >>> describe_config(schema.Config()).splitlines()[0]
-        'config.seed = 0'
     """
     left_out = unread(config)
     # Steps derived from epochs would count as set when read back.
@@ -43,12 +39,7 @@ def _is_absent(section: type, path: str, value: Any) -> bool:
 
 
 def describe_settings() -> str:
-    """Lists every setting with default, choices and documentation.
-
-    Example:
-        >>> print(textwrap.shorten(describe_settings(), 45))
-        One run of zjax. seed = 0 num_steps = [...]
-    """
+    """Lists every setting with default, choices and documentation."""
     lines = []
     last = None
     listed = (
@@ -65,12 +56,7 @@ def describe_settings() -> str:
 
 
 def setting_paths() -> list[str]:
-    """Paths of all settings.
-
-    Example:
-        >>> setting_paths()[:2]
-        ['seed', 'num_steps']
-    """
+    """Paths of all settings."""
     return [setting.path for setting in _documented(schema.Config, "")]
 
 
@@ -226,10 +212,6 @@ def differences(
 
     A config may be a nested mapping, such as one read from JSON, where tuples are
     lists, and may come from another version of zjax.
-
-    Example:
-        >>> differences(schema.Config(seed=1), schema.Config())
-        (Difference(setting='seed', value=1, other=0),)
     """
     return tuple(_differences("", _plain(config), _plain(other)))
 
@@ -297,12 +279,7 @@ NEEDS = (
 
 
 def unread(config: schema.Config) -> set[str]:
-    """Paths of settings and sections that a run does not read.
-
-    Example:
-        >>> "precision.loss_scale" in unread(schema.Config())
-        True
-    """
+    """Paths of settings and sections that a run does not read."""
     found = {
         x.setting for x in NEEDS if choices.value_at(config, x.other) not in x.choices
     }

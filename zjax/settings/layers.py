@@ -27,12 +27,6 @@ def layers_per_scan(config: schema.Config) -> int:
     `model.layers_per_scan=0` becomes 1 if layers cannot be unrolled, or contain loops:
     unrolled, each layer would hold a copy of the weights until the backward pass. With
     offloaded state each block is a program, and needs neither.
-
-    Example:
-        >>> layers_per_scan(schema.Config())
-        0
-        >>> layers_per_scan(schema.Config(deterministic=True))
-        1
     """
     chosen = config.model.layers_per_scan
     per_block = config.zero.offloads_state

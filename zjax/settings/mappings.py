@@ -59,10 +59,6 @@ def base() -> ml_collections.ConfigDict:
 
     Types are not enforced while the file runs: `from_mapping` reports every mistake at
     once.
-
-    Example:
-        >>> base().zero.stage
-        1
     """
     config = _changeable(schema.Config(), schema.Config)
     for path, new in renamed.SECTIONS.items():
@@ -104,10 +100,6 @@ def to_mapping(section: Any) -> dict[str, Any]:
     """Converts a section to nested dicts, the inverse of `from_mapping`.
 
     Tuples stay tuples, and derived values stay marked.
-
-    Example:
-        >>> to_mapping(schema.Optimizer())["schedule"]["kind"]
-        'cosine'
     """
     kind = {KIND: section.kind} if isinstance(section, choices.Choice) else {}
     return kind | {
@@ -251,12 +243,7 @@ def _merge(
 def merge_overrides(
     values: Mapping[str, Any], overrides: Sequence[str | Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Merges overrides (`zero.stage=3`, or mappings) into settings; the last wins.
-
-    Example:
-        >>> merge_overrides({}, ["seed=1", "seed=2"])
-        {'seed': 2}
-    """
+    """Merges overrides (`zero.stage=3`, or mappings) into settings; the last wins."""
     merged, problems = dict(values), []
     for override in overrides:
         try:
@@ -293,12 +280,7 @@ def expand_auto(path: str, value: Any) -> Any:
 
 
 def type_of(path: str) -> Any:
-    """Type annotation of a setting, such as `zero.stage`; None for an unknown setting.
-
-    Example:
-        >>> type_of("optimizer.clip_norm")
-        <class 'float'>
-    """
+    """Type annotation of a setting such as `zero.stage`; None if unknown."""
     hint: Any = schema.Config
     for name in path.split("."):
         if name == KIND and choices.kinds(hint):

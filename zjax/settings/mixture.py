@@ -57,12 +57,6 @@ def segment_shapes(model: schema.Model) -> tuple[SegmentShape, ...]:
     A block has `moe.every` layers, the last with experts, or `full_attention_every`
     layers, the last with full attention. Layers before the first and after the last
     such block are blocks of one layer.
-
-    Example:
-        >>> moe = schema.TokenChoice(num_experts=8, every=2, first_dense=1)
-        >>> shape = segment_shapes(schema.Model(num_layers=5, moe=moe))[1]
-        >>> shape.num_experts, shape.num_blocks
-        ((0, 8), 2)
     """
     layers = [*zip(experts_by_layer(model), sliding_layers(model), strict=True)]
     size, first = period_of_layers(model), model.moe.first_dense if model.moe else 0
@@ -80,22 +74,12 @@ def _shape_of(block: list[tuple[int, bool]], num_blocks: int) -> SegmentShape:
 
 
 def num_blocks(model: schema.Model) -> int:
-    """Number of blocks of all segments.
-
-    Example:
-        >>> num_blocks(schema.Model(moe=schema.TokenChoice(num_experts=8, every=2)))
-        6
-    """
+    """Number of blocks of all segments."""
     return sum(shape.num_blocks for shape in segment_shapes(model))
 
 
 def experts_per_token(moe: schema.MoE) -> float:
-    """Mean number of experts per token in training.
-
-    Example:
-        >>> experts_per_token(schema.ExpertChoice())
-        1.0
-    """
+    """Mean number of experts per token in training."""
     is_of_tokens = isinstance(moe, schema.TokenChoice)
     return float(moe.top_k) if is_of_tokens else moe.capacity_factor
 
@@ -117,12 +101,7 @@ def describe_future(model: schema.Model) -> str:
 
 
 def describe_blocks(model: schema.Model) -> str:
-    """Number of blocks, named by the setting that defines it.
-
-    Example:
-        >>> describe_blocks(schema.Model())
-        'model.num_layers=12'
-    """
+    """Number of blocks, named by the setting that defines it."""
     every = period_of_layers(model)
     if every == 1:
         return f"model.num_layers={model.num_layers}"
@@ -281,13 +260,7 @@ def _run(config: schema.Config, moe: schema.MoE, num_devices: int) -> Iterator[P
 
 
 def bias_paths(model: schema.Model) -> list[str]:
-    """Paths of the router biases of a built-in model.
-
-    Example:
-        >>> moe = schema.TokenChoice(every=2, first_dense=1, bias_rate=0.01)
-        >>> bias_paths(schema.Model(num_layers=5, moe=moe))
-        ['blocks/segment1/layer1/mlp/router/bias']
-    """
+    """Paths of the router biases of a built-in model."""
     shapes, paths = segment_shapes(model), list[str]()
     for number, shape in enumerate(shapes):
         segment = f"segment{number}/" if len(shapes) > 1 else ""

@@ -39,11 +39,6 @@ def setting_that_trains_frozen(config: schema.Config) -> str:
 
     Disks, and replicas that take local steps, treat all parameters alike. Empty if
     there is no such setting.
-
-    Example:
-        >>> zero = schema.Zero(offload=schema.AutoOffload())
-        >>> setting_that_trains_frozen(schema.Config(zero=zero))
-        "zero.offload='auto'"
     """
     memories = {
         name: (x, x in ("nvme", "auto"))

@@ -138,15 +138,7 @@ def or_derived(low: int, maximum: int, meaning: str) -> Range:
 
 
 def range_of(section: type, name: str) -> Range | None:
-    """Range of a setting of a section, or None.
-
-    Example:
-        >>> @dataclasses.dataclass
-        ... class Run:
-        ...     steps: Count = 1
-        >>> range_of(Run, "steps").remedy
-        'use 1 or more'
-    """
+    """Range of a setting of a section, or None."""
     return _mark(section, name, Range)
 
 
@@ -159,13 +151,7 @@ def _mark(section: type, name: str, kind: type[_Mark]) -> _Mark | None:
 
 
 def is_none(section: type, name: str, value: Any) -> bool:
-    """Whether a value of a setting stands for none: None, '', () or a marked number.
-
-    Example:
-        >>> from zjax.settings import schema
-        >>> is_none(schema.Config, "num_tokens", 0), is_none(schema.Config, "seed", 0)
-        (True, False)
-    """
+    """Whether a value of a setting stands for none: None, '', () or a marked number."""
     mark = _mark(section, name, NoneAt)
     is_empty = isinstance(value, tuple | str) and not value
     return value is None or is_empty or (mark is not None and value == mark.value)
@@ -174,13 +160,7 @@ def is_none(section: type, name: str, value: Any) -> bool:
 def range_problems(
     section: Any, path: str = "", config: Any = None
 ) -> Iterator[Problem]:
-    """Yields a problem for each number of a section out of range or above a limit.
-
-    Example:
-        >>> from zjax.settings import schema
-        >>> print(*range_problems(schema.Config(num_steps=0)))
-        num_steps=0 is out of range; use 1 or more
-    """
+    """Yields a problem for each number of a section out of range or above a limit."""
     # Numbers of nested sections may be limited by settings of the outermost section.
     config = config or section
     for field in dataclasses.fields(section):

@@ -14,23 +14,13 @@ from zjax.typing import Batch, Entries, Entry
 
 
 def open_size(axis: str) -> int:
-    """Size of an Auto axis of the current mesh; 1 if it is manual or there is no mesh.
-
-    Example:
-        >>> open_size(meshes.SEQUENCE)
-        1
-    """
+    """Size of an Auto axis of the current mesh; 1 if it is manual or without a mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     return mesh.shape[axis] if axis in mesh.auto_axes else 1
 
 
 def row_axes(num_rows: int) -> tuple[str, ...]:
-    """Returns the batch axes, major first, that together divide a number of rows.
-
-    Example:
-        >>> row_axes(8)
-        ()
-    """
+    """Returns the batch axes, major first, that together divide a number of rows."""
     mesh = jax.sharding.get_abstract_mesh()
     axes: tuple[str, ...] = ()
     for axis in meshes.BATCH_AXES:
@@ -41,12 +31,7 @@ def row_axes(num_rows: int) -> tuple[str, ...]:
 
 
 def first_row(num_rows: int) -> jax.Array | int:
-    """Index in the microbatch of the first local row, int32[]; 0 outside `shard_map`.
-
-    Example:
-        >>> first_row(8)
-        0
-    """
+    """Index in the microbatch of the first local row, int32[]; 0 outside shard_map."""
     mesh = jax.sharding.get_abstract_mesh()
     # Inside `shard_map` devices hold rows in the order of these axes.
     axes = tuple(axis for axis in meshes.BATCH_AXES if axis in mesh.manual_axes)
@@ -57,10 +42,6 @@ def head_axes(num_kv_heads: int) -> tuple[str, ...]:
     """Returns the axes, major first, that shard heads while sequences are gathered.
 
     The product of the axes divides the number of heads of keys and values.
-
-    Example:
-        >>> head_axes(8)
-        ()
     """
     mesh = jax.sharding.get_abstract_mesh()
     axes = tuple(a for a in (meshes.TENSOR, meshes.SEQUENCE) if open_size(a) > 1)
@@ -75,10 +56,6 @@ def pin_tokens(x: Shaped[Array, "B L *dims"]) -> Shaped[Array, "B L *dims"]:
     """Constrains an array with one entry per token to be sharded by row and by length.
 
     Lengths that the sequence axis does not divide are left to the compiler.
-
-    Example:
-        >>> pin_tokens(jax.numpy.ones((2, 4))).shape
-        (2, 4)
     """
     if open_size(meshes.SEQUENCE) == 1 or x.shape[1] % open_size(meshes.SEQUENCE):
         return x
@@ -91,10 +68,6 @@ def pin_whole(table: Shaped[Array, "V M"]) -> Shaped[Array, "V M"]:
     """Replicates an embedding table in which tokens sharded by sequence are looked up.
 
     A lookup in a table that ZeRO shards would gather all tokens instead.
-
-    Example:
-        >>> pin_whole(jax.numpy.ones((2, 4))).shape
-        (2, 4)
     """
     return table if open_size(meshes.SEQUENCE) == 1 else pin(table, None, None)
 

@@ -139,12 +139,7 @@ def describe_unsharded(plan: Plan) -> str:
 
 
 def format_bytes(num_bytes: int | float) -> str:
-    """Formats bytes with a decimal unit, in three or four digits.
-
-    Example:
-        >>> format_bytes(512), format_bytes(1.5e9)
-        ('512 B', '1.50 GB')
-    """
+    """Formats bytes with a decimal unit, in three or four digits."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if num_bytes >= size:
             return f"{num_bytes / size:.2f} {unit}"

@@ -27,10 +27,6 @@ class Layers(tuple[Any, ...]):
     Args:
         name: Name of the stacked array, the last key in the path of every layer; rules
             that match names find the layers by it.
-
-    Example:
-        >>> jax.tree.map(lambda x: 2 * x, Layers((1, 2)))
-        (2, 4)
     """
 
     name: str
@@ -70,12 +66,7 @@ def take_apart(params: Params, rows: Any) -> Params:
 
 
 def put_together(params: Params) -> Params:
-    """Stacks `Layers` into arrays, the inverse of `take_apart`.
-
-    Example:
-        >>> put_together({"scale": Layers((jnp.ones(2), jnp.zeros(2)))})["scale"].shape
-        (2, 2)
-    """
+    """Stacks `Layers` into arrays, the inverse of `take_apart`."""
 
     def stack(*rows: jax.Array) -> jax.Array:
         # Else XLA fuses the stacking into the optimizer update, in one pass per result.
@@ -95,12 +86,7 @@ def layer_by_layer(row: ArrayPlan) -> Any:
 
 
 def layers_of(params: Params, num_layers: int) -> list[Params]:
-    """Splits a tree of stacked arrays or `Layers` into one tree per layer.
-
-    Example:
-        >>> [layer["w"].item() for layer in layers_of({"w": jnp.arange(2)}, 2)]
-        [0, 1]
-    """
+    """Splits a tree of stacked arrays or `Layers` into one tree per layer."""
     unstacked = jax.tree.map(
         lambda x: x if is_layers(x) else _slices(x), params, is_leaf=is_layers
     )
@@ -131,12 +117,7 @@ class LayerOf:
 
 
 def read_layer(params: Params) -> Params:
-    """Slices a layer out of a `LayerOf`; any other tree is returned unchanged.
-
-    Example:
-        >>> read_layer(LayerOf({"w": jnp.arange(3)}, 2))["w"].item()
-        2
-    """
+    """Slices a layer out of a `LayerOf`; any other tree is returned unchanged."""
     if not isinstance(params, LayerOf):
         return params
     return _layer(params.group, params.number)
@@ -165,12 +146,7 @@ def cut_layers(params: Params, sizes: Sequence[int]) -> list[Params]:
 
 
 def side_by_side(layers: Sequence[Params]) -> Params:
-    """Joins one tree per layer into a tree of `Layers`, the inverse of `layers_of`.
-
-    Example:
-        >>> side_by_side([{"w": 1}, {"w": 2}])
-        {'w': (1, 2)}
-    """
+    """Joins one tree per layer into a tree of `Layers`, the inverse of `layers_of`."""
 
     def join(keys: Any, *leaves: Any) -> Layers:
         return Layers(leaves, name_of(path_of(keys)))

@@ -29,12 +29,7 @@ _AUTO = (AxisType.Auto,) * len(AXES)
 
 
 def mesh_sizes(mesh: schema.Mesh, num_devices: int) -> dict[str, int]:
-    """Resolves the axis of size -1 and refuses sizes that do not fill the devices.
-
-    Example:
-        >>> mesh_sizes(schema.Mesh(tensor=2), 8)["data"]
-        4
-    """
+    """Resolves the axis of size -1 and refuses sizes that do not fill the devices."""
     sizes = {axis: getattr(mesh, axis) for axis in AXES}
     known = math.prod(size for size in sizes.values() if size > 0)
     # With 1 the product below differs from the number of devices, and is refused.
@@ -100,14 +95,7 @@ def abstract_mesh(mesh: schema.Mesh, num_devices: int) -> AbstractMesh:
 
 
 def trace(function: Callable[..., Any], *args: Any) -> ClosedJaxpr:
-    """Traces a function that may name mesh axes, where no mesh is set yet.
-
-    Example:
-        >>> in_parts = jax.sharding.PartitionSpec("data")
-        >>> constrain = jax.lax.with_sharding_constraint
-        >>> len(trace(lambda x: constrain(x, in_parts), jax.numpy.ones(8)).eqns)
-        1
-    """
+    """Traces a function that may name mesh axes, where no mesh is set yet."""
     # First without a mesh, as the function may set one itself.
     try:
         return jax.make_jaxpr(function)(*args)
@@ -120,12 +108,7 @@ def trace(function: Callable[..., Any], *args: Any) -> ClosedJaxpr:
 
 
 def num_shares(mesh: Mesh | AbstractMesh, names: Sequence[str]) -> int:
-    """Number of shards of a dim over some mesh axes: the product of the axis sizes.
-
-    Example:
-        >>> num_shares(abstract_mesh(schema.Mesh(tensor=2), 8), (DATA, TENSOR))
-        8
-    """
+    """Number of shards of a dim over some mesh axes: the product of the axis sizes."""
     return math.prod(mesh.shape[axis] for axis in names)
 
 
@@ -138,12 +121,7 @@ def device_capacity_bytes(mesh: Mesh | AbstractMesh) -> float:
 
 
 def platform_of(mesh: Mesh | AbstractMesh) -> str:
-    """Platform of the devices of a mesh, `cpu` or `gpu`; empty for an abstract mesh.
-
-    Example:
-        >>> platform_of(make_mesh(schema.Mesh(), jax.devices("cpu")[:1]))
-        'cpu'
-    """
+    """Platform of the devices of a mesh, `cpu` or `gpu`; empty for an abstract mesh."""
     return mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else ""
 
 
@@ -181,14 +159,7 @@ a layer."""
 
 
 def spec_for(logical: Logical, path: str, mesh: Mesh | AbstractMesh) -> PartitionSpec:
-    """Finds the model-parallel spec of an array from the names of dims.
-
-    Example:
-        >>> from zjax.settings import schema
-        >>> mesh = abstract_mesh(schema.Mesh(tensor=2), 8)
-        >>> spec_for(("embed", "mlp"), "kernel", mesh)
-        P(None, 'tensor')
-    """
+    """Finds the model-parallel spec of an array from the names of dims."""
     entries, used_axes = [], set()
     for name in logical:
         axes = RULES[name] if name else ()
@@ -225,22 +196,12 @@ def check_parts(
 
 
 def entry(axes: tuple[str, ...]) -> str | tuple[str, ...] | None:
-    """Formats the mesh axes of one dim, major first, as an entry of a PartitionSpec.
-
-    Example:
-        >>> entry(()), entry(("data",)), entry(("tensor", "data"))
-        (None, 'data', ('tensor', 'data'))
-    """
+    """Formats the mesh axes of one dim, major first, as an entry of a PartitionSpec."""
     return None if not axes else axes[0] if len(axes) == 1 else axes
 
 
 def axes_of(spec: PartitionSpec, num_dims: int) -> list[tuple[str, ...]]:
-    """Lists the mesh axes of each of `num_dims` dims of a spec, the inverse of `entry`.
-
-    Example:
-        >>> axes_of(PartitionSpec("data"), 2)
-        [('data',), ()]
-    """
+    """Lists the mesh axes of each of `num_dims` dims of a spec; inverts `entry`."""
     # Specs may be shorter than the rank.
     entries = [*spec, *[None] * (num_dims - len(spec))]
     return [

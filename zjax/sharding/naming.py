@@ -31,12 +31,7 @@ class LayerKey(jax.tree_util.DictKey):
 
 
 def path_of(keys: Any) -> str:
-    """Formats a key path of `jax.tree_util` as text with `/` between the parts.
-
-    Example:
-        >>> path_of((jax.tree_util.DictKey("blocks"), jax.tree_util.SequenceKey(0)))
-        'blocks/0'
-    """
+    """Formats a key path of `jax.tree_util` as text with `/` between the parts."""
     keys = tuple(key for key in keys if not isinstance(key, LayerKey))
     return jax.tree_util.keystr(keys, simple=True, separator="/")
 

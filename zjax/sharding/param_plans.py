@@ -136,12 +136,7 @@ def abstract_opt_state(tx: Any, params: Any) -> Any:
 
 
 def optimizer_name(tx: Any) -> str:
-    """Name of the function that made a transformation, with the members of a chain.
-
-    Example:
-        >>> optimizer_name(optax.chain(optax.clip(1.0), optax.trace(0.9)))
-        'chain(clip, trace)'
-    """
+    """Name of the function that made a transformation, with the members of a chain."""
     update = getattr(tx, "update", None)
     if inspect.ismethod(update):
         return type(tx).__name__

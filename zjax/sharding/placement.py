@@ -212,12 +212,7 @@ def num_distinct_shards(sharding: Any, shape: tuple[int, ...]) -> int:
 
 
 def dtype_bytes(dtype: Any) -> int:
-    """Bytes of one element of a NumPy or JAX dtype; random keys included.
-
-    Example:
-        >>> dtype_bytes(jnp.bfloat16)
-        2
-    """
+    """Bytes of one element of a NumPy or JAX dtype; random keys included."""
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return (
             # Key data is uint32.
@@ -228,12 +223,7 @@ def dtype_bytes(dtype: Any) -> int:
 
 
 def array_bytes(shape: Sequence[int], dtype: Any) -> int:
-    """Bytes of an array on a device, which packs two int4 into a byte.
-
-    Example:
-        >>> array_bytes((3, 5), jnp.int4), array_bytes((3, 5), jnp.int8)
-        (8, 15)
-    """
+    """Bytes of an array on a device, which packs two int4 into a byte."""
     size = math.prod(shape)
     return -(-size // 2) if dtype == jnp.int4 else size * dtype_bytes(dtype)
 

@@ -54,12 +54,6 @@ def extend_spec(
     stored padded (`stored_shape`). Arrays of fewer than `min_elements` per layer, and
     arrays that sharding would not shrink, keep `spec`.
 
-    Example:
-        >>> from zjax.settings import schema
-        >>> mesh = meshes.abstract_mesh(schema.Mesh(tensor=2), 8)
-        >>> extend_spec((512, 2048), PartitionSpec(None, "tensor"), mesh)
-        P('data', 'tensor')
-
     Reference:
         ZeRO, arXiv:1910.02054, section 5.
     """
@@ -104,14 +98,7 @@ def extend_spec(
 def stored_shape(
     shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh | AbstractMesh
 ) -> tuple[int, ...]:
-    """Pads a global shape to shards of equal size.
-
-    Example:
-        >>> from zjax.settings import schema
-        >>> mesh = meshes.abstract_mesh(schema.Mesh(), 8)
-        >>> stored_shape((50257,), PartitionSpec("data"), mesh)
-        (50264,)
-    """
+    """Pads a global shape to shards of equal size."""
     shares = [
         meshes.num_shares(mesh, axes) for axes in meshes.axes_of(spec, len(shape))
     ]

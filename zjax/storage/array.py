@@ -295,12 +295,7 @@ def _bytes_of(chunk: np.ndarray) -> np.ndarray:
 
 
 def spans_of(index: Any, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """Returns start and stop in each dim of an array's slice.
-
-    Example:
-        >>> spans_of((slice(2, 4), slice(None)), (8, 3))
-        ((2, 4), (0, 3))
-    """
+    """Returns start and stop in each dim of an array's slice."""
     index = index or (slice(None),) * len(shape)
     bounds = (s.indices(n) for s, n in zip(index, shape, strict=True))
     return tuple((start, stop) for start, stop, _ in bounds)

@@ -162,12 +162,6 @@ def move_chunks(direction: Direction, prepare: Callable[[], Job]) -> futures.Fut
     """Calls `prepare`, which may block, and runs the job, all in I/O threads.
 
     The future is set to the job's result or first error, once no chunk is in transfer.
-
-    Example:
-        >>> chunks = []
-        >>> job = Job(chunks.append, [(1,), (2,)], "done")
-        >>> move_chunks("read", lambda: job).result(), sorted(chunks)
-        ('done', [1, 2])
     """
     job_future: futures.Future[Any] = futures.Future()
 

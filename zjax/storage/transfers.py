@@ -65,10 +65,6 @@ def staging_bytes(on_disks: int) -> DiskStaging:
     """Returns the host memory for transfers between disks and one device.
 
     `on_disks` are the bytes of the device's state that disks store.
-
-    Example:
-        >>> staging_bytes(6 * 10**9)
-        DiskStaging(from_disks=6000000000, to_disks=5000000000)
     """
     from_disks = min(FROM_DISKS_BYTES, on_disks)
     return DiskStaging(from_disks, min(IN_FLIGHT_BYTES, on_disks))

@@ -34,12 +34,7 @@ def parts_of(state: TrainState) -> tuple[Part, ...]:
 
 
 def choose_part(part: str, parts: tuple[Part, ...]) -> Part:
-    """Resolves `auto`, and raises ConfigError for weights that a state does not hold.
-
-    Example:
-        >>> choose_part("auto", ("ema", "raw"))
-        'ema'
-    """
+    """Resolves `auto`, and refuses weights that a state does not hold."""
     if part == "auto":
         return parts[0]
     for known in parts:

@@ -300,12 +300,7 @@ def writable(path: str) -> Iterator[None]:
 
 
 def tensor_name(name: str) -> str:
-    """Returns the safetensors name of an array: dots in place of slashes.
-
-    Example:
-        >>> tensor_name("blocks/0/kernel")
-        'blocks.0.kernel'
-    """
+    """Returns the safetensors name of an array: dots in place of slashes."""
     return name.replace("/", ".")
 
 

@@ -164,12 +164,7 @@ def _report(path: str, prefix: str, ignored: Sequence[str]) -> None:
 
 
 def find_kind(model: schema.Model, remedy: str = "leave out --format=hf") -> str:
-    """Finds the `model_type` of a family that computes the outputs of a model.
-
-    Example:
-        >>> find_kind(schema.Model())
-        'gpt2'
-    """
+    """Finds the `model_type` of a family that computes the outputs of a model."""
     is_mixture = bool(model.moe)
     kinds = [x for x, family in FAMILIES.items() if family.is_mixture == is_mixture]
     differences = {kind: _differences(model, kind, remedy) for kind in kinds}

@@ -129,13 +129,7 @@ def restack(wanted: Collection[str], found: Mapping[str, Entry]) -> dict[str, En
 
 
 def sources_of(name: str, found: Mapping[str, Entry]) -> list[str]:
-    """Names of saved arrays that hold a wanted array, layers in order; empty if none.
-
-    Example:
-        >>> layer = Entry((3,), "float32")
-        >>> sources_of("w", {"w[0]": layer, "w[1]": layer})
-        ['w[0]', 'w[1]']
-    """
+    """Names of saved arrays that hold a wanted array, layers in order; [] if none."""
     if name in found:
         return [name]
     layers = (f"{name}[{number}]" for number in itertools.count())
@@ -155,12 +149,7 @@ def number_of(name: str) -> int:
 
 
 def stack_all(found: Mapping[str, Entry]) -> dict[str, Entry]:
-    """Returns the entries of a checkpoint as if all layers were stacked.
-
-    Example:
-        >>> print(*stack_all(dict.fromkeys(["w[0]", "w[1]"], Entry((3,), "int8"))))
-        w
-    """
+    """Returns the entries of a checkpoint as if all layers were stacked."""
     return restack({stack_of(name) or name: None for name in found}, found)
 
 
@@ -189,14 +178,7 @@ def find_split_masters(entries: Mapping[str, Entry]) -> dict[str, str]:
 
 
 def joined_entries(entries: Mapping[str, Entry]) -> dict[str, Entry]:
-    """Returns entries with split master weights joined to float32.
-
-    Example:
-        >>> low, high = Entry((3,), "int16"), Entry((3,), "bfloat16")
-        >>> joined = joined_entries({"master/w": low, "params/w": high})
-        >>> {name: str(entry) for name, entry in joined.items()}
-        {'master/w': 'float32[3]'}
-    """
+    """Returns entries with split master weights joined to float32."""
     masters = find_split_masters(entries)
     joined = {name: Entry(entries[name].shape, "float32") for name in masters.values()}
     return {
@@ -222,12 +204,7 @@ _ARRAY = re.compile(
 
 
 def count_tiles(names: Iterable[str]) -> int:
-    """Number of tiles of a feed-forward, from names of arrays; 1 if untiled.
-
-    Example:
-        >>> count_tiles(["mlp/tiles/1/up/kernel", "mlp/tiles/0/up/kernel"])
-        2
-    """
+    """Number of tiles of a feed-forward, from names of arrays; 1 if untiled."""
     found = filter(None, map(_TILE.fullmatch, names))
     return max((int(tile["number"]) for tile in found), default=0) + 1
 
@@ -244,12 +221,7 @@ def untiled_name(name: str) -> tuple[str, int]:
 
 
 def tile_name(untiled: str, number: int) -> str:
-    """Name of one tile of an untiled array.
-
-    Example:
-        >>> tile_name("blocks/mlp/up/kernel[7]", 3)
-        'blocks/mlp/tiles/3/up/kernel[7]'
-    """
+    """Name of one tile of an untiled array."""
     part = _ARRAY.fullmatch(untiled)
     assert part is not None
     return "{start}{sep}tiles{sep}{number}{end}".format(

@@ -86,12 +86,7 @@ _LAYERS = re.compile(r"^.*\.\d+\.")
 def find_saved(
     names: Collection[str], model: schema.Model, kind: str
 ) -> dict[str, Layout]:
-    """Layouts of arrays, layers apart, in modules with some names.
-
-    Example:
-        >>> [*find_saved(["wte", "ln_f"], schema.Model(), "gpt2")]
-        ['embedding.tokens', 'head.norm.scale', 'head.norm.bias']
-    """
+    """Layouts of arrays, layers apart, in modules with some names."""
     return {
         ours: layout
         for ours, layout in layouts_of(FAMILIES[kind].rows, model)

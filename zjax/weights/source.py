@@ -92,12 +92,7 @@ def cached(source: Source) -> Source:
 
 
 def name_leaves(tree: Any, part: str = "") -> dict[str, Any]:
-    """Returns the leaves of a tree by path, each path with the prefix `part`.
-
-    Example:
-        >>> name_leaves({"w": [1, 2]}, part="master")
-        {'master/w/0': 1, 'master/w/1': 2}
-    """
+    """Returns the leaves of a tree by path, each path with the prefix `part`."""
     prefix = f"{part}/" if part else ""
     pairs = jax.tree_util.tree_leaves_with_path(tree)
     named = {prefix + _name(keys): leaf for keys, leaf in pairs}
@@ -131,12 +126,7 @@ def is_key(dtype: Any) -> bool:
 
 
 def is_floating(dtype: str) -> bool:
-    """Whether a dtype name is floating-point, bfloat16 and float8 included.
-
-    Example:
-        >>> is_floating("bfloat16"), is_floating("int32")
-        (True, False)
-    """
+    """Whether a dtype name is floating-point, bfloat16 and float8 included."""
     # NumPy's type hierarchy does not count bfloat16 and float8 as floating.
     return "float" in dtype
 

@@ -25,12 +25,7 @@ class Tuning:
     band: int = 8
 
     def width(self, columns: int, num_parts: int = 1) -> int:
-        """Returns the columns of a tile of an output with `columns`.
-
-        Example:
-            >>> Tuning().width(1536), Tuning().width(1536, 2), Tuning().width(192)
-            (256, 128, 64)
-        """
+        """Returns the columns of a tile of an output with `columns`."""
         # Products of a tile share the registers.
         widest = max(64, self.tile_columns // num_parts)
         sizes = (n for n in (256, 128, 64) if n <= widest)

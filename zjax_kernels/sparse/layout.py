@@ -238,11 +238,7 @@ class BlockLayout:
 
 
 def check_layout(layout: object) -> None:
-    """Refuses everything but a layout, such as a rule that makes layouts.
-
-    Example:
-        >>> check_layout(BlockLayout.from_dense(np.eye(2), block=16, num_heads=1))
-    """
+    """Refuses everything but a layout, such as a rule that makes layouts."""
     if not isinstance(layout, BlockLayout):
         remedy = "give rule.layout(seq_len), or BlockLayout.from_dense(live, ...)"
         raise invalid("layout", type(layout).__name__, "is not a layout", remedy)

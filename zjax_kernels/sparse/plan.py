@@ -142,11 +142,6 @@ def check_plan(plan: object, *, head_size: int = 1, segmented: bool = False) -> 
     """Refuses everything but a plan that the kernels can run.
 
     `segmented` says whether there are segments or a key mask.
-
-    Example:
-        >>> live = np.ones((1, 1), bool)
-        >>> layout = BlockLayout.from_dense(live, block=16, num_heads=1)
-        >>> check_plan(make_plan(layout, head_size=256), head_size=256)
     """
     if not isinstance(plan, Plan):
         remedy = "give make_plan(layout)"

@@ -44,12 +44,7 @@ H200 = {
 
 
 def choose_tuning(kernel: str, head_size: int, *, segmented: bool) -> Tuning:
-    """Returns the measured tuning of this kind of GPU, or the shipped tuning.
-
-    Example:
-        >>> choose_tuning("forward", 128, segmented=False).stages
-        2
-    """
+    """Returns the measured tuning of this kind of GPU, or the shipped tuning."""
     shipped = H200[kernel][head_size]
     # Segments take shared memory, and are not tuned.
     if not segmented:
