@@ -346,13 +346,9 @@ def make_blocks(
 
     numbers = jnp.arange(num_blocks) if only_block is None else only_block[None]
     # By number, so that a block made alone has equal values.
-    keys = _fold_in(rngs.params(), numbers)
+    keys = jax.vmap(functools.partial(jax.random.fold_in, rngs.params()))(numbers)
     graph, _ = nnx.split(nnx.eval_shape(lambda: make_block(nnx.Rngs(params=keys[0]))))
     state = jax.tree.map(
         name_layers, jax.vmap(init)(keys), is_leaf=lambda x: isinstance(x, nnx.Variable)
     )
     return nnx.merge(graph, state)
-
-
-def _fold_in(key, numbers):
-    return jax.vmap(lambda number: jax.random.fold_in(key, number))(numbers)

@@ -95,7 +95,9 @@ def _build(
     abstract = nnx.eval_shape(lambda: make(jax.random.key(0)))
     graph, logical = nnx.graphdef(abstract), nest(logical_of(abstract))
     if adapters:
-        leaves = jax.tree_util.tree_leaves_with_path(logical, is_leaf=_is_names)
+        leaves = jax.tree_util.tree_leaves_with_path(
+            logical, is_leaf=lambda x: x is None or isinstance(x, tuple)
+        )
         lora.check_targets((path_of(keys) for keys, _ in leaves), adapters)
     stack = make_stack(abstract)
     if isinstance(abstract, Decoder):
@@ -123,10 +125,6 @@ def _build(
         loops_over_layers=model.layers_per_scan > 0,
         keeps=remat.keeps(model.remat, remat.within_reach(model.activation_memory)),
     )
-
-
-def _is_names(x: Any) -> bool:
-    return x is None or isinstance(x, tuple)
 
 
 def _entries(config: schema.Model) -> Entries:

@@ -85,7 +85,9 @@ def _submodel_of_module(
     is_abstract = any(map(_is_abstract, jax.tree.leaves(weights)))
 
     def start(key: jax.Array) -> tuple[Any, Callable[[], Started]]:
-        params, other_state = jax.tree.map(_zeros, weights)
+        params, other_state = jax.tree.map(
+            lambda x: jnp.zeros(x.shape, x.dtype) if _is_abstract(x) else x, weights
+        )
         started = params, other_state, logical
         return _resume(skeleton, params, other_state, key), lambda: started
 
@@ -275,11 +277,6 @@ def at_path(tree: Any, path: tuple[Any, ...]) -> Any:
 def _is_abstract(x: Any) -> bool:
     """Whether a leaf has a shape and no values."""
     return isinstance(x, jax.ShapeDtypeStruct)
-
-
-def _zeros(x: Any) -> Any:
-    """Replaces an abstract array by zeros."""
-    return jnp.zeros(x.shape, x.dtype) if _is_abstract(x) else x
 
 
 def accept_states(tx: Any, model: Any, params: Params) -> Any:

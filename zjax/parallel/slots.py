@@ -121,7 +121,9 @@ def map_stages(
         local = jax.tree.map(lambda x: x[0], args[:num_staged])
         results = run(*local, *args[num_staged:])
         return jax.tree.map(
-            lambda spec, tree: _with_stage(tree) if spec == STAGED else tree,
+            lambda spec, tree: (
+                jax.tree.map(lambda x: x[None], tree) if spec == STAGED else tree
+            ),
             outs,
             results,
             is_leaf=lambda x: isinstance(x, P),
@@ -135,11 +137,6 @@ def map_stages(
         axis_names={PIPELINE},
         check_vma=False,
     )(*staged, *everywhere)
-
-
-def _with_stage(tree: Any) -> Any:
-    """Adds a first dim of one stage."""
-    return jax.tree.map(lambda x: x[None], tree)
 
 
 def full(shape: tuple[int, ...], dtype: Any, value: int | float = 0) -> jax.Array:

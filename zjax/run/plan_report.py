@@ -305,7 +305,7 @@ def describe_peak(peak: Peak | None, platform: str) -> str:
     cells = [(name, describe.format_bytes(x)) for name, x in peak.parts.items() if x]
     cells.append(("total", describe.format_bytes(peak.total)))
     title = (
-        f"most that a step compiled for {_devices(platform)} takes, "
+        f"most that a step compiled for {platform.upper()}s takes, "
         f"predicted for the program: {peak.moment}\n"
     )
     table = describe.render_table(("", "bytes/device"), cells, right=(1,))
@@ -322,7 +322,3 @@ def describe_on_gpus(trial: Trial) -> str:
     cells = [(name, describe.format_bytes(x)) for name, x in parts.items()]
     table = describe.render_table(("", "bytes/device"), cells, right=(1,))
     return f"{GPU_TITLE}\n{table}"
-
-
-def _devices(platform: str) -> str:
-    return f"{platform.upper()}s"

@@ -238,16 +238,12 @@ def changes(saved: Mapping[str, Any], config: Config) -> list[Difference]:
     return changed
 
 
-def _freeze_step(config: Config) -> int:
-    return make_exchanges(config).freeze_step
-
-
 def _layer_drop_rate(config: Config) -> float:
     return config.layer_drop.rate(config.num_steps) if config.layer_drop else 0.0
 
 
 _FROM_NUM_STEPS = (
-    ("optimizer.rule.freeze_step", _freeze_step),
+    ("optimizer.rule.freeze_step", lambda config: make_exchanges(config).freeze_step),
     ("layer_drop.gamma", _layer_drop_rate),
 )
 """Path and derived value of settings that follow `num_steps` if left at 0."""

@@ -101,7 +101,7 @@ class CopyStreams:
 
     def take_turn(self, direction: str, place: Any) -> None:
         """Prepares for a copy by each local device in the mesh of `place`."""
-        if not _has_streams(place.mesh):
+        if platform_of(place.mesh) != "gpu":
             return
         # Copy a single number the opposite way to take the turn.
         if direction == self._last:
@@ -119,10 +119,6 @@ def send(x: jax.Array, place: NamedSharding) -> jax.Array:
     COPY_STREAMS.take_turn(place.memory_kind or TO_DEVICE, place)
     # Callers delete `x` after the copy, which must not share memory with it.
     return jax.device_put(x, place, may_alias=False)
-
-
-def _has_streams(mesh: Mesh) -> bool:
-    return platform_of(mesh) == "gpu"
 
 
 @functools.lru_cache(maxsize=4)

@@ -70,11 +70,6 @@ def make_gradients(settings: GradientSettings) -> GradientPrograms:
     return next(make(settings) for applies, make in STRATEGIES if applies(settings))
 
 
-def is_pipelined(settings: GradientSettings) -> bool:
-    """Whether the mesh has two stages or more."""
-    return settings.plan.mesh.shape[PIPELINE] > 1
-
-
 def is_local(settings: GradientSettings) -> bool:
     """Whether devices differentiate local rows, and reduce by `shard_map`.
 
@@ -160,7 +155,7 @@ def automatic_programs(settings: GradientSettings) -> GradientPrograms:
 
 
 STRATEGIES = (
-    (is_pipelined, pipelined_programs),
+    (lambda x: x.plan.mesh.shape[PIPELINE] > 1, pipelined_programs),
     (is_local, local_programs),
     (lambda settings: True, automatic_programs),
 )
