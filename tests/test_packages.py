@@ -23,7 +23,6 @@ from tests.support.refusals import config_error, package_error
 from zjax import errors
 from zjax.checkpoint.start import load_weights
 from zjax.checkpoint.store import Store
-from zjax.cli.harness import evaluate_with_harness
 from zjax.config import load_config, shipped
 from zjax.data import chat, documents, tokenizer, wrap_batches
 from zjax.errors import ConfigError
@@ -32,6 +31,7 @@ from zjax.observe.sinks import TensorBoard
 from zjax.ops.rotary import rotate
 from zjax.ops.weights import dequantize
 from zjax.processes.host import pinnable_bytes
+from zjax.run.harness import evaluate_with_harness
 from zjax.run.trainer import Trainer
 from zjax.settings import schema
 

@@ -5,7 +5,6 @@ at `zjax.Trainer`, which trains from a config file.
 """
 
 from zjax import linen, nnx
-from zjax.cli.harness import evaluate_with_harness
 from zjax.config import Config, check_config, load_config
 from zjax.data import make_loader, make_tokenizer, wrap_batches
 from zjax.errors import (
@@ -37,6 +36,7 @@ from zjax.replicas.state import init_state
 from zjax.run.build import Run, adopt_optimizer, make_run
 from zjax.run.ending import AfterStep
 from zjax.run.fit import fit_plan
+from zjax.run.harness import evaluate_with_harness
 from zjax.run.initialize import initialize
 from zjax.run.saving import restore, save
 from zjax.run.step import Step, make_step

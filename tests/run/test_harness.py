@@ -10,10 +10,10 @@ import pytest
 
 from tests.support import small_run
 from tests.support.refusals import config_error, package_error
-from zjax.cli.harness import Scorer, evaluate_with_harness
 from zjax.config import load_config
 from zjax.data.prompts import Prompts
 from zjax.data.tokenizer import load_tokenizer, train_bpe
+from zjax.run.harness import Scorer, evaluate_with_harness
 
 ROWS = [
     ([5, 6, 7], [8, 9]),
