@@ -11,7 +11,7 @@ from zjax.config import load_config
 from zjax.estimate.traced import run_flops
 from zjax.models import Decoder, Encoder
 from zjax.models.build import make_model
-from zjax.models.flops import describe_flops, flops_per_token, num_params, peak_flops
+from zjax.models.flops import flops_per_token, num_params, peak_flops
 from zjax.settings import schema
 
 GPT2 = schema.Model()
@@ -62,9 +62,6 @@ DEEPSEEK_V3 = dataclasses.replace(
         num_shared=1,
         choice_bias=True,
     ),
-)
-GPT_6P7B = dataclasses.replace(
-    GPT2, num_layers=32, embed_size=4096, mlp_size=16_384, max_length=4096
 )
 
 
@@ -226,13 +223,6 @@ def test_peak_is_that_of_the_data_sheet(device_kind, dtype, teraflops):
 @pytest.mark.parametrize("device_kind", ["cpu", "NVIDIA RTX A4000", "NVIDIA H2000"])
 def test_an_unknown_device_has_no_peak(device_kind):
     assert peak_flops(device_kind, "bfloat16") is None
-
-
-def test_a_description_names_both_terms():
-    text = describe_flops(LLAMA_8B, 8192, causal_attention="half")
-    assert text == ("45,028.0 products + 6,442.5 attention = 51,470.4 MFLOP per token")
-    text = describe_flops(LLAMA_8B, 8192, causal_attention="full")
-    assert text.endswith("+ 12,884.9 attention = 57,912.9 MFLOP per token")
 
 
 WIDTH, LENGTH, VOCABULARY = 64, 32, 512

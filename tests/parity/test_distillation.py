@@ -186,7 +186,7 @@ def test_after_the_stage_a_run_is_one_without_teacher(teacher, tmp_path):
     assert names == Store(str(tmp_path)).source(1).entries
     state, found = train(run, 2, state)
     assert "teacher_divergence" not in found[0]
-    assert not teacher_of(run).is_loaded
+    assert teacher_of(run)._params is None
     ends = [offload.weights_of(state)]
     cases = (plain.config, STAGE, 2), (run.config, STAGE, 2), (run.config, 1, 3)
     for config, step, steps in cases:

@@ -57,17 +57,6 @@ def flops_per_token(
     return total.seen if causal_attention == "half" else total.full
 
 
-def describe_flops(
-    model: schema.Model, length: int, *, causal_attention: CausalAttention
-) -> str:
-    """Writes the terms of `flops_per_token`, in one line."""
-    total = _flops_per_token(model, length)
-    is_half = causal_attention == "half"
-    attention = total.attention if is_half else total.all_attention
-    terms = f"{total.products / 1e6:,.1f} products + {attention / 1e6:,.1f} attention"
-    return f"{terms} = {(total.products + attention) / 1e6:,.1f} MFLOP per token"
-
-
 def num_params(model: schema.Model, *, active: bool = False) -> int:
     """Counts parameters of a built-in model; `active` counts what a token uses."""
     params, _ = jax.eval_shape(_build(model, 1).init, abstract_key())

@@ -103,11 +103,6 @@ class Teacher:
             self._params = jax.tree.unflatten(jax.tree.structure(self.rows), stored)
         return self._params
 
-    @property
-    def is_loaded(self) -> bool:
-        """Whether the parameters are in memory."""
-        return self._params is not None
-
     def release(self) -> None:
         """Frees the memory of the parameters."""
         self._params = None

@@ -9,7 +9,7 @@ import jax
 
 from zjax.settings.schema import Zero
 from zjax.sharding.mesh import num_shares
-from zjax.sharding.placement import ArrayPlan, array_bytes
+from zjax.sharding.placement import ArrayPlan
 from zjax.sharding.plan import DEVICE, HOST, NVME, Plan, offload_pending
 from zjax.sharding.roles import trained
 from zjax.sharding.zero import splits_of
@@ -124,17 +124,6 @@ def plan_bytes(plan: Plan, kept: Any = ()) -> StageBytes:
 def num_params(plan: Plan) -> int:
     """Number of parameters of the planned model, without padding."""
     return sum(math.prod(row.shape) for row in jax.tree.leaves(plan.master))
-
-
-def padding_bytes(rows: Any) -> int:
-    """Bytes of padding of a tree of `ArrayPlan`, over all devices."""
-
-    def padding(row: ArrayPlan) -> int:
-        stored, used = row.stored_shape, row.shape
-        dtype = row.stored_dtype
-        return array_bytes(stored, dtype) - array_bytes(used, dtype)
-
-    return sum(map(padding, jax.tree.leaves(rows)))
 
 
 def pending_gradients(plan: Plan, num_microbatches: int) -> Any:

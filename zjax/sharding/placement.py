@@ -126,11 +126,6 @@ class ArrayPlan:
         return self.memory == "device"
 
     @property
-    def is_on_host(self) -> bool:
-        """Whether the array is stored in pinned memory of the host."""
-        return self.memory == "pinned_host"
-
-    @property
     def is_on_disk(self) -> bool:
         """Whether the array is stored on disks."""
         return bool(self.disks)
