@@ -7,7 +7,7 @@ import dataclasses
 import sys
 
 from zjax.config import Config, load_config
-from zjax.observe import flops_per_token
+from zjax.models.flops import flops_per_token
 from zjax.processes.programs import result_line
 from zjax.run.bench import Measurement, describe_measurement, measure
 
