@@ -17,7 +17,7 @@ from tests.support import huggingface as golden
 from tests.support.command_line import typed
 from tests.support.refusals import config_error
 from zjax.checkpoint.store import Store
-from zjax.cli import commands, disks, main
+from zjax.cli import commands, main
 from zjax.cli.commands import chosen_step, read_prompts, rewind
 from zjax.cli.main import COMMANDS
 from zjax.cli.usage import completion_script
@@ -25,6 +25,7 @@ from zjax.data import source
 from zjax.data.evaluation import EvaluationOrder
 from zjax.errors import StorageError
 from zjax.files import MAX_TEXT_BYTES
+from zjax.run import disks
 from zjax.run.bench import state_bytes
 from zjax.storage.array import DiskArray
 from zjax.train.state import TrainState

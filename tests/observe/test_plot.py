@@ -20,7 +20,7 @@ from zjax.observe import (
 from zjax.observe.plot import describe_load, has_load, relative_load
 from zjax.observe.sinks import HISTORY
 from zjax.parallel.pipeline_schedule import make_schedule
-from zjax.run import schedule_report as schedules
+from zjax.run import reports as schedules
 from zjax.run.plan_report import report_plan
 from zjax.sharding import memory
 

@@ -15,7 +15,6 @@ from absl import app, flags, logging
 from zjax import data, processes
 from zjax.cli import commands, data_commands
 from zjax.cli.data_commands import MAX_PROCESSES
-from zjax.cli.disks import describe_disks, measure_disks
 from zjax.cli.tune import MAX_TRIALS, tune
 from zjax.cli.usage import (
     HELP_WORDS,
@@ -41,6 +40,7 @@ from zjax.processes.agreement import versions
 from zjax.processes.programs import result_line
 from zjax.run.bench import describe_measurement, measure
 from zjax.run.compiler import simulation, use_program_cache
+from zjax.run.disks import describe_disks, measure_disks
 from zjax.run.ending import exit_on_signals
 from zjax.run.machine import describe_machine
 from zjax.run.pinned_pool import limit_pinned_pool
