@@ -11,8 +11,8 @@ from tests.support.refusals import config_error
 from zjax.config import load_config
 from zjax.errors import ConfigError, PlanError, Problem
 from zjax.estimate import link_speed
-from zjax.estimate.activations import activation_bytes
-from zjax.estimate.exchanges import describe_exchanges, layer_exchanges
+from zjax.estimate.activations import activation_bytes, sent_bytes
+from zjax.estimate.exchanges import describe_exchanges
 from zjax.estimate.link_speed import (
     Prediction,
     describe_predictions,
@@ -23,7 +23,8 @@ from zjax.estimate.methods import methods_of, sent_per_step
 from zjax.estimate.tables import describe_stages, kept_rows
 from zjax.estimate.trial import weigh
 from zjax.models.build import make_model
-from zjax.observe.collectives import bytes_leaving_node, list_collectives, mesh_axes
+from zjax.observe.collectives import bytes_leaving_node, list_collectives
+from zjax.ops.tokens import EXCHANGED
 from zjax.optim.build import make_optimizer
 from zjax.run.batch import abstract_batch
 from zjax.run.bench import state_bytes
@@ -309,37 +310,37 @@ def test_the_plan_tells_each_exchange_and_why(tmp_path):
     moe = dataclasses.replace(DROPPING, num_experts=(4, 16), min_capacity=4)
     config = make_config(moe, num_layers=2)
     text = (
-        "experts over expert=4: each of the 4 exchanges of a layer and microbatch\n"
-        "experts   exchange     bytes/device   because\n"
+        "a device sends in the layers, for each microbatch\n"
+        "axis       bytes/device\n"
         "X\n"
-        "      4   all-to-all        1.54 kB   experts of a device take 8 rows of 16 "
-        "tokens\n"
-        "     16   all-gather        3.07 kB   experts of a device take 16 rows of 16 "
-        "tokens"
+        "expert=4       19.78 kB\n\n"
+        "experts   exchange     because\n"
+        "X\n"
+        "      4   all-to-all   experts of a device take 8 rows of 16 tokens\n"
+        "     16   all-gather   experts of a device take 16 rows of 16 tokens"
     )
-    found = describe_exchanges(config, *sizes_of(config))
+    found = describe_exchanges(config, *sizes_of(config), make_model(config))
     assert re.sub("─+", "X", found) == text
     picture = str(tmp_path / "plan.png")
     assert found in report_plan(config, num_devices=8, picture=picture)
 
 
 @pytest.mark.parametrize(
-    ("moe", "ops"),
-    [
-        (DROPPING, {"all-to-all"}),
-        (schema.TokenChoice(num_experts=8, top_k=2), {"all-gather", "reduce-scatter"}),
-    ],
+    "moe",
+    [DROPPING, schema.TokenChoice(num_experts=8, top_k=2)],
     ids=["all-to-all", "all-gather"],
 )
-def test_the_program_sends_what_the_plan_says(moe, ops):
+def test_the_program_sends_what_the_plan_says(moe):
     config = make_config(moe)
-    (choice,) = layer_exchanges(config, *sizes_of(config)).values()
-    step, compiled, _ = tensor.compile_step(config, 8)
-    sent = collections.Counter()
-    for each in list_collectives(compiled.as_text()):
-        if mesh_axes(each.groups, step.mesh) == ("expert",):
-            sent[each.elements] += each.op in ops
-    assert sent[4 * choice.sent * config.model.embed_size] == 4
+    sizes, batch = sizes_of(config)
+    counted = sent_bytes(config, sizes, batch.microbatch_size, make_model(config))
+    _, compiled, _ = tensor.compile_step(config, 8)
+    sent = sum(
+        each.wire_bytes
+        for each in list_collectives(compiled.as_text())
+        if EXCHANGED in each.op_name
+    )
+    assert counted == {"expert": pytest.approx(sent)}
 
 
 def test_memory_grows_with_the_rows_that_may_arrive():

@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import linen, nnx
+from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
 
 import zjax
 from tests.estimate.built_in import RECORDED, RUNS
@@ -19,6 +21,7 @@ from zjax.settings.axes import axis_sizes
 from zjax.settings.batch import BatchSizes
 from zjax.sharding.activations import rows_of
 from zjax.sharding.placement import abstract_key
+from zjax.typing import Loss
 
 ADAPTERS = {"llama-lora"}
 """Runs whose adapters the formula left out."""
@@ -218,6 +221,38 @@ def test_a_built_in_model_costs_what_its_run_does():
     found = activation_bytes(config, axis_sizes(config, 1), sizes, model)
     assert cost.activation_bytes == pytest.approx(found)
     assert cost.flops == run_flops(model, model.inputs, config) * rows
+
+
+def test_collectives_of_a_model_are_counted():
+    """Fails if the gradient of a gather, or a recomputed gather, sends nothing."""
+    mesh, width, repeats = AbstractMesh((4,), ("tensor",)), 8, 3
+
+    def layer(x, w):
+        return jax.lax.all_gather(jnp.tanh(x @ w), "tensor", axis=1, tiled=True)
+
+    def layers(x, w):
+        block = jax.checkpoint(lambda x, _: (layer(x, w), None))
+        return jax.lax.scan(block, x, None, length=repeats)[0]
+
+    def loss(params, state, x, key):
+        mapped = jax.shard_map(
+            layers,
+            mesh=mesh,
+            in_specs=(P(), P(None, "tensor")),
+            out_specs=P(),
+            check_vma=False,
+        )
+        mean = jnp.mean(mapped(x, params["w"]))
+        return Loss(mean, jnp.ones(()), state, {})
+
+    def init(key):
+        return {"w": jnp.zeros((width, width))}, {}
+
+    model = zjax.Model(init, loss, lambda *_: None, lambda _: {"w": None})
+    cost = zjax.count(model, jax.ShapeDtypeStruct((16, width), "float32"))
+    full = 16 * width * 4
+    # Gathered and reduced in turn; the gradient reads no result of the gather again.
+    assert cost.exchanged == {"tensor": repeats * 2 * full * 3 / 4}
 
 
 def test_a_run_of_a_cnn_logs_mfu(tmp_path):

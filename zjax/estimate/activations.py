@@ -1,14 +1,16 @@
-"""Bytes of activations on a device, counted in the traced blocks of a model."""
+"""Bytes of activations that a device stores or sends, counted in traced blocks."""
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
-from zjax.estimate.traced import PartBytes, part_bytes
+from zjax.estimate.traced import PartBytes, part_bytes, total_sent
+from zjax.jaxprs.sent import Sent
 from zjax.models.build import make_model
 from zjax.ops import remat
 from zjax.settings import schema
@@ -75,6 +77,33 @@ def activation_bytes(
     # The head is split over the stages, too.
     ends = (last.saved + last.working) / (sizes[TENSOR] * sizes[PIPELINE])
     return (first.saved + saved + working) / shares + ends
+
+
+def sent_bytes(
+    config: schema.Config, sizes: Mapping[str, int], num_rows: int, model: Model
+) -> Sent:
+    """Counts the bytes that a device sends in a microbatch, by mesh axis.
+
+    Counts the collectives of the layers: of tokens with experts, of attention over a
+    split sequence, and of tensor-parallel layers. Gradients of parameters, ZeRO, and
+    the transfers between pipeline stages are not included.
+
+    Example:
+        >>> from zjax.settings.axes import axis_sizes
+        >>> config = schema.Config(mesh=schema.Mesh(tensor=2))
+        >>> sent = sent_bytes(config, axis_sizes(config, 2), 1, make_model(config))
+        >>> stream = 2 * config.data.length * config.model.embed_size
+        >>> sent["tensor"] / (stream / 2)  # 8 per layer, and 1 of the embedding
+        97.0
+    """
+    split = {axis: sizes[axis] for axis in (EXPERT, SEQUENCE, TENSOR)}
+    if set(split.values()) == {1}:
+        return Sent()
+    mesh = abstract_mesh(schema.Mesh(data=1, **split), math.prod(split.values()))
+    shape = _shape_of(config, is_ring=False)
+    parts = _trace(_Run(shape, num_rows, config.data.length, mesh, model))
+    total = on_devices(mesh, lambda: total_sent(parts, config.model.remat))
+    return total * (1 / sizes[PIPELINE])
 
 
 def _is_ring(config: schema.Config, sizes: Mapping[str, int]) -> bool:

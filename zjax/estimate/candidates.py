@@ -9,7 +9,7 @@ import jax
 
 from zjax.config.load import load_config
 from zjax.errors import ConfigError, ZjaxError
-from zjax.estimate.activations import activation_bytes
+from zjax.estimate.activations import activation_bytes, sent_bytes
 from zjax.estimate.mesh import find_obstacle, possible_meshes
 from zjax.estimate.traced import run_flops
 from zjax.estimate.trial import Machine, batch_on, state_bytes
@@ -199,6 +199,7 @@ class Predictor:
         self._flops_per_token = work.seen / config.data.length
         self._states = dict[Any, int | float | ZjaxError]()
         self._made = dict[bool, tuple[Model, Any]]()
+        self._sent = dict[schema.Mesh, float]()
         self._obstacles = dict[Candidate, str]()
         self._bytes = dict[Candidate, int | float]()
 
@@ -258,7 +259,7 @@ class Predictor:
         # Bytes of bf16 weights in forward and backward (4); trained weights once more
         # (2), and their float32 gradient sum, read and written (8).
         seconds += self._in_memory(4 * params + 10 * learned)
-        seconds += _layers_seconds(config, mesh, tokens)
+        seconds += self._exchange_seconds(config, mesh, batch.microbatch_size)
         # Idle time of 1F1B, relative to the busy time.
         bubble = 1 + (mesh.pipeline - 1) / number
         # ZeRO shards over the devices of a sequence, too.
@@ -298,6 +299,21 @@ class Predictor:
         """Seconds to read or write bytes of device memory."""
         return num_bytes * _FLOPS_PER_BYTE / (2 * self._flops)
 
+    def _exchange_seconds(
+        self, config: schema.Config, mesh: schema.Mesh, num_rows: int
+    ) -> float:
+        """Seconds of the collectives of all layers, for one microbatch."""
+        sizes = {axis: getattr(mesh, axis) for axis in axes.AXES}
+        split = {axis: sizes[axis] for axis in (meshes.SEQUENCE, meshes.TENSOR)}
+        if mesh not in self._sent:
+            try:
+                self._sent[mesh] = sent_bytes(config, sizes, 1, self._model).total()
+            except (ZjaxError, ValueError):  # a mesh with an obstacle
+                self._sent[mesh] = math.inf
+        number = 4 * sum(size > 1 for size in split.values())
+        latency = number * _LATENCY * config.model.num_layers / mesh.pipeline
+        return num_rows * self._sent[mesh] / _LINK_BYTES + latency
+
     def _sketch(self, candidate: Candidate) -> schema.Config:
         """Config of the settings that ranking reads, without checks."""
         sizes = {axis: getattr(candidate, axis) for axis in axes.OPEN_AXES}
@@ -305,6 +321,8 @@ class Predictor:
             self._config,
             microbatch_size=candidate.microbatch_size,
             mesh=dataclasses.replace(self._config.mesh, **sizes),
+            # `RECOMPUTED` has the share of the policy.
+            model=dataclasses.replace(self._config.model, remat="none"),
         )
 
     def _mesh(self, config: schema.Config) -> schema.Mesh:
@@ -320,17 +338,6 @@ def _count_params(config: schema.Config, model: Model) -> tuple[int, int]:
     sizes = {path_of(keys): x.size for keys, x in leaves}
     learned = (n for path, n in sizes.items() if not is_held_frozen(path, config))
     return sum(sizes.values()), sum(learned)
-
-
-def _layers_seconds(
-    config: schema.Config, mesh: schema.Mesh, tokens: int | float
-) -> float:
-    """Seconds of bf16 exchanges in all layers, for one microbatch."""
-    layers = config.model.num_layers / mesh.pipeline
-    size = 2 * tokens * config.model.embed_size
-    splits = (mesh.tensor - 1) / mesh.tensor + (mesh.sequence - 1) / mesh.sequence
-    number = 4 * ((mesh.tensor > 1) + (mesh.sequence > 1))
-    return layers * (8 * size * splits / _LINK_BYTES + number * _LATENCY)
 
 
 def _zero_traffic(

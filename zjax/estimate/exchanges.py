@@ -1,7 +1,8 @@
-"""Exchanges of experts between devices, and the parameters that a token uses."""
+"""Exchanges between devices in the layers, and the parameters that a token uses."""
 
 from collections.abc import Mapping
 
+from zjax.estimate.activations import sent_bytes
 from zjax.models.flops import num_params
 from zjax.models.mixture import router_of
 from zjax.moe.exchange import Choice, choose_exchange
@@ -10,7 +11,7 @@ from zjax.settings.batch import BatchSizes
 from zjax.settings.mixture import experts_by_layer
 from zjax.sharding.describe import format_bytes, render_table
 from zjax.sharding.mesh import EXPERT, SEQUENCE, TENSOR
-from zjax.sharding.placement import dtype_bytes
+from zjax.typing import Model
 
 
 def tokens_of_device(
@@ -69,17 +70,18 @@ def describe_active(model: schema.Model) -> str:
 
 
 def describe_exchanges(
-    config: schema.Config, sizes: Mapping[str, int], batch: BatchSizes
+    config: schema.Config, sizes: Mapping[str, int], batch: BatchSizes, model: Model
 ) -> str:
-    """Table of the exchange, sent bytes and reason of each kind of expert layer."""
-    if sizes[EXPERT] == 1 or not config.model.moe:
+    """Tables of the bytes that layers send, and of the exchanges of experts."""
+    sent = sent_bytes(config, sizes, batch.microbatch_size, model)
+    if not sent:
         return ""
-    width = config.model.embed_size * dtype_bytes(config.precision.compute_dtype)
-    rows = []
-    for number, choice in layer_exchanges(config, sizes, batch).items():
-        sent = (sizes[EXPERT] - 1) * choice.sent * width
-        cells = str(number), choice.exchange, format_bytes(sent), choice.reason
-        rows.append(cells)
-    title = f"experts over {EXPERT}={sizes[EXPERT]}: each of the 4 exchanges of a layer"
-    columns = ("experts", "exchange", "bytes/device", "because")
-    return f"{title} and microbatch\n{render_table(columns, rows, right=(0, 2))}"
+    rows = [(f"{axis}={sizes[axis]}", format_bytes(sent[axis])) for axis in sent]
+    title = "a device sends in the layers, for each microbatch"
+    table = f"{title}\n{render_table(('axis', 'bytes/device'), rows, right=(1,))}"
+    if sizes[EXPERT] == 1 or not config.model.moe:
+        return table
+    choices = layer_exchanges(config, sizes, batch).items()
+    rows = [(str(number), x.exchange, x.reason) for number, x in choices]
+    columns = ("experts", "exchange", "because")
+    return f"{table}\n\n{render_table(columns, rows, right=(0,))}"

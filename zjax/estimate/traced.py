@@ -3,13 +3,14 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
 from zjax.jaxprs import residuals
 from zjax.jaxprs.flops import Flops
+from zjax.jaxprs.sent import Sent, count_sent, sends
 from zjax.jaxprs.versions import Closed
 from zjax.models.flops import flops_per_row
 from zjax.ops import remat
@@ -102,6 +103,34 @@ def _measure(part: Part) -> _Measured:
     )
 
 
+def total_sent(parts: Sequence[Part], policy: remat.Policy = "none") -> Sent:
+    """Counts the bytes that a device sends in forward and backward pass of a loss.
+
+    The backward pass of a block recomputes what the policy does not save. Gradients of
+    the parameters of a stack are not counted: they are reduced as the plan says.
+    """
+    total = Sent()
+    for part in parts:
+        trains = len(parts) == 1
+        # Only blocks have parts before and after them.
+        is_block = part not in (parts[0], parts[-1])
+        sent = _part_sent(part, policy if is_block else "none", trains=trains)
+        total.update(sent * part.number)
+    return total
+
+
+@functools.lru_cache(maxsize=256)
+def _part_sent(part: Part, policy: remat.Policy, *, trains: bool) -> Sent:
+    """Counts the bytes that a device sends in a part, by gradients of the carry."""
+    if not sends(part.program):
+        return Sent()
+    number, carry = len(part.paths), part.num_carry
+    others = len(part.program.jaxpr.invars) - number - carry
+    trained = [trains] * number + [True] * carry + [False] * others
+    keeps = None if policy == "none" else remat.keeps(policy)
+    return count_sent(residuals.with_gradient(part.program, trained, keeps))
+
+
 @dataclasses.dataclass(frozen=True)
 class Cost:
     """Costs of a training step on one microbatch, on one device.
@@ -112,12 +141,20 @@ class Cost:
         saved_bytes: Bytes of residuals from the forward to the backward pass.
         working_bytes: Bytes beside the residuals while the backward pass runs the
             largest block and the head: an estimate from above.
+        exchanged: Bytes that a device sends, by mesh axis, in the collectives of
+            forward and backward pass that the program of the loss has: inside
+            `jax.shard_map`, or between two sharding constraints in a row. A ring of n
+            devices sends (n - 1) / n of the full array for an all-gather, a
+            reduce-scatter or an all-to-all, and twice as much for an all-reduce.
+            Collectives that the compiler chooses, as for gradients and for ZeRO, are
+            no part of the program.
     """
 
     params: int
     flops: Flops
     saved_bytes: float
     working_bytes: float
+    exchanged: Mapping[str, float]
 
     @property
     def activation_bytes(self) -> float:
@@ -140,7 +177,8 @@ def count(
 
     Args:
         model: Model as pure functions, such as `zjax.adapt` or `zjax.make_model` makes.
-        batch: Arrays or ShapeDtypeStructs of one microbatch of a device.
+        batch: Arrays or ShapeDtypeStructs of one microbatch of a device, or of the mesh
+            in use (`jax.set_mesh`).
         dtype: Floating-point dtype of parameters and inputs, such as `bfloat16`; None
             leaves the dtypes of model and batch.
         is_trained: Function of the path of a parameter: whether it gets a gradient.
@@ -176,9 +214,11 @@ def count(
     numbers = [part.number for part in inner]
     saved = sum(n * x.saved for n, x in zip(numbers, blocks, strict=True))
     working = max((x.working for x in blocks), default=0.0) + ends[-1].working
+    policy = execution.policy if execution else "none"
     return Cost(
         params=sum(math.prod(x.shape) for x in jax.tree.leaves(params)),
         flops=flops_of(parts, is_trained),
         saved_bytes=saved + sum(x.saved for x in ends),
         working_bytes=working,
+        exchanged=total_sent(parts, policy),
     )

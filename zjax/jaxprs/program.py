@@ -144,6 +144,23 @@ def walk(program: Closed) -> Iterator[Equation]:
             yield from walk(inner)
 
 
+def map_axes(mesh: Any, axes: Iterable[str], trace: Callable[[], T]) -> T:
+    """Calls a function that traces a program inside `jax.shard_map` over some axes."""
+    found: list[T] = []
+
+    def run() -> jax.Array:
+        found.append(trace())
+        return jnp.zeros(())
+
+    spec, names = jax.sharding.PartitionSpec(), set(axes)
+    mapped = jax.shard_map(
+        run, in_specs=(), out_specs=spec, axis_names=names, check_vma=False
+    )
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        jax.eval_shape(mapped)
+    return found[0]
+
+
 def _behind_barrier(program: Closed) -> Closed:
     """Puts a barrier before a program, as `jax.checkpoint` does when it lowers."""
     run = core.jaxpr_as_fun(program)

@@ -19,19 +19,16 @@ from zjax.jaxprs.program import (
     RESHAPES,
     Equation,
     interpret,
+    map_axes,
     programs_in,
-    walk,
 )
-from zjax.jaxprs.versions import Closed, mapped_axes, scan_sizes
+from zjax.jaxprs.versions import Closed, mapped_axes, scan_sizes, without_dead_code
 from zjax_kernels import abstract
 
 _ALIASES = RESHAPES | frozenset(
     "name reduce_precision optimization_barrier pvary pcast".split()
 )
 """Primitives whose results are the operands, in memory."""
-_RECOMPUTED = ("remat2", "checkpoint")
-"""Names of the primitive of `jax.checkpoint`."""
-_HOST = "host"
 
 
 @dataclasses.dataclass(eq=False)
@@ -43,13 +40,11 @@ class Value:
         sources: Values to store for the value to be cheap to compute; empty for values
             that follow from parameters or constants alone.
         origins: Results of products, kernels and gathers that the value depends on.
-        is_read: Whether a product, a kernel or a gather reads the value from memory.
     """
 
     num_bytes: float
     sources: frozenset["Value"] = frozenset()
     origins: frozenset["Value"] = frozenset()
-    is_read: bool = False
 
 
 def _stored(num_bytes: float) -> Value:
@@ -71,12 +66,8 @@ def _computed(num_bytes: float, sources: Any, origins: Any) -> Value:
 def differentiate(program: Closed, trained: Sequence[bool]) -> Closed:
     """Traces the forward pass of a program, with the residuals as outputs.
 
-    Args:
-        program: Jaxpr of a loss, or of a part of one.
-        trained: Whether the gradient of each input is computed.
-
-    Returns:
-        The forward pass. A residual that is an input of the program is that input.
+    `trained` says of each input whether the gradient is computed. A residual that is an
+    input of the program is that input.
 
     Example:
         >>> program = jax.make_jaxpr(lambda x: jnp.sin(jnp.exp(x)))(1.0)
@@ -84,23 +75,56 @@ def differentiate(program: Closed, trained: Sequence[bool]) -> Closed:
         >>> [str(each.primitive) for each in forward.eqns], len(forward.jaxpr.outvars)
         (['exp', 'sin', 'cos'], 2)
     """
-    avals = [x.aval for x in program.jaxpr.invars]
-    floating = [jnp.issubdtype(x.dtype, jnp.inexact) for x in avals]
-    chosen = [a and b for a, b in zip(trained, floating, strict=True)]
 
     def forward(*inputs: Any) -> list[Any]:
-        def run(*learned: Any) -> Any:
-            rest = iter(learned)
-            given = zip(inputs, chosen, strict=True)
-            values = [next(rest) if is_chosen else x for x, is_chosen in given]
-            return core.jaxpr_as_fun(program)(*values)
+        _, pull = _linearize(core.jaxpr_as_fun(program), trained, inputs)
+        return jax.tree.leaves(pull)
 
-        learned = [x for x, is_chosen in zip(inputs, chosen, strict=True) if is_chosen]
-        return jax.tree.leaves(jax.vjp(run, *learned)[1])
+    return _trace(forward, program)
 
+
+def with_gradient(
+    program: Closed, trained: Sequence[bool], keeps: Callable[..., Any] | None = None
+) -> Closed:
+    """Traces the forward and the backward pass of a program, without dead code.
+
+    The arguments are as for `differentiate` and `residual_bytes`.
+    """
+    run = core.jaxpr_as_fun(program)
+
+    def both(*inputs: Any) -> Any:
+        block = run if keeps is None else jax.checkpoint(run, policy=keeps)
+        outputs, pull = _linearize(block, trained, inputs)
+        return outputs, pull([jnp.ones_like(x) for x in outputs])
+
+    traced = _trace(both, program)
+    return without_dead_code(traced, [True] * len(traced.jaxpr.invars))[0]
+
+
+def _linearize(
+    run: Callable[..., Sequence[Any]], trained: Sequence[bool], inputs: Sequence[Any]
+) -> tuple[Any, Any]:
+    """Returns the floating-point outputs, and the function of the cotangents."""
+    pairs = enumerate(zip(inputs, trained, strict=True))
+    chosen = [i for i, (x, is_trained) in pairs if is_trained and _is_floating(x)]
+
+    def of_trained(*learned: Any) -> list[Any]:
+        known = dict(zip(chosen, learned, strict=True))
+        values = (known.get(i, x) for i, x in enumerate(inputs))
+        return [x for x in run(*values) if _is_floating(x)]
+
+    return jax.vjp(of_trained, *(inputs[i] for i in chosen))
+
+
+def _is_floating(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def _trace(run: Callable[..., Any], program: Closed) -> Closed:
+    """Traces a function of the inputs of a program."""
     # Rules of gradients are traced anew, with the kernels that the rules call.
     with abstract.abstract_kernels():
-        return jax.make_jaxpr(forward)(*avals)
+        return jax.make_jaxpr(run)(*(x.aval for x in program.jaxpr.invars))
 
 
 def residual_bytes(
@@ -110,44 +134,27 @@ def residual_bytes(
     is_exact: bool = False,
     keeps: Callable[..., Any] | None = None,
 ) -> float:
-    """Counts the bytes of the residuals of a program of `differentiate`.
+    """Counts the bytes on a device of the residuals of a program of `differentiate`.
 
-    Args:
-        forward: Program with the residuals as outputs.
-        is_free: Whether each input of the program, a parameter or a batch, is in memory
-            anyway.
-        is_exact: Whether the compiler has to save all residuals unchanged, as in a
-            scan. Else each residual counts as itself, or as the stored values that it
-            is cheap to compute from, whichever are smaller.
-        keeps: Policy of `jax.checkpoint` under which the backward pass recomputes the
-            program from the values that the policy saves; None for no recomputation.
-
-    Returns:
-        Bytes on a device. Residuals in the memory of the host count nothing.
+    Free inputs, parameters and batches, are in memory anyway. With a policy `keeps` of
+    `jax.checkpoint` the backward pass recomputes the program from what the policy
+    saves. An exact count has all residuals unchanged, as the compiler saves them in a
+    scan. Else each residual counts as itself, or as the stored values that it is cheap
+    to compute from, whichever are smaller.
     """
     storage = _Storage(keeps=keeps)
-    inputs = _inputs(forward, is_free)
-    values = storage.visit(forward, inputs)
+    values = storage.enter(forward, is_free)
     if keeps is not None:
         return _total(frozenset[Value]().union(*(x.sources for x in values)))
-    on_device = [not _is_on_host(x) for x in forward.jaxpr.outvars]
-    values = [x for x, stays in zip(values, on_device, strict=True) if stays]
+    pairs = zip(values, forward.jaxpr.outvars, strict=True)
+    values = [value for value, x in pairs if not _is_on_host(x)]
     if is_exact:
-        free = {x for x, is_free in zip(inputs, is_free, strict=True) if is_free}
-        return _total(x for x in dict.fromkeys(values) if x not in free)
-    return _total(_cheapest(values))
+        return _total(x for x in dict.fromkeys(values) if x not in storage.free)
+    return _total(storage.cheapest(values))
 
 
-def _cheapest(values: Iterable[Value]) -> dict[Value, None]:
-    """Chooses what to store so that values are stored, or cheap to compute."""
-    chosen = dict[Value, None]()
-    for value in values:
-        missing = [x for x in value.sources if x not in chosen]
-        cheaper = _total(missing) <= value.num_bytes
-        if value.is_read or not cheaper:
-            missing = [value] if value.sources else []
-        chosen.update(dict.fromkeys(missing))
-    return chosen
+def _is_on_host(x: Any) -> bool:
+    return "host" in str(getattr(x.aval, "memory_space", "")).lower()
 
 
 def working_bytes(forward: Closed, is_free: Sequence[bool]) -> float:
@@ -157,8 +164,8 @@ def working_bytes(forward: Closed, is_free: Sequence[bool]) -> float:
     stores most.
     """
     storage = _Storage()
-    values = storage.visit(forward, _inputs(forward, is_free))
-    return _total(_cheapest(values) | storage.in_kernels)
+    values = storage.enter(forward, is_free)
+    return _total(storage.cheapest(values) | storage.in_kernels)
 
 
 def transient_bytes(program: Closed, is_free: Sequence[bool]) -> float:
@@ -168,7 +175,7 @@ def transient_bytes(program: Closed, is_free: Sequence[bool]) -> float:
     head of a language model, logits and the gradient of the logits.
     """
     storage = _Storage()
-    saved = _cheapest(storage.visit(program, _inputs(program, is_free)))
+    saved = storage.cheapest(storage.enter(program, is_free))
     totals = {x: x.num_bytes for x in storage.results if x not in saved}
     for value in storage.read:
         for source in value.origins - {value}:
@@ -182,13 +189,18 @@ def recomputed_bytes(program: Closed) -> float:
 
     These are the blocks of `jax.checkpoint` in a program that is not differentiated.
     """
-    blocks = (
-        inner
-        for equation in walk(program)
-        if equation.primitive.name in _RECOMPUTED
-        for inner in programs_in(equation)
-    )
-    return max(map(_block_bytes, blocks), default=0.0)
+    return max(map(_recomputed_in, program.eqns), default=0.0)
+
+
+def _recomputed_in(equation: Equation) -> float:
+    """Counts the bytes of the largest block in an equation, on all devices."""
+    name, programs = equation.primitive.name, programs_in(equation)
+    if name == "shard_map":
+        mesh, axes = equation.params["mesh"], mapped_axes(equation)
+        number = math.prod(mesh.shape[axis] for axis in axes)
+        return number * map_axes(mesh, axes, lambda: recomputed_bytes(programs[0]))
+    count = _block_bytes if name == "remat2" else recomputed_bytes
+    return max(map(count, programs), default=0.0)
 
 
 def _block_bytes(block: Closed) -> float:
@@ -211,27 +223,41 @@ def _total(values: Iterable[Value]) -> float:
     return math.fsum(x.num_bytes for x in values)
 
 
-def _inputs(program: Closed, is_free: Sequence[bool]) -> list[Value]:
-    avals = [x.aval for x in program.jaxpr.invars]
-    sizes = [bytes_of([x]) for x in avals]
-    pairs = zip(sizes, is_free, strict=True)
-    return [Value(size) if free else _stored(size) for size, free in pairs]
-
-
-def _is_on_host(x: Any) -> bool:
-    return _HOST in str(getattr(x.aval, "memory_space", "")).lower()
+Values = dict[Value, None]
+"""A set of values in order."""
 
 
 class _Storage:
-    """Follows the values of a program, and the equations that read each value."""
+    """Follows the values of a program; `copies` of each are on all devices.
+
+    With a policy `keeps`, results are made of what the policy saves.
+    """
 
     def __init__(
         self, copies: int = 1, keeps: Callable[..., Any] | None = None
     ) -> None:
         self.copies, self.keeps = copies, keeps
-        self.read = dict[Value, None]()
-        self.results = dict[Value, None]()
-        self.in_kernels = dict[Value, None]()
+        # What products, kernels and gathers read and write, and kernels alone.
+        self.read, self.results, self.in_kernels = Values(), Values(), Values()
+        self.free = frozenset[Value]()
+
+    def enter(self, program: Closed, is_free: Sequence[bool]) -> list[Value]:
+        """Returns the outputs of a program, some of whose inputs are free."""
+        sizes = (bytes_of([x.aval]) for x in program.jaxpr.invars)
+        pairs = zip(sizes, is_free, strict=True)
+        inputs = [Value(size) if free else _stored(size) for size, free in pairs]
+        self.free = frozenset(x for x in inputs if not x.sources)
+        return self.visit(program, inputs)
+
+    def cheapest(self, values: Iterable[Value]) -> Values:
+        """Chooses what to store so that values are stored, or cheap to compute."""
+        chosen = Values()
+        for value in values:
+            missing = [x for x in value.sources if x not in chosen]
+            if value in self.read or _total(missing) > value.num_bytes:
+                missing = [value] if value.sources else []
+            chosen.update(dict.fromkeys(missing))
+        return chosen
 
     def visit(self, program: Closed, inputs: Sequence[Value]) -> list[Value]:
         """Returns the outputs of a program."""
@@ -239,12 +265,19 @@ class _Storage:
 
     def rule(self, equation: Equation, inputs: list[Value]) -> list[Value]:
         """Returns the results of an equation."""
-        name = equation.primitive.name
+        name, params = equation.primitive.name, equation.params
         sizes = [self.copies * bytes_of([x.aval]) for x in equation.outvars]
         if name == "shard_map":
-            return self._enter_devices(equation, inputs)
-        if self.keeps is not None and self._is_kept(equation):
-            return [_stored(size) for size in sizes]
+            (program,), mesh = programs_in(equation), params["mesh"]
+            devices = math.prod(mesh.shape[axis] for axis in mapped_axes(equation))
+            self.copies *= devices
+            outputs = self.visit(program, inputs)
+            self.copies //= devices
+            return outputs
+        if self.keeps is not None:
+            avals = (x.aval for x in equation.invars)
+            if self.keeps(equation.primitive, *avals, **params) is True:
+                return [_stored(size) for size in sizes]
         if name in _ALIASES:
             return [*inputs]
         if name in CHEAP or self.keeps is not None:
@@ -252,62 +285,35 @@ class _Storage:
             origins = frozenset[Value]().union(*(x.origins for x in inputs))
             make = _computed if self.keeps is None else Value
             return [make(size, sources, origins) for size in sizes]
-        self._read(inputs)
+        self.read.update(dict.fromkeys(inputs))
         if name == "cond":
-            self._enter_largest(equation, inputs)
+            self._enter_largest(equation, inputs[1:])
         elif name == "scan":
             self._enter_body(equation, inputs)
         results = [_stored(size) for size in sizes]
         self.results.update(dict.fromkeys(results))
         if name == abstract.NAME:
-            touched = [x for x in (*inputs, *results) if x.sources]
+            touched = (x for x in (*inputs, *results) if x.sources)
             self.in_kernels.update(dict.fromkeys(touched))
         return results
-
-    def _is_kept(self, equation: Equation) -> bool:
-        """Whether the policy saves the results of an equation."""
-        assert self.keeps is not None
-        avals = (x.aval for x in equation.invars)
-        return self.keeps(equation.primitive, *avals, **equation.params) is True
-
-    def _read(self, values: Iterable[Value]) -> None:
-        for value in values:
-            value.is_read = True
-            self.read[value] = None
-
-    def _merge(self, other: "_Storage") -> None:
-        self.read |= other.read
-        self.results |= other.results
-        self.in_kernels |= other.in_kernels
 
     def _enter_largest(self, equation: Equation, inputs: list[Value]) -> None:
         """Enters the branch of a conditional that stores most."""
         branches = []
         for program in programs_in(equation):
-            branch = _Storage(self.copies)
-            branch.visit(program, inputs[1:])
-            branches.append(branch)
-
-        def size(branch: _Storage) -> float:
-            return _total(branch.in_kernels)
-
-        self._merge(max(branches, key=size))
+            branches.append(_Storage(self.copies))
+            branches[-1].visit(program, inputs)
+        largest = max(branches, key=lambda branch: _total(branch.in_kernels))
+        self.read |= largest.read
+        self.results |= largest.results
+        self.in_kernels |= largest.in_kernels
 
     def _enter_body(self, equation: Equation, inputs: list[Value]) -> None:
         """Enters one iteration of a scan."""
         (program,), length = programs_in(equation), equation.params["length"]
-        sliced = inputs[sum(scan_sizes(equation)) :]
-        whole = inputs[: len(inputs) - len(sliced)]
+        number = sum(scan_sizes(equation))
         slices = [
-            dataclasses.replace(x, num_bytes=x.num_bytes / length) for x in sliced
+            dataclasses.replace(x, num_bytes=x.num_bytes / length)
+            for x in inputs[number:]
         ]
-        self.visit(program, [*whole, *slices])
-
-    def _enter_devices(self, equation: Equation, inputs: list[Value]) -> list[Value]:
-        """Enters the program of one device; values count once per device."""
-        (program,), mesh = programs_in(equation), equation.params["mesh"]
-        devices = math.prod(mesh.shape[axis] for axis in mapped_axes(equation))
-        inside = _Storage(self.copies * devices, self.keeps)
-        outputs = inside.visit(program, inputs)
-        self._merge(inside)
-        return outputs
+        self.visit(program, [*inputs[:number], *slices])

@@ -69,9 +69,9 @@ def _forward(pairs, name, value_size, q, k, v):
 
 
 def _backward(pairs, name, value_size, saved, cotangent):
-    """Returns cotangents; a program that is counted shows its forward pass alone."""
-    del pairs, name, value_size, cotangent
-    return saved[:3]
+    """Returns cotangents; FLOPs of gradients follow from the forward pass."""
+    del pairs, name, value_size
+    return tuple(abstract.call((*saved, cotangent), saved[:3], flops=0.0))
 
 
 _attend.defvjp(_forward, _backward)

@@ -115,7 +115,7 @@ def report_plan(
         totals = list(map(memory.plan_bytes, stages, kept))
         plot.plot_memory_per_stage(totals, pictures[0], title=title)
     inputs = offloaded_inputs(model, plan, config, abstract_batch(config, plan))
-    parts = _describe_placement(plan, config, inputs)
+    parts = _describe_placement(plan, config, inputs, model)
     parts += _describe_each_zero_stage(stages, kept, num_devices, is_here=is_here)
     if is_here:
         step = make_step(model, tx, plan, config)
@@ -178,7 +178,7 @@ def _plan_each_zero_stage(
 
 
 def _describe_placement(
-    plan: plans.Plan, config: Config, inputs: Sequence[ArrayPlan]
+    plan: plans.Plan, config: Config, inputs: Sequence[ArrayPlan], model: Model
 ) -> list[str]:
     """Texts on the placement of arrays, memories and exchanges."""
     is_auto = config.zero.optimizer_memory == plans.AUTO
@@ -191,6 +191,7 @@ def _describe_placement(
             config,
             dict(plan.mesh.shape),
             resolve_batch(config, plan.num_batch_shares),
+            model,
         ),
         describe_future(config.model),
         "" if isinstance(plan.mesh, Mesh) or not is_auto else _NO_MACHINE,

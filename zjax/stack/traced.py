@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
-from jax.sharding import PartitionSpec as P
 
 from zjax.jaxprs.flops import Flops, count_flops
+from zjax.jaxprs.program import map_axes
 from zjax.jaxprs.versions import Closed, dtype_promotion
 from zjax.sharding.mesh import BATCH_AXES, EXPERT, trace
 from zjax.sharding.naming import path_of
@@ -87,21 +87,7 @@ def on_devices(mesh: AbstractMesh | None, trace: Callable[[], T]) -> T:
         >>> on_devices(mesh, lambda: jax.lax.axis_size(EXPERT))
         1
     """
-    if mesh is None:
-        return trace()
-    found: list[T] = []
-
-    def run() -> jax.Array:
-        found.append(trace())
-        return jnp.zeros(())
-
-    names = set(BATCH_AXES)
-    mapped = jax.shard_map(
-        run, in_specs=(), out_specs=P(), axis_names=names, check_vma=False
-    )
-    with jax.sharding.use_abstract_mesh(mesh):
-        jax.eval_shape(mapped)
-    return found[0]
+    return trace() if mesh is None else map_axes(mesh, BATCH_AXES, trace)
 
 
 def _cast(x: Any, dtype: Any) -> Any:
